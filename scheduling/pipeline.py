@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Literal, NamedTuple, Protocol
 
 from scheduling.errors import PlanError
 from scheduling.plan import Plan
+from scheduling.types import Slot
 
 Kind = Literal["forward", "backward", "update"]
 
@@ -20,11 +21,21 @@ class Event(NamedTuple):
     adapters: tuple[str, ...] = ()  # of an update: the adapters that step
 
 
+class Stream(Protocol):
+    """Slots in order, and the batches that end in them: a plan, or a window of a stream without an end."""
+
+    @property
+    def slots(self) -> tuple[Slot, ...]: ...
+    @property
+    def num_stages(self) -> int: ...
+    def batches_ending(self) -> Iterable[tuple[int, str, int]]: ...
+
+
 Program = tuple[tuple[Event, ...], ...]  # per stage, in order
 Order = Callable[[Sequence[int], int], Iterator[tuple[Kind, int]]]  # (slots of a group, stages after this one)
 
 
-def one_forward_one_backward(plan: Plan, *, flush: bool = False) -> Program:
+def one_forward_one_backward(plan: Stream, *, flush: bool = False) -> Program:
     """Lists 1F1B events. Stage s holds at most S - s microbatches; no-op slots take a place but have no events.
 
     On each stage, an adapter's update follows the backward of its batch's last slot. The plan keeps a distance of S
@@ -33,7 +44,7 @@ def one_forward_one_backward(plan: Plan, *, flush: bool = False) -> Program:
     Args:
         flush: drain the pipeline whenever no batch is open, as plain pipeline training of one adapter does.
     """
-    groups = _groups(plan) if flush else [range(plan.num_slots)]
+    groups = _groups(plan) if flush else [range(len(plan.slots))]
     return _program(plan, [(group, _interleave) for group in groups])
 
 
@@ -106,7 +117,7 @@ def play(
         raise PlanError("plan.deadlock", "the events wait for each other", where=f"positions {position}")
 
 
-def _program(plan: Plan, groups: Sequence[tuple[range, Order]]) -> Program:
+def _program(plan: Stream, groups: Sequence[tuple[range, Order]]) -> Program:
     ending: dict[int, list[str]] = {}
     for slot, adapter, _ in plan.batches_ending():
         ending.setdefault(slot, []).append(adapter)
@@ -141,7 +152,7 @@ def _all_forward_first(slots: Sequence[int], ahead: int) -> Iterator[tuple[Kind,
         yield "backward", slot
 
 
-def _groups(plan: Plan) -> list[range]:
+def _groups(plan: Stream) -> list[range]:
     """Splits the slots where no batch is open."""
     open_batches: set[tuple[str, int]] = set()
     ends: dict[int, list[tuple[str, int]]] = {}

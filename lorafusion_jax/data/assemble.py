@@ -27,6 +27,16 @@ from scheduling import SampleRef
 MASK64 = (1 << 64) - 1
 
 
+class AdapterRows(NamedTuple):
+    """The adapters in the places of a microbatch, as data: sessions whose adapters change compile nothing for them."""
+
+    windows: np.ndarray  # int32 [leaves, 2, P], first column and width in each leaf; see `pipeline.leaves.windows`
+    rank: np.ndarray  # int32 [P]
+    scale: np.ndarray  # float32 [P]
+    rate: np.ndarray  # float32 [P], dropout
+    key: np.ndarray  # uint32 [P], of the dropout
+
+
 class Microbatch(NamedTuple):
     """Input of one step. Every array has the same shape in every slot of a run.
 
@@ -47,6 +57,7 @@ class Microbatch(NamedTuple):
     weights: np.ndarray  # float32 [T], weight of the token loss where the target is learned, else 0; see `Weights`
     adapters: np.ndarray  # int32 [P], the adapters present, ascending, then -1: a step's cost depends on P, not on A
     samples: SampleTable | None = None  # None: no objective of the run needs it
+    lora: AdapterRows | None = None  # None: the adapters are constants of the programs
 
 
 class Weights(NamedTuple):

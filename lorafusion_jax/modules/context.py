@@ -161,7 +161,6 @@ class LoRAContext:
         ([0, 0, -1], [1.0])
         """
         assert self.draw is None, "packed rows have keys of their own"
-        here = (self.tile_adapter[:, None] == adapters) & (adapters >= 0)
         number = jnp.maximum(adapters, 0)
         dropout = self.dropout
         if dropout is not None:
@@ -169,13 +168,17 @@ class LoRAContext:
         ranks = self.known_ranks
         rank = ranks and common_rank(ranks)
         return replace(
-            self,
+            self.numbered(adapters),
             known_ranks=rank and (rank,) * len(adapters),
             traced_ranks=None if not ranks or rank else jnp.asarray(ranks, jnp.int32)[number],
-            tile_adapter=jnp.where(here.any(1), jnp.argmax(here, 1), -1).astype(jnp.int32),
             scale=self.scale[number],
             dropout=dropout,
         )
+
+    def numbered(self, adapters: Int[Array, " P"]) -> LoRAContext:
+        """Returns the context with a table of places, where all else is by place already; see `in_places`."""
+        here = (self.tile_adapter[:, None] == adapters) & (adapters >= 0)
+        return replace(self, tile_adapter=jnp.where(here.any(1), jnp.argmax(here, 1), -1).astype(jnp.int32))
 
     def at_layer(self, layer: int | Int[Array, ""]) -> LoRAContext:
         """Returns the context for one layer: every layer draws its own dropout."""

@@ -76,6 +76,20 @@ def step(
     return lv.put(lora, columns, place.first, moved), stepped, alive.at[place.index].set(healthy), finite, before
 
 
+def write(
+    columns: Mapping[str, Columns], spec: AdapterSpec, place: Place, lora: Leaves, sums: Leaves,
+    totals: Totals | None, alive: Array, own: Leaves,
+):  # fmt: skip
+    """See `StagePrograms.write`."""
+    zeros = jax.tree.map(jnp.zeros_like, lv.take(sums, columns, spec, place.first, lead=lv.SUMS))
+    return (
+        lv.put(lora, columns, place.first, own),
+        lv.put(sums, columns, place.first, zeros, lead=lv.SUMS),
+        jax.tree.map(lambda total: total.at[:, place.index].set(0.0), totals),
+        alive.at[place.index].set(True),
+    )
+
+
 def put_back(columns: Mapping[str, Columns], place: Place, lora: Leaves, own: Leaves, alive: Array):
     """See `StagePrograms.put_back`."""
     return lv.put(lora, columns, place.first, own), alive.at[place.index].set(False)

@@ -95,7 +95,7 @@ def load_stages(
 
 def open_base(
     config: JobConfig,
-    prepared: Prepared,
+    prepared: Prepared | None,
     specs: Sequence[AdapterSpec],
     later: JobConfig | None = None,
     base_files: BaseFiles | None = None,
@@ -106,6 +106,7 @@ def open_base(
     They take the memory of one layer, embedding and head.
 
     Args:
+        prepared: data of the adapters, to check it against the base (None: it is checked elsewhere).
         later: the job with all adapters that will join later, which must fit into memory.
         base_files: digests of the base's files, to use the cache of quantised weights (None: it is not used).
 
@@ -113,7 +114,8 @@ def open_base(
         CheckpointError: the model is incomplete, not implemented, or computes differently at this sample length.
         ConfigError: the mesh does not fit the machine or the model.
     """
-    check_adapters(config, prepared)
+    if prepared is not None:
+        check_adapters(config, prepared)
     directory, train, mesh = base_directory(config), config.train, config.mesh
     model = ModelConfig.from_hf(directory)
     meshes = stage_meshes(mesh.stages, mesh.data, mesh.fsdp)

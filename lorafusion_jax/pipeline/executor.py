@@ -280,6 +280,11 @@ class Executor:
         slots, self._completed = self._completed, []
         return slots
 
+    def close(self) -> None:
+        """Ends the threads of the stages after the work that was issued."""
+        for lane in set(self._lanes):
+            lane.shutdown(wait=True)
+
     def wait_all(self) -> None:
         """Waits until all issued work is done."""
         while self._running:

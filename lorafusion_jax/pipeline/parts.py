@@ -30,6 +30,7 @@ from lorafusion_jax.objective.loss import token_losses
 from lorafusion_jax.objective.protocol import HIDDEN, SFT, Chosen
 from lorafusion_jax.pipeline.leaves import LAYERS, Columns, all_columns, own_names, windows
 from lorafusion_jax.weights.table import NONE, stored_kind
+from pallas_kernels import Dropout
 from pallas_kernels.frozen_weight import FrozenWeight
 
 Weights = dict[str, FrozenWeight]  # "self_attn.q_proj.kernel" -> [K, N]
@@ -170,21 +171,25 @@ class Parts:
 
     def first_lora(self) -> dict[str, dict[str, Any]]:
         """Returns the initial weights of each adapter, numpy float32: name → leaf → [L, K, r] and so on."""
+        return {spec.name: self.first_weights(spec) for spec in self.specs}
+
+    def first_weights(self, spec: AdapterSpec) -> dict[str, Any]:
+        """Returns the initial weights of one adapter: leaf → [L, K, r] and so on."""
         shapes = {f"{LAYERS}{linear.path}": linear.shape(self.model) for linear in LAYER.linears}
         return {
-            spec.name: {
-                f"{path}.{leaf}": array
-                for path, shape in shapes.items()
-                if path.rpartition(".")[2] in spec.targets
-                for leaf, array in init_layers(spec, path, *shape, self.model.num_layers).items()
-            }
-            for spec in self.specs
+            f"{path}.{leaf}": array
+            for path, shape in shapes.items()
+            if path.rpartition(".")[2] in spec.targets
+            for leaf, array in init_layers(spec, path, *shape, self.model.num_layers).items()
         }
 
     def inputs(self, batch: Any, *, dropout: bool) -> Inputs:  # a Microbatch of tracers
         """Computes what all layers share: rotary tables, segments, adapters and their columns, dropout keys."""
         row_key = batch.row_key if dropout and any(spec.dropout for spec in self.specs) else None
         segments = Segments(ids=batch.segment_ids, offsets=batch.segment_offsets, lengths=batch.segment_lengths)
+        if batch.lora is not None:
+            layers = layer_inputs(self.model, batch.positions, segments, self._context(batch, row_key))
+            return Inputs(layers, batch.lora.windows, None)
         lora = LoRAContext.of(
             self.specs,
             batch.tile_adapter,
@@ -197,6 +202,19 @@ class Parts:
             kinds = jnp.array([self._kinds.index(spec.kind) for spec in self.specs])[jnp.maximum(batch.adapters, 0)]
         layers = layer_inputs(self.model, batch.positions, segments, lora.in_places(batch.adapters))
         return Inputs(layers, windows(self.columns, batch.adapters), kinds)
+
+    def _context(self, batch: Any, row_key: Array | None) -> LoRAContext:
+        """Returns the context of a microbatch that describes its adapters itself."""
+        rows, adapters = batch.lora, batch.adapters
+        drawn = None if row_key is None else Dropout(rate=rows.rate, key=rows.key, row_key=row_key)
+        context = LoRAContext(
+            tile_adapter=batch.tile_adapter,
+            scale=rows.scale,
+            dropout=drawn,
+            implementation=self.settings.implementation,
+            traced_ranks=rows.rank,
+        )
+        return context.numbered(adapters)
 
     def layer(self, frozen: Weights, lora: Weights, x_TD: Array, inputs: Inputs, number: Array) -> Array:
         """Runs one layer, or the half layer whose tensors are given.

@@ -142,6 +142,33 @@ class StagePrograms:
             self._steps[kind] = jax.jit(put_back, donate_argnums=(1,), out_shardings=self._stage.everywhere)
         return self._steps[kind](place, lora, own, alive)
 
+    def write(
+        self, spec: AdapterSpec, place: Place, lora: Leaves, sums: Leaves, totals: Totals | None, alive: Array,
+        own: Leaves,
+    ):  # fmt: skip
+        """Writes an adapter's weights and clears its sums. Other adapters do not change.
+
+        Returns:
+            (lora, sums, totals, alive)
+        """
+        kind = ("write", spec.kind, spec.rank, spec.targets)
+        if kind not in self._steps:
+            whole, rows = self._stage.everywhere, self._stage.by_replica
+            self._steps[kind] = jax.jit(
+                partial(adapter_step.write, self._columns, spec),
+                donate_argnums=(1, 2, 3),
+                out_shardings=(whole, rows, rows, whole),
+            )
+        return self._steps[kind](place, lora, sums, totals, alive, own)
+
+    def first_optimizer(self, spec: AdapterSpec, optim: OptimSettings, place: Place, lora: Leaves) -> Any:
+        """Computes the initial optimizer state of one adapter with a compiled program."""
+        kind = ("first optimizer", spec.kind, spec.rank, spec.targets, optim.name)
+        if kind not in self._steps:
+            made = partial(self.init_optimizer, spec, optim)
+            self._steps[kind] = jax.jit(made, out_shardings=self._stage.everywhere)
+        return self._steps[kind](place, lora)
+
     def init_optimizer(self, spec: AdapterSpec, optim: OptimSettings, place: Place, lora: Leaves) -> Any:
         """Returns the initial optimizer state of one adapter."""
         return transformation(optim, zero_hyper(optim)).init(lv.take(lora, self._columns, spec, place.first))

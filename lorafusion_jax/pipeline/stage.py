@@ -71,7 +71,7 @@ class Stage:
         self.mesh = mesh
         self.remat: RematPolicy = remat
         self.programs = StagePrograms(parts, mesh, weights.extent, remat)
-        self._parts, self._adapters, self._specs = parts, tuple(adapters), parts.specs
+        self._parts, self._adapters, self._specs = parts, list(adapters), list(parts.specs)
         self._groups = _groups(weights.extent.pieces, block)
         self.replace_base(weights)
         firsts = [weights.extent.pieces[group[0]].layer for group in self._groups]
@@ -139,6 +139,31 @@ class Stage:
             name: replicate(lv.stack_adapters({name: at}, own)[name], self.mesh)
             for name, at in self._parts.columns.items()
         }
+
+    def assign(self, index: int, adapter: AdapterConfig, spec: AdapterSpec) -> None:
+        """Gives a place to another adapter, of at most the rank and targets that the place was made for."""
+        self.optimizers.pop(self._specs[index].name, None)
+        self._adapters[index], self._specs[index] = adapter, spec
+        self._places[index] = replicate(lv.place_of(self._parts.columns, self._specs, index), self.mesh)
+
+    def write(self, index: int, weights: Mapping[str, np.ndarray], optimizer: Any = None) -> None:
+        """Writes the weights of a place's adapter and clears its sums. Other adapters do not change.
+
+        Args:
+            weights: for all layers of the model.
+            optimizer: state for this stage's layers, on the host (None: the initial one).
+        """
+        spec, place = self._specs[index], self._places[index]
+        own = {name: np.asarray(leaf)[self.extent.layers_of(name)] for name, leaf in weights.items()}
+        self._gradients.pop(index, None)
+        self.lora, self.sums, self.totals, self.alive = self.programs.write(
+            spec, place, self.lora, self.sums, self.totals, self.alive, replicate(own, self.mesh)
+        )
+        self.optimizers[spec.name] = (
+            self.programs.first_optimizer(spec, self._adapters[index].optim, place, self.lora)
+            if optimizer is None
+            else replicate(optimizer, self.mesh)
+        )
 
     def _new_optimizers(self) -> dict[str, Any]:
         """Creates the initial states of all optimizers, with a program that makes one of each kind per call."""
@@ -274,13 +299,17 @@ class Stage:
         jax.block_until_ready(self.backward(NO_SLOT, received))
         return forward_s, time.perf_counter() - began
 
-    def compile_steps(self, num_stages: int) -> None:
+    def compile_steps(self, num_stages: int, only: int | None = None) -> None:
         """Compiles the optimizer steps of all adapters by running them on temporary copies, and waits for them.
+
+        Args:
+            only: place of the only adapter to compile for.
 
         Waiting is necessary: later work does not depend on these copies, so one process could start a real all-reduce
         while another still runs one of these, and the two would be matched.
         """
-        optimizers = {index: self.optimizers[self._specs[index].name] for index in self.one_of_every_kind()}
+        chosen = self.one_of_every_kind() if only is None else [only]
+        optimizers = {index: self.optimizers[self._specs[index].name] for index in chosen}
         lora, sums, totals, alive, optimizers = _copy((self.lora, self.sums, self.totals, self.alive, optimizers))
         for index, optimizer in optimizers.items():
             spec, optim, place = self._specs[index], self._adapters[index].optim, self._places[index]

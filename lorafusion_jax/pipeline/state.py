@@ -64,7 +64,7 @@ def scatter(stages: Sequence[Stage], arrays: dict[str, Any]) -> None:
         ]
         stage.take_weights(arrays["lora"])
         stage.sums = to_stage(lv.stack_adapters(stage.parts.columns, sums, lead=lv.SUMS), mesh)
-        stage.optimizers = replicate(_of_stage(extent, arrays["optimizers"]), mesh)
+        stage.optimizers = replicate(of_stage(extent, arrays["optimizers"]), mesh)
         stage.alive = replicate(np.asarray(arrays["alive"]), mesh)
         if stage.totals is not None:
             stage.totals = to_stage({name: leaf[mine] for name, leaf in totals.items()}, mesh)
@@ -97,8 +97,11 @@ def abstract_state(stages: Sequence[Stage], replicas: int) -> dict[str, Any]:
     return arrays | ({"metrics": dict.fromkeys(metrics, row)} if metrics else {})
 
 
-def adapter_arrays(parts: Sequence[lv.Leaves]) -> dict[str, np.ndarray]:
-    """Joins an adapter's parts (`Stage.adapter`) on the host: "layers.self_attn.q_proj.lora_a" → [L, K, r]."""
+def adapter_arrays(parts: Sequence[Any]) -> Any:
+    """Joins an adapter's parts on the host: weights of `Stage.adapter`, or optimizer states.
+
+    "layers.self_attn.q_proj.lora_a" → [L, K, r], and so on.
+    """
     return _concatenate(list(parts))
 
 
@@ -124,7 +127,7 @@ def _split_loss(totals: dict[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.
     return totals["loss"], {name: total for name, total in totals.items() if name != "loss"}
 
 
-def _of_stage(extent: Extent, tree: Any) -> Any:
+def of_stage(extent: Extent, tree: Any) -> Any:
     """Slices a stage's layers out of every array. The array's path names its leaf; scalars are step counts."""
 
     def own(path: tuple, leaf: Any) -> np.ndarray:

@@ -19,6 +19,8 @@ def greedy(
     ahead: Sequence[float] | None = None,
     choose: Choose | None = None,
     size: ChooseSize | None = None,
+    shares: bool = False,
+    most_slots: int | None = None,
 ) -> Filling:
     """Fills slot after slot until no sample is left. The result is valid.
 
@@ -26,11 +28,13 @@ def greedy(
         ahead: per job, a priority in slots over other jobs (negative: after them), for the whole run.
         choose: chooses a part of a batch (None: the subset that fills best).
         size: chooses the capacity of a slot (None: the largest).
+        shares: serve jobs by their weights even if these are equal.
+        most_slots: stop after this many slots.
     """
-    state = _State(problem, ahead or [0.0] * len(problem.jobs), choose or fill_best(problem))
+    state = _State(problem, ahead or [0.0] * len(problem.jobs), choose or fill_best(problem), shares=shares)
     state.size = size
     filling: Filling = []
-    while state.free or state.waiting:
+    while (state.free or state.waiting) and (most_slots is None or len(filling) < most_slots):
         filling.append(_fill_slot(problem, state, len(filling)))
     return filling
 
@@ -44,7 +48,7 @@ class _State:
         waiting: heap of (slot, job): the job may run from that slot on.
     """
 
-    def __init__(self, problem: Problem, ahead: Sequence[float], choose: Choose):
+    def __init__(self, problem: Problem, ahead: Sequence[float], choose: Choose, *, shares: bool = False):
         self.choose = choose
         self.size: ChooseSize | None = None
         self.batch = [0] * len(problem.jobs)
@@ -52,7 +56,7 @@ class _State:
         self.tokens = [batches[0].total if batches else 0 for batches in problem.batches]
         wait, self.slot_tokens = problem.num_stages - 1, problem.slot_tokens
         slots = [sum(batch.total / self.slot_tokens + wait for batch in batches) for batches in problem.batches]
-        self.weighted = problem.weighted
+        self.weighted = problem.weighted or shares
         self.rank = [0.0 if self.weighted else -left - more for left, more in zip(slots, ahead, strict=True)]
         self.free: list[tuple[bool, float, int]] = []
         self.waiting = [(problem.ready[job], job) for job, batches in enumerate(problem.batches) if batches]

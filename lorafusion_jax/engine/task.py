@@ -1,0 +1,82 @@
+"""An adapter that trains in a live session: its data, its position and its schedule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from lorafusion_jax.adapters.spec import AdapterSpec
+from lorafusion_jax.config.schema import AdapterConfig, JobConfig
+from lorafusion_jax.config.specs import adapter_spec
+from lorafusion_jax.data.assemble import Weights, batch_loss_tokens
+from lorafusion_jax.data.prepare import AdapterData, Prepared
+from lorafusion_jax.planning.training_plan import train_jobs
+from lorafusion_jax.training.job import step_rates
+from scheduling import AdapterJob
+from scheduling.window import Cursor
+
+Status = Literal["running", "done", "failed"]
+
+
+@dataclass(slots=True, kw_only=True)
+class Task:
+    """One adapter of a session. The session changes step, cursor, status and reason.
+
+    Attributes:
+        config: job of this adapter alone; its base, batch capacity and mesh are those of the session.
+        job: its samples for the planner.
+        rates: learning rate of each step.
+        weights: factors of the mean over each global batch.
+        step: number of steps taken.
+        cursor: next samples.
+    """
+
+    config: JobConfig
+    data: AdapterData
+    spec: AdapterSpec
+    job: AdapterJob
+    rates: np.ndarray
+    loss_tokens: list[int]
+    weights: list[Weights]
+    step: int = 0
+    cursor: Cursor = field(init=False)
+    status: Status = "running"
+    reason: str = ""
+
+    def __post_init__(self):
+        self.cursor = Cursor(job=self.job, batch=self.step)
+
+    @classmethod
+    def of(cls, config: JobConfig, prepared: Prepared) -> Task:
+        """Builds the task of a job with one adapter."""
+        (adapter,) = config.adapters
+        data = prepared.adapters[adapter.name]
+        (job,) = train_jobs(config, prepared)
+        loss_tokens = batch_loss_tokens(data, adapter.global_samples).tolist()
+        return cls(
+            config=config,
+            data=data,
+            spec=adapter_spec(adapter),
+            job=job,
+            rates=step_rates(adapter, data),
+            loss_tokens=loss_tokens,
+            weights=[Weights(1.0 / tokens) for tokens in loss_tokens],
+        )
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def adapter(self) -> AdapterConfig:
+        return self.config.adapters[0]
+
+    @property
+    def num_steps(self) -> int:
+        return self.job.num_batches
+
+    def restart(self, step: int) -> None:
+        """Sets the position after a step; samples of a begun batch run again."""
+        self.step, self.cursor = step, Cursor(job=self.job, batch=step)

@@ -1,0 +1,242 @@
+"""Live sessions: adapters start, stop and move between places while others train."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from more_cases import mostly_nightly
+from small_jobs import exported, write_job, write_rows
+
+from lorafusion_jax.checkpoint.peft import peft_tensors
+from lorafusion_jax.checkpoint.peft_leaves import take_adapter
+from lorafusion_jax.config import load_config
+from lorafusion_jax.config.join import select_adapters
+from lorafusion_jax.data.prepare import prepare
+from lorafusion_jax.engine import AdapterState, LiveSession, Places, Task
+from lorafusion_jax.errors import LoraFusionError
+from lorafusion_jax.pipeline.compiles import CompileCounter
+from lorafusion_jax.training import train
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
+ADAPTERS = {
+    "tort": {"lora": {"rank": 3, "alpha": 8, "dropout": 0.1}, "seed": 1},
+    "lung": {
+        "lora": {"rank": 5, "rslora": True, "dropout": 0.3, "targets": "all-linear"},
+        "optim": {"lr": 3e-3, "weight_decay": 0.1},
+        "batch": {"global_samples": 5},
+        "seed": 2,
+        "epochs": 2,
+    },
+    "news": {"lora": {"rank": 3, "dropout": 0.0}, "optim": {"lr": 1e-2, "schedule": "linear"}, "seed": 3},
+    "sick": {"lora": {"rank": 3}, "optim": {"name": "sgd", "lr": 1e30, "clip": 0}},
+}
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory, tiny_base):
+    folder = tmp_path_factory.mktemp("jobs")
+    entries = [
+        {"name": name, "data": {"train": write_rows(folder, name, 14)}, "batch": {"global_samples": 3}} | own
+        for name, own in ADAPTERS.items()
+    ]
+    entries[1]["data"]["eval"] = entries[0]["data"]["train"]
+    return load_config(write_job(folder, tiny_base, entries))
+
+
+@pytest.fixture(scope="module")
+def session(config):
+    opened = LiveSession.open(
+        config.base,
+        config.mesh,
+        Places.of({6: 1, 3: 2}),
+        batch=config.batch,
+        train=config.train,
+        directory=config.directory,
+        reproducible=True,
+    )
+    yield opened
+    opened.close()
+
+
+@pytest.fixture(scope="module")
+def task(config):
+    def made(name: str) -> Task:
+        own = select_adapters(config, [name])
+        return Task.of(own, prepare(own))
+
+    return made
+
+
+def start(session: LiveSession, task: Task, state: AdapterState | None = None) -> int:
+    place = session.find_place(task.spec)
+    assert place is not None
+    session.start(place, task, state)
+    return place
+
+
+def run(session: LiveSession, slots: int = 1000, events: list | None = None) -> dict[str, AdapterState]:
+    """Runs up to so many slots; adapters that end leave. Returns their states."""
+    ended = {}
+    while slots > 0 and session.tasks:
+        window = session.plan(min(slots, 4))
+        slots -= session.run(window, (lambda event: None) if events is None else events.append)
+        session.drain()
+        for place, own in list(session.tasks.items()):
+            if own.status != "running":
+                ended[own.name] = session.stop(place)
+    return ended
+
+
+@pytest.fixture(scope="module")
+def alone(session, task):
+    """Each adapter trained alone in the session."""
+    states = {}
+    for name in ("tort", "lung", "news"):
+        start(session, task(name))
+        states |= run(session)
+    return states
+
+
+def assert_same(a: AdapterState, b: AdapterState) -> None:
+    assert a.step == b.step
+    assert a.weights.keys() == b.weights.keys()
+    assert [name for name in a.weights if not np.array_equal(a.weights[name], b.weights[name])] == []
+
+
+def test_company_places_and_moves_change_no_bit(session, task, alone, tmp_path):
+    """Adapters arrive in turn; one leaves in the middle of a batch, waits on the disk and continues elsewhere."""
+    moving = task("tort")
+    first = start(session, moving)
+    run(session, 2)
+    start(session, task("lung"))
+    run(session, 1)
+    while not moving.cursor.done and moving.status == "running":
+        run(session, 1)
+    saved = session.stop(first).write(tmp_path / "state")
+    session.start(first, task("news"))
+    run(session, 2)
+    again = task("tort")
+    assert start(session, again, AdapterState.read(saved, again.adapter)) != first
+    ended = run(session)
+    assert ended.keys() == alone.keys()
+    for name, state in ended.items():
+        assert_same(state, alone[name])
+
+
+def test_starting_and_stopping_compiles_nothing(session, task, alone):
+    with CompileCounter() as programs:
+        start(session, task("news"))
+        start(session, task("tort"))
+        run(session, 3)
+        state = session.stop(next(place for place, own in session.tasks.items() if own.name == "tort"))
+        start(session, task("lung"))
+        start(session, task("tort"), state)
+        run(session)
+    assert programs.compiled + programs.from_cache == 0
+
+
+@pytest.mark.parametrize("name", mostly_nightly(["tort", "lung"], ["tort"]))
+def test_an_adapter_equals_one_of_a_run(config, alone, task, tmp_path, name):
+    """As in joint and separate training: the programs differ in their shapes, so sums may have another order."""
+    own = select_adapters(config, [name])
+    assert train(own, tmp_path / "run").exit_code == 0
+    leaves = {leaf: array[:, None] for leaf, array in alone[name].weights.items()}
+    ours = peft_tensors(take_adapter(leaves, task(name).spec, 0))
+    for key, theirs in exported(tmp_path / "run", name).items():
+        assert np.linalg.norm(ours[key] - theirs) <= 1e-5 * np.linalg.norm(theirs), key
+
+
+def test_a_failing_adapter_leaves_the_others_alone(session, task, alone):
+    events: list = []
+    start(session, task("sick"))
+    start(session, task("tort"))
+    ended = run(session, events=events)
+    failed = [event for event in events if event.kind == "adapter-failed"]
+    assert [event.adapter for event in failed] == ["sick"]
+    assert ended["sick"].step == failed[0].kept_step
+    assert all(np.isfinite(leaf).all() for leaf in ended["sick"].weights.values())
+    assert_same(ended["tort"], alone["tort"])
+
+
+def test_a_window_can_be_interrupted(session, task, alone):
+    asked: list[bool] = []
+    start(session, task("lung"))
+    ran = session.run(session.plan(6), pause=lambda: asked.append(True) or len(asked) == 2)
+    assert ran == 2
+    assert_same(run(session)["lung"], alone["lung"])
+
+
+def test_an_idle_session_waits(session):
+    assert session.tasks == {}
+    window = session.plan(8)
+    assert window.slots == ()
+    assert session.run(window) == 0
+    assert session.free == {3: 2, 6: 1}
+
+
+def test_evaluation_depends_on_the_adapter_only(session, task, alone):
+    place = start(session, task("lung"), alone["lung"])
+    losses = [session.evaluate(place)]
+    start(session, task("tort"))
+    run(session, 2)
+    losses.append(session.evaluate(place))
+    for own in list(session.tasks):
+        session.forget(own)
+    assert losses[0] is not None
+    assert losses[0] == losses[1]
+    assert session.free == {3: 2, 6: 1}
+
+
+def test_what_does_not_fit_is_refused(session, task, config, alone, tmp_path):
+    lung, tort = task("lung"), task("tort")
+    with pytest.raises(LoraFusionError, match="rank 5 is above 3"):
+        session.start(0, lung)
+    with pytest.raises(LoraFusionError, match=r"state\.data"):
+        session.start(0, tort, alone["lung"])
+    session.start(0, tort)
+    with pytest.raises(LoraFusionError, match="it is taken"):
+        session.start(0, task("news"))
+    session.forget(0)
+    folder = alone["tort"].write(tmp_path / "state")
+    other = tort.adapter.model_copy(update={"optim": tort.adapter.optim.model_copy(update={"name": "lion"})})
+    with pytest.raises(LoraFusionError, match=r"state\.mismatch"):
+        AdapterState.read(folder, other)
+    (folder / "state.json").write_text("{}")
+    with pytest.raises(LoraFusionError, match=r"state\.damaged"):
+        AdapterState.read(folder, tort.adapter)
+    assert Places.of({4: 1}).refuses(lung.spec) == "rank 5 is above the largest place, 4"
+    assert Places.of({8: 1}, dropout=False).refuses(lung.spec) == "the session was opened without dropout"
+    with pytest.raises(LoraFusionError, match=r"places\.classes"):
+        Places.of({})
+
+
+@pytest.mark.nightly
+def test_stages_and_replicas_give_the_same_adapter(config, task, alone):
+    """On another mesh: equal to rounding, as in CONTRIBUTING.md."""
+    mesh = config.mesh.model_copy(update={"stages": 2, "data": 2})
+    wide = LiveSession.open(
+        config.base, mesh, Places.of({5: 2}), batch=config.batch, train=config.train, directory=config.directory
+    )
+    try:
+        start(wide, task("tort"))
+        run(wide, 2)
+        start(wide, task("lung"))
+        for name, state in run(wide).items():
+            assert state.step == alone[name].step
+            for leaf, array in alone[name].weights.items():
+                assert np.linalg.norm(state.weights[leaf] - array) <= 1e-5 * np.linalg.norm(array), leaf
+    finally:
+        wide.close()
+
+
+def test_folder_of_a_state_is_written_whole(alone, tmp_path, monkeypatch):
+    def full(*_: object) -> None:
+        raise OSError(28, "no space")
+
+    monkeypatch.setattr("lorafusion_jax.engine.state.write_tensors", full)
+    with pytest.raises(LoraFusionError, match=r"save\.no-space"):
+        alone["tort"].write(tmp_path / "state")
+    assert list(Path(tmp_path).iterdir()) == []

@@ -1,0 +1,178 @@
+"""Windows of a stream without an end."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scheduling import AdapterJob, PlanError, make_plan
+from scheduling.types import Limits
+from scheduling.window import Cursor, Tail, Window, plan_window, verify_window
+
+TILE = 16
+
+
+def stream(jobs: list[AdapterJob], tail: Tail, horizon: int) -> list[tuple[Window, list[Cursor], Tail]]:
+    """Plans windows until all jobs are done: each window with the positions and the tail before it."""
+    cursors, done = [Cursor(job=job) for job in jobs], []
+    while cursors:
+        window = plan_window(cursors, tail, horizon)
+        assert window.slots, "a window with samples left has slots"
+        done.append((window, cursors, tail))
+        cursors, tail = [cursor for cursor in window.cursors if not cursor.is_finished], window.tail
+    return done
+
+
+@st.composite
+def streams(draw):
+    limits = Limits(
+        capacity_tokens=draw(st.sampled_from([64, 160])),
+        num_stages=draw(st.integers(1, 4)),
+        data_parallel=draw(st.integers(1, 2)),
+        tile_tokens=TILE,
+    )
+    lengths = st.lists(st.integers(1, 64), min_size=1, max_size=9)
+    jobs = [
+        AdapterJob(
+            name,
+            draw(lengths),
+            global_batch=draw(st.integers(1, 6)),
+            epochs=draw(st.integers(1, 2)),
+            weight=draw(st.sampled_from([1.0, 1.0, 3.0])),
+        )
+        for name in draw(st.sampled_from(["z", "zy", "dac"]))
+    ]
+    places = {"most_samples": draw(st.integers(1, 5)), "most_adapters": draw(st.integers(1, 3))}
+    return jobs, Tail(limits=limits, whole=draw(st.booleans()), **places), draw(st.integers(1, 7))
+
+
+@given(streams())
+def test_every_sample_runs_once_at_the_required_distance(case):
+    jobs, tail, horizon = case
+    windows = stream(jobs, tail, horizon)
+    slots = [slot for window, *_ in windows for slot in window.slots]
+    runs = Counter(ref for slot in slots for ref in slot.samples)
+    assert runs == Counter(job.ref(at) for job in jobs for at in range(job.num_samples))
+    for job in jobs:  # counted in the whole stream, not window by window
+        where = {batch: [] for batch in range(job.num_batches)}
+        for index, slot in enumerate(slots):
+            for ref in slot.samples:
+                if ref.adapter == job.name:
+                    where[ref.batch].append(index)
+        gaps = [min(where[batch + 1]) - max(where[batch]) for batch in range(job.num_batches - 1)]
+        assert all(gap >= tail.limits.num_stages for gap in gaps)
+
+
+@given(streams())
+def test_whole_pieces_do_not_depend_on_company(case):
+    jobs, tail, horizon = case
+    tail = replace(tail, whole=True, limits=replace(tail.limits, data_parallel=1))
+
+    def pieces(some: list[AdapterJob]) -> list[list]:
+        slots = [slot for window, *_ in stream(some, tail, horizon) for slot in window.slots]
+        own = [[ref for ref in slot.samples if ref.adapter == jobs[0].name] for slot in slots]
+        return [refs for refs in own if refs]
+
+    assert pieces(jobs) == pieces(jobs[:1])
+
+
+def draw_jobs(count: int, seed: int = 5) -> list[AdapterJob]:
+    draw = np.random.default_rng(seed)
+    return [
+        AdapterJob(f"job-{at}", np.minimum(draw.lognormal(5.5 + at / 5, 0.6, 400).astype(int) + 8, 4096), 4 << at % 4)
+        for at in range(count)
+    ]
+
+
+@pytest.mark.parametrize(("capacity", "seed"), [(4096, 1), (4096, 2), (8192, 3)])
+def test_long_windows_are_as_dense_as_an_offline_plan(capacity, seed):
+    """The target: 0.97 of the offline plan of the same rows, for windows of 48 slots and more."""
+    jobs = draw_jobs(6, seed)
+    tail = Tail(limits=Limits(capacity_tokens=capacity, num_stages=1))
+    windows = [w for w, cursors, _ in stream(jobs, tail, 48) if len(w.slots) == 48 and len(w.cursors) == len(jobs)]
+    full = [w for w in windows if not any(cursor.is_finished for cursor in w.cursors)]
+    offline = make_plan(jobs, capacity_tokens=capacity, num_stages=1, search_evaluations=2000).density
+    assert len(full) >= 2
+    assert min(w.density for w in full) >= 0.97 * offline
+
+
+def test_a_short_job_does_not_wait_for_long_ones():
+    long = [AdapterJob(name, [500] * 4000, 8) for name in ("b", "a")]
+    window = plan_window(
+        [Cursor(job=job) for job in (*long, AdapterJob("short", [500] * 8, 8))],
+        Tail(limits=Limits(capacity_tokens=1024, num_stages=1)),
+        24,
+    )
+    assert window.cursors[2].is_finished
+
+
+def test_a_window_costs_its_slots_not_the_jobs():
+    job = AdapterJob("long", [100] * 200_000, 4)
+    cursor = Cursor(job=job, batch=40_000)
+    window = plan_window([cursor], Tail(limits=Limits(capacity_tokens=1024, num_stages=1)), 8)
+    assert len(window.slots) == 8
+    assert {ref.batch for slot in window.slots for ref in slot.samples} == set(range(40_000, 40_008))
+
+
+@pytest.fixture(scope="module")
+def planned() -> tuple[Window, list[Cursor], Tail]:
+    jobs = [AdapterJob("b", [30, 40, 20] * 4, 3), AdapterJob("a", [50] * 9, 2)]
+    tail = Tail(limits=Limits(capacity_tokens=96, num_stages=2, tile_tokens=TILE), most_samples=3)
+    cursors = [Cursor(job=job) for job in jobs]
+    first = plan_window(cursors, tail, 5)
+    return plan_window(first.cursors, first.tail, 5), list(first.cursors), first.tail
+
+
+def swapped(window: Window, a: int, b: int) -> Window:
+    slots = list(window.slots)
+    slots[a], slots[b] = slots[b], slots[a]
+    return replace(window, slots=tuple(slots))
+
+
+def with_slot(window: Window, at: int, samples: tuple) -> Window:
+    slots = list(window.slots)
+    slots[at] = replace(slots[at], replicas=(samples,))
+    return replace(window, slots=tuple(slots))
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        lambda w: swapped(w, 0, 4),
+        lambda w: with_slot(w, 1, ()),
+        lambda w: with_slot(w, 0, w.slots[0].samples + w.slots[3].samples),
+        lambda w: with_slot(w, 2, tuple(ref._replace(adapter="nobody") for ref in w.slots[2].samples)),
+        lambda w: with_slot(w, 1, tuple(ref._replace(batch=ref.batch + 1) for ref in w.slots[1].samples)),
+        lambda w: replace(w, ends=w.ends[1:]),
+        lambda w: replace(w, cursors=w.cursors[::-1][:1]),
+        lambda w: replace(w, slots=w.slots[:-1]),
+    ],
+)
+def test_broken_windows_are_refused(planned, broken):
+    window, cursors, tail = planned
+    verify_window(window, cursors, tail)
+    with pytest.raises(PlanError) as problem:
+        verify_window(broken(window), cursors, tail)
+    assert problem.value.code == "window.invalid"
+    assert problem.value.problems
+
+
+def test_the_tail_of_the_window_before_is_respected():
+    limits = Limits(capacity_tokens=64, num_stages=3, tile_tokens=TILE)
+    job = AdapterJob("only", [60] * 6, 1)
+    first = plan_window([Cursor(job=job)], Tail(limits=limits), 1)
+    later = plan_window(first.cursors, first.tail, 3)
+    assert [bool(slot.samples) for slot in later.slots] == [False, False, True]
+    with pytest.raises(PlanError, match=r"window\.invalid"):
+        verify_window(later, first.cursors, replace(first.tail, ended={"only": -1}))
+
+
+def test_two_jobs_need_two_names():
+    cursors = [Cursor(job=AdapterJob("same", [8], 1))] * 2
+    with pytest.raises(PlanError, match=r"plan\.duplicate-name"):
+        plan_window(cursors, Tail(limits=Limits(capacity_tokens=64, num_stages=1, tile_tokens=TILE)), 4)
