@@ -24,7 +24,7 @@ from benchmarks import kernel_checks, kernel_layer, oracles
 from benchmarks.conditions import conditions
 from pallas_kernels.arg_specs import BENCHMARK_SHAPES, LinearSpec, make_arrays
 from pallas_kernels.backend import select_name
-from pallas_kernels.linear.describe import describe
+from pallas_kernels.linear.describe import Arguments, describe
 from pallas_kernels.tuning import search
 from pallas_kernels.tuning.timing import time_calls
 
@@ -153,9 +153,17 @@ def default_backend(variant: Variant) -> str:
     """The default backend of a call; the `default` row has its time."""
     arrays = jax.eval_shape(lambda: make_arrays(variant.spec))
     table = None if variant.spec.adapters == 1 else jnp.zeros(arrays["tile_adapter"].shape, jnp.int32)
-    operands = (arrays["x"], (arrays["w"],), (arrays["a"],), (arrays["b"],), (None,), table)
-    static, ops = describe(*operands, jnp.ones(variant.spec.adapters), arrays["dropout"])
-    return select_name(static, ops, None)
+    arguments = Arguments(
+        x=arrays["x"],
+        ws=(arrays["w"],),
+        as_=(arrays["a"],),
+        bs=(arrays["b"],),
+        biases=(None,),
+        tile_adapter=table,
+        scale=jnp.ones(variant.spec.adapters),
+        dropout=arrays["dropout"],
+    )
+    return select_name(*describe(arguments), None)
 
 
 def ours(backend: str | None):

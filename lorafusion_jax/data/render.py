@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lorafusion_jax.data.compiled_template import TemplateLimit, TemplateProblem
-from lorafusion_jax.data.conversation import REASONING, Rendered
 from lorafusion_jax.data.example import Chat, Example, Pair, Text
 from lorafusion_jax.data.rows import Rows
-from lorafusion_jax.data.template import ChatTemplate
+from lorafusion_jax.data.template.chat import ChatTemplate
+from lorafusion_jax.data.template.compiled import TemplateLimit, TemplateProblem
+from lorafusion_jax.data.template.conversation import REASONING, Rendered
 from lorafusion_jax.data.tokenizer import Encoded, Tokenizer
 from lorafusion_jax.errors import DataError
 

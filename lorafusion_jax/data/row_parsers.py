@@ -9,7 +9,7 @@ from typing import Any
 from lorafusion_jax.data.example import Chat, Example, Pair, Text
 from lorafusion_jax.data.messages import BadRow, checked_text, parse_message, parse_messages, says_something
 from lorafusion_jax.data.rows import type_name
-from lorafusion_jax.data.template import RESERVED_NAMES
+from lorafusion_jax.data.template.chat import RESERVED_NAMES
 
 
 def _prompt(row: dict, columns: dict[str, str], need_answer: bool) -> Example:

@@ -13,8 +13,8 @@ import numpy as np
 import tokenizers
 
 from lorafusion_jax.config.read import has_half_character
-from lorafusion_jax.data.conversation import Rendered
-from lorafusion_jax.data.template import ChatTemplate, check_template
+from lorafusion_jax.data.template.chat import ChatTemplate, check_template
+from lorafusion_jax.data.template.conversation import Rendered
 from lorafusion_jax.errors import CheckpointError
 
 SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")

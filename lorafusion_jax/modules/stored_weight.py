@@ -19,7 +19,7 @@ from lorafusion_jax.errors import RunError
 from lorafusion_jax.weights.table import StoredKind, stored_kind
 from pallas_kernels.frozen_weight import QuantisedWeight, dimensions_of, frozen_product, frozen_product_transposed
 from pallas_kernels.linear.api import frozen_linear
-from pallas_kernels.linear.split_weight import per_element, weight_spec
+from pallas_kernels.linear.mesh.split_weight import per_element, weight_spec
 
 type Words = tuple[tuple[str, str | None], ...]  # which dimensions the axes of each array follow, see `ArraySpec`
 

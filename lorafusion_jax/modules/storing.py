@@ -19,7 +19,7 @@ from lorafusion_jax.errors import ConfigError
 from lorafusion_jax.modules.linear import Product
 from lorafusion_jax.modules.stored_weight import StoredWeight, form_of
 from lorafusion_jax.weights.table import StoredKind
-from pallas_kernels.linear.split_weight import Axes, per_element, spec_of
+from pallas_kernels.linear.mesh.split_weight import Axes, per_element, spec_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

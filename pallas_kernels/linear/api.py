@@ -6,21 +6,21 @@ T packed tokens · K in features · N out features · R padded rank · A adapter
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import backend
 from pallas_kernels.dropout import Dropout
 from pallas_kernels.frozen_weight import FrozenWeight, QuantisedWeight, dimensions_of, frozen_product, is_quantised
-from pallas_kernels.linear import partition, vjp
-from pallas_kernels.linear.describe import as_arrays, check_kinds, describe
-from pallas_kernels.linear.shard import Call
+from pallas_kernels.linear import vjp
+from pallas_kernels.linear.describe import Arguments, as_arrays, check_kinds, describe
+from pallas_kernels.linear.mesh import partition
+from pallas_kernels.linear.mesh.shard import Call
 from pallas_kernels.manual_axes import vary_like
 from pallas_kernels.policy import Implementation
 from pallas_kernels.problem import Operands, Static, select_projections
@@ -70,14 +70,23 @@ def lora_linear(
             raise ValueError(f"{name} has shape {array.shape}, expected {'[K, R]' if name == 'a' else '[R, N]'}")
     if dropout is not None:
         dropout = as_arrays(dropout)
-        one = {"rate": dropout.rate, "key": dropout.key}
-        if wrong := [f"dropout.{name} has shape {jnp.shape(v)}" for name, v in one.items() if jnp.size(v) != 1]:
+        numbers = {"rate": dropout.rate, "key": dropout.key}
+        if wrong := [f"dropout.{name} has shape {jnp.shape(v)}" for name, v in numbers.items() if jnp.size(v) != 1]:
             raise ValueError(f"{'; '.join(wrong)}, expected one number: there is one adapter")
-        dropout = dataclasses.replace(dropout, **{name: jnp.reshape(value, 1) for name, value in one.items()})
+        dropout = dataclasses.replace(dropout, **{name: jnp.reshape(value, 1) for name, value in numbers.items()})
     if jnp.size(scale) != 1:
         raise ValueError(f"scale has shape {jnp.shape(scale)}, expected one number")
-    scale = jnp.reshape(scale, 1)
-    (y,) = _call(x, (w,), (a[None],), (b[None],), (bias,), None, scale, dropout, implementation, out_sharding)
+    arguments = Arguments(
+        x=x,
+        ws=(w,),
+        as_=(a[None],),
+        bs=(b[None],),
+        biases=(bias,),
+        tile_adapter=None,
+        scale=jnp.reshape(scale, 1),
+        dropout=dropout,
+    )
+    (y,) = _call(arguments, implementation, out_sharding)
     return y
 
 
@@ -133,7 +142,18 @@ def multi_lora_linear(
         >>> multi_lora_linear(jnp.ones((12, 8)), jnp.ones((8, 6)), a, b, tile_adapter=table, scale=scale).shape
         (12, 6)
     """
-    (y,) = _call(x, (w,), (a,), (b,), (bias,), tile_adapter, scale, dropout, implementation, out_sharding, ranks)
+    arguments = Arguments(
+        x=x,
+        ws=(w,),
+        as_=(a,),
+        bs=(b,),
+        biases=(bias,),
+        tile_adapter=tile_adapter,
+        scale=scale,
+        dropout=dropout,
+        ranks=ranks,
+    )
+    (y,) = _call(arguments, implementation, out_sharding)
     return y
 
 
@@ -180,9 +200,18 @@ def multi_lora_linears(
         >>> q.shape, k.shape
         ((4, 6), (4, 6))
     """
-    biases = (None,) * len(ws) if biases is None else tuple(biases)
-    ws, as_, bs = tuple(ws), tuple(as_), tuple(bs)
-    return _call(x, ws, as_, bs, biases, tile_adapter, scale, dropout, implementation, out_sharding, ranks)
+    arguments = Arguments(
+        x=x,
+        ws=tuple(ws),
+        as_=tuple(as_),
+        bs=tuple(bs),
+        biases=(None,) * len(ws) if biases is None else tuple(biases),
+        tile_adapter=tile_adapter,
+        scale=scale,
+        dropout=dropout,
+        ranks=ranks,
+    )
+    return _call(arguments, implementation, out_sharding)
 
 
 def frozen_linear(x: Float[Array, "*B K"], w: FrozenWeight) -> Float[Array, "*B N"]:
@@ -193,32 +222,29 @@ def frozen_linear(x: Float[Array, "*B K"], w: FrozenWeight) -> Float[Array, "*B 
 
 
 def _call(
-    x, ws, as_, bs, biases, tile_adapter, scale, dropout, implementation, out_sharding, ranks=None
+    arguments: Arguments, implementation: str | None, out_sharding: NamedSharding | PartitionSpec | None
 ) -> tuple[jax.Array, ...]:
     """Runs the call, on a mesh shard by shard, and gives every y its sharding."""
-    stored = [w for w in ws if is_quantised(w)]
+    stored = [w for w in arguments.ws if is_quantised(w)]
     splittable = all(dimensions_of(w) is not None for w in stored)
-    arrays = jax.tree.leaves((x, ws, as_, bs))
+    arrays = jax.tree.leaves((arguments.x, arguments.ws, arguments.as_, arguments.bs))
     mesh = partition.mesh_of(arrays, implementation, quantised=bool(stored) and splittable)
     if mesh is not None and not splittable:
         raise NotImplementedError(
             "this quantised weight cannot be split over a mesh: quantise it where it lies on the mesh, or call the op "
             "inside jax.shard_map, on each device's own rows"
         )
-    run = _on_one_device if mesh is None else functools.partial(_on_mesh, mesh)
-    ys = run(x, ws, as_, bs, biases, tile_adapter, scale, dropout, ranks, implementation)
+    ys = _on_one_device(arguments, implementation) if mesh is None else _on_mesh(mesh, arguments, implementation)
     return ys if out_sharding is None else tuple(partition.place(y, out_sharding) for y in ys)
 
 
-def _on_one_device(
-    x, ws, as_, bs, biases, tile_adapter, scale, dropout, ranks, implementation
-) -> tuple[jax.Array, ...]:
+def _on_one_device(arguments: Arguments, implementation: str | None) -> tuple[jax.Array, ...]:
     """Runs the call by its backend, split where that is faster, and restores the leading dimensions."""
-    static, ops = describe(x, ws, as_, bs, biases, tile_adapter, scale, dropout, ranks)
+    static, ops = describe(arguments)
     split = implementation is None and backend.split_is_faster(static, ops)
-    calls = [select_projections(ops, (i,)) for i in range(len(ws))] if split else [ops]
+    calls = [select_projections(ops, (i,)) for i in range(len(ops.ws))] if split else [ops]
     ys = [y for call in calls for y in _run(static, call, implementation)]
-    return tuple(y.reshape(x.shape[:-1] + y.shape[1:]) for y in ys)
+    return tuple(y.reshape(arguments.x.shape[:-1] + y.shape[1:]) for y in ys)
 
 
 def _run(static: Static, ops: Operands, implementation: str | None) -> tuple[jax.Array, ...]:
@@ -227,13 +253,12 @@ def _run(static: Static, ops: Operands, implementation: str | None) -> tuple[jax
     return vjp.apply(chosen, static, dataclasses.replace(ops, as_=as_, bs=bs))
 
 
-def _on_mesh(
-    mesh, x, ws, as_, bs, biases, tile_adapter, scale, dropout, ranks, implementation
-) -> tuple[jax.Array, ...]:
+def _on_mesh(mesh: Mesh | AbstractMesh, arguments: Arguments, implementation: str | None) -> tuple[jax.Array, ...]:
     """Runs the call shard by shard; x keeps its leading dimensions, each of which may be split."""
-    check_kinds(x, tile_adapter, dropout)
+    x = arguments.x
+    check_kinds(x, arguments.tile_adapter, arguments.dropout)
     flat = jax.ShapeDtypeStruct((x.size // max(x.shape[-1:], default=1), *x.shape[-1:]), x.dtype)
-    static, ops = describe(flat, ws, as_, bs, biases, tile_adapter, scale, dropout, ranks)
+    static, ops = describe(dataclasses.replace(arguments, x=flat))
     call = Call(static=static, implementation=implementation)
     as_, bs = vary_like((ops.as_, ops.bs), x)
     return partition.apply(call, mesh, dataclasses.replace(ops, x=x, as_=as_, bs=bs))

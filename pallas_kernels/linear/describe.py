@@ -19,30 +19,56 @@ from pallas_kernels.problem import Operands, Static
 from pallas_kernels.tiles import rows_per_tile
 
 
-def describe(x, ws, as_, bs, biases, tile_adapter, scale, dropout, ranks=None) -> tuple[Static, Operands]:
-    """Checks the shapes and flattens leading dimensions; no backend is chosen yet, and a shape [T, K] does for x."""
-    banks = {
-        f"{name} of projection {i}": v for name, vs in (("w", ws), ("a", as_), ("b", bs)) for i, v in enumerate(vs)
-    }
-    check_kinds(x, tile_adapter, dropout, **banks)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Arguments:
+    """What a caller passes to a public op, unchecked; sequences and numbers are allowed where `describe` converts them.
+
+    Attributes:
+        x: rows [..., K], or their ShapeDtypeStruct.
+        ws, as_, bs, biases: of every projection.
+        tile_adapter: None: every row belongs to adapter 0.
+    """
+
+    x: Any
+    ws: tuple[Any, ...]
+    as_: tuple[Any, ...]
+    bs: tuple[Any, ...]
+    biases: tuple[Any, ...]
+    tile_adapter: Any
+    scale: Any
+    dropout: Dropout | None
+    ranks: Any = None
+
+
+def describe(arguments: Arguments) -> tuple[Static, Operands]:
+    """Checks the shapes and flattens leading dimensions. Chooses no backend."""
+    x, tile_adapter, ranks = arguments.x, arguments.tile_adapter, arguments.ranks
+    lists = {"w": arguments.ws, "a": arguments.as_, "b": arguments.bs}
+    arrays = {f"{name} of projection {i}": array for name, given in lists.items() for i, array in enumerate(given)}
+    check_kinds(x, tile_adapter, arguments.dropout, **arrays)
     if x.ndim == 0 or x.size == 0:
         raise ValueError(f"x has shape {x.shape}, expected [..., K] with at least one row and one feature")
     x_TK = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
     single = tile_adapter is None
-    scale = jnp.asarray(scale, jnp.float32)
+    scale = jnp.asarray(arguments.scale, jnp.float32)
     if scale.ndim != 1:
         raise ValueError(f"scale has shape {scale.shape}, expected [A]: one number per adapter")
     if ranks is not None and not jnp.issubdtype(kind := jnp.asarray(ranks).dtype, jnp.integer):
         raise TypeError(f"ranks is {kind}, expected int32: how many columns of a each adapter uses")
-    num_adapters = next((a.shape[0] for a in as_ if a is not None and a.ndim == 3), scale.shape[0])
+    num_adapters = next((a.shape[0] for a in arguments.as_ if a is not None and a.ndim == 3), scale.shape[0])
     if num_adapters == 0:
         raise ValueError("a and b hold no adapter: call the frozen layer alone, x @ w")
-    tile_adapter = jnp.zeros(1, jnp.int32) if single else jnp.asarray(tile_adapter, jnp.int32)
-    dropout = None if dropout is None else as_arrays(dropout)
     ops = Operands(
-        x=x_TK, ws=ws, as_=as_, bs=bs, biases=biases, tile_adapter=tile_adapter, scale=scale, dropout=dropout,
+        x=x_TK,
+        ws=arguments.ws,
+        as_=arguments.as_,
+        bs=arguments.bs,
+        biases=arguments.biases,
+        tile_adapter=jnp.zeros(1, jnp.int32) if single else jnp.asarray(tile_adapter, jnp.int32),
+        scale=scale,
+        dropout=None if arguments.dropout is None else as_arrays(arguments.dropout),
         ranks=None if ranks is None else jnp.asarray(ranks, jnp.int32),
-    )  # fmt: skip
+    )
     _check_shapes(ops, num_adapters, single)
     _check_values(ops, num_adapters)
     if single and num_adapters > 1:
@@ -59,7 +85,7 @@ def describe(x, ws, as_, bs, biases, tile_adapter, scale, dropout, ranks=None) -
 
 
 def _first_adapter(ops: Operands) -> Operands:
-    """The call with adapter 0 only: without a table every row is its own."""
+    """The call with adapter 0 only: without a table every row belongs to it."""
     dropout = ops.dropout
     if dropout is not None:
         dropout = dataclasses.replace(dropout, rate=dropout.rate[:1], key=dropout.key[:1])
@@ -89,7 +115,7 @@ def check_kinds(x: Any, tile_adapter: Any, dropout: Any, **arrays: Any) -> None:
 
 
 def as_arrays(dropout: Dropout) -> Dropout:
-    """Numbers and lists do as well, as they do for scale and tile_adapter."""
+    """Converts numbers and lists to arrays."""
     kinds = {"rate": np.float32, "key": np.uint32, "row_key": np.uint32}
     given = {name: getattr(dropout, name) for name in kinds}
     return Dropout(**{n: v if hasattr(v, "dtype") else np.asarray(v, kinds[n]) for n, v in given.items()})
@@ -118,7 +144,7 @@ def _check_values(ops: Operands, num_adapters: int) -> None:
 
 
 def _concrete(array: Any) -> np.ndarray | None:
-    """The numbers of an array that this process holds whole; None while tracing, or where there is but a shape."""
+    """The numbers of an array that this process holds whole; None while tracing, or for a ShapeDtypeStruct."""
     abstract = isinstance(array, Tracer | jax.ShapeDtypeStruct)
     if abstract or not getattr(array, "is_fully_addressable", True):
         return None
@@ -141,9 +167,9 @@ def _check_shapes(ops: Operands, num_adapters: int, single: bool) -> None:
         expected += [("a", a, (num_adapters, num_in, rank)), ("b", b, (num_adapters, rank, w.shape[-1]))]
         for name, array, shape in expected:
             if array is not None and array.shape != shape:
-                own = 1 if single and name in "ab" else 0  # one adapter's arrays have no adapter axis for the caller
+                first = 1 if single and name in "ab" else 0  # the caller's arrays of a single adapter have no such axis
                 where = "" if single else f" of projection {i}"
-                wrong.append(f"{name}{where} has shape {array.shape[own:]}, expected {shape[own:]}")
+                wrong.append(f"{name}{where} has shape {array.shape[first:]}, expected {shape[first:]}")
         if (a is None) != (b is None):
             wrong.append(f"projection {i} has only one of a and b")
     if ops.scale.shape != (num_adapters,):

@@ -21,9 +21,9 @@ from pallas_kernels import backend, policy
 from pallas_kernels.device import is_hopper, num_sms
 from pallas_kernels.dropout import Dropout
 from pallas_kernels.frozen_weight import QuantisedWeight
-from pallas_kernels.linear import partition
 from pallas_kernels.linear.api import multi_lora_linear, multi_lora_linears
-from pallas_kernels.linear.describe import describe
+from pallas_kernels.linear.describe import Arguments, describe
+from pallas_kernels.linear.mesh import partition
 from pallas_kernels.manual_axes import vary_like
 from pallas_kernels.mlp import vjp
 from pallas_kernels.mlp.xla import silu_gate
@@ -77,12 +77,23 @@ def multi_lora_mlp(
     """
     ws, as_, bs = tuple(ws), tuple(as_), tuple(bs)
     biases = (None,) * len(ws) if biases is None else tuple(biases)
-    _check(ws, as_, bs, biases)
+    arguments = Arguments(
+        x=x,
+        ws=ws,
+        as_=as_,
+        bs=bs,
+        biases=biases,
+        tile_adapter=tile_adapter,
+        scale=scale,
+        dropout=dropout,
+        ranks=ranks,
+    )
+    _check(arguments)
     shared = {"tile_adapter": tile_adapter, "scale": scale, "ranks": ranks, "implementation": implementation}
-    call = _fused_call(x, ws, as_, bs, biases, tile_adapter, scale, dropout, down_dropout, ranks, implementation)
+    call = _fused_call(arguments, down_dropout, implementation)
     if call is not None:
-        static, ops, down = call
-        ops, down = (_vary_banks_like(each, ops.x) for each in (ops, down))
+        static, gate_up, down = call
+        ops, down = _vary_banks_like(gate_up, gate_up.x), _vary_banks_like(down, gate_up.x)
         y = vjp.apply(static, ops, down).reshape(*x.shape[:-1], -1)
         return y if out_sharding is None else partition.place(y, out_sharding)
     gate, up = multi_lora_linears(x, ws[:2], as_[:2], bs[:2], biases=biases[:2], dropout=dropout, **shared)
@@ -94,8 +105,9 @@ def multi_lora_mlp(
     return multi_lora_linear(gated, ws[2], as_[2], bs[2], bias=biases[2], dropout=down_dropout, **shared)
 
 
-def _check(ws, as_, bs, biases) -> None:
+def _check(arguments: Arguments) -> None:
     """Raises ValueError where the three projections do not fit each other; each alone is checked where it is called."""
+    ws, as_, bs, biases = arguments.ws, arguments.as_, arguments.bs, arguments.biases
     if not len(ws) == len(as_) == len(bs) == len(biases) == 3:
         raise ValueError(
             f"{len(ws)} ws, {len(as_)} as_, {len(bs)} bs, {len(biases)} biases: expected gate, up and down"
@@ -106,30 +118,36 @@ def _check(ws, as_, bs, biases) -> None:
 
 
 def _fused_call(
-    x, ws, as_, bs, biases, tile_adapter, scale, dropout, down_dropout, ranks, implementation
+    arguments: Arguments, down_dropout: Dropout | None, implementation: str | None
 ) -> tuple[Static, Operands, Operands] | None:
     """What the fused passes need, where they serve: on Hopper, if that backend serves every projection on its own.
 
     On a mesh the three ops split themselves.
     """
-    if partition.mesh_of(jax.tree.leaves((x, ws, as_, bs)), implementation) is not None:
+    arrays = jax.tree.leaves((arguments.x, arguments.ws, arguments.as_, arguments.bs))
+    if partition.mesh_of(arrays, implementation) is not None:
         return None
-    shared = (tile_adapter, scale)
-    static, ops = describe(x, ws[:2], as_[:2], bs[:2], biases[:2], *shared, dropout, ranks)
-    hidden = jax.ShapeDtypeStruct((ops.x.shape[0], ws[2].shape[0]), ops.x.dtype)
+    static, ops = describe(_of_projections(arguments, slice(0, 2)))
+    hidden = jax.ShapeDtypeStruct((ops.x.shape[0], arguments.ws[2].shape[0]), ops.x.dtype)
+    down_arguments = dataclasses.replace(_of_projections(arguments, slice(2, 3)), x=hidden, dropout=down_dropout)
     try:
-        _, down = describe(hidden, ws[2:], as_[2:], bs[2:], biases[2:], *shared, down_dropout, ranks)
+        _, down = describe(down_arguments)
     except ValueError as problem:
         raise ValueError(f"the projection behind the gate: {problem}") from None
     gate_up_shape, down_shape = linear_shape(static, ops), linear_shape(static, down)
     quantised = ops.quantised or down.quantised
     measured = policy.nothing_measured if quantised else backend.measured_backend
-    here = {"hopper": is_hopper(), "num_sms": num_sms(), "measured": measured}
-    if not policy.mlp_is_fused(gate_up_shape, down_shape, implementation, **here):
+    device = {"hopper": is_hopper(), "num_sms": num_sms(), "measured": measured}
+    if not policy.mlp_is_fused(gate_up_shape, down_shape, implementation, **device):
         return None
     if vjp.passes().unsupported_reason(static, ops, down) is not None:
         return None
     return static, ops, dataclasses.replace(down, x=None)
+
+
+def _of_projections(arguments: Arguments, which: slice) -> Arguments:
+    lists = {name: getattr(arguments, name)[which] for name in ("ws", "as_", "bs", "biases")}
+    return dataclasses.replace(arguments, **lists)
 
 
 def _vary_banks_like(ops: Operands, x: jax.Array) -> Operands:

@@ -16,7 +16,7 @@ from pallas_kernels import backend, policy
 from pallas_kernels.device import compiler_options, is_hopper, num_sms
 from pallas_kernels.dropout import Dropout
 from pallas_kernels.linear.api import multi_lora_linears
-from pallas_kernels.linear.describe import describe
+from pallas_kernels.linear.describe import Arguments, describe
 from pallas_kernels.norm.api import add_rms_norm
 from pallas_kernels.policy import LinearShape, NormImplementation
 from pallas_kernels.tuning.ops import OpCase
@@ -62,17 +62,24 @@ def select_backend(shape: LinearShape, implementation: str | None = None) -> str
     Raises:
         NotImplementedError: the implementation cannot serve the call.
     """
-    found = []
+    names = []
 
     def look(arrays):
-        described = describe(
-            arrays["x"], tuple(arrays["ws"]), tuple(arrays["as_"]), tuple(arrays["bs"]), (None,) * len(shape.ranks),
-            arrays["tile_adapter"], arrays["scale"], arrays["dropout"], _ranks(shape, arrays),
-        )  # fmt: skip
-        found.append(backend.select_name(*described, implementation))
+        arguments = Arguments(
+            x=arrays["x"],
+            ws=tuple(arrays["ws"]),
+            as_=tuple(arrays["as_"]),
+            bs=tuple(arrays["bs"]),
+            biases=(None,) * len(shape.ranks),
+            tile_adapter=arrays["tile_adapter"],
+            scale=arrays["scale"],
+            dropout=arrays["dropout"],
+            ranks=_ranks(shape, arrays),
+        )
+        names.append(backend.select_name(*describe(arguments), implementation))
 
     jax.eval_shape(look, jax.eval_shape(lambda: _linear_arrays(shape)))
-    return found[0]
+    return names[0]
 
 
 def norm_case(*, rows: int, width: int, dtype: str) -> OpCase:

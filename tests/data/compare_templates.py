@@ -16,7 +16,7 @@ from template_cases import CONVERSATIONS
 from template_fixtures import SPECIAL, unmarked
 
 from lorafusion_jax.data import ChatTemplate
-from lorafusion_jax.data.compiled_template import TemplateProblem
+from lorafusion_jax.data.template.compiled import TemplateProblem
 
 GOLDEN = Path(__file__).parent / "golden" / "trl.json"
 

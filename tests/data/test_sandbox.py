@@ -9,7 +9,7 @@ from template_cases import CONVERSATIONS
 from template_fixtures import REASONING_OF_THE_LAST_TURN
 
 from lorafusion_jax.data import ChatTemplate, load_tokenizer
-from lorafusion_jax.data.compiled_template import TemplateProblem
+from lorafusion_jax.data.template.compiled import TemplateProblem
 from lorafusion_jax.errors import CheckpointError
 
 GROW = "{% set ns = namespace(x=START) %}{% for i in range(80) %}{% set ns.x = STEP %}{% endfor %}{{ ns.x | length }}"

@@ -2,8 +2,8 @@ import pytest
 from data_helpers import MARKED_TEMPLATE, TEMPLATE, chat
 
 from lorafusion_jax.data import ChatTemplate
-from lorafusion_jax.data.compiled_template import TemplateProblem
-from lorafusion_jax.data.template import check_template
+from lorafusion_jax.data.template.chat import check_template
+from lorafusion_jax.data.template.compiled import TemplateProblem
 from lorafusion_jax.errors import CheckpointError
 
 TURNS = chat("2+2?", "four", "3+3?", "six", system="Be brief.")

@@ -20,7 +20,7 @@ from template_fixtures import SPECIAL, TEMPLATES, unmarked
 from template_tokenizer import write_tokenizer
 
 from lorafusion_jax.data import ChatTemplate, Tokenizer, load_tokenizer
-from lorafusion_jax.data.compiled_template import TemplateProblem
+from lorafusion_jax.data.template.compiled import TemplateProblem
 
 HERE = Path(__file__).parent
 GOLDEN = json.loads((HERE / "golden" / "templates.json").read_text(encoding="utf-8"))["cases"]

@@ -5,7 +5,7 @@ from data_helpers import TEMPLATE, chat, write_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from lorafusion_jax.data import load_tokenizer
-from lorafusion_jax.data.conversation import Rendered
+from lorafusion_jax.data.template.conversation import Rendered
 from lorafusion_jax.errors import CheckpointError
 
 

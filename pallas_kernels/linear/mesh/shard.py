@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import backend
-from pallas_kernels.linear.layout import Axes, Layout
+from pallas_kernels.linear.mesh.layout import Axes, Layout
 from pallas_kernels.problem import Operands, Static, select_projections
 
 type Saved = list[tuple[tuple[jax.Array, ...], jax.Array | None]]  # S and bits of each part

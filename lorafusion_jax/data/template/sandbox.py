@@ -16,7 +16,7 @@ from jinja2 import Template, TemplateError, nodes
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from lorafusion_jax.data.template_budget import (
+from lorafusion_jax.data.template.budget import (
     CHARACTERS,
     LARGEST_ARGUMENT,
     STEPS,
@@ -25,7 +25,7 @@ from lorafusion_jax.data.template_budget import (
     check_number,
     check_widths,
 )
-from lorafusion_jax.data.template_hooks import Hooks, Instrument, RenderState
+from lorafusion_jax.data.template.hooks import Hooks, Instrument, RenderState
 
 # Some templates print the date. Their clock is fixed, so that a plan has the same tokens on every day.
 TEMPLATE_DATE = datetime.datetime(2024, 7, 26)

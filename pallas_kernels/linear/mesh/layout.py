@@ -18,7 +18,7 @@ from typing import Any
 from jax.sharding import AxisType, PartitionSpec
 
 from pallas_kernels.dropout import Dropout
-from pallas_kernels.linear.split_weight import Axes, array_specs, shard_step
+from pallas_kernels.linear.mesh.split_weight import Axes, array_specs, shard_step
 from pallas_kernels.problem import Operands
 
 

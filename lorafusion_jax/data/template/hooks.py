@@ -13,7 +13,7 @@ from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.visitor import NodeTransformer
 
-from lorafusion_jax.data.template_budget import Budget
+from lorafusion_jax.data.template.budget import Budget
 
 # Unicode noncharacters: no text may contain them.
 GENERATION_OPEN, GENERATION_CLOSE = "\ufdd0", "\ufdd1"

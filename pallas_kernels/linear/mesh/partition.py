@@ -24,10 +24,11 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from pallas_kernels import backend
 from pallas_kernels.batching import refuse_vmap
 from pallas_kernels.dropout import Dropout
-from pallas_kernels.linear import shard, vjp
-from pallas_kernels.linear.layout import Layout, axes_of_type, layout_of
-from pallas_kernels.linear.shard import Call
-from pallas_kernels.linear.split_weight import rule_names, weight_spec
+from pallas_kernels.linear import vjp
+from pallas_kernels.linear.mesh import shard
+from pallas_kernels.linear.mesh.layout import Layout, axes_of_type, layout_of
+from pallas_kernels.linear.mesh.shard import Call
+from pallas_kernels.linear.mesh.split_weight import rule_names, weight_spec
 from pallas_kernels.policy import XLA
 from pallas_kernels.problem import Operands
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from jinja2 import Template, TemplateError
 
-from lorafusion_jax.data.sandbox import Sandbox
-from lorafusion_jax.data.template_budget import LimitError
+from lorafusion_jax.data.template.budget import LimitError
+from lorafusion_jax.data.template.sandbox import Sandbox
 
 BRACKETS = re.compile(r"[()\[\]{}]")
 DEEPEST = 1000  # brackets; real templates nest a few dozen

@@ -14,8 +14,8 @@ from typing import Any
 
 from jinja2 import TemplateSyntaxError
 
-from lorafusion_jax.data.compiled_template import PROBLEMS, TemplateLimit, TemplateProblem, compile_template
-from lorafusion_jax.data.conversation import REASONING, Conversation, Rendered
+from lorafusion_jax.data.template.compiled import PROBLEMS, TemplateLimit, TemplateProblem, compile_template
+from lorafusion_jax.data.template.conversation import REASONING, Conversation, Rendered
 from lorafusion_jax.errors import CheckpointError
 
 RESERVED_NAMES = ("messages", "tools", "documents", "add_generation_prompt")

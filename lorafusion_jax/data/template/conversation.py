@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from lorafusion_jax.config.read import has_half_character
-from lorafusion_jax.data.compiled_template import TemplateProblem, compile_template, render
-from lorafusion_jax.data.template_hooks import RESERVED
-from lorafusion_jax.data.template_marks import Marked, Span, read_marks, spans_by_message
+from lorafusion_jax.data.template.compiled import TemplateProblem, compile_template, render
+from lorafusion_jax.data.template.hooks import RESERVED
+from lorafusion_jax.data.template.marks import Marked, Span, read_marks, spans_by_message
 
 PROBE = "\ufdd4"  # a message content that cannot occur elsewhere in the text
 REASONING = ("reasoning_content", "thinking", "reasoning")

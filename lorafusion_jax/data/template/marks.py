@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from lorafusion_jax.data.template_hooks import GENERATION_CLOSE, GENERATION_OPEN, MESSAGE_CLOSE, MESSAGE_OPEN
+from lorafusion_jax.data.template.hooks import GENERATION_CLOSE, GENERATION_OPEN, MESSAGE_CLOSE, MESSAGE_OPEN
 
 MARKS = re.compile(f"([{GENERATION_OPEN}{GENERATION_CLOSE}]|{MESSAGE_OPEN}[0-9]*{MESSAGE_CLOSE})")
 
