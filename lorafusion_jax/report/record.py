@@ -63,7 +63,7 @@ def other_table(record: dict, now: str) -> str | None:
     Args:
         now: digest of the tuning table in use; empty without one.
     """
-    if record["tuning_table"] == now:
+    if record.get("tuning_table", now) == now:  # none before a model has been loaded
         return None
     return "another tuning table than before decides the kernels: results may differ by rounding from here on"
 

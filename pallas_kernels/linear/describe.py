@@ -75,7 +75,7 @@ def describe(arguments: Arguments) -> tuple[Static, Operands]:
         ops, num_adapters = _first_adapter(ops), 1
     known = None if ops.ranks is None or isinstance(ranks, jax.Array) else tuple(map(int, ranks))
     static = Static(
-        tile=rows_per_tile(x_TK.shape[0], tile_adapter),
+        tile=rows_per_tile(x_TK.shape[0], ops.tile_adapter),
         num_adapters=num_adapters,
         single=single,
         ranks=known and known[:num_adapters],

@@ -1,4 +1,7 @@
-"""dA = drop(x)^T dS in one pass over x, for Hopper: tiles of x are masked in shared memory and multiplied from there.
+"""dA = drop(x)^T dS in one pass over x, for Hopper: tiles of x are masked in shared memory and multiplied there.
+
+A program reads some columns of a chunk's row blocks through a ring of `stages` slots.  One warpgroup masks, multiplies
+and refills the slots: the copy engine works `stages - 1` blocks ahead.
 
 T packed tokens · K in features · R padded rank (of all projections together) · C chunks
 """
@@ -8,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
@@ -35,7 +37,7 @@ class DropDaConfig:
     block_t = ROWS
 
     def smem_bytes(self, rank: int) -> int:
-        """Shared memory of a program with 2-byte operands, with the low-rank part of dx: without it, less."""
+        """Shared memory of a program with 2-byte operands, if it makes the low-rank part of dx, too."""
         depth = -(-rank // LOW_RANK) * LOW_RANK
         stage = 2 * ROWS * (self.block_k + depth) + 4 * ROWS * WORDS
         return min(self.stages, self.blocks_per_chunk) * stage + 2 * self.block_k * (depth + ROWS)
@@ -58,7 +60,7 @@ def drop_da(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns partial sums of dA, float32 [C, K, R] (without the dropout scale), and mask * (dS A^T) [T, K].
 
-    The second is the low-rank part of dx, for a product that adds to it; without a bank it is left to others.
+    The second is the low-rank part of dx, for a product that adds to it; None without a bank.
 
     Args:
         ds: [>= R, T]: transposed, so that its tiles lie in shared memory as those of x do; zeros behind R.
@@ -96,6 +98,28 @@ class _Static:
     has_low: bool
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Refs:
+    """Operands and results (gmem: device memory), and slots in shared memory (smem); the last five need a bank."""
+
+    x_gmem: Any  # [T, K]
+    ds_gmem: Any  # [>= R, T]
+    bits_gmem: Any  # uint32 [T, K / 256, 8]
+    blocks_gmem: Any  # int32, row blocks of all chunks
+    count_gmem: Any  # int32 [C], row blocks of a chunk
+    out_gmem: Any  # float32 [C, K, R], sums of dA
+    x_smem: Any  # [stages, 64, width]
+    ds_smem: Any  # [stages, depth, 64]
+    words_smem: Any  # uint32 [stages, 64, 8]
+    barrier: Any  # one a slot, passed by the copies of x, dS and words
+    adapter_gmem: Any = None  # int32 [C]
+    bank_gmem: Any = None  # [A + 1, depth, K]
+    low_gmem: Any = None  # [T, K], mask * (dS A^T)
+    bank_smem: Any = None  # [depth, width]: the adapter's columns, loaded once
+    low_smem: Any = None  # [64, width]: a tile on its way out
+    bank_barrier: Any = None
+
+
 class _Chunk(NamedTuple):
     """What a program works on: some columns of a chunk's rows."""
 
@@ -114,7 +138,7 @@ def _launch(static: _Static, operands: dict[str, jax.Array], results: dict[str, 
 
         @functools.partial(pl.run_scoped, **_scratch(static))
         def _(**scratch):
-            _one_chunk(static, SimpleNamespace(**in_memory, **scratch))
+            _multiply_chunk(static, _Refs(**in_memory, **scratch))
 
     return plgpu.kernel(
         kernel,
@@ -144,7 +168,7 @@ def _scratch(static: _Static) -> dict[str, Any]:
     return scratch
 
 
-def _one_chunk(static: _Static, refs: SimpleNamespace) -> None:
+def _multiply_chunk(static: _Static, refs: _Refs) -> None:
     """dA of some columns over a chunk, and their low-rank part of dx."""
     number, column0 = lax.axis_index("chunk"), lax.axis_index("columns") * static.width
     chunk = _Chunk(
@@ -155,24 +179,28 @@ def _one_chunk(static: _Static, refs: SimpleNamespace) -> None:
         block_of=functools.partial(block_of_chunk, refs.blocks_gmem, number, static.size),
     )
     if static.has_low:
-        adapter = lax.max(refs.adapter_gmem[number], jnp.int32(0))
+        adapter = lax.max(
+            refs.adapter_gmem[number], jnp.int32(0)
+        )  # an empty chunk has -1, and loads what it never uses
         plgpu.copy_gmem_to_smem(refs.bank_gmem.at[adapter].at[:, chunk.columns], refs.bank_smem, refs.bank_barrier)
     for step in range(static.stages):
         _fetch(refs, chunk, jnp.int32(step), step, chunk.block_of(jnp.int32(step)))
     if static.has_low:
-        plgpu.barrier_wait(refs.bank_barrier)
+        plgpu.barrier_wait(refs.bank_barrier)  # the first tiles are under way meanwhile
     first = first_bit(column0)
 
     @functools.partial(pl.run_scoped, acc=plgpu.ACC((static.width, static.rank), jnp.float32))
     def _(acc):
-        one_tile = functools.partial(_one_tile, static, refs, chunk, first, acc)
-        lax.fori_loop(0, chunk.count, one_tile, None)
+        multiply_tile = functools.partial(_multiply_tile, static, refs, chunk, first, acc)
+        lax.fori_loop(0, chunk.count, multiply_tile, None)
         store_fragment(refs.out_gmem.at[number, chunk.columns, :], acc[...])
         if static.has_low:
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # low_smem is read before the program's memory goes
 
 
-def _fetch(refs: SimpleNamespace, chunk: _Chunk, step, slot, block) -> None:
+def _fetch(refs: _Refs, chunk: _Chunk, step, slot, block) -> None:
+    """Starts the three copies of a row block into a slot; nothing behind the chunk's last block."""
+
     @pl.when(step < chunk.count)
     def _():
         rows = pl.ds(block * ROWS, ROWS)
@@ -182,7 +210,7 @@ def _fetch(refs: SimpleNamespace, chunk: _Chunk, step, slot, block) -> None:
         plgpu.copy_gmem_to_smem(words_gmem, refs.words_smem.at[slot], refs.barrier.at[slot])
 
 
-def _one_tile(static: _Static, refs: SimpleNamespace, chunk: _Chunk, first: jax.Array, acc, step, _) -> None:
+def _multiply_tile(static: _Static, refs: _Refs, chunk: _Chunk, first: jax.Array, acc, step, _) -> None:
     """acc += drop(x)^T dS of a row block, and with a bank mask * (dS A^T) of it.
 
     Args:
@@ -190,30 +218,31 @@ def _one_tile(static: _Static, refs: SimpleNamespace, chunk: _Chunk, first: jax.
     """
     stages = static.stages
     slot = lax.rem(step, stages)
-    this, ahead = chunk.block_of(step), chunk.block_of(step - 1 + stages)  # early: device memory is far
-    plgpu.barrier_wait(refs.barrier.at[slot])
+    # Numbers of blocks are read one step before they are needed, to hide the latency of device memory.
+    this, ahead = chunk.block_of(step), chunk.block_of(step - 1 + stages)
+    plgpu.barrier_wait(refs.barrier.at[slot])  # x, dS and words of this block have arrived
     words = load_words(refs.words_smem.at[slot], first)
-    apply_words(refs.x_smem.at[slot], words)
+    apply_words(refs.x_smem.at[slot], words)  # ends in a barrier of the warpgroup
 
-    # every warp has passed a barrier since it spent the slot before this one
+    # The previous step's slot is free: its products have completed, and that barrier is behind every warp's reads.
     @pl.when(step > 0)
     def _():
         _fetch(refs, chunk, step - 1 + stages, lax.rem(step - 1, stages), ahead)
 
-    own = refs.ds_smem.at[slot, pl.ds(0, static.rank)]
-    plgpu.wgmma(acc, refs.x_smem.at[slot].transpose((1, 0)), own.transpose((1, 0)))
+    ranks = refs.ds_smem.at[slot, pl.ds(0, static.rank)]  # without the zeros that fill up the bank's tiles
+    plgpu.wgmma(acc, refs.x_smem.at[slot].transpose((1, 0)), ranks.transpose((1, 0)))
     if static.has_low:
         low = _low_rank(refs.ds_smem.at[slot].transpose((1, 0)), refs.bank_smem)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the previous tile has left low_smem
         refs.low_smem[...] = keep_words_of(low, words).astype(static.dtype)
-        plgpu.commit_smem()
+        plgpu.commit_smem()  # all warps have written before the copy engine reads
         plgpu.copy_smem_to_gmem(refs.low_smem, refs.low_gmem.at[pl.ds(this * ROWS, ROWS), chunk.columns])
     else:
         plgpu.wgmma_wait(0)
 
 
 def _low_rank(ds_smem, bank_smem) -> jax.Array:
-    """dS A^T of a tile; waits for everything that was issued."""
+    """dS A^T of a tile. Waits for all products that were issued, so also for that of dA."""
 
     @functools.partial(pl.run_scoped, acc=plgpu.ACC((ROWS, bank_smem.shape[1]), jnp.float32))
     def low(acc):

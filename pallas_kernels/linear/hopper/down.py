@@ -1,7 +1,8 @@
 """S = drop(x) A and the packed keep bits in one pass over x, for Hopper.
 
-Tiles of x come through the copy engine.  While they travel, each thread makes the keep words of its own elements; the
-tile is masked in shared memory, where the tensor cores read it, and the words go out for the backward pass.
+A program has 64 rows and a part of the columns; tiles of x and A come through a ring of `stages` slots.  While they
+travel, each thread hashes the keep words of its elements.  The tile is masked in shared memory, where the tensor cores
+read it, and the words are stored for the backward pass.
 
 T packed tokens · K in features · R padded rank (of all projections together) · A adapters
 """
@@ -64,8 +65,8 @@ def drop_down(
         part = lax.axis_index("part")
         rows = pl.ds(lax.axis_index("block") * ROWS, ROWS)
         adapter = adapter_gmem[lax.axis_index("block")]
-        owner = lax.min(adapter, jnp.asarray(last, adapter.dtype))
-        key, thresh = key_gmem[owner], thresh_gmem[owner]
+        keyed = lax.min(adapter, jnp.asarray(last, adapter.dtype))  # padding rows meet zeros of A: any key will do
+        key, thresh = key_gmem[keyed], thresh_gmem[keyed]
         row_key = plgpu.load(row_key_gmem.at[rows], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
 
         @functools.partial(
@@ -87,15 +88,15 @@ def drop_down(
             def _(acc):
                 def body(number, _):
                     block = part * steps + number
-                    words = make_words(key, thresh, row_key, block)
+                    words = make_words(key, thresh, row_key, block)  # arithmetic, while the copies travel
                     store_fragment(bits_gmem.at[rows, block, :], words)
                     for half in range(halves):
                         step = number * halves + half
                         slot = lax.rem(step, stages)
-                        plgpu.barrier_wait(barrier.at[slot])
-                        apply_words(x_smem.at[slot], words, first=half * width // WORDS)
+                        plgpu.barrier_wait(barrier.at[slot])  # x and A of these columns have arrived
+                        apply_words(x_smem.at[slot], words, first=half * width // WORDS)  # ends in a barrier
 
-                        # every warp has passed a barrier since it spent the slot before this one
+                        # The previous step's slot is free: its product has completed, and every warp is past it.
                         @pl.when((step > 0) & (step - 1 + stages < steps * halves))
                         def _(step=step):
                             fetch(step - 1 + stages, lax.rem(step - 1, stages))

@@ -1,8 +1,9 @@
 """dS = scale dY B^T and dB = scale S^T dY in one pass over dY, for Hopper: one tile of dY feeds both products.
 
-A program owns up to a few row blocks of one adapter and a range of columns.  dS of its rows stays in registers over all
-columns; dB of a column block is summed over its rows and written as one partial sum.  The more rows, the fewer bytes:
-partial sums are 2 R / rows of the bytes of dY, written and read again.
+A program has a few row blocks of one adapter and a range of columns.  It loads S of its rows once and streams dY and B
+through a ring of `stages` slots, a column block at a time.  dS stays in registers over all columns.  dB of a column
+block is summed over the rows and written as one partial sum.  More rows mean fewer bytes: partial sums, written and
+read again, are 2 R / rows of the bytes of dY.
 
 T packed tokens · N out features · R padded rank · A adapters · C chunks of row blocks
 """
@@ -11,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
@@ -75,12 +75,12 @@ def wide_dsdb(
 
     def kernel(*gmem):
         in_memory = dict(zip((*operands, *results), gmem, strict=True))
-        chunk = _chunk(static, SimpleNamespace(**in_memory))
+        chunk = _chunk(static, _Refs(**in_memory))
 
         @functools.partial(pl.run_scoped, **_scratch(static, dy.dtype))
         def _(**scratch):
-            refs = SimpleNamespace(**in_memory, **scratch)
-            pl.when(chunk.count > 0)(lambda: _one_chunk(static, refs, chunk))
+            refs, tiles = _Refs(**in_memory), _Scratch(**scratch)
+            pl.when(chunk.count > 0)(lambda: _multiply_chunk(static, refs, tiles, chunk))
 
     run = plgpu.kernel(
         kernel,
@@ -106,6 +106,31 @@ class _Static:
     stages: int
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Refs:
+    """Operands and results in device memory."""
+
+    dy_gmem: Any  # [T, N]
+    s_gmem: Any  # [>= R, T + 64], the last 64 columns zero
+    b_gmem: Any  # [A + 1, R, N]
+    blocks_gmem: Any  # int32, row blocks of all chunks
+    count_gmem: Any  # int32 [C], row blocks of a chunk
+    adapter_gmem: Any  # int32 [C]
+    ds_gmem: Any  # float32 [split_n, T, R]
+    db_gmem: Any  # float32 [C, N, R]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Scratch:
+    """Tiles in shared memory, and their barriers."""
+
+    dy_smem: Any  # [stages, blocks of a chunk, 64, block_n]
+    b_smem: Any  # [stages, R, block_n]
+    s_smem: Any  # [blocks of a chunk, R, 64]
+    barrier: Any  # one a slot, passed by its copies of dY and B
+    s_barrier: Any  # passed by the copies of S
+
+
 class _Chunk(NamedTuple):
     """What a program works on: a part of the columns of a chunk's rows."""
 
@@ -120,11 +145,12 @@ class _Chunk(NamedTuple):
         return pl.ds((self.part * static.steps + step) * static.config.block_n, static.config.block_n)
 
 
-def _chunk(static: _Static, refs: SimpleNamespace) -> _Chunk:
+def _chunk(static: _Static, refs: _Refs) -> _Chunk:
     number, part = lax.axis_index("chunk"), lax.axis_index("part")
     count = refs.count_gmem[number]
     adapter = lax.clamp(jnp.int32(0), refs.adapter_gmem[number], jnp.int32(static.last))
-    # where there is no j-th block, those of the first: rows of the same adapter, weighted with zero
+    # A chunk with fewer blocks repeats its first one: every program has the same loads and products. The repeated rows
+    # meet S of zeros, so they add nothing to dB, and their dS is not stored.
     size = static.config.blocks_per_chunk
     blocks = [refs.blocks_gmem[number * size + jnp.where(j < count, j, 0)] for j in range(size)]
     row_ranges = [pl.ds(lax.max(block, jnp.int32(0)) * ROWS, ROWS) for block in blocks]
@@ -142,19 +168,19 @@ def _scratch(static: _Static, dtype: Any) -> dict[str, Any]:
     }
 
 
-def _one_chunk(static: _Static, refs: SimpleNamespace, chunk: _Chunk) -> None:
+def _multiply_chunk(static: _Static, refs: _Refs, tiles: _Scratch, chunk: _Chunk) -> None:
     size = static.config.blocks_per_chunk
     for step in range(static.stages):
-        _fetch(static, refs, chunk, step, step)
-    own = pl.ds(static.rank_offset, static.rank)
+        _fetch(static, refs, tiles, chunk, step, step)
+    ranks = pl.ds(static.rank_offset, static.rank)
     for j in range(size):
-        row0 = jnp.where(j < chunk.count, chunk.blocks[j] * ROWS, static.num_rows)
-        plgpu.copy_gmem_to_smem(refs.s_gmem.at[own, pl.ds(row0, ROWS)], refs.s_smem.at[j], refs.s_barrier)
-    plgpu.barrier_wait(refs.s_barrier)
+        row0 = jnp.where(j < chunk.count, chunk.blocks[j] * ROWS, static.num_rows)  # behind the last row are zeros
+        plgpu.copy_gmem_to_smem(refs.s_gmem.at[ranks, pl.ds(row0, ROWS)], tiles.s_smem.at[j], tiles.s_barrier)
+    plgpu.barrier_wait(tiles.s_barrier)  # S stays for all columns
 
     @functools.partial(pl.run_scoped, ds_accs=[plgpu.ACC((ROWS, static.rank), jnp.float32)] * size)
     def _(ds_accs):
-        lax.fori_loop(0, static.steps, functools.partial(_one_tile, static, refs, chunk, ds_accs), None)
+        lax.fori_loop(0, static.steps, functools.partial(_multiply_columns, static, refs, tiles, chunk, ds_accs), None)
         for j in range(size):
 
             @pl.when(j < chunk.count)
@@ -162,29 +188,30 @@ def _one_chunk(static: _Static, refs: SimpleNamespace, chunk: _Chunk) -> None:
                 store_fragment(refs.ds_gmem.at[chunk.part, chunk.row_ranges[j], :], ds_accs[j][...])
 
 
-def _fetch(static: _Static, refs: SimpleNamespace, chunk: _Chunk, step, slot) -> None:
-    columns, barrier = chunk.columns(static, step), refs.barrier.at[slot]
+def _fetch(static: _Static, refs: _Refs, tiles: _Scratch, chunk: _Chunk, step, slot) -> None:
+    """Starts the copies of a column block into a slot: dY of every row block, and B."""
+    columns, barrier = chunk.columns(static, step), tiles.barrier.at[slot]
     for j, rows in enumerate(chunk.row_ranges):
-        plgpu.copy_gmem_to_smem(refs.dy_gmem.at[rows, columns], refs.dy_smem.at[slot, j], barrier)
-    plgpu.copy_gmem_to_smem(refs.b_gmem.at[chunk.adapter].at[:, columns], refs.b_smem.at[slot], barrier)
+        plgpu.copy_gmem_to_smem(refs.dy_gmem.at[rows, columns], tiles.dy_smem.at[slot, j], barrier)
+    plgpu.copy_gmem_to_smem(refs.b_gmem.at[chunk.adapter].at[:, columns], tiles.b_smem.at[slot], barrier)
 
 
-def _one_tile(static: _Static, refs: SimpleNamespace, chunk: _Chunk, ds_accs, step, _) -> None:
-    """dS += dY B^T of every row block, and dB of the tile's columns."""
+def _multiply_columns(static: _Static, refs: _Refs, tiles: _Scratch, chunk: _Chunk, ds_accs, step, _) -> None:
+    """dS += dY B^T of every row block, and dB of a column block."""
     slot = lax.rem(step, static.stages)
-    plgpu.barrier_wait(refs.barrier.at[slot])
+    plgpu.barrier_wait(tiles.barrier.at[slot])  # dY and B of these columns have arrived
 
     @functools.partial(pl.run_scoped, db_acc=plgpu.ACC((static.config.block_n, static.rank), jnp.float32))
     def _(db_acc):
         for j, ds_acc in enumerate(ds_accs):
-            tile = refs.dy_smem.at[slot, j]
-            plgpu.wgmma(ds_acc, tile, refs.b_smem.at[slot].transpose((1, 0)))
-            plgpu.wgmma(db_acc, tile.transpose((1, 0)), refs.s_smem.at[j].transpose((1, 0)))
-        plgpu.wgmma_wait(0)
+            tile = tiles.dy_smem.at[slot, j]
+            plgpu.wgmma(ds_acc, tile, tiles.b_smem.at[slot].transpose((1, 0)))
+            plgpu.wgmma(db_acc, tile.transpose((1, 0)), tiles.s_smem.at[j].transpose((1, 0)))
+        plgpu.wgmma_wait(0)  # all products at once: each reads dY from the same tile
         store_fragment(refs.db_gmem.at[chunk.number, chunk.columns(static, step), :], db_acc[...])
 
-    plgpu.commit_smem()  # every warp is done with the slot
+    plgpu.commit_smem()  # a barrier of the warpgroup: every warp's products have read the slot
 
     @pl.when(step + static.stages < static.steps)
     def _():
-        _fetch(static, refs, chunk, step + static.stages, slot)
+        _fetch(static, refs, tiles, chunk, step + static.stages, slot)

@@ -21,7 +21,7 @@ class GemmConfig:
     store_n: int = 32
     band: int = 8  # output tiles walked side by side, for reuse in L2
     along_n: bool = True  # direction inside a band
-    split_n: bool = True  # the two warpgroups share rows (else columns)
+    split_n: bool = True  # the two warpgroups have the same rows and different columns; else the other way round
 
     def divides(self, rows: int, columns: int, depth: int) -> bool:
         """True if the blocks tile the product."""

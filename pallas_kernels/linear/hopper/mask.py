@@ -46,13 +46,14 @@ def load_words(words_smem: Any, bit: jax.Array) -> jax.Array:
 
 
 def shifted(words: jax.Array, bit: Any) -> jax.Array:
-    """Words whose lowest bit is that one."""
+    """Shifts words so that `bit` becomes the lowest."""
     return lax.shift_right_logical(words, jnp.broadcast_to(jnp.asarray(bit).astype(jnp.uint32), words.shape))
 
 
 def apply_words(tile_smem: Any, words: jax.Array, *, first: int = 0) -> None:
-    """Zeroes the dropped elements of a tile [64, columns] in shared memory, and shows it to the copy engine and the
-    tensor cores; every thread of the warpgroup passes a barrier on the way.
+    """Zeroes the dropped elements of a tile [64, columns] in shared memory, where tensor cores then read it.
+
+    Includes a barrier of the whole warpgroup: afterwards, every warp is past what it read before the call.
 
     Args:
         first: the bit of the tile's first column.
@@ -61,11 +62,11 @@ def apply_words(tile_smem: Any, words: jax.Array, *, first: int = 0) -> None:
         columns = pl.ds(atom * ATOM, ATOM)
         tile = plgpu.load(tile_smem.at[:, columns], layout=plgpu.Layout.WGMMA)
         tile_smem[:, columns] = keep_words_of(tile, words, first=first + atom * ATOM // WORDS)
-    plgpu.commit_smem()
+    plgpu.commit_smem()  # a barrier of the warpgroup, and a fence for the tensor cores and the copy engine
 
 
 def keep_words_of(tile: jax.Array, words: jax.Array, *, first: int = 0) -> jax.Array:
-    """Zeroes the dropped elements of registers that lie as an accumulator does."""
+    """Zeroes the dropped elements of a tile in registers, in the layout of an accumulator."""
     parts = []
     for q in range(tile.shape[1] // WORDS):
         keep = (words & np.uint32(1 << (first + q))) != jnp.zeros_like(words)

@@ -29,12 +29,12 @@ def store_fragment(ref: Any, value: Any) -> None:
 
 
 def block_of_chunk(blocks_gmem: Any, chunk: Any, size: int, step: Any) -> Any:
-    """Row block of a step over a chunk of at most `size`; steps behind the last one name a block that is in memory."""
+    """Row block of a step over a chunk of at most `size` blocks; a step after the last one gets the last block."""
     return blocks_gmem[chunk * size + lax.min(step, jnp.int32(size - 1))]
 
 
 class StagedConfig(Protocol):
-    """Tiles of a kernel that streams its operands through `stages` places in shared memory."""
+    """Tiles of a kernel that streams its operands through `stages` slots in shared memory."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
@@ -45,7 +45,7 @@ class StagedConfig(Protocol):
 
 
 def fit[C: StagedConfig](config: C, rank: int) -> C:
-    """Takes pipeline stages away until a block fits into shared memory; one that still does not has a single stage."""
+    """Removes pipeline stages until a block fits into shared memory, but for the last one."""
     while config.stages > 1 and config.smem_bytes(rank) > SMEM_BYTES:
         config = dataclasses.replace(config, stages=config.stages - 1)
     return config

@@ -1,9 +1,9 @@
-"""Scales of rows that are rounded as they are written, before the largest of a row is known: from bounds.
+"""fp8 scales from upper bounds, for rows that are still being written.
 
-A pass that writes a tile of h cannot know what the other tiles of the row will hold. But |h| = |silu(gate) up| is at
-most the largest |gate| of the row times the largest |up|, which the products before the gate tell, and so for dgate and
-dup. Scales are powers of two, and an 8-bit float is as precise near its largest value as 14 binades below it. So a
-scale that is a few binades too large rounds to the same values.
+A pass that writes a tile of h does not know the other tiles of the row. But |h| = |silu(gate) up| is at most the
+largest |gate| of the row times the largest |up|, both known from the products before the gate; dgate and dup have such
+bounds, too. Scales are powers of two, and an 8-bit float is as precise near its largest value as 14 binades below it:
+a scale that is a few binades too large rounds to the same values.
 
 T packed tokens · F MLP width · R padded rank · A adapters
 """
@@ -36,8 +36,8 @@ def with_low_rank(
         owners: adapter of every block of 64 rows.
     """
     most_AR = jnp.max(jnp.abs(bank), axis=2).astype(jnp.float32)
-    each = jnp.abs(s.astype(jnp.float32)).reshape(len(owners), ROWS, -1) * most_AR[owners][:, None]
-    return largest_T + each.sum(2).reshape(-1)
+    terms = jnp.abs(s.astype(jnp.float32)).reshape(len(owners), ROWS, -1) * most_AR[owners][:, None]
+    return largest_T + terms.sum(2).reshape(-1)
 
 
 def of_h(gate_T: Float[Array, " T"], up_T: Float[Array, " T"]) -> Scales:
@@ -52,9 +52,9 @@ def of_gradients(
 ) -> tuple[Sequence[Float[Array, " T"]], Rounding]:
     """Scales of dgate and of dup, times the factors of their columns."""
     bounds = (LARGEST_SLOPE * dh_T * up_T, dh_T * _silu(gate_T))
-    found = [_scales(bound * jnp.max(factor)) for bound, factor in zip(bounds, factors, strict=True)]
-    inverse = jnp.stack([inverse for _, inverse in found])
-    return [scales for scales, _ in found], Rounding(factor=jnp.stack(factors), inverse=inverse)
+    pairs = [_scales(bound * jnp.max(factor)) for bound, factor in zip(bounds, factors, strict=True)]
+    inverse = jnp.stack([inverse for _, inverse in pairs])
+    return [scales for scales, _ in pairs], Rounding(factor=jnp.stack(factors), inverse=inverse)
 
 
 def _silu(gate_T: jax.Array) -> jax.Array:
@@ -62,6 +62,6 @@ def _silu(gate_T: jax.Array) -> jax.Array:
 
 
 def _scales(bound_T: jax.Array) -> Scales:
-    """A row without a finite bound is spoiled as a whole: the hardware would round infinity to the largest number."""
+    """A row without a finite bound becomes NaN: the hardware would round infinity to the largest number."""
     scales, inverse = power_of_two_scales(bound_T * SLACK)
     return jnp.where(jnp.isfinite(bound_T), scales, jnp.nan), inverse

@@ -1,5 +1,9 @@
 """h = silu(gate) · up with the low-rank parts of both, and S and the keep bits of the projection behind the gate.
 
+A warpgroup has a part of the columns of 64 rows.  It loads S of its rows once and streams gate, up and its adapter's
+columns of both banks through a ring of `stages` slots.  h replaces gate in shared memory, is stored from there and, as
+drop(h) in place of up, meets A there.
+
 T packed tokens · F MLP width · R padded rank · A adapters
 """
 
@@ -7,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -53,6 +57,33 @@ class _Static:
     rounds: bool
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Refs:
+    """Operands and results (gmem: device memory), and a warpgroup's tiles (smem: shared memory) and barriers."""
+
+    gate_gmem: Any  # [T, F]
+    up_gmem: Any  # [T, F]
+    s_gmem: Any  # [T, R of both]
+    b_gmem: Any  # [A + 1, R of both, F]
+    a_gmem: Any  # [A + 1, R, F]
+    adapter_gmem: Any  # int32 [T / 64]
+    inverse_gmem: Any = None  # float32 [T]
+    key_gmem: Any = None  # uint32 [A]
+    thresh_gmem: Any = None  # uint32 [A]
+    row_key_gmem: Any = None  # uint32 [T]
+    h_gmem: Any  # [T, F]
+    s_out_gmem: Any  # float32 [parts, T, R]
+    bits_gmem: Any = None  # uint32 [T, F / 256, 8]
+    gate_smem: Any  # [stages, 64, WIDTH]
+    up_smem: Any  # [stages, 64, WIDTH]
+    b_smem: Any  # [stages, R of both, WIDTH]
+    a_smem: Any  # [stages, R, WIDTH]
+    s_smem: Any  # [64, R of both]
+    rounded_smem: Any = None  # e4m3 [64, WIDTH]: h on its way out
+    barrier: Callable[..., Any]  # slot -> barrier, passed by the copies into it
+    s_barrier: Callable[..., Any]
+
+
 class _Unit(NamedTuple):
     """What a warpgroup works on: a part of the columns of 64 rows."""
 
@@ -82,10 +113,11 @@ def gate_forward(
     """Returns h [T, F], S of the projection behind the gate [T, R], and with dropout keep bits uint32 [T, F / 256, 8].
 
     Args:
-        inverse: float32 [T]; with it h · inverse comes back, rounded to e4m3.
+        inverse: float32 [T]; if given, h is h · inverse rounded to e4m3.
         gate, up: [T, F], the frozen products (with bias).
-        s: [T, R of both]; `places` says whose columns are where.
-        b: [A + 1, R of both, F], of gate and up as S lies, scales folded in; adapter A is zero.
+        s: [T, R of both].
+        places: (first column of S, rank) of gate and of up.
+        b: [A + 1, R of both, F], rows in the order of the columns of S, scales folded in; adapter A is zero.
         a: [A + 1, R, F], of the projection behind the gate, transposed, the dropout scale folded in.
         block_adapter: int32 [T / 64], 0..A.
     """
@@ -111,9 +143,9 @@ def gate_forward(
         }  # fmt: skip
         results["bits_gmem"] = jax.ShapeDtypeStruct((num_rows, width // BLOCK, WORDS), jnp.uint32)
 
-    def work(unit, gmem, **own):
+    def work(unit, gmem, **scratch):
         in_memory = dict(zip((*operands, *results), gmem, strict=True))
-        _one_unit(static, SimpleNamespace(**in_memory, **own), unit)
+        _work_on(static, _Refs(**in_memory, **scratch), unit)
 
     out = launch(
         work, tuple(operands.values()), tuple(results.values()), units=num_rows // ROWS * split,
@@ -134,29 +166,30 @@ def _tiles(static: _Static, dtype: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _one_unit(static: _Static, refs: SimpleNamespace, number: jax.Array) -> None:
+def _work_on(static: _Static, refs: _Refs, number: jax.Array) -> None:
+    """h of a unit, and its partial sum of S."""
     unit = _unit(static, refs, number)
     plgpu.copy_gmem_to_smem(refs.s_gmem.at[unit.rows, :], refs.s_smem, refs.s_barrier())
     for step in range(static.stages):
         _fetch(static, refs, unit, step, step)
-    plgpu.barrier_wait(refs.s_barrier())
+    plgpu.barrier_wait(refs.s_barrier())  # S stays for all columns
 
     @functools.partial(pl.run_scoped, acc=plgpu.ACC((ROWS, static.rank), jnp.float32))
     def _(acc):
-        lax.fori_loop(0, static.steps // STEPS, functools.partial(_one_block, static, refs, unit, acc), None)
-        plgpu.wgmma_wait(0)
+        lax.fori_loop(0, static.steps // STEPS, functools.partial(_work_on_block, static, refs, unit, acc), None)
+        plgpu.wgmma_wait(0)  # the last product into acc
         store_fragment(refs.s_out_gmem.at[unit.part, unit.rows, :], acc[...])
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last stores are read before the memory goes
 
 
-def _unit(static: _Static, refs: SimpleNamespace, number: jax.Array) -> _Unit:
+def _unit(static: _Static, refs: _Refs, number: jax.Array) -> _Unit:
     part, block_row = lax.rem(number, static.split), lax.div(number, static.split)
     rows = pl.ds(block_row * ROWS, ROWS)
     adapter = refs.adapter_gmem[block_row]
     dropout = None
     if static.drops:
-        owner = lax.min(adapter, jnp.asarray(static.adapters - 1, adapter.dtype))
-        key, thresh = refs.key_gmem[owner], refs.thresh_gmem[owner]
+        keyed = lax.min(adapter, jnp.asarray(static.adapters - 1, adapter.dtype))  # padding rows meet zeros of A
+        key, thresh = refs.key_gmem[keyed], refs.thresh_gmem[keyed]
         row_key = plgpu.load(refs.row_key_gmem.at[rows], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
         dropout = key, thresh, row_key
     inverse = None
@@ -165,7 +198,8 @@ def _unit(static: _Static, refs: SimpleNamespace, number: jax.Array) -> _Unit:
     return _Unit(part, rows, adapter, dropout, inverse)
 
 
-def _fetch(static: _Static, refs: SimpleNamespace, unit: _Unit, step, slot) -> None:
+def _fetch(static: _Static, refs: _Refs, unit: _Unit, step, slot) -> None:
+    """Starts the four copies of a tile into a slot."""
     columns = unit.columns(static, step)
     for source, target in (
         (refs.gate_gmem.at[unit.rows, columns], refs.gate_smem),
@@ -176,19 +210,17 @@ def _fetch(static: _Static, refs: SimpleNamespace, unit: _Unit, step, slot) -> N
         plgpu.copy_gmem_to_smem(source, target.at[slot], refs.barrier(slot))
 
 
-def _one_block(static: _Static, refs: SimpleNamespace, unit: _Unit, acc, number, _) -> None:
-    """The columns of a block of keep words, which are made here."""
+def _work_on_block(static: _Static, refs: _Refs, unit: _Unit, acc, number, _) -> None:
+    """The tiles of a block of keep words, which are hashed while the tiles travel."""
     words = None
     if unit.dropout is not None:
         block = unit.part * (static.steps // STEPS) + number
         words = make_words(*unit.dropout, block)
         store_fragment(refs.bits_gmem.at[unit.rows, block, :], words)
-    lax.fori_loop(0, STEPS, functools.partial(_one_tile, static, refs, unit, acc, number, words), None)
+    lax.fori_loop(0, STEPS, functools.partial(_work_on_tile, static, refs, unit, acc, number, words), None)
 
 
-def _one_tile(
-    static: _Static, refs: SimpleNamespace, unit: _Unit, acc, number, words: jax.Array | None, quarter, _
-) -> None:
+def _work_on_tile(static: _Static, refs: _Refs, unit: _Unit, acc, number, words: jax.Array | None, quarter, _) -> None:
     """h of a tile, and acc += drop(h) A."""
     stages = static.stages
     step = number * STEPS + quarter
@@ -196,17 +228,19 @@ def _one_tile(
     if words is not None:
         words = shifted(words, quarter * (WIDTH // WORDS))
     gate_smem, up_smem = refs.gate_smem.at[slot], refs.up_smem.at[slot]
-    plgpu.barrier_wait(refs.barrier(slot))
+    plgpu.barrier_wait(refs.barrier(slot))  # gate, up and both banks have arrived
     stored_smem = refs.rounded_smem if static.rounds else gate_smem
     if static.rounds:
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the previous tile has left rounded_smem
     rounding = (refs.rounded_smem, unit.inverse) if static.rounds else None
+    # Its first products wait for all that was issued, so for the previous step's product into acc, too.
     gate_tile(gate_smem, up_smem, refs.s_smem, refs.b_smem.at[slot], words, static.places, rounding)
-    plgpu.commit_smem()
+    plgpu.commit_smem()  # all warps have written before the copy engine and the tensor cores read
     plgpu.copy_smem_to_gmem(stored_smem, refs.h_gmem.at[unit.rows, unit.columns(static, step)])
     kept_smem = gate_smem if words is None else up_smem
-    plgpu.wgmma(acc, kept_smem, refs.a_smem.at[slot].transpose((1, 0)))  # the next step waits for it
-    # the tile before this one: stored, and spent by every warp, which passed the barrier above
+    plgpu.wgmma(acc, kept_smem, refs.a_smem.at[slot].transpose((1, 0)))  # awaited by the next step
+    # The previous step's slot is free: its store has been read, its product has completed, and every warp is past the
+    # barrier above.
     plgpu.wait_smem_to_gmem(1, wait_read_only=True)
 
     @pl.when((step > 0) & (step - 1 + stages < static.steps))
@@ -217,10 +251,10 @@ def _one_tile(
 def gate_tile(
     gate_smem, up_smem, s_smem, b_smem, words: jax.Array | None, places: Places, rounding: tuple | None
 ) -> None:
-    """Leaves h where gate was, and with dropout drop(h) where up was; a part of the columns at a time.
+    """Replaces gate by h = silu(g) u and, with dropout, up by drop(h), a part of the columns at a time.
 
     Args:
-        rounding: where rounded rows go, and the inverse of their scales; then h itself stays only without dropout.
+        rounding: tile for rounded rows, and the inverse of their scales. With it and dropout, gate is left as it is.
     """
     dtype = gate_smem.dtype
     for first in range(0, WIDTH, PART):
@@ -238,6 +272,6 @@ def gate_tile(
 
 
 def parts_of_a_row(blocks: int) -> int:
-    """As many as leave each at least MIN_BLOCKS blocks of 256 columns."""
+    """The most parts with at least MIN_BLOCKS blocks of 256 columns each."""
     fitting = [part for part in range(1, blocks // MIN_BLOCKS + 1) if blocks % part == 0]
     return max(fitting, default=1)

@@ -1,4 +1,4 @@
-"""What both passes over the gate do with a tile, and how their programs are launched."""
+"""Shared by both passes over the gate: tiles, products and the launch of a program."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from pallas_kernels.linear.hopper.tiling import ROWS, store_fragment, transforms
 from pallas_kernels.mlp.hopper.gate.config import PART, WIDTH, Place
 from pallas_kernels.quantised.rows import E4M3
 
-LOW_SWIZZLE = 16  # elements: rows of S may be as short as that, and what they meet must lie alike
-# exp2 as the hardware has it, 2 units in the last place: the exact one is a fifth of all instructions
+LOW_SWIZZLE = 16  # elements: the shortest rows of S; the operands they meet must have the same swizzle
+# The hardware's exp2, within 2 units in the last place. The exact one would be a fifth of all instructions.
 COMPILER_PARAMS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=True)
 
 
@@ -32,12 +32,12 @@ def launch(
     barriers: Mapping[str, tuple[int, int]],
     name: str,
 ):
-    """Runs `work` for every unit, a warpgroup each.
+    """Runs `work` for every unit, in a warpgroup.
 
     Args:
-        work: (unit, operands and results, **tiles and barriers of its own); a barrier is a function of its number.
-        tiles: name -> what `tile` and `low` return.
-        barriers: name -> (arrivals, how many of them a warpgroup has).
+        work: (unit, operands and results, **tiles and barriers of its warpgroup); a barrier is a function of a number.
+        tiles: name -> a warpgroup's tile, from `tile` or `low`.
+        barriers: name -> (arrivals, number of barriers of a warpgroup).
     """
 
     def kernel(*gmem):
@@ -57,9 +57,9 @@ def launch(
             collective_axes="wg",
         )
         def _(**scratch):
-            own = {key: scratch[key].at[wg] for key in tiles}
-            own |= {key: functools.partial(_barrier, scratch[key], wg, count) for key, (_, count) in barriers.items()}
-            pl.when(unit < units)(lambda: work(unit, gmem, **own))
+            parts = {key: scratch[key].at[wg] for key in tiles}
+            parts |= {key: functools.partial(_barrier, scratch[key], wg, count) for key, (_, count) in barriers.items()}
+            pl.when(unit < units)(lambda: work(unit, gmem, **parts))
 
     return plgpu.kernel(
         kernel,
@@ -78,12 +78,12 @@ def _barrier(barriers, wg, count: int, number=0):
 
 
 def tile(*shape: int, dtype: jnp.dtype):
-    """Wide tiles, of which a part's columns can be taken."""
+    """Tiles of WIDTH columns, of which PART columns can be read or multiplied."""
     return plgpu.SMEM((*shape, WIDTH), dtype, transforms=transforms(PART, dtype))
 
 
 def low(*shape: int, dtype: jnp.dtype):
-    """Rows of S, or of what they meet."""
+    """Rows of S, or of a bank that they meet."""
     return plgpu.SMEM(shape, dtype, transforms=transforms(LOW_SWIZZLE, dtype))
 
 
@@ -103,7 +103,7 @@ def registers(tile_smem) -> jax.Array:
 
 
 def products(*given: tuple[Any, Any]) -> tuple[jax.Array, ...]:
-    """Products of (left [64, R], right [R, 32]), with one wait for all and what was issued before."""
+    """Products of (left [64, R], right [R, 32]). Waits once, for all of them and for all that was issued before."""
 
     def run(*accs):
         for acc, (left, right) in zip(accs, given, strict=True):
@@ -115,7 +115,7 @@ def products(*given: tuple[Any, Any]) -> tuple[jax.Array, ...]:
 
 
 def low_factors(left, right, place: Place) -> tuple[Any, Any]:
-    """Columns of S and the rows of a bank that they meet, as `products` takes them."""
+    """A projection's columns of S and rows of the bank, for `products`."""
     return left.at[:, pl.ds(*place)], right.at[pl.ds(*place), :]
 
 
