@@ -13,8 +13,8 @@ from pallas_kernels.linear.hopper.tiling import ROWS, SMEM_BYTES
 from pallas_kernels.policy import HOPPER_SMS
 
 WIDTH = 64  # columns of a tile
-RANK = 16  # of each projection, in the pass that makes all gradients: more, and registers do not suffice
-PART = 32  # columns in registers at a time: 128 of a thread's registers are taken, whole tiles take up to 228
+RANK = 16  # of each projection, in the pass that makes all gradients: its registers suffice for no more
+PART = 32  # columns in registers at a time: takes 128 of a thread's registers, where a whole tile takes up to 228
 
 type Place = tuple[int, int]  # first column of S, rank
 type Places = tuple[Place, Place]  # of gate and of up
@@ -24,7 +24,7 @@ class BackwardInputs(NamedTuple):
     """What both backward passes over the gate read.
 
     Attributes:
-        gate, up, s, b, a, bits: as in and out of `gate_forward`.
+        gate, up, s, b, a, bits: arguments and result of `gate_forward`.
         dh: [T, F], the frozen part dY W^T of the gradient of h.
         ds: [T, R], of the projection behind the gate.
         chunks: of 64-row blocks.
@@ -42,7 +42,7 @@ class BackwardInputs(NamedTuple):
 
 
 class Rounding(NamedTuple):
-    """By what dgate and dup are multiplied before they are rounded to e4m3.
+    """Factors of dgate and dup, before they are rounded to e4m3.
 
     Attributes:
         factor: float32 [2, F], scales of the out features of the weights of gate and up.
@@ -58,10 +58,10 @@ class GateConfig:
     """How a program is built.
 
     Attributes:
-        warpgroups: each with work of its own. One takes 100 to 130 registers, so four programs could share a
-            multiprocessor; shared memory leaves room for two or three.
-        forward_stages, backward_stages: tiles under way; two or more: one is fetched when the one before it is spent.
-            Backward only serves ranks that `WideGateConfig`'s pass does not.
+        warpgroups: of a program; each has its own unit of work. With one, a thread takes 100 to 130 registers, so four
+            programs could share a multiprocessor; shared memory leaves room for two or three.
+        forward_stages, backward_stages: slots of tiles, two or more: a slot is filled while another is in use. The
+            backward pass only serves ranks that `WideGateConfig`'s does not.
     """
 
     warpgroups: int = 1
@@ -82,7 +82,7 @@ class WideGateConfig:
 
     Attributes:
         gating: warpgroups that gate, beside the one that sums and the one that streams.
-        stages: tiles under way: two or more, and a multiple of `gating`: every place is one warpgroup's.
+        stages: slots of tiles, two or more, and a multiple of `gating`: a slot always has the same gating warpgroup.
         parts: blocks that share the columns of a chunk.
         blocks_per_chunk: 64-row blocks of a chunk. dS of four takes 64 of the registers of a thread that sums.
     """
@@ -100,7 +100,7 @@ class WideGateConfig:
 
 
 def gate_config(both: int, rank: int, *, drops: bool) -> GateConfig | None:
-    """The most stages with which two programs share a multiprocessor, or one fits; None: none does.
+    """The most stages with which two programs share a multiprocessor, else with which one fits; None if none does.
 
     Forward with dropout is the exception. Making bits takes instructions, and a third program, where it fits, issues
     them meanwhile: 223 us with three stages, 230 with four; without dropout 215 and 206 (8192 x 14336, H200).
@@ -120,8 +120,8 @@ def gate_config(both: int, rank: int, *, drops: bool) -> GateConfig | None:
 def wide_gate_config(num_rows: int, both: int, rank: int) -> WideGateConfig | None:
     """As many parts as leave few multiprocessors idle at the end; None where ranks are too large for the pass.
 
-    A block fills a multiprocessor. The number of rows alone decides, so that the order of an adapter's sums does not
-    depend on who else is in the call: 8 parts 480 us with four adapters and 453 with one, 15 parts 472 and 475
+    A block fills a multiprocessor. Only the number of rows decides: the order of an adapter's sums must not depend on
+    the other adapters of the call: 8 parts 480 us with four adapters and 453 with one, 15 parts 472 and 475
     (8192 x 14336 with all sums, H200).
     """
     if (both, rank) != (2 * RANK, RANK):

@@ -1,10 +1,15 @@
 """All gradients around the gate in one pass: those of `gate_backward`, and dS and dB of gate and up besides.
 
-dgate and dup are not read again, 0.47 GB of 8192 x 14336.  A block owns a few row blocks of one adapter and walks along
-them in tiles of 64 columns, which it shares with its neighbours in turn.  One of its warpgroups streams tiles in and
-gradients out; some gate, they turn tiles into gradients where they lie; one sums.  dS of the rows stays in its
-registers over all columns; dA and dB of a column tile are summed over the rows and written as partial sums.  Registers
-suffice for ranks of 16.
+dgate and dup are not read again, 0.47 GB of 8192 x 14336.  A block has a few row blocks of one adapter and every
+parts-th tile of 64 columns.  Its warpgroups share a ring of `stages` slots, each with a tile of gate, up and dh:
+
+    stream   loads tiles into free slots, and stores gradients          ready[slot]   a tile has arrived
+    gate     some of them: replace a tile by its gradients              gated[slot]   the slot holds gradients
+    sum      multiplies gradients with S, dS and B                      summed[slot]  only the store may still read
+
+A slot is loaded again once it is summed and stored.  dS of the rows stays in the registers of the summing warpgroup
+over all columns; dA and dB of a column tile are summed over the rows and written as partial sums.  Registers suffice
+for ranks of 16.
 
 T packed tokens · F MLP width · R padded rank · A adapters · C chunks of row blocks
 """
@@ -14,7 +19,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -41,17 +45,52 @@ from pallas_kernels.mlp.hopper.gate.config import (
 from pallas_kernels.mlp.hopper.gate.tile import COMPILER_PARAMS, rounded_tile, store_rounded, tile
 from pallas_kernels.quantised.rows import E4M3
 
-DS = 2  # beside the two halves of S, in the tables below
+DS = 2  # index of dS in the tables below, after the two halves of S
 
-# Products with a tile whose rows are 64 bytes long take 32 ranks at a time: 16 wanted ones and 16 that meet zeros.
-# Left are rows of [S first half, S second half, dS], right of [B first half, 0, B second half, 0, A].
+# A product with a tile whose rows are 64 bytes long takes 32 ranks at a time: 16 wanted ones and 16 that meet zeros.
+# Left: windows of the rows [S first half, S second half, dS]; right: of [B first half, 0, B second half, 0, A].
 LOW_ROWS: tuple[Place, ...] = ((0, RANK), (RANK, RANK), (2 * RANK, RANK))
 LOW_WINDOWS: tuple[Place, ...] = ((0, 2 * RANK), (0, 2 * RANK), (RANK, 2 * RANK))
 BANK_ROWS: tuple[Place, ...] = ((0, RANK), (2 * RANK, RANK), (4 * RANK, RANK))
 BANK_WINDOWS: tuple[Place, ...] = ((0, 2 * RANK), (RANK, 2 * RANK), (3 * RANK, 2 * RANK))
-BANKS = 2  # of a column tile, in shared memory
+BANKS = 2  # column tiles of the bank in shared memory
 
-type Refs = SimpleNamespace  # by name: operands and results (_g: device memory), tiles in shared memory (_s), barriers
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Refs:
+    """Operands and results (_g: device memory), tiles of a block (_s: shared memory), and barriers."""
+
+    gate_g: Any  # [T, F], as are up and dh
+    up_g: Any
+    dh_g: Any
+    low_g: Any  # [3 R, T]: both halves of S, and dS, transposed
+    bank_g: Any  # [A (+ 1), 5 R, F], see `stacked`
+    blocks_g: Any  # int32, row blocks of all chunks
+    count_g: Any  # int32 [C], row blocks of a chunk
+    adapter_g: Any  # int32 [C]
+    bits_g: Any = None  # uint32 [T, F / 256, 8]
+    inverse_g: Any = None  # float32 [2, T], see `Rounding`
+    factor_g: Any = None  # float32 [2, F]
+    dgate_g: Any  # [T, F], as is dup
+    dup_g: Any
+    ds_g: Any  # float32 [parts, T, 2 R]
+    da_g: Any  # float32 [C, F, R], as are both dB
+    db_gate_g: Any
+    db_up_g: Any
+    h_g: Any = None  # [T, F], drop(h)
+    gate_s: Any  # [stages, 64, WIDTH], as are up and dh
+    up_s: Any
+    dh_s: Any
+    low_s: Any  # [row blocks of a chunk, 3 R, 64]
+    bank_s: Any  # [BANKS, 5 R, WIDTH]
+    words_s: Any = None  # uint32 [stages, 64, 8]
+    rounded_s: Any = None  # e4m3 [gating, 2, 64, WIDTH]: dgate and dup on their way out
+    ready: Any
+    gated: Any
+    summed: Any
+    bank_ready: Any
+    bank_free: Any
+    low_ready: Any
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,19 +108,19 @@ class _Static:
 
     @property
     def sides(self) -> tuple[int, int]:
-        """Which half of S belongs to gate, and to up."""
+        """The halves of S of gate and of up, 0 or 1."""
         return self.places[0][0] // RANK, self.places[1][0] // RANK
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Work:
-    """Of one block: tile number n is that of row block n % count in step n // count."""
+    """The tiles of a block: number n is row block n % count of column tile n // count."""
 
     chunk: jax.Array
-    part: jax.Array
+    part: jax.Array  # of the columns
     adapter: jax.Array
-    count: jax.Array  # row blocks
-    steps: jax.Array  # column tiles
+    count: jax.Array  # of row blocks
+    steps: jax.Array  # number of column tiles
 
 
 def wide_gate_backward(
@@ -98,7 +137,7 @@ def wide_gate_backward(
 
     Args:
         given: with ranks of 16.
-        places: whose columns of S are where.
+        places: (first column of S, rank) of gate and of up.
         rounding: dgate and dup come back in e4m3, times these factors.
     """
     gate, up, dh, s, ds, b, a, bits, chunks = given
@@ -132,8 +171,8 @@ def wide_gate_backward(
     scratch = _scratch(static, gate.dtype)
 
     def body(*given):
-        refs = SimpleNamespace(**dict(zip((*operands, *results, *scratch), given, strict=True)))
-        _one_block(static, refs, lax.axis_index("program"), lax.axis_index("wg"))
+        refs = Refs(**dict(zip((*operands, *results, *scratch), given, strict=True)))
+        _work_on(static, refs, lax.axis_index("program"), lax.axis_index("wg"))
 
     run = plgpu.kernel(
         body,
@@ -143,15 +182,15 @@ def wide_gate_backward(
         num_threads=config.gating + 2,
         thread_name="wg",
         kernel_name="lora_wide_gate_backward",
-        scratch_types=tuple(scratch.values()),
+        scratch_types=tuple(scratch.values()),  # positional: named scratch would be allocated in alphabetical order
         compiler_params=COMPILER_PARAMS,
     )
     return vary_like(run(*operands.values()), gate)
 
 
 def stacked(b: jax.Array, a: jax.Array) -> jax.Array:
-    """Both halves of B and A below one another with zeros between: [A (+ 1), 5 R, F], see BANK_WINDOWS."""
-    a = a[: b.shape[0]]  # where nothing says whose rows are whose, there is no zero adapter for padding rows
+    """Stacks [B first half, 0, B second half, 0, A]: [A (+ 1), 5 R, F], see BANK_WINDOWS."""
+    a = a[: b.shape[0]]  # without a table of adapters, B has no zero adapter for padding rows
     zeros = jnp.zeros_like(a)
     return jnp.concatenate([b[:, :RANK], zeros, b[:, RANK:], zeros, a], axis=1)
 
@@ -161,11 +200,11 @@ def _scratch(static: _Static, dtype: Any) -> dict[str, Any]:
     scratch = {
         "gate_s": tile(stages, ROWS, dtype=dtype), "up_s": tile(stages, ROWS, dtype=dtype),
         "dh_s": tile(stages, ROWS, dtype=dtype), 
-        "low_s": tile(static.size, 3 * RANK, dtype=dtype),  # 64 rows of S, transposed: as wide as a tile
+        "low_s": tile(static.size, 3 * RANK, dtype=dtype),  # transposed: 64 rows of S are as wide as a tile
         "bank_s": tile(BANKS, 5 * RANK, dtype=dtype),
-        "ready": plgpu.Barrier(num_arrivals=4 if static.has_bits else 3, num_barriers=stages),  # a tile is in memory
-        "gated": plgpu.Barrier(num_barriers=stages),  # it is gradients now
-        "summed": plgpu.Barrier(num_barriers=stages),  # read by nothing but the store
+        "ready": plgpu.Barrier(num_arrivals=4 if static.has_bits else 3, num_barriers=stages),
+        "gated": plgpu.Barrier(num_barriers=stages),
+        "summed": plgpu.Barrier(num_barriers=stages),
         "bank_ready": plgpu.Barrier(num_barriers=BANKS),
         "bank_free": plgpu.Barrier(num_arrivals=static.config.gating + 1, num_barriers=BANKS),
         "low_ready": plgpu.Barrier(num_arrivals=static.size),
@@ -177,7 +216,7 @@ def _scratch(static: _Static, dtype: Any) -> dict[str, Any]:
     return scratch
 
 
-def _one_block(static: _Static, refs: Refs, program: jax.Array, wg: jax.Array) -> None:
+def _work_on(static: _Static, refs: Refs, program: jax.Array, wg: jax.Array) -> None:
     chunk, part = lax.div(program, static.parts), lax.rem(program, static.parts)
     work = _Work(
         chunk=chunk, part=part, adapter=lax.max(refs.adapter_g[chunk], jnp.int32(0)), count=refs.count_g[chunk],
@@ -190,20 +229,20 @@ def _one_block(static: _Static, refs: Refs, program: jax.Array, wg: jax.Array) -
 
 
 def _gate(static: _Static, refs: Refs, work: _Work, wg: jax.Array) -> None:
-    """What a warpgroup does that gates: every so many-th tile, and each place of the ring is always the same one's."""
+    """A gating warpgroup: takes tiles wg, wg + gating, ...; as `gating` divides `stages`, its slots are always its."""
     many, stages = static.config.gating, static.config.stages
-    plgpu.barrier_wait(refs.low_ready)
+    plgpu.barrier_wait(refs.low_ready)  # S and dS stay for all columns
 
-    def one_column(step, _):
-        before = step * work.count
-        first = lax.rem(wg + many - lax.rem(before, many), many)
+    def gate_column(step, _):
+        before = step * work.count  # number of tiles in the column tiles before
+        first = lax.rem(wg + many - lax.rem(before, many), many)  # row block of this warpgroup's first tile
         bank, bit = lax.rem(step, BANKS), first_bit(_column(static, work, step))
-        plgpu.barrier_wait(refs.bank_ready.at[bank])
+        plgpu.barrier_wait(refs.bank_ready.at[bank])  # the bank's columns of this step have arrived
 
-        def one_tile(i, _):
+        def gate_tile(i, _):
             j = first + i * many
             slot = lax.rem(before + j, stages)
-            plgpu.barrier_wait(refs.ready.at[slot])
+            plgpu.barrier_wait(refs.ready.at[slot])  # gate, up and dh have arrived
             words = load_words(refs.words_s.at[slot], bit) if static.has_bits else None
             factors = functools.partial(_factors, refs.low_s.at[j], refs.bank_s.at[bank], static.sides)
             wide = refs.gate_s.at[slot], refs.up_s.at[slot], refs.dh_s.at[slot]
@@ -212,30 +251,30 @@ def _gate(static: _Static, refs: Refs, work: _Work, wg: jax.Array) -> None:
                 gradient_tile(*wide, factors, words, _rounded(refs, wg, rows, column))
             else:
                 gradient_tile(*wide, factors, words)
-            plgpu.commit_smem()
+            plgpu.commit_smem()  # all warps have written before stores and products read
             plgpu.barrier_arrive(refs.gated.at[slot])
             if static.rounds:
                 for number, gmem in enumerate((refs.dgate_g, refs.dup_g)):
                     plgpu.copy_smem_to_gmem(refs.rounded_s.at[wg, number], gmem.at[rows, pl.ds(column, WIDTH)])
 
-        lax.fori_loop(0, lax.div(lax.max(work.count - first, 0) + (many - 1), many), one_tile, None)
-        plgpu.barrier_arrive(refs.bank_free.at[bank])
+        lax.fori_loop(0, lax.div(lax.max(work.count - first, 0) + (many - 1), many), gate_tile, None)
+        plgpu.barrier_arrive(refs.bank_free.at[bank])  # gating and summing warpgroups have read it
 
-    lax.fori_loop(0, work.steps, one_column, None)
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    lax.fori_loop(0, work.steps, gate_column, None)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # rounded tiles are read before the block's memory goes
 
 
 def _rounded(refs: Refs, wg: jax.Array, rows: Any, column: jax.Array) -> Callable[[int, Any, jax.Array], None]:
-    """What `gradient_tile` takes: stores a part of dgate or dup, rounded, where this warpgroup sends it from."""
+    """The `round_to` of `gradient_tile`: writes a part of dgate or dup, rounded, to this warpgroup's rounded_s."""
     inverse = [
         plgpu.load(refs.inverse_g.at[number, rows], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
         for number in range(2)
     ]
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the tile before this one is stored
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the previous tile has left rounded_s
 
     def store(number: int, first: int, value: jax.Array) -> None:
-        own = refs.factor_g.at[number, pl.ds(column + first, PART)]
-        factor = plgpu.load(own, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
+        factors = refs.factor_g.at[number, pl.ds(column + first, PART)]
+        factor = plgpu.load(factors, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
         value = value * lax.broadcast_in_dim(factor, value.shape, [1])
         store_rounded(refs.rounded_s.at[wg, number].at[:, pl.ds(first, PART)], value, inverse[number])
 
@@ -243,15 +282,15 @@ def _rounded(refs: Refs, wg: jax.Array, rows: Any, column: jax.Array) -> Callabl
 
 
 def _factors(low, bank, sides, columns) -> list[tuple[Any, Any]]:
-    """What `gradient_tile` takes: of dh, of gate and of up."""
+    """The operands of the low-rank parts of dh, gate and up, for `products`."""
     return [
-        (_transposed(_rows(low, LOW_WINDOWS[each])), _rows(bank, BANK_WINDOWS[each]).at[:, columns])
-        for each in (DS, *sides)
+        (_transposed(_rows(low, LOW_WINDOWS[index])), _rows(bank, BANK_WINDOWS[index]).at[:, columns])
+        for index in (DS, *sides)
     ]
 
 
 def _sum(static: _Static, refs: Refs, work: _Work) -> None:
-    """What the warpgroup does that sums."""
+    """The summing warpgroup: keeps dS of all row blocks in registers."""
     plgpu.barrier_wait(refs.low_ready)
 
     @functools.partial(pl.run_scoped, ds_accs=[[plgpu.ACC((ROWS, RANK), jnp.float32)] * 2] * static.size)
@@ -267,18 +306,19 @@ def _sum(static: _Static, refs: Refs, work: _Work) -> None:
 
 
 def _sum_column(static: _Static, refs: Refs, work: _Work, ds_accs, step, _) -> None:
+    """dA and dB of a column tile, and its share of dS."""
     bank = lax.rem(step, BANKS)
     plgpu.barrier_wait(refs.bank_ready.at[bank])
 
     @functools.partial(pl.run_scoped, accs=[plgpu.ACC((WIDTH, RANK), jnp.float32)] * 3)
     def _(accs):
-        def one_tile(j, _):
+        def sum_tile(j, _):
             slot = lax.rem(step * work.count + j, static.config.stages)
-            plgpu.barrier_wait(refs.gated.at[slot])
-            _multiply(static, refs, ds_accs, accs, j, slot, bank)
+            plgpu.barrier_wait(refs.gated.at[slot])  # the slot holds gradients
+            _multiply(static, refs, ds_accs, accs, j, slot, bank)  # complete when it returns
             plgpu.barrier_arrive(refs.summed.at[slot])
 
-        lax.fori_loop(0, work.count, one_tile, None)
+        lax.fori_loop(0, work.count, sum_tile, None)
         plgpu.barrier_arrive(refs.bank_free.at[bank])
         for gmem, acc in zip((refs.da_g, refs.db_gate_g, refs.db_up_g), accs, strict=True):
             store_fragment(gmem.at[work.chunk, pl.ds(_column(static, work, step), WIDTH), :], acc[...])
@@ -291,7 +331,7 @@ def _multiply(static: _Static, refs: Refs, ds_accs, accs, j, slot, bank) -> None
     plgpu.wgmma(accs[0], _transposed(refs.dh_s.at[slot]), _transposed(_rows(low, LOW_ROWS[DS])))
     for acc, gradient, side in zip(accs[1:], gradients, static.sides, strict=True):
         plgpu.wgmma(acc, _transposed(gradient), _transposed(_rows(low, LOW_ROWS[side])))
-    for block in range(static.size):  # a register has no index
+    for block in range(static.size):  # registers cannot be indexed by j, which is only known on the device
 
         @pl.when(block == j)
         def _(block=block):
@@ -302,8 +342,8 @@ def _multiply(static: _Static, refs: Refs, ds_accs, accs, j, slot, bank) -> None
 
 
 def _stream(static: _Static, refs: Refs, work: _Work) -> None:
-    """What the warpgroup does that moves tiles between device and shared memory."""
-    for j in range(static.size):  # without a j-th block: another one's, which is not read
+    """The streaming warpgroup: moves tiles between device and shared memory, `stages - 1` tiles ahead."""
+    for j in range(static.size):  # a chunk with fewer blocks loads any rows, which nobody reads
         row0 = lax.max(refs.blocks_g[work.chunk * static.size + j], jnp.int32(0)) * ROWS
         plgpu.copy_gmem_to_smem(refs.low_g.at[:, pl.ds(row0, ROWS)], refs.low_s.at[j], refs.low_ready)
     for bank in range(BANKS):
@@ -311,35 +351,35 @@ def _stream(static: _Static, refs: Refs, work: _Work) -> None:
     for number in range(static.config.stages):
         _fetch(static, refs, work, jnp.int32(number))
 
-    def one_column(step, _):
-        def one_tile(j, _):
+    def stream_column(step, _):
+        def stream_tile(j, _):
             number = step * work.count + j
             slot = lax.rem(number, static.config.stages)
             rows, columns = _row_range(static, refs, work, j), pl.ds(_column(static, work, step), WIDTH)
             plgpu.barrier_wait(refs.gated.at[slot])
-            if not static.rounds:
+            if not static.rounds:  # rounded gradients are stored by the gating warpgroups
                 plgpu.copy_smem_to_gmem(refs.gate_s.at[slot], refs.dgate_g.at[rows, columns])
                 plgpu.copy_smem_to_gmem(refs.up_s.at[slot], refs.dup_g.at[rows, columns])
             if static.wants_h:
                 plgpu.copy_smem_to_gmem(refs.dh_s.at[slot], refs.h_g.at[rows, columns])
-            # the tile before this one is stored
-            plgpu.wait_smem_to_gmem(3 if static.wants_h else 2, wait_read_only=True)
+            plgpu.wait_smem_to_gmem(3 if static.wants_h else 2, wait_read_only=True)  # the previous tile's are read
 
+            # The previous tile's slot: stored above; once it is summed, it is free.
             @pl.when(number > 0)
             def _():
                 plgpu.barrier_wait(refs.summed.at[lax.rem(number - 1, static.config.stages)])
                 _fetch(static, refs, work, number - 1 + static.config.stages)
 
-        lax.fori_loop(0, work.count, one_tile, None)
-        plgpu.barrier_wait(refs.bank_free.at[lax.rem(step, BANKS)])
+        lax.fori_loop(0, work.count, stream_tile, None)
+        plgpu.barrier_wait(refs.bank_free.at[lax.rem(step, BANKS)])  # every other warpgroup is done with this step
         _fetch_bank(static, refs, work, step + BANKS)
 
-    lax.fori_loop(0, work.steps, one_column, None)
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    lax.fori_loop(0, work.steps, stream_column, None)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last stores are read before the block's memory goes
 
 
 def _fetch(static: _Static, refs: Refs, work: _Work, number: jax.Array) -> None:
-    """Fetches a tile into its place of the ring, if there is such a tile."""
+    """Starts the copies of a tile into its slot, if there is such a tile."""
     step = lax.div(number, work.count)
 
     @pl.when(step < work.steps)
@@ -354,6 +394,8 @@ def _fetch(static: _Static, refs: Refs, work: _Work, number: jax.Array) -> None:
 
 
 def _fetch_bank(static: _Static, refs: Refs, work: _Work, step: jax.Array) -> None:
+    """Starts the copy of the bank's columns of a step, if there is such a step."""
+
     @pl.when(step < work.steps)
     def _():
         bank = lax.rem(step, BANKS)
@@ -362,8 +404,7 @@ def _fetch_bank(static: _Static, refs: Refs, work: _Work, step: jax.Array) -> No
 
 
 def _column(static: _Static, work: _Work, step: jax.Array) -> jax.Array:
-    """First column of a step's tile: blocks of one chunk are side by side at any time, so that pages of device memory
-    are read and written as a whole."""
+    """First column of a step's tile: the parts of a chunk work side by side, so whole pages of memory are read."""
     return (work.part + step * static.parts) * WIDTH
 
 
