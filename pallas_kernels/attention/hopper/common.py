@@ -44,13 +44,16 @@ def multiply(acc, lhs: jax.Array, rhs, spare_s, wg) -> None:
         plgpu.wgmma(acc, lhs, rhs)
         return
     spare_s[wg] = lhs
-    plgpu.commit_smem()
+    plgpu.commit_smem()  # all warps have written before the tensor cores read
     plgpu.wgmma(acc, spare_s.at[wg], rhs)
-    plgpu.wgmma_wait(0)
+    plgpu.wgmma_wait(0)  # before the next product overwrites spare_s
 
 
 def wait_for_room(barriers, step, depth: int, lane: int = 0, lanes: int = 1) -> None:
-    """Waits until place `step` of a ring of `depth` places (or of several parallel rings) can be refilled."""
+    """Waits until the slot of `step` in a ring of `depth` slots can be refilled: its readers have arrived.
+
+    The first `depth` steps meet empty slots. Of `lanes` parallel rings, `lane` is this one's number.
+    """
 
     @pl.when(step >= depth)
     def _():
@@ -58,7 +61,7 @@ def wait_for_room(barriers, step, depth: int, lane: int = 0, lanes: int = 1) -> 
 
 
 def drain_ring(barriers, steps, depth: int, lanes: int = 1) -> None:
-    """Waits for the readers of all places of a ring."""
+    """Waits for the readers of all slots of a ring, so that no arrival is left when the block ends."""
 
     @pl.loop(jnp.maximum(steps - depth, 0), steps)
     def _(step):

@@ -23,7 +23,7 @@ class AttentionConfig:
     forward_stages: int = 4
     dq_stages: int = 2
     dkv_stages: int = 2
-    places: int = 2  # units of work with their own rows in shared memory
+    places: int = 2  # slots for the rows of a unit of work: the next unit's are loaded while one computes
     compute_registers: int = 240
     memory_registers: int = 24
     through_smem: bool = False  # left operands of products go through shared memory; interpret mode needs it
@@ -53,7 +53,7 @@ class Units:
     def rounds(self) -> int:
         return self.group * self.height // WARPGROUPS
 
-    def place(self, head, block, unit):
+    def rows_and_head(self, head, block, unit):
         """Rows and query head of a unit of the block."""
         member = div(unit, self.height) if self.height > 1 else unit
         part = unit - member * self.height

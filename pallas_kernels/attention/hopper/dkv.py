@@ -14,6 +14,7 @@ T packed rows · H query heads · K key heads · G = H / K · C head width
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -36,7 +37,7 @@ from pallas_kernels.attention.hopper.common import (
     wait_for_room,
 )
 from pallas_kernels.attention.hopper.config import TILE, WARPGROUPS, AttentionConfig, div, rem, rows
-from pallas_kernels.attention.hopper.launch import Refs, Static, launch, static_of
+from pallas_kernels.attention.hopper.launch import Static, launch, static_of
 from pallas_kernels.attention.hopper.walk import Item
 from pallas_kernels.policy import ATTENTION_ROWS
 
@@ -61,6 +62,7 @@ def dkv(
     out = jax.ShapeDtypeStruct(k_TKC.shape, q_THC.dtype)
     return launch(
         static,
+        make_refs=_Refs,
         stream=_stream,
         compute=_compute,
         operands={
@@ -72,11 +74,41 @@ def dkv(
     )  # fmt: skip
 
 
-class _Own(NamedTuple):
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Refs:
+    """References: device memory (_g), shared memory (_s), and barriers."""
+
+    q_g: Any  # [T, H, C], as is do
+    k_g: Any  # [T, K, C], as are v, dk and dv
+    v_g: Any
+    do_g: Any
+    lse_g: Any  # float32 [H, T], as is delta
+    delta_g: Any
+    end_g: Any  # int32 [T], end of a row's document
+    table_g: Any  # items of work
+    dirty_g: Any  # int32 [1]
+    dk_g: Any
+    dv_g: Any
+    k_s: Any  # [places, WARPGROUPS, 64, C], as is v: keys of a warpgroup, then their gradients
+    v_s: Any
+    q_s: Any  # [stages, 64, C], as is do
+    do_s: Any
+    lse_s: Any  # float32 [stages, 64], as is delta
+    delta_s: Any
+    keys_bar: Any  # K and V of a warpgroup have arrived
+    keys_free: Any  # they can be overwritten
+    q_bar: Any  # q and lse have arrived
+    do_bar: Any  # dO and delta have arrived
+    free_bar: Any  # both warpgroups have read a tile of queries
+    spare_p_s: Any  # [WARPGROUPS, 64, 64] or None, see `common.multiply`
+    spare_ds_s: Any
+
+
+class _Keys(NamedTuple):
     """The 64 keys of a warpgroup."""
 
     wg: Any
-    place: Any  # place in their ring
+    place: Any  # their slot
     row0: Any
     first_tile: Any  # first tile of queries that use them
     end_tile: Any
@@ -85,8 +117,8 @@ class _Own(NamedTuple):
     is_dirty: Any
 
     @property
-    def at(self):
-        """Index of the place's barrier."""
+    def barrier(self):
+        """Index of the slot's barriers."""
         return self.place * WARPGROUPS + self.wg
 
 
@@ -100,8 +132,8 @@ def _scratch(static: Static) -> dict[str, Any]:
         "do_s": tile(stages, TILE, width, dtype=dtype),
         "lse_s": plgpu.SMEM((stages, TILE), jnp.float32),
         "delta_s": plgpu.SMEM((stages, TILE), jnp.float32),
-        "own_bar": plgpu.Barrier(num_arrivals=2, num_barriers=places * WARPGROUPS),
-        "own_free": plgpu.Barrier(num_barriers=places * WARPGROUPS),
+        "keys_bar": plgpu.Barrier(num_arrivals=2, num_barriers=places * WARPGROUPS),
+        "keys_free": plgpu.Barrier(num_barriers=places * WARPGROUPS),
         "q_bar": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         "do_bar": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         "free_bar": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages),
@@ -110,66 +142,69 @@ def _scratch(static: Static) -> dict[str, Any]:
     }
 
 
-def _stream(static: Static, refs: Refs) -> None:
+def _stream(static: Static, refs: _Refs) -> None:
     items, steps = static.walk(refs.table_g, functools.partial(_fetch_item, static, refs))
-    drain_ring(refs.own_free, items, static.config.places, WARPGROUPS)
+    drain_ring(refs.keys_free, items, static.config.places, WARPGROUPS)
     drain_ring(refs.free_bar, steps, static.stages)
 
 
-def _fetch_item(static: Static, refs: Refs, item: Item) -> None:
+def _fetch_item(static: Static, refs: _Refs, item: Item) -> None:
+    """Streams an item: both warpgroups' keys, then the tiles of queries of every query head."""
     place = rem(item.number, static.config.places)
     for wg in range(WARPGROUPS):
-        wait_for_room(refs.own_free, item.number, static.config.places, wg, WARPGROUPS)
-        own, barrier = (rows(item.block * KEYS + wg * TILE), item.head), refs.own_bar.at[place * WARPGROUPS + wg]
-        plgpu.copy_gmem_to_smem(refs.k_g.at[own], refs.k_s.at[place, wg], barrier)
-        plgpu.copy_gmem_to_smem(refs.v_g.at[own], refs.v_s.at[place, wg], barrier)
+        wait_for_room(refs.keys_free, item.number, static.config.places, wg, WARPGROUPS)
+        source, barrier = (rows(item.block * KEYS + wg * TILE), item.head), refs.keys_bar.at[place * WARPGROUPS + wg]
+        plgpu.copy_gmem_to_smem(refs.k_g.at[source], refs.k_s.at[place, wg], barrier)
+        plgpu.copy_gmem_to_smem(refs.v_g.at[source], refs.v_s.at[place, wg], barrier)
 
     @pl.loop(0, item.num * static.group)
     def _(step):
         _fetch_tile(static, refs, item, step)
 
 
-def _fetch_tile(static: Static, refs: Refs, item: Item, step) -> None:
+def _fetch_tile(static: Static, refs: _Refs, item: Item, step) -> None:
+    """Starts the copies of a tile of queries, once both warpgroups have read the tile before it in its slot."""
     member = lax.div(step, item.num)
     query_head = item.head * static.group + member
-    here = rows((item.begin + step - member * item.num) * TILE)
+    queries = rows((item.begin + step - member * item.num) * TILE)
     slot = rem(item.step + step, static.stages)
     wait_for_room(refs.free_bar, item.step + step, static.stages)
-    plgpu.copy_gmem_to_smem(refs.q_g.at[here, query_head], refs.q_s.at[slot], refs.q_bar.at[slot])
-    plgpu.copy_gmem_to_smem(refs.lse_g.at[query_head, here], refs.lse_s.at[slot], refs.q_bar.at[slot])
-    plgpu.copy_gmem_to_smem(refs.do_g.at[here, query_head], refs.do_s.at[slot], refs.do_bar.at[slot])
-    plgpu.copy_gmem_to_smem(refs.delta_g.at[query_head, here], refs.delta_s.at[slot], refs.do_bar.at[slot])
+    plgpu.copy_gmem_to_smem(refs.q_g.at[queries, query_head], refs.q_s.at[slot], refs.q_bar.at[slot])
+    plgpu.copy_gmem_to_smem(refs.lse_g.at[query_head, queries], refs.lse_s.at[slot], refs.q_bar.at[slot])
+    plgpu.copy_gmem_to_smem(refs.do_g.at[queries, query_head], refs.do_s.at[slot], refs.do_bar.at[slot])
+    plgpu.copy_gmem_to_smem(refs.delta_g.at[query_head, queries], refs.delta_s.at[slot], refs.do_bar.at[slot])
 
 
-def _compute(static: Static, refs: Refs, wg) -> None:
+def _compute(static: Static, refs: _Refs, wg) -> None:
     is_dirty = refs.dirty_g[0] != 0
-    static.walk(refs.table_g, functools.partial(_one_item, static, refs, wg, is_dirty))
+    static.walk(refs.table_g, functools.partial(_compute_item, static, refs, wg, is_dirty))
 
 
-def _one_item(static: Static, refs: Refs, wg, is_dirty, item: Item) -> None:
+def _compute_item(static: Static, refs: _Refs, wg, is_dirty, item: Item) -> None:
     """Computes dk and dv of 64 keys of a key head."""
-    own = _own_keys(static, refs, wg, is_dirty, item)
-    k, v = refs.k_s.at[own.place, wg], refs.v_s.at[own.place, wg]
-    plgpu.barrier_wait(refs.own_bar.at[own.at])
+    keys = _keys(static, refs, wg, is_dirty, item)
+    k, v = refs.k_s.at[keys.place, wg], refs.v_s.at[keys.place, wg]
+    plgpu.barrier_wait(refs.keys_bar.at[keys.barrier])  # K and V stay for all tiles of queries
     wide = plgpu.ACC((TILE, static.width), jnp.float32)
 
     @functools.partial(pl.run_scoped, dk=wide, dv=wide)
     def _(dk, dv):
-        one_head = functools.partial(_one_head, static, refs, item, own, (dk, dv))
-        lax.fori_loop(0, static.group, one_head, None)
+        add_head = functools.partial(_add_head, static, refs, item, keys, (dk, dv))
+        lax.fori_loop(0, static.group, add_head, None)
+        # The gradients leave through the tiles of K and V, which nobody reads any more.
         k[...] = (dk[...] * static.scale).astype(static.dtype)
         v[...] = dv[...].astype(static.dtype)
 
-    plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(k, refs.dk_g.at[rows(own.row0), item.head])
-    plgpu.copy_smem_to_gmem(v, refs.dv_g.at[rows(own.row0), item.head])
+    plgpu.commit_smem()  # all warps have written before the copy engine reads
+    plgpu.copy_smem_to_gmem(k, refs.dk_g.at[rows(keys.row0), item.head])
+    plgpu.copy_smem_to_gmem(v, refs.dv_g.at[rows(keys.row0), item.head])
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    plgpu.barrier_arrive(refs.own_free.at[own.at])
+    plgpu.barrier_arrive(refs.keys_free.at[keys.barrier])  # both are read: the slot can be filled again
 
 
-def _own_keys(static: Static, refs: Refs, wg, is_dirty, item: Item) -> _Own:
+def _keys(static: Static, refs: _Refs, wg, is_dirty, item: Item) -> _Keys:
     row0 = item.block * KEYS + wg * TILE
-    return _Own(
+    return _Keys(
         wg=wg,
         place=rem(item.number, static.config.places),
         row0=row0,
@@ -181,63 +216,65 @@ def _own_keys(static: Static, refs: Refs, wg, is_dirty, item: Item) -> _Own:
     )
 
 
-def _one_head(static: Static, refs: Refs, item: Item, own: _Own, sums, member, _) -> None:
+def _add_head(static: Static, refs: _Refs, item: Item, keys: _Keys, sums, member, _) -> None:
     """Processes the tiles of a query head that use these keys; skips tiles that only the other warpgroup needs."""
     base = item.step + member * item.num - item.begin
 
     def skip(step, _):
+        """Passes a tile's barriers, as every reader of the ring must."""
         slot = rem(step, static.stages)
         plgpu.barrier_wait(refs.q_bar.at[slot])
         plgpu.barrier_wait(refs.do_bar.at[slot])
         plgpu.barrier_arrive(refs.free_bar.at[slot])
 
     def visit(tile_number, _):
-        _one_tile(static, refs, own, sums, rem(base + tile_number, static.stages), tile_number)
+        _add_tile(static, refs, keys, sums, rem(base + tile_number, static.stages), tile_number)
 
-    lax.fori_loop(base + item.begin, base + own.first_tile, skip, None)
-    lax.fori_loop(own.first_tile, own.end_tile, visit, None)
-    lax.fori_loop(base + own.end_tile, base + item.begin + item.num, skip, None)
+    lax.fori_loop(base + item.begin, base + keys.first_tile, skip, None)
+    lax.fori_loop(keys.first_tile, keys.end_tile, visit, None)
+    lax.fori_loop(base + keys.end_tile, base + item.begin + item.num, skip, None)
 
 
-def _one_tile(static: Static, refs: Refs, own: _Own, sums, slot, tile_number) -> None:
+def _add_tile(static: Static, refs: _Refs, keys: _Keys, sums, slot, tile_number) -> None:
     """Adds Pᵀ dO to dv and dSᵀ Q to dk for a tile of queries."""
     dk, dv = sums
-    k, v = refs.k_s.at[own.place, own.wg], refs.v_s.at[own.place, own.wg]
+    k, v = refs.k_s.at[keys.place, keys.wg], refs.v_s.at[keys.place, keys.wg]
     q, do = refs.q_s.at[slot], refs.do_s.at[slot]
     shape, query0 = (TILE, TILE), tile_number * TILE
-    other_documents = query0 + (TILE - 1) >= own.first_end
-    unclean = own.is_dirty & other_documents
+    other_documents = query0 + (TILE - 1) >= keys.first_end
+    unclean = keys.is_dirty & other_documents
 
     @functools.partial(pl.run_scoped, s=plgpu.ACC(shape, jnp.float32), dp=plgpu.ACC(shape, jnp.float32))
     def _(s, dp):
-        plgpu.barrier_wait(refs.q_bar.at[slot])
+        plgpu.barrier_wait(refs.q_bar.at[slot])  # q and lse have arrived; S does not wait for dO
         pl.when(unclean)(functools.partial(_zero_non_finite, q))
         plgpu.wgmma(s, k, q.transpose((1, 0)))
         plgpu.barrier_wait(refs.do_bar.at[slot])
         pl.when(unclean)(functools.partial(_zero_non_finite, do))
         plgpu.wgmma(dp, v, do.transpose((1, 0)))
         lse = plgpu.load(refs.lse_s.at[slot], layout=BY_COLUMN)
-        scores = plgpu.wgmma_accumulator_load(s, wait_n=1)
+        scores = plgpu.wgmma_accumulator_load(s, wait_n=1)  # waits for S only: the softmax overlaps with dP
         p = jnp.exp2(scores * (static.scale * LOG2E) - broadcast(lse, shape, 1))
-        masked = functools.partial(_apply_mask, own, query0)
-        p = lax.cond((tile_number == own.first_tile) | other_documents, masked, lambda x: x, p)
-        multiply(dv, p.astype(static.dtype), do, refs.spare_p_s, own.wg)
+        masked = functools.partial(_apply_mask, keys, query0)
+        p = lax.cond((tile_number == keys.first_tile) | other_documents, masked, lambda x: x, p)
+        multiply(dv, p.astype(static.dtype), do, refs.spare_p_s, keys.wg)
         delta = plgpu.load(refs.delta_s.at[slot], layout=BY_COLUMN)
+        # wait_n=1: dP is complete, the product into dv may still run
         ds = p * (plgpu.wgmma_accumulator_load(dp, wait_n=1) - broadcast(delta, shape, 1))
         ds = lax.cond(unclean, functools.partial(_remask, p), lambda x: x, ds)
-        multiply(dk, ds.astype(static.dtype), q, refs.spare_ds_s, own.wg)
+        multiply(dk, ds.astype(static.dtype), q, refs.spare_ds_s, keys.wg)
         plgpu.wgmma_wait(0)
 
-    plgpu.barrier_arrive(refs.free_bar.at[slot])
+    plgpu.barrier_arrive(refs.free_bar.at[slot])  # this warpgroup has read q, dO, lse and delta
 
 
-def _apply_mask(own: _Own, query0, p):
+def _apply_mask(keys: _Keys, query0, p):
     """Sets p to zero where a query is before the key or of another document."""
 
     def rule(key, query):
-        return (key <= query) & (query < broadcast(own.end, p.shape, 0))
+        return (key <= query) & (query < broadcast(keys.end, p.shape, 0))
 
-    seen = tile_mask(own.row0, query0, p.shape, rule)
+    seen = tile_mask(keys.row0, query0, p.shape, rule)
     return jnp.where(seen, p, jnp.zeros_like(p))
 
 

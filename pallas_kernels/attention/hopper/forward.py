@@ -9,6 +9,7 @@ T packed rows · H query heads · K key heads · G = H / K · C head width
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -20,19 +21,28 @@ from jax import lax
 
 from pallas_kernels.attention.hopper.common import BY_ROW, LOG2E, WGMMA, broadcast, drain_ring, tile, wait_for_room
 from pallas_kernels.attention.hopper.config import TILE, WARPGROUPS, AttentionConfig, rem
-from pallas_kernels.attention.hopper.launch import Refs, Static, launch
+from pallas_kernels.attention.hopper.launch import Static, launch
 from pallas_kernels.attention.hopper.queries import (
     Mask,
+    QueryRefs,
     Unit,
     compute_units,
     key_barriers,
     key_tiles,
-    own_barriers,
     query_static,
     stream_units,
+    unit_barriers,
 )
 
 _FLOOR = -1e30  # initial running maximum of a row: finite, so that exp2(-inf - it) is 0 and not NaN
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Refs(QueryRefs):
+    o_g: Any  # [T, H, C]
+    lse_g: Any  # float32 [H, T]
+    first_s: Any  # int32 [places, WARPGROUPS, 64]
+    lse_s: Any  # float32 [WARPGROUPS, 64]: on its way out
 
 
 def forward(q_THC, k_TKC, v_TKC, first_T, table, *, scale: float, sms: int, config: AttentionConfig):
@@ -46,8 +56,9 @@ def forward(q_THC, k_TKC, v_TKC, first_T, table, *, scale: float, sms: int, conf
     static = query_static(q_THC, k_TKC, stages=config.forward_stages, scale=scale, sms=sms, config=config)
     return launch(
         static,
+        make_refs=_Refs,
         stream=_stream,
-        compute=functools.partial(compute_units, one_unit=_one_unit),
+        compute=functools.partial(compute_units, compute_unit=_attend),
         operands={"q_g": q_THC, "k_g": k_TKC, "v_g": v_TKC, "first_g": first_T, "table_g": table},
         results={
             "o_g": jax.ShapeDtypeStruct(q_THC.shape, q_THC.dtype),
@@ -66,48 +77,50 @@ def _scratch(static: Static) -> dict[str, Any]:
             "first_s": plgpu.SMEM((places, WARPGROUPS, TILE), jnp.int32),
             "lse_s": plgpu.SMEM((WARPGROUPS, TILE), jnp.float32),
         }
-        | own_barriers(static)
+        | unit_barriers(static)
         | key_barriers(static)
     )
 
 
-def _stream(static: Static, refs: Refs) -> None:
-    rounds, steps = stream_units(static, refs, _fetch_own)
-    drain_ring(refs.own_free, rounds, static.config.places, WARPGROUPS)
+def _stream(static: Static, refs: _Refs) -> None:
+    rounds, steps = stream_units(static, refs, _fetch_rows)
+    drain_ring(refs.unit_free, rounds, static.config.places, WARPGROUPS)
     drain_ring(refs.free_bar, steps, static.stages)
 
 
-def _fetch_own(static: Static, refs: Refs, unit: Unit) -> None:
-    here, barrier = (unit.place, unit.wg), refs.own_bar.at[unit.at]
-    wait_for_room(refs.own_free, unit.number, static.config.places, unit.wg, WARPGROUPS)
-    plgpu.copy_gmem_to_smem(refs.q_g.at[unit.own, unit.head], refs.q_s.at[here], barrier)
-    plgpu.copy_gmem_to_smem(refs.first_g.at[unit.own], refs.first_s.at[here], barrier)
+def _fetch_rows(static: Static, refs: _Refs, unit: Unit) -> None:
+    """Starts the copies of a unit's queries, once the unit before it in its slot is stored."""
+    slot, barrier = (unit.place, unit.wg), refs.unit_bar.at[unit.barrier]
+    wait_for_room(refs.unit_free, unit.number, static.config.places, unit.wg, WARPGROUPS)
+    plgpu.copy_gmem_to_smem(refs.q_g.at[unit.rows, unit.head], refs.q_s.at[slot], barrier)
+    plgpu.copy_gmem_to_smem(refs.first_g.at[unit.rows], refs.first_s.at[slot], barrier)
 
 
-def _one_unit(static: Static, refs: Refs, unit: Unit) -> None:
+def _attend(static: Static, refs: _Refs, unit: Unit) -> None:
     """Computes o and lse2 of 64 rows of a query head."""
     wide = (TILE, static.width)
     last_first = refs.first_g[unit.query0 + (TILE - 1)]
     q = refs.q_s.at[unit.place, unit.wg]
-    plgpu.barrier_wait(refs.own_bar.at[unit.at])
+    plgpu.barrier_wait(refs.unit_bar.at[unit.barrier])  # queries and `first` have arrived
     mask = Mask(unit.query0, plgpu.load(refs.first_s.at[unit.place, unit.wg], layout=BY_ROW), last_first)
     empty = (
         plgpu.layout_cast(jnp.full((TILE,), _FLOOR, jnp.float32), BY_ROW),
         plgpu.layout_cast(jnp.zeros((TILE,), jnp.float32), BY_ROW),
         plgpu.layout_cast(jnp.zeros(wide, jnp.float32), WGMMA),
     )
-    one_tile = functools.partial(_one_tile, static, refs, unit, mask)
-    top, total, o = lax.fori_loop(0, unit.item.num, one_tile, empty)
+    add_tile = functools.partial(_add_tile, static, refs, unit, mask)
+    top, total, o = lax.fori_loop(0, unit.item.num, add_tile, empty)
+    # o leaves through the tile of queries, which nobody reads any more.
     q[...] = (o / broadcast(total, wide, 0)).astype(static.dtype)
     refs.lse_s[unit.wg] = top + jnp.log(total) * LOG2E
-    plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(q, refs.o_g.at[unit.own, unit.head])
-    plgpu.copy_smem_to_gmem(refs.lse_s.at[unit.wg], refs.lse_g.at[unit.head, unit.own])
+    plgpu.commit_smem()  # all warps have written before the copy engine reads
+    plgpu.copy_smem_to_gmem(q, refs.o_g.at[unit.rows, unit.head])
+    plgpu.copy_smem_to_gmem(refs.lse_s.at[unit.wg], refs.lse_g.at[unit.head, unit.rows])
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    plgpu.barrier_arrive(refs.own_free.at[unit.at])
+    plgpu.barrier_arrive(refs.unit_free.at[unit.barrier])  # both are read: the slot can be filled again
 
 
-def _one_tile(static: Static, refs: Refs, unit: Unit, mask: Mask, tile_number, carry):
+def _add_tile(static: Static, refs: _Refs, unit: Unit, mask: Mask, tile_number, carry):
     """One step of the online softmax: running maximum, sum of exponentials, weighted sum of values."""
     top, total, o = carry
     slot = rem(unit.step(tile_number), static.stages)
@@ -115,7 +128,7 @@ def _one_tile(static: Static, refs: Refs, unit: Unit, mask: Mask, tile_number, c
 
     @functools.partial(pl.run_scoped, s=plgpu.ACC((TILE, TILE), jnp.float32))
     def scores(s):
-        plgpu.barrier_wait(refs.k_bar.at[slot])
+        plgpu.barrier_wait(refs.k_bar.at[slot])  # K has arrived
         plgpu.wgmma(s, refs.q_s.at[unit.place, unit.wg], refs.k_s.at[slot].transpose((1, 0)))
         return s[...]
 
@@ -125,14 +138,14 @@ def _one_tile(static: Static, refs: Refs, unit: Unit, mask: Mask, tile_number, c
     p = jnp.exp2(scores * (static.scale * LOG2E) - broadcast(new_top, scores.shape, 0))
     total = total * fade + p.sum(axis=1)
     o = o * broadcast(fade, o.shape, 0)
-    plgpu.barrier_wait(refs.v_bar.at[slot])
+    plgpu.barrier_wait(refs.v_bar.at[slot])  # V had the time of the scores to arrive
     o = _accumulate(o, p.astype(static.dtype), refs.v_s.at[slot], refs.spare_s, unit.wg)
-    plgpu.barrier_arrive(refs.free_bar.at[slot])
+    plgpu.barrier_arrive(refs.free_bar.at[slot])  # this warpgroup has read K and V
     return new_top, total, o
 
 
 def _accumulate(o, p, v, spare_s, wg):
-    """Returns o + p v. The second branch is for interpret mode, which has no accumulators with an initial value."""
+    """Returns o + p v. Interpret mode has no accumulators with an initial value and takes the second branch."""
     if spare_s is None:
         return pl.run_state(lambda acc: plgpu.wgmma(acc, p, v))(plgpu.ACC.init(o))
     spare_s[wg] = p

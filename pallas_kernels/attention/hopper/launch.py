@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -18,8 +17,6 @@ from jax import lax
 from pallas_kernels.attention.hopper.config import WARPGROUPS, AttentionConfig, Units
 from pallas_kernels.attention.hopper.walk import Walk
 from pallas_kernels.manual_axes import vary_like
-
-type Refs = SimpleNamespace  # operands and results (_g: device memory), tiles in shared memory (_s), barriers
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,11 +53,12 @@ def static_of(
     )
 
 
-def launch(
+def launch[R](
     static: Static,
     *,
-    stream: Callable[[Static, Refs], None],
-    compute: Callable[[Static, Refs, Any], None],
+    make_refs: Callable[..., R],
+    stream: Callable[[Static, R], None],
+    compute: Callable[[Static, R, Any], None],
     operands: Mapping[str, jax.Array],
     results: Mapping[str, jax.ShapeDtypeStruct],
     scratch: Mapping[str, Any],
@@ -68,17 +66,20 @@ def launch(
     """Runs one block per multiprocessor: two warpgroups compute and one streams.
 
     Args:
+        make_refs: record of all references, by the names of operands, results and scratch: `_g` in device memory, `_s`
+            in shared memory, and barriers.
         stream: fills shared memory; called with (static, refs).
         compute: called by the two compute warpgroups with (static, refs, index of the warpgroup).
         operands, results, scratch: by the names of the refs.
     """
 
     def body(*given):
-        refs = SimpleNamespace(**dict(zip((*operands, *results, *scratch), given, strict=True)))
+        refs = make_refs(**dict(zip((*operands, *results, *scratch), given, strict=True)))
         wg = lax.axis_index("wg")
 
         @pl.when(wg == WARPGROUPS)
         def _():
+            # A block's warpgroups share its registers: what the copies do not need goes to the accumulators.
             plgpu.set_max_registers(static.config.memory_registers, action="decrease")
             stream(static, refs)
 
@@ -86,7 +87,7 @@ def launch(
         def _():
             plgpu.set_max_registers(static.config.compute_registers, action="increase")
             compute(static, refs, wg)
-            plgpu.wait_smem_to_gmem(0)
+            plgpu.wait_smem_to_gmem(0)  # results are written before the block ends
 
     run = plgpu.kernel(
         body,

@@ -10,6 +10,7 @@ T packed rows · H query heads · K key heads · G = H / K · C head width
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -21,8 +22,31 @@ from jax import lax
 
 from pallas_kernels.attention.hopper.common import broadcast, tile, tile_mask, wait_for_room
 from pallas_kernels.attention.hopper.config import TILE, WARPGROUPS, AttentionConfig, Units, rem, rows
-from pallas_kernels.attention.hopper.launch import Refs, Static, static_of
+from pallas_kernels.attention.hopper.launch import Static, static_of
 from pallas_kernels.attention.hopper.walk import Item
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class QueryRefs:
+    """References of both passes: device memory (_g), shared memory (_s), and barriers.
+
+    A ring has a barrier that its copies pass, and one that its readers pass when a slot can be filled again.
+    """
+
+    q_g: Any  # [T, H, C]
+    k_g: Any  # [T, K, C], as is v
+    v_g: Any
+    first_g: Any  # int32 [T], first row of a row's document
+    table_g: Any  # items of work
+    q_s: Any  # [places, WARPGROUPS, 64, C]: queries of a unit, then its result
+    k_s: Any  # [stages, 64, C], as is v
+    v_s: Any
+    unit_bar: Any  # the rows of a unit have arrived
+    unit_free: Any  # they can be overwritten
+    k_bar: Any
+    v_bar: Any
+    free_bar: Any  # both warpgroups have read a (K, V) tile
+    spare_s: Any  # [WARPGROUPS, 64, 64] or None, see `common.multiply`
 
 
 def key_tiles(static: Static) -> dict[str, Any]:
@@ -30,17 +54,17 @@ def key_tiles(static: Static) -> dict[str, Any]:
     return {name: tile(static.stages, TILE, static.width, dtype=static.dtype) for name in ("k_s", "v_s")}
 
 
-def own_barriers(static: Static) -> dict[str, Any]:
-    """Barriers of a unit's own rows: two arrays are loaded; they are no longer read."""
+def unit_barriers(static: Static) -> dict[str, Any]:
+    """Barriers of a unit's rows: two arrays have arrived; they can be overwritten."""
     many = static.config.places * WARPGROUPS
     return {
-        "own_bar": plgpu.Barrier(num_arrivals=2, num_barriers=many),
-        "own_free": plgpu.Barrier(num_barriers=many),
+        "unit_bar": plgpu.Barrier(num_arrivals=2, num_barriers=many),
+        "unit_free": plgpu.Barrier(num_barriers=many),
     }
 
 
 def key_barriers(static: Static) -> dict[str, Any]:
-    """Barriers of (K, V) tiles: loaded; no longer read. Also the shared memory for left operands, if they need it."""
+    """Barriers of (K, V) tiles: arrived; read by both. Also shared memory for left operands, if they need it."""
     stages = static.stages
     return {
         "k_bar": plgpu.Barrier(num_barriers=stages),
@@ -57,14 +81,14 @@ class Unit(NamedTuple):
     turn: Any  # index of the round in the item
     wg: Any
     number: Any  # number of earlier rounds
-    place: Any  # place of its own rows in their ring
-    at: Any  # index of that place's barrier
-    own: Any  # rows
+    place: Any  # slot of its rows
+    barrier: Any  # index of that slot's barriers
+    rows: Any
     head: Any  # query head
 
     @property
     def query0(self):
-        return self.own.start
+        return self.rows.start
 
     def step(self, tile_number):
         """Number of earlier tiles in the stream."""
@@ -97,48 +121,50 @@ def query_static(q_THC, k_TKC, *, config: AttentionConfig, **rest) -> Static:
     return static_of(q_THC, k_TKC, rows=units.queries, repeats=units.rounds, config=config, **rest)
 
 
-def stream_units(static: Static, refs: Refs, fetch_own: Callable[[Static, Refs, Unit], None]):
+def stream_units[R: QueryRefs](static: Static, refs: R, fetch_rows: Callable[[Static, R, Unit], None]):
     """Streams the rows of all units, and tiles of keys and values. Returns the number of rounds and of tiles."""
 
-    def one_item(item: Item):
+    def stream_item(item: Item):
         @pl.loop(0, static.units.rounds)
         def _(turn):
             for wg in range(WARPGROUPS):
                 unit = _unit(static, item, turn, wg)
-                fetch_own(static, refs, unit)
+                fetch_rows(static, refs, unit)
 
             @pl.loop(0, item.num)
             def _(tile_number):
                 _fetch_tile(static, refs, unit, tile_number)  # equal for all units of the round
 
-    items, steps = static.walk(refs.table_g, one_item)
+    items, steps = static.walk(refs.table_g, stream_item)
     return items * static.units.rounds, steps
 
 
-def compute_units(static: Static, refs: Refs, wg, one_unit: Callable[[Static, Refs, Unit], None]) -> None:
-    """Calls one_unit(static, refs, unit) for every unit of this warpgroup."""
+def compute_units[R: QueryRefs](static: Static, refs: R, wg, compute_unit: Callable[[Static, R, Unit], None]) -> None:
+    """Calls compute_unit(static, refs, unit) for every unit of this warpgroup."""
 
-    def one_item(item: Item):
-        def one_round(turn, _):
-            one_unit(static, refs, _unit(static, item, turn, wg))
+    def compute_item(item: Item):
+        def compute_round(turn, _):
+            compute_unit(static, refs, _unit(static, item, turn, wg))
 
-        lax.fori_loop(0, static.units.rounds, one_round, None)
+        lax.fori_loop(0, static.units.rounds, compute_round, None)
 
-    static.walk(refs.table_g, one_item)
+    static.walk(refs.table_g, compute_item)
 
 
 def _unit(static: Static, item: Item, turn, wg) -> Unit:
     number = item.number * static.units.rounds + turn
     place = rem(number, static.config.places)
-    at = place * WARPGROUPS + wg
-    own, head = static.units.place(item.head, item.block, turn * WARPGROUPS + wg)
-    return Unit(item, turn, wg, number, place, at, own, head)
+    barrier = place * WARPGROUPS + wg
+    unit_rows, head = static.units.rows_and_head(item.head, item.block, turn * WARPGROUPS + wg)
+    return Unit(item, turn, wg, number, place, barrier, unit_rows, head)
 
 
-def _fetch_tile(static: Static, refs: Refs, unit: Unit, tile_number) -> None:
+def _fetch_tile(static: Static, refs: QueryRefs, unit: Unit, tile_number) -> None:
+    """Starts the copies of a (K, V) tile once both warpgroups have read the tile before it in its slot."""
     step = unit.step(tile_number)
     slot = rem(step, static.stages)
-    here = rows((unit.item.begin + tile_number) * TILE), unit.item.head
+    keys = rows((unit.item.begin + tile_number) * TILE), unit.item.head
     wait_for_room(refs.free_bar, step, static.stages)
-    plgpu.copy_gmem_to_smem(refs.k_g.at[here], refs.k_s.at[slot], refs.k_bar.at[slot])
-    plgpu.copy_gmem_to_smem(refs.v_g.at[here], refs.v_s.at[slot], refs.v_bar.at[slot])
+    # A barrier each: the scores need K only, while V still travels.
+    plgpu.copy_gmem_to_smem(refs.k_g.at[keys], refs.k_s.at[slot], refs.k_bar.at[slot])
+    plgpu.copy_gmem_to_smem(refs.v_g.at[keys], refs.v_s.at[slot], refs.v_bar.at[slot])
