@@ -71,11 +71,11 @@ class Table:
 
     def best(self, key: tuple, heuristic: Any) -> Any:
         """Returns the fastest configuration of a shape; the heuristic's own where nothing beat it clearly."""
-        found = sorted((entry for entry in self.entries if entry.key == key), key=lambda entry: entry.p50_us)
-        own = [entry for entry in found if entry.config == dataclasses.asdict(heuristic)]
-        if not own or found[0].p80_us >= own[0].p20_us:
+        entries = sorted((entry for entry in self.entries if entry.key == key), key=lambda entry: entry.p50_us)
+        heuristic_entries = [entry for entry in entries if entry.config == dataclasses.asdict(heuristic)]
+        if not heuristic_entries or entries[0].p80_us >= heuristic_entries[0].p20_us:
             return heuristic
-        return configuration(found[0], type(heuristic))
+        return configuration(entries[0], type(heuristic))
 
     def has(self, key: tuple, config: Any) -> bool:
         return any(entry.key == key and entry.config == dataclasses.asdict(config) for entry in self.entries)
@@ -120,8 +120,8 @@ def forget(device_kind: str) -> None:
 
 def sources(device_kind: str) -> tuple[Source, ...]:
     """Tables of a device; the first one that holds a call decides it."""
-    own = (_used[device_kind],) if device_kind in _used else ()
-    return (*own, Source(table=shipped(device_kind)))
+    given = (_used[device_kind],) if device_kind in _used else ()
+    return (*given, Source(table=shipped(device_kind)))
 
 
 def used_digest(device_kind: str) -> str:
@@ -146,8 +146,8 @@ def op_row(device_kind: str, call: OpCall) -> tuple[OpRow, Source] | None:
 
 def fastest(device_kind: str, call: OpCall) -> str | None:
     """Returns the implementation that measured fastest; None if nobody measured the call."""
-    found = op_row(device_kind, call)
-    return None if found is None else found[0].winner
+    decided = op_row(device_kind, call)
+    return None if decided is None else decided[0].winner
 
 
 def key(kernel: str, tokens: int, in_features: int, out_features: int, rank: int, *, dropout: bool) -> tuple:

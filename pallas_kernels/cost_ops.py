@@ -61,8 +61,8 @@ class SiblingsCost(OpCost):
     def passes(self) -> dict[str, Cost]:
         passes = self.input_passes
         for i, layer in enumerate(self.layers):
-            own = layer.passes
-            passes |= {f"{name} {i}": own[name] for name in ("forward", "dsdb") if name in own}
+            layer_passes = layer.passes
+            passes |= {f"{name} {i}": layer_passes[name] for name in ("forward", "dsdb") if name in layer_passes}
         return passes
 
     @property
@@ -146,14 +146,14 @@ class MlpCost(OpCost):
         t, f, a, i = self.tokens, self.inner, self.adapters, self.item
         before, behind = self.ranks[0] + self.ranks[1], self.ranks[2]
         gate, up, gating, _, dh, gating_back, *_ = self.frozen
-        own = self.down.passes
+        down_passes = self.down.passes
         low = i * (t + a * f) * (before + behind) + self.down.bits  # S and B before the gate, S (or dS) and A behind it
         gradients = i * t * before + 4 * a * f * (before + behind)  # dS, dB before the gate; dA behind it
         return self.siblings.input_passes | {
             "gate": gate,
             "up": up,
             "gating": gating + Cost(flops=2 * t * f * (before + behind), bytes=low),
-            **{name: own[name] for name in ("forward", "dsdb") if name in own},
+            **{name: down_passes[name] for name in ("forward", "dsdb") if name in down_passes},
             "dh": dh,
             # S B once more, dS, dB before the gate; dS A^T, dA behind it
             "gating back": gating_back + Cost(flops=2 * t * f * (3 * before + 2 * behind), bytes=low + gradients),

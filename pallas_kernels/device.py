@@ -77,10 +77,10 @@ def has_fp8_products() -> bool:
 def compiler_options() -> dict[str, bool]:
     """Options of XLA with which programs of these ops run fastest on this device; none on devices not measured.
 
-    On Hopper: products by cuBLAS alone. Where XLA may try Triton as well, cuBLAS wins the wide products of a layer all
-    the same, but the sums of several, as the gradient of an input that q, k and v share, are passes of their own then,
-    where cuBLAS adds to what is there: 144 us of a layer of Llama-3.1-8B's shape, 8192 tokens, on an H200 (jax
-    0.11.2). Measured with our kernels; with `implementation="xla"`, whose low-rank products are XLA's, leave it out.
+    On Hopper this disables XLA's Triton GEMMs. They lose to cuBLAS on the wide products of a layer, and cuBLAS can add
+    to its output: the input gradients of q, k and v then need no pass of their own (144 us of a layer of Llama-3.1-8B's
+    shape, 8192 tokens, on an H200 with jax 0.11.2). Measured with our kernels; leave it out with
+    `implementation="xla"`, whose low-rank products are XLA's.
 
     Example:
         >>> step = jax.jit(lambda x: x @ x, compiler_options=compiler_options())

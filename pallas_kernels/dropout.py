@@ -144,9 +144,9 @@ def _shift_columns(words_TBW: jax.Array, columns: jax.Array) -> jax.Array:
     """Words of blocks that start 0..255 columns later, without the last two: a funnel shift of neighbouring blocks."""
     column = columns + jnp.arange(WORDS)  # where the words of the first block start
     bit = column // WORDS
-    place = bit // 32 * WORDS + column % WORDS + jnp.arange(words_TBW.shape[1] - 2)[:, None] * WORDS
+    index = bit // 32 * WORDS + column % WORDS + jnp.arange(words_TBW.shape[1] - 2)[:, None] * WORDS
     flat, bit = words_TBW.reshape(words_TBW.shape[0], -1), (bit % 32).astype(jnp.uint32)
-    low, high = flat[:, place], flat[:, place + WORDS]
+    low, high = flat[:, index], flat[:, index + WORDS]
     return jnp.where(bit == 0, low, (low >> bit) | (high << (np.uint32(32) - bit)))
 
 

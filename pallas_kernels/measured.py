@@ -89,16 +89,16 @@ def winner(median_us: Mapping[str, float], default: str, margin: float = MARGIN)
 
 def nearest(rows: Iterable[OpRow], call: OpCall) -> OpRow | None:
     """Returns the row that decides a call; None if none is near enough."""
-    found = [(distance(row.call, call), place, row) for place, row in enumerate(rows)]
-    near = [each for each in found if each[0] < math.inf]
+    distances = [(distance(row.call, call), index, row) for index, row in enumerate(rows)]
+    near = [entry for entry in distances if entry[0] < math.inf]
     return min(near)[2] if near else None
 
 
-def distance(one: OpCall, other: OpCall) -> float:
+def distance(first: OpCall, second: OpCall) -> float:
     """Sum of |log2| of the ratios of sizes; infinite where one call says nothing about the other."""
-    if one.op != other.op or one.properties != other.properties or one.sizes.keys() != other.sizes.keys():
+    if first.op != second.op or first.properties != second.properties or first.sizes.keys() != second.sizes.keys():
         return math.inf
-    logs = [abs(math.log2(size / other.sizes[name])) for name, size in one.sizes.items()]
+    logs = [abs(math.log2(size / second.sizes[name])) for name, size in first.sizes.items()]
     return sum(logs) if max(logs) <= math.log2(REACH) else math.inf
 
 

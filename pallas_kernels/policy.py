@@ -142,8 +142,8 @@ def preferred(
         measured: what the device's own table says.
     """
     rule = _preferred_by_rule(shape, hopper=hopper, num_sms=num_sms)
-    found = measured(shape.op_call) if shape.with_lora else None
-    return rule if found is None else (found, *(name for name in rule if name != found))
+    fastest = measured(shape.op_call) if shape.with_lora else None
+    return rule if fastest is None else (fastest, *(name for name in rule if name != fastest))
 
 
 def _preferred_by_rule(shape: LinearShape, *, hopper: bool, num_sms: int) -> tuple[Implementation, ...]:
@@ -214,8 +214,8 @@ def split_is_faster(shape: LinearShape, *, hopper: bool, num_sms: int = HOPPER_S
     """
     if len(shape.with_lora) < 2 or preferred(shape, hopper=hopper, num_sms=num_sms)[0] != XLA:
         return False
-    each = (preferred(shape.select_projection(i), hopper=hopper, num_sms=num_sms) for i in shape.with_lora)
-    return any(names[0] != XLA for names in each)
+    rankings = (preferred(shape.select_projection(i), hopper=hopper, num_sms=num_sms) for i in shape.with_lora)
+    return any(names[0] != XLA for names in rankings)
 
 
 def wave(rows: int, columns: int, num_sms: int = HOPPER_SMS) -> float:
@@ -258,10 +258,10 @@ def mlp_is_fused(
 ) -> bool:  # fmt: skip
     """Whether the MLP runs as one op, shared memory permitting: its backward recomputes silu(gate) · up."""
     device = {"hopper": hopper, "num_sms": num_sms, "measured": measured}
-    names = [wanted or preferred(each, **device)[0] for each in (gate_up, down)]
+    names = [wanted or preferred(shape, **device)[0] for shape in (gate_up, down)]
     if names != [HOPPER, HOPPER] or mlp_unsupported_reason(gate_up, down):
         return False
-    return not any(hopper_unsupported_reason(each) for each in (gate_up, down))
+    return not any(hopper_unsupported_reason(shape) for shape in (gate_up, down))
 
 
 def attention_unsupported_reason(*, rows: int, heads: int, key_heads: int, width: int, dtype: str) -> str | None:
@@ -305,8 +305,8 @@ def preferred_norm(
     *, rows: int, width: int, dtype: str, hopper: bool, measured: Lookup = nothing_measured
 ) -> NormImplementation:
     """The implementation of a norm that measured fastest."""
-    found = measured(norm_call(rows=rows, width=width, dtype=dtype))
-    if found in get_args(NormImplementation):
-        return cast(NormImplementation, found)
+    fastest = measured(norm_call(rows=rows, width=width, dtype=dtype))
+    if fastest in get_args(NormImplementation):
+        return cast(NormImplementation, fastest)
     large = rows * width >= MIN_NORM_SIZE
     return "pallas_triton" if hopper and dtype in HALF_TYPES and large else "xla"

@@ -38,8 +38,8 @@ def per_tile(values: jax.Array, tile_adapter: jax.Array) -> jax.Array:
 
 def select_tiles(values: jax.Array, tile_adapter: jax.Array) -> jax.Array:
     """Zeroes the tiles of -1 by selection: whatever they held, also NaN, is gone."""
-    own = (tile_adapter >= 0).reshape((-1,) + (1,) * (values.ndim - 1))
-    return jnp.where(own, values, jnp.zeros((), values.dtype))
+    has_adapter = (tile_adapter >= 0).reshape((-1,) + (1,) * (values.ndim - 1))
+    return jnp.where(has_adapter, values, jnp.zeros((), values.dtype))
 
 
 def sum_tiles(partials: jax.Array, tile_adapter: jax.Array, num_adapters: int) -> jax.Array:
@@ -49,8 +49,8 @@ def sum_tiles(partials: jax.Array, tile_adapter: jax.Array, num_adapters: int) -
     """
 
     def of_adapter(adapter: jax.Array | int) -> jax.Array:
-        own = (tile_adapter == adapter).reshape((-1,) + (1,) * (partials.ndim - 1))
-        return jnp.sum(jnp.where(own, partials, jnp.zeros((), partials.dtype)), axis=0)
+        is_adapters = (tile_adapter == adapter).reshape((-1,) + (1,) * (partials.ndim - 1))
+        return jnp.sum(jnp.where(is_adapters, partials, jnp.zeros((), partials.dtype)), axis=0)
 
     def of_group(first: jax.Array | int) -> jax.Array:
         return jnp.stack([of_adapter(first + i) for i in range(min(_GROUP, num_adapters))])

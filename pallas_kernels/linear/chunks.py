@@ -54,9 +54,9 @@ def make_chunks(block_adapter: jax.Array, num_adapters: int, size: int, *, singl
         axis=1, dtype=jnp.int32,
     )  # fmt: skip
     chunk = first + rank // size
-    place = chunk * size + rank % size
-    here = place[None, :] == jnp.arange(total * size, dtype=jnp.int32)[:, None]
-    blocks = jnp.max(jnp.where(here, number[None, :], -1), axis=1).reshape(total, size)
+    index = chunk * size + rank % size
+    holds = index[None, :] == jnp.arange(total * size, dtype=jnp.int32)[:, None]
+    blocks = jnp.max(jnp.where(holds, number[None, :], -1), axis=1).reshape(total, size)
     in_chunk = chunk[None, :] == jnp.arange(total, dtype=jnp.int32)[:, None]
     return Chunks(
         blocks=blocks,

@@ -96,9 +96,9 @@ class ExtraRanks:
         """dS [T, R] and dB float32 [A, R, N] of one projection, in two passes over dY: one would write partial sums of
         more bytes than the second reads."""
         ds = self._down(dy, self._bank_b(i), None, transposed=True, projections=1)
-        own = s.reshape(len(s), self.blocks, len(self.numbers), RANK_BLOCK)[:, :, self.numbers.index(i)]
-        own = own.reshape(len(s), -1)
-        sums = self._sums(dy, own, None, self.ops.scale, projections=1, transposed=True)  # [A, ranks, groups * N]
+        s_i = s.reshape(len(s), self.blocks, len(self.numbers), RANK_BLOCK)[:, :, self.numbers.index(i)]
+        s_i = s_i.reshape(len(s), -1)
+        sums = self._sums(dy, s_i, None, self.ops.scale, projections=1, transposed=True)  # [A, ranks, groups * N]
         db = sums.reshape(*sums.shape[:2], -1, dy.shape[1]).swapaxes(1, 2).reshape(sums.shape[0], -1, dy.shape[1])
         return ds, db[:, : self._width(i)]
 

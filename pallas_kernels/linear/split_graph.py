@@ -193,8 +193,8 @@ def output_side(prepared: Prepared, i: int, s: jax.Array, dy: jax.Array) -> tupl
 
 def output_gradient(prepared: Prepared, i: int, partials_CNR: jax.Array, chunk_adapter: jax.Array) -> jax.Array:
     """Adds up partial sums of dB, without the padded ranks."""
-    own = [(0, prepared.ops.lora(i)[1].shape[1])]
-    (db_ARN,) = _sum(prepared, partials_CNR, chunk_adapter, prepared.ops.scale, own, transposed=True)
+    ranks = [(0, prepared.ops.lora(i)[1].shape[1])]
+    (db_ARN,) = _sum(prepared, partials_CNR, chunk_adapter, prepared.ops.scale, ranks, transposed=True)
     return db_ARN
 
 

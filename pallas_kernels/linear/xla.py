@@ -156,7 +156,6 @@ def _precision(dtype: jnp.dtype) -> str | None:
 def _contract(spec: str, lhs: jax.Array, rhs: jax.Array, dtype: jnp.dtype = jnp.float32) -> jax.Array:
     """Contracts with float32 accumulation.
 
-    The result is float32 where it is as narrow as a rank or is worked on further, and `dtype` where it is as wide as a
-    layer and would only be rounded to it: float32 would double the bytes written.
+    Returns float32; pass `dtype` for layer-wide results that are rounded next: float32 would double the bytes written.
     """
     return jnp.einsum(spec, lhs, rhs, precision=_precision(lhs.dtype), preferred_element_type=dtype)

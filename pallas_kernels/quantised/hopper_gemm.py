@@ -4,9 +4,9 @@
               or instead of a low-rank part + addend[m, n], after the scales
 
 The low-rank part goes into the accumulator in bfloat16, divided by the scales beforehand: they are powers of two, so
-that rounds nothing. Against cuBLAS's product, which knows one scale for a whole array only, this saves the pass that
-scales its result. A tile of the addend is fetched while its product is made, to where the result is stored from. Tiles,
-walk and pipeline are those of `linear.hopper.gemm`.
+nothing is rounded. cuBLAS knows one scale for a whole array only; this saves the pass that would scale its result. A
+tile of the addend is fetched during its product, into the shared memory from which the result is stored. Tiles, walk
+and pipeline are those of `linear.hopper.gemm`.
 
 GEMM letters: M rows · C contracted features · N columns of the result · R padded rank · A adapters
 """
@@ -16,7 +16,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -92,13 +91,18 @@ def _run(lhs, rhs, row_scales, column_scales, low: LowRank | None, addend, *, co
     grid = num_rows // config.block_m, num_columns // config.block_n
     given = {"lhs": lhs, "rhs": rhs, "row": row_scales, "column": column_scales, "addend": addend}
     given |= {"low": low and low.s, "bank": low and low.bank, "adapter": low and low.block_adapter}
-    operands = {name: each for name, each in given.items() if each is not None}
-    rank, offset = (low.bank.shape[1], low.offset) if low else (0, 0)
+    operands = {name: array for name, array in given.items() if array is not None}
+    static = _Static(
+        config=config,
+        grid=grid,
+        steps=depth // config.tile_k,
+        rank=low.bank.shape[1] if low else 0,
+        offset=low.offset if low else 0,
+    )
 
     def kernel(*refs):
         names = (*operands, "out", *(["largest"] if measured else []))
-        own = dict.fromkeys((*given, "largest")) | dict(zip(names, refs, strict=True))
-        _walk(config, grid, depth // config.tile_k, rank, offset, SimpleNamespace(**own))
+        _walk(static, _Refs(**dict(zip(names, refs, strict=True))))
 
     out_type = (
         jax.ShapeDtypeStruct((num_rows, num_columns), OUT),
@@ -117,73 +121,124 @@ def _run(lhs, rhs, row_scales, column_scales, low: LowRank | None, addend, *, co
     return vary_like(run(*operands.values()), lhs)
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Static:
+    """What the kernel is built from, besides its operands."""
+
+    config: GemmConfig
+    grid: tuple[int, int]  # blocks of the output
+    steps: int
+    rank: int  # 0 without a low-rank part
+    offset: int  # first column of S
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Refs:
+    """Operands and results in device memory; None where a call has none."""
+
+    lhs: Any  # e4m3 [M, C]
+    rhs: Any  # e4m3 [N, C]
+    row: Any  # float32 [M]
+    column: Any = None  # float32 [N]
+    addend: Any = None  # [M, N]
+    low: Any = None  # [M, >= R]
+    bank: Any = None  # [A + 1, R, N]
+    adapter: Any = None  # int32 [M / tile_m]
+    out: Any  # [M, N]
+    largest: Any = None  # float32 [N / tile_n, M]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Scratch:
+    """Shared memory of a block besides the pipeline's buffers; the first axis is the compute warpgroup."""
+
+    out_smem: Any  # [2, slots, store_m, store_n]; with an addend [2, tile_m, tile_n]
+    addend_barrier: Any = None
+    low_smem: Any = None  # [2, tile_m, R]
+    bank_smem: Any = None  # [2, R, tile_n]
+    low_barrier: Any = None  # passed by the copies of low and of the bank
+
+
 def fit_addend(config: GemmConfig) -> GemmConfig:
-    """Takes stages away until a tile of the addend fits beside them for each of the two warpgroups."""
+    """Removes stages until a tile of the addend fits beside them for each of the two warpgroups."""
     tiles = 2 * config.tile_m * config.tile_n * jnp.dtype(OUT).itemsize
     stage = config.tile_k * (config.block_m + config.block_n)
     return dataclasses.replace(config, stages=min(config.stages, (SMEM_BYTES - tiles) // stage))
 
 
-def _walk(config: GemmConfig, grid: tuple[int, int], steps: int, rank: int, offset: int, refs: SimpleNamespace) -> None:
-    """A block's way over the output."""
-    pipeline = functools.partial(_pipeline, config, steps)
+def _walk(static: _Static, refs: _Refs) -> None:
+    """Walks a block over its output tiles."""
+    config, rank = static.config, static.rank
+    pipeline = functools.partial(_pipeline, config, static.steps)
     height, width = min(config.store_m, config.tile_m), min(config.store_n, config.tile_n)
     slots = (config.tile_m, config.tile_n) if refs.addend is not None else (2, height, width)
     scopes = {"out_smem": plgpu.SMEM((2, *slots), OUT, transforms=transforms(width, OUT))}
     if refs.addend is not None:
         scopes["addend_barrier"] = plgpu.Barrier(num_barriers=2)
     if rank:
-        how = transforms(rank, OUT)
-        scopes["low_smem"] = plgpu.SMEM((2, config.tile_m, rank), OUT, transforms=how)
-        scopes["bank_smem"] = plgpu.SMEM((2, rank, config.tile_n), OUT, transforms=how)
+        layout = transforms(rank, OUT)  # both operands of the low-rank product must have the same swizzle
+        scopes["low_smem"] = plgpu.SMEM((2, config.tile_m, rank), OUT, transforms=layout)
+        scopes["bank_smem"] = plgpu.SMEM((2, rank, config.tile_n), OUT, transforms=layout)
         scopes["low_barrier"] = plgpu.Barrier(num_arrivals=2, num_barriers=2)
     scopes["buffers"] = pipeline(_nothing, _nothing).get_allocations(refs.lhs, refs.rhs)
 
     @functools.partial(pl.run_scoped, collective_axes="wg", **scopes)
     def _(buffers, **scratch):
-        own = SimpleNamespace(**vars(refs), **scratch, wg=lax.axis_index("wg"), rank=rank, offset=offset)
+        tiles, warpgroup = _Scratch(**scratch), lax.axis_index("wg")
 
-        @plgpu.nd_loop((grid[0] * grid[1],), collective_axes="sm")
+        @plgpu.nd_loop((static.grid[0] * static.grid[1],), collective_axes="sm")
         def _(info):
-            place = plgpu.planar_snake(info.index[0], grid, 1 if config.along_n else 0, config.band)
-            _one_tile(config, pipeline, own, buffers, *place)
+            block = plgpu.planar_snake(info.index[0], static.grid, 1 if config.along_n else 0, config.band)
+            _multiply_tile(static, refs, tiles, warpgroup, pipeline, buffers, *block)
 
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last tiles are read before the block's memory goes
 
 
-def _one_tile(config: GemmConfig, pipeline: Any, refs: SimpleNamespace, buffers: Any, block_row: Any, block_col: Any):
-    row0 = block_row * config.block_m + (0 if config.split_n else refs.wg * config.tile_m)
-    col0 = block_col * config.block_n + (refs.wg * config.tile_n if config.split_n else 0)
+def _multiply_tile(
+    static: _Static,
+    refs: _Refs,
+    scratch: _Scratch,
+    warpgroup: Any,
+    pipeline: Any,
+    buffers: Any,
+    block_row: Any,
+    block_col: Any,
+) -> None:
+    config = static.config
+    row0 = block_row * config.block_m + (0 if config.split_n else warpgroup * config.tile_m)
+    col0 = block_col * config.block_n + (warpgroup * config.tile_n if config.split_n else 0)
     rows, columns = pl.ds(row0, config.tile_m), pl.ds(col0, config.tile_n)
 
     def context(run):
-        if refs.rank:
-            barrier, adapter = refs.low_barrier.at[refs.wg], refs.adapter[lax.div(row0, config.tile_m)]
-            source = refs.low.at[rows, pl.ds(refs.offset, refs.rank)]
-            plgpu.copy_gmem_to_smem(source, refs.low_smem.at[refs.wg], barrier)
-            plgpu.copy_gmem_to_smem(refs.bank.at[adapter].at[:, columns], refs.bank_smem.at[refs.wg], barrier)
+        """What a compute warpgroup does around the steps of the pipeline, which are `run`."""
+        # These copies are awaited after the last step: they run behind the whole product.
+        if static.rank:
+            barrier, adapter = scratch.low_barrier.at[warpgroup], refs.adapter[lax.div(row0, config.tile_m)]
+            source = refs.low.at[rows, pl.ds(static.offset, static.rank)]
+            plgpu.copy_gmem_to_smem(source, scratch.low_smem.at[warpgroup], barrier)
+            plgpu.copy_gmem_to_smem(refs.bank.at[adapter].at[:, columns], scratch.bank_smem.at[warpgroup], barrier)
         if refs.addend is not None:
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the tile before this one is stored
-            source, barrier = refs.addend.at[rows, columns], refs.addend_barrier.at[refs.wg]
-            plgpu.copy_gmem_to_smem(source, refs.out_smem.at[refs.wg], barrier)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the previous tile has left out_smem
+            source, barrier = refs.addend.at[rows, columns], scratch.addend_barrier.at[warpgroup]
+            plgpu.copy_gmem_to_smem(source, scratch.out_smem.at[warpgroup], barrier)
 
         @functools.partial(pl.run_scoped, acc=plgpu.ACC((config.tile_m, config.tile_n), jnp.float32))
         def _(acc):
             run(acc)
-            if refs.rank:
-                plgpu.barrier_wait(refs.low_barrier.at[refs.wg])
-                plgpu.wgmma(acc, refs.low_smem.at[refs.wg], refs.bank_smem.at[refs.wg])
+            if static.rank:
+                plgpu.barrier_wait(scratch.low_barrier.at[warpgroup])  # low and bank have arrived
+                plgpu.wgmma(acc, scratch.low_smem.at[warpgroup], scratch.bank_smem.at[warpgroup])
                 plgpu.wgmma_wait(0)
             store = _store if refs.addend is None else _add_and_store
-            store(config, refs, acc[...], row0, col0)
+            store(config, refs, scratch, warpgroup, acc[...], row0, col0)
 
     def step(_, lhs_smem, rhs_smem, acc):
         if config.split_n:
-            rhs_smem = rhs_smem.at[pl.ds(refs.wg * config.tile_n, config.tile_n), :]
+            rhs_smem = rhs_smem.at[pl.ds(warpgroup * config.tile_n, config.tile_n), :]
         else:
-            lhs_smem = lhs_smem.at[pl.ds(refs.wg * config.tile_m, config.tile_m)]
+            lhs_smem = lhs_smem.at[pl.ds(warpgroup * config.tile_m, config.tile_m)]
         plgpu.wgmma(acc, lhs_smem, rhs_smem.transpose((1, 0)))
-        plgpu.wgmma_wait(0)
+        plgpu.wgmma_wait(0)  # the pipeline hands these buffers to the copy engine when this returns
         return acc
 
     pipeline(step, context)(
@@ -193,57 +248,59 @@ def _one_tile(config: GemmConfig, pipeline: Any, refs: SimpleNamespace, buffers:
     )
 
 
-def _store(config: GemmConfig, refs: SimpleNamespace, acc: Any, row0: Any, col0: Any) -> None:
+def _store(config: GemmConfig, refs: _Refs, scratch: _Scratch, warpgroup: Any, acc: Any, row0: Any, col0: Any) -> None:
     """Scales, converts and stores the tile chunk by chunk through two shared-memory slots."""
     height, width = min(config.store_m, config.tile_m), min(config.store_n, config.tile_n)
     per_column = config.tile_m // height
     out_tile = refs.out.at[pl.ds(row0, config.tile_m), pl.ds(col0, config.tile_n)]
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # both slots are free: the previous tile's chunks have been read
     largest = None
     for j, chunk in enumerate(_scaled(config, refs, acc, row0, col0, width)):
         if refs.largest is not None:
-            own = jnp.max(jnp.abs(chunk), axis=1)
-            largest = own if largest is None else jnp.maximum(largest, own)
+            most = jnp.max(jnp.abs(chunk), axis=1)
+            largest = most if largest is None else jnp.maximum(largest, most)
         chunk = chunk.astype(OUT)
         for i in range(per_column):
             rows, slot = slice(i * height, (i + 1) * height), (j * per_column + i) % 2
-            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-            refs.out_smem[refs.wg, slot] = chunk[rows]
-            plgpu.commit_smem()
+            plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # but one store: this slot's last one has been read
+            scratch.out_smem[warpgroup, slot] = chunk[rows]
+            plgpu.commit_smem()  # all warps have written before the copy engine reads
             target = out_tile.at[rows, slice(j * width, (j + 1) * width)]
-            plgpu.copy_smem_to_gmem(refs.out_smem.at[refs.wg, slot], target)
+            plgpu.copy_smem_to_gmem(scratch.out_smem.at[warpgroup, slot], target)
     if largest is not None:
         store_fragment(refs.largest.at[lax.div(col0, config.tile_n), pl.ds(row0, config.tile_m)], largest)
 
 
-def _add_and_store(config: GemmConfig, refs: SimpleNamespace, acc: Any, row0: Any, col0: Any) -> None:
-    """Scales the tile, adds the addend's where that lies, and stores it from there."""
-    width, here = min(config.store_n, config.tile_n), refs.out_smem.at[refs.wg]
-    plgpu.barrier_wait(refs.addend_barrier.at[refs.wg])
+def _add_and_store(
+    config: GemmConfig, refs: _Refs, scratch: _Scratch, warpgroup: Any, acc: Any, row0: Any, col0: Any
+) -> None:
+    """Scales the tile, adds it to the addend's tile in shared memory, and stores that."""
+    width, out_smem = min(config.store_n, config.tile_n), scratch.out_smem.at[warpgroup]
+    plgpu.barrier_wait(scratch.addend_barrier.at[warpgroup])  # the addend's tile has arrived
     for j, chunk in enumerate(_scaled(config, refs, acc, row0, col0, width)):
-        columns = here.at[:, pl.ds(j * width, width)]
+        columns = out_smem.at[:, pl.ds(j * width, width)]
         addend = plgpu.load(columns, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
         columns[...] = (chunk + addend).astype(OUT)
-    plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(here, refs.out.at[pl.ds(row0, config.tile_m), pl.ds(col0, config.tile_n)])
+    plgpu.commit_smem()  # all warps have written before the copy engine reads
+    plgpu.copy_smem_to_gmem(out_smem, refs.out.at[pl.ds(row0, config.tile_m), pl.ds(col0, config.tile_n)])
 
 
-def _scaled(config: GemmConfig, refs: SimpleNamespace, acc: Any, row0: Any, col0: Any, width: int) -> Iterator[Any]:
-    """The tile times its scales, so many columns at a time."""
+def _scaled(config: GemmConfig, refs: _Refs, acc: Any, row0: Any, col0: Any, width: int) -> Iterator[Any]:
+    """The tile times its scales, `width` columns at a time."""
     row_scales = plgpu.load(refs.row.at[pl.ds(row0, config.tile_m)], layout=BY_ROW, optimized=False)
     by_row = lax.broadcast_in_dim(row_scales, (config.tile_m, width), [0])
     for j in range(config.tile_n // width):
         chunk = acc[:, j * width : (j + 1) * width] * by_row
         if refs.column is not None:
-            own = plgpu.load(refs.column.at[pl.ds(col0 + j * width, width)], layout=BY_COLUMN, optimized=False)
-            chunk = chunk * lax.broadcast_in_dim(own, (config.tile_m, width), [1])
+            scales = plgpu.load(refs.column.at[pl.ds(col0 + j * width, width)], layout=BY_COLUMN, optimized=False)
+            chunk = chunk * lax.broadcast_in_dim(scales, (config.tile_m, width), [1])
         yield chunk
 
 
 def _pipeline(config: GemmConfig, steps: int, body: Any, context: Any) -> Any:
     def spec(rows: int):
-        how = transforms(config.tile_k, jnp.float8_e4m3fn)
-        return plgpu.BlockSpec((rows, config.tile_k), lambda c: (0, c), transforms=how, memory_space=plgpu.SMEM)
+        layout = transforms(config.tile_k, jnp.float8_e4m3fn)
+        return plgpu.BlockSpec((rows, config.tile_k), lambda c: (0, c), transforms=layout, memory_space=plgpu.SMEM)
 
     return plgpu.emit_pipeline_warp_specialized(
         body,

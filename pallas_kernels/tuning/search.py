@@ -115,11 +115,11 @@ def hopper_passes(spec: LinearSpec, quick: bool) -> Iterator[Candidate]:
     )  # fmt: skip
 
 
-def _compared[C](own: C | None, grid: list[C], fits: Callable[[C], bool], **rest: Any) -> Iterator[Candidate]:
+def _compared[C](heuristic: C | None, grid: list[C], fits: Callable[[C], bool], **rest: Any) -> Iterator[Candidate]:
     """The heuristic's choice and the fitting ones of the grid; empty if there is no alternative."""
-    others = [config for config in dict.fromkeys(grid) if config != own and fits(config)]
-    if own is not None and others:
-        yield from (Candidate(config=config, **rest) for config in (own, *others))
+    others = [config for config in dict.fromkeys(grid) if config != heuristic and fits(config)]
+    if heuristic is not None and others:
+        yield from (Candidate(config=config, **rest) for config in (heuristic, *others))
 
 
 def _fitted[C: (HopperGemmConfig, DropDownConfig, DropDaConfig, WideDsdbConfig)](grid: list[C], rank: int) -> list[C]:

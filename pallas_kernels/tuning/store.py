@@ -63,7 +63,7 @@ def text_of(table: Table) -> str:
         "entries": [dataclasses.asdict(entry) for entry in table.entries],
     }
     lists = [
-        f'  "{name}": [\n' + ",\n".join("    " + json.dumps(row) for row in found) + "\n  ]"
-        for name, found in rows.items()
+        f'  "{name}": [\n' + ",\n".join("    " + json.dumps(row) for row in lines) + "\n  ]"
+        for name, lines in rows.items()
     ]
     return json.dumps(head, indent=2)[:-2] + ",\n" + ",\n".join(lists) + "\n}\n"

@@ -113,16 +113,16 @@ def conditions() -> dict[str, str]:
     """Versions and date of the measurements."""
     platform = " ".join(jax.devices()[0].client.platform_version.split())  # CUDA version, and so that of ptxas
     today = datetime.date.today().isoformat()
-    own = {"jax": jax.__version__, "jaxlib": version("jaxlib"), "platform": platform, "date": today}
+    versions = {"jax": jax.__version__, "jaxlib": version("jaxlib"), "platform": platform, "date": today}
     try:
-        return own | {"lorafusion-jax": version("lorafusion-jax")}
+        return versions | {"lorafusion-jax": version("lorafusion-jax")}
     except PackageNotFoundError:  # run from its sources
-        return own
+        return versions
 
 
 def joined_conditions(old: dict[str, str], new: dict[str, str]) -> dict[str, str]:
     """Conditions of a continued table: all versions and dates of its times."""
-    merged = {name: each[name].split(", ") for each in (new, old) for name in each}  # old wins
+    merged = {name: table[name].split(", ") for table in (new, old) for name in table}  # old wins
     return {name: ", ".join(dict.fromkeys([*values, new.get(name, values[-1])])) for name, values in merged.items()}
 
 

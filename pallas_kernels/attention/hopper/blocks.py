@@ -59,7 +59,7 @@ def key_blocks(end_T: jax.Array, rows: int, queries: int) -> jax.Array:
 def _longest_first(block: jax.Array, begin: jax.Array, num: jax.Array) -> jax.Array:
     """Sorts by counting predecessors, which is a single small kernel; XLA's sort needs several."""
     before = (num > num[:, None]) | ((num == num[:, None]) & (block < block[:, None]))
-    place = before.sum(1, dtype=jnp.int32)
-    chosen = place == block[:, None]
+    position = before.sum(1, dtype=jnp.int32)
+    chosen = position == block[:, None]
     rows = jnp.stack([block, begin, num], 1).astype(jnp.int32)
     return jnp.where(chosen[:, :, None], rows, 0).sum(1, dtype=jnp.int32)

@@ -108,7 +108,7 @@ class _Keys(NamedTuple):
     """The 64 keys of a warpgroup."""
 
     wg: Any
-    place: Any  # their slot
+    slot: Any  # their slot
     row0: Any
     first_tile: Any  # first tile of queries that use them
     end_tile: Any
@@ -119,7 +119,7 @@ class _Keys(NamedTuple):
     @property
     def barrier(self):
         """Index of the slot's barriers."""
-        return self.place * WARPGROUPS + self.wg
+        return self.slot * WARPGROUPS + self.wg
 
 
 def _scratch(static: Static) -> dict[str, Any]:
@@ -150,12 +150,12 @@ def _stream(static: Static, refs: _Refs) -> None:
 
 def _fetch_item(static: Static, refs: _Refs, item: Item) -> None:
     """Streams an item: both warpgroups' keys, then the tiles of queries of every query head."""
-    place = rem(item.number, static.config.places)
+    slot = rem(item.number, static.config.places)
     for wg in range(WARPGROUPS):
         wait_for_room(refs.keys_free, item.number, static.config.places, wg, WARPGROUPS)
-        source, barrier = (rows(item.block * KEYS + wg * TILE), item.head), refs.keys_bar.at[place * WARPGROUPS + wg]
-        plgpu.copy_gmem_to_smem(refs.k_g.at[source], refs.k_s.at[place, wg], barrier)
-        plgpu.copy_gmem_to_smem(refs.v_g.at[source], refs.v_s.at[place, wg], barrier)
+        source, barrier = (rows(item.block * KEYS + wg * TILE), item.head), refs.keys_bar.at[slot * WARPGROUPS + wg]
+        plgpu.copy_gmem_to_smem(refs.k_g.at[source], refs.k_s.at[slot, wg], barrier)
+        plgpu.copy_gmem_to_smem(refs.v_g.at[source], refs.v_s.at[slot, wg], barrier)
 
     @pl.loop(0, item.num * static.group)
     def _(step):
@@ -183,7 +183,7 @@ def _compute(static: Static, refs: _Refs, wg) -> None:
 def _compute_item(static: Static, refs: _Refs, wg, is_dirty, item: Item) -> None:
     """Computes dk and dv of 64 keys of a key head."""
     keys = _keys(static, refs, wg, is_dirty, item)
-    k, v = refs.k_s.at[keys.place, wg], refs.v_s.at[keys.place, wg]
+    k, v = refs.k_s.at[keys.slot, wg], refs.v_s.at[keys.slot, wg]
     plgpu.barrier_wait(refs.keys_bar.at[keys.barrier])  # K and V stay for all tiles of queries
     wide = plgpu.ACC((TILE, static.width), jnp.float32)
 
@@ -206,7 +206,7 @@ def _keys(static: Static, refs: _Refs, wg, is_dirty, item: Item) -> _Keys:
     row0 = item.block * KEYS + wg * TILE
     return _Keys(
         wg=wg,
-        place=rem(item.number, static.config.places),
+        slot=rem(item.number, static.config.places),
         row0=row0,
         first_tile=item.begin + wg,
         end_tile=div(refs.end_g[row0 + (TILE - 1)] + (TILE - 1), TILE),
@@ -238,7 +238,7 @@ def _add_head(static: Static, refs: _Refs, item: Item, keys: _Keys, sums, member
 def _add_tile(static: Static, refs: _Refs, keys: _Keys, sums, slot, tile_number) -> None:
     """Adds Pᵀ dO to dv and dSᵀ Q to dk for a tile of queries."""
     dk, dv = sums
-    k, v = refs.k_s.at[keys.place, keys.wg], refs.v_s.at[keys.place, keys.wg]
+    k, v = refs.k_s.at[keys.slot, keys.wg], refs.v_s.at[keys.slot, keys.wg]
     q, do = refs.q_s.at[slot], refs.do_s.at[slot]
     shape, query0 = (TILE, TILE), tile_number * TILE
     other_documents = query0 + (TILE - 1) >= keys.first_end

@@ -118,7 +118,7 @@ def _stream(static: Static, refs: _Refs) -> None:
 
 def _fetch_rows(static: Static, refs: _Refs, unit: Unit) -> None:
     """Starts the copies of a unit's q and dO, once the unit before it in its slot is stored, and that of o."""
-    source, slot, barrier = (unit.rows, unit.head), (unit.place, unit.wg), refs.unit_bar.at[unit.barrier]
+    source, slot, barrier = (unit.rows, unit.head), (unit.slot, unit.wg), refs.unit_bar.at[unit.barrier]
     wait_for_room(refs.unit_free, unit.number, static.config.places, unit.wg, WARPGROUPS)
     plgpu.copy_gmem_to_smem(refs.q_g.at[source], refs.q_s.at[slot], barrier)
     plgpu.copy_gmem_to_smem(refs.do_g.at[source], refs.do_s.at[slot], barrier)
@@ -133,7 +133,7 @@ def _compute_unit(static: Static, refs: _Refs, unit: Unit) -> None:
     firsts = plgpu.load(refs.first_g.at[unit.rows], layout=BY_ROW, optimized=False)
     mask = Mask(unit.query0, firsts, refs.first_g[unit.query0 + (TILE - 1)])
     row_values = _Rows(lse, _delta(refs, unit), mask)
-    q = refs.q_s.at[unit.place, unit.wg]
+    q = refs.q_s.at[unit.slot, unit.wg]
 
     @functools.partial(pl.run_scoped, acc=plgpu.ACC((TILE, static.width), jnp.float32))
     def _(acc):
@@ -152,7 +152,7 @@ def _delta(refs: _Refs, unit: Unit) -> jax.Array:
     plgpu.barrier_wait(refs.unit_bar.at[unit.barrier])
     plgpu.barrier_wait(refs.o_bar.at[unit.wg])
     delta = plgpu.load(refs.o_s.at[unit.wg], layout=WGMMA).astype(jnp.float32)
-    do = plgpu.load(refs.do_s.at[unit.place, unit.wg], layout=WGMMA).astype(jnp.float32)
+    do = plgpu.load(refs.do_s.at[unit.slot, unit.wg], layout=WGMMA).astype(jnp.float32)
     delta = (delta * do).sum(axis=1)
     plgpu.commit_smem()  # a barrier: every warp has read o
     plgpu.barrier_arrive(refs.o_free.at[unit.wg])
@@ -170,9 +170,9 @@ def _add_tile(static: Static, refs: _Refs, unit: Unit, row_values: _Rows, acc, t
     def _(s, dp):
         k = refs.k_s.at[slot]
         plgpu.barrier_wait(refs.k_bar.at[slot])
-        plgpu.wgmma(s, refs.q_s.at[unit.place, unit.wg], k.transpose((1, 0)))
+        plgpu.wgmma(s, refs.q_s.at[unit.slot, unit.wg], k.transpose((1, 0)))
         plgpu.barrier_wait(refs.v_bar.at[slot])
-        plgpu.wgmma(dp, refs.do_s.at[unit.place, unit.wg], refs.v_s.at[slot].transpose((1, 0)))
+        plgpu.wgmma(dp, refs.do_s.at[unit.slot, unit.wg], refs.v_s.at[slot].transpose((1, 0)))
         scores = plgpu.wgmma_accumulator_load(s, wait_n=1)  # waits for S only: the softmax overlaps with dP
         p = jnp.exp2(scores * (static.scale * LOG2E) - broadcast(row_values.lse, shape, 0))
         p = row_values.mask(p, key0, 0.0)

@@ -90,7 +90,7 @@ def _stream(static: Static, refs: _Refs) -> None:
 
 def _fetch_rows(static: Static, refs: _Refs, unit: Unit) -> None:
     """Starts the copies of a unit's queries, once the unit before it in its slot is stored."""
-    slot, barrier = (unit.place, unit.wg), refs.unit_bar.at[unit.barrier]
+    slot, barrier = (unit.slot, unit.wg), refs.unit_bar.at[unit.barrier]
     wait_for_room(refs.unit_free, unit.number, static.config.places, unit.wg, WARPGROUPS)
     plgpu.copy_gmem_to_smem(refs.q_g.at[unit.rows, unit.head], refs.q_s.at[slot], barrier)
     plgpu.copy_gmem_to_smem(refs.first_g.at[unit.rows], refs.first_s.at[slot], barrier)
@@ -100,9 +100,9 @@ def _attend(static: Static, refs: _Refs, unit: Unit) -> None:
     """Computes o and lse2 of 64 rows of a query head."""
     wide = (TILE, static.width)
     last_first = refs.first_g[unit.query0 + (TILE - 1)]
-    q = refs.q_s.at[unit.place, unit.wg]
+    q = refs.q_s.at[unit.slot, unit.wg]
     plgpu.barrier_wait(refs.unit_bar.at[unit.barrier])  # queries and `first` have arrived
-    mask = Mask(unit.query0, plgpu.load(refs.first_s.at[unit.place, unit.wg], layout=BY_ROW), last_first)
+    mask = Mask(unit.query0, plgpu.load(refs.first_s.at[unit.slot, unit.wg], layout=BY_ROW), last_first)
     empty = (
         plgpu.layout_cast(jnp.full((TILE,), _FLOOR, jnp.float32), BY_ROW),
         plgpu.layout_cast(jnp.zeros((TILE,), jnp.float32), BY_ROW),
@@ -129,7 +129,7 @@ def _add_tile(static: Static, refs: _Refs, unit: Unit, mask: Mask, tile_number, 
     @functools.partial(pl.run_scoped, s=plgpu.ACC((TILE, TILE), jnp.float32))
     def scores(s):
         plgpu.barrier_wait(refs.k_bar.at[slot])  # K has arrived
-        plgpu.wgmma(s, refs.q_s.at[unit.place, unit.wg], refs.k_s.at[slot].transpose((1, 0)))
+        plgpu.wgmma(s, refs.q_s.at[unit.slot, unit.wg], refs.k_s.at[slot].transpose((1, 0)))
         return s[...]
 
     scores = mask(scores, key0, -jnp.inf)

@@ -81,7 +81,7 @@ class Unit(NamedTuple):
     turn: Any  # index of the round in the item
     wg: Any
     number: Any  # number of earlier rounds
-    place: Any  # slot of its rows
+    slot: Any  # of its rows
     barrier: Any  # index of that slot's barriers
     rows: Any
     head: Any  # query head
@@ -153,10 +153,10 @@ def compute_units[R: QueryRefs](static: Static, refs: R, wg, compute_unit: Calla
 
 def _unit(static: Static, item: Item, turn, wg) -> Unit:
     number = item.number * static.units.rounds + turn
-    place = rem(number, static.config.places)
-    barrier = place * WARPGROUPS + wg
+    slot = rem(number, static.config.places)
+    barrier = slot * WARPGROUPS + wg
     unit_rows, head = static.units.rows_and_head(item.head, item.block, turn * WARPGROUPS + wg)
-    return Unit(item, turn, wg, number, place, barrier, unit_rows, head)
+    return Unit(item, turn, wg, number, slot, barrier, unit_rows, head)
 
 
 def _fetch_tile(static: Static, refs: QueryRefs, unit: Unit, tile_number) -> None:

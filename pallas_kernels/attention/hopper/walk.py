@@ -43,13 +43,13 @@ class Walk:
         strata = -(-self.items // self.sms)
         count = jnp.where(self._position(strata - 1) < self.items, strata, strata - 1)
 
-        def one(number, carry):
+        def visit_item(number, carry):
             step, block, head, begin, num = carry
             following = self._load(table_g, number + 1)  # prefetch, to hide the latency of the load
             visit(Item(number, block, head, begin, num, step))
             return step + num * self.repeats, *following
 
-        step, *_ = lax.fori_loop(0, count, one, (jnp.int32(0), *self._load(table_g, jnp.int32(0))))
+        step, *_ = lax.fori_loop(0, count, visit_item, (jnp.int32(0), *self._load(table_g, jnp.int32(0))))
         return count, step
 
     def _position(self, stratum):

@@ -15,28 +15,31 @@ class AttentionConfig:
     """Blocks of one kernel.
 
     Attributes:
-        own: rows that a program writes; other: rows of a tile that it walks over.
+        block_rows: rows that a program writes.
+        tile_rows: rows of a tile that it walks over.
     """
 
-    own: int = 64
-    other: int = 64
+    block_rows: int = 64
+    tile_rows: int = 64
     num_warps: int = 4
     num_stages: int = 2
 
     def shared_bytes(self, width: int, item: int = 2) -> int:
-        """Shared memory of a program at most: two tiles of its own, two under way, and the weights of both passes."""
-        under_way = max(1, self.num_stages)
-        return item * (2 * width * (self.own + under_way * self.other) + 2 * self.own * self.other)
+        """Shared memory of a program at most: two tiles of its block, two in flight, and the weights of both passes."""
+        in_flight = max(1, self.num_stages)
+        return item * (
+            2 * width * (self.block_rows + in_flight * self.tile_rows) + 2 * self.block_rows * self.tile_rows
+        )
 
 
 SIZES = (
-    AttentionConfig(own=64, other=64, num_stages=2),
-    AttentionConfig(own=64, other=32, num_stages=2),
-    AttentionConfig(own=32, other=32, num_stages=2),
-    AttentionConfig(own=32, other=32, num_stages=1),
-    AttentionConfig(own=16, other=16, num_stages=1),
+    AttentionConfig(block_rows=64, tile_rows=64, num_stages=2),
+    AttentionConfig(block_rows=64, tile_rows=32, num_stages=2),
+    AttentionConfig(block_rows=32, tile_rows=32, num_stages=2),
+    AttentionConfig(block_rows=32, tile_rows=32, num_stages=1),
+    AttentionConfig(block_rows=16, tile_rows=16, num_stages=1),
 )
-ROWS = max(max(config.own, config.other) for config in SIZES)  # T is a multiple of it
+ROWS = max(max(config.block_rows, config.tile_rows) for config in SIZES)  # T is a multiple of it
 
 
 def attention_config(width: int, item: int = 2) -> AttentionConfig:

@@ -1,8 +1,9 @@
 """Forward and backward kernels: online softmax over the tiles of a document.
 
-A program owns a block of queries (forward, dq) or of keys (dk, dv) of one head, and walks over the tiles of the other
-side that its documents reach: other documents' tiles are not read, and in the tiles at their borders a weight is
-selected, never multiplied by a mask. Sums have a fixed order, without atomics.
+A program has a block of queries (forward, dq) or of keys (dk, dv) of one head, in registers throughout, and walks over
+the tiles of the other side that its documents reach. Tiles of other documents are not read. In the tiles at their
+borders weights are selected, never multiplied by a mask. Sums have a fixed order, without atomics. Triton's compiler
+prefetches the next tiles into shared memory, `num_stages` deep.
 
 T packed rows · H query heads · K key heads, H a multiple · C head width
 """
@@ -31,31 +32,31 @@ def forward(
     group, scale2 = H // k_TKC.shape[1], C**-0.5 * math.log2(math.e)
 
     def kernel(q_ref, k_ref, v_ref, first_ref, o_ref, lse2_ref):
-        block, head = _last_first(T // config.own), pl.program_id(1)
-        queries, first = _rows(block, config.own), first_ref[pl.ds(block * config.own, config.own)]
-        own, key_head = pl.ds(block * config.own, config.own), lax.div(head, group)
-        q = q_ref[own, head, :]
+        block, head = _last_first(T // config.block_rows), pl.program_id(1)
+        queries, first = _rows(block, config.block_rows), first_ref[pl.ds(block * config.block_rows, config.block_rows)]
+        block_range, key_head = pl.ds(block * config.block_rows, config.block_rows), lax.div(head, group)
+        q = q_ref[block_range, head, :]
 
         def step(tile, carry):
             m_old, total, o = carry
-            there = pl.ds(tile * config.other, config.other)
-            seen = _seen(queries, first, _rows(tile, config.other))
-            s = jnp.where(seen, dot(q, k_ref[there, key_head, :], trans_rhs=True) * scale2, MASKED)
+            tile_range = pl.ds(tile * config.tile_rows, config.tile_rows)
+            seen = _seen(queries, first, _rows(tile, config.tile_rows))
+            s = jnp.where(seen, dot(q, k_ref[tile_range, key_head, :], trans_rhs=True) * scale2, MASKED)
             m = jnp.maximum(m_old, jnp.max(s, axis=1))
-            safe = jnp.where(m == MASKED, 0.0, m)  # rows whose document begins in a later tile
+            safe = jnp.where(m == MASKED, 0.0, m)  # rows whose document begins in a later tile: -inf - -inf is NaN
             p, fade = jnp.exp2(s - safe[:, None]), jnp.exp2(m_old - safe)
-            v = v_ref[there, key_head, :]
+            v = v_ref[tile_range, key_head, :]
             return m, total * fade + jnp.sum(p, axis=1), o * fade[:, None] + dot(p.astype(v.dtype), v)
 
-        empty = jnp.full(config.own, MASKED, jnp.float32)
-        start = (empty, jnp.zeros_like(empty), jnp.zeros((config.own, C), jnp.float32))
+        empty = jnp.full(config.block_rows, MASKED, jnp.float32)
+        start = (empty, jnp.zeros_like(empty), jnp.zeros((config.block_rows, C), jnp.float32))
         m, total, o = lax.fori_loop(*_key_tiles(block, first_ref, config), step, start)
-        o_ref[own, head, :] = (o / total[:, None]).astype(o_ref.dtype)
-        lse2_ref[head, own] = m + jnp.log2(total)
+        o_ref[block_range, head, :] = (o / total[:, None]).astype(o_ref.dtype)
+        lse2_ref[head, block_range] = m + jnp.log2(total)
 
     shapes = [jax.ShapeDtypeStruct(q_THC.shape, q_THC.dtype), jax.ShapeDtypeStruct((H, T), jnp.float32)]
     operands = [q_THC, k_TKC, v_TKC, first_T]
-    return _call(kernel, operands, shapes, name="attention", grid=(T // config.own, H), config=config,
+    return _call(kernel, operands, shapes, name="attention", grid=(T // config.block_rows, H), config=config,
                  interpret=interpret)  # fmt: skip
 
 
@@ -68,26 +69,26 @@ def dq(
     group, scale = H // k_TKC.shape[1], C**-0.5
 
     def kernel(q_ref, k_ref, v_ref, o_ref, do_ref, lse2_ref, first_ref, dq_ref, delta_ref):
-        block, head = _last_first(T // config.own), pl.program_id(1)
-        queries, first = _rows(block, config.own), first_ref[pl.ds(block * config.own, config.own)]
-        own, key_head = pl.ds(block * config.own, config.own), lax.div(head, group)
-        q, do, lse2 = q_ref[own, head, :], do_ref[own, head, :], lse2_ref[head, own]
-        delta = jnp.sum(o_ref[own, head, :].astype(jnp.float32) * do.astype(jnp.float32), axis=1)
-        delta_ref[head, own] = delta
+        block, head = _last_first(T // config.block_rows), pl.program_id(1)
+        queries, first = _rows(block, config.block_rows), first_ref[pl.ds(block * config.block_rows, config.block_rows)]
+        block_range, key_head = pl.ds(block * config.block_rows, config.block_rows), lax.div(head, group)
+        q, do, lse2 = q_ref[block_range, head, :], do_ref[block_range, head, :], lse2_ref[head, block_range]
+        delta = jnp.sum(o_ref[block_range, head, :].astype(jnp.float32) * do.astype(jnp.float32), axis=1)
+        delta_ref[head, block_range] = delta
 
         def step(tile, acc):
-            there = pl.ds(tile * config.other, config.other)
-            k, v = k_ref[there, key_head, :], v_ref[there, key_head, :]
-            seen = _seen(queries, first, _rows(tile, config.other))
+            tile_range = pl.ds(tile * config.tile_rows, config.tile_rows)
+            k, v = k_ref[tile_range, key_head, :], v_ref[tile_range, key_head, :]
+            seen = _seen(queries, first, _rows(tile, config.tile_rows))
             _, ds = _weights(q, k, v, do, lse2, delta, seen, scale)
             return acc + dot(ds.astype(k.dtype), k)
 
-        acc = lax.fori_loop(*_key_tiles(block, first_ref, config), step, jnp.zeros((config.own, C), jnp.float32))
-        dq_ref[own, head, :] = acc.astype(dq_ref.dtype)
+        acc = lax.fori_loop(*_key_tiles(block, first_ref, config), step, jnp.zeros((config.block_rows, C), jnp.float32))
+        dq_ref[block_range, head, :] = acc.astype(dq_ref.dtype)
 
     shapes = [jax.ShapeDtypeStruct(q_THC.shape, q_THC.dtype), jax.ShapeDtypeStruct((H, T), jnp.float32)]
     operands = [q_THC, k_TKC, v_TKC, o_THC, do_THC, lse2_HT, first_T]
-    return _call(kernel, operands, shapes, name="attention_dq", grid=(T // config.own, H), config=config,
+    return _call(kernel, operands, shapes, name="attention_dq", grid=(T // config.block_rows, H), config=config,
                  interpret=interpret)  # fmt: skip
 
 
@@ -100,29 +101,35 @@ def dkv(
 
     def kernel(q_ref, k_ref, v_ref, do_ref, lse2_ref, delta_ref, first_ref, end_ref, dk_ref, dv_ref):
         block, key_head = pl.program_id(0), pl.program_id(1)
-        own, keys = pl.ds(block * config.own, config.own), _rows(block, config.own)
-        k, v = k_ref[own, key_head, :], v_ref[own, key_head, :]
-        begin = lax.div(block * config.own, config.other)
-        tiles = lax.div(end_ref[block * config.own + (config.own - 1)] + (config.other - 1), config.other) - begin
+        block_range, keys = pl.ds(block * config.block_rows, config.block_rows), _rows(block, config.block_rows)
+        k, v = k_ref[block_range, key_head, :], v_ref[block_range, key_head, :]
+        begin = lax.div(block * config.block_rows, config.tile_rows)
+        tiles = (
+            lax.div(
+                end_ref[block * config.block_rows + (config.block_rows - 1)] + (config.tile_rows - 1), config.tile_rows
+            )
+            - begin
+        )
 
         def step(i, carry):
+            """Tiles of all query heads of the group, one head after another: dk and dv sum over both."""
             dk, dv = carry
             head, tile = key_head * group + lax.div(i, tiles), begin + lax.rem(i, tiles)
-            there = pl.ds(tile * config.other, config.other)
-            q, do = q_ref[there, head, :], do_ref[there, head, :]
-            seen = _seen(_rows(tile, config.other), first_ref[there], keys)
-            p, ds = _weights(q, k, v, do, lse2_ref[head, there], delta_ref[head, there], seen, scale)
+            tile_range = pl.ds(tile * config.tile_rows, config.tile_rows)
+            q, do = q_ref[tile_range, head, :], do_ref[tile_range, head, :]
+            seen = _seen(_rows(tile, config.tile_rows), first_ref[tile_range], keys)
+            p, ds = _weights(q, k, v, do, lse2_ref[head, tile_range], delta_ref[head, tile_range], seen, scale)
             dv = dv + dot(p.astype(do.dtype), do, trans_lhs=True)
             return dk + dot(ds.astype(q.dtype), q, trans_lhs=True), dv
 
-        zeros = jnp.zeros((config.own, C), jnp.float32)
+        zeros = jnp.zeros((config.block_rows, C), jnp.float32)
         dk, dv = lax.fori_loop(0, group * tiles, step, (zeros, zeros))
-        dk_ref[own, key_head, :] = dk.astype(dk_ref.dtype)
-        dv_ref[own, key_head, :] = dv.astype(dv_ref.dtype)
+        dk_ref[block_range, key_head, :] = dk.astype(dk_ref.dtype)
+        dv_ref[block_range, key_head, :] = dv.astype(dv_ref.dtype)
 
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (k_TKC, v_TKC)]
     operands = [q_THC, k_TKC, v_TKC, do_THC, lse2_HT, delta_HT, first_T, end_T]
-    return _call(kernel, operands, shapes, name="attention_dkv", grid=(T // config.own, K), config=config,
+    return _call(kernel, operands, shapes, name="attention_dkv", grid=(T // config.block_rows, K), config=config,
                  interpret=interpret)  # fmt: skip
 
 
@@ -144,8 +151,8 @@ def _rows(block: jax.Array, size: int) -> jax.Array:
 
 def _key_tiles(block: jax.Array, first_ref, config: AttentionConfig) -> tuple[jax.Array, jax.Array]:
     """Tiles of keys from the first one of the block's first document to its diagonal."""
-    begin = lax.div(first_ref[block * config.own], config.other)
-    return begin, lax.div((block + 1) * config.own + (config.other - 1), config.other)
+    begin = lax.div(first_ref[block * config.block_rows], config.tile_rows)
+    return begin, lax.div((block + 1) * config.block_rows + (config.tile_rows - 1), config.tile_rows)
 
 
 def _last_first(blocks: int) -> jax.Array:

@@ -106,8 +106,8 @@ def add_extra(extra: ExtraRanks, s: jax.Array, bits: jax.Array | None, dys, dx: 
 def output_passes(prepared: Prepared, s: jax.Array, dys) -> tuple[list[jax.Array], dict[int, jax.Array]]:
     """Partial sums of dS [parts, T, R] in the order of S, and dB float32 by projection number."""
     s_transposed = jnp.pad(s.T, ((0, 0), (0, ROWS)))
-    found = {i: output_pass(prepared, i, s, s_transposed, dys[i]) for i in prepared.ops.with_lora}
-    return [found[i][0] for i in prepared.layout.offsets], {i: db for i, (_, db) in found.items()}
+    gradients = {i: output_pass(prepared, i, s, s_transposed, dys[i]) for i in prepared.ops.with_lora}
+    return [gradients[i][0] for i in prepared.layout.offsets], {i: db for i, (_, db) in gradients.items()}
 
 
 def gradients_from_ds(prepared: Prepared, ds_partials: Sequence[jax.Array], bits: jax.Array | None, dys):

@@ -56,15 +56,15 @@ class Layout:
         """Partition specs of the operands of a call; its tables have one entry per row, in x's leading dimensions."""
         whole, rows = PartitionSpec(), PartitionSpec(*self.leading)
 
-        def each(arrays: Sequence[Any], spec: Any) -> tuple[PartitionSpec | None, ...]:
+        def specs_of(arrays: Sequence[Any], spec: Any) -> tuple[PartitionSpec | None, ...]:
             return tuple(None if v is None else spec(n) for v, n in zip(arrays, self.ns, strict=True))
 
         return Operands(
             x=self.spec_of_x(),
             ws=tuple(array_specs(w, self.k, n) for w, n in zip(ops.ws, self.ns, strict=True)),
-            as_=each(ops.as_, lambda n: PartitionSpec(None, self.k, None)),
-            bs=each(ops.bs, lambda n: PartitionSpec(None, None, n)),
-            biases=each(ops.biases, PartitionSpec),
+            as_=specs_of(ops.as_, lambda n: PartitionSpec(None, self.k, None)),
+            bs=specs_of(ops.bs, lambda n: PartitionSpec(None, None, n)),
+            biases=specs_of(ops.biases, PartitionSpec),
             tile_adapter=whole if single else rows,
             scale=whole,
             dropout=None if ops.dropout is None else Dropout(rate=whole, key=whole, row_key=rows),
@@ -91,7 +91,7 @@ def layout_of(x: PartitionSpec, ws: Sequence[PartitionSpec], *, x_ndim: int) -> 
 def axes_of_type(mesh: Any, kind: AxisType) -> frozenset[str]:
     """Axes of a mesh that have the type and more than one device."""
     types = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    return frozenset(name for name, each in types if each == kind and mesh.shape[name] > 1)
+    return frozenset(name for name, type_of_axis in types if type_of_axis == kind and mesh.shape[name] > 1)
 
 
 def _by_dimension(spec: PartitionSpec, ndim: int) -> list[Axes]:

@@ -89,13 +89,13 @@ def _explicit_backward(call: Call, mesh: Any, layout: Layout, residuals: Any, dy
 _on_explicit_axes.defvjp(_explicit_forward, _explicit_backward)
 
 
-# One program each: outside of jit an array that nobody placed could not go to the devices of the others.
+# Jitted, so that uncommitted arrays are moved to the devices of the mesh.
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), inline=True)
 def _run_forward(call: Call, mesh: Any, layout: Layout, ops: Operands):
     specs = layout.specs(ops, single=call.static.single)
     ys = tuple(layout.spec_of_y(i) for i in range(len(ops.ws)))
     run = functools.partial(shard.forward, call, layout)
-    saved = PartitionSpec(layout.rows + layout.k)  # one after the other: every shard gets its own again
+    saved = PartitionSpec(layout.rows + layout.k)  # concatenated: backward gives every shard its part
     return _shard_map(run, mesh, (specs,), (ys, saved))(_place(ops, specs, mesh, call))
 
 
@@ -170,11 +170,11 @@ def _automatic_forward(call: Call, ops: Operands):
 
 
 def _automatic_backward(call: Call, ops: Operands, dys: tuple[jax.Array, ...]):
-    # S is made again: how it is cut, and so its shape, is not known yet when forward would hand it over
+    # Recomputes S. Its sharding, and so its shape, is unknown when forward would save it.
     leaves, tree = jax.tree.flatten(_with_row_tables(ops, call))
     dx, *banks = _partitioned_backward(call, tree, ops.x.ndim)(*leaves, *dys)
     das, dbs = banks[: len(banks) // 2], banks[len(banks) // 2 :]
-    by_number = (dict(zip(ops.with_lora, each, strict=True)) for each in (das, dbs))
+    by_number = (dict(zip(ops.with_lora, sums, strict=True)) for sums in (das, dbs))
     return (vjp.gradients(ops, dx, *by_number),)
 
 
@@ -274,16 +274,16 @@ class _Rule:
         leading = [f"t{d}" for d in range(x_ndim - 1)]
         rows = " ".join(leading)
 
-        def each(arrays: Any, text: str) -> tuple[str | None, ...]:
+        def dimensions(arrays: Any, text: str) -> tuple[str | None, ...]:
             return tuple(None if v is None else text.format(i) for i, v in enumerate(arrays))
 
         named = dataclasses.replace(
             ops,
             x=f"{rows} k",
             ws=tuple(rule_names(w, i) for i, w in enumerate(ops.ws)),
-            as_=each(ops.as_, "a k r{}"),
-            bs=each(ops.bs, "a r{0} n{0}"),
-            biases=each(ops.biases, "n{}"),
+            as_=dimensions(ops.as_, "a k r{}"),
+            bs=dimensions(ops.bs, "a r{0} n{0}"),
+            biases=dimensions(ops.biases, "n{}"),
             tile_adapter="one" if single else rows,
             scale="a",
             dropout=None if ops.dropout is None else Dropout(rate="a", key="a", row_key=rows),  # type: ignore[arg-type]

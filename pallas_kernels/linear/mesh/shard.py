@@ -109,8 +109,8 @@ def _parts(call: Call, layout: Layout, static: Static, ops: Operands) -> list[_P
         joint = select_projections(ops, members)
         split = call.implementation is None and backend.split_is_faster(static, joint)
         for numbers in [(i,) for i in members] if split else [tuple(members)]:
-            own = select_projections(ops, numbers)
-            parts.append(_Part(projections=numbers, n=n, ops=own, backend=_select(call, static, own)))
+            part_ops = select_projections(ops, numbers)
+            parts.append(_Part(projections=numbers, n=n, ops=part_ops, backend=_select(call, static, part_ops)))
     return parts
 
 

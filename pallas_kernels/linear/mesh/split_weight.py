@@ -49,11 +49,11 @@ def rule_names(w: Any, i: int) -> Any:
 
     Shorter axes ("k/64") get names of their own: XLA cannot know that they go with K, and the partitioner sees to it.
     """
-    own = iter(range(1000))
+    unused = iter(range(1000))
     names = {"k": "k", "n": f"n{i}"}
 
     def named(text: str) -> str:
-        return " ".join(names.get(word, f"w{i}x{next(own)}") for word in text.split())
+        return " ".join(names.get(word, f"w{i}x{next(unused)}") for word in text.split())
 
     return jax.tree.map(named, dimensions_of(w) if is_quantised(w) else ARRAY)
 

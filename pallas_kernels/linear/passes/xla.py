@@ -62,8 +62,8 @@ def dsdb(
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     del interpret
-    own = s[:, rank_offset : rank_offset + b.shape[1]]
-    dy_CTN, s_CTR = (rows.reshape(-1, config.chunk, rows.shape[1]) for rows in (dy, own))
+    s_columns = s[:, rank_offset : rank_offset + b.shape[1]]
+    dy_CTN, s_CTR = (rows.reshape(-1, config.chunk, rows.shape[1]) for rows in (dy, s_columns))
     ds = _product("ctn,crn->ctr", dy_CTN, b[chunk_adapter])
     return ds.reshape(1, len(dy), -1), _product("ctn,ctr->cnr", dy_CTN, s_CTR)
 
@@ -83,11 +83,11 @@ def extra_up(
     bits: jax.Array | None, *, first: int, stride: int, transposed: bool, config: ExtraConfig, interpret: bool = False,
 ) -> jax.Array:  # fmt: skip
     del interpret
-    own = s.reshape(len(s), -1, RANK_BLOCK)[:, first::stride].reshape(
+    s_blocks = s.reshape(len(s), -1, RANK_BLOCK)[:, first::stride].reshape(
         -1, config.block_t, bank.shape[2 if transposed else 1]
     )
-    own = _active(own, active)
-    low = _product("itr,inr->itn" if transposed else "itr,irn->itn", own, bank[block_adapter])
+    s_blocks = _active(s_blocks, active)
+    low = _product("itr,inr->itn" if transposed else "itr,irn->itn", s_blocks, bank[block_adapter])
     low = low.reshape(len(s), -1)
     if bits is not None:
         low = jnp.where(masks.unpack(bits, low.shape[1]), low, 0.0)
@@ -103,9 +103,9 @@ def extra_sums(
 ) -> jax.Array:  # fmt: skip
     del interpret
     rows = config.sum_rows
-    own = _gather_chunks(s, chunks, rows)
-    own = _active(own.reshape(len(own), -1, own.shape[-1]), active).reshape(own.shape)
-    sums = _product("cjtk,cjtr->ckr", _gather_chunks(_apply_dropout(x, bits), chunks, rows), own)
+    s_chunks = _gather_chunks(s, chunks, rows)
+    s_chunks = _active(s_chunks.reshape(len(s_chunks), -1, s_chunks.shape[-1]), active).reshape(s_chunks.shape)
+    sums = _product("cjtk,cjtr->ckr", _gather_chunks(_apply_dropout(x, bits), chunks, rows), s_chunks)
     return sums.reshape(*sums.shape[:2], -1, config.ranks).swapaxes(1, 2)
 
 
@@ -122,7 +122,7 @@ def join(
     del interpret
     joined = jnp.concatenate([piece.astype(jnp.float32).sum(0) for piece in pieces], axis=1).astype(dtype)
     padded = [jnp.pad(joined, ((0, 0), (0, size - joined.shape[1]))) for size in (columns, rows) if size]
-    return tuple(each.T if number == (columns > 0) else each for number, each in enumerate(padded))
+    return tuple(array.T if number == (columns > 0) else array for number, array in enumerate(padded))
 
 
 def sum_partials(

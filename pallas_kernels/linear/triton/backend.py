@@ -137,15 +137,15 @@ def _pad(static: Static, ops: Operands) -> tuple[Static, Operands]:
     if dropout is not None:
         dropout = Dropout(rate=dropout.rate, key=dropout.key, row_key=_pad_to(dropout.row_key, (padded_rows,)))
 
-    def each(arrays, shape):
+    def padded(arrays, shape):
         return tuple(None if a is None else _pad_to(a, shape(a, n)) for a, n in zip(arrays, widths, strict=True))
 
     return static, Operands(
         x=_pad_to(ops.x, (padded_rows, padded_in)),
         ws=tuple(_pad_to(w, (padded_in, n)).astype(dtype) for w, n in zip(ops.arrays, widths, strict=True)),
-        as_=each(ops.as_, lambda a, n: (a.shape[0], padded_in, a.shape[2])),
-        bs=each(ops.bs, lambda b, n: (b.shape[0], b.shape[1], n)),
-        biases=each(ops.biases, lambda b, n: (n,)),
+        as_=padded(ops.as_, lambda a, n: (a.shape[0], padded_in, a.shape[2])),
+        bs=padded(ops.bs, lambda b, n: (b.shape[0], b.shape[1], n)),
+        biases=padded(ops.biases, lambda b, n: (n,)),
         tile_adapter=ops.tile_adapter,
         scale=ops.scale,
         dropout=dropout,

@@ -96,6 +96,7 @@ def gemm(
         block_row, block_col = _snake(pl.program_id(0), num_m, num_n, config.group_m)
         row0, col0 = block_row * rows, block_col * columns
         adapter = adapter_ref[block_row]
+        # The low-rank product comes first, so that it can be masked before the frozen product is added to it.
         low_tile = low_ref[pl.ds(row0, rows), pl.ds(low_offset, rank)]
         if transposed:
             acc = dot(low_tile, bank_ref[adapter, pl.ds(col0, columns), :], trans_rhs=True)

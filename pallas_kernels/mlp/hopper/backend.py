@@ -72,11 +72,11 @@ def unsupported_reason(static: Static, ops: Operands, down: Operands) -> str | N
     """
     if reason := policy.mlp_unsupported_reason(linear_shape(static, ops), linear_shape(static, down)):
         return reason
-    prepared, prepared_down = (prepare(static, backend.first_and_extra(static, each)[0]) for each in (ops, down))
+    prepared, prepared_down = (prepare(static, backend.first_and_extra(static, call)[0]) for call in (ops, down))
     if _config(prepared, prepared_down) is None:
         ranks = f"{prepared.layout.total} and {prepared_down.layout.total}"
         return f"the passes over the gate with ranks of {ranks} do not fit into shared memory"
-    return next(filter(None, (_linears(each).unsupported_reason(static, each) for each in (ops, down))), None)
+    return next(filter(None, (_linears(call).unsupported_reason(static, call) for call in (ops, down))), None)
 
 
 def forward(static: Static, ops: Operands, down: Operands) -> tuple[jax.Array, Residuals]:
@@ -172,13 +172,13 @@ def backward(static: Static, ops: Operands, down: Operands, saved: Residuals, dy
         )
         h = db_partials[2:]
         dbs = {
-            i: split_graph.output_gradient(prepared, i, each, chunks.adapter)
-            for i, each in zip((GATE, UP), db_partials[:2], strict=True)
+            i: split_graph.output_gradient(prepared, i, sums, chunks.adapter)
+            for i, sums in zip((GATE, UP), db_partials[:2], strict=True)
         }
         if rounded is None:
             das, dx = _linears(ops).gradients_from_ds(prepared, [ds_partials], saved.bits, (dgate, dup))
         else:
-            values = [(each, scale[:, None]) for each, scale in zip((dgate, dup), scales, strict=True)]
+            values = [(array, scale[:, None]) for array, scale in zip((dgate, dup), scales, strict=True)]
             das, dx = quantised.gradients_of_rounded(prepared, [ds_partials], saved.bits, values)
     if extra is not None:
         dx, das, dbs = backend.add_extra(extra, saved.s[1], saved.bits, (dgate, dup), dx, das, dbs)
@@ -203,13 +203,13 @@ def _measured_parts(prepared: Prepared, down: Operands, extra: ExtraRanks | None
 
 def _bounds(prepared: Prepared, s: jax.Array, largest: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
     """Of |gate| and |up| of every row, with bias and low-rank part."""
-    found = []
-    for i, each in enumerate(largest):
+    bounds = []
+    for i, bound in enumerate(largest):
         bias, offset, rank = prepared.ops.biases[i], prepared.layout.offsets[i], prepared.layout.ranks[i]
-        each = each if bias is None else each + jnp.max(jnp.abs(bias)).astype(each.dtype)
-        own, owners = s[:, offset : offset + rank], prepared.block_adapter(ROWS)
-        found.append(named_s(rounding.with_low_rank(each, own, prepared.bank_b(i), owners)))
-    return found[GATE], found[UP]
+        bound = bound if bias is None else bound + jnp.max(jnp.abs(bias)).astype(bound.dtype)
+        s_i, owners = s[:, offset : offset + rank], prepared.block_adapter(ROWS)
+        bounds.append(named_s(rounding.with_low_rank(bound, s_i, prepared.bank_b(i), owners)))
+    return bounds[GATE], bounds[UP]
 
 
 def _with_extra_ranks(prepared: Prepared, extra: ExtraRanks, s: jax.Array) -> list[jax.Array]:

@@ -30,23 +30,23 @@ def norm_forward(
         (y [T, D], inverse root float32 [T]), and s [T, D] in front if there is a delta.
     """
     T, D = x.shape
-    rows, place = _rows(T, D), _Place(D)
+    rows, columns = _rows(T, D), _Columns(D)
 
     def kernel(*refs):
         x_ref, *rest = refs
         delta_ref = rest.pop(0) if delta is not None else None
         weight_ref, *outs = rest
-        here = place.of(rows)
-        s = plt.load(x_ref.at[here], mask=place.inside(rows), other=0.0)
+        index = columns.of(rows)
+        s = plt.load(x_ref.at[index], mask=columns.inside(rows), other=0.0)
         if delta_ref is not None:
-            added = plt.load(delta_ref.at[here], mask=place.inside(rows), other=0.0)
+            added = plt.load(delta_ref.at[index], mask=columns.inside(rows), other=0.0)
             s = (s.astype(jnp.float32) + added.astype(jnp.float32)).astype(s.dtype)
-            plt.store(outs.pop(0).at[here], s, mask=place.inside(rows))
+            plt.store(outs.pop(0).at[index], s, mask=columns.inside(rows))
         y_ref, inverse_ref = outs
-        wide = s.astype(jnp.float32)
+        wide = s.astype(jnp.float32)  # the rows stay in registers from here on: one read, one write
         inverse = lax.rsqrt(jnp.sum(wide * wide, axis=1) * (1.0 / D) + eps)
-        y = wide * inverse[:, None] * place.weight(weight_ref)[None]
-        plt.store(y_ref.at[here], y.astype(y_ref.dtype), mask=place.inside(rows))
+        y = wide * inverse[:, None] * columns.weight(weight_ref)[None]
+        plt.store(y_ref.at[index], y.astype(y_ref.dtype), mask=columns.inside(rows))
         inverse_ref[pl.ds(pl.program_id(0) * rows, rows)] = inverse
 
     out = [jax.ShapeDtypeStruct((T, D), x.dtype), jax.ShapeDtypeStruct((T,), jnp.float32)]
@@ -73,18 +73,18 @@ def norm_backward(
 ) -> jax.Array:
     """dx = (ds +) inverse · (u - s · inverse · mean(s · inverse · u)),  u = weight · dy"""
     T, D = s.shape
-    rows, place = _rows(T, D), _Place(D)
+    rows, columns = _rows(T, D), _Columns(D)
 
     def kernel(dy_ref, *refs):
         *more, s_ref, inverse_ref, weight_ref, dx_ref = refs
-        here, inside = place.of(rows), place.inside(rows)
+        index, inside = columns.of(rows), columns.inside(rows)
         scale = inverse_ref[pl.ds(pl.program_id(0) * rows, rows)][:, None]
-        u = plt.load(dy_ref.at[here], mask=inside, other=0.0).astype(jnp.float32) * place.weight(weight_ref)[None]
-        unit = plt.load(s_ref.at[here], mask=inside, other=0.0).astype(jnp.float32) * scale
+        u = plt.load(dy_ref.at[index], mask=inside, other=0.0).astype(jnp.float32) * columns.weight(weight_ref)[None]
+        unit = plt.load(s_ref.at[index], mask=inside, other=0.0).astype(jnp.float32) * scale
         dx = scale * (u - unit * (jnp.sum(unit * u, axis=1) * (1.0 / D))[:, None])
         if more:
-            dx = dx + plt.load(more[0].at[here], mask=inside, other=0.0).astype(jnp.float32)
-        plt.store(dx_ref.at[here], dx.astype(dx_ref.dtype), mask=inside)
+            dx = dx + plt.load(more[0].at[index], mask=inside, other=0.0).astype(jnp.float32)
+        plt.store(dx_ref.at[index], dx.astype(dx_ref.dtype), mask=inside)
 
     return call(
         kernel,
@@ -106,8 +106,8 @@ def _rows(T: int, D: int) -> int:
     return rows
 
 
-class _Place:
-    """Where a program's rows lie; columns beyond D, up to the next power of two, are masked."""
+class _Columns:
+    """Indices of a program's rows; columns beyond D, up to the next power of two, are masked."""
 
     def __init__(self, D: int):
         self._D, self._padded = D, power_of_two(D)
@@ -121,8 +121,8 @@ class _Place:
 
     def weight(self, ref) -> jax.Array:
         inside = lax.broadcasted_iota(jnp.int32, (self._padded,), 0) < self._D
-        place = jnp.minimum(lax.broadcasted_iota(jnp.int32, (self._padded,), 0), self._D - 1)
-        return plt.load(ref.at[place], mask=inside, other=0.0).astype(jnp.float32)
+        column = jnp.minimum(lax.broadcasted_iota(jnp.int32, (self._padded,), 0), self._D - 1)
+        return plt.load(ref.at[column], mask=inside, other=0.0).astype(jnp.float32)
 
     def _column(self, rows: int) -> jax.Array:
         return lax.broadcasted_iota(jnp.int32, (rows, self._padded), 1)

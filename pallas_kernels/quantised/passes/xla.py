@@ -27,8 +27,8 @@ def finish(
     interpret: bool = False,
 ) -> Float[Array, "T N"]:
     del interpret
-    own = s[:, rank_offset : rank_offset + bank.shape[1]].reshape(len(block_adapter), -1, bank.shape[1])
-    low = jnp.einsum("btr,brn->btn", own, bank[block_adapter], preferred_element_type=jnp.float32)
+    s_blocks = s[:, rank_offset : rank_offset + bank.shape[1]].reshape(len(block_adapter), -1, bank.shape[1])
+    low = jnp.einsum("btr,brn->btn", s_blocks, bank[block_adapter], preferred_element_type=jnp.float32)
     y = sums.astype(jnp.float32) * row_scales
     y = y if column_scales is None else y * column_scales
     return (y + low.reshape(y.shape)).astype(s.dtype)

@@ -44,7 +44,7 @@ def inputs(case, dtype=jnp.float32):
 @functools.cache
 def passes(case):
     own, other = CASES[case][-1]
-    config = AttentionConfig(own=own, other=other)
+    config = AttentionConfig(block_rows=own, tile_rows=other)
 
     @jax.jit
     def both(q, k, v, do, first, end):

@@ -33,18 +33,18 @@ def transposed_bank(
 
     def kernel(*refs):
         *piece_refs, factor_ref, out_ref = refs
-        here = pl.ds(pl.program_id(0) * columns, columns)
+        features = pl.ds(pl.program_id(0) * columns, columns)
         adapter = pl.program_id(1)
-        own = jnp.minimum(adapter, num_adapters - 1)
+        source = jnp.minimum(adapter, num_adapters - 1)  # the zero adapter reads any other's numbers, for none are used
         row0 = 0
         for ref, rank in zip(piece_refs, ranks, strict=True):
-            tile = ref[own, here, :].astype(jnp.float32) * factor_ref[own]
+            tile = ref[source, features, :].astype(jnp.float32) * factor_ref[source]
             tile = jnp.where(adapter < num_adapters, tile, 0.0)  # selected: a NaN must not reach padding rows
-            out_ref[adapter, pl.ds(row0, rank), here] = tile.T.astype(dtype)
+            out_ref[adapter, pl.ds(row0, rank), features] = tile.T.astype(dtype)
             row0 += rank
-        while row0 < total:  # powers of two, as ranks are
+        while row0 < total:  # in pieces of powers of two, as Triton has no other shapes
             rows = (total - row0) & -(total - row0)
-            out_ref[adapter, pl.ds(row0, rows), here] = jnp.zeros((rows, columns), dtype)
+            out_ref[adapter, pl.ds(row0, rows), features] = jnp.zeros((rows, columns), dtype)
             row0 += rows
 
     return call(

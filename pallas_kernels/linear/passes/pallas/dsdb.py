@@ -1,6 +1,6 @@
 """dS = scale dY B^T and dB = scale S^T dY in one pass over dY.
 
-A program owns a few row blocks of one adapter and a range of columns.  The dS accumulators of its rows stay in
+A program has a few row blocks of one adapter and a range of columns.  S and the dS accumulators of its rows stay in
 registers over all columns; dB of a column block is summed over its rows and written as one partial sum.
 
 T packed tokens · N out features · R padded rank · A adapters · C chunks of rows
@@ -53,7 +53,7 @@ def dsdb(
             db = jnp.zeros((columns, rank), jnp.float32)
             out = []
             for row_range, s_tile, acc in zip(row_ranges, s_tiles, accs, strict=True):
-                dy_tile = dy_ref[row_range, col_range]
+                dy_tile = dy_ref[row_range, col_range]  # read once, for both products
                 out.append(acc + dot(dy_tile, b_tile, trans_rhs=True))
                 db = db + dot(dy_tile, s_tile, trans_lhs=True)
             db_ref[chunk, col_range, :] = db

@@ -1,7 +1,7 @@
-"""The low-rank work of extra ranks: three products whose programs find in a table how many ranks their rows have.
+"""The low-rank work of extra ranks: three products whose programs read from a table how many ranks their rows have.
 
-Ranks come in blocks of 64. The table says for every row block how many of them its adapter has; a program beyond them
-moves nothing, so that what a tile costs follows from its own adapter.
+Ranks come in blocks of 64. The table has, for every row block, its adapter's number of blocks. A program beyond them
+has loops of length zero and moves nothing, so the cost of a tile follows from its adapter's rank.
 
 T packed tokens · M features of an input or an output · R extra ranks, padded to blocks · A adapters · C chunks
 """
@@ -99,12 +99,12 @@ def extra_up(
         s_ref, bank_ref, adapter_ref, active_ref, *rest = refs
         out_ref = rest[-1]
         col0, row0 = pl.program_id(0) * columns, pl.program_id(1) * rows
-        here, features = pl.ds(row0, rows), pl.ds(col0, columns)
+        row_range, features = pl.ds(row0, rows), pl.ds(col0, columns)
         count, adapter = active_ref[pl.program_id(1)], adapter_ref[pl.program_id(1)]
 
         def add():
             def step(j, acc):
-                low = s_ref[here, pl.ds((first + j * stride) * RANK_BLOCK, RANK_BLOCK)]
+                low = s_ref[row_range, pl.ds((first + j * stride) * RANK_BLOCK, RANK_BLOCK)]
                 ranks = pl.ds(j * RANK_BLOCK, RANK_BLOCK)
                 if transposed:
                     return acc + dot(low, bank_ref[adapter, features, ranks], trans_rhs=True)
@@ -114,13 +114,13 @@ def extra_up(
             if bits is not None:
                 low = jnp.where(keep_tile(rest[0], row0, col0, rows, columns), low, 0.0)
             if y_ref is not None:
-                low = y_ref[here, features].astype(jnp.float32) + low
-            out_ref[here, features] = low.astype(out_ref.dtype)
+                low = y_ref[row_range, features].astype(jnp.float32) + low
+            out_ref[row_range, features] = low.astype(out_ref.dtype)
 
         if y_ref is None:
-            add()
+            add()  # writes zeros where rows have no extra ranks
         else:
-            pl.when(count > 0)(add)
+            pl.when(count > 0)(add)  # out is y: other rows are left as they are
 
     return call(
         kernel,
@@ -188,6 +188,6 @@ def extra_sums(
 
 
 def _reaches(group: jax.Array, width: int, active: jax.Array) -> jax.Array:
-    """1 where so many active blocks of ranks reach into a group of `width` ranks, else 0: a factor of loop counts, as
-    Triton takes no selected one."""
+    """1 if the active blocks of ranks reach into a group of `width` ranks, else 0. Loop counts are multiplied by it, as
+    Triton does not take a selected count."""
     return lax.clamp(jnp.int32(0), active - group * (width // RANK_BLOCK), jnp.int32(1))

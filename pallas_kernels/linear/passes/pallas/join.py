@@ -1,6 +1,6 @@
-"""dS of all projections of one input out of its partial sums: added up, cast, laid side by side and transposed at once.
+"""dS of all projections of an input from its partial sums: added up, cast, joined and transposed in one launch.
 
-Left to XLA it is a launch for every projection and more for joining, padding and transposing, 2 us each on an H200.
+XLA launches a kernel per projection, and more for joining, padding and transposing, 2 us each on an H200.
 
 T packed tokens · R padded rank
 """
@@ -37,28 +37,28 @@ def join(
     assert all(end <= asked for asked in (columns, rows) if asked), (end, columns, rows)
     shapes = [(num_rows, columns)] * (columns > 0) + [(rows, num_rows)] * (rows > 0)
 
-    def kernel(*refs):  # a program has rows of one piece, or of the zeros behind
-        here, number = pl.ds(pl.program_id(0) * block, block), pl.program_id(1)
-        joined_ref, transposed_ref = refs[len(pieces)], refs[-1]  # one and the same where only one is asked for
+    def kernel(*refs):  # a program has some rows of a piece, or of the zeros behind all pieces
+        row_range, number = pl.ds(pl.program_id(0) * block, block), pl.program_id(1)
+        joined_ref, transposed_ref = refs[len(pieces)], refs[-1]  # the same array if only one is asked for
 
         for i, piece in enumerate(pieces):
 
             @pl.when(number == i)
             def _(ref=refs[i], parts=piece.shape[0], start=starts[i], rank=piece.shape[2]):
-                total = ref[0, here, :].astype(jnp.float32)
+                total = ref[0, row_range, :].astype(jnp.float32)
                 for part in range(1, parts):
-                    total = total + ref[part, here, :]
+                    total = total + ref[part, row_range, :]
                 if columns:
-                    joined_ref[here, pl.ds(start, rank)] = total.astype(dtype)
+                    joined_ref[row_range, pl.ds(start, rank)] = total.astype(dtype)
                 if rows:
-                    transposed_ref[pl.ds(start, rank), here] = total.astype(dtype).T
+                    transposed_ref[pl.ds(start, rank), row_range] = total.astype(dtype).T
 
         @pl.when(number == len(pieces))
         def _():
             for start, size in _powers_of_two(end, columns):
-                joined_ref[here, pl.ds(start, size)] = jnp.zeros((block, size), dtype)
+                joined_ref[row_range, pl.ds(start, size)] = jnp.zeros((block, size), dtype)
             for start, size in _powers_of_two(end, rows):
-                transposed_ref[pl.ds(start, size), here] = jnp.zeros((size, block), dtype)
+                transposed_ref[pl.ds(start, size), row_range] = jnp.zeros((size, block), dtype)
 
     return call(
         kernel,

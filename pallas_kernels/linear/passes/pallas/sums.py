@@ -1,9 +1,8 @@
 """Partial sums of several adapters, added up per adapter in one pass and in a fixed order.
 
-Every program owns a block of one adapter's gradient. It finds out which partial sums are that adapter's and reads those
-alone, several at once: nothing foreign is read, and the order of the additions is that of the adapter's own partial
-sums, whoever else is in the call, as long as the padded rank is the same. What several projections had side by side it
-writes apart: cut out of one array, each costs a launch and a copy.
+A program has a block of one adapter's gradient. It reads only that adapter's partial sums, several at a time, in their
+order: which other adapters a call holds does not change the additions, as long as the padded rank is the same. Each
+projection gets its own output: slicing one array later would cost a launch and a copy each.
 
 C chunks · M rows of a partial sum · R padded rank · A adapters
 """
@@ -21,8 +20,8 @@ from jax import lax
 
 from pallas_kernels.triton_call import call
 
-# An adapter has some 16 partial sums. One after another, each waits for device memory: 64 of 4096 x 16 took 16 us on an
-# H200 where reading them takes 4. As many are under way as a program's registers hold, 64 of a thread.
+# An adapter has some 16 partial sums. Read one after another, each waits for device memory: 64 of 4096 x 16 took 16 us
+# on an H200, where reading them takes 4. So a program reads as many at once as its registers hold, 64 a thread.
 TILE = 16 * 512
 MIN_ROWS = 8  # 32 bytes of a transposed row
 
@@ -52,41 +51,44 @@ def sum_partials(
     padded = max(16, 1 << (chunks - 1).bit_length())
 
     def kernel(partials_ref, adapter_ref, factor_ref, *out_refs):
-        own, row0 = pl.program_id(1), pl.program_id(0) * rows
+        k, row0 = pl.program_id(1), pl.program_id(0) * rows
         number = lax.iota(jnp.int32, padded)
-        mine = plt.load(adapter_ref.at[number], mask=number < chunks, other=-1) == own
-        place = jnp.where(mine, jnp.cumsum(mine.astype(jnp.int32)) - 1, -1)
+        mine = plt.load(adapter_ref.at[number], mask=number < chunks, other=-1) == k
+        order = jnp.where(
+            mine, jnp.cumsum(mine.astype(jnp.int32)) - 1, -1
+        )  # of a chunk among this adapter's; -1: other
         count = jnp.sum(mine.astype(jnp.int32))
         elements = row0 * rank + lax.iota(jnp.int32, block)
 
         def step(i, acc):
             wanted = i * at_once + lax.iota(jnp.int32, at_once)
-            chunk = jnp.sum(jnp.where(place[None, :] == wanted[:, None], number[None, :], 0), axis=1)
-            there = jnp.broadcast_to((wanted < count)[:, None], (at_once, block))
+            # The numbers of the wanted chunks, by selection: registers cannot be indexed.
+            chunk = jnp.sum(jnp.where(order[None, :] == wanted[:, None], number[None, :], 0), axis=1)
+            exists = jnp.broadcast_to((wanted < count)[:, None], (at_once, block))
             source = partials_ref.at[
-                jnp.broadcast_to(chunk[:, None], there.shape), jnp.broadcast_to(elements[None, :], there.shape)
+                jnp.broadcast_to(chunk[:, None], exists.shape), jnp.broadcast_to(elements[None, :], exists.shape)
             ]
-            return acc + jnp.sum(plt.load(source, mask=there, other=0.0), axis=0)
+            return acc + jnp.sum(plt.load(source, mask=exists, other=0.0), axis=0)
 
         steps = lax.div(count + (at_once - 1), at_once)
-        acc = lax.fori_loop(0, steps, step, jnp.zeros(block, jnp.float32)) * factor_ref[own]
+        acc = lax.fori_loop(0, steps, step, jnp.zeros(block, jnp.float32)) * factor_ref[k]
         acc = acc.reshape(rows, rank)
         for out_ref, part in zip(out_refs, parts, strict=True):
-            write(out_ref, part, own, row0, acc)
+            write(out_ref, part, k, row0, acc)
 
-    def write(out_ref: Any, part: tuple[int, int], own: jax.Array, row0: jax.Array, acc: jax.Array) -> None:
+    def write(out_ref: Any, part: tuple[int, int], k: jax.Array, row0: jax.Array, acc: jax.Array) -> None:
         start, width = part
         if width < rank:  # registers cannot be cut: the other columns are masked
             row = row0 + lax.broadcasted_iota(jnp.int32, acc.shape, 0)
             column = lax.broadcasted_iota(jnp.int32, acc.shape, 1) - start
             inside = (column >= 0) & (column < width)
-            column = jnp.where(inside, column, width)  # where the interpreter drops what is masked
-            place = (column, row) if transposed else (row, column)
-            plt.store(out_ref.at[jnp.broadcast_to(own, acc.shape), *place], acc, mask=inside)
+            column = jnp.where(inside, column, width)  # out of bounds: the interpreter drops these
+            index = (column, row) if transposed else (row, column)
+            plt.store(out_ref.at[jnp.broadcast_to(k, acc.shape), *index], acc, mask=inside)
         elif transposed:
-            out_ref[own, :, pl.ds(row0, rows)] = acc.T
+            out_ref[k, :, pl.ds(row0, rows)] = acc.T
         else:
-            out_ref[own, pl.ds(row0, rows), :] = acc
+            out_ref[k, pl.ds(row0, rows), :] = acc
 
     shapes = [(num_adapters, width, size) if transposed else (num_adapters, size, width) for _, width in parts]
     return call(

@@ -220,7 +220,7 @@ def _factors(static: _Static, refs: _Refs, slot, columns) -> list[tuple[Any, Any
     """The operands of the low-rank parts of dh, gate and up, for `products`."""
     low_smem = refs.low_smem.at[slot]
     ds = low_smem.at[:, pl.ds(static.both, static.rank)], refs.a_smem.at[:, columns]
-    return [ds, *(low_factors(low_smem, refs.b_smem.at[:, columns], place) for place in static.places)]
+    return [ds, *(low_factors(low_smem, refs.b_smem.at[:, columns], part) for part in static.places)]
 
 
 def gradient_tile(

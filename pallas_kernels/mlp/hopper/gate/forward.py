@@ -259,7 +259,7 @@ def gate_tile(
     dtype = gate_smem.dtype
     for first in range(0, WIDTH, PART):
         columns = pl.ds(first, PART)
-        low_gate, low_up = products(*(low_factors(s_smem, b_smem.at[:, columns], place) for place in places))
+        low_gate, low_up = products(*(low_factors(s_smem, b_smem.at[:, columns], part) for part in places))
         g = registers(gate_smem.at[:, columns]) + low_gate
         u = registers(up_smem.at[:, columns]) + low_up
         h = g * sigmoid(g) * u

@@ -114,9 +114,9 @@ def products(*given: tuple[Any, Any]) -> tuple[jax.Array, ...]:
     return pl.run_scoped(run, *[plgpu.ACC((ROWS, PART), jnp.float32)] * len(given))
 
 
-def low_factors(left, right, place: Place) -> tuple[Any, Any]:
+def low_factors(left, right, part: Place) -> tuple[Any, Any]:
     """A projection's columns of S and rows of the bank, for `products`."""
-    return left.at[:, pl.ds(*place)], right.at[pl.ds(*place), :]
+    return left.at[:, pl.ds(*part)], right.at[pl.ds(*part), :]
 
 
 def sigmoid(x: jax.Array) -> jax.Array:

@@ -412,8 +412,8 @@ def _row_range(static: _Static, refs: Refs, work: _Work, j):
     return pl.ds(refs.blocks_g[work.chunk * static.size + j] * ROWS, ROWS)
 
 
-def _rows(ref, place: Place):
-    return ref.at[pl.ds(*place), :]
+def _rows(ref, part: Place):
+    return ref.at[pl.ds(*part), :]
 
 
 def _transposed(ref):

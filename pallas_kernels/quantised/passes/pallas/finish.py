@@ -2,7 +2,7 @@
 
     y[t, n] = sums[t, n] · row_scale[t] · column_scale[n] + S[t] B[k, :, n],  k = adapter of row t
 
-One pass over the sums, which the scales need anyway: on its own the low-rank product would write an array as wide as y
+One pass over the sums, which the scales need anyway. A low-rank product of its own would write an array as wide as y,
 and another pass would read it.
 
 T rows · N columns · R padded rank · A adapters
@@ -47,12 +47,12 @@ def finish(
     def kernel(sums_ref, row_ref, s_ref, bank_ref, adapter_ref, *refs):
         *column_ref, out_ref = refs
         block = pl.program_id(0)
-        here, beside = pl.ds(block * rows, rows), pl.ds(pl.program_id(1) * columns, columns)
-        low = dot(s_ref[here, pl.ds(rank_offset, rank)], bank_ref[adapter_ref[block], :, beside])
-        y = sums_ref[here, beside].astype(jnp.float32) * row_ref[here][:, None]
+        row_range, features = pl.ds(block * rows, rows), pl.ds(pl.program_id(1) * columns, columns)
+        low = dot(s_ref[row_range, pl.ds(rank_offset, rank)], bank_ref[adapter_ref[block], :, features])
+        y = sums_ref[row_range, features].astype(jnp.float32) * row_ref[row_range][:, None]
         if column_ref:
-            y = y * column_ref[0][beside][None]
-        out_ref[here, beside] = (y + low).astype(out_ref.dtype)
+            y = y * column_ref[0][features][None]
+        out_ref[row_range, features] = (y + low).astype(out_ref.dtype)
 
     return call(
         kernel,

@@ -34,8 +34,8 @@ def round_rows(
         column = lax.broadcasted_iota(jnp.int32, (rows, padded), 1)
         wide = plt.load(x_ref.at[row, column], mask=column < K, other=0.0).astype(jnp.float32)
         if factor_ref:
-            place = lax.broadcasted_iota(jnp.int32, (padded,), 0)
-            wide = wide * plt.load(factor_ref[0].at[place], mask=place < K, other=0.0)[None]
+            index = lax.broadcasted_iota(jnp.int32, (padded,), 0)
+            wide = wide * plt.load(factor_ref[0].at[index], mask=index < K, other=0.0)[None]
         scales, inverse = power_of_two_scales(jnp.max(jnp.abs(wide), axis=1))
         plt.store(out_ref.at[row, column], (wide * inverse[:, None]).astype(out_ref.dtype), mask=column < K)
         scale_ref[pl.ds(pl.program_id(0) * rows, rows)] = scales
