@@ -29,7 +29,7 @@ def command(
     """Compares every file with its digest; exits with 2 if one is damaged.
 
     With an adapter: trains it for a few steps from its start, once by the run's plan and once alone, and compares
-    every tensor; exits with 1 if one differs by more than the bound. Nothing is written.
+    losses and gradients step by step; exits with 1 if one differs by more than rounding explains. Nothing is written.
 
     Example: lorafusion verify runs/exp1
 
@@ -69,18 +69,23 @@ def _verify_adapter(path: Path, adapter: str, steps: int, as_json: bool) -> int:
     if as_json:
         print(json.dumps({"folder": str(path), "good": found.good, **asdict(found)}))
         return 0 if found.good else DIFFERENT
-    table = plain_table(("tensor",), ("difference", "bound"))
+    table = plain_table(("step", "of"), ("difference", "bound"))
     for one in found.differences[:SHOWN]:
-        table.add_row(one.tensor, f"{one.value:.1e}", f"{found.bound:.0e}")
+        table.add_row(str(one.step), one.tensor, f"{one.value:.1e}", f"{one.bound:.0e}")
     console = out()
     console.print(table)
-    largest = found.differences[0]
-    text = (
-        f"{adapter}, {exact(found.steps)} steps with {exact(found.others)} other adapters and alone: of "
-        f"{exact(len(found.differences))} tensors, the largest difference is {largest.value:.1e} of the tensor"
-    )
+    worst = found.differences[0]
+    text = f"{adapter}, {exact(found.steps)} steps with {exact(found.others)} other adapters and alone"
     if found.good:
-        say(console, f"{text}, within {found.bound:.0e}")
+        say(
+            console,
+            f"{text}: losses, gradients and steps differ by rounding only ({exact(len(found.differences))} compared)",
+        )
         return 0
-    say(errors_to(), f"error[verify.different] {text}, above {found.bound:.0e} ({largest.tensor})", "red")
+    say(
+        errors_to(),
+        f"error[verify.different] {text}: step {worst.step}, {worst.tensor} differs by {worst.value:.1e}, above what "
+        f"rounding explains, {worst.bound:.0e}",
+        "red",
+    )
     return DIFFERENT

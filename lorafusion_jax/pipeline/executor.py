@@ -35,6 +35,10 @@ from scheduling.pipeline import Event
 AHEAD = 1  # slots queued beyond those in the pipeline: devices need not wait for the host, and memory is bounded
 
 
+# (adapter, its closed global batch on every stage) -> the closed global batch to step with
+type BeforeStep = Callable[[str, list[Future[ClosedBatch]]], list[Future[ClosedBatch]]]
+
+
 class _FailedEvent(Exception):
     """An exception, with the event during which it was raised."""
 
@@ -74,6 +78,9 @@ class Executor:
         stages: in order.
         names: names of the adapters, in stacking order.
         spans: records when each event ran.
+
+    Attributes:
+        before_step: called before every step that is issued.
     """
 
     def __init__(self, stages: Sequence[Stage], names: Sequence[str], spans: Spans | None = None):
@@ -90,6 +97,7 @@ class Executor:
         self._failure: _FailedEvent | None = None  # the first failure; later work is not run
         self._failing = threading.Lock()
         self._warm: list[list[tuple[int, ...]]] = []  # shapes of the microbatches that programs were compiled for
+        self.before_step: BeforeStep = lambda adapter, closed: closed
 
     @property
     def local_replicas(self) -> list[int]:
@@ -210,9 +218,10 @@ class Executor:
         """Steps an adapter on all stages. The gradient norm for clipping is over all stages."""
         number = self._index[adapter]
         slot, closed = self._last_slot.pop(number), self._closing.pop(number)
+        used = self.before_step(adapter, closed)
 
         def run(place: int, stage: Stage) -> Stepped:
-            summaries = [transfer(each.summary.without_metrics, stage.mesh) for each in in_order(closed)]
+            summaries = [transfer(each.summary.without_metrics, stage.mesh) for each in in_order(used)]
             with self._record_event(Event("update", place, slot, (adapter,)), stepping=True) as record:
                 stepped = stage.step(number, summaries, numbers)
                 record(stepped.alive)

@@ -253,6 +253,15 @@ class Stage:
         )
         return summary, finite
 
+    def gradient(self, index: int) -> Leaves:
+        """Returns the gradient of an adapter whose global batch is closed, until its next step."""
+        return self._gradients[index]
+
+    def replace_gradient(self, index: int, gradient: Mapping[str, np.ndarray]) -> None:
+        """Gives the next step of an adapter another gradient, in all layers of the model."""
+        own = {name: leaf[self.extent.layers_of(name)] for name, leaf in gradient.items()}
+        self._gradients[index] = replicate(own, self.mesh)
+
     def step(self, index: int, summaries: Sequence[BatchSummary], numbers: Hyper) -> Stepped:
         """Steps an adapter whose global batch is closed on every stage."""
         spec, optim = self._specs[index], self._adapters[index].optim

@@ -1,46 +1,63 @@
-"""Trains one adapter of a run for a few steps twice, jointly and alone, and compares every tensor.
+"""Trains one adapter of a run for a few steps, jointly and alone, and compares loss and gradient of every step.
 
-Both start from the run's settings and data. The joint training follows the run's plan. Nothing is written.
+All trainings start from the run's settings and data. The joint one follows the run's plan. The others follow its steps,
+so every gradient is computed at the same weights. Nothing is written.
+
+Packing may change a gradient by rounding only: sums have another order, and in bfloat16 activations are rounded at
+other rows. How much that is depends on dtype, depth, widths and kernels, so it is measured: the adapter trains alone
+twice, by its plan and by one that packs the same samples otherwise. The joint gradient g and the gradients h and h' of
+the two must satisfy, in every tensor,
+
+    ‖g - h‖ <= FACTOR · max(‖h' - h‖, typical · ‖h‖)    typical: the median of ‖h' - h‖ / ‖h‖, at least ROUNDING
+
+A batch of one sample cannot be packed otherwise, and h' = h. Then typical is ROUNDING · sqrt(8 L) of L layers: each has
+eight products whose inputs are rounded independently.
+
+An optimizer step is elementwise arithmetic. From equal gradients it must move the weights equally, up to MOVED.
 """
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from lorafusion_jax.checkpoint.folder import RunFolder
-from lorafusion_jax.checkpoint.peft_leaves import Arrays, take_adapter
-from lorafusion_jax.checkpoint.warm_start import check_warm_starts, read_warm_starts
+from lorafusion_jax.checkpoint.warm_start import check_warm_starts
 from lorafusion_jax.config.references import adapters_with_references
 from lorafusion_jax.config.schema import JobConfig
-from lorafusion_jax.config.specs import adapter_specs
 from lorafusion_jax.data.prepare import Prepared, prepare
 from lorafusion_jax.errors import ConfigError
-from lorafusion_jax.pipeline.base import check_mesh
-from lorafusion_jax.pipeline.session import Session
 from lorafusion_jax.planning.training_plan import plan_training
 from lorafusion_jax.report.record import check_record
-from lorafusion_jax.training.hooks import Hooks
 from lorafusion_jax.training.job import Job
-from lorafusion_jax.training.loop import Loop
 from lorafusion_jax.training.resume_run import checked_base
-from lorafusion_jax.training.state import AdapterProgress, Progress
 from lorafusion_jax.training.stored_references import read_references
+from lorafusion_jax.training.watched_steps import Tensors, Watched, WatchedSession
 from scheduling import Plan
+from scheduling.types import Slot
 
-# Relative to the tensor, as in CONTRIBUTING.md. float32: sums have another order, and optimizer steps carry the
-# difference on. bfloat16: activations are rounded to 8 bits, at other rows.
-BOUNDS = {"float32": 1e-5, "bfloat16": 5e-2}
+FACTOR = 4.0  # between two differences of one kind
+ROUNDING = {"float32": 2.0**-21, "bfloat16": 2.0**-9}
+PRODUCTS = 8  # of a layer
+MOVED = 1e-5  # of what the steps moved
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """‖joint - alone‖ / ‖alone‖ of one tensor."""
+    """Relative difference of joint and separate training in one quantity, and its bound."""
 
+    step: int
     tensor: str
     value: float
+    bound: float
+
+    @property
+    def excess(self) -> float:
+        """Above 1 if the difference is too large; infinite for NaN."""
+        return self.value / self.bound if self.value == self.value else np.inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,23 +66,21 @@ class Comparison:
 
     Attributes:
         others: number of other adapters with rows in the joint slots.
-        differences: differences of all tensors, largest first.
-        bound: largest allowed difference.
+        differences: loss and gradients of every step, and what all steps moved; the worst first.
     """
 
     adapter: str
     steps: int
     others: int
     differences: tuple[Difference, ...]
-    bound: float
 
     @property
     def good(self) -> bool:
-        return all(one.value <= self.bound for one in self.differences)  # False for NaN
+        return all(one.excess <= 1 for one in self.differences)
 
 
 def compare_alone(run: Path, name: str, steps: int) -> Comparison:
-    """Trains an adapter of a run for a few steps, jointly and alone, and compares its weights.
+    """Trains an adapter of a run for a few steps, jointly and alone, and compares every step.
 
     Raises:
         ConfigError: `verify.adapter`, the run has no such adapter.
@@ -83,19 +98,27 @@ def compare_alone(run: Path, name: str, steps: int) -> Comparison:
     prepared = read_references(run, record, prepared, adapters_with_references(config))
     checked_base(record, config, False)
     check_warm_starts(record.get("warm_starts", {}), config)
+    return compare_job(_on_layout_of(config, plan), prepared, plan, name, steps)
+
+
+def compare_job(config: JobConfig, prepared: Prepared, plan: Plan, name: str, steps: int) -> Comparison:
+    """Compares the first steps of an adapter by a plan of its job with those of the adapter alone."""
     steps = min(steps, plan.job_of[name].num_batches)
     joint = first_steps(plan, name, steps)
-    config = _on_layout_of(config, plan)
+    with closing(WatchedSession(Job(config=config, prepared=prepared, plan=joint), name)) as session:
+        watched = session.run()
     own = config.model_copy(update={"adapters": (config.adapter(name),)})
     own_data = Prepared(tokenizer=prepared.tokenizer, adapters={name: prepared.adapters[name]})
     alone = first_steps(plan_training(own, own_data), name, steps)
-    pair = _train(config, prepared, joint, name), _train(own, own_data, alone, name)
+    plain, repacked = (
+        _follow(watched, Job(config=own, prepared=own_data, plan=each), name)
+        for each in (alone, packed_otherwise(alone))
+    )
     return Comparison(
         adapter=name,
         steps=steps,
         others=len({ref.adapter for slot in joint.slots for ref in slot.samples}) - 1,
-        differences=compare(*pair),
-        bound=BOUNDS[config.base.dtype],
+        differences=compare(watched, plain, repacked, ROUNDING[config.base.dtype]),
     )
 
 
@@ -114,19 +137,61 @@ def first_steps(plan: Plan, name: str, steps: int) -> Plan:
     )
 
 
-def compare(joint: Arrays, alone: Arrays) -> tuple[Difference, ...]:
-    """Returns the difference of every tensor, largest first.
+def packed_otherwise(plan: Plan) -> Plan:
+    """Returns a plan of the same samples with other microbatches: every slot becomes two, in reverse order."""
+    slots = [half for slot in plan.slots for half in _halves(slot)]
+    stopped = tuple((name, 2 * slot) for name, slot in plan.stopped)
+    return replace(plan, slots=tuple(slots), stopped=stopped)
 
-    >>> one = {"q_proj": (np.ones((2, 1)), np.zeros((1, 2)))}
-    >>> compare(one, one)[0].value
-    0.0
+
+def _halves(slot: Slot) -> list[Slot]:
+    later = tuple(part[len(part) // 2 :][::-1] for part in slot.replicas)
+    earlier = tuple(part[: len(part) // 2][::-1] for part in slot.replicas)
+    return [replace(slot, replicas=replicas) for replicas in (later, earlier)]
+
+
+def compare(joint: Watched, alone: Watched, otherwise: Watched, rounding: float) -> tuple[Difference, ...]:
+    """Compares joint training with separate training.
+
+    Args:
+        alone, otherwise: both follow the steps of `joint`.
+        rounding: relative difference by one rounding.
+
+    Returns:
+        All differences, the worst first.
     """
-    found = [
-        Difference(tensor=f"{path}.lora_{part}", value=_relative(x, y))
-        for path, pair in joint.items()
-        for part, x, y in zip("AB", pair, alone[path], strict=True)
-    ]
-    return tuple(sorted(found, key=lambda one: (-one.value if one.value == one.value else -np.inf, one.tensor)))
+    found: list[Difference] = []
+    for step, gradients in enumerate(zip(joint.gradients, alone.gradients, otherwise.gradients, strict=True), 1):
+        together, own, repacked = (_by_layer(gradient) for gradient in gradients)
+        noise = {name: _relative(repacked[name], own[name]) for name in own}
+        layers = max(len(leaf) for leaf in alone.gradients[step - 1].values())
+        least = rounding if any(noise.values()) else rounding * (PRODUCTS * layers) ** 0.5
+        typical = max(least, float(np.median(list(noise.values()))))
+        losses = joint.losses[step - 1], alone.losses[step - 1]
+        found.append(_difference(step, "loss", np.asarray(losses[0]), np.asarray(losses[1]), FACTOR * typical))
+        found += [
+            _difference(step, name, together[name], own[name], FACTOR * max(noise[name], typical)) for name in own
+        ]
+    first, together, own = (_by_layer(tensors) for tensors in (joint.first, joint.last, alone.last))
+    start = _by_layer(alone.first)
+    for name in own:
+        found.append(_difference(0, f"first {name}", first[name], start[name], rounding))
+        moved, expected = together[name] - first[name], own[name] - start[name]
+        found.append(_difference(len(joint.losses), f"steps of {name}", moved, expected, MOVED))
+    return tuple(sorted(found, key=lambda one: (-one.excess, one.step, one.tensor)))
+
+
+def _difference(step: int, what: str, x: np.ndarray, y: np.ndarray, bound: float) -> Difference:
+    return Difference(step=step, tensor=what, value=_relative(x, y), bound=bound)
+
+
+def _by_layer(tensors: Tensors) -> dict[str, np.ndarray]:
+    """Splits arrays of all layers: layers.self_attn.q_proj.lora_a → layers.0.self_attn.q_proj.lora_a, …"""
+    return {
+        name.replace("layers.", f"layers.{layer}.", 1): array
+        for name, leaf in tensors.items()
+        for layer, array in enumerate(leaf)
+    }
 
 
 def _relative(x: np.ndarray, y: np.ndarray) -> float:
@@ -143,24 +208,6 @@ def _on_layout_of(config: JobConfig, plan: Plan) -> JobConfig:
     return config.model_copy(update={"mesh": config.mesh.model_copy(update=mesh)})
 
 
-def _train(config: JobConfig, prepared: Prepared, plan: Plan, name: str) -> Arrays:
-    check_mesh(config)
-    session = Session.open(config, prepared)
-    try:
-        session.start(read_warm_starts(config))
-        session.finish_loading()
-        progress = Progress(
-            adapters={job.name: AdapterProgress(name=job.name, num_steps=job.num_batches) for job in plan.jobs}
-        )
-        hooks = Hooks(save=lambda wait: None, evaluate=lambda *_: None, finish=lambda *_: None)
-        job = Job(config=config, prepared=prepared, plan=plan)
-        Loop(job, session.executor, progress, lambda event: None, hooks).run()
-        leaves = session.read(name)()
-        spec = next(spec for spec in adapter_specs(config) if spec.name == name)
-        return take_adapter(_with_adapters(leaves), spec, 0)
-    finally:
-        session.close()
-
-
-def _with_adapters(leaves: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    return {leaf: array[:, None] for leaf, array in leaves.items()}
+def _follow(joint: Watched, job: Job, name: str) -> Watched:
+    with closing(WatchedSession(job, name)) as session:
+        return session.run(follow=joint)

@@ -3,34 +3,62 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import pytest
+from more_cases import mostly_nightly
+from random_sweeps import NAMES, random_sweep
 
 from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.cli.main import run as lorafusion
+from lorafusion_jax.data.prepare import Prepared
+from lorafusion_jax.pipeline import batches
+from lorafusion_jax.pipeline.executor import Executor
+from lorafusion_jax.pipeline.stage import Stage
+from lorafusion_jax.planning.training_plan import plan_training
 from lorafusion_jax.training import compare_alone
-from lorafusion_jax.training.compare_alone import compare, first_steps
+from lorafusion_jax.training.compare_alone import ROUNDING, compare, compare_job, first_steps, packed_otherwise
+from lorafusion_jax.training.job import Job
+from lorafusion_jax.training.watched_steps import Watched, WatchedSession
+from scheduling import verify_plan
+
+NAME, STEPS = "tea", 3  # adamw at a rate of 1e-2, dropout, batches of several samples
 
 
 def test_an_adapter_of_a_run_is_what_it_is_alone(whole_run, capsys):
     before = sorted(whole_run.run.rglob("*"))
     assert lorafusion(["verify", str(whole_run.run), "law", "--steps", "2", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert (found["steps"], found["others"], found["bound"], found["good"]) == (2, 1, 1e-5, True)
-    assert len(found["differences"]) == 8, "A and B of two projections in two layers"
+    assert (found["steps"], found["others"], found["good"]) == (2, 1, True)
+    tensors = 8  # A and B of two projections in two layers
+    assert len(found["differences"]) == 2 * (1 + tensors) + 2 * tensors, "of both steps; first weights, and what moved"
+    assert max(one["bound"] for one in found["differences"]) <= 1e-5
     assert sorted(whole_run.run.rglob("*")) == before
 
 
-def test_a_difference_is_told_with_its_tensor(whole_run, monkeypatch, capsys):
-    def spoilt(config, prepared, plan, name):
-        array = np.full((2, 2), 1.0 + 1e-4 * len(config.adapters))
-        return {"layers.0.self_attn.q_proj": (np.ones((2, 2)), array)}
-
-    monkeypatch.setattr(compare_alone, "_train", spoilt)
-    assert lorafusion(["verify", str(whole_run.run), "law"]) == 1
+def test_a_difference_is_told_with_its_step_and_tensor(whole_run, monkeypatch, capsys):
+    spoilt = replace_gradient(compare_alone.WatchedSession.run)
+    monkeypatch.setattr(compare_alone.WatchedSession, "run", spoilt)
+    assert lorafusion(["verify", str(whole_run.run), "law", "--steps", "2"]) == 1
     shown = capsys.readouterr()
     assert "error[verify.different]" in shown.err
-    assert "layers.0.self_attn.q_proj.lora_B" in shown.err
+    assert "step 2, layers.1.self_attn.q_proj.lora_b differs by 1.0e-04" in shown.err
+
+
+def replace_gradient(run):
+    def spoilt(self, follow=None):
+        watched = run(self, follow)
+        if follow is not None:
+            return watched
+        leaf = "layers.self_attn.q_proj.lora_b"
+        first, gradient = watched.gradients
+        factor = np.array([1.0, 1 + 1e-4], np.float32)[:, None, None]
+        return replace(watched, gradients=[first, gradient | {leaf: gradient[leaf] * factor}])
+
+    return spoilt
 
 
 def test_an_adapter_that_the_run_does_not_have(whole_run, capsys):
@@ -39,8 +67,14 @@ def test_an_adapter_that_the_run_does_not_have(whole_run, capsys):
 
 
 def test_a_nan_is_above_every_bound():
-    good, bad = {"x": (np.ones((1, 1)),) * 2}, {"x": (np.ones((1, 1)), np.full((1, 1), np.nan))}
-    assert np.isnan(compare(bad, good)[0].value)
+    good, bad = watched(1.0), watched(np.nan)
+    assert [one.excess for one in compare(bad, good, good, 1e-6)][:2] == [np.inf, np.inf]
+    assert max(one.excess for one in compare(good, good, good, 1e-6)) == 0
+
+
+def watched(value):
+    leaf = {"layers.q_proj.lora_a": np.full((2, 1), value)}
+    return Watched(losses=[1.0], gradients=[leaf], closed=[], first=leaf, last=leaf)
 
 
 def test_the_steps_are_those_of_the_plan(whole_run):
@@ -48,3 +82,162 @@ def test_the_steps_are_those_of_the_plan(whole_run):
     part = first_steps(plan, "law", 2)
     assert [batch for _, name, batch in part.batches_ending() if name == "law"] == [0, 1]
     assert part.slots == plan.slots[: part.num_slots]
+
+
+def test_the_other_packing_is_a_plan_of_the_same_samples(whole_run):
+    plan = RunFolder(whole_run.run).read_plan()
+    other = packed_otherwise(plan)
+    verify_plan(other, plan.jobs)
+    assert [set(slot.samples) for slot in other.slots] != [set(slot.samples) for slot in plan.slots]
+
+
+SWEEPS = [("float32", seed) for seed in range(40)] + [("bfloat16", seed) for seed in range(8)]
+
+
+@pytest.mark.parametrize(("dtype", "seed"), mostly_nightly(SWEEPS, [("float32", 3)]))
+def test_no_false_alarm(dtype, seed, tmp_path, tiny_base):
+    """Adam turns the rounding of tiny gradients into whole steps; gradients at the same weights do not."""
+    config, prepared, plan = random_sweep(tmp_path, tiny_base, seed, dtype)
+    name = NAMES[seed // 2 % len(NAMES)]
+    found = compare_job(config, prepared, plan, name, STEPS)
+    assert found.good, found.differences[0]
+    assert found.others > 0
+
+
+# --- planted faults: each only in the joint training ---
+
+
+@pytest.fixture(scope="module")
+def sessions(tmp_path_factory, tiny_base, kept_programs):
+    """Three sessions of one sweep: jointly, alone, alone and packed otherwise."""
+    config, prepared, plan = random_sweep(tmp_path_factory.mktemp("sweep"), tiny_base, 3)
+    own = config.model_copy(update={"adapters": (config.adapter(NAME),)})
+    own_data = Prepared(tokenizer=prepared.tokenizer, adapters={NAME: prepared.adapters[NAME]})
+    alone = first_steps(plan_training(own, own_data), NAME, STEPS)
+    jobs = (
+        Job(config=config, prepared=prepared, plan=first_steps(plan, NAME, STEPS)),
+        Job(config=own, prepared=own_data, plan=alone),
+        Job(config=own, prepared=own_data, plan=packed_otherwise(alone)),
+    )
+    opened = [WatchedSession(job, NAME) for job in jobs]
+    yield opened
+    for session in opened:
+        session.close()
+
+
+def of_piece(change):
+    """Changes the last sample of the adapter in its first slot of two."""
+
+    def plant(patch):
+        original = batches.pieces_of_slot
+
+        def pieces(samples, data, index, weights):
+            found = original(samples, data, index, weights)
+            own = [place for place, piece in enumerate(found) if piece.adapter == index[NAME]]
+            return change(found, own) if len(own) > 1 else found
+
+        patch.setattr(batches, "pieces_of_slot", pieces)
+
+    return plant
+
+
+def with_last(change):
+    def changed(pieces, own):
+        return [change(piece) if place == own[-1] else piece for place, piece in enumerate(pieces)]
+
+    return of_piece(changed)
+
+
+def of_rows(change):
+    """Changes arrays of every microbatch that holds the adapter."""
+
+    def plant(patch):
+        original = batches.assemble
+
+        def assemble(pieces, **sizes):
+            found = original(pieces, **sizes)
+            return change(found) if len({piece.adapter for piece in pieces}) > 1 else found
+
+        patch.setattr(batches, "assemble", assemble)
+
+    return plant
+
+
+def of_step(change):
+    def plant(patch):
+        original = Executor.step
+
+        def step(self, adapter, numbers):
+            return original(self, adapter, change(numbers) if adapter == NAME else numbers)
+
+        patch.setattr(Executor, "step", step)
+
+    return plant
+
+
+def other_state(patch):
+    """The adapter steps with the optimizer state that it had a step before."""
+    original, states = Stage.step, []
+
+    def step(self, index, summaries, numbers):
+        if self.names[index] == NAME:
+            states.append(jax.tree.map(jnp.copy, self.optimizers[NAME]))
+            self.optimizers[NAME] = jax.tree.map(jnp.copy, states[max(len(states) - 2, 0)])
+        return original(self, index, summaries, numbers)
+
+    patch.setattr(Stage, "step", step)
+
+
+def repeated(pieces, own):
+    """A sample takes the place of another, a longer one."""
+    short, long = sorted(own[-2:], key=lambda place: len(pieces[place].tokens))
+    return [pieces[short] if place == long else piece for place, piece in enumerate(pieces)]
+
+
+def shifted(array):
+    return np.roll(array, 1)
+
+
+FAULTS = {
+    "key of another sample": with_last(lambda piece: piece._replace(key=piece.key ^ 1)),
+    "lost row": with_last(lambda piece: piece._replace(loss_mask=np.where(first_learnt(piece), 0, piece.loss_mask))),
+    "lost sample": of_piece(lambda pieces, own: [p for place, p in enumerate(pieces) if place != own[-1]]),
+    "sample twice": of_piece(repeated),
+    "weight of another batch": with_last(
+        lambda p: p._replace(weights=p.weights._replace(token=p.weights.token * 1.01))
+    ),
+    "loss mask moved by one": with_last(lambda piece: piece._replace(loss_mask=shifted(piece.loss_mask))),
+    "another token": with_last(lambda piece: piece._replace(tokens=np.where(first_learnt(piece), 7, piece.tokens))),
+    "dropout of other positions": of_rows(lambda rows: rows._replace(row_key=shifted(rows.row_key))),
+    "two rows of a position": of_rows(lambda rows: rows._replace(positions=rows.positions // 2)),
+    "attention sees the sample before": of_rows(lambda rows: rows._replace(segment_ids=rows.segment_ids // 2)),
+    "a tile of another adapter": of_rows(lambda rows: rows._replace(tile_adapter=tile_of_first(rows))),
+    "another rate": of_step(lambda numbers: numbers._replace(lr=numbers.lr * np.float32(1.0001))),
+    "another decay": of_step(lambda numbers: numbers._replace(weight_decay=numbers.weight_decay + np.float32(1e-3))),
+    "state of the step before": other_state,
+}
+
+
+def first_learnt(piece):
+    return np.arange(len(piece.loss_mask)) == np.flatnonzero(piece.loss_mask)[0]
+
+
+def tile_of_first(rows):
+    """The first tile that two adapters share a border at goes to the adapter before."""
+    tiles = rows.tile_adapter.copy()
+    border = next(place for place in range(1, len(tiles)) if tiles[place] != tiles[place - 1] and tiles[place] >= 0)
+    tiles[border] = tiles[border - 1]
+    return tiles
+
+
+@pytest.mark.parametrize(
+    "fault", [None, *mostly_nightly(FAULTS, ["key of another sample", "lost row", "another rate"])]
+)
+def test_planted_faults_are_found(fault, sessions, monkeypatch):
+    joint, alone, otherwise = sessions
+    with monkeypatch.context() as patch:
+        if fault is not None:
+            FAULTS[fault](patch)
+        followed = joint.run()
+    found = compare(followed, alone.run(followed), otherwise.run(followed), ROUNDING["float32"])
+    assert (found[0].excess > 1) == (fault is not None), found[:3]
