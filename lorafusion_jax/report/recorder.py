@@ -21,7 +21,7 @@ from pathlib import Path
 from lorafusion_jax.files import replace_bytes
 from lorafusion_jax.log_file import encode_row, parse_row, split_lines
 from lorafusion_jax.log_file import read_rows as read_rows
-from lorafusion_jax.report.events import PhaseBegun, RunEvent, StateSaved
+from lorafusion_jax.report.events import AdapterChanged, PhaseBegun, RunEvent, StateSaved
 
 METRICS = ("step", "eval", "slot")
 # Events that a resumed run repeats.
@@ -31,6 +31,9 @@ CHUNK = 1 << 20
 
 class Recorder:
     """A listener that appends to the run folder.
+
+    A resumed run repeats the changes at the slot of its checkpoint. Those that are in the file stay, so that each has
+    one row; other listeners hear of them again.
 
     Args:
         directory: the run folder.
@@ -42,6 +45,7 @@ class Recorder:
         if resume_slot is not None:
             _cut_after(self._metrics, resume_slot)
             _drop_repeated(self._events, resume_slot)
+        self._changes = {_change(row) for row in read_rows(self._events) if row["kind"] == AdapterChanged.kind}
 
     def __call__(self, event: RunEvent) -> None:
         if isinstance(event, PhaseBegun):
@@ -49,9 +53,18 @@ class Recorder:
         row = {key: _number(value) for key, value in event.row().items()} | {"time": round(time.time(), 3)}
         if isinstance(event, StateSaved) and self._metrics.exists():  # missing rows are detected later
             row["metrics_bytes"] = self._metrics.stat().st_size
+        if isinstance(event, AdapterChanged):
+            if _change(row) in self._changes:
+                return
+            self._changes.add(_change(row))
         path = self._metrics if event.kind in METRICS else self._events
         with path.open("ab") as file:
             file.write(encode_row(row))
+
+
+def _change(row: dict) -> tuple[int, str, str]:
+    """What makes a change of an adapter the same as one before."""
+    return row["slot"], row["adapter"], row.get("request", "")
 
 
 def _number(value):

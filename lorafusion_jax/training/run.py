@@ -15,14 +15,12 @@ from lorafusion_jax.config.join import select_adapters
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.data.references import with_references
 from lorafusion_jax.errors import RunError
-from lorafusion_jax.log_file import read_rows
 from lorafusion_jax.pipeline.processes import any_process, barrier, is_first
 from lorafusion_jax.pipeline.session import Session
 from lorafusion_jax.planning.prediction import predicted_run
 from lorafusion_jax.planning.training_plan import slots_of_sizes
 from lorafusion_jax.report.data_notes import data_notes
 from lorafusion_jax.report.events import (
-    AdapterChanged,
     AdapterFailed,
     Listener,
     PhaseBegun,
@@ -88,9 +86,8 @@ class Run:
         self._store, self._session, self._progress, self._listener = store, session, progress, listener
         self._resumed, self._start_up = resumed, start_up
         self._recorded = recorded_changes(folder)
-        self._revisions = Revisions(job, folder, progress, self._recorded, session.lacks_memory, self._emit)
-        self._reported = _reported_changes(folder)
-        self._evaluations = Evaluations(job, session, self._emit)
+        self._revisions = Revisions(job, folder, progress, self._recorded, session.lacks_memory, self._listener)
+        self._evaluations = Evaluations(job, session, self._listener)
         self._queue = BackgroundQueue("writer")
         writer = AdapterWriter(job, folder, progress)
         self._exports = ExportQueue(writer, session.read, listener, self._queue)
@@ -107,7 +104,7 @@ class Run:
             self._store.check_space(self._session.state_bytes)
             self._emit_start()
             for event in self._start_up.events:
-                self._emit(event)
+                self._listener(event)
             try:
                 if self._start_up.failure is not None:
                     raise self._start_up.failure
@@ -124,7 +121,7 @@ class Run:
                 seconds=self._progress.seconds,
                 plan=self._job.plan,
             )
-            self._emit(
+            self._listener(
                 result.event(
                     self._session.peak_bytes,
                     evaluation_s=round(self._evaluations.seconds, 3),
@@ -149,18 +146,10 @@ class Run:
             self._job,
             self._session.executor,
             self._progress,
-            self._emit,
+            self._listener,
             hooks,
             changes=[change for change in self._recorded if change.slot >= self._progress.slot],
         )
-
-    def _emit(self, event: RunEvent) -> None:
-        if isinstance(event, AdapterChanged):  # a resumed run repeats the changes at its checkpoint's slot
-            key = event.slot, event.adapter, event.request
-            if key in self._reported:
-                return
-            self._reported.add(key)
-        self._listener(event)
 
     @contextmanager
     def _record_end(self) -> Iterator[None]:
@@ -168,11 +157,11 @@ class Run:
         try:
             yield
         except Interrupted:
-            self._emit(RunInterrupted(slot=self._progress.slot))
+            self._listener(RunInterrupted(slot=self._progress.slot))
             raise
         except BaseException as problem:
             with suppress(OSError):  # the disk may be full
-                self._emit(stop_event(problem, self._progress.slot))
+                self._listener(stop_event(problem, self._progress.slot))
             raise
 
     def _prepare(self) -> None:
@@ -199,7 +188,7 @@ class Run:
     def _end_dropped(self, slot: int) -> None:
         """Ends adapters that were dropped when the run was resumed."""
         for adapter in self._progress.drop(stopped_otherwise(self._job.plan, self._recorded)):
-            self._emit(
+            self._listener(
                 AdapterFailed(
                     slot=slot, adapter=adapter.name, step=adapter.step, reason=adapter.reason, kept_step=adapter.step
                 )
@@ -212,7 +201,7 @@ class Run:
         if is_first():
             self._folder.write_record(self._folder.read_record() | session.device)
             predicted = predicted_run(self._job.config, self._job.prepared, self._job.plan)
-        self._emit(
+        self._listener(
             RunStarted(
                 slot=self._progress.slot,
                 device=session.device["device"],
@@ -244,7 +233,7 @@ class Run:
             self._exports.submit(adapter, slots_done)
 
     def _add_adapters(self, names: Sequence[str], slots_done: int) -> None:
-        self._emit(PhaseBegun(slot=slots_done, text=f"making room for {', '.join(names)}"))
+        self._listener(PhaseBegun(slot=slots_done, text=f"making room for {', '.join(names)}"))
         config = select_adapters(self._job.config, list(self._progress.adapters))
         new = config.model_copy(update={"adapters": config.adapters[len(self._session.names) :]})
         first = len(config.adapters) - len(new.adapters)
@@ -277,20 +266,14 @@ class Run:
         """Waits until the quantised base is cached; if a stop is asked for, closing the session ends the writing."""
         reading, slot = self._session.reading, self._progress.slot
         if not reading.wait_stored(0):
-            self._emit(PhaseBegun(slot=slot, text="caching the quantised base"))
+            self._listener(PhaseBegun(slot=slot, text="caching the quantised base"))
         while not reading.wait_stored(POLL_S) and not asked.is_set():
             pass
         for notice in reading.take_notices():
-            self._emit(replace(notice, slot=slot))
+            self._listener(replace(notice, slot=slot))
 
     def _write_timeline(self) -> None:
         timeline = self._session.spans.close(self._job.plan)
         if timeline.spans and is_first():
             with suppress(OSError):  # a full disk is reported elsewhere
                 self._folder.write_timeline(timeline.to_json())
-
-
-def _reported_changes(folder: RunFolder) -> set[tuple[int, str, str]]:
-    rows = read_rows(folder.path / "events.jsonl")
-    changed = (row for row in rows if row["kind"] == AdapterChanged.kind)
-    return {(row["slot"], row["adapter"], row.get("request", "")) for row in changed}
