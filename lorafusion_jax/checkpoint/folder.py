@@ -13,10 +13,9 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, TextIO
 
 from pydantic import ValidationError
@@ -26,13 +25,14 @@ from lorafusion_jax.checkpoint.digests import Damage, find_damage, has_digests
 from lorafusion_jax.checkpoint.new_folder import remove_leftovers
 from lorafusion_jax.checkpoint.run_lock import run_lock
 from lorafusion_jax.checkpoint.saved_states import slots_of
+from lorafusion_jax.checkpoint.transition import change_files, complete_change, current_file
 from lorafusion_jax.config.resolved import dump_config, read_resolved
 from lorafusion_jax.config.schema import BEGUN, JobConfig
 from lorafusion_jax.errors import CheckpointError
 from lorafusion_jax.files import PART, remove_folder, replace_text
 from scheduling import Plan, PlanOutline, outline_from_lines
 
-CONFIG, RECORD, TIMELINE = "config.yaml", "run.json", "timeline.json"
+CONFIG, RECORD, TIMELINE, PLAN = "config.yaml", "run.json", "timeline.json", "plan.json"
 _STEP = re.compile(r"step-(\d+)")
 
 
@@ -48,7 +48,7 @@ class RunFolder:
 
     @property
     def plan_file(self) -> Path:
-        return self.path / "plan.json"
+        return self.path / PLAN
 
     @property
     def record_file(self) -> Path:
@@ -129,20 +129,16 @@ class RunFolder:
     def lock(self) -> AbstractContextManager[None]:
         """Prevents other processes from training this run; see `run_lock`."""
         self.must_have_its_plan()
-        self._require("plan.json")  # otherwise the lock file would be created in a folder without a run
+        self._require(PLAN)  # otherwise the lock file would be created in a folder without a run
         return run_lock(self.path)
 
     def read_config(self) -> JobConfig:
-        self._require("config.yaml")
-        return read_resolved(self.path / "config.yaml")
+        self._require(CONFIG)
+        return read_resolved(self._current(CONFIG))
 
     def write_config(self, config: JobConfig, record: dict) -> None:
-        """Writes the current settings to run.json, then to config.yaml. After a crash in between, run.json is right."""
-        text = dump_config(config)
-        self.write_record(
-            run_record.with_file_digest(record, CONFIG, text) | {"config": config.model_dump(mode="json")}
-        )
-        replace_text(self.path / CONFIG, text)
+        """Replaces run.json and the current settings, which it also holds, in one step."""
+        self._change(record, config)
 
     def write_timeline(self, text: str) -> None:
         """Replaces timeline.json. It is removed first, so that a crash cannot leave an old one."""
@@ -156,35 +152,44 @@ class RunFolder:
         slot: int,
         changes: Sequence[dict[str, Any]] = (),
         *,
+        record: dict | None = None,
         config: JobConfig | None = None,
-        noted: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        """Replaces the plan of a run from `slot` on.
+        """Replaces the plan of a run from `slot` on, and its settings, in one step: after a kill, all or nothing is there.
 
-        Both plans are equal up to `slot`, so earlier checkpoints belong to both. run.json records the new plan before
-        plan.json is replaced, so the run can continue after a crash at any point. If the new plan was not written yet,
-        the run plans again, and settings that need the new plan are not in force (see `in_force`).
+        Both plans are equal up to `slot`, so earlier checkpoints belong to both.
 
         Args:
             changes: rows of the changes of adapters at `slot`.
-            config: configuration of all adapters, if one was added or extended.
-            noted: additional entries of run.json.
+            record: the other entries of run.json (None: they stay).
+            config: the settings from here on (None: they stay).
         """
-        record = self.read_record() | dict(noted)
+        record = self.read_record() if record is None else record
         move = {"slot": slot, "stages": plan.num_stages, "replicas": plan.data_parallel, "plan": plan.digest}
         move |= {"changes": list(changes)} if changes else {}
-        before = [_cap_changes(move, slot) for move in self.moves()]
-        record |= {"moves": [*before, move]}
-        self.write_record(record) if config is None else self.write_config(config, record)
+        moves = [*(_cap_changes(before, slot) for before in record.get("moves", [])), move]
         (self.path / TIMELINE).unlink(missing_ok=True)  # its slots may differ from those of the new plan
-        replace_text(self.plan_file, plan.to_json())
+        self._change(record | {"moves": moves}, config, plan)
+
+    def _change(self, record: dict, config: JobConfig | None = None, plan: Plan | None = None) -> None:
+        texts = {} if plan is None else {PLAN: plan.to_json()}
+        if config is not None:
+            texts |= {CONFIG: dump_config(config)}
+            record = run_record.with_file_digest(record, CONFIG, texts[CONFIG])
+            record |= {"config": config.model_dump(mode="json")}
+        change_files(self.path, texts, _digests(record), lambda: self.write_record(record))
+
+    def complete_change(self) -> None:
+        """Completes a change of plan and settings in which a process was killed; call it while holding `lock`.
+
+        Raises:
+            CheckpointError: run.json is missing or damaged.
+        """
+        complete_change(self.path, _digests(self.read_record()))
 
     def moves(self) -> list[dict[str, Any]]:
-        """Returns the moves up to the current plan, in order, without one whose plan was never written."""
-        record, plan = self.read_record(), self.read_plan().digest
-        moves = record.get("moves", [])
-        ends = [number for number, move in enumerate(moves, 1) if move["plan"] == plan]
-        return moves[: ends[-1]] if ends else [] if plan == record.get("plan") else moves
+        """Returns the moves up to the current plan, in order."""
+        return self.read_record().get("moves", [])
 
     def read_plan(self) -> Plan:
         """Reads the plan.
@@ -204,9 +209,9 @@ class RunFolder:
 
     def _read_plan_file[T](self, read: Callable[[TextIO], T]) -> T:
         self.must_have_its_plan()
-        self._require("plan.json")
+        self._require(PLAN)
         try:
-            with self.plan_file.open(encoding="utf-8") as file:
+            with self._current(PLAN).open(encoding="utf-8") as file:
                 return read(file)
         except (OSError, ValueError, RecursionError) as problem:
             raise CheckpointError(
@@ -276,6 +281,12 @@ class RunFolder:
         for place in (self.path, self.state, *(self.path / "adapters").glob("*")):
             remove_leftovers(place)
 
+    def _current(self, name: str) -> Path:
+        """Returns the file that run.json names."""
+        with suppress(CheckpointError):  # without run.json there is only one
+            return current_file(self.path, name, _digests(self.read_record()).get(name, ""))
+        return self.path / name
+
     def _require(self, file: str) -> None:
         if not (self.path / file).is_file():
             raise CheckpointError(
@@ -283,6 +294,13 @@ class RunFolder:
                 f"{self.path} is not a run folder: it has no {file}.",
                 fix="start a run: lorafusion train jobs.yaml --out runs/NAME",
             )
+
+
+def _digests(record: dict) -> dict[str, str]:
+    """Returns name → digest of the files that change together with run.json."""
+    moves = record.get("moves", ())
+    found = {PLAN: moves[-1]["plan"] if moves else record.get("plan"), CONFIG: record.get("files", {}).get(CONFIG)}
+    return {name: digest for name, digest in found.items() if isinstance(digest, str)}
 
 
 def _cap_changes(move: dict[str, Any], slot: int) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.checkpoint.requests import Action, is_extension, is_weight, write_addition, write_request
 from lorafusion_jax.cli.common import JobFile, Overrides, RunPath, next_command
 from lorafusion_jax.config.job_checks import ineffective
-from lorafusion_jax.config.join import in_force, read_joining
+from lorafusion_jax.config.join import read_joining
 from lorafusion_jax.config.schema import OptimSettings
 from lorafusion_jax.errors import ConfigError
 from lorafusion_jax.optim.schedules import schedule
@@ -104,7 +104,7 @@ def add(run: RunPath, jobs: JobFile, overrides: Overrides = None) -> None:
     Example: lorafusion add runs/exp1 more.yaml optim.lr=1e-4
     """
     folder = RunFolder(run)
-    config = in_force(folder.read_config(), folder.read_plan())
+    config = folder.read_config()
     adapters = read_joining(jobs, config, overrides or ())
     new = config.model_copy(update={"adapters": adapters})
     _, prepared = checked_data(new, [])

@@ -12,7 +12,6 @@ from lorafusion_jax.config.schema import AdapterConfig, JobConfig
 from lorafusion_jax.config.sections import SHARED
 from lorafusion_jax.config.sweep import MOST_ADAPTERS
 from lorafusion_jax.errors import ConfigError, LoraFusionError, raise_all
-from scheduling import Plan
 
 OF_ADAPTERS = ("batch", "global_samples")  # the one shared key that only gives adapters a default
 
@@ -58,17 +57,6 @@ def check_names(adapters: Sequence[AdapterConfig], run: JobConfig) -> None:
 def add_adapters(run: JobConfig, adapters: Sequence[AdapterConfig]) -> JobConfig:
     """A run's settings with more adapters, which come last."""
     return run.model_copy(update={"adapters": (*run.adapters, *adapters)})
-
-
-def in_force(config: JobConfig, plan: Plan) -> JobConfig:
-    """The settings without what a plan does not know: a kill came after they were written and before the plan was.
-
-    A plan has a job for each adapter, cut wherever it was extended.
-    """
-    jobs = plan.job_of
-    known = (adapter for adapter in config.adapters if adapter.name in jobs)
-    adapters = (a.model_copy(update={"extended": a.extended[: len(jobs[a.name].cuts)]}) for a in known)
-    return config.model_copy(update={"adapters": tuple(adapters)})
 
 
 def select_adapters(config: JobConfig, names: Collection[str]) -> JobConfig:

@@ -72,19 +72,20 @@ def check_record(record: dict, prepared: Prepared, plan: Plan, saved_with: str |
     """Checks that a resumed run has the data that it started with, and one of its own plans.
 
     Args:
-        saved_with: digest of the plan of its newest checkpoint. Later plans of the run are accepted too, because
-            replanning keeps the slots that have run; earlier plans are not.
+        saved_with: digest of the plan of its newest checkpoint, which may be an earlier one: planning again keeps the
+            slots that have run.
 
     Raises:
         CheckpointError: `run.other-plan` or `run.data-changed`.
     """
     plans = [record.get("plan"), *(move["plan"] for move in record.get("moves", ()))]
-    until = len(plans) - plans[::-1].index(plan.digest) if plan.digest in plans else 0
-    if (saved_with or plan.digest) not in plans[:until]:
+    if plan.digest != plans[-1] or (saved_with or plan.digest) not in plans:
         raise CheckpointError(
             "run.other-plan",
             "plan.json is not the plan of this run.",
-            why=f"the run has {saved_with or plans[-1]}, the file {plan.digest}",
+            why=f"the run has {plans[-1]}, the file {plan.digest}"
+            if plan.digest != plans[-1]
+            else f"its checkpoint is of plan {saved_with}",
             fix="restore the run's plan.json from a copy, or choose another --out for a new run",
         )
     for key, what, now in (

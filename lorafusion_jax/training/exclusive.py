@@ -40,5 +40,6 @@ def exclusive_run(folder: RunFolder) -> Iterator[None]:
         with fail_together():
             if is_first():
                 held.enter_context(folder.lock())
+                folder.complete_change()
                 folder.remove_leftovers()  # before any process of this run looks at checkpoints
         yield

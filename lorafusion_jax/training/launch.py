@@ -163,10 +163,10 @@ def _write_folder(
     if before is None:
         folder.create(config, plan, record)
         return
-    folder.write_config(config, record)
     if plan is before:
+        folder.write_config(config, record)
         return
-    folder.write_move(plan, slot)
+    folder.write_move(plan, slot, record=record, config=config)
     emit(
         RunMoved(
             slot=slot,

@@ -103,6 +103,7 @@ def plan_for_mesh(
     """
     there = (config.mesh.stages, config.mesh.replicas)
     stays = all(layout[1:] == there for layout in plan.layouts if layout.end > slot)
+    stays &= (plan.num_stages, plan.data_parallel) == there  # also where no slot is left: requests may add some
     stopped = dict(plan.stopped)
     if stays and all(name in stopped for name in drop):
         return plan

@@ -12,7 +12,7 @@ from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.checkpoint.requests import request_files
 from lorafusion_jax.checkpoint.saved_states import FoundCheckpoint, find_checkpoint
 from lorafusion_jax.checkpoint.warm_start import check_warm_starts, read_warm_starts
-from lorafusion_jax.config.join import in_force, select_adapters
+from lorafusion_jax.config.join import select_adapters
 from lorafusion_jax.config.references import adapters_with_references
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.data.prepare import prepare
@@ -71,8 +71,7 @@ def _continue_run(
     listeners: Sequence[Listener],
     verify_base: bool,
 ) -> RunResult:
-    before, record = folder.read_plan(), folder.read_record()  # in this order: another process may be writing them
-    settings = in_force(folder.read_config(), before)
+    before, record, settings = folder.read_plan(), folder.read_record(), folder.read_config()
     config = apply_resume_overrides(settings, overrides)
     found = find_checkpoint(folder.state, any_process)
     status = _adapter_status(config, found, folder)
@@ -89,7 +88,7 @@ def _continue_run(
         prepared = prepare(config)
         stop_if_asked()
         check_record(record, prepared, before, found.position.get("plan"))
-        check_settings(in_force(folder.recorded_config(), before), settings)
+        check_settings(folder.recorded_config(), settings)
         base_files = checked_base(record, config, verify_base)
         if found.slot is None:
             read_warm_starts(config)  # reports a missing folder

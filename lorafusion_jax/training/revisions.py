@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.checkpoint.requests import FOLDER, Request, request_files
-from lorafusion_jax.config.join import in_force
 from lorafusion_jax.errors import ErrorList, LoraFusionError
 from lorafusion_jax.pipeline.processes import any_process, is_first
 from lorafusion_jax.report.events import Listener, PhaseBegun, PlanRevised, RequestRefused
@@ -93,14 +92,10 @@ class Revisions:
         return made
 
     def _write_plan(self, after: Job, plan: Plan, slot: int, changes: Sequence[Change]) -> None:
-        added = after.config != self._job.config
-        self._folder.write_move(
-            plan,
-            slot,
-            [change.row() for change in changes],
-            config=after.config if added else None,
-            noted=new_record_entries(after, self._folder.read_record()) if added else {},
-        )
+        record, config = self._folder.read_record(), None
+        if after.config != self._job.config:
+            record, config = record | new_record_entries(after, record), after.config
+        self._folder.write_move(plan, slot, [change.row() for change in changes], record=record, config=config)
         self._job.config, self._job.prepared, self._job.plan = after.config, after.prepared, plan
         self._remove_requests(change.request for change in changes)
 
@@ -108,7 +103,7 @@ class Revisions:
         """Reads what the first process has written."""
         job = self._job
         job.plan = self._folder.read_plan()
-        job.config = in_force(self._folder.read_config(), job.plan)
+        job.config = self._folder.read_config()
         job.prepared = reread(job.config, job.prepared)
         return [change for change in recorded_changes(self._folder) if change not in self._recorded]
 

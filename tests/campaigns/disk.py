@@ -1,7 +1,7 @@
 """Ends or fails the calls by which this process changes a folder: a kill, or a disk that refuses to write.
 
-A hook of Python's audit events sees every such call of Python code before it happens. A kill is simulated: the folder is
-copied as it is at that moment, no other call comes through, and `after` is what a process that starts later finds.
+A hook of Python's audit events sees every such call of Python code before it happens. A kill is simulated: the folder
+is copied as it is at that moment, and put back when the process' work has ended, so that nothing of its end stays.
 Calls of libraries written in C are for `LD_PRELOAD`; see `kills`.
 """
 
@@ -92,4 +92,6 @@ class Disk:
     def _is_below(self, arguments: tuple[Any, ...]) -> bool:
         """Whether a call is about the folder. A name relative to an open folder belongs to `shutil.rmtree`."""
         names = [os.fspath(one) for one in arguments[:2] if isinstance(one, str | os.PathLike)]
-        return any(not os.path.isabs(name) or name == self._folder or name.startswith(f"{self._folder}/") for name in names)
+        return any(
+            not os.path.isabs(name) or name == self._folder or name.startswith(f"{self._folder}/") for name in names
+        )

@@ -58,7 +58,9 @@ def alone(adapter: AdapterConfig, data: AdapterData) -> list[int]:
             ref = SampleRef(adapter=adapter.name, epoch=0, batch=batch, sample=place)
             pieces = pieces_of_slot([ref], {adapter.name: data}, {adapter.name: 0}, weights)
             size = len(pieces[0].tokens)
-            rows = assemble(pieces, capacity_tokens=size, tile_tokens=size, max_segments=num_segments(1), max_adapters=1)
+            rows = assemble(
+                pieces, capacity_tokens=size, tile_tokens=size, max_segments=num_segments(1), max_adapters=1
+            )
             total += int(content(rows, 0))
         found.append(next_weight(found[-1], total, float(rates[batch])))
     return found

@@ -6,8 +6,9 @@ import os
 
 import pytest
 import small_jobs
-from campaigns.commands import NAMES, Listening, Sequence, quick_runs
 from campaigns.disk import Disk
+from campaigns.quick_runs import quick_runs
+from campaigns.sequences import NAMES, Sequence
 from more_cases import nightly
 
 FEW, MANY, A_TEST = 12, 2000, 50
@@ -33,12 +34,10 @@ def disk():
     "seeds", [range(FEW), *(nightly(range(first, first + A_TEST)) for first in range(FEW, MANY, A_TEST))], ids=str
 )
 def test_nothing_is_lost(seeds, prepared_home, disk, tmp_path):
-    listening = Listening()
-    with quick_runs() as patch:
-        listening.install(patch)
+    with quick_runs():
         for seed in seeds:
             home = tmp_path / str(seed)
             home.mkdir()
             for file in prepared_home.glob("*.jsonl"):
                 os.link(file, home / file.name)
-            Sequence(home, prepared_home / "base", seed, disk, listening).go()
+            Sequence(home, prepared_home / "base", seed, disk).go()

@@ -6,10 +6,8 @@ from pathlib import Path
 import pytest
 
 from lorafusion_jax.config import load_config
-from lorafusion_jax.config.join import add_adapters, in_force, read_joining
-from lorafusion_jax.config.schema import Extension
+from lorafusion_jax.config.join import add_adapters, read_joining
 from lorafusion_jax.errors import ConfigError, ErrorList
-from scheduling import AdapterJob, make_plan
 
 LAW = {"name": "law", "data": {"train": "law.jsonl"}}
 TAX = {"name": "tax", "data": {"train": "tax.jsonl", "eval": "hf:org/set"}, "lora": {"init_from": "old/tax"}}
@@ -82,16 +80,3 @@ def test_a_job_file_cannot_say_that_it_was_extended(begun, tmp_path):
     path = write(tmp_path / "more", adapters=[TAX | {"extended": []}], data={"max_length": 64})
     with pytest.raises(ConfigError, match=r"config\.unknown-key"):
         read_joining(path, begun)
-
-
-def test_what_the_plan_does_not_know_is_not_in_force(begun, tmp_path):
-    (tax,) = read_joining(write(tmp_path / "more", adapters=[TAX], data={"max_length": 64}), begun)
-    law = begun.adapters[0]
-    once = law.model_copy(update={"extended": (Extension(after=6, samples=6),)})
-    twice = law.model_copy(update={"extended": (*once.extended, Extension(after=12, samples=1))})
-    written = begun.model_copy(update={"adapters": (twice, tax)})
-    settings = {"capacity_tokens": 512, "num_stages": 1, "tile_tokens": 16, "time_limit_s": 0}
-    before = make_plan([AdapterJob("law", [9] * 6, 4)], **settings)
-    after = make_plan([AdapterJob("law", [9] * 12, 4, cuts=(6,))], **settings)
-    assert in_force(written, before) == begun
-    assert in_force(written, after) == begun.model_copy(update={"adapters": (once,)})

@@ -16,7 +16,6 @@ from more_cases import nightly
 from watched_runs import asks, assert_same_numbers, crash_after, events_of, losses_of, statuses, weights_of
 
 from lorafusion_jax.api.status import run_numbers
-from lorafusion_jax.checkpoint import folder as folder_module
 from lorafusion_jax.checkpoint.requests import request_files, write_request
 from lorafusion_jax.checkpoint.verify_folder import verify_folder
 from lorafusion_jax.config import load_config
@@ -157,27 +156,6 @@ def test_a_run_comes_to_its_additions_again(kept, asked, tmp_path):
     cut_to(run, kept)
     assert statuses(resume(run)) == dict.fromkeys(ROWS, "done")
     assert_bitwise(run, asked, ROWS)
-
-
-@pytest.mark.parametrize("file", ["config.yaml", "plan.json"])
-def test_a_kill_while_an_adapter_is_added(file, make_config, tax, healthy, tmp_path, monkeypatch):
-    run = tmp_path / "run"
-    with monkeypatch.context() as patch:
-        written = folder_module.replace_text
-
-        def killed(path, text):
-            if path.name == file and path.exists():
-                raise KeyboardInterrupt
-            written(path, text)
-
-        patch.setattr(folder_module, "replace_text", killed)
-        with pytest.raises(KeyboardInterrupt):
-            train(make_config(ONE_DEVICE), run, listeners=[asks(run, ("law", 1, tax, "add"))])
-    assert list(run_numbers(run)["adapters"]) == list(FIRST)
-    assert len(request_files(run)) == 1
-    assert statuses(resume(run)) == dict.fromkeys(ROWS, "done")
-    assert [len(move["changes"]) for move in RunFolder(run).moves()] == [1]
-    assert_same_numbers(run, healthy(ONE_DEVICE), FIRST)
 
 
 def test_what_cannot_join_changes_nothing(make_config, tax, healthy, tmp_path, monkeypatch):

@@ -1,0 +1,157 @@
+"""Commands of the command line in this process, on runs without devices, and what must be true of a run at its end."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import typer
+import yaml
+from campaigns.quick_session import MODULUS, WEIGHTS, QuickSession, alone, export
+
+from lorafusion_jax.checkpoint.folder import RunFolder
+from lorafusion_jax.checkpoint.requests import request_files
+from lorafusion_jax.checkpoint.saved_states import read_position
+from lorafusion_jax.checkpoint.verify_folder import verify_folder
+from lorafusion_jax.cli.main import run as lorafusion
+from lorafusion_jax.cli.status import run_numbers
+from lorafusion_jax.data.prepare import prepare
+from lorafusion_jax.log_file import read_rows
+from lorafusion_jax.optim.schedules import learning_rates
+from lorafusion_jax.report.recorder import Recorder
+from lorafusion_jax.training import job, launch
+from lorafusion_jax.training.adapter_writer import AdapterWriter
+
+ENDED = ("done", "cancelled", "failed")
+MOST_RESUMES = 25
+CODE = re.compile(r"error\[([\w.-]+)\]")
+
+
+@contextmanager
+def quick_runs() -> Iterator[pytest.MonkeyPatch]:
+    """Runs of this process need no devices."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "Session", QuickSession)
+        patch.setattr(AdapterWriter, "_export", export)
+        patch.setattr(yaml, "SafeLoader", yaml.CSafeLoader)  # this and what follows is nearly all time of a tiny run
+        patch.setattr(typer.main, "get_command", cache(typer.main.get_command))
+        patch.setattr(job, "learning_rates", _kept(learning_rates))
+        yield patch
+
+
+def _kept(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Calls a function once for equal arguments, which need not be hashable."""
+    found: dict[str, Any] = {}
+
+    def call(*arguments: Any) -> Any:
+        key = repr(arguments)
+        if key not in found:
+            found[key] = function(*arguments)
+        return found[key]
+
+    return call
+
+
+@contextmanager
+def listening(listener: Callable[[Any], None]) -> Iterator[None]:
+    """Passes every event of a run to a listener, after it is written."""
+    record = Recorder.__call__
+
+    def call(recorder: Recorder, event: Any) -> None:
+        record(recorder, event)
+        listener(event)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Recorder, "__call__", call)
+        yield
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What a command came to."""
+
+    code: int
+    text: str
+
+    @property
+    def error(self) -> str:
+        """Code of its first error; empty if there is none."""
+        found = CODE.search(self.text)
+        return found[1] if found else ""
+
+
+def command(*arguments: object) -> Said:
+    """Runs a command of the command line in this process."""
+    heard = io.StringIO()
+    with redirect_stdout(heard), redirect_stderr(heard):
+        code = lorafusion([str(each) for each in arguments])
+    return Said(code, heard.getvalue())
+
+
+def resume_to_the_end(run: Path) -> list[str]:
+    """Resumes and continues what is paused until nothing is left. Returns the adapters that it continued.
+
+    Raises:
+        AssertionError: the run cannot go on.
+    """
+    continued: list[str] = []
+    for _ in range(MOST_RESUMES):
+        said = command("resume", run)
+        assert not said.error, said.text
+        assert said.code in (0, 1, 3), f"resume ended with {said.code}: {said.text[-1500:]}"
+        rows = run_numbers(run)["adapters"]
+        paused = [name for name, row in rows.items() if row["status"] == "paused"]
+        for name in paused:
+            said = command("continue", run, name)
+            assert said.code == 0, said.text
+        continued += paused
+        if not paused and all(row["status"] in ENDED for row in rows.values()) and not request_files(run):
+            return continued
+    raise AssertionError(f"the run does not end: {run_numbers(run)}")
+
+
+def losses(run: Path, *, shortened: Collection[str] = (), spoilt_logs: bool = False) -> list[str]:
+    """What is wrong with a finished run: an adapter that is not where it would be undisturbed, damage, leftovers.
+
+    Args:
+        shortened: adapters that were asked to finish.
+        spoilt_logs: whether metrics.jsonl and events.jsonl are not as they were written.
+    """
+    folder, numbers, found = RunFolder(run), run_numbers(run), []
+    config, position = folder.read_config(), read_position(folder.state) or {}
+    prepared = prepare(config)
+    steps: dict[str, dict[int, float]] = {name: {} for name in numbers["adapters"]}
+    for row in read_rows(run / "metrics.jsonl"):
+        if row["kind"] == "step":
+            if row["step"] in steps[row["adapter"]]:
+                found.append(f"{row['adapter']} step {row['step']} is there twice")
+            steps[row["adapter"]][row["step"]] = row["loss"]
+    for name, row in numbers["adapters"].items():
+        weights = alone(config.adapter(name), prepared.adapters[name])
+        taken = position["adapters"][name]["step"]
+        steps_of_data = row["steps"] if name in shortened else len(weights) - 1
+        if row["status"] == "done" and not taken == row["steps"] == steps_of_data:
+            found.append(f"{name} took {taken} of {row['steps']} steps, and its data has {steps_of_data}")
+        if not spoilt_logs:
+            expected = {step: weights[step] / MODULUS for step in range(1, taken + 1)}
+            if steps[name] != expected:
+                found.append(f"{name}: its losses are {steps[name]} instead of {expected}")
+        latest = folder.latest(name)
+        if taken and (latest is None or int(np.load(latest / WEIGHTS)) != weights[taken]):
+            found.append(f"{name}: its newest folder {latest} is not that of step {taken}")
+    found += [f"{path.relative_to(run)} is left over" for path in run.rglob(".*")]
+    return found
+
+
+def damage(run: Path, but: Collection[str] = ()) -> list[str]:
+    """What `lorafusion verify` finds, but in files of these names."""
+    found = [text for verdict in verify_folder(run) for text in verdict.damage]
+    return [text for text in found if not any(name in text for name in but)]
