@@ -155,7 +155,7 @@ class RunFolder:
         record: dict | None = None,
         config: JobConfig | None = None,
     ) -> None:
-        """Replaces the plan of a run from `slot` on, and its settings, in one step: after a kill, all or nothing is there.
+        """Replaces the plan of a run from `slot` on, and its settings, in one step: all or nothing is there.
 
         Both plans are equal up to `slot`, so earlier checkpoints belong to both.
 

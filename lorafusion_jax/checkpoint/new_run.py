@@ -74,13 +74,13 @@ class Difference(NamedTuple):
 
 def differences(before: JobConfig, now: JobConfig) -> Iterator[Difference]:
     """Yields the settings that differ."""
-    old, new = _flat(before), _flat(now)
+    old, new = flat_settings(before), flat_settings(now)
     for name in dict.fromkeys((*old, *new)):
         if old.get(name) != new.get(name):
             yield Difference(name, old.get(name, "absent"), new.get(name, "absent"))
 
 
-def _flat(config: JobConfig) -> dict[str, object]:
+def flat_settings(config: JobConfig) -> dict[str, object]:
     """Returns dotted key → value, with adapters by name, as in overrides."""
     values = config.model_dump(mode="json")
     values["adapters"] = {adapter["name"]: adapter for adapter in values["adapters"]}

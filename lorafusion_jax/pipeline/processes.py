@@ -84,16 +84,21 @@ def _announce_wait() -> Iterator[None]:
 
 def any_process(flag: bool) -> bool:
     """Returns True on every process if the flag is True on any. Collective: call it equally often on all processes."""
-    return flag if is_alone() else "1" in _answers(str(int(flag)))
+    return flag if is_alone() else "1" in answers_of_all(str(int(flag)))
 
 
 def same_on_all(text: str) -> bool:
     """Whether all processes hold the same text. Collective, as `any_process`."""
-    return is_alone() or len(set(_answers(text))) == 1
+    return is_alone() or len(set(answers_of_all(text))) == 1
 
 
-def _answers(own: str) -> list[str]:
-    """The answer of every process.
+def text_of_first(text: str) -> str:
+    """Returns the text of the first process on every process. Collective, as `any_process`."""
+    return text if is_alone() else answers_of_all(text)[0]
+
+
+def answers_of_all(own: str) -> list[str]:
+    """Returns the answer of every process, in order. Collective, as `any_process`; only with several processes.
 
     It uses jax's coordination service. A collective on the devices would queue after the microbatches in flight, and
     every call would drain the pipeline.

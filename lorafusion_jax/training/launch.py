@@ -27,7 +27,9 @@ from lorafusion_jax.pipeline.reading import BASE
 from lorafusion_jax.pipeline.session import Session
 from lorafusion_jax.report.events import Listener, PhaseBegun, ProgramCompiled, RunEvent, RunMoved, StartedUp
 from lorafusion_jax.signals import stop_if_asked
+from lorafusion_jax.training.agreement import check_agreement
 from lorafusion_jax.training.changes import Change, recorded_changes
+from lorafusion_jax.training.exclusive import fail_together
 from lorafusion_jax.training.job import Job, first_steps
 from lorafusion_jax.training.outcome import RunResult
 from lorafusion_jax.training.run import Run, StartUp
@@ -85,8 +87,9 @@ def launch(
             record = store_references(folder.path, record, references, config)
             _write_folder(folder, config, record, plan, before, progress.slot, emit)
         barrier("folder is there")
-        if not is_first():
-            plan = folder.read_plan()  # a search with a time limit may have found another plan here
+        with fail_together():  # the folder may be on a disk of another host
+            plan = plan if is_first() else folder.read_plan()  # a search may have found another plan here
+        check_agreement({"plan.json": plan.digest})
         run = Run(
             Job(config=config, prepared=prepared, plan=plan),
             folder,

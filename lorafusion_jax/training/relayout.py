@@ -121,11 +121,13 @@ def plan_for_mesh(
 
 def _may_differ(key: str) -> bool:
     """Whether a setting may differ from the recorded one. Paths may: the content at each path has a digest."""
-    return (
-        _may_change(key)
-        or key.startswith(PLACES)
-        or (key.startswith("adapters.") and key.endswith((".data.train", ".data.eval", ".lora.init_from")))
-    )
+    return _may_change(key) or is_place(key)
+
+
+def is_place(key: str) -> bool:
+    """Whether a setting names a place, or what a screen shows: results do not depend on it."""
+    of_adapter = key.startswith("adapters.") and key.endswith((".data.train", ".data.eval", ".lora.init_from"))
+    return of_adapter or key.startswith(PLACES)
 
 
 def _may_change(key: str) -> bool:

@@ -10,7 +10,7 @@ from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.checkpoint.digests import Damage
 from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.checkpoint.requests import request_files
-from lorafusion_jax.checkpoint.saved_states import FoundCheckpoint, find_checkpoint
+from lorafusion_jax.checkpoint.saved_states import FoundCheckpoint, find_checkpoint, slots_of
 from lorafusion_jax.checkpoint.warm_start import check_warm_starts, read_warm_starts
 from lorafusion_jax.config.join import select_adapters
 from lorafusion_jax.config.references import adapters_with_references
@@ -22,6 +22,7 @@ from lorafusion_jax.report.events import CheckSkipped, FilesDamaged, Listener, R
 from lorafusion_jax.report.record import check_record, other_table, other_versions
 from lorafusion_jax.report.recorder import Recorder, read_rows
 from lorafusion_jax.signals import stop_if_asked
+from lorafusion_jax.training.agreement import check_agreement, job_facts, run_facts
 from lorafusion_jax.training.changes import apply, recorded_changes, stopped_otherwise
 from lorafusion_jax.training.exclusive import exclusive_run, fail_together
 from lorafusion_jax.training.launch import fan_out, initial_adapters, launch, local_listeners
@@ -71,8 +72,10 @@ def _continue_run(
     listeners: Sequence[Listener],
     verify_base: bool,
 ) -> RunResult:
-    before, record, settings = folder.read_plan(), folder.read_record(), folder.read_config()
-    config = apply_resume_overrides(settings, overrides)
+    with fail_together():
+        before, record, settings = folder.read_plan(), folder.read_record(), folder.read_config()
+        config = apply_resume_overrides(settings, overrides)
+    check_agreement(run_facts(record, before, slots_of(folder.state), drop))
     found = find_checkpoint(folder.state, any_process)
     status = _adapter_status(config, found, folder)
     check_drop(drop, status)
@@ -98,6 +101,7 @@ def _continue_run(
         prepared = read_references(folder.path, record, prepared, adapters_with_references(present))
         failed = [name for name, what in status.items() if what == "failed"]
         plan = plan_for_mesh(before, config, found.slot or 0, drop=drop, failed=failed)
+    check_agreement(job_facts(config, prepared, base_files))
     after = -1 if found.slot is None else found.slot  # -1: keep no rows, not even those before the first slot
     all_listeners = local_listeners(listeners, lambda: Recorder(folder.path, resume_slot=after))
     for notice in _folder_notices(folder, found, record, damaged_exports):

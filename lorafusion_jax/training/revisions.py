@@ -2,18 +2,48 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.checkpoint.requests import FOLDER, Request, request_files
+from lorafusion_jax.config.schema import BEGUN, AdapterConfig
+from lorafusion_jax.data.prepare import prepare
 from lorafusion_jax.errors import ErrorList, LoraFusionError
-from lorafusion_jax.pipeline.processes import any_process, is_first
+from lorafusion_jax.pipeline.processes import answers_of_all, any_process, is_alone, is_first, text_of_first
 from lorafusion_jax.report.events import Listener, PhaseBegun, PlanRevised, RequestRefused
 from lorafusion_jax.training.additions import LacksMemory, new_record_entries, reread, with_request
+from lorafusion_jax.training.agreement import adapter_facts, differences
 from lorafusion_jax.training.changes import Change, cap_slots, check_request, recorded_changes, revise
 from lorafusion_jax.training.job import Job
 from lorafusion_jax.training.state import Progress
 from scheduling import Plan, PlanError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proposal:
+    """A new plan that is not in force yet.
+
+    Attributes:
+        after: the job after the changes, with its old plan.
+    """
+
+    after: Job
+    plan: Plan
+    changes: Sequence[Change]
+
+    def new_adapters(self, before: Job) -> list[AdapterConfig]:
+        names = {adapter.name for adapter in before.config.adapters}
+        return [adapter for adapter in self.after.config.adapters if adapter.name not in names]
+
+    def additions(self) -> dict[str, list[str]]:
+        """Returns request → adapters that it adds."""
+        found: dict[str, list[str]] = {}
+        for change in self.changes:
+            if change.action == "add":
+                found.setdefault(change.request, []).append(change.adapter)
+        return found
 
 
 class Revisions:
@@ -49,12 +79,17 @@ class Revisions:
         Collective over processes.
         """
         before, slot = self._job.plan, self._progress.slot
-        changes = self._decide_changes(slot) if is_first() else None
-        if not any_process(changes is not None):
+        proposal = self._propose(slot) if is_first() else None
+        while any_process(proposal is not None) and (why := self._find_disagreement(proposal)):
+            if proposal is not None:
+                self._refuse_additions(proposal, why)
+                proposal = self._propose(slot)
+        if proposal is not None:
+            self._write_plan(proposal, slot)
+        if not any_process(proposal is not None):
             return None
         self._recorded = cap_slots(self._recorded, slot)
-        if changes is None:  # another process has decided
-            changes = self._read_decision()
+        changes = self._read_decision() if proposal is None else proposal.changes
         self._recorded += changes
         plan = self._job.plan
         self._emit(
@@ -68,7 +103,7 @@ class Revisions:
         )
         return changes
 
-    def _decide_changes(self, slot: int) -> list[Change] | None:
+    def _propose(self, slot: int) -> Proposal | None:
         changes = {change.adapter: change for change in self._free_slots(slot)}
         after = self._job
         self._postponed = set()
@@ -88,16 +123,41 @@ class Revisions:
             return None
         self._emit(PhaseBegun(text="planning"))
         plan, made = revise(after, slot, list(changes.values()))
-        self._write_plan(after, plan, slot, made)
-        return made
+        return Proposal(after=after, plan=plan, changes=made)
 
-    def _write_plan(self, after: Job, plan: Plan, slot: int, changes: Sequence[Change]) -> None:
-        record, config = self._folder.read_record(), None
+    def _find_disagreement(self, proposal: Proposal | None) -> str:
+        """Compares over processes what would join; empty if all would train the same. Collective.
+
+        Args:
+            proposal: on the first process.
+        """
+        if is_alone():
+            return ""
+        new = [] if proposal is None else proposal.new_adapters(self._job)
+        text = text_of_first(json.dumps([adapter.model_dump(mode="json") for adapter in new]))
+        adapters = [AdapterConfig.model_validate(row, context=BEGUN) for row in json.loads(text)]
+        facts = {"new": text}
+        if adapters:
+            config = self._job.config.model_copy(update={"adapters": tuple(adapters)})
+            try:
+                facts |= adapter_facts(config, prepare(config))
+            except LoraFusionError as problem:
+                facts |= {"reading its files": _one_line(problem)}
+        found = differences([json.loads(answer) for answer in answers_of_all(json.dumps(facts))])
+        return "; ".join(what for _, what in found)
+
+    def _refuse_additions(self, proposal: Proposal, why: str) -> None:
+        for name, adapters in proposal.additions().items():
+            self._refuse(name, f"add {', '.join(adapters)}: the processes would not train the same: {why}")
+
+    def _write_plan(self, proposal: Proposal, slot: int) -> None:
+        record, config, after = self._folder.read_record(), None, proposal.after
         if after.config != self._job.config:
             record, config = record | new_record_entries(after, record), after.config
-        self._folder.write_move(plan, slot, [change.row() for change in changes], record=record, config=config)
-        self._job.config, self._job.prepared, self._job.plan = after.config, after.prepared, plan
-        self._remove_requests(change.request for change in changes)
+        rows = [change.row() for change in proposal.changes]
+        self._folder.write_move(proposal.plan, slot, rows, record=record, config=config)
+        self._job.config, self._job.prepared, self._job.plan = after.config, after.prepared, proposal.plan
+        self._remove_requests(change.request for change in proposal.changes)
 
     def _read_decision(self) -> list[Change]:
         """Reads what the first process has written."""

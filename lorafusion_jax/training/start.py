@@ -22,6 +22,7 @@ from lorafusion_jax.report.events import Listener, PhaseBegun
 from lorafusion_jax.report.record import make_record
 from lorafusion_jax.report.recorder import Recorder
 from lorafusion_jax.signals import stop_if_asked
+from lorafusion_jax.training.agreement import check_agreement, job_facts
 from lorafusion_jax.training.exclusive import fail_together
 from lorafusion_jax.training.launch import fan_out, launch, local_listeners
 from lorafusion_jax.training.outcome import RunResult
@@ -56,14 +57,17 @@ def train(
         config = pin_base(config)
         prepared = prepare(config, progress=lambda text: emit(PhaseBegun(text=text)))
         stop_if_asked()
+        raise_all(weight_problems(base_directory(config)))
+        base_files = base_digests(base_directory(config), every_byte=verify_base)
+    given = {"the given plan": "" if plan is None else plan.digest}
+    check_agreement(job_facts(config, prepared, base_files) | given)
+    with fail_together():
         if plan is None:
             emit(PhaseBegun(text="planning"))
             plan = plan_training(config, prepared)
         else:
             _check_plan(plan, config, prepared)
         folder.must_be_new(plan)
-        raise_all(weight_problems(base_directory(config)))
-        base_files = base_digests(base_directory(config), every_byte=verify_base)
         record = make_record(config, prepared, plan, base_files, warm_start_digests(config))
     barrier("no folder yet")  # all processes have checked the folder before the first creates it
     return launch(config, prepared, plan, folder, record, local_listeners(listeners, lambda: Recorder(folder.path)))

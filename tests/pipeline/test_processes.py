@@ -310,6 +310,30 @@ def test_data_that_one_host_lacks_end_all_at_once(job, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+OTHERWISE = """
+import os, sys
+from lorafusion_jax.cli.main import main
+
+if os.environ["JAX_PROCESS_ID"] == "1":
+    sys.argv += ["adapters.law.data.train=other.jsonl", "optim.lr=0.5"]
+main()
+"""
+
+
+def test_hosts_that_would_not_train_the_same_end_before_the_first_step(job, tmp_path):
+    rows = (job.parent / load_config(job).adapter("law").data.train).read_text()
+    (job.parent / "other.jsonl").write_text(rows.replace('"prompt": "', '"prompt": "other ', 1))
+    arguments = ("train", str(job), "--out", str(tmp_path / "run"), "mesh.data=2")
+    left = wait(start(2, 1, *arguments, program=("-c", OTHERWISE)))
+    assert [each.code for each in left] == [2, 2], left[0].err + left[1].err
+    for each in left:
+        assert "error[processes.differ]" in each.err
+        assert "process 1 on" in each.err
+        assert "adapters.law.optim.lr is" in each.err
+        assert "the data of law differs between process 0 and process 1" in each.err
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_process_that_nobody_tells_where_the_others_are(job, tmp_path):
     clean = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "OMPI_", "JAX_"))}
     done = subprocess.run(

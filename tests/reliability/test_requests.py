@@ -16,7 +16,6 @@ from sick_adapters import settings, with_optim
 from watched_runs import asks, assert_same_numbers, crash_after, events_of, losses_of, statuses, weights_of
 
 from lorafusion_jax.api.status import run_numbers
-from lorafusion_jax.checkpoint import folder as folder_module
 from lorafusion_jax.checkpoint.requests import request_files, write_request
 from lorafusion_jax.config import load_config
 from lorafusion_jax.training import RunFolder, resume, train
@@ -217,19 +216,19 @@ def test_what_cannot_be_done_is_said_and_the_run_goes_on(make_config, healthy, t
     assert_same_numbers(run, healthy(ONE_DEVICE), NAMES, atol=0)  # bitwise: nothing was planned again
 
 
-@pytest.mark.parametrize("left", ["the request, no plan", "the plan and the request"])
+@pytest.mark.parametrize("left", ["a plan that is not in force", "the plan and the request"])
 def test_a_kill_while_a_request_is_carried_out(left, make_config, healthy, tmp_path, monkeypatch):
     run = tmp_path / "run"
     with monkeypatch.context() as patch:
-        if left == "the request, no plan":  # run.json knows of a plan that was never written
-            written = folder_module.replace_text
+        if left == "a plan that is not in force":
+            written = RunFolder.write_record
 
-            def killed(path, text):
-                if path.name == "plan.json" and path.exists():
+            def killed(self, record):
+                if "moves" in record:
                     raise KeyboardInterrupt
-                written(path, text)
+                written(self, record)
 
-            patch.setattr(folder_module, "replace_text", killed)
+            patch.setattr(RunFolder, "write_record", killed)
         else:
 
             def killed(self, names):
