@@ -103,6 +103,16 @@ def first_few(items: Sequence[object], most: int, separator: str = ", ") -> str:
     return separator.join(map(str, items[:most])) + rest
 
 
+def shortened_text(text: str, most: int) -> str:
+    """Cuts a long text in the middle, where it says least.
+
+    >>> shortened_text("0123456789", 7)
+    '012 … 789'
+    """
+    half = most // 2
+    return text if len(text) <= most else f"{text[:half]} … {text[-half:]}"
+
+
 def did_you_mean(name: str, names: Iterable[str], *, most: int = 1, cutoff: float = 0.6) -> str:
     """Asks for the known names that are most similar to a wrong one; empty if none is similar.
 

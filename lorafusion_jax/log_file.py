@@ -8,6 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from lorafusion_jax.readable import LOG, open_regular
+
+LONGEST_LINE = 64_000_000  # bytes; a longer one is damaged
 CRC = b', "crc": "'  # follows the row without its CRC; then 8 hex digits and '"}'
 
 
@@ -71,8 +74,9 @@ def split_lines(content: bytes) -> list[bytes]:
 
 def _lines(path: Path) -> Iterator[bytes]:
     if path.exists():
-        with path.open("rb") as file:
-            yield from file
+        with open_regular(path, LOG) as file:
+            while line := file.readline(LONGEST_LINE):
+                yield line
 
 
 def _is_whole(value: object) -> bool:

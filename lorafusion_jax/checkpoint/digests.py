@@ -7,7 +7,6 @@ comment with the digest of the lines above it.
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from pathlib import Path
 
 from lorafusion_jax.errors import CheckpointError
 from lorafusion_jax.files import replace_text
+from lorafusion_jax.readable import RECORD, open_regular, read_bytes
 
 FILE = "SHA256SUMS"
 THREADS = 8  # hashlib releases the GIL
@@ -101,7 +101,7 @@ def read_digests(folder: Path) -> dict[str, str]:
         OSError: it cannot be read.
         ValueError: it is damaged.
     """
-    text = (folder / FILE).read_bytes().decode()
+    text = read_bytes(folder / FILE, RECORD).decode()
     rows = [line.split("  ", 1) for line in text.splitlines() if not line.startswith(_SEAL)]
     if any(len(row) != 2 for row in rows) or text != _text({name: digest for digest, name in rows}):
         raise ValueError("its own digest does not match")
@@ -117,7 +117,7 @@ def digests_of(folder: Path, names: Iterable[str]) -> dict[str, str]:
 
 def digest_of(file: Path) -> str:
     """Returns the SHA-256 of a file. Does not follow links."""
-    with open(file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW)) as stream:
+    with open_regular(file, follow=False) as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 

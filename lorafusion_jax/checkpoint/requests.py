@@ -9,18 +9,20 @@ File names begin with the time, so requests are executed in the order in which t
 from __future__ import annotations
 
 import json
-import math
 import os
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from lorafusion_jax.config.schema import AdapterConfig
-from lorafusion_jax.files import replace_text
+from lorafusion_jax.config.schema import ADAPTER_NAME, LARGEST_FLOAT32, AdapterConfig
+from lorafusion_jax.files import remove_folder, replace_text
+from lorafusion_jax.readable import SETTINGS, read_text
 
-FOLDER = "control"
+FOLDER, REFUSED = "control", "refused"
+MOST_MORE = 2**31 - 1  # epochs or steps of one request
 Action = Literal["cancel", "pause", "continue", "finish", "weight", "extend", "add"]
 ACTIONS: tuple[Action, ...] = get_args(Action)
 
@@ -55,9 +57,10 @@ class Request:
         """Reads a file.
 
         Raises:
+            OSError: it is not a file, or too large.
             ValueError: the file is not a valid request.
         """
-        found = json.loads(file.read_text(encoding="utf-8"))
+        found = json.loads(read_text(file, SETTINGS))
         if not isinstance(found, dict) or found.get("action") not in ACTIONS:
             raise ValueError(f"no action of {', '.join(ACTIONS)}")
         action: Action = found["action"]
@@ -66,8 +69,8 @@ class Request:
             if not settings:
                 raise ValueError("no adapters")
             return Request(name=file.name, action=action, adapters=tuple(s.name for s in settings), settings=settings)
-        if not isinstance(adapter := found.get("adapter"), str):
-            raise ValueError("no adapter")
+        if not isinstance(adapter := found.get("adapter"), str) or not re.match(ADAPTER_NAME, adapter):
+            raise ValueError("no name of an adapter")
         weight, epochs, steps = (found.get(key) for key in ("weight", "epochs", "steps"))
         if action == "weight" and not is_weight(weight):
             raise ValueError(f"{weight!r} is not a positive number")
@@ -82,12 +85,14 @@ class Request:
 def is_extension(epochs: object, steps: object) -> bool:
     """Whether exactly one of epochs and steps is given and is valid."""
     given = [value for value in (epochs, steps) if value is not None]
-    return len(given) == 1 and type(given[0]) is int and 1 <= given[0] < 2**31
+    return len(given) == 1 and type(given[0]) is int and 1 <= given[0] <= MOST_MORE
 
 
 def is_weight(value: object) -> bool:
     """Whether this is a valid weight of an adapter."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    return 0 < value <= LARGEST_FLOAT32  # a whole number may have more digits than any float
 
 
 def write_request(folder: Path, action: Action, adapter: str, weight: float | None = None, **options: int) -> Path:
@@ -119,10 +124,24 @@ def _write(folder: Path, content: dict[str, Any]) -> Path:
     return file
 
 
+def put_away(file: Path) -> None:
+    """Moves what was refused to `control/refused/`, whatever it is; an older one of the same name goes.
+
+    Raises:
+        OSError: it cannot be moved.
+    """
+    home = file.parent / REFUSED
+    home.mkdir(exist_ok=True)
+    target = home / file.name
+    if target.is_dir() and not target.is_symlink():
+        remove_folder(target)
+    file.replace(target)
+
+
 def request_files(folder: Path) -> list[Path]:
     """Returns the files of pending requests, oldest first. Lists one folder."""
     try:
         names = os.listdir(folder / FOLDER)
-    except FileNotFoundError:
+    except OSError:  # there is no such folder, or it is none
         return []
     return [folder / FOLDER / name for name in sorted(names) if name.endswith(".json") and not name.startswith(".")]

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TextIO
 
 from lorafusion_jax.errors import CheckpointError
+from lorafusion_jax.readable import SETTINGS, open_regular
 
 FILE = "run.lock"
 TRIES, TRY_EVERY_S = 5, 0.1  # `held_by` in another process holds the lock for a moment
@@ -60,15 +61,16 @@ def held_by(folder: Path) -> dict:
         them with that host.
     """
     try:
-        with (folder / FILE).open(encoding="utf-8") as file:
+        with open_regular(folder / FILE, SETTINGS) as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 held = False
             except BlockingIOError:
                 held = True
             who = json.loads(file.read() or "{}")
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {"alive": None}
+    who = who if isinstance(who, dict) else {}
     return who | {"alive": held or (False if who.get("host") == socket.gethostname() else None)}
 
 

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 from lorafusion_jax.errors import CheckpointError
+from lorafusion_jax.readable import RECORD, read_bytes, read_text
 
 SEAL = "digest"  # key of the digest of all other entries
 TYPES = {
@@ -31,7 +32,7 @@ def read(file: Path) -> dict:
         CheckpointError: `run.record`, its content has the wrong form.
     """
     try:
-        record = json.loads(file.read_text(encoding="utf-8"))
+        record = json.loads(read_text(file, RECORD))
         if (why := _wrong_types(record)) is not None:
             raise ValueError(why)
     except (OSError, ValueError, RecursionError) as problem:
@@ -48,7 +49,7 @@ def to_text(record: dict) -> str:
 def find_damage(file: Path) -> str | None:
     """Returns what is wrong with the bytes of the file."""
     record = read(file)
-    same = file.read_bytes() == to_text(record).encode()
+    same = read_bytes(file, RECORD) == to_text(record).encode()
     return None if same else "its content differs from the digest in it"
 
 

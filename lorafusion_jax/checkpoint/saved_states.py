@@ -11,6 +11,7 @@ from typing import Any
 from lorafusion_jax.checkpoint import digests
 from lorafusion_jax.checkpoint.digests import Damage
 from lorafusion_jax.errors import CheckpointError
+from lorafusion_jax.readable import RECORD, read_text
 
 POSITION = "position/metadata"
 
@@ -88,7 +89,7 @@ def slots_of(directory: Path) -> list[int]:
 
 
 def _position(folder: Path) -> dict[str, Any]:
-    found = json.loads((folder / POSITION).read_text(encoding="utf-8"))
+    found = json.loads(read_text(folder / POSITION, RECORD))
     if not isinstance(found, dict) or found.get("slot") != int(folder.name):
         raise ValueError(f"it does not name slot {folder.name}")
     if not isinstance(found.get("adapters"), dict) or not isinstance(found.get("replicas", 1), int):

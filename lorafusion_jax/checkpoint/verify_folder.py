@@ -12,6 +12,7 @@ from lorafusion_jax.checkpoint.requests import FOLDER as REQUESTS
 from lorafusion_jax.checkpoint.saved_states import checkpoint_damage, slots_of
 from lorafusion_jax.errors import CheckpointError, LoraFusionError, first_few
 from lorafusion_jax.log_file import damaged_lines, read_rows
+from lorafusion_jax.readable import PLAN, read_bytes
 
 LOGS = ("metrics.jsonl", "events.jsonl")
 RUN_FILES = ("plan.json", "run.json", CONFIG)
@@ -76,7 +77,7 @@ def _check_file(name: str, damage) -> FileCheck:
 
 def _plan_damage(folder: RunFolder) -> str | None:
     plan = folder.read_plan()
-    same = folder.plan_file.read_bytes() == plan.to_json().encode()
+    same = read_bytes(folder.plan_file, PLAN) == plan.to_json().encode()
     return None if same else "its bytes changed since it was written, but its plan did not"
 
 

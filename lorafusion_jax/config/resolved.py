@@ -13,6 +13,7 @@ from lorafusion_jax.config.explain import explain
 from lorafusion_jax.config.overrides import overridden
 from lorafusion_jax.config.read import Source
 from lorafusion_jax.errors import ConfigError, LoraFusionError, raise_all, unique
+from lorafusion_jax.readable import SETTINGS, read_text
 
 
 def dump_config(config: schema.JobConfig) -> str:
@@ -27,7 +28,7 @@ def read_resolved(path: Path) -> schema.JobConfig:
         ConfigError: `run.config`.
     """
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = yaml.safe_load(read_text(path, SETTINGS))
         return schema.JobConfig.model_validate(values, context=schema.BEGUN)
     except (
         OSError,

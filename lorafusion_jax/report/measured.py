@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from lorafusion_jax.errors import CheckpointError
+from lorafusion_jax.readable import PLAN, read_text
 from scheduling import Plan, Timeline
 
 FILE = "timeline.json"  # in a run folder; of its last session
@@ -25,7 +26,7 @@ def read_timeline(run: Path) -> Timeline:
             why="a run writes it when it ends",
             fix=f"lorafusion status {run}",
         )
-    return Timeline.from_json(file.read_text(encoding="utf-8"))
+    return Timeline.from_json(read_text(file, PLAN))
 
 
 def settled_slots(plan: Plan, timeline: Timeline) -> range:

@@ -21,6 +21,7 @@ from pathlib import Path
 from lorafusion_jax.files import replace_bytes
 from lorafusion_jax.log_file import encode_row, parse_row, split_lines
 from lorafusion_jax.log_file import read_rows as read_rows
+from lorafusion_jax.readable import LOG, check_regular, read_bytes
 from lorafusion_jax.report.events import AdapterChanged, PhaseBegun, RunEvent, StateSaved
 
 METRICS = ("step", "eval", "slot")
@@ -42,6 +43,9 @@ class Recorder:
 
     def __init__(self, directory: Path, resume_slot: int | None = None):
         self._metrics, self._events = directory / "metrics.jsonl", directory / "events.jsonl"
+        for file in (self._metrics, self._events):
+            if file.exists():
+                check_regular(file, LOG)  # a pipe would make the run wait
         if resume_slot is not None:
             _cut_after(self._metrics, resume_slot)
             _drop_repeated(self._events, resume_slot)
@@ -102,7 +106,7 @@ def _drop_repeated(path: Path, slot: int) -> None:
     """Drops the events that a run repeats after a slot, and a truncated last line; other lines stay unchanged."""
     if not path.exists():
         return
-    content = path.read_bytes()
+    content = read_bytes(path, LOG)
     rows = [(line, parse_row(line)) for line in split_lines(content)]
     kept = [
         line

@@ -10,11 +10,11 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from lorafusion_jax.log_file import parse_row, read_rows
+from lorafusion_jax.log_file import LONGEST_LINE, parse_row, read_rows
+from lorafusion_jax.readable import LOG, open_regular
 
 SLOT_ROWS = 1000  # newest rows for the rates: about half an hour
 SPARE = 3  # newest steps of an adapter, in case the last row is damaged
-BUFFER = 1 << 20
 STEP, SLOT, ADAPTER = b'{"kind": "step"', b'{"kind": "slot"', b'"adapter": "'
 
 
@@ -45,8 +45,8 @@ def read_summary(folder: Path) -> MetricsSummary:
     path = folder / "metrics.jsonl"
     if not path.exists():
         return found
-    with path.open("rb", buffering=BUFFER) as file:
-        for line in file:
+    with open_regular(path, LOG) as file:
+        while line := file.readline(LONGEST_LINE):
             if line.startswith(STEP):
                 start = line.find(ADAPTER) + len(ADAPTER)
                 steps[line[start : line.find(b'"', start)]].append(line)

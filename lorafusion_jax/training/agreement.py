@@ -16,10 +16,10 @@ import jax
 
 from lorafusion_jax.checkpoint.new_run import flat_settings
 from lorafusion_jax.checkpoint.warm_start import warm_start_digests
-from lorafusion_jax.config.schema import JobConfig
-from lorafusion_jax.data.prepare import Prepared
-from lorafusion_jax.errors import CheckpointError, first_few
-from lorafusion_jax.pipeline.processes import answers_of_all, is_alone, same_on_all
+from lorafusion_jax.config.schema import BEGUN, AdapterConfig, JobConfig
+from lorafusion_jax.data.prepare import Prepared, prepare
+from lorafusion_jax.errors import CheckpointError, LoraFusionError, first_few
+from lorafusion_jax.pipeline.processes import answers_of_all, is_alone, same_on_all, text_of_first
 from lorafusion_jax.report.record import eval_digests, versions
 from lorafusion_jax.training.relayout import is_place
 from scheduling import Plan
@@ -83,6 +83,27 @@ def check_agreement(facts: Facts) -> None:
         why=first_few([what for _, what in differing], SHOWN, "; "),
         fix="give all hosts the same job, data, base model and versions, best from a shared disk, and start again",
     )
+
+
+def disagreement_on(config: JobConfig, adapters: Sequence[AdapterConfig]) -> str:
+    """Returns in what the files of new adapters differ between processes; empty if they do not. Collective.
+
+    Args:
+        adapters: what the first process has read and would add to the run.
+    """
+    if is_alone():
+        return ""
+    text = text_of_first(json.dumps([adapter.model_dump(mode="json") for adapter in adapters]))
+    new = [AdapterConfig.model_validate(row, context=BEGUN) for row in json.loads(text)]
+    facts: Facts = {}
+    if new:
+        only = config.model_copy(update={"adapters": tuple(new)})
+        try:
+            facts = adapter_facts(only, prepare(only))
+        except (LoraFusionError, OSError) as problem:
+            facts = {"reading its files": str(problem).splitlines()[0]}
+    found = differences([json.loads(answer) for answer in answers_of_all(json.dumps(facts))])
+    return first_few([what for _, what in found], SHOWN, "; ")
 
 
 def differences(answers: Sequence[Facts]) -> Iterator[tuple[str, str]]:

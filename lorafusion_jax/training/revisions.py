@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from lorafusion_jax.checkpoint.folder import RunFolder
-from lorafusion_jax.checkpoint.requests import FOLDER, Request, request_files
-from lorafusion_jax.config.schema import BEGUN, AdapterConfig
-from lorafusion_jax.data.prepare import prepare
-from lorafusion_jax.errors import ErrorList, LoraFusionError
-from lorafusion_jax.pipeline.processes import answers_of_all, any_process, is_alone, is_first, text_of_first
+from lorafusion_jax.checkpoint.requests import FOLDER, Request, put_away, request_files
+from lorafusion_jax.config.schema import AdapterConfig
+from lorafusion_jax.errors import ErrorList, LoraFusionError, shortened_text
+from lorafusion_jax.pipeline.processes import any_process, is_first
 from lorafusion_jax.report.events import Listener, PhaseBegun, PlanRevised, RequestRefused
 from lorafusion_jax.training.additions import LacksMemory, new_record_entries, reread, with_request
-from lorafusion_jax.training.agreement import adapter_facts, differences
+from lorafusion_jax.training.agreement import disagreement_on
 from lorafusion_jax.training.changes import Change, cap_slots, check_request, recorded_changes, revise
 from lorafusion_jax.training.job import Job
 from lorafusion_jax.training.state import Progress
 from scheduling import Plan, PlanError
+
+MOST_SHOWN = 2000  # characters of a refusal
+# A request is refused for any of these, and the run goes on: one that needs more memory than there is, too.
+REFUSABLE = (LoraFusionError, PlanError, OSError, ArithmeticError, ValueError, MemoryError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +48,20 @@ class Proposal:
         return found
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Step:
+    """The job after some requests.
+
+    Attributes:
+        changes: by adapter, of all of them.
+        request: the last of them.
+    """
+
+    after: Job
+    changes: Mapping[str, Change]
+    request: Request | None = None
+
+
 class Revisions:
     """Decides at drained slots whether to plan again. The first process writes the new plan into the folder.
 
@@ -68,10 +84,12 @@ class Revisions:
         self._lacks_memory = lacks_memory
         self._recorded = list(recorded)
         self._postponed: set[str] = set()  # requests about adapters that join at a later slot
+        self._stuck: set[str] = set()  # refused requests that cannot be moved away
 
     def has_requests(self) -> bool:
         """Whether a request is pending. Lists one folder."""
-        return is_first() and any(file.name not in self._postponed for file in request_files(self._folder.path))
+        waiting = self._postponed | self._stuck
+        return is_first() and any(file.name not in waiting for file in request_files(self._folder.path))
 
     def revise(self) -> Sequence[Change] | None:
         """Replaces the plan from the drained slot `progress.slot` on. Returns the changes, or None if the plan stays.
@@ -80,7 +98,9 @@ class Revisions:
         """
         before, slot = self._job.plan, self._progress.slot
         proposal = self._propose(slot) if is_first() else None
-        while any_process(proposal is not None) and (why := self._find_disagreement(proposal)):
+        while any_process(proposal is not None) and (
+            why := disagreement_on(self._job.config, [] if proposal is None else proposal.new_adapters(self._job))
+        ):
             if proposal is not None:
                 self._refuse_additions(proposal, why)
                 proposal = self._propose(slot)
@@ -104,47 +124,29 @@ class Revisions:
         return changes
 
     def _propose(self, slot: int) -> Proposal | None:
-        changes = {change.adapter: change for change in self._free_slots(slot)}
-        after = self._job
-        self._postponed = set()
+        """Plans with what is asked. What cannot be done is refused, and the run goes on."""
+        freed, self._postponed = self._free_slots(slot), set()
+        steps = [_Step(after=self._job, changes={change.adapter: change for change in freed})]
         for request in self._requests():
-            if not changes.keys().isdisjoint(request.adapters):  # left to the next revision
+            before = steps[-1]
+            if not before.changes.keys().isdisjoint(request.adapters):  # left to the next revision
                 continue
-            if (following := self._apply_request(after, request)) is None:
-                continue
-            after = following
-            changes |= {
-                name: Change(
-                    slot=slot, adapter=name, action=request.action, request=request.name, weight=request.weight
+            if (after := self._apply_request(before.after, request)) is not None:
+                steps.append(
+                    _Step(after=after, changes={**before.changes, **_changes_of(request, slot)}, request=request)
                 )
-                for name in request.adapters
-            }
-        if not changes:
-            return None
-        self._emit(PhaseBegun(text="planning"))
-        plan, made = revise(after, slot, list(changes.values()))
-        return Proposal(after=after, plan=plan, changes=made)
-
-    def _find_disagreement(self, proposal: Proposal | None) -> str:
-        """Compares over processes what would join; empty if all would train the same. Collective.
-
-        Args:
-            proposal: on the first process.
-        """
-        if is_alone():
-            return ""
-        new = [] if proposal is None else proposal.new_adapters(self._job)
-        text = text_of_first(json.dumps([adapter.model_dump(mode="json") for adapter in new]))
-        adapters = [AdapterConfig.model_validate(row, context=BEGUN) for row in json.loads(text)]
-        facts = {"new": text}
-        if adapters:
-            config = self._job.config.model_copy(update={"adapters": tuple(adapters)})
+        while steps[-1].changes:
+            step = steps.pop()
+            self._emit(PhaseBegun(text="planning"))
             try:
-                facts |= adapter_facts(config, prepare(config))
-            except LoraFusionError as problem:
-                facts |= {"reading its files": _one_line(problem)}
-        found = differences([json.loads(answer) for answer in answers_of_all(json.dumps(facts))])
-        return "; ".join(what for _, what in found)
+                plan, made = revise(step.after, slot, list(step.changes.values()))
+            except REFUSABLE as problem:
+                if step.request is None:
+                    raise
+                self._refuse(step.request.name, f"{step.request.what}: {_one_line(problem)}")
+            else:
+                return Proposal(after=step.after, plan=plan, changes=made)
+        return None
 
     def _refuse_additions(self, proposal: Proposal, why: str) -> None:
         for name, adapters in proposal.additions().items():
@@ -182,13 +184,15 @@ class Revisions:
         """Yields pending requests, oldest first. Reports and removes invalid files."""
         known = {change.request for change in self._recorded}
         for file in request_files(self._folder.path):
+            if file.name in self._stuck:
+                continue
             if file.name in known:  # executed before the process was killed
                 self._remove_requests([file.name])
                 continue
             try:
                 yield Request.read(file)
-            except (OSError, ValueError, TypeError, RecursionError) as problem:
-                self._refuse(file.name, f"{file.name} is not a request: {problem}")
+            except Exception as problem:  # whatever is in that folder must not end a run
+                self._refuse(file.name, f"{file.name} is not a request: {_one_line(problem)}")
 
     def _apply_request(self, job: Job, request: Request) -> Job | None:
         """Returns the job after a request; None if the request is postponed or rejected."""
@@ -201,21 +205,35 @@ class Revisions:
                     return None
                 check_request(request.action, name, status)
             return with_request(job, request, self._lacks_memory)
-        except (LoraFusionError, PlanError) as problem:
+        except REFUSABLE as problem:
             self._refuse(request.name, f"{request.what}: {_one_line(problem)}")
             return None
 
     def _refuse(self, request: str, why: str) -> None:
-        self._emit(RequestRefused(slot=self._progress.slot, text=why))
-        self._remove_requests([request])
+        text = why.encode(errors="backslashreplace").decode()  # names of files need not be text
+        self._emit(RequestRefused(slot=self._progress.slot, text=shortened_text(text, MOST_SHOWN)))
+        try:
+            put_away(self._folder.path / FOLDER / request)
+        except OSError:
+            self._stuck.add(request)
 
     def _remove_requests(self, names: Iterable[str]) -> None:
         for name in filter(None, names):
             (self._folder.path / FOLDER / name).unlink(missing_ok=True)
 
 
-def _one_line(problem: LoraFusionError | PlanError) -> str:
+def _changes_of(request: Request, slot: int) -> dict[str, Change]:
+    return {
+        name: Change(slot=slot, adapter=name, action=request.action, request=request.name, weight=request.weight)
+        for name in request.adapters
+    }
+
+
+def _one_line(problem: Exception) -> str:
     """Describes an error in one line."""
+    if not isinstance(problem, LoraFusionError | PlanError):
+        kind = "" if isinstance(problem, OSError | ValueError) else f"{type(problem).__name__}: "
+        return f"{kind}{str(problem).partition(chr(10))[0]}"
     errors = problem.errors if isinstance(problem, ErrorList) else (problem,)
     more = [*errors[0].problems[:1]] if isinstance(errors[0], PlanError) else []
     text = " ".join(filter(None, (errors[0].what, errors[0].why, *more)))

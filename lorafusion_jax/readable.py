@@ -1,0 +1,102 @@
+"""Reads files that may be anything: a pipe, a device, a folder, or far larger than what they should be.
+
+Kind and size are checked before the first byte is read, so no reader waits for a pipe or fills the memory. Limits are
+generous; they are here, in one place, so that each reader says the same.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from io import BufferedReader
+from pathlib import Path
+
+MB, GB = 10**6, 10**9
+SETTINGS = 32 * MB  # job files, configurations of models and adapters, requests, costs
+TEMPLATE = 1 * MB  # chat templates
+TOKENIZER = 1 * GB
+RECORD = 1 * GB  # run.json, indexes and digests
+PLAN = 16 * GB  # a million slots take some 100 MB
+LOG = 64 * GB  # metrics and events, which are read line by line
+DATA = 64 * GB
+
+_KINDS = {
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+}
+
+
+class NotReadableError(OSError):
+    """A path is not a file, or the file is too large. `strerror` says why."""
+
+    def __str__(self) -> str:
+        return str(self.strerror)
+
+
+def open_regular(path: str | os.PathLike[str], most: int | None = None, *, follow: bool = True) -> BufferedReader:
+    """Opens a regular file for reading.
+
+    Args:
+        most: largest size in bytes (None: any).
+        follow: follow a link to a file; otherwise a link is an error.
+
+    Raises:
+        NotReadableError: it is a pipe, a device or a socket, or too large.
+        OSError: as `open`.
+    """
+    more = os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)  # a pipe without a writer would block
+
+    def opener(name: str, flags: int) -> int:
+        handle = os.open(name, flags | more)
+        try:
+            check_stat(os.fstat(handle), path, most)
+        except OSError:
+            os.close(handle)
+            raise
+        return handle
+
+    return open(path, "rb", opener=opener)
+
+
+def read_bytes(path: str | os.PathLike[str], most: int) -> bytes:
+    """Reads a regular file of at most that many bytes; see `open_regular`.
+
+    >>> read_bytes("/dev/zero", SETTINGS)
+    Traceback (most recent call last):
+    lorafusion_jax.readable.NotReadableError: it is a device, not a file
+    """
+    with open_regular(path, most) as file:
+        return file.read()
+
+
+def read_text(path: str | os.PathLike[str], most: int, encoding: str = "utf-8") -> str:
+    """Reads a regular text file, with line ends as they are on every system; see `read_bytes`.
+
+    Raises:
+        UnicodeDecodeError: it is no text of this encoding.
+    """
+    return read_bytes(path, most).decode(encoding).replace("\r\n", "\n").replace("\r", "\n")
+
+
+def check_regular(path: Path, most: int | None = None) -> None:
+    """Checks a file that a library will open; see `open_regular`."""
+    check_stat(path.stat(), path, most)
+
+
+def check_stat(found: os.stat_result, path: str | os.PathLike[str], most: int | None = None) -> None:
+    """Checks the kind and size of a file; see `open_regular`."""
+    kind = stat.S_IFMT(found.st_mode)
+    if kind == stat.S_IFDIR:
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if kind != stat.S_IFREG:
+        raise NotReadableError(errno.EINVAL, f"it is {_KINDS.get(kind, 'special')}, not a file", str(path))
+    if most is not None and found.st_size > most:
+        why = f"it has {_size(found.st_size)}, and such a file has {_size(most)} at most"
+        raise NotReadableError(errno.EFBIG, why, str(path))
+
+
+def _size(count: int) -> str:
+    return f"{count / GB:.3g} GB" if count >= GB else f"{count / MB:.3g} MB"

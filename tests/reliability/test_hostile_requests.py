@@ -1,0 +1,163 @@
+"""Whatever lies in `control/` is read with limits: it is done, or refused and moved away, and the run goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+
+import pytest
+import small_jobs
+from campaigns.quick_runs import command, damage, listening, losses, quick_runs
+from watched_runs import events_of
+
+from lorafusion_jax.checkpoint import requests
+from lorafusion_jax.checkpoint.requests import request_files
+from lorafusion_jax.readable import SETTINGS
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory, tiny_base):
+    """A run that stands still after its first step."""
+    home = tmp_path_factory.mktemp("hostile")
+    entry = {"name": "law", "data": {"train": small_jobs.write_rows(home, "law", 6)}, "batch": {"global_samples": 2}}
+    small_jobs.write_job(home, tiny_base, [entry])
+
+    def stop(event):
+        if event.kind == "step":
+            signal.raise_signal(signal.SIGTERM)
+
+    with quick_runs():
+        with listening(stop):
+            assert command("train", home / "jobs.yaml", "--out", home / "run").code == 130
+        yield home / "run"
+
+
+@pytest.fixture
+def run(stopped, tmp_path):
+    shutil.copytree(stopped, tmp_path / "run", symlinks=True)
+    (tmp_path / "run" / "control").mkdir()
+    return tmp_path / "run"
+
+
+def about(action, **more):
+    return lambda path: path.write_text(json.dumps({"action": action, "adapter": "law"} | more))
+
+
+def text(content):
+    return lambda path: path.write_text(content)
+
+
+def tens(count):
+    return "1" + "0" * count
+
+
+def sparse(path):
+    with path.open("wb") as file:
+        file.truncate(20 * 10**9)
+
+
+def fifo(path):
+    os.mkfifo(path)
+
+
+def folder(path):
+    path.mkdir()
+    (path / "file").touch()
+
+
+def loop(path):
+    path.symlink_to(path.name)
+
+
+HOSTILE = {
+    "weight 10^400": text(f'{{"action": "weight", "adapter": "law", "weight": {tens(400)}}}'),
+    "weight 10^5000": text(f'{{"action": "weight", "adapter": "law", "weight": {tens(5000)}}}'),
+    "weight 1e999": text('{"action": "weight", "adapter": "law", "weight": 1e999}'),
+    "weight 1e39": about("weight", weight=1e39),
+    "weight true": about("weight", weight=True),
+    "epochs 2^31": about("extend", epochs=2**31),
+    "epochs 2^31-1": about("extend", epochs=2**31 - 1),
+    "steps 2^31-1": about("extend", steps=2**31 - 1),
+    "steps 10^9": about("extend", steps=10**9),
+    "steps 10^400": text(f'{{"action": "extend", "adapter": "law", "steps": {tens(400)}}}'),
+    "half a character": about("pause", adapter="la\ud800w"),
+    "a name as a path": about("cancel", adapter="../../law"),
+    "a name with a line": about("cancel", adapter="law\nlaw"),
+    "a long name": about("cancel", adapter="l" * 10**6),
+    "no name": about("cancel", adapter=None),
+    "action as a list": about(["cancel"]),
+    "no adapters": about("add", adapters=[]),
+    "adapters as a number": about("add", adapters=7),
+    "an adapter that is a text": about("add", adapters=["law"]),
+    "an adapter of pipes": about("add", adapters=[{"name": "tax", "data": {"train": "/dev/zero"}}]),
+    "an adapter without data": about("add", adapters=[{"name": "tax", "data": {"train": "/nowhere.jsonl"}}]),
+    "a rank of 10^9": about("add", adapters=[{"name": "tax", "data": {"train": "law.jsonl"}, "lora": {"rank": 10**9}}]),
+    "deep": text("[" * 100_000),
+    "a list": text("[1, 2]"),
+    "empty": text(""),
+    "zeros": lambda path: path.write_bytes(bytes(1000)),
+    "no text": lambda path: path.write_bytes(b"\xff\xfe\x00"),
+    "20 GB": sparse,
+    "a pipe": fifo,
+    "a folder": folder,
+    "a link to a device": lambda path: path.symlink_to("/dev/zero"),
+    "a link to nothing": lambda path: path.symlink_to("/nowhere"),
+    "a link to itself": loop,
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_it_is_refused_and_the_run_goes_on(what, run):
+    HOSTILE[what](run / "control" / "0-evil.json")
+    said = command("resume", run)
+    assert said.code == 0, said.text
+    assert losses(run) + damage(run) == []
+    (refusal,) = events_of(run, "request-refused")
+    assert len(refusal["text"]) < 2100
+    assert "request refused" in said.text
+    assert request_files(run) == []
+    assert os.path.lexists(run / "control" / "refused" / "0-evil.json")
+    assert command("status", run).code == 0
+    assert command("verify", run).code == 0
+
+
+def test_all_at_once_and_one_that_is_good(run):
+    for number, write in enumerate(HOSTILE.values()):
+        write(run / "control" / f"{number:02}.json")
+    name = os.fsencode(run / "control") + b"/\xff.json"  # no text in any encoding
+    with open(name, "w") as file:
+        file.write("{}")
+    about("extend", steps=2)(run / "control" / "99.json")
+    assert command("resume", run).code == 0
+    assert losses(run) + damage(run) == []
+    assert len(events_of(run, "request-refused")) == len(HOSTILE) + 1
+    assert [row["action"] for row in events_of(run, "adapter-changed")] == ["extend"]
+    assert request_files(run) == []
+
+
+def test_one_that_cannot_be_moved_away_is_refused_once(run, monkeypatch):
+    def refuse(file):
+        raise PermissionError(1, "not permitted")
+
+    monkeypatch.setattr("lorafusion_jax.training.revisions.put_away", refuse)
+    text("{}")(run / "control" / "0.json")
+    assert command("resume", run).code == 0
+    assert len(events_of(run, "request-refused")) == 1
+    assert losses(run) == []
+
+
+def test_what_was_refused_before_makes_room(tmp_path):
+    for content in ("old", "new"):
+        (tmp_path / "x.json").mkdir()
+        (tmp_path / "x.json" / content).touch()
+        requests.put_away(tmp_path / "x.json")
+    assert [file.name for file in (tmp_path / "refused" / "x.json").iterdir()] == ["new"]
+
+
+def test_a_request_may_be_long(run):
+    spaces = " " * (SETTINGS - 200)
+    text(f'{{"action": "extend", "adapter": "law", "steps": 1}}{spaces}')(run / "control" / "0.json")
+    assert command("resume", run).code == 0
+    assert [row["action"] for row in events_of(run, "adapter-changed")] == ["extend"]
