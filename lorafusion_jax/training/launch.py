@@ -86,7 +86,7 @@ def launch(
                 resources.enter_context(run_lock(folder.path))
             record = store_references(folder.path, record, references, config)
             _write_folder(folder, config, record, plan, before, progress.slot, emit)
-        barrier("folder is there")
+        barrier()
         with fail_together():  # the folder may be on a disk of another host
             plan = plan if is_first() else folder.read_plan()  # a search may have found another plan here
         check_agreement({"plan.json": plan.digest})

@@ -60,7 +60,7 @@ class Saver:
             self._start_save(progress, began)
             if wait:
                 self._queue.poll(wait=True)
-                barrier("saved")
+                barrier()
         self.paused_s += time.perf_counter() - began
 
     def _start_save(self, progress: Progress, began: float) -> None:

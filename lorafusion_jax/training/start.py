@@ -69,7 +69,7 @@ def train(
             _check_plan(plan, config, prepared)
         folder.must_be_new(plan)
         record = make_record(config, prepared, plan, base_files, warm_start_digests(config))
-    barrier("no folder yet")  # all processes have checked the folder before the first creates it
+    barrier()  # all processes have checked the folder before the first creates it
     return launch(config, prepared, plan, folder, record, local_listeners(listeners, lambda: Recorder(folder.path)))
 
 
