@@ -253,12 +253,12 @@ class Run:
         prepared = read_references(folder.path, folder.read_record(), self._job.prepared, stored)
         if missing:
             made = self._session.compute_references(
-                prepared, missing, lambda text: self._emit(PhaseBegun(slot=slots_done, text=text))
+                prepared, missing, lambda text: self._listener(PhaseBegun(slot=slots_done, text=text))
             )
             prepared = with_references(prepared, made)
             if is_first():
                 folder.write_record(store_references(folder.path, folder.read_record(), made, self._job.config))
-            barrier("references are there")
+            barrier()
         self._job.prepared = prepared
         self._session.take_data(prepared)
 

@@ -17,12 +17,12 @@ import typer
 import yaml
 from campaigns.quick_session import MODULUS, WEIGHTS, QuickSession, alone, export
 
+from lorafusion_jax.api.status import run_numbers
 from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.checkpoint.requests import request_files
 from lorafusion_jax.checkpoint.saved_states import read_position
 from lorafusion_jax.checkpoint.verify_folder import verify_folder
 from lorafusion_jax.cli.main import run as lorafusion
-from lorafusion_jax.cli.status import run_numbers
 from lorafusion_jax.data.prepare import prepare
 from lorafusion_jax.log_file import read_rows
 from lorafusion_jax.optim.schedules import learning_rates

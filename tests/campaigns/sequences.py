@@ -22,7 +22,7 @@ from campaigns.disk import Disk, Killed
 from campaigns.quick_runs import Said, command, damage, listening, losses, resume_to_the_end
 from campaigns.quick_session import QuickExecutor, alone
 
-from lorafusion_jax.cli.status import run_numbers
+from lorafusion_jax.api.status import run_numbers
 from lorafusion_jax.config import load_config
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.data.prepare import prepare

@@ -20,8 +20,8 @@ from campaigns.disk import Disk, Killed
 from campaigns.quick_runs import command, damage, listening, losses, quick_runs, resume_to_the_end
 from more_cases import mostly_nightly, nightly
 
+from lorafusion_jax.api.status import run_numbers
 from lorafusion_jax.checkpoint.requests import request_files
-from lorafusion_jax.cli.status import run_numbers
 
 ROWS = {"ask": 5, "law": 4, "tax": 5}
 SHARED = {"optim": {"lr": 1e-3, "schedule": "cosine", "warmup": 0.0}, "data": {"max_length": 32}}
