@@ -196,7 +196,7 @@ class QuickSession:
     def finish_loading(self, rows: Sequence[Microbatch], report: Callable[[str], None]) -> dict[str, Any]:
         return {"base": (0.0, 0.0)}
 
-    def load_state(self, restore: Callable[[Any], dict[str, Any]], replicas: int, *, padded: bool) -> None:
+    def load_state(self, restore: Callable[[Any], dict[str, Any]], replicas: int) -> None:
         like = {name: {"weight": np.zeros((), np.int64), "sums": np.zeros(replicas, np.int64)} for name in self.names}
         mine = len(self.executor.local_replicas)
         for name, held in restore(like).items():
@@ -205,6 +205,13 @@ class QuickSession:
             if replicas == mine:
                 sums = np.array(held["sums"])
             self.executor.states[name] = State(int(held["weight"]), sums)
+
+    def compute_references(self, prepared: Prepared, names: Sequence[str], report: Callable[[str], None]) -> dict:
+        assert not names
+        return {}
+
+    def take_data(self, prepared: Prepared) -> None:
+        self._prepared = prepared
 
     def snapshot(self) -> SimpleNamespace:
         arrays = {
