@@ -315,7 +315,7 @@ import os, sys
 from lorafusion_jax.cli.main import main
 
 if os.environ["JAX_PROCESS_ID"] == "1":
-    sys.argv += ["adapters.law.data.train=other.jsonl", "optim.lr=0.5"]
+    sys.argv += ["adapters.law.data.train=other.jsonl", "adapters.law.optim.lr=0.5"]
 main()
 """
 
