@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("scheduling", "pallas_kernels", "lorafusion_jax")
 TOWER: tuple[set[str], ...] = (  # of lorafusion_jax, from the ground up: a room imports lower floors only
-    {"errors", "examples", "layout"},
+    {"errors", "examples", "layout", "readable"},
     {"files", "log_file", "plugins", "samples", "signals", "tensor_file"},
     {"adapters", "objective", "optim", "tuning_table", "weights"},
     {"machine", "modules"},
