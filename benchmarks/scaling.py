@@ -19,7 +19,6 @@ from pathlib import Path
 import numpy as np
 
 from lorafusion_jax.adapters.spec import AdapterSpec
-from lorafusion_jax.layout.layer import LAYER
 from lorafusion_jax.models import ModelConfig
 from lorafusion_jax.planning.memory import DEVICE_BYTES, MemoryProblem, choose_remat, fits, stage_memory
 from lorafusion_jax.planning.stages import stage_layers, worth_in_layers
@@ -141,7 +140,7 @@ def memory(model: ModelConfig, mesh: Mesh, adapters: int, capacity: int) -> Memo
 def costs(problem: MemoryProblem, mesh: Mesh) -> CostModel:
     """Cost model of a mesh; updates include the all-reduce."""
     model = problem.model
-    linears = LAYER.linear_shapes(model)
+    linears = model.layer(0).linear_shapes()
     weights = sum(rows * columns for rows, columns in linears.values())
     table = model.vocab_size * model.hidden_size
     parts = default_cost_parts(

@@ -15,7 +15,7 @@ TOWER: tuple[set[str], ...] = (  # of lorafusion_jax, from the ground up: a room
     {"errors", "examples", "layout", "readable"},
     {"files", "log_file", "plugins", "samples", "signals", "tensor_file"},
     {"adapters", "objective", "optim", "tuning_table", "weights"},
-    {"machine", "modules"},
+    {"families", "machine", "modules"},
     {"config"},
     {"models"},
     {"checkpoint"},

@@ -12,9 +12,8 @@ from numbers import Integral
 
 from lorafusion_jax.adapters.kind import unknown_kind
 from lorafusion_jax.errors import ConfigError, did_you_mean, raise_all
-from lorafusion_jax.layout.layer import LAYER
+from lorafusion_jax.layout.layer import TARGETS as TARGETS
 
-TARGETS = LAYER.targets
 ALL_LINEAR = "all-linear"
 
 

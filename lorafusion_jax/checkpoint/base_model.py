@@ -6,9 +6,9 @@ import os
 from pathlib import Path
 
 from lorafusion_jax.checkpoint.base_files import commit_of
-from lorafusion_jax.config.hf_config import shortened
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.errors import CheckpointError
+from lorafusion_jax.families.hf_config import shortened
 
 ALLOWED = ["*.json", "*.safetensors", "*.jinja"]  # files of a hub model
 

@@ -20,7 +20,7 @@ from lorafusion_jax.checkpoint.peft import TENSOR_FILE, check_digests, check_fin
 from lorafusion_jax.checkpoint.peft_leaves import Arrays
 from lorafusion_jax.config.peft_config import CONFIG_FILE, config_of, describe, read_config
 from lorafusion_jax.errors import CheckpointError, ConfigError
-from lorafusion_jax.layout.layer import LAYER
+from lorafusion_jax.layout.layer import PATHS
 from lorafusion_jax.modules.weights import adapter_arrays, adapter_names, adapter_spec, put_adapter_arrays
 from lorafusion_jax.tensor_file import write_tensors
 
@@ -35,10 +35,10 @@ def hf_key(path: str) -> str:
     ('model.layers.3.self_attn.q_proj', 'model.layers.2.mlp.up_proj', 'encoder.dense')
     """
     parts = path.split(".")
-    numbers, names = [part for part in parts if part.isdigit()], [part for part in parts if part in LAYER.targets]
+    numbers, names = [part for part in parts if part.isdigit()], [part for part in parts if part in PATHS]
     if len(numbers) != 1 or len(names) != 1:
         return path
-    return f"model.layers.{numbers[0]}.{LAYER.linear(names[0]).path}"
+    return f"model.layers.{numbers[0]}.{PATHS[names[0]]}"
 
 
 def save_peft(

@@ -24,7 +24,7 @@ from lorafusion_jax.checkpoint.peft_leaves import take_adapter as take_adapter
 from lorafusion_jax.config.peft_config import CONFIG_FILE, Described, config_of, describe, read_config
 from lorafusion_jax.config.peft_folder import KEY, PREFIX, TENSOR_FILE
 from lorafusion_jax.errors import CheckpointError, RunError
-from lorafusion_jax.layout.layer import LAYER
+from lorafusion_jax.layout.layer import PATHS
 from lorafusion_jax.tensor_file import write_tensors
 from lorafusion_jax.weights.table import NONE
 
@@ -191,7 +191,7 @@ def _wanted_paths(paths: Sequence[str], described: Described) -> Iterable[str]:
         return paths
     count = max(1, len({path.split(".")[1] for path in paths}))
     return [
-        f"layers.{layer}.{LAYER.linear(name).path}"
+        f"layers.{layer}.{PATHS[name]}"
         for layer in (range(count) if described.layers is None else described.layers)
         for name in described.spec.targets
     ]

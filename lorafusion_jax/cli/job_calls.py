@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.schema import JobConfig
-from lorafusion_jax.layout.layer import LAYER
 from lorafusion_jax.planning.memory import memory_problem, site_shape
 from pallas_kernels.policy import LinearShape
 
@@ -54,7 +53,7 @@ def calls_of_job(config: JobConfig, model: ModelConfig) -> list[LayerCalls]:
             model=model, rows=rows, dtype=config.base.dtype,
             linears={
                 site: replace(site_shape(replace(problem, capacity_tokens=rows), site), dtype=config.base.dtype)
-                for site in LAYER.sites
+                for site in model.layer(0).sites
             },
         )
         for rows in config.batch.sizes
@@ -67,15 +66,15 @@ def typical_calls(*, rows: int = TYPICAL_TOKENS, rank: int = TYPICAL_RANK, adapt
     linears = {
         site: LinearShape(
             rows=rows,
-            in_features=own[0].in_features(TYPICAL_MODEL),
-            out_features=tuple(linear.out_features(TYPICAL_MODEL) for linear in own),
+            in_features=own[0].in_features,
+            out_features=tuple(linear.out_features for linear in own),
             ranks=(rank,) * len(own),
             tile=128,
             adapters=adapters,
             least_rank=rank,
             dropout=dropout,
         )
-        for site, own in LAYER.sites.items()
+        for site, own in TYPICAL_MODEL.layer(0).sites.items()
     }
     return LayerCalls(model=TYPICAL_MODEL, rows=rows, dtype="bfloat16", linears=linears)
 

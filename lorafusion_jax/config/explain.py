@@ -6,10 +6,10 @@ from collections.abc import Iterable
 
 from pydantic import BaseModel
 
-from lorafusion_jax.config.hf_config import shortened
 from lorafusion_jax.config.other_programs import advice
 from lorafusion_jax.config.read import Keys, Source, dotted
 from lorafusion_jax.errors import ConfigError, did_you_mean
+from lorafusion_jax.families.hf_config import shortened
 
 LISTS: dict[Keys, tuple[str, str]] = {  # (expected value, example) of keys that are explained as a whole
     ("mesh", "layers"): ("a list of numbers, each 1 or more, whole or with a half", "[20.5, 11.5]"),

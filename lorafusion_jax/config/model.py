@@ -9,18 +9,38 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from ..errors import CheckpointError
-from ..layout.layer import LAYER
-from .families import family_named, known_models
-from .translate_hf import RopeScaling, translate
+from lorafusion_jax.errors import CheckpointError
+from lorafusion_jax.families.attention import Attention
+from lorafusion_jax.families.layer import Layer
+from lorafusion_jax.families.mlp import Activation, Mlp
+from lorafusion_jax.families.norm import Norms, Place
+from lorafusion_jax.families.pattern import LayerType
+from lorafusion_jax.families.read import translate
+from lorafusion_jax.families.rope import Rope, RopeScaling
+from lorafusion_jax.families.table import known_models
+from lorafusion_jax.families.write import config_json
+from lorafusion_jax.layout.layer import Half
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)  # no __slots__: cached properties live in __dict__
 class ModelConfig:
-    """Shapes and hyperparameters of a decoder-only transformer.
+    """Shapes and arithmetic of a decoder-only transformer: the fields of its layers, see `families`.
+
+    Args:
+        rope_theta, rope_scaling, rope_channels: of all layers, see `families.rope.Rope`; unless there is a
+            `pattern`, as for sliding_window.
+        norms, norm_offset, norm_eps: see `families.norm.Norms`.
+        qk_norm: whether q and k are normalised: each head on its own (True), or all heads together ("full").
+        fused: q, k and v are one projection, and so are gate and up.
+        attention_scale, attention_soft_cap: see `families.attention.Attention`.
+        embedding_scale: factor of the embeddings, rounded to their dtype.
+        residual_scale: factor of what attention and the MLP add.
+        logit_scale, final_soft_cap: logits are soft_cap · tanh(logit_scale · head(x) / soft_cap).
+        pattern: type of each layer; empty if all layers are alike.
 
     Example:
         >>> config = ModelConfig.from_hf({
@@ -40,14 +60,26 @@ class ModelConfig:
     head_dim: int
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
+    rope_channels: int | None = None
     norm_eps: float = 1e-6
+    norms: Place = "pre"
+    norm_offset: float = 0.0
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False
+    qk_norm: bool | Literal["full"] = False
+    fused: bool = False
+    activation: Activation = "silu"
+    attention_scale: float | None = None
+    attention_soft_cap: float | None = None
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+    final_soft_cap: float | None = None
     tie_embeddings: bool = False
     max_positions: int = 2048
     sliding_window: int | None = None
+    pattern: tuple[LayerType, ...] = ()
     checkpoint_format: str | None = None
 
     @classmethod
@@ -82,53 +114,84 @@ class ModelConfig:
 
     def to_hf(self) -> dict[str, Any]:
         """Returns a config.json for `from_hf` and other libraries."""
-        family = family_named(self.family)
-        rope = {"rope_type": "default", "rope_theta": self.rope_theta}
-        if (scaling := self.rope_scaling) is not None:
-            rope |= {"rope_type": scaling.kind, "factor": scaling.factor}
-        if scaling is not None and scaling.kind == "llama3":
-            rope |= {
-                "low_freq_factor": scaling.low_freq_factor,
-                "high_freq_factor": scaling.high_freq_factor,
-                "original_max_position_embeddings": scaling.original_max_positions,
-            }
-        out = {
-            "architectures": [family.architectures[0]],
-            "model_type": self.family,
-            "vocab_size": self.vocab_size,
-            "hidden_size": self.hidden_size,
-            "intermediate_size": self.intermediate_size,
-            "num_hidden_layers": self.num_layers,
-            "num_attention_heads": self.num_heads,
-            "num_key_value_heads": self.num_kv_heads,
-            "head_dim": self.head_dim,
-            "hidden_act": "silu",
-            "rms_norm_eps": self.norm_eps,
-            "tie_word_embeddings": self.tie_embeddings,
-            "max_position_embeddings": self.max_positions,
-            # Both formats, for old and new readers.
-            "rope_theta": self.rope_theta,
-            "rope_scaling": None if scaling is None else {k: v for k, v in rope.items() if k != "rope_theta"},
-            "rope_parameters": rope,
-            "sliding_window": self.sliding_window,
-        }
-        if family.window == "switched":
-            out |= {
-                "use_sliding_window": self.sliding_window is not None,
-                "max_window_layers": 0 if self.sliding_window else self.num_layers,
-            }
-        if not family.qkv_bias:
-            out |= {"attention_bias": self.o_bias, "mlp_bias": self.mlp_bias}
-        return family.write_keys(out)
+        return config_json(self)
+
+    @cached_property
+    def layers(self) -> tuple[Layer, ...]:
+        """The description of every layer."""
+        by_type = {kind: self._layer(kind) for kind in dict.fromkeys(self._types)}
+        return tuple(by_type[kind] for kind in self._types)
+
+    @cached_property
+    def kinds(self) -> tuple[Layer, ...]:
+        """The different layers, in order of their first occurrence."""
+        return tuple(dict.fromkeys(self.layers))
+
+    @cached_property
+    def ropes(self) -> tuple[Rope, ...]:
+        """The different rotary embeddings, in order of their first occurrence."""
+        return tuple(dict.fromkeys(layer.attention.rope for layer in self.layers if layer.attention.rope is not None))
+
+    def layer(self, number: int) -> Layer:
+        """The description of a layer."""
+        return self.layers[number]
+
+    def kind_of(self, number: int) -> int:
+        """Index of a layer's description in `kinds`."""
+        return self._kind_numbers[number]
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """Names of the projections of its layers, which are the possible LoRA targets."""
+        return tuple(dict.fromkeys(name for layer in self.kinds for name in layer.targets))
+
+    def half_of(self, leaf: str) -> Half:
+        """The half of the layers that owns a trainable leaf: "layers.self_attn.q_proj.lora_a"."""
+        return self.kinds[0].half_of(leaf)
+
+    @cached_property
+    def _types(self) -> tuple[LayerType, ...]:
+        rope = Rope(theta=self.rope_theta, scaling=self.rope_scaling, channels=self.rope_channels)
+        return self.pattern or (LayerType(window=self.sliding_window, rope=rope),) * self.num_layers
+
+    @cached_property
+    def _kind_numbers(self) -> tuple[int, ...]:
+        numbers = {layer: number for number, layer in enumerate(self.kinds)}
+        return tuple(numbers[layer] for layer in self.layers)
+
+    def _layer(self, kind: LayerType) -> Layer:
+        attention = Attention(
+            width=self.hidden_size,
+            heads=self.num_heads,
+            kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            rope=kind.rope,
+            window=kind.window,
+            scale=self.attention_scale,
+            soft_cap=self.attention_soft_cap,
+            qk_norm="full" if self.qk_norm == "full" else "head" if self.qk_norm else "none",
+            bias=self.qkv_bias,
+            o_bias=self.o_bias,
+            fused=self.fused,
+        )
+        mlp = Mlp(
+            width=self.hidden_size,
+            inner=self.intermediate_size,
+            activation=self.activation,
+            bias=self.mlp_bias,
+            fused=self.fused,
+        )
+        around = Norms(width=self.hidden_size, place=self.norms, offset=self.norm_offset, eps=self.norm_eps)
+        return Layer(attention=attention, mlp=mlp, around=around, residual=self.residual_scale)
 
     @property
     def num_parameters(self) -> int:
         """Parameters of the base model; a tied head counts once."""
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
-        return embeddings + self.num_layers * LAYER.num_parameters(self) + self.hidden_size
+        return embeddings + sum(layer.num_parameters for layer in self.layers) + self.hidden_size
 
     def check_length(self, longest: int, *, where: str = "", sample: str = "the longest sample") -> None:
-        """Checks that samples are within the model's sliding window and positions.
+        """Checks that samples are within the model's positions.
 
         Args:
             longest: tokens of the longest sample.
@@ -136,16 +199,8 @@ class ModelConfig:
             sample: name of the sample in the message.
 
         Raises:
-            CheckpointError: `model.sliding-window`, `model.positions`.
+            CheckpointError: `model.positions`.
         """
-        if self.sliding_window is not None and longest > self.sliding_window:
-            raise CheckpointError(
-                "model.sliding-window",
-                f"{sample} has {longest} tokens, but this model attends to the last {self.sliding_window} only.",
-                where=where,
-                why="sliding-window attention is not implemented; within the window it is the same as full attention",
-                fix=f"data.max_length: {self.sliding_window}",
-            )
         if longest > self.positions:
             raise CheckpointError(
                 "model.positions",
@@ -157,11 +212,10 @@ class ModelConfig:
 
     @property
     def positions(self) -> int:
-        """Number of supported positions. Linear scaling of the rotary frequencies extends them."""
-        scaling = self.rope_scaling
-        if scaling is None or scaling.kind != "linear":
-            return self.max_positions
-        return int(self.max_positions * scaling.factor)
+        """Number of supported positions. Linear scaling of all rotary frequencies extends them."""
+        scalings = [rope.scaling for rope in self.ropes]
+        factors = [scaling.factor if scaling and scaling.kind == "linear" else 1 for scaling in scalings]
+        return int(self.max_positions * min(factors, default=1))
 
 
 def _read(path: Path) -> tuple[dict[str, Any], str]:

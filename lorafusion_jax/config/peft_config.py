@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lorafusion_jax.adapters.spec import ALL_LINEAR, TARGETS, AdapterSpec
-from lorafusion_jax.config.hf_config import shortened
+from lorafusion_jax.adapters.spec import ALL_LINEAR, AdapterSpec
 from lorafusion_jax.errors import CheckpointError, LoraFusionError, raise_all
+from lorafusion_jax.families.hf_config import shortened
+from lorafusion_jax.layout.layer import PATHS
 from lorafusion_jax.weights.table import NONE
 
 CONFIG_FILE = "adapter_config.json"
@@ -131,7 +132,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def describe(
-    raw: Mapping[str, Any], paths: Iterable[str], name: str, where: str, known: Sequence[str] = TARGETS
+    raw: Mapping[str, Any], paths: Iterable[str], name: str, where: str, known: Sequence[str] = tuple(PATHS)
 ) -> Described:
     """Reads what an adapter is.
 
@@ -197,7 +198,7 @@ def _some_layers(raw: Mapping[str, Any]) -> bool:
     said = raw.get("target_modules")
     names = said if isinstance(said, list) else []
     return (
-        (isinstance(said, str) and said != ALL_LINEAR and said not in TARGETS)
+        (isinstance(said, str) and said != ALL_LINEAR and said not in PATHS)
         or any("." in str(name) for name in names)
         or raw.get("layers_to_transform") not in _OFF
         or raw.get("exclude_modules") not in (*_OFF, "")

@@ -10,13 +10,12 @@ from safetensors import SafetensorError, safe_open
 
 from lorafusion_jax.config.peft_config import CONFIG_FILE, Described, describe, read_config
 from lorafusion_jax.errors import CheckpointError, LoraFusionError
-from lorafusion_jax.layout.layer import LAYER
+from lorafusion_jax.layout.layer import PATHS
 
 TENSOR_FILE = "adapter_model.safetensors"
 PREFIX = "base_model.model.model."
-KEY = re.compile(
-    re.escape(PREFIX) + rf"(layers\.(\d{{1,6}})\.(?:{'|'.join(LAYER.modules)})\.(\w+))\.lora_([AB])\.weight"
-)
+_MODULES = dict.fromkeys(path.partition(".")[0] for path in PATHS.values())
+KEY = re.compile(re.escape(PREFIX) + rf"(layers\.(\d{{1,6}})\.(?:{'|'.join(_MODULES)})\.(\w+))\.lora_([AB])\.weight")
 
 
 def describe_folder(folder: Path) -> Described:

@@ -20,7 +20,7 @@ from pydantic import (
 )
 
 from lorafusion_jax.adapters.kind import unknown_kind
-from lorafusion_jax.config.hf_config import shortened
+from lorafusion_jax.families.hf_config import shortened
 from lorafusion_jax.objective.choose import choose, unknown_objective
 from lorafusion_jax.objective.protocol import Chosen
 from lorafusion_jax.optim.schedules import unknown_schedule

@@ -325,7 +325,7 @@ class LiveSession:
 
     def _write(self, stage: Stage, place: int, task: Task, weights: Mapping[str, np.ndarray], optimizer: Any) -> None:
         stage.assign(place, task.adapter, task.spec)
-        stage.write(place, weights, None if optimizer is None else of_stage(stage.extent, optimizer))
+        stage.write(place, weights, None if optimizer is None else of_stage(stage, optimizer))
         kind = _kind(task.spec, task.config)
         if kind not in self._compiled:
             stage.compile_steps(len(self._stages), place)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from lorafusion_jax.layout.layer import LAYER, Half
+from lorafusion_jax.layout.layer import Half
 
 
 class Piece(NamedTuple):
@@ -28,7 +28,7 @@ class Extent:
     An extent has at least two halves, so that every kind of leaf occurs in it.
 
     >>> own = Extent(41, 81)
-    >>> own.count, own.layers_of("self_attn.q_proj.lora_a"), own.layers_of("mlp.up_proj.lora_a")
+    >>> own.count, own.layers_of("attention"), own.layers_of("mlp")
     (20, range(21, 41), range(20, 40))
     >>> own.pieces[0], own.pieces[-1]
     (Piece(layer=20, half='mlp'), Piece(layer=40, half='attention'))
@@ -58,14 +58,14 @@ class Extent:
         tail = [Piece(self.last, "attention")] if self.stop % 2 else []
         return [*head, *map(Piece, range(-(-self.start // 2), self.stop // 2)), *tail]
 
-    def layers_of(self, name: str) -> range:
-        """Layers whose leaf is in the extent: "self_attn.q_proj.lora_a", with or without the prefix "layers."."""
-        if LAYER.half_of(name) == "mlp":
+    def layers_of(self, half: Half) -> range:
+        """Layers whose half is in the extent."""
+        if half == "mlp":
             return range(self.start // 2, self.stop // 2)
         return range(-(-self.start // 2), -(-self.stop // 2))
 
-    def holds(self, layer: int, name: str) -> bool:
-        return layer in self.layers_of(name)
+    def holds(self, layer: int, half: Half) -> bool:
+        return layer in self.layers_of(half)
 
 
 def extents(counts: Iterable[int | float]) -> tuple[Extent, ...]:

@@ -1,13 +1,13 @@
-"""The description of a decoder layer: linears, norms, halves, and the tensors that forward can save for backward.
+"""The parts of a decoder layer as plain numbers: linears, norms, and the tensors that forward can save for backward.
 
-It is the only description of a layer. `models` builds modules from it, `planning` counts bytes and operations,
-`checkpoint` derives PEFT names, and its linears are the possible LoRA targets.
-D model width · F MLP width · H heads · K key heads · C head width
+Mechanisms of `families` list their parts with these records, and a layer is made of mechanisms. `models` builds modules
+from the description, `planning` counts bytes and operations, `checkpoint` derives PEFT names, and its linears are the
+possible LoRA targets.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -18,33 +18,17 @@ HALVES: tuple[Half, Half] = ("attention", "mlp")
 RematPolicy = Literal["everything", "gemm_inputs", "nothing"]
 REMAT_POLICIES: tuple[RematPolicy, ...] = ("everything", "gemm_inputs", "nothing")  # fastest first
 LORA_CHECKPOINTS = ("lora_s", "lora_bits")  # checkpoint names of S and of dropout's bits in the LoRA ops
-
-
-class Shape(Protocol):
-    """The sizes of a model that a layer depends on; `ModelConfig` implements it."""
-
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def intermediate_size(self) -> int: ...
-    @property
-    def num_heads(self) -> int: ...
-    @property
-    def num_kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def qkv_bias(self) -> bool: ...
-    @property
-    def o_bias(self) -> bool: ...
-    @property
-    def mlp_bias(self) -> bool: ...
-    @property
-    def qk_norm(self) -> bool: ...
-
-
-Width = Callable[[Shape], int]
-Switch = Callable[[Shape], bool]
+# Paths of the projections of all families, by name.
+PATHS: Mapping[str, str] = {
+    name: f"{module}.{name}"
+    for module, names in {
+        "self_attn": ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"),
+        "mlp": ("gate_proj", "up_proj", "gate_up_proj", "down_proj"),
+    }.items()
+    for name in names
+}
+FUSED = ("qkv_proj", "gate_up_proj")
+TARGETS = tuple(name for name in PATHS if name not in FUSED)  # of a Llama
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,27 +39,27 @@ class Linear:
         name: name as a LoRA target and in PEFT.
         module: part of the layer that owns it, as in Hugging Face checkpoints.
         site: projections of one site read the same input, so they share S = x A and dropout.
-        out_features: function of the model.
-        in_features: function of the model; equal for all projections of a site.
-        bias: whether a model has b.
+        in_features: equal for all projections of a site.
+        bias: whether it has b.
     """
 
     name: str
     module: str
     half: Half
     site: str
-    in_features: Width
-    out_features: Width
-    bias: Switch
+    in_features: int
+    out_features: int
+    bias: bool = False
 
     @property
     def path(self) -> str:
         """Path in the layer: "self_attn.q_proj"."""
         return f"{self.module}.{self.name}"
 
-    def shape(self, model: Shape) -> tuple[int, int]:
+    @property
+    def shape(self) -> tuple[int, int]:
         """(in, out)."""
-        return self.in_features(model), self.out_features(model)
+        return self.in_features, self.out_features
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,13 +69,11 @@ class Norm:
     Args:
         path: path in the layer.
         width: size of its weight.
-        present: whether a model has it.
     """
 
     path: str
     half: Half
-    width: Width
-    present: Switch
+    width: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,21 +82,36 @@ class SavedTensor:
 
     Args:
         width: elements per row.
-        policy: the most economical policy that saves it.
-        checkpoint: its checkpoint name in forward, for remat policies.
+        checkpoint: its checkpoint name in forward, for remat policies. Only the policy "everything" saves tensors
+            without one.
         float32: float32 in every model dtype.
         unfused: saved only if no single op runs the core of this half (attention, or the whole MLP).
-        present: whether a model has it.
     """
 
     name: str
     half: Half
-    width: Width
-    policy: RematPolicy
+    width: int
     checkpoint: str | None = None
     float32: bool = False
     unfused: bool = False
-    present: Switch = lambda model: True
+
+    @property
+    def policy(self) -> RematPolicy:
+        """The most economical policy that saves it."""
+        return "gemm_inputs" if self.checkpoint else "everything"
+
+
+class Mechanism(Protocol):
+    """What attention, an MLP and the norms tell of themselves."""
+
+    @property
+    def linears(self) -> tuple[Linear, ...]: ...
+
+    @property
+    def norms(self) -> tuple[Norm, ...]: ...
+
+    @property
+    def saved(self) -> tuple[SavedTensor, ...]: ...
 
 
 @dataclass(frozen=True, kw_only=True)  # no __slots__: cached properties live in __dict__
@@ -131,11 +128,6 @@ class LayerSpec:
         return tuple(linear.name for linear in self.linears)
 
     @cached_property
-    def modules(self) -> tuple[str, ...]:
-        """The modules that own projections: "self_attn", "mlp"."""
-        return tuple(dict.fromkeys(linear.module for linear in self.linears))
-
-    @cached_property
     def sites(self) -> Mapping[str, tuple[Linear, ...]]:
         """Projections that share an input, in order of execution."""
         names = dict.fromkeys(linear.site for linear in self.linears)
@@ -146,18 +138,18 @@ class LayerSpec:
         """Checkpoint names that the policy `gemm_inputs` saves.
 
         Backward recomputes everything else from them without a matrix product: norm outputs, rotated heads and
-        silu(gate) · up.
+        act(gate) · up.
         """
-        named = [tensor.checkpoint for tensor in self.saved if tensor.policy == "gemm_inputs" and tensor.checkpoint]
+        named = [tensor.checkpoint for tensor in self.saved if tensor.checkpoint]
         return (*dict.fromkeys(named), *LORA_CHECKPOINTS)
 
     def linear(self, name: str) -> Linear:
         """The projection with this name."""
         return self._by_name[name]
 
-    def norm(self, path: str) -> Norm:
-        """The norm at this path."""
-        return next(norm for norm in self.norms if norm.path == path)
+    def norm(self, path: str) -> Norm | None:
+        """The norm at this path; None if the layer has none there."""
+        return next((norm for norm in self.norms if norm.path == path), None)
 
     def site_index(self, name: str) -> int:
         """Index of a projection's site in the layer; dropout keys depend on it."""
@@ -171,34 +163,35 @@ class LayerSpec:
         """
         path = leaf.removeprefix("layers.").rpartition(".")[0]
         if path not in self._halves:
-            raise ValueError(f"no part of a decoder layer has the leaf {leaf!r} (parts: {', '.join(self._halves)})")
+            raise ValueError(f"no part of this decoder layer has the leaf {leaf!r} (parts: {', '.join(self._halves)})")
         return self._halves[path]
 
     def linears_of(self, half: Half | None) -> tuple[Linear, ...]:
         """The projections of a half, or of the layer."""
         return tuple(linear for linear in self.linears if half in (None, linear.half))
 
-    def linear_shapes(self, model: Shape, half: Half | None = None) -> dict[str, tuple[int, int]]:
+    def linear_shapes(self, half: Half | None = None) -> dict[str, tuple[int, int]]:
         """(in, out) of the projections, by name."""
-        return {linear.name: linear.shape(model) for linear in self.linears_of(half)}
+        return {linear.name: linear.shape for linear in self.linears_of(half)}
 
-    def kernel_shapes(self, model: Shape, half: Half | None = None) -> dict[str, tuple[int, int]]:
+    def kernel_shapes(self, half: Half | None = None) -> dict[str, tuple[int, int]]:
         """Shapes of the projections' kernels by leaf name. These leaves can be stored quantised."""
-        return {f"{linear.path}.kernel": linear.shape(model) for linear in self.linears_of(half)}
+        return {f"{linear.path}.kernel": linear.shape for linear in self.linears_of(half)}
 
-    def frozen_shapes(self, model: Shape, half: Half | None = None) -> dict[str, tuple[int, ...]]:
+    def frozen_shapes(self, half: Half | None = None) -> dict[str, tuple[int, ...]]:
         """Shapes of all frozen leaves of the layer or of a half: kernels, biases, norms."""
         shapes: dict[str, tuple[int, ...]] = {}
         for linear in self.linears_of(half):
-            shapes[f"{linear.path}.kernel"] = linear.shape(model)
-            if linear.bias(model):
-                shapes[f"{linear.path}.bias"] = (linear.out_features(model),)
-        norms = (norm for norm in self.norms if half in (None, norm.half) and norm.present(model))
-        return shapes | {f"{norm.path}.weight": (norm.width(model),) for norm in norms}
+            shapes[f"{linear.path}.kernel"] = linear.shape
+            if linear.bias:
+                shapes[f"{linear.path}.bias"] = (linear.out_features,)
+        norms = (norm for norm in self.norms if half in (None, norm.half))
+        return shapes | {f"{norm.path}.weight": (norm.width,) for norm in norms}
 
-    def num_parameters(self, model: Shape) -> int:
-        """Number of frozen weights of one layer."""
-        return sum(map(prod, self.frozen_shapes(model).values()))
+    @cached_property
+    def num_parameters(self) -> int:
+        """Number of frozen weights."""
+        return sum(map(prod, self.frozen_shapes().values()))
 
     @cached_property
     def _by_name(self) -> dict[str, Linear]:
@@ -207,90 +200,3 @@ class LayerSpec:
     @cached_property
     def _halves(self) -> dict[str, Half]:
         return {part.path: part.half for part in (*self.linears, *self.norms)}
-
-
-def hidden(model: Shape) -> int:
-    """D"""
-    return model.hidden_size
-
-
-def inner(model: Shape) -> int:
-    """F"""
-    return model.intermediate_size
-
-
-def queries(model: Shape) -> int:
-    """H · C"""
-    return model.num_heads * model.head_dim
-
-
-def keys(model: Shape) -> int:
-    """K · C"""
-    return model.num_kv_heads * model.head_dim
-
-
-def _attention(name: str, site: str, inputs: Width, outputs: Width, bias: Switch) -> Linear:
-    return Linear(
-        name=name, module="self_attn", half="attention", site=site, in_features=inputs, out_features=outputs, bias=bias
-    )
-
-
-def _mlp(name: str, site: str, inputs: Width, outputs: Width) -> Linear:
-    return Linear(
-        name=name, module="mlp", half="mlp", site=site, in_features=inputs, out_features=outputs,
-        bias=lambda model: model.mlp_bias,
-    )  # fmt: skip
-
-
-def _norm(path: str, half: Half, width: Width, present: Switch = lambda model: True) -> Norm:
-    return Norm(path=path, half=half, width=width, present=present)
-
-
-def _saved_tensor(name: str, half: Half, width: Width, checkpoint: str | None = None, **more) -> SavedTensor:
-    policy: RematPolicy = "gemm_inputs" if checkpoint else "everything"
-    return SavedTensor(name=name, half=half, width=width, policy=policy, checkpoint=checkpoint, **more)
-
-
-LAYER = LayerSpec(
-    linears=(
-        _attention("q_proj", "qkv", hidden, queries, lambda model: model.qkv_bias),
-        _attention("k_proj", "qkv", hidden, keys, lambda model: model.qkv_bias),
-        _attention("v_proj", "qkv", hidden, keys, lambda model: model.qkv_bias),
-        _attention("o_proj", "o", queries, hidden, lambda model: model.o_bias),
-        _mlp("gate_proj", "gate_up", hidden, inner),
-        _mlp("up_proj", "gate_up", hidden, inner),
-        _mlp("down_proj", "down", inner, hidden),
-    ),
-    norms=(
-        _norm("input_layernorm", "attention", hidden),
-        _norm("self_attn.q_norm", "attention", lambda model: model.head_dim, lambda model: model.qk_norm),
-        _norm("self_attn.k_norm", "attention", lambda model: model.head_dim, lambda model: model.qk_norm),
-        _norm("post_attention_layernorm", "mlp", hidden),
-    ),
-    saved=(
-        _saved_tensor("q", "attention", queries, "attention"),  # after rotary positions
-        _saved_tensor("k", "attention", keys, "attention"),
-        _saved_tensor("v", "attention", keys, "attention"),
-        _saved_tensor("attention", "attention", queries, "attention"),
-        _saved_tensor("attention log-sum-exp", "attention", lambda model: model.num_heads, "attention", float32=True),
-        _saved_tensor(
-            "q, k before their norms", "attention", lambda model: queries(model) + keys(model), "qk_in",
-            present=lambda model: model.qk_norm,
-        ),
-        _saved_tensor("norm 1 out", "attention", hidden),
-        _saved_tensor("norm 1 scale", "attention", lambda model: 1, float32=True),
-        # Implementations with NaN isolation restore the isolated rows in another array.
-        _saved_tensor("attention, for o_proj", "attention", queries, unfused=True),
-        _saved_tensor(
-            "scales of their norms", "attention", lambda model: model.num_heads + model.num_kv_heads, float32=True,
-            present=lambda model: model.qk_norm,
-        ),
-        # Layer input + o_out is the input of the MLP; a piece that is only the MLP saves its own input.
-        _saved_tensor("o_out", "mlp", hidden, "o_out"),
-        _saved_tensor("gate", "mlp", inner, "gate"),
-        _saved_tensor("up", "mlp", inner, "up"),
-        _saved_tensor("norm 2 out", "mlp", hidden),
-        _saved_tensor("norm 2 scale", "mlp", lambda model: 1, float32=True),
-        _saved_tensor("silu(gate) · up", "mlp", inner, unfused=True),
-    ),
-)  # fmt: skip

@@ -1,7 +1,8 @@
-"""Decoder-only language models: one decoder for Llama, Mistral, Qwen2, Qwen3 and installed families."""
+"""Decoder-only language models: one decoder for all families, see `lorafusion_jax.families`."""
 
 from ..config.model import ModelConfig as ModelConfig
-from ..config.model import RopeScaling as RopeScaling
+from ..families.rope import Rope as Rope
+from ..families.rope import RopeScaling as RopeScaling
 from .attention import AttentionImplementation as AttentionImplementation
 from .attention import attention as attention
 from .decoder import Decoder as Decoder

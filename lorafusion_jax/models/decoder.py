@@ -20,7 +20,7 @@ from ..adapters.spec import AdapterSpec
 from ..config.model import ModelConfig
 from ..modules import LoRAContext
 from .attention import AttentionImplementation
-from .forward import embed, final_norm, layer_inputs, run_layer
+from .forward import embed, final_norm, layer_inputs, logits, run_layer
 from .layer import DecoderLayer
 from .norm import RMSNorm
 from .segments import Segments
@@ -36,7 +36,7 @@ class Table(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """A Llama-like language model with the LoRA weights of several adapters.
+    """A decoder-only language model with the LoRA weights of several adapters.
 
     Module names are those of Hugging Face checkpoints. Trainable leaves are `nnx.LoRAParam`, all others are frozen.
     Split the model once (`nnx.split(model, nnx.LoRAParam, ...)`) and merge it inside `jit`.
@@ -66,9 +66,9 @@ class Decoder(nnx.Module):
         rngs = nnx.Rngs(0) if rngs is None else rngs
         self.config = config
         self.embed_tokens = Table(config.vocab_size, config.hidden_size, dtype=dtype, rngs=rngs)
-        layers = [DecoderLayer(config, adapters, dtype=dtype, rngs=rngs) for _ in range(config.num_layers)]
+        layers = [DecoderLayer(config, adapters, number=n, dtype=dtype, rngs=rngs) for n in range(config.num_layers)]
         self.layers = nnx.List(layers)
-        self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps, dtype=dtype)
+        self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps, offset=config.norm_offset, dtype=dtype)
         tied = config.tie_embeddings
         self.lm_head = nnx.data(None) if tied else Table(config.vocab_size, config.hidden_size, dtype=dtype, rngs=rngs)
         _draw_adapters(self, adapters)
@@ -92,7 +92,7 @@ class Decoder(nnx.Module):
             attention: implementation, see `models.attention`.
         """
         inputs = layer_inputs(self.config, positions, segments, ctx)
-        x_TD = embed(self.embed_tokens.weight[...], tokens)
+        x_TD = embed(self.embed_tokens.weight[...], tokens, self.config.embedding_scale)
         for number, layer in enumerate(self.layers):
             x_TD = run_layer(layer, x_TD, inputs, number, attention)
         return final_norm(x_TD, self.norm.weight[...], self.config)
@@ -113,8 +113,7 @@ class Decoder(nnx.Module):
     ) -> Float[Array, "T V"]:
         """Computes all logits in float32, for small models and tests; training uses `objective.token_losses`."""
         hidden_TD = self.hidden(tokens, positions, segments, ctx, attention=attention)
-        precision = "highest" if hidden_TD.dtype == jnp.float32 else None
-        return jnp.matmul(hidden_TD, self.head(), precision=precision, preferred_element_type=jnp.float32)
+        return logits(hidden_TD, self.head(), self.config)
 
 
 def _draw_adapters(model: Decoder, adapters: Sequence[AdapterSpec]) -> None:

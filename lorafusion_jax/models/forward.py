@@ -15,8 +15,10 @@ from pallas_kernels.norm import rms_norm
 from ..config.model import ModelConfig
 from ..modules import LoRAContext
 from .attention import AttentionImplementation
-from .layer import DecoderLayer, LayerInputs
-from .rope import rope_tables
+from .inputs import LayerInputs
+from .layer import DecoderLayer
+from .norm import shifted
+from .rope import query_scale, rope_tables
 from .segments import Segments
 
 
@@ -24,12 +26,26 @@ def layer_inputs(
     config: ModelConfig, positions_T: Int[Array, " T"], segments: Segments, lora: LoRAContext | None
 ) -> LayerInputs:
     """Builds the inputs that all layers share: rotary tables, segments, and the adapter of each tile."""
-    return LayerInputs(rope=rope_tables(config, jnp.asarray(positions_T)), segments=segments, lora=lora)
+    positions_T = jnp.asarray(positions_T)
+    ropes = config.ropes
+    return LayerInputs(
+        ropes=tuple(rope_tables(rope, config.head_dim, positions_T, segments) for rope in ropes),
+        segments=segments,
+        lora=lora,
+        query_scales=_query_scales(config, positions_T),
+    )
 
 
-def embed(table_VD: Float[Array, "V D"], tokens_T: Int[Array, " T"]) -> Float[Array, "T D"]:
-    """Looks up the embeddings of the tokens."""
-    return table_VD[jnp.asarray(tokens_T)]
+def _query_scales(config: ModelConfig, positions_T: jax.Array) -> tuple[jax.Array, ...] | None:
+    if not any(rope.query_beta for rope in config.ropes):
+        return None
+    return tuple(query_scale(rope, positions_T) for rope in config.ropes)
+
+
+def embed(table_VD: Float[Array, "V D"], tokens_T: Int[Array, " T"], scale: float = 1.0) -> Float[Array, "T D"]:
+    """Looks up the embeddings of the tokens, times a scale that is rounded to their dtype."""
+    x_TD = table_VD[jnp.asarray(tokens_T)]
+    return x_TD if scale == 1 else x_TD * jnp.asarray(scale, x_TD.dtype)
 
 
 def run_layer(
@@ -50,4 +66,13 @@ def run_layer(
 
 def final_norm(x_TD: Float[Array, "T D"], weight_D: Float[Array, " D"], config: ModelConfig) -> Float[Array, "T D"]:
     """Computes the input of the head."""
-    return rms_norm(x_TD, weight_D, eps=config.norm_eps)
+    return rms_norm(x_TD, shifted(weight_D, config.norm_offset), eps=config.norm_eps)
+
+
+def logits(hidden: Float[Array, "T D"], head: Float[Array, "D V"], config: ModelConfig) -> Float[Array, "T V"]:
+    """Computes all logits in float32: soft_cap · tanh(scale · hidden head / soft_cap)."""
+    precision = "highest" if hidden.dtype == jnp.float32 else None
+    out = jnp.matmul(hidden, head, precision=precision, preferred_element_type=jnp.float32)
+    out = out if config.logit_scale == 1 else out * config.logit_scale
+    cap = config.final_soft_cap
+    return out if cap is None else cap * jnp.tanh(out / cap)

@@ -22,7 +22,6 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from ..adapters.init import init_leaves
 from ..adapters.spec import AdapterSpec
 from ..config.model import ModelConfig
-from ..layout.layer import LAYER
 from ..weights.checkpoint_formats import FORMATS, CheckpointFormat, check_stored_as
 from ..weights.entry import Entry
 from ..weights.table import NONE, StoredKind, check_kernels, stored_kind
@@ -196,7 +195,8 @@ def _reader(
     stored, tensors = list_tensors(model_dir), frozen_tensors(model)
     wanted = {name: spec for tensor in tensors for name, spec in tensors_of(tensor, form).items()}
     check_tensors(wanted, stored, config, Path(model_dir))
-    check_kernels(quantize, LAYER.kernel_shapes(config))
+    for layer in config.kinds:
+        check_kernels(quantize, layer.kernel_shapes())
     return FrozenReader(
         tensors=tensors, stored=stored, dtype=jnp.dtype(dtype), kind=kind, form=form, place=_rule(sharding)
     )

@@ -8,8 +8,8 @@ from typing import Any
 
 from flax import nnx
 
-from ..config.families import Family, family_named
 from ..config.model import ModelConfig
+from ..families.table import Family, family_named
 from .decoder import Decoder
 
 Path = tuple[Any, ...]

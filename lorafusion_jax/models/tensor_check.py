@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from ..config.families import family_named
 from ..config.model import ModelConfig
 from ..errors import CheckpointError
+from ..families.table import family_named
 from ..weights.checkpoint_formats import FLOATS, TensorSpec
 from .checkpoint import Stored
 from .naming import is_ignored

@@ -27,10 +27,13 @@ def token_losses(
     weights: Float[Array, " T"],
     *,
     chunk: int = DEFAULT_CHUNK,
+    soft_cap: float | None = None,
+    logit_scale: float = 1.0,
 ) -> Float[Array, " T"]:
     """Weighted negative log-likelihood of each row; any sum of rows may be differentiated.
 
-    loss[t] = weights[t] · (logsumexp(hidden[t] head) - (hidden[t] head)[targets[t]]),  0 where weights[t] = 0
+    loss[t] = weights[t] · (logsumexp(z[t]) - z[t, targets[t]]),  0 where weights[t] = 0
+    z[t] = soft_cap · tanh(logit_scale · hidden[t] head / soft_cap)
 
     Rows of weight 0 have no effect, even if they hold NaN, and rows do not affect each other. Only `hidden` has a
     gradient; the head is frozen, and its gradient is zero.
@@ -41,6 +44,7 @@ def token_losses(
         targets: token to predict at each row.
         weights: float32, of any magnitude: small weights do not underflow in a float16 gradient.
         chunk: at most about `chunk` · T logits exist at once.
+        soft_cap: bound of the logits (None: none).
 
     Example:
         >>> losses = token_losses(jnp.zeros((3, 2)), jnp.ones((2, 8)), jnp.arange(3), jnp.array([1.0, 0.5, 0.0]))
@@ -48,7 +52,8 @@ def token_losses(
         [2.0794, 1.0397, 0.0]
     """
     weights = jnp.asarray(weights, jnp.float32)
-    return _losses(chunk_rows(hidden.shape[0], head.shape[1], chunk), hidden, head.T, jnp.asarray(targets), weights)
+    rule = LogitRule(chunk_rows(hidden.shape[0], head.shape[1], chunk), soft_cap, logit_scale)
+    return _losses(rule, hidden, head.T, jnp.asarray(targets), weights)
 
 
 def adapter_losses(
@@ -86,6 +91,25 @@ def sum_by(values: Float[Array, " T"], owner: Int[Array, " T"], num_owners: int)
     return jnp.where(mine, values, 0.0).sum(axis=1)
 
 
+class LogitRule(NamedTuple):
+    """How logits are computed: rows at a time, bound, factor."""
+
+    rows: int
+    soft_cap: float | None
+    scale: float
+
+    def logits(self, products_cV: jax.Array) -> jax.Array:
+        """Logits of products with the head."""
+        scaled = products_cV if self.scale == 1 else products_cV * self.scale
+        return scaled if self.soft_cap is None else self.soft_cap * jnp.tanh(scaled / self.soft_cap)
+
+    def slope(self, slope_cV: jax.Array, logits_cV: jax.Array) -> jax.Array:
+        """Gradient with respect to the products, of that with respect to the logits."""
+        if self.soft_cap is not None:
+            slope_cV = slope_cV * (1 - jnp.square(logits_cV / self.soft_cap))
+        return slope_cV if self.scale == 1 else slope_cV * self.scale
+
+
 class _Rows(NamedTuple):
     """Inputs per row. Rows of weight zero are ignored."""
 
@@ -94,15 +118,15 @@ class _Rows(NamedTuple):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _losses(c, hidden_TD, head_VD, targets, weights):
+def _losses(rule: LogitRule, hidden_TD, head_VD, targets, weights):
     def loss(logits_cV, piece):
         return (_weight_by_token(piece, _log_sum(logits_cV) - _target(logits_cV, piece)),)
 
-    (losses_T,) = _over_chunks(loss, c, hidden_TD, head_VD, _Rows(targets, weights), (_no_losses(hidden_TD),))
+    (losses_T,) = _over_chunks(loss, rule, hidden_TD, head_VD, _Rows(targets, weights), (_no_losses(hidden_TD),))
     return losses_T
 
 
-def _losses_fwd(c, hidden_TD, head_VD, targets, weights):
+def _losses_fwd(rule: LogitRule, hidden_TD, head_VD, targets, weights):
     # weight = mantissa · 2^exponent. The stored gradient is scaled by the mantissa, from 1/2 to 1, so it does not
     # underflow in float16 for any batch size. Backward multiplies by the power of two, which is exact.
     mantissa, exponent = jnp.frexp(weights)
@@ -113,19 +137,20 @@ def _losses_fwd(c, hidden_TD, head_VD, targets, weights):
         losses_c = _weight_by_token(rows, log_sum - _target(logits_cV, rows))
         is_target = jnp.arange(logits_cV.shape[1]) == rows.targets[:, None]
         slope_cV = (jnp.exp(logits_cV - log_sum[:, None]) - is_target) * mantissa[:, None]
+        slope_cV = rule.slope(slope_cV, logits_cV)
         slope_cD = _product(slope_cV.astype(hidden_TD.dtype), head_VD)
         counts = (rows.weights != 0)[:, None]
         return losses_c, jnp.where(counts, slope_cD, 0.0).astype(hidden_TD.dtype)
 
     empty = (_no_losses(hidden_TD), jnp.zeros_like(hidden_TD))
     rows = _Rows(targets, weights)
-    losses_T, slope_TD = _over_chunks(loss_and_slope, c, hidden_TD, head_VD, rows, empty, extra=mantissa)
+    losses_T, slope_TD = _over_chunks(loss_and_slope, rule, hidden_TD, head_VD, rows, empty, extra=mantissa)
     # The head is not a residual: a pipeline stage would copy it for every microbatch in flight.
     return losses_T, (slope_TD, weights != 0, exponent)
 
 
-def _losses_bwd(c, residuals, cotangent_T):
-    del c  # unused: the gradient is ready
+def _losses_bwd(rule, residuals, cotangent_T):
+    del rule  # unused: the gradient is ready
     slope_TD, counts, exponent = residuals
     factor_T1 = jnp.ldexp(cotangent_T, exponent)[:, None]
     hidden_bar = jnp.where(counts[:, None], slope_TD.astype(jnp.float32) * factor_T1, 0.0).astype(slope_TD.dtype)
@@ -140,14 +165,20 @@ def _no_losses(hidden_TD: jax.Array) -> jax.Array:
 
 
 def _over_chunks(
-    function, c: int, hidden_TD, head_VD, rows: _Rows, out: tuple[jax.Array, ...], extra: jax.Array | None = None
+    function,
+    rule: LogitRule,
+    hidden_TD,
+    head_VD,
+    rows: _Rows,
+    out: tuple[jax.Array, ...],
+    extra: jax.Array | None = None,
 ) -> tuple[jax.Array, ...]:
     """Applies `function(logits, rows)` to chunks of weighted rows and scatters its per-row results into `out`.
 
     Args:
         extra: another array with one entry per row; `function` then gets (rows, extra).
     """
-    T = hidden_TD.shape[0]
+    T, c = hidden_TD.shape[0], rule.rows
     pad = -T % c
     counts = rows.weights != 0
     # Stable sort: weighted rows come first in their order, so sums do not depend on the rows between them.
@@ -159,7 +190,7 @@ def _over_chunks(
         take = partial(jnp.take, indices=here, axis=0, mode="clip")
         # The transpose is fused into the product here. Before the loop, XLA would copy the whole table for every
         # microbatch.
-        logits_cV = _product(take(hidden_TD), head_VD.T)
+        logits_cV = rule.logits(_product(take(hidden_TD), head_VD.T))
         new = function(logits_cV, jax.tree.map(take, by_row))
         return tuple(old.at[here].set(own, mode="drop") for old, own in zip(out, new, strict=True))
 

@@ -123,10 +123,10 @@ def open_base(
     dtype = jnp.dtype(config.base.dtype)
 
     def place(name: str, shape: tuple[int, ...]):
-        return meshes[_stage_of(name, layers)].weight(shape)
+        return meshes[_stage_of(name, model, layers)].weight(shape)
 
     def parted(frozen: Mapping[str, Weight]) -> list[StageWeights]:
-        weights = cut(frozen, layers)
+        weights = cut(frozen, model, layers)
         if mesh.stages > 1 and model.tie_embeddings:
             weights[-1].head = transfer(weights[-1].head, meshes[-1])
         return weights
@@ -249,9 +249,10 @@ def device_bytes() -> int | None:
     return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
 
 
-def _stage_of(name: str, layers: Sequence[Extent]) -> int:
+def _stage_of(name: str, model: ModelConfig, layers: Sequence[Extent]) -> int:
     head, _, rest = name.partition(".")
     if head == "layers":
         number, _, leaf = rest.partition(".")
-        return next(stage for stage, own in enumerate(layers) if own.holds(int(number), leaf))
+        half = model.layer(int(number)).half_of(leaf)
+        return next(stage for stage, own in enumerate(layers) if own.holds(int(number), half))
     return 0 if head == "embed_tokens" else len(layers) - 1

@@ -20,7 +20,7 @@ from jax import Array, lax
 
 from lorafusion_jax.adapters.kind import Leaf, adapter_kind, leaves_of
 from lorafusion_jax.adapters.spec import AdapterSpec
-from lorafusion_jax.layout.layer import LAYER
+from lorafusion_jax.layout.layer import LayerSpec
 
 Leaves = dict[str, Array]  # "layers.self_attn.q_proj.lora_a" -> [L, ...]
 LAYERS = "layers."  # prefix of the names of leaves
@@ -77,15 +77,15 @@ class Place(NamedTuple):
     first: Any  # its first column in each of its leaves, in order of `own_names`
 
 
-def all_columns(specs: Sequence[AdapterSpec]) -> dict[str, Columns]:
-    """Returns the leaves that these adapters train, by name."""
+def all_columns(specs: Sequence[AdapterSpec], layer: LayerSpec) -> dict[str, Columns]:
+    """Returns the leaves that these adapters train in a layer, by name."""
     columns = {}
-    for target in LAYER.targets:
+    for target in layer.targets:
         members = [spec for spec in specs if target in spec.targets]
         for leaf in leaves_of(tuple(spec.kind for spec in members)):
             has = [target in spec.targets and leaf.name in adapter_kind(spec.kind).names for spec in specs]
             width = [(spec.rank if "R" in leaf.axes else 1) if own else 0 for spec, own in zip(specs, has, strict=True)]
-            columns[f"{LAYERS}{LAYER.linear(target).path}.{leaf.name}"] = _narrow_first(leaf, width)
+            columns[f"{LAYERS}{layer.linear(target).path}.{leaf.name}"] = _narrow_first(leaf, width)
     return columns
 
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
@@ -19,7 +21,7 @@ from lorafusion_jax.adapters.init import init_layers
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.config.schema import TrainSettings
 from lorafusion_jax.layout.extent import Extent
-from lorafusion_jax.layout.layer import HALVES, LAYER, Half
+from lorafusion_jax.layout.layer import HALVES, Half
 from lorafusion_jax.models import ModelConfig, Segments
 from lorafusion_jax.models.forward import final_norm, layer_inputs, run_layer
 from lorafusion_jax.models.layer import DecoderLayer, LayerInputs
@@ -35,6 +37,33 @@ from pallas_kernels.frozen_weight import FrozenWeight
 
 Weights = dict[str, FrozenWeight]  # "self_attn.q_proj.kernel" -> [K, N]
 StoredWeights = Mapping[str, Weight]  # the same names; a quantised kernel is a dictionary of its arrays
+
+
+@jax.tree_util.register_pytree_node_class
+class LayerWeights(dict[str, Any]):
+    """Weights of a layer or half layer by name. The kind of the layer is static, so each kind has its own programs.
+
+    Args:
+        layer_kind: index of the layer's description in `ModelConfig.kinds`.
+    """
+
+    def __init__(self, weights: Mapping[str, Any], layer_kind: int = 0):
+        super().__init__(weights)
+        self.layer_kind = layer_kind
+
+    def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[int, tuple[str, ...]]]:
+        names = tuple(sorted(self))
+        return tuple(self[name] for name in names), (self.layer_kind, names)
+
+    @classmethod
+    def tree_unflatten(cls, static: tuple[int, tuple[str, ...]], weights: tuple[Any, ...]) -> LayerWeights:
+        kind, names = static
+        return cls(dict(zip(names, weights, strict=True)), kind)
+
+
+def layer_kind(weights: Mapping[str, Any]) -> int:
+    """The kind of the layer that has these weights; plain dictionaries are of the first kind."""
+    return weights.layer_kind if isinstance(weights, LayerWeights) else 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -93,28 +122,28 @@ class Parts:
     quantize: str = NONE
     columns: Mapping[str, Columns] = field(init=False, repr=False)
     _kinds: tuple[str, ...] = field(init=False, repr=False)
-    _modules: dict[Half | None, tuple] = field(init=False, repr=False)
+    _modules: dict[tuple[int, Half | None], tuple] = field(init=False, repr=False)
 
     def __post_init__(self):
         # Kinds convert their leaves to A and B for the modules.
         plain = tuple(replace(spec, kind="lora") for spec in self.specs)
+        numbers = [self.model.layers.index(layer) for layer in self.model.kinds]
+
+        def module(number: int, half: Half | None) -> DecoderLayer:
+            return DecoderLayer(self.model, plain, number=number, half=half, dtype=self.dtype, rngs=nnx.Rngs(0))
+
         modules = {
-            half: nnx.split(
-                nnx.eval_shape(
-                    lambda half=half: DecoderLayer(self.model, plain, half=half, dtype=self.dtype, rngs=nnx.Rngs(0))
-                ),
-                nnx.LoRAParam,
-                ...,
-            )
+            (kind, half): nnx.split(nnx.eval_shape(partial(module, number, half)), nnx.LoRAParam, ...)
+            for kind, number in enumerate(numbers)
             for half in (None, *HALVES)
         }
         object.__setattr__(self, "_modules", modules)
         object.__setattr__(self, "_kinds", tuple(dict.fromkeys(spec.kind for spec in self.specs)))
-        object.__setattr__(self, "columns", all_columns(self.specs))
+        object.__setattr__(self, "columns", all_columns(self.specs, self.model.layer(0)))
 
     def lora_shapes(self, num_layers: int) -> dict[str, tuple[int, ...]]:
         """Returns the shapes of the trainable leaves: "layers.self_attn.q_proj.lora_a" → (L, K, C)."""
-        shapes = {linear.path: linear.shape(self.model) for linear in LAYER.linears}
+        shapes = {linear.path: linear.shape for linear in self.model.layer(0).linears}
         return {
             name: (num_layers, *own.shape(*shapes[name.removeprefix(LAYERS).rpartition(".")[0]]))
             for name, own in self.columns.items()
@@ -122,7 +151,7 @@ class Parts:
 
     def own_shapes(self) -> dict[str, dict[str, tuple[int, ...]]]:
         """Returns the shapes of each adapter's leaves in all layers: name → leaf → (L, K, r) and so on."""
-        shapes = {linear.path: linear.shape(self.model) for linear in LAYER.linears}
+        shapes = {linear.path: linear.shape for linear in self.model.layer(0).linears}
         return {
             spec.name: {
                 name: (
@@ -134,16 +163,16 @@ class Parts:
             for spec in self.specs
         }
 
-    def frozen_shapes(self, half: Half | None = None) -> dict[str, tuple[int, ...]]:
-        """Returns the shapes of the frozen tensors of a layer, or of a half layer."""
-        return LAYER.frozen_shapes(self.model, half)
+    def frozen_shapes(self, half: Half | None = None, layer_kind: int = 0) -> dict[str, tuple[int, ...]]:
+        """Returns the shapes of the frozen tensors of a layer of one kind, or of a half layer."""
+        return self.model.kinds[layer_kind].frozen_shapes(half)
 
-    def stored_shapes(self, half: Half | None = None) -> dict[str, Any]:
+    def stored_shapes(self, half: Half | None = None, layer_kind: int = 0) -> dict[str, Any]:
         """Like `frozen_shapes`, as stored: for a quantised kernel, shapes by the names of its arrays."""
-        kind, shapes = stored_kind(self.quantize), self.frozen_shapes(half)
+        kind, shapes = stored_kind(self.quantize), self.frozen_shapes(half, layer_kind)
         if kind is None:
             return dict(shapes)
-        kernels = LAYER.kernel_shapes(self.model, half)
+        kernels = self.model.kinds[layer_kind].kernel_shapes(half)
         arrays = {name: kind.arrays(*shape) for name, shape in kernels.items()}
         return shapes | {name: {leaf: one.shape for leaf, one in each.items()} for name, each in arrays.items()}
 
@@ -163,11 +192,12 @@ class Parts:
             assert kind is not None, "weights were loaded with base.quantize, and these parts were made without"
             return kind.dequantise(weight, self.dtype) if kind.operand is None else kind.operand(weight)
 
-        return {name: used(weight) for name, weight in stored.items()}
+        return LayerWeights({name: used(weight) for name, weight in stored.items()}, layer_kind(stored))
 
     def half(self, frozen: Mapping[str, Any]) -> Half | None:
         """Returns the half of a layer that has these tensors; None for a whole layer."""
-        return next(half for half in (None, *HALVES) if frozen.keys() == self.frozen_shapes(half).keys())
+        kind = layer_kind(frozen)
+        return next(half for half in (None, *HALVES) if frozen.keys() == self.frozen_shapes(half, kind).keys())
 
     def first_lora(self) -> dict[str, dict[str, Any]]:
         """Returns the initial weights of each adapter, numpy float32: name → leaf → [L, K, r] and so on."""
@@ -175,7 +205,7 @@ class Parts:
 
     def first_weights(self, spec: AdapterSpec) -> dict[str, Any]:
         """Returns the initial weights of one adapter: leaf → [L, K, r] and so on."""
-        shapes = {f"{LAYERS}{linear.path}": linear.shape(self.model) for linear in LAYER.linears}
+        shapes = {f"{LAYERS}{linear.path}": linear.shape for linear in self.model.layer(0).linears}
         return {
             f"{path}.{leaf}": array
             for path, shape in shapes.items()
@@ -224,7 +254,7 @@ class Parts:
             lora: trainable leaves by name, of the adapters in the microbatch's places, [P, K, R], [P, R, N] and so on.
             number: index of the layer in the model; dropout depends on it.
         """
-        graph, lora_state, frozen_state = self._modules[self.half(frozen)]
+        graph, lora_state, frozen_state = self._modules[layer_kind(frozen), self.half(frozen)]
         module = nnx.merge(
             graph, _fill_state(lora_state, self._low_rank(lora, inputs.kinds)), _fill_state(frozen_state, frozen)
         )
@@ -247,17 +277,28 @@ class Parts:
         """Computes sums of loss and metrics of each adapter, float32 [A]."""
         weights = jnp.where(batch.row_adapter >= 0, batch.weights, 0.0)
         hidden = final_norm(x_TD, norm, self.model)
-        losses_T = token_losses(hidden, head.T, batch.targets, weights, chunk=self.settings.loss_chunk)
+        losses_T = self._token_losses(hidden, head, batch, weights)
         needs_hidden = any(HIDDEN in adapter.needs for adapter in self.chosen)
         return totals_of(losses_T, batch, self.chosen, hidden if needs_hidden else None)
 
     def token_logprobs(self, norm: Array, head: Array, x_TD: Array, batch: Any) -> Array:
         """Computes log p of the learned target of each row, float32 [T]; 0 where nothing is learned."""
         hidden, learned = final_norm(x_TD, norm, self.model), (batch.weights != 0).astype(jnp.float32)
-        return -token_losses(hidden, head.T, batch.targets, learned, chunk=self.settings.loss_chunk)
+        return -self._token_losses(hidden, head, batch, learned)
+
+    def _token_losses(self, hidden: Array, head: Array, batch: Any, weights: Array) -> Array:
+        return token_losses(
+            hidden,
+            head.T,
+            batch.targets,
+            weights,
+            chunk=self.settings.loss_chunk,
+            soft_cap=self.model.final_soft_cap,
+            logit_scale=self.model.logit_scale,
+        )
 
 
-def cut(frozen: Mapping[str, Any], stages: Sequence[Extent]) -> list[StageWeights]:
+def cut(frozen: Mapping[str, Any], model: ModelConfig, stages: Sequence[Extent]) -> list[StageWeights]:
     """Splits the weights from `load_frozen` by stage. A tied embedding goes to the first and the last stage."""
     last = len(stages) - 1
     embed = frozen["embed_tokens.weight"]
@@ -265,7 +306,7 @@ def cut(frozen: Mapping[str, Any], stages: Sequence[Extent]) -> list[StageWeight
     return [
         StageWeights(
             extent=own,
-            pieces=[_weights(frozen, f"layers.{number}.", half) for number, half in own.pieces],
+            pieces=[_weights(frozen, model, number, half) for number, half in own.pieces],
             embed=embed if stage == 0 else None,
             norm=frozen["norm.weight"] if stage == last else None,
             head=head if stage == last else None,
@@ -274,9 +315,9 @@ def cut(frozen: Mapping[str, Any], stages: Sequence[Extent]) -> list[StageWeight
     ]
 
 
-def _weights(frozen: Mapping[str, Any], layer: str, half: Half | None) -> StoredWeights:
-    own = {name.removeprefix(layer): weight for name, weight in frozen.items() if name.startswith(layer)}
-    return {name: weight for name, weight in own.items() if half in (None, LAYER.half_of(name))}
+def _weights(frozen: Mapping[str, Any], model: ModelConfig, number: int, half: Half | None) -> LayerWeights:
+    names = model.layer(number).frozen_shapes(half)
+    return LayerWeights({name: frozen[f"{LAYERS}{number}.{name}"] for name in names}, model.kind_of(number))
 
 
 def _fill_state(state: Any, arrays: Weights) -> Any:

@@ -23,7 +23,7 @@ from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.config.schema import OptimSettings
 from lorafusion_jax.data.assemble import Microbatch
 from lorafusion_jax.layout.extent import Extent
-from lorafusion_jax.layout.layer import LAYER, RematPolicy
+from lorafusion_jax.layout.layer import RematPolicy
 from lorafusion_jax.models.forward import embed
 from lorafusion_jax.optim.step import Hyper, transformation, zero_hyper
 from lorafusion_jax.pipeline import adapter_step
@@ -31,7 +31,7 @@ from lorafusion_jax.pipeline import leaves as lv
 from lorafusion_jax.pipeline.adapter_step import BatchSummary, Totals
 from lorafusion_jax.pipeline.leaves import LAYERS, Columns, Leaves, Place
 from lorafusion_jax.pipeline.mesh import REPLICAS, StageMesh
-from lorafusion_jax.pipeline.parts import Inputs, Parts, StoredWeights, Weights
+from lorafusion_jax.pipeline.parts import Inputs, LayerWeights, Parts, StoredWeights, Weights, layer_kind
 from lorafusion_jax.pipeline.remat import Split
 from pallas_kernels import compiler_options
 
@@ -55,14 +55,18 @@ class StagePrograms:
         self._columns, self._rows = parts.columns, {name: row for row, name in enumerate(parts.columns)}
         self._splits: dict[tuple, Split] = {}  # by half, place in its block, and shapes of the microbatch
         self._steps: dict[tuple, Any] = {}
-        weights = jax.tree.map(
-            lambda shape: P(*stage.split(shape)), parts.stored_shapes(), is_leaf=lambda node: isinstance(node, tuple)
-        )
-        self._frozen_specs = weights
+        self._frozen_specs = [
+            jax.tree.map(
+                lambda shape: P(*stage.split(shape)),
+                parts.stored_shapes(layer_kind=kind),
+                is_leaf=lambda node: isinstance(node, tuple),
+            )
+            for kind in range(len(parts.model.kinds))
+        ]
         table = (parts.model.vocab_size, parts.model.hidden_size)
         self._table_axis = _axis(P(*stage.split(table)))
         table_spec = P(*stage.split(table))
-        block = ([weights], REPLICATED, REPLICATED, ROWS, ROWS)  # a list: the same specs for each piece of the block
+        block = (self._specs_of_block, REPLICATED, REPLICATED, ROWS, ROWS)
         self.inputs = self._jit(partial(self._inputs, dropout=True), (ROWS,), ROWS)
         self.inputs_without_dropout = self._jit(partial(self._inputs, dropout=False), (ROWS,), ROWS)
         self.embed = self._jit(self._embed, (table_spec, ROWS), ROWS)
@@ -183,8 +187,7 @@ class StagePrograms:
         @wraps(function)  # profiles show its name
         def mapped(*operands: Any) -> Any:
             specs = tuple(
-                tuple({name: spec[0][name] for name in piece} for piece in operand) if isinstance(spec, list) else spec
-                for spec, operand in zip(in_specs, operands, strict=True)
+                spec(operand) if callable(spec) else spec for spec, operand in zip(in_specs, operands, strict=True)
             )
             # check_vma is off: sums and losses differ by replica, as their specs declare.
             local = jax.shard_map(function, mesh=self._stage.mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
@@ -197,7 +200,8 @@ class StagePrograms:
         return _row(self._parts.inputs(_own(batch), dropout=dropout))
 
     def _embed(self, table: Array, tokens: Array) -> Array:
-        return embed(_gather(table, self._table_axis), tokens[0])[None]
+        scale = self._parts.model.embedding_scale
+        return embed(_gather(table, self._table_axis), tokens[0], scale)[None]
 
     def _forward(self, frozen: Sequence[StoredWeights], lora: Leaves, number: Array, x: Array, inputs: Any):
         x, inputs = x[0], _own(inputs)
@@ -239,8 +243,10 @@ class StagePrograms:
     def _split(self, weights: StoredWeights, place: int, inputs: Inputs) -> Split:
         """What forward leaves is shaped like the microbatch: a backward finds the forward of its own capacity."""
         shapes = tuple(leaf.shape for leaf in jax.tree.leaves(inputs))
-        kind = (self._parts.half(weights), place, shapes)
-        return self._splits.setdefault(kind, Split(self._layer, self._remat))
+        layer = layer_kind(weights)
+        kind = (layer, self._parts.half(weights), place, shapes)
+        names = self._parts.model.kinds[layer].checkpoints
+        return self._splits.setdefault(kind, Split(self._layer, self._remat, names))
 
     def _lora_views(self, lora: Leaves, weights: StoredWeights, number: Array, inputs: Inputs) -> Weights:
         """Returns the trainable leaves of the microbatch's adapters in the layer or half layer of `weights`.
@@ -251,12 +257,12 @@ class StagePrograms:
         return {
             name.removeprefix(LAYERS): lv.view(leaf, *self._leaf_place(name, number, inputs))
             for name, leaf in lora.items()
-            if half in (None, LAYER.half_of(name))
+            if half in (None, self._parts.model.half_of(name))
         }
 
     def _leaf_place(self, name: str, number: Array, inputs: Inputs) -> tuple[Columns, Array, Array]:
         """Returns a leaf's columns, the layer's index on this stage and the windows of the microbatch's adapters."""
-        layer = number - self._extent.layers_of(name).start
+        layer = number - self._extent.layers_of(self._parts.model.half_of(name)).start
         return self._columns[name], layer, inputs.windows[self._rows[name]]
 
     def _layer(self, given: tuple, lora: Weights, x: Array) -> Array:
@@ -282,13 +288,22 @@ class StagePrograms:
         own = self._parts.token_logprobs(norm, _gather(table, self._table_axis), x[0], _own(batch))
         return own[None] if self._stage.replicas == 1 else lax.all_gather(own, REPLICAS)
 
+    def _specs_of_block(self, block: Sequence[StoredWeights]) -> tuple[StoredWeights, ...]:
+        return tuple(map(self._specs_of, block))
+
+    def _specs_of(self, weights: StoredWeights) -> StoredWeights:
+        """Returns the sharding of each array of a layer or half layer, as a tree of the same structure."""
+        kind = layer_kind(weights)
+        specs = {name: self._frozen_specs[kind][name] for name in weights}
+        return LayerWeights(specs, kind) if isinstance(weights, LayerWeights) else specs
+
     def _materialize(self, stored: StoredWeights, x: Array) -> tuple[Weights, Array]:
         """Returns the weights of a layer or half layer in the form that its ops use.
 
         Devices gather the stored arrays. Dequantisation of a layer waits for its input x (in backward: for the gradient
         of its output). Otherwise XLA could dequantise all layers of a program at once.
         """
-        specs = {name: self._frozen_specs[name] for name in stored}
+        specs = self._specs_of(stored)
         stored = jax.tree.map(lambda leaf, spec: _gather(leaf, _axis(spec)), stored, specs)
         if self._parts.dequantises:
             stored, x = lax.optimization_barrier((stored, x))

@@ -6,14 +6,14 @@ microbatch in flight. Here forward drops residuals that are inputs of the layer,
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax import Array
 from jax.core import Tracer
 
-from lorafusion_jax.layout.layer import LAYER, RematPolicy
+from lorafusion_jax.layout.layer import RematPolicy
 
 
 class Split:
@@ -23,18 +23,17 @@ class Split:
         function: (given, lora, x) → y; differentiated with respect to lora and x.
         remat: "everything": save all residuals; "gemm_inputs": save the named tensors and recompute elementwise work;
             "nothing": recompute forward.
+        names: checkpoint names of the tensors to save.
 
     `forward(given, lora, x)` → (y, kept) and `backward(given, lora, x, kept, dy)` → (dlora, dx) are called inside
     traced functions, forward before backward.
     """
 
-    def __init__(self, function: Callable[[Any, Any, Array], Array], remat: RematPolicy):
+    def __init__(self, function: Callable[[Any, Any, Array], Array], remat: RematPolicy, names: Sequence[str]):
         self._remat = remat
         self._function = function
         if remat == "gemm_inputs":
-            self._function = jax.checkpoint(
-                function, policy=jax.checkpoint_policies.save_only_these_names(*LAYER.checkpoints)
-            )
+            self._function = jax.checkpoint(function, policy=jax.checkpoint_policies.save_only_these_names(*names))
         self._structure: Any = None
         self._sources: list[Any] = []  # per residual: n for input n, ~n for kept array n, or the constant
 

@@ -97,6 +97,10 @@ class Stage:
     def extent(self) -> Extent:
         return self.weights.extent
 
+    def layers_of(self, leaf: str) -> range:
+        """Layers of this stage that have a trainable leaf."""
+        return self.extent.layers_of(self._parts.model.half_of(leaf))
+
     @property
     def parts(self) -> Parts:
         return self._parts
@@ -132,9 +136,7 @@ class Stage:
 
     def take_weights(self, lora: Mapping[str, Mapping[str, np.ndarray]]) -> None:
         """Sets each adapter's weights, given for all layers of the model."""
-        own = [
-            {name: leaf[self.extent.layers_of(name)] for name, leaf in lora[spec.name].items()} for spec in self._specs
-        ]
+        own = [{name: leaf[self.layers_of(name)] for name, leaf in lora[spec.name].items()} for spec in self._specs]
         self.lora = {  # leaf by leaf, so that the host does not hold all of them twice
             name: replicate(lv.stack_adapters({name: at}, own)[name], self.mesh)
             for name, at in self._parts.columns.items()
@@ -154,7 +156,7 @@ class Stage:
             optimizer: state for this stage's layers, on the host (None: the initial one).
         """
         spec, place = self._specs[index], self._places[index]
-        own = {name: np.asarray(leaf)[self.extent.layers_of(name)] for name, leaf in weights.items()}
+        own = {name: np.asarray(leaf)[self.layers_of(name)] for name, leaf in weights.items()}
         self._gradients.pop(index, None)
         self.lora, self.sums, self.totals, self.alive = self.programs.write(
             spec, place, self.lora, self.sums, self.totals, self.alive, replicate(own, self.mesh)

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import DictKey
 
-from lorafusion_jax.layout.extent import Extent
 from lorafusion_jax.pipeline import leaves as lv
 from lorafusion_jax.pipeline.move import replicate, to_host, to_stage
 from lorafusion_jax.pipeline.stage import Stage
@@ -56,15 +55,15 @@ def scatter(stages: Sequence[Stage], arrays: dict[str, Any]) -> None:
     totals = {"loss": arrays["loss"], **arrays.get("metrics", {})}
     totals = {name: _spread_rows(leaf, replicas) for name, leaf in totals.items()}
     for stage in stages:
-        mesh, extent = stage.mesh, stage.extent
+        mesh = stage.mesh
         mine = np.asarray(mesh.local_replicas)
         sums = [
-            {name: _spread_rows(leaf, replicas)[mine][:, extent.layers_of(name)] for name, leaf in own.items()}
+            {name: _spread_rows(leaf, replicas)[mine][:, stage.layers_of(name)] for name, leaf in own.items()}
             for own in (arrays["sums"][name] for name in stage.names)
         ]
         stage.take_weights(arrays["lora"])
         stage.sums = to_stage(lv.stack_adapters(stage.parts.columns, sums, lead=lv.SUMS), mesh)
-        stage.optimizers = replicate(of_stage(extent, arrays["optimizers"]), mesh)
+        stage.optimizers = replicate(of_stage(stage, arrays["optimizers"]), mesh)
         stage.alive = replicate(np.asarray(arrays["alive"]), mesh)
         if stage.totals is not None:
             stage.totals = to_stage({name: leaf[mine] for name, leaf in totals.items()}, mesh)
@@ -127,14 +126,14 @@ def _split_loss(totals: dict[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.
     return totals["loss"], {name: total for name, total in totals.items() if name != "loss"}
 
 
-def of_stage(extent: Extent, tree: Any) -> Any:
+def of_stage(stage: Stage, tree: Any) -> Any:
     """Slices a stage's layers out of every array. The array's path names its leaf; scalars are step counts."""
 
     def own(path: tuple, leaf: Any) -> np.ndarray:
         if not np.ndim(leaf):
             return np.asarray(leaf)
         name = next(key.key for key in path if isinstance(key, DictKey) and key.key.startswith("layers."))
-        return np.asarray(leaf)[extent.layers_of(name)]
+        return np.asarray(leaf)[stage.layers_of(name)]
 
     return jax.tree_util.tree_map_with_path(own, tree)
 

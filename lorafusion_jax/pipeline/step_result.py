@@ -86,7 +86,7 @@ def _first_bad(stages: Sequence[Stage], names: Sequence[str], finite: Sequence[n
         bad = next((name for name, good in zip(names, own, strict=True) if not good), None)
         if bad is None:
             continue
-        here = stage.extent.layers_of(bad) if bad in stage.lora else None
+        here = stage.layers_of(bad) if bad in stage.lora else None
         layers = "" if here is None else f" of layers {here[0]} to {here[-1]}"
         return bad + (f"{layers}, stage {place}" if len(stages) > 1 else "")
     return None

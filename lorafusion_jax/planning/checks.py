@@ -11,7 +11,6 @@ from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.data.prepare import Prepared, prepare
 from lorafusion_jax.errors import CheckpointError, ConfigError, ErrorList, LoraFusionError, raise_all
-from lorafusion_jax.layout.layer import LAYER
 from lorafusion_jax.planning.stages import stage_layers
 from lorafusion_jax.weights.checkpoint_formats import check_stored_as
 from lorafusion_jax.weights.table import NONE, check_kernels
@@ -45,7 +44,8 @@ def layer_problems(config: JobConfig) -> tuple[list[str], list[LoraFusionError]]
         directory = base_directory(config)
         model = ModelConfig.from_hf(directory)
         check_stored_as(quantize, model.checkpoint_format, where=str(directory))
-        check_kernels(quantize, LAYER.kernel_shapes(model))
+        for layer in model.kinds:
+            check_kernels(quantize, layer.kernel_shapes())
         stage_layers(model, mesh.stages, mesh.layers)
     except CheckpointError as problem:
         if mesh.stages == 1 and mesh.layers is None and quantize == NONE:

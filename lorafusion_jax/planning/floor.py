@@ -11,8 +11,9 @@ from lorafusion_jax.adapters.spec import bank_rank
 from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.data.prepare import Prepared
+from lorafusion_jax.families.layer import Layer
 from lorafusion_jax.layout.extent import Extent
-from lorafusion_jax.layout.layer import HALVES, LAYER, Half, Linear
+from lorafusion_jax.layout.layer import HALVES, Half, Linear
 from lorafusion_jax.planning.memory import MemoryProblem, memory_problem
 from pallas_kernels.cost import H200, Ceilings, product
 from pallas_kernels.cost_ops import MlpCost, SiblingsCost
@@ -55,22 +56,29 @@ def stage_floors_s(
         head_rows: rows with a target. The head runs only on them, one product in each direction.
         shares: of the rows, by adapter. A row costs what the rank of its own adapter costs (None: the largest rank).
     """
-    halves: dict[Half, float] = {half: _half_floor_s(problem, half, ceilings, shares) for half in HALVES}
-    floors = [_layers_floor_s(stage, halves) for stage in problem.layers]
+    by_kind: list[dict[Half, float]] = [
+        {half: _half_floor_s(problem, layer, half, ceilings, shares) for half in HALVES}
+        for layer in problem.model.kinds
+    ]
+    floors = [_layers_floor_s(problem.model, stage, by_kind) for stage in problem.layers]
     model, item = problem.model, problem.item
     sizes = ((model.hidden_size, model.vocab_size), (model.vocab_size, model.hidden_size))
     floors[-1] += sum(product(rows=head_rows, inner=k, columns=n, item=item).floor_s(ceilings) for k, n in sizes)
     return floors
 
 
-def _layers_floor_s(stage: Extent, halves: Mapping[Half, float]) -> float:
-    return sum(sum(halves.values()) if piece.half is None else halves[piece.half] for piece in stage.pieces)
+def _layers_floor_s(model: ModelConfig, stage: Extent, by_kind: Sequence[Mapping[Half, float]]) -> float:
+    halves = [(by_kind[model.kind_of(piece.layer)], piece.half) for piece in stage.pieces]
+    return sum(sum(floors.values()) if half is None else floors[half] for floors, half in halves)
 
 
-def _half_floor_s(problem: MemoryProblem, half: Half, ceilings: Ceilings, shares: Sequence[float] | None) -> float:
-    sites = [site for site in LAYER.sites.values() if site[0].half == half]
-    ops = [_mlp(problem, shares)] if half == "mlp" else [_siblings(problem, site, shares) for site in sites]
-    return sum(op.floor_s(ceilings) for op in ops)
+def _half_floor_s(
+    problem: MemoryProblem, layer: Layer, half: Half, ceilings: Ceilings, shares: Sequence[float] | None
+) -> float:
+    if half == "mlp" and layer.mlp.as_one_op:
+        return _mlp(problem, layer, shares).floor_s(ceilings)
+    sites = [site for site in layer.sites.values() if site[0].half == half]
+    return sum(_siblings(problem, site, shares).floor_s(ceilings) for site in sites)
 
 
 def _rank(problem: MemoryProblem, target: str, shares: Sequence[float] | None) -> int:
@@ -85,8 +93,8 @@ def _rank(problem: MemoryProblem, target: str, shares: Sequence[float] | None) -
 def _siblings(problem: MemoryProblem, site: tuple[Linear, ...], shares: Sequence[float] | None) -> SiblingsCost:
     return SiblingsCost(
         tokens=problem.capacity_tokens,
-        in_features=site[0].in_features(problem.model),
-        out_features=tuple(linear.out_features(problem.model) for linear in site),
+        in_features=site[0].in_features,
+        out_features=tuple(linear.out_features for linear in site),
         ranks=tuple(_rank(problem, linear.name, shares) for linear in site),
         adapters=len(problem.adapters),
         dropout=any(spec.dropout for spec in problem.adapters),
@@ -94,12 +102,12 @@ def _siblings(problem: MemoryProblem, site: tuple[Linear, ...], shares: Sequence
     )
 
 
-def _mlp(problem: MemoryProblem, shares: Sequence[float] | None) -> MlpCost:
-    gate, up, down = (_rank(problem, name, shares) for name in LAYER.linear_shapes(problem.model, "mlp"))
+def _mlp(problem: MemoryProblem, layer: Layer, shares: Sequence[float] | None) -> MlpCost:
+    gate, up, down = (_rank(problem, name, shares) for name in layer.linear_shapes("mlp"))
     return MlpCost(
         tokens=problem.capacity_tokens,
         width=problem.model.hidden_size,
-        inner=problem.model.intermediate_size,
+        inner=layer.mlp.inner,
         ranks=(gate, up, down),
         adapters=len(problem.adapters),
         dropout=any(spec.dropout for spec in problem.adapters),

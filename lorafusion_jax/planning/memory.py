@@ -17,8 +17,9 @@ from lorafusion_jax.adapters.spec import AdapterSpec, bank_rank, common_rank
 from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.config.specs import adapter_specs
+from lorafusion_jax.families.layer import Layer
 from lorafusion_jax.layout.extent import Extent
-from lorafusion_jax.layout.layer import HALVES, LAYER, REMAT_POLICIES, Half, RematPolicy
+from lorafusion_jax.layout.layer import HALVES, REMAT_POLICIES, Half, RematPolicy
 from lorafusion_jax.objective.chunks import DEFAULT_CHUNK, chunk_rows
 from lorafusion_jax.optim.table import optimizer
 from lorafusion_jax.planning.blocks import block_layers
@@ -98,7 +99,9 @@ class MemoryProblem:
         """Whether the kernels run. They save dropout's bits instead of silu(gate) · up; the XLA ops do the reverse."""
         if self.implementation is not None:
             return self.implementation != policy.XLA
-        calls = (site_shape(self, site).op_call for site, rank in _site_ranks(self).items() if rank)
+        calls = (
+            site_shape(self, site).op_call for site, rank in _site_ranks(self, self.model.layer(0)).items() if rank
+        )
         measured = [name for name in map(self.measured, calls) if name is not None]
         return any(name != policy.XLA for name in measured) if measured else self.hopper
 
@@ -151,76 +154,95 @@ def stage_memory(problem: MemoryProblem) -> tuple[StageMemory, ...]:
     return tuple(_stage(problem, stage) for stage in range(problem.num_stages))
 
 
-def kept_per_layer(problem: MemoryProblem, half: Half | None = None) -> dict[str, int]:
+def kept_per_layer(problem: MemoryProblem, half: Half | None = None, number: int = 0) -> dict[str, int]:
     """Bytes that one layer or half layer saves for one microbatch, by tensor.
 
     `nothing` saves the layer's input; `gemm_inputs` saves what elementwise operations cannot recompute; `everything`
     saves all residuals.
+
+    Args:
+        number: of the layer.
     """
+    layer = problem.model.layer(number)
     T, item = problem.capacity_tokens, problem.item
     kept = {"x_in": item * T * problem.model.hidden_size}
     if problem.remat == "nothing":
         return kept
     for own in HALVES if half is None else (half,):
-        kept |= _saved_tensors(problem, own) | _saved_by_lora(problem, own)
+        kept |= _saved_tensors(problem, layer, own) | _saved_by_lora(problem, layer, own)
     if half == "mlp":
-        del kept["o_out"]  # the input of the piece is saved instead
+        kept.pop("o_out", None)  # the input of the piece is saved instead
     return kept
 
 
-def _saved_tensors(problem: MemoryProblem, half: Half) -> dict[str, int]:
-    fused = _attention_is_ours(problem) if half == "attention" else _mlp_is_one_op(problem)
+def _saved_tensors(problem: MemoryProblem, layer: Layer, half: Half) -> dict[str, int]:
+    fused = _attention_is_ours(problem, layer) if half == "attention" else _mlp_is_one_op(problem, layer)
     kept = {}
-    for tensor in LAYER.saved:
+    for tensor in layer.saved:
         wanted = tensor.policy == "gemm_inputs" or problem.remat == "everything"
-        if tensor.half == half and wanted and tensor.present(problem.model) and not (tensor.unfused and fused):
+        if tensor.half == half and wanted and not (tensor.unfused and fused):
             item = FLOAT32 if tensor.float32 else problem.item
-            kept[tensor.name] = item * problem.capacity_tokens * tensor.width(problem.model)
+            kept[tensor.name] = item * problem.capacity_tokens * tensor.width
     return kept
 
 
-def _saved_by_lora(problem: MemoryProblem, half: Half) -> dict[str, int]:
-    sites = [site for site, linears in LAYER.sites.items() if linears[0].half == half]
-    ranks, bits = _site_ranks(problem), _bits(problem)
+def _saved_by_lora(problem: MemoryProblem, layer: Layer, half: Half) -> dict[str, int]:
+    sites = [site for site, linears in layer.sites.items() if linears[0].half == half]
+    ranks, bits = _site_ranks(problem, layer), _bits(problem, layer)
     rows = problem.item * problem.capacity_tokens
-    kept = {f"S of {site}": rows * _columns_of_s(problem, site) for site in sites if ranks[site]}
+    kept = {f"S of {site}": rows * _columns_of_s(problem, layer, site) for site in sites if ranks[site]}
     return kept | {f"dropout bits of {site}": bits[site] for site in sites if site in bits}
 
 
 def working_memory(problem: MemoryProblem, stage: int) -> dict[str, int]:
     """Temporary bytes of each program of a stage; the largest one counts."""
     m, T, item = problem.model, problem.capacity_tokens, problem.item
-    D, F, V = m.hidden_size, m.intermediate_size, m.vocab_size
-    query, key = m.num_heads * m.head_dim, m.num_kv_heads * m.head_dim
-    hand_over = 2 * item * T * D  # incoming and outgoing activations or gradients
-    made_again = sum(kept_per_layer(replace(problem, remat="everything")).values()) - sum(
-        kept_per_layer(problem).values()
-    )
-    if _mlp_is_one_op(problem):
-        made_again += item * T * F  # silu(gate) · up: down reads it, nobody keeps it
-    mlp = item * T * (3 * F + 2 * D)  # gradients of down's input, gate, up, and of x on both sides
-    if _is_hoppers(problem, down := site_shape(problem, "down")) and policy.has_extra_ranks(down):
-        mlp += item * T * F  # silu(gate) · up once more, for their gradient; or their part of the gradient of it
-    attention = (
-        item * T * (2 * query + 2 * key + 2 * D) + FLOAT32 * T * query
-    )  # cuDNN sums dq in float32, ours does not
-    sums = _tile_sums(problem)
-    view = _view_bytes(problem)  # the adapters of a microbatch in one layer; their gradients take as much
-    # Compiled for four H200s, a forward pass gathers layer by layer, a backward pass all layers of its program at once.
-    gathered = layer_bytes(problem) if problem.fsdp > 1 else 0
-    dequantised = _dequantised_bytes(problem)  # one layer at a time, because layers depend on each other
-    together = block_layers(problem.block_layers, len(problem.layers[stage].pieces), fsdp=problem.fsdp)
-    programs = {
-        "forward": hand_over + made_again + view + gathered + dequantised,
-        "backward": hand_over + made_again + max(mlp, attention) + sums + 2 * view + together * gathered + dequantised,
-        "update": 5 * max(_own_lora_bytes(problem, stage), default=0),  # gradient, changes, weights, states
-    }
+    D, V = m.hidden_size, m.vocab_size
+    by_kind = [_layer_work(problem, stage, number) for number in _first_of_kinds(problem, stage)]
+    programs = {name: max(work[name] for work in by_kind) for name in ("forward", "backward")}
+    programs["update"] = 5 * max(_own_lora_bytes(problem, stage), default=0)  # gradient, changes, weights, states
     if stage == problem.num_stages - 1:
         rows = chunk_rows(T, V, problem.loss_chunk)
         head = item * D * V if problem.fsdp > 1 else 0
         # Logits and their gradient in float32, the gradient also in the model's dtype; rows, norm and its gradient.
         programs["loss"] = rows * V * (2 * FLOAT32 + item) + 3 * item * T * D + head
     return programs
+
+
+def _first_of_kinds(problem: MemoryProblem, stage: int) -> list[int]:
+    """Number of the first layer of each kind on a stage."""
+    numbers: dict[int, int] = {}
+    for piece in problem.layers[stage].pieces:
+        numbers.setdefault(problem.model.kind_of(piece.layer), piece.layer)
+    return list(numbers.values())
+
+
+def _layer_work(problem: MemoryProblem, stage: int, number: int) -> dict[str, int]:
+    """Temporary bytes of the programs of a layer."""
+    layer, T, item = problem.model.layer(number), problem.capacity_tokens, problem.item
+    D, F = problem.model.hidden_size, layer.mlp.inner
+    query, key = layer.attention.queries, layer.attention.keys
+    hand_over = 2 * item * T * D  # incoming and outgoing activations or gradients
+    everything = kept_per_layer(replace(problem, remat="everything"), number=number)
+    made_again = sum(everything.values()) - sum(kept_per_layer(problem, number=number).values())
+    if _mlp_is_one_op(problem, layer):
+        made_again += item * T * F  # silu(gate) · up: down reads it, nobody keeps it
+    mlp = item * T * (3 * F + 2 * D)  # gradients of down's input, gate, up, and of x on both sides
+    if _is_hoppers(problem, down := site_shape(problem, "down", number)) and policy.has_extra_ranks(down):
+        mlp += item * T * F  # silu(gate) · up once more, for their gradient; or their part of the gradient of it
+    attention = (
+        item * T * (2 * query + 2 * key + 2 * D) + FLOAT32 * T * query
+    )  # cuDNN sums dq in float32, ours does not
+    view = _view_bytes(problem, layer)  # the adapters of a microbatch in one layer; their gradients take as much
+    # Compiled for four H200s, a forward pass gathers layer by layer, a backward pass all layers of its program at once.
+    gathered = layer_bytes(problem, number=number) if problem.fsdp > 1 else 0
+    dequantised = _dequantised_bytes(problem, number)  # one layer at a time, because layers depend on each other
+    together = block_layers(problem.block_layers, len(problem.layers[stage].pieces), fsdp=problem.fsdp)
+    once = hand_over + made_again + dequantised
+    return {
+        "forward": once + view + gathered,
+        "backward": once + max(mlp, attention) + _tile_sums(problem, layer) + 2 * view + together * gathered,
+    }
 
 
 def choose_remat(problem: MemoryProblem, device_bytes: int, *, usable: float = USABLE) -> RematPolicy:
@@ -296,7 +318,8 @@ def own_parameters(problem: MemoryProblem) -> int:
 
 def _stage(problem: MemoryProblem, stage: int) -> StageMemory:
     in_flight = problem.num_stages - stage
-    kept = sum(sum(kept_per_layer(problem, piece.half).values()) for piece in problem.layers[stage].pieces)
+    pieces = problem.layers[stage].pieces
+    kept = sum(sum(kept_per_layer(problem, piece.half, piece.layer).values()) for piece in pieces)
     own = _own_lora_bytes(problem, stage)
     slopes = problem.item * problem.capacity_tokens * problem.model.hidden_size if _is_last(problem, stage) else 0
     return StageMemory(
@@ -308,9 +331,13 @@ def _stage(problem: MemoryProblem, stage: int) -> StageMemory:
         ),
         kept=in_flight * kept + slopes,
         # eight int32 or float32 per row, and rotary tables
-        batches=in_flight * FLOAT32 * problem.capacity_tokens * (8 + 2 * problem.model.head_dim),
+        batches=in_flight * FLOAT32 * problem.capacity_tokens * (8 + 2 * _rope_channels(problem.model)),
         working=max(working_memory(problem, stage).values()),
     )
+
+
+def _rope_channels(model: ModelConfig) -> int:
+    return sum(rope.channels or model.head_dim for rope in model.ropes)
 
 
 def _is_last(problem: MemoryProblem, stage: int) -> bool:
@@ -324,36 +351,39 @@ def _frozen_bytes(problem: MemoryProblem, stage: int) -> int:
     tables = int(stage == 0) + int(_is_last(problem, stage))
     if m.tie_embeddings and problem.num_stages == 1:
         tables = 1
-    layers = sum(layer_bytes(problem, piece.half, problem.fsdp) for piece in problem.layers[stage].pieces)
+    pieces = problem.layers[stage].pieces
+    layers = sum(layer_bytes(problem, piece.half, problem.fsdp, piece.layer) for piece in pieces)
     norm = m.hidden_size if _is_last(problem, stage) else 0
     return layers + problem.item * (tables * table + norm)
 
 
-def layer_bytes(problem: MemoryProblem, half: Half | None = None, fsdp: int = 1) -> int:
+def layer_bytes(problem: MemoryProblem, half: Half | None = None, fsdp: int = 1, number: int = 0) -> int:
     """Stored bytes of the frozen tensors of a layer or half layer, on one of the devices that share them."""
-    shapes, kernels = LAYER.frozen_shapes(problem.model, half), LAYER.kernel_shapes(problem.model, half)
+    layer = problem.model.layer(number)
+    shapes, kernels = layer.frozen_shapes(half), layer.kernel_shapes(half)
     others = sum(_share(shape, fsdp) for name, shape in shapes.items() if name not in kernels)
-    return problem.item * others + kernel_bytes(problem, half, fsdp)
+    return problem.item * others + kernel_bytes(problem, half, fsdp, number)
 
 
-def kernel_bytes(problem: MemoryProblem, half: Half | None = None, fsdp: int = 1) -> int:
+def kernel_bytes(problem: MemoryProblem, half: Half | None = None, fsdp: int = 1, number: int = 0) -> int:
     """The kernels' part of `layer_bytes`."""
-    kernels, kind = LAYER.kernel_shapes(problem.model, half).values(), stored_kind(problem.quantize)
+    kernels, kind = problem.model.layer(number).kernel_shapes(half).values(), stored_kind(problem.quantize)
     if kind is None:
         return problem.item * sum(_share(shape, fsdp) for shape in kernels)
     arrays = (array for k, n in kernels for array in kind.arrays(k, n).values())
     return sum(array.item * _share(array.shape, fsdp) for array in arrays)
 
 
-def _dequantised_bytes(problem: MemoryProblem) -> int:
+def _dequantised_bytes(problem: MemoryProblem, number: int) -> int:
     """One layer's kernels, made to be used: in the model's dtype, or in another order of their bytes, next to the
     widest input in as few bytes, where they multiply as they are."""
     kind = stored_kind(problem.quantize)
     if kind is None:
         return 0
     if kind.operand is None:
-        return kernel_bytes(replace(problem, quantize=NONE))
-    return kernel_bytes(problem) + problem.capacity_tokens * problem.model.intermediate_size
+        return kernel_bytes(replace(problem, quantize=NONE), number=number)
+    inner = problem.model.layer(number).mlp.inner
+    return kernel_bytes(problem, number=number) + problem.capacity_tokens * inner
 
 
 def _share(shape: Sequence[int], fsdp: int) -> int:
@@ -362,7 +392,7 @@ def _share(shape: Sequence[int], fsdp: int) -> int:
     return prod(shape) // fsdp if split else prod(shape)
 
 
-def _view_bytes(problem: MemoryProblem) -> int:
+def _view_bytes(problem: MemoryProblem, layer: Layer) -> int:
     """What a layer's program sees of the adapters in one microbatch: float32, padded to the widest of a projection.
 
     No microbatch has more adapters than tiles; how many a plan puts together is not known here.
@@ -370,32 +400,30 @@ def _view_bytes(problem: MemoryProblem) -> int:
     leaves = leaves_of(tuple(spec.kind for spec in problem.adapters))
     padded = sum(
         prod(leaf.shape(k, n, rank))
-        for name, (k, n) in LAYER.linear_shapes(problem.model).items()
+        for name, (k, n) in layer.linear_shapes().items()
         if (rank := bank_rank(problem.adapters, name))
         for leaf in leaves
     )
     return FLOAT32 * min(len(problem.adapters), max(problem.capacity_tokens // problem.tile_tokens, 1)) * padded
 
 
-def _tile_sums(problem: MemoryProblem) -> int:
+def _tile_sums(problem: MemoryProblem, layer: Layer) -> int:
     """What the XLA form has of every tile in backward: dA and dB in float32 before they are added up, and A and B of
     its adapter. A microbatch of one adapter is one tile; the kernels add up as they go."""
     if problem.packed_bits or len(problem.adapters) == 1:
         return 0
-    tiles, m = problem.capacity_tokens // problem.tile_tokens, problem.model
+    tiles = problem.capacity_tokens // problem.tile_tokens
     sites = (
-        sum(
-            bank_rank(problem.adapters, linear.name) * (linear.in_features(m) + linear.out_features(m))
-            for linear in linears
-        )
-        for linears in LAYER.sites.values()
+        sum(bank_rank(problem.adapters, linear.name) * sum(linear.shape) for linear in linears)
+        for linears in layer.sites.values()
     )
     return tiles * (FLOAT32 + problem.item) * max(sites)
 
 
 def _own_lora_bytes(problem: MemoryProblem, stage: int) -> list[int]:
     """Trainable tensors of a stage's layers in float32, per adapter, at its own rank, targets and kind."""
-    pieces = [LAYER.linear_shapes(problem.model, piece.half) for piece in problem.layers[stage].pieces]
+    model = problem.model
+    pieces = [model.layer(piece.layer).linear_shapes(piece.half) for piece in problem.layers[stage].pieces]
 
     def own(spec: AdapterSpec) -> int:
         kind = adapter_kind(spec.kind)
@@ -405,37 +433,40 @@ def _own_lora_bytes(problem: MemoryProblem, stage: int) -> list[int]:
     return [FLOAT32 * own(spec) for spec in problem.adapters]
 
 
-def _site_ranks(problem: MemoryProblem) -> dict[str, int]:
+def _site_ranks(problem: MemoryProblem, layer: Layer) -> dict[str, int]:
     return {
         site: sum(bank_rank(problem.adapters, linear.name) for linear in linears)
-        for site, linears in LAYER.sites.items()
+        for site, linears in layer.sites.items()
     }
 
 
-def _attention_is_ours(problem: MemoryProblem) -> bool:
-    """Whether our own attention kernels run: they are selected and support these sizes."""
-    m = problem.model
-    sizes = {"rows": problem.capacity_tokens, "heads": m.num_heads, "key_heads": m.num_kv_heads, "width": m.head_dim}
+def _attention_is_ours(problem: MemoryProblem, layer: Layer) -> bool:
+    """Whether our own attention kernels run: they are selected and support these sizes and scores."""
+    m = layer.attention
+    sizes = {"rows": problem.capacity_tokens, "heads": m.heads, "key_heads": m.kv_heads, "width": m.head_dim}
     measured = problem.measured(policy.attention_call(**sizes, dtype=_dtype(problem)))
     chosen = problem.attention or measured or (policy.HOPPER if problem.hopper else policy.XLA)
-    return chosen == policy.HOPPER and policy.attention_unsupported_reason(**sizes, dtype=_dtype(problem)) is None
-
-
-def _mlp_is_one_op(problem: MemoryProblem) -> bool:
-    """Whether the kernels run the whole MLP. Their backward recomputes silu(gate) · up from gate and up."""
-    if not problem.packed_bits:
+    if chosen != policy.HOPPER or m.window is not None or m.soft_cap is not None:
         return False
-    gate_up, down = (site_shape(problem, site) for site in ("gate_up", "down"))
+    return policy.attention_unsupported_reason(**sizes, dtype=_dtype(problem)) is None
+
+
+def _mlp_is_one_op(problem: MemoryProblem, layer: Layer) -> bool:
+    """Whether the kernels run the whole MLP. Their backward recomputes silu(gate) · up from gate and up."""
+    if not problem.packed_bits or not layer.mlp.as_one_op:
+        return False
+    number = problem.model.layers.index(layer)
+    gate_up, down = (site_shape(problem, site, number) for site in ("gate_up", "down"))
     return policy.mlp_is_fused(gate_up, down, problem.implementation, hopper=problem.hopper, measured=problem.measured)
 
 
-def site_shape(problem: MemoryProblem, site: str) -> policy.LinearShape:
-    """The op call of a site, as the kernels' policy knows it."""
-    linears = LAYER.sites[site]
+def site_shape(problem: MemoryProblem, site: str, number: int = 0) -> policy.LinearShape:
+    """The op call of a site of a layer, as the kernels' policy knows it."""
+    linears = problem.model.layer(number).sites[site]
     return policy.LinearShape(
         rows=problem.capacity_tokens,
-        in_features=linears[0].in_features(problem.model),
-        out_features=tuple(linear.out_features(problem.model) for linear in linears),
+        in_features=linears[0].in_features,
+        out_features=tuple(linear.out_features for linear in linears),
         ranks=tuple(bank_rank(problem.adapters, linear.name) for linear in linears),
         tile=problem.tile_tokens,
         adapters=len(problem.adapters),
@@ -455,20 +486,21 @@ def _dtype(problem: MemoryProblem) -> str:
     return "bfloat16" if problem.item == 2 else "float32"
 
 
-def _columns_of_s(problem: MemoryProblem, site: str) -> int:
+def _columns_of_s(problem: MemoryProblem, layer: Layer, site: str) -> int:
     """Of all projections of a site together: the kernels pad them, and Hopper's have the extra ranks in blocks."""
     if not problem.packed_bits:
-        return _site_ranks(problem)[site]
-    shape = site_shape(problem, site)
+        return _site_ranks(problem, layer)[site]
+    shape = site_shape(problem, site, problem.model.layers.index(layer))
     return policy.columns_of_s(shape) if _is_hoppers(problem, shape) else shape.joint_rank
 
 
-def _bits(problem: MemoryProblem) -> dict[str, int]:
+def _bits(problem: MemoryProblem, layer: Layer) -> dict[str, int]:
     """Bytes of the packed keep bits of each dropout site, in blocks of 256 columns."""
     if not problem.packed_bits or not any(spec.dropout for spec in problem.adapters):
         return {}
+    ranks = _site_ranks(problem, layer)
     return {
-        site: problem.capacity_tokens * -(-linears[0].in_features(problem.model) // 256) * 32
-        for site, linears in LAYER.sites.items()
-        if _site_ranks(problem)[site]
+        site: problem.capacity_tokens * -(-linears[0].in_features // 256) * 32
+        for site, linears in layer.sites.items()
+        if ranks[site]
     }

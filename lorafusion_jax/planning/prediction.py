@@ -15,11 +15,11 @@ from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.config.specs import adapter_specs
 from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.layout.extent import Extent, counts_of
-from lorafusion_jax.layout.layer import LAYER, RematPolicy
+from lorafusion_jax.layout.layer import RematPolicy
 from lorafusion_jax.planning import memory, ranks
 from lorafusion_jax.planning.pauses import Pauses, predicted_pauses
 from lorafusion_jax.planning.rebalance import Moved, rebalanced
-from lorafusion_jax.planning.stages import modelled_costs, stage_layers, worth_in_layers
+from lorafusion_jax.planning.stages import SAMPLE_TOKENS, modelled_costs, stage_layers, worth_in_layers
 from lorafusion_jax.report.format import count
 from lorafusion_jax.weights.table import stored_kind
 from pallas_kernels.policy import HOPPER
@@ -57,14 +57,15 @@ def predicted_costs(
         tokens: of each adapter's samples (None: as many of each). Rows of large ranks cost more.
     """
     mesh = config.mesh
-    layer = sum(map(prod, LAYER.linear_shapes(model).values())) / _product_speed(config, device)
+    weights = sum(prod(shape) for layer in model.layers for shape in layer.linear_shapes().values())
+    layer = weights / model.num_layers / _product_speed(config, device)
     table = model.vocab_size * model.hidden_size
     parts = default_cost_parts(
         device,
         layer_parameters=layer,
         table_parameters=table,
         hidden_size=model.hidden_size,
-        attention_width=model.num_heads * model.head_dim,
+        attention_width=_attention_width(model),
         mlp_width=model.intermediate_size,
     )
     parts = _with_ranks(parts, config, model, device, tokens)
@@ -78,6 +79,12 @@ def predicted_costs(
         costs,
         source=f"default rates of one {device} per stage, {count(model.num_parameters)} parameters, nothing measured",
     )
+
+
+def _attention_width(model: ModelConfig) -> float:
+    """H · C, less where layers have windows: as if samples had the typical length."""
+    shares = [layer.attention.reach(SAMPLE_TOKENS) / SAMPLE_TOKENS * layer.attention.queries for layer in model.layers]
+    return sum(shares) / len(shares)
 
 
 def _with_ranks(

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from lorafusion_jax.adapters.spec import AdapterSpec, bank_rank, common_rank
 from lorafusion_jax.config.model import ModelConfig
-from lorafusion_jax.layout.layer import LAYER, Linear
+from lorafusion_jax.layout.layer import Linear
 from pallas_kernels.policy import MAX_RANK, MIN_RANK, extra_blocks, padded_rank
 
 FORWARD_SHARE = 1 / 3  # down and up; backward has dS, dA, dB and dx
@@ -51,19 +51,18 @@ def seconds_per_token(
     """
     weights = {spec.name: 1 if tokens is None else tokens[spec.name] for spec in adapters}
     shares = {name: weight / sum(weights.values()) for name, weight in weights.items()}
-    return sum(_site_s(adapters, shares, linears, model, rates) for linears in LAYER.sites.values())
+    return sum(_site_s(adapters, shares, linears, rates) for linears in model.layer(0).sites.values())
 
 
 def _site_s(
     adapters: Sequence[AdapterSpec],
     shares: Mapping[str, float],
     linears: Sequence[Linear],
-    model: ModelConfig,
     rates: RankRates,
 ) -> float:
     """The same of the projections that share an input, which are one call."""
     ranks = {linear: bank_rank(adapters, linear.name) for linear in linears}
-    features = {linear: linear.in_features(model) + linear.out_features(model) for linear in linears}
+    features = {linear: sum(linear.shape) for linear in linears}
     if padded_rank(max(ranks.values())) <= MAX_RANK:
         return sum(rates.rank * max(0, ranks[each] - MIN_RANK) * features[each] for each in linears)
     mixed = common_rank([spec.rank for spec in adapters]) is None

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.errors import ConfigError, LoraFusionError, raise_all
 from lorafusion_jax.layout.extent import Extent, counts_of, extents
-from lorafusion_jax.layout.layer import HALVES, LAYER
+from lorafusion_jax.layout.layer import HALVES, Half
 
 # Elementwise passes (LoRA's passes, norms, gate) per token and column of D + F, in FLOPs of equal time. Fitted to 8B
 # training runs on an H200.
@@ -181,11 +181,11 @@ def modelled_costs(model: ModelConfig, *, sample_tokens: float = SAMPLE_TOKENS, 
     """Counts FLOPs of forward + backward per token over a frozen base (no weight gradients).
 
     layer = 4 · weights of its linears + 7 · n · H · C + PASSES · (D + F),  attention = the same without the MLP,
-    head = 4 · D · V · loss_share,  embedding = 0
+    head = 4 · D · V · loss_share,  embedding = 0,  a mean over the layers of the model
 
     Causal attention over samples of n tokens takes 2 · n · H · C FLOPs per token in forward (half a square, two
     products) and 2.5 times as much in backward. The loss makes two passes of the head's product over rows that have
-    a target, and none over others.
+    a target, and none over others. With a window, n is what `Attention.reach` says.
 
     Args:
         sample_tokens: n, Σ length² / Σ length of the samples.
@@ -197,13 +197,20 @@ def modelled_costs(model: ModelConfig, *, sample_tokens: float = SAMPLE_TOKENS, 
     >>> round(costs.head / costs.layer, 1)
     1.8
     """
-    products = 7 * sample_tokens * model.num_heads * model.head_dim
-    weights = {half: sum(map(prod, LAYER.linear_shapes(model, half).values())) for half in HALVES}
+    layers = model.layers
+    reach = sum(layer.attention.reach(sample_tokens) * layer.attention.queries for layer in layers) / len(layers)
+    weights = {half: _mean_weights(model, half) for half in HALVES}
     mlp = 4 * weights["mlp"] + PASSES * model.intermediate_size
-    attention = 4 * weights["attention"] + products + PASSES * model.hidden_size
+    attention = 4 * weights["attention"] + 7 * reach + PASSES * model.hidden_size
     return PartCosts(
         layer=attention + mlp, attention=attention, head=4 * model.hidden_size * model.vocab_size * loss_share
     )
+
+
+def _mean_weights(model: ModelConfig, half: Half) -> float:
+    """Weights of the linears of a half, over the layers."""
+    by_kind = [sum(map(prod, layer.linear_shapes(half).values())) for layer in model.kinds]
+    return sum(by_kind[model.kind_of(number)] for number in range(model.num_layers)) / model.num_layers
 
 
 def worth_in_layers(model: ModelConfig, stages: Sequence[Extent]) -> list[float]:

@@ -1,7 +1,7 @@
 """Checkpoints that come quantised: the tensors of a kernel, and the stored kind that holds exactly their values.
 
-To add a format, add a row to `FORMATS` and recognise its `quantization_config` in `config.quantised`. The tensors of a
-kernel are named "STEM.weight" and so on; STEM is that of the unquantised model. No jax.
+To add a format, add a row to `FORMATS` and recognise its `quantization_config` in `families.quantised`. The tensors of
+a kernel are named "STEM.weight" and so on; STEM is that of the unquantised model. No jax.
 
 Axes: `K` in features · `N` out features
 """

@@ -42,12 +42,14 @@ def attention_forward(
     first_T: Int[Array, " T"],
     end_T: Int[Array, " T"],
     *,
+    scale: float | None = None,
     config: AttentionConfig | None = None,
 ) -> tuple[Float[Array, "T H C"], Saved]:
-    """Returns o[t] = Σ_s softmax_s(q[t]·k[s] / √C) v[s] over first[t] ≤ s ≤ t, and the residuals.
+    """Returns o[t] = Σ_s softmax_s(scale · q[t]·k[s]) v[s] over first[t] ≤ s ≤ t, and the residuals.
 
     Args:
         first_T, end_T: int32, first row and end of each row's document, see `document_rows`.
+        scale: None: 1 / √C.
     Raises:
         NotImplementedError: shapes or dtype are not supported, see `unsupported_reason`.
     """
@@ -58,24 +60,29 @@ def attention_forward(
     bad_TK1 = ~(jnp.isfinite(k_TKC) & jnp.isfinite(v_TKC)).all(-1, keepdims=True)
     k, v = (jnp.where(bad_TK1, jnp.zeros((), x.dtype), x) for x in (k_TKC, v_TKC))
     marked = jnp.where(bad_TK1, jnp.asarray(jnp.nan, k.dtype), k)
-    o, lse2 = forward(q_THC, marked, v, first_T, _queries(first_T, q_THC, k), **_static(q_THC, config))
+    o, lse2 = forward(q_THC, marked, v, first_T, _queries(first_T, q_THC, k), **_static(q_THC, scale, config))
     return o, Saved(q_THC, k, v, o, lse2, first_T, end_T)
 
 
 def attention_backward(
-    saved: Saved, do_THC: Float[Array, "T H C"], *, config: AttentionConfig | None = None
+    saved: Saved,
+    do_THC: Float[Array, "T H C"],
+    *,
+    scale: float | None = None,
+    config: AttentionConfig | None = None,
 ) -> tuple[Float[Array, "T H C"], Float[Array, "T K C"], Float[Array, "T K C"]]:
     """Returns the gradients of q, k and v. They are deterministic: sums have a fixed order, without atomics.
 
     Args:
         saved: from `attention_forward`.
         do_THC: gradient of o.
+        scale: as in forward.
     """
     from pallas_kernels.attention.hopper.dkv import KEYS, dkv
     from pallas_kernels.attention.hopper.dq import dq
 
     q, k, v, o, lse2, first_T, end_T = saved
-    static = _static(q, config)
+    static = _static(q, scale, config)
     grad_q, delta_HT = dq(q, k, v, o, do_THC, lse2, first_T, _queries(first_T, q, k), **static)
     finite_HT = jnp.isfinite(lse2) & jnp.isfinite(delta_HT)
     dirty = jnp.any(~finite_HT).astype(jnp.int32)[None]
@@ -96,5 +103,6 @@ def _queries(first_T: jax.Array, q_THC: jax.Array, k_TKC: jax.Array) -> jax.Arra
     return query_blocks(first_T, Units(group=q_THC.shape[1] // k_TKC.shape[1]).queries, TILE)
 
 
-def _static(q_THC: jax.Array, config: AttentionConfig | None) -> dict:
-    return {"scale": q_THC.shape[-1] ** -0.5, "sms": num_sms(), "config": config or AttentionConfig()}
+def _static(q_THC: jax.Array, scale: float | None, config: AttentionConfig | None) -> dict:
+    scale = q_THC.shape[-1] ** -0.5 if scale is None else scale
+    return {"scale": scale, "sms": num_sms(), "config": config or AttentionConfig()}

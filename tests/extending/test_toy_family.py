@@ -1,53 +1,84 @@
-"""A model family from another package: Llama's layer with another model_type, other keys and tensor names."""
+"""A model family from another package that is no Llama: norms before and after, GeGLU, soft caps, scaled embeddings,
+windows in turn, and other keys and tensor names. transformers' Gemma-2 computes the same, under its own names."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
 from lorafusion_jax.cli.main import run
-from lorafusion_jax.models import Decoder, ModelConfig, load_decoder, save_decoder
+from lorafusion_jax.families.pattern import LayerType
+from lorafusion_jax.families.rope import Rope
+from lorafusion_jax.models import ModelConfig, Segments, load_decoder, save_decoder
 
 SOURCE = """
-from lorafusion_jax.config.families import Family
+from lorafusion_jax.families.table import Family
 
 TOY = Family(
     architectures=("ToyForCausalLM",),
-    keys={"hidden_size": "n_embd", "num_hidden_layers": "n_layer", "rms_norm_eps": "norm_epsilon"},
+    keys={
+        "n_embd": "hidden_size",
+        "n_layer": "num_hidden_layers",
+        "norm_epsilon": "rms_norm_eps",
+        "act": "hidden_act",
+        "score_cap": "attn_logit_softcapping",
+        "word_cap": "final_logit_softcapping",
+        "score_divisor": "query_pre_attn_scalar",
+        "near": "sliding_window",
+    },
+    reads={"attention_bias": False, "layer_types": None},
+    known=("colour",),
+    fields={"norms": "sandwich", "norm_offset": 1.0, "embedding_scale": "sqrt"},
+    windows=2,
     modules={
         "model.embed_tokens": "tokens",
         "model.layers": "blocks",
         "model.norm": "last_norm",
         "self_attn.q_proj": "attention.query",
         "mlp.down_proj": "feed.down",
+        "post_feedforward_layernorm": "norm_4",
         "lm_head": "words",
     },
 )
 NOTHING = 5
 """
-THEIRS = {
+TENSORS = {
     "model.embed_tokens.": "tokens.",
     "model.layers.": "blocks.",
     "model.norm.": "last_norm.",
     "self_attn.q_proj.": "attention.query.",
     "mlp.down_proj.": "feed.down.",
+    "post_feedforward_layernorm.": "norm_4.",
     "lm_head.": "words.",
 }
+KEYS = {
+    "hidden_size": "n_embd",
+    "num_hidden_layers": "n_layer",
+    "rms_norm_eps": "norm_epsilon",
+    "hidden_activation": "act",
+    "attn_logit_softcapping": "score_cap",
+    "final_logit_softcapping": "word_cap",
+    "query_pre_attn_scalar": "score_divisor",
+    "sliding_window": "near",
+}
+GEMMA = Path(__file__).parents[1] / "models" / "golden" / "gemma2_untied"
 
 
-def disguise(directory):
-    """Renames everything that a Llama folder says, by hand."""
-    config = json.loads((directory / "config.json").read_text())
-    config |= {"architectures": ["ToyForCausalLM"], "model_type": "toy"}
-    for ours, theirs in (("hidden_size", "n_embd"), ("num_hidden_layers", "n_layer"), ("rms_norm_eps", "norm_epsilon")):
-        config[theirs] = config.pop(ours)
+def disguise(source: Path, directory: Path, **changes) -> Path:
+    """Writes a Gemma-2 folder under the toy's names, by hand."""
+    config = json.loads((source / "config.json").read_text())
+    config = {KEYS.get(key, key): value for key, value in config.items()}
+    config |= {"architectures": ["ToyForCausalLM"], "model_type": "toy"} | changes
+    directory.mkdir()
     (directory / "config.json").write_text(json.dumps(config))
-    tensors = load_file(directory / "model.safetensors")
-    for ours, theirs in THEIRS.items():
+    tensors = load_file(source / "model.safetensors")
+    for ours, theirs in TENSORS.items():
         tensors = {name.replace(ours, theirs): tensor for name, tensor in tensors.items()}
     save_file(tensors, directory / "model.safetensors")
     return directory
@@ -59,52 +90,63 @@ def toy(install):
 
 
 @pytest.fixture
-def bases(make_base, tmp_path):
-    """The same random weights as a Llama and as a toy."""
-    shape = {"tie_embeddings": False, "norm_eps": 1e-3}
-    return make_base(tmp_path / "llama", **shape), disguise(make_base(tmp_path / "toy", **shape))
+def base(toy, make_base, tmp_path):
+    """A random toy with a tokenizer, whose samples are longer than its window."""
+    rope = Rope(theta=500.0)
+    return make_base(
+        tmp_path / "toy", family="toy", norms="sandwich", norm_offset=1.0, embedding_scale=32**0.5,
+        activation="gelu_tanh", attention_soft_cap=2.0, final_soft_cap=5.0, attention_scale=0.3, norm_eps=1e-3,
+        rope_theta=500.0, pattern=(LayerType(window=7, rope=rope), LayerType(rope=rope)), num_layers=2,
+    )  # fmt: skip
 
 
 @pytest.fixture
-def job(write_job, write_rows):
+def job(base, write_job, write_rows):
     adapter = {
         "name": "law", "data": {"train": write_rows("law.jsonl", 8, 0, 20)}, "batch": {"global_samples": 4},
         "lora": {"dropout": 0.1},
     }  # fmt: skip
-    return str(write_job([adapter]))
+    return str(write_job([adapter], base={"model": str(base), "dtype": "float32"}))
 
 
-def test_trains_to_the_peft_folder_that_the_same_llama_gives(toy, bases, job, tmp_path, capsys):
-    found = []
-    for base in bases:
-        out = tmp_path / f"run-{base.name}"
-        assert run(["train", job, f"base.model={base}", "--out", str(out)]) == 0, capsys.readouterr().err
-        found.append(load_file(out / "adapters" / "law" / "latest" / "adapter_model.safetensors"))
-    llama, toys = found
-    assert any(np.any(tensor) for name, tensor in toys.items() if "lora_B" in name)
-    assert llama.keys() == toys.keys()
-    for name, tensor in llama.items():
-        np.testing.assert_array_equal(toys[name], tensor, err_msg=name)
+def test_it_computes_what_transformers_does(toy, tmp_path):
+    folder = disguise(GEMMA, tmp_path / "toy", colour="blue")
+    model, expected = load_decoder(folder, dtype=jnp.float32), load_file(GEMMA / "expected.safetensors")
+    rows = np.arange(len(expected["tokens"]))
+    logits = jax.jit(lambda tokens: model(tokens, rows, Segments.from_lengths([len(rows)], len(rows))))
+    wanted = expected["logits"]
+    assert np.abs(logits(expected["tokens"]) - wanted).max() <= 1e-5 * np.abs(wanted).max()
 
 
-def test_a_model_is_written_as_its_family_names_it(toy, bases, tmp_path):
-    model = load_decoder(bases[1], dtype=jnp.float32)
+def test_it_trains_on_one_device_and_on_several_to_the_same_peft_folder(job, tmp_path, capsys):
+    folders = []
+    for number, changes in enumerate([[], ["mesh.stages=2", "mesh.layers=[1, 1]"]]):
+        out = tmp_path / f"run-{number}"
+        assert run(["train", job, *changes, "--out", str(out)]) == 0, capsys.readouterr().err
+        folders.append(load_file(out / "adapters" / "law" / "latest" / "adapter_model.safetensors"))
+    one, several = folders
+    assert {name.split(".")[-3] for name in one} >= {"q_proj", "down_proj"}  # saved under Llama's names
+    assert any(np.any(tensor) for name, tensor in one.items() if "lora_B" in name)
+    for name, tensor in one.items():
+        assert np.linalg.norm(several[name] - tensor) <= 1e-5 * np.linalg.norm(tensor), name
+
+
+def test_a_model_is_written_as_its_family_names_it(base, tmp_path):
+    model = load_decoder(base, dtype=jnp.float32)
     out = save_decoder(model, tmp_path / "again")
-    written, given = load_file(out / "model.safetensors"), load_file(bases[1] / "model.safetensors")
+    written, given = load_file(out / "model.safetensors"), load_file(base / "model.safetensors")
     assert written.keys() == given.keys()
+    assert "blocks.0.norm_4.weight" in written
     assert all(np.array_equal(written[name], given[name]) for name in given)
     config = json.loads((out / "config.json").read_text())
-    assert (config["architectures"], config["model_type"], config["n_embd"]) == (["ToyForCausalLM"], "toy", 32)
+    assert (config["model_type"], config["n_embd"], config["near"], config["word_cap"]) == ("toy", 32, 7, 5.0)
     assert ModelConfig.from_hf(out) == model.config
-    assert isinstance(model, Decoder)
 
 
-def test_a_family_that_is_not_installed_is_refused(bases, job, capsys):
-    assert run(["train", job, f"base.model={bases[1]}", "--out", "unused"]) == 2
-    shown = capsys.readouterr().err
-    assert "error[model.unsupported]" in shown
-    assert "ToyForCausalLM" in shown
-    assert "Traceback" not in shown
+def test_a_family_that_is_not_installed_is_refused(tmp_path):
+    folder = disguise(GEMMA, tmp_path / "toy")
+    with pytest.raises(Exception, match="unknown architecture ToyForCausalLM"):
+        ModelConfig.from_hf(folder)
 
 
 @pytest.mark.parametrize(
@@ -114,12 +156,17 @@ def test_a_family_that_is_not_installed_is_refused(bases, job, capsys):
         ({"architectures": ["ToyForTokenClassification"]}, "model.unsupported", "ToyForTokenClassification"),
         ({"n_embd": -1}, "model.bad-config", "hidden_size=-1"),
         ({"n_layer": None}, "model.bad-config", "n_layer is missing"),
+        ({"attn_logit_softcapping": 50.0}, "model.unsupported", "attn_logit_softcapping=50.0: this key is not read"),
+        ({"twist": 0}, "model.unsupported", "twist=0: this key is not read"),
+        ({"act": "gelu_fast"}, "model.unsupported", "gelu_fast"),
+        ({"layer_types": ["chunked_attention"] * 2}, "model.unsupported", "chunked_attention"),
+        ({"near": None}, "model.bad-config", "sliding_window is missing"),
     ],
 )
-def test_files_that_do_not_fit_are_refused(toy, bases, job, capsys, changes, code, says):
-    file = bases[1] / "config.json"
+def test_files_that_do_not_fit_are_refused(base, job, capsys, changes, code, says):
+    file = base / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
-    assert run(["train", job, f"base.model={bases[1]}", "--out", "unused"]) == 2
+    assert run(["train", job, "--out", "unused"]) == 2
     shown = capsys.readouterr().err
     assert f"error[{code}]" in shown
     assert says in " ".join(shown.split())

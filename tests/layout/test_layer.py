@@ -1,5 +1,7 @@
 """The layer description agrees with the modules: leaves, halves, and checkpoint names."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -7,8 +9,9 @@ from flax import nnx
 from shapes import LLAMA_70B
 
 from lorafusion_jax.adapters.spec import AdapterSpec, resolve_targets
-from lorafusion_jax.layout.extent import Extent
-from lorafusion_jax.layout.layer import HALVES, LAYER
+from lorafusion_jax.families.pattern import LayerType
+from lorafusion_jax.families.rope import Rope
+from lorafusion_jax.layout.layer import FUSED, HALVES, PATHS, TARGETS
 from lorafusion_jax.models import Decoder, ModelConfig, Segments
 from lorafusion_jax.models.layer import DecoderLayer
 from lorafusion_jax.modules import LoRAContext
@@ -21,7 +24,14 @@ EVERYTHING = ModelConfig(
     family="qwen3", vocab_size=32, hidden_size=24, intermediate_size=40, num_layers=1, num_heads=4, num_kv_heads=2,
     head_dim=8, qkv_bias=True, o_bias=True, mlp_bias=True, qk_norm=True,
 )  # fmt: skip
-ADAPTERS = (AdapterSpec(name="law", rank=2, alpha=4, dropout=0.1),)
+STRANGE = ModelConfig(
+    family="llama", vocab_size=32, hidden_size=24, intermediate_size=40, num_layers=2, num_heads=4, num_kv_heads=2,
+    head_dim=8, fused=True, norms="sandwich", norm_offset=1.0, activation="gelu_tanh", qk_norm="full",
+    attention_soft_cap=5.0, embedding_scale=4.9, residual_scale=0.5, rope_channels=4,
+    pattern=(LayerType(window=3, rope=Rope(theta=100.0)), LayerType()),
+)  # fmt: skip
+POST = replace(PLAIN, norms="post", num_layers=2, sliding_window=5)
+ADAPTERS = (AdapterSpec(name="law", rank=2, alpha=4, dropout=0.1, targets=tuple(PATHS)),)
 
 
 def leaves(config, half, kind):
@@ -31,42 +41,47 @@ def leaves(config, half, kind):
 
 
 @pytest.mark.parametrize("half", [None, *HALVES])
-@pytest.mark.parametrize("config", [PLAIN, EVERYTHING], ids=["plain", "everything"])
+@pytest.mark.parametrize("config", [PLAIN, EVERYTHING, STRANGE, POST], ids=["plain", "everything", "strange", "post"])
 def test_a_layer_has_the_leaves_of_its_description(config, half):
-    assert leaves(config, half, nnx.Not(nnx.LoRAParam)) == LAYER.frozen_shapes(config, half)
+    assert leaves(config, half, nnx.Not(nnx.LoRAParam)) == config.layer(0).frozen_shapes(half)
     adapted = {name.rpartition(".")[0] for name in leaves(config, half, nnx.LoRAParam)}
-    assert adapted == {linear.path for linear in LAYER.linears_of(half)}
+    assert adapted == {linear.path for linear in config.layer(0).linears_of(half)}
 
 
 def test_halves_partition_the_leaves():
-    attention, mlp = (LAYER.frozen_shapes(LLAMA_70B, half) for half in HALVES)
+    attention, mlp = (LLAMA_70B.layer(0).frozen_shapes(half) for half in HALVES)
     assert not attention.keys() & mlp.keys()
-    assert attention | mlp == LAYER.frozen_shapes(LLAMA_70B)
-    assert LAYER.half_of("post_attention_layernorm.weight") == LAYER.half_of("layers.mlp.down_proj.lora_b") == "mlp"
-    assert LAYER.half_of("self_attn.k_norm.weight") == LAYER.half_of("input_layernorm.weight") == "attention"
+    assert attention | mlp == LLAMA_70B.layer(0).frozen_shapes()
+    half_of = EVERYTHING.layer(0).half_of
+    assert half_of("post_attention_layernorm.weight") == half_of("layers.mlp.down_proj.lora_b") == "mlp"
+    assert half_of("self_attn.k_norm.weight") == half_of("input_layernorm.weight") == "attention"
+    assert STRANGE.layer(0).half_of("post_attention_layernorm.weight") == "attention"  # in another place
 
 
 @pytest.mark.parametrize("leaf", ["post_feedforward_layernorm.weight", "mlp.router.kernel", "q_proj.kernel", "mlp"])
 def test_unknown_leaf_is_an_error(leaf):
-    with pytest.raises(ValueError, match="no part of a decoder layer has the leaf"):
-        LAYER.half_of(leaf)
-    with pytest.raises(ValueError, match="no part of a decoder layer has the leaf"):
-        Extent(0, 4).layers_of(leaf)
+    with pytest.raises(ValueError, match="no part of this decoder layer has the leaf"):
+        PLAIN.layer(0).half_of(leaf)
 
 
 def test_projections_of_a_site_read_one_input():
-    for linears in LAYER.sites.values():
-        assert len({linear.shape(EVERYTHING)[0] for linear in linears}) == 1
+    for linears in EVERYTHING.layer(0).sites.values():
+        assert len({linear.in_features for linear in linears}) == 1
         assert len({linear.half for linear in linears}) == 1
-    assert [LAYER.site_index(name) for name in LAYER.targets] == [0, 0, 0, 1, 2, 2, 3]
+    assert [PLAIN.layer(0).site_index(name) for name in PLAIN.targets] == [0, 0, 0, 1, 2, 2, 3]
 
 
 def test_targets_are_the_projections():
-    assert resolve_targets("all-linear") == LAYER.targets
+    assert resolve_targets("all-linear") == PLAIN.targets == TARGETS
+    assert STRANGE.targets == ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+    for model in (PLAIN, STRANGE):
+        assert {linear.name: linear.path for linear in model.layer(0).linears}.items() <= PATHS.items()
+    assert {*TARGETS, *FUSED} == {*PATHS}
 
 
-def test_forward_defines_all_checkpoint_names():
-    model = nnx.eval_shape(lambda: Decoder(EVERYTHING, ADAPTERS, dtype=jnp.float32, rngs=nnx.Rngs(0)))
+@pytest.mark.parametrize("config", [EVERYTHING, STRANGE, POST], ids=["everything", "strange", "post"])
+def test_forward_defines_all_checkpoint_names(config):
+    model = nnx.eval_shape(lambda: Decoder(config, ADAPTERS, dtype=jnp.float32, rngs=nnx.Rngs(0)))
     graph, lora, frozen = nnx.split(model, nnx.LoRAParam, ...)
     rows = jnp.arange(16)
 
@@ -77,4 +92,4 @@ def test_forward_defines_all_checkpoint_names():
         return nnx.merge(graph, lora, frozen).hidden(rows, rows, segments, ctx, attention="xla").sum()
 
     text = str(jax.make_jaxpr(jax.grad(loss))(lora, frozen))
-    assert [name for name in LAYER.checkpoints if f"name[name={name}]" not in text] == []
+    assert [name for name in config.layer(0).checkpoints if f"name[name={name}]" not in text] == []

@@ -1,10 +1,11 @@
-"""Writes small random models of every family with the logits that `transformers` gives, in float32.
+"""Writes small random models of every family with what `transformers` and `peft` compute of them, in float32.
 
-    python -m pip install torch transformers safetensors numpy
-    python tests/models/make_golden.py
+    python3.11 -m venv /tmp/peft && /tmp/peft/bin/pip install torch==2.13.0 transformers==5.23.0 peft==0.21.2
+    /tmp/peft/bin/python tests/models/make_golden.py [case …]
 
-Each folder of golden/ is a Hugging Face model directory plus expected.safetensors (tokens, logits). Weights are drawn
-large, biases and norms too, so that every one of them changes the logits.
+Each folder of golden/ is a Hugging Face model directory plus `adapter` (a PEFT folder with LoRA on all projections) and
+expected.safetensors: tokens, logits of the base, logits and loss with the adapter, and the gradients of the adapter.
+Weights are drawn large, biases and norms too, so that every one of them changes the logits.
 """
 
 from __future__ import annotations
@@ -13,24 +14,40 @@ import sys
 from pathlib import Path
 
 GOLDEN = Path(__file__).parent / "golden"
-TOKENS = 96
+TOKENS = 40
 
 SMALL = {
     "vocab_size": 48, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 256, "tie_word_embeddings": False,
+    "num_key_value_heads": 2, "max_position_embeddings": 256, "tie_word_embeddings": False, "pad_token_id": None,
+    "bos_token_id": None, "eos_token_id": None,
 }  # fmt: skip
 # Wavelengths of 8 channels at theta 1e4: 6, 63, 628, 6283 positions. One is kept, one blended, two scaled.
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 0.5, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }  # fmt: skip
-FAMILIES = {
+YARN = {
+    "rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 4.0,
+    "beta_slow": 0.5,
+}  # fmt: skip
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def longrope(pairs: int, original: int) -> dict:
+    return {
+        "rope_type": "longrope", "rope_theta": 1000.0, "original_max_position_embeddings": original,
+        "short_factor": [1.0 + 0.1 * i for i in range(pairs)], "long_factor": [2.0 + 1.5 * i for i in range(pairs)],
+    }  # fmt: skip
+
+
+def plain(theta: float) -> dict:
+    return {"rope_type": "default", "rope_theta": theta}
+
+
+CASES = {
     "llama2": ("Llama", {"num_key_value_heads": 4}),
     "llama3": ("Llama", {"rope_parameters": LLAMA3, "head_dim": 8}),
-    "llama_tied_theta": (
-        "Llama",
-        {"tie_word_embeddings": True, "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}},
-    ),
+    "llama_tied_theta": ("Llama", {"tie_word_embeddings": True, "rope_parameters": plain(500000.0)}),
     "llama_biased_linear": (
         "Llama",
         {
@@ -39,42 +56,216 @@ FAMILIES = {
             "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0},
         },
     ),
+    "llama_yarn_gelu": ("Llama", {"rope_parameters": YARN, "hidden_act": "gelu", "head_dim": 12}),
     "mistral": ("Mistral", {"head_dim": 8, "sliding_window": 4096}),
+    "mistral_window": ("Mistral", {"head_dim": 6, "sliding_window": 7, "num_key_value_heads": 1}),
+    "mistral_yarn": ("Mistral", {"sliding_window": None, "rope_parameters": YARN | {"attention_factor": 1.3}}),
+    "ministral": (
+        "Ministral",
+        {"head_dim": 10, "sliding_window": 9, "num_hidden_layers": 4, "layer_types": [SLIDING, SLIDING, FULL, SLIDING]},
+    ),
+    "ministral3": (
+        "Ministral3",
+        {
+            "head_dim": 8,
+            "rope_parameters": YARN
+            | {"mscale": 0.7, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3, "truncate": False},
+        },
+    ),
+    "ministral3_window": (
+        "Ministral3",
+        {"head_dim": 4, "sliding_window": 11, "rope_parameters": plain(100.0)
+            | {"llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 10}},
+    ),
     "qwen2": ("Qwen2", {"rms_norm_eps": 1e-5}),
     "qwen2_tied": ("Qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
+    "qwen2_window": (
+        "Qwen2",
+        {"num_hidden_layers": 3, "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
+    ),
     "qwen3": ("Qwen3", {"head_dim": 8}),
-}
+    "qwen3_window_yarn": (
+        "Qwen3",
+        {
+            "head_dim": 10, "attention_bias": True, "tie_word_embeddings": True, "num_hidden_layers": 3,
+            "use_sliding_window": True, "sliding_window": 5, "layer_types": [SLIDING, FULL, SLIDING],
+            "rope_parameters": YARN,
+        },
+    ),
+    "gemma": ("Gemma", {"head_dim": 8, "tie_word_embeddings": True}),
+    "gemma2": (
+        "Gemma2",
+        {"head_dim": 10, "query_pre_attn_scalar": 7, "sliding_window": 6, "tie_word_embeddings": True},
+    ),
+    "gemma2_untied": (
+        "Gemma2",
+        {
+            "head_dim": 6, "sliding_window": 30, "attention_bias": True, "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 5.0, "num_key_value_heads": 4, "num_hidden_layers": 3,
+            "layer_types": [FULL, SLIDING, SLIDING], "rms_norm_eps": 1e-4,
+        },
+    ),
+    "gemma2_uncapped": (
+        "Gemma2",
+        {
+            "head_dim": 8, "attn_logit_softcapping": None, "final_logit_softcapping": None, "num_key_value_heads": 1,
+            "hidden_activation": "gelu", "sliding_window": 1, "rope_parameters": plain(50.0),
+        },
+    ),
+    "gemma3": (
+        "Gemma3",
+        {
+            "head_dim": 8, "query_pre_attn_scalar": 11, "sliding_window": 6, "num_hidden_layers": 3,
+            "layer_types": [SLIDING, SLIDING, FULL], "tie_word_embeddings": True,
+            "rope_parameters": {FULL: {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}, SLIDING: plain(1e4)},
+        },
+    ),
+    "gemma3_untied": (
+        "Gemma3",
+        {
+            "head_dim": 6, "sliding_window": 20, "attention_bias": True, "final_logit_softcapping": 4.0,
+            "num_key_value_heads": 4, "layer_types": [FULL, SLIDING],
+            "rope_parameters": {FULL: plain(300.0), SLIDING: plain(20.0)},
+        },
+    ),
+    "gemma3_all_windows": (
+        "Gemma3",
+        {"head_dim": 12, "num_key_value_heads": 1, "sliding_window": 4, "layer_types": [SLIDING, SLIDING]},
+    ),
+    "olmo2": ("Olmo2", {}),
+    "olmo2_biased": ("Olmo2", {"attention_bias": True, "num_key_value_heads": 1, "rope_parameters": plain(77.0)}),
+    "olmo2_tied": ("Olmo2", {"tie_word_embeddings": True, "num_key_value_heads": 4, "rms_norm_eps": 1e-3}),
+    "olmo3": ("Olmo3", {"num_hidden_layers": 4, "sliding_window": 5}),
+    "olmo3_yarn": (
+        "Olmo3",
+        {
+            "sliding_window": 9, "layer_types": [FULL, SLIDING], "num_key_value_heads": 4, "attention_bias": True,
+            "rope_parameters": {FULL: YARN | {"attention_factor": 1.2}, SLIDING: plain(1000.0)},
+        },
+    ),
+    "olmo3_tied": ("Olmo3", {"tie_word_embeddings": True, "layer_types": [SLIDING, SLIDING], "sliding_window": 3}),
+    "smollm3": ("SmolLM3", {"num_hidden_layers": 4, "tie_word_embeddings": True}),
+    "smollm3_biased": (
+        "SmolLM3",
+        {
+            "num_hidden_layers": 3, "no_rope_layers": [0, 1, 0], "attention_bias": True, "mlp_bias": True,
+            "num_key_value_heads": 1, "rope_parameters": plain(40.0),
+        },
+    ),
+    "smollm3_window": (
+        "SmolLM3",
+        {
+            "num_hidden_layers": 4, "no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 8,
+            "rope_parameters": YARN,
+        },
+    ),
+    "granite": (
+        "Granite",
+        {
+            "embedding_multiplier": 12.0, "attention_multiplier": 0.3, "residual_multiplier": 0.22,
+            "logits_scaling": 8.0, "tie_word_embeddings": True,
+        },
+    ),
+    "granite_biased": (
+        "Granite",
+        {
+            "attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4, "residual_multiplier": 1.7,
+            "attention_multiplier": 0.05, "rope_parameters": LLAMA3 | {"rope_theta": 900.0},
+        },
+    ),
+    "granite_plain": ("Granite", {"num_key_value_heads": 1, "logits_scaling": 0.5, "attention_multiplier": 0.5}),
+    "phi3": ("Phi3", {"original_max_position_embeddings": 256}),
+    "phi3_partial": (
+        "Phi3",
+        {
+            "hidden_size": 32, "num_key_value_heads": 4, "rope_parameters": plain(500.0)
+            | {"partial_rotary_factor": 0.75}, "sliding_window": 6, "tie_word_embeddings": True,
+        },
+    ),
+    "phi3_long": (
+        "Phi3",
+        {"original_max_position_embeddings": 16, "rope_parameters": longrope(2, 16), "num_key_value_heads": 1},
+    ),
+    "phi3_short": (
+        "Phi3",
+        {
+            "hidden_size": 32, "original_max_position_embeddings": 64,
+            "rope_parameters": longrope(2, 64) | {"partial_rotary_factor": 0.5},
+        },
+    ),
+    "seed_oss": (
+        "SeedOss",
+        {"head_dim": 10, "attention_dropout": 0.0, "residual_dropout": 0.0, "attention_out_bias": False},
+    ),
+    "seed_oss_biased": (
+        "SeedOss",
+        {
+            "head_dim": 6, "attention_dropout": 0.0, "residual_dropout": 0.0, "attention_bias": False,
+            "attention_out_bias": True, "mlp_bias": True, "rope_parameters": plain(60.0),
+        },
+    ),
+    "seed_oss_tied": (
+        "SeedOss",
+        {
+            "head_dim": 4, "attention_dropout": 0.0, "residual_dropout": 0.0, "tie_word_embeddings": True,
+            "num_key_value_heads": 1, "rope_parameters": YARN,
+        },
+    ),
+}  # fmt: skip
+TARGETS = ["q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj"]
 
 
-def write_model(family: str, out: Path) -> None:
-    """Draws one model, saves it to `out` and its logits beside it."""
+def write_model(case: str, out: Path) -> None:
+    """Draws one model and one adapter, and saves them to `out` with what is expected of them."""
     import numpy as np
+    import peft
     import torch
     import transformers
     from safetensors.numpy import save_file
 
-    name, changes = FAMILIES[family]
-    config = getattr(transformers, f"{name}Config")(**(SMALL | changes))
-    generator = torch.Generator().manual_seed(sum(map(ord, family)))
+    name, changes = CASES[case]
+    config_name = {"Gemma3": "Gemma3TextConfig"}.get(name, f"{name}Config")
+    config = getattr(transformers, config_name)(**(SMALL | changes))
+    config._attn_implementation = "eager"  # the only one with soft caps
+    generator = torch.Generator().manual_seed(sum(map(ord, case)))
     model = getattr(transformers, f"{name}ForCausalLM")(config).to(torch.float32).eval()
+    share = 0.25 if len(changes) > 4 else 0.35
     with torch.no_grad():
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(1 + 0.2 * noise if parameter.ndim == 1 else 0.5 * noise)
+            parameter.copy_(1 + 0.2 * noise if parameter.ndim == 1 else share * noise)
     tokens = torch.randint(0, config.vocab_size, (1, TOKENS), generator=generator)
+    mask = torch.ones_like(tokens)
     with torch.no_grad():
-        logits = model(tokens, attention_mask=torch.ones_like(tokens)).logits[0]
+        logits = model(tokens, attention_mask=mask).logits[0]
     model.save_pretrained(out)
     (out / "generation_config.json").unlink(missing_ok=True)
-    expected = {"tokens": tokens[0].numpy().astype(np.int32), "logits": logits.numpy().astype(np.float32)}
+    modules = {path.rsplit(".", 1)[-1] for path, _ in model.named_modules()}
+    targets = [target for target in TARGETS if target in modules]
+    lora = peft.LoraConfig(r=2, lora_alpha=3, target_modules=targets, lora_dropout=0.0)
+    adapted = peft.get_peft_model(model, lora)
+    with torch.no_grad():
+        for path, parameter in adapted.named_parameters():
+            if "lora_" in path:
+                parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
+    result = adapted(tokens, attention_mask=mask, labels=tokens)
+    result.loss.backward()
+    adapted.save_pretrained(out / "adapter", safe_serialization=True)
+    (out / "adapter" / "README.md").unlink(missing_ok=True)
+    array = lambda x: x.detach().numpy().astype(np.float32)  # noqa: E731
+    expected = {"tokens": tokens[0].numpy().astype(np.int32), "logits": array(logits)}
+    expected |= {"adapted": array(result.logits[0]), "loss": array(result.loss)}
+    for path, parameter in adapted.named_parameters():
+        if "lora_" in path:
+            expected[f"grad.{path.replace('.default', '')}"] = array(parameter.grad)
     save_file(expected, out / "expected.safetensors")
 
 
-def main() -> None:
-    for family in FAMILIES:
-        write_model(family, GOLDEN / family)
-        print(f"{family}: written", file=sys.stderr)
+def main(cases: list[str]) -> None:
+    for case in cases or CASES:
+        write_model(case, GOLDEN / case)
+        print(f"{case}: written", file=sys.stderr)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -87,15 +87,8 @@ def test_qwen3_has_heads_of_128_unless_it_says_otherwise():
     ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 4096, "layer_types": ["full_attention"] * 2}, None),
 ])  # fmt: skip
 def test_sliding_window_is_known_where_it_is_active(changes, window):
-    assert read(**changes).sliding_window == window
-
-
-def test_samples_beyond_an_active_window_are_refused():
-    config = read(architectures=["MistralForCausalLM"], sliding_window=4096)
-    config.check_length(4096)
-    with pytest.raises(CheckpointError, match=r"4097 tokens.*last 4096 only"):
-        config.check_length(4097)
-    read(max_position_embeddings=10**6).check_length(10**6)
+    windows = {layer.attention.window for layer in read(**changes).layers}
+    assert windows == ({None, window} if changes.get("max_window_layers") == 1 else {window})
 
 
 @pytest.mark.parametrize(("changes", "positions"), [
@@ -149,11 +142,16 @@ def test_unreadable_files_are_errors(text, tmp_path):
 @pytest.mark.parametrize(("changes", "said"), [
     ({"architectures": ["GPT2LMHeadModel"]}, "unknown architecture GPT2LMHeadModel"),
     ({"architectures": None, "model_type": "bert"}, "model_type 'bert'"),
-    ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type 'yarn'"),
+    ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "rope_type 'dynamic'"),
+    ({"rope_scaling": {"rope_type": "linear", "factor": 4.0, "beta_fast": 2}}, "rope parameter 'beta_fast' of linear"),
     ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "lacks low_freq_factor, high_freq_factor"),
     ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "differ between layers"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-    ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+    ({"hidden_act": "gelu_fast"}, "hidden_act 'gelu_fast'"),
+    ({"attention_dropout": 0.1}, "attention_dropout=0.1"),
+    ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0: this key is not read"),
+    ({"sliding_window": 64}, "sliding_window=64"),
+    ({"rope_twist": "left"}, "rope_twist='left'"),
     ({"quantization_config": {"quant_method": "gptq"}}, "quantised weights (gptq)"),
     ({"num_local_experts": 8}, "mixture of experts"),
     ({"num_key_value_heads": 3}, "not a multiple of num_key_value_heads=3"),
@@ -169,8 +167,8 @@ def test_unsupported_settings_are_errors(changes, said):
 
 def test_all_problems_come_in_one_message():
     with pytest.raises(CheckpointError) as caught:
-        read(architectures=["MambaForCausalLM"], hidden_act="relu", vocab_size=0, rope_scaling={"type": "yarn"})
-    for said in ("MambaForCausalLM", "relu", "vocab_size=0", "yarn"):
+        read(architectures=["MambaForCausalLM"], hidden_act="relu", vocab_size=0, rope_scaling={"type": "dynamic"})
+    for said in ("MambaForCausalLM", "relu", "vocab_size=0", "dynamic"):
         assert said in str(caught.value)
 
 

@@ -48,7 +48,7 @@ def test_the_pieces_of_a_pipeline_compute_what_the_decoder_does(counts):
     wanted = decoder.hidden(rows.tokens, rows.positions, segments, context)
 
     frozen = nnx.to_flat_state(nnx.state(decoder, nnx.Not(nnx.LoRAParam)))
-    stages = cut({".".join(map(str, path)): leaf[...] for path, leaf in frozen}, extents(counts))
+    stages = cut({".".join(map(str, path)): leaf[...] for path, leaf in frozen}, MODEL, extents(counts))
     inputs = parts.inputs(rows, dropout=True)
     x = embed(stages[0].embed, rows.tokens)
     lora = nnx.to_flat_state(nnx.state(decoder, nnx.LoRAParam))

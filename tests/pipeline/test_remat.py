@@ -16,7 +16,6 @@ from more_cases import mostly_nightly
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.config.schema import TrainSettings
 from lorafusion_jax.data.assemble import Microbatch
-from lorafusion_jax.layout.layer import LAYER
 from lorafusion_jax.models import ModelConfig
 from lorafusion_jax.pipeline.parts import Parts
 from lorafusion_jax.pipeline.remat import Split
@@ -43,8 +42,8 @@ def layer():
     frozen = {name: draw(*shape) / 5 for name, shape in shapes.items()}
     leaves = {
         f"{linear.path}.{leaf}": shape
-        for linear in LAYER.linears
-        for leaf, shape in zip(("lora_a", "lora_b"), _low_rank_shapes(*linear.shape(MODEL)), strict=True)
+        for linear in MODEL.layer(0).linears
+        for leaf, shape in zip(("lora_a", "lora_b"), _low_rank_shapes(*linear.shape), strict=True)
     }
     lora = {name: draw(*shape) / 5 for name, shape in leaves.items()}
     half = T // 2
@@ -80,7 +79,7 @@ def _low_rank_shapes(in_features, out_features):
 def passes(layer, remat):
     """Forward and backward pass as two functions, as the programs of a stage have them."""
     run, frozen, lora, x, dy = layer
-    split = Split(run, remat)
+    split = Split(run, remat, MODEL.layer(0).checkpoints)
     forward = jax.make_jaxpr(split.forward, return_shape=True)
     jaxpr, (_, kept) = forward(frozen, lora, x)
     back = jax.make_jaxpr(split.backward)(frozen, lora, x, kept, dy)
@@ -133,7 +132,7 @@ def gradients(layer):
 @pytest.mark.parametrize("remat", mostly_nightly(REMAT_POLICIES, ["gemm_inputs", "nothing"]))
 def test_kept_or_repeated_the_gradients_are_the_same(layer, gradients, remat):
     run, frozen, lora, x, dy = layer
-    split = Split(run, remat)
+    split = Split(run, remat, MODEL.layer(0).checkpoints)
     _, kept = jax.jit(split.forward)(frozen, lora, x)
     seen = jax.jit(split.backward)(frozen, lora, x, kept, dy)
     for a, b in zip(jax.tree.leaves(seen), jax.tree.leaves(gradients), strict=True):

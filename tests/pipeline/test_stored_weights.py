@@ -15,7 +15,7 @@ from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.config.schema import TrainSettings
 from lorafusion_jax.data.assemble import Microbatch
 from lorafusion_jax.layout.extent import Extent
-from lorafusion_jax.layout.layer import LAYER, REMAT_POLICIES
+from lorafusion_jax.layout.layer import REMAT_POLICIES
 from lorafusion_jax.models import ModelConfig
 from lorafusion_jax.pipeline.mesh import stage_meshes
 from lorafusion_jax.pipeline.parts import Parts
@@ -28,7 +28,7 @@ MODEL = ModelConfig(
     num_kv_heads=1, head_dim=128,
 )  # fmt: skip
 SPECS = (AdapterSpec(name="law", rank=2, alpha=4),)
-LAYER_BYTES = 4 * sum(map(prod, LAYER.kernel_shapes(MODEL).values()))
+LAYER_BYTES = 4 * sum(map(prod, MODEL.layer(0).kernel_shapes().values()))
 
 
 def operands(parts, replicas):
@@ -36,7 +36,7 @@ def operands(parts, replicas):
     whole, kind = jax.ShapeDtypeStruct, stored_kind(parts.quantize)
     frozen = {name: whole(shape, jnp.float32) for name, shape in parts.frozen_shapes().items()}
     if kind is not None:
-        for name, shape in LAYER.kernel_shapes(MODEL).items():
+        for name, shape in MODEL.layer(0).kernel_shapes().items():
             arrays = kind.arrays(*shape).items()
             frozen[name] = {leaf: whole(one.shape, jnp.dtype(one.dtype)) for leaf, one in arrays}
     lora = {name: whole(shape, jnp.float32) for name, shape in parts.lora_shapes(LAYERS).items()}
@@ -89,7 +89,7 @@ def test_devices_gather_the_stored_bytes(kind, dtype):
     # XLA widens 8-bit floats for a CPU, wherever they are; so these are looked at before.
     text = lowered.as_text(dialect="hlo") if kind == "fp8" else lowered.compile().as_text()
     moved = re.findall(r"= \(?([a-z0-9]+)\[([0-9,]*)\]\S* all-gather(?:-start)?\(", text)
-    arrays = [stored_kind(kind).arrays(*shape).values() for shape in LAYER.kernel_shapes(MODEL).values()]
+    arrays = [stored_kind(kind).arrays(*shape).values() for shape in MODEL.layer(0).kernel_shapes().values()]
     kernels = [prod(max(own, key=lambda array: array.num_bytes).shape) for own in arrays]
     large = [(of, size) for of, shape in moved if (size := prod(map(int, shape.split(",")))) >= min(kernels)]
     assert sorted(large) == sorted((dtype, size) for size in kernels * LAYERS)

@@ -11,7 +11,6 @@ from shapes import LLAMA_8B, LLAMA_70B
 from lorafusion_jax.adapters.spec import TARGETS, AdapterSpec
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.layout.extent import Extent, extents
-from lorafusion_jax.layout.layer import LAYER
 from lorafusion_jax.models import ModelConfig
 from lorafusion_jax.planning.memory import (
     ALLOCATOR_USABLE,
@@ -94,7 +93,7 @@ def test_adapters_are_held_at_their_own_ranks_and_targets():
         AdapterSpec(name=name, rank=rank, alpha=8, targets=targets) for name, (rank, targets) in ranks.items()
     )
     (stage,) = stage_memory(problem(LLAMA_8B, adapters))
-    shapes = LAYER.linear_shapes(LLAMA_8B)
+    shapes = LLAMA_8B.layer(0).linear_shapes()
     own = 32 * sum(rank * sum(sum(shapes[name]) for name in targets) for rank, targets in ranks.values())
     assert stage.adapters == stage.sums == 4 * own
     assert stage.optimizers == 2 * 4 * own
@@ -108,7 +107,7 @@ def test_a_pass_holds_the_adapters_of_one_microbatch():
     four, many = (working_memory(problem(adapters=ten[:count], **tiles), 0) for count in (4, 10))
     assert (four["forward"], four["backward"]) == (many["forward"], many["backward"])
     three = working_memory(problem(adapters=ten[:3], **tiles), 0)
-    view = 4 * 4 * sum(k + n for k, n in LAYER.linear_shapes(TINY).values())
+    view = 4 * 4 * sum(k + n for k, n in TINY.layer(0).linear_shapes().values())
     assert four["forward"] - three["forward"] == view
     assert four["backward"] - three["backward"] == 2 * view
 
@@ -280,7 +279,9 @@ def test_the_gated_array_is_working_memory_where_it_is_not_kept():
         return problem(LLAMA_8B, tokens=8192, remat=remat, **changes)
 
     gated, hand_over = 2 * 8192 * LLAMA_8B.intermediate_size, 2 * 2 * 8192 * LLAMA_8B.hidden_size
-    hand_over += 4 * 2 * 4 * sum(map(sum, LAYER.linear_shapes(LLAMA_8B).values()))  # both adapters, padded to rank 4
+    hand_over += (
+        4 * 2 * 4 * sum(map(sum, LLAMA_8B.layer(0).linear_shapes().values()))
+    )  # both adapters, padded to rank 4
     everything = sum(kept_per_layer(of("everything")).values())
     for remat in REMAT_POLICIES:
         again = everything - sum(kept_per_layer(of(remat)).values())
@@ -306,8 +307,8 @@ def real_kept(wanted, half=None):
     frozen = {name: whole(shape, jnp.bfloat16) for name, shape in parts.frozen_shapes(half).items()}
     count, rank = len(wanted.adapters), max(spec.rank for spec in wanted.adapters)
     lora = {}
-    for linear in LAYER.linears_of(half):
-        k, n = linear.shape(wanted.model)
+    for linear in wanted.model.layer(0).linears_of(half):
+        k, n = linear.shape
         lora |= {f"{linear.path}.lora_a": (count, k, rank), f"{linear.path}.lora_b": (count, rank, n)}
     lora = {name: whole(shape, jnp.float32) for name, shape in lora.items()}
     sizes = {"segment_offsets": 9, "segment_lengths": 8, "tile_adapter": T // 128, "adapters": count}
@@ -317,7 +318,8 @@ def real_kept(wanted, half=None):
     )
 
     def forward(frozen, lora, x, batch):
-        split = Split(lambda given, lora, x: parts.layer(given[0], lora, x, given[1], given[2]), wanted.remat)
+        run = lambda given, lora, x: parts.layer(given[0], lora, x, given[1], given[2])  # noqa: E731
+        split = Split(run, wanted.remat, wanted.model.layer(0).checkpoints)
         return split.forward((frozen, parts.inputs(batch, dropout=True), jnp.int32(0)), lora, x)
 
     x = whole((T, wanted.model.hidden_size), jnp.bfloat16)

@@ -9,6 +9,7 @@ from shapes import LLAMA_70B
 
 from lorafusion_jax.errors import ConfigError, ErrorList
 from lorafusion_jax.layout.extent import Extent, counts_of, extents
+from lorafusion_jax.layout.layer import HALVES
 from lorafusion_jax.planning.stages import (
     WORTH_A_CUT,
     PartCosts,
@@ -105,8 +106,8 @@ def test_a_split_layer_balances_70b_within_three_per_cent():
 
 def test_stages_that_share_a_layer_have_each_leaf_once():
     first, second = extents([2.5, 1.5])
-    for name in ("self_attn.q_proj.lora_a", "input_layernorm.weight", "layers.mlp.up_proj.lora_b"):
-        held = [*first.layers_of(name), *second.layers_of(name)]
+    for half in HALVES:
+        held = [*first.layers_of(half), *second.layers_of(half)]
         assert held == [0, 1, 2, 3]
 
 

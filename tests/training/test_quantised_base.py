@@ -25,7 +25,6 @@ from lorafusion_jax.config.load import load_config
 from lorafusion_jax.config.peft_config import config_of
 from lorafusion_jax.config.specs import adapter_specs
 from lorafusion_jax.data.prepare import prepare
-from lorafusion_jax.layout.layer import LAYER
 from lorafusion_jax.models import ModelConfig, load_frozen
 from lorafusion_jax.pipeline.base import load_stages
 from lorafusion_jax.report.recorder import read_rows
@@ -181,7 +180,7 @@ def test_the_plan_counts_the_bytes_that_lie_on_the_devices(small, capsys, kind, 
         held = sum(leaf.addressable_shards[0].data.nbytes for leaf in arrays.values())
         assert plans[kind]["stages"][number]["frozen"] == held < plans["none"]["stages"][number]["frozen"]
     if kind == "int8" and not mesh:  # a byte instead of four for a weight, and four bytes for a column's scale
-        saved = sum(3 * k * n - 4 * n for k, n in LAYER.linear_shapes(ModelConfig.from_hf(small.base)).values()) * 2
+        saved = sum(3 * k * n - 4 * n for k, n in ModelConfig.from_hf(small.base).layer(0).linear_shapes().values()) * 2
         assert plans["none"]["stages"][0]["frozen"] == held + saved
 
 

@@ -23,6 +23,7 @@ from .cudnn import cudnn_backward, cudnn_forward, on_hopper
 from .cudnn import unsupported_reason as cudnn_unsupported_reason
 from .nan_isolation import Backward, Forward, isolated
 from .pallas import pallas_backward, pallas_forward
+from .rule import ScoreRule
 from .triton import triton_backward, triton_forward
 from .xla import xla_backward, xla_forward
 
@@ -35,10 +36,14 @@ def attention(
     *,
     implementation: AttentionImplementation | None = None,
     flat: bool = False,
+    scale: float | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
 ) -> Float[Array, "T H C"] | Float[Array, "T H*C"]:
     """Computes attention to the earlier rows of the same segment; H / K query heads share a key head.
 
-    o[t] = Σ_s softmax_s(q[t]·k[s] / √C) v[s],  s ≤ t, segment(s) = segment(t).
+    o[t] = Σ_s softmax_s(cap(scale · q[t]·k[s])) v[s],  t - window < s ≤ t, segment(s) = segment(t)
+    cap(z) = soft_cap · tanh(z / soft_cap)
 
     NaN and infinity stay inside their own segment, in forward and backward.
 
@@ -59,14 +64,18 @@ def attention(
         >>> attention(x, x[:, :1], x[:, :1], Segments.from_lengths([3, 5], 8)).shape
         (8, 2, 16)
     """
-    implementation = implementation or default_implementation(q, k)
+    C = q.shape[-1]
+    rule = ScoreRule(channels=C, scale=C**-0.5 if scale is None else scale, window=window, soft_cap=soft_cap)
+    implementation = implementation or default_implementation(q, k, rule)
     if implementation not in _KERNELS:
         raise ValueError(f"implementation={implementation!r} is not one of {', '.join(map(repr, _KERNELS))}")
-    o_TD = _call_isolated(implementation, q.shape[-1], q, k, v, segments)
+    if problem := _rule_problem(implementation, rule):
+        raise NotImplementedError(f"implementation={implementation!r} {problem}")
+    o_TD = _call_isolated(implementation, rule, q, k, v, segments)
     return o_TD if flat else o_TD.reshape(q.shape)
 
 
-def default_implementation(q: Described, k: Described) -> AttentionImplementation:
+def default_implementation(q: Described, k: Described, rule: ScoreRule | None = None) -> AttentionImplementation:
     """Returns the fastest implementation for this device, dtype and shape.
 
     A table of this device's own measurements decides first. Otherwise the choice rests on an H200's, in
@@ -78,20 +87,23 @@ def default_implementation(q: Described, k: Described) -> AttentionImplementatio
     )
     if measured in get_args(AttentionImplementation):
         name = cast(AttentionImplementation, measured)
-        if support_problem(name, q, k) is None:
+        if support_problem(name, q, k, rule) is None:
             return name
-    return default_by_rule(q, k)
+    return default_by_rule(q, k, rule)
 
 
-def default_by_rule(q: Described, k: Described) -> AttentionImplementation:
+def default_by_rule(q: Described, k: Described, rule: ScoreRule | None = None) -> AttentionImplementation:
     """The default where no table of this device holds the call."""
-    if support_problem("pallas_mosaic_gpu", q, k) is None:
-        return "pallas_mosaic_gpu"
-    return "cudnn" if support_problem("cudnn", q, k) is None else "xla"
+    order: tuple[AttentionImplementation, ...] = ("pallas_mosaic_gpu", "cudnn")
+    return next((name for name in order if support_problem(name, q, k, rule) is None), "xla")
 
 
-def support_problem(name: AttentionImplementation, q: Described, k: Described) -> str | None:
+def support_problem(
+    name: AttentionImplementation, q: Described, k: Described, rule: ScoreRule | None = None
+) -> str | None:
     """Why an implementation cannot serve these inputs on this device; None if it can."""
+    if rule is not None and (problem := _rule_problem(name, rule)):
+        return problem
     if name == "pallas_mosaic_gpu":
         return unsupported_reason(q, k) if on_hopper() else "needs a Hopper GPU"
     if name == "cudnn":
@@ -99,7 +111,14 @@ def support_problem(name: AttentionImplementation, q: Described, k: Described) -
     return triton_unsupported_reason(q, k) if name == "pallas_triton" else None
 
 
-# forward: (q, k, v, segments) -> o [T, H·C], residuals; backward: (residuals, do [T, H, C]) -> dq, dk, dv.
+def _rule_problem(name: AttentionImplementation, rule: ScoreRule) -> str | None:
+    """Why an implementation cannot compute these scores on any device; None if it can."""
+    if name != "xla" and not rule.is_plain:
+        return "has no windows and no soft cap"
+    return None
+
+
+# forward: (q, k, v, segments, rule) -> o [T, H·C], residuals; backward: (residuals, do [T, H, C], rule) -> dq, dk, dv.
 _KERNELS: dict[str, tuple[Forward, Backward]] = {
     "xla": isolated(xla_forward, xla_backward),
     "cudnn": isolated(cudnn_forward, cudnn_backward),
@@ -109,18 +128,17 @@ _KERNELS: dict[str, tuple[Forward, Backward]] = {
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _call_isolated(implementation, head_dim, q, k, v, segments):
-    return _isolated_fwd(implementation, head_dim, q, k, v, segments)[0]
+def _call_isolated(implementation, rule, q, k, v, segments):
+    return _isolated_fwd(implementation, rule, q, k, v, segments)[0]
 
 
-def _isolated_fwd(implementation, head_dim, q, k, v, segments):
-    del head_dim  # only backward needs it
-    return _KERNELS[implementation][0](q, k, v, segments)
+def _isolated_fwd(implementation, rule, q, k, v, segments):
+    return _KERNELS[implementation][0](q, k, v, segments, rule)
 
 
-def _isolated_bwd(implementation, head_dim, residuals, do_TD):
-    do_THC = do_TD.reshape(len(do_TD), -1, head_dim)
-    return *_KERNELS[implementation][1](residuals, do_THC), None
+def _isolated_bwd(implementation, rule, residuals, do_TD):
+    do_THC = do_TD.reshape(len(do_TD), -1, rule.channels)
+    return *_KERNELS[implementation][1](residuals, do_THC, rule), None
 
 
 _call_isolated.defvjp(_isolated_fwd, _isolated_bwd)

@@ -14,29 +14,33 @@ from pallas_kernels.device import is_hopper
 
 from ..segments import Segments
 from .checkpoint_names import checkpointed
+from .rule import ScoreRule
 
 _DTYPES = (jnp.bfloat16, jnp.float16)
 
 
-def cudnn_forward(q_THC: jax.Array, k_TKC: jax.Array, v_TKC: jax.Array, segments: Segments):
-    """Returns softmax(q kᵀ / √C) v over the earlier rows of the same segment, and the residuals.
+def cudnn_forward(q_THC: jax.Array, k_TKC: jax.Array, v_TKC: jax.Array, segments: Segments, rule: ScoreRule):
+    """Returns softmax(scale · q kᵀ) v over the earlier rows of the same segment, and the residuals.
 
     Raises:
         NotImplementedError: cuDNN does not support dtype, head width or device.
     """
     if reason := unsupported_reason(q_THC):
         raise NotImplementedError(f"cuDNN packed attention {reason}")
-    o_BTHC, pullback = jax.vjp(partial(_attention, segments), q_THC[None], k_TKC[None], v_TKC[None])
+    o_BTHC, pullback = jax.vjp(partial(_attention, segments, rule), q_THC[None], k_TKC[None], v_TKC[None])
     o_BTHC, pullback = checkpointed((o_BTHC, pullback))
     return o_BTHC[0], pullback
 
 
-def cudnn_backward(pullback, do_THC: jax.Array):
+def cudnn_backward(pullback, do_THC: jax.Array, rule: ScoreRule):
     """Gradients of q, k and v."""
+    del rule  # in the pullback
     return tuple(grad[0] for grad in pullback(do_THC[None]))
 
 
-def _attention(segments: Segments, q_BTHC: jax.Array, k_BTKC: jax.Array, v_BTKC: jax.Array) -> jax.Array:
+def _attention(
+    segments: Segments, rule: ScoreRule, q_BTHC: jax.Array, k_BTKC: jax.Array, v_BTKC: jax.Array
+) -> jax.Array:
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
     offsets, lengths = jnp.asarray(segments.offsets)[None], jnp.asarray(segments.lengths)[None]
@@ -49,7 +53,7 @@ def _attention(segments: Segments, q_BTHC: jax.Array, k_BTKC: jax.Array, v_BTKC:
         kv_seqlen=lengths,
         q_offsets=offsets,
         kv_offsets=offsets,
-        scale=q_BTHC.shape[-1] ** -0.5,
+        scale=rule.scale,
         mask_type=cudnn.MaskType.PADDING_CAUSAL,
         qkv_layout="BTNH",
     )

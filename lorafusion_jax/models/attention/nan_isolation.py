@@ -15,22 +15,22 @@ from jax import lax
 
 from .checkpoint_names import checkpointed
 
-Forward = Callable[..., tuple[jax.Array, Any]]  # q, k, v, segments -> o [T, H·C], residuals
-Backward = Callable[..., tuple[jax.Array, jax.Array, jax.Array]]  # residuals, do [T, H, C] -> dq, dk, dv
+Forward = Callable[..., tuple[jax.Array, Any]]  # q, k, v, segments, rule -> o [T, H·C], residuals
+Backward = Callable[..., tuple[jax.Array, jax.Array, jax.Array]]  # residuals, do [T, H, C], rule -> dq, dk, dv
 
 
 def isolated(forward: Callable, backward: Backward) -> tuple[Forward, Backward]:
     """Wraps forward and backward so that segments are isolated; forward may also return [T, H, C]."""
 
-    def isolated_forward(q, k, v, segments):
+    def isolated_forward(q, k, v, segments, rule):
         bad_q, bad_kv = checkpointed((_bad_rows(q), _bad_rows(k) | _bad_rows(v)))
-        o, residuals = forward(_zero_bad_values(q), _zero_bad_values(k), _zero_bad_values(v), segments)
+        o, residuals = forward(_zero_bad_values(q), _zero_bad_values(k), _zero_bad_values(v), segments, rule)
         o = _fill_nan(o, bad_q | _affected_rows(bad_kv, segments.ids))
         return o.reshape(len(o), -1), (residuals, bad_q | bad_kv, segments.ids)
 
-    def isolated_backward(everything, do):
+    def isolated_backward(everything, do, rule):
         residuals, bad, ids = everything
-        dq, dk, dv = backward(residuals, _zero_bad_values(do))
+        dq, dk, dv = backward(residuals, _zero_bad_values(do), rule)
         # A bad row affects the gradients of its whole segment: later queries, earlier keys, and through them the rest.
         spoiled = _whole_segment(bad | _bad_rows(do), ids)
         return _fill_nan(dq, spoiled), _fill_nan(dk, spoiled), _fill_nan(dv, spoiled)

@@ -8,19 +8,20 @@ from pallas_kernels.attention import Saved, attention_backward, attention_forwar
 
 from ..segments import Segments
 from .checkpoint_names import checkpointed
+from .rule import ScoreRule
 
 
-def pallas_forward(q_THC: jax.Array, k_TKC: jax.Array, v_TKC: jax.Array, segments: Segments):
-    """Returns softmax(q kᵀ / √C) v over the earlier rows of the same segment as [T, H·C], and the residuals.
+def pallas_forward(q_THC: jax.Array, k_TKC: jax.Array, v_TKC: jax.Array, segments: Segments, rule: ScoreRule):
+    """Returns softmax(scale · q kᵀ) v over the earlier rows of the same segment as [T, H·C], and the residuals.
 
     The result is also a residual. It has the shape that the caller uses, so that only one copy is saved.
     """
     first_T, end_T = document_rows(segments.ids, segments.offsets, segments.lengths)
-    o_THC, saved = attention_forward(q_THC, k_TKC, v_TKC, first_T, end_T)
+    o_THC, saved = attention_forward(q_THC, k_TKC, v_TKC, first_T, end_T, scale=rule.scale)
     saved = checkpointed(saved._replace(o_THC=o_THC.reshape(len(o_THC), -1)))
     return saved.o_THC, saved
 
 
-def pallas_backward(saved: Saved, do_THC: jax.Array):
+def pallas_backward(saved: Saved, do_THC: jax.Array, rule: ScoreRule):
     """Gradients of q, k and v."""
-    return attention_backward(saved._replace(o_THC=saved.o_THC.reshape(do_THC.shape)), do_THC)
+    return attention_backward(saved._replace(o_THC=saved.o_THC.reshape(do_THC.shape)), do_THC, scale=rule.scale)

@@ -9,16 +9,18 @@ from pallas_kernels.attention.triton.api import TritonSaved, triton_attention_ba
 
 from ..segments import Segments
 from .checkpoint_names import checkpointed
+from .rule import ScoreRule
 
 
-def triton_forward(q_THC: jax.Array, k_TKC: jax.Array, v_TKC: jax.Array, segments: Segments):
-    """Returns softmax(q kᵀ / √C) v over the earlier rows of the same segment, and the residuals; inputs are finite."""
+def triton_forward(q_THC: jax.Array, k_TKC: jax.Array, v_TKC: jax.Array, segments: Segments, rule: ScoreRule):
+    """Returns softmax(scale · q kᵀ) v over the earlier rows of the same segment, and the residuals; inputs are
+    finite."""
     first_T, end_T = document_rows(segments.ids, segments.offsets, segments.lengths)
-    _, saved = triton_attention_forward(q_THC, k_TKC, v_TKC, first_T, end_T)
+    _, saved = triton_attention_forward(q_THC, k_TKC, v_TKC, first_T, end_T, scale=rule.scale)
     saved = checkpointed(saved)
     return saved.o_THC, saved
 
 
-def triton_backward(saved: TritonSaved, do_THC: jax.Array):
+def triton_backward(saved: TritonSaved, do_THC: jax.Array, rule: ScoreRule):
     """Gradients of q, k and v."""
-    return triton_attention_backward(saved, do_THC)
+    return triton_attention_backward(saved, do_THC, scale=rule.scale)

@@ -16,27 +16,28 @@ from jax import lax
 
 from ..segments import Segments
 from .checkpoint_names import checkpointed
+from .rule import ScoreRule
 
 BLOCK = 64
 _MASKED = float("-inf")
 _NOBODY = np.iinfo(np.int32).max
 
 
-def xla_forward(q_THC: jax.Array, k_TKC: jax.Array, v_TKC: jax.Array, segments: Segments):
-    """Returns softmax(q kᵀ / √C) v over the earlier rows of the same segment, in float32, and the residuals."""
+def xla_forward(q_THC: jax.Array, k_TKC: jax.Array, v_TKC: jax.Array, segments: Segments, rule: ScoreRule):
+    """Returns softmax(cap(scale · q kᵀ)) v over the rows that each sees, in float32, and the residuals."""
     T, num_keys = k_TKC.shape[:2]
     block = min(BLOCK, -(-T // 8) * 8)
     ids_nB = jnp.pad(jnp.asarray(segments.ids), (0, -T % block), constant_values=_NOBODY).reshape(-1, block)
     q, k, v = (_blocks(x, block, num_keys) for x in (q_THC, k_TKC, v_TKC))
-    o, lse = _forward(q, k[:, :, 0], v[:, :, 0], ids_nB)
+    o, lse = _forward(q, k[:, :, 0], v[:, :, 0], ids_nB, rule)
     residuals = checkpointed((q, k[:, :, 0], v[:, :, 0], ids_nB, o, lse))
     return _rows(residuals[4], T), residuals
 
 
-def xla_backward(residuals, do_THC: jax.Array):
+def xla_backward(residuals, do_THC: jax.Array, rule: ScoreRule):
     """Gradients of q, k and v."""
     T, (_, num_keys, block, _) = len(do_THC), residuals[1].shape
-    dq, dk, dv = _backward(residuals, _blocks(do_THC, block, num_keys))
+    dq, dk, dv = _backward(residuals, _blocks(do_THC, block, num_keys), rule)
     return _rows(dq, T), _rows(dk[:, :, None], T), _rows(dv[:, :, None], T)
 
 
@@ -51,15 +52,15 @@ def _rows(x_nKGBC: jax.Array, T: int) -> jax.Array:
     return x_nKGBC.transpose(0, 3, 1, 2, 4).reshape(n * B, K * G, C)[:T]
 
 
-def _forward(q_nKGBC, k_nKBC, v_nKBC, ids_nB):
-    order, reach = _farthest_first(ids_nB)
+def _forward(q_nKGBC, k_nKBC, v_nKBC, ids_nB, rule: ScoreRule):
+    order, reach = _farthest_first(ids_nB, rule.window)
     keys = _padded_front(k_nKBC, v_nKBC, ids_nB)
     q, ids = q_nKGBC[order], ids_nB[order]
 
     def visit(d, at, carry):
         m_old, total_old, o_old, q_p, ids_p, order_p = _take((*carry, q, ids, order), at)
-        k, v, seen = _earlier_block(keys, ids_p, order_p, d)
-        s = jnp.where(seen, _scores(q_p, k), _MASKED)
+        k, v, seen = _earlier_block(keys, ids_p, order_p, d, rule.window)
+        s = jnp.where(seen, _cap(_scores(q_p, k, rule), rule), _MASKED)
         m = jnp.maximum(m_old, s.max(-1))
         p, fade = jnp.exp(s - m[..., None]), jnp.exp(m_old - m)
         o = o_old * fade[..., None] + _product("nkrs,nksc->nkrc", p.astype(v.dtype), v)
@@ -72,9 +73,9 @@ def _forward(q_nKGBC, k_nKBC, v_nKBC, ids_nB):
     return (o / total[..., None]).astype(q.dtype)[back], (m + jnp.log(total))[back]
 
 
-def _backward(residuals, do_nKGBC):
+def _backward(residuals, do_nKGBC, rule: ScoreRule):
     q_nKGBC, k_nKBC, v_nKBC, ids_nB, o, lse = residuals
-    order, reach = _farthest_first(ids_nB)
+    order, reach = _farthest_first(ids_nB, rule.window)
     keys = _padded_front(k_nKBC, v_nKBC, ids_nB)
     delta = (do_nKGBC.astype(jnp.float32) * o.astype(jnp.float32)).sum(-1)
     rows = [x[order] for x in (q_nKGBC, do_nKGBC.astype(q_nKGBC.dtype), lse, delta, ids_nB)]
@@ -83,10 +84,14 @@ def _backward(residuals, do_nKGBC):
     def visit(d, at, carry):
         dq, dk, dv = carry
         dq_p, q, do, lse, delta, ids_p, order_p = _take((dq, *rows, order), at)
-        k, v, seen = _earlier_block(keys, ids_p, order_p, d)
-        p = jnp.where(seen, jnp.exp(_scores(q, k) - lse[..., None]), 0.0)
+        k, v, seen = _earlier_block(keys, ids_p, order_p, d, rule.window)
+        capped = _cap(_scores(q, k, rule), rule)
+        p = jnp.where(seen, jnp.exp(capped - lse[..., None]), 0.0)
         dp = _product("nkrc,nksc->nkrs", do, v)
-        ds = jnp.where(seen, p * (dp - delta[..., None]) * q.shape[-1] ** -0.5, 0.0).astype(q.dtype)
+        ds = p * (dp - delta[..., None]) * rule.scale
+        if rule.soft_cap is not None:
+            ds = ds * (1 - jnp.square(capped / rule.soft_cap))
+        ds = jnp.where(seen, ds, 0.0).astype(q.dtype)
         (dq,) = _put((dq,), (dq_p + _product("nkrs,nksc->nkrc", ds, k),), at)
         there = n + order_p - d
         dk = dk.at[there].add(_product("nkrs,nkrc->nksc", ds, q), unique_indices=True)
@@ -99,12 +104,14 @@ def _backward(residuals, do_nKGBC):
     return dq.astype(q_nKGBC.dtype), dk[n:].astype(k_nKBC.dtype), dv[n:].astype(v_nKBC.dtype)
 
 
-def _farthest_first(ids_nB: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _farthest_first(ids_nB: jax.Array, window: int | None = None) -> tuple[jax.Array, jax.Array]:
     """Order of blocks by the number of blocks that they attend to (descending, itself included), and these numbers."""
     n, B = ids_nB.shape
     ids_T = ids_nB.reshape(-1)
     is_start = jnp.concatenate([jnp.ones(1, bool), ids_T[1:] != ids_T[:-1]])
     start = lax.cummax(jnp.where(is_start, jnp.arange(n * B, dtype=jnp.int32), 0))[::B]
+    if window is not None:
+        start = jnp.maximum(start, jnp.arange(n, dtype=jnp.int32) * B - (window - 1))
     reach = jnp.arange(n, dtype=jnp.int32) - start // B + 1
     order = jnp.argsort(-reach, stable=True).astype(jnp.int32)
     return order, reach[order]
@@ -137,17 +144,23 @@ def _padded_front(k_nKBC, v_nKBC, ids_nB):
     return front(k_nKBC, 0), front(v_nKBC, 0), front(ids_nB, -1)
 
 
-def _earlier_block(keys, ids_pB, order_p, d):
+def _earlier_block(keys, ids_pB, order_p, d, window: int | None = None):
     """Keys and values of the block d before each block, and the mask of those that its queries attend to."""
     there = keys[0].shape[0] // 2 + order_p - d
     k, v, ids = (x.at[there].get(mode="promise_in_bounds", unique_indices=True) for x in keys)
     rows = jnp.arange(ids.shape[1])
     seen = (ids_pB[:, :, None] == ids[:, None]) & ((rows[:, None] >= rows) | (d > 0))
+    if window is not None:
+        seen &= d * ids.shape[1] + rows[:, None] - rows < window
     return k, v, seen[:, None, None]
 
 
-def _scores(q_nKGBC, k_nKBC):
-    return _product("nkrc,nksc->nkrs", q_nKGBC, k_nKBC) * q_nKGBC.shape[-1] ** -0.5
+def _scores(q_nKGBC, k_nKBC, rule: ScoreRule):
+    return _product("nkrc,nksc->nkrs", q_nKGBC, k_nKBC) * rule.scale
+
+
+def _cap(scores: jax.Array, rule: ScoreRule) -> jax.Array:
+    return scores if rule.soft_cap is None else rule.soft_cap * jnp.tanh(scores / rule.soft_cap)
 
 
 def _product(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:

@@ -39,13 +39,15 @@ def triton_attention_forward(
     first_T: Int[Array, " T"],
     end_T: Int[Array, " T"],
     *,
+    scale: float | None = None,
     config: AttentionConfig | None = None,
 ) -> tuple[Float[Array, "T H C"], TritonSaved]:
-    """Returns o[t] = Σ_s softmax_s(q[t]·k[s] / √C) v[s] over first[t] ≤ s ≤ t, and the residuals.
+    """Returns o[t] = Σ_s softmax_s(scale · q[t]·k[s]) v[s] over first[t] ≤ s ≤ t, and the residuals.
 
     Args:
         q_THC, k_TKC, v_TKC: finite.
         first_T, end_T: int32, first row and end of each row's document, see `document_rows`.
+        scale: None: 1 / √C.
     Raises:
         NotImplementedError: see `triton_unsupported_reason`.
     """
@@ -54,21 +56,30 @@ def triton_attention_forward(
     from pallas_kernels.attention.triton.kernels import forward
 
     config = config or attention_config(q_THC.shape[2], q_THC.dtype.itemsize)
-    o, lse2 = forward(q_THC, k_TKC, v_TKC, first_T, config=config, interpret=interprets())
+    options = {"scale": _scale(q_THC, scale), "config": config, "interpret": interprets()}
+    o, lse2 = forward(q_THC, k_TKC, v_TKC, first_T, **options)
     return o, TritonSaved(q_THC, k_TKC, v_TKC, o, lse2, first_T, end_T)
 
 
 def triton_attention_backward(
-    saved: TritonSaved, do_THC: Float[Array, "T H C"], *, config: AttentionConfig | None = None
+    saved: TritonSaved,
+    do_THC: Float[Array, "T H C"],
+    *,
+    scale: float | None = None,
+    config: AttentionConfig | None = None,
 ) -> tuple[Float[Array, "T H C"], Float[Array, "T K C"], Float[Array, "T K C"]]:
     """Returns the gradients of q, k and v. Sums have a fixed order."""
     from pallas_kernels.attention.triton.kernels import dkv, dq
 
     q, k, v, o, lse2, first_T, end_T = saved
     config = config or attention_config(q.shape[2], q.dtype.itemsize)
-    options = {"config": config, "interpret": interprets()}
+    options = {"scale": _scale(q, scale), "config": config, "interpret": interprets()}
     grad_q, delta_HT = dq(q, k, v, o, do_THC, lse2, first_T, **options)
     return grad_q, *dkv(q, k, v, do_THC, lse2, delta_HT, first_T, end_T, **options)
+
+
+def _scale(q_THC: jax.Array, scale: float | None) -> float:
+    return q_THC.shape[-1] ** -0.5 if scale is None else scale
 
 
 def triton_unsupported_reason(

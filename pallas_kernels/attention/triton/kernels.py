@@ -24,12 +24,12 @@ MASKED = float("-inf")
 
 
 def forward(
-    q_THC: jax.Array, k_TKC: jax.Array, v_TKC: jax.Array, first_T: jax.Array, *, config: AttentionConfig,
-    interpret: bool = False,
+    q_THC: jax.Array, k_TKC: jax.Array, v_TKC: jax.Array, first_T: jax.Array, *, scale: float,
+    config: AttentionConfig, interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """Returns o and the base-2 logarithms of the sums of the softmax, float32 [H, T]."""
     T, H, C = q_THC.shape
-    group, scale2 = H // k_TKC.shape[1], C**-0.5 * math.log2(math.e)
+    group, scale2 = H // k_TKC.shape[1], scale * math.log2(math.e)
 
     def kernel(q_ref, k_ref, v_ref, first_ref, o_ref, lse2_ref):
         block, head = _last_first(T // config.block_rows), pl.program_id(1)
@@ -62,11 +62,11 @@ def forward(
 
 def dq(
     q_THC: jax.Array, k_TKC: jax.Array, v_TKC: jax.Array, o_THC: jax.Array, do_THC: jax.Array, lse2_HT: jax.Array,
-    first_T: jax.Array, *, config: AttentionConfig, interpret: bool = False,
+    first_T: jax.Array, *, scale: float, config: AttentionConfig, interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """Returns the gradient of q, and delta = Σ o · do, float32 [H, T]."""
     T, H, C = q_THC.shape
-    group, scale = H // k_TKC.shape[1], C**-0.5
+    group = H // k_TKC.shape[1]
 
     def kernel(q_ref, k_ref, v_ref, o_ref, do_ref, lse2_ref, first_ref, dq_ref, delta_ref):
         block, head = _last_first(T // config.block_rows), pl.program_id(1)
@@ -94,10 +94,10 @@ def dq(
 
 def dkv(
     q_THC: jax.Array, k_TKC: jax.Array, v_TKC: jax.Array, do_THC: jax.Array, lse2_HT: jax.Array, delta_HT: jax.Array,
-    first_T: jax.Array, end_T: jax.Array, *, config: AttentionConfig, interpret: bool = False,
+    first_T: jax.Array, end_T: jax.Array, *, scale: float, config: AttentionConfig, interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """Returns the gradients of k and v, summed over the query heads of each key head."""
-    (T, K, C), group, scale = k_TKC.shape, q_THC.shape[1] // k_TKC.shape[1], q_THC.shape[2] ** -0.5
+    (T, K, C), group = k_TKC.shape, q_THC.shape[1] // k_TKC.shape[1]
 
     def kernel(q_ref, k_ref, v_ref, do_ref, lse2_ref, delta_ref, first_ref, end_ref, dk_ref, dv_ref):
         block, key_head = pl.program_id(0), pl.program_id(1)

@@ -1,0 +1,1 @@
+"""Model families: a file per mechanism of a layer, and a table of families as fields over them. Without jax."""

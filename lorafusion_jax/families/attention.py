@@ -1,0 +1,125 @@
+"""Attention of a layer: projections, norms of q and k, window, soft cap, scale. `models.self_attention` executes it.
+
+D model width · H heads · K key heads · C head width
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from lorafusion_jax.families.rope import Rope
+from lorafusion_jax.layout.layer import Linear, Norm, SavedTensor
+
+QKNorm = Literal["none", "head", "full"]
+MODULE = "self_attn"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attention:
+    """o_proj(attention(rope(norm(q_proj x)), rope(norm(k_proj x)), v_proj x)).
+
+    o[t] = Σ_s softmax_s(cap(scale · q[t]·k[s])) v[s],  t - window < s ≤ t,  cap(z) = soft_cap · tanh(z / soft_cap)
+
+    Args:
+        width: D.
+        rope: None: q and k do not rotate.
+        window: rows that a query sees, itself included (None: all earlier ones of its sample).
+        scale: of the scores (None: 1 / √C).
+        soft_cap: bound of the scores (None: none).
+        qk_norm: whether q and k are normalised: each head on its own, or all heads together.
+        bias, o_bias: whether q, k and v, and the output, have a bias.
+        fused: q, k and v are one projection, `qkv_proj`.
+    """
+
+    width: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rope: Rope | None = None
+    window: int | None = None
+    scale: float | None = None
+    soft_cap: float | None = None
+    qk_norm: QKNorm = "none"
+    bias: bool = False
+    o_bias: bool = False
+    fused: bool = False
+
+    @property
+    def queries(self) -> int:
+        """H · C"""
+        return self.heads * self.head_dim
+
+    @property
+    def keys(self) -> int:
+        """K · C"""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def norm_widths(self) -> tuple[int, int] | None:
+        """Widths of the norms of q and of k."""
+        widths = {"none": None, "head": (self.head_dim, self.head_dim), "full": (self.queries, self.keys)}
+        return widths[self.qk_norm]
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        outputs = {"q_proj": self.queries, "k_proj": self.keys, "v_proj": self.keys}
+        if self.fused:
+            outputs = {"qkv_proj": sum(outputs.values())}
+        return (
+            *(self._linear(name, "qkv", self.width, size, bias=self.bias) for name, size in outputs.items()),
+            self._linear("o_proj", "o", self.queries, self.width, bias=self.o_bias),
+        )
+
+    @property
+    def norms(self) -> tuple[Norm, ...]:
+        if self.norm_widths is None:
+            return ()
+        names = zip(("q_norm", "k_norm"), self.norm_widths, strict=True)
+        return tuple(Norm(path=f"{MODULE}.{name}", half="attention", width=width) for name, width in names)
+
+    @property
+    def saved(self) -> tuple[SavedTensor, ...]:
+        tensors = [
+            _saved("q", self.queries, "attention"),  # after rotary positions
+            _saved("k", self.keys, "attention"),
+            _saved("v", self.keys, "attention"),
+            _saved("attention", self.queries, "attention"),
+            _saved("attention log-sum-exp", self.heads, "attention", float32=True),
+            # Implementations with NaN isolation restore the isolated rows in another array.
+            _saved("attention, for o_proj", self.queries, unfused=True),
+        ]
+        if self.qk_norm != "none":
+            scales = 2 if self.qk_norm == "full" else self.heads + self.kv_heads
+            tensors.append(_saved("q, k before their norms", self.queries + self.keys, "qk_in"))
+            tensors.append(_saved("scales of their norms", scales, float32=True))
+        return tuple(tensors)
+
+    def reach(self, sample_tokens: float) -> float:
+        """Length of the sample that would have as many pairs of rows per row without a window.
+
+        >>> Attention(width=8, heads=1, kv_heads=1, head_dim=8, window=256).reach(1024)
+        448.0
+        """
+        if self.window is None or self.window >= sample_tokens:
+            return sample_tokens
+        return 2 * self.window - self.window**2 / sample_tokens
+
+    def _linear(self, name: str, site: str, inputs: int, outputs: int, *, bias: bool) -> Linear:
+        return Linear(
+            name=name,
+            module=MODULE,
+            half="attention",
+            site=site,
+            in_features=inputs,
+            out_features=outputs,
+            bias=bias,
+        )
+
+
+def _saved(
+    name: str, width: int, checkpoint: str | None = None, *, float32: bool = False, unfused: bool = False
+) -> SavedTensor:
+    return SavedTensor(
+        name=name, half="attention", width=width, checkpoint=checkpoint, float32=float32, unfused=unfused
+    )

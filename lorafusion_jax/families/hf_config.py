@@ -1,0 +1,172 @@
+"""The keys of a model's config.json: types and ranges of those that are read, and names of those that do no harm."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+# The limits are far above all existing models. They prevent endless computation on a corrupt file.
+Width = Annotated[int, Field(ge=1, le=2**20)]
+Entries = Annotated[int, Field(ge=1, le=2**24)]
+Depth = Annotated[int, Field(ge=1, le=4096)]
+Positions = Annotated[int, Field(ge=1, le=2**31 - 1)]
+Positive = Annotated[float, Field(ge=1e-30, le=1e30, allow_inf_nan=False)]
+SHOWN = 60  # characters of an invalid value to show in a message
+
+
+class HFConfig(BaseModel):
+    """Values of config.json in the spelling of transformers; None for missing keys."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True, strict=True)
+
+    architectures: list[str] | None = None
+    model_type: str | None = None
+    vocab_size: Entries | None = None
+    hidden_size: Width | None = None
+    intermediate_size: Width | None = None
+    num_hidden_layers: Depth | None = None
+    num_attention_heads: Width | None = None
+    num_key_value_heads: Width | None = None
+    head_dim: Width | None = None
+    rms_norm_eps: Positive | None = None
+    tie_word_embeddings: bool | None = None
+    attention_bias: bool | None = None
+    attention_out_bias: bool | None = None
+    mlp_bias: bool | None = None
+    max_position_embeddings: Positions | None = None
+    original_max_position_embeddings: Positions | None = None
+    rope_theta: Positive | None = None
+    rope_local_base_freq: Positive | None = None
+    rope_parameters: dict[str, Any] | None = None
+    rope_scaling: dict[str, Any] | None = None
+    partial_rotary_factor: Annotated[float, Field(gt=0, le=1)] | None = None
+    sliding_window: Positions | None = None
+    use_sliding_window: bool | None = None
+    max_window_layers: Annotated[int, Field(ge=0)] | None = None
+    sliding_window_pattern: Annotated[int, Field(ge=1)] | None = None
+    layer_types: list[str] | None = None
+    no_rope_layers: list[int] | None = None
+    no_rope_layer_interval: Annotated[int, Field(ge=1)] | None = None
+    hidden_act: str | None = None
+    query_pre_attn_scalar: Positive | None = None
+    attention_multiplier: Positive | None = None
+    attn_logit_softcapping: Positive | None = None
+    final_logit_softcapping: Positive | None = None
+    embedding_multiplier: Positive | None = None
+    residual_multiplier: Positive | None = None
+    logits_scaling: Positive | None = None
+    quantization_config: dict[str, Any] | None = None
+
+
+class RopeValues(BaseModel):
+    """Parameters of rotary embeddings, in both formats."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True, strict=True)
+
+    rope_theta: Positive | None = None
+    rope_type: str | None = None
+    type: str | None = None
+    partial_rotary_factor: Annotated[float, Field(gt=0, le=1)] | None = None
+    factor: Positive | None = None
+    low_freq_factor: Positive | None = None
+    high_freq_factor: Positive | None = None
+    original_max_position_embeddings: Positions | None = None
+    max_position_embeddings: Positions | None = None
+    beta_fast: Positive | None = None
+    beta_slow: Positive | None = None
+    attention_factor: Positive | None = None
+    mscale: Positive | None = None
+    mscale_all_dim: Positive | None = None
+    truncate: bool | None = None
+    short_factor: list[float] | None = None
+    long_factor: list[float] | None = None
+    llama_4_scaling_beta: Annotated[float, Field(ge=0, le=1e30)] | None = None
+
+
+# Keys that every family reads.
+COMMON = (
+    "architectures", "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+    "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "tie_word_embeddings",
+    "max_position_embeddings", "rope_theta", "rope_parameters", "rope_scaling", "hidden_act", "quantization_config",
+)  # fmt: skip
+# Keys that do not change what a decoder computes from tokens: names, tokens, generation, outputs, initial weights.
+HARMLESS = frozenset((
+    "_name_or_path", "name_or_path", "transformers_version", "torch_dtype", "dtype", "auto_map", "use_cache",
+    "cache_implementation", "initializer_range", "_attn_implementation", "attn_implementation",
+    "_attn_implementation_autoset", "_flash_attn_2_enabled", "unsloth_fixed", "unsloth_version",
+    "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id", "decoder_start_token_id",
+    "forced_bos_token_id", "forced_eos_token_id", "tokenizer_class", "prefix", "task_specific_params", "id2label",
+    "label2id", "num_labels", "problem_type", "finetuning_task", "output_attentions", "output_hidden_states",
+    "output_scores", "return_dict", "return_dict_in_generate", "torchscript", "use_bfloat16", "max_length",
+    "min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups", "diversity_penalty", "temperature",
+    "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size",
+    "encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences", "remove_invalid_values",
+    "exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens", "ckpt_size", "model_max_length",
+))  # fmt: skip
+# Keys that change nothing at these values, and are refused at others.
+OFF = (None, False, 0, 0.0, "none", [], {})
+SWITCHES = frozenset((
+    "attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "residual_dropout", "hidden_dropout",
+    "chunk_size_feed_forward", "add_cross_attention", "is_decoder", "is_encoder_decoder", "cross_attention_hidden_size",
+    "tie_encoder_decoder", "pruned_heads", "sparsity_config", "use_bidirectional_attention", "num_experts",
+    "num_local_experts", "per_layer_config",
+))  # fmt: skip
+
+
+def unread_keys(raw: Mapping[str, Any], read: Collection[str], known: Collection[str]) -> list[str]:
+    """Lists keys, with their values, that nobody reads and that may change what the model computes.
+
+    Args:
+        read: keys that the family reads, in its own spelling.
+        known: keys that the family lists as harmless.
+
+    >>> unread_keys({"vocab_size": 8, "use_cache": True, "attention_dropout": 0.0, "rope_twist": 2}, {"vocab_size"}, ())
+    ['rope_twist=2']
+    """
+    left = {key: value for key, value in raw.items() if key not in read and key not in known and key not in HARMLESS}
+    return [
+        f"{shortened(key)[1:-1]}={shortened(value)}"
+        for key, value in left.items()
+        if not (value is None or (key in SWITCHES and value in OFF))
+    ]
+
+
+def parse_part[M: BaseModel](model: type[M], values: Mapping[str, Any], problems: list[str]) -> M:
+    """Validates values. Errors are added to `problems`, and their keys count as missing."""
+    try:
+        return model.model_validate(dict(values))
+    except ValidationError as found:
+        wrong = {str(detail["loc"][0]) for detail in found.errors()}
+        problems += list(dict.fromkeys(_problem(detail, values) for detail in found.errors()))
+    return model.model_validate({key: value for key, value in values.items() if key not in wrong})
+
+
+def _problem(detail, values: Mapping[str, Any]) -> str:
+    key = str(detail["loc"][0])
+    value = values[key]
+    wanted = {
+        "int_type": "a positive integer",
+        "float_type": "a number",
+        "finite_number": "a finite number",
+        "bool_type": "true or false",
+        "string_type": "a text" if len(detail["loc"]) == 1 else "a list of texts",
+        "list_type": "a list of texts",
+        "dict_type": "an object",
+    }.get(detail["type"])
+    if detail["type"] == "greater_than_equal" and isinstance(value, int):
+        wanted = "a positive integer"
+    limits = detail.get("ctx", {})
+    words = {"ge": "{} or more", "gt": "more than {}", "le": "{} or less"}
+    wanted = wanted or next(text.format(limits[name]) for name, text in words.items() if name in limits)
+    return f"{key}={shortened(value)} is not {wanted}"
+
+
+def shortened(value: object) -> str:
+    """An invalid value for a message; values that cannot be shown are replaced by their type."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # integers of thousands of digits, endlessly nested lists
+        return f"<{type(value).__name__}>"
+    return text if len(text) <= SHOWN else text[:SHOWN] + "…"

@@ -1,0 +1,42 @@
+"""A layer made of mechanisms: norms, attention and an MLP."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from lorafusion_jax.families.attention import Attention
+from lorafusion_jax.families.mlp import Mlp
+from lorafusion_jax.families.norm import Norms
+from lorafusion_jax.layout.layer import LayerSpec, Linear, Mechanism, Norm, SavedTensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer(LayerSpec):
+    """A decoder layer.
+
+    x + residual · attention(x), then x + residual · mlp(x), with `around.place` saying where the norms are
+
+    Args:
+        around: norms of attention's and the MLP's inputs and outputs.
+        residual: factor of what attention and the MLP add.
+
+    >>> layer = Layer(
+    ...     attention=Attention(width=16, heads=2, kv_heads=1, head_dim=8), mlp=Mlp(width=16, inner=24),
+    ...     around=Norms(width=16))
+    >>> layer.targets
+    ('q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj', 'up_proj', 'down_proj')
+    """
+
+    attention: Attention
+    mlp: Mlp
+    around: Norms
+    residual: float = 1.0
+    linears: tuple[Linear, ...] = field(init=False, repr=False, compare=False)
+    norms: tuple[Norm, ...] = field(init=False, repr=False, compare=False)
+    saved: tuple[SavedTensor, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        mechanisms: tuple[Mechanism, ...] = (self.attention, self.mlp, self.around)
+        for name in ("linears", "norms", "saved"):
+            parts = tuple(part for mechanism in mechanisms for part in getattr(mechanism, name))
+            object.__setattr__(self, name, parts)

@@ -1,0 +1,65 @@
+"""The gated MLP of a layer and its activation. `models.mlp` executes it. D model width · F MLP width"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from lorafusion_jax.layout.layer import Linear, Norm, SavedTensor
+
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu2"]
+MODULE = "mlp"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mlp:
+    """down_proj(activation(gate_proj x) · up_proj x).
+
+    Args:
+        width: D.
+        inner: F.
+        bias: whether the projections have a bias.
+        fused: gate and up are one projection, `gate_up_proj`, gate first.
+    """
+
+    width: int
+    inner: int
+    activation: Activation = "silu"
+    bias: bool = False
+    fused: bool = False
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        gates = {"gate_up_proj": 2 * self.inner} if self.fused else {"gate_proj": self.inner, "up_proj": self.inner}
+        return (
+            *(self._linear(name, "gate_up", self.width, size) for name, size in gates.items()),
+            self._linear("down_proj", "down", self.inner, self.width),
+        )
+
+    @property
+    def norms(self) -> tuple[Norm, ...]:
+        return ()
+
+    @property
+    def saved(self) -> tuple[SavedTensor, ...]:
+        return (
+            SavedTensor(name="gate", half="mlp", width=self.inner, checkpoint="gate"),
+            SavedTensor(name="up", half="mlp", width=self.inner, checkpoint="up"),
+            SavedTensor(name=f"{self.activation}(gate) · up", half="mlp", width=self.inner, unfused=True),
+        )
+
+    @property
+    def as_one_op(self) -> bool:
+        """Whether there is an op for the whole MLP, on devices that have its kernels."""
+        return self.activation == "silu" and not self.fused
+
+    def _linear(self, name: str, site: str, inputs: int, outputs: int) -> Linear:
+        return Linear(
+            name=name,
+            module=MODULE,
+            half="mlp",
+            site=site,
+            in_features=inputs,
+            out_features=outputs,
+            bias=self.bias,
+        )

@@ -1,0 +1,71 @@
+"""The norms around attention and MLP: where they are, and what is added to their weights. `models.layer` runs them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from lorafusion_jax.layout.layer import Half, Linear, Norm, SavedTensor
+
+Place = Literal["pre", "post", "sandwich"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Norms:
+    """Root-mean-square norms before attention and MLP, after them, or both.
+
+    y = (weight + offset) · x / √(mean(x²) + eps)
+
+    Args:
+        width: D.
+        place: "pre": x + f(norm x);  "post": x + norm(f(x));  "sandwich": x + norm(f(norm x)).
+        offset: added to every weight of a layer's norms and of the final norm.
+    """
+
+    width: int
+    place: Place = "pre"
+    offset: float = 0.0
+    eps: float = 1e-6
+
+    @property
+    def before(self) -> dict[Half, str]:
+        """Names of the norms of the inputs."""
+        names: dict[Place, dict[Half, str]] = {
+            "pre": {"attention": "input_layernorm", "mlp": "post_attention_layernorm"},
+            "post": {},
+            "sandwich": {"attention": "input_layernorm", "mlp": "pre_feedforward_layernorm"},
+        }
+        return names[self.place]
+
+    @property
+    def after(self) -> dict[Half, str]:
+        """Names of the norms of the outputs."""
+        if self.place == "pre":
+            return {}
+        return {"attention": "post_attention_layernorm", "mlp": "post_feedforward_layernorm"}
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return ()
+
+    @property
+    def norms(self) -> tuple[Norm, ...]:
+        places = [*self.before.items(), *self.after.items()]
+        return tuple(Norm(path=name, half=half, width=self.width) for half, name in places)
+
+    @property
+    def saved(self) -> tuple[SavedTensor, ...]:
+        """Outputs and scales of the norms, and the outputs of attention and MLP where backward needs them.
+
+        A norm's gradient needs its input. Layer input + o_out is the input of the MLP, so without norms of the outputs
+        o_out belongs to the half of the MLP, and a piece that is only the MLP saves its own input instead.
+        """
+        tensors = [
+            SavedTensor(name="o_out", half="attention" if self.after else "mlp", width=self.width, checkpoint="o_out")
+        ]
+        if self.after:
+            tensors.append(SavedTensor(name="down_out", half="mlp", width=self.width, checkpoint="down_out"))
+        for number, norm in enumerate(self.norms, 1):
+            tensors.append(SavedTensor(name=f"norm {number} out", half=norm.half, width=self.width))
+            tensors.append(SavedTensor(name=f"norm {number} scale", half=norm.half, width=1, float32=True))
+        return tuple(tensors)

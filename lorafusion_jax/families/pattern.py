@@ -1,0 +1,69 @@
+"""What differs between the layers of one model: window and rotary embeddings, layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lorafusion_jax.families.hf_config import HFConfig, shortened
+from lorafusion_jax.families.read_rope import FULL, LAYER_TYPES, SLIDING
+from lorafusion_jax.families.rope import Rope
+from lorafusion_jax.families.table import Family
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerType:
+    """What may differ between the layers of a model.
+
+    Args:
+        window: rows that a query sees (None: all earlier ones of its sample).
+        rope: rotary embeddings (None: none).
+    """
+
+    window: int | None = None
+    rope: Rope | None = None
+
+
+def read_pattern(
+    hf: HFConfig, family: Family, ropes: Mapping[str, Rope | None], malformed: list[str], unsupported: list[str]
+) -> tuple[LayerType, ...]:
+    """The type of each layer of a config.json."""
+    count = hf.num_hidden_layers or 0
+    names = _layer_types(hf, family, count)
+    turns = _turns(hf, family, count)
+    for key, values in (("layer_types", names), ("no_rope_layers", turns)):
+        if len(values) != count:
+            malformed.append(f"{key} has {len(values)} entries, and there are {count} layers")
+    unknown = [name for name in dict.fromkeys(names) if name not in LAYER_TYPES]
+    unsupported += [f"layers of type {shortened(name)} (known: {', '.join(LAYER_TYPES)})" for name in unknown]
+    if SLIDING in names and hf.sliding_window is None:
+        malformed.append("sliding_window is missing, and layer_types names sliding_attention")
+    windows = {SLIDING: hf.sliding_window}
+    types = zip(names, turns, strict=False)
+    return tuple(LayerType(window=windows.get(name), rope=ropes.get(name) if turn else None) for name, turn in types)
+
+
+def _layer_types(hf: HFConfig, family: Family, count: int) -> list[str]:
+    reads, window = family.reads, hf.sliding_window
+    off = window is None or ("use_sliding_window" in reads and not hf.use_sliding_window)
+    if hf.layer_types is not None and "layer_types" in reads:
+        return [FULL if off and name == SLIDING and "use_sliding_window" in reads else name for name in hf.layer_types]
+    if off or family.windows == "never":
+        return [FULL] * count
+    if family.windows == "all":
+        return [SLIDING] * count
+    if family.windows == "switched":
+        first = hf.max_window_layers or 0
+        return [SLIDING if number >= first else FULL for number in range(count)]
+    if family.windows == "unrotated":
+        return [FULL if turns else SLIDING for turns in _turns(hf, family, count)]
+    every = hf.sliding_window_pattern or family.windows
+    return [FULL if (number + 1) % every == 0 else SLIDING for number in range(count)]
+
+
+def _turns(hf: HFConfig, family: Family, count: int) -> list[bool]:
+    """Whether q and k of each layer rotate."""
+    if hf.no_rope_layers is not None and "no_rope_layers" in family.reads:
+        return [bool(turns) for turns in hf.no_rope_layers]
+    every = hf.no_rope_layer_interval if "no_rope_layer_interval" in family.reads else None
+    return [every is None or (number + 1) % every != 0 for number in range(count)]

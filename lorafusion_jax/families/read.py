@@ -1,0 +1,151 @@
+"""Translates a Hugging Face config.json to the fields of a `ModelConfig`, and collects all problems."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lorafusion_jax.families.hf_config import HFConfig, parse_part, shortened, unread_keys
+from lorafusion_jax.families.mlp import Activation
+from lorafusion_jax.families.pattern import LayerType, read_pattern
+from lorafusion_jax.families.quantised import UnknownFormat, format_name
+from lorafusion_jax.families.read_rope import read_ropes
+from lorafusion_jax.families.table import Family, family_named, find_family, known_models
+
+_COUNTS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+_ACTIVATIONS: dict[str | None, Activation] = {
+    None: "silu",
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "relu2": "relu2",
+}
+
+
+def translate(raw: dict[str, Any], malformed: list[str], unsupported: list[str]) -> dict[str, Any] | None:
+    """Returns the fields of a `ModelConfig`, or None if a problem was added to one of the lists."""
+    name = _family(raw, malformed, unsupported)
+    family = Family(architectures=()) if name is None else family_named(name)
+    malformed.clear()
+    hf = parse_part(HFConfig, family.canonical(raw), malformed)
+    malformed += _missing(hf, family, malformed)
+    if name is not None:
+        _refuse_unread(raw, family, unsupported)
+    heads, hidden = hf.num_attention_heads or 0, hf.hidden_size or 0
+    kv_heads = hf.num_key_value_heads or heads
+    head_dim = hf.head_dim or hidden // max(heads, 1)
+    if kv_heads and heads % kv_heads:
+        malformed.append(f"num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}")
+    if head_dim % 2:
+        unsupported.append(f"head_dim={head_dim} is odd")
+    if not head_dim and not malformed:
+        malformed.append(f"hidden_size={hidden} is less than num_attention_heads={heads}")
+    ropes = read_ropes(hf, family, head_dim, malformed, unsupported)
+    pattern = read_pattern(hf, family, ropes, malformed, unsupported)
+    numbers = _numbers(hf, family)
+    checkpoint_format = _checkpoint_format(hf, unsupported)
+    _refuse_other_options(hf, raw, unsupported)
+    if name is None or malformed or unsupported:
+        return None
+    return (
+        numbers
+        | _types(pattern)
+        | {
+            "family": name,
+            "vocab_size": hf.vocab_size or 0,
+            "hidden_size": hidden,
+            "intermediate_size": hf.intermediate_size or 0,
+            "num_layers": hf.num_hidden_layers or 0,
+            "num_heads": heads,
+            "num_kv_heads": kv_heads,
+            "head_dim": head_dim,
+            "checkpoint_format": checkpoint_format,
+        }
+    )
+
+
+def _family(raw: dict[str, Any], malformed: list[str], unsupported: list[str]) -> str | None:
+    said = parse_part(HFConfig, {key: raw[key] for key in ("architectures", "model_type") if key in raw}, malformed)
+    if malformed:
+        return None
+    names = said.architectures or []
+    if (family := find_family(names, said.model_type)) is not None:
+        return family
+    found = shortened(", ".join(names)).strip("'") if names else f"model_type {shortened(said.model_type)}"
+    unsupported.append(f"unknown architecture {found} (known: {known_models()})")
+    return None
+
+
+def _missing(hf: HFConfig, family: Family, malformed: list[str]) -> list[str]:
+    bad = {problem.partition("=")[0] for problem in malformed}
+    missing = [key for key in _COUNTS if getattr(hf, key) is None and key not in bad]
+    return [f"{family.key_of(key)} is missing" for key in missing]
+
+
+def _refuse_unread(raw: dict[str, Any], family: Family, unsupported: list[str]) -> None:
+    unread = unread_keys(raw, family.read_keys, family.known)
+    unsupported += [f"{said}: this key is not read, and it may change what the model computes" for said in unread]
+
+
+def _numbers(hf: HFConfig, family: Family) -> dict[str, Any]:
+    """Fields that follow from single keys; those that all models of the family have in common take precedence."""
+    biased = bool(hf.attention_bias)
+    scale = hf.attention_multiplier
+    if hf.query_pre_attn_scalar is not None:
+        scale = hf.query_pre_attn_scalar**-0.5
+    numbers = {
+        "norm_eps": 1e-6 if hf.rms_norm_eps is None else hf.rms_norm_eps,
+        "qkv_bias": biased,
+        "o_bias": biased if hf.attention_out_bias is None else hf.attention_out_bias,
+        "mlp_bias": bool(hf.mlp_bias),
+        "tie_embeddings": bool(hf.tie_word_embeddings),
+        "max_positions": 2048 if hf.max_position_embeddings is None else hf.max_position_embeddings,
+        "activation": _ACTIVATIONS.get(hf.hidden_act, "silu"),
+        "attention_scale": scale,
+        "attention_soft_cap": hf.attn_logit_softcapping,
+        "final_soft_cap": hf.final_logit_softcapping,
+        "embedding_scale": 1.0 if hf.embedding_multiplier is None else hf.embedding_multiplier,
+        "residual_scale": 1.0 if hf.residual_multiplier is None else hf.residual_multiplier,
+        "logit_scale": 1.0 if hf.logits_scaling is None else 1 / hf.logits_scaling,
+    }
+    root = {"embedding_scale": (hf.hidden_size or 1) ** 0.5} if family.fields.get("embedding_scale") == "sqrt" else {}
+    return numbers | dict(family.fields) | root
+
+
+def _types(pattern: tuple[LayerType, ...]) -> dict[str, Any]:
+    """One window and one rope for all layers, or the type of each."""
+    rope = pattern[0].rope
+    if len(set(pattern)) > 1 or rope is None or rope.query_beta:
+        return {"pattern": pattern}
+    return {
+        "rope_theta": rope.theta,
+        "rope_scaling": rope.scaling,
+        "rope_channels": rope.channels,
+        "sliding_window": pattern[0].window,
+    }
+
+
+def _checkpoint_format(hf: HFConfig, unsupported: list[str]) -> str | None:
+    """How the weights come quantised, see `weights.checkpoint_formats`; None: they do not."""
+    if hf.quantization_config is None:
+        return None
+    try:
+        return format_name(hf.quantization_config)
+    except UnknownFormat as problem:
+        unsupported.append(
+            f"quantised weights ({problem}): name the model that they were made of, with base.quantize: fp8, int8 or "
+            "nf4"
+        )
+        return None
+
+
+def _refuse_other_options(hf: HFConfig, raw: Mapping[str, Any], unsupported: list[str]) -> None:
+    if hf.hidden_act not in _ACTIVATIONS:
+        known = ", ".join(name for name in _ACTIVATIONS if name)
+        unsupported.append(f"hidden_act {shortened(hf.hidden_act)} (known: {known})")
+    if raw.get("num_experts") or raw.get("num_local_experts"):
+        unsupported.append("mixture of experts")
+    if raw.get("is_encoder_decoder"):
+        unsupported.append("encoder-decoder")

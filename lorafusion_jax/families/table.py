@@ -1,0 +1,210 @@
+"""Families of decoders: names in model files, keys of config.json, and fields over the mechanisms of a layer.
+
+To add one, add a row to `FAMILIES`. Other packages can install an entry point of the group `lorafusion_jax.families`
+that loads a `Family`; its name is the `model_type` of config.json.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from lorafusion_jax.families.hf_config import COMMON
+from lorafusion_jax.plugins import find, known_names
+
+GROUP = "lorafusion_jax.families"
+_LAYERS = "model.layers"
+_IN_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """Names and arithmetic of a family's models. Defaults are those of Llama.
+
+    A key of config.json that is neither read nor known is an error, so a model is never computed as another one.
+
+    Args:
+        architectures: names in config.json; the first one is written.
+        reads: keys of config.json that this family reads beyond those of every model (`hf_config.COMMON`), in the
+            spelling of transformers, each with its value where config.json does not have it (None: none).
+        keys: a key of this family's config.json → transformers' spelling, e.g. {"n_embd": "hidden_size"}. These keys
+            are read.
+        known: keys of config.json that do not change the computation.
+        fields: fields of `ModelConfig` that all models of the family have in common, e.g. {"norms": "sandwich"}. An
+            embedding_scale of "sqrt" is the root of the model's width.
+        windows: layers with `sliding_window` if config.json has no `layer_types`: none, all, those from
+            `max_window_layers` on or those without rotary embeddings if `use_sliding_window`, or all but each n-th.
+        scaled_layers: layers whose rotary embeddings `rope_scaling` scales.
+        modules: Llama's module → the family's module, e.g. {"model.embed_tokens": "tokens", "model.layers": "blocks",
+            "self_attn.q_proj": "attention.query"}. Adapters are saved under Llama's names.
+    """
+
+    architectures: tuple[str, ...]
+    reads: Mapping[str, Any] = field(default_factory=dict)
+    keys: Mapping[str, str] = field(default_factory=dict)
+    known: tuple[str, ...] = ()
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    windows: Literal["never", "all", "switched", "unrotated"] | int = "never"
+    scaled_layers: Literal["all", "full_attention"] = "all"
+    modules: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def read_keys(self) -> set[str]:
+        """The keys of config.json that are read, in this family's spelling."""
+        return {*COMMON, *self.reads, *self.keys} - ({*self.keys.values(), *self.known} - self.keys.keys())
+
+    def canonical(self, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns what a config.json of this family says, and the values of missing keys, in transformers' spelling."""
+        said = {self.keys.get(key, key): value for key, value in raw.items() if key in self.read_keys}
+        return dict(self.reads) | said
+
+    def key_of(self, key: str) -> str:
+        """The family's spelling of a key of transformers."""
+        return next((own for own, theirs in self.keys.items() if theirs == key), key)
+
+    def tensor_name(self, llama: str) -> str:
+        """Checkpoint name of a tensor given by Llama's name, e.g. "model.layers.3.self_attn.q_proj.weight"."""
+        path, _, leaf = llama.rpartition(".")
+        inside = _IN_LAYER.fullmatch(path)
+        if inside is None:
+            return f"{self.modules.get(path, path)}.{leaf}"
+        number, module = inside.groups()
+        return f"{self.modules.get(_LAYERS, _LAYERS)}.{number}.{self.modules.get(module, module)}.{leaf}"
+
+
+_GEMMA = {
+    "head_dim": 256, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True, "attention_bias": False,
+    "max_position_embeddings": 8192,
+}  # fmt: skip
+_GEMMA_2 = _GEMMA | {
+    "query_pre_attn_scalar": 256, "sliding_window": 4096, "layer_types": None, "final_logit_softcapping": None,
+}  # fmt: skip
+_SANDWICH = {"norms": "sandwich", "norm_offset": 1.0, "embedding_scale": "sqrt"}
+_GEMMA_ACTIVATION = {
+    "keys": {"hidden_activation": "hidden_act"},
+    "known": ("hidden_act", "_sliding_window_pattern"),
+}
+_SWITCHED = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28, "layer_types": None}
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family(
+        architectures=("LlamaForCausalLM",), reads={"attention_bias": False, "mlp_bias": False},
+        known=("pretraining_tp",),
+    ),
+    "mistral": Family(
+        architectures=("MistralForCausalLM",), windows="all",
+        reads={"max_position_embeddings": 131072, "sliding_window": 4096},
+    ),
+    "qwen2": Family(
+        architectures=("Qwen2ForCausalLM",), windows="switched", fields={"qkv_bias": True},
+        reads={"max_position_embeddings": 32768, **_SWITCHED},
+    ),
+    "qwen3": Family(
+        architectures=("Qwen3ForCausalLM",), windows="switched", fields={"qk_norm": True},
+        reads={"head_dim": 128, "max_position_embeddings": 32768, "attention_bias": False, **_SWITCHED},
+    ),
+    "ministral": Family(
+        architectures=("MinistralForCausalLM",), windows="all",
+        reads={"max_position_embeddings": 131072, "sliding_window": 4096, "layer_types": None},
+    ),
+    "ministral3": Family(
+        architectures=("Ministral3ForCausalLM",), windows="all",
+        reads={
+            "head_dim": 128, "rms_norm_eps": 1e-5, "max_position_embeddings": 262144, "sliding_window": None,
+            "llama_4_scaling_beta": None,
+        },
+    ),
+    "gemma": Family(
+        architectures=("GemmaForCausalLM",), reads=_GEMMA, known=("hidden_activation",),
+        fields={"norm_offset": 1.0, "embedding_scale": "sqrt"},
+    ),
+    "gemma2": Family(
+        architectures=("Gemma2ForCausalLM",), windows=2, fields=_SANDWICH, **_GEMMA_ACTIVATION,
+        reads=_GEMMA_2 | {"final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0},
+    ),
+    "gemma3_text": Family(
+        architectures=("Gemma3ForCausalLM",), windows=6, fields=_SANDWICH | {"qk_norm": True},
+        scaled_layers="full_attention",
+        reads=_GEMMA_2 | {
+            "rope_theta": 1e6, "rope_local_base_freq": 1e4, "sliding_window_pattern": None,
+            "max_position_embeddings": 131072,
+        },
+        **_GEMMA_ACTIVATION,
+    ),
+    "olmo2": Family(
+        architectures=("Olmo2ForCausalLM",), reads={"attention_bias": False, "rms_norm_eps": 1e-5},
+        fields={"norms": "post", "qk_norm": "full"},
+    ),
+    "olmo3": Family(
+        architectures=("Olmo3ForCausalLM",), windows=4, scaled_layers="full_attention",
+        reads={
+            "attention_bias": False, "rms_norm_eps": 1e-5, "rope_theta": 5e5, "sliding_window": 4096,
+            "layer_types": None,
+        },
+        fields={"norms": "post", "qk_norm": "full"},
+    ),
+    "smollm3": Family(
+        architectures=("SmolLM3ForCausalLM",), windows="unrotated",
+        reads={
+            "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": True, "rope_theta": 2e6,
+            "max_position_embeddings": 32768, "use_sliding_window": False, "sliding_window": None, "layer_types": None,
+            "no_rope_layers": None, "no_rope_layer_interval": 4,
+        },
+        known=("max_window_layers",),
+    ),
+    "granite": Family(
+        architectures=("GraniteForCausalLM",),
+        reads={
+            "attention_bias": False, "mlp_bias": False, "embedding_multiplier": 1.0, "attention_multiplier": 1.0,
+            "residual_multiplier": 1.0, "logits_scaling": 1.0,
+        },
+    ),
+    "phi3": Family(
+        architectures=("Phi3ForCausalLM",), windows="all", fields={"fused": True},
+        reads={
+            "rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "original_max_position_embeddings": 4096,
+            "partial_rotary_factor": 1.0, "sliding_window": None,
+        },
+    ),
+    "seed_oss": Family(
+        architectures=("SeedOssForCausalLM",),
+        reads={
+            "head_dim": 128, "attention_bias": True, "attention_out_bias": False, "mlp_bias": False,
+            "max_position_embeddings": 524288,
+        },
+        known=("pretraining_tp",),
+    ),
+}  # fmt: skip
+
+
+def family_named(name: str) -> Family:
+    """Finds the family of a `model_type`.
+
+    Raises:
+        ConfigError: `plugin.unknown`, `plugin.broken`.
+    """
+    return find(GROUP, FAMILIES, name, Family)
+
+
+def find_family(architectures: list[str] | None, model_type: str | None) -> str | None:
+    """Finds the name of the family of a config.json; None if it is unknown.
+
+    Raises:
+        ConfigError: `plugin.broken`, an installed family does not load.
+    """
+    for name in architectures or ():
+        for family, row in FAMILIES.items():
+            if name in row.architectures:
+                return family
+    if model_type not in known_names(GROUP, FAMILIES):
+        return None
+    wanted = family_named(model_type).architectures
+    return model_type if not architectures or set(architectures) & set(wanted) else None
+
+
+def known_models() -> str:
+    """Names of the supported models, for messages."""
+    installed = [name for name in known_names(GROUP, FAMILIES) if name not in FAMILIES]
+    return ", ".join([*(name for row in FAMILIES.values() for name in row.architectures), *installed])

@@ -1,0 +1,110 @@
+"""Writes the config.json of a model: the inverse of `families.read`."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Protocol
+
+from lorafusion_jax.families.pattern import LayerType
+from lorafusion_jax.families.read_rope import FULL, SLIDING
+from lorafusion_jax.families.rope import Rope
+from lorafusion_jax.families.table import Family, family_named
+
+_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu2": "relu2"}
+
+
+class Config(Protocol):
+    """The fields of a `ModelConfig` that are written."""
+
+    def __getattr__(self, name: str) -> Any: ...
+
+
+def config_json(model: Config) -> dict[str, Any]:
+    """Returns a config.json for `ModelConfig.from_hf` and other libraries."""
+    family = family_named(model.family)
+    out = _common(model, family) | _ropes(model, family)
+    optional = {
+        "attention_bias": model.o_bias if family.fields.get("qkv_bias") else model.qkv_bias,
+        "attention_out_bias": model.o_bias,
+        "mlp_bias": model.mlp_bias,
+        "query_pre_attn_scalar": None if model.attention_scale is None else model.attention_scale**-2,
+        "attention_multiplier": model.attention_scale,
+        "attn_logit_softcapping": model.attention_soft_cap,
+        "final_logit_softcapping": model.final_soft_cap,
+        "embedding_multiplier": model.embedding_scale,
+        "residual_multiplier": model.residual_scale,
+        "logits_scaling": 1 / model.logit_scale,
+    } | _windows(model, family)
+    out |= {key: value for key, value in optional.items() if key in family.reads or key in family.keys.values()}
+    return {family.key_of(key): value for key, value in out.items()}
+
+
+def _common(model: Config, family: Family) -> dict[str, Any]:
+    return {
+        "architectures": [family.architectures[0]],
+        "model_type": model.family,
+        "vocab_size": model.vocab_size,
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.intermediate_size,
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": model.num_heads,
+        "num_key_value_heads": model.num_kv_heads,
+        "head_dim": model.head_dim,
+        "hidden_act": _ACTIVATIONS[model.activation],
+        "rms_norm_eps": model.norm_eps,
+        "tie_word_embeddings": model.tie_embeddings,
+        "max_position_embeddings": model.max_positions,
+    }
+
+
+def _windows(model: Config, family: Family) -> dict[str, Any]:
+    types = [layer.attention.window for layer in model.layers]
+    window = next((window for window in types if window is not None), None)
+    turns = [layer.attention.rope is not None for layer in model.layers]
+    return {
+        "sliding_window": window,
+        "use_sliding_window": window is not None,
+        "max_window_layers": 0 if window else model.num_layers,
+        "layer_types": [FULL if window is None else SLIDING for window in types],
+        "no_rope_layers": [int(turn) for turn in turns],
+    }
+
+
+def _ropes(model: Config, family: Family) -> dict[str, Any]:
+    """Both formats, for old and new readers, where one rope serves all layers; else the newer one."""
+    if len(model.ropes) > 1:
+        by_type: dict[str, LayerType] = {FULL if kind.window is None else SLIDING: kind for kind in model.pattern}
+        return {"rope_parameters": {name: _rope(kind.rope or Rope(), model) for name, kind in by_type.items()}}
+    rope = _rope(model.ropes[0] if model.ropes else Rope(), model)
+    scaled = rope["rope_type"] != "default" or len(rope) > 2
+    old = {key: value for key, value in rope.items() if key != "rope_theta"} if scaled else None
+    if family.scaled_layers == FULL and scaled:
+        raise ValueError("one scaled rope for all layers cannot be written for this family")
+    return {"rope_theta": rope["rope_theta"], "rope_scaling": old, "rope_parameters": rope}
+
+
+def _rope(rope: Rope, model: Config) -> dict[str, Any]:
+    out: dict[str, Any] = {"rope_type": "default", "rope_theta": rope.theta}
+    if rope.channels is not None:
+        out["partial_rotary_factor"] = rope.channels / model.head_dim
+    if rope.query_beta:
+        out["llama_4_scaling_beta"] = rope.query_beta
+        out["original_max_position_embeddings"] = rope.query_context
+    if rope.scaling is None:
+        return out
+    values = dataclasses.asdict(rope.scaling)
+    names = {
+        "linear": ("factor",),
+        "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_positions"),
+        "yarn": ("factor", "beta_fast", "beta_slow", "truncate", "attention_factor", "original_max_positions"),
+        "longrope": ("factor", "short_factors", "long_factors", "attention_factor", "original_max_positions"),
+    }
+    spelled = {
+        "original_max_positions": "original_max_position_embeddings",
+        "short_factors": "short_factor",
+        "long_factors": "long_factor",
+    }
+    kind = rope.scaling.kind
+    written = {spelled.get(name, name): values[name] for name in names[kind]}
+    written = {name: list(value) if isinstance(value, tuple) else value for name, value in written.items()}
+    return out | {"rope_type": kind} | written

@@ -1,0 +1,51 @@
+"""Builds the projections and norms of a layer from its description."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flax import nnx
+
+from lorafusion_jax.adapters.spec import AdapterSpec, bank_rank
+from lorafusion_jax.config.model import ModelConfig
+from lorafusion_jax.families.layer import Layer
+from lorafusion_jax.models.norm import RMSNorm
+from lorafusion_jax.modules import LoRALinear
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Builder:
+    """Makes the modules of one layer.
+
+    Args:
+        config: the model.
+        layer: the layer's description.
+    """
+
+    config: ModelConfig
+    layer: Layer
+    adapters: Sequence[AdapterSpec]
+    dtype: Any
+    rngs: nnx.Rngs
+
+    def linear(self, name: str) -> LoRALinear:
+        linear = self.layer.linear(name)
+        return LoRALinear(
+            *linear.shape,
+            num_adapters=len(self.adapters),
+            rank=bank_rank(self.adapters, name),
+            kinds=[spec.kind for spec in self.adapters],
+            use_bias=linear.bias,
+            dtype=self.dtype,
+            param_dtype=self.dtype,
+            rngs=self.rngs,
+        )
+
+    def norm(self, path: str) -> RMSNorm | None:
+        """The norm at a path of the layer; None if the layer has none there."""
+        norm, around = self.layer.norm(path), self.layer.around
+        if norm is None:
+            return nnx.data(None)
+        return RMSNorm(norm.width, eps=around.eps, offset=around.offset, dtype=self.dtype)

@@ -1,0 +1,30 @@
+"""Inputs that all layers of a forward pass share. Dims: `T` packed tokens · `C` head width"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import jax
+
+from lorafusion_jax.models.segments import Segments
+from lorafusion_jax.modules import LoRAContext
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerInputs:
+    """Rotary tables, segments, and the adapter of each tile.
+
+    Attributes:
+        ropes: cosines and signed sines [T, 1, C] of each of the model's rotary embeddings, see `rope.rope_tables`.
+        query_scales: factor of the queries [T, 1, 1], for each of them (None: no model's rope has one).
+    """
+
+    ropes: tuple[tuple[jax.Array, jax.Array], ...]
+    segments: Segments
+    lora: LoRAContext | None
+    query_scales: tuple[jax.Array, ...] | None = None
+
+    def at_layer(self, number: int | jax.Array) -> LayerInputs:
+        """The inputs of one layer, with its own dropout."""
+        return self if self.lora is None else replace(self, lora=self.lora.at_layer(number))

@@ -1,0 +1,73 @@
+"""Attention of a layer as a module: executes `families.attention.Attention`.
+
+Dims: `T` packed tokens · `D` model width · `H` heads · `K` key heads · `C` head width.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from lorafusion_jax.families.attention import MODULE
+from lorafusion_jax.models.attention import AttentionImplementation, attention
+from lorafusion_jax.models.build import Builder
+from lorafusion_jax.models.inputs import LayerInputs
+from lorafusion_jax.models.rope import apply_rope
+from lorafusion_jax.modules import lora_siblings
+
+
+class SelfAttention(nnx.Module):
+    """o_proj(attention(rope(norm(q_proj x)), rope(norm(k_proj x)), v_proj x)); see `families.attention.Attention`."""
+
+    def __init__(self, build: Builder):
+        spec = build.layer.attention
+        self.spec = spec
+        self.rope = None if spec.rope is None else build.config.ropes.index(spec.rope)
+        self.sites = build.layer.site_index(spec.linears[0].name), build.layer.site_index("o_proj")
+        self.inputs = tuple(linear.name for linear in spec.linears if linear.site == "qkv")
+        for linear in spec.linears:
+            setattr(self, linear.name, build.linear(linear.name))
+        self.q_norm, self.k_norm = (build.norm(f"{MODULE}.{name}") for name in ("q_norm", "k_norm"))
+
+    def __call__(
+        self, x_TD: jax.Array, inputs: LayerInputs, implementation: AttentionImplementation | None
+    ) -> jax.Array:
+        qkv, o = self.sites
+        projections = [getattr(self, name) for name in self.inputs]
+        q, k, v = self._split(lora_siblings(x_TD, projections, inputs.lora, site=qkv))
+        if self.spec.qk_norm == "full":
+            q, k = self._normalise(q, k)
+        q, k, v = (y.reshape(y.shape[0], -1, self.spec.head_dim) for y in (q, k, v))
+        if self.spec.qk_norm == "head":
+            q, k = self._normalise(q, k)
+        if self.rope is not None:
+            tables = inputs.ropes[self.rope]
+            q, k = apply_rope(q, tables), apply_rope(k, tables)
+        if inputs.query_scales is not None and self.rope is not None:
+            q = q * inputs.query_scales[self.rope].astype(q.dtype)
+        o_TD = attention(
+            q,
+            k,
+            v,
+            inputs.segments,
+            implementation=implementation,
+            flat=True,
+            scale=self.spec.scale,
+            window=self.spec.window,
+            soft_cap=self.spec.soft_cap,
+        )
+        return self.o_proj(o_TD, inputs.lora, site=o)
+
+    def _split(self, outputs: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        if not self.spec.fused:
+            return outputs
+        queries, keys = self.spec.queries, self.spec.keys
+        return tuple(jnp.split(outputs[0], (queries, queries + keys), axis=-1))
+
+    def _normalise(self, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
+        q, k = checkpoint_name(q, "qk_in"), checkpoint_name(k, "qk_in")  # a norm's gradient needs its input
+        assert self.q_norm is not None, self.spec
+        assert self.k_norm is not None, self.spec
+        return self.q_norm(q), self.k_norm(k)
