@@ -18,7 +18,7 @@ from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.peft_config import CONFIG_FILE
 from lorafusion_jax.config.peft_folder import TENSOR_FILE
 from lorafusion_jax.config.schema import AdapterConfig, JobConfig
-from lorafusion_jax.config.specs import adapter_spec
+from lorafusion_jax.config.specs import adapter_spec, model_targets
 from lorafusion_jax.errors import CheckpointError, LoraFusionError, raise_all
 
 FIX = (
@@ -104,7 +104,7 @@ def _read_start(folder: Path, adapter: AdapterConfig, config: JobConfig) -> Arra
             fix="lora.kind: lora   or leave lora.init_from out",
         )
     described, arrays = read_described(folder)
-    found, spec = described.spec, adapter_spec(adapter)
+    found, spec = described.spec, adapter_spec(adapter, model_targets(config))
     if dataclasses.replace(found, name=spec.name, kind=spec.kind, dropout=spec.dropout, seed=spec.seed) == spec:
         return (
             _with_all_layers(arrays, ModelConfig.from_hf(base_directory(config)).num_layers, spec)

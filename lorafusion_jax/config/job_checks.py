@@ -10,6 +10,7 @@ from lorafusion_jax.config.entries import Entry, is_own
 from lorafusion_jax.config.read import Keys, Source
 from lorafusion_jax.config.references import unknown_reference
 from lorafusion_jax.errors import ConfigError, LoraFusionError
+from lorafusion_jax.layout.layer import PATHS
 from lorafusion_jax.objective.protocol import REFERENCE, Chosen
 from lorafusion_jax.optim.schedules import schedule
 from lorafusion_jax.optim.table import optimizer
@@ -108,11 +109,11 @@ def _texts_prefix(adapter: schema.AdapterConfig) -> str:
 
 
 def targets_exist(valid: Sequence[tuple[Entry, schema.AdapterConfig]], source: Source) -> list[LoraFusionError]:
-    """Checks the names of projections."""
+    """Checks the names of projections, of any family; `config.specs` checks them with the base model."""
     errors: list[LoraFusionError] = []
     for entry, adapter in valid:
         try:
-            resolve_targets(adapter.lora.targets)
+            resolve_targets(adapter.lora.targets, tuple(PATHS))
         except LoraFusionError as problem:
             own = is_own(entry.own, ("lora", "targets"))
             where = source.where((*entry.keys, "lora", "targets") if own else ("lora", "targets"))

@@ -9,6 +9,7 @@ from lorafusion_jax.checkpoint.warm_start import read_warm_starts
 from lorafusion_jax.checkpoint.warm_start_base import check_start_bases
 from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.schema import JobConfig
+from lorafusion_jax.config.specs import adapter_specs
 from lorafusion_jax.data.prepare import Prepared, prepare
 from lorafusion_jax.errors import CheckpointError, ConfigError, ErrorList, LoraFusionError, raise_all
 from lorafusion_jax.planning.stages import stage_layers
@@ -46,6 +47,7 @@ def layer_problems(config: JobConfig) -> tuple[list[str], list[LoraFusionError]]
         check_stored_as(quantize, model.checkpoint_format, where=str(directory))
         for layer in model.kinds:
             check_kernels(quantize, layer.kernel_shapes())
+        adapter_specs(config)
         stage_layers(model, mesh.stages, mesh.layers)
     except CheckpointError as problem:
         if mesh.stages == 1 and mesh.layers is None and quantize == NONE:

@@ -14,7 +14,7 @@ from lorafusion_jax.checkpoint.base_model import base_directory, base_identity
 from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.checkpoint.peft import export_adapter
 from lorafusion_jax.config.schema import AdapterConfig, JobConfig
-from lorafusion_jax.config.specs import adapter_spec
+from lorafusion_jax.config.specs import adapter_spec, model_targets
 from lorafusion_jax.training.job import Job
 from lorafusion_jax.training.state import Progress
 from lorafusion_jax.weights.table import NONE
@@ -52,7 +52,7 @@ class AdapterWriter:
         target = self._folder.adapter_step(name, step)
         if target.exists() and not failure and (step < self._since.get(name, 0) or target in self._written):
             return target
-        spec = adapter_spec(self._job.config.adapter(name))
+        spec = adapter_spec(self._job.config.adapter(name), model_targets(self._job.config))
         new = not target.exists()
         self._export(spec, step, own, target, failure)
         self._written.add(target)

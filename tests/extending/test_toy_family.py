@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import small_jobs
 from safetensors.numpy import load_file, save_file
 
 from lorafusion_jax.cli.main import run
@@ -96,17 +97,17 @@ def base(toy, make_base, tmp_path):
     return make_base(
         tmp_path / "toy", family="toy", norms="sandwich", norm_offset=1.0, embedding_scale=32**0.5,
         activation="gelu_tanh", attention_soft_cap=2.0, final_soft_cap=5.0, attention_scale=0.3, norm_eps=1e-3,
-        rope_theta=500.0, pattern=(LayerType(window=7, rope=rope), LayerType(rope=rope)), num_layers=2,
+        pattern=(LayerType(window=7, rope=rope), LayerType(rope=rope)), num_layers=2,
     )  # fmt: skip
 
 
 @pytest.fixture
-def job(base, write_job, write_rows):
+def job(base, tmp_path, write_rows):
     adapter = {
         "name": "law", "data": {"train": write_rows("law.jsonl", 8, 0, 20)}, "batch": {"global_samples": 4},
         "lora": {"dropout": 0.1},
     }  # fmt: skip
-    return str(write_job([adapter], base={"model": str(base), "dtype": "float32"}))
+    return str(small_jobs.write_job(tmp_path, base, [adapter]))
 
 
 def test_it_computes_what_transformers_does(toy, tmp_path):

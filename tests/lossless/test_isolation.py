@@ -11,7 +11,7 @@ import pytest
 from lorafusion_jax.checkpoint.peft import read_adapter
 from lorafusion_jax.config import load_config
 from lorafusion_jax.config.schema import AdapterConfig, DataSettings, LoraSettings, TrainSettings
-from lorafusion_jax.config.specs import adapter_specs
+from lorafusion_jax.config.specs import adapter_spec
 from lorafusion_jax.layout.extent import Extent
 from lorafusion_jax.models import ModelConfig
 from lorafusion_jax.optim.step import hyper
@@ -75,14 +75,11 @@ def two():
         for name, rank in (("law", 2), ("med", 3))
     ]
 
-    class Job:
-        adapters = configs
-
     model = ModelConfig(
         family="llama", vocab_size=16, hidden_size=8, intermediate_size=8, num_layers=2, num_heads=2, num_kv_heads=2,
         head_dim=4,
     )  # fmt: skip
-    parts = Parts(model=model, specs=tuple(adapter_specs(Job)), settings=TrainSettings(), dtype=jnp.float32)
+    parts = Parts(model=model, specs=tuple(map(adapter_spec, configs)), settings=TrainSettings(), dtype=jnp.float32)
     shapes = parts.lora_shapes(model.num_layers)
     assert shapes == {Q + "lora_a": (2, 8, 5), Q + "lora_b": (2, 5, 8)}
     keys = jax.random.split(jax.random.key(0), 4)
