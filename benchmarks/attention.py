@@ -23,6 +23,7 @@ import numpy as np
 from lorafusion_jax.models import Segments, attention
 from lorafusion_jax.models.attention.cudnn import cudnn_backward, cudnn_forward
 from lorafusion_jax.models.attention.pallas import pallas_backward, pallas_forward
+from lorafusion_jax.models.attention.rule import ScoreRule
 from lorafusion_jax.models.attention.triton import triton_backward, triton_forward
 from pallas_kernels.attention import AttentionConfig, attention_backward, attention_forward, document_rows
 from pallas_kernels.attention.hopper.blocks import key_blocks, query_blocks
@@ -120,8 +121,9 @@ def main() -> None:
 
 
 def both(forward: Callable, backward: Callable, q, k, v, do, segments):
-    o, residuals = forward(q, k, v, segments)
-    return o.reshape(q.shape), *backward(residuals, do)
+    rule = ScoreRule(channels=q.shape[-1], scale=q.shape[-1] ** -0.5)
+    o, residuals = forward(q, k, v, segments, rule)
+    return o.reshape(q.shape), *backward(residuals, do, rule)
 
 
 def through_facade(implementation: str, q, k, v, do, segments):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Protocol
+from typing import Any
 
 from lorafusion_jax.families.pattern import LayerType
 from lorafusion_jax.families.read_rope import FULL, SLIDING
@@ -13,13 +13,7 @@ from lorafusion_jax.families.table import Family, family_named
 _ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu2": "relu2"}
 
 
-class Config(Protocol):
-    """The fields of a `ModelConfig` that are written."""
-
-    def __getattr__(self, name: str) -> Any: ...
-
-
-def config_json(model: Config) -> dict[str, Any]:
+def config_json(model: Any) -> dict[str, Any]:  # a ModelConfig
     """Returns a config.json for `ModelConfig.from_hf` and other libraries."""
     family = family_named(model.family)
     out = _common(model, family) | _ropes(model, family)
@@ -39,7 +33,7 @@ def config_json(model: Config) -> dict[str, Any]:
     return {family.key_of(key): value for key, value in out.items()}
 
 
-def _common(model: Config, family: Family) -> dict[str, Any]:
+def _common(model: Any, family: Family) -> dict[str, Any]:
     return {
         "architectures": [family.architectures[0]],
         "model_type": model.family,
@@ -57,7 +51,7 @@ def _common(model: Config, family: Family) -> dict[str, Any]:
     }
 
 
-def _windows(model: Config, family: Family) -> dict[str, Any]:
+def _windows(model: Any, family: Family) -> dict[str, Any]:
     types = [layer.attention.window for layer in model.layers]
     window = next((window for window in types if window is not None), None)
     turns = [layer.attention.rope is not None for layer in model.layers]
@@ -70,7 +64,7 @@ def _windows(model: Config, family: Family) -> dict[str, Any]:
     }
 
 
-def _ropes(model: Config, family: Family) -> dict[str, Any]:
+def _ropes(model: Any, family: Family) -> dict[str, Any]:
     """Both formats, for old and new readers, where one rope serves all layers; else the newer one."""
     if len(model.ropes) > 1:
         by_type: dict[str, LayerType] = {FULL if kind.window is None else SLIDING: kind for kind in model.pattern}
@@ -83,7 +77,7 @@ def _ropes(model: Config, family: Family) -> dict[str, Any]:
     return {"rope_theta": rope["rope_theta"], "rope_scaling": old, "rope_parameters": rope}
 
 
-def _rope(rope: Rope, model: Config) -> dict[str, Any]:
+def _rope(rope: Rope, model: Any) -> dict[str, Any]:
     out: dict[str, Any] = {"rope_type": "default", "rope_theta": rope.theta}
     if rope.channels is not None:
         out["partial_rotary_factor"] = rope.channels / model.head_dim
@@ -99,12 +93,12 @@ def _rope(rope: Rope, model: Config) -> dict[str, Any]:
         "yarn": ("factor", "beta_fast", "beta_slow", "truncate", "attention_factor", "original_max_positions"),
         "longrope": ("factor", "short_factors", "long_factors", "attention_factor", "original_max_positions"),
     }
-    spelled = {
+    spelled: dict[str, str] = {
         "original_max_positions": "original_max_position_embeddings",
         "short_factors": "short_factor",
         "long_factors": "long_factor",
     }
-    kind = rope.scaling.kind
-    written = {spelled.get(name, name): values[name] for name in names[kind]}
+    kind = str(rope.scaling.kind)
+    written: dict[str, Any] = {spelled.get(name, name): values[name] for name in names[kind]}
     written = {name: list(value) if isinstance(value, tuple) else value for name, value in written.items()}
     return out | {"rope_type": kind} | written

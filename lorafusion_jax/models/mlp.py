@@ -11,12 +11,17 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from lorafusion_jax.models.build import Builder
-from lorafusion_jax.modules import LoRAContext, lora_mlp, lora_siblings
+from lorafusion_jax.modules import LoRAContext, LoRALinear, lora_mlp, lora_siblings
 from pallas_kernels.mlp.xla import gate_with
 
 
 class MLP(nnx.Module):
     """down_proj(activation(gate_proj x) · up_proj x); see `families.mlp.Mlp`."""
+
+    gate_proj: LoRALinear
+    up_proj: LoRALinear
+    gate_up_proj: LoRALinear  # instead of the two above, where they are fused
+    down_proj: LoRALinear
 
     def __init__(self, build: Builder):
         spec = build.layer.mlp

@@ -15,11 +15,13 @@ from lorafusion_jax.models.attention import AttentionImplementation, attention
 from lorafusion_jax.models.build import Builder
 from lorafusion_jax.models.inputs import LayerInputs
 from lorafusion_jax.models.rope import apply_rope
-from lorafusion_jax.modules import lora_siblings
+from lorafusion_jax.modules import LoRALinear, lora_siblings
 
 
 class SelfAttention(nnx.Module):
     """o_proj(attention(rope(norm(q_proj x)), rope(norm(k_proj x)), v_proj x)); see `families.attention.Attention`."""
+
+    o_proj: LoRALinear
 
     def __init__(self, build: Builder):
         spec = build.layer.attention

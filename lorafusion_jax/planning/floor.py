@@ -12,7 +12,7 @@ from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.families.layer import Layer
-from lorafusion_jax.layout.extent import Extent
+from lorafusion_jax.layout.extent import Extent, Piece
 from lorafusion_jax.layout.layer import HALVES, Half, Linear
 from lorafusion_jax.planning.memory import MemoryProblem, memory_problem
 from pallas_kernels.cost import H200, Ceilings, product
@@ -68,8 +68,11 @@ def stage_floors_s(
 
 
 def _layers_floor_s(model: ModelConfig, stage: Extent, by_kind: Sequence[Mapping[Half, float]]) -> float:
-    halves = [(by_kind[model.kind_of(piece.layer)], piece.half) for piece in stage.pieces]
-    return sum(sum(floors.values()) if half is None else floors[half] for floors, half in halves)
+    def floor_s(piece: Piece) -> float:
+        halves = by_kind[model.kind_of(piece.layer)]
+        return sum(halves.values()) if piece.half is None else halves[piece.half]
+
+    return sum(map(floor_s, stage.pieces))
 
 
 def _half_floor_s(

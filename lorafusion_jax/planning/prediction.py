@@ -81,10 +81,10 @@ def predicted_costs(
     )
 
 
-def _attention_width(model: ModelConfig) -> float:
+def _attention_width(model: ModelConfig) -> int:
     """H · C, less where layers have windows: as if samples had the typical length."""
     shares = [layer.attention.reach(SAMPLE_TOKENS) / SAMPLE_TOKENS * layer.attention.queries for layer in model.layers]
-    return sum(shares) / len(shares)
+    return round(sum(shares) / len(shares))
 
 
 def _with_ranks(

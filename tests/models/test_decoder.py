@@ -179,7 +179,7 @@ def test_backward_saves_few_tensors_per_layer():
 
     def backward(x, lora, frozen, row_key):
         inputs = LayerInputs(
-            rope=rope_tables(config, jnp.arange(T)),
+            ropes=(rope_tables(config.ropes[0], config.head_dim, jnp.arange(T), segments),),
             segments=segments,
             lora=LoRAContext.of(ADAPTERS, np.zeros(8, np.int32), row_key=row_key),
         )

@@ -94,8 +94,9 @@ def default_implementation(q: Described, k: Described, rule: ScoreRule | None = 
 
 def default_by_rule(q: Described, k: Described, rule: ScoreRule | None = None) -> AttentionImplementation:
     """The default where no table of this device holds the call."""
-    order: tuple[AttentionImplementation, ...] = ("pallas_mosaic_gpu", "cudnn")
-    return next((name for name in order if support_problem(name, q, k, rule) is None), "xla")
+    if support_problem("pallas_mosaic_gpu", q, k, rule) is None:
+        return "pallas_mosaic_gpu"
+    return "cudnn" if support_problem("cudnn", q, k, rule) is None else "xla"
 
 
 def support_problem(

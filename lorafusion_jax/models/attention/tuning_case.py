@@ -24,6 +24,7 @@ SHARES = (4, 4, 8, 8, 16, 16, 16, 16)
 def attention_case(*, rows: int, heads: int, key_heads: int, width: int, dtype: str) -> OpCase:
     """A call of `attention`, forward and backward."""
     shapes = [jax.ShapeDtypeStruct((rows, each, width), jnp.dtype(dtype)) for each in (heads, key_heads, key_heads)]
+    q, k, _ = shapes
 
     def draw() -> tuple[Any, ...]:
         keys = jax.random.split(jax.random.key(0), 3)
@@ -33,7 +34,7 @@ def attention_case(*, rows: int, heads: int, key_heads: int, width: int, dtype: 
 
     def step(name: str) -> Callable[..., Any]:
         chosen = cast(AttentionImplementation, name)
-        if reason := support_problem(chosen, *shapes[:2]):
+        if reason := support_problem(chosen, q, k):
             raise NotImplementedError(reason)
 
         def both_passes(q, k, v, segments):
@@ -44,7 +45,7 @@ def attention_case(*, rows: int, heads: int, key_heads: int, width: int, dtype: 
 
     return OpCase(
         call=attention_call(rows=rows, heads=heads, key_heads=key_heads, width=width, dtype=dtype),
-        order=(default_by_rule(*shapes[:2]), "xla"),
+        order=(default_by_rule(q, k), "xla"),
         implementations=get_args(AttentionImplementation),
         draw=draw,
         step=step,
