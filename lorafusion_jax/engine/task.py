@@ -9,7 +9,7 @@ import numpy as np
 
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.config.schema import AdapterConfig, JobConfig
-from lorafusion_jax.config.specs import adapter_spec
+from lorafusion_jax.config.specs import adapter_spec, model_targets
 from lorafusion_jax.data.assemble import Weights, batch_loss_tokens
 from lorafusion_jax.data.prepare import AdapterData, Prepared
 from lorafusion_jax.planning.training_plan import train_jobs
@@ -58,7 +58,7 @@ class Task:
         return cls(
             config=config,
             data=data,
-            spec=adapter_spec(adapter),
+            spec=adapter_spec(adapter, model_targets(config)),
             job=job,
             rates=step_rates(adapter, data),
             loss_tokens=loss_tokens,

@@ -31,7 +31,7 @@ def batch() -> Microbatch:
     fields = dict.fromkeys(Microbatch._fields, rows) | {
         "tokens": rows % 40, "positions": rows % 16, "row_key": rows.astype(np.uint32) * 7919,
         "tile_adapter": np.array([0, 1], np.int32), "adapters": np.array([0, 1], np.int32), "segment_ids": segments.ids,
-        "segment_offsets": segments.offsets, "segment_lengths": segments.lengths,
+        "segment_offsets": segments.offsets, "segment_lengths": segments.lengths, "lora": None,
     }  # fmt: skip
     return Microbatch(**fields)
 
