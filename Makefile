@@ -4,7 +4,7 @@ BIN := .venv/bin
 LOCK := requirements.lock
 PARALLEL := -n auto --maxprocesses 8 --dist worksteal   # how many: tests/conftest.py; most of the time is compiling
 
-.PHONY: demo test test-oldest test-nightly lint format docs tables gpu-test ptxas lock clean
+.PHONY: demo test test-loaded test-models test-oldest test-nightly lint format docs tables gpu-test ptxas lock clean
 
 demo: .venv/.ready
 	@$(BIN)/lorafusion demo
@@ -29,6 +29,16 @@ docs: .venv/.ready
 # Every published table and plot, from the raw rows in benchmarks/results.
 tables: .venv/.ready
 	@$(BIN)/python -m benchmarks.tables
+
+# What plans and measures time, beside two processes that want every core: results may not depend on load.
+test-loaded: .venv/.ready
+	@(while :; do :; done) & one=$$!; (while :; do :; done) & two=$$!; trap "kill $$one $$two" EXIT INT TERM; \
+	nice $(BIN)/python -m pytest tests/scheduling tests/planning tests/benchmarks/test_scaling.py tests/report/test_meter.py \
+	  tests/pipeline/test_spans.py tests/pipeline/test_spans_pauses.py --deselect tests/scheduling/test_one_plan.py
+
+# Published Flax models and qwix, in an environment of their own: they need the extra `models`.
+test-models: .venv-models/.ready
+	@.venv-models/bin/python -m pytest tests/modules/test_published_models.py --no-skips
 
 # The suite on the oldest version of every direct dependency, in an environment of its own.
 test-oldest: .venv-oldest/.ready
@@ -56,5 +66,8 @@ lock: .venv/.ready
 .venv-oldest/.ready: pyproject.toml .ci/setup.py
 	@$(PYTHON) .ci/setup.py --venv .venv-oldest --oldest
 
+.venv-models/.ready: $(LOCK) pyproject.toml .ci/setup.py
+	@$(PYTHON) .ci/setup.py --venv .venv-models --extra models
+
 clean:
-	rm -rf .venv .venv-oldest dist build
+	rm -rf .venv .venv-models .venv-oldest dist build

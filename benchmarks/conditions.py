@@ -7,18 +7,23 @@ import shutil
 import subprocess
 from contextlib import suppress
 from datetime import UTC, datetime
+from typing import Any
 
 import jax
 import jaxlib
 
+from benchmarks.measured_code import code, commit
 
-def conditions() -> dict[str, str | float]:
-    """Device, versions and date; driver and power limit if `nvidia-smi` is available."""
-    found: dict[str, str | float] = {
+
+def conditions() -> dict[str, Any]:
+    """Device, versions, date, and the code that is measured; driver and power limit if `nvidia-smi` is available."""
+    found: dict[str, Any] = {
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
         "jaxlib": jaxlib.__version__,
         "date": datetime.now(UTC).date().isoformat(),
+        "commit": commit(),
+        "code": code(),
     }
     program = shutil.which("nvidia-smi")
     if program is not None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from benchmarks import kernel_report
 from benchmarks.end_to_end_rows import LABELS, WORKLOADS, age, devices_of, newest
+from benchmarks.measured_code import code
 from benchmarks.peers import report as peer_report
 from benchmarks.quantised_plan import quantised_bases
 
@@ -47,6 +48,12 @@ LOSS = (
 )
 DEPTH = "quantised_depth_cpu_2026-11-23/quantised_depth.csv"
 PLANNER, ORDERS, SCALING = "planner_2026-11-22", "planner_2026-11-23", "scaling_2026-11-22"
+AGES = tuple(
+    dict.fromkeys(
+        name.partition("/")[0]
+        for name in (*KERNEL_FILES, END_TO_END, PEERS, SIZES, FLAX_MODEL, ADAPTER_COUNTS, *LOSS, DEPTH)
+    )
+)
 NAMES = {"8b": "Llama-3.1-8B", "32b": "Qwen2.5-32B", "70b": "Llama-3.1-70B"}
 LAYER_FORMS = {
     "frozen": "frozen layer, no LoRA, compiled as ours: the floor",
@@ -231,6 +238,43 @@ def idle() -> str:
     )
 
 
+def pipelines() -> str:
+    """Whole runs on several stages: measured idle share of each stage, and predicted over measured time."""
+    found = []
+    for (model, stages), rows in sorted(_by_pipeline().items(), key=lambda item: item[0][1]):
+        for (_, variant), row in newest(rows).items():
+            idle_shares = " / ".join(f"{share:.1%}" for share in row["bubbles"])
+            predicted = row.get("simulated_over_measured")
+            found.append((NAMES[model], stages, LABELS[variant], idle_shares, f"{predicted:.3f}" if predicted else "–"))
+    head = ("job", "stages", "order", "measured idle share of each stage", "predicted time / measured")
+    return markdown(head, found)
+
+
+def _by_pipeline() -> dict[tuple[str, int], list[Row]]:
+    found: dict[tuple[str, int], list[Row]] = {}
+    for row in training_rows():
+        if row["mesh"]["stages"] > 1:
+            found.setdefault((row["model"], row["mesh"]["stages"]), []).append(row)
+    return found
+
+
+def ages() -> str:
+    """The code that published rows measured."""
+    found = []
+    for name in AGES:
+        folder = RESULTS / name
+        rows = [json.loads(line) for file in sorted(folder.glob("*.jsonl")) for line in file.read_text().splitlines()]
+        described = [row for row in rows if isinstance(row, dict) and "commit" in row]
+        commit = described[-1]["commit"][:10] if described else "not recorded"
+        changed = (
+            [package for package, digest in code().items() if digest != described[-1]["code"].get(package)]
+            if (described)
+            else list(code())
+        )
+        found.append((f"`{name}`", commit, ", ".join(changed) or "–"))
+    return markdown(("rows", "commit", "changed since, or not known"), found)
+
+
 def batch_sizes() -> str:
     """Gain in density by joint training, by global batch: mean and range of five workloads."""
     rows = read_csv(f"{ORDERS}/batch_sizes.csv")
@@ -258,9 +302,11 @@ def scaling() -> str:
 
 
 README_PEERS = {
-    "frozen": "the frozen model, forward and backward: no LoRA can be faster in bfloat16",
+    "frozen": "our frozen model, forward and backward: the floor of our LoRA in bfloat16",
     "ours_fp8": "**lorafusion-jax, four adapters together, base in 8-bit floats**",
     "ours": "**lorafusion-jax, four adapters together**",
+    "single_sizes": "lorafusion-jax, one adapter after another, four sizes of microbatch",
+    "lorafusion_full": "PEFT with LoRAFusion's kernels, every microbatch full: an upper bound",
     "lorafusion": "PEFT with LoRAFusion's kernels, Liger and padding-free attention, one adapter after another",
     "packed": "PEFT with Liger and padding-free attention, one adapter after another",
     "default": "transformers and PEFT with their defaults",
@@ -269,6 +315,9 @@ README_PEERS = {
 
 def peers_in_short() -> str:
     rows = {row["variant"]: row for row in peer_report.table(peer_report.rows_of(RESULTS / PEERS))}
+    alone = {row["variant"]: row for row in read_jsonl(SIZES)}  # of another run, ten minutes later
+    rate, floor = (alone[variant]["useful_tokens_per_s"] for variant in ("single_sizes", "frozen"))
+    rows["single_sizes"] = {"useful_tokens_per_s": rate, "over_floor": rate / floor}
     found = [
         (label, f"{rows[variant]['useful_tokens_per_s'] / 1e3:.1f} k", f"{rows[variant]['over_floor']:.2f}")
         for variant, label in README_PEERS.items()
@@ -369,7 +418,7 @@ TABLES: dict[str, Callable[[], str]] = {
     each.__name__: each
     for each in (
         layers, siblings, ops, slower, moved, training, ratios, workloads, idle, batch_sizes, scaling, planner,
-        quantised_bases, peers_in_short, peers, sizes, flax_model, adapter_counts,
+        pipelines, ages, quantised_bases, peers_in_short, peers, sizes, flax_model, adapter_counts,
         quantised_loss, quantised_depth,
     )
 }  # fmt: skip

@@ -41,6 +41,18 @@ def pytest_configure() -> None:
     gc.set_threshold(50_000, 20, 20)  # tracing makes millions of objects that live; looking through them costs a tenth
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--no-skips", action="store_true", help="a test that is skipped fails")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo):
+    report = yield
+    if report.skipped and item.config.getoption("--no-skips"):
+        report.outcome = "failed"
+    return report
+
+
 @pytest.hookimpl(optionalhook=True)  # tests run without xdist, too
 def pytest_xdist_auto_num_workers() -> int:
     """One more than there are cores: some tests wait, for a signal or for another process."""

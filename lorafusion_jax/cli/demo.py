@@ -103,5 +103,6 @@ def _totals(console: Console, result, alone: int) -> None:
     alone_s = duration(alone * result.seconds / slots)
     say(
         console,
-        f"one after another: {alone} microbatches of the same cost, {alone_s}: together is {alone / slots:.2f}× faster",
+        f"one after another in microbatches of the same size: {alone} of them, {alone_s}; together is "
+        f"{alone / slots:.2f}× faster, less beside sizes that suit one adapter",
     )

@@ -1,8 +1,11 @@
 """Conditions of a measurement describe the measured GPU."""
 
+import json
+
 import jax
 import pytest
 
+from benchmarks import measured_code, published
 from benchmarks.conditions import conditions
 
 SMI = """#!/bin/sh
@@ -35,3 +38,23 @@ def test_power_limit_is_a_number_of_the_first_visible_gpu(tmp_path, monkeypatch,
     answer = conditions()
     assert {key: answer[key] for key in ("driver", "power_limit_w") if key in answer} == found
     assert answer["jax"] == jax.__version__
+
+
+def test_rows_say_which_code_they_measured():
+    found = conditions()
+    assert found["code"] == {
+        name: measured_code.digest(measured_code.ROOT / name)
+        for name in ("lorafusion_jax", "pallas_kernels", "scheduling")
+    }
+    assert len(set(found["code"].values())) == 3
+    assert found["commit"] == measured_code.commit()
+
+
+def test_a_table_says_which_rows_are_older_than_the_code(tmp_path, monkeypatch):
+    rows = tmp_path / "kernels_h200_2027-01-01"
+    rows.mkdir()
+    row = {"commit": "ab" * 20, "code": measured_code.code() | {"pallas_kernels": "another"}}
+    (rows / "rows.jsonl").write_text(json.dumps({"ms": 1.0}) + "\n" + json.dumps(row) + "\n")
+    monkeypatch.setattr(published, "RESULTS", tmp_path)
+    monkeypatch.setattr(published, "AGES", (rows.name,))
+    assert published.ages().splitlines()[-1] == f"| `{rows.name}` | ababababab | pallas_kernels |"

@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 from small_jobs import write_job, write_rows
 
-from lorafusion_jax.adapters.init import init_adapter
-from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.checkpoint.peft import read_adapter
 from lorafusion_jax.config import load_config
+from lorafusion_jax.data.prepare import prepare
+from lorafusion_jax.pipeline import batches
+from lorafusion_jax.planning.training_plan import plan_training
 from lorafusion_jax.training import RunFolder, train
+from lorafusion_jax.training.compare_alone import compare_job
 
 pytestmark = pytest.mark.gpu
 
@@ -21,24 +23,26 @@ ADAPTERS = {
 }
 
 
+SHAPE = {"hidden_size": 1024, "intermediate_size": 2048, "num_heads": 8, "num_kv_heads": 2, "head_dim": 128}
+SECTIONS = {
+    "data": {"max_length": 256},
+    "batch": {"capacity_tokens": 2048, "tile_tokens": 128, "global_samples": 16},
+    "optim": {"lr": 1e-3},
+}
+
+
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory, make_base):
     """weights(names) → each adapter's weights after a run of its own of so many adapters."""
     folder, runs = tmp_path_factory.mktemp("whole"), []
-    shape = {"hidden_size": 1024, "intermediate_size": 2048, "num_heads": 8, "num_kv_heads": 2, "head_dim": 128}
-    base = make_base(folder / "base", **shape)
+    base = make_base(folder / "base", **SHAPE)
     entries = {
         name: {"name": name, "data": {"train": write_rows(folder, name, 96, longest=40)}, **settings}
         for name, settings in ADAPTERS.items()
     }
 
     def trained(names):
-        sections = {
-            "data": {"max_length": 256},
-            "batch": {"capacity_tokens": 2048, "tile_tokens": 128, "global_samples": 16},
-            "optim": {"lr": 1e-3},
-        }
-        job = write_job(folder, base, [entries[name] for name in names], **sections)
+        job = write_job(folder, base, [entries[name] for name in names], **SECTIONS)
         runs.append(out := folder / f"run-{len(runs)}")
         assert train(load_config(job, ["base.dtype=bfloat16"]), out).exit_code == 0
         return {name: read_adapter(RunFolder(out).latest(name))[1] for name in names}
@@ -59,21 +63,38 @@ def test_a_run_repeats_bit_for_bit(weights, together):
                 assert np.array_equal(first, second), (name, key)
 
 
-def learned(name, key, pair):
-    """How far training has moved A and B from where the adapter's seed starts them."""
-    settings = ADAPTERS[name]
-    lora = {part: settings["lora"][part] for part in ("rank", "alpha")}
-    spec = AdapterSpec(name=name, seed=settings["seed"], **lora)
-    start = init_adapter(spec, key, pair[0].shape[0], pair[1].shape[1])
-    return [tensor - start[leaf] for leaf, tensor in zip(("lora_a", "lora_b"), pair, strict=True)]
+@pytest.fixture(scope="module", params=["bfloat16", "float32"])
+def job(request, tmp_path_factory, make_base):
+    """The same adapters as a job with its data and plan."""
+    folder = tmp_path_factory.mktemp("compared")
+    base = make_base(folder / "base", **SHAPE)
+    entries = [
+        {"name": name, "data": {"train": write_rows(folder, name, 96, longest=40)}, **settings}
+        for name, settings in ADAPTERS.items()
+    ]
+    config = load_config(write_job(folder, base, entries, **SECTIONS), [f"base.dtype={request.param}"])
+    prepared = prepare(config)
+    return config, prepared, plan_training(config, prepared)
 
 
-def test_joint_equals_separate_training_up_to_bfloat16_rounding(weights, together):
-    """Activations are bfloat16 here, and rows lie elsewhere: 0.2 to 0.7 % of what is learned differs on a CPU."""
-    alone = weights(["law"])["law"]
-    assert alone.keys() == together["law"].keys()
-    for key, pair in together["law"].items():
-        own, other = learned("law", key, pair), learned("law", key, alone[key])
-        for part, moved, expected in zip("AB", own, other, strict=True):
-            assert np.abs(expected).max() > 1e-4, (key, part)
-            assert np.linalg.norm(moved - expected) < 0.05 * np.linalg.norm(expected), (key, part)
+def test_joint_equals_separate_training_but_for_rounding(job):
+    """Per tensor, at equal weights: at most four times what another packing of the adapter alone changes."""
+    found = compare_job(*job, "law", 3)
+    print(*(f"step {one.step} {one.tensor}: {one.value:.1e} of {one.bound:.1e}" for one in found.differences), sep="\n")
+    assert found.good, found.differences[:3]
+
+
+def test_a_wrong_dropout_in_a_few_rows_is_found(job, monkeypatch):
+    """Eight rows of the joint training draw other masks; an eighth of the rows in bfloat16, where rounding hides few."""
+    config, *_ = job
+    changed = 8 if config.base.dtype == "float32" else 256
+    original = batches.assemble
+
+    def assemble(pieces, **sizes):
+        found = original(pieces, **sizes)
+        if len({piece.adapter for piece in pieces}) < 2:
+            return found
+        return found._replace(row_key=np.append(found.row_key[:changed] ^ 1, found.row_key[changed:]))
+
+    monkeypatch.setattr(batches, "assemble", assemble)
+    assert not compare_job(*job, "law", 2).good
