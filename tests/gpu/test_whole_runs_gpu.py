@@ -85,7 +85,7 @@ def test_joint_equals_separate_training_but_for_rounding(job):
 
 
 def test_a_wrong_dropout_in_a_few_rows_is_found(job, monkeypatch):
-    """Eight rows of the joint training draw other masks; an eighth of the rows in bfloat16, where rounding hides few."""
+    """Eight rows of the joint training draw other masks; in bfloat16, where rounding hides few, an eighth."""
     config, *_ = job
     changed = 8 if config.base.dtype == "float32" else 256
     original = batches.assemble
