@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -68,6 +69,36 @@ def _time_work(work: Callable[[], None]) -> tuple[float, float]:
     return began, time.perf_counter()
 
 
+@dataclass(slots=True, kw_only=True)
+class _InFlight:
+    """A microbatch between its admission and the end of its last backward pass.
+
+    Attributes:
+        batches: its arrays on the devices of each stage; the last stage's forward pass drops them.
+        adapters: for error messages.
+        inputs: (kind, stage) → what an event needs from the stage before it.
+        done: result of its last event; None until that is issued.
+    """
+
+    batches: list[Any]
+    adapters: Sequence[str] = ()
+    inputs: dict[tuple[str, int], Future[Array]] = field(default_factory=dict)
+    done: Future[Array] | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class _EndingBatch:
+    """An adapter's global batch whose last slot is known, until its step.
+
+    Attributes:
+        slot: the slot that completed it.
+        closed: one for each stage that has closed it.
+    """
+
+    slot: int
+    closed: list[Future[ClosedBatch]] = field(default_factory=list)
+
+
 class Executor:
     """Runs the events of a plan.
 
@@ -87,13 +118,10 @@ class Executor:
         self.stages, self._spans = tuple(stages), spans
         self._lanes = _lanes(len(self.stages))
         self._index = {name: number for number, name in enumerate(names)}
-        self._batches: dict[int, list[Any]] = {}  # slot -> per stage
-        self._inputs: dict[tuple[str, int, int], Future[Array]] = {}  # (kind, stage, slot) -> input
-        self._running: deque[tuple[int, Future[Array]]] = deque()  # slots and the result of their last event
-        self._adapters: dict[int, Sequence[str]] = {}  # slot in flight -> its adapters
+        self._in_flight: dict[int, _InFlight] = {}  # by slot
+        self._issued: deque[int] = deque()  # slots in flight whose events have all been issued, in this order
         self._completed: list[int] = []  # finished slots that `completed_slots` has not returned yet
-        self._closing: dict[int, list[Future[ClosedBatch]]] = {}  # adapter -> one for each stage that has closed it
-        self._last_slot: dict[int, int] = {}  # adapter -> the slot that completed its global batch
+        self._ending: dict[int, _EndingBatch] = {}  # by number of the adapter
         self._failure: _FailedEvent | None = None  # the first failure; later work is not run
         self._failing = threading.Lock()
         self._warm: list[list[tuple[int, ...]]] = []  # shapes of the microbatches that programs were compiled for
@@ -106,7 +134,7 @@ class Executor:
 
     def replace_stages(self, stages: Sequence[Stage], names: Sequence[str]) -> None:
         """Replaces the stages, on the same devices. No event may be in flight."""
-        assert not self._running
+        assert not self._in_flight
         assert len(stages) == len(self.stages)
         self.stages = tuple(stages)
         self._index = {name: number for number, name in enumerate(names)}
@@ -134,13 +162,13 @@ class Executor:
         if self.is_warm(rows):
             return {}
         work: dict[str, tuple[int, Callable[[], None]]] = {}
-        for place, stage in enumerate(self.stages):
-            work[f"stage {place}"] = place, partial(self._compile_stage, stage, rows)
+        for index, stage in enumerate(self.stages):
+            work[f"stage {index}"] = index, partial(self._compile_stage, stage, rows)
             if held_out is not None:
-                work[f"evaluation of stage {place}"] = place, partial(_compile_evaluation, stage, held_out)
+                work[f"evaluation of stage {index}"] = index, partial(_compile_evaluation, stage, held_out)
         times: dict[str, tuple[float, float]] = {}
         with ThreadPoolExecutor(1 if process_count() > 1 else len(work), "compile") as threads:
-            running = {threads.submit(_time_work, each): name for name, (_, each) in work.items()}
+            running = {threads.submit(_time_work, compile_part): name for name, (_, compile_part) in work.items()}
             left = dict.fromkeys(work)
             on_progress(list(left))
             for done in as_completed(running):
@@ -154,11 +182,11 @@ class Executor:
 
     def is_warm(self, rows: Sequence[Microbatch]) -> bool:
         """Whether what microbatches of these shapes run is compiled."""
-        return all(_shapes(each) in self._warm for each in rows)
+        return all(_shapes(microbatch) in self._warm for microbatch in rows)
 
     def _compile_stage(self, stage: Stage, rows: Sequence[Microbatch]) -> None:
-        for each in rows:  # in turn: the sums of a stage go from one pass to the next
-            stage.time_passes(to_stage(each, stage.mesh))
+        for microbatch in rows:  # in turn: the sums of a stage go from one pass to the next
+            stage.time_passes(to_stage(microbatch, stage.mesh))
         stage.compile_steps(len(self.stages))
 
     def admit(self, slot: int, rows: Microbatch) -> None:
@@ -168,13 +196,13 @@ class Executor:
             slot: slot of the plan.
             rows: [replicas of this process, ...].
         """
-        while len(self._running) > AHEAD:
+        while len(self._issued) > AHEAD:
             self._wait_oldest()
         batches = []
-        for place, stage in enumerate(self.stages):
-            with self.blaming(place, slot):
+        for index, stage in enumerate(self.stages):
+            with self.blaming(index, slot):
                 batches.append(to_stage(rows, stage.mesh))
-        self._batches[slot] = batches
+        self._in_flight[slot] = _InFlight(batches=batches)
 
     def issue(self, event: Event, adapters: Sequence[str] = ()) -> None:
         """Issues a forward or backward pass on its stage.
@@ -189,21 +217,26 @@ class Executor:
         if self._failure is not None:
             with self.blaming(None, None):
                 raise self._failure
-        self._adapters[event.slot] = adapters
-        needed = self._inputs.pop((event.kind, event.stage, event.slot), None)
-        run = self._forward if event.kind == "forward" else self._backward
-        done = self._submit(event.stage, event.slot, adapters, lambda: run(event, needed))
+        flight = self._in_flight[event.slot]
+        flight.adapters = adapters
+        needed = flight.inputs.pop((event.kind, event.stage), None)
+        if event.kind == "forward":
+            done = self._submit(event.stage, event.slot, adapters, lambda: self._forward(event, flight, needed))
+        else:
+            done = self._submit(event.stage, event.slot, adapters, lambda: self._backward(event, needed))
         step = 1 if event.kind == "forward" else -1
         if 0 <= event.stage + step < len(self.stages):
-            self._inputs[event.kind, event.stage + step, event.slot] = done
+            flight.inputs[event.kind, event.stage + step] = done
         elif event.kind == "backward":
-            self._running.append((event.slot, done))
+            flight.done = done
+            self._issued.append(event.slot)
 
     def close_batch(self, event: Event, adapter: str) -> bool:
         """Closes an adapter's global batch on the stage of an update event. Returns whether all stages closed it."""
         number = self._index[adapter]
         event = event._replace(adapters=(adapter,))  # batches of other adapters may end in this slot, too
-        self._last_slot[number] = event.slot
+        batch = self._ending.setdefault(number, _EndingBatch(slot=event.slot))
+        batch.slot = event.slot
 
         def run() -> ClosedBatch:
             with self._record_event(event) as record:
@@ -211,26 +244,27 @@ class Executor:
                 record(summary.squares)
             return ClosedBatch(event.stage, summary, finite)
 
-        self._closing.setdefault(number, []).append(self._submit(event.stage, event.slot, [adapter], run))
-        return len(self._closing[number]) == len(self.stages)
+        batch.closed.append(self._submit(event.stage, event.slot, [adapter], run))
+        return len(batch.closed) == len(self.stages)
 
     def step(self, adapter: str, numbers: Hyper) -> StepResult:
         """Steps an adapter on all stages. The gradient norm for clipping is over all stages."""
         number = self._index[adapter]
-        slot, closed = self._last_slot.pop(number), self._closing.pop(number)
-        used = self.before_step(adapter, closed)
+        batch = self._ending.pop(number)
+        used = self.before_step(adapter, batch.closed)
 
-        def run(place: int, stage: Stage) -> Stepped:
-            summaries = [transfer(each.summary.without_metrics, stage.mesh) for each in in_order(used)]
-            with self._record_event(Event("update", place, slot, (adapter,)), stepping=True) as record:
+        def run(index: int, stage: Stage) -> Stepped:
+            summaries = [transfer(closed.summary.without_metrics, stage.mesh) for closed in in_order(used)]
+            with self._record_event(Event("update", index, batch.slot, (adapter,)), stepping=True) as record:
                 stepped = stage.step(number, summaries, numbers)
                 record(stepped.alive)
             return stepped
 
         stepped = [
-            self._submit(place, slot, [adapter], partial(run, place, stage)) for place, stage in enumerate(self.stages)
+            self._submit(index, batch.slot, [adapter], partial(run, index, stage))
+            for index, stage in enumerate(self.stages)
         ]
-        return StepResult(number, closed, stepped)
+        return StepResult(number, batch.closed, stepped)
 
     def put_back(self, adapter: str, result: StepResult) -> None:
         """Restores an adapter on every stage to its state before a step that some stage refused.
@@ -238,19 +272,19 @@ class Executor:
         Stages step without knowing the results of the others, so that no stage waits for another. Later steps of the
         adapter do not count either: after a refused step, every stage refuses all later ones.
         """
-        for place, (stage, stepped) in enumerate(zip(self.stages, result.stepped, strict=True)):
+        for index, (stage, stepped) in enumerate(zip(self.stages, result.stepped, strict=True)):
             if stepped.before is not None:
-                self._submit(place, None, [adapter], partial(stage.put_back, self._index[adapter], stepped.before))
+                self._submit(index, None, [adapter], partial(stage.put_back, self._index[adapter], stepped.before))
 
     def read[T](self, what: Callable[[Stage], T]) -> list[Future[T]]:
         """Reads from every stage, after all work issued so far."""
-        return [self._submit(place, None, (), partial(what, stage)) for place, stage in enumerate(self.stages)]
+        return [self._submit(index, None, (), partial(what, stage)) for index, stage in enumerate(self.stages)]
 
     def wait_dispatched(self) -> None:
         """Waits until all work is dispatched. Then the stages' arrays may be read; reading waits for their values."""
-        for place in range(len(self.stages)):
-            with self.blaming(place, None):
-                self._submit(place, None, (), lambda: None).result()
+        for index in range(len(self.stages)):
+            with self.blaming(index, None):
+                self._submit(index, None, (), lambda: None).result()
 
     @contextmanager
     def blaming(self, stage: int | None, slot: int | None, adapters: Sequence[str] = ()) -> Iterator[None]:
@@ -275,13 +309,14 @@ class Executor:
             first = None if self._spans is None else self._spans.first_failure()
             if first is not None:
                 stage, slot = first.stage, first.slot
-                adapters = first.adapters or self._adapters.get(slot, adapters)
+                flight = self._in_flight.get(first.slot)
+                adapters = first.adapters or (adapters if flight is None else flight.adapters)
             cause = problem.problem if isinstance(problem, _FailedEvent) else problem
             if not is_of_devices(cause):
                 cause.add_note(f"raised{place_of(stage, slot, adapters)}; lorafusion resume RUN continues from before")
                 raise cause from None
             raise stage_failed(
-                cause, stage, slot, adapters, remat=next((each.remat for each in self.stages), None)
+                cause, stage, slot, adapters, remat=next((part.remat for part in self.stages), None)
             ) from cause
 
     def completed_slots(self) -> list[int]:
@@ -296,7 +331,7 @@ class Executor:
 
     def wait_all(self) -> None:
         """Waits until all issued work is done."""
-        while self._running:
+        while self._issued:
             self._wait_oldest()
 
     def not_finite(self, adapter: str, result: StepResult) -> str | None:
@@ -311,17 +346,19 @@ class Executor:
             return stage.evaluate(to_stage(rows, stage.mesh), x)
 
         done: Future[Any] | None = None
-        for place, stage in enumerate(self.stages):
-            done = self._submit(place, None, adapters, partial(run, stage, done))
+        for index, stage in enumerate(self.stages):
+            done = self._submit(index, None, adapters, partial(run, stage, done))
         assert done is not None
         return done
 
     def _wait_oldest(self) -> None:
-        slot, done = self._running[0]
-        with self.blaming(None, slot, self._adapters.get(slot, ())):
-            done.result().block_until_ready()
-        self._running.popleft()
-        self._adapters.pop(slot, None)
+        slot = self._issued[0]
+        flight = self._in_flight[slot]
+        assert flight.done is not None
+        with self.blaming(None, slot, flight.adapters):
+            flight.done.result().block_until_ready()
+        self._issued.popleft()
+        del self._in_flight[slot]
         self._completed.append(slot)
 
     def _submit[T](self, stage: int, slot: int | None, adapters: Sequence[str], work: Callable[[], T]) -> Future[T]:
@@ -339,12 +376,14 @@ class Executor:
 
         return self._lanes[stage].submit(run)
 
-    def _forward(self, event: Event, needed: Future[Array] | None) -> Array:
+    def _forward(self, event: Event, flight: _InFlight, needed: Future[Array] | None) -> Array:
         x = None if needed is None else needed.result()
         stage, last = self.stages[event.stage], event.stage + 1 == len(self.stages)
         with self._record_event(event) as record:
-            batches = self._batches.pop(event.slot) if last else self._batches[event.slot]
-            result = stage.forward(event.slot, batches[event.stage], x)
+            batch = flight.batches[event.stage]
+            if last:
+                flight.batches = []  # frees the device memory of all stages' copies once they are used
+            result = stage.forward(event.slot, batch, x)
             record(result)
             return result if last else transfer(result, self.stages[event.stage + 1].mesh)
 
@@ -359,7 +398,7 @@ class Executor:
     def _record_event(self, event: Event, *, stepping: bool = False) -> Iterator[Callable[[Array], None]]:
         """Yields a function that records the event's result for the spans."""
         issued = None if self._spans is None else self._spans.issued(event, stepping=stepping)
-        found: list[Array] = []
-        yield found.append
+        results: list[Array] = []
+        yield results.append
         if self._spans is not None and issued is not None:
-            self._spans.follow(issued, *found)
+            self._spans.follow(issued, *results)
