@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from lorafusion_jax.adapters.spec import resolve_targets
 from lorafusion_jax.config import schema
-from lorafusion_jax.config.entries import Entry, is_own
+from lorafusion_jax.config.merge import Entry
 from lorafusion_jax.config.read import Keys, Source
 from lorafusion_jax.config.references import unknown_reference
 from lorafusion_jax.errors import ConfigError, LoraFusionError
@@ -22,7 +22,7 @@ def names_differ(entries: Sequence[Entry], source: Source) -> list[LoraFusionErr
     """Names are folders, and some file systems are case-insensitive."""
     places: dict[str, list[tuple[str, Keys]]] = {}
     for entry in entries:
-        if isinstance(name := entry.single.get("name"), str):
+        if isinstance(name := entry.values.get("name"), str):
             places.setdefault(name.casefold(), []).append((name, entry.keys))
     errors: list[LoraFusionError] = []
     for _, named in sorted(places.items()):
@@ -115,11 +115,12 @@ def targets_exist(valid: Sequence[tuple[Entry, schema.AdapterConfig]], source: S
         try:
             resolve_targets(adapter.lora.targets, tuple(PATHS))
         except LoraFusionError as problem:
-            own = is_own(entry.own, ("lora", "targets"))
-            where = source.where((*entry.keys, "lora", "targets") if own else ("lora", "targets"))
+            written = entry.writes(("lora", "targets"))
+            where = source.where((*entry.keys, "lora", "targets") if written else ("lora", "targets"))
+            prefix = f"{entry.written['name']}: " if written else ""
             errors += [
-                ConfigError(one.code, f"{entry.own['name']}: {one.what}" if own else one.what, where=where, fix=one.fix)
-                for one in getattr(problem, "errors", [problem])
+                ConfigError(error.code, f"{prefix}{error.what}", where=where, fix=error.fix)
+                for error in getattr(problem, "errors", [problem])
             ]
     return errors
 

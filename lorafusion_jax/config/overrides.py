@@ -28,16 +28,16 @@ def _override(values: dict, override: str) -> Keys:
     if not equals or not key:
         raise ConfigError("config.override", f"'{override}' is not key=value.", fix="e.g. train.max_steps=20")
     *path, last = key.split(".")
-    place, keys = values, ()
+    table, keys = values, ()
     for name in path:
-        inside, found = _find_named(place, name)
-        if not isinstance(found, dict | list):
+        key_in_table, inner = _find_named(table, name)
+        if not isinstance(inner, dict | list):
             raise ConfigError(
-                "config.override", f"'{override}': there is no '{name}' to set something in.", fix=_names_in(place)
+                "config.override", f"'{override}': there is no '{name}' to set something in.", fix=_names_in(table)
             )
-        place = found
-        keys += (inside,)
-    if not isinstance(place, dict):
+        table = inner
+        keys += (key_in_table,)
+    if not isinstance(table, dict):
         raise ConfigError(
             "config.override",
             f"'{override}' does not name one value.",
@@ -49,25 +49,25 @@ def _override(values: dict, override: str) -> Keys:
             "config.override", f"'{override}' gives no value.", fix=f"{key}=null sets the default of none"
         )
     try:
-        place[last] = parse_value(text)
+        table[last] = parse_value(text)
     except ConfigError as problem:
         raise ConfigError("config.override", f"'{override[:60]}': the value cannot be read.", why=problem.why) from None
     return (*keys, last)
 
 
-def _find_named(place, name: str) -> tuple[str | int, Any]:
+def _find_named(table, name: str) -> tuple[str | int, Any]:
     """The value under a name in a table or a list of named tables, and its key."""
-    if isinstance(place, dict):
-        return name, place.setdefault(name, {})
-    named = ((n, item) for n, item in enumerate(place) if isinstance(item, dict) and item.get("name") == name)
+    if isinstance(table, dict):
+        return name, table.setdefault(name, {})
+    named = ((n, item) for n, item in enumerate(table) if isinstance(item, dict) and item.get("name") == name)
     return next(named, (name, None))
 
 
-def _names_in(place) -> str:
+def _names_in(table) -> str:
     """The names in a list of named tables, for a message."""
-    if not isinstance(place, list):
+    if not isinstance(table, list):
         return ""
-    names = [str(item["name"]) for item in place if isinstance(item, dict) and "name" in item]
+    names = [str(item["name"]) for item in table if isinstance(item, dict) and "name" in item]
     return f"one of: {', '.join(names)}; those of a sweep are set all at once" if names else ""
 
 
@@ -88,8 +88,8 @@ def _lookup(values, keys: Keys) -> Any:
     return values
 
 
-def _hides(own, given) -> bool:
+def _hides(written, given) -> bool:
     """Whether an adapter's own value takes precedence over the override; tables are merged key by key."""
-    if isinstance(own, dict) and isinstance(given, dict):
-        return any(_hides(own[key], given[key]) for key in own.keys() & given.keys())
-    return own is not None and own != given
+    if isinstance(written, dict) and isinstance(given, dict):
+        return any(_hides(written[key], given[key]) for key in written.keys() & given.keys())
+    return written is not None and written != given

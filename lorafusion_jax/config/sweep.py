@@ -1,18 +1,85 @@
-"""Sweeps: list values expand an entry to several adapters. `lr: [1e-4, 2e-4]` → chat-lr1e-4, chat-lr2e-4."""
+"""Third step of loading a job: lists expand an entry to several adapters.
+
+`lr: [1e-4, 2e-4]` makes chat-lr1e-4 and chat-lr2e-4.
+"""
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
 import math
+from collections.abc import Sequence
+from typing import Any
 
-from lorafusion_jax.config.read import Keys
-from lorafusion_jax.errors import ConfigError
+from lorafusion_jax.config.merge import Entry
+from lorafusion_jax.config.read import Keys, Source
+from lorafusion_jax.errors import ConfigError, LoraFusionError
+from lorafusion_jax.objective.choose import objective, unknown_objective
 
 MOST_ADAPTERS = 4096  # of one run
 
 SWEPT = ("lora", "optim", "objective", "batch", "epochs", "seed")  # not `data`, where a list is an error
 LISTS_BY_NATURE = {("lora", "targets"), ("objective", "loss"), ("objective", "loss_weights")}  # never a sweep
+
+
+def expand_entries(entries: Sequence[Entry], source: Source, errors: list[LoraFusionError]) -> list[Entry]:
+    """Returns an entry for each adapter, with single values; none if there are too many, which is an error."""
+    adapters = [
+        dataclasses.replace(entry, values=with_objective_defaults(values))
+        for entry in entries
+        for values in expand_section(entry.values, source, errors)
+    ]
+    if len(adapters) <= MOST_ADAPTERS:
+        return adapters
+    errors.append(
+        ConfigError(
+            "config.too-many-adapters",
+            f"the file makes {len(adapters)} adapters; a run has at most {MOST_ADAPTERS}.",
+            where=source.where(("adapters",)),
+            fix="shorter lists, or several runs",
+        )
+    )
+    return []
+
+
+def expand_section(values: dict, source: Source, errors: list[LoraFusionError]) -> list[dict]:
+    """`expand`, with its error in the list."""
+    try:
+        return expand(values)
+    except ConfigError as problem:
+        errors.append(ConfigError(problem.code, problem.what, where=str(source.path), why=problem.why, fix=problem.fix))
+        return []
+
+
+def expand_batch(batch: Any, source: Source, errors: list[LoraFusionError]) -> list[Any]:
+    """The shared batch section, once per value of the key that adapters may override."""
+    if not isinstance(batch, dict) or not isinstance(batch.get("global_samples"), list):
+        return [batch]
+    swept = expand_section({"batch": {"global_samples": batch["global_samples"]}}, source, errors)
+    return [batch | single["batch"] for single in swept]
+
+
+def with_objective_defaults(values: dict) -> dict:
+    """Fills in what an adapter's objective has other defaults for. Settings of the file take precedence.
+
+    >>> with_objective_defaults({"name": "law", "lora": {"rank": 4}})
+    {'name': 'law', 'lora': {'rank': 4}}
+    """
+    section = values.get("objective")
+    name = section.get("name") if isinstance(section, dict) else None
+    if not isinstance(name, str) or unknown_objective(name) is not None:
+        return values
+    try:
+        defaults = objective(name).defaults
+    except ConfigError:  # a broken package, which validation reports
+        return values
+    filled = dict(values)
+    for setting, value in defaults.items():
+        key, _, inner = setting.partition(".")
+        if isinstance(given := filled.get(key, {}), dict):
+            filled[key] = {inner: value, **given}
+    return filled
 
 
 def expand(entry: dict) -> list[dict]:
@@ -53,11 +120,11 @@ def expand(entry: dict) -> list[dict]:
 
 def _lists(value: dict, keys: Keys):
     for key, inner in value.items():
-        here = (*keys, key)
+        location = (*keys, key)
         if isinstance(inner, dict):
-            yield from _lists(inner, here)
-        elif isinstance(inner, list) and inner and here not in LISTS_BY_NATURE:
-            yield here, inner
+            yield from _lists(inner, location)
+        elif isinstance(inner, list) and inner and location not in LISTS_BY_NATURE:
+            yield location, inner
 
 
 def _set(entry: dict, keys: Keys, value) -> None:

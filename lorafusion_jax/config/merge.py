@@ -1,0 +1,89 @@
+"""Second step of loading a job: adapter entries with the shared defaults, and with the settings of a warm start."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from lorafusion_jax.config.explain import unknown_key
+from lorafusion_jax.config.peft_folder import lora_settings
+from lorafusion_jax.config.read import Keys, Source
+from lorafusion_jax.config.sections import ADAPTER_KEYS, DEFAULTS, SINGLE_DEFAULTS
+from lorafusion_jax.errors import ConfigError, LoraFusionError
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """An adapter entry of the file, or after `sweep.expand_entries` one adapter of it.
+
+    Attributes:
+        keys: location in the file.
+        written: its values in the file.
+        values: its values with defaults.
+    """
+
+    keys: Keys
+    written: dict
+    values: dict
+
+    def writes(self, location: Keys) -> bool:
+        """Whether the value at `location` is in the entry, and not a shared default."""
+        if location[:1] == ("global_samples",):
+            location = ("batch", "global_samples")
+        value: Any = self.written
+        for key in location:
+            if not isinstance(value, dict) or key not in value:
+                return isinstance(value, list)  # a value of a sweep
+            value = value[key]
+        return True
+
+
+def merge_entries(source: Source, values: dict, errors: list[LoraFusionError]) -> list[Entry]:
+    """Returns the entries of the file, with lists of sweeps as they are."""
+    entries = values.get("adapters")
+    if not isinstance(entries, list) or not entries:
+        errors.append(
+            ConfigError(
+                "config.no-adapters",
+                "'adapters' must be a list with at least one adapter.",
+                where=source.where(("adapters",)),
+                fix="adapters: [{name: law, data: {train: data/law.jsonl}}]",
+            )
+        )
+        return []
+    merged = []
+    for index, written in enumerate(entries):
+        keys = ("adapters", index)
+        if not isinstance(written, dict):
+            what = f"adapters[{index}] must be a table with a name and data."
+            errors.append(ConfigError("config.type", what, where=source.where(keys)))
+            continue
+        errors += [unknown_key(source, (*keys, key), ADAPTER_KEYS) for key in written if key not in ADAPTER_KEYS]
+        with_defaults = _with_start(_with_defaults(values, written), written, source)
+        merged.append(Entry(keys=keys, written=written, values=with_defaults))
+    return merged
+
+
+def _with_defaults(values: dict, written: dict) -> dict:
+    merged = {key: values[key] for key in SINGLE_DEFAULTS if key in values}
+    for key in DEFAULTS:
+        merged[key] = values.get(key) or {}
+    if isinstance(values.get("batch"), dict) and "global_samples" in values["batch"]:
+        merged["batch"] = {"global_samples": values["batch"]["global_samples"]}
+    for key, value in written.items():
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        if both and key == "objective" and value.get("name", merged[key].get("name")) != merged[key].get("name"):
+            both = False  # the shared options belong to another objective
+        merged[key] = {**merged[key], **value} if both else value
+    return {key: merged[key] for key in ADAPTER_KEYS if key in merged}
+
+
+def _with_start(merged: dict, written: dict, source: Source) -> dict:
+    """Fills in the settings of the PEFT folder of `init_from`. Settings next to `init_from` take precedence."""
+    lora = merged.get("lora")
+    if not isinstance(lora, dict) or not isinstance(lora.get("init_from"), str):
+        return merged
+    written_lora = written.get("lora")
+    beside = written_lora if isinstance(written_lora, dict) and "init_from" in written_lora else lora
+    of_folder = lora_settings(source.path.parent / lora["init_from"])
+    return merged | {"lora": lora | {key: value for key, value in of_folder.items() if key not in beside}}
