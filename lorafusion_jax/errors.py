@@ -120,7 +120,7 @@ def did_you_mean(name: str, names: Iterable[str], *, most: int = 1, cutoff: floa
     "did you mean 'stages'?"
     """
     near = difflib.get_close_matches(name, list(names), n=most, cutoff=cutoff)
-    return f"did you mean {' or '.join(repr(each) for each in near)}?" if near else ""
+    return f"did you mean {' or '.join(repr(name) for name in near)}?" if near else ""
 
 
 def _rebuild(kind, code, what, where, why, fix):

@@ -7,6 +7,6 @@ from pathlib import Path
 
 def examples_directory() -> Path:
     """Folder with `demo.yaml`, `data/` and `base/`."""
-    here = Path(__file__).resolve().parent
-    packed = here / "_examples"
-    return packed if packed.is_dir() else here.parent / "examples"
+    package = Path(__file__).resolve().parent
+    packed = package / "_examples"
+    return packed if packed.is_dir() else package.parent / "examples"

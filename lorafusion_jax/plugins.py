@@ -51,15 +51,15 @@ def find[T](group: str, builtin: Mapping[str, T], name: str, kind: type[T]) -> T
     if wrong is not None:
         raise ConfigError("plugin.unknown", f"there is no '{name}' among {group}.", fix=wrong)
     point = _entry_points(group)[name]
-    found = _load(point)
-    if not isinstance(found, kind):
+    loaded = _load(point)
+    if not isinstance(loaded, kind):
         raise ConfigError(
             "plugin.broken",
             f"'{name}' of {group} is not of type {kind.__name__}.",
             where=_where(point),
-            why=f"it is a {type(found).__name__}",
+            why=f"it is a {type(loaded).__name__}",
         )
-    return found
+    return loaded
 
 
 def _entry_points(group: str) -> dict[str, EntryPoint]:

@@ -41,14 +41,14 @@ def draw_curves(curves: Mapping[str, Curve]) -> str:
     low, high = min(loss for _, loss in points), max(loss for _, loss in points)
     span = (high - low) or max(abs(high), 1.0)
 
-    def place(step: float, loss: float) -> tuple[float, float]:
+    def to_pixels(step: float, loss: float) -> tuple[float, float]:
         x = LEFT + step / last * (WIDTH - LEFT - RIGHT)
         return round(x, 1), round(TOP + (high - loss) / span * (HEIGHT - TOP - BOTTOM), 1)
 
-    parts = [_axes(place, last, low, low + span)]
+    parts = [_axes(to_pixels, last, low, low + span)]
     for (name, curve), color in zip(curves.items(), palette(len(curves)), strict=True):
-        line = [place(*point) for point in _finite(curve.steps, curve.loss)]
-        dots = [place(*point) for point in _finite(curve.eval_steps, curve.eval_loss)]
+        line = [to_pixels(*point) for point in _finite(curve.steps, curve.loss)]
+        dots = [to_pixels(*point) for point in _finite(curve.eval_steps, curve.eval_loss)]
         path = " ".join(f"{x},{y}" for x, y in line)
         parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="1.5"/>' if line else "")
         title = f"<title>{html.escape(name)}, held out</title>"
@@ -67,15 +67,15 @@ def _finite(steps: Sequence[int], losses: Sequence[float]) -> list[tuple[int, fl
     return [(step, loss) for step, loss in zip(steps, losses, strict=True) if math.isfinite(loss)]
 
 
-def _axes(place, last: int, low: float, high: float) -> str:
+def _axes(to_pixels, last: int, low: float, high: float) -> str:
     parts = []
     for share in (0, 0.5, 1):
         loss = low + share * (high - low)
-        x, y = place(0, loss)
+        x, y = to_pixels(0, loss)
         parts.append(f'<line x1="{x}" x2="{WIDTH - RIGHT}" y1="{y}" y2="{y}" stroke="{GRID}"/>')
         parts.append(f'<text x="{x - 6}" y="{y + 4}" text-anchor="end" fill="{INK}">{loss:.3g}</text>')
     for step in sorted({0, last // 2, last}):
-        x, y = place(step, low)
+        x, y = to_pixels(step, low)
         parts.append(f'<text x="{x}" y="{y + 18}" text-anchor="middle" fill="{INK}">{step}</text>')
     return "".join(parts)
 

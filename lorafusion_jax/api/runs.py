@@ -53,18 +53,20 @@ class Run(Shown):
     @property
     def losses(self) -> dict[str, Curve]:
         """Training and held-out losses of each adapter."""
-        found: dict[str, dict[str, list]] = {
+        series: dict[str, dict[str, list]] = {
             job.name: {name: [] for name in Curve.__slots__} for job in RunFolder(self.folder).read_plan().jobs
         }
         keys = {"step": ("steps", "loss", "loss"), "eval": ("eval_steps", "eval_loss", "eval_loss")}
         for row in read_rows(self.folder / "metrics.jsonl"):
-            if row["kind"] not in keys or row["adapter"] not in found:
+            if row["kind"] not in keys or row["adapter"] not in series:
                 continue
             steps, losses, key = keys[row["kind"]]
             if row.get(key) is not None:
-                found[row["adapter"]][steps].append(row["step"])
-                found[row["adapter"]][losses].append(row[key])
-        return {name: Curve(**{key: tuple(values) for key, values in own.items()}) for name, own in found.items()}
+                series[row["adapter"]][steps].append(row["step"])
+                series[row["adapter"]][losses].append(row[key])
+        return {
+            name: Curve(**{key: tuple(values) for key, values in columns.items()}) for name, columns in series.items()
+        }
 
     def adapter(self, name: str) -> Path:
         """Returns the newest PEFT folder of an adapter.

@@ -30,14 +30,14 @@ def run_numbers(run: Path) -> dict:
     last = metrics.slots[-1] if metrics.slots else {}
     adapters = {}
     for job in plan.jobs:
-        own, ended = metrics.adapters.get(job.name, {}), ends.get(job.name)
+        numbers, ended = metrics.adapters.get(job.name, {}), ends.get(job.name)
         adapters[job.name] = {
             "status": _status(ended),
-            "step": own.get("step") or 0,
+            "step": numbers.get("step") or 0,
             "steps": job.num_batches,
-            "loss": own.get("loss"),
-            "held_out_before": own.get("before"),
-            "held_out_after": own.get("after"),
+            "loss": numbers.get("loss"),
+            "held_out_before": numbers.get("before"),
+            "held_out_after": numbers.get("after"),
             "eta_s": (last.get("adapter_eta_s") or {}).get(job.name),
             "reason": (ended or {}).get("reason", ""),
         }
@@ -45,7 +45,7 @@ def run_numbers(run: Path) -> dict:
     changes = [event for event in events if event["kind"] in ("started", *STATES)]
     state, reason = _state(changes, holder)
     times = [metrics.time, *(row.get("time") for row in events[-1:])]
-    last_row = max((one for one in times if one is not None), default=folder.plan_file.stat().st_mtime)
+    last_row = max((moment for moment in times if moment is not None), default=folder.plan_file.stat().st_mtime)
     return {
         "run": str(run),
         "state": state,

@@ -73,9 +73,9 @@ def read_reference(
         if _digest(file) != noted["digest"]:
             raise ValueError("its content differs from the digest in run.json")
         arrays = safetensors.numpy.load_file(file)
-        found = {key: (array.shape, array.dtype.name) for key, array in arrays.items()}
-        if found != {key: (shape, "float32") for key, shape in shapes.items()}:
-            raise ValueError(f"it holds {found}, and the samples need {dict(shapes)}")
+        stored = {key: (array.shape, array.dtype.name) for key, array in arrays.items()}
+        if stored != {key: (shape, "float32") for key, shape in shapes.items()}:
+            raise ValueError(f"it holds {stored}, and the samples need {dict(shapes)}")
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as problem:
         raise CheckpointError(
             "reference.damaged",

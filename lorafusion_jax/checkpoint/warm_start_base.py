@@ -118,8 +118,8 @@ def _recorded_base(folder: Path) -> tuple[str, str | None]:
 def _digests(folder: Path) -> dict[str, dict[str, str]]:
     """Returns the digests of the base model, if the folder was written by one of our runs."""
     try:
-        found = json.loads((folder / "run.json").read_text(encoding="utf-8")).get("base_files")
+        digests = json.loads((folder / "run.json").read_text(encoding="utf-8")).get("base_files")
     except (OSError, ValueError, AttributeError, RecursionError):
         return {}
-    good = isinstance(found, dict) and all(isinstance(files, dict) for files in found.values())
-    return found if good else {}
+    good = isinstance(digests, dict) and all(isinstance(files, dict) for files in digests.values())
+    return digests if good else {}

@@ -70,8 +70,8 @@ def command(
             "adapters": {name: summary(data.train.report) for name, data in prepared.adapters.items()},
             "warnings": notes,
         }
-        found = {name: dataclasses.asdict(one) for name, one in losses.items()}
-        print(json.dumps(numbers | ({"base_loss": found} if base_loss else {})))
+        numbers_of_loss = {name: dataclasses.asdict(loss) for name, loss in losses.items()}
+        print(json.dumps(numbers | ({"base_loss": numbers_of_loss} if base_loss else {})))
         return
     console = out()
     table = plain_table(("adapter", "format"), ("rows", "tokens", "learned", "max", "cut", "dropped", "held-out"))
@@ -107,20 +107,20 @@ def _show_base_losses(console: Console, config: JobConfig, losses: Mapping[str, 
     """Perplexity is of the loss of the adapter's objective."""
     quantize = config.base.quantize
     table = plain_table(("base on", "data"), ("tokens", f"perplexity in {config.base.dtype}", f"as {quantize}", "loss"))
-    for name, one in losses.items():
-        before, after = one.perplexities
+    for name, loss in losses.items():
+        before, after = loss.perplexities
         table.add_row(
             name,
-            "held-out" if one.held_out else "training",
-            count(one.tokens),
+            "held-out" if loss.held_out else "training",
+            count(loss.tokens),
             "–" if before is None else f"{before:.4g}",
             "–" if quantize == NONE else f"{after:.4g}",
-            f"{one.after:.4f}" if one.before is None else f"{one.before:.4f} → {one.after:.4f}",
+            f"{loss.after:.4f}" if loss.before is None else f"{loss.before:.4f} → {loss.after:.4f}",
         )
     console.print(table)
-    if not all(one.held_out for one in losses.values()):
+    if not all(loss.held_out for loss in losses.values()):
         say(console, "  training data, where an adapter has no held-out data (data.eval)")
-    if any(one.before is None for one in losses.values()):
+    if any(loss.before is None for loss in losses.values()):
         say(console, "  the checkpoint comes quantised: there is no other base to compare with")
 
 

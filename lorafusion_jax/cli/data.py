@@ -39,23 +39,23 @@ def preview(
     Example: lorafusion data preview jobs.yaml --adapter law --rows 3
     """
     config = load_config(jobs, overrides or ())
-    names = [one.name for one in config.adapters]
+    names = [entry.name for entry in config.adapters]
     if adapter is not None and adapter not in names:
         raise ConfigError(
             "config.unknown-adapter", f"there is no adapter '{adapter}'.", fix=f"one of: {', '.join(names)}"
         )
     tokenizer, console = load_tokenizer(base_directory(config)), out()
     sets = {
-        one.name: load_samples(
-            one.data.train,
-            settings=one.data,
+        entry.name: load_samples(
+            entry.data.train,
+            settings=entry.data,
             tokenizer=tokenizer,
-            adapter=one.name,
+            adapter=entry.name,
             base_dir=Path(config.directory),
-            objective=one.objective.chosen,
+            objective=entry.objective.chosen,
         )
-        for one in config.adapters
-        if adapter in (None, one.name)
+        for entry in config.adapters
+        if adapter in (None, entry.name)
     }
     if as_json:
         print(json.dumps({name: _numbers(samples, tokenizer, rows) for name, samples in sets.items()}))

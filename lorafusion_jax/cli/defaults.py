@@ -49,11 +49,11 @@ def _linear(shape: policy.LinearShape, wanted: str | None, measure: str) -> str:
 
     if not shape.with_lora:
         return "xla: no adapter trains it"
-    each = {}
+    reasons = {}
     for call in calls_of(shape) if wanted is None else [shape]:
         if call.with_lora:
-            each.setdefault(_said(call.op_call, wanted, lambda call=call: select_backend(call, wanted), measure))
-    return "; ".join(each)
+            reasons.setdefault(_said(call.op_call, wanted, lambda call=call: select_backend(call, wanted), measure))
+    return "; ".join(reasons)
 
 
 def _mlp(calls: LayerCalls, wanted: str | None) -> str:
@@ -61,8 +61,8 @@ def _mlp(calls: LayerCalls, wanted: str | None) -> str:
     from pallas_kernels.device import is_hopper, num_sms
 
     gate_up, down = calls.linears["gate_up"], calls.linears["down"]
-    here: dict[str, Any] = {"hopper": is_hopper(), "num_sms": num_sms(), "measured": measured_backend}
-    if policy.mlp_is_fused(gate_up, down, wanted, **here):
+    device: dict[str, Any] = {"hopper": is_hopper(), "num_sms": num_sms(), "measured": measured_backend}
+    if policy.mlp_is_fused(gate_up, down, wanted, **device):
         return f"{policy.HOPPER}: one op, because its projections are"
     return "xla between its projections, which are ops of their own"
 
@@ -102,15 +102,15 @@ def _said(call: OpCall, wanted: str | None, choose: Callable[[], str], measure: 
         return f"refused: {problem}"
     if wanted is not None:
         return f"{chosen}: the job asks for it"
-    found = config_store.op_row(device_kind(), call)
-    if found is not None and found[0].winner == chosen:
-        row, source = found
+    decided = config_store.op_row(device_kind(), call)
+    if decided is not None and decided[0].winner == chosen:
+        row, source = decided
         where = source.path or f"shipped measurements of {source.table.device}"
         faster = f", {row.speedup:.2f} × as fast as {row.default}" if row.speedup > 1 else ""
         return f"{chosen}: measured{faster} ({where}, {_when(source)})"
     if target_platform() == "cpu":
         return f"{chosen}: kernels are interpreted here"
-    not_served = f"the measured {found[0].winner} does not serve this call; " if found is not None else ""
+    not_served = f"the measured {decided[0].winner} does not serve this call; " if decided is not None else ""
     if is_hopper():
         return f"{chosen}: {not_served}shipped measurements of an NVIDIA H200"
     return f"{chosen}: {not_served}not measured on this device, so the fallback; to measure: {measure}"

@@ -113,21 +113,21 @@ def _kernels() -> dict[str, str]:
     x, w, a, b = (
         jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((4096, 4096), (4096, 4096), (4096, 16), (16, 4096))
     )
-    found = {}
+    features = {}
     for name in get_args(Implementation):
         try:
             jax.eval_shape(partial(lora_linear, scale=1.0, implementation=name), x, w, a, b)
-            found[name] = "available"
+            features[name] = "available"
         except NotImplementedError as problem:
-            found[name] = f"not here: {str(problem).split(': ', 1)[-1]}"
-    found["8-bit products"] = (
+            features[name] = f"not here: {str(problem).split(': ', 1)[-1]}"
+    features["8-bit products"] = (
         "on matrix units" if has_fp8_products() else "in a wider type: base.quantize=fp8 saves memory, no time"
     )
     wanted = " ".join(f"{name}={json.dumps(value)}" for name, value in compiler_options().items())
-    found["compiler options"] = (
+    features["compiler options"] = (
         f"{wanted}, set by train; scripts: see pallas_kernels.compiler_options" if wanted else "none"
     )
-    return found
+    return features
 
 
 def _size(folder: Path) -> str:

@@ -36,7 +36,7 @@ def command(
     """
     folder = RunFolder(run)
     config = folder.read_config()
-    source = _source(folder, [one.name for one in config.adapters], adapter, step)
+    source = _source(folder, [entry.name for entry in config.adapters], adapter, step)
     _no_link(folder.path, source)
     console = out()
     failure = _failure(folder, adapter)
@@ -98,11 +98,11 @@ def _failure(folder: RunFolder, adapter: str) -> str | None:
 def _copy(source: Path, draft: Path) -> None:
     """Copies an exported folder and compares the copy with its digests."""
     for file in sorted(source.rglob("*")):
-        place = draft / file.relative_to(source)
+        target = draft / file.relative_to(source)
         if file.is_dir() and not file.is_symlink():
-            place.mkdir()
+            target.mkdir()
         else:
-            shutil.copyfile(file, place)
+            shutil.copyfile(file, target)
     if has_digests(draft):
         fix = f"--step another step; if you changed the file yourself, remove {source / SUMS}"
         refuse_damage("export.damaged", find_damage(draft), fix=fix)
@@ -115,7 +115,7 @@ def _no_link(run: Path, source: Path) -> None:
         CheckpointError: `export.link`.
     """
     folders = [run / part for part in reversed(source.relative_to(run).parents)][1:]
-    links = [place for place in (*folders, source, *sorted(source.rglob("*"))) if place.is_symlink()]
+    links = [path for path in (*folders, source, *sorted(source.rglob("*"))) if path.is_symlink()]
     if links:
         raise CheckpointError(
             "export.link",

@@ -66,15 +66,15 @@ def typical_calls(*, rows: int = TYPICAL_TOKENS, rank: int = TYPICAL_RANK, adapt
     linears = {
         site: LinearShape(
             rows=rows,
-            in_features=own[0].in_features,
-            out_features=tuple(linear.out_features for linear in own),
-            ranks=(rank,) * len(own),
+            in_features=of_site[0].in_features,
+            out_features=tuple(linear.out_features for linear in of_site),
+            ranks=(rank,) * len(of_site),
             tile=128,
             adapters=adapters,
             least_rank=rank,
             dropout=dropout,
         )
-        for site, own in TYPICAL_MODEL.layer(0).sites.items()
+        for site, of_site in TYPICAL_MODEL.layer(0).sites.items()
     }
     return LayerCalls(model=TYPICAL_MODEL, rows=rows, dtype="bfloat16", linears=linears)
 
@@ -96,14 +96,14 @@ def op_cases(calls: Sequence[LayerCalls]) -> Iterator[OpCase]:
     from lorafusion_jax.models.attention.tuning_case import attention_case
     from pallas_kernels.tuning.op_cases import calls_of, linear_case, norm_case
 
-    linears = (shape for each in calls for site in each.linears.values() for shape in calls_of(site))
+    linears = (shape for call in calls for site in call.linears.values() for shape in calls_of(site))
     for shape in dict.fromkeys(shape for shape in linears if shape.with_lora):
         yield linear_case(shape)
-    for sizes in _different([each.attention for each in calls]):
+    for sizes in _different([call.attention for call in calls]):
         yield attention_case(**sizes)
-    for sizes in _different([each.norm for each in calls]):
+    for sizes in _different([call.norm for call in calls]):
         yield norm_case(**sizes)
 
 
-def _different(found: list[dict]) -> list[dict]:
-    return [sizes for place, sizes in enumerate(found) if sizes not in found[:place]]
+def _different(dictionaries: list[dict]) -> list[dict]:
+    return [sizes for index, sizes in enumerate(dictionaries) if sizes not in dictionaries[:index]]

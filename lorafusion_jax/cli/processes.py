@@ -43,7 +43,7 @@ def join_processes(
     """
     if not distributed:
         counts = {"--num-processes or JAX_NUM_PROCESSES": num_processes or 1, " or ".join(STARTED): started or 1}
-        where, count = max(counts.items(), key=lambda each: each[1])
+        where, count = max(counts.items(), key=lambda item: item[1])
         if count > 1:
             raise ConfigError(
                 "processes.not-distributed",

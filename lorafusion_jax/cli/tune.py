@@ -101,9 +101,9 @@ def tune_here(
     rows = fastest(measured, specs)
     chosen = choose_implementations(calls, path) if rows or not tiles else []
     if as_json:
-        failures = [dataclasses.asdict(each) for each in failed]
-        found = {"table": str(path), "device": measured.device, "best": rows, "failed": failures}
-        print(json.dumps(found | {"implementations": [row.to_json() for row in chosen]}))
+        failures = [dataclasses.asdict(failure) for failure in failed]
+        numbers = {"table": str(path), "device": measured.device, "best": rows, "failed": failures}
+        print(json.dumps(numbers | {"implementations": [row.to_json() for row in chosen]}))
     else:
         if tiles:
             show(out(), rows, failed)
@@ -218,9 +218,9 @@ def show(console: Console, rows: Sequence[dict], failed: Sequence[Failure]) -> N
     console.print(shown)
     if failed:
         console.print(f"\n{len(failed)} candidates failed", style="bold yellow")
-        for each in failed[:SHOWN]:
-            chosen = ", ".join(f"{name}={value}" for name, value in each.config.items())
-            say(console, f"  {each.kernel} {each.shape}: {chosen}\n    {each.reason}")
+        for failure in failed[:SHOWN]:
+            chosen = ", ".join(f"{name}={value}" for name, value in failure.config.items())
+            say(console, f"  {failure.kernel} {failure.shape}: {chosen}\n    {failure.reason}")
         if len(failed) > SHOWN:
             say(console, f"  and {len(failed) - SHOWN} more; --json lists all")
 
@@ -259,6 +259,6 @@ def fastest(table: Table, specs: Sequence[LinearSpec]) -> list[dict]:
         times = sorted(entry.p50_us for entry in table.entries if entry.key == key)
         layer = f"{tokens} × {num_in or 'any'} → {num_out or 'any'}, r {rank}{', dropout' if dropout else ''}"
         if times:
-            found = {"kernel": kernel, "layer": layer, "tried": len(times)}
-            rows.append(found | {"best_us": times[0], "worst_us": times[-1]})
+            best = {"kernel": kernel, "layer": layer, "tried": len(times)}
+            rows.append(best | {"best_us": times[0], "worst_us": times[-1]})
     return rows

@@ -55,7 +55,7 @@ def show_implementations(console: Console, rows: Sequence[OpRow]) -> None:
     """Prints the times of every call, the fastest first, and what is the default now."""
     console.print("\nimplementations, forward and backward", style="bold")
     for row in rows:
-        times = sorted(row.median_us.items(), key=lambda each: each[1])
+        times = sorted(row.median_us.items(), key=lambda item: item[1])
         shown = ", ".join(f"{name} {us:.0f} us" for name, us in times)
         now = "the default as before"
         if row.winner != row.default:

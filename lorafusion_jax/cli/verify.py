@@ -42,18 +42,18 @@ def _verify_files(path: Path, as_json: bool) -> int:
     verdicts = verify_folder(path)
     damage = [text for verdict in verdicts for text in verdict.damage]
     if as_json:
-        print(json.dumps({"folder": str(path), "good": not damage, "files": [asdict(one) for one in verdicts]}))
+        print(json.dumps({"folder": str(path), "good": not damage, "files": [asdict(verdict) for verdict in verdicts]}))
         return DAMAGED if damage else 0
     table = plain_table(("", "state"), ("files",))
-    for one in verdicts:
-        state = "[bold red]damaged[/]" if one.damage else one.note or "[green]good[/]"
-        table.add_row(one.name, state, exact(one.files))
+    for verdict in verdicts:
+        state = "[bold red]damaged[/]" if verdict.damage else verdict.note or "[green]good[/]"
+        table.add_row(verdict.name, state, exact(verdict.files))
     console = out()
     console.print(table)
     for text in damage:
         errors_to().print(f"error[verify.damaged] {text}", style="red", highlight=False, markup=False, soft_wrap=True)
     if not damage:
-        say(console, f"all {exact(sum(one.files for one in verdicts))} files are as they were written")
+        say(console, f"all {exact(sum(verdict.files for verdict in verdicts))} files are as they were written")
     return DAMAGED if damage else 0
 
 
@@ -63,23 +63,23 @@ def _verify_adapter(path: Path, adapter: str, steps: int, as_json: bool) -> int:
 
     prepare_machine()
     try:
-        found = compare_alone(path, adapter, steps)
+        comparison = compare_alone(path, adapter, steps)
     except Interrupted:
         raise KeyboardInterrupt from None
     if as_json:
-        print(json.dumps({"folder": str(path), "good": found.good, **asdict(found)}))
-        return 0 if found.good else DIFFERENT
+        print(json.dumps({"folder": str(path), "good": comparison.good, **asdict(comparison)}))
+        return 0 if comparison.good else DIFFERENT
     table = plain_table(("step", "of"), ("difference", "bound"))
-    for one in found.differences[:SHOWN]:
-        table.add_row(str(one.step), one.tensor, f"{one.value:.1e}", f"{one.bound:.0e}")
+    for difference in comparison.differences[:SHOWN]:
+        table.add_row(str(difference.step), difference.tensor, f"{difference.value:.1e}", f"{difference.bound:.0e}")
     console = out()
     console.print(table)
-    worst = found.differences[0]
-    text = f"{adapter}, {exact(found.steps)} steps with {exact(found.others)} other adapters and alone"
-    if found.good:
+    worst = comparison.differences[0]
+    text = f"{adapter}, {exact(comparison.steps)} steps with {exact(comparison.others)} other adapters and alone"
+    if comparison.good:
         say(
             console,
-            f"{text}: losses, gradients and steps differ by rounding only ({exact(len(found.differences))} compared)",
+            f"{text}: losses, gradients and steps differ by rounding only ({exact(len(comparison.differences))} compared)",
         )
         return 0
     say(

@@ -96,11 +96,11 @@ def explain(source: Source, section: Keys, model: type[BaseModel], detail) -> Co
 
 
 def _expectation(detail) -> str:
-    found = "null" if detail["input"] is None else shortened(detail["input"])
+    value = "null" if detail["input"] is None else shortened(detail["input"])
     known = EXPECTED.get(detail["type"])
     if detail["type"] == "value_error":  # from a validator of the schema
         return str(detail["ctx"]["error"])
-    return f"{known.format(**detail.get('ctx', {}))}, not {found}" if known else detail["msg"]
+    return f"{known.format(**detail.get('ctx', {}))}, not {value}" if known else detail["msg"]
 
 
 def _fields(model: type[BaseModel], location: Keys) -> list[str]:

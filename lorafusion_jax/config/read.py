@@ -157,7 +157,7 @@ def _count(node: yaml.Node | None, above: tuple[yaml.Node, ...], known: dict[int
     if id(node) in known:
         return known[id(node)]
     line = f"line {node.start_mark.line + 1}"
-    if any(node is one for one in above):
+    if any(node is ancestor for ancestor in above):
         raise ValueError(f"the value of {line} contains itself")
     if len(above) >= DEEPEST:
         raise ValueError(f"{line} is nested more than {DEEPEST} deep")
@@ -184,19 +184,19 @@ def has_half_character(text: str) -> bool:
 def _walk(node, keys: Keys, lines: dict, problems: list, path: Path) -> None:
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
-            here = (*keys, key.value)
+            location = (*keys, key.value)
             line = key.start_mark.line + 1
-            if here in lines:  # YAML would silently use the last one
+            if location in lines:  # YAML would silently use the last one
                 problems.append(
                     ConfigError(
                         "config.twice",
-                        f"'{dotted(here)}' is given twice.",
-                        where=f"{path}, lines {lines[here]} and {line}",
+                        f"'{dotted(location)}' is given twice.",
+                        where=f"{path}, lines {lines[location]} and {line}",
                         fix="keep one of them",
                     )
                 )
-            lines[here] = line
-            _walk(value, here, lines, problems, path)
+            lines[location] = line
+            _walk(value, location, lines, problems, path)
     elif isinstance(node, yaml.SequenceNode):
         for index, value in enumerate(node.value):
             lines[(*keys, index)] = value.start_mark.line + 1

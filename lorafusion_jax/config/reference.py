@@ -57,4 +57,4 @@ def _options(annotation) -> list[str]:
     if get_origin(annotation) is Literal:
         return [str(value) for value in get_args(annotation)]
     inner = get_args(annotation)[:1] if get_origin(annotation) is Annotated else get_args(annotation)
-    return [option for one in inner for option in _options(one)]
+    return [option for part in inner for option in _options(part)]

@@ -93,7 +93,7 @@ class Section(BaseModel):
         wanted = cls.model_fields[info.field_name or ""].annotation
         if wanted in (bool, str) or str in get_args(wanted):
             return value
-        return [_lower_booleans(each) for each in value] if isinstance(value, list) else _lower_booleans(value)
+        return [_lower_booleans(item) for item in value] if isinstance(value, list) else _lower_booleans(value)
 
 
 class BaseSettings(Section):

@@ -146,15 +146,15 @@ def pieces_of_slot(
     """
     return [
         piece_of(
-            own.train,
+            stream.train,
             row,
             index[ref.adapter],
             weights[ref.adapter, ref.batch],
-            key=sample_key(ref.sample // len(own.train.lengths), row),
+            key=sample_key(ref.sample // len(stream.train.lengths), row),
         )
         for ref in samples
-        for own in [data[ref.adapter]]
-        for row in [int(own.order[ref.sample])]
+        for stream in [data[ref.adapter]]
+        for row in [int(stream.order[ref.sample])]
     ]
 
 
@@ -265,10 +265,10 @@ def assemble(
             )
             filled_places += 1
         for segment, (first, last) in enumerate(piece.segments()):
-            here, before_last = slice(end + first, end + last), slice(end + first, end + last - 1)
+            span, before_last = slice(end + first, end + last), slice(end + first, end + last - 1)
             targets[before_last] = piece.tokens[first + 1 : last]
-            positions[here] = np.arange(last - first)
-            row_key[here] = row_keys(segment_key(piece.key, segment), last - first)
+            positions[span] = np.arange(last - first)
+            row_key[span] = row_keys(segment_key(piece.key, segment), last - first)
             weights[before_last] = piece.loss_mask[first + 1 : last] * np.float32(piece.weight)
             starts.append(end + first)
         end = stop

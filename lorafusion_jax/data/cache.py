@@ -47,12 +47,12 @@ def entry_path(
         reader: source code of an objective that reads the rows.
     """
     folder = cache_dir or token_cache()
-    own = settings.model_dump(exclude={"train", "eval"})  # the bytes matter, not the file name
+    options = settings.model_dump(exclude={"train", "eval"})  # the bytes matter, not the file name
     key = json.dumps(
         [
             raw.digest,
             raw.kind,
-            own,
+            options,
             tokenizer.digest,
             tokenizer.template_hash,
             tokenizer.adds_bos,
@@ -92,8 +92,8 @@ def store(entry: Path, samples) -> None:
         try:
             with os.fdopen(handle, "wb") as file:
                 arrays = {array: getattr(samples, array) for array in (*ARRAYS, *OPTIONAL)}
-                arrays |= {f"{kind}.{name}": own for kind in NAMED for name, own in getattr(samples, kind).items()}
-                np.savez(file, report=report, **{name: own for name, own in arrays.items() if own is not None})
+                arrays |= {f"{kind}.{name}": array for kind in NAMED for name, array in getattr(samples, kind).items()}
+                np.savez(file, report=report, **{name: array for name, array in arrays.items() if array is not None})
             os.replace(name, entry)
         except OSError:
             os.unlink(name)

@@ -40,65 +40,65 @@ def parse_messages(listed: list) -> tuple[list[dict], frozenset[int]]:
     Raises:
         BadRow: an item is not a message.
     """
-    parsed = [parse_message(item, place) for place, item in enumerate(listed)]
+    parsed = [parse_message(item, number) for number, item in enumerate(listed)]
     return [message for message, _ in parsed], frozenset(
         turn for turn, (_, learned) in enumerate(parsed) if learned is False
     )
 
 
-def parse_message(item: object, place: int) -> tuple[dict, bool | None]:
+def parse_message(item: object, number: int) -> tuple[dict, bool | None]:
     """Parses one message. Returns it and whether it is learned (None: the message does not say)."""
     if not isinstance(item, dict):
-        raise BadRow("data.bad-type", f"message {place} is {type_name(item)}, not an object")
+        raise BadRow("data.bad-type", f"message {number} is {type_name(item)}, not an object")
     message = {key: value for key, value in item.items() if value is not None}  # Parquet fills absent keys with null
     name = message.pop("role", None) or message.pop("from", None)
     if not isinstance(name, str) or name.lower() not in ROLES:
-        raise BadRow("data.bad-role", f"message {place} has the role {name!r}")
+        raise BadRow("data.bad-role", f"message {number} has the role {name!r}")
     role = ROLES[name.lower()]
-    learned = _take_learned_flag(message, role, place)
+    learned = _take_learned_flag(message, role, number)
     content = message.pop("content", message.pop("value", None))
     if isinstance(content, list):
-        content = _joined_parts(content, place)
+        content = _joined_parts(content, number)
     if name.lower() in CALLING_ROLES:
-        message["tool_calls"], content = _calls(content, place), None
+        message["tool_calls"], content = _calls(content, number), None
     elif isinstance(message.get("function_call"), dict) and "tool_calls" not in message:
         message["tool_calls"] = [{"type": "function", "function": message.pop("function_call")}]
     calls = message.get("tool_calls", [])
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-        raise BadRow("data.bad-type", f"message {place} has tool_calls that are not a list of objects")
+        raise BadRow("data.bad-type", f"message {number} has tool_calls that are not a list of objects")
     if content is None and "tool_calls" in message:
         return {"role": role, **message}, learned
-    return {"role": role, "content": checked_text(content, f"the content of message {place}"), **message}, learned
+    return {"role": role, "content": checked_text(content, f"the content of message {number}"), **message}, learned
 
 
-def _take_learned_flag(message: dict, role: str, place: int) -> bool | None:
+def _take_learned_flag(message: dict, role: str, number: int) -> bool | None:
     """Removes OpenAI's `weight` and axolotl's `train` from a message and returns their meaning."""
-    said = [(key, message.pop(key)) for key in ("weight", "train") if key in message]
-    for key, value in said:
+    flags = [(key, message.pop(key)) for key in ("weight", "train") if key in message]
+    for key, value in flags:
         if value not in (0, 1) or (key == "train" and not isinstance(value, bool)):
-            raise BadRow("data.bad-weight", f"message {place} has {key}: {value!r}")
-    values = {bool(value) for _, value in said}
+            raise BadRow("data.bad-weight", f"message {number} has {key}: {value!r}")
+    values = {bool(value) for _, value in flags}
     if len(values) == 2:
-        raise BadRow("data.bad-weight", f"message {place} has a weight and a train that contradict each other")
+        raise BadRow("data.bad-weight", f"message {number} has a weight and a train that contradict each other")
     if True in values and role != "assistant":
-        raise BadRow("data.bad-weight", f"message {place} is to be learned, but its role is {role}")
+        raise BadRow("data.bad-weight", f"message {number} is to be learned, but its role is {role}")
     return values.pop() if values else None
 
 
-def _calls(content: Any, place: int) -> list[dict]:
+def _calls(content: Any, number: int) -> list[dict]:
     try:
         calls = json.loads(content) if isinstance(content, str) else content
     except (ValueError, RecursionError):
         calls = None
     calls = calls if isinstance(calls, list) else [calls]
     if not calls or not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
-        raise BadRow("data.bad-type", f"message {place} calls a function, but is not JSON {{name, arguments}}")
+        raise BadRow("data.bad-type", f"message {number} calls a function, but is not JSON {{name, arguments}}")
     return [{"type": "function", "function": call} for call in calls]
 
 
-def _joined_parts(parts: list, place: int) -> str:
+def _joined_parts(parts: list, number: int) -> str:
     if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
-        raise BadRow("data.bad-type", f"message {place} has parts that are not text")
+        raise BadRow("data.bad-type", f"message {number} has parts that are not text")
     return "".join(part["text"] for part in parts)
 
 

@@ -58,10 +58,10 @@ def _sample(samples: TokenizedSet, index: int, tokenizer: Tokenizer) -> Iterator
         yield _tokens(tokens, mask, tokenizer)
         return
     for number, end in enumerate(itertools.accumulate(lengths), 1):
-        here = slice(end - lengths[number - 1], end)
-        learned = int(mask[here].sum())
+        span = slice(end - lengths[number - 1], end)
+        learned = int(mask[span].sum())
         yield Text(f"segment {number} of {len(lengths)}: {lengths[number - 1]} tokens, {learned} learned")
-        yield _tokens(tokens[here], mask[here], tokenizer)
+        yield _tokens(tokens[span], mask[span], tokenizer)
 
 
 def _tokens(tokens: np.ndarray, mask: np.ndarray, tokenizer: Tokenizer) -> Text:

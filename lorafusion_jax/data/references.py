@@ -27,7 +27,7 @@ def reference_shapes(data: AdapterData) -> dict[str, tuple[int, ...]]:
     return {key: samples.tokens.shape for key, samples in sets.items() if samples is not None}
 
 
-def _add(data: AdapterData, own: SetReferences) -> AdapterData:
-    train = dataclasses.replace(data.train, reference=own[TRAIN])
-    held_out = None if data.eval is None else dataclasses.replace(data.eval, reference=own[EVAL])
+def _add(data: AdapterData, references: SetReferences) -> AdapterData:
+    train = dataclasses.replace(data.train, reference=references[TRAIN])
+    held_out = None if data.eval is None else dataclasses.replace(data.eval, reference=references[EVAL])
     return dataclasses.replace(data, train=train, eval=held_out)

@@ -42,12 +42,12 @@ def parse_jsonl(name: str, text: str) -> Rows:
         else:
             odd.append((number, f"a row must be an object, this is {type_name(value)}"))
     problems = [
-        _bad_lines(code, what, name, found)
-        for code, what, found in (
+        _bad_lines(code, what, name, rows)
+        for code, what, rows in (
             ("data.bad-json", f"{name} is not JSON in {{}}.", broken),
             ("data.bad-row", f"{name} has no row in {{}}.", odd),
         )
-        if found
+        if rows
     ]
     return Rows(source=name, values=values, lines=tuple(lines), problems=tuple(problems))
 

@@ -54,8 +54,8 @@ def _conversation(row: dict, columns: dict[str, str], need_answer: bool, prompt:
     if asked:
         messages, muted = [*asked, *messages], frozenset(turn + 1 for turn in muted)
     first = len(prompt) + len(asked) if prompt else 0
-    said = [m for turn, m in enumerate(messages) if m["role"] == "assistant" and turn >= first and turn not in muted]
-    if need_answer and not any(map(says_something, said)):
+    replies = [m for turn, m in enumerate(messages) if m["role"] == "assistant" and turn >= first and turn not in muted]
+    if need_answer and not any(map(says_something, replies)):
         raise BadRow("data.no-answer", "no message of the assistant has learned content")
     return Chat(messages, _tools(row, columns), _variables(row, columns), muted, first)
 

@@ -83,7 +83,7 @@ def table_shape(samples: int, members: Iterable[tuple[Chosen, TokenizedSet]]) ->
         if not chosen.of_samples:
             continue
         needs, tokens = chosen.needs, LOGPROBS in chosen.needs
-        own = TableShape(
+        needed = TableShape(
             samples,
             chosen.num_segments,
             chosen.group or 1,
@@ -93,7 +93,7 @@ def table_shape(samples: int, members: Iterable[tuple[Chosen, TokenizedSet]]) ->
             REFERENCE in needs,
             HIDDEN in needs or SCORE in needs,
         )
-        shape = own if shape is None else shape.union(own)
+        shape = needed if shape is None else shape.union(needed)
     return shape
 
 
@@ -131,7 +131,7 @@ def empty_table(shape: TableShape, tokens: int) -> SampleTable:
 
 
 def fill_place(
-    table: SampleTable, place: int, piece: PieceTable, *, adapter: int, first_segment: int, start: int,
+    table: SampleTable, number: int, piece: PieceTable, *, adapter: int, first_segment: int, start: int,
     lengths: Sequence[int], learned: np.ndarray,
 ) -> None:  # fmt: skip
     """Writes one sample into a table.
@@ -143,21 +143,21 @@ def fill_place(
         learned: bool, of its tokens; never True for the first of a segment.
     """
     S = len(lengths)
-    table.segments[place, :S] = range(first_segment, first_segment + S)
-    table.adapter[place], table.weight[place] = adapter, piece.weight
-    table.token_weight[place, :S] = piece.token_weight
+    table.segments[number, :S] = range(first_segment, first_segment + S)
+    table.adapter[number], table.weight[number] = adapter, piece.weight
+    table.token_weight[number, :S] = piece.token_weight
     for name, numbers in piece.numbers.items():
-        table.numbers[name][place, : len(numbers)] = numbers
+        table.numbers[name][number, : len(numbers)] = numbers
     if table.reference is not None and piece.reference is not None:
-        table.reference[place, :S] = piece.reference
+        table.reference[number, :S] = piece.reference
     if table.last is not None:
-        table.last[place, :S] = start + np.cumsum(lengths) - 1
+        table.last[number, :S] = start + np.cumsum(lengths) - 1
     if table.rows is None:
         return
     (tokens,) = np.nonzero(learned)
     rows = start + tokens - 1  # the row before a token predicts it
     if len(rows) <= table.rows.shape[1]:  # more only if the adapter's objective does not need tokens
-        table.rows[place, : len(rows)] = rows
+        table.rows[number, : len(rows)] = rows
     assert table.in_answer is not None
     table.in_answer[rows] = True if piece.answer is None else piece.answer[tokens]
     if table.reference_logprobs is not None and piece.reference_logprobs is not None:

@@ -127,7 +127,7 @@ def _expanded(chosen: Chosen, number: int, row: Mapping) -> list[_OneRow]:
     rows = [row] if objective.expand is None else list(objective.expand(row))
     if not 0 < len(rows) <= MOST_EXPANDED:
         raise ValueError(f"objective {chosen.name} makes {len(rows)} rows of it")
-    return [_OneRow(number, one, _numbers(chosen, one)) for one in rows]
+    return [_OneRow(number, made, _numbers(chosen, made)) for made in rows]
 
 
 def _numbers(chosen: Chosen, row: Mapping) -> dict[str, float]:

@@ -31,10 +31,10 @@ def open_source(source: str, base_dir: Path) -> RawSource:
     path = base_dir / source
     kind = KINDS.get(path.suffix.lower())
     try:
-        found = path.is_file()
+        exists = path.is_file()
     except (OSError, ValueError):  # not a valid file name
         raise DataError("data.missing-file", f"there is no data file {source[:SHOWN_NAME]}….") from None
-    if not found:
+    if not exists:
         raise DataError(
             "data.missing-file", f"there is no data file {source}.", where=str(path), fix=_similar_file(path)
         )

@@ -53,9 +53,9 @@ def tokenize_segments(
     width = chosen.objective.num_segments
     texts: list[list[_Text]] = []  # by place of the segment in its sample
     kept, cut, dropped, too_long = set(range(len(samples))), set(), set(), set()
-    for place in range(chosen.num_segments):
-        places = rows.at([sample.rows[place // width] for sample in samples])
-        segments = [sample.segments[place] for sample in samples]
+    for index in range(chosen.num_segments):
+        places = rows.at([sample.rows[index // width] for sample in samples])
+        segments = [sample.segments[index] for sample in samples]
         encoded, more = _encode(segments, tokenizer, places, adapter, loss)
         fit = fit_length(encoded, settings, places, adapter)
         kept, cut = kept & set(fit.kept), cut | set(fit.cut)
@@ -191,7 +191,7 @@ def _values(name: str, given: float | Sequence[float], answer: np.ndarray) -> np
 def _given_ids(segment: Segment) -> Encoded:
     parts = []
     for ids in (segment.prompt_ids or (), segment.answer_ids or ()):
-        if any(isinstance(one, bool) or not isinstance(one, int) or one < 0 for one in ids):
+        if any(isinstance(token, bool) or not isinstance(token, int) or token < 0 for token in ids):
             raise ValueError(f"segment '{segment.name}' has token ids that are no whole numbers from 0")
         parts.append(np.asarray(ids, np.int32))
     if not len(parts[0]) or not len(parts[1]):

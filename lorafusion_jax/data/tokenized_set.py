@@ -100,8 +100,8 @@ class TokenizedSet:
 
     def sample(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns tokens and loss mask of one sample."""
-        here = slice(int(self.offsets[index]), int(self.offsets[index + 1]))
-        return self.tokens[here], self.loss_mask[here]
+        span = slice(int(self.offsets[index]), int(self.offsets[index + 1]))
+        return self.tokens[span], self.loss_mask[span]
 
     def segment_lengths_of(self, index: int) -> tuple[int, ...] | None:
         """Returns the length of each segment of a sample; None if samples have one segment."""

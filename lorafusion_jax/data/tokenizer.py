@@ -86,8 +86,10 @@ class Tokenizer:
         encoded = []
         for start in range(0, len(samples), BATCH_ROWS):
             part = samples[start : start + BATCH_ROWS]
-            found = self.backend.encode_batch([sample.text for sample in part], add_special_tokens=False)
-            encoded += [self._with_loss_mask(sample, encoding) for sample, encoding in zip(part, found, strict=True)]
+            encodings = self.backend.encode_batch([sample.text for sample in part], add_special_tokens=False)
+            encoded += [
+                self._with_loss_mask(sample, encoding) for sample, encoding in zip(part, encodings, strict=True)
+            ]
         for number, sample in enumerate(samples):
             if sample.prompt is not None:
                 encoded[number] = self._after_prompt(encoded[number], sample.prompt)

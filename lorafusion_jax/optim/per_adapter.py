@@ -48,12 +48,12 @@ def per_adapter(
     names = tuple(optimizers)
     if not names:
         raise ConfigError("optim.per-adapter", "per_adapter needs at least one optimizer.")
-    each = {name: optax.with_extra_args_support(optimizer) for name, optimizer in optimizers.items()}
+    by_name = {name: optax.with_extra_args_support(optimizer) for name, optimizer in optimizers.items()}
 
     def init(params: Any) -> PerAdapterState:
         _check(params, len(names), axis)
         return PerAdapterState(
-            {name: each[name].init(_slice(params, number, axis)) for number, name in enumerate(names)}
+            {name: by_name[name].init(_slice(params, number, axis)) for number, name in enumerate(names)}
         )
 
     def update(updates: Any, state: Any, params: Any = None, *, active: Any = None, **extra: Any):
@@ -61,9 +61,9 @@ def per_adapter(
         mask = _mask(active, names)
         changes, states = [], {}
         for number, name in enumerate(names):
-            own = _slice(updates, number, axis)
+            adapter_updates = _slice(updates, number, axis)
             weights = None if params is None else _slice(params, number, axis)
-            change, after = each[name].update(own, state.states[name], weights, **extra)
+            change, after = by_name[name].update(adapter_updates, state.states[name], weights, **extra)
             if mask is not None:
                 change = _where(mask[number], change, jax.tree.map(_zero_update, change))
                 after = _where(mask[number], after, state.states[name])
@@ -88,7 +88,7 @@ def _slice(tree: Any, number: int, axis: int) -> Any:
 
 
 def _where(on: jax.Array, new: Any, old: Any) -> Any:
-    return jax.tree.map(lambda one, other: jnp.where(on, one, other), new, old)
+    return jax.tree.map(lambda changed, unchanged: jnp.where(on, changed, unchanged), new, old)
 
 
 def _zero_update(leaf: jax.Array) -> jax.Array:

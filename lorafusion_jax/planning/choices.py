@@ -230,10 +230,11 @@ def _reason(ordered: Sequence[Choice]) -> str:
         where = f"replicas share the base{stored}, and gathering it costs less than a pipeline"
     else:
         where = f"the base{stored} is split over {best.stages} stages, idle {best.bubble_share or 0:.1%} of the time"
-    others = [one for one in ordered if _mesh_of(one) != _mesh_of(best) and one.seconds]
+    others = [choice for choice in ordered if _mesh_of(choice) != _mesh_of(best) and choice.seconds]
     if not others:
-        return f"{where}; no other mesh fits" if len({_mesh_of(one) for one in ordered}) > 1 else where
-    return f"{where}; the next best mesh takes {min(one.seconds or 0 for one in others) / best.seconds:.2f} × the time"
+        return f"{where}; no other mesh fits" if len({_mesh_of(choice) for choice in ordered}) > 1 else where
+    times = min(choice.seconds or 0 for choice in others) / best.seconds
+    return f"{where}; the next best mesh takes {times:.2f} × the time"
 
 
 def _mesh_of(choice: Choice) -> tuple[int, int, int]:

@@ -89,8 +89,8 @@ def _rank(problem: MemoryProblem, target: str, shares: Sequence[float] | None) -
     largest = bank_rank(problem.adapters, target)
     if shares is None or not largest:
         return largest
-    own = zip(problem.adapters, shares, strict=True)
-    return max(1, int(sum(share * spec.rank for spec, share in own if target in spec.targets)))
+    pairs = zip(problem.adapters, shares, strict=True)
+    return max(1, int(sum(share * spec.rank for spec, share in pairs if target in spec.targets)))
 
 
 def _siblings(problem: MemoryProblem, site: tuple[Linear, ...], shares: Sequence[float] | None) -> SiblingsCost:

@@ -111,8 +111,8 @@ def _refill_s(plan: Plan, costs: CostModel) -> float:
     """Idle time of a stage while the pipeline drains and fills again."""
     stages = [costs.stage(stage) for stage in range(plan.num_stages)]
     passes = [
-        each.forward.seconds(plan.capacity_tokens, 0) + each.backward.seconds(plan.capacity_tokens, 0)
-        for each in stages
+        stage.forward.seconds(plan.capacity_tokens, 0) + stage.backward.seconds(plan.capacity_tokens, 0)
+        for stage in stages
     ]
     return (plan.num_stages - 1) * sum(passes) / plan.num_stages
 

@@ -210,12 +210,12 @@ class RunPrediction:
     @property
     def by_kind(self) -> dict[str, float]:
         """Seconds of slots, evaluations and saves."""
-        found = {
+        seconds_of = {
             "seconds": self.seconds,
             "evaluation_s": self.pauses.evaluation_s,
             "saving_s": self.pauses.saving_s,
         }
-        return {name: round(seconds, 3) for name, seconds in found.items()}
+        return {name: round(seconds, 3) for name, seconds in seconds_of.items()}
 
 
 def predicted_run(config: JobConfig, prepared: Prepared, plan: Plan) -> RunPrediction:

@@ -64,7 +64,7 @@ def _site_s(
     ranks = {linear: bank_rank(adapters, linear.name) for linear in linears}
     features = {linear: sum(linear.shape) for linear in linears}
     if padded_rank(max(ranks.values())) <= MAX_RANK:
-        return sum(rates.rank * max(0, ranks[each] - MIN_RANK) * features[each] for each in linears)
+        return sum(rates.rank * max(0, ranks[linear] - MIN_RANK) * features[linear] for linear in linears)
     mixed = common_rank([spec.rank for spec in adapters]) is None
     first, token = (MIN_RANK, rates.token) if mixed else (0, 0.0)
     seconds = 0.0

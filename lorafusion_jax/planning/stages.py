@@ -146,8 +146,8 @@ def _fill(num_layers: int, num_stages: int, costs: PartCosts) -> tuple[Extent, .
     best = filled(high * (1 + 1e-9))
     while high - low > 1e-9 * upto[-1]:
         middle = (low + high) / 2
-        found = filled(middle)
-        low, high, best = (low, middle, found) if found else (middle, high, best)
+        solution = filled(middle)
+        low, high, best = (low, middle, solution) if solution else (middle, high, best)
     assert best is not None, "each stage can take two halves"
     return tuple(Extent(start, stop) for start, stop in pairwise(best))
 
@@ -161,7 +161,7 @@ def check_layers(layers: Sequence[int | float], *, num_layers: int, num_stages: 
     >>> check_layers([2.5, 1.5], num_layers=4, num_stages=2)
     (Extent(start=0, stop=5), Extent(start=5, stop=8))
     """
-    said = f"mesh.layers: {list(layers)}"
+    setting = f"mesh.layers: {list(layers)}"
     even = counts_of(split_layers(num_layers, num_stages))  # also checks the number of stages
     fix = f"mesh.layers: {even}, or leave it out"
     total = sum(layers)
@@ -171,7 +171,7 @@ def check_layers(layers: Sequence[int | float], *, num_layers: int, num_stages: 
         (total != num_layers, f"it adds up to {total} layers and the model has {num_layers}."),
     ]
     errors: list[LoraFusionError] = [
-        ConfigError("mesh.layers", what, where=said, fix=fix) for wrong, what in problems if wrong
+        ConfigError("mesh.layers", what, where=setting, fix=fix) for wrong, what in problems if wrong
     ]
     raise_all(errors)
     return extents(layers)

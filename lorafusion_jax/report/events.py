@@ -25,7 +25,7 @@ class RunEvent:
 
     def row(self) -> dict[str, Any]:
         """All fields by name. Metrics become fields of their own."""
-        values = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         metrics = values.pop("metrics", {})
         return {"kind": self.kind, **values, **metrics}
 

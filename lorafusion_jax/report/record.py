@@ -16,13 +16,13 @@ SCHEMA = 2  # from 2 on, all files of a run have digests
 
 def versions() -> dict[str, str]:
     """Versions of the packages that compute; "-" if a package is not installed."""
-    found = {"python": platform.python_version()}
+    installed = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
-            found[name] = version(name)
+            installed[name] = version(name)
         except PackageNotFoundError:
-            found[name] = "-"
-    return found
+            installed[name] = "-"
+    return installed
 
 
 def make_record(

@@ -91,13 +91,13 @@ def _cut_after(path: Path, slot: int) -> None:
             block = file.read(end - start) + rest
             lines = split_lines(block)
             rest = lines.pop(0) if start else b""  # it may start in the previous chunk
-            place = start + len(block)
+            line_end = start + len(block)
             for line in reversed(lines):
                 row = parse_row(line)
                 if row is not None and row["slot"] <= slot:
-                    file.truncate(place)
+                    file.truncate(line_end)
                     return
-                place -= len(line)
+                line_end -= len(line)
             end = start
         file.truncate(0)
 

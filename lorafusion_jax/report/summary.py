@@ -40,11 +40,11 @@ def read_summary(folder: Path) -> MetricsSummary:
 
     Only the last step of an adapter matters, so rows of steps are recognised by their first bytes.
     """
-    found, slots = MetricsSummary(), deque(maxlen=SLOT_ROWS)
+    summary, slots = MetricsSummary(), deque(maxlen=SLOT_ROWS)
     steps: dict[bytes, deque[bytes]] = defaultdict(lambda: deque(maxlen=SPARE))
     path = folder / "metrics.jsonl"
     if not path.exists():
-        return found
+        return summary
     with open_regular(path, LOG) as file:
         while line := file.readline(LONGEST_LINE):
             if line.startswith(STEP):
@@ -53,24 +53,24 @@ def read_summary(folder: Path) -> MetricsSummary:
             elif line.startswith(SLOT):
                 slots.append(line)
             elif (row := parse_row(line)) is not None:
-                _take(found, row)
+                _take(summary, row)
     for line in (*chain.from_iterable(steps.values()), *slots):
         if (row := parse_row(line)) is not None:
-            _take(found, row)
-    return found
+            _take(summary, row)
+    return summary
 
 
-def _take(found: MetricsSummary, row: dict) -> None:
-    found.slot = max(found.slot, row["slot"])
-    found.time = max(found.time or 0.0, row.get("time", 0.0))
+def _take(summary: MetricsSummary, row: dict) -> None:
+    summary.slot = max(summary.slot, row["slot"])
+    summary.time = max(summary.time or 0.0, row.get("time", 0.0))
     if row["kind"] == "slot":
-        found.slots.append(row)
+        summary.slots.append(row)
         return
-    own = found.adapters.setdefault(row["adapter"], {}) if "adapter" in row else {}
+    numbers = summary.adapters.setdefault(row["adapter"], {}) if "adapter" in row else {}
     if row["kind"] == "step":
-        own |= {key: row.get(key) for key in ("loss", "step", "lr", "grad_norm")}
+        numbers |= {key: row.get(key) for key in ("loss", "step", "lr", "grad_norm")}
     elif row["kind"] == "eval":
-        own["before" if row["step"] == 0 else "after"] = row.get("eval_loss")
+        numbers["before" if row["step"] == 0 else "after"] = row.get("eval_loss")
 
 
 def final_rows(folder: Path) -> dict[str, dict]:

@@ -97,7 +97,12 @@ class ChatTemplate:
 
         def find_answers(chat: Conversation) -> Rendered:
             answers = chat.answers(last_only)
-            spans = [span for turn, own in answers.items() if learned is None or learned[turn] for span in own]
+            spans = [
+                span
+                for turn, answer_spans in answers.items()
+                if learned is None or learned[turn]
+                for span in answer_spans
+            ]
             return chat.rendered(tuple(spans))
 
         return self._attempt(messages, tools, variables, find_answers)
@@ -140,9 +145,9 @@ class ChatTemplate:
 
 def _normalize(message: dict, absent: dict) -> dict:
     """Returns a message as transformers passes it to templates: no nulls, reasoning under both of its names."""
-    said = absent | {key: value for key, value in message.items() if value is not None}
-    thought = next((said[key] for key in REASONING if key in said), None)
-    return said if thought is None else {"thinking": thought, **said, "reasoning_content": thought}
+    filled = absent | {key: value for key, value in message.items() if value is not None}
+    thought = next((filled[key] for key in REASONING if key in filled), None)
+    return filled if thought is None else {"thinking": thought, **filled, "reasoning_content": thought}
 
 
 def check_template(template: ChatTemplate, where: str) -> None:

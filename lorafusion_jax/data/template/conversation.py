@@ -165,8 +165,8 @@ class Conversation:
     def _answer_end(self, text: str, start: int, end: int, turn: int) -> int:
         """Returns the end of an answer. A line end after the end token separates turns and is not part of it."""
         content = (_text_of(self._messages[turn])).strip()
-        found = text.rfind(content, start, end) if content else -1
-        closing = text[found + len(content) if found >= 0 else start : end]
+        position = text.rfind(content, start, end) if content else -1
+        closing = text[position + len(content) if position >= 0 else start : end]
         tail = text[end:]
         end_token = self._special_tokens.get("eos_token", "")
         if turn == len(self._messages) - 1 and end_token and tail.strip() == end_token:
@@ -185,17 +185,17 @@ class Conversation:
         if text.startswith(through):
             return start, self._answer_end(text, start, len(through), turn)
         content = _text_of(self._messages[turn]).strip()
-        found = text.find(content, start)
-        if not content or found < 0:
+        position = text.find(content, start)
+        if not content or position < 0:
             raise TemplateProblem(f"message {turn} is rendered differently once more messages follow")
         end_token = self._special_tokens.get("eos_token", "")
-        end = found + len(content)
+        end = position + len(content)
         return start, end + len(end_token) if end_token and text.startswith(end_token, end) else end
 
     def _check_tool_calls(self, text: str, turn: int, spans: Sequence[Span]) -> None:
-        said = "".join(text[start:stop] for start, stop in spans)
+        written = "".join(text[start:stop] for start, stop in spans)
         for name in _tool_names(self._messages[turn].get("tool_calls") or ()):
-            if name not in said:
+            if name not in written:
                 raise TemplateProblem(f"the template does not write the call of {name} in message {turn}")
 
 

@@ -49,8 +49,8 @@ class Hooks(Extension):
         return nodes.CallBlock(self.call_method("generation"), [], [], body).set_lineno(line)
 
     def generation(self, caller) -> str:
-        said = caller()
-        return said if self.state.turns is None else GENERATION_OPEN + said + GENERATION_CLOSE
+        answer = caller()
+        return answer if self.state.turns is None else GENERATION_OPEN + answer + GENERATION_CLOSE
 
     def begin(self) -> str:
         self.state.loops.append(None)

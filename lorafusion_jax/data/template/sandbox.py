@@ -140,19 +140,23 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def _check_arguments(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, method: bool) -> None:
         """Charges calls whose result can be much larger than their arguments."""
         budget = self.state.budget
-        if any(isinstance(each, int) and abs(each) > LARGEST_ARGUMENT for each in (*args[1:], *kwargs.values())):
+        if any(
+            isinstance(argument, int) and abs(argument) > LARGEST_ARGUMENT for argument in (*args[1:], *kwargs.values())
+        ):
             raise LimitError(f"{name} with a number above {LARGEST_ARGUMENT}")
-        values = [each for each in args if isinstance(each, str | bytes | list | tuple | dict)]
+        values = [argument for argument in args if isinstance(argument, str | bytes | list | tuple | dict)]
         if name in ("tojson", "string", "pprint", "format", "join"):
             for value in values:
                 budget.value(value)
-        texts = [each for each in (*values, *kwargs.values()) if isinstance(each, str | bytes)]
+        texts = [argument for argument in (*values, *kwargs.values()) if isinstance(argument, str | bytes)]
         if name in ("format", "format_map") and texts:
             check_widths(str(texts[0]))
         if name == "replace" and len(texts) >= 3:
             budget.write((texts[0].count(texts[1]) + 1) * len(texts[2]))  # pyright: ignore[reportArgumentType]
         if name == "join" and texts:
-            many = next((len(each) for each in (args[1:] if method else args) if isinstance(each, Sized)), STEPS)
+            many = next(
+                (len(argument) for argument in (args[1:] if method else args) if isinstance(argument, Sized)), STEPS
+            )
             budget.write(many * max(map(len, texts)) if many else 0)
         if name == "indent" and len(texts) >= 2:
             budget.write((str(texts[0]).count("\n") + 1) * len(texts[1]))

@@ -58,7 +58,7 @@ def report_page(runs: Sequence[ReportedRun], *, refresh_s: int | None = None) ->
         "@STYLE@": page.joinpath("report.css").read_text("utf-8"),
         "@SCRIPT@": page.joinpath("report.js").read_text("utf-8"),
         "@TIMELINES@": "".join(
-            _timeline(run.folder, name, {one["name"]: one["color"] for one in adapters if one["run"] == name})
+            _timeline(run.folder, name, {entry["name"]: entry["color"] for entry in adapters if entry["run"] == name})
             for run, name in zip(runs, names, strict=True)
         ),
         "@DATA@": json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
