@@ -77,10 +77,8 @@ def _verify_adapter(path: Path, adapter: str, steps: int, as_json: bool) -> int:
     worst = comparison.differences[0]
     text = f"{adapter}, {exact(comparison.steps)} steps with {exact(comparison.others)} other adapters and alone"
     if comparison.good:
-        say(
-            console,
-            f"{text}: losses, gradients and steps differ by rounding only ({exact(len(comparison.differences))} compared)",
-        )
+        compared = exact(len(comparison.differences))
+        say(console, f"{text}: losses, gradients and steps differ by rounding only ({compared} compared)")
         return 0
     say(
         errors_to(),
