@@ -53,7 +53,7 @@ WITHOUT = {
     "without urgency": {"urgency": False},
     "without elasticity": {"elasticity": False},
     "without fairness": {"fairness": 0.0},
-    "without delay price": {"delay_price": 0.0},
+    "without order": {"short_first": False},
 }
 FIELDS = (
     "part", "trace", "seed", "load", "jobs", "gpus", "policy", "jct_mean_s", "jct_p50_s", "jct_p95_s", "jct_p99_s",

@@ -12,7 +12,7 @@ import numpy as np
 
 from benchmarks.workloads import LONGEST, sample_lengths
 from scheduling import AdapterJob, CostModel, Plan, Timeline, make_plan, replan, simulate
-from scheduling.online import ChangeCosts, ClusterResult, ClusterState, Decision, Job, Ours, Rates, Settings, Worker
+from scheduling.online import ChangeCosts, ClusterResult, ClusterState, Decision, Job, Ours, Rates, Worker
 from scheduling.online.costs import TYPICAL_SAMPLE
 from scheduling.online.simulator import Simulator
 from scheduling.online.state import after
@@ -22,11 +22,10 @@ CHANGES = ChangeCosts(start_s=0.0, load_bytes_per_s=inf, change_s=0.0)
 
 
 class Coming(NamedTuple):
-    """A job of a scenario.
+    """A job of a scenario, with the bounds that every job has.
 
     Args:
         arrival: in times of a full microbatch.
-        max_slowdown: loose, because jobs that share one GPU cannot each be as fast as on a GPU of their own.
     """
 
     workload: str
@@ -34,31 +33,26 @@ class Coming(NamedTuple):
     steps: int
     rank: int
     arrival: float
-    weight: float = 1.0
-    max_slowdown: float = 9.0
     priority: int = 0
 
 
 # The ranks are the same in order, so both scenarios run the same programs.
 SCENARIOS = {
-    "joins": (  # jobs share the GPU as they come; the fourth waits
+    "joins": (  # jobs share the GPU as they come, and the shortest go first
         Coming("xsum", 8, 110, 16, 0),
         Coming("cnn", 4, 80, 64, 0),
-        Coming("wiki", 4, 40, 8, 30),
+        Coming("wiki", 8, 30, 8, 30),
         Coming("mix", 16, 22, 32, 70),
         Coming("xsum", 4, 45, 16, 110),
     ),
-    "queue": (  # tight bounds and unequal weights: the fourth displaces the first, which goes on later
-        Coming("mix", 8, 65, 16, 0, max_slowdown=2.4),
-        Coming("cnn", 8, 70, 64, 0, max_slowdown=2.4, weight=2.0),
-        Coming("wiki", 4, 45, 8, 25, max_slowdown=2.4),
-        Coming("xsum", 4, 40, 32, 60, max_slowdown=2.4, priority=1),
-        Coming("cnn", 12, 12, 16, 100, max_slowdown=2.4),
+    "queue": (  # jobs that nearly fill the GPU take turns; the fourth displaces others, which go on later
+        Coming("mix", 8, 65, 16, 0),
+        Coming("cnn", 8, 70, 64, 0),
+        Coming("wiki", 4, 45, 8, 25),
+        Coming("xsum", 4, 40, 32, 60, priority=1),
+        Coming("cnn", 12, 12, 16, 100),
     ),
 }
-
-
-SETTINGS = Settings(delay_price=0.0)  # of the runs on a card: jobs join whenever the group gains, so many change
 
 
 class Move(NamedTuple):
@@ -114,9 +108,7 @@ def draw_jobs(
         steps = max(2, round(one.steps / shorter))
         lengths = sample_lengths(draw, one.workload, index, one.batch * steps, scale, longest)
         job = Job(f"j{index}", f"j{index}", model, one.arrival / shorter * slot_s, lengths, one.batch, steps)
-        jobs.append(
-            replace(job, rank=one.rank, weight=one.weight, max_slowdown=one.max_slowdown, priority=one.priority)
-        )
+        jobs.append(replace(job, rank=one.rank, priority=one.priority))
     return jobs
 
 
@@ -125,7 +117,7 @@ def simulated(
 ) -> tuple[ClusterResult, list[Move]]:
     """What the online simulator predicts for one GPU, and who joined and left when."""
     rates = Rates(CHANGES, capacities=[capacity_tokens], costs=lambda *_: costs)
-    policy = Logged(Ours(rates, SETTINGS))
+    policy = Logged(Ours(rates))
     return Simulator(jobs, [worker], policy, rates).run(), policy.moves
 
 

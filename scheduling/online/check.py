@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import inf
 
 from scheduling.errors import PlanError
+from scheduling.online.patience import PATIENCE, StepCost, fair_times_s, step_cost, users_above_share, worker_sizes
 from scheduling.online.rates import MESHES, Rates
-from scheduling.online.state import ClusterState, Decision, GroupState, JobState, Policy, Traits, after, held_gpus
+from scheduling.online.state import ClusterState, Decision, GroupState, Policy, Traits, after, held_gpus
 
-PATIENCE = 10.0  # longest wait while later jobs of equal weight start, in multiples of the job's isolated time
 BOUND_SLACK = 1e-6
 
 
 def check_decisions(
-    state: ClusterState, decisions: Sequence[Decision], rates: Rates, policy: Policy, now: float
+    state: ClusterState,
+    decisions: Sequence[Decision],
+    rates: Rates,
+    policy: Policy,
+    now: float,
+    *,
+    tolerance: float = 0.0,
 ) -> None:
     """Checks that decisions are possible and that they keep the promises of the policy.
 
@@ -21,8 +28,12 @@ def check_decisions(
     base. Each GPU is in one group and belongs to a worker that is up. A mesh has 1, 2, 4 or 8 GPUs, with memory for all
     members and room for their longest samples.
 
-    Promises: the predicted slowdown of every member is within its bound. When a job has waited ten times its isolated
-    time, no later job of equal or lower weight starts before it. No user gets more GPUs than its quota.
+    Promises: the predicted slowdown of every member is within its bound. When a job has waited four times its fair
+    time and its user is not above its share, no later job of equal or lower weight starts before it (`patience`). No
+    user gets more GPUs than its quota.
+
+    Args:
+        tolerance: share by which a predicted slowdown may exceed its bound.
 
     Raises:
         PlanError: `online.decision`, with every violation.
@@ -37,7 +48,8 @@ def check_decisions(
         problems += _membership(state, groups)
         if not problems:
             for name in sorted(changed & groups.keys()):
-                problems += _group(state, groups[name], rates, "bounds" in traits.promises)
+                most = 1 + tolerance if "bounds" in traits.promises else inf
+                problems += _group(state, groups[name], rates, most)
         if "no starvation" in traits.promises and not problems:
             problems += _starvation(state, groups, rates, now)
         if "quotas" in traits.promises and not problems:
@@ -100,7 +112,7 @@ def _membership(state: ClusterState, groups: dict[str, GroupState]) -> Iterator[
             member_of[name] = group.name
 
 
-def _group(state: ClusterState, group: GroupState, rates: Rates, bounded: bool) -> Iterator[str]:
+def _group(state: ClusterState, group: GroupState, rates: Rates, most: float) -> Iterator[str]:
     if not group.members:
         return
     kind, jobs = state.workers[group.worker].kind, [state.jobs[name].job for name in group.members]
@@ -111,7 +123,7 @@ def _group(state: ClusterState, group: GroupState, rates: Rates, bounded: bool) 
     rate = rates.on_mesh(jobs, kind, group.mesh)
     if rate is None:
         yield f"{group.name} has microbatches shorter than a sample"
-    elif bounded and rate.excess > 1 + BOUND_SLACK and len(jobs) > 1:
+    elif rate.excess > most + BOUND_SLACK and len(jobs) > 1:
         slowest = max(zip(rate.slowdowns, group.members, strict=True))
         yield f"{group.name} slows {slowest[1]} down {slowest[0]:.2f} times"
 
@@ -121,19 +133,23 @@ def _starvation(state: ClusterState, groups: dict[str, GroupState], rates: Rates
     started = [state.jobs[name] for name in running if state.jobs[name].group is None]
     if not started:
         return
-    latest = max(one.job.arrival_s for one in started)
-    for one in state.jobs.values():
-        if one.job.arrival_s >= latest:
-            break  # jobs come in order of arrival
-        if one.job.name in running or one.group is not None:
-            continue
-        if one.waited(now) > PATIENCE * isolated_time_s(one, rates, state):
-            later = next(
-                (s for s in started if s.job.arrival_s > one.job.arrival_s and s.job.weight <= one.job.weight), None
-            )
-            if later is not None:
-                yield f"{later.job.name} starts while {one.job.name} has waited {one.waited(now):.0f} s"
+    latest, costs = max(one.job.arrival_s for one in started), _costs(state, rates)
+    patient = [one for one in state.jobs.values() if one.job.arrival_s < latest and one.group is None]
+    patient = [one for one in patient if one.job.name not in running]
+    if not any(one.waited(now) > PATIENCE * one.job.steps * costs[one.job.name].seconds for one in patient):
+        return
+    fair_s, above = fair_times_s(state, costs), users_above_share(state)
+    for one in patient:
+        if one.job.user not in above and one.waited(now) > PATIENCE * fair_s[one.job.name]:
+            later = [s for s in started if s.job.arrival_s > one.job.arrival_s and s.job.weight <= one.job.weight]
+            if later:
+                yield f"{later[0].job.name} starts while {one.job.name} has waited {one.waited(now):.0f} s"
                 return
+
+
+def _costs(state: ClusterState, rates: Rates) -> dict[str, StepCost]:
+    sizes = worker_sizes(state)
+    return {name: step_cost(rates, one.job, sizes).at_speed(one.speed) for name, one in state.jobs.items()}
 
 
 def _quotas(state: ClusterState, groups: dict[str, GroupState]) -> Iterator[str]:
@@ -147,11 +163,3 @@ def _quotas(state: ClusterState, groups: dict[str, GroupState]) -> Iterator[str]
     for user, most in quotas.items():
         if now.get(user, 0.0) > max(most, before.get(user, 0.0)) + BOUND_SLACK:
             yield f"{user} holds {now[user]:.2f} GPUs and has a quota of {most:g}"
-
-
-def isolated_time_s(one: JobState, rates: Rates, state: ClusterState) -> float:
-    """Isolated seconds of all steps of a job on its best mesh, on the first kind of worker that it fits on."""
-    for worker in state.workers.values():
-        if rate := rates.best_isolated_rate(one.job, worker.kind, worker.gpus):
-            return rate.step_s * one.job.steps / one.speed
-    return float("inf")

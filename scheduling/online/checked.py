@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from scheduling.errors import PlanError
 from scheduling.online.check import check_decisions
-from scheduling.online.policies.baselines import Packing
+from scheduling.online.policies.grouped import Packing
 from scheduling.online.rates import Rates
 from scheduling.online.state import ClusterState, Decision, Policy, Traits
 
@@ -31,6 +31,7 @@ class CheckedPolicy:
         policy: makes the decisions.
         rates: the checker's predictions.
         fallback: a simpler policy (None: `packing`).
+        tolerance: share by which a predicted slowdown may exceed its bound, where the checker's predictions are others.
         strict: raise on a refusal instead.
 
     Attributes:
@@ -46,10 +47,18 @@ class CheckedPolicy:
     ([], [])
     """
 
-    def __init__(self, policy: Policy, rates: Rates, *, fallback: Policy | None = None, strict: bool = False):
+    def __init__(
+        self,
+        policy: Policy,
+        rates: Rates,
+        *,
+        fallback: Policy | None = None,
+        tolerance: float = 0.0,
+        strict: bool = False,
+    ):
         traits = Traits.of(policy)
         self.name, self.mixes, self.promises = traits.name, traits.mixes, traits.promises
-        self.policy, self.rates, self.strict = policy, rates, strict
+        self.policy, self.rates, self.tolerance, self.strict = policy, rates, tolerance, strict
         self.fallback = fallback or Packing(rates)
         self.refusals: list[Refusal] = []
         self.refused_in_a_row = 0
@@ -71,7 +80,7 @@ class CheckedPolicy:
         try:
             decisions = policy.decide(state, now)
             if decisions:
-                check_decisions(state, decisions, self.rates, policy, now)
+                check_decisions(state, decisions, self.rates, policy, now, tolerance=self.tolerance)
             return decisions
         except PlanError as error:
             if self.strict or error.code != "online.decision":

@@ -8,15 +8,28 @@ from contextlib import contextmanager
 
 from scheduling.errors import PlanError
 from scheduling.online.checked import CheckedPolicy
-from scheduling.online.policies.baselines import Fifo, Mlora, Packing, Srtf, Tlora
+from scheduling.online.policies.grouped import Mlora, Packing, Tlora
 from scheduling.online.policies.ours import Ours
+from scheduling.online.policies.single import Backfill, ElasticSrtf, Fifo, Srtf
 from scheduling.online.rates import Rates
 from scheduling.online.result import ClusterResult
 from scheduling.online.simulator import Simulator
 from scheduling.online.state import Policy
 from scheduling.online.types import Fault, Job, User, Worker
 
-POLICIES = {"ours": Ours, "fifo": Fifo, "srtf": Srtf, "mlora": Mlora, "packing": Packing, "tlora": Tlora}
+POLICIES = {
+    "ours": Ours,
+    "fifo": Fifo,
+    "backfill": Backfill,
+    "srtf": Srtf,
+    "elastic-srtf": ElasticSrtf,
+    "mlora": Mlora,
+    "packing": Packing,
+    "tlora": Tlora,
+}
+
+
+WRONG = 0.25  # by which predictions may be off before the checker refuses a slowdown
 
 
 def make_policy(name: str, rates: Rates) -> Policy:
@@ -38,6 +51,7 @@ def simulate_cluster(
     faults: Sequence[Fault | tuple[str, float, float]] = (),
     users: Sequence[User] = (),
     rates: Rates | None = None,
+    truth: Rates | None = None,
 ) -> ClusterResult:
     """Simulates jobs that arrive over time on a cluster until all are done. The result is deterministic.
 
@@ -47,16 +61,22 @@ def simulate_cluster(
         seed: for policies that draw random numbers; the built-in ones do not.
         faults: workers that fail for some time; tuples are (worker, start_s, duration_s).
         users: weights and quotas; other users have weight 1.
-        rates: cached predictions, to share between several runs of the same jobs.
+        rates: cached predictions of the policy, to share between several runs of the same jobs.
+        truth: how fast groups really train (None: as predicted). The checker knows the truth, and forgives a slowdown
+            that is a quarter above its bound.
 
     Raises:
         PlanError: bad input, a job that no worker has the memory for, or a decision that breaks a rule.
     """
     rates = rates or Rates()
-    chosen = CheckedPolicy(make_policy(policy, rates), rates) if isinstance(policy, str) else policy
+    tolerance = WRONG if truth else 0.0
+    chosen = make_policy(policy, rates) if isinstance(policy, str) else policy
+    if isinstance(policy, str):
+        chosen = CheckedPolicy(chosen, truth or rates, tolerance=tolerance)
     events = [fault if isinstance(fault, Fault) else Fault(*fault) for fault in faults]
     with few_collections():
-        return Simulator(jobs, workers, chosen, rates, users=users, faults=events).run()
+        predicted = rates if truth else None
+        return Simulator(jobs, workers, chosen, truth or rates, predicted=predicted, users=users, faults=events).run()
 
 
 @contextmanager

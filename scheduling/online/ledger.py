@@ -38,6 +38,7 @@ class Accounts:
         waiting_gpu_s, waiting_busy_s: the same, while at least one job waited.
         useful_s: busy time weighted by the density of slots.
         lost_tokens: tokens that were trained again after faults.
+        users: who had jobs, by name.
         user_got: per user, GPU-seconds of work, counted as isolated time on the best mesh.
         user_entitled: the same in a cluster without groups that is max–min fair at all times.
         groups: every period of every group.
@@ -49,6 +50,7 @@ class Accounts:
     waiting_busy_s: float
     useful_s: float
     lost_tokens: float
+    users: Mapping[str, User]
     user_got: dict[str, float]
     user_entitled: dict[str, float]
     groups: tuple[GroupSpan, ...]
@@ -136,7 +138,11 @@ class Ledger:
         for name in list(self.running):
             self.drop_group(name, now)
         return Accounts(
-            **self.totals, user_got=dict(self.got), user_entitled=dict(self.entitled), groups=tuple(self.spans)
+            **self.totals,
+            users=self.users,
+            user_got=dict(self.got),
+            user_entitled=dict(self.entitled),
+            groups=tuple(self.spans),
         )
 
     def _count(self, job: Job, sign: int) -> None:
@@ -187,13 +193,3 @@ class Ledger:
         weights = [self.users[user].weight for user in names]
         caps = [min(self.demand[user], self.users[user].max_gpus or float("inf")) for user in names]
         return dict(zip(names, fair_shares(caps, weights, float(self.gpus_up)), strict=True))
-
-
-def jain(values: Sequence[float]) -> float:
-    """Jain's fairness index: (Σ x)² / (n Σ x²); 1 if all are equal, 1/n if one has everything.
-
-    >>> jain([1.0, 1.0]), jain([1.0, 0.0])
-    (1.0, 0.5)
-    """
-    squares = sum(value * value for value in values)
-    return sum(values) ** 2 / (len(values) * squares) if squares else 1.0

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 from scheduling.cost_model import CostModel
 from scheduling.online.costs import ChangeCosts, SlotCost, slot_cost, stage_costs
 from scheduling.online.job_cache import JobCache
+from scheduling.online.joint import joint_rate
 from scheduling.online.memory import GIB, StageBytes, stage_bytes, trainable_bytes
 from scheduling.online.profile import LADDER, LARGEST_CAPACITY, TILE, Profile, make_profile
 from scheduling.online.shapes import ModelShape
@@ -46,6 +48,7 @@ class Rates:
         self._known: dict[tuple[Any, ...], Any] = {}
         self._groups: dict[tuple[tuple[int, ...], Kind, int], GroupRate | None] = {}
         self._on_meshes: dict[tuple[tuple[int, ...], Kind, Mesh], GroupRate | None] = {}
+        self._formed: dict[tuple[tuple[int, ...], Kind, Mesh], GroupRate | None] = {}
 
     def profile(self, job: Job) -> Profile:
         """The profile of the job's batches, computed once."""
@@ -65,9 +68,10 @@ class Rates:
         return self._jobs.once(job, ("best", kind, most_gpus), search)
 
     def fair_steps_per_s(self, job: Job, kind: Kind, share: float) -> float:
-        """Isolated steps per second on a share of GPUs, at least the smallest mesh that the job fits on.
+        """Isolated steps per second on a share of GPUs.
 
-        Rates between two meshes are interpolated, and more GPUs are never slower.
+        A share below the smallest mesh that the job fits on is a share of the time on it. Rates between two meshes are
+        interpolated, and more GPUs are never slower.
         """
         return self._jobs.once(job, ("fair", kind, share), lambda: self._interpolate(job, kind, share))
 
@@ -98,6 +102,19 @@ class Rates:
             self._make_room(self._on_meshes)
             self._on_meshes[key] = self._on_mesh(share, members, kind, mesh)
         return self._on_meshes[key]
+
+    def formed(self, members: Sequence[Job], kind: Kind, mesh: Mesh) -> GroupRate | None:
+        """The rate of a group that trains, from packing its batches together; None if the jobs do not fit.
+
+        It is slower to compute and closer to plans than `on_mesh`, with which groups are searched.
+        """
+        if len(members) == 1:
+            return self.on_mesh(members, kind, mesh)
+        key = (tuple(map(self.key, members)), kind, mesh)
+        if key not in self._formed:
+            self._make_room(self._formed)
+            self._formed[key] = self._on_mesh(partial(joint_rate, members), members, kind, mesh)
+        return self._formed[key]
 
     def alternating_rate(self, members: Sequence[Job], kind: Kind, gpus: int) -> GroupRate | None:
         """The fastest mesh for jobs that alternate batch by batch and never share a microbatch."""
@@ -154,7 +171,7 @@ class Rates:
         if not points:
             return 0.0
         if share <= points[0][0]:
-            return points[0][1]
+            return points[0][1] * share / points[0][0]
         for (below, low), (above, high) in pairwise(points):
             if share <= above:
                 return low + (high - low) * (share - below) / (above - below)

@@ -9,7 +9,8 @@ from typing import NamedTuple
 import numpy as np
 
 from scheduling.online.checked import Refusal
-from scheduling.online.ledger import Accounts, jain
+from scheduling.online.fairness import fair_finishes_s, jain
+from scheduling.online.ledger import Accounts
 from scheduling.online.sharing import IsolatedRate
 from scheduling.online.types import Job
 
@@ -112,6 +113,22 @@ class ClusterResult:
             found[job.name] = self.jct_s[job.name] / fair_s
         return found
 
+    @cached_property
+    def user_ratio(self) -> dict[str, float]:
+        """Per user, the mean completion time of its jobs over that on a fair share of its own.
+
+        In the fair cluster every user with unfinished jobs has a max–min fair share of the GPUs at all times, and runs
+        its shortest jobs first on them: no groups, no more GPUs than a job's best mesh, and nothing to start.
+        """
+        fair_s = fair_finishes_s(self.jobs, self.isolated, self.accounts.users, self.gpus)
+        of_user = dict[str, list[Job]]()
+        for job in self.jobs:
+            of_user.setdefault(job.user, []).append(job)
+        return {
+            user: sum(self.jct_s[job.name] for job in jobs) / sum(fair_s[job.name] - job.arrival_s for job in jobs)
+            for user, jobs in of_user.items()
+        }
+
     def summary(self) -> dict[str, float]:
         """The figures of one table row."""
         jct = np.array(list(self.jct_s.values())) if self.jobs else np.zeros(1)
@@ -130,6 +147,7 @@ class ClusterResult:
             "slowdown_p99": float(np.percentile(slow, 99)),
             "slowdown_max": float(slow.max()),
             "fairness": self.fairness,
+            "worst_user": max(self.user_ratio.values(), default=1.0),
             "finish_fairness_mean": float(finish.mean()),
             "finish_fairness_p99": float(np.percentile(finish, 99)),
             "preemptions": float(self.preemptions),

@@ -13,6 +13,8 @@ from scheduling.online.sharing import GroupRate
 from scheduling.online.state import Decision, GroupState, JobState
 from scheduling.online.types import Job, Worker
 
+SLOWEST, FASTEST = 0.25, 4.0  # bounds on the speed that a run reports
+
 
 @dataclass(slots=True)
 class LiveGroup:
@@ -29,6 +31,7 @@ class Running:
 
     Args:
         mixes: whether a microbatch may hold samples of several jobs.
+        predicted: the policy's own predictions, if they are others than `rates`.
         expect: called with (seconds, group, version) of the next finish of a group; it counts while the group has
             this version.
 
@@ -46,20 +49,21 @@ class Running:
         ledger: Ledger,
         *,
         mixes: bool,
+        predicted: Rates | None = None,
         expect: Callable[[float, str, int], None],
     ):
         self.jobs, self.workers, self.rates, self.ledger = jobs, workers, rates, ledger
-        self.mixes, self.expect = mixes, expect
+        self.mixes, self.predicted, self.expect = mixes, predicted, expect
         self.unfinished: dict[str, JobState] = {}
         self.groups: dict[str, LiveGroup] = {}
         self.spans: list[Span] = []
         self.start_s: dict[str, float] = {}
         self.finish_s: dict[str, float] = {}
         self.slowdown: dict[str, float] = {}
-        self.preemptions = 0
+        self.preemptions = self.versions = 0
 
-    def arrive(self, job: Job, now: float) -> None:
-        self.unfinished[job.name] = JobState(job, at_s=now)
+    def arrive(self, job: Job, ahead_s: float, now: float) -> None:
+        self.unfinished[job.name] = JobState(job, at_s=now, ahead_s=ahead_s)
         self.ledger.arrive(job)
 
     def finish(self, group: str, version: int, now: float) -> bool:
@@ -150,23 +154,35 @@ class Running:
     def _set(self, live: LiveGroup, state: GroupState, ready_s: float, now: float) -> None:
         """Sets the members and rates of a group, and schedules its next finish."""
         live.state = replace(state, ready_s=ready_s)
-        live.version += 1
+        self.versions += 1  # over all groups: a name is used again
+        live.version = self.versions
         live.since_s = now
         live.rate = None
         first = inf
         if state.members:
             jobs = [self.jobs[name] for name in state.members]
             kind = self.workers[state.worker].kind
-            how = self.rates.on_mesh if self.mixes else self.rates.alternating_on_mesh
+            how = self.rates.formed if self.mixes else self.rates.alternating_on_mesh
             live.rate = how(jobs, kind, state.mesh)
             assert live.rate is not None
+            speeds = self._speeds(live, jobs)
             for name, steps_per_s in zip(state.members, live.rate.steps_per_s, strict=True):
-                mine = replace(self.unfinished[name], steps_per_s=steps_per_s)
+                mine = replace(self.unfinished[name], steps_per_s=steps_per_s, speed=speeds.get(name, 1.0))
                 self.unfinished[name] = mine
                 first = min(first, mine.at_s + mine.left_steps(mine.at_s) / steps_per_s)
         self.ledger.set_group(live.state, live.rate, now)
         if first < inf:
             self.expect(max(first, now), state.name, live.version)
+
+    def _speeds(self, live: LiveGroup, jobs: Sequence[Job]) -> dict[str, float]:
+        """Measured over predicted steps per second of a group's members, as a live run reports them."""
+        if self.predicted is None or live.rate is None:
+            return {}
+        rate = self.predicted.on_mesh(jobs, self.workers[live.state.worker].kind, live.state.mesh)
+        if rate is None:
+            return {}
+        pairs = zip(live.state.members, live.rate.steps_per_s, rate.steps_per_s, strict=True)
+        return {name: min(FASTEST, max(SLOWEST, actual / predicted)) for name, actual, predicted in pairs}
 
     def _settle(self, live: LiveGroup, now: float) -> None:
         """Updates the progress of a group's members."""

@@ -109,7 +109,7 @@ def share(members: Members, mesh: Mesh, cost: SlotCost) -> GroupRate:
         tokens = sum(caps)
     per_slot = [cap / profile.batch_tokens for cap, profile in zip(caps, profiles, strict=True)]
     slot_s = cost.seconds(mesh.capacity_tokens, mesh.capacity_tokens * squares / wanted) + cost.update_s * sum(per_slot)
-    return _rate(mesh, [steps / slot_s for steps in per_slot], tokens / slot_s, fair, bounds, tokens / room)
+    return group_rate(mesh, [steps / slot_s for steps in per_slot], tokens / slot_s, fair, bounds, tokens / room)
 
 
 def alternate(members: Members, mesh: Mesh, cost: SlotCost) -> GroupRate:
@@ -122,12 +122,13 @@ def alternate(members: Members, mesh: Mesh, cost: SlotCost) -> GroupRate:
     capacity = mesh.capacity_tokens
     cycle_s = cycle * cost.seconds(capacity, capacity * squares) + cost.update_s * len(profiles)
     density = tokens / (cycle * mesh.replicas * capacity)
-    return _rate(mesh, [1 / cycle_s] * len(profiles), tokens / cycle_s, fair, bounds, density)
+    return group_rate(mesh, [1 / cycle_s] * len(profiles), tokens / cycle_s, fair, bounds, density)
 
 
-def _rate(
+def group_rate(
     mesh: Mesh, steps: list[float], tokens_per_s: float, fair: Sequence[float], bounds: Sequence[float], density: float
 ) -> GroupRate:
+    """The rates of a group's members, with their slowdowns against `fair` rates."""
     slowdowns = tuple(map(truediv, fair, steps))
     excess = max(map(truediv, slowdowns, bounds))
     return GroupRate(mesh, tuple(steps), tokens_per_s, slowdowns, density, excess)

@@ -10,13 +10,14 @@ from typing import NamedTuple
 from scheduling.errors import PlanError
 from scheduling.online.checked import CheckedPolicy
 from scheduling.online.ledger import Ledger
+from scheduling.online.patience import work_ahead_s
 from scheduling.online.rates import Rates
 from scheduling.online.result import ClusterResult
 from scheduling.online.running import Running
 from scheduling.online.state import ClusterState, Policy, Traits
 from scheduling.online.types import Fault, Job, User, Worker, check_input
 
-TICK_S = 600.0  # interval at which the policy decides while jobs wait, even without events
+TICK_S = 180.0  # interval at which the policy decides while jobs wait, even without events
 
 
 class _Event(NamedTuple):
@@ -35,7 +36,8 @@ class Simulator:
     Args:
         jobs, workers, users, faults: as in `simulate_cluster`.
         policy: makes the decisions. A `CheckedPolicy` goes on after a refusal; any other policy's refusal is raised.
-        rates: predicts the rates of groups.
+        rates: how fast groups train.
+        predicted: the policy's own predictions, if they are others. The simulator then reports measured speeds.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class Simulator:
         policy: Policy,
         rates: Rates,
         *,
+        predicted: Rates | None = None,
         users: Sequence[User] = (),
         faults: Sequence[Fault] = (),
     ):
@@ -60,7 +63,13 @@ class Simulator:
         accounts = {name: named.get(name, User(name)) for name in names}
         self.ledger = Ledger(workers, rates, accounts, self.jobs)
         self.running = Running(
-            self.jobs, self.workers, rates, self.ledger, mixes=self.traits.mixes, expect=self._expect
+            self.jobs,
+            self.workers,
+            rates,
+            self.ledger,
+            mixes=self.traits.mixes,
+            predicted=predicted,
+            expect=self._expect,
         )
         self.decisions: list[tuple[float, str]] = []
         self.events: list[_Event] = [_Event(job.arrival_s, ARRIVAL, job.name) for job in self.jobs.values()]
@@ -118,7 +127,8 @@ class Simulator:
     def _happen(self, event: _Event) -> bool:
         """Applies an event; returns whether the policy should decide."""
         if event.order == ARRIVAL:
-            self.running.arrive(self.jobs[event.name], self.now)
+            job = self.jobs[event.name]
+            self.running.arrive(job, work_ahead_s(self.state(), job.user, self.now, self.rates), self.now)
             return True
         if event.order == FINISH:
             return self.running.finish(event.name, event.version, self.now)

@@ -24,6 +24,7 @@ class JobState:
         in_groups_s: seconds in groups, until `at_s`.
         alone_s: isolated time of its steps so far, on its fair share of its groups' GPUs.
         speed: measured over predicted steps per second, if a live run has reported it.
+        ahead_s: GPU-seconds of isolated work that its user's other jobs had left when it arrived (`work_ahead_s`).
     """
 
     job: Job
@@ -35,6 +36,7 @@ class JobState:
     in_groups_s: float = 0.0
     alone_s: float = 0.0
     speed: float = 1.0
+    ahead_s: float = 0.0
 
     def left_steps(self, now: float) -> float:
         since = now - self.at_s  # without max(): a decision asks for every job

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
-from pathlib import Path
 
 import pytest
-from more_cases import nightly
 
 from benchmarks import online_real
 from benchmarks.online_real_plan import SCENARIOS, draw_jobs, planned, simulated, slot_at, time_of
@@ -84,14 +82,3 @@ def test_a_tiny_run_writes_what_was_predicted_and_measured(tmp_path):
     assert int(whole["tokens"]) == sum(int(row["tokens"]) for row in rows) == measured.tokens
     assert float(whole["makespan_measured_s"]) == pytest.approx(measured.duration_s, abs=1e-3)
     assert {"device", "jax", "date", "capacity_tokens"} <= json.loads((tmp_path / "conditions.json").read_text()).keys()
-
-
-@pytest.mark.parametrize("run", ["online_real_h200_2026-11-23b", nightly("online_real_h200_2026-11-23")])
-def test_published_errors_are_those_of_the_timelines(run, tmp_path):
-    """Only the predictions are made again: they are of the plan that was trained, and within a tenth of it."""
-    folder = Path(online_real.__file__).parent / "results" / run
-    online_real.main(["--again", str(folder), "--device", "h200", "--out", str(tmp_path)])
-    for name in ("jobs.csv", "runs.csv"):
-        for again, published in zip(read(tmp_path / name), read(folder / name), strict=True):
-            assert again == {column: published[column] for column in again}  # a profile is of the run only
-    assert all(abs(float(row["simulated_error"])) <= 0.1 for row in read(tmp_path / "jobs.csv"))

@@ -44,6 +44,8 @@ class Draft:
         for name, group in self.groups.items():
             self.by_worker[group.worker][name] = group
         self.free = {name: [True] * worker.gpus for name, worker in state.workers.items()}
+        self.count = {name: worker.gpus for name, worker in state.workers.items()}  # of free GPUs
+        self._names: dict[Kind, list[str]] = {}
         for group in self.groups.values():
             if group.members:
                 self._mark(group, False)
@@ -54,16 +56,21 @@ class Draft:
         return [job for name, job in self.state.jobs.items() if name not in placed]
 
     def free_gpus(self) -> int:
-        return sum(map(sum, self.free.values()))
+        return sum(self.count.values())
+
+    def names_of(self, kind: Kind) -> list[str]:
+        """Workers of a kind."""
+        if kind not in self._names:
+            self._names[kind] = [name for name, worker in self.state.workers.items() if worker.kind == kind]
+        return self._names[kind]
 
     def kind(self, group: DraftGroup) -> Kind:
         return self.state.workers[group.worker].kind
 
     def blocks(self, size: int, kind: Kind) -> Iterator[tuple[str, int]]:
         """(worker, first GPU) of free aligned blocks on workers of a kind, fullest worker first."""
-        fitting = (name for name in self.free if self.state.workers[name].kind == kind)
-        order = sorted(fitting, key=lambda name: (sum(self.free[name]), name))
-        for worker in order:
+        counts = ((self.count[name], name) for name in self.names_of(kind) if self.count[name] >= size)
+        for _, worker in sorted(counts):
             free = self.free[worker]
             for first in range(0, len(free) - size + 1, size):
                 if all(free[first : first + size]):
@@ -94,6 +101,12 @@ class Draft:
             if idle and group.base == base and len(group.gpus) == size and self.kind(group) == kind:
                 return group.worker, group.gpus[0]
         return None
+
+    def idle_session(self, base: str, block: tuple[str, int], size: int) -> bool:
+        """Whether exactly these GPUs hold an idle session of this base."""
+        worker, first = block
+        sessions = self.by_worker[worker].values()
+        return any((g.base, g.gpus[0], len(g.gpus)) == (base, first, size) and not g.members for g in sessions)
 
     def block(self, base: str, size: int, kind: Kind) -> tuple[str, int] | None:
         """The block that a group of this size would use: a warm session if there is one, else the tightest fit."""
@@ -146,4 +159,5 @@ class Draft:
     def _mark(self, group: DraftGroup, free: bool) -> None:
         row = self.free[group.worker]
         for gpu in group.gpus:
+            self.count[group.worker] += free - row[gpu]
             row[gpu] = free

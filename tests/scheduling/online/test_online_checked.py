@@ -1,11 +1,13 @@
 """The policy never stops: no decision of it is refused on ordinary traces, and one that is refused changes nothing."""
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
 from more_cases import nightly
 
 from scheduling import PlanError
+from scheduling.cost_model import PassCost, StageCost
 from scheduling.online import (
     TRACES,
     CheckedPolicy,
@@ -21,6 +23,7 @@ from scheduling.online import (
     generate_trace,
     simulate_cluster,
 )
+from scheduling.online.costs import stage_costs
 
 RATES = Rates()
 BASES = {"llama-3.1-8b": 0.5, "qwen2.5-14b": 0.3, "qwen2.5-32b": 0.2}
@@ -104,3 +107,39 @@ def test_a_run_goes_on_after_refusals():
     assert len(result.refusals) >= 3
     with pytest.raises(PlanError, match="decided what cannot be"):
         simulate_cluster(JOBS, [Worker("h", 2)], broken.policy, rates=RATES)
+
+
+def test_wrong_predictions_do_not_stop_a_run():
+    """Every base and mesh is up to a fifth faster or slower than predicted; measured speeds reach the policy."""
+
+    def actual_costs(shape, device, stages, recompute):
+        factor = 1.0 + 0.1 * ((shape.num_layers * 7 + stages * 3 + recompute) % 5 - 2)
+        costs = stage_costs(shape, device, stages, recompute)
+        return replace(costs, stages=tuple(scaled(stage, factor) for stage in costs.stages))
+
+    def scaled(stage, factor):
+        passes = {name: getattr(stage, name) for name in ("forward", "backward")}
+        return StageCost(
+            update_s=stage.update_s * factor,
+            **{
+                name: PassCost(fixed_s=of.fixed_s * factor, token_s=of.token_s * factor, square_s=of.square_s * factor)
+                for name, of in passes.items()
+            },
+        )
+
+    workers = [Worker("one", 2)]
+    jobs = generate_trace("sweeps", jobs=80, workers=workers, load=1.0, seed=3, bases=BASES, users=5, rates=RATES)
+    seen = set()
+
+    class Watched(Ours):
+        def decide(self, state, now):
+            seen.update(one.speed for one in state.jobs.values())
+            return super().decide(state, now)
+
+    truth = Rates(costs=actual_costs)
+    policy = CheckedPolicy(Watched(RATES), truth, tolerance=0.25)
+    result = simulate_cluster(jobs, workers, policy, rates=RATES, truth=truth)
+    assert len(result.finish_s) == 80
+    assert result.refusals == ()
+    assert min(seen) < 0.95
+    assert max(seen) > 1.05

@@ -43,18 +43,17 @@ def test_slowdowns_stay_within_the_bound(runs):
     assert slowdowns[-1] <= 1.5
 
 
-def test_users_get_their_shares(runs):
-    """On a small cluster one long job is a good part of a user's share; the table's bound is 0.95 for 64 GPUs."""
-    assert runs["ours"].fairness >= 0.85
-    assert runs["ours"].fairness > runs["fifo"].fairness
+def test_nobody_waits_much_longer_than_on_a_share_of_its_own(runs):
+    assert max(runs["ours"].user_ratio.values()) <= 2.0 < max(runs["fifo"].user_ratio.values())
 
 
-@pytest.mark.parametrize(("base", "least"), [("llama-3.1-8b", 1.03), ("llama-3.1-70b", 1.1)])
+@pytest.mark.parametrize(("base", "least"), [("qwen2.5-32b", 1.45), ("llama-3.1-70b", 1.5)])
 def test_grouping_raises_what_all_jobs_achieve_together(base, least):
-    """An 8B job alone fills 0.85 of its slots, so 1.17 is the bound; the last jobs leave GPUs idle either way."""
+    """On 80 GiB one adapter leaves a pipeline half empty. On 140 GiB, 32B fits one GPU, where little can be won."""
+    hosts = [Worker("host0", 8, 80.0), Worker("host1", 8, 80.0)]
     shape = TraceShape(spread=0.3)
-    jobs = generate_trace(shape, jobs=80, workers=HOSTS, rates=RATES, at_start=True, bases={base: 1.0}, seed=1)
-    ours, fifo = (simulate_cluster(jobs, HOSTS, policy=policy, rates=RATES) for policy in ("ours", "fifo"))
+    jobs = generate_trace(shape, jobs=80, workers=hosts, rates=RATES, at_start=True, bases={base: 1.0}, seed=1)
+    ours, fifo = (simulate_cluster(jobs, hosts, policy=policy, rates=RATES) for policy in ("ours", "fifo"))
     assert ours.tokens_per_s >= least * fifo.tokens_per_s
 
 

@@ -1,41 +1,47 @@
 """Claims of jobs: what a step of each is worth, and which jobs have waited long.
 
-A job's claim per GPU-second of isolated work is  user / (left + START)^α.  It is larger for urgent jobs and higher
-priorities. Sorted by it, short jobs come first.
+A GPU-second of isolated work is worth the seconds by which it brings forward all jobs that it delays. These are the job
+itself, which needs all of its best mesh, and every job that comes after it, behind which all GPUs work:
+
+    claim = 1 / GPUs of its best mesh + QUEUE · later jobs / GPUs of the cluster
+
+With QUEUE = 1 this is the derivative of the sum of completion times, if no more jobs come. It prices order and sharing
+alike: a group of two gains if it does so much more work than its first member alone that the delay of that one is made
+up for. Urgent jobs and higher priorities claim more than all others.
+
+The shortest jobs come first, and those of users who received less than their share somewhat sooner. While one user
+floods the cluster, jobs of users who ask for no more than their share go first as soon as they would end late.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf
-from typing import NamedTuple
 
 from scheduling.errors import PlanError
-from scheduling.online.check import PATIENCE
+from scheduling.online.patience import (
+    PATIENCE,
+    StepCost,
+    StepCosts,
+    fair_times_s,
+    owed_s,
+    user_shares,
+    users_above_share,
+)
 from scheduling.online.policies.ours.settings import Settings
 from scheduling.online.state import ClusterState, JobState, UserState
-from scheduling.online.types import Job
 
-URGENT = 30.0  # factor on the claim of an urgent job
-PRIORITY = 100.0  # factor on the claim per level of priority
+QUEUE = 2.0  # for every job that waits, one more comes before the queue is gone
+URGENT = 30.0  # claim of an urgent job, in multiples of the largest claim
+PRIORITY = 100.0  # the same per level of priority
+FLOOD = 3.0  # times that the jobs of one user would fill all GPUs, beyond which the others are protected
+LATE = 1.25  # a protected job goes first if it would end after this multiple of its fair time
+OWED = 0.5  # share of a job's work that its user has to be owed
 OWED_S = 1800.0  # difference between users, in GPU-seconds, below which they count as equal
 LEAST, MOST = 0.05, 20.0  # bounds on a user's factor
 SPENT = 0.98  # share of the patience after which no later job may start first
-
-
-class StepCost(NamedTuple):
-    """An isolated step on the best mesh; zeros if the job fits on no worker that is up."""
-
-    gpu_s: float
-    seconds: float
-
-    def at_speed(self, speed: float) -> StepCost:
-        """The cost of a job that trains at `speed` times its predicted rate."""
-        return StepCost(self.gpu_s / speed, self.seconds / speed)
-
-
-StepCosts = Callable[[Job], StepCost]
+SLACK, SLACK_S = 1.5, 120.0  # a deadline is near if it is less than this multiple of the remaining time away, and this
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,11 +50,12 @@ class Claims:
 
     Args:
         work: GPU-seconds of an isolated step.
-        step: utility of a step per second.
-        order: utility of a GPU-second of work per second: the order of jobs.
+        step: value of a step.
+        order: value of a GPU-second of work: the order of jobs.
         urgent: waiting jobs to start as soon as possible, by arrival.
         overdue: those of them that no later job of their weight may overtake.
         pressed: names of all jobs, waiting or not, that have waited long or would miss their deadline soon.
+        least_rate: steps per second below which a job of a protected user joins no group.
     """
 
     work: Mapping[str, float]
@@ -57,6 +64,7 @@ class Claims:
     urgent: tuple[JobState, ...]
     overdue: tuple[JobState, ...]
     pressed: frozenset[str]
+    least_rate: Mapping[str, float]
 
 
 def weigh(state: ClusterState, now: float, settings: Settings, step_cost: StepCosts) -> Claims:
@@ -65,56 +73,114 @@ def weigh(state: ClusterState, now: float, settings: Settings, step_cost: StepCo
     Raises:
         PlanError: `online.speed`.
     """
-    users = {name: user_factor(user, settings.fairness) for name, user in state.users.items()}
-    work: dict[str, float] = {}
-    step: dict[str, float] = {}
-    order: dict[str, float] = {}
-    urgent: list[tuple[JobState, float]] = []  # with their patience
+    costs = {name: _checked_cost(one, step_cost) for name, one in state.jobs.items()}
+    left_s = {name: costs[name].seconds * one.left_steps(now) for name, one in state.jobs.items()}
+    patience_s = _patience_s(state, costs)
+    order = _values(state, left_s, costs, settings)
+    modest = _modest_users(state, costs)
+    late_s = _late_s(state, costs, left_s, modest)
+    largest = max(order.values(), default=1.0)
+    urgent: list[JobState] = []
     pressed: set[str] = set()
     for name, one in state.jobs.items():
-        if not 0 < one.speed < inf:
-            raise PlanError("online.speed", f"{name}: speed must be above 0, not {one.speed!r}", fix="speed: 1.0")
-        cost = step_cost(one.job)
-        if one.speed != 1.0:
-            cost = cost.at_speed(one.speed)
-        work[name], step[name], order[name] = cost.gpu_s, 0.0, 0.0
-        if not cost.gpu_s:
-            continue
-        left = one.left_steps(now)
-        claim = users.get(one.job.user, 1.0) / (left * cost.gpu_s + settings.start_work_s) ** settings.sharpness
-        if one.job.priority:
-            claim *= PRIORITY**one.job.priority
-        if settings.urgency and is_urgent(one, now, left * cost.seconds, settings.urgent * patience_s(one.job, cost)):
-            claim *= URGENT
+        longest_s = min(settings.urgent * patience_s[name], late_s.get(name, inf))
+        if settings.urgency and order[name] and is_urgent(one, now, left_s[name], longest_s):
+            order[name] = URGENT * largest
             pressed.add(name)
             if one.group is None:
-                urgent.append((one, patience_s(one.job, cost)))
-        order[name], step[name] = claim, claim * cost.gpu_s
-    urgent.sort(key=lambda each: (each[0].job.arrival_s, each[0].job.name))
-    overdue = tuple(one for one, longest_s in urgent if one.waited(now) > SPENT * longest_s)
+                urgent.append(one)
+        if one.job.priority:
+            order[name] *= (PRIORITY * largest) ** one.job.priority
+    urgent.sort(key=lambda one: (one.job.arrival_s, one.job.name))
     return Claims(
-        work=work,
-        step=step,
+        work={name: cost.gpu_s for name, cost in costs.items()},
+        step={name: order[name] * cost.gpu_s for name, cost in costs.items()},
         order=order,
-        urgent=tuple(one for one, _ in urgent),
-        overdue=overdue,
+        urgent=tuple(urgent),
+        overdue=tuple(one for one in urgent if one.waited(now) > SPENT * patience_s[one.job.name]),
         pressed=frozenset(pressed),
+        least_rate={
+            name: 1 / costs[name].seconds / one.job.max_slowdown
+            for name, one in state.jobs.items()
+            if one.job.user in modest and costs[name].seconds
+        },
     )
-
-
-def user_factor(user: UserState, fairness: float) -> float:
-    """Raises the claims of a user that received less than its max–min fair share of the cluster."""
-    owed = (user.entitled + OWED_S) / (max(0.0, user.got) + OWED_S)
-    return min(MOST, max(LEAST, owed**fairness))
 
 
 def is_urgent(one: JobState, now: float, left_s: float, longest_wait_s: float) -> bool:
     """Whether a job has waited long, or would miss its deadline soon."""
     deadline_s = one.job.deadline_s
-    late = deadline_s is not None and now < deadline_s < now + 1.5 * left_s + 120.0
+    late = deadline_s is not None and now < deadline_s < now + SLACK * left_s + SLACK_S
     return late or one.waited(now) > longest_wait_s
 
 
-def patience_s(job: Job, cost: StepCost) -> float:
-    """Seconds that a job may wait while later jobs of its weight start."""
-    return PATIENCE * cost.seconds * job.steps
+def _values(
+    state: ClusterState, left_s: Mapping[str, float], costs: Mapping[str, StepCost], settings: Settings
+) -> dict[str, float]:
+    """The value of a GPU-second of each job's work; 0 if the job fits on no worker that is up."""
+    gpus = sum(worker.gpus for worker in state.workers.values())
+    values, fitting = dict.fromkeys(state.jobs, 0.0), [name for name in state.jobs if costs[name].gpu_s]
+    if settings.short_first:
+        work_s = {name: left_s[name] * costs[name].gpu_s / costs[name].seconds for name in fitting}
+        fitting = order_of(state, work_s, settings.fairness)
+    for place, name in enumerate(fitting):
+        later = len(fitting) - 1 - place
+        values[name] = costs[name].seconds / costs[name].gpu_s + QUEUE * later / gpus
+    return values
+
+
+def order_of(state: ClusterState, work_s: Mapping[str, float], fairness: float) -> list[str]:
+    """Jobs by  work / (what their user was entitled to / what it got)^(2 · fairness).
+
+    Args:
+        work_s: GPU-seconds that each job has left.
+    """
+    factor = {name: user_factor(user) ** (2 * fairness) for name, user in state.users.items()}
+    place = {name: work / factor.get(state.jobs[name].job.user, 1.0) for name, work in work_s.items()}
+    return sorted(place, key=place.__getitem__)
+
+
+def user_factor(user: UserState) -> float:
+    """Above 1 for a user that received less than its max–min fair share of the cluster."""
+    return min(MOST, max(LEAST, (user.entitled + OWED_S) / (max(0.0, user.got) + OWED_S)))
+
+
+def _patience_s(state: ClusterState, costs: Mapping[str, StepCost]) -> dict[str, float]:
+    """Seconds that each job may wait while later jobs of its weight start; infinite for users above their share."""
+    above = users_above_share(state)
+    fair_s = fair_times_s(state, costs)
+    return {name: inf if one.job.user in above else PATIENCE * fair_s[name] for name, one in state.jobs.items()}
+
+
+def _modest_users(state: ClusterState, costs: Mapping[str, StepCost]) -> frozenset[str]:
+    """Users who ask for no more GPUs than their share while another one floods the cluster."""
+    share = user_shares(state)
+    demand = dict.fromkeys(share, 0.0)
+    for name, one in state.jobs.items():
+        if costs[name].seconds:
+            demand[one.job.user] += costs[name].gpu_s / costs[name].seconds
+    if max(demand.values(), default=0.0) <= FLOOD * sum(share.values()):
+        return frozenset()
+    return frozenset(user for user in share if demand[user] <= share[user])
+
+
+def _late_s(
+    state: ClusterState, costs: Mapping[str, StepCost], left_s: Mapping[str, float], modest: frozenset[str]
+) -> dict[str, float]:
+    """Seconds after which a job of a modest user goes first, or stays, if its user is owed a part of its work."""
+    owed, fair_s = owed_s(state), fair_times_s(state, costs)
+    late_s: dict[str, float] = {}
+    for name, one in state.jobs.items():
+        cost = costs[name]
+        if one.job.user in modest and cost.seconds:
+            work_s = left_s[name] * cost.gpu_s / cost.seconds
+            if one.group is not None or owed.get(one.job.user, 0.0) >= OWED * work_s:
+                late_s[name] = LATE * fair_s[name] - cost.seconds * one.job.steps
+    return late_s
+
+
+def _checked_cost(one: JobState, step_cost: StepCosts) -> StepCost:
+    if not 0 < one.speed < inf:
+        raise PlanError("online.speed", f"{one.job.name}: speed must be above 0, not {one.speed!r}", fix="speed: 1.0")
+    cost = step_cost(one.job)
+    return cost if one.speed == 1.0 else cost.at_speed(one.speed)

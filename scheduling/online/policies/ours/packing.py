@@ -24,8 +24,7 @@ def pack(search: Search, kind: Kind, gpus: int, waiting: Sequence[str]) -> Pack 
         if rate is not None and not _may_move(search, members, rate):
             rate = None
         worth = appraiser.worth(members, rate) if rate else 0.0
-        least = best.worth * (1 + appraiser.least_gain(len(members), gpus)) if best else 0.0
-        if rate is not None and worth > least:
+        if rate is not None and worth > (best.worth if best else 0.0):
             best, misses = Pack(members, rate, worth), 0
         else:
             misses += 1

@@ -1,14 +1,14 @@
 """The policy: which moves it tries, in which order.
 
-The utility of a configuration is  U = Σ over running jobs of  claim_i · rate_i / (left_i + START)^α.  Rates and
-remaining work are in GPU-seconds of isolated training. α = 1 would run the shortest job on all GPUs, and α = 0 would
-only fill the GPUs. In between, jobs share GPUs as long as that raises the total. A move is made if its gain over
-`horizon_s` exceeds the loss while groups stop for it.
+A configuration saves  Σ over running jobs of  claim · rate  seconds of completion times a second, where rates are in
+GPU-seconds of isolated work. A move is made if its gain over `horizon_s`, or while the group lasts, exceeds the loss
+while groups stop for it.
 """
 
 from __future__ import annotations
 
-from scheduling.online.policies.ours.claims import StepCost, weigh
+from scheduling.online.patience import Sizes, StepCost, step_cost, worker_sizes
+from scheduling.online.policies.ours.claims import weigh
 from scheduling.online.policies.ours.moves.evict import evict
 from scheduling.online.policies.ours.moves.free import fill_free
 from scheduling.online.policies.ours.moves.grow import grow
@@ -16,14 +16,13 @@ from scheduling.online.policies.ours.moves.join import join_or_swap
 from scheduling.online.policies.ours.moves.repair import repair
 from scheduling.online.policies.ours.moves.split import split
 from scheduling.online.policies.ours.moves.urgent import place_urgent
-from scheduling.online.policies.ours.search import Search, worker_sizes
+from scheduling.online.policies.ours.search import Search
 from scheduling.online.policies.ours.settings import Settings
-from scheduling.online.rates import Kind, Rates
+from scheduling.online.rates import Rates
 from scheduling.online.state import ClusterState, Decision
 from scheduling.online.types import Job
 
 SPARE = 100  # jobs in the cache beyond twice those of a state
-Sizes = tuple[tuple[Kind, int], ...]
 
 
 class Ours:
@@ -71,8 +70,5 @@ class Ours:
     def _step_cost(self, job: Job, sizes: Sizes) -> StepCost:
         known = self._known.get(job.name)
         if known is None or known[0] is not job or known[1] != sizes:
-            rates = (self.rates.best_isolated_rate(job, kind, most) for kind, most in sizes)
-            best = next((rate for rate in rates if rate), None)
-            cost = StepCost(best.gpu_s(1), best.step_s) if best else StepCost(0.0, 0.0)
-            known = self._known[job.name] = (job, sizes, cost)
+            known = self._known[job.name] = (job, sizes, step_cost(self.rates, job, sizes))
         return known[2]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Sequence
+from operator import truediv
 from typing import NamedTuple
 
+from scheduling.online.patience import worker_sizes
 from scheduling.online.policies.draft import Draft, DraftGroup
 from scheduling.online.policies.ours.claims import Claims
 from scheduling.online.policies.ours.settings import Settings
@@ -73,6 +75,16 @@ class Search:
     def open_s(self, name: str) -> float:
         """Seconds until a new session of a job's base trains."""
         return self.rates.changes.open_s(self.job(name).shape)
+
+    def lasts_s(self, members: Sequence[str], rate: GroupRate) -> float:
+        """Seconds until the last of these members ends."""
+        left = (self.state.jobs[name].left_steps(self.now) for name in members)
+        return max(map(truediv, left, rate.steps_per_s))
+
+    def start_s(self, base: str, block: Block, gpus: int, name: str) -> float:
+        """Seconds until a group trains on a free block: fewer if an idle session of its base and size is there."""
+        warm = self.draft.idle_session(base, block, gpus)
+        return self.rates.changes.change_s if warm else self.open_s(name)
 
     def may_start(self, name: str) -> bool:
         """Whether starting a job overtakes no job whose patience is over."""
@@ -145,8 +157,3 @@ class Search:
             self.options.clear()
         for key in [key for key in self.packs if key[0] == base]:
             del self.packs[key]
-
-
-def worker_sizes(state: ClusterState) -> tuple[tuple[Kind, int], ...]:
-    """Kinds and sizes of the workers that are up."""
-    return tuple(dict.fromkeys((worker.kind, worker.gpus) for worker in state.workers.values()))

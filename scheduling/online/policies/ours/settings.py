@@ -10,35 +10,28 @@ class Settings:
     """Parameters of the policy. Each switch turns off one idea, for ablations.
 
     Args:
-        sharpness: α, the preference for short jobs.
-        frugality: discount of groups that train slowly for their GPUs, while jobs wait.
-        thrift: a new group's worth is divided by (its GPUs)^thrift, while more jobs wait than fit.
-        start_work_s: START, GPU-seconds of work below which jobs count as equally short.
-        horizon_s: expected duration of a move's effect.
-        delay_price: weight of the delay that one more member causes to the others of its group. 1 is right if no more
-            jobs come; each one that comes makes grouping worth more.
+        thrift: a new group's worth is divided by (its GPUs)^thrift, so that several small groups may be worth more.
+        horizon_s: longest expected effect of a move. Shorter groups gain for as long as they last.
         margin: minimum relative gain for which a job is preempted or a group is split.
         urgent: share of the patience after which a waiting job goes first.
         fairness: priority of users that received less than their share.
         most_members: places of a session.
         candidates: number of waiting jobs of a base to try in a row without a gain.
         moves: maximum number of moves in one decision, except those onto free GPUs.
+        short_first: whether the shortest jobs go first; else those that came first.
         grouping, residual, urgency, elasticity, preemption: switches. Without `residual` a group has at most four jobs,
             whatever capacity is left.
     """
 
-    sharpness: float = 0.5
-    frugality: float = 3.0
     thrift: float = 0.5
-    start_work_s: float = 120.0
     horizon_s: float = 900.0
-    delay_price: float = 0.5
     margin: float = 0.1
-    urgent: float = 0.4
-    fairness: float = 1.0
+    urgent: float = 0.9
+    fairness: float = 0.25
     most_members: int = 12
     candidates: int = 4
     moves: int = 12
+    short_first: bool = True
     grouping: bool = True
     residual: bool = True
     urgency: bool = True

@@ -1,4 +1,4 @@
-"""Worth of a group: the utility that its members gain per second, within bounds and quotas."""
+"""Worth of a group: what its members gain per second, within bounds and quotas."""
 
 from __future__ import annotations
 
@@ -21,10 +21,6 @@ class Appraiser:
         self.claims, self.draft = claims, draft
         self.quotas = {name: most for name, user in state.users.items() if (most := user.user.max_gpus) is not None}
         self.measured = any(one.speed != 1.0 for one in state.jobs.values())
-        waiting = sum(one.group is None for one in state.jobs.values())
-        gpus = sum(worker.gpus for worker in state.workers.values())
-        self.queue = waiting / gpus  # jobs that wait, per GPU
-        self.frugality = settings.frugality * min(1.0, self.queue)
         self._known: dict[str, float] = {}  # worth of groups of the draft
 
     def jobs(self, names: Iterable[str]) -> list[Job]:
@@ -38,9 +34,14 @@ class Appraiser:
         if len(names) > self.settings.most_members or (len(names) > 1 and not self.settings.grouping):
             return None
         rate = self.rates.group(self.jobs(names), kind, gpus)
-        if rate is None or not (rate.within_bounds or len(names) == 1):
+        if rate is None or not (len(names) == 1 or (rate.within_bounds and self._protects(names, rate))):
             return None
         return self._measured(names, rate) if not self.quotas or self._within_quotas(names, gpus) else None
+
+    def _protects(self, names: Sequence[str], rate: GroupRate) -> bool:
+        """Whether the jobs of modest users train about as fast as alone."""
+        least = self.claims.least_rate
+        return all(steps >= least.get(name, 0.0) for name, steps in zip(names, rate.steps_per_s, strict=True))
 
     def current_rate(self, group: DraftGroup) -> GroupRate | None:
         """The rate of a group of the draft on its mesh."""
@@ -48,14 +49,9 @@ class Appraiser:
         return self._measured(group.members, rate) if rate else None
 
     def worth(self, names: Sequence[str], rate: GroupRate) -> float:
-        """Σ claim · rate of a group, discounted if it trains slowly for its GPUs while jobs wait."""
+        """Σ claim · rate of a group: seconds of completion times that it saves a second."""
         step = self.claims.step
-        worth = sum([step[name] * steps for name, steps in zip(names, rate.steps_per_s, strict=True)])
-        if not self.frugality:
-            return worth
-        own = self.claims.work
-        work = sum([own[name] * steps for name, steps in zip(names, rate.steps_per_s, strict=True)])
-        return worth * (work / rate.mesh.gpus) ** self.frugality
+        return sum([step[name] * steps for name, steps in zip(names, rate.steps_per_s, strict=True)])
 
     def of(self, group: DraftGroup) -> float:
         """Worth of a group of the draft."""
@@ -63,14 +59,6 @@ class Appraiser:
             rate = self.current_rate(group) if group.members else None
             self._known[group.name] = self.worth(group.members, rate) if rate else 0.0
         return self._known[group.name]
-
-    def least_gain(self, members: int, gpus: int) -> float:
-        """Relative gain in worth that the last of so many members must bring, because it delays the others.
-
-        If N equal jobs run n at a time, at a total rate of μ(n), their mean completion time is (N + n) / (2 μ(n)). So
-        the n-th has to raise μ by 1 / (N + n - 1). N counts the other members and the group's share of the queue.
-        """
-        return self.settings.delay_price / (2 * (members - 1) + self.queue * gpus)
 
     def changed(self, group: DraftGroup) -> None:
         """Forgets the worth of a group whose members or mesh have changed."""

@@ -6,7 +6,7 @@ from itertools import islice
 
 from scheduling.online.policies.draft import DraftGroup
 from scheduling.online.policies.ours.packing import first_pack
-from scheduling.online.policies.ours.search import Search
+from scheduling.online.policies.ours.search import Pack, Search
 
 VICTIMS = 3  # groups that a base may replace, least worth first
 
@@ -23,8 +23,7 @@ def evict(search: Search) -> bool:
             pack = first_pack(search, base, search.draft.kind(group), len(group.gpus))
             if pack is None:
                 continue
-            stop = search.open_s(pack.members[0]) / search.settings.horizon_s
-            gain = pack.worth * (1 - stop) - search.appraiser.of(group) * (1 + search.settings.margin)
+            gain = pack.worth - search.appraiser.of(group) * (1 + search.settings.margin) - _stops(search, pack, group)
             if gain > most:
                 best, most = (group, base, pack), gain
     if best is None:
@@ -39,3 +38,12 @@ def evict(search: Search) -> bool:
 def _may_go(search: Search, group: DraftGroup) -> bool:
     """Whether a group may end: it trains, and this decision placed none of its members with a reason to stay."""
     return bool(group.members) and not group.is_new and search.protected.isdisjoint(group.members)
+
+
+def _stops(search: Search, pack: Pack, group: DraftGroup) -> float:
+    """What is lost while the pack's session opens, and the group's again if the pack ends soon, per second."""
+    lasts_s = search.lasts_s(pack.members, pack.rate)
+    lost = pack.worth * search.open_s(pack.members[0])
+    if lasts_s < search.settings.horizon_s:
+        lost += search.appraiser.of(group) * search.open_s(group.members[0])
+    return lost / min(lasts_s, search.settings.horizon_s)

@@ -7,29 +7,26 @@ from itertools import product
 from scheduling.online.policies.ours.packing import first_pack
 from scheduling.online.policies.ours.search import Search
 
-QUIET = 0.25  # exponent of a group's GPUs while all waiting jobs fit
-
 
 def fill_free(search: Search) -> bool:
-    """Opens a group on free GPUs, with the base and the size whose waiting jobs are worth most.
-
-    While more jobs wait than fit, groups are compared by worth per GPU.
-    """
-    free = search.draft.free_gpus()
-    if not free or not any(search.backlog.values()):
+    """Opens a group on free GPUs, with the base and the size whose waiting jobs are worth most, starts included."""
+    if not search.draft.free_gpus() or not any(search.backlog.values()):
         return False
-    crowded = sum(map(len, search.backlog.values())) > free
-    power = search.settings.thrift if crowded else QUIET
     best, most = None, 0.0
     for base, waiting in search.backlog.items():
         sizes = (8, 4, 2, 1) if search.settings.elasticity else search.best_sizes(waiting)
         for size, kind in product(sizes if waiting else (), search.kinds):
             block = search.draft.block(base, size, kind)
-            found = first_pack(search, base, kind, size) if block else None
-            if block and found and (best is None or found.worth / size**power > most):
-                best, most = (base, block, found), found.worth / size**power
+            pack = first_pack(search, base, kind, size) if block else None
+            if block is None or pack is None:
+                continue
+            lasts_s = search.lasts_s(pack.members, pack.rate)
+            trains = lasts_s / (lasts_s + search.start_s(base, block, size, pack.members[0]))
+            worth = pack.worth * trains / size**search.settings.thrift
+            if best is None or worth > most:
+                best, most = (base, block, pack), worth
     if best is None:
         return False
-    base, block, found = best
-    search.open(base, block, found.members, found.rate, "GPUs are free")
+    base, block, pack = best
+    search.open(base, block, pack.members, pack.rate, "GPUs are free")
     return True

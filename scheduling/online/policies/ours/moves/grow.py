@@ -58,9 +58,8 @@ def _growth_of(search: Search, group: DraftGroup) -> _Growth | None:
 def _gain(search: Search, groups: list[DraftGroup], members: list[str], rate: GroupRate) -> float | None:
     """Gain in worth; None if it does not make up for the stop while the members last."""
     before, after = sum(map(search.appraiser.of, groups)), search.appraiser.worth(members, rate)
-    open_s, jobs = search.open_s(members[0]), search.state.jobs
-    left = (jobs[name].left_steps(search.now) / s for name, s in zip(members, rate.steps_per_s, strict=True))
-    lasts_s = min(search.settings.horizon_s * 2, max(left))
+    open_s = search.open_s(members[0])
+    lasts_s = min(search.settings.horizon_s * 2, search.lasts_s(members, rate))
     if after * (lasts_s - open_s) <= before * lasts_s * (1 + search.settings.margin):
         return None
     return after - before if search.appraiser.tolerates(members, rate, members, open_s) else None

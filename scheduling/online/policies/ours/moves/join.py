@@ -47,17 +47,11 @@ def _best_option(search: Search, group: DraftGroup, waiting: str) -> Option | No
     best, worth = None, appraiser.of(group)
     for members, rate in _with_one_more(search, group, waiting):
         gain = appraiser.worth(members, rate) - worth
-        if gain > _least_gain(search, group, len(members)) * worth and (best is None or gain > best.gain):
+        if gain > worth * stop_s / search.settings.horizon_s and (best is None or gain > best.gain):
             trained = [name for name in members if search.state.jobs[name].group is not None]
             if appraiser.tolerates(trained, rate, members, stop_s):
                 best = Option(gain, members, rate)
     return best
-
-
-def _least_gain(search: Search, group: DraftGroup, members: int) -> float:
-    """Relative gain in worth that makes up for the stop, and for the delay that one more member causes."""
-    stop = search.rates.changes.change_s / search.settings.horizon_s
-    return max(stop, search.appraiser.least_gain(members, len(group.gpus))) if members > len(group.members) else stop
 
 
 def _with_one_more(search: Search, group: DraftGroup, waiting: str) -> Iterator[tuple[list[str], GroupRate]]:

@@ -1,0 +1,223 @@
+"""Baseline policies that give every job its own mesh; interface and rates are those of ours."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from scheduling.online.policies.draft import Draft, DraftGroup
+from scheduling.online.rates import MESHES, Kind, Rates
+from scheduling.online.sharing import IsolatedRate
+from scheduling.online.state import ClusterState, Decision, JobState
+from scheduling.online.types import Job
+
+
+class Baseline:
+    """What the baselines share."""
+
+    mixes = True
+    promises: frozenset[str] = frozenset()
+
+    def __init__(self, rates: Rates):
+        self.rates = rates
+
+    def _sizes(self, draft: Draft) -> list[tuple[Kind, int]]:
+        """(kind, GPUs of the largest worker) of the workers that are up."""
+        largest: dict[Kind, int] = {}
+        for worker in draft.state.workers.values():
+            largest[worker.kind] = max(largest.get(worker.kind, 0), worker.gpus)
+        return list(largest.items())
+
+    def _isolated_rates(self, draft: Draft, job: Job) -> list[tuple[IsolatedRate, Kind]]:
+        """The job's best mesh on every kind of worker that it fits on, fewest GPU-seconds first."""
+        found = [
+            (rate, kind)
+            for kind, most in self._sizes(draft)
+            if (rate := self.rates.best_isolated_rate(job, kind, most))
+        ]
+        return sorted(found, key=lambda one: one[0].gpu_s(1))
+
+    def _left_s(self, draft: Draft, state: JobState, now: float) -> float:
+        found = self._isolated_rates(draft, state.job)
+        return state.left_steps(now) * found[0][0].step_s if found else float("inf")
+
+    def _open_single(self, draft: Draft, state: JobState, why: str) -> DraftGroup | None:
+        """Opens the mesh with the fewest GPU-seconds for a job; None if no block of that size is free."""
+        for rate, kind in self._isolated_rates(draft, state.job):
+            if block := draft.block(state.job.base_name, rate.mesh.gpus, kind):
+                return draft.open(state.job.base_name, block, rate.mesh, [state.job.name], why)
+        return None
+
+
+class Fifo(Baseline):
+    """First come, first served; every job has its own mesh until it ends."""
+
+    name = "fifo"
+
+    def decide(self, state: ClusterState, now: float) -> list[Decision]:
+        state.check_clock(now)
+        draft = Draft(state)
+        for job in draft.waiting():
+            if self._open_single(draft, job, "it has waited longest") is None:
+                break
+        return draft.decisions()
+
+
+class Backfill(Baseline):
+    """First come, first served, with backfill (EASY): a later job may start if it does not delay the first that waits.
+
+    The first job keeps the block of GPUs that is free soonest. A later job takes other GPUs, or ends before.
+    """
+
+    name = "backfill"
+
+    def decide(self, state: ClusterState, now: float) -> list[Decision]:
+        state.check_clock(now)
+        draft = Draft(state)
+        kept: _Block | None = None
+        for job in draft.waiting():
+            if kept is None and self._open_single(draft, job, "it has waited longest") is None:
+                kept = self._first_free(draft, job, now)
+            elif kept is not None:
+                self._backfill(draft, job, kept, now)
+        return draft.decisions()
+
+    def _first_free(self, draft: Draft, job: JobState, now: float) -> _Block | None:
+        """The block that a job gets first, if nothing else starts; None if it fits on no worker that is up."""
+        blocks: list[_Block] = []
+        for rate, kind in self._isolated_rates(draft, job.job)[:1]:
+            for worker in (one for one in draft.state.workers.values() if one.kind == kind):
+                for first in range(0, worker.gpus - rate.mesh.gpus + 1, rate.mesh.gpus):
+                    gpus = range(first, first + rate.mesh.gpus)
+                    there = [name for group in draft.groups_on(worker.name, gpus) for name in group.members]
+                    free_s = max((self._left_s(draft, draft.state.jobs[name], now) for name in there), default=0.0)
+                    blocks.append(_Block(free_s, worker.name, gpus))
+        return min(blocks, key=lambda block: (block.free_s, block.worker, block.gpus.start), default=None)
+
+    def _backfill(self, draft: Draft, job: JobState, kept: _Block, now: float) -> None:
+        for rate, kind in self._isolated_rates(draft, job.job):
+            lasts_s = self.rates.changes.open_s(job.job.shape) + rate.step_s * job.left_steps(now)
+            for worker, first in draft.blocks(rate.mesh.gpus, kind):
+                apart = first >= kept.gpus.stop or first + rate.mesh.gpus <= kept.gpus.start
+                if lasts_s <= kept.free_s or worker != kept.worker or apart:
+                    why = "it delays no earlier job"
+                    draft.open(job.job.base_name, (worker, first), rate.mesh, [job.job.name], why)
+                    return
+
+
+class _Block(NamedTuple):
+    """Adjacent GPUs of a worker that are free in some seconds."""
+
+    free_s: float
+    worker: str
+    gpus: range
+
+
+class Srtf(Baseline):
+    """Shortest remaining time first; every job has its own mesh, and a shorter job preempts longer ones."""
+
+    name = "srtf"
+
+    def decide(self, state: ClusterState, now: float) -> list[Decision]:
+        state.check_clock(now)
+        draft = Draft(state)
+        left = {name: self._left_s(draft, job, now) for name, job in state.jobs.items()}
+        for job in sorted(draft.waiting(), key=lambda job: (left[job.job.name], job.job.name)):
+            if not self._isolated_rates(draft, job.job):
+                continue
+            why = f"{left[job.job.name]:.0f} s left, the least of all waiting jobs"
+            if self._open_single(draft, job, why) is None:
+                if not self._make_room(draft, job, left):
+                    break
+                self._open_single(draft, job, why)
+        return draft.decisions()
+
+    def _make_room(self, draft: Draft, job: JobState, left: dict[str, float]) -> bool:
+        """Frees the block whose shortest job is longest, if each has more left than this job and its start."""
+        own = left[job.job.name] + self.rates.changes.open_s(job.job.shape)
+        best, best_left = None, own
+        rate, kind = self._isolated_rates(draft, job.job)[0]
+        for worker in draft.state.workers.values():
+            if worker.kind != kind:
+                continue
+            for first in range(0, worker.gpus - rate.mesh.gpus + 1, rate.mesh.gpus):
+                inside = set(range(first, first + rate.mesh.gpus))
+                there = [
+                    g for g in draft.groups.values() if g.members and g.worker == worker.name and inside & set(g.gpus)
+                ]
+                shortest = min((left[name] for group in there for name in group.members), default=0.0)
+                if shortest > best_left and all(set(group.gpus) <= inside for group in there):
+                    best, best_left = there, shortest
+        for group in best or ():
+            draft.empty(group, "a shorter job preempts it")
+        return best is not None
+
+
+class ElasticSrtf(Srtf):
+    """Shortest remaining time first, on as many GPUs as there are: the simplest policy that scales out and in.
+
+    While no job waits, the job that gains most takes twice its GPUs. A job that finds no GPUs halves the meshes of jobs
+    that have more than their best one, before it preempts longer ones.
+    """
+
+    name = "elastic-srtf"
+
+    def decide(self, state: ClusterState, now: float) -> list[Decision]:
+        state.check_clock(now)
+        draft = Draft(state)
+        left = {name: self._left_s(draft, job, now) for name, job in state.jobs.items()}
+        for job in sorted(draft.waiting(), key=lambda job: (left[job.job.name], job.job.name)):
+            if not self._isolated_rates(draft, job.job):
+                continue
+            why = f"{left[job.job.name]:.0f} s left, the least of all waiting jobs"
+            while not (opened := self._open_single(draft, job, why)) and self._halve_widest(draft):
+                pass
+            if not opened:
+                if not self._make_room(draft, job, left):
+                    break
+                self._open_single(draft, job, why)
+        if not draft.waiting():
+            while self._double(draft, now):
+                pass
+        return draft.decisions()
+
+    def _halve_widest(self, draft: Draft) -> bool:
+        """Halves the mesh of the job that has most GPUs beyond its best mesh."""
+        spare: list[tuple[float, str, DraftGroup, IsolatedRate]] = []
+        for group in draft.groups.values():
+            if group.members and len(group.gpus) > 1:
+                job, kind, half = draft.state.jobs[group.members[0]].job, draft.kind(group), len(group.gpus) // 2
+                best, rate = self.rates.best_isolated_rate(job, kind), self.rates.isolated_rate(job, kind, half)
+                if best and rate and half >= best.mesh.gpus:
+                    spare.append((-len(group.gpus) / best.mesh.gpus, group.name, group, rate))
+        if not spare:
+            return False
+        _, _, group, rate = min(spare, key=lambda one: one[:2])
+        draft.halve(group)
+        group.mesh = rate.mesh
+        group.why.append("another job waits for half of its GPUs")
+        return True
+
+    def _double(self, draft: Draft, now: float) -> bool:
+        """Doubles the mesh of the job that ends sooner by most, including the stop."""
+        best: tuple[float, DraftGroup, IsolatedRate, tuple[str, int]] | None = None
+        for group in draft.groups.values():
+            size = 2 * len(group.gpus)
+            first = group.gpus[0] // size * size
+            if not group.members or size > MESHES[-1] or first + size > len(draft.free[group.worker]):
+                continue
+            if draft.groups_on(group.worker, range(first, first + size)) != [group]:
+                continue
+            state, kind = draft.state.jobs[group.members[0]], draft.kind(group)
+            rate, before = (self.rates.isolated_rate(state.job, kind, gpus) for gpus in (size, len(group.gpus)))
+            if not rate or not before:
+                continue
+            stop_s = 0.0 if group.is_new else self.rates.changes.open_s(state.job.shape)
+            gain = (before.step_s - rate.step_s) * state.left_steps(now) - stop_s
+            if gain > 0 and (best is None or gain > best[0]):
+                best = gain, group, rate, (group.worker, first)
+        if best is None:
+            return False
+        gain, group, rate, block = best
+        draft.close(group)
+        draft.open(group.base, block, rate.mesh, group.members, f"GPUs are free: it ends {gain:.0f} s sooner")
+        return True
