@@ -51,6 +51,7 @@ CLEAN = (  # rooms without them; add a room once it has none
     "lorafusion_jax/report",
     "lorafusion_jax/data/template",
 )
+STILL_RELATIVE = tuple(f"lorafusion_jax/models/attention/{name}.py" for name in ("api", "pallas", "triton"))
 FORBIDDEN_IMPORTS = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 FORBIDDEN_CALLS = {"eval", "exec"}
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb"}
@@ -180,6 +181,11 @@ def test_no_behaviour_by_environment_variable():
         "lorafusion_jax/machine.py",
         "lorafusion_jax/pipeline/programs.py",
     }
+
+
+def test_imports_are_absolute():
+    relative = places(lambda node: isinstance(node, ast.ImportFrom) and bool(node.level))
+    assert [place for place in relative if not place.startswith(STILL_RELATIVE)] == []
 
 
 def test_no_global_statement():

@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..errors import CheckpointError
-from ..weights.entry import Entry, array_name
-from ..weights.table import StoredKind
-from .naming import Tensor
-from .quantised_kernels import ShardingRule
+from lorafusion_jax.errors import CheckpointError
+from lorafusion_jax.models.naming import Tensor
+from lorafusion_jax.models.quantised_kernels import ShardingRule
+from lorafusion_jax.weights.entry import Entry, array_name
+from lorafusion_jax.weights.table import StoredKind
 
 
 def read_cached(tensor: Tensor, entry: Entry, kind: StoredKind, place: ShardingRule) -> dict[str, jax.Array]:

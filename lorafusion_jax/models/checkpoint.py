@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from ..errors import CheckpointError, LoraFusionError, first_few, raise_all
+from lorafusion_jax.errors import CheckpointError, LoraFusionError, first_few, raise_all
 
 SHOWN = 20  # tensors that a message names
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -15,15 +15,15 @@ from flax import nnx
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
-from ..adapters.init import init_leaves
-from ..adapters.spec import AdapterSpec
-from ..config.model import ModelConfig
-from ..modules import LoRAContext
-from .attention import AttentionImplementation
-from .forward import embed, final_norm, layer_inputs, logits, run_layer
-from .layer import DecoderLayer
-from .norm import RMSNorm
-from .segments import Segments
+from lorafusion_jax.adapters.init import init_leaves
+from lorafusion_jax.adapters.spec import AdapterSpec
+from lorafusion_jax.config.model import ModelConfig
+from lorafusion_jax.models.attention import AttentionImplementation
+from lorafusion_jax.models.forward import embed, final_norm, layer_inputs, logits, run_layer
+from lorafusion_jax.models.layer import DecoderLayer
+from lorafusion_jax.models.norm import RMSNorm
+from lorafusion_jax.models.segments import Segments
+from lorafusion_jax.modules import LoRAContext
 
 
 class Table(nnx.Module):

@@ -10,16 +10,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from lorafusion_jax.config.model import ModelConfig
+from lorafusion_jax.models.attention import AttentionImplementation
+from lorafusion_jax.models.inputs import LayerInputs
+from lorafusion_jax.models.layer import DecoderLayer
+from lorafusion_jax.models.norm import shifted
+from lorafusion_jax.models.rope import query_scale, rope_tables
+from lorafusion_jax.models.segments import Segments
+from lorafusion_jax.modules import LoRAContext
 from pallas_kernels.norm import rms_norm
-
-from ..config.model import ModelConfig
-from ..modules import LoRAContext
-from .attention import AttentionImplementation
-from .inputs import LayerInputs
-from .layer import DecoderLayer
-from .norm import shifted
-from .rope import query_scale, rope_tables
-from .segments import Segments
 
 
 def layer_inputs(

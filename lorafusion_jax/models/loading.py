@@ -19,19 +19,19 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from ..adapters.init import init_leaves
-from ..adapters.spec import AdapterSpec
-from ..config.model import ModelConfig
-from ..weights.checkpoint_formats import FORMATS, CheckpointFormat, check_stored_as
-from ..weights.entry import Entry
-from ..weights.table import NONE, StoredKind, check_kernels, stored_kind
-from .cached_kernels import read_cached
-from .checkpoint import Stored, list_tensors, plain_index, read_slice
-from .decoder import Decoder
-from .naming import Tensor, frozen_tensors
-from .quantised_kernels import ShardingRule, read_kernel, tensors_of, transposed_sharding
-from .stand_ins import stand_ins
-from .tensor_check import check_tensors
+from lorafusion_jax.adapters.init import init_leaves
+from lorafusion_jax.adapters.spec import AdapterSpec
+from lorafusion_jax.config.model import ModelConfig
+from lorafusion_jax.models.cached_kernels import read_cached
+from lorafusion_jax.models.checkpoint import Stored, list_tensors, plain_index, read_slice
+from lorafusion_jax.models.decoder import Decoder
+from lorafusion_jax.models.naming import Tensor, frozen_tensors
+from lorafusion_jax.models.quantised_kernels import ShardingRule, read_kernel, tensors_of, transposed_sharding
+from lorafusion_jax.models.stand_ins import stand_ins
+from lorafusion_jax.models.tensor_check import check_tensors
+from lorafusion_jax.weights.checkpoint_formats import FORMATS, CheckpointFormat, check_stored_as
+from lorafusion_jax.weights.entry import Entry
+from lorafusion_jax.weights.table import NONE, StoredKind, check_kernels, stored_kind
 
 READERS = 4  # threads; so many tensors may lie on the host at a time
 Weight = jax.Array | dict[str, jax.Array]  # plain, or the arrays of a stored kernel, see `weights.table`

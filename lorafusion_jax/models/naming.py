@@ -8,9 +8,9 @@ from typing import Any
 
 from flax import nnx
 
-from ..config.model import ModelConfig
-from ..families.table import Family, family_named
-from .decoder import Decoder
+from lorafusion_jax.config.model import ModelConfig
+from lorafusion_jax.families.table import Family, family_named
+from lorafusion_jax.models.decoder import Decoder
 
 Path = tuple[Any, ...]
 

@@ -13,10 +13,10 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from ..weights.checkpoint_formats import CheckpointFormat, TensorSpec, small_arrays
-from ..weights.table import stored_kind
-from .checkpoint import READABLE, Stored, plain_index, read_slice
-from .naming import Tensor
+from lorafusion_jax.models.checkpoint import READABLE, Stored, plain_index, read_slice
+from lorafusion_jax.models.naming import Tensor
+from lorafusion_jax.weights.checkpoint_formats import CheckpointFormat, TensorSpec, small_arrays
+from lorafusion_jax.weights.table import stored_kind
 
 ShardingRule = Callable[[str, tuple[int, ...]], Sharding]
 

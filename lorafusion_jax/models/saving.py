@@ -16,11 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from ..errors import CheckpointError, RunError
-from ..tensor_file import bytes_of, header_of
-from .checkpoint import INDEX, SINGLE
-from .decoder import Decoder
-from .naming import Tensor, frozen_tensors
+from lorafusion_jax.errors import CheckpointError, RunError
+from lorafusion_jax.models.checkpoint import INDEX, SINGLE
+from lorafusion_jax.models.decoder import Decoder
+from lorafusion_jax.models.naming import Tensor, frozen_tensors
+from lorafusion_jax.tensor_file import bytes_of, header_of
 
 SHARD_BYTES = 4 * 1024**3
 COMPANIONS = (

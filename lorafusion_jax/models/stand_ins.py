@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 
-from ..weights.table import StoredKind
-from .naming import Tensor
-from .quantised_kernels import ShardingRule
+from lorafusion_jax.models.naming import Tensor
+from lorafusion_jax.models.quantised_kernels import ShardingRule
+from lorafusion_jax.weights.table import StoredKind
 
 STAND_IN = 0.01  # not zero: kinds of adapters may divide by the norm of a column
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from ..config.model import ModelConfig
-from ..errors import CheckpointError
-from ..families.table import family_named
-from ..weights.checkpoint_formats import FLOATS, TensorSpec
-from .checkpoint import Stored
-from .naming import is_ignored
+from lorafusion_jax.config.model import ModelConfig
+from lorafusion_jax.errors import CheckpointError
+from lorafusion_jax.families.table import family_named
+from lorafusion_jax.models.checkpoint import Stored
+from lorafusion_jax.models.naming import is_ignored
+from lorafusion_jax.weights.checkpoint_formats import FLOATS, TensorSpec
 
 
 def check_tensors(

@@ -10,11 +10,10 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from lorafusion_jax.models.attention.checkpoint_names import checkpointed
+from lorafusion_jax.models.attention.rule import ScoreRule
+from lorafusion_jax.models.segments import Segments
 from pallas_kernels.device import is_hopper
-
-from ..segments import Segments
-from .checkpoint_names import checkpointed
-from .rule import ScoreRule
 
 _DTYPES = (jnp.bfloat16, jnp.float16)
 

@@ -12,11 +12,10 @@ from typing import Any, cast, get_args
 import jax
 import jax.numpy as jnp
 
+from lorafusion_jax.models.attention.api import attention, default_by_rule, support_problem
+from lorafusion_jax.models.segments import Segments
 from pallas_kernels.policy import AttentionImplementation, attention_call
 from pallas_kernels.tuning.ops import OpCase
-
-from ..segments import Segments
-from .api import attention, default_by_rule, support_problem
 
 SHARES = (4, 4, 8, 8, 16, 16, 16, 16)
 

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..segments import Segments
-from .checkpoint_names import checkpointed
-from .rule import ScoreRule
+from lorafusion_jax.models.attention.checkpoint_names import checkpointed
+from lorafusion_jax.models.attention.rule import ScoreRule
+from lorafusion_jax.models.segments import Segments
 
 BLOCK = 64
 _MASKED = float("-inf")
