@@ -44,7 +44,7 @@ MLP_WIDTH_MULTIPLE = 256  # columns that share keep words
 ATTENTION_ROWS = 128  # keys of a block
 ATTENTION_WIDTHS = (64, 128)
 TRITON_ATTENTION_ROWS = 64
-TRITON_ATTENTION_WIDTHS = (16, 32, 64, 128)
+TRITON_ATTENTION_WIDTHS = (16, 32, 64, 128, 256)
 MIN_NORM_SIZE = 2**22  # elements; smaller arrays stay in the L2 cache, where one pass saves nothing
 
 

@@ -104,6 +104,7 @@ HARMLESS = frozenset((
     "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size",
     "encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences", "remove_invalid_values",
     "exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens", "ckpt_size", "model_max_length",
+    "pretraining_tp", "is_llama_config",
 ))  # fmt: skip
 # Keys that change nothing at these values, and are refused at others.
 OFF = (None, False, 0, 0.0, "none", [], {})
@@ -111,7 +112,7 @@ SWITCHES = frozenset((
     "attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "residual_dropout", "hidden_dropout",
     "chunk_size_feed_forward", "add_cross_attention", "is_decoder", "is_encoder_decoder", "cross_attention_hidden_size",
     "tie_encoder_decoder", "pruned_heads", "sparsity_config", "use_bidirectional_attention", "num_experts",
-    "num_local_experts", "per_layer_config",
+    "num_local_experts", "per_layer_config", "attention_bias", "mlp_bias", "rope_interleaved",
 ))  # fmt: skip
 
 

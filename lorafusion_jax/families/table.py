@@ -91,7 +91,6 @@ _SWITCHED = {"use_sliding_window": False, "sliding_window": 4096, "max_window_la
 FAMILIES: dict[str, Family] = {
     "llama": Family(
         architectures=("LlamaForCausalLM",), reads={"attention_bias": False, "mlp_bias": False},
-        known=("pretraining_tp",),
     ),
     "mistral": Family(
         architectures=("MistralForCausalLM",), windows="all",
@@ -174,7 +173,6 @@ FAMILIES: dict[str, Family] = {
             "head_dim": 128, "attention_bias": True, "attention_out_bias": False, "mlp_bias": False,
             "max_position_embeddings": 524288,
         },
-        known=("pretraining_tp",),
     ),
 }  # fmt: skip
 

@@ -69,11 +69,10 @@ def test_a_tokenizer_may_be_larger_than_the_table_if_no_row_uses_it(lorafusion, 
 @pytest.mark.parametrize(
     ("changes", "code"),
     [
-        ({"architectures": ["MistralForCausalLM"], "sliding_window": 16}, "model.sliding-window"),
         ({"max_position_embeddings": 16}, "model.positions"),
     ],
 )
-def test_samples_beyond_window_or_positions_are_refused(
+def test_samples_beyond_the_positions_are_refused(
     lorafusion, own_job, own_base, command, part, changes, code, monkeypatch
 ):
     change_config(own_base, **changes)

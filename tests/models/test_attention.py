@@ -29,20 +29,23 @@ def inputs(T, H, K, lengths, dtype=jnp.float32):
     return arrays, Segments.from_lengths(lengths, T)
 
 
-def meaning(q, k, v, do, ids):
+def meaning(q, k, v, do, ids, *, scale=C**-0.5, window=None, soft_cap=None):
     """float64 numpy: o and the gradients of Σ o·do, by the book."""
     q, k, v, do = (np.asarray(x, np.float64) for x in (q, k, v, do))
     group = q.shape[1] // k.shape[1]
     k_all, v_all = np.repeat(k, group, 1), np.repeat(v, group, 1)
     rows = np.arange(len(q))
-    seen = (ids[:, None] == ids) & (rows[:, None] >= rows)
-    s = np.where(seen, np.einsum("thc,shc->hts", q, k_all) * C**-0.5, -np.inf)
+    seen = (ids[:, None] == ids) & (rows[:, None] >= rows) & (rows[:, None] - rows < (window or len(q)))
+    z = np.einsum("thc,shc->hts", q, k_all) * scale
+    capped = z if soft_cap is None else soft_cap * np.tanh(z / soft_cap)
+    s = np.where(seen, capped, -np.inf)
     p = np.exp(s - s.max(-1, keepdims=True))
     p /= p.sum(-1, keepdims=True)
     o = np.einsum("hts,shc->thc", p, v_all)
     dp = np.einsum("thc,shc->hts", do, v_all)
-    ds = p * (dp - (p * dp).sum(-1, keepdims=True)) * C**-0.5
-    fold = lambda x: x.reshape(len(q), -1, group, C).sum(2)  # noqa: E731
+    ds = p * (dp - (p * dp).sum(-1, keepdims=True)) * scale
+    ds = ds if soft_cap is None else ds * (1 - (capped / soft_cap) ** 2)
+    fold = lambda x: x.reshape(len(q), -1, group, q.shape[-1]).sum(2)  # noqa: E731
     dk, dv = fold(np.einsum("hts,thc->shc", ds, q)), fold(np.einsum("hts,thc->shc", p, do))
     return o, np.einsum("hts,shc->thc", ds, k_all), dk, dv
 
@@ -51,6 +54,43 @@ def meaning(q, k, v, do, ids):
 def run(q, k, v, do, segments, implementation="xla"):
     o, pullback = jax.vjp(lambda q, k, v: attention(q, k, v, segments, implementation=implementation), q, k, v)
     return o, *pullback(do)
+
+
+RULES = {  # T is a multiple of Triton's blocks; windows end inside and on borders of blocks of 64
+    "window of one row": {"window": 1},
+    "window within a block": {"window": 17},
+    "window of a block and soft cap": {"window": 64, "soft_cap": 1.5, "scale": 0.9},
+    "window over several blocks": {"window": 100, "scale": 0.2},
+    "window beyond all segments": {"window": 1000, "soft_cap": 0.5},
+}
+
+
+@pytest.mark.parametrize("implementation", ["xla", "pallas_triton"])
+@pytest.mark.parametrize("name", RULES)
+def test_windows_and_soft_caps_match_the_definition(name, implementation):
+    rng, T, wide = np.random.default_rng(1), 320, 16
+    q, k, v, do = (jnp.asarray(rng.normal(size=(T, heads, wide)), jnp.float32) for heads in (4, 2, 2, 4))
+    segments, rule = Segments.from_lengths([150, 1, 80, 40], T), {"scale": wide**-0.5} | RULES[name]
+
+    @jax.jit
+    def passes(q, k, v, do):
+        o, pullback = jax.vjp(lambda *qkv: attention(*qkv, segments, implementation=implementation, **rule), q, k, v)
+        return o, *pullback(do)
+
+    for got, wanted in zip(passes(q, k, v, do), meaning(q, k, v, do, segments.ids, **rule), strict=True):
+        # A softmax of one key has no gradient of q and k.
+        np.testing.assert_allclose(got, wanted, atol=5e-6 * max(np.abs(wanted).max(), 1))
+
+
+def test_what_has_no_windows_or_caps_says_so():
+    arrays, segments = inputs(*SHAPES["less than a block"])
+    for name, rule, words in (
+        ("cudnn", {"window": 4}, "no windows"),
+        ("cudnn", {"soft_cap": 4.0}, "no soft cap"),
+        ("pallas_mosaic_gpu", {"soft_cap": 4.0}, "no soft cap"),
+    ):
+        with pytest.raises(NotImplementedError, match=words):
+            attention(*arrays[:3], segments, implementation=name, **rule)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -52,8 +52,11 @@ def attention(
     Args:
         implementation: "pallas_mosaic_gpu" (Hopper; bfloat16 or float16, head width 64 or 128, a multiple of 128 rows),
             "cudnn" (Hopper or later; bfloat16 or float16), "pallas_triton" (compute capability 8.0 or higher; head
-            width 16 to 128, a multiple of 64 rows) or "xla" (every device). None: what measured fastest on this device
+            width 16 to 256, a multiple of 64 rows) or "xla" (every device). None: what measured fastest on this device
             or, if nobody measured it, Hopper's kernels, cuDNN or XLA, in this order.
+        scale: None: 1 / √C.
+        window: rows that a query sees, itself included (None: all earlier ones of its segment); not by cuDNN.
+        soft_cap: bound of the scores (None: none); by "pallas_triton" and "xla".
         flat: returns [T, H·C], the input shape of a projection. Our own kernels then save this array for backward
             instead of a second copy in another shape.
     Raises:
@@ -96,7 +99,11 @@ def default_by_rule(q: Described, k: Described, rule: ScoreRule | None = None) -
     """The default where no table of this device holds the call."""
     if support_problem("pallas_mosaic_gpu", q, k, rule) is None:
         return "pallas_mosaic_gpu"
-    return "cudnn" if support_problem("cudnn", q, k, rule) is None else "xla"
+    if support_problem("cudnn", q, k, rule) is None:
+        return "cudnn"
+    # Triton's kernels lose to cuDNN; where it has no such scores, they skip blocks as XLA's form does, in one pass.
+    special = rule is not None and not rule.is_plain and on_hopper(or_later=True)
+    return "pallas_triton" if special and support_problem("pallas_triton", q, k, rule) is None else "xla"
 
 
 def support_problem(
@@ -114,8 +121,10 @@ def support_problem(
 
 def _rule_problem(name: AttentionImplementation, rule: ScoreRule) -> str | None:
     """Why an implementation cannot compute these scores on any device; None if it can."""
-    if name != "xla" and not rule.is_plain:
-        return "has no windows and no soft cap"
+    if rule.soft_cap is not None and name in ("pallas_mosaic_gpu", "cudnn"):
+        return "has no soft cap of scores"
+    if rule.window is not None and name == "cudnn":
+        return "has no windows for packed samples"
     return None
 
 

@@ -16,7 +16,7 @@ def pallas_forward(q_THC: jax.Array, k_TKC: jax.Array, v_TKC: jax.Array, segment
 
     The result is also a residual. It has the shape that the caller uses, so that only one copy is saved.
     """
-    first_T, end_T = document_rows(segments.ids, segments.offsets, segments.lengths)
+    first_T, end_T = document_rows(segments.ids, segments.offsets, segments.lengths, rule.window)
     o_THC, saved = attention_forward(q_THC, k_TKC, v_TKC, first_T, end_T, scale=rule.scale)
     saved = checkpointed(saved._replace(o_THC=o_THC.reshape(len(o_THC), -1)))
     return saved.o_THC, saved

@@ -15,12 +15,12 @@ from .rule import ScoreRule
 def triton_forward(q_THC: jax.Array, k_TKC: jax.Array, v_TKC: jax.Array, segments: Segments, rule: ScoreRule):
     """Returns softmax(scale · q kᵀ) v over the earlier rows of the same segment, and the residuals; inputs are
     finite."""
-    first_T, end_T = document_rows(segments.ids, segments.offsets, segments.lengths)
-    _, saved = triton_attention_forward(q_THC, k_TKC, v_TKC, first_T, end_T, scale=rule.scale)
+    first_T, end_T = document_rows(segments.ids, segments.offsets, segments.lengths, rule.window)
+    _, saved = triton_attention_forward(q_THC, k_TKC, v_TKC, first_T, end_T, scale=rule.scale, soft_cap=rule.soft_cap)
     saved = checkpointed(saved)
     return saved.o_THC, saved
 
 
 def triton_backward(saved: TritonSaved, do_THC: jax.Array, rule: ScoreRule):
     """Gradients of q, k and v."""
-    return triton_attention_backward(saved, do_THC, scale=rule.scale)
+    return triton_attention_backward(saved, do_THC, scale=rule.scale, soft_cap=rule.soft_cap)

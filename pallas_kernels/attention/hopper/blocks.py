@@ -15,21 +15,37 @@ import numpy as np
 type Host = jax.Array | np.ndarray
 
 
-def document_rows(ids_T: Host, offsets_M: Host, lengths_M: Host) -> tuple[jax.Array, jax.Array]:
-    """first[t] = offsets[ids[t]] and end[t] = first[t] + lengths[ids[t]], int32 [T].
+def document_rows(
+    ids_T: Host, offsets_M: Host, lengths_M: Host, window: int | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """The first row that row t attends to, and the end of the rows that attend to row t, int32 [T].
+
+    first[t] = offsets[ids[t]], end[t] = first[t] + lengths[ids[t]];  with a window not before t - window + 1, and not
+    after t + window
+
+    Both increase with t, which is all that the tables of work need. So kernels skip the blocks outside of windows as
+    those of other documents.
 
     Args:
         ids_T: 0, 0, 1, 1, 1, …: the document of each row, non-decreasing.
         offsets_M: first row of each document; unused slots may hold any value.
         lengths_M: rows of each document.
+        window: rows that a row attends to, itself included (None: all from the first one of its document).
 
     Example:
         >>> first, end = document_rows(jnp.array([0, 0, 1, 1, 1]), jnp.array([0, 2, -1]), jnp.array([2, 3]))
         >>> first.tolist(), end.tolist()
         ([0, 0, 2, 2, 2], [2, 2, 5, 5, 5])
+        >>> first, end = document_rows(jnp.array([0, 0, 0, 0]), jnp.array([0]), jnp.array([4]), window=2)
+        >>> first.tolist(), end.tolist()
+        ([0, 0, 1, 2], [2, 3, 4, 4])
     """
     first_T = jnp.asarray(offsets_M)[jnp.asarray(ids_T)].astype(jnp.int32)
-    return first_T, first_T + jnp.asarray(lengths_M)[jnp.asarray(ids_T)].astype(jnp.int32)
+    end_T = first_T + jnp.asarray(lengths_M)[jnp.asarray(ids_T)].astype(jnp.int32)
+    if window is None:
+        return first_T, end_T
+    row_T = jnp.arange(len(first_T), dtype=jnp.int32)
+    return jnp.maximum(first_T, row_T - (window - 1)), jnp.minimum(end_T, row_T + window)
 
 
 def query_blocks(first_T: jax.Array, rows: int, keys: int) -> jax.Array:

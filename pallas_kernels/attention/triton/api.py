@@ -40,14 +40,16 @@ def triton_attention_forward(
     end_T: Int[Array, " T"],
     *,
     scale: float | None = None,
+    soft_cap: float | None = None,
     config: AttentionConfig | None = None,
 ) -> tuple[Float[Array, "T H C"], TritonSaved]:
-    """Returns o[t] = Σ_s softmax_s(scale · q[t]·k[s]) v[s] over first[t] ≤ s ≤ t, and the residuals.
+    """Returns o[t] = Σ_s softmax_s(cap(scale · q[t]·k[s])) v[s] over first[t] ≤ s ≤ t, and the residuals.
 
     Args:
         q_THC, k_TKC, v_TKC: finite.
         first_T, end_T: int32, first row and end of each row's document, see `document_rows`.
         scale: None: 1 / √C.
+        soft_cap: cap(z) = soft_cap · tanh(z / soft_cap) (None: z).
     Raises:
         NotImplementedError: see `triton_unsupported_reason`.
     """
@@ -56,7 +58,7 @@ def triton_attention_forward(
     from pallas_kernels.attention.triton.kernels import forward
 
     config = config or attention_config(q_THC.shape[2], q_THC.dtype.itemsize)
-    options = {"scale": _scale(q_THC, scale), "config": config, "interpret": interprets()}
+    options = {"scale": _scale(q_THC, scale), "soft_cap": soft_cap, "config": config, "interpret": interprets()}
     o, lse2 = forward(q_THC, k_TKC, v_TKC, first_T, **options)
     return o, TritonSaved(q_THC, k_TKC, v_TKC, o, lse2, first_T, end_T)
 
@@ -66,6 +68,7 @@ def triton_attention_backward(
     do_THC: Float[Array, "T H C"],
     *,
     scale: float | None = None,
+    soft_cap: float | None = None,
     config: AttentionConfig | None = None,
 ) -> tuple[Float[Array, "T H C"], Float[Array, "T K C"], Float[Array, "T K C"]]:
     """Returns the gradients of q, k and v. Sums have a fixed order."""
@@ -73,7 +76,7 @@ def triton_attention_backward(
 
     q, k, v, o, lse2, first_T, end_T = saved
     config = config or attention_config(q.shape[2], q.dtype.itemsize)
-    options = {"scale": _scale(q, scale), "config": config, "interpret": interprets()}
+    options = {"scale": _scale(q, scale), "soft_cap": soft_cap, "config": config, "interpret": interprets()}
     grad_q, delta_HT = dq(q, k, v, o, do_THC, lse2, first_T, **options)
     return grad_q, *dkv(q, k, v, do_THC, lse2, delta_HT, first_T, end_T, **options)
 

@@ -21,15 +21,16 @@ from pallas_kernels.attention.triton.config import AttentionConfig
 from pallas_kernels.triton_call import call, dot
 
 MASKED = float("-inf")
+LOG2E = math.log2(math.e)
 
 
 def forward(
     q_THC: jax.Array, k_TKC: jax.Array, v_TKC: jax.Array, first_T: jax.Array, *, scale: float,
-    config: AttentionConfig, interpret: bool = False,
+    soft_cap: float | None = None, config: AttentionConfig, interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """Returns o and the base-2 logarithms of the sums of the softmax, float32 [H, T]."""
     T, H, C = q_THC.shape
-    group, scale2 = H // k_TKC.shape[1], scale * math.log2(math.e)
+    group = H // k_TKC.shape[1]
 
     def kernel(q_ref, k_ref, v_ref, first_ref, o_ref, lse2_ref):
         block, head = _last_first(T // config.block_rows), pl.program_id(1)
@@ -41,7 +42,8 @@ def forward(
             m_old, total, o = carry
             tile_range = pl.ds(tile * config.tile_rows, config.tile_rows)
             seen = _seen(queries, first, _rows(tile, config.tile_rows))
-            s = jnp.where(seen, dot(q, k_ref[tile_range, key_head, :], trans_rhs=True) * scale2, MASKED)
+            s2 = _scores2(dot(q, k_ref[tile_range, key_head, :], trans_rhs=True), scale, soft_cap)
+            s = jnp.where(seen, s2, MASKED)
             m = jnp.maximum(m_old, jnp.max(s, axis=1))
             safe = jnp.where(m == MASKED, 0.0, m)  # rows whose document begins in a later tile: -inf - -inf is NaN
             p, fade = jnp.exp2(s - safe[:, None]), jnp.exp2(m_old - safe)
@@ -62,7 +64,8 @@ def forward(
 
 def dq(
     q_THC: jax.Array, k_TKC: jax.Array, v_TKC: jax.Array, o_THC: jax.Array, do_THC: jax.Array, lse2_HT: jax.Array,
-    first_T: jax.Array, *, scale: float, config: AttentionConfig, interpret: bool = False,
+    first_T: jax.Array, *, scale: float, soft_cap: float | None = None,
+    config: AttentionConfig, interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """Returns the gradient of q, and delta = Σ o · do, float32 [H, T]."""
     T, H, C = q_THC.shape
@@ -80,7 +83,7 @@ def dq(
             tile_range = pl.ds(tile * config.tile_rows, config.tile_rows)
             k, v = k_ref[tile_range, key_head, :], v_ref[tile_range, key_head, :]
             seen = _seen(queries, first, _rows(tile, config.tile_rows))
-            _, ds = _weights(q, k, v, do, lse2, delta, seen, scale)
+            _, ds = _weights(q, k, v, do, lse2, delta, seen, scale, soft_cap)
             return acc + dot(ds.astype(k.dtype), k)
 
         acc = lax.fori_loop(*_key_tiles(block, first_ref, config), step, jnp.zeros((config.block_rows, C), jnp.float32))
@@ -94,7 +97,8 @@ def dq(
 
 def dkv(
     q_THC: jax.Array, k_TKC: jax.Array, v_TKC: jax.Array, do_THC: jax.Array, lse2_HT: jax.Array, delta_HT: jax.Array,
-    first_T: jax.Array, end_T: jax.Array, *, scale: float, config: AttentionConfig, interpret: bool = False,
+    first_T: jax.Array, end_T: jax.Array, *, scale: float, soft_cap: float | None = None,
+    config: AttentionConfig, interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """Returns the gradients of k and v, summed over the query heads of each key head."""
     (T, K, C), group = k_TKC.shape, q_THC.shape[1] // k_TKC.shape[1]
@@ -118,7 +122,9 @@ def dkv(
             tile_range = pl.ds(tile * config.tile_rows, config.tile_rows)
             q, do = q_ref[tile_range, head, :], do_ref[tile_range, head, :]
             seen = _seen(_rows(tile, config.tile_rows), first_ref[tile_range], keys)
-            p, ds = _weights(q, k, v, do, lse2_ref[head, tile_range], delta_ref[head, tile_range], seen, scale)
+            p, ds = _weights(
+                q, k, v, do, lse2_ref[head, tile_range], delta_ref[head, tile_range], seen, scale, soft_cap
+            )
             dv = dv + dot(p.astype(do.dtype), do, trans_lhs=True)
             return dk + dot(ds.astype(q.dtype), q, trans_lhs=True), dv
 
@@ -133,12 +139,22 @@ def dkv(
                  interpret=interpret)  # fmt: skip
 
 
-def _weights(q, k, v, do, lse2, delta, seen, scale: float) -> tuple[jax.Array, jax.Array]:
-    """The softmax weights [queries, keys] and the gradient of the scores; zeros where a query does not see a key."""
-    s2 = dot(q, k, trans_rhs=True) * (scale * math.log2(math.e))
+def _weights(q, k, v, do, lse2, delta, seen, scale: float, soft_cap: float | None) -> tuple[jax.Array, jax.Array]:
+    """The softmax weights [queries, keys] and the gradient of q kᵀ; zeros where a query does not see a key."""
+    s2 = _scores2(dot(q, k, trans_rhs=True), scale, soft_cap)
     p = jnp.where(seen, jnp.exp2(s2 - lse2[:, None]), 0.0)
-    ds = jnp.where(seen, p * (dot(do, v, trans_rhs=True) - delta[:, None]) * scale, 0.0)
-    return p, ds
+    ds = p * (dot(do, v, trans_rhs=True) - delta[:, None]) * scale
+    if soft_cap is not None:  # d cap(z) / dz = 1 - (cap(z) / soft_cap)²
+        share = s2 * (1 / (soft_cap * LOG2E))
+        ds = ds * (1 - share * share)
+    return p, jnp.where(seen, ds, 0.0)
+
+
+def _scores2(products: jax.Array, scale: float, soft_cap: float | None) -> jax.Array:
+    """Scores in units of log 2, so that exp2 takes them."""
+    if soft_cap is None:
+        return products * (scale * LOG2E)
+    return (soft_cap * LOG2E) * jnp.tanh(products * (scale / soft_cap))
 
 
 def _seen(queries: jax.Array, first: jax.Array, keys: jax.Array) -> jax.Array:

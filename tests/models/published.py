@@ -1,0 +1,390 @@
+"""config.json of published models, written from their documented values, and what becomes of them.
+
+A value is (what it extends, changes, key that is refused or None).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+COMMON = {
+    "transformers_version": "4.50.0",
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "initializer_range": 0.02,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "attention_dropout": 0.0,
+}
+LLAMA3_ROPE = {
+    "factor": 8.0,
+    "high_freq_factor": 4.0,
+    "low_freq_factor": 1.0,
+    "original_max_position_embeddings": 8192,
+    "rope_type": "llama3",
+}
+_SHORT, _LONG = [1.0 + 0.01 * i for i in range(48)], [1.0 + 1.25 * i for i in range(48)]
+
+
+def _sizes(hidden: int, inner: int, layers: int, heads: int, kv: int, vocab: int, positions: int) -> dict[str, Any]:
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv,
+        "vocab_size": vocab,
+        "max_position_embeddings": positions,
+    }
+
+
+def _of(architecture: str, model_type: str, *sizes: int, **more: Any) -> dict[str, Any]:
+    base = {"architectures": [architecture], "model_type": model_type, "hidden_act": "silu", "rms_norm_eps": 1e-5}
+    return COMMON | base | _sizes(*sizes) | more
+
+
+def _llama(*sizes: int, **more: Any) -> dict[str, Any]:
+    plain = {"attention_bias": False, "mlp_bias": False, "pretraining_tp": 1, "rope_theta": 5e5, "rope_scaling": None}
+    return _of("LlamaForCausalLM", "llama", *sizes, **(plain | {"tie_word_embeddings": False} | more))
+
+
+def _qwen(version: int, *sizes: int, **more: Any) -> dict[str, Any]:
+    plain = {
+        "rope_theta": 1e6,
+        "rms_norm_eps": 1e-6,
+        "use_sliding_window": False,
+        "sliding_window": 131072,
+        "max_window_layers": 28,
+        "tie_word_embeddings": False,
+    }
+    return _of(f"Qwen{version}ForCausalLM", f"qwen{version}", *sizes, **(plain | more))
+
+
+def _gemma(version: str, architecture: str, *sizes: int, **more: Any) -> dict[str, Any]:
+    plain = {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_act": "gelu_pytorch_tanh",
+        "rms_norm_eps": 1e-6,
+        "attention_bias": False,
+        "head_dim": 256,
+        "rope_theta": 10000.0,
+    }
+    return _of(architecture, version, *sizes, **(plain | more))
+
+
+def _gemma2(*sizes: int, **more: Any) -> dict[str, Any]:
+    caps = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "query_pre_attn_scalar": 256}
+    return _gemma(
+        "gemma2",
+        "Gemma2ForCausalLM",
+        *sizes,
+        **(caps | {"sliding_window": 4096, "cache_implementation": "hybrid"} | more),
+    )
+
+
+def _phi(*sizes: int, **more: Any) -> dict[str, Any]:
+    plain = {
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "tie_word_embeddings": False,
+        "sliding_window": None,
+        "original_max_position_embeddings": 4096,
+        "rope_theta": 10000.0,
+        "auto_map": {"AutoConfig": "x.y"},
+        "attention_bias": False,
+        "rope_scaling": None,
+    }
+    return _of("Phi3ForCausalLM", "phi3", *sizes, **(plain | more))
+
+
+def _granite(*sizes: int, **more: Any) -> dict[str, Any]:
+    plain = {
+        "attention_bias": False,
+        "mlp_bias": False,
+        "embedding_multiplier": 12.0,
+        "attention_multiplier": 0.015625,
+        "residual_multiplier": 0.22,
+        "logits_scaling": 8.0,
+        "rope_theta": 1e7,
+        "rope_scaling": None,
+        "tie_word_embeddings": True,
+    }
+    return _of("GraniteForCausalLM", "granite", *sizes, **(plain | more))
+
+
+SERVED: dict[str, dict[str, Any]] = {
+    "Llama-2-7b": _llama(4096, 11008, 32, 32, 32, 32000, 4096, rope_theta=10000.0),
+    "Meta-Llama-3-8B": _llama(4096, 14336, 32, 32, 8, 128256, 8192),
+    "Llama-3.1-8B": _llama(4096, 14336, 32, 32, 8, 128256, 131072, rope_scaling=LLAMA3_ROPE),
+    "Llama-3.1-70B": _llama(8192, 28672, 80, 64, 8, 128256, 131072, rope_scaling=LLAMA3_ROPE),
+    "Llama-3.2-1B": _llama(
+        2048,
+        8192,
+        16,
+        32,
+        8,
+        128256,
+        131072,
+        rope_scaling=LLAMA3_ROPE | {"factor": 32.0},
+        head_dim=64,
+        tie_word_embeddings=True,
+    ),
+    "TinyLlama-1.1B": _llama(2048, 5632, 22, 32, 4, 32000, 2048, rope_theta=10000.0),
+    "SmolLM2-135M": _llama(
+        576, 1536, 30, 9, 3, 49152, 8192, rope_theta=100000, is_llama_config=None, tie_word_embeddings=True
+    ),
+    "Yi-1.5-9B": _llama(4096, 11008, 48, 32, 4, 64000, 4096, rope_theta=5e6, pad_token_id=0),
+    "DeepSeek-R1-Distill-Llama-8B": _llama(4096, 14336, 32, 32, 8, 128256, 131072, rope_scaling=LLAMA3_ROPE),
+    "Mistral-7B-v0.1": _of("MistralForCausalLM", "mistral", 4096, 14336, 32, 32, 8, 32000, 32768, sliding_window=4096),
+    "Mistral-7B-v0.3": _of(
+        "MistralForCausalLM",
+        "mistral",
+        4096,
+        14336,
+        32,
+        32,
+        8,
+        32768,
+        32768,
+        sliding_window=None,
+        rope_theta=1e6,
+        tie_word_embeddings=False,
+    ),
+    "Mistral-Nemo-12B": _of(
+        "MistralForCausalLM",
+        "mistral",
+        5120,
+        14336,
+        40,
+        32,
+        8,
+        131072,
+        131072,
+        sliding_window=None,
+        head_dim=128,
+        rope_theta=1e6,
+    ),
+    "Mistral-Small-24B": _of(
+        "MistralForCausalLM",
+        "mistral",
+        5120,
+        32768,
+        40,
+        32,
+        8,
+        131072,
+        32768,
+        sliding_window=None,
+        head_dim=128,
+        rope_theta=1e8,
+    ),
+    "Qwen2-7B": _qwen(2, 3584, 18944, 28, 28, 4, 152064, 131072),
+    "Qwen2.5-0.5B": _qwen(2, 896, 4864, 24, 14, 2, 151936, 32768, tie_word_embeddings=True),
+    "Qwen2.5-7B-yarn": _qwen(
+        2,
+        3584,
+        18944,
+        28,
+        28,
+        4,
+        152064,
+        32768,
+        rope_scaling={"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"},
+    ),
+    "Qwen2.5-32B": _qwen(2, 5120, 27648, 64, 40, 8, 152064, 131072),
+    "DeepSeek-R1-Distill-Qwen-7B": _qwen(2, 3584, 18944, 28, 28, 4, 152064, 131072, rope_theta=10000),
+    "Qwen3-0.6B": _qwen(
+        3,
+        1024,
+        3072,
+        28,
+        16,
+        8,
+        151936,
+        40960,
+        head_dim=128,
+        attention_bias=False,
+        sliding_window=None,
+        tie_word_embeddings=True,
+        rope_scaling=None,
+    ),
+    "Qwen3-8B": _qwen(
+        3, 4096, 12288, 36, 32, 8, 151936, 40960, head_dim=128, attention_bias=False, sliding_window=None
+    ),
+    "Qwen3-32B": _qwen(
+        3, 5120, 25600, 64, 64, 8, 151936, 40960, head_dim=128, attention_bias=False, sliding_window=None
+    ),
+    "gemma-2b": _gemma("gemma", "GemmaForCausalLM", 2048, 16384, 18, 8, 1, 256000, 8192, hidden_activation=None),
+    "gemma-2-2b": _gemma2(2304, 9216, 26, 8, 4, 256000, 8192),
+    "gemma-2-9b": _gemma2(3584, 14336, 42, 16, 8, 256000, 8192),
+    "gemma-2-27b": _gemma2(4608, 36864, 46, 32, 16, 256000, 8192, head_dim=128, query_pre_attn_scalar=144),
+    "gemma-3-1b": _gemma(
+        "gemma3_text",
+        "Gemma3ForCausalLM",
+        1152,
+        6912,
+        26,
+        4,
+        1,
+        262144,
+        32768,
+        attn_logit_softcapping=None,
+        final_logit_softcapping=None,
+        query_pre_attn_scalar=256,
+        rope_theta=1e6,
+        rope_local_base_freq=10000,
+        rope_scaling=None,
+        sliding_window=512,
+        sliding_window_pattern=6,
+        cache_implementation="hybrid",
+    ),
+    "Phi-3-mini-4k": _phi(3072, 8192, 32, 32, 32, 32064, 4096, sliding_window=2047),
+    "Phi-3-mini-128k": _phi(
+        3072,
+        8192,
+        32,
+        32,
+        32,
+        32064,
+        131072,
+        sliding_window=262144,
+        rope_scaling={"long_factor": _LONG, "short_factor": _SHORT, "type": "longrope"},
+    ),
+    "phi-4": _phi(5120, 17920, 40, 40, 10, 100352, 16384, original_max_position_embeddings=16384, rope_theta=250000),
+    "Phi-4-mini": _phi(
+        3072,
+        8192,
+        32,
+        24,
+        8,
+        200064,
+        131072,
+        partial_rotary_factor=0.75,
+        tie_word_embeddings=True,
+        sliding_window=262144,
+        rope_scaling={"long_factor": _LONG, "short_factor": _SHORT, "type": "longrope"},
+    ),
+    "OLMo-2-7B": _of(
+        "Olmo2ForCausalLM",
+        "olmo2",
+        4096,
+        11008,
+        32,
+        32,
+        32,
+        100352,
+        4096,
+        rope_theta=500000,
+        rope_scaling=None,
+        rms_norm_eps=1e-6,
+        attention_bias=False,
+        tie_word_embeddings=False,
+    ),
+    "Olmo-3-7B": _of(
+        "Olmo3ForCausalLM",
+        "olmo3",
+        4096,
+        11008,
+        32,
+        32,
+        32,
+        100278,
+        65536,
+        rope_theta=500000,
+        rms_norm_eps=1e-6,
+        attention_bias=False,
+        sliding_window=4096,
+        tie_word_embeddings=False,
+        rope_scaling={
+            "attention_factor": 1.2079441541679836,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "factor": 8.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "yarn",
+        },
+    ),
+    "SmolLM3-3B": _of(
+        "SmolLM3ForCausalLM",
+        "smollm3",
+        2048,
+        11008,
+        36,
+        16,
+        4,
+        128256,
+        65536,
+        rope_theta=5e6,
+        rope_scaling=None,
+        no_rope_layers=[int((i + 1) % 4 != 0) for i in range(36)],
+        no_rope_layer_interval=4,
+        max_window_layers=28,
+        layer_types=["full_attention"] * 36,
+        sliding_window=None,
+        use_sliding_window=False,
+        pretraining_tp=2,
+        attention_bias=False,
+        mlp_bias=False,
+    ),
+    "granite-3.1-8b": _granite(
+        4096, 12800, 40, 32, 8, 49155, 131072, logits_scaling=16.0, attention_multiplier=0.0078125
+    ),
+    "granite-3.1-2b": _granite(2048, 8192, 40, 32, 8, 49155, 131072),
+    "Seed-OSS-36B without its dropout": _of(
+        "SeedOssForCausalLM",
+        "seed_oss",
+        5120,
+        27648,
+        64,
+        80,
+        8,
+        155136,
+        524288,
+        head_dim=128,
+        attention_bias=True,
+        attention_out_bias=False,
+        mlp_bias=False,
+        residual_dropout=0.0,
+        rope_theta=1e7,
+        pretraining_tp=1,
+        rope_scaling={"rope_type": "default"},
+        rms_norm_eps=1e-6,
+    ),
+}
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "Mixtral-8x7B": (
+        _of("MixtralForCausalLM", "mixtral", 4096, 14336, 32, 32, 8, 32000, 32768, num_local_experts=8),
+        "MixtralForCausalLM",
+    ),
+    "Qwen3-30B-A3B": (
+        _of("Qwen3MoeForCausalLM", "qwen3_moe", 2048, 6144, 48, 32, 4, 151936, 40960),
+        "Qwen3MoeForCausalLM",
+    ),
+    "gpt-oss-20b": (_of("GptOssForCausalLM", "gpt_oss", 2880, 2880, 24, 64, 8, 201088, 131072), "GptOssForCausalLM"),
+    "DeepSeek-V3": (
+        _of("DeepseekV3ForCausalLM", "deepseek_v3", 7168, 18432, 61, 128, 128, 129280, 163840),
+        "DeepseekV3",
+    ),
+    "Falcon3-Mamba": (
+        _of("FalconMambaForCausalLM", "falcon_mamba", 4096, 8192, 64, 32, 32, 65024, 4096),
+        "FalconMamba",
+    ),
+    "Phi-2": (_of("PhiForCausalLM", "phi", 2560, 10240, 32, 32, 32, 51200, 2048), "PhiForCausalLM"),
+    "Llama-3.1-8B-dynamic": (
+        _llama(4096, 14336, 32, 32, 8, 128256, 8192, rope_scaling={"type": "dynamic", "factor": 2.0}),
+        "dynamic",
+    ),
+    "Seed-OSS-36B": (SERVED["Seed-OSS-36B without its dropout"] | {"attention_dropout": 0.1}, "attention_dropout=0.1"),
+    "embeddinggemma": (
+        SERVED["gemma-3-1b"] | {"use_bidirectional_attention": True},
+        "use_bidirectional_attention=True",
+    ),
+    "gemma-3-1b with a cap that transformers leaves out": (
+        SERVED["gemma-3-1b"] | {"attn_logit_softcapping": 50.0},
+        "attn_logit_softcapping=50.0",
+    ),
+    "Llama-2-7b-gptq": (
+        SERVED["Llama-2-7b"] | {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+        "quantised weights (gptq)",
+    ),
+}

@@ -1,0 +1,91 @@
+"""Published models are served, or refused by the one key that is not. A key changed alone is followed or refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from make_golden import CASES, GOLDEN
+from published import REFUSED, SERVED
+
+from lorafusion_jax.errors import CheckpointError
+from lorafusion_jax.families.hf_config import HARMLESS
+from lorafusion_jax.families.table import FAMILIES
+from lorafusion_jax.models import ModelConfig
+
+BILLION = {
+    "Llama-3.1-8B": 8.03,
+    "gemma-2-9b": 9.24,
+    "phi-4": 14.66,
+    "OLMo-2-7B": 7.3,
+    "Qwen3-8B": 8.19,
+    "gemma-3-1b": 1.0,
+}
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_published_models_are_read_and_written(name):
+    config = ModelConfig.from_hf(SERVED[name])
+    assert len(config.layers) == SERVED[name]["num_hidden_layers"]
+    if name in BILLION:
+        assert config.num_parameters / 1e9 == pytest.approx(BILLION[name], rel=0.01)
+    if config.family not in ("olmo3",):  # one scaled rope by type of layer is written in the newer format only
+        assert ModelConfig.from_hf(config.to_hf()) == config
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_others_are_refused_by_the_key_that_is_not_served(name):
+    config, key = REFUSED[name]
+    with pytest.raises(CheckpointError) as caught:
+        ModelConfig.from_hf(config)
+    assert caught.value.code == "model.unsupported"
+    assert key in caught.value.what
+    if "unknown architecture" not in caught.value.what:
+        assert ";" not in caught.value.what, "more than one reason"
+
+
+def changed(value: Any) -> list[Any]:
+    """Other values of the same kind."""
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, int):
+        return [value + 2, 2 * value + 2]
+    if isinstance(value, float):
+        return [value * 1.5 + 0.25]
+    if isinstance(value, dict):
+        return [value | {key: other} for key, inner in value.items() for other in changed(inner)[:1]]
+    if value == "sliding_attention":
+        return ["full_attention"]
+    if isinstance(value, str):
+        return ["other"]
+    if isinstance(value, list) and {*value} <= {0, 1}:
+        return [[1 - value[0], *value[1:]]]
+    if isinstance(value, list) and value:
+        return [[changed(value[0])[0], *value[1:]]]
+    return [3]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_key_that_changes_alone_is_followed_or_refused(case):
+    raw = json.loads((GOLDEN / case / "config.json").read_text())
+    plain = ModelConfig.from_hf(raw)
+    known = HARMLESS | {*FAMILIES[plain.family].known}
+    silent = []
+    for key, value in raw.items():
+        for other in changed(value):
+            try:
+                same = ModelConfig.from_hf(raw | {key: other}) == plain
+            except CheckpointError:
+                continue
+            if same and key not in known:
+                silent.append(f"{key}={other}")
+    # What transformers does not use in this state of the others.
+    idle = {
+        "use_sliding_window", "sliding_window", "max_window_layers", "no_rope_layer_interval",
+        "original_max_position_embeddings", "model_type",
+    }  # fmt: skip
+    types = raw.get("layer_types") or []
+    if len({*types}) == 1 and "full_attention" in raw.get("rope_parameters", {}):  # nor ropes of no layer
+        idle |= {"rope_parameters"}
+    assert [said for said in silent if said.partition("=")[0] not in idle] == []
