@@ -57,15 +57,19 @@ class Norms:
     def saved(self) -> tuple[SavedTensor, ...]:
         """Outputs and scales of the norms, and the outputs of attention and MLP where backward needs them.
 
-        A norm's gradient needs its input. Layer input + o_out is the input of the MLP, so without norms of the outputs
-        o_out belongs to the half of the MLP, and a piece that is only the MLP saves its own input instead.
+        A norm's gradient needs its input. Without norms of the outputs, layer input + o_out is the input of the MLP.
         """
-        tensors = [
-            SavedTensor(name="o_out", half="attention" if self.after else "mlp", width=self.width, checkpoint="o_out")
-        ]
         if self.after:
-            tensors.append(SavedTensor(name="down_out", half="mlp", width=self.width, checkpoint="down_out"))
-        for number, norm in enumerate(self.norms, 1):
-            tensors.append(SavedTensor(name=f"norm {number} out", half=norm.half, width=self.width))
-            tensors.append(SavedTensor(name=f"norm {number} scale", half=norm.half, width=1, float32=True))
-        return tuple(tensors)
+            outputs = (
+                SavedTensor(name="o_out", half="attention", width=self.width, checkpoint="o_out"),
+                SavedTensor(name="x between", half="mlp", width=self.width, entry=True),
+                SavedTensor(name="down_out", half="mlp", width=self.width, checkpoint="down_out"),
+            )
+        else:
+            outputs = (SavedTensor(name="o_out", half="mlp", width=self.width, checkpoint="o_out", entry=True),)
+        inputs = [norm for norm in self.norms if norm.path in self.before.values()]
+        return (
+            *outputs,
+            *(SavedTensor(name=f"{norm.path} out", half=norm.half, width=self.width) for norm in inputs),
+            *(SavedTensor(name=f"{norm.path} scale", half=norm.half, width=1, float32=True) for norm in self.norms),
+        )

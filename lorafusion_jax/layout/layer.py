@@ -86,6 +86,7 @@ class SavedTensor:
             without one.
         float32: float32 in every model dtype.
         unfused: saved only if no single op runs the core of this half (attention, or the whole MLP).
+        entry: a piece that is only this half saves its own input instead.
     """
 
     name: str
@@ -94,6 +95,7 @@ class SavedTensor:
     checkpoint: str | None = None
     float32: bool = False
     unfused: bool = False
+    entry: bool = False
 
     @property
     def policy(self) -> RematPolicy:

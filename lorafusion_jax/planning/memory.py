@@ -169,18 +169,18 @@ def kept_per_layer(problem: MemoryProblem, half: Half | None = None, number: int
     if problem.remat == "nothing":
         return kept
     for own in HALVES if half is None else (half,):
-        kept |= _saved_tensors(problem, layer, own) | _saved_by_lora(problem, layer, own)
-    if half == "mlp":
-        kept.pop("o_out", None)  # the input of the piece is saved instead
+        alone = half == own
+        kept |= _saved_tensors(problem, layer, own, alone=alone) | _saved_by_lora(problem, layer, own)
     return kept
 
 
-def _saved_tensors(problem: MemoryProblem, layer: Layer, half: Half) -> dict[str, int]:
+def _saved_tensors(problem: MemoryProblem, layer: Layer, half: Half, *, alone: bool) -> dict[str, int]:
     fused = _attention_is_ours(problem, layer) if half == "attention" else _mlp_is_one_op(problem, layer)
     kept = {}
     for tensor in layer.saved:
         wanted = tensor.policy == "gemm_inputs" or problem.remat == "everything"
-        if tensor.half == half and wanted and not (tensor.unfused and fused):
+        left_out = (tensor.unfused and fused) or (tensor.entry and alone)
+        if tensor.half == half and wanted and not left_out:
             item = FLOAT32 if tensor.float32 else problem.item
             kept[tensor.name] = item * problem.capacity_tokens * tensor.width
     return kept

@@ -54,7 +54,9 @@ def changed(value: Any) -> list[Any]:
     if isinstance(value, float):
         return [value * 1.5 + 0.25]
     if isinstance(value, dict):
-        return [value | {key: other} for key, inner in value.items() for other in changed(inner)[:1]]
+        # Where a model has the original context outside of it, too, that one counts.
+        keys = [key for key in value if key != "original_max_position_embeddings"]
+        return [value | {key: other} for key in keys for other in changed(value[key])[:1]]
     if value == "sliding_attention":
         return ["full_attention"]
     if isinstance(value, str):
