@@ -14,6 +14,8 @@ sm_mhz and watts are mean clock and power of each device, if `nvidia-smi` is ava
 time in which a microbatch was ready and the host was late. peak_gb is null if an earlier variant needed more memory,
 because a process has a single peak.
 
+`--objective dpo` trains pairs of these samples instead (dropout 0, references given, as in `peers/trl_dpo.py`).
+
 Variants (all rows are reported, even if a baseline wins):
     ours            all adapters together, bin packed, our kernels, 1F1B without flush
     ours_xla        the same with the XLA form of LoRA
@@ -51,11 +53,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.conditions import conditions
-from benchmarks.end_to_end_inputs import random_base, random_data
+from benchmarks.end_to_end_inputs import random_base, random_data, random_pairs
 from benchmarks.end_to_end_report import report
 from benchmarks.frozen import FrozenStage, without_lora, without_updates
 from benchmarks.gpu_state import GpuState
-from benchmarks.workloads import LENGTHS, LONGEST, SHAPES, WORKLOADS, sample_lengths
+from benchmarks.workloads import LENGTHS, LONGEST, SHAPES, WORKLOADS, pair_lengths, sample_lengths
 from lorafusion_jax.config.schema import (
     AdapterConfig,
     BaseSettings,
@@ -64,12 +66,13 @@ from lorafusion_jax.config.schema import (
     JobConfig,
     LoraSettings,
     MeshSettings,
+    ObjectiveSettings,
     OptimSettings,
     SaveSettings,
     TrainSettings,
 )
 from lorafusion_jax.config.specs import adapter_specs
-from lorafusion_jax.data.prepare import Prepared
+from lorafusion_jax.data.prepare import AdapterData, Prepared
 from lorafusion_jax.machine import prepare_machine
 from lorafusion_jax.models import ModelConfig
 from lorafusion_jax.pipeline.base import fitting_remat
@@ -137,6 +140,7 @@ def main() -> None:
     parser.add_argument("--adapters", type=int, default=4)
     parser.add_argument("--slots", type=int, default=100, help="minimum slots after the warm-up, for joint variants")
     parser.add_argument("--baseline-slots", type=int, help="of the others; default as --slots")
+    parser.add_argument("--objective", choices=("sft", "dpo"), default="sft", help="dpo: pairs of samples, no dropout")
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=["mix"])
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=["ours", "single_xla"])
     parser.add_argument("--set", nargs="*", default=[], help="train settings, e.g. block_layers=2 remat=gemm_inputs")
@@ -180,6 +184,7 @@ class Bench:
         self.dtype = jnp.float32 if options.model == "tiny" else jnp.bfloat16
         self.tile = 16 if options.model == "tiny" else 128
         self.layers = tuple(options.layers_per_stage) if options.layers_per_stage else None
+        self.pairs: dict[tuple[int, ...], list[tuple[int, int, int]]] = {}  # by the lengths of an adapter's samples
         self._layout: tuple | None = None
         self._weights: list[tuple[StageWeights, StageMesh]] = []
         self._stages: tuple[Any, list[Stage]] | None = None
@@ -206,6 +211,7 @@ class Bench:
             "layers_per_stage": [stage.extent.count for stage in stages],
             "capacity_tokens": capacity, "sizes": sizes_used(plans),
             "global_batch": options.batch, "adapters": options.adapters,
+            "objective": options.objective,
             "quantize": variant.quantize, "keep": stages[0].remat, "settings": [*options.set, *options.xla],
             "useful_tokens_per_s": round(tokens / seconds, 1), "slots": sum(r["slots"] for r in results),
             "density": round(sum(p.tokens for p in plans) / sum(p.room for p in plans), 4),
@@ -235,14 +241,17 @@ class Bench:
         # Microbatches are 98 % full and some are warm-up, so plan enough that at least `slots` are timed.
         tokens = (1.05 * slots + 4 * mesh.stages) * options.capacity * mesh.replicas
         mean = {"mix": 1130, "het": 1130}.get(workload) or LENGTHS[workload][0]
-        batches = max(2, round(tokens / (mean * scale * options.batch * options.adapters)))
+        texts = 2 if options.objective == "dpo" else 1
+        batches = max(2, round(tokens / (mean * texts * scale * options.batch * options.adapters)))
         draw = np.random.default_rng(WORKLOADS.index(workload))
-        jobs = [
-            AdapterJob(
-                f"a{i}", sample_lengths(draw, workload, i, batches * options.batch, scale, longest), options.batch
-            )
-            for i in range(options.adapters)
-        ]
+        jobs, count = [], batches * options.batch * texts
+        for i in range(options.adapters):
+            lengths = sample_lengths(draw, workload, i, count, scale, longest)
+            if options.objective == "dpo":
+                pairs = pair_lengths(lengths)
+                lengths = [2 * prompt + chosen + rejected for prompt, chosen, rejected in pairs]
+                self.pairs[tuple(lengths)] = pairs
+            jobs.append(AdapterJob(f"a{i}", lengths, options.batch))
         # Every adapter by itself uses the programs of the first one.
         runs = [jobs] if variant.together else [[dataclasses.replace(job, name=jobs[0].name)] for job in jobs]
         capacity: int | tuple[int, ...] = options.capacity
@@ -289,7 +298,8 @@ class Bench:
             adapters=tuple(
                 AdapterConfig(
                     name=f"a{i}", data=DataSettings(train="random"), global_samples=self.options.batch,
-                    lora=LoraSettings(rank=16, alpha=32, dropout=0.1), optim=OptimSettings(lr=1e-4), seed=i,
+                    lora=LoraSettings(rank=16, alpha=32, dropout=0.1 if self.options.objective == "sft" else 0.0),
+                    optim=OptimSettings(lr=1e-4), seed=i, objective=ObjectiveSettings(name=self.options.objective),
                 )
                 for i in range(adapters)
             ),
@@ -314,7 +324,7 @@ class Bench:
         specs = tuple(adapter_specs(config))
         parts = Parts(
             model=self.model, specs=without_lora(specs) if frozen else specs, settings=config.train, dtype=self.dtype,
-            quantize=config.base.quantize,
+            quantize=config.base.quantize, objectives=tuple(each.objective.chosen for each in config.adapters),
         )  # fmt: skip
         stages = [
             (FrozenStage if frozen else Stage)(
@@ -331,7 +341,7 @@ class Bench:
     ) -> dict:
         """One timed run of the product's loop over a plan."""
         names = [adapter.name for adapter in config.adapters]
-        data = {job.name: random_data(job, self.model.vocab_size, seed) for seed, job in enumerate(jobs)}
+        data = {job.name: self.data(job, seed) for seed, job in enumerate(jobs)}
         prepared = Prepared(tokenizer=None, adapters=data)  # type: ignore[arg-type]
         lora = stages[0].first_lora()
         for stage in stages:
@@ -394,6 +404,12 @@ class Bench:
             predicted = simulate(plan, costs, program=program)
             result["simulated_over_measured"] = round(predicted.duration_s / timeline.duration_s, 4)
         return result
+
+    def data(self, job: AdapterJob, seed: int) -> AdapterData:
+        """Random tokens of a job's samples."""
+        if self.options.objective == "dpo":
+            return random_pairs(self.pairs[tuple(job.sample_tokens)], self.model.vocab_size, seed)
+        return random_data(job, self.model.vocab_size, seed)
 
     def trace(self, batches: Batches, stages: list[Stage]) -> None:
         """Sums device time by kernel over a few slots, stage by stage."""

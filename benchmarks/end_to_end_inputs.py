@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -71,6 +72,23 @@ def random_base(config: JobConfig, model: ModelConfig, dtype: Any) -> list[tuple
         )
         result.append((weights, here))
     return result
+
+
+def random_pairs(pairs: Sequence[tuple[int, int, int]], vocab: int, seed: int) -> AdapterData:
+    """Random tokens of pairs of (prompt, chosen, rejected) tokens, and random references of their answers."""
+    draw = np.random.default_rng(seed)
+    lengths = np.array([[prompt + chosen, prompt + rejected] for prompt, chosen, rejected in pairs], np.int64)
+    prompts = np.repeat([prompt for prompt, *_ in pairs], 2)
+    offsets = np.concatenate([[0], np.cumsum(lengths.sum(axis=1))])
+    starts = np.concatenate([[0], np.cumsum(lengths.reshape(-1))[:-1]])
+    place = np.arange(offsets[-1]) - np.repeat(starts, lengths.reshape(-1))
+    mask = place >= np.repeat(prompts, lengths.reshape(-1))
+    held = TokenizedSet(
+        tokens=draw.integers(0, vocab, offsets[-1]).astype(np.int32), loss_mask=mask, offsets=offsets,
+        rows=np.arange(len(pairs)), report=None, segment_lengths=lengths,  # type: ignore[arg-type]
+        reference=np.where(mask, -np.log(vocab), 0.0).astype(np.float32),
+    )  # fmt: skip
+    return AdapterData(train=held, eval=None, order=np.arange(len(pairs)))
 
 
 def random_data(job: AdapterJob, vocab: int, seed: int) -> AdapterData:

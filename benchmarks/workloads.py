@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -41,3 +42,12 @@ def sample_lengths(
         variance = np.log(1 + (spread / mean) ** 2)
         columns.append(draw.lognormal(np.log(mean * scale) - variance / 2, np.sqrt(variance), count))
     return np.choose(draw.integers(0, len(columns), count), columns).clip(32 * scale + 2, longest).astype(int).tolist()
+
+
+def pair_lengths(lengths: Sequence[int]) -> list[tuple[int, int, int]]:
+    """(prompt, chosen, rejected) tokens of pairs: two samples each, a third of the shorter one is their prompt."""
+    pairs = []
+    for first, second in zip(lengths[::2], lengths[1::2], strict=True):
+        prompt = max(1, min(first, second) // 3)
+        pairs.append((prompt, max(1, first - prompt), max(1, second - prompt)))
+    return pairs

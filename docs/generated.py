@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from pydantic.fields import FieldInfo  # noqa: E402
 from benchmarks.reliability_table import table  # noqa: E402
 from lorafusion_jax.config.schema import AdapterConfig  # noqa: E402
 from lorafusion_jax.config.sections import DEFAULTS, SHARED, SINGLE_DEFAULTS  # noqa: E402
+from lorafusion_jax.objective.table import OBJECTIVES  # noqa: E402
 
 MARK = re.compile(r"^<!-- generated: ([\w-]+) -->$", re.MULTILINE)
 
@@ -36,6 +38,27 @@ def job_file() -> str:
     parts += ["### Other keys of an adapter\n", *_head()]
     parts += [_row(key, AdapterConfig.model_fields[key]) for key in ("name", *SINGLE_DEFAULTS)]
     return "\n".join(parts) + "\n"
+
+
+def objectives() -> str:
+    """The settings of every objective, from the docstrings of their options."""
+    lines = ["| objective | key | default | meaning |", "|---|---|---|---|"]
+    for name, objective in OBJECTIVES.items():
+        meanings = _attributes(objective.options)
+        for option in dataclasses.fields(objective.options):
+            default = option.default[0] if isinstance(option.default, tuple) else option.default
+            lines.append(f"| `{name}` | `{option.name}` | `{_shown(default)}` | {meanings.get(option.name, '')} |")
+    return "\n".join(lines) + "\n"
+
+
+def _attributes(options: type) -> dict[str, str]:
+    """Returns the meaning of each attribute from the docstrings of a class and its parents."""
+    found: dict[str, str] = {}
+    for parent in reversed(options.__mro__):
+        text = (parent.__doc__ or "").partition("Attributes:\n")[2]
+        for name, meaning in re.findall(r"^        (\w+(?:, \w+)*): (.*(?:\n            .*)*)", text, re.MULTILINE):
+            found |= dict.fromkeys(name.split(", "), " ".join(meaning.split()).replace("|", "\\|"))
+    return found
 
 
 def benchmarks() -> str:
@@ -73,4 +96,9 @@ def _choices(annotation: object) -> list[object]:
     return [choice for inner in get_args(annotation) if not isinstance(inner, str) for choice in _choices(inner)]
 
 
-GENERATED: dict[str, Callable[[], str]] = {"job-file": job_file, "benchmarks": benchmarks, "reliability": table}
+GENERATED: dict[str, Callable[[], str]] = {
+    "job-file": job_file,
+    "objectives": objectives,
+    "benchmarks": benchmarks,
+    "reliability": table,
+}

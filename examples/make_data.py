@@ -1,4 +1,4 @@
-"""Writes the example data sets: five tasks in five formats, made from the standard library's own words.
+"""Writes the example data sets: six tasks in six formats, made from the standard library's own words.
 
     python examples/make_data.py            # writes examples/data/, the same bytes on the same Python
 
@@ -9,6 +9,7 @@
 | module    | instruction/…, CSV         | signature and summary → the module it lives in    | tiny   |
 | reference | conversations, JSON        | go on with a paragraph of the language reference  | medium |
 | cards     | text, JSONL                | reference cards in Markdown                       | mixed  |
+| brief     | chosen/rejected, JSONL     | the answer alone is better than with small talk   | short  |
 
 A tenth of the objects (a fixed draw from their names) is held out of every set, so no evaluation row is trained on.
 """
@@ -37,6 +38,12 @@ ASK = (
 )
 ASK_CALL = ("How do I call it?", "Which arguments does it take?", "Show me its signature.")
 EXPLAIN = "Here is a Python function:\n\n{}\n\nWhat does it do?"
+SMALL_TALK = (
+    "Great question! {} I hope this helps!",
+    "Certainly! {} Let me know if you have any other questions.",
+    "Sure, I would be happy to help. {} Feel free to ask for more.",
+    "Thank you for asking. {} Is there anything else you need?",
+)
 MODULE = "Name the module of the Python standard library that defines this {}."
 GO_ON = "The Python language reference says under “{}”:\n\n{}\n\nHow does it go on?"
 
@@ -107,6 +114,17 @@ def cards(items: list[Item]) -> list[Row]:
     ]
 
 
+def brief(items: list[Item]) -> list[Row]:
+    """The same answer twice: alone, and wrapped in small talk."""
+    rows = []
+    for item in items:
+        draw = int(share("brief " + item.path) * 1000)
+        talk = SMALL_TALK[draw % len(SMALL_TALK)].format(item.summary)
+        pair = {"prompt": ASK[draw % len(ASK)].format(item.path), "chosen": item.summary, "rejected": talk}
+        rows.append((item.path, pair))
+    return rows
+
+
 def few(items: list[Item], name: str, number: int) -> list[Item]:
     """Picks about `number` items, others for every set."""
     return sorted(sorted(items, key=lambda item: share(f"{name} {item.path}"))[:number], key=lambda item: item.path)
@@ -146,6 +164,7 @@ def main() -> None:
         "module": ("csv", write_csv, module(few(items, "module", 1500))),
         "reference": ("json", write_json, reference(reference_paragraphs())),
         "cards": ("jsonl", write_jsonl, cards(few(items, "cards", 900))),
+        "brief": ("jsonl", write_jsonl, brief(few(items, "brief", 240))),
     }
     out.mkdir(parents=True, exist_ok=True)
     for name, (suffix, write, rows) in sets.items():

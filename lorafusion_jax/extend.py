@@ -9,6 +9,7 @@ from lorafusion_jax.adapters.kind import AdapterKind as AdapterKind
 from lorafusion_jax.adapters.kind import Leaf as Leaf
 from lorafusion_jax.families.table import Family as Family
 from lorafusion_jax.objective import Objective as Objective
+from lorafusion_jax.objective import Sample as Sample
 from lorafusion_jax.objective import Segment as Segment
 from lorafusion_jax.optim.schedules import Schedule as Schedule
 from lorafusion_jax.optim.table import Optimizer as Optimizer

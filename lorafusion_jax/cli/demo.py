@@ -21,7 +21,7 @@ NAME = "demo"
 def command(
     out_dir: Annotated[Path | None, typer.Option("--out", help="run folder; default runs/demo, runs/demo-2, …")] = None,
 ) -> int:
-    """Trains four adapters of a tiny model on the CPU: plan, train, evaluate, export, verify.
+    """Trains five adapters of a tiny model on the CPU: plan, train, evaluate, export, verify.
 
     Example: lorafusion demo
     """
@@ -88,6 +88,16 @@ def _table(console: Console, config, result, checks) -> None:
         )
     console.print()
     console.print(table)
+    for name, row in rows.items():
+        if (after := row.get("accuracy after")) is not None:
+            say(
+                console,
+                f"{name}: the chosen answer gains more in {percent(after)} of the held-out pairs, {_before(row)}",
+            )
+
+
+def _before(row: dict) -> str:
+    return f"{percent(row['accuracy before'])} before training"
 
 
 def _totals(console: Console, result, alone: int) -> None:

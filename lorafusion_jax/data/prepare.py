@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from lorafusion_jax.data.model_fit import model_problems, read_shape
 from lorafusion_jax.data.tokenized import load_samples
 from lorafusion_jax.data.tokenized_set import TokenizedSet
 from lorafusion_jax.data.tokenizer import Tokenizer, load_tokenizer
-from lorafusion_jax.errors import ConfigError, ErrorList, LoraFusionError, raise_all
+from lorafusion_jax.errors import ConfigError, DataError, ErrorList, LoraFusionError, raise_all
 from scheduling.types import MOST_SAMPLES
 
 
@@ -103,9 +104,31 @@ def _adapter_data(config: JobConfig, adapter: AdapterConfig, tokenizer: Tokenize
             objective=adapter.objective.chosen,
         )
 
-    train = load(adapter.data.train, adapter.data)
+    train = _reviewed(load(adapter.data.train, adapter.data), adapter)
     held_out = load(adapter.data.eval, adapter.data) if adapter.data.eval else None
     return in_order(adapter, train, held_out, config.train.max_steps)
+
+
+def _reviewed(samples: TokenizedSet, adapter: AdapterConfig) -> TokenizedSet:
+    """Returns the samples with the notes of the adapter's objective on their numbers.
+
+    Raises:
+        DataError: `objective.data`.
+    """
+    chosen = adapter.objective.chosen
+    if chosen.objective.review is None:
+        return samples
+    try:
+        notes = chosen.objective.review(samples.numbers, chosen.options)
+    except ValueError as problem:
+        raise DataError(
+            "objective.data",
+            f"{adapter.name}: its data cannot be trained with objective {chosen.name}.",
+            where=samples.report.source,
+            why=str(problem),
+        ) from None
+    report = dataclasses.replace(samples.report, notes=(*samples.report.notes, *notes))
+    return dataclasses.replace(samples, report=report)
 
 
 def in_order(

@@ -10,6 +10,7 @@ from lorafusion_jax.config.schema import DataSettings
 from lorafusion_jax.data import cache
 from lorafusion_jax.data.fit_length import Fit, fit_length
 from lorafusion_jax.data.formats import Layout, detect_layout
+from lorafusion_jax.data.other_rows import refuse_other_rows
 from lorafusion_jax.data.parse_examples import parse_examples, refuse_shortened
 from lorafusion_jax.data.render import EncodedRows, encode_examples
 from lorafusion_jax.data.rows import RawSource, Rows
@@ -64,13 +65,16 @@ def load_samples(
     if own:
         samples = tokenize_segments(raw, settings, tokenizer, adapter, objective)
     else:
-        samples = _tokenize(raw, settings, tokenizer, adapter)
+        samples = _tokenize(raw, settings, tokenizer, adapter, objective.name)
     cache.store(entry, samples)
     return samples
 
 
-def _tokenize(raw: RawSource, settings: DataSettings, tokenizer: Tokenizer, adapter: str) -> TokenizedSet:
+def _tokenize(
+    raw: RawSource, settings: DataSettings, tokenizer: Tokenizer, adapter: str, objective: str
+) -> TokenizedSet:
     rows = parse_rows(raw)
+    refuse_other_rows(rows, settings, adapter, objective)
     layout = detect_layout(rows, format=settings.format, columns=settings.columns)
     loss = _resolve_loss(settings.loss, layout, rows, adapter)
     # Characters far beyond max_length need not be tokenised: a token has far fewer than 256.

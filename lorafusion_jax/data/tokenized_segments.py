@@ -53,15 +53,21 @@ def tokenize_segments(
     width = chosen.objective.num_segments
     texts: list[list[_Text]] = []  # by place of the segment in its sample
     kept, cut, dropped, too_long = set(range(len(samples))), set(), set(), set()
-    for index in range(chosen.num_segments):
-        places = rows.at([sample.rows[index // width] for sample in samples])
-        segments = [sample.segments[index] for sample in samples]
-        encoded, more = _encode(segments, tokenizer, places, adapter, loss)
-        fit = fit_length(encoded, settings, places, adapter)
+    indices = range(chosen.num_segments)
+    places = [rows.at([sample.rows[index // width] for sample in samples]) for index in indices]
+    segments = [[sample.segments[index] for sample in samples] for index in indices]
+    encoded: list[list[Encoded]] = []
+    for index in indices:
+        tokens, more = _encode(segments[index], tokenizer, places[index], adapter, loss)
+        encoded.append(tokens)
+        notes = [*notes, *more]
+    if loss == AFTER_PROMPT:
+        _begin_together(samples, encoded, width)
+    for index in indices:
+        fit = fit_length(encoded[index], settings, places[index], adapter)
         kept, cut = kept & set(fit.kept), cut | set(fit.cut)
         dropped, too_long = dropped | set(fit.dropped), too_long | set(fit.too_long)
-        texts.append(_texts(segments, encoded, places, adapter))
-        notes = [*notes, *more]
+        texts.append(_texts(segments[index], encoded[index], places[index], adapter))
     if not kept:
         raise _none_left(rows, adapter, settings)
     longest = [max(len(segment[number].tokens) for segment in texts) for number in range(len(samples))]
@@ -90,6 +96,26 @@ def tokenize_segments(
         notes=tuple(dict.fromkeys([*_unused(rows, columns), *notes])),
     )
     return _collect(parts, [samples[number] for number in order], chosen, report)
+
+
+def _begin_together(samples: Sequence[RowSample], encoded: Sequence[Sequence[Encoded]], width: int) -> None:
+    """Lets the answers of a row with the same prompt begin at the same token, in place.
+
+    Where a token of one text spans the end of the prompt, its answer begins before; TRL lets both begin there.
+    """
+    for number, sample in enumerate(samples):
+        for first in range(0, len(sample.segments), width):
+            by_prompt: dict[str, list[Encoded]] = {}
+            for place in range(first, first + width):
+                segment = sample.segments[place]
+                if segment.text is None and segment.prompt_ids is None:
+                    prompt = segment.prompt if segment.messages is None else segment.messages[: segment.prompt_messages]
+                    by_prompt.setdefault(repr(prompt), []).append(encoded[place][number])
+            for members in by_prompt.values():
+                answered = [member.mask for member in members if member.mask.any()]
+                start = min((int(mask.argmax()) for mask in answered), default=0)
+                for mask in answered:
+                    mask[start:] = True
 
 
 def _collect(

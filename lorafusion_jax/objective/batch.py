@@ -20,6 +20,8 @@ from lorafusion_jax.errors import ConfigError
 from lorafusion_jax.objective.loss import sum_by
 from lorafusion_jax.objective.protocol import HIDDEN, LOGPROBS, REFERENCE, Chosen, Sample
 
+COUNT = " count"  # suffix of the name of a ratio's second sum
+
 
 def totals_of(
     losses_T: Array, batch: Any, chosen: Sequence[Chosen], hidden_TD: Array | None = None
@@ -61,8 +63,26 @@ def totals_of(
 
 
 def metric_names(chosen: Sequence[Chosen]) -> list[str]:
-    """Names of the metrics that `totals_of` returns in addition to the loss, in order."""
-    return list(dict.fromkeys(name for adapter in chosen for name in adapter.objective.metrics))
+    """Names of the sums that `totals_of` returns in addition to the loss, in order; see `finished_metrics`."""
+    names = [name for adapter in chosen for name in adapter.objective.metrics]
+    counts = [f"{name}{COUNT}" for adapter in chosen for name in adapter.objective.metrics if name in adapter.ratios]
+    return list(dict.fromkeys([*names, *counts]))
+
+
+def finished_metrics(chosen: Chosen, sums: Mapping[str, float]) -> dict[str, float]:
+    """Returns the metrics of one adapter from the sums of its batch; a ratio of nothing is left out.
+
+    >>> from lorafusion_jax.objective.table import OBJECTIVES
+    >>> kto = Chosen(name="kto", objective=OBJECTIVES["kto"], options=OBJECTIVES["kto"].options())
+    >>> finished_metrics(kto, dict.fromkeys(metric_names([kto]), 0.5) | {"rewards/chosen count": 0.0})["kl"]
+    0.5
+    """
+    finished = {}
+    for name in chosen.objective.metrics:
+        count = sums[f"{name}{COUNT}"] if name in chosen.ratios else 1.0
+        if count:
+            finished[name] = sums[name] / count
+    return finished
 
 
 def _groups(chosen: Sequence[Chosen]) -> Iterator[tuple[Chosen, list[int]]]:
@@ -142,8 +162,14 @@ def _own_samples(chosen: Chosen, everything: Sample, mine_N: Array) -> Sample:
 
 def _loss(chosen: Chosen, sample: Sample) -> tuple[Array, dict[str, Array]]:
     assert chosen.objective.loss is not None
-    loss, metrics = chosen.objective.loss(sample, chosen.options)
-    return jnp.asarray(loss, jnp.float32), {name: jnp.asarray(metrics[name], jnp.float32) for name in metrics}
+    loss, given = chosen.objective.loss(sample, chosen.options)
+    metrics: dict[str, Any] = {}
+    for name, value in given.items():
+        if name in chosen.ratios:
+            metrics[name], metrics[f"{name}{COUNT}"] = value
+        else:
+            metrics[name] = value
+    return jnp.asarray(loss, jnp.float32), {name: jnp.asarray(value, jnp.float32) for name, value in metrics.items()}
 
 
 def sample_shapes(chosen: Chosen, numbers: Mapping[str, Any], values: Mapping[str, Any], width: int) -> Sample:
@@ -195,8 +221,8 @@ def check_loss(
         loss, metrics = jax.eval_shape(partial(_loss, chosen), shapes)
         arrays = {name: value.shape for name, value in {"loss": loss, **metrics}.items() if value.shape != ()}
         wrong = f"these are no scalars: {arrays}" if arrays else ""
-        if metrics.keys() != chosen.objective.metrics.keys():
-            wrong = f"it returns the metrics {sorted(metrics)} and declares {sorted(chosen.objective.metrics)}"
+        if sorted(metrics) != sorted(metric_names([chosen])):
+            wrong = f"it returns the metrics {sorted(metrics)} and declares {sorted(metric_names([chosen]))}"
     except Exception as problem:  # code of another package may raise anything
         wrong = f"{type(problem).__name__}: {str(problem).partition(chr(10))[0]}"
     if wrong:

@@ -12,7 +12,8 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from lorafusion_jax.errors import did_you_mean
-from lorafusion_jax.objective.protocol import OBJECTIVES, REFERENCE, Chosen, Objective
+from lorafusion_jax.objective.protocol import REFERENCE, Chosen, Objective
+from lorafusion_jax.objective.table import OBJECTIVES
 from lorafusion_jax.plugins import find, not_known
 
 GROUP = "lorafusion_jax.objectives"

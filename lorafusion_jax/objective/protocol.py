@@ -120,6 +120,7 @@ class Objective:
     Args:
         loss: (Sample, options) → (loss, metrics): scalars by jax operations. jax differentiates the loss.
         metrics: names of the metrics that `loss` returns, with their units. They are averaged like the loss.
+        ratios: those that are pairs (sum, count): the sums of the global batch are divided by its counts.
         segments: row → its `num_segments` segments; raises ValueError with a reason for an unusable row. With `group`
             it gets the rows of one group and returns the segments of each. None: rows are read as `data.format` says,
             one segment each.
@@ -132,16 +133,20 @@ class Objective:
             them together, and samples are counted in groups. None: every row is a sample.
         options: frozen dataclass of the settings: the keys of `objective` in a job file except `name`, `reference`.
         needs: further inputs that the run must provide, or options → these.
+        review: (numbers of all samples by name, options) → notes for the user; raises ValueError if the data cannot be
+            used.
         defaults: defaults of the job file for adapters with this objective, e.g. {"lora.dropout": 0.0}.
 
     Example:
-        >>> OBJECTIVES["sft"].mean_over
-        'tokens'
+        >>> from lorafusion_jax.objective.table import OBJECTIVES
+        >>> OBJECTIVES["sft"].mean_over, OBJECTIVES["dpo"].num_segments
+        ('tokens', 2)
     """
 
     mean_over: Literal["tokens", "samples"] = "samples"
     loss: Callable[[Sample, Any], tuple[Any, Mapping[str, Any]]] | None = None
     metrics: Mapping[str, str] = field(default_factory=dict)
+    ratios: frozenset[str] = frozenset()
     segments: Callable[[Any], Sequence[Any]] | None = None
     num_segments: int = 1
     columns: tuple[str, ...] = ()
@@ -151,6 +156,7 @@ class Objective:
     group: int | Callable[[Any], int] | None = None
     options: type = NoOptions
     needs: frozenset[str] | Callable[[Any], frozenset[str]] = frozenset()
+    review: Callable[[Mapping[str, Any], Any], Sequence[str]] | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -161,6 +167,8 @@ class Objective:
             raise ValueError("give segments, columns and num_segments together")
         if self.segments is None and (self.numbers or self.expand or self.group is not None):
             raise ValueError("numbers, expand and group need segments")
+        if undeclared := self.ratios - set(self.metrics):
+            raise ValueError(f"ratios that are no metrics: {', '.join(sorted(undeclared))}")
         if taken := set(self.metrics) & set(TAKEN):
             raise ValueError(f"metrics cannot be called {', '.join(sorted(taken))}")
         if wrong := [setting for setting in self.defaults if setting not in DEFAULTED]:
@@ -216,9 +224,12 @@ class Chosen:
         """Number of segments of a sample."""
         return (self.group or 1) * self.objective.num_segments
 
+    @property
+    def ratios(self) -> frozenset[str]:
+        return self.objective.ratios
+
     def same_as(self, other: Chosen) -> bool:
         return (self.name, self.options) == (other.name, other.options)
 
 
-OBJECTIVES: Mapping[str, Objective] = {"sft": Objective(mean_over="tokens")}
-SFT = Chosen(name="sft", objective=OBJECTIVES["sft"], options=NoOptions())
+SFT = Chosen(name="sft", objective=Objective(mean_over="tokens"), options=NoOptions())

@@ -19,6 +19,7 @@ from lorafusion_jax.data.assemble import (
     stacked,
 )
 from lorafusion_jax.data.prepare import Prepared
+from lorafusion_jax.objective.batch import finished_metrics, metric_names
 from lorafusion_jax.pipeline.batches import places
 from lorafusion_jax.pipeline.executor import Executor
 from lorafusion_jax.pipeline.move import to_local
@@ -68,7 +69,7 @@ class Evaluator:
     def __call__(self, name: str) -> Evaluation:
         plan, index, chosen = self._plans[name], self._index[name], self._chosen[name]
         tokens, in_flight = int(self._sets[name].loss_mask.sum()), deque()
-        sums = dict.fromkeys(("loss", *chosen.objective.metrics), 0.0)
+        sums = dict.fromkeys(("loss", *metric_names([chosen])), 0.0)
 
         def add(totals: Mapping[str, Array]) -> None:
             for key in sums:
@@ -83,8 +84,8 @@ class Evaluator:
             for each in in_flight:
                 add(each.result())
         count = len(self._sets[name]) if chosen.of_samples else max(tokens, 1)
-        loss, *metrics = (total / count for total in sums.values())
-        return Evaluation(loss=loss, tokens=tokens, metrics=dict(zip(chosen.objective.metrics, metrics, strict=True)))
+        means = {key: total / count for key, total in sums.items()}
+        return Evaluation(loss=means.pop("loss"), tokens=tokens, metrics=finished_metrics(chosen, means))
 
     def empty(self) -> Microbatch | None:
         """Returns a microbatch of padding, for compilation; None if no adapter is evaluated."""

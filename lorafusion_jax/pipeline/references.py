@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +26,7 @@ from lorafusion_jax.pipeline.base import stages_for
 from lorafusion_jax.pipeline.move import to_local, to_stage, transfer
 from lorafusion_jax.pipeline.stage import Stage
 from lorafusion_jax.planning.training_plan import plan_of_set
+from lorafusion_jax.report.format import count
 from scheduling import SampleRef
 
 BASE_ALONE = -1  # place of rows without an adapter
@@ -60,8 +60,9 @@ def compute_references(
             used, place = _stages_of_folder(config, config.adapter(name), stages, reference), 0
         data = prepared.adapters[name]
         sets = {TRAIN: data.train} | ({} if data.eval is None else {EVAL: data.eval})
-        told = partial(_tell, on_progress, name)
-        made[name] = {key: _logprobs(config, name, samples, used, place, told) for key, samples in sets.items()}
+        tokens = sum(len(samples.tokens) for samples in sets.values())
+        on_progress(f"computing the reference of {name}, {count(tokens)} tokens")
+        made[name] = {key: _logprobs(config, name, samples, used, place) for key, samples in sets.items()}
     return made
 
 
@@ -88,17 +89,12 @@ def _stages_of_folder(
     return own
 
 
-def _tell(on_progress: Callable[[str], None], name: str, share: str) -> None:
-    on_progress(f"reference of {name}, {share}")
-
-
 def _logprobs(
     config: JobConfig,
     name: str,
     samples: TokenizedSet,
     stages: Sequence[Stage],
     place: int,
-    on_progress: Callable[[str], None],
 ) -> np.ndarray:
     """Returns log p of the learned tokens of a set, [T]."""
     result = np.zeros(len(samples.tokens), np.float32)
@@ -113,10 +109,9 @@ def _logprobs(
             for tokens, rows in _learned_rows(samples, part):
                 result[tokens] = row[rows]
 
-    for number, slot in enumerate(plan.slots):
+    for slot in plan.slots:
         if len(in_flight) > len(stages):  # enough to keep every stage busy
             read_oldest()
-            on_progress(f"microbatch {number} of {len(plan.slots)}")
         rows = stacked(
             [
                 assemble(

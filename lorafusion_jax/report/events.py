@@ -54,6 +54,20 @@ class ProgramCompiled(RunEvent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReferencesComputed(RunEvent):
+    """A forward pass has computed what the references of these adapters say of their samples.
+
+    Attributes:
+        tokens: of their samples, held-out ones included.
+    """
+
+    kind = "references"
+    adapters: Sequence[str]
+    tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StartedUp(RunEvent):
     """The base model is on its devices and the programs are there.
 

@@ -26,6 +26,7 @@ from lorafusion_jax.report.events import (
     PhaseBegun,
     PlanRevised,
     ProgramCompiled,
+    ReferencesComputed,
     RequestRefused,
     RunEvent,
     RunMoved,
@@ -111,6 +112,8 @@ class Screen:
                 self._on_started_up(event)
             case ProgramCompiled():
                 self._on_compiled(event)
+            case ReferencesComputed():
+                self._on_references(event)
             case SlotDone():
                 self._on_slot(event)
             case StepTaken():
@@ -204,6 +207,10 @@ class Screen:
     def _on_compiled(self, event: ProgramCompiled) -> None:
         self._phase, self._phase_since = "first steps", time.monotonic()
         self._line(f"compiled the {event.program} in {duration(event.seconds)}", always=True)
+
+    def _on_references(self, event: ReferencesComputed) -> None:
+        names, tokens = ", ".join(event.adapters), count(event.tokens)
+        self._line(f"computed the references of {names} in {duration(event.seconds)} ({tokens} tokens)", always=True)
 
     def _on_slot(self, event: SlotDone) -> None:
         self._slot, self._speed = event.slot, event

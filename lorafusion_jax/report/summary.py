@@ -70,11 +70,16 @@ def _take(summary: MetricsSummary, row: dict) -> None:
     if row["kind"] == "step":
         numbers |= {key: row.get(key) for key in ("loss", "step", "lr", "grad_norm")}
     elif row["kind"] == "eval":
-        numbers["before" if row["step"] == 0 else "after"] = row.get("eval_loss")
+        when = "before" if row["step"] == 0 else "after"
+        numbers |= {when: row.get("eval_loss"), f"accuracy {when}": row.get("eval_rewards/accuracies")}
 
 
 def final_rows(folder: Path) -> dict[str, dict]:
-    """Per adapter: last training loss, held-out loss before training and at the end, last step."""
+    """Per adapter: last training loss, held-out loss before training and at the end, last step.
+
+    "accuracy before" and "accuracy after" are shares of held-out pairs whose chosen answer gained more; None for
+    adapters without pairs.
+    """
     return read_summary(folder).adapters
 
 

@@ -34,7 +34,7 @@ from lorafusion_jax.training.job import Job, first_steps
 from lorafusion_jax.training.outcome import RunResult
 from lorafusion_jax.training.run import Run, StartUp
 from lorafusion_jax.training.state import Progress
-from lorafusion_jax.training.stored_references import store_references
+from lorafusion_jax.training.stored_references import compute_references, store_references
 from scheduling import Plan
 
 
@@ -75,10 +75,10 @@ def launch(
         stop_if_asked()
         references = {}
         if before is None and start_up.failure is None:
-            references = session.compute_references(
-                prepared, adapters_with_references(initial), lambda text: emit(PhaseBegun(text=text))
-            )
+            names = adapters_with_references(initial)
+            references, events = compute_references(session, prepared, names, emit)
             prepared = with_references(prepared, references)
+            start_up = dataclasses.replace(start_up, events=(*start_up.events, *events))
         session.take_data(prepared)
         if is_first():  # after the model has loaded, so that a failed start changes nothing
             if before is None:

@@ -41,7 +41,12 @@ from lorafusion_jax.training.outcome import RunResult, stop_event
 from lorafusion_jax.training.revisions import Revisions
 from lorafusion_jax.training.saver import Saver
 from lorafusion_jax.training.state import Progress
-from lorafusion_jax.training.stored_references import read_references, split_stored, store_references
+from lorafusion_jax.training.stored_references import (
+    compute_references,
+    read_references,
+    split_stored,
+    store_references,
+)
 
 POLL_S = 0.1  # how often a run that waits at its end looks whether a stop is asked for
 
@@ -252,10 +257,10 @@ class Run:
         stored, missing = split_stored(new, folder.read_record())
         prepared = read_references(folder.path, folder.read_record(), self._job.prepared, stored)
         if missing:
-            made = self._session.compute_references(
-                prepared, missing, lambda text: self._listener(PhaseBegun(slot=slots_done, text=text))
-            )
+            made, events = compute_references(self._session, prepared, missing, self._listener, slots_done)
             prepared = with_references(prepared, made)
+            for event in events:
+                self._listener(event)
             if is_first():
                 folder.write_record(store_references(folder.path, folder.read_record(), made, self._job.config))
             barrier()

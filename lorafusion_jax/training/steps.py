@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
+from lorafusion_jax.objective.batch import finished_metrics
 from lorafusion_jax.optim.step import hyper
 from lorafusion_jax.pipeline.executor import Executor, StepResult
 from lorafusion_jax.report.events import AdapterFailed, Listener, StepTaken
@@ -99,7 +100,7 @@ class Steps:
             self._fail(adapter, step)
             return
         adapter.step = step.step
-        own = self._job.config.adapter(adapter.name).objective.chosen.objective.metrics
+        chosen = self._job.config.adapter(adapter.name).objective.chosen
         self._emit(
             StepTaken(
                 slot=step.slots_done,
@@ -109,7 +110,7 @@ class Steps:
                 grad_norm=norm,
                 lr=step.lr,
                 loss_tokens=step.loss_tokens,
-                metrics={name: metrics[name] for name in own},
+                metrics=finished_metrics(chosen, metrics),
             )
         )
         if self._needs_evaluation(adapter.name, step.step):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.data.references import SetReferences, reference_shapes, with_references
 from lorafusion_jax.errors import CheckpointError, LoraFusionError, raise_all
+from lorafusion_jax.pipeline.session import Session
+from lorafusion_jax.report.events import Listener, PhaseBegun, ReferencesComputed, RunEvent
 
 
 def read_references(run: Path, record: Mapping[str, Any], prepared: Prepared, names: Sequence[str]) -> Prepared:
@@ -29,6 +32,23 @@ def read_references(run: Path, record: Mapping[str, Any], prepared: Prepared, na
             errors.append(problem)
     raise_all(errors)
     return with_references(prepared, found)
+
+
+def compute_references(
+    session: Session, prepared: Prepared, names: Sequence[str], emit: Listener, slot: int = 0
+) -> tuple[dict[str, SetReferences], list[RunEvent]]:
+    """Computes the references of adapters at their first step; see `Session.compute_references`.
+
+    Returns:
+        (references, an event about it; none without adapters)
+    """
+    if not names:
+        return {}, []
+    began = time.perf_counter()
+    made = session.compute_references(prepared, names, lambda text: emit(PhaseBegun(slot=slot, text=text)))
+    seconds = round(time.perf_counter() - began, 3)
+    tokens = sum(len(array) for own in made.values() for array in own.values())
+    return made, [ReferencesComputed(slot=slot, adapters=list(names), tokens=tokens, seconds=seconds)]
 
 
 def store_references(run: Path, record: dict, made: Mapping[str, SetReferences], config: JobConfig) -> dict:

@@ -1,0 +1,48 @@
+"""Refuses rows of another objective: they are never trained as plain examples without being asked."""
+
+from __future__ import annotations
+
+from lorafusion_jax.config.schema import DataSettings
+from lorafusion_jax.data.rows import Rows
+from lorafusion_jax.errors import DataError
+
+# columns of the rows → what they hold, an objective for them, and a way to train them with sft after all
+KINDS = (
+    (
+        ("chosen", "rejected"),
+        "chosen and rejected answers",
+        "dpo",
+        "data.columns: {prompt: prompt, completion: chosen}",
+    ),
+    (("completion", "label"), "answers that are labelled good or bad", "kto", "data.format: prompt"),
+    (("completion", "advantage"), "sampled answers with their advantage", "grpo", "data.format: prompt"),
+    (("completion", "advantages"), "sampled answers with their advantages", "grpo", "data.format: prompt"),
+)
+
+
+def refuse_other_rows(rows: Rows, settings: DataSettings, adapter: str, objective: str) -> None:
+    """Checks that rows with the columns of another objective are not read as plain examples by mistake.
+
+    Args:
+        objective: the adapter's.
+
+    Raises:
+        DataError: `data.other-objective`. A format or columns in the job file say that it is no mistake.
+    """
+    if settings.format != "auto" or settings.columns:
+        return
+    present = {key for row in rows.values for key in row}
+    for columns, what, wanted, otherwise in KINDS:
+        if present.issuperset(columns) and (wanted != "kto" or _are_labels(rows)):
+            raise DataError(
+                "data.other-objective",
+                f"{adapter}: its rows hold {what}, and its objective is {objective}.",
+                where=rows.source,
+                why=f"their columns are {', '.join(sorted(present))}; {objective} would ignore "
+                f"{' and '.join(columns[-1:])}",
+                fix=f"objective: {{name: {wanted}}}   or, to train with {objective}, {otherwise}",
+            )
+
+
+def _are_labels(rows: Rows) -> bool:
+    return all(row.get("label") in (True, False) for row in rows.values if isinstance(row, dict))

@@ -1,0 +1,80 @@
+"""Reads rows with a chosen and a rejected answer, as TRL's data sets have them. Never imports jax.
+
+A row has `chosen` and `rejected`, as texts or as lists of messages, with a `prompt` or without. Without one, it is what
+both begin with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import takewhile
+from typing import Any
+
+from lorafusion_jax.objective.protocol import Learn, Segment
+
+COLUMNS, OPTIONAL = ("chosen", "rejected"), ("prompt",)
+
+
+def chosen_and_rejected(row: Mapping[str, Any]) -> tuple[Segment, Segment]:
+    """Returns both answers of a row.
+
+    Raises:
+        ValueError: an answer is missing or empty, both are equal, or they have no prompt in common.
+
+    >>> [segment.answer for segment in chosen_and_rejected({"prompt": "2 + 2 =", "chosen": " 4", "rejected": " 5"})]
+    [' 4', ' 5']
+    """
+    for name in COLUMNS:
+        if not row.get(name):
+            raise ValueError(f"it has no {name} answer")
+    chosen, rejected, prompt = row["chosen"], row["rejected"], row.get("prompt")
+    if chosen == rejected:
+        raise ValueError("its chosen and rejected answers are equal")
+    if isinstance(chosen, list) != isinstance(rejected, list):
+        raise ValueError("one of its answers is a text and the other a list of messages")
+    if not prompt:
+        template = isinstance(chosen, list)
+        prompt, chosen, rejected = _split_prompt(chosen, rejected)
+        if not chosen or not rejected:
+            raise ValueError(f"its {'rejected' if chosen else 'chosen'} answer is the beginning of the other one")
+        return _pair(prompt, chosen, rejected, template=template)
+    return _pair(prompt, chosen, rejected, template=True)
+
+
+def prompt_and_answer(
+    name: str, prompt: Any, answer: Any, *, learn: Learn = "answer", template: bool = True, values: Mapping = {}
+) -> Segment:
+    """Returns a segment of a prompt and an answer, each a text or a list of messages.
+
+    Raises:
+        ValueError: one of them is empty.
+    """
+    if not answer:
+        raise ValueError(f"it has no {name} answer")
+    if isinstance(answer, list) or isinstance(prompt, list):
+        before = _messages(prompt or [], "user")
+        if not before:
+            raise ValueError("it has no prompt")
+        messages = [*before, *_messages(answer, "assistant")]
+        return Segment(name=name, messages=messages, prompt_messages=len(before), learn=learn, values=values)
+    return Segment(name=name, prompt=prompt or "", answer=answer, template=template, learn=learn, values=values)
+
+
+def _pair(prompt: Any, chosen: Any, rejected: Any, *, template: bool) -> tuple[Segment, Segment]:
+    one, other = (
+        prompt_and_answer(name, prompt, answer, template=template)
+        for name, answer in (("chosen", chosen), ("rejected", rejected))
+    )
+    return one, other
+
+
+def _split_prompt(chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:
+    """Returns what both answers begin with, and their rests."""
+    length = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False)))
+    if isinstance(chosen, str) and length and chosen[length - 1] == " ":
+        length -= 1  # the space belongs to the first word of the answers
+    return chosen[:length], chosen[length:], rejected[length:]
+
+
+def _messages(value: str | Sequence[dict], role: str) -> list[dict]:
+    return [{"role": role, "content": value}] if isinstance(value, str) else list(value)

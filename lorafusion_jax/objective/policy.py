@@ -1,0 +1,220 @@
+"""Losses on given advantages: importance sampling, GRPO's family and CISPO; and dft. Never imports jax.
+
+Any sampler can feed them: rows hold what it sampled, how much better than expected that was, and how likely it was.
+r = exp(log p - log p of the sampler), per token · A advantage
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from lorafusion_jax.objective.fields import NotNegative, Positive
+from lorafusion_jax.objective.pairs import prompt_and_answer
+from lorafusion_jax.objective.protocol import LOGPROBS, REFERENCE, Objective, Sample, Segment
+
+ADVANTAGES, OLD = "advantages", "old_logprobs"
+TEXTS, IDS = ("prompt", "completion"), ("prompt_ids", "completion_ids")
+ROW = (*TEXTS, *IDS, "advantage", ADVANTAGES, OLD)
+
+
+def sampled_segments(row: Mapping[str, Any]) -> tuple[Segment]:
+    """Returns what was sampled, with its advantages and log-likelihoods.
+
+    Raises:
+        ValueError: the row has no advantage, or log-likelihoods above 0.
+    """
+    given = [row[name] for name in ("advantage", ADVANTAGES) if row.get(name) is not None]
+    if len(given) != 1:
+        raise ValueError(f"it has {'both an advantage and advantages' if given else 'no advantage'}")
+    values = {ADVANTAGES: _numbers(given[0], "advantages")}
+    if row.get(OLD) is not None:
+        old = _numbers(row[OLD], OLD)
+        if any(number > 0 for number in (old if isinstance(old, list) else [old])):
+            raise ValueError(f"it has {OLD} above 0, which no probability has")
+        values[OLD] = old
+    if row.get(IDS[0]) is not None or row.get(IDS[1]) is not None:
+        for name in IDS:
+            if not isinstance(row.get(name), list):
+                raise ValueError(f"its {name} is no list of token ids")
+        ids = Segment(name="completion", prompt_ids=row[IDS[0]], answer_ids=row[IDS[1]], values=values)
+        return (ids,)
+    return (prompt_and_answer("completion", row.get("prompt"), row.get("completion"), values=values),)
+
+
+def off_policy_segments(row: Mapping[str, Any]) -> tuple[Segment]:
+    """Like `sampled_segments` for losses that need the sampler's log-likelihoods."""
+    if row.get(OLD) is None:
+        raise ValueError(f"it has no {OLD}: how likely each sampled token was, from the sampler")
+    return sampled_segments(row)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingOptions:
+    """Settings of `importance_sampling`: none."""
+
+
+def importance_sampling_loss(sample: Sample, options: SamplingOptions) -> tuple[Any, dict[str, Any]]:
+    """Returns -r A, a mean over the tokens of the global batch."""
+    del options  # unused
+    ratio, advantages = _ratio(sample), sample.values[ADVANTAGES]
+    return _token_mean(sample, -ratio * advantages), {"ratio": _mean(sample, ratio), **_entropy(sample)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class GRPOOptions:
+    """Settings of `grpo`.
+
+    Attributes:
+        loss: how tokens are averaged: dapo over those of the global batch, grpo over those of a completion and then
+            over completions, dr_grpo over completions of `completion_tokens` each.
+        epsilon, epsilon_high: the ratio is clipped to 1 - epsilon, 1 + epsilon_high (None: epsilon).
+        ratio: of each token, or one of the sequence (GSPO): the geometric mean over its tokens.
+        beta: weight of the divergence from the reference; 0: there is no reference.
+        completion_tokens: constant of dr_grpo.
+    """
+
+    loss: Literal["dapo", "grpo", "dr_grpo"] = "dapo"
+    epsilon: Positive = 0.2
+    epsilon_high: Positive | None = None
+    ratio: Literal["token", "sequence"] = "token"
+    beta: NotNegative = 0.0
+    completion_tokens: Annotated[int, Field(ge=1)] | None = None
+
+    def __post_init__(self) -> None:
+        if (self.loss == "dr_grpo") != (self.completion_tokens is not None):
+            raise ValueError("settings with completion_tokens if the loss is dr_grpo, and only then")
+
+
+def grpo_loss(sample: Sample, options: GRPOOptions) -> tuple[Any, dict[str, Any]]:
+    """Returns -min(r A, clip(r) A) + β KL, averaged as `loss` says; without old_logprobs r is 1 with its gradient.
+
+    KL = exp(log ρ - log π) - (log ρ - log π) - 1 for each token.
+    """
+    import jax.numpy as jnp
+
+    ratio, advantages = _ratio(sample, by_sequence=options.ratio == "sequence"), sample.values[ADVANTAGES]
+    high = 1 + (options.epsilon if options.epsilon_high is None else options.epsilon_high)
+    low = 1 - options.epsilon
+    losses = -jnp.minimum(ratio * advantages, jnp.clip(ratio, low, high) * advantages)
+    outside = ((ratio < low) & (advantages < 0)) | ((ratio > high) & (advantages > 0))
+    metrics = {"ratio": _mean(sample, ratio), "clip_ratio": _mean(sample, outside), **_entropy(sample)}
+    divergence = jnp.zeros_like(losses)
+    if options.beta:
+        difference = jnp.where(sample.mask, sample.reference_logprobs - sample.logprobs, 0.0)
+        divergence = jnp.expm1(difference) - difference
+        losses += options.beta * divergence
+    metrics["kl"] = _mean(sample, divergence)
+    if options.loss == "grpo":
+        return _mean(sample, losses), metrics
+    if options.completion_tokens is not None:
+        return jnp.where(sample.mask, losses, 0.0).sum() / options.completion_tokens, metrics
+    return _token_mean(sample, losses), metrics
+
+
+@dataclass(frozen=True, kw_only=True)
+class CISPOOptions:
+    """Settings of `cispo`.
+
+    Attributes:
+        epsilon_high: largest ratio.
+    """
+
+    epsilon_high: Positive = 5.0
+
+
+def cispo_loss(sample: Sample, options: CISPOOptions) -> tuple[Any, dict[str, Any]]:
+    """Returns -min(r, ε_high) A log p, r without a gradient, a mean over the tokens of the global batch."""
+    import jax
+    import jax.numpy as jnp
+
+    ratio, advantages = jax.lax.stop_gradient(_ratio(sample)), sample.values[ADVANTAGES]
+    losses = -jnp.minimum(ratio, options.epsilon_high) * advantages * sample.logprobs
+    clipped = (ratio > options.epsilon_high) & (advantages > 0)
+    metrics = {"ratio": _mean(sample, ratio), "clip_ratio": _mean(sample, clipped), **_entropy(sample)}
+    return _token_mean(sample, losses), metrics
+
+
+@dataclass(frozen=True, kw_only=True)
+class DFTOptions:
+    """Settings of `dft`: none."""
+
+
+def dft_loss(sample: Sample, options: DFTOptions) -> tuple[Any, dict[str, Any]]:
+    """Returns -p log p, p without a gradient, a mean over the tokens of the global batch."""
+    import jax
+    import jax.numpy as jnp
+
+    del options  # unused
+    weight = jax.lax.stop_gradient(jnp.exp(sample.logprobs))
+    return _token_mean(sample, -weight * sample.logprobs), {"nll_loss": sample.nll[0] * sample.token_weight[0]}
+
+
+def _ratio(sample: Sample, *, by_sequence: bool = False) -> Any:
+    """Returns r [L]; 1 where there is no token. The log-ratio is masked first, so padding has no gradient."""
+    import jax
+    import jax.numpy as jnp
+
+    old = sample.values[OLD] if OLD in sample.values else jax.lax.stop_gradient(sample.logprobs)
+    difference = jnp.where(sample.mask, sample.logprobs - old, 0.0)
+    if by_sequence:
+        difference = jnp.broadcast_to(difference.sum() / sample.tokens[0], difference.shape)
+    return jnp.exp(difference)
+
+
+def _token_mean(sample: Sample, values: Any) -> Any:
+    import jax.numpy as jnp
+
+    return jnp.where(sample.mask, values, 0.0).sum() * sample.token_weight[0]
+
+
+def _mean(sample: Sample, values: Any) -> Any:
+    """Mean over the tokens of a sample."""
+    import jax.numpy as jnp
+
+    return jnp.where(sample.mask, values, 0.0).sum() / sample.tokens[0]
+
+
+def _entropy(sample: Sample) -> dict[str, Any]:
+    return {"logps": -sample.nll[0] / sample.tokens[0]}
+
+
+def _numbers(given: Any, name: str) -> Any:
+    numbers = given if isinstance(given, list) else [given]
+    if not numbers or any(isinstance(number, bool) or not isinstance(number, int | float) for number in numbers):
+        raise ValueError(f"its {name} are not a number or a list of numbers")
+    return given
+
+
+_METRICS = {"ratio": "of probabilities", "logps": "nats per token"}
+IMPORTANCE_SAMPLING = Objective(
+    segments=off_policy_segments,
+    optional_columns=ROW,
+    loss=importance_sampling_loss,
+    metrics=_METRICS,
+    options=SamplingOptions,
+    needs=frozenset({LOGPROBS}),
+    defaults={"lora.dropout": 0.0, "optim.lr": 1e-5},
+)
+GRPO = Objective(
+    segments=sampled_segments,
+    optional_columns=ROW,
+    loss=grpo_loss,
+    metrics=_METRICS | {"clip_ratio": "share of tokens", "kl": "nats per token"},
+    options=GRPOOptions,
+    needs=lambda options: frozenset({LOGPROBS, REFERENCE} if options.beta else {LOGPROBS}),
+    defaults={"lora.dropout": 0.0, "optim.lr": 1e-5},
+)
+CISPO = Objective(
+    segments=off_policy_segments,
+    optional_columns=ROW,
+    loss=cispo_loss,
+    metrics=_METRICS | {"clip_ratio": "share of tokens"},
+    options=CISPOOptions,
+    needs=frozenset({LOGPROBS}),
+    defaults={"lora.dropout": 0.0, "optim.lr": 1e-5},
+)
+DFT = Objective(loss=dft_loss, metrics={"nll_loss": "nats per token"}, options=DFTOptions, needs=frozenset({LOGPROBS}))

@@ -1,0 +1,165 @@
+"""Adapters of different objectives in the same microbatches: each ends as it does alone, and disturbs no other."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import small_jobs
+from more_cases import nightly
+from safetensors.numpy import load_file
+
+from lorafusion_jax.cli.main import run
+from lorafusion_jax.config import load_config
+from lorafusion_jax.report.recorder import read_rows
+from lorafusion_jax.training import RunFolder, train
+
+TOLERANCE = 1e-5  # float32 sums in another order, carried along by Adam for a few steps
+NAMES = ("law", "dpo", "kto", "grpo", "orpo")
+OBJECTIVES = {
+    "law": {"name": "sft"},
+    "dpo": {"name": "dpo", "loss": ["sigmoid", "hinge"], "sft": 0.1},
+    "kto": {"name": "kto", "group": 2},
+    "grpo": {"name": "grpo", "beta": 0.05},
+    "orpo": {"name": "orpo"},
+}
+GLOBAL = {"law": 4, "dpo": 3, "kto": 2, "grpo": 4, "orpo": 3}
+COUNT = 12  # rows of each
+
+
+def write_data(folder: Path) -> None:
+    """Writes COUNT rows for each objective."""
+    draw = random.Random(3)
+
+    def text(most: int = 8) -> str:
+        return " " + " ".join(draw.choices(small_jobs.WORDS, k=draw.randint(1, most)))
+
+    pairs = [{"prompt": text(), "chosen": text(), "rejected": text() + " no"} for _ in range(COUNT)]
+    labelled = [{"prompt": text(), "completion": text(), "label": number % 3 > 0} for number in range(COUNT)]
+    sampled = [{"prompt": text(), "completion": text(), "advantage": draw.gauss(0, 1)} for _ in range(COUNT)]
+    for name, rows in {"dpo": pairs, "orpo": pairs, "kto": labelled, "grpo": sampled}.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    small_jobs.write_rows(folder, "law", COUNT, longest=16)
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory, tiny_base):
+    """job(names, sections, name={changes of an adapter}) → job file."""
+    folder = tmp_path_factory.mktemp("objectives")
+    write_data(folder)
+
+    def make(names=NAMES, sections=None, **changes) -> Path:
+        entries = [
+            {
+                "name": name,
+                "data": {"train": f"{name}.jsonl"},
+                "objective": OBJECTIVES[name],
+                "batch": {"global_samples": GLOBAL[name]},
+                "seed": NAMES.index(name),
+            }
+            | changes.get(name, {})
+            for name in names
+        ]
+        base = {
+            "optim": {"lr": 2e-3, "schedule": "constant", "warmup": 0},
+            "lora": {"rank": 4, "dropout": 0.0},
+            "batch": {"capacity_tokens": 512, "tile_tokens": 16},
+        }
+        return small_jobs.write_job(folder, tiny_base, entries, **base, **(sections or {}))
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def joint(job, tmp_path_factory):
+    out = tmp_path_factory.mktemp("runs") / "joint"
+    assert run(["train", str(job()), "--out", str(out)]) == 0
+    return out
+
+
+def trained(file: Path, out: Path) -> Path:
+    assert run(["train", str(file), "--out", str(out)]) == 0
+    return out
+
+
+def weights(folder: Path, name: str) -> dict[str, np.ndarray]:
+    return load_file(folder / "adapters" / name / "latest" / "adapter_model.safetensors")
+
+
+def steps(folder: Path, name: str) -> list[dict]:
+    rows = [row for row in read_rows(folder / "metrics.jsonl") if row["kind"] == "step" and row["adapter"] == name]
+    return [{key: value for key, value in row.items() if key != "time"} for row in rows]
+
+
+def assert_close(one: Path, other: Path, name: str) -> None:
+    for key, wanted in weights(other, name).items():
+        apart = np.linalg.norm(weights(one, name)[key] - wanted)
+        assert apart <= TOLERANCE * np.linalg.norm(wanted), (name, key)
+    for row, same in zip(steps(one, name), steps(other, name), strict=True):
+        np.testing.assert_allclose(row["loss"], same["loss"], rtol=TOLERANCE)
+
+
+def test_all_objectives_meet_in_a_microbatch_and_learn(joint):
+    slots = [{ref.adapter for ref in slot.samples} for slot in RunFolder(joint).read_plan().slots]
+    assert any(len(adapters) >= 3 for adapters in slots)
+    for name in NAMES:
+        assert any(np.any(array) for key, array in weights(joint, name).items() if "lora_B" in key)
+        assert all(np.isfinite(row["loss"]) for row in steps(joint, name))
+    assert {"rewards/chosen", "rewards/accuracies", "logps/rejected"} <= steps(joint, "dpo")[0].keys()
+    assert {"kl", "rewards/chosen"} <= steps(joint, "kto")[0].keys()
+    assert steps(joint, "grpo")[0]["kl"] == pytest.approx(0, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", ["dpo", nightly("law"), nightly("kto"), nightly("grpo"), nightly("orpo")])
+def test_joint_is_alone(name, joint, job, tmp_path):
+    assert_close(joint, trained(job((name,)), tmp_path / name), name)
+
+
+def test_other_settings_of_one_change_no_bit_of_the_others(joint, job, tmp_path):
+    """Learning rates are arguments of the programs, so both runs share them."""
+    other = trained(job(dpo={"optim": {"lr": 1e-2}}), tmp_path / "other")
+    for name in NAMES:
+        same = [np.array_equal(array, weights(other, name)[key]) for key, array in weights(joint, name).items()]
+        assert all(same) == (name != "dpo"), name
+
+
+def test_two_stages_and_two_replicas_are_one(joint, job, tmp_path):
+    several = trained(job(sections={"mesh": {"stages": 2, "data": 2}}), tmp_path / "several")
+    for name in NAMES:
+        assert_close(several, joint, name)
+
+
+def test_resumed_run_is_the_unbroken_one(joint, job, tmp_path):
+    """With `reference: start` the adapter has left its reference when the run is cut."""
+    again = {"lora": {"init_from": str(joint / "adapters" / "dpo" / "latest"), "dropout": 0.0}}
+    file = job(sections={"save": {"every_steps": 4}}, dpo=again)
+    whole = trained(file, tmp_path / "whole")
+    record = json.loads((whole / "run.json").read_text())["references"]
+    assert {name: record[name]["of"] for name in record} == {
+        "dpo": "dpo at its start",
+        "kto": "the base",
+        "grpo": "the base",
+    }
+
+    def power_cut(event) -> None:
+        if event.kind == "step" and event.adapter == "dpo" and event.step == 3:
+            raise RuntimeError("power cut")
+
+    with pytest.raises(RuntimeError, match="power cut"):
+        train(load_config(file), tmp_path / "cut", listeners=[power_cut])
+    assert run(["resume", str(tmp_path / "cut")]) == 0
+    for name in NAMES:
+        assert steps(tmp_path / "cut", name) == steps(whole, name)
+        for key, wanted in weights(whole, name).items():
+            np.testing.assert_array_equal(weights(tmp_path / "cut", name)[key], wanted)
+
+
+@pytest.mark.parametrize("quantize", [nightly("fp8"), nightly("nf4")])
+def test_joint_is_alone_on_a_quantised_base(quantize, job, tmp_path):
+    sections = {"base": {"dtype": "float32", "quantize": quantize}}
+    joint = trained(job(sections=sections), tmp_path / "joint")
+    for name in ("dpo", "kto"):
+        assert_close(joint, trained(job((name,), sections), tmp_path / name), name)

@@ -1,0 +1,115 @@
+"""Objectives against TRL's trainers: losses of 20 AdamW steps, the first gradients, and where the adapter ends.
+
+All cases of a base are adapters of one job, so this also shows that they do not disturb each other. golden/trl.npz is
+made by make_trl_golden.py, which has the versions.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import trl_case as case
+from more_cases import nightly
+from safetensors.numpy import load_file
+
+from lorafusion_jax.cli.main import run
+from lorafusion_jax.examples import examples_directory
+from lorafusion_jax.report.recorder import read_rows
+
+GOLDEN = Path(__file__).parent / "golden" / "trl.npz"
+# torch and jax sum in other orders, through layers and 20 steps of Adam, which divides by the root of a gradient's
+# square: where a gradient is nearly 0, its rounding counts.
+FIRST_LOSS, LOSSES, GRADIENT, WAY = 1e-5, 1e-3, 1e-4, 1e-3
+QUICK = {
+    "batch": {"capacity_tokens": 512, "tile_tokens": 16},
+    "train": {"log_every_s": 0, "plan_seconds": 0.1, "block_layers": 1},
+    "data": {"max_length": 60},
+}
+ALWAYS = ("dpo", "mpo", "kto", "grpo")
+NAMES = [name if name in ALWAYS else nightly(name) for name in case.CASES]
+
+
+@pytest.fixture(scope="module")
+def golden():
+    return np.load(GOLDEN)
+
+
+@pytest.fixture(scope="module")
+def runs(request, tmp_path_factory):
+    """Runs of the cases that are tested: 20 steps of AdamW, and one step along the gradient; with their start."""
+    items = [item for item in request.session.items if item.path == Path(__file__) and hasattr(item, "callspec")]
+    tested = {item.callspec.params["name"] for item in items}
+    folder = tmp_path_factory.mktemp("trl")
+    made = {}
+    for template in (True, False):
+        names = [name for name, (_, own, _) in case.CASES.items() if own == template and name in tested]
+        if not names:
+            continue
+        base = case.write_model(folder / f"base-{template}", examples_directory() / "base", template=template)
+        start = case.write_adapter(folder / f"start-{template}", base)
+        entries = []
+        for name in names:
+            rows, _, objective = case.CASES[name]
+            (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows()))
+            entries.append(
+                {
+                    "name": name, "data": {"train": f"{name}.jsonl"}, "objective": objective,
+                    "lora": {"init_from": str(start), "dropout": 0.0},
+                    "batch": {"global_samples": 1 if name == "kto" else case.BATCH},
+                    "epochs": case.STEPS * (1 if name == "kto" else case.BATCH) // (5 if name == "kto" else case.ROWS),
+                }
+            )  # fmt: skip
+        for kind, optim, steps in (
+            ("steps", {"name": "adamw", "lr": case.LR, "weight_decay": 0.0}, case.STEPS),
+            ("gradient", {"name": "sgd", "lr": 1.0}, 1),
+        ):
+            job = QUICK | {
+                "base": {"model": str(base), "dtype": "float32"},
+                "adapters": entries,
+                "optim": optim | {"schedule": "constant", "warmup": 0, "clip": 0},
+            }
+            job["train"] = job["train"] | {"max_steps": steps}
+            file = folder / f"{kind}-{template}.yaml"
+            file.write_text(json.dumps(job))
+            assert run(["train", str(file), "--out", str(folder / f"{kind}-{template}")]) == 0
+        made[template] = folder
+    return made
+
+
+def end(runs, name: str, kind: str) -> dict[str, np.ndarray]:
+    folder = runs[case.CASES[name][1]] / f"{kind}-{case.CASES[name][1]}"
+    return load_file(folder / "adapters" / name / "latest" / "adapter_model.safetensors")
+
+
+def start(runs, name: str) -> dict[str, np.ndarray]:
+    return load_file(runs[case.CASES[name][1]] / f"start-{case.CASES[name][1]}" / "adapter_model.safetensors")
+
+
+def plain(key: str) -> str:
+    return key.replace("base_model.model.model.layers.", "")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_loss_and_the_adapter_are_those_of_trl(name, runs, golden):
+    folder = runs[case.CASES[name][1]] / f"steps-{case.CASES[name][1]}"
+    rows = [row for row in read_rows(folder / "metrics.jsonl") if row["kind"] == "step" and row["adapter"] == name]
+    losses, wanted = np.array([row["loss"] for row in rows]), golden[f"{name}/losses"]
+    np.testing.assert_allclose(losses[0], wanted[0], rtol=FIRST_LOSS)
+    np.testing.assert_allclose(losses, wanted, rtol=LOSSES)
+    before, after = start(runs, name), end(runs, name, "steps")
+    apart = sum(np.sum((after[key] - golden[f"{name}/end/{plain(key)}"]) ** 2.0) for key in after)
+    moved = sum(np.sum((golden[f"{name}/end/{plain(key)}"] - before[key]) ** 2.0) for key in after)
+    assert apart**0.5 <= WAY * moved**0.5
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_first_gradient_is_that_of_trl(name, runs, golden):
+    before, after = start(runs, name), end(runs, name, "gradient")
+    for key in after:
+        wanted = golden[f"{name}/gradient/{plain(key)}"]
+        rounding = np.finfo(np.float32).eps * np.linalg.norm(before[key])  # of start - gradient
+        apart = np.linalg.norm(before[key].astype(np.float64) - after[key] - wanted)
+        assert apart <= GRADIENT * np.linalg.norm(wanted) + rounding, key

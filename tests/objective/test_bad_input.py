@@ -1,0 +1,103 @@
+"""Rows and settings that an objective cannot use: each has its own message, before anything is loaded or written."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import small_jobs
+
+from lorafusion_jax.cli.main import run
+
+PAIR = {"prompt": "one", "chosen": " two", "rejected": " three"}
+LABELLED = {"prompt": "one", "completion": " two", "label": True}
+SAMPLED = {"prompt": "one", "completion": " two", "advantage": 0.5}
+IDS = {"prompt_ids": [5, 6], "completion_ids": [7, 8], "advantage": 0.5, "old_logprobs": [-1.0, -2.0]}
+OTHER = {"label": False}
+DPO, KTO, GRPO, CISPO = ({"name": name} for name in ("dpo", "kto", "grpo", "cispo"))
+
+ROWS = [  # what is wrong, the objective, the rows, the code and what the message says
+    ("no rejected answer", DPO, [{**PAIR, "rejected": None}, PAIR], "data.bad-row", "line 1: it has no rejected"),
+    ("no chosen answer", DPO, [PAIR, {**PAIR, "chosen": ""}], "data.bad-row", "line 2: it has no chosen answer"),
+    ("equal answers", DPO, [{**PAIR, "rejected": " two"}], "data.bad-row", "chosen and rejected answers are equal"),
+    ("text and messages", DPO, [{**PAIR, "chosen": [{"role": "assistant", "content": "two"}]}], "data.bad-row",
+     "one of its answers is a text and the other a list of messages"),
+    ("nothing after the prompt", DPO, [{"chosen": "one two", "rejected": "one"}], "data.bad-row",
+     "its rejected answer is the beginning of the other one"),
+    ("an unknown role", DPO, [{**PAIR, "chosen": [{"role": "oracle", "content": "a"}], "rejected": [{"role": "oracle",
+     "content": "b"}]}], "data.bad-row", "has the role 'oracle'"),
+    ("rows of plain examples", DPO, [{"prompt": "one", "completion": " two"}], "data.missing-column",
+     "no column 'chosen', which objective dpo needs"),
+    ("a label that is a text", KTO, [{**LABELLED, "label": "good"}], "data.bad-row",
+     "neither a label that is true or false"),
+    ("no label", KTO, [{"prompt": "one", "completion": " two"}], "data.bad-row", "neither a label that"),
+    ("no completion", KTO, [{**LABELLED, "completion": ""}], "data.bad-row", "it has no completion"),
+    ("labels of one class", KTO, [LABELLED] * 4, "objective.data", "all 4 labels are true"),
+    ("fewer rows than a group", KTO, [LABELLED, {**LABELLED, **OTHER}], "data.no-group", "2 rows are fewer than one"),
+    ("no advantage", GRPO, [{"prompt": "one", "completion": " two"}], "data.bad-row", "it has no advantage"),
+    ("two kinds of advantages", GRPO, [{**SAMPLED, "advantages": [1.0]}], "data.bad-row", "both an advantage and"),
+    ("an advantage that is a text", GRPO, [{**SAMPLED, "advantage": "high"}], "data.bad-row",
+     "its advantages are not a number or a list of numbers"),
+    ("an infinite advantage", GRPO, [{**SAMPLED, "advantage": 1e999}], "data.bad-row", "a number that is not finite"),
+    ("advantages of another length", GRPO, [{**IDS, "advantage": None, "advantages": [1.0, 2.0, 3.0]}], "data.bad-row",
+     "its 'advantages' has 3 numbers and its answer 2 tokens"),
+    ("log-probabilities of another length", GRPO, [{**IDS, "old_logprobs": [-1.0]}], "data.bad-row",
+     "its 'old_logprobs' has 1 numbers and its answer 2 tokens"),
+    ("log-probabilities above 0", GRPO, [{**IDS, "old_logprobs": [-1.0, 0.1]}], "data.bad-row", "old_logprobs above 0"),
+    ("no log-probabilities", CISPO, [SAMPLED], "data.bad-row", "it has no old_logprobs"),
+    ("a completion of ids without a prompt", GRPO, [{**IDS, "prompt_ids": None}], "data.bad-row", "its prompt_ids is"),
+    ("no token in the completion", GRPO, [{**IDS, "completion_ids": []}], "data.bad-row", "no token in its answer"),
+    ("ids below 0", GRPO, [{**IDS, "prompt_ids": [5, -6]}], "data.bad-row", "no whole numbers from 0"),
+    ("ids beyond the vocabulary", GRPO, [{**IDS, "prompt_ids": [5, 99999]}], "data.token-id", "hold tokens that"),
+    ("preferences for sft", {"name": "sft"}, [PAIR], "data.other-objective", "objective: {name: dpo}"),
+    ("labelled answers for sft", {"name": "sft"}, [LABELLED], "data.other-objective", "objective: {name: kto}"),
+    ("advantages for sft", {"name": "sft"}, [SAMPLED], "data.other-objective", "objective: {name: grpo}"),
+]  # fmt: skip
+SETTINGS = [  # the objective and what the message says
+    ({"name": "dpo", "beta": 0}, "'adapters[0].objective.beta' must be more than 0"),
+    ({"name": "dpo", "loss": "sigmod"}, "'sigmoid', 'hinge'"),
+    ({"name": "dpo", "loss": ["sigmoid", "sft"], "loss_weights": [1.0]}, "a number in loss_weights for each of 2"),
+    ({"name": "dpo", "loss": "robust"}, "label_smoothing above 0, which the loss robust needs"),
+    ({"name": "dpo", "loss": "hinge", "label_smoothing": 0.1}, "only the losses sigmoid and robust use"),
+    ({"name": "dpo", "label_smoothing": 0.5}, "less than 0.5"),
+    ({"name": "dpo", "reference": "basis"}, "no adapter 'basis' in the job, and no PEFT folder"),
+    ({"name": "cpo", "reference": "base"}, "cpo, which has no reference"),
+    ({"name": "ipo", "loss": "hinge"}, "'ipo'"),
+    ({"name": "kto", "group": 1}, "2 or more"),
+    ({"name": "kto", "group": 64}, "a group of 64 rows, 128 texts of data.max_length=40 do not fit"),
+    ({"name": "grpo", "loss": "dr_grpo"}, "completion_tokens if the loss is dr_grpo"),
+    ({"name": "grpo", "epsilon": -0.1}, "more than 0"),
+    ({"name": "simpo", "gama": 1}, "did you mean 'gamma'"),
+]
+
+
+@pytest.fixture
+def check(tmp_path, tiny_base, capsys):
+    """check(objective, rows) → what `lorafusion check` says, and that it refuses."""
+
+    def run_check(objective: dict, rows: list[dict]) -> str:
+        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        entry = {"name": "one", "data": {"train": "rows.jsonl"}, "objective": objective}
+        sections = {"data": {"max_length": 40}, "batch": {"capacity_tokens": 512, "tile_tokens": 16}}
+        assert run(["check", str(small_jobs.write_job(tmp_path, tiny_base, [entry], **sections))]) == 2
+        shown = capsys.readouterr().err
+        assert "Traceback" not in shown
+        return " ".join(shown.split())
+
+    return run_check
+
+
+@pytest.mark.parametrize(("objective", "rows", "code", "says"), [case[1:] for case in ROWS], ids=[c[0] for c in ROWS])
+def test_rows_that_an_objective_cannot_use_are_errors(check, objective, rows, code, says):
+    shown = check(objective, rows)
+    assert f"error[{code}]" in shown
+    assert says in shown
+
+
+@pytest.mark.parametrize(("objective", "says"), SETTINGS, ids=lambda value: str(value)[:40])
+def test_settings_that_contradict_each_other_are_errors(check, objective, says):
+    assert says in check(objective, [PAIR, LABELLED])
+
+
+def test_messages_are_all_different():
+    assert len({says for *_, says in (*ROWS, *SETTINGS)}) >= 38

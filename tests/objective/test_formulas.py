@@ -1,0 +1,110 @@
+"""Losses against their formulas in float64, where TRL has no such trainer or option."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from lorafusion_jax.objective.choose import choose
+from lorafusion_jax.objective.protocol import Sample
+
+
+def log_sigmoid(x: float) -> float:
+    return -np.log1p(np.exp(-x))
+
+
+def loss_of(name: str, sample: Sample, **options) -> tuple[float, dict[str, float]]:
+    chosen = choose(name, options)
+    assert chosen.objective.loss is not None
+    loss, metrics = chosen.objective.loss(sample, chosen.options)
+    return float(loss), {key: value for key, value in metrics.items() if key not in chosen.ratios}
+
+
+def pair(**more) -> Sample:
+    return Sample(
+        nll=np.float32([3.0, 5.0]),
+        tokens=np.float32([4, 7]),
+        token_weight=np.float32([0.25, 0.2]),
+        reference_nll=np.float32([3.6, 4.5]),
+        **more,
+    )
+
+
+def test_cdpo_smooths_the_label_and_adds_the_likelihood():
+    loss, metrics = loss_of("dpo", pair(), beta=0.4, label_smoothing=0.1, sft=0.5)
+    margin = 0.4 * ((3.6 - 3.0) - (4.5 - 5.0))
+    wanted = -0.9 * log_sigmoid(margin) - 0.1 * log_sigmoid(-margin) + 0.5 * 3.0 * 0.25
+    assert loss == pytest.approx(wanted, rel=1e-6)
+    assert float(metrics["rewards/margins"]) == pytest.approx(margin, rel=1e-6)
+
+
+def test_cpo_has_a_hinge_and_smoothing():
+    margin = 0.1 * (5.0 - 3.0)
+    assert loss_of("cpo", pair(), loss="hinge", nll=0)[0] == pytest.approx(1 - margin, rel=1e-6)
+    smoothed = -0.8 * log_sigmoid(margin) - 0.2 * log_sigmoid(-margin) + 3.0 * 0.25
+    assert loss_of("cpo", pair(), label_smoothing=0.2)[0] == pytest.approx(smoothed, rel=1e-6)
+
+
+def group() -> Sample:
+    return Sample(
+        nll=np.float32([[3.0, 4.0], [5.0, 2.0]]),
+        tokens=np.float32([[4, 4], [7, 3]]),
+        token_weight=np.float32([[0.1, 0.1], [0.1, 0.1]]),
+        numbers={"label": np.float32([1, 0])},
+        reference_nll=np.float32([[3.6, 4.8], [4.5, 1.9]]),
+    )
+
+
+def test_kto_without_an_estimate_compares_with_the_reference():
+    sigmoid = lambda x: 1 / (1 + np.exp(-x))  # noqa: E731
+    loss, _ = loss_of("kto", group(), loss="apo_zero_unpaired", beta=0.5, undesirable_weight=2.0)
+    wanted = np.mean([1 - sigmoid(0.5 * 0.6), 2 * (1 - sigmoid(0.5 * 0.5))])
+    assert loss == pytest.approx(wanted, rel=1e-6)
+
+
+@pytest.mark.parametrize("limit", [0.5, 100.0])
+def test_cit_contrasts_the_states_of_a_group(limit):
+    draw = np.random.default_rng(0)
+    states = draw.standard_normal((2, 2, 5))
+    sample = group()._replace(hidden=states.astype(np.float32))
+    loss, metrics = loss_of("cit", sample, temperature=0.5, weight=limit, group=2)
+    units = states / np.linalg.norm(states, axis=-1, keepdims=True)
+    logits = units[:, 0] @ units[:, 1].T / 0.5
+    rows = [np.log(np.exp(logits[i]).sum()) - logits[i, i] for i in range(2)]
+    columns = [np.log(np.exp(logits[:, i]).sum()) - logits[i, i] for i in range(2)]
+    contrast = (np.mean(rows) + np.mean(columns)) / 2
+    by_token = sample.nll.sum() / sample.tokens.sum()
+    nll = sample.nll.sum() / 20  # a token weight of 0.1 each: ten tokens of each text in a group
+    assert loss == pytest.approx(nll + min(limit, by_token / contrast) * contrast, rel=1e-5)
+    assert float(metrics["contrastive"]) == pytest.approx(contrast, rel=1e-5)
+
+
+def tokens(**more) -> Sample:
+    """Three tokens of one text, and two places without a token."""
+    return Sample(
+        nll=np.float32([3.5]),
+        tokens=np.float32([3]),
+        token_weight=np.float32([0.2]),
+        logprobs=np.float32([-0.5, -1.0, -2.0, 0, 0]),
+        mask=np.array([True, True, True, False, False]),
+        values={"advantages": np.float32([1, -1, 2, 0, 0]), "old_logprobs": np.float32([-0.7, -0.4, -3.0, 0, 0])},
+        **more,
+    )
+
+
+def test_importance_sampling_weights_advantages():
+    ratio = np.exp([0.2, -0.6, 1.0])
+    wanted = -(ratio * [1, -1, 2]).sum() * 0.2
+    assert loss_of("importance_sampling", tokens())[0] == pytest.approx(wanted, rel=1e-6)
+
+
+def test_grpo_adds_the_divergence_from_the_reference():
+    sample = tokens(reference_logprobs=np.float32([-0.6, -1.2, -1.5, 0, 0]))
+    ratio, advantages = np.exp([0.2, -0.6, 1.0]), np.array([1, -1, 2])
+    losses = -np.minimum(ratio * advantages, np.clip(ratio, 0.8, 1.3) * advantages)
+    difference = np.array([-0.1, -0.2, 0.5])
+    losses += 0.1 * (np.exp(difference) - difference - 1)
+    given = {"beta": 0.1, "epsilon_high": 0.3}
+    assert loss_of("grpo", sample, **given)[0] == pytest.approx(losses.sum() * 0.2, rel=1e-6)
+    by_length = loss_of("grpo", sample, **given, loss="dr_grpo", completion_tokens=10)[0]
+    assert by_length == pytest.approx(losses.sum() / 10, rel=1e-6)
