@@ -29,7 +29,7 @@ from benchmarks.stages import draw_adapter, full_microbatch, random_stage
 from lorafusion_jax.config.schema import AdapterConfig, DataSettings, LoraSettings
 from lorafusion_jax.data.assemble import Microbatch
 from lorafusion_jax.models import ModelConfig
-from lorafusion_jax.pipeline.leaves import SUMS, place_of, take
+from lorafusion_jax.pipeline.leaves import SUMS, own_columns, place_of, take
 from lorafusion_jax.pipeline.move import to_stage
 from lorafusion_jax.pipeline.stage import Stage
 
@@ -109,9 +109,10 @@ class Counts:
         places = chosen(count, TOGETHER)
         losses = stage.forward(0, to_stage(self.batch(places), stage.mesh), None)
         stage.backward(0, None)
-        columns, specs = stage.parts.columns, stage.parts.specs
-        cut = jax.jit(lambda first, sums: take(sums, columns, specs[0], first, lead=SUMS))  # all have one shape
-        own = [jax.device_get(cut(place_of(columns, specs, index).first, stage.sums)) for index in places]
+        columns, specs = stage.programs.columns, stage.parts.specs
+        shape = own_columns(columns, 0, specs[0])  # all have one
+        cut = jax.jit(lambda first, sums: take(sums, columns, shape, first, lead=SUMS))
+        own = [jax.device_get(cut(place_of(columns, index, specs[index]).first, stage.sums)) for index in places]
         gradients = {f"{number} {name}": leaf for number, of in enumerate(own) for name, leaf in of.items()}
         return {"loss": np.asarray(losses)[0, list(places)]} | gradients
 

@@ -62,6 +62,12 @@ def find[T](group: str, builtin: Mapping[str, T], name: str, kind: type[T]) -> T
     return loaded
 
 
+def origin(group: str, name: str) -> str:
+    """Says where an extension comes from: its object and its package; "" for a built-in one."""
+    point = _entry_points(group).get(name)
+    return "" if point is None else _where(point)
+
+
 def _entry_points(group: str) -> dict[str, EntryPoint]:
     return {point.name: point for point in entry_points(group=group)}
 

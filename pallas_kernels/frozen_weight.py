@@ -47,6 +47,15 @@ class SplittableWeight(QuantisedWeight, Protocol):
         ...
 
 
+@runtime_checkable
+class DequantisableWeight(QuantisedWeight, Protocol):
+    """A quantised weight that can become an array."""
+
+    def dense(self, dtype: Any) -> Float[Array, "K N"]:
+        """The values that it multiplies by."""
+        ...
+
+
 type FrozenWeight = jax.Array | QuantisedWeight
 
 
@@ -58,6 +67,13 @@ def is_quantised(w: Any) -> bool:
 def dimensions_of(w: Any) -> Any:
     """A weight's dimensions, see `SplittableWeight`; None if it cannot be split."""
     return w.dimensions() if isinstance(w, SplittableWeight) else None
+
+
+def dense(w: FrozenWeight, dtype: Any) -> Float[Array, "K N"]:
+    """The values of a weight as an array; of a quantised one by a product with one, if it has no other way."""
+    if isinstance(w, DequantisableWeight):
+        return w.dense(dtype)
+    return w.multiply(jnp.eye(w.shape[0], dtype=dtype)) if isinstance(w, QuantisedWeight) else w.astype(dtype)
 
 
 def frozen_product(x: Float[Array, "*B K"], w: FrozenWeight) -> Float[Array, "*B N"]:

@@ -11,10 +11,12 @@ from functools import partial
 
 import numpy as np
 
-from lorafusion_jax.adapters.kind import adapter_kind, leaves_of
+from lorafusion_jax.adapters.kind import Leaf
 from lorafusion_jax.adapters.spec import AdapterSpec, bank_rank
+from lorafusion_jax.adapters.table import adapter_kind, leaves_of
 
 LAYERS = "layers"
+SHARED = "shared"  # stands for the projection where leaves are shared by all of them
 
 
 def init_adapter(spec: AdapterSpec, path: str, in_features: int, out_features: int) -> dict[str, np.ndarray]:
@@ -29,18 +31,33 @@ def init_adapter(spec: AdapterSpec, path: str, in_features: int, out_features: i
         out_features: N.
 
     Returns:
-        Leaf → float32 array; for LoRA "lora_a" [K, r] and "lora_b" [r, N].
+        Leaf → float32 array; for LoRA "lora_a" [K, r] and "lora_b" [r, N]. Shared leaves are not among them.
 
     >>> own = init_adapter(AdapterSpec(name="law", rank=2, alpha=4), "layers.0.self_attn.q_proj", 64, 32)
     >>> own["lora_a"].shape, own["lora_b"].shape, bool(abs(own["lora_a"]).max() <= 1 / 8), own["lora_b"].any().item()
     ((64, 2), (2, 32), True, False)
     """
     return {
-        leaf.name: leaf.init(
-            partial(_uniform, spec.seed, _stream(path, leaf.name)), leaf.shape(in_features, out_features, spec.rank)
-        )
-        for leaf in adapter_kind(spec.kind).leaves
+        leaf.name: draw_leaf(leaf, spec.seed, path, leaf.shape(in_features, out_features, spec.rank))
+        for leaf in adapter_kind(spec.kind).of_projections
     }
+
+
+def init_shared(spec: AdapterSpec, in_features: int, out_features: int) -> dict[str, np.ndarray]:
+    """Draws the tensors that all projections of an adapter share.
+
+    Args:
+        in_features, out_features: the largest of the model.
+    """
+    return {
+        leaf.name: draw_leaf(leaf, spec.seed, SHARED, leaf.shape(in_features, out_features, spec.rank))
+        for leaf in adapter_kind(spec.kind).shared
+    }
+
+
+def draw_leaf(leaf: Leaf, seed: int, path: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Draws a tensor, which depends only on the adapter's seed, the path, the leaf and the shape."""
+    return leaf.init(partial(_uniform, seed, _stream(path, leaf.name)), shape)
 
 
 def init_layers(
@@ -65,6 +82,7 @@ def init_bank(
     out_features: int,
     rank: int | None = None,
     members: Sequence[int] | None = None,
+    largest: tuple[int, int] | None = None,
 ) -> dict[str, np.ndarray]:
     """Stacks the initial weights of all adapters in one projection.
 
@@ -78,44 +96,56 @@ def init_bank(
         out_features: N.
         rank: R (None: the largest rank of the adapters that target the projection).
         members: indices of these adapters (None: those whose `targets` name the last part of the path).
+        largest: K and N of shared leaves (None: those of the projection).
 
     Returns:
         Leaf → float32 array; "lora_a" [A, K, R], "lora_b" [A, R, N], and those of other kinds.
     """
     name = path.rsplit(".", 1)[-1]
     rank = bank_rank(adapters, name) if rank is None else rank
-    leaves = {leaf.name: leaf for leaf in leaves_of(tuple(spec.kind for spec in adapters))}
+    leaves = {leaf.name: leaf for leaf in leaves_of([spec.kind for spec in adapters])}
+    sizes = (in_features, out_features)
+    largest = sizes if largest is None else largest
     bank = {
-        key: np.zeros((len(adapters), *leaf.shape(in_features, out_features, rank)), np.float32)
+        key: np.zeros((len(adapters), *leaf.shape(*(largest if leaf.shared else sizes), rank)), np.float32)
         for key, leaf in leaves.items()
     }
     for index in [index for index, spec in enumerate(adapters) if name in spec.targets] if members is None else members:
-        for key, own in init_adapter(adapters[index], path, in_features, out_features).items():
-            leaves[key].at_rank(bank[key][index], adapters[index].rank)[...] = own
+        spec = adapters[index]
+        drawn = init_adapter(spec, path, *sizes) | init_shared(spec, *largest)
+        for key, own in drawn.items():
+            leaves[key].at_rank(bank[key][index], spec.rank)[...] = own
     return bank
 
 
 def init_leaves(adapters: Sequence[AdapterSpec], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
-    """Draws all trainable leaves of a decoder. Unrolled and stacked layers get the same values.
+    """Draws all leaves of a decoder. Unrolled and stacked layers get the same values.
 
     Args:
         adapters: in stacking order.
-        shapes: "layers.0.self_attn.q_proj.lora_a" → (A, K, R), "….lora_b" → (A, R, N), or without the layer's number
-            → (L, A, K, R).
+        shapes: for LoRA "layers.0.self_attn.q_proj.lora_a" → (A, K, R), "….lora_b" → (A, R, N), or without the layer's
+            number → (L, A, K, R).
 
     Returns:
         float32 arrays under the same names.
     """
     leaves: dict[str, np.ndarray] = {}
+    known = {leaf.name: leaf for leaf in leaves_of([spec.kind for spec in adapters])}
     for path in dict.fromkeys(name.rsplit(".", 1)[0] for name in shapes):
-        a_shape, b_shape = shapes[f"{path}.lora_a"], shapes[f"{path}.lora_b"]
-        numbers = [None] if len(a_shape) == 3 else range(a_shape[0])
+        own = {name: shapes[f"{path}.{name}"] for name in known if f"{path}.{name}" in shapes}
+        sizes = {}
+        for name, shape in own.items():
+            axes = known[name].axes
+            sizes |= dict(zip(axes, shape[len(shape) - len(axes) :], strict=True))
+        name, shape = next(iter(own.items()))
+        stack = shape[: len(shape) - len(known[name].axes) - 1]
+        numbers = range(stack[0]) if stack else [None]
         banks = [
-            init_bank(adapters, _layer_path(path, number), a_shape[-2], b_shape[-1], a_shape[-1]) for number in numbers
+            init_bank(adapters, _layer_path(path, number), sizes["K"], sizes["N"], sizes["R"]) for number in numbers
         ]
         for name in banks[0]:
             bank = [bank[name] for bank in banks]
-            leaves[f"{path}.{name}"] = bank[0] if len(a_shape) == 3 else np.stack(bank)
+            leaves[f"{path}.{name}"] = np.stack(bank) if stack else bank[0]
     return leaves
 
 

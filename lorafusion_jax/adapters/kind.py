@@ -1,9 +1,9 @@
-"""Adapter kinds: the trainable tensors of a projection, and the low-rank pair that they form.
+"""What an adapter kind is: its tensors, and how a projection uses them.
 
-To add one, add a row to `KINDS`. Other packages can install an entry point of the group
-`lorafusion_jax.adapter_kinds` that loads an `AdapterKind`. Never imports jax, because planning needs sizes.
+y = f · (x W + scale · (drop(x) A) B) + bias,  A and B from `low_rank`, f from `column_scale` (1 without it)
 
-Axes: `K` in features · `N` out features · `R` rank
+Never imports jax, because planning needs sizes.
+Axes: `K` in features · `N` out features · `R` rank · `D` model width · `V` vocabulary
 """
 
 from __future__ import annotations
@@ -11,119 +11,160 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from types import ModuleType
 from typing import Any, Literal
 
 import numpy as np
 
-from lorafusion_jax.plugins import find, not_known
-
-GROUP = "lorafusion_jax.adapter_kinds"
-type Axis = Literal["K", "N", "R"]
+type Axis = Literal["K", "N", "R", "D", "V"] | int
 type Draw = Callable[[int], np.ndarray]
+type Tensors = Mapping[str, Any]  # leaf name -> array
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leaf:
-    """One trainable tensor of a projection.
-
-    In training they lie side by side at their own ranks, along R; without R they are stacked in front of their axes.
-    `AdapterKind.low_rank` and modules see them stacked, [A, *axes], with R the largest rank of a projection. What lies
-    beyond an adapter's own rank is zero there and stays zero.
+    """One tensor of an adapter, usually one per projection and layer.
 
     Args:
-        name: name of the leaf, e.g. "lora_a". A name has the same meaning in all kinds.
-        axes: letters of its axes; R at most once.
+        name: e.g. "lora_a". A name means the same tensor in all kinds.
+        axes: letters of its axes, or their sizes; R at most once.
         init: (draw, shape) → initial values. `draw(n)` returns n float32 numbers, uniform in [0, 1), that depend only
             on the adapter's seed, the projection and the leaf.
-        peft_key: name in a PEFT folder, e.g. "lora_A.weight"; tensors of two axes are stored transposed there. None:
-            PEFT has no such tensor, and an export folds it into A and B.
+        trainable: False: constant in training, without gradient, optimizer state and decay.
+        shared: one tensor for all layers and projections, which is not trained. Its K and N are the largest of the
+            model; a projection sees its own first rows and columns.
+        decay: whether weight decay applies.
+        lr_group: name of the leaves whose learning rate is `optim.lr` times `optim.lr_ratio`.
+        peft_name: the rest of its name in a PEFT folder after the projection's path, e.g. "lora_A.weight"; of a shared
+            leaf the whole name. Tensors of two axes are stored transposed there. None: PEFT has no such tensor.
+
+    Example:
+        >>> Leaf(name="scale", axes=("N",), init=lambda draw, shape: np.ones(shape, np.float32)).shape(8, 4, 2)
+        (4,)
     """
 
     name: str
     axes: tuple[Axis, ...]
     init: Callable[[Draw, tuple[int, ...]], np.ndarray]
-    peft_key: str | None = None
+    trainable: bool = True
+    shared: bool = False
+    decay: bool = True
+    lr_group: str | None = None
+    peft_name: str | None = None
 
     def shape(self, in_features: int, out_features: int, rank: int) -> tuple[int, ...]:
-        """Shape of one adapter's tensor."""
-        sizes = {"K": in_features, "N": out_features, "R": rank}
-        return tuple(sizes[axis] for axis in self.axes)
+        """Shape of one adapter's tensor of a projection."""
+        return self.shape_in({"K": in_features, "N": out_features, "R": rank})
+
+    def shape_in(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """Shape of one adapter's tensor; `sizes` has the letters of its axes."""
+        return tuple(axis if isinstance(axis, int) else sizes[axis] for axis in self.axes)
+
+    def cut(self, array: Any, sizes: Mapping[str, int]) -> Any:
+        """Cuts an array [..., *axes] down to smaller sizes of some axes."""
+        cuts = [slice(None) if isinstance(axis, int) else slice(sizes.get(axis)) for axis in self.axes]
+        return array if all(cut == slice(None) for cut in cuts) else array[(..., *cuts)]
 
     def at_rank(self, array: Any, rank: int) -> Any:
         """Cuts an array [..., *axes] down to a rank."""
-        if "R" not in self.axes:
-            return array
-        return array[(..., *(slice(rank) if axis == "R" else slice(None) for axis in self.axes))]
+        return self.cut(array, {"R": rank})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """What the functions of a kind know besides tensors.
+
+    Attributes:
+        K, N: in and out features of the projection.
+        R: size of the leaves' axis R: the adapter's rank, or a larger one with zeros beyond the adapter's.
+        scale: the adapter's alpha / r or alpha / sqrt(r).
+        np: `numpy` for files, `jax.numpy` in training.
+    """
+
+    K: int
+    N: int
+    R: int
+    scale: Any
+    np: ModuleType | Any = np
+
+
+@dataclass(frozen=True, kw_only=True)  # no __slots__: cached properties live in __dict__
 class AdapterKind:
-    """A kind of adapter whose branch is a low-rank product: y = x W + scale · (drop(x) A) B.
+    """A kind of adapter. Its functions get one adapter in one projection.
+
+    They are traced by jax in training and called with numpy for files, so use operators, indexing and `sizes.np`. What
+    a leaf has beyond an adapter's rank is zero, and must give zero columns of A and zero rows of B.
 
     Args:
-        leaves: its trainable tensors.
-        low_rank: leaves by name, each [n, *axes] → (A [n, K, R], B [n, R, N]). It is traced by jax for training and
-            called with numpy arrays for exports, so use only operators and indexing. Zero columns of A and rows of B
-            beyond an adapter's rank must stay zero.
+        leaves: its tensors.
+        low_rank: (tensors, sizes) → (A [K, C], B [C, N]), C = `columns` · R.
+        columns: columns of A per rank.
+        column_scale: (kernel [K, N] in float32, tensors, sizes) → f [N]. The columns of all of y but the bias are
+            multiplied by it. None: f = 1, and nothing is compiled.
+        start: (kernel, tensors, sizes) → the tensors whose initial values depend on the frozen kernel.
+        fold: (kernel, tensors, sizes) → the kernel with the adapter merged into it. None: f · (kernel + scale · A B).
+        scale: (alpha, rank, rslora) → factor of the low-rank product (None: alpha / r, or alpha / sqrt(r)).
+        peft: what adapter_config.json says of this kind, e.g. {"use_dora": True}; all leaves need their `peft_name`.
+            None: PEFT has no such kind. It is exported as LoRA, which is exact if it has no `column_scale`.
 
     Example:
+        >>> from lorafusion_jax.adapters.lora import LORA
         >>> LORA.num_parameters(in_features=8, out_features=4, rank=2)
         24
     """
 
     leaves: tuple[Leaf, ...]
-    low_rank: Callable[[Mapping[str, Any]], tuple[Any, Any]]
+    low_rank: Callable[[Tensors, Sizes], tuple[Any, Any]]
+    columns: int = 1
+    column_scale: Callable[[Any, Tensors, Sizes], Any] | None = None
+    start: Callable[[Any, Tensors, Sizes], Tensors] | None = None
+    fold: Callable[[Any, Tensors, Sizes], Any] | None = None
+    scale: Callable[[float, int, bool], float] | None = None
+    peft: Mapping[str, Any] | None = None
 
-    @property
+    @cached_property
     def names(self) -> frozenset[str]:
         return frozenset(leaf.name for leaf in self.leaves)
 
     @property
     def in_peft(self) -> bool:
-        """Whether a PEFT folder holds all its tensors, so that training can continue from one."""
-        return all(leaf.peft_key for leaf in self.leaves)
+        """Whether a PEFT folder holds its tensors, so that training can continue from one."""
+        return self.peft is not None
+
+    @property
+    def exportable(self) -> bool:
+        """Whether an adapter can be written as a PEFT folder that computes the same."""
+        return self.in_peft or self.column_scale is None
+
+    @property
+    def shared(self) -> tuple[Leaf, ...]:
+        return tuple(leaf for leaf in self.leaves if leaf.shared)
+
+    @property
+    def of_projections(self) -> tuple[Leaf, ...]:
+        """The leaves of which every projection has its own."""
+        return tuple(leaf for leaf in self.leaves if not leaf.shared)
 
     def leaf(self, name: str) -> Leaf:
         return next(leaf for leaf in self.leaves if leaf.name == name)
 
-    def num_parameters(self, *, in_features: int, out_features: int, rank: int) -> int:
-        """Number of trainable parameters of one adapter in one projection."""
-        return sum(math.prod(leaf.shape(in_features, out_features, rank)) for leaf in self.leaves)
+    def num_parameters(self, *, in_features: int, out_features: int, rank: int, trainable: bool | None = True) -> int:
+        """Number of parameters of one adapter in one projection.
 
+        Args:
+            trainable: False: those that are constant in training; None: all. Shared tensors are not counted.
+        """
+        return sum(
+            math.prod(leaf.shape(in_features, out_features, rank))
+            for leaf in self.of_projections
+            if trainable in (None, leaf.trainable)
+        )
 
-def _kaiming(draw: Draw, shape: tuple[int, ...]) -> np.ndarray:
-    """U(-1/sqrt(K), 1/sqrt(K)), as PEFT draws A (Kaiming uniform with a = sqrt 5)."""
-    bound = np.float32(1 / math.sqrt(shape[0]))
-    return ((2 * draw(math.prod(shape)) - 1) * bound).reshape(shape)
-
-
-def _zeros(draw: Draw, shape: tuple[int, ...]) -> np.ndarray:
-    del draw  # unused
-    return np.zeros(shape, np.float32)
-
-
-LORA_A = Leaf(name="lora_a", axes=("K", "R"), init=_kaiming, peft_key="lora_A.weight")
-LORA_B = Leaf(name="lora_b", axes=("R", "N"), init=_zeros, peft_key="lora_B.weight")
-LORA = AdapterKind(leaves=(LORA_A, LORA_B), low_rank=lambda leaves: (leaves["lora_a"], leaves["lora_b"]))
-
-KINDS: Mapping[str, AdapterKind] = {"lora": LORA}
-
-
-def adapter_kind(name: str) -> AdapterKind:
-    """Finds a kind by its name in a job file.
-
-    Raises:
-        ConfigError: `plugin.unknown`, `plugin.broken`.
-    """
-    return find(GROUP, KINDS, name, AdapterKind)
-
-
-def unknown_kind(name: str) -> str | None:
-    """Explains an unknown `lora.kind`; None if the name exists."""
-    return not_known(GROUP, KINDS, name)
-
-
-def leaves_of(kinds: tuple[str, ...]) -> tuple[Leaf, ...]:
-    """The tensors of all these kinds in order, each name once."""
-    found = {leaf.name: leaf for name in kinds for leaf in adapter_kind(name).leaves}
-    return tuple(found.values())
+    def merge(self, kernel: Any, tensors: Tensors, sizes: Sizes) -> Any:
+        """Merges one adapter into a kernel [K, N]: f · (W + scale · A B), or what `fold` says."""
+        if self.fold is not None:
+            return self.fold(kernel, tensors, sizes)
+        a_KC, b_CN = self.low_rank(tensors, sizes)
+        merged = kernel + sizes.scale * (a_KC @ b_CN)
+        return merged if self.column_scale is None else merged * self.column_scale(kernel, tensors, sizes)

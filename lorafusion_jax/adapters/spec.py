@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral
 
-from lorafusion_jax.adapters.kind import unknown_kind
+from lorafusion_jax.adapters.table import PLAIN, adapter_kind, unknown_kind
 from lorafusion_jax.errors import ConfigError, did_you_mean, raise_all
 from lorafusion_jax.layout.layer import TARGETS as TARGETS
 
@@ -28,7 +28,7 @@ class AdapterSpec:
         rslora: scale alpha / sqrt(r) instead of alpha / r.
         dropout: probability with which a training step drops an input of A.
         targets: names of the adapted projections, see `resolve_targets`; a single name is allowed.
-        kind: how A and B are computed from the trainable tensors, see `lorafusion_jax.adapters.kind`.
+        kind: its tensors and how a projection uses them, see `lorafusion_jax.adapters.kind`.
         seed: determines initial weights and dropout of this adapter, independent of other adapters.
 
     Raises:
@@ -44,7 +44,7 @@ class AdapterSpec:
     rslora: bool = False
     dropout: float = 0.0
     targets: tuple[str, ...] = TARGETS
-    kind: str = "lora"
+    kind: str = PLAIN
     seed: int = 0
 
     def __post_init__(self):
@@ -66,7 +66,14 @@ class AdapterSpec:
     @property
     def scale(self) -> float:
         """Factor of the low-rank product."""
+        if (scale := adapter_kind(self.kind).scale) is not None:
+            return scale(self.alpha, self.rank, self.rslora)
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+    @property
+    def columns(self) -> int:
+        """Number of columns of A."""
+        return self.rank * adapter_kind(self.kind).columns
 
 
 def resolve_targets(targets: str | Sequence[str], available: Sequence[str] = TARGETS) -> tuple[str, ...]:
@@ -96,6 +103,11 @@ def resolve_targets(targets: str | Sequence[str], available: Sequence[str] = TAR
 def bank_rank(adapters: Sequence[AdapterSpec], target: str) -> int:
     """Returns R of a projection's stacked weights: the largest rank of the adapters that target it, or 0."""
     return max((spec.rank for spec in adapters if target in spec.targets), default=0)
+
+
+def bank_columns(adapters: Sequence[AdapterSpec], target: str) -> int:
+    """Returns the number of columns of a projection's stacked A: the largest of these adapters, or 0."""
+    return max((spec.columns for spec in adapters if target in spec.targets), default=0)
 
 
 def common_rank(ranks: Sequence[int]) -> int | None:

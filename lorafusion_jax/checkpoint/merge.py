@@ -9,16 +9,19 @@ import math
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
 import ml_dtypes
 import numpy as np
 
+from lorafusion_jax.adapters.init import SHARED
 from lorafusion_jax.adapters.spec import AdapterSpec
+from lorafusion_jax.adapters.table import adapter_kind
 from lorafusion_jax.checkpoint.new_folder import new_folder
 from lorafusion_jax.checkpoint.peft import read_adapter
-from lorafusion_jax.checkpoint.peft_leaves import Arrays
+from lorafusion_jax.checkpoint.peft_leaves import Arrays, tensors_at
 from lorafusion_jax.errors import CheckpointError, LoraFusionError, raise_all
 from lorafusion_jax.models.checkpoint import Stored, list_tensors
 
@@ -49,15 +52,20 @@ class MergeReport:
 
 
 def merge_adapter(
-    base_dir: str | Path, adapter_dir: str | Path, to_dir: str | Path, *, finish: Callable[[Path], None] | None = None
+    base_dir: str | Path,
+    adapter_dir: str | Path,
+    to_dir: str | Path,
+    *,
+    kind: str | None = None,
+    finish: Callable[[Path], None] | None = None,
 ) -> MergeReport:
-    """Writes the base model with the adapter of a PEFT folder added to its weights.
+    """Writes the base model with the adapter of a PEFT folder merged into its weights.
 
-    W' = round(W + scale · A B), computed in float32, rounded to the checkpoint's dtype
+    W' = round(W + scale · A B), or what the adapter's kind says, computed in float32, rounded to the checkpoint's dtype
 
     Args:
         base_dir: Hugging Face directory with model.safetensors, or shards and an index.
-        adapter_dir: see `read_adapter`.
+        adapter_dir, kind: see `read_adapter`.
         to_dir: new or empty folder for weights, index, configuration and tokenizer files.
         finish: called with the temporary folder before it is renamed to `to_dir`.
 
@@ -66,7 +74,7 @@ def merge_adapter(
             missing or do not fit; `merge.not-finite`.
         RunError: `save.no-space`, `save.failed`.
     """
-    return merge_arrays(base_dir, *read_adapter(adapter_dir), to_dir, finish=finish)
+    return merge_arrays(base_dir, *read_adapter(adapter_dir, kind), to_dir, finish=finish)
 
 
 def merge_arrays(
@@ -77,11 +85,11 @@ def merge_arrays(
     *,
     finish: Callable[[Path], None] | None = None,
 ) -> MergeReport:
-    """`merge_adapter` for an adapter in memory (`read_adapter`, `take_adapter`). Only the scale of `spec` is used."""
+    """`merge_adapter` for an adapter in memory (`read_adapter`, `take_adapter`)."""
     base_dir = Path(base_dir)
     places = _places(base_dir)
-    targets = {f"model.{path}.weight": pair for path, pair in arrays.items()}
-    raise_all(_misfits(places, targets, base_dir))
+    targets = {f"model.{path}.weight": path for path in arrays if path != SHARED}
+    raise_all(_misfits(places, targets, spec, arrays, base_dir))
     deltas: dict[str, float] = {}
     max_rounding = 0.0
     with new_folder(to_dir) as folder:
@@ -90,20 +98,23 @@ def merge_arrays(
             shutil.copyfile(file, folder / file.name)
             with (folder / file.name).open("r+b") as stream:
                 for name in (name for name in targets if places[name].file == file):
-                    deltas[name], rounding = _add(stream, places[name], *targets[name], spec.scale)
+                    num_out, num_in = places[name].shape
+                    tensors, sizes = tensors_at(spec, arrays, targets[name], (num_in, num_out))
+                    merge = partial(adapter_kind(spec.kind).merge, tensors=tensors, sizes=sizes)
+                    deltas[name], rounding = _merge(stream, places[name], merge)
                     max_rounding = max(max_rounding, rounding)
         if finish is not None:
             finish(folder)
     return MergeReport(deltas=deltas, max_rounding=max_rounding)
 
 
-def _add(stream: BinaryIO, place: Stored, a_Kr: np.ndarray, b_rN: np.ndarray, scale: float) -> tuple[float, float]:
-    """Merges one tensor in place: its dtype and shape do not change."""
+def _merge(stream: BinaryIO, place: Stored, merge: Callable[[np.ndarray], np.ndarray]) -> tuple[float, float]:
+    """Merges into one tensor in place: its dtype and shape do not change."""
     stream.seek(place.start)
     dtype = _DTYPES[place.dtype]
-    w_NK = np.frombuffer(stream.read(place.stop - place.start), dtype).reshape(place.shape).astype(np.float32)
-    delta_NK = np.float32(scale) * (b_rN.T @ a_Kr.T)
-    w_NK += delta_NK
+    before_NK = np.frombuffer(stream.read(place.stop - place.start), dtype).reshape(place.shape).astype(np.float32)
+    w_NK = np.asarray(merge(before_NK.T).T, np.float32)
+    delta_NK = w_NK - before_NK
     with np.errstate(over="ignore"):
         rounded_NK = w_NK.astype(dtype)
     if not np.isfinite(rounded_NK).all():
@@ -120,11 +131,14 @@ def _add(stream: BinaryIO, place: Stored, a_Kr: np.ndarray, b_rN: np.ndarray, sc
 
 
 def _misfits(
-    places: Mapping[str, Stored], targets: Mapping[str, tuple[np.ndarray, np.ndarray]], base_dir: Path
+    places: Mapping[str, Stored], targets: Mapping[str, str], spec: AdapterSpec, arrays: Arrays, base_dir: Path
 ) -> list[LoraFusionError]:
     problems = []
-    for name, (a_Kr, b_rN) in targets.items():
-        shape = (b_rN.shape[1], a_Kr.shape[0])
+    for name, path in targets.items():
+        sizes = tensors_at(spec, arrays, path)[1]
+        shape = places[name].shape if name in places else ()
+        if len(shape) == 2:  # a kind may not know both sizes, which then fit
+            shape = (sizes.N or shape[0], sizes.K or shape[1])
         if name not in places:
             problems.append(f"missing: {name}")
         elif places[name].dtype not in _DTYPES:

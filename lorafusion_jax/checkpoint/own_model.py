@@ -7,25 +7,27 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from flax import nnx
 
-from lorafusion_jax.adapters.kind import adapter_kind
+from lorafusion_jax.adapters.init import SHARED
+from lorafusion_jax.adapters.table import adapter_kind
 from lorafusion_jax.checkpoint.new_folder import new_folder
 from lorafusion_jax.checkpoint.peft import TENSOR_FILE, check_digests, check_finite, read_tensors
-from lorafusion_jax.checkpoint.peft_leaves import Arrays
+from lorafusion_jax.checkpoint.peft_leaves import Arrays, as_exported
 from lorafusion_jax.config.peft_config import CONFIG_FILE, config_of, describe, read_config
 from lorafusion_jax.errors import CheckpointError, ConfigError
 from lorafusion_jax.layout.layer import PATHS
-from lorafusion_jax.modules.weights import adapter_arrays, adapter_names, adapter_spec, put_adapter_arrays
+from lorafusion_jax.modules.weights import adapter_arrays, adapter_names, adapter_spec, layer_shapes, put_adapter_arrays
 from lorafusion_jax.tensor_file import write_tensors
 
 type Keys = Mapping[str, str] | Callable[[str], str] | None
-PREFIX = "base_model.model."  # of PEFT's names
+ROOT = "base_model."
+PREFIX = f"{ROOT}model."  # of PEFT's names
 
 
 def hf_key(path: str) -> str:
@@ -68,14 +70,10 @@ def save_peft(
         ConfigError: `lora.unknown-adapter`; `peft.keys`, two layers have the same name, or a layer has none.
         CheckpointError: `export.exists`, `export.not-finite`.
     """
-    arrays, spec = _low_rank(model, name), adapter_spec(model, name)
+    spec, arrays = as_exported(adapter_spec(model, name), *_arrays(model, name))
     check_finite(arrays, spec)
-    names = _names(list(arrays), keys)
-    tensors = {
-        f"{PREFIX}{names[path]}.lora_{part}.weight": np.ascontiguousarray(array.T)
-        for path, pair in arrays.items()
-        for part, array in zip("AB", pair, strict=True)
-    }
+    names = _names([path for path in arrays if path != SHARED], keys)
+    tensors = _tensors(arrays, spec.kind, names)
     targets = tuple(dict.fromkeys(key.rsplit(".", 1)[-1] for key in names.values()))
     described = config_of(dataclasses.replace(spec, targets=targets), base_name) | {"task_type": task_type}
     with new_folder(folder) as draft:
@@ -85,7 +83,7 @@ def save_peft(
 
 
 def load_peft(model: nnx.Module, name: str, folder: str | Path, *, keys: Keys = None) -> None:
-    """Loads a PEFT folder into one adapter (of kind "lora") of a model. Other adapters do not change.
+    """Loads a PEFT folder into one adapter of a model. Other adapters do not change.
 
     Args:
         model: from `apply_lora`. Its adapter must have the rank, the scale and the layers of the folder.
@@ -99,18 +97,28 @@ def load_peft(model: nnx.Module, name: str, folder: str | Path, *, keys: Keys = 
             changed then.
     """
     folder, spec = Path(folder), adapter_spec(model, name)
-    if spec.kind != "lora":
+    kind = adapter_kind(spec.kind)
+    if not kind.in_peft:
         raise ConfigError("peft.kind", f"{name} is of kind {spec.kind}, whose tensors a PEFT folder does not hold.")
     check_digests(folder)
     tensors = read_tensors(folder)
-    names = _names(list(_low_rank(model, name)), keys)
-    present = tuple(dict.fromkeys(key.rsplit(".", 3)[-3] for key in tensors if key.count(".") >= 3))
-    paths = dict.fromkeys(key.removeprefix(PREFIX).rsplit(".", 2)[0] for key in tensors)
-    found = describe(read_config(folder), paths, name, str(folder / CONFIG_FILE), known=present).spec
-    wanted = {f"{PREFIX}{key}.lora_{part}.weight": (path, part) for path, key in names.items() for part in "AB"}
+    arrays, _ = _arrays(model, name)
+    names = _names([path for path in arrays if path != SHARED], keys)
+    endings = [f".{leaf.peft_name}" for leaf in kind.of_projections]
+    paths = list(
+        dict.fromkeys(
+            key.removeprefix(PREFIX).removesuffix(end) for key in tensors for end in endings if key.endswith(end)
+        )
+    )
+    present = tuple(dict.fromkeys(path.rsplit(".", 1)[-1] for path in paths))
+    described = describe(read_config(folder), paths, name, str(folder / CONFIG_FILE), known=present, kind=spec.kind)
+    wanted = _tensors(arrays, spec.kind, names)
     problems = [
         f"{what} is {theirs:g} there and {ours:g} here"
-        for what, theirs, ours in (("rank", found.rank, spec.rank), ("scale", found.scale, spec.scale))
+        for what, theirs, ours in (
+            ("rank", described.spec.rank, spec.rank),
+            ("scale", described.spec.scale, spec.scale),
+        )
         if theirs != ours
     ]
     problems += [f"missing: {key}" for key in wanted if key not in tensors]
@@ -122,8 +130,7 @@ def load_peft(model: nnx.Module, name: str, folder: str | Path, *, keys: Keys = 
             where=str(folder),
             fix="keys= says the names of the layers there; rank, alpha and targets as in adapter_config.json",
         )
-    pairs = {wanted[key]: np.asarray(tensor, np.float32).T for key, tensor in tensors.items()}
-    put_adapter_arrays(model, name, _stack_layers(model, name, pairs))
+    put_adapter_arrays(model, name, _stack_layers(model, name, tensors, names))
 
 
 def save_checkpoint(model: nnx.Module, folder: str | Path, adapters: Sequence[str] | None = None) -> Path:
@@ -170,29 +177,64 @@ def load_checkpoint(model: nnx.Module, folder: str | Path, adapters: Sequence[st
         put_adapter_arrays(model, name, saved[name])
 
 
-def _low_rank(model: nnx.Module, name: str) -> Arrays:
-    """Returns path of each single layer → (A [K, r], B [r, N])."""
-    kind, found = adapter_kind(adapter_spec(model, name).kind), {}
-    for path, leaves in _by_layer(adapter_arrays(model, name)).items():
-        stack = next(iter(leaves.values())).shape[:-2]
-        for number in np.ndindex(stack):
-            own = {leaf: np.asarray(value[number])[None] for leaf, value in leaves.items()}
-            a, b = kind.low_rank(own)
-            found[".".join(map(str, (path, *number)))] = (np.asarray(a)[0], np.asarray(b)[0])
-    return found
+def _arrays(model: nnx.Module, name: str) -> tuple[Arrays, dict[str, tuple[int, int]]]:
+    """Returns path of each single layer → tensors of the adapter's kind in order, and (K, N) of each path."""
+    kind = adapter_kind(adapter_spec(model, name).kind)
+    arrays: Arrays = {}
+    for path, number, leaves in _single_layers(model, name):
+        arrays[_numbered(path, number)] = tuple(leaves[leaf.name][number] for leaf in kind.of_projections)
+        if kind.shared:
+            arrays.setdefault(SHARED, tuple(leaves[leaf.name][number] for leaf in kind.shared))
+    return arrays, layer_shapes(model, name)
 
 
-def _stack_layers(model: nnx.Module, name: str, pairs: Mapping[tuple[str, str], np.ndarray]) -> dict[str, np.ndarray]:
-    """Stacks A and B of single layers in the form of `adapter_arrays`."""
-    arrays = {}
+def _tensors(arrays: Arrays, kind: str, names: Mapping[str, str]) -> dict[str, np.ndarray]:
+    """Converts to PEFT's names and shapes."""
+    table = adapter_kind(kind)
+    return {
+        f"{ROOT}{leaf.peft_name}" if path == SHARED else f"{PREFIX}{names[path]}.{leaf.peft_name}": _transposed(array)
+        for path, tensors in arrays.items()
+        for leaf, array in zip(table.shared if path == SHARED else table.of_projections, tensors, strict=True)
+    }
+
+
+def _transposed(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array.T)
+
+
+def _stack_layers(
+    model: nnx.Module, name: str, tensors: Mapping[str, np.ndarray], names: Mapping[str, str]
+) -> dict[str, np.ndarray]:
+    """Stacks the tensors of single layers in the form of `adapter_arrays`."""
+    kind = adapter_kind(adapter_spec(model, name).kind)
+    parts: dict[str, dict[tuple[int, ...], np.ndarray]] = {}
+    for path, number, _ in _single_layers(model, name):
+        for leaf in kind.leaves:
+            place = ROOT if leaf.shared else f"{PREFIX}{names[_numbered(path, number)]}."
+            array = np.asarray(tensors[f"{place}{leaf.peft_name}"], np.float32).T
+            parts.setdefault(f"{path}.{leaf.name}".lstrip("."), {})[number] = array
+    return {key: _stack(own) for key, own in parts.items()}
+
+
+def _stack(parts: Mapping[tuple[int, ...], np.ndarray]) -> np.ndarray:
+    """Stacks arrays by their numbers; an array of no shape where theirs differ, which fits nothing."""
+    stack, own = tuple(1 + last for last in max(parts)), list(parts.values())
+    same = all(array.shape == own[0].shape for array in own)
+    return np.stack(own).reshape(*stack, *own[0].shape) if same else np.zeros(())
+
+
+def _single_layers(model: nnx.Module, name: str) -> Iterator[tuple[str, tuple[int, ...], dict[str, np.ndarray]]]:
+    """Yields path, number in its stack and tensors of every layer."""
+    kind = adapter_kind(adapter_spec(model, name).kind)
     for path, leaves in _by_layer(adapter_arrays(model, name)).items():
-        for part, leaf in (("A", "lora_a"), ("B", "lora_b")):
-            stack = leaves[leaf].shape[:-2]
-            own = [pairs[".".join(map(str, (path, *number))), part] for number in np.ndindex(stack)]
-            shape = (*stack, *own[0].shape)
-            same = all(one.shape == own[0].shape for one in own)
-            arrays[f"{path}.{leaf}".lstrip(".")] = np.stack(own).reshape(shape) if same else np.zeros(())
-    return arrays
+        first = kind.leaves[0]
+        array = leaves[first.name]
+        for number in np.ndindex(array.shape[: array.ndim - len(first.axes)]):
+            yield path, number, leaves
+
+
+def _numbered(path: str, number: tuple[int, ...]) -> str:
+    return ".".join(map(str, (path, *number)))
 
 
 def _by_layer(arrays: Mapping[str, np.ndarray]) -> dict[str, dict[str, np.ndarray]]:

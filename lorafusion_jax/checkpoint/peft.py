@@ -6,7 +6,7 @@ K in · N out · r an adapter's rank
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -14,15 +14,18 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from lorafusion_jax.adapters.init import SHARED
+from lorafusion_jax.adapters.kind import AdapterKind, Axis, Leaf
 from lorafusion_jax.adapters.spec import AdapterSpec
+from lorafusion_jax.adapters.table import PLAIN, adapter_kind
 from lorafusion_jax.checkpoint import digests
 from lorafusion_jax.checkpoint.digests import find_damage, refuse_damage
 from lorafusion_jax.checkpoint.new_folder import new_folder
-from lorafusion_jax.checkpoint.peft_leaves import Arrays, Leaves
+from lorafusion_jax.checkpoint.peft_leaves import Arrays, Leaves, as_exported
 from lorafusion_jax.checkpoint.peft_leaves import put_adapter as put_adapter
 from lorafusion_jax.checkpoint.peft_leaves import take_adapter as take_adapter
-from lorafusion_jax.config.peft_config import CONFIG_FILE, Described, config_of, describe, read_config
-from lorafusion_jax.config.peft_folder import KEY, PREFIX, TENSOR_FILE
+from lorafusion_jax.config.peft_config import CONFIG_FILE, Described, config_of, describe, kind_of, read_config
+from lorafusion_jax.config.peft_folder import KEY, PREFIX, ROOT, TENSOR_FILE
 from lorafusion_jax.errors import CheckpointError, RunError
 from lorafusion_jax.layout.layer import PATHS
 from lorafusion_jax.tensor_file import write_tensors
@@ -43,8 +46,11 @@ def export_adapter(
     base_revision: str | None = None,
     replace: bool = False,
     finish: Callable[[Path], None] | None = None,
+    shapes: Mapping[str, tuple[int, int]] | None = None,
 ) -> Path:
     """Writes one adapter as a PEFT folder atomically, and compares what it reads back.
+
+    An adapter of a kind that PEFT lacks is written as LoRA, if it is a low-rank product.
 
     Args:
         lora_leaves: the stacked LoRA weights, see `take_adapter`.
@@ -57,18 +63,19 @@ def export_adapter(
         base_revision: commit of a base model on the hub.
         replace: replace an existing folder.
         finish: called with the temporary folder before it is renamed, e.g. to add a model card and tokenizer files.
+        shapes: in and out features by target; needed if projections share tensors.
 
     Returns:
         The folder.
 
     Raises:
-        CheckpointError: `export.exists`, or `export.not-finite` when a weight is NaN or infinite.
+        CheckpointError: `export.exists`; `export.not-finite`, a weight is NaN or infinite; `peft.kind`.
         RunError: `save.no-space`, `save.failed`, or `export.differs` when the folder reads back differently.
     """
-    arrays = take_adapter(lora_leaves, spec, index)
+    spec, arrays = as_exported(spec, take_adapter(lora_leaves, spec, index), shapes)
     check_finite(arrays, spec)
     kept = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float32
-    tensors = {key: array.astype(kept, copy=False) for key, array in peft_tensors(arrays).items()}
+    tensors = {key: array.astype(kept, copy=False) for key, array in peft_tensors(arrays, spec.kind).items()}
     with new_folder(to_dir, replace=replace) as folder:
         said = json.dumps(config_of(spec, base_name, base_quantize, base_revision), indent=2)
         (folder / CONFIG_FILE).write_text(said + "\n", encoding="utf-8")
@@ -79,39 +86,48 @@ def export_adapter(
     return Path(to_dir)
 
 
-def read_adapter(folder: str | Path) -> tuple[AdapterSpec, Arrays]:
+def read_adapter(folder: str | Path, kind: str | None = None) -> tuple[AdapterSpec, Arrays]:
     """Reads a PEFT folder and compares its files with SHA256SUMS, if there is one.
 
     Args:
         folder: with adapter_config.json and adapter_model.safetensors.
+        kind: name of its adapter kind (None: the built-in kind that adapter_config.json describes).
 
     Returns:
         The specification (named after the folder, without the seed, which a folder does not hold) and
-        "layers.0.self_attn.q_proj" → (a [K, r], b [r, N]), float32. If rank_pattern gives a projection a lower
-        rank, its r is lower than that of the specification. An adapter of some layers has no arrays of the others.
+        "layers.0.self_attn.q_proj" → the tensors of its kind, float32; for LoRA (a [K, r], b [r, N]). If rank_pattern
+        gives a projection a lower rank, its r is lower than that of the specification. An adapter of some layers has
+        no arrays of the others.
 
     Raises:
         CheckpointError: `peft.missing-file`, `peft.pickle` (only adapter_model.bin), `peft.bad-config`,
             `peft.damaged`, `peft.unsupported`, `peft.tensors` (missing, extra and misshapen tensors, all in one).
         ErrorList: several options that are not supported.
     """
-    described, arrays = read_described(Path(folder))
+    described, arrays = read_described(Path(folder), kind)
     return described.spec, arrays
 
 
-def read_described(folder: Path) -> tuple[Described, Arrays]:
+def read_described(folder: Path, kind: str | None = None) -> tuple[Described, Arrays]:
     """Like `read_adapter`, with the full description of the adapter."""
-    described, tensors = _read(folder)
-    return described, {path: (_to_array(tensors, path, "A"), _to_array(tensors, path, "B")) for path in _paths(tensors)}
+    described, tensors = _read(folder, kind)
+    table = adapter_kind(described.spec.kind)
+
+    def read(path: str, leaves: Sequence[Leaf]) -> tuple[np.ndarray, ...]:
+        return tuple(_from_peft(tensors[_key(path, leaf)]) for leaf in leaves)
+
+    arrays = {path: read(path, table.of_projections) for path in _paths(tensors, table)}
+    return described, arrays | ({SHARED: read(SHARED, table.shared)} if table.shared else {})
 
 
-def _read(folder: Path) -> tuple[Described, dict[str, np.ndarray]]:
+def _read(folder: Path, kind: str | None = None) -> tuple[Described, dict[str, np.ndarray]]:
     """Returns the description of a folder and its tensors, which fit it."""
     check_digests(folder)
     raw = read_config(folder)
     tensors = read_tensors(folder)
-    paths = _paths(tensors)
-    described = describe(raw, paths, folder.resolve().name, str(folder / CONFIG_FILE))
+    kind = kind_of(raw) if kind is None else kind
+    paths = _paths(tensors, adapter_kind(kind))
+    described = describe(raw, paths, folder.resolve().name, str(folder / CONFIG_FILE), kind=kind)
     problems = _problems(tensors, paths, described)
     if problems:
         raise CheckpointError(
@@ -136,13 +152,24 @@ def check_digests(folder: Path) -> None:
         )
 
 
-def peft_tensors(arrays: Arrays) -> dict[str, np.ndarray]:
-    """Converts to PEFT's names and shapes: lora_A.weight [r, K], lora_B.weight [N, r]."""
+def peft_tensors(arrays: Arrays, kind: str = PLAIN) -> dict[str, np.ndarray]:
+    """Converts to PEFT's names and shapes; for LoRA lora_A.weight [r, K] and lora_B.weight [N, r]."""
+    table = adapter_kind(kind)
     return {
-        f"{PREFIX}{path}.lora_{part}.weight": _transpose(array)
-        for path, pair in arrays.items()
-        for part, array in zip("AB", pair, strict=True)
+        _key(path, leaf): _transpose(array) if array.ndim == 2 else array
+        for path, tensors in arrays.items()
+        for leaf, array in zip(table.shared if path == SHARED else table.of_projections, tensors, strict=True)
     }
+
+
+def _key(path: str, leaf: Leaf) -> str:
+    """The name of a tensor in a PEFT folder."""
+    return f"{ROOT}{leaf.peft_name}" if path == SHARED else f"{PREFIX}{path}.{leaf.peft_name}"
+
+
+def _from_peft(tensor: np.ndarray) -> np.ndarray:
+    array = tensor.astype(np.float32, copy=False)
+    return _transpose(array) if array.ndim == 2 else array
 
 
 def read_tensors(folder: Path) -> dict[str, np.ndarray]:
@@ -168,16 +195,23 @@ def read_tensors(folder: Path) -> dict[str, np.ndarray]:
 
 def _problems(tensors: dict[str, np.ndarray], paths: Sequence[str], described: Described) -> list[str]:
     """Lists missing, extra and misshapen tensors."""
-    wanted = {f"{PREFIX}{path}.lora_{part}.weight" for path in _wanted_paths(paths, described) for part in "AB"}
-    problems = [f"missing: {key}" for key in sorted(wanted - set(tensors))]
-    problems += [f"extra: {key}" for key in sorted(set(tensors) - wanted)]
-    widths: dict[tuple[str, str], int] = {}
-    for key in sorted(wanted & set(tensors)):
-        match, shape = KEY.fullmatch(key), tensors[key].shape
-        assert match is not None, key
-        width = widths.setdefault((match[3], match[4]), shape[match[4] == "A"] if len(shape) == 2 else 0)
-        rank = described.ranks[match[1]]
-        expected = (rank, width) if match[4] == "A" else (width, rank)
+    table = adapter_kind(described.spec.kind)
+    places = dict.fromkeys(_wanted_paths(paths, described), table.of_projections)
+    places |= {SHARED: table.shared} if table.shared else {}
+    wanted = {_key(path, leaf): (path, leaf) for path, leaves in places.items() for leaf in leaves}
+    problems = [f"missing: {key}" for key in sorted(wanted.keys() - tensors.keys())]
+    problems += [f"extra: {key}" for key in sorted(tensors.keys() - wanted.keys())]
+    widths: dict[tuple[str, Axis], int] = {}
+    for key in sorted(wanted.keys() & tensors.keys()):
+        (path, leaf), shape = wanted[key], tensors[key].shape
+        axes = leaf.axes[::-1]  # PEFT has them transposed
+        place = SHARED if path == SHARED else path.rsplit(".", 1)[-1]
+        rank = described.spec.rank if path == SHARED else described.ranks[path]
+        sizes = shape if len(shape) == len(axes) else (0,) * len(axes)
+        expected = tuple(
+            rank if axis == "R" else widths.setdefault((place, axis), size)
+            for axis, size in zip(axes, sizes, strict=True)
+        )
         if shape != expected:
             problems.append(f"misshapen: {key} is {list(shape)}, expected {list(expected)}")
         elif not np.isfinite(tensors[key].astype(np.float32, copy=False)).all():
@@ -215,19 +249,17 @@ def check_finite(arrays: Arrays, spec: AdapterSpec) -> None:
 
 def _check_copy(folder: Path, spec: AdapterSpec, tensors: dict[str, np.ndarray]) -> None:
     """Reads the folder back, with the checks of the public reader, and compares its tensors with what was written."""
-    found, again = _read(folder)
-    same = (found.spec.rank, found.spec.scale, set(found.spec.targets)) == (spec.rank, spec.scale, set(spec.targets))
+    found, again = _read(folder, spec.kind)
+    same = found.same_settings(spec)
     if not same or again.keys() != tensors.keys() or any((again[key] != tensors[key]).any() for key in again):
         raise RunError("export.differs", f"{spec.name}: the written folder reads back differently.", where=str(folder))
 
 
-def _paths(tensors: dict[str, np.ndarray]) -> list[str]:
+def _paths(tensors: dict[str, np.ndarray], kind: AdapterKind) -> list[str]:
     """Returns the projections that have tensors."""
-    return list(dict.fromkeys(match[1] for key in tensors if (match := KEY.fullmatch(key))))
-
-
-def _to_array(tensors: dict[str, np.ndarray], path: str, part: Literal["A", "B"]) -> np.ndarray:
-    return _transpose(tensors[f"{PREFIX}{path}.lora_{part}.weight"].astype(np.float32, copy=False))
+    names = {leaf.peft_name for leaf in kind.of_projections}
+    matches = (KEY.fullmatch(key) for key in tensors)
+    return list(dict.fromkeys(match[1] for match in matches if match and match[4] in names))
 
 
 def _transpose(matrix: np.ndarray) -> np.ndarray:

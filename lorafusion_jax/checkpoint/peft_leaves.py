@@ -1,64 +1,73 @@
-"""Extracts one adapter from the stacked LoRA weights of a decoder, or inserts it, on the host.
+"""Extracts one adapter from the stacked tensors of a decoder, or inserts it, on the host.
 
 A adapters · K in · N out · R padded rank · r an adapter's rank · L stacked layers
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float
 
-from lorafusion_jax.adapters.kind import adapter_kind
+from lorafusion_jax.adapters.init import SHARED
+from lorafusion_jax.adapters.kind import AdapterKind, Leaf, Sizes
 from lorafusion_jax.adapters.spec import AdapterSpec
+from lorafusion_jax.adapters.table import PLAIN, adapter_kind
 from lorafusion_jax.errors import CheckpointError, first_few
 
 LAYERS = "layers"
 SHOWN = 8  # tensors that a message names
-type Arrays = dict[str, tuple[Float[np.ndarray, "K r"], Float[np.ndarray, "r N"]]]
+# "layers.0.self_attn.q_proj" → the kind's tensors in order, for LoRA (a [K, r], b [r, N]); "shared" → shared tensors
+type Arrays = dict[str, tuple[np.ndarray, ...]]
 type Leaves = Mapping[str, Any]  # numpy or jax arrays, see `take_adapter`
 
 
 def take_adapter(lora_leaves: Leaves, spec: AdapterSpec, index: int) -> Arrays:
-    """Extracts one adapter, layer by layer, at its own rank and targets. Its kind converts its tensors to A and B.
+    """Extracts one adapter, layer by layer, at its own rank and targets.
 
     Args:
         lora_leaves: "layers.0.self_attn.q_proj.lora_a" → [A, K, R] and "….lora_b" → [A, R, N], or stacked
-            "layers.self_attn.q_proj.lora_a" → [L, A, K, R]; numpy or jax arrays. Other kinds have more leaves.
+            "layers.self_attn.q_proj.lora_a" → [L, A, K, R]; numpy or jax arrays. Other kinds have other leaves, and
+            shared ones are called "shared.NAME", [1, A, K, R].
         spec: the adapter.
         index: its place among the A adapters.
 
     Returns:
-        "layers.0.self_attn.q_proj" → (a [K, r], b [r, N]), float32.
+        "layers.0.self_attn.q_proj" → the tensors of its kind in order, float32; for LoRA (a [K, r], b [r, N]).
 
     Raises:
         CheckpointError: `peft.no-weights`, no weights belong to a target.
     """
     kind = adapter_kind(spec.kind)
     arrays: Arrays = {}
-    for path, places in _projections(lora_leaves).items():
+    projections = _projections(lora_leaves, kind)
+    for path, places in projections.items():
         if path.rsplit(".", 1)[-1] not in spec.targets:
             continue
-        whole = {leaf.name: _host(lora_leaves[f"{path}.{leaf.name}"]) for leaf in kind.leaves}
+        whole = [_host(lora_leaves[f"{path}.{leaf.name}"]) for leaf in kind.of_projections]
         for unrolled, place in places.items():
-            own = {leaf.name: leaf.at_rank(whole[leaf.name][(*place, index)], spec.rank)[None] for leaf in kind.leaves}
-            a_1Kr, b_1rN = kind.low_rank(own)
-            arrays[unrolled] = (a_1Kr[0].copy(), b_1rN[0].copy())
+            own = zip(kind.of_projections, whole, strict=True)
+            arrays[unrolled] = tuple(leaf.at_rank(array[(*place, index)], spec.rank).copy() for leaf, array in own)
     if not arrays:
-        known = sorted({path.rsplit(".", 1)[-1] for path in _projections(lora_leaves)})
+        known = sorted({path.rsplit(".", 1)[-1] for path in projections})
         raise CheckpointError(
             "peft.no-weights",
             f"adapter {spec.name} targets {', '.join(spec.targets)}, but no weights belong to a layer of that name.",
             why=f"the weights belong to {', '.join(known) or 'no layer'}",
             fix="name its targets by the last part of a layer's path, e.g. q_proj",
         )
-    return dict(sorted(arrays.items(), key=lambda item: _order(item[0])))
+    arrays = dict(sorted(arrays.items(), key=lambda item: _order(item[0])))
+    if kind.shared:
+        shared = [(leaf, _host(lora_leaves[f"{SHARED}.{leaf.name}"])[0, index]) for leaf in kind.shared]
+        arrays[SHARED] = tuple(leaf.at_rank(array, spec.rank).copy() for leaf, array in shared)
+    return arrays
 
 
-def put_adapter(lora_leaves: Leaves, index: int, arrays: Arrays) -> dict[str, np.ndarray]:
-    """Inserts A and B of one LoRA adapter into the stacked weights. Weights that it lacks become zero.
+def put_adapter(lora_leaves: Leaves, index: int, arrays: Arrays, kind: str = PLAIN) -> dict[str, np.ndarray]:
+    """Inserts the tensors of one adapter into the stacked ones. Those that it lacks become zero.
 
     Other adapters stay bitwise equal.
 
@@ -66,44 +75,112 @@ def put_adapter(lora_leaves: Leaves, index: int, arrays: Arrays) -> dict[str, np
         lora_leaves: as in `take_adapter`; not changed.
         index: the adapter's place.
         arrays: from `read_adapter` or `take_adapter`.
+        kind: the adapter's kind.
 
     Returns:
-        All leaves. Those of A and B are new numpy arrays.
+        All leaves. Those of the kind are new numpy arrays.
 
     Raises:
         CheckpointError: `peft.other-base` when layers or shapes do not fit this model.
     """
-    projections = _projections(lora_leaves)
-    places = {unrolled: (path, place) for path, found in projections.items() for unrolled, place in found.items()}
-    _check_fit(lora_leaves, places, arrays)
+    table = adapter_kind(kind)
+    projections = _projections(lora_leaves, table)
+    places = {unrolled: (path, place) for path, known in projections.items() for unrolled, place in known.items()}
+    _check_fit(lora_leaves, table, places, arrays)
     leaves = dict(lora_leaves)
-    for path in projections:
-        for leaf in ("lora_a", "lora_b"):
-            changed = np.array(lora_leaves[f"{path}.{leaf}"])
-            changed[..., index, :, :] = 0
-            leaves[f"{path}.{leaf}"] = changed
-    for unrolled, (a_Kr, b_rN) in arrays.items():
-        path, place = places[unrolled]
-        leaves[f"{path}.lora_a"][(*place, index)][:, : a_Kr.shape[1]] = a_Kr
-        leaves[f"{path}.lora_b"][(*place, index)][: b_rN.shape[0]] = b_rN
+    for name in _names(table, projections):
+        changed = np.array(lora_leaves[name])
+        leaf = table.leaf(name.rsplit(".", 1)[-1])
+        np.moveaxis(changed, changed.ndim - 1 - len(leaf.axes), 0)[index] = 0
+        leaves[name] = changed
+    for unrolled, tensors in arrays.items():
+        path, place = (SHARED, (0,)) if unrolled == SHARED else places[unrolled]
+        own = table.shared if unrolled == SHARED else table.of_projections
+        for leaf, tensor in zip(own, tensors, strict=True):
+            into = leaves[f"{path}.{leaf.name}"][(*place, index)]
+            into[tuple(slice(size) for size in tensor.shape)] = tensor
     return leaves
 
 
-def _check_fit(lora_leaves: Leaves, places: Mapping[str, tuple[str, tuple[int, ...]]], arrays: Arrays) -> None:
-    problems = [f"{path} is not in the model" for path in arrays if path not in places]
-    for path, (a_Kr, b_rN) in arrays.items():
-        if path not in places:
-            continue
-        (in_features, rank), out_features = (
-            lora_leaves[f"{places[path][0]}.lora_a"].shape[-2:],
-            lora_leaves[f"{places[path][0]}.lora_b"].shape[-1],
-        )
-        if (a_Kr.shape[0], b_rN.shape[1]) != (in_features, out_features):
-            problems.append(
-                f"{path} is {a_Kr.shape[0]} → {b_rN.shape[1]}, the model has {in_features} → {out_features}"
-            )
-        elif a_Kr.shape[1] > rank:
-            problems.append(f"{path} has rank {a_Kr.shape[1]}, the model has room for {rank}")
+def with_adapter_axis(leaves: Leaves) -> dict[str, Any]:
+    """Converts one adapter's leaves, "layers.self_attn.q_proj.lora_a" → [L, K, r], to the form of `take_adapter`."""
+    return {name: array[:, None] for name, array in leaves.items()}
+
+
+def as_exported(
+    spec: AdapterSpec, arrays: Arrays, shapes: Mapping[str, tuple[int, int]] | None = None
+) -> tuple[AdapterSpec, Arrays]:
+    """Returns an adapter in the form of its PEFT folder. One of a kind that PEFT lacks becomes LoRA.
+
+    Args:
+        shapes: (K, N) by target or by path; needed if a kind shares tensors.
+
+    Raises:
+        CheckpointError: `peft.kind`, its kind is not a low-rank product.
+    """
+    exported, kind = exported_spec(spec), adapter_kind(spec.kind)
+    sizes = {path: _shape_of(path, shapes) for path in arrays if path != SHARED}
+    if exported.kind == spec.kind:
+        return spec, arrays if shapes is None else arrays | _shared_of_targets(kind, arrays, list(sizes.values()))
+    folded: Arrays = {}
+    for path, shape in sizes.items():
+        a_KC, b_CN = kind.low_rank(*tensors_at(spec, arrays, path, shape))
+        folded[path] = np.asarray(a_KC, np.float32), np.asarray(b_CN, np.float32)
+    return exported, folded
+
+
+def _shape_of(path: str, shapes: Mapping[str, tuple[int, int]] | None) -> tuple[int, int] | None:
+    return None if shapes is None else shapes[path if path in shapes else path.rsplit(".", 1)[-1]]
+
+
+def _shared_of_targets(kind: AdapterKind, arrays: Arrays, shapes: Sequence[tuple[int, int] | None]) -> Arrays:
+    """Cuts shared tensors to the largest sizes of the adapter's targets, as PEFT has them."""
+    if not kind.shared:
+        return {}
+    known = [shape for shape in shapes if shape is not None]
+    largest = {"K": max(shape[0] for shape in known), "N": max(shape[1] for shape in known)}
+    return {SHARED: tuple(leaf.cut(array, largest) for leaf, array in zip(kind.shared, arrays[SHARED], strict=True))}
+
+
+def exported_spec(spec: AdapterSpec) -> AdapterSpec:
+    """The specification of an adapter's PEFT folder, see `as_exported`."""
+    kind = adapter_kind(spec.kind)
+    if kind.in_peft:
+        return spec
+    if not kind.exportable:
+        raise CheckpointError("peft.kind", f"{spec.name}: an adapter of kind {spec.kind} has no form in PEFT.")
+    alpha = spec.scale * (math.sqrt(spec.columns) if spec.rslora else spec.columns)
+    same = kind.scale is None and spec.columns == spec.rank
+    return dataclasses.replace(spec, kind=PLAIN, rank=spec.columns, alpha=spec.alpha if same else alpha)
+
+
+def tensors_at(
+    spec: AdapterSpec, arrays: Arrays, path: str, shape: tuple[int, int] | None = None
+) -> tuple[dict[str, np.ndarray], Sizes]:
+    """Returns the tensors of a projection by name, shared ones cut to its sizes, and the sizes.
+
+    Args:
+        shape: K and N (None: those of its own tensors).
+    """
+    kind = adapter_kind(spec.kind)
+    own = dict(zip(kind.of_projections, arrays[path], strict=True))
+    known = {axis: size for leaf, array in own.items() for axis, size in zip(leaf.axes, array.shape, strict=True)}
+    num_in, num_out = (known.get("K", 0), known.get("N", 0)) if shape is None else shape
+    cut = {axis: size for axis, size in (("K", num_in), ("N", num_out)) if size}
+    shared = {leaf: leaf.cut(array, cut) for leaf, array in zip(kind.shared, arrays.get(SHARED, ()), strict=True)}
+    sizes = Sizes(K=num_in, N=num_out, R=spec.rank, scale=np.float32(spec.scale))
+    return {leaf.name: array for leaf, array in (own | shared).items()}, sizes
+
+
+def _check_fit(
+    lora_leaves: Leaves, kind: AdapterKind, places: Mapping[str, tuple[str, tuple[int, ...]]], arrays: Arrays
+) -> None:
+    problems = [f"{path} is not in the model" for path in arrays if path not in places and path != SHARED]
+    for path, tensors in arrays.items():
+        if path in places:
+            problems += _misfits(lora_leaves, places[path][0], path, kind.of_projections, tensors)
+        elif path == SHARED:
+            problems += _misfits(lora_leaves, SHARED, path, kind.shared, tensors)
     names = {path.rsplit(".", 1)[-1] for path in arrays}
     problems += [
         f"the adapter has no {path}" for path in places if path.rsplit(".", 1)[-1] in names and path not in arrays
@@ -117,20 +194,46 @@ def _check_fit(lora_leaves: Leaves, places: Mapping[str, tuple[str, tuple[int, .
         )
 
 
-def _projections(lora_leaves: Leaves) -> dict[str, dict[str, tuple[int, ...]]]:
+def _misfits(
+    lora_leaves: Leaves, whole: str, path: str, leaves: Sequence[Leaf], tensors: Sequence[np.ndarray]
+) -> list[str]:
+    """Compares the tensors of a projection with the model's."""
+    theirs, ours = {}, {}
+    for leaf, tensor in zip(leaves, tensors, strict=True):
+        theirs |= dict(zip(leaf.axes, tensor.shape, strict=True))
+        shape = lora_leaves[f"{whole}.{leaf.name}"].shape
+        ours |= dict(zip(leaf.axes, shape[len(shape) - len(leaf.axes) :], strict=True))
+    if path == SHARED:
+        larger = [axis for axis in theirs if theirs[axis] > ours[axis]]
+        return [f"its shared tensors have {axis} = {theirs[axis]}, the model has {ours[axis]}" for axis in larger]
+    if any(theirs.get(axis) != ours.get(axis) for axis in "KN"):
+        shapes = (" → ".join(str(sizes[axis]) for axis in "KN" if axis in sizes) for sizes in (theirs, ours))
+        return ["{} is {}, the model has {}".format(path, *shapes)]
+    if theirs.get("R", 0) > ours.get("R", 0):
+        return [f"{path} has rank {theirs['R']}, the model has room for {ours['R']}"]
+    return []
+
+
+def _projections(lora_leaves: Leaves, kind: AdapterKind) -> dict[str, dict[str, tuple[int, ...]]]:
     """Lists the projections: path of the leaf → {path with the layer's number: index before the adapter axis}."""
-    found: dict[str, dict[str, tuple[int, ...]]] = {}
+    projections: dict[str, dict[str, tuple[int, ...]]] = {}
+    first = kind.of_projections[0]
     for name in lora_leaves:
         path, leaf = name.rsplit(".", 1)
-        if leaf != "lora_a":
+        if leaf != first.name:
             continue
         shape = lora_leaves[name].shape
-        found[path] = (
+        projections[path] = (
             {path: ()}
-            if len(shape) == 3
+            if len(shape) == 1 + len(first.axes)
             else {path.replace(f"{LAYERS}.", f"{LAYERS}.{layer}.", 1): (layer,) for layer in range(shape[0])}
         )
-    return found
+    return projections
+
+
+def _names(kind: AdapterKind, projections: Mapping[str, Any]) -> list[str]:
+    own = [f"{path}.{leaf.name}" for path in projections for leaf in kind.of_projections]
+    return own + [f"{SHARED}.{leaf.name}" for leaf in kind.shared]
 
 
 def _host(leaf) -> np.ndarray:

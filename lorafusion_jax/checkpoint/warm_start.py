@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from lorafusion_jax.adapters.kind import adapter_kind
+from lorafusion_jax.adapters.init import SHARED
+from lorafusion_jax.adapters.kind import Leaf
 from lorafusion_jax.adapters.spec import AdapterSpec
+from lorafusion_jax.adapters.table import adapter_kind
 from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.checkpoint.digests import digests_of
 from lorafusion_jax.checkpoint.peft import put_adapter, read_described
@@ -75,12 +76,13 @@ def check_warm_starts(before: dict[str, dict[str, str]], config: JobConfig) -> N
 
 
 def start_from(
-    lora: Mapping[str, Mapping[str, np.ndarray]], starts: Mapping[int, Arrays]
+    lora: Mapping[str, Mapping[str, np.ndarray]], starts: Mapping[int, Arrays], kinds: Sequence[str]
 ) -> dict[str, Mapping[str, np.ndarray]]:
     """Replaces the initial weights of the adapters in `starts`.
 
     Args:
         lora: leaves of each adapter, "layers.self_attn.q_proj.lora_a" → [L, K, r], in order of the adapters.
+        kinds: kind of each adapter.
 
     Raises:
         CheckpointError: `peft.other-base`, the shapes are those of another model.
@@ -88,7 +90,7 @@ def start_from(
     started = dict(lora)
     for index, arrays in starts.items():
         name = list(lora)[index]
-        put = put_adapter({leaf: array[:, None] for leaf, array in lora[name].items()}, 0, arrays)
+        put = put_adapter({leaf: array[:, None] for leaf, array in lora[name].items()}, 0, arrays, kinds[index])
         started[name] = {leaf: array[:, 0] for leaf, array in put.items()}
     return started
 
@@ -96,16 +98,17 @@ def start_from(
 def _read_start(folder: Path, adapter: AdapterConfig, config: JobConfig) -> Arrays:
     if not folder.is_dir():
         raise CheckpointError("peft.missing-file", f"there is no folder {folder}.")
-    if not adapter_kind(adapter.lora.kind).in_peft:
+    kind = adapter_kind(adapter.lora.kind)
+    if not kind.in_peft:
         raise CheckpointError(
             "peft.kind",
             f"an adapter of kind {adapter.lora.kind} cannot start from a PEFT folder.",
             why="the folder holds the product of its tensors, not the tensors themselves",
             fix="lora.kind: lora   or leave lora.init_from out",
         )
-    described, arrays = read_described(folder)
+    described, arrays = read_described(folder, adapter.lora.kind)
     found, spec = described.spec, adapter_spec(adapter, model_targets(config))
-    if dataclasses.replace(found, name=spec.name, kind=spec.kind, dropout=spec.dropout, seed=spec.seed) == spec:
+    if described.same_settings(spec):
         return (
             _with_all_layers(arrays, ModelConfig.from_hf(base_directory(config)).num_layers, spec)
             if described.some_layers
@@ -128,11 +131,20 @@ def _with_all_layers(arrays: Arrays, num_layers: int, spec: AdapterSpec) -> Arra
 
     Zero A and B stay zero in training, because the gradient of each is proportional to the other.
     """
-    shapes = {path.split(".", 2)[2]: (a_Kr.shape[0], b_rN.shape[1]) for path, (a_Kr, b_rN) in arrays.items()}
+    leaves = adapter_kind(spec.kind).of_projections
+
+    def shape(leaf: Leaf, array: np.ndarray) -> tuple[int, ...]:
+        return tuple(spec.rank if axis == "R" else n for axis, n in zip(leaf.axes, array.shape, strict=True))
+
+    shapes = {
+        path.split(".", 2)[2]: [shape(leaf, array) for leaf, array in zip(leaves, tensors, strict=True)]
+        for path, tensors in arrays.items()
+        if path != SHARED
+    }
     absent = {
-        f"layers.{layer}.{place}": (np.zeros((width, spec.rank), np.float32), np.zeros((spec.rank, out), np.float32))
+        f"layers.{layer}.{place}": tuple(np.zeros(shape, np.float32) for shape in own)
         for layer in range(num_layers)
-        for place, (width, out) in shapes.items()
+        for place, own in shapes.items()
     }
     return absent | arrays
 

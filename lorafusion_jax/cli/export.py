@@ -14,7 +14,9 @@ from lorafusion_jax.checkpoint.digests import FILE as SUMS
 from lorafusion_jax.checkpoint.digests import find_damage, has_digests, refuse_damage
 from lorafusion_jax.checkpoint.folder import RunFolder, step_of
 from lorafusion_jax.checkpoint.new_folder import new_folder
+from lorafusion_jax.checkpoint.peft_leaves import exported_spec
 from lorafusion_jax.cli.common import RunPath, next_command
+from lorafusion_jax.config.specs import adapter_spec
 from lorafusion_jax.errors import CheckpointError, ConfigError
 from lorafusion_jax.log_file import read_rows
 from lorafusion_jax.report.console import out, say
@@ -38,6 +40,7 @@ def command(
     config = folder.read_config()
     source = _source(folder, [entry.name for entry in config.adapters], adapter, step)
     _no_link(folder.path, source)
+    kind = exported_spec(adapter_spec(config.adapter(adapter))).kind
     console = out()
     failure = _failure(folder, adapter)
     if failure is not None:
@@ -47,7 +50,7 @@ def command(
 
         base = base_directory(config)
         check_base(folder.read_record()["base_files"], base_digests(base), base)
-        report = merge_adapter(base, source, to)
+        report = merge_adapter(base, source, to, kind=kind)
         console.print(f"merged {adapter} (step {step_of(source)}) into a full model: {to}", highlight=False)
         if config.base.quantize != NONE:
             trained_on = f"{adapter} was trained on the base quantised as {config.base.quantize}"
@@ -61,9 +64,11 @@ def command(
 
     with new_folder(to) as draft:
         _copy(source, draft)
-        spec, arrays = read_adapter(draft)
+        spec, _ = read_adapter(draft, kind)
     console.print(f"exported {adapter} (step {step_of(source)}): {to}", highlight=False)
-    console.print(f"  re-read: rank {spec.rank}, alpha {spec.alpha:g}, {len(arrays)} projections", highlight=False)
+    console.print(
+        f"  re-read: rank {spec.rank}, alpha {spec.alpha:g}, targets {', '.join(spec.targets)}", highlight=False
+    )
     next_command(console, f"lorafusion export {run} {adapter} --merge --to {to}-merged")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from lorafusion_jax.adapters.table import unknown_kind
 from lorafusion_jax.config.explain import unknown_key
 from lorafusion_jax.config.peft_folder import lora_settings
 from lorafusion_jax.config.read import Keys, Source
@@ -85,5 +86,7 @@ def _with_start(merged: dict, written: dict, source: Source) -> dict:
         return merged
     written_lora = written.get("lora")
     beside = written_lora if isinstance(written_lora, dict) and "init_from" in written_lora else lora
-    of_folder = lora_settings(source.path.parent / lora["init_from"])
+    kind = lora.get("kind")
+    known = isinstance(kind, str) and unknown_kind(kind) is None
+    of_folder = lora_settings(source.path.parent / lora["init_from"], kind if known else None)
     return merged | {"lora": lora | {key: value for key, value in of_folder.items() if key not in beside}}

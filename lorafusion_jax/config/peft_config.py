@@ -10,13 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lorafusion_jax.adapters.kind import AdapterKind
 from lorafusion_jax.adapters.spec import ALL_LINEAR, AdapterSpec
+from lorafusion_jax.adapters.table import KINDS, PLAIN, adapter_kind
 from lorafusion_jax.errors import CheckpointError, LoraFusionError, raise_all
 from lorafusion_jax.families.hf_config import shortened
 from lorafusion_jax.layout.layer import PATHS
 from lorafusion_jax.weights.table import NONE
 
 CONFIG_FILE = "adapter_config.json"
+LORA = "LORA"  # PEFT's type
 # Options that do not change what a trained adapter computes. Every other option that is set is refused by name: PEFT
 # gains variants with every release, and an unknown one must not be dropped in silence.
 _NEUTRAL = frozenset(
@@ -63,6 +66,7 @@ class Described:
         ranks: path of a projection, e.g. "layers.0.self_attn.q_proj" → its own rank.
         layers: that carry the adapter; None: all, or those that the tensors speak of.
         some_layers: the adapter may be on some layers or projections of a layer only.
+        has_scale: whether the file says alpha and rslora; some types of adapters have none.
         base: name or path of the base model, "" where the file does not say.
         revision: of the base model.
     """
@@ -71,8 +75,15 @@ class Described:
     ranks: Mapping[str, int]
     layers: tuple[int, ...] | None
     some_layers: bool
+    has_scale: bool
     base: str
     revision: str | None
+
+    def same_settings(self, spec: AdapterSpec) -> bool:
+        """Whether kind, rank, scale and targets are those of a specification."""
+        own = self.spec
+        scale = not self.has_scale or (own.alpha, own.rslora) == (spec.alpha, spec.rslora) or own.scale == spec.scale
+        return scale and (own.kind, own.rank, set(own.targets)) == (spec.kind, spec.rank, set(spec.targets))
 
 
 def config_of(
@@ -86,29 +97,55 @@ def config_of(
     >>> config_of(AdapterSpec(name="law", rank=8, alpha=16), "org/base")["target_modules"][:2]
     ['q_proj', 'k_proj']
     """
-    quantised = {} if base_quantize == NONE else {"base_quantize": base_quantize}
-    return quantised | {
-        "peft_type": "LORA",
+    said = {} if base_quantize == NONE else {"base_quantize": base_quantize}
+    said |= {
+        "peft_type": LORA,
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base_name,
         "revision": revision,
         "r": spec.rank,
-        "lora_alpha": int(spec.alpha) if float(spec.alpha).is_integer() else spec.alpha,
-        "lora_dropout": spec.dropout,
-        "use_rslora": spec.rslora,
         "target_modules": list(spec.targets),
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
-        "init_lora_weights": True,
         "modules_to_save": None,
-        "rank_pattern": {},
-        "alpha_pattern": {},
-        "use_dora": False,
         "layers_to_transform": None,
         "layers_pattern": None,
         "auto_mapping": None,
     }
+    own = adapter_kind(spec.kind).peft or {}
+    more = _of_lora(spec) if own.get("peft_type", LORA) == LORA else {}
+    return said | more | {key: value(spec) if callable(value) else value for key, value in own.items()}
+
+
+def _of_lora(spec: AdapterSpec) -> dict[str, Any]:
+    return {
+        "lora_alpha": int(spec.alpha) if float(spec.alpha).is_integer() else spec.alpha,
+        "lora_dropout": spec.dropout,
+        "use_rslora": spec.rslora,
+        "init_lora_weights": True,
+        "rank_pattern": {},
+        "alpha_pattern": {},
+        "use_dora": False,
+    }
+
+
+def kind_of(raw: Mapping[str, Any]) -> str:
+    """Returns the built-in adapter kind that adapter_config.json describes; LoRA if there is none."""
+    fits = {
+        name: len(kind.peft)
+        for name, kind in KINDS.items()
+        if kind.peft is not None and _peft_type(kind) == raw.get("peft_type") and _says(raw, kind.peft)
+    }
+    return max(fits, key=lambda name: fits[name], default=PLAIN)
+
+
+def _says(raw: Mapping[str, Any], own: Mapping[str, Any]) -> bool:
+    return all(raw.get(key) == value for key, value in own.items() if not callable(value))
+
+
+def _peft_type(kind: AdapterKind) -> str:
+    return (kind.peft or {}).get("peft_type", LORA)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -132,7 +169,12 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def describe(
-    raw: Mapping[str, Any], paths: Iterable[str], name: str, where: str, known: Sequence[str] = tuple(PATHS)
+    raw: Mapping[str, Any],
+    paths: Iterable[str],
+    name: str,
+    where: str,
+    known: Sequence[str] = tuple(PATHS),
+    kind: str = PLAIN,
 ) -> Described:
     """Reads what an adapter is.
 
@@ -142,6 +184,7 @@ def describe(
         name: of the adapter.
         where: file, for messages.
         known: projections that there can be.
+        kind: name of its adapter kind.
 
     Raises:
         CheckpointError, ErrorList: every option that is not supported (`peft.unsupported`) and every value that is
@@ -150,13 +193,14 @@ def describe(
     paths = sorted(paths)
     errors: list[LoraFusionError] = [
         CheckpointError("peft.unsupported", f"this adapter uses {what}, which is not supported.", where=where)
-        for what in _unsupported_options(raw)
+        for what in _unsupported_options(raw, adapter_kind(kind))
     ]
     targets = _targets(raw, sorted({path.rsplit(".", 1)[-1] for path in paths}), where, errors, known)
     layers = _layers(raw, where, errors)
     rank = int(_number(raw, "r", None, where, errors))
-    alpha = float(_number(raw, "lora_alpha", None, where, errors))
-    dropout = float(_number(raw, "lora_dropout", 0.0, where, errors))
+    has_scale = _peft_type(adapter_kind(kind)) == LORA or "lora_alpha" in raw
+    alpha = float(_number(raw, "lora_alpha", None if has_scale else rank, where, errors))
+    dropout = float(_number(raw, _dropout_key(raw), 0.0, where, errors))
     ranks = {path: int(n) for path, n in _by_projection(raw, "rank_pattern", rank, paths, where, errors).items()}
     alphas = _by_projection(raw, "alpha_pattern", alpha, paths, where, errors)
     raise_all(errors)
@@ -173,18 +217,35 @@ def describe(
             rslora=bool(raw.get("use_rslora")),
             dropout=dropout,
             targets=targets,
+            kind=kind,
         ),
         ranks=ranks,
         layers=layers,
         some_layers=_some_layers(raw),
+        has_scale=has_scale,
         base=base if isinstance(base, str) else "",
         revision=revision if isinstance(revision, str) else None,
     )
 
 
-def _unsupported_options(raw: Mapping[str, Any]) -> list[str]:
-    found = [] if raw.get("peft_type") == "LORA" else [f"peft_type={shortened(raw.get('peft_type'))}"]
-    found += [f"{key}={shortened(value)}" for key, value in raw.items() if key not in _NEUTRAL and value not in _OFF]
+def _dropout_key(raw: Mapping[str, Any]) -> str:
+    """PEFT's name of dropout: lora_dropout, or that of another type of adapter."""
+    return next((key for key in raw if key.endswith("_dropout") and key != "lora_dropout"), "lora_dropout")
+
+
+def _unsupported_options(raw: Mapping[str, Any], kind: AdapterKind) -> list[str]:
+    own = kind.peft or {}
+    found = [] if raw.get("peft_type") == _peft_type(kind) else [f"peft_type={shortened(raw.get('peft_type'))}"]
+    found += [
+        f"{key}={shortened(value)}"
+        for key, value in raw.items()
+        if key not in _NEUTRAL and value not in _OFF and key not in own
+    ]
+    found += [
+        f"{key}={shortened(raw.get(key))}"
+        for key, value in own.items()
+        if key != "peft_type" and not callable(value) and raw.get(key) != value
+    ]
     found += [f"bias={shortened(raw['bias'])}"] if raw.get("bias") not in (None, "none") else []
     init = raw.get("init_lora_weights")
     found += [f"init_lora_weights={shortened(init)}"] if init not in _PLAIN_INIT else []
@@ -282,7 +343,7 @@ def _number(
     value = raw.get(key, default)
     whole = key in ("r", "rank_pattern")
     good = not isinstance(value, bool) and isinstance(value, int | float)
-    if good and key == "lora_dropout":
+    if good and key.endswith("_dropout"):
         good = 0 <= value < 1
     elif good:
         good = 0 < value <= (MOST_RANK if whole else 1e30) and (not whole or value == int(value))

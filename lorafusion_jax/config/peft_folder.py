@@ -3,44 +3,56 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from lorafusion_jax.config.peft_config import CONFIG_FILE, Described, describe, read_config
+from lorafusion_jax.adapters.table import adapter_kind
+from lorafusion_jax.config.peft_config import CONFIG_FILE, Described, describe, kind_of, read_config
 from lorafusion_jax.errors import CheckpointError, LoraFusionError
 from lorafusion_jax.layout.layer import PATHS
 
 TENSOR_FILE = "adapter_model.safetensors"
-PREFIX = "base_model.model.model."
+ROOT = "base_model."
+PREFIX = f"{ROOT}model.model."
 _MODULES = dict.fromkeys(path.partition(".")[0] for path in PATHS.values())
-KEY = re.compile(re.escape(PREFIX) + rf"(layers\.(\d{{1,6}})\.(?:{'|'.join(_MODULES)})\.(\w+))\.lora_([AB])\.weight")
+KEY = re.compile(re.escape(PREFIX) + rf"(layers\.(\d{{1,6}})\.(?:{'|'.join(_MODULES)})\.(\w+))\.([\w.]+)")
 
 
-def describe_folder(folder: Path) -> Described:
+def describe_folder(folder: Path, kind: str | None = None) -> Described:
     """Reads adapter_config.json and the names of the tensors.
+
+    Args:
+        kind: name of its adapter kind (None: the built-in kind that adapter_config.json describes).
 
     Raises:
         CheckpointError, ErrorList: see `read_config` and `describe`; `peft.damaged`.
     """
-    return describe(read_config(folder), _projections(folder), folder.resolve().name, str(folder / CONFIG_FILE))
+    raw = read_config(folder)
+    kind = kind_of(raw) if kind is None else kind
+    names = {leaf.peft_name for leaf in adapter_kind(kind).of_projections}
+    return describe(raw, _projections(folder, names), folder.resolve().name, str(folder / CONFIG_FILE), kind=kind)
 
 
-def lora_settings(folder: Path) -> dict[str, Any]:
+def lora_settings(folder: Path, kind: str | None = None) -> dict[str, Any]:
     """The `lora` settings that a folder brings along; none where it cannot be read, which its readers will say."""
     try:
-        spec = describe_folder(folder).spec
+        described = describe_folder(folder, kind)
     except (LoraFusionError, OSError, ValueError):  # names that no system takes are ValueErrors
         return {}
-    return {"rank": spec.rank, "alpha": spec.alpha, "rslora": spec.rslora, "targets": list(spec.targets)}
+    spec = described.spec
+    settings = {"rank": spec.rank, "targets": list(spec.targets)}
+    return settings | ({"alpha": spec.alpha, "rslora": spec.rslora} if described.has_scale else {})
 
 
-def _projections(folder: Path) -> list[str]:
+def _projections(folder: Path, names: Collection[str | None]) -> list[str]:
     file = folder / TENSOR_FILE
     try:
         with safe_open(file, "np") as opened:
-            return list(dict.fromkeys(match[1] for key in opened.keys() if (match := KEY.fullmatch(key))))  # noqa: SIM118
+            matches = [KEY.fullmatch(key) for key in opened.keys()]  # noqa: SIM118
+        return list(dict.fromkeys(match[1] for match in matches if match and match[4] in names))
     except (SafetensorError, OSError) as problem:
         raise CheckpointError(
             "peft.damaged", f"{TENSOR_FILE} cannot be read.", where=str(file), why=str(problem)

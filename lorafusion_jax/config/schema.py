@@ -19,7 +19,7 @@ from pydantic import (
     model_validator,
 )
 
-from lorafusion_jax.adapters.kind import unknown_kind
+from lorafusion_jax.adapters.table import unknown_kind
 from lorafusion_jax.families.hf_config import shortened
 from lorafusion_jax.objective.choose import choose, unknown_objective
 from lorafusion_jax.objective.protocol import Chosen
@@ -166,6 +166,11 @@ class OptimSettings(Section):
     name: str = Field(default="adamw", description="the optimizer")
     lr: Positive = Field(default=2e-4, description="peak learning rate")
     schedule: str = Field(default="cosine", description="schedule of the learning rate after the warm-up")
+    lr_ratio: Positive | dict[str, Positive] | None = Field(
+        default=None,
+        description="learning rate of B over that of A (LoRA+: 16); or by group of an adapter kind's tensors, "
+        "e.g. {magnitude: 4}",
+    )
     warmup: NotNegative = Field(
         default=0.03,
         description="linear: step k of w has k/w of the rate. Below 1 it is a share of the adapter's steps, rounded to "
@@ -213,6 +218,12 @@ class OptimSettings(Section):
             what = f"numbers that {name} reads ({', '.join(known)})" if known else f"empty: {name} reads none"
             raise ValueError(f"{what}; not {', '.join(wrong)}")
         return options
+
+    @property
+    def lr_ratios(self) -> dict[str, float]:
+        """Factors of the learning rate by group of leaves."""
+        ratio = self.lr_ratio
+        return {} if ratio is None else ratio if isinstance(ratio, dict) else {"b": ratio}
 
     def option(self, name: str) -> float | None:
         """A number that only some optimizers use; None if it is not set."""

@@ -26,7 +26,7 @@ from lorafusion_jax.config.schema import (
 from lorafusion_jax.data.assemble import AdapterRows
 from lorafusion_jax.errors import ConfigError
 from lorafusion_jax.modules.context import dropout_key
-from lorafusion_jax.pipeline.leaves import Columns, own_names
+from lorafusion_jax.pipeline.leaves import Columns, own_columns
 
 MOST_PLACES = 256
 
@@ -126,10 +126,10 @@ class PlaceTable:
         self._key = np.zeros(count, np.uint32)
 
     def assign(self, place: int, spec: AdapterSpec) -> None:
-        own = set(own_names(self._columns, spec))
+        own = dict(own_columns(self._columns, place, spec))
         for row, (name, at) in enumerate(self._columns.items()):
-            self._windows[row, :, place] = (at.first[place], at.width_of(spec)) if name in own else (0, 0)
-        self._rank[place], self._scale[place] = spec.rank, spec.scale
+            self._windows[row, :, place] = (at.first[place], own[name]) if name in own else (0, 0)
+        self._rank[place], self._scale[place] = spec.columns, spec.scale
         self._rate[place], self._key[place] = spec.dropout, dropout_key(spec.seed)
 
     def rows(self, adapters: np.ndarray) -> AdapterRows:

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from lorafusion_jax.adapters.spec import AdapterSpec
+from lorafusion_jax.adapters.table import adapter_kind
 from lorafusion_jax.checkpoint.warm_start import read_warm_starts, start_from
 from lorafusion_jax.config.schema import BaseSettings, BatchSettings, JobConfig, MeshSettings, TrainSettings
 from lorafusion_jax.config.specs import adapter_specs
@@ -34,7 +35,7 @@ from lorafusion_jax.pipeline.executor import Executor, StepResult
 from lorafusion_jax.pipeline.move import to_local
 from lorafusion_jax.pipeline.reading import Reading
 from lorafusion_jax.pipeline.stage import Stage
-from lorafusion_jax.pipeline.state import adapter_arrays, of_stage
+from lorafusion_jax.pipeline.state import adapter_arrays, joined_states, state_of_stage
 from lorafusion_jax.report.events import AdapterFailed, Listener, StepTaken
 from lorafusion_jax.training.prefetch import prefetch
 from scheduling import issue_order
@@ -169,7 +170,7 @@ class LiveSession:
         self._check_start(place, task)
         if state is None:
             first = {task.name: self._stages[0].parts.first_weights(task.spec)}
-            weights = start_from(first, read_warm_starts(task.config))[task.name]
+            weights = start_from(first, read_warm_starts(task.config), [task.spec.kind])[task.name]
         else:
             _check_state(task, state)
             weights = state.weights
@@ -177,7 +178,8 @@ class LiveSession:
         self._table.assign(place, task.spec)
         self.tasks[place], self._index[task.name] = task, place
         optimizer = None if state is None else state.optimizer
-        for done in self._executor.read(lambda stage: self._write(stage, place, task, weights, optimizer)):
+        fresh = state is None and task.adapter.lora.init_from is None
+        for done in self._executor.read(lambda stage: self._write(stage, place, task, weights, optimizer, fresh)):
             with self._executor.blaming(None, None, [task.name]):
                 done.result()
 
@@ -197,7 +199,7 @@ class LiveSession:
         parts = _results(self._executor.read(lambda stage: (stage.adapter(place), stage.optimizers[task.name])))
         weights = adapter_arrays([own for own, _ in parts])
         # Copies: a host array may be a view of a device array, which the next step overwrites.
-        optimizer = jax.tree.map(np.array, adapter_arrays([state for _, state in parts]))
+        optimizer = jax.tree.map(np.array, joined_states([state for _, state in parts]))
         return AdapterState(step=task.step, data=task.data.digest, weights=weights, optimizer=optimizer)
 
     def forget(self, place: int) -> None:
@@ -323,9 +325,13 @@ class LiveSession:
         if task.adapter.objective.chosen.of_samples:
             raise RunError("session.objective", f"{task.name}: a live session trains objectives of tokens only (sft).")
 
-    def _write(self, stage: Stage, place: int, task: Task, weights: Mapping[str, np.ndarray], optimizer: Any) -> None:
+    def _write(
+        self, stage: Stage, place: int, task: Task, weights: Mapping[str, np.ndarray], optimizer: Any, fresh: bool
+    ) -> None:
         stage.assign(place, task.adapter, task.spec)
-        stage.write(place, weights, None if optimizer is None else of_stage(stage, optimizer))
+        stage.write(place, weights, None if optimizer is None else state_of_stage(stage, optimizer))
+        if fresh and adapter_kind(task.spec.kind).start is not None:
+            stage.start_from_base(place)
         kind = _kind(task.spec, task.config)
         if kind not in self._compiled:
             stage.compile_steps(len(self._stages), place)

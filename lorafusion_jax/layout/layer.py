@@ -17,7 +17,8 @@ Half = Literal["attention", "mlp"]
 HALVES: tuple[Half, Half] = ("attention", "mlp")
 RematPolicy = Literal["everything", "gemm_inputs", "nothing"]
 REMAT_POLICIES: tuple[RematPolicy, ...] = ("everything", "gemm_inputs", "nothing")  # fastest first
-LORA_CHECKPOINTS = ("lora_s", "lora_bits")  # checkpoint names of S and of dropout's bits in the LoRA ops
+# Checkpoint names of S and of dropout's bits in the LoRA ops, and of outputs before their columns are multiplied.
+LORA_CHECKPOINTS = ("lora_s", "lora_bits", "unscaled")
 # Paths of the projections of all families, by name.
 PATHS: Mapping[str, str] = {
     name: f"{module}.{name}"

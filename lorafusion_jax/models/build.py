@@ -36,7 +36,7 @@ class Builder:
             *linear.shape,
             num_adapters=len(self.adapters),
             rank=bank_rank(self.adapters, name),
-            kinds=[spec.kind for spec in self.adapters],
+            kinds=[spec.kind if name in spec.targets else None for spec in self.adapters],
             use_bias=linear.bias,
             dtype=self.dtype,
             param_dtype=self.dtype,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -18,10 +18,11 @@ from flax import nnx
 from jax.core import Tracer
 from jaxtyping import Array
 
-from lorafusion_jax.adapters.bank import low_rank_bank
+from lorafusion_jax.adapters.bank import kind_numbers, make_bank, start_bank
 from lorafusion_jax.adapters.init import init_bank
-from lorafusion_jax.adapters.kind import adapter_kind, leaves_of
+from lorafusion_jax.adapters.kind import Leaf
 from lorafusion_jax.adapters.spec import AdapterSpec
+from lorafusion_jax.adapters.table import adapter_kind, leaves_of
 from lorafusion_jax.errors import RunError
 from lorafusion_jax.modules.context import LoRAContext
 from lorafusion_jax.modules.linear import Linear
@@ -29,6 +30,10 @@ from lorafusion_jax.modules.product import Product, Stored, exchange_product, un
 from lorafusion_jax.modules.tree import Path, dotted
 from lorafusion_jax.modules.use import context_of
 from pallas_kernels import multi_lora_linear
+
+
+class LoRAConstant(nnx.Variable):
+    """A tensor of adapters that is constant in training."""
 
 
 class LoRASite(nnx.Variable):
@@ -54,12 +59,23 @@ class LoRAPlan:
     rank: int
 
     @property
-    def kinds(self) -> tuple[str, ...]:
-        return tuple(spec.kind for spec in self.adapters)
+    def names(self) -> tuple[str, ...]:
+        """The kinds of the members, each once."""
+        return tuple(dict.fromkeys(self.adapters[index].kind for index in self.members))
+
+    @property
+    def numbers(self) -> np.ndarray | None:
+        """Numbers of the adapters' kinds, see `kind_numbers`."""
+        kinds = [spec.kind if index in self.members else None for index, spec in enumerate(self.adapters)]
+        return kind_numbers(self.names, kinds)
+
+    @property
+    def leaves(self) -> tuple[Leaf, ...]:
+        return leaves_of(self.names)
 
     @property
     def leaf_names(self) -> tuple[str, ...]:
-        return tuple(leaf.name for leaf in leaves_of(self.kinds))
+        return tuple(leaf.name for leaf in self.leaves)
 
     @property
     def layers(self) -> int:
@@ -68,9 +84,12 @@ class LoRAPlan:
 
     def parameters(self) -> dict[str, int]:
         """Counts the parameters of each adapter in this layer, at its own rank."""
-        sizes = {"in_features": self.linear.in_features, "out_features": self.linear.out_features}
-        members = [self.adapters[index] for index in self.members]
-        return {it.name: self.layers * adapter_kind(it.kind).num_parameters(**sizes, rank=it.rank) for it in members}
+        num_in, num_out = self.linear.in_features, self.linear.out_features
+        return {
+            spec.name: self.layers
+            * adapter_kind(spec.kind).num_parameters(in_features=num_in, out_features=num_out, rank=spec.rank)
+            for spec in (self.adapters[index] for index in self.members)
+        }
 
     @property
     def site(self) -> int:
@@ -80,12 +99,13 @@ class LoRAPlan:
 def call_adapted(layer: Any, *args: Any, **options: Any) -> Any:
     """Calls a layer like its own class, but adds the adapter of each row to its product with the weight.
 
-    y = x (W + scale[k] · A[k] B[k]) in place of x W. Dropout only applies to the adapter's x.
+    y = x (W + scale[k] · A[k] B[k]) in place of x W, times the column factors of some kinds. Dropout only applies to
+    the adapter's x.
     """
     plan: LoRAPlan = layer.lora_plan
     context = context_of(len(plan.adapters)) or _default(layer, plan)
-    a_AKR, b_ARN = low_rank_bank(plan.kinds, {name: getattr(layer, name)[...] for name in plan.leaf_names})
-    if a_AKR.ndim != 3:
+    leaves = {leaf.name: getattr(layer, leaf.name)[...] for leaf in plan.leaves}
+    if any(leaves[leaf.name].ndim != 1 + len(leaf.axes) for leaf in plan.leaves):
         raise unsupported_linear(
             plan.path, "a stack of layers was called as one", "call it inside nnx.scan or nnx.vmap"
         )
@@ -96,7 +116,7 @@ def call_adapted(layer: Any, *args: Any, **options: Any) -> Any:
             raise unsupported_linear(
                 plan.path, f"its call sums over axes {inside} of the weight, not {plan.linear.inside}"
             )
-        return lora_product(x, w, a_AKR, b_ARN, inside, context, site)
+        return lora_product(x, w, plan.names, plan.numbers, leaves, inside, plan.rank, context, site)
 
     return call_exchanged(layer, plan.linear, product, plan.path, args, options)
 
@@ -117,14 +137,25 @@ def call_exchanged(
 
 
 def lora_product(
-    x: Array, w: Array | Stored, a_AKR: Array, b_ARN: Array, inside: tuple[int, ...], context: LoRAContext, site: Any
+    x: Array,
+    w: Array | Stored,
+    names: Sequence[str],
+    numbers: np.ndarray | None,
+    leaves: Mapping[str, Array],
+    inside: tuple[int, ...],
+    rank: int,
+    context: LoRAContext,
+    site: Any,
 ) -> Array:
-    """Multiplies x [rows, contracted axes] by a weight plus each row's adapter → [rows, other axes of w]."""
+    """Multiplies x [rows, contracted axes] by a weight with each row's adapter → [rows, other axes of w].
+
+    Args:
+        names, numbers, leaves, rank: the layer's adapters, see `make_bank`.
+    """
     rows, free = x.shape[: x.ndim - len(inside)], [axis for axis in range(w.ndim) if axis not in inside]
-    if isinstance(w, Stored):
-        w_KN = w.operand()
-    else:
-        w_KN = jnp.transpose(w, [*inside, *free]).reshape(a_AKR.shape[1], b_ARN.shape[2])
+    shape = math.prod(w.shape[axis] for axis in inside), math.prod(w.shape[axis] for axis in free)
+    w_KN = w.operand() if isinstance(w, Stored) else jnp.transpose(w, [*inside, *free]).reshape(shape)
+    bank = make_bank(names, numbers, leaves, shape=shape, rank=rank, scale_A=context.scale, kernel=w_KN, dtype=x.dtype)
     if context.draw is not None and context.draw.examples is None and _is_mapped(x):
         raise RunError(
             "lora.vmap-dropout",
@@ -133,17 +164,17 @@ def lora_product(
         )
     table, dropout = context.at_rows(rows, site)
     y = multi_lora_linear(
-        x.reshape(*rows, w_KN.shape[0]),
+        x.reshape(*rows, shape[0]),
         w_KN,
-        a_AKR,
-        b_ARN,
+        bank.a_AKC,
+        bank.b_ACN,
         tile_adapter=table,
         scale=context.scale,
         ranks=context.ranks,
         dropout=dropout,
         implementation=context.implementation,
     )
-    return y.reshape(*rows, *(w.shape[axis] for axis in free))
+    return bank.finish(y, table, None).reshape(*rows, *(w.shape[axis] for axis in free))
 
 
 def _is_mapped(x: Array) -> bool:
@@ -151,24 +182,72 @@ def _is_mapped(x: Array) -> bool:
     return isinstance(x, Tracer) and hasattr(x, "batch_dim")
 
 
-def adapt(layer: Any, linear: Linear, adapters: Sequence[AdapterSpec], path: Path, members: Sequence[int]) -> None:
-    """Adds adapters to a layer in place. Its frozen weight stays the same variable."""
+def adapt(
+    layer: Any,
+    linear: Linear,
+    adapters: Sequence[AdapterSpec],
+    path: Path,
+    members: Sequence[int],
+    largest: tuple[int, int],
+    shared: dict[str, LoRAConstant],
+) -> None:
+    """Adds adapters to a layer in place. Its frozen weight stays the same variable.
+
+    Args:
+        largest: K and N of the tensors that layers share.
+        shared: these tensors by name, filled by the first layer. A stack of layers has its own.
+    """
     rank = max(adapters[index].rank for index in members)
     plan = LoRAPlan(path=dotted(path), linear=linear, adapters=tuple(adapters), members=tuple(members), rank=rank)
     paths = [plan.path]
     if linear.stack:
         paths = [".".join(map(str, (plan.path, *number))).lstrip(".") for number in np.ndindex(linear.stack)]
-    banks = [init_bank(adapters, each, linear.in_features, linear.out_features, rank, members) for each in paths]
+    sizes = (linear.in_features, linear.out_features)
+    banks = [init_bank(adapters, each, *sizes, rank, members, largest) for each in paths]
+    banks = _started(plan, banks, getattr(layer, linear.weight))
     layer.__class__ = adapted_class(type(layer))
     layer.lora_plan = plan
-    for name in plan.leaf_names:
-        leaf = np.stack([bank[name] for bank in banks])
-        setattr(layer, name, nnx.LoRAParam(jnp.asarray(leaf.reshape(*linear.stack, *leaf.shape[1:]))))
+    for leaf in plan.leaves:
+        array = np.stack([bank[leaf.name] for bank in banks])
+        whole = jnp.asarray(array.reshape(*linear.stack, *array.shape[1:]))
+        if leaf.shared and not linear.stack:
+            setattr(layer, leaf.name, shared.setdefault(leaf.name, LoRAConstant(whole)))
+        else:
+            setattr(layer, leaf.name, (nnx.LoRAParam if leaf.trainable else LoRAConstant)(whole))
     if linear.stack:
         sites = np.array([zlib.crc32(each.encode()) >> 1 for each in paths], np.int32)
         layer.lora_site = LoRASite(jnp.asarray(sites.reshape(linear.stack)))
     if not hasattr(layer, "deterministic"):
         layer.deterministic = False  # `model.eval()` sets it to True
+
+
+def _started(plan: LoRAPlan, banks: list[dict[str, Any]], weight: Any) -> list[dict[str, Any]]:
+    """Fills in the initial values that depend on the weight, for each layer of a stack."""
+    if not any(adapter_kind(name).start for name in plan.names):
+        return banks
+    linear = plan.linear
+    if not isinstance(weight, nnx.Param):
+        raise unsupported_linear(
+            plan.path,
+            "its weight is stored in fewer bytes, and the adapter starts from it",
+            "apply_lora before quantize_base",
+        )
+    sizes, inside = (linear.in_features, linear.out_features), list(linear.inside)
+    kernels = weight[...].reshape(-1, *weight.shape[len(linear.stack) :])
+    free = [axis for axis in range(kernels.ndim - 1) if axis not in inside]
+    scales = [spec.scale for spec in plan.adapters]
+    return [
+        start_bank(
+            plan.names,
+            plan.numbers,
+            {name: jnp.asarray(array) for name, array in bank.items()},
+            jnp.transpose(kernel, [*inside, *free]).reshape(sizes),
+            shape=sizes,
+            rank=plan.rank,
+            scales=scales,
+        )
+        for bank, kernel in zip(banks, kernels, strict=True)
+    ]
 
 
 def adapted_class(cls: type) -> type:

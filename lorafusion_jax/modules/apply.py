@@ -26,9 +26,10 @@ def apply_lora(
     y[t] = x[t] W + bias + scale[k] · (x[t] A[k]) B[k],  k = adapter of row t, see `use_adapters`
 
     Linear layers are `nnx.Linear`, `nnx.LinearGeneral` (so `nnx.MultiHeadAttention`) and `nnx.Einsum`, their
-    subclasses, and classes from `register_linear`, also in stacks made by `nnx.vmap`. The trainable leaves are the
-    `nnx.LoRAParam`s `lora_a` [A, K, R] and `lora_b` [A, R, N]. K is the product of the axes that the layer sums over,
-    N that of its output axes. B starts at zero, so at first the model's output does not change.
+    subclasses, and classes from `register_linear`, also in stacks made by `nnx.vmap`. The trainable leaves are
+    `nnx.LoRAParam`s: `lora_a` [A, K, R] and `lora_b` [A, R, N], or those of other kinds. K is the product of the axes
+    that the layer sums over, N that of its output axes. B starts at zero, so at first the model's output does not
+    change.
 
     Args:
         model: any NNX model, with layers nested in attributes, lists, dicts or tuples.
@@ -64,9 +65,12 @@ def apply_lora(
     found, left_out = find_targets(
         model, {spec.name: wanted or spec.targets for spec in adapters}, allow_partial=allow_partial
     )
+    linears = [place.linear for place, _ in found.values() if isinstance(place.linear, Linear)]
+    largest = max(it.in_features for it in linears), max(it.out_features for it in linears)
+    shared = {}
     for path, (place, members) in found.items():
         assert isinstance(place.linear, Linear)
-        adapt(place.module, place.linear, adapters, path, [names.index(name) for name in members])
+        adapt(place.module, place.linear, adapters, path, [names.index(name) for name in members], largest, shared)
     if left_out:
         warnings.warn(_left_out(left_out), UserWarning, stacklevel=2)
     return model

@@ -138,7 +138,7 @@ class LoRAContext:
         return cls(
             tile_adapter=jnp.asarray(table, jnp.int32),
             scale=jnp.asarray([spec.scale for spec in adapters], jnp.float32),
-            known_ranks=tuple(spec.rank for spec in adapters),
+            known_ranks=tuple(spec.columns for spec in adapters),
             tile=tile,
             implementation=implementation,
             **drawn,

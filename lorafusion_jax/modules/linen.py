@@ -10,16 +10,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 from flax.traverse_util import flatten_dict
 from jaxtyping import Array
 
-from lorafusion_jax.adapters.bank import low_rank_bank
+from lorafusion_jax.adapters.bank import kind_numbers, start_bank
 from lorafusion_jax.adapters.init import init_bank
-from lorafusion_jax.adapters.kind import adapter_kind, leaves_of
 from lorafusion_jax.adapters.spec import ALL_LINEAR, AdapterSpec
+from lorafusion_jax.adapters.table import adapter_kind, leaves_of
 from lorafusion_jax.errors import ConfigError, RunError
 from lorafusion_jax.modules.adapted import lora_product
 from lorafusion_jax.modules.context import LoRAContext
@@ -27,6 +28,7 @@ from lorafusion_jax.modules.linear import HEADS
 from lorafusion_jax.modules.linen_layers import (
     KERNELS,
     Kinds,
+    LinenLayer,
     find_layers,
     frozen_multiply,
     has_stored_weight,
@@ -88,24 +90,47 @@ class LinenLoRA:
 
         Args:
             model: its `apply` is traced once, with no computation.
-            variables: variables of the base; shapes are enough.
+            variables: variables of the base; shapes are enough, unless a kind starts from the weights.
             args: arguments of the call.
             options: keyword arguments of the call.
 
         Raises:
-            ConfigError: `lora.unknown-target`, a target matches no layer that ran; `lora.unsupported-linear`.
+            ConfigError: `lora.start`, see `variables`; `lora.unknown-target`, a target matches no layer that ran;
+                `lora.unsupported-linear`.
         """
         layers = find_layers(model, variables, self._modules, args, options)
         self._check_targets([layer.name for layer in layers])
+        adapted = [layer for layer in layers if self._members(layer.path)]
+        largest = max(it.in_features for it in adapted), max(it.out_features for it in adapted)
         tree: dict[str, Any] = {}
-        for layer in layers:
-            if not (members := self._members(layer.path)):
-                continue
+        for layer in adapted:
+            members = self._members(layer.path)
             rank = max(self.adapters[index].rank for index in members)
             sizes = (layer.in_features, layer.out_features)
-            bank = init_bank(self.adapters, layer.name, *sizes, rank, members)
-            node_at(tree, layer.path).update({name: jnp.asarray(leaf) for name, leaf in bank.items()})
+            bank = init_bank(self.adapters, layer.name, *sizes, rank, members, largest)
+            node_at(tree, layer.path).update(self._started(layer, variables, bank))
         return tree
+
+    def _started(self, layer: LinenLayer, variables: Any, bank: Mapping[str, np.ndarray]) -> dict[str, Array]:
+        """Keeps the tensors of the layer's kinds and fills in initial values that depend on the kernel."""
+        names, numbers = self._kinds_of(layer.path)
+        leaves = {leaf.name: jnp.asarray(bank[leaf.name]) for leaf in leaves_of(names)}
+        if not any(adapter_kind(name).start for name in names):
+            return leaves
+        shape = (layer.in_features, layer.out_features)
+        w = nn.meta.unbox(node_at(variables["params"], layer.scope)[layer.weight])
+        if not isinstance(w, (jax.Array, np.ndarray)):
+            raise ConfigError(
+                "lora.start",
+                f"adapters of kind {', '.join(names)} start from the weight, which is not among the variables.",
+                where=layer.name,
+                fix="init(model, variables, …) with the weights of the base, not their shapes",
+            )
+        free = [axis for axis in range(w.ndim) if axis not in layer.inside]
+        kernel = jnp.transpose(w, [*layer.inside, *free]).reshape(shape)
+        scales = [spec.scale for spec in self.adapters]
+        rank = max(self.adapters[index].rank for index in self._members(layer.path))
+        return start_bank(names, numbers, leaves, kernel, shape=shape, rank=rank, scales=scales)
 
     @contextmanager
     def use(self, table: Any = None, **options: Any) -> Iterator[None]:
@@ -136,11 +161,12 @@ class LinenLoRA:
             check_inside(staged)
             ran.append(module)
             path, leaves = self._adapters_of(module)
-            if any(leaf.name not in leaves for leaf in leaves_of(self.kinds)):
+            names, numbers = self._kinds_of(path)
+            rank = max(self.adapters[index].rank for index in self._members(path))
+            if any(leaf.name not in leaves for leaf in leaves_of(names)):
                 raise _missing_collection(module)
-            a_AKR, b_ARN = low_rank_bank(self.kinds, leaves)
             site = zlib.crc32(".".join(path).encode()) >> 1
-            return lora_product(x, w, a_AKR, b_ARN, inside, context, site)
+            return lora_product(x, w, names, numbers, leaves, inside, rank, context, site)
 
         with traced_anew(), intercept(self._modules, wanted, multiply):
             yield
@@ -252,6 +278,12 @@ class LinenLoRA:
             for index, targets in enumerate(self.targets.values())
             if any(self._matches(target, path) for target in targets)
         ]
+
+    def _kinds_of(self, path: tuple[str, ...]) -> tuple[tuple[str, ...], np.ndarray | None]:
+        """Returns the kinds of the adapters that target a layer, each once, and the number of each adapter's kind."""
+        members = self._members(path)
+        names = tuple(dict.fromkeys(self.kinds[index] for index in members))
+        return names, kind_numbers(names, [kind if n in members else None for n, kind in enumerate(self.kinds)])
 
     def _matches(self, target: str, path: tuple[str, ...]) -> bool:
         if target == ALL_LINEAR:

@@ -5,7 +5,6 @@ T packed tokens · K in · N out · D model width · F MLP width · R padded ran
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,26 +13,34 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jax.core import Tracer
 from jaxtyping import Array, Float
 
-from lorafusion_jax.adapters.bank import low_rank_bank
-from lorafusion_jax.adapters.kind import leaves_of
+from lorafusion_jax.adapters.bank import Bank, kind_numbers, make_bank, start_bank
+from lorafusion_jax.adapters.kind import Leaf
 from lorafusion_jax.adapters.spec import AdapterSpec
+from lorafusion_jax.adapters.table import PLAIN, adapter_kind, leaves_of
 from lorafusion_jax.errors import ConfigError
+from lorafusion_jax.modules.adapted import LoRAConstant
 from lorafusion_jax.modules.context import LoRAContext
 from pallas_kernels import multi_lora_linear, multi_lora_linears, multi_lora_mlp
 from pallas_kernels.frozen_weight import FrozenWeight, QuantisedWeight, frozen_product, is_quantised
 from pallas_kernels.mlp.xla import silu_gate
 
 
+class LoRAKinds(nnx.Variable):
+    """Number of each adapter's kind, int32 [A]; -1 for an adapter that does not target the layer."""
+
+
 class LoRALinear(nnx.Module):
-    """A frozen linear layer and the LoRA weights of `num_adapters` adapters.
+    """A frozen linear layer and the tensors of `num_adapters` adapters.
 
-    y[t] = x[t] W + bias + scale[k] · (drop(x[t]) A[k]) B[k],  k = adapter of row t
+    y[t] = f[k] · (x[t] W + scale[k] · (drop(x[t]) A[k]) B[k]) + bias,  k = adapter of row t
 
-    Trainable leaves `lora_a` [A, K, R] and `lora_b` [A, R, N] are float32 `nnx.LoRAParam`; `kernel` [K, N] and `bias`
-    are `nnx.Param`. Rank 0 makes a frozen layer without LoRA leaves. A is drawn as in PEFT and B is zero, so a new
-    layer computes x W. Leaves of other kinds start at zero; `init_bank` draws them.
+    An adapter's kind computes A, B and f (1 for LoRA) from its tensors, see `lorafusion_jax.adapters.kind`. Those of
+    LoRA are `lora_a` [A, K, R] and `lora_b` [A, R, N]. Trainable tensors are float32 `nnx.LoRAParam`, others
+    `LoRAConstant`; `kernel` [K, N] and `bias` are `nnx.Param`. Rank 0 makes a frozen layer without adapters. Tensors
+    are drawn as their kinds say, so a new layer of the built-in kinds computes x W.
 
     Args:
         in_features: K.
@@ -41,11 +48,11 @@ class LoRALinear(nnx.Module):
         adapters: each is drawn at its own rank. Columns beyond it are zero and stay zero. R is the largest rank.
         num_adapters: A, instead of `adapters`, if all have one rank.
         rank: R, with `num_adapters`.
-        kinds: kinds, with `num_adapters`, see `lorafusion_jax.adapters.kind` (None: all "lora").
+        kinds: kinds, with `num_adapters` (None: all "lora"). An adapter of kind None does not target the layer.
         use_bias: adds a frozen bias.
         dtype: dtype of the computation (None: that of the input).
         param_dtype: dtype of kernel and bias.
-        rngs: draws kernel and A.
+        rngs: draws kernel and adapters.
 
     In Linen, wrap it with `to_linen`. The adapters are in the collection `LoRAParam`:
 
@@ -67,28 +74,50 @@ class LoRALinear(nnx.Module):
         adapters: Sequence[AdapterSpec] = (),
         num_adapters: int | None = None,
         rank: int | None = None,
-        kinds: Sequence[str] | None = None,
+        kinds: Sequence[str | None] | None = None,
         use_bias: bool = False,
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
     ):
         self.in_features, self.out_features = in_features, out_features
-        num_adapters, rank, kinds = _sizes(adapters, num_adapters, rank, kinds)
-        self.num_adapters, self.rank = num_adapters, rank
+        ranks, rank, kinds = _sizes(adapters, num_adapters, rank, kinds)
+        self.num_adapters, self.rank = len(ranks), rank
         self.dtype, self.param_dtype = dtype, param_dtype
-        scale = 1 / math.sqrt(in_features)
+        scale = in_features**-0.5
         self.kernel = nnx.Param(jax.random.normal(rngs.params(), (in_features, out_features), param_dtype) * scale)
         self.bias = nnx.Param(jnp.zeros((out_features,), param_dtype)) if use_bias else nnx.data(None)
-        self.kinds = kinds
-        self.lora_a = self.lora_b = nnx.data(None)
-        if rank:
-            a_AKR = jax.random.uniform(rngs.params(), (num_adapters, in_features, rank), jnp.float32, -scale, scale)
-            own_A1R = np.array([[np.arange(rank) < spec.rank] for spec in adapters]) if adapters else True
-            drawn = {"lora_a": jnp.where(own_A1R, a_AKR, 0)}
-            for leaf in leaves_of(self.kinds):
-                zeros = jnp.zeros((num_adapters, *leaf.shape(in_features, out_features, rank)), jnp.float32)
-                setattr(self, leaf.name, nnx.LoRAParam(drawn.get(leaf.name, zeros)))
+        self.kinds = tuple(dict.fromkeys(kind for kind in kinds if kind is not None)) if rank else ()
+        numbers = kind_numbers(self.kinds, kinds)
+        self.numbers = nnx.data(None) if numbers is None else LoRAKinds(jnp.asarray(numbers))
+        scales = [spec.scale for spec in adapters] or [1.0] * len(ranks)
+        drawn = {leaf.name: self._draw(leaf, ranks, rngs) for leaf in leaves_of(self.kinds)}
+        started = start_bank(self.kinds, numbers, drawn, self.kernel[...], shape=self._shape, rank=rank, scales=scales)
+        for leaf in leaves_of(self.kinds):
+            variable = nnx.LoRAParam if leaf.trainable else LoRAConstant
+            setattr(self, leaf.name, variable(started[leaf.name]))
+
+    def _draw(self, leaf: Leaf, ranks: Sequence[int], rngs: nnx.Rngs) -> Array:
+        """Draws a leaf of all adapters on the host. Beyond an adapter's rank it is zero."""
+        whole = np.zeros((len(ranks), *leaf.shape(*self._shape, self.rank)), np.float32)
+
+        def draw(key_data: Any) -> np.ndarray:
+            bits = np.random.default_rng(np.asarray(key_data))
+            array = whole.copy()
+            for index, rank in enumerate(ranks):
+                drawn = leaf.init(lambda count: bits.random(count, np.float32), leaf.shape(*self._shape, rank))
+                leaf.at_rank(array[index], rank)[...] = drawn
+            return array
+
+        key_data = jax.random.key_data(rngs.params())
+        if isinstance(key_data, Tracer):
+            shape = jax.ShapeDtypeStruct(whole.shape, whole.dtype)
+            return jax.pure_callback(draw, shape, key_data, vmap_method="sequential")
+        return jnp.asarray(draw(key_data))
+
+    @property
+    def _shape(self) -> tuple[int, int]:
+        return self.in_features, self.out_features
 
     def __call__(
         self, x: Float[Array, "*B K"], ctx: LoRAContext | None = None, *, site: int = 0
@@ -101,21 +130,22 @@ class LoRALinear(nnx.Module):
             site: dropout site of this input; equal for projections that share the input.
         """
         x, w_KN, bias = self._inputs(x)
-        a_AKR, b_ARN = self._bank()
-        if ctx is None or a_AKR is None or b_ARN is None:
+        if ctx is None or not self.kinds:
             return _plain(x, w_KN, bias)
-        return multi_lora_linear(
+        bank = self._bank(ctx, w_KN, x.dtype)
+        y = multi_lora_linear(
             x,
             w_KN,
-            a_AKR,
-            b_ARN,
+            bank.a_AKC,
+            bank.b_ACN,
             tile_adapter=ctx.tile_adapter,
             scale=ctx.scale,
             ranks=ctx.ranks,
             dropout=ctx.at_site(site),
-            bias=bias,
+            bias=bias if bank.f_AN is None else None,
             implementation=ctx.implementation,
         )
+        return bank.finish(y, ctx.tile_adapter, bias)
 
     def _inputs(self, x: Array) -> tuple[Array, FrozenWeight, Array | None]:
         dtype = x.dtype if self.dtype is None else self.dtype
@@ -123,10 +153,17 @@ class LoRALinear(nnx.Module):
         kernel = self.kernel.get_value()  # an array or a quantised weight
         return x.astype(dtype), kernel if is_quantised(kernel) else kernel[...].astype(dtype), bias
 
-    def _bank(self) -> tuple[Array | None, Array | None]:
-        if self.lora_a is None:
-            return None, None
-        return low_rank_bank(self.kinds, {leaf.name: getattr(self, leaf.name)[...] for leaf in leaves_of(self.kinds)})
+    def _bank(self, ctx: LoRAContext, w_KN: FrozenWeight, dtype: Any) -> Bank:
+        leaves = {leaf.name: getattr(self, leaf.name)[...] for leaf in leaves_of(self.kinds)}
+        numbers = None if self.numbers is None else self.numbers[...]
+        return make_bank(
+            self.kinds, numbers, leaves, shape=self._shape, rank=self.rank, scale_A=ctx.scale, kernel=w_KN, dtype=dtype
+        )
+
+    @property
+    def scales_columns(self) -> bool:
+        """Whether a kind multiplies the columns of the output."""
+        return any(adapter_kind(name).column_scale for name in self.kinds)
 
 
 def lora_siblings(
@@ -147,21 +184,29 @@ def lora_siblings(
     [(6, 8), (6, 4)]
     """
     inputs = [linear._inputs(x) for linear in linears]
-    if ctx is None or all(linear.lora_a is None for linear in linears):
+    if ctx is None or not any(linear.kinds for linear in linears):
         return tuple(_plain(*each) for each in inputs)
-    biases = [bias for _, _, bias in inputs]
-    as_, bs = zip(*(linear._bank() for linear in linears), strict=True)
-    return multi_lora_linears(
+    banks = [
+        linear._bank(ctx, w_KN, x.dtype) if linear.kinds else None
+        for linear, (x, w_KN, _) in zip(linears, inputs, strict=True)
+    ]
+    scaled = [bank is not None and bank.f_AN is not None for bank in banks]
+    biases = [None if late else bias for late, (_, _, bias) in zip(scaled, inputs, strict=True)]
+    ys = multi_lora_linears(
         inputs[0][0],
         [w_KN for _, w_KN, _ in inputs],
-        as_,
-        bs,
+        [bank and bank.a_AKC for bank in banks],
+        [bank and bank.b_ACN for bank in banks],
         tile_adapter=ctx.tile_adapter,
         scale=ctx.scale,
         ranks=ctx.ranks,
         dropout=ctx.at_site(site),
         biases=None if all(bias is None for bias in biases) else biases,
         implementation=ctx.implementation,
+    )
+    return tuple(
+        y if bank is None else bank.finish(y, ctx.tile_adapter, bias)
+        for y, bank, (_, _, bias) in zip(ys, banks, inputs, strict=True)
     )
 
 
@@ -175,6 +220,8 @@ def lora_mlp(
     sites: tuple[int, int],
 ) -> Float[Array, "*B D"]:
     """Applies a gated MLP, down(silu(gate(x)) · up(x)), as one operation if all three projections have LoRA.
+
+    A kind with column factors needs the outputs of gate and up before silu, so its projections are separate.
 
     Equal to the separate projections. The outputs of gate and up have the checkpoint names "gate" and "up" for
     rematerialisation policies.
@@ -194,17 +241,17 @@ def lora_mlp(
     """
     linears = (gate, up, down)
     x_site, down_site = sites
-    if ctx is None or any(linear.lora_a is None for linear in linears):
+    if ctx is None or any(not linear.kinds or linear.scales_columns for linear in linears):
         gate_TF, up_TF = lora_siblings(x, (gate, up), ctx, site=x_site)
         gated_TF = silu_gate(checkpoint_name(gate_TF, "gate"), checkpoint_name(up_TF, "up"))
         return down(gated_TF, ctx, site=down_site)
     inputs = [linear._inputs(x) for linear in linears]
-    as_, bs = zip(*(linear._bank() for linear in linears), strict=True)
+    banks = [linear._bank(ctx, w_KN, x.dtype) for linear, (x, w_KN, _) in zip(linears, inputs, strict=True)]
     return multi_lora_mlp(
         inputs[0][0],
         [w_KN for _, w_KN, _ in inputs],
-        as_,
-        bs,
+        [bank.a_AKC for bank in banks],
+        [bank.b_ACN for bank in banks],
         tile_adapter=ctx.tile_adapter,
         scale=ctx.scale,
         ranks=ctx.ranks,
@@ -216,14 +263,18 @@ def lora_mlp(
 
 
 def _sizes(
-    adapters: Sequence[AdapterSpec], num_adapters: int | None, rank: int | None, kinds: Sequence[str] | None
-) -> tuple[int, int, tuple[str, ...]]:
-    """Returns number of adapters, largest rank and kinds, from the adapters or from the separate arguments."""
+    adapters: Sequence[AdapterSpec],
+    num_adapters: int | None,
+    rank: int | None,
+    kinds: Sequence[str | None] | None,
+) -> tuple[list[int], int, tuple[str | None, ...]]:
+    """Returns ranks of the adapters, largest rank and kinds, from the adapters or from the separate arguments."""
     if adapters and (num_adapters, rank, kinds) == (None, None, None):
-        return len(adapters), max(spec.rank for spec in adapters), tuple(spec.kind for spec in adapters)
+        ranks = [spec.rank for spec in adapters]
+        return ranks, max(ranks), tuple(spec.kind for spec in adapters)
     if adapters or num_adapters is None or rank is None:
         raise ConfigError("lora.adapters", "LoRALinear needs adapters=…, or num_adapters=… and rank=…, not both.")
-    return num_adapters, rank, ("lora",) * num_adapters if kinds is None else tuple(kinds)
+    return [rank] * num_adapters, rank, (PLAIN,) * num_adapters if kinds is None else tuple(kinds)
 
 
 def _plain(x: Array, w_KN: FrozenWeight, bias: Array | None) -> Array:

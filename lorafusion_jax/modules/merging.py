@@ -1,7 +1,8 @@
-"""Merges an adapter into a frozen weight: W + scale · A B, computed in float64 and rounded once."""
+"""Merges an adapter into a frozen weight, computed in float64 and rounded once."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from lorafusion_jax.adapters.kind import adapter_kind
+from lorafusion_jax.adapters.kind import Sizes
 from lorafusion_jax.adapters.spec import AdapterSpec
+from lorafusion_jax.adapters.table import adapter_kind
 
 
 def merged_weight(
@@ -25,11 +27,19 @@ def merged_weight(
         inside: axes of one layer's weight that the product sums over.
         stack: number of leading layer axes.
     """
-    own = {name: np.asarray(leaf, np.float64) for name, leaf in leaves.items()}
-    flat = {name: leaf.reshape(-1, *leaf.shape[stack:]) for name, leaf in own.items()}
-    a, b = (np.asarray(each) for each in adapter_kind(spec.kind).low_rank(flat))
-    shape = weight.shape[stack:]
+    kind, shape = adapter_kind(spec.kind), weight.shape[stack:]
     order = [*inside, *(axis for axis in range(len(shape)) if axis not in inside)]
-    delta = (spec.scale * a @ b).reshape(*weight.shape[:stack], *(shape[axis] for axis in order))
-    delta = delta.transpose(*range(stack), *(stack + int(axis) for axis in np.argsort(order)))
-    return jnp.asarray((np.asarray(weight, np.float64) + delta).astype(weight.dtype))
+    back = np.argsort(order)
+    num_in = math.prod(shape[axis] for axis in inside)
+    sizes = Sizes(K=num_in, N=math.prod(shape) // num_in, R=spec.rank, scale=spec.scale)
+    known = {leaf.name: leaf for leaf in kind.leaves}
+    merged = np.empty(weight.shape, weight.dtype)
+    for number in np.ndindex(weight.shape[:stack]):
+        tensors = {
+            name: known[name].cut(np.asarray(leaf[number], np.float64), {"K": sizes.K, "N": sizes.N, "R": spec.rank})
+            for name, leaf in leaves.items()
+        }
+        kernel = np.asarray(weight[number], np.float64).transpose(order)
+        whole = kind.merge(kernel.reshape(sizes.K, sizes.N), tensors, sizes)
+        merged[number] = whole.reshape(kernel.shape).transpose(back).astype(weight.dtype)
+    return jnp.asarray(merged)

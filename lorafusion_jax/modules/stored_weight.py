@@ -157,6 +157,10 @@ class DequantisedWeight:
     def ndim(self) -> int:
         return 2
 
+    def dense(self, dtype: Any) -> Float[Array, "K N"]:
+        """W."""
+        return self.kind.dequantise(self.arrays, dtype)
+
     def multiply(self, x: Float[Array, "*B K"]) -> Float[Array, "*B N"]:
         """x W."""
         return frozen_product(x, self.kind.dequantise(self.arrays, x.dtype))

@@ -15,8 +15,8 @@ import numpy as np
 from flax import nnx
 from safetensors.numpy import load_file, save
 
-from lorafusion_jax.adapters.kind import adapter_kind
 from lorafusion_jax.adapters.spec import AdapterSpec
+from lorafusion_jax.adapters.table import adapter_kind
 from lorafusion_jax.errors import CheckpointError, ConfigError
 from lorafusion_jax.files import replace_bytes
 from lorafusion_jax.modules.adapted import LoRAPlan, adapted_class, own_class
@@ -59,6 +59,21 @@ def adapter_arrays(model: nnx.Module, name: str) -> dict[str, np.ndarray]:
             own = np.take(np.asarray(getattr(layer, leaf.name)[...]), index, axis)
             arrays[f"{plan.path}.{leaf.name}".lstrip(".")] = np.ascontiguousarray(leaf.at_rank(own, spec.rank))
     return arrays
+
+
+def layer_shapes(model: nnx.Module, name: str) -> dict[str, tuple[int, int]]:
+    """Returns (in, out) features of each single layer that an adapter targets.
+
+    Raises:
+        ConfigError: `lora.unknown-adapter`.
+    """
+    shapes: dict[str, tuple[int, int]] = {}
+    for _, plan, _ in _layers_of(model, name):
+        linear, paths = plan.linear, [plan.path]
+        if linear.stack:
+            paths = [".".join(map(str, (plan.path, *number))) for number in np.ndindex(linear.stack)]
+        shapes |= dict.fromkeys((path for path in paths), (linear.in_features, linear.out_features))
+    return shapes
 
 
 def put_adapter_arrays(model: nnx.Module, name: str, arrays: Mapping[str, Any]) -> None:
@@ -135,7 +150,8 @@ def only_adapter(model: nnx.Module, name: str) -> nnx.Module:
                 delattr(layer, key)
                 continue
             own = np.take(np.asarray(getattr(layer, key)[...]), [index], stack)
-            setattr(layer, key, nnx.LoRAParam(jnp.asarray(leaves[key].at_rank(own, spec.rank))))
+            variable = type(getattr(layer, key))
+            setattr(layer, key, variable(jnp.asarray(leaves[key].at_rank(own, spec.rank))))
         layer.lora_plan = replace(plan, adapters=(spec,), members=(0,), rank=spec.rank)
     return model
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
 
@@ -22,6 +23,10 @@ class OptimizerSettings(Protocol):
     def weight_decay(self) -> float: ...
     @property
     def clip(self) -> float: ...
+    @property
+    def lr_ratios(self) -> Mapping[str, float]:
+        """Factors of the learning rate of named groups of leaves."""
+        ...
 
     def option(self, name: str) -> float | None:
         """A number that only some optimizers use; None if the job file does not set it."""

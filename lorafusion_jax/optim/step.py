@@ -6,6 +6,7 @@ Its state is that of separate training: step counts are not shared, and factored
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import chex
@@ -24,12 +25,26 @@ class Hyper(NamedTuple):
 
     Attributes:
         options: options of the optimizer, see `Optimizer.options`.
+        lr_ratios: factors of the rate of named groups of leaves, see `Group`.
     """
 
     lr: Any
     weight_decay: Any
     clip: Any
     options: dict[str, Any]
+    lr_ratios: dict[str, Any]
+
+
+class Group(NamedTuple):
+    """Leaves that the optimizer treats alike.
+
+    Attributes:
+        lr_group: name of the rate's factor (None: the rate itself).
+        decay: whether weight decay applies.
+    """
+
+    lr_group: str | None = None
+    decay: bool = True
 
 
 def hyper(settings: OptimizerSettings, lr: float) -> Hyper:
@@ -38,7 +53,8 @@ def hyper(settings: OptimizerSettings, lr: float) -> Hyper:
     given = {name: settings.option(name) for name in defaults}
     with np.errstate(over="ignore"):  # overflow gives infinity, and the adapter fails at its first step
         options = {name: np.float32(defaults[name] if value is None else value) for name, value in given.items()}
-        return Hyper(np.float32(lr), np.float32(settings.weight_decay), np.float32(settings.clip), options)
+        ratios = {name: np.float32(ratio) for name, ratio in settings.lr_ratios.items()}
+        return Hyper(np.float32(lr), np.float32(settings.weight_decay), np.float32(settings.clip), options, ratios)
 
 
 def unchanging_hyper(settings: OptimizerSettings) -> Hyper:
@@ -55,16 +71,60 @@ def zero_hyper(settings: OptimizerSettings) -> Hyper:
     return jax.tree.map(np.zeros_like, hyper(settings, 0.0))
 
 
-def transformation(settings: OptimizerSettings, numbers: Hyper) -> optax.GradientTransformation:
+def transformation(
+    settings: OptimizerSettings, numbers: Hyper, groups: Mapping[str, Group] | None = None
+) -> optax.GradientTransformation:
     """Builds one adapter's optimizer, without clipping (see `clipped`).
 
     Args:
         settings: selects the optimizer.
         numbers: may be traced.
+        groups: of each leaf by name (None: all leaves alike). If they differ, each group has a state of its own.
     """
     kind = optimizer(settings.name)
-    built = kind.build(numbers.lr, numbers.weight_decay, numbers.options)
-    return _with_checks(settings.name, _per_layer(built) if kind.per_layer else built)
+
+    def build(group: Group) -> optax.GradientTransformation:
+        lr = numbers.lr if group.lr_group is None else numbers.lr * numbers.lr_ratios[group.lr_group]
+        built = kind.build(lr, numbers.weight_decay if group.decay else np.float32(0), numbers.options)
+        return _with_checks(settings.name, _per_layer(built) if kind.per_layer else built)
+
+    groups = {name: _effective(group, numbers) for name, group in (groups or {}).items()}
+    different = sorted(set(groups.values()), key=str)
+    if len(different) <= 1:
+        return build(different[0] if different else Group())
+    members = {group: [name for name, own in groups.items() if own == group] for group in different}
+    return _in_groups({_label(group): (names, build(group)) for group, names in members.items()})
+
+
+def _effective(group: Group, numbers: Hyper) -> Group:
+    return group if group.lr_group in numbers.lr_ratios else group._replace(lr_group=None)
+
+
+def _label(group: Group) -> str:
+    return f"{group.lr_group or 'lr'}{'' if group.decay else ', no decay'}"
+
+
+def _in_groups(
+    groups: Mapping[str, tuple[Sequence[str], optax.GradientTransformation]],
+) -> optax.GradientTransformation:
+    """Applies a transformation to each group of leaves. The state is one of each group, by label."""
+
+    def of(tree: Any, names: Sequence[str]) -> Any:
+        return None if tree is None else {name: tree[name] for name in names}
+
+    def init(params: Any) -> Any:
+        return {label: built.init(of(params, names)) for label, (names, built) in groups.items()}
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        changes: dict[str, Any] = {}
+        stepped = {}
+        for label, (names, built) in groups.items():
+            change: Any
+            change, stepped[label] = built.update(of(updates, names), state[label], of(params, names))
+            changes |= change
+        return {name: changes[name] for name in updates}, stepped
+
+    return optax.GradientTransformation(init, update)
 
 
 def clipped[Tree](gradient: Tree, norm: chex.Numeric, largest: chex.Numeric) -> Tree:

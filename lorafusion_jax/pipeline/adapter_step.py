@@ -14,11 +14,10 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.config.schema import OptimSettings
-from lorafusion_jax.optim.step import Hyper, clipped, transformation
+from lorafusion_jax.optim.step import Group, Hyper, clipped, transformation
 from lorafusion_jax.pipeline import leaves as lv
-from lorafusion_jax.pipeline.leaves import Columns, Leaves, Place
+from lorafusion_jax.pipeline.leaves import Columns, Leaves, Own, Place
 
 Totals = dict[str, Array]  # "loss" and metrics of each adapter, [R, A]
 
@@ -38,11 +37,11 @@ class BatchSummary(NamedTuple):
 
 
 def close_batch(
-    columns: Mapping[str, Columns], spec: AdapterSpec, place: Place, sums: Leaves, totals: Totals | None, alive: Array
+    columns: Mapping[str, Columns], own_columns: Own, place: Place, sums: Leaves, totals: Totals | None, alive: Array
 ):
     """See `StagePrograms.close_batch`."""
     index = place.index
-    taken = lv.take(sums, columns, spec, place.first, lead=lv.SUMS)
+    taken = lv.take(sums, columns, own_columns, place.first, lead=lv.SUMS)
     own = {name: leaf.sum(0) for name, leaf in taken.items()}
     finite = _finite_leaves(own)
     squares = jnp.sum(jnp.stack([jnp.sum(jnp.square(own[name])) for name in sorted(own)]))
@@ -55,7 +54,7 @@ def close_batch(
 
 
 def step(
-    columns: Mapping[str, Columns], spec: AdapterSpec, optim: OptimSettings, place: Place, lora: Leaves,
+    columns: Mapping[str, Columns], own_columns: Own, optim: OptimSettings, place: Place, lora: Leaves,
     gradient: Leaves, optimizer: Any, alive: Array, summaries: tuple[BatchSummary, ...], numbers: Hyper,
 ):  # fmt: skip
     """See `StagePrograms.step`."""
@@ -66,8 +65,8 @@ def step(
         norm = jnp.sqrt(sum(summary.squares for summary in summaries))
         healthy &= jnp.isfinite(norm)
         gradient = clipped(gradient, norm, numbers.clip)
-    own = lv.take(lora, columns, spec, place.first)
-    changes, stepped = transformation(optim, numbers).update(gradient, optimizer, own)
+    own = lv.take(lora, columns, own_columns, place.first)
+    changes, stepped = transformation(optim, numbers, groups(columns, own_columns)).update(gradient, optimizer, own)
     moved = optax.apply_updates(own, changes)
     finite = jnp.append(_finite_leaves(moved), _all_finite(stepped))
     healthy &= jnp.all(finite)
@@ -77,17 +76,23 @@ def step(
 
 
 def write(
-    columns: Mapping[str, Columns], spec: AdapterSpec, place: Place, lora: Leaves, sums: Leaves,
+    columns: Mapping[str, Columns], owned: Own, place: Place, lora: Leaves, sums: Leaves,
     totals: Totals | None, alive: Array, own: Leaves,
 ):  # fmt: skip
     """See `StagePrograms.write`."""
-    zeros = jax.tree.map(jnp.zeros_like, lv.take(sums, columns, spec, place.first, lead=lv.SUMS))
+    zeros = jax.tree.map(jnp.zeros_like, lv.take(sums, columns, owned, place.first, lead=lv.SUMS))
     return (
         lv.put(lora, columns, place.first, own),
         lv.put(sums, columns, place.first, zeros, lead=lv.SUMS),
         jax.tree.map(lambda total: total.at[:, place.index].set(0.0), totals),
         alive.at[place.index].set(True),
     )
+
+
+def groups(columns: Mapping[str, Columns], own_columns: Own) -> dict[str, Group]:
+    """Returns how the optimizer treats each leaf of an adapter."""
+    leaves = {name: columns[name].leaf for name, _ in own_columns}
+    return {name: Group(leaf.lr_group, leaf.decay) for name, leaf in leaves.items()}
 
 
 def put_back(columns: Mapping[str, Columns], place: Place, lora: Leaves, own: Leaves, alive: Array):

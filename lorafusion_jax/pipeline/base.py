@@ -9,9 +9,11 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from lorafusion_jax.adapters.check import check_kind
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.config.schema import JobConfig
+from lorafusion_jax.config.specs import adapter_specs
 from lorafusion_jax.data.model_fit import longest_texts
 from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.errors import RunError
@@ -144,15 +146,21 @@ def check_adapters(config: JobConfig, prepared: Prepared) -> None:
 
     Raises:
         CheckpointError: the base computes differently at this sample length.
-        ConfigError: `objective.broken`.
+        ConfigError: `objective.broken`, `kind.broken`, `kind.no-peft`.
     """
     directory = base_directory(config)
-    width = ModelConfig.from_hf(directory).hidden_size
+    model = ModelConfig.from_hf(directory)
     for adapter in config.adapters:
         train = prepared.adapters[adapter.name].train
-        check_loss(adapter.objective.chosen, numbers=train.numbers, values=train.values, width=width)
+        check_loss(adapter.objective.chosen, numbers=train.numbers, values=train.values, width=model.hidden_size)
+    shapes = model.layer(0).linear_shapes()
+    sizes: dict[str, dict] = {}
+    for spec in adapter_specs(config):
+        sizes.setdefault(spec.kind, {}).update(dict.fromkeys((*shapes[name], spec.rank) for name in spec.targets))
+    for kind, its in sizes.items():
+        check_kind(kind, its)
     longest = max(int(longest_texts(prepared.adapters[adapter.name].train).max()) for adapter in config.adapters)
-    ModelConfig.from_hf(directory).check_length(longest, where=str(directory))
+    model.check_length(longest, where=str(directory))
 
 
 def stages_for(stages: Sequence[Stage], config: JobConfig, specs: Sequence[AdapterSpec]) -> list[Stage]:

@@ -34,9 +34,9 @@ def grow_stages(
     """
     held = gather(stages)
     for stage in stages:
-        stage.lora, stage.sums, stage.optimizers, stage.totals = {}, {}, {}, None
+        stage.lora, stage.constants, stage.sums, stage.optimizers, stage.totals = {}, {}, {}, {}, None
     more = stages_for(stages, config, specs)
-    lora = start_from(more[0].first_lora(), weights)
+    lora = start_from(more[0].first_lora(), weights, [spec.kind for spec in specs])
     for stage in more:
         stage.start(lora)
     fresh = gather(more)

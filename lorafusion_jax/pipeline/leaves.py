@@ -1,6 +1,12 @@
-"""The trainable arrays of a stage. Each leaf of a projection is one array, the adapters' columns without padding.
+"""The arrays of adapters on a stage. Each leaf is one array, the adapters' columns without padding.
 
-An adapter has as many columns of a leaf as its rank, and none of a leaf that it does not train. A of a projection is
+| name | where | array |
+|---|---|---|
+| `layers.self_attn.q_proj.lora_a` | a projection in all layers of the stage | [L, K, C] |
+| `shared.NAME` | all projections of all layers; constant | [1, ...], on every stage |
+| `head.NAME` | an objective's own head | [1, ...], on the last stage |
+
+An adapter has as many columns of a leaf as its rank, and none of a leaf that it does not have. A of a projection is
 [L, K, C] and B is [L, C, N], where C is the sum of the ranks of its adapters. A leaf without a rank is [L, C, ...], and
 every adapter has one column of it. Programs get the column offsets as data, so adapters of equal shapes share programs.
 
@@ -18,17 +24,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from lorafusion_jax.adapters.kind import Leaf, adapter_kind, leaves_of
+from lorafusion_jax.adapters.kind import Leaf
 from lorafusion_jax.adapters.spec import AdapterSpec
+from lorafusion_jax.adapters.table import adapter_kind
 from lorafusion_jax.layout.layer import LayerSpec
 
 Leaves = dict[str, Array]  # "layers.self_attn.q_proj.lora_a" -> [L, ...]
-LAYERS = "layers."  # prefix of the names of leaves
+LAYERS, SHARED, HEAD = "layers.", "shared.", "head."  # prefixes of the names of leaves
 # Windows from this size on are added one by one, each by a kernel that moves its bytes once. Smaller ones are added by
 # one kernel with atomic sums: a launch takes about as long as moving a megabyte.
 LARGE_WINDOW = 2**20
 # Each is a kernel of its own in the program of every leaf and layer: 64 took three times as long to compile.
 ONE_BY_ONE = 8  # places at most; more are added by the one kernel
+type Own = tuple[tuple[str, int], ...]  # names of an adapter's leaves in order, and its columns in each
 WEIGHTS, SUMS = 1, 2  # number of axes before those of one layer: weights are [L, ...], sums [R, L, ...]
 
 
@@ -61,49 +69,71 @@ class Columns:
     def widest(self) -> int:
         return max(self.width)
 
-    def shape(self, in_features: int, out_features: int) -> tuple[int, ...]:
-        """Shape of one layer's array."""
-        own = self.leaf.shape(in_features, out_features, sum(self.width))
+    def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """Shape of one layer's array; `sizes` has the letters of the leaf's axes but R."""
+        own = self.leaf.shape_in({**sizes, "R": sum(self.width)})
         return own if self.has_rank else (sum(self.width), *own)
 
     def width_of(self, spec: AdapterSpec) -> int:
         return spec.rank if self.has_rank else 1
+
+    def own_shape(self, sizes: Mapping[str, int], index: int) -> tuple[int, ...]:
+        """Shape of one layer's array of one adapter."""
+        return self.leaf.shape_in({**sizes, "R": self.width[index]})
 
 
 class Place(NamedTuple):
     """Position of an adapter; int32 on the host, on devices or traced."""
 
     index: Any  # place among the adapters
-    first: Any  # its first column in each of its leaves, in order of `own_names`
+    first: Any  # its first column in each of its leaves, in order of `own_columns`
 
 
-def all_columns(specs: Sequence[AdapterSpec], layer: LayerSpec) -> dict[str, Columns]:
-    """Returns the leaves that these adapters train in a layer, by name."""
+def all_columns(
+    specs: Sequence[AdapterSpec], layer: LayerSpec, heads: Sequence[Sequence[Leaf]] = ()
+) -> dict[str, Columns]:
+    """Returns the leaves of these adapters by name.
+
+    Args:
+        heads: leaves of each adapter's objective (empty: none has any).
+    """
     columns = {}
     for target in layer.targets:
-        members = [spec for spec in specs if target in spec.targets]
-        for leaf in leaves_of(tuple(spec.kind for spec in members)):
-            has = [target in spec.targets and leaf.name in adapter_kind(spec.kind).names for spec in specs]
-            width = [(spec.rank if "R" in leaf.axes else 1) if own else 0 for spec, own in zip(specs, has, strict=True)]
-            columns[f"{LAYERS}{layer.linear(target).path}.{leaf.name}"] = _narrow_first(leaf, width)
-    return columns
+        kinds = [adapter_kind(spec.kind) if target in spec.targets else None for spec in specs]
+        own = [() if kind is None else kind.of_projections for kind in kinds]
+        columns |= _columns(f"{LAYERS}{layer.linear(target).path}.", specs, own)
+    columns |= _columns(SHARED, specs, [adapter_kind(spec.kind).shared for spec in specs])
+    return columns | _columns(HEAD, specs, heads or [()] * len(specs))
 
 
-def own_names(columns: Mapping[str, Columns], spec: AdapterSpec) -> list[str]:
-    """Returns the sorted names of the leaves of an adapter's targets and kind."""
+def on_stage(columns: Mapping[str, Columns], *, last: bool) -> dict[str, Columns]:
+    """Returns the leaves that a stage has."""
+    return {name: at for name, at in columns.items() if last or not name.startswith(HEAD)}
+
+
+def own_columns(columns: Mapping[str, Columns], index: int, spec: AdapterSpec) -> Own:
+    """Returns the names of an adapter's leaves in order, and its columns in each.
+
+    Args:
+        index: its place.
+        spec: the adapter, of at most the rank and targets that the place was made for.
+    """
     kind = adapter_kind(spec.kind).names
-    return sorted(
-        name for name, own in columns.items() if name.rsplit(".", 2)[-2] in spec.targets and own.leaf.name in kind
-    )
+
+    def has(name: str, at: Columns) -> bool:
+        targets = not name.startswith(LAYERS) or name.rsplit(".", 2)[-2] in spec.targets
+        return bool(at.width[index]) and targets and (name.startswith(HEAD) or at.leaf.name in kind)
+
+    return tuple(sorted((name, at.width_of(spec)) for name, at in columns.items() if has(name, at)))
 
 
-def place_of(columns: Mapping[str, Columns], specs: Sequence[AdapterSpec], index: int) -> Place:
-    names = own_names(columns, specs[index])
-    return Place(np.int32(index), np.array([columns[name].first[index] for name in names], np.int32))
+def place_of(columns: Mapping[str, Columns], index: int, spec: AdapterSpec) -> Place:
+    first = [columns[name].first[index] for name, _ in own_columns(columns, index, spec)]
+    return Place(np.int32(index), np.array(first, np.int32))
 
 
 def take(
-    leaves: Leaves, columns: Mapping[str, Columns], spec: AdapterSpec, first: Array, *, lead: int = WEIGHTS
+    leaves: Leaves, columns: Mapping[str, Columns], own_columns: Own, first: Array, *, lead: int = WEIGHTS
 ) -> Leaves:
     """Slices one adapter out of the arrays of all: [L, K, r] and so on.
 
@@ -111,9 +141,9 @@ def take(
     adapter's position, because XLA contracts products and sums of strided arrays differently.
     """
     own = {}
-    for start, name in zip(first, own_names(columns, spec), strict=True):
+    for start, (name, width) in zip(first, own_columns, strict=True):
         at = columns[name]
-        cut = lax.dynamic_slice_in_dim(leaves[name], start, at.width_of(spec), lead + at.axis)
+        cut = lax.dynamic_slice_in_dim(leaves[name], start, width, lead + at.axis)
         own[name] = cut if at.has_rank else jnp.squeeze(cut, lead)
     return lax.optimization_barrier(own)
 
@@ -200,6 +230,16 @@ def take_adapter(columns: Mapping[str, Columns], arrays: Mapping[str, np.ndarray
             here = slice(at.first[index], at.first[index] + at.width[index]) if at.has_rank else at.first[index]
             own[name] = arrays[name][(*front, here)]
     return own
+
+
+def _columns(prefix: str, specs: Sequence[AdapterSpec], leaves: Sequence[Sequence[Leaf]]) -> dict[str, Columns]:
+    """Returns the columns of the leaves of each adapter, by name."""
+    columns = {}
+    for leaf in {leaf.name: leaf for own in leaves for leaf in own}.values():
+        has = [any(other.name == leaf.name for other in own) for own in leaves]
+        width = [(spec.rank if "R" in leaf.axes else 1) if own else 0 for spec, own in zip(specs, has, strict=True)]
+        columns[f"{prefix}{leaf.name}"] = _narrow_first(leaf, width)
+    return columns
 
 
 def _narrow_first(leaf: Leaf, width: Sequence[int]) -> Columns:

@@ -7,7 +7,7 @@ T packed tokens · D model width · V vocabulary · A adapters · P places for t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from lorafusion_jax.adapters.bank import low_rank_places
-from lorafusion_jax.adapters.init import init_layers
+from lorafusion_jax.adapters.bank import NO_KIND, kind_numbers
+from lorafusion_jax.adapters.init import draw_leaf, init_layers, init_shared
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.config.schema import TrainSettings
 from lorafusion_jax.layout.extent import Extent
@@ -27,10 +27,12 @@ from lorafusion_jax.models.forward import final_norm, layer_inputs, run_layer
 from lorafusion_jax.models.layer import DecoderLayer, LayerInputs
 from lorafusion_jax.models.loading import Weight
 from lorafusion_jax.modules import LoRAContext
+from lorafusion_jax.modules.adapted import LoRAConstant
+from lorafusion_jax.modules.lora import LoRAKinds
 from lorafusion_jax.objective.batch import totals_of
 from lorafusion_jax.objective.loss import token_losses
 from lorafusion_jax.objective.protocol import HIDDEN, SFT, Chosen
-from lorafusion_jax.pipeline.leaves import LAYERS, Columns, all_columns, own_names, windows
+from lorafusion_jax.pipeline.leaves import HEAD, LAYERS, SHARED, Columns, all_columns, windows
 from lorafusion_jax.weights.table import NONE, stored_kind
 from pallas_kernels import Dropout
 from pallas_kernels.frozen_weight import FrozenWeight
@@ -92,14 +94,14 @@ class Inputs(NamedTuple):
 
     Attributes:
         layers: inputs of the modules; adapters are numbered by their places.
-        windows: columns of the adapters in their places, [leaves, 2, P], see `leaves.windows`. `windows[:, 1]` are the
-            widths; that of `lora_a` is the rank in each place.
-        kinds: index of the adapter kind in each place [P] (None: there is only one kind).
+        windows: columns of the adapters in their places, [leaves, 2, P], see `leaves.windows`.
+        kinds: by target, number of the kind of the adapter in each place [P], see `kind_numbers`. A target whose
+            adapters are all of one plain kind is not among them.
     """
 
     layers: LayerInputs
     windows: Array
-    kinds: Array | None
+    kinds: dict[str, Array]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,47 +123,66 @@ class Parts:
     objectives: tuple[Chosen, ...] = ()
     quantize: str = NONE
     columns: Mapping[str, Columns] = field(init=False, repr=False)
-    _kinds: tuple[str, ...] = field(init=False, repr=False)
+    _kinds: Mapping[str, Any] = field(init=False, repr=False)  # by target, int32 [A]
     _modules: dict[tuple[int, Half | None], tuple] = field(init=False, repr=False)
 
     def __post_init__(self):
-        # Kinds convert their leaves to A and B for the modules.
-        plain = tuple(replace(spec, kind="lora") for spec in self.specs)
         numbers = [self.model.layers.index(layer) for layer in self.model.kinds]
+        of_adapters = nnx.filterlib.Any(nnx.LoRAParam, LoRAConstant)
 
         def module(number: int, half: Half | None) -> DecoderLayer:
-            return DecoderLayer(self.model, plain, number=number, half=half, dtype=self.dtype, rngs=nnx.Rngs(0))
+            return DecoderLayer(self.model, self.specs, number=number, half=half, dtype=self.dtype, rngs=nnx.Rngs(0))
 
         modules = {
-            (kind, half): nnx.split(nnx.eval_shape(partial(module, number, half)), nnx.LoRAParam, ...)
+            (kind, half): nnx.split(nnx.eval_shape(partial(module, number, half)), of_adapters, LoRAKinds, ...)
             for kind, number in enumerate(numbers)
             for half in (None, *HALVES)
         }
         object.__setattr__(self, "_modules", modules)
-        object.__setattr__(self, "_kinds", tuple(dict.fromkeys(spec.kind for spec in self.specs)))
+        object.__setattr__(self, "_kinds", self._number_kinds())
         object.__setattr__(self, "columns", all_columns(self.specs, self.model.layer(0)))
 
+    def _number_kinds(self) -> dict[str, Any]:
+        numbers = {}
+        for target in self.model.layer(0).targets:
+            kinds = [spec.kind if target in spec.targets else None for spec in self.specs]
+            names = tuple(dict.fromkeys(kind for kind in kinds if kind is not None))
+            numbers[target] = kind_numbers(names, kinds)
+        return {target: number for target, number in numbers.items() if number is not None}
+
     def lora_shapes(self, num_layers: int) -> dict[str, tuple[int, ...]]:
-        """Returns the shapes of the trainable leaves: "layers.self_attn.q_proj.lora_a" → (L, K, C)."""
-        shapes = {linear.path: linear.shape for linear in self.model.layer(0).linears}
+        """Returns the shapes of the leaves: "layers.self_attn.q_proj.lora_a" → (L, K, C)."""
         return {
-            name: (num_layers, *own.shape(*shapes[name.removeprefix(LAYERS).rpartition(".")[0]]))
-            for name, own in self.columns.items()
+            name: (num_layers if name.startswith(LAYERS) else 1, *at.shape(self._sizes(name)))
+            for name, at in self.columns.items()
         }
 
     def own_shapes(self) -> dict[str, dict[str, tuple[int, ...]]]:
         """Returns the shapes of each adapter's leaves in all layers: name → leaf → (L, K, r) and so on."""
-        shapes = {linear.path: linear.shape for linear in self.model.layer(0).linears}
+        num_layers = self.model.num_layers
         return {
             spec.name: {
-                name: (
-                    self.model.num_layers,
-                    *self.columns[name].leaf.shape(*shapes[name.removeprefix(LAYERS).rpartition(".")[0]], spec.rank),
-                )
-                for name in own_names(self.columns, spec)
+                name: (num_layers if name.startswith(LAYERS) else 1, *at.own_shape(self._sizes(name), index))
+                for name, at in self.columns.items()
+                if at.width[index]
             }
-            for spec in self.specs
+            for index, spec in enumerate(self.specs)
         }
+
+    def _sizes(self, name: str) -> dict[str, int]:
+        """Returns the sizes of a leaf's axes, but its rank."""
+        shapes = {linear.path: linear.shape for linear in self.model.layer(0).linears}
+        if name.startswith(LAYERS):
+            return dict(zip("KN", shapes[name.removeprefix(LAYERS).rpartition(".")[0]], strict=True))
+        if name.startswith(SHARED):
+            return dict(zip("KN", self._largest, strict=True))
+        return {"D": self.model.hidden_size, "V": self.model.vocab_size}
+
+    @property
+    def _largest(self) -> tuple[int, int]:
+        """Largest in and out features of the model, the sizes of shared leaves."""
+        shapes = [linear.shape for linear in self.model.layer(0).linears]
+        return max(shape[0] for shape in shapes), max(shape[1] for shape in shapes)
 
     def frozen_shapes(self, half: Half | None = None, layer_kind: int = 0) -> dict[str, tuple[int, ...]]:
         """Returns the shapes of the frozen tensors of a layer of one kind, or of a half layer."""
@@ -200,17 +221,31 @@ class Parts:
         return next(half for half in (None, *HALVES) if frozen.keys() == self.frozen_shapes(half, kind).keys())
 
     def first_lora(self) -> dict[str, dict[str, Any]]:
-        """Returns the initial weights of each adapter, numpy float32: name → leaf → [L, K, r] and so on."""
-        return {spec.name: self.first_weights(spec) for spec in self.specs}
+        """Returns the initial values of each adapter's leaves, numpy float32: name → leaf → [L, K, r] and so on.
+
+        Those that depend on the frozen kernels are not final, see `Stage.start_from_base`.
+        """
+        return {
+            spec.name: self.first_weights(spec) | self._first_heads(spec, index)
+            for index, spec in enumerate(self.specs)
+        }
 
     def first_weights(self, spec: AdapterSpec) -> dict[str, Any]:
-        """Returns the initial weights of one adapter: leaf → [L, K, r] and so on."""
+        """Returns the initial values of one adapter's leaves: leaf → [L, K, r] and so on."""
         shapes = {f"{LAYERS}{linear.path}": linear.shape for linear in self.model.layer(0).linears}
-        return {
+        drawn = {
             f"{path}.{leaf}": array
             for path, shape in shapes.items()
             if path.rpartition(".")[2] in spec.targets
             for leaf, array in init_layers(spec, path, *shape, self.model.num_layers).items()
+        }
+        return drawn | {f"{SHARED}{leaf}": array[None] for leaf, array in init_shared(spec, *self._largest).items()}
+
+    def _first_heads(self, spec: AdapterSpec, index: int) -> dict[str, Any]:
+        return {
+            name: draw_leaf(at.leaf, spec.seed, name, at.own_shape(self._sizes(name), index))[None]
+            for name, at in self.columns.items()
+            if name.startswith(HEAD) and at.width[index]
         }
 
     def inputs(self, batch: Any, *, dropout: bool) -> Inputs:  # a Microbatch of tracers
@@ -219,7 +254,7 @@ class Parts:
         segments = Segments(ids=batch.segment_ids, offsets=batch.segment_offsets, lengths=batch.segment_lengths)
         if batch.lora is not None:
             layers = layer_inputs(self.model, batch.positions, segments, self._context(batch, row_key))
-            return Inputs(layers, batch.lora.windows, None)
+            return Inputs(layers, batch.lora.windows, self._kinds_of(batch.lora.windows))
         lora = LoRAContext.of(
             self.specs,
             batch.tile_adapter,
@@ -227,11 +262,16 @@ class Parts:
             train=row_key is not None,
             implementation=self.settings.implementation,
         )
-        kinds = None
-        if len(self._kinds) > 1:
-            kinds = jnp.array([self._kinds.index(spec.kind) for spec in self.specs])[jnp.maximum(batch.adapters, 0)]
+        places = jnp.maximum(batch.adapters, 0)
+        kinds = {target: jnp.asarray(numbers)[places] for target, numbers in self._kinds.items()}
         layers = layer_inputs(self.model, batch.positions, segments, lora.in_places(batch.adapters))
         return Inputs(layers, windows(self.columns, batch.adapters), kinds)
+
+    def _kinds_of(self, windows: Array) -> dict[str, Array]:
+        """Returns `Inputs.kinds` of a microbatch that describes its adapters itself, which are all of one kind."""
+        names = {target: f"{LAYERS}{self.model.layer(0).linear(target).path}." for target in self._kinds}
+        row = {target: [name.startswith(path) for name in self.columns].index(True) for target, path in names.items()}
+        return {target: jnp.where(windows[row[target], 1] > 0, 0, NO_KIND) for target in self._kinds}
 
     def _context(self, batch: Any, row_key: Array | None) -> LoRAContext:
         """Returns the context of a microbatch that describes its adapters itself."""
@@ -251,22 +291,18 @@ class Parts:
 
         Args:
             frozen: tensors by name.
-            lora: trainable leaves by name, of the adapters in the microbatch's places, [P, K, R], [P, R, N] and so on.
+            lora: leaves by name, of the adapters in the microbatch's places, [P, K, R], [P, R, N] and so on.
             number: index of the layer in the model; dropout depends on it.
         """
-        graph, lora_state, frozen_state = self._modules[layer_kind(frozen), self.half(frozen)]
+        graph, lora_state, kind_state, frozen_state = self._modules[layer_kind(frozen), self.half(frozen)]
+        shared = {name.removeprefix(SHARED): leaf for name, leaf in lora.items() if name.startswith(SHARED)}
+        names = _names(lora_state)
+        leaves = {name: lora[name] if name in lora else shared[name.rpartition(".")[2]] for name in names}
+        kinds = {name: inputs.kinds[name.split(".")[-2]] for name in _names(kind_state)}
         module = nnx.merge(
-            graph, _fill_state(lora_state, self._low_rank(lora, inputs.kinds)), _fill_state(frozen_state, frozen)
+            graph, _fill_state(lora_state, leaves), _fill_state(kind_state, kinds), _fill_state(frozen_state, frozen)
         )
         return run_layer(module, x_TD, inputs.layers, number, self.settings.attention)
-
-    def _low_rank(self, lora: Weights, kinds: Array | None) -> Weights:
-        """Computes A and B of every projection from the leaves of the adapters' kinds."""
-        made: Weights = {}
-        for path in dict.fromkeys(name.rpartition(".")[0] for name in lora):
-            own = {name.rpartition(".")[2]: leaf for name, leaf in lora.items() if name.rpartition(".")[0] == path}
-            made[f"{path}.lora_a"], made[f"{path}.lora_b"] = low_rank_places(self._kinds, kinds, own)
-        return made
 
     @property
     def chosen(self) -> tuple[Chosen, ...]:
@@ -320,8 +356,12 @@ def _weights(frozen: Mapping[str, Any], model: ModelConfig, number: int, half: H
     return LayerWeights({name: frozen[f"{LAYERS}{number}.{name}"] for name in names}, model.kind_of(number))
 
 
-def _fill_state(state: Any, arrays: Weights) -> Any:
+def _fill_state(state: Any, arrays: Mapping[str, Any]) -> Any:
     return nnx.from_flat_state([(path, leaf.replace(arrays[_name(path)])) for path, leaf in nnx.to_flat_state(state)])
+
+
+def _names(state: Any) -> list[str]:
+    return [_name(path) for path, _ in nnx.to_flat_state(state)]
 
 
 def _name(path: tuple) -> str:

@@ -16,20 +16,24 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
+from lorafusion_jax.adapters.bank import start_tensors
 from lorafusion_jax.adapters.spec import AdapterSpec
+from lorafusion_jax.adapters.table import adapter_kind
 from lorafusion_jax.config.schema import OptimSettings
 from lorafusion_jax.data.assemble import Microbatch
 from lorafusion_jax.layout.extent import Extent
 from lorafusion_jax.layout.layer import RematPolicy
 from lorafusion_jax.models.forward import embed
+from lorafusion_jax.models.loading import Weight
 from lorafusion_jax.optim.step import Hyper, transformation, zero_hyper
 from lorafusion_jax.pipeline import adapter_step
 from lorafusion_jax.pipeline import leaves as lv
 from lorafusion_jax.pipeline.adapter_step import BatchSummary, Totals
-from lorafusion_jax.pipeline.leaves import LAYERS, Columns, Leaves, Place
+from lorafusion_jax.pipeline.leaves import LAYERS, SHARED, Columns, Leaves, Own, Place, on_stage
 from lorafusion_jax.pipeline.mesh import REPLICAS, StageMesh
 from lorafusion_jax.pipeline.parts import Inputs, LayerWeights, Parts, StoredWeights, Weights, layer_kind
 from lorafusion_jax.pipeline.remat import Split
@@ -47,12 +51,20 @@ class StagePrograms:
         stage: devices of the stage.
         extent: its layers.
         remat: rematerialisation policy.
+
+    Attributes:
+        columns: the trainable leaves of the stage.
+        constants: its leaves that do not change in training.
     """
 
     def __init__(self, parts: Parts, stage: StageMesh, extent: Extent, remat: RematPolicy):
         self._parts, self._stage, self._extent = parts, stage, extent
         self._remat: RematPolicy = remat
-        self._columns, self._rows = parts.columns, {name: row for row, name in enumerate(parts.columns)}
+        self._rows = {name: row for row, name in enumerate(parts.columns)}
+        columns = on_stage(parts.columns, last=extent.stop == 2 * parts.model.num_layers)
+        self.columns = {name: at for name, at in columns.items() if at.leaf.trainable}
+        self.constants = {name: at for name, at in columns.items() if not at.leaf.trainable}
+        self._columns = self.columns | self.constants
         self._splits: dict[tuple, Split] = {}  # by half, place in its block, and shapes of the microbatch
         self._steps: dict[tuple, Any] = {}
         self._frozen_specs = [
@@ -79,24 +91,27 @@ class StagePrograms:
         self.totals = self._jit(self._totals, (REPLICATED, table_spec, ROWS, ROWS), REPLICATED)
         self.token_logprobs = self._jit(self._token_logprobs, (REPLICATED, table_spec, ROWS, ROWS), REPLICATED)
 
-    def close_batch(self, spec: AdapterSpec, place: Place, sums: Leaves, totals: Totals | None, alive: Array):
+    def close_batch(self, own: Own, place: Place, sums: Leaves, totals: Totals | None, alive: Array):
         """Extracts an adapter's gradient from the sums and adds it up over replicas. Reads only its own columns.
+
+        Args:
+            own: its trainable leaves, see `own_columns`.
 
         Returns:
             (gradient, BatchSummary, finite per leaf in order of names, sums and totals with the adapter's part cleared)
         """
-        kind = ("close", spec.kind, spec.rank, spec.targets)
+        kind = ("close", own)
         if kind not in self._steps:
             whole, rows = self._stage.everywhere, self._stage.by_replica
             self._steps[kind] = jax.jit(
-                partial(adapter_step.close_batch, self._columns, spec),
+                partial(adapter_step.close_batch, self.columns, own),
                 donate_argnums=(1, 2),
                 out_shardings=(whole, whole, whole, rows, rows),
             )
         return self._steps[kind](place, sums, totals, alive)
 
     def step(
-        self, spec: AdapterSpec, optim: OptimSettings, place: Place, lora: Leaves, gradient: Leaves, optimizer: Any,
+        self, own: Own, optim: OptimSettings, place: Place, lora: Leaves, gradient: Leaves, optimizer: Any,
         alive: Array, summaries: Sequence[BatchSummary], numbers: Hyper,
     ):  # fmt: skip
         """Steps one adapter. Other adapters do not change.
@@ -110,27 +125,27 @@ class StagePrograms:
             adapter's weights before the step; None with one stage)
         """
         alone = len(summaries) == 1
-        kind = ("step", spec.kind, spec.rank, spec.targets, optim.name, optim.clip > 0, alone)
+        kind = ("step", own, optim.name, optim.clip > 0, *optim.lr_ratios, alone)
         if kind not in self._steps:
             donated = (1, 3) if alone else (1,)
             self._steps[kind] = jax.jit(
-                partial(adapter_step.step, self._columns, spec, optim),
+                partial(adapter_step.step, self.columns, own, optim),
                 donate_argnums=donated,
                 out_shardings=self._stage.everywhere,
             )  # `alive` is not donated: it is a few bytes, and others wait for it to know that the step is done
         return self._steps[kind](place, lora, gradient, optimizer, alive, tuple(summaries), numbers)
 
-    def take(self, spec: AdapterSpec, place: Place, lora: Leaves) -> Leaves:
-        """Copies one adapter's weights.
+    def take(self, own: Own, place: Place, lora: Leaves) -> Leaves:
+        """Copies one adapter's leaves.
 
         One program serves all leaves, and all adapters of a shape. Slicing leaf by leaf compiled 45 programs for four
         adapters on two stages.
         """
-        kind = ("take", spec.kind, spec.rank, spec.targets)
+        kind = ("take", own)
         if kind not in self._steps:
             columns = self._columns
             self._steps[kind] = jax.jit(
-                lambda place, lora: lv.take(lora, columns, spec, place.first), out_shardings=self._stage.everywhere
+                lambda place, lora: lv.take(lora, columns, own, place.first), out_shardings=self._stage.everywhere
             )
         return self._steps[kind](place, lora)
 
@@ -142,40 +157,61 @@ class StagePrograms:
         """
         kind = ("put back", tuple(own), tuple(leaf.shape for leaf in own.values()))
         if kind not in self._steps:
-            put_back = partial(adapter_step.put_back, self._columns)
+            put_back = partial(adapter_step.put_back, self.columns)
             self._steps[kind] = jax.jit(put_back, donate_argnums=(1,), out_shardings=self._stage.everywhere)
         return self._steps[kind](place, lora, own, alive)
 
     def write(
-        self, spec: AdapterSpec, place: Place, lora: Leaves, sums: Leaves, totals: Totals | None, alive: Array,
-        own: Leaves,
+        self, owned: Own, place: Place, lora: Leaves, sums: Leaves, totals: Totals | None, alive: Array, own: Leaves,
     ):  # fmt: skip
-        """Writes an adapter's weights and clears its sums. Other adapters do not change.
+        """Writes an adapter's trainable leaves and clears its sums. Other adapters do not change.
+
+        Args:
+            owned: its trainable leaves, see `own_columns`.
 
         Returns:
             (lora, sums, totals, alive)
         """
-        kind = ("write", spec.kind, spec.rank, spec.targets)
+        kind = ("write", owned)
         if kind not in self._steps:
             whole, rows = self._stage.everywhere, self._stage.by_replica
             self._steps[kind] = jax.jit(
-                partial(adapter_step.write, self._columns, spec),
+                partial(adapter_step.write, self.columns, owned),
                 donate_argnums=(1, 2, 3),
                 out_shardings=(whole, rows, rows, whole),
             )
         return self._steps[kind](place, lora, sums, totals, alive, own)
 
-    def first_optimizer(self, spec: AdapterSpec, optim: OptimSettings, place: Place, lora: Leaves) -> Any:
+    def first_optimizer(self, own: Own, optim: OptimSettings, place: Place, lora: Leaves) -> Any:
         """Computes the initial optimizer state of one adapter with a compiled program."""
-        kind = ("first optimizer", spec.kind, spec.rank, spec.targets, optim.name)
+        kind = ("first optimizer", own, optim.name, *optim.lr_ratios)
         if kind not in self._steps:
-            made = partial(self.init_optimizer, spec, optim)
+            made = partial(self.init_optimizer, own, optim)
             self._steps[kind] = jax.jit(made, out_shardings=self._stage.everywhere)
         return self._steps[kind](place, lora)
 
-    def init_optimizer(self, spec: AdapterSpec, optim: OptimSettings, place: Place, lora: Leaves) -> Any:
+    def init_optimizer(self, own: Own, optim: OptimSettings, place: Place, lora: Leaves) -> Any:
         """Returns the initial optimizer state of one adapter."""
-        return transformation(optim, zero_hyper(optim)).init(lv.take(lora, self._columns, spec, place.first))
+        groups = adapter_step.groups(self.columns, own)
+        return transformation(optim, zero_hyper(optim), groups).init(lv.take(lora, self.columns, own, place.first))
+
+    def start_from_base(self, spec: AdapterSpec, target: str, kernel: Weight, tensors: Leaves) -> Leaves:
+        """Returns the initial values of an adapter's leaves in one projection that depend on its kernel.
+
+        Args:
+            kernel: as it is stored.
+            tensors: by name, [K, r] and so on.
+        """
+        shape = self._parts.model.layer(0).linear(target).shape
+        kind = ("start", spec.kind, spec.rank, shape)
+        if kind not in self._steps:
+
+            def start(kernel: Weight, tensors: Leaves, scale: Array) -> Leaves:
+                whole = self._parts.usable({target: kernel})[target]
+                return start_tensors(adapter_kind(spec.kind), whole, tensors, (*shape, spec.rank), scale)
+
+            self._steps[kind] = jax.jit(start, out_shardings=self._stage.everywhere)
+        return self._steps[kind](kernel, tensors, np.float32(spec.scale))
 
     def _jit(
         self, function: Callable, in_specs: tuple, out_specs: Any, *,
@@ -210,8 +246,8 @@ class StagePrograms:
             before = x
             whole, x = self._materialize(weights, x)
             given = (whole, inputs, number + place)
-            own = self._lora_views(lora, weights, number + place, inputs)
-            x, rest = self._split(weights, place, inputs).forward(given, own, x)
+            own, constant = self._lora_views(lora, weights, number + place, inputs)
+            x, rest = self._split(weights, place, inputs).forward((*given, constant), own, x)
             residuals.append(((before,) if place else (), rest))
         return x[None], _row(residuals)
 
@@ -224,9 +260,9 @@ class StagePrograms:
             weights, (before, rest) = frozen[place], residuals[place]
             whole, dy = self._materialize(weights, dy)
             given = (whole, inputs, number + place)
-            own = self._lora_views(lora, weights, number + place, inputs)
+            own, constant = self._lora_views(lora, weights, number + place, inputs)
             split = self._split(weights, place, inputs)
-            gradient, dy = split.backward(given, own, before[0] if place else x, rest, dy)
+            gradient, dy = split.backward((*given, constant), own, before[0] if place else x, rest, dy)
             sums = sums | {
                 name: lv.add(sums[name], *self._leaf_place(name, number + place, inputs), own)
                 for name, own in ((f"{LAYERS}{short}", own) for short, own in gradient.items())
@@ -237,7 +273,9 @@ class StagePrograms:
         x, inputs = x[0], _own(inputs)
         for place, weights in enumerate(frozen):
             whole, x = self._materialize(weights, x)
-            x = self._layer((whole, inputs, number + place), self._lora_views(lora, weights, number + place, inputs), x)
+            given = (whole, inputs, number + place)
+            own, constant = self._lora_views(lora, weights, number + place, inputs)
+            x = self._layer((*given, constant), own, x)
         return x[None]
 
     def _split(self, weights: StoredWeights, place: int, inputs: Inputs) -> Split:
@@ -248,26 +286,37 @@ class StagePrograms:
         names = self._parts.model.kinds[layer].checkpoints
         return self._splits.setdefault(kind, Split(self._layer, self._remat, names))
 
-    def _lora_views(self, lora: Leaves, weights: StoredWeights, number: Array, inputs: Inputs) -> Weights:
-        """Returns the trainable leaves of the microbatch's adapters in the layer or half layer of `weights`.
+    def _lora_views(
+        self, lora: Leaves, weights: StoredWeights, number: Array, inputs: Inputs
+    ) -> tuple[Weights, Weights]:
+        """Returns the leaves of the microbatch's adapters in the layer or half layer of `weights`.
 
-        Names are relative to the layer.
+        Names are relative to the layer, but for those of shared leaves.
+
+        Returns:
+            (trainable, constant)
         """
         half = self._parts.half(weights)
-        return {
-            name.removeprefix(LAYERS): lv.view(leaf, *self._leaf_place(name, number, inputs))
+        views = {
+            name: lv.view(leaf, *self._leaf_place(name, number, inputs))
             for name, leaf in lora.items()
-            if half in (None, self._parts.model.half_of(name))
+            if name.startswith(SHARED) or (name.startswith(LAYERS) and half in (None, self._parts.model.half_of(name)))
         }
+        return (
+            {name.removeprefix(LAYERS): view for name, view in views.items() if name in self.columns},
+            {name.removeprefix(LAYERS): view for name, view in views.items() if name in self.constants},
+        )
 
     def _leaf_place(self, name: str, number: Array, inputs: Inputs) -> tuple[Columns, Array, Array]:
         """Returns a leaf's columns, the layer's index on this stage and the windows of the microbatch's adapters."""
-        layer = number - self._extent.layers_of(self._parts.model.half_of(name)).start
+        of_layers = name.startswith(LAYERS)
+        first = self._extent.layers_of(self._parts.model.half_of(name)).start if of_layers else 0
+        layer = number - first if of_layers else jnp.int32(0)
         return self._columns[name], layer, inputs.windows[self._rows[name]]
 
     def _layer(self, given: tuple, lora: Weights, x: Array) -> Array:
-        frozen, inputs, number = given
-        return self._parts.layer(frozen, lora, x, inputs, number)
+        frozen, inputs, number, constant = given
+        return self._parts.layer(frozen, lora | constant, x, inputs, number)
 
     def _head(self, norm: Array, table: Array, x: Array, batch: Microbatch, before: Totals):
         table, batch = _gather(table, self._table_axis), _own(batch)

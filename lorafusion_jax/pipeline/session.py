@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from lorafusion_jax.adapters.spec import AdapterSpec
+from lorafusion_jax.adapters.table import adapter_kind
 from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.checkpoint.peft import Arrays
 from lorafusion_jax.checkpoint.warm_start import start_from
@@ -66,6 +67,7 @@ class Session:
         reading: Reading,
     ):
         self._reading, self.spans, self._additions = reading, Spans(len(stages)), 0
+        self._unstarted: list[int] = []  # places of adapters whose initial values may depend on the base
         self.executor = Executor(stages, [spec.name for spec in specs], self.spans)
         self._set_adapters(config, prepared, stages, specs)
 
@@ -130,6 +132,7 @@ class Session:
         finally:  # also where a stage fails: a model that cannot be read is worse
             self._reading.finish()
         assert self._reading.times is not None
+        self._start_from_base()
         return {BASE: self._reading.times, **times}
 
     @property
@@ -143,9 +146,19 @@ class Session:
         Args:
             weights: weights of some adapters by place, from `read_warm_starts`.
         """
-        lora = start_from(self._stages[0].first_lora(), weights)
+        parts = self._stages[0].parts
+        lora = start_from(parts.first_lora(), weights, [spec.kind for spec in parts.specs])
         for stage in self._stages:
             stage.start(lora)
+        self._unstarted = [place for place in self._places.values() if place not in weights]
+
+    def _start_from_base(self) -> None:
+        """Sets the initial values that depend on the base, which is on the devices now."""
+        for place in self._unstarted:
+            if adapter_kind(self._stages[0].parts.specs[place].kind).start is not None:
+                for stage in self._stages:
+                    stage.start_from_base(place)
+        self._unstarted = []
 
     @property
     def names(self) -> list[str]:
@@ -167,7 +180,10 @@ class Session:
         specs = adapter_specs(config)
         stages = grow_stages(self._stages, config, specs, weights)
         self.executor.replace_stages(stages, [spec.name for spec in specs])
+        before = len(self._places)
         self._set_adapters(config, prepared, stages, specs)
+        self._unstarted = [place for place in range(before, len(specs)) if place not in weights]
+        self._start_from_base()
         self._additions += 1
         release_unused(caches=self._additions % ADDITIONS_IN_CACHES == 0)
 
@@ -227,6 +243,7 @@ class Session:
             replicas: number of replicas when they were saved.
         """
         scatter(self._stages, restore(abstract_state(self._stages, replicas)))
+        self._unstarted = []
 
     def close(self) -> None:
         """Ends the threads that read the base and watch the devices."""
@@ -241,8 +258,11 @@ class Session:
     @property
     def num_trainable(self) -> int:
         """Number of parameters of the adapters."""
-        own = self._stages[0].parts.own_shapes().values()
-        return sum(math.prod(shape) for leaves in own for shape in leaves.values())
+        parts = self._stages[0].parts
+        own = parts.own_shapes().values()
+        return sum(
+            math.prod(shape) for leaves in own for name, shape in leaves.items() if parts.columns[name].leaf.trainable
+        )
 
     @property
     def stored(self) -> dict[str, int]:

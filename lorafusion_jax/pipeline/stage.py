@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +23,7 @@ from lorafusion_jax.pipeline import leaves as lv
 from lorafusion_jax.pipeline.adapter_step import BatchSummary, Totals
 from lorafusion_jax.pipeline.leaves import Leaves
 from lorafusion_jax.pipeline.mesh import StageMesh
-from lorafusion_jax.pipeline.move import replicate
+from lorafusion_jax.pipeline.move import replicate, to_host
 from lorafusion_jax.pipeline.parts import Parts, StageWeights
 from lorafusion_jax.pipeline.programs import StagePrograms
 
@@ -76,13 +77,13 @@ class Stage:
         self.replace_base(weights)
         firsts = [weights.extent.pieces[group[0]].layer for group in self._groups]
         self._numbers = [replicate(np.int32(first), mesh) for first in firsts]  # first layer of each block
-        self._places = [
-            replicate(lv.place_of(parts.columns, parts.specs, index), mesh) for index in range(len(adapters))
-        ]
+        self._own = [lv.own_columns(self.programs.columns, *own) for own in enumerate(parts.specs)]
+        self._places = [replicate(lv.place_of(self.programs.columns, *own), mesh) for own in enumerate(parts.specs)]
         self._normal = jax.jit(_random_normal, static_argnums=(0, 1), out_shardings=mesh.by_replica)
         self._in_flight: dict[int, _InFlight] = {}
         self._gradients: dict[int, Leaves] = {}
         self.lora: Leaves = {}
+        self.constants: Leaves = {}  # of adapters, not changed by training
         self.sums: Leaves = {}
         self.optimizers: dict[str, Any] = {}
         self.totals: Totals | None = None  # on the last stage
@@ -98,8 +99,8 @@ class Stage:
         return self.weights.extent
 
     def layers_of(self, leaf: str) -> range:
-        """Layers of this stage that have a trainable leaf."""
-        return self.extent.layers_of(self._parts.model.half_of(leaf))
+        """The part of a leaf's first axis that this stage has: its layers, or all of what is not of layers."""
+        return self.extent.layers_of(self._parts.model.half_of(leaf)) if leaf.startswith(lv.LAYERS) else range(1)
 
     @property
     def parts(self) -> Parts:
@@ -113,9 +114,6 @@ class Stage:
     def first_lora(self) -> dict[str, dict[str, np.ndarray]]:
         """Returns the initial weights of each adapter in all layers of the model."""
         return self._parts.first_lora()
-
-    def spec(self, index: int) -> AdapterSpec:
-        return self._specs[index]
 
     def start(self, lora: Mapping[str, Mapping[str, np.ndarray]]) -> None:
         """Sets each adapter's initial weights, given for all layers of the model, and resets all other state."""
@@ -135,18 +133,59 @@ class Stage:
         self.optimizers = self._new_optimizers()
 
     def take_weights(self, lora: Mapping[str, Mapping[str, np.ndarray]]) -> None:
-        """Sets each adapter's weights, given for all layers of the model."""
-        own = [{name: leaf[self.layers_of(name)] for name, leaf in lora[spec.name].items()} for spec in self._specs]
-        self.lora = {  # leaf by leaf, so that the host does not hold all of them twice
-            name: replicate(lv.stack_adapters({name: at}, own)[name], self.mesh)
-            for name, at in self._parts.columns.items()
-        }
+        """Sets each adapter's leaves, given for all layers of the model."""
+
+        def put(columns: Mapping[str, lv.Columns]) -> Leaves:
+            whole: Leaves = {}
+            for name, at in columns.items():  # leaf by leaf, so that the host does not hold all of them twice
+                here = self.layers_of(name)
+                own = [{name: lora[spec.name][name][here]} if name in lora[spec.name] else {} for spec in self._specs]
+                whole[name] = replicate(lv.stack_adapters({name: at}, own)[name], self.mesh)
+            return whole
+
+        self.lora, self.constants = put(self.programs.columns), put(self.programs.constants)
+
+    def start_from_base(self, index: int) -> None:
+        """Sets an adapter's initial values that depend on the frozen kernels. Waits for them."""
+        spec = self._specs[index]
+        own = {name: np.array(to_host(leaf)) for name, leaf in self.adapter(index).items()}
+        shared = {name.removeprefix(lv.SHARED): leaf[0] for name, leaf in own.items() if name.startswith(lv.SHARED)}
+        for piece, weights in zip(self.extent.pieces, self.weights.pieces, strict=True):
+            for linear in self._parts.model.layer(piece.layer).linears_of(piece.half):
+                if linear.name not in spec.targets:
+                    continue
+                path = f"{lv.LAYERS}{linear.path}."
+                layer = piece.layer - self.layers_of(path).start
+                tensors = {name.removeprefix(path): own[name][layer] for name in own if name.startswith(path)}
+                kernel = weights[f"{linear.path}.kernel"]
+                for leaf, value in self.programs.start_from_base(spec, linear.name, kernel, shared | tensors).items():
+                    own[f"{path}{leaf}"][layer] = to_host(value)
+        self.lora = self._with_own(self.programs.columns, self.lora, index, own)
+        self.constants = self._with_own(self.programs.constants, self.constants, index, own)
+
+    def _with_own(
+        self, columns: Mapping[str, lv.Columns], leaves: Leaves, index: int, own: Mapping[str, np.ndarray]
+    ) -> Leaves:
+        """Returns the leaves with an adapter's replaced."""
+        names = [name for name, _ in lv.own_columns(columns, index, self._specs[index])]
+        if not names:
+            return leaves
+        place = lv.place_of(columns, index, self._specs[index])
+        first, arrays = replicate((place.first, {name: own[name] for name in names}), self.mesh)
+        put = partial(lv.put, columns=columns)
+        return jax.jit(put, out_shardings=self.mesh.everywhere)(leaves, first=first, own=arrays)
+
+    @property
+    def all_leaves(self) -> Leaves:
+        """The leaves of all adapters on this stage, trainable and constant."""
+        return self.lora | self.constants
 
     def assign(self, index: int, adapter: AdapterConfig, spec: AdapterSpec) -> None:
         """Gives a place to another adapter, of at most the rank and targets that the place was made for."""
         self.optimizers.pop(self._specs[index].name, None)
         self._adapters[index], self._specs[index] = adapter, spec
-        self._places[index] = replicate(lv.place_of(self._parts.columns, self._specs, index), self.mesh)
+        self._own[index] = lv.own_columns(self.programs.columns, index, spec)
+        self._places[index] = replicate(lv.place_of(self.programs.columns, index, spec), self.mesh)
 
     def write(self, index: int, weights: Mapping[str, np.ndarray], optimizer: Any = None) -> None:
         """Writes the weights of a place's adapter and clears its sums. Other adapters do not change.
@@ -156,13 +195,16 @@ class Stage:
             optimizer: state for this stage's layers, on the host (None: the initial one).
         """
         spec, place = self._specs[index], self._places[index]
-        own = {name: np.asarray(leaf)[self.layers_of(name)] for name, leaf in weights.items()}
+        known = self.programs.columns | self.programs.constants
+        own = {name: np.asarray(leaf)[self.layers_of(name)] for name, leaf in weights.items() if name in known}
+        trained = replicate({name: leaf for name, leaf in own.items() if name in self.programs.columns}, self.mesh)
         self._gradients.pop(index, None)
         self.lora, self.sums, self.totals, self.alive = self.programs.write(
-            spec, place, self.lora, self.sums, self.totals, self.alive, replicate(own, self.mesh)
+            self._own[index], place, self.lora, self.sums, self.totals, self.alive, trained
         )
+        self.constants = self._with_own(self.programs.constants, self.constants, index, own)
         self.optimizers[spec.name] = (
-            self.programs.first_optimizer(spec, self._adapters[index].optim, place, self.lora)
+            self.programs.first_optimizer(self._own[index], self._adapters[index].optim, place, self.lora)
             if optimizer is None
             else replicate(optimizer, self.mesh)
         )
@@ -173,7 +215,7 @@ class Stage:
 
         def new(places: list[lv.Place], lora: Leaves) -> list[Any]:
             return [
-                self.programs.init_optimizer(self._specs[own[0]], self._adapters[own[0]].optim, place, lora)
+                self.programs.init_optimizer(self._own[own[0]], self._adapters[own[0]].optim, place, lora)
                 for own, place in zip(kinds, places, strict=True)
             ]
 
@@ -187,8 +229,9 @@ class Stage:
     def _by_kind(self) -> dict[tuple, list[int]]:
         """Groups adapters whose optimizer steps share one program."""
         kinds: dict[tuple, list[int]] = {}
-        for index, (spec, settings) in enumerate(zip(self._specs, self._adapters, strict=True)):
-            kind = (spec.kind, spec.rank, spec.targets, settings.optim.name, settings.optim.clip > 0)
+        for index, settings in enumerate(self._adapters):
+            optim = settings.optim
+            kind = (self._own[index], optim.name, optim.clip > 0, *optim.lr_ratios)
             kinds.setdefault(kind, []).append(index)
         return kinds
 
@@ -223,7 +266,7 @@ class Stage:
         residuals: list[Any] = []
         for block, number in zip(self._blocks, self._numbers, strict=True):
             xs.append(here)
-            here, rest = programs.forward(block, self.lora, number, here, inputs)
+            here, rest = programs.forward(block, self.all_leaves, number, here, inputs)
             residuals.append(rest)
         if weights.head is None:
             self._in_flight[slot] = _InFlight(inputs, xs, residuals, None)
@@ -240,7 +283,7 @@ class Stage:
         del own  # donated below
         for block, number in zip(reversed(self._blocks), reversed(self._numbers), strict=True):
             gradient, self.sums = self.programs.backward(
-                block, self.lora, number, xs.pop(), inputs, residuals.pop(), gradient, self.sums
+                block, self.all_leaves, number, xs.pop(), inputs, residuals.pop(), gradient, self.sums
             )
         return gradient
 
@@ -251,7 +294,7 @@ class Stage:
             (BatchSummary, finite per leaf in order of `leaf_names`)
         """
         self._gradients[index], summary, finite, self.sums, self.totals = self.programs.close_batch(
-            self._specs[index], self._places[index], self.sums, self.totals, self.alive
+            self._own[index], self._places[index], self.sums, self.totals, self.alive
         )
         return summary, finite
 
@@ -261,7 +304,7 @@ class Stage:
 
     def replace_gradient(self, index: int, gradient: Mapping[str, np.ndarray]) -> None:
         """Gives the next step of an adapter another gradient, in all layers of the model."""
-        own = {name: leaf[self.extent.layers_of(name)] for name, leaf in gradient.items()}
+        own = {name: leaf[self.layers_of(name)] for name, leaf in gradient.items() if name in self.programs.columns}
         self._gradients[index] = replicate(own, self.mesh)
 
     def step(self, index: int, summaries: Sequence[BatchSummary], numbers: Hyper) -> Stepped:
@@ -269,7 +312,7 @@ class Stage:
         spec, optim = self._specs[index], self._adapters[index].optim
         state = self.optimizers[spec.name]
         self.lora, self.optimizers[spec.name], self.alive, finite, own = self.programs.step(
-            spec,
+            self._own[index],
             optim,
             self._places[index],
             self.lora,
@@ -323,11 +366,11 @@ class Stage:
         optimizers = {index: self.optimizers[self._specs[index].name] for index in chosen}
         lora, sums, totals, alive, optimizers = _copy((self.lora, self.sums, self.totals, self.alive, optimizers))
         for index, optimizer in optimizers.items():
-            spec, optim, place = self._specs[index], self._adapters[index].optim, self._places[index]
-            gradient, summary, _, sums, totals = self.programs.close_batch(spec, place, sums, totals, alive)
+            own, optim, place = self._own[index], self._adapters[index].optim, self._places[index]
+            gradient, summary, _, sums, totals = self.programs.close_batch(own, place, sums, totals, alive)
             summaries = [summary.without_metrics] * num_stages
             lora, _, alive, _, _ = self.programs.step(
-                spec, optim, place, lora, gradient, optimizer, alive, summaries, hyper(optim, 0.0)
+                own, optim, place, lora, gradient, optimizer, alive, summaries, hyper(optim, 0.0)
             )
         jax.block_until_ready((lora, sums, totals, alive))
 
@@ -356,16 +399,20 @@ class Stage:
         here: Any = x if weights.embed is None else programs.embed(weights.embed, batch.tokens)
         assert here is not None, "only the first stage begins with tokens"
         for block, number in zip(self._blocks, self._numbers, strict=True):
-            here = programs.evaluate(block, self.lora, number, here, inputs)
+            here = programs.evaluate(block, self.all_leaves, number, here, inputs)
         return here
 
     def adapter(self, index: int) -> Leaves:
-        """Copies one adapter's weights. Later steps do not change the copy."""
-        return self.programs.take(self._specs[index], self._places[index], self.lora)
+        """Copies one adapter's leaves. Later steps do not change the copy."""
+        columns = self.programs.columns | self.programs.constants
+        place, spec = self._places[index], self._specs[index]
+        if self.constants:
+            place = replicate(lv.place_of(columns, index, spec), self.mesh)
+        return self.programs.take(lv.own_columns(columns, index, spec), place, self.all_leaves)
 
-    def leaf_names(self, spec: AdapterSpec) -> list[str]:
-        """Returns the leaves of one adapter in the order in which `close_batch` reports them."""
-        return lv.own_names(self._parts.columns, spec)
+    def leaf_names(self, index: int) -> list[str]:
+        """Returns the trainable leaves of one adapter in the order in which `close_batch` reports them."""
+        return [name for name, _ in self._own[index]]
 
 
 def _groups(pieces: Sequence[Piece], block: int) -> list[list[int]]:

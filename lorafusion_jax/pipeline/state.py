@@ -8,12 +8,12 @@ L layers · A adapters · R replicas · r an adapter's rank
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.tree_util import DictKey
 
 from lorafusion_jax.pipeline import leaves as lv
 from lorafusion_jax.pipeline.move import replicate, to_host, to_stage
@@ -24,24 +24,28 @@ type Own = dict[str, dict[str, np.ndarray]]  # adapter -> leaf -> array
 
 
 def gather(stages: Sequence[Stage], *, read: Read = to_host) -> dict[str, Any]:
-    """Collects weights, sums and optimizers of all stages. Collective over processes.
+    """Collects leaves, sums and optimizers of all stages. Collective over processes.
 
     Args:
-        read: returns an array of a stage on the host. Called for one array after another.
+        read: returns an array of a stage on the host, but for constants. Called for one array after another.
 
     Returns:
-        By adapter: lora [L, K, r] and sums [R, L, K, r] by leaf, and optimizers; loss [R, A], alive [A]; metrics [R, A]
-        by name, if an objective has any.
+        By adapter: lora [L, K, r] by leaf, constant ones included; sums [R, L, K, r] by leaf; arrays of optimizers by
+        their path. loss [R, A], alive [A]; metrics [R, A] by name, if an objective has any.
     """
     last = stages[-1]
     assert last.totals is not None
     loss, metrics = _split_loss(last.totals)
+    columns = stages[0].parts.columns
+    hosts = [jax.tree.map(read, stage.lora) | jax.tree.map(to_host, stage.constants) for stage in stages]
+    sums = [jax.tree.map(read, stage.sums) for stage in stages]
+    optimizers = [_flat_optimizers(jax.tree.map(read, stage.optimizers)) for stage in stages]
     arrays = {
-        "lora": _own_arrays(stages, [stage.lora for stage in stages], lv.WEIGHTS, read),
-        "sums": _own_arrays(stages, [stage.sums for stage in stages], lv.SUMS, read),
+        "lora": _own_arrays(stages[0].names, columns, hosts, lv.WEIGHTS),
+        "sums": _own_arrays(stages[0].names, columns, sums, lv.SUMS),
         "loss": read(loss),
         "alive": read(stages[0].alive),
-        "optimizers": _concatenate([stage.optimizers for stage in stages], read),
+        "optimizers": {name: _join([own[name] for own in optimizers], _leaf_of) for name in stages[0].names},
     }
     return arrays | ({"metrics": jax.tree.map(read, metrics)} if metrics else {})
 
@@ -55,15 +59,19 @@ def scatter(stages: Sequence[Stage], arrays: dict[str, Any]) -> None:
     totals = {"loss": arrays["loss"], **arrays.get("metrics", {})}
     totals = {name: _spread_rows(leaf, replicas) for name, leaf in totals.items()}
     for stage in stages:
-        mesh = stage.mesh
+        mesh, columns = stage.mesh, stage.programs.columns
         mine = np.asarray(mesh.local_replicas)
         sums = [
-            {name: _spread_rows(leaf, replicas)[mine][:, stage.layers_of(name)] for name, leaf in own.items()}
-            for own in (arrays["sums"][name] for name in stage.names)
+            {
+                name: _spread_rows(leaf, replicas)[mine][:, stage.layers_of(name)]
+                for name, leaf in arrays["sums"][adapter].items()
+                if name in columns
+            }
+            for adapter in stage.names
         ]
         stage.take_weights(arrays["lora"])
-        stage.sums = to_stage(lv.stack_adapters(stage.parts.columns, sums, lead=lv.SUMS), mesh)
-        stage.optimizers = replicate(of_stage(stage, arrays["optimizers"]), mesh)
+        stage.sums = to_stage(lv.stack_adapters(columns, sums, lead=lv.SUMS), mesh)
+        stage.optimizers = replicate(_of_stage(stage, arrays["optimizers"]), mesh)
         stage.alive = replicate(np.asarray(arrays["alive"]), mesh)
         if stage.totals is not None:
             stage.totals = to_stage({name: leaf[mine] for name, leaf in totals.items()}, mesh)
@@ -71,47 +79,80 @@ def scatter(stages: Sequence[Stage], arrays: dict[str, Any]) -> None:
 
 def abstract_state(stages: Sequence[Stage], replicas: int) -> dict[str, Any]:
     """Returns shapes and dtypes of the result of `gather` with this number of replicas."""
-
-    def concatenated(trees: list[Any]) -> Any:
-        def join(*leaves: Any) -> Any:
-            layers = sum(leaf.shape[0] for leaf in leaves) if leaves[0].ndim else None
-            return jax.ShapeDtypeStruct(
-                leaves[0].shape if layers is None else (layers, *leaves[0].shape[1:]), leaves[0].dtype
-            )
-
-        return jax.tree.map(join, *trees)
-
     last, parts = stages[-1], stages[-1].parts
     assert last.totals is not None
     loss, metrics = _split_loss(last.totals)
     row = jax.ShapeDtypeStruct((replicas, loss.shape[1]), jnp.float32)
     own = parts.own_shapes()
+    trained = {
+        adapter: {name: shape for name, shape in shapes.items() if parts.columns[name].leaf.trainable}
+        for adapter, shapes in own.items()
+    }
+    optimizers = [_flat_optimizers(stage.optimizers) for stage in stages]
     arrays = {
         "lora": _structs(own),
-        "sums": _structs(own, replicas),
+        "sums": _structs(trained, replicas),
         "loss": row,
         "alive": jax.ShapeDtypeStruct(last.alive.shape, last.alive.dtype),
-        "optimizers": concatenated([stage.optimizers for stage in stages]),
+        "optimizers": {name: _join([it[name] for it in optimizers], _leaf_of, _struct) for name in last.names},
     }
     return arrays | ({"metrics": dict.fromkeys(metrics, row)} if metrics else {})
 
 
-def adapter_arrays(parts: Sequence[Any]) -> Any:
-    """Joins an adapter's parts on the host: weights of `Stage.adapter`, or optimizer states.
-
-    "layers.self_attn.q_proj.lora_a" → [L, K, r], and so on.
-    """
-    return _concatenate(list(parts))
+def adapter_arrays(parts: Sequence[lv.Leaves]) -> dict[str, np.ndarray]:
+    """Joins an adapter's parts (`Stage.adapter`) on the host: "layers.self_attn.q_proj.lora_a" → [L, K, r]."""
+    return _join([{name: to_host(leaf) for name, leaf in part.items()} for part in parts], lambda name: name)
 
 
-def _own_arrays(stages: Sequence[Stage], trees: Sequence[lv.Leaves], lead: int, read: Read) -> Own:
-    columns, hosts = stages[0].parts.columns, [jax.tree.map(read, tree) for tree in trees]
+def joined_states(states: Sequence[Any]) -> Any:
+    """Joins the optimizer states of an adapter whose leaves are all of layers, on the host."""
+
+    def join(*leaves: Any) -> np.ndarray:
+        held = [to_host(leaf) for leaf in leaves]
+        return np.concatenate(held) if held[0].ndim and len(held) > 1 else held[0]
+
+    return jax.tree.map(join, *states)
+
+
+def state_of_stage(stage: Stage, state: Any) -> Any:
+    """Slices a stage's layers out of a state of `joined_states`."""
+
+    def own(path: tuple, leaf: Any) -> np.ndarray:
+        name = _leaf_of(_path(path))
+        return np.asarray(leaf) if name is None else np.asarray(leaf)[stage.layers_of(name)]
+
+    return jax.tree_util.tree_map_with_path(own, state)
+
+
+def _own_arrays(
+    names: Sequence[str], columns: Mapping[str, lv.Columns], hosts: Sequence[Mapping[str, np.ndarray]], lead: int
+) -> Own:
+    parts = [{name: at for name, at in columns.items() if name in host} for host in hosts]
 
     def own(index: int) -> dict[str, np.ndarray]:
-        parts = [lv.take_adapter(columns, host, index, lead=lead) for host in hosts]
-        return {name: np.concatenate([part[name] for part in parts], lead - 1) for name in parts[0]}
+        taken = [lv.take_adapter(part, host, index, lead=lead) for part, host in zip(parts, hosts, strict=True)]
+        return _join(taken, lambda name: name, partial(np.concatenate, axis=lead - 1))
 
-    return {name: own(index) for index, name in enumerate(stages[0].names)}
+    return {name: own(index) for index, name in enumerate(names)}
+
+
+def _join(
+    parts: Sequence[Mapping[str, Any]],
+    leaf_of: Callable[[str], str | None],
+    concatenate: Callable[[list[Any]], Any] = np.concatenate,
+) -> dict[str, Any]:
+    """Joins the arrays of the stages by name, along their layers. What is not of layers is equal on all stages."""
+    joined: dict[str, Any] = {}
+    for name in dict.fromkeys(name for part in parts for name in part):
+        held = [part[name] for part in parts if name in part]
+        of_layers = (leaf_of(name) or "").startswith(lv.LAYERS)
+        joined[name] = concatenate(held) if of_layers else concatenate(held[:1]) if held[0].ndim else held[0]
+    return joined
+
+
+def _struct(leaves: list[Any]) -> jax.ShapeDtypeStruct:
+    layers = sum(leaf.shape[0] for leaf in leaves)
+    return jax.ShapeDtypeStruct((layers, *leaves[0].shape[1:]), leaves[0].dtype)
 
 
 def _structs(shapes: Mapping[str, Mapping[str, tuple[int, ...]]], *front: int) -> dict[str, Any]:
@@ -126,24 +167,39 @@ def _split_loss(totals: dict[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.
     return totals["loss"], {name: total for name, total in totals.items() if name != "loss"}
 
 
-def of_stage(stage: Stage, tree: Any) -> Any:
-    """Slices a stage's layers out of every array. The array's path names its leaf; scalars are step counts."""
+def _flat_optimizers(optimizers: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Returns adapter → path of an array in its state, such as "0/mu/layers.self_attn.q_proj.lora_a" → array.
 
-    def own(path: tuple, leaf: Any) -> np.ndarray:
-        if not np.ndim(leaf):
-            return np.asarray(leaf)
-        name = next(key.key for key in path if isinstance(key, DictKey) and key.key.startswith("layers."))
-        return np.asarray(leaf)[stage.layers_of(name)]
+    States of stages have different trees if only one stage has some leaf.
+    """
+    return {
+        name: {_path(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state)}
+        for name, state in optimizers.items()
+    }
 
-    return jax.tree_util.tree_map_with_path(own, tree)
+
+def _path(path: tuple) -> str:
+    return "/".join(str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", "")))) for key in path)
 
 
-def _concatenate(trees: list[Any], read: Read = to_host) -> Any:
-    def join(*leaves: Any) -> np.ndarray:
-        held = [read(leaf) for leaf in leaves]
-        return np.concatenate(held) if held[0].ndim and len(held) > 1 else held[0]
+def _leaf_of(path: str) -> str | None:
+    """Returns the leaf that an array of an optimizer's state belongs to; None for a step count."""
+    roots = (lv.LAYERS, lv.SHARED, lv.HEAD)
+    return next((part for part in path.split("/") if part.startswith(roots)), None)
 
-    return jax.tree.map(join, *trees)
+
+def _of_stage(stage: Stage, arrays: Mapping[str, Mapping[str, Any]]) -> Any:
+    """Fills the states of a stage from arrays of the whole model."""
+
+    def fill(adapter: str, path: tuple, before: Any) -> np.ndarray:
+        name = _path(path)
+        array, leaf = np.asarray(arrays[adapter][name]), _leaf_of(name)
+        return array if leaf is None or not before.ndim else array[stage.layers_of(leaf)]
+
+    return {
+        adapter: jax.tree_util.tree_map_with_path(partial(fill, adapter), state)
+        for adapter, state in stage.optimizers.items()
+    }
 
 
 def _spread_rows(rows: Any, replicas: int) -> np.ndarray:

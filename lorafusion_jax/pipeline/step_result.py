@@ -10,6 +10,7 @@ import numpy as np
 from jax import Array
 
 from lorafusion_jax.pipeline.adapter_step import BatchSummary
+from lorafusion_jax.pipeline.leaves import LAYERS
 from lorafusion_jax.pipeline.move import to_local
 from lorafusion_jax.pipeline.stage import Stage, Stepped
 
@@ -70,23 +71,25 @@ def in_order(closed: Sequence[Future[ClosedBatch]]) -> list[ClosedBatch]:
 
 def not_finite(stages: Sequence[Stage], adapter: int, result: StepResult) -> str | None:
     """Describes what was not finite in a refused step, with stage and layers. None if it was the loss."""
-    names = stages[0].leaf_names(stages[0].spec(adapter))
+    names = [stage.leaf_names(adapter) for stage in stages]
     if bad := _first_bad(stages, names, [to_local(each.finite) for each in result.closed]):
         return f"gradient not finite ({bad})"
     if not np.isfinite(result.loss):
         return None
     if not np.isfinite(result.grad_norm):
         return "norm of the gradient not finite"
-    bad = _first_bad(stages, [*names, "optimizer state"], [to_local(each.finite) for each in result.stepped])
+    bad = _first_bad(
+        stages, [[*own, "optimizer state"] for own in names], [to_local(each.finite) for each in result.stepped]
+    )
     return f"the step would write numbers that are not finite ({bad})" if bad else None
 
 
-def _first_bad(stages: Sequence[Stage], names: Sequence[str], finite: Sequence[np.ndarray]) -> str | None:
-    for place, (stage, own) in enumerate(zip(stages, finite, strict=True)):
-        bad = next((name for name, good in zip(names, own, strict=True) if not good), None)
+def _first_bad(stages: Sequence[Stage], names: Sequence[Sequence[str]], finite: Sequence[np.ndarray]) -> str | None:
+    for place, (stage, known, own) in enumerate(zip(stages, names, finite, strict=True)):
+        bad = next((name for name, good in zip(known, own, strict=True) if not good), None)
         if bad is None:
             continue
-        here = stage.layers_of(bad) if bad in stage.lora else None
+        here = stage.layers_of(bad) if bad.startswith(LAYERS) else None
         layers = "" if here is None else f" of layers {here[0]} to {here[-1]}"
         return bad + (f"{layers}, stage {place}" if len(stages) > 1 else "")
     return None

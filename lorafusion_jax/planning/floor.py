@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from lorafusion_jax.adapters.spec import bank_rank
+from lorafusion_jax.adapters.spec import bank_columns
 from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.data.prepare import Prepared
@@ -86,11 +86,11 @@ def _half_floor_s(
 
 def _rank(problem: MemoryProblem, target: str, shares: Sequence[float] | None) -> int:
     """The mean rank of the rows in a projection, as work grows with it; at least 1 where any adapter has some."""
-    largest = bank_rank(problem.adapters, target)
+    largest = bank_columns(problem.adapters, target)
     if shares is None or not largest:
         return largest
     pairs = zip(problem.adapters, shares, strict=True)
-    return max(1, int(sum(share * spec.rank for spec, share in pairs if target in spec.targets)))
+    return max(1, int(sum(share * spec.columns for spec, share in pairs if target in spec.targets)))
 
 
 def _siblings(problem: MemoryProblem, site: tuple[Linear, ...], shares: Sequence[float] | None) -> SiblingsCost:

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-from lorafusion_jax.adapters.kind import adapter_kind, leaves_of
-from lorafusion_jax.adapters.spec import AdapterSpec, bank_rank, common_rank
+from lorafusion_jax.adapters.spec import AdapterSpec, bank_columns, bank_rank, common_rank
+from lorafusion_jax.adapters.table import adapter_kind, leaves_of
 from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.config.specs import adapter_specs
@@ -191,7 +191,14 @@ def _saved_by_lora(problem: MemoryProblem, layer: Layer, half: Half) -> dict[str
     ranks, bits = _site_ranks(problem, layer), _bits(problem, layer)
     rows = problem.item * problem.capacity_tokens
     kept = {f"S of {site}": rows * _columns_of_s(problem, layer, site) for site in sites if ranks[site]}
-    return kept | {f"dropout bits of {site}": bits[site] for site in sites if site in bits}
+    kept |= {f"dropout bits of {site}": bits[site] for site in sites if site in bits}
+    unscaled = [linear for site in sites for linear in layer.sites[site] if _scales_columns(problem, linear.name)]
+    return kept | {f"unscaled {linear.name}": rows * linear.out_features for linear in unscaled}
+
+
+def _scales_columns(problem: MemoryProblem, target: str) -> bool:
+    """Whether an adapter multiplies the columns of a projection, whose backward needs them as they were."""
+    return any(target in spec.targets and adapter_kind(spec.kind).column_scale for spec in problem.adapters)
 
 
 def working_memory(problem: MemoryProblem, stage: int) -> dict[str, int]:
@@ -324,7 +331,7 @@ def _stage(problem: MemoryProblem, stage: int) -> StageMemory:
     slopes = problem.item * problem.capacity_tokens * problem.model.hidden_size if _is_last(problem, stage) else 0
     return StageMemory(
         frozen=_frozen_bytes(problem, stage),
-        adapters=sum(own),
+        adapters=sum(own) + _constant_bytes(problem, stage),
         sums=sum(own),
         optimizers=sum(
             round(optimizer(name).states_per_weight * size) for name, size in zip(problem.optimizers, own, strict=True)
@@ -414,28 +421,44 @@ def _tile_sums(problem: MemoryProblem, layer: Layer) -> int:
         return 0
     tiles = problem.capacity_tokens // problem.tile_tokens
     sites = (
-        sum(bank_rank(problem.adapters, linear.name) * sum(linear.shape) for linear in linears)
+        sum(bank_columns(problem.adapters, linear.name) * sum(linear.shape) for linear in linears)
         for linears in layer.sites.values()
     )
     return tiles * (FLOAT32 + problem.item) * max(sites)
 
 
-def _own_lora_bytes(problem: MemoryProblem, stage: int) -> list[int]:
-    """Trainable tensors of a stage's layers in float32, per adapter, at its own rank, targets and kind."""
+def _own_lora_bytes(problem: MemoryProblem, stage: int, *, trainable: bool = True) -> list[int]:
+    """Trainable tensors of a stage's layers in float32, per adapter, at its own rank, targets and kind.
+
+    Args:
+        trainable: False: those that are constant in training.
+    """
     model = problem.model
     pieces = [model.layer(piece.layer).linear_shapes(piece.half) for piece in problem.layers[stage].pieces]
 
     def own(spec: AdapterSpec) -> int:
         kind = adapter_kind(spec.kind)
         shapes = [piece[name] for piece in pieces for name in spec.targets if name in piece]
-        return sum(kind.num_parameters(in_features=k, out_features=n, rank=spec.rank) for k, n in shapes)
+        return sum(
+            kind.num_parameters(in_features=k, out_features=n, rank=spec.rank, trainable=trainable) for k, n in shapes
+        )
 
     return [FLOAT32 * own(spec) for spec in problem.adapters]
 
 
+def _constant_bytes(problem: MemoryProblem, stage: int) -> int:
+    """Tensors of the adapters that training does not change; shared ones are on every stage once."""
+    shapes = problem.model.layer(0).linear_shapes().values()
+    largest = max(k for k, _ in shapes), max(n for _, n in shapes)
+    shared = sum(
+        prod(leaf.shape(*largest, spec.rank)) for spec in problem.adapters for leaf in adapter_kind(spec.kind).shared
+    )
+    return sum(_own_lora_bytes(problem, stage, trainable=False)) + FLOAT32 * shared
+
+
 def _site_ranks(problem: MemoryProblem, layer: Layer) -> dict[str, int]:
     return {
-        site: sum(bank_rank(problem.adapters, linear.name) for linear in linears)
+        site: sum(bank_columns(problem.adapters, linear.name) for linear in linears)
         for site, linears in layer.sites.items()
     }
 
@@ -453,7 +476,9 @@ def _attention_is_ours(problem: MemoryProblem, layer: Layer) -> bool:
 
 def _mlp_is_one_op(problem: MemoryProblem, layer: Layer) -> bool:
     """Whether the kernels run the whole MLP. Their backward recomputes silu(gate) · up from gate and up."""
-    if not problem.packed_bits or not layer.mlp.as_one_op:
+    inside = [linear.name for linear in layer.linears_of("mlp")]
+    scaled = any(_scales_columns(problem, name) for name in inside)
+    if not problem.packed_bits or not layer.mlp.as_one_op or scaled:
         return False
     number = problem.model.layers.index(layer)
     gate_up, down = (site_shape(problem, site, number) for site in ("gate_up", "down"))
@@ -467,10 +492,10 @@ def site_shape(problem: MemoryProblem, site: str, number: int = 0) -> policy.Lin
         rows=problem.capacity_tokens,
         in_features=linears[0].in_features,
         out_features=tuple(linear.out_features for linear in linears),
-        ranks=tuple(bank_rank(problem.adapters, linear.name) for linear in linears),
+        ranks=tuple(bank_columns(problem.adapters, linear.name) for linear in linears),
         tile=problem.tile_tokens,
         adapters=len(problem.adapters),
-        least_rank=common_rank([spec.rank for spec in problem.adapters]) or 0,
+        least_rank=common_rank([spec.columns for spec in problem.adapters]) or 0,
         dropout=any(spec.dropout for spec in problem.adapters),
         dtype=_dtype(problem),
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from lorafusion_jax.adapters.spec import AdapterSpec, bank_rank, common_rank
+from lorafusion_jax.adapters.spec import AdapterSpec, bank_columns, common_rank
 from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.layout.layer import Linear
 from pallas_kernels.policy import MAX_RANK, MIN_RANK, extra_blocks, padded_rank
@@ -61,15 +61,15 @@ def _site_s(
     rates: RankRates,
 ) -> float:
     """The same of the projections that share an input, which are one call."""
-    ranks = {linear: bank_rank(adapters, linear.name) for linear in linears}
+    ranks = {linear: bank_columns(adapters, linear.name) for linear in linears}
     features = {linear: sum(linear.shape) for linear in linears}
     if padded_rank(max(ranks.values())) <= MAX_RANK:
         return sum(rates.rank * max(0, ranks[linear] - MIN_RANK) * features[linear] for linear in linears)
-    mixed = common_rank([spec.rank for spec in adapters]) is None
+    mixed = common_rank([spec.columns for spec in adapters]) is None
     first, token = (MIN_RANK, rates.token) if mixed else (0, 0.0)
     seconds = 0.0
     for linear in linears:
-        blocks = {spec.name: extra_blocks((spec.rank,), first) for spec in adapters if linear.name in spec.targets}
+        blocks = {spec.name: extra_blocks((spec.columns,), first) for spec in adapters if linear.name in spec.targets}
         if any(blocks.values()):
             rows = sum(shares[name] * (rates.row + rates.block * count) for name, count in blocks.items() if count)
             seconds += features[linear] * (token + rows)

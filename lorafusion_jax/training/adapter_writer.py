@@ -13,6 +13,8 @@ from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.checkpoint.base_model import base_directory, base_identity
 from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.checkpoint.peft import export_adapter
+from lorafusion_jax.checkpoint.peft_leaves import with_adapter_axis
+from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.schema import AdapterConfig, JobConfig
 from lorafusion_jax.config.specs import adapter_spec, model_targets
 from lorafusion_jax.training.job import Job
@@ -41,6 +43,7 @@ class AdapterWriter:
         self._job, self._folder = job, folder
         self._since = {name: adapter.step for name, adapter in progress.adapters.items()}
         self._written: set[Path] = set()
+        self._shapes = ModelConfig.from_hf(base_directory(job.config)).layer(0).linear_shapes()
 
     def write(self, name: str, step: int, own: Mapping[str, np.ndarray], *, failure: str = "") -> Path:
         """Writes one adapter and returns its folder. Keeps a folder from this process or of an earlier step.
@@ -63,7 +66,7 @@ class AdapterWriter:
     def _export(self, spec: AdapterSpec, step: int, own: Mapping[str, np.ndarray], target: Path, failure: str) -> None:
         base, revision = base_identity(self._job.config)
         export_adapter(
-            {leaf: array[:, None] for leaf, array in own.items()},
+            with_adapter_axis(own),
             spec,
             0,
             base,
@@ -72,6 +75,7 @@ class AdapterWriter:
             base_revision=revision,
             replace=True,
             finish=lambda draft: self._describe(draft, self._job.config.adapter(spec.name), step, failure),
+            shapes=self._shapes,
         )
 
     def _describe(self, target: Path, adapter: AdapterConfig, step: int, failure: str) -> None:

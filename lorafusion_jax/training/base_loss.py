@@ -6,6 +6,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
+from lorafusion_jax.adapters.table import PLAIN
 from lorafusion_jax.config.references import adapters_with_references
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.config.specs import adapter_specs
@@ -70,7 +71,7 @@ def base_losses(config: JobConfig, prepared: Prepared, *, comes_quantised: bool 
 
 def _evaluate_base(config: JobConfig, prepared: Prepared, quantize: str) -> dict[str, float]:
     own = config.model_copy(update={"base": config.base.model_copy(update={"quantize": quantize})})
-    specs = [dataclasses.replace(spec, kind="lora") for spec in adapter_specs(config)]
+    specs = [dataclasses.replace(spec, kind=PLAIN) for spec in adapter_specs(config)]
     session = Session.open(own, prepared, specs)
     try:
         session.start({})

@@ -190,7 +190,7 @@ def _by_layer(tensors: Tensors) -> dict[str, np.ndarray]:
     return {
         name.replace("layers.", f"layers.{layer}.", 1): array
         for name, leaf in tensors.items()
-        for layer, array in enumerate(leaf)
+        for layer, array in enumerate(leaf)  # of another leaf than a layer's: one
     }
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.checkpoint.peft import read_adapter
+from lorafusion_jax.checkpoint.peft_leaves import exported_spec
 from lorafusion_jax.config.specs import adapter_specs
 from lorafusion_jax.data.prepare import prepare
 from lorafusion_jax.pipeline.session import Session
@@ -38,12 +39,14 @@ def verify_exports(run: Path) -> dict[str, Check]:
     folder = RunFolder(run)
     config = folder.read_config()
     prepared = prepare(config)
-    specs = [replace(spec, kind="lora") for spec in adapter_specs(config)]  # a PEFT folder holds plain LoRA
+    specs = [exported_spec(spec) for spec in adapter_specs(config)]
     session = Session.open(config, prepared, specs)
     exported = {place: folder.latest(spec.name) for place, spec in enumerate(specs)}
     losses = {name: row["after"] for name, row in final_rows(run).items() if "after" in row}
     try:
-        session.start({place: read_adapter(path)[1] for place, path in exported.items() if path is not None})
+        session.start(
+            {place: read_adapter(path, specs[place].kind)[1] for place, path in exported.items() if path is not None}
+        )
         session.finish_loading()
         return {name: Check(trained=loss, exported=session.evaluate(name).loss) for name, loss in losses.items()}
     finally:

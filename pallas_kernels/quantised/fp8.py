@@ -70,6 +70,10 @@ class Fp8Weight:
         """In the order that backward wants."""
         return self.values.T if self.transposed is None else self.transposed
 
+    def dense(self, dtype: Any) -> Float[Array, "K N"]:
+        """See `dequantise`."""
+        return dequantise(self, dtype)
+
     def multiply(self, x: Float[Array, "*B K"]) -> Float[Array, "*B N"]:
         """x W."""
         x8, scales = round_rows(x)

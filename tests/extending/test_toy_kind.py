@@ -1,4 +1,4 @@
-"""An adapter kind from another package: LoRA with a trainable scale per output column."""
+"""Adapter kinds from another package that do not resemble LoRA: other tensors, constant ones, column factors."""
 
 from __future__ import annotations
 
@@ -12,147 +12,316 @@ import small_jobs
 from flax import nnx
 from more_cases import nightly
 from safetensors.numpy import load_file
+from small_jobs import exported, largest_difference
 
 from lorafusion_jax.cli.main import run
-from lorafusion_jax.modules import AdapterSpec, LoRAContext, apply_lora, use_adapters
+from lorafusion_jax.modules import AdapterSpec, LoRAContext, LoRALinear, apply_lora, use_adapters
+
+pytestmark = pytest.mark.usefixtures("kept_programs")
 
 SOURCE = """
 import numpy as np
 
-from lorafusion_jax.adapters.kind import LORA_A, LORA_B, AdapterKind, Leaf
+from lorafusion_jax.extend import AdapterKind, Leaf
 
 
 def ones(draw, shape):
     return np.ones(shape, np.float32)
 
 
-COLUMNS = Leaf(name="column_scale", axes=("N",), init=ones)
-SCALED = AdapterKind(
-    leaves=(LORA_A, LORA_B, COLUMNS),
-    low_rank=lambda leaves: (leaves["lora_a"], leaves["lora_b"] * leaves["column_scale"][:, None, :]),
+def zeros(draw, shape):
+    return np.zeros(shape, np.float32)
+
+
+def spread(draw, shape):
+    return (draw(int(np.prod(shape))).reshape(shape) - 0.5) / 2
+
+
+# x (down · diag) up, with the tensors in another order
+BENT = AdapterKind(
+    leaves=(
+        Leaf(name="up", axes=("R", "N"), init=zeros),
+        Leaf(name="diag", axes=("R",), init=ones, decay=False),
+        Leaf(name="down", axes=("K", "R"), init=spread, lr_group="down"),
+    ),
+    low_rank=lambda its, sizes: (its["down"] * its["diag"], its["up"]),
 )
+
+# One constant basis for all projections, signs that are constant, too, and only the rows after them are trained.
+LEAN = AdapterKind(
+    leaves=(
+        Leaf(name="basis", axes=("K", "R"), init=spread, trainable=False, shared=True),
+        Leaf(name="signs", axes=("R",), init=lambda draw, shape: np.sign(draw(shape[0]) - 0.5), trainable=False),
+        Leaf(name="rows", axes=("R", "N"), init=zeros),
+    ),
+    low_rank=lambda its, sizes: (its["basis"] * its["signs"], its["rows"]),
+)
+
+
+def nothing(its, sizes):
+    return sizes.np.zeros((sizes.K, sizes.R)), sizes.np.zeros((sizes.R, sizes.N))
+
+
+# No low-rank part: columns are louder by what is trained, times their norm in W. It starts from W, too.
+def louder(kernel, its, sizes):
+    return 1 + (its["loud"] - its["first"]) * (kernel * kernel).sum(0) ** 0.5
+
+
+LOUD = Leaf(name="loud", axes=("N",), init=zeros, peft_name="loud_vector")
+FIRST = Leaf(name="first", axes=("N",), init=zeros, trainable=False, peft_name="loud_first.vector")
+
+
+def start(kernel, its, sizes):
+    return {"loud": abs(kernel).max(0), "first": abs(kernel).max(0)}
+
+
+GAIN = AdapterKind(
+    leaves=(LOUD, FIRST), low_rank=nothing, column_scale=louder, start=start, peft={"peft_type": "GAIN", "gain_of": "W"}
+)
+NO_PEFT = AdapterKind(leaves=(LOUD,), low_rank=nothing, column_scale=lambda kernel, its, sizes: 1 + its["loud"])
+WRONG = {
+    "raises": AdapterKind(leaves=(LOUD,), low_rank=lambda its, sizes: (its["quiet"], its["loud"])),
+    "misshapen": AdapterKind(leaves=BENT.leaves, low_rank=lambda its, sizes: (its["down"].T, its["up"])),
+    "taken": AdapterKind(leaves=(Leaf(name="lora_a", axes=("N",), init=ones), LOUD), low_rank=nothing),
+    "shared": AdapterKind(leaves=(Leaf(name="all", axes=("K",), init=ones, shared=True), LOUD), low_rank=nothing),
+    "padding": AdapterKind(
+        leaves=BENT.leaves, low_rank=lambda its, sizes: (its["down"] + 1.0, its["up"] + its["diag"][:, None] + 1.0)
+    ),
+}
+RAISES, MISSHAPEN, TAKEN, SHARED, PADDING = WRONG.values()
 """
-
-
-ONE_LINEAR = {"targets": ["q_proj"]}  # smaller programs
+GROUP = "lorafusion_jax.adapter_kinds"
+KINDS = {"bent": "BENT", "lean": "LEAN", "gain": "GAIN", "no_peft": "NO_PEFT"}
+WRONG = ("raises", "misshapen", "taken", "shared", "padding")
+TOYS = ("bent", "lean", "gain")
+RANKS = {"bent": 3, "lean": 5, "gain": 2, "plain": 4}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _installed(install_for_module):
-    install_for_module("toy_kind", SOURCE, {"lorafusion_jax.adapter_kinds": {"scaled": "SCALED"}})
+    install_for_module("toy_kind", SOURCE, {GROUP: KINDS | {name: name.upper() for name in WRONG}})
 
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory, tiny_base):
-    """job({name: kind}, **sections) → job file, always in the same folder."""
+    """job(names, **sections) → job file, always in the same folder. An adapter's kind is its name."""
     folder = tmp_path_factory.mktemp("job")
-    ranks = {"toy": 2, "plain": 4}
-    rows = {name: small_jobs.write_rows(folder, name, 12, longest=20) for name in ranks}
+    rows = {name: small_jobs.write_rows(folder, name, 12, longest=16) for name in (*RANKS, "no_peft", *WRONG)}
 
-    def make(kinds: dict[str, str], **sections):
+    def make(*names: str, **sections):
         adapters = [
             {
                 "name": name,
                 "data": {"train": rows[name], "eval": rows[name]},
                 "batch": {"global_samples": 4},
-                "lora": {"kind": kind, "rank": ranks[name], "dropout": 0.1},
-                "optim": {"lr": 0.02, "schedule": "constant"},
+                "lora": {"kind": "lora" if name == "plain" else name, "rank": RANKS.get(name, 2), "dropout": 0.1}
+                | ({"targets": ["q_proj", "v_proj"]} if name == "gain" else {}),
+                "optim": {"lr": 0.02, "schedule": "constant", "weight_decay": 0.1}
+                | ({"lr_ratio": {"down": 2}} if name == "bent" else {}),
             }
-            for name, kind in kinds.items()
+            for name in names
         ]
-        return small_jobs.write_job(folder, tiny_base, adapters, **sections)
+        return small_jobs.write_job(folder, tiny_base, adapters, **{"save": {"every_steps": 2}} | sections)
 
     return make
 
 
 @pytest.fixture(scope="module")
 def joint(job, tmp_path_factory):
-    """A run of both kinds together."""
+    """A run of all of them together."""
     out = tmp_path_factory.mktemp("runs") / "joint"
-    both = job({"toy": "scaled", "plain": "lora"}, lora=ONE_LINEAR)
-    assert run(["train", str(both), "--out", str(out)]) == 0
+    assert run(["train", str(job(*TOYS, "plain")), "--out", str(out)]) == 0
     return out
 
 
-def trained(folder, name):
-    return load_file(folder / "adapters" / name / "latest" / "adapter_model.safetensors")
-
-
-def test_trains_with_lora_to_equivalent_peft_folders(joint):
+def test_all_kinds_learn_and_their_folders_compute_the_same(joint):
     rows = [json.loads(line) for line in (joint / "metrics.jsonl").read_text().splitlines()]
-    evals = [row["eval_loss"] for row in rows if row["kind"] == "eval" and row["adapter"] == "toy"]
-    assert evals[-1] < evals[0]
+    for name in TOYS:
+        evals = [row["eval_loss"] for row in rows if row["kind"] == "eval" and row["adapter"] == name]
+        assert evals[-1] < evals[0]
 
     from lorafusion_jax.training.verify import verify_exports
 
     for check in verify_exports(joint).values():
-        assert check.delta < 1e-5 * check.trained  # B times the column's scale, rounded once more
+        assert check.delta < 1e-5 * check.trained  # A times the diagonal, rounded once more
 
 
-@pytest.mark.parametrize("mesh", [nightly({}), {"data": 2}, nightly({"stages": 2, "data": 2})], ids=str)
-def test_joint_equals_separate_training(joint, job, tmp_path, mesh):
+def test_a_kind_that_peft_lacks_is_exported_as_lora(joint):
+    for name in ("bent", "lean"):
+        said = json.loads((joint / "adapters" / name / "latest" / "adapter_config.json").read_text())
+        assert (said["peft_type"], said["r"], said["lora_alpha"]) == ("LORA", RANKS[name], 32)
+        keys = {key.rsplit(".", 2)[-2] for key in exported(joint, name)}
+        assert keys == {"lora_A", "lora_B"}
+
+
+def test_a_kind_with_a_form_in_peft_writes_its_own_tensors(joint):
+    said = json.loads((joint / "adapters" / "gain" / "latest" / "adapter_config.json").read_text())
+    assert (said["peft_type"], said["gain_of"], "use_dora" in said) == ("GAIN", "W", False)
+    prefix = "base_model.model.model.layers.0.self_attn.v_proj"
+    tensors = exported(joint, "gain")
+    assert {key.removeprefix(prefix) for key in tensors if key.startswith(prefix)} == {
+        ".loud_vector",
+        ".loud_first.vector",
+    }
+    assert tensors[f"{prefix}.loud_vector"].shape == tensors[f"{prefix}.loud_first.vector"].shape
+
+
+def test_constant_tensors_keep_their_initial_values(joint, tiny_base):
+    base = load_file(tiny_base / "model.safetensors")
+    for layer in range(2):
+        first = exported(joint, "gain")[f"base_model.model.model.layers.{layer}.self_attn.q_proj.loud_first.vector"]
+        np.testing.assert_array_equal(
+            first, np.abs(np.float32(base[f"model.layers.{layer}.self_attn.q_proj.weight"])).max(1)
+        )
+    # A of `lean` is its basis times signs: the same numbers in every projection and layer, whatever was trained.
+    tensors = exported(joint, "lean")
+    columns = [np.abs(tensors[key]) for key in tensors if key.endswith("q_proj.lora_A.weight")]
+    wide = [np.abs(tensors[key]) for key in tensors if key.endswith("down_proj.lora_A.weight")]
+    for array in columns:
+        np.testing.assert_array_equal(array, wide[0][:, : array.shape[1]])
+
+
+@pytest.mark.parametrize("mesh", [{"data": 2}, nightly({}), nightly({"stages": 2, "data": 2})], ids=str)
+@pytest.mark.parametrize("name", ["gain", nightly("lean"), nightly("bent")])
+def test_joint_equals_separate_training(joint, job, tmp_path, name, mesh):
     """Another packing and another layout, so sums come in another order."""
-    alone = tmp_path / "alone"
-    toy = job({"toy": "scaled"}, mesh=mesh, lora=ONE_LINEAR)
-    assert run(["train", str(toy), "--out", str(alone), "adapters.toy.data.eval=null"]) == 0
-    ours, theirs = trained(joint, "toy"), trained(alone, "toy")
-    assert max(float(np.abs(ours[key] - theirs[key]).max() / np.abs(theirs[key]).max()) for key in ours) < 1e-5
+    assert run(["train", str(job(name, mesh=mesh)), "--out", str(tmp_path / "alone")]) == 0
+    assert largest_difference(exported(joint, name), exported(tmp_path / "alone", name)) < 1e-5
 
 
-def test_it_cannot_go_on_from_a_peft_folder(joint, job, tmp_path, capsys):
-    latest = joint / "adapters" / "plain" / "latest"
-    again = job({"toy": "scaled"}, lora=ONE_LINEAR)
-    assert run(["train", str(again), "--out", str(tmp_path / "second"), f"adapters.toy.lora.init_from={latest}"]) == 2
+def test_resumed_run_equals_uninterrupted_run(joint, job, tmp_path):
+    from lorafusion_jax.config import load_config
+    from lorafusion_jax.training import train
+
+    def power_cut(event) -> None:
+        if event.kind == "step" and event.adapter == "gain" and event.step == 3:
+            raise RuntimeError("power cut")
+
+    with pytest.raises(RuntimeError, match="power cut"):
+        train(load_config(job(*TOYS, "plain")), tmp_path / "cut", listeners=[power_cut])
+    assert run(["resume", str(tmp_path / "cut")]) == 0
+    for name in (*TOYS, "plain"):
+        ours, theirs = exported(tmp_path / "cut", name), exported(joint, name)
+        assert ours.keys() == theirs.keys()
+        for key in ours:
+            np.testing.assert_array_equal(ours[key], theirs[key])
+
+
+def test_training_goes_on_from_a_folder_of_its_kind(joint, job, tmp_path, capsys):
+    latest = joint / "adapters" / "gain" / "latest"
+    begun = tmp_path / "begun"
+    started = [f"adapters.gain.lora.init_from={latest}", "adapters.gain.optim.lr=1e-9"]
+    assert run(["train", str(job("gain")), "--out", str(begun), *started]) == 0
+    for key, array in exported(joint, "gain").items():
+        np.testing.assert_allclose(exported(begun, "gain")[key], array, rtol=1e-5)
+    assert run(["export", str(joint), "gain", "--merge", "--to", str(tmp_path / "merged")]) == 0
+    capsys.readouterr()
+
+    latest = joint / "adapters" / "bent" / "latest"
+    second = tmp_path / "second"
+    assert run(["train", str(job("bent")), "--out", str(second), f"adapters.bent.lora.init_from={latest}"]) == 2
     assert "error[peft.kind]" in capsys.readouterr().err
-    assert not (tmp_path / "second").exists()
+    assert not second.exists()
 
 
-def test_works_in_an_nnx_model():
+def test_merged_weights_compute_the_same(joint, tiny_base, tmp_path):
+    from lorafusion_jax.checkpoint.merge import merge_adapter as merge_folder
+
+    merge_folder(tiny_base, joint / "adapters" / "gain" / "latest", tmp_path / "merged", kind="gain")
+    before, after = load_file(tiny_base / "model.safetensors"), load_file(tmp_path / "merged" / "model.safetensors")
+    tensors = exported(joint, "gain")
+    key = "model.layers.1.self_attn.v_proj"
+    w_KN = np.float64(before[f"{key}.weight"]).T
+    louder = tensors[f"base_model.model.{key}.loud_vector"] - tensors[f"base_model.model.{key}.loud_first.vector"]
+    want_KN = w_KN * (1 + louder * np.sqrt((w_KN**2).sum(0)))
+    np.testing.assert_allclose(np.float64(after[f"{key}.weight"]).T, want_KN, rtol=1e-5, atol=1e-7)
+    np.testing.assert_array_equal(
+        before["model.layers.1.mlp.up_proj.weight"], after["model.layers.1.mlp.up_proj.weight"]
+    )
+
+
+def test_a_layer_of_its_own_and_an_nnx_model_compute_the_kind():
     specs = [
-        AdapterSpec(name="toy", rank=2, alpha=4, kind="scaled", targets=(".*",)),
+        AdapterSpec(name="bent", rank=2, alpha=4, kind="bent", targets=(".*",)),
         AdapterSpec(name="plain", rank=3, alpha=3, targets=(".*",)),
+        AdapterSpec(name="gain", rank=1, alpha=1, kind="gain", targets=(".*",)),
     ]
     model = apply_lora(nnx.Linear(8, 6, rngs=nnx.Rngs(0)), specs)
-    keys = iter(jax.random.split(jax.random.key(0), 4))
-    model.lora_b[...] = jax.random.normal(next(keys), (2, 3, 6)).at[0, 2:].set(0)
-    model.column_scale[...] = jax.random.normal(next(keys), (2, 6))
-    x = jax.random.normal(next(keys), (4, 8))
-    table = jnp.array([0, 1, 0, 1])
+    layer = LoRALinear(8, 6, adapters=specs, use_bias=True, rngs=nnx.Rngs(0))
+    layer.kernel[...] = model.kernel[...]
+    keys = iter(jax.random.split(jax.random.key(0), 9))
+    model.up[...] = jax.random.normal(next(keys), (3, 3, 6)).at[0, 2:].set(0).at[1:].set(0)
+    model.lora_b[...] = jax.random.normal(next(keys), (3, 3, 6)).at[0].set(0).at[2].set(0)
+    model.loud[...] = model.loud[...].at[2].add(jax.random.normal(next(keys), (6,)))
+    model.diag[...] = model.diag[...].at[0, :2].set(jnp.array([0.5, -2.0]))
+    for name in ("up", "diag", "down", "lora_a", "lora_b", "loud", "first"):
+        getattr(layer, name)[...] = getattr(model, name)[...]
+    x, table = jax.random.normal(next(keys), (6, 8)), jnp.array([0, 1, 2, 0, 1, 2])
+    leaves = {name: np.float64(getattr(model, name)[...]) for name in ("up", "diag", "down", "lora_a", "lora_b")}
+    w = np.float64(model.kernel[...])
+    louder = 1 + np.float64(model.loud[...] - model.first[...])[2] * np.sqrt((w**2).sum(0))
+    low = {
+        0: 2 * (leaves["down"][0] * leaves["diag"][0]) @ leaves["up"][0],
+        1: leaves["lora_a"][1] @ leaves["lora_b"][1],
+        2: w * (louder - 1),
+    }
+    want = np.stack([row @ (w + low[k]) for row, k in zip(np.float64(x), table.tolist(), strict=True)])
 
     def forward(model, x):
         with use_adapters(LoRAContext.of(specs, table)):
             return model(x)
 
-    a, b, columns, w = (
-        np.float64(leaf[...]) for leaf in (model.lora_a, model.lora_b, model.column_scale, model.kernel)
-    )
-    factors = np.stack([2 * columns[0], np.ones(6)])
-    want = [
-        x_K @ w + model.bias[...] + (x_K @ a[k] @ b[k]) * factors[k]
-        for x_K, k in zip(np.float64(x), table, strict=True)
-    ]
-    np.testing.assert_allclose(forward(model, x), np.stack(want), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(forward(model, x), want, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(layer(x, LoRAContext.of(specs, table)), want, rtol=1e-5, atol=1e-5)
 
     def gradient(model):
-        loss = lambda model: (forward(model, x)[1::2] ** 2).sum()  # noqa: E731 (rows of the plain adapter)
+        loss = lambda model: (forward(model, x)[1::3] ** 2).sum()  # noqa: E731 (rows of the plain adapter)
         return nnx.grad(loss, argnums=nnx.DiffState(0, nnx.LoRAParam))(model)
 
     before = gradient(model)
-    model.column_scale[...] = jnp.array(model.column_scale[...]).at[0].set(jnp.nan)
+    for name in ("loud", "diag"):
+        poisoned = getattr(model, name)[...]
+        getattr(model, name)[...] = poisoned.at[2 if name == "loud" else 0].set(jnp.nan)
     after = gradient(model)
     for name in ("lora_a", "lora_b"):
         np.testing.assert_array_equal(after[name][...][1], before[name][...][1])
 
 
-def test_memory_counts_its_tensors(job, capsys):
-    held = {}
-    for kind in ("lora", "scaled"):
-        assert run(["plan", str(job({"toy": kind})), "--json"]) == 0
-        held[kind] = json.loads(capsys.readouterr().out)["memory"]["stages"][0]
-    widths = 32 + 32  # q, down
-    assert held["scaled"]["adapters"] - held["lora"]["adapters"] == 4 * 2 * widths
+def test_only_trained_tensors_have_gradients_and_optimizer_states(job, capsys):
+    assert run(["plan", str(job("lean")), "--json"]) == 0
+    held = json.loads(capsys.readouterr().out)["memory"]["stages"][0]
+    rank, widths = RANKS["lean"], 32 + 32  # q, down
+    rows, signs, basis = 2 * rank * widths, 2 * 2 * rank, 48 * rank  # down has the most inputs
+    assert held["sums"] == 4 * rows
+    assert held["optimizers"] == 2 * held["sums"]
+    assert held["adapters"] == 4 * (rows + signs + basis)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("raises", "KeyError: 'quiet'"),
+        ("misshapen", "A of low_rank has the shape"),
+        ("taken", "lora_a is the name of another tensor in a built-in kind"),
+        ("shared", "all is shared and trainable"),
+        ("padding", "beyond an adapter's rank"),
+    ],
+)
+def test_a_broken_kind_is_named_before_anything_is_loaded(job, tmp_path, capsys, kind, words):
+    assert run(["train", str(job(kind)), "--out", str(tmp_path / "run")]) == 2
+    err = capsys.readouterr().err
+    assert "error[kind.broken]" in err
+    assert words in " ".join(err.split())
+    assert "from toy_kind" in " ".join(err.split())
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_kind_that_cannot_be_exported_is_refused_before_step_1(job, tmp_path, capsys):
+    assert run(["train", str(job("no_peft")), "--out", str(tmp_path / "run")]) == 2
+    assert "error[kind.no-peft]" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
 
 
 def test_an_unknown_kind_is_refused(job, capsys):
-    assert run(["check", str(job({"toy": "scald"}))]) == 2
-    assert "did you mean 'scaled'" in capsys.readouterr().err
+    assert run(["check", str(job("plain")), "adapters.plain.lora.kind=bnt"]) == 2
+    assert "did you mean 'bent'" in capsys.readouterr().err

@@ -15,7 +15,7 @@ from lorafusion_jax.config.specs import adapter_spec
 from lorafusion_jax.layout.extent import Extent
 from lorafusion_jax.models import ModelConfig
 from lorafusion_jax.optim.step import hyper
-from lorafusion_jax.pipeline.leaves import place_of
+from lorafusion_jax.pipeline.leaves import own_columns, place_of
 from lorafusion_jax.pipeline.mesh import stage_meshes
 from lorafusion_jax.pipeline.parts import Parts
 from lorafusion_jax.pipeline.programs import StagePrograms
@@ -107,13 +107,13 @@ def copy(tree):
 def step(two, grads, alive=(True, True)):
     """Steps the first adapter; returns weights, sums, losses, optimizer, who is alive, summary and finite leaves."""
     programs, lora, _, configs = two
-    spec, optim = programs._parts.specs[0], configs[0].optim
-    place = place_of(programs._parts.columns, programs._parts.specs, 0)
-    optimizer = programs.init_optimizer(spec, optim, place, lora)
-    closed = programs.close_batch(spec, place, copy(grads), {"loss": jnp.array([[1.0, 2.0]])}, jnp.array(alive))
+    own, optim = own_columns(programs.columns, 0, programs._parts.specs[0]), configs[0].optim
+    place = place_of(programs.columns, 0, programs._parts.specs[0])
+    optimizer = programs.init_optimizer(own, optim, place, lora)
+    closed = programs.close_batch(own, place, copy(grads), {"loss": jnp.array([[1.0, 2.0]])}, jnp.array(alive))
     gradient, summary, finite, sums, totals = closed
     after, optimizer, alive, *_ = programs.step(
-        spec, optim, place, copy(lora), gradient, optimizer, jnp.array(alive), [summary], hyper(optim, 1e-2)
+        own, optim, place, copy(lora), gradient, optimizer, jnp.array(alive), [summary], hyper(optim, 1e-2)
     )
     return after, sums, totals["loss"], optimizer, alive, summary, finite
 
@@ -135,9 +135,10 @@ def test_a_step_touches_its_own_adapter_only(two):
 def test_a_gradient_that_is_not_finite_changes_no_weight_and_no_moment(two, poison):
     programs, lora, grads, configs = two
     bad = {name: leaf.at[0, 0, 0, 0].set(poison) if name.endswith("lora_b") else leaf for name, leaf in grads.items()}
-    parts = programs._parts
-    place = place_of(parts.columns, parts.specs, 0)
-    state = programs.init_optimizer(parts.specs[0], configs[0].optim, place, lora)
+    place = place_of(programs.columns, 0, programs._parts.specs[0])
+    state = programs.init_optimizer(
+        own_columns(programs.columns, 0, programs._parts.specs[0]), configs[0].optim, place, lora
+    )
     after, _, _, kept, alive, summary, finite = step(two, bad)
     chex.assert_trees_all_equal((after, kept), (lora, state))
     np.testing.assert_array_equal(alive, [False, True])

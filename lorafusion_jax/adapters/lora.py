@@ -1,0 +1,30 @@
+"""LoRA: y = x W + scale · (drop(x) A) B, with A and B trained.
+
+Source: Hu et al. 2021, arXiv:2106.09685; initial values as in PEFT.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from lorafusion_jax.adapters.kind import AdapterKind, Draw, Leaf
+
+
+def kaiming(draw: Draw, shape: tuple[int, ...]) -> np.ndarray:
+    """U(-1/sqrt(K), 1/sqrt(K)) (Kaiming uniform with a = sqrt 5)."""
+    bound = np.float32(1 / math.sqrt(shape[0]))
+    return ((2 * draw(math.prod(shape)) - 1) * bound).reshape(shape)
+
+
+def zeros(draw: Draw, shape: tuple[int, ...]) -> np.ndarray:
+    del draw  # unused
+    return np.zeros(shape, np.float32)
+
+
+LORA_A = Leaf(name="lora_a", axes=("K", "R"), init=kaiming, peft_name="lora_A.weight")
+LORA_B = Leaf(name="lora_b", axes=("R", "N"), init=zeros, lr_group="b", peft_name="lora_B.weight")
+LORA = AdapterKind(
+    leaves=(LORA_A, LORA_B), low_rank=lambda tensors, sizes: (tensors["lora_a"], tensors["lora_b"]), peft={}
+)

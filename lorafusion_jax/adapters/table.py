@@ -1,0 +1,37 @@
+"""The table of adapter kinds. Never imports jax, because planning needs sizes.
+
+To add one, add a row to `KINDS`. Other packages can install an entry point of the group
+`lorafusion_jax.adapter_kinds` that loads an `AdapterKind`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from lorafusion_jax.adapters.kind import AdapterKind, Leaf
+from lorafusion_jax.adapters.lora import LORA
+from lorafusion_jax.plugins import find, not_known
+
+GROUP = "lorafusion_jax.adapter_kinds"
+PLAIN = "lora"  # the kind of a job file that names none; others are exported as it if PEFT lacks them
+KINDS: Mapping[str, AdapterKind] = {PLAIN: LORA}
+
+
+def adapter_kind(name: str) -> AdapterKind:
+    """Finds a kind by its name in a job file.
+
+    Raises:
+        ConfigError: `plugin.unknown`, `plugin.broken`.
+    """
+    return find(GROUP, KINDS, name, AdapterKind)
+
+
+def unknown_kind(name: str) -> str | None:
+    """Explains an unknown `lora.kind`; None if the name exists."""
+    return not_known(GROUP, KINDS, name)
+
+
+def leaves_of(kinds: Sequence[str]) -> tuple[Leaf, ...]:
+    """The tensors of all these kinds in order, each name once."""
+    leaves = {leaf.name: leaf for name in kinds for leaf in adapter_kind(name).leaves}
+    return tuple(leaves.values())
