@@ -1,12 +1,15 @@
-"""Checkpoints that cannot be written."""
+"""Checkpoints: those that cannot be written, those that stay, and damage."""
 
 from __future__ import annotations
 
+import json
 import time
 
 import numpy as np
 import pytest
 
+from lorafusion_jax.checkpoint.digests import find_damage, write_digests
+from lorafusion_jax.checkpoint.saved_states import POSITION, checkpoint_damage, find_checkpoint, slots_of
 from lorafusion_jax.checkpoint.store import StateStore
 from lorafusion_jax.errors import RunError
 
@@ -28,3 +31,35 @@ def test_a_disk_that_takes_no_checkpoint_is_told_once(slots, tmp_path, request, 
     does = "continues: the checkpoint of slot 3 is intact" if slots else "starts again: no checkpoint was written yet"
     assert caught.value.fix.endswith(f"lorafusion resume {tmp_path / 'run'} {does}")
     assert "Traceback" not in capfd.readouterr().err
+
+
+def test_pruning_keeps_the_newest_good_checkpoints(tmp_path):
+    """A run that went on from slot 4, because that of slot 9 is damaged, replaces it."""
+    state = tmp_path / "state"
+    first = StateStore(state)
+    for slot in (2, 4, 9):
+        first.save(slot, {"a": np.full(4, slot)}, {"slot": slot})
+    again = StateStore(state, keep=2, slot=4)
+    again.save(6, {"a": np.zeros(4)}, {"slot": 6})
+    assert slots_of(state) == [4, 6]
+
+
+def test_a_position_of_another_slot_is_damage(tmp_path):
+    for slot, named in ((3, 3), (5, 4)):
+        position = tmp_path / str(slot) / POSITION
+        position.parent.mkdir(parents=True)
+        position.write_text(json.dumps({"slot": named, "adapters": {}}))
+        write_digests(tmp_path / str(slot))
+    (damage,) = checkpoint_damage(tmp_path / "5")
+    assert "does not name slot 5" in damage.why
+    found = find_checkpoint(tmp_path)
+    assert (found.slot, found.damaged) == (3, (damage,))
+
+
+def test_a_wanted_file_that_has_no_digest_is_damage(tmp_path):
+    (tmp_path / "weights").write_text("good")
+    write_digests(tmp_path)
+    (tmp_path / "late").write_text("exchanged")
+    assert find_damage(tmp_path, ["weights"]) == []
+    (damage,) = find_damage(tmp_path, ["weights", "late"])
+    assert (damage.file.name, damage.why) == ("late", "SHA256SUMS does not list it")

@@ -1,11 +1,15 @@
 """Slots to arrays: where rows go, what they learn, and keys that know nothing of packing."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
+import shape_checks
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lorafusion_jax.data.assemble import Piece, assemble, num_segments, row_keys, sample_key
+from lorafusion_jax.data.assemble import Piece, Weights, assemble, num_segments, pieces_of_slot, row_keys, sample_key
+from scheduling import SampleRef
 
 TILE, CAPACITY = 16, 160
 
@@ -79,3 +83,30 @@ def test_packing_does_not_change_the_rows_of_a_sample():
     others = packed([piece(0, 4, key=3), piece(0, 9, key=7), piece(1, 5, key=1)])
     for name in ("tokens", "targets", "positions", "row_key", "weights"):
         np.testing.assert_array_equal(getattr(alone, name)[:9], getattr(others, name)[4:13])
+
+
+def test_every_epoch_of_a_sample_draws_its_own_masks():
+    """And no place in the plan does: the key is of epoch and row."""
+
+    class Train:
+        lengths = np.array([3, 2])
+
+        def sample(self, row):
+            return np.arange(self.lengths[row], dtype=np.int32), np.ones(self.lengths[row], bool)
+
+        def segment_lengths_of(self, row):
+            return None
+
+    data = {"law": SimpleNamespace(train=Train(), order=np.array([1, 0, 0, 1]))}
+    weights = {("law", batch): Weights(1.0) for batch in range(4)}
+
+    def keys_of(refs):
+        return [found.key for found in pieces_of_slot(refs, data, {"law": 0}, weights)]
+
+    with shape_checks.off():
+        refs = [SampleRef("law", 0, batch, sample) for batch, sample in enumerate((0, 1, 2, 3))]
+        keys = keys_of(refs)
+        again = keys_of(refs[::-1])
+    assert keys == [sample_key(0, 1), sample_key(0, 0), sample_key(1, 0), sample_key(1, 1)]
+    assert len(set(keys)) == 4
+    assert again == keys[::-1]

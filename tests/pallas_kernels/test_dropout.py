@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import pallas_kernels as pk
-from pallas_kernels.dropout import inverse_keep, keep_mask, keep_words, threshold, unpack
+from pallas_kernels.dropout import inverse_keep, keep_mask, keep_words, row_state, threshold, unpack
 
 ROWS, COLUMNS = 1024, 2048
 
@@ -91,3 +91,10 @@ def test_packed_words_hold_column_8j_plus_c_in_bit_j_of_word_c():
         block, inside = divmod(column, 256)
         bit = (np.asarray(words)[:, block, inside % 8] >> (inside // 8)) & 1
         np.testing.assert_array_equal(bit.astype(bool), keep[:, column])
+
+
+def test_counters_of_rows_do_not_repeat():
+    """An odd stride visits all 2^32 numbers; an even one repeats its words after a part of them."""
+    keys = jnp.arange(4096, dtype=jnp.uint32)
+    _, strides = row_state(keys * 77, keys)
+    assert (np.asarray(strides) % 2 == 1).all()

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.tiles import sum_tiles
+from pallas_kernels.tiles import select_tiles, sum_tiles
 
 
 @pytest.mark.parametrize("adapters", [3, 16, 17, 33])
@@ -23,3 +23,12 @@ def test_sums_do_not_depend_on_other_adapters(adapters):
         np.testing.assert_allclose(found[k], right, rtol=1e-5, atol=1e-5)
     assert np.isnan(found[1]).all()
     assert not np.isnan(np.delete(found, 1, 0)).any()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_padding_tiles_are_selected_away(bad):
+    """Padding reads the weights of adapter 0; what is not finite there must not reach its rows."""
+    found = jax.jit(select_tiles)(jnp.full((3, 8, 4), bad), jnp.array([0, -1, 2], jnp.int32))
+    np.testing.assert_array_equal(found[1], np.zeros((8, 4)))
+    assert not np.isfinite(found[0]).any()
+    assert not np.isfinite(found[2]).any()

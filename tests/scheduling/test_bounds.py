@@ -104,3 +104,8 @@ def test_search_is_at_most_one_slot_from_the_optimum(seed):
     exact = solve_exactly(problem, incumbent=greedy(problem), bound=plan.lower_bound, time_limit_s=600)
     assert exact.proven
     assert plan.lower_bound <= len(exact.filling) <= plan.num_slots <= len(exact.filling) + 1
+
+
+def test_halves_share_a_microbatch():
+    assert bound(AdapterJob("a", [512] * 4, 4)) == 2  # two of exactly half fill one
+    assert bound(AdapterJob("a", [513] * 4, 4)) == 4

@@ -59,3 +59,10 @@ def test_another_stream_is_refused(longer):
 def test_cuts_lie_inside_the_stream_and_ascend(cuts):
     with pytest.raises(PlanError, match=r"plan\.cuts"):
         AdapterJob("law", [200] * 4, 2, cuts=cuts)
+
+
+@pytest.mark.parametrize("at_slot", range(1, 7))
+def test_a_change_of_plan_wastes_no_slot(at_slot):
+    """A batch may run as soon as its predecessor is as many slots away as there are stages."""
+    plan = make_plan([AdapterJob("law", [100] * 4, 1)], capacity_tokens=128, num_stages=2, **QUICK)
+    assert replan(plan, at_slot=at_slot, **QUICK).slots == plan.slots
