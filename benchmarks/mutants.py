@@ -1,0 +1,139 @@
+"""Plants small faults one by one and runs the nearest tests: which faults does no test notice?
+
+    python -m benchmarks.mutants                      # all of benchmarks/mutants_table.py
+    python -m benchmarks.mutants --only bounds --seconds 600 --out FOLDER
+
+Works on a copy of the repository. Libraries are imported once, and each mutant runs in a fork, so it costs little more
+than its tests. Before its first mutant a file of tests has to pass. Writes mutants.csv. Exits with 1 if a mutant
+survives without a reason or the code no longer holds its text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from functools import cache
+from pathlib import Path
+
+from benchmarks.mutants_table import MUTANTS, Mutant
+
+ROOT = Path(__file__).resolve().parents[1]
+COPIED = ("scheduling", "pallas_kernels", "lorafusion_jax", "lorafusion_serve", "tests", "benchmarks", "examples")
+LIBRARIES = ("numpy", "hypothesis", "pytest", "jax", "flax", "optax", "chex", "pydantic", "yaml", "safetensors")
+LIMIT_S = 600.0  # of one mutant; a test that never ends has noticed it
+SKIPPED = shutil.ignore_patterns("__pycache__", "results", "tables")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="mutants whose file or text contains this")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no further mutant after that")
+    parser.add_argument("--out", type=Path, help="folder for mutants.csv")
+    options = parser.parse_args()
+    chosen = [mutant for mutant in MUTANTS if options.only in mutant.file + mutant.old]
+    for library in LIBRARIES:
+        __import__(library)
+    rows, end = [], time.monotonic() + options.seconds
+    with tempfile.TemporaryDirectory() as folder:
+        copy = copied(Path(folder))
+        for mutant in chosen:
+            if time.monotonic() > end:
+                break
+            began = time.monotonic()
+            found = tried(mutant, copy)
+            rows.append({"result": found, **mutant._asdict(), "seconds": round(time.monotonic() - began, 1)})
+            print(f"{found:9} {mutant.file}: {mutant.old.strip()[:60]!r} → {mutant.new.strip()[:40]!r}", flush=True)
+    counts = Counter(row["result"] for row in rows)
+    print(f"{len(rows)} of {len(chosen)} tried: " + ", ".join(f"{number} {what}" for what, number in counts.items()))
+    if options.out is not None:
+        write(rows, options.out)
+    return int(any(row["result"] in ("survived", "gone", "broken") for row in rows))
+
+
+def copied(folder: Path) -> Path:
+    for name in COPIED:
+        if (ROOT / name).exists():
+            shutil.copytree(ROOT / name, folder / name, ignore=SKIPPED)
+    shutil.copyfile(ROOT / "pyproject.toml", folder / "pyproject.toml")
+    return folder
+
+
+def tried(mutant: Mutant, copy: Path) -> str:
+    """Returns killed, survived, equivalent (survives, for a reason), gone, or broken (its tests fail without it)."""
+    file = copy / mutant.file
+    text = file.read_text(encoding="utf-8") if file.exists() else ""
+    if text.count(mutant.old) != 1 or not (copy / mutant.tests).exists():
+        return "gone"
+    if not passes(mutant.tests, copy):
+        return "broken"
+    file.write_text(text.replace(mutant.old, mutant.new), encoding="utf-8")
+    try:
+        if fails(mutant.tests, copy):
+            return "killed"
+        return "equivalent" if mutant.equivalent else "survived"
+    finally:
+        file.write_text(text, encoding="utf-8")
+
+
+@cache
+def passes(tests: str, copy: Path) -> bool:
+    """Whether the tests pass on the code as it is."""
+    return not fails(tests, copy)
+
+
+def fails(tests: str, copy: Path) -> bool:
+    """Runs a file of tests in a fork; True if one fails, or if they do not end."""
+    child = os.fork()
+    if child == 0:
+        code = 99
+        try:
+            code = run(tests, copy)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    end = time.monotonic() + LIMIT_S
+    while time.monotonic() < end:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status) != 0
+        time.sleep(0.1)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return True
+
+
+def run(tests: str, copy: Path) -> int:
+    """The copy's packages come before those of this checkout; no byte code outlives a mutant."""
+    import pytest
+
+    log = os.open(copy / "last.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    for name in [name for name in sys.modules if name.partition(".")[0] in COPIED]:
+        del sys.modules[name]
+    os.chdir(copy)
+    sys.path[:] = [str(copy), *(path for path in sys.path if Path(path or ".").resolve() != ROOT)]
+    sys.dont_write_bytecode = True
+    loaded = "ignore::pytest.PytestAssertRewriteWarning"  # libraries are imported before pytest starts
+    return int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-W", loaded, tests]))
+
+
+def write(rows: list[dict], folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "mutants.csv").open("w", newline="", encoding="utf-8") as stream:
+        writer = csv.DictWriter(stream, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
