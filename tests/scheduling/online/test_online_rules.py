@@ -6,24 +6,25 @@ import pytest
 
 from scheduling import PlanError
 from scheduling.online import ClusterState, Decision, Job, JobState, Mesh, Ours, Rates, Settings, Worker
-from scheduling.online.check import check_decisions, isolated_time_s
-from scheduling.online.policies.ours.claims import is_urgent
-from scheduling.online.policies.ours.worth import Appraiser
+from scheduling.online.check import check_decisions
+from scheduling.online.patience import StepCost, step_cost, worker_sizes
+from scheduling.online.policies.ours.claims import QUEUE, is_urgent, weigh
 from scheduling.online.sharing import Members, alternate
 
 RATES = Rates()
 
 
 def job(name, arrival_s=0.0, **settings):
-    return Job(name, "ann", "qwen2.5-0.5b", arrival_s, [700, 300], 4, 400, **settings)
+    return Job(name, "ann", "qwen2.5-0.5b", arrival_s, [700, 300], 4, **({"steps": 400} | settings))
 
 
-@pytest.mark.parametrize(("waited", "refused"), [(9.0, False), (11.0, True)])
-def test_no_later_job_starts_once_another_has_waited_ten_times_its_time(waited, refused):
+@pytest.mark.parametrize(("waited", "refused"), [(3.8, False), (4.2, True)])
+def test_no_later_job_starts_once_another_has_waited_four_times_its_fair_time(waited, refused):
+    """A single user has all GPUs, so the fair time of its first job is that in isolation."""
     first = JobState(job("first"))
     workers = {"h": Worker("h", 1)}
-    alone_s = isolated_time_s(first, RATES, ClusterState(time_s=0.0, workers=workers, jobs={"first": first}))
-    now = waited * alone_s
+    empty = ClusterState(time_s=0.0, workers=workers, jobs={"first": first})
+    now = waited * step_cost(RATES, first.job, worker_sizes(empty)).seconds * first.job.steps
     later = JobState(job("later", arrival_s=now / 2), at_s=now / 2)
     state = ClusterState(time_s=now, workers=workers, jobs={"first": first, "later": later})
     opened = Decision(
@@ -44,17 +45,12 @@ def test_a_job_is_urgent_while_half_as_much_again_as_its_work_is_left_to_its_dea
     assert not is_urgent(JobState(job("law"), at_s=now), now, left_s, longest_wait_s=1e9)
 
 
-def test_delay_costs_more_while_jobs_wait():
-    """The last of n members must bring price / (2 (n - 1) + jobs that wait on the GPUs of the group)."""
-
-    def least_gain(waiting):
-        jobs = {name: JobState(job(name)) for name in waiting}
-        state = ClusterState(time_s=0.0, workers={"h": Worker("h", 2)}, jobs=jobs)
-        return Appraiser(RATES, Settings(), state, 0.0, None, None).least_gain(2, 2)
-
-    price = Settings().delay_price
-    assert least_gain("abc") == pytest.approx(price / (2 + 3))
-    assert least_gain("") == pytest.approx(price / 2)
+def test_work_is_worth_more_while_jobs_wait_behind_it():
+    """By QUEUE per job that comes later and GPU: what a second of delay costs them."""
+    jobs = {name: JobState(job(name, steps=steps)) for name, steps in (("b", 300), ("a", 200), ("c", 400))}
+    state = ClusterState(time_s=0.0, workers={"h": Worker("h", 2)}, jobs=jobs)
+    order = weigh(state, 0.0, Settings(), lambda one: StepCost(1.0, 0.5)).order
+    assert [order[name] for name in "abc"] == pytest.approx([0.5 + QUEUE * later / 2 for later in (2, 1, 0)])
 
 
 @pytest.mark.parametrize(("slots", "cycle"), [((1,), 4), ((1, 1), 4), ((2, 2, 2), 6)])
