@@ -41,6 +41,7 @@ class ModelConfig:
         residual_scale: factor of what attention and the MLP add.
         logit_scale, final_soft_cap: logits are soft_cap · tanh(logit_scale · head(x) / soft_cap).
         pattern: type of each layer; empty if all layers are alike.
+        wrapper: model_type of a multimodal model of which this is the text part, see `families.multimodal`.
 
     Example:
         >>> config = ModelConfig.from_hf({
@@ -81,6 +82,7 @@ class ModelConfig:
     sliding_window: int | None = None
     pattern: tuple[LayerType, ...] = ()
     checkpoint_format: str | None = None
+    wrapper: str = ""
 
     @classmethod
     def from_hf(cls, source: str | os.PathLike[str] | Mapping[str, Any]) -> ModelConfig:

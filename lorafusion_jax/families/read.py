@@ -7,6 +7,7 @@ from typing import Any
 
 from lorafusion_jax.families.hf_config import HFConfig, parse_part, shortened, unread_keys
 from lorafusion_jax.families.mlp import Activation
+from lorafusion_jax.families.multimodal import text_part
 from lorafusion_jax.families.pattern import LayerType, read_pattern
 from lorafusion_jax.families.quantised import UnknownFormat, format_name
 from lorafusion_jax.families.read_rope import read_ropes
@@ -26,6 +27,7 @@ _ACTIVATIONS: dict[str | None, Activation] = {
 
 def translate(raw: dict[str, Any], malformed: list[str], unsupported: list[str]) -> dict[str, Any] | None:
     """Returns the fields of a `ModelConfig`, or None if a problem was added to one of the lists."""
+    raw, wrapper = text_part(raw)
     name = _family(raw, malformed, unsupported)
     family = Family(architectures=()) if name is None else family_named(name)
     malformed.clear()
@@ -54,6 +56,7 @@ def translate(raw: dict[str, Any], malformed: list[str], unsupported: list[str])
         | _types(pattern)
         | {
             "family": name,
+            "wrapper": wrapper,
             "vocab_size": hf.vocab_size or 0,
             "hidden_size": hidden,
             "intermediate_size": hf.intermediate_size or 0,

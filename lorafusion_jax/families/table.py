@@ -127,6 +127,7 @@ FAMILIES: dict[str, Family] = {
         architectures=("Gemma3ForCausalLM",), windows=6, fields=_SANDWICH | {"qk_norm": True},
         scaled_layers="full_attention",
         reads=_GEMMA_2 | {
+            "vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4,
             "rope_theta": 1e6, "rope_local_base_freq": 1e4, "sliding_window_pattern": None,
             "max_position_embeddings": 131072,
         },

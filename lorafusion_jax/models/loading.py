@@ -6,9 +6,10 @@ Dims: `K` in · `N` out.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from lorafusion_jax.adapters.init import init_leaves
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.config.model import ModelConfig
+from lorafusion_jax.families.multimodal import stored_names
 from lorafusion_jax.models.cached_kernels import read_cached
 from lorafusion_jax.models.checkpoint import Stored, list_tensors, plain_index, read_slice
 from lorafusion_jax.models.decoder import Decoder
@@ -192,7 +194,7 @@ def _reader(
     config, kind = model.config, stored_kind(quantize)
     check_stored_as(quantize, config.checkpoint_format, where=str(model_dir))
     form = None if config.checkpoint_format is None else FORMATS[config.checkpoint_format]
-    stored, tensors = list_tensors(model_dir), frozen_tensors(model)
+    stored, tensors = _text_tensors(list_tensors(model_dir), frozen_tensors(model), config)
     wanted = {name: spec for tensor in tensors for name, spec in tensors_of(tensor, form).items()}
     check_tensors(wanted, stored, config, Path(model_dir))
     for layer in config.kinds:
@@ -200,6 +202,20 @@ def _reader(
     return FrozenReader(
         tensors=tensors, stored=stored, dtype=jnp.dtype(dtype), kind=kind, form=form, place=_rule(sharding)
     )
+
+
+def _text_tensors(
+    stored: Mapping[str, Stored], tensors: Sequence[Tensor], config: ModelConfig
+) -> tuple[Mapping[str, Stored], Sequence[Tensor]]:
+    """Renames the tensors of a multimodal checkpoint's text part, and leaves the others out, with a warning."""
+    if not config.wrapper:
+        return stored, tensors
+    names, others = stored_names([tensor.name for tensor in tensors], stored)
+    parts = ", ".join(dict.fromkeys(name.removeprefix("model.").partition(".")[0] for name in others))
+    if others:
+        warnings.warn(f"only the text part is loaded: {len(others)} tensors of {parts} are left out", stacklevel=3)
+    left = {name: place for name, place in stored.items() if name not in {*others}}
+    return left, [replace(tensor, name=names[tensor.name]) for tensor in tensors]
 
 
 def _rule(sharding: Sharding | ShardingRule | None) -> ShardingRule:

@@ -115,6 +115,8 @@ class _Writer:
 
 def _write_companions(model: Decoder, draft: Path, source: Path | None, dtype: Any) -> None:
     for name in COMPANIONS:
+        if name == "config.json" and model.config.wrapper:
+            continue  # it describes the whole model, and this is its text part
         if source is not None and (source / name).is_file():
             shutil.copyfile(source / name, draft / name)
     if not (draft / "config.json").exists():

@@ -1,0 +1,64 @@
+"""Models of text and other input: their text part is a family of `table`, and their towers are left out."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from lorafusion_jax.families.table import FAMILIES
+
+# model_type → (architecture, families that its text part may be of; the first one if it does not say)
+WRAPPERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "gemma3": ("Gemma3ForConditionalGeneration", ("gemma3_text",)),
+    "mistral3": ("Mistral3ForConditionalGeneration", ("mistral", "ministral3")),
+}
+TEXT = "text_config"
+_SHARED = ("tie_word_embeddings", "quantization_config")  # keys that the whole model may have for its text part
+# Llama's prefix → that in the checkpoint, as published and as transformers 5 names modules.
+_LAYOUTS: tuple[Mapping[str, str], ...] = (
+    {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."},
+    {"model.": "model.language_model.", "lm_head.": "lm_head."},
+)
+
+
+def text_part(raw: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    """Returns the config.json of the text part, and the model_type of the whole ("" for a model of text only).
+
+    >>> raw = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": {"hidden_size": 8}}
+    >>> text_part(raw)
+    ({'hidden_size': 8, 'architectures': ['Gemma3ForCausalLM'], 'model_type': 'gemma3_text'}, 'gemma3')
+    """
+    architectures, text = raw.get("architectures"), raw.get(TEXT)
+    names = architectures if isinstance(architectures, list) else []
+    wrapper = next((name for name, (architecture, _) in WRAPPERS.items() if architecture in names), "")
+    if not wrapper or not isinstance(text, dict):
+        return dict(raw), ""
+    families = WRAPPERS[wrapper][1]
+    family = text.get("model_type", families[0])
+    shared = {key: raw[key] for key in _SHARED if key in raw and key not in text}
+    known = FAMILIES[family].architectures[:1] if family in families else [str(family)]
+    return shared | text | {"architectures": list(known), "model_type": family}, wrapper
+
+
+def stored_names(names: Collection[str], stored: Collection[str]) -> tuple[dict[str, str], list[str]]:
+    """Finds the tensors of the text part in a checkpoint of the whole model.
+
+    Args:
+        names: of the text part's tensors, by Llama's names.
+        stored: of the checkpoint.
+
+    Returns:
+        Llama's name → name in the checkpoint, and the names of the other parts, which are left out.
+
+    >>> stored_names(["model.norm.weight"], ["language_model.model.norm.weight", "vision_tower.x"])
+    ({'model.norm.weight': 'language_model.model.norm.weight'}, ['vision_tower.x'])
+    """
+
+    def renamed(layout: Mapping[str, str]) -> dict[str, str]:
+        return {
+            name: next((new + name.removeprefix(old) for old, new in layout.items() if name.startswith(old)), name)
+            for name in names
+        }
+
+    layout = max(_LAYOUTS, key=lambda layout: len({*renamed(layout).values()} & {*stored}))
+    return renamed(layout), [name for name in stored if not name.startswith(tuple(layout.values()))]
