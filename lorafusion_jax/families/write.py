@@ -99,6 +99,6 @@ def _rope(rope: Rope, model: Any) -> dict[str, Any]:
         "long_factors": "long_factor",
     }
     kind = str(rope.scaling.kind)
-    written: dict[str, Any] = {(spelled[name] if name in spelled else name): values[name] for name in names[kind]}
+    written: dict[str, Any] = {str(spelled.get(name, name)): values[name] for name in names[kind]}
     written = {name: list(value) if isinstance(value, tuple) else value for name, value in written.items()}
     return out | {"rope_type": kind} | written
