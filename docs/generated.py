@@ -19,6 +19,7 @@ from benchmarks.reliability_table import table  # noqa: E402
 from lorafusion_jax.config.schema import AdapterConfig  # noqa: E402
 from lorafusion_jax.config.sections import DEFAULTS, SHARED, SINGLE_DEFAULTS  # noqa: E402
 from lorafusion_jax.objective.table import OBJECTIVES  # noqa: E402
+from lorafusion_serve.api.app import describe  # noqa: E402
 
 MARK = re.compile(r"^<!-- generated: ([\w-]+) -->$", re.MULTILINE)
 
@@ -69,6 +70,26 @@ def benchmarks() -> str:
     return re.sub(r"\[([^\]]+)\]\((?!http)[^)]+\)", r"\1", body)
 
 
+def rest_api() -> str:
+    """Every path of the service, from its OpenAPI description."""
+    parts = []
+    for path, methods in describe()["paths"].items():
+        for method, operation in methods.items():
+            parts += [f"## {method.upper()} {path}\n", f"{operation['description']}\n"]
+            rows = [_parameter(each) for each in operation.get("parameters", ()) if each["in"] != "header"]
+            parts += ["| parameter | in | type |", "|---|---|---|", *rows, ""] if rows else []
+            if body := operation.get("requestBody", {}).get("content", {}).get("application/json"):
+                parts += [f"Body: `{body['schema'].get('$ref', '').rpartition('/')[2]}`, see `/openapi.json`.\n"]
+    return "\n".join(parts) + "\n"
+
+
+def _parameter(parameter: dict) -> str:
+    schema = parameter["schema"]
+    kinds = [schema, *schema.get("anyOf", ())]
+    names = [str(kind["type"]) for kind in kinds if kind.get("type", "null") != "null"]
+    return f"| `{parameter['name']}` | {parameter['in']} | {' or '.join(names)} |"
+
+
 def _table(model: type[BaseModel]) -> Iterator[str]:
     yield from _head()
     for key, field in model.model_fields.items():
@@ -101,4 +122,5 @@ GENERATED: dict[str, Callable[[], str]] = {
     "objectives": objectives,
     "benchmarks": benchmarks,
     "reliability": table,
+    "rest-api": rest_api,
 }

@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("scheduling", "pallas_kernels", "lorafusion_jax")
+PACKAGES = ("scheduling", "pallas_kernels", "lorafusion_jax", "lorafusion_serve")
+SERVICE = "lorafusion_serve"
 MAY_IMPORT = {  # besides the standard library
     "scheduling": {"scheduling", "numpy"},
     "pallas_kernels": {"pallas_kernels", "jax", "jaxtyping", "numpy"},
@@ -39,6 +40,9 @@ NO_JAX = (
     "lorafusion_jax.planning.training_plan",
     "lorafusion_jax.cli.main",
     "lorafusion_jax.api.plans",
+    "lorafusion_serve.server",
+    "lorafusion_serve.control.check",
+    "lorafusion_serve.client",
 )
 OPTIONAL = {"huggingface_hub", "datasets", "wandb", "tensorboardX"}  # extras, imported where they are used
 NOTEBOOK = {"IPython"}  # imported in notebooks only, where it runs already
@@ -231,11 +235,19 @@ def public_names_of(tree: ast.Module) -> Iterator[str]:
 
 
 def test_dependencies_are_what_is_imported_or_recorded_with_a_run():
-    used = set().union(*map(imported, SOURCES.values())) - set(PACKAGES) - OPTIONAL - NOTEBOOK
+    def needed(service: bool) -> set[str]:
+        trees = [tree for path, tree in SOURCES.items() if (path.parts[0] == SERVICE) == service]
+        used = set().union(*map(imported, trees)) - set(PACKAGES) - OPTIONAL - NOTEBOOK
+        return {normal(owners[name][0]) for name in used}
+
+    def listed(lines: list[str]) -> set[str]:
+        return {normal(re.split(r"[<>=\[ ]", line)[0]) for line in lines}
+
     owners = packages_distributions()
-    needed = {normal(owners[name][0]) for name in used} | {normal(name) for name in PACKAGES_OF_A_RUN}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    assert {normal(re.split(r"[<>=\[ ]", line)[0]) for line in project["dependencies"]} == needed
+    main = needed(service=False) | {normal(name) for name in PACKAGES_OF_A_RUN}
+    assert listed(project["dependencies"]) == main
+    assert listed(project["optional-dependencies"]["serve"]) == needed(service=True) - main
 
 
 def normal(name: str) -> str:

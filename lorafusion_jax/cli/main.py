@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import errno
 import sys
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Annotated
 
 import typer
@@ -35,6 +37,8 @@ from lorafusion_jax.report.console import errors_to
 from lorafusion_jax.report.record import versions
 from lorafusion_jax.signals import INTERRUPTED, stop_signals
 from scheduling import PlanError
+
+SERVICE = "lorafusion_serve"
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -65,6 +69,8 @@ for command in (
 for name, asked in control.COMMANDS.items():
     app.command(name)(asked)
 app.add_typer(data.app, name="data")
+if find_spec(SERVICE) is not None:  # by name: this package does not depend on it
+    import_module(f"{SERVICE}.cli.commands").add_to(app)
 
 
 @app.callback()

@@ -33,7 +33,14 @@ def examine_config(
     path: str | Path, overrides: Sequence[str] = ()
 ) -> tuple[schema.JobConfig | None, list[LoraFusionError]]:
     """Like `load_config`, but returns the errors with the valid part of the job, so that more can be checked."""
-    return _validate(read_source(Path(path)), overrides)
+    return examine_source(read_source(Path(path)), overrides)
+
+
+def examine_source(
+    source: Source, overrides: Sequence[str] = ()
+) -> tuple[schema.JobConfig | None, list[LoraFusionError]]:
+    """`examine_config` of a parsed job file."""
+    return _validate(source, overrides)
 
 
 def parse_config(source: Source, overrides: Sequence[str] = ()) -> schema.JobConfig:

@@ -151,6 +151,11 @@ class LiveSession:
         free = [rank for place, rank in enumerate(self.places.ranks) if place not in self.tasks]
         return {rank: free.count(rank) for rank in self.places.classes}
 
+    @property
+    def device(self) -> str:
+        """Kind of the devices."""
+        return jax.devices()[0].device_kind
+
     def find_place(self, spec: AdapterSpec) -> int | None:
         """Returns a free place for an adapter; None if there is none now."""
         return self.places.find(spec, self.tasks.keys())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -76,6 +76,11 @@ class Task:
     @property
     def num_steps(self) -> int:
         return self.job.num_batches
+
+    def reweight(self, weight: float) -> None:
+        """Changes the share of the session relative to other adapters."""
+        self.job = replace(self.job, weight=weight)
+        self.cursor = replace(self.cursor, job=self.job)
 
     def restart(self, step: int) -> None:
         """Sets the position after a step; samples of a begun batch run again."""

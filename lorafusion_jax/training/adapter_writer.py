@@ -93,15 +93,17 @@ class AdapterWriter:
             "data": self._job.prepared.adapters[adapter.name].digest,
         }
         (target / "run.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
-        card = _card(adapter, step, self._job.config, self._job.plan.digest, failure)
+        card = model_card(adapter, step, self._job.config, plan=self._job.plan.digest, failure=failure)
         (target / "README.md").write_text(card, encoding="utf-8")
 
 
-def _card(adapter: AdapterConfig, step: int, config: JobConfig, plan: str, failure: str) -> str:
+def model_card(adapter: AdapterConfig, step: int, config: JobConfig, *, plan: str = "", failure: str = "") -> str:
+    """Returns the README.md of an adapter folder."""
     lora, optim, settings = adapter.lora, adapter.optim, config.base
     base, revision = base_identity(config)
     at = f', revision="{revision}"' if revision else ""
     longer = "".join(f" and {part.samples} samples" for part in adapter.extended)
+    planned = f"\n| plan | {plan} |" if plan else ""
     stored = "" if settings.quantize == NONE else f", quantised as {settings.quantize}"
     belongs = f"""
 The base was quantised as `{settings.quantize}` in training, and the adapter belongs to that base: on the original
@@ -121,8 +123,7 @@ LoRA adapter of `{base}`{stored}, {step} optimizer steps. Trained with lorafusio
 |---|---|
 | rank, alpha, dropout | {lora.rank}, {lora.alpha:g}{" (rsLoRA)" if lora.rslora else ""}, {lora.dropout:g} |
 | optimizer | {optim.name}, lr {optim.lr:g}, {optim.schedule}, warm-up {optim.warmup:g} |
-| global batch, epochs, seed | {adapter.global_samples}, {adapter.epochs}{longer}, {adapter.seed} |
-| plan | {plan} |
+| global batch, epochs, seed | {adapter.global_samples}, {adapter.epochs}{longer}, {adapter.seed} |{planned}
 
 `run.json` holds the complete record.
 

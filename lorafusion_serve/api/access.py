@@ -1,0 +1,158 @@
+"""Who asks: keys, scopes, limits of requests, and repeated requests."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+import time
+from collections.abc import Callable
+from typing import Annotated, Any
+from urllib.parse import urlsplit
+
+from fastapi import Depends, Header, Request
+from fastapi.responses import JSONResponse
+from sqlalchemy import select
+
+from lorafusion_serve.api.problems import ApiError
+from lorafusion_serve.control.controller import Controller
+from lorafusion_serve.settings import Settings
+from lorafusion_serve.store import tables as t
+from lorafusion_serve.store.database import Database
+from lorafusion_serve.store.jobs import Jobs
+from lorafusion_serve.store.keys import LOCAL, Owner, find_owner, has_keys
+
+COOKIE = "lorafusion_key"
+RATE, BURST = 100.0, 200.0  # requests a second of one key, and at once
+DAY = 86400.0
+MOST_STREAMS = 50
+
+
+class Service:
+    """What the routes share."""
+
+    def __init__(self, settings: Settings, db: Database, controller: Controller):
+        self.settings, self.db, self.controller, self.jobs = settings, db, controller, Jobs(db)
+        self.limits = Limits()
+        self.streams: dict[str, int] = {}
+
+
+class Limits:
+    """Token buckets by key."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._left: dict[str, tuple[float, float]] = {}
+
+    def take(self, key: str) -> bool:
+        now = time.monotonic()
+        with self._lock:
+            left, at = self._left.get(key, (BURST, now))
+            left = min(BURST, left + (now - at) * RATE)
+            self._left[key] = (left - 1 if left >= 1 else left, now)
+            return left >= 1
+
+
+def service_of(request: Request) -> Service:
+    return request.app.state.service
+
+
+ServiceOf = Annotated[Service, Depends(service_of)]
+
+
+def owner_of(request: Request, service: ServiceOf) -> Owner:
+    """Finds the owner of a request.
+
+    Raises:
+        ApiError: 401, no valid key; 403, a write by cookie from another page; 429.
+    """
+    key, by_cookie = _key(request)
+    with service.db.read() as connection:
+        without = None if has_keys(connection) else LOCAL
+        owner = find_owner(connection, key) if key else without
+    if owner is None:
+        fix = "send a key: Authorization: Bearer tml-lf_…; lorafusion keys add makes one"
+        what = "the key is not valid." if key else "this service wants a key."
+        raise ApiError(401, "api.key", what, fix=fix, headers={"WWW-Authenticate": "Bearer"})
+    if request.method not in ("GET", "HEAD"):
+        _check_origin(request, by_cookie)
+    if not service.limits.take(owner.key or owner.name):
+        raise ApiError(429, "api.rate", f"more than {RATE:g} requests a second.", headers={"Retry-After": "1"})
+    return owner
+
+
+def _key(request: Request) -> tuple[str, bool]:
+    bearer = request.headers.get("authorization", "")
+    if bearer.lower().startswith("bearer "):
+        return bearer[7:].strip(), False
+    if given := request.headers.get("x-api-key"):
+        return given, False
+    cookie = request.cookies.get(COOKIE, "")
+    return cookie, bool(cookie)
+
+
+def _check_origin(request: Request, by_cookie: bool) -> None:
+    """Refuses writes that a page of another site makes a browser send.
+
+    Raises:
+        ApiError: 403, `api.csrf`.
+    """
+    origin = request.headers.get("origin")
+    foreign = origin is not None and urlsplit(origin).netloc != request.headers.get("host")
+    if foreign or (by_cookie and "x-requested-with" not in request.headers):
+        raise ApiError(403, "api.csrf", "a write with a cookie needs the header X-Requested-With, from this page.")
+
+
+def needs(scope: str) -> Callable[..., Owner]:
+    """Returns the dependency that finds an owner with a scope.
+
+    Raises:
+        ApiError: 403, `api.scope`.
+    """
+
+    def allowed(owner: Annotated[Owner, Depends(owner_of)]) -> Owner:
+        if scope not in owner.scopes and "admin" not in owner.scopes:
+            raise ApiError(403, "api.scope", f"the key lacks the scope {scope}.")
+        return owner
+
+    return allowed
+
+
+JobsRead = Annotated[Owner, Depends(needs("jobs:read"))]
+JobsWrite = Annotated[Owner, Depends(needs("jobs:write"))]
+DataRead = Annotated[Owner, Depends(needs("data:read"))]
+DataWrite = Annotated[Owner, Depends(needs("data:write"))]
+AdaptersRead = Annotated[Owner, Depends(needs("adapters:read"))]
+AdaptersWrite = Annotated[Owner, Depends(needs("adapters:write"))]
+ClusterRead = Annotated[Owner, Depends(needs("cluster:read"))]
+Admin = Annotated[Owner, Depends(needs("admin"))]
+Anybody = Annotated[Owner, Depends(owner_of)]
+IdempotencyKey = Annotated[str | None, Header(max_length=200, description="a repeated request acts once, for 24 h")]
+
+
+def once(
+    service: Service, owner: Owner, key: str | None, route: str, body: Any, act: Callable[[Any], tuple[int, Any]]
+) -> JSONResponse:
+    """Acts in one transaction; a repeated request with the same key gets the first answer.
+
+    Args:
+        act: (connection) → (status, answer).
+
+    Raises:
+        ApiError: 409, `api.idempotency`: the key was used for another request.
+    """
+    sha = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+    with service.db.write() as connection:
+        if key is not None:
+            connection.execute(t.idempotency.delete().where(t.idempotency.c.at < time.time() - DAY))
+            where = (t.idempotency.c.owner == owner.name, t.idempotency.c.key == key)
+            row = connection.execute(select(t.idempotency).where(*where)).mappings().one_or_none()
+            if row is not None:
+                if (row["route"], row["body_sha"]) != (route, sha):
+                    raise ApiError(409, "api.idempotency", "this Idempotency-Key was used for another request.")
+                return JSONResponse(row["response"], row["status"])
+        status, answer = act(connection)
+        if key is not None:
+            row = {"owner": owner.name, "key": key, "route": route, "body_sha": sha, "status": status}
+            connection.execute(t.idempotency.insert().values(row | {"response": answer, "at": time.time()}))
+    return JSONResponse(answer, status)

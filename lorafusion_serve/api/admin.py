@@ -1,0 +1,280 @@
+"""Routes of bases, adapters, the cluster, keys and the state of the service."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query, Request, Response
+from fastapi.responses import JSONResponse, PlainTextResponse
+from pydantic import BaseModel, ConfigDict, Field
+from sqlalchemy import select
+
+from lorafusion_serve.api.access import (
+    COOKIE,
+    AdaptersRead,
+    AdaptersWrite,
+    Admin,
+    Anybody,
+    ClusterRead,
+    IdempotencyKey,
+    JobsRead,
+    Service,
+    ServiceOf,
+    once,
+)
+from lorafusion_serve.api.jobs import send_adapter
+from lorafusion_serve.api.problems import ApiError, not_found
+from lorafusion_serve.control.controller import GROUP
+from lorafusion_serve.store import tables as t
+from lorafusion_serve.store.keys import SCOPES, USER, Owner, add_key, find_owner, list_keys, revoke_key
+
+router = APIRouter(prefix="/v1")
+open_router = APIRouter()
+HALF_DAY = 12 * 3600
+Name = Annotated[str, Field(max_length=64)]
+
+
+class NewKey(BaseModel):
+    """A key to add."""
+
+    model_config = ConfigDict(extra="forbid")
+    owner: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")]
+    scopes: list[Literal[SCOPES]] = list(USER)  # type: ignore[valid-type]
+    days: Annotated[float, Field(gt=0, le=36500)] | None = None
+
+
+class Login(BaseModel):
+    """A key, to be kept as a cookie of the page."""
+
+    model_config = ConfigDict(extra="forbid")
+    key: Annotated[str, Field(max_length=200)]
+
+
+@router.get("/bases", tags=["cluster"])
+def bases(service: ServiceOf, owner: JobsRead) -> dict[str, Any]:
+    """Base models, their sessions, and free places by rank."""
+    del owner
+    taken, ranks = service.controller.places(), service.controller.ranks
+    free = [rank for place, rank in enumerate(ranks) if taken[place] is None]
+    first = next(iter(service.settings.bases))
+    return {
+        "items": [
+            {
+                "name": name,
+                "shape": _shape(path),
+                "warm": [GROUP] if name == first and service.controller.ready else [],
+                "free_places": {str(rank): free.count(rank) for rank in sorted(set(ranks))},
+            }
+            for name, path in service.settings.bases.items()
+        ]
+    }
+
+
+@router.get("/adapters", tags=["adapters"])
+def adapters(service: ServiceOf, owner: AdaptersRead) -> dict[str, Any]:
+    """Finished adapters."""
+    where = [] if owner.sees is None else [t.artifacts.c.owner == owner.sees]
+    with service.db.read() as connection:
+        rows = connection.execute(select(t.artifacts).where(*where).order_by(t.artifacts.c.created)).mappings()
+        return {"items": [{k: v for k, v in row.items() if k != "path"} for row in rows]}
+
+
+@router.get("/adapters/{adapter}", tags=["adapters"])
+def adapter(adapter: Name, request: Request, service: ServiceOf, owner: AdaptersRead) -> Response:
+    """One adapter: a tar of its PEFT folder."""
+    return send_adapter(_find_adapter(service, adapter, owner), request)
+
+
+@router.delete("/adapters/{adapter}", status_code=204, tags=["adapters"])
+def delete_adapter(adapter: Name, service: ServiceOf, owner: AdaptersWrite) -> Response:
+    """Deletes an adapter and its files."""
+    row = _find_adapter(service, adapter, owner)
+    with service.db.write() as connection:
+        connection.execute(t.artifacts.delete().where(t.artifacts.c.id == adapter))
+    shutil.rmtree(row["path"], ignore_errors=True)
+    return Response(status_code=204)
+
+
+@router.get("/cluster", tags=["cluster"])
+def cluster(service: ServiceOf, owner: ClusterRead) -> dict[str, Any]:
+    """Workers, their places and who is in them. Jobs of others are shown without a name."""
+    with service.db.read() as connection:
+        groups = [dict(row) for row in connection.execute(select(t.groups)).mappings()]
+        jobs = {j["id"]: j for j in service.jobs.page(connection, owner=None, limit=10**6)}
+    ranks, taken = service.controller.ranks, service.controller.places()
+    places = [
+        {"place": place, "rank": rank} | _occupant(jobs.get(taken[place] or ""), owner)
+        for place, rank in enumerate(ranks)
+    ]
+    connected = service.controller.connected
+    return {
+        "workers": [
+            {k: v for k, v in row.items() if k not in ("pid", "received")} | {"connected": connected, "slots": places}
+            for row in groups
+        ]
+    }
+
+
+@router.get("/decisions", tags=["cluster"])
+def decisions(
+    service: ServiceOf, owner: ClusterRead, since: Annotated[int, Query(ge=0, le=2**53)] = 0
+) -> dict[str, Any]:
+    """What was decided and why; refused decisions, too."""
+    del owner
+    with service.db.read() as connection:
+        found = select(t.decisions).where(t.decisions.c.seq > since).order_by(t.decisions.c.seq.desc()).limit(200)
+        return {"items": [dict(row) for row in connection.execute(found).mappings()]}
+
+
+@router.post("/workers/{worker}/{action}", status_code=202, tags=["cluster"])
+def drain(
+    worker: Name,
+    action: Literal["drain", "undrain"],
+    service: ServiceOf,
+    owner: Admin,
+    idempotency_key: IdempotencyKey = None,
+) -> Response:
+    """Moves all jobs of a worker back to the queue and places none, for maintenance; or ends that."""
+
+    def act(connection: Any) -> tuple[int, Any]:
+        row = connection.execute(select(t.groups).where(t.groups.c.id == worker)).mappings().one_or_none()
+        if row is None:
+            raise not_found("such worker")
+        connection.execute(t.groups.update().where(t.groups.c.id == worker).values(drained=action == "drain"))
+        for job in service.jobs.in_states(connection, "starting", "running") if action == "drain" else []:
+            service.jobs.ask(connection, job["id"], "preempt", actor=owner.name, why="its worker is drained")
+        connection.execute(t.decisions.insert().values(at=time.time(), text=f"{worker}: {action} by {owner.name}"))
+        return 202, {"worker": worker, "drained": action == "drain"}
+
+    return once(service, owner, idempotency_key, f"POST /v1/workers/{worker}/{action}", {}, act)
+
+
+@router.get("/me", tags=["keys"])
+def me(service: ServiceOf, owner: Anybody) -> dict[str, Any]:
+    """Who the key belongs to, and its limits."""
+    limits = {"live_jobs": service.settings.most_jobs, "upload_bytes": service.settings.most_upload}
+    return {"owner": owner.name, "scopes": list(owner.scopes), "key": owner.key, "limits": limits}
+
+
+@router.get("/keys", tags=["keys"])
+def keys(service: ServiceOf, owner: Admin) -> dict[str, Any]:
+    """All keys, without their secrets."""
+    del owner
+    with service.db.read() as connection:
+        return {"items": list_keys(connection)}
+
+
+@router.post("/keys", status_code=201, tags=["keys"])
+def new_key(new: NewKey, service: ServiceOf, owner: Admin) -> dict[str, Any]:
+    """Adds a key. It is shown this once."""
+    del owner
+    with service.db.write() as connection:
+        name, key = add_key(connection, new.owner, new.scopes, days=new.days)
+    return {"id": name, "key": key, "owner": new.owner, "scopes": new.scopes}
+
+
+@router.delete("/keys/{key}", status_code=204, tags=["keys"])
+def delete_key(key: Name, service: ServiceOf, owner: Admin) -> Response:
+    """Revokes a key."""
+    del owner
+    with service.db.write() as connection:
+        if not revoke_key(connection, key):
+            raise not_found("such key")
+    return Response(status_code=204)
+
+
+@router.post("/login", tags=["keys"], include_in_schema=False)
+def login(given: Login, service: ServiceOf) -> Response:
+    """Keeps a key as a cookie for 12 h, for the page."""
+    with service.db.read() as connection:
+        owner = find_owner(connection, given.key)
+    if owner is None:
+        raise ApiError(401, "api.key", "the key is not valid.")
+    answer = JSONResponse({"owner": owner.name})
+    answer.set_cookie(COOKIE, given.key, max_age=HALF_DAY, httponly=True, samesite="strict", path="/")
+    return answer
+
+
+@router.post("/logout", tags=["keys"], include_in_schema=False)
+def logout() -> Response:
+    """Forgets the cookie."""
+    answer = JSONResponse({})
+    answer.delete_cookie(COOKIE, path="/")
+    return answer
+
+
+@open_router.get("/healthz", tags=["health"])
+def healthz() -> dict[str, str]:
+    """The process answers."""
+    return {"status": "ok"}
+
+
+@open_router.get("/readyz", tags=["health"])
+def readyz(service: ServiceOf) -> Response:
+    """The database can be written and a worker is ready."""
+    with service.db.write():
+        pass
+    ready = service.controller.ready and service.controller.connected
+    return JSONResponse({"status": "ready" if ready else "no worker is ready"}, 200 if ready else 503)
+
+
+@open_router.get("/metrics", tags=["health"], response_class=PlainTextResponse)
+def prometheus(request: Request, service: ServiceOf) -> Response:
+    """Metrics for Prometheus; for this machine only."""
+    if request.client is None or request.client.host not in ("127.0.0.1", "::1"):
+        raise ApiError(403, "api.local", "metrics are for this machine only.")
+    return Response(_metrics(service), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+def _metrics(service: Service) -> bytes:
+    from prometheus_client import CollectorRegistry, Gauge, generate_latest
+    from sqlalchemy import func
+
+    registry = CollectorRegistry()
+    with service.db.read() as connection:
+        found = select(t.jobs.c.state, func.count()).group_by(t.jobs.c.state)
+        by_state = {row[0]: row[1] for row in connection.execute(found)}
+        steps = connection.scalar(select(func.count()).select_from(t.metrics).where(t.metrics.c.kind == "step")) or 0
+    jobs = Gauge("lorafusion_jobs", "Jobs by state", ["state"], registry=registry)
+    for state, count in by_state.items():
+        jobs.labels(state).set(count)
+    taken = service.controller.places()
+    values = {
+        "lorafusion_places": ("Places of the session", len(taken)),
+        "lorafusion_places_free": ("Free places", sum(job is None for job in taken.values())),
+        "lorafusion_worker_ready": ("Whether the worker is ready", float(service.controller.ready)),
+        "lorafusion_steps": ("Optimizer steps of all jobs", steps),
+        "lorafusion_refused_events": ("Messages of old epochs that were refused", service.controller.refused_events),
+    }
+    for name, (text, value) in values.items():
+        Gauge(name, text, registry=registry).set(value)
+    return generate_latest(registry)
+
+
+def _find_adapter(service: Service, adapter: str, owner: Owner) -> dict[str, Any]:
+    where = [t.artifacts.c.id == adapter] + ([] if owner.sees is None else [t.artifacts.c.owner == owner.sees])
+    with service.db.read() as connection:
+        row = connection.execute(select(t.artifacts).where(*where)).mappings().one_or_none()
+    if row is None:
+        raise not_found("such adapter")
+    return dict(row)
+
+
+def _occupant(job: dict[str, Any] | None, owner: Owner) -> dict[str, Any]:
+    if job is None:
+        return {"job": None, "name": None, "state": None}
+    mine = owner.sees in (None, job["owner"])
+    return {"job": job["id"] if mine else "", "name": job["name"] if mine else "", "state": job["state"]}
+
+
+def _shape(folder: Path) -> dict[str, Any]:
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    known = ("model_type", "num_hidden_layers", "hidden_size", "vocab_size", "max_position_embeddings")
+    return {key: config[key] for key in known if key in config}

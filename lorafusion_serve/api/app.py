@@ -1,0 +1,151 @@
+"""The application: routes, limits of every request, and the page."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.responses import FileResponse, JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from lorafusion_serve.api import admin, datasets, jobs, problems, streams
+from lorafusion_serve.api.access import Service
+
+LARGEST_BODY = 1 << 20  # but for data sets
+DEEPEST = 32
+PAGE = Path(__file__).parents[1] / "page"
+FILES = {"/": "index.html", "/app.js": "app.js", "/charts.js": "charts.js", "/style.css": "style.css"}
+LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
+SECURE = {
+    "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'self'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+}
+
+
+def make_app(service: Service | None = None, *, names: Sequence[str] = LOCAL_NAMES) -> FastAPI:
+    """Builds the application.
+
+    Args:
+        service: what the routes share (None: only the description of the API is wanted).
+        names: values of the header Host that are answered; others may be a page that rebinds a name to this machine.
+    """
+    app = FastAPI(
+        title="lorafusion-jax",
+        version="1",
+        description="Jobs in, adapters out: fine-tunes LoRA adapters of one base model together.",
+        docs_url=None,
+        redoc_url=None,
+    )
+    app.state.service = service
+    problems.install(app)
+    for router in (jobs.router, datasets.router, streams.router, admin.router, admin.open_router):
+        app.include_router(router)
+    for path, file in FILES.items():
+        app.add_api_route(path, _sender(PAGE / file), include_in_schema=False)
+    app.add_middleware(Guard, names=names)
+    return app
+
+
+def _sender(file: Path) -> Callable[[], Awaitable[FileResponse]]:
+    async def send() -> FileResponse:
+        return FileResponse(file, headers={"Cache-Control": "no-cache"})
+
+    return send
+
+
+class Guard:
+    """Refuses foreign hosts, large and deeply nested bodies before a route sees them; adds security headers."""
+
+    def __init__(self, app: ASGIApp, names: Sequence[str]):
+        self._app, self._names = app, tuple(names)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        host = headers.get(b"host", b"").decode("latin-1")
+        if "*" not in self._names and _without_port(host) not in self._names:
+            what, fix = "this host name is not answered.", "lorafusion serve --host-name NAME, or use localhost"
+            await _refuse(421, "api.host", what, fix)(scope, receive, send)
+            return
+        is_upload = scope["path"].rstrip("/") == "/v1/datasets"
+        if not is_upload and scope["method"] in ("POST", "PUT", "PATCH", "DELETE"):
+            body = await _read(receive, headers.get(b"content-length", b""))
+            if body is None:
+                await _refuse(413, "api.too-large", f"a body has at most {LARGEST_BODY} bytes.")(scope, receive, send)
+                return
+            if _depth(body) > DEEPEST:
+                await _refuse(422, "api.depth", f"a body is nested at most {DEEPEST} deep.")(scope, receive, send)
+                return
+            receive = _replay(body, receive)
+        await self._app(scope, receive, _with_headers(send))
+
+
+def _without_port(host: str) -> str:
+    name, colon, port = host.rpartition(":")
+    return name if colon and port.isdigit() else host
+
+
+def _refuse(status: int, code: str, what: str, fix: str = "") -> JSONResponse:
+    return JSONResponse({"error": {"code": code, "what": what, "where": "", "why": "", "fix": fix}}, status)
+
+
+async def _read(receive: Receive, length: bytes) -> bytes | None:
+    """Returns the body; None if it is too large."""
+    if length.isdigit() and int(length) > LARGEST_BODY:
+        return None
+    parts: list[bytes] = []
+    while True:
+        message = await receive()
+        if message["type"] != "http.request":
+            return b"".join(parts)
+        parts.append(message.get("body", b""))
+        if sum(map(len, parts)) > LARGEST_BODY:
+            return None
+        if not message.get("more_body"):
+            return b"".join(parts)
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    sent = False
+
+    async def again() -> Message:
+        nonlocal sent
+        if sent:
+            return await receive()
+        sent = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return again
+
+
+def _depth(body: bytes) -> int:
+    """Returns how deep brackets are nested; those in texts count, too, which no honest request notices."""
+    deepest = depth = 0
+    for byte in body:
+        if byte in b"[{":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif byte in b"]}":
+            depth -= 1
+    return deepest
+
+
+def _with_headers(send: Send) -> Send:
+    async def sender(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            extra = [(name.lower().encode(), value.encode()) for name, value in SECURE.items()]
+            message = {**message, "headers": [*message["headers"], *extra]}
+        await send(message)
+
+    return sender
+
+
+def describe() -> dict[str, Any]:
+    """Returns the OpenAPI description."""
+    return json.loads(json.dumps(make_app().openapi()))

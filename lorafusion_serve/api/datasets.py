@@ -1,0 +1,193 @@
+"""Routes of data sets."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Request, Response
+from fastapi.responses import JSONResponse
+from pydantic import Field
+from sqlalchemy import select
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import ClientDisconnect
+
+from lorafusion_jax.files import sync
+from lorafusion_serve.api.access import DataRead, DataWrite, Service, ServiceOf
+from lorafusion_serve.api.problems import ApiError, not_found, problems_answer
+from lorafusion_serve.control.spec import job_values
+from lorafusion_serve.store import tables as t
+from lorafusion_serve.store.keys import Owner
+
+router = APIRouter(prefix="/v1", tags=["data"])
+FORMATS = ("jsonl", "json", "csv", "parquet")
+Dataset = Annotated[str, Field(max_length=80)]
+NAME = r"^[a-z0-9][a-z0-9._-]{0,62}$"
+
+
+@router.post(
+    "/datasets",
+    status_code=201,
+    openapi_extra={"requestBody": {"required": True, "content": {"application/octet-stream": {"schema": {}}}}},
+)
+async def upload(
+    request: Request,
+    service: ServiceOf,
+    owner: DataWrite,
+    name: Annotated[str, Query(pattern=NAME, examples=["rows.jsonl"])],
+) -> Response:
+    """Uploads a file: the body is its bytes, the ending of `name` its format. Equal content has the same id."""
+    ending = name.rpartition(".")[2]
+    if ending not in FORMATS:
+        raise ApiError(422, "data.unknown-kind", f"{name} has no known ending.", fix=f"one of {', '.join(FORMATS)}")
+    most = service.settings.most_upload
+    length = request.headers.get("content-length", "")
+    if length.isdigit() and int(length) > most:
+        raise _too_large(most)
+    service.settings.datasets.mkdir(parents=True, exist_ok=True)
+    draft = service.settings.datasets / f".upload-{secrets.token_hex(8)}"
+    try:
+        draft.mkdir()
+        sha, size = await _receive(request, draft / f"data.{ending}", most)
+        if not size:
+            raise ApiError(422, "data.empty-file", "the body is empty.", fix="send the bytes of the file as the body")
+        return await run_in_threadpool(_keep, service, owner, draft, name, sha, size)
+    except OSError as problem:
+        raise ApiError(507, "store.no-space", "the file could not be stored.", why=problem.strerror or "") from None
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+@router.get("/datasets")
+def list_datasets(service: ServiceOf, owner: DataRead) -> dict[str, Any]:
+    """Data sets of the owner."""
+    where = [] if owner.sees is None else [t.datasets.c.owner == owner.sees]
+    with service.db.read() as connection:
+        rows = connection.execute(select(t.datasets).where(*where).order_by(t.datasets.c.created)).mappings()
+        return {"items": [dict(row) for row in rows]}
+
+
+@router.get("/datasets/{dataset}")
+def show_dataset(dataset: Dataset, service: ServiceOf, owner: DataRead) -> dict[str, Any]:
+    """One data set."""
+    return _find(service, dataset, owner)
+
+
+@router.get("/datasets/{dataset}/preview")
+def preview(
+    dataset: Dataset,
+    service: ServiceOf,
+    owner: DataRead,
+    row: Annotated[int, Query(ge=0, le=2**31)] = 0,
+    base: Annotated[str | None, Query(max_length=100)] = None,
+) -> Response:
+    """A row as the model sees it: ⟦ ⟧ around what is learned."""
+    found, bases = _find(service, dataset, owner), service.settings.bases
+    if base is not None and base not in bases:
+        raise not_found("such base")
+    chosen = base or next(iter(bases))
+    spec = {
+        "data": {"train": dataset},
+        "lora": {},
+        "optim": {},
+        "batch": {"global_samples": 1},
+        "epochs": 1,
+        "seed": 0,
+        "weight": 1.0,
+        "steps": None,
+    }
+    files = {dataset: service.settings.datasets / dataset / f"data.{found['format']}"}
+    session = {"base": {}, "batch": {}, "mesh": {}, "train": {}}
+    values = job_values(spec, "preview", base=bases[chosen], files=files, session=session, start=None)
+    answer = service.controller.child.ask("preview", {"values": values, "row": row})
+    problems = answer.pop("problems")
+    if problems:
+        path = str(service.settings.datasets / dataset)
+        return problems_answer([{k: v.replace(path, "") for k, v in one.items()} for one in problems])
+    answer["text"] = answer["text"].replace(str(files[dataset]), found["name"])
+    return JSONResponse(answer)
+
+
+@router.delete("/datasets/{dataset}", status_code=204)
+def delete_dataset(dataset: Dataset, service: ServiceOf, owner: DataWrite) -> Response:
+    """Deletes a data set that no live job uses."""
+    _find(service, dataset, owner)
+    with service.db.write() as connection:
+        if live := service.jobs.using(connection, dataset):
+            raise ApiError(409, "data.in-use", f"{len(live)} live jobs use the data set.", where=live[0])
+        connection.execute(t.datasets.delete().where(t.datasets.c.id == dataset))
+    shutil.rmtree(service.settings.datasets / dataset, ignore_errors=True)
+    return Response(status_code=204)
+
+
+async def _receive(request: Request, file: Path, most: int) -> tuple[str, int]:
+    """Writes the body to a file part by part, durably. Returns its digest and size."""
+    sha, size = hashlib.sha256(), 0
+    try:
+        with file.open("wb") as stream:
+            async for part in request.stream():
+                size += len(part)
+                if size > most:
+                    raise _too_large(most)
+                sha.update(part)
+                await run_in_threadpool(stream.write, part)
+            stream.flush()
+            await run_in_threadpool(os.fsync, stream.fileno())
+    except ClientDisconnect:
+        raise ApiError(400, "data.incomplete", "the upload was broken off.") from None
+    return sha.hexdigest(), size
+
+
+def _keep(service: Service, owner: Owner, draft: Path, name: str, sha: str, size: int) -> Response:
+    """Reads an uploaded file in a child process; keeps it if it has rows.
+
+    The id is the digest of owner and content, so nobody learns what others have uploaded.
+    """
+    (file,) = draft.iterdir()
+    dataset = "sha256-" + hashlib.sha256(f"{owner.name}\n{sha}\n{file.suffix}".encode()).hexdigest()
+    with service.db.read() as connection:
+        known = connection.execute(select(t.datasets).where(t.datasets.c.id == dataset)).mappings().one_or_none()
+    if known is not None:
+        return JSONResponse(dict(known), 201)
+    found = service.controller.child.ask("count", {"file": str(file)})
+    if found["problems"]:
+        return problems_answer(found["problems"])
+    target = service.settings.datasets / dataset
+    if target.exists():  # a row that was lost with its transaction
+        shutil.rmtree(target)
+    draft.rename(target)
+    sync(target.parent)
+    row = {
+        "id": dataset,
+        "owner": owner.name,
+        "name": name,
+        "sha256": sha,
+        "format": file.suffix.removeprefix("."),
+        "rows": found["rows"],
+        "columns": found["columns"],
+        "bytes": size,
+        "created": time.time(),
+    }
+    with service.db.write() as connection:
+        connection.execute(t.datasets.insert().prefix_with("OR IGNORE").values(row))
+    return JSONResponse(row, 201)
+
+
+def _find(service: Service, dataset: str, owner: Owner) -> dict[str, Any]:
+    where: Sequence[Any] = [t.datasets.c.id == dataset]
+    where = [*where, *([] if owner.sees is None else [t.datasets.c.owner == owner.sees])]
+    with service.db.read() as connection:
+        row = connection.execute(select(t.datasets).where(*where)).mappings().one_or_none()
+    if row is None:
+        raise not_found("such data set")
+    return dict(row)
+
+
+def _too_large(most: int) -> ApiError:
+    return ApiError(413, "data.too-large", f"a data set has at most {most} bytes here.", fix="split it")

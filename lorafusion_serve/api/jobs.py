@@ -1,0 +1,260 @@
+"""Routes of jobs."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import math
+import tarfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query, Request, Response
+from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
+from pydantic import BaseModel, ConfigDict, Field
+from sqlalchemy import select
+
+from lorafusion_serve.api.access import AdaptersRead, IdempotencyKey, JobsRead, JobsWrite, Service, ServiceOf, once
+from lorafusion_serve.api.problems import ApiError, not_found, problems_answer
+from lorafusion_serve.control.check import describe
+from lorafusion_serve.control.spec import JobSpec, examine
+from lorafusion_serve.states import LIVE, STATES
+from lorafusion_serve.store import tables as t
+from lorafusion_serve.store.jobs import SHOWN, Job
+from lorafusion_serve.store.keys import Owner
+
+router = APIRouter(prefix="/v1", tags=["jobs"])
+Name = Annotated[str, Field(max_length=64)]
+
+
+class Change(BaseModel):
+    """What of a job can change."""
+
+    model_config = ConfigDict(extra="forbid")
+    weight: Annotated[float, Field(gt=0, le=1000, allow_inf_nan=False)] | None = None
+    priority: Annotated[int, Field(ge=-100, le=100)] | None = None
+
+
+@router.post("/jobs", status_code=201)
+def submit(
+    spec: JobSpec, service: ServiceOf, owner: JobsWrite, idempotency_key: IdempotencyKey = None, dry_run: bool = False
+) -> Response:
+    """Submits a job: 201 with the job, or 422 with every problem. Data and memory are checked next."""
+    values = spec.model_dump(mode="json")
+    if problems := _problems(service, owner, spec):
+        return problems_answer(problems)
+    if dry_run:
+        found = service.controller.run_check({"id": "dry-run", "spec": values, "base": spec.base})
+        return problems_answer(found["problems"]) if found["problems"] else JSONResponse(found)
+
+    def act(connection: Any) -> tuple[int, Any]:
+        live = len(service.jobs.page(connection, owner=owner.name, states=sorted(LIVE), limit=10**6))
+        if live >= service.settings.most_jobs:
+            raise ApiError(429, "job.limit", f"{owner.name} has {live} live jobs already.", fix="cancel some, or wait")
+        return 201, show(service.jobs.submit(connection, owner.name, values))
+
+    return once(service, owner, idempotency_key, "POST /v1/jobs", values, act)
+
+
+@router.get("/jobs")
+def list_jobs(
+    service: ServiceOf,
+    owner: JobsRead,
+    state: Annotated[list[Literal[STATES]] | None, Query()] = None,  # type: ignore[valid-type]
+    after: Annotated[str | None, Query(max_length=200)] = None,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+) -> dict[str, Any]:
+    """Jobs, newest first; `next` of the answer is `after` of the next request."""
+    with service.db.read() as connection:
+        rows = service.jobs.page(
+            connection, owner=owner.sees, states=state or (), after=_cursor(after), limit=limit + 1
+        )
+    more = _next(rows[limit - 1]) if len(rows) > limit else None
+    return {"items": [show(row) for row in rows[:limit]], "next": more}
+
+
+@router.get("/jobs/{job}")
+def show_job(job: Name, service: ServiceOf, owner: JobsRead) -> dict[str, Any]:
+    """A job with its transitions."""
+    with service.db.read() as connection:
+        row = _find(service, connection, job, owner)
+        return show(row) | {"transitions": service.jobs.transitions(connection, job)}
+
+
+@router.patch("/jobs/{job}")
+def change_job(job: Name, change: Change, service: ServiceOf, owner: JobsWrite) -> dict[str, Any]:
+    """Changes weight or priority."""
+    values = change.model_dump(exclude_none=True)
+    with service.db.write() as connection:
+        row = _find(service, connection, job, owner)
+        if row["state"] not in LIVE:
+            raise ApiError(409, "job.state", f"a job that is {row['state']} does not change.")
+        if values:
+            service.jobs.set(connection, job, **values)
+            service.db.add_event(connection, "changed", row["owner"], job, values)
+        return show(service.jobs.get(connection, job))
+
+
+@router.post("/jobs/{job}/{action}", status_code=202)
+def ask(
+    job: Name,
+    action: Literal["cancel", "pause", "continue"],
+    service: ServiceOf,
+    owner: JobsWrite,
+    idempotency_key: IdempotencyKey = None,
+) -> Response:
+    """Cancels, pauses or continues a job. Asking again changes nothing."""
+
+    def act(connection: Any) -> tuple[int, Any]:
+        _find(service, connection, job, owner)
+        return 202, show(service.jobs.ask(connection, job, action, actor=owner.name))
+
+    return once(service, owner, idempotency_key, f"POST /v1/jobs/{job}/{action}", {}, act)
+
+
+@router.delete("/jobs/{job}", status_code=202)
+def delete_job(job: Name, service: ServiceOf, owner: JobsWrite) -> dict[str, Any]:
+    """Deletes a job that has ended. Its adapter stays until it is deleted itself."""
+    with service.db.write() as connection:
+        _find(service, connection, job, owner)
+        return show(service.jobs.change(connection, job, "delete", actor=owner.name))
+
+
+@router.get("/jobs/{job}/metrics")
+def metrics(
+    job: Name,
+    service: ServiceOf,
+    owner: JobsRead,
+    from_step: Annotated[int, Query(ge=0, le=2**31)] = 0,
+    every: Annotated[int, Query(ge=1, le=2**31)] = 1,
+) -> dict[str, Any]:
+    """Rows as in `metrics.jsonl` of a run."""
+    with service.db.read() as connection:
+        _find(service, connection, job, owner)
+        return {"items": _finite(service.jobs.metrics(connection, job, from_step, every))}
+
+
+@router.get("/jobs/{job}/log", response_class=PlainTextResponse)
+def log(
+    job: Name, service: ServiceOf, owner: JobsRead, tail: Annotated[int, Query(ge=1, le=10000)] = 200
+) -> PlainTextResponse:
+    """What happened to a job, as text."""
+    with service.db.read() as connection:
+        _find(service, connection, job, owner)
+        rows = service.jobs.transitions(connection, job)
+    lines = [
+        f"{time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime(row['at']))}Z  {row['before']} -> {row['after']}"
+        f"  ({row['event']} by {row['actor']}{': ' + row['why'] if row['why'] else ''})"
+        for row in rows[-tail:]
+    ]
+    return PlainTextResponse("".join(line + "\n" for line in lines))
+
+
+@router.get("/jobs/{job}/timeline")
+def timeline(job: Name, service: ServiceOf, owner: JobsRead) -> dict[str, Any]:
+    """Where a job was: its placements, and its states with their times."""
+    with service.db.read() as connection:
+        _find(service, connection, job, owner)
+        found = select(t.placements).where(t.placements.c.job == job).order_by(t.placements.c.epoch)
+        places = [dict(row) for row in connection.execute(found).mappings()]
+        return {"placements": places, "transitions": service.jobs.transitions(connection, job)}
+
+
+@router.get("/jobs/{job}/adapter")
+def adapter(job: Name, request: Request, service: ServiceOf, owner: AdaptersRead) -> Response:
+    """The trained adapter: a tar of its PEFT folder with digests."""
+    with service.db.read() as connection:
+        _find(service, connection, job, owner)
+        row = connection.execute(select(t.artifacts).where(t.artifacts.c.job == job)).mappings().one_or_none()
+    if row is None:
+        raise ApiError(404, "job.no-adapter", "the job has no adapter yet.", fix="wait until it is done")
+    return send_adapter(dict(row), request)
+
+
+def send_adapter(row: dict[str, Any], request: Request) -> Response:
+    """Streams a PEFT folder as a tar; its ETag is the digest of the digests."""
+    tag = f'"{row["sha256"]}"'
+    if request.headers.get("if-none-match") == tag:
+        return Response(status_code=304, headers={"ETag": tag})
+    headers = {"ETag": tag, "Content-Disposition": f'attachment; filename="{row["job"]}-step-{row["step"]}.tar"'}
+    return StreamingResponse(_tar(Path(row["path"])), media_type="application/x-tar", headers=headers)
+
+
+def show(job: Job) -> dict[str, Any]:
+    """A job as the API shows it."""
+    shown = {key: job[key] for key in SHOWN}
+    waited = None if job["queued"] is None else round((job["started"] or time.time()) - job["created"], 3)
+    return _finite(shown | {"waited_s": waited})
+
+
+def _problems(service: Service, owner: Owner, spec: JobSpec) -> list[dict[str, str]]:
+    """Everything that is wrong with a job before its data is read."""
+    problems: list[dict[str, str]] = []
+    if spec.base not in service.settings.bases:
+        fix = f"one of: {', '.join(service.settings.bases)}"
+        problems.append({"code": "job.base", "where": "base", "what": f"there is no base {spec.base!r}.", "fix": fix})
+    with service.db.read() as connection:
+        for key in ("train", "eval"):
+            dataset = getattr(spec.data, key)
+            where = [t.datasets.c.id == dataset] + ([] if owner.sees is None else [t.datasets.c.owner == owner.sees])
+            if dataset and connection.execute(select(t.datasets.c.id).where(*where)).first() is None:
+                what, fix = "there is no such data set.", "upload it first: POST /v1/datasets"
+                problems.append({"code": "job.dataset", "where": f"data.{key}", "what": what, "fix": fix})
+        if spec.init_from:
+            where = [t.artifacts.c.id == spec.init_from, t.artifacts.c.owner == owner.name]
+            if connection.execute(select(t.artifacts.c.id).where(*where)).first() is None:
+                what, fix = "there is no such adapter.", "an id of GET /v1/adapters"
+                problems.append({"code": "job.adapter", "where": "init_from", "what": what, "fix": fix})
+    if problems:
+        return problems
+    job = {"spec": spec.model_dump(mode="json"), "base": spec.base, "id": spec.name}
+    _, errors = examine(service.controller.values(job))
+    return [describe(error) | {"where": error.where.removeprefix("job")} for error in errors]
+
+
+def _find(service: Service, connection: Any, job: str, owner: Owner) -> Job:
+    row = service.jobs.find(connection, job, owner.sees)
+    if row is None:
+        raise not_found("such job")
+    return row
+
+
+def _cursor(after: str | None) -> tuple[float, str] | None:
+    if after is None:
+        return None
+    try:
+        created, job = json.loads(base64.urlsafe_b64decode(after))
+        return float(created), str(job)
+    except (ValueError, TypeError):
+        raise ApiError(422, "api.cursor", "after is not a cursor.", fix="the `next` of the page before") from None
+
+
+def _next(row: Job) -> str:
+    return base64.urlsafe_b64encode(json.dumps([row["created"], row["id"]]).encode()).decode()
+
+
+def _finite(value: Any) -> Any:
+    """Numbers that JSON cannot hold become null."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _tar(folder: Path) -> Iterator[bytes]:
+    """Writes a tar file by file; of one file at most 1 MiB is in memory."""
+    for path in sorted(folder.rglob("*")):
+        if not path.is_file() or path.is_symlink():
+            continue
+        info = tarfile.TarInfo(path.relative_to(folder).as_posix())
+        info.size, info.mode, info.mtime = path.stat().st_size, 0o644, int(path.stat().st_mtime)
+        yield info.tobuf(tarfile.PAX_FORMAT)
+        with path.open("rb") as file:
+            while part := file.read(1 << 20):
+                yield part
+        yield b"\0" * (-info.size % tarfile.BLOCKSIZE)
+    yield io.BytesIO(b"\0" * 2 * tarfile.BLOCKSIZE).getvalue()

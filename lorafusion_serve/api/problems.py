@@ -1,0 +1,95 @@
+"""Errors as the API answers them: `{"error": {code, what, where, why, fix}}`, for a job `{"problems": [...]}`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from lorafusion_jax.errors import LoraFusionError
+from lorafusion_serve.states import StateError
+from lorafusion_serve.store.database import StoreError
+
+KEYS = ("code", "what", "where", "why", "fix")
+
+
+class ApiError(Exception):
+    """An answer that is no success."""
+
+    def __init__(self, status: int, code: str, what: str, *, headers: dict[str, str] | None = None, **more: str):
+        super().__init__(what)
+        self.status, self.headers = status, headers
+        self.error = dict.fromkeys(KEYS, "") | {"code": code, "what": what} | more
+
+
+def not_found(what: str) -> ApiError:
+    """Also for things of other owners: nobody learns that they exist."""
+    return ApiError(404, "api.not-found", f"there is no {what}.")
+
+
+def install(app: FastAPI) -> None:
+    """Answers every error in one form. Nothing of the inside reaches a client."""
+
+    @app.exception_handler(ApiError)
+    async def _api(_: Request, problem: ApiError) -> JSONResponse:
+        return _answer(problem.status, problem.error, problem.headers)
+
+    @app.exception_handler(StateError)
+    async def _state(_: Request, problem: StateError) -> JSONResponse:
+        return _answer(409, _describe(problem))
+
+    @app.exception_handler(StoreError)
+    async def _store(_: Request, problem: StoreError) -> JSONResponse:
+        full = problem.code == "store.no-space"
+        return _answer(507 if full else 503, _describe(problem), {} if full else {"Retry-After": "5"})
+
+    @app.exception_handler(LoraFusionError)
+    async def _known(_: Request, problem: LoraFusionError) -> JSONResponse:
+        return problems_answer([_describe(one) for one in getattr(problem, "errors", [problem])])
+
+    @app.exception_handler(RequestValidationError)
+    async def _validation(_: Request, problem: RequestValidationError) -> JSONResponse:
+        return problems_answer([_of_pydantic(dict(detail)) for detail in problem.errors()])
+
+    @app.exception_handler(HTTPException)
+    async def _http(_: Request, problem: HTTPException) -> JSONResponse:
+        what = {404: "there is no such path.", 405: "the path does not take this method."}
+        return _answer(
+            problem.status_code,
+            {"code": f"api.http-{problem.status_code}", "what": what.get(problem.status_code, str(problem.detail))},
+            dict(problem.headers or {}),
+        )
+
+    @app.exception_handler(Exception)
+    async def _unknown(_: Request, problem: Exception) -> JSONResponse:
+        del problem  # the log has it
+        return _answer(500, {"code": "api.internal", "what": "the server has a defect; its log says more."})
+
+
+def problems_answer(problems: list[dict[str, str]]) -> JSONResponse:
+    """422 with every problem."""
+    problems = [dict.fromkeys(KEYS, "") | problem for problem in problems]
+    return JSONResponse({"error": problems[0], "problems": problems}, 422)
+
+
+def _answer(status: int, error: dict[str, str], headers: dict[str, str] | None = None) -> JSONResponse:
+    return JSONResponse({"error": dict.fromkeys(KEYS, "") | error}, status, headers)
+
+
+def _describe(problem: LoraFusionError) -> dict[str, str]:
+    return {key: str(getattr(problem, key, "")) for key in KEYS}
+
+
+def _of_pydantic(detail: dict[str, Any]) -> dict[str, str]:
+    place = ".".join(str(part) for part in detail["loc"] if part not in ("body", "query", "path"))
+    kind = detail["type"]
+    code = {"missing": "api.missing", "extra_forbidden": "api.unknown-key", "json_invalid": "api.json"}.get(
+        kind, "api.value"
+    )
+    what = {"missing": f"{place} is missing.", "extra_forbidden": f"there is no key {place}."}.get(
+        kind, f"{place}: {detail['msg']}."
+    )
+    return {"code": code, "what": what[:500], "where": place[:200]}

@@ -1,0 +1,109 @@
+"""Server-sent events. The id of an event is its number, so `Last-Event-ID` continues a stream."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import AsyncIterator
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Header, Query
+from fastapi.responses import StreamingResponse
+from pydantic import Field
+from sqlalchemy import select
+from starlette.concurrency import run_in_threadpool
+
+from lorafusion_serve.api.access import MOST_STREAMS, JobsRead, Service, ServiceOf
+from lorafusion_serve.api.problems import ApiError, not_found
+from lorafusion_serve.states import ENDED
+from lorafusion_serve.store import tables as t
+from lorafusion_serve.store.keys import Owner
+
+router = APIRouter(prefix="/v1", tags=["events"])
+LOOK_S, COMMENT_S = 0.1, 15.0
+AT_ONCE = 500
+LastEvent = Annotated[str | None, Header(max_length=20)]
+After = Annotated[int | None, Query(ge=0, le=2**53, description="as Last-Event-ID")]
+
+
+@router.get("/events", response_class=StreamingResponse)
+async def events(
+    service: ServiceOf, owner: JobsRead, last_event_id: LastEvent = None, after: After = None
+) -> StreamingResponse:
+    """Events of all jobs of the owner, from now on or after `Last-Event-ID`."""
+    return _answer(service, owner, None, last_event_id, after)
+
+
+@router.get("/jobs/{job}/events", response_class=StreamingResponse)
+async def job_events(
+    job: Annotated[str, Field(max_length=64)],
+    service: ServiceOf,
+    owner: JobsRead,
+    last_event_id: LastEvent = None,
+    after: After = None,
+) -> StreamingResponse:
+    """Events of one job, from its beginning or after `Last-Event-ID`. The stream ends with the job."""
+    with service.db.read() as connection:
+        if service.jobs.find(connection, job, owner.sees) is None:
+            raise not_found("such job")
+    return _answer(service, owner, job, last_event_id, 0 if after is None else after)
+
+
+def _answer(
+    service: Service, owner: Owner, job: str | None, last_event_id: str | None, after: int | None
+) -> StreamingResponse:
+    start = int(last_event_id) if last_event_id and last_event_id.isdigit() else after
+    name = owner.key or owner.name
+    if service.streams.get(name, 0) >= MOST_STREAMS:
+        raise ApiError(429, "api.streams", f"a key has at most {MOST_STREAMS} streams.", headers={"Retry-After": "15"})
+    first = service.db.last_event if start is None else start
+    return StreamingResponse(
+        _stream(service, owner, job, first, name),
+        media_type="text/event-stream",
+        headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"},
+    )
+
+
+async def _stream(service: Service, owner: Owner, job: str | None, seq: int, name: str) -> AsyncIterator[str]:
+    service.streams[name] = service.streams.get(name, 0) + 1
+    silent_s, seen = 0.0, -1
+    try:
+        yield ": connected\n\n"
+        while True:
+            newest = service.db.last_event
+            if newest != seen:
+                rows = await run_in_threadpool(_events, service, owner, job, seq)
+                seen = newest if len(rows) < AT_ONCE else -1
+                for row in rows:
+                    seq, silent_s = row["seq"], 0.0
+                    yield _text(row)
+                if job is not None and len(rows) < AT_ONCE and await run_in_threadpool(_has_ended, service, job):
+                    return
+            if silent_s >= COMMENT_S:
+                silent_s = 0.0
+                yield ": still here\n\n"
+            await asyncio.sleep(LOOK_S)
+            silent_s += LOOK_S
+    finally:
+        service.streams[name] -= 1
+
+
+def _events(service: Service, owner: Owner, job: str | None, seq: int) -> list[dict[str, Any]]:
+    where = [t.events.c.seq > seq]
+    where += [] if owner.sees is None else [t.events.c.owner == owner.sees]
+    where += [] if job is None else [t.events.c.job == job]
+    with service.db.read() as connection:
+        found = select(t.events).where(*where).order_by(t.events.c.seq).limit(AT_ONCE)
+        return [dict(row) for row in connection.execute(found).mappings()]
+
+
+def _has_ended(service: Service, job: str) -> bool:
+    with service.db.read() as connection:
+        return service.jobs.get(connection, job)["state"] in ENDED
+
+
+def _text(row: dict[str, Any]) -> str:
+    data = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in row["data"].items()}
+    body = json.dumps({"job": row["job"], "at": row["at"]} | data)
+    return f"id: {row['seq']}\nevent: {row['kind']}\ndata: {body}\n\n"

@@ -1,0 +1,215 @@
+"""lorafusion jobs …: submit, list, show, watch, cancel, pause, continue, weight, download."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from lorafusion_jax.config.load import load_config
+from lorafusion_jax.config.schema import AdapterConfig, JobConfig
+from lorafusion_jax.errors import ConfigError, RunError
+from lorafusion_jax.report.console import out, plain_table
+from lorafusion_serve.client import Client, ServiceError
+
+app = typer.Typer(no_args_is_help=True, help="Jobs of a service that `lorafusion serve` runs.")
+Url = Annotated[str, typer.Option(help="address of the service")]
+Key = Annotated[Path | None, typer.Option("--key-file", help="file with the key; default ~/.config/lorafusion/key")]
+Name = Annotated[str, typer.Argument(metavar="JOB", help="id of the job")]
+LOCAL = "http://127.0.0.1:7070"
+
+
+@app.command()
+def submit(
+    jobs: Annotated[Path, typer.Argument(metavar="JOBS", help="job file; each of its adapters becomes a job")],
+    base: Annotated[str | None, typer.Option(help="name of the base; default the folder's name in the file")] = None,
+    url: Url = LOCAL,
+    key_file: Key = None,
+) -> None:
+    """Submits the adapters of a job file and uploads their data.
+
+    Example: lorafusion jobs submit jobs.yaml
+    """
+    config, client = load_config(jobs), _client(url, key_file)
+    for adapter in config.adapters:
+        with _errors():
+            job = client.submit(job_of(config, adapter, base))
+        print(f"{job.id}  {adapter.name}")
+
+
+@app.command("ls")
+def list_jobs(
+    state: Annotated[list[str] | None, typer.Option(help="only jobs in this state")] = None,
+    url: Url = LOCAL,
+    key_file: Key = None,
+    as_json: Annotated[bool, typer.Option("--json", help="machine-readable output")] = False,
+) -> None:
+    """Lists jobs, newest first.
+
+    Example: lorafusion jobs ls --state running
+    """
+    with _errors():
+        rows = list(_client(url, key_file).jobs(**({"state": state} if state else {})))
+    if as_json:
+        print(json.dumps(rows))
+        return
+    table = plain_table(("job", "name", "owner", "state"), ("step", "loss", "weight"))
+    for row in rows:
+        loss = "–" if row["loss"] is None else f"{row['loss']:.3f}"
+        step = f"{row['step']}/{row['steps'] or '?'}"
+        table.add_row(row["id"], row["name"], row["owner"], row["state"], step, loss, f"{row['weight']:g}")
+    out().print(table)
+
+
+@app.command()
+def show(job: Name, url: Url = LOCAL, key_file: Key = None) -> None:
+    """Shows a job as JSON, with its transitions and problems.
+
+    Example: lorafusion jobs show job-0123456789ab
+    """
+    with _errors():
+        print(json.dumps(_client(url, key_file).job(job).show(), indent=1))
+
+
+@app.command()
+def watch(job: Name, url: Url = LOCAL, key_file: Key = None) -> None:
+    """Follows a job until it has ended.
+
+    Example: lorafusion jobs watch job-0123456789ab
+    """
+    console = out()
+    with _errors():
+        for event in _client(url, key_file).job(job).events():
+            if event["kind"] == "step":
+                console.print(f"step {event['step']}  loss {event['loss']:.4f}", highlight=False)
+            elif event["kind"] == "eval":
+                console.print(f"step {event['step']}  held-out loss {event['eval_loss']:.4f}", highlight=False)
+            elif event["kind"] == "state":
+                console.print(f"{event['after']}{': ' + event['why'] if event['why'] else ''}", highlight=False)
+
+
+@app.command()
+def cancel(job: Name, url: Url = LOCAL, key_file: Key = None) -> None:
+    """Cancels a job.
+
+    Example: lorafusion jobs cancel job-0123456789ab
+    """
+    _ask(url, key_file, lambda client: client.job(job).cancel())
+
+
+@app.command()
+def pause(job: Name, url: Url = LOCAL, key_file: Key = None) -> None:
+    """Pauses a job; others get its place.
+
+    Example: lorafusion jobs pause job-0123456789ab
+    """
+    _ask(url, key_file, lambda client: client.job(job).pause())
+
+
+@app.command("continue")
+def resume(job: Name, url: Url = LOCAL, key_file: Key = None) -> None:
+    """Continues a paused job where it stopped.
+
+    Example: lorafusion jobs continue job-0123456789ab
+    """
+    _ask(url, key_file, lambda client: client.job(job).resume())
+
+
+@app.command()
+def weight(
+    job: Name,
+    value: Annotated[float, typer.Argument(metavar="WEIGHT", help="above 0")],
+    url: Url = LOCAL,
+    key_file: Key = None,
+) -> None:
+    """Changes a job's share of the session relative to other jobs.
+
+    Example: lorafusion jobs weight job-0123456789ab 2
+    """
+    _ask(url, key_file, lambda client: client.job(job).set_weight(value))
+
+
+@app.command()
+def download(
+    job: Name,
+    to: Annotated[Path, typer.Option("--to", help="new folder")],
+    url: Url = LOCAL,
+    key_file: Key = None,
+) -> None:
+    """Downloads a trained adapter as a PEFT folder and checks its digests.
+
+    Example: lorafusion jobs download job-0123456789ab --to adapters/law
+    """
+    with _errors():
+        print(_client(url, key_file).job(job).adapter(to))
+
+
+def job_of(config: JobConfig, adapter: AdapterConfig, base: str | None) -> dict[str, Any]:
+    """Converts an adapter of a job file to a job of the service.
+
+    Raises:
+        ConfigError: `jobs.not-served`, the file asks for something that a service does not do.
+    """
+    directory = Path(config.directory)
+    not_served = {
+        "objective": adapter.objective.name != "sft",
+        "lora.init_from (use init_from of the service)": adapter.lora.init_from is not None,
+        "data.train: hf:…": adapter.data.train.startswith("hf:"),
+    }
+    if wrong := [name for name, is_set in not_served.items() if is_set]:
+        raise ConfigError("jobs.not-served", f"{adapter.name}: a service does not take {', '.join(wrong)}.")
+    data = adapter.data.model_dump(mode="json", exclude_none=True)
+    data |= {key: str(directory / data[key]) for key in ("train", "eval") if key in data}
+    lora = adapter.lora.model_dump(mode="json", exclude_none=True)
+    return {
+        "name": adapter.name.lower().replace("=", "-").replace("@", "-").replace("+", "-"),
+        "base": base or Path(config.base.model).name,
+        "data": data,
+        "lora": lora,
+        "optim": adapter.optim.model_dump(mode="json", exclude_none=True),
+        "batch": {"global_samples": adapter.global_samples},
+        "epochs": adapter.epochs,
+        "seed": adapter.seed,
+        "weight": adapter.weight,
+    } | ({"steps": config.train.max_steps} if config.train.max_steps else {})
+
+
+def _ask(url: str, key_file: Path | None, act: Callable[[Client], dict[str, Any]]) -> None:
+    with _errors():
+        found = act(_client(url, key_file))
+    print(f"{found['id']}  {found['state']}")
+
+
+def _client(url: str, key_file: Path | None) -> Client:
+    file = key_file or Path("~/.config/lorafusion/key").expanduser()
+    try:
+        key = file.read_text().strip() if key_file or file.is_file() else None
+    except OSError as problem:
+        raise ConfigError("jobs.key", f"{file} cannot be read.", why=os.strerror(problem.errno or 0)) from None
+    return Client(url, key)
+
+
+@contextmanager
+def _errors() -> Iterator[None]:
+    """Shows what the service refused in the form of our own errors."""
+    try:
+        yield
+    except ServiceError as problem:
+        first = problem.problems[0]
+        more = "".join(f"; also {one['what']}" for one in problem.problems[1:])
+        raise ConfigError(
+            first.get("code", "jobs.refused"),
+            first.get("what", ""),
+            where=first.get("where", ""),
+            why=first.get("why", "") + more,
+            fix=first.get("fix", ""),
+        ) from None
+    except ConnectionError as problem:
+        raise RunError(
+            "jobs.no-service", "there is no service at this address.", why=str(problem), fix="lorafusion serve; --url"
+        ) from None

@@ -1,0 +1,87 @@
+"""lorafusion keys …: add, list and revoke keys, on the machine of the service."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from lorafusion_jax.errors import ConfigError
+from lorafusion_jax.report.console import out, plain_table
+
+app = typer.Typer(no_args_is_help=True, help="Keys of a service, by its home.")
+Home = Annotated[Path, typer.Option(help="home of the service")]
+HOME = Path("service")
+
+
+@app.command()
+def add(
+    owner: Annotated[str, typer.Argument(metavar="OWNER", help="who the key belongs to")],
+    scope: Annotated[list[str] | None, typer.Option(help="what it may do; default all but admin")] = None,
+    admin: Annotated[bool, typer.Option("--admin", help="everything, also what belongs to others")] = False,
+    days: Annotated[float | None, typer.Option(min=0.001, help="how long it is valid")] = None,
+    home: Home = HOME,
+) -> None:
+    """Adds a key and prints it. It is not stored and cannot be shown again.
+
+    Example: lorafusion keys add ana --home service
+    """
+    from lorafusion_serve.store.keys import SCOPES, USER, add_key
+
+    db = _open(home, new=True)
+    with db.write() as connection:
+        _, key = add_key(connection, owner, SCOPES if admin else tuple(scope or USER), days=days)
+    db.close()
+    print(key)
+
+
+@app.command("ls")
+def list_all(home: Home = HOME) -> None:
+    """Lists keys, without their secrets.
+
+    Example: lorafusion keys ls --home service
+    """
+    from lorafusion_serve.store.keys import list_keys
+
+    db = _open(home)
+    table = plain_table(("key", "owner", "scopes", "created", "state"), ())
+    with db.read() as connection:
+        for row in list_keys(connection):
+            created = time.strftime("%Y-%m-%d %H:%M", time.localtime(row["created"]))
+            expired = row["expires"] is not None and row["expires"] < time.time()
+            state = "revoked" if row["revoked"] else "expired" if expired else "valid"
+            table.add_row(row["id"], row["owner"], " ".join(row["scopes"]), created, state)
+    db.close()
+    out().print(table)
+
+
+@app.command()
+def revoke(
+    key: Annotated[str, typer.Argument(metavar="KEY", help="its name, the 8 characters after tml-lf_")],
+    home: Home = HOME,
+) -> None:
+    """Revokes a key at once.
+
+    Example: lorafusion keys revoke abcdefgh --home service
+    """
+    from lorafusion_serve.store.keys import revoke_key
+
+    db = _open(home)
+    with db.write() as connection:
+        known = revoke_key(connection, key)
+    db.close()
+    if not known:
+        raise ConfigError("keys.unknown", f"there is no key {key}.", fix=f"lorafusion keys ls --home {home}")
+    print(f"{key} revoked")
+
+
+def _open(home: Path, *, new: bool = False) -> Any:
+    from lorafusion_serve.server import open_database
+    from lorafusion_serve.settings import Settings
+
+    settings = Settings(home=home.absolute(), bases={}, places={})
+    if not new and not settings.database.is_file():
+        raise ConfigError("keys.home", f"{home} is not the home of a service.", fix="--home FOLDER")
+    return open_database(settings)

@@ -1,0 +1,144 @@
+"""lorafusion serve: a training service on this machine."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+
+from lorafusion_jax.config.sections import SHARED
+from lorafusion_jax.errors import ConfigError
+from lorafusion_jax.examples import examples_directory
+from lorafusion_jax.report.console import out
+from lorafusion_serve.settings import Settings
+
+NEEDED = ("fastapi", "uvicorn", "sqlalchemy", "prometheus_client")
+SECTIONS = ("base", "mesh", "batch", "train")
+DEMO = {"places": "16:2,64:1", "batch.capacity_tokens": 512, "base.dtype": "float32"}
+
+
+def command(
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="KEY=VALUE", help="settings of the session as in a job file, e.g. batch.capacity_tokens=4096"
+        ),
+    ] = None,
+    base: Annotated[list[str] | None, typer.Option(help="base model, FOLDER or NAME=FOLDER")] = None,
+    home: Annotated[Path, typer.Option(help="folder of the database, data, jobs and adapters")] = Path("service"),
+    places: Annotated[str, typer.Option(help="places of the session, RANK:NUMBER,…")] = "16:8,64:2",
+    host: Annotated[str, typer.Option(help="address to listen on; other than this machine needs a key")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one")] = 7070,
+    host_name: Annotated[list[str] | None, typer.Option(help="further name under which it is reached")] = None,
+    reproducible: Annotated[
+        bool,
+        typer.Option("--reproducible", help="an adapter does not depend on other jobs by a single bit; less dense"),
+    ] = False,
+    save_s: Annotated[float, typer.Option(min=0.1, help="seconds between two saves of all jobs")] = 60.0,
+    lease_s: Annotated[float, typer.Option(min=0.5, help="seconds without a sign after which a worker is lost")] = 30.0,
+    demo: Annotated[bool, typer.Option("--demo", help="a tiny base and three jobs of two users, on the CPU")] = False,
+) -> None:
+    """Runs a training service: jobs in, adapters out, over REST and a web page.
+
+    Example: lorafusion serve --base models/llama-3.1-8b --places 16:8,64:2
+
+    Example: lorafusion serve --demo
+    """
+    _check_installed()
+    given = dict(_setting(text) for text in settings or ())
+    if demo:
+        home = Path(tempfile.mkdtemp(prefix="lorafusion-serve-"))
+        base, places = base or [f"tiny={examples_directory() / 'base'}"], DEMO["places"]
+        given = {key: value for key, value in DEMO.items() if "." in key} | given
+    sections = _sections(given)
+    made = Settings(
+        home=home.absolute(),
+        bases=_bases(base or []),
+        places=read_places(places),
+        reproducible=reproducible,
+        save_s=save_s,
+        lease_s=lease_s,
+        base=sections["base"],
+        mesh=sections["mesh"],
+        batch=sections["batch"],
+        train=sections["train"],
+    )
+    from lorafusion_serve.server import run_server
+
+    def started(url: str) -> None:
+        out().print(f"serving {', '.join(made.bases)} on [bold]{url}[/bold]  ·  home {made.home}  ·  stop: Ctrl+C")
+        if demo:
+            from lorafusion_serve.demo import submit_demo
+
+            threading.Thread(target=submit_demo, args=(url, made), name="demo", daemon=True).start()
+
+    run_server(made, host=host, port=port, host_names=host_name or (), on_start=started)
+
+
+def read_places(text: str) -> dict[int, int]:
+    """Reads RANK:NUMBER,…
+
+    Raises:
+        ConfigError: `serve.places`.
+
+    >>> read_places("16:8,64:2")
+    {16: 8, 64: 2}
+    """
+    try:
+        found = {int(rank): int(count) for rank, count in (part.split(":") for part in text.split(","))}
+    except ValueError:
+        found = {}
+    if not found or min(*found, *found.values()) < 1 or sum(found.values()) > 256 or max(found) > 1024:
+        raise ConfigError("serve.places", f"--places {text} is not RANK:NUMBER,…", fix="--places 16:8,64:2")
+    return found
+
+
+def _check_installed() -> None:
+    missing = [name for name in NEEDED if find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            "serve.missing",
+            f"a service needs {', '.join(missing)}.",
+            fix='pip install "lorafusion-jax[serve]"',
+        )
+
+
+def _bases(given: list[str]) -> dict[str, Path]:
+    if len(given) != 1:
+        what = "a service needs a base model." if not given else "one service has one base model for now."
+        raise ConfigError("serve.base", what, fix="--base models/llama-3.1-8b, or --base NAME=FOLDER")
+    found = {}
+    for text in given:
+        name, is_named, folder = text.partition("=")
+        path = Path(folder if is_named else text).absolute()
+        if not (path / "config.json").is_file():
+            raise ConfigError("serve.base", f"{path} is not the folder of a model.", fix="a folder with config.json")
+        found[name if is_named else path.name] = path
+    return found
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    key, is_setting, value = text.partition("=")
+    section, _, name = key.partition(".")
+    if not is_setting or section not in SECTIONS or name not in SHARED[section].model_fields or key == "base.model":
+        raise ConfigError(
+            "serve.setting",
+            f"{text!r} is not a setting of a session.",
+            fix=f"KEY=VALUE with a key of {', '.join(SECTIONS)} of a job file",
+        )
+    return key, yaml.safe_load(value)
+
+
+def _sections(given: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    sections: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
+    for key, value in given.items():
+        section, _, name = key.partition(".")
+        sections[section][name] = value
+    for name, values in sections.items():
+        SHARED[name].model_validate(({"model": "-"} if name == "base" else {}) | values)
+    return sections

@@ -1,0 +1,1 @@
+"""The server's side of training: checks of jobs, workers and their leases, placements."""

@@ -1,0 +1,77 @@
+"""Work on what clients sent runs in a child process: a file that takes all memory ends the child, not the server.
+
+One child serves request after request, because starting one takes seconds. A child that fails or takes too long is
+replaced.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from typing import Any, Literal
+
+LIMIT_S = 900
+MOST_REQUESTS = 200  # of one child: what its libraries keep in memory goes with it
+log = logging.getLogger("lorafusion.child")
+
+
+class Child:
+    """Asks a child process, one request at a time."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[str] | None = None
+        self._served = 0
+
+    def ask(self, what: Literal["check", "count", "preview"], request: dict[str, Any]) -> dict[str, Any]:
+        """Returns the answer; a child that fails is a problem of the request."""
+        with self._lock:
+            try:
+                return self._ask({"what": what} | request)
+            except (OSError, ValueError) as problem:
+                log.warning("%s failed: %s", what, problem)
+                self._end()
+        text = "the data could not be read: it took too much memory or time."
+        problem = {"code": "data.check", "where": "data", "what": text, "why": "", "fix": "smaller data"}
+        return {"problems": [problem]}
+
+    def close(self) -> None:
+        """Ends the child."""
+        with self._lock:
+            self._end()
+
+    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        if self._served >= MOST_REQUESTS:
+            self._end()
+        if self._process is None:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "lorafusion_serve.control.child_process"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+        process, self._served = self._process, self._served + 1
+        assert process.stdin is not None
+        assert process.stdout is not None
+        late = threading.Timer(LIMIT_S, process.kill)
+        late.start()
+        try:
+            process.stdin.write(json.dumps(request) + "\n")
+            process.stdin.flush()
+            return json.loads(process.stdout.readline())
+        finally:
+            late.cancel()
+
+    def _end(self) -> None:
+        process, self._process, self._served = self._process, None, 0
+        if process is not None:
+            process.kill()
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                with suppress(OSError):
+                    if pipe is not None:
+                        pipe.close()

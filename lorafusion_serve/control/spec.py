@@ -1,0 +1,110 @@
+"""What a client asks for, and the job file that it means."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from lorafusion_jax.config.load import examine_source
+from lorafusion_jax.config.read import source_of
+from lorafusion_jax.config.schema import Count, JobConfig, OptimSettings, Positive
+from lorafusion_jax.errors import LoraFusionError
+
+JOB_NAME = r"^[a-z0-9][a-z0-9._-]{0,62}$"
+DATASET = r"^sha256-[0-9a-f]{64}$"
+ARTIFACT = r"^adapter-[0-9a-f]{12}$"
+
+
+class Part(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class DataSpec(Part):
+    """Data of a job. `train` and `eval` are ids of data sets."""
+
+    train: Annotated[str, Field(pattern=DATASET, examples=["sha256-" + "0" * 64])]
+    eval: Annotated[str, Field(pattern=DATASET)] | None = None
+    format: str = "auto"
+    columns: dict[str, str] = {}
+    max_length: Annotated[int, Field(ge=2, le=2**31 - 1)] = 4096
+    on_long: Literal["cut", "drop", "error"] = "cut"
+    loss: Literal["auto", "assistant", "completion", "all"] = "auto"
+
+
+class BatchSpec(Part):
+    """Batch of a job."""
+
+    global_samples: Count = 16
+
+
+class LoraSpec(Part):
+    """As `lora` of a job file; other files are named by `init_from` of the job."""
+
+    kind: str = "lora"
+    rank: Annotated[int, Field(ge=1, le=1024)] = 16
+    alpha: Positive = 32.0
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.05
+    targets: str | list[str] = "all-linear"
+    rslora: bool = False
+
+
+class JobSpec(Part):
+    """An adapter to train. Values have the meaning and the defaults of a job file."""
+
+    name: Annotated[str, Field(pattern=JOB_NAME, examples=["law-1"])]
+    base: Annotated[str, Field(min_length=1, max_length=100, examples=["tiny"])]
+    data: DataSpec
+    lora: LoraSpec = LoraSpec()
+    optim: OptimSettings = OptimSettings()
+    batch: BatchSpec = BatchSpec()
+    steps: Count | None = Field(default=None, description="optimizer steps; default all epochs")
+    epochs: Count = 1
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    weight: Annotated[float, Field(gt=0, le=1000, allow_inf_nan=False)] = 1.0
+    priority: Annotated[int, Field(ge=-100, le=100)] = Field(default=0, description="higher ones are placed first")
+    init_from: Annotated[str, Field(pattern=ARTIFACT)] | None = Field(
+        default=None, description="id of an adapter of the same owner to continue from"
+    )
+
+
+def job_values(
+    spec: dict[str, Any], name: str, *, base: Path, files: dict[str, Path], session: dict[str, Any], start: Path | None
+) -> dict[str, Any]:
+    """Returns the job file of a spec, as `examine` and the worker take it.
+
+    Args:
+        name: name of the adapter: in a session its job's id.
+        files: path of each data set.
+        session: sections base, batch, mesh and train of the session.
+        start: PEFT folder to start from.
+    """
+    data = {key: value for key, value in spec["data"].items() if key not in ("train", "eval")}
+    data |= {key: str(files[spec["data"][key]]) for key in ("train", "eval") if spec["data"].get(key)}
+    lora = dict(spec["lora"])
+    if start is not None:
+        lora = {"init_from": str(start), "dropout": lora["dropout"]}
+    adapter = {
+        "name": name,
+        "data": data,
+        "lora": lora,
+        "optim": {key: value for key, value in spec["optim"].items() if value is not None},
+        "batch": {"global_samples": spec["batch"]["global_samples"]},
+        "epochs": spec["epochs"],
+        "seed": spec["seed"],
+        "weight": spec["weight"],
+    }
+    train = {**session["train"]} | ({"max_steps": spec["steps"]} if spec["steps"] else {})
+    return {
+        "base": {**session["base"], "model": str(base)},
+        "batch": {**session["batch"]},
+        "mesh": {**session["mesh"]},
+        "train": train,
+        "adapters": [adapter],
+    }
+
+
+def examine(values: dict[str, Any]) -> tuple[JobConfig | None, list[LoraFusionError]]:
+    """Validates a job file of `job_values`; returns its errors with it."""
+    return examine_source(source_of(values))

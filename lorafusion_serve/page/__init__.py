@@ -1,0 +1,1 @@
+"""The web page: plain HTML, CSS and JavaScript, served as they are."""

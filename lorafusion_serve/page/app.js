@@ -1,0 +1,213 @@
+// The page of the service. It reads the same REST API as every other client.
+
+import {chart, timeline} from "/charts.js";
+
+const main = document.getElementById("main");
+const notice = document.getElementById("notice");
+let closeView = () => {};
+
+class Refused extends Error {
+  constructor(status, error) { super(error.what || `HTTP ${status}`); this.status = status; }
+}
+
+async function api(path, options = {}) {
+  const headers = {"X-Requested-With": "page"};
+  if (options.body) headers["Content-Type"] = "application/json";
+  if (options.method === "POST") headers["Idempotency-Key"] = crypto.randomUUID();
+  const answer = await fetch(path, {...options, headers});
+  const text = await answer.text();
+  const isJson = (answer.headers.get("content-type") || "").includes("json");
+  const body = isJson && text ? JSON.parse(text) : text;
+  if (!answer.ok) throw new Refused(answer.status, (body && body.error) || {});
+  return body;
+}
+
+function el(name, attributes = {}, ...children) {
+  const made = document.createElement(name);
+  for (const [key, value] of Object.entries(attributes)) {
+    if (key === "on") for (const [event, act] of Object.entries(value)) made.addEventListener(event, act);
+    else if (value !== null && value !== undefined) made.setAttribute(key, value);
+  }
+  made.append(...children.flat().filter((child) => child !== null && child !== undefined).map((c) => (c instanceof Node ? c : String(c))));
+  return made;
+}
+
+const number = (value, digits = 3) => (value === null || value === undefined ? "–" : value.toFixed(digits));
+const moment = (seconds) => (seconds ? new Date(seconds * 1000).toLocaleString() : "–");
+const state = (name) => el("span", {class: `state ${name}`}, name);
+
+function table(head, rows, none) {
+  if (!rows.length) return el("p", {class: "empty"}, none);
+  const heads = head.map(([title, kind]) => el("th", {class: kind || null, scope: "col"}, title));
+  const cells = rows.map((row) => el("tr", {}, row.map((cell, at) => el("td", {class: head[at][1] || null}, cell))));
+  return el("div", {class: "table"}, el("table", {}, el("thead", {}, el("tr", {}, heads)), el("tbody", {}, cells)));
+}
+
+function progress(job) {
+  const share = job.steps ? Math.min(1, job.step / job.steps) : 0;
+  const bar = el("span");
+  bar.style.setProperty("width", `${100 * share}%`);
+  return [`${job.step}/${job.steps ?? "?"}`, el("div", {class: "bar"}, bar)];
+}
+
+const link = (job) => el("a", {href: `#/jobs/${job.id}`}, job.name);
+
+async function jobs() {
+  const {items} = await api("/v1/jobs?limit=200");
+  const rows = items.map((job) => [link(job), state(job.state), progress(job), number(job.loss), job.owner, job.weight, moment(job.created)]);
+  const head = [["job"], ["state"], ["steps", "n"], ["loss", "n"], ["owner", "wide"], ["weight", "n wide"], ["submitted", "wide"]];
+  return [el("h2", {}, "Jobs"), table(head, rows, "No jobs yet. Submit one: lorafusion jobs submit jobs.yaml")];
+}
+
+function action(job, name, title) {
+  const act = async () => { await attempt(() => api(`/v1/jobs/${job.id}/${name}`, {method: "POST"})); await render(); };
+  return el("button", {on: {click: act}}, title);
+}
+
+function actions(job) {
+  const live = ["checking", "queued", "starting", "running", "draining", "paused"].includes(job.state);
+  const buttons = [];
+  if (["queued", "starting", "running"].includes(job.state)) buttons.push(action(job, "pause", "Pause"));
+  if (job.state === "paused") buttons.push(action(job, "continue", "Continue"));
+  if (live) {
+    buttons.push(action(job, "cancel", "Cancel"));
+    const input = el("input", {type: "number", min: "0.1", step: "0.1", value: job.weight, "aria-label": "weight", size: "4"});
+    const set = async (event) => {
+      event.preventDefault();
+      await attempt(() => api(`/v1/jobs/${job.id}`, {method: "PATCH", body: JSON.stringify({weight: Number(input.value)})}));
+      await render();
+    };
+    buttons.push(el("form", {class: "actions", on: {submit: set}}, input, el("button", {}, "Set weight")));
+  }
+  if (job.state === "done") buttons.push(el("a", {class: "button", href: `/v1/jobs/${job.id}/adapter`}, "Download adapter"));
+  return el("div", {class: "actions"}, buttons);
+}
+
+function spansOf(job) {
+  const last = ["done", "failed", "cancelled", "rejected"].includes(job.state);
+  return job.transitions.map((step, at) => ({
+    row: step.after, name: `${step.after}: ${step.why || step.event}`, kind: step.after, from: step.at,
+    to: job.transitions[at + 1]?.at ?? (last ? step.at : Date.now() / 1000),
+  }));
+}
+
+async function job(id) {
+  const [found, rows, log] = await Promise.all([api(`/v1/jobs/${id}`), api(`/v1/jobs/${id}/metrics`), api(`/v1/jobs/${id}/log`)]);
+  const steps = rows.items.filter((row) => row.kind === "step").map((row) => [row.step, row.loss]);
+  const evals = rows.items.filter((row) => row.kind === "eval").map((row) => [row.step, row.eval_loss]);
+  const facts = {
+    state: state(found.state), step: `${found.step} of ${found.steps ?? "?"}`, loss: number(found.loss), owner: found.owner,
+    base: found.base, rank: found.spec.lora.rank, "learning rate": found.spec.optim.lr, weight: found.weight,
+    place: found.place ?? "–", "waited (s)": number(found.waited_s, 1), tokens: found.tokens ?? "–", submitted: moment(found.created),
+  };
+  const problems = found.problems.map((p) => [p.code, p.where, `${p.what} ${p.why}`, p.fix]);
+  let preview = null;
+  try { preview = (await api(`/v1/datasets/${found.spec.data.train}/preview?row=0`)).text; } catch { /* deleted since */ }
+  return [
+    el("h2", {}, found.name, " ", el("small", {class: "empty"}, found.id)),
+    actions(found),
+    el("dl", {class: "facts"}, Object.entries(facts).map(([k, v]) => el("div", {}, el("dt", {}, k), el("dd", {}, v)))),
+    found.reason ? el("p", {}, found.reason) : null,
+    problems.length ? table([["code"], ["where"], ["what"], ["fix"]], problems, "") : null,
+    el("h3", {}, "Loss"),
+    chart([{name: "training loss", points: steps}, ...(evals.length ? [{name: "held-out loss", points: evals, dots: true}] : [])], `loss of ${found.name} by step`) || el("p", {class: "empty"}, "No steps yet."),
+    el("h3", {}, "States"),
+    timeline(spansOf(found), `states of ${found.name} over time`),
+    el("h3", {}, "Log"),
+    el("pre", {tabindex: "0"}, log),
+    ...(preview ? [el("h3", {}, "First row, as the model sees it"), el("pre", {tabindex: "0"}, preview)] : []),
+  ];
+}
+
+async function cluster() {
+  const [{workers}, {items}] = await Promise.all([api("/v1/cluster"), api("/v1/jobs?limit=50")]);
+  const parts = workers.map((worker) => [
+    el("h3", {}, `${worker.id} · ${worker.base} · ${worker.device || "opening"}`),
+    el("p", {}, `epoch ${worker.epoch}, `, state(worker.connected ? worker.state : "away"), worker.drained ? " drained" : ""),
+    el("div", {class: "places"}, worker.slots.map((place) => el("div", {class: place.job === null ? "place free" : "place"},
+      el("small", {}, `place ${place.place} · rank ≤ ${place.rank}`),
+      place.job === null ? "free" : place.job ? el("a", {href: `#/jobs/${place.job}`}, place.name) : "another owner",
+      place.state ? el("small", {}, place.state) : null))),
+  ]);
+  const details = await Promise.all(items.slice(0, 12).map((one) => api(`/v1/jobs/${one.id}`)));
+  const spans = details.reverse().flatMap((one) => spansOf(one).filter((s) => ["queued", "running", "paused"].includes(s.kind)).map((s) => ({...s, row: one.name})));
+  return [el("h2", {}, "Cluster"), ...parts.flat(), el("h3", {}, "Jobs over time"), timeline(spans, "states of the newest jobs over time") || el("p", {class: "empty"}, "Nothing has run yet.")];
+}
+
+async function decisions() {
+  const {items} = await api("/v1/decisions");
+  const rows = items.map((row) => [moment(row.at), row.text, row.refused || "–"]);
+  return [el("h2", {}, "Decisions"), table([["time", "wide"], ["decision"], ["refused because"]], rows, "No decisions yet.")];
+}
+
+async function keys() {
+  const me = await api("/v1/me");
+  const parts = [el("h2", {}, "Keys"), el("p", {}, `You are ${me.owner}: ${me.scopes.join(", ")}`)];
+  if (!me.scopes.includes("admin")) return parts;
+  const {items} = await api("/v1/keys");
+  const revoke = (key) => el("button", {on: {click: async () => { await attempt(() => api(`/v1/keys/${key.id}`, {method: "DELETE"})); await render(); }}}, "Revoke");
+  const rows = items.map((key) => [key.id, key.owner, moment(key.created), key.revoked ? "revoked" : revoke(key)]);
+  const owner = el("input", {required: "", pattern: "[a-z0-9][a-z0-9._\\-]*", "aria-label": "owner", placeholder: "owner"});
+  const shown = el("p");
+  const add = async (event) => {
+    event.preventDefault();
+    const made = await attempt(() => api("/v1/keys", {method: "POST", body: JSON.stringify({owner: owner.value})}));
+    if (made) shown.replaceChildren("Copy it now, it is not shown again: ", el("code", {}, made.key));
+  };
+  return [...parts, table([["key"], ["owner"], ["created", "wide"], [""]], rows, "No keys: everybody on this machine may do everything."),
+    el("h3", {}, "Add a key"), el("form", {class: "actions", on: {submit: add}}, owner, el("button", {}, "Add")), shown];
+}
+
+function login() {
+  const key = el("input", {type: "password", required: "", autocomplete: "off", "aria-label": "key", placeholder: "tml-lf_…"});
+  const send = async (event) => {
+    event.preventDefault();
+    if (await attempt(() => api("/v1/login", {method: "POST", body: JSON.stringify({key: key.value.trim()})}))) await start();
+  };
+  return [el("form", {class: "login", on: {submit: send}}, el("h2", {}, "Log in"),
+    el("p", {}, "This service wants a key. Its operator makes one with ", el("code", {}, "lorafusion keys add NAME"), "."), key, el("button", {}, "Log in"))];
+}
+
+async function attempt(act) {
+  try { notice.textContent = ""; return (await act()) ?? true; } catch (problem) { notice.textContent = problem.message; return null; }
+}
+
+const VIEWS = {jobs, cluster, decisions, keys};
+
+async function render() {
+  const [, name = "jobs", id] = location.hash.split("/");
+  const view = name === "jobs" && id ? () => job(id) : VIEWS[name] || jobs;
+  for (const a of document.querySelectorAll("nav a")) {
+    if (a.getAttribute("href") === `#/${name}`) a.setAttribute("aria-current", "page"); else a.removeAttribute("aria-current");
+  }
+  try {
+    const content = await view();
+    if (main.contains(document.activeElement) && document.activeElement.matches("input")) return;
+    main.replaceChildren(...content.filter(Boolean));
+  } catch (problem) {
+    if (problem.status === 401) main.replaceChildren(...login());
+    else notice.textContent = problem.message;
+  }
+}
+
+// Events of the service say when to read again; several at once make one reading.
+function follow() {
+  let waiting = null;
+  const source = new EventSource("/v1/events");
+  const again = () => { waiting ??= setTimeout(async () => { waiting = null; await render(); }, 700); };
+  for (const kind of ["state", "step", "eval", "worker", "changed"]) source.addEventListener(kind, again);
+  return () => source.close();
+}
+
+async function start() {
+  closeView();
+  try {
+    const me = await api("/v1/me");
+    document.getElementById("who").textContent = me.owner;
+    closeView = follow();
+  } catch { /* the view shows the login */ }
+  await render();
+}
+
+addEventListener("hashchange", async () => { notice.textContent = ""; await render(); main.focus(); });
+start();

@@ -1,0 +1,103 @@
+"""Runs the service: database, controller and HTTP server in one process."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+
+import uvicorn
+
+from lorafusion_jax.errors import ConfigError, RunError
+from lorafusion_jax.files import replace_text
+from lorafusion_serve.api.access import Service
+from lorafusion_serve.api.app import LOCAL_NAMES, make_app
+from lorafusion_serve.control.controller import Controller
+from lorafusion_serve.settings import Settings
+from lorafusion_serve.store.database import Database
+from lorafusion_serve.store.keys import has_keys
+
+LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
+SLOW_S = 30
+
+
+def open_database(settings: Settings) -> Database:
+    """Opens the database of a home, which only its owner can read."""
+    settings.home.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return Database(settings.database)
+
+
+def run_server(
+    settings: Settings,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 7070,
+    host_names: Sequence[str] = (),
+    on_start: Callable[[str], None] = lambda url: None,
+) -> None:
+    """Serves until a signal. Jobs are saved; they continue at the next start.
+
+    Raises:
+        ConfigError: `serve.host`, other machines could use it without a key.
+        RunError: `serve.in-use`, `store.damaged`.
+    """
+    with ExitStack() as resources:
+        db = open_database(settings)
+        resources.callback(db.close)
+        _hold(settings, resources)
+        with db.read() as connection:
+            if host not in LOCAL_HOSTS and not has_keys(connection):
+                raise ConfigError(
+                    "serve.host",
+                    f"without a key the service listens on this machine only, not on {host}.",
+                    fix=f"lorafusion keys add admin --admin --home {settings.home}",
+                )
+        controller = Controller(settings, db)
+        controller.start()
+        resources.callback(controller.close)
+        names = (*LOCAL_NAMES, host, *host_names)
+        app = make_app(Service(settings, db, controller), names=names)
+        config = uvicorn.Config(
+            app,
+            host=host,
+            port=port,
+            log_level=logging.WARNING,
+            access_log=False,
+            timeout_keep_alive=15,
+            timeout_graceful_shutdown=3,
+            limit_concurrency=1000,
+            h11_max_incomplete_event_size=64 << 10,
+            server_header=False,
+        )
+
+        def started(url: str) -> None:
+            replace_text(settings.home / "address", url)
+            on_start(url)
+
+        _Server(config, started).run()
+
+
+class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, on_start: Callable[[str], None]):
+        super().__init__(config)
+        self._on_start = on_start
+
+    async def startup(self, sockets: list | None = None) -> None:
+        await super().startup(sockets=sockets)
+        if self.started:
+            port = self.servers[0].sockets[0].getsockname()[1]
+            self._on_start(f"http://{self.config.host}:{port}")
+
+
+def _hold(settings: Settings, resources: ExitStack) -> None:
+    """Prevents a second server on the same home. The lock ends with its process."""
+    file = resources.enter_context((settings.home / "server.lock").open("a+"))
+    os.set_inheritable(file.fileno(), False)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise RunError(
+            "serve.in-use", f"another server uses {settings.home}.", fix="stop it, or choose another --home"
+        ) from None

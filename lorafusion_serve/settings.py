@@ -1,0 +1,64 @@
+"""Settings of a service and the places of its files."""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+LONGEST_SOCKET = 100  # bytes of a path that every system takes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Settings of `lorafusion serve`.
+
+    Args:
+        home: folder of the database, data sets, jobs and logs.
+        bases: name → folder of a base model.
+        places: rank → number of places of a session.
+        base, mesh, batch, train: settings of every session, as the sections of a job file.
+        reproducible: batches are split in one way, so that an adapter does not depend on its company by a single bit.
+        save_s: seconds between two saves of the states of all jobs.
+        lease_s: seconds without a sign of a worker after which its jobs go back to the queue.
+        most_upload, most_jobs: bytes of a data set, and live jobs of an owner.
+    """
+
+    home: Path
+    bases: Mapping[str, Path]
+    places: Mapping[int, int]
+    base: Mapping[str, Any] = field(default_factory=dict)
+    mesh: Mapping[str, Any] = field(default_factory=dict)
+    batch: Mapping[str, Any] = field(default_factory=dict)
+    train: Mapping[str, Any] = field(default_factory=dict)
+    reproducible: bool = False
+    save_s: float = 60.0
+    lease_s: float = 30.0
+    most_upload: int = 2 << 30
+    most_jobs: int = 1000
+
+    @property
+    def database(self) -> Path:
+        return self.home / "service.db"
+
+    @property
+    def datasets(self) -> Path:
+        return self.home / "datasets"
+
+    def job(self, job: str) -> Path:
+        return self.home / "jobs" / job
+
+    def log(self, group: str) -> Path:
+        return self.home / "workers" / group / "log.txt"
+
+    @property
+    def socket(self) -> Path:
+        """Socket of the workers; a short path elsewhere if that of the home is too long for the system."""
+        direct = self.home / "control.sock"
+        if len(str(direct).encode()) <= LONGEST_SOCKET:
+            return direct
+        name = hashlib.sha256(str(self.home).encode()).hexdigest()[:16]
+        return Path(tempfile.gettempdir()) / f"lorafusion-{name}.sock"

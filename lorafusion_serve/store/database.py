@@ -1,0 +1,116 @@
+"""The SQLite file: opened with full synchronisation, checked, written by one transaction at a time."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import Connection, create_engine, event, func, select
+from sqlalchemy.exc import DatabaseError, OperationalError
+
+from lorafusion_jax.errors import LoraFusionError, RunError
+from lorafusion_serve.store import tables as t
+
+BUSY_S = 5
+
+
+class StoreError(LoraFusionError, RuntimeError):
+    """The database cannot be used now."""
+
+
+class Database:
+    """The file of a service.
+
+    Attributes:
+        last_event: number of the newest event; readers of streams look at it.
+    """
+
+    def __init__(self, file: Path):
+        """Opens or creates the file.
+
+        Raises:
+            RunError: `store.damaged`, `store.version`.
+        """
+        self.file, self._writing = file, threading.Lock()
+        self._engine = create_engine(f"sqlite:///{file}", connect_args={"timeout": BUSY_S})
+        event.listen(self._engine, "connect", _configure)
+        event.listen(self._engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN"))
+        try:
+            self._prepare()
+        except DatabaseError as problem:
+            raise _damaged(file, str(problem.orig)) from None
+        with self.read() as connection:
+            self.last_event = connection.scalar(select(func.max(t.events.c.seq))) or 0
+
+    @contextmanager
+    def read(self) -> Iterator[Connection]:
+        """A consistent view."""
+        with _reporting(), self._engine.connect() as connection, connection.begin():
+            yield connection
+
+    @contextmanager
+    def write(self) -> Iterator[Connection]:
+        """One transaction, on the disk when the block ends; nothing of it if the block raises.
+
+        Raises:
+            StoreError: `store.busy`, another process holds the file.
+        """
+        with self._writing, _reporting(), self._engine.connect() as connection:
+            with connection.begin():
+                connection.exec_driver_sql("UPDATE version SET number = number")  # takes the lock before reading
+                yield connection
+                newest = connection.scalar(select(func.max(t.events.c.seq))) or 0
+            self.last_event = newest
+
+    def add_event(self, connection: Connection, kind: str, owner: str, job: str | None, data: dict[str, Any]) -> None:
+        row = {"kind": kind, "owner": owner, "job": job, "at": time.time(), "data": data}
+        connection.execute(t.events.insert().values(row))
+
+    def close(self) -> None:
+        self._engine.dispose()
+
+    def _prepare(self) -> None:
+        with self._engine.connect() as connection, connection.begin():
+            state = connection.exec_driver_sql("PRAGMA quick_check").scalar()
+            if state != "ok":
+                raise _damaged(self.file, str(state))
+            connection.exec_driver_sql("CREATE TABLE IF NOT EXISTS version (number INTEGER NOT NULL)")
+            found = connection.exec_driver_sql("SELECT number FROM version").scalar()
+            if found is None:
+                t.meta.create_all(connection)
+                connection.exec_driver_sql(f"INSERT INTO version VALUES ({t.VERSION})")
+            elif found != t.VERSION:
+                raise RunError(
+                    "store.version",
+                    f"{self.file} has version {found}; this program reads version {t.VERSION}.",
+                    fix="start the version of lorafusion-jax that wrote it",
+                )
+
+
+def _configure(connection: Any, _: Any) -> None:
+    connection.isolation_level = None  # transactions begin where `begin` says
+    cursor = connection.cursor()
+    for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON", f"busy_timeout={BUSY_S * 1000}"):
+        cursor.execute(f"PRAGMA {pragma}")
+    cursor.close()
+
+
+@contextmanager
+def _reporting() -> Iterator[None]:
+    try:
+        yield
+    except OperationalError as problem:
+        text = str(problem.orig)
+        code = "store.no-space" if "full" in text else "store.busy" if "locked" in text else "store.failed"
+        fix = "free some space" if code == "store.no-space" else "try again"
+        raise StoreError(code, "the database cannot be used now.", why=text, fix=fix) from None
+
+
+def _damaged(file: Path, why: str) -> RunError:
+    return RunError(
+        "store.damaged", f"{file} is damaged.", why=why, fix="restore it from a copy; states and adapters are in jobs/"
+    )

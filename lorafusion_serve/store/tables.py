@@ -1,0 +1,148 @@
+"""The tables."""
+
+from __future__ import annotations
+
+from sqlalchemy import JSON, Boolean, Column, Float, ForeignKey, Index, Integer, MetaData, String, Table, Text
+
+VERSION = 1
+meta = MetaData()
+
+keys = Table(
+    "keys",
+    meta,
+    Column("id", String, primary_key=True),
+    Column("sha256", String, nullable=False),
+    Column("owner", String, nullable=False),
+    Column("scopes", JSON, nullable=False),
+    Column("created", Float, nullable=False),
+    Column("used", Float),
+    Column("expires", Float),
+    Column("revoked", Boolean, nullable=False, default=False),
+)
+datasets = Table(
+    "datasets",
+    meta,
+    Column("id", String, primary_key=True),
+    Column("owner", String, nullable=False),
+    Column("name", String, nullable=False),
+    Column("sha256", String, nullable=False),
+    Column("format", String, nullable=False),
+    Column("rows", Integer, nullable=False),
+    Column("columns", JSON, nullable=False),
+    Column("bytes", Integer, nullable=False),
+    Column("created", Float, nullable=False),
+)
+jobs = Table(
+    "jobs",
+    meta,
+    Column("id", String, primary_key=True),
+    Column("owner", String, nullable=False, index=True),
+    Column("name", String, nullable=False),
+    Column("base", String, nullable=False),
+    Column("spec", JSON, nullable=False),
+    Column("state", String, nullable=False, index=True),
+    Column("after_drain", String),  # pause, cancel or preempt
+    Column("reason", Text, nullable=False, default=""),
+    Column("problems", JSON, nullable=False, default=list),
+    Column("epoch", Integer, nullable=False, default=0),  # number of its placement; older writers are refused
+    Column("step", Integer, nullable=False, default=0),
+    Column("steps", Integer),
+    Column("tokens", Integer),
+    Column("loss", Float),
+    Column("state_path", String),
+    Column("state_step", Integer, nullable=False, default=0),
+    Column("tries", Integer, nullable=False, default=0),  # lost workers without 20 steps of progress between
+    Column("tries_step", Integer, nullable=False, default=0),
+    Column("group", String),
+    Column("place", Integer),
+    Column("weight", Float, nullable=False, default=1.0),
+    Column("priority", Integer, nullable=False, default=0),
+    Column("deadline", Float),
+    Column("created", Float, nullable=False),
+    Column("queued", Float),
+    Column("started", Float),
+    Column("ended", Float),
+)
+Index("jobs_by_time", jobs.c.created, jobs.c.id)
+transitions = Table(
+    "transitions",
+    meta,
+    Column("number", Integer, primary_key=True, autoincrement=True),
+    Column("job", String, ForeignKey("jobs.id"), nullable=False, index=True),
+    Column("before", String, nullable=False),
+    Column("after", String, nullable=False),
+    Column("event", String, nullable=False),
+    Column("at", Float, nullable=False),
+    Column("actor", String, nullable=False),
+    Column("why", Text, nullable=False, default=""),
+)
+placements = Table(
+    "placements",
+    meta,
+    Column("job", String, ForeignKey("jobs.id"), primary_key=True),
+    Column("epoch", Integer, primary_key=True),
+    Column("group", String, nullable=False),
+    Column("place", Integer, nullable=False),
+    Column("at", Float, nullable=False),
+)
+metrics = Table(  # a step that runs again after a lost worker replaces its row
+    "metrics",
+    meta,
+    Column("job", String, ForeignKey("jobs.id"), primary_key=True),
+    Column("kind", String, primary_key=True),
+    Column("step", Integer, primary_key=True),
+    Column("row", JSON, nullable=False),
+)
+artifacts = Table(
+    "artifacts",
+    meta,
+    Column("id", String, primary_key=True),
+    Column("job", String, ForeignKey("jobs.id"), nullable=False, index=True),
+    Column("owner", String, nullable=False),
+    Column("step", Integer, nullable=False),
+    Column("path", String, nullable=False),
+    Column("sha256", String, nullable=False),
+    Column("created", Float, nullable=False),
+)
+groups = Table(
+    "groups",
+    meta,
+    Column("id", String, primary_key=True),
+    Column("base", String, nullable=False),
+    Column("pid", Integer),
+    Column("epoch", Integer, nullable=False, default=0),
+    Column("state", String, nullable=False),
+    Column("places", JSON, nullable=False),
+    Column("device", String, nullable=False, default=""),
+    Column("drained", Boolean, nullable=False, default=False),
+    Column("received", Integer, nullable=False, default=0),  # number of the last event taken from this epoch
+)
+decisions = Table(
+    "decisions",
+    meta,
+    Column("seq", Integer, primary_key=True, autoincrement=True),
+    Column("at", Float, nullable=False),
+    Column("text", Text, nullable=False),
+    Column("refused", Text, nullable=False, default=""),
+)
+events = Table(
+    "events",
+    meta,
+    Column("seq", Integer, primary_key=True, autoincrement=True),
+    Column("job", String, index=True),
+    Column("owner", String, nullable=False),
+    Column("kind", String, nullable=False),
+    Column("at", Float, nullable=False),
+    Column("data", JSON, nullable=False),
+)
+idempotency = Table(
+    "idempotency",
+    meta,
+    Column("owner", String, primary_key=True),
+    Column("key", String, primary_key=True),
+    Column("route", String, nullable=False),
+    Column("body_sha", String, nullable=False),
+    Column("status", Integer, nullable=False),
+    Column("response", JSON, nullable=False),
+    Column("at", Float, nullable=False),
+)

@@ -1,0 +1,69 @@
+"""Messages between server and worker: JSON with its length before it, over a local socket."""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+import threading
+from contextlib import suppress
+from typing import Any
+
+LARGEST = 16 << 20
+Message = dict[str, Any]
+
+
+class Closed(Exception):
+    """The other side is gone."""
+
+
+class Wire:
+    """One connection. `send` may be called from several threads, `receive` from one."""
+
+    def __init__(self, connection: socket.socket):
+        self._socket, self._sending = connection, threading.Lock()
+
+    def send(self, message: Message) -> None:
+        """Sends a message.
+
+        Raises:
+            Closed: the other side is gone.
+        """
+        text = json.dumps(message, separators=(",", ":")).encode()
+        try:
+            with self._sending:
+                self._socket.sendall(struct.pack(">I", len(text)) + text)
+        except OSError as problem:
+            raise Closed from problem
+
+    def receive(self) -> Message:
+        """Waits for a message.
+
+        Raises:
+            Closed: the other side is gone, or sends something else.
+        """
+        (size,) = struct.unpack(">I", self._exactly(4))
+        if size > LARGEST:
+            raise Closed
+        try:
+            return json.loads(self._exactly(size))
+        except ValueError as problem:
+            raise Closed from problem
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def _exactly(self, size: int) -> bytes:
+        parts: list[bytes] = []
+        while size:
+            try:
+                part = self._socket.recv(min(size, 1 << 16))
+            except OSError as problem:
+                raise Closed from problem
+            if not part:
+                raise Closed
+            parts.append(part)
+            size -= len(part)
+        return b"".join(parts)

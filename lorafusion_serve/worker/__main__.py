@@ -1,0 +1,61 @@
+"""python -m lorafusion_serve.worker SETTINGS: started by the server."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lorafusion_serve.wire import Message
+from lorafusion_serve.worker.link import Link
+
+if TYPE_CHECKING:
+    from lorafusion_serve.worker.loop import Held
+
+
+def main() -> int:
+    settings = json.loads(sys.argv[1])
+    held: dict[str, Held] = {}
+
+    def holds() -> list[Message]:
+        return [{"job": own.job, "epoch": own.epoch} for own in list(held.values())]
+
+    # First of all: the server sees that a worker starts, whatever takes its time.
+    link = Link(Path(settings["socket"]), settings["group"], settings["epoch"], settings["beat_s"], holds)
+    from lorafusion_jax.machine import prepare_machine
+
+    prepare_machine()
+    from lorafusion_jax.config.schema import BaseSettings, BatchSettings, MeshSettings, TrainSettings
+    from lorafusion_jax.engine import LiveSession, Places
+    from lorafusion_serve.worker.loop import WorkerLoop
+
+    try:
+        session = LiveSession.open(
+            BaseSettings.model_validate(settings["base"]),
+            MeshSettings.model_validate(settings["mesh"]),
+            Places.of({int(rank): count for rank, count in settings["places"].items()}),
+            batch=BatchSettings.model_validate(settings["batch"]),
+            train=TrainSettings.model_validate(settings["train"]),
+            reproducible=settings["reproducible"],
+            on_progress=lambda text: print(text, flush=True),
+        )
+    except Exception as problem:
+        link.emit("not-opened", reason=str(problem))
+        link.close()
+        raise
+    loop = WorkerLoop(session, link, held, save_s=settings["save_s"])
+    signal.signal(signal.SIGTERM, lambda *_: loop.stop.set())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server decides when a worker ends
+    link.emit("ready", device=session.device)
+    try:
+        loop.run()
+    finally:
+        session.close()
+        link.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,237 @@
+"""The loop of a worker: executes commands between slots, trains windows, saves states, exports what is done."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lorafusion_jax.config.load import parse_config
+from lorafusion_jax.config.read import source_of
+from lorafusion_jax.data.prepare import prepare
+from lorafusion_jax.engine import AdapterState, LiveSession, Task
+from lorafusion_jax.engine.export import export_task
+from lorafusion_jax.errors import LoraFusionError, RunError
+from lorafusion_jax.report.events import RunEvent
+from lorafusion_serve.wire import Message
+from lorafusion_serve.worker.link import Link
+
+HORIZON = 48  # slots of a window
+REPORT_S = 0.2  # between two messages about steps
+SERVER_GONE_S = 60.0
+
+
+@dataclass(slots=True, kw_only=True)
+class Held:
+    """A job in the session, or on its way into it.
+
+    Attributes:
+        saved: last step with a state on the disk.
+        place: None until it has started.
+    """
+
+    job: str
+    epoch: int
+    name: str
+    folder: Path
+    wanted_place: int
+    state: Path | None
+    loading: Future[tuple[Task, AdapterState | None]]
+    saved: int = 0
+    place: int | None = None
+
+
+class WorkerLoop:
+    """Runs until the server says `close`, refuses the worker, or is gone for a minute.
+
+    Args:
+        save_s: seconds between two saves of the states of all jobs.
+    """
+
+    def __init__(self, session: LiveSession, link: Link, held: dict[str, Held], *, save_s: float):
+        self._session, self._link, self._held, self._save_s = session, link, held, save_s
+        self._readers = ThreadPoolExecutor(1, "data")
+        self._writer = ThreadPoolExecutor(1, "states")
+        self._rows: dict[tuple[str, int], list[dict[str, Any]]] = {}
+        self._reported = self._saved_at = time.monotonic()
+        self._closing = False
+        self.stop = threading.Event()  # set by a signal
+
+    def run(self) -> None:
+        while not (self._closing or self.stop.is_set() or self._link.refused):
+            self._execute_commands(wait_s=0.0 if self._session.tasks else 0.05)
+            self._start_loaded()
+            window = self._session.plan(HORIZON)
+            if window.slots:
+                self._session.run(window, self._listen, self._must_pause)
+            if not window.slots or self._must_pause() or any(cursor.is_finished for cursor in window.cursors):
+                self._session.drain()
+                self._end_finished()
+            self._report(now=not window.slots)
+            if time.monotonic() - self._saved_at > self._save_s:
+                self._save_all()
+            if self._link.silent_s > SERVER_GONE_S:
+                break
+        if not self._link.refused:
+            for held in list(self._held.values()):
+                self._stop(held)
+        self._writer.shutdown(wait=True)
+        self._readers.shutdown(wait=False, cancel_futures=True)
+
+    def _must_pause(self) -> bool:
+        self._report()
+        due = time.monotonic() - self._saved_at > self._save_s
+        loaded = any(held.place is None and held.loading.done() for held in self._held.values())
+        return due or loaded or not self._link.commands.empty() or self.stop.is_set() or bool(self._link.refused)
+
+    def _execute_commands(self, wait_s: float) -> None:
+        while True:
+            try:
+                command = self._link.commands.get(timeout=wait_s) if wait_s else self._link.commands.get_nowait()
+            except queue.Empty:
+                return
+            wait_s = 0.0
+            self._execute(command)
+
+    def _execute(self, command: Message) -> None:
+        kind, job = command["command"], command.get("job", "")
+        held = self._held.get(job)
+        if kind == "close":
+            self._closing = True
+        elif kind == "start":
+            self._begin_loading(command, held)
+        elif held is None or held.epoch != command["epoch"]:
+            self._link.emit("gone", job=job, epoch=command["epoch"])
+        elif kind == "stop":
+            self._stop(held)
+        elif kind == "weight" and held.place is not None:
+            self._session.tasks[held.place].reweight(command["weight"])
+
+    def _begin_loading(self, command: Message, held: Held | None) -> None:
+        if held is not None and held.epoch == command["epoch"]:  # asked again after a connection was lost
+            if held.place is not None:
+                self._link.emit("started", job=held.job, epoch=held.epoch)
+            return
+        state = None if command["state"] is None else Path(command["state"])
+        self._held[command["job"]] = Held(
+            job=command["job"],
+            epoch=command["epoch"],
+            name=command["name"],
+            folder=Path(command["folder"]),
+            wanted_place=command["place"],
+            state=state,
+            loading=self._readers.submit(_load, command["job"], command["values"], state),
+        )
+
+    def _start_loaded(self) -> None:
+        for held in [held for held in self._held.values() if held.place is None and held.loading.done()]:
+            try:
+                task, state = held.loading.result()
+                self._session.start(held.wanted_place, task, state)
+            except LoraFusionError as problem:
+                del self._held[held.job]
+                self._link.emit("failed", job=held.job, epoch=held.epoch, step=held.saved, reason=str(problem))
+                continue
+            held.place, held.saved = held.wanted_place, task.step
+            self._link.emit("started", job=held.job, epoch=held.epoch, steps=task.num_steps)
+            if not task.step:
+                self._evaluate(held, task)
+
+    def _end_finished(self) -> None:
+        for held in list(self._held.values()):
+            if held.place is None:
+                continue
+            task = self._session.tasks[held.place]
+            if task.status == "failed":
+                state = self._session.stop(held.place)
+                self._end(held, "failed", step=state.step, reason=task.reason)
+            elif task.status == "done":
+                self._finish(held, task)
+
+    def _finish(self, held: Held, task: Task) -> None:
+        assert held.place is not None
+        self._evaluate(held, task)
+        state = self._session.stop(held.place)
+        target = held.folder / "adapter" / f"step-{state.step}"
+        try:
+            export_task(task, state, target, name=held.name)
+        except LoraFusionError as problem:
+            self._end(held, "failed", step=state.step, reason=str(problem))
+            return
+        self._end(held, "finished", step=state.step, path=str(target))
+
+    def _evaluate(self, held: Held, task: Task) -> None:
+        assert held.place is not None
+        found = self._session.evaluate(held.place)
+        if found is not None:
+            row = {"kind": "eval", "step": task.step, "eval_loss": found.loss, "eval_tokens": found.tokens}
+            row |= {f"eval_{name}": value for name, value in found.metrics.items()}
+            self._rows.setdefault((held.job, held.epoch), []).append(row | {"time": round(time.time(), 3)})
+
+    def _end(self, held: Held, kind: str, **data: Any) -> None:
+        self._report(now=True)
+        del self._held[held.job]
+        self._link.emit(kind, job=held.job, epoch=held.epoch, **data)
+
+    def _stop(self, held: Held) -> None:
+        """Stops a job after its last step; its begun batch runs again later."""
+        if held.place is None:
+            held.loading.cancel()
+            self._end(held, "stopped", step=held.saved, path=None if held.state is None else str(held.state))
+            return
+        self._session.drain()
+        self._end_finished()  # it may have just ended
+        if held.job not in self._held:
+            return
+        state = self._session.stop(held.place)
+        try:
+            path = self._write(held, state) if state.step else None
+        except RunError as problem:
+            self._end(held, "failed", step=held.saved, reason=str(problem))
+            return
+        self._end(held, "stopped", step=state.step, path=path)
+
+    def _save_all(self) -> None:
+        for held in self._held.values():
+            if held.place is None or self._session.tasks[held.place].step <= held.saved:
+                continue
+            state = self._session.read(held.place)
+            held.saved = state.step
+            self._writer.submit(self._save, held, state)
+        self._saved_at = time.monotonic()
+
+    def _save(self, held: Held, state: AdapterState) -> None:
+        try:
+            path = self._write(held, state)
+        except RunError as problem:
+            self._link.emit("not-saved", job=held.job, epoch=held.epoch, reason=str(problem))
+            return
+        self._link.emit("saved", job=held.job, epoch=held.epoch, step=state.step, path=path)
+
+    def _write(self, held: Held, state: AdapterState) -> str:
+        return str(state.write(held.folder / "state" / f"e{held.epoch}-s{state.step}"))
+
+    def _listen(self, event: RunEvent) -> None:
+        row = event.row()
+        held = self._held.get(row.pop("adapter"))
+        if held is not None and event.kind == "step":
+            self._rows.setdefault((held.job, held.epoch), []).append(row | {"time": round(time.time(), 3)})
+
+    def _report(self, *, now: bool = False) -> None:
+        if not self._rows or not (now or time.monotonic() - self._reported > REPORT_S):
+            return
+        rows, self._rows, self._reported = self._rows, {}, time.monotonic()
+        for (job, epoch), own in rows.items():
+            self._link.emit("stepped", job=job, epoch=epoch, rows=own)
+
+
+def _load(job: str, values: dict[str, Any], state: Path | None) -> tuple[Task, AdapterState | None]:
+    """Reads data and state of a job. In the session it is named by its id."""
+    config = parse_config(source_of(values))
+    task = Task.of(config, prepare(config))
+    assert task.name == job
+    return task, None if state is None else AdapterState.read(state, task.adapter)

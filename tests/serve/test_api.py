@@ -1,0 +1,227 @@
+"""The REST API: problems, owners, keys, repeated requests, cursors, streams, limits."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from lorafusion_serve.api.app import describe
+from lorafusion_serve.client import Client, ServiceError, _parse_events
+from lorafusion_serve.store import keys as k
+
+ID = "sha256-" + "0" * 64
+
+
+def refused(act) -> ServiceError:
+    with pytest.raises(ServiceError) as problem:
+        act()
+    return problem.value
+
+
+def raw(url: str, method: str, path: str, body: bytes | None = None, **headers: str) -> tuple[int, bytes]:
+    """Sends a request as it is."""
+    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=20)
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    connection.request(method, path, body, named)
+    answer = connection.getresponse()
+    found = answer.status, answer.read()
+    connection.close()
+    return found
+
+
+def wait_state(client: Client, job: str, *states: str) -> dict:
+    until = time.monotonic() + 240
+    while (found := client.job(job).show())["state"] not in states:
+        assert time.monotonic() < until, found
+        time.sleep(0.1)
+    return found
+
+
+def test_a_job_is_checked_and_queued(running, job):
+    ana = running.client("ana")
+    made = ana.submit(job)
+    found = wait_state(ana, made.id, "queued", "rejected")
+    assert (found["state"], found["steps"], found["owner"]) == ("queued", 3, "ana")
+    assert [row["after"] for row in found["transitions"]] == ["checking", "queued"]
+    assert made.cancel()["state"] == "cancelled"
+    assert made.cancel()["state"] == "cancelled"
+    problem = refused(made.pause)
+    assert (problem.status, problem.problems[0]["code"]) == (409, "job.state")
+    assert ana.request("DELETE", f"/v1/jobs/{made.id}")["state"] == "deleted"
+    assert refused(made.show).status == 404
+
+
+def test_every_problem_is_named_at_once(running, job):
+    bad = job | {"name": "../etc", "epochs": 0, "surprise": 1, "lora": {"rank": "many"}}
+    problem = refused(lambda: running.client("ana").submit(bad))
+    assert problem.status == 422
+    assert {one["where"] for one in problem.problems} == {"name", "epochs", "surprise", "lora.rank"}
+    unknown = job | {"base": "huge", "data": {"train": ID}, "init_from": "adapter-0123456789ab"}
+    problem = refused(lambda: running.client("ana").submit(unknown))
+    assert [one["code"] for one in problem.problems] == ["job.base", "job.dataset", "job.adapter"]
+    assert all(one["what"] and one["fix"] for one in problem.problems)
+
+
+def test_settings_are_checked_as_in_a_job_file(running, job):
+    wrong = job | {"lora": {"rank": 4, "targets": ["q_prjo"]}, "optim": {"name": "adamx"}}
+    problem = refused(lambda: running.client("ana").submit(wrong))
+    assert problem.status == 422
+    assert any("adamx" in one["what"] for one in problem.problems)
+    wrong = job | {"lora": {"rank": 4, "targets": ["q_prjo"]}}
+    problem = refused(lambda: running.client("ana").submit(wrong))
+    assert "q_proj" in problem.problems[0]["what"] + problem.problems[0]["fix"]
+
+
+def test_what_only_the_data_shows_rejects_the_job(running, job):
+    ana = running.client("ana")
+    made = ana.submit(job | {"lora": {"rank": 64}})
+    found = wait_state(ana, made.id, "queued", "rejected")
+    assert (found["state"], found["problems"][0]["code"]) == ("rejected", "job.rank")
+    assert str(running.settings.home) not in json.dumps(found)
+
+
+def test_a_file_that_holds_no_rows_is_refused(running, tmp_path):
+    file = tmp_path / "broken.jsonl"
+    file.write_text('{"prompt": "a"\nnothing\n')
+    problem = refused(lambda: running.client("ana").upload(file))
+    assert (problem.status, problem.problems[0]["code"]) == (422, "data.bad-json")
+    assert str(running.settings.home) not in str(problem)
+    assert not [path for path in running.settings.datasets.iterdir() if path.name.startswith(".")]
+    for name, code in (("a.txt", "data.unknown-kind"), ("../a.jsonl", "api.value")):
+        answer = raw(running.url, "POST", f"/v1/datasets?name={name}", b"x", x_api_key=running.keys["ana"])
+        assert (answer[0], json.loads(answer[1])["error"]["code"]) == (422, code)
+
+
+def test_equal_content_is_stored_once_and_stays_while_it_is_used(running, dataset, job, tmp_path):
+    ana, ben = running.client("ana"), running.client("ben")
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes((running.settings.datasets / dataset / "data.jsonl").read_bytes())
+    assert ana.upload(file)["id"] == dataset
+    assert refused(lambda: ben.request("GET", f"/v1/datasets/{dataset}")).status == 404
+    made = ana.submit(job)
+    problem = refused(lambda: ana.request("DELETE", f"/v1/datasets/{dataset}"))
+    assert (problem.status, problem.problems[0]["where"]) == (409, made.id)
+    made.cancel()
+
+
+def test_nobody_sees_what_others_own(running, job):
+    made = running.client("ana").submit(job)
+    ben, admin = running.client("ben"), running.client("admin")
+    for act in (lambda: ben.job(made.id).show(), lambda: ben.job(made.id).cancel(), lambda: ben.job(made.id).metrics()):
+        assert refused(act).status == 404
+    assert refused(lambda: ben.submit(job)).problems[0]["code"] == "job.dataset"
+    assert made.id not in [one["id"] for one in ben.jobs()]
+    assert admin.job(made.id).show()["owner"] == "ana"
+    made.cancel()
+
+
+def test_keys_are_stored_as_digests_and_have_scopes(running, job):
+    reader = running.client("reader")
+    assert list(reader.jobs()) is not None
+    assert refused(lambda: reader.submit(job)).problems[0]["code"] == "api.scope"
+    assert refused(lambda: running.client("ana").request("GET", "/v1/keys")).status == 403
+    admin = running.client("admin")
+    made = admin.request("POST", "/v1/keys", {"owner": "cleo", "scopes": ["jobs:read"]})
+    assert k.KEY.fullmatch(made["key"])
+    assert made["key"].encode() not in running.settings.database.read_bytes()
+    cleo = Client(running.url, made["key"])
+    assert cleo.request("GET", "/v1/me")["owner"] == "cleo"
+    admin.request("DELETE", f"/v1/keys/{made['id']}")
+    for wrong in (made["key"], made["key"][:-1], running.keys["ana"][:-4] + "AAAA", "x", "tml-lf_"):
+        assert refused(lambda wrong=wrong: Client(running.url, wrong).request("GET", "/v1/me")).status == 401
+    assert refused(lambda: Client(running.url).request("GET", "/v1/jobs")).status == 401
+
+
+def test_a_repeated_request_acts_once(running, job):
+    ana, headers = running.client("ana"), {"x_api_key": running.keys["ana"], "idempotency_key": "one"}
+    body = json.dumps(job).encode()
+    answers = [raw(running.url, "POST", "/v1/jobs", body, content_type="application/json", **headers) for _ in "ab"]
+    assert answers[0] == answers[1]
+    assert answers[0][0] == 201
+    other = json.dumps(job | {"seed": 7}).encode()
+    status, answer = raw(running.url, "POST", "/v1/jobs", other, content_type="application/json", **headers)
+    assert (status, json.loads(answer)["error"]["code"]) == (409, "api.idempotency")
+    ana.job(json.loads(answers[0][1])["id"]).cancel()
+
+
+def test_pages_follow_cursors(running, job):
+    ana = running.client("ana")
+    made = [ana.submit(job | {"seed": seed}).id for seed in range(5)]
+    found = [row["id"] for row in ana.jobs(limit=2)]
+    assert found[:5] == made[::-1]
+    assert len(set(found)) == len(found)
+    assert refused(lambda: ana.request("GET", "/v1/jobs?after=zzz")).problems[0]["code"] == "api.cursor"
+    for one in made:
+        ana.job(one).cancel()
+    assert {row["state"] for row in ana.jobs(state="cancelled")} == {"cancelled"}
+
+
+def test_a_stream_resumes_after_the_last_event(running, job):
+    ana = running.client("ana")
+    made = ana.submit(job)
+    wait_state(ana, made.id, "queued")
+    made.cancel()
+    events = list(made.events())
+    assert [event["after"] for event in events] == ["checking", "queued", "cancelled"]
+    assert [event["after"] for event in made.events(after=events[0]["seq"])] == ["queued", "cancelled"]
+    with ana.stream("/v1/events", {"Last-Event-ID": str(events[0]["seq"])}) as answer:
+        assert next(_parse_events(answer))["seq"] == events[1]["seq"]
+    assert refused(lambda: list(running.client("ben").job(made.id).events())).status == 404
+
+
+def test_hosts_bodies_and_writes_of_other_pages_are_refused(running):
+    key = {"x_api_key": running.keys["ana"]}
+    assert raw(running.url, "GET", "/v1/me", host="evil.example", **key)[0] == 421
+    assert raw(running.url, "POST", "/v1/jobs", b"{" * 100, **key)[0] == 422
+    assert raw(running.url, "POST", "/v1/jobs", b" " * (2 << 20), **key)[0] == 413
+    cookie = f"lorafusion_key={running.keys['ana']}"
+    assert raw(running.url, "GET", "/v1/me", cookie=cookie)[0] == 200
+    assert raw(running.url, "POST", "/v1/jobs/x/cancel", b"", cookie=cookie)[0] == 403
+    assert raw(running.url, "POST", "/v1/jobs/x/cancel", b"", cookie=cookie, x_requested_with="page")[0] == 404
+    foreign = {"cookie": cookie, "x_requested_with": "page", "origin": "http://evil.example"}
+    assert raw(running.url, "POST", "/v1/jobs/x/cancel", b"", **foreign)[0] == 403
+
+
+@pytest.mark.parametrize("path", ["/../../etc/passwd", "/v1/jobs/..%2f..%2fservice.db", "/v1/datasets/%2e%2e", "//etc"])
+def test_paths_reach_no_file(running, path):
+    status, answer = raw(running.url, "GET", path, x_api_key=running.keys["ana"])
+    assert status == 404
+    assert b"root:" not in answer
+
+
+def test_too_many_requests_wait(running):
+    limits = running.service.limits
+    assert sum(limits.take("somebody") for _ in range(1000)) in range(200, 320)
+    assert limits.take("somebody else")
+
+
+def test_a_service_without_keys_is_for_this_machine(start_service, tmp_path, tiny_base):
+    local = start_service(tmp_path / "home", tiny_base, owners=())
+    assert Client(local.url).request("GET", "/v1/me")["owner"] == "local"
+    assert raw(local.url, "POST", "/v1/jobs/x/cancel", b"", origin="http://evil.example")[0] == 403
+    assert raw(local.url, "GET", "/healthz")[0] == 200
+    assert raw(local.url, "GET", "/readyz")[0] == 503
+    status, text = raw(local.url, "GET", "/metrics")
+    assert status == 200
+    assert b"lorafusion_places_free 3.0" in text
+    status, page = raw(local.url, "GET", "/")
+    assert status == 200
+    assert b"<title>lorafusion</title>" in page
+    assert Path(local.settings.home).stat().st_mode & 0o077 == 0
+
+
+def test_the_description_names_every_path_and_its_errors():
+    paths = describe()["paths"]
+    wanted = {
+        "/v1/datasets", "/v1/datasets/{dataset}", "/v1/datasets/{dataset}/preview", "/v1/bases", "/v1/jobs",
+        "/v1/jobs/{job}", "/v1/jobs/{job}/{action}", "/v1/jobs/{job}/metrics", "/v1/jobs/{job}/events", "/v1/events",
+        "/v1/jobs/{job}/log", "/v1/jobs/{job}/timeline", "/v1/jobs/{job}/adapter", "/v1/adapters",
+        "/v1/adapters/{adapter}", "/v1/cluster", "/v1/decisions", "/v1/workers/{worker}/{action}", "/v1/me", "/v1/keys",
+        "/v1/keys/{key}", "/healthz", "/readyz", "/metrics",
+    }  # fmt: skip
+    assert set(paths) == wanted
+    assert all(operation["description"] for methods in paths.values() for operation in methods.values())

@@ -1,0 +1,122 @@
+"""The table of states: every pair is walked."""
+
+from __future__ import annotations
+
+import pytest
+
+from lorafusion_serve.settings import Settings
+from lorafusion_serve.states import ENDED, LIVE, NEW, ON_WORKER, STATES, TRANSITIONS, StateError, next_state
+from lorafusion_serve.store.database import Database
+from lorafusion_serve.store.jobs import MOST_TRIES, Jobs
+
+EVENTS = sorted({event for _, event in TRANSITIONS})
+
+
+@pytest.fixture
+def store(tmp_path):
+    db = Database(Settings(home=tmp_path, bases={}, places={}).database)
+    yield db, Jobs(db)
+    db.close()
+
+
+def submitted(db: Database, jobs: Jobs, *events: str) -> str:
+    with db.write() as connection:
+        job = jobs.submit(connection, "ana", {"name": "law", "base": "tiny", "data": {}})["id"]
+        for event in events:
+            jobs.change(connection, job, event, actor="test")
+    return job
+
+
+def test_every_pair_is_in_the_table_or_refused():
+    for state in (NEW, *STATES):
+        for event in EVENTS:
+            if (state, event) in TRANSITIONS:
+                assert next_state(state, event) in STATES
+            else:
+                with pytest.raises(StateError) as problem:
+                    next_state(state, event)
+                assert problem.value.code == "job.state"
+
+
+def test_every_state_is_reached_and_has_an_exit():
+    reached = {NEW}
+    while more := {after for (before, _), after in TRANSITIONS.items() if before in reached} - reached:
+        reached |= more
+    assert reached == {NEW, *STATES}
+    assert {before for before, _ in TRANSITIONS} == {NEW, *STATES} - {"deleted"}
+    assert LIVE | ENDED | {"deleted"} == set(STATES)
+    for state in LIVE:  # a live job can always end: its owner or its worker ends it
+        seen, todo = set(), {state}
+        while todo:
+            seen |= todo
+            todo = {after for (before, _), after in TRANSITIONS.items() if before in todo} - seen
+        assert seen & ENDED
+
+
+@pytest.mark.parametrize("state", sorted(ON_WORKER))
+def test_a_lost_worker_returns_every_job_of_it(state):
+    assert next_state(state, "lost") == "queued"
+
+
+def test_a_refused_event_changes_nothing(store):
+    db, jobs = store
+    job = submitted(db, jobs, "accept")
+
+    def act() -> None:
+        with db.write() as connection:
+            jobs.set(connection, job, weight=9.0)
+            jobs.change(connection, job, "started", actor="test")
+
+    with pytest.raises(StateError):
+        act()
+    with db.read() as connection:
+        row = jobs.get(connection, job)
+        assert (row["state"], row["weight"]) == ("queued", 1.0)
+        assert [each["after"] for each in jobs.transitions(connection, job)] == ["checking", "queued"]
+
+
+@pytest.mark.parametrize(("asked", "reached"), [("pause", "paused"), ("cancel", "cancelled"), ("preempt", "queued")])
+@pytest.mark.parametrize("how", ["stopped", "lost"])
+def test_what_is_asked_of_a_running_job_happens_when_it_has_left(store, asked, reached, how):
+    db, jobs = store
+    job = submitted(db, jobs, "accept", "place", "started")
+    with db.write() as connection:
+        assert jobs.ask(connection, job, asked, actor="ana")["state"] == "draining"
+        assert jobs.ask(connection, job, asked, actor="ana")["state"] == "draining"  # twice is once
+        found = jobs.lost(connection, job, why="gone") if how == "lost" else None
+        found = found or jobs.change(connection, job, "stopped", actor="worker")
+        assert found["state"] == reached
+        assert (found["group"], found["place"]) == (None, None)
+        assert len([each for each in jobs.transitions(connection, job) if each["event"] == "drain"]) == 1
+
+
+def test_a_job_that_kills_its_workers_ends(store):
+    db, jobs = store
+    job = submitted(db, jobs, "accept")
+    with db.write() as connection:
+        for loss in range(MOST_TRIES):
+            assert jobs.get(connection, job)["state"] == "queued"
+            jobs.change(connection, job, "place", actor="test")
+            jobs.change(connection, job, "started", actor="test", step=loss)
+            found = jobs.lost(connection, job, why="killed")
+        assert found["state"] == "failed"
+        assert "4 times" in found["reason"]
+
+
+def test_progress_forgives_lost_workers(store):
+    db, jobs = store
+    job = submitted(db, jobs, "accept")
+    with db.write() as connection:
+        for loss in range(3 * MOST_TRIES):
+            jobs.change(connection, job, "place", actor="test")
+            jobs.change(connection, job, "started", actor="test", step=25 * (loss + 1), state_step=25 * (loss + 1))
+            assert jobs.lost(connection, job, why="power")["state"] == "queued"
+
+
+def test_epochs_only_grow(store):
+    db, jobs = store
+    job = submitted(db, jobs, "accept")
+    with db.write() as connection:
+        assert jobs.place(connection, job, group="g0", place=1)["epoch"] == 1
+        jobs.lost(connection, job, why="gone")
+        assert jobs.place(connection, job, group="g0", place=0)["epoch"] == 2
