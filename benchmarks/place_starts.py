@@ -107,8 +107,8 @@ def start(session: LiveSession, task: Task, state: AdapterState | None = None) -
 
 
 def run_until(session: LiveSession, task: Task, step: int) -> None:
-    while task.step < step:
-        session.run(session.plan(4))
+    while task.step < step:  # slot by slot: a slot ends at most one batch of an adapter
+        session.run(session.plan(1))
         session.drain()
 
 

@@ -29,6 +29,7 @@ from lorafusion_serve.api.access import (
 from lorafusion_serve.api.jobs import send_adapter
 from lorafusion_serve.api.problems import ApiError, not_found
 from lorafusion_serve.control.controller import GROUP
+from lorafusion_serve.states import ON_WORKER
 from lorafusion_serve.store import tables as t
 from lorafusion_serve.store.keys import SCOPES, USER, Owner, add_key, find_owner, list_keys, revoke_key
 
@@ -104,7 +105,7 @@ def cluster(service: ServiceOf, owner: ClusterRead) -> dict[str, Any]:
     """Workers, their places and who is in them. Jobs of others are shown without a name."""
     with service.db.read() as connection:
         groups = [dict(row) for row in connection.execute(select(t.groups)).mappings()]
-        jobs = {j["id"]: j for j in service.jobs.page(connection, owner=None, limit=10**6)}
+        jobs = {job["id"]: job for job in service.jobs.in_states(connection, *ON_WORKER)}
     ranks, taken = service.controller.ranks, service.controller.places()
     places = [
         {"place": place, "rank": rank} | _occupant(jobs.get(taken[place] or ""), owner)

@@ -39,6 +39,7 @@ def make_app(service: Service | None = None, *, names: Sequence[str] = LOCAL_NAM
         description="Jobs in, adapters out: fine-tunes LoRA adapters of one base model together.",
         docs_url=None,
         redoc_url=None,
+        redirect_slashes=False,
     )
     app.state.service = service
     problems.install(app)

@@ -51,7 +51,7 @@ def submit(
         return problems_answer(found["problems"]) if found["problems"] else JSONResponse(found)
 
     def act(connection: Any) -> tuple[int, Any]:
-        live = len(service.jobs.page(connection, owner=owner.name, states=sorted(LIVE), limit=10**6))
+        live = service.jobs.count_live(connection, owner.name)
         if live >= service.settings.most_jobs:
             raise ApiError(429, "job.limit", f"{owner.name} has {live} live jobs already.", fix="cancel some, or wait")
         return 201, show(service.jobs.submit(connection, owner.name, values))

@@ -16,7 +16,7 @@ Problem = dict[str, str]
 
 
 def check(values: dict[str, Any], largest_rank: int) -> dict[str, Any]:
-    """Returns `{"problems": [...]}`, with `steps` and `tokens` if there are none."""
+    """Returns `{"problems": [...]}`, with `steps`, `tokens` and `rank` if there are none."""
     try:
         config, errors = examine(values)
         more = [] if config is None else layer_problems(config)[1]
@@ -32,11 +32,14 @@ def check(values: dict[str, Any], largest_rank: int) -> dict[str, Any]:
     except (LoraFusionError, PlanError) as problem:
         return {"problems": [describe(one) for one in getattr(problem, "errors", [problem])]}
     (spec,) = adapter_specs(config)
+    if spec.kind != "lora":
+        what, fix = f"a service trains adapters of kind lora, not {spec.kind}.", "lora.kind: lora"
+        return {"problems": [{"code": "job.kind", "where": "lora.kind", "what": what, "why": "", "fix": fix}]}
     if spec.rank > largest_rank:
         what = f"rank {spec.rank} is above the largest place of the session, {largest_rank}."
         fix = f"lora.rank: {largest_rank} or less, or start the service with --places {spec.rank}:1"
         return {"problems": [{"code": "job.rank", "where": "lora.rank", "what": what, "why": "", "fix": fix}]}
-    return {"problems": [], "steps": job.num_batches, "tokens": int(job.stream.sum())}
+    return {"problems": [], "steps": job.num_batches, "tokens": int(job.stream.sum()), "rank": spec.rank}
 
 
 def describe(problem: Exception) -> Problem:

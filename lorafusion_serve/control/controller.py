@@ -58,6 +58,7 @@ class Controller:
         self._ranks = tuple(rank for rank, count in sorted(settings.places.items()) for _ in range(count))
         self._was_connected, self._failed_starts, self._not_before = False, 0, 0.0
         self._sent: set[tuple[str, int, str]] = set()  # commands of this connection: (job, epoch, command)
+        self._weights: dict[tuple[str, int], float] = {}  # that the worker has, by (job, epoch)
         self._seen: Connection | None = None
         self._silent_since = time.monotonic()
         self._process: subprocess.Popen | None = None
@@ -128,7 +129,7 @@ class Controller:
                         connection, job["id"], "reject", actor="checker", why=why, problems=found["problems"]
                     )
                 else:
-                    sizes = {"steps": found["steps"], "tokens": found["tokens"]}
+                    sizes = {name: found[name] for name in ("steps", "tokens", "rank")}
                     self._jobs.change(connection, job["id"], "accept", actor="checker", **sizes)
         except StateError:
             pass  # cancelled meanwhile
@@ -144,7 +145,7 @@ class Controller:
 
     def values(self, job: Job) -> dict[str, Any]:
         """Returns the job file of a job."""
-        spec, settings = job["spec"], self._settings
+        spec, settings = job["spec"] | {"weight": job.get("weight", job["spec"]["weight"])}, self._settings
         files, start = {}, None
         with self._db.read() as connection:
             for dataset in filter(None, (spec["data"]["train"], spec["data"].get("eval"))):
@@ -163,7 +164,7 @@ class Controller:
         connection = self._hub.connections.get(GROUP)
         self._was_connected |= connection is not None
         if connection is not self._seen:
-            self._seen, self._sent = connection, set()
+            self._seen, self._sent, self._weights = connection, set(), {}
             self._silent_since = time.monotonic()
         silent_s = time.monotonic() - (self._silent_since if connection is None else connection.contact)
         died = self._process is not None and self._process.poll() is not None
@@ -258,8 +259,9 @@ class Controller:
         if drained:
             return
         for job in queued:
-            rank = self.values(job)["adapters"][0]["lora"].get("rank", 1)
-            free = [place for place, most in enumerate(self._ranks) if most >= rank and place not in taken]
+            free = [place for place, most in enumerate(self._ranks) if most >= job["rank"] and place not in taken]
+            if len(taken) == len(self._ranks):
+                break
             if not free:
                 continue
             with self._db.write() as connection, suppress(StateError):
@@ -286,14 +288,19 @@ class Controller:
                     state=job["state_path"],
                     folder=str(self._settings.job(job["id"])),
                 )
-            if job["state"] == "running" and job["weight"] != job["spec"]["weight"]:
-                self._send_once(job, f"weight {job['weight']}", command="weight", weight=job["weight"])
+            if job["state"] == "running" and self._weights.get((job["id"], job["epoch"])) != job["weight"]:
+                self._send_weight(job)
             if job["state"] == "running" and self._seen is not None and not self._sent_any(job):
                 held = any((own["job"], own["epoch"]) == (job["id"], job["epoch"]) for own in self._seen.holds)
                 self._sent.add((job["id"], job["epoch"], "seen"))
                 if not held:
                     with self._db.write() as connection, suppress(StateError):
                         self._jobs.lost(connection, job["id"], why="its worker does not have it")
+
+    def _send_weight(self, job: Job) -> None:
+        message = {"command": "weight", "job": job["id"], "epoch": job["epoch"], "weight": job["weight"]}
+        if self._hub.send(GROUP, message):
+            self._weights[job["id"], job["epoch"]] = job["weight"]
 
     def _sent_any(self, job: Job) -> bool:
         return any((name, epoch) == (job["id"], job["epoch"]) for name, epoch, _ in self._sent)

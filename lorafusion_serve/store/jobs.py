@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import Connection, and_, or_, select, tuple_
+from sqlalchemy import Connection, and_, func, or_, select, tuple_
 
 from lorafusion_serve.states import ENDED, LIVE, NEW, next_state
 from lorafusion_serve.store import tables as t
@@ -139,6 +139,10 @@ class Jobs:
         return [
             {k: v for k, v in row.items() if k not in ("job", "number")} for row in connection.execute(found).mappings()
         ]
+
+    def count_live(self, connection: Connection, owner: str) -> int:
+        found = select(func.count()).select_from(t.jobs).where(t.jobs.c.owner == owner, t.jobs.c.state.in_(LIVE))
+        return connection.scalar(found) or 0
 
     def using(self, connection: Connection, dataset: str) -> list[str]:
         """Live jobs that use a data set."""

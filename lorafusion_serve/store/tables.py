@@ -48,6 +48,7 @@ jobs = Table(
     Column("step", Integer, nullable=False, default=0),
     Column("steps", Integer),
     Column("tokens", Integer),
+    Column("rank", Integer),
     Column("loss", Float),
     Column("state_path", String),
     Column("state_step", Integer, nullable=False, default=0),

@@ -84,6 +84,8 @@ class Link:
                 connection.connect(str(self._path))
                 self._talk(Wire(connection))
             except (OSError, Closed):
+                pass  # tried again
+            finally:
                 connection.close()
             self._wire = None
             self._ended.wait(AGAIN_S)

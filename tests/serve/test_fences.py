@@ -1,0 +1,116 @@
+"""Messages of old workers and old placements change nothing; what is asked again is answered once."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from sqlalchemy import select
+
+from lorafusion_serve.control.controller import GROUP, Controller
+from lorafusion_serve.server import open_database
+from lorafusion_serve.settings import Settings
+from lorafusion_serve.store import tables as t
+from lorafusion_serve.store.jobs import Jobs
+from lorafusion_serve.worker.link import Link
+
+EPOCH = 7
+
+
+@pytest.fixture
+def service(tmp_path):
+    settings = Settings(home=tmp_path, bases={"tiny": tmp_path}, places={4: 2})
+    db = open_database(settings)
+    controller = Controller(settings, db, with_worker=False)
+    with db.write() as connection:
+        row = {"id": GROUP, "base": "tiny", "epoch": EPOCH, "state": "ready", "places": {"4": 2}}
+        connection.execute(t.groups.insert().values(row))
+    links: list[Link] = []
+
+    def connect(epoch: int = EPOCH) -> Link:
+        links.append(Link(settings.socket, GROUP, epoch, 60.0, list))
+        return links[-1]
+
+    yield db, Jobs(db), controller, connect
+    for link in links:
+        link.close(0.0)
+    controller.start()
+    controller.close()
+    db.close()
+
+
+def running_job(db, jobs: Jobs) -> str:
+    with db.write() as connection:
+        job = jobs.submit(connection, "ana", {"name": "law", "base": "tiny", "data": {}})["id"]
+        jobs.change(connection, job, "accept", actor="test", rank=4, steps=9)
+        jobs.place(connection, job, group=GROUP, place=0)
+        jobs.change(connection, job, "started", actor="test")
+    return job
+
+
+def state_of(db, jobs: Jobs, job: str) -> dict:
+    with db.read() as connection:
+        return jobs.get(connection, job)
+
+
+def wait_for(there) -> None:
+    until = time.monotonic() + 60
+    while not there():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_a_worker_of_an_earlier_epoch_is_told_to_end(service):
+    db, jobs, controller, connect = service
+    job = running_job(db, jobs)
+    old = connect(EPOCH - 1)
+    old.emit("finished", job=job, epoch=1, step=9, path="/nowhere")
+    wait_for(lambda: old.refused)
+    assert controller.refused_events == 1
+    assert state_of(db, jobs, job)["state"] == "running"
+
+
+def test_a_writer_of_an_earlier_placement_changes_nothing(service):
+    db, jobs, controller, connect = service
+    job = running_job(db, jobs)
+    with db.write() as connection:
+        jobs.lost(connection, job, why="slow")
+        jobs.place(connection, job, group=GROUP, place=1)
+    worker = connect()
+    for kind, more in (
+        ("saved", {"step": 5, "path": "/old"}),
+        ("stopped", {"step": 5, "path": "/old"}),
+        ("failed", {"step": 5, "reason": "old"}),
+        ("finished", {"step": 5, "path": "/old"}),
+        ("stepped", {"rows": [{"kind": "step", "step": 5, "loss": 1.0}]}),
+    ):
+        worker.emit(kind, job=job, epoch=1, **more)
+    wait_for(lambda: controller.refused_events == 5)
+    found = state_of(db, jobs, job)
+    assert (found["state"], found["state_path"], found["step"]) == ("starting", None, 0)
+    worker.emit("started", job=job, epoch=2, steps=9)
+    wait_for(lambda: state_of(db, jobs, job)["state"] == "running")
+
+
+def test_an_event_counts_once_whatever_the_connection_does(service):
+    db, jobs, controller, connect = service
+    job = running_job(db, jobs)
+    worker = connect()
+    wait_for(lambda: controller.connected)
+    for step in range(1, 4):
+        worker.emit("stepped", job=job, epoch=1, rows=[{"kind": "step", "step": step, "loss": float(step)}])
+        controller._hub.drop(GROUP)  # the answer may be lost, so the event is sent again
+    wait_for(lambda: state_of(db, jobs, job)["step"] == 3)
+    wait_for(lambda: not worker._outbox)
+    with db.read() as connection:
+        kinds = connection.execute(select(t.events.c.kind).where(t.events.c.job == job)).scalars().all()
+    assert kinds.count("step") == 3
+
+
+def test_an_adapter_that_is_not_intact_fails_its_job(service, tmp_path):
+    db, jobs, _, connect = service
+    job = running_job(db, jobs)
+    connect().emit("finished", job=job, epoch=1, step=9, path=str(tmp_path / "missing"))
+    wait_for(lambda: state_of(db, jobs, job)["state"] == "failed")
+    with db.read() as connection:
+        assert connection.execute(select(t.artifacts)).first() is None
