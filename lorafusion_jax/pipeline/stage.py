@@ -182,7 +182,6 @@ class Stage:
 
     def assign(self, index: int, adapter: AdapterConfig, spec: AdapterSpec) -> None:
         """Gives a place to another adapter, of at most the rank and targets that the place was made for."""
-        self.optimizers.pop(self._specs[index].name, None)
         self._adapters[index], self._specs[index] = adapter, spec
         self._own[index] = lv.own_columns(self.programs.columns, index, spec)
         self._places[index] = replicate(lv.place_of(self.programs.columns, index, spec), self.mesh)

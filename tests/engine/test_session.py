@@ -126,6 +126,17 @@ def test_company_places_and_moves_change_no_bit(session, task, alone, tmp_path):
         assert_same(state, alone[name])
 
 
+def test_adapters_swap_their_places(session, task, alone):
+    pair = task("tort"), task("news")
+    places = [start(session, each) for each in pair]
+    run(session, 3)
+    states = [session.stop(place) for place in places]
+    for each, place, state in zip(pair, reversed(places), states, strict=True):
+        session.start(place, each, state)
+    for name, state in run(session).items():
+        assert_same(state, alone[name])
+
+
 def test_starting_and_stopping_compiles_nothing(session, task, alone):
     with CompileCounter() as programs:
         start(session, task("news"))
