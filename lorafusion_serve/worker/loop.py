@@ -15,7 +15,7 @@ from lorafusion_jax.config.read import source_of
 from lorafusion_jax.data.prepare import prepare
 from lorafusion_jax.engine import AdapterState, LiveSession, Task
 from lorafusion_jax.engine.export import export_task
-from lorafusion_jax.errors import LoraFusionError, RunError
+from lorafusion_jax.errors import LoraFusionError
 from lorafusion_jax.report.events import RunEvent
 from lorafusion_serve.wire import Message
 from lorafusion_serve.worker.link import Link
@@ -188,9 +188,9 @@ class WorkerLoop:
         if held.job not in self._held:
             return
         state = self._session.stop(held.place)
-        try:
-            path = self._write(held, state) if state.step else None
-        except RunError as problem:
+        try:  # on the thread of the saves: one of the same step may be under way
+            path = self._writer.submit(self._write, held, state).result() if state.step else None
+        except LoraFusionError as problem:
             self._end(held, "failed", step=held.saved, reason=str(problem))
             return
         self._end(held, "stopped", step=state.step, path=path)
@@ -207,7 +207,7 @@ class WorkerLoop:
     def _save(self, held: Held, state: AdapterState) -> None:
         try:
             path = self._write(held, state)
-        except RunError as problem:
+        except LoraFusionError as problem:
             self._link.emit("not-saved", job=held.job, epoch=held.epoch, reason=str(problem))
             return
         self._link.emit("saved", job=held.job, epoch=held.epoch, step=state.step, path=path)
