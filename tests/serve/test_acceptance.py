@@ -61,11 +61,16 @@ class Server:
 
     def worker(self) -> int:
         db = Database(Settings(home=self.home, bases={}, places={}).database)
-        with db.read() as connection:
-            pid = connection.scalar(select(t.groups.c.pid))
+
+        def pid() -> int | None:
+            with db.read() as connection:
+                return connection.scalar(select(t.groups.c.pid))
+
+        wait_for(lambda: pid() is not None)
+        found = pid()
         db.close()
-        assert pid is not None
-        return pid
+        assert found is not None
+        return found
 
 
 def wait_for(there: Callable[[], bool]) -> None:
