@@ -9,8 +9,8 @@ function node(name, attributes, text) {
   return made;
 }
 
-function ticks(low, high, count) {
-  const raw = (high - low) / count || 1;
+function ticks(low, high, count, smallest = 0) {
+  const raw = Math.max((high - low) / count || 1, smallest);
   const power = 10 ** Math.floor(Math.log10(raw));
   const step = [1, 2, 5, 10].map((f) => f * power).find((s) => s >= raw);
   const found = [];
@@ -41,7 +41,7 @@ export function chart(curves, label) {
     grid.append(node("line", {x1: left, x2: width - right, y1: y(at), y2: y(at)}));
     grid.append(node("text", {x: left - 6, y: y(at) + 4, "text-anchor": "end"}, short(at)));
   }
-  for (const at of ticks(x0, x1, width > 500 ? 8 : 4)) grid.append(node("text", {x: x(at), y: height - 8, "text-anchor": "middle"}, short(at)));
+  for (const at of ticks(x0, x1, width > 500 ? 8 : 4, 1)) grid.append(node("text", {x: x(at), y: height - 8, "text-anchor": "middle"}, short(at)));
   svg.append(grid);
   curves.forEach((curve, number) => {
     const points = curve.points.filter(([, value]) => value !== null);
