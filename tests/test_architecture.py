@@ -33,6 +33,7 @@ NO_JAX = (
     "lorafusion_jax.config",
     "lorafusion_jax.data",
     "lorafusion_jax.adapters.spec",
+    "lorafusion_jax.families.read",
     "lorafusion_jax.layout.extent",
     "lorafusion_jax.planning.floor",
     "lorafusion_jax.planning.memory",
