@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import safetensors.numpy
 from safetensors import SafetensorError
@@ -40,7 +41,7 @@ def write_references(
     for name, arrays in references.items():
         file = reference_file(run, name)
         part = file.with_name(f".{file.name}{PART}")
-        write_tensors(part, arrays)
+        write_tensors(part, {key: _bits(array) for key, array in arrays.items()})
         sync(part)
         part.replace(file)
         noted[name] = {"of": sources[name], "digest": _digest(file)}
@@ -48,13 +49,13 @@ def write_references(
 
 
 def read_reference(
-    run: Path, record: Mapping[str, Any], name: str, shapes: Mapping[str, tuple[int, ...]]
+    run: Path, record: Mapping[str, Any], name: str, shapes: Mapping[str, tuple[tuple[int, ...], str]]
 ) -> dict[str, np.ndarray]:
     """Reads the arrays of one adapter.
 
     Args:
         record: of the run.
-        shapes: of the arrays, float32.
+        shapes: shapes and dtypes of the arrays.
 
     Raises:
         CheckpointError: `reference.missing`, `reference.damaged`.
@@ -72,9 +73,12 @@ def read_reference(
     try:
         if _digest(file) != noted["digest"]:
             raise ValueError("its content differs from the digest in run.json")
-        arrays = safetensors.numpy.load_file(file)
+        arrays = {
+            key: array.view(ml_dtypes.bfloat16) if shapes.get(key, ((), ""))[1] == "bfloat16" else array
+            for key, array in safetensors.numpy.load_file(file).items()
+        }
         stored = {key: (array.shape, array.dtype.name) for key, array in arrays.items()}
-        if stored != {key: (shape, "float32") for key, shape in shapes.items()}:
+        if stored != dict(shapes):
             raise ValueError(f"it holds {stored}, and the samples need {dict(shapes)}")
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as problem:
         raise CheckpointError(
@@ -85,6 +89,11 @@ def read_reference(
             fix=fix,
         ) from None
     return arrays
+
+
+def _bits(array: np.ndarray) -> np.ndarray:
+    """Returns bfloat16 numbers as uint16, because the reader of safetensors for numpy knows no bfloat16."""
+    return array.view(np.uint16) if array.dtype == ml_dtypes.bfloat16 else array
 
 
 def _digest(file: Path) -> str:

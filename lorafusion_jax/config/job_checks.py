@@ -11,7 +11,7 @@ from lorafusion_jax.config.read import Keys, Source
 from lorafusion_jax.config.references import unknown_reference
 from lorafusion_jax.errors import ConfigError, LoraFusionError
 from lorafusion_jax.layout.layer import PATHS
-from lorafusion_jax.objective.protocol import REFERENCE, Chosen
+from lorafusion_jax.objective.protocol import Chosen
 from lorafusion_jax.optim.schedules import schedule
 from lorafusion_jax.optim.table import optimizer
 
@@ -162,6 +162,6 @@ def ineffective(config: schema.JobConfig) -> list[str]:
 
 
 def _dropout_effect(chosen: Chosen) -> str:
-    if REFERENCE in chosen.needs:
+    if chosen.compares:
         return f"but objective {chosen.name} compares with a reference without dropout: they differ from the first step"
     return f"adds noise to the log-likelihoods that objective {chosen.name} compares; its default is 0"

@@ -9,7 +9,6 @@ from typing import Literal, NamedTuple
 from lorafusion_jax.config.peft_config import CONFIG_FILE
 from lorafusion_jax.config.schema import AdapterConfig, JobConfig
 from lorafusion_jax.errors import did_you_mean
-from lorafusion_jax.objective.protocol import REFERENCE
 
 BASE, START = "base", "start"
 
@@ -39,7 +38,7 @@ def reference_of(adapter: AdapterConfig, names: Collection[str]) -> ReferenceWei
     >>> reference_of(AdapterConfig(name="law", data=DataSettings(train="law.jsonl")), ["law"])
     """
     chosen = adapter.objective.chosen
-    if REFERENCE not in chosen.needs:
+    if not chosen.compares:
         return None
     given = chosen.reference or (BASE if adapter.lora.init_from is None else START)
     if given == BASE:
@@ -71,4 +70,4 @@ def reference_sources(config: JobConfig) -> dict[str, str]:
 
 def adapters_with_references(config: JobConfig) -> list[str]:
     """Returns the adapters whose objective needs a reference."""
-    return [adapter.name for adapter in config.adapters if REFERENCE in adapter.objective.chosen.needs]
+    return [adapter.name for adapter in config.adapters if adapter.objective.chosen.compares]

@@ -15,6 +15,7 @@ from lorafusion_jax.data.prepare import AdapterData
 from lorafusion_jax.data.sample_table import (
     PieceTable,
     SampleTable,
+    State,
     TableShape,
     empty_table,
     fill_place,
@@ -223,6 +224,7 @@ def assemble(
     max_segments: int,
     max_adapters: int,
     table: TableShape | None = None,
+    state: State | None = None,
 ) -> Microbatch:
     """Packs samples into one microbatch.
 
@@ -233,6 +235,7 @@ def assemble(
         max_segments: M, from `num_segments`.
         max_adapters: P, from `adapter_places`.
         table: shape of the table of samples (None: no table).
+        state: width and dtype of a teacher's states, where the table has them.
 
     Raises:
         ValueError: the samples or adapters do not fit (the plan is not for this capacity).
@@ -242,7 +245,7 @@ def assemble(
     weights = np.zeros(capacity_tokens, np.float32)
     row_adapter = np.full(capacity_tokens, -1, np.int32)
     starts: list[int] = []
-    samples = None if table is None else empty_table(table, capacity_tokens)
+    samples = None if table is None else empty_table(table, capacity_tokens, state)
     filled_places, end = 0, 0
     for number, piece in enumerate(pieces):
         if number and pieces[number - 1].adapter != piece.adapter:

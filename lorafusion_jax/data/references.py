@@ -8,9 +8,14 @@ from collections.abc import Mapping
 import numpy as np
 
 from lorafusion_jax.data.prepare import AdapterData, Prepared
+from lorafusion_jax.data.sample_table import State
+from lorafusion_jax.data.tokenized_set import TokenizedSet
 
 TRAIN, EVAL = "train", "eval"
-SetReferences = Mapping[str, np.ndarray]  # TRAIN, EVAL -> float32 [T], 0 for tokens that are not learned
+STATES = " states"  # suffix of the name of a teacher's states
+# TRAIN, EVAL -> float32 [T], log p of the learned tokens, 0 for the others. Or TRAIN + STATES, EVAL + STATES -> the
+# final-normed states [learned tokens, D] that predict them, of an objective that compares distributions.
+SetReferences = Mapping[str, np.ndarray]
 
 
 def with_references(prepared: Prepared, references: Mapping[str, SetReferences]) -> Prepared:
@@ -21,13 +26,28 @@ def with_references(prepared: Prepared, references: Mapping[str, SetReferences])
     return dataclasses.replace(prepared, adapters=adapters)
 
 
-def reference_shapes(data: AdapterData) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of an adapter's references."""
-    sets = {TRAIN: data.train, EVAL: data.eval}
-    return {key: samples.tokens.shape for key, samples in sets.items() if samples is not None}
+def sets_of(data: AdapterData) -> dict[str, TokenizedSet]:
+    """Returns the sets of an adapter by their names."""
+    return {TRAIN: data.train} | ({} if data.eval is None else {EVAL: data.eval})
+
+
+def reference_shapes(data: AdapterData, state: State | None) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Returns shapes and dtypes of an adapter's references.
+
+    Args:
+        state: width and dtype of a teacher's states, if the adapter's objective compares distributions.
+    """
+    if state is None:
+        return {key: (samples.tokens.shape, "float32") for key, samples in sets_of(data).items()}
+    return {
+        f"{key}{STATES}": ((int(samples.loss_mask.sum()), state.width), state.dtype.name)
+        for key, samples in sets_of(data).items()
+    }
 
 
 def _add(data: AdapterData, references: SetReferences) -> AdapterData:
-    train = dataclasses.replace(data.train, reference=references[TRAIN])
-    held_out = None if data.eval is None else dataclasses.replace(data.eval, reference=references[EVAL])
-    return dataclasses.replace(data, train=train, eval=held_out)
+    sets = {
+        key: dataclasses.replace(samples, reference=references.get(key), teacher=references.get(f"{key}{STATES}"))
+        for key, samples in sets_of(data).items()
+    }
+    return dataclasses.replace(data, train=sets[TRAIN], eval=sets.get(EVAL))

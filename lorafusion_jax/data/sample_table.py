@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lorafusion_jax.data.tokenized_set import TokenizedSet
-from lorafusion_jax.objective.protocol import HIDDEN, LOGPROBS, REFERENCE, SCORE, Chosen
+from lorafusion_jax.objective.protocol import DIVERGENCE, HIDDEN, LOGPROBS, REFERENCE, SCORE, Chosen
 
 
 class SampleTable(NamedTuple):
@@ -31,6 +31,14 @@ class SampleTable(NamedTuple):
     reference_logprobs: np.ndarray | None = None  # float32 [T]
     values: Mapping[str, np.ndarray] = {}  # name -> float32 [T]
     last: np.ndarray | None = None  # int32 [N, S], row of each segment's last token
+    teacher: np.ndarray | None = None  # [T, D], final-normed state of the reference
+
+
+class State(NamedTuple):
+    """The state of a token behind the final norm."""
+
+    width: int
+    dtype: np.dtype
 
 
 class TableShape(NamedTuple):
@@ -44,6 +52,7 @@ class TableShape(NamedTuple):
     values: frozenset[str] = frozenset()
     reference: bool = False
     last: bool = False
+    teacher: bool = False
 
     def union(self, other: TableShape) -> TableShape:
         """Returns a shape with room for the tables of both."""
@@ -56,6 +65,7 @@ class TableShape(NamedTuple):
             self.values | other.values,
             self.reference or other.reference,
             self.last or other.last,
+            self.teacher or other.teacher,
         )
 
 
@@ -74,6 +84,7 @@ class PieceTable(NamedTuple):
     answer: np.ndarray | None = None
     reference_logprobs: np.ndarray | None = None
     values: Mapping[str, np.ndarray] = {}
+    teacher: np.ndarray | None = None  # [learned tokens, D]
 
 
 def table_shape(samples: int, members: Iterable[tuple[Chosen, TokenizedSet]]) -> TableShape | None:
@@ -92,6 +103,7 @@ def table_shape(samples: int, members: Iterable[tuple[Chosen, TokenizedSet]]) ->
             frozenset(data.values) if tokens else frozenset(),
             REFERENCE in needs,
             HIDDEN in needs or SCORE in needs,
+            DIVERGENCE in needs,
         )
         shape = needed if shape is None else shape.union(needed)
     return shape
@@ -108,11 +120,16 @@ def piece_table(data: TokenizedSet, sample: int, weight: float, token_weight: Se
         answer=None if data.answer is None else data.answer[tokens],
         reference_logprobs=None if data.reference is None else data.reference[tokens],
         values={name: array[tokens] for name, array in data.values.items()},
+        teacher=None if data.teacher is None else data.teacher[slice(*data.learned_before[sample : sample + 2])],
     )
 
 
-def empty_table(shape: TableShape, tokens: int) -> SampleTable:
-    """Returns the table of a microbatch of padding."""
+def empty_table(shape: TableShape, tokens: int, state: State | None = None) -> SampleTable:
+    """Returns the table of a microbatch of padding.
+
+    Args:
+        state: width and dtype of the states of a teacher.
+    """
     N, S, G, L = shape[:4]
     by_token = bool(L)
     return SampleTable(
@@ -127,6 +144,7 @@ def empty_table(shape: TableShape, tokens: int) -> SampleTable:
         reference_logprobs=np.zeros(tokens, np.float32) if by_token and shape.reference else None,
         values={name: np.zeros(tokens, np.float32) for name in sorted(shape.values)},
         last=np.zeros((N, S), np.int32) if shape.last else None,
+        teacher=np.zeros((tokens, state.width), state.dtype) if shape.teacher and state is not None else None,
     )
 
 
@@ -152,10 +170,12 @@ def fill_place(
         table.reference[number, :S] = piece.reference
     if table.last is not None:
         table.last[number, :S] = start + np.cumsum(lengths) - 1
-    if table.rows is None:
-        return
     (tokens,) = np.nonzero(learned)
     rows = start + tokens - 1  # the row before a token predicts it
+    if table.teacher is not None and piece.teacher is not None:
+        table.teacher[rows] = piece.teacher
+    if table.rows is None:
+        return
     if len(rows) <= table.rows.shape[1]:  # more only if the adapter's objective does not need tokens
         table.rows[number, : len(rows)] = rows
     assert table.in_answer is not None

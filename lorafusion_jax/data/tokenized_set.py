@@ -76,7 +76,9 @@ class TokenizedSet:
         values: name → float32 [T], numbers of the tokens; 0 outside of answers.
         answer: bool [T], whether the token belongs to an answer (None: as `loss_mask`).
         group: rows of a sample.
-        reference: what a reference says of the samples (None: no objective needs it, or it is not computed yet).
+        reference: float32 [T], log p of the learned tokens under a reference (None: no objective needs it, or it is not
+            computed yet).
+        teacher: [learned tokens, D], the final-normed states of a reference that predict them (None: likewise).
     """
 
     tokens: np.ndarray
@@ -90,6 +92,7 @@ class TokenizedSet:
     answer: np.ndarray | None = None
     group: int = 1
     reference: np.ndarray | None = None
+    teacher: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -122,6 +125,11 @@ class TokenizedSet:
     def sum_segments(self, values: np.ndarray) -> np.ndarray:
         """Sums numbers of the tokens, [T], over each segment of each sample: [n, S]."""
         return np.add.reduceat(values, self.segment_starts.reshape(-1)).reshape(self.segment_starts.shape)
+
+    @cached_property
+    def learned_before(self) -> np.ndarray:
+        """Number of learned tokens before each sample, int64 [n + 1]."""
+        return np.concatenate([[0], np.cumsum(self.segment_tokens.sum(axis=1))])
 
     @cached_property
     def reference_nll(self) -> np.ndarray:

@@ -18,13 +18,17 @@ from jax import Array
 
 from lorafusion_jax.errors import ConfigError
 from lorafusion_jax.objective.loss import sum_by
-from lorafusion_jax.objective.protocol import HIDDEN, LOGPROBS, REFERENCE, Chosen, Sample
+from lorafusion_jax.objective.protocol import DIVERGENCE, HIDDEN, LOGPROBS, REFERENCE, Chosen, Divergence, Sample
 
 COUNT = " count"  # suffix of the name of a ratio's second sum
 
 
 def totals_of(
-    losses_T: Array, batch: Any, chosen: Sequence[Chosen], hidden_TD: Array | None = None
+    losses_T: Array,
+    batch: Any,
+    chosen: Sequence[Chosen],
+    hidden_TD: Array | None = None,
+    divergence_T: Array | None = None,
 ) -> dict[str, Array]:
     """Sums of a microbatch per adapter: "loss" and the metrics of all objectives, each float32 [A].
 
@@ -35,6 +39,7 @@ def totals_of(
         batch: a `Microbatch`; with the table of samples if an objective takes its mean over samples.
         chosen: the objective of each adapter.
         hidden_TD: output of the final norm; for objectives that need hidden states.
+        divergence_T: weighted divergences from a reference, from `token_divergences`; for objectives that need them.
     """
     totals = {"loss": sum_by(losses_T, batch.row_adapter, len(chosen))}
     groups = [(first, members) for first, members in _groups(chosen) if first.of_samples]
@@ -52,6 +57,9 @@ def totals_of(
         reference_nll=table.reference,
         hidden=None if table.last is None or hidden_TD is None else hidden_TD[table.last].astype(jnp.float32),
     )
+    if divergence_T is not None:
+        divergence_M = sum_by(divergence_T, batch.segment_ids, places)
+        everything = everything._replace(divergence=divergence_M[table.segments])
     if table.rows is not None:
         everything = _with_tokens(everything, losses_T, batch)
     for first, members in groups:
@@ -60,6 +68,18 @@ def totals_of(
             before = totals.get(name, jnp.zeros(len(chosen), jnp.float32))
             totals[name] = jnp.where(is_member, sums, before)
     return totals
+
+
+def divergence_rows(batch: Any, chosen: Sequence[Chosen]) -> tuple[Array, Array, Array]:
+    """Returns weight, β and temperature of the divergence of each row, [T]; the weight is 0 where none is needed."""
+    of_adapter = [
+        own.objective.divergence(own.options) if own.objective.divergence and DIVERGENCE in own.needs else None
+        for own in chosen
+    ]
+    settings_A3 = jnp.array([[0.0, *Divergence(0.0)] if own is None else [1.0, *own] for own in of_adapter])
+    needed, betas, temperatures = settings_A3[jnp.maximum(batch.row_adapter, 0)].T
+    weights = jnp.where((batch.row_adapter >= 0) & (batch.weights != 0), needed, 0.0)
+    return weights, betas, temperatures
 
 
 def metric_names(chosen: Sequence[Chosen]) -> list[str]:
@@ -146,6 +166,7 @@ def _own_samples(chosen: Chosen, everything: Sample, mine_N: Array) -> Sample:
         },
         reference_nll=by_segment(everything.reference_nll) if REFERENCE in needs else None,
         hidden=by_segment(everything.hidden) if HIDDEN in needs else None,
+        divergence=by_segment(everything.divergence) if DIVERGENCE in needs else None,
     )
     if LOGPROBS not in needs:
         return sample
@@ -193,6 +214,7 @@ def sample_shapes(chosen: Chosen, numbers: Mapping[str, Any], values: Mapping[st
         {name: array(*group) for name in numbers},
         segments if REFERENCE in needs else None,
         hidden=array(*segments.shape, width) if HIDDEN in needs else None,
+        divergence=segments if DIVERGENCE in needs else None,
     )
     if LOGPROBS not in needs:
         return sample

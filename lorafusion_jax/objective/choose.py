@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from lorafusion_jax.errors import did_you_mean
-from lorafusion_jax.objective.protocol import REFERENCE, Chosen, Objective
+from lorafusion_jax.objective.protocol import DIVERGENCE, Chosen, Objective
 from lorafusion_jax.objective.table import OBJECTIVES
 from lorafusion_jax.plugins import find, not_known
 
@@ -56,7 +56,9 @@ def choose(name: str, options: Mapping[str, Any], reference: str | None = None) 
     chosen = Chosen(
         name=name, objective=found, options=TypeAdapter(found.options).validate_python(given), reference=reference
     )
-    if reference is not None and REFERENCE not in chosen.needs:
+    if reference is not None and not chosen.compares:
         raise ValueError(f"options of {name}, which has no reference")
+    if reference is None and DIVERGENCE in chosen.needs:
+        raise ValueError(f"options of {name} with a reference, its teacher: an adapter of the job, or a PEFT folder")
     assert chosen.num_segments
     return chosen

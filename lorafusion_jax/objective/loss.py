@@ -10,7 +10,7 @@ Dims: `T` packed tokens · `D` model width · `V` vocabulary · `A` adapters · 
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -54,6 +54,34 @@ def token_losses(
     weights = jnp.asarray(weights, jnp.float32)
     rule = LogitRule(chunk_rows(hidden.shape[0], head.shape[1], chunk), soft_cap, logit_scale)
     return _losses(rule, hidden, head.T, jnp.asarray(targets), weights)
+
+
+def token_divergences(
+    hidden: Float[Array, "T D"],
+    teacher: Float[Array, "T D"],
+    head: Float[Array, "D V"],
+    weights: Float[Array, " T"],
+    betas: Float[Array, " T"],
+    temperatures: Float[Array, " T"],
+    *,
+    chunk: int = DEFAULT_CHUNK,
+    soft_cap: float | None = None,
+    logit_scale: float = 1.0,
+) -> Float[Array, " T"]:
+    """Divergence of the distributions over the vocabulary of `hidden` and `teacher`, times the weight of each row.
+
+    See `protocol.Divergence` for the formula. Like `token_losses`: chunk by chunk, with a gradient for `hidden` only.
+
+    Example:
+        >>> ones = jnp.ones(2)
+        >>> hidden, teacher = jnp.array([[1.0, 0.0], [0.0, 1.0]]), jnp.array([[1.0, 0.0], [0.0, 0.0]])
+        >>> found = token_divergences(hidden, teacher, jnp.eye(2), ones, 0 * ones, ones)
+        >>> [round(float(value), 4) for value in found]
+        [0.0, 0.1201]
+    """
+    weights = jnp.asarray(weights, jnp.float32)
+    rule = LogitRule(chunk_rows(hidden.shape[0], head.shape[1], chunk), soft_cap, logit_scale)
+    return _divergences(rule, hidden, teacher.astype(hidden.dtype), head.T, weights, betas, temperatures)
 
 
 def adapter_losses(
@@ -160,6 +188,64 @@ def _losses_bwd(rule, residuals, cotangent_T):
 _losses.defvjp(_losses_fwd, _losses_bwd)
 
 
+class _Pairs(NamedTuple):
+    """Inputs of divergences per row."""
+
+    weights: jax.Array
+    teacher: jax.Array
+    betas: jax.Array
+    temperatures: jax.Array
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _divergences(rule: LogitRule, hidden_TD, teacher_TD, head_VD, weights, betas, temperatures):
+    return _divergences_fwd(rule, hidden_TD, teacher_TD, head_VD, weights, betas, temperatures)[0]
+
+
+def _divergences_fwd(rule: LogitRule, hidden_TD, teacher_TD, head_VD, weights, betas, temperatures):
+    mantissa, exponent = jnp.frexp(weights)
+
+    def loss_and_slope(logits_cV, piece):
+        rows, (mantissa, pairs) = piece
+        teacher_cV = rule.logits(_product(pairs.teacher, head_VD.T))
+        apart = partial(_generalised_jsd, teacher_cV=teacher_cV, betas=pairs.betas, temperatures=pairs.temperatures)
+        values_c, pull = jax.vjp(apart, logits_cV)
+        (slope_cV,) = pull(mantissa)
+        slope_cV = rule.slope(slope_cV, logits_cV)
+        slope_cD = _product(slope_cV.astype(hidden_TD.dtype), head_VD)
+        counts = (rows.weights != 0)[:, None]
+        return _weight_by_token(rows, values_c), jnp.where(counts, slope_cD, 0.0).astype(hidden_TD.dtype)
+
+    empty = (_no_losses(hidden_TD), jnp.zeros_like(hidden_TD))
+    rows = _Rows(jnp.zeros_like(weights, jnp.int32), weights)
+    extra = mantissa, _Pairs(weights, teacher_TD, betas, temperatures)
+    values_T, slope_TD = _over_chunks(loss_and_slope, rule, hidden_TD, head_VD, rows, empty, extra=extra)
+    return values_T, (slope_TD, weights != 0, exponent)
+
+
+def _divergences_bwd(rule, residuals, cotangent_T):
+    (hidden_bar, *_) = _losses_bwd(rule, residuals, cotangent_T)
+    return hidden_bar, None, None, None, None, None
+
+
+_divergences.defvjp(_divergences_fwd, _divergences_bwd)
+
+
+def _generalised_jsd(logits_cV, *, teacher_cV, betas, temperatures):
+    log_p = jax.nn.log_softmax(logits_cV / temperatures[:, None])
+    log_q = jax.nn.log_softmax(teacher_cV / temperatures[:, None])
+    inside = jnp.clip(betas, 1e-6, 1 - 1e-6)[:, None]  # of log β and log (1 - β); the ends are chosen below
+    log_m = jnp.logaddexp(log_p + jnp.log1p(-inside), log_q + jnp.log(inside))
+    forward, reverse = _divergence(log_q, log_p), _divergence(log_p, log_q)
+    between = betas * _divergence(log_q, log_m) + (1 - betas) * _divergence(log_p, log_m)
+    return jnp.where(betas == 0, forward, jnp.where(betas == 1, reverse, between))
+
+
+def _divergence(log_p_cV, log_q_cV):
+    """KL(p ‖ q)."""
+    return (jnp.exp(log_p_cV) * (log_p_cV - log_q_cV)).sum(-1)
+
+
 def _no_losses(hidden_TD: jax.Array) -> jax.Array:
     return jnp.zeros(hidden_TD.shape[:1], jnp.float32)
 
@@ -171,12 +257,12 @@ def _over_chunks(
     head_VD,
     rows: _Rows,
     out: tuple[jax.Array, ...],
-    extra: jax.Array | None = None,
+    extra: Any = None,
 ) -> tuple[jax.Array, ...]:
     """Applies `function(logits, rows)` to chunks of weighted rows and scatters its per-row results into `out`.
 
     Args:
-        extra: another array with one entry per row; `function` then gets (rows, extra).
+        extra: more arrays with one entry per row; `function` then gets (rows, extra).
     """
     T, c = hidden_TD.shape[0], rule.rows
     pad = -T % c

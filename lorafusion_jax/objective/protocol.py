@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-REFERENCE, LOGPROBS, HIDDEN, SCORE = "reference", "logprobs", "hidden", "score"
-GIVEN = frozenset({REFERENCE, LOGPROBS, HIDDEN})  # further inputs that a run can provide
+REFERENCE, LOGPROBS, HIDDEN, SCORE, DIVERGENCE = "reference", "logprobs", "hidden", "score", "divergence"
+GIVEN = frozenset({REFERENCE, LOGPROBS, HIDDEN, DIVERGENCE})  # further inputs that a run can provide
 TAKEN = (
     "kind",
     "adapter",
@@ -85,6 +85,8 @@ class Sample(NamedTuple):
         reference_logprobs: [L]; needs both.
         values: name → [L], from `Segment.values`; 0 outside of the answer.
         hidden: [S, D], final-normed state of the last token of each segment. Needs "hidden".
+        divergence: [S], Σ over the learned tokens of the divergence of the adapter's distribution over the vocabulary
+            from the reference's, as `Objective.divergence` says. Needs "divergence".
         score: [S], scalar head of the adapter on `hidden`. Needs "score".
     """
 
@@ -100,7 +102,21 @@ class Sample(NamedTuple):
     reference_logprobs: Any = None
     values: Mapping[str, Any] = {}
     hidden: Any = None
+    divergence: Any = None
     score: Any = None
+
+
+class Divergence(NamedTuple):
+    """The generalised Jensen-Shannon divergence of p, the adapter's distribution, and q, the reference's.
+
+    m = (1 - β) p + β q,  β KL(q ‖ m) + (1 - β) KL(p ‖ m);  β = 0 is KL(q ‖ p), forward, and β = 1 KL(p ‖ q), reverse.
+
+    Attributes:
+        temperature: logits of both are divided by it.
+    """
+
+    beta: float
+    temperature: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +149,7 @@ class Objective:
             them together, and samples are counted in groups. None: every row is a sample.
         options: frozen dataclass of the settings: the keys of `objective` in a job file except `name`, `reference`.
         needs: further inputs that the run must provide, or options → these.
+        divergence: options → the divergence that the objective needs.
         review: (numbers of all samples by name, options) → notes for the user; raises ValueError if the data cannot be
             used.
         defaults: defaults of the job file for adapters with this objective, e.g. {"lora.dropout": 0.0}.
@@ -156,6 +173,7 @@ class Objective:
     group: int | Callable[[Any], int] | None = None
     options: type = NoOptions
     needs: frozenset[str] | Callable[[Any], frozenset[str]] = frozenset()
+    divergence: Callable[[Any], Divergence] | None = None
     review: Callable[[Mapping[str, Any], Any], Sequence[str]] | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
@@ -209,6 +227,11 @@ class Chosen:
     def needs(self) -> frozenset[str]:
         needs = self.objective.needs
         return check_needs(needs(self.options)) if callable(needs) else needs
+
+    @property
+    def compares(self) -> bool:
+        """Whether it needs a reference."""
+        return not self.needs.isdisjoint({REFERENCE, DIVERGENCE})
 
     @property
     def group(self) -> int | None:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 from lorafusion_jax.objective.cit import CIT
 from lorafusion_jax.objective.cpo import CPO, ORPO, SIMPO
+from lorafusion_jax.objective.distill import DISTILL
 from lorafusion_jax.objective.dpo import DPO, IPO
 from lorafusion_jax.objective.kto import KTO
 from lorafusion_jax.objective.policy import CISPO, DFT, GRPO, IMPORTANCE_SAMPLING
@@ -28,4 +29,5 @@ OBJECTIVES: Mapping[str, Objective] = {
     "importance_sampling": IMPORTANCE_SAMPLING,
     "dft": DFT,
     "cit": CIT,
+    "distill": DISTILL,
 }

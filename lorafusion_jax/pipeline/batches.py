@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
+from lorafusion_jax.checkpoint.base_model import base_directory
+from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.schema import AdapterConfig, JobConfig
 from lorafusion_jax.data.assemble import (
     Microbatch,
@@ -20,8 +23,9 @@ from lorafusion_jax.data.assemble import (
     stacked,
 )
 from lorafusion_jax.data.prepare import AdapterData, Prepared
-from lorafusion_jax.data.sample_table import TableShape, table_shape
+from lorafusion_jax.data.sample_table import State, TableShape, table_shape
 from lorafusion_jax.data.tokenized_set import TokenizedSet
+from lorafusion_jax.objective.protocol import DIVERGENCE
 from lorafusion_jax.pipeline.profile import Load
 from scheduling import Plan, SampleRef
 from scheduling.simulate import slot_squares
@@ -42,6 +46,7 @@ class Batches:
     def take(self, config: JobConfig, prepared: Prepared, plan: Plan) -> None:
         """Replaces the plan. Microbatches keep their shape if the new samples fit into it."""
         self._config, self._prepared, self._plan = config, prepared, plan
+        self._state = teacher_state(config)
         self._index = {adapter.name: index for index, adapter in enumerate(config.adapters)}
         parts = _parts(plan)
         for size in sorted(parts):
@@ -90,6 +95,7 @@ class Batches:
                 max_segments=room.segments,
                 max_adapters=room.adapters,
                 table=room.table,
+                state=self._state,
             )
             for replica in self._replicas
         ]
@@ -157,6 +163,14 @@ def places(
     samples = max((sum(chosen[name].of_samples for name in part) for part in parts), default=1)
     members = [(chosen[name], own) for name, own in data.items() if name in chosen]
     return num_segments(most), table_shape(max(samples, 1), members)
+
+
+def teacher_state(config: JobConfig) -> State | None:
+    """Returns width and dtype of the states that objectives compare with; None if none does."""
+    if not any(DIVERGENCE in adapter.objective.chosen.needs for adapter in config.adapters):
+        return None
+    model = ModelConfig.from_hf(base_directory(config))
+    return State(model.hidden_size, np.dtype(jnp.dtype(config.base.dtype)))
 
 
 def _parts(plan: Plan) -> dict[int, list[list[str]]]:

@@ -20,7 +20,7 @@ from lorafusion_jax.data.assemble import (
 )
 from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.objective.batch import finished_metrics, metric_names
-from lorafusion_jax.pipeline.batches import places
+from lorafusion_jax.pipeline.batches import places, teacher_state
 from lorafusion_jax.pipeline.executor import Executor
 from lorafusion_jax.pipeline.move import to_local
 from lorafusion_jax.planning.training_plan import plan_of_set
@@ -62,6 +62,7 @@ class Evaluator:
             for slot in plan.slots
             for part in slot.replicas
         ]
+        self._state = teacher_state(config)
         # One shape, so one compilation, for all adapters. The program computes the losses of all of them.
         data = {adapter.name: prepared.adapters[adapter.name].train for adapter in config.adapters} | self._sets
         self._segments, self._table = places(config, data, parts)
@@ -104,6 +105,7 @@ class Evaluator:
                 max_segments=self._segments,
                 max_adapters=1,
                 table=self._table,
+                state=self._state,
             )
             for samples in replicas
         ]

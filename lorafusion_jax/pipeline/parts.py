@@ -29,9 +29,9 @@ from lorafusion_jax.models.loading import Weight
 from lorafusion_jax.modules import LoRAContext
 from lorafusion_jax.modules.adapted import LoRAConstant
 from lorafusion_jax.modules.lora import LoRAKinds
-from lorafusion_jax.objective.batch import totals_of
-from lorafusion_jax.objective.loss import token_losses
-from lorafusion_jax.objective.protocol import HIDDEN, SFT, Chosen
+from lorafusion_jax.objective.batch import divergence_rows, totals_of
+from lorafusion_jax.objective.loss import token_divergences, token_losses
+from lorafusion_jax.objective.protocol import DIVERGENCE, HIDDEN, SFT, Chosen
 from lorafusion_jax.pipeline.leaves import HEAD, LAYERS, SHARED, Columns, all_columns, windows
 from lorafusion_jax.weights.table import NONE, stored_kind
 from pallas_kernels import Dropout
@@ -314,13 +314,32 @@ class Parts:
         weights = jnp.where(batch.row_adapter >= 0, batch.weights, 0.0)
         hidden = final_norm(x_TD, norm, self.model)
         losses_T = self._token_losses(hidden, head, batch, weights)
-        needs_hidden = any(HIDDEN in adapter.needs for adapter in self.chosen)
-        return totals_of(losses_T, batch, self.chosen, hidden if needs_hidden else None)
+        needed = frozenset().union(*(adapter.needs for adapter in self.chosen))
+        divergence_T = self._divergences(hidden, head, batch) if DIVERGENCE in needed else None
+        return totals_of(losses_T, batch, self.chosen, hidden if HIDDEN in needed else None, divergence_T)
+
+    def states(self, norm: Array, x_TD: Array) -> Array:
+        """Computes the states behind the final norm, [T, D]."""
+        return final_norm(x_TD, norm, self.model).astype(self.dtype)
 
     def token_logprobs(self, norm: Array, head: Array, x_TD: Array, batch: Any) -> Array:
         """Computes log p of the learned target of each row, float32 [T]; 0 where nothing is learned."""
         hidden, learned = final_norm(x_TD, norm, self.model), (batch.weights != 0).astype(jnp.float32)
         return -self._token_losses(hidden, head, batch, learned)
+
+    def _divergences(self, hidden: Array, head: Array, batch: Any) -> Array:
+        weights, betas, temperatures = divergence_rows(batch, self.chosen)
+        return token_divergences(
+            hidden,
+            batch.samples.teacher,
+            head.T,
+            weights,
+            betas,
+            temperatures,
+            chunk=self.settings.loss_chunk,
+            soft_cap=self.model.final_soft_cap,
+            logit_scale=self.model.logit_scale,
+        )
 
     def _token_losses(self, hidden: Array, head: Array, batch: Any, weights: Array) -> Array:
         return token_losses(

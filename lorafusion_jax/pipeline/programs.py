@@ -89,6 +89,7 @@ class StagePrograms:
         self.evaluate = self._jit(self._evaluate, block, ROWS, options=kernels)
         self.head = self._jit(self._head, (REPLICATED, table_spec, ROWS, ROWS, ROWS), (ROWS, ROWS, ROWS), donate=(4,))
         self.totals = self._jit(self._totals, (REPLICATED, table_spec, ROWS, ROWS), REPLICATED)
+        self.states = self._jit(self._states, (REPLICATED, ROWS), REPLICATED)
         self.token_logprobs = self._jit(self._token_logprobs, (REPLICATED, table_spec, ROWS, ROWS), REPLICATED)
 
     def close_batch(self, own: Own, place: Place, sums: Leaves, totals: Totals | None, alive: Array):
@@ -331,6 +332,11 @@ class StagePrograms:
     def _totals(self, norm: Array, table: Array, x: Array, batch: Microbatch) -> Totals:
         totals = self._parts.totals(norm, _gather(table, self._table_axis), x[0], _own(batch))
         return totals if self._stage.replicas == 1 else lax.psum(totals, REPLICAS)
+
+    def _states(self, norm: Array, x: Array) -> Array:
+        """Returns the final-normed states of all replicas, [R, T, D]."""
+        own = self._parts.states(norm, x[0])
+        return own[None] if self._stage.replicas == 1 else lax.all_gather(own, REPLICAS)
 
     def _token_logprobs(self, norm: Array, table: Array, x: Array, batch: Microbatch) -> Array:
         """Returns log p of the learned targets of all replicas, [R, T]."""

@@ -20,9 +20,11 @@ from lorafusion_jax.config.references import ReferenceWeights, reference_of
 from lorafusion_jax.config.schema import AdapterConfig, JobConfig
 from lorafusion_jax.data.assemble import EACH_ONE, assemble, num_segments, piece_of, stacked
 from lorafusion_jax.data.prepare import Prepared
-from lorafusion_jax.data.references import EVAL, TRAIN, SetReferences
+from lorafusion_jax.data.references import STATES, SetReferences, sets_of
+from lorafusion_jax.data.sample_table import State
 from lorafusion_jax.data.tokenized_set import TokenizedSet
 from lorafusion_jax.pipeline.base import stages_for
+from lorafusion_jax.pipeline.batches import teacher_state
 from lorafusion_jax.pipeline.move import to_local, to_stage, transfer
 from lorafusion_jax.pipeline.stage import Stage
 from lorafusion_jax.planning.training_plan import plan_of_set
@@ -58,11 +60,15 @@ def compute_references(
             place = places[reference.name]
         elif reference.kind == "folder":
             used, place = _stages_of_folder(config, config.adapter(name), stages, reference), 0
-        data = prepared.adapters[name]
-        sets = {TRAIN: data.train} | ({} if data.eval is None else {EVAL: data.eval})
+        sets = sets_of(prepared.adapters[name])
         tokens = sum(len(samples.tokens) for samples in sets.values())
         on_progress(f"computing the reference of {name}, {count(tokens)} tokens")
-        made[name] = {key: _logprobs(config, name, samples, used, place) for key, samples in sets.items()}
+        own = config.model_copy(update={"adapters": (config.adapter(name),)})
+        state = teacher_state(own)
+        made[name] = {
+            key if state is None else f"{key}{STATES}": _run_forward(own, samples, used, place, state)
+            for key, samples in sets.items()
+        }
     return made
 
 
@@ -89,15 +95,18 @@ def _stages_of_folder(
     return own
 
 
-def _logprobs(
-    config: JobConfig,
-    name: str,
-    samples: TokenizedSet,
-    stages: Sequence[Stage],
-    place: int,
+def _run_forward(
+    config: JobConfig, samples: TokenizedSet, stages: Sequence[Stage], place: int, state: State | None
 ) -> np.ndarray:
-    """Returns log p of the learned tokens of a set, [T]."""
-    result = np.zeros(len(samples.tokens), np.float32)
+    """Returns log p of the learned tokens of the set of a job's only adapter, [T], or the states that predict them.
+
+    Args:
+        state: width and dtype of the states, if they are wanted: [learned tokens, D].
+    """
+    name = config.adapters[0].name
+    of_learned = state is not None
+    shape = (int(samples.loss_mask.sum()), state.width) if state is not None else samples.tokens.shape
+    result = np.zeros(shape, np.float32 if state is None else state.dtype)
     plan = plan_of_set(config, name, samples.lengths)
     width = 1 if samples.segment_lengths is None else samples.segment_lengths.shape[1]
     most = max(len(part) for slot in plan.slots for part in slot.replicas) * width
@@ -106,7 +115,7 @@ def _logprobs(
     def read_oldest() -> None:
         replicas, logprobs = in_flight.popleft()
         for part, row in zip(replicas, to_local(logprobs), strict=True):
-            for tokens, rows in _learned_rows(samples, part):
+            for tokens, rows in _learned_rows(samples, part, of_learned):
                 result[tokens] = row[rows]
 
     for slot in plan.slots:
@@ -126,7 +135,8 @@ def _logprobs(
         )
         x = None
         for stage in stages:
-            x = stage.token_logprobs(to_stage(rows, stage.mesh), None if x is None else transfer(x, stage.mesh))
+            run = stage.states if of_learned else stage.token_logprobs
+            x = run(to_stage(rows, stage.mesh), None if x is None else transfer(x, stage.mesh))
         assert x is not None
         in_flight.append((slot.replicas, x))
     while in_flight:
@@ -134,11 +144,18 @@ def _logprobs(
     return result
 
 
-def _learned_rows(samples: TokenizedSet, part: Sequence[SampleRef]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yields the learned tokens of each sample of a microbatch, in the set, and the rows that predict them."""
+def _learned_rows(
+    samples: TokenizedSet, part: Sequence[SampleRef], of_learned: bool
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yields the learned tokens of each sample of a microbatch, in the set, and the rows that predict them.
+
+    Args:
+        of_learned: number the tokens among the learned ones of the set.
+    """
     end = 0
     for ref in part:
         _, learned = samples.sample(ref.sample)
         (tokens,) = np.nonzero(learned)
-        yield int(samples.offsets[ref.sample]) + tokens, end + tokens - 1
+        begin = samples.learned_before[ref.sample] if of_learned else samples.offsets[ref.sample]
+        yield int(begin) + (np.arange(len(tokens)) if of_learned else tokens), end + tokens - 1
         end += len(learned)

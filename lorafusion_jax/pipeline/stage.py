@@ -392,6 +392,11 @@ class Stage:
         here, weights = self._run_forward(batch, x), self.weights
         return here if weights.head is None else self.programs.token_logprobs(weights.norm, weights.head, here, batch)
 
+    def states(self, batch: Microbatch, x: Array | None) -> Array:
+        """Like `evaluate`; the last stage returns the final-normed states of all replicas, [R, T, D]."""
+        here, weights = self._run_forward(batch, x), self.weights
+        return here if weights.head is None else self.programs.states(weights.norm, here)
+
     def _run_forward(self, batch: Microbatch, x: Array | None) -> Any:
         programs, weights = self.programs, self.weights
         inputs = programs.inputs_without_dropout(batch)

@@ -95,7 +95,7 @@ def compare_alone(run: Path, name: str, steps: int) -> Comparison:
         )
     prepared = prepare(config)
     check_record(record, prepared, plan)
-    prepared = read_references(run, record, prepared, adapters_with_references(config))
+    prepared = read_references(run, record, config, prepared, adapters_with_references(config))
     checked_base(record, config, False)
     check_warm_starts(record.get("warm_starts", {}), config)
     return compare_job(_on_layout_of(config, plan), prepared, plan, name, steps)

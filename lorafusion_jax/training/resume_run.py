@@ -98,7 +98,7 @@ def _continue_run(
             check_warm_starts(record.get("warm_starts", {}), config)
         folder.check_record_file()
         present = select_adapters(config, initial_adapters(config, found, recorded_changes(folder)))
-        prepared = read_references(folder.path, record, prepared, adapters_with_references(present))
+        prepared = read_references(folder.path, record, config, prepared, adapters_with_references(present))
         failed = [name for name, what in status.items() if what == "failed"]
         plan = plan_for_mesh(before, config, found.slot or 0, drop=drop, failed=failed)
     check_agreement(job_facts(config, prepared, base_files))

@@ -255,7 +255,7 @@ class Run:
         """Reads the references of new adapters, or computes them if the run never had these adapters."""
         folder = self._folder
         stored, missing = split_stored(new, folder.read_record())
-        prepared = read_references(folder.path, folder.read_record(), self._job.prepared, stored)
+        prepared = read_references(folder.path, folder.read_record(), self._job.config, self._job.prepared, stored)
         if missing:
             made, events = compute_references(self._session, prepared, missing, self._listener, slots_done)
             prepared = with_references(prepared, made)

@@ -8,16 +8,20 @@ from pathlib import Path
 from typing import Any
 
 from lorafusion_jax.checkpoint.references import KEY, read_reference, write_references
+from lorafusion_jax.config.join import select_adapters
 from lorafusion_jax.config.references import adapters_with_references, reference_sources
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.data.prepare import Prepared
-from lorafusion_jax.data.references import SetReferences, reference_shapes, with_references
+from lorafusion_jax.data.references import SetReferences, reference_shapes, sets_of, with_references
 from lorafusion_jax.errors import CheckpointError, LoraFusionError, raise_all
+from lorafusion_jax.pipeline.batches import teacher_state
 from lorafusion_jax.pipeline.session import Session
 from lorafusion_jax.report.events import Listener, PhaseBegun, ReferencesComputed, RunEvent
 
 
-def read_references(run: Path, record: Mapping[str, Any], prepared: Prepared, names: Sequence[str]) -> Prepared:
+def read_references(
+    run: Path, record: Mapping[str, Any], config: JobConfig, prepared: Prepared, names: Sequence[str]
+) -> Prepared:
     """Returns the data with the stored references of these adapters.
 
     Raises:
@@ -27,7 +31,8 @@ def read_references(run: Path, record: Mapping[str, Any], prepared: Prepared, na
     errors: list[LoraFusionError] = []
     for name in names:
         try:
-            found[name] = read_reference(run, record, name, reference_shapes(prepared.adapters[name]))
+            state = teacher_state(select_adapters(config, [name]))
+            found[name] = read_reference(run, record, name, reference_shapes(prepared.adapters[name], state))
         except CheckpointError as problem:
             errors.append(problem)
     raise_all(errors)
@@ -47,7 +52,7 @@ def compute_references(
     began = time.perf_counter()
     made = session.compute_references(prepared, names, lambda text: emit(PhaseBegun(slot=slot, text=text)))
     seconds = round(time.perf_counter() - began, 3)
-    tokens = sum(len(array) for own in made.values() for array in own.values())
+    tokens = sum(len(samples.tokens) for name in names for samples in sets_of(prepared.adapters[name]).values())
     return made, [ReferencesComputed(slot=slot, adapters=list(names), tokens=tokens, seconds=seconds)]
 
 

@@ -12,8 +12,10 @@ import small_jobs
 from more_cases import nightly
 from safetensors.numpy import load_file
 
+from lorafusion_jax.checkpoint.requests import write_addition
 from lorafusion_jax.cli.main import run
 from lorafusion_jax.config import load_config
+from lorafusion_jax.config.join import read_joining
 from lorafusion_jax.report.recorder import read_rows
 from lorafusion_jax.training import RunFolder, train
 
@@ -155,6 +157,22 @@ def test_resumed_run_is_the_unbroken_one(joint, job, tmp_path):
         assert steps(tmp_path / "cut", name) == steps(whole, name)
         for key, wanted in weights(whole, name).items():
             np.testing.assert_array_equal(weights(tmp_path / "cut", name)[key], wanted)
+
+
+def test_an_adapter_that_joins_gets_its_reference(joint, job, tmp_path):
+    """It is computed at its first step, from the base or from its start, and stored like those before."""
+    config = load_config(job(("law",)))
+    joining = read_joining(job(("dpo",)), config)
+
+    def ask(event) -> None:
+        if event.kind == "step" and event.adapter == "law" and event.step == 1:
+            write_addition(tmp_path / "run", joining)
+
+    assert train(config, tmp_path / "run", listeners=[ask]).exit_code == 0
+    assert_close(tmp_path / "run", joint, "dpo")
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["references"]["dpo"]["of"] == "the base"
+    events = [row for row in read_rows(tmp_path / "run" / "events.jsonl") if row["kind"] == "references"]
+    assert [row["adapters"] for row in events] == [["dpo"]]
 
 
 @pytest.mark.parametrize("quantize", [nightly("fp8"), nightly("nf4")])
