@@ -1,10 +1,10 @@
-"""Measures the online scheduler against its targets, with tables and plots.
+"""Measures the online scheduler against its targets, on 1 to 64 GPUs, on its own traces and on held-out ones.
 
-    python benchmarks/online.py                    # all missing runs, on two cores, at low priority
-    python benchmarks/online.py table --seeds 1    # one part: table loads ablation throughput rates speed
+    python benchmarks/online.py                       # all missing runs, on two cores, at low priority
+    python benchmarks/online.py small --seeds 1       # parts: small held-out large throughput ideas rates speed
 
-Every finished run is a row of rows.csv and is not repeated; delete a row to run it again. `report` writes tables and
-plots from the rows.
+Every finished run is a row of rows.csv and is not repeated; delete a row to run it again. `report` writes the tables
+from the rows.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from datetime import date
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,9 +27,12 @@ import numpy as np
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from benchmarks.online_traces import HELD_OUT, held_out_trace  # noqa: E402
 from scheduling import AdapterJob, make_plan, simulate  # noqa: E402
 from scheduling.online import (  # noqa: E402
     TRACES,
+    CheckedPolicy,
+    ClusterResult,
     ClusterState,
     Job,
     JobState,
@@ -44,24 +48,22 @@ from scheduling.online.costs import stage_costs  # noqa: E402
 from scheduling.online.state import after  # noqa: E402
 from scheduling.online.traces.generate import BASES, draw_job  # noqa: E402
 
-RESULTS = Path(__file__).parent / "results" / "online_2026-11-23"
-PARTS = ("table", "loads", "ablation", "throughput", "rates", "speed")
-POLICIES = ("ours", "fifo", "srtf", "mlora", "packing", "tlora")
+RESULTS = Path(__file__).parent / "results" / "online_2026-11-24"
+PARTS = ("small", "held-out", "large", "throughput", "ideas", "rates", "speed")
+OTHERS = ("elastic-srtf", "srtf", "backfill")
 WITHOUT = {
     "without grouping": {"grouping": False},
-    "without residual capacity": {"residual": False},
-    "without urgency": {"urgency": False},
     "without elasticity": {"elasticity": False},
-    "without fairness": {"fairness": 0.0},
     "without order": {"short_first": False},
 }
 FIELDS = (
-    "part", "trace", "seed", "load", "jobs", "gpus", "policy", "jct_mean_s", "jct_p50_s", "jct_p95_s", "jct_p99_s",
-    "makespan_s", "tokens_per_s", "utilisation", "overall_utilisation", "density", "slowdown_p99", "slowdown_max",
-    "fairness", "preemptions", "longest_wait", "deadlines_met", "cpu_s",
+    "part", "trace", "seed", "load", "jobs", "gpus", "memory_gib", "policy", "jct_mean_s", "jct_p50_s", "jct_p95_s",
+    "jct_p99_s", "makespan_s", "tokens_per_s", "steady_tokens_per_s", "utilisation", "overall_utilisation", "density",
+    "slowdown_p99", "slowdown_max", "fairness", "worst_user", "preemptions", "refusals", "cpu_s",
 )  # fmt: skip
 KIND = ("h200", 140.0)
 EVEN = TraceShape(spread=0.5)  # similar sizes, so that no single job decides the makespan
+SMALL_BASES = {"llama-3.1-8b": 0.5, "qwen2.5-14b": 0.3, "qwen2.5-32b": 0.2}  # what one GPU holds
 
 
 class Task(NamedTuple):
@@ -72,29 +74,39 @@ class Task(NamedTuple):
     seed: int
     load: float
     policies: tuple[str, ...]
-    jobs: int = 2000
-    hosts: int = 8
+    jobs: int
+    gpus: int
     base: str = ""  # a single base for all jobs, which arrive at the start
+    memory_gib: float = 140.0
 
 
 def tasks(part: str, seeds: int) -> list[Task]:
     """Tasks of a part."""
-    if part == "table":
+    everybody = ("ours", *OTHERS)
+    if part == "small":
+        cases = product((1.0, 0.7, 1.2), range(seeds), (1, 2, 4, 8), TRACES)
+        return [Task(part, trace, seed, load, everybody, 150, gpus) for load, seed, gpus, trace in cases]
+    if part == "held-out":
+        cases = product(range(seeds), (1, 2, 4, 8, 64), HELD_OUT)
         return [
-            Task(part, trace, seed, load, POLICIES)
-            for load in (1.0, 1.2, 0.7)
-            for seed in range(seeds)
+            Task(part, trace, seed, 1.0, everybody, 600 if gpus == 64 else 150, gpus) for seed, gpus, trace in cases
+        ]
+    if part == "large":
+        others = (*everybody, "fifo", "tlora", "packing", "mlora")
+        return [Task(part, trace, 0, 1.0, others, 2000, 64) for trace in TRACES]
+    if part == "ideas":
+        return [
+            Task(part, trace, 0, 1.0, ("ours", *WITHOUT), 500 if gpus == 64 else 150, gpus)
+            for gpus in (1, 8, 64)
             for trace in TRACES
         ]
-    if part == "loads":
-        loads = (0.3, 0.5, 0.7, 0.9, 1.0, 1.1, 1.3, 1.5)
-        return [Task(part, "day-night", 0, load, ("ours", "srtf", "fifo"), jobs=1000) for load in loads]
-    if part == "ablation":
-        return [Task(part, trace, 0, 1.0, ("ours", *WITHOUT), jobs=1000) for trace in TRACES]
     if part == "throughput":
         bases = ("llama-3.1-8b", "qwen2.5-32b", "llama-3.1-70b")
-        return [Task(part, "even", seed, 1.0, ("ours", "fifo"), 300, 8, base) for base in bases for seed in range(3)]
-    return [Task(part, "steady", 0, 1.0, ("ours",), 10_000, 32)] if part == "speed" else []
+        cases = product((80.0, 140.0), bases, range(seeds))
+        return [
+            Task(part, "even", seed, 1.0, (*everybody, "fifo"), 150, 32, base, memory) for memory, base, seed in cases
+        ]
+    return [Task(part, "steady", 0, 1.0, ("ours",), 10_000, 256)] if part == "speed" else []
 
 
 def run(task: Task, done: frozenset[tuple]) -> list[dict]:
@@ -102,10 +114,35 @@ def run(task: Task, done: frozenset[tuple]) -> list[dict]:
     left = [policy for policy in task.policies if key(task._asdict() | {"policy": label(task, policy)}) not in done]
     if not left:
         return []
-    workers = [Worker(f"host{host}", 8) for host in range(task.hosts)]
+    hosts = range(max(1, task.gpus // 8))
+    workers = [Worker(f"host{host}", min(8, task.gpus), task.memory_gib) for host in hosts]
     rates, rows = Rates(), []
-    bases = {task.base: 1.0} if task.base else None
-    jobs = generate_trace(
+    jobs = jobs_of(task, workers, rates)
+    for policy in left:
+        began = time.process_time()
+        chosen = policy
+        if policy in WITHOUT:
+            chosen = CheckedPolicy(Ours(rates, Settings(**WITHOUT[policy]), policy), rates)
+        result = simulate_cluster(jobs, workers, policy=chosen, rates=rates)
+        accounts = result.accounts
+        rows.append(
+            task._asdict()
+            | result.summary()
+            | {
+                "policy": label(task, policy),
+                "density": accounts.useful_s / accounts.busy_s,
+                "steady_tokens_per_s": steady_tokens_per_s(result),
+                "cpu_s": time.process_time() - began,
+            }
+        )
+    return rows
+
+
+def jobs_of(task: Task, workers: Sequence[Worker], rates: Rates) -> list[Job]:
+    if task.trace in HELD_OUT:
+        return held_out_trace(task.trace, jobs=task.jobs, workers=workers, load=task.load, seed=task.seed, rates=rates)
+    bases = {task.base: 1.0} if task.base else SMALL_BASES if task.gpus < 8 else None
+    return generate_trace(
         EVEN if task.trace == "even" else task.trace,
         jobs=task.jobs,
         workers=workers,
@@ -113,42 +150,29 @@ def run(task: Task, done: frozenset[tuple]) -> list[dict]:
         seed=task.seed,
         rates=rates,
         bases=bases,
+        users=5 if task.gpus < 8 else 8 if task.gpus == 8 else 20,
         at_start=bool(task.base),
     )
-    for policy in left:
-        began = time.process_time()
-        who = Ours(rates, Settings(**WITHOUT[policy]), policy) if policy in WITHOUT else policy
-        result = simulate_cluster(jobs, workers, policy=who, rates=rates)
-        accounts = result.accounts
-        rows.append(
-            task._asdict()
-            | result.summary()
-            | {
-                "gpus": result.gpus,
-                "policy": label(task, policy),
-                "density": accounts.useful_s / accounts.busy_s,
-                "longest_wait": longest_wait(jobs, result.start_s, rates),
-                "cpu_s": time.process_time() - began,
-            }
-        )
-    return rows
+
+
+def steady_tokens_per_s(result: ClusterResult) -> float:
+    """Tokens per second until half of the tokens are trained: no last jobs leave GPUs idle."""
+    total, done = sum(job.tokens for job in result.jobs), 0.0
+    of = {job.name: job.tokens / job.steps for job in result.jobs}
+    for span in sorted(result.spans, key=lambda span: span.end_s):
+        done += span.steps * of[span.job]
+        if done >= total / 2:
+            return done / span.end_s
+    return 0.0
 
 
 def label(task: Task, policy: str) -> str:
     return f"{policy}, {task.base}" if task.base else policy
 
 
-def longest_wait(jobs: Iterable[Job], start_s: dict[str, float], rates: Rates) -> float:
-    """Largest ratio over all jobs of the wait for the first start to the isolated time."""
-    return max(
-        (start_s[job.name] - job.arrival_s) / (best.step_s * job.steps)
-        for job in jobs
-        if (best := rates.best_isolated_rate(job, KIND))
-    )
-
-
 def key(row: dict) -> tuple:
-    return (*(str(row[name]) for name in ("part", "trace", "seed", "policy")), float(row["load"]))
+    numbers = (float(row[name]) for name in ("load", "gpus", "memory_gib"))
+    return (*(str(row[name]) for name in ("part", "trace", "seed", "policy")), *numbers)
 
 
 def read_rows() -> list[dict]:
@@ -165,7 +189,10 @@ def add_rows(rows: Sequence[dict]) -> None:
             table.writeheader()
         for row in rows:
             table.writerow({name: f"{v:.6g}" if isinstance(v := row[name], float) else v for name in FIELDS})
-            print(" ".join(f"{name}={row[name]}" for name in ("part", "trace", "seed", "load", "policy")), flush=True)
+            print(
+                " ".join(f"{name}={row[name]}" for name in ("part", "trace", "seed", "load", "gpus", "policy")),
+                flush=True,
+            )
 
 
 # --- the speed of a decision
@@ -210,7 +237,7 @@ def compare_rates(count: int = 60, seed: int = 0) -> list[dict]:
         gpus = int(rng.choice([2, 4, 8] if base.endswith("70b") else [1, 2, 4, 8]))
         rate = rates.group(jobs, KIND, gpus)
         if rate is not None:
-            rows.append(compare_group(jobs, gpus, rate, rates))
+            rows.append(compare_group(jobs, gpus, rates.formed(jobs, KIND, rate.mesh), rates))
     return rows
 
 
@@ -253,9 +280,10 @@ def main() -> None:
     """Runs the missing rows of the requested parts, then reports."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", default=[*PARTS, "report"])
-    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--only", nargs="*", help="policies")
     parser.add_argument("--loads", nargs="*", type=float, help="loads")
+    parser.add_argument("--gpus", nargs="*", type=int, help="sizes of clusters")
     parser.add_argument("--cores", type=int, default=2)
     asked = parser.parse_args()
     RESULTS.mkdir(parents=True, exist_ok=True)
@@ -272,6 +300,8 @@ def main() -> None:
         wanted = [task._replace(policies=tuple(p for p in task.policies if p in asked.only)) for task in wanted]
     if asked.loads:
         wanted = [task for task in wanted if task.load in asked.loads]
+    if asked.gpus:
+        wanted = [task for task in wanted if task.gpus in asked.gpus]
     done = frozenset(key(row) for row in read_rows())
     with ProcessPoolExecutor(asked.cores, initializer=os.nice, initargs=(10,)) as pool:
         for rows in pool.map(run, wanted, [done] * len(wanted)):

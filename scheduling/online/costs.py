@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -30,21 +31,40 @@ class SlotCost(NamedTuple):
 class ChangeCosts:
     """Costs of starting and changing groups, equal for all policies.
 
+    A session compiles programs for every mesh, size of microbatches and class of ranks that it has not had before.
+
     Args:
         start_s: start of a new session: processes, and programs from the compilation cache.
-        load_bytes_per_s: rate of loading the base weights into all GPUs of a group at once.
-        change_s: a running group drains and continues with other members or another capacity.
+        load_bytes_per_s: rate of loading base weights into the GPUs of a host, shared by all sessions that open there.
+        change_s: a running group drains and continues with other members.
+        compile_s: a running group continues with programs that its session has not compiled yet.
+        move_s: a job's state is written by one session and read by another.
         checkpoint_s: interval between saves of every member. A fault loses the progress since the last save.
     """
 
     start_s: float = 30.0
     load_bytes_per_s: float = 4e9
     change_s: float = 3.0
+    compile_s: float = 20.0
+    move_s: float = 2.0
     checkpoint_s: float = 600.0
 
-    def open_s(self, shape: ModelShape) -> float:
-        """Seconds from the decision to open a group to its first step."""
-        return self.start_s + 2 * shape.parameters / self.load_bytes_per_s
+    def open_s(self, shape: ModelShape, loading: int = 0) -> float:
+        """Seconds from the decision to open a group to its first step, while others load on the same host."""
+        return self.start_s + 2 * shape.parameters / self.load_bytes_per_s * (1 + loading)
+
+    def stop_s(self, compiled: bool) -> float:
+        """Seconds for which a running group stops for a change."""
+        return self.change_s if compiled else self.change_s + self.compile_s
+
+
+RANK_CLASSES = (16, 32, 64, 128, 256)
+
+
+def rank_class(ranks: Iterable[int]) -> int:
+    """The class of places that hold these ranks; programs depend on the largest."""
+    largest = max(ranks)
+    return next((size for size in RANK_CLASSES if largest <= size), largest)
 
 
 @lru_cache(maxsize=256)

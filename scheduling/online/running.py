@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import inf
 
+from scheduling.online.costs import rank_class
 from scheduling.online.ledger import Ledger
 from scheduling.online.rates import Rates
 from scheduling.online.result import Span
-from scheduling.online.sharing import GroupRate
+from scheduling.online.sharing import GroupRate, Mesh
 from scheduling.online.state import Decision, GroupState, JobState
 from scheduling.online.types import Job, Worker
 
@@ -24,6 +25,8 @@ class LiveGroup:
     rate: GroupRate | None
     since_s: float
     version: int = 0
+    ranks: int = 0  # largest class of ranks so far
+    compiled: set[tuple[Mesh, int]] = field(default_factory=set[tuple[Mesh, int]])
 
 
 class Running:
@@ -61,6 +64,7 @@ class Running:
         self.finish_s: dict[str, float] = {}
         self.slowdown: dict[str, float] = {}
         self.preemptions = self.versions = 0
+        self.loading: dict[str, list[float]] = {}  # per worker, when each session that opens is there
 
     def arrive(self, job: Job, ahead_s: float, now: float) -> None:
         self.unfinished[job.name] = JobState(job, at_s=now, ahead_s=ahead_s)
@@ -129,17 +133,23 @@ class Running:
             decision.group, decision.base, decision.worker, decision.gpus, decision.mesh, decision.members
         )
         live, changes = self.groups.get(decision.group), self.rates.changes
-        any_job = self.jobs[decision.members[0]] if decision.members else None
+        jobs = [self.jobs[name] for name in decision.members]
         same_gpus = live is not None and live.state.gpus == decision.gpus
         trained_until = now
         if same_gpus:
             assert live is not None
             trained_until = max(now, live.state.ready_s)
-            ready = max(live.state.ready_s, now + (changes.change_s if decision.members else 0.0))
+            programs = decision.mesh, max(live.ranks, rank_class(job.rank for job in jobs)) if jobs else live.ranks
+            stop_s = changes.stop_s(programs in live.compiled) if jobs else 0.0
+            moves = any(was_in.get(name, decision.group) != decision.group for name in decision.members)
+            ready = max(live.state.ready_s, now + stop_s + (changes.move_s if moves else 0.0))
         else:
-            ready = now + (changes.open_s(any_job.shape) if any_job else 0.0)
+            ready = now + self._open_s(decision, jobs, was_in, now)
         if live is None:
             live = self.groups[decision.group] = LiveGroup(state, None, now)
+        if jobs:
+            live.ranks = max(live.ranks, rank_class(job.rank for job in jobs))
+            live.compiled.add((decision.mesh, live.ranks))
         for name in decision.members:
             mine = self.unfinished[name]
             if mine.group is None:
@@ -150,6 +160,17 @@ class Running:
             )
             self.start_s.setdefault(name, ready)
         self._set(live, state, ready, now)
+
+    def _open_s(self, decision: Decision, jobs: Sequence[Job], was_in: Mapping[str, str], now: float) -> float:
+        """Seconds until a new session trains. Sessions that open on one host share the rate of loading."""
+        if not jobs:
+            return 0.0
+        loading = [until for until in self.loading.get(decision.worker, ()) if until > now]
+        seconds = self.rates.changes.open_s(jobs[0].shape, len(loading))
+        if any(name in was_in for name in decision.members):
+            seconds += self.rates.changes.move_s
+        self.loading[decision.worker] = [*loading, now + seconds]
+        return seconds
 
     def _set(self, live: LiveGroup, state: GroupState, ready_s: float, now: float) -> None:
         """Sets the members and rates of a group, and schedules its next finish."""

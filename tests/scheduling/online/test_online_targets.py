@@ -21,14 +21,14 @@ HOSTS = [Worker("host0", 8), Worker("host1", 8)]
 
 @pytest.fixture(scope="module")
 def runs():
-    jobs = generate_trace("sweeps", jobs=200, workers=HOSTS, load=1.1, seed=2, rates=RATES)
-    policies = ("ours", "fifo", "srtf", "mlora", "packing", "tlora")
+    jobs = generate_trace("sweeps", jobs=200, workers=HOSTS, load=1.1, seed=2, rates=RATES, users=8)
+    policies = ("ours", "fifo", "backfill", "srtf", "elastic-srtf", "mlora", "packing", "tlora")
     return {policy: simulate_cluster(jobs, HOSTS, policy=policy, rates=RATES) for policy in policies}
 
 
-@pytest.mark.parametrize(("other", "least"), [("fifo", 1.5), ("srtf", 1.1), ("mlora", 1.5), ("tlora", 1.1)])
+@pytest.mark.parametrize(("other", "least"), [("backfill", 1.5), ("elastic-srtf", 1.1), ("srtf", 1.2), ("tlora", 1.5)])
 def test_jobs_complete_sooner_on_average(runs, other, least):
-    """Not the table's factor for fifo: a queue of 200 jobs is short."""
+    """The targets of eight GPUs."""
     mean = {name: sum(run.jct_s.values()) / len(run.jct_s) for name, run in runs.items()}
     assert mean[other] >= least * mean["ours"]
 
@@ -44,7 +44,7 @@ def test_slowdowns_stay_within_the_bound(runs):
 
 
 def test_nobody_waits_much_longer_than_on_a_share_of_its_own(runs):
-    assert max(runs["ours"].user_ratio.values()) <= 2.0 < max(runs["fifo"].user_ratio.values())
+    assert max(runs["ours"].user_ratio.values()) <= 1.6 < max(runs["fifo"].user_ratio.values())
 
 
 @pytest.mark.parametrize(("base", "least"), [("qwen2.5-32b", 1.45), ("llama-3.1-70b", 1.5)])

@@ -35,8 +35,9 @@ from scheduling.online.state import ClusterState, JobState, UserState
 QUEUE = 2.0  # for every job that waits, one more comes before the queue is gone
 URGENT = 30.0  # claim of an urgent job, in multiples of the largest claim
 PRIORITY = 100.0  # the same per level of priority
-FLOOD = 3.0  # times that the jobs of one user would fill all GPUs, beyond which the others are protected
+FLOOD = 4.0  # times that the jobs of one user would fill all GPUs, beyond which the others are protected
 LATE = 1.25  # a protected job goes first if it would end after this multiple of its fair time
+SIMILAR = 0.8  # ratio of sizes within which jobs of users within their share come first
 OWED = 0.5  # share of a job's work that its user has to be owed
 OWED_S = 1800.0  # difference between users, in GPU-seconds, below which they count as equal
 LEAST, MOST = 0.05, 20.0  # bounds on a user's factor
@@ -55,7 +56,7 @@ class Claims:
         urgent: waiting jobs to start as soon as possible, by arrival.
         overdue: those of them that no later job of their weight may overtake.
         pressed: names of all jobs, waiting or not, that have waited long or would miss their deadline soon.
-        least_rate: steps per second below which a job of a protected user joins no group.
+        least_rate: steps per second below which a job of a user within its share joins no group.
     """
 
     work: Mapping[str, float]
@@ -77,7 +78,7 @@ def weigh(state: ClusterState, now: float, settings: Settings, step_cost: StepCo
     left_s = {name: costs[name].seconds * one.left_steps(now) for name, one in state.jobs.items()}
     patience_s = _patience_s(state, costs)
     order = _values(state, left_s, costs, settings)
-    modest = _modest_users(state, costs)
+    modest, within = _protected_users(state, costs), users_within_share(state, costs)
     late_s = _late_s(state, costs, left_s, modest)
     largest = max(order.values(), default=1.0)
     urgent: list[JobState] = []
@@ -102,7 +103,7 @@ def weigh(state: ClusterState, now: float, settings: Settings, step_cost: StepCo
         least_rate={
             name: 1 / costs[name].seconds / one.job.max_slowdown
             for name, one in state.jobs.items()
-            if one.job.user in modest and costs[name].seconds
+            if one.job.user in within and costs[name].seconds
         },
     )
 
@@ -122,21 +123,25 @@ def _values(
     values, fitting = dict.fromkeys(state.jobs, 0.0), [name for name in state.jobs if costs[name].gpu_s]
     if settings.short_first:
         work_s = {name: left_s[name] * costs[name].gpu_s / costs[name].seconds for name in fitting}
-        fitting = order_of(state, work_s, settings.fairness)
+        fitting = order_of(state, work_s, users_within_share(state, costs), settings.fairness)
     for place, name in enumerate(fitting):
         later = len(fitting) - 1 - place
         values[name] = costs[name].seconds / costs[name].gpu_s + QUEUE * later / gpus
     return values
 
 
-def order_of(state: ClusterState, work_s: Mapping[str, float], fairness: float) -> list[str]:
-    """Jobs by  work / (what their user was entitled to / what it got)^(2 · fairness).
+def order_of(state: ClusterState, work_s: Mapping[str, float], within: frozenset[str], fairness: float) -> list[str]:
+    """Jobs by  work / (what their user was entitled to / what it got)^(2 · fairness), and by 0.8 of it for some.
 
     Args:
         work_s: GPU-seconds that each job has left.
+        within: users who ask for no more than their share. They come first among users with jobs of similar size.
     """
     factor = {name: user_factor(user) ** (2 * fairness) for name, user in state.users.items()}
-    place = {name: work / factor.get(state.jobs[name].job.user, 1.0) for name, work in work_s.items()}
+    place: dict[str, float] = {}
+    for name, work in work_s.items():
+        user = state.jobs[name].job.user
+        place[name] = work / factor.get(user, 1.0) * (SIMILAR if user in within and fairness else 1.0)
     return sorted(place, key=place.__getitem__)
 
 
@@ -152,16 +157,28 @@ def _patience_s(state: ClusterState, costs: Mapping[str, StepCost]) -> dict[str,
     return {name: inf if one.job.user in above else PATIENCE * fair_s[name] for name, one in state.jobs.items()}
 
 
-def _modest_users(state: ClusterState, costs: Mapping[str, StepCost]) -> frozenset[str]:
-    """Users who ask for no more GPUs than their share while another one floods the cluster."""
-    share = user_shares(state)
-    demand = dict.fromkeys(share, 0.0)
-    for name, one in state.jobs.items():
-        if costs[name].seconds:
-            demand[one.job.user] += costs[name].gpu_s / costs[name].seconds
-    if max(demand.values(), default=0.0) <= FLOOD * sum(share.values()):
-        return frozenset()
+def users_within_share(state: ClusterState, costs: Mapping[str, StepCost]) -> frozenset[str]:
+    """Users whose jobs ask for no more GPUs than their share."""
+    share, demand = user_shares(state), _demand(state, costs)
+    if len(share) < 2:
+        return frozenset()  # one user has nobody to be protected from
     return frozenset(user for user in share if demand[user] <= share[user])
+
+
+def _protected_users(state: ClusterState, costs: Mapping[str, StepCost]) -> frozenset[str]:
+    """Users within their share, while another one floods the cluster."""
+    gpus = sum(worker.gpus for worker in state.workers.values())
+    flooded = max(_demand(state, costs).values(), default=0.0) > FLOOD * gpus
+    return users_within_share(state, costs) if flooded else frozenset()
+
+
+def _demand(state: ClusterState, costs: Mapping[str, StepCost]) -> dict[str, float]:
+    """GPUs that the jobs of every user would take at once, each on its best mesh."""
+    demand: dict[str, float] = {}
+    for name, one in state.jobs.items():
+        gpus = costs[name].gpu_s / costs[name].seconds if costs[name].seconds else 0.0
+        demand[one.job.user] = demand.get(one.job.user, 0.0) + gpus
+    return demand
 
 
 def _late_s(

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from operator import truediv
 from typing import NamedTuple
 
+from scheduling.online.costs import rank_class
 from scheduling.online.patience import worker_sizes
 from scheduling.online.policies.draft import Draft, DraftGroup
 from scheduling.online.policies.ours.claims import Claims
@@ -75,6 +76,13 @@ class Search:
     def open_s(self, name: str) -> float:
         """Seconds until a new session of a job's base trains."""
         return self.rates.changes.open_s(self.job(name).shape)
+
+    def change_s(self, group: DraftGroup, members: Sequence[str], rate: GroupRate) -> float:
+        """Seconds for which a group stops to take these members."""
+        if group.is_new:
+            return self.open_s(members[0])
+        before, after = (rank_class(self.job(name).rank for name in of) for of in (group.members, members))
+        return self.rates.changes.stop_s(group.mesh == rate.mesh and after <= before)
 
     def lasts_s(self, members: Sequence[str], rate: GroupRate) -> float:
         """Seconds until the last of these members ends."""

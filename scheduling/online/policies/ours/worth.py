@@ -8,7 +8,7 @@ from scheduling.online.policies.draft import Draft, DraftGroup
 from scheduling.online.policies.ours.claims import Claims
 from scheduling.online.policies.ours.settings import Settings
 from scheduling.online.rates import Kind, Rates
-from scheduling.online.sharing import GroupRate
+from scheduling.online.sharing import GroupRate, Mesh
 from scheduling.online.state import ClusterState, held_gpus
 from scheduling.online.types import Job
 
@@ -33,15 +33,23 @@ class Appraiser:
         """
         if len(names) > self.settings.most_members or (len(names) > 1 and not self.settings.grouping):
             return None
-        rate = self.rates.group(self.jobs(names), kind, gpus)
+        return self._allowed(names, self.rates.group(self.jobs(names), kind, gpus))
+
+    def rate_on(self, names: Sequence[str], kind: Kind, mesh: Mesh) -> GroupRate | None:
+        """The same on one mesh, for jobs that may share a group of this size."""
+        return self._allowed(names, self.rates.on_mesh(self.jobs(names), kind, mesh))
+
+    def _allowed(self, names: Sequence[str], rate: GroupRate | None) -> GroupRate | None:
         if rate is None or not (len(names) == 1 or (rate.within_bounds and self._protects(names, rate))):
             return None
-        return self._measured(names, rate) if not self.quotas or self._within_quotas(names, gpus) else None
+        return self._measured(names, rate) if not self.quotas or self._within_quotas(names, rate.mesh.gpus) else None
 
     def _protects(self, names: Sequence[str], rate: GroupRate) -> bool:
         """Whether the jobs of modest users train about as fast as alone."""
         least = self.claims.least_rate
-        return all(steps >= least.get(name, 0.0) for name, steps in zip(names, rate.steps_per_s, strict=True))
+        return not least or all(
+            steps >= least.get(name, 0.0) for name, steps in zip(names, rate.steps_per_s, strict=True)
+        )
 
     def current_rate(self, group: DraftGroup) -> GroupRate | None:
         """The rate of a group of the draft on its mesh."""

@@ -42,28 +42,38 @@ def _known_option(search: Search, group: DraftGroup) -> Option | None:
 
 
 def _best_option(search: Search, group: DraftGroup, waiting: str) -> Option | None:
+    """The change with the largest gain that makes up for its stop and that every member that trained tolerates."""
     appraiser = search.appraiser
-    stop_s = search.open_s(waiting) if group.is_new else search.rates.changes.change_s
     best, worth = None, appraiser.of(group)
-    for members, rate in _with_one_more(search, group, waiting):
-        gain = appraiser.worth(members, rate) - worth
-        if gain > worth * stop_s / search.settings.horizon_s and (best is None or gain > best.gain):
-            trained = [name for name in members if search.state.jobs[name].group is not None]
-            if appraiser.tolerates(trained, rate, members, stop_s):
-                best = Option(gain, members, rate)
+    for members in _with_one_more(search, group, waiting):
+        for rate in _rates(search, group, members):
+            stop_s = search.change_s(group, members, rate)
+            gain = appraiser.worth(members, rate) - worth * (1 + stop_s / search.settings.horizon_s)
+            if gain > 0 and (best is None or gain > best.gain):
+                trained = [name for name in members if search.state.jobs[name].group is not None]
+                if appraiser.tolerates(trained, rate, members, stop_s):
+                    best = Option(gain, members, rate)
     return best
 
 
-def _with_one_more(search: Search, group: DraftGroup, waiting: str) -> Iterator[tuple[list[str], GroupRate]]:
+def _rates(search: Search, group: DraftGroup, members: list[str]) -> Iterator[GroupRate]:
+    """The rate on the group's mesh, whose programs are compiled, and on the best mesh."""
+    kind, best = search.draft.kind(group), search.appraiser.rate(members, search.draft.kind(group), len(group.gpus))
+    if best is None:
+        return
+    yield best
+    if best.mesh != group.mesh:
+        same = search.appraiser.rate_on(members, kind, group.mesh)
+        if same is not None:
+            yield same
+
+
+def _with_one_more(search: Search, group: DraftGroup, waiting: str) -> Iterator[list[str]]:
+    """Members with a waiting job in addition, or in the place of the last."""
     settings, order = search.settings, search.claims.order
-    kind, size, rate_of = search.draft.kind(group), len(group.gpus), search.appraiser.rate
     if settings.grouping and len(group.members) < settings.largest_group:
-        members = [*group.members, waiting]
-        if rate := rate_of(members, kind, size):
-            yield members, rate
+        yield [*group.members, waiting]
     last = min(group.members, key=lambda name: (name in search.protected, order[name]))
     swaps = settings.preemption and last not in search.protected
     if swaps and order[waiting] > (1 + settings.margin) * order[last]:
-        members = [one for one in group.members if one != last] + [waiting]
-        if rate := rate_of(members, kind, size):
-            yield members, rate
+        yield [one for one in group.members if one != last] + [waiting]

@@ -19,7 +19,7 @@ def repair(search: Search) -> None:
         now = appraiser.current_rate(group)
         slow = now is None or not now.within_bounds
         pays = slow or appraiser.worth(members, best) > REPAIR_GAIN * appraiser.of(group)
-        if not pays or not appraiser.tolerates(members, best, members, search.rates.changes.change_s):
+        if not pays or not appraiser.tolerates(members, best, members, search.change_s(group, members, best)):
             continue
         leave = ", ".join(name for name in group.members if name not in members)
         said = f"{leave} leaves, too slow here" if leave else "another mesh suits the remaining members"

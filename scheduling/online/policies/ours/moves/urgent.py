@@ -7,7 +7,7 @@ from math import inf
 
 from scheduling.online.policies.draft import DraftGroup
 from scheduling.online.policies.ours.search import Block, Option, Search
-from scheduling.online.rates import Kind
+from scheduling.online.rates import MESHES, Kind
 from scheduling.online.state import JobState
 
 
@@ -20,17 +20,37 @@ def place_urgent(search: Search) -> None:
             continue
         if name not in search.backlog.get(base, ()) or not search.may_start(name):
             continue
-        if _open(search, state) or _join(search, state) or _open(search, state, clear=True):
+        due = state.job.deadline_s is not None  # no group is as fast as GPUs of its own
+        if (
+            _open(search, state)
+            or (due and _open(search, state, clear=True))
+            or _join(search, state)
+            or _open(search, state, clear=True)
+        ):
             search.protected.add(name)
             misses[base] = 0
         else:
             misses[base] = misses.get(base, 0) + 1
 
 
+def _sizes(search: Search, state: JobState) -> list[int]:
+    """GPUs for a job: those of its best mesh, or more if only they meet its deadline."""
+    best, deadline_s = search.best_sizes([state.job.name]), state.job.deadline_s
+    if deadline_s is None or not search.settings.elasticity:
+        return best
+    from_s = search.now + search.open_s(state.job.name)
+    for size in MESHES:
+        rates = (search.rates.isolated_rate(state.job, kind, size) for kind in search.kinds)
+        rate = next((rate for rate in rates if rate and size >= best[0]), None)
+        if rate and from_s + rate.step_s / state.speed * state.left_steps(search.now) <= deadline_s:
+            return [size, *best]
+    return best
+
+
 def _open(search: Search, state: JobState, *, clear: bool = False) -> bool:
     """Opens the job's best mesh on free GPUs, or with `clear` on GPUs of groups that come after it."""
     name, base = state.job.name, state.job.base_name
-    for size in search.best_sizes([name]):
+    for size in _sizes(search, state):
         for kind in search.kinds:
             rate = search.appraiser.rate([name], kind, size)
             if rate is None:
@@ -68,7 +88,7 @@ def _options(search: Search, group: DraftGroup, name: str) -> Iterator[Option]:
     for left_out in (None, last) if last is not None else (None,):
         members = [one for one in group.members if one != left_out] + [name]
         rate = appraiser.rate(members, search.draft.kind(group), len(group.gpus))
-        if rate and appraiser.tolerates(members[:-1], rate, members, search.rates.changes.change_s):
+        if rate and appraiser.tolerates(members[:-1], rate, members, search.change_s(group, members, rate)):
             yield Option(appraiser.worth(members, rate) - appraiser.of(group), members, rate)
 
 

@@ -1,0 +1,168 @@
+"""Constants that decide: deadlines, claims, costs of changes, rates of the baselines. A wrong one fails here."""
+
+from dataclasses import replace
+
+import pytest
+
+from scheduling.online import (
+    ChangeCosts,
+    ClusterState,
+    Job,
+    JobState,
+    Mesh,
+    Ours,
+    Rates,
+    Settings,
+    Worker,
+    simulate_cluster,
+)
+from scheduling.online.costs import rank_class
+from scheduling.online.patience import step_cost
+from scheduling.online.policies.ours.claims import weigh
+
+RATES = Rates()
+KIND = ("h200", 140.0)
+DEFAULTS = Settings()
+MODEL = Job("model", "ann", "llama-3.1-8b", 0.0, [900, 500, 700], 8, 1000)
+STEP = RATES.best_isolated_rate(MODEL, KIND)
+
+
+def lasting(name, seconds, **changes):
+    return replace(MODEL, name=name, steps=round(seconds / STEP.gpu_s(1)), **changes)
+
+
+def claims_of(*jobs, gpus=1, now=0.0, settings=DEFAULTS):
+    state = ClusterState(
+        time_s=now, workers={"h": Worker("h", gpus)}, jobs={job.name: JobState(job, at_s=now) for job in jobs}
+    )
+    return weigh(state, now, settings, lambda job: step_cost(RATES, job, ((KIND, gpus),)))
+
+
+@pytest.mark.parametrize(("share", "urgent"), [(1.3, True), (1.7, False)])
+def test_a_job_is_urgent_while_its_deadline_is_within_one_and_a_half_of_its_time(share, urgent):
+    """Beyond two minutes that a session needs to open."""
+    job = lasting("a", 10_000.0)
+    due = replace(job, deadline_s=120.0 + share * 10_000.0 / STEP.mesh.gpus)
+    assert bool(claims_of(due).urgent) == urgent
+    late = claims_of(replace(job, deadline_s=1.0), now=2.0)
+    assert not late.urgent  # too late for its deadline: in turn
+
+
+def test_a_deadline_decides_who_goes_first():
+    """Of two jobs, the longer one has a deadline that it only meets if it starts now."""
+    jobs = [lasting("short", 1000.0), lasting("due", 4000.0, deadline_s=4800.0)]
+    result = simulate_cluster(jobs, [Worker("one", 1)], rates=RATES)
+    assert result.finish_s["due"] <= 4800.0
+    free = simulate_cluster([jobs[0], replace(jobs[1], deadline_s=None)], [Worker("one", 1)], rates=RATES)
+    assert free.finish_s["due"] > 4800.0
+
+
+def test_a_deadline_makes_a_job_scale_out():
+    """Two hours of a GPU are due in half an hour, beside jobs that keep the other GPUs busy."""
+    jobs = [lasting(f"j{i}", 20_000.0) for i in range(8)]
+    jobs.append(lasting("due", 7200.0, arrival_s=600.0, deadline_s=2400.0))
+    result = simulate_cluster(jobs, [Worker("host0", 8)], rates=RATES)
+    assert result.finish_s["due"] <= 2400.0
+    assert result.refusals == ()
+
+
+def test_a_claim_is_what_a_jobs_work_brings_forward():
+    """The first of three jobs delays two on two GPUs, and each counts twice, for those that will come."""
+    jobs = [lasting("c", 3000.0), lasting("a", 1000.0), lasting("b", 2000.0)]
+    order = claims_of(*jobs, gpus=2).order
+    own = 1 / STEP.mesh.gpus
+    assert order == pytest.approx({"a": own + 2 * 2 / 2, "b": own + 2 * 1 / 2, "c": own})
+    in_turn = claims_of(*jobs, gpus=2, settings=Settings(short_first=False)).order
+    assert sorted(in_turn, key=in_turn.get, reverse=True) == ["c", "a", "b"]
+
+
+def test_a_longer_queue_makes_jobs_share():
+    """Two jobs gain less work by sharing than they delay each other; with a queue behind them it pays."""
+    rates = Rates(capacities=[4096])
+    small = replace(MODEL, lengths=[1400, 300, 900, 700], global_batch=4)
+
+    def most_members(queue):
+        jobs = [replace(small, name=f"j{i}", steps=3000 + i) for i in range(2 + queue)]
+        state = ClusterState(time_s=0.0, workers={"h": Worker("h", 1)}, jobs={job.name: JobState(job) for job in jobs})
+        return max(len(one.members) for one in Ours(rates, Settings(most_members=2)).decide(state, 0.0))
+
+    assert (most_members(0), most_members(40)) == (1, 2)
+
+
+def test_a_job_that_alternates_alone_trains_as_fast_as_alone():
+    """Between two batches of a job the baseline waits for the pipeline, as an isolated job does."""
+    tall = replace(MODEL, base="llama-3.1-70b")
+    for gpus in (2, 4, 8):
+        alone = RATES.isolated_rate(tall, KIND, gpus)
+        rate = RATES.alternating_on_mesh([tall], KIND, alone.mesh)
+        assert rate.steps_per_s[0] == pytest.approx(1 / alone.step_s, rel=1e-6)
+    deep = Mesh(4, 1, alone.mesh.capacity_tokens)
+    one, two = (RATES.alternating_on_mesh([tall] * count, KIND, deep) for count in (1, 2))
+    slots = RATES.profile(tall).slots_at(deep.capacity_tokens, 1)
+    gained = 2 * (slots + 3) / max(2 * slots, slots + 3)
+    assert two.tokens_per_s / one.tokens_per_s == pytest.approx(gained, rel=0.05)
+
+
+def test_a_change_costs_what_it_compiles():
+    """A session has the programs of meshes and classes of ranks that it had before."""
+    costs = ChangeCosts(change_s=3.0, compile_s=20.0, start_s=30.0, load_bytes_per_s=4e9)
+    assert (costs.stop_s(True), costs.stop_s(False)) == (3.0, 23.0)
+    shape = MODEL.shape
+    load_s = 2 * shape.parameters / 4e9
+    assert costs.open_s(shape, loading=2) == pytest.approx(30.0 + 3 * load_s)
+    assert [rank_class(ranks) for ranks in ([8], [16, 4], [17], [64, 8], [300])] == [16, 16, 32, 64, 300]
+
+
+class Script:
+    """Decides what a function says."""
+
+    def __init__(self, decide):
+        self.decide = decide
+
+
+def test_the_simulator_compiles_only_what_a_session_has_not_compiled():
+    """A large rank joins after a small one and leaves again: the first change compiles, later ones do not."""
+    from scheduling.online import Decision
+
+    jobs = [lasting("small", 4000.0), lasting("large", 4000.0, rank=64), lasting("tick", 1.0, base="qwen2.5-0.5b")]
+    jobs = jobs[:2] + [replace(jobs[0], name=f"t{i}", arrival_s=1000.0 * i, steps=1) for i in (1, 2, 3)]
+    mesh = Mesh(1, 1, 4096)
+    members = {0.0: ("small",), 1000.0: ("small", "large"), 2000.0: ("small",), 3000.0: ("small", "large")}
+    ready = []
+
+    def decide(state, now):
+        if now in members:
+            kind = "open" if now == 0.0 else "change"
+            return [
+                Decision(
+                    kind=kind, group="g", base="llama-3.1-8b", worker="h", gpus=(0,), mesh=mesh, members=members[now]
+                )
+            ]
+        if now > 3000.0 and "g" in state.groups and not state.groups["g"].members and state.jobs:
+            return [
+                Decision(
+                    kind="change", group="g", base="llama-3.1-8b", worker="h", gpus=(0,), mesh=mesh,
+                    members=tuple(state.jobs),
+                )
+            ]  # fmt: skip
+        return []
+
+    result = simulate_cluster(jobs, [Worker("h", 1)], Script(decide), rates=RATES)
+    spans = [span for span in result.accounts.groups if span.members and span.start_s in (1000.0, 2000.0, 3000.0)]
+    ready = [round(span.ready_s - span.start_s, 3) for span in spans]
+    assert ready == [23.0, 3.0, 3.0]
+
+
+def test_short_jobs_do_not_thrash():
+    """Jobs of less than a minute of two bases: sessions stay, for opening one takes longer than a job."""
+    jobs = [
+        replace(lasting(f"j{i}", 20.0 + 60.0 * (i * 7 % 11) / 11), base=("llama-3.1-8b", "mistral-7b")[i % 3 == 0],
+                arrival_s=3.0 * i)
+        for i in range(120)
+    ]  # fmt: skip
+    ours, packing, srtf = (
+        simulate_cluster(jobs, [Worker("host0", 8)], policy, rates=RATES) for policy in ("ours", "packing", "srtf")
+    )
+    mean = [sum(result.jct_s.values()) for result in (ours, packing, srtf)]
+    assert mean[0] <= 1.1 * min(mean)
+    assert ours.refusals == ()
