@@ -109,3 +109,7 @@ def test_search_is_at_most_one_slot_from_the_optimum(seed):
 def test_halves_share_a_microbatch():
     assert bound(AdapterJob("a", [512] * 4, 4)) == 2  # two of exactly half fill one
     assert bound(AdapterJob("a", [513] * 4, 4)) == 4
+
+
+def test_a_batch_may_start_as_soon_as_its_distance_allows():
+    assert bound(AdapterJob("a", [16] * 8 + [1024] * 8, 8), num_stages=3) == 1 + 2 + 8

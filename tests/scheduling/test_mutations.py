@@ -144,3 +144,11 @@ def _exchange(slot: Slot, job: AdapterJob) -> Slot:
     """Moves the first sample of the job into the place of its last one and the other way round."""
     ends = {job.ref(0): job.ref(job.num_samples - 1), job.ref(job.num_samples - 1): job.ref(0)}
     return Slot(replicas=tuple(tuple(ends.get(ref, ref) for ref in part) for part in slot.replicas))
+
+
+def test_nothing_may_run_in_the_slot_from_which_an_adapter_is_stopped():
+    plan = make_plan([AdapterJob(name, [100] * 6, 2) for name in ("law", "med")], capacity_tokens=256, num_stages=1)
+    last = max(slot for slot, each in enumerate(plan.slots) if any(ref.adapter == "law" for ref in each.samples))
+    verify_plan(replace(plan, stopped=(("law", last + 1),)))
+    with pytest.raises(PlanError, match="stopped before"):
+        verify_plan(replace(plan, stopped=(("law", last),)))

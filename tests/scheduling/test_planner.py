@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from scheduling import AdapterJob, default_cost_model, make_plan, simulate, verify_plan
+from scheduling.packing.budget import Budget
+from scheduling.packing.fill import charged
 from scheduling.packing.problem import make_problem
 from scheduling.planner import effort_of, fill
 from scheduling.types import Limits
@@ -135,3 +137,12 @@ def test_plans_repeat_for_a_seed():
     first = make_plan(jobs, seed=1, **limits)
     assert first.digest == make_plan(jobs, seed=1, **limits).digest
     assert make_plan(jobs, seed=2, **limits).num_slots <= first.num_slots + 1
+
+
+def test_effort_is_counted():
+    assert effort_of(0.5, None) == (Budget(18_000), Budget(10_800))
+    assert effort_of(0.5, 300) == (Budget(300), Budget(300))
+    budget = Budget(10)
+    choose = charged(lambda *_: (0, 0), budget)
+    choose(0, 0, 1, 100)
+    assert budget.evaluations == 9
