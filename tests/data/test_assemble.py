@@ -8,7 +8,16 @@ import shape_checks
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lorafusion_jax.data.assemble import Piece, Weights, assemble, num_segments, pieces_of_slot, row_keys, sample_key
+from lorafusion_jax.data.assemble import (
+    Piece,
+    Weights,
+    assemble,
+    num_segments,
+    pieces_of_slot,
+    row_keys,
+    sample_key,
+    segment_key,
+)
 from scheduling import SampleRef
 
 TILE, CAPACITY = 16, 160
@@ -110,3 +119,10 @@ def test_every_epoch_of_a_sample_draws_its_own_masks():
     assert keys == [sample_key(0, 1), sample_key(0, 0), sample_key(1, 0), sample_key(1, 1)]
     assert len(set(keys)) == 4
     assert again == keys[::-1]
+
+
+def test_segments_of_a_sample_draw_their_own_masks():
+    """The first has the key of the sample, so a sample of one segment is that of before."""
+    keys = [segment_key(99, segment) for segment in range(4)]
+    assert keys[0] == 99
+    assert len(set(keys)) == 4

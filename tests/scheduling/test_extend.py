@@ -66,3 +66,9 @@ def test_a_change_of_plan_wastes_no_slot(at_slot):
     """A batch may run as soon as its predecessor is as many slots away as there are stages."""
     plan = make_plan([AdapterJob("law", [100] * 4, 1)], capacity_tokens=128, num_stages=2, **QUICK)
     assert replan(plan, at_slot=at_slot, **QUICK).slots == plan.slots
+
+
+def test_a_stopped_adapter_takes_no_step_of_an_incomplete_batch():
+    plan = make_plan([AdapterJob("law", [100] * 8, 4)], capacity_tokens=128, num_stages=1, **QUICK)
+    stopped = replan(plan, at_slot=6, cancel=["law"], **QUICK)  # its second batch has two of four samples
+    assert [batch for _, _, batch in stopped.batches_ending()] == [0]
