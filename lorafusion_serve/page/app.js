@@ -91,6 +91,19 @@ function spansOf(job) {
   }));
 }
 
+// Reading a row can take seconds, so the view does not wait for it; it is read once.
+const previews = new Map();
+
+function loadPreview(dataset) {
+  const keep = (text) => {
+    previews.set(dataset, text);
+    document.getElementById("preview")?.replaceChildren(text);
+  };
+  api(`/v1/datasets/${dataset}/preview?row=0`).then((found) => keep(found.text), (problem) => keep(problem.message));
+  previews.set(dataset, "…");
+  return "…";
+}
+
 async function job(id) {
   const [found, rows, log] = await Promise.all([api(`/v1/jobs/${id}`), api(`/v1/jobs/${id}/metrics`), api(`/v1/jobs/${id}/log`)]);
   const steps = rows.items.filter((row) => row.kind === "step").map((row) => [row.step, row.loss]);
@@ -101,8 +114,6 @@ async function job(id) {
     place: found.place ?? "–", "waited (s)": number(found.waited_s, 1), tokens: found.tokens ?? "–", submitted: moment(found.created),
   };
   const problems = found.problems.map((p) => [p.code, p.where, `${p.what} ${p.why}`, p.fix]);
-  let preview = null;
-  try { preview = (await api(`/v1/datasets/${found.spec.data.train}/preview?row=0`)).text; } catch { /* deleted since */ }
   return [
     el("h2", {}, found.name, " ", el("small", {class: "empty"}, found.id)),
     actions(found),
@@ -115,7 +126,8 @@ async function job(id) {
     timeline(spansOf(found), `states of ${found.name} over time`),
     el("h3", {}, "Log"),
     el("pre", {tabindex: "0"}, log),
-    ...(preview ? [el("h3", {}, "First row, as the model sees it"), el("pre", {tabindex: "0"}, preview)] : []),
+    el("h3", {}, "First row, as the model sees it"),
+    el("pre", {tabindex: "0", id: "preview"}, previews.get(found.spec.data.train) ?? loadPreview(found.spec.data.train)),
   ];
 }
 
