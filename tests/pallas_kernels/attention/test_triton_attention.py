@@ -91,7 +91,7 @@ def test_other_documents_do_not_change_a_bit(where):
 
 
 @pytest.mark.parametrize("device", [A100, A10, L40])
-@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("width", [64, 128, 256])
 def test_it_lowers_for_gpus_from_sm_80_on(device, width):
     shapes = [jax.ShapeDtypeStruct((2048, heads, width), jnp.bfloat16) for heads in (8, 2, 2, 8)]
     rows = [jax.ShapeDtypeStruct((2048,), jnp.int32)] * 2
@@ -107,7 +107,7 @@ def test_it_lowers_for_gpus_from_sm_80_on(device, width):
     ("changes", "words"),
     [
         ({"dtype": jnp.float64}, "not float64"),
-        ({"width": 96}, "16 or 32 or 64 or 128, not 96"),
+        ({"width": 96}, "16 or 32 or 64 or 128 or 256, not 96"),
         ({"rows": 100}, "multiple of 64 rows, not 100"),
         ({"heads": 3}, "multiple of the 2 key heads"),
     ],
@@ -119,7 +119,7 @@ def test_unsupported_inputs_are_named(changes, words):
 
 
 @pytest.mark.parametrize("item", [2, 4])
-@pytest.mark.parametrize("width", [16, 64, 128])
+@pytest.mark.parametrize("width", [16, 64, 128, 256])
 @pytest.mark.parametrize(("device", "kib"), [(A100, 163), (A10, 99), (L40, 99)])
 def test_blocks_fit_into_shared_memory(device, kib, width, item):
     from jax.sharding import AbstractMesh, use_abstract_mesh
