@@ -6,6 +6,7 @@ import pytest
 
 from scheduling.online import ClusterState, GroupState, Job, JobState, Ours, Rates, Settings, Worker, simulate_cluster
 from scheduling.online.policies.ours.claims import StepCost, weigh
+from scheduling.online.policies.ours.moves.evict import evict
 from scheduling.online.policies.ours.packing import pack
 from scheduling.online.policies.ours.search import Search
 from scheduling.online.state import after
@@ -67,3 +68,15 @@ def test_jobs_share_a_pipeline_that_one_of_them_leaves_empty():
     result = simulate_cluster(jobs, [Worker("h0", 8, 40.0)], rates=RATES)
     first = next(span for span in result.accounts.groups if span.members)
     assert (first.mesh.stages, first.members) == (8, ("a", "b"))
+
+
+@pytest.mark.parametrize("protected", [False, True])
+def test_a_group_that_was_placed_because_it_waited_long_is_not_evicted_by_the_same_decision(protected):
+    """Later jobs may have started since: the group would have been overtaken."""
+    placed = JobState(job("placed", 30_000), at_s=NOW, steps_per_s=1.0, group="h0:0")
+    short = JobState(replace(job("short", 3_000), base="mistral-7b"), at_s=NOW)
+    state = cluster(placed, short)
+    search = Search(RATES, Settings(), state, NOW, weigh(state, NOW, Settings(), lambda one: StepCost(1.0, 1.0)))
+    search.collect_backlog()
+    search.protected |= {"placed"} if protected else set()
+    assert evict(search) != protected
