@@ -88,6 +88,20 @@ class Sizes:
     scale: Any
     np: ModuleType | Any = np
 
+    def constant(self, array: Any) -> Any:
+        """The array without a gradient."""
+        if self.np is np:
+            return array
+        from jax.lax import stop_gradient
+
+        return stop_gradient(array)
+
+    def product(self, x: Any, w: Any) -> Any:
+        """x w in float32, with x in the dtype of the kernel w, so that w is read as it is."""
+        if self.np is np:
+            return x @ w
+        return self.np.matmul(x.astype(w.dtype), w, precision="highest", preferred_element_type=np.float32)
+
 
 @dataclass(frozen=True, kw_only=True)  # no __slots__: cached properties live in __dict__
 class AdapterKind:
@@ -106,7 +120,9 @@ class AdapterKind:
         fold: (kernel, tensors, sizes) → the kernel with the adapter merged into it. None: f · (kernel + scale · A B).
         scale: (alpha, rank, rslora) → factor of the low-rank product (None: alpha / r, or alpha / sqrt(r)).
         peft: what adapter_config.json says of this kind, e.g. {"use_dora": True}; all leaves need their `peft_name`.
-            None: PEFT has no such kind. It is exported as LoRA, which is exact if it has no `column_scale`.
+            None: PEFT has no such kind. It is exported as LoRA, which is exact if it has no `column_scale`. A function
+            of the specification stands for a value that may differ in a folder that is read.
+        dropout: whether it may have dropout of A's input.
 
     Example:
         >>> from lorafusion_jax.adapters.lora import LORA
@@ -122,6 +138,7 @@ class AdapterKind:
     fold: Callable[[Any, Tensors, Sizes], Any] | None = None
     scale: Callable[[float, int, bool], float] | None = None
     peft: Mapping[str, Any] | None = None
+    dropout: bool = True
 
     @cached_property
     def names(self) -> frozenset[str]:

@@ -28,3 +28,9 @@ LORA_B = Leaf(name="lora_b", axes=("R", "N"), init=zeros, lr_group="b", peft_nam
 LORA = AdapterKind(
     leaves=(LORA_A, LORA_B), low_rank=lambda tensors, sizes: (tensors["lora_a"], tensors["lora_b"]), peft={}
 )
+
+# LoRA-FA with a plain constant A: B alone is trained. PEFT's optimizer of that name also rescales B's gradient.
+FROZEN_A = Leaf(name="constant_a", axes=("K", "R"), init=kaiming, trainable=False, peft_name="lora_A.weight")
+LORA_FA = AdapterKind(
+    leaves=(FROZEN_A, LORA_B), low_rank=lambda tensors, sizes: (tensors["constant_a"], tensors["lora_b"]), peft={}
+)

@@ -60,6 +60,11 @@ class AdapterSpec:
             (0 <= self.dropout < 1, "lora.dropout", f"dropout={self.dropout} is not in [0, 1)."),
             (bool(self.targets), "lora.no-target", "targets is empty: there is nothing to train."),
             ((wrong := unknown_kind(self.kind)) is None, "lora.kind", f"kind must be {wrong}."),
+            (
+                bool(wrong) or not self.dropout or adapter_kind(self.kind).dropout,
+                "lora.dropout",
+                f"dropout={self.dropout}, and adapters of kind {self.kind} have none: lora.dropout: 0.",
+            ),
         )
         raise_all([ConfigError(code, f"{self.name}: {what}") for holds, code, what in checks if not holds])
 

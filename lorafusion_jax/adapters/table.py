@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from lorafusion_jax.adapters.dora import DORA
 from lorafusion_jax.adapters.kind import AdapterKind, Leaf
-from lorafusion_jax.adapters.lora import LORA
+from lorafusion_jax.adapters.lora import LORA, LORA_FA
+from lorafusion_jax.adapters.vera import VERA
 from lorafusion_jax.plugins import find, not_known
 
 GROUP = "lorafusion_jax.adapter_kinds"
 PLAIN = "lora"  # the kind of a job file that names none; others are exported as it if PEFT lacks them
-KINDS: Mapping[str, AdapterKind] = {PLAIN: LORA}
+KINDS: Mapping[str, AdapterKind] = {PLAIN: LORA, "dora": DORA, "vera": VERA, "lora-fa": LORA_FA}
 
 
 def adapter_kind(name: str) -> AdapterKind:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Annotated, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import (
     AfterValidator,
@@ -19,7 +19,7 @@ from pydantic import (
     model_validator,
 )
 
-from lorafusion_jax.adapters.table import unknown_kind
+from lorafusion_jax.adapters.table import adapter_kind, unknown_kind
 from lorafusion_jax.families.hf_config import shortened
 from lorafusion_jax.objective.choose import choose, unknown_objective
 from lorafusion_jax.objective.protocol import Chosen
@@ -144,10 +144,13 @@ class DataSettings(Section):
 class LoraSettings(Section):
     """The LoRA configuration; in PEFT r, lora_alpha, lora_dropout, target_modules, use_rslora."""
 
-    kind: str = Field(default="lora", description="kind of adapter")
+    kind: str = Field(
+        default="lora",
+        description="kind of adapter: lora, dora, vera, lora-fa (A is constant), or one of an installed package",
+    )
     rank: Annotated[int, Field(ge=1, le=1024)] = Field(default=16, description="PEFT's r")
     alpha: Positive = Field(default=32.0, description="the low-rank product is scaled by alpha / rank")
-    dropout: Fraction = Field(default=0.05, description="dropout rate of the inputs in training")
+    dropout: Fraction = Field(default=0.05, description="dropout rate of the inputs in training; dora has none")
     targets: str | list[str] = Field(default="all-linear", description="projections, e.g. [q_proj, v_proj]")
     rslora: bool = Field(default=False, description="scale by alpha / sqrt(rank)")
     init_from: str | None = Field(
@@ -158,6 +161,15 @@ class LoraSettings(Section):
     @classmethod
     def _kind_exists(cls, name: str) -> str:
         return _check_name(name, unknown_kind(name))
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_dropout(cls, values: Any) -> Any:
+        """A kind that has no dropout starts without."""
+        kind = values.get("kind") if isinstance(values, dict) else None
+        if not isinstance(kind, str) or unknown_kind(kind) is not None or "dropout" in values:
+            return values
+        return values if adapter_kind(kind).dropout else values | {"dropout": 0.0}
 
 
 class OptimSettings(Section):
