@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import mmap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from lorafusion_jax.checkpoint.base_files import WHOLE_BYTES
+from lorafusion_jax.config.families import family_named
+from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.errors import CheckpointError, LoraFusionError, first_few
+from lorafusion_jax.readable import open_regular
 
 INDEX = "model.safetensors.index.json"
 # NaN and infinity have all bits of the exponent set: (type of the bits, these bits). This 8-bit float has no infinity,
@@ -51,7 +54,53 @@ def weight_problems(directory: Path) -> list[LoraFusionError]:
                     fix="download the file again, or convert the weights without overflow",
                 )
             )
-    return problems
+    return problems or list(_tie_problems(directory, files))
+
+
+def _tie_problems(directory: Path, files: Sequence[Path]) -> Iterator[LoraFusionError]:
+    """Finds an output head that differs from the embedding although config.json says that they are one.
+
+    transformers does not tie them then. We would train with the embedding, and merge into a folder with the other head.
+    """
+    try:
+        config = ModelConfig.from_hf(directory)
+    except LoraFusionError:  # whoever needs it reports it
+        return
+    name_of = family_named(config.family).tensor_name
+    head, table = name_of("lm_head.weight"), name_of("model.embed_tokens.weight")
+    places = {name: file for file in files for name in _entries(file)} if config.tie_embeddings else {}
+    if {head, table} <= places.keys() and not _same_bytes(places[head], head, places[table], table):
+        yield CheckpointError(
+            "model.tensors-differ",
+            f"{head} differs from {table}, and config.json says that they are one.",
+            where=str(directory),
+            why="transformers uses the head as it is in the file; with the embedding as head it is another model",
+            fix="set tie_word_embeddings to false in config.json, or remove the tensor if it is not meant",
+        )
+
+
+def _entries(file: Path) -> dict[str, tuple[str, int, int]]:
+    """Reads the header: tensor → type, first and last byte in the file."""
+    with open_regular(file) as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        header, first = json.loads(stream.read(length)), 8 + length
+    return {
+        name: (entry["dtype"], first + entry["data_offsets"][0], first + entry["data_offsets"][1])
+        for name, entry in header.items()
+        if name != "__metadata__"
+    }
+
+
+def _same_bytes(file: Path, name: str, other: Path, other_name: str) -> bool:
+    kind, start, stop = _entries(file)[name]
+    other_kind, begin, end = _entries(other)[other_name]
+    if (kind, stop - start) != (other_kind, end - begin):
+        return False
+    with open_regular(file) as one, open_regular(other) as two:
+        one.seek(start)
+        two.seek(begin)
+        sizes = [min(_BLOCK, stop - place) for place in range(start, stop, _BLOCK)]
+        return all(one.read(size) == two.read(size) for size in sizes)
 
 
 def _index_problems(index: Path) -> Iterator[LoraFusionError]:

@@ -49,8 +49,9 @@ def encode_examples(
     if template is not None and not isinstance(examples[0], Text):
         chats = [_as_chat(example) for example in examples]
         rendered = _render_all(chats, template, rows, adapter, loss)
-        notes = (*_omissions(rendered, rows), *_unread_keys(chats, template))
-        return EncodedRows(samples=tokenizer.encode_rendered(rendered), notes=notes)
+        samples = tokenizer.encode_rendered(rendered)
+        notes = (*_omissions(rendered, rows), *_unread_keys(chats, template), *_double_ends(samples, tokenizer, rows))
+        return EncodedRows(samples=samples, notes=notes)
     chatting = [row for row, example in enumerate(examples) if isinstance(example, Chat)]
     if chatting:
         raise DataError(
@@ -135,6 +136,27 @@ def _omissions(rendered: Sequence[Rendered], rows: Rows) -> list[str]:
             f"rows, first {rows.place(tools[0])}"
         )
     return notes
+
+
+def _double_ends(samples: Sequence[Encoded], tokenizer: Tokenizer, rows: Rows) -> list[str]:
+    """Returns a note on answers that end with a token which the template writes again after them."""
+    special = tokenizer.special_ids
+    found = [(row, token) for row, sample in enumerate(samples) if (token := _repeated(sample, special)) is not None]
+    if not found:
+        return []
+    row, token = found[0]
+    return [
+        f"[data.end-twice] {len(found)} of {len(samples)} rows learn {tokenizer.piece(token)} twice in a row, first "
+        f"{rows.place(row)}: the answer ends with it, and the chat template adds it. Remove it from the answers: the "
+        "model would learn to go on after its end"
+    ]
+
+
+def _repeated(sample: Encoded, special: np.ndarray) -> int | None:
+    """Returns the first special token that is learned twice in a row."""
+    again = (sample.tokens[1:] == sample.tokens[:-1]) & sample.mask[1:] & sample.mask[:-1]
+    again &= np.isin(sample.tokens[1:], special)
+    return int(sample.tokens[1:][again][0]) if again.any() else None
 
 
 def _unread_keys(chats: Sequence[Chat], template: ChatTemplate) -> list[str]:

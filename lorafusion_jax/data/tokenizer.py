@@ -51,6 +51,12 @@ class Tokenizer:
         return self.backend.get_vocab_size(with_added_tokens=True)
 
     @property
+    def special_ids(self) -> np.ndarray:
+        """Ids of the special tokens, which no text is split into."""
+        added = self.backend.get_added_tokens_decoder()
+        return np.array([number for number, token in added.items() if token.special], np.int32)
+
+    @property
     def template_hash(self) -> str:
         """Hash of the chat template; `plain` if there is none."""
         return self.chat_template.hash if self.chat_template else "plain"

@@ -293,3 +293,13 @@ def test_many_kinds_of_bad_rows_come_in_one_go(load):
     with pytest.raises(ErrorList) as caught:
         load([{"messages": [ASK]}, FORMS["messages"] | {"tools": "x"}, {"messages": [ASK | {"train": True}, ANSWER]}])
     assert {error.code for error in caught.value.errors} == {"data.no-answer", "data.bad-column", "data.bad-weight"}
+
+
+def test_an_answer_that_ends_with_the_end_token_is_noted(load):
+    """The template adds it, too, and the second one teaches to go on after the end."""
+    twice = {"prompt": "Two and two?", "completion": "four<|end|>"}
+    (note,) = load([{"prompt": "One?", "completion": "1"}, twice]).report.notes
+    assert note.startswith("[data.end-twice] 1 of 2 rows learn <|end|> twice in a row, first line 2")
+    assert load([{"prompt": "One?", "completion": "11"}]).report.notes == ()  # equal tokens of text are no ends
+    asked = {"messages": [{"role": "user", "content": "One?<|end|>"}, {"role": "assistant", "content": "1"}]}
+    assert load([asked]).report.notes == ()  # what is not learned teaches nothing
