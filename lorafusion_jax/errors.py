@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Sequence
 
+MOST_SHOWN = 2000  # characters of each part of a message
+
 
 class LoraFusionError(Exception):
     """Base class of errors that a user can cause or fix.
@@ -34,10 +36,10 @@ class LoraFusionError(Exception):
         return _rebuild, (type(self), self.code, self.what, self.where, self.why, self.fix)
 
     def __str__(self) -> str:
-        lines = [f"error[{self.code}] {self.what}"]
-        lines += [f"  where: {self.where}"] if self.where else []
-        lines += [f"  because {self.why}"] if self.why else []
-        lines += [f"  fix: {self.fix}"] if self.fix else []
+        lines = [f"error[{self.code}] {shortened_text(self.what)}"]
+        lines += [f"  where: {shortened_text(self.where)}"] if self.where else []
+        lines += [f"  because {shortened_text(self.why)}"] if self.why else []
+        lines += [f"  fix: {shortened_text(self.fix)}"] if self.fix else []
         return "\n".join(lines)
 
 
@@ -103,7 +105,7 @@ def first_few(items: Sequence[object], most: int, separator: str = ", ") -> str:
     return separator.join(map(str, items[:most])) + rest
 
 
-def shortened_text(text: str, most: int) -> str:
+def shortened_text(text: str, most: int = MOST_SHOWN) -> str:
     """Cuts a long text in the middle, where it says least.
 
     >>> shortened_text("0123456789", 7)

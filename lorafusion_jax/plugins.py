@@ -10,10 +10,13 @@ A job file can only name installed extensions; it never contains a path or an im
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
 
 from lorafusion_jax.errors import ConfigError, did_you_mean
+
+_LOADED: dict[str, str] = {}  # package of an extension → the extension, as messages name it
 
 
 def known_names(group: str, builtin: Mapping[str, object]) -> list[str]:
@@ -52,6 +55,7 @@ def find[T](group: str, builtin: Mapping[str, T], name: str, kind: type[T]) -> T
         raise ConfigError("plugin.unknown", f"there is no '{name}' among {group}.", fix=wrong)
     point = _entry_points(group)[name]
     loaded = _load(point)
+    _LOADED.setdefault(point.module.partition(".")[0], f"'{name}' of {group}")
     if not isinstance(loaded, kind):
         raise ConfigError(
             "plugin.broken",
@@ -66,6 +70,25 @@ def origin(group: str, name: str) -> str:
     """Says where an extension comes from: its object and its package; "" for a built-in one."""
     point = _entry_points(group).get(name)
     return "" if point is None else _where(point)
+
+
+def plugin_fault(problem: BaseException) -> ConfigError | None:
+    """Returns an error that names the extension whose code raised; None if no code of one was running."""
+    seen: BaseException | None = problem
+    while seen is not None:
+        frames = [frame for frame, _ in traceback.walk_tb(seen.__traceback__)]
+        for frame in reversed(frames):
+            module = str(frame.f_globals.get("__name__", ""))
+            if (name := _LOADED.get(module.partition(".")[0])) is not None:
+                return ConfigError(
+                    "plugin.failed",
+                    f"{name} raised {type(problem).__name__}.",
+                    where=f"{frame.f_code.co_filename}, line {frame.f_lineno}",
+                    why=str(problem).partition("\n")[0],
+                    fix="repair or update the package that it comes from, or choose another in the job file",
+                )
+        seen = seen.__cause__ or seen.__context__
+    return None
 
 
 def _entry_points(group: str) -> dict[str, EntryPoint]:

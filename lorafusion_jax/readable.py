@@ -14,12 +14,13 @@ from pathlib import Path
 
 MB, GB = 10**6, 10**9
 SETTINGS = 32 * MB  # job files, configurations of models and adapters, requests, costs
-TEMPLATE = 1 * MB  # chat templates
+TEMPLATE = MB // 4  # chat templates; the longest known have 20 kB
 TOKENIZER = 1 * GB
 RECORD = 1 * GB  # run.json, indexes and digests
 PLAN = 16 * GB  # a million slots take some 100 MB
 LOG = 64 * GB  # metrics and events, which are read line by line
 DATA = 64 * GB
+LOOK = 4096  # bytes
 
 _KINDS = {
     stat.S_IFIFO: "a pipe",
@@ -78,7 +79,17 @@ def read_text(path: str | os.PathLike[str], most: int, encoding: str = "utf-8") 
     Raises:
         UnicodeDecodeError: it is no text of this encoding.
     """
-    return read_bytes(path, most).decode(encoding).replace("\r\n", "\n").replace("\r", "\n")
+    with open_text(path, most) as file:
+        return file.read().decode(encoding).replace("\r\n", "\n").replace("\r", "\n")
+
+
+def open_text(path: str | os.PathLike[str], most: int) -> BufferedReader:
+    """`open_regular` for text: looks at the beginning first, because gigabytes of zeros are no text."""
+    file = open_regular(path, most)
+    if b"\0" in file.peek(LOOK)[:LOOK]:
+        file.close()
+        raise NotReadableError(errno.EINVAL, "it holds zero bytes, so it is no text in UTF-8", str(path))
+    return file
 
 
 def check_regular(path: Path, most: int | None = None) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 from lorafusion_jax.checkpoint.digests import THREADS, digest_of
 from lorafusion_jax.errors import CheckpointError
+from lorafusion_jax.readable import open_regular
 from lorafusion_jax.samples import BLOCK, sample_offsets
 
 WHOLE_BYTES = 4 * 10**9
@@ -77,7 +78,7 @@ def _digest_of_samples(file: Path) -> str:
     if file.suffix != ".safetensors":
         return digest_of(file.resolve())
     total = hashlib.sha256()
-    with file.open("rb") as stream:
+    with open_regular(file) as stream:
         size = os.fstat(stream.fileno()).st_size
         start = stream.read(8)
         header = stream.read(min(int.from_bytes(start, "little"), size))

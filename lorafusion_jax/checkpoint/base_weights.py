@@ -11,10 +11,10 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from lorafusion_jax.checkpoint.base_files import WHOLE_BYTES
-from lorafusion_jax.config.families import family_named
 from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.errors import CheckpointError, LoraFusionError, first_few
-from lorafusion_jax.readable import open_regular
+from lorafusion_jax.families.table import family_named
+from lorafusion_jax.readable import RECORD, check_regular, open_regular, read_text
 
 INDEX = "model.safetensors.index.json"
 # NaN and infinity have all bits of the exponent set: (type of the bits, these bits). This 8-bit float has no infinity,
@@ -36,6 +36,7 @@ def weight_problems(directory: Path) -> list[LoraFusionError]:
     problems: list[LoraFusionError] = list(_index_problems(directory / INDEX))
     for file in files:
         try:
+            check_regular(file)
             with safe_open(file, "np"):  # checks that the tensors fill the file and do not overlap
                 pass
             bad = list(_not_finite(file)) if small else []
@@ -107,7 +108,7 @@ def _index_problems(index: Path) -> Iterator[LoraFusionError]:
     if not index.is_file():
         return
     try:
-        if isinstance(json.loads(index.read_text(encoding="utf-8"))["weight_map"], dict):
+        if isinstance(json.loads(read_text(index, RECORD))["weight_map"], dict):
             return
         why = "weight_map is not an object"
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as problem:

@@ -32,7 +32,7 @@ from lorafusion_jax.config.schema import BEGUN, JobConfig
 from lorafusion_jax.errors import CheckpointError
 from lorafusion_jax.files import PART, remove_folder, replace_text
 from lorafusion_jax.readable import PLAN as MOST_PLAN
-from lorafusion_jax.readable import open_regular
+from lorafusion_jax.readable import open_text
 from scheduling import Plan, PlanOutline, outline_from_lines
 
 CONFIG, RECORD, TIMELINE, PLAN = "config.yaml", "run.json", "timeline.json", "plan.json"
@@ -214,7 +214,7 @@ class RunFolder:
         self.must_have_its_plan()
         self._require(PLAN)
         try:
-            with io.TextIOWrapper(open_regular(self._current(PLAN), MOST_PLAN), encoding="utf-8") as file:
+            with io.TextIOWrapper(open_text(self._current(PLAN), MOST_PLAN), encoding="utf-8") as file:
                 return read(file)
         except (OSError, ValueError, RecursionError) as problem:
             raise CheckpointError(

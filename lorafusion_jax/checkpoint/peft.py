@@ -28,6 +28,7 @@ from lorafusion_jax.config.peft_config import CONFIG_FILE, Described, config_of,
 from lorafusion_jax.config.peft_folder import KEY, PREFIX, ROOT, TENSOR_FILE
 from lorafusion_jax.errors import CheckpointError, RunError
 from lorafusion_jax.layout.layer import PATHS
+from lorafusion_jax.readable import check_regular
 from lorafusion_jax.tensor_file import write_tensors
 from lorafusion_jax.weights.table import NONE
 
@@ -185,6 +186,7 @@ def read_tensors(folder: Path) -> dict[str, np.ndarray]:
             )
         raise CheckpointError("peft.missing-file", f"{folder} has no {TENSOR_FILE}.")
     try:
+        check_regular(file)
         with safe_open(file, "np") as opened:
             return {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118 (no mapping)
     except (SafetensorError, OSError, TypeError) as problem:

@@ -16,6 +16,7 @@ from lorafusion_jax.checkpoint.base_model import base_directory, base_identity, 
 from lorafusion_jax.config.peft_config import CONFIG_FILE, read_config
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.errors import CheckpointError, LoraFusionError
+from lorafusion_jax.readable import RECORD, read_text
 
 _HUB = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -118,7 +119,7 @@ def _recorded_base(folder: Path) -> tuple[str, str | None]:
 def _digests(folder: Path) -> dict[str, dict[str, str]]:
     """Returns the digests of the base model, if the folder was written by one of our runs."""
     try:
-        digests = json.loads((folder / "run.json").read_text(encoding="utf-8")).get("base_files")
+        digests = json.loads(read_text(folder / "run.json", RECORD)).get("base_files")
     except (OSError, ValueError, AttributeError, RecursionError):
         return {}
     good = isinstance(digests, dict) and all(isinstance(files, dict) for files in digests.values())

@@ -33,6 +33,7 @@ from lorafusion_jax.cli import (
     verify,
 )
 from lorafusion_jax.errors import LoraFusionError, RunError
+from lorafusion_jax.plugins import plugin_fault
 from lorafusion_jax.report.console import errors_to
 from lorafusion_jax.report.record import versions
 from lorafusion_jax.signals import INTERRUPTED, stop_signals
@@ -110,7 +111,12 @@ def run(arguments: list[str] | None = None) -> int:
         return INTERRUPTED
     except BrokenPipeError:  # `lorafusion init | head`
         return 0
-    except OSError as problem:
+    except Exception as problem:
+        if (fault := plugin_fault(problem)) is not None:
+            _print_error(fault)
+            return fault.exit_code
+        if not isinstance(problem, OSError):
+            raise
         _print_error(_system_error(problem))
         return 1
 

@@ -13,7 +13,14 @@ from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.errors import CheckpointError, LoraFusionError, RunError
 from lorafusion_jax.log_file import read_rows
 from lorafusion_jax.pipeline.failures import PROCESS_LOST
-from lorafusion_jax.pipeline.processes import exit_after_failure, exit_after_peer_loss, is_first
+from lorafusion_jax.pipeline.processes import (
+    exit_after_failure,
+    exit_after_peer_loss,
+    is_first,
+    stop_all,
+    stopped_elsewhere,
+)
+from lorafusion_jax.readable import PLAN, read_text
 from lorafusion_jax.report.console import errors_to, plain_table, say
 from lorafusion_jax.report.events import Listener
 from lorafusion_jax.report.format import duration, exact
@@ -41,8 +48,13 @@ def follow(console: Console, folder: Path, config: JobConfig, work: Callable[[Se
             else "stopped before the run started."
         )
         next_command(console, f"lorafusion resume {folder}" if begun else "lorafusion train JOBS --out RUN")
+        stop_all()
         return INTERRUPTED
     except RunError as problem:
+        if problem.code == PROCESS_LOST and stopped_elsewhere():
+            errors_to().print("stopped: another process of this run was asked to stop.")
+            stop_all()
+            return INTERRUPTED
         leave = exit_after_peer_loss if problem.code == PROCESS_LOST else exit_after_failure
         leave(problem.exit_code)
         raise
@@ -113,12 +125,12 @@ def read_plan(path: Path) -> Plan:
         CheckpointError: missing or damaged.
     """
     try:
-        return Plan.from_json(path.read_text(encoding="utf-8"))
+        return Plan.from_json(read_text(path, PLAN))
     except FileNotFoundError:
         raise CheckpointError(
             "plan.missing", f"there is no plan {path}.", fix="lorafusion plan jobs.yaml -o plan.json"
         ) from None
-    except ValueError as problem:
+    except (OSError, ValueError) as problem:
         raise CheckpointError("plan.damaged", f"{path} is not a plan.", why=str(problem)) from None
 
 

@@ -10,6 +10,7 @@ import typer
 
 from lorafusion_jax.cli.common import Json, ends_in, next_command
 from lorafusion_jax.errors import ConfigError
+from lorafusion_jax.readable import DATA, read_text
 from lorafusion_jax.report.console import out, plain_table, say
 from scheduling.online import POLICIES, ClusterResult, Rates, Worker, read_trace, simulate_cluster
 from scheduling.online.plots import completion_svg
@@ -61,7 +62,7 @@ def command(
 
 def _text(trace: Path) -> str:
     try:
-        return trace.read_text(encoding="utf-8-sig")  # spreadsheets write a byte order mark
+        return read_text(trace, DATA, "utf-8-sig")  # spreadsheets write a byte order mark
     except UnicodeDecodeError as problem:
         raise ConfigError(
             "simulate.trace", f"{trace} is no UTF-8 text.", why=str(problem), fix="save the table as CSV in UTF-8"

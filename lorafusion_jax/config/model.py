@@ -24,6 +24,7 @@ from lorafusion_jax.families.rope import Rope, RopeScaling
 from lorafusion_jax.families.table import known_models
 from lorafusion_jax.families.write import config_json
 from lorafusion_jax.layout.layer import Half
+from lorafusion_jax.readable import SETTINGS, read_text
 
 
 @dataclass(frozen=True, kw_only=True)  # no __slots__: cached properties live in __dict__
@@ -223,7 +224,7 @@ class ModelConfig:
 def _read(path: Path) -> tuple[dict[str, Any], str]:
     file = path / "config.json" if path.is_dir() or path.suffix != ".json" else path
     try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
+        raw = json.loads(read_text(file, SETTINGS))
     except FileNotFoundError:
         raise CheckpointError(
             "model.not-found",

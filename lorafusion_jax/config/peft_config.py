@@ -16,6 +16,7 @@ from lorafusion_jax.adapters.table import KINDS, PLAIN, adapter_kind
 from lorafusion_jax.errors import CheckpointError, LoraFusionError, raise_all
 from lorafusion_jax.families.hf_config import shortened
 from lorafusion_jax.layout.layer import PATHS
+from lorafusion_jax.readable import SETTINGS, read_text
 from lorafusion_jax.weights.table import NONE
 
 CONFIG_FILE = "adapter_config.json"
@@ -156,7 +157,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """
     file = folder / CONFIG_FILE
     try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
+        raw = json.loads(read_text(file, SETTINGS))
     except FileNotFoundError:
         raise CheckpointError("peft.missing-file", f"{folder} is not a PEFT folder: it has no {CONFIG_FILE}.") from None
     except (OSError, ValueError, RecursionError) as problem:  # also numbers of thousands of digits

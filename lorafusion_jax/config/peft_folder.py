@@ -13,6 +13,7 @@ from lorafusion_jax.adapters.table import adapter_kind
 from lorafusion_jax.config.peft_config import CONFIG_FILE, Described, describe, kind_of, read_config
 from lorafusion_jax.errors import CheckpointError, LoraFusionError
 from lorafusion_jax.layout.layer import PATHS
+from lorafusion_jax.readable import check_regular
 
 TENSOR_FILE = "adapter_model.safetensors"
 ROOT = "base_model."
@@ -50,6 +51,7 @@ def lora_settings(folder: Path, kind: str | None = None) -> dict[str, Any]:
 def _projections(folder: Path, names: Collection[str | None]) -> list[str]:
     file = folder / TENSOR_FILE
     try:
+        check_regular(file)
         with safe_open(file, "np") as opened:
             matches = [KEY.fullmatch(key) for key in opened.keys()]  # noqa: SIM118
         return list(dict.fromkeys(match[1] for match in matches if match and match[4] in names))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,12 +14,15 @@ import numpy as np
 import yaml
 
 from lorafusion_jax.errors import ConfigError, LoraFusionError
+from lorafusion_jax.readable import check_regular, read_text
 
 Keys = tuple[str | int, ...]
 
 LARGEST_FILE = 1 << 20  # bytes; a job of a thousand adapters needs a tenth of it
 MOST_VALUES = 100_000  # with aliases counted at every use
 DEEPEST = 20
+SHOWN_KEY = 60  # characters
+DEEP_KEY = re.compile(rf"""(?<!["'\w-])(?:["'\w-]++\s*+\.\s*+){{{DEEPEST}}}""")
 TOO_LARGE_FIX = "several job files, one for each run"
 
 
@@ -55,9 +59,10 @@ def read_source(path: Path) -> Source:
         ConfigError: the file is missing, is not YAML or TOML, or has no keys.
     """
     try:
+        check_regular(path)
         if path.stat().st_size > LARGEST_FILE:
             raise ConfigError("config.too-large", f"{path} is larger than {LARGEST_FILE} bytes.", fix=TOO_LARGE_FIX)
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path, LARGEST_FILE)
     except FileNotFoundError:
         raise ConfigError(
             "config.missing", f"there is no job file {path}.", fix="lorafusion init > jobs.yaml"
@@ -107,6 +112,9 @@ def parse_value(text: str):
 
 
 def _read_toml(path: Path, text: str) -> Source:
+    if (deep := DEEP_KEY.search(text)) is not None:  # tomllib's memory grows with the square of the depth
+        why = f"'{deep[0][:SHOWN_KEY]}…' is nested more than {DEEPEST} deep"
+        raise ConfigError("config.syntax", f"{path} cannot be read.", why=why)
     try:
         values = tomllib.loads(text)
     except tomllib.TOMLDecodeError as problem:
@@ -140,12 +148,15 @@ def _parse_yaml(text: str, where: str) -> tuple[yaml.Node | None, Any]:
             where=f"{where}, line {mark.line + 1}" if mark else where,
             why=getattr(problem, "problem", None) or "the text cannot be parsed",
         ) from None
-    except (ValueError, RecursionError, OverflowError) as problem:  # invalid dates, thousands of digits
+    except (LookupError, AttributeError, ValueError, RecursionError, OverflowError) as problem:
+        # invalid dates, thousands of digits, and values that do not suit their tag, such as `!!bool abc`
         raise ConfigError("config.syntax", "the job file cannot be read.", where=where, why=_cause(problem)) from None
 
 
 def _cause(problem: Exception) -> str:
-    return "it is nested too deeply" if isinstance(problem, RecursionError) else str(problem)
+    if isinstance(problem, RecursionError):
+        return "it is nested too deeply"
+    return str(problem) if isinstance(problem, ValueError) else f"a value does not suit its tag ({problem})"
 
 
 def _count(node: yaml.Node | None, above: tuple[yaml.Node, ...], known: dict[int, int]) -> int:

@@ -33,6 +33,7 @@ def read_resolved(path: Path) -> schema.JobConfig:
     except (
         OSError,
         yaml.YAMLError,
+        LookupError,
         ValueError,
         TypeError,
         AttributeError,

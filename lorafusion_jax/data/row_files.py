@@ -6,8 +6,12 @@ import csv
 import io
 import json
 
+from lorafusion_jax.config.read import has_half_character
 from lorafusion_jax.data.rows import SHOWN, Rows, type_name
-from lorafusion_jax.errors import DataError, first_few
+from lorafusion_jax.errors import DataError, first_few, shortened_text
+
+SHOWN_WHY = 500  # characters of a library's reason
+HALF = "\\ud"  # how JSON begins half of a surrogate pair
 
 
 def decode(name: str, content: bytes) -> str:
@@ -36,7 +40,9 @@ def parse_jsonl(name: str, text: str) -> Rows:
         except (ValueError, RecursionError) as problem:
             broken.append((number, _json_problem(problem)))
             continue
-        if isinstance(value, dict):
+        if HALF in line.lower() and (key := _half_key(value)) is not None:
+            broken.append((number, f"the key {key} has half a character (a lone surrogate)"))
+        elif isinstance(value, dict):
             values.append(value)
             lines.append(number)
         else:
@@ -64,6 +70,21 @@ def _bad_lines(code: str, what: str, name: str, problems: list[tuple[int, str]])
     )
 
 
+def _half_key(value: object) -> str | None:
+    """Returns a key with half a surrogate pair, as ASCII: nothing can encode it."""
+    left = [value]
+    while left:
+        inner = left.pop()
+        if isinstance(inner, dict):
+            for key in inner:
+                if has_half_character(key):
+                    return ascii(key)
+            left += inner.values()
+        elif isinstance(inner, list):
+            left += inner
+    return None
+
+
 def _json_problem(problem: Exception) -> str:
     if isinstance(problem, json.JSONDecodeError):
         return f"{problem.msg} (column {problem.colno})"
@@ -83,6 +104,9 @@ def parse_json(name: str, text: str) -> Rows:
             why=_json_problem(problem),
             fix="one object per line belongs into a .jsonl file",
         ) from None
+    if HALF in text.lower() and (key := _half_key(value)) is not None:
+        why = f"the key {key} has half a character (a lone surrogate)"
+        raise DataError("data.bad-json", f"{name} is not JSON that can be read.", where=name, why=why)
     if isinstance(value, dict) and isinstance(value.get("data"), list):
         value = value["data"]
     if not isinstance(value, list):
@@ -147,9 +171,15 @@ def parse_parquet(name: str, content: bytes) -> Rows:
 
     try:
         values = parquet.read_table(pa.BufferReader(content)).to_pylist()
-    except (pa.ArrowInvalid, OSError, UnicodeDecodeError) as problem:  # a text or a name may not be UTF-8
+    except (pa.ArrowException, OSError, ValueError, OverflowError) as problem:
+        # a text or a name may not be UTF-8; times may be beyond Python's, or finer
+        what = "is not a Parquet file" if isinstance(problem, pa.ArrowInvalid) else "holds values that cannot be read"
         raise DataError(
-            "data.bad-table", f"{name} is not a Parquet file.", where=name, why=str(problem).splitlines()[0]
+            "data.bad-table",
+            f"{name} {what}.",
+            where=name,
+            why=shortened_text(str(problem).partition("\n")[0], SHOWN_WHY),
+            fix="columns of texts, numbers, lists and structs; times as texts",
         ) from None
     return Rows(source=name, values=[without_nulls(row) for row in values])
 

@@ -56,8 +56,8 @@ def read_samples(
             single += _expanded(chosen, number, {role: row[name] for role, name in renamed.items() if name in row})
         except KeyError as missing:
             bad.append((number, f"it has no '{renamed.get(missing.args[0], missing.args[0])}'"))
-        except (ValueError, TypeError) as problem:
-            bad.append((number, str(problem)))
+        except Exception as problem:  # code of another package may raise anything
+            bad.append((number, _reason(chosen, problem)))
     size = chosen.group or 1
     grouped = [single[start : start + size] for start in range(0, len(single) - size + 1, size)] if not bad else []
     samples: list[RowSample] = []
@@ -66,13 +66,20 @@ def read_samples(
             samples.append(_sample(chosen, members))
         except KeyError as missing:
             bad.append((members[0].number, f"it has no '{renamed.get(missing.args[0], missing.args[0])}'"))
-        except (ValueError, TypeError) as problem:
-            bad.append((members[0].number, str(problem)))
+        except Exception as problem:
+            bad.append((members[0].number, _reason(chosen, problem)))
     errors = [] if not bad else [_bad_rows(rows, bad, adapter, chosen)]
     raise_all([*rows.problems, *errors])
     if not samples:
         raise _no_group(rows, size, len(single), adapter)
     return samples, _left_over(single[len(grouped) * size :], size)
+
+
+def _reason(chosen: Chosen, problem: Exception) -> str:
+    """Describes why an objective did not take a row; what it does not raise on purpose is named as its fault."""
+    if isinstance(problem, ValueError | TypeError):
+        return str(problem)
+    return f"objective {chosen.name} raised {type(problem).__name__}: {problem}"
 
 
 def columns_of(rows: Rows, chosen: Chosen, columns: Mapping[str, str]) -> dict[str, str]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from lorafusion_jax.data.row_files import decode, parse_csv, parse_json, parse_jsonl, parse_parquet, without_nulls
 from lorafusion_jax.data.rows import SHOWN, RawSource, Rows
 from lorafusion_jax.errors import DataError, first_few, raise_all
+from lorafusion_jax.readable import DATA, open_regular, open_text
 
 KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 SHOWN_NAME = 100  # characters
@@ -46,7 +47,8 @@ def open_source(source: str, base_dir: Path) -> RawSource:
             fix="one of " + " ".join(KINDS) + ", or hf:org/set[:split]",
         )
     try:
-        content = path.read_bytes()
+        with open_regular(path, DATA) if kind == "parquet" else open_text(path, DATA) as file:
+            content = file.read()
     except OSError as problem:
         raise DataError("data.unreadable", f"{source} cannot be read.", where=str(path), why=str(problem)) from None
     if not content.strip():

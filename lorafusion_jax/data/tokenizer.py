@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -15,9 +17,13 @@ import tokenizers
 from lorafusion_jax.config.read import has_half_character
 from lorafusion_jax.data.template.chat import ChatTemplate, check_template
 from lorafusion_jax.data.template.conversation import Rendered
-from lorafusion_jax.errors import CheckpointError
+from lorafusion_jax.errors import CheckpointError, shortened_text
+from lorafusion_jax.readable import SETTINGS, TEMPLATE, TOKENIZER, read_bytes, read_text
 
 SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
+SHOWN_WHY = 300  # characters of a library's reason
+MOST_INSERTED = 1000  # characters
+INSERTED = re.compile(rb'"(prepend|content|replacement)"\s*:\s*"(?:[^"\\]|\\.){%d}' % (MOST_INSERTED + 1))
 BATCH_ROWS = 512  # bounds memory: all encodings of one call exist at once, about 100 bytes per token
 
 
@@ -63,7 +69,8 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Encodes a text without adding special tokens."""
-        return self.backend.encode(text, add_special_tokens=False).ids
+        with _reporting_failures("a text"):
+            return self.backend.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decodes tokens, special ones included."""
@@ -92,7 +99,8 @@ class Tokenizer:
         encoded = []
         for start in range(0, len(samples), BATCH_ROWS):
             part = samples[start : start + BATCH_ROWS]
-            encodings = self.backend.encode_batch([sample.text for sample in part], add_special_tokens=False)
+            with _reporting_failures(f"one of the texts {start + 1} to {start + len(part)}"):
+                encodings = self.backend.encode_batch([sample.text for sample in part], add_special_tokens=False)
             encoded += [
                 self._with_loss_mask(sample, encoding) for sample, encoding in zip(part, encodings, strict=True)
             ]
@@ -160,10 +168,13 @@ def load_tokenizer(model_dir: str | Path) -> Tokenizer:
             where=str(folder),
             fix="AutoTokenizer.from_pretrained(...).save_pretrained(...) of transformers writes one",
         )
-    content = path.read_bytes()
     try:
+        content = read_bytes(path, TOKENIZER)
+        _check_inserted_texts(content)
         backend = tokenizers.Tokenizer.from_buffer(content)
-    except Exception as problem:  # the bindings raise plain Exception
+    except BaseException as problem:  # the bindings raise plain Exception, and panics are none
+        if not _is_failure(problem):
+            raise
         raise CheckpointError(
             "tokenizer.broken", f"{path} is not a tokenizer.", where=str(path), why=str(problem)
         ) from None
@@ -187,11 +198,42 @@ def load_tokenizer(model_dir: str | Path) -> Tokenizer:
     )
 
 
+@contextmanager
+def _reporting_failures(what: str) -> Iterator[None]:
+    """Turns failures of the tokenizer in the body into an error."""
+    try:
+        yield
+    except BaseException as problem:
+        if not _is_failure(problem):
+            raise
+        raise CheckpointError(
+            "tokenizer.broken",
+            f"the base model's tokenizer fails on {what}.",
+            why=shortened_text(str(problem), SHOWN_WHY),
+            fix="tokenizer.json is damaged: download the model again",
+        ) from None
+
+
+def _is_failure(problem: BaseException) -> bool:
+    """Whether the tokenizers library raised this, or panicked."""
+    return isinstance(problem, Exception) or type(problem).__name__ == "PanicException"
+
+
+def _check_inserted_texts(content: bytes) -> None:
+    """Checks that no normalizer inserts a long text: each text to encode would become as long.
+
+    Raises:
+        ValueError: one does.
+    """
+    if (found := INSERTED.search(content)) is not None:
+        raise ValueError(f"its '{found[1].decode()}' inserts a text of more than {MOST_INSERTED} characters")
+
+
 def _read_json(path: Path) -> dict:
     if not path.is_file():
         return {}
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(read_text(path, SETTINGS))
     except (ValueError, OSError, RecursionError) as problem:
         raise CheckpointError("tokenizer.broken", f"{path} is not JSON.", where=str(path), why=str(problem)) from None
     if has_half_character(json.dumps(value, ensure_ascii=False)):
@@ -225,7 +267,7 @@ def _chat_template(folder: Path, config: dict, special: dict[str, str]) -> ChatT
     if path.is_file():
         where = path
         try:
-            value = path.read_text(encoding="utf-8")
+            value = read_text(path, TEMPLATE)
         except (OSError, UnicodeDecodeError) as problem:
             raise CheckpointError(
                 "tokenizer.template", "the model's chat template cannot be read.", where=str(path), why=str(problem)
@@ -235,6 +277,11 @@ def _chat_template(folder: Path, config: dict, special: dict[str, str]) -> ChatT
         value = named.get("default")
     if not isinstance(value, str) or not value:
         return None
+    if len(value) > TEMPLATE:
+        why = f"it has {len(value)} characters, and a template has {TEMPLATE} at most"
+        raise CheckpointError(
+            "tokenizer.template", "the model's chat template cannot be read.", where=str(where), why=why
+        )
     template = ChatTemplate(source=value, special_tokens=special)
     check_template(template, str(where))
     return template

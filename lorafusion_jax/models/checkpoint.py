@@ -16,6 +16,8 @@ from safetensors import SafetensorError, safe_open
 
 from lorafusion_jax.errors import CheckpointError, LoraFusionError, first_few, raise_all
 
+from ..readable import RECORD, check_regular, read_text
+
 SHOWN = 20  # tensors that a message names
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 READABLE = ("F32", "F16", "BF16")
@@ -126,7 +128,7 @@ def _read_index(directory: Path) -> dict[str, Stored]:
 
 def _weight_map(index: Path) -> Mapping[str, str]:
     try:
-        weight_map: Any = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        weight_map: Any = json.loads(read_text(index, RECORD))["weight_map"]
         if all(isinstance(shard, str) and shard == Path(shard).name for shard in weight_map.values()):
             return weight_map
         why = "weight_map holds something other than names of files in its folder"
@@ -138,6 +140,7 @@ def _weight_map(index: Path) -> Mapping[str, str]:
 def _header(file: Path) -> dict[str, Stored]:
     """Reads the header: 8 bytes for its length, then JSON (the safetensors format)."""
     try:
+        check_regular(file)
         with safe_open(file, framework="numpy"):  # checks that the tensors fill the file and do not overlap
             pass
         with file.open("rb") as stream:

@@ -17,12 +17,14 @@ from jax._src import distributed  # its client has no public access; tests with 
 
 from lorafusion_jax.errors import RunError
 from lorafusion_jax.pipeline.coordinator import LostCoordinator
+from lorafusion_jax.signals import INTERRUPTED
 
 LEAVE_S = 60  # how long a process waits for the others at its end, before all of them end (jax: 5 minutes)
 SILENT_S = 5  # after this time a process says that it waits for the others
 PATIENCE_MS = 30 * 60 * 1000  # another process may still be compiling
 _PREFIX = "lorafusion/any"
-_LEFT, _FAILED = "lorafusion/left", "lorafusion/failed"
+_LEFT, _FAILED, _STOP = "lorafusion/left", "lorafusion/failed", "lorafusion/stop"
+STOP_EVERY_S = 0.5
 GRACE_S = 5  # how long the first process, if it fails, waits for others that fail in the same way
 _questions = counting()
 _lost: list[LostCoordinator] = []  # handler of this process, if it is not the first
@@ -57,6 +59,7 @@ def join(
     if state.process_id:
         _lost.append(LostCoordinator(str(state.coordinator_address)))
         _lost[-1].watch()
+    threading.Thread(target=_watch_stop, name="stop", daemon=True).start()
     if devices > state.num_processes:
         # Under SLURM and MPI jax takes one GPU per process, which is right for one stage. With several stages a process
         # uses all GPUs that its launcher shows it: one process per host, or --gpus-per-task.
@@ -118,6 +121,54 @@ def is_alone() -> bool:
 def is_first() -> bool:
     """Whether this process writes the run folder. Does not start a backend if it is the only process."""
     return not jax.distributed.is_initialized() or jax.process_index() == 0
+
+
+def stop_all() -> None:
+    """Ends all processes, after this one was told to stop at once, or before the first step.
+
+    Another process may be blocked in a call that needs this one, where no signal handler runs. So a thread of each
+    process watches for this and ends it.
+    """
+    if jax.distributed.is_initialized() and jax.process_count() > 1:
+        client = distributed.global_state.client
+        assert client is not None
+        client.key_value_set(f"{_STOP}/{jax.process_index()}", "", allow_overwrite=True)
+        atexit.register(_leave, INTERRUPTED)  # runs before jax's exit handlers, which would wait
+
+
+def stopped_elsewhere() -> bool:
+    """Whether another process of this run has called `stop_all`."""
+    client, me = distributed.global_state.client, distributed.global_state.process_id
+    if client is None:
+        return False
+    with suppress(RuntimeError):  # the coordinator is gone
+        return any(not key.endswith(f"/{me}") for key, _ in client.key_value_dir_get(_STOP))
+    return False
+
+
+def _watch_stop() -> None:
+    """Asks this process to stop when another one has called `stop_all`, and ends it if it cannot."""
+    while not stopped_elsewhere():
+        time.sleep(STOP_EVERY_S)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(GRACE_S)
+    print("stopped: another process of this run was asked to stop.", file=sys.stderr)
+    _leave(INTERRUPTED)
+
+
+def _leave(code: int) -> None:
+    """Exits at once; the first process waits for the others, because jax ends them when it has gone."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    state = distributed.global_state
+    assert state.client is not None
+    with suppress(RuntimeError):
+        if state.process_id:
+            state.client.key_value_set(f"{_LEFT}/{state.process_id}", "", allow_overwrite=True)
+        others, end = (state.num_processes or 1) - 1, time.monotonic() + 2 * GRACE_S
+        while not state.process_id and len(state.client.key_value_dir_get(_LEFT)) < others and time.monotonic() < end:
+            time.sleep(0.1)
+    os._exit(code)
 
 
 def exit_after_peer_loss(code: int) -> None:

@@ -20,6 +20,7 @@ from lorafusion_jax.planning import memory, ranks
 from lorafusion_jax.planning.pauses import Pauses, predicted_pauses
 from lorafusion_jax.planning.rebalance import Moved, rebalanced
 from lorafusion_jax.planning.stages import SAMPLE_TOKENS, modelled_costs, stage_layers, worth_in_layers
+from lorafusion_jax.readable import SETTINGS, read_text
 from lorafusion_jax.report.format import count
 from lorafusion_jax.weights.table import stored_kind
 from pallas_kernels.policy import HOPPER
@@ -147,7 +148,7 @@ def read_costs(file: Path, layers: Sequence[float]) -> CostModel:
     Raises:
         PlanError: `plan.cost-format`; `plan.cost` for another number of stages.
     """
-    return read_cost_model(file.read_text(encoding="utf-8"), layers)
+    return read_cost_model(read_text(file, SETTINGS), layers)
 
 
 def measured_with(

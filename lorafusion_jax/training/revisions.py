@@ -18,7 +18,6 @@ from lorafusion_jax.training.job import Job
 from lorafusion_jax.training.state import Progress
 from scheduling import Plan, PlanError
 
-MOST_SHOWN = 2000  # characters of a refusal
 # A request is refused for any of these, and the run goes on: one that needs more memory than there is, too.
 REFUSABLE = (LoraFusionError, PlanError, OSError, ArithmeticError, ValueError, MemoryError)
 
@@ -211,7 +210,7 @@ class Revisions:
 
     def _refuse(self, request: str, why: str) -> None:
         text = why.encode(errors="backslashreplace").decode()  # names of files need not be text
-        self._emit(RequestRefused(slot=self._progress.slot, text=shortened_text(text, MOST_SHOWN)))
+        self._emit(RequestRefused(slot=self._progress.slot, text=shortened_text(text)))
         try:
             put_away(self._folder.path / FOLDER / request)
         except OSError:

@@ -20,6 +20,7 @@ PROBLEMS = (
     TypeError,
     ValueError,
     LookupError,
+    NameError,  # a number without end is compiled to the name inf
     ArithmeticError,
     AttributeError,
     RecursionError,
