@@ -15,8 +15,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from lorafusion_jax.errors import CheckpointError, LoraFusionError, first_few, raise_all
-
-from ..readable import RECORD, check_regular, read_text
+from lorafusion_jax.readable import RECORD, check_regular, read_text
 
 SHOWN = 20  # tensors that a message names
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
