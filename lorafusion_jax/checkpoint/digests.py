@@ -68,8 +68,8 @@ def find_damage(folder: Path, names: Sequence[str] | None = None) -> list[Damage
         return [Damage(file=folder / FILE, why=_reason(problem))]
     wanted = sorted(listed) if names is None else names
     with ThreadPoolExecutor(THREADS) as pool:
-        found = pool.map(lambda name: _find_difference(folder / name, listed.get(name)), wanted)
-        return [damage for damage in found if damage is not None]
+        differences = pool.map(lambda name: _find_difference(folder / name, listed.get(name)), wanted)
+        return [damage for damage in differences if damage is not None]
 
 
 def is_intact(folder: Path) -> bool:
@@ -84,11 +84,11 @@ def refuse_damage(code: str, damage: Sequence[Damage], fix: str) -> None:
         CheckpointError: `code`.
     """
     if damage:
-        names = ", ".join(one.file.name for one in damage)
+        names = ", ".join(problem.file.name for problem in damage)
         raise CheckpointError(
             code,
             f"{names} {'is' if len(damage) == 1 else 'are'} damaged.",
-            where=", ".join(str(one.file) for one in damage),
+            where=", ".join(str(problem.file) for problem in damage),
             why=damage[0].why,
             fix=fix,
         )

@@ -26,7 +26,7 @@ def must_hold_no_run(folder: RunFolder, config: JobConfig) -> None:
     before = folder.read_config()
     if config.base.revision is None:  # the run has pinned a revision
         config = config.model_copy(update={"base": config.base.model_copy(update={"revision": before.base.revision})})
-    differing = [str(one) for one in differences(before, config)]
+    differing = [str(difference) for difference in differences(before, config)]
     if not differing:
         raise CheckpointError(
             "run.exists",

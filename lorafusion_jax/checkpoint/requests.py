@@ -65,7 +65,7 @@ class Request:
             raise ValueError(f"no action of {', '.join(ACTIONS)}")
         action: Action = found["action"]
         if action == "add":
-            settings = tuple(AdapterConfig.model_validate(one) for one in found.get("adapters") or ())
+            settings = tuple(AdapterConfig.model_validate(entry) for entry in found.get("adapters") or ())
             if not settings:
                 raise ValueError("no adapters")
             return Request(name=file.name, action=action, adapters=tuple(s.name for s in settings), settings=settings)

@@ -89,12 +89,12 @@ def slots_of(directory: Path) -> list[int]:
 
 
 def _position(folder: Path) -> dict[str, Any]:
-    found = json.loads(read_text(folder / POSITION, RECORD))
-    if not isinstance(found, dict) or found.get("slot") != int(folder.name):
+    position = json.loads(read_text(folder / POSITION, RECORD))
+    if not isinstance(position, dict) or position.get("slot") != int(folder.name):
         raise ValueError(f"it does not name slot {folder.name}")
-    if not isinstance(found.get("adapters"), dict) or not isinstance(found.get("replicas", 1), int):
+    if not isinstance(position.get("adapters"), dict) or not isinstance(position.get("replicas", 1), int):
         raise ValueError("it lacks adapters or replicas")
-    return found
+    return position
 
 
 def bad_state(directory: Path, slot: int, why: str) -> CheckpointError:

@@ -84,14 +84,14 @@ def _plan_damage(folder: RunFolder) -> str | None:
 def _check_digest(folder: RunFolder, name: str) -> FileCheck:
     try:
         digest = folder.read_record().get("files", {}).get(name)
-        found = digests.digest_of(folder.path / name)
+        actual = digests.digest_of(folder.path / name)
     except LoraFusionError as problem:
         return FileCheck(name=name, files=0, note=f"not compared: {problem.what}")
     except OSError as problem:
         return FileCheck(name=name, damage=(f"{name}: {problem.strerror}",))
     if digest is None:
         return FileCheck(name=name, files=0, note="not compared: run.json has no digest of it")
-    return FileCheck(name=name, damage=() if found == digest else (f"{name}: its content differs from its digest",))
+    return FileCheck(name=name, damage=() if actual == digest else (f"{name}: its content differs from its digest",))
 
 
 def _logs(folder: RunFolder) -> Iterator[FileCheck]:
@@ -115,7 +115,7 @@ def _missing_rows(folder: RunFolder) -> tuple[str, ...]:
 def _states(path: Path) -> Iterator[FileCheck]:
     for slot in slots_of(path / "state"):
         folder = path / "state" / str(slot)
-        yield _with_digests(folder, f"state/{slot}", [str(one) for one in checkpoint_damage(folder)])
+        yield _with_digests(folder, f"state/{slot}", [str(damage) for damage in checkpoint_damage(folder)])
 
 
 def _adapters(path: Path) -> Iterator[FileCheck]:
@@ -143,7 +143,7 @@ def _other_files(path: Path) -> Iterator[FileCheck]:
         if child.name not in known:
             note = "left by a killed process: resume removes it" if child.name.startswith(".") else "no result needs it"
             yield FileCheck(name=child.name, files=0, note=f"not compared: {note}")
-    for place in ("state", "adapters/*"):
-        for left in sorted(path.glob(f"{place}/.*")):
+    for pattern in ("state", "adapters/*"):
+        for left in sorted(path.glob(f"{pattern}/.*")):
             note = "not compared: left by a killed process: resume removes it"
             yield FileCheck(name=left.relative_to(path).as_posix(), files=0, note=note)

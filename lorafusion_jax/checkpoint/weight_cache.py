@@ -115,7 +115,7 @@ def _is_intact(folder: Path, places: Mapping[str, Place]) -> bool:
 
 
 def _remove_unused(cache: Path, wanted: Path) -> None:
-    """Removes entries that no run has read for long, and what killed processes left of others than `wanted`."""
+    """Removes unused entries, and temporary folders of killed processes (`new_folder` cleans up those of `wanted`)."""
     for folder in cache.iterdir():
         with suppress(OSError):
             if folder.name.startswith("."):

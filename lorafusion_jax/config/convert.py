@@ -235,7 +235,7 @@ def _wandb(result: Converted, key: str, target: str, value: Any) -> None:
 
 def _objective(values: Mapping[str, Any], result: Converted) -> None:
     asked = [str(values.get(key, "")).lower() for key in ("pref_loss", "rl", "rlhf", "stage")]
-    name = next((each for each in asked if each in OBJECTIVES), None)
+    name = next((candidate for candidate in asked if candidate in OBJECTIVES), None)
     if name is None and "dpo" in asked:
         name = "dpo"
     if name is not None:

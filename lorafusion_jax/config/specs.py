@@ -67,7 +67,7 @@ def _config_file(config: JobConfig) -> Path | None:
             return file
         from huggingface_hub import try_to_load_from_cache
 
-        found = try_to_load_from_cache(name, "config.json", revision=config.base.revision)
+        cached = try_to_load_from_cache(name, "config.json", revision=config.base.revision)
     except (ImportError, OSError, ValueError):
         return None
-    return Path(found) if isinstance(found, str) else None
+    return Path(cached) if isinstance(cached, str) else None

@@ -69,7 +69,7 @@ class Batches:
     def empty(self, slot: int = 0) -> list[Microbatch]:
         """A microbatch of padding of each capacity that is used from a slot on: it adds zero to every sum."""
         used = zip(self._plan.slots[slot:], self._plan.slot_capacities[slot:], strict=True)
-        sizes = {size for each, size in used if not each.is_noop}
+        sizes = {size for slot_of_plan, size in used if not slot_of_plan.is_noop}
         return [self._assemble([()] * self._plan.data_parallel, size) for size in sorted(sizes)]
 
     def loads(self, most: int = 3) -> list[Load]:
@@ -77,9 +77,9 @@ class Batches:
         squares, sizes = slot_squares(self._plan), self._plan.slot_capacities
         found: list[Load] = []
         for size in self._plan.sizes:
-            own = [slot for slot, s in enumerate(self._plan.slots) if sizes[slot] == size and not s.is_noop]
-            ranked = sorted(own, key=squares.__getitem__)
-            chosen = {ranked[round(place)] for place in np.linspace(0, len(ranked) - 1, most)} if ranked else set()
+            numbers = [slot for slot, s in enumerate(self._plan.slots) if sizes[slot] == size and not s.is_noop]
+            ranked = sorted(numbers, key=squares.__getitem__)
+            chosen = {ranked[round(rank)] for rank in np.linspace(0, len(ranked) - 1, most)} if ranked else set()
             found += [Load(self.of(slot), size, squares[slot]) for slot in sorted(chosen)]
             if not ranked:  # a capacity that no slot takes: one segment of padding
                 found.append(Load(self._assemble([()] * self._plan.data_parallel, size), size, size * size))
@@ -119,7 +119,7 @@ class _Room(NamedTuple):
 def _room(config: JobConfig, prepared: Prepared, parts: Sequence[Sequence[str]]) -> _Room:
     """Room for microbatches with these samples, given by their adapters."""
     together = max((len(set(part)) for part in parts), default=1)
-    data = {name: own.train for name, own in prepared.adapters.items()}
+    data = {name: samples.train for name, samples in prepared.adapters.items()}
     return _Room(*places(config, data, parts), adapter_places(together, len(config.adapters)))
 
 
@@ -158,10 +158,10 @@ def places(
         (places for segments, shape of the table of samples; None if no objective needs it)
     """
     chosen = {adapter.name: adapter.objective.chosen for adapter in config.adapters}
-    segments = {name: own.num_segments for name, own in chosen.items()}
+    segments = {name: objective.num_segments for name, objective in chosen.items()}
     most = max((sum(segments[name] for name in part) for part in parts), default=1)
     samples = max((sum(chosen[name].of_samples for name in part) for part in parts), default=1)
-    members = [(chosen[name], own) for name, own in data.items() if name in chosen]
+    members = [(chosen[name], tokenized) for name, tokenized in data.items() if name in chosen]
     return num_segments(most), table_shape(max(samples, 1), members)
 
 

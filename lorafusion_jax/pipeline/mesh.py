@@ -93,16 +93,16 @@ def stage_meshes(stages: int = 1, data: int = 1, fsdp: int = 1) -> list[StageMes
             why="activations move between stages inside a process, so every process holds whole replicas",
             fix=f"mesh.data: {processes}, or a multiple of it",
         )
-    each = needed // processes
+    per_process = needed // processes
     chosen: list = []
     for process in range(processes):
-        own = [device for device in devices if device.process_index == process]
-        if len(own) < each:
+        local = [device for device in devices if device.process_index == process]
+        if len(local) < per_process:
             raise ConfigError(
                 "mesh.processes",
-                f"process {process} has {len(own)} devices, but needs {each}.",
+                f"process {process} has {len(local)} devices, but needs {per_process}.",
                 fix="start every process with the same number of devices",
             )
-        chosen += own[:each]
+        chosen += local[:per_process]
     grid = np.array(chosen, dtype=object).reshape(data, stages, fsdp).swapaxes(0, 1)
     return [StageMesh(mesh=Mesh(grid[stage], REPLICAS)) for stage in range(stages)]

@@ -44,7 +44,7 @@ def profile_stages(stages: Sequence[Stage], loads: Sequence[Load], *, repeats: i
     threads = 1 if jax.process_count() > 1 else len(stages)  # processes must dispatch programs in one order
     with ThreadPoolExecutor(threads, "profile") as pool:
         under_way = [pool.submit(_passes, number, stage, loads, repeats) for number, stage in enumerate(stages)]
-        times = [each for number, passes in enumerate(under_way) for each in _result(number, passes)]
+        times = [timing for number, passes in enumerate(under_way) for timing in _result(number, passes)]
     return fit_cost_model(
         times,
         update_s=max(_update_seconds(stage, repeats) for stage in stages),

@@ -67,10 +67,10 @@ class InParts:
     def read(self) -> np.ndarray:
         whole = np.empty(self.shape, self.parts[0].dtype)
         places = np.array_split(whole, len(self.parts), self.axis) if len(self.parts) > 1 else [whole]
-        for part, place in zip(self.parts, places, strict=True):
+        for part, target in zip(self.parts, places, strict=True):
             for shard in part.addressable_shards:
                 if shard.replica_id == 0:
-                    place[shard.index] = _transfer(shard.data)  # in turn, so that they share pinned memory
+                    target[shard.index] = _transfer(shard.data)  # in turn, so that they share pinned memory
         return whole
 
 
@@ -111,7 +111,7 @@ class Snapshots:
     def _copy_stage(self, stage: Stage) -> Stage:
         arrays = _trainable_state(stage)
         view, parts = copy.copy(stage), self._program(arrays)(arrays)
-        in_parts = jax.tree.map(lambda leaf, own: InParts(leaf.shape, own, _cuts(leaf)[0]), arrays, parts)
+        in_parts = jax.tree.map(lambda leaf, pieces: InParts(leaf.shape, pieces, _cuts(leaf)[0]), arrays, parts)
         for name, tree in in_parts.items():
             setattr(view, name, tree)
         return view
@@ -126,8 +126,8 @@ class Snapshots:
 
             # A function of its own: jax keeps programs of a function for as long as the function lives.
             def copies(tree: Any) -> Any:
-                own = zip(jax.tree.leaves(tree), cuts, strict=True)
-                return structure.unflatten([_cut(leaf, axis, count) for leaf, (axis, count) in own])
+                pairs = zip(jax.tree.leaves(tree), cuts, strict=True)
+                return structure.unflatten([_cut(leaf, axis, count) for leaf, (axis, count) in pairs])
 
             program = jax.jit(copies, out_shardings=structure.unflatten(places))
             self._programs[key] = program.lower(arrays).compile()
@@ -140,12 +140,12 @@ def _trainable_state(stage: Stage) -> dict[str, Any]:
 
 def _cuts(leaf: jax.Array) -> tuple[int, int]:
     """Returns along which axis, and into how many parts, an array is cut: the longest that each device has whole."""
-    here = leaf.sharding.shard_shape(leaf.shape)
-    whole = [axis for axis in range(leaf.ndim) if here[axis] == leaf.shape[axis]]
+    shard_shape = leaf.sharding.shard_shape(leaf.shape)
+    whole = [axis for axis in range(leaf.ndim) if shard_shape[axis] == leaf.shape[axis]]
     if not whole:
         return 0, 1
-    axis = max(whole, key=lambda axis: here[axis])
-    return axis, max(1, min(here[axis], ceil(prod(here) * leaf.dtype.itemsize / PART)))
+    axis = max(whole, key=lambda axis: shard_shape[axis])
+    return axis, max(1, min(shard_shape[axis], ceil(prod(shard_shape) * leaf.dtype.itemsize / PART)))
 
 
 def _cut(leaf: jax.Array, axis: int, count: int) -> list[jax.Array]:

@@ -130,8 +130,8 @@ class Spans:
         if self._joined:
             return
         self._joined = True
-        for each in self._queues:
-            each.put(None)
+        for waiting in self._queues:
+            waiting.put(None)
         for thread in self._threads:
             thread.join(patience)
 

@@ -34,9 +34,8 @@ class RankRates(NamedTuple):
     block: float
 
 
-# H200, four adapters on Qwen3-8B's shape, 8192 tokens, p 0.1: 64 ranks 36 ms over 16 ranks in 36 layers; in the
-# trainer, a layer with one adapter of 128 ranks, four of 128 and four of 256 1.80, 2.60 and 4.13 ms over four of 16
-# (`benchmarks/results/ranks_h200_2026-11-24`). An H100 is the same chip.
+# Fitted to H200 runs of Qwen3-8B's shape, 8192 tokens, four adapters (`benchmarks/results/ranks_h200_2026-11-24`).
+# An H100 is the same chip.
 _HOPPER = RankRates(rank=3.4e-14, token=1.85e-12, row=1.73e-12, block=1.23e-12)
 RATES: Mapping[str, RankRates] = {"h200": _HOPPER, "h100": _HOPPER}
 

@@ -7,9 +7,9 @@ Rows of metrics.jsonl:
      "adapter_eta_s", "adapter_tokens_per_s", "paused_share", "paused_s", "eta_leaves_out", "bubble_share", "time"}
 The loss is what the adapter's objective minimises: in supervised fine-tuning a mean over the loss tokens of its global
 batch. Rows of a step and of an evaluation also have the objective's metrics, those of an evaluation with `eval_` before
-the name. `slot` counts the slots of the plan that were done, `time` is seconds since the epoch. Rates and the idle
-share of the stages are null before there is something to measure, the latter always with one stage, and so are numbers
-that are not finite. Each row ends in `crc`, the CRC-32 of the row without it.
+the name. `slot` counts the slots of the plan that were done, `time` is seconds since the epoch. Rates and
+`bubble_share` are null until measured; `bubble_share` is null with one stage; non-finite numbers are null. Each row
+ends in `crc`, the CRC-32 of the row without it.
 """
 
 from __future__ import annotations

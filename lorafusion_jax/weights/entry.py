@@ -64,7 +64,7 @@ def array_name(kernel: str, array: str) -> str:
 
 
 def entry_bytes(places: Mapping[str, Place]) -> int:
-    return max((place.stop for place in places.values()), default=0)
+    return max((region.stop for region in places.values()), default=0)
 
 
 def write_entry(
@@ -81,14 +81,14 @@ def write_entry(
     """
     index = {}
     with (folder / WEIGHTS).open("wb") as file:
-        for name, place in places.items():
+        for name, region in places.items():
             flat = np.ascontiguousarray(array(name)).reshape(-1).view(np.uint8)
-            assert flat.nbytes == place.spec.num_bytes, name
+            assert flat.nbytes == region.spec.num_bytes, name
             file.write(flat.data)
             file.flush()
             os.fsync(file.fileno())  # now, so that a writer who is told to stop does not wait for all of it
-            sampled = _digest(name, place, lambda start, stop, flat=flat: flat[start:stop].tobytes())
-            index[name] = {"start": place.start, "bytes": flat.nbytes, "sampled": sampled}
+            sampled = _digest(name, region, lambda start, stop, flat=flat: flat[start:stop].tobytes())
+            index[name] = {"start": region.start, "bytes": flat.nbytes, "sampled": sampled}
     replace_text(folder / INDEX, json.dumps({**about, "arrays": index}, indent=1) + "\n")
 
 
@@ -124,15 +124,15 @@ class Entry:
         Raises:
             OSError: the file cannot be read.
         """
-        place = self._places[name]
-        shape, dtype = place.spec.shape or (1,), place.spec.numpy_dtype
+        region = self._places[name]
+        shape, dtype = region.spec.shape or (1,), region.spec.numpy_dtype
         rows, *others = index or (slice(None),)
         first, last, _ = rows.indices(shape[0])
-        row_bytes = place.spec.num_bytes // max(shape[0], 1)
+        row_bytes = region.spec.num_bytes // max(shape[0], 1)
         flat = np.empty((last - first) * row_bytes, np.uint8)
-        self._fill(memoryview(flat), place.start + first * row_bytes)
-        found = flat.view(dtype).reshape(last - first, *shape[1:])[:, *others]
-        return np.ascontiguousarray(found) if place.spec.shape else found.reshape(())
+        self._fill(memoryview(flat), region.start + first * row_bytes)
+        values = flat.view(dtype).reshape(last - first, *shape[1:])[:, *others]
+        return np.ascontiguousarray(values) if region.spec.shape else values.reshape(())
 
     def close(self) -> None:
         os.close(self._file)
@@ -149,8 +149,8 @@ class Entry:
             size = os.fstat(self._file).st_size
             if size != entry_bytes(self._places):
                 raise DamagedEntry(f"{WEIGHTS}: it has {size} bytes instead of {entry_bytes(self._places)}")
-            for name, place in self._places.items():
-                written = {"start": place.start, "bytes": place.spec.num_bytes, "sampled": self._digest(name, place)}
+            for name, region in self._places.items():
+                written = {"start": region.start, "bytes": region.spec.num_bytes, "sampled": self._digest(name, region)}
                 if index.get(name) != written:
                     raise DamagedEntry(f"{WEIGHTS}: {name} differs from its digest in {INDEX}")
         except OSError as problem:
@@ -158,17 +158,17 @@ class Entry:
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
             raise DamagedEntry(f"{INDEX}: {type(problem).__name__}: {problem}") from problem
 
-    def _digest(self, name: str, place: Place) -> str:
-        return _digest(name, place, lambda start, stop: os.pread(self._file, stop - start, place.start + start))
+    def _digest(self, name: str, region: Place) -> str:
+        return _digest(name, region, lambda start, stop: os.pread(self._file, stop - start, region.start + start))
 
 
-def _digest(name: str, place: Place, block: Callable[[int, int], bytes]) -> str:
+def _digest(name: str, region: Place, block: Callable[[int, int], bytes]) -> str:
     """Digest of the sampled blocks of an array.
 
     Args:
         block: (start, stop) within the array → its bytes.
     """
-    total, size = hashlib.sha256(), place.spec.num_bytes
+    total, size = hashlib.sha256(), region.spec.num_bytes
     for start in sample_offsets(name, 0, size):
         total.update(block(start, min(start + BLOCK, size)))
     return total.hexdigest()
