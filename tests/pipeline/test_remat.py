@@ -51,7 +51,8 @@ def layer():
         **{
             name: np.zeros(T, np.int32)
             for name in Microbatch._fields
-            if name not in ("row_key", "weights", "segment_offsets", "segment_lengths", "tile_adapter", "adapters")
+            if name not in Microbatch._field_defaults
+            and name not in ("row_key", "weights", "segment_offsets", "segment_lengths", "tile_adapter", "adapters")
         },
         row_key=np.arange(T, dtype=np.uint32),
         weights=np.ones(T, np.float32),

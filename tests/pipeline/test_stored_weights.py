@@ -42,9 +42,8 @@ def operands(parts, replicas):
     lora = {name: whole(shape, jnp.float32) for name, shape in parts.lora_shapes(LAYERS).items()}
     sizes = {"segment_offsets": 2, "segment_lengths": 1, "tile_adapter": 1, "adapters": 1}
     kinds = {"row_key": np.uint32, "weights": np.float32}
-    batch = Microbatch(
-        **{name: whole((replicas, sizes.get(name, T)), kinds.get(name, np.int32)) for name in Microbatch._fields}
-    )
+    needed = [name for name in Microbatch._fields if name not in Microbatch._field_defaults]
+    batch = Microbatch(**{name: whole((replicas, sizes.get(name, T)), kinds.get(name, np.int32)) for name in needed})
     return (frozen,) * LAYERS, lora, whole((), np.int32), whole((replicas, T, MODEL.hidden_size), np.float32), batch
 
 
