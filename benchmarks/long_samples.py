@@ -130,7 +130,8 @@ def _shapes(tokens: int) -> Microbatch:
     return Microbatch(
         *(
             jax.ShapeDtypeStruct((1, long[leaf.shape[1]]) if _is_long(name, tiled) else leaf.shape, leaf.dtype)
-            for name, leaf in zip(Microbatch._fields[:-1], row[:-1], strict=True)
+            for name, leaf in zip(Microbatch._fields, row, strict=True)
+            if leaf is not None  # the last fields, which have defaults
         )
     )
 
