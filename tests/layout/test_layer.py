@@ -81,13 +81,15 @@ def test_targets_are_the_projections():
 
 @pytest.mark.parametrize("config", [EVERYTHING, STRANGE, POST], ids=["everything", "strange", "post"])
 def test_forward_defines_all_checkpoint_names(config):
-    model = nnx.eval_shape(lambda: Decoder(config, ADAPTERS, dtype=jnp.float32, rngs=nnx.Rngs(0)))
+    # LoRA has dropout, DoRA multiplies columns.
+    adapters = (*ADAPTERS, replace(ADAPTERS[0], name="med", dropout=0.0, kind="dora"))
+    model = nnx.eval_shape(lambda: Decoder(config, adapters, dtype=jnp.float32, rngs=nnx.Rngs(0)))
     graph, lora, frozen = nnx.split(model, nnx.LoRAParam, ...)
     rows = jnp.arange(16)
 
     def loss(lora, frozen):
         row_key = jnp.zeros(16, jnp.uint32)
-        ctx = LoRAContext.of(ADAPTERS, jnp.zeros(1, jnp.int32), row_key=row_key, implementation="pallas_triton")
+        ctx = LoRAContext.of(adapters, jnp.zeros(1, jnp.int32), row_key=row_key, implementation="pallas_triton")
         segments = Segments.from_lengths([16], 16)
         return nnx.merge(graph, lora, frozen).hidden(rows, rows, segments, ctx, attention="xla").sum()
 
