@@ -305,13 +305,14 @@ def largest_capacity(
 def most_halves(problem: MemoryProblem, room: int) -> list[int]:
     """Number of half layers that fit each stage in `room` bytes, for any first half; at least two."""
 
+    stop = problem.layers[-1].stop
+
     def size(stage: int, halves: int) -> int:
-        of = [
-            (*problem.layers[:stage], Extent(first, first + halves), *problem.layers[stage + 1 :]) for first in (0, 1)
-        ]
+        own = [Extent(first, first + halves) for first in (0, 1) if first + halves <= stop]
+        of = [(*problem.layers[:stage], each, *problem.layers[stage + 1 :]) for each in own]
         return max(_stage(replace(problem, layers=layers), stage).total for layers in of)
 
-    possible = range(3, problem.layers[-1].stop + 1)
+    possible = range(3, stop + 1)
     return [
         2 + bisect_right(possible, room, key=lambda halves, stage=stage: size(stage, halves))
         for stage in range(problem.num_stages)

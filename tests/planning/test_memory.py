@@ -186,6 +186,7 @@ def test_stages_hold_as_many_halves_as_fit():
             layers[stage] = Extent(start, start + halves + 1)
         assert halves == 160 or stage_memory(replace(four, layers=tuple(layers)))[stage].total > room
     assert most_halves(four, 0) == [2] * 4
+    assert most_halves(four, 1 << 60) == [160] * 4  # never more than the model has
 
 
 def test_fsdp_programs_leave_a_margin():
