@@ -75,9 +75,14 @@ def test_profile_says_how_layers_should_lie(lorafusion, two_stages, monkeypatch)
     assert most[0] > 2
 
 
-def test_timeline_says_how_layers_should_lie(lorafusion, two_stages, tmp_path):
+def test_timeline_says_how_layers_should_lie(lorafusion, two_stages, tiny_base, tmp_path):
     """The run as if it had six layers in two stages, and the first GPU were thrice as fast."""
     shutil.copytree(two_stages[2], tmp_path / "run")
+    shutil.copytree(tiny_base, tmp_path / "six")
+    shape = json.loads((tiny_base / "config.json").read_text())
+    (tmp_path / "six" / "config.json").write_text(json.dumps(shape | {"num_hidden_layers": 6}))
+    config = tmp_path / "run" / "config.yaml"
+    config.write_text(re.sub(r"^(  model: ).*$", rf"\g<1>{tmp_path / 'six'}", config.read_text(), count=1, flags=re.M))
     events = tmp_path / "run" / "events.jsonl"
     rows = [row | ({"layers": [3, 3]} if row["kind"] == "started" else {}) for row in read_rows(events)]
     events.write_text("".join(json.dumps(row) + "\n" for row in rows))
