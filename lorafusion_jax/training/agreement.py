@@ -32,27 +32,41 @@ NUMERICS = ("jax_default_matmul_precision", "jax_enable_x64")
 ABSENT = "absent"
 
 
-def job_facts(config: JobConfig, prepared: Prepared, base_files: Mapping[str, Mapping[str, str]]) -> Facts:
+def job_facts(
+    config: JobConfig,
+    prepared: Prepared,
+    base_files: Mapping[str, Mapping[str, str]],
+    starting: JobConfig | None = None,
+) -> Facts:
     """Returns what decides the results of a job: settings, data, weights, versions. Paths may differ between hosts.
 
     Args:
         base_files: from `base_digests`.
+        starting: settings of the adapters that no checkpoint holds yet (None: of all). The warm starts of others may
+            be gone.
     """
     settings = {key: str(value) for key, value in flat_settings(config).items() if not is_place(key)}
-    facts = settings | {"the chat template": prepared.tokenizer.template_hash} | adapter_facts(config, prepared)
+    facts = settings | {"the chat template": prepared.tokenizer.template_hash} | data_facts(prepared)
+    facts |= warm_start_facts(config if starting is None else starting)
     for digests in base_files.values():
         facts |= {f"{file} of the base model": digest for file, digest in digests.items()}
     facts |= {f"the version of {name}": number for name, number in versions().items()}
     return facts | {name: str(getattr(jax.config, name)) for name in NUMERICS}
 
 
-def adapter_facts(config: JobConfig, prepared: Prepared) -> Facts:
-    """Returns the digests of the files of all adapters."""
+def data_facts(prepared: Prepared) -> Facts:
+    """Returns the digests of the data of all adapters."""
     facts = {f"the data of {name}": digest for name, digest in prepared.digests().items()}
-    facts |= {f"the held-out data of {name}": digest for name, digest in eval_digests(prepared).items()}
-    for name, digests in warm_start_digests(config).items():
-        facts |= {f"{file} of the warm start of {name}": digest for file, digest in digests.items()}
-    return facts
+    return facts | {f"the held-out data of {name}": digest for name, digest in eval_digests(prepared).items()}
+
+
+def warm_start_facts(config: JobConfig) -> Facts:
+    """Returns the digests of the files of all warm starts."""
+    return {
+        f"{file} of the warm start of {name}": digest
+        for name, digests in warm_start_digests(config).items()
+        for file, digest in digests.items()
+    }
 
 
 def run_facts(record: Mapping[str, Any], plan: Plan, slots: Sequence[int], drop: Sequence[str]) -> Facts:
@@ -99,7 +113,7 @@ def disagreement_on(config: JobConfig, adapters: Sequence[AdapterConfig]) -> str
     if new:
         only = config.model_copy(update={"adapters": tuple(new)})
         try:
-            facts = adapter_facts(only, prepare(only))
+            facts = data_facts(prepare(only)) | warm_start_facts(only)
         except (LoraFusionError, OSError) as problem:
             facts = {"reading its files": str(problem).splitlines()[0]}
     found = differences([json.loads(answer) for answer in answers_of_all(json.dumps(facts))])

@@ -93,15 +93,16 @@ def _continue_run(
         check_record(record, prepared, before, found.position.get("plan"))
         check_settings(folder.recorded_config(), settings)
         base_files = checked_base(record, config, verify_base)
-        if found.slot is None:
-            read_warm_starts(config)  # reports a missing folder
-            check_warm_starts(record.get("warm_starts", {}), config)
+        begun = found.position.get("adapters", {})  # of these the checkpoint holds later weights
+        starting = select_adapters(config, [adapter.name for adapter in config.adapters if adapter.name not in begun])
+        read_warm_starts(starting)  # reports a missing folder
+        check_warm_starts(record.get("warm_starts", {}), starting)
         folder.check_record_file()
         present = select_adapters(config, initial_adapters(config, found, recorded_changes(folder)))
         prepared = read_references(folder.path, record, config, prepared, adapters_with_references(present))
         failed = [name for name, what in status.items() if what == "failed"]
         plan = plan_for_mesh(before, config, found.slot or 0, drop=drop, failed=failed)
-    check_agreement(job_facts(config, prepared, base_files))
+    check_agreement(job_facts(config, prepared, base_files, starting))
     after = -1 if found.slot is None else found.slot  # -1: keep no rows, not even those before the first slot
     all_listeners = local_listeners(listeners, lambda: Recorder(folder.path, resume_slot=after))
     for notice in _folder_notices(folder, found, record, damaged_exports):
