@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 
 import pytest
 from mixed import assert_equal, read_trained, write_mixed_job
 from more_cases import nightly
 
-from lorafusion_jax.checkpoint import folder as run_folder
+from lorafusion_jax.checkpoint.transition import NEXT
 from lorafusion_jax.config import load_config
 from lorafusion_jax.data.prepare import prepare
 from lorafusion_jax.errors import CheckpointError, ConfigError
@@ -119,39 +120,59 @@ def test_a_run_goes_on_elsewhere(cut_runs, mesh, overrides):
 
 
 def test_a_move_may_be_cut_anywhere(cut_runs, monkeypatch):
-    """Killed after each file that a move writes, then after a step that no checkpoint has seen."""
+    """Killed after each file that a move puts in its place, then after a step that no checkpoint has seen."""
     run, whole = cut_runs({}, {})
     folder, overrides = RunFolder(run), REPLICAS
     slot = max(int(path.name) for path in folder.state.iterdir())
-    wanted = plan_for_mesh(folder.read_plan(), apply_resume_overrides(folder.read_config(), overrides), slot)
+    old = folder.read_config(), folder.read_plan()
+    settings = apply_resume_overrides(old[0], overrides)
+    new = settings, plan_for_mesh(old[1], settings, slot)
     (run / "timeline.json").write_text("of the sitting before")
 
-    write, written = run_folder.replace_text, []
+    rename = Path.replace
 
-    def killed(count: int):
-        def write_and_die(path, text):
-            write(path, text)
-            written.append(path.name)
-            if len(written) == count:
-                raise PowerCut
+    def killed(again: list[str], last: str) -> list[str]:
+        """Resumes, and kills that after the rename that puts `last` in place. Returns what was put in place."""
+        placed: list[str] = []
 
-        written.clear()
-        monkeypatch.setattr(run_folder, "replace_text", write_and_die)
-        with pytest.raises(PowerCut):
-            resume(run, overrides)
-        monkeypatch.setattr(run_folder, "replace_text", write)
+        def rename_and_die(path, target):
+            moved = rename(path, target)
+            if Path(target).parent == run:
+                placed.append(_kind(Path(target).name))
+                if placed[-1] == last:
+                    raise PowerCut
+            return moved
 
-    for count in (1, 2, 3, 4):
-        killed(count)
-    assert written == ["run.json", "config.yaml", "run.json", "plan.json"]
-    assert folder.read_plan() == wanted
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "replace", rename_and_die)
+            with pytest.raises(PowerCut):
+                resume(run, again)
+        return placed
+
+    prepared, places = ["next plan.json", "next config.yaml"], ["plan.json", "config.yaml"]
+    for count, last in enumerate(prepared, 1):
+        assert killed(overrides, last) == prepared[:count]
+        assert (folder.read_config(), folder.read_plan()) == old, "what is prepared is not the run's yet"
+    assert killed(overrides, "run.json") == [*prepared, "run.json"]
+    assert (folder.read_config(), folder.read_plan()) == new, "run.json is the whole move"
     assert not (run / "timeline.json").exists(), "its slots are not those of this plan"
+    for count, last in enumerate(places):
+        assert killed([], last) == [places[count]]
+        assert (folder.read_config(), folder.read_plan()) == new
 
     with pytest.raises(PowerCut):
         resume(run, listeners=[power_cut(after="started")])
     assert resume(run).exit_code == 0
-    assert folder.read_plan() == wanted
+    assert (folder.read_config(), folder.read_plan()) == new
+    assert not list(run.glob(f".*{NEXT}"))
     assert_equal(whole, read_trained(run), TOLERANCE)
+
+
+def _kind(name: str) -> str:
+    """The file of a name; "next" is before one that is only prepared."""
+    if not name.endswith(NEXT):
+        return name
+    return "next " + next(file for file in ("plan.json", "config.yaml") if name.startswith(f".{file}."))
 
 
 @pytest.fixture(scope="module")
@@ -174,7 +195,11 @@ def test_a_plan_changes_only_where_it_must(planned):
     moved = plan_for_mesh(plan, elsewhere, 3)
     assert moved.slots[:3] == plan.slots[:3]
     assert plan_for_mesh(moved, elsewhere, 3) is plan_for_mesh(moved, elsewhere, 5) is moved
-    assert plan_for_mesh(moved, config, moved.num_slots) is moved, "nothing is left to plan"
+    ended = plan_for_mesh(moved, config, moved.num_slots)
+    assert ended.slots == moved.slots, "nothing is left to plan"
+    assert (ended.num_stages, ended.data_parallel) == (plan.num_stages, plan.data_parallel)  # of what requests add
+    assert plan_for_mesh(ended, config, moved.num_slots) is ended
+    assert plan_for_mesh(moved, elsewhere, moved.num_slots) is moved
     back = plan_for_mesh(moved, elsewhere, 2)  # slot 2 was run for 2 stages, and the checkpoint after it is gone
     assert [layout.end for layout in back.layouts] == [2, back.num_slots]
 
@@ -183,14 +208,16 @@ def test_a_checkpoint_goes_on_with_its_plan_or_a_later_one(planned):
     config, prepared, plan = planned
     moved = plan_for_mesh(plan, apply_resume_overrides(config, ["mesh.stages=1"]), 3)
     record = make_record(config, prepared, plan, {}, {})
-    with pytest.raises(CheckpointError, match=r"run\.other-plan"):
-        check_record(record, prepared, moved)
+    check_record(record, prepared, plan, plan.digest)
+    for of_run, saved_with in ((moved, plan), (moved, moved), (plan, moved)):
+        with pytest.raises(CheckpointError, match=r"run\.other-plan"):
+            check_record(record, prepared, of_run, saved_with.digest)
     record |= {"moves": [{"plan": moved.digest}]}
-    check_record(record, prepared, plan, plan.digest)  # killed before the new plan was there
     check_record(record, prepared, moved, plan.digest)
     check_record(record, prepared, moved, moved.digest)
-    with pytest.raises(CheckpointError, match=r"run\.other-plan"):
-        check_record(record, prepared, plan, moved.digest)
+    for saved_with in (plan, moved):  # run.json names a plan only once it is there, so no kill leaves the old one
+        with pytest.raises(CheckpointError, match=r"run\.other-plan"):
+            check_record(record, prepared, plan, saved_with.digest)
 
 
 @pytest.mark.parametrize(
