@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 MAX_BASE_BYTES = 8 * 2**20
-ADAPTERS = ("ask", "cards", "module", "reference")
+ADAPTERS = ("ask", "brief", "cards", "module", "reference")
 EQUAL = ("data.eval=null", "lora.rank=4", "lora.targets=[q_proj, down_proj]", "optim.name=adamw")
 QUICK = (
     "train.max_steps=1",

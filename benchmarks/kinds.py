@@ -1,0 +1,112 @@
+"""What does a decoder layer cost with DoRA, VeRA and LoRA-FA adapters, beside LoRA and the frozen layer?
+
+    python -m benchmarks.kinds --out results/kinds    # one GPU, two minutes
+    python -m benchmarks.kinds --out /tmp/try --small  # in miniature on a CPU
+
+One layer of Llama-3.1-8B's shape, 8192 tokens in eight samples, four adapters of rank 16 without dropout, bfloat16,
+forward and backward. A mixed microbatch has one adapter of each kind. VeRA also runs at PEFT's default rank of 256.
+All variants are compiled first and timed in turns. Writes kinds.jsonl.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from benchmarks.conditions import conditions
+from benchmarks.workloads import SHAPES
+from lorafusion_jax.adapters.spec import AdapterSpec
+from lorafusion_jax.models import ModelConfig, Segments
+from lorafusion_jax.models.forward import layer_inputs
+from lorafusion_jax.models.layer import DecoderLayer
+from lorafusion_jax.modules import LoRAContext
+
+ADAPTERS, ROUNDS, CALLS = 4, 5, 10
+VARIANTS: dict[str, tuple[str, ...]] = {  # kinds of the microbatch's adapters
+    "frozen": (),
+    "lora": ("lora",) * ADAPTERS,
+    "dora": ("dora",) * ADAPTERS,
+    "vera": ("vera",) * ADAPTERS,
+    "vera of rank 256": ("vera",) * ADAPTERS,
+    "lora-fa": ("lora-fa",) * ADAPTERS,
+    "mixed": ("lora", "dora", "vera", "lora-fa"),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--small", action="store_true", help="tiny shapes, for a CPU")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    shape, T = (SHAPES["tiny"], 256) if args.small else (SHAPES["8b"], 8192)
+    runs: dict[str, Callable[[], Any]] = {}
+    rows: list[dict[str, Any]] = [{"section": "conditions", **conditions()}]
+    for name, kinds in VARIANTS.items():
+        try:
+            runs[name] = _compiled(ModelConfig(**(shape | {"num_layers": 1})), kinds, T, 256 if "256" in name else 16)
+        except Exception as problem:  # a variant that a device cannot run is a row, too
+            rows.append({"variant": name, "failed": str(problem).splitlines()[0][:200]})
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(ROUNDS):
+        for name, run in runs.items():
+            times[name].append(_seconds(run))
+    medians = {name: statistics.median(seconds) for name, seconds in times.items()}
+    rows += [
+        {"variant": name, "us": 1e6 * median, "over_frozen": median / medians["frozen"],
+         "over_lora": median / medians["lora"]}
+        for name, median in medians.items()
+    ]  # fmt: skip
+    with (args.out / "kinds.jsonl").open("a", encoding="utf-8") as file:
+        for row in rows:
+            print(json.dumps(row), flush=True)
+            file.write(json.dumps(row) + "\n")
+
+
+def _compiled(config: ModelConfig, kinds: tuple[str, ...], T: int, rank: int) -> Callable[[], Any]:
+    """Forward and backward of one layer, compiled; checks that its results are finite."""
+    specs = [
+        AdapterSpec(name=f"a{n}", rank=rank, alpha=2 * rank, dropout=0.0, seed=n, kind=kind)
+        for n, kind in enumerate(kinds)
+    ]
+    tiles = 64
+    table = jnp.arange(tiles, dtype=jnp.int32) * max(len(kinds), 1) // tiles
+    segments = jax.tree.map(jnp.asarray, Segments.from_lengths([T // 8] * 8, T))
+    x = jax.random.normal(jax.random.key(1), (T, config.hidden_size), jnp.bfloat16)
+    positions = jnp.arange(T) % (T // 8)
+    layer = DecoderLayer(config, specs, number=0, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    graph, lora, frozen = nnx.split(layer, nnx.LoRAParam, ...)
+
+    def passes(x, lora, frozen):
+        context = LoRAContext.of(specs, table, row_key=jnp.arange(T, dtype=jnp.uint32)) if specs else None
+        inputs = layer_inputs(config, positions, segments, context)
+        y, pullback = jax.vjp(lambda x, lora: nnx.merge(graph, lora, frozen)(x, inputs), x, lora)
+        return y, pullback(y)
+
+    run = partial(jax.jit(passes), x, lora, frozen)
+    for leaf in jax.tree.leaves(run()):
+        assert bool(jnp.isfinite(leaf.astype(jnp.float32)).all()), kinds
+    return run
+
+
+def _seconds(run: Callable[[], Any]) -> float:
+    jax.block_until_ready(run())
+    began = time.perf_counter()
+    for _ in range(CALLS - 1):
+        run()
+    jax.block_until_ready(run())
+    return (time.perf_counter() - began) / CALLS
+
+
+if __name__ == "__main__":
+    main()
