@@ -73,6 +73,7 @@ def test_rates_count_tokens_in_the_slots(rows):
 def test_joint_training_has_the_highest_density(tmp_path):
     """Times of a busy CPU say nothing, the plans do."""
     rest = {"layers": 2, "stages": 2, "data": 1, "batch": 8, "set": [], "layers_per_stage": None, "out": tmp_path}
+    rest["objective"] = "sft"
     bench, mesh = Bench(Namespace(**SMALL, **rest)), MeshSettings(stages=2)
     plans = {name: bench.planned(VARIANTS[name], "mix", mesh, 6)[-1] for name in (*BOTH, "single_xla")}
     density = {name: sum(p.tokens for p in own) / sum(p.room for p in own) for name, own in plans.items()}

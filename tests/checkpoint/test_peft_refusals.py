@@ -84,7 +84,6 @@ def test_a_missing_layer_in_between_is_noticed(folder):
 def test_every_unsupported_option_is_named(folder):
     edit_config(
         folder,
-        use_dora=True,
         bias="all",
         modules_to_save=["lm_head"],
         rank_pattern={"(q|v)_proj": 4},
@@ -97,7 +96,6 @@ def test_every_unsupported_option_is_named(folder):
     assert {error.code for error in errors} == {"peft.unsupported"}
     told = " ".join(error.what for error in errors)
     names = (
-        "use_dora",
         "bias='all'",
         "modules_to_save",
         "rank_pattern",

@@ -166,11 +166,11 @@ def test_own_layers_are_checked_and_used(lorafusion, large):
 
 def test_a_model_that_cannot_be_run_is_planned_without_predictions(lorafusion, large):
     config = json.loads((large.folder / "large" / "config.json").read_text())
-    (large.folder / "large" / "config.json").write_text(json.dumps(config | {"hidden_act": "gelu"}))
+    (large.folder / "large" / "config.json").write_text(json.dumps(config | {"hidden_act": "quick_gelu"}))
     numbers = plan(lorafusion, large)
     assert (numbers["memory"], numbers["predicted"]) == (None, None)
     assert (
-        "no times and no memory are predicted: this model is not supported: hidden_act 'gelu'" in numbers["warnings"][0]
+        "no times and no memory are predicted: this model is not supported: hidden_act 'quick_gelu'" in numbers["warnings"][0]
     )
 
 

@@ -331,4 +331,8 @@ def test_all_texts_of_a_sample_must_fit_into_a_microbatch(job, capsys):
 def test_a_finished_adapter_is_a_peft_folder_with_its_objective_on_record(job, tmp_path, capsys):
     folder = trained(job(), tmp_path / "run", capsys) / "adapters" / "pref" / "latest"
     assert json.loads((folder / "adapter_config.json").read_text())["peft_type"] == "LORA"
-    assert json.loads((folder / "run.json").read_text())["adapter"]["objective"] == {"name": "pairwise", "beta": BETA}
+    assert json.loads((folder / "run.json").read_text())["adapter"]["objective"] == {
+        "name": "pairwise",
+        "beta": BETA,
+        "reference": None,
+    }

@@ -82,12 +82,9 @@ def test_every_op_has_the_same_files(op):
         "chunks",
         "describe",
         "extra_ranks",
-        "layout",
-        "partition",
+        "mesh",
         "passes",
-        "shard",
         "split_graph",
-        "split_weight",
     }
 
 
