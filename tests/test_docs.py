@@ -23,7 +23,9 @@ NAMES = [path.name for path in PAGES]
 def blocks(page: Path, *languages: str) -> list[str]:
     return [text for _, language, text in BLOCK.findall(page.read_text(encoding="utf-8")) if language in languages]
 
+
 NAMES_OF_JOBS = {"objectives.md": ["chat", "helpful", "polite", "maths"]}
+
 
 @pytest.mark.parametrize("page", [path for path in PAGES if blocks(path, "python")], ids=lambda path: path.name)
 def test_python_runs(page, tmp_path, monkeypatch):

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from lorafusion_jax.adapters.spec import ALL_LINEAR, resolve_targets
 from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.checkpoint.warm_start import read_warm_starts
 from lorafusion_jax.checkpoint.warm_start_base import check_start_bases
 from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.schema import JobConfig
-from lorafusion_jax.config.specs import adapter_specs
 from lorafusion_jax.data.prepare import Prepared, prepare
-from lorafusion_jax.errors import CheckpointError, ConfigError, ErrorList, LoraFusionError, raise_all
+from lorafusion_jax.errors import CheckpointError, ConfigError, ErrorList, LoraFusionError, raise_all, unique
+from lorafusion_jax.layout.layer import PATHS
 from lorafusion_jax.planning.stages import stage_layers
 from lorafusion_jax.weights.checkpoint_formats import check_stored_as
 from lorafusion_jax.weights.table import NONE, check_kernels
@@ -47,7 +48,7 @@ def layer_problems(config: JobConfig) -> tuple[list[str], list[LoraFusionError]]
         check_stored_as(quantize, model.checkpoint_format, where=str(directory))
         for layer in model.kinds:
             check_kernels(quantize, layer.kernel_shapes())
-        adapter_specs(config)
+        raise_all(_targets_of_others(config, model))
         stage_layers(model, mesh.stages, mesh.layers)
     except CheckpointError as problem:
         if mesh.stages == 1 and mesh.layers is None and quantize == NONE:
@@ -58,3 +59,16 @@ def layer_problems(config: JobConfig) -> tuple[list[str], list[LoraFusionError]]
     except ErrorList as problem:
         return [], list(problem.errors)
     return [], []
+
+
+def _targets_of_others(config: JobConfig, model: ModelConfig) -> list[LoraFusionError]:
+    """Targets that other families have and this base has not; names that no family has are errors of the job file."""
+    errors: list[LoraFusionError] = []
+    for adapter in config.adapters:
+        targets = adapter.lora.targets
+        names = [name for name in ([targets] if isinstance(targets, str) else targets) if name in PATHS]
+        try:
+            resolve_targets(names or ALL_LINEAR, model.targets)
+        except LoraFusionError as problem:
+            errors += getattr(problem, "errors", [problem])
+    return list(unique(errors))

@@ -170,7 +170,8 @@ def test_a_model_that_cannot_be_run_is_planned_without_predictions(lorafusion, l
     numbers = plan(lorafusion, large)
     assert (numbers["memory"], numbers["predicted"]) == (None, None)
     assert (
-        "no times and no memory are predicted: this model is not supported: hidden_act 'quick_gelu'" in numbers["warnings"][0]
+        "no times and no memory are predicted: this model is not supported: hidden_act 'quick_gelu'"
+        in numbers["warnings"][0]
     )
 
 
