@@ -8,10 +8,12 @@ from pathlib import Path
 from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.checkpoint.peft import read_adapter
 from lorafusion_jax.checkpoint.peft_leaves import exported_spec
+from lorafusion_jax.config.references import adapters_with_references
 from lorafusion_jax.config.specs import adapter_specs
 from lorafusion_jax.data.prepare import prepare
 from lorafusion_jax.pipeline.session import Session
 from lorafusion_jax.report.summary import final_rows
+from lorafusion_jax.training.stored_references import read_references
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +40,7 @@ def verify_exports(run: Path) -> dict[str, Check]:
     """Evaluates every exported adapter that has held-out data. Returns adapter → check."""
     folder = RunFolder(run)
     config = folder.read_config()
-    prepared = prepare(config)
+    prepared = read_references(run, folder.read_record(), config, prepare(config), adapters_with_references(config))
     specs = [exported_spec(spec) for spec in adapter_specs(config)]
     session = Session.open(config, prepared, specs)
     exported = {place: folder.latest(spec.name) for place, spec in enumerate(specs)}
