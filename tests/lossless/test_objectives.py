@@ -18,6 +18,7 @@ from lorafusion_jax.config import load_config
 from lorafusion_jax.config.join import read_joining
 from lorafusion_jax.report.recorder import read_rows
 from lorafusion_jax.training import RunFolder, train
+from lorafusion_jax.training.verify import verify_exports
 
 TOLERANCE = 1e-5  # float32 sums in another order, carried along by Adam for a few steps
 NAMES = ("law", "dpo", "kto", "grpo", "orpo")
@@ -57,7 +58,7 @@ def job(tmp_path_factory, tiny_base):
         entries = [
             {
                 "name": name,
-                "data": {"train": f"{name}.jsonl"},
+                "data": {"train": f"{name}.jsonl"} | ({"eval": "dpo.jsonl"} if name == "dpo" else {}),
                 "objective": OBJECTIVES[name],
                 "batch": {"global_samples": GLOBAL[name]},
                 "seed": NAMES.index(name),
@@ -113,6 +114,11 @@ def test_all_objectives_meet_in_a_microbatch_and_learn(joint):
     assert {"rewards/chosen", "rewards/accuracies", "logps/rejected"} <= steps(joint, "dpo")[0].keys()
     assert {"kl", "rewards/chosen"} <= steps(joint, "kto")[0].keys()
     assert steps(joint, "grpo")[0]["kl"] == pytest.approx(0, abs=1e-6)
+
+
+def test_an_exported_folder_has_the_held_out_loss_of_the_end(joint):
+    checks = verify_exports(joint)
+    assert {name: check.same for name, check in checks.items()} == {"dpo": True}
 
 
 @pytest.mark.parametrize("name", ["dpo", nightly("law"), nightly("kto"), nightly("grpo"), nightly("orpo")])
