@@ -61,7 +61,7 @@ def test_ratios_are_of_one_run_and_products_of_their_factors(monkeypatch):
 def test_every_run_has_a_folder_that_names_its_script():
     assert [path.name for path in RESULTS.iterdir() if not path.is_dir()] == []
     for folder in RESULTS.iterdir():
-        name = re.fullmatch(r"(\w+?)_(?:h200_|cpu_)?\d{4}-\d\d-\d\d[a-z]?(?:_\w+)?", folder.name)
+        name = re.fullmatch(r"(\w+?)_(?:h200_|h100_|cpu_)?\d{4}-\d\d-\d\d[a-z]?(?:_\w+)?", folder.name)
         assert name, folder.name
         assert name[1] in SCRIPTS, folder.name
 
