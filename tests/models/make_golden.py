@@ -1,7 +1,7 @@
 """Writes small random models of every family with what `transformers` and `peft` compute of them, in float32.
 
-    python3.11 -m venv /tmp/peft && /tmp/peft/bin/pip install torch==2.13.0 transformers==5.23.0 peft==0.21.2
-    /tmp/peft/bin/python tests/models/make_golden.py [case …]
+    python3.11 -m venv reference && reference/bin/pip install torch==2.13.0 transformers==5.23.0 peft==0.21.2
+    reference/bin/python tests/models/make_golden.py [case …]
 
 Each folder of golden/ is a Hugging Face model directory plus `adapter` (a PEFT folder with LoRA on all projections) and
 expected.safetensors: tokens, logits of the base, logits and loss with the adapter, and the gradients of the adapter.
