@@ -10,6 +10,7 @@ from lorafusion_jax.checkpoint.warm_start import read_warm_starts
 from lorafusion_jax.checkpoint.warm_start_base import check_start_bases
 from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.schema import JobConfig
+from lorafusion_jax.config.specs import adapter_specs
 from lorafusion_jax.data.prepare import Prepared, prepare
 from lorafusion_jax.errors import CheckpointError, ConfigError, ErrorList, LoraFusionError, raise_all, unique
 from lorafusion_jax.layout.layer import PATHS
@@ -49,6 +50,7 @@ def layer_problems(config: JobConfig) -> tuple[list[str], list[LoraFusionError]]
         for layer in model.kinds:
             check_kernels(quantize, layer.kernel_shapes())
         raise_all(_targets_of_others(config, model))
+        _check_specs(config)
         stage_layers(model, mesh.stages, mesh.layers)
     except CheckpointError as problem:
         if mesh.stages == 1 and mesh.layers is None and quantize == NONE:
@@ -72,3 +74,11 @@ def _targets_of_others(config: JobConfig, model: ModelConfig) -> list[LoraFusion
         except LoraFusionError as problem:
             errors += getattr(problem, "errors", [problem])
     return list(unique(errors))
+
+
+def _check_specs(config: JobConfig) -> None:
+    """Raises what a specification refuses, such as dropout of a kind without it; targets are checked elsewhere."""
+    try:
+        adapter_specs(config)
+    except LoraFusionError as problem:
+        raise_all([error for error in getattr(problem, "errors", [problem]) if error.code != "lora.unknown-target"])
