@@ -123,7 +123,9 @@ def quick_compiles(tmp_path_factory):
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent
-    kept = os.environ.get("LORAFUSION_TEST_PROGRAMS")  # a folder that outlives a session, for who runs a file many times
+    kept = os.environ.get(
+        "LORAFUSION_TEST_PROGRAMS"
+    )  # a folder that outlives a session, for who runs a file many times
     shared = {
         "jax_compilation_cache_dir": kept or str(folder / "programs"),
         "jax_persistent_cache_min_compile_time_secs": 0.0,

@@ -17,6 +17,7 @@ from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.layout.extent import Extent, counts_of
 from lorafusion_jax.layout.layer import RematPolicy
 from lorafusion_jax.planning import memory, ranks
+from lorafusion_jax.planning.memory.problem import FLOAT32
 from lorafusion_jax.planning.pauses import Pauses, predicted_pauses
 from lorafusion_jax.planning.rebalance import Moved, rebalanced
 from lorafusion_jax.planning.stages import SAMPLE_TOKENS, modelled_costs, stage_layers, worth_in_layers
@@ -256,8 +257,8 @@ def predicted_parameters(config: JobConfig, model: ModelConfig) -> PredictedPara
     problem = memory.memory_problem(config, model)
     stages = memory.stage_memory(problem)
     held = {"weights": "adapters", "gradients": "sums", "moments": "optimizers"}
-    stored = {what: sum(getattr(stage, field) for stage in stages) // memory.FLOAT32 for what, field in held.items()}
-    return PredictedParameters(own=memory.own_parameters(problem), stored=stored)
+    stored = {what: sum(getattr(stage, field) for stage in stages) // FLOAT32 for what, field in held.items()}
+    return PredictedParameters(own=memory.trainable_parameters(problem), stored=stored)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from lorafusion_jax.errors import RunError
 from lorafusion_jax.machine import prepare_machine
 from lorafusion_jax.models import ModelConfig
 from lorafusion_jax.pipeline import base
-from lorafusion_jax.planning.memory import memory_problem
+from lorafusion_jax.planning.memory import kernels_run, memory_problem
 from lorafusion_jax.report.record import other_table
 from lorafusion_jax.tuning_table import table_folder, table_path, use_tables
 from pallas_kernels import config_store
@@ -176,10 +176,10 @@ def test_memory_is_planned_for_the_implementations_of_the_table(wide_config):
     (calls,) = calls_of_job(config, model)
     problem = memory_problem(config, model)
     store.save(table_of(KIND, rows_of(calls, xla=150.0, pallas_triton=100.0)), table_path(KIND))
-    assert not on_l40s(base.memory_problem_here, config, model).packed_bits
+    assert not kernels_run(on_l40s(base.memory_problem_here, config, model))
     use_tables()
-    assert on_l40s(base.memory_problem_here, config, model).packed_bits
-    assert problem.packed_bits  # a plan without a device is one for Hopper
+    assert kernels_run(on_l40s(base.memory_problem_here, config, model))
+    assert kernels_run(problem)  # a plan without a device is one for Hopper
 
 
 @pytest.fixture

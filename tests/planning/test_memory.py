@@ -11,13 +11,12 @@ from shapes import LLAMA_8B, LLAMA_70B
 from lorafusion_jax.adapters.spec import TARGETS, AdapterSpec
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.layout.extent import Extent, extents
-from lorafusion_jax.layout.layer import PATHS
+from lorafusion_jax.layout.layer import PATHS, REMAT_POLICIES
 from lorafusion_jax.models import ModelConfig
 from lorafusion_jax.planning.memory import (
     ALLOCATOR_USABLE,
     DEVICE_BYTES,
     GIB,
-    REMAT_POLICIES,
     MemoryProblem,
     advice,
     choose_remat,
@@ -26,8 +25,8 @@ from lorafusion_jax.planning.memory import (
     largest_capacity,
     memory_problem,
     most_halves,
-    own_parameters,
     stage_memory,
+    trainable_parameters,
     working_memory,
 )
 from lorafusion_jax.planning.stages import split_layers
@@ -98,7 +97,7 @@ def test_adapters_are_held_at_their_own_ranks_and_targets():
     own = 32 * sum(rank * sum(sum(shapes[name]) for name in targets) for rank, targets in ranks.values())
     assert stage.adapters == stage.sums == 4 * own
     assert stage.optimizers == 2 * 4 * own
-    assert own_parameters(problem(LLAMA_8B, adapters)) == own
+    assert trainable_parameters(problem(LLAMA_8B, adapters)) == own
 
 
 def test_a_pass_holds_the_adapters_of_one_microbatch():

@@ -1,0 +1,134 @@
+"""Peak memory of each stage, and the settings that fit a device."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass, replace
+
+from lorafusion_jax.config.model import ModelConfig
+from lorafusion_jax.layout.extent import Extent
+from lorafusion_jax.layout.layer import REMAT_POLICIES, RematPolicy
+from lorafusion_jax.optim.table import optimizer
+from lorafusion_jax.planning.memory.device import GATHERING, USABLE
+from lorafusion_jax.planning.memory.problem import FLOAT32, MemoryProblem
+from lorafusion_jax.planning.memory.saved import kept_per_layer
+from lorafusion_jax.planning.memory.stored import adapter_bytes, constant_bytes, frozen_bytes
+from lorafusion_jax.planning.memory.working import working_memory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageMemory:
+    """Bytes on one device of a stage, by purpose."""
+
+    frozen: int
+    adapters: int
+    sums: int
+    optimizers: int
+    kept: int
+    batches: int
+    working: int
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, name) for name in self.__dataclass_fields__)
+
+
+def stage_memory(problem: MemoryProblem) -> tuple[StageMemory, ...]:
+    """Computes the peak memory on one device of each stage.
+
+    Stage s of 1F1B holds weights and states, the saved tensors of S - s microbatches, and the working memory of its
+    largest program.
+    """
+    return tuple(_stage(problem, stage) for stage in range(problem.num_stages))
+
+
+def _stage(problem: MemoryProblem, stage: int) -> StageMemory:
+    in_flight = problem.num_stages - stage
+    pieces = problem.layers[stage].pieces
+    kept = sum(sum(kept_per_layer(problem, piece.half, piece.layer).values()) for piece in pieces)
+    adapters = adapter_bytes(problem, stage)
+    slopes = problem.item * problem.capacity_tokens * problem.model.hidden_size if problem.is_last(stage) else 0
+    return StageMemory(
+        frozen=frozen_bytes(problem, stage),
+        adapters=sum(adapters) + constant_bytes(problem, stage),
+        sums=sum(adapters),
+        optimizers=sum(
+            round(optimizer(name).states_per_weight * size)
+            for name, size in zip(problem.optimizers, adapters, strict=True)
+        ),
+        kept=in_flight * kept + slopes,
+        # eight int32 or float32 per row, and rotary tables
+        batches=in_flight * FLOAT32 * problem.capacity_tokens * (8 + 2 * _rope_channels(problem.model)),
+        working=max(working_memory(problem, stage).values()),
+    )
+
+
+def _rope_channels(model: ModelConfig) -> int:
+    return sum(rope.channels or model.head_dim for rope in model.ropes)
+
+
+def choose_remat(problem: MemoryProblem, device_bytes: int, *, usable: float = USABLE) -> RematPolicy:
+    """Returns the fastest policy that fits every stage, or `nothing` if none does.
+
+    Args:
+        device_bytes: memory of the device, or with `usable=ALLOCATOR_USABLE` the limit of its allocator.
+    """
+    for remat in REMAT_POLICIES:
+        if fits(replace(problem, remat=remat), device_bytes, usable=usable):
+            return remat
+    return "nothing"
+
+
+def fits(problem: MemoryProblem, device_bytes: int, *, usable: float = USABLE) -> bool:
+    """Whether every stage fits into the usable memory of a device."""
+    if problem.fsdp > 1:
+        usable -= GATHERING
+    return max(stage.total for stage in stage_memory(problem)) <= usable * device_bytes
+
+
+def advice(problem: MemoryProblem, device_bytes: int, *, tile_tokens: int = 128, usable: float = USABLE) -> str:
+    """Suggests a setting with which the job fits; empty if it already fits.
+
+    It suggests the largest capacity that fits or another remat policy, or more devices if the weights alone do not fit.
+    """
+    if fits(problem, device_bytes, usable=usable):
+        return ""
+    smaller: list[str] = []
+    for remat in REMAT_POLICIES[REMAT_POLICIES.index(problem.remat) :]:
+        tokens = largest_capacity(replace(problem, remat=remat), device_bytes, tile_tokens=tile_tokens, usable=usable)
+        if tokens >= problem.capacity_tokens:
+            return " or ".join([*smaller, f"train.remat: {remat}"])
+        if tokens and not smaller:
+            smaller = [f"batch.capacity_tokens: {tokens}"]
+    return smaller[0] if smaller else "more mesh.stages or mesh.fsdp: the weights alone are too large"
+
+
+def largest_capacity(
+    problem: MemoryProblem, device_bytes: int, *, tile_tokens: int = 128, usable: float = USABLE
+) -> int:
+    """Returns the largest multiple of a tile, up to the problem's capacity, that fits; 0 if none does."""
+    low, high = 0, problem.capacity_tokens // tile_tokens
+    while low < high:
+        middle = (low + high + 1) // 2
+        if fits(replace(problem, capacity_tokens=middle * tile_tokens), device_bytes, usable=usable):
+            low = middle
+        else:
+            high = middle - 1
+    return low * tile_tokens
+
+
+def most_halves(problem: MemoryProblem, room: int) -> list[int]:
+    """Number of half layers that fit each stage in `room` bytes, for any first half; at least two."""
+
+    stop = problem.layers[-1].stop
+
+    def size(stage: int, halves: int) -> int:
+        extents = [Extent(first, first + halves) for first in (0, 1) if first + halves <= stop]
+        splits = [(*problem.layers[:stage], extent, *problem.layers[stage + 1 :]) for extent in extents]
+        return max(_stage(replace(problem, layers=layers), stage).total for layers in splits)
+
+    possible = range(3, stop + 1)
+    return [
+        2 + bisect_right(possible, room, key=lambda halves, stage=stage: size(stage, halves))
+        for stage in range(problem.num_stages)
+    ]

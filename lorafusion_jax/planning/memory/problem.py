@@ -1,0 +1,88 @@
+"""Everything that the memory of a run depends on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lorafusion_jax.adapters.spec import AdapterSpec
+from lorafusion_jax.config.model import ModelConfig
+from lorafusion_jax.config.schema import JobConfig
+from lorafusion_jax.config.specs import adapter_specs
+from lorafusion_jax.layout.extent import Extent
+from lorafusion_jax.layout.layer import RematPolicy
+from lorafusion_jax.objective.chunks import DEFAULT_CHUNK
+from lorafusion_jax.planning.stages import stage_layers
+from lorafusion_jax.weights.table import NONE
+from pallas_kernels import policy
+
+FLOAT32 = 4  # bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryProblem:
+    """Everything that the memory of a run depends on.
+
+    Args:
+        model: shapes.
+        adapters: in stacking order.
+        optimizers: name of each adapter's optimizer.
+        layers: layers of each stage.
+        capacity_tokens: T.
+        fsdp: number of devices that share the frozen weights of a stage.
+        block_layers: layers per program (None: chosen).
+        remat: rematerialisation policy of the layers.
+        item: bytes per element of unquantised base weights and of activations.
+        quantize: storage of the layers' projections, see `weights.table`.
+        implementation: implementation of the LoRA ops (None: chosen).
+        attention: implementation of attention (None: chosen).
+        hopper: whether the devices are Hopper GPUs. On others XLA is the default.
+        measured: implementations that measured fastest on the devices.
+        tile_tokens: rows of a tile.
+        loss_chunk: as in `objective.token_losses`.
+    """
+
+    model: ModelConfig
+    adapters: tuple[AdapterSpec, ...]
+    optimizers: tuple[str, ...]
+    layers: tuple[Extent, ...]
+    capacity_tokens: int
+    fsdp: int = 1
+    block_layers: int | None = None
+    remat: RematPolicy = "gemm_inputs"
+    item: int = 2
+    quantize: str = NONE
+    implementation: str | None = None
+    attention: str | None = None
+    hopper: bool = True
+    measured: policy.Lookup = policy.nothing_measured
+    tile_tokens: int = 128
+    loss_chunk: int = DEFAULT_CHUNK
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.layers)
+
+    def is_last(self, stage: int) -> bool:
+        return stage == self.num_stages - 1
+
+
+def memory_problem(config: JobConfig, model: ModelConfig) -> MemoryProblem:
+    """Builds the problem of a job. `train.remat: auto` counts as everything (see `choose_remat`)."""
+    mesh, train = config.mesh, config.train
+    tokens = config.batch.largest
+    return MemoryProblem(
+        model=model,
+        adapters=tuple(adapter_specs(config)),
+        optimizers=tuple(adapter.optim.name for adapter in config.adapters),
+        layers=stage_layers(model, mesh.stages, mesh.layers, capacity_tokens=tokens),
+        capacity_tokens=tokens,
+        fsdp=mesh.fsdp,
+        block_layers=train.block_layers,
+        remat="everything" if train.remat == "auto" else train.remat,
+        item=4 if config.base.dtype == "float32" else 2,
+        quantize=config.base.quantize,
+        implementation=train.implementation,
+        tile_tokens=config.batch.tile_tokens,
+        attention=train.attention,
+        loss_chunk=train.loss_chunk,
+    )

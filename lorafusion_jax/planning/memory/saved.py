@@ -1,0 +1,56 @@
+"""Bytes that a layer saves from forward to backward, for one microbatch."""
+
+from __future__ import annotations
+
+from lorafusion_jax.families.layer import Layer
+from lorafusion_jax.layout.layer import HALVES, Half
+from lorafusion_jax.planning.memory.calls import (
+    attention_is_ours,
+    columns_of_s,
+    dropout_bits,
+    mlp_is_one_op,
+    scales_columns,
+    site_ranks,
+)
+from lorafusion_jax.planning.memory.problem import FLOAT32, MemoryProblem
+
+
+def kept_per_layer(problem: MemoryProblem, half: Half | None = None, number: int = 0) -> dict[str, int]:
+    """Bytes that one layer or half layer saves for one microbatch, by tensor.
+
+    `nothing` saves the layer's input; `gemm_inputs` saves what elementwise operations cannot recompute; `everything`
+    saves all residuals.
+
+    Args:
+        number: of the layer.
+    """
+    layer = problem.model.layer(number)
+    T, item = problem.capacity_tokens, problem.item
+    kept = {"x_in": item * T * problem.model.hidden_size}
+    if problem.remat == "nothing":
+        return kept
+    for part in HALVES if half is None else (half,):
+        kept |= _saved_tensors(problem, layer, part, alone=half == part) | _saved_by_lora(problem, layer, part)
+    return kept
+
+
+def _saved_tensors(problem: MemoryProblem, layer: Layer, half: Half, *, alone: bool) -> dict[str, int]:
+    fused = attention_is_ours(problem, layer) if half == "attention" else mlp_is_one_op(problem, layer)
+    kept = {}
+    for tensor in layer.saved:
+        wanted = tensor.policy == "gemm_inputs" or problem.remat == "everything"
+        left_out = (tensor.unfused and fused) or (tensor.entry and alone)
+        if tensor.half == half and wanted and not left_out:
+            item = FLOAT32 if tensor.float32 else problem.item
+            kept[tensor.name] = item * problem.capacity_tokens * tensor.width
+    return kept
+
+
+def _saved_by_lora(problem: MemoryProblem, layer: Layer, half: Half) -> dict[str, int]:
+    sites = [site for site, linears in layer.sites.items() if linears[0].half == half]
+    ranks, bits = site_ranks(problem, layer), dropout_bits(problem, layer)
+    rows = problem.item * problem.capacity_tokens
+    kept = {f"S of {site}": rows * columns_of_s(problem, layer, site) for site in sites if ranks[site]}
+    kept |= {f"dropout bits of {site}": bits[site] for site in sites if site in bits}
+    unscaled = [linear for site in sites for linear in layer.sites[site] if scales_columns(problem, linear.name)]
+    return kept | {f"unscaled {linear.name}": rows * linear.out_features for linear in unscaled}

@@ -1,0 +1,95 @@
+"""Bytes of the weights of a stage: the frozen model and the adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
+
+from lorafusion_jax.adapters.spec import AdapterSpec
+from lorafusion_jax.adapters.table import adapter_kind
+from lorafusion_jax.layout.layer import Half
+from lorafusion_jax.planning.memory.problem import FLOAT32, MemoryProblem
+from lorafusion_jax.weights.table import NONE, stored_kind
+
+
+def layer_bytes(problem: MemoryProblem, half: Half | None = None, fsdp: int = 1, number: int = 0) -> int:
+    """Stored bytes of the frozen tensors of a layer or half layer, on one of the devices that share them."""
+    layer = problem.model.layer(number)
+    shapes, kernels = layer.frozen_shapes(half), layer.kernel_shapes(half)
+    others = sum(_share(shape, fsdp) for name, shape in shapes.items() if name not in kernels)
+    return problem.item * others + kernel_bytes(problem, half, fsdp, number)
+
+
+def kernel_bytes(problem: MemoryProblem, half: Half | None = None, fsdp: int = 1, number: int = 0) -> int:
+    """The kernels' part of `layer_bytes`."""
+    kernels, kind = problem.model.layer(number).kernel_shapes(half).values(), stored_kind(problem.quantize)
+    if kind is None:
+        return problem.item * sum(_share(shape, fsdp) for shape in kernels)
+    arrays = (array for k, n in kernels for array in kind.arrays(k, n).values())
+    return sum(array.item * _share(array.shape, fsdp) for array in arrays)
+
+
+def frozen_bytes(problem: MemoryProblem, stage: int) -> int:
+    """Bytes of the tables at both ends. A tied table is shared if one stage has both ends."""
+    m = problem.model
+    table = _share((m.vocab_size, m.hidden_size), problem.fsdp)
+    tables = int(stage == 0) + int(problem.is_last(stage))
+    if m.tie_embeddings and problem.num_stages == 1:
+        tables = 1
+    pieces = problem.layers[stage].pieces
+    layers = sum(layer_bytes(problem, piece.half, problem.fsdp, piece.layer) for piece in pieces)
+    norm = m.hidden_size if problem.is_last(stage) else 0
+    return layers + problem.item * (tables * table + norm)
+
+
+def dequantised_bytes(problem: MemoryProblem, number: int) -> int:
+    """One layer's kernels, made to be used: in the model's dtype, or in another order of their bytes, next to the
+    widest input in as few bytes, where they multiply as they are."""
+    kind = stored_kind(problem.quantize)
+    if kind is None:
+        return 0
+    if kind.operand is None:
+        return kernel_bytes(replace(problem, quantize=NONE), number=number)
+    inner = problem.model.layer(number).mlp.inner
+    return kernel_bytes(problem, number=number) + problem.capacity_tokens * inner
+
+
+def _share(shape: Sequence[int], fsdp: int) -> int:
+    """Elements of a tensor on one device; matrices are sharded along an axis that divides."""
+    split = len(shape) > 1 and any(size % fsdp == 0 for size in shape)
+    return prod(shape) // fsdp if split else prod(shape)
+
+
+def adapter_bytes(problem: MemoryProblem, stage: int, *, trainable: bool = True) -> list[int]:
+    """Trainable tensors of a stage's layers in float32, per adapter, at its own rank, targets and kind.
+
+    Args:
+        trainable: False: those that are constant in training.
+    """
+    model = problem.model
+    pieces = [model.layer(piece.layer).linear_shapes(piece.half) for piece in problem.layers[stage].pieces]
+
+    def parameters(spec: AdapterSpec) -> int:
+        kind = adapter_kind(spec.kind)
+        shapes = [piece[name] for piece in pieces for name in spec.targets if name in piece]
+        return sum(
+            kind.num_parameters(in_features=k, out_features=n, rank=spec.rank, trainable=trainable) for k, n in shapes
+        )
+
+    return [FLOAT32 * parameters(spec) for spec in problem.adapters]
+
+
+def constant_bytes(problem: MemoryProblem, stage: int) -> int:
+    """Tensors of the adapters that training does not change; shared ones are on every stage once."""
+    shapes = problem.model.layer(0).linear_shapes().values()
+    largest = max(k for k, _ in shapes), max(n for _, n in shapes)
+    shared = sum(
+        prod(leaf.shape(*largest, spec.rank)) for spec in problem.adapters for leaf in adapter_kind(spec.kind).shared
+    )
+    return sum(adapter_bytes(problem, stage, trainable=False)) + FLOAT32 * shared
+
+
+def trainable_parameters(problem: MemoryProblem) -> int:
+    """Trainable numbers of all adapters, each at its own rank and targets."""
+    return sum(sum(adapter_bytes(problem, stage)) for stage in range(problem.num_stages)) // FLOAT32

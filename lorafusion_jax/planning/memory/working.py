@@ -1,0 +1,99 @@
+"""Temporary bytes of each program of a stage.
+
+T packed tokens · D model width · F MLP width · V vocabulary
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+
+from lorafusion_jax.adapters.spec import bank_columns, bank_rank
+from lorafusion_jax.adapters.table import leaves_of
+from lorafusion_jax.families.layer import Layer
+from lorafusion_jax.objective.chunks import chunk_rows
+from lorafusion_jax.planning.blocks import block_layers
+from lorafusion_jax.planning.memory.calls import kernels_run, mlp_is_one_op, runs_on_hopper, site_shape
+from lorafusion_jax.planning.memory.problem import FLOAT32, MemoryProblem
+from lorafusion_jax.planning.memory.saved import kept_per_layer
+from lorafusion_jax.planning.memory.stored import adapter_bytes, dequantised_bytes, layer_bytes
+from pallas_kernels import policy
+
+
+def working_memory(problem: MemoryProblem, stage: int) -> dict[str, int]:
+    """Temporary bytes of each program of a stage; the largest one counts."""
+    m, T, item = problem.model, problem.capacity_tokens, problem.item
+    D, V = m.hidden_size, m.vocab_size
+    by_kind = [_layer_work(problem, stage, number) for number in _first_of_kinds(problem, stage)]
+    programs = {name: max(work[name] for work in by_kind) for name in ("forward", "backward")}
+    programs["update"] = 5 * max(adapter_bytes(problem, stage), default=0)  # gradient, changes, weights, states
+    if stage == problem.num_stages - 1:
+        rows = chunk_rows(T, V, problem.loss_chunk)
+        head = item * D * V if problem.fsdp > 1 else 0
+        # Logits and their gradient in float32, the gradient also in the model's dtype; rows, norm and its gradient.
+        programs["loss"] = rows * V * (2 * FLOAT32 + item) + 3 * item * T * D + head
+    return programs
+
+
+def _first_of_kinds(problem: MemoryProblem, stage: int) -> list[int]:
+    """Number of the first layer of each kind on a stage."""
+    numbers: dict[int, int] = {}
+    for piece in problem.layers[stage].pieces:
+        numbers.setdefault(problem.model.kind_of(piece.layer), piece.layer)
+    return list(numbers.values())
+
+
+def _layer_work(problem: MemoryProblem, stage: int, number: int) -> dict[str, int]:
+    """Temporary bytes of the programs of a layer."""
+    layer, T, item = problem.model.layer(number), problem.capacity_tokens, problem.item
+    D, F = problem.model.hidden_size, layer.mlp.inner
+    query, key = layer.attention.queries, layer.attention.keys
+    hand_over = 2 * item * T * D  # incoming and outgoing activations or gradients
+    everything = kept_per_layer(replace(problem, remat="everything"), number=number)
+    made_again = sum(everything.values()) - sum(kept_per_layer(problem, number=number).values())
+    if mlp_is_one_op(problem, layer):
+        made_again += item * T * F  # silu(gate) · up: down reads it, nobody keeps it
+    mlp = item * T * (3 * F + 2 * D)  # gradients of down's input, gate, up, and of x on both sides
+    if runs_on_hopper(problem, down := site_shape(problem, "down", number)) and policy.has_extra_ranks(down):
+        mlp += item * T * F  # silu(gate) · up once more, for their gradient; or their part of the gradient of it
+    attention = (
+        item * T * (2 * query + 2 * key + 2 * D) + FLOAT32 * T * query
+    )  # cuDNN sums dq in float32, ours does not
+    view = _view_bytes(problem, layer)  # the adapters of a microbatch in one layer; their gradients take as much
+    # Compiled for four H200s, a forward pass gathers layer by layer, a backward pass all layers of its program at once.
+    gathered = layer_bytes(problem, number=number) if problem.fsdp > 1 else 0
+    dequantised = dequantised_bytes(problem, number)  # one layer at a time, because layers depend on each other
+    together = block_layers(problem.block_layers, len(problem.layers[stage].pieces), fsdp=problem.fsdp)
+    once = hand_over + made_again + dequantised
+    return {
+        "forward": once + view + gathered,
+        "backward": once + max(mlp, attention) + _tile_sums(problem, layer) + 2 * view + together * gathered,
+    }
+
+
+def _view_bytes(problem: MemoryProblem, layer: Layer) -> int:
+    """What a layer's program sees of the adapters in one microbatch: float32, padded to the widest of a projection.
+
+    No microbatch has more adapters than tiles; how many a plan puts together is not known here.
+    """
+    leaves = leaves_of(tuple(spec.kind for spec in problem.adapters))
+    padded = sum(
+        prod(leaf.shape(k, n, rank))
+        for name, (k, n) in layer.linear_shapes().items()
+        if (rank := bank_rank(problem.adapters, name))
+        for leaf in leaves
+    )
+    return FLOAT32 * min(len(problem.adapters), max(problem.capacity_tokens // problem.tile_tokens, 1)) * padded
+
+
+def _tile_sums(problem: MemoryProblem, layer: Layer) -> int:
+    """What the XLA form has of every tile in backward: dA and dB in float32 before they are added up, and A and B of
+    its adapter. A microbatch of one adapter is one tile; the kernels add up as they go."""
+    if kernels_run(problem) or len(problem.adapters) == 1:
+        return 0
+    tiles = problem.capacity_tokens // problem.tile_tokens
+    sites = (
+        sum(bank_columns(problem.adapters, linear.name) * sum(linear.shape) for linear in linears)
+        for linears in layer.sites.values()
+    )
+    return tiles * (FLOAT32 + problem.item) * max(sites)
