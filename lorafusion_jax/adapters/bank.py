@@ -150,28 +150,31 @@ def scale_columns(
     index, mine = jnp.maximum(tile_adapter, 0), tile_adapter >= 0
     y = checkpoint_name(y, "unscaled")
     tiles_y = y.reshape(len(tile_adapter), -1, y.shape[-1])
-    f = _rows_of(f_AN, tile_adapter)[:, None]
+    f = rows_of(f_AN, tile_adapter)[:, None]
     scaled = (tiles_y.astype(f.dtype) * f).astype(y.dtype)
     return jnp.where((scaled_A[index] & mine)[:, None, None], scaled, tiles_y).reshape(y.shape)
 
 
 @jax.custom_vjp
-def _rows_of(f_AN: Array, tile_adapter: Array) -> Array:
-    """f of each tile's adapter [tiles, N]. Its gradient is summed in order of the tiles, without atomics."""
-    return f_AN[jnp.maximum(tile_adapter, 0)]
+def rows_of(values_A: Array, owner: Array) -> Array:
+    """Returns the values [A, ...] of each owner; those of the first one for an owner below 0.
+
+    Gradients are selected, never multiplied, and summed in order of the owners, without atomics.
+    """
+    return values_A[jnp.maximum(owner, 0)]
 
 
-def _rows_fwd(f_AN: Array, tile_adapter: Array) -> tuple[Array, tuple[Array, Array]]:
-    return _rows_of(f_AN, tile_adapter), (f_AN, tile_adapter)
+def _rows_fwd(values_A: Array, owner: Array) -> tuple[Array, tuple[Array, Array]]:
+    return rows_of(values_A, owner), (values_A, owner)
 
 
-def _rows_bwd(kept: tuple[Array, Array], df: Array) -> tuple[Array, None]:
-    f_AN, tile_adapter = kept
-    mine = tile_adapter == jnp.arange(len(f_AN))[:, None]
-    return jnp.where(mine[:, :, None], df, 0.0).sum(1).astype(f_AN.dtype), None
+def _rows_bwd(kept: tuple[Array, Array], slope: Array) -> tuple[Array, None]:
+    values_A, owner = kept
+    mine = (owner == jnp.arange(len(values_A))[:, None]).reshape(len(values_A), len(owner), *(1,) * (slope.ndim - 1))
+    return jnp.where(mine, slope, 0.0).sum(1).astype(values_A.dtype), None
 
 
-_rows_of.defvjp(_rows_fwd, _rows_bwd)
+rows_of.defvjp(_rows_fwd, _rows_bwd)
 
 
 def _of_kind(

@@ -72,6 +72,42 @@ class Leaf:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Head:
+    """The tensors of an objective on final-normed states. Every adapter with the objective has its own.
+
+    Attributes:
+        name: of the objective.
+        leaves: their axes are D, V and numbers.
+        task: what adapter_config.json calls the task.
+
+    Example:
+        >>> zeros = lambda draw, shape: np.zeros(shape)
+        >>> score = Leaf(name="score", axes=("D", 2), init=zeros, peft_name="score.weight")
+        >>> head = Head(name="classify", leaves=(score,), task="SEQ_CLS")
+        >>> list(head.by_key), head.modules
+        (['classify.score.Dx2'], ['score'])
+    """
+
+    name: str
+    leaves: tuple[Leaf, ...]
+    task: str
+
+    @property
+    def by_key(self) -> dict[str, Leaf]:
+        """The leaves by names that also tell heads of the same objective with other sizes apart."""
+        return {f"{self.name}.{leaf.name}.{'x'.join(map(str, leaf.axes))}": leaf for leaf in self.leaves}
+
+    @property
+    def modules(self) -> list[str]:
+        """Names of the modules that PEFT saves for the head."""
+        return list(dict.fromkeys((leaf.peft_name or "").partition(".")[0] for leaf in self.leaves))
+
+    def num_parameters(self, sizes: Mapping[str, int], *, trainable: bool = True) -> int:
+        """Number of parameters; `sizes` has D and V."""
+        return sum(math.prod(leaf.shape_in(sizes)) for leaf in self.leaves if leaf.trainable == trainable)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
     """What the functions of a kind know besides tensors.
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral
 
+from lorafusion_jax.adapters.kind import Head
 from lorafusion_jax.adapters.table import PLAIN, adapter_kind, unknown_kind
 from lorafusion_jax.errors import ConfigError, did_you_mean, raise_all
 from lorafusion_jax.layout.layer import TARGETS as TARGETS
@@ -29,6 +30,7 @@ class AdapterSpec:
         dropout: probability with which a training step drops an input of A.
         targets: names of the adapted projections, see `resolve_targets`; a single name is allowed.
         kind: its tensors and how a projection uses them, see `lorafusion_jax.adapters.kind`.
+        head: tensors of the objective on the last states (None: it has none).
         seed: determines initial weights and dropout of this adapter, independent of other adapters.
 
     Raises:
@@ -45,6 +47,7 @@ class AdapterSpec:
     dropout: float = 0.0
     targets: tuple[str, ...] = TARGETS
     kind: str = PLAIN
+    head: Head | None = None
     seed: int = 0
 
     def __post_init__(self):

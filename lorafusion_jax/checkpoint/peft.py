@@ -15,13 +15,13 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from lorafusion_jax.adapters.init import SHARED
-from lorafusion_jax.adapters.kind import AdapterKind, Axis, Leaf
+from lorafusion_jax.adapters.kind import AdapterKind, Axis, Head, Leaf
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.adapters.table import PLAIN, adapter_kind
 from lorafusion_jax.checkpoint import digests
 from lorafusion_jax.checkpoint.digests import find_damage, refuse_damage
 from lorafusion_jax.checkpoint.new_folder import new_folder
-from lorafusion_jax.checkpoint.peft_leaves import Arrays, Leaves, as_exported
+from lorafusion_jax.checkpoint.peft_leaves import HEAD, Arrays, Leaves, as_exported
 from lorafusion_jax.checkpoint.peft_leaves import put_adapter as put_adapter
 from lorafusion_jax.checkpoint.peft_leaves import take_adapter as take_adapter
 from lorafusion_jax.config.peft_config import CONFIG_FILE, Described, config_of, describe, kind_of, read_config
@@ -33,6 +33,7 @@ from lorafusion_jax.tensor_file import write_tensors
 from lorafusion_jax.weights.table import NONE
 
 TRANSPOSED_ROWS = 64
+AXES = ("K", "N", "R", "D", "V")  # the others are numbers
 
 
 def export_adapter(
@@ -76,10 +77,10 @@ def export_adapter(
     spec, arrays = as_exported(spec, take_adapter(lora_leaves, spec, index), shapes)
     check_finite(arrays, spec)
     kept = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float32
-    tensors = {key: array.astype(kept, copy=False) for key, array in peft_tensors(arrays, spec.kind).items()}
+    tensors = {key: array.astype(kept, copy=False) for key, array in peft_tensors(arrays, spec.kind, spec.head).items()}
     with new_folder(to_dir, replace=replace) as folder:
-        said = json.dumps(config_of(spec, base_name, base_quantize, base_revision), indent=2)
-        (folder / CONFIG_FILE).write_text(said + "\n", encoding="utf-8")
+        settings = json.dumps(config_of(spec, base_name, base_quantize, base_revision), indent=2)
+        (folder / CONFIG_FILE).write_text(settings + "\n", encoding="utf-8")
         write_tensors(folder / TENSOR_FILE, tensors)
         _check_copy(folder, spec, tensors)
         if finish is not None:
@@ -87,12 +88,13 @@ def export_adapter(
     return Path(to_dir)
 
 
-def read_adapter(folder: str | Path, kind: str | None = None) -> tuple[AdapterSpec, Arrays]:
+def read_adapter(folder: str | Path, kind: str | None = None, head: Head | None = None) -> tuple[AdapterSpec, Arrays]:
     """Reads a PEFT folder and compares its files with SHA256SUMS, if there is one.
 
     Args:
         folder: with adapter_config.json and adapter_model.safetensors.
         kind: name of its adapter kind (None: the built-in kind that adapter_config.json describes).
+        head: of the objective that continues it (None: the folder may have none). A folder may lack it.
 
     Returns:
         The specification (named after the folder, without the seed, which a folder does not hold) and
@@ -105,30 +107,31 @@ def read_adapter(folder: str | Path, kind: str | None = None) -> tuple[AdapterSp
             `peft.damaged`, `peft.unsupported`, `peft.tensors` (missing, extra and misshapen tensors, all in one).
         ErrorList: several options that are not supported.
     """
-    described, arrays = read_described(Path(folder), kind)
+    described, arrays = read_described(Path(folder), kind, head)
     return described.spec, arrays
 
 
-def read_described(folder: Path, kind: str | None = None) -> tuple[Described, Arrays]:
+def read_described(folder: Path, kind: str | None = None, head: Head | None = None) -> tuple[Described, Arrays]:
     """Like `read_adapter`, with the full description of the adapter."""
-    described, tensors = _read(folder, kind)
+    described, tensors = _read(folder, kind, head)
     table = adapter_kind(described.spec.kind)
 
     def read(path: str, leaves: Sequence[Leaf]) -> tuple[np.ndarray, ...]:
         return tuple(_from_peft(tensors[_key(path, leaf)]) for leaf in leaves)
 
     arrays = {path: read(path, table.of_projections) for path in _paths(tensors, table)}
-    return described, arrays | ({SHARED: read(SHARED, table.shared)} if table.shared else {})
+    arrays |= {SHARED: read(SHARED, table.shared)} if table.shared else {}
+    return described, arrays | ({HEAD: read(HEAD, described.spec.head.leaves)} if described.spec.head else {})
 
 
-def _read(folder: Path, kind: str | None = None) -> tuple[Described, dict[str, np.ndarray]]:
+def _read(folder: Path, kind: str | None = None, head: Head | None = None) -> tuple[Described, dict[str, np.ndarray]]:
     """Returns the description of a folder and its tensors, which fit it."""
     check_digests(folder)
     raw = read_config(folder)
     tensors = read_tensors(folder)
     kind = kind_of(raw) if kind is None else kind
     paths = _paths(tensors, adapter_kind(kind))
-    described = describe(raw, paths, folder.resolve().name, str(folder / CONFIG_FILE), kind=kind)
+    described = describe(raw, paths, folder.resolve().name, str(folder / CONFIG_FILE), kind=kind, head=head)
     problems = _problems(tensors, paths, described)
     if problems:
         raise CheckpointError(
@@ -153,19 +156,21 @@ def check_digests(folder: Path) -> None:
         )
 
 
-def peft_tensors(arrays: Arrays, kind: str = PLAIN) -> dict[str, np.ndarray]:
+def peft_tensors(arrays: Arrays, kind: str = PLAIN, head: Head | None = None) -> dict[str, np.ndarray]:
     """Converts to PEFT's names and shapes; for LoRA lora_A.weight [r, K] and lora_B.weight [N, r]."""
     table = adapter_kind(kind)
+    leaves_of = {SHARED: table.shared, HEAD: () if head is None else head.leaves}
     return {
         _key(path, leaf): _transpose(array) if array.ndim == 2 else array
         for path, tensors in arrays.items()
-        for leaf, array in zip(table.shared if path == SHARED else table.of_projections, tensors, strict=True)
+        for leaf, array in zip(leaves_of.get(path, table.of_projections), tensors, strict=True)
     }
 
 
 def _key(path: str, leaf: Leaf) -> str:
     """The name of a tensor in a PEFT folder."""
-    return f"{ROOT}{leaf.peft_name}" if path == SHARED else f"{PREFIX}{path}.{leaf.peft_name}"
+    roots = {SHARED: ROOT, HEAD: f"{ROOT}model."}
+    return f"{roots.get(path, f'{PREFIX}{path}.')}{leaf.peft_name}"
 
 
 def _from_peft(tensor: np.ndarray) -> np.ndarray:
@@ -200,6 +205,7 @@ def _problems(tensors: dict[str, np.ndarray], paths: Sequence[str], described: D
     table = adapter_kind(described.spec.kind)
     places = dict.fromkeys(_wanted_paths(paths, described), table.of_projections)
     places |= {SHARED: table.shared} if table.shared else {}
+    places |= {HEAD: described.spec.head.leaves} if described.spec.head else {}
     wanted = {_key(path, leaf): (path, leaf) for path, leaves in places.items() for leaf in leaves}
     problems = [f"missing: {key}" for key in sorted(wanted.keys() - tensors.keys())]
     problems += [f"extra: {key}" for key in sorted(tensors.keys() - wanted.keys())]
@@ -207,11 +213,13 @@ def _problems(tensors: dict[str, np.ndarray], paths: Sequence[str], described: D
     for key in sorted(wanted.keys() & tensors.keys()):
         (path, leaf), shape = wanted[key], tensors[key].shape
         axes = leaf.axes[::-1]  # PEFT has them transposed
-        place = SHARED if path == SHARED else path.rsplit(".", 1)[-1]
-        rank = described.spec.rank if path == SHARED else described.ranks[path]
+        place = path.rsplit(".", 1)[-1]
+        known = {"R": described.ranks.get(path, described.spec.rank)} | {
+            axis: axis for axis in axes if axis not in AXES
+        }
         sizes = shape if len(shape) == len(axes) else (0,) * len(axes)
         expected = tuple(
-            rank if axis == "R" else widths.setdefault((place, axis), size)
+            known[axis] if axis in known else widths.setdefault((place, axis), size)
             for axis, size in zip(axes, sizes, strict=True)
         )
         if shape != expected:
@@ -251,7 +259,7 @@ def check_finite(arrays: Arrays, spec: AdapterSpec) -> None:
 
 def _check_copy(folder: Path, spec: AdapterSpec, tensors: dict[str, np.ndarray]) -> None:
     """Reads the folder back, with the checks of the public reader, and compares its tensors with what was written."""
-    found, again = _read(folder, spec.kind)
+    found, again = _read(folder, spec.kind, spec.head)
     same = found.same_settings(spec)
     if not same or again.keys() != tensors.keys() or any((again[key] != tensors[key]).any() for key in again):
         raise RunError("export.differs", f"{spec.name}: the written folder reads back differently.", where=str(folder))

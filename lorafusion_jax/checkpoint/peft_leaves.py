@@ -13,14 +13,15 @@ from typing import Any
 import numpy as np
 
 from lorafusion_jax.adapters.init import SHARED
-from lorafusion_jax.adapters.kind import AdapterKind, Leaf, Sizes
+from lorafusion_jax.adapters.kind import AdapterKind, Head, Leaf, Sizes
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.adapters.table import PLAIN, adapter_kind
 from lorafusion_jax.errors import CheckpointError, first_few
 
-LAYERS = "layers"
+LAYERS, HEAD = "layers", "head"
 SHOWN = 8  # tensors that a message names
-# "layers.0.self_attn.q_proj" → the kind's tensors in order, for LoRA (a [K, r], b [r, N]); "shared" → shared tensors
+# "layers.0.self_attn.q_proj" → the kind's tensors in order, for LoRA (a [K, r], b [r, N]); "shared" → shared tensors;
+# "head" → tensors of an objective's head
 type Arrays = dict[str, tuple[np.ndarray, ...]]
 type Leaves = Mapping[str, Any]  # numpy or jax arrays, see `take_adapter`
 
@@ -31,7 +32,7 @@ def take_adapter(lora_leaves: Leaves, spec: AdapterSpec, index: int) -> Arrays:
     Args:
         lora_leaves: "layers.0.self_attn.q_proj.lora_a" → [A, K, R] and "….lora_b" → [A, R, N], or stacked
             "layers.self_attn.q_proj.lora_a" → [L, A, K, R]; numpy or jax arrays. Other kinds have other leaves, and
-            shared ones are called "shared.NAME", [1, A, K, R].
+            shared ones are called "shared.NAME", [1, A, K, R], and those of a head "head.KEY", [1, A, ...].
         spec: the adapter.
         index: its place among the A adapters.
 
@@ -63,10 +64,14 @@ def take_adapter(lora_leaves: Leaves, spec: AdapterSpec, index: int) -> Arrays:
     if kind.shared:
         shared = [(leaf, _host(lora_leaves[f"{SHARED}.{leaf.name}"])[0, index]) for leaf in kind.shared]
         arrays[SHARED] = tuple(leaf.at_rank(array, spec.rank).copy() for leaf, array in shared)
+    if spec.head is not None:
+        arrays[HEAD] = tuple(_host(lora_leaves[f"{HEAD}.{key}"])[0, index].copy() for key in spec.head.by_key)
     return arrays
 
 
-def put_adapter(lora_leaves: Leaves, index: int, arrays: Arrays, kind: str = PLAIN) -> dict[str, np.ndarray]:
+def put_adapter(
+    lora_leaves: Leaves, index: int, arrays: Arrays, kind: str = PLAIN, head: Head | None = None
+) -> dict[str, np.ndarray]:
     """Inserts the tensors of one adapter into the stacked ones. Those that it lacks become zero.
 
     Other adapters stay bitwise equal.
@@ -76,6 +81,7 @@ def put_adapter(lora_leaves: Leaves, index: int, arrays: Arrays, kind: str = PLA
         index: the adapter's place.
         arrays: from `read_adapter` or `take_adapter`.
         kind: the adapter's kind.
+        head: of its objective; it stays as it is if `arrays` have none.
 
     Returns:
         All leaves. Those of the kind are new numpy arrays.
@@ -94,12 +100,34 @@ def put_adapter(lora_leaves: Leaves, index: int, arrays: Arrays, kind: str = PLA
         np.moveaxis(changed, changed.ndim - 1 - len(leaf.axes), 0)[index] = 0
         leaves[name] = changed
     for unrolled, tensors in arrays.items():
+        if unrolled == HEAD:
+            leaves |= _put_head(lora_leaves, index, tensors, head)
+            continue
         path, place = (SHARED, (0,)) if unrolled == SHARED else places[unrolled]
         own = table.shared if unrolled == SHARED else table.of_projections
         for leaf, tensor in zip(own, tensors, strict=True):
             into = leaves[f"{path}.{leaf.name}"][(*place, index)]
             into[tuple(slice(size) for size in tensor.shape)] = tensor
     return leaves
+
+
+def _put_head(
+    lora_leaves: Leaves, index: int, tensors: Sequence[np.ndarray], head: Head | None
+) -> dict[str, np.ndarray]:
+    assert head is not None, "the tensors of a head were read for it"
+    changed = {}
+    for key, tensor in zip(head.by_key, tensors, strict=True):
+        name = f"{HEAD}.{key}"
+        changed[name] = np.array(lora_leaves[name])
+        shape = changed[name].shape[2:]
+        if tensor.shape != shape:
+            raise CheckpointError(
+                "peft.other-base",
+                f"the adapter's head has the shape {tensor.shape}, the model's {shape}.",
+                fix="use the base model that the adapter was trained on",
+            )
+        changed[name][0, index] = tensor
+    return changed
 
 
 def with_adapter_axis(leaves: Leaves) -> dict[str, Any]:
@@ -119,10 +147,10 @@ def as_exported(
         CheckpointError: `peft.kind`, its kind is not a low-rank product.
     """
     exported, kind = exported_spec(spec), adapter_kind(spec.kind)
-    sizes = {path: _shape_of(path, shapes) for path in arrays if path != SHARED}
+    sizes = {path: _shape_of(path, shapes) for path in arrays if path not in (SHARED, HEAD)}
     if exported.kind == spec.kind:
         return spec, arrays if shapes is None else arrays | _shared_of_targets(kind, arrays, list(sizes.values()))
-    folded: Arrays = {}
+    folded: Arrays = {HEAD: arrays[HEAD]} if HEAD in arrays else {}
     for path, shape in sizes.items():
         a_KC, b_CN = kind.low_rank(*tensors_at(spec, arrays, path, shape))
         folded[path] = np.asarray(a_KC, np.float32), np.asarray(b_CN, np.float32)
@@ -175,13 +203,13 @@ def tensors_at(
 def _check_fit(
     lora_leaves: Leaves, kind: AdapterKind, places: Mapping[str, tuple[str, tuple[int, ...]]], arrays: Arrays
 ) -> None:
-    problems = [f"{path} is not in the model" for path in arrays if path not in places and path != SHARED]
+    problems = [f"{path} is not in the model" for path in arrays if path not in places and path not in (SHARED, HEAD)]
     for path, tensors in arrays.items():
         if path in places:
             problems += _misfits(lora_leaves, places[path][0], path, kind.of_projections, tensors)
         elif path == SHARED:
             problems += _misfits(lora_leaves, SHARED, path, kind.shared, tensors)
-    names = {path.rsplit(".", 1)[-1] for path in arrays}
+    names = {path.rsplit(".", 1)[-1] for path in arrays if path not in (SHARED, HEAD)}
     problems += [
         f"the adapter has no {path}" for path in places if path.rsplit(".", 1)[-1] in names and path not in arrays
     ]

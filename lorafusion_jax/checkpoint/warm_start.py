@@ -14,7 +14,7 @@ from lorafusion_jax.adapters.table import adapter_kind
 from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.checkpoint.digests import digests_of
 from lorafusion_jax.checkpoint.peft import put_adapter, read_described
-from lorafusion_jax.checkpoint.peft_leaves import Arrays
+from lorafusion_jax.checkpoint.peft_leaves import HEAD, Arrays, with_adapter_axis
 from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.peft_config import CONFIG_FILE
 from lorafusion_jax.config.peft_folder import TENSOR_FILE
@@ -76,13 +76,13 @@ def check_warm_starts(before: dict[str, dict[str, str]], config: JobConfig) -> N
 
 
 def start_from(
-    lora: Mapping[str, Mapping[str, np.ndarray]], starts: Mapping[int, Arrays], kinds: Sequence[str]
+    lora: Mapping[str, Mapping[str, np.ndarray]], starts: Mapping[int, Arrays], specs: Sequence[AdapterSpec]
 ) -> dict[str, Mapping[str, np.ndarray]]:
     """Replaces the initial weights of the adapters in `starts`.
 
     Args:
         lora: leaves of each adapter, "layers.self_attn.q_proj.lora_a" → [L, K, r], in order of the adapters.
-        kinds: kind of each adapter.
+        specs: of each adapter.
 
     Raises:
         CheckpointError: `peft.other-base`, the shapes are those of another model.
@@ -90,7 +90,8 @@ def start_from(
     started = dict(lora)
     for index, arrays in starts.items():
         name = list(lora)[index]
-        put = put_adapter({leaf: array[:, None] for leaf, array in lora[name].items()}, 0, arrays, kinds[index])
+        spec = specs[index]
+        put = put_adapter(with_adapter_axis(lora[name]), 0, arrays, spec.kind, spec.head)
         started[name] = {leaf: array[:, 0] for leaf, array in put.items()}
     return started
 
@@ -106,7 +107,7 @@ def _read_start(folder: Path, adapter: AdapterConfig, config: JobConfig) -> Arra
             why="the folder holds the product of its tensors, not the tensors themselves",
             fix="lora.kind: lora   or leave lora.init_from out",
         )
-    described, arrays = read_described(folder, adapter.lora.kind)
+    described, arrays = read_described(folder, adapter.lora.kind, adapter.objective.chosen.head)
     found, spec = described.spec, adapter_spec(adapter, model_targets(config))
     if described.same_settings(spec):
         return (
@@ -139,7 +140,7 @@ def _with_all_layers(arrays: Arrays, num_layers: int, spec: AdapterSpec) -> Arra
     shapes = {
         path.split(".", 2)[2]: [shape(leaf, array) for leaf, array in zip(leaves, tensors, strict=True)]
         for path, tensors in arrays.items()
-        if path != SHARED
+        if path not in (SHARED, HEAD)
     }
     absent = {
         f"layers.{layer}.{place}": tuple(np.zeros(shape, np.float32) for shape in own)

@@ -40,17 +40,23 @@ def command(
     config = folder.read_config()
     source = _source(folder, [entry.name for entry in config.adapters], adapter, step)
     _no_link(folder.path, source)
-    kind = exported_spec(adapter_spec(config.adapter(adapter))).kind
+    exported = exported_spec(adapter_spec(config.adapter(adapter)))
     console = out()
     failure = _failure(folder, adapter)
     if failure is not None:
         say(console, f"{adapter} failed in training: {failure}; check these weights before you use them", "yellow")
+    if merge and exported.head is not None:
+        raise ConfigError(
+            "export.head",
+            f"{adapter} has a head of its own ({', '.join(exported.head.modules)}), which a merged model cannot hold.",
+            fix="without --merge; PeftModel.merge_and_unload merges it into a model that has such a head",
+        )
     if merge:
         from lorafusion_jax.checkpoint.merge import merge_adapter
 
         base = base_directory(config)
         check_base(folder.read_record()["base_files"], base_digests(base), base)
-        report = merge_adapter(base, source, to, kind=kind)
+        report = merge_adapter(base, source, to, kind=exported.kind)
         console.print(f"merged {adapter} (step {step_of(source)}) into a full model: {to}", highlight=False)
         if config.base.quantize != NONE:
             trained_on = f"{adapter} was trained on the base quantised as {config.base.quantize}"
@@ -64,7 +70,7 @@ def command(
 
     with new_folder(to) as draft:
         _copy(source, draft)
-        spec, _ = read_adapter(draft, kind)
+        spec, _ = read_adapter(draft, exported.kind, exported.head)
     console.print(f"exported {adapter} (step {step_of(source)}): {to}", highlight=False)
     console.print(
         f"  re-read: rank {spec.rank}, alpha {spec.alpha:g}, targets {', '.join(spec.targets)}", highlight=False

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lorafusion_jax.adapters.kind import AdapterKind
+from lorafusion_jax.adapters.kind import AdapterKind, Head
 from lorafusion_jax.adapters.spec import ALL_LINEAR, AdapterSpec
 from lorafusion_jax.adapters.table import KINDS, PLAIN, adapter_kind
 from lorafusion_jax.errors import CheckpointError, LoraFusionError, raise_all
@@ -21,6 +21,7 @@ from lorafusion_jax.weights.table import NONE
 
 CONFIG_FILE = "adapter_config.json"
 LORA = "LORA"  # PEFT's type
+SAVED = "modules_to_save"
 # Options that do not change what a trained adapter computes. Every other option that is set is refused by name: PEFT
 # gains variants with every release, and an unknown one must not be dropped in silence.
 _NEUTRAL = frozenset(
@@ -43,13 +44,14 @@ _NEUTRAL = frozenset(
         "rank_pattern",
         "alpha_pattern",
         "init_lora_weights",
-        "bias",  # the last six are looked at below
+        "bias",  # looked at below, as modules_to_save
         "eva_config",
         "lora_ga_config",
         "megatron_core",
         "qalora_group_size",
         "runtime_config",
         "base_quantize",
+        SAVED,
     }
 )
 _OFF: tuple[Any, ...] = (None, False, [], {})
@@ -101,7 +103,7 @@ def config_of(
     said = {} if base_quantize == NONE else {"base_quantize": base_quantize}
     said |= {
         "peft_type": LORA,
-        "task_type": "CAUSAL_LM",
+        "task_type": "CAUSAL_LM" if spec.head is None else spec.head.task,
         "base_model_name_or_path": base_name,
         "revision": revision,
         "r": spec.rank,
@@ -109,7 +111,7 @@ def config_of(
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
-        "modules_to_save": None,
+        "modules_to_save": None if spec.head is None else spec.head.modules,
         "layers_to_transform": None,
         "layers_pattern": None,
         "auto_mapping": None,
@@ -176,6 +178,7 @@ def describe(
     where: str,
     known: Sequence[str] = tuple(PATHS),
     kind: str = PLAIN,
+    head: Head | None = None,
 ) -> Described:
     """Reads what an adapter is.
 
@@ -186,6 +189,7 @@ def describe(
         where: file, for messages.
         known: projections that there can be.
         kind: name of its adapter kind.
+        head: that it may have.
 
     Raises:
         CheckpointError, ErrorList: every option that is not supported (`peft.unsupported`) and every value that is
@@ -196,6 +200,9 @@ def describe(
         CheckpointError("peft.unsupported", f"this adapter uses {what}, which is not supported.", where=where)
         for what in _unsupported_options(raw, adapter_kind(kind))
     ]
+    saved = raw.get(SAVED) if raw.get(SAVED) not in _OFF else None
+    if saved is not None and (head is None or not _names_all(saved, head.modules)):
+        errors.append(_other_head(saved, head, where))
     targets = _targets(raw, sorted({path.rsplit(".", 1)[-1] for path in paths}), where, errors, known)
     layers = _layers(raw, where, errors)
     rank = int(_number(raw, "r", None, where, errors))
@@ -219,6 +226,7 @@ def describe(
             dropout=dropout,
             targets=targets,
             kind=kind,
+            head=None if saved is None else head,
         ),
         ranks=ranks,
         layers=layers,
@@ -226,6 +234,21 @@ def describe(
         has_scale=has_scale,
         base=base if isinstance(base, str) else "",
         revision=revision if isinstance(revision, str) else None,
+    )
+
+
+def _names_all(saved: Any, modules: Sequence[str]) -> bool:
+    return isinstance(saved, list) and sorted(map(str, saved)) == sorted(modules)
+
+
+def _other_head(saved: Any, head: Head | None, where: str) -> CheckpointError:
+    return CheckpointError(
+        "peft.unsupported",
+        f"this adapter has modules of its own, {SAVED}={shortened(saved)}, which is not supported here.",
+        where=where,
+        why="only an adapter whose objective trains the same modules can continue it, and this one trains "
+        + (", ".join(head.modules) if head else "none"),
+        fix="objective: {name: reward} continues a score; the model itself can be merged by PEFT",
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from lorafusion_jax.adapters.table import adapter_kind
-from lorafusion_jax.config.peft_config import CONFIG_FILE, Described, describe, kind_of, read_config
+from lorafusion_jax.config.peft_config import CONFIG_FILE, SAVED, Described, describe, kind_of, read_config
 from lorafusion_jax.errors import CheckpointError, LoraFusionError
 from lorafusion_jax.layout.layer import PATHS
 from lorafusion_jax.readable import check_regular
@@ -31,7 +31,7 @@ def describe_folder(folder: Path, kind: str | None = None) -> Described:
     Raises:
         CheckpointError, ErrorList: see `read_config` and `describe`; `peft.damaged`.
     """
-    raw = read_config(folder)
+    raw = read_config(folder) | {SAVED: None}  # who reads the tensors checks it
     kind = kind_of(raw) if kind is None else kind
     names = {leaf.peft_name for leaf in adapter_kind(kind).of_projections}
     return describe(raw, _projections(folder, names), folder.resolve().name, str(folder / CONFIG_FILE), kind=kind)

@@ -37,6 +37,7 @@ def adapter_spec(adapter: AdapterConfig, available: Sequence[str] = TARGETS) -> 
         dropout=adapter.lora.dropout,
         targets=resolve_targets(adapter.lora.targets, available),
         kind=adapter.lora.kind,
+        head=adapter.objective.chosen.head,
         seed=adapter.seed,
     )
 

@@ -175,7 +175,7 @@ class LiveSession:
         self._check_start(place, task)
         if state is None:
             first = {task.name: self._stages[0].parts.first_weights(task.spec)}
-            weights = start_from(first, read_warm_starts(task.config), [task.spec.kind])[task.name]
+            weights = start_from(first, read_warm_starts(task.config), [task.spec])[task.name]
         else:
             _check_state(task, state)
             weights = state.weights

@@ -18,7 +18,7 @@ from jax import Array
 
 from lorafusion_jax.errors import ConfigError
 from lorafusion_jax.objective.loss import sum_by
-from lorafusion_jax.objective.protocol import DIVERGENCE, HIDDEN, LOGPROBS, REFERENCE, Chosen, Divergence, Sample
+from lorafusion_jax.objective.protocol import DIVERGENCE, HIDDEN, LOGPROBS, REFERENCE, SCORE, Chosen, Divergence, Sample
 
 COUNT = " count"  # suffix of the name of a ratio's second sum
 
@@ -29,6 +29,7 @@ def totals_of(
     chosen: Sequence[Chosen],
     hidden_TD: Array | None = None,
     divergence_T: Array | None = None,
+    heads: Mapping[str, Array] = {},
 ) -> dict[str, Array]:
     """Sums of a microbatch per adapter: "loss" and the metrics of all objectives, each float32 [A].
 
@@ -38,8 +39,9 @@ def totals_of(
         losses_T: weighted token losses, from `token_losses`.
         batch: a `Microbatch`; with the table of samples if an objective takes its mean over samples.
         chosen: the objective of each adapter.
-        hidden_TD: output of the final norm; for objectives that need hidden states.
+        hidden_TD: output of the final norm; for objectives that need hidden states or scores.
         divergence_T: weighted divergences from a reference, from `token_divergences`; for objectives that need them.
+        heads: key of a head's leaf, see `Head.by_key` → tensor of each sample's adapter, [N, ...].
     """
     totals = {"loss": sum_by(losses_T, batch.row_adapter, len(chosen))}
     groups = [(first, members) for first, members in _groups(chosen) if first.of_samples]
@@ -62,6 +64,7 @@ def totals_of(
         everything = everything._replace(divergence=divergence_M[table.segments])
     if table.rows is not None:
         everything = _with_tokens(everything, losses_T, batch)
+    everything = everything._replace(head=heads)
     for first, members in groups:
         is_member = jnp.array([index in members for index in range(len(chosen))])
         for name, sums in _of_samples(first, is_member, everything, table).items():
@@ -165,8 +168,11 @@ def _own_samples(chosen: Chosen, everything: Sample, mine_N: Array) -> Sample:
             for name, numbers in everything.numbers.items()
         },
         reference_nll=by_segment(everything.reference_nll) if REFERENCE in needs else None,
-        hidden=by_segment(everything.hidden) if HIDDEN in needs else None,
+        hidden=None if needs.isdisjoint({HIDDEN, SCORE}) else by_segment(everything.hidden),
         divergence=by_segment(everything.divergence) if DIVERGENCE in needs else None,
+        head={
+            leaf.name: take(everything.head[key]) for key, leaf in (chosen.head.by_key if chosen.head else {}).items()
+        },
     )
     if LOGPROBS not in needs:
         return sample
@@ -183,6 +189,8 @@ def _own_samples(chosen: Chosen, everything: Sample, mine_N: Array) -> Sample:
 
 def _loss(chosen: Chosen, sample: Sample) -> tuple[Array, dict[str, Array]]:
     assert chosen.objective.loss is not None
+    if SCORE in chosen.needs:
+        sample = sample._replace(score=_score(chosen, sample))
     loss, given = chosen.objective.loss(sample, chosen.options)
     metrics: dict[str, Any] = {}
     for name, value in given.items():
@@ -193,12 +201,22 @@ def _loss(chosen: Chosen, sample: Sample) -> tuple[Array, dict[str, Array]]:
     return jnp.asarray(loss, jnp.float32), {name: jnp.asarray(value, jnp.float32) for name, value in metrics.items()}
 
 
-def sample_shapes(chosen: Chosen, numbers: Mapping[str, Any], values: Mapping[str, Any], width: int) -> Sample:
+def _score(chosen: Chosen, sample: Sample) -> Array:
+    """Returns the product of the states and the first leaf of the head, in float32."""
+    assert chosen.head is not None
+    weight = sample.head[chosen.head.leaves[0].name]
+    score = jnp.matmul(sample.hidden, weight, precision="highest")
+    return score[..., 0] if weight.shape[1] == 1 else score
+
+
+def sample_shapes(
+    chosen: Chosen, numbers: Mapping[str, Any], values: Mapping[str, Any], sizes: Mapping[str, int]
+) -> Sample:
     """Returns the shapes of what a loss gets.
 
     Args:
         numbers, values: of the rows and tokens, by name.
-        width: D.
+        sizes: D and V.
     """
 
     def array(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
@@ -213,8 +231,9 @@ def sample_shapes(chosen: Chosen, numbers: Mapping[str, Any], values: Mapping[st
         segments,
         {name: array(*group) for name in numbers},
         segments if REFERENCE in needs else None,
-        hidden=array(*segments.shape, width) if HIDDEN in needs else None,
+        hidden=None if needs.isdisjoint({HIDDEN, SCORE}) else array(*segments.shape, sizes["D"]),
         divergence=segments if DIVERGENCE in needs else None,
+        head={leaf.name: array(*leaf.shape_in(sizes)) for leaf in (chosen.head.leaves if chosen.head else ())},
     )
     if LOGPROBS not in needs:
         return sample
@@ -228,8 +247,37 @@ def sample_shapes(chosen: Chosen, numbers: Mapping[str, Any], values: Mapping[st
     )
 
 
+def check_head(chosen: Chosen) -> None:
+    """Checks the table of an objective's head.
+
+    Raises:
+        ValueError: a leaf cannot be used, or PEFT folders cannot hold it.
+    """
+    head = chosen.head
+    if head is None:
+        if SCORE in chosen.needs:
+            raise ValueError("it needs a score and has no head")
+        return
+    names = [leaf.name for leaf in head.leaves]
+    if len(set(names)) < len(names):
+        raise ValueError(f"two leaves of its head have one name: {', '.join(names)}")
+    if not chosen.of_samples:
+        raise ValueError("it has a head and no loss of samples")
+    for leaf in head.leaves:
+        if any(axis not in ("D", "V") and not isinstance(axis, int) for axis in leaf.axes) or leaf.shared:
+            raise ValueError(f"{leaf.name} of its head has the axes {leaf.axes}: D, V and numbers; it cannot be shared")
+        if not leaf.name.isidentifier() or not leaf.peft_name or leaf.peft_name.count(".") != 1:
+            raise ValueError(f"{leaf.name} of its head has no peft_name like 'score.weight', so it cannot be exported")
+    if SCORE in chosen.needs and (len(head.leaves[0].axes) != 2 or head.leaves[0].axes[0] != "D"):
+        raise ValueError(f"the score is a product with {names[0]}, whose axes are not D and a number")
+
+
 def check_loss(
-    chosen: Chosen, *, numbers: Mapping[str, Any] | None = None, values: Mapping[str, Any] | None = None, width: int = 8
+    chosen: Chosen,
+    *,
+    numbers: Mapping[str, Any] | None = None,
+    values: Mapping[str, Any] | None = None,
+    sizes: Mapping[str, int] = {"D": 8, "V": 16},
 ) -> None:
     """Traces an objective's loss on shapes, before anything is loaded or written; arguments are of `sample_shapes`.
 
@@ -239,7 +287,8 @@ def check_loss(
     if chosen.objective.loss is None:
         return
     try:
-        shapes = sample_shapes(chosen, numbers or {}, values or {}, width)
+        check_head(chosen)
+        shapes = sample_shapes(chosen, numbers or {}, values or {}, sizes)
         loss, metrics = jax.eval_shape(partial(_loss, chosen), shapes)
         arrays = {name: value.shape for name, value in {"loss": loss, **metrics}.items() if value.shape != ()}
         wrong = f"these are no scalars: {arrays}" if arrays else ""

@@ -6,8 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from lorafusion_jax.adapters.kind import Head, Leaf
+
 REFERENCE, LOGPROBS, HIDDEN, SCORE, DIVERGENCE = "reference", "logprobs", "hidden", "score", "divergence"
-GIVEN = frozenset({REFERENCE, LOGPROBS, HIDDEN, DIVERGENCE})  # further inputs that a run can provide
+GIVEN = frozenset({REFERENCE, LOGPROBS, HIDDEN, DIVERGENCE, SCORE})  # further inputs that a run can provide
 TAKEN = (
     "kind",
     "adapter",
@@ -87,7 +89,9 @@ class Sample(NamedTuple):
         hidden: [S, D], final-normed state of the last token of each segment. Needs "hidden".
         divergence: [S], Σ over the learned tokens of the divergence of the adapter's distribution over the vocabulary
             from the reference's, as `Objective.divergence` says. Needs "divergence".
-        score: [S], scalar head of the adapter on `hidden`. Needs "score".
+        head: leaf name → tensor of the adapter's head, if the objective has one.
+        score: [S], product of `hidden` and the first leaf of the head, [D, 1]; [S, n] if the leaf is [D, n]. Needs
+            "score".
     """
 
     nll: Any
@@ -103,6 +107,7 @@ class Sample(NamedTuple):
     values: Mapping[str, Any] = {}
     hidden: Any = None
     divergence: Any = None
+    head: Mapping[str, Any] = {}
     score: Any = None
 
 
@@ -150,6 +155,9 @@ class Objective:
         options: frozen dataclass of the settings: the keys of `objective` in a job file except `name`, `reference`.
         needs: further inputs that the run must provide, or options → these.
         divergence: options → the divergence that the objective needs.
+        head: leaves of the adapter on the final-normed states, or options → these. They are trained with the adapter,
+            and PEFT folders have them in `modules_to_save`, by their `peft_name`, such as "score.weight".
+        task: PEFT's name of the task in adapter_config.json.
         review: (numbers of all samples by name, options) → notes for the user; raises ValueError if the data cannot be
             used.
         defaults: defaults of the job file for adapters with this objective, e.g. {"lora.dropout": 0.0}.
@@ -174,6 +182,8 @@ class Objective:
     options: type = NoOptions
     needs: frozenset[str] | Callable[[Any], frozenset[str]] = frozenset()
     divergence: Callable[[Any], Divergence] | None = None
+    head: tuple[Leaf, ...] | Callable[[Any], tuple[Leaf, ...]] = ()
+    task: str = "CAUSAL_LM"
     review: Callable[[Mapping[str, Any], Any], Sequence[str]] | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
@@ -246,6 +256,13 @@ class Chosen:
     def num_segments(self) -> int:
         """Number of segments of a sample."""
         return (self.group or 1) * self.objective.num_segments
+
+    @property
+    def head(self) -> Head | None:
+        """The tensors of its own; None if it has none."""
+        leaves = self.objective.head
+        leaves = leaves(self.options) if callable(leaves) else leaves
+        return Head(name=self.name, leaves=tuple(leaves), task=self.objective.task) if leaves else None
 
     @property
     def ratios(self) -> frozenset[str]:

@@ -15,6 +15,7 @@ from lorafusion_jax.objective.dpo import DPO, IPO
 from lorafusion_jax.objective.kto import KTO
 from lorafusion_jax.objective.policy import CISPO, DFT, GRPO, IMPORTANCE_SAMPLING
 from lorafusion_jax.objective.protocol import SFT, Objective
+from lorafusion_jax.objective.reward import REWARD
 
 OBJECTIVES: Mapping[str, Objective] = {
     "sft": SFT.objective,
@@ -30,4 +31,5 @@ OBJECTIVES: Mapping[str, Objective] = {
     "dft": DFT,
     "cit": CIT,
     "distill": DISTILL,
+    "reward": REWARD,
 }

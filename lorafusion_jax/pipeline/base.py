@@ -150,15 +150,16 @@ def check_adapters(config: JobConfig, prepared: Prepared) -> None:
     """
     directory = base_directory(config)
     model = ModelConfig.from_hf(directory)
+    sizes = {"D": model.hidden_size, "V": model.vocab_size}
     for adapter in config.adapters:
         train = prepared.adapters[adapter.name].train
-        check_loss(adapter.objective.chosen, numbers=train.numbers, values=train.values, width=model.hidden_size)
+        check_loss(adapter.objective.chosen, numbers=train.numbers, values=train.values, sizes=sizes)
     shapes = model.layer(0).linear_shapes()
-    sizes: dict[str, dict] = {}
+    sizes_of: dict[str, dict] = {}
     for spec in adapter_specs(config):
-        sizes.setdefault(spec.kind, {}).update(dict.fromkeys((*shapes[name], spec.rank) for name in spec.targets))
-    for kind, its in sizes.items():
-        check_kind(kind, its)
+        sizes_of.setdefault(spec.kind, {}).update(dict.fromkeys((*shapes[name], spec.rank) for name in spec.targets))
+    for kind, shapes_of_kind in sizes_of.items():
+        check_kind(kind, shapes_of_kind)
     longest = max(int(longest_texts(prepared.adapters[adapter.name].train).max()) for adapter in config.adapters)
     model.check_length(longest, where=str(directory))
 

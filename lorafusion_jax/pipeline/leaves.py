@@ -4,7 +4,7 @@
 |---|---|---|
 | `layers.self_attn.q_proj.lora_a` | a projection in all layers of the stage | [L, K, C] |
 | `shared.NAME` | all projections of all layers; constant | [1, ...], on every stage |
-| `head.NAME` | an objective's own head | [1, ...], on the last stage |
+| `head.OBJECTIVE.NAME.AXES` | the head of an objective | [1, C, ...], on the last stage |
 
 An adapter has as many columns of a leaf as its rank, and none of a leaf that it does not have. A of a projection is
 [L, K, C] and B is [L, C, N], where C is the sum of the ranks of its adapters. A leaf without a rank is [L, C, ...], and
@@ -89,21 +89,15 @@ class Place(NamedTuple):
     first: Any  # its first column in each of its leaves, in order of `own_columns`
 
 
-def all_columns(
-    specs: Sequence[AdapterSpec], layer: LayerSpec, heads: Sequence[Sequence[Leaf]] = ()
-) -> dict[str, Columns]:
-    """Returns the leaves of these adapters by name.
-
-    Args:
-        heads: leaves of each adapter's objective (empty: none has any).
-    """
+def all_columns(specs: Sequence[AdapterSpec], layer: LayerSpec) -> dict[str, Columns]:
+    """Returns the leaves of these adapters by name."""
     columns = {}
     for target in layer.targets:
         kinds = [adapter_kind(spec.kind) if target in spec.targets else None for spec in specs]
         own = [() if kind is None else kind.of_projections for kind in kinds]
         columns |= _columns(f"{LAYERS}{layer.linear(target).path}.", specs, own)
     columns |= _columns(SHARED, specs, [adapter_kind(spec.kind).shared for spec in specs])
-    return columns | _columns(HEAD, specs, heads or [()] * len(specs))
+    return columns | _head_columns(specs)
 
 
 def on_stage(columns: Mapping[str, Columns], *, last: bool) -> dict[str, Columns]:
@@ -240,6 +234,15 @@ def _columns(prefix: str, specs: Sequence[AdapterSpec], leaves: Sequence[Sequenc
         width = [(spec.rank if "R" in leaf.axes else 1) if own else 0 for spec, own in zip(specs, has, strict=True)]
         columns[f"{prefix}{leaf.name}"] = _narrow_first(leaf, width)
     return columns
+
+
+def _head_columns(specs: Sequence[AdapterSpec]) -> dict[str, Columns]:
+    leaves_of = [{} if spec.head is None else spec.head.by_key for spec in specs]
+    leaves = {key: leaf for by_key in leaves_of for key, leaf in by_key.items()}
+    return {
+        f"{HEAD}{key}": _narrow_first(leaf, [int(key in by_key) for by_key in leaves_of])
+        for key, leaf in leaves.items()
+    }
 
 
 def _narrow_first(leaf: Leaf, width: Sequence[int]) -> Columns:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from lorafusion_jax.adapters.bank import NO_KIND, kind_numbers
+from lorafusion_jax.adapters.bank import NO_KIND, kind_numbers, rows_of
 from lorafusion_jax.adapters.init import draw_leaf, init_layers, init_shared
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.config.schema import TrainSettings
@@ -31,7 +31,7 @@ from lorafusion_jax.modules.adapted import LoRAConstant
 from lorafusion_jax.modules.lora import LoRAKinds
 from lorafusion_jax.objective.batch import divergence_rows, totals_of
 from lorafusion_jax.objective.loss import token_divergences, token_losses
-from lorafusion_jax.objective.protocol import DIVERGENCE, HIDDEN, SFT, Chosen
+from lorafusion_jax.objective.protocol import DIVERGENCE, HIDDEN, SCORE, SFT, Chosen
 from lorafusion_jax.pipeline.leaves import HEAD, LAYERS, SHARED, Columns, all_columns, windows
 from lorafusion_jax.weights.table import NONE, stored_kind
 from pallas_kernels import Dropout
@@ -225,10 +225,7 @@ class Parts:
 
         Those that depend on the frozen kernels are not final, see `Stage.start_from_base`.
         """
-        return {
-            spec.name: self.first_weights(spec) | self._first_heads(spec, index)
-            for index, spec in enumerate(self.specs)
-        }
+        return {spec.name: self.first_weights(spec) for spec in self.specs}
 
     def first_weights(self, spec: AdapterSpec) -> dict[str, Any]:
         """Returns the initial values of one adapter's leaves: leaf → [L, K, r] and so on."""
@@ -239,13 +236,15 @@ class Parts:
             if path.rpartition(".")[2] in spec.targets
             for leaf, array in init_layers(spec, path, *shape, self.model.num_layers).items()
         }
-        return drawn | {f"{SHARED}{leaf}": array[None] for leaf, array in init_shared(spec, *self._largest).items()}
+        shared = init_shared(spec, *self._largest)
+        return drawn | {f"{SHARED}{leaf}": array[None] for leaf, array in shared.items()} | self._first_head(spec)
 
-    def _first_heads(self, spec: AdapterSpec, index: int) -> dict[str, Any]:
+    def _first_head(self, spec: AdapterSpec) -> dict[str, Any]:
+        leaves = {} if spec.head is None else spec.head.by_key
+        shapes = {key: leaf.shape_in(self._sizes(HEAD)) for key, leaf in leaves.items()}
         return {
-            name: draw_leaf(at.leaf, spec.seed, name, at.own_shape(self._sizes(name), index))[None]
-            for name, at in self.columns.items()
-            if name.startswith(HEAD) and at.width[index]
+            f"{HEAD}{key}": draw_leaf(leaf, spec.seed, f"{HEAD}{key}", shapes[key])[None]
+            for key, leaf in leaves.items()
         }
 
     def inputs(self, batch: Any, *, dropout: bool) -> Inputs:  # a Microbatch of tracers
@@ -309,14 +308,33 @@ class Parts:
         """The objective of each adapter."""
         return self.objectives or (SFT,) * len(self.specs)
 
-    def totals(self, norm: Array, head: Array, x_TD: Array, batch: Any) -> dict[str, Array]:  # Microbatch of tracers
-        """Computes sums of loss and metrics of each adapter, float32 [A]."""
+    def totals(
+        self, norm: Array, head: Array, x_TD: Array, batch: Any, heads: Mapping[str, Array]
+    ) -> dict[str, Array]:  # Microbatch of tracers
+        """Computes sums of loss and metrics of each adapter, float32 [A].
+
+        Args:
+            heads: leaves of the objectives' heads by name, [1, C, ...].
+        """
         weights = jnp.where(batch.row_adapter >= 0, batch.weights, 0.0)
         hidden = final_norm(x_TD, norm, self.model)
         losses_T = self._token_losses(hidden, head, batch, weights)
         needed = frozenset().union(*(adapter.needs for adapter in self.chosen))
         divergence_T = self._divergences(hidden, head, batch) if DIVERGENCE in needed else None
-        return totals_of(losses_T, batch, self.chosen, hidden if HIDDEN in needed else None, divergence_T)
+        return totals_of(
+            losses_T,
+            batch,
+            self.chosen,
+            None if needed.isdisjoint({HIDDEN, SCORE}) else hidden,
+            divergence_T,
+            {name.removeprefix(HEAD): self._of_samples(name, leaf, batch) for name, leaf in heads.items()},
+        )
+
+    def _of_samples(self, name: str, leaf: Array, batch: Any) -> Array:
+        """Returns the tensor of each sample's adapter, [N, ...]; any for samples of others."""
+        at, adapter_N = self.columns[name], batch.samples.adapter
+        column_A = jnp.array([first if width else -1 for first, width in zip(at.first, at.width, strict=True)])
+        return rows_of(leaf[0], jnp.where(adapter_N >= 0, column_A[jnp.maximum(adapter_N, 0)], -1))
 
     def states(self, norm: Array, x_TD: Array) -> Array:
         """Computes the states behind the final norm, [T, D]."""

@@ -33,7 +33,7 @@ from lorafusion_jax.optim.step import Hyper, transformation, zero_hyper
 from lorafusion_jax.pipeline import adapter_step
 from lorafusion_jax.pipeline import leaves as lv
 from lorafusion_jax.pipeline.adapter_step import BatchSummary, Totals
-from lorafusion_jax.pipeline.leaves import LAYERS, SHARED, Columns, Leaves, Own, Place, on_stage
+from lorafusion_jax.pipeline.leaves import HEAD, LAYERS, SHARED, Columns, Leaves, Own, Place, on_stage
 from lorafusion_jax.pipeline.mesh import REPLICAS, StageMesh
 from lorafusion_jax.pipeline.parts import Inputs, LayerWeights, Parts, StoredWeights, Weights, layer_kind
 from lorafusion_jax.pipeline.remat import Split
@@ -87,8 +87,9 @@ class StagePrograms:
         self.forward = self._jit(self._forward, block, (ROWS, ROWS), options=kernels)
         self.backward = self._jit(self._backward, gradients, (ROWS, ROWS), donate=(6, 7), options=kernels)
         self.evaluate = self._jit(self._evaluate, block, ROWS, options=kernels)
-        self.head = self._jit(self._head, (REPLICATED, table_spec, ROWS, ROWS, ROWS), (ROWS, ROWS, ROWS), donate=(4,))
-        self.totals = self._jit(self._totals, (REPLICATED, table_spec, ROWS, ROWS), REPLICATED)
+        ends = (REPLICATED, table_spec, ROWS, ROWS, REPLICATED)
+        self.head = self._jit(self._head, (*ends, ROWS, ROWS), (ROWS, ROWS, ROWS, ROWS), donate=(5, 6))
+        self.totals = self._jit(self._totals, ends, REPLICATED)
         self.states = self._jit(self._states, (REPLICATED, ROWS), REPLICATED)
         self.token_logprobs = self._jit(self._token_logprobs, (REPLICATED, table_spec, ROWS, ROWS), REPLICATED)
 
@@ -319,18 +320,24 @@ class StagePrograms:
         frozen, inputs, number, constant = given
         return self._parts.layer(frozen, lora | constant, x, inputs, number)
 
-    def _head(self, norm: Array, table: Array, x: Array, batch: Microbatch, before: Totals):
+    def _head(
+        self, norm: Array, table: Array, x: Array, batch: Microbatch, heads: Leaves, before: Totals, sums: Leaves
+    ):
+        """Returns (gradient of x, losses, totals, sums of the gradients of the objectives' heads)."""
         table, batch = _gather(table, self._table_axis), _own(batch)
+        constant = {name: leaf for name, leaf in heads.items() if name in self.constants}
 
-        def loss(x: Array):
-            totals = self._parts.totals(norm, table, x, batch)
+        def loss(x: Array, trained: Leaves):
+            totals = self._parts.totals(norm, table, x, batch, trained | constant)
             return jnp.sum(totals["loss"]), totals
 
-        dx, totals = jax.grad(loss, has_aux=True)(x[0])
-        return dx[None], totals["loss"][None], jax.tree.map(jnp.add, before, totals)
+        trained = {name: leaf for name, leaf in heads.items() if name in self.columns}
+        (dx, slopes), totals = jax.grad(loss, argnums=(0, 1), has_aux=True)(x[0], trained)
+        sums = {name: sums[name] + slopes[name] for name in sums}
+        return dx[None], totals["loss"][None], jax.tree.map(jnp.add, before, totals), sums
 
-    def _totals(self, norm: Array, table: Array, x: Array, batch: Microbatch) -> Totals:
-        totals = self._parts.totals(norm, _gather(table, self._table_axis), x[0], _own(batch))
+    def _totals(self, norm: Array, table: Array, x: Array, batch: Microbatch, heads: Leaves) -> Totals:
+        totals = self._parts.totals(norm, _gather(table, self._table_axis), x[0], _own(batch), heads)
         return totals if self._stage.replicas == 1 else lax.psum(totals, REPLICAS)
 
     def _states(self, norm: Array, x: Array) -> Array:
@@ -368,6 +375,11 @@ class StagePrograms:
 def hidden_gathers(fsdp: int) -> dict[str, bool]:
     """Returns the XLA option that overlaps gathering weights with compute, with fsdp. XLA_FLAGS takes precedence."""
     return {OVERLAP: True} if fsdp > 1 and OVERLAP not in os.environ.get("XLA_FLAGS", "") else {}
+
+
+def of_heads(leaves: Leaves) -> Leaves:
+    """Returns the leaves of the heads of objectives."""
+    return {name: leaf for name, leaf in leaves.items() if name.startswith(HEAD)}
 
 
 def _own(rows: Any) -> Any:

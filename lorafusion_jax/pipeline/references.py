@@ -89,7 +89,7 @@ def _stages_of_folder(
     spec, arrays = read_reference_folder(config, reference)
     one = config.model_copy(update={"adapters": (adapter,)})
     own = stages_for(stages, one, [spec])
-    lora = start_from(own[0].first_lora(), {0: arrays}, [spec.kind])
+    lora = start_from(own[0].first_lora(), {0: arrays}, [spec])
     for stage in own:
         stage.take_weights(lora)
     return own

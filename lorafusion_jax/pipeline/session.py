@@ -147,7 +147,7 @@ class Session:
             weights: weights of some adapters by place, from `read_warm_starts`.
         """
         parts = self._stages[0].parts
-        lora = start_from(parts.first_lora(), weights, [spec.kind for spec in parts.specs])
+        lora = start_from(parts.first_lora(), weights, parts.specs)
         for stage in self._stages:
             stage.start(lora)
         self._unstarted = [place for place in self._places.values() if place not in weights]

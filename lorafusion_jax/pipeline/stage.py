@@ -25,7 +25,7 @@ from lorafusion_jax.pipeline.leaves import Leaves
 from lorafusion_jax.pipeline.mesh import StageMesh
 from lorafusion_jax.pipeline.move import replicate, to_host
 from lorafusion_jax.pipeline.parts import Parts, StageWeights
-from lorafusion_jax.pipeline.programs import StagePrograms
+from lorafusion_jax.pipeline.programs import StagePrograms, of_heads
 
 NO_SLOT = -1  # slot of a pass outside of a plan
 
@@ -270,7 +270,10 @@ class Stage:
         if weights.head is None:
             self._in_flight[slot] = _InFlight(inputs, xs, residuals, None)
             return here
-        dy, losses, self.totals = programs.head(weights.norm, weights.head, here, batch, self.totals)
+        dy, losses, self.totals, sums = programs.head(
+            weights.norm, weights.head, here, batch, of_heads(self.all_leaves), self.totals, of_heads(self.sums)
+        )
+        self.sums = self.sums | sums
         self._in_flight[slot] = _InFlight(inputs, xs, residuals, dy)
         return losses
 
@@ -385,7 +388,9 @@ class Stage:
     def evaluate(self, batch: Microbatch, x: Array | None) -> Array | Totals:
         """Runs a held-out microbatch without dropout. The last stage returns sums [A] over all replicas."""
         here, weights = self._run_forward(batch, x), self.weights
-        return here if weights.head is None else self.programs.totals(weights.norm, weights.head, here, batch)
+        if weights.head is None:
+            return here
+        return self.programs.totals(weights.norm, weights.head, here, batch, of_heads(self.all_leaves))
 
     def token_logprobs(self, batch: Microbatch, x: Array | None) -> Array:
         """Like `evaluate`; the last stage returns log p of the learned targets of all replicas, [R, T]."""

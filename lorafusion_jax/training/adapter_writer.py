@@ -105,6 +105,10 @@ def model_card(adapter: AdapterConfig, step: int, config: JobConfig, *, plan: st
     longer = "".join(f" and {part.samples} samples" for part in adapter.extended)
     planned = f"\n| plan | {plan} |" if plan else ""
     stored = "" if settings.quantize == NONE else f", quantised as {settings.quantize}"
+    chosen = adapter.objective.chosen
+    scored = chosen.head is not None and chosen.objective.task == "SEQ_CLS"
+    model = "AutoModelForSequenceClassification" if scored else "AutoModelForCausalLM"
+    labels = f", num_labels={chosen.head.leaves[0].axes[-1]}" if scored and chosen.head else ""
     belongs = f"""
 The base was quantised as `{settings.quantize}` in training, and the adapter belongs to that base: on the original
 weights its outputs differ a little.
@@ -129,7 +133,7 @@ LoRA adapter of `{base}`{stored}, {step} optimizer steps. Trained with lorafusio
 
 ```python
 from peft import PeftModel
-from transformers import AutoModelForCausalLM
-model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{base}"{at}), "path/to/this/folder")
+from transformers import {model}
+model = PeftModel.from_pretrained({model}.from_pretrained("{base}"{at}{labels}), "path/to/this/folder")
 ```
 """

@@ -47,7 +47,11 @@ def verify_exports(run: Path) -> dict[str, Check]:
     losses = {name: row["after"] for name, row in final_rows(run).items() if "after" in row}
     try:
         session.start(
-            {place: read_adapter(path, specs[place].kind)[1] for place, path in exported.items() if path is not None}
+            {
+                place: read_adapter(path, specs[place].kind, specs[place].head)[1]
+                for place, path in exported.items()
+                if path is not None
+            }
         )
         session.finish_loading()
         return {name: Check(trained=loss, exported=session.evaluate(name).loss) for name, loss in losses.items()}

@@ -1,4 +1,4 @@
-"""Adapters of different objectives in the same microbatches: each ends as it does alone, and disturbs no other."""
+"""Adapters of different objectives and kinds in the same microbatches: each ends as alone, and disturbs no other."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ from lorafusion_jax.training import RunFolder, train
 from lorafusion_jax.training.verify import verify_exports
 
 TOLERANCE = 1e-5  # float32 sums in another order, carried along by Adam for a few steps
-NAMES = ("law", "dpo", "kto", "grpo", "orpo")
+NAMES = ("law", "dpo", "kto", "grpo", "reward")
 OBJECTIVES = {
     "law": {"name": "sft"},
     "dpo": {"name": "dpo", "loss": ["sigmoid", "hinge"], "sft": 0.1},
     "kto": {"name": "kto", "group": 2},
     "grpo": {"name": "grpo", "beta": 0.05},
-    "orpo": {"name": "orpo"},
+    "reward": {"name": "reward", "center": 0.01},
 }
-GLOBAL = {"law": 4, "dpo": 3, "kto": 2, "grpo": 4, "orpo": 3}
+KINDS = {"dpo": "dora", "kto": "vera"}  # the others: lora
+GLOBAL = {"law": 4, "dpo": 3, "kto": 2, "grpo": 4, "reward": 3}
 COUNT = 12  # rows of each
 
 
@@ -43,7 +44,8 @@ def write_data(folder: Path) -> None:
     pairs = [{"prompt": text(), "chosen": text(), "rejected": text() + " no"} for _ in range(COUNT)]
     labelled = [{"prompt": text(), "completion": text(), "label": number % 3 > 0} for number in range(COUNT)]
     sampled = [{"prompt": text(), "completion": text(), "advantage": draw.gauss(0, 1)} for _ in range(COUNT)]
-    for name, rows in {"dpo": pairs, "orpo": pairs, "kto": labelled, "grpo": sampled}.items():
+    better = [row | {"margin": draw.random()} for row in pairs]
+    for name, rows in {"dpo": pairs, "reward": better, "kto": labelled, "grpo": sampled}.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     small_jobs.write_rows(folder, "law", COUNT, longest=16)
 
@@ -60,6 +62,7 @@ def job(tmp_path_factory, tiny_base):
                 "name": name,
                 "data": {"train": f"{name}.jsonl"} | ({"eval": "dpo.jsonl"} if name == "dpo" else {}),
                 "objective": OBJECTIVES[name],
+                "lora": {"kind": KINDS.get(name, "lora")},
                 "batch": {"global_samples": GLOBAL[name]},
                 "seed": NAMES.index(name),
             }
@@ -109,10 +112,12 @@ def test_all_objectives_meet_in_a_microbatch_and_learn(joint):
     slots = [{ref.adapter for ref in slot.samples} for slot in RunFolder(joint).read_plan().slots]
     assert any(len(adapters) >= 3 for adapters in slots)
     for name in NAMES:
-        assert any(np.any(array) for key, array in weights(joint, name).items() if "lora_B" in key)
+        changed = [array for key, array in weights(joint, name).items() if "lora_B" in key or "lambda_b" in key]
+        assert any(map(np.any, changed))
         assert all(np.isfinite(row["loss"]) for row in steps(joint, name))
     assert {"rewards/chosen", "rewards/accuracies", "logps/rejected"} <= steps(joint, "dpo")[0].keys()
     assert {"kl", "rewards/chosen"} <= steps(joint, "kto")[0].keys()
+    assert {"accuracy", "margin", "mean_reward"} <= steps(joint, "reward")[0].keys()
     assert steps(joint, "grpo")[0]["kl"] == pytest.approx(0, abs=1e-6)
 
 
@@ -121,7 +126,7 @@ def test_an_exported_folder_has_the_held_out_loss_of_the_end(joint):
     assert {name: check.same for name, check in checks.items()} == {"dpo": True}
 
 
-@pytest.mark.parametrize("name", ["dpo", nightly("law"), nightly("kto"), nightly("grpo"), nightly("orpo")])
+@pytest.mark.parametrize("name", ["dpo", nightly("law"), nightly("kto"), nightly("grpo"), nightly("reward")])
 def test_joint_is_alone(name, joint, job, tmp_path):
     assert_close(joint, trained(job((name,)), tmp_path / name), name)
 
@@ -141,14 +146,19 @@ def test_two_stages_and_two_replicas_are_one(joint, job, tmp_path):
 
 
 def test_resumed_run_is_the_unbroken_one(joint, job, tmp_path):
-    """With `reference: start` the adapter has left its reference when the run is cut."""
-    again = {"lora": {"init_from": str(joint / "adapters" / "dpo" / "latest"), "dropout": 0.0}}
-    file = job(sections={"save": {"every_steps": 4}}, dpo=again)
+    """With `reference: start` adapters have left their reference when the run is cut, and VeRA's pair is a folder's."""
+
+    def again(name: str) -> dict:
+        folder = str(joint / "adapters" / name / "latest")
+        return {"lora": {"kind": KINDS.get(name, "lora"), "init_from": folder, "dropout": 0.0}}
+
+    sections = {"save": {"every_steps": 4}}
+    file = job(sections=sections, dpo=again("dpo"), kto=again("kto"), reward=again("reward"))
     whole = trained(file, tmp_path / "whole")
     record = json.loads((whole / "run.json").read_text())["references"]
     assert {name: record[name]["of"] for name in record} == {
         "dpo": "dpo at its start",
-        "kto": "the base",
+        "kto": "kto at its start",
         "grpo": "the base",
     }
 
@@ -185,5 +195,5 @@ def test_an_adapter_that_joins_gets_its_reference(joint, job, tmp_path):
 def test_joint_is_alone_on_a_quantised_base(quantize, job, tmp_path):
     sections = {"base": {"dtype": "float32", "quantize": quantize}}
     joint = trained(job(sections=sections), tmp_path / "joint")
-    for name in ("dpo", "kto"):
+    for name in ("dpo", "kto", "reward"):
         assert_close(joint, trained(job((name,), sections), tmp_path / name), name)

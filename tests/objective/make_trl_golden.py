@@ -20,7 +20,7 @@ import trl_case as case
 from datasets import Dataset
 from peft import PeftModel
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 ROOT = Path(__file__).parents[2]
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
@@ -31,13 +31,17 @@ COMMON = {
 }  # fmt: skip
 
 
-def base_model(folder: Path):
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+def base_model(folder: Path, *, head: bool = False):
+    settings = {"dtype": torch.float32, "attn_implementation": "eager"}
+    if head:
+        return AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, **settings)
+    return AutoModelForCausalLM.from_pretrained(folder, **settings)
 
 
 def make_trainer(name: str, folder: Path, adapter: Path, rows: Dataset, out: str):
     """Returns TRL's trainer of a case."""
-    model = PeftModel.from_pretrained(base_model(folder), adapter, is_trainable=True)
+    head = case.CASES[name][2]["name"] == "reward"
+    model = PeftModel.from_pretrained(base_model(folder, head=head), adapter, is_trainable=True)
     settings = dict(case.CASES[name][2])
     kind, reference = settings.pop("name"), settings.pop("reference", None)
     common = COMMON | {"output_dir": out}
@@ -71,6 +75,13 @@ def make_trainer(name: str, folder: Path, adapter: Path, rows: Dataset, out: str
             else {"loss_type": "sigmoid", "cpo_alpha": 1.0}
         )
         return CPOTrainer(args=CPOConfig(**common, max_length=512, **extra), **given)
+    if kind == "reward":
+        from trl import RewardConfig, RewardTrainer
+
+        args = RewardConfig(
+            **common, max_length=None, disable_dropout=True, center_rewards_coefficient=settings.get("center")
+        )
+        return RewardTrainer(args=args, **given)
     if kind == "orpo":
         from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
@@ -149,7 +160,7 @@ def run_case(name: str, folder: Path, adapter: Path, out: str) -> dict[str, np.n
 
 
 def _plain(key: str) -> str:
-    return key.replace(".default", "").replace("base_model.model.model.layers.", "")
+    return key.replace(".default", "").replace(".modules_to_save", "").replace("base_model.model.model.layers.", "")
 
 
 def main(names: list[str]) -> None:
@@ -160,7 +171,8 @@ def main(names: list[str]) -> None:
         folder = Path(scratch)
         for name in names or case.CASES:
             base = case.write_model(folder / name / "base", ROOT / "examples" / "base", template=case.CASES[name][1])
-            adapter = case.write_adapter(folder / name / "start", base)
+            head = case.CASES[name][2]["name"] == "reward"
+            adapter = case.write_adapter(folder / name / "start", base, head=head)
             made |= run_case(name, base, adapter, str(folder / name / "out"))
             print(name, made[f"{name}/losses"][[0, 1, -1]], flush=True)
     made["versions"] = np.array([f"{package} {importlib.metadata.version(package)}" for package in PACKAGES])

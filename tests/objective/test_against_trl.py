@@ -28,7 +28,7 @@ QUICK = {
     "train": {"log_every_s": 0, "plan_seconds": 0.1, "block_layers": 1},
     "data": {"max_length": 60},
 }
-ALWAYS = ("dpo", "mpo", "kto", "grpo")
+ALWAYS = ("dpo", "mpo", "kto", "grpo", "reward_margin")
 NAMES = [name if name in ALWAYS else nightly(name) for name in case.CASES]
 
 
@@ -49,7 +49,9 @@ def runs(request, tmp_path_factory):
         if not names:
             continue
         base = case.write_model(folder / f"base-{template}", examples_directory() / "base", template=template)
-        start = case.write_adapter(folder / f"start-{template}", base)
+        starts = {
+            head: case.write_adapter(folder / f"start-{template}-{head}", base, head=head) for head in (False, True)
+        }
         entries = []
         for name in names:
             rows, _, objective = case.CASES[name]
@@ -57,7 +59,7 @@ def runs(request, tmp_path_factory):
             entries.append(
                 {
                     "name": name, "data": {"train": f"{name}.jsonl"}, "objective": objective,
-                    "lora": {"init_from": str(start), "dropout": 0.0},
+                    "lora": {"init_from": str(starts[objective["name"] == "reward"]), "dropout": 0.0},
                     "batch": {"global_samples": 1 if name == "kto" else case.BATCH},
                     "epochs": case.STEPS * (1 if name == "kto" else case.BATCH) // (5 if name == "kto" else case.ROWS),
                 }
@@ -85,7 +87,9 @@ def end(runs, name: str, kind: str) -> dict[str, np.ndarray]:
 
 
 def start(runs, name: str) -> dict[str, np.ndarray]:
-    return load_file(runs[case.CASES[name][1]] / f"start-{case.CASES[name][1]}" / "adapter_model.safetensors")
+    _, template, objective = case.CASES[name]
+    folder = runs[template] / f"start-{template}-{objective['name'] == 'reward'}"
+    return load_file(folder / "adapter_model.safetensors")
 
 
 def plain(key: str) -> str:

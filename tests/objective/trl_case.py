@@ -56,8 +56,12 @@ def write_model(folder: Path, tokenizer: Path, *, template: bool) -> Path:
     return folder
 
 
-def write_adapter(folder: Path, base: Path) -> Path:
-    """Writes a PEFT folder whose adapter already changes the model."""
+def write_adapter(folder: Path, base: Path, *, head: bool = False) -> Path:
+    """Writes a PEFT folder whose adapter already changes the model.
+
+    Args:
+        head: with a score of texts.
+    """
     folder.mkdir(parents=True)
     draw, tensors = np.random.default_rng(8), {}
     for layer in range(LAYERS):
@@ -65,11 +69,14 @@ def write_adapter(folder: Path, base: Path) -> Path:
             key = f"base_model.model.model.layers.{layer}.{place}"
             tensors[f"{key}.lora_A.weight"] = (draw.standard_normal((RANK, k)) * 0.2).astype(np.float32)
             tensors[f"{key}.lora_B.weight"] = (draw.standard_normal((n, RANK)) * 0.05).astype(np.float32)
+    if head:
+        tensors["base_model.model.score.weight"] = (draw.standard_normal((1, WIDTH)) * 0.3).astype(np.float32)
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     settings = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": RANK, "lora_alpha": ALPHA, "lora_dropout": 0.0,
         "target_modules": list(TARGETS), "bias": "none", "base_model_name_or_path": str(base),
     }  # fmt: skip
+    settings |= {"task_type": "SEQ_CLS", "modules_to_save": ["score"]} if head else {}
     (folder / "adapter_config.json").write_text(json.dumps(settings))
     return folder
 
@@ -128,6 +135,12 @@ def sampled() -> list[dict]:
     ]
 
 
+def margins() -> list[dict]:
+    """Conversations with how much better the chosen answer is."""
+    draw = random.Random("margins")
+    return [row | {"margin": round(draw.random(), 2)} for row in conversations()]
+
+
 def answers() -> list[dict]:
     """Texts for supervised fine-tuning."""
     return [{"prompt": row["prompt"], "completion": row["chosen"]} for row in pairs()]
@@ -164,4 +177,6 @@ CASES = {
     "grpo_sequence": (sampled, True, {"name": "grpo", "loss": "grpo", "ratio": "sequence"}),
     "cispo": (sampled, True, {"name": "cispo"}),
     "dft": (answers, False, {"name": "dft"}),
+    "reward": (conversations, True, {"name": "reward"}),
+    "reward_margin": (margins, True, {"name": "reward", "center": 0.05}),
 }  # fmt: skip

@@ -62,18 +62,21 @@ def _share(shape: Sequence[int], fsdp: int) -> int:
 
 
 def adapter_bytes(problem: MemoryProblem, stage: int, *, trainable: bool = True) -> list[int]:
-    """Trainable tensors of a stage's layers in float32, per adapter, at its own rank, targets and kind.
+    """Trainable tensors of a stage's layers in float32, per adapter, at its own rank, targets and kind;
+    on the last stage with its head.
 
     Args:
         trainable: False: those that are constant in training.
     """
     model = problem.model
+    sizes = {"D": model.hidden_size, "V": model.vocab_size}
     pieces = [model.layer(piece.layer).linear_shapes(piece.half) for piece in problem.layers[stage].pieces]
 
     def parameters(spec: AdapterSpec) -> int:
         kind = adapter_kind(spec.kind)
         shapes = [piece[name] for piece in pieces for name in spec.targets if name in piece]
-        return sum(
+        head = spec.head if problem.is_last(stage) else None
+        return (0 if head is None else head.num_parameters(sizes, trainable=trainable)) + sum(
             kind.num_parameters(in_features=k, out_features=n, rank=spec.rank, trainable=trainable) for k, n in shapes
         )
 
