@@ -14,8 +14,8 @@ PACKAGES = ("scheduling", "pallas_kernels", "lorafusion_jax", "lorafusion_serve"
 TOWER: tuple[set[str], ...] = (  # of lorafusion_jax, from the ground up: a room imports lower floors only
     {"errors", "examples", "layout", "readable"},
     {"files", "log_file", "plugins", "samples", "signals", "tensor_file"},
-    {"adapters", "objective", "optim", "tuning_table", "weights"},
-    {"families", "machine", "modules"},
+    {"adapters", "optim", "tuning_table", "weights"},
+    {"families", "machine", "modules", "objective"},
     {"config"},
     {"models"},
     {"checkpoint"},
