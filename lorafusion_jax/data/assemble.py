@@ -151,11 +151,11 @@ def pieces_of_slot(
             row,
             index[ref.adapter],
             weights[ref.adapter, ref.batch],
-            key=sample_key(ref.sample // len(stream.train.lengths), row),
+            key=sample_key(epoch, row),
         )
         for ref in samples
         for stream in [data[ref.adapter]]
-        for row in [int(stream.order[ref.sample])]
+        for epoch, row in [stream.sample_at(ref.sample)]
     ]
 
 

@@ -27,7 +27,7 @@ class AdapterData:
 
     Attributes:
         order: index into `train` for every position of the adapter's stream. Each epoch is shuffled separately, from
-            the adapter's seed. Position i belongs to epoch i // len(train).
+            the adapter's seed.
         first: the order at the start of the run; it differs from `order` if the stream was extended later.
         cuts: positions at which the stream was extended. A batch begins at each.
     """
@@ -42,6 +42,13 @@ class AdapterData:
         """Returns the first position of every global batch."""
         edges = pairwise([0, *self.cuts, len(self.order)])
         return np.concatenate([np.arange(start, end, global_batch) for start, end in edges])
+
+    def sample_at(self, position: int) -> tuple[int, int]:
+        """Returns the epoch of a position of the stream, and its index into `train`.
+
+        Plans know positions only: the epochs of a job are one stream there.
+        """
+        return position // len(self.train.lengths), int(self.order[position])
 
     def stream_tokens(self) -> np.ndarray:
         return self.train.lengths[self.order]

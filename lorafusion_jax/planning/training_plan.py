@@ -10,13 +10,12 @@ from scheduling import AdapterJob, Plan, make_plan
 
 
 def train_jobs(config: JobConfig, prepared: Prepared) -> list[AdapterJob]:
-    """Builds the planner's jobs; sample i of a job is position i of the adapter's stream."""
+    """Builds the planner's jobs; sample i of a job is position i of the adapter's stream, which holds all epochs."""
     return [
         AdapterJob(
             name=adapter.name,
             sample_tokens=prepared.adapters[adapter.name].stream_tokens().tolist(),
             global_batch=adapter.global_samples,
-            epochs=1,
             weight=adapter.weight,
             cuts=prepared.adapters[adapter.name].cuts,
         )

@@ -1,7 +1,5 @@
 """Slots to arrays: where rows go, what they learn, and keys that know nothing of packing."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import shape_checks
@@ -18,6 +16,7 @@ from lorafusion_jax.data.assemble import (
     sample_key,
     segment_key,
 )
+from lorafusion_jax.data.prepare import AdapterData
 from scheduling import SampleRef
 
 TILE, CAPACITY = 16, 160
@@ -106,11 +105,12 @@ def test_every_epoch_of_a_sample_draws_its_own_masks():
         def segment_lengths_of(self, row):
             return None
 
-    data = {"law": SimpleNamespace(train=Train(), order=np.array([1, 0, 0, 1]))}
+    with shape_checks.off():
+        data = {"law": AdapterData(train=Train(), eval=None, order=np.array([1, 0, 0, 1]))}
     weights = {("law", batch): Weights(1.0) for batch in range(4)}
 
     def keys_of(refs):
-        return [found.key for found in pieces_of_slot(refs, data, {"law": 0}, weights)]
+        return [piece.key for piece in pieces_of_slot(refs, data, {"law": 0}, weights)]
 
     with shape_checks.off():
         refs = [SampleRef("law", 0, batch, sample) for batch, sample in enumerate((0, 1, 2, 3))]

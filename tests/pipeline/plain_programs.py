@@ -1,0 +1,76 @@
+"""Lowered programs of a plain LoRA job, and a file that says what they are.
+
+`python tests/pipeline/plain_programs.py` writes the file again for the installed jax. Do that only if plain jobs are
+meant to compile other programs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+import jax
+
+RECORDED = Path(__file__).with_suffix(".json")
+NAMES = ("inputs", "embed", "forward", "backward", "head", "totals", "evaluate")
+
+
+def record(folder: Path, base: Path) -> dict[str, str]:
+    """Trains two plain adapters and returns the lowered text of each program of the stage, by name."""
+    from small_jobs import two_adapters, write_job, write_rows
+
+    from lorafusion_jax import train
+    from lorafusion_jax.pipeline import stage
+    from lorafusion_jax.pipeline.programs import StagePrograms
+
+    texts: dict[str, str] = {}
+
+    class Recorded(StagePrograms):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            for name in NAMES:
+                setattr(self, name, recorded(name, getattr(self, name)))
+
+    def recorded(name, program):
+        def call(*arguments):
+            if name not in texts:
+                texts[name] = program.lower(*arguments).as_text()
+            return program(*arguments)
+
+        return call
+
+    rows = {name: write_rows(folder, name, 8) for name in ("law", "med")}
+    job = write_job(folder, base, two_adapters(rows))
+    usual, stage.StagePrograms = stage.StagePrograms, Recorded
+    try:
+        train(job, out=folder / "run", progress=False)
+    finally:
+        stage.StagePrograms = usual
+    return texts
+
+
+def summary(text: str) -> dict:
+    """The digest of a program, and its operations, by which a difference is understood."""
+    operations = Counter(re.findall(r"= \"?((?:stablehlo|func|chlo)\.\w+)", text))
+    return {"digest": hashlib.sha256(text.encode()).hexdigest()[:16], "operations": dict(sorted(operations.items()))}
+
+
+def main() -> None:
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    jax.config.update("jax_num_cpu_devices", 8)
+    from conftest import write_base
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        programs = {name: summary(text) for name, text in record(folder, write_base(folder / "base")).items()}
+    stored = json.loads(RECORDED.read_text()) if RECORDED.exists() else {}
+    RECORDED.write_text(json.dumps(stored | {jax.__version__: programs}, indent=1, sort_keys=True) + "\n")
+
+
+if __name__ == "__main__":
+    main()
