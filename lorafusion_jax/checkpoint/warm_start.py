@@ -15,6 +15,7 @@ from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.checkpoint.digests import digests_of
 from lorafusion_jax.checkpoint.peft import put_adapter, read_described
 from lorafusion_jax.checkpoint.peft_leaves import HEAD, Arrays, with_adapter_axis
+from lorafusion_jax.config.join import select_adapters
 from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.peft_config import CONFIG_FILE
 from lorafusion_jax.config.peft_folder import TENSOR_FILE
@@ -56,23 +57,39 @@ def warm_start_digests(config: JobConfig) -> dict[str, dict[str, str]]:
     }
 
 
-def check_warm_starts(before: dict[str, dict[str, str]], config: JobConfig) -> None:
-    """Checks that a run without a checkpoint starts from the same weights again.
+def reread_warm_starts(before: dict[str, dict[str, str]], config: JobConfig) -> dict[int, Arrays]:
+    """Reads warm starts of an existing run, which must be those that it recorded; see `read_warm_starts`.
+
+    Args:
+        before: adapter → digests, as run.json has them.
+        config: with the adapters that no checkpoint holds yet.
 
     Raises:
-        CheckpointError: `run.init-changed`.
+        CheckpointError: `run.init-changed`, or those of `read_warm_starts`.
     """
-    now = {name: digests for name, digests in warm_start_digests(config).items() if name in before}
-    changed = [name for name, digests in now.items() if digests != before[name]]
+    changed = [
+        adapter.name
+        for adapter in config.adapters
+        if adapter.name in before and _digests_now(adapter, config) not in (before[adapter.name], None)
+    ]
     if changed:
         raise CheckpointError(
             "run.init-changed",
-            f"the folder that {', '.join(changed)} started from has changed since the run started.",
+            f"the folder that {', '.join(changed)} started from has changed since then.",
             where=", ".join(
                 f"adapters.{name}.lora.init_from={config.adapter(name).lora.init_from}" for name in changed
             ),
             fix="restore it, or start a new run with lorafusion train",
         )
+    return read_warm_starts(config)
+
+
+def _digests_now(adapter: AdapterConfig, config: JobConfig) -> dict[str, str] | None:
+    """Returns the digests of a warm start; None if there is none, or none that can be read."""
+    try:
+        return warm_start_digests(select_adapters(config, [adapter.name])).get(adapter.name)
+    except OSError:
+        return None
 
 
 def start_from(
@@ -108,7 +125,7 @@ def _read_start(folder: Path, adapter: AdapterConfig, config: JobConfig) -> Arra
             fix="lora.kind: lora   or leave lora.init_from out",
         )
     described, arrays = read_described(folder, adapter.lora.kind, adapter.objective.chosen.head)
-    found, spec = described.spec, adapter_spec(adapter, model_targets(config))
+    spec = adapter_spec(adapter, model_targets(config))
     if described.same_settings(spec):
         return (
             _with_all_layers(arrays, ModelConfig.from_hf(base_directory(config)).num_layers, spec)
@@ -118,7 +135,7 @@ def _read_start(folder: Path, adapter: AdapterConfig, config: JobConfig) -> Arra
     raise CheckpointError(
         "peft.other-settings",
         f"{adapter.lora.init_from} has other LoRA settings than the job file.",
-        why=f"the folder has {_settings(found)}; the job file has {_settings(spec)}",
+        why=f"the folder has {_settings(described.spec)}; the job file has {_settings(spec)}",
         fix="leave lora.rank, alpha, rslora and targets out: they come from the folder",
     )
 
@@ -143,9 +160,9 @@ def _with_all_layers(arrays: Arrays, num_layers: int, spec: AdapterSpec) -> Arra
         if path not in (SHARED, HEAD)
     }
     absent = {
-        f"layers.{layer}.{place}": tuple(np.zeros(shape, np.float32) for shape in own)
+        f"layers.{layer}.{projection}": tuple(np.zeros(shape, np.float32) for shape in of_leaves)
         for layer in range(num_layers)
-        for place, own in shapes.items()
+        for projection, of_leaves in shapes.items()
     }
     return absent | arrays
 

@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 
 from lorafusion_jax.checkpoint.folder import RunFolder
-from lorafusion_jax.checkpoint.warm_start import check_warm_starts
+from lorafusion_jax.checkpoint.warm_start import reread_warm_starts
 from lorafusion_jax.config.references import adapters_with_references
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.data.prepare import Prepared, prepare
@@ -97,7 +97,7 @@ def compare_alone(run: Path, name: str, steps: int) -> Comparison:
     check_record(record, prepared, plan)
     prepared = read_references(run, record, config, prepared, adapters_with_references(config))
     checked_base(record, config, False)
-    check_warm_starts(record.get("warm_starts", {}), config)
+    reread_warm_starts(record.get("warm_starts", {}), config)
     return compare_job(_on_layout_of(config, plan), prepared, plan, name, steps)
 
 

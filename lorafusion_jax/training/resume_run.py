@@ -11,7 +11,7 @@ from lorafusion_jax.checkpoint.digests import Damage
 from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.checkpoint.requests import request_files
 from lorafusion_jax.checkpoint.saved_states import FoundCheckpoint, find_checkpoint, slots_of
-from lorafusion_jax.checkpoint.warm_start import check_warm_starts, read_warm_starts
+from lorafusion_jax.checkpoint.warm_start import reread_warm_starts
 from lorafusion_jax.config.join import select_adapters
 from lorafusion_jax.config.references import adapters_with_references
 from lorafusion_jax.config.schema import JobConfig
@@ -95,8 +95,7 @@ def _continue_run(
         base_files = checked_base(record, config, verify_base)
         begun = found.position.get("adapters", {})  # of these the checkpoint holds later weights
         starting = select_adapters(config, [adapter.name for adapter in config.adapters if adapter.name not in begun])
-        read_warm_starts(starting)  # reports a missing folder
-        check_warm_starts(record.get("warm_starts", {}), starting)
+        reread_warm_starts(record.get("warm_starts", {}), starting)
         folder.check_record_file()
         present = select_adapters(config, initial_adapters(config, found, recorded_changes(folder)))
         prepared = read_references(folder.path, record, config, prepared, adapters_with_references(present))

@@ -10,7 +10,7 @@ from threading import Event
 from lorafusion_jax.checkpoint.digests import is_intact
 from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.checkpoint.store import StateStore
-from lorafusion_jax.checkpoint.warm_start import read_warm_starts
+from lorafusion_jax.checkpoint.warm_start import reread_warm_starts
 from lorafusion_jax.config.join import select_adapters
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.data.references import with_references
@@ -242,7 +242,8 @@ class Run:
         config = select_adapters(self._job.config, list(self._progress.adapters))
         new = config.model_copy(update={"adapters": config.adapters[len(self._session.names) :]})
         first = len(config.adapters) - len(new.adapters)
-        weights = {first + place: arrays for place, arrays in read_warm_starts(new).items()}
+        starts = reread_warm_starts(self._folder.read_record().get("warm_starts", {}), new)
+        weights = {first + index: arrays for index, arrays in starts.items()}
         with self._session.spans.pause("adding adapters"):
             self._session.add(config, self._job.prepared, weights)
             self._add_references(new, slots_done)

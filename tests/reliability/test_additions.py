@@ -20,6 +20,7 @@ from lorafusion_jax.checkpoint.requests import request_files, write_request
 from lorafusion_jax.checkpoint.verify_folder import verify_folder
 from lorafusion_jax.config import load_config
 from lorafusion_jax.config.join import read_joining
+from lorafusion_jax.errors import LoraFusionError
 from lorafusion_jax.pipeline.session import Session
 from lorafusion_jax.report.recorder import read_rows
 from lorafusion_jax.training import RunFolder, resume, train
@@ -156,6 +157,33 @@ def test_a_run_comes_to_its_additions_again(kept, asked, tmp_path):
     cut_to(run, kept)
     assert statuses(resume(run)) == dict.fromkeys(ROWS, "done")
     assert_bitwise(run, asked, ROWS)
+
+
+def test_what_joins_after_the_checkpoint_begins_with_what_it_began_with(make_config, tax, alone, tmp_path):
+    run, start = tmp_path / "run", tmp_path / "start"
+    shutil.copytree(RunFolder(alone).latest("tax"), start)
+    (start / "SHA256SUMS").unlink()  # edits are allowed
+    warm = [
+        adapter.model_copy(update={"lora": adapter.lora.model_copy(update={"init_from": str(start)})})
+        for adapter in tax
+    ]
+    assert train(make_config(ONE_DEVICE), run, listeners=[asks(run, ("law", 3, warm, "add"))]).exit_code == 0
+    before = weights_of(run, "tax")
+    cut_to(run, 1)
+    settings = start / "adapter_config.json"
+    content = settings.read_text()
+
+    def edit(event=None):
+        if event is None or event.kind == "started":
+            settings.write_text(content + "\n")
+
+    for moments in [edit], []:  # changed after it was checked, and changed before
+        with pytest.raises(LoraFusionError, match=r"run\.init-changed.*\n.*\n.*restore it"):
+            resume(run, listeners=moments)
+    settings.write_text(content)
+    assert statuses(resume(run)) == dict.fromkeys(ROWS, "done")
+    for key, array in weights_of(run, "tax").items():
+        np.testing.assert_array_equal(array, before[key])
 
 
 def test_what_cannot_join_changes_nothing(make_config, tax, healthy, tmp_path, monkeypatch):
