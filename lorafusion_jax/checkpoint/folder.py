@@ -28,7 +28,8 @@ from lorafusion_jax.checkpoint.run_lock import run_lock
 from lorafusion_jax.checkpoint.saved_states import slots_of
 from lorafusion_jax.checkpoint.transition import change_files, complete_change, current_file
 from lorafusion_jax.config.resolved import dump_config, read_resolved
-from lorafusion_jax.config.schema import BEGUN, JobConfig
+from lorafusion_jax.config.schema import JobConfig
+from lorafusion_jax.config.values import BEGUN
 from lorafusion_jax.errors import CheckpointError
 from lorafusion_jax.files import PART, remove_folder, replace_text
 from lorafusion_jax.readable import PLAN as MOST_PLAN

@@ -17,7 +17,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from lorafusion_jax.config.schema import ADAPTER_NAME, LARGEST_FLOAT32, AdapterConfig
+from lorafusion_jax.config.schema import ADAPTER_NAME, AdapterConfig
+from lorafusion_jax.config.values import LARGEST_FLOAT32
 from lorafusion_jax.files import remove_folder, replace_text
 from lorafusion_jax.readable import SETTINGS, read_text
 

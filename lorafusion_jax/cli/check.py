@@ -55,10 +55,10 @@ def command(
     Example: lorafusion check jobs.yaml base.quantize=nf4 --base-loss
     """
     config, errors = examine_config(jobs, overrides or ())
-    unchecked, more = layer_problems(config) if config else ([], [])
+    of_layers, more = layer_problems(config) if config else ([], [])
     config, prepared = checked_data(config, [*errors, *more, *_base_problems(config)])
     notes = [
-        *unchecked,
+        *of_layers,
         *unreached(read_source(jobs), overrides or ()),
         *ineffective(config),
         *missing_packages(config.report),

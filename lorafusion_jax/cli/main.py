@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import errno
+import re
 import sys
+from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Annotated
@@ -32,7 +34,7 @@ from lorafusion_jax.cli import (
     tune,
     verify,
 )
-from lorafusion_jax.errors import LoraFusionError, RunError
+from lorafusion_jax.errors import ConfigError, LoraFusionError, RunError
 from lorafusion_jax.plugins import plugin_fault
 from lorafusion_jax.report.console import errors_to
 from lorafusion_jax.report.record import versions
@@ -98,6 +100,7 @@ def main(arguments: list[str] | None = None) -> None:
 def run(arguments: list[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
     try:
+        _refuse_empty(sys.argv[1:] if arguments is None else arguments)
         with stop_signals():
             return app(arguments, standalone_mode=False, prog_name="lorafusion") or 0
     except (LoraFusionError, PlanError) as problem:
@@ -119,6 +122,16 @@ def run(arguments: list[str] | None = None) -> int:
             raise
         _print_error(_system_error(problem))
         return 1
+
+
+def _refuse_empty(arguments: Sequence[str]) -> None:
+    """Refuses `--out ""`, as of a shell's variable that is not set: an empty path would be the current folder."""
+    for before, argument in zip(["", *arguments], arguments, strict=False):
+        if not (argument.partition("=")[2] if re.match(r"--[\w-]+=", argument) else argument).strip():
+            what = argument.rstrip("= ") or (before if before.startswith("-") else "an argument")
+            raise ConfigError(
+                "command.empty", f"{what} is empty.", fix="give it a value, or leave it out; . is the current folder"
+            )
 
 
 def _print_error(problem: Exception) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 from pydantic import BaseModel
@@ -38,6 +39,8 @@ EXPECTED = {  # pydantic's error types in the terms of a job file
     "invalid_key": "a text, as every name of a setting",
     "model_type": "a table of settings",
 }
+
+_NUMBER = re.compile(r"[+-]?\d+(\.\d+)?")
 
 
 def new_name(setting: str) -> str:
@@ -81,10 +84,12 @@ def explain(source: Source, section: Keys, model: type[BaseModel], detail) -> Co
             where=source.where(keys),
             fix=_example(str(location[-1])),
         )
-    expected, example = _expectation(detail), ""
+    expected, example = _expectation(detail), _without_quotes(detail)
     for n in range(len(keys) - 1):
         if keys[n : n + 2] in LISTS:
-            (expected, example), keys = LISTS[keys[n : n + 2]], keys[: n + 2]
+            (of_list, example), whole = LISTS[keys[n : n + 2]], keys[: n + 2]
+            expected = expected if keys == whole and detail["type"] == "value_error" else of_list
+            keys = whole
             break
     typed = source.typed(keys)
     return ConfigError(
@@ -96,11 +101,20 @@ def explain(source: Source, section: Keys, model: type[BaseModel], detail) -> Co
 
 
 def _expectation(detail) -> str:
-    value = "null" if detail["input"] is None else shortened(detail["input"])
+    value = detail["input"]
+    value = "null" if value is None else shortened(str(value).lower() if isinstance(value, bool) else value)
     known = EXPECTED.get(detail["type"])
     if detail["type"] == "value_error":  # from a validator of the schema
         return str(detail["ctx"]["error"])
     return f"{known.format(**detail.get('ctx', {}))}, not {value}" if known else detail["msg"]
+
+
+def _without_quotes(detail) -> str:
+    """The number that a text stands for where a number is meant; empty if there is none."""
+    text = detail["input"]
+    if detail["type"] != "value_error" or not isinstance(text, str):
+        return ""
+    return text.strip() if _NUMBER.fullmatch(text.strip()) else ""
 
 
 def _fields(model: type[BaseModel], location: Keys) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lorafusion_jax.adapters.spec import resolve_targets
+from lorafusion_jax.adapters.table import adapter_kind
 from lorafusion_jax.config import schema
 from lorafusion_jax.config.merge import Entry
 from lorafusion_jax.config.read import Keys, Source
@@ -138,6 +139,27 @@ def references_exist(valid: Sequence[tuple[Entry, schema.AdapterConfig]], source
         for entry, adapter in valid
         if (wrong := unknown_reference(adapter, names, source.path.parent)) is not None
     ]
+
+
+def rate_groups_exist(valid: Sequence[tuple[Entry, schema.AdapterConfig]], source: Source) -> list[LoraFusionError]:
+    """Checks that `optim.lr_ratio` names groups of the adapter's tensors."""
+    errors: list[LoraFusionError] = []
+    for entry, adapter in valid:
+        groups = sorted({leaf.lr_group for leaf in adapter_kind(adapter.lora.kind).leaves if leaf.lr_group})
+        for group in sorted(set(adapter.optim.lr_ratios) - set(groups)):
+            keys = ("optim", "lr_ratio")
+            has = f"the groups {', '.join(groups)}" if groups else "one learning rate for all its tensors"
+            errors.append(
+                ConfigError(
+                    "config.lr-ratio",
+                    f"{adapter.name}: optim.lr_ratio is for the group '{group}', which adapters of kind "
+                    f"{adapter.lora.kind} do not have.",
+                    where=source.where((*entry.keys, *keys) if entry.writes(keys) else keys),
+                    why=f"they have {has}",
+                    fix=f"optim.lr_ratio: {{{groups[0]}: 16}}" if groups else "leave optim.lr_ratio out",
+                )
+            )
+    return errors
 
 
 def _round_up(number: int, multiple: int) -> int:

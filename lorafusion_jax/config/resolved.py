@@ -12,6 +12,7 @@ from lorafusion_jax.config import schema
 from lorafusion_jax.config.explain import explain
 from lorafusion_jax.config.overrides import overridden
 from lorafusion_jax.config.read import Source
+from lorafusion_jax.config.values import BEGUN
 from lorafusion_jax.errors import ConfigError, LoraFusionError, raise_all, unique
 from lorafusion_jax.readable import SETTINGS, read_text
 
@@ -29,7 +30,7 @@ def read_resolved(path: Path) -> schema.JobConfig:
     """
     try:
         values = yaml.safe_load(read_text(path, SETTINGS))
-        return schema.JobConfig.model_validate(values, context=schema.BEGUN)
+        return schema.JobConfig.model_validate(values, context=BEGUN)
     except (
         OSError,
         yaml.YAMLError,
@@ -59,7 +60,7 @@ def override_resolved(config: schema.JobConfig, overrides: Sequence[str]) -> sch
     )
     raise_all(errors)
     try:
-        return schema.JobConfig.model_validate(values, context=schema.BEGUN)
+        return schema.JobConfig.model_validate(values, context=BEGUN)
     except ValidationError as problem:
         raise_all(unique([explain(source, (), schema.JobConfig, detail) for detail in problem.errors()]))
         raise

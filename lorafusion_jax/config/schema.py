@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -20,6 +20,21 @@ from pydantic import (
 )
 
 from lorafusion_jax.adapters.table import adapter_kind, unknown_kind
+from lorafusion_jax.config.values import (
+    LARGEST_COUNT,
+    Count,
+    File,
+    Flag,
+    Folder,
+    Fraction,
+    NotNegative,
+    Number,
+    Positive,
+    Project,
+    Revision,
+    Text,
+    Whole,
+)
 from lorafusion_jax.families.hf_config import shortened
 from lorafusion_jax.objective.choose import choose, unknown_objective
 from lorafusion_jax.objective.protocol import Chosen
@@ -29,27 +44,12 @@ from lorafusion_jax.weights.table import NONE, stored_kind, unknown_stored_kind
 from pallas_kernels.policy import AttentionImplementation, Implementation
 from scheduling.checks import MOST_SIZES
 
+SECONDS_OF_DAY = 86_400
+MOST_MINUTES = 366 * 24 * 60  # a year
+
 # Safe as a folder name on every system. `=` has an error of its own, see `job_checks`.
 ADAPTER_NAME = r"^[A-Za-z0-9][A-Za-z0-9._@=+-]{0,99}$"
-SMALLEST_FLOAT32, LARGEST_FLOAT32 = (
-    2.0**-126,
-    (2 - 2.0**-23) * 2.0**127,
-)  # devices flush smaller numbers
-BEGUN = "begun"  # validation context of an existing run
-
-
-def _in_float32(value: float, info: ValidationInfo) -> float:
-    """Rejects numbers that are zero or infinite in float32, except in existing runs."""
-    if info.context == BEGUN or not value or SMALLEST_FLOAT32 <= abs(value) <= LARGEST_FLOAT32:
-        return value
-    raise ValueError(f"a number that float32 can hold, 1.2e-38 to 3.4e38, not {value:g}")
-
-
-Fraction = Annotated[float, Field(ge=0, lt=1)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False), AfterValidator(_in_float32)]
-NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False), AfterValidator(_in_float32)]
-Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
-Layers = Count | Annotated[float, Field(ge=1, multiple_of=0.5)]  # half a layer is its attention or its MLP
+Layers = Count | Annotated[Number, Field(ge=1, multiple_of=0.5)]  # half a layer is its attention or its MLP
 
 
 def _sizes(value: object) -> int | tuple[int, ...]:
@@ -73,8 +73,11 @@ def _as_list(sizes: int | tuple[int, ...]) -> int | list[int]:
 Sizes = Annotated[int | tuple[int, ...], PlainValidator(_sizes), PlainSerializer(_as_list)]
 
 
-def _lower_booleans(value: object) -> object:
-    return str(value).lower() if isinstance(value, bool) else value
+def _different(targets: str | list[str]) -> str | list[str]:
+    twice = sorted({name for name in targets if targets.count(name) > 1}) if isinstance(targets, list) else []
+    if twice:
+        raise ValueError(f"a list of different names; {', '.join(twice)} stands there twice")
+    return targets
 
 
 def _check_name(name: str, wrong: str | None) -> str:
@@ -86,21 +89,12 @@ def _check_name(name: str, wrong: str | None) -> str:
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    @field_validator("*", mode="before")
-    @classmethod
-    def _true_is_no_number(cls, value: object, info: ValidationInfo) -> object:
-        """Rejects booleans for numbers, because pydantic would accept true as 1."""
-        wanted = cls.model_fields[info.field_name or ""].annotation
-        if wanted in (bool, str) or str in get_args(wanted):
-            return value
-        return [_lower_booleans(item) for item in value] if isinstance(value, list) else _lower_booleans(value)
-
 
 class BaseSettings(Section):
     """The frozen base model."""
 
-    model: str = Field(description="HF directory, or a hub name org/name (needs the hf extra)")
-    revision: str | None = Field(
+    model: Folder = Field(description="HF directory, or a hub name org/name (needs the hf extra)")
+    revision: Revision | None = Field(
         default=None, description="commit, tag or branch of a hub model; a run stays with its first commit"
     )
     dtype: Literal["bfloat16", "float32"] = Field(default="bfloat16", description="dtype of the frozen weights")
@@ -109,7 +103,7 @@ class BaseSettings(Section):
         description="how the layers' projections are stored: none (in dtype), fp8 (8-bit floats that multiply as they "
         "are), int8, nf4 (dequantised when a layer runs), or what an installed package adds",
     )
-    cache_quantized: bool = Field(
+    cache_quantized: Flag = Field(
         default=True, description="keep the quantised weights on disk for the next start; lorafusion doctor shows where"
     )
 
@@ -124,15 +118,15 @@ class BaseSettings(Section):
 class DataSettings(Section):
     """Training data of an adapter, and the tokens that it learns."""
 
-    train: str = Field(description="file (.jsonl .json .csv .parquet) or hf:org/set[:split]")
-    eval: str | None = Field(default=None, description="held-out file, same format")
+    train: File = Field(description="file (.jsonl .json .csv .parquet) or hf:org/set[:split]")
+    eval: File | None = Field(default=None, description="held-out file, same format")
     format: Literal["auto", "messages", "conversations", "prompt", "instruction", "text"] = Field(
         default="auto", description="format of the rows; auto = detected from their columns"
     )
-    columns: dict[str, str] = Field(
+    columns: dict[Text, Text] = Field(
         default={}, description="role -> column, e.g. {prompt: question, completion: answer}"
     )
-    max_length: Annotated[int, Field(ge=2, le=2**31 - 1)] = Field(
+    max_length: Annotated[Count, Field(ge=2)] = Field(
         default=4096, description="maximum tokens of one text of a sample"
     )
     on_long: Literal["cut", "drop", "error"] = Field(default="cut", description="treatment of longer samples")
@@ -148,12 +142,14 @@ class LoraSettings(Section):
         default="lora",
         description="kind of adapter: lora, dora, vera, lora-fa (A is constant), or one of an installed package",
     )
-    rank: Annotated[int, Field(ge=1, le=1024)] = Field(default=16, description="PEFT's r")
+    rank: Annotated[Count, Field(le=1024)] = Field(default=16, description="PEFT's r")
     alpha: Positive = Field(default=32.0, description="the low-rank product is scaled by alpha / rank")
     dropout: Fraction = Field(default=0.05, description="dropout rate of the inputs in training; dora has none")
-    targets: str | list[str] = Field(default="all-linear", description="projections, e.g. [q_proj, v_proj]")
-    rslora: bool = Field(default=False, description="scale by alpha / sqrt(rank)")
-    init_from: str | None = Field(
+    targets: Annotated[Text | list[Text], AfterValidator(_different)] = Field(
+        default="all-linear", description="projections, e.g. [q_proj, v_proj]"
+    )
+    rslora: Flag = Field(default=False, description="scale by alpha / sqrt(rank)")
+    init_from: Folder | None = Field(
         default=None, description="PEFT folder to continue from, with its rank, alpha, rslora and targets"
     )
 
@@ -178,17 +174,17 @@ class OptimSettings(Section):
     name: str = Field(default="adamw", description="the optimizer")
     lr: Positive = Field(default=2e-4, description="peak learning rate")
     schedule: str = Field(default="cosine", description="schedule of the learning rate after the warm-up")
-    lr_ratio: Positive | dict[str, Positive] | None = Field(
+    lr_ratio: Positive | dict[Text, Positive] | None = Field(
         default=None,
         description="learning rate of B over that of A (LoRA+: 16); or by group of an adapter kind's tensors, "
         "e.g. {magnitude: 4}",
     )
-    warmup: NotNegative = Field(
+    warmup: Annotated[NotNegative, Field(le=LARGEST_COUNT)] = Field(
         default=0.03,
         description="linear: step k of w has k/w of the rate. Below 1 it is a share of the adapter's steps, rounded to "
         "the nearest; from 1 on a number of steps",
     )
-    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = Field(
+    min_lr_ratio: Annotated[NotNegative, Field(le=1)] = Field(
         default=0.0, description="final learning rate, as a share of lr"
     )
     weight_decay: NotNegative = Field(
@@ -199,7 +195,7 @@ class OptimSettings(Section):
     b2: Fraction | None = Field(default=None, description="decay of the second moment; adamw: 0.999, lion: 0.99")
     eps: Positive | None = Field(default=None, description="added to the root of the second moment; adamw: 1e-8")
     momentum: Fraction | None = Field(default=None, description="momentum of sgd: 0.0")
-    options: dict[str, float] = Field(default={}, description="options of an optimizer from another package, by name")
+    options: dict[Text, Number] = Field(default={}, description="options of an optimizer from another package, by name")
 
     @field_validator("name")
     @classmethod
@@ -248,7 +244,7 @@ class ObjectiveSettings(Section):
     model_config = ConfigDict(extra="allow", frozen=True)
 
     name: str = Field(default="sft", description="sft (supervised fine-tuning), or one of an installed package")
-    reference: str | None = Field(
+    reference: Folder | None = Field(
         default=None,
         description="of objectives that compare with one: base, start (this adapter before its first step), an "
         "adapter of the job before its first step, or a PEFT folder; default start with lora.init_from, else base",
@@ -300,7 +296,7 @@ class MeshSettings(Section):
     stages: Count = Field(default=1, description="number of pipeline stages, which split the layers")
     data: Count = Field(default=1, description="number of replicas, each with its own microbatches")
     fsdp: Count = Field(default=1, description="number of replicas that share one copy of the frozen base")
-    layers: tuple[Layers, ...] | None = Field(
+    layers: Annotated[tuple[Layers, ...], Field(min_length=1)] | None = Field(
         default=None,
         description="layers of each stage, e.g. [20, 20.5, 20.5, 19]; default by cost; profile suggests better ones",
     )
@@ -316,7 +312,9 @@ class SaveSettings(Section):
     every_steps: Count | None = Field(
         default=None, description="optimizer steps between two checkpoints, counted over all adapters"
     )
-    every_minutes: Positive | None = Field(default=15.0, description="minutes between two checkpoints")
+    every_minutes: Annotated[Positive, Field(le=MOST_MINUTES)] | None = Field(
+        default=15.0, description="minutes between two checkpoints"
+    )
     keep: Count = Field(default=3, description="number of checkpoints, and of exported steps per adapter, to keep")
 
 
@@ -337,13 +335,13 @@ class TrainSettings(Section):
         default=None, description="LoRA kernels; default by device, see lorafusion doctor"
     )
     attention: AttentionImplementation | None = Field(default=None, description="attention kernels; default by device")
-    loss_chunk: Annotated[int, Field(ge=128, le=2**31 - 1)] = Field(
+    loss_chunk: Annotated[Count, Field(ge=128)] = Field(
         default=16384, description="at most about this many times capacity_tokens logits exist at once"
     )
     eval_every_steps: Count | None = Field(
         default=None, description="optimizer steps of an adapter between two evaluations"
     )
-    plan_seconds: Annotated[float, Field(gt=0, le=86400)] = Field(
+    plan_seconds: Annotated[Positive, Field(le=SECONDS_OF_DAY)] = Field(
         default=1.0,
         description="effort of the planner's search, in seconds of a slow core; counted, not timed",
     )
@@ -352,7 +350,7 @@ class TrainSettings(Section):
         description="keep = the slots of a failed adapter stay in the plan, so that the results of the others "
         "are bitwise the same; replan = the rest is planned again without it, equal to rounding",
     )
-    log_every_s: NotNegative | None = Field(
+    log_every_s: Annotated[NotNegative, Field(le=SECONDS_OF_DAY)] | None = Field(
         default=None,
         description="default 2 on a terminal and in metrics.jsonl, 10 in plain output",
     )
@@ -361,8 +359,8 @@ class TrainSettings(Section):
 class ReportSettings(Section):
     """Trackers in addition to the run folder."""
 
-    tensorboard: bool = Field(default=False, description="write tensorboard/ into the run folder")
-    wandb: str | None = Field(default=None, description="project name")
+    tensorboard: Flag = Field(default=False, description="write tensorboard/ into the run folder")
+    wandb: Project | None = Field(default=None, description="project name")
 
 
 class Extension(Section):
@@ -387,7 +385,7 @@ class AdapterConfig(Section):
     objective: ObjectiveSettings = ObjectiveSettings()
     global_samples: Count = 16
     epochs: Count = Field(default=1, description="passes over the adapter's data")
-    seed: Annotated[int, Field(ge=0, lt=2**32)] = Field(
+    seed: Annotated[Whole, Field(ge=0, lt=2**32)] = Field(
         default=0, description="seed of the adapter's initial weights, dropout and order of samples"
     )
     weight: Positive = Field(default=1.0, description="share of the machine relative to the other adapters")

@@ -9,7 +9,14 @@ from pydantic import BaseModel, ValidationError
 
 from lorafusion_jax.config import schema
 from lorafusion_jax.config.explain import explain, unknown_key
-from lorafusion_jax.config.job_checks import lengths_fit, mesh_fits, names_differ, references_exist, targets_exist
+from lorafusion_jax.config.job_checks import (
+    lengths_fit,
+    mesh_fits,
+    names_differ,
+    rate_groups_exist,
+    references_exist,
+    targets_exist,
+)
 from lorafusion_jax.config.merge import Entry
 from lorafusion_jax.config.read import Keys, Source
 from lorafusion_jax.config.sections import DEFAULTS, SHARED, SINGLE_DEFAULTS
@@ -38,6 +45,7 @@ def validate_job(
     if shared["mesh"] is not None:
         errors += mesh_fits(shared["mesh"], source)
     errors += names_differ(entries, source) + targets_exist(valid, source) + references_exist(valid, source)
+    errors += rate_groups_exist(valid, source)
     if not adapters or None in shared.values():
         return None
     return schema.JobConfig(**shared, adapters=tuple(adapters), directory=str(source.path.parent.absolute()))

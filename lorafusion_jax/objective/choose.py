@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_type_hints
 
 from pydantic import TypeAdapter
 
@@ -48,11 +48,8 @@ def choose(name: str, options: Mapping[str, Any], reference: str | None = None) 
             near = did_you_mean(key, known)
             has = f"the options {', '.join(sorted(known))}" if known else "no options"
             raise ValueError(f"options of {name}, which has {has}, not '{key}'" + (f"; {near}" if near else ""))
-    # As in the rest of a job file, true is not a number.
-    given = {
-        key: str(value).lower() if isinstance(value, bool) and known[key].type not in (bool, "bool") else value
-        for key, value in options.items()
-    }
+    types = _types(found.options)
+    given = {key: _as_written(types.get(key), key, value) for key, value in options.items()}
     chosen = Chosen(
         name=name, objective=found, options=TypeAdapter(found.options).validate_python(given), reference=reference
     )
@@ -62,3 +59,25 @@ def choose(name: str, options: Mapping[str, Any], reference: str | None = None) 
         raise ValueError(f"options of {name} with a reference, its teacher: an adapter of the job, or a PEFT folder")
     assert chosen.num_segments
     return chosen
+
+
+def _as_written(wanted: Any, key: str, value: Any) -> Any:
+    """As in the rest of a job file, a text or true is not a number, and a text or 1 is not true.
+
+    Args:
+        wanted: type of the option.
+    """
+    if wanted is bool and not isinstance(value, bool):
+        raise ValueError(f"options with {key}: true or false, not {value!r}")
+    if wanted in (int, float) and (isinstance(value, bool) or (isinstance(value, str) and "e" not in value.lower())):
+        shown = str(value).lower() if isinstance(value, bool) else value
+        raise ValueError(f"options with {key}: a number, not {shown!r}")
+    return value
+
+
+def _types(options: type) -> dict[str, Any]:
+    """The types of an objective's options, without those that cannot be resolved."""
+    try:
+        return get_type_hints(options)
+    except (NameError, TypeError):  # of a package whose annotations are texts of local names
+        return {}

@@ -52,6 +52,10 @@ def layer_problems(config: JobConfig) -> tuple[list[str], list[LoraFusionError]]
         raise_all(_targets_of_others(config, model))
         _check_specs(config)
         stage_layers(model, mesh.stages, mesh.layers)
+        together = config.train.block_layers
+        if together is not None and together > model.num_layers:
+            what = f"train.block_layers={together}, and the model has {model.num_layers} layers"
+            return [f"{what}: a stage is one program"], []
     except CheckpointError as problem:
         if mesh.stages == 1 and mesh.layers is None and quantize == NONE:
             return [], []

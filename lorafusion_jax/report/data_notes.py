@@ -9,6 +9,7 @@ from lorafusion_jax.config.schema import DataSettings, JobConfig
 from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.data.tokenized_set import TokenizedSet
 from lorafusion_jax.report.format import exact, percent
+from lorafusion_jax.report.length_notes import length_notes
 
 SHOWN = 5
 
@@ -21,7 +22,7 @@ def data_notes(config: JobConfig, prepared: Prepared) -> list[str]:
         notes += _notes(f"{adapter.name}", data.train, adapter.data, config.batch.tile_tokens)
         if data.eval is not None:
             notes += _notes(f"{adapter.name} (held-out)", data.eval, adapter.data, config.batch.tile_tokens)
-    notes += unproven_bases(config)
+    notes += [*length_notes(config, prepared), *unproven_bases(config)]
     return list(dict.fromkeys(notes))  # adapters may share a file
 
 

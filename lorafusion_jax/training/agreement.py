@@ -16,7 +16,8 @@ import jax
 
 from lorafusion_jax.checkpoint.new_run import flat_settings
 from lorafusion_jax.checkpoint.warm_start import warm_start_digests
-from lorafusion_jax.config.schema import BEGUN, AdapterConfig, JobConfig
+from lorafusion_jax.config.schema import AdapterConfig, JobConfig
+from lorafusion_jax.config.values import BEGUN
 from lorafusion_jax.data.prepare import Prepared, prepare
 from lorafusion_jax.errors import CheckpointError, LoraFusionError, first_few
 from lorafusion_jax.pipeline.processes import answers_of_all, is_alone, same_on_all, text_of_first

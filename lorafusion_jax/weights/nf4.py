@@ -3,9 +3,10 @@
     W[k, n] ≈ NF4[code] · absmax[block]                     blocks of 64 weights of an output channel
     absmax[block] ≈ DYNAMIC[code] · group[block / 256] + offset
 
-Blocks run through W^T row by row, the order of checkpoints, so a channel may end within a block. Codes, values and
-scales are those of bitsandbytes for the same matrix, bit for bit, but the offset, a mean, whose last bit depends on the
-order of a sum. On a mesh blocks' scales follow the rows of W^T (`quantise_rows`), with the same values.
+Blocks run through W^T row by row, the order of checkpoints, so a channel may end within a block. Codes and tables are
+those of bitsandbytes for the same matrix. A block's scale is the nearest of the table, where bitsandbytes takes the one
+beside it for a block in some hundreds. The last bit of the offset, a mean, depends on the order of a sum. On a mesh
+blocks' scales follow the rows of W^T (`quantise_rows`), with the same values.
 
 Without double quantisation a block's absmax is a float32: 4.5 bits a weight. jax is imported on use.
 """

@@ -9,7 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from lorafusion_jax.config.load import examine_source
 from lorafusion_jax.config.read import source_of
-from lorafusion_jax.config.schema import Count, JobConfig, OptimSettings, Positive
+from lorafusion_jax.config.schema import JobConfig, OptimSettings
+from lorafusion_jax.config.values import Count, Positive
 from lorafusion_jax.errors import LoraFusionError
 
 JOB_NAME = r"^[a-z0-9][a-z0-9._-]{0,62}$"

@@ -53,9 +53,10 @@ SETTINGS = {
     "mesh.data=1000000000": "config.mesh",
     "mesh={stages: 100000, data: 100000, fsdp: 100000}": "config.mesh",
     "lora.rank=[" + ",".join(map(str, range(1, 1001))) + "]": "",  # with the seeds below: a million adapters
-    "base.model=" + "m" * 5000: "model.missing",
-    "base.model=a/" + "m" * 5000: "model",
-    "adapters.law.data.train=" + "d" * 5000 + ".jsonl": "data.missing-file",
+    "base.model=" + "m" * 4000: "model.missing",
+    "base.model=" + "m" * 5000: "config.override",
+    "base.model=a/" + "m" * 4000: "model",
+    "adapters.law.data.train=" + "d" * 4000 + ".jsonl": "data.missing-file",
     "train.max_steps=": "config.override",
     "train.max_steps=2024-13-45": "config.override",
     "train.max_steps=" + "[" * 3000: "config.override",
@@ -177,3 +178,27 @@ def test_one_row_of_a_hundred_megabytes(lorafusion, job):
     assert lorafusion("check", job.path).code == 0
     assert time.monotonic() - began < 10
     refuses(lorafusion, "check", job.path, "data.on_long=error", code="data.large-row")
+
+
+@pytest.mark.parametrize("arguments", [("--out", ""), ("--out=",), ("--out", "  ")], ids=str)
+def test_an_empty_folder_is_not_the_current_one(lorafusion, job, arguments, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    refuses(lorafusion, "train", job.path, *arguments, code="command.empty")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("settings", "note"),
+    [
+        (["optim.warmup=2147483647"], "optim.warmup=2 147 483 647 steps, and it takes"),
+        (["adapters.law.batch.global_samples=2147483647"], "law: batch.global_samples=2 147 483 647, and there are"),
+        (["train.max_steps=2147483647"], "train.max_steps=2 147 483 647 has no effect: no adapter takes more than"),
+        (["train.block_layers=1000000000"], "train.block_layers=1000000000, and the model has"),
+        (["save.every_steps=1000000", "save.every_minutes=null"], "only the end is saved"),
+    ],
+)
+def test_settings_beyond_the_end_are_stated(lorafusion, job, settings, note):
+    outcome = lorafusion("check", job.path, "--json", *settings)
+    assert outcome.code == 0
+    assert [warning for warning in json.loads(outcome.out)["warnings"] if note in warning]

@@ -1,0 +1,117 @@
+"""The values of a job file. One rule for all: a value is what its key wants, as it is written.
+
+A number is not in quotes, `yes` is not true, and true is not 1. A text is not empty. A path is not an address.
+Nothing is converted, so nothing is taken as something else than its writer meant.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path, PurePath
+from typing import Annotated
+
+from pydantic import AfterValidator, BeforeValidator, Field, Strict, ValidationInfo
+
+# Devices flush smaller numbers to zero.
+SMALLEST_FLOAT32, LARGEST_FLOAT32 = 2.0**-126, (2 - 2.0**-23) * 2.0**127
+LARGEST_COUNT = 2**31 - 1
+LONGEST_TEXT = 4096  # characters, as many as a path can have
+BEGUN = "begun"  # validation context of an existing run
+
+_WITH_EXPONENT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")  # YAML 1.1 reads 1e-4 as a text
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_REVISION = re.compile(r"\w[\w./+-]{0,255}")
+_HUB_DATA = re.compile(r"hf:\w[\w.-]*(/\w[\w.-]*)?(:\S.*)?")
+
+
+def as_number(value: object) -> object:
+    """Refuses texts and booleans where a number is meant, but for numbers that YAML reads as texts.
+
+    >>> as_number(3), as_number("2e-4")
+    (3, '2e-4')
+    """
+    if isinstance(value, bool) or (isinstance(value, str) and not _WITH_EXPONENT.fullmatch(value)):
+        raise ValueError(f"a number, not {_shown(value)}")
+    return value
+
+
+def as_whole_number(value: object) -> object:
+    """`as_number` for counts."""
+    if isinstance(value, bool | str):
+        raise ValueError(f"a whole number, not {_shown(value)}")
+    return value
+
+
+def check_text(text: str) -> str:
+    """Refuses texts that say nothing, or that no name and no path can hold."""
+    if not text.strip():
+        raise ValueError(f"a text that is not empty, not {text!r}")
+    if _CONTROL.search(text):
+        raise ValueError(f"a text without control characters, not {_shown(text)}")
+    if len(text) > LONGEST_TEXT:
+        raise ValueError(f"a text of at most {LONGEST_TEXT} characters, not {len(text)}")
+    return text
+
+
+def check_folder(text: str) -> str:
+    """Refuses texts that only a shell or a browser takes for a path."""
+    check_text(text)
+    if text.startswith("~"):
+        whole = f": {Path.home() / text[2:]}" if text[1:2] in ("", "/") else ""
+        raise ValueError(f"a path without ~, which only a shell expands{whole}")
+    if _ADDRESS.match(text):
+        raise ValueError(f"a path or a name on the hub, not the address {_shown(text)}")
+    return text
+
+
+def check_file(text: str) -> str:
+    """`check_folder` for a file of rows, or a data set of the hub."""
+    check_folder(text)
+    if text.startswith("hf:"):
+        if not _HUB_DATA.fullmatch(text) or ".." in text.split(":")[1]:
+            raise ValueError(f"hf:org/set or hf:org/set:split, not {_shown(text)}")
+    elif text.endswith("/") or PurePath(text).name in ("", ".."):
+        raise ValueError(f"a file, not the folder {_shown(text)}")
+    return text
+
+
+def check_revision(text: str) -> str:
+    """Refuses what names no commit, tag or branch."""
+    if not _REVISION.fullmatch(text) or ".." in text:
+        raise ValueError(f"a commit, tag or branch, not {_shown(text)}")
+    return text
+
+
+def check_project(text: str) -> str:
+    """Refuses what Weights & Biases takes for no name of a project."""
+    check_text(text)
+    if len(text) > 128 or any(letter in text for letter in "/\\#?%:"):
+        raise ValueError(f"the name of a project: at most 128 characters, none of / \\ # ? % :, not {_shown(text)}")
+    return text
+
+
+def _in_float32(value: float, info: ValidationInfo) -> float:
+    """Refuses numbers that are zero or infinite in float32, except in existing runs."""
+    if info.context == BEGUN or not value or SMALLEST_FLOAT32 <= abs(value) <= LARGEST_FLOAT32:
+        return value
+    raise ValueError(f"a number that float32 can hold, 1.2e-38 to 3.4e38, not {value:g}")
+
+
+def _shown(value: str | bool) -> str:
+    text = value if isinstance(value, str) else str(value).lower()
+    return repr(text if len(text) <= 60 else f"{text[:60]}…")
+
+
+Flag = Annotated[bool, Strict()]
+Text = Annotated[str, AfterValidator(check_text)]
+Folder = Annotated[str, AfterValidator(check_folder)]
+File = Annotated[str, AfterValidator(check_file)]
+Revision = Annotated[str, AfterValidator(check_revision)]
+Project = Annotated[str, AfterValidator(check_project)]
+Whole = Annotated[int, BeforeValidator(as_whole_number)]
+Number = Annotated[float, Field(allow_inf_nan=False), AfterValidator(_in_float32), BeforeValidator(as_number)]
+Count = Annotated[Whole, Field(ge=1, le=LARGEST_COUNT)]
+Fraction = Annotated[Number, Field(ge=0, lt=1)]
+Positive = Annotated[Number, Field(gt=0)]
+NotNegative = Annotated[Number, Field(ge=0)]
