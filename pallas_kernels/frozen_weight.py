@@ -76,11 +76,12 @@ def dense(w: FrozenWeight, dtype: Any) -> Float[Array, "K N"]:
     return w.multiply(jnp.eye(w.shape[0], dtype=dtype)) if isinstance(w, QuantisedWeight) else w.astype(dtype)
 
 
-def frozen_product(x: Float[Array, "*B K"], w: FrozenWeight) -> Float[Array, "*B N"]:
-    """x W in the type of x: a float32 result of a half type would double the bytes written."""
+def frozen_product(x: Float[Array, "*B K"], w: FrozenWeight, dtype: Any = None) -> Float[Array, "*B N"]:
+    """x W in the type of x, unless another is asked for: a float32 result of a half type doubles the bytes written."""
+    dtype = x.dtype if dtype is None else dtype
     if isinstance(w, QuantisedWeight):
-        return _quantised_product(x, w)
-    return jnp.matmul(x, w.astype(x.dtype), precision=_precision(x.dtype))
+        return _quantised_product(x, w).astype(dtype)
+    return jnp.matmul(x, w.astype(x.dtype), precision=_precision(x.dtype), preferred_element_type=dtype)
 
 
 @jax.custom_vjp

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -15,10 +15,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.core import Tracer
 from jaxtyping import Array
 
-from lorafusion_jax.adapters.bank import kind_numbers, make_bank, start_bank
+from lorafusion_jax.adapters.bank import kind_numbers, start_bank
 from lorafusion_jax.adapters.init import init_bank
 from lorafusion_jax.adapters.kind import Leaf
 from lorafusion_jax.adapters.spec import AdapterSpec
@@ -26,10 +25,10 @@ from lorafusion_jax.adapters.table import adapter_kind, leaves_of
 from lorafusion_jax.errors import RunError
 from lorafusion_jax.modules.context import LoRAContext
 from lorafusion_jax.modules.linear import Linear
-from lorafusion_jax.modules.product import Product, Stored, exchange_product, unsupported_linear
+from lorafusion_jax.modules.lora_product import Leaves, lora_product
+from lorafusion_jax.modules.product import Product, Result, Stored, exchange_product, unsupported_linear
 from lorafusion_jax.modules.tree import Path, dotted
 from lorafusion_jax.modules.use import context_of
-from pallas_kernels import multi_lora_linear
 
 
 class LoRAConstant(nnx.Variable):
@@ -111,12 +110,13 @@ def call_adapted(layer: Any, *args: Any, **options: Any) -> Any:
         )
     site = layer.lora_site[...] if plan.linear.stack else plan.site
 
-    def product(x: Array, w: Array | Stored, inside: tuple[int, ...]) -> Array:
+    def product(x: Array, w: Array | Stored, inside: tuple[int, ...], result: Result) -> Array:
         if inside != plan.linear.inside:
             raise unsupported_linear(
                 plan.path, f"its call sums over axes {inside} of the weight, not {plan.linear.inside}"
             )
-        return lora_product(x, w, plan.names, plan.numbers, leaves, inside, plan.rank, context, site)
+        bank = Leaves(names=plan.names, numbers=plan.numbers, leaves=leaves, rank=plan.rank)
+        return lora_product(x, w, bank, inside, result, context=context, site=site, where=plan.path)
 
     return call_exchanged(layer, plan.linear, product, plan.path, args, options)
 
@@ -134,52 +134,6 @@ def call_exchanged(
 
     value = getattr(layer, linear.weight).get_value()
     return exchange_product(call, value, product, where=where, inside=linear.inside, inputs=(args, options))
-
-
-def lora_product(
-    x: Array,
-    w: Array | Stored,
-    names: Sequence[str],
-    numbers: np.ndarray | None,
-    leaves: Mapping[str, Array],
-    inside: tuple[int, ...],
-    rank: int,
-    context: LoRAContext,
-    site: Any,
-) -> Array:
-    """Multiplies x [rows, contracted axes] by a weight with each row's adapter → [rows, other axes of w].
-
-    Args:
-        names, numbers, leaves, rank: the layer's adapters, see `make_bank`.
-    """
-    rows, free = x.shape[: x.ndim - len(inside)], [axis for axis in range(w.ndim) if axis not in inside]
-    shape = math.prod(w.shape[axis] for axis in inside), math.prod(w.shape[axis] for axis in free)
-    w_KN = w.operand() if isinstance(w, Stored) else jnp.transpose(w, [*inside, *free]).reshape(shape)
-    bank = make_bank(names, numbers, leaves, shape=shape, rank=rank, scale_A=context.scale, kernel=w_KN, dtype=x.dtype)
-    if context.draw is not None and context.draw.examples is None and _is_mapped(x):
-        raise RunError(
-            "lora.vmap-dropout",
-            "under jax.vmap every example would draw the same dropout.",
-            fix="use_adapters(specs, …, step=step, examples=NUMBER), with the number of the example mapped, too",
-        )
-    table, dropout = context.at_rows(rows, site)
-    y = multi_lora_linear(
-        x.reshape(*rows, shape[0]),
-        w_KN,
-        bank.a_AKC,
-        bank.b_ACN,
-        tile_adapter=table,
-        scale=context.scale,
-        ranks=context.ranks,
-        dropout=dropout,
-        implementation=context.implementation,
-    )
-    return bank.finish(y, table, None).reshape(*rows, *(w.shape[axis] for axis in free))
-
-
-def _is_mapped(x: Array) -> bool:
-    """Whether `jax.vmap` maps x over an axis that the layer does not see. jax has no public type for such arrays."""
-    return isinstance(x, Tracer) and hasattr(x, "batch_dim")
 
 
 def adapt(

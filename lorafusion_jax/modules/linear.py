@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from flax import nnx
-from jax import lax
 
 from lorafusion_jax.errors import ConfigError
 
@@ -107,18 +106,14 @@ def linear_of(module: nnx.Module) -> Linear | str | None:
     if registered is not None:
         return _read_registered(module, registered)
     if isinstance(module, nnx.Linear):
-        return _unsupported_option(module) or _read_weight(module, "kernel", 2, (0,))
+        return _read_weight(module, "kernel", 2, (0,))
     if isinstance(module, nnx.LinearGeneral):
         inside = len(module.in_features)
         if module.batch_axis:
             return "its kernel has batch axes (batch_axis=…): another weight for every example"
-        return _unsupported_option(module) or _read_weight(
-            module, "kernel", inside + len(module.out_features), tuple(range(inside))
-        )
+        return _read_weight(module, "kernel", inside + len(module.out_features), tuple(range(inside)))
     if isinstance(module, nnx.Einsum):
-        return _unsupported_option(module) or _read_registered(
-            module, Registered(weight="kernel", equation=lambda it: it.einsum_str)
-        )
+        return _read_registered(module, Registered(weight="kernel", equation=lambda it: it.einsum_str))
     return None
 
 
@@ -191,13 +186,3 @@ def _read_weight(module: nnx.Module, weight: str, ndim: int, inside: tuple[int, 
     stack = value.ndim - ndim
     shape = tuple(value.shape)
     return Linear(weight=weight, stack=shape[:stack], shape=shape[stack:], inside=inside)
-
-
-def _unsupported_option(module: Any) -> str | None:
-    """Names an option of Flax's layers that the product with adapters does not support."""
-    if getattr(module, "precision", None) is not None:
-        return "it sets precision"
-    own = (getattr(module, "dot_general", None), getattr(module, "dot_general_cls", None))
-    if own[0] not in (None, lax.dot_general) or own[1] is not None:
-        return "it sets its own dot_general"
-    return None

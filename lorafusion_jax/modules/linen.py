@@ -22,7 +22,6 @@ from lorafusion_jax.adapters.init import init_bank
 from lorafusion_jax.adapters.spec import ALL_LINEAR, AdapterSpec
 from lorafusion_jax.adapters.table import adapter_kind, leaves_of
 from lorafusion_jax.errors import ConfigError, RunError
-from lorafusion_jax.modules.adapted import lora_product
 from lorafusion_jax.modules.context import LoRAContext
 from lorafusion_jax.modules.linear import HEADS
 from lorafusion_jax.modules.linen_layers import (
@@ -37,8 +36,10 @@ from lorafusion_jax.modules.linen_layers import (
 )
 from lorafusion_jax.modules.linen_quantised import check_plain, quantise_params
 from lorafusion_jax.modules.linen_tree import copy_dicts, node_at
+from lorafusion_jax.modules.lora_product import Leaves, lora_product
 from lorafusion_jax.modules.match import name_matches
 from lorafusion_jax.modules.merging import merged_weight
+from lorafusion_jax.modules.product import Result
 from lorafusion_jax.modules.use import check_inside, staging, traced_anew
 
 COLLECTION = "LoRAParam"
@@ -155,9 +156,9 @@ class LinenLoRA:
             path, own = self._adapters_of(module)
             return bool(self._members(path)) and bool(path or own)
 
-        def multiply(module: nn.Module, x: Array, w: Array, inside: tuple[int, ...]) -> Array:
+        def multiply(module: nn.Module, x: Array, w: Array, inside: tuple[int, ...], result: Result) -> Array:
             if not has_adapters(module):
-                return frozen_multiply(x, w, inside)
+                return frozen_multiply(x, w, inside, result)
             check_inside(staged)
             ran.append(module)
             path, leaves = self._adapters_of(module)
@@ -166,7 +167,9 @@ class LinenLoRA:
             if any(leaf.name not in leaves for leaf in leaves_of(names)):
                 raise _missing_collection(module)
             site = zlib.crc32(".".join(path).encode()) >> 1
-            return lora_product(x, w, names, numbers, leaves, inside, rank, context, site)
+            bank = Leaves(names=names, numbers=numbers, leaves=leaves, rank=rank)
+            where = ".".join(path)
+            return lora_product(x, w, bank, inside, result, context=context, site=site, where=where)
 
         with traced_anew(), intercept(self._modules, wanted, multiply):
             yield

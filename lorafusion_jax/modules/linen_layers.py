@@ -17,14 +17,14 @@ from flax import linen as nn
 from jaxtyping import Array
 
 from lorafusion_jax.modules.linear import Product
-from lorafusion_jax.modules.product import exchange_product, unsupported_linear
+from lorafusion_jax.modules.product import Result, exchange_product, unsupported_linear
 from lorafusion_jax.modules.stored_weight import StoredWeight
 from lorafusion_jax.modules.use import traced_anew
 
 type Weight = str | Callable[[nn.Module], str]  # name of a module's weight, or a function from the module to it
 type Kinds = Sequence[tuple[type[nn.Module], Weight]]
 # module, x [rows, contracted axes], weight, contracted axes of the weight → [rows, other axes of the weight]
-type Multiply = Callable[[nn.Module, Array, Array, tuple[int, ...]], Array]
+type Multiply = Callable[[nn.Module, Array, Array, tuple[int, ...], Result], Array]
 KERNELS: Kinds = ((nn.Dense, "kernel"), (nn.DenseGeneral, "kernel"), (nn.Einsum, "kernel"))
 
 
@@ -54,14 +54,14 @@ def find_layers(model: nn.Module, variables: Any, kinds: Kinds, args: Sequence[A
     found: dict[tuple[tuple[str, ...], str], LinenLayer] = {}
     params = nn.meta.unbox(variables)["params"]
 
-    def note(module: nn.Module, x: Array, w: Array, inside: tuple[int, ...]) -> Array:
+    def note(module: nn.Module, x: Array, w: Array, inside: tuple[int, ...], result: Result) -> Array:
         path, weight = tuple(module.path), weight_of(module, kinds) or ""
         layer = LinenLayer(scope=path, path=path, weight=weight, shape=w.shape, inside=inside)
         if getattr(_subtree(params, path).get(weight), "shape", None) != w.shape:
             why, fix = "its weight is stacked by nn.scan or nn.vmap", "unroll it, or use an NNX model"
             raise unsupported_linear(layer.name, why, fix)
         found[path, weight] = layer
-        return frozen_multiply(x, w, inside)
+        return frozen_multiply(x, w, inside, result)
 
     def run(variables: Any, *args: Any) -> Any:
         with traced_anew(), intercept(kinds, lambda module: _is_of(params, module), note):
@@ -103,8 +103,8 @@ def intercept(kinds: Kinds, wanted: Callable[[nn.Module], bool], multiply: Multi
             finally:
                 inner = False
 
-        def own_product(x: Array, w: Array, inside: tuple[int, ...]) -> Array:
-            return multiply(module, x, w, inside)
+        def own_product(x: Array, w: Array, inside: tuple[int, ...], result: Result) -> Array:
+            return multiply(module, x, w, inside, result)
 
         return exchange_product(own_call, w, own_product, where=".".join(module.path), inputs=(args, options))
 
@@ -112,11 +112,12 @@ def intercept(kinds: Kinds, wanted: Callable[[nn.Module], bool], multiply: Multi
         yield
 
 
-def frozen_multiply(x: Array, w: Array | StoredWeight, inside: tuple[int, ...]) -> Array:
+def frozen_multiply(x: Array, w: Array | StoredWeight, inside: tuple[int, ...], result: Result) -> Array:
     """Multiplies x [rows, contracted axes] by a weight without adapters."""
     if isinstance(w, StoredWeight):
-        return w.multiply(x, inside)
-    return jnp.tensordot(x, w, axes=(tuple(range(x.ndim - len(inside), x.ndim)), inside))
+        return w.multiply(x, inside, result)
+    axes = tuple(range(x.ndim - len(inside), x.ndim)), inside
+    return jnp.tensordot(x, w, axes=axes, preferred_element_type=result.dtype, out_sharding=result.sharding)
 
 
 def has_stored_weight(module: nn.Module, kinds: Kinds) -> bool:

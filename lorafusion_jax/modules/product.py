@@ -17,11 +17,13 @@ import jax
 import jax.numpy as jnp
 from jax.core import eval_jaxpr
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from lorafusion_jax.errors import ConfigError
 from pallas_kernels.frozen_weight import QuantisedWeight
+from pallas_kernels.linear.mesh.partition import place as place_on_mesh
 
 
 @runtime_checkable
@@ -47,8 +49,32 @@ class Stored(Protocol):
         ...
 
 
-# x [rows, contracted axes], W, contracted axes of W → product with the weight and its adapters, rows first
-type Product = Callable[[Array, Any, tuple[int, ...]], Array]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """The type of a layer's product, [rows, other axes of the weight].
+
+    Args:
+        dtype: may be wider than that of x.
+        sharding: the one that the layer's call sets with `out_sharding`; None: it sets none.
+    """
+
+    dtype: Any
+    sharding: NamedSharding | None = None
+
+    def place(self, y: Array) -> Array:
+        """Gives y its sharding."""
+        return y if self.sharding is None else place_on_mesh(y, self.sharding)
+
+    def flat(self, rows: int) -> NamedSharding | None:
+        """The sharding of [rows, features], if the other axes of the weight are flattened."""
+        if self.sharding is None:
+            return None
+        spec = (*self.sharding.spec, *(None,) * (rows + 1 - len(self.sharding.spec)))
+        return self.sharding.update(spec=P(*spec[: rows + 1]))
+
+
+# x [rows, contracted axes], W, contracted axes of W, type of the result → product with the weight and its adapters
+type Product = Callable[[Array, Any, tuple[int, ...], Result], Array]
 _SAME_AXES = frozenset(
     {
         "convert_element_type",
@@ -78,7 +104,7 @@ def exchange_product(
         call: uses its argument in exactly one product, a `dot_general` (`@`, `jnp.dot`, `jnp.einsum`).
         weight: its argument.
         product: computes the product instead: (x with the contracted axes last, in the weight's order; weight;
-            contracted axes of the weight) → [rows of x, other axes of the weight].
+            contracted axes of the weight; type of the result) → [rows of x, other axes of the weight].
         where: path of the layer, for errors.
         inside: axes of the weight that the product sums over; they may be split over a mesh.
         inputs: what `call` multiplies with the weight; mesh axes that split it may split the weight, too.
@@ -86,7 +112,7 @@ def exchange_product(
     Raises:
         ConfigError: `lora.unsupported-linear`, the call uses the weight in another way.
 
-    >>> double = lambda x, w, axes: 2 * jnp.tensordot(x, w, axes=(tuple(range(-len(axes), 0)), axes))
+    >>> double = lambda x, w, axes, _: 2 * jnp.tensordot(x, w, axes=(tuple(range(-len(axes), 0)), axes))
     >>> exchange_product(lambda w: jnp.ones((3, 2)) @ w + 1, jnp.ones((2, 4)), double, where="up").tolist()[0]
     [5.0, 5.0, 5.0, 5.0]
     """
@@ -185,12 +211,13 @@ class _Run:
         contract, batch = eqn.params["dimension_numbers"]
         if batch[0]:
             raise unsupported_linear(self.where, "its product shares a batch axis between the input and the weight")
-        if eqn.params["precision"] not in (None, jax.lax.Precision.DEFAULT, (jax.lax.Precision.DEFAULT,) * 2):
-            raise unsupported_linear(self.where, f"it sets precision={eqn.params['precision']}")
-        if eqn.params.get("out_sharding") is not None:
-            raise unsupported_linear(self.where, "it sets out_sharding", "call the layer without out_sharding")
+        self._check_precision(eqn.params["precision"])
         self.products += 1
-        dtype = jnp.result_type(eqn.outvars[0].aval)
+        result, dtype = jnp.result_type(eqn.outvars[0].aval), jnp.promote_types(*map(_dtype, eqn.invars))
+        if not jnp.issubdtype(dtype, jnp.floating) or not jnp.issubdtype(result, jnp.floating):
+            raise unsupported_linear(self.where, f"its product is of {dtype} and gives {result}")
+        if dtype.itemsize >= result.itemsize:
+            dtype = result
         w = operands[place]
         if not isinstance(w, Stored):
             w = jnp.transpose(w, [order.index(axis) for axis in range(len(order))]).astype(dtype)
@@ -199,12 +226,29 @@ class _Run:
         rows = [axis for axis in range(x.ndim) if axis not in contract[1 - place]]
         x = jnp.transpose(x, [*rows, *(axis for _, axis in pairs)]).astype(dtype)
         inside = tuple(axis for axis, _ in pairs)
-        y = self.product(x, w, inside)  # [rows, free axes of the weight in its own order]
         free = [axis for axis in range(w.ndim) if axis not in inside]
-        seen = [order[axis] for axis in range(w.ndim) if order[axis] not in inside]  # their order in the traced product
-        back = [len(rows) + free.index(axis) for axis in seen]
+        traced = [order[axis] for axis in range(w.ndim) if order[axis] not in inside]  # their order in the traced call
+        back = [len(rows) + free.index(axis) for axis in traced]
         numbers = list(range(len(rows)))
-        return jnp.transpose(y, [*back, *numbers] if place == 0 else [*numbers, *back])
+        back = [*back, *numbers] if place == 0 else [*numbers, *back]
+        sharding = self._sharding(eqn.params.get("out_sharding"), back)
+        return jnp.transpose(self.product(x, w, inside, Result(dtype=result, sharding=sharding)), back)
+
+    def _check_precision(self, precision: Any) -> None:
+        """Our products of float32 have the highest precision, and bfloat16 ones sums in float32: at least any other."""
+        levels = precision if isinstance(precision, tuple) else (precision,)
+        if other := [level for level in levels if not isinstance(level, jax.lax.Precision | None)]:
+            why = f"it sets precision={other[0]}, an algorithm that the product with adapters does not run"
+            raise unsupported_linear(self.where, why, "a jax.lax.Precision, or leave the layer out of targets")
+
+    def _sharding(self, sharding: NamedSharding | None, back: list[int]) -> NamedSharding | None:
+        """The sharding of [rows, free axes of the weight] whose transpose by `back` has the given one."""
+        if sharding is None:
+            return None
+        if sharding.spec.unreduced:
+            raise unsupported_linear(self.where, "its out_sharding leaves the sum over devices to later products")
+        spec = [*sharding.spec, *(None,) * (len(back) - len(sharding.spec))]
+        return sharding.update(spec=P(*(spec[back.index(axis)] for axis in range(len(back)))))
 
     def _rearranged(self, jaxpr: Jaxpr, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
         """The weight with other axes or dtype; a stored one stays as it is, and its product works these out."""
@@ -212,6 +256,10 @@ class _Run:
 
     def _unsupported(self, primitive: str) -> ConfigError:
         return unsupported_linear(self.where, f"its call does more with the weight than one product ({primitive})")
+
+
+def _dtype(atom: Any) -> Any:
+    return atom.aval.dtype
 
 
 def _bind(jaxpr: Jaxpr, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:

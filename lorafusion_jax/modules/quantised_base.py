@@ -14,6 +14,7 @@ from lorafusion_jax.errors import ConfigError
 from lorafusion_jax.modules.adapted import call_exchanged, exchanged_class
 from lorafusion_jax.modules.linear import Linear
 from lorafusion_jax.modules.match import Place, find_places
+from lorafusion_jax.modules.product import Result
 from lorafusion_jax.modules.stored_weight import StoredWeight
 from lorafusion_jax.modules.storing import check_mesh, store
 from lorafusion_jax.modules.tree import dotted
@@ -104,7 +105,7 @@ def _check(layers: list[tuple[Place, Linear]], quantize: str) -> None:
 def _call_quantised(layer: Any, *args: Any, **options: Any) -> Any:
     """Calls a layer without adapters like its own class, with its stored weight."""
 
-    def product(x: Array, w: StoredWeight, inside: tuple[int, ...]) -> Array:
-        return w.multiply(x, inside)
+    def product(x: Array, w: StoredWeight, inside: tuple[int, ...], result: Result) -> Array:
+        return w.multiply(x, inside, result)
 
     return call_exchanged(layer, layer.stored_linear, product, layer.stored_path, args, options)

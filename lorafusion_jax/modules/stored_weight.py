@@ -16,6 +16,7 @@ from jax.sharding import AxisType
 from jaxtyping import Array, Float
 
 from lorafusion_jax.errors import RunError
+from lorafusion_jax.modules.product import Result
 from lorafusion_jax.weights.table import StoredKind, stored_kind
 from pallas_kernels.frozen_weight import QuantisedWeight, dimensions_of, frozen_product, frozen_product_transposed
 from pallas_kernels.linear.api import frozen_linear
@@ -104,11 +105,16 @@ class StoredWeight:
             )
         return operand
 
-    def multiply(self, x: Array, inside: tuple[int, ...]) -> Array:
+    def multiply(self, x: Array, inside: tuple[int, ...], result: Result) -> Array:
         """The product of a layer without adapters: x [rows, contracted axes] → [rows, other axes]."""
         rows, operand = x.shape[: x.ndim - len(inside)], self.operand()
-        y = frozen_linear(x.reshape(*rows, operand.shape[0]), operand)
-        return y.reshape(*rows, *(size for axis, size in enumerate(self.shape) if axis not in inside))
+        y = frozen_linear(
+            x.reshape(*rows, operand.shape[0]),
+            operand,
+            out_sharding=result.flat(len(rows)),
+            preferred_element_type=None if result.dtype == x.dtype else result.dtype,
+        )
+        return result.place(y.reshape(*rows, *(size for axis, size in enumerate(self.shape) if axis not in inside)))
 
     @property
     def _form(self) -> StoredKind:

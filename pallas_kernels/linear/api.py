@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import backend
@@ -22,7 +22,7 @@ from pallas_kernels.linear.describe import Arguments, as_arrays, check_kinds, de
 from pallas_kernels.linear.mesh import partition
 from pallas_kernels.linear.mesh.shard import Call
 from pallas_kernels.manual_axes import vary_like
-from pallas_kernels.policy import Implementation
+from pallas_kernels.policy import XLA, Implementation
 from pallas_kernels.problem import Operands, Static, select_projections
 
 
@@ -37,6 +37,7 @@ def lora_linear(
     bias: Float[Array, " N"] | None = None,
     implementation: Implementation | str | None = None,
     out_sharding: NamedSharding | PartitionSpec | None = None,
+    preferred_element_type: DTypeLike | None = None,
 ) -> Float[Array, "*B N"]:
     """Applies a frozen linear layer plus the LoRA of one adapter.
 
@@ -50,6 +51,7 @@ def lora_linear(
         dropout: rates and keys with one adapter, row keys for every row of x.
         implementation: a backend's name, built in or registered; None takes the one that measured fastest.
         out_sharding: of y, on a mesh; None: rows as x has them, N as W has it, and summed where K is split.
+        preferred_element_type: type of y, by the implementation "xla"; None: that of x.
     Returns:
         y [..., N] in the type of x.
     Raises:
@@ -85,6 +87,7 @@ def lora_linear(
         tile_adapter=None,
         scale=jnp.reshape(scale, 1),
         dropout=dropout,
+        y_dtype=preferred_element_type,
     )
     (y,) = _call(arguments, implementation, out_sharding)
     return y
@@ -103,6 +106,7 @@ def multi_lora_linear(
     ranks: Int[ArrayLike, " A"] | Sequence[int] | None = None,
     implementation: Implementation | str | None = None,
     out_sharding: NamedSharding | PartitionSpec | None = None,
+    preferred_element_type: DTypeLike | None = None,
 ) -> Float[Array, "*B N"]:
     """Applies a frozen linear layer plus the LoRA of each row's adapter.
 
@@ -127,6 +131,7 @@ def multi_lora_linear(
             tile costs what its own adapter's rank asks for.
         implementation: a backend's name, built in or registered; None takes the one that measured fastest.
         out_sharding: of y, on a mesh; None: rows as x has them, N as W has it, and summed where K is split.
+        preferred_element_type: type of y, by the implementation "xla"; None: that of x.
     Returns:
         y [..., N] in the type of x.
     Raises:
@@ -152,6 +157,7 @@ def multi_lora_linear(
         scale=scale,
         dropout=dropout,
         ranks=ranks,
+        y_dtype=preferred_element_type,
     )
     (y,) = _call(arguments, implementation, out_sharding)
     return y
@@ -170,6 +176,7 @@ def multi_lora_linears(
     ranks: Int[ArrayLike, " A"] | Sequence[int] | None = None,
     implementation: Implementation | str | None = None,
     out_sharding: NamedSharding | PartitionSpec | None = None,
+    preferred_element_type: DTypeLike | None = None,
 ) -> tuple[Float[Array, "*B _"], ...]:
     """Applies several projections of one input (q, k, v; gate, up), with one pass over x for all their LoRAs.
 
@@ -186,6 +193,8 @@ def multi_lora_linears(
         biases: of each projection, or None.
         ranks: as in `multi_lora_linear`, of all projections alike: the largest of an adapter's.
         implementation: as in `multi_lora_linear`.
+        out_sharding: as in `multi_lora_linear`, of every y.
+        preferred_element_type: as in `multi_lora_linear`, of every y.
     Returns:
         y_i [..., N_i] of every projection, in the type of x.
     Raises:
@@ -210,21 +219,36 @@ def multi_lora_linears(
         scale=scale,
         dropout=dropout,
         ranks=ranks,
+        y_dtype=preferred_element_type,
     )
     return _call(arguments, implementation, out_sharding)
 
 
-def frozen_linear(x: Float[Array, "*B K"], w: FrozenWeight) -> Float[Array, "*B N"]:
-    """x W of a layer without LoRA, [..., N] in the type of x; a quantised weight is split as in `multi_lora_linear`."""
+def frozen_linear(
+    x: Float[Array, "*B K"],
+    w: FrozenWeight,
+    *,
+    out_sharding: NamedSharding | PartitionSpec | None = None,
+    preferred_element_type: DTypeLike | None = None,
+) -> Float[Array, "*B N"]:
+    """x W of a layer without LoRA, [..., N]; arguments and splits as in `multi_lora_linear`."""
     if partition.mesh_of(jax.tree.leaves((x, w)), None, quantised=dimensions_of(w) is not None) is None:
-        return frozen_product(x, w)
-    return multi_lora_linears(x, [w], [None], [None], tile_adapter=None, scale=[1.0])[0]
+        return frozen_product(x, w, preferred_element_type)
+    options = {"out_sharding": out_sharding, "preferred_element_type": preferred_element_type}
+    return multi_lora_linears(x, [w], [None], [None], tile_adapter=None, scale=[1.0], **options)[0]
 
 
 def _call(
     arguments: Arguments, implementation: str | None, out_sharding: NamedSharding | PartitionSpec | None
 ) -> tuple[jax.Array, ...]:
     """Runs the call, on a mesh shard by shard, and gives every y its sharding."""
+    if arguments.y_dtype is not None:
+        if implementation not in (None, XLA):
+            raise NotImplementedError(
+                f"implementation={implementation!r} cannot serve this call: it writes y in the type of x, and "
+                "preferred_element_type asks for another"
+            )
+        implementation = XLA
     stored = [w for w in arguments.ws if is_quantised(w)]
     splittable = all(dimensions_of(w) is not None for w in stored)
     arrays = jax.tree.leaves((arguments.x, arguments.ws, arguments.as_, arguments.bs))
@@ -234,7 +258,10 @@ def _call(
             "this quantised weight cannot be split over a mesh: quantise it where it lies on the mesh, or call the op "
             "inside jax.shard_map, on each device's own rows"
         )
-    ys = _on_one_device(arguments, implementation) if mesh is None else _on_mesh(mesh, arguments, implementation)
+    wanted = out_sharding.spec if isinstance(out_sharding, NamedSharding) else out_sharding
+    ys = (
+        _on_one_device(arguments, implementation) if mesh is None else _on_mesh(mesh, arguments, implementation, wanted)
+    )
     return ys if out_sharding is None else tuple(partition.place(y, out_sharding) for y in ys)
 
 
@@ -253,7 +280,9 @@ def _run(static: Static, ops: Operands, implementation: str | None) -> tuple[jax
     return vjp.apply(chosen, static, dataclasses.replace(ops, as_=as_, bs=bs))
 
 
-def _on_mesh(mesh: Mesh | AbstractMesh, arguments: Arguments, implementation: str | None) -> tuple[jax.Array, ...]:
+def _on_mesh(
+    mesh: Mesh | AbstractMesh, arguments: Arguments, implementation: str | None, y: PartitionSpec | None
+) -> tuple[jax.Array, ...]:
     """Runs the call shard by shard; x keeps its leading dimensions, each of which may be split."""
     x = arguments.x
     check_kinds(x, arguments.tile_adapter, arguments.dropout)
@@ -261,4 +290,4 @@ def _on_mesh(mesh: Mesh | AbstractMesh, arguments: Arguments, implementation: st
     static, ops = describe(dataclasses.replace(arguments, x=flat))
     call = Call(static=static, implementation=implementation)
     as_, bs = vary_like((ops.as_, ops.bs), x)
-    return partition.apply(call, mesh, dataclasses.replace(ops, x=x, as_=as_, bs=bs))
+    return partition.apply(call, mesh, dataclasses.replace(ops, x=x, as_=as_, bs=bs), y)

@@ -38,6 +38,7 @@ class Arguments:
     scale: Any
     dropout: Dropout | None
     ranks: Any = None
+    y_dtype: Any = None
 
 
 def describe(arguments: Arguments) -> tuple[Static, Operands]:
@@ -80,6 +81,7 @@ def describe(arguments: Arguments) -> tuple[Static, Operands]:
         single=single,
         ranks=known and known[:num_adapters],
         interpret=interprets(),
+        y_dtype=None if arguments.y_dtype is None else jnp.dtype(arguments.y_dtype),
     )
     return static, _without_rank_zero(ops)
 

@@ -29,7 +29,8 @@ def _forward(backend: Backend, static: Static, ops: Operands):
 
 def _backward(backend: Backend, static: Static, residuals, dys: tuple[jax.Array, ...]):
     ops, ss, bits = residuals
-    dx, das, dbs = _differentiate(backend, static, ops, ss, bits, tuple(dys))
+    dys = tuple(dy.astype(ops.x.dtype) for dy in dys)  # y may be wider
+    dx, das, dbs = _differentiate(backend, static, ops, ss, bits, dys)
     return (gradients(ops, dx.astype(ops.x.dtype), das, dbs),)
 
 

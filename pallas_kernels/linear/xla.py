@@ -77,7 +77,7 @@ def _down(static: Static, ops: Operands, dropped_IJK: jax.Array) -> tuple[jax.Ar
 
 def _up(static: Static, ops: Operands, i: int, s_IJR: jax.Array | None) -> jax.Array:
     """y = x W (+ bias) + scale S B."""
-    y_TN = frozen_product(ops.x, ops.ws[i])
+    y_TN = frozen_product(ops.x, ops.ws[i], static.y_dtype)
     bias = ops.biases[i]
     if bias is not None:
         y_TN = y_TN + bias.astype(y_TN.dtype)

@@ -193,15 +193,13 @@ def test_layers_that_compute_otherwise_are_refused_by_name():
     model = nnx.Dict(
         table=nnx.Embed(8, 4, rngs=nnx.Rngs(0)),
         filter=nnx.Conv(8, 4, (3,), rngs=nnx.Rngs(0)),
-        exact=nnx.Linear(8, 4, precision="highest", rngs=nnx.Rngs(0)),
         batched=nnx.LinearGeneral(8, 4, batch_axis={0: 2}, rngs=nnx.Rngs(0)),
         experts=nnx.Einsum("ebd,edf->ebf", (2, 8, 4), rngs=nnx.Rngs(0)),
     )
-    errors = refused(model, targets=["table", "filter", "exact", "batched", "experts"])
+    errors = refused(model, targets=["table", "filter", "batched", "experts"])
     whys = {error.where: error.why for error in errors if error.code == "lora.unsupported-linear"}
     assert "Embed" in whys["table"]
     assert "Conv" in whys["filter"]
-    assert "precision" in whys["exact"]
     assert "batch" in whys["batched"]
     assert "another weight for each 'e'" in whys["experts"]
 

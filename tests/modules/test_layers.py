@@ -228,6 +228,61 @@ def test_computes_in_the_type_of_the_layer(x):
     assert model.up.lora_a.dtype == jnp.float32
 
 
+def bf16_product(x, w, dims, precision=None, preferred_element_type=None, **_):
+    return jax.lax.dot_general(x.astype(jnp.bfloat16), w.astype(jnp.bfloat16), dims, preferred_element_type=jnp.float32)
+
+
+@pytest.mark.parametrize("precision", ["highest", "float32", jax.lax.Precision.HIGH, (jax.lax.Precision.DEFAULT,) * 2])
+def test_a_layer_with_a_precision(x, precision):
+    make = lambda: nnx.Dict(up=nnx.Linear(8, 4, precision=precision, rngs=nnx.Rngs(0)))  # noqa: E731
+    check(make, x, call=lambda model, x: model.up(x))
+
+
+def test_an_algorithm_for_the_product_is_refused_by_name(x):
+    layer = nnx.Linear(8, 4, precision=jax.lax.DotAlgorithmPreset.TF32_TF32_F32, rngs=nnx.Rngs(0))
+    model = apply_lora(nnx.Dict(up=layer), [LAW], targets="up")
+    with pytest.raises(ConfigError, match=r"at up: .*precision=TF32_TF32_F32|TF32_TF32_F32"):
+        model.up(x)
+
+
+@pytest.mark.parametrize("options", [{"preferred_element_type": jnp.float32}, {"dot_general": bf16_product}])
+def test_half_operands_with_sums_that_stay_in_float32(x, options):
+    """The result keeps what a rounding to bfloat16 would lose, and so does its merged model."""
+    dtype = {"dtype": jnp.bfloat16} if "dot_general" not in options else {}
+    layer = nnx.Linear(8, 4, use_bias=False, **dtype, **options, rngs=nnx.Rngs(0))
+    model = randomize(apply_lora(nnx.Dict(up=layer), SPECS, targets="up"))
+    with use_adapters(SPECS, TABLE):
+        y = model.up(x)
+    a, b, w, rows = (
+        np.asarray(jnp.asarray(leaf, jnp.bfloat16), np.float64)
+        for leaf in (model.up.lora_a[...], model.up.lora_b[...], model.up.kernel[...], x)
+    )
+    s = np.einsum("btk,bkr->btr", rows, a[np.asarray(TABLE)])
+    s = np.asarray(jnp.asarray(s, jnp.bfloat16), np.float64)  # S is kept in the type of x
+    scale = np.asarray([spec.scale for spec in SPECS])[np.asarray(TABLE), None, None]
+    want = rows @ w + scale * np.einsum("btr,brn->btn", s, b[np.asarray(TABLE)])
+    assert y.dtype == jnp.float32
+    # a sum of bfloat16 products in float32; rounded to bfloat16 it would differ by 2e-3
+    np.testing.assert_allclose(y, want, rtol=0, atol=1e-4 * np.abs(want).max())
+    wrt = nnx.DiffState(0, nnx.LoRAParam)
+    grads = nnx.grad(lambda model: jnp.sum(jnp.sin(call_with(model, x))), argnums=wrt)(model)
+    assert np.asarray(grads["up"]["lora_a"][...]).any()
+
+
+def call_with(model, x):
+    with use_adapters(SPECS, TABLE):
+        return model.up(x)
+
+
+def test_a_product_that_rounds_its_weight_is_refused_by_name(x):
+    def rounded(x, w, dims, **options):
+        return jax.lax.dot_general(x, jnp.round(w * 8) / 8, dims)
+
+    model = apply_lora(nnx.Dict(up=nnx.Linear(8, 4, dot_general=rounded, rngs=nnx.Rngs(0))), [LAW], targets="up")
+    with pytest.raises(ConfigError, match=r"more with the weight than one product \(mul\)"):
+        model.up(x)
+
+
 class Deep(nnx.Module):
     """Layers stacked by vmap and run by scan, each rematerialised."""
 

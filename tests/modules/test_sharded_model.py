@@ -20,7 +20,9 @@ class Block(nnx.Module):
         self.gate, self.down = nnx.Linear(16, 64, rngs=rngs), nnx.Linear(64, 16, rngs=rngs)
 
     def __call__(self, x):
-        return x + self.down(nnx.gelu(self.gate(x)))
+        mesh = jax.sharding.get_abstract_mesh()  # on explicit axes, this sum over devices needs an output sharding
+        y = P("data") if AxisType.Explicit in mesh.axis_types else None
+        return x + self.down(nnx.gelu(self.gate(x)), out_sharding=y)
 
 
 def loss_and_gradients(mesh):

@@ -5,6 +5,9 @@
            are summed. Axes that rows use already are not free: W is gathered over them, as plain XLA does (fsdp)
     N      on the axes of W's second dimension that are still free
 
+If the caller says how y is to be split, rows and N lie on its axes, except those on which x and W both have K: there
+the products are summed, and each device keeps its part of the sum.
+
 T packed tokens · K in features · N out features · R padded rank · A adapters
 """
 
@@ -29,6 +32,7 @@ class Layout:
     leading: tuple[Axes, ...]  # of each leading dimension of x
     k: Axes
     ns: tuple[Axes, ...]  # of the out features of each projection
+    scattered: int | None = None  # dimension of y whose parts the sum over K leaves on the devices of K
 
     @property
     def rows(self) -> Axes:
@@ -40,9 +44,11 @@ class Layout:
         def fit(size: int, axes: Axes, step: int = 1) -> Axes:
             return () if size % (step * math.prod(devices[axis] for axis in axes)) else axes
 
+        k = fit(x_shape[-1], self.k, shard_step(ws, "k"))
         return Layout(
             leading=tuple(fit(size, axes) for size, axes in zip(x_shape[:-1], self.leading, strict=True)),
-            k=fit(x_shape[-1], self.k, shard_step(ws, "k")),
+            k=k,
+            scattered=self.scattered if k else None,
             ns=tuple(fit(w.shape[1], axes, shard_step([w], "n")) for w, axes in zip(ws, self.ns, strict=True)),
         )
 
@@ -50,7 +56,15 @@ class Layout:
         return PartitionSpec(*self.leading, self.k)
 
     def spec_of_y(self, i: int) -> PartitionSpec:
+        """Of the product of each shard."""
         return PartitionSpec(*self.leading, self.ns[i])
+
+    def spec_of_result(self, i: int) -> PartitionSpec:
+        """Of y after the sum over K."""
+        axes = [*self.leading, self.ns[i]]
+        if self.scattered is not None:
+            axes[self.scattered] += self.k
+        return PartitionSpec(*axes)
 
     def specs(self, ops: Operands, *, single: bool) -> Operands:
         """Partition specs of the operands of a call; its tables have one entry per row, in x's leading dimensions."""
@@ -64,7 +78,9 @@ class Layout:
             ws=tuple(array_specs(w, self.k, n) for w, n in zip(ops.ws, self.ns, strict=True)),
             as_=specs_of(ops.as_, lambda n: PartitionSpec(None, self.k, None)),
             bs=specs_of(ops.bs, lambda n: PartitionSpec(None, None, n)),
-            biases=specs_of(ops.biases, PartitionSpec),
+            biases=tuple(
+                None if bias is None else PartitionSpec(self.spec_of_result(i)[-1]) for i, bias in enumerate(ops.biases)
+            ),
             tile_adapter=whole if single else rows,
             scale=whole,
             dropout=None if ops.dropout is None else Dropout(rate=whole, key=whole, row_key=rows),
@@ -77,15 +93,33 @@ class Layout:
         return math.gcd(tile, math.prod(leading_shape[split[-1] :])) if split else tile
 
 
-def layout_of(x: PartitionSpec, ws: Sequence[PartitionSpec], *, x_ndim: int) -> Layout:
-    """Chooses the layout of a call from the partition specs of its x and its weights."""
+def layout_of(x: PartitionSpec, ws: Sequence[PartitionSpec], *, x_ndim: int, y: PartitionSpec | None = None) -> Layout:
+    """Chooses the layout of a call from the partition specs of its x, its weights and the y that is wanted."""
     *leading, k = _by_dimension(x, x_ndim)
     w_specs = [_by_dimension(w, 2) for w in ws]
+    if y is not None:
+        return _layout_for(_by_dimension(y, x_ndim), leading, k, w_specs)
     rows = {axis for axes in leading for axis in axes}
     if not k:
         k = next((free for w in w_specs if (free := _without(w[0], rows))), ())
     taken = rows | set(k)
     return Layout(leading=tuple(leading), k=k, ns=tuple(_without(w[1], taken) for w in w_specs))
+
+
+def _layout_for(y: list[Axes], leading: list[Axes], k: Axes, ws: list[list[Axes]]) -> Layout:
+    """Splits rows and N as y, or, where y is whole, as x and W: it is gathered afterwards."""
+    summed = {axis for axis in k if all(axis in w[0] for w in ws)}
+    taken = {axis for axes in y for axis in axes} | summed
+    rows = [
+        _without(wanted, summed) or _without(present, taken) for wanted, present in zip(y[:-1], leading, strict=True)
+    ]
+    taken |= {axis for axes in rows for axis in axes}
+    k = _without(k, taken - summed) or next((free for w in ws if (free := _without(w[0], taken))), ())
+    n = _without(y[-1], set(k))
+    ns = tuple(n or _without(w[1], taken | set(k)) for w in ws)
+    kept = enumerate(zip(y, [*rows, ns[0]], strict=True)) if k and len(set(ns)) == 1 else ()
+    scattered = next((dimension for dimension, (wanted, axes) in kept if wanted == axes + k), None)
+    return Layout(leading=tuple(rows), k=k, ns=ns, scattered=scattered)
 
 
 def axes_of_type(mesh: Any, kind: AxisType) -> frozenset[str]:

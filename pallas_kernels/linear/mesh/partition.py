@@ -50,13 +50,17 @@ def mesh_of(arrays: Iterable[Any], implementation: str | None, *, quantised: boo
     )
 
 
-def apply(call: Call, mesh: Any, ops: Operands) -> tuple[jax.Array, ...]:
-    """Evaluates every projection of a call whose x, [..., K], has its own leading dimensions still."""
+def apply(call: Call, mesh: Any, ops: Operands, y: PartitionSpec | None = None) -> tuple[jax.Array, ...]:
+    """Evaluates every projection of a call whose x, [..., K], has its own leading dimensions still.
+
+    Args:
+        y: how every y is to be split, on explicit axes; the caller still has to place it.
+    """
     if AxisType.Explicit not in mesh.axis_types:
         rows = jax.ShapeDtypeStruct((math.prod(ops.x.shape[:-1]), ops.x.shape[-1]), ops.x.dtype)
         backend.select(call.static, dataclasses.replace(ops, x=rows), call.implementation)  # refuses while tracing
         return _on_automatic_axes(call, ops)
-    layout = layout_of(*_specs_of_types(ops), x_ndim=ops.x.ndim)
+    layout = layout_of(*_specs_of_types(ops), x_ndim=ops.x.ndim, y=y)
     if ops.quantised:  # x may be split in the middle of a block
         layout = layout.only_even(mesh.shape, ops.x.shape, ops.ws)
     return _on_explicit_axes(call, mesh, layout, ops)
@@ -93,7 +97,7 @@ _on_explicit_axes.defvjp(_explicit_forward, _explicit_backward)
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), inline=True)
 def _run_forward(call: Call, mesh: Any, layout: Layout, ops: Operands):
     specs = layout.specs(ops, single=call.static.single)
-    ys = tuple(layout.spec_of_y(i) for i in range(len(ops.ws)))
+    ys = tuple(layout.spec_of_result(i) for i in range(len(ops.ws)))
     run = functools.partial(shard.forward, call, layout)
     saved = PartitionSpec(layout.rows + layout.k)  # concatenated: backward gives every shard its part
     return _shard_map(run, mesh, (specs,), (ys, saved))(_place(ops, specs, mesh, call))
@@ -105,6 +109,7 @@ def _run_backward(call: Call, mesh: Any, layout: Layout, ops: Operands, saved: A
     in_specs = specs, PartitionSpec(layout.rows + layout.k), tuple(layout.spec_of_y(i) for i in range(len(ops.ws)))
     banks = tuple({i: banks[i] for i in ops.with_lora} for banks in (specs.as_, specs.bs))
     run = functools.partial(shard.backward, call, layout)
+    dys = tuple(jax.sharding.reshard(dy, NamedSharding(mesh, spec)) for dy, spec in zip(dys, in_specs[2], strict=True))
     dx, das, dbs = _shard_map(run, mesh, in_specs, (specs.x, *banks))(_place(ops, specs, mesh, call), saved, dys)
     return (
         _with_shardings_of((ops.x,), {0: dx}, mesh)[0],

@@ -50,10 +50,17 @@ def forward(call: Call, layout: Layout, ops: Operands) -> tuple[tuple[jax.Array,
         outputs, ss, bits = part.backend.forward(static, part.ops)
         ys |= dict(zip(part.projections, outputs, strict=True))
         saved.append((ss, bits))
+    results = [ys[i].reshape(*ops.x.shape[:-1], -1) for i in range(len(ops.ws))]
     if layout.k:
-        ys = jax.lax.psum(ys, layout.k)
-        ys = {i: y if (bias := ops.biases[i]) is None else y + bias.astype(y.dtype) for i, y in ys.items()}
-    return tuple(ys[i].reshape(*ops.x.shape[:-1], -1) for i in range(len(ops.ws))), saved
+        sums = [_sum_over_k(layout, y) for y in results]
+        results = [y if bias is None else y + bias.astype(y.dtype) for y, bias in zip(sums, ops.biases, strict=True)]
+    return tuple(results), saved
+
+
+def _sum_over_k(layout: Layout, y: jax.Array) -> jax.Array:
+    if layout.scattered is None:
+        return jax.lax.psum(y, layout.k)
+    return jax.lax.psum_scatter(y, layout.k, scatter_dimension=layout.scattered, tiled=True)
 
 
 def backward(
@@ -65,7 +72,7 @@ def backward(
     dbs: dict[int, jax.Array] = {}
     dx_by_axes: dict[Axes, Any] = {}
     for number, part in enumerate(_parts(call, layout, static, flat)):
-        part_dys = tuple(dys[i].reshape(-1, dys[i].shape[-1]) for i in part.projections)
+        part_dys = tuple(dys[i].reshape(-1, dys[i].shape[-1]).astype(ops.x.dtype) for i in part.projections)
         ss, bits = part.backend.forward(static, part.ops)[1:] if saved is None else saved[number]
         dx, part_das, part_dbs = part.backend.backward(static, part.ops, ss, bits, part_dys)
         dx_by_axes[part.n] = dx_by_axes.get(part.n, 0) + dx

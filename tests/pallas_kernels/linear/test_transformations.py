@@ -160,11 +160,22 @@ def test_kernels_on_automatic_axes_refuse_vmap():
         jax.jit(jax.vmap(lambda x: layer(x, *operands)))(x)
 
 
-@pytest.mark.parametrize(("backend", "kernels"), [(None, (5, 4)), ("pallas_triton", (9, 0)), nightly("xla", (0, 0))])
-def test_a_sharded_call_lowers_for_cuda_with_the_kernels_of_one_shard(backend, kernels):
+COLUMNS = {"x": P("data"), "dy": P("data", "tensor"), "w": P(None, "tensor"), "tile_adapter": P("data")}
+ROWS = COLUMNS | {"x": P("data", "tensor"), "w": P("tensor", "data")}  # summed over "tensor", and left split over it
+
+
+@pytest.mark.parametrize(
+    ("backend", "specs", "kernels"),
+    [
+        (None, COLUMNS, (5, 4)),
+        ("pallas_triton", COLUMNS, (9, 0)),
+        nightly("xla", COLUMNS, (0, 0)),
+        (None, ROWS, (5, 3)),
+    ],
+)
+def test_a_sharded_call_lowers_for_cuda_with_the_kernels_of_one_shard(backend, specs, kernels):
     spec = LinearSpec(tokens=2 * 2048, in_features=4096, out_features=2 * 4096, adapters=4, rate=0.1)
     mesh = AbstractMesh((2, 2), ("data", "tensor"), (AxisType.Explicit,) * 2, abstract_device=H200)
-    specs = {"x": P("data"), "dy": P("data", "tensor"), "w": P(None, "tensor"), "tile_adapter": P("data")}
 
     def on_mesh(path, leaf):
         name = path[0].key
@@ -173,7 +184,7 @@ def test_a_sharded_call_lowers_for_cuda_with_the_kernels_of_one_shard(backend, k
     arrays = jax.tree_util.tree_map_with_path(on_mesh, jax.eval_shape(lambda: make_arrays(spec)))
 
     def step(arrays):
-        rest = {name: arrays[name] for name in ("tile_adapter", "scale", "dropout")}
+        rest = {name: arrays[name] for name in ("tile_adapter", "scale", "dropout")} | {"out_sharding": specs["dy"]}
         x, w, a, b, dy = (arrays[name] for name in ("x", "w", "a", "b", "dy"))
         y, vjp = jax.vjp(lambda x, a, b: pk.multi_lora_linear(x, w, a, b, implementation=backend, **rest), x, a, b)
         return y, vjp(dy)
@@ -181,3 +192,4 @@ def test_a_sharded_call_lowers_for_cuda_with_the_kernels_of_one_shard(backend, k
     with use_abstract_mesh(mesh):
         text = jax.jit(step).trace(arrays).lower(lowering_platforms=("cuda",)).as_text()
     assert num_kernels(text) == kernels
+    assert ("reduce_scatter" in text) == (specs is ROWS)

@@ -1,0 +1,99 @@
+"""The product of rows with a weight and with the adapter of each row.
+
+K in · N out · R padded rank · A adapters
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jaxtyping import Array
+
+from lorafusion_jax.adapters.bank import make_bank
+from lorafusion_jax.errors import RunError
+from lorafusion_jax.modules.context import LoRAContext
+from lorafusion_jax.modules.product import Result, Stored, unsupported_linear
+from pallas_kernels import multi_lora_linear
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leaves:
+    """The adapters of a layer, see `make_bank`."""
+
+    names: Sequence[str]
+    numbers: np.ndarray | None
+    leaves: Mapping[str, Array]
+    rank: int
+
+
+def lora_product(
+    x: Array,
+    w: Array | Stored,
+    adapters: Leaves,
+    inside: tuple[int, ...],
+    result: Result,
+    *,
+    context: LoRAContext,
+    site: Any,
+    where: str,
+) -> Array:
+    """Multiplies x [rows, contracted axes] by a weight with each row's adapter → [rows, other axes of w]."""
+    rows, free = x.shape[: x.ndim - len(inside)], [axis for axis in range(w.ndim) if axis not in inside]
+    shape = math.prod(w.shape[axis] for axis in inside), math.prod(w.shape[axis] for axis in free)
+    _check_split(w, inside, free, where)
+    w_KN = w.operand() if isinstance(w, Stored) else jnp.transpose(w, [*inside, *free]).reshape(shape)
+    bank = make_bank(
+        adapters.names,
+        adapters.numbers,
+        adapters.leaves,
+        shape=shape,
+        rank=adapters.rank,
+        scale_A=context.scale,
+        kernel=w_KN,
+        dtype=x.dtype,
+    )
+    if context.draw is not None and context.draw.examples is None and _is_mapped(x):
+        raise RunError(
+            "lora.vmap-dropout",
+            "under jax.vmap every example would draw the same dropout.",
+            fix="use_adapters(specs, …, step=step, examples=NUMBER), with the number of the example mapped, too",
+        )
+    table, dropout = context.at_rows(rows, site)
+    y = multi_lora_linear(
+        x.reshape(*rows, shape[0]),
+        w_KN,
+        bank.a_AKC,
+        bank.b_ACN,
+        tile_adapter=table,
+        scale=context.scale,
+        ranks=context.ranks,
+        dropout=dropout,
+        implementation=context.implementation,
+        out_sharding=result.flat(len(rows)),
+        preferred_element_type=None if result.dtype == x.dtype else result.dtype,
+    )
+    return result.place(bank.finish(y, table, None).reshape(*rows, *(w.shape[axis] for axis in free)))
+
+
+def _check_split(w: Array | Stored, inside: Sequence[int], free: Sequence[int], where: str) -> None:
+    """Checks that explicit mesh axes split the first of the axes that become one, so that features stay neighbours."""
+    if isinstance(w, Stored):
+        return
+    spec = jax.typeof(w).sharding.spec
+    for axes, features in ((inside, "in"), (free, "out")):
+        for axis in axes[1:]:
+            if (names := spec[axis]) is not None:
+                why = f"axis {axis} of its weight lies on {names}: no device has neighbouring {features} features"
+                raise unsupported_linear(where, why, f"split axis {axes[0]} instead")
+
+
+def _is_mapped(x: Array) -> bool:
+    """Whether `jax.vmap` maps x over an axis that the layer does not see. jax has no public type for such arrays."""
+    return isinstance(x, Tracer) and hasattr(x, "batch_dim")
