@@ -8,10 +8,10 @@ other rows. How much that is depends on dtype, depth, widths and kernels, so it 
 twice, by its plan and by one that packs the same samples otherwise. The joint gradient g and the gradients h and h' of
 the two must satisfy, in every tensor,
 
-    ‖g - h‖ <= FACTOR · max(‖h' - h‖, typical · ‖h‖)    typical: the median of ‖h' - h‖ / ‖h‖, at least ROUNDING
+    ‖g - h‖ <= FACTOR · max(‖h' - h‖, typical · ‖h‖)    typical: the median of ‖h' - h‖ / ‖h‖
 
-A batch of one sample cannot be packed otherwise, and h' = h. Then typical is ROUNDING · sqrt(8 L) of L layers: each has
-eight products whose inputs are rounded independently.
+A median below one ROUNDING says nothing: packing otherwise left most values as they were, as it does with a batch of one
+sample. Then typical is ROUNDING · sqrt(8 L) of L layers: each has eight products whose inputs are rounded independently.
 
 An optimizer step is elementwise arithmetic. From equal gradients it must move the weights equally, up to MOVED.
 """
@@ -164,9 +164,10 @@ def compare(joint: Watched, alone: Watched, otherwise: Watched, rounding: float)
     for step, gradients in enumerate(zip(joint.gradients, alone.gradients, otherwise.gradients, strict=True), 1):
         together, own, repacked = (_by_layer(gradient) for gradient in gradients)
         noise = {name: _relative(repacked[name], own[name]) for name in own}
-        layers = max(len(leaf) for leaf in alone.gradients[step - 1].values())
-        least = rounding if any(noise.values()) else rounding * (PRODUCTS * layers) ** 0.5
-        typical = max(least, float(np.median(list(noise.values()))))
+        typical = float(np.median(list(noise.values())))
+        if typical < rounding:
+            layers = max(len(leaf) for leaf in alone.gradients[step - 1].values())
+            typical = rounding * (PRODUCTS * layers) ** 0.5
         losses = joint.losses[step - 1], alone.losses[step - 1]
         found.append(_difference(step, "loss", np.asarray(losses[0]), np.asarray(losses[1]), FACTOR * typical))
         found += [
