@@ -1,5 +1,5 @@
 """Figures of docs/pages/reliability.md, from the newest rows of damage.py, kills.py, sick_adapters.py, soak.py,
-joins.py and fuzzing.py, and from the golden file of TRL's templates.
+joins.py, verify_sweeps.py and fuzzing.py, and from the golden file of TRL's templates.
 
 python -m benchmarks.reliability_table    # prints the table
 """
@@ -24,7 +24,9 @@ _DATED = re.compile(r"\d{4}-\d{2}-\d{2}[a-z]?$")
 
 def table() -> str:
     """The table in Markdown."""
-    parts = (_damage(), _resumed(), _kills(), _exports(), _sick(), _fuzzing(), _templates(), _soak(), _joins())
+    parts = (
+        _damage(), _resumed(), _kills(), _exports(), _sick(), _verified(), _fuzzing(), _templates(), _soak(), _joins()
+    )  # fmt: skip
     return "\n".join(["| what | attempts | result |", "|---|---|---|", *chain.from_iterable(parts)]) + "\n"
 
 
@@ -98,6 +100,20 @@ def _sick() -> Iterator[str]:
     for mesh in sorted({mesh for mesh, _ in counts}):
         total = counts[mesh, "bitwise"] + counts[mesh, "DIFFER"]
         yield f"| one sick adapter of three, {mesh} | {total:,} | {counts[mesh, 'bitwise']:,} with the others bitwise |"
+
+
+def _verified() -> Iterator[str]:
+    """Joint and separate training compared by `lorafusion verify`: honest sweeps, and faults in the joint one."""
+    rows = _rows("verify_sweeps")
+    for dtype in ("float32", "bfloat16"):
+        shares = [float(row["of_bound"]) for row in rows if row["case"].startswith(f"{dtype}-")]
+        alarms = sum(share > 1 for share in shares)
+        result = f"{alarms} false alarms, at most {max(shares):.2f} of the bound"
+        yield f"| `verify` of random sweeps, {dtype} | {len(shares)} | {result} |"
+    shares = [float(row["of_bound"]) for row in rows if row["kind"] == "planted fault"]
+    caught = sum(share > 1 for share in shares)
+    result = f"{caught} found, at least {min(shares):.0f} times the bound"
+    yield f"| `verify` of planted faults, float32 | {len(shares)} | {result} |"
 
 
 def _fuzzing() -> Iterator[str]:

@@ -10,8 +10,9 @@ the two must satisfy, in every tensor,
 
     ‖g - h‖ <= FACTOR · max(‖h' - h‖, typical · ‖h‖)    typical: the median of ‖h' - h‖ / ‖h‖
 
-A median below one ROUNDING says nothing: packing otherwise left most values as they were, as it does with a batch of one
-sample. Then typical is ROUNDING · sqrt(8 L) of L layers: each has eight products whose inputs are rounded independently.
+A median below one ROUNDING says nothing: packing otherwise left most values as they were, as it does with a batch of
+one sample. Then typical is ROUNDING · sqrt(8 L) of L layers: each has eight products whose inputs are rounded
+independently.
 
 An optimizer step is elementwise arithmetic. From equal gradients it must move the weights equally, up to MOVED.
 """
