@@ -54,9 +54,13 @@ def compare_timelines(predicted: Timeline, measured: Timeline, slots: range | No
     whole = measured
     if slots is not None:
         predicted, measured = predicted.of_slots(slots), measured.of_slots(slots)
-    here, there = ({(span.kind, span.stage, span.slot) for span in one.spans} for one in (predicted, measured))
-    passes = [event for event in here ^ there if event[0] != "update"]  # measured runs may lack updates
-    if predicted.num_stages != measured.num_stages or passes or not here:
+    predicted_events, measured_events = (
+        {(span.kind, span.stage, span.slot) for span in timeline.spans} for timeline in (predicted, measured)
+    )
+    passes = [
+        event for event in predicted_events ^ measured_events if event[0] != "update"
+    ]  # measured runs may lack updates
+    if predicted.num_stages != measured.num_stages or passes or not predicted_events:
         raise PlanError(
             "plan.other-timeline",
             "these timelines contain different events",

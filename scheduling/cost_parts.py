@@ -176,10 +176,12 @@ def fit_cost_parts(
     0.002
     """
     by_pass: dict[tuple[str, str], list[PartMeasurement]] = {}
-    for one in measurements:
-        if not math.isfinite(one.seconds) or one.seconds < 0:
-            raise PlanError("plan.cost", f"a {one.kind} pass of {one.part} took {one.seconds!r} s")
-        by_pass.setdefault((one.part, one.kind), []).append(one)
+    for measurement in measurements:
+        if not math.isfinite(measurement.seconds) or measurement.seconds < 0:
+            raise PlanError(
+                "plan.cost", f"a {measurement.kind} pass of {measurement.part} took {measurement.seconds!r} s"
+            )
+        by_pass.setdefault((measurement.part, measurement.kind), []).append(measurement)
     if not {("layer", "forward"), ("layer", "backward")} <= by_pass.keys():
         raise PlanError("plan.cost", "measure forward and backward of a layer", where=f"seen: {sorted(by_pass)}")
     extras = Extras() if extras is None else extras

@@ -33,7 +33,7 @@ def fill_sizes(problem: Problem, left: Sequence[np.ndarray], budget: Budget, see
     first = [(greedy(single), single) for single in singles]
     first += [(balance_tokens(single, filling), single) for filling, single in first]
     timed = [(_predicted_s(problem, filling, costs), filling, single) for filling, single in first]
-    best_s, best, single = min(timed, key=lambda one: one[0])
+    best_s, best, single = min(timed, key=lambda candidate: candidate[0])
     start = best
     for filling in chain(
         candidates(problem, _slot_prices(problem, costs), _take_half(budget), seed),
@@ -81,7 +81,7 @@ def _slot_prices(problem: Problem, costs: CostModel) -> Prices:
 
     def seconds(tokens: int) -> float:
         stages = [costs.stage(stage) for stage in range(problem.num_stages)]
-        return max(sum(one.seconds(tokens, tokens * length) for one in (s.forward, s.backward)) for s in stages)
+        return max(sum(cost.seconds(tokens, tokens * length) for cost in (s.forward, s.backward)) for s in stages)
 
     return Prices(problem.sizes, [seconds(size) for size in problem.limits.sizes], problem.data_parallel)
 

@@ -116,10 +116,10 @@ def _parse(text: str) -> Any:
         data: Any = json.loads(text)
     except (ValueError, RecursionError) as error:  # also numbers of thousands of digits
         raise PlanError("plan.format", "this is not a plan: broken JSON", why=str(error)) from None
-    found = _schema_of(data)
-    if found != SCHEMA:
+    schema = _schema_of(data)
+    if schema != SCHEMA:
         raise PlanError(
-            "plan.schema", f"this is not a plan of version {SCHEMA}: its schema is {found!r}", fix="plan again"
+            "plan.schema", f"this is not a plan of version {SCHEMA}: its schema is {schema!r}", fix="plan again"
         )
     return data
 
@@ -165,7 +165,7 @@ def _job_from(values: dict[str, Any]) -> AdapterJob:
 
 def _slots_from(slots: list[Any], capacities: list[Any] | None) -> tuple[Slot, ...]:
     """Reads slots; plans of one capacity do not list those of their slots."""
-    known = [None] * len(slots) if capacities is None else [one and _capacity(one) for one in capacities]
+    known = [None] * len(slots) if capacities is None else [capacity and _capacity(capacity) for capacity in capacities]
     return tuple(_slot_from(replicas, capacity) for replicas, capacity in zip(slots, known, strict=True))
 
 

@@ -65,15 +65,15 @@ def slot_squares(plan: Plan) -> list[int]:
     True
     """
     lengths = {job.name: job.sample_tokens for job in plan.jobs}
-    found: list[int] = []
+    by_slot: list[int] = []
     for slot, capacity in zip(plan.slots, plan.slot_capacities, strict=True):
         squares = 0
         for part in slot.replicas:
             sizes = [lengths[ref.adapter][ref.sample] for ref in part]
             padding = capacity - sum(sizes)  # the padding is its own segment
             squares = max(squares, sum(size * size for size in sizes) + padding * padding)
-        found.append(squares)
-    return found
+        by_slot.append(squares)
+    return by_slot
 
 
 def _loads(plan: Plan) -> list[_Load]:

@@ -141,7 +141,7 @@ def _limits(plan: Plan, timeline: Timeline) -> tuple[Limit, ...]:
     uneven = sum(slowest - stage for stage in timeline.busy_s) / whole
     bubbles = max(0.0, sum(timeline.bubble_s) / whole - uneven)
     longest = max(plan.jobs, key=lambda job: (max(job.sample_tokens), job.name))
-    found = [
+    limits = [
         Limit(
             share=busy * empty,
             what="room in the microbatches that no sample fits",
@@ -164,7 +164,7 @@ def _limits(plan: Plan, timeline: Timeline) -> tuple[Limit, ...]:
         ),
         Limit(share=uneven, what="stages of unequal cost", fix="move layers away from the slowest stage"),
     ]
-    return tuple(sorted((limit for limit in found if limit.share >= 0.005), key=lambda limit: -limit.share))
+    return tuple(sorted((limit for limit in limits if limit.share >= 0.005), key=lambda limit: -limit.share))
 
 
 def _why_bubbles(plan: Plan) -> str:

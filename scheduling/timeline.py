@@ -120,7 +120,7 @@ class Timeline:
         A stage works in order, so no other slot runs between its first backward and its last forward, and bubbles are
         exact. `host_wait_s` is not: before the first backward, work on other slots looks idle.
         """
-        spans, host = (tuple(one for one in of if one.slot in slots) for of in (self.spans, self.host))
+        spans, host = (tuple(span for span in of if span.slot in slots) for of in (self.spans, self.host))
         whole, part = (len({span.slot for span in of}) for of in (self.spans, spans))
         tokens = self.tokens * part // max(whole, 1)
         return replace(self, spans=spans, host=host, tokens=tokens).with_pauses(self.pauses)

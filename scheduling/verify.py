@@ -40,32 +40,32 @@ def verify_plan(plan: Plan, jobs: Sequence[AdapterJob] | None = None) -> None:
     >>> job = AdapterJob("law", [700, 300, 512], global_batch=2)
     >>> verify_plan(make_plan([job], capacity_tokens=1024, num_stages=2), [job])
     """
-    found = find_violations(plan, jobs)
-    if found:
+    violations = find_violations(plan, jobs)
+    if violations:
         raise PlanError(
             "plan.invalid",
-            f"the plan breaks {len(found)} rules",
-            problems=tuple(f"[{violation.code}] {violation.what}" for violation in found),
+            f"the plan breaks {len(violations)} rules",
+            problems=tuple(f"[{violation.code}] {violation.what}" for violation in violations),
         )
 
 
 def find_violations(plan: Plan, jobs: Sequence[AdapterJob] | None = None) -> list[Violation]:
     """Lists every violation; empty for a valid plan."""
-    found: list[Violation] = []
+    violations: list[Violation] = []
     wanted = plan.jobs if jobs is None else tuple(jobs)
     if wanted != plan.jobs:
-        found.append(Violation(code="plan.other-jobs", what="the plan was made for other jobs than these"))
+        violations.append(Violation(code="plan.other-jobs", what="the plan was made for other jobs than these"))
     names = [job.name for job in wanted]
     index_of = {name: index for index, name in enumerate(names)}
     if len(index_of) < len(names):
-        found.append(Violation(code="plan.duplicate-name", what="two jobs have the same name"))
-    found += _layouts(plan)
-    table = _Table.of(plan, index_of, found)
-    found += _sizes(plan)
-    found += _capacity(plan, wanted, table)
+        violations.append(Violation(code="plan.duplicate-name", what="two jobs have the same name"))
+    violations += _layouts(plan)
+    table = _Table.of(plan, index_of, violations)
+    violations += _sizes(plan)
+    violations += _capacity(plan, wanted, table)
     for index, job in enumerate(wanted):
-        found += _one_job(plan, job, table.rows_of(index))
-    return found
+        violations += _one_job(plan, job, table.rows_of(index))
+    return violations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +80,7 @@ class _Table:
     replica: np.ndarray
 
     @staticmethod
-    def of(plan: Plan, index_of: dict[str, int], found: list[Violation]) -> _Table:
+    def of(plan: Plan, index_of: dict[str, int], violations: list[Violation]) -> _Table:
         refs: list[SampleRef] = []
         slots: list[int] = []
         replicas: list[int] = []
@@ -93,7 +93,7 @@ class _Table:
         job = np.array([index_of.get(name, -1) for name in adapters], np.int64)
         columns = [np.array(column, np.int64) for column in (epochs, batches, samples, slots, replicas)]
         known = job >= 0
-        found += [
+        violations += [
             Violation(code="plan.unknown-adapter", what=f"slot {slots[row]} names {adapters[row]!r}")
             for row in np.flatnonzero(~known)
         ]
@@ -107,20 +107,20 @@ class _Table:
 
 def _layouts(plan: Plan) -> list[Violation]:
     """Layouts that are out of order, and slots without one microbatch per replica."""
-    found: list[Violation] = []
+    violations: list[Violation] = []
     start = 0
     for end, _, replicas in plan.layouts:
         if end < start or (end == start and end < plan.num_slots):
-            found.append(
+            violations.append(
                 Violation(code="plan.layouts", what=f"a layout ends at slot {end}, the previous one at {start}")
             )
-        found += [
+        violations += [
             Violation(code="plan.replicas", what=f"slot {at} has {len(slot.replicas)} microbatches, not {replicas}")
             for at, slot in enumerate(plan.slots[start:end], start)
             if len(slot.replicas) != replicas
         ]
         start = end
-    return found
+    return violations
 
 
 def _sizes(plan: Plan) -> list[Violation]:
@@ -134,9 +134,9 @@ def _sizes(plan: Plan) -> list[Violation]:
 
 def _capacity(plan: Plan, jobs: Sequence[AdapterJob], table: _Table) -> list[Violation]:
     """Microbatches over capacity, and adapters whose samples are not contiguous."""
-    found: list[Violation] = []
+    violations: list[Violation] = []
     if table.job.size == 0:
-        return found
+        return violations
     starts = np.cumsum([0] + [len(job.sample_tokens) for job in jobs])
     lengths = np.concatenate([np.asarray(job.sample_tokens, np.int64) for job in jobs])
     within = (table.sample >= 0) & (table.sample < np.diff(starts)[table.job])
@@ -149,7 +149,7 @@ def _capacity(plan: Plan, jobs: Sequence[AdapterJob], table: _Table) -> list[Vio
     runs, counts = np.unique(np.stack([run_microbatch, run_job]), axis=1, return_counts=True)
     for at, job in runs[:, counts > 1].T:
         where = f"slot {at // width}"
-        found.append(
+        violations.append(
             Violation(code="plan.scattered", what=f"{where}: samples of {jobs[int(job)].name} are not contiguous")
         )
     run_tiles = -(-np.bincount(run, weights=tokens).astype(np.int64) // plan.tile_tokens)
@@ -157,15 +157,15 @@ def _capacity(plan: Plan, jobs: Sequence[AdapterJob], table: _Table) -> list[Vio
     room = np.repeat(np.array(plan.slot_capacities, np.int64), width)[: rows.size]
     for at in np.flatnonzero(rows > room):
         where = f"slot {at // width}, replica {at % width}"
-        found.append(Violation(code="plan.capacity", what=f"{where}: {rows[at]} rows in {room[at]}"))
-    return found
+        violations.append(Violation(code="plan.capacity", what=f"{where}: {rows[at]} rows in {room[at]}"))
+    return violations
 
 
 def _one_job(plan: Plan, job: AdapterJob, rows: _Table) -> list[Violation]:
     position = rows.epoch * len(job.sample_tokens) + rows.sample
     real = (rows.sample >= 0) & (rows.sample < len(job.sample_tokens)) & (position >= 0) & (position < job.num_samples)
     real &= rows.batch == job.batch_of(position)
-    found = [
+    violations = [
         Violation(
             code="plan.unknown-sample",
             what=f"slot {rows.slot[row]}: {job.name} has no sample {rows.sample[row]}"
@@ -177,46 +177,48 @@ def _one_job(plan: Plan, job: AdapterJob, rows: _Table) -> list[Violation]:
     lacking = job.num_samples - position.size
     if lacking > MOST_NAMED and job.name not in dict(plan.stopped):
         what = f"{job.name}: {lacking} of its {job.num_samples} samples are not planned"
-        return [*found, Violation(code="plan.missing", what=what)]
-    return found + _counts(plan, job, position) + _order(plan, job, batch, slot)
+        return [*violations, Violation(code="plan.missing", what=what)]
+    return violations + _counts(plan, job, position) + _order(plan, job, batch, slot)
 
 
 def _counts(plan: Plan, job: AdapterJob, position: np.ndarray) -> list[Violation]:
     count = np.bincount(position, minlength=job.num_samples)
     wrong = count > 1 if job.name in dict(plan.stopped) else count != 1
-    found: list[Violation] = []
+    violations: list[Violation] = []
     for at in np.flatnonzero(wrong):
         ref = job.ref(int(at))
         code = "plan.missing" if count[at] == 0 else "plan.duplicate"
         name = f"{job.name}: sample {ref.sample} of epoch {ref.epoch} (batch {ref.batch})"
-        found.append(Violation(code=code, what=f"{name} is planned {count[at]} times"))
-    return found
+        violations.append(Violation(code=code, what=f"{name} is planned {count[at]} times"))
+    return violations
 
 
 def _order(plan: Plan, job: AdapterJob, batch: np.ndarray, slot: np.ndarray) -> list[Violation]:
     """Checks that batches are in order and at least S slots apart, and that nothing runs after a stop."""
-    found: list[Violation] = []
+    violations: list[Violation] = []
     stop = dict(plan.stopped).get(job.name)
     if stop is not None and slot.size and slot.max() >= stop:
-        found.append(
+        violations.append(
             Violation(code="plan.stopped", what=f"{job.name} runs in slot {slot.max()}, but stopped before {stop}")
         )
     if slot.size == 0:
-        return found
+        return violations
     first = np.full(job.num_batches, np.iinfo(np.int64).max)
     last = np.full(job.num_batches, -1)
     np.minimum.at(first, batch, slot)
     np.maximum.at(last, batch, slot)
     present = np.flatnonzero(last >= 0)
     ends, stages = [layout.end for layout in plan.layouts], [layout.num_stages for layout in plan.layouts]
-    here, there = (np.searchsorted(ends[:-1], slots, side="right") for slots in (last, first))  # index of the layout
+    last_layout, first_layout = (
+        np.searchsorted(ends[:-1], slots, side="right") for slots in (last, first)
+    )  # index of the layout
     for earlier, later in pairwise(present):
         distance = first[later] - last[earlier]
-        needed = stages[int(here[earlier])] if here[earlier] == there[later] else 1
+        needed = stages[int(last_layout[earlier])] if last_layout[earlier] == first_layout[later] else 1
         if distance < needed:
             what = (
                 f"{job.name}: batch {later} starts in slot {first[later]}, batch {earlier} ends in slot {last[earlier]}"
             )
             code = "plan.order" if distance < 1 else "plan.distance"
-            found.append(Violation(code=code, what=f"{what}; {needed} slots are needed between them"))
-    return found
+            violations.append(Violation(code=code, what=f"{what}; {needed} slots are needed between them"))
+    return violations

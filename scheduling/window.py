@@ -195,7 +195,7 @@ def _plan_pieces(
 def _pieces(job: AdapterJob, pool: Sequence[int], tail: Tail) -> list[list[int]]:
     """Splits the batches of a pool into pieces that fit into a microbatch: longest first, into the first with room."""
     room, left = tail.limits.tiles * tail.limits.tile_tokens, set(pool)
-    found: list[list[int]] = []
+    fitted: list[list[int]] = []
     for batch in sorted({job.batch_of(at) for at in pool}):
         pieces: list[list[int]] = []
         for at in sorted(_positions(job, batch), key=lambda at: -_tokens(job, [at])):
@@ -204,8 +204,8 @@ def _pieces(job: AdapterJob, pool: Sequence[int], tail: Tail) -> list[list[int]]
                 pieces.append([at])
             else:
                 piece.append(at)
-        found += [sorted(piece) for piece in pieces if left.issuperset(piece)]
-    return found
+        fitted += [sorted(piece) for piece in pieces if left.issuperset(piece)]
+    return fitted
 
 
 def _tokens(job: AdapterJob, positions: Iterable[int]) -> int:
@@ -227,10 +227,10 @@ class _Open:
         where = f"slot {slot}: {ref.adapter}, position {position}"
         if ref.batch != self.batch or position not in _positions(self.job, self.batch):
             return [f"{where} is not in the open batch {self.batch}"]
-        found = [f"{where} runs twice"] if position in self.done else []
-        found += [f"{where} runs before slot {self.first}"] if slot < self.first else []
+        problems = [f"{where} runs twice"] if position in self.done else []
+        problems += [f"{where} runs before slot {self.first}"] if slot < self.first else []
         self.done, self.last = self.done | {position}, slot
-        return found
+        return problems
 
     def close(self, slot: int, stages: int) -> None:
         if self.batch < self.job.num_batches and len(self.done) == len(_positions(self.job, self.batch)):
@@ -250,7 +250,7 @@ def _part_problems(slot: int, part: PartRefs, capacity: int, states: Mapping[str
     for ref in part:
         tokens[ref.adapter] += states[ref.adapter].job.sample_tokens[ref.sample]
     tile = tail.limits.tile_tokens
-    rows = sum(-(-each // tile) * tile for each in tokens.values())
+    rows = sum(-(-adapter_tokens // tile) * tile for adapter_tokens in tokens.values())
     if rows > capacity or capacity not in tail.limits.sizes:
         yield f"slot {slot}: {rows} rows in {capacity}"
     if len(part) > tail.most_samples or len(tokens) > tail.most_adapters:

@@ -35,8 +35,8 @@ def _top_up(bins: Bins, target: tuple[int, int]) -> None:
 def _candidates(bins: Bins, target: tuple[int, int]) -> list[tuple[tuple[int, int], int, tuple[int, int]]]:
     """Samples of heavier microbatches nearby that may run here; heaviest microbatch and longest sample first."""
     slot, near = target[0], 2 * bins.problem.num_stages
-    here = set(bins.parts[slot, 0]).union(*(bins.parts[slot, replica] for replica in range(bins.shape[1])))
-    batch_here = dict(here)
+    slot_batches = set(bins.parts[slot, 0]).union(*(bins.parts[slot, replica] for replica in range(bins.shape[1])))
+    batch_here = dict(slot_batches)
     sources = [
         (other, replica)
         for other in range(max(0, slot - near), min(bins.shape[0], slot + near + 1))

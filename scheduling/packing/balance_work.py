@@ -38,10 +38,10 @@ def balance_work(problem: Problem, filling: Filling, budget: Budget) -> Filling:
     work = {at: _squares(problem, parts) for at, parts in bins.parts.items()}
     for number in range(PASSES):
         changed = False
-        for one, other in _pairs(problem, bins.shape, work, all_replicas=number > 0):
+        for first, other in _pairs(problem, bins.shape, work, all_replicas=number > 0):
             if budget.spent:
                 return bins.filling()
-            heavy, light = (one, other) if work[one] >= work[other] else (other, one)
+            heavy, light = (first, other) if work[first] >= work[other] else (other, first)
             changed |= _exchange(bins, work, heavy, light, budget)
         if not changed:
             break
@@ -58,18 +58,18 @@ class _Movable(NamedTuple):
     @staticmethod
     def of(bins: Bins, source: Place, target: Place) -> _Movable:
         batches = bins.problem.batches
-        found = [
+        movable = [
             (batches[key[0]][key[1]].tokens[bit], key, bit)
             for key, mask in bins.parts[source].items()
             if source[0] == target[0] or bins.may_run(key, target[0])
             for bit in bits(mask)
         ]
-        found.sort()
-        if len(found) > MOST_SAMPLES:
-            step = (len(found) - 1) / (MOST_SAMPLES - 1)
-            found = [found[round(number * step)] for number in range(MOST_SAMPLES)]
-        tokens = np.array([length for length, *_ in found], np.int64)
-        return _Movable([key for _, key, _ in found], [bit for *_, bit in found], tokens)
+        movable.sort()
+        if len(movable) > MOST_SAMPLES:
+            step = (len(movable) - 1) / (MOST_SAMPLES - 1)
+            movable = [movable[round(number * step)] for number in range(MOST_SAMPLES)]
+        tokens = np.array([length for length, *_ in movable], np.int64)
+        return _Movable([key for _, key, _ in movable], [bit for *_, bit in movable], tokens)
 
 
 def _squares(problem: Problem, parts: dict[Key, int]) -> int:
@@ -90,19 +90,19 @@ def _pairs(
     slots, replicas = shape
     near = 2 * problem.num_stages if problem.num_stages > 1 and not problem.weighted else 0
     places = [[(slot, replica) for replica in range(replicas)] for slot in range(slots)]
-    used = [any(work[at] for at in here) for here in places]
+    used = [any(work[at] for at in slot_places) for slot_places in places]
     for slot in sorted(range(slots), key=lambda slot: (-max(work[at] for at in places[slot]), slot)):
-        here = places[slot]
+        slot_places = places[slot]
         if all_replicas:
-            yield from combinations(here, 2)
+            yield from combinations(slot_places, 2)
         else:
             for _ in range(replicas - 1):
-                yield max(here, key=work.__getitem__), min(here, key=work.__getitem__)
+                yield max(slot_places, key=work.__getitem__), min(slot_places, key=work.__getitem__)
         later = range(slot + 1, min(slots, slot + near + 1)) if used[slot] else ()
-        for there in [places[other] for other in later if used[other]]:
-            yield max(here, key=work.__getitem__), min(there, key=work.__getitem__)
+        for later_places in [places[other] for other in later if used[other]]:
+            yield max(slot_places, key=work.__getitem__), min(later_places, key=work.__getitem__)
             if replicas > 1:
-                yield min(here, key=work.__getitem__), max(there, key=work.__getitem__)
+                yield min(slot_places, key=work.__getitem__), max(later_places, key=work.__getitem__)
 
 
 def _exchange(bins: Bins, work: dict[Place, int], heavy: Place, light: Place, budget: Budget) -> bool:
@@ -123,13 +123,13 @@ def _exchange(bins: Bins, work: dict[Place, int], heavy: Place, light: Place, bu
     change = np.where(fits, moved * (moved - float(gap)), 0).ravel()  # length⁴ can overflow int64
     worth = np.flatnonzero(change <= -WORTH * gap * gap)
     best = worth[np.argsort(change[worth], kind="stable")[:TRIES]]
-    here, there = bins.tokens_of(heavy), bins.tokens_of(light)
-    for place in map(int, best):
+    heavy_tokens, light_tokens = bins.tokens_of(heavy), bins.tokens_of(light)
+    for flat_index in map(int, best):
         budget.evaluations -= TRY_PRICE
-        row, column = divmod(place, len(comes))
+        row, column = divmod(flat_index, len(comes))
         gone = [(ours.keys[at], int(ours.tokens[at])) for at in goes[row]]
         come = [(theirs.keys[at], int(theirs.tokens[at])) for at in comes[column]]
-        if _has_room(bins, heavy, here, come, gone) and _has_room(bins, light, there, gone, come):
+        if _has_room(bins, heavy, heavy_tokens, come, gone) and _has_room(bins, light, light_tokens, gone, come):
             for at in goes[row]:
                 bins.move(ours.keys[at], ours.bits[at], heavy, light)
             for at in comes[column]:

@@ -75,7 +75,7 @@ def _fill_slot(problem: Problem, state: _State, slot: int) -> tuple[Microbatch, 
         for _ in range(problem.data_parallel)
     )
     touched = {part[0] for parts in replicas for part in parts}
-    for entry in [state.free[place] for place in range(len(order)) if order[place] in touched]:
+    for entry in [state.free[index] for index in range(len(order)) if order[index] in touched]:
         job = entry[2]
         del state.free[bisect_left(state.free, entry)]
         served = (before[job] - state.tokens[job]) / state.slot_tokens

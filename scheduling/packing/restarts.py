@@ -31,7 +31,7 @@ def restart(problem: Problem, *, incumbent: Filling, bound: int, budget: Budget,
         budget.evaluations -= price
         shift = AHEAD[index // 2 % len(AHEAD)] * len(best)
         ahead = [noise.uniform(-shift, shift) for _ in problem.jobs]
-        found = greedy(problem, ahead=ahead, choose=choosers[index % 2])
-        best = found if len(found) < len(best) else best
+        filling = greedy(problem, ahead=ahead, choose=choosers[index % 2])
+        best = filling if len(filling) < len(best) else best
         spent = before - budget.evaluations
     return best

@@ -63,12 +63,12 @@ def search(problem: Problem, *, incumbent: Filling, bound: int, budget: Budget, 
     if budget.evaluations < 2 * FIRST_WIDTH * beam.price * len(best):  # about two children per partial plan
         return best
     while len(best) > bound and not budget.spent:
-        found = beam.run(width, len(best))
-        if found is None and not beam.cut:  # nothing was pruned, so a wider beam finds the same
+        better = beam.run(width, len(best))
+        if better is None and not beam.cut:  # nothing was pruned, so a wider beam finds the same
             if beam.thorough:
                 break
             beam.thorough = True
-        best = found or best
+        best = better or best
         beam.jitter = JITTER if width == LAST_WIDTH else 0.0
         width = LAST_WIDTH
     return best
@@ -91,16 +91,16 @@ class _Beam:
         level, self.cut = [self._root()], False
         for slot in range(slots - 1):
             before = self.budget.evaluations
-            found: dict[tuple[tuple[int, ...], ...], _Node] = {}
+            children: dict[tuple[tuple[int, ...], ...], _Node] = {}
             for node in level:
                 for child in self._children(node, slot):
                     key = (child.batch, child.mask, child.ready)
-                    rival = found.get(key)
+                    rival = children.get(key)
                     if rival is None or child.score < rival.score:
-                        found[key] = child
+                        children[key] = child
             cost = (before - self.budget.evaluations) / len(level)
             affordable = max(1, int(self.budget.evaluations / cost / (slots - slot)))
-            level = sorted((child for child in found.values() if child.end <= slots - 1), key=_score)
+            level = sorted((child for child in children.values() if child.end <= slots - 1), key=_score)
             self.cut |= len(level) > min(width, affordable)
             del level[min(width, affordable) :]
             if not level:

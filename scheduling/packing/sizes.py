@@ -97,6 +97,6 @@ def candidates(problem: Problem, prices: Prices, budget: Budget, seed: int) -> I
         most, choose = kinds[turn % len(kinds)]
         shift = 0.0 if turn < len(kinds) else AHEAD[turn // len(kinds) % len(AHEAD)] * length
         ahead = [noise.uniform(-shift, shift) for _ in problem.jobs]
-        found = greedy(problem, ahead=ahead, choose=choose, size=SizeChoice(prices, most))
-        length = max(length, len(found))
-        yield found
+        filling = greedy(problem, ahead=ahead, choose=choose, size=SizeChoice(prices, most))
+        length = max(length, len(filling))
+        yield filling

@@ -25,12 +25,12 @@ def timeline_html(timeline: Timeline, *, title: str = "", note: str = "", compar
 
     template = files("scheduling.plots").joinpath("timeline.html").read_text("utf-8")
     data = json.dumps(
-        [_data(one, adapter_colors(*shown)) for one in shown], separators=(",", ":"), allow_nan=False
+        [_data(chart, adapter_colors(*shown)) for chart in shown], separators=(",", ":"), allow_nan=False
     ).replace("<", "\\u003c")
     page = {
         "@TITLE@": escape(title or (timeline.title or "timeline" if compare is None else "Two timelines")),
         "@NOTE@": f"<p>{escape(note)}</p>\n" if note else "",
-        "@TABLES@": "\n".join(_table(one, None if one is timeline else timeline) for one in shown),
+        "@TABLES@": "\n".join(_table(chart, None if chart is timeline else timeline) for chart in shown),
         "@DATA@": data,
     }
     for name, text in page.items():

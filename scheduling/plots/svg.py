@@ -33,7 +33,7 @@ def timeline_svg(
     """
     shown = [timeline] if compare is None else [timeline, compare]
     start = 0.0 if start_s is None else start_s
-    end = max(one.duration_s for one in shown) if end_s is None else end_s
+    end = max(chart.duration_s for chart in shown) if end_s is None else end_s
     window = _Window(start, end, (width - LEFT - 10) / max(end - start, 1e-12))
     colors = adapter_colors(*shown) | dict(colors or {})
     bottom = sum(map(_height, shown))
@@ -44,9 +44,9 @@ def timeline_svg(
         '<rect width="100%" height="100%" fill="#ffffff"/>',
     ]
     top = 0
-    for one in shown:
-        parts += _drawing(one, window, colors, top, width)
-        top += _height(one)
+    for chart in shown:
+        parts += _drawing(chart, window, colors, top, width)
+        top += _height(chart)
     parts += _axis(start, end, width, bottom + 6)
     parts += _legend(colors, bottom + 34)
     return "\n".join([*parts, "</svg>"])
@@ -83,18 +83,20 @@ def _drawing(timeline: Timeline, window: _Window, colors: dict[str, str], top: i
         parts.append(f'<rect x="{LEFT}" y="{y}" width="{width - LEFT - 10}" height="{tall}" fill="#eeeeee"/>')
         y += tall + GAP
     for pause in timeline.pauses:
-        if place := window.place(timeline, pause):
+        if extent := window.place(timeline, pause):
             tall = timeline.num_stages * (ROW + GAP) - GAP
-            bar = f'<rect x="{place[0]:.2f}" y="{top + TOP}" width="{place[1]:.2f}" height="{tall}" fill="#d4d9dd"/>'
+            bar = f'<rect x="{extent[0]:.2f}" y="{top + TOP}" width="{extent[1]:.2f}" height="{tall}" fill="#d4d9dd"/>'
             parts += [f"<g><title>pause: {escape(pause.what)}</title>", bar, "</g>"]
     for span in timeline.spans:
-        if place := window.place(timeline, span):
-            parts += _bars(timeline, span, *place, top + TOP + span.stage * (ROW + GAP), colors)
+        if extent := window.place(timeline, span):
+            parts += _bars(timeline, span, *extent, top + TOP + span.stage * (ROW + GAP), colors)
     y = top + TOP + timeline.num_stages * (ROW + GAP)
     for span in timeline.host:
-        if place := window.place(timeline, span):
+        if extent := window.place(timeline, span):
             label = f"host: {span.kind} of slot {span.slot} to stage {span.stage}"
-            bar = f'<rect x="{place[0]:.2f}" y="{y}" width="{max(place[1], 0.3):.2f}" height="{HOST}" fill="#777777"/>'
+            bar = (
+                f'<rect x="{extent[0]:.2f}" y="{y}" width="{max(extent[1], 0.3):.2f}" height="{HOST}" fill="#777777"/>'
+            )
             parts += [f"<g><title>{label}</title>", bar, "</g>"]
     return parts
 
