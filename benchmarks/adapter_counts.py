@@ -66,8 +66,8 @@ class Counts:
         with ThreadPoolExecutor(len(stages)) as threads:  # programs of different jobs compile side by side
             checked = list(threads.map(lambda item: self.one_batch(*item), stages.items()))
         self.say({"what": "compiled and run", "seconds": time.perf_counter() - self.began})
-        for count, found in zip(stages, checked, strict=True):
-            self.guarded(self.compare, count, checked[0], found)
+        for count, result in zip(stages, checked, strict=True):
+            self.guarded(self.compare, count, checked[0], result)
         for places in (TOGETHER, 4 * TOGETHER):
             able = {count: stage for count, stage in stages.items() if count >= places}
             self.guarded(self.time_microbatches, able, places)
@@ -86,7 +86,7 @@ class Counts:
 
     def stage(self, count: int) -> Stage:
         """A started stage; its chosen adapters have the weights and seeds of the smallest job's."""
-        seeds = {place: number for number, place in enumerate(chosen(count, TOGETHER))}
+        seeds = {index: number for number, index in enumerate(chosen(count, TOGETHER))}
         adapters = tuple(
             AdapterConfig(
                 name=f"a{index}", data=DataSettings(train="-"), seed=seeds.get(index, 1000 + index),
@@ -97,8 +97,8 @@ class Counts:
         stage = random_stage(self.model, adapters, self.dtype)
         first = [draw_adapter(stage.parts, adapters[number].name, number) for number in range(TOGETHER)]
         stage.start({adapter.name: first[seeds.get(index, 0)] for index, adapter in enumerate(adapters)})
-        held, own = stage.count_elements(), sum(leaf.size for leaf in first[0].values()) * count
-        self.say({"what": "stored", "adapters": count, "own": own, **held})
+        held, trained = stage.count_elements(), sum(leaf.size for leaf in first[0].values()) * count
+        self.say({"what": "stored", "adapters": count, "own": trained, **held})
         return stage
 
     def batch(self, adapters: Sequence[int]) -> Microbatch:
@@ -112,14 +112,16 @@ class Counts:
         columns, specs = stage.programs.columns, stage.parts.specs
         shape = own_columns(columns, 0, specs[0])  # all have one
         cut = jax.jit(lambda first, sums: take(sums, columns, shape, first, lead=SUMS))
-        own = [jax.device_get(cut(place_of(columns, index, specs[index]).first, stage.sums)) for index in places]
-        gradients = {f"{number} {name}": leaf for number, of in enumerate(own) for name, leaf in of.items()}
+        sums = [jax.device_get(cut(place_of(columns, index, specs[index]).first, stage.sums)) for index in places]
+        gradients = {f"{number} {name}": leaf for number, of in enumerate(sums) for name, leaf in of.items()}
         return {"loss": np.asarray(losses)[0, list(places)]} | gradients
 
-    def compare(self, count: int, first: Mapping[str, np.ndarray], found: Mapping[str, np.ndarray]) -> None:
-        errors = {key: np.abs(found[key] - leaf).max() / max(np.abs(leaf).max(), 1e-30) for key, leaf in first.items()}
+    def compare(self, count: int, first: Mapping[str, np.ndarray], results: Mapping[str, np.ndarray]) -> None:
+        errors = {
+            key: np.abs(results[key] - leaf).max() / max(np.abs(leaf).max(), 1e-30) for key, leaf in first.items()
+        }
         worst = max(errors, key=errors.__getitem__)
-        good = all(np.isfinite(leaf).all() for leaf in found.values()) and errors[worst] <= TOLERANCE
+        good = all(np.isfinite(leaf).all() for leaf in results.values()) and errors[worst] <= TOLERANCE
         row = {"adapters": count, "largest_error": float(errors[worst]), "of": worst, "good": bool(good)}
         self.say({"what": "same as in the smallest job"} | row)
 
@@ -147,7 +149,7 @@ class Counts:
         self.report("optimizer step", times)
 
     def report(self, what: str, times: Mapping[int, Sequence[float]]) -> None:
-        medians = {count: statistics.median(own) for count, own in times.items()}
+        medians = {count: statistics.median(samples) for count, samples in times.items()}
         base = next(iter(medians.values()))
         for count, median in medians.items():
             row = {"what": what, "adapters": count, "ms": round(1e3 * median, 3), "ratio": round(median / base, 4)}

@@ -155,11 +155,12 @@ def isolation_of(implementation: str) -> Iterator[dict]:
         for bad in (np.nan, np.inf):
             spoiled = list(arrays)
             spoiled[operand] = spoiled[operand].at[row, 0, 3].set(bad)
-            found = run(*spoiled, segments)
+            outputs = run(*spoiled, segments)
             kept = [
-                bool((np.asarray(a)[others] == np.asarray(b)[others]).all()) for a, b in zip(found, clean, strict=True)
+                bool((np.asarray(a)[others] == np.asarray(b)[others]).all())
+                for a, b in zip(outputs, clean, strict=True)
             ]
-            shows = [bool(jnp.isnan(a[~others]).any()) for a in found]
+            shows = [bool(jnp.isnan(a[~others]).any()) for a in outputs]
             yield {"name": f"{implementation}: {bad} in {name}", "others_keep_their_bits": kept, "nan_in_own": shows}
 
 
@@ -172,9 +173,9 @@ def check() -> Iterator[dict]:
         for name, pair in RAW.items():
             try:
                 run = jax.jit(functools.partial(both, *pair))
-                found, again = (jax.block_until_ready(run(*arrays, segments)) for _ in range(2))
-                errors = [relative(a, b) for a, b in zip(found, exact, strict=True)]
-                same = [bool(jnp.array_equal(a, b)) for a, b in zip(found, again, strict=True)]
+                outputs, again = (jax.block_until_ready(run(*arrays, segments)) for _ in range(2))
+                errors = [relative(a, b) for a, b in zip(outputs, exact, strict=True)]
+                same = [bool(jnp.array_equal(a, b)) for a, b in zip(outputs, again, strict=True)]
                 yield record | {
                     "name": name,
                     "errors": dict(zip(("o", "dq", "dk", "dv"), errors, strict=True)),

@@ -76,20 +76,20 @@ def job(args: argparse.Namespace) -> Iterator[dict]:
 
 def layer(args: argparse.Namespace) -> Iterator[dict]:
     """Times a decoder layer in both checkouts in turn."""
-    found: dict[tuple[str, str], list[float]] = {}
+    times: dict[tuple[str, str], list[float]] = {}
     for _ in range(args.rounds):
         for name, tree in _trees(args):
             shown = _run(tree, ["-c", LAYER.replace("ROOT", repr(str(tree)))])
             for line in shown.splitlines():
                 if line.startswith("ROW "):
                     row = json.loads(line[4:])
-                    found.setdefault((row["name"], name), []).append(row["p50_us"])
-    yield from _ratios(found, "us")
+                    times.setdefault((row["name"], name), []).append(row["p50_us"])
+    yield from _ratios(times, "us")
 
 
 def training(args: argparse.Namespace) -> Iterator[dict]:
     """Trains an 8B model on `mix` in both checkouts in turn."""
-    found: dict[tuple[str, str], list[float]] = {}
+    speeds: dict[tuple[str, str], list[float]] = {}
     for turn in range(args.rounds):
         for name, tree in _trees(args):
             out = args.out / "training" / f"{name}{turn}"
@@ -101,14 +101,14 @@ def training(args: argparse.Namespace) -> Iterator[dict]:
             for file in out.glob("*.jsonl"):
                 for line in file.read_text(encoding="utf-8").splitlines():
                     if (speed := json.loads(line).get("useful_tokens_per_s")) is not None:
-                        found.setdefault(("8B mix", name), []).append(speed)
-    yield from _ratios(found, "useful_tokens_per_s")
+                        speeds.setdefault(("8B mix", name), []).append(speed)
+    yield from _ratios(speeds, "useful_tokens_per_s")
 
 
-def _ratios(found: dict[tuple[str, str], list[float]], unit: str) -> Iterator[dict]:
+def _ratios(values: dict[tuple[str, str], list[float]], unit: str) -> Iterator[dict]:
     conditions = json.loads(_run(ROOT, ["-c", CONDITIONS]))  # in a child process, so that this one uses no GPU memory
-    for what in dict.fromkeys(what for what, _ in found):
-        before, after = found[what, "before"], found[what, "after"]
+    for what in dict.fromkeys(what for what, _ in values):
+        before, after = values[what, "before"], values[what, "after"]
         ratio = statistics.median(after) / statistics.median(before)
         yield {"what": what, "unit": unit, "before": before, "after": after, "after_over_before": ratio, **conditions}
 

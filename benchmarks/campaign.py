@@ -196,8 +196,8 @@ class Campaign:
                 time.sleep(0.2)
                 self._end_finished()
         finally:
-            for each in self._running:
-                kill(each.process)
+            for running in self._running:
+                kill(running.process)
             self._collect()
         return self._outcomes
 
@@ -227,15 +227,15 @@ class Campaign:
         return Running(cell=cell, gpus=gpus, process=process, killed_at=time.monotonic() + limit)
 
     def _end_finished(self) -> None:
-        for each in list(self._running):
-            status = each.process.poll()
-            if status is None and time.monotonic() < each.killed_at:
+        for running in list(self._running):
+            status = running.process.poll()
+            if status is None and time.monotonic() < running.killed_at:
                 continue
             if status is None:  # SIGTERM would let a training loop finish its microbatches
-                kill(each.process)
-            self._running.remove(each)
-            self._free = sorted(self._free + each.gpus)
-            self._report(each.cell, "killed at its limit" if status is None else f"exit status {status}")
+                kill(running.process)
+            self._running.remove(running)
+            self._free = sorted(self._free + running.gpus)
+            self._report(running.cell, "killed at its limit" if status is None else f"exit status {status}")
             self._collect()
 
     def _report(self, cell: Cell, text: str) -> None:
@@ -280,7 +280,7 @@ def put(file: Path, write: Callable[[Path], object]) -> None:
 
 def cell_named(name: str) -> Cell:
     """The cell of a name, with or without a number: 8b_data1.2."""
-    known = {each.name: each for each in CELLS}
+    known = {cell.name: cell for cell in CELLS}
     base, dot, number = name.partition(".")
     if base not in known or (dot and not number.isdecimal()):
         raise argparse.ArgumentTypeError(f"{name!r} is not a cell: {', '.join(known)}, also as NAME.NUMBER")
@@ -304,21 +304,21 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="folder")
     options = parser.parse_args()
     if options.list:
-        for each in options.cells:
-            print(f"{each.name:15s} {each.gpus} GPUs {each.seconds:4.0f} s  {each.command}")
+        for cell in options.cells:
+            print(f"{cell.name:15s} {cell.gpus} GPUs {cell.seconds:4.0f} s  {cell.command}")
         return 0
     if options.out is None:
         parser.error("--out must name the output folder")
-    if len({each.name for each in options.cells}) < len(options.cells):
+    if len({cell.name for cell in options.cells}) < len(options.cells):
         parser.error("a cell is named twice: give the second one a number, as in 8b_data1.2")
     gpus = visible_gpus()[: options.gpus]
-    too_large = [each.name for each in options.cells if each.gpus > len(gpus)]
+    too_large = [cell.name for cell in options.cells if cell.gpus > len(gpus)]
     if too_large:
         print(f"left out, more than {len(gpus)} GPUs: {', '.join(too_large)}")
     options.out.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the cells too
     with tempfile.TemporaryDirectory() as work:
-        ready = [each for each in options.cells if each.gpus <= len(gpus)]
+        ready = [cell for cell in options.cells if cell.gpus <= len(gpus)]
         ended = Campaign(ready, gpus, options.seconds, options.out, Path(work)).run()
     return int(any(text != "exit status 0" for text in ended.values()))
 

@@ -17,7 +17,7 @@ from benchmarks.measured_code import code, commit
 
 def conditions() -> dict[str, Any]:
     """Device, versions, date, and the code that is measured; driver and power limit if `nvidia-smi` is available."""
-    found: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
         "jaxlib": jaxlib.__version__,
@@ -31,7 +31,7 @@ def conditions() -> dict[str, Any]:
         query = [program, "--query-gpu=driver_version,power.limit", "--format=csv,noheader,nounits", f"--id={gpu}"]
         answer = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip().split(", ")
         if len(answer) == 2:
-            found["driver"] = answer[0]
+            facts["driver"] = answer[0]
             with suppress(ValueError):  # [N/A]
-                found["power_limit_w"] = float(answer[1])
-    return found
+                facts["power_limit_w"] = float(answer[1])
+    return facts

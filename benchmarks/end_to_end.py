@@ -203,7 +203,9 @@ class Bench:
         config = self.config(variant, mesh, capacity, 1 if not variant.together else options.adapters)
         stages = self.stages(config, frozen=variant.frozen)
         with GpuState() as state:
-            results = [self.once(variant, config, stages, own, plan) for own, plan in zip(jobs, plans, strict=True)]
+            results = [
+                self.once(variant, config, stages, own_jobs, plan) for own_jobs, plan in zip(jobs, plans, strict=True)
+            ]
         seconds, tokens = sum(r["seconds"] for r in results), sum(r["tokens"] for r in results)
         row = {
             "variant": name, "workload": workload, "model": options.model, "layers": self.model.num_layers,
@@ -220,7 +222,7 @@ class Bench:
         }  # fmt: skip
         measured = ("slot_s", "bubbles", "host_s_per_slot", "simulated_over_measured")
         row |= {key: results[0][key] for key in measured if key in results[0]}
-        row["host_wait_s"] = [round(sum(each), 5) for each in zip(*(r["host_wait_s"] for r in results), strict=True)]
+        row["host_wait_s"] = [round(sum(waits), 5) for waits in zip(*(r["host_wait_s"] for r in results), strict=True)]
         row |= state.means([r["window"] for r in results], devices)
         self.write(row)
         if variant.together:
@@ -324,14 +326,14 @@ class Bench:
         specs = tuple(adapter_specs(config))
         parts = Parts(
             model=self.model, specs=without_lora(specs) if frozen else specs, settings=config.train, dtype=self.dtype,
-            quantize=config.base.quantize, objectives=tuple(each.objective.chosen for each in config.adapters),
+            quantize=config.base.quantize, objectives=tuple(adapter.objective.chosen for adapter in config.adapters),
         )  # fmt: skip
         stages = [
             (FrozenStage if frozen else Stage)(
-                parts, own, here, config.adapters, remat=remat,
-                block=block_layers(config.train.block_layers, len(own.pieces), fsdp=here.fsdp),
+                parts, extent, mesh, config.adapters, remat=remat,
+                block=block_layers(config.train.block_layers, len(extent.pieces), fsdp=mesh.fsdp),
             )
-            for own, here in self._weights
+            for extent, mesh in self._weights
         ]  # fmt: skip
         self._stages = (key, stages)
         return stages
@@ -440,13 +442,13 @@ def program_of(variant: Variant, plan: Plan) -> Program | None:
 def peaks(devices: int) -> list[float]:
     """Peak memory of each device since the start of the process, GB."""
     stats = [device.memory_stats() or {} for device in jax.local_devices()[:devices]]
-    return [round(each.get("peak_bytes_in_use", 0) / 1e9, 2) for each in stats]
+    return [round(device_stats.get("peak_bytes_in_use", 0) / 1e9, 2) for device_stats in stats]
 
 
 def grown(before: Sequence[float], after: Sequence[float]) -> list[float | None] | None:
     """Peaks of a variant; None if an earlier variant of the process needed more."""
-    own = [peak if peak > earlier else None for earlier, peak in zip(before, after, strict=True)]
-    return own if any(own) else None
+    new_peaks = [peak if peak > earlier else None for earlier, peak in zip(before, after, strict=True)]
+    return new_peaks if any(new_peaks) else None
 
 
 def kernel_times(folder: Path) -> list[tuple[str, int, float]]:

@@ -33,7 +33,7 @@ class Draw:
         if kind is None or not name.endswith(".kernel"):
             return array
         if shape not in self._stored:
-            targets = {name: self._stage.weight(each.shape) for name, each in kind.arrays(*shape).items()}
+            targets = {name: self._stage.weight(array.shape) for name, array in kind.arrays(*shape).items()}
             self._stored[shape] = jax.jit(lambda w: dict(kind.quantise(w.astype(jnp.float32))), out_shardings=targets)
         return jax.block_until_ready(self._stored[shape](array))  # one kernel of the wide type at a time
 
@@ -61,16 +61,16 @@ def random_base(config: JobConfig, model: ModelConfig, dtype: Any) -> list[tuple
     layers = stage_layers(model, mesh.stages, mesh.layers, capacity_tokens=config.batch.largest)
     table = (model.vocab_size, model.hidden_size)
     result = []
-    for stage, (own, here) in enumerate(zip(layers, meshes, strict=True)):
-        draw = Draw(here, dtype, config.base.quantize)
+    for stage, (extent, stage_mesh) in enumerate(zip(layers, meshes, strict=True)):
+        draw = Draw(stage_mesh, dtype, config.base.quantize)
         weights = StageWeights(
-            extent=own,
-            pieces=[{n: draw.stored(n, s) for n, s in parts.frozen_shapes(half).items()} for _, half in own.pieces],
+            extent=extent,
+            pieces=[{n: draw.stored(n, s) for n, s in parts.frozen_shapes(half).items()} for _, half in extent.pieces],
             embed=draw("embed.kernel", table) if stage == 0 else None,
             norm=draw("norm.weight", table[1:]) if stage == len(layers) - 1 else None,
             head=draw("head.kernel", table) if stage == len(layers) - 1 else None,
         )
-        result.append((weights, here))
+        result.append((weights, stage_mesh))
     return result
 
 
@@ -81,8 +81,8 @@ def random_pairs(pairs: Sequence[tuple[int, int, int]], vocab: int, seed: int) -
     prompts = np.repeat([prompt for prompt, *_ in pairs], 2)
     offsets = np.concatenate([[0], np.cumsum(lengths.sum(axis=1))])
     starts = np.concatenate([[0], np.cumsum(lengths.reshape(-1))[:-1]])
-    place = np.arange(offsets[-1]) - np.repeat(starts, lengths.reshape(-1))
-    mask = place >= np.repeat(prompts, lengths.reshape(-1))
+    position = np.arange(offsets[-1]) - np.repeat(starts, lengths.reshape(-1))
+    mask = position >= np.repeat(prompts, lengths.reshape(-1))
     held = TokenizedSet(
         tokens=draw.integers(0, vocab, offsets[-1]).astype(np.int32), loss_mask=mask, offsets=offsets,
         rows=np.arange(len(pairs)), report=None, segment_lengths=lengths,  # type: ignore[arg-type]

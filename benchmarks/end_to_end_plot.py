@@ -63,25 +63,25 @@ class Bar(NamedTuple):
 
 def comparable(rows: list[Row], model: str) -> list[Row]:
     """Rows of a model with the published number of GPUs and global batch, or else the smallest ones."""
-    own = [row for row in rows if row["model"] == model]
-    gpus = {devices_of(row) for row in own}
+    matching = [row for row in rows if row["model"] == model]
+    gpus = {devices_of(row) for row in matching}
     wanted = PUBLISHED_GPUS[model] if PUBLISHED_GPUS.get(model) in gpus else min(gpus)
-    own = [row for row in own if devices_of(row) == wanted]
-    batches = {row["global_batch"] for row in own}
+    matching = [row for row in matching if devices_of(row) == wanted]
+    batches = {row["global_batch"] for row in matching}
     wanted = PUBLISHED_BATCH[model] if PUBLISHED_BATCH.get(model) in batches else min(batches)
-    return [row for row in own if row["global_batch"] == wanted]
+    return [row for row in matching if row["global_batch"] == wanted]
 
 
-def groups_of(own: list[Row], model: str) -> dict[str, list[Bar]]:
+def groups_of(model_rows: list[Row], model: str) -> dict[str, list[Bar]]:
     """Bars of each workload: ours, then the published ones with the same number of GPUs."""
-    chosen = newest(own)
-    published = PUBLISHED[model] if devices_of(own[0]) == PUBLISHED_GPUS.get(model) else {}
+    chosen = newest(model_rows)
+    published = PUBLISHED[model] if devices_of(model_rows[0]) == PUBLISHED_GPUS.get(model) else {}
     groups = {}
-    for place, workload in enumerate(WORKLOADS):
+    for index, workload in enumerate(WORKLOADS):
         rows = [(name, chosen[workload, name]) for name in LABELS if (workload, name) in chosen]
         bars = [Bar(name, row["useful_tokens_per_s"], row["device"].removeprefix("NVIDIA ")) for name, row in rows]
         if bars:
-            groups[workload] = bars + [Bar(who, rates[place], PUBLISHED_ON, True) for who, rates in published.items()]
+            groups[workload] = bars + [Bar(who, rates[index], PUBLISHED_ON, True) for who, rates in published.items()]
     return groups
 
 
@@ -114,10 +114,10 @@ def panel(axis: Axes, groups: dict[str, list[Bar]]) -> dict[Bar, Any]:
     """Draws the bars of a model, grouped by workload; returns one of each kind for the legend."""
     kinds, start, ticks = {}, 0.0, []
     for bars in groups.values():
-        for place, bar in enumerate(bars, start=1):
+        for offset, bar in enumerate(bars, start=1):
             face, edge = ("white", COLOURS[bar.name]) if bar.published else (COLOURS[bar.name], "white")
             drawn = axis.bar(
-                start + place, bar.tokens_per_s / 1e3, 0.92, color=face, edgecolor=edge, hatch="////" * bar.published
+                start + offset, bar.tokens_per_s / 1e3, 0.92, color=face, edgecolor=edge, hatch="////" * bar.published
             )
             axis.bar_label(drawn, fmt="%.1f", fontsize=7.5, padding=1.5)
             kinds[bar._replace(tokens_per_s=0.0)] = drawn

@@ -75,8 +75,8 @@ def from_perfetto(trace: dict[str, Any]) -> Timeline:
         else:
             continue
         adapters = tuple(event["args"]["adapters"].split(", "))
-        own = host if event["cat"] == "host" else spans
-        own.append(Span(kind, int(stage), event["args"]["slot"], start, end, adapters))
+        target = host if event["cat"] == "host" else spans
+        target.append(Span(kind, int(stage), event["args"]["slot"], start, end, adapters))
     pauses = (Pause(e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6) for e in events if e["cat"] == "pause")
     stages = max(span.stage for span in spans) + 1
     return Timeline(spans=tuple(spans), num_stages=stages, host=tuple(host), pauses=tuple(pauses))
@@ -92,12 +92,12 @@ def without_repeated_peaks(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     kept = []
     for row in rows:
         devices = math.prod(row["mesh"].values())
-        before = [seen.setdefault((row.get("run"), row["model"], devices, place), set()) for place in range(devices)]
+        before = [seen.setdefault((row.get("run"), row["model"], devices, device), set()) for device in range(devices)]
         peaks = row["peak_gb"] or [None] * devices
-        own = [None if peak in earlier else peak for peak, earlier in zip(peaks, before, strict=True)]
+        new_peaks = [None if peak in earlier else peak for peak, earlier in zip(peaks, before, strict=True)]
         for earlier, peak in zip(before, peaks, strict=True):
             earlier.add(peak)
-        kept.append(row | {"peak_gb": own if any(own) else None})
+        kept.append(row | {"peak_gb": new_peaks if any(new_peaks) else None})
     return kept
 
 

@@ -34,10 +34,10 @@ def solve_exactly(problem: Problem, *, incumbent: Filling, bound: int, time_limi
     """Solves for one slot less repeatedly, until that is infeasible, the bound is reached, or time is up."""
     best = incumbent
     while len(best) > bound:
-        found, decided = _with_slots(problem, len(best) - 1, time_limit_s)
-        if found is None:
+        filling, decided = _with_slots(problem, len(best) - 1, time_limit_s)
+        if filling is None:
             return Exact(filling=best, proven=decided)
-        best = found
+        best = filling
     return Exact(filling=best, proven=True)
 
 
@@ -126,12 +126,12 @@ def _order_rows(problem: Problem, rows: _Rows, samples: list, batches: list, x: 
             done = d[number_of[job, number], slot]
             rows.add([(done, 1)] + [(column, -1) for column in x[index, : slot + 1].flat], -np.inf, 0)
             if number:
-                here = [(column, 1) for column in x[index, slot]]
+                terms = [(column, 1) for column in x[index, slot]]
                 if slot < problem.num_stages:
-                    rows.add(here, 0, 0)
+                    rows.add(terms, 0, 0)
                 else:
                     before = d[number_of[job, number - 1], slot - problem.num_stages]
-                    rows.add([*here, (before, -1)], -np.inf, 0)
+                    rows.add([*terms, (before, -1)], -np.inf, 0)
 
 
 def _filling(problem: Problem, samples: list, chosen: np.ndarray) -> Filling:

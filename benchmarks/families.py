@@ -91,12 +91,12 @@ def _attention_rows(width: int, T: int, heads: int, key_heads: int) -> Iterator[
                 row = {"section": "attention", "width": width, "samples": samples, "rule": name}
                 row["implementation"] = implementation
                 try:
-                    found = jax.block_until_ready(run(q, k, v, do, segments))
+                    outputs = jax.block_until_ready(run(q, k, v, do, segments))
                 except Exception as problem:  # a variant that a device cannot run is a row, too
                     yield row | {"failed": str(problem).splitlines()[0][:200]}
                     continue
-                wanted = found if wanted is None else wanted
-                error = max(_difference(a, b) for a, b in zip(found, wanted, strict=True))
+                wanted = outputs if wanted is None else wanted
+                error = max(_difference(a, b) for a, b in zip(outputs, wanted, strict=True))
                 assert error < 0.05, (row, error)
                 yield row | {"us": 1e6 * _seconds(partial(run, q, k, v, do, segments)), "error": error}
 

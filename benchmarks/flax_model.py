@@ -129,7 +129,7 @@ def rotate(x: jax.Array) -> jax.Array:
     """Rotary positions."""
     half = x.shape[-1] // 2
     angle = jnp.arange(x.shape[1])[:, None] * 10_000.0 ** (-jnp.arange(half) / half)
-    cos, sin = (each[:, None].astype(x.dtype) for each in (jnp.cos(angle), jnp.sin(angle)))
+    cos, sin = (table[:, None].astype(x.dtype) for table in (jnp.cos(angle), jnp.sin(angle)))
     a, b = x[..., :half], x[..., half:]
     return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
 
@@ -260,9 +260,9 @@ def check(rows: Rows, size: Size) -> None:
     for mine, other in zip(ours.layers, theirs.layers, strict=True):
         for name in PROJECTIONS:
             layer, lora = getattr(mine, name), getattr(other, name)
-            key, one = jax.random.split(key)
+            key, b_key = jax.random.split(key)
             lora.lora_a[...] = layer.lora_a[...][0]
-            lora.lora_b[...] = 0.02 * jax.random.normal(one, lora.lora_b.shape)
+            lora.lora_b[...] = 0.02 * jax.random.normal(b_key, lora.lora_b.shape)
             layer.lora_b[...] = lora.lora_b[...][None] / 2  # ours has the scale alpha / rank = 2
 
     def gradients(model, specs):
@@ -303,7 +303,7 @@ def measure(rows: Rows, variants: list[Ready], tokens: int, **facts: Any) -> Non
             variant=variant.name,
             **facts,
             step_ms=round(1000 * medians[variant.name], 3),
-            spread_ms=[round(1000 * each, 3) for each in sorted(variant.seconds)],
+            spread_ms=[round(1000 * seconds, 3) for seconds in sorted(variant.seconds)],
             tokens_per_s=round(tokens / medians[variant.name]),
             over_frozen=round(medians[variant.name] / medians["frozen"], 4) if "frozen" in medians else None,
         )
@@ -367,7 +367,7 @@ def make_meshed(size: Size, axis: str, name: str) -> Made:
     tokens, table = batch(size, 4)
     with jax.set_mesh(mesh):
         variant = make_variant(name, Model(size, nnx.Rngs(0)), size, tokens)
-        place(variant, mesh)
+        put_on_mesh(variant, mesh)
         if (kind := name.split()[-1]) in STORED:
             quantize_base(variant.model, kind)
         arguments = (
@@ -378,7 +378,7 @@ def make_meshed(size: Size, axis: str, name: str) -> Made:
         return variant, arguments, nnx.jit(variant.step).lower(variant.model, variant.optimizer, *arguments)
 
 
-def place(variant: Variant, mesh: jax.sharding.Mesh) -> None:
+def put_on_mesh(variant: Variant, mesh: jax.sharding.Mesh) -> None:
     """Kernels over the tensor axis, everything else on every device."""
     for holder in (variant.model, variant.optimizer):
         state = nnx.state(holder)
@@ -395,16 +395,16 @@ def spec_of(path: tuple) -> P:
 
 def collectives(text: str) -> dict[str, dict[str, Any]]:
     """Of each kind of collective in a compiled program: how many there are, bytes and shapes of their results."""
-    found: dict[str, dict[str, Any]] = {}
+    kinds: dict[str, dict[str, Any]] = {}
     for line in text.splitlines():
         if (match := COLLECTIVE.search(line)) is None or " = " not in line[: match.start()]:
             continue
-        kind = found.setdefault(match[1], {"count": 0, "bytes": 0, "shapes": Counter()})
+        kind = kinds.setdefault(match[1], {"count": 0, "bytes": 0, "shapes": Counter()})
         kind["count"] += 1
         for dtype, dims in SHAPE.findall(line[: match.start()].split(" = ", 1)[1]):
             kind["shapes"][f"{dtype}[{dims}]"] += 1
             kind["bytes"] += _bytes(dtype) * int(np.prod([int(number) for number in dims.split(",") if number]))
-    return found
+    return kinds
 
 
 def _bytes(dtype: str) -> int:

@@ -73,12 +73,18 @@ class GpuState:
         """
         inside = [s for s in self._samples if any(start <= s.at <= end for start, end in windows)]
         names = self._visible or sorted({sample.device for sample in inside}, key=int)
-        own = [[sample for sample in inside if sample.device == name] for name in names[:devices]]
-        if not any(own):
+        by_device = [[sample for sample in inside if sample.device == name] for name in names[:devices]]
+        if not any(by_device):
             return {}
         return {
-            "sm_mhz": [round(statistics.fmean(s.sm_mhz for s in each), 1) if each else None for each in own],
-            "watts": [round(statistics.fmean(s.watts for s in each), 1) if each else None for each in own],
+            "sm_mhz": [
+                round(statistics.fmean(s.sm_mhz for s in device_samples), 1) if device_samples else None
+                for device_samples in by_device
+            ],
+            "watts": [
+                round(statistics.fmean(s.watts for s in device_samples), 1) if device_samples else None
+                for device_samples in by_device
+            ],
         }
 
     def _read(self, stream: Iterable[str]) -> None:

@@ -60,10 +60,10 @@ def main() -> None:
         add(planned=list(args.cases), group=f"{args.features} features, rank {args.rank}")
         for case in args.cases:
             sizes = {"features": args.features, "rank": args.rank, "tokens": 8192}
-            found = count(case, args.features, args.rank, programs, deadline)
-            add(name=case, case=case, **sizes, **found)
-            said = found.get("error") or f"{found['bytes'] / 1e6:8.1f} MB in {found['kernels']} kernels"
-            print(f"{case:20s} {said}", flush=True)
+            counts = count(case, args.features, args.rank, programs, deadline)
+            add(name=case, case=case, **sizes, **counts)
+            summary = counts.get("error") or f"{counts['bytes'] / 1e6:8.1f} MB in {counts['kernels']} kernels"
+            print(f"{case:20s} {summary}", flush=True)
 
 
 def not_here() -> str | None:
@@ -114,11 +114,11 @@ def added(rows: Sequence[dict[str, str]]) -> dict:
         if row["Metric Name"] in kernel:
             kernel[row["Metric Name"]] += float(row["Metric Value"].replace(",", "")) * SCALE[row["Metric Unit"]]
     total = {metric: sum(kernel[metric] for kernel in kernels.values()) for metric in METRICS}
-    each = [
+    kernel_bytes = [
         [kernel["name"][:40], round(sum(kernel[metric] for metric in METRICS)), round(kernel[TIME], 1)]
         for kernel in kernels.values()
     ]
-    return {"kernels": len(kernels), "bytes": sum(total.values()), **total, "each": each}
+    return {"kernels": len(kernels), "bytes": sum(total.values()), **total, "each": kernel_bytes}
 
 
 def run_once(case: str, features: int, rank: int) -> None:

@@ -66,7 +66,7 @@ def draw(seed, dtypes, tiles, most_tiles, ranks, features, projections):
 
 
 def draw_case(
-    *, rows, num_in, tile, adapters, ranks, widths, rate, dtype="bfloat16", bias=False, single=False, own=None
+    *, rows, num_in, tile, adapters, ranks, widths, rate, dtype="bfloat16", bias=False, single=False, own_ranks=None
 ):
     """Draws a call of given sizes, with mixed tiles of all adapters, one tile of padding, and different dropout rates.
 
@@ -87,7 +87,7 @@ def draw_case(
             row_key=jnp.asarray(random.integers(0, 2**32, rows), jnp.uint32),
         )
     sizes = list(zip(ranks, widths, strict=True))
-    inside = [None if r is None else np.arange(r) < np.array([own or (r,) * adapters]).T for r in ranks]  # [A, R]
+    inside = [None if r is None else np.arange(r) < np.array([own_ranks or (r,) * adapters]).T for r in ranks]  # [A, R]
     arguments = {
         "x": normal(rows, num_in),
         "ws": [normal(num_in, n, scale=num_in**-0.5) for n in widths],
@@ -103,7 +103,7 @@ def draw_case(
         "tile_adapter": None if single else jnp.asarray(table, jnp.int32),
         "scale": jnp.linspace(0.5, 2.0, adapters),
         "dropout": dropout,
-        "ranks": None if own is None else jnp.asarray(own, jnp.int32),
+        "ranks": None if own_ranks is None else jnp.asarray(own_ranks, jnp.int32),
     }
     return arguments, [normal(rows, n) for n in widths]
 
@@ -114,14 +114,14 @@ def gradients(backend, arguments, dys):
     inputs = [arguments.pop(name) for name in ("x", "as_", "bs")]
     ws, rest = arguments.pop("ws"), arguments | {"implementation": backend}
 
-    def one(x, as_, bs):
+    def single(x, as_, bs):
         single = {"scale": rest["scale"][0], "dropout": rest["dropout"], "bias": rest["biases"][0]}
         return (pk.lora_linear(x, ws[0], as_[0][0], bs[0][0], implementation=backend, **single),)
 
     def several(x, as_, bs):
         return pk.multi_lora_linears(x, ws, as_, bs, **rest)
 
-    ys, vjp = jax.vjp(one if rest["tile_adapter"] is None else several, *inputs)
+    ys, vjp = jax.vjp(single if rest["tile_adapter"] is None else several, *inputs)
     return ys, *vjp(tuple(dys))
 
 
@@ -147,13 +147,13 @@ def formula(arguments, dys):
         das.append(None if a is None else np.zeros_like(a))
         dbs.append(None if b is None else np.zeros_like(b))
         for k, scale in enumerate(wide["scale"] if a is not None else ()):
-            own = owner == k
-            dropped = factor[own] * x[own]
-            y[own] += scale * (dropped @ a[k]) @ b[k]
-            ds = scale * dy[own] @ b[k].T
-            dbs[-1][k] = scale * (dropped @ a[k]).T @ dy[own]
+            rows = owner == k
+            dropped = factor[rows] * x[rows]
+            y[rows] += scale * (dropped @ a[k]) @ b[k]
+            ds = scale * dy[rows] @ b[k].T
+            dbs[-1][k] = scale * (dropped @ a[k]).T @ dy[rows]
             das[-1][k] = dropped.T @ ds
-            dx[own] += factor[own] * (ds @ a[k].T)
+            dx[rows] += factor[rows] * (ds @ a[k].T)
         ys.append(y)
     return tuple(ys), dx, das, dbs
 

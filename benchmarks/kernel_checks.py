@@ -40,8 +40,8 @@ CASES = {  # differences from LORA
     "bf16 r160": {"adapters": 2, "ranks": (160,)},
     "bf16 r256 p0": {"adapters": 2, "ranks": (256,), "rate": 0.0, "tile": 64},
     "bf16 r256 p.1": {"adapters": 2, "ranks": (256,), "tile": 64},
-    "bf16 r16,256 p0": {"adapters": 2, "ranks": (256,), "own": (16, 256), "rate": 0.0},
-    "bf16 r16,40,160 p.1": {"adapters": 3, "ranks": (160,), "own": (16, 40, 160), "tile": 64},
+    "bf16 r16,256 p0": {"adapters": 2, "ranks": (256,), "own_ranks": (16, 256), "rate": 0.0},
+    "bf16 r16,40,160 p.1": {"adapters": 3, "ranks": (160,), "own_ranks": (16, 40, 160), "tile": 64},
 }
 # Unsupported cases, with a part of the expected reason.
 REFUSED = {
@@ -77,7 +77,7 @@ def run(recorder, tiny: bool) -> None:
         recorder.plan(backend, (name for name in names() if name.startswith(f"{backend} ")))
     calls = {name: call(name, tiny) for name in dict.fromkeys(name for _, name in pairs())}
     with ThreadPoolExecutor(2 if tiny else 14) as compilers, ThreadPoolExecutor(1) as host:  # numpy has threads itself
-        wanted = {name: host.submit(kernel_calls.formula, *each) for name, each in calls.items()}
+        wanted = {name: host.submit(kernel_calls.formula, *arguments) for name, arguments in calls.items()}
         jobs = {pair: _compile(compilers, pair[0], calls[pair[1]], QUICK if tiny else {}) for pair in pairs()}
         for name, pair, work in _checks(calls, wanted):
             recorder.attempt(name, partial(_check, recorder, name, jobs[pair], expected_reason(*pair), work))
@@ -161,14 +161,14 @@ def values(run: Callable, call: Call, want) -> tuple[bool, str]:
 def isolation(run: Callable, call: Call) -> tuple[bool, str]:
     """Checks that NaN or infinity of one adapter, or in padding, changes no bit of the others."""
     clean, owner, every = run(*call), owners(call.arguments), np.arange(len(call.arguments["scale"]))
-    found = {}
+    checks = {}
     for what, adapter, value in (("NaN", SICK, np.nan), ("Inf", SICK, np.inf), ("NaN in padding", -1, np.nan)):
         got = run(*_with_bad_value(call, adapter, value))
         others = owner != adapter, every != adapter
-        own = _select(got, owner == adapter, every == adapter)
-        arrived = not any(np.isfinite(part.astype(np.float32)).any() for part in own)
-        found[what] = [*_equal(_select(got, *others), _select(clean, *others)), arrived]
-    return _all_true(found), f"y, dx, dA, dB of the others unchanged, its own not finite: {found}"
+        own_parts = _select(got, owner == adapter, every == adapter)
+        arrived = not any(np.isfinite(part.astype(np.float32)).any() for part in own_parts)
+        checks[what] = [*_equal(_select(got, *others), _select(clean, *others)), arrived]
+    return _all_true(checks), f"y, dx, dA, dB of the others unchanged, its own not finite: {checks}"
 
 
 def _with_bad_value(call: Call, adapter: int, value: float) -> Call:
@@ -190,12 +190,12 @@ def company(run: Callable, call: Call) -> tuple[bool, str]:
     clean, mine = run(*call), table == WELL
     renamed = np.where(mine, WELL, np.array([3, 2, WELL, -1, 0])[table + 1])
     tables = {"renamed": renamed, "one adapter": np.where(mine, WELL, 3), "padding": np.where(mine, WELL, -1)}
-    found = {}
+    checks = {}
     for what, other in tables.items():
         got = run(call.arguments | {"tile_adapter": jnp.asarray(other, jnp.int32)}, call.dys)
         moved = not all(_equal([np.asarray(got[0][0])[~rows]], [np.asarray(clean[0][0])[~rows]]))
-        found[what] = [*_equal(_select(got, rows, adapters), _select(clean, rows, adapters)), moved]
-    return _all_true(found), f"y, dx, dA, dB of one adapter unchanged, other rows changed: {found}"
+        checks[what] = [*_equal(_select(got, rows, adapters), _select(clean, rows, adapters)), moved]
+    return _all_true(checks), f"y, dx, dA, dB of one adapter unchanged, other rows changed: {checks}"
 
 
 def _select(results, rows: np.ndarray, adapters: np.ndarray) -> list[np.ndarray]:
@@ -209,8 +209,8 @@ def _equal(some, others) -> list[bool]:
     return [np.array_equal(_bits(g), _bits(h)) for g, h in zip(some, others, strict=True)]
 
 
-def _all_true(found: dict[str, list[bool]]) -> bool:
-    return all(all(each) for each in found.values())
+def _all_true(checks: dict[str, list[bool]]) -> bool:
+    return all(all(equal) for equal in checks.values())
 
 
 def _bits(array) -> np.ndarray:

@@ -188,10 +188,10 @@ def make_arrays_once(shape: Shape, adapters: int, rate: float) -> Callable[[], d
 
     def arrays() -> dict:
         if not made:
-            found = make_arrays(shape, variant)
-            if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(found)):
-                return found
-            made.append(found)
+            operands = make_arrays(shape, variant)
+            if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(operands)):
+                return operands
+            made.append(operands)
         return made[0]
 
     return arrays

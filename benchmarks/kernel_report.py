@@ -131,11 +131,11 @@ def summarised(rows: Sequence[Row], times: dict[tuple, float]) -> Row:
     plain = "xla_naive" if adapters == 1 else "xla_wide"
     over = {"plain_xla": [], "ragged_dot": [], "one": []}
     for row in rows:
-        shape, own = shape_of(row), row["p50_us"]
+        shape, p50_us = shape_of(row), row["p50_us"]
         for name, key in (("plain_xla", (*job_of(row), plain)), ("ragged_dot", (*job_of(row), "ragged_dot"))):
-            over[name] += [times[shape, *key] / own] if (shape, *key) in times else []
+            over[name] += [times[shape, *key] / p50_us] if (shape, *key) in times else []
         alone = (shape, rank, rate, 1, "default")
-        over["one"] += [own / times[alone]] if adapters > 1 and alone in times else []
+        over["one"] += [p50_us / times[alone]] if adapters > 1 and alone in times else []
     frozen = [row["over_frozen"] for row in rows]
     best = [row["best_xla_over_this"] for row in rows if "best_xla_over_this" in row]
     numbers = {
@@ -252,8 +252,8 @@ def draw_ops(axes: Any, rows: Sequence[Row]) -> None:
         if (row["adapters"], row["rank"], row["dropout"]) == (4, 16, 0.1)
     }
     shapes = [shape for shape in dict.fromkeys(key[:2] for key in over) if all((*shape, v) in over for v, _ in wanted)]
-    for place, (variant, label) in enumerate(wanted):
-        centres = [i + 0.38 * (place - 0.5) for i in range(len(shapes))]
+    for offset, (variant, label) in enumerate(wanted):
+        centres = [i + 0.38 * (offset - 0.5) for i in range(len(shapes))]
         colour = COLOURS["ours" if variant.startswith("pallas") else variant]
         heights = [100 * (over[*shape, variant] - 1) for shape in shapes]
         axes.bar_label(axes.bar(centres, heights, 0.36, color=colour, label=label), fmt="%.0f", fontsize=8)
@@ -278,8 +278,8 @@ def draw_layers(axes: Any, rows: Sequence[Row]) -> None:
     """Plots a decoder layer of 8B shape with LoRA on all seven linears, relative to the frozen layer."""
     over = {(row["variant"], row["adapters"], row["dropout"]): row["over_frozen"] for row in rows}
     shown = [(key, *text) for key, text in BARS.items() if key in over]
-    for place, (key, _, colour) in enumerate(shown):
-        bars = axes.bar(place, 100 * (over[key] - 1), 0.7, color=COLOURS[colour])
+    for bar_index, (key, _, colour) in enumerate(shown):
+        bars = axes.bar(bar_index, 100 * (over[key] - 1), 0.7, color=COLOURS[colour])
         axes.bar_label(bars, fmt="%.1f", fontsize=8)
     axes.set_xticks(range(len(shown)), [text for _, text, _ in shown], fontsize=7, rotation=25, ha="right")
     axes.set_title(

@@ -93,9 +93,9 @@ def run_ops(
     for num, k, n in [(256, 256, 512)] if tiny else [(t, *shape) for t in tokens for shape in BENCHMARK_SHAPES]:
         if not only or f"{num}x{k}->{n}".startswith(tuple(only)):
             planned[f"{num}x{k}->{n}"] = [
-                each
-                for each in op_variants(num, k, n, tiny=tiny)
-                if (not kinds or each.kind in kinds) and re.search(matching, each.name)
+                variant
+                for variant in op_variants(num, k, n, tiny=tiny)
+                if (not kinds or variant.kind in kinds) and re.search(matching, variant.name)
             ]
     for shape, variants in planned.items():
         recorder.plan(shape, (variant.name for variant in variants))
@@ -268,7 +268,7 @@ def run_profile(recorder: Recorder, tiny: bool, only: Sequence[str] = ()) -> Non
             del out
             _, runs = profiler.measure(fn, aggregate=False, iterations=25)(arrays)
             kernels = [
-                (name[:60], statistics.median(one[i][1] for one in runs) * 1e3) for i, (name, _) in enumerate(runs[0])
+                (name[:60], statistics.median(run[i][1] for run in runs) * 1e3) for i, (name, _) in enumerate(runs[0])
             ]
             recorder.add(name=variant.name, kernels=kernels)
 

@@ -91,10 +91,10 @@ def memory(tokens: int) -> dict[str, Any]:
         layers=extents([model.num_layers]),
         capacity_tokens=tokens,
     )
-    own = {remat: replace(problem, remat=remat) for remat in REMAT_POLICIES}
+    problems = {remat: replace(problem, remat=remat) for remat in REMAT_POLICIES}
     return {
-        "gib": {remat: round(stage_memory(one)[0].total / 2**30, 1) for remat, one in own.items()},
-        "fits_h200": [remat for remat, one in own.items() if fits(one, DEVICE_BYTES["h200"])],
+        "gib": {remat: round(stage_memory(variant)[0].total / 2**30, 1) for remat, variant in problems.items()},
+        "fits_h200": [remat for remat, variant in problems.items() if fits(variant, DEVICE_BYTES["h200"])],
     }
 
 
@@ -113,8 +113,8 @@ def lower(tokens: int, remat: str) -> dict[str, Any]:
         block = (frozen, lora, whole((), np.int32), x, inputs)
         y, kept = jax.eval_shape(programs.forward, *block)
         traced = (programs.forward.trace(*block), programs.backward.trace(*block, kept, y, sums))
-        text = "".join(each.lower(lowering_platforms=("cuda",)).as_text() for each in traced)
-    sizes = {prod(map(int, found[:-1].split("x"))): found[:-1] for found in SHAPE.findall(text)}
+        text = "".join(program.lower(lowering_platforms=("cuda",)).as_text() for program in traced)
+    sizes = {prod(map(int, shape[:-1].split("x"))): shape[:-1] for shape in SHAPE.findall(text)}
     return {
         "largest": sizes[max(sizes)],
         "largest_elements_per_token": round(max(sizes) / tokens, 1),

@@ -19,11 +19,11 @@ def code() -> dict[str, str]:
 
 
 def digest(folder: Path) -> str:
-    found = hashlib.sha256()
+    hashed = hashlib.sha256()
     for file in sorted(folder.rglob("*.py")):
-        found.update(f"{file.relative_to(folder).as_posix()}\n".encode())
-        found.update(hashlib.sha256(file.read_bytes()).digest())
-    return found.hexdigest()[:16]
+        hashed.update(f"{file.relative_to(folder).as_posix()}\n".encode())
+        hashed.update(hashlib.sha256(file.read_bytes()).digest())
+    return hashed.hexdigest()[:16]
 
 
 def commit() -> str:
@@ -35,5 +35,5 @@ def commit() -> str:
     def ask(*what: str) -> str:
         return subprocess.run([git, *what], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
 
-    found = ask("rev-parse", "HEAD")
-    return f"{found}+" if found and ask("status", "--porcelain", "--untracked-files=no") else found
+    revision = ask("rev-parse", "HEAD")
+    return f"{revision}+" if revision and ask("status", "--porcelain", "--untracked-files=no") else revision

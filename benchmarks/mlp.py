@@ -65,7 +65,7 @@ def main() -> int:
         for part, programs, round_s in (("kernel", kernels(problem), 0.02), ("mlp", whole(problem), 0.1)):
             lowered = [(name, jax.jit(function).lower(*given), given) for name, function, given in programs]
             with ThreadPoolExecutor() as pool:
-                compiled = pool.map(lambda each: (each[0], (each[1].compile(), [each[2]])), lowered)
+                compiled = pool.map(lambda program: (program[0], (program[1].compile(), [program[2]])), lowered)
                 calls = dict(compiled)
             for name, timing in time_calls(calls, rounds=7, round_s=round_s).items():
                 row = {"part": part, "name": name, **dataclasses.asdict(timing)}
@@ -137,25 +137,25 @@ def kernels(problem: dict) -> Iterator[tuple[str, Callable, tuple]]:
     chunks = make_chunks(blocks, ADAPTERS, gate_blocks(TOKENS), single=False)
     for config in CONFIGS:
         shared = {"places": PLACES, "config": config}
-        said = f"{config.warpgroups} wg, {config.forward_stages} and {config.backward_stages} stages"
+        tuning = f"{config.warpgroups} wg, {config.forward_stages} and {config.backward_stages} stages"
         for rate, drop, words in ((0.1, problem["dropout"], bits), (0, None, None)):
             yield (
-                f"forward p{rate:g} {said}",
+                f"forward p{rate:g} {tuning}",
                 lambda *given, shared=shared: gate_forward(*given, **shared),
                 (gate, up, s, b, a, blocks, drop),
             )
             yield (
-                f"backward p{rate:g} {said}",
+                f"backward p{rate:g} {tuning}",
                 lambda *given, shared=shared: gate_backward(BackwardInputs(*given), **shared),
                 (gate, up, dh, s, ds, b, a, words, chunks),
             )
     for config in WIDE_CONFIGS:
-        own = make_chunks(blocks, ADAPTERS, config.blocks_per_chunk, single=False)
+        adapter_chunks = make_chunks(blocks, ADAPTERS, config.blocks_per_chunk, single=False)
         for rate, words in ((0.1, bits), (0, None)):
             yield (
                 f"all gradients p{rate:g} {config.gating} gate, {config.stages} stages, {config.parts} parts",
                 lambda *given, config=config: wide_gate_backward(BackwardInputs(*given), places=PLACES, config=config),
-                (gate, up, dh, s, ds, b, a, words, own),
+                (gate, up, dh, s, ds, b, a, words, adapter_chunks),
             )
     yield "XLA gate forward", silu_gate, (gate, up)
     yield "XLA gate backward", lambda gate, up, dh: jax.vjp(silu_gate, gate, up)[1](dh), (gate, up, dh)

@@ -48,9 +48,9 @@ def main() -> int:
             if time.monotonic() > end:
                 break
             began = time.monotonic()
-            found = tried(mutant, copy)
-            rows.append({"result": found, **mutant._asdict(), "seconds": round(time.monotonic() - began, 1)})
-            print(f"{found:9} {mutant.file}: {mutant.old.strip()[:60]!r} → {mutant.new.strip()[:40]!r}", flush=True)
+            outcome = tried(mutant, copy)
+            rows.append({"result": outcome, **mutant._asdict(), "seconds": round(time.monotonic() - began, 1)})
+            print(f"{outcome:9} {mutant.file}: {mutant.old.strip()[:60]!r} → {mutant.new.strip()[:40]!r}", flush=True)
     counts = Counter(row["result"] for row in rows)
     print(f"{len(rows)} of {len(chosen)} tried: " + ", ".join(f"{number} {what}" for what, number in counts.items()))
     if options.out is not None:

@@ -29,10 +29,10 @@ def main() -> None:
         x, delta, ds, dy = (jax.random.normal(jax.random.key(i), (T, D), jnp.bfloat16) for i in range(4))
         weight = jnp.ones(D, jnp.bfloat16)
         run = {name: jax.jit(partial(both, name)) for name in ("xla", "pallas_triton")}
-        found = {name: step(x, delta, weight, ds, dy) for name, step in run.items()}
+        outputs = {name: step(x, delta, weight, ds, dy) for name, step in run.items()}
         error = max(
             float(np.max(np.abs(np.asarray(a, np.float32) - np.asarray(b, np.float32))))
-            for a, b in zip(*found.values(), strict=True)
+            for a, b in zip(*outputs.values(), strict=True)
         )
         sets = [(x + i, delta, weight, ds, dy) for i in range(3)]
         times = {

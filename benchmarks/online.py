@@ -207,7 +207,7 @@ def time_decision(hosts: int = 160, jobs: int = 1000, repeats: int = 25) -> dict
     for _ in range(3):
         groups = after(state, policy.decide(state, 0.0))
         group_of = {name: group.name for group in groups.values() for name in group.members}
-        states = {name: JobState(one.job, group=group_of.get(name)) for name, one in state.jobs.items()}
+        states = {name: JobState(state.job, group=group_of.get(name)) for name, state in state.jobs.items()}
         state = replace(state, jobs=states, groups=groups)
     state = replace(state, jobs=state.jobs | {job.name: JobState(job) for job in drawn[jobs:]})
     policy.decide(state, 0.0)  # fills the caches, as the decisions before would have
@@ -216,7 +216,7 @@ def time_decision(hosts: int = 160, jobs: int = 1000, repeats: int = 25) -> dict
         began = time.process_time()
         policy.decide(state, 0.0)
         seconds.append(time.process_time() - began)
-    running = sum(one.group is not None for one in state.jobs.values())
+    running = sum(state.group is not None for state in state.jobs.values())
     waiting = len(state.jobs) - running
     return {"gpus": 8 * hosts, "running": running, "waiting": waiting, "decision_ms": round(1e3 * min(seconds), 1)}
 
@@ -249,9 +249,9 @@ def compare_group(jobs: Sequence[Job], gpus: int, rate, rates: Rates) -> dict:
             job.name,
             np.resize(job.lengths, max(3, round(seconds * steps)) * job.global_batch).tolist(),
             job.global_batch,
-            weight=job.weight * (1 + 1e-6 * place),  # unequal weights, so that the planner keeps shares
+            weight=job.weight * (1 + 1e-6 * index),  # unequal weights, so that the planner keeps shares
         )
-        for place, (job, steps) in enumerate(zip(jobs, rate.steps_per_s, strict=True))
+        for index, (job, steps) in enumerate(zip(jobs, rate.steps_per_s, strict=True))
     ]
     stages, replicas, capacity = rate.mesh
     plan = make_plan(planned, capacity_tokens=capacity, num_stages=stages, data_parallel=replicas, time_limit_s=0)
@@ -264,7 +264,7 @@ def compare_group(jobs: Sequence[Job], gpus: int, rate, rates: Rates) -> dict:
                 steps[name].append(span.end_s)
     until = min(timeline.finish_s.values())
     tokens = sum(sum(end <= until for end in steps[job.name]) * job.tokens / job.steps for job in jobs)
-    own = [
+    errors = [
         mine / (len(steps[job.name]) / max(steps[job.name])) - 1
         for job, mine in zip(jobs, rate.steps_per_s, strict=True)
     ]
@@ -272,7 +272,7 @@ def compare_group(jobs: Sequence[Job], gpus: int, rate, rates: Rates) -> dict:
         "base": jobs[0].base_name, "jobs": len(jobs), "stages": stages, "replicas": replicas,
         "capacity_tokens": capacity,
         "modelled_tokens_per_s": round(rate.tokens_per_s), "planned_tokens_per_s": round(tokens / until),
-        "error": round(rate.tokens_per_s * until / tokens - 1, 4), "own_error_worst": round(max(own, key=abs), 4),
+        "error": round(rate.tokens_per_s * until / tokens - 1, 4), "own_error_worst": round(max(errors, key=abs), 4),
     }  # fmt: skip
 
 

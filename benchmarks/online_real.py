@@ -92,13 +92,13 @@ class Real:
         self.model = ModelConfig(**shape)
         self.dtype = jnp.float32 if options.small else jnp.bfloat16
         self.capacity, self.tile = (512, 16) if options.small else (8192, 128)
-        found = conditions()
-        name = f"online_real_{self.device}_{found['date']}"
+        measured_on = conditions()
+        name = f"online_real_{self.device}_{measured_on['date']}"
         self.out: Path = options.out or Path(__file__).parent / "results" / name
         self.out.mkdir(parents=True, exist_ok=True)
         asked = {name: str(value) for name, value in vars(options).items() if name != "out"}
         what = {"layers": self.model.num_layers, "capacity_tokens": self.capacity, "dropout": DROPOUT}
-        (self.out / "conditions.json").write_text(json.dumps(found | asked | what, indent=1) + "\n")
+        (self.out / "conditions.json").write_text(json.dumps(measured_on | asked | what, indent=1) + "\n")
         self._base: list[tuple[StageWeights, StageMesh]] = []
         self._stage: tuple[tuple[AdapterSpec, ...], Stage] | None = None
 
@@ -153,10 +153,12 @@ class Real:
         steps = {name: plan.job_of[name].num_batches for name in names}
         late = {change.job for change in changes if change.action == "add"}
         progress = Progress.first({name: steps[name] for name in names if name not in late}, replicas=1, plan="")
-        own = [training.Change(slot=c.slot, adapter=c.job, action=c.action, steps=steps[c.job]) for c in changes]
+        plan_changes = [
+            training.Change(slot=c.slot, adapter=c.job, action=c.action, steps=steps[c.job]) for c in changes
+        ]
         hooks = Hooks(save=lambda wait: None, evaluate=lambda *_: None, finish=lambda *_: None)
         job = Training(config=config, prepared=prepared, plan=plan)
-        Loop(job, executor, progress, lambda event: None, hooks, changes=own).run()
+        Loop(job, executor, progress, lambda event: None, hooks, changes=plan_changes).run()
         measured = spans.close(plan)
         (self.out / f"timeline_{name}.json").write_text(measured.to_json())
         ended = {job: progress.adapters[job].status for job in names if job in progress.adapters}
@@ -172,11 +174,11 @@ class Real:
             base=BaseSettings(model="random", dtype="float32" if small else "bfloat16"),
             adapters=tuple(
                 AdapterConfig(
-                    name=f"j{index}", data=DataSettings(train="random"), global_samples=one.batch,
-                    lora=LoraSettings(rank=min(one.rank, most), alpha=2 * one.rank, dropout=DROPOUT, targets=targets),
+                    name=f"j{index}", data=DataSettings(train="random"), global_samples=draw.batch,
+                    lora=LoraSettings(rank=min(draw.rank, most), alpha=2 * draw.rank, dropout=DROPOUT, targets=targets),
                     optim=OptimSettings(lr=1e-4), seed=index,
                 )
-                for index, one in enumerate(SCENARIOS[name])
+                for index, draw in enumerate(SCENARIOS[name])
             ),
             batch=BatchSettings(capacity_tokens=self.capacity, tile_tokens=self.tile),
             save=SaveSettings(every_minutes=None),

@@ -85,7 +85,7 @@ class Logged:
         members = {name for group in after(state, decisions).values() for name in group.members}
         if members != before:
             joins, leaves = ([name for name in state.jobs if name in of] for of in (members - before, before - members))
-            self.moves.append(Move(now, tuple(joins), tuple(leaves), "; ".join(one.why for one in decisions)))
+            self.moves.append(Move(now, tuple(joins), tuple(leaves), "; ".join(decision.why for decision in decisions)))
         return decisions
 
 
@@ -101,14 +101,14 @@ def draw_jobs(
         shorter: divides steps and arrivals.
     """
     stage, squares = costs.stage(0), capacity_tokens * TYPICAL_SAMPLE * scale
-    slot_s = sum(each.seconds(capacity_tokens, squares) for each in (stage.forward, stage.backward))
+    slot_s = sum(direction.seconds(capacity_tokens, squares) for direction in (stage.forward, stage.backward))
     draw, longest = np.random.default_rng(0), round(LONGEST * scale)
     jobs = []
-    for index, one in enumerate(SCENARIOS[scenario]):
-        steps = max(2, round(one.steps / shorter))
-        lengths = sample_lengths(draw, one.workload, index, one.batch * steps, scale, longest)
-        job = Job(f"j{index}", f"j{index}", model, one.arrival / shorter * slot_s, lengths, one.batch, steps)
-        jobs.append(replace(job, rank=one.rank, priority=one.priority))
+    for index, workload in enumerate(SCENARIOS[scenario]):
+        steps = max(2, round(workload.steps / shorter))
+        lengths = sample_lengths(draw, workload.workload, index, workload.batch * steps, scale, longest)
+        job = Job(f"j{index}", f"j{index}", model, workload.arrival / shorter * slot_s, lengths, workload.batch, steps)
+        jobs.append(replace(job, rank=workload.rank, priority=workload.priority))
     return jobs
 
 
@@ -129,8 +129,8 @@ def planned(
     The jobs' weights differ a little, because the planner keeps shares only if they do.
     """
     adapters = {
-        job.name: AdapterJob(job.name, job.lengths, job.global_batch, weight=job.weight * (1 + 1e-6 * place))
-        for place, job in enumerate(jobs)
+        job.name: AdapterJob(job.name, job.lengths, job.global_batch, weight=job.weight * (1 + 1e-6 * index))
+        for index, job in enumerate(jobs)
     }
     first, *later = moves
     plan = make_plan(

@@ -39,12 +39,12 @@ def write_report(folder: Path) -> None:
 
 def _runs(rows: Iterable[dict[str, str]], *names: str) -> dict[tuple[str, ...], list[Run]]:
     """Runs with ours in them, by these columns."""
-    found: dict[tuple[str, ...], dict[tuple[str, ...], Run]] = defaultdict(lambda: defaultdict(dict))
+    runs: dict[tuple[str, ...], dict[tuple[str, ...], Run]] = defaultdict(lambda: defaultdict(dict))
     for row in rows:
         run = tuple(row[name] for name in ("trace", "seed", "load", "gpus", "memory_gib"))
         policy, _, base = row["policy"].partition(", ")
-        found[tuple((row | {"base": base})[name] for name in names)][(*run, base)][policy] = row
-    return {key: [run for run in runs.values() if "ours" in run] for key, runs in found.items()}
+        runs[tuple((row | {"base": base})[name] for name in names)][(*run, base)][policy] = row
+    return {key: [run for run in runs.values() if "ours" in run] for key, runs in runs.items()}
 
 
 def _over_ours(runs: Sequence[Run], policy: str, figure: str = "jct_mean_s") -> list[float]:
@@ -136,10 +136,10 @@ def _files(folder: Path) -> list[str]:
     lines: list[str] = []
     if (folder / "rates.csv").exists():
         rows = list(csv.DictReader((folder / "rates.csv").open()))
-        for name, said in (("error", "tokens per second"), ("own_error_worst", "rate of the worst member")):
+        for name, quantity in (("error", "tokens per second"), ("own_error_worst", "rate of the worst member")):
             errors = np.abs([float(row[name]) for row in rows])
             lines.append(
-                f"\n{len(rows)} random groups and plans: {said} off by {errors.mean():.1%} in the mean, "
+                f"\n{len(rows)} random groups and plans: {quantity} off by {errors.mean():.1%} in the mean, "
                 f"{np.percentile(errors, 95):.1%} at the 95th percentile, {errors.max():.1%} at worst."
             )
     if (folder / "decision.csv").exists():

@@ -34,9 +34,9 @@ def held_out_trace(
         bases = ["qwen3-8b", "qwen2.5-32b"]
     drawn: list[Job] = []
     while len(drawn) < jobs:
-        one = _draw(rng, name, f"h{len(drawn):04d}", bases, workers, rates)
+        drawn_job = _draw(rng, name, f"h{len(drawn):04d}", bases, workers, rates)
         copies = 30 if name == "sweeps-of-30" else 1
-        drawn += [replace(one, name=f"{one.name}.{copy}") for copy in range(copies)]
+        drawn += [replace(drawn_job, name=f"{drawn_job.name}.{copy}") for copy in range(copies)]
     drawn = drawn[:jobs]
     work_s = sum(gpu_seconds(job, workers, rates) for job in drawn)
     return _arrive(rng, name, drawn, work_s / (load * sum(worker.gpus for worker in workers)))

@@ -29,8 +29,8 @@ def lora_wide(x, w, a, b, *, tile_adapter, scale, rate=0.0, key=None):
     rows = jnp.repeat(tile_adapter, x.shape[0] // tile_adapter.shape[0])
     wide_a = a.transpose(1, 0, 2).reshape(x.shape[1], num_adapters * rank)
     s = (_drop(x, rate, key) @ wide_a).reshape(-1, num_adapters, rank)
-    own = jax.nn.one_hot(rows, num_adapters, dtype=jnp.float32) * scale
-    s = (s * own[:, :, None].astype(s.dtype)).reshape(-1, num_adapters * rank)
+    masks = jax.nn.one_hot(rows, num_adapters, dtype=jnp.float32) * scale
+    s = (s * masks[:, :, None].astype(s.dtype)).reshape(-1, num_adapters * rank)
     return x @ w + s @ b.reshape(num_adapters * rank, -1)
 
 

@@ -61,8 +61,8 @@ ADAPTERS = {
 }
 
 
-def relative_error(found: np.ndarray, reference: np.ndarray) -> float:
-    return float(np.abs(found.astype(np.float64) - reference).max() / np.abs(reference).max())
+def relative_error(actual: np.ndarray, reference: np.ndarray) -> float:
+    return float(np.abs(actual.astype(np.float64) - reference).max() / np.abs(reference).max())
 
 
 def packages(*names: str) -> dict[str, str]:
@@ -97,7 +97,7 @@ def lora_leaves(model) -> dict:
     return {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.LoRAParam))}
 
 
-def write_random_case(place: Path, name: str, seed: int) -> None:
+def write_random_case(folder: Path, name: str, seed: int) -> None:
     """Base model with random norms and biases, three adapters with random B, their folders, merged models, logits."""
     import jax.numpy as jnp
     from flax import nnx
@@ -123,15 +123,15 @@ def write_random_case(place: Path, name: str, seed: int) -> None:
                 fresh[index, spec.rank if path.split(".")[-2] in spec.targets else 0 :] = 0
             leaf[...] = jnp.asarray(fresh)
     tokens = draw.integers(0, VOCABULARY, ROWS).astype(np.int32)
-    save_decoder(model, place / "base")
+    save_decoder(model, folder / "base")
     logits = our_logits(model, [spec.scale for spec in specs], tokens)
     leaves = {path: np.asarray(leaf[...]) for path, leaf in lora_leaves(model).items()}
     expected = {"tokens": tokens, "base": logits[-1]}
     for index, spec in enumerate(specs):
-        export_adapter(leaves, spec, index, str(place / "base"), place / spec.name)
-        merge_adapter(place / "base", place / spec.name, place / f"{spec.name}-merged")
+        export_adapter(leaves, spec, index, str(folder / "base"), folder / spec.name)
+        merge_adapter(folder / "base", folder / spec.name, folder / f"{spec.name}-merged")
         expected[spec.name] = logits[index]
-    save_file({key: np.ascontiguousarray(value) for key, value in expected.items()}, place / "expected.safetensors")
+    save_file({key: np.ascontiguousarray(value) for key, value in expected.items()}, folder / "expected.safetensors")
 
 
 def imported_logits(base: Path, folder: Path, tokens: np.ndarray) -> np.ndarray:
@@ -149,27 +149,27 @@ def imported_logits(base: Path, folder: Path, tokens: np.ndarray) -> np.ndarray:
     return our_logits(model, [spec.scale], tokens)
 
 
-def write_own_case(place: Path, base: Path, adapter: Path) -> None:
+def write_own_case(folder: Path, base: Path, adapter: Path) -> None:
     """Writes a case for an existing base and adapter folder."""
     from lorafusion_jax.checkpoint.merge import merge_adapter
     from lorafusion_jax.models import ModelConfig
 
-    place.mkdir()
+    folder.mkdir()
     tokens = np.random.default_rng(0).integers(0, ModelConfig.from_hf(base).vocab_size, ROWS).astype(np.int32)
     logits = imported_logits(base, adapter, tokens)
-    (place / "base").symlink_to(base.resolve())
-    (place / "adapter").symlink_to(adapter.resolve())
-    merge_adapter(base, adapter, place / "adapter-merged")
-    save_file({"tokens": tokens, "base": logits[1], "adapter": logits[0]}, place / "expected.safetensors")
+    (folder / "base").symlink_to(base.resolve())
+    (folder / "adapter").symlink_to(adapter.resolve())
+    merge_adapter(base, adapter, folder / "adapter-merged")
+    save_file({"tokens": tokens, "base": logits[1], "adapter": logits[0]}, folder / "expected.safetensors")
 
 
 def check_imports(work: Path, rows: list[dict]) -> None:
     """Adds to each row our error with the folder that PEFT wrote."""
     for row in rows:
-        place = work / row["model"]
-        native = load_file(place / f"{row['adapter']}-native.safetensors")
-        found = imported_logits(place / "base", place / f"{row['adapter']}-native", native["tokens"])
-        row["import_error"] = relative_error(found[0], native["logits"])
+        folder = work / row["model"]
+        native = load_file(folder / f"{row['adapter']}-native.safetensors")
+        actual = imported_logits(folder / "base", folder / f"{row['adapter']}-native", native["tokens"])
+        row["import_error"] = relative_error(actual[0], native["logits"])
 
 
 # -- their side -------------------------------------------------------------------------------------------------------
@@ -182,18 +182,18 @@ def theirs(work: Path) -> None:
     warnings.filterwarnings("error", message=".*(missing|unexpected).*")
     disable_progress_bar()
     cases = sorted(file.parent for file in work.glob("*/expected.safetensors"))
-    rows = [row for place in cases for row in compare_case(place)]
+    rows = [row for folder in cases for row in compare_case(folder)]
     record = {"rows": rows, "versions": packages("torch", "transformers", "peft")}
     (work / "theirs.json").write_text(json.dumps(record))
 
 
-def compare_case(place: Path) -> list[dict]:
+def compare_case(folder: Path) -> list[dict]:
     import torch
     from peft import LoraConfig, PeftModel, get_peft_model
     from peft.utils import get_peft_model_state_dict
     from transformers import AutoModelForCausalLM
 
-    expected = load_file(place / "expected.safetensors")
+    expected = load_file(folder / "expected.safetensors")
     tokens = torch.from_numpy(expected["tokens"].astype(np.int64))[None]
 
     def load(folder: Path):
@@ -203,34 +203,34 @@ def compare_case(place: Path) -> list[dict]:
         with torch.no_grad():
             return model(tokens).logits[0].numpy()
 
-    base = logits(load(place / "base"))
-    with safe_open(next((place / "base").glob("*.safetensors")), framework="pt") as file:
+    base = logits(load(folder / "base"))
+    with safe_open(next((folder / "base").glob("*.safetensors")), framework="pt") as file:
         stored = str(file.get_tensor(next(iter(file.keys()))).dtype).removeprefix("torch.")
     rows = []
     for name in sorted(set(expected) - {"tokens", "base"}):
-        adapted = PeftModel.from_pretrained(load(place / "base"), place / name).eval()
+        adapted = PeftModel.from_pretrained(load(folder / "base"), folder / name).eval()
         reference = logits(adapted)
         config = adapted.peft_config["default"]
         keys = set(get_peft_model_state_dict(adapted))
         rows.append(
             {
-                "model": place.name,
+                "model": folder.name,
                 "adapter": name,
                 "rank": config.r,
                 "alpha": config.lora_alpha,
                 "rslora": config.use_rslora,
                 "targets": sorted(config.target_modules),
-                "keys_equal": keys == set(load_file(place / name / "adapter_model.safetensors")),
+                "keys_equal": keys == set(load_file(folder / name / "adapter_model.safetensors")),
                 "effect": relative_error(reference, base),
                 "base_error": relative_error(expected["base"], base),
                 "adapter_error": relative_error(expected[name], reference),
                 "stored": stored,
-                "merged_error": relative_error(logits(load(place / f"{name}-merged")), expected[name]),
+                "merged_error": relative_error(logits(load(folder / f"{name}-merged")), expected[name]),
             }
         )
         torch.manual_seed(len(rows))
         native = get_peft_model(
-            load(place / "base"),
+            load(folder / "base"),
             LoraConfig(
                 r=config.r,
                 lora_alpha=config.lora_alpha,
@@ -240,8 +240,8 @@ def compare_case(place: Path) -> list[dict]:
                 init_lora_weights=False,
             ),
         ).eval()
-        native.save_pretrained(place / f"{name}-native")
-        save_file({"tokens": expected["tokens"], "logits": logits(native)}, place / f"{name}-native.safetensors")
+        native.save_pretrained(folder / f"{name}-native")
+        save_file({"tokens": expected["tokens"], "logits": logits(native)}, folder / f"{name}-native.safetensors")
     return rows
 
 

@@ -97,13 +97,13 @@ def make_task(work: Path, number: int, small: bool) -> Task:
 
 
 def place_of(session: LiveSession, task: Task) -> int:
-    return next(place for place, own in session.tasks.items() if own is task)
+    return next(index for index, running in session.tasks.items() if running is task)
 
 
 def start(session: LiveSession, task: Task, state: AdapterState | None = None) -> None:
-    place = session.find_place(task.spec)
-    assert place is not None
-    session.start(place, task, state)
+    index = session.find_place(task.spec)
+    assert index is not None
+    session.start(index, task, state)
 
 
 def run_until(session: LiveSession, task: Task, step: int) -> None:
@@ -120,9 +120,9 @@ def check_moves(session: LiveSession, task: Task) -> None:
         for step in range(1, CHECK_STEPS + 1):
             run_until(session, task, step)
             if moves and step < CHECK_STEPS:
-                place = place_of(session, task)
-                state = session.stop(place)
-                session.start((place + 1) % len(session.places.ranks), task, state)
+                index = place_of(session, task)
+                state = session.stop(index)
+                session.start((index + 1) % len(session.places.ranks), task, state)
         states.append(session.stop(place_of(session, task)))
     pairs = [(states[0].weights[name], states[1].weights[name]) for name in states[0].weights]
     worst = max(float(np.linalg.norm(a - b) / np.linalg.norm(b)) for a, b in pairs)

@@ -217,7 +217,7 @@ def bubbles() -> list[dict]:
             ),
             "one adapter at a time, GPipe": (alone, forward_then_backward),
         }  # fmt: skip
-        rows += [{"workload": name, "order": order} | idle(*each) for order, each in orders.items()]
+        rows += [{"workload": name, "order": order} | idle(*plan) for order, plan in orders.items()]
     for order in dict.fromkeys(row["order"] for row in rows):
         shares = [row["idle_share"] for row in rows if row["order"] == order]
         print(f"{order}: idle {statistics.mean(shares):.3f} on average, at most {max(shares):.3f}")
@@ -363,11 +363,11 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     for part in options.parts or PARTS:
         print(f"== {part}")
-        found, seconds = _time_call(PARTS[part])
-        if isinstance(found, str):
-            (options.out / f"{part}.html").write_text(found)
+        table, seconds = _time_call(PARTS[part])
+        if isinstance(table, str):
+            (options.out / f"{part}.html").write_text(table)
         else:
-            write(part, found, options.out)
+            write(part, table, options.out)
         _conditions(part, seconds, options.out)
     return None
 

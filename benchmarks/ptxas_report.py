@@ -131,15 +131,15 @@ def main() -> int:
                 print(f"   FAILS  {type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}")
                 worst = 1
                 continue
-            found = list(assembled(dump, ptxas, nvdisasm, gpu.arch))
+            kernels = list(assembled(dump, ptxas, nvdisasm, gpu.arch))
             shared = shared_bytes(dump)
-            if not found:
+            if not kernels:
                 print("   NONE   no kernel of this package in the dump: names or dump flags changed")
                 worst = 1
-            if nvdisasm and name.startswith("linear pallas_mosaic_gpu") and all(moves is None for *_, moves in found):
+            if nvdisasm and name.startswith("linear pallas_mosaic_gpu") and all(moves is None for *_, moves in kernels):
                 print(f"   NONE   no main loop of {PRODUCT} read: its name or the disassembly changed")
                 worst = 1
-            for kernel, registers, spilled, moves in found:
+            for kernel, registers, spilled, moves in kernels:
                 asks = shared.get(kernel, 0)
                 mark = "SPILLS" if spilled > known else "MOVES" if moves else "ok"
                 mark = "SHARED" if asks > gpu.shared_kib * 1024 else mark
@@ -308,11 +308,11 @@ def compile_for(gpu: Gpu, step: Callable, make: Callable, *, unpack: bool = Fals
 
 def shared_bytes(dump: pathlib.Path) -> dict[str, int]:
     """Shared memory that Triton asked for, by kernel."""
-    found = {}
+    by_kernel = {}
     for path in dump.glob("*.triton-to-llvm.txt"):
         asked = re.findall(r"ttg\.shared = (\d+)", path.read_text())
-        found[path.name.split(".")[-3]] = max(map(int, asked), default=0)
-    return found
+        by_kernel[path.name.split(".")[-3]] = max(map(int, asked), default=0)
+    return by_kernel
 
 
 def assembled(
@@ -356,8 +356,8 @@ def find_tool(name: str) -> str | None:
     """Finds a program in NVIDIA's Python packages or on the path."""
     spec = importlib.util.find_spec("nvidia")
     folders = [pathlib.Path(folder) for folder in (spec.submodule_search_locations if spec else [])]
-    found = [path for folder in folders for path in folder.glob(f"*/bin/{name}")]
-    return str(found[0]) if found else shutil.which(name)
+    candidates = [path for folder in folders for path in folder.glob(f"*/bin/{name}")]
+    return str(candidates[0]) if candidates else shutil.which(name)
 
 
 def _found(name: str) -> bool:

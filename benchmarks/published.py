@@ -98,7 +98,7 @@ def span(numbers: Iterable[float], form: str) -> str:
 
 def layers() -> str:
     rows = [row for run in kernel_runs() for row in kernel_report.layer_rows(run)]
-    found = []
+    lines = []
     for part, title in (("layer 8B", "8B"), ("layer 32B", "32B"), ("layer 70B", "70B")):
         for variant, label in LAYER_FORMS.items():
             same = [row for row in rows if (row["part"], row["variant"]) == (part, variant)]
@@ -106,18 +106,18 @@ def layers() -> str:
                 job = ("–", "–") if variant.startswith("frozen") else (row["adapters"], row["dropout"])
                 best = row.get("best_xla_over_this")
                 numbers = f"{row['p50_us'] / 1e3:.2f}", f"{row['over_frozen']:.3f}", f"{best:.3f}" if best else ""
-                found.append((title, label, *job, *numbers))
-    return markdown(("layer", "form", "adapters", "dropout", "ms", "over frozen", "best XLA form over this"), found)
+                lines.append((title, label, *job, *numbers))
+    return markdown(("layer", "form", "adapters", "dropout", "ms", "over frozen", "best XLA form over this"), lines)
 
 
 def siblings() -> str:
     rows = [row for run in kernel_runs() for row in kernel_report.layer_rows(run)]
     rows = [row for row in rows if not row["part"].startswith("layer")]
-    found = [
+    lines = [
         (row["part"], LAYER_FORMS[row["variant"]], f"{row['p50_us'] / 1e3:.2f}", f"{row['over_frozen']:.3f}")
         for row in rows
     ]
-    return markdown(("projections", "form, four adapters, dropout 0.1", "ms", "over frozen"), found)
+    return markdown(("projections", "form, four adapters, dropout 0.1", "ms", "over frozen"), lines)
 
 
 def ops() -> str:
@@ -125,11 +125,11 @@ def ops() -> str:
     lines = kernel_report.summary_rows(published_ops())
     tokens = sorted({line["tokens"] for line in lines})
     cells = {(line["rank"], line["adapters"], line["dropout"], line["tokens"]): line for line in lines}
-    found = []
+    table = []
     for job in dict.fromkeys(key[:3] for key in sorted(cells)):
-        own = [cells[*job, each] for each in tokens]
-        found.append((*job, *(f"{line['over_frozen_mean']:.2f} ({line['over_frozen_worst']:.2f})" for line in own)))
-    return markdown(("largest rank", "adapters", "dropout", *(f"{each} tokens" for each in tokens)), found)
+        across = [cells[*job, count] for count in tokens]
+        table.append((*job, *(f"{line['over_frozen_mean']:.2f} ({line['over_frozen_worst']:.2f})" for line in across)))
+    return markdown(("largest rank", "adapters", "dropout", *(f"{count} tokens" for count in tokens)), table)
 
 
 def published_ops() -> list[Row]:
@@ -139,19 +139,19 @@ def published_ops() -> list[Row]:
 def slower() -> str:
     """Sizes where the default is slower than an XLA form of the same run."""
     rows = [row for row in published_ops() if row["variant"] == "default"]
-    found = [
+    lines = [
         (f"{row['tokens']} × {row['in_features']} → {row['out_features']}", row["adapters"], row["rank"],
          row["dropout"], f"{row['best_xla_over_this']:.3f}")
         for row in rows if row["best_xla_over_this"] < 1
     ]  # fmt: skip
     head = ("size", "adapters", "largest rank", "dropout", "best XLA form over ours")
-    return f"{len(found)} of {len(rows)} sizes:\n\n{markdown(head, found)}"
+    return f"{len(lines)} of {len(rows)} sizes:\n\n{markdown(head, lines)}"
 
 
 def moved() -> str:
     rows = [row for run in kernel_runs() for row in kernel_report.byte_rows(run)]
-    found = [(row["case"], row["kernels"], f"{row['mb']:.0f}", f"{row['of_naive']:.3f}") for row in rows]
-    return markdown(("case (A adapters, p dropout)", "kernels", "MB", "of plain XLA"), found)
+    lines = [(row["case"], row["kernels"], f"{row['mb']:.0f}", f"{row['of_naive']:.3f}") for row in rows]
+    return markdown(("case (A adapters, p dropout)", "kernels", "MB", "of plain XLA"), lines)
 
 
 def training() -> str:
@@ -159,13 +159,15 @@ def training() -> str:
     groups: dict[tuple, list[Row]] = {}
     for row in sorted(training_rows(), key=model_order):
         groups.setdefault((row["model"], devices_of(row), row["global_batch"]), []).append(row)
-    found = []
+    lines = []
     for (model, gpus, batch), rows in groups.items():
         chosen = newest(rows)
-        own = [chosen["mix", name] for name in reversed(LABELS) if ("mix", name) in chosen]
-        found += [(NAMES[model], gpus, batch, LABELS[row["variant"]], *figures(row), started(row)) for row in own]
+        newest_rows = [chosen["mix", name] for name in reversed(LABELS) if ("mix", name) in chosen]
+        lines += [
+            (NAMES[model], gpus, batch, LABELS[row["variant"]], *figures(row), started(row)) for row in newest_rows
+        ]
     head = ("model", "GPUs", "global batch", "order", "microbatch", "timed slots", "density")
-    return markdown((*head, "useful tok/s", "processed tok/s", "run"), found)
+    return markdown((*head, "useful tok/s", "processed tok/s", "run"), lines)
 
 
 def model_order(row: Row) -> tuple:
@@ -184,16 +186,16 @@ def figures(row: Row) -> tuple[str, ...]:
 
 def ratios() -> str:
     """Ours over every baseline of the same run, split into the factors of density and of speed per processed token."""
-    found = []
+    lines = []
     for ours, other in pairs(training_rows()):
         ratio = ours["useful_tokens_per_s"] / other["useful_tokens_per_s"]
         density = ours["density"] / other["density"]
         what = f"{NAMES[ours['model']]}, {devices_of(ours)} × H200, batch {ours['global_batch']}"
         densities = f"{ours['density']:.1%}", f"{other['density']:.1%}"
-        parts = [f"{each:.2f}" for each in (ratio, density, ratio / density)]
-        found.append((what, LABELS[other["variant"]], *densities, *parts))
+        parts = [f"{factor:.2f}" for factor in (ratio, density, ratio / density)]
+        lines.append((what, LABELS[other["variant"]], *densities, *parts))
     head = ("job", "against", "our density", "its density", "useful tok/s", "= density", "× per processed token")
-    return markdown(head, found)
+    return markdown(head, lines)
 
 
 def pairs(rows: Sequence[Row]) -> list[tuple[Row, Row]]:
@@ -214,53 +216,53 @@ def workloads() -> str:
     """8B on one H200: every workload, with the simulator's prediction."""
     rows = [row for row in training_rows() if (row["model"], devices_of(row), row["global_batch"]) == ("8b", 1, 8)]
     chosen = newest(rows)
-    own = [chosen[name, "ours"] for name in WORKLOADS]
-    found = [
+    own_rows = [chosen[name, "ours"] for name in WORKLOADS]
+    lines = [
         (row["workload"], row["slots"], f"{row['density']:.1%}", f"{row['useful_tokens_per_s'] / 1e3:.2f} k",
          f"{row['simulated_over_measured']:.3f}")
-        for row in own
+        for row in own_rows
     ]  # fmt: skip
-    return markdown(("workload", "timed slots", "density", "useful tok/s", "predicted time / measured"), found)
+    return markdown(("workload", "timed slots", "density", "useful tok/s", "predicted time / measured"), lines)
 
 
 def idle() -> str:
     """Predicted idle time of a pipeline, with and without fill and drain; ranges over five workloads."""
     rows = read_csv(f"{ORDERS}/bubbles.csv")
     ours = {row["workload"]: float(row["seconds"]) for row in rows if row["order"] == "ours"}
-    found = []
+    lines = []
     for order in dict.fromkeys(row["order"] for row in rows):
         mine = [row for row in rows if row["order"] == order]
         shares = [span((float(row[key]) for row in mine), ".1%") for key in ("bubble_share", "idle_share")]
         times = span((float(row["seconds"]) / ours[row["workload"]] for row in mine), ".2f")
-        found.append((order, span((int(row["capacity_tokens"]) for row in mine), "d"), *shares, times))
+        lines.append((order, span((int(row["capacity_tokens"]) for row in mine), "d"), *shares, times))
     return markdown(
-        ("order", "microbatch", "bubbles in steady time", "idle with fill and drain", "time over ours"), found
+        ("order", "microbatch", "bubbles in steady time", "idle with fill and drain", "time over ours"), lines
     )
 
 
 def pipelines() -> str:
     """Whole runs on several stages: measured idle share of each stage, and predicted over measured time."""
-    found = []
+    lines = []
     for (model, stages), rows in sorted(_by_pipeline().items(), key=lambda item: item[0][1]):
         for (_, variant), row in newest(rows).items():
             idle_shares = " / ".join(f"{share:.1%}" for share in row["bubbles"])
             predicted = row.get("simulated_over_measured")
-            found.append((NAMES[model], stages, LABELS[variant], idle_shares, f"{predicted:.3f}" if predicted else "–"))
+            lines.append((NAMES[model], stages, LABELS[variant], idle_shares, f"{predicted:.3f}" if predicted else "–"))
     head = ("job", "stages", "order", "measured idle share of each stage", "predicted time / measured")
-    return markdown(head, found)
+    return markdown(head, lines)
 
 
 def _by_pipeline() -> dict[tuple[str, int], list[Row]]:
-    found: dict[tuple[str, int], list[Row]] = {}
+    by_pipeline: dict[tuple[str, int], list[Row]] = {}
     for row in training_rows():
         if row["mesh"]["stages"] > 1:
-            found.setdefault((row["model"], row["mesh"]["stages"]), []).append(row)
-    return found
+            by_pipeline.setdefault((row["model"], row["mesh"]["stages"]), []).append(row)
+    return by_pipeline
 
 
 def ages() -> str:
     """The code that published rows measured."""
-    found = []
+    lines = []
     for name in AGES:
         folder = RESULTS / name
         rows = [json.loads(line) for file in sorted(folder.glob("*.jsonl")) for line in file.read_text().splitlines()]
@@ -271,34 +273,34 @@ def ages() -> str:
             if (described)
             else list(code())
         )
-        found.append((f"`{name}`", commit, ", ".join(changed) or "–"))
-    return markdown(("rows", "commit", "changed since, or not known"), found)
+        lines.append((f"`{name}`", commit, ", ".join(changed) or "–"))
+    return markdown(("rows", "commit", "changed since, or not known"), lines)
 
 
 def batch_sizes() -> str:
     """Gain in density by joint training, by global batch: mean and range of five workloads."""
     rows = read_csv(f"{ORDERS}/batch_sizes.csv")
-    found = []
+    lines = []
     for size in dict.fromkeys(row["global_batch"] for row in rows):
         mine = [row for row in rows if row["global_batch"] == size]
         ours, alone = ([float(row[f"{kind}_density"]) for row in mine] for kind in ("together", "one_after_another"))
         wins = [a / b for a, b in zip(ours, alone, strict=True)]
-        found.append((size, span(ours, ".1%"), span(alone, ".1%"), f"{fmean(wins):.2f} ({span(wins, '.2f')})"))
+        lines.append((size, span(ours, ".1%"), span(alone, ".1%"), f"{fmean(wins):.2f} ({span(wins, '.2f')})"))
     head = ("global batch", "density together", "one after another, own capacity", "ratio: mean (range)")
-    return markdown(head, found)
+    return markdown(head, lines)
 
 
 def scaling() -> str:
     rows = read_csv(f"{SCALING}/scaling.csv")
     gpus = list(dict.fromkeys(row["gpus"] for row in rows))
     cells = {(row["model"], row["adapters"], row["global_batch"], row["gpus"]): row for row in rows}
-    found = []
+    lines = []
     for job in dict.fromkeys(key[:3] for key in cells):
-        own = [cells.get((*job, each)) for each in gpus]
-        rates = [f"{int(row['tokens_per_s']) / 1e3:.1f} k" if row else "does not fit" for row in own]
+        row_cells = [cells.get((*job, count)) for count in gpus]
+        rates = [f"{int(row['tokens_per_s']) / 1e3:.1f} k" if row else "does not fit" for row in row_cells]
         if job[1:] in (("4", "8"), ("4", "16"), ("16", "64")):
-            found.append((job[0], f"{job[1]} × {job[2]}", *rates))
-    return markdown(("model", "adapters × global batch", "1 GPU", *(f"{each} GPUs" for each in gpus[1:])), found)
+            lines.append((job[0], f"{job[1]} × {job[2]}", *rates))
+    return markdown(("model", "adapters × global batch", "1 GPU", *(f"{count} GPUs" for count in gpus[1:])), lines)
 
 
 README_PEERS = {
@@ -318,15 +320,15 @@ def peers_in_short() -> str:
     alone = {row["variant"]: row for row in read_jsonl(SIZES)}  # of another run, ten minutes later
     rate, floor = (alone[variant]["useful_tokens_per_s"] for variant in ("single_sizes", "frozen"))
     rows["single_sizes"] = {"useful_tokens_per_s": rate, "over_floor": rate / floor}
-    found = [
+    lines = [
         (label, f"{rows[variant]['useful_tokens_per_s'] / 1e3:.1f} k", f"{rows[variant]['over_floor']:.2f}")
         for variant, label in README_PEERS.items()
     ]
-    return markdown(("", "useful tokens/s", "of the frozen model"), found)
+    return markdown(("", "useful tokens/s", "of the frozen model"), lines)
 
 
 def peers() -> str:
-    found = [
+    lines = [
         (
             peer_report.LABELS[row["variant"]],
             *(f"{row[key] / 1e3:.2f} k" for key in ("useful_tokens_per_s", "processed_tokens_per_s")),
@@ -335,41 +337,41 @@ def peers() -> str:
         )
         for row in peer_report.table(peer_report.rows_of(RESULTS / PEERS))
     ]
-    return markdown(("program", "useful tok/s", "processed tok/s", "of the frozen model", "peak memory"), found)
+    return markdown(("program", "useful tok/s", "processed tok/s", "of the frozen model", "peak memory"), lines)
 
 
 def sizes() -> str:
     """One adapter after another, with one size of microbatch and with four."""
     rows = {row["variant"]: row for row in read_jsonl(SIZES)}
     floor = rows["frozen"]["useful_tokens_per_s"]
-    found = []
+    lines = []
     for variant in ("single", "single_sizes"):
         row = rows[variant]
         used = ", ".join(f"{count} × {size}" for size, count in row["sizes"].items())
         rate = row["useful_tokens_per_s"]
-        found.append((used, f"{row['density']:.1%}", f"{rate / 1e3:.2f} k", f"{rate / floor:.3f}"))
-    return markdown(("microbatches", "density", "useful tok/s", "of the frozen model"), found)
+        lines.append((used, f"{row['density']:.1%}", f"{rate / 1e3:.2f} k", f"{rate / floor:.3f}"))
+    return markdown(("microbatches", "density", "useful tok/s", "of the frozen model"), lines)
 
 
 def flax_model() -> str:
     """A step of a user's own NNX model under `nnx.jit`."""
     rows = [row for row in read_jsonl(FLAX_MODEL) if row.get("case") == "step"]
-    found = [(row["variant"], f"{row['step_ms']:.1f}", f"{row['over_frozen']:.3f}") for row in rows]
-    return markdown(("LoRA", "ms per step", "over frozen"), found)
+    lines = [(row["variant"], f"{row['step_ms']:.1f}", f"{row['over_frozen']:.3f}") for row in rows]
+    return markdown(("LoRA", "ms per step", "over frozen"), lines)
 
 
 def adapter_counts() -> str:
     """Microbatches of jobs with 4 to 256 adapters; the adapters in the microbatch are the same."""
     rows = [row for row in read_jsonl(ADAPTER_COUNTS) if row.get("what", "").startswith("microbatch")]
-    found = [(row["adapters"], row["what"].split()[2], f"{row['ms']:.2f}", f"{row['ratio']:.3f}") for row in rows]
+    lines = [(row["adapters"], row["what"].split()[2], f"{row['ms']:.2f}", f"{row['ratio']:.3f}") for row in rows]
     head = ("adapters in the job", "in the microbatch", "ms, two layers", "over the smallest job")
-    return markdown(head, found)
+    return markdown(head, lines)
 
 
 def quantised_loss() -> str:
     """Held-out loss of adapters that learnt on a quantised base, over that on the bfloat16 base."""
     rows = [row for name in LOSS for row in read_csv(name) if row["kind"] != "none"]
-    found = [
+    lines = [
         (
             f"{float(row['millions']):.1f} M", row["kind"], row["adapter"], f"{float(row['after']):.3f}",
             f"{float(row['over_bf16']):+.2%}", f"{float(row['standard_error']):.2%}", f"{float(row['cosine']):.3f}",
@@ -377,7 +379,7 @@ def quantised_loss() -> str:
         for row in rows
     ]  # fmt: skip
     head = ("parameters", "base", "adapter", "held-out loss", "over bfloat16", "standard error", "cosine of gradients")
-    return markdown(head, found)
+    return markdown(head, lines)
 
 
 def quantised_depth() -> str:
@@ -385,16 +387,16 @@ def quantised_depth() -> str:
     cases: dict[tuple[str, str], list[str]] = {}
     for row in read_csv(DEPTH):
         cases.setdefault((row["kind"], row["layers"]), []).append(row["cosine"])
-    found = [
+    lines = [
         (kind, layers, f"{float(all_[0]):.3f}", f"{float(all_[-1]):.3f}") for (kind, layers), all_ in cases.items()
     ]
-    return markdown(("base", "layers", "cosine in the first layer", "in the last"), sorted(found))
+    return markdown(("base", "layers", "cosine in the first layer", "in the last"), sorted(lines))
 
 
 def planner() -> str:
     shared, held = read_csv(f"{PLANNER}/workloads.csv"), read_csv(f"{PLANNER}/heldout.csv")
     grown, exact = read_csv(f"{PLANNER}/growth.csv")[-1], read_csv(f"{PLANNER}/exact.csv")
-    found = []
+    cells = []
     for size in ("16", "8"):
         for name, rows, keys in (
             ("shared workloads", shared, ("slots", "first_plan_slots", "reference_slots")),
@@ -403,10 +405,10 @@ def planner() -> str:
             mine = [row for row in rows if row["global_batch"] == size]
             bound = sum(int(row["bound"]) for row in mine)
             totals = [f"{sum(int(row[key]) for row in mine) / bound:.4f}" for key in keys]
-            found.append((f"{name}, global batch {size}", len(mine), *totals, *[""] * (3 - len(totals))))
+            cells.append((f"{name}, global batch {size}", len(mine), *totals, *[""] * (3 - len(totals))))
     known = [row for row in exact if row["proven"] == "True" or row["slots"] == row["bound"]]
     best = sum(int(row["slots"]) <= int(row["exact_slots"]) for row in known)
-    lines = markdown(("slots over the lower bound", "plans", "planner", "its first plan", "reference solver"), found)
+    lines = markdown(("slots over the lower bound", "plans", "planner", "its first plan", "reference solver"), cells)
     return (
         f"{lines}\n\nOptimal in {best} of the {len(known)} small instances that the exact solver decided. "
         f"{int(grown['samples']):,} samples: {float(grown['first_plan_s']):.1f} s, {float(grown['memory_gb']):.2f} GB, "
@@ -415,8 +417,8 @@ def planner() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    each.__name__: each
-    for each in (
+    function.__name__: function
+    for function in (
         layers, siblings, ops, slower, moved, training, ratios, workloads, idle, batch_sizes, scaling, planner,
         pipelines, ages, quantised_bases, peers_in_short, peers, sizes, flax_model, adapter_counts,
         quantised_loss, quantised_depth,

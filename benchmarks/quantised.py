@@ -101,7 +101,7 @@ def check(out: Rows, shape: kl.Shape, budget: dict) -> None:
     exact = _exact(operands, weight)
     for name, implementation in kernels.items():
 
-        def one(name=name, implementation=implementation):
+        def check_backend(name=name, implementation=implementation):
             got = jax.jit(partial(_step, implementation))(operands, weight)
             errors = {key: _relative(got[key], exact[key]) for key in exact}
             bounds = {"y": 0.04, "dx": 0.04, "da": 0.012, "db": 0.012, "y_rounded": 0.006}
@@ -113,7 +113,7 @@ def check(out: Rows, shape: kl.Shape, budget: dict) -> None:
             same = all(np.array_equal(np.asarray(got[key]), np.asarray(again[key])) for key in got)
             out.add(part="check", case=f"{name} twice", ok=same)
 
-        out.attempt(f"check {name}", one)
+        out.attempt(f"check {name}", check_backend)
 
     def joint():
         """The rows of one adapter, with other rows beside them and without: bitwise."""
@@ -134,7 +134,7 @@ def check(out: Rows, shape: kl.Shape, budget: dict) -> None:
         interpret = jax.default_backend() == "cpu"
         ours = jax.jit(partial(round_rows, interpret=interpret))(x, weight.scales[:K])
         formula = jax.jit(lambda x, f: rows.round_rows(x.astype(jnp.float32) * f))(x, weight.scales[:K])
-        bits = [np.asarray(lax.bitcast_convert_type(each[0], jnp.uint8)) for each in (ours, formula)]
+        bits = [np.asarray(lax.bitcast_convert_type(result[0], jnp.uint8)) for result in (ours, formula)]
         same = np.array_equal(bits[0], bits[1]) and np.array_equal(ours[1], formula[1])
         out.add(part="check", case="rounded rows", ok=bool(same), apart=int((bits[0] != bits[1]).sum()))
 
@@ -173,11 +173,11 @@ def check_mlp(out: Rows, shape: kl.Shape, budget: dict) -> None:
     banks = ([arrays[part][name] for name in names] for part in "ab")
     given = (arrays, arrays["x"], *banks)
     xla = jax.jit(partial(step, "xla"))(*given)
-    for own in (False, True):
-        hopper.OWN_PRODUCTS = own
+    for own_products in (False, True):
+        hopper.OWN_PRODUCTS = own_products
         ours = jax.jit(partial(step, None))(*given)
         errors = jax.tree.map(lambda a, b: _relative(a, np.asarray(b, np.float64)), ours, xla)
-        case = "mlp" if own else "mlp by cublas"
+        case = "mlp" if own_products else "mlp by cublas"
         out.add(part="check", case=case, errors=errors, ok=max(jax.tree.leaves(errors)) <= 0.02)
 
 
@@ -219,11 +219,11 @@ def _exact(ops: dict[str, jax.Array], weight: Any) -> dict[str, np.ndarray]:
     half, scale = x.shape[0] // 2, (2.0, 0.5)
     y, dx = x @ w, dy @ w.T
     da, db = np.zeros_like(a), np.zeros_like(b)
-    for adapter, own in enumerate((slice(0, half), slice(half, None))):
-        s, ds = x[own] @ a[adapter], scale[adapter] * dy[own] @ b[adapter].T
-        y[own] += scale[adapter] * s @ b[adapter]
-        dx[own] += ds @ a[adapter].T
-        da[adapter], db[adapter] = x[own].T @ ds, scale[adapter] * s.T @ dy[own]
+    for adapter, members in enumerate((slice(0, half), slice(half, None))):
+        s, ds = x[members] @ a[adapter], scale[adapter] * dy[members] @ b[adapter].T
+        y[members] += scale[adapter] * s @ b[adapter]
+        dx[members] += ds @ a[adapter].T
+        da[adapter], db[adapter] = x[members].T @ ds, scale[adapter] * s.T @ dy[members]
     return {"y": y, "dx": dx, "da": da, "db": db}
 
 
@@ -257,14 +257,14 @@ def _variant(name: str) -> tuple[kl.Variant, Callable[[dict], dict]]:
         return arrays | {"w": {name: make(w) for name, w in arrays["w"].items()}}
 
     with_lora = {"adapters": ADAPTERS, "rate": RATE, "options": True}
-    found = {
+    variants = {
         "frozen": (kl.Variant(kind="frozen", project=kl.frozen, options=True), same),
         "fp8": (kl.Variant(kind="frozen", project=frozen_fp8, options=True), as_fp8),
         "ours": (kl.Variant(kind="ours", project=kl.ours(None), mlp=kl.ours_mlp, **with_lora), same),
         "ours_fp8": (kl.Variant(kind="ours", project=kl.ours(None), mlp=kl.ours_mlp, **with_lora), as_fp8),
         "xla_fp8": (kl.Variant(kind="ours", project=kl.ours("xla"), **with_lora), as_fp8),
     }
-    return found[name]
+    return variants[name]
 
 
 def frozen_fp8(names, x, arrays):
@@ -287,7 +287,7 @@ def groups(out: Rows, shape: kl.Shape, budget: dict, *, names: tuple[str, ...]) 
 
 
 def _compare(out: Rows, part: str, shape: kl.Shape, budget: dict, chosen: list, body: Callable) -> None:
-    calls, found = {}, {}
+    calls, results = {}, {}
     for name, variant, prepare in chosen:
 
         def compile_one(name=name, variant=variant, prepare=prepare):
@@ -297,7 +297,7 @@ def _compare(out: Rows, part: str, shape: kl.Shape, budget: dict, chosen: list, 
             compiled = step.lower(arrays).compile()
             y, (dx, *_) = compiled(arrays)
             memory = compiled.memory_analysis()
-            found[name] = {
+            results[name] = {
                 "f8_products": (compiled.as_text() or "").count("__cublas$lt$matmul$f8"),
                 "weights_mb": sum(leaf.nbytes for leaf in jax.tree.leaves(arrays["w"])) / 1e6,
                 "temporary_mb": getattr(memory, "temp_size_in_bytes", 0) / 1e6,
@@ -307,11 +307,11 @@ def _compare(out: Rows, part: str, shape: kl.Shape, budget: dict, chosen: list, 
             calls[name] = (compiled, [(arrays,)])
 
         out.attempt(f"{part} {name}", compile_one)
-    times = {name: each.p50_us for name, each in time_calls(calls, **budget).items()}
+    times = {name: timing.p50_us for name, timing in time_calls(calls, **budget).items()}
     for name, us in times.items():
-        like = found.get("frozen" if name in ("frozen", "fp8") else "ours")
-        cosine = {key: _cosine(found[name][key], like[key]) for key in ("y", "dx")} if like else None
-        numbers = {key: value for key, value in found[name].items() if key not in ("y", "dx")}
+        like = results.get("frozen" if name in ("frozen", "fp8") else "ours")
+        cosine = {key: _cosine(results[name][key], like[key]) for key in ("y", "dx")} if like else None
+        numbers = {key: value for key, value in results[name].items() if key not in ("y", "dx")}
         over = us / times["frozen"] if "frozen" in times else None
         out.add(part=part, case=name, us=us, over_frozen_bf16=over, cosine_to_bf16=cosine, **numbers)
 
@@ -337,14 +337,14 @@ def products(out: Rows, shape: kl.Shape, budget: dict) -> None:
             return lax.dot_general(lhs, rhs, dims, precision=precision, preferred_element_type=jnp.bfloat16)
 
         tiles = gemm_config(T, K // 2, N, 0, 128, transposed=True) or GemmConfig()
-        own = partial(
+        own_product = partial(
             hopper_gemm.gemm, config=dataclasses.replace(tiles, tile_k=2 * tiles.tile_k), num_sms=pk_device.num_sms()
         )
         cases = {
             "bf16": (partial(product, axis=0), (x, w)),
             "fp8 nk": (partial(product, axis=1), (x8, w8_nk)),
             "fp8 nk exact sums": (partial(product, axis=1, precision=lax.Precision.HIGHEST), (x8, w8_nk)),
-            "fp8 nk own": (own, (x8, w8_nk, jnp.ones(T), jnp.ones(N))),
+            "fp8 nk own": (own_product, (x8, w8_nk, jnp.ones(T), jnp.ones(N))),
             "fp8 kn": (partial(product, axis=0), (x8, w8)),
             "int8 nk": (
                 lambda a, b: lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=jnp.int32),

@@ -50,9 +50,9 @@ def main() -> None:
     slope = jax.jit(lambda lora, frozen: jax.grad(lambda lora: loss(nnx.merge(graph, lora, frozen), tokens))(lora))
     plain = by_layer(slope(lora, frozen))
     for kind in given.kinds:
-        found = by_layer(slope(lora, jax.jit(lambda frozen, kind=kind: stored(kind, frozen))(frozen)))
-        for layer, (own, want) in enumerate(zip(found, plain, strict=True)):
-            row = {"kind": kind, "layers": given.layers, "layer": layer + 1, **compared(own, want)}
+        slopes = by_layer(slope(lora, jax.jit(lambda frozen, kind=kind: stored(kind, frozen))(frozen)))
+        for layer, (actual, want) in enumerate(zip(slopes, plain, strict=True)):
+            row = {"kind": kind, "layers": given.layers, "layer": layer + 1, **compared(actual, want)}
             append_row(given.out / "quantised_depth.csv", row)
             print(row, flush=True)
 
@@ -75,11 +75,11 @@ def by_layer(gradient: Any) -> list[np.ndarray]:
     return [np.concatenate(layers[layer]) for layer in sorted(layers)]
 
 
-def compared(own: np.ndarray, want: np.ndarray) -> dict[str, float]:
-    cosine = own @ want / (np.linalg.norm(own) * np.linalg.norm(want))
+def compared(actual: np.ndarray, want: np.ndarray) -> dict[str, float]:
+    cosine = actual @ want / (np.linalg.norm(actual) * np.linalg.norm(want))
     return {
         "cosine": round(float(cosine), 5),
-        "error": round(float(np.linalg.norm(own - want) / np.linalg.norm(want)), 5),
+        "error": round(float(np.linalg.norm(actual - want) / np.linalg.norm(want)), 5),
     }
 
 

@@ -61,9 +61,9 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="tiny shapes, to try the script on a CPU")
     given = parser.parse_args()
     shape = SMALL if given.small else kl.SHAPES[0]
-    own = bool(given.lower) or jax.default_backend() == "gpu"
-    chosen = [each for each in layers(shape) if not given.cases or each.name in given.cases]
-    chosen += [] if given.cases else list(products(shape, own=own))
+    own_kernels = bool(given.lower) or jax.default_backend() == "gpu"
+    chosen = [program for program in layers(shape) if not given.cases or program.name in given.cases]
+    chosen += [] if given.cases else list(products(shape, own_kernels=own_kernels))
     if given.lower:
         given.lower.mkdir(parents=True, exist_ok=True)
         for program in chosen:
@@ -106,8 +106,8 @@ class Compiled:
                 continue
             # The first two by themselves: cuBLAS's algorithms are chosen by their time, and the others take the same.
             before = list(futures if program.part == "product" else futures[: min(number, 2)])
-            one = partial(self._compile, program, before)
-            future = pool.submit(self._out.attempt, f"{program.part} {program.name}", one)
+            compile_one = partial(self._compile, program, before)
+            future = pool.submit(self._out.attempt, f"{program.part} {program.name}", compile_one)
             (futures if program.part == "layer" else self._products).append(future)
             if number < 2:
                 future.result()
@@ -133,7 +133,9 @@ class Compiled:
         )  # fmt: skip
 
     def _of(self, part: str) -> dict[str, tuple[Program, Callable, tuple]]:
-        return {program.name: each for each in list(self._done.values()) if (program := each[0]).part == part}
+        return {
+            program.name: compiled for compiled in list(self._done.values()) if (program := compiled[0]).part == part
+        }
 
     def wait_for_late(self, rest_s: float) -> bool:
         """Waits for layers that were not ready when the others were timed; whether there are any."""
@@ -142,10 +144,12 @@ class Compiled:
 
     def time_layers(self, budget: dict) -> None:
         """Times what was not timed yet, next to the same two again."""
-        found = {
-            name: each for name, each in self._of("layer").items() if name not in self._us or name in (FIRST, USUAL)
+        untimed = {
+            name: compiled
+            for name, compiled in self._of("layer").items()
+            if name not in self._us or name in (FIRST, USUAL)
         }
-        times = time_calls({name: (call, [operands]) for name, (_, call, operands) in found.items()}, **budget)
+        times = time_calls({name: (call, [operands]) for name, (_, call, operands) in untimed.items()}, **budget)
         for name, timing in times.items():
             over = timing.p50_us / times[FIRST].p50_us if FIRST in times else None
             self._out.add(part="layer", case=name, over_frozen_bf16=over, **dataclasses.asdict(timing))
@@ -164,21 +168,21 @@ class Compiled:
 
     def profile(self) -> None:
         """The usual layer, and the fastest one by our kernels."""
-        found = self._of("layer")
+        layers = self._of("layer")
         ours = [name for name in self._us if name.startswith("fp8 ") and name not in (XLA, EXACT)]
         for name in (USUAL, *sorted(ours, key=lambda name: self._us[name])[:1]):
             if name in self._us and self._out.left_s > 10:
-                _, call, operands = found[name]
+                _, call, operands = layers[name]
                 profile(self._out, name, partial(call, *operands), runs=5)
 
     def check(self) -> None:
         """Next to exact inputs of products on the same weights."""
-        found = {name: each[1:] for name, each in self._of("layer").items() if name.startswith("fp8")}
-        if EXACT not in found or XLA not in found:
+        layers = {name: compiled[1:] for name, compiled in self._of("layer").items() if name.startswith("fp8")}
+        if EXACT not in layers or XLA not in layers:
             return
-        wanted = _results(*found.pop(EXACT))
-        usual = _errors(_results(*found[XLA]), wanted)
-        for name, (call, operands) in found.items():
+        wanted = _results(*layers.pop(EXACT))
+        usual = _errors(_results(*layers[XLA]), wanted)
+        for name, (call, operands) in layers.items():
             if self._out.left_s < 5:
                 return
             errors = _errors(_results(call, operands), wanted)
@@ -193,10 +197,10 @@ def _errors(got: dict[str, list[np.ndarray]], wanted: dict[str, list[np.ndarray]
 
 def _results(call: Callable, operands: tuple) -> dict[str, list[np.ndarray]]:
     y, (dx, *banks) = call(*operands)
-    found = {"y": [y[:512]], "dx": [dx[:512]]}
+    results = {"y": [y[:512]], "dx": [dx[:512]]}
     for key, bank in zip(("da", "db"), banks, strict=True):
-        found[key] = [bank[site] for site in kl.SITES]
-    return jax.tree.map(lambda array: np.asarray(array, np.float32), found)
+        results[key] = [bank[site] for site in kl.SITES]
+    return jax.tree.map(lambda array: np.asarray(array, np.float32), results)
 
 
 def _relative(got: np.ndarray, wanted: np.ndarray) -> float:
@@ -209,8 +213,8 @@ def profile(out: Rows, name: str, call: Callable[[], Any], runs: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             jax.block_until_ready([call() for _ in range(runs)][-1])
-        found = list(Path(folder).rglob("*.xplane.pb"))
-        data = jax.profiler.ProfileData.from_file(str(found[0]))
+        traces = list(Path(folder).rglob("*.xplane.pb"))
+        data = jax.profiler.ProfileData.from_file(str(traces[0]))
         events = [
             (event.start_ns, event.duration_ns, event.name)
             for plane in data.planes if plane.name.startswith("/device:GPU")

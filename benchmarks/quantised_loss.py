@@ -99,11 +99,11 @@ def main() -> None:
 
 def means(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Over seeds, for each kind and adapter."""
-    found = []
+    means = []
     for kind, name in dict.fromkeys((row["kind"], row["adapter"]) for row in rows):
         mine = [row for row in rows if (row["kind"], row["adapter"]) == (kind, name)]
         over, cosines = ([row[column] for row in mine] for column in ("over_bf16", "cosine"))
-        found.append(
+        means.append(
             {
                 "base": mine[0]["base"], "millions": mine[0]["millions"], "kind": kind, "adapter": name,
                 "seeds": len(mine), "after": round(float(np.mean([row["after"] for row in mine])), 5),
@@ -112,7 +112,7 @@ def means(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 "cosine": round(float(np.mean(cosines)), 5), "within": bool(abs(np.mean(over)) <= WITHIN),
             }
         )  # fmt: skip
-    return found
+    return means
 
 
 def make_larger(out: Path, sizes: Sizes, small: bool) -> Path:
@@ -162,24 +162,24 @@ def compare(folder: Path, sizes: Sizes, forms: Sequence[str]) -> Iterator[dict[s
         drawn = np.random.default_rng(seed)
         start = jax.tree.map(partial(_shift, drawn), lora)
         order = np.concatenate([drawn.permutation(len(train)) for _ in range(-(-sizes.steps // len(train)))])
-        found = {form: learn(programs, sizes, start, bases[form], train[order], held_out) for form in forms}
+        learnt = {form: learn(programs, sizes, start, bases[form], train[order], held_out) for form in forms}
         for form in forms:
-            yield from rows_of(form, found[form], found["none"], {"millions": size, "seed": seed})
+            yield from rows_of(form, learnt[form], learnt["none"], {"millions": size, "seed": seed})
 
 
 def _shift(drawn: np.random.Generator, leaf: jax.Array) -> jax.Array:
     return leaf + jnp.asarray(drawn.normal(0, 0.01, leaf.shape), leaf.dtype)
 
 
-def rows_of(form: str, found: Learnt, plain: Learnt, told: dict[str, Any]) -> list[dict[str, Any]]:
+def rows_of(form: str, learnt: Learnt, plain: Learnt, told: dict[str, Any]) -> list[dict[str, Any]]:
     """Of one kind, a row for each adapter."""
-    norms = np.linalg.norm(found.gradient) * np.linalg.norm(plain.gradient)
-    cosine = float(found.gradient @ plain.gradient / norms)
+    norms = np.linalg.norm(learnt.gradient) * np.linalg.norm(plain.gradient)
+    cosine = float(learnt.gradient @ plain.gradient / norms)
     return [
         {
-            **told, "kind": form, "adapter": name, "before": round(float(found.before[i]), 5),
-            "after": round(float(found.after[i]), 5),
-            "over_bf16": round(float(found.after[i] / plain.after[i] - 1), 5), "cosine": round(cosine, 5),
+            **told, "kind": form, "adapter": name, "before": round(float(learnt.before[i]), 5),
+            "after": round(float(learnt.after[i]), 5),
+            "over_bf16": round(float(learnt.after[i] / plain.after[i] - 1), 5), "cosine": round(cosine, 5),
         }
         for i, name in enumerate(DATA)
     ]  # fmt: skip
@@ -202,8 +202,8 @@ def compiled(graph: Any, sizes: Sizes) -> Programs:
     def losses(lora, frozen, tokens):
         inputs, targets = (part.reshape(rows) for part in (tokens[..., :-1], tokens[..., 1:]))
         logits = nnx.merge(graph, lora, frozen)(inputs, positions, segments, context)
-        each = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), targets)
-        return each.reshape(len(SPECS), -1).mean(1)
+        nll = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), targets)
+        return nll.reshape(len(SPECS), -1).mean(1)
 
     def update(gradient, state, lora):
         changes, state = adam.update(gradient, state)
@@ -251,9 +251,9 @@ def _kernel(form: str, kernel: jax.Array) -> Any:
 
 def batches(folder: Path, ending: str, sizes: Sizes) -> np.ndarray:
     """Tokens [batches, A, S, L + 1], as many as the shortest text has."""
-    each = sizes.segments * sizes.length
+    batch_tokens = sizes.segments * sizes.length
     streams = list(texts(folder, ending))
-    count = min((len(stream) - 1) // each for stream in streams)
+    count = min((len(stream) - 1) // batch_tokens for stream in streams)
     starts = np.arange(count * sizes.segments).reshape(count, sizes.segments) * sizes.length
     return np.stack([stream[starts[..., None] + np.arange(sizes.length + 1)] for stream in streams], axis=1)
 
@@ -264,7 +264,7 @@ def texts(folder: Path, ending: str):
     for name, suffix in DATA.items():
         content = (examples_directory() / "data" / f"{name}{ending}.{suffix}").read_text(encoding="utf-8")
         samples = [content] if suffix == "json" else content.splitlines()
-        yield np.array(tokenizer.encode("\n".join(_text(json.loads(each)) for each in samples)).ids, np.int32)
+        yield np.array(tokenizer.encode("\n".join(_text(json.loads(sample)) for sample in samples)).ids, np.int32)
 
 
 def _text(sample: Any) -> str:

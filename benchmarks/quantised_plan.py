@@ -63,20 +63,20 @@ def _row(case: Case) -> str:
     config, model = _job(case), ModelConfig(**SHAPES[case.model])
     problem = memory_problem(config, model)
     start = f"| {case.model.upper()} | {case.quantize} | {case.device} |"
-    found = _largest(problem, case.device_bytes)
-    if found is None:
+    largest = _largest(problem, case.device_bytes)
+    if largest is None:
         weights = max(stage.frozen for stage in stage_memory(problem)) / 1e9
         return f"{start} does not fit | | {weights:.0f} of weights | |"
-    peak = max(stage.total for stage in stage_memory(found)) / 1e9
+    peak = max(stage.total for stage in stage_memory(largest)) / 1e9
     at_most = "" if case.quantize in MEASURED else "≤ "
-    speed = f"{at_most}{_tokens_per_s(config, model, found) / 1e3:.1f} k" if case.at_home else "–"
-    return f"{start} {found.capacity_tokens} | {found.remat} | {peak:.0f} | {speed} |"
+    speed = f"{at_most}{_tokens_per_s(config, model, largest) / 1e3:.1f} k" if case.at_home else "–"
+    return f"{start} {largest.capacity_tokens} | {largest.remat} | {peak:.0f} | {speed} |"
 
 
 def _largest(problem: MemoryProblem, device_bytes: int) -> MemoryProblem | None:
     """With the largest microbatch that fits, and the fastest `train.remat` for it."""
     tokens = largest_capacity(dataclasses.replace(problem, remat="nothing"), device_bytes)
-    return next((own for own in _policies(problem, tokens) if tokens and fits(own, device_bytes)), None)
+    return next((variant for variant in _policies(problem, tokens) if tokens and fits(variant, device_bytes)), None)
 
 
 def _policies(problem: MemoryProblem, tokens: int) -> Iterator[MemoryProblem]:

@@ -109,7 +109,7 @@ def _dequantised(kind: str, variant: kl.Variant) -> kl.Variant:
 
     def usable(names: tuple[str, ...], x: jax.Array, arrays: dict) -> tuple[jax.Array, dict]:
         stored, x = lax.optimization_barrier(({name: arrays["w"][name] for name in names}, x))
-        return x, arrays | {"w": {name: dequantise(each, x.dtype) for name, each in stored.items()}}
+        return x, arrays | {"w": {name: dequantise(weight, x.dtype) for name, weight in stored.items()}}
 
     def project(names: tuple[str, ...], x: jax.Array, arrays: dict) -> tuple[jax.Array, ...]:
         return variant.project(names, *usable(names, x, arrays))
@@ -139,20 +139,20 @@ PLANS = {  # of our kernel: changes to the tiles that a layer takes
 }
 
 
-def products(shape: kl.Shape, *, own: bool) -> Iterator[Program]:
+def products(shape: kl.Shape, *, own_kernels: bool) -> Iterator[Program]:
     """A product with the scales of rows and columns: by cuBLAS without and with the pass that scales, and by us."""
     T = shape.tokens
     for K, N in ((shape.width, shape.inner), (shape.inner, shape.width), (shape.width, shape.width)):
         chosen: dict[str, Callable] = {"cublas": _by_cublas, "cublas and finish": _by_cublas_and_finish}
         tiles = gemm_config(T, K // 2, N, 16, 128, transposed=True)
-        if own and tiles is not None:
+        if own_kernels and tiles is not None:
             tiles = dataclasses.replace(tiles, tile_k=2 * tiles.tile_k)
             chosen |= {name: partial(_by_us, dataclasses.replace(tiles, **plan)) for name, plan in PLANS.items()}
             chosen["own, adding"] = partial(_by_us_adding, hopper_gemm.fit_addend(tiles))
         for name, step in chosen.items():
             yield Program(part="product", name=name, step=step, operands=partial(_factors, T, K, N), shape=(T, K, N))
     head = (T, shape.width, VOCABULARY)
-    if own:
+    if own_kernels:
         yield Program(part="product", name="head and loss", step=_head, operands=partial(_hidden, head), shape=head)
 
 
@@ -206,8 +206,8 @@ def lowered(program: Program, operands: tuple, folder: Path | None) -> Any:
     options |= {} if program.merged else {"xla_gpu_dot_merger_threshold_mb": 0}
     file = folder and folder / program.file
     if file and file.exists():
-        found = export.Exported(**pickle.loads(gzip.decompress(file.read_bytes())))
-        return jax.jit(lambda *given: found.call(*jax.tree.leaves(given)), compiler_options=options or None).lower(
+        exported = export.Exported(**pickle.loads(gzip.decompress(file.read_bytes())))
+        return jax.jit(lambda *given: exported.call(*jax.tree.leaves(given)), compiler_options=options or None).lower(
             *operands
         )
     with TRACING, flags_on(program.flags):
@@ -223,8 +223,8 @@ def write_lowered(program: Program, folder: Path) -> None:
 
     checks = [export.DisabledSafetyCheck.custom_call(name) for name in CUSTOM_CALLS]
     with on_a_hopper_host(), flags_on(program.flags):
-        found = export.export(jax.jit(step), platforms=["cuda"], disabled_checks=checks)(*leaves)
-    fields = {field.name: getattr(found, field.name) for field in dataclasses.fields(found)} | {"_get_vjp": None}
+        exported = export.export(jax.jit(step), platforms=["cuda"], disabled_checks=checks)(*leaves)
+    fields = {field.name: getattr(exported, field.name) for field in dataclasses.fields(exported)} | {"_get_vjp": None}
     (folder / program.file).write_bytes(gzip.compress(pickle.dumps(fields)))
 
 

@@ -205,7 +205,7 @@ def check_one(ranks, sizes: Sizes, tile: int, sites, given: bool, implementation
 
 
 def relative(got, want) -> float:
-    got, want = (np.asarray(each.astype(jnp.float32), np.float64) for each in (got, want))
+    got, want = (np.asarray(array.astype(jnp.float32), np.float64) for array in (got, want))
     return float(np.linalg.norm(got - want) / max(np.linalg.norm(want), 1e-30))
 
 
@@ -234,8 +234,8 @@ def layers(recorder: Recorder, sizes: Sizes, small: bool) -> dict[str, tuple]:
             start, arrays = time.monotonic(), of_ranks(whole, case.ranks)
             with case.policy():  # what it changes is read while lowering
                 # an object of its own, or jax would find what it traced for another policy
-                own = functools.partial(layer, ranks=case.ranks or None)
-                work = jax.jit(own, compiler_options=pk.compiler_options()).lower
+                layer_of_ranks = functools.partial(layer, ranks=case.ranks or None)
+                work = jax.jit(layer_of_ranks, compiler_options=pk.compiler_options()).lower
                 lowered = recorder.attempt(f"lower {case.name}", functools.partial(work, arrays))
             if lowered is not None:
                 work = functools.partial(finish, case, lowered, arrays, start)
@@ -292,9 +292,9 @@ def of_ranks(arrays: dict[str, Any], ranks: Sequence[int]) -> dict[str, Any]:
 
     @jax.jit
     def cut(a, b):
-        own = jnp.arange(rank)[None, :] < table[:, None]
-        a = {name: bank[:, :, :rank] * own[:, None, :] for name, bank in a.items()}
-        return a, {name: bank[:, :rank] * own[:, :, None] for name, bank in b.items()}
+        in_rank = jnp.arange(rank)[None, :] < table[:, None]
+        a = {name: bank[:, :, :rank] * in_rank[:, None, :] for name, bank in a.items()}
+        return a, {name: bank[:, :rank] * in_rank[:, :, None] for name, bank in b.items()}
 
     a, b = cut(arrays["a"], arrays["b"])
     return {**arrays, "a": a, "b": b, "ranks": table}
@@ -332,7 +332,7 @@ def frozen(sites, x, w) -> tuple[jax.Array, ...]:
     if "gate" in sites:
         gate, up, down = w
         return (silu_gate(x @ gate, x @ up) @ down,)
-    return tuple(x @ each for each in w)
+    return tuple(x @ kernel for kernel in w)
 
 
 # --- the trainer's own programs ----------------------------------------------------------------------------------
@@ -378,15 +378,15 @@ def microbatches(
             with case.policy():
                 started[case.name] = attempt(case)
     recorder.add(part="microbatches compiled")
-    times: dict[str, list[float]] = {name: [] for name, found in started.items() if found is not None}
+    times: dict[str, list[float]] = {name: [] for name, stage in started.items() if stage is not None}
     for _ in range(2 if small else 15):
-        for name, own in times.items():
+        for name, seconds in times.items():
             stage, batch = started[name]
-            own.append(sum(stage.time_passes(batch)))
-    medians = {name: statistics.median(own) for name, own in times.items()}
+            seconds.append(sum(stage.time_passes(batch)))
+    medians = {name: statistics.median(seconds) for name, seconds in times.items()}
     for name, median in medians.items():
         ratio = round(median / medians[BASE.name], 4) if BASE.name in medians else None
-        spread = [round(1e3 * float(each), 2) for each in np.percentile(times[name], (20, 80))]
+        spread = [round(1e3 * float(second), 2) for second in np.percentile(times[name], (20, 80))]
         recorder.add(part="microbatch", name=name, over_r16=ratio, ms=round(1e3 * median, 2), p20_p80_ms=spread)
     for name in times if with_profile else ():
         stage, batch = started[name]

@@ -120,21 +120,21 @@ def summary(run: Path) -> dict:
     wall_s = slots[-1]["time"] - slots[0]["time"]
     writing = [(row["time"] - row["seconds"], row["time"]) for row in saved]
     pairs = [(b["time"], b["time"] - a["time"], b["slot"] - a["slot"]) for a, b in pairwise(slots)]
-    each = {True: [], False: []}
+    slot_times = {True: [], False: []}
     for at, seconds, count in pairs:
         if count:
-            each[any(begin < at < end for begin, end in writing)].append(seconds / count)
+            slot_times[any(begin < at < end for begin, end in writing)].append(seconds / count)
     paused_s = sum(row["paused_s"] for row in saved)
-    usual_s = statistics.median(each[False] or each[True])
+    usual_s = statistics.median(slot_times[False] or slot_times[True])
     return {
         "trainable": rows_of(run, "events.jsonl", "started")[0]["trainable"],
         "wall_s": round(wall_s, 2),
         "paused_s": round(paused_s, 3),
         "paused_share": round(paused_s / wall_s, 5),
         "saves": [{key: row[key] for key in ("slot", "seconds", "paused_s")} for row in saved],
-        "slot_s_writing": statistics.median(each[True]) if each[True] else None,
+        "slot_s_writing": statistics.median(slot_times[True]) if slot_times[True] else None,
         "slot_s_otherwise": usual_s,
-        "longest_slot_s": round(max(each[True] + each[False]), 3),
+        "longest_slot_s": round(max(slot_times[True] + slot_times[False]), 3),
         "lost_share": round(1 - usual_s * (slots[-1]["slot"] - slots[0]["slot"]) / wall_s, 4),  # of all time
         "shown": {key: slots[-1][key] for key in ("useful_tokens_per_s", "processed_tokens_per_s", "paused_s")},
         "processed_per_wall_s": round((slots[-1]["slot"] - slots[0]["slot"]) / wall_s, 4),

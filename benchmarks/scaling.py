@@ -295,10 +295,10 @@ def main() -> None:
     for adapters in (4, 16):
         for global_batch in (8, 64) if quick else BATCHES:
             for name in ("8B",) if quick else MODELS:
-                found = [row for gpus in GPUS if (row := best(name, adapters, global_batch, gpus))]
-                rates = {row["gpus"]: row["tokens_per_s"] for row in found}
+                points = [row for gpus in GPUS if (row := best(name, adapters, global_batch, gpus))]
+                rates = {row["gpus"]: row["tokens_per_s"] for row in points}
                 print(f"{name}, {adapters} adapters, batch {global_batch}: {rates}", flush=True)
-                rows += found
+                rows += points
             planned.cache_clear()
     rows = with_efficiency(sorted(rows, key=lambda row: list(MODELS).index(row["model"])))
     if quick:

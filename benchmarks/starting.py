@@ -65,9 +65,9 @@ def main() -> int:
 
 def write_base(base: Path, shape: dict, layers: int) -> None:
     """One layer by the product's own writer, then copies of it under the names of the others."""
-    one = json.dumps(shape | {"num_layers": 1})
+    one_layer = json.dumps(shape | {"num_layers": 1})
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-    subprocess.run([sys.executable, "-c", WRITE, str(base), one], check=True, env=environment)
+    subprocess.run([sys.executable, "-c", WRITE, str(base), one_layer], check=True, env=environment)
     config = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps(config | {"num_hidden_layers": layers}))
     tensors = {name: tensor for file in base.glob("*.safetensors") for name, tensor in load_file(file).items()}
@@ -76,13 +76,13 @@ def write_base(base: Path, shape: dict, layers: int) -> None:
     layer = {name: tensor for name, tensor in tensors.items() if name.startswith(FIRST)}
     shards = {"rest": {name: tensor for name, tensor in tensors.items() if name not in layer}}
     for number in range(layers):
-        own = {name.replace(FIRST, f"model.layers.{number}."): tensor for name, tensor in layer.items()}
-        shards[f"{number:03}"] = own
+        layer_tensors = {name.replace(FIRST, f"model.layers.{number}."): tensor for name, tensor in layer.items()}
+        shards[f"{number:03}"] = layer_tensors
     files = {name: f"model-{name}.safetensors" for name in shards}
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda name: save_file(shards[name], base / files[name], metadata={"format": "pt"}), shards))
-    index = {tensor: files[name] for name, own in shards.items() for tensor in own}
-    total = sum(tensor.nbytes for own in shards.values() for tensor in own.values())
+    index = {tensor: files[name] for name, tensors in shards.items() for tensor in tensors}
+    total = sum(tensor.nbytes for tensors in shards.values() for tensor in tensors.values())
     text = json.dumps({"metadata": {"total_size": total}, "weight_map": index})
     (base / "model.safetensors.index.json").write_text(text)
 

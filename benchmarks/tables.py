@@ -43,8 +43,8 @@ def outdated() -> list[str]:
     """Files that `main` would change. Plots are not compared, because versions of matplotlib differ."""
     with tempfile.TemporaryDirectory() as folder:
         made = write_tables(Path(folder))
-        found = [f for f in made if f.suffix == ".csv" and not same(f, FOLDER / f.name)]
-    changed = [str((FOLDER / file.name).relative_to(ROOT)) for file in found]
+        changed_files = [f for f in made if f.suffix == ".csv" and not same(f, FOLDER / f.name)]
+    changed = [str((FOLDER / file.name).relative_to(ROOT)) for file in changed_files]
     return changed + [str(f.relative_to(ROOT)) for f, text in filled() if f.read_text(encoding="utf-8") != text]
 
 
@@ -66,7 +66,7 @@ def filled() -> Iterator[tuple[Path, str]]:
     for file in (ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
         text = file.read_text(encoding="utf-8")
         if PLACE.search(text):
-            yield file, PLACE.sub(lambda place: f"{place[1]}{published.TABLES[place[2]]()}\n{place[3]}", text)
+            yield file, PLACE.sub(lambda match: f"{match[1]}{published.TABLES[match[2]]()}\n{match[3]}", text)
 
 
 if __name__ == "__main__":

@@ -27,14 +27,14 @@ COLUMNS = ("global_batch", "variant", "useful_tokens_per_s", "processed_tokens_p
 
 def rows_of(folder: Path) -> list[dict]:
     """All rows of ours and of the peers; the last of a variant and batch counts."""
-    found: dict[tuple, dict] = {}
+    by_variant: dict[tuple, dict] = {}
     for name in ("end_to_end.jsonl", "peers.jsonl"):
         path = folder / name
         for line in path.read_text().splitlines() if path.exists() else []:
             row = json.loads(line)
             if row["variant"] in LABELS and "error" not in row:
-                found[row["global_batch"], row["variant"]] = row
-    return list(found.values())
+                by_variant[row["global_batch"], row["variant"]] = row
+    return list(by_variant.values())
 
 
 def table(rows: list[dict]) -> list[dict]:

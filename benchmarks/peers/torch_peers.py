@@ -82,15 +82,15 @@ def quantise(base: Any) -> None:
     for parent in base.model.modules():
         for name, linear in list(parent.named_children()):
             if type(linear) is torch.nn.Linear:
-                own = bnb.nn.Linear4bit(
+                quantised = bnb.nn.Linear4bit(
                     linear.in_features, linear.out_features, bias=False, compute_dtype=torch.bfloat16,
                     compress_statistics=True, quant_type="nf4", device="meta",
                 )  # fmt: skip
-                own.weight = bnb.nn.Params4bit(
+                quantised.weight = bnb.nn.Params4bit(
                     linear.weight.data.cpu(), requires_grad=False, compress_statistics=True, quant_type="nf4"
                 )
                 device = linear.weight.device
-                setattr(parent, name, own.to(device))  # moving it quantises
+                setattr(parent, name, quantised.to(device))  # moving it quantises
     base.is_loaded_in_4bit = True  # PEFT asks for it
 
 
@@ -200,7 +200,7 @@ def run(options: argparse.Namespace) -> dict:
         rows = options.rows * (2 if variant == "checkpointed" else 1)
         steps = [padded(batch, rows) for batch in batches]
         processed = sum(len(m) * max(m) for step in steps[WARM_UP:] for m in step)
-        return train(model, steps, lambda each: padded_losses(model, each)) | {"rows": rows, "processed": processed}
+        return train(model, steps, lambda batch: padded_losses(model, batch)) | {"rows": rows, "processed": processed}
     multiple = 1
     if variant.startswith("lorafusion"):
         lorafusion.install(options.lorafusion)
@@ -212,8 +212,8 @@ def run(options: argparse.Namespace) -> dict:
     steps = full_steps(batches, options.capacity) if full else [pack(batch, options.capacity) for batch in batches]
     warm = steps[:WARM_UP] * 2  # lengths differ from step to step: kernels are chosen and compiled here
     if not options.sample:
-        train(model, warm, lambda each: packed_losses(model, documents, each, multiple))
-    row = train(model, steps, lambda each: packed_losses(model, documents, each, multiple))
+        train(model, warm, lambda batch: packed_losses(model, documents, batch, multiple))
+    row = train(model, steps, lambda batch: packed_losses(model, documents, batch, multiple))
     return row | {"processed": sum(-(-sum(m) // multiple) * multiple for step in steps[WARM_UP:] for m in step)}
 
 
