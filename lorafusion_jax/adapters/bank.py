@@ -94,15 +94,15 @@ def make_bank(
         made.append(_of_kind(kind, tensors, (*shape, rank), scale_A, kernel, dtype))
     if number_A is None:
         return made[0]
-    columns = max(each.a_AKC.shape[2] for each in made)
+    columns = max(pair.a_AKC.shape[2] for pair in made)
     a, b = jnp.zeros((), made[0].a_AKC.dtype), jnp.zeros((), made[0].b_ACN.dtype)
     f, scaled = jnp.ones(()), jnp.zeros((), bool)
-    for number, each in enumerate(made):
-        wide = [(0, 0), (0, 0), (0, columns - each.a_AKC.shape[2])]
-        a = _where(number_A, number, jnp.pad(each.a_AKC, wide), a)
-        b = _where(number_A, number, jnp.pad(each.b_ACN, [wide[0], wide[2], wide[1]]), b)
-        if each.f_AN is not None:
-            f, scaled = _where(number_A, number, each.f_AN, f), scaled | (number_A == number)
+    for number, pair in enumerate(made):
+        wide = [(0, 0), (0, 0), (0, columns - pair.a_AKC.shape[2])]
+        a = _where(number_A, number, jnp.pad(pair.a_AKC, wide), a)
+        b = _where(number_A, number, jnp.pad(pair.b_ACN, [wide[0], wide[2], wide[1]]), b)
+        if pair.f_AN is not None:
+            f, scaled = _where(number_A, number, pair.f_AN, f), scaled | (number_A == number)
     return Bank(a, b, f, scaled) if f.ndim else Bank(a, b)
 
 
@@ -125,8 +125,8 @@ def start_bank(
         for index, scale in enumerate(scales):
             if number_A is not None and number_A[index] != number:
                 continue
-            own = {leaf.name: _of_projection(leaf, leaves[leaf.name][index], shape) for leaf in kind.leaves}
-            for key, array in start_tensors(kind, kernel, own, (*shape, rank), scale).items():
+            tensors = {leaf.name: _of_projection(leaf, leaves[leaf.name][index], shape) for leaf in kind.leaves}
+            for key, array in start_tensors(kind, kernel, tensors, (*shape, rank), scale).items():
                 started[key] = started[key].at[index].set(array)
     return started
 
@@ -204,7 +204,7 @@ def _of_projection(leaf: Leaf, array: Any, shape: tuple[int, int]) -> Any:
     return leaf.cut(array, {"K": shape[0], "N": shape[1]}) if leaf.shared else array
 
 
-def _where(number_A: Any, number: int, own: Any, other: Any) -> Any:
+def _where(number_A: Any, number: int, values: Any, other: Any) -> Any:
     if number_A is None:
-        return own
-    return jnp.where((number_A == number).reshape(-1, *(1,) * (own.ndim - 1)), own, other)
+        return values
+    return jnp.where((number_A == number).reshape(-1, *(1,) * (values.ndim - 1)), values, other)

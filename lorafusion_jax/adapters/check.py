@@ -37,8 +37,8 @@ def check_kind(name: str, sizes: Iterable[Size] = ()) -> None:
         wrong = wrong or next(filter(None, (_wrong_shapes(kind, size, jnp) for size in sizes)), "")
     except Exception as problem:  # code of another package may raise anything
         frames = traceback.extract_tb(problem.__traceback__)
-        own = [frame for frame in frames if not any(f"/{name}/" in frame.filename for name in NOT_OF_THE_KIND)]
-        at = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
+        kind_frames = [frame for frame in frames if not any(f"/{name}/" in frame.filename for name in NOT_OF_THE_KIND)]
+        at = f" ({kind_frames[-1].filename}:{kind_frames[-1].lineno})" if kind_frames else ""
         wrong = f"{type(problem).__name__}: {str(problem).partition(chr(10))[0]}{at}"
     if wrong:
         raise ConfigError(

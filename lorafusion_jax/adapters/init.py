@@ -113,8 +113,8 @@ def init_bank(
     for index in [index for index, spec in enumerate(adapters) if name in spec.targets] if members is None else members:
         spec = adapters[index]
         drawn = init_adapter(spec, path, *sizes) | init_shared(spec, *largest)
-        for key, own in drawn.items():
-            leaves[key].at_rank(bank[key][index], spec.rank)[...] = own
+        for key, tensor in drawn.items():
+            leaves[key].at_rank(bank[key][index], spec.rank)[...] = tensor
     return bank
 
 
@@ -132,12 +132,12 @@ def init_leaves(adapters: Sequence[AdapterSpec], shapes: Mapping[str, tuple[int,
     leaves: dict[str, np.ndarray] = {}
     known = {leaf.name: leaf for leaf in leaves_of([spec.kind for spec in adapters])}
     for path in dict.fromkeys(name.rsplit(".", 1)[0] for name in shapes):
-        own = {name: shapes[f"{path}.{name}"] for name in known if f"{path}.{name}" in shapes}
+        leaf_shapes = {name: shapes[f"{path}.{name}"] for name in known if f"{path}.{name}" in shapes}
         sizes = {}
-        for name, shape in own.items():
+        for name, shape in leaf_shapes.items():
             axes = known[name].axes
             sizes |= dict(zip(axes, shape[len(shape) - len(axes) :], strict=True))
-        name, shape = next(iter(own.items()))
+        name, shape = next(iter(leaf_shapes.items()))
         stack = shape[: len(shape) - len(known[name].axes) - 1]
         numbers = range(stack[0]) if stack else [None]
         banks = [

@@ -97,11 +97,11 @@ def _same_bytes(file: Path, name: str, other: Path, other_name: str) -> bool:
     other_kind, begin, end = _entries(other)[other_name]
     if (kind, stop - start) != (other_kind, end - begin):
         return False
-    with open_regular(file) as one, open_regular(other) as two:
-        one.seek(start)
+    with open_regular(file) as stream, open_regular(other) as two:
+        stream.seek(start)
         two.seek(begin)
-        sizes = [min(_BLOCK, stop - place) for place in range(start, stop, _BLOCK)]
-        return all(one.read(size) == two.read(size) for size in sizes)
+        sizes = [min(_BLOCK, stop - start_of_block) for start_of_block in range(start, stop, _BLOCK)]
+        return all(stream.read(size) == two.read(size) for size in sizes)
 
 
 def _index_problems(index: Path) -> Iterator[LoraFusionError]:

@@ -64,7 +64,7 @@ class RunFolder:
     def exported(self, name: str) -> list[Path]:
         """Returns the exported folders of an adapter, oldest first."""
         folders = (self.path / "adapters" / name).glob("step-*")
-        return sorted((one for one in folders if _STEP.fullmatch(one.name)), key=step_of)
+        return sorted((exported for exported in folders if _STEP.fullmatch(exported.name)), key=step_of)
 
     def latest(self, name: str) -> Path | None:
         """Returns the newest exported folder of an adapter."""
@@ -106,7 +106,7 @@ class RunFolder:
         """
         if self.plan_file.exists():
             return
-        found = [
+        files = [
             name
             for name, there in {
                 "state/": slots_of(self.state),
@@ -115,10 +115,10 @@ class RunFolder:
             }.items()
             if there
         ]
-        if found:
+        if files:
             raise CheckpointError(
                 "run.no-plan",
-                f"{self.path} holds {' and '.join(found)} of a run whose plan.json is missing.",
+                f"{self.path} holds {' and '.join(files)} of a run whose plan.json is missing.",
                 why="without its plan a run cannot continue, and files of another run would mix with its files",
                 fix="restore plan.json from a copy. For a new run, move the folder away or choose another --out",
             )
@@ -282,8 +282,8 @@ class RunFolder:
 
     def remove_leftovers(self) -> None:
         """Removes temporary files of killed processes; call it while holding `lock`."""
-        for place in (self.path, self.state, *(self.path / "adapters").glob("*")):
-            remove_leftovers(place)
+        for parent in (self.path, self.state, *(self.path / "adapters").glob("*")):
+            remove_leftovers(parent)
 
     def _current(self, name: str) -> Path:
         """Returns the file that run.json names."""
@@ -303,8 +303,8 @@ class RunFolder:
 def _digests(record: dict) -> dict[str, str]:
     """Returns name → digest of the files that change together with run.json."""
     moves = record.get("moves", ())
-    found = {PLAN: moves[-1]["plan"] if moves else record.get("plan"), CONFIG: record.get("files", {}).get(CONFIG)}
-    return {name: digest for name, digest in found.items() if isinstance(digest, str)}
+    digests = {PLAN: moves[-1]["plan"] if moves else record.get("plan"), CONFIG: record.get("files", {}).get(CONFIG)}
+    return {name: digest for name, digest in digests.items() if isinstance(digest, str)}
 
 
 def _cap_changes(move: dict[str, Any], slot: int) -> dict[str, Any]:
@@ -316,6 +316,6 @@ def _cap_changes(move: dict[str, Any], slot: int) -> dict[str, Any]:
 
 def step_of(exported: Path) -> int:
     """Returns the step of an exported folder from its name."""
-    found = _STEP.fullmatch(exported.name)
-    assert found, exported
-    return int(found[1])
+    match = _STEP.fullmatch(exported.name)
+    assert match, exported
+    return int(match[1])

@@ -94,7 +94,7 @@ def merge_arrays(
     max_rounding = 0.0
     with new_folder(to_dir) as folder:
         _copy_small_files(base_dir, folder)
-        for file in sorted({place.file for place in places.values()}):
+        for file in sorted({stored.file for stored in places.values()}):
             shutil.copyfile(file, folder / file.name)
             with (folder / file.name).open("r+b") as stream:
                 for name in (name for name in targets if places[name].file == file):
@@ -108,11 +108,11 @@ def merge_arrays(
     return MergeReport(deltas=deltas, max_rounding=max_rounding)
 
 
-def _merge(stream: BinaryIO, place: Stored, merge: Callable[[np.ndarray], np.ndarray]) -> tuple[float, float]:
+def _merge(stream: BinaryIO, stored: Stored, merge: Callable[[np.ndarray], np.ndarray]) -> tuple[float, float]:
     """Merges into one tensor in place: its dtype and shape do not change."""
-    stream.seek(place.start)
-    dtype = _DTYPES[place.dtype]
-    before_NK = np.frombuffer(stream.read(place.stop - place.start), dtype).reshape(place.shape).astype(np.float32)
+    stream.seek(stored.start)
+    dtype = _DTYPES[stored.dtype]
+    before_NK = np.frombuffer(stream.read(stored.stop - stored.start), dtype).reshape(stored.shape).astype(np.float32)
     w_NK = np.asarray(merge(before_NK.T).T, np.float32)
     delta_NK = w_NK - before_NK
     with np.errstate(over="ignore"):
@@ -122,10 +122,10 @@ def _merge(stream: BinaryIO, place: Stored, merge: Callable[[np.ndarray], np.nda
             "merge.not-finite",
             "a merged weight is not a finite number.",
             where=str(stream.name),
-            why=f"{place.dtype} cannot hold it",
+            why=f"{stored.dtype} cannot hold it",
             fix="merge into a float32 or bfloat16 copy of the base",
         )
-    stream.seek(place.start)
+    stream.seek(stored.start)
     stream.write(rounded_NK.tobytes())
     return float(np.abs(delta_NK).max()), float(np.abs(rounded_NK.astype(np.float32) - w_NK).max())
 
@@ -172,6 +172,11 @@ def _places(base_dir: Path) -> dict[str, Stored]:
     try:
         return list_tensors(base_dir)
     except LoraFusionError as problem:
-        found = getattr(problem, "errors", [problem])
-        raise_all([CheckpointError("merge.base", one.what, where=one.where, why=one.why, fix=one.fix) for one in found])
+        errors = getattr(problem, "errors", [problem])
+        raise_all(
+            [
+                CheckpointError("merge.base", error.what, where=error.where, why=error.why, fix=error.fix)
+                for error in errors
+            ]
+        )
         raise

@@ -210,17 +210,17 @@ def _stack_layers(
     parts: dict[str, dict[tuple[int, ...], np.ndarray]] = {}
     for path, number, _ in _single_layers(model, name):
         for leaf in kind.leaves:
-            place = ROOT if leaf.shared else f"{PREFIX}{names[_numbered(path, number)]}."
-            array = np.asarray(tensors[f"{place}{leaf.peft_name}"], np.float32).T
+            prefix = ROOT if leaf.shared else f"{PREFIX}{names[_numbered(path, number)]}."
+            array = np.asarray(tensors[f"{prefix}{leaf.peft_name}"], np.float32).T
             parts.setdefault(f"{path}.{leaf.name}".lstrip("."), {})[number] = array
-    return {key: _stack(own) for key, own in parts.items()}
+    return {key: _stack(layers) for key, layers in parts.items()}
 
 
 def _stack(parts: Mapping[tuple[int, ...], np.ndarray]) -> np.ndarray:
     """Stacks arrays by their numbers; an array of no shape where theirs differ, which fits nothing."""
-    stack, own = tuple(1 + last for last in max(parts)), list(parts.values())
-    same = all(array.shape == own[0].shape for array in own)
-    return np.stack(own).reshape(*stack, *own[0].shape) if same else np.zeros(())
+    stack, arrays_in_order = tuple(1 + last for last in max(parts)), list(parts.values())
+    same = all(array.shape == arrays_in_order[0].shape for array in arrays_in_order)
+    return np.stack(arrays_in_order).reshape(*stack, *arrays_in_order[0].shape) if same else np.zeros(())
 
 
 def _single_layers(model: nnx.Module, name: str) -> Iterator[tuple[str, tuple[int, ...], dict[str, np.ndarray]]]:
@@ -238,11 +238,11 @@ def _numbered(path: str, number: tuple[int, ...]) -> str:
 
 
 def _by_layer(arrays: Mapping[str, np.ndarray]) -> dict[str, dict[str, np.ndarray]]:
-    found: dict[str, dict[str, np.ndarray]] = {}
+    by_path: dict[str, dict[str, np.ndarray]] = {}
     for key, value in arrays.items():
         path, _, leaf = key.rpartition(".")
-        found.setdefault(path, {})[leaf] = value
-    return found
+        by_path.setdefault(path, {})[leaf] = value
+    return by_path
 
 
 def _names(paths: Sequence[str], keys: Keys) -> dict[str, str]:

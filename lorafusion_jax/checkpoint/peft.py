@@ -213,13 +213,13 @@ def _problems(tensors: dict[str, np.ndarray], paths: Sequence[str], described: D
     for key in sorted(wanted.keys() & tensors.keys()):
         (path, leaf), shape = wanted[key], tensors[key].shape
         axes = leaf.axes[::-1]  # PEFT has them transposed
-        place = path.rsplit(".", 1)[-1]
+        projection = path.rsplit(".", 1)[-1]
         known = {"R": described.ranks.get(path, described.spec.rank)} | {
             axis: axis for axis in axes if axis not in AXES
         }
         sizes = shape if len(shape) == len(axes) else (0,) * len(axes)
         expected = tuple(
-            known[axis] if axis in known else widths.setdefault((place, axis), size)
+            known[axis] if axis in known else widths.setdefault((projection, axis), size)
             for axis, size in zip(axes, sizes, strict=True)
         )
         if shape != expected:
@@ -259,8 +259,8 @@ def check_finite(arrays: Arrays, spec: AdapterSpec) -> None:
 
 def _check_copy(folder: Path, spec: AdapterSpec, tensors: dict[str, np.ndarray]) -> None:
     """Reads the folder back, with the checks of the public reader, and compares its tensors with what was written."""
-    found, again = _read(folder, spec.kind, spec.head)
-    same = found.same_settings(spec)
+    copy_spec, again = _read(folder, spec.kind, spec.head)
+    same = copy_spec.same_settings(spec)
     if not same or again.keys() != tensors.keys() or any((again[key] != tensors[key]).any() for key in again):
         raise RunError("export.differs", f"{spec.name}: the written folder reads back differently.", where=str(folder))
 

@@ -49,9 +49,11 @@ def take_adapter(lora_leaves: Leaves, spec: AdapterSpec, index: int) -> Arrays:
         if path.rsplit(".", 1)[-1] not in spec.targets:
             continue
         whole = [_host(lora_leaves[f"{path}.{leaf.name}"]) for leaf in kind.of_projections]
-        for unrolled, place in places.items():
-            own = zip(kind.of_projections, whole, strict=True)
-            arrays[unrolled] = tuple(leaf.at_rank(array[(*place, index)], spec.rank).copy() for leaf, array in own)
+        for unrolled, layer_index in places.items():
+            pairs = zip(kind.of_projections, whole, strict=True)
+            arrays[unrolled] = tuple(
+                leaf.at_rank(array[(*layer_index, index)], spec.rank).copy() for leaf, array in pairs
+            )
     if not arrays:
         known = sorted({path.rsplit(".", 1)[-1] for path in projections})
         raise CheckpointError(
@@ -91,7 +93,9 @@ def put_adapter(
     """
     table = adapter_kind(kind)
     projections = _projections(lora_leaves, table)
-    places = {unrolled: (path, place) for path, known in projections.items() for unrolled, place in known.items()}
+    places = {
+        unrolled: (path, layer_index) for path, known in projections.items() for unrolled, layer_index in known.items()
+    }
     _check_fit(lora_leaves, table, places, arrays)
     leaves = dict(lora_leaves)
     for name in _names(table, projections):
@@ -103,10 +107,10 @@ def put_adapter(
         if unrolled == HEAD:
             leaves |= _put_head(lora_leaves, index, tensors, head)
             continue
-        path, place = (SHARED, (0,)) if unrolled == SHARED else places[unrolled]
-        own = table.shared if unrolled == SHARED else table.of_projections
-        for leaf, tensor in zip(own, tensors, strict=True):
-            into = leaves[f"{path}.{leaf.name}"][(*place, index)]
+        path, layer_index = (SHARED, (0,)) if unrolled == SHARED else places[unrolled]
+        group = table.shared if unrolled == SHARED else table.of_projections
+        for leaf, tensor in zip(group, tensors, strict=True):
+            into = leaves[f"{path}.{leaf.name}"][(*layer_index, index)]
             into[tuple(slice(size) for size in tensor.shape)] = tensor
     return leaves
 
@@ -191,13 +195,13 @@ def tensors_at(
         shape: K and N (None: those of its own tensors).
     """
     kind = adapter_kind(spec.kind)
-    own = dict(zip(kind.of_projections, arrays[path], strict=True))
-    known = {axis: size for leaf, array in own.items() for axis, size in zip(leaf.axes, array.shape, strict=True)}
+    tensors = dict(zip(kind.of_projections, arrays[path], strict=True))
+    known = {axis: size for leaf, array in tensors.items() for axis, size in zip(leaf.axes, array.shape, strict=True)}
     num_in, num_out = (known.get("K", 0), known.get("N", 0)) if shape is None else shape
     cut = {axis: size for axis, size in (("K", num_in), ("N", num_out)) if size}
     shared = {leaf: leaf.cut(array, cut) for leaf, array in zip(kind.shared, arrays.get(SHARED, ()), strict=True)}
     sizes = Sizes(K=num_in, N=num_out, R=spec.rank, scale=np.float32(spec.scale))
-    return {leaf.name: array for leaf, array in (own | shared).items()}, sizes
+    return {leaf.name: array for leaf, array in (tensors | shared).items()}, sizes
 
 
 def _check_fit(
@@ -260,8 +264,8 @@ def _projections(lora_leaves: Leaves, kind: AdapterKind) -> dict[str, dict[str, 
 
 
 def _names(kind: AdapterKind, projections: Mapping[str, Any]) -> list[str]:
-    own = [f"{path}.{leaf.name}" for path in projections for leaf in kind.of_projections]
-    return own + [f"{SHARED}.{leaf.name}" for leaf in kind.shared]
+    names = [f"{path}.{leaf.name}" for path in projections for leaf in kind.of_projections]
+    return names + [f"{SHARED}.{leaf.name}" for leaf in kind.shared]
 
 
 def _host(leaf) -> np.ndarray:

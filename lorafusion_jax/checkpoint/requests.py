@@ -61,18 +61,18 @@ class Request:
             OSError: it is not a file, or too large.
             ValueError: the file is not a valid request.
         """
-        found = json.loads(read_text(file, SETTINGS))
-        if not isinstance(found, dict) or found.get("action") not in ACTIONS:
+        content = json.loads(read_text(file, SETTINGS))
+        if not isinstance(content, dict) or content.get("action") not in ACTIONS:
             raise ValueError(f"no action of {', '.join(ACTIONS)}")
-        action: Action = found["action"]
+        action: Action = content["action"]
         if action == "add":
-            settings = tuple(AdapterConfig.model_validate(entry) for entry in found.get("adapters") or ())
+            settings = tuple(AdapterConfig.model_validate(entry) for entry in content.get("adapters") or ())
             if not settings:
                 raise ValueError("no adapters")
             return Request(name=file.name, action=action, adapters=tuple(s.name for s in settings), settings=settings)
-        if not isinstance(adapter := found.get("adapter"), str) or not re.match(ADAPTER_NAME, adapter):
+        if not isinstance(adapter := content.get("adapter"), str) or not re.match(ADAPTER_NAME, adapter):
             raise ValueError("no name of an adapter")
-        weight, epochs, steps = (found.get(key) for key in ("weight", "epochs", "steps"))
+        weight, epochs, steps = (content.get(key) for key in ("weight", "epochs", "steps"))
         if action == "weight" and not is_weight(weight):
             raise ValueError(f"{weight!r} is not a positive number")
         if action == "extend" and not is_extension(epochs, steps):

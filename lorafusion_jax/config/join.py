@@ -103,9 +103,9 @@ def _with_moved_paths(adapter: AdapterConfig, theirs: str, ours: str) -> Adapter
     if Path(theirs) == Path(ours):
         return adapter
 
-    def place(path: str | None) -> str | None:
+    def moved(path: str | None) -> str | None:
         return path if path is None or path.startswith("hf:") else str(Path(theirs) / path)
 
-    data = adapter.data.model_copy(update={"train": place(adapter.data.train), "eval": place(adapter.data.eval)})
-    lora = adapter.lora.model_copy(update={"init_from": place(adapter.lora.init_from)})
+    data = adapter.data.model_copy(update={"train": moved(adapter.data.train), "eval": moved(adapter.data.eval)})
+    lora = adapter.lora.model_copy(update={"init_from": moved(adapter.lora.init_from)})
     return adapter.model_copy(update={"data": data, "lora": lora})

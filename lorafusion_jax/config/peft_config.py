@@ -84,9 +84,17 @@ class Described:
 
     def same_settings(self, spec: AdapterSpec) -> bool:
         """Whether kind, rank, scale and targets are those of a specification."""
-        own = self.spec
-        scale = not self.has_scale or (own.alpha, own.rslora) == (spec.alpha, spec.rslora) or own.scale == spec.scale
-        return scale and (own.kind, own.rank, set(own.targets)) == (spec.kind, spec.rank, set(spec.targets))
+        own_spec = self.spec
+        scale = (
+            not self.has_scale
+            or (own_spec.alpha, own_spec.rslora) == (spec.alpha, spec.rslora)
+            or own_spec.scale == spec.scale
+        )
+        return scale and (own_spec.kind, own_spec.rank, set(own_spec.targets)) == (
+            spec.kind,
+            spec.rank,
+            set(spec.targets),
+        )
 
 
 def config_of(
@@ -100,8 +108,8 @@ def config_of(
     >>> config_of(AdapterSpec(name="law", rank=8, alpha=16), "org/base")["target_modules"][:2]
     ['q_proj', 'k_proj']
     """
-    said = {} if base_quantize == NONE else {"base_quantize": base_quantize}
-    said |= {
+    config = {} if base_quantize == NONE else {"base_quantize": base_quantize}
+    config |= {
         "peft_type": LORA,
         "task_type": "CAUSAL_LM" if spec.head is None else spec.head.task,
         "base_model_name_or_path": base_name,
@@ -116,9 +124,9 @@ def config_of(
         "layers_pattern": None,
         "auto_mapping": None,
     }
-    own = adapter_kind(spec.kind).peft or {}
-    more = _of_lora(spec) if own.get("peft_type", LORA) == LORA else {}
-    return said | more | {key: value(spec) if callable(value) else value for key, value in own.items()}
+    peft_entries = adapter_kind(spec.kind).peft or {}
+    more = _of_lora(spec) if peft_entries.get("peft_type", LORA) == LORA else {}
+    return config | more | {key: value(spec) if callable(value) else value for key, value in peft_entries.items()}
 
 
 def _of_lora(spec: AdapterSpec) -> dict[str, Any]:
@@ -143,8 +151,8 @@ def kind_of(raw: Mapping[str, Any]) -> str:
     return max(fits, key=lambda name: fits[name], default=PLAIN)
 
 
-def _says(raw: Mapping[str, Any], own: Mapping[str, Any]) -> bool:
-    return all(raw.get(key) == value for key, value in own.items() if not callable(value))
+def _says(raw: Mapping[str, Any], entries: Mapping[str, Any]) -> bool:
+    return all(raw.get(key) == value for key, value in entries.items() if not callable(value))
 
 
 def _peft_type(kind: AdapterKind) -> str:
@@ -215,13 +223,13 @@ def describe(
     root = math.sqrt if raw.get("use_rslora") else float
     largest = max(ranks.values(), default=rank)
     scale = _scale({path: alphas[path] / root(ranks[path]) for path in paths} or {"": alpha / root(rank)}, where)
-    own = alpha if largest == rank and scale == alpha / root(rank) else scale * root(largest)
+    own_alpha = alpha if largest == rank and scale == alpha / root(rank) else scale * root(largest)
     base, revision = raw.get("base_model_name_or_path"), raw.get("revision")
     return Described(
         spec=AdapterSpec(
             name=name,
             rank=largest,
-            alpha=own,
+            alpha=own_alpha,
             rslora=bool(raw.get("use_rslora")),
             dropout=dropout,
             targets=targets,
@@ -258,32 +266,32 @@ def _dropout_key(raw: Mapping[str, Any]) -> str:
 
 
 def _unsupported_options(raw: Mapping[str, Any], kind: AdapterKind) -> list[str]:
-    own = kind.peft or {}
-    found = [] if raw.get("peft_type") == _peft_type(kind) else [f"peft_type={shortened(raw.get('peft_type'))}"]
-    found += [
+    peft_entries = kind.peft or {}
+    unsupported = [] if raw.get("peft_type") == _peft_type(kind) else [f"peft_type={shortened(raw.get('peft_type'))}"]
+    unsupported += [
         f"{key}={shortened(value)}"
         for key, value in raw.items()
-        if key not in _NEUTRAL and value not in _OFF and key not in own
+        if key not in _NEUTRAL and value not in _OFF and key not in peft_entries
     ]
-    found += [
+    unsupported += [
         f"{key}={shortened(raw.get(key))}"
-        for key, value in own.items()
+        for key, value in peft_entries.items()
         if key != "peft_type" and not callable(value) and raw.get(key) != value
     ]
-    found += [f"bias={shortened(raw['bias'])}"] if raw.get("bias") not in (None, "none") else []
+    unsupported += [f"bias={shortened(raw['bias'])}"] if raw.get("bias") not in (None, "none") else []
     init = raw.get("init_lora_weights")
-    found += [f"init_lora_weights={shortened(init)}"] if init not in _PLAIN_INIT else []
+    unsupported += [f"init_lora_weights={shortened(init)}"] if init not in _PLAIN_INIT else []
     pattern = raw.get("layers_pattern")
-    found += [f"layers_pattern={shortened(pattern)}"] if pattern not in (*_OFF, "", "layers", ["layers"]) else []
-    return found
+    unsupported += [f"layers_pattern={shortened(pattern)}"] if pattern not in (*_OFF, "", "layers", ["layers"]) else []
+    return unsupported
 
 
 def _some_layers(raw: Mapping[str, Any]) -> bool:
     """Whether the file lets projections out that it does not list one by one."""
-    said = raw.get("target_modules")
-    names = said if isinstance(said, list) else []
+    targets = raw.get("target_modules")
+    names = targets if isinstance(targets, list) else []
     return (
-        (isinstance(said, str) and said != ALL_LINEAR and said not in PATHS)
+        (isinstance(targets, str) and targets != ALL_LINEAR and targets not in PATHS)
         or any("." in str(name) for name in names)
         or raw.get("layers_to_transform") not in _OFF
         or raw.get("exclude_modules") not in (*_OFF, "")
@@ -291,13 +299,13 @@ def _some_layers(raw: Mapping[str, Any]) -> bool:
 
 
 def _layers(raw: Mapping[str, Any], where: str, errors: list[LoraFusionError]) -> tuple[int, ...] | None:
-    said = raw.get("layers_to_transform")
-    if said is None or said == []:
+    layers = raw.get("layers_to_transform")
+    if layers is None or layers == []:
         return None
-    numbers = said if isinstance(said, list) else [said]
+    numbers = layers if isinstance(layers, list) else [layers]
     if all(type(number) is int and 0 <= number < MOST_LAYERS for number in numbers):
         return tuple(sorted(set(numbers)))
-    what = f"layers_to_transform={shortened(said)} is not a list of layers from 0."
+    what = f"layers_to_transform={shortened(layers)} is not a list of layers from 0."
     errors.append(CheckpointError("peft.bad-config", what, where=where))
     return ()
 
@@ -310,15 +318,15 @@ def _by_projection(
     if not isinstance(pattern, dict):
         errors.append(CheckpointError("peft.bad-config", f"{key}={shortened(pattern)} is not an object.", where=where))
         return dict.fromkeys(paths, value)
-    found = {}
-    for name, own in pattern.items():
+    by_name = {}
+    for name, number in pattern.items():
         if not _PLAIN.fullmatch(name):
             what = f"this adapter uses {key} with {shortened(name)}, which is not supported."
             why = "only names of projections, with or without the path to them, are read; no expressions"
             errors.append(CheckpointError("peft.unsupported", what, where=where, why=why))
             continue
-        found[name.replace("\\", "").lstrip("^")] = _number({key: own}, key, None, where, errors)
-    return {path: next((found[n] for n in found if f".model.{path}".endswith(f".{n}")), value) for path in paths}
+        by_name[name.replace("\\", "").lstrip("^")] = _number({key: number}, key, None, where, errors)
+    return {path: next((by_name[n] for n in by_name if f".model.{path}".endswith(f".{n}")), value) for path in paths}
 
 
 def _scale(scales: Mapping[str, float], where: str) -> float:
@@ -339,11 +347,11 @@ def _targets(
     raw: Mapping[str, Any], present: list[str], where: str, errors: list[LoraFusionError], known: Sequence[str]
 ) -> tuple[str, ...]:
     """The named projections; a pattern ("all-linear", a regular expression) means those that the tensors speak of."""
-    said = raw.get("target_modules")
-    names = present if isinstance(said, str) and (said == ALL_LINEAR or said not in known) else said
+    targets = raw.get("target_modules")
+    names = present if isinstance(targets, str) and (targets == ALL_LINEAR or targets not in known) else targets
     names = [names] if isinstance(names, str) else names
     if not isinstance(names, list) or not names:
-        what = f"target_modules={shortened(said)} names no projection."
+        what = f"target_modules={shortened(targets)} names no projection."
         errors.append(CheckpointError("peft.bad-config", what, where=where))
         return ()
     others = [name for name in names if str(name).rsplit(".", 1)[-1] not in known]

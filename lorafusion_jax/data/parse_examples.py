@@ -49,10 +49,10 @@ class Examples:
 class _Problems:
     """Bad rows by error code."""
 
-    found: dict[str, list[tuple[int, str]]] = field(default_factory=dict)
+    rows_by_code: dict[str, list[tuple[int, str]]] = field(default_factory=dict)
 
     def add(self, row: int, problem: BadRow) -> None:
-        self.found.setdefault(problem.code, []).append((row, problem.why))
+        self.rows_by_code.setdefault(problem.code, []).append((row, problem.why))
 
     def errors(self, rows: Rows, adapter: str) -> list[LoraFusionError]:
         return [
@@ -63,7 +63,7 @@ class _Problems:
                 why=f"{rows.place(bad[0][0])}: {bad[0][1]}",
                 fix=FIXES[code],
             )
-            for code, bad in self.found.items()
+            for code, bad in self.rows_by_code.items()
         ]
 
 

@@ -152,7 +152,7 @@ def in_order(
         eval=held_out,
         order=sample_order(adapter, len(train.lengths), max_steps),
         first=sample_order(first, len(train.lengths), max_steps),
-        cuts=tuple(each.after for each in adapter.extended),
+        cuts=tuple(extension.after for extension in adapter.extended),
     )
 
 

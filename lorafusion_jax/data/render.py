@@ -144,12 +144,12 @@ def _omissions(rendered: Sequence[Rendered], rows: Rows) -> list[str]:
 def _double_ends(samples: Sequence[Encoded], tokenizer: Tokenizer, rows: Rows) -> list[str]:
     """Returns a note on answers that end with a token which the template writes again after them."""
     special = tokenizer.special_ids
-    found = [(row, token) for row, sample in enumerate(samples) if (token := _repeated(sample, special)) is not None]
-    if not found:
+    repeated = [(row, token) for row, sample in enumerate(samples) if (token := _repeated(sample, special)) is not None]
+    if not repeated:
         return []
-    row, token = found[0]
+    row, token = repeated[0]
     return [
-        f"[data.end-twice] {len(found)} of {len(samples)} rows learn {tokenizer.piece(token)} twice in a row, first "
+        f"[data.end-twice] {len(repeated)} of {len(samples)} rows learn {tokenizer.piece(token)} twice in a row, first "
         f"{rows.place(row)}: the answer ends with it, and the chat template adds it. Remove it from the answers: the "
         "model would learn to go on after its end"
     ]

@@ -48,8 +48,8 @@ def load_samples(
         DataError, ErrorList: all problems of the source, with their rows.
     """
     raw = open_source(source, Path(base_dir))
-    own = objective.objective.segments is not None
-    code = code_of(objective) if own else ""
+    has_segments = objective.objective.segments is not None
+    code = code_of(objective) if has_segments else ""
     if code is None:  # a cache key could not reflect changes of the objective's code
         return tokenize_segments(raw, settings, tokenizer, adapter, objective)
     entry = cache.entry_path(raw, settings, tokenizer, cache_dir, reader=code)
@@ -62,7 +62,7 @@ def load_samples(
             report=DataReport(**{**report, **lists, "source": source}),
             group=objective.group or 1,
         )
-    if own:
+    if has_segments:
         samples = tokenize_segments(raw, settings, tokenizer, adapter, objective)
     else:
         samples = _tokenize(raw, settings, tokenizer, adapter, objective.name)

@@ -106,11 +106,11 @@ def _begin_together(samples: Sequence[RowSample], encoded: Sequence[Sequence[Enc
     for number, sample in enumerate(samples):
         for first in range(0, len(sample.segments), width):
             by_prompt: dict[str, list[Encoded]] = {}
-            for place in range(first, first + width):
-                segment = sample.segments[place]
+            for index in range(first, first + width):
+                segment = sample.segments[index]
                 if segment.text is None and segment.prompt_ids is None:
                     prompt = segment.prompt if segment.messages is None else segment.messages[: segment.prompt_messages]
-                    by_prompt.setdefault(repr(prompt), []).append(encoded[place][number])
+                    by_prompt.setdefault(repr(prompt), []).append(encoded[index][number])
             for members in by_prompt.values():
                 answered = [member.mask for member in members if member.mask.any()]
                 start = min((int(mask.argmax()) for mask in answered), default=0)

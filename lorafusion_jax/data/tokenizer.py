@@ -225,8 +225,8 @@ def _check_inserted_texts(content: bytes) -> None:
     Raises:
         ValueError: one does.
     """
-    if (found := INSERTED.search(content)) is not None:
-        raise ValueError(f"its '{found[1].decode()}' inserts a text of more than {MOST_INSERTED} characters")
+    if (inserted := INSERTED.search(content)) is not None:
+        raise ValueError(f"its '{inserted[1].decode()}' inserts a text of more than {MOST_INSERTED} characters")
 
 
 def _read_json(path: Path) -> dict:

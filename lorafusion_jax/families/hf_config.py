@@ -138,9 +138,9 @@ def parse_part[M: BaseModel](model: type[M], values: Mapping[str, Any], problems
     """Validates values. Errors are added to `problems`, and their keys count as missing."""
     try:
         return model.model_validate(dict(values))
-    except ValidationError as found:
-        wrong = {str(detail["loc"][0]) for detail in found.errors()}
-        problems += list(dict.fromkeys(_problem(detail, values) for detail in found.errors()))
+    except ValidationError as error:
+        wrong = {str(detail["loc"][0]) for detail in error.errors()}
+        problems += list(dict.fromkeys(_problem(detail, values) for detail in error.errors()))
     return model.model_validate({key: value for key, value in values.items() if key not in wrong})
 
 

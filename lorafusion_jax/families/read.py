@@ -70,14 +70,16 @@ def translate(raw: dict[str, Any], malformed: list[str], unsupported: list[str])
 
 
 def _family(raw: dict[str, Any], malformed: list[str], unsupported: list[str]) -> str | None:
-    said = parse_part(HFConfig, {key: raw[key] for key in ("architectures", "model_type") if key in raw}, malformed)
+    names_part = parse_part(
+        HFConfig, {key: raw[key] for key in ("architectures", "model_type") if key in raw}, malformed
+    )
     if malformed:
         return None
-    names = said.architectures or []
-    if (family := find_family(names, said.model_type)) is not None:
+    names = names_part.architectures or []
+    if (family := find_family(names, names_part.model_type)) is not None:
         return family
-    found = shortened(", ".join(names)).strip("'") if names else f"model_type {shortened(said.model_type)}"
-    unsupported.append(f"unknown architecture {found} (known: {known_models()})")
+    architecture = shortened(", ".join(names)).strip("'") if names else f"model_type {shortened(names_part.model_type)}"
+    unsupported.append(f"unknown architecture {architecture} (known: {known_models()})")
     return None
 
 
@@ -89,7 +91,7 @@ def _missing(hf: HFConfig, family: Family, malformed: list[str]) -> list[str]:
 
 def _refuse_unread(raw: dict[str, Any], family: Family, unsupported: list[str]) -> None:
     unread = unread_keys(raw, family.read_keys, family.known)
-    unsupported += [f"{said}: this key is not read, and it may change what the model computes" for said in unread]
+    unsupported += [f"{key}: this key is not read, and it may change what the model computes" for key in unread]
 
 
 def _numbers(hf: HFConfig, family: Family) -> dict[str, Any]:

@@ -31,18 +31,18 @@ def read_ropes(
     hf: HFConfig, family: Family, head_dim: int, malformed: list[str], unsupported: list[str]
 ) -> dict[str, Rope | None]:
     """The rope of each type of layer, from `rope_parameters`, or from `rope_theta` and `rope_scaling`."""
-    said = hf.rope_parameters or hf.rope_scaling or {}
+    settings = hf.rope_parameters or hf.rope_scaling or {}
     thetas = {FULL: hf.rope_theta or _THETA, SLIDING: hf.rope_local_base_freq or hf.rope_theta or _THETA}
-    nested = {key: value for key, value in said.items() if isinstance(value, dict)}
+    nested = {key: value for key, value in settings.items() if isinstance(value, dict)}
     if nested:
-        if nested.keys() != said.keys() or not nested.keys() <= {*LAYER_TYPES} or "layer_types" not in family.reads:
+        if nested.keys() != settings.keys() or not nested.keys() <= {*LAYER_TYPES} or "layer_types" not in family.reads:
             unsupported.append("rope parameters differ between layers")
             return {}
         by_type: Mapping[str, Any] = {name: nested.get(name, {}) for name in LAYER_TYPES}
     elif family.scaled_layers == FULL:
-        by_type = {FULL: said, SLIDING: {"rope_theta": said["rope_theta"]} if "rope_theta" in said else {}}
+        by_type = {FULL: settings, SLIDING: {"rope_theta": settings["rope_theta"]} if "rope_theta" in settings else {}}
     else:
-        by_type = dict.fromkeys(LAYER_TYPES, said)
+        by_type = dict.fromkeys(LAYER_TYPES, settings)
     reader = _Reader(hf, family, head_dim, malformed, unsupported)
     return {name: reader.read(values, thetas[name]) for name, values in by_type.items()}
 
@@ -64,7 +64,9 @@ class _Reader:
             self._add(self.unsupported, [f"rope_type {shortened(kind)} (known: default, {', '.join(_NEEDS)})"])
             return None
         needs = _NEEDS.get(kind, ())
-        missing = [key for key in needs if getattr(values, key) is None and not any(key in said for said in problems)]
+        missing = [
+            key for key in needs if getattr(values, key) is None and not any(key in problem for problem in problems)
+        ]
         if missing:
             problems.append(f"rope_type {kind!r} lacks {', '.join(missing)}")
         beta = ("llama_4_scaling_beta",) if "llama_4_scaling_beta" in self.family.reads else ()

@@ -57,12 +57,12 @@ class Family:
 
     def canonical(self, raw: Mapping[str, Any]) -> dict[str, Any]:
         """Returns what a config.json of this family says, and the values of missing keys, in transformers' spelling."""
-        said = {self.keys.get(key, key): value for key, value in raw.items() if key in self.read_keys}
-        return dict(self.reads) | said
+        values = {self.keys.get(key, key): value for key, value in raw.items() if key in self.read_keys}
+        return dict(self.reads) | values
 
     def key_of(self, key: str) -> str:
         """The family's spelling of a key of transformers."""
-        return next((own for own, theirs in self.keys.items() if theirs == key), key)
+        return next((own_key for own_key, theirs in self.keys.items() if theirs == key), key)
 
     def tensor_name(self, llama: str) -> str:
         """Checkpoint name of a tensor given by Llama's name, e.g. "model.layers.3.self_attn.q_proj.weight"."""

@@ -76,10 +76,14 @@ def totals_of(
 def divergence_rows(batch: Any, chosen: Sequence[Chosen]) -> tuple[Array, Array, Array]:
     """Returns weight, β and temperature of the divergence of each row, [T]; the weight is 0 where none is needed."""
     of_adapter = [
-        own.objective.divergence(own.options) if own.objective.divergence and DIVERGENCE in own.needs else None
-        for own in chosen
+        choice.objective.divergence(choice.options)
+        if choice.objective.divergence and DIVERGENCE in choice.needs
+        else None
+        for choice in chosen
     ]
-    settings_A3 = jnp.array([[0.0, *Divergence(0.0)] if own is None else [1.0, *own] for own in of_adapter])
+    settings_A3 = jnp.array(
+        [[0.0, *Divergence(0.0)] if settings is None else [1.0, *settings] for settings in of_adapter]
+    )
     needed, betas, temperatures = settings_A3[jnp.maximum(batch.row_adapter, 0)].T
     weights = jnp.where((batch.row_adapter >= 0) & (batch.weights != 0), needed, 0.0)
     return weights, betas, temperatures

@@ -41,8 +41,8 @@ def choose(name: str, options: Mapping[str, Any], reference: str | None = None) 
         pydantic.ValidationError: the value of an option is invalid.
         ConfigError: as in `objective`.
     """
-    found = objective(name)
-    known = {each.name: each for each in dataclasses.fields(found.options)}
+    entry = objective(name)
+    known = {option.name: option for option in dataclasses.fields(entry.options)}
     for key in options:
         if key not in known:
             near = did_you_mean(key, known)
@@ -51,7 +51,7 @@ def choose(name: str, options: Mapping[str, Any], reference: str | None = None) 
     types = _types(found.options)
     given = {key: _as_written(types.get(key), key, value) for key, value in options.items()}
     chosen = Chosen(
-        name=name, objective=found, options=TypeAdapter(found.options).validate_python(given), reference=reference
+        name=name, objective=entry, options=TypeAdapter(entry.options).validate_python(given), reference=reference
     )
     if reference is not None and not chosen.compares:
         raise ValueError(f"options of {name}, which has no reference")

@@ -59,8 +59,8 @@ def cit_loss(samples: Sample, options: CITOptions) -> tuple[Any, dict[str, Any]]
     units = states / jnp.maximum(jnp.linalg.norm(states, axis=-1, keepdims=True), 1e-12)
     cosines = jnp.matmul(units[:, 0], units[:, 1].T, precision="highest")
     logits = cosines / options.temperature
-    own = jnp.diagonal(jax.nn.log_softmax(logits, axis=0)) + jnp.diagonal(jax.nn.log_softmax(logits, axis=1))
-    contrast = -own.mean() / 2
+    log_p = jnp.diagonal(jax.nn.log_softmax(logits, axis=0)) + jnp.diagonal(jax.nn.log_softmax(logits, axis=1))
+    contrast = -log_p.mean() / 2
     by_token = samples.nll.sum() / samples.tokens.sum()
     weight = jnp.minimum(options.weight, jax.lax.stop_gradient(by_token / jnp.maximum(contrast, 1e-12)))
     # Both texts count as one set of tokens: 1 / token_weight is the mean number of tokens of a group.

@@ -272,13 +272,13 @@ def _over_chunks(
     by_row = rows if extra is None else (rows, extra)
 
     def step(i, out):
-        here = lax.dynamic_slice_in_dim(order, i * c, c)
-        take = partial(jnp.take, indices=here, axis=0, mode="clip")
+        rows = lax.dynamic_slice_in_dim(order, i * c, c)
+        take = partial(jnp.take, indices=rows, axis=0, mode="clip")
         # The transpose is fused into the product here. Before the loop, XLA would copy the whole table for every
         # microbatch.
         logits_cV = rule.logits(_product(take(hidden_TD), head_VD.T))
         new = function(logits_cV, jax.tree.map(take, by_row))
-        return tuple(old.at[here].set(own, mode="drop") for old, own in zip(out, new, strict=True))
+        return tuple(old.at[rows].set(chunk, mode="drop") for old, chunk in zip(out, new, strict=True))
 
     num_chunks = (counts.sum(dtype=jnp.int32) + c - 1) // c
     return lax.fori_loop(0, num_chunks, step, out)

@@ -61,11 +61,11 @@ def prompt_and_answer(
 
 
 def _pair(prompt: Any, chosen: Any, rejected: Any, *, template: bool) -> tuple[Segment, Segment]:
-    one, other = (
+    first, other = (
         prompt_and_answer(name, prompt, answer, template=template)
         for name, answer in (("chosen", chosen), ("rejected", rejected))
     )
-    return one, other
+    return first, other
 
 
 def _split_prompt(chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:

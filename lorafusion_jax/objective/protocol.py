@@ -59,7 +59,7 @@ class Segment:
 
     def __post_init__(self) -> None:
         pairs = [(self.prompt, self.answer), (self.prompt_ids, self.answer_ids)]
-        halves = [(one is not None) + (other is not None) for one, other in pairs]
+        halves = [(answer is not None) + (other is not None) for answer, other in pairs]
         given = sum(half > 0 for half in halves) + (self.messages is not None) + (self.text is not None)
         if 1 in halves or given != 1:
             raise ValueError(

@@ -92,7 +92,7 @@ def transformation(
     different = sorted(set(groups.values()), key=str)
     if len(different) <= 1:
         return build(different[0] if different else Group())
-    members = {group: [name for name, own in groups.items() if own == group] for group in different}
+    members = {group: [name for name, own_group in groups.items() if own_group == group] for group in different}
     return _in_groups({_label(group): (names, build(group)) for group, names in members.items()})
 
 

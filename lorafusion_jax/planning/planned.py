@@ -146,7 +146,7 @@ class Planned:
             "stages": plan.num_stages,
             "data_parallel": plan.data_parallel,
             "predicted": self.times and self.times.to_json(),
-            "own_parameters": parameters and parameters.own,
+            "own_parameters": parameters and parameters.own_parameters,
             "stored_parameters": parameters and parameters.stored_most,
             "stored": parameters and dict(parameters.stored),
             "floor_s": self.floor_s,

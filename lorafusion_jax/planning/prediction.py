@@ -235,11 +235,11 @@ class PredictedParameters:
     """Numbers of parameters.
 
     Attributes:
-        own: of all adapters.
+        own_parameters: of all adapters.
         stored: what all stages hold of weights, gradients and moments, shares of other adapters' room included.
     """
 
-    own: int
+    own_parameters: int
     stored: Mapping[str, int]
 
     @property
@@ -249,7 +249,11 @@ class PredictedParameters:
 
     def to_json(self) -> dict[str, Any]:
         """The numbers with the names of `status --json`."""
-        return {"own_parameters": self.own, "stored_parameters": self.stored_most, "stored": dict(self.stored)}
+        return {
+            "own_parameters": self.own_parameters,
+            "stored_parameters": self.stored_most,
+            "stored": dict(self.stored),
+        }
 
 
 def predicted_parameters(config: JobConfig, model: ModelConfig) -> PredictedParameters:
@@ -258,7 +262,7 @@ def predicted_parameters(config: JobConfig, model: ModelConfig) -> PredictedPara
     stages = memory.stage_memory(problem)
     held = {"weights": "adapters", "gradients": "sums", "moments": "optimizers"}
     stored = {what: sum(getattr(stage, field) for stage in stages) // FLOAT32 for what, field in held.items()}
-    return PredictedParameters(own=memory.trainable_parameters(problem), stored=stored)
+    return PredictedParameters(own_parameters=memory.trainable_parameters(problem), stored=stored)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -79,7 +79,7 @@ def test_a_plan_shows_the_screen_of_the_command(values, tmp_path):
 def test_a_run_shows_its_table_and_its_curves(run):
     finished, events = run
     assert any(isinstance(event, SlotDone) for event in events)
-    assert {own["status"] for own in finished.adapters.values()} == {"done"}
+    assert {adapter["status"] for adapter in finished.adapters.values()} == {"done"}
     law = finished.losses["law"]
     assert law.steps == (1, 2)
     assert law.eval_steps[0] == 0
@@ -146,6 +146,6 @@ def test_curves_leave_out_what_is_not_finite():
 def test_importing_the_package_imports_nothing_of_weight():
     code = "import sys, lorafusion_jax; print(sorted({'jax', 'flax', 'pydantic', 'rich', 'numpy'} & set(sys.modules)))"
     root = Path(__file__).resolve().parents[2]
-    found = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
-    assert found.stdout.split() == ["[]"]
+    finished = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
+    assert finished.stdout.split() == ["[]"]
     assert set(lf.__all__) <= set(dir(lf))

@@ -50,8 +50,8 @@ def test_a_hanging_cell_does_not_affect_others(tmp_path, cell):
 def test_every_cell_is_a_benchmark_that_exists():
     from benchmarks.campaign import ROOT
 
-    assert all((ROOT / "benchmarks" / f"{each.command.split()[0]}.py").exists() for each in CELLS)
-    assert len({each.name for each in CELLS}) == len(CELLS)
+    assert all((ROOT / "benchmarks" / f"{cell.command.split()[0]}.py").exists() for cell in CELLS)
+    assert len({cell.name for cell in CELLS}) == len(CELLS)
 
 
 def test_a_cell_can_be_named_again_with_a_number():

@@ -20,14 +20,14 @@ done
 
 
 @pytest.mark.parametrize(
-    ("visible", "found"),
+    ("visible", "expected"),
     [
         (None, {"driver": "580.1", "power_limit_w": 700.0}),
         ("3,1", {"driver": "580.1", "power_limit_w": 650.0}),
         ("GPU-a", {"driver": "580.1"}),
     ],
 )
-def test_power_limit_is_a_number_of_the_first_visible_gpu(tmp_path, monkeypatch, visible, found):
+def test_power_limit_is_a_number_of_the_first_visible_gpu(tmp_path, monkeypatch, visible, expected):
     program = tmp_path / "nvidia-smi"
     program.write_text(SMI)
     program.chmod(0o755)
@@ -36,18 +36,18 @@ def test_power_limit_is_a_number_of_the_first_visible_gpu(tmp_path, monkeypatch,
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     answer = conditions()
-    assert {key: answer[key] for key in ("driver", "power_limit_w") if key in answer} == found
+    assert {key: answer[key] for key in ("driver", "power_limit_w") if key in answer} == expected
     assert answer["jax"] == jax.__version__
 
 
 def test_rows_say_which_code_they_measured():
-    found = conditions()
-    assert found["code"] == {
+    facts = conditions()
+    assert facts["code"] == {
         name: measured_code.digest(measured_code.ROOT / name)
         for name in ("lorafusion_jax", "pallas_kernels", "scheduling")
     }
-    assert len(set(found["code"].values())) == 3
-    assert found["commit"] == measured_code.commit()
+    assert len(set(facts["code"].values())) == 3
+    assert facts["commit"] == measured_code.commit()
 
 
 def test_a_table_says_which_rows_are_older_than_the_code(tmp_path, monkeypatch):

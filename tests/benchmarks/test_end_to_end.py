@@ -76,8 +76,11 @@ def test_joint_training_has_the_highest_density(tmp_path):
     rest["objective"] = "sft"
     bench, mesh = Bench(Namespace(**SMALL, **rest)), MeshSettings(stages=2)
     plans = {name: bench.planned(VARIANTS[name], "mix", mesh, 6)[-1] for name in (*BOTH, "single_xla")}
-    density = {name: sum(p.tokens for p in own) / sum(p.room for p in own) for name, own in plans.items()}
-    noops = {name: sum(p.num_noops for p in own) for name, own in plans.items()}
+    density = {
+        name: sum(p.tokens for p in adapter_plans) / sum(p.room for p in adapter_plans)
+        for name, adapter_plans in plans.items()
+    }
+    noops = {name: sum(p.num_noops for p in adapter_plans) for name, adapter_plans in plans.items()}
     assert density["ours"] >= density["mlora"] > density["single_xla"]
     assert noops["ours"] < noops["single_xla"]
 
@@ -125,9 +128,9 @@ def test_peaks_of_earlier_variants_are_not_repeated():
 
 
 def row(variant, tokens, run, *, slots=50, batch=8, **mesh):
-    found = {"model": "8b", "workload": "mix", "variant": variant, "useful_tokens_per_s": tokens, "run": run}
-    found |= {"slots": slots, "global_batch": batch, "device": "NVIDIA H200"}
-    return found | {"mesh": {"stages": 1, "data": 1, "fsdp": 1} | mesh}
+    fields = {"model": "8b", "workload": "mix", "variant": variant, "useful_tokens_per_s": tokens, "run": run}
+    fields |= {"slots": slots, "global_batch": batch, "device": "NVIDIA H200"}
+    return fields | {"mesh": {"stages": 1, "data": 1, "fsdp": 1} | mesh}
 
 
 def test_the_plot_takes_the_newest_rows_in_any_order(tmp_path):

@@ -34,7 +34,7 @@ def count_bytes(monkeypatch, tmp_path):
 
 
 def test_missing_rows_are_listed_by_shape():
-    found = [
+    lines = [
         {"conditions": {}},
         {"group": "8192x4096->4096", "planned": ["frozen", "xla", "ours", "wide"]},
         {"group": "8192x8192->8192", "planned": ["frozen 8192", "ours 8192"]},
@@ -43,11 +43,11 @@ def test_missing_rows_are_listed_by_shape():
         {"name": "ours", "error": "ValueError: too large"},  # a failure is told as one
         {"name": "frozen 2048", "p50_us": 1.0},
     ]  # fmt: skip
-    assert kernels.missing("ops", found) == [
+    assert kernels.missing("ops", lines) == [
         "ops, 8192x4096->4096: 2 of 4 rows: xla, wide",
         "ops, 8192x8192->8192: 2 of 2 rows: all",
     ]
-    assert kernels.missing("ops", found[3:4] + found[7:]) == []
+    assert kernels.missing("ops", lines[3:4] + lines[7:]) == []
 
 
 def test_a_section_that_is_killed_at_its_deadline_fails(monkeypatch, tmp_path):
@@ -118,9 +118,9 @@ def test_bytes_are_a_section_with_a_table_like_the_others(monkeypatch, count_byt
 def test_a_case_that_fails_or_has_no_time_fails_the_command(monkeypatch, count_bytes, tmp_path):
     monkeypatch.setattr(kernel_bytes, "not_here", lambda: None)
     monkeypatch.setattr(kernel_bytes, "CASE_S", 0.0)
-    found = count_bytes("--budget", "0")  # cases start and are stopped at once
-    assert [line["error"] for line in found if "error" in line] == ["no time left"] * 2
+    rows = count_bytes("--budget", "0")  # cases start and are stopped at once
+    assert [line["error"] for line in rows if "error" in line] == ["no time left"] * 2
     assert kernels.report(tmp_path, ["bytes"]) == 0  # not failed ...
-    assert kernels.missing("bytes", found) == ["bytes, 4096 features, rank 16: 2 of 2 rows: all"]
+    assert kernels.missing("bytes", rows) == ["bytes, 4096 features, rank 16: 2 of 2 rows: all"]
     count_bytes()
     assert kernels.report(tmp_path, ["bytes"]) == 2  # ... as these are

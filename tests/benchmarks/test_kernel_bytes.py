@@ -11,7 +11,7 @@ def row(number, name, metric, value, unit):
 
 def test_bytes_and_times_of_all_units_are_summed_by_kernel():
     read, written, time = "dram__bytes_read.sum", "dram__bytes_write.sum", "gpu__time_duration.sum"
-    found = added(
+    totals = added(
         [
             row("0", "lora_down", read, "67.5", "Mbyte"), row("0", "lora_down", written, "1,024", "Kbyte"),
             row("0", "lora_down", time, "19.8", "us"), row("1", "gemm", read, "1.5", "Gbyte"),
@@ -19,7 +19,7 @@ def test_bytes_and_times_of_all_units_are_summed_by_kernel():
             row("1", "gemm", "sm__cycles", "5", "cycle"),
         ]
     )  # fmt: skip
-    assert found["kernels"] == 2
-    assert (found[read], found[written]) == pytest.approx((1.5675e9, 1_024_512))
-    assert found["bytes"] == found[read] + found[written]
-    assert found["each"] == [["lora_down", 68_524_000, 19.8], ["gemm", 1_500_000_512, 3100.0]]
+    assert totals["kernels"] == 2
+    assert (totals[read], totals[written]) == pytest.approx((1.5675e9, 1_024_512))
+    assert totals["bytes"] == totals[read] + totals[written]
+    assert totals["each"] == [["lora_down", 68_524_000, 19.8], ["gemm", 1_500_000_512, 3100.0]]

@@ -62,7 +62,7 @@ def test_floors_exist_for_our_forms_and_measured_gpus_only(tmp_path):
     plain = LayerCost(tokens=8192, in_features=4096, out_features=14336, rank=16)
     four = dataclasses.replace(plain, adapters=4, dropout=True).floor_s(H200)
     seconds = [plain.frozen_floor_s(H200)] * 2 + [four, plain.floor_s(H200), four, four]
-    assert [float(floor) for floor in floors[:6]] == pytest.approx([1e6 * each for each in seconds], abs=0.05)
+    assert [float(floor) for floor in floors[:6]] == pytest.approx([1e6 * second for second in seconds], abs=0.05)
     assert floors[6:] == ["", "", ""]
 
 
@@ -73,23 +73,26 @@ def test_later_files_replace_rows_of_earlier_files(tmp_path):
     )  # fmt: skip
     new = lines(tmp_path / "new.jsonl", op("frozen", 900.0, rate=0.0), op("xla_naive", 1250.0), op("default", 990.0))
     ops, summary, *_ = write([old, new], tmp_path / "kernels")
-    found = {(row["in_features"], row["variant"]): (row["file"], row["over_frozen"]) for row in table(ops)}
-    assert len(found) == len(table(ops)) == 5
-    assert found["4096", "default"] == (f"{tmp_path.name}/new.jsonl", "1.1")
-    assert found["4096", "ragged_dot"] == (f"{tmp_path.name}/old.jsonl", "3.0")  # measured beside the old frozen layer
+    sources = {(row["in_features"], row["variant"]): (row["file"], row["over_frozen"]) for row in table(ops)}
+    assert len(sources) == len(table(ops)) == 5
+    assert sources["4096", "default"] == (f"{tmp_path.name}/new.jsonl", "1.1")
+    assert sources["4096", "ragged_dot"] == (
+        f"{tmp_path.name}/old.jsonl",
+        "3.0",
+    )  # measured beside the old frozen layer
     (line,) = table(summary)
     assert line["files"] == f"{tmp_path.name}/new.jsonl"  # the other shape has no frozen layer to compare with
     assert line["ragged_dot_over_this_mean"] == ""  # not of one run
 
 
 def test_the_summary_is_of_the_default_over_all_shapes(tmp_path):
-    one = [op("frozen", 1000.0, rate=0.0), op("xla_naive", 1300.0), op("xla", 1250.0), op("default", 1100.0)]
+    single = [op("frozen", 1000.0, rate=0.0), op("xla_naive", 1300.0), op("xla", 1250.0), op("default", 1100.0)]
     four = [
         op(kind, time, adapters=4) for kind, time in (("xla_wide", 1440.0), ("ragged_dot", 2400.0), ("default", 1200.0))
     ]
-    other = [row | {"shape": "8192x5120->5120", "p50_us": 2 * row["p50_us"]} for row in one[:3]]
+    other = [row | {"shape": "8192x5120->5120", "p50_us": 2 * row["p50_us"]} for row in single[:3]]
     other.append(op("default", 2600.0, shape="8192x5120->5120"))
-    files = [lines(tmp_path / "a.jsonl", *one, *four), lines(tmp_path / "b.jsonl", *other)]
+    files = [lines(tmp_path / "a.jsonl", *single, *four), lines(tmp_path / "b.jsonl", *other)]
     _, written = write(files, tmp_path / "kernels")
     alone, together = table(written)
     assert (alone["adapters"], alone["shapes"], together["adapters"], together["shapes"]) == ("1", "2", "4", "1")

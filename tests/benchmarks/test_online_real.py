@@ -38,7 +38,11 @@ def test_jobs_join_the_plan_when_the_policy_says(scenario):
     slot_s = timeline.duration_s / plan.num_slots
     joined = {job.name: [move.time_s for move in moves if job.name in move.joins] for job in jobs}
     for job in jobs:
-        slots = [slot for slot, own in enumerate(plan.slots) if any(ref.adapter == job.name for ref in own.samples)]
+        slots = [
+            slot
+            for slot, slot_content in enumerate(plan.slots)
+            if any(ref.adapter == job.name for ref in slot_content.samples)
+        ]
         assert 0 <= time_of(timeline, slots[0]) - joined[job.name][0] <= 4 * slot_s
         assert joined[job.name][0] >= job.arrival_s
     for change in changes:

@@ -91,7 +91,7 @@ def _runs(places: set[int], text: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    found = record(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
-    lines = [f'{{"versions": {json.dumps(found["versions"])}, "cases": {{']
-    lines.append(",\n".join(f" {json.dumps(name)}: {json.dumps(case)}" for name, case in found["cases"].items()))
+    recorded = record(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
+    lines = [f'{{"versions": {json.dumps(recorded["versions"])}, "cases": {{']
+    lines.append(",\n".join(f" {json.dumps(name)}: {json.dumps(case)}" for name, case in recorded["cases"].items()))
     GOLDEN.write_text("\n".join([*lines, "}}"]) + "\n", encoding="utf-8")

@@ -30,8 +30,12 @@ def main() -> None:
     made = of_fixtures()
     lines = [f'{{"versions": {json.dumps(made["versions"])}, "cases": {{']
     for name, rows in made["cases"].items():
-        own = [f"  {json.dumps(key)}: {json.dumps(row, ensure_ascii=False)}" for key, row in rows.items()]
-        lines += [f" {json.dumps(name)}: {{", ",\n".join(own), " }" + ("," if name != list(made["cases"])[-1] else "")]
+        case_lines = [f"  {json.dumps(key)}: {json.dumps(row, ensure_ascii=False)}" for key, row in rows.items()]
+        lines += [
+            f" {json.dumps(name)}: {{",
+            ",\n".join(case_lines),
+            " }" + ("," if name != list(made["cases"])[-1] else ""),
+        ]
     (HERE / "golden" / "templates.json").write_text("\n".join([*lines, "}}"]) + "\n", encoding="utf-8")
 
 
@@ -101,19 +105,19 @@ def of_trl() -> dict:
     return {"versions": versions, "cases": cases}
 
 
-def shown(found: list[list[int]]) -> str:
-    return " ".join(f"{start}-{stop}" for start, stop in found)
+def shown(spans: list[list[int]]) -> str:
+    return " ".join(f"{start}-{stop}" for start, stop in spans)
 
 
 def ranges(mask: list[int]) -> list[list[int]]:
     """[0, 1, 1, 0, 1] → [[1, 3], [4, 5]]."""
-    found: list[list[int]] = []
-    for place, learned in enumerate(mask):
-        if learned and found and found[-1][1] == place:
-            found[-1][1] += 1
+    spans: list[list[int]] = []
+    for position, learned in enumerate(mask):
+        if learned and spans and spans[-1][1] == position:
+            spans[-1][1] += 1
         elif learned:
-            found.append([place, place + 1])
-    return found
+            spans.append([position, position + 1])
+    return spans
 
 
 if __name__ == "__main__":

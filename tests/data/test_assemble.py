@@ -67,9 +67,9 @@ def test_segments_cover_every_row_once_and_rise(sizes):
     np.testing.assert_array_equal(starts, np.concatenate([[0], np.cumsum(lengths)[:-1]]))
     assert lengths.sum() == CAPACITY
     np.testing.assert_array_equal(batch.segment_ids, np.repeat(np.arange(used.sum()), lengths))
-    for start, own in zip(starts, pieces, strict=False):
-        np.testing.assert_array_equal(batch.tokens[start : start + len(own.tokens)], own.tokens)
-    learned = sum(int(own.loss_mask[1:].sum()) for own in pieces)
+    for start, row_piece in zip(starts, pieces, strict=False):
+        np.testing.assert_array_equal(batch.tokens[start : start + len(row_piece.tokens)], row_piece.tokens)
+    learned = sum(int(piece.loss_mask[1:].sum()) for piece in pieces)
     assert np.count_nonzero(batch.weights) == learned
 
 

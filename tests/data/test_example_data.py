@@ -48,5 +48,5 @@ def test_the_script_of_the_base_traces_a_step_in_bfloat16(monkeypatch):
     graph, params, rest = make_base.new_model(make_base.model_config(width=128, layers=1))
     optimizer, train, _ = make_base.make_programs(graph, rest, rows=2, row_tokens=32, attention=None)
     stream = jax.ShapeDtypeStruct((99,), jnp.uint16)
-    found = jax.eval_shape(train, params, optimizer.init(params), stream, jax.random.key(0), jnp.ones(2))
-    assert {leaf.dtype for leaf in jax.tree.leaves(found)} <= {jnp.dtype("float32"), jnp.dtype("int32")}
+    state = jax.eval_shape(train, params, optimizer.init(params), stream, jax.random.key(0), jnp.ones(2))
+    assert {leaf.dtype for leaf in jax.tree.leaves(state)} <= {jnp.dtype("float32"), jnp.dtype("int32")}

@@ -24,10 +24,10 @@ def test_format_is_recognised_and_reported(load, format):
 
 def test_the_four_ways_to_ask_make_the_same_sample(load, tokenizer):
     samples = [load([row], name=f"{format}.jsonl") for format, row in BY_FORMAT.items() if format != "text"]
-    assert {tokenizer.decode(each.tokens) for each in samples} == {
+    assert {tokenizer.decode(sample.tokens) for sample in samples} == {
         "<|user|>\ntwo and two?<|end|>\n<|assistant|>\nfour<|end|>\n"
     }
-    assert {tuple(learned(each, tokenizer)) for each in samples} == {("four<|end|>",)}
+    assert {tuple(learned(sample, tokenizer)) for sample in samples} == {("four<|end|>",)}
 
 
 def test_input_follows_the_instruction(load, tokenizer):

@@ -106,10 +106,10 @@ def test_line_that_is_no_object(tmp_path):
     assert "a list" in error.why
 
 
-@pytest.mark.parametrize(("text", "place"), [('{"rows": []}', "a.json"), ('[{"text": "a"}, 3]', "a.json, row 1")])
-def test_json_that_is_no_list_of_objects(tmp_path, text, place):
+@pytest.mark.parametrize(("text", "where"), [('{"rows": []}', "a.json"), ('[{"text": "a"}, 3]', "a.json, row 1")])
+def test_json_that_is_no_list_of_objects(tmp_path, text, where):
     (tmp_path / "a.json").write_text(text)
-    assert fails("data.bad-row", "a.json", tmp_path).where == place
+    assert fails("data.bad-row", "a.json", tmp_path).where == where
 
 
 def test_broken_json_document_names_its_line(tmp_path):

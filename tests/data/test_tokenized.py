@@ -180,11 +180,11 @@ def test_digest_follows_content(load):
 
 
 contents = st.text(st.sampled_from("ab yesno 24?\n é🎉東"), min_size=1, max_size=12)
-said = contents.filter(str.strip)
+non_empty = contents.filter(str.strip)
 rows = st.one_of(
     st.builds(
         lambda turns, system: {"messages": chat(*[text for turn in turns for text in turn], system=system)},
-        st.lists(st.tuples(contents, said), min_size=1, max_size=3),
+        st.lists(st.tuples(contents, non_empty), min_size=1, max_size=3),
         st.none() | contents,
     )
 )
@@ -210,8 +210,8 @@ def test_masks_hold_what_they_promise(tmp_path, tokenizer, marked_tokenizer, bat
     assert samples.lengths.max() <= max_length
     if samples.report.cut == 0 and loss == "assistant":
         for index, row in enumerate(samples.rows):
-            said = [m["content"] + "<|end|>" for m in batch[row]["messages"] if m["role"] == "assistant"]
-            assert learned(samples, tokenizer, index) == said
+            answers = [m["content"] + "<|end|>" for m in batch[row]["messages"] if m["role"] == "assistant"]
+            assert learned(samples, tokenizer, index) == answers
     # both ways to the mask agree
     marked = load_samples(str(path), tokenizer=marked_tokenizer, cache_dir=tmp_path / "cache", **options)
     assert np.array_equal(marked.loss_mask, samples.loss_mask)

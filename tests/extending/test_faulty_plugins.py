@@ -60,13 +60,13 @@ def test_whoever_raised_is_named(name, problem, install, write_rows, write_job, 
     entry = {"name": "law", "data": {"train": write_rows("law", 4)}, "batch": {"global_samples": 2}}
     path = write_job([entry | SETTINGS[name]])
     code = run(["train", str(path), "--out", str(tmp_path / "run")])
-    said = capsys.readouterr()
-    assert code == 2, said.err
-    assert "error[" in said.err
-    assert name in said.err
-    assert problem in said.err or "on purpose" in said.err
+    output = capsys.readouterr()
+    assert code == 2, output.err
+    assert "error[" in output.err
+    assert name in output.err
+    assert problem in output.err or "on purpose" in output.err
     assert not (tmp_path / "run" / "state").exists()
-    assert "Traceback" not in said.err
+    assert "Traceback" not in output.err
 
 
 def test_the_rows_are_named_too(install, write_rows, write_job, tmp_path, capsys):

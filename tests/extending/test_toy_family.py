@@ -125,10 +125,10 @@ def test_it_trains_on_one_device_and_on_several_to_the_same_peft_folder(job, tmp
         out = tmp_path / f"run-{number}"
         assert run(["train", job, *changes, "--out", str(out)]) == 0, capsys.readouterr().err
         folders.append(load_file(out / "adapters" / "law" / "latest" / "adapter_model.safetensors"))
-    one, several = folders
-    assert {name.split(".")[-3] for name in one} >= {"q_proj", "down_proj"}  # saved under Llama's names
-    assert any(np.any(tensor) for name, tensor in one.items() if "lora_B" in name)
-    for name, tensor in one.items():
+    single, several = folders
+    assert {name.split(".")[-3] for name in single} >= {"q_proj", "down_proj"}  # saved under Llama's names
+    assert any(np.any(tensor) for name, tensor in single.items() if "lora_B" in name)
+    for name, tensor in single.items():
         assert np.linalg.norm(several[name] - tensor) <= 1e-5 * np.linalg.norm(tensor), name
 
 

@@ -148,15 +148,23 @@ def test_all_kinds_learn_and_their_folders_compute_the_same(joint):
 
 def test_a_kind_that_peft_lacks_is_exported_as_lora(joint):
     for name in ("bent", "lean"):
-        said = json.loads((joint / "adapters" / name / "latest" / "adapter_config.json").read_text())
-        assert (said["peft_type"], said["r"], said["lora_alpha"]) == ("LORA", RANKS[name], 32)
+        adapter_config = json.loads((joint / "adapters" / name / "latest" / "adapter_config.json").read_text())
+        assert (adapter_config["peft_type"], adapter_config["r"], adapter_config["lora_alpha"]) == (
+            "LORA",
+            RANKS[name],
+            32,
+        )
         keys = {key.rsplit(".", 2)[-2] for key in exported(joint, name)}
         assert keys == {"lora_A", "lora_B"}
 
 
 def test_a_kind_with_a_form_in_peft_writes_its_own_tensors(joint):
-    said = json.loads((joint / "adapters" / "gain" / "latest" / "adapter_config.json").read_text())
-    assert (said["peft_type"], said["gain_of"], "use_dora" in said) == ("GAIN", "W", False)
+    adapter_config = json.loads((joint / "adapters" / "gain" / "latest" / "adapter_config.json").read_text())
+    assert (adapter_config["peft_type"], adapter_config["gain_of"], "use_dora" in adapter_config) == (
+        "GAIN",
+        "W",
+        False,
+    )
     prefix = "base_model.model.model.layers.0.self_attn.v_proj"
     tensors = exported(joint, "gain")
     assert {key.removeprefix(prefix) for key in tensors if key.startswith(prefix)} == {

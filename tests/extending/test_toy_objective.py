@@ -97,8 +97,8 @@ def job(toy, tmp_path, write_rows, write_job):
             pairs = name != "law"
             data = {"train": write_pairs(tmp_path, name, 11) if pairs else write_rows("law", 12, 0, 20)}
             data |= {"eval": write_pairs(tmp_path, f"{name}_eval", 4)} if pairs and held_out else {}
-            own = {"name": name, "data": data, "lora": {"rank": 4, "alpha": 8, "dropout": 0.1}, **OWN[name]}
-            entries.append(own | (changes if name == "pref" else {}))
+            fields = {"name": name, "data": data, "lora": {"rank": 4, "alpha": 8, "dropout": 0.1}, **OWN[name]}
+            entries.append(fields | (changes if name == "pref" else {}))
         optim = {"lr": 2e-3, "schedule": "constant", "warmup": 0}
         batch = {"capacity_tokens": 512, "tile_tokens": 16}
         return str(write_job(entries, **({"optim": optim, "batch": batch} | (sections or {}))))
@@ -160,7 +160,9 @@ def mean_log_p(logits: np.ndarray, tokens: list[int], learned: list[bool]) -> fl
     """Mean log-likelihood of the learned tokens of one text: a softmax in float64."""
     top = logits.max(-1, keepdims=True)
     log_p = logits - top - np.log(np.exp(logits - top).sum(-1, keepdims=True))
-    return float(np.mean([log_p[place - 1, tokens[place]] for place in range(1, len(tokens)) if learned[place]]))
+    return float(
+        np.mean([log_p[position - 1, tokens[position]] for position in range(1, len(tokens)) if learned[position]])
+    )
 
 
 def base_loss_of_first_step(job_file: str, base: Path, capsys) -> tuple[float, float]:
@@ -200,12 +202,12 @@ def test_joint_is_alone_for_adapters_of_different_objectives_in_one_microbatch(n
     assert any({"pref", "calm"} <= adapters for adapters in shared_slots(joint))
     alone = trained(job((name,)), tmp_path / name, capsys)
     for key, wanted in weights(alone, name).items():
-        found = weights(joint, name)[key]
-        assert np.linalg.norm(found - wanted) <= TOLERANCE * np.linalg.norm(wanted), key
+        actual = weights(joint, name)[key]
+        assert np.linalg.norm(actual - wanted) <= TOLERANCE * np.linalg.norm(wanted), key
     assert any(np.any(array) for key, array in weights(alone, name).items() if "lora_B" in key)
-    for one, other in zip(steps(joint, name), steps(alone, name), strict=True):
-        assert {*one} == {*other}
-        np.testing.assert_allclose(one["loss"], other["loss"], rtol=TOLERANCE)
+    for own_row, other in zip(steps(joint, name), steps(alone, name), strict=True):
+        assert {*own_row} == {*other}
+        np.testing.assert_allclose(own_row["loss"], other["loss"], rtol=TOLERANCE)
     assert "margin" in steps(joint, "calm")[0]
     assert "margin" not in steps(joint, "law")[0]
     held_out = [row for row in read_rows(joint / "metrics.jsonl") if row["kind"] == "eval" and row["adapter"] == "pref"]
@@ -253,10 +255,10 @@ def test_resumed_run_equals_uninterrupted_run(job, tmp_path, capsys):
 
 @pytest.mark.parametrize("mesh", [{"data": 2}, nightly({"stages": 2, "data": 2})], ids=str)
 def test_on_several_devices_it_is_the_same(job, tmp_path, capsys, mesh):
-    one = trained(job(tuple(OWN)), tmp_path / "one", capsys)
+    single = trained(job(tuple(OWN)), tmp_path / "one", capsys)
     several = trained(job(tuple(OWN), {"mesh": mesh}), tmp_path / "several", capsys)
     for name in ("pref", "law"):
-        for a, b in zip(steps(one, name), steps(several, name), strict=True):
+        for a, b in zip(steps(single, name), steps(several, name), strict=True):
             np.testing.assert_allclose(a["loss"], b["loss"], rtol=TOLERANCE)
             np.testing.assert_allclose(a.get("margin", 0), b.get("margin", 0), rtol=1e-4, atol=1e-6)
 

@@ -39,9 +39,9 @@ def job(install, write_rows, write_job):
     install("toy_optimizer", SOURCE, POINTS)
 
     def make(optim: dict):
-        own = {"data": {"train": write_rows("law.jsonl", 12, 0, 20)}, "batch": {"global_samples": 4}}
+        fields = {"data": {"train": write_rows("law.jsonl", 12, 0, 20)}, "batch": {"global_samples": 4}}
         plain = {"name": "sgd", "schedule": "constant", "warmup": 0, "lr": 0.05, "clip": 0}
-        return write_job([{"name": "law", **own, "optim": optim}, {"name": "plain", **own, "optim": plain}])
+        return write_job([{"name": "law", **fields, "optim": optim}, {"name": "plain", **fields, "optim": plain}])
 
     return make
 

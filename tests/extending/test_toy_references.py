@@ -166,11 +166,11 @@ def steps(folder: Path, name: str, kind: str = "step") -> list[dict]:
     return [{key: value for key, value in row.items() if key != "time"} for row in rows]
 
 
-def assert_close(one: Path, other: Path, name: str) -> None:
+def assert_close(actual_run: Path, other: Path, name: str) -> None:
     for key, wanted in weights(other, name).items():
-        found = weights(one, name)[key]
-        assert np.linalg.norm(found - wanted) <= TOLERANCE * np.linalg.norm(wanted), key
-    for row, same in zip(steps(one, name), steps(other, name), strict=True):
+        actual = weights(actual_run, name)[key]
+        assert np.linalg.norm(actual - wanted) <= TOLERANCE * np.linalg.norm(wanted), key
+    for row, same in zip(steps(actual_run, name), steps(other, name), strict=True):
         np.testing.assert_allclose(row["loss"], same["loss"], rtol=TOLERANCE)
 
 

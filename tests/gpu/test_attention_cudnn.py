@@ -31,8 +31,8 @@ def gradients(implementation, q, k, v, do, segments):
 def test_cudnn_matches_the_reference():
     q, k, v, do, segments = inputs()
     exact = gradients("xla", *(x.astype(jnp.float32) for x in (q, k, v, do)), segments)
-    found = gradients("cudnn", q, k, v, do, segments)
-    for name, a, b in zip(("o", "dq", "dk", "dv"), found, exact, strict=True):
+    results = gradients("cudnn", q, k, v, do, segments)
+    for name, a, b in zip(("o", "dq", "dk", "dv"), results, exact, strict=True):
         # bfloat16 keeps 8 bits: 4e-3 per rounding, a few roundings on the way
         assert np.linalg.norm(a - b) / np.linalg.norm(b) < 1e-2, name
 
@@ -44,6 +44,6 @@ def test_nan_in_one_segment_stays_there():
     for poisoned in range(4):
         operands = [q, k, v, do]
         operands[poisoned] = operands[poisoned].at[720].set(jnp.nan)  # row of segment 1
-        found = gradients("cudnn", *operands, segments)
-        for a, b in zip(found, clean, strict=True):
+        results = gradients("cudnn", *operands, segments)
+        for a, b in zip(results, clean, strict=True):
             np.testing.assert_array_equal(a[ids != 1], b[ids != 1])

@@ -27,13 +27,13 @@ class Found(dict):
 
 
 @pytest.fixture(scope="module")
-def found():
-    found = Found()
-    kernel_checks.run(found, tiny=False)
-    return found
+def kernel_results():
+    kernel_results = Found()
+    kernel_checks.run(kernel_results, tiny=False)
+    return kernel_results
 
 
 @pytest.mark.parametrize("name", kernel_checks.names())
-def test_correct_deterministic_and_isolated(found, name):
-    ok, detail = found[name]
+def test_correct_deterministic_and_isolated(kernel_results, name):
+    ok, detail = kernel_results[name]
     assert ok, detail

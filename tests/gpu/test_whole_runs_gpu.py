@@ -79,9 +79,15 @@ def job(request, tmp_path_factory, make_base):
 
 def test_joint_equals_separate_training_but_for_rounding(job):
     """Per tensor, at equal weights: at most four times what another packing of the adapter alone changes."""
-    found = compare_job(*job, "law", 3)
-    print(*(f"step {one.step} {one.tensor}: {one.value:.1e} of {one.bound:.1e}" for one in found.differences), sep="\n")
-    assert found.good, found.differences[:3]
+    report = compare_job(*job, "law", 3)
+    print(
+        *(
+            f"step {difference.step} {difference.tensor}: {difference.value:.1e} of {difference.bound:.1e}"
+            for difference in report.differences
+        ),
+        sep="\n",
+    )
+    assert report.good, report.differences[:3]
 
 
 def test_a_wrong_dropout_in_a_few_rows_is_found(job, monkeypatch):
@@ -91,10 +97,10 @@ def test_a_wrong_dropout_in_a_few_rows_is_found(job, monkeypatch):
     original = batches.assemble
 
     def assemble(pieces, **sizes):
-        found = original(pieces, **sizes)
+        batch = original(pieces, **sizes)
         if len({piece.adapter for piece in pieces}) < 2:
-            return found
-        return found._replace(row_key=np.append(found.row_key[:changed] ^ 1, found.row_key[changed:]))
+            return batch
+        return batch._replace(row_key=np.append(batch.row_key[:changed] ^ 1, batch.row_key[changed:]))
 
     monkeypatch.setattr(batches, "assemble", assemble)
     assert not compare_job(*job, "law", 2).good

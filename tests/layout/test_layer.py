@@ -36,8 +36,8 @@ ADAPTERS = (AdapterSpec(name="law", rank=2, alpha=4, dropout=0.1, targets=tuple(
 
 def leaves(config, half, kind):
     layer = nnx.eval_shape(lambda: DecoderLayer(config, ADAPTERS, half=half, dtype=jnp.float32, rngs=nnx.Rngs(0)))
-    found = nnx.to_flat_state(nnx.state(layer, kind))
-    return {".".join(map(str, path)): leaf.shape for path, leaf in found}
+    state = nnx.to_flat_state(nnx.state(layer, kind))
+    return {".".join(map(str, path)): leaf.shape for path, leaf in state}
 
 
 @pytest.mark.parametrize("half", [None, *HALVES])

@@ -50,9 +50,9 @@ def test_only_the_diverging_adapter_stops(write_job, write_rows, tmp_path):
         "med": "done",
     }
     for name in ("law", "med"):
-        one, other = (read_adapter(RunFolder(tmp_path / run).latest(name))[1] for run in ("healthy", "broken"))
-        for path in one:
-            for a, b in zip(one[path], other[path], strict=True):
+        from_healthy, other = (read_adapter(RunFolder(tmp_path / run).latest(name))[1] for run in ("healthy", "broken"))
+        for path in from_healthy:
+            for a, b in zip(from_healthy[path], other[path], strict=True):
                 np.testing.assert_array_equal(a, b)
     failed = [row for row in read_rows(tmp_path / "broken" / "events.jsonl") if row["kind"] == "adapter-failed"]
     assert [row["adapter"] for row in failed] == ["bad"]
@@ -107,13 +107,13 @@ def copy(tree):
 def step(two, grads, alive=(True, True)):
     """Steps the first adapter; returns weights, sums, losses, optimizer, who is alive, summary and finite leaves."""
     programs, lora, _, configs = two
-    own, optim = own_columns(programs.columns, 0, programs._parts.specs[0]), configs[0].optim
-    place = place_of(programs.columns, 0, programs._parts.specs[0])
-    optimizer = programs.init_optimizer(own, optim, place, lora)
-    closed = programs.close_batch(own, place, copy(grads), {"loss": jnp.array([[1.0, 2.0]])}, jnp.array(alive))
+    columns, optim = own_columns(programs.columns, 0, programs._parts.specs[0]), configs[0].optim
+    window = place_of(programs.columns, 0, programs._parts.specs[0])
+    optimizer = programs.init_optimizer(columns, optim, window, lora)
+    closed = programs.close_batch(columns, window, copy(grads), {"loss": jnp.array([[1.0, 2.0]])}, jnp.array(alive))
     gradient, summary, finite, sums, totals = closed
     after, optimizer, alive, *_ = programs.step(
-        own, optim, place, copy(lora), gradient, optimizer, jnp.array(alive), [summary], hyper(optim, 1e-2)
+        columns, optim, window, copy(lora), gradient, optimizer, jnp.array(alive), [summary], hyper(optim, 1e-2)
     )
     return after, sums, totals["loss"], optimizer, alive, summary, finite
 
@@ -135,9 +135,9 @@ def test_a_step_touches_its_own_adapter_only(two):
 def test_a_gradient_that_is_not_finite_changes_no_weight_and_no_moment(two, poison):
     programs, lora, grads, configs = two
     bad = {name: leaf.at[0, 0, 0, 0].set(poison) if name.endswith("lora_b") else leaf for name, leaf in grads.items()}
-    place = place_of(programs.columns, 0, programs._parts.specs[0])
+    window = place_of(programs.columns, 0, programs._parts.specs[0])
     state = programs.init_optimizer(
-        own_columns(programs.columns, 0, programs._parts.specs[0]), configs[0].optim, place, lora
+        own_columns(programs.columns, 0, programs._parts.specs[0]), configs[0].optim, window, lora
     )
     after, _, _, kept, alive, summary, finite = step(two, bad)
     chex.assert_trees_all_equal((after, kept), (lora, state))

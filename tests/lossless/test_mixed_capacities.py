@@ -88,9 +88,9 @@ def test_resumed_in_mixed_capacities_equals_uninterrupted(mixed, home, monkeypat
         train(config, home / "cut", plan=plan, listeners=[cut])
     assert resume(home / "cut").exit_code == 0
     for name in ADAPTERS:
-        one, other = weights_of(whole, name), weights_of(home / "cut", name)
-        for path in one:
-            for a, b in zip(one[path], other[path], strict=True):
+        actual, other = weights_of(whole, name), weights_of(home / "cut", name)
+        for path in actual:
+            for a, b in zip(actual[path], other[path], strict=True):
                 np.testing.assert_array_equal(a, b)
     losses = [
         [row["loss"] for row in read_rows(out / "metrics.jsonl") if row["kind"] == "step"]

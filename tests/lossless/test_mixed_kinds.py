@@ -54,9 +54,9 @@ def test_all_begin_at_the_base_and_folders_hold_what_was_trained(joint):
         assert evals[-1] < evals[0]
     for check in verify_exports(joint).values():
         assert check.delta < 1e-6 * check.trained
-    said = {name: json.loads((joint / f"adapters/{name}/latest/adapter_config.json").read_text()) for name in KINDS}
-    assert [said[name]["peft_type"] for name in KINDS] == ["LORA", "LORA", "VERA", "LORA"]
-    assert [said[name].get("use_dora") for name in KINDS] == [False, True, None, False]
+    configs = {name: json.loads((joint / f"adapters/{name}/latest/adapter_config.json").read_text()) for name in KINDS}
+    assert [configs[name]["peft_type"] for name in KINDS] == ["LORA", "LORA", "VERA", "LORA"]
+    assert [configs[name].get("use_dora") for name in KINDS] == [False, True, None, False]
     assert {key for key in exported(joint, "vera") if "layers" not in key} == {"base_model.vera_A", "base_model.vera_B"}
 
 

@@ -100,11 +100,11 @@ def steps(folder: Path, name: str) -> list[dict]:
     return [{key: value for key, value in row.items() if key != "time"} for row in rows]
 
 
-def assert_close(one: Path, other: Path, name: str) -> None:
+def assert_close(actual_run: Path, other: Path, name: str) -> None:
     for key, wanted in weights(other, name).items():
-        apart = np.linalg.norm(weights(one, name)[key] - wanted)
+        apart = np.linalg.norm(weights(actual_run, name)[key] - wanted)
         assert apart <= TOLERANCE * np.linalg.norm(wanted), (name, key)
-    for row, same in zip(steps(one, name), steps(other, name), strict=True):
+    for row, same in zip(steps(actual_run, name), steps(other, name), strict=True):
         np.testing.assert_allclose(row["loss"], same["loss"], rtol=TOLERANCE)
 
 

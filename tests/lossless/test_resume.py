@@ -105,13 +105,13 @@ def weights_of(folder):
     return {name: read_adapter(RunFolder(folder).latest(name))[1] for name in ADAPTERS}
 
 
-def assert_same_run(one, other):
-    whole, parts = weights_of(one), weights_of(other)
+def assert_same_run(actual_run, other):
+    whole, parts = weights_of(actual_run), weights_of(other)
     for name in whole:
         for path in whole[name]:
             for a, b in zip(whole[name][path], parts[name][path], strict=True):
                 np.testing.assert_array_equal(a, b)
-    assert rows_of(one) == rows_of(other)
+    assert rows_of(actual_run) == rows_of(other)
 
 
 def test_stopped_and_resumed_equals_uninterrupted(config, tmp_path, reachable_loop):

@@ -231,10 +231,10 @@ def test_policy_that_keeps_attention_does_not_run_it_again():
     loops = {name: gradient.lower(*args).as_text().count("stablehlo.while") for name, gradient in gradients.items()}
     assert loops["keep"] == loops["everything"] < loops["nothing"]
     # Products repeated in another fusion round differently: four in a row of 64 terms each, 6e-8 a term.
-    for found, wanted in zip(
+    for actual, wanted in zip(
         *(jax.tree.leaves(gradients[name](*args)) for name in ("keep", "everything")), strict=True
     ):
-        np.testing.assert_allclose(found, wanted, rtol=0, atol=3e-5 * np.abs(wanted).max())
+        np.testing.assert_allclose(actual, wanted, rtol=0, atol=3e-5 * np.abs(wanted).max())
 
 
 @pytest.fixture

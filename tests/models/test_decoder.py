@@ -57,12 +57,12 @@ def microbatch(samples):
     row_key, lengths, start = np.zeros(ROWS, np.uint32), [], 0
     for adapter, tokens in samples:
         n, rows = len(tokens), -(-len(tokens) // TILE) * TILE
-        here = slice(start, start + n)
-        fields["tokens"][here], fields["positions"][here] = tokens, np.arange(n)
+        at = slice(start, start + n)
+        fields["tokens"][at], fields["positions"][at] = tokens, np.arange(n)
         fields["targets"][start : start + n - 1] = tokens[1:]
         weights[start : start + n - 1] = 1 / n
         row_adapter[start : start + rows] = adapter
-        row_key[here] = np.arange(n) * 7919 + int(tokens[0])
+        row_key[at] = np.arange(n) * 7919 + int(tokens[0])
         lengths += [n] + ([rows - n] if rows > n else [])
         start += rows
     segments = Segments.from_lengths(lengths, ROWS)
@@ -74,8 +74,8 @@ def step(graph, frozen, *, dropout=True, implementation="xla"):
         model = nnx.merge(graph, lora, frozen)
         ctx = LoRAContext.of(ADAPTERS, row_adapter[::TILE], row_key=row_key, train=dropout)
         hidden = model.hidden(fields["tokens"], fields["positions"], segments, ctx, attention=implementation)
-        each = adapter_losses(hidden, model.head(), fields["targets"], weights, row_adapter, len(ADAPTERS))
-        return each.sum(), each
+        losses_A = adapter_losses(hidden, model.head(), fields["targets"], weights, row_adapter, len(ADAPTERS))
+        return losses_A.sum(), losses_A
 
     return jax.jit(jax.value_and_grad(losses, has_aux=True))
 

@@ -24,15 +24,15 @@ T = 16
 
 
 def by_hand(layer, x, inputs, *, qk_norm):
-    eps, own, mlp = 1e-6, layer.self_attn, layer.mlp
+    eps, attn, mlp = 1e-6, layer.self_attn, layer.mlp
     x, h = rms_norm_with_residual(x, layer.input_layernorm.weight[...], eps=eps)
-    qkv = lora_siblings(h, [own.q_proj, own.k_proj, own.v_proj], inputs.lora, site=0)
+    qkv = lora_siblings(h, [attn.q_proj, attn.k_proj, attn.v_proj], inputs.lora, site=0)
     q, k, v = (y.reshape(T, -1, 8) for y in qkv)
     if qk_norm:
         q, k = checkpoint_name(q, "qk_in"), checkpoint_name(k, "qk_in")
-        q, k = rms_norm(q, own.q_norm.weight[...], eps=eps), rms_norm(k, own.k_norm.weight[...], eps=eps)
+        q, k = rms_norm(q, attn.q_norm.weight[...], eps=eps), rms_norm(k, attn.k_norm.weight[...], eps=eps)
     q, k = apply_rope(q, inputs.ropes[0]), apply_rope(k, inputs.ropes[0])
-    o = own.o_proj(attention(q, k, v, inputs.segments, implementation="xla", flat=True), inputs.lora, site=1)
+    o = attn.o_proj(attention(q, k, v, inputs.segments, implementation="xla", flat=True), inputs.lora, site=1)
     x, h = add_rms_norm(x, checkpoint_name(o, "o_out"), layer.post_attention_layernorm.weight[...], eps=eps)
     return x + lora_mlp(h, mlp.gate_proj, mlp.up_proj, mlp.down_proj, inputs.lora, sites=(2, 3))
 

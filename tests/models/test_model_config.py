@@ -139,7 +139,7 @@ def test_unreadable_files_are_errors(text, tmp_path):
         ModelConfig.from_hf(tmp_path)
 
 
-@pytest.mark.parametrize(("changes", "said"), [
+@pytest.mark.parametrize(("changes", "message"), [
     ({"architectures": ["GPT2LMHeadModel"]}, "unknown architecture GPT2LMHeadModel"),
     ({"architectures": None, "model_type": "bert"}, "model_type 'bert'"),
     ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "rope_type 'dynamic'"),
@@ -159,17 +159,17 @@ def test_unreadable_files_are_errors(text, tmp_path):
     ({"vocab_size": None}, "vocab_size is missing"),
     ({"hidden_size": "64"}, "hidden_size='64' is not a positive integer"),
 ])  # fmt: skip
-def test_unsupported_settings_are_errors(changes, said):
+def test_unsupported_settings_are_errors(changes, message):
     with pytest.raises(CheckpointError) as caught:
         read(**changes)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_all_problems_come_in_one_message():
     with pytest.raises(CheckpointError) as caught:
         read(architectures=["MambaForCausalLM"], hidden_act="relu", vocab_size=0, rope_scaling={"type": "dynamic"})
-    for said in ("MambaForCausalLM", "relu", "vocab_size=0", "dynamic"):
-        assert said in str(caught.value)
+    for message in ("MambaForCausalLM", "relu", "vocab_size=0", "dynamic"):
+        assert message in str(caught.value)
 
 
 def test_absent_and_broken_files_are_named(tmp_path):
@@ -215,18 +215,18 @@ def compressed(**weights):
     return COMPRESSED | {"config_groups": {"group_0": {"weights": CHANNELS | weights}}}
 
 
-@pytest.mark.parametrize(("said", "name"), [
+@pytest.mark.parametrize(("quantization", "name"), [
     (NF4 | {"bnb_4bit_use_double_quant": True}, "bitsandbytes-nf4"),
     (NF4, "bitsandbytes-nf4-single"),
     ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "bitsandbytes-int8"),
     (compressed(), "compressed-tensors-fp8"),
     ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8-blocks"),
 ])  # fmt: skip
-def test_quantised_checkpoints_have_a_format(said, name):
-    assert read(quantization_config=said).checkpoint_format == name
+def test_quantised_checkpoints_have_a_format(quantization, name):
+    assert read(quantization_config=quantization).checkpoint_format == name
 
 
-@pytest.mark.parametrize(("said", "shown"), [
+@pytest.mark.parametrize(("quantization", "shown"), [
     (NF4 | {"bnb_4bit_quant_type": "fp4"}, "bnb_4bit_quant_type='fp4'"),
     (NF4 | {"bnb_4bit_quant_storage": "bfloat16"}, "bnb_4bit_quant_storage='bfloat16'"),
     ({"quant_method": "bitsandbytes"}, "load_in_4bit=None"),
@@ -239,8 +239,8 @@ def test_quantised_checkpoints_have_a_format(said, name):
     ({"quant_method": ["fp8"]}, "without quant_method"),
     ({}, "without quant_method"),
 ])  # fmt: skip
-def test_other_quantised_checkpoints_are_refused_by_name(said, shown):
+def test_other_quantised_checkpoints_are_refused_by_name(quantization, shown):
     with pytest.raises(CheckpointError) as caught:
-        read(quantization_config=said)
+        read(quantization_config=quantization)
     assert caught.value.code == "model.unsupported"
     assert shown in str(caught.value)

@@ -151,7 +151,7 @@ def test_all_wrong_tensors_are_listed(model_dir):
     with pytest.raises(CheckpointError) as caught:
         load_decoder(model_dir)
     assert caught.value.code == "model.tensors-differ"
-    for said in (
+    for message in (
         "5 tensors",
         "missing: model.norm.weight [16]",
         "missing: model.layers.1.mlp.up_proj.weight [24, 16]",
@@ -159,7 +159,7 @@ def test_all_wrong_tensors_are_listed(model_dir):
         "wrong shape: model.embed_tokens.weight is [3, 16], config.json says [48, 16]",
         "unreadable type: lm_head.weight is I32",
     ):
-        assert said in str(caught.value)
+        assert message in str(caught.value)
 
 
 def test_tables_that_can_be_computed_are_ignored(model_dir):

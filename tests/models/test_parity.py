@@ -70,26 +70,26 @@ def computed(case: str) -> dict[str, np.ndarray]:
 
 def differences(case: str) -> dict[str, float]:
     """Largest difference of logits and loss, and distance of gradients, relative."""
-    wanted, found = load_file(GOLDEN / case / "expected.safetensors"), computed(case)
-    assert wanted.keys() - {"tokens"} == found.keys()
+    wanted, actual = load_file(GOLDEN / case / "expected.safetensors"), computed(case)
+    assert wanted.keys() - {"tokens"} == actual.keys()
     assert np.ptp(wanted["logits"]) > 0.5, "the model says nothing"
     norms = {name: float(np.linalg.norm(array)) for name, array in wanted.items() if name.startswith("grad")}
     least = 1e-3 * max(norms.values())  # a window of one row leaves q and k without a gradient
 
     def difference(name: str) -> float:
-        error = found[name] - wanted[name]
+        error = actual[name] - wanted[name]
         if name in norms:
             return float(np.linalg.norm(error)) / max(norms[name], least)
         return float(np.abs(error).max() / np.abs(wanted[name]).max())
 
-    return {name: difference(name) for name in found}
+    return {name: difference(name) for name in actual}
 
 
 @pytest.mark.parametrize("case", EACH)
 def test_a_family_computes_what_transformers_and_peft_do(case):
-    found = differences(case)
-    logits = {name: error for name, error in found.items() if not name.startswith("grad")}
-    gradients = {name: error for name, error in found.items() if name.startswith("grad")}
+    distances = differences(case)
+    logits = {name: error for name, error in distances.items() if not name.startswith("grad")}
+    gradients = {name: error for name, error in distances.items() if name.startswith("grad")}
     assert max(logits.values()) < LOGITS, logits
     assert max(gradients.values()) < GRADIENTS, gradients
 

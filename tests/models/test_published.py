@@ -90,4 +90,4 @@ def test_every_key_that_changes_alone_is_followed_or_refused(case):
     types = raw.get("layer_types") or []
     if len({*types}) == 1 and "full_attention" in raw.get("rope_parameters", {}):  # nor ropes of no layer
         idle |= {"rope_parameters"}
-    assert [said for said in silent if said.partition("=")[0] not in idle] == []
+    assert [warning for warning in silent if warning.partition("=")[0] not in idle] == []

@@ -26,24 +26,24 @@ def tree(seed):
     return {"lora_a": jax.random.normal(keys[0], (2, 4, 3)), "lora_b": jax.random.normal(keys[1], (2, 3, 5))}
 
 
-def own(tree, number):
+def own_leaves(tree, number):
     return jax.tree.map(lambda leaf: leaf[number], tree)
 
 
 def test_each_adapter_steps_as_in_separate_training():
     both, params = per_adapter({"law": law(), "med": med()}), tree(0)
     state = both.init(params)
-    alone = [(optimizer, own(params, number)) for number, optimizer in enumerate((law(), med()))]
+    alone = [(optimizer, own_leaves(params, number)) for number, optimizer in enumerate((law(), med()))]
     states = [optimizer.init(weights) for optimizer, weights in alone]
     for step in range(3):
         grads = tree(step + 1)
         updates, state = both.update(grads, state, params)
         params = optax.apply_updates(params, updates)
         for number, (optimizer, weights) in enumerate(alone):
-            change, states[number] = optimizer.update(own(grads, number), states[number], weights)
+            change, states[number] = optimizer.update(own_leaves(grads, number), states[number], weights)
             alone[number] = optimizer, optax.apply_updates(weights, change)
     for number, (_, weights) in enumerate(alone):
-        chex.assert_trees_all_equal(own(params, number), weights)
+        chex.assert_trees_all_equal(own_leaves(params, number), weights)
 
 
 @pytest.mark.parametrize("active", [["law"], "law", jnp.array([True, False]), [0]])

@@ -63,8 +63,8 @@ def new_residuals(layer, arguments, names) -> list[tuple[int, ...]]:
         policy = names and jax.checkpoint_policies.save_only_these_names(*names)
         run = jax.checkpoint(run, policy=policy) if names else run
         ys, vjp = jax.vjp(run, arguments["x"], arguments["as_"], arguments["bs"])
-        own = {id(leaf) for leaf in jax.tree.leaves(arguments)}
-        made.extend(leaf.shape for leaf in jax.tree.leaves(vjp) if id(leaf) not in own)
+        argument_ids = {id(leaf) for leaf in jax.tree.leaves(arguments)}
+        made.extend(leaf.shape for leaf in jax.tree.leaves(vjp) if id(leaf) not in argument_ids)
         return ys
 
     jax.eval_shape(trace, arguments)

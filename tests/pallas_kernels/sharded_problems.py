@@ -21,7 +21,7 @@ def put(mesh, value, *spec):
 
 def collectives(compiled) -> list[tuple[str, tuple[int, ...]]]:
     """(kind, shape) of every array that the compiled program sends."""
-    found = []
+    sends = []
     for line in compiled.as_text().splitlines():
         for kind in COLLECTIVES:
             head, call, _ = line.partition(f" {kind}(")
@@ -29,8 +29,8 @@ def collectives(compiled) -> list[tuple[str, tuple[int, ...]]]:
                 head, call, _ = line.partition(f" {kind}-start(")
             if call:
                 shapes = re.findall(r"\w+\[([\d,]*)\]", head.partition(" = ")[2])
-                found += [(kind, tuple(int(size) for size in shape.split(",") if size)) for shape in shapes]
-    return found
+                sends += [(kind, tuple(int(size) for size in shape.split(",") if size)) for shape in shapes]
+    return sends
 
 
 def gathered(sent) -> list[tuple[int, ...]]:

@@ -52,13 +52,13 @@ def test_rank_zero_is_the_frozen_layer():
 
 def test_one_sibling_is_a_layer():
     for changes in ({}, {"dropout": True, "adapters": 3, "item": 4}, {"rank": 0, "dropout": True}):
-        one = layer(**changes)
+        single = layer(**changes)
         also = SiblingsCost(
-            tokens=T, in_features=K, out_features=(N,), ranks=(one.rank,),
+            tokens=T, in_features=K, out_features=(N,), ranks=(single.rank,),
             **{name: value for name, value in changes.items() if name != "rank"},
         )  # fmt: skip
-        assert sorted(also.passes.values(), key=repr) == sorted(one.passes.values(), key=repr)
-        assert also.frozen == one.frozen
+        assert sorted(also.passes.values(), key=repr) == sorted(single.passes.values(), key=repr)
+        assert also.frozen == single.frozen
 
 
 def test_siblings_read_x_once_for_s_and_once_for_da():
@@ -83,11 +83,11 @@ def test_siblings_read_x_once_for_s_and_once_for_da():
         "dx 2": Cost(flops=2 * T * K * kv, bytes=2 * T * kv + 2 * K * kv + 2 * x),
     }
     assert op.total == add_up(op.passes.values())
-    apart = [one for one in op.layers if one.rank]
-    saved = sum(one.total.bytes for one in op.layers) - op.total.bytes
+    apart = [linear for linear in op.layers if linear.rank]
+    saved = sum(linear.total.bytes for linear in op.layers) - op.total.bytes
     # S, dA; the bits of one op instead of two (written once, read three times); for dx the two sums are read
     assert saved == (len(apart) - 1) * (2 * x + 4 * bits) - 2 * x
-    assert op.total.flops == sum(one.total.flops for one in op.layers)
+    assert op.total.flops == sum(linear.total.flops for linear in op.layers)
 
 
 def test_the_low_rank_part_of_dx_is_in_the_widest_product_with_lora():

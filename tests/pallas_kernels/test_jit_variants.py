@@ -22,7 +22,7 @@ def draw(*shape: int) -> np.ndarray:
 
 def formula(x, w, a, b):
     """y and the gradients of sum(y²) / 2 by x, a and b, in float64, adapter by adapter."""
-    x, w, a, b = (each.astype(np.float64) for each in (x, w, a, b))
+    x, w, a, b = (array.astype(np.float64) for array in (x, w, a, b))
     adapter = np.repeat(TILE_ADAPTER, TILE)
     y = x @ w
     for k, scale in enumerate(SCALE):
@@ -30,9 +30,9 @@ def formula(x, w, a, b):
     da, db = np.zeros_like(a), np.zeros_like(b)
     dx = y @ w.T
     for k, scale in enumerate(SCALE):
-        own = adapter == k
-        dx[own] += scale * y[own] @ b[k].T @ a[k].T
-        da[k], db[k] = scale * x[own].T @ y[own] @ b[k].T, scale * (x[own] @ a[k]).T @ y[own]
+        members = adapter == k
+        dx[members] += scale * y[members] @ b[k].T @ a[k].T
+        da[k], db[k] = scale * x[members].T @ y[members] @ b[k].T, scale * (x[members] @ a[k]).T @ y[members]
     return y, (dx, da, db)
 
 

@@ -20,13 +20,13 @@ def test_unsupported_cases_on_h200_are_the_expected_ones(backend):
     wrong = {}
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
         for name in names:
-            expected, found = kernel_checks.expected_reason(backend, name), None
+            expected, actual = kernel_checks.expected_reason(backend, name), None
             try:
                 jax.eval_shape(partial(gradients, backend), *kernel_checks.call(name, tiny=False))
             except NotImplementedError as refused:
-                found = str(refused)
-            if found != expected and (expected is None or found is None or expected not in found):
-                wrong[name] = expected, found
+                actual = str(refused)
+            if actual != expected and (expected is None or actual is None or expected not in actual):
+                wrong[name] = expected, actual
     assert wrong == {}
 
 

@@ -21,13 +21,13 @@ def module(path: Path) -> str:
 
 def imports(path: Path) -> set[str]:
     """Modules of this package that a file imports, also inside functions and for type checkers."""
-    found = set()
+    modules = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("pallas_kernels"):
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+            modules |= {f"{node.module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names if alias.name.startswith("pallas_kernels")}
-    return found
+            modules |= {alias.name for alias in node.names if alias.name.startswith("pallas_kernels")}
+    return modules
 
 
 FILES = {module(path): imports(path) for path in sorted(PACKAGE.rglob("*.py"))}

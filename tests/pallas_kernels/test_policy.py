@@ -83,10 +83,10 @@ def test_the_fused_kernels_take_no_ranks_where_all_adapters_have_large_ones():
 def test_the_mlp_is_one_op_where_both_calls_prefer_hopper_or_it_is_asked_for():
     gate_up = dataclasses.replace(LAYER, out_features=(14336, 14336), ranks=(16, 16))
     down = dataclasses.replace(LAYER, in_features=14336)
-    few = [dataclasses.replace(each, rows=1024) for each in (gate_up, down)]
+    few = [dataclasses.replace(call, rows=1024) for call in (gate_up, down)]
     odd = dataclasses.replace(down, in_features=14336 + 128)
     assert policy.mlp_is_fused(gate_up, down, None, hopper=True)
-    large = [dataclasses.replace(each, ranks=(128,) * len(each.ranks)) for each in (gate_up, down)]
+    large = [dataclasses.replace(call, ranks=(128,) * len(call.ranks)) for call in (gate_up, down)]
     assert policy.mlp_is_fused(*large, None, hopper=True)
     assert not policy.mlp_is_fused(gate_up, down, None, hopper=False)
     assert not policy.mlp_is_fused(gate_up, down, "pallas_triton", hopper=True)

@@ -114,13 +114,13 @@ def read_trained(folder: Path) -> Trained:
     return Trained(losses=losses, weights=weights)
 
 
-def assert_equal(one: Trained, other: Trained, tolerance: float) -> None:
+def assert_equal(actual: Trained, other: Trained, tolerance: float) -> None:
     """Losses one by one, weights of each adapter relative to their size; a tolerance of 0 means bit for bit."""
-    assert one.losses.keys() == other.losses.keys()
-    for key, loss in one.losses.items():
+    assert actual.losses.keys() == other.losses.keys()
+    for key, loss in actual.losses.items():
         assert abs(loss - other.losses[key]) <= tolerance * abs(loss), (key, loss, other.losses[key])
-    assert one.weights.keys() == other.weights.keys()
-    for name, leaves in one.weights.items():
+    assert actual.weights.keys() == other.weights.keys()
+    for name, leaves in actual.weights.items():
         assert leaves.keys() == other.weights[name].keys()
         pairs = [(leaf, other.weights[name][key]) for key, leaf in leaves.items()]
         difference = sum(float(np.sum((np.float64(a) - np.float64(b)) ** 2)) for a, b in pairs) ** 0.5

@@ -42,9 +42,9 @@ def cache(tmp_path, monkeypatch):
 def opened(tiny_base):
     """opened(kind, …) → the base as a start finds it."""
 
-    def of(quantize="int8", *, base=tiny_base, files=FILES, place=None, change=lambda reader: reader, **settings):
+    def of(quantize="int8", *, base=tiny_base, files=FILES, sharding=None, change=lambda reader: reader, **settings):
         config = SimpleNamespace(directory=".", base=BaseSettings(model=str(base), quantize=quantize, **settings))
-        reader = open_frozen(base, dtype=jnp.float32, quantize=quantize, sharding=place)
+        reader = open_frozen(base, dtype=jnp.float32, quantize=quantize, sharding=sharding)
         return open_cache(config, change(reader), files)
 
     return of
@@ -55,10 +55,10 @@ def start(opened):
     """start(kind, …) → (whether the kernels were cached, the weights, notices); writes the cache."""
 
     def of(*arguments, **settings):
-        found = opened(*arguments, **settings)
-        hit, frozen = found.hit, found.read(lambda size: None)
-        found.store(lambda: False)
-        return hit, frozen, [notice.text for notice in found.notices]
+        loader = opened(*arguments, **settings)
+        hit, frozen = loader.hit, loader.read(lambda size: None)
+        loader.store(lambda: False)
+        return hit, frozen, [notice.text for notice in loader.notices]
 
     return of
 
@@ -83,13 +83,13 @@ def test_any_mesh_reads_the_bytes_that_another_has_written(cache, start, opened,
     monkeypatch.setattr(
         os, "preadv", lambda file, parts, at: most.update({at: len(parts[0])}) or preadv(file, parts, at)
     )
-    place = of_mesh(data=1, fsdp=4)
-    hit, split, _ = start(kind, place=place)
+    sharding = of_mesh(data=1, fsdp=4)
+    hit, split, _ = start(kind, place=sharding)
     assert hit
     chex.assert_trees_all_equal(split, wanted)
     name = "layers.0.mlp.up_proj.kernel"
     for array in split[name].values():
-        assert array.sharding.is_equivalent_to(place(name, array.shape), array.ndim)
+        assert array.sharding.is_equivalent_to(sharding(name, array.shape), array.ndim)
     largest = max(array.nbytes for arrays in wanted.values() if isinstance(arrays, dict) for array in arrays.values())
     assert max(most.values()) <= largest // 2, "a device read more than its part"
 
@@ -125,12 +125,13 @@ def test_arrays_of_other_packages_may_have_any_dtype_and_no_axes(cache, start):
             "nothing": jnp.zeros((0, 3), jnp.uint16),
         }
 
-    own = dataclasses.replace(INT8, arrays=arrays, quantise=quantise)
-    (first, wanted, _), (second, found, _) = (
-        start(change=lambda reader: dataclasses.replace(reader, kind=own), place=of_mesh(data=1, fsdp=2)) for _ in "ab"
+    custom = dataclasses.replace(INT8, arrays=arrays, quantise=quantise)
+    (first, wanted, _), (second, second_read, _) = (
+        start(change=lambda reader: dataclasses.replace(reader, kind=custom), place=of_mesh(data=1, fsdp=2))
+        for _ in "ab"
     )
     assert (first, second) == (False, True)
-    chex.assert_trees_all_equal(found, wanted)
+    chex.assert_trees_all_equal(second_read, wanted)
 
 
 @pytest.mark.parametrize(
@@ -161,17 +162,17 @@ def test_a_damaged_entry_is_noticed_and_written_again(cache, start, damage):
 
 def test_an_entry_that_another_process_removes_can_be_read_to_its_end(cache, start, opened):
     _, wanted, _ = start()
-    found = opened()
+    loader = opened()
     weight_cache.shutil.rmtree(cache)
-    chex.assert_trees_all_equal(found.read(lambda size: None), wanted)
+    chex.assert_trees_all_equal(loader.read(lambda size: None), wanted)
 
 
 def test_a_file_that_ends_while_it_is_read_is_an_error_that_says_what_to_do(cache, start, opened):
     start()
-    found = opened()
+    loader = opened()
     os.truncate(next(cache.iterdir()) / WEIGHTS, 0)
     with pytest.raises(CheckpointError, match=r"model\.broken-cache[\s\S]*fix: rm -r"):
-        found.read(lambda size: None)
+        loader.read(lambda size: None)
 
 
 def test_without_space_the_run_goes_on_with_a_warning(cache, start, monkeypatch):
@@ -212,23 +213,23 @@ def test_nothing_is_written_where_nothing_is_cached(cache, start):
 
 
 def test_writing_that_is_cancelled_leaves_nothing(cache, opened):
-    found, asked = opened(), iter([False, False, True])
-    found.read(lambda size: None)
-    found.store(lambda: next(asked))
+    loader, asked = opened(), iter([False, False, True])
+    loader.read(lambda size: None)
+    loader.store(lambda: next(asked))
     assert not list(cache.iterdir())
-    assert not found.notices
+    assert not loader.notices
 
 
 def test_one_of_several_processes_writes(cache, opened, start):
     both = [opened(), opened()]
-    threads = [threading.Thread(target=found.store, args=(lambda: False,)) for found in both]
-    for found in both:
-        found.read(lambda size: None)
+    threads = [threading.Thread(target=loader.store, args=(lambda: False,)) for loader in both]
+    for loader in both:
+        loader.read(lambda size: None)
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert [found.notices for found in both] == [[], []]
+    assert [loader.notices for loader in both] == [[], []]
     assert len(list(cache.iterdir())) == 1
     assert start()[0]
 

@@ -53,12 +53,12 @@ def test_programs_and_arrays_of_earlier_stages_are_deleted(join):
 def test_caches_are_cleared_now_and_then(join, monkeypatch):
     monkeypatch.setattr(session, "ADDITIONS_IN_CACHES", 2)
     function = jax.jit(lambda x: x + 1)
-    found = []
+    cache_sizes = []
     for name in NAMES[1:4]:
         function(1.0)
         join(name)
-        found.append(function._cache_size())
-    assert found == [1, 0, 1]
+        cache_sizes.append(function._cache_size())
+    assert cache_sizes == [1, 0, 1]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other C libraries return memory by themselves")

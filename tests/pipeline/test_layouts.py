@@ -42,7 +42,9 @@ def one_device(tmp_path_factory, deep_base, kept_programs):
             config = load_config(write_mixed_job(folder, deep_base(tied), names), overrides)
             assert train(config, folder / "run").exit_code == 0
             done[tied] = read_trained(folder / "run")
-            assert all(max(abs(leaf).max() for leaf in own.values()) > 1e-4 for own in done[tied].weights.values())
+            assert all(
+                max(abs(leaf).max() for leaf in leaves.values()) > 1e-4 for leaves in done[tied].weights.values()
+            )
         return done[tied]
 
     return trained

@@ -84,7 +84,7 @@ def runs(write, tmp_path_factory, saves_wait):
         with pytest.raises(PowerCut):
             train(load_config(write(RANKS)), folder / "cut", listeners=[cut])
     assert train(load_config(write(RANKS)), folder / "whole").exit_code == 0
-    assert any(leaf.any() for own in saved[0]["sums"].values() for leaf in own.values()), "no sums are under way"
+    assert any(leaf.any() for sums in saved[0]["sums"].values() for leaf in sums.values()), "no sums are under way"
     return folder / "whole", folder / "cut", saved[0]
 
 
@@ -96,10 +96,10 @@ def own_parameters(shape) -> int:
 def test_what_is_stored_is_their_own(runs, write):
     config = load_config(write(RANKS))
     model = ModelConfig.from_hf(base_directory(config))
-    own, numbers = own_parameters(model), run_numbers(runs[0])
-    assert numbers["own_parameters"] == own
-    assert numbers["stored"] == {"weights": own, "gradients": own, "moments": 2 * own}
-    assert numbers["stored_parameters"] <= 1.05 * own
+    expected, numbers = own_parameters(model), run_numbers(runs[0])
+    assert numbers["own_parameters"] == expected
+    assert numbers["stored"] == {"weights": expected, "gradients": expected, "moments": 2 * expected}
+    assert numbers["stored_parameters"] <= 1.05 * expected
     predicted = predicted_parameters(config, model).to_json()
     assert predicted == {key: numbers[key] for key in predicted}
 
@@ -145,15 +145,15 @@ def test_a_microbatch_sees_its_adapters_and_adds_to_them_alone(monkeypatch, leaf
     monkeypatch.setattr(leaves, "LARGE_WINDOW", large_window)
     columns, rng = all_columns(SPECS, LAYER), np.random.default_rng(0)
     at, inside = columns[Q + leaf], (lambda rank: (5, rank)) if leaf == "lora_a" else (lambda rank: (rank, 5))
-    own = [{Q + leaf: rng.normal(size=(2, *inside(spec.rank))).astype(np.float32)} for spec in SPECS]
-    own[2][Q + leaf][:] = np.nan
-    arrays = stack_adapters({Q + leaf: at}, own)
+    own_weights = [{Q + leaf: rng.normal(size=(2, *inside(spec.rank))).astype(np.float32)} for spec in SPECS]
+    own_weights[2][Q + leaf][:] = np.nan
+    arrays = stack_adapters({Q + leaf: at}, own_weights)
     assert arrays[Q + leaf].shape == (2, *inside(10))
     window = windows(columns, jnp.array([1, -1, 0]))[list(columns).index(Q + leaf)]
     seen = np.asarray(jax.jit(view, static_argnums=1)(arrays[Q + leaf], at, jnp.int32(1), window))
     wanted = np.zeros((3, *inside(6)), np.float32)
-    wanted[0][: 1 if leaf == "lora_b" else None, : 1 if leaf == "lora_a" else None] = own[1][Q + leaf][1]
-    wanted[2] = own[0][Q + leaf][1]
+    wanted[0][: 1 if leaf == "lora_b" else None, : 1 if leaf == "lora_a" else None] = own_weights[1][Q + leaf][1]
+    wanted[2] = own_weights[0][Q + leaf][1]
     np.testing.assert_array_equal(seen, wanted)
 
     gradient = rng.normal(size=seen.shape).astype(np.float32)
@@ -165,11 +165,13 @@ def test_a_microbatch_sees_its_adapters_and_adds_to_them_alone(monkeypatch, leaf
     after = [
         take_adapter({Q + leaf: at}, {Q + leaf: np.asarray(added)}, index, lead=2)[Q + leaf][0] for index in range(3)
     ]
-    np.testing.assert_array_equal(after[2], own[2][Q + leaf])
-    for index, place in ((1, 0), (0, 2)):
+    np.testing.assert_array_equal(after[2], own_weights[2][Q + leaf])
+    for index, column in ((1, 0), (0, 2)):
         rank = SPECS[index].rank
-        mine = gradient[place][:, :rank] if leaf == "lora_a" else gradient[place][:rank]
-        np.testing.assert_array_equal(after[index], own[index][Q + leaf] + np.stack([np.zeros_like(mine), mine]))
+        mine = gradient[column][:, :rank] if leaf == "lora_a" else gradient[column][:rank]
+        np.testing.assert_array_equal(
+            after[index], own_weights[index][Q + leaf] + np.stack([np.zeros_like(mine), mine])
+        )
 
 
 @pytest.mark.parametrize(
@@ -183,11 +185,11 @@ def test_only_few_large_windows_are_added_one_by_one(monkeypatch, places, large_
     name, at = next(iter(all_columns(SPECS, LAYER).items()))
     whole = jax.ShapeDtypeStruct
     sums, window = whole((1, 2, 5, sum(at.width)), np.float32), whole((2, places), np.int32)
-    own = whole((places, 5, at.widest), np.float32)
+    gradient = whole((places, 5, at.widest), np.float32)
     assert name.endswith("lora_a")
-    program = jax.make_jaxpr(lambda *given: add(given[0], at, *given[1:]))(sums, whole((), np.int32), window, own)
-    found = Counter(equation.primitive.name for equation in program.eqns)
-    assert {kind: found[kind] for kind in ("dynamic_update_slice", "scatter-add") if found[kind]} == kernels
+    program = jax.make_jaxpr(lambda *given: add(given[0], at, *given[1:]))(sums, whole((), np.int32), window, gradient)
+    primitives = Counter(equation.primitive.name for equation in program.eqns)
+    assert {kind: primitives[kind] for kind in ("dynamic_update_slice", "scatter-add") if primitives[kind]} == kernels
 
 
 def test_a_pass_costs_what_the_adapters_in_it_cost():
@@ -214,6 +216,6 @@ def test_a_pass_costs_what_the_adapters_in_it_cost():
         y, kept = jax.eval_shape(programs.forward, *block)
         sums = {name: whole((1, *leaf.shape), leaf.dtype) for name, leaf in lora.items()}
         passes = (programs.forward.lower(*block), programs.backward.lower(*block, kept, y, sums))
-        return [each.cost_analysis()["flops"] for each in passes]
+        return [program.cost_analysis()["flops"] for program in passes]
 
     assert costs(64) == costs(4)

@@ -54,7 +54,7 @@ def test_the_pieces_of_a_pipeline_compute_what_the_decoder_does(counts):
     lora = nnx.to_flat_state(nnx.state(decoder, nnx.LoRAParam))
     for stage in stages:
         for piece, weights in zip(stage.extent.pieces, stage.pieces, strict=True):
-            own = {".".join(map(str, path[2:])): leaf[...] for path, leaf in lora if path[1] == piece.layer}
-            x = parts.layer(weights, own, x, inputs, jnp.int32(piece.layer))
+            layer_leaves = {".".join(map(str, path[2:])): leaf[...] for path, leaf in lora if path[1] == piece.layer}
+            x = parts.layer(weights, layer_leaves, x, inputs, jnp.int32(piece.layer))
     np.testing.assert_array_equal(final_norm(x, stages[-1].norm, MODEL), wanted)
     assert np.abs(wanted - decoder.hidden(rows.tokens, rows.positions, segments, None)).max() > 1e-3  # adapters count

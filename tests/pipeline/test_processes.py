@@ -127,7 +127,7 @@ def wait(processes: list[subprocess.Popen]) -> list[Left]:
     """Waits for all; whoever is too late is killed, and the test fails."""
     try:
         deadline = time.monotonic() + TIME_LIMIT_S
-        return [Left(process.returncode, *found) for process in processes for found in [finish(process, deadline)]]
+        return [Left(process.returncode, *streams) for process in processes for streams in [finish(process, deadline)]]
     finally:
         for process in processes:
             process.kill()
@@ -155,10 +155,10 @@ def signal_under_way(processes: list[subprocess.Popen], run: Path, number: signa
 def test_processes_do_not_change_the_run(mixed_job, one_device, tmp_path):
     mesh = ("mesh.data=2", "mesh.stages=2", "mesh.fsdp=2", "mesh.layers=[2, 3]")  # half a layer is a program of its own
     left = wait(start(2, 4, "train", str(mixed_job), "--out", str(tmp_path / "run"), *mesh, launcher=slurm))
-    assert [each.code for each in left] == [0, 0], left[0].err + left[1].err
+    assert [process.code for process in left] == [0, 0], left[0].err + left[1].err
     assert_equal(one_device, read_trained(tmp_path / "run"), TOLERANCE)
     assert "next: lorafusion export" in left[0].out
-    screens = [{line for line in each.out.splitlines() if line and not GLOO.search(line)} for each in left]
+    screens = [{line for line in process.out.splitlines() if line and not GLOO.search(line)} for process in left]
     assert all(screens[0].isdisjoint(other) for other in screens[1:]), "one process shows the run"
     rows = read_rows(tmp_path / "run" / "metrics.jsonl")
     for name, steps in (("law", [1, 2, 3]), ("chat", [1, 2])):
@@ -181,7 +181,7 @@ def test_a_signal_to_one_process_stops_all_and_one_or_both_go_on(job, uncut, tmp
     processes = start(2, 1, "train", str(job), "--out", str(run), *SETTINGS)
     signal_under_way(processes, run, signal.SIGTERM)
     left = wait(processes)
-    assert [each.code for each in left] == [130, 130], left[0].err + left[1].err
+    assert [process.code for process in left] == [130, 130], left[0].err + left[1].err
     assert "the state is saved" in left[0].err
     events = [row["kind"] for row in read_rows(run / "events.jsonl")]
     assert events[-1] == "interrupted"
@@ -189,7 +189,7 @@ def test_a_signal_to_one_process_stops_all_and_one_or_both_go_on(job, uncut, tmp
     assert resume(run).exit_code == 0
     assert_equal(uncut, read_trained(run), BITWISE)
     left = wait(start(2, 1, "resume", str(again)))
-    assert [each.code for each in left] == [0, 0], left[0].err + left[1].err
+    assert [process.code for process in left] == [0, 0], left[0].err + left[1].err
     assert_equal(uncut, read_trained(again), TOLERANCE)
 
 
@@ -201,9 +201,9 @@ def test_requests_are_carried_out_by_all(tmp_path, deep_base):
     late = load_config(job).adapter("law").model_copy(update={"name": "late", "seed": 5})
     write_addition(run, [late])
     left = wait(processes)
-    assert [each.code for each in left] == [0, 0], left[0].err + left[1].err
+    assert [process.code for process in left] == [0, 0], left[0].err + left[1].err
     adapters = run_numbers(run)["adapters"]
-    assert {name: own["status"] for name, own in adapters.items()} == {
+    assert {name: process["status"] for name, process in adapters.items()} == {
         "law": "done",
         "chat": "cancelled",
         "late": "done",
@@ -224,11 +224,11 @@ def test_those_who_lose_a_process_say_so_and_end_without_it(count, killed, job, 
     began = time.monotonic()
     left = wait(processes)
     assert time.monotonic() - began < LEAVE_S, "they waited for the lost one"
-    others = [each for number, each in enumerate(left) if number != killed]
-    for each in others:
-        assert each.code == 1, each.err
-        assert each.err.count("error[train.process-lost]") == 1
-        assert killed == 0 or "stack trace" not in each.err  # jax prints its own where the first is lost
+    others = [process for number, process in enumerate(left) if number != killed]
+    for process in others:
+        assert process.code == 1, process.err
+        assert process.err.count("error[train.process-lost]") == 1
+        assert killed == 0 or "stack trace" not in process.err  # jax prints its own where the first is lost
     assert resume(run).exit_code == 0
     if count != 2:  # `uncut` is of two replicas
         assert train(load_config(job, settings), tmp_path / "whole").exit_code == 0
@@ -263,18 +263,18 @@ def test_a_stage_that_fails_in_one_process_ends_all_with_an_error_each(job, tmp_
     failing = time.monotonic()
     left = wait(processes)
     assert time.monotonic() - failing < LEAVE_S / 2, "they waited for each other"
-    assert [each.code for each in left] == [1, 1], left[0].err + left[1].err
+    assert [process.code for process in left] == [1, 1], left[0].err + left[1].err
     assert "error[train.process-lost]" in left[0].err
     assert "error[train.out-of-memory] the device has no memory left at stage 0, slot 9 (law)" in left[1].err
-    assert not any("stack trace" in each.err for each in left)
+    assert not any("stack trace" in process.err for process in left)
     assert [row["kind"] for row in read_rows(run / "events.jsonl")][-1] == "stopped"
 
 
 def test_stages_stay_inside_a_process(job, tmp_path):
     """Both know the number of processes, which Open MPI tells here."""
     left = wait(start(2, 1, "train", str(job), "--out", str(tmp_path / "run"), "mesh.stages=2", launcher=open_mpi))
-    assert [each.code for each in left] == [2, 2]
-    assert all("error[mesh.processes]" in each.err and "mesh.data: 2" in each.err for each in left)
+    assert [process.code for process in left] == [2, 2]
+    assert all("error[mesh.processes]" in process.err and "mesh.data: 2" in process.err for process in left)
     assert not (tmp_path / "run").exists()
 
 
@@ -284,7 +284,7 @@ def test_a_folder_that_the_first_process_cannot_write_ends_all_at_once(job, tmp_
     began = time.monotonic()
     left = wait(start(2, 1, "train", str(job), "--out", str(tmp_path / "file" / "run"), "mesh.data=2"))
     assert time.monotonic() - began < LEAVE_S / 2, "they waited for each other"
-    assert [each.code for each in left] == [2, 2], left[0].err + left[1].err
+    assert [process.code for process in left] == [2, 2], left[0].err + left[1].err
     assert "error[run.folder]" in left[0].err
     assert "error[run.refused]" in left[1].err
 
@@ -304,7 +304,7 @@ def test_data_that_one_host_lacks_end_all_at_once(job, tmp_path):
     arguments = ("train", str(job), "--out", str(tmp_path / "run"), "mesh.data=2")
     left = wait(start(2, 1, *arguments, program=("-c", ELSEWHERE)))
     assert time.monotonic() - began < LEAVE_S / 2, "they waited for each other"
-    assert [each.code for each in left] == [2, 2], left[0].err + left[1].err
+    assert [process.code for process in left] == [2, 2], left[0].err + left[1].err
     assert "error[run.refused]" in left[0].err
     assert "on_another_disk.jsonl" in left[1].err
     assert not (tmp_path / "run").exists()
@@ -325,12 +325,12 @@ def test_hosts_that_would_not_train_the_same_end_before_the_first_step(job, tmp_
     (job.parent / "other.jsonl").write_text(rows.replace('"prompt": "', '"prompt": "other ', 1))
     arguments = ("train", str(job), "--out", str(tmp_path / "run"), "mesh.data=2")
     left = wait(start(2, 1, *arguments, program=("-c", OTHERWISE)))
-    assert [each.code for each in left] == [2, 2], left[0].err + left[1].err
-    for each in left:
-        assert "error[processes.differ]" in each.err
-        assert "process 1 on" in each.err
-        assert "adapters.law.optim.lr is" in each.err
-        assert "the data of law differs between process 0 and process 1" in each.err
+    assert [process.code for process in left] == [2, 2], left[0].err + left[1].err
+    for process in left:
+        assert "error[processes.differ]" in process.err
+        assert "process 1 on" in process.err
+        assert "adapters.law.optim.lr is" in process.err
+        assert "the data of law differs between process 0 and process 1" in process.err
     assert not (tmp_path / "run").exists()
 
 
@@ -367,8 +367,8 @@ def test_processes_offer_their_programs_in_one_order(monkeypatch):
     order = []
 
     class Slow:
-        def __init__(self, place):
-            self.place = place
+        def __init__(self, number):
+            self.place = number
 
         def close_batch(self, number):
             time.sleep(0.05 * (1 - self.place))

@@ -97,7 +97,7 @@ def profiled(monkeypatch):
     monkeypatch.setattr(profile, "_update_seconds", lambda stage, repeats: 0.0)
     monkeypatch.setattr(profile, "_transfer_seconds", lambda stages, load, repeats: 0.0)
     return lambda *passes: profile.profile_stages(
-        [SimpleNamespace(mesh=None, time_passes=each) for each in passes], LOADS
+        [SimpleNamespace(mesh=None, time_passes=time_passes) for time_passes in passes], LOADS
     )
 
 

@@ -42,10 +42,10 @@ def options(implementation):
 
 @pytest.mark.parametrize(("implementation", "told"), [(None, True), ("pallas_mosaic_gpu", True), ("xla", False)])
 def test_layers_are_compiled_as_the_kernels_want_it(implementation, told):
-    found = options(implementation)
+    compiler = options(implementation)
     wanted = {"xla_gpu_enable_triton_gemm": False} if told else None
-    assert [found[name] for name in ("_forward", "_backward", "_evaluate")] == [wanted] * 3
-    assert found["_head"] is None  # its second product is slower so
+    assert [compiler[name] for name in ("_forward", "_backward", "_evaluate")] == [wanted] * 3
+    assert compiler["_head"] is None  # its second product is slower so
 
 
 def test_weights_are_gathered_beside_computing_unless_the_user_says_otherwise(monkeypatch):

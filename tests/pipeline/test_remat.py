@@ -94,12 +94,12 @@ def count_products(jaxpr) -> int:
 
 
 def _primitives(jaxpr) -> Counter:
-    found = Counter(eqn.primitive.name for eqn in jaxpr.eqns)
+    counts = Counter(eqn.primitive.name for eqn in jaxpr.eqns)
     for eqn in jaxpr.eqns:
         for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda leaf: isinstance(leaf, INNER)):
             if isinstance(value, INNER):
-                found += _primitives(value.jaxpr if isinstance(value, jex.ClosedJaxpr) else value)
-    return found
+                counts += _primitives(value.jaxpr if isinstance(value, jex.ClosedJaxpr) else value)
+    return counts
 
 
 INNER = (jex.ClosedJaxpr, jex.Jaxpr)

@@ -39,15 +39,15 @@ def test_a_copy_in_parts_holds_the_state_of_its_moment(session, monkeypatch):
     transferred = []
     transfer = snapshot._transfer
     monkeypatch.setattr(snapshot, "_transfer", lambda data: (transferred.append(data.nbytes), transfer(data))[1])
-    found = taken.state()
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    state = taken.state()
+    assert jax.tree.structure(state) == jax.tree.structure(expected)
+    jax.tree.map(np.testing.assert_array_equal, state, expected)
     assert max(transferred) < 2 * PART
     # weights and optimizer states are on both replicas, and sums differ: each byte is transferred once
     arrays = [getattr(stage, name) for stage in stages for name in snapshot.CHANGING if name != "alive"]
     assert sum(transferred) - stages[0].alive.nbytes == sum(leaf.nbytes for leaf in jax.tree.leaves(arrays))
-    for name, own in expected["lora"].items():
-        jax.tree.map(np.testing.assert_array_equal, taken.adapter(name), own)
+    for name, leaves in expected["lora"].items():
+        jax.tree.map(np.testing.assert_array_equal, taken.adapter(name), leaves)
 
 
 def counted(leaf: jax.Array) -> jax.Array:

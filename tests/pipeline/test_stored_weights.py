@@ -38,7 +38,7 @@ def operands(parts, replicas):
     if kind is not None:
         for name, shape in MODEL.layer(0).kernel_shapes().items():
             arrays = kind.arrays(*shape).items()
-            frozen[name] = {leaf: whole(one.shape, jnp.dtype(one.dtype)) for leaf, one in arrays}
+            frozen[name] = {leaf: whole(array.shape, jnp.dtype(array.dtype)) for leaf, array in arrays}
     lora = {name: whole(shape, jnp.float32) for name, shape in parts.lora_shapes(LAYERS).items()}
     sizes = {"segment_offsets": 2, "segment_lengths": 1, "tile_adapter": 1, "adapters": 1}
     kinds = {"row_key": np.uint32, "weights": np.float32}
@@ -89,6 +89,6 @@ def test_devices_gather_the_stored_bytes(kind, dtype):
     text = lowered.as_text(dialect="hlo") if kind == "fp8" else lowered.compile().as_text()
     moved = re.findall(r"= \(?([a-z0-9]+)\[([0-9,]*)\]\S* all-gather(?:-start)?\(", text)
     arrays = [stored_kind(kind).arrays(*shape).values() for shape in MODEL.layer(0).kernel_shapes().values()]
-    kernels = [prod(max(own, key=lambda array: array.num_bytes).shape) for own in arrays]
+    kernels = [prod(max(arrays_of_device, key=lambda array: array.num_bytes).shape) for arrays_of_device in arrays]
     large = [(of, size) for of, shape in moved if (size := prod(map(int, shape.split(",")))) >= min(kernels)]
     assert sorted(large) == sorted((dtype, size) for size in kernels * LAYERS)

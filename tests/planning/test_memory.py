@@ -94,10 +94,10 @@ def test_adapters_are_held_at_their_own_ranks_and_targets():
     )
     (stage,) = stage_memory(problem(LLAMA_8B, adapters))
     shapes = LLAMA_8B.layer(0).linear_shapes()
-    own = 32 * sum(rank * sum(sum(shapes[name]) for name in targets) for rank, targets in ranks.values())
-    assert stage.adapters == stage.sums == 4 * own
-    assert stage.optimizers == 2 * 4 * own
-    assert trainable_parameters(problem(LLAMA_8B, adapters)) == own
+    elements = 32 * sum(rank * sum(sum(shapes[name]) for name in targets) for rank, targets in ranks.values())
+    assert stage.adapters == stage.sums == 4 * elements
+    assert stage.optimizers == 2 * 4 * elements
+    assert trainable_parameters(problem(LLAMA_8B, adapters)) == elements
 
 
 def test_a_pass_holds_the_adapters_of_one_microbatch():
@@ -120,22 +120,22 @@ def test_optimizers_see_an_adapter_at_its_own_rank():
 
 
 def test_stages_share_the_layers_and_a_tied_table_lies_at_both_ends():
-    (one,), three = stage_memory(problem()), stage_memory(problem(stages=3))
+    (single,), three = stage_memory(problem()), stage_memory(problem(stages=3))
     table = 2 * 96 * 24
-    assert sum(stage.frozen for stage in three) == one.frozen + table
-    assert sum(stage.adapters for stage in three) == one.adapters
+    assert sum(stage.frozen for stage in three) == single.frozen + table
+    assert sum(stage.adapters for stage in three) == single.adapters
 
 
 def test_stages_that_share_a_layer_hold_what_one_stage_holds():
-    (one,) = stage_memory(problem(remat="everything"))
+    (single,) = stage_memory(problem(remat="everything"))
     table = 2 * 96 * 24
     for counts in ([2.5, 2.5], [1.5, 3.5]):
         two = stage_memory(replace(problem(remat="everything"), layers=extents(counts)))
         for name in ("adapters", "sums", "optimizers"):
-            assert sum(getattr(stage, name) for stage in two) == getattr(one, name)
-        assert sum(stage.frozen for stage in two) == one.frozen + table
+            assert sum(getattr(stage, name) for stage in two) == getattr(single, name)
+        assert sum(stage.frozen for stage in two) == single.frozen + table
         slopes = 2 * 64 * 24  # the loss's, on the last stage only; the first holds two microbatches
-        assert two[0].kept / 2 + two[1].kept - slopes == one.kept - slopes
+        assert two[0].kept / 2 + two[1].kept - slopes == single.kept - slopes
 
 
 def test_fsdp_shards_frozen_weights():
@@ -260,12 +260,12 @@ def test_extra_ranks_make_the_gated_array_again_for_their_gradient(implementatio
     """Triton's kernels take all ranks: they have no extra ones."""
 
     def backward(rank):
-        specs = tuple(AdapterSpec(name=f"a{each}", rank=each, alpha=8) for each in (16, rank))
+        specs = tuple(AdapterSpec(name=f"a{rank_of}", rank=rank_of, alpha=8) for rank_of in (16, rank))
         given = problem(LLAMA_8B, tokens=8192, adapters=specs, implementation=implementation)
         return working_memory(given, 0)["backward"]
 
-    own = (backward(256) - backward(128)) / 128  # of a rank: its gradients
-    assert backward(128) - backward(32) - 96 * own == arrays * 2 * 8192 * LLAMA_8B.intermediate_size
+    per_rank = (backward(256) - backward(128)) / 128  # of a rank: its gradients
+    assert backward(128) - backward(32) - 96 * per_rank == arrays * 2 * 8192 * LLAMA_8B.intermediate_size
 
 
 @pytest.mark.parametrize(("implementation", "columns"), [(None, 16 + 64), ("pallas_triton", 128)])
@@ -379,9 +379,9 @@ def test_unused_tensors_are_not_saved():
 def test_earlier_stages_hold_more_microbatches():
     model = replace(TINY, num_layers=8, tie_embeddings=False)
     stages = stage_memory(problem(model, stages=4))
-    each = 2 * sum(kept_per_layer(problem(model)).values())
-    assert [stage.kept for stage in stages[:3]] == [4 * each, 3 * each, 2 * each]
-    assert stages[3].kept == each + 2 * 64 * 24  # and the slopes of the loss
+    microbatch_bytes = 2 * sum(kept_per_layer(problem(model)).values())
+    assert [stage.kept for stage in stages[:3]] == [4 * microbatch_bytes, 3 * microbatch_bytes, 2 * microbatch_bytes]
+    assert stages[3].kept == microbatch_bytes + 2 * 64 * 24  # and the slopes of the loss
 
 
 def test_the_frozen_70b_keeps_one_gigabyte_per_layer():

@@ -20,7 +20,7 @@ def keeps_gated(*, width, hidden, tokens, tile, rank, implementation, hopper, it
         num_heads=width // 128, num_kv_heads=width // 128, head_dim=128,
     )  # fmt: skip
     ranks = {"law": rank, "med": least or rank}
-    adapters = tuple(AdapterSpec(name=name, rank=own, alpha=own) for name, own in ranks.items())
+    adapters = tuple(AdapterSpec(name=name, rank=rank_of, alpha=rank_of) for name, rank_of in ranks.items())
     problem = MemoryProblem(
         model=model, adapters=adapters, optimizers=("adamw",) * 2, layers=(Extent(0, 2),), capacity_tokens=tokens,
         remat="everything", implementation=implementation, tile_tokens=tile, hopper=hopper, item=item,

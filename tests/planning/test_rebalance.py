@@ -27,11 +27,11 @@ def test_result_is_the_fastest_layout(layers, measured, attention):
     speeds = [load / took for load, took in zip(stage_loads(start, costs), seconds, strict=True)]
     step = 2 if attention is None else 1
     edges = [(0, *cuts, 2 * layers) for cuts in combinations(range(step, 2 * layers, step), stages - 1)]
-    possible = [[Extent(*pair) for pair in pairwise(each)] for each in edges]
+    possible = [[Extent(*pair) for pair in pairwise(cut)] for cut in edges]
     possible = [
-        max(load / speed for load, speed in zip(stage_loads(each, costs), speeds, strict=True))
-        for each in possible
-        if all(2 <= stage.stop - stage.start <= room for stage, room in zip(each, most, strict=True))
+        max(load / speed for load, speed in zip(stage_loads(cut, costs), speeds, strict=True))
+        for cut in possible
+        if all(2 <= stage.stop - stage.start <= room for stage, room in zip(cut, most, strict=True))
     ]
     moved = rebalanced(start, seconds, costs, most=most)
     best = min(possible, default=max(seconds))

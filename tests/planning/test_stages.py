@@ -69,8 +69,8 @@ def test_layers_are_split_if_the_slowest_stage_gets_faster(layers, stages, atten
     costs = PartCosts(attention=attention, embed=embed, head=head)
     chosen = slowest(split_layers(layers, stages, costs), costs)
     edges = [(0, *cuts, 2 * layers) for cuts in combinations(range(1, 2 * layers), stages - 1)]
-    cut = [[Extent(*pair) for pair in pairwise(each)] for each in edges]
-    best = min(slowest(each, costs) for each in cut if min(stage.count for stage in each) >= 1)
+    cut = [[Extent(*pair) for pair in pairwise(layers_at)] for layers_at in edges]
+    best = min(slowest(layers_at, costs) for layers_at in cut if min(stage.count for stage in layers_at) >= 1)
     whole = min(slowest(extents(counts), costs) for counts in layouts(layers, stages))
     assert chosen == pytest.approx(best if best < WORTH_A_CUT * whole else whole, rel=1e-6)
 

@@ -19,6 +19,6 @@ def test_examples(name):
 
 
 def test_there_are_examples_of_every_format():
-    found = doctest.DocTestFinder().find(importlib.import_module("lorafusion_jax.report.format"))
-    public = [test.name.rsplit(".", 1)[-1] for test in found if test.examples]
+    examples = doctest.DocTestFinder().find(importlib.import_module("lorafusion_jax.report.format"))
+    public = [test.name.rsplit(".", 1)[-1] for test in examples if test.examples]
     assert {"count", "exact", "duration", "percent", "rate", "layout"} <= set(public)

@@ -29,7 +29,7 @@ def mixed_jobs(count: int = 4, samples: int = 320, batch: int = 16) -> list[Adap
     """Lengths as of short, middle and long documents together."""
     draw = np.random.default_rng(5)
     lengths = np.exp(draw.normal(6.7, 0.8, (count, samples))).clip(32, 4096).astype(int)
-    return [AdapterJob(f"a{number}", own.tolist(), batch) for number, own in enumerate(lengths)]
+    return [AdapterJob(f"a{number}", adapter_lengths.tolist(), batch) for number, adapter_lengths in enumerate(lengths)]
 
 
 def packed(jobs: list[AdapterJob], *, even: bool, **shape) -> Plan:
@@ -62,7 +62,7 @@ def test_balancing_reduces_replica_imbalance(replicas):
     shape = {"capacity_tokens": 8192, "num_stages": 1, "data_parallel": replicas, "tile_tokens": 128}
     before, after = (work(packed(mixed_jobs(), even=even, **shape)) for even in (False, True))
     assert after.sum() == before.sum()
-    waited = [each.max(axis=1).sum() - each.mean(axis=1).sum() for each in (before, after)]
+    waited = [slot_work.max(axis=1).sum() - slot_work.mean(axis=1).sum() for slot_work in (before, after)]
     assert waited[1] < 0.75 * waited[0]
 
 
@@ -85,8 +85,8 @@ def test_no_exchange_without_budget():
 
 def test_balancing_reduces_pipeline_bubbles():
     shape = {"capacity_tokens": 8192, "num_stages": 2, "data_parallel": 1, "tile_tokens": 128}
-    one = PassCost(fixed_s=0.4, square_s=2e-9)
-    costs = CostModel(stages=(StageCost(forward=one, backward=one),))
+    pass_cost = PassCost(fixed_s=0.4, square_s=2e-9)
+    costs = CostModel(stages=(StageCost(forward=pass_cost, backward=pass_cost),))
     idle = [simulate(packed(mixed_jobs(), even=even, **shape), costs).bubble_share for even in (False, True)]
     assert idle[1] < 0.7 * idle[0]
 
@@ -107,6 +107,6 @@ def test_one_device_needs_no_balancing():
 def test_make_plan_balances_work():
     shape = {"capacity_tokens": 8192, "num_stages": 1, "data_parallel": 4}
     quick, plan = (make_plan(mixed_jobs(), time_limit_s=seconds, **shape) for seconds in (0.0, 2.0))
-    waited = [(work(each).max(axis=1) / work(each).mean(axis=1)).mean() for each in (quick, plan)]
+    waited = [(work(some_plan).max(axis=1) / work(some_plan).mean(axis=1)).mean() for some_plan in (quick, plan)]
     assert plan.num_slots <= quick.num_slots
     assert waited[1] < 0.92 * waited[0]

@@ -41,8 +41,8 @@ def test_duplicate():
 
 
 def test_reversed_order_is_not_just_a_distance():
-    found = codes(replace(PLAN, slots=PLAN.slots[::-1]), JOBS)
-    assert "plan.order" in found
+    violations = codes(replace(PLAN, slots=PLAN.slots[::-1]), JOBS)
+    assert "plan.order" in violations
 
 
 def test_two_batches_in_one_slot():
@@ -148,7 +148,11 @@ def _exchange(slot: Slot, job: AdapterJob) -> Slot:
 
 def test_nothing_may_run_in_the_slot_from_which_an_adapter_is_stopped():
     plan = make_plan([AdapterJob(name, [100] * 6, 2) for name in ("law", "med")], capacity_tokens=256, num_stages=1)
-    last = max(slot for slot, each in enumerate(plan.slots) if any(ref.adapter == "law" for ref in each.samples))
+    last = max(
+        slot
+        for slot, slot_content in enumerate(plan.slots)
+        if any(ref.adapter == "law" for ref in slot_content.samples)
+    )
     verify_plan(replace(plan, stopped=(("law", last + 1),)))
     with pytest.raises(PlanError, match="stopped before"):
         verify_plan(replace(plan, stopped=(("law", last),)))

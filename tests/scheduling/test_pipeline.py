@@ -78,8 +78,8 @@ def test_updates_come_before_the_next_batch_on_every_stage(jobs, num_stages, flu
             batches[ref.adapter, ref.batch].append(index)
     program = one_forward_one_backward(plan, flush=flush)
     for stage, events in enumerate(program):
-        place = {(event.kind, event.slot): position for position, event in enumerate(events)}
-        assert len(place) == len(events)
+        order_of = {(event.kind, event.slot): position for position, event in enumerate(events)}
+        assert len(order_of) == len(events)
         in_flight = 0
         for event in events:
             in_flight += {"forward": 1, "backward": -1, "update": 0}[event.kind]
@@ -87,7 +87,7 @@ def test_updates_come_before_the_next_batch_on_every_stage(jobs, num_stages, flu
         for (adapter, batch), slots in batches.items():
             following = batches.get((adapter, batch + 1))
             if following:
-                assert place["update", max(slots)] < place["forward", min(following)]
+                assert order_of["update", max(slots)] < order_of["forward", min(following)]
     spans = simulate(plan, UNIT, program=program).spans  # also proves that nothing waits forever
     assert len(spans) == sum(map(len, program))
     check_times(spans, num_stages)

@@ -46,7 +46,7 @@ def test_html_is_self_contained_and_escaped(timeline):
     assert page.count("</script>") == 1
     HTMLParser().feed(page)
     data = json.loads(re.search(r"const timelines = (.*);\n", page)[1])
-    assert [len(one["spans"]) for one in data] == [len(timeline.spans)] * 2
+    assert [len(timeline_data["spans"]) for timeline_data in data] == [len(timeline.spans)] * 2
     assert NASTY in data[0]["names"]
 
 

@@ -53,9 +53,11 @@ def test_several_sizes_are_predicted_no_slower_than_the_best_single_one(stages):
 def test_an_adapter_on_its_own_leaves_less_room_empty():
     lengths = sample_lengths(np.random.default_rng(1), "mix", 0, 160, 1.0, 4096)
     job, costs = AdapterJob("law", lengths, 8), default_cost_model()
-    one, several = (make_plan([job], capacity_tokens=sizes, num_stages=1) for sizes in (4096, (3072, 4096, 6144, 8192)))
-    assert several.density > 0.93 > 0.84 > one.density
-    assert simulate(several, costs).tokens_per_s > 1.12 * simulate(one, costs).tokens_per_s
+    single, several = (
+        make_plan([job], capacity_tokens=sizes, num_stages=1) for sizes in (4096, (3072, 4096, 6144, 8192))
+    )
+    assert several.density > 0.93 > 0.84 > single.density
+    assert simulate(several, costs).tokens_per_s > 1.12 * simulate(single, costs).tokens_per_s
 
 
 def test_costs_decide_which_sizes_are_taken():
@@ -106,7 +108,7 @@ def test_the_verifier_finds_slots_that_overflow_or_have_another_size():
     plan = make_plan([job], capacity_tokens=SIZES, num_stages=1)
     for capacity in (512, 1000, 2048):
         slots = (replace(plan.slots[0], capacity_tokens=capacity), *plan.slots[1:])
-        assert {found.code for found in find_violations(replace(plan, slots=slots))} == {"plan.capacity"}
+        assert {violation.code for violation in find_violations(replace(plan, slots=slots))} == {"plan.capacity"}
 
 
 @pytest.mark.parametrize("sizes", [(), (256, 256), (1, 2, 3, 4, 5), (256, 0), (256, True), (256, 1.5), ("256",)])

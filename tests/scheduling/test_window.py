@@ -75,8 +75,8 @@ def test_whole_pieces_do_not_depend_on_company(case):
 
     def pieces(some: list[AdapterJob]) -> list[list]:
         slots = [slot for window, *_ in stream(some, tail, horizon) for slot in window.slots]
-        own = [[ref for ref in slot.samples if ref.adapter == jobs[0].name] for slot in slots]
-        return [refs for refs in own if refs]
+        own_refs = [[ref for ref in slot.samples if ref.adapter == jobs[0].name] for slot in slots]
+        return [refs for refs in own_refs if refs]
 
     assert pieces(jobs) == pieces(jobs[:1])
 

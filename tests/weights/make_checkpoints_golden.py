@@ -107,18 +107,18 @@ def by_blocks(to: Path) -> dict[str, torch.Tensor]:
         padded = torch.nn.functional.pad(wide, (0, -columns % BLOCK, 0, -rows % BLOCK))
         blocks = padded.reshape(padded.shape[0] // BLOCK, BLOCK, padded.shape[1] // BLOCK, BLOCK)
         scales = blocks.abs().amax(dim=(1, 3)) / 448
-        each = scales.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)[:rows, :columns]
-        state[name] = (wide / each).to(torch.float8_e4m3fn)
+        factors = scales.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)[:rows, :columns]
+        state[name] = (wide / factors).to(torch.float8_e4m3fn)
         state[f"{name}_scale_inv"] = scales
-        own = name.removeprefix("model.layers.0.").removesuffix(".weight")
-        if own in SHOWN:
-            values[own] = state[name].float() * each
+        short_name = name.removeprefix("model.layers.0.").removesuffix(".weight")
+        if short_name in SHOWN:
+            values[short_name] = state[name].float() * factors
     write(to, state)
-    said = json.loads((to / "config.json").read_text())
-    said["quantization_config"] = {
+    config = json.loads((to / "config.json").read_text())
+    config["quantization_config"] = {
         "activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]
     }  # fmt: skip
-    (to / "config.json").write_text(json.dumps(said, indent=2))
+    (to / "config.json").write_text(json.dumps(config, indent=2))
     return values
 
 
@@ -141,8 +141,8 @@ def main() -> None:
             "fp8_tensors": by_compressed_tensors(FOLDER / "fp8_tensors", strategy="tensor"),
             "fp8_blocks": by_blocks(FOLDER / "fp8_blocks"),
         }
-    for name, own in values.items():
-        np.savez_compressed(FOLDER / name / "values.npz", **{key: value.numpy() for key, value in own.items()})
+    for name, arrays in values.items():
+        np.savez_compressed(FOLDER / name / "values.npz", **{key: value.numpy() for key, value in arrays.items()})
         for file in (FOLDER / name).iterdir():
             if file.name not in ("config.json", "model.safetensors", "values.npz"):
                 file.unlink()

@@ -29,23 +29,23 @@ def test_the_maps_are_bitwise_those_of_bitsandbytes(golden):
 
 @pytest.mark.parametrize("name", CASES)
 def test_weights_get_the_codes_of_bitsandbytes(golden, name):
-    own = {key: np.asarray(array) for key, array in quantise(CASES[name].T).items()}
-    np.testing.assert_array_equal(own["codes"].reshape(-1), golden[f"{name}/packed"])
-    np.testing.assert_allclose(own["offset"], golden[f"{name}/offset"], rtol=3e-7)  # a mean: its order is its own
-    np.testing.assert_allclose(own["group_absmax"], golden[f"{name}/group_absmax"], rtol=1e-6)
+    quantised = {key: np.asarray(array) for key, array in quantise(CASES[name].T).items()}
+    np.testing.assert_array_equal(quantised["codes"].reshape(-1), golden[f"{name}/packed"])
+    np.testing.assert_allclose(quantised["offset"], golden[f"{name}/offset"], rtol=3e-7)  # a mean: its order is its own
+    np.testing.assert_allclose(quantised["group_absmax"], golden[f"{name}/group_absmax"], rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_scales_get_the_codes_of_bitsandbytes_or_nearer_ones(golden, name):
     """Its library for CPUs looks codes up in a table of rounded numbers, so that it misses the nearest now and then."""
-    own, theirs = np.asarray(quantise(CASES[name].T)["absmax"]).reshape(-1), golden[f"{name}/absmax"]
-    own = own[: theirs.size]
-    (apart,) = np.nonzero(own != theirs)
+    codes, theirs = np.asarray(quantise(CASES[name].T)["absmax"]).reshape(-1), golden[f"{name}/absmax"]
+    codes = codes[: theirs.size]
+    (apart,) = np.nonzero(codes != theirs)
     assert len(apart) <= 0.01 * theirs.size
     blocks = np.pad(CASES[name].reshape(-1), (0, -CASES[name].size % 64)).reshape(-1, 64)
     centred = np.abs(blocks).max(1) - golden[f"{name}/offset"]
     scaled = centred / np.repeat(golden[f"{name}/group_absmax"], 256)[: theirs.size]
-    assert (np.abs(DYNAMIC[own] - scaled)[apart] < np.abs(DYNAMIC[theirs] - scaled)[apart]).all()
+    assert (np.abs(DYNAMIC[codes] - scaled)[apart] < np.abs(DYNAMIC[theirs] - scaled)[apart]).all()
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -68,5 +68,5 @@ def test_the_bytes_do_not_depend_on_how_the_matrix_lies_on_devices():
     whole = CASES["normal"].T
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("x",))
     split = jax.device_put(whole, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x")))
-    for one, other in zip(jax.tree.leaves(quantise(whole)), jax.tree.leaves(quantise(split)), strict=True):
-        np.testing.assert_array_equal(one, other)
+    for actual, other in zip(jax.tree.leaves(quantise(whole)), jax.tree.leaves(quantise(split)), strict=True):
+        np.testing.assert_array_equal(actual, other)

@@ -50,11 +50,11 @@ def test_the_values_are_those_of_the_library_that_wrote_them(name):
     """Bitwise; bitsandbytes multiplies int8 by its scale first and divides then, which is one more rounding."""
     frozen = load_frozen(GOLDEN / name, dtype=jnp.float32, quantize=KINDS[name])
     wanted = np.load(GOLDEN / name / "values.npz")["mlp.down_proj"]
-    found = np.asarray(kernel(frozen, DOWN, KINDS[name])).T
+    weights = np.asarray(kernel(frozen, DOWN, KINDS[name])).T
     if name == "int8":
-        np.testing.assert_allclose(found, wanted, rtol=2**-23, atol=0)
+        np.testing.assert_allclose(weights, wanted, rtol=2**-23, atol=0)
     else:
-        np.testing.assert_array_equal(found, wanted)
+        np.testing.assert_array_equal(weights, wanted)
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -62,16 +62,16 @@ def test_each_device_gets_its_part(name):
     """Of three or two axes that divide, as `mesh.fsdp` splits them."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("fsdp",))
 
-    def place(leaf, shape):
+    def sharding_of(leaf, shape):
         split = next((axis for axis, size in enumerate(shape) if size % 2 == 0), None) if len(shape) > 1 else None
         return NamedSharding(mesh, PartitionSpec(*("fsdp" if axis == split else None for axis in range(len(shape)))))
 
     whole = load_frozen(GOLDEN / name, quantize=KINDS[name])
-    split = load_frozen(GOLDEN / name, quantize=KINDS[name], sharding=place)
+    split = load_frozen(GOLDEN / name, quantize=KINDS[name], sharding=sharding_of)
     assert split[DOWN].keys() == whole[DOWN].keys()
     for key, array in split[DOWN].items():
         np.testing.assert_array_equal(array, whole[DOWN][key])
-        assert array.sharding.is_equivalent_to(place(DOWN, array.shape), array.ndim)
+        assert array.sharding.is_equivalent_to(sharding_of(DOWN, array.shape), array.ndim)
 
 
 @pytest.mark.parametrize("quantize", ["none", "int8"])
@@ -99,8 +99,8 @@ def test_blocks_of_another_size_are_refused(copy):
     state = "model.layers.0.mlp.up_proj.weight.quant_state.bitsandbytes__nf4"
 
     def change(tensors):
-        said = json.loads(tensors[state].tobytes()) | {"blocksize": 128}
-        tensors[state] = np.frombuffer(json.dumps(said).encode(), np.uint8)
+        fields = json.loads(tensors[state].tobytes()) | {"blocksize": 128}
+        tensors[state] = np.frombuffer(json.dumps(fields).encode(), np.uint8)
 
     with pytest.raises(CheckpointError, match="its blocksize is 128, not 64") as caught:
         load_frozen(copy("nf4", change), quantize="nf4")
@@ -122,9 +122,9 @@ def test_a_nan_among_8_bit_floats_is_found(tmp_path):
     folder = tmp_path / "model"
     shutil.copytree(GOLDEN / "fp8_blocks", folder)
     assert weight_problems(folder) == []
-    place = list_tensors(folder)["model.layers.0.mlp.up_proj.weight"]
-    with place.file.open("r+b") as file:
-        file.seek(place.start + 5)
+    entry = list_tensors(folder)["model.layers.0.mlp.up_proj.weight"]
+    with entry.file.open("r+b") as file:
+        file.seek(entry.start + 5)
         file.write(b"\xff")
     (problem,) = weight_problems(folder)
     assert problem.code == "model.not-finite"

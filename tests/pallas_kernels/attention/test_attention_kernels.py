@@ -95,12 +95,12 @@ def test_nan_stays_in_its_document(where, bad):
     arrays, rows = inputs(POISONED)
     spoiled = list(arrays)
     spoiled[where] = spoiled[where].at[100, 0, 3].set(bad)  # the second document has rows 70 to 169
-    own = np.arange(256)
-    own = (own >= 70) & (own < 170)
-    found = run(POISONED, spoiled, rows)
-    for got, wanted in zip(found, clean(POISONED), strict=True):
-        np.testing.assert_array_equal(got[~own], wanted[~own])
-    o, *grads = (x[own] for x in found)
+    document = np.arange(256)
+    document = (document >= 70) & (document < 170)
+    outputs = run(POISONED, spoiled, rows)
+    for got, wanted in zip(outputs, clean(POISONED), strict=True):
+        np.testing.assert_array_equal(got[~document], wanted[~document])
+    o, *grads = (x[document] for x in outputs)
     assert np.isnan(o).any() == (where < 3)
     assert all(np.isnan(grad).any() for grad in grads)
 

@@ -43,8 +43,8 @@ def inputs(case, dtype=jnp.float32):
 
 @functools.cache
 def passes(case):
-    own, other = CASES[case][-1]
-    config = AttentionConfig(block_rows=own, tile_rows=other)
+    block_rows, other = CASES[case][-1]
+    config = AttentionConfig(block_rows=block_rows, tile_rows=other)
 
     @jax.jit
     def both(q, k, v, do, first, end):
@@ -72,9 +72,9 @@ def test_output_and_gradients_match_the_definition(case):
 def test_bfloat16_is_near_the_definition():
     (q, k, v, do), (first, end) = inputs(POISONED, jnp.bfloat16)
     o, pullback = jax.vjp(lambda *x: attention_reference(*x, first), *(x.astype(jnp.float32) for x in (q, k, v)))
-    found = passes(POISONED)(q, k, v, do, first, end)
-    assert {x.dtype for x in found} == {jnp.dtype(jnp.bfloat16)}
-    for got, wanted in zip(found, (o, *pullback(do.astype(jnp.float32))), strict=True):
+    outputs = passes(POISONED)(q, k, v, do, first, end)
+    assert {x.dtype for x in outputs} == {jnp.dtype(jnp.bfloat16)}
+    for got, wanted in zip(outputs, (o, *pullback(do.astype(jnp.float32))), strict=True):
         # weights, their gradients and the result are rounded to 8 bits
         np.testing.assert_allclose(got.astype(np.float32), wanted, atol=2**-6 * np.abs(wanted).max())
 

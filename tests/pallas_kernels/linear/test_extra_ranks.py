@@ -39,14 +39,15 @@ def drawn(ranks, seed=0):
     def normal(*shape):
         return random.normal(size=shape).astype(np.float32)
 
-    def own(bank, axis):
+    def fit_rank(bank, axis):
         number = np.arange(bank.shape[axis]).reshape((1, 1, -1) if axis == 2 else (1, -1, 1))
         return jnp.asarray(np.where(number < np.array(ranks)[:, None, None], bank, 0))
 
     ops = Operands(
         x=jnp.asarray(normal(rows, K)), ws=tuple(jnp.zeros((K, n)) for n in WIDTHS),
-        as_=tuple(own(normal(count, K, rank), 2) for rank in largest),
-        bs=tuple(own(normal(count, rank, n), 1) for rank, n in zip(largest, WIDTHS, strict=True)), biases=(None,) * 3,
+        as_=tuple(fit_rank(normal(count, K, rank), 2) for rank in largest),
+        bs=tuple(fit_rank(normal(count, rank, n), 1) for rank, n in zip(largest, WIDTHS, strict=True)),
+        biases=(None,) * 3,
         tile_adapter=jnp.asarray(table, jnp.int32), scale=jnp.asarray(1 + random.random(count), jnp.float32),
         dropout=Dropout(
             rate=jnp.asarray(0.5 * random.random(count), jnp.float32), key=jnp.arange(count, dtype=jnp.uint32),
@@ -112,8 +113,8 @@ def test_values_and_gradients_are_those_of_the_formula(monkeypatch, name, ranks)
     use(name, monkeypatch)
     static, ops, dys = drawn(ranks)
     got, want = evaluated(name, static, ops, dys), formula(ops, dys)
-    for path, each in jax.tree_util.tree_leaves_with_path(jax.tree.map(relative, got, want)):
-        assert each < 1e-5, (jax.tree_util.keystr(path), each)
+    for path, error in jax.tree_util.tree_leaves_with_path(jax.tree.map(relative, got, want)):
+        assert error < 1e-5, (jax.tree_util.keystr(path), error)
 
 
 def test_what_an_adapter_gets_does_not_depend_on_the_others(implementation):
@@ -169,8 +170,8 @@ def test_a_call_of_large_ranks_alone_is_plain_products_that_add_them(implementat
     want["y"] = [low + wide(ops.x) @ wide(w) for low, w in zip(want["y"], ops.ws, strict=True)]
     want["y"][0] += wide(biases[0])
     want["dx"] += sum(wide(dy) @ wide(w).T for dy, w in zip(dys, ops.ws, strict=True))
-    for path, each in jax.tree_util.tree_leaves_with_path(jax.tree.map(relative, run(ops, dys), want)):
-        assert each < 1e-5, (jax.tree_util.keystr(path), each)
+    for path, error in jax.tree_util.tree_leaves_with_path(jax.tree.map(relative, run(ops, dys), want)):
+        assert error < 1e-5, (jax.tree_util.keystr(path), error)
 
 
 def relative(got, want) -> float:

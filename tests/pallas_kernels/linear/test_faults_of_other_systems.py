@@ -73,7 +73,7 @@ def test_what_is_not_finite_stays_with_its_adapter(backend, poison, where):
         ill["x"] = jnp.where(well[:, None], arguments["x"], poison)
     else:
         ill[where] = [arguments[where][0].at[sick].set(poison)]
-    got, want = (jax.tree.map(np.asarray, both_ways(backend, each, dys)) for each in (ill, arguments))
+    got, want = (jax.tree.map(np.asarray, both_ways(backend, call, dys)) for call in (ill, arguments))
     for rows in (0, 1):
         np.testing.assert_array_equal(got[rows][well], want[rows][well])
     for bank in (2, 3):

@@ -30,13 +30,13 @@ def problem():
     drop = pk.Dropout(
         rate=jnp.array([0.1, 0.5]), key=jnp.array([1, 2], jnp.uint32), row_key=jnp.arange(rows, dtype=jnp.uint32) * 7
     )
-    own = jnp.minimum(OWNER, ADAPTERS - 1)
+    adapter_rows = jnp.minimum(OWNER, ADAPTERS - 1)
     return {
         "x": normal(0, rows, COLUMNS),
         "bank": normal(1, ADAPTERS + 1, RANK, COLUMNS).at[ADAPTERS].set(0),
         "drop": drop,
-        "words": keep_words(drop, own, COLUMNS),
-        "keep": np.asarray(keep_mask(drop, own, COLUMNS)),
+        "words": keep_words(drop, adapter_rows, COLUMNS),
+        "keep": np.asarray(keep_mask(drop, adapter_rows, COLUMNS)),
         "chunks": make_chunks(jnp.where(BLOCKS == ADAPTERS, -1, BLOCKS), ADAPTERS, 2, single=False),
     }
 
@@ -163,5 +163,5 @@ def test_tiles_too_large_for_shared_memory_are_refused(config, reason):
     ops = Operands(x=arguments.pop("x").astype(jnp.bfloat16), **lists, **arguments)
     static = Static(tile=64, num_adapters=2, single=False, config=config)
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
-        found = backend.unsupported_reason(static, ops)
-    assert found is None if reason is None else reason in found
+        refusal = backend.unsupported_reason(static, ops)
+    assert refusal is None if reason is None else reason in refusal

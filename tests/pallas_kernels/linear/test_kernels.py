@@ -279,8 +279,8 @@ def test_partial_sums_of_an_adapter_ignore_the_others(chunks, rank, transposed):
         want = factor[k] * partials[adapter == k].astype(np.float64).sum(0)
         np.testing.assert_allclose(got[k], want.T if transposed else want, rtol=1e-5, atol=1e-5)
     assert np.isnan(got[2]).all()
-    own = partials[adapter == 1]
-    np.testing.assert_array_equal(got[1], summed(own, np.zeros(len(own), np.int32), factor[1:2])[0])
+    members = partials[adapter == 1]
+    np.testing.assert_array_equal(got[1], summed(members, np.zeros(len(members), np.int32), factor[1:2])[0])
 
 
 def test_an_adapter_without_partial_sums_gets_zeros():
@@ -302,8 +302,8 @@ def test_parts_of_a_sum_are_its_columns_bit_for_bit(parts, transposed):
 
     (whole,) = summed([(0, 64)])
     for (start, rank), part in zip(parts, summed(parts), strict=True):
-        own = slice(start, start + rank)
-        np.testing.assert_array_equal(part, whole[:, own, :] if transposed else whole[:, :, own])
+        columns = slice(start, start + rank)
+        np.testing.assert_array_equal(part, whole[:, columns, :] if transposed else whole[:, :, columns])
 
 
 @pytest.mark.parametrize(("rank", "passes_over_x"), [(16, 1), (64, 3)])

@@ -266,8 +266,8 @@ def test_without_a_table_every_row_is_of_adapter_0(backend):
         return jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))(*(arguments["x"], *arguments["as_"], *arguments["bs"]))
 
     got, want = step(None), step(arguments["tile_adapter"])
-    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert relative(one, other) < 1e-6
+    for actual, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert relative(actual, other) < 1e-6
 
 
 @pytest.mark.wrong_types
@@ -327,11 +327,11 @@ def test_scale_gets_a_zero_gradient(backend):
 def test_ranks_change_nothing_where_the_other_columns_are_zero(backend):
     arguments, _ = draw(table=TABLE)
     ranks = (8, 3, 5)
-    own = jnp.arange(8) < jnp.asarray(ranks)[:, None]
+    in_rank = jnp.arange(8) < jnp.asarray(ranks)[:, None]
     rest = {name: arguments[name] for name in ("tile_adapter", "scale")}
 
     def op(**options):
-        a, b = arguments["as_"][0] * own[:, None, :], arguments["bs"][0] * own[:, :, None]
+        a, b = arguments["as_"][0] * in_rank[:, None, :], arguments["bs"][0] * in_rank[:, :, None]
         return pk.multi_lora_linear(arguments["x"], arguments["ws"][0], a, b, **rest, implementation=backend, **options)
 
     np.testing.assert_array_equal(op(ranks=ranks), op())
@@ -390,8 +390,8 @@ def test_dropout_takes_lists_and_one_adapter_takes_one_rate(backend):
     np.testing.assert_array_equal(pk.multi_lora_linear(x, w, a, b, **rest, dropout=lists, implementation=backend), want)
     with pytest.raises(ValueError, match=r"^dropout.rate has shape \(3,\); dropout.key .*, expected one number"):
         pk.lora_linear(x, w, a[0], b[0], scale=0.5, dropout=drop, implementation=backend)
-    one = {"w": w, "a": a[0], "b": b[0], "scale": 0.5, "implementation": backend}
+    settings = {"w": w, "a": a[0], "b": b[0], "scale": 0.5, "implementation": backend}
     by_number = pk.Dropout(rate=0.1, key=2**32 - 1, row_key=drop.row_key)
     by_array = pk.Dropout(rate=jnp.array([0.1]), key=jnp.array([2**32 - 1], jnp.uint32), row_key=drop.row_key)
-    got, want = (pk.lora_linear(x, **one, dropout=dropout) for dropout in (by_number, by_array))
+    got, want = (pk.lora_linear(x, **settings, dropout=dropout) for dropout in (by_number, by_array))
     np.testing.assert_array_equal(got, want)

@@ -66,7 +66,7 @@ def split(arguments) -> tuple:
     return arguments["x"], arguments["as_"], arguments["bs"], rest
 
 
-def place(mesh, arguments, x, ws, a, b):
+def put_on_mesh(mesh, arguments, x, ws, a, b):
     """The arguments on a mesh: tables lie as the rows do."""
     rows = x[:1]
     dropout = arguments["dropout"]
@@ -86,8 +86,8 @@ def place(mesh, arguments, x, ws, a, b):
 
 
 def assert_equal_trees(got, want, bound=1e-6):
-    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert relative(one, other) < bound
+    for actual, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert relative(actual, other) < bound
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_a_mesh_changes_no_result_and_gathers_nothing_but_fsdp_weights(case, kin
     arguments, _ = draw(table=TABLE, k=K, widths=(N,), rates=RATES, bias=True)
     step = siblings_and_gradients(backend)
     want = step(*split(arguments))
-    sharded = split(place(mesh_of(kind, **axes), arguments, x, [w], a, b))
+    sharded = split(put_on_mesh(mesh_of(kind, **axes), arguments, x, [w], a, b))
     compiled = step.lower(*sharded).compile()
     assert_equal_trees(compiled(*sharded), want)
     sent = collectives(compiled)
@@ -128,7 +128,7 @@ def test_projections_on_different_axes_share_a_call(kind):
     arguments, _ = draw(table=TABLE, k=K, widths=(64, 96, 32), ranks=(8, 4, None), rates=RATES, bias=True)
     step = siblings_and_gradients("pallas_triton")
     mesh = mesh_of(kind, data=4, tensor=2)
-    sharded = split(place(mesh, arguments, ("data",), [(None, "tensor"), (), (None, "tensor")], (), ()))
+    sharded = split(put_on_mesh(mesh, arguments, ("data",), [(None, "tensor"), (), (None, "tensor")], (), ()))
     assert_equal_trees(step(*sharded), step(*split(arguments)))
 
 
@@ -139,7 +139,7 @@ def test_leading_dimensions_may_each_be_split_and_tiles_need_not_divide(kind, ba
     step = siblings_and_gradients(backend)
     want = step(*split(arguments))
     mesh = mesh_of(kind, data=2, sequence=4)
-    on_mesh = place(mesh, arguments, (), [()], (), ())
+    on_mesh = put_on_mesh(mesh, arguments, (), [()], (), ())
     on_mesh["x"] = put(mesh, arguments["x"].reshape(2, 128, K), "data", "sequence")
     (value, ys), gradients = step(*split(on_mesh))
     gradients = gradients[0].reshape(-1, K), *gradients[1:]
@@ -187,7 +187,7 @@ def test_the_mlp_column_then_row_parallel(kind, backend):
     mesh = mesh_of(kind, data=4, tensor=2)
     columns, inner = (None, "tensor"), ("tensor",)
     placed = [put(mesh, w, *spec) for w, spec in zip(ws, (columns, columns, inner), strict=True)]
-    on_mesh = place(mesh, arguments, ("data",), [()], (), ())
+    on_mesh = put_on_mesh(mesh, arguments, ("data",), [()], (), ())
     whole = jax.tree.map(lambda v: put(mesh, v), (as_, bs))
     sharded = on_mesh["x"], *whole, placed, on_mesh["tile_adapter"], on_mesh["dropout"]
     want = step(arguments["x"], as_, bs, ws, arguments["tile_adapter"], arguments["dropout"])
@@ -216,7 +216,7 @@ def test_dropout_draws_the_same_bits_on_a_mesh(kind, backend):
     x, as_, bs, rest = split(arguments)
     (want,) = jax.jit(siblings("xla"))(x, as_, bs, rest)
     mesh = mesh_of(kind, data=2, tensor=4)
-    on_mesh = split(place(mesh, arguments, ("data", "tensor"), [("tensor",)], (None, "tensor"), ()))
+    on_mesh = split(put_on_mesh(mesh, arguments, ("data", "tensor"), [("tensor",)], (None, "tensor"), ()))
     (got,) = jax.jit(siblings(backend))(*on_mesh)
     assert relative(got, want) < 1e-6
 
@@ -227,8 +227,8 @@ def test_nan_of_one_adapter_stays_its_own_on_a_mesh(kind):
     sick = arguments | {"as_": [arguments["as_"][0].at[1].set(jnp.nan)]}
     step = siblings_and_gradients("pallas_triton")
     mesh = mesh_of(kind, data=4, tensor=2)
-    got = step(*split(place(mesh, sick, ("data",), [(None, "tensor")], (), ())))
-    want = step(*split(place(mesh, arguments, ("data",), [(None, "tensor")], (), ())))
+    got = step(*split(put_on_mesh(mesh, sick, ("data",), [(None, "tensor")], (), ())))
+    want = step(*split(put_on_mesh(mesh, arguments, ("data",), [(None, "tensor")], (), ())))
     (_, ys), (dx, das, dbs) = jax.device_get(got)
     (_, want_ys), (want_dx, want_das, want_dbs) = jax.device_get(want)
     rows, others = np.repeat(TABLE, TILE) != 1, [0, 2]
@@ -241,7 +241,7 @@ def test_nan_of_one_adapter_stays_its_own_on_a_mesh(kind):
 def test_out_sharding_leaves_a_row_parallel_result_split(kind):
     arguments, _ = draw(table=TABLE, k=K, widths=(N,))
     mesh = mesh_of(kind, data=4, tensor=2)
-    x, as_, bs, rest = split(place(mesh, arguments, ("data", "tensor"), [("tensor",)], (None, "tensor"), ()))
+    x, as_, bs, rest = split(put_on_mesh(mesh, arguments, ("data", "tensor"), [("tensor",)], (None, "tensor"), ()))
 
     def layer(x, out_sharding=None):
         shared = {"tile_adapter": rest["tile_adapter"], "scale": rest["scale"], "out_sharding": out_sharding}

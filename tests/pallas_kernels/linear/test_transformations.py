@@ -38,8 +38,8 @@ def gradients(layer):
 
 
 def assert_equal_trees(got, want):
-    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert relative(one, other) < 1e-6
+    for actual, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert relative(actual, other) < 1e-6
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_vmap_is_a_loop_over_calls(backend, axes):
 
     def loop(*operands):
         element = ([v if axis is None else v[i] for v, axis in zip(operands, axes, strict=True)] for i in range(BATCH))
-        return jnp.stack([layer(*each) for each in element])
+        return jnp.stack([layer(*operands_of_one) for operands_of_one in element])
 
     assert_equal_trees(gradients(jax.vmap(layer, axes))(*batch), gradients(loop)(*batch))
 
@@ -135,8 +135,8 @@ def test_layers_in_a_scan_with_rematerialisation(kind, backend):
         specs = [("data",), (), (), (), ("data",), ("data",)]
         operands = [put(mesh, v, *spec) for v, spec in zip(operands, specs, strict=True)]
     got = jax.jit(step)(*operands)
-    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert relative(one, other) < 1e-6  # float32; / 8 keeps tanh from its ends, which magnify roundings
+    for actual, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert relative(actual, other) < 1e-6  # float32; / 8 keeps tanh from its ends, which magnify roundings
 
 
 def test_vmap_on_a_mesh_with_explicit_axes():

@@ -42,12 +42,12 @@ def draw(
     drop = pk.Dropout(
         rate=jnp.array([0.1, 0.5]), key=jnp.array([1, 2], jnp.uint32), row_key=jnp.arange(rows, dtype=jnp.uint32) * 7
     )
-    own = jnp.minimum(owner, ADAPTERS - 1)
+    adapter_rows = jnp.minimum(owner, ADAPTERS - 1)
     b, a = (normal(i, ADAPTERS + 1, rank, columns).at[ADAPTERS].set(0) * 0.3 for i, rank in enumerate((both, BEHIND)))
     return {
         "owner": owner, "drop": drop if dropped else None,
-        "words": keep_words(drop, own, columns) if dropped else None,
-        "keep": np.asarray(keep_mask(drop, own, columns)) if dropped else np.True_,
+        "words": keep_words(drop, adapter_rows, columns) if dropped else None,
+        "keep": np.asarray(keep_mask(drop, adapter_rows, columns)) if dropped else np.True_,
         "b": b, "a": a,
         "chunks": make_chunks(jnp.where(blocks == ADAPTERS, -1, blocks), ADAPTERS, size, single=False),
         "gate": normal(4, rows, columns), "up": normal(5, rows, columns), "dh": normal(6, rows, columns),
@@ -67,8 +67,8 @@ def wide(case, places=PLACES):
 
 
 def inputs(case: dict[str, Any], **changes: jax.Array) -> BackwardInputs:
-    own = {name: case[name] for name in ("gate", "up", "dh", "s", "ds", "b", "a", "chunks")}
-    return BackwardInputs(**(own | {"bits": case["words"]} | changes))
+    operands_of_case = {name: case[name] for name in ("gate", "up", "dh", "s", "ds", "b", "a", "chunks")}
+    return BackwardInputs(**(operands_of_case | {"bits": case["words"]} | changes))
 
 
 @needs_gpu_interpreter
@@ -103,13 +103,13 @@ def test_backward_gates_and_makes_da_of_the_next_projection(case, sick):
     full = np.asarray(dh, np.float32) + np.where(case["keep"], np.einsum("tr,trf->tf", wide_ds, a), 0)
     dropped = np.where(case["keep"], g * sigmoid * u, 0)
     for k in range(ADAPTERS):
-        own = k == OWNER
+        members = k == OWNER
         if k == sick:
-            assert np.isnan(np.asarray(dgate, np.float32)[own]).all()
+            assert np.isnan(np.asarray(dgate, np.float32)[members]).all()
             continue
-        assert relative(dup[own], (full * g * sigmoid)[own]) < BF16
-        assert relative(dgate[own], (full * u * sigmoid * (1 + g * (1 - sigmoid)))[own]) < BF16
-        assert relative(by_adapter(partials, case["chunks"], k), dropped[own].T @ wide_ds[own]) < BF16
+        assert relative(dup[members], (full * g * sigmoid)[members]) < BF16
+        assert relative(dgate[members], (full * u * sigmoid * (1 + g * (1 - sigmoid)))[members]) < BF16
+        assert relative(by_adapter(partials, case["chunks"], k), dropped[members].T @ wide_ds[members]) < BF16
     padding = OWNER == ADAPTERS
     assert relative(dup[padding], (full * g * sigmoid)[padding]) < BF16
 
@@ -132,20 +132,20 @@ GATE_FIRST, UP_FIRST = ((0, 16), (16, 16)), ((16, 16), (0, 16))  # up, where its
 def test_one_pass_makes_all_gradients_around_the_gate(dropped, columns, size, gating, stages, parts, sick, places):
     blocks = np.array([1, 0, 2, 1, 1, 0, 1, 1], np.int32)  # 5 blocks of one: a full chunk, and one
     case = draw(dropped, 32, blocks, size, columns)
-    own = case["owner"]
-    ill = jnp.asarray(sick == own)[:, None] if sick is not None else False
+    owner = case["owner"]
+    ill = jnp.asarray(sick == owner)[:, None] if sick is not None else False
     dh = jnp.where(ill, jnp.nan, case["dh"])
     with interpreted():
         config = WideGateConfig(gating=gating, stages=stages, parts=parts)
         out = wide_gate_backward(inputs(case, dh=dh), places=places, config=config)
-        dgate, dup, ds_parts, *partials = (np.asarray(each, np.float32) for each in out)
+        dgate, dup, ds_parts, *partials = (np.asarray(array, np.float32) for array in out)
     g, u, a = wide(case, places)
     sigmoid = 1 / (1 + np.exp(-g))
     s, ds, b = (np.asarray(case[name], np.float32) for name in ("s", "ds", "b"))
     full = np.asarray(dh, np.float32) + np.where(case["keep"], np.einsum("tr,trf->tf", ds, a), 0)
     h = np.where(case["keep"], g * sigmoid * u, 0)
     for k in range(ADAPTERS + 1):  # padding rows as well
-        rows = own == k
+        rows = owner == k
         if k == sick:
             assert np.isnan(ds_parts.sum(0)[rows]).all()
             continue

@@ -86,10 +86,16 @@ def test_values_and_gradients(backend, case):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_each_dropout_acts_on_its_own_input(backend):
     arguments, _ = draw_mlp(rates=[0.5, 0.5], down_rates=[0.5, 0.5])
-    own, other = arguments["dropout"], arguments["down_dropout"]
+    gate_up_dropout, other = arguments["dropout"], arguments["down_dropout"]
     draws = [
         ours(backend)({**arguments, **changes}, arguments["x"], arguments["as_"], arguments["bs"])
-        for changes in ({}, {"dropout": other}, {"down_dropout": own}, {"dropout": None}, {"down_dropout": None})
+        for changes in (
+            {},
+            {"dropout": other},
+            {"down_dropout": gate_up_dropout},
+            {"dropout": None},
+            {"down_dropout": None},
+        )
     ]
     assert all(relative(draws[i], draws[j]) > 1e-2 for i in range(5) for j in range(i))
 

@@ -33,8 +33,10 @@ def on_hopper(monkeypatch):
     def product(lhs, rhs, low, bank, owner, *, transposed, low_offset=0, bits=None, config, num_sms):
         if transposed:
             rhs, bank = rhs.T, bank.swapaxes(1, 2)
-        own = bank[jnp.repeat(owner, config.tile_m)].astype(jnp.float32)
-        part = jnp.einsum("tr,trn->tn", low[:, low_offset : low_offset + own.shape[1]].astype(jnp.float32), own)
+        tile_bank = bank[jnp.repeat(owner, config.tile_m)].astype(jnp.float32)
+        part = jnp.einsum(
+            "tr,trn->tn", low[:, low_offset : low_offset + tile_bank.shape[1]].astype(jnp.float32), tile_bank
+        )
         part = part if bits is None else jnp.where(unpack(bits, part.shape[1]), part, 0)
         return (lhs.astype(jnp.float32) @ rhs.astype(jnp.float32) + part).astype(lhs.dtype)
 

@@ -34,9 +34,9 @@ def drawn(T, D, dtype):
     return x, delta, jnp.asarray(draw.normal(size=D), dtype), dy, ds
 
 
-def close(found, wanted, dtype):
+def close(actual, wanted, dtype):
     wanted = np.asarray(wanted)
-    np.testing.assert_allclose(np.asarray(found, np.float64), wanted, atol=TOLERANCE[dtype] * np.abs(wanted).max())
+    np.testing.assert_allclose(np.asarray(actual, np.float64), wanted, atol=TOLERANCE[dtype] * np.abs(wanted).max())
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -53,8 +53,8 @@ def test_forward_and_backward_match_float64(implementation, dtype, T, D):
     if dtype == jnp.bfloat16:  # the sum is rounded before it is normalised
         delta = s.astype(jnp.float32) - x.astype(jnp.float32)
     wanted = reference(x, delta, weight, dy, ds)
-    for found, right in zip((s, y, dx), wanted, strict=True):
-        close(found, right, dtype)
+    for actual, right in zip((s, y, dx), wanted, strict=True):
+        close(actual, right, dtype)
     np.testing.assert_array_equal(dx, ddelta)
 
 
@@ -91,8 +91,8 @@ def test_rms_norm_with_residual_equals_separate_gradients():
 
     wanted = jax.vjp(lambda x, weight: (x, rms_norm(x, weight, eps=1e-5)), x, weight)[1]((ds, dy))
     for function in (together, jax.checkpoint(together)):
-        for found, right in zip(jax.vjp(function, x, weight)[1]((ds, dy)), wanted, strict=True):
-            np.testing.assert_allclose(found, right, rtol=1e-5, atol=1e-6)
+        for actual, right in zip(jax.vjp(function, x, weight)[1]((ds, dy)), wanted, strict=True):
+            np.testing.assert_allclose(actual, right, rtol=1e-5, atol=1e-6)
 
 
 def test_nan_stays_in_its_row():
@@ -163,10 +163,10 @@ def sums_over_rows(mesh, implementation, check_vma):
 @pytest.mark.parametrize(("implementation", "check_vma"), [("xla", True), ("xla", False), ("pallas_triton", False)])
 def test_shard_map_sums_the_gradient_of_the_weight(implementation, check_vma):
     x, delta, weight, dy, ds = drawn(8, 96, jnp.float32)
-    one, two = (jax.make_mesh((n,), ("data",), axis_types=(AxisType.Auto,)) for n in (1, 2))
-    wanted = jax.jit(lambda *a: jax.vjp(sums_over_rows(one, "xla", False), *a)[1]((ds, dy, dy)))
-    found = jax.jit(lambda *a: jax.vjp(sums_over_rows(two, implementation, check_vma), *a)[1]((ds, dy, dy)))
-    for got, right in zip(found(x, delta, weight), wanted(x, delta, weight), strict=True):
+    one_device, two = (jax.make_mesh((n,), ("data",), axis_types=(AxisType.Auto,)) for n in (1, 2))
+    wanted = jax.jit(lambda *a: jax.vjp(sums_over_rows(one_device, "xla", False), *a)[1]((ds, dy, dy)))
+    on_two = jax.jit(lambda *a: jax.vjp(sums_over_rows(two, implementation, check_vma), *a)[1]((ds, dy, dy)))
+    for got, right in zip(on_two(x, delta, weight), wanted(x, delta, weight), strict=True):
         close(got, right, jnp.float32)
 
 

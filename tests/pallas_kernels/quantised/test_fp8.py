@@ -70,12 +70,12 @@ def test_the_op_is_exact_for_rounded_rows_in_float64(arrays):
     for tile, adapter in enumerate(TABLE.tolist()):
         if adapter < 0:
             continue
-        own, scale = slice(tile * TILE, tile * TILE + TILE), float(SCALE[adapter])
-        ds = scale * dy[own] @ b[adapter].T
-        y[own] += scale * x[own] @ a[adapter] @ b[adapter]
-        dx[own] += ds @ a[adapter].T
-        da[adapter] += x[own].T @ ds
-        db[adapter] += scale * (x[own] @ a[adapter]).T @ dy[own]
+        members, scale = slice(tile * TILE, tile * TILE + TILE), float(SCALE[adapter])
+        ds = scale * dy[members] @ b[adapter].T
+        y[members] += scale * x[members] @ a[adapter] @ b[adapter]
+        dx[members] += ds @ a[adapter].T
+        da[adapter] += x[members].T @ ds
+        db[adapter] += scale * (x[members] @ a[adapter]).T @ dy[members]
     for name, exact in {"y": y, "dx": dx, "da": da, "db": db}.items():
         np.testing.assert_allclose(got[name], exact, rtol=1e-5, atol=1e-5 * np.abs(exact).max(), err_msg=name)
 
@@ -113,8 +113,8 @@ def test_the_passes_round_as_the_formula_does(passes, factor, columns):
     f = jnp.exp(jax.random.normal(jax.random.key(2), (columns,))) if factor else None
     got = passes.round_rows(x, f, interpret=True)
     wanted = round_rows(x.astype(jnp.float32) if f is None else x.astype(jnp.float32) * f)
-    for one, other in zip(got, wanted, strict=True):
-        np.testing.assert_array_equal(wide(one), wide(other))
+    for actual, other in zip(got, wanted, strict=True):
+        np.testing.assert_array_equal(wide(actual), wide(other))
 
 
 @pytest.mark.parametrize("passes", [pallas, xla])
@@ -149,10 +149,10 @@ def test_on_hopper_both_sides_of_every_product_are_eight_bits(dtype, name):
 
     text = lowered(H200, both, shape((rows_, 4096), dtype), ws, *map(list, zip(*banks, strict=True)), dys)
     products = [line for line in text.splitlines() if "dot_general" in line]
-    own = 4 if dtype == jnp.bfloat16 else 0
-    assert len([line for line in products if line.count("f8E4M3FN") == 2]) == 4 - own
+    own_products = 4 if dtype == jnp.bfloat16 else 0
+    assert len([line for line in products if line.count("f8E4M3FN") == 2]) == 4 - own_products
     assert not [line for line in products if f"4096x4096x{name}" in line.split("->")[0]]
-    assert num_kernels(text)[1] == 2 + own  # Hopper's passes over x
+    assert num_kernels(text)[1] == 2 + own_products  # Hopper's passes over x
 
 
 def test_on_a_mesh_of_hoppers_shards_multiply_eight_bits_and_bytes_are_gathered():

@@ -48,8 +48,8 @@ def both_passes(backend, static, ops, dy):
 
 def test_values_and_gradients_are_those_of_xlas_form(call):
     got, want = both_passes(hopper, *call), both_passes(xla, *call)
-    for path, each in jax.tree_util.tree_leaves_with_path(jax.tree.map(relative, got, want)):
-        assert each < 1e-5, (jax.tree_util.keystr(path), each)
+    for path, error in jax.tree_util.tree_leaves_with_path(jax.tree.map(relative, got, want)):
+        assert error < 1e-5, (jax.tree_util.keystr(path), error)
 
 
 def relative(got, want) -> float:

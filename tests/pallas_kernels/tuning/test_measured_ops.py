@@ -68,7 +68,7 @@ def test_a_winner_beats_the_default_by_the_margin(median_us, expected):
 
 
 @pytest.mark.parametrize(
-    ("changes", "found"),
+    ("changes", "winner"),
     [
         ({}, "exact"),
         ({"rows": 5000}, "exact"),
@@ -87,13 +87,13 @@ def test_a_winner_beats_the_default_by_the_margin(median_us, expected):
         ({"out_features": (2048, 2048), "ranks": (8, 8)}, None),
     ],
 )
-def test_a_call_takes_the_nearest_row_within_a_factor_of_two(changes, found):
+def test_a_call_takes_the_nearest_row_within_a_factor_of_two(changes, winner):
     rows = [
         row(LAYER.op_call, xla=1.0, exact=0.5),
         row(dataclasses.replace(LAYER, rows=8192).op_call, xla=1.0, wide=0.5),
     ]
     near = nearest(rows, dataclasses.replace(LAYER, **changes).op_call)
-    assert (near and near.winner) == found
+    assert (near and near.winner) == winner
 
 
 def test_equally_near_rows_are_taken_in_the_order_of_the_table():
@@ -214,9 +214,9 @@ def small_case(call, **changes):
 
 
 def test_every_implementation_that_runs_is_timed_and_the_others_say_why():
-    found = measure(small_case(LAYER.op_call), timer=timed({"xla": 10.0, "fast": 9.0}))
-    assert (found.default, found.winner) == ("xla", "fast")  # the first of the order that runs
-    assert found.failed == {"elsewhere": "it needs a Hopper GPU", "breaks": "RuntimeError: no room in (path):3"}
+    result = measure(small_case(LAYER.op_call), timer=timed({"xla": 10.0, "fast": 9.0}))
+    assert (result.default, result.winner) == ("xla", "fast")  # the first of the order that runs
+    assert result.failed == {"elsewhere": "it needs a Hopper GPU", "breaks": "RuntimeError: no room in (path):3"}
     assert measure(small_case(LAYER.op_call, implementations=("xla", "breaks")), timer=timed({})) is None
 
 
@@ -285,5 +285,5 @@ def test_a_norm_is_timed_as_a_model_calls_it():
     x, delta, ds, dy, weight = arguments = case.draw()
     (s, y), gradient = case.step("xla")(*arguments)
     outs, pullback = jax.vjp(lambda x, delta: add_rms_norm(x, delta, weight, eps=1e-5), x, delta)
-    found, expected = (s, y, gradient), (*outs, pullback((ds, dy))[0])
-    assert all(jnp.allclose(a, b, rtol=1e-5) for a, b in zip(found, expected, strict=True))
+    results, expected = (s, y, gradient), (*outs, pullback((ds, dy))[0])
+    assert all(jnp.allclose(a, b, rtol=1e-5) for a, b in zip(results, expected, strict=True))

@@ -52,21 +52,21 @@ def table_of(*entries):
 
 
 def test_a_measured_configuration_needs_a_clear_advantage():
-    own, close, fast = DaConfig(), DaConfig(block_k=64), DaConfig(block_k=256)
-    table = table_of(entry(own, p20=9, p50=10, p80=11), entry(close, p20=8, p50=8.5, p80=9.5))
+    built_in, close, fast = DaConfig(), DaConfig(block_k=64), DaConfig(block_k=256)
+    table = table_of(entry(built_in, p20=9, p50=10, p80=11), entry(close, p20=8, p50=8.5, p80=9.5))
     key = da_key(out_features=1024)  # a pass over x: the width of the output does not matter
-    assert table.best(key, own) == own
+    assert table.best(key, built_in) == built_in
     wider = table_of(*table.entries, entry(fast, p20=5, p50=6, p80=7))
-    assert wider.best(key, own) == fast
-    assert wider.best(da_key(1024), own) == own  # never measured
+    assert wider.best(key, built_in) == fast
+    assert wider.best(da_key(1024), built_in) == built_in  # never measured
     assert wider.best(key, DaConfig(num_stages=2)) == DaConfig(num_stages=2)  # nothing to compare it with
 
 
 def test_times_with_dropout_do_not_apply_without():
-    own, fast = DaConfig(), DaConfig(block_k=256)
-    table = table_of(entry(own, p20=9, p50=10, p80=11), entry(fast, p20=5, p50=6, p80=7, rate=0.5))
-    assert table.best(da_key(), own) == fast  # keep bits cost the same at every rate
-    assert table.best(da_key(dropout=False), own) == own
+    built_in, fast = DaConfig(), DaConfig(block_k=256)
+    table = table_of(entry(built_in, p20=9, p50=10, p80=11), entry(fast, p20=5, p50=6, p80=7, rate=0.5))
+    assert table.best(da_key(), built_in) == fast  # keep bits cost the same at every rate
+    assert table.best(da_key(dropout=False), built_in) == built_in
     plain, dropping = (dataclasses.replace(LAYER, rate=rate) for rate in (0.0, 0.1))
     differ = {kernel for kernel in store.CONFIGS if key_of(plain, kernel) != key_of(dropping, kernel)}
     assert differ == {"down", "da", "mosaic_down", "mosaic_da", "mosaic_dx", "triton_dx"}
@@ -118,8 +118,8 @@ def test_the_tuner_measures_the_heuristic_choice(monkeypatch, changes, quick):
     if spec.rank <= policy.MAX_RANK:  # of more, Hopper's kernels take the first 16: tuning rank 16 measures them
         lower(spec, "pallas_mosaic_gpu")
         expected |= {"mosaic_fwd"}
-    found = list(candidates(spec, quick=quick))
-    measured = [(c.kernel, key_of(spec, c.kernel), c.config) for c in found]
+    choices = list(candidates(spec, quick=quick))
+    measured = [(c.kernel, key_of(spec, c.kernel), c.config) for c in choices]
     assert [kernel for kernel, *rest in asked if (kernel, *rest) not in measured] == []
     assert expected <= {kernel for kernel, *_ in asked}
     assert len(measured) == len({str(what) for what in measured})  # none twice
@@ -148,7 +148,7 @@ def test_a_configuration_must_fit_every_tile_of_an_adapter(monkeypatch, kernel, 
         return lhs @ (rhs.T if transposed else rhs)
 
     monkeypatch.setattr(module, "gemm", gemm)
-    monkeypatch.setattr(store.Table, "best", lambda self, key, own: fast if key[0] == kernel else own)
+    monkeypatch.setattr(store.Table, "best", lambda self, key, default: fast if key[0] == kernel else default)
     lower(dataclasses.replace(LAYER, tile=tile), backend)
     part = kernel.split("_")[1]
     assert [config == fast for name, config in used if name == part] == [tile == 128]
@@ -157,8 +157,8 @@ def test_a_configuration_must_fit_every_tile_of_an_adapter(monkeypatch, kernel, 
 @pytest.mark.parametrize(("device", "kib"), [(A100, 163), (A10, 99), (L40, 99)])
 def test_products_of_smaller_gpus_have_candidates_that_may_fit(device, kib):
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
-        own, *others = [c.config for c in candidates(LAYER) if c.kernel == "triton_fwd"]
-    assert own.shared_bytes(16, 2) <= kib * 1024
+        heuristic, *others = [c.config for c in candidates(LAYER) if c.kernel == "triton_fwd"]
+    assert heuristic.shared_bytes(16, 2) <= kib * 1024
     assert len(others) >= 4
     for config in others:  # two of three stages are under way
         assert 2 * (config.block_m + config.block_n) * config.block_k * (config.num_stages - 1) <= kib * 1024
@@ -172,13 +172,13 @@ def test_tiles_that_ran_on_a_device_are_taken_in_types_of_their_size(monkeypatch
     used, spec = [], dataclasses.replace(LAYER, dtype=dtype)
     large, key = TritonGemmConfig(num_stages=3), key_of(LAYER, "triton_fwd")  # 99 KiB by the careful estimate: too much
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=L40)):
-        own = triton_gemm_config(LAYER.in_features, LAYER.out_features, 16, LAYER.tile, jnp.dtype(dtype).itemsize)
+        heuristic = triton_gemm_config(LAYER.in_features, LAYER.out_features, 16, LAYER.tile, jnp.dtype(dtype).itemsize)
         assert large.shared_bytes(16, 2) > shared_memory_bytes()
     row = {"kernel": key[0], "tokens": key[1], "in_features": key[2], "out_features": key[3], "rank": 16, "rate": 0.0}
     times = [{"p20_us": us, "p50_us": us, "p80_us": us} for us in (2.0, 1.0)]
     entries = [
         store.Entry(**row, config=dataclasses.asdict(config), **own_times)
-        for config, own_times in zip((own, large), times, strict=True)
+        for config, own_times in zip((heuristic, large), times, strict=True)
     ]
     store.save(store.Table(device=L40.device_kind, conditions={}, entries=tuple(entries)), tmp_path / "t.json")
     config_store.use(tmp_path / "t.json")
@@ -190,17 +190,17 @@ def test_tiles_that_ran_on_a_device_are_taken_in_types_of_their_size(monkeypatch
     monkeypatch.setattr(triton, "gemm", gemm)
     lower(spec, "pallas_triton", L40)
     config_store.forget(L40.device_kind)
-    assert used == [large if taken else own]
+    assert used == [large if taken else heuristic]
 
 
 @pytest.mark.parametrize("rank", [16, 64])
 def test_the_pass_over_x_includes_the_low_rank_part_if_calls_do(rank):
     spec = dataclasses.replace(LAYER, rank=rank, rate=0.1)
-    found = next(c for c in candidates(spec) if c.kernel == "mosaic_da")
+    candidate = next(c for c in candidates(spec) if c.kernel == "mosaic_da")
 
     def run():
         inputs, copies = search.make_inputs(spec)
-        return found.run(inputs, found.config, copies["x"][0], copies["w"][0])
+        return candidate.run(inputs, candidate.config, copies["x"][0], copies["w"][0])
 
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
         shapes = [leaf.shape for leaf in jax.tree.leaves(jax.eval_shape(run))]
@@ -249,7 +249,7 @@ def test_the_built_in_table_has_valid_choices_with_a_baseline():
     table = store.shipped("NVIDIA H200")
     assert len(table.entries) > 100
     assert {"jax", "date"} <= set(table.conditions)
-    own = set()
+    baselines = set()
     for item in table.entries:
         assert dataclasses.asdict(store.CONFIGS[item.kernel](**item.config)) == item.config
         for adapters in (1, 4):  # the heuristic minds whether there are several, the key does not
@@ -258,8 +258,8 @@ def test_the_built_in_table_has_valid_choices_with_a_baseline():
                 rate=item.rate, adapters=adapters,
             )  # fmt: skip
             first = next((c.config for c in candidates(spec) if c.kernel == item.kernel), None)
-            own |= {item.key} if first is not None and table.has(item.key, first) else set()
-    assert own == {item.key for item in table.entries}
+            baselines |= {item.key} if first is not None and table.has(item.key, first) else set()
+    assert baselines == {item.key for item in table.entries}
     assert store.shipped("a card nobody measured").entries == ()
 
 
@@ -355,10 +355,10 @@ def test_a_table_records_all_versions_of_its_times(monkeypatch, tmp_path):
     monkeypatch.setattr(tuner, "_measure", lambda spec, group: ([entry(DaConfig(), p20=1.0, p50=2.0, p80=3.0)], []))
     monkeypatch.setattr(tuner, "_groups", lambda spec, quick: {"da": [c for c in candidates(spec) if c.kernel == "da"]})
     for _ in range(2):  # the second time the same versions: told once
-        now, found = tuner.conditions(), tune([LAYER], path).conditions
+        now, recorded = tuner.conditions(), tune([LAYER], path).conditions
         both = {"jax": f"0.0.1, {now['jax']}", "date": f"2020-01-01, {now['date']}"}
-        assert found == now | both
-    assert store.load(path).conditions == found
+        assert recorded == now | both
+    assert store.load(path).conditions == recorded
 
 
 ROOMS = {  # KiB for a program; sm_90, sm_80, sm_86, sm_89
