@@ -43,7 +43,7 @@ def read_warm_starts(config: JobConfig) -> dict[int, Arrays]:
         try:
             starts[index] = _read_start(folder, adapter, config)
         except LoraFusionError as problem:
-            errors += [_of_adapter(one, adapter) for one in getattr(problem, "errors", [problem])]
+            errors += [_of_adapter(problem_error, adapter) for problem_error in getattr(problem, "errors", [problem])]
     raise_all(errors)
     return starts
 
