@@ -48,7 +48,7 @@ def choose(name: str, options: Mapping[str, Any], reference: str | None = None) 
             near = did_you_mean(key, known)
             has = f"the options {', '.join(sorted(known))}" if known else "no options"
             raise ValueError(f"options of {name}, which has {has}, not '{key}'" + (f"; {near}" if near else ""))
-    types = _types(found.options)
+    types = _types(entry.options)
     given = {key: _as_written(types.get(key), key, value) for key, value in options.items()}
     chosen = Chosen(
         name=name, objective=entry, options=TypeAdapter(entry.options).validate_python(given), reference=reference
