@@ -97,15 +97,15 @@ def check_regular(path: Path, most: int | None = None) -> None:
     check_stat(path.stat(), path, most)
 
 
-def check_stat(found: os.stat_result, path: str | os.PathLike[str], most: int | None = None) -> None:
+def check_stat(status: os.stat_result, path: str | os.PathLike[str], most: int | None = None) -> None:
     """Checks the kind and size of a file; see `open_regular`."""
-    kind = stat.S_IFMT(found.st_mode)
+    kind = stat.S_IFMT(status.st_mode)
     if kind == stat.S_IFDIR:
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if kind != stat.S_IFREG:
         raise NotReadableError(errno.EINVAL, f"it is {_KINDS.get(kind, 'special')}, not a file", str(path))
-    if most is not None and found.st_size > most:
-        why = f"it has {_size(found.st_size)}, and such a file has {_size(most)} at most"
+    if most is not None and status.st_size > most:
+        why = f"it has {_size(status.st_size)}, and such a file has {_size(most)} at most"
         raise NotReadableError(errno.EFBIG, why, str(path))
 
 

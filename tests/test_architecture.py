@@ -187,13 +187,13 @@ def imported_all(tree: ast.AST) -> set[str]:
 
 def test_no_behaviour_by_environment_variable():
     """But for XLA, which takes what holds for a whole process no other way."""
-    found = places(
+    uses = places(
         lambda node: (isinstance(node, ast.Attribute) and node.attr in ENVIRONMENT)
         or (isinstance(node, ast.alias) and node.name in ENVIRONMENT)
     )
-    lines = {place: (ROOT / place.partition(":")[0]).read_text().splitlines() for place in found}
-    assert [place for place in found if '"XLA_FLAGS"' not in lines[place][int(place.partition(":")[2]) - 1]] == []
-    assert {place.partition(":")[0] for place in found} == {
+    lines = {line: (ROOT / line.partition(":")[0]).read_text().splitlines() for line in uses}
+    assert [line for line in uses if '"XLA_FLAGS"' not in lines[line][int(line.partition(":")[2]) - 1]] == []
+    assert {line.partition(":")[0] for line in uses} == {
         "lorafusion_jax/machine.py",
         "lorafusion_jax/pipeline/programs.py",
     }
@@ -201,7 +201,7 @@ def test_no_behaviour_by_environment_variable():
 
 def test_imports_are_absolute():
     relative = places(lambda node: isinstance(node, ast.ImportFrom) and bool(node.level))
-    assert [place for place in relative if not place.startswith(STILL_RELATIVE)] == []
+    assert [line for line in relative if not line.startswith(STILL_RELATIVE)] == []
 
 
 def test_no_global_statement():

@@ -53,9 +53,9 @@ def shown_commands() -> Iterator[tuple[str, str]]:
         lines = [line for text in blocks(page, "", "console") for line in text.splitlines()]
         lines += re.findall(r"`(lorafusion [^`]+)`", page.read_text(encoding="utf-8"))
         for line in lines:
-            found = re.search(r"\blorafusion (?!jax)[a-z].*", line.partition("   #")[0])
-            if found:
-                yield page.name, found[0]
+            command = re.search(r"\blorafusion (?!jax)[a-z].*", line.partition("   #")[0])
+            if command:
+                yield page.name, command[0]
 
 
 @pytest.mark.parametrize(("page", "line"), sorted(set(shown_commands())))

@@ -43,14 +43,14 @@ def imports(module: Name) -> Iterator[Name]:
     tree = ast.parse(MODULES[module].read_text(encoding="utf-8"))
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from filter(None, (found(tuple(alias.name.split("."))) for alias in node.names))
+            yield from filter(None, (module_of(tuple(alias.name.split("."))) for alias in node.names))
         elif isinstance(node, ast.ImportFrom):
             above = module[: len(module) - node.level] if node.level else ()
             base = above + tuple((node.module or "").split(".") if node.module else ())
-            yield from filter(None, (found((*base, alias.name)) for alias in node.names))
+            yield from filter(None, (module_of((*base, alias.name)) for alias in node.names))
 
 
-def found(name: Name) -> Name | None:
+def module_of(name: Name) -> Name | None:
     """The module that defines a name: itself a module, a package, or something inside of one."""
     for candidate in (name, (*name, "__init__"), name[:-1], (*name[:-1], "__init__")):
         if candidate in MODULES:

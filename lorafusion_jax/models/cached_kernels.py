@@ -18,7 +18,7 @@ from lorafusion_jax.weights.entry import Entry, array_name
 from lorafusion_jax.weights.table import StoredKind
 
 
-def read_cached(tensor: Tensor, entry: Entry, kind: StoredKind, place: ShardingRule) -> dict[str, jax.Array]:
+def read_cached(tensor: Tensor, entry: Entry, kind: StoredKind, rule: ShardingRule) -> dict[str, jax.Array]:
     """Reads the stored arrays of a kernel. Each device reads its own part.
 
     Raises:
@@ -34,7 +34,7 @@ def read_cached(tensor: Tensor, entry: Entry, kind: StoredKind, place: ShardingR
             except OSError as problem:
                 raise _unreadable(entry, problem) from problem
 
-        arrays[array] = jax.make_array_from_callback(spec.shape, place(name, spec.shape), part)
+        arrays[array] = jax.make_array_from_callback(spec.shape, rule(name, spec.shape), part)
     return arrays
 
 
@@ -45,8 +45,8 @@ def host_copy(x: jax.Array) -> np.ndarray:
         if (part := str(shard.index)) not in filled:  # replicas hold the same bytes
             filled.add(part)
             # An array remembers its copy on the host, so a temporary one on the same buffer is copied.
-            own = jax.make_array_from_single_device_arrays(shard.data.shape, shard.data.sharding, [shard.data])
-            whole[shard.index] = np.asarray(own)
+            copy = jax.make_array_from_single_device_arrays(shard.data.shape, shard.data.sharding, [shard.data])
+            whole[shard.index] = np.asarray(copy)
     return whole
 
 

@@ -87,9 +87,9 @@ def plain_index(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> tupl
 
 
 def _rows(stored: Stored, rows: slice) -> np.ndarray:
-    found = np.empty((rows.stop - rows.start, *stored.shape[1:]), DTYPES[stored.dtype])
-    row_bytes = math.prod(stored.shape[1:]) * found.itemsize
-    wanted = memoryview(found.reshape(-1).view(np.uint8))
+    array = np.empty((rows.stop - rows.start, *stored.shape[1:]), DTYPES[stored.dtype])
+    row_bytes = math.prod(stored.shape[1:]) * array.itemsize
+    wanted = memoryview(array.reshape(-1).view(np.uint8))
     with stored.file.open("rb", buffering=0) as file:
         file.seek(stored.start + rows.start * row_bytes)
         while wanted:
@@ -100,21 +100,21 @@ def _rows(stored: Stored, rows: slice) -> np.ndarray:
                     where=str(stored.file),
                 )
             wanted = wanted[count:]
-    return found
+    return array
 
 
 def _read_index(directory: Path) -> dict[str, Stored]:
     index = directory / INDEX
     weight_map = _weight_map(index)
-    found: dict[str, Stored] = {}
+    tensors: dict[str, Stored] = {}
     errors: list[LoraFusionError] = []
     for shard in sorted(set(weight_map.values())):
         try:
-            found |= _header(directory / shard)
+            tensors |= _header(directory / shard)
         except CheckpointError as error:
             errors.append(error)
     raise_all(errors)
-    absent = sorted(set(weight_map) - set(found))
+    absent = sorted(set(weight_map) - set(tensors))
     if absent:
         raise CheckpointError(
             "model.missing-tensor",
@@ -122,7 +122,7 @@ def _read_index(directory: Path) -> dict[str, Stored]:
             where=str(index),
             fix="download the model again",
         )
-    return found
+    return tensors
 
 
 def _weight_map(index: Path) -> Mapping[str, str]:

@@ -18,7 +18,7 @@ from lorafusion_jax.weights.table import StoredKind
 STAND_IN = 0.01  # not zero: kinds of adapters may divide by the norm of a column
 
 
-def stand_ins(tensors: Sequence[Tensor], kind: StoredKind | None, dtype: np.dtype, place: ShardingRule) -> dict:
+def stand_ins(tensors: Sequence[Tensor], kind: StoredKind | None, dtype: np.dtype, rule: ShardingRule) -> dict:
     """Makes arrays of the shapes, dtypes and shardings of the weights; equal ones are one and the same array.
 
     Args:
@@ -27,7 +27,7 @@ def stand_ins(tensors: Sequence[Tensor], kind: StoredKind | None, dtype: np.dtyp
     made: dict[tuple, jax.Array] = {}
 
     def filled(name: str, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-        key = shape, jnp.dtype(dtype), place(name, shape)
+        key = shape, jnp.dtype(dtype), rule(name, shape)
         if key not in made:
             made[key] = _fill(*key)()
         return made[key]
@@ -36,7 +36,7 @@ def stand_ins(tensors: Sequence[Tensor], kind: StoredKind | None, dtype: np.dtyp
         name, shape = tensor.leaf_name, tensor.leaf_shape
         if kind is None or not tensor.transposed:
             return filled(name, shape, dtype)
-        return {part: filled(name, own.shape, own.dtype) for part, own in kind.arrays(*shape).items()}
+        return {part: filled(name, array.shape, array.dtype) for part, array in kind.arrays(*shape).items()}
 
     return {tensor.leaf_name: of(tensor) for tensor in tensors}
 

@@ -100,7 +100,7 @@ def text_of_first(text: str) -> str:
     return text if is_alone() else answers_of_all(text)[0]
 
 
-def answers_of_all(own: str) -> list[str]:
+def answers_of_all(answer: str) -> list[str]:
     """Returns the answer of every process, in order. Collective, as `any_process`; only with several processes.
 
     It uses jax's coordination service. A collective on the devices would queue after the microbatches in flight, and
@@ -108,7 +108,7 @@ def answers_of_all(own: str) -> list[str]:
     """
     client, number = distributed.global_state.client, next(_questions)
     assert client is not None
-    client.key_value_set(f"{_PREFIX}/{number}/{jax.process_index()}", own)
+    client.key_value_set(f"{_PREFIX}/{number}/{jax.process_index()}", answer)
     every = range(jax.process_count())
     return [client.blocking_key_value_get(f"{_PREFIX}/{number}/{process}", PATIENCE_MS) for process in every]
 

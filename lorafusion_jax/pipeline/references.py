@@ -50,7 +50,7 @@ def compute_references(
     Raises:
         CheckpointError: a folder cannot be read or belongs to another base.
     """
-    places = {adapter.name: place for place, adapter in enumerate(config.adapters)}
+    places = {adapter.name: index for index, adapter in enumerate(config.adapters)}
     made: dict[str, SetReferences] = {}
     for name in names:
         reference = reference_of(config.adapter(name), places)

@@ -75,7 +75,7 @@ class Session:
         self, config: JobConfig, prepared: Prepared, stages: Sequence[Stage], specs: Sequence[AdapterSpec]
     ) -> None:
         self._config, self._stages = config, tuple(stages)
-        self._places = {spec.name: place for place, spec in enumerate(specs)}
+        self._places = {spec.name: index for index, spec in enumerate(specs)}
         self._evaluator = Evaluator(config, prepared, self.executor)
         self._snapshots = Snapshots(self._stages)
 
@@ -150,14 +150,14 @@ class Session:
         lora = start_from(parts.first_lora(), weights, parts.specs)
         for stage in self._stages:
             stage.start(lora)
-        self._unstarted = [place for place in self._places.values() if place not in weights]
+        self._unstarted = [index for index in self._places.values() if index not in weights]
 
     def _start_from_base(self) -> None:
         """Sets the initial values that depend on the base, which is on the devices now."""
-        for place in self._unstarted:
-            if adapter_kind(self._stages[0].parts.specs[place].kind).start is not None:
+        for index in self._unstarted:
+            if adapter_kind(self._stages[0].parts.specs[index].kind).start is not None:
                 for stage in self._stages:
-                    stage.start_from_base(place)
+                    stage.start_from_base(index)
         self._unstarted = []
 
     @property
@@ -182,7 +182,7 @@ class Session:
         self.executor.replace_stages(stages, [spec.name for spec in specs])
         before = len(self._places)
         self._set_adapters(config, prepared, stages, specs)
-        self._unstarted = [place for place in range(before, len(specs)) if place not in weights]
+        self._unstarted = [index for index in range(before, len(specs)) if index not in weights]
         self._start_from_base()
         self._additions += 1
         release_unused(caches=self._additions % ADDITIONS_IN_CACHES == 0)
@@ -195,17 +195,19 @@ class Session:
         """Compiles `read` and `snapshot`, so that they do not delay the run: 0.3 to 0.7 s on a CPU."""
         with self.executor.blaming(None, None):
             self._snapshots.compile()
-            for part in self.executor.read(lambda stage: [stage.adapter(one) for one in stage.one_of_every_kind()]):
+            for part in self.executor.read(
+                lambda stage: [stage.adapter(adapter) for adapter in stage.one_of_every_kind()]
+            ):
                 part.result()
 
     def read(self, name: str) -> Callable[[], dict[str, np.ndarray]]:
         """Reads an adapter's weights after all work issued so far. Calling the result waits for them."""
-        place = self._places[name]
-        collect = partial(_collect, self.executor.read(lambda stage: stage.adapter(place)))
+        index = self._places[name]
+        collect = partial(_collect, self.executor.read(lambda stage: stage.adapter(index)))
         if jax.process_count() == 1:
             return collect
-        own = collect()  # may be collective over processes, so it cannot run in the background
-        return lambda: own
+        weights = collect()  # may be collective over processes, so it cannot run in the background
+        return lambda: weights
 
     def evaluate(self, name: str) -> Evaluation:
         """Evaluates an adapter on its held-out data."""
@@ -259,16 +261,19 @@ class Session:
     def num_trainable(self) -> int:
         """Number of parameters of the adapters."""
         parts = self._stages[0].parts
-        own = parts.own_shapes().values()
+        shapes = parts.own_shapes().values()
         return sum(
-            math.prod(shape) for leaves in own for name, shape in leaves.items() if parts.columns[name].leaf.trainable
+            math.prod(shape)
+            for leaves in shapes
+            for name, shape in leaves.items()
+            if parts.columns[name].leaf.trainable
         )
 
     @property
     def stored(self) -> dict[str, int]:
         """Elements stored on the devices of one replica: weights, gradients, moments."""
         counts = [stage.count_elements() for stage in self._stages]
-        return {what: sum(each[what] for each in counts) for what in counts[0]}
+        return {what: sum(of_stage[what] for of_stage in counts) for what in counts[0]}
 
     @property
     def num_frozen(self) -> int:

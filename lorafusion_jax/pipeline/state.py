@@ -45,7 +45,7 @@ def gather(stages: Sequence[Stage], *, read: Read = to_host) -> dict[str, Any]:
         "sums": _own_arrays(stages[0].names, columns, sums, lv.SUMS),
         "loss": read(loss),
         "alive": read(stages[0].alive),
-        "optimizers": {name: _join([own[name] for own in optimizers], _leaf_of) for name in stages[0].names},
+        "optimizers": {name: _join([by_name[name] for by_name in optimizers], _leaf_of) for name in stages[0].names},
     }
     return arrays | ({"metrics": jax.tree.map(read, metrics)} if metrics else {})
 
@@ -83,14 +83,14 @@ def abstract_state(stages: Sequence[Stage], replicas: int) -> dict[str, Any]:
     assert last.totals is not None
     loss, metrics = _split_loss(last.totals)
     row = jax.ShapeDtypeStruct((replicas, loss.shape[1]), jnp.float32)
-    own = parts.own_shapes()
+    shapes_by_name = parts.own_shapes()
     trained = {
         adapter: {name: shape for name, shape in shapes.items() if parts.columns[name].leaf.trainable}
-        for adapter, shapes in own.items()
+        for adapter, shapes in shapes_by_name.items()
     }
     optimizers = [_flat_optimizers(stage.optimizers) for stage in stages]
     arrays = {
-        "lora": _structs(own),
+        "lora": _structs(shapes_by_name),
         "sums": _structs(trained, replicas),
         "loss": row,
         "alive": jax.ShapeDtypeStruct(last.alive.shape, last.alive.dtype),
@@ -117,11 +117,11 @@ def joined_states(states: Sequence[Any]) -> Any:
 def state_of_stage(stage: Stage, state: Any) -> Any:
     """Slices a stage's layers out of a state of `joined_states`."""
 
-    def own(path: tuple, leaf: Any) -> np.ndarray:
+    def part_of(path: tuple, leaf: Any) -> np.ndarray:
         name = _leaf_of(_path(path))
         return np.asarray(leaf) if name is None else np.asarray(leaf)[stage.layers_of(name)]
 
-    return jax.tree_util.tree_map_with_path(own, state)
+    return jax.tree_util.tree_map_with_path(part_of, state)
 
 
 def _own_arrays(
@@ -129,11 +129,11 @@ def _own_arrays(
 ) -> Own:
     parts = [{name: at for name, at in columns.items() if name in host} for host in hosts]
 
-    def own(index: int) -> dict[str, np.ndarray]:
+    def of_adapter(index: int) -> dict[str, np.ndarray]:
         taken = [lv.take_adapter(part, host, index, lead=lead) for part, host in zip(parts, hosts, strict=True)]
         return _join(taken, lambda name: name, partial(np.concatenate, axis=lead - 1))
 
-    return {name: own(index) for index, name in enumerate(names)}
+    return {name: of_adapter(index) for index, name in enumerate(names)}
 
 
 def _join(
@@ -157,8 +157,8 @@ def _struct(leaves: list[Any]) -> jax.ShapeDtypeStruct:
 
 def _structs(shapes: Mapping[str, Mapping[str, tuple[int, ...]]], *front: int) -> dict[str, Any]:
     return {
-        name: {leaf: jax.ShapeDtypeStruct((*front, *shape), jnp.float32) for leaf, shape in own.items()}
-        for name, own in shapes.items()
+        name: {leaf: jax.ShapeDtypeStruct((*front, *shape), jnp.float32) for leaf, shape in leaf_shapes.items()}
+        for name, leaf_shapes in shapes.items()
     }
 
 

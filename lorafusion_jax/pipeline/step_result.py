@@ -43,11 +43,11 @@ class StepResult:
     @property
     def stepped(self) -> list[Stepped]:
         """In order of stages."""
-        return [each.result() for each in self._stepped]
+        return [future.result() for future in self._stepped]
 
     @property
     def loss(self) -> float:
-        return float(sum(float(to_local(each.summary.loss)) for each in self.closed))
+        return float(sum(float(to_local(batch.summary.loss)) for batch in self.closed))
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -56,40 +56,42 @@ class StepResult:
 
     @property
     def grad_norm(self) -> float:
-        return float(np.sqrt(sum(float(to_local(each.summary.squares)) for each in self.closed)))
+        return float(np.sqrt(sum(float(to_local(batch.summary.squares)) for batch in self.closed)))
 
     @property
     def healthy(self) -> bool:
         """Whether every stage took the step; if not, see `Executor.put_back`."""
-        return all(bool(to_local(each.alive)[self._adapter]) for each in self.stepped)
+        return all(bool(to_local(result.alive)[self._adapter]) for result in self.stepped)
 
 
 def in_order(closed: Sequence[Future[ClosedBatch]]) -> list[ClosedBatch]:
     """Sorts by stage: a sum over stages must not depend on which closed first."""
-    return sorted((each.result() for each in closed), key=lambda each: each.stage)
+    return sorted((future.result() for future in closed), key=lambda batch: batch.stage)
 
 
 def not_finite(stages: Sequence[Stage], adapter: int, result: StepResult) -> str | None:
     """Describes what was not finite in a refused step, with stage and layers. None if it was the loss."""
     names = [stage.leaf_names(adapter) for stage in stages]
-    if bad := _first_bad(stages, names, [to_local(each.finite) for each in result.closed]):
+    if bad := _first_bad(stages, names, [to_local(result.finite) for result in result.closed]):
         return f"gradient not finite ({bad})"
     if not np.isfinite(result.loss):
         return None
     if not np.isfinite(result.grad_norm):
         return "norm of the gradient not finite"
     bad = _first_bad(
-        stages, [[*own, "optimizer state"] for own in names], [to_local(each.finite) for each in result.stepped]
+        stages,
+        [[*leaf_names, "optimizer state"] for leaf_names in names],
+        [to_local(result.finite) for result in result.stepped],
     )
     return f"the step would write numbers that are not finite ({bad})" if bad else None
 
 
 def _first_bad(stages: Sequence[Stage], names: Sequence[Sequence[str]], finite: Sequence[np.ndarray]) -> str | None:
-    for place, (stage, known, own) in enumerate(zip(stages, names, finite, strict=True)):
-        bad = next((name for name, good in zip(known, own, strict=True) if not good), None)
+    for index, (stage, known, flags) in enumerate(zip(stages, names, finite, strict=True)):
+        bad = next((name for name, good in zip(known, flags, strict=True) if not good), None)
         if bad is None:
             continue
-        here = stage.layers_of(bad) if bad.startswith(LAYERS) else None
-        layers = "" if here is None else f" of layers {here[0]} to {here[-1]}"
-        return bad + (f"{layers}, stage {place}" if len(stages) > 1 else "")
+        bad_layers = stage.layers_of(bad) if bad.startswith(LAYERS) else None
+        layers = "" if bad_layers is None else f" of layers {bad_layers[0]} to {bad_layers[-1]}"
+        return bad + (f"{layers}, stage {index}" if len(stages) > 1 else "")
     return None

@@ -46,7 +46,7 @@ def write_base(folder, tensors, *, shards=1):
     files = [f"model-{shard + 1:05d}-of-{shards:05d}.safetensors" for shard in range(shards)]
     for shard, file in enumerate(files):
         save_file({name: tensors[name] for name in names[shard::shards]}, folder / file)
-    index = {"metadata": {}, "weight_map": {name: files[place % shards] for place, name in enumerate(names)}}
+    index = {"metadata": {}, "weight_map": {name: files[index % shards] for index, name in enumerate(names)}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return folder
 

@@ -26,8 +26,8 @@ def golden():
 def relative_error(model, context, golden):
     tokens = jnp.asarray(golden["tokens"])
     rows = len(tokens)
-    found = model(tokens, jnp.arange(rows), Segments.from_lengths([rows], rows), context)
-    return np.abs(found - golden["logits"]).max() / np.abs(golden["logits"]).max()
+    logits = model(tokens, jnp.arange(rows), Segments.from_lengths([rows], rows), context)
+    return np.abs(logits - golden["logits"]).max() / np.abs(golden["logits"]).max()
 
 
 def test_logits_with_the_folder_are_those_of_peft(golden):

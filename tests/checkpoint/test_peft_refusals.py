@@ -152,13 +152,13 @@ def keep_layer_1(folder):
 
 
 @pytest.mark.parametrize(
-    "said",
+    "settings",
     [{"layers_to_transform": [1], "layers_pattern": "layers"}, {"target_modules": r"model\.layers\.1\..*\.(q|v)_proj"}],
     ids=["list", "expression"],
 )
-def test_an_adapter_of_some_layers_is_read(folder, said):
+def test_an_adapter_of_some_layers_is_read(folder, settings):
     keep_layer_1(folder)
-    edit_config(folder, **said)
+    edit_config(folder, **settings)
     spec, arrays = read_adapter(folder)
     assert spec == SPEC
     assert set(arrays) == {f"layers.1.self_attn.{name}" for name in SPEC.targets}

@@ -52,8 +52,8 @@ def test_a_position_of_another_slot_is_damage(tmp_path):
         write_digests(tmp_path / str(slot))
     (damage,) = checkpoint_damage(tmp_path / "5")
     assert "does not name slot 5" in damage.why
-    found = find_checkpoint(tmp_path)
-    assert (found.slot, found.damaged) == (3, (damage,))
+    checkpoint = find_checkpoint(tmp_path)
+    assert (checkpoint.slot, checkpoint.damaged) == (3, (damage,))
 
 
 def test_a_wanted_file_that_has_no_digest_is_damage(tmp_path):

@@ -68,8 +68,10 @@ def test_settings_come_from_the_folder(home):
 
 
 def test_an_exported_folder_names_its_base_from_anywhere(home, made):
-    said = json.loads((home / "run/adapters/law/latest/adapter_config.json").read_text())["base_model_name_or_path"]
-    assert said == str(made / "base")
+    base_name = json.loads((home / "run/adapters/law/latest/adapter_config.json").read_text())[
+        "base_model_name_or_path"
+    ]
+    assert base_name == str(made / "base")
 
 
 def test_digests_tell_the_base_whatever_it_is_called(home):
@@ -98,7 +100,7 @@ AT_COMMIT = {"model": "org/tiny", "revision": COMMIT}
 
 
 @pytest.mark.parametrize(
-    ("said", "revision", "base", "found"),
+    ("base_name", "revision", "base", "verdict"),
     [
         ("org/tiny", None, {"model": "org/tiny"}, "same"),
         ("org/other", None, {"model": "org/tiny"}, "other"),
@@ -111,13 +113,13 @@ AT_COMMIT = {"model": "org/tiny", "revision": COMMIT}
         ("/somewhere/else", None, {}, "unknown"),
     ],
 )
-def test_what_names_tell_of_the_base(home, said, revision, base, found):
+def test_what_names_tell_of_the_base(home, base_name, revision, base, verdict):
     job_from(home)
-    as_of_another_program(home, base_model_name_or_path=said, revision=revision)
+    as_of_another_program(home, base_model_name_or_path=base_name, revision=revision)
     config = load_config(home / "jobs.yaml")
     config = config.model_copy(update={"base": config.base.model_copy(update=base)})
     told = "other" if check_start_bases(config) else "unknown" if unproven_bases(config) else "same"
-    assert told == found
+    assert told == verdict
 
 
 def test_a_contradiction_names_both(home):

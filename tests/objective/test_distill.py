@@ -51,8 +51,8 @@ def test_divergence_and_gradient_are_those_of_the_formula(soft_cap):
 
     arrays = [jnp.asarray(array, jnp.float32) for array in (teacher, head, weights, betas, temperatures)]
     total = lambda hidden: token_divergences(hidden, *arrays, chunk=128, soft_cap=soft_cap)  # noqa: E731
-    found = total(jnp.asarray(hidden, jnp.float32))
-    np.testing.assert_allclose(found, rows(hidden), rtol=2e-4, atol=1e-6)
+    actual = total(jnp.asarray(hidden, jnp.float32))
+    np.testing.assert_allclose(actual, rows(hidden), rtol=2e-4, atol=1e-6)
     slope = jax.grad(lambda hidden: total(hidden).sum())(jnp.asarray(hidden, jnp.float32))
     step = 1e-6
     for d in range(2):

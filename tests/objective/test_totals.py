@@ -57,7 +57,7 @@ def batch():
         piece(1, (13,), Weights(1 / 20)),
         piece(2, (6, 2), Weights(1.0, 1.0)),
     ]
-    own = assemble(
+    microbatch = assemble(
         pieces,
         capacity_tokens=T,
         tile_tokens=TILE,
@@ -65,7 +65,7 @@ def batch():
         max_adapters=4,
         table=TableShape(6, 2),
     )
-    return jax.tree.map(jnp.asarray, own)
+    return jax.tree.map(jnp.asarray, microbatch)
 
 
 CHOSEN = (pairs(), SFT, pairs(0.1))
@@ -105,12 +105,12 @@ def test_nan_does_not_reach_other_adapters(adapter, bad):
 
     run = jax.jit(jax.value_and_grad(total, has_aux=True))
     spoilt = np.where(np.asarray(rows.row_adapter) == adapter, bad, nll).astype(np.float32)
-    (_, found), slopes = run(spoilt)
+    (_, actual), slopes = run(spoilt)
     (_, clean), clean_slopes = run(nll)
     others = [number for number in range(3) if number != adapter]
     for name in clean:
-        np.testing.assert_array_equal(found[name][np.array(others)], clean[name][np.array(others)])
-    assert not np.isfinite(found["loss"][adapter])
+        np.testing.assert_array_equal(actual[name][np.array(others)], clean[name][np.array(others)])
+    assert not np.isfinite(actual["loss"][adapter])
     theirs = np.asarray(rows.row_adapter) != adapter
     np.testing.assert_array_equal(slopes[theirs], clean_slopes[theirs])
     assert np.isfinite(clean_slopes).all()  # places without a sample are no 0 / 0
@@ -118,11 +118,11 @@ def test_nan_does_not_reach_other_adapters(adapter, bad):
 
 def test_only_sft_needs_no_table_and_has_no_metrics():
     pieces = [piece(0, (9,), Weights(0.5))]
-    own = assemble(pieces, capacity_tokens=T, tile_tokens=TILE, max_segments=num_segments(1), max_adapters=1)
-    assert own.samples is None
-    assert stacked([own, own]).samples is None
-    assert stacked([own, own]).tokens.shape == (2, T)
-    assert [*totals_of(jnp.ones(T), own, (SFT,))] == ["loss"]
+    microbatch = assemble(pieces, capacity_tokens=T, tile_tokens=TILE, max_segments=num_segments(1), max_adapters=1)
+    assert microbatch.samples is None
+    assert stacked([microbatch, microbatch]).samples is None
+    assert stacked([microbatch, microbatch]).tokens.shape == (2, T)
+    assert [*totals_of(jnp.ones(T), microbatch, (SFT,))] == ["loss"]
 
 
 def test_segments_of_a_sample_are_isolated():
@@ -142,11 +142,11 @@ def test_segments_of_a_sample_are_isolated():
 
 
 def test_dropout_of_the_first_segment_equals_that_of_a_single_text():
-    one, two = (
+    single, two = (
         assemble([piece(0, lengths, Weights(1.0))], capacity_tokens=T, tile_tokens=TILE, max_segments=8, max_adapters=1)
         for lengths in ((5,), (5, 8))
     )
-    assert one.row_key[:5].tolist() == two.row_key[:5].tolist()
+    assert single.row_key[:5].tolist() == two.row_key[:5].tolist()
 
 
 @pytest.mark.parametrize(
