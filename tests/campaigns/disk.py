@@ -91,7 +91,7 @@ class Disk:
 
     def _is_below(self, arguments: tuple[Any, ...]) -> bool:
         """Whether a call is about the folder. A name relative to an open folder belongs to `shutil.rmtree`."""
-        names = [os.fspath(one) for one in arguments[:2] if isinstance(one, str | os.PathLike)]
+        names = [os.fspath(argument) for argument in arguments[:2] if isinstance(argument, str | os.PathLike)]
         return any(
             not os.path.isabs(name) or name == self._folder or name.startswith(f"{self._folder}/") for name in names
         )

@@ -49,13 +49,13 @@ def quick_runs() -> Iterator[pytest.MonkeyPatch]:
 
 def _kept(function: Callable[..., Any]) -> Callable[..., Any]:
     """Calls a function once for equal arguments, which need not be hashable."""
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
 
     def call(*arguments: Any) -> Any:
         key = repr(arguments)
-        if key not in found:
-            found[key] = function(*arguments)
-        return found[key]
+        if key not in results:
+            results[key] = function(*arguments)
+        return results[key]
 
     return call
 
@@ -84,15 +84,15 @@ class Said:
     @property
     def error(self) -> str:
         """Code of its first error; empty if there is none."""
-        found = CODE.search(self.text)
-        return found[1] if found else ""
+        match = CODE.search(self.text)
+        return match[1] if match else ""
 
 
 def command(*arguments: object) -> Said:
     """Runs a command of the command line in this process."""
     heard = io.StringIO()
     with redirect_stdout(heard), redirect_stderr(heard):
-        code = lorafusion([str(each) for each in arguments])
+        code = lorafusion([str(argument) for argument in arguments])
     return Said(code, heard.getvalue())
 
 
@@ -104,14 +104,14 @@ def resume_to_the_end(run: Path) -> list[str]:
     """
     continued: list[str] = []
     for _ in range(MOST_RESUMES):
-        said = command("resume", run)
-        assert not said.error, said.text
-        assert said.code in (0, 1, 3), f"resume ended with {said.code}: {said.text[-1500:]}"
+        outcome = command("resume", run)
+        assert not outcome.error, outcome.text
+        assert outcome.code in (0, 1, 3), f"resume ended with {outcome.code}: {outcome.text[-1500:]}"
         rows = run_numbers(run)["adapters"]
         paused = [name for name, row in rows.items() if row["status"] == "paused"]
         for name in paused:
-            said = command("continue", run, name)
-            assert said.code == 0, said.text
+            outcome = command("continue", run, name)
+            assert outcome.code == 0, outcome.text
         continued += paused
         if not paused and all(row["status"] in ENDED for row in rows.values()) and not request_files(run):
             return continued
@@ -125,33 +125,33 @@ def losses(run: Path, *, shortened: Collection[str] = (), spoilt_logs: bool = Fa
         shortened: adapters that were asked to finish.
         spoilt_logs: whether metrics.jsonl and events.jsonl are not as they were written.
     """
-    folder, numbers, found = RunFolder(run), run_numbers(run), []
+    folder, numbers, problems = RunFolder(run), run_numbers(run), []
     config, position = folder.read_config(), read_position(folder.state) or {}
     prepared = prepare(config)
     steps: dict[str, dict[int, float]] = {name: {} for name in numbers["adapters"]}
     for row in read_rows(run / "metrics.jsonl"):
         if row["kind"] == "step":
             if row["step"] in steps[row["adapter"]]:
-                found.append(f"{row['adapter']} step {row['step']} is there twice")
+                problems.append(f"{row['adapter']} step {row['step']} is there twice")
             steps[row["adapter"]][row["step"]] = row["loss"]
     for name, row in numbers["adapters"].items():
         weights = alone(config.adapter(name), prepared.adapters[name])
         taken = position["adapters"][name]["step"]
         steps_of_data = row["steps"] if name in shortened else len(weights) - 1
         if row["status"] == "done" and not taken == row["steps"] == steps_of_data:
-            found.append(f"{name} took {taken} of {row['steps']} steps, and its data has {steps_of_data}")
+            problems.append(f"{name} took {taken} of {row['steps']} steps, and its data has {steps_of_data}")
         if not spoilt_logs:
             expected = {step: weights[step] / MODULUS for step in range(1, taken + 1)}
             if steps[name] != expected:
-                found.append(f"{name}: its losses are {steps[name]} instead of {expected}")
+                problems.append(f"{name}: its losses are {steps[name]} instead of {expected}")
         latest = folder.latest(name)
         if taken and (latest is None or int(np.load(latest / WEIGHTS)) != weights[taken]):
-            found.append(f"{name}: its newest folder {latest} is not that of step {taken}")
-    found += [f"{path.relative_to(run)} is left over" for path in run.rglob(".*")]
-    return found
+            problems.append(f"{name}: its newest folder {latest} is not that of step {taken}")
+    problems += [f"{path.relative_to(run)} is left over" for path in run.rglob(".*")]
+    return problems
 
 
 def damage(run: Path, but: Collection[str] = ()) -> list[str]:
     """What `lorafusion verify` finds, but in files of these names."""
-    found = [text for verdict in verify_folder(run) for text in verdict.damage]
-    return [text for text in found if not any(name in text for name in but)]
+    texts = [text for verdict in verify_folder(run) for text in verdict.damage]
+    return [text for text in texts if not any(name in text for name in but)]

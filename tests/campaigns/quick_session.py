@@ -35,10 +35,10 @@ WEIGHTS = "weights.npy"
 
 def content(rows: Microbatch, adapter: int) -> np.ndarray:
     """What a microbatch adds for an adapter, by replica: its tokens, their keys, and what is learned of them."""
-    own = (rows.row_adapter == adapter) & (rows.weights > 0)
+    learned = (rows.row_adapter == adapter) & (rows.weights > 0)
     numbers = rows.tokens.astype(np.int64) * 7 + rows.row_key % 65_521
     numbers += np.round(rows.weights * 4096).astype(np.int64)
-    return np.where(own, numbers, 0).sum(-1)
+    return np.where(learned, numbers, 0).sum(-1)
 
 
 def next_weight(weight: int, total: int, rate: float) -> int:
@@ -49,21 +49,21 @@ def alone(adapter: AdapterConfig, data: AdapterData) -> list[int]:
     """The weight of an adapter before its first step and after every step, if nothing happens to it."""
     starts = data.batch_starts(adapter.global_samples).tolist()
     ends = [*starts[1:], len(data.order)]
-    rates, found = step_rates(adapter, data), [adapter.seed]
+    rates, history = step_rates(adapter, data), [adapter.seed]
     for batch, (start, end) in enumerate(zip(starts, ends, strict=True)):
-        masks = [data.train.sample(int(data.order[place]))[1] for place in range(start, end)]
+        masks = [data.train.sample(int(data.order[index]))[1] for index in range(start, end)]
         weights = {(adapter.name, batch): Weights(1.0 / sum(int(mask.sum()) for mask in masks))}
         total = 0
-        for place in range(start, end):
-            ref = SampleRef(adapter=adapter.name, epoch=0, batch=batch, sample=place)
+        for index in range(start, end):
+            ref = SampleRef(adapter=adapter.name, epoch=0, batch=batch, sample=index)
             pieces = pieces_of_slot([ref], {adapter.name: data}, {adapter.name: 0}, weights)
             size = len(pieces[0].tokens)
             rows = assemble(
                 pieces, capacity_tokens=size, tile_tokens=size, max_segments=num_segments(1), max_adapters=1
             )
             total += int(content(rows, 0))
-        found.append(next_weight(found[-1], total, float(rates[batch])))
-    return found
+        history.append(next_weight(history[-1], total, float(rates[batch])))
+    return history
 
 
 @dataclass(slots=True)
@@ -237,8 +237,8 @@ class QuickSession:
         pass
 
 
-def export(writer: Any, spec: Any, step: int, own: Mapping[str, np.ndarray], target: Any, failure: str) -> None:
+def export(writer: Any, spec: Any, step: int, leaves: Mapping[str, np.ndarray], target: Any, failure: str) -> None:
     """As `AdapterWriter._export`: a folder with digests, but without the files of PEFT."""
     with new_folder(target, replace=True) as folder:
-        np.save(folder / WEIGHTS, own["w"])
+        np.save(folder / WEIGHTS, leaves["w"])
         (folder / "run.json").write_text(f'{{"step": {step}, "failed": "{failure}"}}', encoding="utf-8")

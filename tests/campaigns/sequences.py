@@ -139,12 +139,12 @@ class Sequence:
             self.log.append(f"  killed at call {self.disk.calls}")
 
     def _said(self, arguments: list[object], allowed: tuple[int, ...]) -> Said:
-        said = command(*arguments)
-        shown = " ".join(str(each).replace(str(self.home), "") for each in arguments)
-        self.log.append(f"{shown} -> {said.code} {said.error}")
-        if said.code not in allowed or (said.code == 1 and said.error):
-            raise Lost(f"{shown} ended with {said.code}: {said.text[-1500:]}")
-        return said
+        outcome = command(*arguments)
+        shown = " ".join(str(argument).replace(str(self.home), "") for argument in arguments)
+        self.log.append(f"{shown} -> {outcome.code} {outcome.error}")
+        if outcome.code not in allowed or (outcome.code == 1 and outcome.error):
+            raise Lost(f"{shown} ended with {outcome.code}: {outcome.text[-1500:]}")
+        return outcome
 
     def _resume(self) -> None:
         arguments: list[object] = ["resume", self.run]
@@ -153,12 +153,12 @@ class Sequence:
             arguments += [f"mesh.stages={stages}", f"mesh.data={data}"]
         if self.draw.random() < 0.1:
             name = self.draw.choice(sorted(self.names))
-            said = command("resume", self.run, "--drop", name)
-            self.log.append(f"resume --drop {name} -> {said.code} {said.error}")
-            if said.code in (0, 1, 3) and not said.error:
+            outcome = command("resume", self.run, "--drop", name)
+            self.log.append(f"resume --drop {name} -> {outcome.code} {outcome.error}")
+            if outcome.code in (0, 1, 3) and not outcome.error:
                 self.dropped.add(name)
-            elif not said.error.startswith("resume."):
-                raise Lost(f"--drop {name} ended with {said.code}: {said.text[-1500:]}")
+            elif not outcome.error.startswith("resume."):
+                raise Lost(f"--drop {name} ended with {outcome.code}: {outcome.text[-1500:]}")
             return
         self._disturbed(arguments)
 
@@ -171,17 +171,17 @@ class Sequence:
             name = self.draw.choice(left)
             more = self.home / f"{name}.yaml"
             more.write_text(json.dumps({"adapters": [self._entry(name)], "optim": OPTIM, "data": {"max_length": 32}}))
-            said = command("add", self.run, more)
+            outcome = command("add", self.run, more)
         else:
             name = self.draw.choice(sorted(self.names))
             value = {"weight": ["2.5"], "extend": ["--steps", str(self.draw.randint(1, 3))]}.get(action, [])
-            said = command(action, self.run, name, *value)
-        self.log.append(f"  {action} {name} -> {said.code} {said.error}")
-        if said.code == 0:
+            outcome = command(action, self.run, name, *value)
+        self.log.append(f"  {action} {name} -> {outcome.code} {outcome.error}")
+        if outcome.code == 0:
             self.asked[action, name] += 1
             self.names |= {name}
-        elif not said.error:
-            raise Lost(f"{action} {name} ended with {said.code}: {said.text[-1500:]}")
+        elif not outcome.error:
+            raise Lost(f"{action} {name} ended with {outcome.code}: {outcome.text[-1500:]}")
 
     def _damage(self) -> None:
         """Spoils a file, and resumes; if that is refused, the file is put back, as the message must say."""
@@ -194,33 +194,33 @@ class Sequence:
         if how == "cut":
             file.write_bytes(content[: self.draw.randrange(len(content))])
         elif how == "flip":
-            place = self.draw.randrange(len(content))
+            position = self.draw.randrange(len(content))
             file.write_bytes(
-                content[:place] + bytes([content[place] ^ 1 << self.draw.randrange(8)]) + content[place + 1 :]
+                content[:position] + bytes([content[position] ^ 1 << self.draw.randrange(8)]) + content[position + 1 :]
             )
         else:
             file.unlink()
         self.logs_damaged |= file.suffix == ".jsonl"
-        said = command("resume", self.run)
-        self.log.append(f"{how} {file.relative_to(self.run)}; resume -> {said.code} {said.error}")
-        if said.code == 2 and said.error:
-            if "restore" not in said.text and "remove" not in said.text and "lorafusion" not in said.text:
-                raise Lost(f"no way on: {said.text[-1500:]}")
+        outcome = command("resume", self.run)
+        self.log.append(f"{how} {file.relative_to(self.run)}; resume -> {outcome.code} {outcome.error}")
+        if outcome.code == 2 and outcome.error:
+            if "restore" not in outcome.text and "remove" not in outcome.text and "lorafusion" not in outcome.text:
+                raise Lost(f"no way on: {outcome.text[-1500:]}")
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_bytes(content)
-        elif said.code not in (0, 1, 3) or said.error:
-            raise Lost(f"damage of {file} ended with {said.code}: {said.text[-1500:]}")
+        elif outcome.code not in (0, 1, 3) or outcome.error:
+            raise Lost(f"damage of {file} ended with {outcome.code}: {outcome.text[-1500:]}")
 
     def _finish(self) -> None:
         self.asked.update(("continue", name) for name in resume_to_the_end(self.run))
         shortened = [name for action, name in self.asked if action == "finish"]
-        found = losses(self.run, shortened=shortened, spoilt_logs=self.logs_damaged)
-        found += damage(self.run, [self.damaged.name] if self.damaged else [])
+        problems = losses(self.run, shortened=shortened, spoilt_logs=self.logs_damaged)
+        problems += damage(self.run, [self.damaged.name] if self.damaged else [])
         if set(names := run_numbers(self.run)["adapters"]) != self.names:
-            found.append(f"adapters {sorted(names)} instead of {sorted(self.names)}")
-        found += [] if self.logs_damaged else self._unanswered()
-        if found:
-            raise Lost("; ".join(found))
+            problems.append(f"adapters {sorted(names)} instead of {sorted(self.names)}")
+        problems += [] if self.logs_damaged else self._unanswered()
+        if problems:
+            raise Lost("; ".join(problems))
 
     def _unanswered(self) -> Iterator[str]:
         """Yields requests that were neither done nor refused."""

@@ -66,19 +66,19 @@ def home(tmp_path_factory, tiny_base):
 @pytest.fixture(scope="module")
 def stopped(home):
     """stopped(done) → a run that stands still after its first step, or that is done."""
-    found: dict[bool, Path] = {}
+    folders: dict[bool, Path] = {}
 
     def run(done: bool) -> Path:
-        if done not in found:
-            found[done] = home / f"stopped-{done}"
+        if done not in folders:
+            folders[done] = home / f"stopped-{done}"
 
             def stop(event: Any) -> None:
                 if event.kind == "step" and not done:
                     signal.raise_signal(signal.SIGTERM)
 
             with listening(stop):
-                assert command("train", home / "jobs.yaml", "--out", found[done]).code == (0 if done else 130)
-        return found[done]
+                assert command("train", home / "jobs.yaml", "--out", folders[done]).code == (0 if done else 130)
+        return folders[done]
 
     return run
 
@@ -98,7 +98,7 @@ def asked(home, stopped, tmp_path):
         shutil.rmtree(run, ignore_errors=True)
         shutil.copytree(stopped(done), run, symlinks=True)
         for action, *more in requests:
-            rest = [home / each if each.endswith(".yaml") else each for each in more]
+            rest = [home / argument if argument.endswith(".yaml") else argument for argument in more]
             assert command(action, run, *rest).code == 0
         return run, how
 
@@ -145,9 +145,9 @@ def test_an_error_at_any_call(change, stride, lasting, asked, disk):
         error = ERRORS[call % len(ERRORS)]
         try:
             with disk.watch(run, fail_at=call, error=error, lasting=lasting):
-                said = command("resume", run, *how)
-            assert said.code in (0, 1, 2, 3), said.text
-            assert said.code in (0, 3) or said.error, said.text  # it says what is wrong
+                outcome = command("resume", run, *how)
+            assert outcome.code in (0, 1, 2, 3), outcome.text
+            assert outcome.code in (0, 3) or outcome.error, outcome.text  # it says what is wrong
             assert_nothing_lost(run, change)
         except Exception as problem:
             problem.add_note(f"{os.strerror(error)} at call {call} of {calls}")

@@ -119,11 +119,11 @@ def test_a_wrong_target_names_the_line_where_it_stands(lorafusion, job):
     text = "base: {{model: {}}}\nlora: {{targets: [up]}}\nadapters:\n  - {{name: law, data: {{train: law.jsonl}}}}\n"
     text += "  - name: med\n    lora: {{targets: [q_prj]}}\n    data: {{train: law.jsonl}}\n"
     job.path.write_text(text.format(job.values["base"]["model"]))
-    shared, own = lorafusion("check", job.path).err.split("error[")[1:]
+    shared, own_error = lorafusion("check", job.path).err.split("error[")[1:]
     assert "there is no projection 'up'" in shared
     assert "jobs.yaml, line 2" in shared
-    assert "med: there is no projection 'q_prj'" in own
-    assert "jobs.yaml, line 6" in own
+    assert "med: there is no projection 'q_prj'" in own_error
+    assert "jobs.yaml, line 6" in own_error
 
 
 def test_all_bad_lines_of_a_file_are_reported_together(lorafusion, job):
@@ -228,9 +228,9 @@ def test_folder_of_the_same_run(lorafusion, finished, nothing_read):
     assert f"lorafusion resume {folder}" in outcome.err
 
 
-@pytest.mark.parametrize("place", ["jobs.yaml", "jobs.yaml/run", "/proc/run"])
-def test_folder_that_cannot_be_made(lorafusion, job, nothing_read, place):
-    outcome = lorafusion("train", job.path, "--out", job.folder / place)
+@pytest.mark.parametrize("folder", ["jobs.yaml", "jobs.yaml/run", "/proc/run"])
+def test_folder_that_cannot_be_made(lorafusion, job, nothing_read, folder):
+    outcome = lorafusion("train", job.path, "--out", job.folder / folder)
     assert (outcome.code, outcome.errors) == (2, ["run.folder"])
     assert "fix: --out" in outcome.err
 

@@ -55,8 +55,8 @@ def test_tokens_beyond_the_embedding_table_are_refused(lorafusion, own_job, own_
     write_rows_to(own_job.folder / part, rows)
     outcome = run(lorafusion, own_job, command, monkeypatch)
     assert (outcome.code, outcome.errors) == (2, ["data.token-id"])
-    for said in ("law:", f"{part}, row 1", "'<new>'", str(token), "vocab_size", "resize_token_embeddings"):
-        assert said in outcome.err
+    for part_of_message in ("law:", f"{part}, row 1", "'<new>'", str(token), "vocab_size", "resize_token_embeddings"):
+        assert part_of_message in outcome.err
 
 
 def test_a_tokenizer_may_be_larger_than_the_table_if_no_row_uses_it(lorafusion, own_job, own_base):
@@ -83,8 +83,8 @@ def test_samples_beyond_the_positions_are_refused(
         write_rows_to(own_job.folder / name, short + [long] * (name == part))
     outcome = run(lorafusion, own_job, command, monkeypatch)
     assert (outcome.code, outcome.errors) == (2, [code])
-    for said in ("law: row 2", part, "data.max_length: 16"):
-        assert said in outcome.err
+    for part_of_message in ("law: row 2", part, "data.max_length: 16"):
+        assert part_of_message in outcome.err
     assert lorafusion("check", own_job.path, "data.max_length=16").code == 0
 
 
@@ -100,9 +100,9 @@ def test_columns_that_are_not_used_are_named_by_check_and_train(lorafusion, own_
     rows = [{"prompt": "cat", "completion": " dog", "note": "x", "id": 3}] * 4
     for name in ("law.jsonl", "med.jsonl", "law_eval.jsonl"):
         write_rows_to(own_job.folder / name, rows)
-    said = "law.jsonl: [data.unused-column] the columns 'note', 'id' are not used"
-    assert lorafusion("check", own_job.path).out.count(said) == 1
-    assert said in json.loads(lorafusion("check", own_job.path, "--json").out)["warnings"][0]
+    warning = "law.jsonl: [data.unused-column] the columns 'note', 'id' are not used"
+    assert lorafusion("check", own_job.path).out.count(warning) == 1
+    assert warning in json.loads(lorafusion("check", own_job.path, "--json").out)["warnings"][0]
     outcome = run(lorafusion, own_job, ("train", "--out", "run"), monkeypatch)
     assert outcome.code == 0
-    assert said in outcome.out
+    assert warning in outcome.out

@@ -40,6 +40,6 @@ def test_fused_projections_are_targets_with_one_a_each(base, tmp_path, capsys):
 def test_projections_of_other_families_are_refused(base, tmp_path, capsys):
     job = write_job(tmp_path, base, "law", ["q_proj"], rank=2)
     assert run(["check", job]) == 2
-    said = " ".join(capsys.readouterr().err.split())
-    assert "there is no projection 'q_proj'" in said
-    assert "qkv_proj, o_proj, gate_up_proj, down_proj" in said
+    output = " ".join(capsys.readouterr().err.split())
+    assert "there is no projection 'q_proj'" in output
+    assert "qkv_proj, o_proj, gate_up_proj, down_proj" in output

@@ -73,7 +73,7 @@ def refuses(lorafusion, *arguments, code: str = "") -> None:
     assert outcome.errors
     assert any(error.startswith(code) for error in outcome.errors), outcome.errors
     assert "Traceback" not in outcome.err
-    assert len(outcome.err) < 5000 + 3 * max(len(str(each)) for each in arguments)
+    assert len(outcome.err) < 5000 + 3 * max(len(str(argument)) for argument in arguments)
     assert time.monotonic() - start < 10
 
 

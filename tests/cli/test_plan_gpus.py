@@ -61,9 +61,9 @@ def test_the_base_is_quantised_only_if_it_fits_nowhere(lorafusion, large):
     assert (first["fits"], first["quantize"]) == (True, "nf4")
     assert all(row["fits"] is False for row in compared["choices"] if row["quantize"] in ("none", "fp8"))
     assert "base.quantize=nf4" in first["settings"]
-    own = compare(lorafusion, large, "base.quantize=fp8", "--gpus", 1, "--device", "l40s")
-    assert {row["quantize"] for row in own["choices"]} == {"fp8"}  # what the job says stays
-    assert own["why"] == ""
+    own_comparison = compare(lorafusion, large, "base.quantize=fp8", "--gpus", 1, "--device", "l40s")
+    assert {row["quantize"] for row in own_comparison["choices"]} == {"fp8"}  # what the job says stays
+    assert own_comparison["why"] == ""
 
 
 def test_screen_ends_with_a_command(lorafusion, large):

@@ -205,10 +205,10 @@ def test_the_floor_is_that_of_products_at_the_ceilings(lorafusion, large):
 
 def test_the_floor_is_shown_for_measured_devices_only(lorafusion, large):
     text = lorafusion("plan", large.path, "--device", "h200").out
-    said = r"[\dhm.]+ s? ?at the least \(linear layers and head on H200s, no attention\)$"
-    assert re.search(rf"^takes .* useful tok/s, {said}", text, re.MULTILINE)
+    floor = r"[\dhm.]+ s? ?at the least \(linear layers and head on H200s, no attention\)$"
+    assert re.search(rf"^takes .* useful tok/s, {floor}", text, re.MULTILINE)
     text = lorafusion("plan", large.path, "--compare", "--device", "h200").out
-    assert re.search(rf"^one after another .*×\n  together {said}", text, re.MULTILINE)
+    assert re.search(rf"^one after another .*×\n  together {floor}", text, re.MULTILINE)
     for device in ("h100", "cpu"):
         assert plan(lorafusion, large, "--device", device)["floor_s"] is None
         assert "at the least" not in lorafusion("plan", large.path, "--device", device).out

@@ -151,13 +151,13 @@ def test_costs_of_another_model_remat_or_fsdp_are_refused(lorafusion, two_stages
     for arguments in (("plan", job.path, TWO, "train.remat=everything"), ("timeline", run_folder)):
         outcome = lorafusion(*arguments, "--cost-model", file)
         assert (outcome.code, outcome.errors) == (2, ["plan.cost"])
-        said = " ".join(outcome.err.split())
+        output = " ".join(outcome.err.split())
         measured, wanted = (
             f"base parameters={count}, mesh.fsdp={fsdp}, train.remat={remat}"
             for count, fsdp, remat in ((8, 2, "nothing"), (parameters, 1, "everything"))
         )
-        assert f"the costs were measured with {measured}, the job has {wanted}" in said
-        assert "lorafusion profile JOBS mesh.fsdp=1 train.remat=everything" in said
+        assert f"the costs were measured with {measured}, the job has {wanted}" in output
+        assert "lorafusion profile JOBS mesh.fsdp=1 train.remat=everything" in output
 
 
 def test_remat_auto_accepts_costs_of_any_policy(lorafusion, two_stages, tmp_path):
@@ -237,9 +237,9 @@ def test_timeline_of_a_run_resumed_with_fewer_stages(lorafusion, two_stages, tmp
     assert lorafusion("resume", tmp_path / "run", "mesh.stages=1").code == 0
     outcome = lorafusion("timeline", tmp_path / "run", "--cost-model", costs, "-o", tmp_path / "t.html")
     assert (outcome.code, outcome.errors) == (2, ["plan.cost"])  # those of two stages
-    one = tmp_path / "one.json"
-    one.write_text(CostModel(stages=CostModel.from_json(costs.read_text()).stages[:1]).to_json())
-    outcome = lorafusion("timeline", tmp_path / "run", "--cost-model", one, "-o", tmp_path / "t.html", "--json")
+    one_stage = tmp_path / "one.json"
+    one_stage.write_text(CostModel(stages=CostModel.from_json(costs.read_text()).stages[:1]).to_json())
+    outcome = lorafusion("timeline", tmp_path / "run", "--cost-model", one_stage, "-o", tmp_path / "t.html", "--json")
     assert outcome.code == 0, outcome.err
     numbers = json.loads(outcome.out)
     assert numbers["slots"][0] > 0  # the last sitting began later

@@ -33,19 +33,19 @@ def test_json_has_every_figure(trace, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--policy", "luck"], "simulate.policy"),
         (["-o", "page.txt"], "output.ending"),
         (["--gpus", "1"], "online.job-too-large"),
     ],
 )
-def test_invalid_arguments_exit_with_2(trace, tmp_path, monkeypatch, capfd, arguments, said):
+def test_invalid_arguments_exit_with_2(trace, tmp_path, monkeypatch, capfd, arguments, message):
     monkeypatch.chdir(tmp_path)
     big = generate_trace("steady", jobs=3, workers=[Worker("host0", 8)], seed=1, bases={"llama-3.1-70b": 1.0})
     trace.write_text(write_trace(big))
     assert run(["simulate", str(trace), *arguments]) == 2
-    assert said in capfd.readouterr().err
+    assert message in capfd.readouterr().err
 
 
 def test_a_broken_trace_names_its_line(trace, capfd):

@@ -122,8 +122,8 @@ def test_without_a_job_the_named_shapes_are_tuned_where_there_is_a_gpu(lorafusio
     again = lorafusion("tune", "--no-tiles", "--out", path, "--json")
     assert again.code == 0, again.err
     assert store.load(path) == table  # nothing is measured twice
-    found = json.loads(again.out)
-    assert (found["best"], len(found["implementations"])) == ([], len(table.ops))
+    listed = json.loads(again.out)
+    assert (listed["best"], len(listed["implementations"])) == ([], len(table.ops))
 
 
 @pytest.mark.parametrize("works", [True, False])
@@ -134,9 +134,12 @@ def test_what_failed_is_shown_with_the_first_reasons(lorafusion, wide_job, tmp_p
         raise RuntimeError("too much shared memory")
 
     def some_break(spec, quick):
-        found = groups(spec, quick)
+        groups_by_kernel = groups(spec, quick)
         return {
-            kernel: [c if works and i == 0 else dataclasses.replace(c, run=broken) for i, c in enumerate(found[kernel])]
+            kernel: [
+                c if works and i == 0 else dataclasses.replace(c, run=broken)
+                for i, c in enumerate(groups_by_kernel[kernel])
+            ]
             for kernel in ("down", "da")
         }
 
@@ -149,7 +152,7 @@ def test_what_failed_is_shown_with_the_first_reasons(lorafusion, wide_job, tmp_p
     assert "more; --json lists all" in outcome.out
     listed = json.loads(lorafusion("tune", wide_job, "--quick", "--out", path, "--json").out)
     assert len(listed["failed"]) > 5
-    assert {each["reason"] for each in listed["failed"]} == {"RuntimeError: too much shared memory"}
+    assert {failure["reason"] for failure in listed["failed"]} == {"RuntimeError: too much shared memory"}
     assert {row["tried"] for row in listed["best"]} == ({1} if works else set())
     assert path.exists() == works
 

@@ -137,12 +137,12 @@ def test_doctor_says_where_each_default_comes_from():
     )
     store.save(table_of(KIND, (*faster, slow)), table_path(KIND))
     use_tables()
-    found = on_l40s(defaults, calls, None, measure)
-    assert found["tuning table"] == f"{table_path(KIND)}: 5 calls, 0 tile sizes, 2026-11-23, jax 0.12.0"
+    lines = on_l40s(defaults, calls, None, measure)
+    assert lines["tuning table"] == f"{table_path(KIND)}: 5 calls, 0 tile sizes, 2026-11-23, jax 0.12.0"
     when = f"({table_path(KIND)}, 2026-11-23, jax 0.12.0)"
-    assert found["linear gate and up"] == f"pallas_triton: measured, 1.50 × as fast as xla {when}"
-    assert found["attention"].startswith("xla: the measured cudnn does not serve this call; not measured")
-    assert found["norm"] == before["norm"]
+    assert lines["linear gate and up"] == f"pallas_triton: measured, 1.50 × as fast as xla {when}"
+    assert lines["attention"].startswith("xla: the measured cudnn does not serve this call; not measured")
+    assert lines["norm"] == before["norm"]
 
 
 def test_doctor_of_a_job_looks_at_its_calls_and_its_wishes(lorafusion, job):

@@ -64,8 +64,8 @@ def tunix(name: str, build: str, **more: Any) -> NNXCase:
     config = module.ModelConfig(**sizes, num_kv_heads=1, rope_theta=10_000, norm_eps=1e-6, **more)
     model = getattr(module, build)(config, rngs=nnx.Rngs(0))
     for layer in model.layers:  # Llama's MLP begins at zero, which would hide what its adapters do
-        for number, each in enumerate((layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj)):
-            each.kernel[...] = 0.3 * jax.random.normal(jax.random.key(number), each.kernel.shape)
+        for number, linear in enumerate((layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj)):
+            linear.kernel[...] = 0.3 * jax.random.normal(jax.random.key(number), linear.kernel.shape)
     return NNXCase(model=model, inputs=(IDS, POSITIONS, None, CAUSAL), output=lambda it: it[0])
 
 

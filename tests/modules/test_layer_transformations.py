@@ -33,16 +33,16 @@ def x():
 def reference(layer, x):
     """Loss sum(y²)/2 and its gradients of A, B and x, in float64."""
     w, bias, a, b, rows = (
-        np.asarray(each, np.float64)
-        for each in (layer.kernel[...], layer.bias[...], layer.lora_a[...], layer.lora_b[...], x)
+        np.asarray(array, np.float64)
+        for array in (layer.kernel[...], layer.bias[...], layer.lora_a[...], layer.lora_b[...], x)
     )
     loss, grads = 0.0, {"lora_a": np.zeros_like(a), "lora_b": np.zeros_like(b), "x": np.zeros_like(rows)}
     for example, k in enumerate(np.asarray(TABLE)):
-        own, scale = rows[example], SPECS[k].scale
-        y = own @ w + bias + scale * own @ a[k] @ b[k]
+        row, scale = rows[example], SPECS[k].scale
+        y = row @ w + bias + scale * row @ a[k] @ b[k]
         loss += (y**2).sum() / 2
-        grads["lora_a"][k] += scale * own.T @ (y @ b[k].T)
-        grads["lora_b"][k] += scale * (own @ a[k]).T @ y
+        grads["lora_a"][k] += scale * row.T @ (y @ b[k].T)
+        grads["lora_b"][k] += scale * (row @ a[k]).T @ y
         grads["x"][example] = y @ (w + scale * a[k] @ b[k]).T
     return loss, grads
 
@@ -53,11 +53,11 @@ def plain(layer, x):
 
 
 def mapped(layer, x):
-    def one(x, adapter):
+    def apply_one(x, adapter):
         with use_adapters(SPECS, adapter):
             return layer(x)
 
-    return jax.vmap(one)(x, TABLE)
+    return jax.vmap(apply_one)(x, TABLE)
 
 
 def mapped_inside_one_context(layer, x):
@@ -72,12 +72,12 @@ def checkpointed(layer, x):
 
 
 def scanned(layer, x):
-    def one(_, batch):
+    def step(_, batch):
         x, adapter = batch
         with use_adapters(SPECS, adapter):
             return None, layer(x)
 
-    return jax.lax.scan(one, None, (x, TABLE))[1]
+    return jax.lax.scan(step, None, (x, TABLE))[1]
 
 
 def sharded(layer, x):
@@ -115,11 +115,11 @@ def test_dropout_of_mapped_examples_is_that_of_the_batch_and_is_never_shared(x):
     layer.lora_b[...] = jnp.ones_like(layer.lora_b[...])
     same = jnp.broadcast_to(x[:1], x.shape)
 
-    def one(x, number):
+    def mask_of(x, number):
         with use_adapters(specs, only="law", step=3, examples=number):
             return layer(x)
 
-    rows = jax.vmap(one)(same, jnp.arange(4))
+    rows = jax.vmap(mask_of)(same, jnp.arange(4))
     with use_adapters(specs, jnp.zeros(4, jnp.int32), step=3):
         np.testing.assert_allclose(rows, layer(same), rtol=1e-5, atol=1e-6)
     assert len({row.tobytes() for row in np.asarray(rows)}) == 4

@@ -45,7 +45,7 @@ class Block(nnx.Module):
     def __call__(self, x):
         h = self.norm(x)
         q, k, v = self.q_proj(h), self.k_proj(h), self.v_proj(h)
-        k, v = (jnp.repeat(each, q.shape[2] // k.shape[2], axis=2) for each in (k, v))
+        k, v = (jnp.repeat(heads, q.shape[2] // k.shape[2], axis=2) for heads in (k, v))
         weights = jax.nn.softmax(jnp.einsum("BTNH,BSNH->BNTS", q, k) / math.sqrt(q.shape[-1]))
         x = x + self.o_proj(jnp.einsum("BNTS,BSNH->BTNH", weights, v))
         return x + self.down_proj(nnx.silu(self.gate_proj(x)))
@@ -117,12 +117,12 @@ def check(make, *inputs, targets="all-linear", call=lambda model, *inputs: model
         with use_adapters(SPECS, table):
             return call(model, *inputs)
 
-    found, plain = forward(model, TABLE, *inputs), nnx.jit(lambda model, *inputs: call(model, *inputs))
+    actual, plain = forward(model, TABLE, *inputs), nnx.jit(lambda model, *inputs: call(model, *inputs))
     for index in range(2):
         expected = plain(merged(make, model, index), *inputs)
         rows = np.flatnonzero(np.asarray(TABLE) == index)
         # sums in another order in every layer; the CPU's matrix products differ by 1e-6
-        np.testing.assert_allclose(found[rows], expected[rows], rtol=1e-4, atol=2e-5)
+        np.testing.assert_allclose(actual[rows], expected[rows], rtol=1e-4, atol=2e-5)
     return model
 
 

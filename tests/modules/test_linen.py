@@ -83,7 +83,7 @@ def test_all_linear_reaches_attention_and_own_modules_but_not_the_head(params, x
 
 def test_a_mixed_batch_equals_merged_weights(params, x):
     lora, adapters = make(params, x)
-    found = apply(lora, params, adapters, x)
+    actual = apply(lora, params, adapters, x)
     inside = {"query": 1, "key": 1, "value": 1, "out": 2, "up": 1, "down": 1}
     for index, spec in enumerate(SPECS):
         flat = {tuple(part.key for part in path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
@@ -106,7 +106,7 @@ def test_a_mixed_batch_equals_merged_weights(params, x):
             node[path[-1]] = leaf
         rows = np.flatnonzero(np.asarray(TABLE) == index)
         # sums in another order in six layers
-        np.testing.assert_allclose(found[rows], Net().apply({"params": tree}, x)[rows], rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(actual[rows], Net().apply({"params": tree}, x)[rows], rtol=1e-4, atol=1e-4)
 
 
 def test_rank_padding_gets_no_gradient_and_stays_zero(params, x):
@@ -134,13 +134,13 @@ def test_dropout_needs_a_step_and_follows_it(params, x):
     table = jnp.zeros(4, jnp.int32)
     with pytest.raises(ConfigError, match=r"dropout=0\.5"):
         apply(lora, params, adapters, x, table)
-    still, one, again, two = (
+    still, first, again, two = (
         np.asarray(apply(lora, params, adapters, x, table, **options))
         for options in ({"train": False}, {"step": 1}, {"step": 1}, {"step": 2})
     )
-    np.testing.assert_array_equal(one, again)
-    assert (one != two).all()
-    assert (one != still).all()
+    np.testing.assert_array_equal(first, again)
+    assert (first != two).all()
+    assert (first != still).all()
 
 
 def test_a_missing_collection_is_an_error_that_names_it(params, x):

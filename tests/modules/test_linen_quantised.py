@@ -90,8 +90,8 @@ def test_a_stored_base_computes_with_the_stored_values(kind, lora, params, adapt
     assert isinstance(stored["up"]["kernel"], StoredWeight)  # a layer without adapters
     assert not isinstance(stored["head"]["kernel"], StoredWeight)
     got, want = (outputs_and_gradients(lora, tree, adapters) for tree in (stored, rounded(params, kind)))
-    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+    for actual, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(actual, other, rtol=1e-5, atol=1e-6)
     assert np.abs(want[0]["query"]["lora_a"]).max() > 1e-3
 
 

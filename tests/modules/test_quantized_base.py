@@ -98,8 +98,8 @@ def test_a_stored_base_computes_with_the_stored_values(kind, x):
     want_y, want = outputs_and_gradients(rounded(adapted(), kind), x)
     y, grads = outputs_and_gradients(quantize_base(adapted(), kind), x)
     np.testing.assert_allclose(y, want_y, rtol=1e-5, atol=1e-6)
-    for one, other in zip(jax.tree.leaves(grads), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+    for actual, other in zip(jax.tree.leaves(grads), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(actual, other, rtol=1e-5, atol=1e-6)
     assert any(np.abs(leaf).max() > 1e-3 for leaf in jax.tree.leaves(grads))
 
 

@@ -107,8 +107,8 @@ def test_a_mesh_changes_no_result_and_gathers_stored_bytes_only(kind, mesh, axes
     assert set(weights) <= (KINDS[kind] if "fsdp" in sizes else set())
     assert len(weights) <= 4  # two layers of `fsdp` weights that need a gather, forward and backward
     np.testing.assert_allclose(y, want_y, rtol=0, atol=1e-5 * np.abs(want_y).max())
-    for one, other in zip(jax.tree.leaves(grads), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(one, other, rtol=0, atol=1e-5 * np.abs(other).max())
+    for actual, other in zip(jax.tree.leaves(grads), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(actual, other, rtol=0, atol=1e-5 * np.abs(other).max())
 
 
 @pytest.mark.parametrize(

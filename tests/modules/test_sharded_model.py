@@ -52,5 +52,5 @@ def test_a_sharded_model_trains_as_on_one_device(kind):
     with jax.set_mesh(mesh):
         loss, gradients = loss_and_gradients(mesh)
     assert abs(loss - want_loss) < 1e-6 * want_loss
-    for one, other in zip(jax.tree.leaves(gradients), jax.tree.leaves(want), strict=True):
-        assert np.abs(one - other).max() < 1e-5 * np.abs(other).max()
+    for actual, other in zip(jax.tree.leaves(gradients), jax.tree.leaves(want), strict=True):
+        assert np.abs(actual - other).max() < 1e-5 * np.abs(other).max()

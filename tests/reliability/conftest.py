@@ -87,13 +87,13 @@ def copied(whole_run, tmp_path) -> Callable[[], Finished]:
 @pytest.fixture(scope="module")
 def healthy(make_config, tmp_path_factory):
     """healthy(mesh) → folder of a run of the module's `make_config` in which nothing happens."""
-    found = {}
+    runs = {}
 
     def run(mesh):
         key = tuple(mesh.items())
-        if key not in found:
-            found[key] = tmp_path_factory.mktemp("healthy") / "run"
-            assert train(make_config(mesh), found[key]).exit_code == 0
-        return found[key]
+        if key not in runs:
+            runs[key] = tmp_path_factory.mktemp("healthy") / "run"
+            assert train(make_config(mesh), runs[key]).exit_code == 0
+        return runs[key]
 
     return run

@@ -46,15 +46,15 @@ HOLDERS = ([], [[]], [None], [1, "a"], {}, {"a": {}}, {"": ""}, "auto", "none", 
 ODD = st.sampled_from([*NUMBERS, *NOT_FINITE, *TEXTS, *HOLDERS]).map(copy.deepcopy)  # they are spoilt further
 
 
-def places(document: Any, here: tuple = ()) -> Iterator[tuple]:
+def places(document: Any, path: tuple = ()) -> Iterator[tuple]:
     """Paths to everything inside a document of lists and objects."""
-    if here:
-        yield here
+    if path:
+        yield path
     inside = (
         document.items() if isinstance(document, dict) else enumerate(document) if isinstance(document, list) else ()
     )
     for key, value in inside:
-        yield from places(value, (*here, key))
+        yield from places(value, (*path, key))
 
 
 @st.composite
@@ -62,10 +62,10 @@ def spoilt(draw: st.DrawFn, document: Any) -> Any:
     """The document with one to three values replaced, taken away, doubled or renamed."""
     result = copy.deepcopy(document)
     for _ in range(draw(st.integers(1, 3))):
-        found = list(places(result))
-        if not found:
+        paths = list(places(result))
+        if not paths:
             return draw(ODD)
-        *path, key = draw(st.sampled_from(found))
+        *path, key = draw(st.sampled_from(paths))
         holder = result
         for step in path:
             holder = holder[step]
@@ -79,7 +79,7 @@ def spoilt(draw: st.DrawFn, document: Any) -> Any:
         elif what == "rename" and isinstance(holder, dict):
             holder[draw(st.text(max_size=4))] = holder.pop(key)
         else:  # a value from elsewhere in the document
-            *other, last = draw(st.sampled_from(found))
+            *other, last = draw(st.sampled_from(paths))
             value = result
             for step in (*other, last):
                 value = value[step] if isinstance(value, dict | list) and _has(value, step) else None
@@ -96,19 +96,19 @@ def spoilt_bytes(draw: st.DrawFn, content: bytes) -> bytes:
     """The bytes with some of them flipped, cut, doubled, or with others put between."""
     result = bytearray(content)
     for _ in range(draw(st.integers(1, 4))):
-        place = draw(st.integers(0, max(0, len(result) - 1)))
+        offset = draw(st.integers(0, max(0, len(result) - 1)))
         what = draw(st.sampled_from(["flip", "flip", "cut", "insert", "double", "tail"]))
         if what == "flip" and result:
-            result[place] ^= 1 << draw(st.integers(0, 7))
+            result[offset] ^= 1 << draw(st.integers(0, 7))
         elif what == "cut":
-            del result[place:]
+            del result[offset:]
         elif what == "insert":
             more = draw(st.sampled_from([b"\0", b"\xff\xfe", b"\n", b'"', b"[" * 3000, b"9" * 5000, b"{", b",", b": "]))
-            result[place:place] = more
+            result[offset:offset] = more
         elif what == "double":
-            result += result[place:]
+            result += result[offset:]
         else:
-            del result[:place]
+            del result[:offset]
     return bytes(result)
 
 

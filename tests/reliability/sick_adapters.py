@@ -55,8 +55,8 @@ def weights(value: float, part: str, stage: Stage, batch: Any) -> Any:
 
 def first_entry(stage: Stage, name: str) -> tuple[int, int]:
     """Index of the sick adapter's first number in the array of one layer."""
-    own = stage.parts.columns[name]
-    return (0, own.first[SICK]) if own.axis else (own.first[SICK], 0)
+    columns = stage.parts.columns[name]
+    return (0, columns.first[SICK]) if columns.axis else (columns.first[SICK], 0)
 
 
 def gradients(value: float, stage: Stage, batch: Any) -> Any:
@@ -103,9 +103,9 @@ def install(monkeypatch: Any, case: Case) -> None:
 
         def sick_rows(self: Batches, slot: int) -> Any:
             batch = of(self, slot)
-            own = (batch.row_adapter == SICK) & (slot >= case.at)
+            sick_rows = (batch.row_adapter == SICK) & (slot >= case.at)
             held = getattr(batch, array)
-            return batch._replace(**{array: np.where(own, np.asarray(value, held.dtype), held)})
+            return batch._replace(**{array: np.where(sick_rows, np.asarray(value, held.dtype), held)})
 
         monkeypatch.setattr(Batches, "of", sick_rows)
 
@@ -184,7 +184,9 @@ ALWAYS_ON_A_MESH = {
 def with_optim(config, name: str, changes: dict):
     """The job with other settings of one adapter's optimizer, also those that a job file may not hold."""
     adapters = tuple(
-        own.model_copy(update={"optim": own.optim.model_copy(update=changes)}) if own.name == name else own
-        for own in config.adapters
+        adapter.model_copy(update={"optim": adapter.optim.model_copy(update=changes)})
+        if adapter.name == name
+        else adapter
+        for adapter in config.adapters
     )
     return config.model_copy(update={"adapters": adapters})

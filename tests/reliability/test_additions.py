@@ -79,9 +79,11 @@ def asked(make_config, tax, tmp_path_factory):
 def alone(make_config, tax, tmp_path_factory):
     """A run of tax only."""
     run = tmp_path_factory.mktemp("alone") / "run"
-    (own,) = tax
-    own = own.model_copy(update={"data": own.data.model_copy(update={"eval": None})})  # compiles no evaluation
-    train(make_config(ONE_DEVICE).model_copy(update={"adapters": (own,)}), run)
+    (own_adapter,) = tax
+    own_adapter = own_adapter.model_copy(
+        update={"data": own_adapter.data.model_copy(update={"eval": None})}
+    )  # compiles no evaluation
+    train(make_config(ONE_DEVICE).model_copy(update={"adapters": (own_adapter,)}), run)
     return run
 
 
@@ -121,9 +123,9 @@ def test_an_adapter_joins_while_others_train(mesh, make_config, tax, healthy, al
         assert before
         assert before == steps_of(healthy(mesh))[: len(before)]  # bitwise
     assert request_files(run) == []
-    assert [one.name for one in RunFolder(run).read_config().adapters] == list(ROWS)
+    assert [adapter.name for adapter in RunFolder(run).read_config().adapters] == list(ROWS)
     assert run_numbers(run)["adapters"]["tax"]["status"] == "done"
-    assert not [damage for one in verify_folder(run) for damage in one.damage]
+    assert not [damage for verdict in verify_folder(run) for damage in verdict.damage]
     assert resume(run).adapters == result.adapters  # nothing left to do
 
 
@@ -229,8 +231,8 @@ def test_a_finished_adapter_goes_on_from_its_last_state(asked, healthy, tmp_path
     law = result.adapters["law"]
     assert (law.status, law.step, law.num_steps) == ("done", 5, 5)
     assert [size for _, size in result.plan.job_of["law"].batch_sizes()] == [2, 2, 1, 2, 2]
-    own, first = losses_of(run, "law"), losses_of(healthy(ONE_DEVICE), "law")
-    assert {step: own[step] for step in first} == first
+    losses, first = losses_of(run, "law"), losses_of(healthy(ONE_DEVICE), "law")
+    assert {step: losses[step] for step in first} == first
     assert sorted(path.name for path in RunFolder(run).exported("law"))[-1] == "step-000005"
     for key, array in weights_of(run, "med").items():
         np.testing.assert_array_equal(array, before[key])

@@ -31,11 +31,11 @@ NAME, STEPS = "tea", 3  # adamw at a rate of 1e-2, dropout, batches of several s
 def test_an_adapter_of_a_run_is_what_it_is_alone(whole_run, capsys):
     before = sorted(whole_run.run.rglob("*"))
     assert lorafusion(["verify", str(whole_run.run), "law", "--steps", "2", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["steps"], found["others"], found["good"]) == (2, 1, True)
+    report = json.loads(capsys.readouterr().out)
+    assert (report["steps"], report["others"], report["good"]) == (2, 1, True)
     tensors = 8  # A and B of two projections in two layers
-    assert len(found["differences"]) == 2 * (1 + tensors) + 2 * tensors, "of both steps; first weights, and what moved"
-    assert max(one["bound"] for one in found["differences"]) <= 1e-5
+    assert len(report["differences"]) == 2 * (1 + tensors) + 2 * tensors, "of both steps; first weights, and what moved"
+    assert max(difference["bound"] for difference in report["differences"]) <= 1e-5
     assert sorted(whole_run.run.rglob("*")) == before
 
 
@@ -68,8 +68,8 @@ def test_an_adapter_that_the_run_does_not_have(whole_run, capsys):
 
 def test_a_nan_is_above_every_bound():
     good, bad = watched(1.0), watched(np.nan)
-    assert [one.excess for one in compare(bad, good, good, 1e-6)][:2] == [np.inf, np.inf]
-    assert max(one.excess for one in compare(good, good, good, 1e-6)) == 0
+    assert [difference.excess for difference in compare(bad, good, good, 1e-6)][:2] == [np.inf, np.inf]
+    assert max(difference.excess for difference in compare(good, good, good, 1e-6)) == 0
 
 
 def watched(value):
@@ -99,10 +99,10 @@ def test_no_false_alarm(dtype, seed, tmp_path, tiny_base, kept_programs, record_
     """Adam turns the rounding of tiny gradients into whole steps; gradients at the same weights do not."""
     config, prepared, plan = random_sweep(tmp_path, tiny_base, seed, dtype)
     name = NAMES[seed // 2 % len(NAMES)]
-    found = compare_job(config, prepared, plan, name, STEPS)
-    record(record_property, found.differences[0])
-    assert found.good, found.differences[0]
-    assert found.others > 0
+    report = compare_job(config, prepared, plan, name, STEPS)
+    record(record_property, report.differences[0])
+    assert report.good, report.differences[0]
+    assert report.others > 0
 
 
 def record(record_property, worst):
@@ -119,13 +119,13 @@ def record(record_property, worst):
 def sessions(tmp_path_factory, tiny_base, kept_programs):
     """Three sessions of one sweep: jointly, alone, alone and packed otherwise."""
     config, prepared, plan = random_sweep(tmp_path_factory.mktemp("sweep"), tiny_base, 3)
-    own = config.model_copy(update={"adapters": (config.adapter(NAME),)})
+    own_config = config.model_copy(update={"adapters": (config.adapter(NAME),)})
     own_data = Prepared(tokenizer=prepared.tokenizer, adapters={NAME: prepared.adapters[NAME]})
-    alone = first_steps(plan_training(own, own_data), NAME, STEPS)
+    alone = first_steps(plan_training(own_config, own_data), NAME, STEPS)
     jobs = (
         Job(config=config, prepared=prepared, plan=first_steps(plan, NAME, STEPS)),
-        Job(config=own, prepared=own_data, plan=alone),
-        Job(config=own, prepared=own_data, plan=packed_otherwise(alone)),
+        Job(config=own_config, prepared=own_data, plan=alone),
+        Job(config=own_config, prepared=own_data, plan=packed_otherwise(alone)),
     )
     opened = [WatchedSession(job, NAME) for job in jobs]
     yield opened
@@ -140,9 +140,9 @@ def of_piece(change):
         original = batches.pieces_of_slot
 
         def pieces(samples, data, index, weights):
-            found = original(samples, data, index, weights)
-            own = [place for place, piece in enumerate(found) if piece.adapter == index[NAME]]
-            return change(found, own) if len(own) > 1 else found
+            originals = original(samples, data, index, weights)
+            own_indices = [at for at, piece in enumerate(originals) if piece.adapter == index[NAME]]
+            return change(originals, own_indices) if len(own_indices) > 1 else originals
 
         patch.setattr(batches, "pieces_of_slot", pieces)
 
@@ -150,8 +150,8 @@ def of_piece(change):
 
 
 def with_last(change):
-    def changed(pieces, own):
-        return [change(piece) if place == own[-1] else piece for place, piece in enumerate(pieces)]
+    def changed(pieces, own_indices):
+        return [change(piece) if index == own_indices[-1] else piece for index, piece in enumerate(pieces)]
 
     return of_piece(changed)
 
@@ -163,8 +163,8 @@ def of_rows(change):
         original = batches.assemble
 
         def assemble(pieces, **sizes):
-            found = original(pieces, **sizes)
-            return change(found) if len({piece.adapter for piece in pieces}) > 1 else found
+            batch = original(pieces, **sizes)
+            return change(batch) if len({piece.adapter for piece in pieces}) > 1 else batch
 
         patch.setattr(batches, "assemble", assemble)
 
@@ -196,10 +196,10 @@ def other_state(patch):
     patch.setattr(Stage, "step", step)
 
 
-def repeated(pieces, own):
+def repeated(pieces, own_indices):
     """A sample takes the place of another, a longer one."""
-    short, long = sorted(own[-2:], key=lambda place: len(pieces[place].tokens))
-    return [pieces[short] if place == long else piece for place, piece in enumerate(pieces)]
+    short, long = sorted(own_indices[-2:], key=lambda index: len(pieces[index].tokens))
+    return [pieces[short] if index == long else piece for index, piece in enumerate(pieces)]
 
 
 def shifted(array):
@@ -209,7 +209,9 @@ def shifted(array):
 FAULTS = {
     "key of another sample": with_last(lambda piece: piece._replace(key=piece.key ^ 1)),
     "lost row": with_last(lambda piece: piece._replace(loss_mask=np.where(first_learnt(piece), 0, piece.loss_mask))),
-    "lost sample": of_piece(lambda pieces, own: [p for place, p in enumerate(pieces) if place != own[-1]]),
+    "lost sample": of_piece(
+        lambda pieces, own_indices: [p for index, p in enumerate(pieces) if index != own_indices[-1]]
+    ),
     "sample twice": of_piece(repeated),
     "weight of another batch": with_last(lambda piece: piece._replace(weight=piece.weight * 1.01)),
     "loss mask moved by one": with_last(lambda piece: piece._replace(loss_mask=shifted(piece.loss_mask))),
@@ -231,7 +233,7 @@ def first_learnt(piece):
 def tile_of_first(rows):
     """The first tile that two adapters share a border at goes to the adapter before."""
     tiles = rows.tile_adapter.copy()
-    border = next(place for place in range(1, len(tiles)) if tiles[place] != tiles[place - 1] and tiles[place] >= 0)
+    border = next(tile for tile in range(1, len(tiles)) if tiles[tile] != tiles[tile - 1] and tiles[tile] >= 0)
     tiles[border] = tiles[border - 1]
     return tiles
 
@@ -245,6 +247,6 @@ def test_planted_faults_are_found(fault, sessions, monkeypatch, record_property)
         if fault is not None:
             FAULTS[fault](patch)
         followed = joint.run()
-    found = compare(followed, alone.run(followed), otherwise.run(followed), ROUNDING["float32"])
-    record(record_property, found[0])
-    assert (found[0].excess > 1) == (fault is not None), found[:3]
+    differences = compare(followed, alone.run(followed), otherwise.run(followed), ROUNDING["float32"])
+    record(record_property, differences[0])
+    assert (differences[0].excess > 1) == (fault is not None), differences[:3]

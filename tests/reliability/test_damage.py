@@ -28,14 +28,16 @@ def flip(file, seed):
 def test_every_flip_and_cut_of_a_run_folder_is_named(copied):
     folder = copied().run
     assert not any(verdict.damage for verdict in verify_folder(folder))
-    missed = [one for one in attempts(folder, FLIPS, CUTS) if not one.named and not harmless(one, folder)]
+    missed = [
+        attempt for attempt in attempts(folder, FLIPS, CUTS) if not attempt.named and not harmless(attempt, folder)
+    ]
     assert not missed
 
 
 def test_every_flip_and_cut_of_an_exported_folder_is_named(whole_run, tmp_path):
     assert lorafusion(["export", str(whole_run.run), "law", "--to", str(tmp_path / "law")]) == 0
     assert lorafusion(["verify", str(tmp_path / "law")]) == 0
-    missed = [one for one in attempts(tmp_path / "law", 40, 20) if not one.named]
+    missed = [attempt for attempt in attempts(tmp_path / "law", 40, 20) if not attempt.named]
     assert not missed
 
 

@@ -37,11 +37,11 @@ class Unfinished:
         file = self.run / "config.yaml"
         values = yaml.safe_load(file.read_text())
         for key, value in changes.items():
-            place = values
+            parent_value = values
             *parents, last = key.split("__")
             for parent in parents:
-                place = place[int(parent) if isinstance(place, list) else parent]
-            place[last] = value
+                parent_value = parent_value[int(parent) if isinstance(parent_value, list) else parent]
+            parent_value[last] = value
         file.write_text(yaml.safe_dump(values))
 
 
@@ -52,9 +52,9 @@ def unfinished(whole_run, tmp_path) -> Unfinished:
     run = home / "run"
     for slot in sorted(int(folder.name) for folder in (run / "state").iterdir())[1:]:
         shutil.rmtree(run / "state" / str(slot))
-    found = Unfinished(home, run)
-    found.edit_config(directory=str(home))  # as one does who moves a job: what lies there is compared
-    return found
+    copy = Unfinished(home, run)
+    copy.edit_config(directory=str(home))  # as one does who moves a job: what lies there is compared
+    return copy
 
 
 @pytest.fixture
@@ -190,8 +190,8 @@ def test_a_bad_line_costs_itself_only(log, line, unfinished, resumed, whole_run,
     assert resumed()[0] == 0
     assert path.read_bytes().splitlines(keepends=True)[2] == line
     wanted = [row for row in read_rows(whole_run.run / "metrics.jsonl") if row["kind"] == "step"]
-    found = [row for row in read_rows(unfinished.run / "metrics.jsonl") if row["kind"] == "step"]
-    assert [row["loss"] for row in found] == [row["loss"] for row in wanted]
+    rows = [row for row in read_rows(unfinished.run / "metrics.jsonl") if row["kind"] == "step"]
+    assert [row["loss"] for row in rows] == [row["loss"] for row in wanted]
     assert lorafusion(["verify", str(unfinished.run)]) == 2
     assert f"{log}: damaged in line 3" in capsys.readouterr().err
 
@@ -218,9 +218,9 @@ def test_export_follows_no_link(unfinished, tmp_path, capsys):
     assert not (tmp_path / "to").exists()
 
 
-@pytest.mark.parametrize("place", ["adapters", "adapters/law", "adapters/law/step-000004"])
-def test_export_follows_no_linked_folder(place, unfinished, tmp_path, capsys):
-    linked = unfinished.run / place
+@pytest.mark.parametrize("folder", ["adapters", "adapters/law", "adapters/law/step-000004"])
+def test_export_follows_no_linked_folder(folder, unfinished, tmp_path, capsys):
+    linked = unfinished.run / folder
     linked.rename(tmp_path / "elsewhere")
     linked.symlink_to(tmp_path / "elsewhere")
     assert lorafusion(["export", str(unfinished.run), "law", "--to", str(tmp_path / "to")]) == 2
@@ -324,7 +324,7 @@ def test_status_of_a_long_run_is_quick(tmp_path):
             for number in range(64):
                 file.write(encode_row(row | {"slot": step, "adapter": f"a{number}", "step": step, "loss": 1 / step}))
     began = time.process_time()
-    found = read_summary(tmp_path)
+    summary = read_summary(tmp_path)
     assert time.process_time() - began < 1.0  # five times what it takes on a quiet core
-    assert len(found.adapters) == 64
-    assert {row["step"] for row in found.adapters.values()} == {2000}
+    assert len(summary.adapters) == 64
+    assert {row["step"] for row in summary.adapters.values()} == {2000}

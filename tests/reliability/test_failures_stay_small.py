@@ -67,7 +67,7 @@ def test_a_folder_that_cannot_be_written_costs_its_adapter_only(problem, code, m
     refuse_law(monkeypatch, problem)
     result = train(make_config(), run)
     assert result.exit_code == 3
-    assert {name: own.status for name, own in result.adapters.items()} == {"law": "failed", "med": "done"}
+    assert {name: adapter.status for name, adapter in result.adapters.items()} == {"law": "failed", "med": "done"}
     assert result.adapters["law"].reason.startswith("its folder could not be written: ")
     events = read_rows(run / "events.jsonl")
     assert {row["code"] for row in events if row["kind"] == "export-failed"} == {code}
@@ -120,7 +120,7 @@ def test_slots_of_failed_adapters_only_are_not_computed(make_config, tmp_path, m
     monkeypatch.setattr(Executor, "issue", issue)
     config = make_config(lr=1e38, schedule="constant", clip=0, longest=24)
     result = train(config, tmp_path / "run")
-    assert {name: own.status for name, own in result.adapters.items()} == {"law": "failed", "med": "done"}
+    assert {name: adapter.status for name, adapter in result.adapters.items()} == {"law": "failed", "med": "done"}
     failed = next(row for row in read_rows(tmp_path / "run" / "events.jsonl") if row["kind"] == "adapter-failed")
     late = {slot: names for slot, _, names in issued if slot > failed["slot"] + 2}  # what was queued then has run
     assert all("med" in names for names in late.values())

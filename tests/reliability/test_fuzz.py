@@ -196,11 +196,11 @@ def read_data(home, name, content):
 )
 @cases
 def test_model_folders(home, content):
-    name, own = content
+    name, bytes_of_file = content
     base = home / "model"
     shutil.rmtree(base, ignore_errors=True)
     shutil.copytree(home / "base", base)
-    write(base, name, own)
+    write(base, name, bytes_of_file)
     for read in (ModelConfig.from_hf, load_tokenizer, list_tensors):
         with clear_errors(name, str(base)):
             read(base)
@@ -230,11 +230,11 @@ def test_model_folders(home, content):
 @example(content=("adapter_config.json", written(PEFT | {"lora_alpha": 1e-320})))
 @cases
 def test_peft_folders(home, content):
-    name, own = content
+    name, bytes_of_file = content
     folder = home / "adapter"
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(home / "start", folder)
-    write(folder, name, own)
+    write(folder, name, bytes_of_file)
     with clear_errors(name, str(folder)):
         read_adapter(folder)
     assert isinstance(lora_settings(folder), dict)
@@ -308,9 +308,11 @@ def test_run_folders(run, data):
         document = json.loads(good)
     except ValueError:
         document = None
-    own = data.draw(spoilt_bytes(good) if document is None else st.one_of(of_json(document), spoilt_bytes(good)))
+    spoilt_content = data.draw(
+        spoilt_bytes(good) if document is None else st.one_of(of_json(document), spoilt_bytes(good))
+    )
     try:
-        file.write_bytes(own)
+        file.write_bytes(spoilt_content)
         for look in (verify_folder, run_numbers, lambda path: find_checkpoint(path / "state")):
             with clear_errors(file.name, str(run)):
                 look(run)

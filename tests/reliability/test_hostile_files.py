@@ -32,8 +32,8 @@ def home(tmp_path, tiny_base):
 def refused(home, capfd, *arguments):
     """Runs a command, which ends with an error, and returns what it says."""
     code = run([*arguments]) if arguments else run(["check", str(home / "jobs.yaml")])
-    said = capfd.readouterr()
-    text = said.out + said.err
+    output = capfd.readouterr()
+    text = output.out + output.err
     assert code == 2, text
     assert "error[" in text
     assert "Traceback" not in text

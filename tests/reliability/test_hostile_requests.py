@@ -111,12 +111,12 @@ HOSTILE = {
 @pytest.mark.parametrize("what", HOSTILE)
 def test_it_is_refused_and_the_run_goes_on(what, run):
     HOSTILE[what](run / "control" / "0-evil.json")
-    said = command("resume", run)
-    assert said.code == 0, said.text
+    outcome = command("resume", run)
+    assert outcome.code == 0, outcome.text
     assert losses(run) + damage(run) == []
     (refusal,) = events_of(run, "request-refused")
     assert len(refusal["text"]) < 2100
-    assert "request refused" in said.text
+    assert "request refused" in outcome.text
     assert request_files(run) == []
     assert os.path.lexists(run / "control" / "refused" / "0-evil.json")
     assert command("status", run).code == 0

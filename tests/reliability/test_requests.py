@@ -141,8 +141,8 @@ def test_an_adapter_that_finishes_takes_the_step_that_it_has_begun(make_config, 
     assert (bad.status, bad.step) == ("done", bad.num_steps)
     assert 2 <= bad.step < 6
     assert losses_of(run, "bad").keys() == set(range(1, bad.step + 1))
-    own, expected = losses_of(run, "bad"), losses_of(healthy(ONE_DEVICE), "bad")
-    np.testing.assert_allclose(list(own.values()), [expected[step] for step in own], rtol=0, atol=2e-4)
+    losses, expected = losses_of(run, "bad"), losses_of(healthy(ONE_DEVICE), "bad")
+    np.testing.assert_allclose(list(losses.values()), [expected[step] for step in losses], rtol=0, atol=2e-4)
     assert_same_numbers(run, healthy(ONE_DEVICE), WELL)
 
 

@@ -76,17 +76,17 @@ def steps_of(run, name):
 
 def assert_others_are_well(run, reference):
     for name in WELL:
-        own, expected = weights_of(run, name), weights_of(reference, name)
-        assert own.keys() == expected.keys()
+        weights, expected = weights_of(run, name), weights_of(reference, name)
+        assert weights.keys() == expected.keys()
         for key, array in expected.items():
-            np.testing.assert_array_equal(own[key], array, err_msg=f"{name} {key}")
+            np.testing.assert_array_equal(weights[key], array, err_msg=f"{name} {key}")
         assert steps_of(run, name) == steps_of(reference, name)
         assert len(steps_of(run, name)) == 3
 
 
 def assert_failed_alone(result, case: Case):
     assert result.exit_code == 3
-    assert {name: own.status for name, own in result.adapters.items()} == {
+    assert {name: adapter.status for name, adapter in result.adapters.items()} == {
         "law": "done",
         "bad": "failed",
         "med": "done",

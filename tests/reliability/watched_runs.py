@@ -18,7 +18,11 @@ def asks(run, *requests):
     waiting = list(requests)
 
     def listen(event):
-        for request in [one for one in waiting if event.kind == "step" and one[:2] == (event.adapter, event.step)]:
+        for request in [
+            request_of_event
+            for request_of_event in waiting
+            if event.kind == "step" and request_of_event[:2] == (event.adapter, event.step)
+        ]:
             waiting.remove(request)
             _, _, whom, action, *more = request
             if action == "add":
@@ -62,10 +66,10 @@ def assert_same_numbers(run, reference, names, atol=2e-5):
         expected = weights_of(reference, name)
         for key, array in weights_of(run, name).items():
             np.testing.assert_allclose(array, expected[key], rtol=0, atol=atol, err_msg=f"{name} {key}")
-        own, others = losses_of(run, name), losses_of(reference, name)
-        assert own.keys() == others.keys()
-        np.testing.assert_allclose(list(own.values()), list(others.values()), rtol=0, atol=10 * atol)
+        losses, others = losses_of(run, name), losses_of(reference, name)
+        assert losses.keys() == others.keys()
+        np.testing.assert_allclose(list(losses.values()), list(others.values()), rtol=0, atol=10 * atol)
 
 
 def statuses(result):
-    return {name: own.status for name, own in result.adapters.items()}
+    return {name: adapter.status for name, adapter in result.adapters.items()}

@@ -67,10 +67,10 @@ class Server:
                 return connection.scalar(select(t.groups.c.pid))
 
         wait_for(lambda: pid() is not None)
-        found = pid()
+        worker = pid()
         db.close()
-        assert found is not None
-        return found
+        assert worker is not None
+        return worker
 
 
 def wait_for(there: Callable[[], bool]) -> None:
@@ -115,9 +115,9 @@ def specs(folder: Path, count: int) -> Iterator[tuple[str, dict]]:
 
 
 def step(job: Job) -> int:
-    found = job.show()
-    assert found["state"] not in ("rejected", "failed", "done"), found
-    return found["step"]
+    shown = job.show()
+    assert shown["state"] not in ("rejected", "failed", "done"), shown
+    return shown["step"]
 
 
 @pytest.mark.parametrize("count", [3, nightly(12)])
@@ -146,16 +146,16 @@ def test_jobs_end_as_if_nothing_had_happened(quick_compiles, tiny_base, tmp_path
         if count > 3:
             again(last).cancel()
         kept = range(last if count > 3 else count)
-        found = [again(number).wait(PATIENCE_S).adapter(tmp_path / f"joint-{number}") for number in kept]
+        adapters = [again(number).wait(PATIENCE_S).adapter(tmp_path / f"joint-{number}") for number in kept]
         if count > 3:
             wait_for(lambda: again(last).show()["state"] == "cancelled")
         events = [row["event"] for row in again(1).show()["transitions"]]
         assert "lost" in events
         assert again(1).show()["tries"] >= 1
-        for number, joint in enumerate(found):
+        for number, joint in enumerate(adapters):
             owner, spec = asked[number]
             alone = client(owner).submit(spec).wait(PATIENCE_S).adapter(tmp_path / f"alone-{number}")
-            ours, theirs = (load_file(each / "adapter_model.safetensors") for each in (joint, alone))
+            ours, theirs = (load_file(folder / "adapter_model.safetensors") for folder in (joint, alone))
             assert ours.keys() == theirs.keys()
             assert [key for key in ours if not (ours[key] == theirs[key]).all()] == []
             steps = [row["step"] for row in again(number).metrics() if row["kind"] == "step"]

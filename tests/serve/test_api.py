@@ -28,25 +28,25 @@ def raw(url: str, method: str, path: str, body: bytes | None = None, **headers: 
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     connection.request(method, path, body, named)
     answer = connection.getresponse()
-    found = answer.status, answer.read()
+    received = answer.status, answer.read()
     connection.close()
-    return found
+    return received
 
 
 def wait_state(client: Client, job: str, *states: str) -> dict:
     until = time.monotonic() + 240
-    while (found := client.job(job).show())["state"] not in states:
-        assert time.monotonic() < until, found
+    while (shown := client.job(job).show())["state"] not in states:
+        assert time.monotonic() < until, shown
         time.sleep(0.1)
-    return found
+    return shown
 
 
 def test_a_job_is_checked_and_queued(running, job):
     ana = running.client("ana")
     made = ana.submit(job)
-    found = wait_state(ana, made.id, "queued", "rejected")
-    assert (found["state"], found["steps"], found["owner"]) == ("queued", 3, "ana")
-    assert [row["after"] for row in found["transitions"]] == ["checking", "queued"]
+    shown = wait_state(ana, made.id, "queued", "rejected")
+    assert (shown["state"], shown["steps"], shown["owner"]) == ("queued", 3, "ana")
+    assert [row["after"] for row in shown["transitions"]] == ["checking", "queued"]
     assert made.cancel()["state"] == "cancelled"
     assert made.cancel()["state"] == "cancelled"
     problem = refused(made.pause)
@@ -59,18 +59,18 @@ def test_every_problem_is_named_at_once(running, job):
     bad = job | {"name": "../etc", "epochs": 0, "surprise": 1, "lora": {"rank": "many"}}
     problem = refused(lambda: running.client("ana").submit(bad))
     assert problem.status == 422
-    assert {one["where"] for one in problem.problems} == {"name", "epochs", "surprise", "lora.rank"}
+    assert {entry["where"] for entry in problem.problems} == {"name", "epochs", "surprise", "lora.rank"}
     unknown = job | {"base": "huge", "data": {"train": ID}, "init_from": "adapter-0123456789ab"}
     problem = refused(lambda: running.client("ana").submit(unknown))
-    assert [one["code"] for one in problem.problems] == ["job.base", "job.dataset", "job.adapter"]
-    assert all(one["what"] and one["fix"] for one in problem.problems)
+    assert [entry["code"] for entry in problem.problems] == ["job.base", "job.dataset", "job.adapter"]
+    assert all(entry["what"] and entry["fix"] for entry in problem.problems)
 
 
 def test_settings_are_checked_as_in_a_job_file(running, job):
     wrong = job | {"lora": {"rank": 4, "targets": ["q_prjo"]}, "optim": {"name": "adamx"}}
     problem = refused(lambda: running.client("ana").submit(wrong))
     assert problem.status == 422
-    assert any("adamx" in one["what"] for one in problem.problems)
+    assert any("adamx" in entry["what"] for entry in problem.problems)
     wrong = job | {"lora": {"rank": 4, "targets": ["q_prjo"]}}
     problem = refused(lambda: running.client("ana").submit(wrong))
     assert "q_proj" in problem.problems[0]["what"] + problem.problems[0]["fix"]
@@ -79,9 +79,9 @@ def test_settings_are_checked_as_in_a_job_file(running, job):
 def test_what_only_the_data_shows_rejects_the_job(running, job):
     ana = running.client("ana")
     made = ana.submit(job | {"lora": {"rank": 64}})
-    found = wait_state(ana, made.id, "queued", "rejected")
-    assert (found["state"], found["problems"][0]["code"]) == ("rejected", "job.rank")
-    assert str(running.settings.home) not in json.dumps(found)
+    shown = wait_state(ana, made.id, "queued", "rejected")
+    assert (shown["state"], shown["problems"][0]["code"]) == ("rejected", "job.rank")
+    assert str(running.settings.home) not in json.dumps(shown)
 
 
 def test_a_file_that_holds_no_rows_is_refused(running, tmp_path):
@@ -114,7 +114,7 @@ def test_nobody_sees_what_others_own(running, job):
     for act in (lambda: ben.job(made.id).show(), lambda: ben.job(made.id).cancel(), lambda: ben.job(made.id).metrics()):
         assert refused(act).status == 404
     assert refused(lambda: ben.submit(job)).problems[0]["code"] == "job.dataset"
-    assert made.id not in [one["id"] for one in ben.jobs()]
+    assert made.id not in [entry["id"] for entry in ben.jobs()]
     assert admin.job(made.id).show()["owner"] == "ana"
     made.cancel()
 
@@ -151,12 +151,12 @@ def test_a_repeated_request_acts_once(running, job):
 def test_pages_follow_cursors(running, job):
     ana = running.client("ana")
     made = [ana.submit(job | {"seed": seed}).id for seed in range(5)]
-    found = [row["id"] for row in ana.jobs(limit=2)]
-    assert found[:5] == made[::-1]
-    assert len(set(found)) == len(found)
+    listed = [row["id"] for row in ana.jobs(limit=2)]
+    assert listed[:5] == made[::-1]
+    assert len(set(listed)) == len(listed)
     assert refused(lambda: ana.request("GET", "/v1/jobs?after=zzz")).problems[0]["code"] == "api.cursor"
-    for one in made:
-        ana.job(one).cancel()
+    for job_id in made:
+        ana.job(job_id).cancel()
     assert {row["state"] for row in ana.jobs(state="cancelled")} == {"cancelled"}
 
 

@@ -86,8 +86,8 @@ def test_a_writer_of_an_earlier_placement_changes_nothing(service):
     ):
         worker.emit(kind, job=job, epoch=1, **more)
     wait_for(lambda: controller.refused_events == 5)
-    found = state_of(db, jobs, job)
-    assert (found["state"], found["state_path"], found["step"]) == ("starting", None, 0)
+    state = state_of(db, jobs, job)
+    assert (state["state"], state["state_path"], state["step"]) == ("starting", None, 0)
     worker.emit("started", job=job, epoch=2, steps=9)
     wait_for(lambda: state_of(db, jobs, job)["state"] == "running")
 

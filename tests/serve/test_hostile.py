@@ -36,7 +36,7 @@ def requests(draw, job: dict):
         if parameter["in"] == "path":
             words = st.sampled_from([*NASTY, "cancel", "pause", "drain", "g0", "job-0123456789ab"])
             path = path.replace("{" + parameter["name"] + "}", quote(draw(words | st.text(max_size=20)), safe=""))
-    names = [each["name"] for each in operation.get("parameters", ()) if each["in"] == "query"]
+    names = [parameter["name"] for parameter in operation.get("parameters", ()) if parameter["in"] == "query"]
     values = st.sampled_from(NASTY) | st.text(string.printable, max_size=12) | st.integers().map(str)
     query = "&".join(f"{name}={quote(draw(values))}" for name in names if draw(st.booleans()))
     body = None

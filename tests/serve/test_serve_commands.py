@@ -42,8 +42,8 @@ def test_a_job_file_becomes_jobs(call, tmp_path, tiny_base):
     assert call("weight", job, "2.5")[0] == 0
     listed = {row["id"]: row for row in json.loads(call("ls", "--json")[1])}
     assert listed[job]["weight"] == 2.5
-    for one in (job, other):
-        assert "cancelled" in call("cancel", one)[1]
+    for job_name in (job, other):
+        assert "cancelled" in call("cancel", job_name)[1]
     code, output, _ = call("watch", job)
     assert (code, output.splitlines()[-1]) == (0, "cancelled")
     assert job in call("ls", "--state", "cancelled")[1]

@@ -72,7 +72,7 @@ def test_a_refused_event_changes_nothing(store):
     with db.read() as connection:
         row = jobs.get(connection, job)
         assert (row["state"], row["weight"]) == ("queued", 1.0)
-        assert [each["after"] for each in jobs.transitions(connection, job)] == ["checking", "queued"]
+        assert [transition["after"] for transition in jobs.transitions(connection, job)] == ["checking", "queued"]
 
 
 @pytest.mark.parametrize(("asked", "reached"), [("pause", "paused"), ("cancel", "cancelled"), ("preempt", "queued")])
@@ -83,11 +83,13 @@ def test_what_is_asked_of_a_running_job_happens_when_it_has_left(store, asked, r
     with db.write() as connection:
         assert jobs.ask(connection, job, asked, actor="ana")["state"] == "draining"
         assert jobs.ask(connection, job, asked, actor="ana")["state"] == "draining"  # twice is once
-        found = jobs.lost(connection, job, why="gone") if how == "lost" else None
-        found = found or jobs.change(connection, job, "stopped", actor="worker")
-        assert found["state"] == reached
-        assert (found["group"], found["place"]) == (None, None)
-        assert len([each for each in jobs.transitions(connection, job) if each["event"] == "drain"]) == 1
+        row = jobs.lost(connection, job, why="gone") if how == "lost" else None
+        row = row or jobs.change(connection, job, "stopped", actor="worker")
+        assert row["state"] == reached
+        assert (row["group"], row["place"]) == (None, None)
+        assert (
+            len([transition for transition in jobs.transitions(connection, job) if transition["event"] == "drain"]) == 1
+        )
 
 
 def test_a_job_that_kills_its_workers_ends(store):
@@ -98,9 +100,9 @@ def test_a_job_that_kills_its_workers_ends(store):
             assert jobs.get(connection, job)["state"] == "queued"
             jobs.change(connection, job, "place", actor="test")
             jobs.change(connection, job, "started", actor="test", step=loss)
-            found = jobs.lost(connection, job, why="killed")
-        assert found["state"] == "failed"
-        assert "4 times" in found["reason"]
+            row = jobs.lost(connection, job, why="killed")
+        assert row["state"] == "failed"
+        assert "4 times" in row["reason"]
 
 
 def test_progress_forgives_lost_workers(store):

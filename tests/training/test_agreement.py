@@ -106,8 +106,8 @@ def as_process_1(monkeypatch):
 
     def become(first):
         monkeypatch.setattr(agreement, "is_alone", lambda: False)
-        monkeypatch.setattr(agreement, "same_on_all", lambda own: own == agreement._digest(first))
-        monkeypatch.setattr(agreement, "answers_of_all", lambda own: [json.dumps(first), own])
+        monkeypatch.setattr(agreement, "same_on_all", lambda answer: answer == agreement._digest(first))
+        monkeypatch.setattr(agreement, "answers_of_all", lambda answer: [json.dumps(first), answer])
 
     return become
 

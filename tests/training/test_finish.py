@@ -59,8 +59,8 @@ def test_others_train_while_an_adapter_is_written(config, tmp_path, monkeypatch)
     assert in_time == [True]
     assert {adapter.status for adapter in result.adapters.values()} == {"done"}
     for name in ("law", "med"):
-        own = [kind for kind, adapter in events if adapter == name]
-        assert own[-2:] == ["exported", "adapter-done"]
+        kinds = [kind for kind, adapter in events if adapter == name]
+        assert kinds[-2:] == ["exported", "adapter-done"]
     assert [kind for kind, _ in events[-2:]] == ["saved", "finished"]
 
 

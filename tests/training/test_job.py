@@ -29,7 +29,7 @@ def data_of(adapter: AdapterConfig) -> AdapterData:
         eval=None,
         order=sample_order(adapter, ROWS),
         first=sample_order(adapter_of(), ROWS),
-        cuts=tuple(each.after for each in adapter.extended),
+        cuts=tuple(extension.after for extension in adapter.extended),
     )
 
 

@@ -33,12 +33,12 @@ def test_traced_numbers_give_the_optax_chain(name, clip):
 
     @jax.jit
     @chex.assert_max_traces(n=1)  # the numbers are arguments: another rate compiles nothing
-    def step(own, state, grads, numbers):
+    def step(weights, state, grads, numbers):
         if clip:
             norm = jnp.sqrt(sum(jnp.sum(leaf**2) for leaf in grads.values()))
             grads = clipped(grads, norm, numbers.clip)
-        changes, state = transformation(settings, numbers).update(grads, state, own)
-        return optax.apply_updates(own, changes), state
+        changes, state = transformation(settings, numbers).update(grads, state, weights)
+        return optax.apply_updates(weights, changes), state
 
     step(*ours, weights, hyper(settings, 1e-4))
     for seed in range(3):
@@ -64,7 +64,9 @@ def test_the_state_of_some_layers_is_part_of_the_state_of_all(name):
     weights = {"a": jax.random.normal(jax.random.key(0), (3, 130, 140))}
     grads = jax.tree.map(jnp.cos, weights)
     whole = optimizer.update(grads, optimizer.init(weights), weights)
-    first, last = (jax.tree.map(lambda leaf, own=own: leaf[own], (grads, weights)) for own in (np.s_[:1], np.s_[1:]))
+    first, last = (
+        jax.tree.map(lambda leaf, layers=layers: leaf[layers], (grads, weights)) for layers in (np.s_[:1], np.s_[1:])
+    )
     parts = [optimizer.update(grads, optimizer.init(weights), weights) for grads, weights in (first, last)]
     joined = jax.tree.map(lambda *leaves: jnp.concatenate(leaves) if leaves[0].ndim else leaves[0], *parts)
     chex.assert_trees_all_equal(joined, whole)

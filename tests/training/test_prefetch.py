@@ -18,9 +18,9 @@ def test_an_error_comes_where_its_result_would_have_been():
             raise ValueError("row 3")
         return n
 
-    found = []
+    results = []
     with pytest.raises(ValueError, match="row 3"):
-        found.extend(iter(prefetch(make, range(10))))
+        results.extend(iter(prefetch(make, range(10))))
     running = prefetch(make, range(10))
     assert [next(running), next(running), next(running)] == [0, 1, 2]
     with pytest.raises(ValueError, match="row 3"):

@@ -226,9 +226,9 @@ def test_a_checkpoint_that_comes_quantised_is_named_and_trained_on_as_it_is(smal
         tensors[f"{stem}.weight"] = np.asarray(arrays["values"])
         tensors[f"{stem}.weight_scale_inv"] = np.asarray(arrays["scales"])
     save_file(tensors, folder / "model.safetensors")
-    said = json.loads((folder / "config.json").read_text())
-    said["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    (folder / "config.json").write_text(json.dumps(said))
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (folder / "config.json").write_text(json.dumps(config))
     for kind in ("none", "fp8"):
         assert run(["check", str(small.job(kind, model=folder))]) == 2
         shown = capsys.readouterr().err
@@ -245,8 +245,8 @@ def test_the_bases_loss_is_told_before_and_after(small, capsys):
     del settings["adapters"][1]["data"]["eval"]
     path.write_text(json.dumps(settings))
     assert run(["check", str(path), "--base-loss", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)["base_loss"]
-    law, med = found["law"], found["med"]
+    report = json.loads(capsys.readouterr().out)["base_loss"]
+    law, med = report["law"], report["med"]
     assert (law["held_out"], med["held_out"]) == (True, False)
     begun = final_rows(small.trained("nf4"))["law"]["before"]  # of an adapter that has not learnt yet
     assert law["after"] == pytest.approx(begun, rel=1e-6)  # packed otherwise

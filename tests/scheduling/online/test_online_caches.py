@@ -15,7 +15,7 @@ def coming(number):
 
 def alive():
     gc.collect()
-    return sum(isinstance(one, Job) for one in gc.get_objects())
+    return sum(isinstance(candidate, Job) for candidate in gc.get_objects())
 
 
 def test_jobs_that_were_seen_long_ago_are_forgotten(monkeypatch):

@@ -133,7 +133,7 @@ def test_wrong_predictions_do_not_stop_a_run():
 
     class Watched(Ours):
         def decide(self, state, now):
-            seen.update(one.speed for one in state.jobs.values())
+            seen.update(job_state.speed for job_state in state.jobs.values())
             return super().decide(state, now)
 
     truth = Rates(costs=actual_costs)

@@ -37,19 +37,19 @@ def job(name, **changes):
     return Job(**({"name": name, "global_batch": 8, "steps": 2000} | values | changes))
 
 
-def running(one, group, steps_per_s=1.0):
-    return JobState(one, at_s=50.0, steps_per_s=steps_per_s, group=group)
+def running(job, group, steps_per_s=1.0):
+    return JobState(job, at_s=50.0, steps_per_s=steps_per_s, group=group)
 
 
 @pytest.fixture
 def state():
     """Two hosts; a, b train together on four GPUs, c waits and so does the 70B job d; e is tall and slow."""
     jobs = [job("a"), job("b"), job("c"), job("d", base="llama-3.1-70b"), job("e", lengths=[4096], global_batch=1)]
-    states = [running(jobs[0], "h0:0"), running(jobs[1], "h0:0"), *(JobState(one) for one in jobs[2:])]
+    states = [running(jobs[0], "h0:0"), running(jobs[1], "h0:0"), *(JobState(job_state) for job_state in jobs[2:])]
     return ClusterState(
         time_s=100.0,
         workers={name: Worker(name, 8) for name in ("h0", "h1")},
-        jobs={one.job.name: one for one in states},
+        jobs={job_state.job.name: job_state for job_state in states},
         groups={"h0:0": GroupState("h0:0", "llama-3.1-8b", "h0", (0, 1, 2, 3), Mesh(1, 4, 2560), ("a", "b"))},
         users={"ann": UserState(User("ann"))},
     )
@@ -98,8 +98,8 @@ MUTATIONS = {
 
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_checker_catches(state, name):
-    decisions, said = MUTATIONS[name]
-    with pytest.raises(PlanError, match=said) as caught:
+    decisions, message = MUTATIONS[name]
+    with pytest.raises(PlanError, match=message) as caught:
         check_decisions(state, decisions, RATES, OURS, 100.0)
     assert caught.value.code == "online.decision"
 
@@ -127,11 +127,11 @@ def test_clock_going_back_is_an_error(state):
 @pytest.mark.parametrize("policy", POLICIES)
 def test_state_and_decisions_round_trip_as_json(state, policy):
     """A caller in another process, with rates of its own, gets the same decisions."""
-    here = make_policy(policy, RATES).decide(state, 100.0)
+    decisions = make_policy(policy, RATES).decide(state, 100.0)
     there = make_policy(policy, Rates()).decide(state_from_json(state_to_json(state)), 100.0)
-    assert here == there
-    assert here
-    assert decisions_from_json(decisions_to_json(here)) == here
+    assert decisions == there
+    assert decisions
+    assert decisions_from_json(decisions_to_json(decisions)) == decisions
 
 
 def test_policies_are_pure(state):
@@ -146,7 +146,7 @@ def test_measured_speeds_correct_predictions(state):
     jobs = [job("a", steps=2000), job("b", steps=2300, base="mistral-7b")]
 
     def first(speed):
-        waiting = {one.name: JobState(one, speed=speed if one.name == "a" else 1.0) for one in jobs}
+        waiting = {job.name: JobState(job, speed=speed if job.name == "a" else 1.0) for job in jobs}
         return OURS.decide(replace(state, workers={"h": Worker("h", 1)}, jobs=waiting, groups={}), 100.0)[0]
 
     predicted, measured = first(1.0), first(0.5)
@@ -182,11 +182,11 @@ def test_any_object_that_decides_is_a_policy():
         def decide(self, state, now):
             if now < 3600:
                 return []
-            waiting = [one.job for one in state.jobs.values() if one.group is None]
+            waiting = [job_state.job for job_state in state.jobs.values() if job_state.group is None]
             free = [gpu for gpu in range(8) if all(gpu not in group.gpus for group in state.groups.values())]
             pairs = zip(waiting, free, strict=False)
             return [
-                opened(group=f"h1:{gpu}", gpus=(gpu,), mesh=Mesh(1, 1, 2560), members=(one.name,)) for one, gpu in pairs
+                opened(group=f"h1:{gpu}", gpus=(gpu,), mesh=Mesh(1, 1, 2560), members=(job.name,)) for job, gpu in pairs
             ]
 
     jobs = [job("a"), job("b", arrival_s=3700.0)]

@@ -22,10 +22,10 @@ def job(name, steps):
 
 def cluster(*states):
     """One GPU, on which the jobs with a group train."""
-    members = tuple(one.job.name for one in states if one.group)
-    mesh = RATES.group([one.job for one in states if one.group], KIND, 1).mesh
+    members = tuple(job_state.job.name for job_state in states if job_state.group)
+    mesh = RATES.group([job_state.job for job_state in states if job_state.group], KIND, 1).mesh
     group = GroupState("h0:0", "llama-3.1-8b", "h0", (0,), mesh, members)
-    jobs = {one.job.name: one for one in states}
+    jobs = {job_state.job.name: job_state for job_state in states}
     return ClusterState(time_s=NOW, workers={"h0": Worker("h0", 1)}, jobs=jobs, groups={"h0:0": group})
 
 
@@ -43,11 +43,11 @@ def test_a_job_that_has_waited_long_is_not_displaced_by_another(waited_s, member
 @pytest.mark.parametrize(("group", "stalls"), [(None, False), ("h0:0", True)])
 def test_a_job_that_trains_is_not_moved_to_a_session_that_opens_too_late_for_it(group, stalls):
     """Opening counts for a job that trained until then; one that waits may start."""
-    one = replace(job("short", 300), max_slowdown=1.2)
-    short = JobState(one, at_s=NOW, steps_per_s=1.0, group=group, in_groups_s=20.0, alone_s=20.0)
+    short_job = replace(job("short", 300), max_slowdown=1.2)
+    short = JobState(short_job, at_s=NOW, steps_per_s=1.0, group=group, in_groups_s=20.0, alone_s=20.0)
     state = cluster(JobState(job("other", 1000), at_s=NOW, steps_per_s=1.0, group="h0:0"), short)
     settings = Settings()
-    search = Search(RATES, settings, state, NOW, weigh(state, NOW, settings, lambda one: StepCost(1.0, 1.0)))
+    search = Search(RATES, settings, state, NOW, weigh(state, NOW, settings, lambda some_job: StepCost(1.0, 1.0)))
     assert (pack(search, KIND, 1, ["short"]) is None) == stalls
 
 
@@ -76,7 +76,7 @@ def test_a_group_that_was_placed_because_it_waited_long_is_not_evicted_by_the_sa
     placed = JobState(job("placed", 30_000), at_s=NOW, steps_per_s=1.0, group="h0:0")
     short = JobState(replace(job("short", 3_000), base="mistral-7b"), at_s=NOW)
     state = cluster(placed, short)
-    search = Search(RATES, Settings(), state, NOW, weigh(state, NOW, Settings(), lambda one: StepCost(1.0, 1.0)))
+    search = Search(RATES, Settings(), state, NOW, weigh(state, NOW, Settings(), lambda some_job: StepCost(1.0, 1.0)))
     search.collect_backlog()
     search.protected |= {"placed"} if protected else set()
     assert evict(search) != protected

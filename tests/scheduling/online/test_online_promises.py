@@ -70,8 +70,8 @@ def test_a_claim_is_what_a_jobs_work_brings_forward():
     """The first of three jobs delays two on two GPUs, and each counts twice, for those that will come."""
     jobs = [lasting("c", 3000.0), lasting("a", 1000.0), lasting("b", 2000.0)]
     order = claims_of(*jobs, gpus=2).order
-    own = 1 / STEP.mesh.gpus
-    assert order == pytest.approx({"a": own + 2 * 2 / 2, "b": own + 2 * 1 / 2, "c": own})
+    own_claim = 1 / STEP.mesh.gpus
+    assert order == pytest.approx({"a": own_claim + 2 * 2 / 2, "b": own_claim + 2 * 1 / 2, "c": own_claim})
     in_turn = claims_of(*jobs, gpus=2, settings=Settings(short_first=False)).order
     assert sorted(in_turn, key=in_turn.get, reverse=True) == ["c", "a", "b"]
 
@@ -84,7 +84,7 @@ def test_a_longer_queue_makes_jobs_share():
     def most_members(queue):
         jobs = [replace(small, name=f"j{i}", steps=3000 + i) for i in range(2 + queue)]
         state = ClusterState(time_s=0.0, workers={"h": Worker("h", 1)}, jobs={job.name: JobState(job) for job in jobs})
-        return max(len(one.members) for one in Ours(rates, Settings(most_members=2)).decide(state, 0.0))
+        return max(len(decision.members) for decision in Ours(rates, Settings(most_members=2)).decide(state, 0.0))
 
     assert (most_members(0), most_members(40)) == (1, 2)
 
@@ -97,10 +97,10 @@ def test_a_job_that_alternates_alone_trains_as_fast_as_alone():
         rate = RATES.alternating_on_mesh([tall], KIND, alone.mesh)
         assert rate.steps_per_s[0] == pytest.approx(1 / alone.step_s, rel=1e-6)
     deep = Mesh(4, 1, alone.mesh.capacity_tokens)
-    one, two = (RATES.alternating_on_mesh([tall] * count, KIND, deep) for count in (1, 2))
+    single, two = (RATES.alternating_on_mesh([tall] * count, KIND, deep) for count in (1, 2))
     slots = RATES.profile(tall).slots_at(deep.capacity_tokens, 1)
     gained = 2 * (slots + 3) / max(2 * slots, slots + 3)
-    assert two.tokens_per_s / one.tokens_per_s == pytest.approx(gained, rel=0.05)
+    assert two.tokens_per_s / single.tokens_per_s == pytest.approx(gained, rel=0.05)
 
 
 def test_a_change_costs_what_it_compiles():

@@ -41,7 +41,7 @@ def test_gpus_jobs_and_memory_are_conserved_at_every_instant(data, jobs, workers
         for fault in events:
             if fault.worker == span.worker:
                 assert span.end_s <= fault.start_s or span.start_s >= fault.start_s + fault.duration_s
-    assert not [found for of in (by_gpu, by_job) for intervals in of.values() if (found := overlaps(intervals))]
+    assert not [overlap for of in (by_gpu, by_job) for intervals in of.values() if (overlap := overlaps(intervals))]
 
 
 @SETTINGS
@@ -89,15 +89,15 @@ def test_groups_keep_every_members_bound(jobs):
 @given(jobs(most_jobs=14, bases=("llama-3.1-8b",)))
 def test_nobody_starves_while_later_jobs_start(jobs):
     """One user on one GPU, so that a job's fair time is the work of the jobs up to it, at most."""
-    jobs = sorted((replace(one, user="ann") for one in jobs), key=lambda one: (one.arrival_s, one.name))
+    jobs = sorted((replace(job, user="ann") for job in jobs), key=lambda job: (job.arrival_s, job.name))
     result = simulate_cluster(jobs, [Worker("small", 1)], rates=RATES)
     fair_s = 0.0
-    for place, one in enumerate(jobs):
-        fair_s += RATES.best_isolated_rate(one, ("h200", 140.0), 1).step_s * one.steps
-        until_s = one.arrival_s + PATIENCE * fair_s + RATES.changes.open_s(one.shape)
-        for later in jobs[place + 1 :]:
-            if later.arrival_s > one.arrival_s and later.weight <= one.weight:
-                overtakes = result.start_s[later.name] < result.start_s[one.name]
+    for index, earlier in enumerate(jobs):
+        fair_s += RATES.best_isolated_rate(earlier, ("h200", 140.0), 1).step_s * earlier.steps
+        until_s = earlier.arrival_s + PATIENCE * fair_s + RATES.changes.open_s(earlier.shape)
+        for later in jobs[index + 1 :]:
+            if later.arrival_s > earlier.arrival_s and later.weight <= earlier.weight:
+                overtakes = result.start_s[later.name] < result.start_s[earlier.name]
                 assert not overtakes or result.start_s[later.name] <= until_s
 
 

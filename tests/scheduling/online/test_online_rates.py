@@ -34,13 +34,13 @@ def test_groups_train_as_quickly_as_their_plans(benchmark):
 
 @pytest.mark.parametrize("base", ["llama-3.1-8b", "llama-3.1-70b"])
 def test_a_job_alone_trains_as_quickly_as_its_plan(base):
-    one = job(base=base, lengths=[900, 500, 700, 1100, 300, 650, 820, 1300] * 4)
-    rate = RATES.best_isolated_rate(one, KIND)
+    law = job(base=base, lengths=[900, 500, 700, 1100, 300, 650, 820, 1300] * 4)
+    rate = RATES.best_isolated_rate(law, KIND)
     stages, replicas, capacity = rate.mesh
-    adapter = AdapterJob("law", one.lengths * 10, one.global_batch)
+    adapter = AdapterJob("law", law.lengths * 10, law.global_batch)
     plan = one_after_another([adapter], capacity_tokens=capacity, num_stages=stages, data_parallel=replicas)
-    recompute = RATES.recomputes([one], KIND, rate.mesh)
-    costs = stage_costs(one.shape, "h200", stages, recompute)
+    recompute = RATES.recomputes([law], KIND, rate.mesh)
+    costs = stage_costs(law.shape, "h200", stages, recompute)
     timeline = simulate(plan, costs, program=one_forward_one_backward(plan, flush=True))
     assert rate.step_s == pytest.approx(timeline.duration_s / adapter.num_batches, rel=0.05)
 
@@ -48,8 +48,8 @@ def test_a_job_alone_trains_as_quickly_as_its_plan(base):
 def test_the_slowdown_is_against_the_fair_share_of_the_groups_gpus():
     members = [job("a"), job("b", weight=3.0), job("c", weight=4.0)]
     rate = RATES.group(members, KIND, 8)
-    for one, steps, slowdown in zip(members, rate.steps_per_s, rate.slowdowns, strict=True):
-        assert slowdown == pytest.approx(RATES.fair_steps_per_s(one, KIND, one.weight) / steps)
+    for member, steps, slowdown in zip(members, rate.steps_per_s, rate.slowdowns, strict=True):
+        assert slowdown == pytest.approx(RATES.fair_steps_per_s(member, KIND, member.weight) / steps)
 
 
 def test_a_share_below_the_smallest_mesh_is_a_share_of_its_time():
@@ -128,7 +128,7 @@ def test_rates_take_the_costs_that_they_are_given():
     given = Rates(costs=lambda shape, *of: stage_costs(SHAPES["qwen2.5-32b"], *of))
     mesh, lengths = Mesh(1, 8, 4096), ([900, 500], [1500, 400])
     small, large = (
-        [job(str(place), base=base, lengths=own) for place, own in enumerate(lengths)]
+        [job(str(index), base=base, lengths=job_lengths) for index, job_lengths in enumerate(lengths)]
         for base in ("llama-3.1-8b", "qwen2.5-32b")
     )
     assert given.on_mesh(small, KIND, mesh).tokens_per_s == RATES.on_mesh(large, KIND, mesh).tokens_per_s

@@ -101,11 +101,11 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_refused(name):
-    make, code, said = CASES[name]
+    make, code, message = CASES[name]
     with pytest.raises(PlanError) as caught:
         make()
     assert caught.value.code == code
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_own_traces_round_trip():
@@ -133,7 +133,7 @@ def test_public_columns_become_jobs_of_the_same_gpu_time(header):
     rows.append(values | {"jobid": "cpu", "job_id": "cpu", "gpus": "0", "gpu_num": "0"})
     names = header.split(",")
     jobs = read_trace("\n".join([header, *(",".join(row[name] for name in names) for row in rows)]), workers=HOST)
-    assert [(one.name, one.arrival_s) for one in jobs] == [("x", 0.0), ("y", 60.0)]
+    assert [(job.name, job.arrival_s) for job in jobs] == [("x", 0.0), ("y", 60.0)]
     result = simulate_cluster(jobs[:1], HOST, policy="fifo")
     spans = [span for span in result.accounts.groups if span.members]
     gpu_s = sum(len(span.gpus) * (span.end_s - span.ready_s) for span in spans)

@@ -40,8 +40,8 @@ def test_no_later_job_starts_once_another_has_waited_four_times_its_fair_time(wa
 @pytest.mark.parametrize(("factor", "urgent"), [(1.2, True), (1.4, True), (1.7, False), (0.0, True)])
 def test_a_job_is_urgent_while_half_as_much_again_as_its_work_is_left_to_its_deadline(factor, urgent):
     now, left_s = 5_000.0, 10_000.0
-    one = JobState(job("law", deadline_s=now + factor * left_s + 100.0), at_s=now)
-    assert is_urgent(one, now, left_s, longest_wait_s=1e9) == urgent
+    job_state = JobState(job("law", deadline_s=now + factor * left_s + 100.0), at_s=now)
+    assert is_urgent(job_state, now, left_s, longest_wait_s=1e9) == urgent
     assert not is_urgent(JobState(job("law"), at_s=now), now, left_s, longest_wait_s=1e9)
 
 
@@ -49,7 +49,7 @@ def test_work_is_worth_more_while_jobs_wait_behind_it():
     """By QUEUE per job that comes later and GPU: what a second of delay costs them."""
     jobs = {name: JobState(job(name, steps=steps)) for name, steps in (("b", 300), ("a", 200), ("c", 400))}
     state = ClusterState(time_s=0.0, workers={"h": Worker("h", 2)}, jobs=jobs)
-    order = weigh(state, 0.0, Settings(), lambda one: StepCost(1.0, 0.5)).order
+    order = weigh(state, 0.0, Settings(), lambda some_job: StepCost(1.0, 0.5)).order
     assert [order[name] for name in "abc"] == pytest.approx([0.5 + QUEUE * later / 2 for later in (2, 1, 0)])
 
 

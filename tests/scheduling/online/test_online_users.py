@@ -62,13 +62,13 @@ def state_of(*jobs, users=(), gpus=8, now=0.0):
     return ClusterState(
         time_s=now,
         workers={"h": Worker("h", gpus)},
-        jobs={one.job.name: one for one in jobs},
+        jobs={job_state.job.name: job_state for job_state in jobs},
         users={user.user.name: user for user in users},
     )
 
 
 def costs_of(state):
-    return {name: step_cost(RATES, one.job, ((KIND, 8),)) for name, one in state.jobs.items()}
+    return {name: step_cost(RATES, job_state.job, ((KIND, 8),)) for name, job_state in state.jobs.items()}
 
 
 def test_the_fair_time_counts_the_users_own_work_and_its_share():
