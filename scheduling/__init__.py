@@ -12,7 +12,6 @@ and numpy (scipy in one file). From lengths to a timeline:
 """
 
 from scheduling.baselines import batch_by_batch as batch_by_batch
-from scheduling.baselines import fully_sharded as fully_sharded
 from scheduling.baselines import one_after_another as one_after_another
 from scheduling.baselines import tuned as tuned
 from scheduling.bounds import formula_bound as formula_bound
@@ -26,8 +25,6 @@ from scheduling.cost_model import StageCost as StageCost
 from scheduling.cost_model import fit_cost_model as fit_cost_model
 from scheduling.cost_parts import CostParts as CostParts
 from scheduling.cost_parts import GatherCost as GatherCost
-from scheduling.cost_parts import PartMeasurement as PartMeasurement
-from scheduling.cost_parts import fit_cost_parts as fit_cost_parts
 from scheduling.cost_parts import read_cost_model as read_cost_model
 from scheduling.cost_parts import stages_from_parts as stages_from_parts
 from scheduling.errors import PlanError as PlanError
@@ -54,7 +51,6 @@ from scheduling.statistics import AdapterStatistics as AdapterStatistics
 from scheduling.statistics import Limit as Limit
 from scheduling.statistics import PlanStatistics as PlanStatistics
 from scheduling.statistics import plan_statistics as plan_statistics
-from scheduling.statistics import speed_up_over_one_after_another as speed_up_over_one_after_another
 from scheduling.timeline import Timeline as Timeline
 from scheduling.types import AdapterJob as AdapterJob
 from scheduling.types import Layout as Layout

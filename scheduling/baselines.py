@@ -46,17 +46,6 @@ def batch_by_batch(
     return _verified_plan(problem, _in_order(problem, order))
 
 
-def fully_sharded(jobs: Sequence[AdapterJob], *, capacity_tokens: int, devices: int, tile_tokens: int = 128) -> Plan:
-    """Plans one adapter at a time on devices that shard the base weights and split each batch (FSDP).
-
-    There are no pipeline stages; run the plan with mesh.fsdp = devices. A batch that does not fill the microbatches of
-    all devices leaves some of them empty. `tuned` finds the fastest capacity.
-    """
-    return one_after_another(
-        jobs, capacity_tokens=capacity_tokens, num_stages=1, data_parallel=devices, tile_tokens=tile_tokens
-    )
-
-
 def tuned(
     make: Callable[..., Plan],
     jobs: Sequence[AdapterJob],

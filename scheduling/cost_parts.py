@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from scheduling.cost_model import SCHEMA as STAGES_SCHEMA
-from scheduling.cost_model import CostModel, PassCost, StageCost, fit_pass
+from scheduling.cost_model import CostModel, PassCost, StageCost
 from scheduling.errors import PlanError
 
 SCHEMA = "lorafusion.cost-parts/1"
@@ -143,68 +142,6 @@ def read_cost_model(text: str, layers: Sequence[float]) -> CostModel:
     model = CostModel.from_json(text)
     model.check_stages(len(layers))
     return model
-
-
-class PartMeasurement(NamedTuple):
-    """One timed pass of one part."""
-
-    part: Part
-    kind: Literal["forward", "backward"]
-    tokens: int
-    squares: int
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Extras:
-    """Costs other than the passes, as in `CostParts`."""
-
-    layer_update_s: float = 0.0
-    call_s: float = 0.0
-    update_s: float = 0.0
-    transfer_s: float = 0.0
-    transfer_token_s: float = 0.0
-
-
-def fit_cost_parts(
-    measurements: Iterable[PartMeasurement], *, extras: Extras | None = None, source: str = "measured"
-) -> CostParts:
-    """Fits each part's passes to measurements by non-negative least squares. The ends may be missing.
-
-    >>> times = [PartMeasurement("layer", kind, n, n, 2e-6 * n) for n in (64, 128) for kind in ("forward", "backward")]
-    >>> round(fit_cost_parts(times).layer.forward.seconds(1000, 0), 6)
-    0.002
-    """
-    by_pass: dict[tuple[str, str], list[PartMeasurement]] = {}
-    for measurement in measurements:
-        if not math.isfinite(measurement.seconds) or measurement.seconds < 0:
-            raise PlanError(
-                "plan.cost", f"a {measurement.kind} pass of {measurement.part} took {measurement.seconds!r} s"
-            )
-        by_pass.setdefault((measurement.part, measurement.kind), []).append(measurement)
-    if not {("layer", "forward"), ("layer", "backward")} <= by_pass.keys():
-        raise PlanError("plan.cost", "measure forward and backward of a layer", where=f"seen: {sorted(by_pass)}")
-    extras = Extras() if extras is None else extras
-
-    def cost(part: Part, update_s: float = 0.0) -> StageCost:
-        passes = [
-            fit_pass([(m.tokens, m.squares, m.seconds) for m in by_pass[part, kind]])
-            if (part, kind) in by_pass
-            else PassCost()
-            for kind in ("forward", "backward")
-        ]
-        return StageCost(forward=passes[0], backward=passes[1], update_s=update_s)
-
-    return CostParts(
-        layer=cost("layer", extras.layer_update_s),
-        embed=cost("embed"),
-        head=cost("head"),
-        call_s=extras.call_s,
-        update_s=extras.update_s,
-        transfer_s=extras.transfer_s,
-        transfer_token_s=extras.transfer_token_s,
-        source=source,
-    )
 
 
 def _sum(shares: Sequence[tuple[float, PassCost]], call_s: float) -> PassCost:

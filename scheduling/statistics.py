@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from scheduling.baselines import one_after_another
 from scheduling.cost_model import CostModel
-from scheduling.pipeline import one_forward_one_backward
 from scheduling.plan import Plan
 from scheduling.simulate import simulate
 from scheduling.timeline import Timeline
@@ -96,19 +94,6 @@ def plan_statistics(plan: Plan, cost_model: CostModel, *, timeline: Timeline | N
         adapters=_adapters(plan, timeline),
         limits=_limits(plan, timeline),
     )
-
-
-def speed_up_over_one_after_another(plan: Plan, cost_model: CostModel) -> tuple[float, float]:
-    """Predicted seconds of the same jobs one adapter after another (1F1B, a flush per batch), and of the plan."""
-    alone = one_after_another(
-        plan.jobs,
-        capacity_tokens=plan.capacity_tokens,
-        num_stages=plan.num_stages,
-        data_parallel=plan.data_parallel,
-        tile_tokens=plan.tile_tokens,
-    )
-    flushed = simulate(alone, cost_model, program=one_forward_one_backward(alone, flush=True))
-    return flushed.duration_s, simulate(plan, cost_model).duration_s
 
 
 def _adapters(plan: Plan, timeline: Timeline) -> tuple[AdapterStatistics, ...]:

@@ -10,7 +10,6 @@ from scheduling import (
     PlanError,
     batch_by_batch,
     default_cost_model,
-    fully_sharded,
     issue_order,
     make_plan,
     one_after_another,
@@ -21,10 +20,11 @@ from scheduling import (
 )
 
 LIMITS = {"capacity_tokens": 1024, "num_stages": 4}
+SHARDED = {"num_stages": 1, "data_parallel": 4}  # no pipeline: devices share the weights and split each batch
 MAKERS = {
     "one after another": lambda jobs: one_after_another(jobs, **LIMITS),
     "mlora": lambda jobs: batch_by_batch(jobs, **LIMITS),
-    "fsdp": lambda jobs: fully_sharded(jobs, capacity_tokens=1024, devices=4),
+    "fsdp": lambda jobs: one_after_another(jobs, capacity_tokens=1024, **SHARDED),
     "replicas": lambda jobs: batch_by_batch(jobs, data_parallel=2, **LIMITS),
 }
 
@@ -65,7 +65,7 @@ def test_one_adapter_at_a_time_flushes_the_pipeline_at_every_step():
 
 
 def test_shared_weights_have_no_stages_and_a_replica_per_device():
-    plan = fully_sharded([AdapterJob("a", [900] * 16, 8)], capacity_tokens=1024, devices=4)
+    plan = one_after_another([AdapterJob("a", [900] * 16, 8)], capacity_tokens=1024, **SHARDED)
     assert (plan.num_stages, plan.data_parallel, plan.num_slots, plan.num_noops) == (1, 4, 4, 0)
     assert all(len(part) == 1 for slot in plan.slots for part in slot.replicas)
 
@@ -73,9 +73,9 @@ def test_shared_weights_have_no_stages_and_a_replica_per_device():
 def test_tuned_finds_the_fastest_capacity():
     jobs = [AdapterJob("a", [900] * 64, 8)]
     costs = default_cost_model()
-    plans = {n: fully_sharded(jobs, capacity_tokens=n, devices=4) for n in (1024, 2048, 8192)}
+    plans = {n: one_after_another(jobs, capacity_tokens=n, **SHARDED) for n in (1024, 2048, 8192)}
     seconds = {n: simulate(plan, costs).duration_s for n, plan in plans.items()}
-    best = tuned(fully_sharded, jobs, capacities=(8192, 512, 2048, 1024), cost_model=costs, devices=4)
+    best = tuned(one_after_another, jobs, capacities=(8192, 512, 2048, 1024), cost_model=costs, **SHARDED)
     assert best == plans[min(seconds, key=seconds.get)]
     assert best.capacity_tokens == 2048  # two samples on each of four devices
     ours = tuned(make_plan, jobs, capacities=(1024, 2048), cost_model=costs, num_stages=1)

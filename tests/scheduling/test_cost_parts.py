@@ -9,13 +9,11 @@ from scheduling import (
     CostModel,
     CostParts,
     GatherCost,
-    PartMeasurement,
     PassCost,
     PlanError,
     StageCost,
     default_cost_model,
     default_cost_parts,
-    fit_cost_parts,
     make_plan,
     read_cost_model,
     simulate,
@@ -55,27 +53,6 @@ def test_one_stage_has_both_ends():
 def test_every_stage_needs_a_layer(layers):
     with pytest.raises(PlanError, match="every stage needs a layer"):
         stages_from_parts(PARTS, layers)
-
-
-def test_fit_recovers_the_parts():
-    measured = [
-        PartMeasurement(part, kind, n, q, getattr(cost, kind).seconds(n, q))
-        for part, cost in (("layer", LAYER), ("head", HEAD), ("embed", EMBED))
-        for kind in ("forward", "backward")
-        for n, q in ((1024, 200_000), (1024, 1_000_000), (4096, 3_000_000), (8192, 9_000_000))
-    ]
-    fitted = fit_cost_parts(measured)
-    for part, cost in (("layer", LAYER), ("head", HEAD), ("embed", EMBED)):
-        for kind in ("forward", "backward"):
-            again, truth = getattr(getattr(fitted, part), kind), getattr(cost, kind)
-            assert again.seconds(6000, 5e6) == pytest.approx(truth.seconds(6000, 5e6), rel=1e-6, abs=1e-12)
-
-
-def test_a_layer_must_be_measured_both_ways():
-    with pytest.raises(PlanError, match="measure forward and backward of a layer"):
-        fit_cost_parts([PartMeasurement("layer", "forward", 1, 1, 1.0), PartMeasurement("head", "backward", 1, 1, 1.0)])
-    with pytest.raises(PlanError, match="a forward pass of layer took nan s"):
-        fit_cost_parts([PartMeasurement("layer", "forward", 1, 1, float("nan"))])
 
 
 def test_gathered_weights_cost_their_bytes():

@@ -15,7 +15,6 @@ from scheduling import (
     one_forward_one_backward,
     plan_statistics,
     simulate,
-    speed_up_over_one_after_another,
     stages_from_parts,
 )
 
@@ -144,12 +143,6 @@ def test_uneven_stages_are_named():
     plan = make_plan([AdapterJob("a", [128] * 200, 200)], capacity_tokens=128, num_stages=2)
     figures = plan_statistics(plan, CostModel(stages=(stage(1, 1), stage(3, 3))))
     assert "unequal cost" in figures.hint
-
-
-def test_together_beats_one_after_another():
-    plan = make_plan(JOBS * 1, capacity_tokens=1024, num_stages=4)
-    alone, together = speed_up_over_one_after_another(plan, default_cost_model(num_stages=4))
-    assert together < alone
 
 
 def test_program_of_the_plan_is_the_default():

@@ -22,9 +22,7 @@ SHARES = (4, 4, 8, 8, 16, 16, 16, 16)
 
 def attention_case(*, rows: int, heads: int, key_heads: int, width: int, dtype: str) -> OpCase:
     """A call of `attention`, forward and backward."""
-    shapes = [
-        jax.ShapeDtypeStruct((rows, head_count, width), jnp.dtype(dtype)) for head_count in (heads, key_heads, key_heads)
-    ]
+    shapes = [jax.ShapeDtypeStruct((rows, count, width), jnp.dtype(dtype)) for count in (heads, key_heads, key_heads)]
     q, k, _ = shapes
 
     def draw() -> tuple[Any, ...]:
