@@ -144,19 +144,19 @@ class MlpCost(OpCost):
     @property
     def passes(self) -> dict[str, Cost]:
         t, f, a, i = self.tokens, self.inner, self.adapters, self.item
-        before, behind = self.ranks[0] + self.ranks[1], self.ranks[2]
+        before, after = self.ranks[0] + self.ranks[1], self.ranks[2]
         gate, up, gating, _, dh, gating_back, *_ = self.frozen
         down_passes = self.down.passes
-        low = i * (t + a * f) * (before + behind) + self.down.bits  # S and B before the gate, S (or dS) and A behind it
-        gradients = i * t * before + 4 * a * f * (before + behind)  # dS, dB before the gate; dA behind it
+        low = i * (t + a * f) * (before + after) + self.down.bits  # S and B before the gate, S (or dS) and A after it
+        gradients = i * t * before + 4 * a * f * (before + after)  # dS, dB before the gate; dA after it
         return self.siblings.input_passes | {
             "gate": gate,
             "up": up,
-            "gating": gating + Cost(flops=2 * t * f * (before + behind), bytes=low),
+            "gating": gating + Cost(flops=2 * t * f * (before + after), bytes=low),
             **{name: down_passes[name] for name in ("forward", "dsdb") if name in down_passes},
             "dh": dh,
-            # S B once more, dS, dB before the gate; dS A^T, dA behind it
-            "gating back": gating_back + Cost(flops=2 * t * f * (3 * before + 2 * behind), bytes=low + gradients),
+            # S B once more, dS, dB before the gate; dS A^T, dA after it
+            "gating back": gating_back + Cost(flops=2 * t * f * (3 * before + 2 * after), bytes=low + gradients),
         }
 
     def _gating(self, arrays: int) -> Cost:
@@ -169,7 +169,7 @@ class ExtraRanksCost(OpCost):
     """Cost of the ranks that Hopper's fused kernels leave to `linear.extra_ranks`, of the rows that
     have any: what a call of several projections costs more than the same call with the first ranks alone.
 
-    Behind the gate of an MLP, silu(gate) · up is written for them besides: `with_h`.
+    After the gate of an MLP, silu(gate) · up is written for them besides: `with_h`.
 
     Args:
         rows: of adapters with extra ranks.

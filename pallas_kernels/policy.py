@@ -248,7 +248,7 @@ def mlp_unsupported_reason(gate_up: LinearShape, down: LinearShape) -> str | Non
     if not any(first_ranks(gate_up)) or not any(first_ranks(down)):
         return "all adapters have large ranks, whose work is in passes of its own"
     if down.in_features % MLP_WIDTH_MULTIPLE:
-        return f"{down.in_features} features behind the gate: it needs a multiple of {MLP_WIDTH_MULTIPLE}"
+        return f"{down.in_features} features after the gate: it needs a multiple of {MLP_WIDTH_MULTIPLE}"
     return None
 
 

@@ -35,7 +35,7 @@ class SampleTable(NamedTuple):
 
 
 class State(NamedTuple):
-    """The state of a token behind the final norm."""
+    """The state of a token after the final norm."""
 
     width: int
     dtype: np.dtype

@@ -133,7 +133,7 @@ def _fused_call(
     try:
         _, down = describe(down_arguments)
     except ValueError as problem:
-        raise ValueError(f"the projection behind the gate: {problem}") from None
+        raise ValueError(f"the projection after the gate: {problem}") from None
     gate_up_shape, down_shape = linear_shape(static, ops), linear_shape(static, down)
     quantised = ops.quantised or down.quantised
     measured = policy.nothing_measured if quantised else backend.measured_backend

@@ -211,7 +211,7 @@ def _multiply_tile(
 
     def context(run):
         """What a compute warpgroup does around the steps of the pipeline, which are `run`."""
-        # These copies are awaited after the last step: they run behind the whole product.
+        # These copies are awaited after the last step: they run during the whole product.
         if static.rank:
             barrier, adapter = scratch.low_barrier.at[warpgroup], refs.adapter[lax.div(row0, config.tile_m)]
             source = refs.low.at[rows, pl.ds(static.offset, static.rank)]

@@ -1,4 +1,4 @@
-"""Every LoRA kernel on a real GPU, by the benchmark's own checks: values, determinism, isolation, refusals.
+"""Every LoRA kernel on a real GPU, by the benchmark's own checks: values, determinism, isolation, unsupported cases.
 
 Run by `make gpu-test`.
 """

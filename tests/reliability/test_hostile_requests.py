@@ -114,8 +114,8 @@ def test_it_is_refused_and_the_run_goes_on(what, run):
     outcome = command("resume", run)
     assert outcome.code == 0, outcome.text
     assert losses(run) + damage(run) == []
-    (refusal,) = events_of(run, "request-refused")
-    assert len(refusal["text"]) < 2100
+    (rejected,) = events_of(run, "request-refused")
+    assert len(rejected["text"]) < 2100
     assert "request refused" in outcome.text
     assert request_files(run) == []
     assert os.path.lexists(run / "control" / "refused" / "0-evil.json")

@@ -63,7 +63,7 @@ def drop_da(
     The second is the low-rank part of dx, for a product that adds to it; None without a bank.
 
     Args:
-        ds: [>= R, T]: transposed, so that its tiles lie in shared memory as those of x do; zeros behind R.
+        ds: [>= R, T]: transposed, so that its tiles lie in shared memory as those of x do; zeros after R.
         bits: uint32 [T, K / 256, 8].
         chunks: of 64-row blocks.
         bank: [A + 1, rows of ds: a multiple of LOW_RANK, K], the dropout scale folded in; adapter A is zero.
@@ -199,7 +199,7 @@ def _multiply_chunk(static: _Static, refs: _Refs) -> None:
 
 
 def _fetch(refs: _Refs, chunk: _Chunk, step, slot, block) -> None:
-    """Starts the three copies of a row block into a slot; nothing behind the chunk's last block."""
+    """Starts the three copies of a row block into a slot; nothing after the chunk's last block."""
 
     @pl.when(step < chunk.count)
     def _():
@@ -224,7 +224,7 @@ def _multiply_tile(static: _Static, refs: _Refs, chunk: _Chunk, first: jax.Array
     words = load_words(refs.words_smem.at[slot], first)
     apply_words(refs.x_smem.at[slot], words)  # ends in a barrier of the warpgroup
 
-    # The previous step's slot is free: its products have completed, and that barrier is behind every warp's reads.
+    # The previous step's slot is free: its products have completed, and every warp reads before that barrier.
     @pl.when(step > 0)
     def _():
         _fetch(refs, chunk, step - 1 + stages, lax.rem(step - 1, stages), ahead)

@@ -54,7 +54,8 @@ def wide_dsdb(
     """Returns partial sums, float32, of dS [split_n, T, R] and of dB [C, N, R] (without scale; transposed).
 
     Args:
-        s: [>= R, T + 64]: transposed, 64 zeros behind; rows rank_offset .. rank_offset + R belong to this projection.
+        s: [>= R, T + 64]: transposed, 64 zeros after the rows. Rows rank_offset .. rank_offset + R
+            belong to this projection.
         b: [A + 1, R, N], the scale folded in; padding rows are served by an adapter of zeros.
         chunks: of 64-row blocks.
     """
@@ -174,7 +175,7 @@ def _multiply_chunk(static: _Static, refs: _Refs, tiles: _Scratch, chunk: _Chunk
         _fetch(static, refs, tiles, chunk, step, step)
     ranks = pl.ds(static.rank_offset, static.rank)
     for j in range(size):
-        row0 = jnp.where(j < chunk.count, chunk.blocks[j] * ROWS, static.num_rows)  # behind the last row are zeros
+        row0 = jnp.where(j < chunk.count, chunk.blocks[j] * ROWS, static.num_rows)  # after the last row are zeros
         plgpu.copy_gmem_to_smem(refs.s_gmem.at[ranks, pl.ds(row0, ROWS)], tiles.s_smem.at[j], tiles.s_barrier)
     plgpu.barrier_wait(tiles.s_barrier)  # S stays for all columns
 

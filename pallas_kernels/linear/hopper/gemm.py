@@ -151,7 +151,7 @@ def _multiply_tile(
     def context(run):
         """What a compute warpgroup does around the steps of the pipeline, which are `run`."""
         adapter = refs.adapter_gmem[lax.div(tile.row0, config.tile_m)]
-        # Started before the first step and awaited after the last: the copies run behind the whole product. The
+        # Started before the first step and awaited after the last: the copies run during the whole product. The
         # warpgroup's parts of low_smem and bank_smem are free: the last tile's low-rank product is complete.
         tile.fetch_low(refs.low_gmem, refs.bank_gmem.at[adapter])
         words = None if refs.bits_gmem is None else tile.load_words(refs.bits_gmem)

@@ -163,5 +163,5 @@ def test_tiles_too_large_for_shared_memory_are_refused(config, reason):
     ops = Operands(x=arguments.pop("x").astype(jnp.bfloat16), **lists, **arguments)
     static = Static(tile=64, num_adapters=2, single=False, config=config)
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
-        refusal = backend.unsupported_reason(static, ops)
-    assert refusal is None if reason is None else reason in refusal
+        unsupported = backend.unsupported_reason(static, ops)
+    assert unsupported is None if reason is None else reason in unsupported

@@ -123,7 +123,7 @@ def test_s_of_dropped_x(split_k, poison, dropout):
 @every_poison
 @pytest.mark.parametrize("with_low", [True, nightly(False)])
 def test_da_and_the_low_rank_part_of_dx(with_low, poison, words):
-    """In chunks of two blocks: the last one of the well adapter is half empty, and the sick one's is behind it."""
+    """In chunks of two blocks: the last one of the well adapter is half empty, and the sick one's follows it."""
     chunks = make_chunks(jnp.where(BLOCKS == ADAPTERS, -1, BLOCKS), ADAPTERS, 2, single=False)
     x, ds = normal(6, OWNER.size, COLUMNS), normal(7, OWNER.size, RANK)
     more = LOW_RANK - RANK if with_low else 0

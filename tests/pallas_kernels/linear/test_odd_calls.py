@@ -1,4 +1,4 @@
-"""Calls at the edge of what is allowed, and just behind it."""
+"""Calls at the edge of what is allowed, and just past it."""
 
 from functools import partial
 

@@ -23,7 +23,7 @@ from pallas_kernels.mlp.hopper.gate import (
     wide_gate_backward,
 )
 
-COLUMNS, BOTH, BEHIND = 512, 64, 16
+COLUMNS, BOTH, DOWN = 512, 64, 16
 CONFIG = GateConfig(warpgroups=2, forward_stages=3, backward_stages=2)
 SIZE = 3  # blocks of a chunk, more than stages: tiles are fetched again
 PLACES = ((32, 16), (0, 32))  # gate and up in S: the larger rank comes first
@@ -43,7 +43,7 @@ def draw(
         rate=jnp.array([0.1, 0.5]), key=jnp.array([1, 2], jnp.uint32), row_key=jnp.arange(rows, dtype=jnp.uint32) * 7
     )
     adapter_rows = jnp.minimum(owner, ADAPTERS - 1)
-    b, a = (normal(i, ADAPTERS + 1, rank, columns).at[ADAPTERS].set(0) * 0.3 for i, rank in enumerate((both, BEHIND)))
+    b, a = (normal(i, ADAPTERS + 1, rank, columns).at[ADAPTERS].set(0) * 0.3 for i, rank in enumerate((both, DOWN)))
     return {
         "owner": owner, "drop": drop if dropped else None,
         "words": keep_words(drop, adapter_rows, columns) if dropped else None,
@@ -51,7 +51,7 @@ def draw(
         "b": b, "a": a,
         "chunks": make_chunks(jnp.where(blocks == ADAPTERS, -1, blocks), ADAPTERS, size, single=False),
         "gate": normal(4, rows, columns), "up": normal(5, rows, columns), "dh": normal(6, rows, columns),
-        "s": normal(7, rows, both), "ds": normal(8, rows, BEHIND),
+        "s": normal(7, rows, both), "ds": normal(8, rows, DOWN),
     }  # fmt: skip
 
 

@@ -215,5 +215,5 @@ def test_what_the_gate_kernels_cannot_serve_is_served_otherwise(changes):
 def test_errors_of_the_last_projection_name_it():
     arguments, _ = draw_mlp()
     x, as_, bs = (arguments[name] for name in ("x", "as_", "bs"))
-    with pytest.raises(ValueError, match="projection behind the gate: b of projection 0 has shape"):
+    with pytest.raises(ValueError, match="projection after the gate: b of projection 0 has shape"):
         ours("xla")(arguments, x, [*as_[:2], as_[2][:, :, :1]], bs)

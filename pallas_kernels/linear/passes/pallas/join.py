@@ -25,7 +25,7 @@ def join(
 ) -> tuple[jax.Array, ...]:
     """Returns dS [T, columns], where columns are asked for, then dS^T [rows, T], where rows are.
 
-    Both hold the sum of every piece side by side, and zeros behind.
+    Both hold the sum of every piece side by side, and zeros after them.
 
     Args:
         pieces: [parts, T, R_i] each, added up in float32 and in this order, then rounded once; T divides by 16 and R_i
@@ -37,7 +37,7 @@ def join(
     assert all(end <= asked for asked in (columns, rows) if asked), (end, columns, rows)
     shapes = [(num_rows, columns)] * (columns > 0) + [(rows, num_rows)] * (rows > 0)
 
-    def kernel(*refs):  # a program has some rows of a piece, or of the zeros behind all pieces
+    def kernel(*refs):  # a program has some rows of a piece, or of the zeros after all pieces
         row_range, number = pl.ds(pl.program_id(0) * block, block), pl.program_id(1)
         joined_ref, transposed_ref = refs[len(pieces)], refs[-1]  # the same array if only one is asked for
 

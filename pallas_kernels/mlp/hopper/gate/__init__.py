@@ -1,7 +1,7 @@
 """silu(gate) · up with the LoRA branches around it, in one pass over the wide arrays, for Hopper.
 
 The products before the gate are left to cuBLAS, without their low-rank parts; those are added here, where the wide
-arrays are read anyway, and S = drop(h) A of the projection behind the gate is made while h is at hand:
+arrays are read anyway, and S = drop(h) A of the projection after the gate is made while h is at hand:
 
     forward    g = gate + S_g B_g,  u = up + S_u B_u,  h = silu(g) · u,  S = drop(h) A
     backward   dh = dh0 + mask * (dS A^T),  dg, du from dh,  dA = drop(h)^T dS        (h is made again)

@@ -1,4 +1,4 @@
-"""dgate, dup and partial sums of dA of the projection behind the gate, from the frozen part of the gradient of h.
+"""dgate, dup and partial sums of dA of the projection after the gate, from the frozen part of the gradient of h.
 
 A warpgroup has 64 columns of a chunk's row blocks.  It loads its adapter's columns of both banks once and streams gate,
 up and dh through a ring of `stages` slots.  The gradients replace what they are made of, in shared memory, and are
@@ -34,7 +34,7 @@ class _Static:
 
     columns: int  # tiles of a row
     both: int  # ranks of gate and up together
-    rank: int  # of the projection behind
+    rank: int  # of the projection after the gate
     size: int  # row blocks of a chunk
     stages: int
     places: Places
@@ -49,7 +49,7 @@ class _Refs:
     gate_gmem: Any  # [T, F]
     up_gmem: Any  # [T, F]
     dh_gmem: Any  # [T, F]
-    low_gmem: Any  # [T, R of both + R]: S of gate and up, then dS of the projection behind
+    low_gmem: Any  # [T, R of both + R]: S of gate and up, then dS of the projection after the gate
     ds_t_gmem: Any  # [R, T]
     b_gmem: Any  # [A + 1, R of both, F]
     a_gmem: Any  # [A + 1, R, F]
@@ -164,7 +164,7 @@ def _work_on(static: _Static, refs: _Refs, number: jax.Array) -> None:
 
 
 def _fetch(static: _Static, refs: _Refs, unit: _Unit, step, slot, block) -> None:
-    """Starts the copies of a row block into a slot; nothing behind the chunk's last block."""
+    """Starts the copies of a row block into a slot; nothing after the chunk's last block."""
 
     @pl.when(step < unit.count)
     def _():

@@ -26,7 +26,7 @@ class BackwardInputs(NamedTuple):
     Attributes:
         gate, up, s, b, a, bits: arguments and result of `gate_forward`.
         dh: [T, F], the frozen part dY W^T of the gradient of h.
-        ds: [T, R], of the projection behind the gate.
+        ds: [T, R], of the projection after the gate.
         chunks: of 64-row blocks.
     """
 
@@ -69,7 +69,7 @@ class GateConfig:
     backward_stages: int = 3
 
     def smem_bytes(self, both: int, rank: int) -> int:
-        """Shared memory of the larger program with 2-byte operands, for ranks of gate and up together and behind."""
+        """Shared memory of the larger program with 2-byte operands; both: ranks of gate and up, rank: of down."""
         forward = self.forward_stages * 2 * WIDTH * (2 * ROWS + both + rank) + 2 * ROWS * both
         stage = 2 * WIDTH * (3 * ROWS + rank) + 2 * ROWS * (both + rank) + 4 * ROWS * WORDS
         backward = self.backward_stages * stage + 2 * WIDTH * (both + rank)
@@ -106,7 +106,7 @@ def gate_config(both: int, rank: int, *, drops: bool) -> GateConfig | None:
     them meanwhile: 223 us with three stages, 230 with four; without dropout 215 and 206 (8192 x 14336, H200).
 
     Args:
-        both: ranks of gate and up together; rank: of the projection behind the gate.
+        both: ranks of gate and up together; rank: of the projection after the gate.
         drops: whether that projection has dropout.
     """
     for room in (SMEM_BYTES // 2, SMEM_BYTES):

@@ -1,4 +1,4 @@
-"""h = silu(gate) · up with the low-rank parts of both, and S and the keep bits of the projection behind the gate.
+"""h = silu(gate) · up with the low-rank parts of both, and S and the keep bits of the projection after the gate.
 
 A warpgroup has a part of the columns of 64 rows.  It loads S of its rows once and streams gate, up and its adapter's
 columns of both banks through a ring of `stages` slots.  h replaces gate in shared memory, is stored from there and, as
@@ -49,7 +49,7 @@ class _Static:
     split: int  # units of a row
     steps: int  # tiles of a unit
     both: int  # ranks of gate and up together
-    rank: int  # of the projection behind
+    rank: int  # of the projection after the gate
     adapters: int
     stages: int
     places: Places
@@ -110,7 +110,7 @@ def gate_forward(
     places: Places,
     config: GateConfig,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Returns h [T, F], S of the projection behind the gate [T, R], and with dropout keep bits uint32 [T, F / 256, 8].
+    """Returns h [T, F], S of the projection after the gate [T, R], and with dropout keep bits uint32 [T, F / 256, 8].
 
     Args:
         inverse: float32 [T]; if given, h is h · inverse rounded to e4m3.
@@ -118,7 +118,7 @@ def gate_forward(
         s: [T, R of both].
         places: (first column of S, rank) of gate and of up.
         b: [A + 1, R of both, F], rows in the order of the columns of S, scales folded in; adapter A is zero.
-        a: [A + 1, R, F], of the projection behind the gate, transposed, the dropout scale folded in.
+        a: [A + 1, R, F], of the projection after the gate, transposed, the dropout scale folded in.
         block_adapter: int32 [T / 64], 0..A.
     """
     num_rows, width = gate.shape

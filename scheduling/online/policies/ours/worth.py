@@ -29,7 +29,7 @@ class Appraiser:
     def rate(self, names: Sequence[str], kind: Kind, gpus: int) -> GroupRate | None:
         """The best rate of these jobs; None if they may not share a group of this size.
 
-        A single job may exceed its bound: it has nobody to blame.
+        A job alone in its group may exceed its bound.
         """
         if len(names) > self.settings.most_members or (len(names) > 1 and not self.settings.grouping):
             return None
