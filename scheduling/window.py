@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby, islice
 
 from scheduling.errors import PlanError
-from scheduling.packing.greedy import greedy
-from scheduling.packing.problem import make_problem, to_slots
+from scheduling.packing.greedy import Equal, greedy
+from scheduling.packing.problem import make_problem, to_slots, tokens_per_slot
 from scheduling.types import AdapterJob, Limits, SampleRef, Slot
 
 PartRefs = tuple[SampleRef, ...]
@@ -27,11 +27,13 @@ class Cursor:
         job: the job; all its samples fit into a microbatch of the session.
         batch: first batch with samples left.
         done: positions of this batch that have run.
+        segments: of a sample.
     """
 
     job: AdapterJob
     batch: int = 0
     done: frozenset[int] = frozenset()
+    segments: int = 1
 
     @property
     def is_finished(self) -> bool:
@@ -49,15 +51,17 @@ class Tail:
 
     Args:
         limits: capacities, stages and replicas of the session.
+        served: slots that each job has received beyond the one with the fewest, each by its weight.
         ended: slots between the last slot of a job's latest complete batch and the window; 0 if it was the last slot.
-        most_samples, most_adapters: places of a microbatch.
+        most_segments, most_adapters: places of a microbatch.
         whole: split each batch in one way whatever the company: the sums of a batch then have one order, and results do
             not depend on other jobs, bit for bit (with one replica). Packs less densely.
     """
 
     limits: Limits
+    served: Mapping[str, float] = field(default_factory=dict[str, float])
     ended: Mapping[str, int] = field(default_factory=dict[str, int])
-    most_samples: int = 1_000_000
+    most_segments: int = 1_000_000
     most_adapters: int = 1_000_000
     whole: bool = False
 
@@ -103,13 +107,14 @@ class Window:
 def plan_window(cursors: Sequence[Cursor], tail: Tail, horizon: int) -> Window:
     """Plans the next slots of a stream and verifies them against the tail.
 
-    Jobs share the slots by their weights. A window ends after `horizon` slots, or where no samples are left. A batch
+    Jobs share the slots by their weights, to a few slots. Of two orders of equally served jobs, the one that fills the
+    window better is taken. A window ends after `horizon` slots, or where no samples are left. A batch
     may continue in the next window. The same input gives the same window.
 
     Args:
         cursors: of the jobs that run.
         tail: of the window before.
-        horizon: number of slots; a few more where microbatches lack places for samples or adapters.
+        horizon: number of slots; a few more where microbatches lack places for segments or adapters.
 
     Raises:
         PlanError: two jobs have one name, or `window.invalid`.
@@ -126,8 +131,9 @@ def plan_window(cursors: Sequence[Cursor], tail: Tail, horizon: int) -> Window:
     if any(pools):
         ready = [0 if cursor.done else tail.ready(cursor.job.name) for cursor in cursors]
         plan = _plan_pieces if tail.whole else _plan_samples
-        slots = plan([cursor.job for cursor in cursors], tail, pools, ready, horizon)
-    slots = tuple(part for slot in slots for part in _split(slot, tail))
+        slots = plan(cursors, tail, pools, ready, horizon)
+    segments = {cursor.job.name: cursor.segments for cursor in cursors}
+    slots = tuple(part for slot in slots for part in _split(slot, tail, segments))
     window = advance(cursors, tail, slots)
     verify_window(window, cursors, tail)
     return window
@@ -138,7 +144,7 @@ def verify_window(window: Window, cursors: Sequence[Cursor], tail: Tail) -> None
 
     * Every sample is the next of its job's open batch and runs once.
     * A batch begins only after the one before is complete, and S slots after its last slot.
-    * Microbatches keep capacity, places for samples and for adapters; an adapter's samples are contiguous.
+    * Microbatches keep capacity, places for segments and for adapters; an adapter's samples are contiguous.
 
     Raises:
         PlanError: `window.invalid`, with every violation in `problems`.
@@ -165,17 +171,21 @@ def verify_window(window: Window, cursors: Sequence[Cursor], tail: Tail) -> None
 
 
 def _plan_samples(
-    jobs: Sequence[AdapterJob], tail: Tail, pools: Sequence[list[int]], ready: Sequence[int], horizon: int
+    cursors: Sequence[Cursor], tail: Tail, pools: Sequence[list[int]], ready: Sequence[int], horizon: int
 ) -> tuple[Slot, ...]:
-    problem = make_problem(jobs, tail.limits, left=pools, ready=ready)
-    return to_slots(problem, greedy(problem, shares=True, most_slots=horizon))
+    problem = make_problem([cursor.job for cursor in cursors], tail.limits, left=pools, ready=ready)
+    orders: tuple[Equal, ...] = ("begun", "shortest")
+    ahead = [-tail.served.get(cursor.job.name, 0.0) for cursor in cursors]
+    fillings = [greedy(problem, ahead=ahead, shares=equal, most_slots=horizon) for equal in orders]
+    return to_slots(problem, max(fillings, key=lambda filling: tokens_per_slot(problem, filling)))
 
 
 def _plan_pieces(
-    jobs: Sequence[AdapterJob], tail: Tail, pools: Sequence[list[int]], ready: Sequence[int], horizon: int
+    cursors: Sequence[Cursor], tail: Tail, pools: Sequence[list[int]], ready: Sequence[int], horizon: int
 ) -> tuple[Slot, ...]:
     """Plans pieces of batches like batches of one sample: pieces of a job are in different slots, in order."""
-    pieces = {job.name: _pieces(job, pool, tail) for job, pool in zip(jobs, pools, strict=True) if pool}
+    jobs = [cursor.job for cursor in cursors]
+    pieces = {own.job.name: _pieces(own, pool, tail) for own, pool in zip(cursors, pools, strict=True) if pool}
     stand_ins = [
         AdapterJob(job.name, [_tokens(job, piece) for piece in pieces[job.name]], 1, weight=job.weight)
         for job in jobs
@@ -188,18 +198,20 @@ def _plan_pieces(
     def refs(part: PartRefs) -> PartRefs:
         return tuple(by_name[ref.adapter].ref(at) for ref in part for at in pieces[ref.adapter][ref.sample])
 
-    slots = to_slots(problem, greedy(problem, shares=True, most_slots=horizon))
+    ahead = [-tail.served.get(job.name, 0.0) for job in stand_ins]
+    slots = to_slots(problem, greedy(problem, ahead=ahead, shares="begun", most_slots=horizon))
     return tuple(replace(slot, replicas=tuple(map(refs, slot.replicas))) for slot in slots)
 
 
-def _pieces(job: AdapterJob, pool: Sequence[int], tail: Tail) -> list[list[int]]:
+def _pieces(cursor: Cursor, pool: Sequence[int], tail: Tail) -> list[list[int]]:
     """Splits the batches of a pool into pieces that fit into a microbatch: longest first, into the first with room."""
+    job, most = cursor.job, max(1, tail.most_segments // cursor.segments)
     room, left = tail.limits.tiles * tail.limits.tile_tokens, set(pool)
     fitted: list[list[int]] = []
     for batch in sorted({job.batch_of(at) for at in pool}):
         pieces: list[list[int]] = []
         for at in sorted(_positions(job, batch), key=lambda at: -_tokens(job, [at])):
-            fitting = (p for p in pieces if len(p) < tail.most_samples and _tokens(job, [*p, at]) <= room)
+            fitting = (p for p in pieces if len(p) < most and _tokens(job, [*p, at]) <= room)
             if (piece := next(fitting, None)) is None:
                 pieces.append([at])
             else:
@@ -216,7 +228,7 @@ class _Open:
     """The open batch of a job while a window is checked."""
 
     def __init__(self, cursor: Cursor, ready: int):
-        self.job, self.batch = cursor.job, cursor.batch
+        self.job, self.batch, self.segments = cursor.job, cursor.batch, cursor.segments
         self.done: frozenset[int] = cursor.done
         self.first = 0 if cursor.done else ready
         self.last = -1
@@ -253,8 +265,9 @@ def _part_problems(slot: int, part: PartRefs, capacity: int, states: Mapping[str
     rows = sum(-(-adapter_tokens // tile) * tile for adapter_tokens in tokens.values())
     if rows > capacity or capacity not in tail.limits.sizes:
         yield f"slot {slot}: {rows} rows in {capacity}"
-    if len(part) > tail.most_samples or len(tokens) > tail.most_adapters:
-        yield f"slot {slot}: {len(part)} samples of {len(tokens)} adapters"
+    segments = sum(states[ref.adapter].segments for ref in part)
+    if segments > tail.most_segments or len(tokens) > tail.most_adapters:
+        yield f"slot {slot}: {segments} segments of {len(tokens)} adapters"
 
 
 def _pool(cursor: Cursor, tail: Tail, horizon: int) -> list[int]:
@@ -270,27 +283,28 @@ def _pool(cursor: Cursor, tail: Tail, horizon: int) -> list[int]:
     return pool
 
 
-def _split(slot: Slot, tail: Tail) -> list[Slot]:
-    """Splits a slot that has more samples or adapters than a microbatch has places."""
-    cut = [list(_cut(part, tail)) for part in slot.replicas]
+def _split(slot: Slot, tail: Tail, segments: Mapping[str, int]) -> list[Slot]:
+    """Splits a slot that has more segments or adapters than a microbatch has places."""
+    cut = [list(_cut(part, tail, segments)) for part in slot.replicas]
     count = max(map(len, cut))
     if count <= 1:
         return [slot]
     return [replace(slot, replicas=tuple(parts[at] if at < len(parts) else () for parts in cut)) for at in range(count)]
 
 
-def _cut(part: PartRefs, tail: Tail) -> Iterable[PartRefs]:
-    """Cuts the samples of a microbatch between adapters, and within one that has too many samples itself."""
-    start = at = adapters = 0
-    for _, group in groupby(part, key=lambda ref: ref.adapter):
-        size = len(list(group))
-        if at > start and (at + size - start > tail.most_samples or adapters == tail.most_adapters):
+def _cut(part: PartRefs, tail: Tail, segments: Mapping[str, int]) -> Iterable[PartRefs]:
+    """Cuts the samples of a microbatch between adapters, and within one that has too many segments itself."""
+    start = at = used = adapters = 0
+    for name, group in groupby(part, key=lambda ref: ref.adapter):
+        count, each = len(list(group)), segments[name]
+        if at > start and (used + count * each > tail.most_segments or adapters == tail.most_adapters):
             yield part[start:at]
-            start, adapters = at, 0
-        at, adapters = at + size, adapters + 1
-        while at - start > tail.most_samples:
-            yield part[start : start + tail.most_samples]
-            start += tail.most_samples
+            start, used, adapters = at, 0, 0
+        at, used, adapters = at + count, used + count * each, adapters + 1
+        most = max(1, tail.most_segments // each)  # samples, if this adapter has a microbatch for itself
+        while used > tail.most_segments and at - start > most:
+            yield part[start : start + most]
+            start, used = start + most, used - most * each
     if start < at:
         yield part[start:at]
 
@@ -301,20 +315,35 @@ def advance(cursors: Sequence[Cursor], tail: Tail, slots: tuple[Slot, ...]) -> W
     left = {name: len(_positions(c.job, c.batch)) - len(c.done) for name, c in after.items() if not c.is_finished}
     ended = {name: ago + len(slots) for name, ago in tail.ended.items() if name in after}
     ends: list[tuple[int, str, int]] = []
+    tokens = dict.fromkeys(after, 0)
     for index, slot in enumerate(slots):
         for ref in slot.samples:
             cursor = after[ref.adapter]
             cursor = replace(cursor, done=cursor.done | {ref.epoch * len(cursor.job.sample_tokens) + ref.sample})
             left[ref.adapter] -= 1
+            tokens[ref.adapter] += cursor.job.sample_tokens[ref.sample]
             if not left[ref.adapter]:
                 ends.append((index, ref.adapter, cursor.batch))
                 ended[ref.adapter] = len(slots) - 1 - index
-                cursor = Cursor(job=cursor.job, batch=cursor.batch + 1)
+                cursor = replace(cursor, batch=cursor.batch + 1, done=NOTHING)
                 if not cursor.is_finished:
                     left[ref.adapter] = len(_positions(cursor.job, cursor.batch))
             after[ref.adapter] = cursor
     ends.sort()
-    return Window(slots=slots, ends=tuple(ends), cursors=tuple(after.values()), tail=replace(tail, ended=ended))
+    tail = replace(tail, ended=ended, served=_served(after.values(), tail, tokens))
+    return Window(slots=slots, ends=tuple(ends), cursors=tuple(after.values()), tail=tail)
+
+
+def _served(cursors: Iterable[Cursor], tail: Tail, tokens: Mapping[str, int]) -> dict[str, float]:
+    """Returns `Tail.served` after a window, of the jobs that have samples left."""
+    room = tail.limits.slot_tiles * tail.limits.tile_tokens
+    served = {
+        cursor.job.name: tail.served.get(cursor.job.name, 0.0) + tokens[cursor.job.name] / room / cursor.job.weight
+        for cursor in cursors
+        if not cursor.is_finished
+    }
+    least = min(served.values(), default=0.0)
+    return {name: slots - least for name, slots in served.items()}
 
 
 def _positions(job: AdapterJob, batch: int) -> range:

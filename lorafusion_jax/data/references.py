@@ -21,7 +21,8 @@ SetReferences = Mapping[str, np.ndarray]
 def with_references(prepared: Prepared, references: Mapping[str, SetReferences]) -> Prepared:
     """Returns the data with what the references of some adapters say of their samples."""
     adapters = {
-        name: _add(data, references[name]) if name in references else data for name, data in prepared.adapters.items()
+        name: add_references(data, references[name]) if name in references else data
+        for name, data in prepared.adapters.items()
     }
     return dataclasses.replace(prepared, adapters=adapters)
 
@@ -45,7 +46,8 @@ def reference_shapes(data: AdapterData, state: State | None) -> dict[str, tuple[
     }
 
 
-def _add(data: AdapterData, references: SetReferences) -> AdapterData:
+def add_references(data: AdapterData, references: SetReferences) -> AdapterData:
+    """Returns the data of an adapter with what its reference says of its samples."""
     sets = {
         key: dataclasses.replace(samples, reference=references.get(key), teacher=references.get(f"{key}{STATES}"))
         for key, samples in sets_of(data).items()

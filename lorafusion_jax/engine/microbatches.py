@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.data.assemble import (
@@ -12,12 +12,18 @@ from lorafusion_jax.data.assemble import (
     Piece,
     Weights,
     assemble,
+    piece_of,
     pieces_of_evaluation,
     pieces_of_slot,
+    segment_weights,
     stacked,
 )
+from lorafusion_jax.data.references import sets_of
+from lorafusion_jax.data.sample_table import State, TableShape, table_shape
+from lorafusion_jax.data.tokenized_set import TokenizedSet
 from lorafusion_jax.engine.places import PlaceTable
 from lorafusion_jax.engine.task import Task
+from lorafusion_jax.pipeline.references import Replicas
 from lorafusion_jax.planning.training_plan import plan_of_set
 from scheduling import SampleRef
 
@@ -31,6 +37,8 @@ class Shape:
         segments: places for segments, from `num_segments`.
         adapters: places for adapters.
         replicas: number of replicas.
+        table: shape of the table of samples (None: no objective needs it).
+        state: of the tokens of a teacher.
     """
 
     capacity_tokens: int
@@ -38,6 +46,8 @@ class Shape:
     segments: int
     adapters: int
     replicas: int
+    table: TableShape | None = None
+    state: State | None = None
 
 
 class Assembler:
@@ -45,6 +55,7 @@ class Assembler:
 
     Args:
         config: of the session.
+        shape: of all microbatches; `add_objective` extends its table.
         index: name of a task → its place; the session changes it.
     """
 
@@ -62,21 +73,43 @@ class Assembler:
         """Returns a microbatch of padding: it adds zero to every sum."""
         return self._stacked([[] for _ in range(self.shape.replicas)])
 
+    def add_objective(self, task: Task, state: State | None) -> None:
+        """Makes room in the table for the samples of a task. It never shrinks, so that few shapes compile."""
+        sets = [(task.chosen, samples) for samples in sets_of(task.data).values()]
+        needed = table_shape(self.shape.segments - 1, sets)
+        if needed is None:
+            return
+        if needed.rows:
+            needed = needed._replace(rows=self.shape.capacity_tokens)
+        table = needed if self.shape.table is None else self.shape.table.union(needed)
+        self.shape = replace(self.shape, table=table, state=self.shape.state or state)
+
     def held_out(self, task: Task) -> list[Microbatch]:
         """Returns the microbatches of a task's held-out samples."""
         samples = task.data.eval
         assert samples is not None
-        plan, most = plan_of_set(self._config, task.name, samples.lengths), self.shape.segments - 1
-        parts = [
+        weights = Weights(1.0, 1.0, segment_weights(samples)) if task.chosen.of_samples else EACH_ONE
+        sets, of_task = {task.name: samples}, {task.name: weights}
+        return [
+            self._stacked([pieces_of_evaluation(part, sets, self._index, of_task) for part in replicas])
+            for replicas in self.slots_of(task, samples)
+        ]
+
+    def slots_of(self, task: Task, samples: TokenizedSet) -> list[Replicas]:
+        """Packs a set of a task alone, for a pass over all of it."""
+        plan = plan_of_set(self._config, task.name, samples.lengths)
+        most = (self.shape.segments - 1) // task.chosen.num_segments
+        return [
             [part[at : at + most] for part in slot.replicas]
             for slot in plan.slots
             for at in range(0, max(map(len, slot.replicas)), most)
         ]
-        sets = {task.name: samples}
-        return [
-            self._stacked([pieces_of_evaluation(part, sets, self._index, {task.name: EACH_ONE}) for part in replicas])
-            for replicas in parts
-        ]
+
+    def without_objective(self, samples: TokenizedSet, replicas: Replicas, place: int) -> Microbatch:
+        """Assembles samples of a set under the weights of a place (-1: the base alone)."""
+        return self._stacked(
+            [[piece_of(samples, ref.sample, place, EACH_ONE, key=0) for ref in part] for part in replicas]
+        )
 
     def _stacked(self, replicas: Sequence[Sequence[Piece]]) -> Microbatch:
         shape = self.shape
@@ -87,6 +120,8 @@ class Assembler:
                 tile_tokens=shape.tile_tokens,
                 max_segments=shape.segments,
                 max_adapters=shape.adapters,
+                table=shape.table,
+                state=shape.state,
             )
             for pieces in replicas
         ]

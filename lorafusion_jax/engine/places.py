@@ -1,7 +1,8 @@
 """The places of a live session: how large the adapters in them may be, and which adapter is in which place.
 
-A place has a largest rank and all targets. Programs are compiled for these. What differs by adapter (columns, rank,
-scale, dropout) goes to the devices with every microbatch, so a place changes its adapter without compiling.
+A place has a kind of adapters, a largest rank and all targets. Programs are compiled for these. What differs by adapter
+(columns, rank, scale, dropout, objective) goes to the devices with every microbatch, so a place changes its adapter
+without compiling.
 A places · P places for the adapters of a microbatch
 """
 
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lorafusion_jax.adapters.spec import AdapterSpec
+from lorafusion_jax.adapters.table import PLAIN, adapter_kind, unknown_kind
 from lorafusion_jax.config.schema import (
     AdapterConfig,
     BaseSettings,
@@ -33,54 +35,76 @@ MOST_PLACES = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Places:
-    """Places of a session by rank.
+    """Places of a session.
 
     Args:
         ranks: largest rank of each place, ascending.
-        kind: kind of all adapters.
+        kinds: kind of adapters of each place.
         dropout: whether adapters may use dropout.
 
-    >>> Places.of({16: 2, 64: 1}).ranks
-    (16, 16, 64)
+    >>> places = Places.of({16: 2, 64: 1, "dora:16": 1})
+    >>> places.ranks, places.kinds
+    ((16, 16, 16, 64), ('dora', 'lora', 'lora', 'lora'))
     """
 
     ranks: tuple[int, ...]
-    kind: str = "lora"
+    kinds: tuple[str, ...]
     dropout: bool = True
 
     @classmethod
-    def of(cls, classes: Mapping[int, int], *, kind: str = "lora", dropout: bool = True) -> Places:
-        """Builds the places from classes, rank → number of places.
+    def of(cls, classes: Mapping[int | str, int], *, dropout: bool = True) -> Places:
+        """Builds the places from classes: RANK or KIND:RANK → number of places.
 
         Raises:
             ConfigError: `places.classes`.
         """
-        ranks = tuple(rank for rank, count in sorted(classes.items()) for _ in range(count))
-        if not 0 < len(ranks) <= MOST_PLACES or any(rank < 1 or count < 1 for rank, count in classes.items()):
+        known = {_parse_class(name): count for name, count in classes.items()}
+        total = sum(max(count, 0) for count in known.values())
+        if None in known or not 0 < total <= MOST_PLACES or min(known.values()) < 1 or len(known) < len(classes):
             raise ConfigError(
                 "places.classes",
                 f"places must be 1 to {MOST_PLACES} in classes of rank -> number, not {dict(classes)}.",
-                fix="for example 16:8,64:2 for eight places of rank 16 and two of rank 64",
+                fix="for example 16:8,64:2,dora:16:1 for eight places of rank 16, two of rank 64, and one for DoRA",
             )
-        return cls(ranks=ranks, kind=kind, dropout=dropout)
+        each = sorted(own for own in known if own is not None for _ in range(known[own]))
+        return cls(ranks=tuple(rank for rank, _ in each), kinds=tuple(kind for _, kind in each), dropout=dropout)
 
     @property
-    def classes(self) -> dict[int, int]:
-        return {rank: self.ranks.count(rank) for rank in sorted(set(self.ranks))}
+    def classes(self) -> dict[str, list[int]]:
+        """Name of each class → its places."""
+        found: dict[str, list[int]] = {}
+        for place, (rank, kind) in enumerate(zip(self.ranks, self.kinds, strict=True)):
+            found.setdefault(class_name(kind, rank), []).append(place)
+        return found
 
-    def find(self, spec: AdapterSpec, taken: Collection[int]) -> int | None:
-        """Returns the smallest free place that holds an adapter; None if there is none."""
-        if self.refuses(spec):
-            return None
-        return next((p for p, rank in enumerate(self.ranks) if rank >= spec.rank and p not in taken), None)
+    def find(self, kind: str, rank: int, taken: Collection[int]) -> int | None:
+        """Returns the smallest free place that holds an adapter of a kind and rank; None if there is none."""
+        places = enumerate(zip(self.ranks, self.kinds, strict=True))
+        return next((p for p, (most, own) in places if own == kind and most >= rank and p not in taken), None)
 
     def refuses(self, spec: AdapterSpec) -> str:
         """Says why no place of the session can ever hold an adapter; empty if one can."""
-        if spec.rank > self.ranks[-1]:
-            return f"rank {spec.rank} is above the largest place, {self.ranks[-1]}"
-        if spec.kind != self.kind:
-            return f"the session trains adapters of kind {self.kind}, not {spec.kind}"
+        largest = max((rank for rank, kind in zip(self.ranks, self.kinds, strict=True) if kind == spec.kind), default=0)
+        if not largest:
+            return f"the session has no place for kind {spec.kind}, only for {', '.join(sorted(set(self.kinds)))}"
+        if spec.rank > largest:
+            return f"rank {spec.rank} is above the largest place, {largest}"
         return "the session was opened without dropout" if spec.dropout and not self.dropout else ""
+
+
+def class_name(kind: str, rank: int) -> str:
+    """Name of a class of places.
+
+    >>> class_name("lora", 16), class_name("dora", 8)
+    ('16', 'dora:8')
+    """
+    return str(rank) if kind == PLAIN else f"{kind}:{rank}"
+
+
+def _parse_class(name: int | str) -> tuple[int, str] | None:
+    kind, _, rank = str(name).rpartition(":")
+    kind = kind or PLAIN
+    return (int(rank), kind) if rank.isdigit() and int(rank) > 0 and unknown_kind(kind) is None else None
 
 
 def session_config(
@@ -103,9 +127,11 @@ def session_config(
             AdapterConfig(
                 name=place_name(place),
                 data=DataSettings(train="-"),
-                lora=LoraSettings(kind=places.kind, rank=rank, dropout=0.05 if places.dropout else 0.0),
+                lora=LoraSettings(
+                    kind=kind, rank=rank, dropout=0.05 if places.dropout and adapter_kind(kind).dropout else 0.0
+                ),
             )
-            for place, rank in enumerate(places.ranks)
+            for place, (rank, kind) in enumerate(zip(places.ranks, places.kinds, strict=True))
         ),
     )
 
@@ -124,13 +150,16 @@ class PlaceTable:
         self._rank = np.zeros(count, np.int32)
         self._scale, self._rate = np.zeros(count, np.float32), np.zeros(count, np.float32)
         self._key = np.zeros(count, np.uint32)
+        self._objective = np.full(count, -1, np.int32)
 
-    def assign(self, place: int, spec: AdapterSpec) -> None:
+    def assign(self, place: int, spec: AdapterSpec, objective: int) -> None:
+        """Describes the adapter of a place; `objective` is the number of its objective in the session."""
         own = dict(own_columns(self._columns, place, spec))
         for row, (name, at) in enumerate(self._columns.items()):
             self._windows[row, :, place] = (at.first[place], own[name]) if name in own else (0, 0)
         self._rank[place], self._scale[place] = spec.columns, spec.scale
         self._rate[place], self._key[place] = spec.dropout, dropout_key(spec.seed)
+        self._objective[place] = objective
 
     def rows(self, adapters: np.ndarray) -> AdapterRows:
         """Returns the rows of a microbatch's adapters [P], -1 in unused places."""
@@ -141,4 +170,5 @@ class PlaceTable:
             self._scale[number],
             self._rate[number],
             self._key[number],
+            self._objective.copy(),
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -18,22 +18,36 @@ import numpy as np
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.adapters.table import adapter_kind
 from lorafusion_jax.checkpoint.warm_start import read_warm_starts, start_from
-from lorafusion_jax.config.schema import BaseSettings, BatchSettings, JobConfig, MeshSettings, TrainSettings
+from lorafusion_jax.config.references import ReferenceWeights, reference_of
+from lorafusion_jax.config.schema import (
+    BaseSettings,
+    BatchSettings,
+    JobConfig,
+    MeshSettings,
+    OptimSettings,
+    TrainSettings,
+)
 from lorafusion_jax.config.specs import adapter_specs
 from lorafusion_jax.data.assemble import Microbatch, num_segments
+from lorafusion_jax.data.references import SetReferences
+from lorafusion_jax.data.sample_table import State
 from lorafusion_jax.engine.microbatches import Assembler, Shape
 from lorafusion_jax.engine.places import Places, PlaceTable, place_name, session_config
+from lorafusion_jax.engine.references import ReferenceQueue
 from lorafusion_jax.engine.state import AdapterState
 from lorafusion_jax.engine.task import Task
 from lorafusion_jax.errors import CheckpointError, RunError
+from lorafusion_jax.objective.batch import finished_metrics, metric_names
+from lorafusion_jax.objective.protocol import SFT, Chosen
 from lorafusion_jax.optim.step import hyper
 from lorafusion_jax.pipeline.base import check_tables, open_base
 from lorafusion_jax.pipeline.base_cache import BaseFiles
-from lorafusion_jax.pipeline.batches import mask_adapters
-from lorafusion_jax.pipeline.evaluation import Evaluation
+from lorafusion_jax.pipeline.batches import mask_adapters, teacher_state
+from lorafusion_jax.pipeline.evaluation import Evaluation, finish_evaluation
 from lorafusion_jax.pipeline.executor import Executor, StepResult
 from lorafusion_jax.pipeline.move import to_local
 from lorafusion_jax.pipeline.reading import Reading
+from lorafusion_jax.pipeline.references import read_reference_folder
 from lorafusion_jax.pipeline.stage import Stage
 from lorafusion_jax.pipeline.state import adapter_arrays, joined_states, state_of_stage
 from lorafusion_jax.report.events import AdapterFailed, Listener, StepTaken
@@ -43,7 +57,7 @@ from scheduling.pipeline import Event, one_forward_one_backward
 from scheduling.types import Limits
 from scheduling.window import Tail, Window, advance, plan_window
 
-TOKENS_OF_A_SAMPLE = 256  # places for samples of a microbatch: one for as many tokens
+TOKENS_OF_A_SEGMENT = 256  # places for segments of a microbatch: one for as many tokens
 MOST_ADAPTERS = 8  # in one microbatch: its cost grows with this number
 
 
@@ -56,6 +70,22 @@ class _Issued:
     step: int
     slot: int
     result: StepResult
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Weights:
+    """What a place gets.
+
+    Args:
+        leaves: for all layers.
+        optimizer: its state (None: the initial one).
+        fresh: initial values may depend on the base.
+    """
+
+    spec: AdapterSpec
+    leaves: Mapping[str, np.ndarray]
+    optimizer: Any = None
+    fresh: bool = False
 
 
 class LiveSession:
@@ -74,7 +104,7 @@ class LiveSession:
         reading: Reading,
         stages: list[Stage],
         *,
-        most_samples: int,
+        most_segments: int,
         reproducible: bool = False,
     ):
         self.config, self.places, self.slot = config, places, 0
@@ -90,11 +120,13 @@ class LiveSession:
                 data_parallel=config.mesh.replicas,
                 tile_tokens=config.batch.tile_tokens,
             ),
-            most_samples=most_samples,
-            most_adapters=min(len(places.ranks), MOST_ADAPTERS),
+            most_segments=most_segments,
+            most_adapters=1 if reproducible else min(len(places.ranks), MOST_ADAPTERS),
             whole=reproducible,
         )
         self._assembler = Assembler(config, self._shape(), self._table, self._index)
+        self._objectives: list[Chosen] = [SFT]
+        self._references = ReferenceQueue(self._executor, self._assembler)
         self._issued: deque[_Issued] = deque()
         self._compiled: set[tuple] = set()
         self._emit: Listener = lambda event: None
@@ -109,7 +141,7 @@ class LiveSession:
         batch: BatchSettings | None = None,
         train: TrainSettings | None = None,
         directory: str = ".",
-        most_samples: int | None = None,
+        most_segments: int | None = None,
         reproducible: bool = False,
         base_files: BaseFiles | None = None,
         on_progress: Callable[[str], None] = lambda text: None,
@@ -117,12 +149,14 @@ class LiveSession:
         """Loads a base model and compiles all programs of a session.
 
         Args:
-            places: for adapters of supervised fine-tuning.
+            places: for adapters of any objective.
             batch: capacity (one) and tile; `global_samples` is the adapters' own.
             directory: folder of a relative `base.model`.
-            most_samples: places for samples in a microbatch (None: one for 256 tokens). More cost time in attention.
-            reproducible: split batches in one way, so that an adapter does not depend on its company by a single bit.
-                Microbatches are less full. Otherwise results are equal to rounding.
+            most_segments: places for segments in a microbatch (None: one for 256 tokens), of which a sample of
+                preferences takes two. More cost time in attention.
+            reproducible: split batches in one way, and let a microbatch hold one adapter, so that an adapter does not
+                depend on its company by a single bit. Microbatches are less full. Otherwise results are equal to
+                rounding, because sums over a microbatch depend on the rows at which an adapter begins.
             base_files: see `open_base`.
 
         Raises:
@@ -136,8 +170,8 @@ class LiveSession:
         check_tables()
         config = session_config(base, mesh, places, batch=batch, train=train, directory=directory)
         opened = open_base(config, None, adapter_specs(config), base_files=base_files)
-        most = most_samples or max(1, batch.largest // TOKENS_OF_A_SAMPLE)
-        session = cls(config, places, Reading(opened), opened.stages, most_samples=most, reproducible=reproducible)
+        most = most_segments or num_segments(max(1, batch.largest // TOKENS_OF_A_SEGMENT)) - 1
+        session = cls(config, places, Reading(opened), opened.stages, most_segments=most, reproducible=reproducible)
         try:
             session._compile(on_progress)
         except BaseException:
@@ -146,10 +180,9 @@ class LiveSession:
         return session
 
     @property
-    def free(self) -> dict[int, int]:
-        """Free places by rank."""
-        free = [rank for place, rank in enumerate(self.places.ranks) if place not in self.tasks]
-        return {rank: free.count(rank) for rank in self.places.classes}
+    def free(self) -> dict[str, int]:
+        """Free places by class."""
+        return {name: sum(p not in self.tasks for p in places) for name, places in self.places.classes.items()}
 
     @property
     def device(self) -> str:
@@ -158,47 +191,60 @@ class LiveSession:
 
     def find_place(self, spec: AdapterSpec) -> int | None:
         """Returns a free place for an adapter; None if there is none now."""
-        return self.places.find(spec, self.tasks.keys())
+        return self.places.find(spec.kind, spec.rank, self.tasks.keys())
 
     def start(self, place: int, task: Task, state: AdapterState | None = None) -> None:
         """Starts an adapter in a free place. Others train on; nothing compiles for known shapes of adapters.
 
-        The first adapter of other rank, targets or optimizer compiles its own step: a second or two.
+        The first adapter of other rank, targets or optimizer compiles its own step: a second or two; the first of
+        another objective the loss. An adapter whose objective compares with a reference is `preparing` at first: what
+        the reference says is computed between the slots of the others.
 
         Args:
             state: continue from there (None: from initial weights, or `lora.init_from`).
 
         Raises:
-            RunError: `session.place`, it is taken or too small.
+            RunError: `session.place`, it is taken or too small; `session.segments`.
             CheckpointError: `state.data`, the state was trained on other data; `peft.other-base`.
         """
         self._check_start(place, task)
-        if state is None:
-            first = {task.name: self._stages[0].parts.first_weights(task.spec)}
-            weights = start_from(first, read_warm_starts(task.config), [task.spec])[task.name]
-        else:
+        first = _Weights(spec=task.spec, leaves=self._first_weights(task), fresh=task.adapter.lora.init_from is None)
+        weights = first
+        if state is not None:
             _check_state(task, state)
-            weights = state.weights
+            weights = _Weights(spec=task.spec, leaves=state.weights, optimizer=state.optimizer)
+        reference = reference_of(task.adapter, [task.name]) if task.references is None else None
+        compared = self._weights_of_reference(place, task, reference, first)
+        number = self._number_objective(task)
         task.restart(0 if state is None else state.step)
-        self._table.assign(place, task.spec)
         self.tasks[place], self._index[task.name] = task, place
-        optimizer = None if state is None else state.optimizer
-        fresh = state is None and task.adapter.lora.init_from is None
-        for done in self._executor.read(lambda stage: self._write(stage, place, task, weights, optimizer, fresh)):
-            with self._executor.blaming(None, None, [task.name]):
-                done.result()
+        self._write(place, task, compared or weights, number)
+        if reference is None:
+            return
+        task.status = "preparing"
+
+        def finish(references: SetReferences | None) -> None:
+            if compared is not None:
+                self._write(place, task, weights, number)
+            if references is not None:
+                task.take_references(references)
+
+        self._references.add(task, place, -1 if compared is None else place, self._teacher_state(task), finish)
 
     def stop(self, place: int) -> AdapterState:
         """Frees a place. Returns the state after the adapter's last step; a begun batch is dropped.
 
-        Waits for the slots that were issued.
+        Waits for the slots that were issued. An adapter that was still preparing has to prepare again.
         """
+        self.drain()
+        self._references.drop(place)
         state = self.read(place)
         self.forget(place)
         return state
 
     def read(self, place: int) -> AdapterState:
         """Returns the state after an adapter's last step. Waits for the slots that were issued."""
+        assert place not in self._references, "the place may hold the weights of a reference"
         self.drain()
         task = self.tasks[place]
         parts = _results(self._executor.read(lambda stage: (stage.adapter(place), stage.optimizers[task.name])))
@@ -210,6 +256,7 @@ class LiveSession:
     def forget(self, place: int) -> None:
         """Frees a place without reading its state."""
         self.drain()
+        self._references.drop(place)
         task = self.tasks.pop(place)
         del self._index[task.name]
         _results(self._executor.read(lambda stage: stage.optimizers.pop(task.name, None)))
@@ -227,6 +274,8 @@ class LiveSession:
     ) -> int:
         """Runs a window from `plan`. The devices may still work when it returns; see `drain`.
 
+        Adapters that are preparing advance by a microbatch before each slot. The window ends when one of them is ready.
+
         Args:
             listener: called with `StepTaken` and `AdapterFailed`.
             pause: asked before each slot; True ends the window there.
@@ -235,6 +284,10 @@ class LiveSession:
             Number of slots run.
         """
         self._emit = listener
+        if not window.slots:
+            while len(self._references) and not self._references.step() and not pause():
+                pass
+            return 0
         before = {task.name: task.cursor for task in self.tasks.values()}
         todo = issue_order(one_forward_one_backward(window), window.num_stages)
         entering = [event.slot for event in todo if event.kind == "forward" and event.stage == 0]
@@ -248,7 +301,8 @@ class LiveSession:
                     if event.slot >= end:
                         continue
                     if event.kind == "forward" and event.stage == 0:
-                        if event.slot and pause():
+                        ready = self._references.step()
+                        if event.slot and (ready or pause()):
                             end = event.slot
                             continue
                         failed[event.slot] = self._failed()
@@ -274,12 +328,13 @@ class LiveSession:
         task = self.tasks[place]
         if task.data.eval is None:
             return None
-        loss, tokens = 0.0, int(task.data.eval.loss_mask.sum())
+        sums = dict.fromkeys(("loss", *metric_names([task.chosen])), 0.0)
         with self._executor.blaming(None, None, [task.name]):
             for rows in self._assembler.held_out(task):
                 totals = self._executor.evaluate(rows, [task.name]).result()
-                loss += float(to_local(totals["loss"])[place])
-        return Evaluation(loss=loss / max(tokens, 1), tokens=tokens, metrics={})
+                for key in sums:
+                    sums[key] += float(to_local(totals[key])[place])
+        return finish_evaluation(task.chosen, task.data.eval, sums)
 
     def close(self) -> None:
         """Ends the threads of the session."""
@@ -291,7 +346,7 @@ class LiveSession:
         return Shape(
             capacity_tokens=batch.largest,
             tile_tokens=batch.tile_tokens,
-            segments=num_segments(self._tail.most_samples),
+            segments=num_segments(self._tail.most_segments),
             adapters=self._tail.most_adapters,
             replicas=self.config.mesh.replicas,
         )
@@ -307,13 +362,15 @@ class LiveSession:
         rows = self._assembler.empty()
         self._executor.warm_up([rows], rows, lambda left: on_progress(f"compiling {', '.join(left)}"))
         self._reading.finish()
-        for rank in self.places.classes:
-            place = self.places.ranks.index(rank)
+        specs = adapter_specs(self.config)
+        for place, *_ in self.places.classes.values():
             name = place_name(place)
             for stage in self._stages:
                 stage.write(place, zeros[name])
                 stage.adapter(place)
-            self._compiled.add(_kind(adapter_specs(self.config)[place], self.config))
+                if adapter_kind(specs[place].kind).start is not None:
+                    stage.start_from_base(place)
+            self._compiled.add(_kind(specs[place], self.config.adapters[place].optim))
         for stage in self._stages:
             stage.optimizers.clear()
 
@@ -327,17 +384,71 @@ class LiveSession:
                 f"{task.name} does not fit into place {place}.",
                 why=why or f"rank {task.spec.rank} is above {self.places.ranks[place]}",
             )
-        if task.adapter.objective.chosen.of_samples:
-            raise RunError("session.objective", f"{task.name}: a live session trains objectives of tokens only (sft).")
+        if task.chosen.head is not None:
+            raise RunError(
+                "session.head",
+                f"{task.name}: objective {task.chosen.name} trains a head of its own.",
+                why="places of a live session have none",
+                fix="train it in a run: lorafusion train",
+            )
+        if task.chosen.num_segments > self._tail.most_segments:
+            raise RunError(
+                "session.segments",
+                f"a sample of {task.name} has {task.chosen.num_segments} segments.",
+                why=f"microbatches of the session have places for {self._tail.most_segments}",
+                fix="a smaller group, or a session of a larger batch.capacity_tokens",
+            )
 
-    def _write(
-        self, stage: Stage, place: int, task: Task, weights: Mapping[str, np.ndarray], optimizer: Any, fresh: bool
-    ) -> None:
-        stage.assign(place, task.adapter, task.spec)
-        stage.write(place, weights, None if optimizer is None else state_of_stage(stage, optimizer))
-        if fresh and adapter_kind(task.spec.kind).start is not None:
+    def _first_weights(self, task: Task) -> Mapping[str, np.ndarray]:
+        first = {task.name: self._stages[0].parts.first_weights(task.spec)}
+        return start_from(first, read_warm_starts(task.config), [task.spec])[task.name]
+
+    def _weights_of_reference(
+        self, place: int, task: Task, reference: ReferenceWeights | None, first: _Weights
+    ) -> _Weights | None:
+        """Returns the weights that a place holds while a reference is computed; None: those that train."""
+        if reference is None or reference.kind == "base":
+            return None
+        if reference.kind == "adapter":
+            return first
+        described, arrays = read_reference_folder(task.config, reference)
+        spec = replace(described, name=task.name)
+        if why := self.places.refuses(spec) or (spec.rank > self.places.ranks[place] and f"rank {spec.rank}"):
+            raise RunError(
+                "session.reference", f"the reference of {task.name} does not fit into place {place}.", why=why
+            )
+        own = {task.name: self._stages[0].parts.first_weights(spec)}
+        return _Weights(spec=spec, leaves=start_from(own, {0: arrays}, [spec])[task.name])
+
+    def _teacher_state(self, task: Task) -> State | None:
+        return teacher_state(self.config.model_copy(update={"adapters": (task.adapter,)}))
+
+    def _number_objective(self, task: Task) -> int:
+        """Returns the number of a task's objective in the session, which learns it if it is new."""
+        chosen = task.chosen
+        self._assembler.add_objective(task, self._teacher_state(task))
+        known = (number for number, other in enumerate(self._objectives) if chosen.same_as(other))
+        if (number := next(known, None)) is not None:
+            return number
+        self._objectives.append(chosen)
+        objectives = tuple(self._objectives)
+        _results(self._executor.read(lambda stage: stage.replace_objectives(objectives)))
+        return len(objectives) - 1
+
+    def _write(self, place: int, task: Task, weights: _Weights, objective: int) -> None:
+        """Writes weights and optimizer state into a place, after all work issued so far."""
+        self._table.assign(place, weights.spec, objective)
+        for done in self._executor.read(lambda stage: self._write_stage(stage, place, task, weights)):
+            with self._executor.blaming(None, None, [task.name]):
+                done.result()
+
+    def _write_stage(self, stage: Stage, place: int, task: Task, weights: _Weights) -> None:
+        optimizer = weights.optimizer
+        stage.assign(place, task.adapter, weights.spec)
+        stage.write(place, weights.leaves, None if optimizer is None else state_of_stage(stage, optimizer))
+        if weights.fresh and adapter_kind(weights.spec.kind).start is not None:
             stage.start_from_base(place)
-        kind = _kind(task.spec, task.config)
+        kind = _kind(weights.spec, task.adapter.optim)
         if kind not in self._compiled:
             stage.compile_steps(len(self._stages), place)
             stage.adapter(place)
@@ -379,6 +490,7 @@ class LiveSession:
             return
         with self._executor.blaming(None, issued.slot, [task.name]):
             loss, norm, healthy = result.loss, result.grad_norm, result.healthy
+            metrics = result.metrics if task.chosen.of_samples else {}
         if not healthy:
             self._fail(issued)
             return
@@ -392,6 +504,7 @@ class LiveSession:
                 grad_norm=norm,
                 lr=float(task.rates[issued.step - 1]),
                 loss_tokens=task.loss_tokens[issued.step - 1],
+                metrics=finished_metrics(task.chosen, metrics),
             )
         )
         if task.step == task.num_steps:
@@ -412,10 +525,9 @@ class LiveSession:
         return frozenset(place for place, task in self.tasks.items() if task.status == "failed")
 
 
-def _kind(spec: AdapterSpec, config: JobConfig) -> tuple:
+def _kind(spec: AdapterSpec, optim: OptimSettings) -> tuple:
     """Adapters of one kind share the programs of their steps."""
-    optim = next((a.optim for a in config.adapters if a.name == spec.name), config.adapters[0].optim)
-    return spec.rank, spec.targets, optim.name, optim.clip > 0
+    return spec.kind, spec.rank, spec.targets, optim.name, optim.clip > 0, *optim.lr_ratios
 
 
 def _check_state(task: Task, state: AdapterState) -> None:

@@ -12,12 +12,15 @@ from lorafusion_jax.config.schema import AdapterConfig, JobConfig
 from lorafusion_jax.config.specs import adapter_spec, model_targets
 from lorafusion_jax.data.assemble import Weights, batch_loss_tokens
 from lorafusion_jax.data.prepare import AdapterData, Prepared
+from lorafusion_jax.data.references import SetReferences, add_references
+from lorafusion_jax.objective.protocol import Chosen
+from lorafusion_jax.pipeline.batches import batch_weights
 from lorafusion_jax.planning.training_plan import train_jobs
 from lorafusion_jax.training.job import step_rates
 from scheduling import AdapterJob
 from scheduling.window import Cursor
 
-Status = Literal["running", "done", "failed"]
+Status = Literal["preparing", "running", "done", "failed"]  # preparing: its reference is being computed
 
 
 @dataclass(slots=True, kw_only=True)
@@ -29,6 +32,7 @@ class Task:
         job: its samples for the planner.
         rates: learning rate of each step.
         weights: factors of the mean over each global batch.
+        references: what its reference says of its samples; None: there is none, or it is not computed yet.
         step: number of steps taken.
         cursor: next samples.
     """
@@ -40,16 +44,19 @@ class Task:
     rates: np.ndarray
     loss_tokens: list[int]
     weights: list[Weights]
+    references: SetReferences | None = None
     step: int = 0
     cursor: Cursor = field(init=False)
     status: Status = "running"
     reason: str = ""
 
     def __post_init__(self):
-        self.cursor = Cursor(job=self.job, batch=self.step)
+        self.restart(self.step)
+        if self.references is not None:
+            self.data = add_references(self.data, self.references)
 
     @classmethod
-    def of(cls, config: JobConfig, prepared: Prepared) -> Task:
+    def of(cls, config: JobConfig, prepared: Prepared, references: SetReferences | None = None) -> Task:
         """Builds the task of a job with one adapter."""
         (adapter,) = config.adapters
         data = prepared.adapters[adapter.name]
@@ -62,7 +69,8 @@ class Task:
             job=job,
             rates=step_rates(adapter, data),
             loss_tokens=loss_tokens,
-            weights=[Weights(1.0 / tokens) for tokens in loss_tokens],
+            weights=list(batch_weights(adapter, data)),
+            references=references,
         )
 
     @property
@@ -74,8 +82,17 @@ class Task:
         return self.config.adapters[0]
 
     @property
+    def chosen(self) -> Chosen:
+        """Its objective with its settings."""
+        return self.adapter.objective.chosen
+
+    @property
     def num_steps(self) -> int:
         return self.job.num_batches
+
+    def take_references(self, references: SetReferences) -> None:
+        """Adds what was computed of its samples; the task can train now."""
+        self.references, self.data, self.status = references, add_references(self.data, references), "running"
 
     def reweight(self, weight: float) -> None:
         """Changes the share of the session relative to other adapters."""
@@ -84,4 +101,4 @@ class Task:
 
     def restart(self, step: int) -> None:
         """Sets the position after a step; samples of a begun batch run again."""
-        self.step, self.cursor = step, Cursor(job=self.job, batch=step)
+        self.step, self.cursor = step, Cursor(job=self.job, batch=step, segments=self.chosen.num_segments)

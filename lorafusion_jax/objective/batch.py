@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from lorafusion_jax.errors import ConfigError
 from lorafusion_jax.objective.loss import sum_by
@@ -38,13 +38,14 @@ def totals_of(
     Args:
         losses_T: weighted token losses, from `token_losses`.
         batch: a `Microbatch`; with the table of samples if an objective takes its mean over samples.
-        chosen: the objective of each adapter.
+        chosen: the objective of each adapter; with `batch.lora` the objectives that `batch.lora.objective` numbers.
         hidden_TD: output of the final norm; for objectives that need hidden states or scores.
         divergence_T: weighted divergences from a reference, from `token_divergences`; for objectives that need them.
         heads: key of a head's leaf, see `Head.by_key` → tensor of each sample's adapter, [N, ...].
     """
-    totals = {"loss": sum_by(losses_T, batch.row_adapter, len(chosen))}
-    groups = [(first, members) for first, members in _groups(chosen) if first.of_samples]
+    A = len(chosen) if batch.lora is None else batch.lora.objective.shape[0]
+    totals = {"loss": sum_by(losses_T, batch.row_adapter, A)}
+    groups = [(first, is_member) for first, is_member in _members(batch, chosen) if first.of_samples]
     if not groups:
         return totals
     table = batch.samples
@@ -65,25 +66,26 @@ def totals_of(
     if table.rows is not None:
         everything = _with_tokens(everything, losses_T, batch)
     everything = everything._replace(head=heads)
-    for first, members in groups:
-        is_member = jnp.array([index in members for index in range(len(chosen))])
-        for name, sums in _of_samples(first, is_member, everything, table).items():
-            before = totals.get(name, jnp.zeros(len(chosen), jnp.float32))
+    for first, is_member in groups:
+        for name, sums in _of_samples(first, is_member, everything, table, alone=batch.lora is not None).items():
+            before = totals.get(name, jnp.zeros(A, jnp.float32))
             totals[name] = jnp.where(is_member, sums, before)
     return totals
 
 
 def divergence_rows(batch: Any, chosen: Sequence[Chosen]) -> tuple[Array, Array, Array]:
     """Returns weight, β and temperature of the divergence of each row, [T]; the weight is 0 where none is needed."""
-    of_adapter = [
+    divergences = [
         choice.objective.divergence(choice.options)
         if choice.objective.divergence and DIVERGENCE in choice.needs
         else None
         for choice in chosen
     ]
     settings_A3 = jnp.array(
-        [[0.0, *Divergence(0.0)] if settings is None else [1.0, *settings] for settings in of_adapter]
+        [[0.0, *Divergence(0.0)] if settings is None else [1.0, *settings] for settings in divergences]
     )
+    if batch.lora is not None:
+        settings_A3 = settings_A3[jnp.maximum(batch.lora.objective, 0)]
     needed, betas, temperatures = settings_A3[jnp.maximum(batch.row_adapter, 0)].T
     weights = jnp.where((batch.row_adapter >= 0) & (batch.weights != 0), needed, 0.0)
     return weights, betas, temperatures
@@ -112,13 +114,16 @@ def finished_metrics(chosen: Chosen, sums: Mapping[str, float]) -> dict[str, flo
     return finished
 
 
-def _groups(chosen: Sequence[Chosen]) -> Iterator[tuple[Chosen, list[int]]]:
-    """Groups adapters with the same objective and settings."""
+def _members(batch: Any, chosen: Sequence[Chosen]) -> Iterator[tuple[Chosen, Array]]:
+    """Yields every objective with its settings, and which adapters have it, bool [A]."""
+    if batch.lora is not None:
+        yield from ((choice, batch.lora.objective == number) for number, choice in enumerate(chosen))
+        return
     seen: list[Chosen] = []
     for first in chosen:
         if not any(first.same_as(other) for other in seen):
             seen.append(first)
-            yield first, [index for index, other in enumerate(chosen) if first.same_as(other)]
+            yield first, jnp.array([first.same_as(other) for other in chosen])
 
 
 def _with_tokens(everything: Sample, losses_T: Array, batch: Any) -> Sample:
@@ -140,10 +145,21 @@ def _with_tokens(everything: Sample, losses_T: Array, batch: Any) -> Sample:
     )
 
 
-def _of_samples(chosen: Chosen, is_member: Array, everything: Sample, table: Any) -> dict[str, Array]:
+def _of_samples(chosen: Chosen, is_member: Array, everything: Sample, table: Any, *, alone: bool) -> dict[str, Array]:
+    """Computes loss and metrics of the adapters of one objective.
+
+    Args:
+        alone: compile the loss apart from everything else, so that its bits do not depend on the other objectives.
+    """
     mine_N = (table.adapter >= 0) & is_member[table.adapter]
     # Samples of other groups are replaced before the loss, which also blocks their gradients.
-    loss_N, metrics = jax.vmap(partial(_loss, chosen))(_own_samples(chosen, everything, mine_N))
+    samples = _own_samples(chosen, everything, mine_N)
+    if alone:
+        differentiable = {name: getattr(samples, name) for name in ("nll", "logprobs", "hidden", "divergence")}
+        samples = samples._replace(**lax.optimization_barrier(differentiable))
+    loss_N, metrics = jax.vmap(partial(_loss, chosen))(samples)
+    if alone:
+        loss_N, metrics = lax.optimization_barrier((loss_N, metrics))
     owner_N = jnp.where(mine_N, table.adapter, -1)
 
     def mean(values_N: Array) -> Array:

@@ -60,7 +60,7 @@ class Batches:
         self._weights = {
             (adapter.name, batch): weights
             for adapter in config.adapters
-            for batch, weights in enumerate(_batch_weights(adapter, prepared.adapters[adapter.name]))
+            for batch, weights in enumerate(batch_weights(adapter, prepared.adapters[adapter.name]))
         }
 
     def of(self, slot: int) -> Microbatch:
@@ -181,7 +181,7 @@ def _parts(plan: Plan) -> dict[int, list[list[str]]]:
     return parts
 
 
-def _batch_weights(adapter: AdapterConfig, data: AdapterData) -> Iterator[Weights]:
+def batch_weights(adapter: AdapterConfig, data: AdapterData) -> Iterator[Weights]:
     """Yields the weights of each of an adapter's global batches."""
     tokens = batch_loss_tokens(data, adapter.global_samples)
     if not adapter.objective.chosen.of_samples:

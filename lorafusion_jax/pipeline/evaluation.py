@@ -19,7 +19,9 @@ from lorafusion_jax.data.assemble import (
     stacked,
 )
 from lorafusion_jax.data.prepare import Prepared
+from lorafusion_jax.data.tokenized_set import TokenizedSet
 from lorafusion_jax.objective.batch import finished_metrics, metric_names
+from lorafusion_jax.objective.protocol import Chosen
 from lorafusion_jax.pipeline.batches import places, teacher_state
 from lorafusion_jax.pipeline.executor import Executor
 from lorafusion_jax.pipeline.move import to_local
@@ -40,6 +42,14 @@ class Evaluation:
     loss: float
     tokens: int
     metrics: Mapping[str, float]
+
+
+def finish_evaluation(chosen: Chosen, samples: TokenizedSet, sums: Mapping[str, float]) -> Evaluation:
+    """Returns the evaluation of a set from the sums "loss" and those of the metrics over all of it."""
+    tokens = int(samples.loss_mask.sum())
+    count = len(samples) if chosen.of_samples else max(tokens, 1)
+    means = {key: total / count for key, total in sums.items()}
+    return Evaluation(loss=means.pop("loss"), tokens=tokens, metrics=finished_metrics(chosen, means))
 
 
 class Evaluator:
@@ -69,7 +79,7 @@ class Evaluator:
 
     def __call__(self, name: str) -> Evaluation:
         plan, index, chosen = self._plans[name], self._index[name], self._chosen[name]
-        tokens, in_flight = int(self._sets[name].loss_mask.sum()), deque()
+        in_flight = deque()
         sums = dict.fromkeys(("loss", *metric_names([chosen])), 0.0)
 
         def add(totals: Mapping[str, Array]) -> None:
@@ -84,9 +94,7 @@ class Evaluator:
                 in_flight.append(self._executor.evaluate(self._rows(plan, slot), [name]))
             for each in in_flight:
                 add(each.result())
-        count = len(self._sets[name]) if chosen.of_samples else max(tokens, 1)
-        means = {key: total / count for key, total in sums.items()}
-        return Evaluation(loss=means.pop("loss"), tokens=tokens, metrics=finished_metrics(chosen, means))
+        return finish_evaluation(chosen, self._sets[name], sums)
 
     def empty(self) -> Microbatch | None:
         """Returns a microbatch of padding, for compilation; None if no adapter is evaluated."""

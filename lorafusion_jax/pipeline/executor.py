@@ -340,14 +340,21 @@ class Executor:
 
     def evaluate(self, rows: Microbatch, adapters: Sequence[str] = ()) -> Future[dict[str, Array]]:
         """Issues a held-out microbatch. Returns sums of loss and metrics of each adapter, [A] on the last stage."""
+        done: Future[Any] = self.run_forward(Stage.evaluate, rows, adapters)
+        return done
 
-        def run(stage: Stage, before: Future[Any] | None) -> Any:
+    def run_forward[T](
+        self, run: Callable[[Stage, Microbatch, Array | None], T], rows: Microbatch, adapters: Sequence[str] = ()
+    ) -> Future[T]:
+        """Issues a pass without gradients through all stages, e.g. `Stage.token_logprobs`. Returns the last result."""
+
+        def run_stage(stage: Stage, before: Future[Any] | None) -> Any:
             x = None if before is None else transfer(before.result(), stage.mesh)
-            return stage.evaluate(to_stage(rows, stage.mesh), x)
+            return run(stage, to_stage(rows, stage.mesh), x)
 
         done: Future[Any] | None = None
         for index, stage in enumerate(self.stages):
-            done = self._submit(index, None, adapters, partial(run, stage, done))
+            done = self._submit(index, None, adapters, partial(run_stage, stage, done))
         assert done is not None
         return done
 

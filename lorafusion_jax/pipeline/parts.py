@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import Array
 
@@ -253,7 +254,7 @@ class Parts:
         segments = Segments(ids=batch.segment_ids, offsets=batch.segment_offsets, lengths=batch.segment_lengths)
         if batch.lora is not None:
             layers = layer_inputs(self.model, batch.positions, segments, self._context(batch, row_key))
-            return Inputs(layers, batch.lora.windows, self._kinds_of(batch.lora.windows))
+            return Inputs(layers, batch.lora.windows, self._kinds_of(batch.lora.windows, batch.adapters))
         lora = LoRAContext.of(
             self.specs,
             batch.tile_adapter,
@@ -266,11 +267,17 @@ class Parts:
         layers = layer_inputs(self.model, batch.positions, segments, lora.in_places(batch.adapters))
         return Inputs(layers, windows(self.columns, batch.adapters), kinds)
 
-    def _kinds_of(self, windows: Array) -> dict[str, Array]:
-        """Returns `Inputs.kinds` of a microbatch that describes its adapters itself, which are all of one kind."""
-        names = {target: f"{LAYERS}{self.model.layer(0).linear(target).path}." for target in self._kinds}
-        row = {target: [name.startswith(path) for name in self.columns].index(True) for target, path in names.items()}
-        return {target: jnp.where(windows[row[target], 1] > 0, 0, NO_KIND) for target in self._kinds}
+    def _kinds_of(self, windows: Array, adapters: Array) -> dict[str, Array]:
+        """Returns `Inputs.kinds` of a microbatch that describes its adapters itself."""
+        places = jnp.maximum(adapters, 0)
+
+        def numbers(target: str) -> Array:
+            path = f"{LAYERS}{self.model.layer(0).linear(target).path}."
+            rows = np.array([name.startswith(path) for name in self.columns])
+            is_target = jnp.any(windows[rows, 1] > 0, axis=0)
+            return jnp.where(is_target, jnp.asarray(self._kinds[target])[places], NO_KIND)
+
+        return {target: numbers(target) for target in self._kinds}
 
     def _context(self, batch: Any, row_key: Array | None) -> LoRAContext:
         """Returns the context of a microbatch that describes its adapters itself."""
@@ -309,22 +316,23 @@ class Parts:
         return self.objectives or (SFT,) * len(self.specs)
 
     def totals(
-        self, norm: Array, head: Array, x_TD: Array, batch: Any, heads: Mapping[str, Array]
+        self, norm: Array, head: Array, x_TD: Array, batch: Any, heads: Mapping[str, Array], chosen: Sequence[Chosen]
     ) -> dict[str, Array]:  # Microbatch of tracers
         """Computes sums of loss and metrics of each adapter, float32 [A].
 
         Args:
             heads: leaves of the objectives' heads by name, [1, C, ...].
+            chosen: as in `totals_of`.
         """
         weights = jnp.where(batch.row_adapter >= 0, batch.weights, 0.0)
         hidden = final_norm(x_TD, norm, self.model)
         losses_T = self._token_losses(hidden, head, batch, weights)
-        needed = frozenset().union(*(adapter.needs for adapter in self.chosen))
-        divergence_T = self._divergences(hidden, head, batch) if DIVERGENCE in needed else None
+        needed = frozenset().union(*(own.needs for own in chosen))
+        divergence_T = self._divergences(hidden, head, batch, chosen) if DIVERGENCE in needed else None
         return totals_of(
             losses_T,
             batch,
-            self.chosen,
+            chosen,
             None if needed.isdisjoint({HIDDEN, SCORE}) else hidden,
             divergence_T,
             {name.removeprefix(HEAD): self._of_samples(name, leaf, batch) for name, leaf in heads.items()},
@@ -345,8 +353,8 @@ class Parts:
         hidden, learned = final_norm(x_TD, norm, self.model), (batch.weights != 0).astype(jnp.float32)
         return -self._token_losses(hidden, head, batch, learned)
 
-    def _divergences(self, hidden: Array, head: Array, batch: Any) -> Array:
-        weights, betas, temperatures = divergence_rows(batch, self.chosen)
+    def _divergences(self, hidden: Array, head: Array, batch: Any, chosen: Sequence[Chosen]) -> Array:
+        weights, betas, temperatures = divergence_rows(batch, chosen)
         return token_divergences(
             hidden,
             batch.samples.teacher,

@@ -29,6 +29,7 @@ from lorafusion_jax.layout.extent import Extent
 from lorafusion_jax.layout.layer import RematPolicy
 from lorafusion_jax.models.forward import embed
 from lorafusion_jax.models.loading import Weight
+from lorafusion_jax.objective.protocol import Chosen
 from lorafusion_jax.optim.step import Hyper, transformation, zero_hyper
 from lorafusion_jax.pipeline import adapter_step
 from lorafusion_jax.pipeline import leaves as lv
@@ -87,11 +88,22 @@ class StagePrograms:
         self.forward = self._jit(self._forward, block, (ROWS, ROWS), options=kernels)
         self.backward = self._jit(self._backward, gradients, (ROWS, ROWS), donate=(6, 7), options=kernels)
         self.evaluate = self._jit(self._evaluate, block, ROWS, options=kernels)
-        ends = (REPLICATED, table_spec, ROWS, ROWS, REPLICATED)
-        self.head = self._jit(self._head, (*ends, ROWS, ROWS), (ROWS, ROWS, ROWS, ROWS), donate=(5, 6))
-        self.totals = self._jit(self._totals, ends, REPLICATED)
+        self._table_spec = table_spec
+        self.replace_objectives(parts.chosen)
         self.states = self._jit(self._states, (REPLICATED, ROWS), REPLICATED)
         self.token_logprobs = self._jit(self._token_logprobs, (REPLICATED, table_spec, ROWS, ROWS), REPLICATED)
+
+    def replace_objectives(self, chosen: Sequence[Chosen]) -> None:
+        """Replaces the objectives; the programs that compute losses compile at their next call.
+
+        Args:
+            chosen: as in `totals_of`.
+        """
+        self.chosen = tuple(chosen)
+        ends = (REPLICATED, self._table_spec, ROWS, ROWS, REPLICATED)
+        head, totals = partial(self._head, self.chosen), partial(self._totals, self.chosen)
+        self.head = self._jit(head, (*ends, ROWS, ROWS), (ROWS, ROWS, ROWS, ROWS), donate=(5, 6))
+        self.totals = self._jit(totals, ends, REPLICATED)
 
     def close_batch(self, own: Own, place: Place, sums: Leaves, totals: Totals | None, alive: Array):
         """Extracts an adapter's gradient from the sums and adds it up over replicas. Reads only its own columns.
@@ -150,6 +162,16 @@ class StagePrograms:
                 lambda place, lora: lv.take(lora, columns, own, place.first), out_shardings=self._stage.everywhere
             )
         return self._steps[kind](place, lora)
+
+    def put(self, leaves: Leaves, first: Array, own: Leaves) -> Leaves:
+        """Writes some leaves of one adapter, trainable or constant ones."""
+        kind = ("put",)
+        if kind not in self._steps:
+            columns = self._columns
+            self._steps[kind] = jax.jit(
+                lambda leaves, first, own: lv.put(leaves, columns, first, own), out_shardings=self._stage.everywhere
+            )
+        return self._steps[kind](leaves, first, own)
 
     def put_back(self, place: Place, lora: Leaves, own: Leaves, alive: Array):
         """Restores earlier weights of an adapter and marks it as not alive, so that later steps are refused.
@@ -321,14 +343,15 @@ class StagePrograms:
         return self._parts.layer(frozen, lora | constant, x, inputs, number)
 
     def _head(
-        self, norm: Array, table: Array, x: Array, batch: Microbatch, heads: Leaves, before: Totals, sums: Leaves
-    ):
+        self, chosen: Sequence[Chosen], norm: Array, table: Array, x: Array, batch: Microbatch, heads: Leaves,
+        before: Totals, sums: Leaves,
+    ):  # fmt: skip
         """Returns (gradient of x, losses, totals, sums of the gradients of the objectives' heads)."""
         table, batch = _gather(table, self._table_axis), _own(batch)
         constant = {name: leaf for name, leaf in heads.items() if name in self.constants}
 
         def loss(x: Array, trained: Leaves):
-            totals = self._parts.totals(norm, table, x, batch, trained | constant)
+            totals = self._parts.totals(norm, table, x, batch, trained | constant, chosen)
             return jnp.sum(totals["loss"]), totals
 
         trained = {name: leaf for name, leaf in heads.items() if name in self.columns}
@@ -336,8 +359,10 @@ class StagePrograms:
         sums = {name: sums[name] + slopes[name] for name in sums}
         return dx[None], totals["loss"][None], jax.tree.map(jnp.add, before, totals), sums
 
-    def _totals(self, norm: Array, table: Array, x: Array, batch: Microbatch, heads: Leaves) -> Totals:
-        totals = self._parts.totals(norm, _gather(table, self._table_axis), x[0], _own(batch), heads)
+    def _totals(
+        self, chosen: Sequence[Chosen], norm: Array, table: Array, x: Array, batch: Microbatch, heads: Leaves
+    ) -> Totals:
+        totals = self._parts.totals(norm, _gather(table, self._table_axis), x[0], _own(batch), heads, chosen)
         return totals if self._stage.replicas == 1 else lax.psum(totals, REPLICAS)
 
     def _states(self, norm: Array, x: Array) -> Array:

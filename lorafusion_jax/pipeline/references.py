@@ -7,7 +7,7 @@ R replicas · T packed tokens
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +18,7 @@ from lorafusion_jax.checkpoint.peft import Arrays, read_described
 from lorafusion_jax.checkpoint.warm_start import start_from
 from lorafusion_jax.config.references import ReferenceWeights, reference_of
 from lorafusion_jax.config.schema import AdapterConfig, JobConfig
-from lorafusion_jax.data.assemble import EACH_ONE, assemble, num_segments, piece_of, stacked
+from lorafusion_jax.data.assemble import EACH_ONE, Microbatch, assemble, num_segments, piece_of, stacked
 from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.data.references import STATES, SetReferences, sets_of
 from lorafusion_jax.data.sample_table import State
@@ -31,6 +31,7 @@ from lorafusion_jax.planning.training_plan import plan_of_set
 from lorafusion_jax.report.format import count
 from scheduling import SampleRef
 
+type Replicas = Sequence[Sequence[SampleRef]]  # samples of a microbatch, by replica
 BASE_ALONE = -1  # place of rows without an adapter
 
 
@@ -66,7 +67,7 @@ def compute_references(
         own = config.model_copy(update={"adapters": (config.adapter(name),)})
         state = teacher_state(own)
         made[name] = {
-            key if state is None else f"{key}{STATES}": _run_forward(own, samples, used, place, state)
+            key if state is None else f"{key}{STATES}": _run_set(own, samples, used, place, state)
             for key, samples in sets.items()
         }
     return made
@@ -95,36 +96,19 @@ def _stages_of_folder(
     return own
 
 
-def _run_forward(
+def _run_set(
     config: JobConfig, samples: TokenizedSet, stages: Sequence[Stage], place: int, state: State | None
 ) -> np.ndarray:
-    """Returns log p of the learned tokens of the set of a job's only adapter, [T], or the states that predict them.
-
-    Args:
-        state: width and dtype of the states, if they are wanted: [learned tokens, D].
-    """
-    name = config.adapters[0].name
-    of_learned = state is not None
-    shape = (int(samples.loss_mask.sum()), state.width) if state is not None else samples.tokens.shape
-    result = np.zeros(shape, np.float32 if state is None else state.dtype)
-    plan = plan_of_set(config, name, samples.lengths)
+    """Runs the set of a job's only adapter through stages that have no other work; see `run_set`."""
+    plan = plan_of_set(config, config.adapters[0].name, samples.lengths)
     width = 1 if samples.segment_lengths is None else samples.segment_lengths.shape[1]
     most = max(len(part) for slot in plan.slots for part in slot.replicas) * width
-    in_flight: deque[tuple[tuple[tuple[SampleRef, ...], ...], Array]] = deque()
 
-    def read_oldest() -> None:
-        replicas, logprobs = in_flight.popleft()
-        for part, row in zip(replicas, to_local(logprobs), strict=True):
-            for tokens, rows in _learned_rows(samples, part, of_learned):
-                result[tokens] = row[rows]
-
-    for slot in plan.slots:
-        if len(in_flight) > len(stages):  # enough to keep every stage busy
-            read_oldest()
-        rows = stacked(
+    def microbatch(replicas: Replicas) -> Microbatch:
+        return stacked(
             [
                 assemble(
-                    [piece_of(samples, ref.sample, place, EACH_ONE, key=0) for ref in slot.replicas[replica]],
+                    [piece_of(samples, ref.sample, place, EACH_ONE, key=0) for ref in replicas[replica]],
                     capacity_tokens=config.batch.largest,
                     tile_tokens=config.batch.tile_tokens,
                     max_segments=num_segments(most),
@@ -133,12 +117,59 @@ def _run_forward(
                 for replica in stages[0].mesh.local_replicas
             ]
         )
+
+    def issue(rows: Microbatch) -> Callable[[], Array]:
         x = None
         for stage in stages:
-            run = stage.states if of_learned else stage.token_logprobs
+            run = stage.states if state is not None else stage.token_logprobs
             x = run(to_stage(rows, stage.mesh), None if x is None else transfer(x, stage.mesh))
         assert x is not None
-        in_flight.append((slot.replicas, x))
+        last = x
+        return lambda: last
+
+    passes = run_set(samples, [slot.replicas for slot in plan.slots], microbatch, issue, state, len(stages))
+    while True:
+        try:
+            next(passes)
+        except StopIteration as done:
+            return done.value
+
+
+def run_set(
+    samples: TokenizedSet,
+    slots: Iterable[Replicas],
+    microbatch: Callable[[Replicas], Microbatch],
+    issue: Callable[[Microbatch], Callable[[], Array]],
+    state: State | None,
+    ahead: int,
+) -> Generator[None, None, np.ndarray]:
+    """Runs a set forward, a microbatch at each step of the generator.
+
+    Args:
+        slots: samples of each microbatch.
+        issue: issues a microbatch; its result, called, waits for log p [R, T], or for the states [R, T, D].
+        state: width and dtype of the states, if they are wanted.
+        ahead: microbatches that are issued before the first is read.
+
+    Returns:
+        log p of the learned tokens [T], or the states that predict them [learned tokens, D].
+    """
+    of_learned = state is not None
+    shape = (int(samples.loss_mask.sum()), state.width) if state is not None else samples.tokens.shape
+    result = np.zeros(shape, np.float32 if state is None else state.dtype)
+    in_flight: deque[tuple[Replicas, Callable[[], Array]]] = deque()
+
+    def read_oldest() -> None:
+        replicas, values = in_flight.popleft()
+        for part, row in zip(replicas, to_local(values()), strict=True):
+            for tokens, rows in _learned_rows(samples, part, of_learned):
+                result[tokens] = row[rows]
+
+    for replicas in slots:
+        if len(in_flight) > ahead:
+            read_oldest()
+        in_flight.append((replicas, issue(microbatch(replicas))))
+        yield
     while in_flight:
         read_oldest()
     return result

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +17,7 @@ from lorafusion_jax.data.assemble import Microbatch
 from lorafusion_jax.layout.extent import Extent, Piece
 from lorafusion_jax.layout.layer import RematPolicy
 from lorafusion_jax.objective.batch import metric_names
+from lorafusion_jax.objective.protocol import Chosen
 from lorafusion_jax.optim.step import Hyper, hyper, unchanging_hyper
 from lorafusion_jax.pipeline import leaves as lv
 from lorafusion_jax.pipeline.adapter_step import BatchSummary, Totals
@@ -117,20 +117,38 @@ class Stage:
 
     def start(self, lora: Mapping[str, Mapping[str, np.ndarray]]) -> None:
         """Sets each adapter's initial weights, given for all layers of the model, and resets all other state."""
-        self._in_flight, self._gradients = {}, {}
+        self._in_flight, self._gradients, self.totals = {}, {}, None
         self.alive = replicate(np.ones(len(self._adapters), bool), self.mesh)
         self.take_weights(lora)
         rows, replicas = self.mesh.by_replica, self.mesh.replicas
         shapes = {name: (replicas, *leaf.shape) for name, leaf in self.lora.items()}
-        names = ("loss", *metric_names(self._parts.chosen))
 
         def zeros():
-            empty = jnp.zeros((replicas, len(self._specs)), jnp.float32)
-            totals = None if self.weights.head is None else dict.fromkeys(names, empty)
-            return {name: jnp.zeros(shape, jnp.float32) for name, shape in shapes.items()}, totals
+            return {name: jnp.zeros(shape, jnp.float32) for name, shape in shapes.items()}
 
-        self.sums, self.totals = jax.jit(zeros, out_shardings=rows)()
+        self.sums, self.totals = jax.jit(zeros, out_shardings=rows)(), self._more_totals()
         self.optimizers = self._new_optimizers()
+
+    def replace_objectives(self, chosen: Sequence[Chosen]) -> None:
+        """Replaces the objectives of a session whose adapters change; sums of metrics that exist stay.
+
+        Args:
+            chosen: as in `totals_of`.
+        """
+        if self.weights.head is not None:
+            self.programs.replace_objectives(chosen)
+            self.totals = self._more_totals()
+
+    def _more_totals(self) -> Totals | None:
+        """Returns the sums with zeros for metrics that had none."""
+        if self.weights.head is None:
+            return None
+        names = [name for name in ("loss", *metric_names(self.programs.chosen)) if name not in (self.totals or {})]
+        shape = (self.mesh.replicas, len(self._specs))
+        zeros = jax.jit(
+            lambda: {name: jnp.zeros(shape, jnp.float32) for name in names}, out_shardings=self.mesh.by_replica
+        )
+        return (self.totals or {}) | zeros()
 
     def take_weights(self, lora: Mapping[str, Mapping[str, np.ndarray]]) -> None:
         """Sets each adapter's leaves, given for all layers of the model."""
@@ -172,8 +190,7 @@ class Stage:
             return leaves
         place = lv.place_of(columns, index, self._specs[index])
         first, arrays = replicate((place.first, {name: own[name] for name in names}), self.mesh)
-        put = partial(lv.put, columns=columns)
-        return jax.jit(put, out_shardings=self.mesh.everywhere)(leaves, first=first, own=arrays)
+        return self.programs.put(leaves, first, arrays)
 
     @property
     def all_leaves(self) -> Leaves:

@@ -67,7 +67,7 @@ class Ledger:
     """Keeps the accounts as time advances."""
 
     def __init__(self, workers: Sequence[Worker], rates: Rates, users: Mapping[str, User], jobs: Mapping[str, Job]):
-        self.rates, self.users, self.jobs = rates, users, jobs
+        self.rates, self.users, self.jobs = rates, dict(users), jobs
         self.kinds = list(dict.fromkeys((worker.kind, worker.gpus) for worker in workers))
         self.gpus_up = sum(worker.gpus for worker in workers)
         self.workers_up = {worker.name for worker in workers}
@@ -84,6 +84,12 @@ class Ledger:
         self.shares: dict[str, float] | None = None
         self.work_rate: dict[str, float] = {}
         self.spans: list[GroupSpan] = []
+
+    def add_user(self, user: User) -> None:
+        """Adds a user without work, unless it is known."""
+        if user.name not in self.users:
+            self.users[user.name] = user
+            self.got[user.name] = self.entitled[user.name] = 0.0
 
     def arrive(self, job: Job) -> None:
         self._count(job, 1)

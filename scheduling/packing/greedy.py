@@ -5,12 +5,18 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 from heapq import heapify, heappop, heappush
+from math import floor
+from typing import Literal
 
 from scheduling.packing.fill import Choose, fill_best, fill_microbatch
 from scheduling.packing.problem import Filling, Microbatch, Problem
 
 # (tiles of a capacity -> tokens left of each job, tokens left now, tile, whether a single job is left) -> tiles
 ChooseSize = Callable[[Callable[[int], list[int]], Sequence[int], int, bool], int]
+Entry = tuple[float, ...]  # what jobs that may run are sorted by; the job is last
+# Order of jobs that were served equally, to a few slots: those whose batch is in progress first, or the shortest rests.
+Equal = Literal["begun", "shortest"]
+EQUAL_SLOTS = 4.0  # fewer leave microbatches of two or three jobs emptier: 0.955 of an offline plan with 1
 
 
 def greedy(
@@ -19,16 +25,17 @@ def greedy(
     ahead: Sequence[float] | None = None,
     choose: Choose | None = None,
     size: ChooseSize | None = None,
-    shares: bool = False,
+    shares: Equal | None = None,
     most_slots: int | None = None,
 ) -> Filling:
     """Fills slot after slot until no sample is left. The result is valid.
 
     Args:
-        ahead: per job, a priority in slots over other jobs (negative: after them), for the whole run.
+        ahead: per job, a priority in slots over other jobs (negative: after them), for the whole run. With `shares`,
+            slots that it has received too few.
         choose: chooses a part of a batch (None: the subset that fills best).
         size: chooses the capacity of a slot (None: the largest).
-        shares: serve jobs by their weights even if these are equal.
+        shares: serve jobs by their weights even if these are equal; which of equally served jobs goes first.
         most_slots: stop after this many slots.
     """
     state = _State(problem, ahead or [0.0] * len(problem.jobs), choose or fill_best(problem), shares=shares)
@@ -44,30 +51,43 @@ class _State:
 
     Attributes:
         rank: order of service, smallest first: minus the slots left, or with weights, slots served per weight.
-        free: sorted (not begun, rank, job) of jobs that may run. Without weights, batches in progress come first.
+        free: sorted entries of jobs that may run.
         waiting: heap of (slot, job): the job may run from that slot on.
     """
 
-    def __init__(self, problem: Problem, ahead: Sequence[float], choose: Choose, *, shares: bool = False):
-        self.choose = choose
+    def __init__(self, problem: Problem, ahead: Sequence[float], choose: Choose, *, shares: Equal | None = None):
+        self.choose, self.shares = choose, shares
         self.size: ChooseSize | None = None
         self.batch = [0] * len(problem.jobs)
         self.mask = [batches[0].full_mask if batches else 0 for batches in problem.batches]
         self.tokens = [batches[0].total if batches else 0 for batches in problem.batches]
         wait, self.slot_tokens = problem.num_stages - 1, problem.slot_tokens
         slots = [sum(batch.total / self.slot_tokens + wait for batch in batches) for batches in problem.batches]
-        self.weighted = problem.weighted or shares
-        self.rank = [0.0 if self.weighted else -left - more for left, more in zip(slots, ahead, strict=True)]
-        self.free: list[tuple[bool, float, int]] = []
+        self.weighted = problem.weighted or shares is not None
+        self.rank = [-left - more for left, more in zip(slots, ahead, strict=True)]
+        if self.weighted:
+            self.rank = [0.0] * len(slots) if shares is None else [-more for more in ahead]
+        self.free: list[Entry] = []
         self.waiting = [(problem.ready[job], job) for job, batches in enumerate(problem.batches) if batches]
         heapify(self.waiting)
+
+    def add_free(self, job: int, *, begun: bool) -> None:
+        """Adds a job. Without weights, batches in progress come first."""
+        rank = self.rank[job]
+        if self.shares is None:
+            insort(self.free, (not begun or self.weighted, rank, job))
+        else:
+            insort(
+                self.free,
+                (floor(rank / EQUAL_SLOTS), self.tokens[job] if self.shares == "shortest" else not begun, rank, job),
+            )
 
 
 def _fill_slot(problem: Problem, state: _State, slot: int) -> tuple[Microbatch, ...]:
     while state.waiting and state.waiting[0][0] <= slot:
         _, job = heappop(state.waiting)
-        insort(state.free, (True, state.rank[job], job))
-    order = [entry[2] for entry in state.free]
+        state.add_free(job, begun=False)
+    order = [int(entry[-1]) for entry in state.free]
     before = list(state.tokens)
     tiles = problem.tiles if state.size is None or not order else _size(problem, state, order)
     replicas = tuple(
@@ -76,12 +96,12 @@ def _fill_slot(problem: Problem, state: _State, slot: int) -> tuple[Microbatch, 
     )
     touched = {part[0] for parts in replicas for part in parts}
     for entry in [state.free[index] for index in range(len(order)) if order[index] in touched]:
-        job = entry[2]
+        job = int(entry[-1])
         del state.free[bisect_left(state.free, entry)]
         served = (before[job] - state.tokens[job]) / state.slot_tokens
         state.rank[job] += served / problem.jobs[job].weight if state.weighted else served
         if state.mask[job]:
-            insort(state.free, (state.weighted, state.rank[job], job))
+            state.add_free(job, begun=True)
         else:
             _next_batch(problem, state, job, slot)
     return replicas

@@ -150,6 +150,13 @@ def to_slots(problem: Problem, filling: Filling) -> tuple[Slot, ...]:
     return tuple(Slot(replicas=refs, capacity_tokens=size) for refs, size in zip(slots, capacities, strict=True))
 
 
+def tokens_per_slot(problem: Problem, filling: Filling) -> float:
+    """Mean number of tokens of a slot."""
+    parts = (part for replicas in filling for parts in replicas for part in parts)
+    tokens = sum(problem.batches[job][batch].tokens[bit] for job, batch, mask in parts for bit in bits(mask))
+    return tokens / max(len(filling), 1)
+
+
 def smallest_size(problem: Problem, replicas: Sequence[Microbatch]) -> int:
     """Index of the smallest capacity that holds the microbatches of a slot."""
     most = 0

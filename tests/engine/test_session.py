@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from lorafusion_jax.checkpoint.peft import peft_tensors
 from lorafusion_jax.checkpoint.peft_leaves import take_adapter
 from lorafusion_jax.config import load_config
 from lorafusion_jax.config.join import select_adapters
+from lorafusion_jax.config.schema import ObjectiveSettings
 from lorafusion_jax.data.prepare import prepare
 from lorafusion_jax.engine import AdapterState, LiveSession, Places, Task
 from lorafusion_jax.errors import LoraFusionError
@@ -85,7 +87,7 @@ def run(session: LiveSession, slots: int = 1000, events: list | None = None) -> 
         slots -= session.run(window, (lambda event: None) if events is None else events.append)
         session.drain()
         for place, own in list(session.tasks.items()):
-            if own.status != "running":
+            if own.status in ("done", "failed"):
                 ended[own.name] = session.stop(place)
     return ended
 
@@ -185,7 +187,7 @@ def test_an_idle_session_waits(session):
     window = session.plan(8)
     assert window.slots == ()
     assert session.run(window) == 0
-    assert session.free == {3: 2, 6: 1}
+    assert session.free == {"3": 2, "6": 1}
 
 
 def test_evaluation_depends_on_the_adapter_only(session, task, alone):
@@ -198,7 +200,7 @@ def test_evaluation_depends_on_the_adapter_only(session, task, alone):
         session.forget(own)
     assert losses[0] is not None
     assert losses[0] == losses[1]
-    assert session.free == {3: 2, 6: 1}
+    assert session.free == {"3": 2, "6": 1}
 
 
 def test_what_does_not_fit_is_refused(session, task, config, alone, tmp_path):
@@ -251,3 +253,31 @@ def test_folder_of_a_state_is_written_whole(alone, tmp_path, monkeypatch):
     with pytest.raises(LoraFusionError, match=r"save\.no-space"):
         alone["tort"].write(tmp_path / "state")
     assert list(Path(tmp_path).iterdir()) == []
+
+
+def test_learning_another_objective_changes_no_bit(session, config, task, alone, tmp_path):
+    """Two objectives more, one of them per token; before and after, preferences end with the same bits."""
+    words = [{"prompt": f"w {n}", "chosen": " yes" * (1 + n % 3), "rejected": " no"} for n in range(7)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in words))
+    drawn = [{"prompt": "w", "completion": f" no {n}", "advantage": n - 3.0} for n in range(7)]
+    (tmp_path / "drawn.jsonl").write_text("".join(json.dumps(row) + "\n" for row in drawn))
+
+    def made(name: str, objective: str, rows: str) -> Task:
+        adapter = config.adapter("news").model_copy(
+            update={
+                "name": name,
+                "data": config.adapter("news").data.model_copy(update={"train": str(tmp_path / rows)}),
+                "objective": ObjectiveSettings(name=objective),
+            }
+        )
+        own = config.model_copy(update={"adapters": (adapter,)})
+        return Task.of(own, prepare(own))
+
+    start(session, made("pairs", "dpo", "pairs.jsonl"))
+    before = run(session)["pairs"]
+    start(session, made("drawn", "grpo", "drawn.jsonl"))
+    start(session, task("tort"))
+    start(session, made("pairs", "dpo", "pairs.jsonl"))
+    ended = run(session)
+    assert_same(ended["tort"], alone["tort"])
+    assert_same(ended["pairs"], before)

@@ -47,7 +47,7 @@ def streams(draw):
         )
         for name in draw(st.sampled_from(["z", "zy", "dac"]))
     ]
-    places = {"most_samples": draw(st.integers(1, 5)), "most_adapters": draw(st.integers(1, 3))}
+    places = {"most_segments": draw(st.integers(1, 5)), "most_adapters": draw(st.integers(1, 3))}
     return jobs, Tail(limits=limits, whole=draw(st.booleans()), **places), draw(st.integers(1, 7))
 
 
@@ -101,6 +101,43 @@ def test_long_windows_are_as_dense_as_an_offline_plan(capacity, seed):
     assert min(w.density for w in full) >= 0.97 * offline
 
 
+@pytest.mark.parametrize(
+    ("batches", "capacity", "stages"),
+    [
+        ((4, 8, 16), 8192, 1),
+        ((16, 32), 8192, 1),
+        ((8, 8), 4096, 1),
+        ((2, 2, 2, 2, 4, 4, 4, 4), 4096, 1),
+        ((4, 4, 8, 8, 16), 8192, 4),
+        ((8, 16, 32, 8, 16, 32, 4, 4), 8192, 4),
+    ],
+)
+def test_windows_of_few_jobs_are_as_dense_as_a_plan_of_the_same_rows(batches, capacity, stages):
+    """Two, three, five or eight jobs, whose batches fill a slot by chance only; three windows of 48 slots."""
+    draw = np.random.default_rng(1)
+    lengths = [np.clip(draw.lognormal(6.3, 0.7, 1500).astype(int), 32, 2800) for _ in batches]
+    jobs = [AdapterJob(f"job-{n}", own, size) for n, (own, size) in enumerate(zip(lengths, batches, strict=True))]
+    cursors, tail, slots = (
+        [Cursor(job=job) for job in jobs],
+        Tail(limits=Limits(capacity_tokens=capacity, num_stages=stages)),
+        [],
+    )
+    for _ in range(3):
+        window = plan_window(cursors, tail, 48)
+        cursors, tail, slots = list(window.cursors), window.tail, [*slots, *window.slots]
+    same = [
+        AdapterJob(cursor.job.name, own[: cursor.batch * size], size)
+        for cursor, own, size in zip(cursors, lengths, batches, strict=True)
+    ]
+    served = dict.fromkeys((job.name for job in jobs), 0)
+    for ref in (ref for slot in slots for ref in slot.samples):
+        served[ref.adapter] += int(lengths[int(ref.adapter[4:])][ref.sample])
+    offline = make_plan(same, capacity_tokens=capacity, num_stages=stages, search_evaluations=2000).density
+    assert sum(served.values()) / len(slots) / capacity >= 0.97 * offline
+    if stages == 1 and max(batches) * 400 < capacity:  # no job waits for its own updates: shares are equal
+        assert max(served.values()) - min(served.values()) <= 5 * capacity
+
+
 def test_a_short_job_does_not_wait_for_long_ones():
     long = [AdapterJob(name, [500] * 4000, 8) for name in ("b", "a")]
     window = plan_window(
@@ -122,7 +159,7 @@ def test_a_window_costs_its_slots_not_the_jobs():
 @pytest.fixture(scope="module")
 def planned() -> tuple[Window, list[Cursor], Tail]:
     jobs = [AdapterJob("b", [30, 40, 20] * 4, 3), AdapterJob("a", [50] * 9, 2)]
-    tail = Tail(limits=Limits(capacity_tokens=96, num_stages=2, tile_tokens=TILE), most_samples=3)
+    tail = Tail(limits=Limits(capacity_tokens=96, num_stages=2, tile_tokens=TILE), most_segments=3)
     cursors = [Cursor(job=job) for job in jobs]
     first = plan_window(cursors, tail, 5)
     return plan_window(first.cursors, first.tail, 5), list(first.cursors), first.tail

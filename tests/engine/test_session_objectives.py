@@ -1,0 +1,230 @@
+"""Adapters of other kinds and objectives in a live session: each ends as it does alone, and disturbs no other."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+from more_cases import mostly_nightly
+from safetensors.numpy import load_file
+from small_jobs import WORDS, exported, write_job
+
+from lorafusion_jax.config import load_config
+from lorafusion_jax.config.join import select_adapters
+from lorafusion_jax.data.prepare import prepare
+from lorafusion_jax.engine import AdapterState, LiveSession, Places, Task
+from lorafusion_jax.engine.export import export_task
+from lorafusion_jax.errors import LoraFusionError
+from lorafusion_jax.pipeline.compiles import CompileCounter
+from lorafusion_jax.report.recorder import read_rows
+from lorafusion_jax.training import train
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
+ADAPTERS = {
+    "plain": {"lora": {"rank": 4, "dropout": 0.1}, "data": {"train": "texts.jsonl"}},
+    "prefers": {"lora": {"rank": 3, "dropout": 0.1}, "objective": {"name": "dpo", "beta": 0.3, "sft": 0.1}},
+    "judged": {"lora": {"kind": "dora", "rank": 3}, "objective": {"name": "kto", "group": 2}},
+    "folded": {"lora": {"kind": "vera", "rank": 5, "dropout": 0.0}, "objective": {"name": "orpo"}},
+}
+DATA = {"dpo": "pairs.jsonl", "orpo": "pairs.jsonl", "kto": "labelled.jsonl"}
+COUNT = 10
+
+
+def write_data(folder: Path) -> None:
+    draw = random.Random(11)
+
+    def text() -> str:
+        return " " + " ".join(draw.choices(WORDS, k=draw.randint(1, 7)))
+
+    pairs = [{"prompt": text(), "chosen": text(), "rejected": text() + " bad"} for _ in range(COUNT)]
+    labelled = [{"prompt": text(), "completion": text(), "label": number % 3 > 0} for number in range(COUNT)]
+    texts = [{"prompt": text(), "completion": text()} for _ in range(2 * COUNT)]
+    for name, rows in {"pairs": pairs, "labelled": labelled, "texts": texts}.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    made = tmp_path_factory.mktemp("jobs")
+    write_data(made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def configure(folder, tiny_base):
+    def make(name: str, **changes):
+        entry = {"name": name, "batch": {"global_samples": 3}} | ADAPTERS[name] | changes
+        if "data" not in entry:
+            entry["data"] = {"train": DATA[entry["objective"]["name"]]}
+        optim = {"lr": 5e-3, "schedule": "constant", "warmup": 0}
+        return load_config(write_job(folder, tiny_base, [entry], optim=optim, batch={"capacity_tokens": 256}))
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def session(configure):
+    config = configure("plain")
+    opened = LiveSession.open(
+        config.base,
+        config.mesh,
+        Places.of({4: 2, "dora:4": 1, "vera:6": 1}),
+        batch=config.batch,
+        train=config.train,
+        directory=config.directory,
+    )
+    yield opened
+    opened.close()
+
+
+def task_of(config, references=None) -> Task:
+    (adapter,) = config.adapters
+    own = select_adapters(config, [adapter.name])
+    return Task.of(own, prepare(own), references)
+
+
+def start(session: LiveSession, task: Task, state: AdapterState | None = None) -> int:
+    place = session.find_place(task.spec)
+    assert place is not None
+    session.start(place, task, state)
+    return place
+
+
+def run(session: LiveSession, slots: int = 1000, events: list | None = None) -> dict[str, AdapterState]:
+    ended: dict[str, AdapterState] = {}
+    while slots > 0 and session.tasks:
+        window = session.plan(min(slots, 4))
+        slots -= max(session.run(window, (lambda event: None) if events is None else events.append), 1)
+        session.drain()
+        for place, task in list(session.tasks.items()):
+            if task.status in ("done", "failed"):
+                assert task.status == "done", task.reason
+                ended[task.name] = session.stop(place)
+    return ended
+
+
+@pytest.fixture(scope="module")
+def alone(session, configure) -> dict[str, AdapterState]:
+    states: dict[str, AdapterState] = {}
+    for name in ADAPTERS:
+        start(session, task_of(configure(name)))
+        states |= run(session)
+    return states
+
+
+def assert_same(state: AdapterState, other: AdapterState) -> None:
+    """Equal to rounding: company changes where an adapter begins in a microbatch, and so the order of sums."""
+    assert state.step == other.step
+    assert state.weights.keys() == other.weights.keys()
+    for name, leaf in other.weights.items():
+        assert np.linalg.norm(state.weights[name] - leaf) <= 1e-5 * np.linalg.norm(leaf), name
+
+
+def assert_equals_run(task: Task, state: AdapterState, folder: Path) -> None:
+    """Compares exported files; sums may have another order, because programs differ in their shapes."""
+    ours = load_file(export_task(task, state, folder / "session") / "adapter_model.safetensors")
+    theirs = exported(folder / "run", task.name)
+    assert ours.keys() == theirs.keys()
+    for key, array in theirs.items():
+        assert np.linalg.norm(ours[key] - array) <= 1e-5 * np.linalg.norm(array), key
+
+
+def test_kinds_and_objectives_train_together_as_alone(session, configure, alone):
+    """References are computed while `plain` trains: it takes steps before the others have theirs."""
+    events: list = []
+    plain, *others = (task_of(configure(name)) for name in ADAPTERS)
+    start(session, plain)
+    run(session, 1, events)
+    for task in others:
+        start(session, task)
+    assert [task.status for task in others] == ["preparing", "preparing", "running"]
+    run(session, 1, events)
+    assert others[1].status == "preparing"
+    ended = run(session, events=events)
+    assert ended.keys() == alone.keys()
+    for name, state in ended.items():
+        assert_same(state, alone[name])
+    steps = [event for event in events if event.kind == "step"]
+    first = next(number for number, event in enumerate(steps) if event.adapter == "prefers")
+    assert any(event.adapter == "plain" for event in steps[:first])
+    assert {"rewards/accuracies", "logps/chosen"} <= steps[first].metrics.keys()
+    assert {event.adapter for event in steps if event.metrics} == {"prefers", "judged", "folded"}
+
+
+def test_known_kinds_and_objectives_compile_nothing(session, configure, alone):
+    with CompileCounter() as programs:
+        for name in ADAPTERS:
+            start(session, task_of(configure(name)))
+        run(session)
+    assert programs.compiled + programs.from_cache == 0
+
+
+def test_one_that_prepares_can_leave_and_come_back(session, configure, alone):
+    task = task_of(configure("prefers"))
+    state = session.stop(start(session, task))
+    assert (state.step, task.references) == (0, None)
+    place = start(session, task_of(configure("prefers")))
+    run(session, 4)
+    moved, references = session.tasks[place], session.tasks[place].references
+    assert moved.step
+    assert references is not None
+    state = session.stop(place)
+    start(session, task_of(configure("plain")))
+    again = task_of(configure("prefers"), references)
+    start(session, again, state)
+    assert again.status == "running"
+    assert_same(run(session)["prefers"], alone["prefers"])
+
+
+@pytest.mark.parametrize("name", mostly_nightly(["prefers", "judged", "folded"], ["prefers", "judged"]))
+def test_each_equals_one_of_a_run(session, configure, alone, folder, tmp_path, name):
+    data = {"train": DATA[ADAPTERS[name]["objective"]["name"]]}
+    config = configure(name, data=data | {"eval": data["train"]})
+    assert train(config, tmp_path / "run").exit_code == 0
+    task = task_of(config)
+    assert_equals_run(task, alone[name], tmp_path)
+    last = [row for row in read_rows(tmp_path / "run" / "metrics.jsonl") if row["kind"] == "eval"][-1]
+    place = start(session, task)
+    while session.tasks[place].status == "preparing":
+        session.run(session.plan(1))
+    session.forget(place)
+    again = task_of(config, task.references)
+    session.start(place, again, alone[name])
+    found = session.evaluate(place)
+    session.forget(place)
+    assert found is not None
+    wanted = {key.removeprefix("eval_"): value for key, value in last.items() if key.startswith("eval_")}
+    for key, value in {"loss": found.loss, **found.metrics}.items():
+        assert value == pytest.approx(wanted[key], rel=1e-4, abs=1e-5), key
+
+
+def test_a_reference_may_be_another_adapter(session, configure, alone, tmp_path):
+    """A folder of another rank is in the place while its log-probabilities are computed."""
+    wide = configure("plain", lora={"rank": 4, "dropout": 0.1})
+    folder = export_task(task_of(wide), alone["plain"], tmp_path / "other")
+    config = configure("prefers", objective={"name": "dpo", "beta": 0.3, "reference": str(folder)})
+    task = task_of(config)
+    start(session, task)
+    start(session, task_of(configure("folded")))
+    ended = run(session)
+    assert_same(ended["folded"], alone["folded"])
+    assert train(config, tmp_path / "run").exit_code == 0
+    assert_equals_run(task, ended["prefers"], tmp_path)
+
+
+def test_what_no_place_holds_is_refused(session, configure):
+    wide = task_of(configure("judged", lora={"kind": "dora", "rank": 5}))
+    assert session.find_place(wide.spec) is None
+    assert session.places.refuses(wide.spec) == "rank 5 is above the largest place, 4"
+    other = task_of(configure("plain", lora={"kind": "lora-fa", "rank": 2, "dropout": 0.0}))
+    assert "no place for kind lora-fa" in session.places.refuses(other.spec)
+    data = {"train": "labelled.jsonl", "max_length": 24}
+    many = task_of(configure("judged", data=data, objective={"name": "kto", "group": 4}))
+    with pytest.raises(LoraFusionError, match=r"session\.segments"):
+        session.start(session.find_place(many.spec) or 0, many)
+    assert session.tasks == {}
+    assert session.free == {"4": 2, "dora:4": 1, "vera:6": 1}
