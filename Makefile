@@ -30,13 +30,15 @@ docs: .venv/.ready
 tables: .venv/.ready
 	@$(BIN)/python -m benchmarks.tables
 
-# What plans and measures time, beside two processes that want every core: results may not depend on load.
+# What plans, waits or reads a clock, beside two processes that want every core: results may not depend on load.
+LOADED := $(addprefix tests/scheduling/test_, planner.py targets.py balance_work.py bounds.py issue_order.py several_sizes.py) \
+  tests/benchmarks/test_scaling.py tests/report/test_meter.py tests/pipeline/test_spans.py tests/pipeline/test_spans_pauses.py \
+  tests/serve/test_fences.py
 test-loaded: .venv/.ready
 	@(while :; do :; done) & one=$$!; (while :; do :; done) & two=$$!; trap "kill $$one $$two" EXIT INT TERM; \
-	nice $(BIN)/python -m pytest tests/scheduling tests/planning tests/benchmarks/test_scaling.py tests/report/test_meter.py \
-	  tests/pipeline/test_spans.py tests/pipeline/test_spans_pauses.py --deselect tests/scheduling/test_one_plan.py
+	nice $(BIN)/python -m pytest $(LOADED)
 
-# Published Flax models and qwix, in an environment of their own: they need the extra `models`.
+# Published Flax models and qwix, in an environment of their own: they need the dependency group `models`.
 test-models: .venv-models/.ready
 	@.venv-models/bin/python -m pytest tests/modules/test_published_models.py --no-skips
 
@@ -67,7 +69,7 @@ lock: .venv/.ready
 	@$(PYTHON) .ci/setup.py --venv .venv-oldest --oldest
 
 .venv-models/.ready: $(LOCK) pyproject.toml .ci/setup.py
-	@$(PYTHON) .ci/setup.py --venv .venv-models --extra models
+	@$(PYTHON) .ci/setup.py --venv .venv-models --group models
 
 clean:
 	rm -rf .venv .venv-models .venv-oldest dist build

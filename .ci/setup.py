@@ -53,7 +53,7 @@ def uv_of_lock():
         return next((line.split()[0] for line in lock if line.startswith("uv==")), "uv")
 
 
-def install(venv, oldest, extra):
+def install(venv, oldest, group):
     python, uv = os.path.join(venv, "bin", "python"), os.path.join(venv, "bin", "uv")
     if not os.path.exists(uv):  # nothing there, or a set-up that was broken off
         run(sys.executable, "-m", "venv", "--clear", venv)
@@ -67,15 +67,15 @@ def install(venv, oldest, extra):
     else:
         run(*pip, "sync", *into, "--require-hashes", "requirements.lock")
         run(*pip, "install", *into, "--no-deps", "--editable", ".")
-    if extra:
-        run(*pip, "install", *into, "--editable", ".[{}]".format(extra))
+    if group:
+        run(*pip, "install", *into, "--group", group)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--venv", default=".venv")
     parser.add_argument("--oldest", action="store_true", help="the oldest supported packages")
-    parser.add_argument("--extra", help="an extra of pyproject.toml")
+    parser.add_argument("--group", help="a dependency group of pyproject.toml, too")
     options = parser.parse_args()
     if sys.version_info < NEEDED:
         fail(
@@ -87,7 +87,7 @@ def main():
         fail("less than {} GB are free here; free some space and {}".format(NEEDED_GB, AGAIN))
     print("setup: installing into {} (once, about a minute)".format(options.venv), flush=True)
     try:
-        install(options.venv, options.oldest, options.extra)
+        install(options.venv, options.oldest, options.group)
     except OSError as problem:
         explain(str(problem))
     except KeyboardInterrupt:

@@ -238,6 +238,16 @@ class Bench:
 
     def planned(self, variant: Variant, workload: str, mesh: MeshSettings, slots: int):
         """Jobs of each run, the capacity, and their plans."""
+        options, runs = self.options, self.jobs(variant, workload, mesh, slots)
+        capacity: int | tuple[int, ...] = options.capacity
+        if variant.plan == "sizes":
+            capacity = tuple(round(share * options.capacity) for share in SIZES)
+        elif variant.plan != "ours" and options.model != "tiny":
+            capacity = self.best_capacity(variant, runs, mesh)
+        return runs, capacity, [self.plan(variant, run, capacity, mesh) for run in runs]
+
+    def jobs(self, variant: Variant, workload: str, mesh: MeshSettings, slots: int) -> list[list[AdapterJob]]:
+        """Jobs of each run, for at least so many timed slots."""
         options, longest = self.options, LONGEST if self.options.model != "tiny" else 96
         scale = 1 if options.model != "tiny" else 0.05
         # Microbatches are 98 % full and some are warm-up, so plan enough that at least `slots` are timed.
@@ -255,13 +265,7 @@ class Bench:
                 self.pairs[tuple(lengths)] = pairs
             jobs.append(AdapterJob(f"a{i}", lengths, options.batch))
         # Every adapter by itself uses the programs of the first one.
-        runs = [jobs] if variant.together else [[dataclasses.replace(job, name=jobs[0].name)] for job in jobs]
-        capacity: int | tuple[int, ...] = options.capacity
-        if variant.plan == "sizes":
-            capacity = tuple(round(share * options.capacity) for share in SIZES)
-        elif variant.plan != "ours" and options.model != "tiny":
-            capacity = self.best_capacity(variant, runs, mesh)
-        return runs, capacity, [self.plan(variant, run, capacity, mesh) for run in runs]
+        return [jobs] if variant.together else [[dataclasses.replace(job, name=jobs[0].name)] for job in jobs]
 
     def plan(
         self, variant: Variant, jobs: Sequence[AdapterJob], capacity: int | tuple[int, ...], mesh: MeshSettings

@@ -1,11 +1,12 @@
 """Plants small faults one by one and runs the nearest tests: which faults does no test notice?
 
     python -m benchmarks.mutants                      # all of benchmarks/mutants_table.py
-    python -m benchmarks.mutants --only bounds --seconds 600 --out FOLDER
+    python -m benchmarks.mutants --only bounds --seconds 600
+    python -m benchmarks.mutants --out FOLDER         # those that FOLDER/mutants.csv does not have; it keeps its rows
 
 Works on a copy of the repository. Libraries are imported once, and each mutant runs in a fork, so it costs little more
-than its tests. Before its first mutant a file of tests has to pass. Writes mutants.csv. Exits with 1 if a mutant
-survives without a reason or the code no longer holds its text.
+than its tests. Before its first mutant a file of tests has to pass. Rows name the commit that was tried. Exits with 1
+if a mutant survives without a reason or the code no longer holds its text.
 """
 
 from __future__ import annotations
@@ -20,9 +21,12 @@ import tempfile
 import time
 import traceback
 from collections import Counter
+from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 
+from benchmarks.csv_rows import append_row
+from benchmarks.measured_code import commit
 from benchmarks.mutants_table import MUTANTS, Mutant
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -39,9 +43,14 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="folder for mutants.csv")
     options = parser.parse_args()
     chosen = [mutant for mutant in MUTANTS if options.only in mutant.file + mutant.old]
+    file = None if options.out is None else options.out / "mutants.csv"
+    chosen = [mutant for mutant in chosen if (mutant.file, mutant.old, mutant.new) not in tried_before(file)]
     for library in LIBRARIES:
         __import__(library)
     rows, end = [], time.monotonic() + options.seconds
+    state = {"commit": commit(), "date": datetime.now(UTC).date().isoformat()}
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         copy = copied(Path(folder))
         for mutant in chosen:
@@ -49,12 +58,12 @@ def main() -> int:
                 break
             began = time.monotonic()
             outcome = tried(mutant, copy)
-            rows.append({"result": outcome, **mutant._asdict(), "seconds": round(time.monotonic() - began, 1)})
+            rows.append({"result": outcome, **mutant._asdict(), "seconds": round(time.monotonic() - began, 1)} | state)
+            if file is not None:
+                append_row(file, rows[-1])
             print(f"{outcome:9} {mutant.file}: {mutant.old.strip()[:60]!r} → {mutant.new.strip()[:40]!r}", flush=True)
     counts = Counter(row["result"] for row in rows)
     print(f"{len(rows)} of {len(chosen)} tried: " + ", ".join(f"{number} {what}" for what, number in counts.items()))
-    if options.out is not None:
-        write(rows, options.out)
     return int(any(row["result"] in ("survived", "gone", "broken") for row in rows))
 
 
@@ -127,12 +136,12 @@ def run(tests: str, copy: Path) -> int:
     return int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-W", loaded, tests]))
 
 
-def write(rows: list[dict], folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "mutants.csv").open("w", newline="", encoding="utf-8") as stream:
-        writer = csv.DictWriter(stream, list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+def tried_before(file: Path | None) -> set[tuple[str, str, str]]:
+    """File, text and change of each mutant that has a row."""
+    if file is None or not file.exists():
+        return set()
+    with file.open(newline="", encoding="utf-8") as stream:
+        return {(row["file"], row["old"], row["new"]) for row in csv.DictReader(stream)}
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from benchmarks.end_to_end_rows import LABELS, WORKLOADS, age, devices_of, newes
 from benchmarks.measured_code import code
 from benchmarks.peers import report as peer_report
 from benchmarks.quantised_plan import quantised_bases
+from benchmarks.replayed import replayed_over_measured
 
 Row = dict[str, Any]
 RESULTS = Path(__file__).parent / "results"
@@ -47,6 +48,7 @@ LOSS = (
     "quantised_loss_h200_2026-11-23b/quantised_loss_means.csv",
 )
 DEPTH = "quantised_depth_cpu_2026-11-23/quantised_depth.csv"
+PIPELINES = "pipelines_2026-11-24"
 PLANNER, ORDERS, SCALING = "planner_2026-11-22", "planner_2026-11-23", "scaling_2026-11-22"
 AGES = tuple(
     dict.fromkeys(
@@ -241,18 +243,32 @@ def idle() -> str:
 
 
 def pipelines() -> str:
-    """Whole runs on several stages: measured idle share of each stage, and predicted over measured time."""
+    """Whole runs on several stages: idle shares and time, measured and predicted; and passes played again."""
+    default = {(row["model"], row["stages"], row["variant"]): row for row in read_csv(f"{PIPELINES}/pipelines.csv")}
     lines = []
-    for (model, stages), rows in sorted(_by_pipeline().items(), key=lambda item: item[0][1]):
+    for (model, stages), rows in sorted(pipeline_rows().items(), key=lambda item: item[0][1]):
         for (_, variant), row in newest(rows).items():
-            idle_shares = " / ".join(f"{share:.1%}" for share in row["bubbles"])
-            predicted = row.get("simulated_over_measured")
-            lines.append((NAMES[model], stages, LABELS[variant], idle_shares, f"{predicted:.3f}" if predicted else "–"))
-    head = ("job", "stages", "order", "measured idle share of each stage", "predicted time / measured")
+            rates, shares, slot, replayed = default.get((model, str(stages), variant)), "–", "–", "–"
+            if rates is not None:
+                shares = " / ".join(f"{float(share):.1%}" for share in rates["predicted_bubbles"].split())
+                slot = f"{float(rates['predicted_slot_s']) / row['slot_s']:.3f}"
+            trace = RESULTS / Path(END_TO_END).parent / f"end_to_end_timeline_{model}_{variant}_mix.perfetto.json"
+            if trace.exists():
+                replayed = f"{replayed_over_measured(trace):.3f}"
+            measured = " / ".join(f"{share:.1%}" for share in row["bubbles"])
+            profiled = row.get("simulated_over_measured")
+            lines.append(
+                (NAMES[model], stages, LABELS[variant], measured, shares, slot,
+                 f"{profiled:.3f}" if profiled else "–", replayed)
+            )  # fmt: skip
+    head = (
+        "job", "stages", "order", "idle share of each stage", "predicted", "microbatch by default rates / measured",
+        "time by a profile / measured", "passes played again / measured",
+    )  # fmt: skip
     return markdown(head, lines)
 
 
-def _by_pipeline() -> dict[tuple[str, int], list[Row]]:
+def pipeline_rows() -> dict[tuple[str, int], list[Row]]:
     by_pipeline: dict[tuple[str, int], list[Row]] = {}
     for row in training_rows():
         if row["mesh"]["stages"] > 1:

@@ -19,7 +19,10 @@ from pathlib import Path
 from benchmarks.peers.report import report
 from benchmarks.workloads import WORKLOADS
 
-PEERS = ("packed", "packed_full", "lorafusion", "lorafusion_full", "compiled", "default", "checkpointed", "nf4")
+PEERS = (
+    "packed", "packed_full", "compiled", "compiled_full", "lorafusion", "lorafusion_full", "default", "checkpointed",
+    "nf4",
+)  # fmt: skip
 OURS = ("frozen", "ours", "ours_fp8", "ours_nf4", "single", "single_sizes")
 
 

@@ -11,7 +11,7 @@ said.
     packed        samples of a batch packed without padding, variable-length flash attention, Liger's norms, rotary
                   embedding, SwiGLU and fused loss
     packed_full   the same, every microbatch filled as if several adapters shared it: an upper bound
-    compiled      packed, decoder layers through torch.compile with dynamic lengths
+    compiled, compiled_full   packed and packed_full, decoder layers through torch.compile with dynamic lengths
     checkpointed_packed   packed, with gradient checkpointing: for long samples (`--sample TOKENS`)
     nf4           packed, on a base in bitsandbytes' nf4 with double quantisation (QLoRA)
     lorafusion, lorafusion_full   packed and packed_full with LoRAFusion's kernels (`--lorafusion CHECKOUT`)
@@ -36,8 +36,8 @@ from benchmarks.peers.packing import Microbatch, full_steps, global_batches, pac
 from benchmarks.workloads import LONGEST, SHAPES, WORKLOADS
 
 VARIANTS = (
-    "default", "checkpointed", "packed", "packed_full", "compiled", "checkpointed_packed", "nf4", "lorafusion",
-    "lorafusion_full",
+    "default", "checkpointed", "packed", "packed_full", "compiled", "compiled_full", "checkpointed_packed", "nf4",
+    "lorafusion", "lorafusion_full",
 )  # fmt: skip
 WARM_UP = 2  # steps before the clock starts
 OPTIONS = inspect.signature(varlen_attn).parameters  # they differ between versions of torch
@@ -205,7 +205,7 @@ def run(options: argparse.Namespace) -> dict:
     if variant.startswith("lorafusion"):
         lorafusion.install(options.lorafusion)
         multiple = lorafusion.ROWS
-    if variant == "compiled":
+    if variant.startswith("compiled"):
         for layer in model.base_model.model.model.layers:
             layer.compile(dynamic=True)
     full = variant.endswith("_full")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lorafusion_jax.config import dump_config, load_config
+from lorafusion_jax.config import dump_config, load_config, sweep
 from lorafusion_jax.config.job_checks import ineffective
 from lorafusion_jax.config.load import parse_config
 from lorafusion_jax.config.read import Source
@@ -82,6 +82,14 @@ adapters:
     ]
     assert [(a.lora.rank, a.optim.lr) for a in config.adapters] == [(8, 1e-4), (8, 2e-4), (32, 1e-4), (32, 2e-4)]
     assert all(a.lora.targets == ["q_proj", "v_proj"] for a in config.adapters)
+
+
+def test_lists_that_make_too_many_adapters_are_refused_before_they_are_made(monkeypatch):
+    monkeypatch.setattr(sweep, "MOST_ADAPTERS", 4)
+    assert len(sweep.expand({"name": "law", "seed": [0, 1], "optim": {"lr": [1, 2]}})) == 4
+    with pytest.raises(ConfigError, match="make 6 adapters") as refused:
+        sweep.expand({"name": "law", "seed": [0, 1], "optim": {"lr": [1, 2, 3]}})
+    assert refused.value.code == "config.too-many-adapters"
 
 
 def test_a_shared_list_sweeps_every_adapter(tmp_path):

@@ -1,3 +1,5 @@
+import os
+
 import numpy as np
 import pytest
 
@@ -104,3 +106,17 @@ def test_oldest_entries_go_first(load, tmp_path, monkeypatch):
     load(ROWS[:1])
     assert old not in entries(tmp_path)
     assert len(entries(tmp_path)) == 1
+
+
+def test_an_entry_that_is_read_goes_last(load, tmp_path, monkeypatch):
+    load(ROWS)
+    [read] = entries(tmp_path)
+    load(ROWS[:1])
+    [other] = set(entries(tmp_path)) - {read}
+    for seconds, entry in enumerate((read, other)):
+        os.utime(entry, (seconds, seconds))
+    load(ROWS)
+    monkeypatch.setattr(cache, "LARGEST_BYTES", read.stat().st_size * 5 // 2)
+    load(ROWS[1:])
+    assert read in entries(tmp_path)
+    assert other not in entries(tmp_path)

@@ -91,6 +91,11 @@ def test_sliding_window_is_known_where_it_is_active(changes, window):
     assert windows == ({None, window} if changes.get("max_window_layers") == 1 else {window})
 
 
+def test_every_sixth_layer_of_gemma_3_sees_everything():
+    layers = read(architectures=["Gemma3ForCausalLM"], sliding_window=8, num_hidden_layers=13).layers
+    assert [n for n, layer in enumerate(layers) if layer.attention.window is None] == [5, 11]
+
+
 @pytest.mark.parametrize(("changes", "positions"), [
     ({"max_position_embeddings": 256}, 256),
     ({}, 2048),

@@ -15,6 +15,7 @@ from scheduling.packing.balance_work import balance_work
 from scheduling.packing.budget import Budget
 from scheduling.packing.greedy import greedy
 from scheduling.packing.problem import make_problem, to_slots
+from scheduling.planner import effort_of
 
 
 def work(plan: Plan) -> np.ndarray:
@@ -110,3 +111,9 @@ def test_make_plan_balances_work():
     waited = [(work(some_plan).max(axis=1) / work(some_plan).mean(axis=1)).mean() for some_plan in (quick, plan)]
     assert plan.num_slots <= quick.num_slots
     assert waited[1] < 0.92 * waited[0]
+
+
+def test_balancing_has_a_budget_of_its_own():
+    """What the search leaves is added; a search that leaves nothing must not leave none."""
+    effort = effort_of(1.0, None)
+    assert 0 < effort.even.evaluations < effort.search.evaluations

@@ -31,6 +31,13 @@ def test_batches_run_over_the_epochs():
     assert [tuple(ref) for ref in refs] == [("a", 0, 0, 0), ("a", 0, 0, 1), ("a", 0, 1, 2), ("a", 1, 1, 0)]
 
 
+def test_a_batch_that_an_adapter_never_completes_does_not_end():
+    plan = make_plan([AdapterJob("a", [64] * 4, global_batch=2)], capacity_tokens=64, num_stages=1, tile_tokens=64)
+    assert [(name, batch) for _, name, batch in plan.batches_ending()] == [("a", 0), ("a", 1)]
+    stopped = replace(plan, slots=plan.slots[:3], stopped=(("a", 3),))
+    assert [(name, batch) for _, name, batch in stopped.batches_ending()] == [("a", 0)]
+
+
 def test_round_trip_is_exact():
     plan = make_plan(JOBS, data_parallel=2, **LIMITS)
     again = Plan.from_json(plan.to_json())

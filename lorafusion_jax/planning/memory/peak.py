@@ -44,8 +44,10 @@ def stage_memory(problem: MemoryProblem) -> tuple[StageMemory, ...]:
 
 def _stage(problem: MemoryProblem, stage: int) -> StageMemory:
     in_flight = problem.num_stages - stage
-    pieces = problem.layers[stage].pieces
-    kept = sum(sum(kept_per_layer(problem, piece.half, piece.layer).values()) for piece in pieces)
+    kept = sum(
+        number * sum(kept_per_layer(problem, piece.half, piece.layer).values())
+        for piece, number in problem.pieces(stage)
+    )
     adapters = adapter_bytes(problem, stage)
     slopes = problem.item * problem.capacity_tokens * problem.model.hidden_size if problem.is_last(stage) else 0
     return StageMemory(

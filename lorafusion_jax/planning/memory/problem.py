@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.config.specs import adapter_specs
-from lorafusion_jax.layout.extent import Extent
+from lorafusion_jax.layout.extent import Extent, Piece
 from lorafusion_jax.layout.layer import RematPolicy
 from lorafusion_jax.objective.chunks import DEFAULT_CHUNK
 from lorafusion_jax.planning.stages import stage_layers
@@ -64,6 +65,13 @@ class MemoryProblem:
 
     def is_last(self, stage: int) -> bool:
         return stage == self.num_stages - 1
+
+    def pieces(self, stage: int) -> list[tuple[Piece, int]]:
+        """The layers and half layers of a stage: the first of each kind, with the number of them."""
+        pieces = self.layers[stage].pieces
+        kinds = [(self.model.kind_of(piece.layer), piece.half) for piece in pieces]
+        first = dict(zip(reversed(kinds), reversed(pieces), strict=True))
+        return [(first[kind], number) for kind, number in Counter(kinds).items()]
 
 
 def memory_problem(config: JobConfig, model: ModelConfig) -> MemoryProblem:

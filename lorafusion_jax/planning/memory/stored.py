@@ -37,8 +37,9 @@ def frozen_bytes(problem: MemoryProblem, stage: int) -> int:
     tables = int(stage == 0) + int(problem.is_last(stage))
     if m.tie_embeddings and problem.num_stages == 1:
         tables = 1
-    pieces = problem.layers[stage].pieces
-    layers = sum(layer_bytes(problem, piece.half, problem.fsdp, piece.layer) for piece in pieces)
+    layers = sum(
+        number * layer_bytes(problem, piece.half, problem.fsdp, piece.layer) for piece, number in problem.pieces(stage)
+    )
     norm = m.hidden_size if problem.is_last(stage) else 0
     return layers + problem.item * (tables * table + norm)
 
@@ -70,14 +71,15 @@ def adapter_bytes(problem: MemoryProblem, stage: int, *, trainable: bool = True)
     """
     model = problem.model
     sizes = {"D": model.hidden_size, "V": model.vocab_size}
-    pieces = [model.layer(piece.layer).linear_shapes(piece.half) for piece in problem.layers[stage].pieces]
+    pieces = [(model.layer(piece.layer).linear_shapes(piece.half), number) for piece, number in problem.pieces(stage)]
 
     def parameters(spec: AdapterSpec) -> int:
         kind = adapter_kind(spec.kind)
-        shapes = [piece[name] for piece in pieces for name in spec.targets if name in piece]
+        shapes = [(*piece[name], number) for piece, number in pieces for name in spec.targets if name in piece]
         head = spec.head if problem.is_last(stage) else None
         return (0 if head is None else head.num_parameters(sizes, trainable=trainable)) + sum(
-            kind.num_parameters(in_features=k, out_features=n, rank=spec.rank, trainable=trainable) for k, n in shapes
+            number * kind.num_parameters(in_features=k, out_features=n, rank=spec.rank, trainable=trainable)
+            for k, n, number in shapes
         )
 
     return [FLOAT32 * parameters(spec) for spec in problem.adapters]

@@ -24,7 +24,8 @@ def working_memory(problem: MemoryProblem, stage: int) -> dict[str, int]:
     """Temporary bytes of each program of a stage; the largest one counts."""
     m, T, item = problem.model, problem.capacity_tokens, problem.item
     D, V = m.hidden_size, m.vocab_size
-    by_kind = [_layer_work(problem, stage, number) for number in _first_of_kinds(problem, stage)]
+    kinds = {problem.model.kind_of(piece.layer): piece.layer for piece, _ in problem.pieces(stage)}
+    by_kind = [_layer_work(problem, stage, number) for number in kinds.values()]
     programs = {name: max(work[name] for work in by_kind) for name in ("forward", "backward")}
     programs["update"] = 5 * max(adapter_bytes(problem, stage), default=0)  # gradient, changes, weights, states
     if stage == problem.num_stages - 1:
@@ -33,14 +34,6 @@ def working_memory(problem: MemoryProblem, stage: int) -> dict[str, int]:
         # Logits and their gradient in float32, the gradient also in the model's dtype; rows, norm and its gradient.
         programs["loss"] = rows * V * (2 * FLOAT32 + item) + 3 * item * T * D + head
     return programs
-
-
-def _first_of_kinds(problem: MemoryProblem, stage: int) -> list[int]:
-    """Number of the first layer of each kind on a stage."""
-    numbers: dict[int, int] = {}
-    for piece in problem.layers[stage].pieces:
-        numbers.setdefault(problem.model.kind_of(piece.layer), piece.layer)
-    return list(numbers.values())
 
 
 def _layer_work(problem: MemoryProblem, stage: int, number: int) -> dict[str, int]:
