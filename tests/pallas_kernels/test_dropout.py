@@ -59,6 +59,12 @@ def test_adapters_and_epochs_are_independent(other):
     assert abs(product.sum()) / np.sqrt(product.size) < 5
 
 
+def test_keys_of_neighbouring_adapters_and_projections_all_differ():
+    """As if 64 adapters were keyed by their number: no two masks of 64 projections are the same."""
+    keys = np.stack([pk.fold_key(jnp.arange(64, dtype=jnp.uint32), site) for site in range(64)])
+    assert len(np.unique(keys)) == keys.size
+
+
 def test_layers_are_independent():
     keys = [int(pk.fold_key(jnp.array([5], jnp.uint32), site)[0]) for site in range(64)]
     assert len(set(keys)) == 64
