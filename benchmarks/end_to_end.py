@@ -335,7 +335,12 @@ class Bench:
         stages = [
             (FrozenStage if frozen else Stage)(
                 parts, extent, mesh, config.adapters, remat=remat,
-                block=block_layers(config.train.block_layers, len(extent.pieces), fsdp=mesh.fsdp),
+                block=block_layers(
+                    config.train.block_layers,
+                    len(extent.pieces),
+                    fsdp=mesh.fsdp,
+                    parameters=self.model.layer(0).num_parameters,
+                ),
             )
             for extent, mesh in self._weights
         ]  # fmt: skip

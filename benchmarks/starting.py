@@ -1,12 +1,13 @@
 """How long from the command to the first optimizer step? Without a compilation cache, and with one.
 
-    python -m benchmarks.starting --out results/starting --stages 2          # two GPUs, 50 GB of files, four minutes
-    python -m benchmarks.starting --out results/starting --work /dev/shm     # one GPU, files in memory
+    python -m benchmarks.starting --out results/starting --work /dev/shm --layers 36 8 --quantize none fp8
+    python -m benchmarks.starting --out results/starting --stages 2 --shape mistral-24b    # two GPUs, 50 GB of files
     python -m benchmarks.starting --out /tmp/try --small                     # in miniature on a CPU, to try the script
 
-Writes a model of Mistral-Small-24B's shape: one layer is drawn, the others have the same bytes under their own names.
-The files are in the page cache then. The same job starts twice with a cache of its own, which is empty at first.
-`starting.jsonl` has the seconds of each command until its first optimizer step, and what the run says about its parts.
+Writes a model: one layer is drawn, the others have the same bytes under their own names. The files are in the page
+cache then. The same job starts twice with a cache of its own, which is empty at first, for each number of layers and
+each way to store the base. `starting.jsonl` has the seconds of each command until its first optimizer step, and what
+the run says about its parts. Variants that would begin after `--seconds` are left out.
 """
 
 from __future__ import annotations
@@ -28,9 +29,15 @@ from safetensors.numpy import load_file, save_file
 from benchmarks.conditions import conditions
 from benchmarks.random_job import SMALL, WRITE, write_data
 
-SHAPE = {
-    "vocab_size": 131072, "hidden_size": 5120, "intermediate_size": 32768, "num_layers": 40, "num_heads": 32,
-    "num_kv_heads": 8, "head_dim": 128, "rope_theta": 1e8,
+SHAPES = {
+    "qwen3-8b": {
+        "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "num_layers": 36, "num_heads": 32,
+        "num_kv_heads": 8, "head_dim": 128, "rope_theta": 1e6,
+    },
+    "mistral-24b": {
+        "vocab_size": 131072, "hidden_size": 5120, "intermediate_size": 32768, "num_layers": 40, "num_heads": 32,
+        "num_kv_heads": 8, "head_dim": 128, "rope_theta": 1e8,
+    },
 }  # fmt: skip
 NAMES = ("a", "b", "c", "d")
 FIRST = "model.layers.0."
@@ -41,25 +48,30 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--work", type=Path, help="where files of the model are written; default: the system's folder")
     parser.add_argument("--stages", type=int, default=1)
-    parser.add_argument("--layers", type=int, help="fewer than the model has")
+    parser.add_argument("--shape", choices=list(SHAPES), default="qwen3-8b")
+    parser.add_argument("--layers", type=int, nargs="*", help="numbers of layers, as many as the model has or fewer")
+    parser.add_argument("--quantize", nargs="*", default=["none"])
+    parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--small", action="store_true")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    shape = SMALL if options.small else SHAPE
-    layers = options.layers or shape["num_layers"]
-    with tempfile.TemporaryDirectory(prefix="starting_", dir=options.work) as folder:
-        work = Path(folder)
-        began = time.monotonic()
-        write_base(work / "base", shape, layers)
-        write_job(work, options)
-        written_s = round(time.monotonic() - began, 1)
-        size_gb = round(sum(file.stat().st_size for file in (work / "base").glob("*.safetensors")) / 1e9, 2)
-        for cache in ("empty", "filled"):
-            row = {"cache": cache, "stages": options.stages, "layers": layers, "gb": size_gb, "written_s": written_s}
-            row |= start(work, f"run_{cache}") | conditions()
-            with (options.out / "starting.jsonl").open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
-            print(json.dumps(row), flush=True)
+    shape, began = SMALL if options.small else SHAPES[options.shape], time.monotonic()
+    for layers in options.layers or [shape["num_layers"]]:
+        with tempfile.TemporaryDirectory(prefix="starting_", dir=options.work) as folder:
+            work = Path(folder)
+            write_base(work / "base", shape, layers)
+            size_gb = round(sum(file.stat().st_size for file in (work / "base").glob("*.safetensors")) / 1e9, 2)
+            for quantize in options.quantize:
+                write_job(work, options, quantize)
+                for cache in ("empty", "filled"):
+                    if time.monotonic() - began > options.seconds:
+                        return 0
+                    row = {"shape": options.shape, "layers": layers, "stages": options.stages, "quantize": quantize}
+                    row |= {"cache": cache, "gb": size_gb}
+                    row |= start(work, f"run_{quantize}_{cache}", work / f"cache_{quantize}") | conditions()
+                    with (options.out / "starting.jsonl").open("a", encoding="utf-8") as file:
+                        file.write(json.dumps(row) + "\n")
+                    print(json.dumps(row), flush=True)
     return 0
 
 
@@ -87,7 +99,7 @@ def write_base(base: Path, shape: dict, layers: int) -> None:
     (base / "model.safetensors.index.json").write_text(text)
 
 
-def write_job(work: Path, options: argparse.Namespace) -> None:
+def write_job(work: Path, options: argparse.Namespace, quantize: str) -> None:
     tokenizer = Path(__file__).parent.parent / "examples" / "base"
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (work / "base" / name).write_bytes((tokenizer / name).read_bytes())
@@ -95,20 +107,20 @@ def write_job(work: Path, options: argparse.Namespace) -> None:
     for name in NAMES:
         write_data(work / f"{name}.jsonl", longest / 5, longest / 8, 16, tokenizer / "tokenizer.json", longest)
     job = {
-        "base": {"model": "base"},
+        "base": {"model": "base", "quantize": quantize},
         "data": {"max_length": longest},
         "batch": {"capacity_tokens": 2 * longest, "tile_tokens": 16 if options.small else 128, "global_samples": 8},
         "mesh": {"stages": options.stages},
         "train": {"max_steps": 2, "log_every_s": 0},
         "lora": {"rank": 16, "dropout": 0.1},
-        "adapters": [{"name": name, "data": {"train": f"{name}.jsonl"}} for name in NAMES],
+        "adapters": [{"name": name, "data": {"train": f"{name}.jsonl", "eval": f"{name}.jsonl"}} for name in NAMES],
     }
     (work / "jobs.yaml").write_text(yaml.safe_dump(job))
 
 
-def start(work: Path, run: str) -> dict:
-    """Runs the command, with a cache in the work folder."""
-    environment = os.environ | {"XDG_CACHE_HOME": str(work / "cache")}
+def start(work: Path, run: str, cache: Path) -> dict:
+    """Runs the command with a cache of its own."""
+    environment = os.environ | {"XDG_CACHE_HOME": str(cache)}
     began = time.time()
     command = [sys.executable, "-m", "lorafusion_jax", "train", str(work / "jobs.yaml"), "--out", str(work / run)]
     done = subprocess.run(command, env=environment)

@@ -135,6 +135,7 @@ def quick_compiles(tmp_path_factory):
         for name, value in shared.items():
             jax.config.update(name, value)
             patch.setenv(name.upper(), str(value))
+        patch.setattr("lorafusion_jax.pipeline.lowered.lowered_folder", lambda: None)  # tests replace functions
         yield
 
 

@@ -329,7 +329,7 @@ class TrainSettings(Section):
     )
     block_layers: Count | None = Field(
         default=None,
-        description="layers per compiled program; default all of a stage up to 8, else 1 (fsdp: 4)",
+        description="layers per compiled program; default all of a stage up to 8 small ones, else 1 (fsdp: 4)",
     )
     implementation: Implementation | None = Field(
         default=None, description="LoRA kernels; default by device, see lorafusion doctor"

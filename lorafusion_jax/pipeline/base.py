@@ -185,7 +185,7 @@ def _stages(
         objectives=tuple(adapter.objective.chosen for adapter in config.adapters),
         quantize=config.base.quantize,
     )
-    block = config.train.block_layers
+    block, parameters = config.train.block_layers, max(layer.num_parameters for layer in model.kinds)
     return [
         Stage(
             parts,
@@ -193,7 +193,7 @@ def _stages(
             here,
             config.adapters,
             remat=remat,
-            block=block_layers(block, len(own.pieces), fsdp=here.fsdp),
+            block=block_layers(block, len(own.pieces), fsdp=here.fsdp, parameters=parameters),
         )
         for own, here in places
     ]

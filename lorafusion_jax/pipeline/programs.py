@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial, wraps
 from typing import Any
 
@@ -22,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 from lorafusion_jax.adapters.bank import start_tensors
 from lorafusion_jax.adapters.spec import AdapterSpec
+from lorafusion_jax.adapters.table import KINDS as ADAPTER_KINDS
 from lorafusion_jax.adapters.table import adapter_kind
 from lorafusion_jax.config.schema import OptimSettings
 from lorafusion_jax.data.assemble import Microbatch
@@ -35,9 +37,12 @@ from lorafusion_jax.pipeline import adapter_step
 from lorafusion_jax.pipeline import leaves as lv
 from lorafusion_jax.pipeline.adapter_step import BatchSummary, Totals
 from lorafusion_jax.pipeline.leaves import HEAD, LAYERS, SHARED, Columns, Leaves, Own, Place, on_stage
+from lorafusion_jax.pipeline.lowered import kept
 from lorafusion_jax.pipeline.mesh import REPLICAS, StageMesh
 from lorafusion_jax.pipeline.parts import Inputs, LayerWeights, Parts, StoredWeights, Weights, layer_kind
 from lorafusion_jax.pipeline.remat import Split
+from lorafusion_jax.weights.table import KINDS as STORED_KINDS
+from lorafusion_jax.weights.table import NONE
 from pallas_kernels import compiler_options
 
 ROWS, REPLICATED = P(REPLICAS), P()
@@ -66,7 +71,7 @@ class StagePrograms:
         self.columns = {name: at for name, at in columns.items() if at.leaf.trainable}
         self.constants = {name: at for name, at in columns.items() if not at.leaf.trainable}
         self._columns = self.columns | self.constants
-        self._splits: dict[tuple, Split] = {}  # by half, place in its block, and shapes of the microbatch
+        self._splits: dict[tuple, Split] = {}  # by kind, half, and shapes of the microbatch
         self._steps: dict[tuple, Any] = {}
         self._frozen_specs = [
             jax.tree.map(
@@ -76,6 +81,9 @@ class StagePrograms:
             )
             for kind in range(len(parts.model.kinds))
         ]
+        self._forward_layer = jax.jit(self._run_forward_layer)
+        self._backward_layer = jax.jit(self._run_backward_layer)
+        self._evaluate_layer = jax.jit(self._run_evaluate_layer)
         table = (parts.model.vocab_size, parts.model.hidden_size)
         self._table_axis = _axis(P(*stage.split(table)))
         table_spec = P(*stage.split(table))
@@ -85,9 +93,10 @@ class StagePrograms:
         self.embed = self._jit(self._embed, (table_spec, ROWS), ROWS)
         kernels = {} if parts.settings.implementation == "xla" else compiler_options()
         gradients = (*block, ROWS, ROWS, ROWS)
-        self.forward = self._jit(self._forward, block, (ROWS, ROWS), options=kernels)
-        self.backward = self._jit(self._backward, gradients, (ROWS, ROWS), donate=(6, 7), options=kernels)
-        self.evaluate = self._jit(self._evaluate, block, ROWS, options=kernels)
+        layers = partial(self._jit, options=kernels, identity=self._identity())
+        self.forward = layers(self._forward, block, (ROWS, ROWS))
+        self.backward = layers(self._backward, gradients, (ROWS, ROWS), donate=(6, 7))
+        self.evaluate = layers(self._evaluate, block, ROWS)
         self._table_spec = table_spec
         self.replace_objectives(parts.chosen)
         self.states = self._jit(self._states, (REPLICATED, ROWS), REPLICATED)
@@ -239,9 +248,15 @@ class StagePrograms:
 
     def _jit(
         self, function: Callable, in_specs: tuple, out_specs: Any, *,
-        donate: tuple[int, ...] = (), options: dict[str, bool] | None = None,
+        donate: tuple[int, ...] = (), options: dict[str, bool] | None = None, identity: str | None = None,
     ) -> Any:  # fmt: skip
+        """Compiles a function of this stage.
+
+        Args:
+            identity: of programs that are worth keeping, see `kept`.
+        """
         if self._stage.replicas == 1:
+            function = function if identity is None else kept(function, identity)
             return jax.jit(function, donate_argnums=donate, compiler_options=options or None)
 
         @wraps(function)  # profiles show its name
@@ -256,6 +271,19 @@ class StagePrograms:
         options = (options or {}) | hidden_gathers(self._stage.fsdp)
         return jax.jit(mapped, donate_argnums=donate, compiler_options=options or None)
 
+    def _identity(self) -> str | None:
+        """Everything but the operands that decides what the programs of layers compute.
+
+        None where code of other packages takes part: a change there would not be seen.
+        """
+        parts, settings = self._parts, self._parts.settings
+        if parts.quantize not in (NONE, *STORED_KINDS) or any(spec.kind not in ADAPTER_KINDS for spec in parts.specs):
+            return None
+        specs = [replace(spec, name="", seed=0) for spec in parts.specs]
+        columns = [(name, at.first, at.width) for name, at in parts.columns.items()]
+        sizes = (parts.model, specs, columns, str(parts.dtype), parts.quantize)
+        return repr((*sizes, settings.implementation, settings.attention, self._extent, self._remat))
+
     def _inputs(self, batch: Microbatch, *, dropout: bool) -> Any:
         return _row(self._parts.inputs(_own(batch), dropout=dropout))
 
@@ -268,10 +296,7 @@ class StagePrograms:
         residuals = []
         for place, weights in enumerate(frozen):
             before = x
-            whole, x = self._materialize(weights, x)
-            given = (whole, inputs, number + place)
-            own, constant = self._lora_views(lora, weights, number + place, inputs)
-            x, rest = self._split(weights, place, inputs).forward((*given, constant), own, x)
+            x, rest = self._forward_layer(weights, lora, number + place, x, inputs)
             residuals.append(((before,) if place else (), rest))
         return x[None], _row(residuals)
 
@@ -281,32 +306,51 @@ class StagePrograms:
     ):  # fmt: skip
         x, inputs, residuals, dy = x[0], _own(inputs), _own(residuals), dy[0]
         for place in reversed(range(len(frozen))):
-            weights, (before, rest) = frozen[place], residuals[place]
-            whole, dy = self._materialize(weights, dy)
-            given = (whole, inputs, number + place)
-            own, constant = self._lora_views(lora, weights, number + place, inputs)
-            split = self._split(weights, place, inputs)
-            gradient, dy = split.backward((*given, constant), own, before[0] if place else x, rest, dy)
-            sums = sums | {
-                name: lv.add(sums[name], *self._leaf_place(name, number + place, inputs), own)
-                for name, own in ((f"{LAYERS}{short}", own) for short, own in gradient.items())
-            }
+            before, rest = residuals[place]
+            entered = before[0] if place else x
+            dy, sums = self._backward_layer(frozen[place], lora, number + place, entered, inputs, rest, dy, sums)
         return dy[None], sums
 
     def _evaluate(self, frozen: Sequence[StoredWeights], lora: Leaves, number: Array, x: Array, inputs: Any):
         x, inputs = x[0], _own(inputs)
         for place, weights in enumerate(frozen):
-            whole, x = self._materialize(weights, x)
-            given = (whole, inputs, number + place)
-            own, constant = self._lora_views(lora, weights, number + place, inputs)
-            x = self._layer((*given, constant), own, x)
+            x = self._evaluate_layer(weights, lora, number + place, x, inputs)
         return x[None]
 
-    def _split(self, weights: StoredWeights, place: int, inputs: Inputs) -> Split:
+    # The next three are jitted: like layers of a program are traced and lowered once, and XLA inlines the calls.
+
+    def _run_forward_layer(self, weights: StoredWeights, lora: Leaves, number: Array, x: Array, inputs: Inputs):
+        given, own, x = self._layer_operands(weights, lora, number, inputs, x)
+        return self._split(weights, inputs).forward(given, own, x)
+
+    def _run_backward_layer(
+        self, weights: StoredWeights, lora: Leaves, number: Array, x: Array, inputs: Inputs, rest: Any, dy: Array,
+        sums: Leaves,
+    ):  # fmt: skip
+        given, own, dy = self._layer_operands(weights, lora, number, inputs, dy)
+        gradient, dy = self._split(weights, inputs).backward(given, own, x, rest, dy)
+        added = {f"{LAYERS}{short}": leaf for short, leaf in gradient.items()}
+        return dy, sums | {
+            name: lv.add(sums[name], *self._leaf_place(name, number, inputs), leaf) for name, leaf in added.items()
+        }
+
+    def _run_evaluate_layer(self, weights: StoredWeights, lora: Leaves, number: Array, x: Array, inputs: Inputs):
+        given, own, x = self._layer_operands(weights, lora, number, inputs, x)
+        return self._layer(given, own, x)
+
+    def _layer_operands(
+        self, weights: StoredWeights, lora: Leaves, number: Array, inputs: Inputs, x: Array
+    ) -> tuple[tuple, Weights, Array]:
+        """Returns what `_layer` takes; x waits for nothing, and the weights are made for it, see `_materialize`."""
+        whole, x = self._materialize(weights, x)
+        own, constant = self._lora_views(lora, weights, number, inputs)
+        return (whole, inputs, number, constant), own, x
+
+    def _split(self, weights: StoredWeights, inputs: Inputs) -> Split:
         """What forward leaves is shaped like the microbatch: a backward finds the forward of its own capacity."""
         shapes = tuple(leaf.shape for leaf in jax.tree.leaves(inputs))
         layer = layer_kind(weights)
-        kind = (layer, self._parts.half(weights), place, shapes)
+        kind = (layer, self._parts.half(weights), shapes)
         names = self._parts.model.kinds[layer].checkpoints
         return self._splits.setdefault(kind, Split(self._layer, self._remat, names))
 

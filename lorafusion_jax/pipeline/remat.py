@@ -26,7 +26,7 @@ class Split:
         names: checkpoint names of the tensors to save.
 
     `forward(given, lora, x)` → (y, kept) and `backward(given, lora, x, kept, dy)` → (dlora, dx) are called inside
-    traced functions, forward before backward.
+    traced functions.
     """
 
     def __init__(self, function: Callable[[Any, Any, Array], Array], remat: RematPolicy, names: Sequence[str]):
@@ -59,6 +59,8 @@ class Split:
     def backward(self, given: Any, lora: Any, x: Array, kept: tuple[Array, ...], dy: Array) -> tuple[Any, Array]:
         if self._remat == "nothing":
             return jax.vjp(lambda lora, x: self._function(given, lora, x), lora, x)[1](dy)
+        if self._structure is None:  # forward was not traced in this process: its lowered form was kept
+            jax.eval_shape(self.forward, given, lora, x)
         inputs = jax.tree.leaves((given, lora, x))
         residuals = [
             (inputs[source] if source >= 0 else kept[~source]) if isinstance(source, int) else source

@@ -34,9 +34,9 @@ def options(implementation):
     ):
         programs.StagePrograms(parts, stage, Extent(0, 4), "everything")
     return {
-        call.args[0].__name__: call.kwargs["compiler_options"]
+        getattr(call.args[0], "func", call.args[0]).__name__: call.kwargs["compiler_options"]
         for call in jit.call_args_list
-        if hasattr(call.args[0], "__name__")
+        if "compiler_options" in call.kwargs
     }
 
 
