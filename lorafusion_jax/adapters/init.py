@@ -13,13 +13,15 @@ import numpy as np
 
 from lorafusion_jax.adapters.kind import Leaf
 from lorafusion_jax.adapters.spec import AdapterSpec, bank_rank
-from lorafusion_jax.adapters.table import adapter_kind, leaves_of
+from lorafusion_jax.adapters.table import adapter_kind
 
 LAYERS = "layers"
 SHARED = "shared"  # stands for the projection where leaves are shared by all of them
 
 
-def init_adapter(spec: AdapterSpec, path: str, in_features: int, out_features: int) -> dict[str, np.ndarray]:
+def init_adapter(
+    spec: AdapterSpec, path: str, in_features: int, out_features: int, experts: int = 0
+) -> dict[str, np.ndarray]:
     """Draws the weights of an adapter in one projection; for LoRA, with PEFT's distribution.
 
     A ~ U(-1/sqrt(K), 1/sqrt(K)) (Kaiming uniform with a = sqrt 5), B = 0
@@ -29,6 +31,7 @@ def init_adapter(spec: AdapterSpec, path: str, in_features: int, out_features: i
         path: the projection, e.g. "layers.3.self_attn.q_proj".
         in_features: K.
         out_features: N.
+        experts: E, if it is a projection of experts.
 
     Returns:
         Leaf → float32 array; for LoRA "lora_a" [K, r] and "lora_b" [r, N]. Shared leaves are not among them.
@@ -38,8 +41,8 @@ def init_adapter(spec: AdapterSpec, path: str, in_features: int, out_features: i
     ((64, 2), (2, 32), True, False)
     """
     return {
-        leaf.name: draw_leaf(leaf, spec.seed, path, leaf.shape(in_features, out_features, spec.rank))
-        for leaf in adapter_kind(spec.kind).of_projections
+        leaf.name: draw_leaf(leaf, spec.seed, path, leaf.shape(in_features, out_features, spec.rank, experts))
+        for leaf in adapter_kind(spec.kind).leaves_at(path)
     }
 
 
@@ -57,11 +60,14 @@ def init_shared(spec: AdapterSpec, in_features: int, out_features: int) -> dict[
 
 def draw_leaf(leaf: Leaf, seed: int, path: str, shape: tuple[int, ...]) -> np.ndarray:
     """Draws a tensor, which depends only on the adapter's seed, the path, the leaf and the shape."""
+    if leaf.axes[0] == "E":
+        streams = [_stream(f"{path}.{expert}", leaf.name) for expert in range(shape[0])]
+        return np.stack([leaf.init(partial(_uniform, seed, stream), shape[1:]) for stream in streams])
     return leaf.init(partial(_uniform, seed, _stream(path, leaf.name)), shape)
 
 
 def init_layers(
-    spec: AdapterSpec, path: str, in_features: int, out_features: int, num_layers: int
+    spec: AdapterSpec, path: str, in_features: int, out_features: int, num_layers: int, experts: int = 0
 ) -> dict[str, np.ndarray]:
     """Draws the weights of an adapter in one projection of every layer.
 
@@ -71,7 +77,8 @@ def init_layers(
     Returns:
         Leaf → float32 array; for LoRA "lora_a" [L, K, r] and "lora_b" [L, r, N].
     """
-    layers = [init_adapter(spec, _layer_path(path, layer), in_features, out_features) for layer in range(num_layers)]
+    sizes = in_features, out_features, experts
+    layers = [init_adapter(spec, _layer_path(path, layer), *sizes) for layer in range(num_layers)]
     return {leaf: np.stack([layer[leaf] for layer in layers]) for leaf in layers[0]}
 
 
@@ -83,6 +90,7 @@ def init_bank(
     rank: int | None = None,
     members: Sequence[int] | None = None,
     largest: tuple[int, int] | None = None,
+    experts: int = 0,
 ) -> dict[str, np.ndarray]:
     """Stacks the initial weights of all adapters in one projection.
 
@@ -97,22 +105,23 @@ def init_bank(
         rank: R (None: the largest rank of the adapters that target the projection).
         members: indices of these adapters (None: those whose `targets` name the last part of the path).
         largest: K and N of shared leaves (None: those of the projection).
+        experts: E, if it is a projection of experts.
 
     Returns:
         Leaf → float32 array; "lora_a" [A, K, R], "lora_b" [A, R, N], and those of other kinds.
     """
     name = path.rsplit(".", 1)[-1]
     rank = bank_rank(adapters, name) if rank is None else rank
-    leaves = {leaf.name: leaf for leaf in leaves_of([spec.kind for spec in adapters])}
+    leaves = _leaves_at(path, adapters)
     sizes = (in_features, out_features)
     largest = sizes if largest is None else largest
     bank = {
-        key: np.zeros((len(adapters), *leaf.shape(*(largest if leaf.shared else sizes), rank)), np.float32)
+        key: np.zeros((len(adapters), *leaf.shape(*(largest if leaf.shared else sizes), rank, experts)), np.float32)
         for key, leaf in leaves.items()
     }
     for index in [index for index, spec in enumerate(adapters) if name in spec.targets] if members is None else members:
         spec = adapters[index]
-        drawn = init_adapter(spec, path, *sizes) | init_shared(spec, *largest)
+        drawn = init_adapter(spec, path, *sizes, experts) | init_shared(spec, *largest)
         for key, tensor in drawn.items():
             leaves[key].at_rank(bank[key][index], spec.rank)[...] = tensor
     return bank
@@ -130,8 +139,8 @@ def init_leaves(adapters: Sequence[AdapterSpec], shapes: Mapping[str, tuple[int,
         float32 arrays under the same names.
     """
     leaves: dict[str, np.ndarray] = {}
-    known = {leaf.name: leaf for leaf in leaves_of([spec.kind for spec in adapters])}
     for path in dict.fromkeys(name.rsplit(".", 1)[0] for name in shapes):
+        known = _leaves_at(path, adapters)
         leaf_shapes = {name: shapes[f"{path}.{name}"] for name in known if f"{path}.{name}" in shapes}
         sizes = {}
         for name, shape in leaf_shapes.items():
@@ -141,12 +150,22 @@ def init_leaves(adapters: Sequence[AdapterSpec], shapes: Mapping[str, tuple[int,
         stack = shape[: len(shape) - len(known[name].axes) - 1]
         numbers = range(stack[0]) if stack else [None]
         banks = [
-            init_bank(adapters, _layer_path(path, number), sizes["K"], sizes["N"], sizes["R"]) for number in numbers
+            init_bank(
+                adapters, _layer_path(path, number), sizes["K"], sizes["N"], sizes["R"], experts=sizes.get("E", 0)
+            )
+            for number in numbers
         ]
         for name in banks[0]:
             bank = [bank[name] for bank in banks]
             leaves[f"{path}.{name}"] = np.stack(bank) if stack else bank[0]
     return leaves
+
+
+def _leaves_at(path: str, adapters: Sequence[AdapterSpec]) -> dict[str, Leaf]:
+    """The leaves of these adapters in a projection, by name."""
+    names = list(dict.fromkeys(spec.kind for spec in adapters))
+    shared = {leaf.name: leaf for name in names for leaf in adapter_kind(name).shared}
+    return {leaf.name: leaf for name in names for leaf in adapter_kind(name).leaves_at(path)} | shared
 
 
 def _stream(path: str, leaf: str) -> str:

@@ -3,21 +3,23 @@
 y = f · (x W + scale · (drop(x) A) B) + bias,  A and B from `low_rank`, f from `column_scale` (1 without it)
 
 Never imports jax, because planning needs sizes.
-Axes: `K` in features · `N` out features · `R` rank · `D` model width · `V` vocabulary
+Axes: `K` in features · `N` out features · `R` rank · `E` experts · `D` model width · `V` vocabulary
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from types import ModuleType
 from typing import Any, Literal
 
 import numpy as np
 
-type Axis = Literal["K", "N", "R", "D", "V"] | int
+from lorafusion_jax.layout.layer import EXPERTS
+
+type Axis = Literal["K", "N", "R", "E", "D", "V"] | int
 type Draw = Callable[[int], np.ndarray]
 type Tensors = Mapping[str, Any]  # leaf name -> array
 
@@ -53,9 +55,14 @@ class Leaf:
     lr_group: str | None = None
     peft_name: str | None = None
 
-    def shape(self, in_features: int, out_features: int, rank: int) -> tuple[int, ...]:
+    def shape(self, in_features: int, out_features: int, rank: int, experts: int = 0) -> tuple[int, ...]:
         """Shape of one adapter's tensor of a projection."""
-        return self.shape_in({"K": in_features, "N": out_features, "R": rank})
+        return self.shape_in({"K": in_features, "N": out_features, "R": rank, "E": experts})
+
+    @property
+    def of_experts(self) -> Leaf:
+        """The same tensor of every expert, stacked."""
+        return replace(self, axes=("E", *self.axes))
 
     def shape_in(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """Shape of one adapter's tensor; `sizes` has the letters of its axes."""
@@ -198,6 +205,16 @@ class AdapterKind:
     def of_projections(self) -> tuple[Leaf, ...]:
         """The leaves of which every projection has its own."""
         return tuple(leaf for leaf in self.leaves if not leaf.shared)
+
+    def leaves_at(self, path: str) -> tuple[Leaf, ...]:
+        """The leaves of a projection, given by its name or path. Those of experts have one more axis.
+
+        >>> from lorafusion_jax.adapters.lora import LORA
+        >>> [leaf.axes for leaf in LORA.leaves_at("layers.0.mlp.experts_down_proj")]
+        [('E', 'K', 'R'), ('E', 'R', 'N')]
+        """
+        leaves = self.of_projections
+        return tuple(leaf.of_experts for leaf in leaves) if path.rpartition(".")[2] in EXPERTS else leaves
 
     def leaf(self, name: str) -> Leaf:
         return next(leaf for leaf in self.leaves if leaf.name == name)

@@ -13,9 +13,10 @@ from numbers import Integral
 from lorafusion_jax.adapters.kind import Head
 from lorafusion_jax.adapters.table import PLAIN, adapter_kind, unknown_kind
 from lorafusion_jax.errors import ConfigError, did_you_mean, raise_all
+from lorafusion_jax.layout.layer import EXPERTS
 from lorafusion_jax.layout.layer import TARGETS as TARGETS
 
-ALL_LINEAR = "all-linear"
+ALL_LINEAR, ALL_EXPERTS = "all-linear", "experts"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,8 +69,23 @@ class AdapterSpec:
                 "lora.dropout",
                 f"dropout={self.dropout}, and adapters of kind {self.kind} have none: lora.dropout: 0.",
             ),
+            (
+                not (self.on_experts and self.dropout),
+                "lora.dropout",
+                f"dropout={self.dropout}, and adapters of experts have none, as in PEFT: lora.dropout: 0.",
+            ),
+            (
+                not (self.on_experts and self.kind != PLAIN),
+                "lora.kind",
+                f"kind={self.kind}, and adapters of experts are of kind {PLAIN}.",
+            ),
         )
         raise_all([ConfigError(code, f"{self.name}: {what}") for holds, code, what in checks if not holds])
+
+    @property
+    def on_experts(self) -> bool:
+        """Whether it adapts projections of experts."""
+        return any(name in EXPERTS for name in self.targets)
 
     @property
     def scale(self) -> float:
@@ -88,7 +104,8 @@ def resolve_targets(targets: str | Sequence[str], available: Sequence[str] = TAR
     """Resolves the targets of a job file to names of projections, in the order of `available`.
 
     Args:
-        targets: "all-linear", one name or a list of names.
+        targets: one name or a list of names. "all-linear" is every projection but those of experts, as in PEFT, and
+            "experts" is those. PEFT's names of experts are known, too: "mlp.experts.down_proj".
         available: the projections of the model.
 
     Raises:
@@ -97,15 +114,29 @@ def resolve_targets(targets: str | Sequence[str], available: Sequence[str] = TAR
     >>> resolve_targets(["v_proj", "q_proj"])
     ('q_proj', 'v_proj')
     """
-    names = [targets] if isinstance(targets, str) else list(targets)
-    if names == [ALL_LINEAR]:
-        return tuple(available)
+    names = spelled(targets, available)
     if not names:
         raise ConfigError(
             "lora.no-target", "lora.targets is empty: there is nothing to train.", fix=f"lora.targets: {ALL_LINEAR}"
         )
     raise_all([_unknown(name, available) for name in dict.fromkeys(names) if name not in available])
     return tuple(name for name in available if name in names)
+
+
+def spelled(targets: str | Sequence[str], available: Sequence[str] = TARGETS) -> list[str]:
+    """The names that targets stand for, in our spelling; unknown ones as they are.
+
+    >>> spelled(["q_proj", "mlp.experts.down_proj"])
+    ['q_proj', 'experts_down_proj']
+    """
+    groups: dict[str, list[str]] = {
+        ALL_LINEAR: [name for name in available if name not in EXPERTS],
+        ALL_EXPERTS: [name for name in EXPERTS if name in available] or list(EXPERTS),
+    }
+    for name, path in EXPERTS.items():
+        groups |= {path: [name], path.removeprefix("mlp."): [name]}
+    names = [targets] if isinstance(targets, str) else list(targets)
+    return [name for target in names for name in groups.get(target, [target])]
 
 
 def bank_rank(adapters: Sequence[AdapterSpec], target: str) -> int:

@@ -21,6 +21,7 @@ from lorafusion_jax.adapters.table import PLAIN, adapter_kind
 from lorafusion_jax.checkpoint import digests
 from lorafusion_jax.checkpoint.digests import find_damage, refuse_damage
 from lorafusion_jax.checkpoint.new_folder import new_folder
+from lorafusion_jax.checkpoint.peft_experts import from_file, to_file
 from lorafusion_jax.checkpoint.peft_leaves import HEAD, Arrays, Leaves, as_exported
 from lorafusion_jax.checkpoint.peft_leaves import put_adapter as put_adapter
 from lorafusion_jax.checkpoint.peft_leaves import take_adapter as take_adapter
@@ -33,7 +34,7 @@ from lorafusion_jax.tensor_file import write_tensors
 from lorafusion_jax.weights.table import NONE
 
 TRANSPOSED_ROWS = 64
-AXES = ("K", "N", "R", "D", "V")  # the others are numbers
+AXES = ("K", "N", "R", "E", "D", "V")  # the others are numbers
 
 
 def export_adapter(
@@ -81,7 +82,7 @@ def export_adapter(
     with new_folder(to_dir, replace=replace) as folder:
         settings = json.dumps(config_of(spec, base_name, base_quantize, base_revision), indent=2)
         (folder / CONFIG_FILE).write_text(settings + "\n", encoding="utf-8")
-        write_tensors(folder / TENSOR_FILE, tensors)
+        write_tensors(folder / TENSOR_FILE, to_file(tensors))
         _check_copy(folder, spec, tensors)
         if finish is not None:
             finish(folder)
@@ -119,7 +120,7 @@ def read_described(folder: Path, kind: str | None = None, head: Head | None = No
     def read(path: str, leaves: Sequence[Leaf]) -> tuple[np.ndarray, ...]:
         return tuple(_from_peft(tensors[_key(path, leaf)]) for leaf in leaves)
 
-    arrays = {path: read(path, table.of_projections) for path in _paths(tensors, table)}
+    arrays = {path: read(path, table.leaves_at(path)) for path in _paths(tensors, table)}
     arrays |= {SHARED: read(SHARED, table.shared)} if table.shared else {}
     return described, arrays | ({HEAD: read(HEAD, described.spec.head.leaves)} if described.spec.head else {})
 
@@ -128,7 +129,7 @@ def _read(folder: Path, kind: str | None = None, head: Head | None = None) -> tu
     """Returns the description of a folder and its tensors, which fit it."""
     check_digests(folder)
     raw = read_config(folder)
-    tensors = read_tensors(folder)
+    tensors = from_file(read_tensors(folder), raw, str(folder / TENSOR_FILE))
     kind = kind_of(raw) if kind is None else kind
     paths = _paths(tensors, adapter_kind(kind))
     described = describe(raw, paths, folder.resolve().name, str(folder / CONFIG_FILE), kind=kind, head=head)
@@ -157,13 +158,16 @@ def check_digests(folder: Path) -> None:
 
 
 def peft_tensors(arrays: Arrays, kind: str = PLAIN, head: Head | None = None) -> dict[str, np.ndarray]:
-    """Converts to PEFT's names and shapes; for LoRA lora_A.weight [r, K] and lora_B.weight [N, r]."""
+    """Converts to PEFT's names and shapes; for LoRA lora_A.weight [r, K] and lora_B.weight [N, r].
+
+    Those of experts, [E, r, K] and [E, N, r], have other names and shapes in files, see `peft_experts`.
+    """
     table = adapter_kind(kind)
     leaves_of = {SHARED: table.shared, HEAD: () if head is None else head.leaves}
     return {
-        _key(path, leaf): _transpose(array) if array.ndim == 2 else array
+        _key(path, leaf): _transposed(array)
         for path, tensors in arrays.items()
-        for leaf, array in zip(leaves_of.get(path, table.of_projections), tensors, strict=True)
+        for leaf, array in zip(leaves_of.get(path, table.leaves_at(path)), tensors, strict=True)
     }
 
 
@@ -174,7 +178,13 @@ def _key(path: str, leaf: Leaf) -> str:
 
 
 def _from_peft(tensor: np.ndarray) -> np.ndarray:
-    array = tensor.astype(np.float32, copy=False)
+    return _transposed(tensor.astype(np.float32, copy=False))
+
+
+def _transposed(array: np.ndarray) -> np.ndarray:
+    """Swaps in and out; vectors stay as they are."""
+    if array.ndim == 3:
+        return np.ascontiguousarray(array.swapaxes(1, 2))
     return _transpose(array) if array.ndim == 2 else array
 
 
@@ -203,7 +213,7 @@ def read_tensors(folder: Path) -> dict[str, np.ndarray]:
 def _problems(tensors: dict[str, np.ndarray], paths: Sequence[str], described: Described) -> list[str]:
     """Lists missing, extra and misshapen tensors."""
     table = adapter_kind(described.spec.kind)
-    places = dict.fromkeys(_wanted_paths(paths, described), table.of_projections)
+    places = {path: table.leaves_at(path) for path in _wanted_paths(paths, described)}
     places |= {SHARED: table.shared} if table.shared else {}
     places |= {HEAD: described.spec.head.leaves} if described.spec.head else {}
     wanted = {_key(path, leaf): (path, leaf) for path, leaves in places.items() for leaf in leaves}
@@ -212,7 +222,8 @@ def _problems(tensors: dict[str, np.ndarray], paths: Sequence[str], described: D
     widths: dict[tuple[str, Axis], int] = {}
     for key in sorted(wanted.keys() & tensors.keys()):
         (path, leaf), shape = wanted[key], tensors[key].shape
-        axes = leaf.axes[::-1]  # PEFT has them transposed
+        experts = leaf.axes[:1] if leaf.axes[:1] == ("E",) else ()
+        axes = (*experts, *leaf.axes[len(experts) :][::-1])  # PEFT has them transposed
         projection = path.rsplit(".", 1)[-1]
         known = {"R": described.ranks.get(path, described.spec.rank)} | {
             axis: axis for axis in axes if axis not in AXES

@@ -100,7 +100,7 @@ def put_adapter(
     leaves = dict(lora_leaves)
     for name in _names(table, projections):
         changed = np.array(lora_leaves[name])
-        leaf = table.leaf(name.rsplit(".", 1)[-1])
+        leaf = _leaf_of(table, name)
         np.moveaxis(changed, changed.ndim - 1 - len(leaf.axes), 0)[index] = 0
         leaves[name] = changed
     for unrolled, tensors in arrays.items():
@@ -108,7 +108,7 @@ def put_adapter(
             leaves |= _put_head(lora_leaves, index, tensors, head)
             continue
         path, layer_index = (SHARED, (0,)) if unrolled == SHARED else places[unrolled]
-        group = table.shared if unrolled == SHARED else table.of_projections
+        group = table.shared if unrolled == SHARED else table.leaves_at(path)
         for leaf, tensor in zip(group, tensors, strict=True):
             into = leaves[f"{path}.{leaf.name}"][(*layer_index, index)]
             into[tuple(slice(size) for size in tensor.shape)] = tensor
@@ -195,7 +195,7 @@ def tensors_at(
         shape: K and N (None: those of its own tensors).
     """
     kind = adapter_kind(spec.kind)
-    tensors = dict(zip(kind.of_projections, arrays[path], strict=True))
+    tensors = dict(zip(kind.leaves_at(path), arrays[path], strict=True))
     known = {axis: size for leaf, array in tensors.items() for axis, size in zip(leaf.axes, array.shape, strict=True)}
     num_in, num_out = (known.get("K", 0), known.get("N", 0)) if shape is None else shape
     cut = {axis: size for axis, size in (("K", num_in), ("N", num_out)) if size}
@@ -210,7 +210,7 @@ def _check_fit(
     problems = [f"{path} is not in the model" for path in arrays if path not in places and path not in (SHARED, HEAD)]
     for path, tensors in arrays.items():
         if path in places:
-            problems += _misfits(lora_leaves, places[path][0], path, kind.of_projections, tensors)
+            problems += _misfits(lora_leaves, places[path][0], path, kind.leaves_at(path), tensors)
         elif path == SHARED:
             problems += _misfits(lora_leaves, SHARED, path, kind.shared, tensors)
     names = {path.rsplit(".", 1)[-1] for path in arrays if path not in (SHARED, HEAD)}
@@ -238,6 +238,8 @@ def _misfits(
     if path == SHARED:
         larger = [axis for axis in theirs if theirs[axis] > ours[axis]]
         return [f"its shared tensors have {axis} = {theirs[axis]}, the model has {ours[axis]}" for axis in larger]
+    if theirs.get("E") != ours.get("E"):
+        return [f"{path} has {theirs.get('E')} experts, the model has {ours.get('E')}"]
     if any(theirs.get(axis) != ours.get(axis) for axis in "KN"):
         shapes = (" → ".join(str(sizes[axis]) for axis in "KN" if axis in sizes) for sizes in (theirs, ours))
         return ["{} is {}, the model has {}".format(path, *shapes)]
@@ -249,9 +251,9 @@ def _misfits(
 def _projections(lora_leaves: Leaves, kind: AdapterKind) -> dict[str, dict[str, tuple[int, ...]]]:
     """Lists the projections: path of the leaf → {path with the layer's number: index before the adapter axis}."""
     projections: dict[str, dict[str, tuple[int, ...]]] = {}
-    first = kind.of_projections[0]
     for name in lora_leaves:
         path, leaf = name.rsplit(".", 1)
+        first = kind.leaves_at(path)[0]
         if leaf != first.name:
             continue
         shape = lora_leaves[name].shape
@@ -261,6 +263,12 @@ def _projections(lora_leaves: Leaves, kind: AdapterKind) -> dict[str, dict[str, 
             else {path.replace(f"{LAYERS}.", f"{LAYERS}.{layer}.", 1): (layer,) for layer in range(shape[0])}
         )
     return projections
+
+
+def _leaf_of(kind: AdapterKind, name: str) -> Leaf:
+    """The leaf of a name, "layers.0.self_attn.q_proj.lora_a"."""
+    path, _, leaf = name.rpartition(".")
+    return next(item for item in (*kind.leaves_at(path), *kind.shared) if item.name == leaf)
 
 
 def _names(kind: AdapterKind, projections: Mapping[str, Any]) -> list[str]:

@@ -149,13 +149,13 @@ def _with_all_layers(arrays: Arrays, num_layers: int, spec: AdapterSpec) -> Arra
 
     Zero A and B stay zero in training, because the gradient of each is proportional to the other.
     """
-    leaves = adapter_kind(spec.kind).of_projections
+    kind = adapter_kind(spec.kind)
 
     def shape(leaf: Leaf, array: np.ndarray) -> tuple[int, ...]:
         return tuple(spec.rank if axis == "R" else n for axis, n in zip(leaf.axes, array.shape, strict=True))
 
     shapes = {
-        path.split(".", 2)[2]: [shape(leaf, array) for leaf, array in zip(leaves, tensors, strict=True)]
+        path.split(".", 2)[2]: [shape(leaf, array) for leaf, array in zip(kind.leaves_at(path), tensors, strict=True)]
         for path, tensors in arrays.items()
         if path not in (SHARED, HEAD)
     }

@@ -60,6 +60,8 @@ def _mlp(calls: LayerCalls, wanted: str | None) -> str:
     from pallas_kernels.backend import measured_backend
     from pallas_kernels.device import is_hopper, num_sms
 
+    if "gate_up" not in calls.linears:
+        return "experts: products of their own"
     gate_up, down = calls.linears["gate_up"], calls.linears["down"]
     device: dict[str, Any] = {"hopper": is_hopper(), "num_sms": num_sms(), "measured": measured_backend}
     if policy.mlp_is_fused(gate_up, down, wanted, **device):

@@ -53,7 +53,8 @@ def calls_of_job(config: JobConfig, model: ModelConfig) -> list[LayerCalls]:
             model=model, rows=rows, dtype=config.base.dtype,
             linears={
                 site: replace(site_shape(replace(problem, capacity_tokens=rows), site), dtype=config.base.dtype)
-                for site in model.layer(0).sites
+                for site, linears in model.layer(0).sites.items()
+                if not linears[0].experts
             },
         )
         for rows in config.batch.sizes

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from lorafusion_jax.errors import CheckpointError
 from lorafusion_jax.families.attention import Attention
+from lorafusion_jax.families.experts import Experts
 from lorafusion_jax.families.layer import Layer
 from lorafusion_jax.families.mlp import Activation, Mlp
 from lorafusion_jax.families.norm import Norms, Place
@@ -41,6 +42,7 @@ class ModelConfig:
         embedding_scale: factor of the embeddings, rounded to their dtype.
         residual_scale: factor of what attention and the MLP add.
         logit_scale, final_soft_cap: logits are soft_cap · tanh(logit_scale · head(x) / soft_cap).
+        experts: instead of an MLP (None: there are none).
         pattern: type of each layer; empty if all layers are alike.
         wrapper: model_type of a multimodal model of which this is the text part, see `families.multimodal`.
 
@@ -81,6 +83,7 @@ class ModelConfig:
     tie_embeddings: bool = False
     max_positions: int = 2048
     sliding_window: int | None = None
+    experts: Experts | None = None
     pattern: tuple[LayerType, ...] = ()
     checkpoint_format: str | None = None
     wrapper: str = ""
@@ -185,7 +188,7 @@ class ModelConfig:
             fused=self.fused,
         )
         around = Norms(width=self.hidden_size, place=self.norms, offset=self.norm_offset, eps=self.norm_eps)
-        return Layer(attention=attention, mlp=mlp, around=around, residual=self.residual_scale)
+        return Layer(attention=attention, mlp=self.experts or mlp, around=around, residual=self.residual_scale)
 
     @property
     def num_parameters(self) -> int:

@@ -13,9 +13,10 @@ from typing import Any
 from lorafusion_jax.adapters.kind import AdapterKind, Head
 from lorafusion_jax.adapters.spec import ALL_LINEAR, AdapterSpec
 from lorafusion_jax.adapters.table import KINDS, PLAIN, adapter_kind
+from lorafusion_jax.config.peft_experts import parameters_of, targets_of
 from lorafusion_jax.errors import CheckpointError, LoraFusionError, raise_all
 from lorafusion_jax.families.hf_config import shortened
-from lorafusion_jax.layout.layer import PATHS
+from lorafusion_jax.layout.layer import EXPERTS, PATHS
 from lorafusion_jax.readable import SETTINGS, read_text
 from lorafusion_jax.weights.table import NONE
 
@@ -38,6 +39,7 @@ _NEUTRAL = frozenset(
         "lora_dropout",
         "use_rslora",
         "target_modules",
+        "target_parameters",
         "exclude_modules",
         "layers_to_transform",
         "layers_pattern",
@@ -115,7 +117,7 @@ def config_of(
         "base_model_name_or_path": base_name,
         "revision": revision,
         "r": spec.rank,
-        "target_modules": list(spec.targets),
+        "target_modules": [name for name in spec.targets if name not in EXPERTS],
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
@@ -126,6 +128,8 @@ def config_of(
     }
     peft_entries = adapter_kind(spec.kind).peft or {}
     more = _of_lora(spec) if peft_entries.get("peft_type", LORA) == LORA else {}
+    if spec.on_experts:
+        more |= {"target_parameters": parameters_of(spec.targets)}
     return config | more | {key: value(spec) if callable(value) else value for key, value in peft_entries.items()}
 
 
@@ -320,6 +324,10 @@ def _by_projection(
         return dict.fromkeys(paths, value)
     by_name = {}
     for name, number in pattern.items():
+        if "experts" in name:
+            what = f"this adapter uses {key} with {shortened(name)}, which is not supported for experts."
+            errors.append(CheckpointError("peft.unsupported", what, where=where))
+            continue
         if not _PLAIN.fullmatch(name):
             what = f"this adapter uses {key} with {shortened(name)}, which is not supported."
             why = "only names of projections, with or without the path to them, are read; no expressions"
@@ -347,9 +355,12 @@ def _targets(
     raw: Mapping[str, Any], present: list[str], where: str, errors: list[LoraFusionError], known: Sequence[str]
 ) -> tuple[str, ...]:
     """The named projections; a pattern ("all-linear", a regular expression) means those that the tensors speak of."""
-    targets = raw.get("target_modules")
+    targets, experts = raw.get("target_modules"), targets_of(raw)
+    if experts and targets in (None, [], ""):
+        targets = []
     names = present if isinstance(targets, str) and (targets == ALL_LINEAR or targets not in known) else targets
     names = [names] if isinstance(names, str) else names
+    names = [*names, *experts] if isinstance(names, list) else names
     if not isinstance(names, list) or not names:
         what = f"target_modules={shortened(targets)} names no projection."
         errors.append(CheckpointError("peft.bad-config", what, where=where))

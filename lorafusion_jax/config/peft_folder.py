@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 
 from lorafusion_jax.adapters.table import adapter_kind
 from lorafusion_jax.config.peft_config import CONFIG_FILE, SAVED, Described, describe, kind_of, read_config
+from lorafusion_jax.config.peft_experts import our_key, targets_of
 from lorafusion_jax.errors import CheckpointError, LoraFusionError
 from lorafusion_jax.layout.layer import PATHS
 from lorafusion_jax.readable import check_regular
@@ -34,7 +35,8 @@ def describe_folder(folder: Path, kind: str | None = None) -> Described:
     raw = read_config(folder) | {SAVED: None}  # who reads the tensors checks it
     kind = kind_of(raw) if kind is None else kind
     names = {leaf.peft_name for leaf in adapter_kind(kind).of_projections}
-    return describe(raw, _projections(folder, names), folder.resolve().name, str(folder / CONFIG_FILE), kind=kind)
+    paths = _projections(folder, names, targets_of(raw))
+    return describe(raw, paths, folder.resolve().name, str(folder / CONFIG_FILE), kind=kind)
 
 
 def lora_settings(folder: Path, kind: str | None = None) -> dict[str, Any]:
@@ -48,12 +50,12 @@ def lora_settings(folder: Path, kind: str | None = None) -> dict[str, Any]:
     return settings | ({"alpha": spec.alpha, "rslora": spec.rslora} if described.has_scale else {})
 
 
-def _projections(folder: Path, names: Collection[str | None]) -> list[str]:
+def _projections(folder: Path, names: Collection[str | None], experts: Sequence[str]) -> list[str]:
     file = folder / TENSOR_FILE
     try:
         check_regular(file)
         with safe_open(file, "np") as opened:
-            matches = [KEY.fullmatch(key) for key in opened.keys()]  # noqa: SIM118
+            matches = [KEY.fullmatch(our_key(key, experts)) for key in opened.keys()]  # noqa: SIM118
         return list(dict.fromkeys(match[1] for match in matches if match and match[4] in names))
     except (SafetensorError, OSError) as problem:
         raise CheckpointError(

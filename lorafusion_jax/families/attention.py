@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lorafusion_jax.families.rope import Rope
-from lorafusion_jax.layout.layer import Linear, Norm, SavedTensor
+from lorafusion_jax.layout.layer import FrozenArray, Linear, Norm, SavedTensor
 
 QKNorm = Literal["none", "head", "full"]
 MODULE = "self_attn"
@@ -77,6 +77,10 @@ class Attention:
             return ()
         names = zip(("q_norm", "k_norm"), self.norm_widths, strict=True)
         return tuple(Norm(path=f"{MODULE}.{name}", half="attention", width=width) for name, width in names)
+
+    @property
+    def arrays(self) -> tuple[FrozenArray, ...]:
+        return ()
 
     @property
     def saved(self) -> tuple[SavedTensor, ...]:

@@ -57,6 +57,14 @@ class HFConfig(BaseModel):
     embedding_multiplier: Positive | None = None
     residual_multiplier: Positive | None = None
     logits_scaling: Positive | None = None
+    num_experts: Entries | None = None
+    num_experts_per_tok: Width | None = None
+    moe_intermediate_size: Width | None = None
+    norm_topk_prob: bool | None = None
+    decoder_sparse_step: Annotated[int, Field(ge=1)] | None = None
+    mlp_only_layers: list[int] | None = None
+    swiglu_limit: Positive | None = None
+    swiglu_alpha: Positive | None = None
     quantization_config: dict[str, Any] | None = None
 
 
@@ -112,7 +120,8 @@ SWITCHES = frozenset((
     "attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "residual_dropout", "hidden_dropout",
     "chunk_size_feed_forward", "add_cross_attention", "is_decoder", "is_encoder_decoder", "cross_attention_hidden_size",
     "tie_encoder_decoder", "pruned_heads", "sparsity_config", "use_bidirectional_attention", "num_experts",
-    "num_local_experts", "per_layer_config", "attention_bias", "mlp_bias", "rope_interleaved",
+    "num_local_experts", "per_layer_config", "output_router_logits", "router_jitter_noise",
+    "attention_bias", "mlp_bias", "rope_interleaved",
 ))  # fmt: skip
 
 

@@ -1,13 +1,14 @@
-"""A layer made of mechanisms: norms, attention and an MLP."""
+"""A layer made of mechanisms: norms, attention, and an MLP or experts."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 from lorafusion_jax.families.attention import Attention
+from lorafusion_jax.families.experts import Experts
 from lorafusion_jax.families.mlp import Mlp
 from lorafusion_jax.families.norm import Norms
-from lorafusion_jax.layout.layer import LayerSpec, Linear, Mechanism, Norm, SavedTensor
+from lorafusion_jax.layout.layer import FrozenArray, LayerSpec, Linear, Mechanism, Norm, SavedTensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,15 +29,19 @@ class Layer(LayerSpec):
     """
 
     attention: Attention
-    mlp: Mlp
+    mlp: Mlp | Experts
     around: Norms
     residual: float = 1.0
     linears: tuple[Linear, ...] = field(init=False, repr=False, compare=False)
     norms: tuple[Norm, ...] = field(init=False, repr=False, compare=False)
     saved: tuple[SavedTensor, ...] = field(init=False, repr=False, compare=False)
+    arrays: tuple[FrozenArray, ...] = field(init=False, repr=False, compare=False, default=())
 
     def __post_init__(self) -> None:
         mechanisms: tuple[Mechanism, ...] = (self.attention, self.mlp, self.around)
-        for name in ("linears", "norms", "saved"):
+        for name in ("linears", "norms", "saved", "arrays"):
             parts = tuple(part for mechanism in mechanisms for part in getattr(mechanism, name))
             object.__setattr__(self, name, parts)
+        if isinstance(self.mlp, Experts):  # they read copies of the rows, so nobody keeps the rows themselves
+            copied = f"{self.around.before.get('mlp')} out"
+            object.__setattr__(self, "saved", tuple(tensor for tensor in self.saved if tensor.name != copied))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from lorafusion_jax.layout.layer import Linear, Norm, SavedTensor
+from lorafusion_jax.layout.layer import FrozenArray, Linear, Norm, SavedTensor
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu2"]
 MODULE = "mlp"
@@ -41,12 +41,26 @@ class Mlp:
         return ()
 
     @property
+    def arrays(self) -> tuple[FrozenArray, ...]:
+        return ()
+
+    @property
     def saved(self) -> tuple[SavedTensor, ...]:
         return (
             SavedTensor(name="gate", half="mlp", width=self.inner, checkpoint="gate"),
             SavedTensor(name="up", half="mlp", width=self.inner, checkpoint="up"),
             SavedTensor(name=f"{self.activation}(gate) · up", half="mlp", width=self.inner, unfused=True),
         )
+
+    @property
+    def row_elements(self) -> int:
+        """Elements per row of the gradients in backward: of down's input, gate and up, and of x on both sides."""
+        return 3 * self.inner + 2 * self.width
+
+    @property
+    def gated_elements(self) -> int:
+        """Elements per row of act(gate) · up."""
+        return self.inner
 
     @property
     def as_one_op(self) -> bool:

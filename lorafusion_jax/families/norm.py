@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from lorafusion_jax.layout.layer import Half, Linear, Norm, SavedTensor
+from lorafusion_jax.layout.layer import FrozenArray, Half, Linear, Norm, SavedTensor
 
 Place = Literal["pre", "post", "sandwich"]
 
@@ -52,6 +52,10 @@ class Norms:
     def norms(self) -> tuple[Norm, ...]:
         places = [*self.before.items(), *self.after.items()]
         return tuple(Norm(path=name, half=half, width=self.width) for half, name in places)
+
+    @property
+    def arrays(self) -> tuple[FrozenArray, ...]:
+        return ()
 
     @property
     def saved(self) -> tuple[SavedTensor, ...]:

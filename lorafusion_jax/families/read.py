@@ -10,6 +10,7 @@ from lorafusion_jax.families.mlp import Activation
 from lorafusion_jax.families.multimodal import text_part
 from lorafusion_jax.families.pattern import LayerType, read_pattern
 from lorafusion_jax.families.quantised import UnknownFormat, format_name
+from lorafusion_jax.families.read_experts import read_experts
 from lorafusion_jax.families.read_rope import read_ropes
 from lorafusion_jax.families.table import Family, family_named, find_family, known_models
 
@@ -47,8 +48,9 @@ def translate(raw: dict[str, Any], malformed: list[str], unsupported: list[str])
     ropes = read_ropes(hf, family, head_dim, malformed, unsupported)
     pattern = read_pattern(hf, family, ropes, malformed, unsupported)
     numbers = _numbers(hf, family)
-    checkpoint_format = _checkpoint_format(hf, unsupported)
-    _refuse_other_options(hf, raw, unsupported)
+    experts = read_experts(hf, family, numbers["activation"], malformed, unsupported)
+    checkpoint_format = _checkpoint_format(hf, family, unsupported)
+    _refuse_other_options(hf, raw, family, unsupported)
     if name is None or malformed or unsupported:
         return None
     return (
@@ -65,6 +67,7 @@ def translate(raw: dict[str, Any], malformed: list[str], unsupported: list[str])
             "num_kv_heads": kv_heads,
             "head_dim": head_dim,
             "checkpoint_format": checkpoint_format,
+            "experts": experts,
         }
     )
 
@@ -132,9 +135,14 @@ def _types(pattern: tuple[LayerType, ...]) -> dict[str, Any]:
     }
 
 
-def _checkpoint_format(hf: HFConfig, unsupported: list[str]) -> str | None:
+def _checkpoint_format(hf: HFConfig, family: Family, unsupported: list[str]) -> str | None:
     """How the weights come quantised, see `weights.checkpoint_formats`; None: they do not."""
     if hf.quantization_config is None:
+        return None
+    if family.experts is not None:
+        unsupported.append(
+            "quantization_config: weights of experts that come quantised; base.quantize: nf4 makes them so"
+        )
         return None
     try:
         return format_name(hf.quantization_config)
@@ -146,11 +154,11 @@ def _checkpoint_format(hf: HFConfig, unsupported: list[str]) -> str | None:
         return None
 
 
-def _refuse_other_options(hf: HFConfig, raw: Mapping[str, Any], unsupported: list[str]) -> None:
+def _refuse_other_options(hf: HFConfig, raw: Mapping[str, Any], family: Family, unsupported: list[str]) -> None:
     if hf.hidden_act not in _ACTIVATIONS:
         known = ", ".join(name for name in _ACTIVATIONS if name)
         unsupported.append(f"hidden_act {shortened(hf.hidden_act)} (known: {known})")
-    if raw.get("num_experts") or raw.get("num_local_experts"):
+    if family.experts is None and (raw.get("num_experts") or raw.get("num_local_experts")):
         unsupported.append("mixture of experts")
     if raw.get("is_encoder_decoder"):
         unsupported.append("encoder-decoder")

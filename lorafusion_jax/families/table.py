@@ -37,6 +37,10 @@ class Family:
         windows: layers with `sliding_window` if config.json has no `layer_types`: none, all, those from
             `max_window_layers` on or those without rotary embeddings if `use_sliding_window`, or all but each n-th.
         scaled_layers: layers whose rotary embeddings `rope_scaling` scales.
+        experts: fields of `Experts` that all models of the family have in common; None: it has no experts. The keys
+            `num_experts`, `num_experts_per_tok`, `moe_intermediate_size` and `norm_topk_prob` say the others.
+        expert_names: tensors of the experts in a checkpoint, "{}" for the number of the layer's expert: of gate and of
+            up [F, D] and of down [D, F]; or two tensors of all experts, [E, in, out].
         modules: Llama's module → the family's module, e.g. {"model.embed_tokens": "tokens", "model.layers": "blocks",
             "self_attn.q_proj": "attention.query"}. Adapters are saved under Llama's names.
     """
@@ -48,6 +52,8 @@ class Family:
     fields: Mapping[str, Any] = field(default_factory=dict)
     windows: Literal["never", "all", "switched", "unrotated"] | int = "never"
     scaled_layers: Literal["all", "full_attention"] = "all"
+    experts: Mapping[str, Any] | None = None
+    expert_names: tuple[str, ...] = ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj")
     modules: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -103,6 +109,26 @@ FAMILIES: dict[str, Family] = {
     "qwen3": Family(
         architectures=("Qwen3ForCausalLM",), windows="switched", fields={"qk_norm": True},
         reads={"head_dim": 128, "max_position_embeddings": 32768, "attention_bias": False, **_SWITCHED},
+    ),
+    "qwen3_moe": Family(
+        architectures=("Qwen3MoeForCausalLM",), windows="all", fields={"qk_norm": True}, experts={},
+        reads={
+            "max_position_embeddings": 32768, "attention_bias": False, "use_sliding_window": False,
+            "sliding_window": 4096, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+            "norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": None,
+        },
+        keys={"num_local_experts": "num_experts", "num_experts": "num_experts"},
+        known=("max_window_layers", "router_aux_loss_coef"), modules={"mlp.router": "mlp.gate"},
+    ),
+    "mixtral": Family(
+        architectures=("MixtralForCausalLM",), windows="all", experts={},
+        reads={
+            "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "sliding_window": None, "rope_theta": 1e6,
+            "num_experts": 8, "num_experts_per_tok": 2,
+        },
+        keys={"num_local_experts": "num_experts"}, known=("router_aux_loss_coef",),
+        modules={"mlp.router": "block_sparse_moe.gate"},
+        expert_names=tuple(f"block_sparse_moe.experts.{{}}.{name}" for name in ("w1", "w3", "w2")),
     ),
     "ministral": Family(
         architectures=("MinistralForCausalLM",), windows="all",

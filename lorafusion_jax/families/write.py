@@ -17,18 +17,22 @@ def config_json(model: Any) -> dict[str, Any]:  # a ModelConfig
     """Returns a config.json for `ModelConfig.from_hf` and other libraries."""
     family = family_named(model.family)
     out = _common(model, family) | _ropes(model, family)
-    optional = {
-        "attention_bias": model.o_bias if family.fields.get("qkv_bias") else model.qkv_bias,
-        "attention_out_bias": model.o_bias,
-        "mlp_bias": model.mlp_bias,
-        "query_pre_attn_scalar": None if model.attention_scale is None else model.attention_scale**-2,
-        "attention_multiplier": model.attention_scale,
-        "attn_logit_softcapping": model.attention_soft_cap,
-        "final_logit_softcapping": model.final_soft_cap,
-        "embedding_multiplier": model.embedding_scale,
-        "residual_multiplier": model.residual_scale,
-        "logits_scaling": 1 / model.logit_scale,
-    } | _windows(model, family)
+    optional = (
+        {
+            "attention_bias": model.o_bias if family.fields.get("qkv_bias") else model.qkv_bias,
+            "attention_out_bias": model.o_bias,
+            "mlp_bias": model.mlp_bias,
+            "query_pre_attn_scalar": None if model.attention_scale is None else model.attention_scale**-2,
+            "attention_multiplier": model.attention_scale,
+            "attn_logit_softcapping": model.attention_soft_cap,
+            "final_logit_softcapping": model.final_soft_cap,
+            "embedding_multiplier": model.embedding_scale,
+            "residual_multiplier": model.residual_scale,
+            "logits_scaling": 1 / model.logit_scale,
+        }
+        | _windows(model, family)
+        | _experts(model)
+    )
     out |= {key: value for key, value in optional.items() if key in family.reads or key in family.keys.values()}
     return {family.key_of(key): value for key, value in out.items()}
 
@@ -48,6 +52,19 @@ def _common(model: Any, family: Family) -> dict[str, Any]:
         "rms_norm_eps": model.norm_eps,
         "tie_word_embeddings": model.tie_embeddings,
         "max_position_embeddings": model.max_positions,
+    }
+
+
+def _experts(model: Any) -> dict[str, Any]:
+    experts = model.experts
+    if experts is None:
+        return {}
+    return {
+        "num_experts": experts.count,
+        "num_experts_per_tok": experts.active,
+        "moe_intermediate_size": experts.inner,
+        "norm_topk_prob": experts.router.normalise,
+        "swiglu_limit": experts.limit,
     }
 
 

@@ -24,12 +24,17 @@ PATHS: Mapping[str, str] = {
     name: f"{module}.{name}"
     for module, names in {
         "self_attn": ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"),
-        "mlp": ("gate_proj", "up_proj", "gate_up_proj", "down_proj"),
+        "mlp": ("gate_proj", "up_proj", "gate_up_proj", "down_proj", "experts_gate_up_proj", "experts_down_proj"),
     }.items()
     for name in names
 }
 FUSED = ("qkv_proj", "gate_up_proj")
-TARGETS = tuple(name for name in PATHS if name not in FUSED)  # of a Llama
+# Projections of which every expert has its own → PEFT's name of the parameter that holds them all.
+EXPERTS: Mapping[str, str] = {
+    "experts_gate_up_proj": "mlp.experts.gate_up_proj",
+    "experts_down_proj": "mlp.experts.down_proj",
+}
+TARGETS = tuple(name for name in PATHS if name not in (*FUSED, *EXPERTS))  # of a Llama
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +47,8 @@ class Linear:
         site: projections of one site read the same input, so they share S = x A and dropout.
         in_features: equal for all projections of a site.
         bias: whether it has b.
+        experts: E, number of experts that each have such a projection (0: it is not one of experts).
+        active: experts that a row passes through.
     """
 
     name: str
@@ -51,6 +58,8 @@ class Linear:
     in_features: int
     out_features: int
     bias: bool = False
+    experts: int = 0
+    active: int = 0
 
     @property
     def path(self) -> str:
@@ -59,8 +68,18 @@ class Linear:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(in, out)."""
+        """(in, out), of one expert."""
         return self.in_features, self.out_features
+
+    @property
+    def kernel_shape(self) -> tuple[int, int]:
+        """(in, out) of the stored kernel. Those of experts lie one below the other: [E · in, out]."""
+        return max(self.experts, 1) * self.in_features, self.out_features
+
+    @property
+    def row_shape(self) -> tuple[int, int]:
+        """(in, out) of a kernel with the products of a row: those of its experts together."""
+        return max(self.active, 1) * self.in_features, self.out_features
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +97,20 @@ class Norm:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FrozenArray:
+    """A frozen tensor that is neither a projection nor a norm, such as the table of a router.
+
+    Args:
+        path: path of the leaf in the layer, "mlp.gate.weight".
+        shape: as in Hugging Face checkpoints.
+    """
+
+    path: str
+    half: Half
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SavedTensor:
     """A tensor that forward may save for backward, in addition to the input of the layer or half.
 
@@ -88,6 +121,7 @@ class SavedTensor:
         float32: float32 in every model dtype.
         unfused: saved only if no single op runs the core of this half (attention, or the whole MLP).
         entry: a piece that is only this half saves its own input instead.
+        experts: E and k, if its rows are copies for the k of E experts, sorted and padded; `width` is that of all k.
     """
 
     name: str
@@ -97,6 +131,7 @@ class SavedTensor:
     float32: bool = False
     unfused: bool = False
     entry: bool = False
+    experts: tuple[int, int] | None = None
 
     @property
     def policy(self) -> RematPolicy:
@@ -114,6 +149,9 @@ class Mechanism(Protocol):
     def norms(self) -> tuple[Norm, ...]: ...
 
     @property
+    def arrays(self) -> tuple[FrozenArray, ...]: ...
+
+    @property
     def saved(self) -> tuple[SavedTensor, ...]: ...
 
 
@@ -124,6 +162,7 @@ class LayerSpec:
     linears: tuple[Linear, ...]
     norms: tuple[Norm, ...]
     saved: tuple[SavedTensor, ...]
+    arrays: tuple[FrozenArray, ...] = ()
 
     @cached_property
     def targets(self) -> tuple[str, ...]:
@@ -174,20 +213,26 @@ class LayerSpec:
         return tuple(linear for linear in self.linears if half in (None, linear.half))
 
     def linear_shapes(self, half: Half | None = None) -> dict[str, tuple[int, int]]:
-        """(in, out) of the projections, by name."""
+        """(in, out) of the projections, by name; of one expert."""
         return {linear.name: linear.shape for linear in self.linears_of(half)}
+
+    def row_shapes(self, half: Half | None = None) -> dict[str, tuple[int, int]]:
+        """(in, out) of the projections that a row passes through, by name, see `Linear.row_shape`."""
+        return {linear.name: linear.row_shape for linear in self.linears_of(half)}
 
     def kernel_shapes(self, half: Half | None = None) -> dict[str, tuple[int, int]]:
         """Shapes of the projections' kernels by leaf name. These leaves can be stored quantised."""
-        return {f"{linear.path}.kernel": linear.shape for linear in self.linears_of(half)}
+        return {f"{linear.path}.kernel": linear.kernel_shape for linear in self.linears_of(half)}
 
     def frozen_shapes(self, half: Half | None = None) -> dict[str, tuple[int, ...]]:
-        """Shapes of all frozen leaves of the layer or of a half: kernels, biases, norms."""
+        """Shapes of all frozen leaves of the layer or of a half: kernels, biases, norms, other arrays."""
         shapes: dict[str, tuple[int, ...]] = {}
         for linear in self.linears_of(half):
-            shapes[f"{linear.path}.kernel"] = linear.shape
+            shapes[f"{linear.path}.kernel"] = linear.kernel_shape
             if linear.bias:
-                shapes[f"{linear.path}.bias"] = (linear.out_features,)
+                stack = (linear.experts,) if linear.experts else ()
+                shapes[f"{linear.path}.bias"] = (*stack, linear.out_features)
+        shapes |= {array.path: array.shape for array in self.arrays if half in (None, array.half)}
         norms = (norm for norm in self.norms if half in (None, norm.half))
         return shapes | {f"{norm.path}.weight": (norm.width,) for norm in norms}
 
@@ -202,4 +247,5 @@ class LayerSpec:
 
     @cached_property
     def _halves(self) -> dict[str, Half]:
-        return {part.path: part.half for part in (*self.linears, *self.norms)}
+        others: dict[str, Half] = {array.path.rpartition(".")[0]: array.half for array in self.arrays}
+        return others | {part.path: part.half for part in (*self.linears, *self.norms)}

@@ -11,6 +11,7 @@ from flax import nnx
 from lorafusion_jax.adapters.spec import AdapterSpec, bank_rank
 from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.families.layer import Layer
+from lorafusion_jax.models.expert_linear import ExpertLinear
 from lorafusion_jax.models.norm import RMSNorm
 from lorafusion_jax.modules import LoRALinear
 
@@ -42,6 +43,11 @@ class Builder:
             param_dtype=self.dtype,
             rngs=self.rngs,
         )
+
+    def experts(self, name: str) -> ExpertLinear:
+        rank = bank_rank(self.adapters, name)
+        linear = self.layer.linear(name)
+        return ExpertLinear(linear, len(self.adapters), rank, dtype=self.dtype, rngs=self.rngs)
 
     def norm(self, path: str) -> RMSNorm | None:
         """The norm at a path of the layer; None if the layer has none there."""

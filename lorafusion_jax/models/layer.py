@@ -15,9 +15,11 @@ from jaxtyping import Array, Float
 
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.config.model import ModelConfig
+from lorafusion_jax.families.experts import Experts
 from lorafusion_jax.layout.layer import Half
 from lorafusion_jax.models.attention import AttentionImplementation
 from lorafusion_jax.models.build import Builder
+from lorafusion_jax.models.experts import MixtureOfExperts
 from lorafusion_jax.models.inputs import LayerInputs
 from lorafusion_jax.models.mlp import MLP
 from lorafusion_jax.models.norm import RMSNorm
@@ -55,7 +57,7 @@ class DecoderLayer(nnx.Module):
         if half != "mlp":
             self.self_attn = SelfAttention(build)
         if half != "attention":
-            self.mlp = MLP(build)
+            self.mlp = MixtureOfExperts(build, spec.mlp) if isinstance(spec.mlp, Experts) else MLP(build, spec.mlp)
 
     def __call__(
         self, x_TD: Float[Array, "T D"], inputs: LayerInputs, implementation: AttentionImplementation | None = None

@@ -27,6 +27,7 @@ from lorafusion_jax.families.multimodal import stored_names
 from lorafusion_jax.models.cached_kernels import read_cached
 from lorafusion_jax.models.checkpoint import Stored, list_tensors, plain_index, read_slice
 from lorafusion_jax.models.decoder import Decoder
+from lorafusion_jax.models.expert_files import read_parts
 from lorafusion_jax.models.naming import Tensor, frozen_tensors
 from lorafusion_jax.models.quantised_kernels import ShardingRule, read_kernel, tensors_of, transposed_sharding
 from lorafusion_jax.models.stand_ins import stand_ins
@@ -181,7 +182,7 @@ class FrozenReader:
         kind = self.kind if tensor.transposed else None
         if kind is not None and self.entry is not None:
             return read_cached(tensor, self.entry, kind, self.place)
-        return _read_tensor(tensor, self.stored[tensor.name], self.dtype, kind, self.place)
+        return _read_tensor(tensor, self.stored, self.dtype, kind, self.place)
 
 
 def _reader(
@@ -226,15 +227,18 @@ def _rule(sharding: Sharding | ShardingRule | None) -> ShardingRule:
 
 
 def _read_tensor(
-    tensor: Tensor, stored: Stored, dtype: np.dtype, kind: StoredKind | None, place: ShardingRule
+    tensor: Tensor, stored: Mapping[str, Stored], dtype: np.dtype, kind: StoredKind | None, place: ShardingRule
 ) -> Weight:
     target = place(tensor.leaf_name, tensor.leaf_shape)
     on_disk = transposed_sharding(target) if tensor.transposed else target
-    x = jax.make_array_from_callback(
-        tensor.shape,
-        on_disk,
-        lambda index: _contiguous(read_slice(stored, tensor.name, plain_index(index, tensor.shape))),
-    )
+
+    def part(index: tuple[slice, ...] | None) -> np.ndarray:
+        cut = plain_index(index, tensor.shape)
+        if tensor.parts:
+            return read_parts(tensor.parts, stored, cut)
+        return _contiguous(read_slice(stored[tensor.name], tensor.name, cut))
+
+    x = jax.make_array_from_callback(tensor.shape, on_disk, part)
     if kind is None:
         return _convert(dtype, tensor.transposed, target)(x)
     targets = {name: place(tensor.leaf_name, array.shape) for name, array in kind.arrays(*tensor.leaf_shape).items()}

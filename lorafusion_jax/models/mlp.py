@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from lorafusion_jax.families.mlp import Mlp
 from lorafusion_jax.models.build import Builder
 from lorafusion_jax.modules import LoRAContext, LoRALinear, lora_mlp, lora_siblings
 from pallas_kernels.mlp.xla import gate_with
@@ -23,8 +24,7 @@ class MLP(nnx.Module):
     gate_up_proj: LoRALinear  # instead of the two above, where they are fused
     down_proj: LoRALinear
 
-    def __init__(self, build: Builder):
-        spec = build.layer.mlp
+    def __init__(self, build: Builder, spec: Mlp):
         self.spec = spec
         self.sites = build.layer.site_index(spec.linears[0].name), build.layer.site_index("down_proj")
         for linear in spec.linears:

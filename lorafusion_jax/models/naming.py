@@ -10,7 +10,9 @@ from flax import nnx
 
 from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.families.table import Family, family_named
+from lorafusion_jax.layout.layer import EXPERTS
 from lorafusion_jax.models.decoder import Decoder
+from lorafusion_jax.models.expert_files import Part, expert_parts
 
 Path = tuple[Any, ...]
 
@@ -24,12 +26,14 @@ class Tensor:
         shape: shape in the checkpoint.
         path: path of the leaf in the decoder's state.
         transposed: linear kernels are [N, K] in the checkpoint and [K, N] here.
+        parts: tensors of the checkpoint that it is made of, if it is not one of them (empty: it is).
     """
 
     name: str
     shape: tuple[int, ...]
     path: Path
     transposed: bool
+    parts: tuple[Part, ...] = ()
 
     @property
     def leaf_name(self) -> str:
@@ -45,18 +49,23 @@ def frozen_tensors(model: Decoder) -> list[Tensor]:
     """Lists the checkpoint tensors of a decoder, concrete or abstract, in the order of its leaves."""
     family = family_named(model.config.family)
     leaves = nnx.to_flat_state(nnx.state(model, nnx.Not(nnx.LoRAParam)))
-    return [_tensor(path, leaf.shape, family) for path, leaf in leaves]
+    return [_tensor(path, leaf.shape, family, model.config) for path, leaf in leaves]
 
 
-def _tensor(path: Path, shape: tuple[int, ...], family: Family) -> Tensor:
+def _tensor(path: Path, shape: tuple[int, ...], family: Family, config: ModelConfig) -> Tensor:
     *modules, leaf = map(str, path)
     stem = ".".join(modules if modules[0] == "lm_head" else ["model", *modules])
     transposed = leaf == "kernel"
+    parts = ()
+    if transposed and modules[-1] in EXPERTS:
+        number = int(modules[1])
+        parts = expert_parts(family, config.layer(number).linear(modules[-1]), number)
     return Tensor(
-        name=family.tensor_name(f"{stem}.{'bias' if leaf == 'bias' else 'weight'}"),
+        name=family.tensor_name(f"{stem}.{'weight' if transposed else leaf}"),
         shape=shape[::-1] if transposed else shape,
         path=path,
         transposed=transposed,
+        parts=parts,
     )
 
 

@@ -27,6 +27,8 @@ def tensors_of(tensor: Tensor, form: CheckpointFormat | None) -> dict[str, Tenso
     Args:
         form: of the layers' kernels; None: they are not quantised.
     """
+    if tensor.parts:
+        return {part.name: TensorSpec(dtypes=READABLE, shapes=(part.shape,)) for part in tensor.parts}
     if form is None or not tensor.transposed:
         return {tensor.name: TensorSpec(dtypes=READABLE, shapes=(tensor.shape,))}
     out_features, in_features = tensor.shape

@@ -97,6 +97,10 @@ class _Writer:
     edit: Edit | None
     dtype: Any
 
+    def parts(self, tensor: Tensor) -> list[tuple[str, tuple[int, ...]]]:
+        """Names and shapes of the checkpoint's tensors that a leaf is written as."""
+        return [(part.name, part.shape) for part in tensor.parts] or [(tensor.name, tensor.shape)]
+
     def dtype_of(self, tensor: Tensor) -> np.dtype:
         return jnp.dtype(self.leaves[tensor.path].dtype if self.dtype is None else self.dtype)
 
@@ -110,7 +114,11 @@ class _Writer:
         x = np.asarray((x.T if tensor.transposed else x).astype(self.dtype_of(tensor)))
         if x.shape != tensor.shape:
             raise ValueError(f"edit gave {tensor.name} the shape {x.shape}, not {tensor.shape}")
-        file.write(bytes_of(x))
+        for part in tensor.parts:
+            rows, columns = part.shape
+            file.write(bytes_of(x[part.row : part.row + rows, part.column : part.column + columns]))
+        if not tensor.parts:
+            file.write(bytes_of(x))
 
 
 def _write_companions(model: Decoder, draft: Path, source: Path | None, dtype: Any) -> None:
@@ -137,7 +145,10 @@ def _write_weights(model: Decoder, draft: Path, edit: Edit | None, dtype: Any, s
         _write_file(draft / name, tensors, writer)
     if len(shards) > 1:
         total = sum(writer.num_bytes(tensor) for tensors in shards for tensor in tensors)
-        weight_map = {tensor.name: name for name, tensors in zip(names, shards, strict=True) for tensor in tensors}
+        weight_map = {
+            part: name for name, tensors in zip(names, shards, strict=True) for tensor in tensors
+            for part, _ in writer.parts(tensor)
+        }  # fmt: skip
         _write_json(draft / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
@@ -156,7 +167,11 @@ def _shards(tensors: Sequence[Tensor], writer: _Writer, shard_bytes: int) -> lis
 def _write_file(path: Path, tensors: Sequence[Tensor], writer: _Writer) -> None:
     """Writes a safetensors file: length of the header, header as JSON, tensors."""
     with path.open("wb") as file:
-        file.write(header_of((tensor.name, writer.dtype_of(tensor), tensor.shape) for tensor in tensors))
+        file.write(
+            header_of(
+                (part, writer.dtype_of(tensor), shape) for tensor in tensors for part, shape in writer.parts(tensor)
+            )
+        )
         for tensor in tensors:
             writer.write(tensor, file)
         file.flush()

@@ -94,7 +94,7 @@ def all_columns(specs: Sequence[AdapterSpec], layer: LayerSpec) -> dict[str, Col
     columns = {}
     for target in layer.targets:
         kinds = [adapter_kind(spec.kind) if target in spec.targets else None for spec in specs]
-        own = [() if kind is None else kind.of_projections for kind in kinds]
+        own = [() if kind is None else kind.leaves_at(target) for kind in kinds]
         columns |= _columns(f"{LAYERS}{layer.linear(target).path}.", specs, own)
     columns |= _columns(SHARED, specs, [adapter_kind(spec.kind).shared for spec in specs])
     return columns | _head_columns(specs)

@@ -172,9 +172,9 @@ class Parts:
 
     def _sizes(self, name: str) -> dict[str, int]:
         """Returns the sizes of a leaf's axes, but its rank."""
-        shapes = {linear.path: linear.shape for linear in self.model.layer(0).linears}
         if name.startswith(LAYERS):
-            return dict(zip("KN", shapes[name.removeprefix(LAYERS).rpartition(".")[0]], strict=True))
+            linear = self.model.layer(0).linear(name.split(".")[-2])
+            return {"K": linear.in_features, "N": linear.out_features, "E": linear.experts}
         if name.startswith(SHARED):
             return dict(zip("KN", self._largest, strict=True))
         return {"D": self.model.hidden_size, "V": self.model.vocab_size}
@@ -230,12 +230,14 @@ class Parts:
 
     def first_weights(self, spec: AdapterSpec) -> dict[str, Any]:
         """Returns the initial values of one adapter's leaves: leaf → [L, K, r] and so on."""
-        shapes = {f"{LAYERS}{linear.path}": linear.shape for linear in self.model.layer(0).linears}
+        targeted = [linear for linear in self.model.layer(0).linears if linear.name in spec.targets]
         drawn = {
             f"{path}.{leaf}": array
-            for path, shape in shapes.items()
-            if path.rpartition(".")[2] in spec.targets
-            for leaf, array in init_layers(spec, path, *shape, self.model.num_layers).items()
+            for linear in targeted
+            for path in (f"{LAYERS}{linear.path}",)
+            for leaf, array in init_layers(
+                spec, path, *linear.shape, self.model.num_layers, experts=linear.experts
+            ).items()
         }
         shared = init_shared(spec, *self._largest)
         return drawn | {f"{SHARED}{leaf}": array[None] for leaf, array in shared.items()} | self._first_head(spec)

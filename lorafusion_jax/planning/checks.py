@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lorafusion_jax.adapters.spec import ALL_LINEAR, resolve_targets
+from lorafusion_jax.adapters.spec import ALL_LINEAR, resolve_targets, spelled
 from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.checkpoint.warm_start import read_warm_starts
 from lorafusion_jax.checkpoint.warm_start_base import check_start_bases
@@ -71,8 +71,7 @@ def _targets_of_others(config: JobConfig, model: ModelConfig) -> list[LoraFusion
     """Targets that other families have and this base has not; names that no family has are errors of the job file."""
     errors: list[LoraFusionError] = []
     for adapter in config.adapters:
-        targets = adapter.lora.targets
-        names = [name for name in ([targets] if isinstance(targets, str) else targets) if name in PATHS]
+        names = [name for name in spelled(adapter.lora.targets, model.targets) if name in PATHS]
         try:
             resolve_targets(names or ALL_LINEAR, model.targets)
         except LoraFusionError as problem:

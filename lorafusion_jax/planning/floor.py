@@ -95,11 +95,11 @@ def _rank(problem: MemoryProblem, target: str, shares: Sequence[float] | None) -
 
 def _siblings(problem: MemoryProblem, site: tuple[Linear, ...], shares: Sequence[float] | None) -> SiblingsCost:
     return SiblingsCost(
-        tokens=problem.capacity_tokens,
+        tokens=problem.capacity_tokens * max(site[0].active, 1),
         in_features=site[0].in_features,
         out_features=tuple(linear.out_features for linear in site),
         ranks=tuple(_rank(problem, linear.name, shares) for linear in site),
-        adapters=len(problem.adapters),
+        adapters=len(problem.adapters) * max(site[0].experts, 1),
         dropout=any(spec.dropout for spec in problem.adapters),
         item=problem.item,
     )

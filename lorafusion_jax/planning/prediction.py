@@ -59,7 +59,7 @@ def predicted_costs(
         tokens: of each adapter's samples (None: as many of each). Rows of large ranks cost more.
     """
     mesh = config.mesh
-    weights = sum(prod(shape) for layer in model.layers for shape in layer.linear_shapes().values())
+    weights = sum(prod(shape) for layer in model.layers for shape in layer.row_shapes().values())
     layer = weights / model.num_layers / _product_speed(config, device)
     table = model.vocab_size * model.hidden_size
     parts = default_cost_parts(
@@ -68,7 +68,7 @@ def predicted_costs(
         table_parameters=table,
         hidden_size=model.hidden_size,
         attention_width=_attention_width(model),
-        mlp_width=model.intermediate_size,
+        mlp_width=model.layer(0).mlp.gated_elements,
     )
     parts = _with_ranks(parts, config, model, device, tokens)
     item = 4 if config.base.dtype == "float32" else 2

@@ -61,7 +61,7 @@ def _site_s(
 ) -> float:
     """The same of the projections that share an input, which are one call."""
     ranks = {linear: bank_columns(adapters, linear.name) for linear in linears}
-    features = {linear: sum(linear.shape) for linear in linears}
+    features = {linear: max(linear.active, 1) * sum(linear.shape) for linear in linears}
     if padded_rank(max(ranks.values())) <= MAX_RANK:
         return sum(rates.rank * max(0, ranks[linear] - MIN_RANK) * features[linear] for linear in linears)
     mixed = common_rank([spec.columns for spec in adapters]) is None

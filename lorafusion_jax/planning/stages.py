@@ -200,7 +200,7 @@ def modelled_costs(model: ModelConfig, *, sample_tokens: float = SAMPLE_TOKENS, 
     layers = model.layers
     reach = sum(layer.attention.reach(sample_tokens) * layer.attention.queries for layer in layers) / len(layers)
     weights = {half: _mean_weights(model, half) for half in HALVES}
-    mlp = 4 * weights["mlp"] + PASSES * model.intermediate_size
+    mlp = 4 * weights["mlp"] + PASSES * sum(layer.mlp.gated_elements for layer in layers) / len(layers)
     attention = 4 * weights["attention"] + 7 * reach + PASSES * model.hidden_size
     return PartCosts(
         layer=attention + mlp, attention=attention, head=4 * model.hidden_size * model.vocab_size * loss_share
@@ -208,8 +208,8 @@ def modelled_costs(model: ModelConfig, *, sample_tokens: float = SAMPLE_TOKENS, 
 
 
 def _mean_weights(model: ModelConfig, half: Half) -> float:
-    """Weights of the linears of a half, over the layers."""
-    by_kind = [sum(map(prod, layer.linear_shapes(half).values())) for layer in model.kinds]
+    """Weights of the linears of a half that a row passes through, over the layers."""
+    by_kind = [sum(map(prod, layer.row_shapes(half).values())) for layer in model.kinds]
     return sum(by_kind[model.kind_of(number)] for number in range(model.num_layers)) / model.num_layers
 
 

@@ -17,6 +17,7 @@ import ml_dtypes
 import numpy as np
 
 from lorafusion_jax.errors import ConfigError
+from lorafusion_jax.layout.layer import EXPERTS
 from lorafusion_jax.plugins import find, not_known
 from lorafusion_jax.weights import fp8, fp8_blocks, int8, nf4
 
@@ -211,6 +212,15 @@ def check_kernels(name: str, shapes: Mapping[str, tuple[int, int]]) -> None:
     """
     kind = stored_kind(name)
     reasons = {} if kind is None else {leaf: kind.unsupported_reason(*shape) for leaf, shape in shapes.items()}
+    experts = [leaf for leaf in shapes if leaf.split(".")[-2] in EXPERTS]
+    if kind is not None and kind.operand is not None and experts:
+        raise ConfigError(
+            "base.quantize-experts",
+            f"projections of experts cannot be stored as {name}.",
+            where="base.quantize",
+            why=f"the products of experts read plain weights, and {name} is multiplied as it is stored",
+            fix="base.quantize: nf4",
+        )
     for leaf, reason in reasons.items():
         if reason is not None:
             raise ConfigError(

@@ -9,9 +9,11 @@ from flax import nnx
 from shapes import LLAMA_70B
 
 from lorafusion_jax.adapters.spec import AdapterSpec, resolve_targets
+from lorafusion_jax.errors import ConfigError, ErrorList
+from lorafusion_jax.families.experts import Experts, Router
 from lorafusion_jax.families.pattern import LayerType
 from lorafusion_jax.families.rope import Rope
-from lorafusion_jax.layout.layer import FUSED, HALVES, PATHS, TARGETS
+from lorafusion_jax.layout.layer import EXPERTS, FUSED, HALVES, PATHS, TARGETS
 from lorafusion_jax.models import Decoder, ModelConfig, Segments
 from lorafusion_jax.models.layer import DecoderLayer
 from lorafusion_jax.modules import LoRAContext
@@ -31,7 +33,14 @@ STRANGE = ModelConfig(
     pattern=(LayerType(window=3, rope=Rope(theta=100.0)), LayerType()),
 )  # fmt: skip
 POST = replace(PLAIN, norms="post", num_layers=2, sliding_window=5)
-ADAPTERS = (AdapterSpec(name="law", rank=2, alpha=4, dropout=0.1, targets=tuple(PATHS)),)
+MIXED = replace(
+    PLAIN, experts=Experts(width=24, inner=10, count=3, active=2, bias=True, router=Router(bias=True, correction=True))
+)
+OTHERS = tuple(name for name in PATHS if name not in EXPERTS)
+ADAPTERS = (
+    AdapterSpec(name="law", rank=2, alpha=4, dropout=0.1, targets=OTHERS),
+    AdapterSpec(name="all", rank=3, alpha=4, targets=tuple(EXPERTS)),
+)
 
 
 def leaves(config, half, kind):
@@ -41,7 +50,9 @@ def leaves(config, half, kind):
 
 
 @pytest.mark.parametrize("half", [None, *HALVES])
-@pytest.mark.parametrize("config", [PLAIN, EVERYTHING, STRANGE, POST], ids=["plain", "everything", "strange", "post"])
+@pytest.mark.parametrize(
+    "config", [PLAIN, EVERYTHING, STRANGE, POST, MIXED], ids=["plain", "everything", "strange", "post", "mixed"]
+)
 def test_a_layer_has_the_leaves_of_its_description(config, half):
     assert leaves(config, half, nnx.Not(nnx.LoRAParam)) == config.layer(0).frozen_shapes(half)
     adapted = {name.rpartition(".")[0] for name in leaves(config, half, nnx.LoRAParam)}
@@ -58,7 +69,7 @@ def test_halves_partition_the_leaves():
     assert STRANGE.layer(0).half_of("post_attention_layernorm.weight") == "attention"  # in another place
 
 
-@pytest.mark.parametrize("leaf", ["post_feedforward_layernorm.weight", "mlp.router.kernel", "q_proj.kernel", "mlp"])
+@pytest.mark.parametrize("leaf", ["post_feedforward_layernorm.weight", "mlp.routes.kernel", "q_proj.kernel", "mlp"])
 def test_unknown_leaf_is_an_error(leaf):
     with pytest.raises(ValueError, match="no part of this decoder layer has the leaf"):
         PLAIN.layer(0).half_of(leaf)
@@ -74,12 +85,24 @@ def test_projections_of_a_site_read_one_input():
 def test_targets_are_the_projections():
     assert resolve_targets("all-linear") == PLAIN.targets == TARGETS
     assert STRANGE.targets == ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
-    for model in (PLAIN, STRANGE):
+    assert MIXED.targets == (*TARGETS[:4], *EXPERTS)
+    assert resolve_targets("all-linear", MIXED.targets) == TARGETS[:4]
+    assert resolve_targets(["experts", "o_proj"], MIXED.targets) == ("o_proj", *EXPERTS)
+    assert resolve_targets(["all-linear", "mlp.experts.down_proj"], MIXED.targets)[4:] == ("experts_down_proj",)
+    with pytest.raises(ErrorList, match="no projection 'experts_gate_up_proj'"):
+        resolve_targets("experts", PLAIN.targets)
+    for model in (PLAIN, STRANGE, MIXED):
         assert {linear.name: linear.path for linear in model.layer(0).linears}.items() <= PATHS.items()
-    assert {*TARGETS, *FUSED} == {*PATHS}
+    assert {*TARGETS, *FUSED, *EXPERTS} == {*PATHS}
 
 
-@pytest.mark.parametrize("config", [EVERYTHING, STRANGE, POST], ids=["everything", "strange", "post"])
+@pytest.mark.parametrize("refused", [{"dropout": 0.1}, {"kind": "dora"}, {"kind": "vera"}])
+def test_adapters_of_experts_are_plain_and_without_dropout(refused):
+    with pytest.raises(ConfigError, match="adapters of experts"):
+        replace(ADAPTERS[1], **refused)
+
+
+@pytest.mark.parametrize("config", [EVERYTHING, STRANGE, POST, MIXED], ids=["everything", "strange", "post", "mixed"])
 def test_forward_defines_all_checkpoint_names(config):
     # LoRA has dropout, DoRA multiplies columns.
     adapters = (*ADAPTERS, replace(ADAPTERS[0], name="med", dropout=0.0, kind="dora"))

@@ -211,7 +211,45 @@ CASES = {
             "num_key_value_heads": 1, "rope_parameters": YARN,
         },
     ),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {
+            "head_dim": 8, "moe_intermediate_size": 10, "num_experts": 6, "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
+        },
+    ),
+    "qwen3_moe_unnormalised": (
+        "Qwen3Moe",
+        {
+            "head_dim": 6, "moe_intermediate_size": 7, "num_experts": 5, "num_experts_per_tok": 3,
+            "norm_topk_prob": False, "attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 1,
+            "rope_parameters": YARN, "use_sliding_window": True, "sliding_window": 6,
+        },
+    ),
+    "qwen3_moe_one_of_each": (
+        "Qwen3Moe",
+        {
+            "head_dim": 10, "moe_intermediate_size": 12, "num_experts": 3, "num_experts_per_tok": 1,
+            "norm_topk_prob": False, "num_key_value_heads": 4, "hidden_act": "gelu", "rope_parameters": plain(50.0),
+        },
+    ),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+    "mixtral_window": (
+        "Mixtral",
+        {
+            "num_local_experts": 3, "num_experts_per_tok": 3, "sliding_window": 5, "head_dim": 6,
+            "num_key_value_heads": 1, "tie_word_embeddings": True,
+        },
+    ),
+    "mixtral_yarn": (
+        "Mixtral",
+        {
+            "num_local_experts": 7, "num_experts_per_tok": 1, "sliding_window": None, "rope_parameters": YARN,
+            "num_key_value_heads": 4, "head_dim": 4,
+        },
+    ),
 }  # fmt: skip
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 TARGETS = ["q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj"]
 
 
@@ -227,6 +265,7 @@ def write_model(case: str, out: Path) -> None:
     config_name = {"Gemma3": "Gemma3TextConfig"}.get(name, f"{name}Config")
     config = getattr(transformers, config_name)(**(SMALL | changes))
     config._attn_implementation = "eager"  # the only one with soft caps
+    config._experts_implementation = "eager"
     generator = torch.Generator().manual_seed(sum(map(ord, case)))
     model = getattr(transformers, f"{name}ForCausalLM")(config).to(torch.float32).eval()
     share = 0.25 if len(changes) > 4 else 0.35
@@ -242,7 +281,8 @@ def write_model(case: str, out: Path) -> None:
     (out / "generation_config.json").unlink(missing_ok=True)
     modules = {path.rsplit(".", 1)[-1] for path, _ in model.named_modules()}
     targets = [target for target in TARGETS if target in modules]
-    lora = peft.LoraConfig(r=2, lora_alpha=3, target_modules=targets, lora_dropout=0.0)
+    parameters = EXPERTS if any(path.endswith("mlp.experts") for path, _ in model.named_modules()) else None
+    lora = peft.LoraConfig(r=2, lora_alpha=3, target_modules=targets, target_parameters=parameters, lora_dropout=0.0)
     adapted = peft.get_peft_model(model, lora)
     with torch.no_grad():
         for path, parameter in adapted.named_parameters():

@@ -15,6 +15,7 @@ from more_cases import nightly
 from safetensors.numpy import load_file
 
 from lorafusion_jax.checkpoint.peft import put_adapter, read_adapter
+from lorafusion_jax.checkpoint.peft_experts import to_file
 from lorafusion_jax.models import Segments, load_decoder
 from lorafusion_jax.modules import LoRAContext
 from lorafusion_jax.objective.loss import token_losses
@@ -24,7 +25,7 @@ LOGITS, GRADIENTS = 1e-5, 1e-4
 DEFAULT = (  # the others of a family differ by numbers and run nightly
     "llama3", "llama_biased_linear", "mistral_window", "ministral3", "qwen2_window", "qwen3_window_yarn", "gemma",
     "gemma2_untied", "gemma3", "olmo2", "olmo3_yarn", "smollm3", "granite", "phi3_partial", "phi3_long",
-    "seed_oss_biased",
+    "seed_oss_biased", "qwen3_moe_unnormalised", "mixtral",
 )  # fmt: skip
 EACH = [case if case in DEFAULT else nightly(case) for case in CASES]
 
@@ -62,9 +63,10 @@ def computed(case: str) -> dict[str, np.ndarray]:
 
     results, slopes = everything(leaves)
     gradients = {
-        f"grad.base_model.model.model.{name[:-7]}.lora_{name[-1].upper()}.weight": np.asarray(slope[0]).T
+        f"base_model.model.model.{name[:-7]}.lora_{name[-1].upper()}.weight": np.asarray(slope[0]).swapaxes(-1, -2)
         for name, slope in slopes.items()
     }
+    gradients = {f"grad.{name}": slope for name, slope in to_file(gradients).items()}
     return {name: np.asarray(value) for name, value in results.items()} | gradients
 
 

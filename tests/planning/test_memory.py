@@ -10,8 +10,9 @@ from shapes import LLAMA_8B, LLAMA_70B
 
 from lorafusion_jax.adapters.spec import TARGETS, AdapterSpec
 from lorafusion_jax.config.schema import JobConfig
+from lorafusion_jax.families.experts import Experts
 from lorafusion_jax.layout.extent import Extent, extents
-from lorafusion_jax.layout.layer import PATHS, REMAT_POLICIES
+from lorafusion_jax.layout.layer import EXPERTS, PATHS, REMAT_POLICIES
 from lorafusion_jax.models import ModelConfig
 from lorafusion_jax.planning.memory import (
     ALLOCATOR_USABLE,
@@ -310,7 +311,8 @@ def real_kept(wanted, half=None):
     lora = {}
     for linear in wanted.model.layer(0).linears_of(half):
         k, n = linear.shape
-        lora |= {f"{linear.path}.lora_a": (count, k, rank), f"{linear.path}.lora_b": (count, rank, n)}
+        stack = (count, linear.experts) if linear.experts else (count,)
+        lora |= {f"{linear.path}.lora_a": (*stack, k, rank), f"{linear.path}.lora_b": (*stack, rank, n)}
     lora = {name: whole(shape, jnp.float32) for name, shape in lora.items()}
     sizes = {"segment_offsets": 9, "segment_lengths": 8, "tile_adapter": T // 128, "adapters": count}
     kinds = {"row_key": jnp.uint32, "weights": jnp.float32}
@@ -448,16 +450,23 @@ STRANGE = {
     "fused, partial": {"fused": True, "qk_norm": False, "rope_channels": 64},
     "norms after, over all heads": {"norms": "post", "qk_norm": "full", "sliding_window": 128},
     "scaled sums": {"residual_scale": 0.22, "qk_norm": False},
+    "experts": {"experts": Experts(width=WIDE.hidden_size, inner=64, count=6, active=2)},
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", STRANGE)
 @pytest.mark.parametrize("remat", ["gemm_inputs", "everything"])
 def test_layers_of_other_families_save_the_counted_bytes(name, remat):
-    """Within 2 %: "everything" has temporaries of a few rows that XLA may drop."""
-    adapters = tuple(replace(spec, targets=tuple(PATHS)) for spec in FOUR)
+    """Within 2 %: "everything" has temporaries of a few rows that XLA may drop. Experts have more of them: 5 %."""
+    others = tuple(target for target in PATHS if target not in EXPERTS)
+    adapters = tuple(
+        replace(spec, targets=tuple(PATHS), dropout=0.0) if name == "experts" else replace(spec, targets=others)
+        for spec in FOUR
+    )
     wanted = problem(
         replace(WIDE, **STRANGE[name]), adapters, tokens=1024, remat=remat, implementation="xla", attention="xla"
     )
     for half in (None, "attention", "mlp"):
-        assert sum(kept_per_layer(wanted, half).values()) == pytest.approx(real_kept(wanted, half), rel=0.02), half
+        assert sum(kept_per_layer(wanted, half).values()) == pytest.approx(
+            real_kept(wanted, half), rel=0.05 if name == "experts" else 0.02
+        ), half

@@ -7,6 +7,7 @@ from lorafusion_jax.adapters.table import adapter_kind
 from lorafusion_jax.families.layer import Layer
 from lorafusion_jax.planning.memory.problem import MemoryProblem
 from pallas_kernels import policy
+from pallas_kernels.experts.sizes import sorted_rows
 
 
 def kernels_run(problem: MemoryProblem) -> bool:
@@ -14,7 +15,9 @@ def kernels_run(problem: MemoryProblem) -> bool:
     if problem.implementation is not None:
         return problem.implementation != policy.XLA
     calls = (
-        site_shape(problem, site).op_call for site, rank in site_ranks(problem, problem.model.layer(0)).items() if rank
+        site_shape(problem, site).op_call
+        for site, rank in site_ranks(problem, problem.model.layer(0)).items()
+        if rank and not problem.model.layer(0).sites[site][0].experts
     )
     measured = [name for name in map(problem.measured, calls) if name is not None]
     return any(name != policy.XLA for name in measured) if measured else problem.hopper
@@ -34,6 +37,13 @@ def site_shape(problem: MemoryProblem, site: str, number: int = 0) -> policy.Lin
         dropout=any(spec.dropout for spec in problem.adapters),
         dtype=dtype_of(problem),
     )
+
+
+def expert_rows(problem: MemoryProblem, experts: int, active: int) -> int:
+    """Sorted rows of a microbatch with their padding, see `pallas_kernels.experts`."""
+    adapters = min(len(problem.adapters), max(problem.capacity_tokens // problem.tile_tokens, 1))
+    trained = any(spec.on_experts for spec in problem.adapters)
+    return sorted_rows(problem.capacity_tokens, active, experts, adapters if trained else 0)
 
 
 def site_ranks(problem: MemoryProblem, layer: Layer) -> dict[str, int]:
@@ -80,6 +90,8 @@ def columns_of_s(problem: MemoryProblem, layer: Layer, site: str) -> int:
     """Of all projections of a site together: the kernels pad them, and Hopper's have the extra ranks in blocks."""
     if not kernels_run(problem):
         return site_ranks(problem, layer)[site]
+    if layer.sites[site][0].experts:
+        return max(bank_columns(problem.adapters, linear.name) for linear in layer.sites[site])
     shape = site_shape(problem, site, problem.model.layers.index(layer))
     return policy.columns_of_s(shape) if runs_on_hopper(problem, shape) else shape.joint_rank
 

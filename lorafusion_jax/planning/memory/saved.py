@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from lorafusion_jax.families.layer import Layer
-from lorafusion_jax.layout.layer import HALVES, Half
+from lorafusion_jax.layout.layer import HALVES, Half, SavedTensor
 from lorafusion_jax.planning.memory.calls import (
     attention_is_ours,
     columns_of_s,
     dropout_bits,
+    expert_rows,
     mlp_is_one_op,
     scales_columns,
     site_ranks,
@@ -42,8 +43,16 @@ def _saved_tensors(problem: MemoryProblem, layer: Layer, half: Half, *, alone: b
         left_out = (tensor.unfused and fused) or (tensor.entry and alone)
         if tensor.half == half and wanted and not left_out:
             item = FLOAT32 if tensor.float32 else problem.item
-            kept[tensor.name] = item * problem.capacity_tokens * tensor.width
+            kept[tensor.name] = item * _rows(problem, tensor) * tensor.width
     return kept
+
+
+def _rows(problem: MemoryProblem, tensor: SavedTensor) -> int | float:
+    """Rows of a tensor; those of experts have padding."""
+    if tensor.experts is None:
+        return problem.capacity_tokens
+    experts, active = tensor.experts
+    return expert_rows(problem, experts, active) / active
 
 
 def _saved_by_lora(problem: MemoryProblem, layer: Layer, half: Half) -> dict[str, int]:
@@ -51,6 +60,9 @@ def _saved_by_lora(problem: MemoryProblem, layer: Layer, half: Half) -> dict[str
     ranks, bits = site_ranks(problem, layer), dropout_bits(problem, layer)
     rows = problem.item * problem.capacity_tokens
     kept = {f"S of {site}": rows * columns_of_s(problem, layer, site) for site in sites if ranks[site]}
+    for site in kept.keys() & {f"S of {site}" for site in sites if layer.sites[site][0].experts}:
+        linear = layer.sites[site.removeprefix("S of ")][0]
+        kept[site] = kept[site] * expert_rows(problem, linear.experts, linear.active) // problem.capacity_tokens
     kept |= {f"dropout bits of {site}": bits[site] for site in sites if site in bits}
     unscaled = [linear for site in sites for linear in layer.sites[site] if scales_columns(problem, linear.name)]
     return kept | {f"unscaled {linear.name}": rows * linear.out_features for linear in unscaled}

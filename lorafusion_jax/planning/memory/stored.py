@@ -71,15 +71,20 @@ def adapter_bytes(problem: MemoryProblem, stage: int, *, trainable: bool = True)
     """
     model = problem.model
     sizes = {"D": model.hidden_size, "V": model.vocab_size}
-    pieces = [(model.layer(piece.layer).linear_shapes(piece.half), number) for piece, number in problem.pieces(stage)]
+    pieces = [(model.layer(piece.layer).linears_of(piece.half), number) for piece, number in problem.pieces(stage)]
 
     def parameters(spec: AdapterSpec) -> int:
         kind = adapter_kind(spec.kind)
-        shapes = [(*piece[name], number) for piece, number in pieces for name in spec.targets if name in piece]
         head = spec.head if problem.is_last(stage) else None
         return (0 if head is None else head.num_parameters(sizes, trainable=trainable)) + sum(
-            number * kind.num_parameters(in_features=k, out_features=n, rank=spec.rank, trainable=trainable)
-            for k, n, number in shapes
+            number
+            * max(linear.experts, 1)
+            * kind.num_parameters(
+                in_features=linear.in_features, out_features=linear.out_features, rank=spec.rank, trainable=trainable
+            )
+            for piece, number in pieces
+            for linear in piece
+            if linear.name in spec.targets
         )
 
     return [FLOAT32 * parameters(spec) for spec in problem.adapters]

@@ -46,8 +46,9 @@ def _layer_work(problem: MemoryProblem, stage: int, number: int) -> dict[str, in
     made_again = sum(everything.values()) - sum(kept_per_layer(problem, number=number).values())
     if mlp_is_one_op(problem, layer):
         made_again += item * T * F  # silu(gate) · up: down reads it, nobody keeps it
-    mlp = item * T * (3 * F + 2 * D)  # gradients of down's input, gate, up, and of x on both sides
-    if runs_on_hopper(problem, down := site_shape(problem, "down", number)) and policy.has_extra_ranks(down):
+    mlp = item * T * layer.mlp.row_elements
+    down = site_shape(problem, "down", number) if "down" in layer.sites else None
+    if down is not None and runs_on_hopper(problem, down) and policy.has_extra_ranks(down):
         mlp += item * T * F  # silu(gate) · up once more, for their gradient; or their part of the gradient of it
     attention = (
         item * T * (2 * query + 2 * key + 2 * D) + FLOAT32 * T * query
@@ -71,9 +72,9 @@ def _view_bytes(problem: MemoryProblem, layer: Layer) -> int:
     """
     leaves = leaves_of(tuple(spec.kind for spec in problem.adapters))
     padded = sum(
-        prod(leaf.shape(k, n, rank))
-        for name, (k, n) in layer.linear_shapes().items()
-        if (rank := bank_rank(problem.adapters, name))
+        max(linear.experts, 1) * prod(leaf.shape(*linear.shape, rank))
+        for linear in layer.linears
+        if (rank := bank_rank(problem.adapters, linear.name))
         for leaf in leaves
     )
     return FLOAT32 * min(len(problem.adapters), max(problem.capacity_tokens // problem.tile_tokens, 1)) * padded
@@ -88,5 +89,6 @@ def _tile_sums(problem: MemoryProblem, layer: Layer) -> int:
     sites = (
         sum(bank_columns(problem.adapters, linear.name) * sum(linear.shape) for linear in linears)
         for linears in layer.sites.values()
+        if not linears[0].experts  # their sums are made tile after tile
     )
     return tiles * (FLOAT32 + problem.item) * max(sites)

@@ -1,0 +1,59 @@
+"""Names of adapters of experts in PEFT: parameters in place of modules.
+
+PEFT wraps the module of the experts once for each parameter. The first wrapper is inside the second, so names depend on
+which parameters an adapter has: `mlp.experts.base_layer.lora_A.weight` of gate and up, `mlp.experts.lora_A.weight` of
+down, and the latter also of the only one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from lorafusion_jax.adapters.spec import spelled
+from lorafusion_jax.layout.layer import EXPERTS, PATHS
+
+_THEIRS = re.compile(r"(.*layers\.\d{1,6}\.)mlp\.experts\.(base_layer\.)*(lora_\w+\.weight)")
+_OURS = re.compile(rf"(.*layers\.\d{{1,6}}\.)mlp\.({'|'.join(EXPERTS)})\.(.+)")
+
+
+def parameters_of(targets: Sequence[str]) -> list[str]:
+    """PEFT's `target_parameters` of our targets."""
+    return [path for name, path in EXPERTS.items() if name in targets]
+
+
+def targets_of(raw: Mapping[str, Any]) -> list[str]:
+    """Our names of the parameters in an adapter_config.json; others as they are."""
+    names = raw.get("target_parameters") or []
+    return spelled([_short(name) for name in names]) if isinstance(names, list) else [str(names)]
+
+
+def our_key(key: str, targets: Sequence[str]) -> str:
+    """Our name of a tensor in a PEFT folder.
+
+    >>> our_key("model.layers.3.mlp.experts.base_layer.lora_A.weight", ["experts_gate_up_proj", "experts_down_proj"])
+    'model.layers.3.mlp.experts_gate_up_proj.lora_A.weight'
+    """
+    match = _THEIRS.fullmatch(key)
+    if match is None or not targets:
+        return key
+    present = [name for name in EXPERTS if name in targets]
+    name = present[0] if match[2] else present[-1]
+    return f"{match[1]}{PATHS[name]}.{match[3]}"
+
+
+def their_key(key: str, targets: Collection[str]) -> str:
+    """The inverse of `our_key`."""
+    match = _OURS.fullmatch(key)
+    if match is None:
+        return key
+    present = [name for name in EXPERTS if name in targets]
+    inside = "base_layer." if match[2] != present[-1] else ""
+    return f"{match[1]}mlp.experts.{inside}{match[3]}"
+
+
+def _short(name: Any) -> str:
+    """The end of a parameter's name that says which it is: "model.layers.0.mlp.experts.down_proj"."""
+    text = str(name)
+    return next((path for path in EXPERTS.values() if f".{text}".endswith(f".{path}")), text)

@@ -1,0 +1,127 @@
+"""A mixture of experts in place of the MLP, and its router. `models.experts` executes it.
+
+D model width · F width of an expert · E experts · k experts of a row
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from lorafusion_jax.families.mlp import Activation
+from lorafusion_jax.layout.layer import EXPERTS, FrozenArray, Linear, Norm, SavedTensor
+
+MODULE = "mlp"
+GATE_UP, DOWN = EXPERTS
+Score = Literal["softmax", "sigmoid", "softmax_of_chosen"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Router:
+    """The choice of k experts for a row, and their weights; frozen.
+
+    s = softmax(x W) or sigmoid(x W),  the k largest of s (+ correction) are chosen,  weights = scale · s / Σ s
+
+    Args:
+        score: "softmax_of_chosen": the k largest of x W are chosen, and the softmax is over these.
+        normalise: whether the weights are divided by their sum.
+        scale: factor of the weights.
+        bias: whether x W has a bias.
+        correction: whether there is an offset of each expert that is used to choose, but not to weigh.
+        groups, top_groups: experts come in groups, and only those of the best groups can be chosen. The value of a
+            group is the sum of its two best experts.
+    """
+
+    score: Score = "softmax"
+    normalise: bool = True
+    scale: float = 1.0
+    bias: bool = False
+    correction: bool = False
+    groups: int = 1
+    top_groups: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """Σ_e weight_e · down_e(act(gate_e x, up_e x)) over the k experts of a row.
+
+    Args:
+        width: D.
+        inner: F.
+        count: E.
+        active: k.
+        bias: whether the projections have biases.
+        interleaved: gate and up take turns in the columns of their projection; otherwise gate comes first.
+        limit: gate is at most this, and up within ± this; the activation is then gate · σ(1.702 gate) · (up + 1).
+            None: act(gate) · up.
+    """
+
+    width: int
+    inner: int
+    count: int
+    active: int
+    activation: Activation = "silu"
+    router: Router = Router()
+    bias: bool = False
+    interleaved: bool = False
+    limit: float | None = None
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return (
+            self._linear(GATE_UP, "experts_in", self.width, 2 * self.inner),
+            self._linear(DOWN, "experts_down", self.inner, self.width),
+        )
+
+    @property
+    def norms(self) -> tuple[Norm, ...]:
+        return ()
+
+    @property
+    def arrays(self) -> tuple[FrozenArray, ...]:
+        shapes = {"weight": (self.count, self.width)}
+        shapes |= {"bias": (self.count,)} if self.router.bias else {}
+        shapes |= {"e_score_correction_bias": (self.count,)} if self.router.correction else {}
+        return tuple(FrozenArray(path=f"{MODULE}.router.{name}", half="mlp", shape=s) for name, s in shapes.items())
+
+    @property
+    def saved(self) -> tuple[SavedTensor, ...]:
+        router = SavedTensor(name="router", half="mlp", width=self.count, checkpoint="router", float32=True)
+        return (
+            router,
+            self._saved("gate, up of experts", 2 * self.inner, "gate_up"),
+            self._saved("rows of experts", self.width),
+            self._saved("weighted act(gate) · up of experts", self.inner),
+        )
+
+    @property
+    def row_elements(self) -> int:
+        """Elements per row of the gradients in backward, as `Mlp.row_elements`."""
+        return self.active * (4 * self.inner + 2 * self.width)
+
+    @property
+    def gated_elements(self) -> int:
+        """Elements per row of act(gate) · up."""
+        return self.active * self.inner
+
+    @property
+    def as_one_op(self) -> bool:
+        """Whether there is an op for the whole MLP."""
+        return False
+
+    def _linear(self, name: str, site: str, inputs: int, outputs: int) -> Linear:
+        return Linear(
+            name=name,
+            module=MODULE,
+            half="mlp",
+            site=site,
+            in_features=inputs,
+            out_features=outputs,
+            bias=self.bias,
+            experts=self.count,
+            active=self.active,
+        )
+
+    def _saved(self, name: str, width: int, checkpoint: str | None = None) -> SavedTensor:
+        copies = (self.count, self.active)
+        return SavedTensor(name=name, half="mlp", width=self.active * width, checkpoint=checkpoint, experts=copies)

@@ -1,0 +1,124 @@
+"""A mixture of experts as a module: executes `families.experts.Experts`.
+
+Dims: `T` packed tokens · `D` model width · `E` experts · `k` experts of a row · `M` sorted rows · `G` gate and up
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
+
+from lorafusion_jax.families.experts import DOWN, GATE_UP, Experts, Router
+from lorafusion_jax.models.build import Builder
+from lorafusion_jax.models.expert_linear import ExpertLinear
+from lorafusion_jax.modules import LoRAContext
+from pallas_kernels.experts.rows import ExpertRows, collect_rows, sort_rows, spread_copies, spread_rows
+from pallas_kernels.mlp.xla import gate_with
+from pallas_kernels.tiles import spread
+
+STEEPNESS = 1.702  # of the sigmoid in a limited gate
+
+
+class RouterTable(nnx.Module):
+    """The router's frozen arrays."""
+
+    weight: nnx.Param
+    bias: nnx.Param
+    e_score_correction_bias: nnx.Param
+
+    def __init__(self, spec: Experts, *, dtype: Any, rngs: nnx.Rngs):
+        for array in spec.arrays:
+            values = jax.random.normal(rngs.params(), array.shape, jnp.float32) * spec.width**-0.5
+            setattr(self, array.path.rpartition(".")[2], nnx.Param(values.astype(dtype)))
+
+
+class MixtureOfExperts(nnx.Module):
+    """Σ_e weight_e · down_e(act(gate_e x, up_e x)) over the k experts of a row."""
+
+    experts_gate_up_proj: ExpertLinear
+    experts_down_proj: ExpertLinear
+
+    def __init__(self, build: Builder, spec: Experts):
+        self.spec = spec
+        self.router = RouterTable(spec, dtype=build.dtype, rngs=build.rngs)
+        for linear in spec.linears:
+            setattr(self, linear.name, build.experts(linear.name))
+
+    def __call__(self, x_TD: Float[Array, "T D"], lora: LoRAContext | None) -> Float[Array, "T D"]:
+        logits_TE = checkpoint_name(self._logits(x_TD), "router")  # backward must choose the same experts
+        expert_Tk, weight_Tk = choose_experts(logits_TE, self.spec, self._correction)
+        rows = self._sort(expert_Tk, lora)
+        gate_up, down = getattr(self, GATE_UP), getattr(self, DOWN)
+        gates_MG = gate_up(spread_rows(x_TD, rows), rows, lora)
+        gates_MG = checkpoint_name(_plus(gates_MG, gate_up.bias_of(rows)), "gate_up")
+        weight_M = spread_copies(weight_Tk, rows)[:, None].astype(x_TD.dtype)
+        # A row is weighted before `down`, which is linear, so backward needs no output of `down`.
+        y_MD = down(self._gated(gates_MG) * weight_M, rows, lora)
+        bias_MD = down.bias_of(rows)
+        return collect_rows(_plus(y_MD, None if bias_MD is None else bias_MD * weight_M), rows)
+
+    def _logits(self, x_TD: jax.Array) -> Float[Array, "T E"]:
+        """The router's product in float32, so that the choice of experts has the fewest ties."""
+        weight_ED = self.router.weight[...].astype(jnp.float32)
+        logits = jnp.einsum("td,ed->te", x_TD.astype(jnp.float32), weight_ED, precision="highest")
+        return logits + self.router.bias[...].astype(jnp.float32) if self.spec.router.bias else logits
+
+    @property
+    def _correction(self) -> Float[Array, " E"] | None:
+        return self.router.e_score_correction_bias[...] if self.spec.router.correction else None
+
+    def _sort(self, expert_Tk: jax.Array, lora: LoRAContext | None) -> ExpertRows:
+        T = len(expert_Tk)
+        ranks = (getattr(self, GATE_UP).rank, getattr(self, DOWN).rank)
+        if lora is None or not any(ranks):
+            return sort_rows(expert_Tk, jnp.full(T, -1, jnp.int32), experts=self.spec.count, adapters=0)
+        tiles = jnp.asarray(lora.tile_adapter)
+        adapter_T = spread(tiles, T // len(tiles))
+        return sort_rows(expert_Tk, adapter_T, experts=self.spec.count, adapters=len(lora.scale))
+
+    def _gated(self, gates_MG: jax.Array) -> jax.Array:
+        if self.spec.interleaved:
+            gate, up = gates_MG[:, ::2], gates_MG[:, 1::2]
+        else:
+            gate, up = jnp.split(gates_MG, 2, axis=-1)
+        if self.spec.limit is None:
+            return gate_with(self.spec.activation, gate, up)
+        gate, up = jnp.minimum(gate, self.spec.limit), jnp.clip(up, -self.spec.limit, self.spec.limit)
+        return (up + 1) * gate * jax.nn.sigmoid(STEEPNESS * gate)
+
+
+def choose_experts(
+    logits_TE: Float[Array, "T E"], spec: Experts, correction_E: Float[Array, " E"] | None = None
+) -> tuple[Int[Array, "T k"], Float[Array, "T k"]]:
+    """Chooses the experts of each row and weighs them, see `families.experts.Router`."""
+    router = spec.router
+    if router.score == "softmax_of_chosen":
+        chosen, expert = jax.lax.top_k(logits_TE, spec.active)
+        return expert, jax.nn.softmax(chosen, axis=-1) * router.scale
+    scores = jax.nn.softmax(logits_TE, axis=-1) if router.score == "softmax" else jax.nn.sigmoid(logits_TE)
+    value = scores if correction_E is None else scores + correction_E.astype(scores.dtype)
+    _, expert = jax.lax.top_k(jax.lax.stop_gradient(_in_best_groups(value, router)), spec.active)
+    weights = jnp.take_along_axis(scores, expert, axis=-1)
+    if router.normalise:
+        weights = weights / (weights.sum(-1, keepdims=True) + (1e-20 if router.score == "sigmoid" else 0.0))
+    return expert, weights * router.scale
+
+
+def _in_best_groups(value_TE: jax.Array, router: Router) -> jax.Array:
+    """Minus infinity for experts outside of a row's best groups."""
+    if router.groups == 1:
+        return value_TE
+    grouped = value_TE.reshape(len(value_TE), router.groups, -1)
+    best = jax.lax.top_k(grouped, 2)[0].sum(-1)
+    _, chosen = jax.lax.top_k(best, router.top_groups)
+    inside = (chosen[:, :, None] == jnp.arange(router.groups)).any(1)
+    return jnp.where(inside[:, :, None], grouped, -jnp.inf).reshape(value_TE.shape)
+
+
+def _plus(y: jax.Array, bias: jax.Array | None) -> jax.Array:
+    return y if bias is None else y + bias

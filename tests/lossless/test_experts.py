@@ -1,0 +1,105 @@
+"""The promises of training hold for mixtures of experts: joint = alone on meshes, isolation, resume, PEFT folders."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from small_jobs import write_job, write_rows
+
+from lorafusion_jax.checkpoint.peft import read_adapter
+from lorafusion_jax.config import load_config
+from lorafusion_jax.families.experts import Experts, Router
+from lorafusion_jax.training import RunFolder, train
+
+TOLERANCE = 1e-5  # sums of float32 in another order, carried along by a few steps of Adam
+EXPERTS = Experts(width=32, inner=20, count=5, active=2, router=Router(normalise=False))
+TARGETS = {"law": ["q_proj", "experts"], "med": ["v_proj", "mlp.experts.down_proj"], "chat": ["all-linear"]}
+
+
+@pytest.fixture(scope="module")
+def base(make_base, tmp_path_factory):
+    """A small Qwen3-MoE in which every expert is used."""
+    return make_base(tmp_path_factory.mktemp("base") / "moe", family="qwen3_moe", qk_norm=True, experts=EXPERTS)
+
+
+@pytest.fixture(scope="module")
+def run(base, tmp_path_factory):
+    """run(names, **sections) → the folder of a run with these adapters."""
+    runs: dict[str, RunFolder] = {}
+
+    def run(names, breaking=(), **sections):
+        key = str((names, breaking, sections))
+        if key not in runs:
+            folder = tmp_path_factory.mktemp("job")
+            adapters = [
+                {
+                    "name": name,
+                    "data": {"train": write_rows(folder, name, 8, longest=10)},
+                    "lora": {"rank": 2 + number, "targets": TARGETS[name], "dropout": 0.1 * (name == "chat")},
+                    "optim": {"name": "sgd", "lr": 1e30, "clip": 0} if name in breaking else {"lr": 3e-3},
+                    "batch": {"global_samples": 3 + number},
+                    "seed": number,
+                }
+                for number, name in enumerate(TARGETS)
+                if name in names
+            ]
+            config = load_config(write_job(folder, base, adapters, **sections))
+            outcome = train(config, folder / "run")
+            assert outcome.exit_code == (3 if breaking else 0)
+            runs[key] = RunFolder(folder / "run")
+        return runs[key]
+
+    return run
+
+
+def weights(folder, name):
+    _, arrays = read_adapter(folder.latest(name))
+    return {f"{path} {number}": array for path, own in arrays.items() for number, array in enumerate(own)}
+
+
+def distance(one, other):
+    assert one.keys() == other.keys()
+    return max(float(np.linalg.norm(one[key] - other[key]) / max(np.linalg.norm(one[key]), 1e-9)) for key in one)
+
+
+@pytest.mark.parametrize("name", list(TARGETS))
+def test_joint_training_equals_separate_training(run, name):
+    joint = weights(run(tuple(TARGETS)), name)
+    assert distance(joint, weights(run((name,)), name)) < TOLERANCE
+    trained = [key for key in joint if key.endswith(" 1")]
+    assert all(joint[key].any() for key in trained), "B is zero: nothing was learned"
+
+
+@pytest.mark.parametrize("mesh", [{"stages": 2}, {"stages": 1, "data": 2, "fsdp": 2}])
+def test_a_mesh_computes_what_one_device_does(run, mesh):
+    alone, joint = run(tuple(TARGETS)), run(tuple(TARGETS), mesh=mesh)
+    for name in TARGETS:
+        assert distance(weights(alone, name), weights(joint, name)) < TOLERANCE
+
+
+def test_a_diverging_adapter_leaves_the_experts_of_others_bitwise(run):
+    broken, healthy = run(tuple(TARGETS), ("law",)), run(tuple(TARGETS))
+    for name in ("med", "chat"):
+        one, other = weights(broken, name), weights(healthy, name)
+        for key in one:
+            np.testing.assert_array_equal(one[key], other[key], err_msg=key)
+
+
+def test_a_policy_that_saves_less_changes_no_result(run):
+    everything = run(("law", "med"), train={"log_every_s": 0, "remat": "everything", "plan_seconds": 0.1})
+    least = run(("law", "med"), train={"log_every_s": 0, "remat": "gemm_inputs", "plan_seconds": 0.1})
+    for name in ("law", "med"):
+        assert distance(weights(everything, name), weights(least, name)) < TOLERANCE
+
+
+def test_a_folder_names_parameters_as_peft_does(run):
+    law, med = (run(tuple(TARGETS)).latest(name) for name in ("law", "med"))
+    keys = load_file(law / "adapter_model.safetensors")
+    prefix = "base_model.model.model.layers.1.mlp.experts"
+    assert keys[f"{prefix}.base_layer.lora_A.weight"].shape == (5 * 2, 32)
+    assert keys[f"{prefix}.base_layer.lora_B.weight"].shape == (40, 2 * 5)
+    assert keys[f"{prefix}.lora_A.weight"].shape == (5 * 2, 20)
+    keys = load_file(med / "adapter_model.safetensors")  # one parameter: there is no inner wrapper
+    assert keys[f"{prefix}.lora_B.weight"].shape == (32, 3 * 5)
+    assert not [key for key in keys if "base_layer" in key]
