@@ -102,7 +102,7 @@ def test_overrides_that_do_not_reach_an_adapter_are_reported(lorafusion, job):
         assert "does not reach law" not in shown.out
     assert "does not reach" not in lorafusion("check", job.path, "optim.lr=1e-4", "adapters.med.optim.lr=1e-5").out
     assert "does not reach" not in lorafusion("check", job.path, "optim={name: sgd}").out
-    assert "does not reach" not in lorafusion("check", job.path, "optim.lr=1e-3").out  # what med has anyway
+    assert "does not reach" not in lorafusion("check", job.path, "optim.lr=0.001").out  # what med has anyway
     assert "batch.global_samples=4 does not reach law" in lorafusion("check", job.path, "batch.global_samples=4").out
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from lorafusion_jax.objective.choose import choose
+from lorafusion_jax.objective.kto import kto_segments
 from lorafusion_jax.objective.protocol import Sample
 
 
@@ -60,6 +61,22 @@ def test_kto_without_an_estimate_compares_with_the_reference():
     loss, _ = loss_of("kto", group(), loss="apo_zero_unpaired", beta=0.5, undesirable_weight=2.0)
     wanted = np.mean([1 - sigmoid(0.5 * 0.6), 2 * (1 - sigmoid(0.5 * 0.5))])
     assert loss == pytest.approx(wanted, rel=1e-6)
+
+
+@pytest.mark.parametrize(("references", "kl"), [((4.8, 1.9), 0.35), ((3.0, 1.9), 0.0)])
+def test_kto_compares_with_the_mean_gain_of_mismatched_texts_or_with_nothing(references, kl):
+    sigmoid = lambda x: 1 / (1 + np.exp(-x))  # noqa: E731
+    sample = group()._replace(reference_nll=np.float32([[3.6, references[0]], [4.5, references[1]]]))
+    loss, metrics = loss_of("kto", sample, beta=0.5)
+    assert float(metrics["kl"]) == pytest.approx(kl, abs=1e-6)
+    assert loss == pytest.approx(np.mean([1 - sigmoid(0.5 * (0.6 - kl)), 1 - sigmoid(0.5 * (kl + 0.5))]), rel=1e-6)
+
+
+def test_a_mismatched_text_has_the_completion_of_the_row_before():
+    rows = [{"prompt": f"p{n}", "completion": f"c{n}", "label": n > 0} for n in range(3)]
+    own, mismatched = zip(*kto_segments(rows), strict=True)
+    assert [(segment.prompt, segment.answer) for segment in own] == [("p0", "c0"), ("p1", "c1"), ("p2", "c2")]
+    assert [(segment.prompt, segment.answer) for segment in mismatched] == [("p0", "c2"), ("p1", "c0"), ("p2", "c1")]
 
 
 @pytest.mark.parametrize("limit", [0.5, 100.0])

@@ -59,6 +59,11 @@ def test_adapters_and_epochs_are_independent(other):
     assert abs(product.sum()) / np.sqrt(product.size) < 5
 
 
+def test_rates_are_rounded_to_the_nearest_threshold():
+    rates = np.float32([0.0, 1e-6, 0.05, 0.1, 0.3, 0.5, 0.9, 0.99999])
+    assert np.abs(np.float64(threshold(rates)) - np.float64(rates) * 65536).max() <= 0.5
+
+
 def test_keys_of_neighbouring_adapters_and_projections_all_differ():
     """As if 64 adapters were keyed by their number: no two masks of 64 projections are the same."""
     keys = np.stack([pk.fold_key(jnp.arange(64, dtype=jnp.uint32), site) for site in range(64)])

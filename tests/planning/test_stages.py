@@ -75,6 +75,12 @@ def test_layers_are_split_if_the_slowest_stage_gets_faster(layers, stages, atten
     assert chosen == pytest.approx(best if best < WORTH_A_CUT * whole else whole, rel=1e-6)
 
 
+def test_a_layer_is_not_split_for_a_fifth_of_a_per_cent():
+    """[2.5, 1.5] balances 2.008 and 2 to 2.004; twice more programs are not worth it."""
+    assert counts_of(split_layers(4, 2, PartCosts(attention=0.004, head=0.008))) == [2, 2]
+    assert counts_of(split_layers(4, 2, PartCosts(attention=0.02, head=0.04))) == [2.5, 1.5]
+
+
 def test_ties_go_to_later_stages():
     assert counts_of(split_layers(10, 4)) == [2, 2, 3, 3]
     assert counts_of(split_layers(32, 4)) == [8, 8, 8, 8]

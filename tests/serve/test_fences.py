@@ -107,6 +107,23 @@ def test_an_event_counts_once_whatever_the_connection_does(service):
     assert kinds.count("step") == 3
 
 
+def test_the_last_event_sent_again_counts_once(service):
+    """The server took it, and the connection broke before the worker knew."""
+    db, jobs, controller, connect = service
+    job = running_job(db, jobs)
+    worker = connect()
+    wait_for(lambda: controller.connected)
+    worker.emit("stepped", job=job, epoch=1, rows=[{"kind": "step", "step": 1, "loss": 1.0}])
+    wait_for(lambda: not worker._outbox)
+    again = {"number": 1, "event": "stepped", "job": job, "epoch": 1}
+    worker._wire.send(again | {"rows": [{"kind": "step", "step": 1, "loss": 1.0}]})
+    worker.emit("stepped", job=job, epoch=1, rows=[{"kind": "step", "step": 2, "loss": 2.0}])
+    wait_for(lambda: state_of(db, jobs, job)["step"] == 2)
+    with db.read() as connection:
+        kinds = connection.execute(select(t.events.c.kind).where(t.events.c.job == job)).scalars().all()
+    assert kinds.count("step") == 2
+
+
 def test_an_adapter_that_is_not_intact_fails_its_job(service, tmp_path):
     db, jobs, _, connect = service
     job = running_job(db, jobs)

@@ -115,6 +115,18 @@ def test_progress_forgives_lost_workers(store):
             assert jobs.lost(connection, job, why="power")["state"] == "queued"
 
 
+def test_the_loss_after_progress_is_the_first_that_counts(store):
+    db, jobs = store
+    job = submitted(db, jobs, "accept")
+    states = []
+    with db.write() as connection:
+        for _ in range(MOST_TRIES):
+            jobs.change(connection, job, "place", actor="test")
+            jobs.change(connection, job, "started", actor="test", step=25, state_step=25)
+            states.append(jobs.lost(connection, job, why="killed")["state"])
+    assert states == ["queued"] * (MOST_TRIES - 1) + ["failed"]
+
+
 def test_epochs_only_grow(store):
     db, jobs = store
     job = submitted(db, jobs, "accept")

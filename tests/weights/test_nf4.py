@@ -70,3 +70,11 @@ def test_the_bytes_do_not_depend_on_how_the_matrix_lies_on_devices():
     split = jax.device_put(whole, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x")))
     for actual, other in zip(jax.tree.leaves(quantise(whole)), jax.tree.leaves(quantise(split)), strict=True):
         np.testing.assert_array_equal(actual, other)
+
+
+@pytest.mark.parametrize("numbers", [NF4, DYNAMIC], ids=["nf4", "dynamic"])
+def test_between_two_numbers_the_lower_one_is_taken(numbers):
+    borders = nf4.borders(numbers)
+    np.testing.assert_array_equal(nf4._nearest(jnp.asarray(borders), numbers), np.arange(len(borders)))
+    above = np.nextafter(borders, np.float32(2), dtype=np.float32)
+    np.testing.assert_array_equal(nf4._nearest(jnp.asarray(above), numbers), np.arange(1, len(borders) + 1))
