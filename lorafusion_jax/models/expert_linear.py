@@ -40,7 +40,7 @@ class ExpertLinear(nnx.Module):
         pairs = None
         if lora is not None and self.rank:
             pairs = Lora(self.lora_a[...], self.lora_b[...], lora.scale)
-        implementation = "xla" if lora is not None and lora.implementation == "xla" else None
+        implementation = None if lora is None or lora.implementation != "xla" else "xla"
         kernel = self.kernel[...]
         return expert_linear(x, kernel, rows, pairs, experts=self.linear.experts, implementation=implementation)
 

@@ -5,14 +5,17 @@ M sorted rows · K in · N out · E experts · A adapters · R padded rank
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
 from functools import partial
+from types import ModuleType
 from typing import Literal, NamedTuple
 
 import jax
 from jaxtyping import Array, Float
 
 from pallas_kernels.checkpoint_names import named_s
+from pallas_kernels.device import target_platform
 from pallas_kernels.experts import xla
 from pallas_kernels.experts.rows import ExpertRows
 
@@ -59,59 +62,64 @@ def expert_linear(
 
     Source: grouped products over sorted rows, Gale et al. 2022 (arXiv:2211.15841).
     """
-    static = Static(_choose(rows, implementation), experts)
-    tiles = (rows.tile_expert, rows.tile_adapter)
+    static = Static(_choose(x, w, experts, lora, implementation), experts)
     if lora is None:
-        return _frozen(static, x, w, tiles)
-    return _with_lora(static, x, w, tiles, lora.a, lora.b, lora.scale)
+        return _frozen(static, x, w, rows)
+    return _with_lora(static, x, w, rows, lora.a, lora.b, lora.scale)
 
 
 @dataclass(frozen=True, slots=True)
 class Static:
-    """What a call knows besides arrays: its backend and E."""
+    """What a call knows besides arrays: its backend, a module, and E."""
 
-    backend: str
+    backend: ModuleType
     experts: int
 
 
-def _choose(rows: ExpertRows, implementation: str | None) -> str:
-    del rows
-    if implementation in (None, "xla"):
-        return "xla"
-    raise NotImplementedError(f"{implementation} has no products of experts")
+def _choose(x: Array, w: Array, experts: int, lora: Lora | None, implementation: str | None) -> ModuleType:
+    if implementation == "xla" or (implementation is None and target_platform() not in ("gpu", "cuda")):
+        return xla
+    try:
+        triton = importlib.import_module("pallas_kernels.experts.triton")
+        reason = triton.unsupported_reason(x, w, experts, 0 if lora is None else lora.a.shape[-1])
+    except ImportError as missing:  # jax has announced the end of this lowering
+        triton, reason = xla, str(missing)
+    if reason is not None and implementation is not None:
+        raise NotImplementedError(f"{implementation} cannot serve this call: {reason}")
+    return xla if reason is not None else triton
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _frozen(static: Static, x: Array, w: Array, tiles: xla.Tiles) -> Array:
-    return xla.product(x, xla.kernels(w, static.experts), tiles[0])
+def _frozen(static: Static, x: Array, w: Array, rows: ExpertRows) -> Array:
+    return static.backend.product(x, w, rows, static.experts)
 
 
-def _frozen_fwd(static: Static, x: Array, w: Array, tiles: xla.Tiles):
-    return _frozen(static, x, w, tiles), (w, tiles)
+def _frozen_fwd(static: Static, x: Array, w: Array, rows: ExpertRows):
+    return _frozen(static, x, w, rows), (w, rows)
 
 
 def _frozen_bwd(static: Static, residuals, dy: Array):
-    w, tiles = residuals
-    return xla.product(dy, xla.kernels(w, static.experts), tiles[0], transposed=True), None, None
+    w, rows = residuals
+    return static.backend.product(dy, w, rows, static.experts, transposed=True), None, None
 
 
 _frozen.defvjp(_frozen_fwd, _frozen_bwd)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _with_lora(static: Static, x: Array, w: Array, tiles: xla.Tiles, a: Array, b: Array, scale: Array) -> Array:
-    return _with_lora_fwd(static, x, w, tiles, a, b, scale)[0]
+def _with_lora(static: Static, x: Array, w: Array, rows: ExpertRows, a: Array, b: Array, scale: Array) -> Array:
+    return _with_lora_fwd(static, x, w, rows, a, b, scale)[0]
 
 
-def _with_lora_fwd(static: Static, x: Array, w: Array, tiles: xla.Tiles, a: Array, b: Array, scale: Array):
-    y, s = xla.forward(x, xla.kernels(w, static.experts), tiles, a, b, scale)
+def _with_lora_fwd(static: Static, x: Array, w: Array, rows: ExpertRows, a: Array, b: Array, scale: Array):
+    y, s = static.backend.forward(x, w, rows, static.experts, a, b, scale)
     # Residuals hold the caller's own arrays, so a caller that stores residuals can recognise the frozen weights.
-    return y, (x, w, tiles, a, b, scale, named_s(s))
+    return y, (x, w, rows, a, b, scale, named_s(s))
 
 
 def _with_lora_bwd(static: Static, residuals, dy: Array):
-    x, w, tiles, a, b, scale, s = residuals
-    dx, da, db = xla.backward(x, xla.kernels(w, static.experts), tiles, a, b, scale, s, dy)
+    x, w, rows, a, b, scale, s = residuals
+    dx, da, db = static.backend.backward(x, w, rows, static.experts, a, b, scale, s, dy)
     return dx, None, None, da.astype(a.dtype), db.astype(b.dtype), None
 
 

@@ -25,12 +25,15 @@ class ExpertRows(NamedTuple):
         place: int32 [T, k], place of each copy.
         tile_expert: int32 [tiles]; -1: no rows.
         tile_adapter: int32 [tiles]; -1: rows of no adapter, or none.
+        first_tile: int32 [E · (A + 1) + 1], first tile of each run in order, and the end of the last one. A run has the
+            rows of an expert and an adapter, and the last run of an expert those of no adapter.
     """
 
     source: Int[Array, " M"]
     place: Int[Array, "T k"]
     tile_expert: Int[Array, " tiles"]
     tile_adapter: Int[Array, " tiles"]
+    first_tile: Int[Array, " runs"]
 
     @property
     def tile(self) -> int:
@@ -78,6 +81,7 @@ def sort_rows(
         place=(first_tile[run] * tile + rank - first[run]).reshape(num_rows, active),
         tile_expert=jnp.where(used, tile_run // (adapters + 1), -1),
         tile_adapter=jnp.where(used & (tile_adapter < adapters), tile_adapter, -1),
+        first_tile=jnp.concatenate([jnp.zeros(1, jnp.int32), stop_tile]),
     )
 
 

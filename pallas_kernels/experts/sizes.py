@@ -6,12 +6,12 @@ TILES = (16, 128)  # rows of a tile
 
 
 def tile_rows(num_rows: int, active: int, experts: int, adapters: int) -> int:
-    """Rows of a tile: about a quarter of those that an expert has of an adapter, so that little of it is padding.
+    """Rows of a tile: about half of those that an expert has of an adapter, so that little of it is padding.
 
     >>> tile_rows(8192, 8, 128, 4), tile_rows(64, 2, 8, 3)
-    (32, 16)
+    (64, 16)
     """
-    wanted = num_rows * active // (4 * experts * max(adapters, 1))
+    wanted = num_rows * active // (2 * experts * max(adapters, 1))
     return min(max(1 << max(wanted.bit_length() - 1, 0), TILES[0]), TILES[1])
 
 
@@ -29,7 +29,7 @@ def sorted_rows(num_rows: int, active: int, experts: int, adapters: int) -> int:
     """M, the rows of the sorted arrays.
 
     >>> sorted_rows(8192, 8, 128, 4)
-    85376
+    105792
     """
     tile = tile_rows(num_rows, active, experts, adapters)
     return tile * most_tiles(num_rows, active, experts, adapters, tile)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-Tiles = tuple[jax.Array, jax.Array]  # expert and adapter of each tile
+from pallas_kernels.experts.rows import ExpertRows
 
 
 def kernels(w: jax.Array, experts: int) -> jax.Array:
@@ -19,8 +19,9 @@ def kernels(w: jax.Array, experts: int) -> jax.Array:
     return w.reshape(experts, -1, w.shape[1])
 
 
-def product(x: jax.Array, w_EKN: jax.Array, tile_expert: jax.Array, *, transposed: bool = False) -> jax.Array:
+def product(x: jax.Array, w: jax.Array, rows: ExpertRows, experts: int, *, transposed: bool = False) -> jax.Array:
     """Multiplies each tile by its expert's kernel, or by its transpose."""
+    w_EKN, tile_expert = kernels(w, experts), rows.tile_expert
     out = w_EKN.shape[1 if transposed else 2]
 
     def product_of_tile(tile):
@@ -35,11 +36,11 @@ def product(x: jax.Array, w_EKN: jax.Array, tile_expert: jax.Array, *, transpose
 
 
 def forward(
-    x: jax.Array, w_EKN: jax.Array, tiles: Tiles, a: jax.Array, b: jax.Array, scale: jax.Array
+    x: jax.Array, w: jax.Array, rows: ExpertRows, experts: int, a: jax.Array, b: jax.Array, scale: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Returns y and S = x A, in the type of x."""
-    tile_expert, tile_adapter = tiles
-    out = w_EKN.shape[2]
+    w_EKN, tile_expert, tile_adapter = kernels(w, experts), rows.tile_expert, rows.tile_adapter
+    out = w.shape[1]
 
     def product_of_tile(tile):
         x_JK, expert, adapter = tile
@@ -60,11 +61,11 @@ def forward(
 
 
 def backward(
-    x: jax.Array, w_EKN: jax.Array, tiles: Tiles, a: jax.Array, b: jax.Array, scale: jax.Array, s: jax.Array,
-    dy: jax.Array,
+    x: jax.Array, w: jax.Array, rows: ExpertRows, experts: int, a: jax.Array, b: jax.Array, scale: jax.Array,
+    s: jax.Array, dy: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
     """Returns dx, and dA and dB in float32."""
-    tile_expert, _ = tiles
+    w_EKN, tile_expert, tile_adapter = kernels(w, experts), rows.tile_expert, rows.tile_adapter
 
     def product_of_tile(sums, tile):
         x_JK, s_JR, dy_JN, expert, adapter = tile
@@ -91,7 +92,13 @@ def backward(
         return lax.switch(kind, [nothing, without, with_adapter])
 
     zeros = jnp.zeros(a.shape, jnp.float32), jnp.zeros(b.shape, jnp.float32)
-    of_tiles = (_tiles(x, tile_expert), _tiles(s, tile_expert), _tiles(dy.astype(x.dtype), tile_expert), *tiles)
+    of_tiles = (
+        _tiles(x, tile_expert),
+        _tiles(s, tile_expert),
+        _tiles(dy.astype(x.dtype), tile_expert),
+        tile_expert,
+        tile_adapter,
+    )
     (da, db), dx = lax.scan(product_of_tile, zeros, of_tiles)
     return dx.reshape(x.shape), da, db
 

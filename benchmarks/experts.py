@@ -1,0 +1,218 @@
+"""A layer of Qwen3-30B-A3B's shape with four adapters over its frozen layer, and beside transformers with PEFT.
+
+    python benchmarks/experts.py --out DIR [--budget 240] [--small]
+
+Checks the kernels against XLA's form before it times them. Prints conditions and a row per variant; rows are also
+written to DIR/experts.jsonl. All variants run in one process. Tokens/s are of one layer, forward and backward.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from benchmarks.conditions import conditions
+from lorafusion_jax.adapters.spec import AdapterSpec, resolve_targets
+from lorafusion_jax.families.experts import Experts
+from lorafusion_jax.models import ModelConfig, Segments
+from lorafusion_jax.models.forward import layer_inputs
+from lorafusion_jax.models.layer import DecoderLayer
+from lorafusion_jax.modules import LoRAContext
+from pallas_kernels.experts.api import Lora, expert_linear
+from pallas_kernels.experts.rows import sort_rows, spread_rows
+from pallas_kernels.experts.sizes import sorted_rows, tile_rows
+
+SHAPE = {"hidden_size": 2048, "num_heads": 32, "num_kv_heads": 4, "head_dim": 128}
+EXPERTS = Experts(width=2048, inner=768, count=128, active=8)
+SMALL = {"hidden_size": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
+SMALL_EXPERTS = Experts(width=64, inner=32, count=8, active=2)
+ADAPTERS, RANK, REPEATS = 4, 8, 5
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--budget", type=float, default=240, help="seconds; nothing new starts after them")
+    parser.add_argument("--small", action="store_true", help="tiny shapes, for a CPU")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    stop = time.monotonic() + args.budget
+    with (args.out / "experts.jsonl").open("a") as file:
+        for row in _rows(args.small):
+            line = json.dumps(row)
+            print(line, flush=True)
+            file.write(line + "\n")
+            file.flush()
+            if time.monotonic() > stop:
+                return 0
+    return 0
+
+
+def _rows(small: bool) -> Iterator[dict[str, Any]]:
+    yield {"section": "conditions", **conditions()}
+    config = ModelConfig(
+        family="qwen3_moe", vocab_size=256, intermediate_size=6144, num_layers=1, qk_norm=True,
+        experts=SMALL_EXPERTS if small else EXPERTS, **(SMALL if small else SHAPE),
+    )  # fmt: skip
+    yield from _product_rows(config, 64 if small else 1024)
+    for tokens in (128,) if small else (8192, 16384):
+        yield from _layer_rows(config, tokens)
+    for tokens in (128,) if small else (8192,):
+        yield from _peft_rows(config, tokens)
+
+
+def _product_rows(config: ModelConfig, tokens: int) -> Iterator[dict[str, Any]]:
+    """Forward and backward of one projection by each implementation, compared with XLA's form."""
+    experts = config.experts
+    assert experts is not None
+    keys = jax.random.split(jax.random.key(0), 6)
+    (num_in, num_out), linear = experts.linears[0].shape, experts.linears[0]
+    draw = lambda key, *shape: jax.random.normal(key, shape, jnp.bfloat16)  # noqa: E731
+    chosen = jax.lax.top_k(jax.random.normal(keys[0], (tokens, experts.count)), experts.active)[1]
+    adapter = jnp.arange(tokens, dtype=jnp.int32) * ADAPTERS // tokens
+    rows = sort_rows(chosen, adapter, experts=experts.count, adapters=ADAPTERS)
+    x, w = draw(keys[1], tokens, num_in), draw(keys[2], *linear.kernel_shape) * num_in**-0.5
+    a = draw(keys[3], ADAPTERS, experts.count, num_in, RANK).astype(jnp.float32) * num_in**-0.5
+    b = draw(keys[4], ADAPTERS, experts.count, RANK, num_out).astype(jnp.float32)
+    dy = draw(keys[5], len(rows.source), num_out)
+    wanted: tuple[jax.Array, ...] | None = None
+    for implementation in ("xla", "pallas_triton"):
+
+        @jax.jit
+        def passes(x, w, a, b, dy, implementation=implementation):
+            def run(x, a, b):
+                pairs = Lora(a, b, jnp.ones(ADAPTERS))
+                sorted_x = spread_rows(x, rows)
+                return expert_linear(sorted_x, w, rows, pairs, experts=experts.count, implementation=implementation)
+
+            y, pullback = jax.vjp(run, x, a, b)
+            return y, *pullback(dy)
+
+        row = {"section": "product", "tokens": tokens, "implementation": implementation, "tile": rows.tile}
+        try:
+            outputs = jax.block_until_ready(passes(x, w, a, b, dy))
+        except Exception as problem:  # a variant that a device cannot run is a row, too
+            yield row | {"failed": str(problem).splitlines()[0][:300]}
+            continue
+        wanted = outputs if wanted is None else wanted
+        error = max(_difference(one_y, other_y) for one_y, other_y in zip(outputs, wanted, strict=True))
+        assert error < 0.05, (row, error)
+        yield row | {"us": 1e6 * _seconds(partial(passes, x, w, a, b, dy)), "error": error}
+
+
+def _layer_rows(config: ModelConfig, tokens: int) -> Iterator[dict[str, Any]]:
+    """The frozen layer, adapters on attention, and adapters on attention and experts."""
+    experts = config.experts
+    assert experts is not None
+    tile = min(128, tokens // 8)
+    table = jnp.arange(tokens // tile, dtype=jnp.int32) * ADAPTERS // (tokens // tile)
+    segments = jax.tree.map(jnp.asarray, Segments.from_lengths([tokens // 8] * 8, tokens))
+    x = jax.random.normal(jax.random.key(1), (tokens, config.hidden_size), jnp.bfloat16)
+    positions = jnp.arange(tokens) % (tokens // 8)
+    frozen_s = 0.0
+    for name, chosen in (
+        ("frozen", None),
+        ("attention", "all-linear"),
+        ("attention, experts", ["all-linear", "experts"]),
+    ):
+        specs = [] if chosen is None else _specs(config, chosen)
+        layer = DecoderLayer(config, specs, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+        graph, lora, frozen = nnx.split(layer, nnx.LoRAParam, ...)
+
+        def passes(x, lora, frozen, graph=graph, specs=specs):
+            inputs = layer_inputs(config, positions, segments, LoRAContext.of(specs, table) if specs else None)
+            y, pullback = jax.vjp(lambda x, lora: nnx.merge(graph, lora, frozen)(x, inputs), x, lora)
+            return y, pullback(y)
+
+        run = jax.jit(passes)
+        assert bool(jnp.isfinite(run(x, lora, frozen)[0].astype(jnp.float32)).all())
+        seconds = _seconds(partial(run, x, lora, frozen))
+        frozen_s = frozen_s or seconds
+        adapters = ADAPTERS if name.endswith("experts") else 0
+        yield {
+            "section": "layer", "adapters_on": name, "tokens": tokens, "ms": 1e3 * seconds,
+            "tokens_per_s": tokens / seconds, "of_frozen": frozen_s / seconds,
+            "tile": tile_rows(tokens, experts.active, experts.count, adapters),
+            "sorted_rows": sorted_rows(tokens, experts.active, experts.count, adapters),
+        }  # fmt: skip
+
+
+def _specs(config: ModelConfig, chosen: str | list[str]) -> list[AdapterSpec]:
+    targets = resolve_targets(chosen, config.targets)
+    return [AdapterSpec(name=f"a{n}", rank=RANK, alpha=16, targets=targets, seed=n) for n in range(ADAPTERS)]
+
+
+def _peft_rows(config: ModelConfig, tokens: int) -> Iterator[dict[str, Any]]:
+    """The same layer in transformers with PEFT, one adapter: four adapters take turns there."""
+    try:
+        import peft
+        import torch
+        import transformers
+    except ImportError as missing:
+        yield {"section": "peft", "failed": str(missing)}
+        return
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    shape = {key: value for key, value in config.to_hf().items() if key not in ("architectures", "model_type")}
+    hf = transformers.Qwen3MoeConfig(**shape)
+    for name, parameters in (
+        ("attention", None),
+        ("attention, experts", ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]),
+    ):
+        with torch.device(device):
+            model = transformers.Qwen3MoeForCausalLM(hf).to(torch.bfloat16)
+        options = {"target_parameters": parameters} if parameters else {}
+        lora = peft.LoraConfig(
+            r=RANK, lora_alpha=16, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"], **options
+        )
+        adapted = peft.get_peft_model(model, lora)
+        ids = torch.randint(0, 256, (8, tokens // 8), device=device)
+
+        def step(adapted=adapted, ids=ids):
+            adapted(input_ids=ids, labels=ids).loss.backward()
+            if device == "cuda":
+                torch.cuda.synchronize()
+
+        row = {
+            "section": "peft",
+            "adapters_on": name,
+            "tokens": tokens,
+            "versions": f"{torch.__version__} {peft.__version__}",
+        }
+        try:
+            seconds = _seconds(step)
+        except Exception as problem:
+            yield row | {"failed": str(problem).splitlines()[0][:300]}
+            continue
+        yield row | {"ms": 1e3 * seconds, "tokens_per_s": tokens / seconds}
+
+
+def _difference(found: jax.Array, wanted: jax.Array) -> float:
+    found, wanted = found.astype(jnp.float32), wanted.astype(jnp.float32)
+    return float(jnp.abs(found - wanted).max() / jnp.maximum(jnp.abs(wanted).max(), 1e-6))
+
+
+def _seconds(run: Callable[[], Any]) -> float:
+    """Median of several runs, each of several calls."""
+    jax.block_until_ready(run())
+    times = []
+    for _ in range(REPEATS):
+        start = time.perf_counter()
+        for _ in range(3):
+            result = run()
+        jax.block_until_ready(result)
+        times.append((time.perf_counter() - start) / 3)
+    return float(np.median(times))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

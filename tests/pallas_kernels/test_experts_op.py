@@ -1,0 +1,143 @@
+"""Projections of experts: XLA's form and Triton's kernels against the formula row by row, and isolation."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cuda_lowering import H200, lowered, num_kernels
+
+from pallas_kernels.experts.api import Lora, expert_linear
+from pallas_kernels.experts.rows import collect_rows, sort_rows, spread_copies, spread_rows
+
+T, ACTIVE, E, A, K, N, R = 37, 2, 5, 3, 32, 64, 4
+IMPLEMENTATIONS = ("xla", "pallas_triton")
+
+
+class Case(NamedTuple):
+    expert: jax.Array
+    adapter: jax.Array
+    x: jax.Array
+    w: jax.Array
+    a: jax.Array
+    b: jax.Array
+    scale: jax.Array
+    weight: jax.Array
+    dy: jax.Array
+
+
+@pytest.fixture(scope="module")
+def case():
+    rng = np.random.default_rng(0)
+    normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
+    expert = np.stack([rng.permutation(E)[:ACTIVE] for _ in range(T)]).astype(np.int32)
+    expert = np.where(expert == 3, 4 - (expert[:, ::-1] == 4) * 4, expert)  # nobody chooses expert 3
+    return Case(
+        expert=jnp.asarray(expert),
+        adapter=jnp.asarray(rng.integers(-1, A, T), jnp.int32),
+        x=normal(T, K),
+        w=normal(E * K, N),
+        a=normal(A, E, K, R),
+        b=normal(A, E, R, N),
+        scale=jnp.array([1.0, 2.0, 0.5]),
+        weight=jnp.asarray(rng.random((T, ACTIVE)), jnp.float32),
+        dy=normal(T, N),
+    )
+
+
+def computed(case, implementation, lora=True):
+    """y and the gradients of x, A, B and the weights."""
+
+    def run(x, a, b, weight):
+        rows = sort_rows(case.expert, case.adapter, experts=E, adapters=A, tile=16)
+        pairs = Lora(a, b, case.scale) if lora else None
+        y = expert_linear(spread_rows(x, rows), case.w, rows, pairs, experts=E, implementation=implementation)
+        return collect_rows(y * spread_copies(weight, rows)[:, None], rows)
+
+    y, pullback = jax.vjp(run, case.x, case.a, case.b, case.weight)
+    return (y, *pullback(case.dy))
+
+
+def formula(case, lora=True):
+    """The same, row by row and without sorting."""
+    owner = jnp.maximum(case.adapter, 0)[:, None]
+
+    def run(x, a, b, weight):
+        product = lambda spec, *arrays: jnp.einsum(spec, *arrays, precision="highest")  # noqa: E731
+        y = product("tk,tjkn->tjn", x, case.w.reshape(E, K, N)[case.expert])
+        low = product("tjr,tjrn->tjn", product("tk,tjkr->tjr", x, a[owner, case.expert]), b[owner, case.expert])
+        low = jnp.where((case.adapter >= 0)[:, None, None], low * case.scale[owner][..., None], 0.0)
+        return ((y + low if lora else y) * weight[..., None]).sum(1)
+
+    y, pullback = jax.vjp(run, case.x, case.a, case.b, case.weight)
+    return (y, *pullback(case.dy))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("lora", [True, False])
+def test_sorted_products_are_those_of_each_row(case, implementation, lora):
+    for found, wanted in zip(computed(case, implementation, lora), formula(case, lora), strict=True):
+        largest = max(float(jnp.abs(wanted).max()), 1e-9)
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5 * largest)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_bad_rows_and_weights_of_an_adapter_reach_no_other(case, implementation):
+    bad = case.adapter == 1
+    broken = case._replace(
+        x=jnp.where(bad[:, None], jnp.nan, case.x),
+        a=case.a.at[1].set(jnp.inf),
+        b=case.b.at[1, 2].set(jnp.nan),
+        dy=jnp.where(bad[:, None], jnp.inf, case.dy),
+    )
+    y, dx, da, db, dweight = computed(case, implementation)
+    again = computed(broken, implementation)
+    others = np.asarray(~bad)
+    for found, wanted in zip((again[0], again[1], again[4]), (y, dx, dweight), strict=True):
+        np.testing.assert_array_equal(np.asarray(found)[others], np.asarray(wanted)[others])
+    for found, wanted in zip(again[2:4], (da, db), strict=True):
+        np.testing.assert_array_equal(np.asarray(found)[[0, 2]], np.asarray(wanted)[[0, 2]])
+
+
+def test_rows_are_sorted_by_expert_and_adapter_in_whole_tiles(case):
+    rows = sort_rows(case.expert, case.adapter, experts=E, adapters=A, tile=4)
+    source = np.asarray(rows.source).reshape(-1, 4)
+    for number, (expert, adapter) in enumerate(zip(rows.tile_expert, rows.tile_adapter, strict=True)):
+        copies = source[number][source[number] >= 0]
+        assert (np.asarray(case.expert).reshape(-1)[copies] == expert).all()
+        assert (np.asarray(case.adapter)[copies // ACTIVE] == adapter).all()
+        assert (np.diff(copies) > 0).all()
+        assert len(copies) or expert == -1
+    assert sorted(source[source >= 0]) == list(range(T * ACTIVE))
+    np.testing.assert_array_equal(np.asarray(rows.source)[np.asarray(rows.place)].reshape(-1), np.arange(T * ACTIVE))
+
+
+def test_a_shape_without_a_kernel_is_refused_by_name(case):
+    rows = sort_rows(case.expert, case.adapter, experts=E, adapters=A)
+    x = jnp.zeros((len(rows.source), 24))
+    with pytest.raises(NotImplementedError, match="kernels of 24 x 64: it needs multiples of 32"):
+        expert_linear(x, jnp.zeros((E * 24, N)), rows, experts=E, implementation="pallas_triton")
+
+
+def test_kernels_are_lowered_for_a_gpu():
+    """Qwen3-30B-A3B's projection: forward and backward are products and low-rank passes, without XLA's scan."""
+    tokens, experts, adapters = 256, 128, 4
+    half = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)  # noqa: E731
+    low = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)  # noqa: E731
+
+    def run(expert, adapter, x, w, a, b):
+        rows = sort_rows(expert, adapter, experts=experts, adapters=adapters)
+
+        def projected(x, a, b):
+            return expert_linear(spread_rows(x, rows), w, rows, Lora(a, b, jnp.ones(adapters)), experts=experts)
+
+        y, pullback = jax.vjp(projected, x, a, b)
+        return y, *pullback(y)
+
+    integers = jax.ShapeDtypeStruct((tokens, 8), jnp.int32), jax.ShapeDtypeStruct((tokens,), jnp.int32)
+    pairs = low(adapters, experts, 2048, 8), low(adapters, experts, 8, 1536)
+    text = lowered(H200, run, *integers, half(tokens, 2048), half(experts * 2048, 1536), *pairs)
+    assert num_kernels(text) == (6, 0)  # S and y; dS, dx, dA and dB
