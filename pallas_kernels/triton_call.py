@@ -14,6 +14,7 @@ from jax import lax
 
 from pallas_kernels.cost import Cost
 from pallas_kernels.dropout import BLOCK, WORDS
+from pallas_kernels.first_order import first_order
 
 
 def call(
@@ -48,7 +49,7 @@ def call(
         name=name,
         cost_estimate=cost.estimate(),
         input_output_aliases={0: 0} if in_place else {},
-    )(*operands)
+    )(*first_order(tuple(operands)))
 
 
 def dot(lhs: jax.Array, rhs: jax.Array, *, trans_lhs: bool = False, trans_rhs: bool = False) -> jax.Array:

@@ -49,8 +49,27 @@ def one_forward_one_backward(plan: Stream, *, flush: bool = False) -> Program:
 
 
 def forward_then_backward(plan: Plan) -> Program:
-    """Lists GPipe events: all forwards of a group of slots, then all backwards, then a flush."""
-    return _program(plan, [(group, _all_forward_first) for group in _groups(plan)])
+    """Lists GPipe events: all forwards of a group of slots, then all backwards, then a flush.
+
+    Groups end where no batch is open. In a plan of several adapters one may begin its next batch before that: its
+    forward would use weights from before the update.
+
+    Raises:
+        PlanError: `plan.stale`, a group has two batches of an adapter.
+    """
+    groups = _groups(plan)
+    for group in groups:
+        batch_of: dict[str, int] = {}
+        for ref in (ref for index in group for ref in plan.slots[index].samples):
+            if batch_of.setdefault(ref.adapter, ref.batch) != ref.batch:
+                raise PlanError(
+                    "plan.stale",
+                    f"{ref.adapter} would train on old weights: batches {batch_of[ref.adapter]} and {ref.batch} have "
+                    "no flush between them",
+                    where=f"slots {group.start} to {group.stop - 1}",
+                    fix="one_forward_one_backward, or a plan of one adapter",
+                )
+    return _program(plan, [(group, _all_forward_first) for group in groups])
 
 
 def issue_order(program: Program, num_stages: int) -> tuple[Event, ...]:

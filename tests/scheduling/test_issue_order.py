@@ -57,7 +57,12 @@ plans = st.builds(
 @settings(max_examples=60, deadline=None)
 @given(plans, st.sampled_from(sorted(PROGRAMS)), st.data())
 def test_order_is_complete_and_drains_at_every_slot(plan, name, data):
-    program = PROGRAMS[name](plan)
+    try:
+        program = PROGRAMS[name](plan)
+    except PlanError as problem:
+        if (name, problem.code) != ("gpipe", "plan.stale"):
+            raise
+        return
     order = issue_order(program, plan.num_stages)
     check_order(order, program)
     cut = data.draw(st.integers(0, plan.num_slots - 1))

@@ -121,3 +121,13 @@ def test_baselines_keep_batches_apart():
     assert ours.num_slots <= turns.num_slots < alone.num_slots
     order = [ref.adapter for slot in alone.slots for ref in slot.samples]
     assert order == sorted(order)
+
+
+def test_gpipe_refuses_plans_in_which_a_batch_would_miss_an_update():
+    law = AdapterJob("law", [128, 128, 64, 128, 200, 128, 128, 128], 2)
+    med = AdapterJob("med", [128, 128, 200, 64, 200, 64, 128, 64], 3)
+    limits = {"capacity_tokens": 256, "num_stages": 1, "tile_tokens": 16, "time_limit_s": 0}
+    with pytest.raises(PlanError, match=r"plan\.stale.*law would train on old weights") as caught:
+        forward_then_backward(make_plan([law, med], **limits))
+    assert "one_forward_one_backward" in str(caught.value)
+    forward_then_backward(make_plan([law], **limits))

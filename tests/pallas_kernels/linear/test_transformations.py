@@ -193,3 +193,17 @@ def test_a_sharded_call_lowers_for_cuda_with_the_kernels_of_one_shard(backend, s
         text = jax.jit(step).trace(arrays).lower(lowering_platforms=("cuda",)).as_text()
     assert num_kernels(text) == kernels
     assert ("reduce_scatter" in text) == (specs is ROWS)
+
+
+def test_second_derivatives_of_kernels_are_refused_with_the_way_out():
+    arguments, _ = draw(table=TABLE, rates=[0.0, 0.0, 0.0])
+    operands = [arguments["as_"][0], arguments["bs"][0], arguments["tile_adapter"]]
+
+    def slope(backend):
+        layer = layer_of(arguments, backend)
+        first = jax.grad(lambda x: (layer(x, *operands) ** 2).sum())
+        return jax.grad(lambda x: (first(x) ** 2).sum())
+
+    with pytest.raises(NotImplementedError, match=r'second derivatives.*pass implementation="xla"'):
+        slope("pallas_triton")(arguments["x"])
+    assert jnp.isfinite(slope("xla")(arguments["x"])).all()
