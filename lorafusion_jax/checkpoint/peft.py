@@ -26,7 +26,7 @@ from lorafusion_jax.checkpoint.peft_leaves import HEAD, Arrays, Leaves, as_expor
 from lorafusion_jax.checkpoint.peft_leaves import put_adapter as put_adapter
 from lorafusion_jax.checkpoint.peft_leaves import take_adapter as take_adapter
 from lorafusion_jax.config.peft_config import CONFIG_FILE, Described, config_of, describe, kind_of, read_config
-from lorafusion_jax.config.peft_folder import KEY, PREFIX, ROOT, TENSOR_FILE
+from lorafusion_jax.config.peft_folder import KEY, PREFIX, ROOT, TENSOR_FILE, plain_name
 from lorafusion_jax.errors import CheckpointError, RunError
 from lorafusion_jax.layout.layer import PATHS
 from lorafusion_jax.readable import check_regular
@@ -203,7 +203,10 @@ def read_tensors(folder: Path) -> dict[str, np.ndarray]:
     try:
         check_regular(file)
         with safe_open(file, "np") as opened:
-            return {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118 (no mapping)
+            names = {key: plain_name(key) for key in opened.keys()}  # noqa: SIM118 (no mapping)
+            if len(set(names.values())) < len(names):  # both forms of a name: one of them is extra
+                names = {key: key for key in names}
+            return {name: opened.get_tensor(key) for key, name in names.items()}
     except (SafetensorError, OSError, TypeError) as problem:
         raise CheckpointError(
             "peft.damaged", f"{TENSOR_FILE} cannot be read.", where=str(file), why=str(problem)

@@ -30,7 +30,7 @@ def check_start_bases(config: JobConfig) -> list[LoraFusionError]:
         try:
             if _digests(folder) and not now:
                 now = base_digests(base_directory(config))
-            why = _contradiction(folder, config, now)
+            why = _contradiction(folder, config, now, same_base=config.adapter(name).lora.same_base)
         except LoraFusionError:  # no such base or folder: reading them reports that
             continue
         if why:
@@ -41,8 +41,7 @@ def check_start_bases(config: JobConfig) -> list[LoraFusionError]:
                     where=f"adapters.{name}.lora.init_from={config.adapter(name).lora.init_from}, "
                     f"{folder / CONFIG_FILE}",
                     why=why,
-                    fix="use that base model; if it is the same one under another name, correct "
-                    f"base_model_name_or_path in {CONFIG_FILE} and remove SHA256SUMS, which detects edits",
+                    fix="use that base model; if it is the same one under another name: lora.same_base: true",
                 )
             )
     return errors
@@ -53,7 +52,7 @@ def unproven_bases(config: JobConfig) -> list[str]:
     notes = []
     for name, folder in _starts(config):
         try:
-            unproven = not _digests(folder) and _comparable(folder, config) is None
+            unproven = not _digests(folder) and not _comparable(folder, config)
             recorded = _recorded_base(folder)[0]
         except LoraFusionError:
             continue
@@ -74,18 +73,23 @@ def _starts(config: JobConfig) -> list[tuple[str, Path]]:
     ]
 
 
-def _contradiction(folder: Path, config: JobConfig, now: dict[str, dict[str, str]]) -> str | None:
-    """Returns why the base model differs; None if nothing shows that it does."""
+def _contradiction(folder: Path, config: JobConfig, now: dict[str, dict[str, str]], *, same_base: bool) -> str | None:
+    """Returns why the base model differs; None if nothing shows that it does.
+
+    Args:
+        same_base: another name shows nothing.
+    """
     before = _digests(folder)
     if common := before.keys() & now.keys():
         changed = sorted(
             {name for kind in common for name, digest in now[kind].items() if before[kind].get(name) != digest}
         )
         return f"{', '.join(changed[:4])} have other content than in its run" if changed else None
-    if _comparable(folder, config) is not False:
-        return None
     theirs, revision = _recorded_base(folder)
     ours, commit = base_identity(config)
+    both_are_folders = Path(theirs).is_dir() and Path(ours).is_dir()
+    if (same_base and not both_are_folders) or _comparable(folder, config) is not False:
+        return None
     at = f" at {revision} and at {commit}" if revision and commit and theirs == ours else ""
     return f"it was made for '{theirs}', this job has '{ours}'{at}"
 

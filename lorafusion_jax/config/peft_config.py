@@ -59,6 +59,7 @@ _NEUTRAL = frozenset(
 _OFF: tuple[Any, ...] = (None, False, [], {})
 _PLAIN = re.compile(r"\^?[\w.\\]+")  # a pattern that names a projection, with or without the path to it
 MOST_RANK, MOST_LAYERS = 2**16, 4096
+EVERYWHERE = ("embed_tokens", "lm_head", "norm", "input_layernorm", "post_attention_layernorm")  # in every base
 _PLAIN_INIT = (None, True, False, "gaussian", "eva", "orthogonal")  # others (pissa, olora, loftq …) change the base
 
 
@@ -365,7 +366,13 @@ def _targets(
         what = f"target_modules={shortened(targets)} names no projection."
         errors.append(CheckpointError("peft.bad-config", what, where=where))
         return ()
-    others = [name for name in names if str(name).rsplit(".", 1)[-1] not in known]
+    last = {str(name): str(name).rsplit(".", 1)[-1] for name in names}
+    matched = any(part in known for part in last.values())
+    others = [
+        name
+        for name, part in last.items()
+        if part not in known and (part in present or part in EVERYWHERE or not matched)
+    ]  # PEFT ignores names that match nothing, where others match
     errors += [
         CheckpointError(
             "peft.unsupported",
@@ -375,8 +382,7 @@ def _targets(
         )
         for name in others
     ]
-    short = {str(name).rsplit(".", 1)[-1] for name in names}
-    return tuple(name for name in known if name in short)
+    return tuple(name for name in known if name in last.values())
 
 
 def _number(

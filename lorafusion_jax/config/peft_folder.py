@@ -20,6 +20,8 @@ TENSOR_FILE = "adapter_model.safetensors"
 ROOT = "base_model."
 PREFIX = f"{ROOT}model.model."
 _MODULES = dict.fromkeys(path.partition(".")[0] for path in PATHS.values())
+_MATRICES = ("lora_A", "lora_B")  # they are modules with a weight; others are parameters
+_IN_MEMORY = re.compile(r"\.((?:lora|vera)_\w+)\.default(\.weight)?$")
 KEY = re.compile(re.escape(PREFIX) + rf"(layers\.(\d{{1,6}})\.(?:{'|'.join(_MODULES)})\.(\w+))\.([\w.]+)")
 
 
@@ -39,6 +41,21 @@ def describe_folder(folder: Path, kind: str | None = None) -> Described:
     return describe(raw, paths, folder.resolve().name, str(folder / CONFIG_FILE), kind=kind)
 
 
+def plain_name(key: str) -> str:
+    """The name of a tensor in a folder, from its name in memory, which other programs write and PEFT reads, too.
+
+    >>> plain_name("layers.0.self_attn.q_proj.lora_A.default.weight")
+    'layers.0.self_attn.q_proj.lora_A.weight'
+    >>> plain_name("layers.0.self_attn.q_proj.lora_magnitude_vector.default.weight")
+    'layers.0.self_attn.q_proj.lora_magnitude_vector'
+    """
+
+    def of_folder(match: re.Match[str]) -> str:
+        return f".{match[1]}{(match[2] or '') if match[1] in _MATRICES else ''}"
+
+    return _IN_MEMORY.sub(of_folder, key)
+
+
 def lora_settings(folder: Path, kind: str | None = None) -> dict[str, Any]:
     """The `lora` settings that a folder brings along; none where it cannot be read, which its readers will say."""
     try:
@@ -55,7 +72,7 @@ def _projections(folder: Path, names: Collection[str | None], experts: Sequence[
     try:
         check_regular(file)
         with safe_open(file, "np") as opened:
-            matches = [KEY.fullmatch(our_key(key, experts)) for key in opened.keys()]  # noqa: SIM118
+            matches = [KEY.fullmatch(our_key(plain_name(key), experts)) for key in opened.keys()]  # noqa: SIM118
         return list(dict.fromkeys(match[1] for match in matches if match and match[4] in names))
     except (SafetensorError, OSError) as problem:
         raise CheckpointError(

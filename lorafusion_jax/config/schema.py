@@ -153,6 +153,12 @@ class LoraSettings(Section):
         default=None, description="PEFT folder to continue from, with its rank, alpha, rslora and targets"
     )
 
+    same_base: Flag = Field(
+        default=False,
+        description="the base that init_from names under another name or path is this one, e.g. a copy; what is known "
+        "of its files is still compared",
+    )
+
     @field_validator("kind")
     @classmethod
     def _kind_exists(cls, name: str) -> str:

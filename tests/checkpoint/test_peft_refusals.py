@@ -143,6 +143,32 @@ def test_projections_of_different_ranks_and_one_scale_are_read(folder):
     np.testing.assert_array_equal(a_Kr @ b_rN, np.matmul(*arrays["layers.0.self_attn.q_proj"]))
 
 
+def test_names_of_tensors_in_memory_are_read(folder):
+    expected = read_adapter(folder)
+
+    def change(tensors):
+        for key in list(tensors):
+            tensors[key.replace(".weight", ".default.weight")] = tensors.pop(key)
+
+    edit_tensors(folder, change)
+    spec, arrays = read_adapter(folder)
+    assert spec == expected[0]
+    for path, pair in arrays.items():
+        for array, other in zip(pair, expected[1][path], strict=True):
+            np.testing.assert_array_equal(array, other)
+    edit_tensors(folder, lambda tensors: tensors.update({KEY.format(0, "q_proj", "A"): np.zeros((2, 8), np.float32)}))
+    (error,) = refused(folder)
+    assert "extra: " in error.where  # both names of one tensor
+
+
+def test_targets_that_match_nothing_are_as_in_peft(folder):
+    edit_config(folder, target_modules=["wqkv", "q_proj", "v_proj", "model.layers.0.self_attn.query"])
+    assert read_adapter(folder)[0].targets == SPEC.targets
+    edit_config(folder, target_modules=["wqkv"])
+    (error,) = refused(folder)
+    assert "targets 'wqkv', which is not supported" in error.what
+
+
 def keep_layer_1(folder):
     def change(tensors):
         for key in [key for key in tensors if ".layers.0." in key]:

@@ -122,6 +122,23 @@ def test_what_names_tell_of_the_base(home, base_name, revision, base, verdict):
     assert told == verdict
 
 
+def test_who_says_that_the_base_is_the_same_is_believed_over_its_name(home):
+    job_from(home)
+    as_of_another_program(home, base_model_name_or_path="unsloth/tiny", revision=None)
+    config = load_config(home / "jobs.yaml")
+    (error,) = check_start_bases(config)
+    assert error.fix.endswith("lora.same_base: true")
+    config = load_config(home / "jobs.yaml", ["lora.same_base=true"])
+    assert check_start_bases(config) == []
+    assert len(unproven_bases(config)) == 1  # it is stated
+    changed = home / "changed"
+    shutil.copytree(home / "base", changed)
+    tensors = load_file(changed / "model.safetensors")
+    save_file({name: tensor + 1 for name, tensor in tensors.items()}, changed / "model.safetensors")
+    as_of_another_program(home, base_model_name_or_path=str(changed), revision=None)
+    assert len(check_start_bases(config)) == 1  # files say more than names and settings
+
+
 def test_a_contradiction_names_both(home):
     with pytest.raises(LoraFusionError) as caught:
         train(load_config(job_from(home, rank=2)), home / "second")

@@ -77,6 +77,7 @@ MEANT: dict[str, tuple] = {  # key → odd values that it has as they are
     "lora.dropout": FRACTIONS,
     "lora.rslora": FLAGS,
     "lora.init_from": (*TEXTS, None),
+    "lora.same_base": FLAGS,
     "optim.lr": POSITIVE,
     "optim.lr_ratio": (*POSITIVE, {}, None),
     "optim.warmup": (0, 0.5, 1, 2, 16.0, 2**31 - 1, *EXPONENTS),
