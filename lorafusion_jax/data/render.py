@@ -50,8 +50,8 @@ def encode_examples(
     if template is not None and not isinstance(examples[0], Text):
         chats = [_as_chat(example) for example in examples]
         rendered = _render_all(chats, template, rows, adapter, loss)
-        samples = tokenizer.encode_rendered(rendered)
-        notes = (*_omissions(rendered, rows), *_unread_keys(chats, template), *_double_ends(samples, tokenizer, rows))
+        samples, twice = _end_once(tokenizer.encode_rendered(rendered), tokenizer, rows)
+        notes = (*_omissions(rendered, rows), *_unread_keys(chats, template), *twice)
         return EncodedRows(samples=samples, notes=notes)
     chatting = [row for row, example in enumerate(examples) if isinstance(example, Chat)]
     if chatting:
@@ -141,25 +141,34 @@ def _omissions(rendered: Sequence[Rendered], rows: Rows) -> list[str]:
     return notes
 
 
-def _double_ends(samples: Sequence[Encoded], tokenizer: Tokenizer, rows: Rows) -> list[str]:
-    """Returns a note on answers that end with a token which the template writes again after them."""
+def _end_once(samples: list[Encoded], tokenizer: Tokenizer, rows: Rows) -> tuple[list[Encoded], list[str]]:
+    """Drops the end token that a template adds to an answer which ends with it: a model would learn to go on after its
+    end. Returns the samples and a note."""
     special = tokenizer.special_ids
-    repeated = [(row, token) for row, sample in enumerate(samples) if (token := _repeated(sample, special)) is not None]
-    if not repeated:
-        return []
-    row, token = repeated[0]
-    return [
-        f"[data.end-twice] {len(repeated)} of {len(samples)} rows learn {tokenizer.piece(token)} twice in a row, first "
-        f"{rows.place(row)}: the answer ends with it, and the chat template adds it. Remove it from the answers: the "
-        "model would learn to go on after its end"
+    doubled = {row: places for row, sample in enumerate(samples) if len(places := _repeated_ends(sample, special))}
+    if not doubled:
+        return samples, []
+    row, places = next(iter(doubled.items()))
+    token = tokenizer.piece(int(samples[row].tokens[places[0]]))
+    once = [
+        Encoded(np.delete(sample.tokens, doubled[row]), np.delete(sample.mask, doubled[row]))
+        if row in doubled
+        else sample
+        for row, sample in enumerate(samples)
+    ]
+    return once, [
+        f"[data.end-twice] {len(doubled)} of {len(samples)} rows have answers that end with {token}, which the chat "
+        f"template adds, first {rows.place(row)}: it is learned once"
     ]
 
 
-def _repeated(sample: Encoded, special: np.ndarray) -> int | None:
-    """Returns the first special token that is learned twice in a row."""
-    again = (sample.tokens[1:] == sample.tokens[:-1]) & sample.mask[1:] & sample.mask[:-1]
-    again &= np.isin(sample.tokens[1:], special)
-    return int(sample.tokens[1:][again][0]) if again.any() else None
+def _repeated_ends(sample: Encoded, special: np.ndarray) -> np.ndarray:
+    """Returns the positions of special tokens that end what is learned and repeat the token before them."""
+    tokens, mask = sample.tokens, sample.mask
+    ends = mask & ~np.append(mask[1:], False)
+    repeats = np.zeros(len(tokens), bool)
+    repeats[1:] = (tokens[1:] == tokens[:-1]) & mask[:-1]
+    return np.flatnonzero(ends & repeats & np.isin(tokens, special))
 
 
 def _unread_keys(chats: Sequence[Chat], template: ChatTemplate) -> list[str]:

@@ -295,11 +295,21 @@ def test_many_kinds_of_bad_rows_come_in_one_go(load):
     assert {error.code for error in caught.value.errors} == {"data.no-answer", "data.bad-column", "data.bad-weight"}
 
 
-def test_an_answer_that_ends_with_the_end_token_is_noted(load):
-    """The template adds it, too, and the second one teaches to go on after the end."""
-    twice = {"prompt": "Two and two?", "completion": "four<|end|>"}
-    (note,) = load([{"prompt": "One?", "completion": "1"}, twice]).report.notes
-    assert note.startswith("[data.end-twice] 1 of 2 rows learn <|end|> twice in a row, first line 2")
+def test_an_answer_that_ends_with_the_end_token_gets_one(load):
+    """The template adds it, too, and the second one would teach to go on after the end."""
+    once = {"prompt": "Two and two?", "completion": "four"}
+    twice = once | {"completion": "four<|end|>"}
+    rows = load([once, twice])
+    (note,) = rows.report.notes
+    assert note.startswith("[data.end-twice] 1 of 2 rows have answers that end with <|end|>, which the chat template")
+    assert note.endswith("first line 2: it is learned once")
+    for ours, theirs in zip(rows.sample(0), rows.sample(1), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    talk = [ASK, ANSWER | {"content": "four<|end|>"}, ASK, ANSWER | {"content": "five<|end|>"}]
+    talks = load(
+        [{"messages": talk}, {"messages": [ASK, ANSWER | {"content": "four"}, ASK, ANSWER | {"content": "five"}]}]
+    )
+    np.testing.assert_array_equal(talks.sample(0)[0], talks.sample(1)[0])
     assert load([{"prompt": "One?", "completion": "11"}]).report.notes == ()  # equal tokens of text are no ends
     asked = {"messages": [{"role": "user", "content": "One?<|end|>"}, {"role": "assistant", "content": "1"}]}
     assert load([asked]).report.notes == ()  # what is not learned teaches nothing
