@@ -42,6 +42,9 @@ def prepare_machine(*, cache: bool = True) -> None:
     if not cache:
         jax.config.update("jax_enable_compilation_cache", False)
     elif not jax.config.jax_compilation_cache_dir:
+        from lorafusion_jax.sealed_programs import seal_programs
+
+        seal_programs()
         jax.config.update("jax_compilation_cache_dir", str(program_cache()))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     use_tables()

@@ -93,8 +93,8 @@ def open_text(path: str | os.PathLike[str], most: int) -> BufferedReader:
 
 
 def check_regular(path: Path, most: int | None = None) -> None:
-    """Checks a file that a library will open; see `open_regular`."""
-    check_stat(path.stat(), path, most)
+    """Checks a file that a library will open, which may not say why it cannot; see `open_regular`."""
+    open_regular(path, most).close()
 
 
 def check_stat(status: os.stat_result, path: str | os.PathLike[str], most: int | None = None) -> None:

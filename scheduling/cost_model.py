@@ -172,7 +172,7 @@ class CostModel:
             return CostModel(stages=stages, layers=layers, measured_with=measured_with, capacity_tokens=sizes, **data)
         except PlanError:
             raise
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
             raise PlanError("plan.cost-format", "this is not a cost model", why=repr(error)) from None
 
 

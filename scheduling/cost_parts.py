@@ -57,7 +57,7 @@ class CostParts:
             return CostParts(**parts, **data)
         except PlanError:
             raise
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
             raise PlanError("plan.cost-format", "these are not costs of a model's parts", why=repr(error)) from None
 
 
@@ -128,7 +128,7 @@ def read_cost_model(text: str, layers: Sequence[float]) -> CostModel:
     """
     try:
         schema = json.loads(text).get("schema")
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         schema = None
     if schema == SCHEMA:
         return stages_from_parts(CostParts.from_json(text), layers)

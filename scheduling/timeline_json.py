@@ -60,7 +60,7 @@ def fields_from_json(text: str) -> TimelineFields:
             slot_adapters={int(slot): tuple(names) for slot, names in data["slot_adapters"].items()},
             pauses=tuple(Pause(float(start), float(end), str(what)) for start, end, what in data.get("pauses", ())),
         )
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         raise PlanError("plan.timeline-format", "this is not a timeline", why=repr(error)) from None
 
 

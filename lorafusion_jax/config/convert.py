@@ -11,6 +11,7 @@ import yaml
 
 from lorafusion_jax.config.other_programs import ALWAYS_PACKED, counterpart
 from lorafusion_jax.errors import ConfigError
+from lorafusion_jax.families.hf_config import shortened
 
 ROWS = (".jsonl", ".json", ".csv", ".parquet")
 SECTIONS = ("base", "data", "lora", "optim", "objective", "epochs", "seed", "batch", "mesh", "save", "train", "report")
@@ -77,7 +78,10 @@ def convert(values: Mapping[str, Any], name: str) -> Converted:
             result.notes.append((str(key), f"--out {note}" if target else note))
             continue
         take = TAKERS.get(target, _plain)
-        take(result, str(key), target, value)
+        try:
+            take(result, str(key), target, value)
+        except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError):
+            result.notes.append((str(key), f"{shortened(value)} is not a value of this key"))
     _batch(values, result)
     missing = [
         key for key in ("base", "data") if {"base": "model", "data": "train"}[key] not in result.job.get(key, {})
@@ -175,13 +179,13 @@ def _targets(result: Converted, key: str, target: str, value: Any) -> None:
         if value is True and "targets" not in result.job.get("lora", {}):
             result.set(target, "all-linear")
         return
-    names = value if isinstance(value, list) else [part.strip() for part in str(value).split(",")]
+    names = [str(name) for name in value] if isinstance(value, list) else [n.strip() for n in str(value).split(",")]
     if names in (["all"], ["all-linear"]):
         result.set(target, "all-linear")
     elif len(names) == 1 and any(letter in names[0] for letter in r"\(["):
         result.notes.append((key, "a regular expression: list the projections in lora.targets"))
     elif names:
-        result.set(target, [str(name).removeprefix("self_attn.").removeprefix("mlp.") for name in names])
+        result.set(target, [name.removeprefix("self_attn.").removeprefix("mlp.") for name in names])
 
 
 def _init_from(result: Converted, key: str, target: str, value: Any) -> None:

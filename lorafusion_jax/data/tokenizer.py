@@ -184,7 +184,8 @@ def load_tokenizer(model_dir: str | Path) -> Tokenizer:
     special = _special_tokens(folder, config, backend)
     template = _chat_template(folder, config, special)
     ids = {name: backend.token_to_id(text) for name, text in special.items()}
-    probe = backend.encode("a", add_special_tokens=True).ids
+    with _reporting_failures("a text"):
+        probe = backend.encode("a", add_special_tokens=True).ids
     bos = ids.get("bos_token")
     digest = hashlib.sha256(content + json.dumps(sorted(special.items())).encode()).hexdigest()[:16]
     return Tokenizer(

@@ -30,6 +30,7 @@ from scheduling import (
     CostParts,
     GatherCost,
     Plan,
+    PlanError,
     default_cost_parts,
     read_cost_model,
     simulate,
@@ -149,7 +150,11 @@ def read_costs(file: Path, layers: Sequence[float]) -> CostModel:
     Raises:
         PlanError: `plan.cost-format`; `plan.cost` for another number of stages.
     """
-    return read_cost_model(read_text(file, SETTINGS), layers)
+    try:
+        text = read_text(file, SETTINGS)
+    except (OSError, UnicodeDecodeError) as problem:
+        raise PlanError("plan.cost-format", f"{file} cannot be read as text.", why=str(problem)) from None
+    return read_cost_model(text, layers)
 
 
 def measured_with(

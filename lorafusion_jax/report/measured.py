@@ -6,7 +6,7 @@ from pathlib import Path
 
 from lorafusion_jax.errors import CheckpointError
 from lorafusion_jax.readable import PLAN, read_text
-from scheduling import Plan, Timeline
+from scheduling import Plan, PlanError, Timeline
 
 FILE = "timeline.json"  # in a run folder; of its last session
 
@@ -26,7 +26,11 @@ def read_timeline(run: Path) -> Timeline:
             why="a run writes it when it ends",
             fix=f"lorafusion status {run}",
         )
-    return Timeline.from_json(read_text(file, PLAN))
+    try:
+        text = read_text(file, PLAN)
+    except (OSError, UnicodeDecodeError) as problem:
+        raise PlanError("plan.timeline-format", f"{file} cannot be read as text", why=str(problem)) from None
+    return Timeline.from_json(text)
 
 
 def settled_slots(plan: Plan, timeline: Timeline) -> range:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from unittest import mock
 
@@ -23,17 +24,34 @@ from lorafusion_jax.api.status import run_numbers
 from lorafusion_jax.checkpoint.base_weights import weight_problems
 from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.checkpoint.peft import peft_tensors, read_adapter
+from lorafusion_jax.checkpoint.requests import Request
 from lorafusion_jax.checkpoint.saved_states import find_checkpoint
 from lorafusion_jax.checkpoint.verify_folder import verify_folder
 from lorafusion_jax.checkpoint.warm_start_base import check_start_bases, unproven_bases
+from lorafusion_jax.config.convert import convert
 from lorafusion_jax.config.load import load_config
 from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.peft_config import config_of
 from lorafusion_jax.config.peft_folder import lora_settings
+from lorafusion_jax.config.read import read_source
 from lorafusion_jax.config.schema import DataSettings
 from lorafusion_jax.data import load_samples, load_tokenizer
 from lorafusion_jax.models.checkpoint import list_tensors
-from scheduling import AdapterJob, Plan, PlanError, make_plan, serialize, verify_plan
+from lorafusion_jax.planning.prediction import read_costs
+from lorafusion_jax.report.measured import read_timeline
+from scheduling import (
+    AdapterJob,
+    CostModel,
+    PassCost,
+    Plan,
+    PlanError,
+    Span,
+    StageCost,
+    Timeline,
+    make_plan,
+    serialize,
+    verify_plan,
+)
 
 pytestmark = pytest.mark.wrong_types
 
@@ -83,6 +101,14 @@ SHAPE = {
     "tie_word_embeddings": False,
     "bos_token_id": 1,
 }
+TOKENIZER = {
+    "version": "1.0",
+    "added_tokens": [{"id": 2, "content": "<end>", "special": True, "single_word": False, "lstrip": False}
+    | {"rstrip": False, "normalized": False}],
+    "normalizer": {"type": "Replace", "pattern": {"Regex": "x+"}, "content": "x"},
+    "pre_tokenizer": {"type": "Whitespace"},
+    "model": {"type": "WordLevel", "vocab": {"<unk>": 0, "<s>": 1, "<end>": 2, "two": 3}, "unk_token": "<unk>"},
+}  # fmt: skip
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
 )
@@ -189,6 +215,7 @@ def read_data(home, name, content):
     content=st.one_of(
         st.tuples(st.just("config.json"), of_json(SHAPE)),
         st.tuples(st.just("tokenizer_config.json"), of_json(TOKENIZER_CONFIG)),
+        st.tuples(st.just("tokenizer.json"), of_json(TOKENIZER)),
         st.tuples(st.just("chat_template.jinja"), spoilt_bytes(TEMPLATE.encode())),
         st.tuples(st.just("model.safetensors.index.json"), of_json({"weight_map": {"a": "model.safetensors"}})),
         st.tuples(st.just("model.safetensors"), spoilt_bytes(save({"a": np.ones(8, np.float32)}))),
@@ -280,6 +307,66 @@ def read_digest(text: str) -> str:
         return str(json.loads(text).get("digest"))
     except (ValueError, AttributeError, RecursionError):
         return ""
+
+
+REQUESTS = (
+    {"action": "weight", "adapter": "law", "weight": 2.0},
+    {"action": "extend", "adapter": "law", "steps": 5},
+    {"action": "add", "adapters": [{"name": "tax", "data": {"train": "/tax.jsonl"}, "lora": {"rank": 4}}]},
+)
+
+
+@given(content=st.sampled_from(REQUESTS).flatmap(of_json))
+@cases
+def test_requests(home, content):
+    """A run refuses whatever is raised; it needs no error of ours, but time and memory have their limits."""
+    with clear_errors(), suppress(OSError, ValueError, RecursionError):
+        Request.read(write(home, "1-request.json", content))
+
+
+AXOLOTL = {"base_model": "org/base", "datasets": [{"path": "law.jsonl", "type": "alpaca"}], "adapter": "lora"} | {
+    "lora_r": 8, "lora_target_modules": ["q_proj"], "learning_rate": 2e-4, "micro_batch_size": 2, "wandb_project": "x",
+}  # fmt: skip
+
+
+@given(content=of_json(AXOLOTL))
+@cases
+def test_files_of_other_programs(home, content):
+    with clear_errors("other.yaml", "config."):
+        source = read_source(write(home, "other.yaml", content))
+        assert convert(source.values, "other").text("a file")
+
+
+PART = StageCost(forward=PassCost(fixed_s=0.1), backward=PassCost(fixed_s=0.2))
+COSTS = CostModel(stages=(PART, PART)).to_json()
+
+
+@given(content=of_json(json.loads(COSTS)))
+@cases
+def test_files_of_costs(home, content):
+    with clear_errors("plan."):
+        read_costs(write(home, "costs.json", content), [1, 1])
+
+
+SPANS = Timeline(spans=(Span("forward", 0, 0, 0.0, 1.0, ("law",)),), num_stages=1).to_json()
+
+
+@given(content=of_json(json.loads(SPANS)))
+@cases
+def test_timelines(home, content):
+    write(home, "timeline.json", content)
+    with clear_errors("plan."):
+        read_timeline(home)
+
+
+TOML = """[base]\nmodel = "base"\n[optim]\nlr = 1e-3\n[[adapters]]\nname = "law"\ndata = {train = "law.jsonl"}\n"""
+
+
+@given(content=spoilt_bytes(TOML.encode()))
+@cases
+def test_toml_job_files(home, content):
+    with clear_errors("jobs.toml", "adapters", "config."):
+        load_config(write(home, "jobs.toml", content))
 
 
 FILES = ("run.json", "config.yaml", "plan.json", "metrics.jsonl", "events.jsonl", "position", "SHA256SUMS", "metadata")
