@@ -4,7 +4,7 @@ BIN := .venv/bin
 LOCK := requirements.lock
 PARALLEL := -n auto --maxprocesses 8 --dist worksteal   # how many: tests/conftest.py; most of the time is compiling
 
-.PHONY: demo test test-loaded test-models test-oldest test-nightly lint format docs tables gpu-test ptxas lock clean
+.PHONY: demo test test-loaded test-models test-peers test-oldest test-nightly lint format docs tables gpu-test ptxas lock clean
 
 demo: .venv/.ready
 	@$(BIN)/lorafusion demo
@@ -42,6 +42,10 @@ test-loaded: .venv/.ready
 test-models: .venv-models/.ready
 	@.venv-models/bin/python -m pytest tests/modules/test_published_models.py --no-skips
 
+# Training, folders and templates against torch, transformers, PEFT and TRL, in an environment of their own.
+test-peers: .venv/.ready .venv-peers/.ready
+	@LORAFUSION_PEERS=$(CURDIR)/.venv-peers/bin/python $(BIN)/python -m pytest tests/peers -m "not gpu"
+
 # The suite on the oldest version of every direct dependency, in an environment of its own.
 test-oldest: .venv-oldest/.ready
 	@.venv-oldest/bin/python -m pytest $(PARALLEL)
@@ -71,5 +75,10 @@ lock: .venv/.ready
 .venv-models/.ready: $(LOCK) pyproject.toml .ci/setup.py
 	@$(PYTHON) .ci/setup.py --venv .venv-models --group models
 
+.venv-peers/.ready: tests/peers/requirements.txt
+	@$(PYTHON) -m venv .venv-peers
+	@.venv-peers/bin/pip install --quiet --disable-pip-version-check -r $<
+	@touch $@
+
 clean:
-	rm -rf .venv .venv-models .venv-oldest dist build
+	rm -rf .venv .venv-models .venv-oldest .venv-peers dist build

@@ -254,6 +254,7 @@ def main() -> int:
     parser.add_argument("--base", type=Path, help="HF directory of a model of your own")
     parser.add_argument("--adapter", type=Path, help="PEFT folder of your own")
     parser.add_argument("--golden", type=Path, help="folder to fill with one base, PEFT's adapter and PEFT's logits")
+    parser.add_argument("--out", type=Path, default=RESULT, help="file of the results")
     parser.add_argument("--theirs", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.theirs:
@@ -276,7 +277,7 @@ def main() -> int:
     record["versions"] |= packages("jax", "flax", "numpy", "safetensors") | {"python": sys.version.split()[0]}
     record |= {"date": datetime.datetime.now(datetime.UTC).date().isoformat(), "limit": LIMIT, "dtype": "float32"}
     if not args.base:
-        RESULT.write_text(json.dumps(record, indent=1) + "\n")
+        args.out.write_text(json.dumps(record, indent=1) + "\n")
     return report(record["rows"])
 
 
