@@ -45,11 +45,11 @@ class AdapterWriter:
         self._written: set[Path] = set()
         self._shapes = ModelConfig.from_hf(base_directory(job.config)).layer(0).linear_shapes()
 
-    def write(self, name: str, step: int, own: Mapping[str, np.ndarray], *, failure: str = "") -> Path:
+    def write(self, name: str, step: int, weights: Mapping[str, np.ndarray], *, failure: str = "") -> Path:
         """Writes one adapter and returns its folder. Keeps a folder from this process or of an earlier step.
 
         Args:
-            own: its weights, "layers.self_attn.q_proj.lora_a" → [L, K, r], and other leaves.
+            weights: its weights, "layers.self_attn.q_proj.lora_a" → [L, K, r], and other leaves.
             failure: why the adapter failed after this step (empty: it did not); recorded in the folder.
         """
         target = self._folder.adapter_step(name, step)
@@ -57,16 +57,18 @@ class AdapterWriter:
             return target
         spec = adapter_spec(self._job.config.adapter(name), model_targets(self._job.config))
         new = not target.exists()
-        self._export(spec, step, own, target, failure)
+        self._export(spec, step, weights, target, failure)
         self._written.add(target)
         if new:
             self._folder.mark_latest(name, self._job.config.save.keep)
         return target
 
-    def _export(self, spec: AdapterSpec, step: int, own: Mapping[str, np.ndarray], target: Path, failure: str) -> None:
+    def _export(
+        self, spec: AdapterSpec, step: int, weights: Mapping[str, np.ndarray], target: Path, failure: str
+    ) -> None:
         base, revision = base_identity(self._job.config)
         export_adapter(
-            with_adapter_axis(own),
+            with_adapter_axis(weights),
             spec,
             0,
             base,

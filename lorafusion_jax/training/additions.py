@@ -75,7 +75,7 @@ def extended(job: Job, name: str, *, epochs: int | None, steps: int | None) -> J
     more = len(data.train) * epochs if epochs is not None else adapter.global_samples * (steps or 0)
     part = Extension(after=job.plan.job_of[name].num_samples, samples=more)
     longer = adapter.model_copy(update={"extended": (*adapter.extended, part)})
-    adapters = tuple(longer if one.name == name else one for one in job.config.adapters)
+    adapters = tuple(longer if other.name == name else other for other in job.config.adapters)
     in_new_order = in_order(longer, data.train, data.eval, job.config.train.max_steps)
     return replace(
         job,
@@ -93,9 +93,9 @@ def reread(config: JobConfig, prepared: Prepared) -> Prepared:
     new = [adapter.name for adapter in config.adapters if adapter.name not in prepared.adapters]
     all_data = _with_data(prepared, prepare(select_adapters(config, new))) if new else prepared
     in_new_order = {
-        adapter.name: in_order(adapter, own.train, own.eval, config.train.max_steps)
+        adapter.name: in_order(adapter, data.train, data.eval, config.train.max_steps)
         for adapter in config.adapters
-        for own in [all_data.adapters[adapter.name]]
+        for data in [all_data.adapters[adapter.name]]
     }
     return replace(prepared, adapters=in_new_order)
 
@@ -106,14 +106,16 @@ def new_record_entries(job: Job, record: dict[str, Any]) -> dict[str, Any]:
         job.config, [adapter.name for adapter in job.config.adapters if adapter.name not in job.plan.job_of]
     )
     names = {adapter.name for adapter in new.adapters}
-    found = {
+    entries = {
         "data": job.prepared.digests(),
         "eval": eval_digests(job.prepared),
         "seeds": {adapter.name: adapter.seed for adapter in new.adapters},
         "warm_starts": warm_start_digests(new),
     }
-    own = {key: {name: value for name, value in each.items() if name in names} for key, each in found.items()}
-    return {key: record.get(key, {}) | each for key, each in own.items()}
+    of_new = {
+        key: {name: value for name, value in by_name.items() if name in names} for key, by_name in entries.items()
+    }
+    return {key: record.get(key, {}) | by_name for key, by_name in of_new.items()}
 
 
 def _with_data(prepared: Prepared, more: Prepared) -> Prepared:

@@ -117,8 +117,8 @@ def disagreement_on(config: JobConfig, adapters: Sequence[AdapterConfig]) -> str
             facts = data_facts(prepare(only)) | warm_start_facts(only)
         except (LoraFusionError, OSError) as problem:
             facts = {"reading its files": str(problem).splitlines()[0]}
-    found = differences([json.loads(answer) for answer in answers_of_all(json.dumps(facts))])
-    return first_few([what for _, what in found], SHOWN, "; ")
+    disagreements = differences([json.loads(answer) for answer in answers_of_all(json.dumps(facts))])
+    return first_few([what for _, what in disagreements], SHOWN, "; ")
 
 
 def differences(answers: Sequence[Facts]) -> Iterator[tuple[str, str]]:

@@ -50,8 +50,8 @@ def base_losses(config: JobConfig, prepared: Prepared, *, comes_quantised: bool 
         LoraFusionError: see `Session.open`.
     """
     data = {
-        name: dataclasses.replace(own, eval=own.train) if own.eval is None else own
-        for name, own in prepared.adapters.items()
+        name: dataclasses.replace(of_adapter, eval=of_adapter.train) if of_adapter.eval is None else of_adapter
+        for name, of_adapter in prepared.adapters.items()
     }
     everything = dataclasses.replace(prepared, adapters=data)
     quantize = config.base.quantize
@@ -59,20 +59,20 @@ def base_losses(config: JobConfig, prepared: Prepared, *, comes_quantised: bool 
     before = after if quantize == NONE else None if comes_quantised else _evaluate_base(config, everything, NONE)
     return {
         name: BaseLoss(
-            tokens=int(own.eval.loss_mask.sum()),
+            tokens=int(of_adapter.eval.loss_mask.sum()),
             held_out=prepared.adapters[name].eval is not None,
             before=None if before is None else before[name],
             after=after[name],
         )
-        for name, own in data.items()
-        if own.eval is not None
+        for name, of_adapter in data.items()
+        if of_adapter.eval is not None
     }
 
 
 def _evaluate_base(config: JobConfig, prepared: Prepared, quantize: str) -> dict[str, float]:
-    own = config.model_copy(update={"base": config.base.model_copy(update={"quantize": quantize})})
+    stored = config.model_copy(update={"base": config.base.model_copy(update={"quantize": quantize})})
     specs = [dataclasses.replace(spec, kind=PLAIN) for spec in adapter_specs(config)]
-    session = Session.open(own, prepared, specs)
+    session = Session.open(stored, prepared, specs)
     try:
         session.start({})
         session.finish_loading()

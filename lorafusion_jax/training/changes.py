@@ -106,7 +106,7 @@ def revise(job: Job, slot: int, changes: Sequence[Change]) -> tuple[Plan, list[C
     def names(*actions: str) -> list[str]:
         return [change.adapter for change in changes if change.action in actions]
 
-    plan, jobs = job.plan, {one.name: one for one in train_jobs(job.config, job.prepared)}
+    plan, jobs = job.plan, {job.name: job for job in train_jobs(job.config, job.prepared)}
     again = replan(
         plan,
         at_slot=slot,

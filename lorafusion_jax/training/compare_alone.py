@@ -77,7 +77,7 @@ class Comparison:
 
     @property
     def good(self) -> bool:
-        return all(one.excess <= 1 for one in self.differences)
+        return all(difference.excess <= 1 for difference in self.differences)
 
 
 def compare_alone(run: Path, name: str, steps: int) -> Comparison:
@@ -108,12 +108,12 @@ def compare_job(config: JobConfig, prepared: Prepared, plan: Plan, name: str, st
     joint = first_steps(plan, name, steps)
     with closing(WatchedSession(Job(config=config, prepared=prepared, plan=joint), name)) as session:
         watched = session.run()
-    own = config.model_copy(update={"adapters": (config.adapter(name),)})
-    own_data = Prepared(tokenizer=prepared.tokenizer, adapters={name: prepared.adapters[name]})
-    alone = first_steps(plan_training(own, own_data), name, steps)
+    only = config.model_copy(update={"adapters": (config.adapter(name),)})
+    only_data = Prepared(tokenizer=prepared.tokenizer, adapters={name: prepared.adapters[name]})
+    alone = first_steps(plan_training(only, only_data), name, steps)
     plain, repacked = (
-        _follow(watched, Job(config=own, prepared=own_data, plan=each), name)
-        for each in (alone, packed_otherwise(alone))
+        _follow(watched, Job(config=only, prepared=only_data, plan=packed), name)
+        for packed in (alone, packed_otherwise(alone))
     )
     return Comparison(
         adapter=name,
@@ -161,26 +161,27 @@ def compare(joint: Watched, alone: Watched, otherwise: Watched, rounding: float)
     Returns:
         All differences, the worst first.
     """
-    found: list[Difference] = []
+    differences: list[Difference] = []
     for step, gradients in enumerate(zip(joint.gradients, alone.gradients, otherwise.gradients, strict=True), 1):
-        together, own, repacked = (_by_layer(gradient) for gradient in gradients)
-        noise = {name: _relative(repacked[name], own[name]) for name in own}
+        together, by_itself, repacked = (_by_layer(gradient) for gradient in gradients)
+        noise = {name: _relative(repacked[name], by_itself[name]) for name in by_itself}
         typical = float(np.median(list(noise.values())))
         if typical < rounding:
             layers = max(len(leaf) for leaf in alone.gradients[step - 1].values())
             typical = rounding * (PRODUCTS * layers) ** 0.5
         losses = joint.losses[step - 1], alone.losses[step - 1]
-        found.append(_difference(step, "loss", np.asarray(losses[0]), np.asarray(losses[1]), FACTOR * typical))
-        found += [
-            _difference(step, name, together[name], own[name], FACTOR * max(noise[name], typical)) for name in own
+        differences.append(_difference(step, "loss", np.asarray(losses[0]), np.asarray(losses[1]), FACTOR * typical))
+        differences += [
+            _difference(step, name, together[name], by_itself[name], FACTOR * max(noise[name], typical))
+            for name in by_itself
         ]
-    first, together, own = (_by_layer(tensors) for tensors in (joint.first, joint.last, alone.last))
+    first, together, by_itself = (_by_layer(tensors) for tensors in (joint.first, joint.last, alone.last))
     start = _by_layer(alone.first)
-    for name in own:
-        found.append(_difference(0, f"first {name}", first[name], start[name], rounding))
-        moved, expected = together[name] - first[name], own[name] - start[name]
-        found.append(_difference(len(joint.losses), f"steps of {name}", moved, expected, MOVED))
-    return tuple(sorted(found, key=lambda one: (-one.excess, one.step, one.tensor)))
+    for name in by_itself:
+        differences.append(_difference(0, f"first {name}", first[name], start[name], rounding))
+        moved, expected = together[name] - first[name], by_itself[name] - start[name]
+        differences.append(_difference(len(joint.losses), f"steps of {name}", moved, expected, MOVED))
+    return tuple(sorted(differences, key=lambda difference: (-difference.excess, difference.step, difference.tensor)))
 
 
 def _difference(step: int, what: str, x: np.ndarray, y: np.ndarray, bound: float) -> Difference:

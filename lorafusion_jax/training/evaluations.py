@@ -30,16 +30,16 @@ class Evaluations:
         self._emit(PhaseBegun(text=f"evaluating {name}"))
         began = time.perf_counter()
         with self._session.spans.pause(f"evaluating {name}"):
-            found = self._session.evaluate(name)
-        self._measured.append((found.tokens, time.perf_counter() - began))
+            evaluation = self._session.evaluate(name)
+        self._measured.append((evaluation.tokens, time.perf_counter() - began))
         self._emit(
             AdapterEvaluated(
                 slot=slots_done,
                 adapter=name,
                 step=step,
-                eval_loss=found.loss,
-                eval_tokens=found.tokens,
-                metrics={f"eval_{key}": value for key, value in found.metrics.items()},
+                eval_loss=evaluation.loss,
+                eval_tokens=evaluation.tokens,
+                metrics={f"eval_{key}": value for key, value in evaluation.metrics.items()},
             )
         )
 

@@ -31,41 +31,41 @@ class ExportQueue:
     def __init__(self, writer: AdapterWriter, read: Read, listener: Listener, queue: BackgroundQueue):
         self._writer, self._read, self._listener, self._queue = writer, read, listener, queue
 
-    def submit_running(self, adapter: AdapterProgress, slots_done: int, own: Weights | None = None) -> None:
+    def submit_running(self, adapter: AdapterProgress, slots_done: int, read_weights: Weights | None = None) -> None:
         """Queues the folder of an adapter that still trains. Only errors are reported.
 
         Args:
-            own: reads its weights (None: reads the current weights).
+            read_weights: reads its weights (None: reads the current weights).
         """
         name, step, failure = adapter.name, adapter.step, adapter.failure
-        read = self._read(name) if own is None else own
+        read = self._read(name) if read_weights is None else read_weights
 
-        def on_done(found: Path | Problem | None) -> None:
-            if isinstance(found, Problem):
-                self._report_failure(name, step, slots_done, found)
+        def on_done(written: Path | Problem | None) -> None:
+            if isinstance(written, Problem):
+                self._report_failure(name, step, slots_done, written)
 
         self._queue.submit(lambda: self._try_write(name, step, read, failure), on_done)
 
     def submit(self, adapter: AdapterProgress, slots_done: int) -> None:
         """Queues the folder of an adapter that has ended. `poll` reports when it is complete."""
         name, step, failure = adapter.name, adapter.step, adapter.failure
-        own = self._read(name)
+        read_weights = self._read(name)
 
-        def on_done(found: Path | Problem | None) -> None:
-            if isinstance(found, Problem):
-                self._fail_adapter(adapter, slots_done, found)
+        def on_done(written: Path | Problem | None) -> None:
+            if isinstance(written, Problem):
+                self._fail_adapter(adapter, slots_done, written)
                 return
-            self._listener(AdapterExported(slot=slots_done, adapter=name, step=step, path=str(found)))
+            self._listener(AdapterExported(slot=slots_done, adapter=name, step=step, path=str(written)))
             if adapter.status == "done":
                 self._listener(AdapterDone(slot=slots_done, adapter=name, step=step))
 
-        self._queue.submit(lambda: self._try_write(name, step, own, failure), on_done)
+        self._queue.submit(lambda: self._try_write(name, step, read_weights, failure), on_done)
 
-    def _try_write(self, name: str, step: int, own: Weights, failure: str) -> Path | Problem | None:
+    def _try_write(self, name: str, step: int, read_weights: Weights, failure: str) -> Path | Problem | None:
         if not is_first():
             return None
         try:
-            return self._writer.write(name, step, own(), failure=failure)
+            return self._writer.write(name, step, read_weights(), failure=failure)
         except (LoraFusionError, OSError) as problem:
             if _disk_is_full(problem):
                 raise

@@ -33,10 +33,12 @@ def step_rates(adapter: AdapterConfig, data: AdapterData) -> np.ndarray:
     requested. A part that was ended early keeps the schedule of its planned length.
     """
     first = data.order if data.first is None else data.first
-    planned = [len(first), *(each.samples for each in adapter.extended)]
+    planned = [len(first), *(part.samples for part in adapter.extended)]
     taken = np.diff([0, *data.cuts, len(data.order)])
     rates = [learning_rates(adapter.optim, _steps(adapter, samples)) for samples in planned]
-    return np.concatenate([own[: _steps(adapter, count)] for own, count in zip(rates, taken.tolist(), strict=True)])
+    return np.concatenate(
+        [of_part[: _steps(adapter, count)] for of_part, count in zip(rates, taken.tolist(), strict=True)]
+    )
 
 
 def _steps(adapter: AdapterConfig, samples: int) -> int:

@@ -46,14 +46,14 @@ def launch(
     record: dict,
     listeners: Sequence[Listener],
     *,
-    found: FoundCheckpoint | None = None,
+    checkpoint: FoundCheckpoint | None = None,
     before: Plan | None = None,
 ) -> RunResult:
     """Runs to the end, from the checkpoint found. `before` is the plan in the folder, if there is one."""
-    slot, emit = None if found is None else found.slot, fan_out(listeners)
+    slot, emit = None if checkpoint is None else checkpoint.slot, fan_out(listeners)
     store = StateStore(folder.state, config.save.keep, slot)
     initial = select_adapters(
-        config, initial_adapters(config, found, [] if before is None else recorded_changes(folder))
+        config, initial_adapters(config, checkpoint, [] if before is None else recorded_changes(folder))
     )
     weights = {} if slot is not None else read_warm_starts(initial)  # a checkpoint holds later weights
     emit(PhaseBegun(text=f"loading {Path(config.base.model).name}"))
@@ -63,8 +63,8 @@ def launch(
         resources.callback(session.close)
         session.start(weights)
         progress = Progress.first(_initial_steps(initial, prepared), replicas=config.mesh.replicas, plan=plan.digest)
-        if found is not None and slot is not None:
-            saved = Progress.of(found.position)
+        if checkpoint is not None and slot is not None:
+            saved = Progress.of(checkpoint.position)
             session.load_state(store.restore, saved.replicas)
             progress = dataclasses.replace(saved, replicas=config.mesh.replicas, plan=plan.digest)
         stop_if_asked()
@@ -112,7 +112,7 @@ def _finish_loading(session: Session, rows: Sequence[Microbatch], began: float, 
         if not is_alone():  # other processes are blocked in a program that needs this one
             raise
         return StartUp(failure=problem)
-    parts = {name: tuple(round(at - began, 3) for at in each) for name, each in times.items()}
+    parts = {name: tuple(round(at - began, 3) for at in interval) for name, interval in times.items()}
     started = StartedUp(
         slot=slot,
         seconds=round(time.perf_counter() - began, 3),
@@ -122,7 +122,7 @@ def _finish_loading(session: Session, rows: Sequence[Microbatch], began: float, 
         base_from_cache=session.reading.from_cache,
     )
     notices = [dataclasses.replace(notice, slot=slot) for notice in session.reading.take_notices()]
-    compiled = [each for name, each in parts.items() if name != BASE]
+    compiled = [interval for name, interval in parts.items() if name != BASE]
     if not compiled:
         return StartUp(events=(*notices, started))
     seconds = max(end for _, end in compiled) - min(begin for begin, _ in compiled)
@@ -151,10 +151,10 @@ def _initial_steps(config: JobConfig, prepared: Prepared) -> dict[str, int]:
     return {adapter.name: first_steps(adapter, prepared.adapters[adapter.name]) for adapter in config.adapters}
 
 
-def initial_adapters(config: JobConfig, found: FoundCheckpoint | None, changes: Sequence[Change]) -> list[str]:
+def initial_adapters(config: JobConfig, checkpoint: FoundCheckpoint | None, changes: Sequence[Change]) -> list[str]:
     """Returns the adapters present at the start of this process; others may join later."""
-    if found is not None and found.slot is not None:
-        return list(found.position["adapters"])
+    if checkpoint is not None and checkpoint.slot is not None:
+        return list(checkpoint.position["adapters"])
     added = {change.adapter for change in changes if change.action == "add"}
     return [adapter.name for adapter in config.adapters if adapter.name not in added]
 

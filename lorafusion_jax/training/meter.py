@@ -109,7 +109,7 @@ class Meter:
         paused_s = sum(self._paused_s.values())
         wall_s = recent_s * (1 + paused_s / self._busy_s)
         useful = sum(sum(self._tokens[slot].values()) for _, slot in self._recent)
-        own = {name: sum(self._tokens[slot].get(name, 0) for _, slot in self._recent) for name in self._last}
+        tokens_of = {name: sum(self._tokens[slot].get(name, 0) for _, slot in self._recent) for name in self._last}
         rows = sum(self._rows[slot] for _, slot in self._recent)
         rows_left = self._rows_left(slots_done, len(self._tokens))
         eta_s = rows_left * (recent_s / rows) * (1 + self._paused_s.get(SAVING, 0.0) / self._busy_s) + (
@@ -124,7 +124,7 @@ class Meter:
             "slot_seconds": round(per_slot, 5),
             "eta_s": round(eta_s, 2),
             "adapter_eta_s": {name: round(seconds, 2) for name, seconds in left.items()},
-            "adapter_tokens_per_s": {name: round(tokens / wall_s, 1) for name, tokens in own.items()},
+            "adapter_tokens_per_s": {name: round(tokens / wall_s, 1) for name, tokens in tokens_of.items()},
             "paused_share": round(paused_s / (self._busy_s + paused_s), 4),
             "paused_s": {what: round(seconds, 3) for what, seconds in self._paused_s.items()},
             "eta_leaves_out": ["evaluations"] if evaluations_left_s is None else [],

@@ -97,4 +97,4 @@ def profile(config: JobConfig, *, repeats: int = 3, listeners: Sequence[Listener
 
 def _seconds(stage: StageCost, load: Load) -> float:
     passes = (stage.forward, stage.backward)
-    return sum(one.seconds(load.tokens, load.squares) for one in passes)
+    return sum(each_pass.seconds(load.tokens, load.squares) for each_pass in passes)

@@ -76,13 +76,15 @@ def _continue_run(
         before, record, settings = folder.read_plan(), folder.read_record(), folder.read_config()
         config = apply_resume_overrides(settings, overrides)
     check_agreement(run_facts(record, before, slots_of(folder.state), drop))
-    found = find_checkpoint(folder.state, any_process)
-    status = _adapter_status(config, found, folder)
+    checkpoint = find_checkpoint(folder.state, any_process)
+    status = _adapter_status(config, checkpoint, folder)
     check_drop(drop, status)
-    damaged_exports = folder.damaged_adapters({n: row["step"] for n, row in found.position.get("adapters", {}).items()})
+    damaged_exports = folder.damaged_adapters(
+        {n: row["step"] for n, row in checkpoint.position.get("adapters", {}).items()}
+    )
     has_requests = any_process(bool(request_files(folder.path) or damaged_exports))
-    nothing_left = found.slot == before.num_slots and not has_requests
-    if nothing_left and not (progress := Progress.of(found.position)).unwritten:
+    nothing_left = checkpoint.slot == before.num_slots and not has_requests
+    if nothing_left and not (progress := Progress.of(checkpoint.position)).unwritten:
         if is_first():  # a kill may have come before the links
             folder.mark_exports(config.save.keep)
         return _complete_result(folder, before, progress, listeners)
@@ -90,31 +92,31 @@ def _continue_run(
         check_mesh(config)
         prepared = prepare(config)
         stop_if_asked()
-        check_record(record, prepared, before, found.position.get("plan"))
+        check_record(record, prepared, before, checkpoint.position.get("plan"))
         check_settings(folder.recorded_config(), settings)
         base_files = checked_base(record, config, verify_base)
-        begun = found.position.get("adapters", {})  # of these the checkpoint holds later weights
+        begun = checkpoint.position.get("adapters", {})  # of these the checkpoint holds later weights
         starting = select_adapters(config, [adapter.name for adapter in config.adapters if adapter.name not in begun])
         reread_warm_starts(record.get("warm_starts", {}), starting)
         folder.check_record_file()
-        present = select_adapters(config, initial_adapters(config, found, recorded_changes(folder)))
+        present = select_adapters(config, initial_adapters(config, checkpoint, recorded_changes(folder)))
         prepared = read_references(folder.path, record, config, prepared, adapters_with_references(present))
         failed = [name for name, what in status.items() if what == "failed"]
-        plan = plan_for_mesh(before, config, found.slot or 0, drop=drop, failed=failed)
+        plan = plan_for_mesh(before, config, checkpoint.slot or 0, drop=drop, failed=failed)
     check_agreement(job_facts(config, prepared, base_files, starting))
-    after = -1 if found.slot is None else found.slot  # -1: keep no rows, not even those before the first slot
+    after = -1 if checkpoint.slot is None else checkpoint.slot  # -1: keep no rows, not even those before the first slot
     all_listeners = local_listeners(listeners, lambda: Recorder(folder.path, resume_slot=after))
-    for notice in _folder_notices(folder, found, record, damaged_exports):
+    for notice in _folder_notices(folder, checkpoint, record, damaged_exports):
         fan_out(all_listeners)(notice)
     record["base_files"] = base_files
-    return launch(config, prepared, plan, folder, record, all_listeners, found=found, before=before)
+    return launch(config, prepared, plan, folder, record, all_listeners, checkpoint=checkpoint, before=before)
 
 
-def _adapter_status(config: JobConfig, found: FoundCheckpoint, folder: RunFolder) -> dict[str, str]:
+def _adapter_status(config: JobConfig, checkpoint: FoundCheckpoint, folder: RunFolder) -> dict[str, str]:
     """Returns the status of every adapter at the checkpoint; "to join" for one that is added at a later slot."""
     status = {adapter.name: "to join" for adapter in config.adapters}
-    status |= dict.fromkeys(initial_adapters(config, found, recorded_changes(folder)), "running")
-    return status | {name: row["status"] for name, row in found.position.get("adapters", {}).items()}
+    status |= dict.fromkeys(initial_adapters(config, checkpoint, recorded_changes(folder)), "running")
+    return status | {name: row["status"] for name, row in checkpoint.position.get("adapters", {}).items()}
 
 
 def checked_base(record: dict, config: JobConfig, every_byte: bool) -> dict:
@@ -126,17 +128,19 @@ def checked_base(record: dict, config: JobConfig, every_byte: bool) -> dict:
 
 
 def _folder_notices(
-    folder: RunFolder, found: FoundCheckpoint, record: dict, damaged_exports: Sequence[Damage]
+    folder: RunFolder, checkpoint: FoundCheckpoint, record: dict, damaged_exports: Sequence[Damage]
 ) -> list[RunEvent]:
     """Returns events for what a user should know about the folder: damage, and checks that were skipped."""
-    notices, slot = [], found.slot or 0
+    notices, slot = [], checkpoint.slot or 0
     if damaged_exports:
         files = ", ".join(str(damage) for damage in damaged_exports[:SHOWN])
         text = f"damaged: {files}. These folders are written again from the checkpoint"
         notices.append(FilesDamaged(slot=slot, text=text))
-    if found.damaged:
-        files = ", ".join(str(damage) for damage in found.damaged[:SHOWN])
-        text = f"damaged: {files}. The run continues from the checkpoint before it, {folder.state / str(found.slot)}"
+    if checkpoint.damaged:
+        files = ", ".join(str(damage) for damage in checkpoint.damaged[:SHOWN])
+        text = (
+            f"damaged: {files}. The run continues from the checkpoint before it, {folder.state / str(checkpoint.slot)}"
+        )
         notices.append(FilesDamaged(slot=slot, text=text))
     if (versions := other_versions(record)) is not None:
         notices.append(CheckSkipped(slot=slot, text=f"other versions: {versions}"))

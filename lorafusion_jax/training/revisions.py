@@ -40,11 +40,11 @@ class Proposal:
 
     def additions(self) -> dict[str, list[str]]:
         """Returns request → adapters that it adds."""
-        found: dict[str, list[str]] = {}
+        adapters_of: dict[str, list[str]] = {}
         for change in self.changes:
             if change.action == "add":
-                found.setdefault(change.request, []).append(change.adapter)
-        return found
+                adapters_of.setdefault(change.request, []).append(change.adapter)
+        return adapters_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,7 +197,7 @@ class Revisions:
         """Returns the job after a request; None if the request is postponed or rejected."""
         try:
             if request.action != "add":
-                status = {own.name: own.status for own in self._progress.adapters.values()}
+                status = {progress.name: progress.status for progress in self._progress.adapters.values()}
                 (name,) = request.adapters
                 if name not in status and name in self._job.plan.job_of:
                     self._postponed.add(request.name)

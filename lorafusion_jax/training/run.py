@@ -222,7 +222,11 @@ class Run:
                 adapters={name: adapter.num_steps for name, adapter in progress.items()},
                 taken={name: adapter.step for name, adapter in progress.items()},
                 failed={name: adapter.reason for name, adapter in progress.items() if adapter.status == "failed"},
-                stopped={n: own.status for n, own in progress.items() if own.status in ("paused", "cancelled")},
+                stopped={
+                    name: adapter.status
+                    for name, adapter in progress.items()
+                    if adapter.status in ("paused", "cancelled")
+                },
                 capacity_tokens=self._job.plan.capacity_tokens,
                 sizes=slots_of_sizes(self._job.plan),
                 trainable=session.num_trainable,

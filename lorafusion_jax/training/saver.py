@@ -64,7 +64,11 @@ class Saver:
         self.paused_s += time.perf_counter() - began
 
     def _start_save(self, progress: Progress, began: float) -> None:
-        running = {own.name: own for own in progress.adapters.values() if own.status == "running" and own.step}
+        running = {
+            adapter.name: adapter
+            for adapter in progress.adapters.values()
+            if adapter.status == "running" and adapter.step
+        }
         snapshot = self._session.snapshot()
         slot, position, state, paused = progress.slot, progress.position(), snapshot.state, time.perf_counter() - began
 
@@ -83,5 +87,5 @@ class Saver:
             )
 
         self._queue.submit(write, on_done)
-        for name, own in running.items():
-            self._exports.submit_running(own, slot, partial(snapshot.adapter, name))
+        for name, adapter in running.items():
+            self._exports.submit_running(adapter, slot, partial(snapshot.adapter, name))

@@ -53,18 +53,22 @@ class Progress:
     @property
     def unwritten(self) -> list[AdapterProgress]:
         """Adapters that took their last step but whose folder could not be written."""
-        return [own for own in self.adapters.values() if own.status == "failed" and own.step == own.num_steps]
+        return [
+            adapter
+            for adapter in self.adapters.values()
+            if adapter.status == "failed" and adapter.step == adapter.num_steps
+        ]
 
     def drop(self, stopped: Iterable[tuple[str, int]]) -> list[AdapterProgress]:
         """Marks running adapters that the plan stops as failed, and returns them."""
         dropped = [
-            (own, slot)
-            for own, slot in ((self.adapters.get(name), slot) for name, slot in stopped)
-            if own is not None and own.status == "running"  # an adapter that joins later is dropped then
+            (adapter, slot)
+            for adapter, slot in ((self.adapters.get(name), slot) for name, slot in stopped)
+            if adapter is not None and adapter.status == "running"  # an adapter that joins later is dropped then
         ]
-        for own, slot in dropped:
-            own.status, own.reason = "failed", f"dropped by hand at slot {slot}"
-        return [own for own, _ in dropped]
+        for adapter, slot in dropped:
+            adapter.status, adapter.reason = "failed", f"dropped by hand at slot {slot}"
+        return [adapter for adapter, _ in dropped]
 
     @staticmethod
     def first(steps: Mapping[str, int], *, replicas: int, plan: str) -> Progress:

@@ -27,16 +27,16 @@ def read_references(
     Raises:
         CheckpointError, ErrorList: `reference.missing`, `reference.damaged`.
     """
-    found: dict[str, SetReferences] = {}
+    references: dict[str, SetReferences] = {}
     errors: list[LoraFusionError] = []
     for name in names:
         try:
             state = teacher_state(select_adapters(config, [name]))
-            found[name] = read_reference(run, record, name, reference_shapes(prepared.adapters[name], state))
+            references[name] = read_reference(run, record, name, reference_shapes(prepared.adapters[name], state))
         except CheckpointError as problem:
             errors.append(problem)
     raise_all(errors)
-    return with_references(prepared, found)
+    return with_references(prepared, references)
 
 
 def compute_references(

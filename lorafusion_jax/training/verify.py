@@ -43,13 +43,13 @@ def verify_exports(run: Path) -> dict[str, Check]:
     prepared = read_references(run, folder.read_record(), config, prepare(config), adapters_with_references(config))
     specs = [exported_spec(spec) for spec in adapter_specs(config)]
     session = Session.open(config, prepared, specs)
-    exported = {place: folder.latest(spec.name) for place, spec in enumerate(specs)}
+    exported = {index: folder.latest(spec.name) for index, spec in enumerate(specs)}
     losses = {name: row["after"] for name, row in final_rows(run).items() if "after" in row}
     try:
         session.start(
             {
-                place: read_adapter(path, specs[place].kind, specs[place].head)[1]
-                for place, path in exported.items()
+                index: read_adapter(path, specs[index].kind, specs[index].head)[1]
+                for index, path in exported.items()
                 if path is not None
             }
         )
