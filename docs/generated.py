@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Literal, get_args, get_origin
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
+from campaigns.reliability_table import table  # noqa: E402
 from pydantic import BaseModel  # noqa: E402
 from pydantic.fields import FieldInfo  # noqa: E402
 
-from benchmarks.reliability_table import table  # noqa: E402
 from lorafusion_jax.config.schema import AdapterConfig  # noqa: E402
 from lorafusion_jax.config.sections import DEFAULTS, SHARED, SINGLE_DEFAULTS  # noqa: E402
 from lorafusion_jax.objective.table import OBJECTIVES  # noqa: E402

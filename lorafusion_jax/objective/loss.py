@@ -42,7 +42,8 @@ def token_losses(
         hidden: output of the final norm. Products run in its dtype and accumulate in float32.
         head: output projection. The transpose of a checkpoint's table [V, D] is not copied.
         targets: token to predict at each row.
-        weights: float32, of any magnitude: small weights do not underflow in a float16 gradient.
+        weights: float32. In float16, gradients end at its smallest numbers: those of a weight below 2e-5 are rounded
+            by more than 1 %.
         chunk: at most about `chunk` · T logits exist at once.
         soft_cap: bound of the logits (None: none).
 

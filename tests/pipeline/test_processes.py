@@ -17,7 +17,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from campaigns.kill_counter import build_counter
 from mixed import assert_equal, read_trained, write_mixed_job
+from more_cases import nightly
 
 from lorafusion_jax.api.status import run_numbers
 from lorafusion_jax.checkpoint.requests import write_addition, write_request
@@ -176,10 +178,14 @@ def uncut(job, kept_programs, tmp_path_factory):
     return read_trained(folder)
 
 
-def test_a_signal_to_one_process_stops_all_and_one_or_both_go_on(job, uncut, tmp_path):
+@pytest.mark.parametrize(
+    ("number", "to"),
+    [(signal.SIGTERM, 1), nightly(signal.SIGTERM, 0), nightly(signal.SIGINT, 0), nightly(signal.SIGINT, 1)],
+)
+def test_a_signal_to_one_process_stops_all_and_one_or_both_go_on(number, to, job, uncut, tmp_path):
     run = tmp_path / "run"
     processes = start(2, 1, "train", str(job), "--out", str(run), *SETTINGS)
-    signal_under_way(processes, run, signal.SIGTERM)
+    signal_under_way(processes, run, number, to)
     left = wait(processes)
     assert [process.code for process in left] == [130, 130], left[0].err + left[1].err
     assert "the state is saved" in left[0].err
@@ -233,6 +239,28 @@ def test_those_who_lose_a_process_say_so_and_end_without_it(count, killed, job, 
     if count != 2:  # `uncut` is of two replicas
         assert train(load_config(job, settings), tmp_path / "whole").exit_code == 0
         uncut = read_trained(tmp_path / "whole")
+    assert_equal(uncut, read_trained(run), BITWISE)
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+@pytest.mark.parametrize(("killed", "call"), [*((0, call) for call in range(40, 400, 40)), (1, 1), (1, 4)])
+def test_a_kill_before_a_call_of_one_process(killed, call, job, uncut, tmp_path):
+    """Of a call that changes a folder or makes a file durable; what is left goes on bitwise."""
+    run, library = tmp_path / "run", tmp_path / "kill_at_call.so"
+    build_counter(library)
+
+    def launcher(process: int, count: int, port: int) -> dict[str, str]:
+        kill = {"LD_PRELOAD": str(library), "KILL_AT_CALL": str(call)} if process == killed else {}
+        return plain(process, count, port) | kill
+
+    left = wait(start(2, 1, "train", str(job), "--out", str(run), *SETTINGS, launcher=launcher))
+    codes = [process.code for process in left]
+    assert codes in ([0, 0], [-signal.SIGKILL, 1] if killed == 0 else [1, -signal.SIGKILL]), left[1 - killed].err
+    if not (run / "plan.json").exists():  # it was killed before the run began
+        shutil.rmtree(run, ignore_errors=True)
+        assert train(load_config(job, SETTINGS), run).exit_code == 0
+    assert resume(run).exit_code == 0
     assert_equal(uncut, read_trained(run), BITWISE)
 
 

@@ -161,7 +161,7 @@ WOUNDS = [
     Case(name="base rows inf", wound=partial(base_rows, INF), at=0),
 ]
 CASES = SETTINGS + WOUNDS
-# One of each kind is in every run of the tests; `-m nightly` and benchmarks/sick_adapters.py run the others.
+# One of each kind is in every run of the tests; `-m nightly` and tests/campaigns/sick_adapters.py run the others.
 ALWAYS = {
     "adamw eps 1e-50",
     "sgd lr 1e39",

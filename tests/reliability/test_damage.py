@@ -6,8 +6,8 @@ import random
 import shutil
 
 import pytest
+from campaigns.damage import attempts, harmless
 
-from benchmarks.damage import attempts, harmless
 from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.checkpoint.peft import read_adapter
 from lorafusion_jax.checkpoint.verify_folder import verify_folder

@@ -35,7 +35,8 @@ def of(cases, always):
 
 @pytest.fixture(scope="module")
 def make_config(tmp_path_factory, tiny_base):
-    """make_config(mesh, optim) → the job, with these optimizer settings of the adapter in the middle."""
+    """make_config(mesh, optim, kind) → the job, with these optimizer settings of the adapter in the middle, and its
+    base stored so."""
     folder = tmp_path_factory.mktemp("job")
     for name in NAMES:
         draw = random.Random(name)
@@ -50,8 +51,9 @@ def make_config(tmp_path_factory, tiny_base):
         for seed, name in enumerate(NAMES)
     ]
 
-    def make(mesh, optim=None):
+    def make(mesh, optim=None, kind="none"):
         sections = {
+            "base": {"quantize": kind},
             "batch": {"capacity_tokens": 32, "tile_tokens": 16, "global_samples": 2},  # programs as in test_requests
             "data": {"max_length": 32},
             "optim": {"lr": 1e-3},
@@ -129,6 +131,31 @@ def test_two_stages_by_two_replicas(case, make_config, healthy, tmp_path, monkey
             wounded = np.abs(array) > 1e38  # a finite number that the wound itself wrote
             assert not wounded.any() or case.name == "A 3e38"
             np.testing.assert_array_equal(np.where(wounded, expected[key], array), expected[key], err_msg=key)
+
+
+@pytest.fixture(scope="module")
+def healthy_on(make_config, tmp_path_factory):
+    """healthy_on(kind) → a run in which nobody is sick, on a base that is stored so."""
+    runs = {}
+
+    def run(kind):
+        if kind not in runs:
+            runs[kind] = tmp_path_factory.mktemp("healthy") / kind
+            assert train(make_config(ONE_DEVICE, kind=kind), runs[kind]).exit_code == 0
+        return runs[kind]
+
+    return run
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", ["int8", "nf4", "fp8"])
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in CASES])
+def test_quantised_base(kind, case, make_config, healthy_on, tmp_path, monkeypatch):
+    reference = healthy_on(kind)
+    install(monkeypatch, case)
+    run = tmp_path / "run"
+    assert_failed_alone(train(make_config(ONE_DEVICE, case.optim, kind), run), case)
+    assert_others_are_well(run, reference)
 
 
 @pytest.mark.parametrize("mesh", [nightly(ONE_DEVICE), TWO_BY_TWO], ids=["one device", "two by two"])

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from benchmarks.kills_rows import is_good
-from benchmarks.reliability_table import table
+from campaigns.reliability_table import is_good, table
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "pages" / "reliability.md"

@@ -1,7 +1,7 @@
 """Does any damaged input end in a traceback? Thousands of cases of each kind, found by hypothesis.
 
-    python -m benchmarks.fuzzing --out benchmarks/results/fuzzing_cpu_DATE    # 10 000 cases of each kind, half an hour
-    python -m benchmarks.fuzzing --out /tmp/x --profile default --only job_files        # a minute
+    python -m campaigns.fuzzing --out benchmarks/results/fuzzing_cpu_DATE    # 10 000 cases of each kind, half an hour
+    python -m campaigns.fuzzing --out /tmp/x --profile default --only job_files        # a minute
 
 Runs `tests/reliability/test_fuzz.py`, whose tests say what is asserted of a case: it ends well, or with an error that
 names file and place. A row a test: kind, cases that passed, and the result; what
@@ -20,7 +20,7 @@ from pathlib import Path
 from benchmarks.conditions import conditions
 from benchmarks.csv_rows import append_row
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 TESTS = "tests/reliability/test_fuzz.py"
 KINDS = {
     "test_job_files": "job files",
@@ -31,6 +31,11 @@ KINDS = {
     "test_peft_folders": "PEFT folders",
     "test_plans": "plans",
     "test_run_folders": "run folders and checkpoints",
+    "test_requests": "requests to a run",
+    "test_files_of_other_programs": "settings of other programs",
+    "test_files_of_costs": "cost models",
+    "test_timelines": "timelines",
+    "test_toml_job_files": "job files in TOML",
 }
 TEST = re.compile(rf"^{re.escape(TESTS)}::(\w+)(\[[^\]]*\])?:$")
 PASSED = re.compile(r"(\d+) passing")

@@ -1,7 +1,7 @@
 """Figures of docs/pages/reliability.md, from the newest rows of damage.py, kills.py, sick_adapters.py, soak.py,
 joins.py, verify_sweeps.py and fuzzing.py, and from the golden file of TRL's templates.
 
-python -m benchmarks.reliability_table    # prints the table
+python -m campaigns.reliability_table    # prints the table
 """
 
 from __future__ import annotations
@@ -10,24 +10,31 @@ import csv
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 
-from benchmarks.kills_rows import is_good
-
-RESULTS = Path(__file__).parent / "results"
-TEMPLATES = Path(__file__).parents[1] / "tests" / "data" / "golden" / "trl.json"
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+TEMPLATES = ROOT / "tests" / "data" / "golden" / "trl.json"
 ACTIONS = ("pause", "continue", "cancel", "finish", "extend", "weight", "add", "SIGKILL", "SIGTERM")
 _DATED = re.compile(r"\d{4}-\d{2}-\d{2}[a-z]?$")
 
 
 def table() -> str:
     """The table in Markdown."""
-    parts = (
-        _damage(), _resumed(), _kills(), _exports(), _sick(), _verified(), _fuzzing(), _templates(), _soak(), _joins()
-    )  # fmt: skip
+    killed = (_kills(), _changes(), _exports(), _sequences())
+    parts = (_damage(), _resumed(), *killed, _sick(), _verified(), _fuzzing(), _templates(), _soak(), _joins())
     return "\n".join(["| what | attempts | result |", "|---|---|---|", *chain.from_iterable(parts)]) + "\n"
+
+
+def is_good(row: Mapping[str, object]) -> bool:
+    """Whether a killed run lost nothing: it ended bitwise as it should, and a signal was heard."""
+    text = {key: str(value) for key, value in row.items()}
+    if text["kind"] in ("SIGTERM", "SIGINT") and (text["code"] not in ("0", "130") or not text["acknowledged_s"]):
+        return False
+    same = text["bitwise"] == "True" and text["resumed"] == "0"
+    return same and not text["leftovers"] and text["traceback"] == "False"
 
 
 def _rows(name: str) -> list[dict[str, str]]:
@@ -80,6 +87,22 @@ def _kills() -> Iterator[str]:
             heard = [float(row["acknowledged_s"]) for row in own if row["acknowledged_s"]]
             after = f", acknowledged after {max(heard):.2f} s at most" if heard else ""
             yield f"| {text} | {len(own):,} | {good:,} resumed bitwise, nothing left over{after} |"
+
+
+def _changes() -> Iterator[str]:
+    """Kills before system calls of a resume that changes the run."""
+    counts = Counter(row["result"] for row in _rows("kills_of_changes"))
+    if counts:
+        what = "SIGKILL before a call while adapters join, are extended, are dropped or the run moves"
+        yield f"| {what} | {counts.total():,} | {counts['whole']:,} resumed to the undisturbed end |"
+
+
+def _sequences() -> Iterator[str]:
+    rows = _rows("sequences")
+    if rows:
+        total, lost = (sum(int(row[key]) for row in rows) for key in ("sequences", "lost"))
+        what = "random sequences of commands, kills, signals and one damaged file, without devices"
+        yield f"| {what} | {total:,} | {total - lost:,} lost nothing and could go on |"
 
 
 def _exports() -> Iterator[str]:

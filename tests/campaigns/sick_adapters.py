@@ -1,6 +1,6 @@
 """Does an adapter that gets sick leave the others bitwise as they are?
 
-    python -m benchmarks.sick_adapters --out benchmarks/results/sick_adapters_cpu_DATE [--limit-s 300]
+    python -m campaigns.sick_adapters --out benchmarks/results/sick_adapters_cpu_DATE [--limit-s 300]
 
 runs every configuration of tests/reliability/sick_adapters.py and writes a row for each as it ends. What has a row in
 the file is not run again.
@@ -20,9 +20,13 @@ import pytest
 from benchmarks.conditions import conditions
 from benchmarks.csv_rows import append_row
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 TESTS = "tests/reliability/test_sick_adapters.py"
-MESHES = {"test_one_device": "1 device", "test_two_stages_by_two_replicas": "2 stages x 2 replicas"}
+MESHES = {
+    "test_one_device": "1 device",
+    "test_two_stages_by_two_replicas": "2 stages x 2 replicas",
+    "test_quantised_base": "1 device, quantised",
+}
 _NAME = re.compile(r"::(\w+)\[(.+)\]$")
 
 

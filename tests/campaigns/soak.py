@@ -1,6 +1,6 @@
 """Does a long run of many adapters, disturbed all the time, lose anything or grow?
 
-    python -m benchmarks.soak --work FOLDER --out benchmarks/results/soak_cpu_DATE
+    python -m campaigns.soak --work FOLDER --out benchmarks/results/soak_cpu_DATE
 
 trains 64 adapters of a tiny model for 20 000 slots. On the way adapters are paused, continued, cancelled, finished,
 extended and weighted, others are added, and the process is killed or asked to stop, and the run resumed. Memory of the
@@ -24,7 +24,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks import tiny_run
+from campaigns import tiny_run
+
 from benchmarks.conditions import conditions
 from benchmarks.csv_rows import append_row, write_rows
 from lorafusion_jax.api.status import run_numbers

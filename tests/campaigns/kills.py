@@ -1,6 +1,6 @@
 """Does every run that is killed resume bitwise, wherever it was killed?
 
-    python -m benchmarks.kills --work FOLDER --out benchmarks/results/kills_cpu_DATE
+    python -m campaigns.kills --work FOLDER --out benchmarks/results/kills_cpu_DATE
 
 trains a tiny job once without disturbance, then again and again: killed at random instants (`--random`), asked to stop
 by SIGTERM or SIGINT (`--signals`), or killed just before each rename, fsync, unlink and their like of a whole run
@@ -22,7 +22,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -32,17 +31,17 @@ from typing import Any
 
 import jax
 import orbax.checkpoint  # noqa: F401  imported here once for all attempts
+from campaigns import tiny_run
+from campaigns.kill_counter import build_counter
+from campaigns.reliability_table import is_good
 
 import lorafusion_jax.training  # noqa: F401
-from benchmarks import tiny_run
 from benchmarks.conditions import conditions
 from benchmarks.csv_rows import append_row
-from benchmarks.kills_rows import is_good
 from lorafusion_jax.cli.main import run as lorafusion
 from lorafusion_jax.report.recorder import read_rows
 from lorafusion_jax.signals import FIRST, FIRST_WHILE_TRAINING, stop_signals
 
-COUNTER = Path(__file__).with_name("kill_at_call.c")
 LATEST = 1.1  # random instants come up to so much later than a whole run takes; those after its end are drawn again
 TRIES = 6  # resumes that one attempt may take
 NAMES = ("ask", "cards")
@@ -117,15 +116,18 @@ def killed_at_call(call: int, work: Callable[[], int], count: Path | None = None
     return wrapped
 
 
-def count_calls_of_all_libraries(folder: Path) -> None:
-    """Builds the counter and starts this process anew with it."""
+def count_calls_of_all_libraries(folder: Path, script: str) -> None:
+    """Builds the counter and starts this process anew with it.
+
+    Args:
+        script: this process' module.
+    """
     library = folder / "kill_at_call.so"
     if str(library) not in os.environ.get("LD_PRELOAD", ""):
-        folder.mkdir(parents=True, exist_ok=True)
-        subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", library, COUNTER, "-ldl"], check=True)
+        build_counter(library)
         os.execve(
             sys.executable,
-            [sys.executable, "-m", "benchmarks.kills", *sys.argv[1:]],
+            [sys.executable, "-m", script, *sys.argv[1:]],
             os.environ | {"LD_PRELOAD": str(library)},
         )
 
@@ -290,7 +292,7 @@ def main() -> int:
     parser.add_argument("--limit-s", type=float, default=10**9)
     arguments = parser.parse_args()
     if arguments.calls or arguments.exports:
-        count_calls_of_all_libraries(arguments.work.resolve())
+        count_calls_of_all_libraries(arguments.work.resolve(), "campaigns.kills")
     for folder in (arguments.work, arguments.out):
         folder.mkdir(parents=True, exist_ok=True)
     jax.config.update("jax_compilation_cache_dir", str(arguments.work / "programs"))

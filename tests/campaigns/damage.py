@@ -1,7 +1,7 @@
 """Is every flipped bit and every cut file of a run folder noticed by `lorafusion verify`, and by `lorafusion resume`?
 
-    python -m benchmarks.damage RUN [FOLDER …] --flips 1000 --cuts 100 --out benchmarks/results/damage_cpu_DATE
-    python -m benchmarks.damage RUN --flips 0 --cuts 0 --resumes 50 --out benchmarks/results/damage_cpu_DATE
+    python -m campaigns.damage RUN [FOLDER …] --flips 1000 --cuts 100 --out benchmarks/results/damage_cpu_DATE
+    python -m campaigns.damage RUN --flips 0 --cuts 0 --resumes 50 --out benchmarks/results/damage_cpu_DATE
 
 spoils one file after the other, in this process, and ends with 1 if anything was missed. RUN is a finished run, a
 FOLDER that of an exported adapter. Of `--resumes` a copy of the run is spoilt and resumed: it is refused by a message

@@ -1,6 +1,6 @@
 """Does a process grow with every adapter that joins, once adapters have ended?
 
-    python -m benchmarks.joins --work FOLDER --out benchmarks/results/joins_cpu_DATE    # ten minutes
+    python -m campaigns.joins --work FOLDER --out benchmarks/results/joins_cpu_DATE    # ten minutes
 
 trains one adapter of a tiny model in this process. Others join one after another: each trains for six steps, and when
 it has ended, the next is added. A row after each: memory of the process, and arrays on the device. An adapter that has
@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from campaigns import tiny_run
 
-from benchmarks import tiny_run
 from benchmarks.conditions import conditions
 from benchmarks.csv_rows import append_row, write_rows
 from lorafusion_jax.checkpoint.requests import write_addition, write_request
