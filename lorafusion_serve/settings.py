@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+ONE_SESSION = "one-session"  # instead of a policy: one session of one base for all jobs
 LONGEST_SOCKET = 100  # bytes of a path that every system takes
 
 
@@ -19,7 +20,9 @@ class Settings:
     Args:
         home: folder of the database, data sets, jobs and logs.
         bases: name → folder of a base model.
-        places: rank → number of places of a session.
+        places: class → number of places of a session.
+        gpus, memory_gib, device: of this machine, for a policy; the device's rates are those of `scheduling.rates`.
+        policy: "one-session", or the policy that decides which sessions there are and who trains in which.
         base, mesh, batch, train: settings of every session, as the sections of a job file.
         reproducible: batches are split in one way, so that an adapter does not depend on its company by a single bit.
         save_s: seconds between two saves of the states of all jobs.
@@ -29,7 +32,11 @@ class Settings:
 
     home: Path
     bases: Mapping[str, Path]
-    places: Mapping[int, int]
+    places: Mapping[Any, int]
+    gpus: int = 1
+    memory_gib: float = 140.0
+    device: str = "h200"
+    policy: str = ONE_SESSION
     base: Mapping[str, Any] = field(default_factory=dict)
     mesh: Mapping[str, Any] = field(default_factory=dict)
     batch: Mapping[str, Any] = field(default_factory=dict)

@@ -3,15 +3,13 @@
 A place has a kind of adapters, a largest rank and all targets. Programs are compiled for these. What differs by adapter
 (columns, rank, scale, dropout, objective) goes to the devices with every microbatch, so a place changes its adapter
 without compiling.
-A places · P places for the adapters of a microbatch
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-
-import numpy as np
+from typing import Any
 
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.adapters.table import PLAIN, adapter_kind, unknown_kind
@@ -25,10 +23,7 @@ from lorafusion_jax.config.schema import (
     MeshSettings,
     TrainSettings,
 )
-from lorafusion_jax.data.assemble import AdapterRows
 from lorafusion_jax.errors import ConfigError
-from lorafusion_jax.modules.context import dropout_key
-from lorafusion_jax.pipeline.leaves import Columns, own_columns
 
 MOST_PLACES = 256
 
@@ -52,7 +47,7 @@ class Places:
     dropout: bool = True
 
     @classmethod
-    def of(cls, classes: Mapping[int | str, int], *, dropout: bool = True) -> Places:
+    def of(cls, classes: Mapping[Any, int], *, dropout: bool = True) -> Places:
         """Builds the places from classes: RANK or KIND:RANK → number of places.
 
         Raises:
@@ -139,36 +134,3 @@ def session_config(
 def place_name(place: int) -> str:
     """Name of a place among the adapters of its session's programs."""
     return f"place-{place}"
-
-
-class PlaceTable:
-    """What microbatches say about the adapters in the places. On the host; changed between microbatches."""
-
-    def __init__(self, columns: Mapping[str, Columns], count: int):
-        self._columns = columns
-        self._windows = np.zeros((len(columns), 2, count), np.int32)
-        self._rank = np.zeros(count, np.int32)
-        self._scale, self._rate = np.zeros(count, np.float32), np.zeros(count, np.float32)
-        self._key = np.zeros(count, np.uint32)
-        self._objective = np.full(count, -1, np.int32)
-
-    def assign(self, place: int, spec: AdapterSpec, objective: int) -> None:
-        """Describes the adapter of a place; `objective` is the number of its objective in the session."""
-        own = dict(own_columns(self._columns, place, spec))
-        for row, (name, at) in enumerate(self._columns.items()):
-            self._windows[row, :, place] = (at.first[place], own[name]) if name in own else (0, 0)
-        self._rank[place], self._scale[place] = spec.columns, spec.scale
-        self._rate[place], self._key[place] = spec.dropout, dropout_key(spec.seed)
-        self._objective[place] = objective
-
-    def rows(self, adapters: np.ndarray) -> AdapterRows:
-        """Returns the rows of a microbatch's adapters [P], -1 in unused places."""
-        number = np.maximum(adapters, 0)
-        return AdapterRows(
-            np.where(adapters >= 0, self._windows[:, :, number], 0).astype(np.int32),
-            self._rank[number],
-            self._scale[number],
-            self._rate[number],
-            self._key[number],
-            self._objective.copy(),
-        )

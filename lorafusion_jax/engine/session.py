@@ -32,7 +32,8 @@ from lorafusion_jax.data.assemble import Microbatch, num_segments
 from lorafusion_jax.data.references import SetReferences
 from lorafusion_jax.data.sample_table import State
 from lorafusion_jax.engine.microbatches import Assembler, Shape
-from lorafusion_jax.engine.places import Places, PlaceTable, place_name, session_config
+from lorafusion_jax.engine.place_table import PlaceTable
+from lorafusion_jax.engine.places import Places, place_name, session_config
 from lorafusion_jax.engine.references import ReferenceQueue
 from lorafusion_jax.engine.state import AdapterState
 from lorafusion_jax.engine.task import Task

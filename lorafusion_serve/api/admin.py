@@ -28,7 +28,6 @@ from lorafusion_serve.api.access import (
 )
 from lorafusion_serve.api.jobs import send_adapter
 from lorafusion_serve.api.problems import ApiError, not_found
-from lorafusion_serve.control.controller import GROUP
 from lorafusion_serve.states import ON_WORKER
 from lorafusion_serve.store import tables as t
 from lorafusion_serve.store.keys import SCOPES, USER, Owner, add_key, find_owner, list_keys, revoke_key
@@ -59,17 +58,16 @@ class Login(BaseModel):
 def bases(service: ServiceOf, owner: JobsRead) -> dict[str, Any]:
     """Base models, their sessions, and free places by rank."""
     del owner
-    taken, ranks = service.controller.places(), service.controller.ranks
-    free = [rank for place, rank in enumerate(ranks) if taken[place] is None]
-    first = next(iter(service.settings.bases))
+    controller = service.controller
+    free: dict[str, dict[str, int]] = {name: {} for name in service.settings.bases}
+    for group in controller.groups:
+        taken, layout = controller.places(group), controller.layout(group)
+        own = free[controller.base_of(group)]
+        for name, places in layout.classes.items():
+            own[name] = own.get(name, 0) + sum(taken[place] is None for place in places)
     return {
         "items": [
-            {
-                "name": name,
-                "shape": _shape(path),
-                "warm": [GROUP] if name == first and service.controller.ready else [],
-                "free_places": {str(rank): free.count(rank) for rank in sorted(set(ranks))},
-            }
+            {"name": name, "shape": _shape(path), "warm": controller.warm(name), "free_places": free[name]}
             for name, path in service.settings.bases.items()
         ]
     }
@@ -106,17 +104,24 @@ def cluster(service: ServiceOf, owner: ClusterRead) -> dict[str, Any]:
     with service.db.read() as connection:
         groups = [dict(row) for row in connection.execute(select(t.groups)).mappings()]
         jobs = {job["id"]: job for job in service.jobs.in_states(connection, *ON_WORKER)}
-    ranks, taken = service.controller.ranks, service.controller.places()
-    places = [
-        {"place": place, "rank": rank} | _occupant(jobs.get(taken[place] or ""), owner)
-        for place, rank in enumerate(ranks)
-    ]
-    connected = service.controller.connected
+    controller = service.controller
+
+    def slots(group: str) -> list[dict[str, Any]]:
+        layout, taken = controller.layout(group), controller.places(group)
+        return [
+            {"place": place, "kind": kind, "rank": rank} | _occupant(jobs.get(taken[place] or ""), owner)
+            for place, (rank, kind) in enumerate(zip(layout.ranks, layout.kinds, strict=True))
+        ]
+
     return {
         "workers": [
-            {k: v for k, v in row.items() if k not in ("pid", "received")} | {"connected": connected, "slots": places}
+            {key: value for key, value in row.items() if key not in ("pid", "received")}
+            | {"connected": controller.is_connected(row["id"]), "slots": slots(row["id"])}
             for row in groups
-        ]
+        ],
+        "gpus": service.settings.gpus,
+        "policy": service.settings.policy,
+        "refused_decisions": controller.refused_decisions,
     }
 
 
@@ -147,6 +152,8 @@ def drain(
             raise not_found("such worker")
         connection.execute(t.groups.update().where(t.groups.c.id == worker).values(drained=action == "drain"))
         for job in service.jobs.in_states(connection, "starting", "running") if action == "drain" else []:
+            if job["group"] != worker:
+                continue
             service.jobs.ask(connection, job["id"], "preempt", actor=owner.name, why="its worker is drained")
         connection.execute(t.decisions.insert().values(at=time.time(), text=f"{worker}: {action} by {owner.name}"))
         return 202, {"worker": worker, "drained": action == "drain"}
@@ -243,12 +250,18 @@ def _metrics(service: Service) -> bytes:
     jobs = Gauge("lorafusion_jobs", "Jobs by state", ["state"], registry=registry)
     for state, count in by_state.items():
         jobs.labels(state).set(count)
-    taken = service.controller.places()
+    controller = service.controller
+    taken = [job for group in controller.groups for job in controller.places(group).values()]
     values = {
-        "lorafusion_places": ("Places of the session", len(taken)),
-        "lorafusion_places_free": ("Free places", sum(job is None for job in taken.values())),
+        "lorafusion_places": ("Places of all sessions", len(taken)),
+        "lorafusion_places_free": ("Free places", sum(job is None for job in taken)),
         "lorafusion_worker_ready": ("Whether the worker is ready", float(service.controller.ready)),
         "lorafusion_steps": ("Optimizer steps of all jobs", steps),
+        "lorafusion_sessions": ("Sessions", len(controller.groups)),
+        "lorafusion_refused_decisions": (
+            "Decisions of the policy that were refused and changed nothing",
+            controller.refused_decisions,
+        ),
         "lorafusion_refused_events": ("Messages of old epochs that were refused", service.controller.refused_events),
     }
     for name, (text, value) in values.items():

@@ -17,6 +17,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 from sqlalchemy import select
 
+from lorafusion_jax.config.references import BASE, START
 from lorafusion_serve.api.access import AdaptersRead, IdempotencyKey, JobsRead, JobsWrite, Service, ServiceOf, once
 from lorafusion_serve.api.problems import ApiError, not_found, problems_answer
 from lorafusion_serve.control.check import describe
@@ -203,11 +204,12 @@ def _problems(service: Service, owner: Owner, spec: JobSpec) -> list[dict[str, s
             if dataset and connection.execute(select(t.datasets.c.id).where(*where)).first() is None:
                 what, fix = "there is no such data set.", "upload it first: POST /v1/datasets"
                 problems.append({"code": "job.dataset", "where": f"data.{key}", "what": what, "fix": fix})
-        if spec.init_from:
-            where = [t.artifacts.c.id == spec.init_from, t.artifacts.c.owner == owner.name]
-            if connection.execute(select(t.artifacts.c.id).where(*where)).first() is None:
+        reference = None if spec.objective.reference in (BASE, START) else spec.objective.reference
+        for place, adapter in (("init_from", spec.init_from), ("objective.reference", reference)):
+            where = [t.artifacts.c.id == adapter, t.artifacts.c.owner == owner.name]
+            if adapter and connection.execute(select(t.artifacts.c.id).where(*where)).first() is None:
                 what, fix = "there is no such adapter.", "an id of GET /v1/adapters"
-                problems.append({"code": "job.adapter", "where": "init_from", "what": what, "fix": fix})
+                problems.append({"code": "job.adapter", "where": place, "what": what, "fix": fix})
     if problems:
         return problems
     job = {"spec": spec.model_dump(mode="json"), "base": spec.base, "id": spec.name}

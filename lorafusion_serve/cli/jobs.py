@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from lorafusion_jax.config.load import load_config
+from lorafusion_jax.config.references import BASE, START
 from lorafusion_jax.config.schema import AdapterConfig, JobConfig
 from lorafusion_jax.errors import ConfigError, RunError
 from lorafusion_jax.report.console import out, plain_table
@@ -157,7 +158,7 @@ def job_of(config: JobConfig, adapter: AdapterConfig, base: str | None) -> dict[
     """
     directory = Path(config.directory)
     not_served = {
-        "objective": adapter.objective.name != "sft",
+        "objective.reference: a folder or an adapter": adapter.objective.reference not in (None, BASE, START),
         "lora.init_from (use init_from of the service)": adapter.lora.init_from is not None,
         "data.train: hf:…": adapter.data.train.startswith("hf:"),
     }
@@ -171,6 +172,7 @@ def job_of(config: JobConfig, adapter: AdapterConfig, base: str | None) -> dict[
         "base": base or Path(config.base.model).name,
         "data": data,
         "lora": lora,
+        "objective": adapter.objective.model_dump(mode="json", exclude_none=True),
         "optim": adapter.optim.model_dump(mode="json", exclude_none=True),
         "batch": {"global_samples": adapter.global_samples},
         "epochs": adapter.epochs,

@@ -12,10 +12,12 @@ import typer
 import yaml
 
 from lorafusion_jax.config.sections import SHARED
+from lorafusion_jax.engine.places import Places
 from lorafusion_jax.errors import ConfigError
 from lorafusion_jax.examples import examples_directory
 from lorafusion_jax.report.console import out
-from lorafusion_serve.settings import Settings
+from lorafusion_serve.settings import ONE_SESSION, Settings
+from scheduling.online import POLICIES
 
 NEEDED = ("fastapi", "uvicorn", "sqlalchemy", "prometheus_client")
 SECTIONS = ("base", "mesh", "batch", "train")
@@ -31,7 +33,13 @@ def command(
     ] = None,
     base: Annotated[list[str] | None, typer.Option(help="base model, FOLDER or NAME=FOLDER")] = None,
     home: Annotated[Path, typer.Option(help="folder of the database, data, jobs and adapters")] = Path("service"),
-    places: Annotated[str, typer.Option(help="places of the session, RANK:NUMBER,…")] = "16:8,64:2",
+    places: Annotated[str, typer.Option(help="places of a session, RANK:NUMBER,… or KIND:RANK:NUMBER")] = "16:8,64:2",
+    policy: Annotated[
+        str | None,
+        typer.Option(help="who decides which jobs train together; default ours with several bases or GPUs"),
+    ] = None,
+    gpus: Annotated[int, typer.Option(min=1, max=1024, help="GPUs of this machine, for the policy")] = 1,
+    memory_gib: Annotated[float, typer.Option(min=1, help="memory of each GPU")] = 140.0,
     host: Annotated[str, typer.Option(help="address to listen on; other than this machine needs a key")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one")] = 7070,
     host_name: Annotated[list[str] | None, typer.Option(help="further name under which it is reached")] = None,
@@ -60,6 +68,9 @@ def command(
         home=home.absolute(),
         bases=_bases(base or []),
         places=read_places(places),
+        gpus=gpus,
+        memory_gib=memory_gib,
+        policy=read_policy(policy, several=gpus > 1 or len(base or []) > 1),
         reproducible=reproducible,
         save_s=save_s,
         lease_s=lease_s,
@@ -80,22 +91,37 @@ def command(
     run_server(made, host=host, port=port, host_names=host_name or (), on_start=started)
 
 
-def read_places(text: str) -> dict[int, int]:
-    """Reads RANK:NUMBER,…
+def read_places(text: str) -> dict[str, int]:
+    """Reads RANK:NUMBER,… or KIND:RANK:NUMBER,…
 
     Raises:
         ConfigError: `serve.places`.
 
-    >>> read_places("16:8,64:2")
-    {16: 8, 64: 2}
+    >>> read_places("16:8,dora:64:2")
+    {'16': 8, 'dora:64': 2}
     """
+    parts = [part.strip().rpartition(":") for part in text.split(",")]
     try:
-        found = {int(rank): int(count) for rank, count in (part.split(":") for part in text.split(","))}
-    except ValueError:
-        found = {}
-    if not found or min(*found, *found.values()) < 1 or sum(found.values()) > 256 or max(found) > 1024:
-        raise ConfigError("serve.places", f"--places {text} is not RANK:NUMBER,…", fix="--places 16:8,64:2")
+        found = {name: int(count) for name, _, count in parts}
+        Places.of(found)
+    except (ValueError, ConfigError):
+        fix = "--places 16:8,64:2,dora:16:1"
+        raise ConfigError("serve.places", f"--places {text} is not RANK:NUMBER,…", fix=fix) from None
     return found
+
+
+def read_policy(name: str | None, *, several: bool) -> str:
+    """Returns the policy; with several GPUs or bases, one session for all jobs is no choice.
+
+    Raises:
+        ConfigError: `serve.policy`.
+    """
+    if name is None:
+        return "ours" if several else ONE_SESSION
+    known = [*POLICIES] if several else [ONE_SESSION, *POLICIES]
+    if name not in known:
+        raise ConfigError("serve.policy", f"--policy {name} is none of this service.", fix=f"one of {', '.join(known)}")
+    return name
 
 
 def _check_installed() -> None:
@@ -109,16 +135,19 @@ def _check_installed() -> None:
 
 
 def _bases(given: list[str]) -> dict[str, Path]:
-    if len(given) != 1:
-        what = "a service needs a base model." if not given else "one service has one base model for now."
-        raise ConfigError("serve.base", what, fix="--base models/llama-3.1-8b, or --base NAME=FOLDER")
+    if not given:
+        what, fix = "a service needs a base model.", "--base models/llama-3.1-8b, or --base NAME=FOLDER, once or more"
+        raise ConfigError("serve.base", what, fix=fix)
     found = {}
     for text in given:
         name, is_named, folder = text.partition("=")
         path = Path(folder if is_named else text).absolute()
         if not (path / "config.json").is_file():
             raise ConfigError("serve.base", f"{path} is not the folder of a model.", fix="a folder with config.json")
-        found[name if is_named else path.name] = path
+        key = name if is_named else path.name
+        if key in found:
+            raise ConfigError("serve.base", f"two bases are called {key}.", fix=f"--base OTHER={path}")
+        found[key] = path
     return found
 
 

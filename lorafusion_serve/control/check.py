@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lorafusion_jax.config.specs import adapter_specs
+from lorafusion_jax.engine.places import Places, class_name
 from lorafusion_jax.errors import LoraFusionError
 from lorafusion_jax.planning.checks import checked_data, layer_problems
 from lorafusion_jax.planning.training_plan import train_jobs
@@ -13,10 +14,11 @@ from scheduling import PlanError
 from scheduling.checks import check_jobs
 
 Problem = dict[str, str]
+MOST_LENGTHS = 256  # of a job's samples, for predictions
 
 
-def check(values: dict[str, Any], largest_rank: int) -> dict[str, Any]:
-    """Returns `{"problems": [...]}`, with `steps`, `tokens` and `rank` if there are none."""
+def check(values: dict[str, Any], places: dict[str, int]) -> dict[str, Any]:
+    """Returns `{"problems": [...]}`, with `steps`, `tokens`, `rank` and some `lengths` if there are none."""
     try:
         config, errors = examine(values)
         more = [] if config is None else layer_problems(config)[1]
@@ -32,14 +34,18 @@ def check(values: dict[str, Any], largest_rank: int) -> dict[str, Any]:
     except (LoraFusionError, PlanError) as problem:
         return {"problems": [describe(one) for one in getattr(problem, "errors", [problem])]}
     (spec,) = adapter_specs(config)
-    if spec.kind != "lora":
-        what, fix = f"a service trains adapters of kind lora, not {spec.kind}.", "lora.kind: lora"
-        return {"problems": [{"code": "job.kind", "where": "lora.kind", "what": what, "why": "", "fix": fix}]}
-    if spec.rank > largest_rank:
-        what = f"rank {spec.rank} is above the largest place of the session, {largest_rank}."
-        fix = f"lora.rank: {largest_rank} or less, or start the service with --places {spec.rank}:1"
-        return {"problems": [{"code": "job.rank", "where": "lora.rank", "what": what, "why": "", "fix": fix}]}
-    return {"problems": [], "steps": job.num_batches, "tokens": int(job.stream.sum()), "rank": spec.rank}
+    layout = Places.of(places)
+    if why := layout.refuses(spec):
+        code, where = ("job.rank", "lora.rank") if spec.kind in layout.kinds else ("job.kind", "lora.kind")
+        fix = f"another lora.rank or lora.kind, or start the service with --places {class_name(spec.kind, spec.rank)}:1"
+        return {"problems": [{"code": code, "where": where, "what": f"{why}.", "why": "", "fix": fix}]}
+    if config.adapters[0].objective.chosen.head is not None:
+        what = f"objective {config.adapters[0].objective.name} trains a head of its own; places of a session have none."
+        fix = "train it in a run: lorafusion train"
+        return {"problems": [{"code": "job.objective", "where": "objective", "what": what, "why": "", "fix": fix}]}
+    lengths = job.stream[:: max(1, len(job.stream) // MOST_LENGTHS)][:MOST_LENGTHS].tolist()
+    sizes = {"steps": job.num_batches, "tokens": int(job.stream.sum()), "rank": spec.rank}
+    return {"problems": []} | sizes | {"lengths": lengths}
 
 
 def describe(problem: Exception) -> Problem:

@@ -16,7 +16,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     """Returns the answer to one request."""
     match request["what"]:
         case "check":
-            return check(request["values"], request["largest_rank"])
+            return check(request["values"], request["places"])
         case "preview":
             return preview(request["values"], request["row"])
         case _:

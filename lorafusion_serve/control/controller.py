@@ -1,18 +1,13 @@
-"""Brings jobs to the worker and back: the table of jobs says what shall be, and the controller makes it so.
+"""Brings jobs to the workers and back: the table of jobs says what shall be, and the controller makes it so.
 
-Every round compares the database with what the worker holds and sends what differs. A server that was killed therefore
-continues where it was. Only events of a job's present epoch count; an older writer changes nothing.
+Every round compares the database with what the scheduler wants and with what the workers hold. A server that was killed
+therefore continues where it was. Only events of a job's present epoch count; an older writer changes nothing.
 """
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 import shutil
-import signal
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -23,10 +18,13 @@ from typing import Any
 from sqlalchemy import select
 
 from lorafusion_jax.checkpoint.digests import digest_of, is_intact
+from lorafusion_jax.engine.places import Places
 from lorafusion_serve.control.child import Child
 from lorafusion_serve.control.hub import Connection, Hub
+from lorafusion_serve.control.scheduler import GROUP, Configuration, PolicyScheduler, Scheduler, make_scheduler
+from lorafusion_serve.control.session import Session, SessionPlan
 from lorafusion_serve.control.spec import job_values
-from lorafusion_serve.settings import Settings
+from lorafusion_serve.settings import ONE_SESSION, Settings
 from lorafusion_serve.states import ON_WORKER, StateError
 from lorafusion_serve.store import tables as t
 from lorafusion_serve.store.database import Database, StoreError
@@ -34,83 +32,173 @@ from lorafusion_serve.store.jobs import Job, Jobs
 from lorafusion_serve.wire import Message
 
 ROUND_S = 0.1
-START_S = 180.0  # for a worker to start and connect
-MOST_BACKOFF_S = 60.0
-GROUP = "g0"
 log = logging.getLogger("lorafusion.control")
 
 
 class Controller:
-    """One session on one set of devices.
+    """Sessions on the devices of this machine.
 
     Args:
         with_worker: False: jobs are checked and queued only.
+        scheduler: decides which sessions there are (None: as the settings say).
+        make_session: makes a session; for tests.
 
     Attributes:
-        ready: whether the worker has opened its session.
         refused_events: events of old epochs.
+        refused_decisions: decisions of the scheduler that did not take effect.
     """
 
-    def __init__(self, settings: Settings, db: Database, *, with_worker: bool = True):
-        self._with_worker = with_worker
+    def __init__(
+        self,
+        settings: Settings,
+        db: Database,
+        *,
+        with_worker: bool = True,
+        scheduler: Scheduler | None = None,
+        make_session: type[Session] = Session,
+    ):
+        self._with_worker, self._make_session = with_worker, make_session
         self._settings, self._db, self._jobs = settings, db, Jobs(db)
-        self.ready, self.refused_events, self.opened_s = False, 0, 0.0
-        self._ranks = tuple(rank for rank, count in sorted(settings.places.items()) for _ in range(count))
-        self._was_connected, self._failed_starts, self._not_before = False, 0, 0.0
-        self._sent: set[tuple[str, int, str]] = set()  # commands of this connection: (job, epoch, command)
-        self._weights: dict[tuple[str, int], float] = {}  # that the worker has, by (job, epoch)
-        self._seen: Connection | None = None
-        self._silent_since = time.monotonic()
-        self._process: subprocess.Popen | None = None
+        self.refused_events = self.refused_decisions = 0
+        self._scheduler = scheduler or make_scheduler(settings)
+        self._sessions: dict[str, Session] = {}
         self.child = Child()
         self._checks = ThreadPoolExecutor(1, "check")
         self._checking: set[str] = set()
         self._ended = threading.Event()
         self._hub = Hub(settings.socket, self._admit, self._take)
         self._thread = threading.Thread(target=self._loop, name="controller", daemon=True)
+        if with_worker:
+            self._adopt_sessions()
 
     def start(self) -> None:
         self._thread.start()
 
     def close(self, *, stop_worker: bool = True) -> None:
-        """Ends the controller. The worker saves its jobs and ends, or trains on for a minute without a server."""
+        """Ends the controller. Workers save their jobs and end, or train on for a minute without a server."""
         self._ended.set()
         self._thread.join()
-        if stop_worker and self._process is not None:
-            self._process.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(60)
+        if stop_worker:
+            for session in self._sessions.values():
+                session.stop()
         self._hub.close()
         self._checks.shutdown(wait=False, cancel_futures=True)
         self.child.close()
 
     @property
     def connected(self) -> bool:
-        return GROUP in self._hub.connections
-
-    def places(self) -> dict[int, str | None]:
-        """Place → job."""
-        with self._db.read() as connection:
-            taken = {job["place"]: job["id"] for job in self._jobs.in_states(connection, *ON_WORKER)}
-        return {place: taken.get(place) for place in range(len(self._ranks))}
+        return bool(self._hub.connections)
 
     @property
-    def ranks(self) -> tuple[int, ...]:
-        return self._ranks
+    def ready(self) -> bool:
+        """Whether jobs can train: a worker is ready, or opens when there is a job."""
+        waits = not self._sessions and self._with_worker and self._settings.policy != ONE_SESSION
+        return waits or any(session.trains for session in list(self._sessions.values()))
+
+    def is_connected(self, group: str) -> bool:
+        return group in self._hub.connections
+
+    def warm(self, base: str) -> list[str]:
+        """Sessions of a base that train."""
+        return [name for name, own in list(self._sessions.items()) if own.plan.base == base and own.trains]
+
+    def places(self, group: str = GROUP) -> dict[int, str | None]:
+        """Place of a session → job."""
+        with self._db.read() as connection:
+            on_worker = self._jobs.in_states(connection, *ON_WORKER)
+        taken = {job["place"]: job["id"] for job in on_worker if job["group"] == group}
+        return {place: taken.get(place) for place in range(len(self.layout(group).ranks))}
+
+    def base_of(self, group: str) -> str:
+        """Name of the base of a session."""
+        session = self._sessions.get(group)
+        return next(iter(self._settings.bases)) if session is None else session.plan.base
+
+    def layout(self, group: str = GROUP) -> Places:
+        """The places of a session; of one that does not exist, those of the settings."""
+        session = self._sessions.get(group)
+        return Places.of(self._settings.places if session is None else session.plan.places)
+
+    @property
+    def groups(self) -> list[str]:
+        """Names of the sessions."""
+        return list(self._sessions) or ([GROUP] if self._settings.policy == ONE_SESSION else [])
 
     def _loop(self) -> None:
         while not self._ended.wait(ROUND_S):
             try:
                 self._check_new()
                 if self._with_worker:
-                    self._watch_worker()
-                if self.ready and self.connected:
-                    self._place()
-                    self._send()
+                    self._arrange()
             except StoreError as problem:  # busy or full: the next round tries again
                 log.warning("%s", problem)
             except Exception:
                 log.exception("a round of the controller failed")
+
+    def _arrange(self) -> None:
+        """Makes sessions and placements what the scheduler wants."""
+        with self._db.read() as connection:
+            rows = [job for job in self._jobs.in_states(connection, "queued", *ON_WORKER) if _may_run(job)]
+        wanted = self._scheduler.decide(rows, {name: session.trains for name, session in self._sessions.items()})
+        self._record(wanted)
+        self._arrange_sessions(wanted)
+        self._preempt(rows, wanted)
+        self._place(rows, wanted)
+        for session in self._sessions.values():
+            session.send()
+
+    def _record(self, wanted: Configuration) -> None:
+        if not wanted.decisions and not wanted.refused:
+            return
+        self.refused_decisions += len(wanted.refused)
+        rows = [{"text": text, "refused": ""} for text in wanted.decisions]
+        rows += [{"text": f"a decision of {policy}", "refused": why} for policy, why in wanted.refused]
+        with self._db.write() as connection:
+            for row in rows:
+                connection.execute(t.decisions.insert().values(at=time.time(), **row))
+
+    def _arrange_sessions(self, wanted: Configuration) -> None:
+        for name in [name for name in self._sessions if wanted.sessions.get(name) != self._sessions[name].plan]:
+            if self._drain(name):
+                self._sessions.pop(name).remove()
+        for name, plan in wanted.sessions.items():
+            others = [own for own in self._sessions.values() if own.group != name]
+            if name not in self._sessions and not any(set(own.plan.gpus) & set(plan.gpus) for own in others):
+                self._sessions[name] = self._new_session(name, plan)
+        for session in self._sessions.values():
+            session.watch()
+
+    def _new_session(self, name: str, plan: SessionPlan) -> Session:
+        return self._make_session(self._settings, self._db, self._jobs, self._hub, name, plan, self.values)
+
+    def _drain(self, group: str) -> bool:
+        """Asks the jobs of a session to leave it. Returns whether none is left."""
+        with self._db.read() as connection:
+            jobs = [job for job in self._jobs.in_states(connection, *ON_WORKER) if job["group"] == group]
+        for job in jobs:
+            self._ask_to_leave(job, "its session ends")
+        return not jobs or not self._sessions[group].connected
+
+    def _preempt(self, rows: list[Job], wanted: Configuration) -> None:
+        """Takes jobs off sessions in which they shall not train."""
+        for job in rows:
+            if job["state"] in ("starting", "running") and wanted.group.get(job["id"]) != job["group"]:
+                self._ask_to_leave(job, "it shall train elsewhere, or wait")
+
+    def _ask_to_leave(self, job: Job, why: str) -> None:
+        if job["state"] != "draining":
+            with self._db.write() as connection, suppress(StateError):
+                self._jobs.ask(connection, job["id"], "preempt", actor="controller", why=why)
+
+    def _adopt_sessions(self) -> None:
+        """Goes on with the sessions of an earlier server."""
+        with self._db.read() as connection:
+            groups = [dict(row) for row in connection.execute(select(t.groups)).mappings()]
+            rows = [job for job in self._jobs.in_states(connection, "queued", *ON_WORKER) if _may_run(job)]
+        if isinstance(self._scheduler, PolicyScheduler):
+            self._scheduler.adopt(groups, rows)
+        for name, plan in self._scheduler.decide(rows, {}).sessions.items():
+            self._sessions[name] = self._new_session(name, plan)
 
     def _check_new(self) -> None:
         with self._db.read() as connection:
@@ -129,7 +217,7 @@ class Controller:
                         connection, job["id"], "reject", actor="checker", why=why, problems=found["problems"]
                     )
                 else:
-                    sizes = {name: found[name] for name in ("steps", "tokens", "rank")}
+                    sizes = {name: found[name] for name in ("steps", "tokens", "rank", "lengths")}
                     self._jobs.change(connection, job["id"], "accept", actor="checker", **sizes)
         except StateError:
             pass  # cancelled meanwhile
@@ -138,7 +226,10 @@ class Controller:
 
     def run_check(self, job: Job) -> dict[str, Any]:
         """Checks the data of a job in a child process: its problems, or its steps and tokens."""
-        found = self.child.ask("check", {"values": self.values(job), "largest_rank": self._ranks[-1]})
+        found = self.child.ask("check", {"values": self.values(job), "places": dict(self._settings.places)})
+        if not found["problems"] and (why := self._scheduler.refuses(_row_of(job, found))):
+            fix = "fewer tokens in data.max_length, or a machine with more GPUs or memory"
+            found["problems"] = [{"code": "job.too-large", "where": "base", "what": why, "why": "", "fix": fix}]
         home = str(self._settings.home)
         found["problems"] = [{k: v.replace(home, "") for k, v in one.items()} for one in found["problems"]]
         return found
@@ -146,99 +237,21 @@ class Controller:
     def values(self, job: Job) -> dict[str, Any]:
         """Returns the job file of a job."""
         spec, settings = job["spec"] | {"weight": job.get("weight", job["spec"]["weight"])}, self._settings
-        files, start = {}, None
+        files, folders = {}, dict[str | None, Path]()
         with self._db.read() as connection:
             for dataset in filter(None, (spec["data"]["train"], spec["data"].get("eval"))):
                 row = connection.execute(select(t.datasets).where(t.datasets.c.id == dataset)).mappings().first()
                 ending = "jsonl" if row is None else row["format"]
                 files[dataset] = settings.datasets / dataset / f"data.{ending}"
-            if spec.get("init_from"):
-                found = connection.scalar(select(t.artifacts.c.path).where(t.artifacts.c.id == spec["init_from"]))
-                start = None if found is None else Path(found)
+            start, reference = spec.get("init_from"), spec.get("objective", {}).get("reference")
+            for adapter in filter(None, (start, reference)):
+                found = connection.scalar(select(t.artifacts.c.path).where(t.artifacts.c.id == adapter))
+                folders |= {} if found is None else {adapter: Path(found)}
         sections = {"base": settings.base, "batch": settings.batch, "mesh": settings.mesh, "train": settings.train}
         session = {name: dict(values) for name, values in sections.items()}
         base = settings.bases[job["base"]]
-        return job_values(spec, job["id"], base=base, files=files, session=session, start=start)
-
-    def _watch_worker(self) -> None:
-        connection = self._hub.connections.get(GROUP)
-        self._was_connected |= connection is not None
-        if connection is not self._seen:
-            self._seen, self._sent, self._weights = connection, set(), {}
-            self._silent_since = time.monotonic()
-        silent_s = time.monotonic() - (self._silent_since if connection is None else connection.contact)
-        died = self._process is not None and self._process.poll() is not None
-        if connection is not None and silent_s <= self._settings.lease_s:
-            return
-        lease_s = self._settings.lease_s if self._was_connected else max(START_S, self._settings.lease_s)
-        if self._process is not None and not died and silent_s <= lease_s:
-            return  # it starts, or connects again
-        if died and time.monotonic() < self._not_before:
-            return  # it ended before it was ready: not again at once
-        adopted = self._process is None and connection is None and self._adoptable()
-        if adopted and silent_s <= self._settings.lease_s:
-            return  # a worker of an earlier server, which will connect
-        self._replace_worker("it ended" if died else "no sign of it" if self._process or adopted else "no worker yet")
-
-    def _adoptable(self) -> bool:
-        with self._db.read() as connection:
-            pid = connection.scalar(select(t.groups.c.pid).where(t.groups.c.id == GROUP))
-        return pid is not None and _is_worker(pid)
-
-    def _replace_worker(self, why: str) -> None:
-        """Ends what is left of a worker, returns its jobs to the queue, and starts another one."""
-        self.ready = False
-        self._hub.drop(GROUP)
-        with self._db.read() as connection:
-            row = connection.execute(select(t.groups).where(t.groups.c.id == GROUP)).mappings().one_or_none()
-        for pid in {self._process.pid if self._process else None, row["pid"] if row else None} - {None}:
-            if _is_worker(pid):
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-        if self._process is not None:
-            self._process.wait()
-        with self._db.write() as connection:
-            for job in self._jobs.in_states(connection, *ON_WORKER):
-                self._jobs.lost(connection, job["id"], why=f"its worker was lost: {why}")
-            epoch = 1 if row is None else row["epoch"] + 1
-            connection.execute(t.groups.delete().where(t.groups.c.id == GROUP))
-            values = {"id": GROUP, "base": next(iter(self._settings.bases)), "epoch": epoch, "state": "opening"}
-            places = {str(rank): count for rank, count in self._settings.places.items()}
-            drained = False if row is None else row["drained"]
-            connection.execute(t.groups.insert().values(values | {"places": places, "drained": drained}))
-            text = f"worker {GROUP}, epoch {epoch}: started, because {why}"
-            connection.execute(t.decisions.insert().values(at=time.time(), text=text))
-            self._db.add_event(connection, "worker", "admin", None, {"group": GROUP, "epoch": epoch, "why": why})
-        self._failed_starts += 1  # until it is ready
-        self._spawn(epoch)
-        self._silent_since, self._was_connected = time.monotonic(), False
-        self._not_before = self._silent_since + min(2.0**self._failed_starts, MOST_BACKOFF_S)
-
-    def _spawn(self, epoch: int) -> None:
-        settings = self._settings
-        told = {
-            "socket": str(settings.socket),
-            "group": GROUP,
-            "epoch": epoch,
-            "beat_s": min(settings.lease_s / 6, 5.0),
-            "base": {**settings.base, "model": str(next(iter(settings.bases.values())))},
-            "mesh": dict(settings.mesh),
-            "places": {str(rank): count for rank, count in settings.places.items()},
-            "batch": dict(settings.batch),
-            "train": dict(settings.train),
-            "reproducible": settings.reproducible,
-            "save_s": settings.save_s,
-        }
-        file = settings.log(GROUP)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("ab") as output:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "lorafusion_serve.worker", json.dumps(told)],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # it outlives a server that is killed
-            )
+        start, reference = folders.get(start), folders.get(reference)
+        return job_values(spec, job["id"], base=base, files=files, session=session, start=start, reference=reference)
 
     def _admit(self, hello: Message) -> int | str:
         with self._db.write() as connection:
@@ -246,72 +259,34 @@ class Controller:
             if row is None or row["epoch"] != hello["epoch"]:
                 self.refused_events += 1
                 return f"epoch {hello['epoch']} of {hello['hello']} is over"
-            connection.execute(t.groups.update().where(t.groups.c.id == GROUP).values(pid=hello["pid"]))
-            self.ready = row["state"] == "ready"
+            connection.execute(t.groups.update().where(t.groups.c.id == row["id"]).values(pid=hello["pid"]))
+            if row["id"] in self._sessions:
+                self._sessions[row["id"]].adopt(row["state"])
             return row["received"]
 
-    def _place(self) -> None:
-        """Gives free places to queued jobs, those of higher priority first."""
+    def _place(self, rows: list[Job], wanted: Configuration) -> None:
+        """Gives free places of their sessions to queued jobs, those of higher priority first."""
         with self._db.read() as connection:
-            queued = self._jobs.in_states(connection, "queued")
-            taken = {job["place"] for job in self._jobs.in_states(connection, *ON_WORKER)}
-            drained = connection.scalar(select(t.groups.c.drained).where(t.groups.c.id == GROUP))
-        if drained:
-            return
-        for job in queued:
-            free = [place for place, most in enumerate(self._ranks) if most >= job["rank"] and place not in taken]
-            if len(taken) == len(self._ranks):
-                break
-            if not free:
+            drained = set(connection.execute(select(t.groups.c.id).where(t.groups.c.drained)).scalars())
+        taken: dict[str, set[int]] = {}
+        for job in rows:
+            if job["state"] in ON_WORKER:
+                taken.setdefault(job["group"], set()).add(job["place"])
+        layouts = {name: Places.of(own.plan.places) for name, own in self._sessions.items() if own.trains}
+        for job in rows:
+            group = wanted.group.get(job["id"], "")
+            if job["state"] != "queued" or group not in layouts or group in drained:
+                continue
+            if wanted.sessions.get(group) != self._sessions[group].plan:
+                continue  # it ends
+            place = layouts[group].find(kind_of(job), job["rank"], taken.get(group, set()))
+            if place is None:
                 continue
             with self._db.write() as connection, suppress(StateError):
-                self._jobs.place(connection, job["id"], group=GROUP, place=free[0])
-                text = f"{job['id']} ({job['name']} of {job['owner']}) starts in place {free[0]}"
+                self._jobs.place(connection, job["id"], group=group, place=place)
+                text = f"{job['id']} ({job['name']} of {job['owner']}) starts in place {place} of {group}"
                 connection.execute(t.decisions.insert().values(at=time.time(), text=text))
-                taken.add(free[0])
-
-    def _send(self) -> None:
-        """Sends the commands that the worker does not have yet."""
-        with self._db.read() as connection:
-            jobs = self._jobs.in_states(connection, *ON_WORKER)
-        for job in jobs:
-            if job["state"] == "draining":
-                self._send_once(job, "stop")
-                continue
-            if job["state"] == "starting":
-                self._send_once(
-                    job,
-                    "start",
-                    name=job["name"],
-                    place=job["place"],
-                    values=self.values(job),
-                    state=job["state_path"],
-                    folder=str(self._settings.job(job["id"])),
-                )
-            if job["state"] == "running" and self._weights.get((job["id"], job["epoch"])) != job["weight"]:
-                self._send_weight(job)
-            if job["state"] == "running" and self._seen is not None and not self._sent_any(job):
-                held = any((own["job"], own["epoch"]) == (job["id"], job["epoch"]) for own in self._seen.holds)
-                self._sent.add((job["id"], job["epoch"], "seen"))
-                if not held:
-                    with self._db.write() as connection, suppress(StateError):
-                        self._jobs.lost(connection, job["id"], why="its worker does not have it")
-
-    def _send_weight(self, job: Job) -> None:
-        message = {"command": "weight", "job": job["id"], "epoch": job["epoch"], "weight": job["weight"]}
-        if self._hub.send(GROUP, message):
-            self._weights[job["id"], job["epoch"]] = job["weight"]
-
-    def _sent_any(self, job: Job) -> bool:
-        return any((name, epoch) == (job["id"], job["epoch"]) for name, epoch, _ in self._sent)
-
-    def _send_once(self, job: Job, what: str, **data: Any) -> None:
-        key = (job["id"], job["epoch"], what)
-        if key in self._sent:
-            return
-        message = {"command": what, "job": job["id"], "epoch": job["epoch"]} | data
-        if self._hub.send(GROUP, message):
-            self._sent.add(key)
+                taken.setdefault(group, set()).add(place)
 
     def _take(self, source: Connection, event: Message) -> None:
         """Takes an event of the worker: what it changes, and its number, are one transaction."""
@@ -330,14 +305,14 @@ class Controller:
             connection.execute(t.groups.update().where(t.groups.c.id == source.group).values(values))
             if job is not None:
                 self._take_of_job(connection, self._jobs.get(connection, job), event)
-        if kind == "ready":
-            self.ready, self._failed_starts = True, 0
+        if kind == "ready" and source.group in self._sessions:
+            self._sessions[source.group].started()
 
     def _take_of_job(self, connection: Any, job: Job, event: Message) -> None:
         if event["epoch"] != job["epoch"] or job["state"] not in ON_WORKER:
             self.refused_events += 1  # a writer of an earlier placement
             return
-        kind, name, actor = event["event"], job["id"], f"worker {GROUP}"
+        kind, name, actor = event["event"], job["id"], f"worker {job['group']}"
         match kind:
             case "started":
                 if job["state"] in ("starting", "draining"):
@@ -380,7 +355,7 @@ class Controller:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _take_adapter(self, connection: Any, job: Job, event: Message) -> None:
-        folder, actor = Path(event["path"]), f"worker {GROUP}"
+        folder, actor = Path(event["path"]), f"worker {job['group']}"
         if not is_intact(folder):
             why = f"{folder.name} was exported and is damaged"
             self._jobs.change(connection, job["id"], "failed", actor=actor, why=why, step=event["step"])
@@ -400,9 +375,17 @@ class Controller:
         shutil.rmtree(self._settings.job(job["id"]) / "state", ignore_errors=True)
 
 
-def _is_worker(pid: int) -> bool:
-    """Whether a process is a worker of this program; its number may have gone to another one."""
-    try:
-        return b"lorafusion_serve.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return False
+def kind_of(job: Job) -> str:
+    """Kind of a job's adapter."""
+    return job["spec"].get("lora", {}).get("kind", "lora")
+
+
+def _may_run(job: Job) -> bool:
+    """Whether a job trains or waits to train, rather than to be paused or cancelled."""
+    return job["state"] != "draining" or job["after_drain"] in (None, "preempt")
+
+
+def _row_of(job: Job, found: dict[str, Any]) -> Job:
+    """A job as it will be once it is accepted."""
+    sizes = {name: found[name] for name in ("steps", "rank", "lengths")}
+    return {"owner": "-", "weight": 1.0, "priority": 0} | job | sizes

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from lorafusion_jax.config.load import examine_source
 from lorafusion_jax.config.read import source_of
-from lorafusion_jax.config.schema import JobConfig, OptimSettings
+from lorafusion_jax.config.references import BASE, START
+from lorafusion_jax.config.schema import JobConfig, ObjectiveSettings, OptimSettings
 from lorafusion_jax.config.values import Count, Positive
 from lorafusion_jax.errors import LoraFusionError
 
@@ -46,9 +48,20 @@ class LoraSpec(Part):
     kind: str = "lora"
     rank: Annotated[int, Field(ge=1, le=1024)] = 16
     alpha: Positive = 32.0
-    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.05
+    dropout: Annotated[float, Field(ge=0, lt=1)] | None = Field(default=None, description="default 0.05; dora has none")
     targets: str | list[str] = "all-linear"
     rslora: bool = False
+
+
+class ObjectiveSpec(ObjectiveSettings):
+    """As `objective` of a job file. `reference` is base, start, or the id of an adapter of the same owner."""
+
+    @field_validator("reference")
+    @classmethod
+    def _is_no_path(cls, reference: str | None) -> str | None:
+        if reference not in (None, BASE, START) and not re.fullmatch(ARTIFACT, reference):
+            raise ValueError(f"{BASE}, {START} or the id of an adapter, such as adapter-0123456789ab")
+        return reference
 
 
 class JobSpec(Part):
@@ -59,6 +72,7 @@ class JobSpec(Part):
     data: DataSpec
     lora: LoraSpec = LoraSpec()
     optim: OptimSettings = OptimSettings()
+    objective: ObjectiveSpec = ObjectiveSpec()
     batch: BatchSpec = BatchSpec()
     steps: Count | None = Field(default=None, description="optimizer steps; default all epochs")
     epochs: Count = 1
@@ -71,8 +85,9 @@ class JobSpec(Part):
 
 
 def job_values(
-    spec: dict[str, Any], name: str, *, base: Path, files: dict[str, Path], session: dict[str, Any], start: Path | None
-) -> dict[str, Any]:
+    spec: dict[str, Any], name: str, *, base: Path, files: dict[str, Path], session: dict[str, Any],
+    start: Path | None = None, reference: Path | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Returns the job file of a spec, as `examine` and the worker take it.
 
     Args:
@@ -80,16 +95,21 @@ def job_values(
         files: path of each data set.
         session: sections base, batch, mesh and train of the session.
         start: PEFT folder to start from.
+        reference: PEFT folder that the objective compares with, if that is an adapter.
     """
     data = {key: value for key, value in spec["data"].items() if key not in ("train", "eval")}
     data |= {key: str(files[spec["data"][key]]) for key in ("train", "eval") if spec["data"].get(key)}
-    lora = dict(spec["lora"])
+    lora = {key: value for key, value in spec["lora"].items() if value is not None}
     if start is not None:
-        lora = {"init_from": str(start), "dropout": lora["dropout"]}
+        lora = {"init_from": str(start)} | {key: lora[key] for key in ("kind", "dropout") if key in lora}
+    objective = {key: value for key, value in spec.get("objective", {}).items() if value is not None}
+    if reference is not None:
+        objective["reference"] = str(reference)
     adapter = {
         "name": name,
         "data": data,
         "lora": lora,
+        "objective": objective,
         "optim": {key: value for key, value in spec["optim"].items() if value is not None},
         "batch": {"global_samples": spec["batch"]["global_samples"]},
         "epochs": spec["epochs"],

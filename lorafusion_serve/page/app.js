@@ -132,18 +132,19 @@ async function job(id) {
 }
 
 async function cluster() {
-  const [{workers}, {items}] = await Promise.all([api("/v1/cluster"), api("/v1/jobs?limit=50")]);
+  const [{workers, policy, refused_decisions: refused}, {items}] = await Promise.all([api("/v1/cluster"), api("/v1/jobs?limit=50")]);
   const parts = workers.map((worker) => [
-    el("h3", {}, `${worker.id} · ${worker.base} · ${worker.device || "opening"}`),
+    el("h3", {}, `${worker.id} · ${worker.base} · ${worker.gpus.length ? `GPU ${worker.gpus.join(", ")} · ` : ""}${worker.device || "opening"}`),
     el("p", {}, `epoch ${worker.epoch}, `, state(worker.connected ? worker.state : "away"), worker.drained ? " drained" : ""),
     el("div", {class: "places"}, worker.slots.map((place) => el("div", {class: place.job === null ? "place free" : "place"},
-      el("small", {}, `place ${place.place} · rank ≤ ${place.rank}`),
+      el("small", {}, `place ${place.place} · ${place.kind === "lora" ? "" : `${place.kind} `}rank ≤ ${place.rank}`),
       place.job === null ? "free" : place.job ? el("a", {href: `#/jobs/${place.job}`}, place.name) : "another owner",
       place.state ? el("small", {}, place.state) : null))),
   ]);
   const details = await Promise.all(items.slice(0, 12).map((one) => api(`/v1/jobs/${one.id}`)));
   const spans = details.reverse().flatMap((one) => spansOf(one).filter((s) => ["queued", "running", "paused"].includes(s.kind)).map((s) => ({...s, row: one.name})));
-  return [el("h2", {}, "Cluster"), ...parts.flat(), el("h3", {}, "Jobs over time"), timeline(spans, "states of the newest jobs over time") || el("p", {class: "empty"}, "Nothing has run yet.")];
+  const policyLine = `Policy: ${policy}${refused ? `, ${refused} refused decisions` : ""}`;
+  return [el("h2", {}, "Cluster"), el("p", {}, policyLine), ...(parts.length ? parts.flat() : [el("p", {class: "empty"}, "No session is open.")]), el("h3", {}, "Jobs over time"), timeline(spans, "states of the newest jobs over time") || el("p", {class: "empty"}, "Nothing has run yet.")];
 }
 
 async function decisions() {

@@ -16,7 +16,7 @@ from lorafusion_serve.store.database import Database
 Job = dict[str, Any]
 MOST_TRIES = 4  # lost workers of a job without progress
 PROGRESS = 20  # steps after which earlier losses are forgotten
-SHOWN = tuple(c.name for c in t.jobs.c if c.name not in ("state_path", "tries_step"))
+SHOWN = tuple(c.name for c in t.jobs.c if c.name not in ("state_path", "tries_step", "lengths"))
 
 
 class Jobs:

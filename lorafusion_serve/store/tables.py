@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sqlalchemy import JSON, Boolean, Column, Float, ForeignKey, Index, Integer, MetaData, String, Table, Text
 
-VERSION = 1
+VERSION = 2
 meta = MetaData()
 
 keys = Table(
@@ -49,6 +49,7 @@ jobs = Table(
     Column("steps", Integer),
     Column("tokens", Integer),
     Column("rank", Integer),
+    Column("lengths", JSON, nullable=False, default=list),  # tokens of some samples, for predictions
     Column("loss", Float),
     Column("state_path", String),
     Column("state_step", Integer, nullable=False, default=0),
@@ -114,9 +115,18 @@ groups = Table(
     Column("epoch", Integer, nullable=False, default=0),
     Column("state", String, nullable=False),
     Column("places", JSON, nullable=False),
+    Column("gpus", JSON, nullable=False, default=list),  # numbers of its GPUs; empty: whatever the machine has
+    Column("mesh", JSON, nullable=False, default=dict),
+    Column("capacity", Integer),  # tokens of its microbatches, if they are not those of the settings
     Column("device", String, nullable=False, default=""),
     Column("drained", Boolean, nullable=False, default=False),
     Column("received", Integer, nullable=False, default=0),  # number of the last event taken from this epoch
+)
+epochs = Table(  # outlives the sessions, because their names are used again
+    "epochs",
+    meta,
+    Column("group", String, primary_key=True),
+    Column("last", Integer, nullable=False),
 )
 decisions = Table(
     "decisions",

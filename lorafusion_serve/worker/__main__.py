@@ -27,6 +27,10 @@ def main() -> int:
     from lorafusion_jax.machine import prepare_machine
 
     prepare_machine()
+    if settings["gpus"]:
+        import jax
+
+        jax.config.update("jax_cuda_visible_devices", ",".join(map(str, settings["gpus"])))
     from lorafusion_jax.config.schema import BaseSettings, BatchSettings, MeshSettings, TrainSettings
     from lorafusion_jax.engine import LiveSession, Places
     from lorafusion_serve.worker.loop import WorkerLoop
@@ -35,7 +39,7 @@ def main() -> int:
         session = LiveSession.open(
             BaseSettings.model_validate(settings["base"]),
             MeshSettings.model_validate(settings["mesh"]),
-            Places.of({int(rank): count for rank, count in settings["places"].items()}),
+            Places.of(settings["places"]),
             batch=BatchSettings.model_validate(settings["batch"]),
             train=TrainSettings.model_validate(settings["train"]),
             reproducible=settings["reproducible"],

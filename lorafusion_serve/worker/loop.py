@@ -19,6 +19,7 @@ from lorafusion_jax.errors import LoraFusionError
 from lorafusion_jax.report.events import RunEvent
 from lorafusion_serve.wire import Message
 from lorafusion_serve.worker.link import Link
+from lorafusion_serve.worker.references import read_references, write_references
 
 HORIZON = 48  # slots of a window
 REPORT_S = 0.2  # between two messages about steps
@@ -32,6 +33,8 @@ class Held:
     Attributes:
         saved: last step with a state on the disk.
         place: None until it has started.
+        announced: whether it trains; until then its reference is computed.
+        new_references: they are not in its folder yet.
     """
 
     job: str
@@ -43,6 +46,8 @@ class Held:
     loading: Future[tuple[Task, AdapterState | None]]
     saved: int = 0
     place: int | None = None
+    announced: bool = False
+    new_references: bool = False
 
 
 class WorkerLoop:
@@ -65,9 +70,9 @@ class WorkerLoop:
         while not (self._closing or self.stop.is_set() or self._link.refused):
             self._execute_commands(wait_s=0.0 if self._session.tasks else 0.05)
             self._start_loaded()
+            self._announce()
             window = self._session.plan(HORIZON)
-            if window.slots:
-                self._session.run(window, self._listen, self._must_pause)
+            self._session.run(window, self._listen, self._must_pause)
             if not window.slots or self._must_pause() or any(cursor.is_finished for cursor in window.cursors):
                 self._session.drain()
                 self._end_finished()
@@ -113,7 +118,7 @@ class WorkerLoop:
 
     def _begin_loading(self, command: Message, held: Held | None) -> None:
         if held is not None and held.epoch == command["epoch"]:  # asked again after a connection was lost
-            if held.place is not None:
+            if held.announced:
                 self._link.emit("started", job=held.job, epoch=held.epoch)
             return
         state = None if command["state"] is None else Path(command["state"])
@@ -124,7 +129,7 @@ class WorkerLoop:
             folder=Path(command["folder"]),
             wanted_place=command["place"],
             state=state,
-            loading=self._readers.submit(_load, command["job"], command["values"], state),
+            loading=self._readers.submit(_load, command["job"], command["values"], state, Path(command["folder"])),
         )
 
     def _start_loaded(self) -> None:
@@ -137,6 +142,18 @@ class WorkerLoop:
                 self._link.emit("failed", job=held.job, epoch=held.epoch, step=held.saved, reason=str(problem))
                 continue
             held.place, held.saved = held.wanted_place, task.step
+            if task.status == "preparing":
+                held.new_references = True
+
+    def _announce(self) -> None:
+        """Says which jobs train now: all that have their references."""
+        for held in self._held.values():
+            task = None if held.place is None else self._session.tasks[held.place]
+            if task is None or held.announced or task.status == "preparing":
+                continue
+            held.announced = True
+            if held.new_references and task.references is not None:
+                self._writer.submit(write_references, held.folder, task.references)
             self._link.emit("started", job=held.job, epoch=held.epoch, steps=task.num_steps)
             if not task.step:
                 self._evaluate(held, task)
@@ -197,7 +214,7 @@ class WorkerLoop:
 
     def _save_all(self) -> None:
         for held in self._held.values():
-            if held.place is None or self._session.tasks[held.place].step <= held.saved:
+            if not held.announced or held.place is None or self._session.tasks[held.place].step <= held.saved:
                 continue
             state = self._session.read(held.place)
             held.saved = state.step
@@ -229,9 +246,10 @@ class WorkerLoop:
             self._link.emit("stepped", job=job, epoch=epoch, rows=own)
 
 
-def _load(job: str, values: dict[str, Any], state: Path | None) -> tuple[Task, AdapterState | None]:
-    """Reads data and state of a job. In the session it is named by its id."""
+def _load(job: str, values: dict[str, Any], state: Path | None, folder: Path) -> tuple[Task, AdapterState | None]:
+    """Reads data, state and references of a job. In the session it is named by its id."""
     config = parse_config(source_of(values))
-    task = Task.of(config, prepare(config))
+    prepared = prepare(config)
+    task = Task.of(config, prepared, read_references(folder, config, prepared))
     assert task.name == job
     return task, None if state is None else AdapterState.read(state, task.adapter)

@@ -124,9 +124,11 @@ def resolve_base(base: Any) -> ModelShape:
 
 
 def base_name(base: Any) -> str:
-    """Name of a base in tables and decisions. Equal names mean equal bases."""
+    """Name of a base in tables and decisions: its own, or one of its sizes. Equal names mean equal bases."""
     if isinstance(base, str):
         return base
+    if isinstance(base, ModelShape) and (name := getattr(base, "name", "")):
+        return name
     shape = resolve_base(base)
     sizes = "x".join(str(getattr(shape, field.name)) for field in fields(shape))
     return f"{shape.parameters / 1e9:.3g}B-{sizes}"

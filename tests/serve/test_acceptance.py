@@ -5,6 +5,7 @@ Every adapter equals the one that the service trains when nothing else runs, bit
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -99,14 +101,23 @@ def specs(folder: Path, count: int) -> Iterator[tuple[str, dict]]:
     owners = ("ana", "ben", "cleo")
     for number in range(count):
         rows = write_rows(folder, f"rows-{number}", 18 + number, longest=10)
+        objective = {"name": "dpo", "beta": 0.2} if number % 3 == 2 else {}
+        if objective:  # the same texts, each preferred to the next
+            texts = [json.loads(line) for line in (folder / rows).read_text().splitlines()]
+            pairs = [
+                {"prompt": row["prompt"], "chosen": row["completion"], "rejected": other["completion"]}
+                for row, other in pairwise(texts)
+            ]
+            (folder / rows).write_text("".join(json.dumps(row) + "\n" for row in pairs))
         yield (
             owners[number % 3],
             {
                 "name": f"job-{number}",
                 "base": "tiny",
-                "data": {"train": str(folder / rows), "max_length": 64},
+                "data": {"train": str(folder / rows), "max_length": 32},
                 "lora": {"rank": 2 + number % 3, "dropout": 0.1 * (number % 2), "targets": ["q_proj", "down_proj"]},
                 "optim": {"lr": 0.01, "schedule": "constant"},
+                "objective": objective,
                 "batch": {"global_samples": 3 + number % 2},
                 "epochs": 12,
                 "seed": number,

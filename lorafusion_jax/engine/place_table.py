@@ -1,0 +1,48 @@
+"""Which adapter is in which place of a live session, as microbatches say it.
+
+A places · P places for the adapters of a microbatch
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from lorafusion_jax.adapters.spec import AdapterSpec
+from lorafusion_jax.data.assemble import AdapterRows
+from lorafusion_jax.modules.context import dropout_key
+from lorafusion_jax.pipeline.leaves import Columns, own_columns
+
+
+class PlaceTable:
+    """What microbatches say about the adapters in the places. On the host; changed between microbatches."""
+
+    def __init__(self, columns: Mapping[str, Columns], count: int):
+        self._columns = columns
+        self._windows = np.zeros((len(columns), 2, count), np.int32)
+        self._rank = np.zeros(count, np.int32)
+        self._scale, self._rate = np.zeros(count, np.float32), np.zeros(count, np.float32)
+        self._key = np.zeros(count, np.uint32)
+        self._objective = np.full(count, -1, np.int32)
+
+    def assign(self, place: int, spec: AdapterSpec, objective: int) -> None:
+        """Describes the adapter of a place; `objective` is the number of its objective in the session."""
+        own = dict(own_columns(self._columns, place, spec))
+        for row, (name, at) in enumerate(self._columns.items()):
+            self._windows[row, :, place] = (at.first[place], own[name]) if name in own else (0, 0)
+        self._rank[place], self._scale[place] = spec.columns, spec.scale
+        self._rate[place], self._key[place] = spec.dropout, dropout_key(spec.seed)
+        self._objective[place] = objective
+
+    def rows(self, adapters: np.ndarray) -> AdapterRows:
+        """Returns the rows of a microbatch's adapters [P], -1 in unused places."""
+        number = np.maximum(adapters, 0)
+        return AdapterRows(
+            np.where(adapters >= 0, self._windows[:, :, number], 0).astype(np.int32),
+            self._rank[number],
+            self._scale[number],
+            self._rate[number],
+            self._key[number],
+            self._objective.copy(),
+        )

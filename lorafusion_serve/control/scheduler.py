@@ -1,0 +1,247 @@
+"""Decides which sessions there are and which job trains in which: one session for all, or a policy of the cluster."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from lorafusion_jax.config.model import ModelConfig
+from lorafusion_jax.engine.places import Places, class_name
+from lorafusion_serve.control.session import SessionPlan
+from lorafusion_serve.settings import ONE_SESSION, Settings
+from lorafusion_serve.states import ON_WORKER
+from lorafusion_serve.store.jobs import Job as Row
+from scheduling.errors import PlanError
+from scheduling.online import GroupState, Job, LiveCluster, Mesh, ModelShape, Policy, Rates, Worker
+from scheduling.online.cluster import make_policy
+from scheduling.online.costs import rank_class
+from scheduling.online.shapes import LINEARS
+
+GROUP = "g0"
+HOST = "local"
+TICK_S = 180.0  # between two decisions while jobs wait and nothing happens
+RETRY_S = 1.0  # after a decision that was refused
+REPORT_S = 5.0  # between two reports of progress to the policy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Configuration:
+    """What shall be.
+
+    Args:
+        sessions: by name.
+        group: job → its session; other jobs wait.
+        decisions: text of what was decided since the last round.
+        refused: (policy, why) of decisions that did not take effect.
+    """
+
+    sessions: Mapping[str, SessionPlan]
+    group: Mapping[str, str]
+    decisions: Sequence[str] = ()
+    refused: Sequence[tuple[str, str]] = ()
+
+
+class Scheduler(Protocol):
+    """Called every round."""
+
+    def decide(self, rows: Sequence[Row], ready: Mapping[str, bool]) -> Configuration:
+        """Returns what shall be.
+
+        Args:
+            rows: jobs that may run, by priority and then arrival.
+            ready: session → whether it trains.
+        """
+        ...
+
+    def refuses(self, row: Row) -> str:
+        """Says why a job can never run; empty if it can."""
+        ...
+
+
+class OneSession:
+    """One session of the only base, on all devices, for all jobs."""
+
+    def __init__(self, settings: Settings):
+        self._plan = SessionPlan(base=next(iter(settings.bases), ""), places=dict(settings.places))
+
+    def decide(self, rows: Sequence[Row], ready: Mapping[str, bool]) -> Configuration:
+        del ready
+        return Configuration(sessions={GROUP: self._plan}, group={row["id"]: GROUP for row in rows})
+
+    def refuses(self, row: Row) -> str:
+        del row
+        return ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BaseShape(ModelShape):
+    """The shape of a base of the service. Bases of equal shapes are different bases."""
+
+    name: str = field(default="")
+
+    def __post_init__(self):
+        ModelShape(**{key: getattr(self, key) for key in ModelShape.__dataclass_fields__})  # checks the sizes
+
+
+class PolicyScheduler:
+    """Asks a policy of `scheduling.online`. What it refuses or fails at changes nothing.
+
+    Args:
+        policy: name of a built-in one, or the policy itself.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        policy: str | Policy,
+        *,
+        rates: Rates | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        rates = rates or Rates()
+        worker = Worker(HOST, settings.gpus, settings.memory_gib, settings.device)
+        chosen = make_policy(policy, rates) if isinstance(policy, str) else policy
+        self._cluster = LiveCluster([worker], rates, policy=chosen)
+        self._settings, self._clock, self._began = settings, clock, clock()
+        self._shapes = {name: _shape(name, settings) for name in settings.bases}
+        self._rates, self._worker = rates, worker
+        self._rows: dict[str, Row] = {}
+        self._ready: dict[str, bool] = {}
+        self._sessions: dict[str, SessionPlan] = {}
+        self._told, self._refused = 0, False  # refusals that were returned; whether the last decision was refused
+        self._tick = self._report = 0.0
+
+    def refuses(self, row: Row) -> str:
+        job = self._job(row, 0.0)
+        if self._rates.best_isolated_rate(job, self._worker.kind, self._worker.gpus) is None:
+            return f"{row['base']} with samples of {max(job.lengths)} tokens fits on no GPUs of this machine"
+        return ""
+
+    def decide(self, rows: Sequence[Row], ready: Mapping[str, bool]) -> Configuration:
+        now, cluster = self._clock() - self._began, self._cluster
+        changed = self._tell_jobs(rows, now) | self._tell_sessions(ready, now)
+        if now - self._report >= REPORT_S:
+            self._report = now
+            for name, row in self._rows.items():
+                cluster.progress(name, row["step"], now)
+        waits = any(state.group is None for state in cluster.jobs.values())
+        texts: list[str] = []
+        pause_s = RETRY_S if self._refused else TICK_S
+        asked = changed or (waits and now - self._tick >= pause_s)
+        if asked:
+            self._tick = now
+            texts = [str(decision) for decision in cluster.decide(now)]
+            self._sessions = {name: self._plan(group) for name, group in cluster.groups.items()}
+        refused = [(refusal.policy, refusal.why) for refusal in cluster.refusals[self._told :]]
+        if asked:
+            self._refused = bool(refused)
+        self._told = len(cluster.refusals)
+        members = {name: group.name for group in cluster.groups.values() for name in group.members}
+        return Configuration(sessions=self._sessions, group=members, decisions=texts, refused=refused)
+
+    def adopt(self, rows: Iterable[Mapping[str, Any]], jobs: Sequence[Row]) -> None:
+        """Goes on with the sessions of an earlier server and the jobs in them."""
+        now = self._clock() - self._began
+        self._tell_jobs(jobs, now)
+        for row in rows:
+            if not row["gpus"] or row["base"] not in self._shapes:
+                continue
+            members = tuple(job["id"] for job in jobs if job["group"] == row["id"] and job["state"] in ON_WORKER)
+            mesh = Mesh(row["mesh"].get("stages", 1), row["mesh"].get("data", 1), row["capacity"])
+            state = GroupState(row["id"], row["base"], HOST, tuple(row["gpus"]), mesh, members, ready_s=now)
+            self._cluster.adopt(state, now)
+            self._sessions[row["id"]] = _plan_of_row(row)
+
+    def _tell_jobs(self, rows: Sequence[Row], now: float) -> bool:
+        present = {row["id"]: row for row in rows}
+        gone = [name for name in self._rows if name not in present]
+        for name in gone:
+            del self._rows[name]
+            self._cluster.leave(name, now)
+        new = [row for name, row in present.items() if name not in self._rows]
+        for row in sorted(new, key=lambda row: (row["created"], row["id"])):
+            try:
+                self._cluster.arrive(self._job(row, now), now, row["step"])
+            except PlanError:
+                del present[row["id"]]  # refused when it was checked, or the service has other GPUs now
+        self._rows = present
+        return bool(gone or new)
+
+    def _tell_sessions(self, ready: Mapping[str, bool], now: float) -> bool:
+        changed = False
+        for name in list(self._cluster.groups):
+            before, is_ready = self._ready.get(name, False), ready.get(name, False)
+            if is_ready and not before:
+                self._cluster.ready(name, now)
+                changed = True
+            self._ready[name] = is_ready
+        self._ready = {name: state for name, state in self._ready.items() if name in self._cluster.groups}
+        return changed
+
+    def _job(self, row: Row, now: float) -> Job:
+        spec = row["spec"]
+        targets = spec["lora"].get("targets")
+        named = tuple(name for name in LINEARS if name in targets) if isinstance(targets, list) else LINEARS
+        return Job(
+            row["id"],
+            row["owner"],
+            self._shapes[row["base"]],
+            now,
+            row["lengths"],
+            spec["batch"]["global_samples"],
+            row["steps"],
+            rank=row["rank"],
+            weight=row["weight"],
+            targets=named or LINEARS,
+            priority=row["priority"],
+        )
+
+    def _plan(self, group: GroupState) -> SessionPlan:
+        """Returns the session of a group; one that exists keeps its places as long as they hold all members."""
+        before = self._sessions.get(group.name)
+        places = dict(self._settings.places if before is None else before.places)
+        mesh = group.mesh
+        return SessionPlan(
+            base=group.base,
+            places=_enlarged(places, [self._rows[member] for member in group.members]),
+            gpus=group.gpus,
+            mesh={"stages": mesh.stages, "data": mesh.replicas},
+            capacity_tokens=mesh.capacity_tokens,
+        )
+
+
+def _enlarged(classes: dict[str, int], rows: Sequence[Row]) -> dict[str, int]:
+    """Adds places for adapters that find none."""
+    taken: set[int] = set()
+    for row in sorted(rows, key=lambda row: (-row["rank"], row["id"])):
+        kind, rank = row["spec"]["lora"].get("kind", "lora"), row["rank"]
+        place = Places.of(classes).find(kind, rank, taken)
+        if place is None:
+            name = class_name(kind, rank_class([rank]))
+            return _enlarged(classes | {name: classes.get(name, 0) + 1}, rows)
+        taken.add(place)
+    return classes
+
+
+def _plan_of_row(row: Mapping[str, Any]) -> SessionPlan:
+    return SessionPlan(
+        base=row["base"],
+        places=row["places"],
+        gpus=tuple(row["gpus"]),
+        mesh=row["mesh"],
+        capacity_tokens=row["capacity"],
+    )
+
+
+def _shape(name: str, settings: Settings) -> BaseShape:
+    config = ModelConfig.from_hf(settings.bases[name])
+    keys = [key for key in ModelShape.__dataclass_fields__ if hasattr(config, key)]
+    return BaseShape(name=name, **{key: getattr(config, key) for key in keys})
+
+
+def make_scheduler(settings: Settings) -> Scheduler:
+    """Returns the scheduler that the settings name."""
+    return OneSession(settings) if settings.policy == ONE_SESSION else PolicyScheduler(settings, settings.policy)

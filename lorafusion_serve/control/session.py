@@ -1,0 +1,265 @@
+"""One session: its worker process on a set of devices, from the server's side.
+
+Every round compares the database with what the worker holds and sends what differs. Only events of the worker's present
+epoch count; an older writer changes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import select
+
+from lorafusion_serve.control.hub import Connection, Hub
+from lorafusion_serve.settings import Settings
+from lorafusion_serve.states import ON_WORKER, StateError
+from lorafusion_serve.store import tables as t
+from lorafusion_serve.store.database import Database
+from lorafusion_serve.store.jobs import Job, Jobs
+
+START_S = 180.0  # for a worker to start and connect
+MOST_BACKOFF_S = 60.0
+log = logging.getLogger("lorafusion.control")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionPlan:
+    """What a session is.
+
+    Args:
+        base: name of its base model.
+        places: class → number of places.
+        gpus: numbers of its GPUs (empty: whatever the machine has).
+        mesh: `mesh.stages` and `mesh.data`, where they differ from the settings.
+        capacity_tokens: of its microbatches (None: as in the settings).
+    """
+
+    base: str
+    places: Mapping[str, int]
+    gpus: tuple[int, ...] = ()
+    mesh: Mapping[str, int] = field(default_factory=dict[str, int])
+    capacity_tokens: int | None = None
+
+
+class Session:
+    """A worker process and what it was told.
+
+    Args:
+        group: name of the session.
+        values: (job) → its job file in this session.
+
+    Attributes:
+        ready: whether the worker has opened its session.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        db: Database,
+        jobs: Jobs,
+        hub: Hub,
+        group: str,
+        plan: SessionPlan,
+        values: Callable[[Job], dict[str, Any]],
+    ):
+        self.group, self.plan, self.ready = group, plan, False
+        self._settings, self._db, self._jobs, self._hub, self._values = settings, db, jobs, hub, values
+        self._was_connected, self._failed_starts, self._not_before = False, 0, 0.0
+        self._sent: set[tuple[str, int, str]] = set()  # commands of this connection: (job, epoch, command)
+        self._weights: dict[tuple[str, int], float] = {}  # that the worker has, by (job, epoch)
+        self._seen: Connection | None = None
+        self._silent_since = time.monotonic()
+        self._process: subprocess.Popen | None = None
+
+    @property
+    def connected(self) -> bool:
+        return self.group in self._hub.connections
+
+    @property
+    def trains(self) -> bool:
+        """Whether jobs can be placed: the worker is ready, and this round has seen its connection."""
+        return self.ready and self._seen is not None and self._hub.connections.get(self.group) is self._seen
+
+    def started(self) -> None:
+        """Notes that the worker has opened its session."""
+        self.ready, self._failed_starts = True, 0
+
+    def stop(self) -> None:
+        """Ends the worker; its jobs are saved."""
+        self.ready = False
+        if self._process is not None:
+            self._process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(60)
+            self._process = None
+
+    def remove(self) -> None:
+        """Ends the worker for good."""
+        self.stop()
+        self._kill_rest()
+        self._hub.drop(self.group)
+        with self._db.write() as connection:
+            connection.execute(t.groups.delete().where(t.groups.c.id == self.group))
+
+    def watch(self) -> bool:
+        """Replaces the worker if there is none, or none that lives. Returns whether its jobs were lost."""
+        connection = self._hub.connections.get(self.group)
+        self._was_connected |= connection is not None
+        if connection is not self._seen:
+            self._seen, self._sent, self._weights = connection, set(), {}
+            self._silent_since = time.monotonic()
+        silent_s = time.monotonic() - (self._silent_since if connection is None else connection.contact)
+        died = self._process is not None and self._process.poll() is not None
+        if connection is not None and silent_s <= self._settings.lease_s:
+            return False
+        lease_s = self._settings.lease_s if self._was_connected else max(START_S, self._settings.lease_s)
+        if self._process is not None and not died and silent_s <= lease_s:
+            return False  # it starts, or connects again
+        if died and time.monotonic() < self._not_before:
+            return False  # it ended before it was ready: not again at once
+        adopted = self._process is None and connection is None and self._adoptable()
+        if adopted and silent_s <= self._settings.lease_s:
+            return False  # a worker of an earlier server, which will connect
+        self._replace_worker("it ended" if died else "no sign of it" if self._process or adopted else "no worker yet")
+        return True
+
+    def send(self) -> None:
+        """Sends the commands that the worker does not have yet."""
+        if not self.trains:
+            return
+        with self._db.read() as connection:
+            jobs = [job for job in self._jobs.in_states(connection, *ON_WORKER) if job["group"] == self.group]
+        for job in jobs:
+            if job["state"] == "draining":
+                self._send_once(job, "stop")
+                continue
+            if job["state"] == "starting":
+                self._send_once(
+                    job,
+                    "start",
+                    name=job["name"],
+                    place=job["place"],
+                    values=self._values(job),
+                    state=job["state_path"],
+                    folder=str(self._settings.job(job["id"])),
+                )
+            if job["state"] == "running" and self._weights.get((job["id"], job["epoch"])) != job["weight"]:
+                self._send_weight(job)
+            if job["state"] == "running" and self._seen is not None and not self._sent_any(job):
+                held = any((own["job"], own["epoch"]) == (job["id"], job["epoch"]) for own in self._seen.holds)
+                self._sent.add((job["id"], job["epoch"], "seen"))
+                if not held:
+                    with self._db.write() as connection, suppress(StateError):
+                        self._jobs.lost(connection, job["id"], why="its worker does not have it")
+
+    def adopt(self, state: str) -> None:
+        """Notes that a worker of this session has connected."""
+        self.ready = state == "ready"
+
+    def _adoptable(self) -> bool:
+        with self._db.read() as connection:
+            pid = connection.scalar(select(t.groups.c.pid).where(t.groups.c.id == self.group))
+        return pid is not None and _is_worker(pid)
+
+    def _kill_rest(self) -> int:
+        """Ends what is left of a worker. Returns its epoch; 0 if there was none."""
+        with self._db.read() as connection:
+            row = connection.execute(select(t.groups).where(t.groups.c.id == self.group)).mappings().one_or_none()
+        for pid in {self._process.pid if self._process else None, row["pid"] if row else None} - {None}:
+            if _is_worker(pid):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        if self._process is not None:
+            self._process.wait()
+        return 0 if row is None else row["epoch"]
+
+    def _replace_worker(self, why: str) -> None:
+        """Ends what is left of a worker, returns its jobs to the queue, and starts another one."""
+        self.ready = False
+        self._hub.drop(self.group)
+        self._kill_rest()
+        group, plan = self.group, self.plan
+        with self._db.write() as connection:
+            row = connection.execute(select(t.groups).where(t.groups.c.id == group)).mappings().one_or_none()
+            for job in self._jobs.in_states(connection, *ON_WORKER):
+                if job["group"] == group:
+                    self._jobs.lost(connection, job["id"], why=f"its worker was lost: {why}")
+            epoch = 1 + (connection.scalar(select(t.epochs.c.last).where(t.epochs.c.group == group)) or 0)
+            connection.execute(t.epochs.delete().where(t.epochs.c.group == group))
+            connection.execute(t.epochs.insert().values(group=group, last=epoch))
+            connection.execute(t.groups.delete().where(t.groups.c.id == group))
+            values = {"id": group, "base": plan.base, "epoch": epoch, "state": "opening", "places": dict(plan.places)}
+            values |= {"gpus": list(plan.gpus), "mesh": dict(plan.mesh), "capacity": plan.capacity_tokens}
+            drained = False if row is None else row["drained"]
+            connection.execute(t.groups.insert().values(values | {"drained": drained}))
+            text = f"worker {group}, epoch {epoch}: started, because {why}"
+            connection.execute(t.decisions.insert().values(at=time.time(), text=text))
+            self._db.add_event(connection, "worker", "admin", None, {"group": group, "epoch": epoch, "why": why})
+        self._failed_starts += 1  # until it is ready
+        self._process = self.spawn(epoch)
+        self._silent_since, self._was_connected = time.monotonic(), False
+        self._not_before = self._silent_since + min(2.0**self._failed_starts, MOST_BACKOFF_S)
+
+    def spawn(self, epoch: int) -> subprocess.Popen | None:
+        """Starts a worker process."""
+        settings, plan = self._settings, self.plan
+        capacity = {} if plan.capacity_tokens is None else {"capacity_tokens": plan.capacity_tokens}
+        arguments = {
+            "socket": str(settings.socket),
+            "group": self.group,
+            "epoch": epoch,
+            "beat_s": min(settings.lease_s / 6, 5.0),
+            "gpus": list(plan.gpus),
+            "base": {**settings.base, "model": str(settings.bases[plan.base])},
+            "mesh": {**settings.mesh, **plan.mesh},
+            "places": dict(plan.places),
+            "batch": {**settings.batch, **capacity},
+            "train": dict(settings.train),
+            "reproducible": settings.reproducible,
+            "save_s": settings.save_s,
+        }
+        file = settings.log(self.group)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("ab") as output:
+            return subprocess.Popen(
+                [sys.executable, "-m", "lorafusion_serve.worker", json.dumps(arguments)],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # it outlives a server that is killed
+            )
+
+    def _send_weight(self, job: Job) -> None:
+        message = {"command": "weight", "job": job["id"], "epoch": job["epoch"], "weight": job["weight"]}
+        if self._hub.send(self.group, message):
+            self._weights[job["id"], job["epoch"]] = job["weight"]
+
+    def _sent_any(self, job: Job) -> bool:
+        return any((name, epoch) == (job["id"], job["epoch"]) for name, epoch, _ in self._sent)
+
+    def _send_once(self, job: Job, what: str, **data: Any) -> None:
+        key = (job["id"], job["epoch"], what)
+        if key in self._sent:
+            return
+        message = {"command": what, "job": job["id"], "epoch": job["epoch"]} | data
+        if self._hub.send(self.group, message):
+            self._sent.add(key)
+
+
+def _is_worker(pid: int) -> bool:
+    """Whether a process is a worker of this program; its number may have gone to another one."""
+    try:
+        return b"lorafusion_serve.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False

@@ -1,0 +1,118 @@
+"""A worker in a thread of the test: it speaks the protocol, counts steps and trains nothing."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, ClassVar
+
+from lorafusion_jax.checkpoint.digests import write_digests
+from lorafusion_serve.control.session import Session
+from lorafusion_serve.worker.link import Link
+
+STEP_S = 0.01
+
+
+class SimulatedProcess:
+    """What the server sees as a process."""
+
+    pid = 0
+
+    def __init__(self, settings: Any, group: str, epoch: int, places: int):
+        self.jobs: dict[str, dict[str, Any]] = {}
+        self.trained: set[str] = set()
+        self.most_together, self._places = 0, places
+        self.ended, self.code = threading.Event(), None
+        self.link = Link(settings.socket, group, epoch, 0.1, self._holds)
+        self.link.emit("ready", device="simulated")
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def poll(self) -> int | None:
+        return self.code
+
+    def terminate(self) -> None:
+        """Ends in good order: jobs are saved."""
+        self.ended.set()
+
+    def wait(self, timeout: float | None = None) -> None:
+        self.ended.set()
+        self._thread.join(timeout)
+
+    def crash(self) -> None:
+        """Ends without a word."""
+        self.code = -9
+        self.link._ended.set()
+        wire = self.link._wire
+        if wire is not None:
+            wire.close()
+        self.ended.set()
+
+    def _holds(self) -> list[dict[str, Any]]:
+        return [{"job": name, "epoch": job["epoch"]} for name, job in list(self.jobs.items())]
+
+    def _run(self) -> None:
+        while not self.ended.is_set():
+            with suppress(queue.Empty):
+                self._execute(self.link.commands.get(timeout=STEP_S))
+            for name in list(self.jobs):
+                self._step(name, self.jobs[name])
+        if self.code is None:
+            for name in list(self.jobs):
+                self._stop(name)
+            self.link.close()
+
+    def _execute(self, command: dict[str, Any]) -> None:
+        name = command.get("job", "")
+        if command["command"] == "start" and name not in self.jobs:
+            assert command["place"] < self._places
+            assert command["place"] not in {job["place"] for job in self.jobs.values()}
+            step = 0 if command["state"] is None else int(Path(command["state"]).name.rpartition("s")[2])
+            self.jobs[name] = command | {"step": step, "steps": command["values"]["train"]["max_steps"]}
+            self.trained.add(name)
+            self.most_together = max(self.most_together, len(self.jobs))
+            self.link.emit("started", job=name, epoch=command["epoch"], steps=self.jobs[name]["steps"])
+        elif command["command"] == "stop" and name in self.jobs:
+            self._stop(name)
+
+    def _step(self, name: str, job: dict[str, Any]) -> None:
+        if time.monotonic() < job.get("next", 0.0):
+            return
+        job["step"], job["next"] = job["step"] + 1, time.monotonic() + STEP_S
+        row = {"kind": "step", "step": job["step"], "loss": 1.0 / job["step"]}
+        self.link.emit("stepped", job=name, epoch=job["epoch"], rows=[row])
+        if job["step"] == job["steps"]:
+            del self.jobs[name]
+            folder = Path(job["folder"]) / "adapter" / f"step-{job['step']}"
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "adapter_model.safetensors").write_bytes(os.urandom(8))
+            write_digests(folder)
+            self.link.emit("finished", job=name, epoch=job["epoch"], step=job["step"], path=str(folder))
+
+    def _stop(self, name: str) -> None:
+        job = self.jobs.pop(name)
+        path = Path(job["folder"]) / "state" / f"e{job['epoch']}-s{job['step']}"
+        path.mkdir(parents=True, exist_ok=True)
+        saved = str(path) if job["step"] else None
+        self.link.emit("stopped", job=name, epoch=job["epoch"], step=job["step"], path=saved)
+
+
+class SimulatedSession(Session):
+    """A session whose worker is simulated.
+
+    Attributes:
+        made, plans: all processes and their places, by session.
+    """
+
+    made: ClassVar[dict[str, list[SimulatedProcess]]] = {}
+    plans: ClassVar[dict[str, list[dict[str, int]]]] = {}
+
+    def spawn(self, epoch: int) -> Any:
+        process = SimulatedProcess(self._settings, self.group, epoch, sum(self.plan.places.values()))
+        self.made.setdefault(self.group, []).append(process)
+        self.plans.setdefault(self.group, []).append({str(name): count for name, count in self.plan.places.items()})
+        return process

@@ -1,0 +1,220 @@
+"""A policy in the loop: sessions and placements are what it decides; what it gets wrong changes nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from simulated_worker import SimulatedSession
+from sqlalchemy import select
+
+from lorafusion_serve.control.controller import Controller
+from lorafusion_serve.control.scheduler import PolicyScheduler
+from lorafusion_serve.server import open_database
+from lorafusion_serve.settings import Settings
+from lorafusion_serve.store import tables as t
+from lorafusion_serve.store.jobs import Jobs
+from scheduling.online import ChangeCosts, Decision, Mesh, Rates
+from scheduling.online.policies.grouped import Packing
+
+ID = "sha256-" + "0" * 64
+
+
+class Service:
+    """A controller with simulated workers."""
+
+    def __init__(self, home: Path, base: Path, policy: Any, *, gpus: int = 2):
+        bases = {"red": base, "blue": base}
+        self.settings = Settings(
+            home=home, bases=bases, places={4: 2}, gpus=gpus, memory_gib=4.0, policy="ours", batch={"tile_tokens": 16}
+        )
+        self.db = open_database(self.settings)
+        self.jobs = Jobs(self.db)
+        rates = Rates(ChangeCosts(start_s=0.1, change_s=0.01, compile_s=0.01, move_s=0.01))
+        chosen = policy(rates) if callable(policy) else policy
+        self.scheduler = PolicyScheduler(self.settings, chosen, rates=rates)
+        SimulatedSession.made, SimulatedSession.plans = {}, {}
+        self.controller = Controller(self.settings, self.db, scheduler=self.scheduler, make_session=SimulatedSession)
+        self.controller.start()
+
+    def submit(self, name: str, base: str, steps: int = 30, rank: int = 4) -> str:
+        spec = {
+            "name": name, "base": base, "data": {"train": ID}, "lora": {"rank": rank}, "optim": {}, "objective": {},
+            "batch": {"global_samples": 4}, "steps": steps, "epochs": 1, "seed": 0, "weight": 1.0,
+        }  # fmt: skip
+        with self.db.write() as connection:
+            job = self.jobs.submit(connection, "ana", spec)["id"]
+            self.jobs.change(
+                connection, job, "accept", actor="test", rank=rank, steps=steps, lengths=[60, 20, 90], tokens=1000
+            )
+        return job
+
+    def show(self, job: str) -> dict:
+        with self.db.read() as connection:
+            return self.jobs.get(connection, job)
+
+    def placements(self, job: str) -> list[str]:
+        with self.db.read() as connection:
+            found = select(t.placements.c.group).where(t.placements.c.job == job).order_by(t.placements.c.epoch)
+            return list(connection.execute(found).scalars())
+
+    def decisions(self) -> list[dict]:
+        with self.db.read() as connection:
+            return [dict(row) for row in connection.execute(select(t.decisions)).mappings()]
+
+    def wait(self, *jobs: str) -> None:
+        wait_for(lambda: all(self.show(job)["state"] in ("done", "failed") for job in jobs))
+        for job in jobs:
+            found = self.show(job)
+            assert (found["state"], found["step"]) == ("done", found["steps"])
+            with self.db.read() as connection:
+                steps = [row["step"] for row in self.jobs.metrics(connection, job, 0, 1)]
+            assert steps == list(range(1, found["steps"] + 1))
+
+    def close(self) -> None:
+        self.controller.close()
+        self.db.close()
+
+
+def wait_for(there: Callable[[], bool]) -> None:
+    until = time.monotonic() + 120
+    while not there():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def serve(tmp_path, tiny_base):
+    made: list[Service] = []
+
+    def start(policy: Any, **options) -> Service:
+        made.append(Service(tmp_path / f"home-{len(made)}", tiny_base, policy, **options))
+        return made[-1]
+
+    yield start
+    for service in made:
+        service.close()
+
+
+def test_two_bases_get_their_sessions_and_all_jobs_end(serve):
+    """Bases of equal shapes are different bases: a session never gets a job of the other."""
+    service = serve(Packing)
+    jobs = {service.submit(f"{base}-{n}", base): base for n in range(3) for base in ("red", "blue")}
+    service.wait(*jobs)
+    assert {decision["text"].split(" (")[0].split()[0] for decision in service.decisions()} >= {"open"}
+    processes = [process for made in SimulatedSession.made.values() for process in made]
+    assert {jobs[job] for process in processes for job in process.trained} == {"red", "blue"}
+    assert all(len({jobs[job] for job in process.trained}) == 1 for process in processes)
+    assert max(process.most_together for process in processes) >= 2
+
+
+class Moves:
+    """A stranger's policy with names of its own: everybody on the last GPU, then each on its own."""
+
+    promises = frozenset()
+
+    def __init__(self):
+        self.calls = 0
+
+    def decide(self, state, now):
+        self.calls += 1
+        names, mesh = tuple(state.jobs), Mesh(1, 1, 256)
+        if not names:
+            return []
+        base = next(iter(state.jobs.values())).job.base_name
+        if "all" not in state.groups and "two" not in state.groups:
+            return [
+                Decision(
+                    kind="open", group="all", base=base, worker="local", gpus=(1,), mesh=mesh, members=names, why="a"
+                )
+            ]
+        moved = any(one.done_steps >= 5 for one in state.jobs.values())
+        if "two" not in state.groups and len(names) == 3 and moved:
+            return [
+                Decision(
+                    kind="change",
+                    group="all",
+                    base=base,
+                    worker="local",
+                    gpus=(1,),
+                    mesh=mesh,
+                    members=names[:1],
+                    why="b",
+                ),
+                Decision(
+                    kind="open",
+                    group="two",
+                    base=base,
+                    worker="local",
+                    gpus=(0,),
+                    mesh=mesh,
+                    members=names[1:2],
+                    why="c",
+                ),
+            ]
+        return []
+
+
+def test_a_job_moves_to_a_session_of_its_own(serve, monkeypatch):
+    monkeypatch.setattr("lorafusion_serve.control.scheduler.REPORT_S", 0.05)
+    monkeypatch.setattr("lorafusion_serve.control.scheduler.TICK_S", 0.1)
+    service = serve(Moves(), gpus=2)
+    first = service.submit("one", "red", steps=60)
+    second = service.submit("two", "red", steps=60)
+    wait_for(lambda: service.show(second)["step"] > 8)
+    service.submit("three", "red")  # its arrival is when the policy is asked again; it waits
+    wait_for(lambda: service.placements(second)[-1:] == ["two"])
+    service.wait(first, second)
+    assert service.placements(first) == ["all"]
+    assert service.placements(second) == ["all", "two"]
+
+
+class Broken:
+    """Fails, and takes its time for it."""
+
+    promises = frozenset()
+
+    def __init__(self):
+        self.calls = 0
+
+    def decide(self, state, now):
+        self.calls += 1
+        time.sleep(0.05)
+        raise RuntimeError(f"call {self.calls}")
+
+
+def test_what_a_policy_gets_wrong_is_counted_shown_and_changes_nothing(serve, monkeypatch):
+    """From the third refusal on a simpler policy decides, so jobs end."""
+    monkeypatch.setattr("lorafusion_serve.control.scheduler.TICK_S", 0.1)
+    service = serve(Broken())
+    job = service.submit("one", "blue")
+    service.wait(job)
+    assert service.controller.refused_decisions >= 3
+    decisions = service.decisions()
+    refused = [decision for decision in decisions if decision["refused"]]
+    assert [row["refused"] for row in refused[:3]] == [f"RuntimeError: call {number}" for number in (1, 2, 3)]
+    opened = next(row for row in decisions if row["text"].startswith("open"))
+    assert opened["seq"] > refused[1]["seq"]
+
+
+def test_a_session_that_dies_is_opened_again(serve):
+    service = serve(Packing)
+    job = service.submit("one", "red", steps=80)
+    wait_for(lambda: service.show(job)["step"] >= 3)
+    (processes,) = SimulatedSession.made.values()
+    processes[0].crash()
+    service.wait(job)
+    assert service.show(job)["tries"] == 1
+    assert len(processes) == 2
+
+
+def test_sessions_grow_with_the_ranks_of_their_jobs(serve):
+    """Places of the settings hold ranks up to 4; the policy's group has a member of rank 12."""
+    service = serve(Packing)
+    jobs = [service.submit("small", "red"), service.submit("large", "red", rank=12)]
+    service.wait(*jobs)
+    plans = [places for made in SimulatedSession.plans.values() for places in made]
+    assert {"4": 2, "16": 1} in plans
