@@ -40,7 +40,7 @@ def run_server(
     """Serves until a signal. Jobs are saved; they continue at the next start.
 
     Raises:
-        ConfigError: `serve.host`, other machines could use it without a key.
+        ConfigError: `serve.host`, `serve.mlora`: others could use it without a key.
         RunError: `serve.in-use`, `store.damaged`.
     """
     with ExitStack() as resources:
@@ -48,6 +48,12 @@ def run_server(
         resources.callback(db.close)
         _hold(settings, resources)
         with db.read() as connection:
+            if settings.mlora_compat and (host not in LOCAL_HOSTS or has_keys(connection)):
+                raise ConfigError(
+                    "serve.mlora",
+                    "mLoRA's routes have no users: they are served to this machine only, without keys.",
+                    fix="leave --mlora-compat or --host out, or use a --home without keys",
+                )
             if host not in LOCAL_HOSTS and not has_keys(connection):
                 raise ConfigError(
                     "serve.host",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from fastapi import FastAPI
 from fastapi.responses import FileResponse, JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from lorafusion_serve.api import admin, datasets, jobs, problems, streams
+from lorafusion_serve.api import admin, datasets, jobs, mlora, problems, streams
 from lorafusion_serve.api.access import Service
 
 LARGEST_BODY = 1 << 20  # but for data sets
@@ -45,9 +45,14 @@ def make_app(service: Service | None = None, *, names: Sequence[str] = LOCAL_NAM
     problems.install(app)
     for router in (jobs.router, datasets.router, streams.router, admin.router, admin.open_router):
         app.include_router(router)
+    uploads = {"/v1/datasets"}
+    if service is not None and service.settings.mlora_compat:
+        app.include_router(mlora.router)
+        app.add_exception_handler(mlora.Refused, mlora.answer_refused)
+        uploads |= set(mlora.UPLOADS)
     for path, file in FILES.items():
         app.add_api_route(path, _sender(PAGE / file), include_in_schema=False)
-    app.add_middleware(Guard, names=names)
+    app.add_middleware(Guard, names=names, uploads=uploads)
     return app
 
 
@@ -59,10 +64,14 @@ def _sender(file: Path) -> Callable[[], Awaitable[FileResponse]]:
 
 
 class Guard:
-    """Refuses foreign hosts, large and deeply nested bodies before a route sees them; adds security headers."""
+    """Refuses foreign hosts, large and deeply nested bodies before a route sees them; adds security headers.
 
-    def __init__(self, app: ASGIApp, names: Sequence[str]):
-        self._app, self._names = app, tuple(names)
+    Args:
+        uploads: paths whose routes limit their bodies themselves.
+    """
+
+    def __init__(self, app: ASGIApp, names: Sequence[str], uploads: Collection[str]):
+        self._app, self._names, self._uploads = app, tuple(names), frozenset(uploads)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -74,7 +83,7 @@ class Guard:
             what, fix = "this host name is not answered.", "lorafusion serve --host-name NAME, or use localhost"
             await _refuse(421, "api.host", what, fix)(scope, receive, send)
             return
-        is_upload = scope["path"].rstrip("/") == "/v1/datasets"
+        is_upload = scope["path"].rstrip("/") in self._uploads
         if not is_upload and scope["method"] in ("POST", "PUT", "PATCH", "DELETE"):
             body = await _read(receive, headers.get(b"content-length", b""))
             if body is None:

@@ -57,7 +57,7 @@ async def upload(
         sha, size = await _receive(request, draft / f"data.{ending}", most)
         if not size:
             raise ApiError(422, "data.empty-file", "the body is empty.", fix="send the bytes of the file as the body")
-        return await run_in_threadpool(_keep, service, owner, draft, name, sha, size)
+        return await run_in_threadpool(keep, service, owner, draft, name, sha, size)
     except OSError as problem:
         raise ApiError(507, "store.no-space", "the file could not be stored.", why=problem.strerror or "") from None
     finally:
@@ -144,7 +144,7 @@ async def _receive(request: Request, file: Path, most: int) -> tuple[str, int]:
     return sha.hexdigest(), size
 
 
-def _keep(service: Service, owner: Owner, draft: Path, name: str, sha: str, size: int) -> Response:
+def keep(service: Service, owner: Owner, draft: Path, name: str, sha: str, size: int) -> Response:
     """Reads an uploaded file in a child process; keeps it if it has rows.
 
     The id is the digest of owner and content, so nobody learns what others have uploaded.

@@ -45,7 +45,7 @@ def submit(
 ) -> Response:
     """Submits a job: 201 with the job, or 422 with every problem. Data and memory are checked next."""
     values = spec.model_dump(mode="json")
-    if problems := _problems(service, owner, spec):
+    if problems := find_problems(service, owner, spec):
         return problems_answer(problems)
     if dry_run:
         found = service.controller.run_check({"id": "dry-run", "spec": values, "base": spec.base})
@@ -191,7 +191,7 @@ def show(job: Job) -> dict[str, Any]:
     return _finite(shown | {"waited_s": waited})
 
 
-def _problems(service: Service, owner: Owner, spec: JobSpec) -> list[dict[str, str]]:
+def find_problems(service: Service, owner: Owner, spec: JobSpec) -> list[dict[str, str]]:
     """Everything that is wrong with a job before its data is read."""
     problems: list[dict[str, str]] = []
     if spec.base not in service.settings.bases:

@@ -47,6 +47,9 @@ def command(
         bool,
         typer.Option("--reproducible", help="an adapter does not depend on other jobs by a single bit; less dense"),
     ] = False,
+    mlora_compat: Annotated[
+        bool, typer.Option("--mlora-compat", help="also serve mLoRA's 17 routes, to this machine and without keys")
+    ] = False,
     save_s: Annotated[float, typer.Option(min=0.1, help="seconds between two saves of all jobs")] = 60.0,
     lease_s: Annotated[float, typer.Option(min=0.5, help="seconds without a sign after which a worker is lost")] = 30.0,
     demo: Annotated[bool, typer.Option("--demo", help="a tiny base and three jobs of two users, on the CPU")] = False,
@@ -72,6 +75,7 @@ def command(
         memory_gib=memory_gib,
         policy=read_policy(policy, several=gpus > 1 or len(base or []) > 1),
         reproducible=reproducible,
+        mlora_compat=mlora_compat,
         save_s=save_s,
         lease_s=lease_s,
         base=sections["base"],

@@ -27,7 +27,7 @@ class Child:
         self._process: subprocess.Popen[str] | None = None
         self._served = 0
 
-    def ask(self, what: Literal["check", "count", "preview"], request: dict[str, Any]) -> dict[str, Any]:
+    def ask(self, what: Literal["check", "count", "preview", "render"], request: dict[str, Any]) -> dict[str, Any]:
         """Returns the answer; a child that fails is a problem of the request."""
         with self._lock:
             try:

@@ -10,6 +10,7 @@ from typing import Any
 
 from lorafusion_serve.control.check import check
 from lorafusion_serve.control.inspect import count, preview
+from lorafusion_serve.control.render import render_rows
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
@@ -19,6 +20,8 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
             return check(request["values"], request["places"])
         case "preview":
             return preview(request["values"], request["row"])
+        case "render":
+            return render_rows(request)
         case _:
             return count(Path(request["file"]))
 

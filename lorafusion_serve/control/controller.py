@@ -277,7 +277,8 @@ class Controller:
             group = wanted.group.get(job["id"], "")
             if job["state"] != "queued" or group not in layouts or group in drained:
                 continue
-            if wanted.sessions.get(group) != self._sessions[group].plan:
+            plan = self._sessions[group].plan
+            if wanted.sessions.get(group) != plan or plan.base != job["base"]:
                 continue  # it ends
             place = layouts[group].find(kind_of(job), job["rank"], taken.get(group, set()))
             if place is None:

@@ -146,6 +146,13 @@ events = Table(
     Column("at", Float, nullable=False),
     Column("data", JSON, nullable=False),
 )
+mlora = Table(  # what clients of mLoRA named, if its routes are mounted
+    "mlora",
+    meta,
+    Column("kind", String, primary_key=True),  # data, prompt, dataset, adapter or task
+    Column("name", String, primary_key=True),
+    Column("value", JSON, nullable=False),
+)
 idempotency = Table(
     "idempotency",
     meta,

@@ -38,10 +38,9 @@ class Running:
 def start_service() -> Iterator[Callable[[Path, Path], Running]]:
     ends: list[Callable[[], None]] = []
 
-    def start(home: Path, base: Path, *, owners: tuple[str, ...] = ("ana", "ben")) -> Running:
-        settings = Settings(
-            home=home, bases={"tiny": base}, places={4: 2, 8: 1}, batch={"capacity_tokens": 128, "tile_tokens": 16}
-        )
+    def start(home: Path, base: Path, *, owners: tuple[str, ...] = ("ana", "ben"), **more) -> Running:
+        batch = {"capacity_tokens": 128, "tile_tokens": 16}
+        settings = Settings(home=home, bases={"tiny": base}, places={4: 2, 8: 1}, batch=batch, **more)
         db = open_database(settings)
         with db.write() as connection:
             keys = {owner: add_key(connection, owner, USER)[1] for owner in owners}

@@ -1,0 +1,436 @@
+"""mLoRA's routes over the service, so that programs written for its server run against this one.
+
+It has no users and answers every request with status 200 and a message. A prompt is a Jinja template with a row of the
+data as `data_point`; it is rendered in the child process, in the sandbox of chat templates.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import shutil
+from collections.abc import Callable
+from email.parser import BytesParser
+from email.policy import HTTP
+from pathlib import Path
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Request
+from fastapi.responses import JSONResponse
+from sqlalchemy import Connection, select
+from starlette.concurrency import run_in_threadpool
+
+from lorafusion_jax.checkpoint.digests import digest_of
+from lorafusion_serve.api.access import JobsWrite, Service, ServiceOf
+from lorafusion_serve.api.datasets import keep
+from lorafusion_serve.api.jobs import find_problems
+from lorafusion_serve.control.spec import JobSpec
+from lorafusion_serve.store import tables as t
+from lorafusion_serve.store.keys import Owner
+
+router = APIRouter(tags=["mlora"])
+UPLOADS = ("/data", "/prompt")
+MOST_BYTES = 256 << 20  # of an uploaded file, which is read into memory
+OBJECTIVES = {"train": "sft", "dpo": "dpo", "cpo": "cpo"}
+PROMPTS = {"train": "instruction", "dpo": "preference", "cpo": "preference"}
+KINDS = {"lora": "lora", "loraplus": "lora", "vera": "vera", "dora": "dora"}
+STATES = {
+    "done": "DONE",
+    "draining": "TERMINATING",
+    "failed": "FAILED",
+    "rejected": "FAILED",
+    "cancelled": "TERMINATED",
+}
+Name = Annotated[str, Query(max_length=100)]
+Message = dict[str, str]
+
+
+class Refused(Exception):
+    """A request that is answered with a message."""
+
+
+def _say(text: str) -> Message:
+    return {"message": text}
+
+
+@router.get("/data")
+def list_data(service: ServiceOf, owner: JobsWrite) -> list[dict[str, str]]:
+    """Uploaded files."""
+    del owner
+    return _files(service, "data")
+
+
+@router.get("/prompt")
+def list_prompts(service: ServiceOf, owner: JobsWrite) -> list[dict[str, str]]:
+    """Uploaded templates."""
+    del owner
+    return _files(service, "prompt")
+
+
+@router.post("/data")
+async def add_data(name: Name, request: Request, service: ServiceOf, owner: JobsWrite) -> Message:
+    """Uploads rows as the file `data_file` of a form: JSON, or YAML."""
+    del owner
+    return await _upload(service, request, "data", name)
+
+
+@router.post("/prompt")
+async def add_prompt(name: Name, request: Request, service: ServiceOf, owner: JobsWrite) -> Message:
+    """Uploads a template as the file `data_file` of a form: YAML with the key `template`."""
+    del owner
+    return await _upload(service, request, "prompt", name)
+
+
+@router.delete("/data")
+def delete_data(name: Name, service: ServiceOf, owner: JobsWrite) -> Message:
+    """Forgets a file."""
+    del owner
+    return _delete_file(service, "data", name)
+
+
+@router.delete("/prompt")
+def delete_prompt(name: Name, service: ServiceOf, owner: JobsWrite) -> Message:
+    """Forgets a template."""
+    del owner
+    return _delete_file(service, "prompt", name)
+
+
+@router.get("/dataset")
+def list_datasets(service: ServiceOf, owner: JobsWrite) -> list[str]:
+    """Pairs of a file and a template, each as JSON."""
+    del owner
+    return [json.dumps(value) for value in _entries(service, "dataset")]
+
+
+@router.post("/dataset")
+async def add_dataset(request: Request, service: ServiceOf, owner: JobsWrite) -> Message:
+    """Joins a file and a template."""
+    del owner
+    given = await _json(request, "name", "data_name", "prompt_name", "prompt_type", "preprocess")
+
+    def add(connection: Connection) -> Message:
+        files = {kind: _read(connection, kind, given[f"{kind}_name"]) for kind in ("data", "prompt")}
+        if given["prompt_type"] not in PROMPTS.values():
+            raise Refused(
+                f"prompt_type {given['prompt_type']} is not served: {', '.join(sorted(set(PROMPTS.values())))}"
+            )
+        paths = {kind: value["file"] for kind, value in files.items() if value is not None}
+        if len(paths) < 2:
+            raise Refused("error parameters")
+        _add(connection, "dataset", given["name"], given | paths, "dataset already exist")
+        return _say("success")
+
+    return await run_in_threadpool(_change, service, add)
+
+
+@router.delete("/dataset")
+def delete_dataset(name: Name, service: ServiceOf, owner: JobsWrite) -> Message:
+    """Forgets a pair."""
+    del owner
+    return _change(service, lambda connection: _delete(connection, "dataset", name, "the dataset not exist"))
+
+
+@router.get("/showcase")
+def show_first_row(name: Name, service: ServiceOf, owner: JobsWrite) -> dict[str, Any]:
+    """The first row of a data set, rendered."""
+    del owner
+    with service.db.read() as connection:
+        dataset = _read(connection, "dataset", name)
+    if dataset is None:
+        return _say("the dataset not exist")
+    answer = service.controller.child.ask("render", _rendering(service, dataset) | {"most": 1, "to": None})
+    problems = answer["problems"]
+    return (
+        _say(problems[0]["what"])
+        if problems
+        else {"example": [text for row in answer["rows"] for text in row.values()]}
+    )
+
+
+@router.get("/adapter")
+def list_adapters(service: ServiceOf, owner: JobsWrite) -> list[str]:
+    """Settings of adapters with the states of their tasks, each as JSON."""
+    del owner
+    states = {task["adapter"]: task for task in _tasks(service)}
+    return [
+        json.dumps(adapter | {"state": task["state"] if task else "UNK", "task": task["name"] if task else "NO"})
+        for adapter in _entries(service, "adapter")
+        for task in [states.get(adapter["name"])]
+    ]
+
+
+@router.post("/adapter")
+async def add_adapter(request: Request, service: ServiceOf, owner: JobsWrite) -> Message:
+    """Adds the settings of an adapter."""
+    del owner
+    given = await _json(request, "name", "type", "r", "alpha", "target_modules", "optimizer", "lr")
+
+    def add(connection: Connection) -> Message:
+        if given["type"] not in KINDS:
+            raise Refused(f"adapter type {given['type']} is not served: {', '.join(KINDS)}")
+        _add(connection, "adapter", given["name"], given | {"path": secrets.token_hex(4)}, "already exist")
+        return _say("success")
+
+    return await run_in_threadpool(_change, service, add)
+
+
+@router.delete("/adapter")
+def delete_adapter(name: Name, service: ServiceOf, owner: JobsWrite) -> Message:
+    """Forgets the settings of an adapter that nothing trains."""
+    del owner
+    if any(task["adapter"] == name and task["state"] != "DONE" for task in _tasks(service)):
+        return _say("adapter with a task, cannot be delete.")
+    return _change(service, lambda connection: _delete(connection, "adapter", name, "the adapter not exist"))
+
+
+@router.get("/task")
+def list_tasks(service: ServiceOf, owner: JobsWrite) -> list[str]:
+    """Tasks with their states: UNK, a percentage, DONE, FAILED, TERMINATING or TERMINATED; each as JSON."""
+    del owner
+    return [json.dumps(task) for task in _tasks(service)]
+
+
+@router.post("/task")
+async def add_task(request: Request, service: ServiceOf, owner: JobsWrite) -> Message:
+    """Submits a job."""
+    given = await _json(request, "name", "type", "dataset", "adapter", "batch_size", "num_epochs", "cutoff_len")
+    return await run_in_threadpool(_submit, service, owner, given)
+
+
+@router.delete("/task")
+def end_task(name: Name, service: ServiceOf, owner: JobsWrite) -> Message:
+    """Cancels a task, or forgets one that is done."""
+
+    def end(connection: Connection) -> Message:
+        task = _read(connection, "task", name)
+        if task is None:
+            raise Refused("the task not exist")
+        job = service.jobs.get(connection, task["job"])
+        if job["state"] in STATES and job["state"] != "draining":
+            _delete(connection, "task", name, "")
+            return _say("delete the done task.")
+        service.jobs.ask(connection, job["id"], "cancel", actor=owner.name)
+        return _say(f"to terminate the task {name}, wait.")
+
+    return _change(service, end)
+
+
+@router.get("/dispatcher")
+def show_dispatcher(service: ServiceOf, owner: JobsWrite) -> dict[str, Any]:
+    """What runs and what waits."""
+    del owner
+    tasks = _tasks(service)
+    running = [task["name"] for task in tasks if task["state"].endswith("%")]
+    return {"running": running, "ready": [task["name"] for task in tasks if task["state"] == "UNK"]}
+
+
+def _submit(service: Service, owner: Owner, given: dict[str, Any]) -> Message:
+    with service.db.read() as connection:
+        dataset, adapter = (
+            _read(connection, "dataset", given["dataset"]),
+            _read(connection, "adapter", given["adapter"]),
+        )
+        known, reference = _read(connection, "task", given["name"]), given.get("reference", "base")
+        other = None if reference == "base" else _finished(service, connection, reference)
+    if known is not None:
+        return _say("already exist")
+    if dataset is None or adapter is None:
+        return _say(f"can not found the {'dataset' if dataset is None else 'adapter'}")
+    if reference != "base" and other is None:
+        return _say("can not found the reference adapter")
+    if PROMPTS.get(given["type"]) != dataset["prompt_type"]:
+        return _say(f"a task of type {given['type']} with prompts of type {dataset['prompt_type']} is not served")
+    try:
+        train = _render(service, owner, dataset)
+        spec = JobSpec.model_validate(_spec(service, given, adapter, train, other))
+    except (ValueError, TypeError, KeyError, ZeroDivisionError) as problem:  # pydantic's is a ValueError
+        return _say(f"invalid: {problem}")
+    if problems := find_problems(service, owner, spec):
+        return _say("; ".join(problem["what"] for problem in problems))
+
+    def submit(connection: Connection) -> Message:
+        job = service.jobs.submit(connection, owner.name, spec.model_dump(mode="json"))
+        _add(connection, "task", given["name"], given | {"job": job["id"]}, "already exist")
+        return _say("success")
+
+    return _change(service, submit)
+
+
+def _spec(
+    service: Service, given: dict[str, Any], adapter: dict[str, Any], train: str, reference: str | None
+) -> dict[str, Any]:
+    """Returns the job of a task."""
+    modules = adapter["target_modules"]
+    optim = {"name": adapter["optimizer"], "lr": float(adapter["lr"]), "schedule": "constant", "warmup": 0}
+    if adapter.get("lrscheduler") == "cosine":
+        optim |= {"schedule": "cosine", "min_lr_ratio": float(adapter.get("eta_min", 0.0)) / float(adapter["lr"])}
+    if adapter["optimizer"] == "sgd":
+        optim |= {"momentum": float(adapter.get("momentum", 0.0))}
+    if adapter["type"] == "loraplus":
+        optim |= {"lr_ratio": float(adapter["lr_ratio"])}
+    kind = KINDS[adapter["type"]]
+    lora = {"kind": kind, "rank": int(adapter["r"]), "alpha": float(adapter["alpha"])}
+    lora |= {"targets": [name for name, is_target in modules.items() if is_target]}
+    lora |= {} if kind == "dora" else {"dropout": float(adapter.get("dropout", 0.0))}
+    objective: dict[str, Any] = {"name": OBJECTIVES[given["type"]]}
+    if given["type"] != "train":
+        objective |= {"beta": float(given["beta"]), "label_smoothing": float(given.get("label_smoothing", 0.0))}
+        objective |= {"loss": given["loss_type"]} if "loss_type" in given else {}
+    if given["type"] == "dpo":
+        objective |= {"reference": reference or "base"}
+    return {
+        "name": "".join(c if c.isalnum() else "-" for c in given["name"].lower())[:60].strip("-") or "task",
+        "base": next(iter(service.settings.bases)),
+        "data": {"train": train, "max_length": int(given["cutoff_len"])}
+        | ({"loss": "all"} if given["type"] == "train" else {}),
+        "lora": lora,
+        "optim": optim,
+        "objective": objective,
+        "batch": {"global_samples": int(given["batch_size"])},
+        "epochs": int(given["num_epochs"]),
+    }
+
+
+def _render(service: Service, owner: Owner, dataset: dict[str, Any]) -> str:
+    """Renders all rows of a data set and keeps them. Returns the id of the result."""
+    service.settings.datasets.mkdir(parents=True, exist_ok=True)
+    draft = service.settings.datasets / f".upload-{secrets.token_hex(8)}"
+    file = draft / "data.jsonl"
+    try:
+        draft.mkdir()
+        answer = service.controller.child.ask("render", _rendering(service, dataset) | {"most": None, "to": str(file)})
+        if answer["problems"]:
+            raise Refused(answer["problems"][0]["what"])
+        kept = keep(service, owner, draft, "rendered.jsonl", digest_of(file), file.stat().st_size)
+        row = json.loads(bytes(kept.body))
+        if "id" not in row:
+            raise Refused(row["error"]["what"] if "error" in row else "the rows cannot be used")
+        return row["id"]
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _rendering(service: Service, dataset: dict[str, Any]) -> dict[str, Any]:
+    folder = _folder(service)
+    return {
+        "file": str(folder / dataset["data"]),
+        "prompt": str(folder / dataset["prompt"]),
+        "type": dataset["prompt_type"],
+    }
+
+
+def _tasks(service: Service) -> list[dict[str, Any]]:
+    with service.db.read() as connection:
+        found = [(task, service.jobs.get(connection, task["job"])) for task in _entries(service, "task")]
+    return [{key: value for key, value in task.items() if key != "job"} | {"state": _state(job)} for task, job in found]
+
+
+def _state(job: dict[str, Any]) -> str:
+    if job["state"] in STATES:
+        return STATES[job["state"]]
+    return f"{100 * job['step'] / job['steps']:g}%" if job["state"] == "running" and job["steps"] else "UNK"
+
+
+def _finished(service: Service, connection: Connection, adapter: str) -> str | None:
+    """Id of the adapter that a done task has trained under this name."""
+    for task in _entries(service, "task"):
+        if task["adapter"] == adapter:
+            return connection.scalar(select(t.artifacts.c.id).where(t.artifacts.c.job == task["job"]))
+    return None
+
+
+async def _json(request: Request, *needed: str) -> dict[str, Any]:
+    """Reads a JSON object with these keys.
+
+    Raises:
+        Refused: a key is missing.
+    """
+    try:
+        given = json.loads(await request.body())
+    except ValueError:
+        given = None
+    missing = [key for key in needed if not isinstance(given, dict) or key not in given]
+    if missing or not isinstance(given, dict):
+        raise Refused(f"error parameters: {', '.join(missing)}")
+    if not isinstance(given["name"], str) or not given["name"]:
+        raise Refused("error parameters: name")
+    return given
+
+
+async def _upload(service: Service, request: Request, kind: str, name: str) -> Message:
+    length = request.headers.get("content-length", "")
+    if not length.isdigit() or int(length) > MOST_BYTES:
+        return _say("the file is too large")
+    head = b"Content-Type: " + request.headers.get("content-type", "").encode("latin-1") + b"\r\n\r\n"
+    form = BytesParser(policy=HTTP).parsebytes(head + await request.body())
+    parts = [part for part in form.iter_parts() if part.get_filename()] if form.is_multipart() else []
+    if len(parts) != 1:
+        return _say("error file name")
+    ending = (parts[0].get_filename() or "").rpartition(".")[2]
+    if ending not in ("json", "yaml"):
+        return _say("unsupport file type")
+    file, content = f"{secrets.token_hex(8)}.{ending}", parts[0].get_payload(decode=True)
+
+    def add(connection: Connection) -> Message:
+        _add(connection, kind, name, {"file": file}, "file already exist")
+        folder = _folder(service)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / file).write_bytes(content if isinstance(content, bytes) else b"")
+        return _say("success")
+
+    return await run_in_threadpool(_change, service, add)
+
+
+def _folder(service: Service) -> Path:
+    return service.settings.home / "mlora"
+
+
+def _files(service: Service, kind: str) -> list[dict[str, str]]:
+    with service.db.read() as connection:
+        rows = connection.execute(select(t.mlora).where(t.mlora.c.kind == kind).order_by(t.mlora.c.name)).mappings()
+        return [{"name": row["name"], "file": row["value"]["file"]} for row in rows]
+
+
+def _delete_file(service: Service, kind: str, name: str) -> Message:
+    with service.db.read() as connection:
+        value = _read(connection, kind, name)
+    answer = _change(service, lambda connection: _delete(connection, kind, name, "file not exist", "delete success"))
+    if value is not None:
+        (_folder(service) / value["file"]).unlink(missing_ok=True)
+    return answer
+
+
+def _entries(service: Service, kind: str) -> list[dict[str, Any]]:
+    with service.db.read() as connection:
+        query = select(t.mlora.c.value).where(t.mlora.c.kind == kind).order_by(t.mlora.c.name)
+        return list(connection.execute(query).scalars())
+
+
+def _read(connection: Connection, kind: str, name: Any) -> dict[str, Any] | None:
+    query = select(t.mlora.c.value).where(t.mlora.c.kind == kind, t.mlora.c.name == str(name))
+    return connection.scalar(query)
+
+
+def _add(connection: Connection, kind: str, name: str, value: dict[str, Any], known: str) -> None:
+    if _read(connection, kind, name) is not None:
+        raise Refused(known)
+    connection.execute(t.mlora.insert().values(kind=kind, name=name, value=value))
+
+
+def _delete(connection: Connection, kind: str, name: str, absent: str, done: str = "") -> Message:
+    if _read(connection, kind, name) is None:
+        raise Refused(absent)
+    connection.execute(t.mlora.delete().where(t.mlora.c.kind == kind, t.mlora.c.name == name))
+    return _say(done or f"delete the {kind}")
+
+
+def _change(service: Service, act: Callable[[Connection], Message]) -> Message:
+    """Acts in one transaction; what is refused changes nothing."""
+    with service.db.write() as connection:
+        return act(connection)
+
+
+async def answer_refused(request: Request, problem: Exception) -> JSONResponse:
+    """Answers what is refused, as mLoRA does."""
+    del request
+    return JSONResponse(_say(str(problem)))
