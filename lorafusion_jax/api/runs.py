@@ -51,6 +51,14 @@ class Run(Shown):
         return self.numbers["adapters"]
 
     @property
+    def best(self) -> str | None:
+        """The adapter with the lowest held-out loss among those with the same held-out data; None without such.
+
+        With several groups of such adapters it is the first group's; `numbers["best"]` has all.
+        """
+        return next(iter(self.numbers["best"]), None)
+
+    @property
     def losses(self) -> dict[str, Curve]:
         """Training and held-out losses of each adapter."""
         series: dict[str, dict[str, list]] = {

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from rich.console import Group
+from rich.markup import escape
+from rich.table import Table
 from rich.text import Text
 
-from lorafusion_jax.checkpoint.folder import RunFolder
+from lorafusion_jax.checkpoint.begun_folder import read_start
+from lorafusion_jax.checkpoint.folder import PLAN, RunFolder
 from lorafusion_jax.checkpoint.run_lock import held_by
+from lorafusion_jax.errors import CheckpointError, LoraFusionError
 from lorafusion_jax.log_file import read_rows
 from lorafusion_jax.report.console import plain_table
 from lorafusion_jax.report.format import count, duration, exact, layout, omissions, waits
+from lorafusion_jax.report.ranking import Ranking, best_lines, rank
 from lorafusion_jax.report.summary import got_worse, newest_rates, read_summary
 
 ENDS = ("adapter-done", "adapter-failed", "adapter-changed")
@@ -23,8 +29,11 @@ STATES = {"finished": "green", "interrupted": "yellow", "stopped": "red"}
 def run_numbers(run: Path) -> dict:
     """The content of the status screen, from the files of a run folder."""
     folder = RunFolder(run)
-    plan = folder.read_outline()
     holder = held_by(run)  # read before the events: a process writes its last event before it releases the folder
+    start = read_start(run)
+    if start is not None and not folder.plan_file.exists():
+        return _starting_numbers(run, holder, start)
+    plan = folder.read_outline()
     events, metrics = read_rows(run / "events.jsonl"), read_summary(run)
     ends = {event.get("adapter"): event for event in events if event["kind"] in ENDS}
     last = metrics.slots[-1] if metrics.slots else {}
@@ -41,6 +50,7 @@ def run_numbers(run: Path) -> dict:
             "eta_s": (last.get("adapter_eta_s") or {}).get(job.name),
             "reason": (ended or {}).get("reason", ""),
         }
+    ranking = _ranking(folder, adapters)
     began = next((event for event in reversed(events) if event["kind"] == "started"), {})
     changes = [event for event in events if event["kind"] in ("started", *STATES)]
     state, reason = _state(changes, holder)
@@ -62,9 +72,89 @@ def run_numbers(run: Path) -> dict:
         "remat": began.get("remat", ""),
         **_parameters(began),
         "peak_bytes": changes[-1].get("peak_bytes") if changes else None,
-        "adapters": adapters,
+        "adapters": {name: adapters[name] for name in ranking.order},
         "throughput": newest_rates(metrics, events),
+        "best": list(ranking.best),
+        "compared": [list(group) for group in ranking.groups],
+        **_phase(holder, start),
     }
+
+
+def _ranking(folder: RunFolder, adapters: dict[str, dict]) -> Ranking:
+    with suppress(CheckpointError):  # a damaged record ranks nothing
+        data = {name: digest for name, digest in folder.read_record().get("eval", {}).items() if digest}
+        status = {name: row["status"] for name, row in adapters.items()}
+        return rank(status, {name: row["held_out_after"] for name, row in adapters.items()}, data)
+    return Ranking(order=tuple(adapters), groups=())
+
+
+def _phase(holder: dict, start: dict | None) -> dict:
+    """What a run that starts or resumes is doing, and for how long; None once it trains, or if its process is gone."""
+    if start is None or holder["alive"] is False:
+        return {"phase": None, "phase_s": None}
+    return {"phase": start["phase"], "phase_s": round(max(time.time() - start["phase_began"], 0.0), 1)}
+
+
+def _starting_numbers(run: Path, holder: dict, start: dict) -> dict:
+    """`run_numbers` of a run that has no plan yet."""
+    ended = holder["alive"] is False
+    reason = f"its start was cut: process {holder.get('process')} has ended" if ended else ""
+    numbers = dict.fromkeys(("plan", "eta_s", "device", "mesh", "layers", "remat", "peak_bytes", "throughput"))
+    return {
+        "run": str(run),
+        "state": "stopped" if ended else "starting",
+        "alive": holder["alive"],
+        **numbers,
+        "slot": 0,
+        "slots": 0,
+        "last_news_s": round(max(time.time() - start["phase_began"], 0.0), 1),
+        "reason": reason,
+        **_parameters({}),
+        "adapters": {},
+        "best": [],
+        "compared": [],
+        **_phase(holder, start),
+    }
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder holds a run, or one that starts."""
+    return (folder / PLAN).is_file() or read_start(folder) is not None
+
+
+def runs_in(folder: Path) -> list[dict]:
+    """`run_numbers` of every run in a folder. A run that cannot be read has only "run", "state" and "reason"."""
+    runs = []
+    for run in sorted(path for path in folder.iterdir() if path.is_dir() and is_run(path)):
+        try:
+            runs.append(run_numbers(run))
+        except LoraFusionError as problem:
+            runs.append({"run": str(run), "state": "damaged", "reason": problem.what})
+    return runs
+
+
+def runs_screen(runs: list[dict]) -> Table:
+    """Returns the table of `runs_in`."""
+    table = plain_table(("run", "state"), ("done", "adapters", "eta", "last news"))
+    table.add_column("best", no_wrap=True)
+    for run in runs:
+        state = f"[{STATES.get(run['state'], 'bold')}]{run['state']}[/]"
+        if "adapters" not in run:
+            table.add_row(Path(run["run"]).name, state, *["–"] * 4, escape(run["reason"]))
+            continue
+        done = f"{run['slot'] / run['slots']:.0%}" if run["slots"] else "–"
+        trains = run["state"] == "running" and run["phase"] is None and run["eta_s"] is not None
+        best = ", ".join(f"{name} {run['adapters'][name]['held_out_after']:.4f}" for name in run["best"])
+        table.add_row(
+            Path(run["run"]).name,
+            state,
+            done,
+            str(len(run["adapters"])) if run["adapters"] else "–",
+            duration(run["eta_s"]) if trains else "–",
+            f"{duration(run['last_news_s'])} ago",
+            best or escape(run["phase"] or run["reason"]),
+        )
+    return table
 
 
 def _parameters(began: dict) -> dict:
@@ -98,23 +188,29 @@ def _state(changes: list[dict], holder: dict) -> tuple[str, str]:
 
 def status_screen(numbers: dict) -> Group:
     """Returns the screen of `run_numbers`."""
-    head = Text(
-        f"{numbers['run']}  plan {numbers['plan'][:12]}  {exact(numbers['slot'])}/{exact(numbers['slots'])} mb  ",
-        style="bold",
-    )
+    head = Text(f"{numbers['run']}  ", style="bold")
+    if numbers["plan"]:
+        head.append(f"plan {numbers['plan'][:12]}  {exact(numbers['slot'])}/{exact(numbers['slots'])} mb  ")
     head.append(numbers["state"], style=STATES.get(numbers["state"], "bold"))
     head.append(f"  {numbers['reason']}" if numbers["reason"] else "", style="red")
-    if numbers["state"] == "running":
+    starting = numbers["phase"] is not None
+    if starting:  # rates and estimates are those of an earlier session
+        head.append(f"  {numbers['phase']} … {duration(numbers['phase_s'])}", style="not bold")
+        numbers = numbers | {"throughput": None, "eta_s": None}
+    elif numbers["state"] == "running":
         unknown = omissions((numbers["throughput"] or {}).get("eta_leaves_out"))
         head.append(f"  eta {duration(numbers['eta_s'])}{unknown}" if numbers["eta_s"] is not None else "")
         head.append(f"  last update {duration(numbers['last_news_s'])} ago", style="not bold")
     table = plain_table(("adapter", "status"), ("steps", "loss", "held-out before", "after", "eta"))
     notes = []
+    if not numbers["adapters"]:
+        return Group(head)
     for name, row in numbers["adapters"].items():
         losses = [
             "–" if row[key] is None else f"{row[key]:.4f}" for key in ("loss", "held_out_before", "held_out_after")
         ]
-        eta = f"{duration(row['eta_s'])}" if row["status"] == "running" and row["eta_s"] is not None else "–"
+        known = row["status"] == "running" and row["eta_s"] is not None and not starting
+        eta = f"{duration(row['eta_s'])}" if known else "–"
         colour = COLOURS.get(row["status"])
         status = f"[{colour}]{row['status']}[/]" if colour else row["status"]
         table.add_row(name, status, f"{exact(row['step'])}/{exact(row['steps'])}", *losses, eta)
@@ -133,7 +229,9 @@ def status_screen(numbers: dict) -> Group:
         if speed
         else []
     )
-    return Group(head, *_devices(numbers), table, *notes, *rates)
+    held_out = {name: row["held_out_after"] for name, row in numbers["adapters"].items()}
+    best = [Text(line, style="bold") for line in best_lines(numbers["compared"], held_out)]
+    return Group(head, *_devices(numbers), table, *best, *notes, *rates)
 
 
 def _devices(numbers: dict) -> list[Text]:

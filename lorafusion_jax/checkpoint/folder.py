@@ -3,6 +3,7 @@
 config.yaml  plan.json  run.json       current configuration, plan, versions and digests
 metrics.jsonl  events.jsonl            metrics and state changes
 run.lock                               the process that trains the run
+start.json                             phase of a start, until training begins
 state/<slot>/                          checkpoints
 adapters/<name>/step-000250/           PEFT folders; `latest` links to the newest
 control/                               pending requests

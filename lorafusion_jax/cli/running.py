@@ -24,6 +24,7 @@ from lorafusion_jax.readable import PLAN, read_text
 from lorafusion_jax.report.console import errors_to, plain_table, say
 from lorafusion_jax.report.events import Listener
 from lorafusion_jax.report.format import duration, exact
+from lorafusion_jax.report.ranking import adapter_to_export, best_lines, rank
 from lorafusion_jax.report.summary import final_rows, got_worse
 from lorafusion_jax.signals import INTERRUPTED
 from lorafusion_jax.training import Interrupted, RunFolder, RunResult
@@ -70,10 +71,14 @@ def follow(console: Console, folder: Path, config: JobConfig, work: Callable[[Se
 
 def show_result(console: Console, result: RunResult) -> None:
     """Prints the table of finished adapters and the next command."""
-    table = plain_table(("adapter", "status"), ("steps", "train loss", "held-out loss", "after"))
+    table = plain_table(("adapter", "status"), ("steps", "train loss", "held-out before", "after"))
     rows = final_rows(result.folder)
-    for name, adapter in result.adapters.items():
-        row = rows.get(name, {})
+    status = {name: adapter.status for name, adapter in result.adapters.items()}
+    held_out = {name: rows.get(name, {}).get("after") for name in status}
+    digests = RunFolder(result.folder).read_record()["eval"]
+    ranking = rank(status, held_out, {name: digest for name, digest in digests.items() if digest})
+    for name in ranking.order:
+        adapter, row = result.adapters[name], rows.get(name, {})
         table.add_row(
             name,
             f"[{COLOURS[adapter.status]}]{adapter.status}[/]",
@@ -84,6 +89,8 @@ def show_result(console: Console, result: RunResult) -> None:
         )
     console.print()
     console.print(table)
+    for line in best_lines(ranking.groups, held_out):
+        say(console, line, "bold")
     for name, adapter in result.adapters.items():
         if adapter.status == "failed":
             left = f"the folder holds step {adapter.step}" if adapter.step else "there is no folder"
@@ -97,7 +104,7 @@ def show_result(console: Console, result: RunResult) -> None:
     if comparison := _compare_with_prediction(result.folder):
         say(console, comparison)
     say(console, f"{ran}  ·  PEFT folders: {result.folder}/adapters/NAME/latest")
-    done = next((name for name, adapter in result.adapters.items() if adapter.step), None)
+    done = adapter_to_export(status, {name: adapter.step for name, adapter in result.adapters.items()}, ranking.best)
     next_command(
         console,
         f"lorafusion export {result.folder} {done} --to out/{done}" if done else f"lorafusion status {result.folder}",

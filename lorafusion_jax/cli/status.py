@@ -10,9 +10,10 @@ from typing import Annotated
 import typer
 from rich.live import Live
 
-from lorafusion_jax.api.status import run_numbers, status_screen
+from lorafusion_jax.api.status import is_run, run_numbers, runs_in, runs_screen, status_screen
 from lorafusion_jax.cli.common import Json, RunPath, next_command
 from lorafusion_jax.report.console import out
+from lorafusion_jax.report.ranking import adapter_to_export
 
 NAME = "status"
 SILENT_S = 120.0  # a run of another host that is silent for this long may have ended
@@ -23,10 +24,17 @@ def command(
     as_json: Json = False,
     watch: Annotated[bool, typer.Option("--watch", help="redraw every two seconds until the run ends")] = False,
 ) -> None:
-    """Shows the progress of every adapter of a run.
+    """Shows the progress of every adapter of a run, or a table of the runs in a folder.
+
+    Adapters with the same held-out data are ranked by their held-out loss.
 
     Example: lorafusion status runs/exp1 --watch
+
+    Example: lorafusion status runs
     """
+    if run.is_dir() and not is_run(run) and (runs := runs_in(run)):
+        print(json.dumps(runs)) if as_json else out().print(runs_screen(runs))
+        return
     numbers = run_numbers(run)
     if as_json:
         print(json.dumps(numbers))
@@ -34,7 +42,7 @@ def command(
     console = out()
     if watch:
         with Live(status_screen(numbers), console=console) as live:
-            while numbers["state"] == "running":
+            while numbers["state"] in ("running", "starting"):
                 time.sleep(2)
                 numbers = run_numbers(run)
                 live.update(status_screen(numbers))
@@ -47,7 +55,9 @@ def command(
 
 def _next(run: Path, numbers: dict) -> str:
     if numbers["state"] == "finished":
-        done = next((name for name, row in numbers["adapters"].items() if row["step"]), None)
+        status = {name: row["status"] for name, row in numbers["adapters"].items()}
+        steps = {name: row["step"] for name, row in numbers["adapters"].items()}
+        done = adapter_to_export(status, steps, numbers["best"])
         paused = next((name for name, row in numbers["adapters"].items() if row["status"] == "paused"), None)
         if paused:
             return f"lorafusion continue {run} {paused}   and then lorafusion resume {run}"
@@ -56,5 +66,8 @@ def _next(run: Path, numbers: dict) -> str:
             if done
             else f"lorafusion doctor   (no adapter of {run} took a step)"
         )
-    alive = numbers["state"] == "running" and (numbers["alive"] or numbers["last_news_s"] < SILENT_S)
+    if numbers["plan"] is None and numbers["state"] == "stopped":
+        return f"lorafusion train JOBS --out {run}"
+    waiting = numbers["state"] in ("running", "starting")
+    alive = waiting and (numbers["alive"] or numbers["last_news_s"] < SILENT_S)
     return f"lorafusion status {run} --watch" if alive else f"lorafusion resume {run}"

@@ -121,8 +121,12 @@ class Session:
         """
         reading = f"reading {count(self._reading.num_bytes)}B"
 
+        total = 0
+
         def report(left: Sequence[str]) -> None:
-            compiling = [f"compiling {', '.join(left)}"] if left else []
+            nonlocal total
+            total = max(total, len(left))
+            compiling = [f"compiling {total - len(left) + 1} of {total}: {', '.join(left)}"] if left else []
             running = [*compiling, *([] if self._reading.done else [reading])]
             if running:
                 on_progress("  ·  ".join(running))

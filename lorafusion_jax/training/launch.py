@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+from lorafusion_jax.checkpoint.begun_folder import StartFile
 from lorafusion_jax.checkpoint.folder import RunFolder
-from lorafusion_jax.checkpoint.run_lock import run_lock
 from lorafusion_jax.checkpoint.saved_states import FoundCheckpoint
 from lorafusion_jax.checkpoint.store import StateStore
 from lorafusion_jax.checkpoint.warm_start import read_warm_starts
@@ -25,7 +25,15 @@ from lorafusion_jax.pipeline.compiles import CompileCounter
 from lorafusion_jax.pipeline.processes import barrier, is_alone, is_first
 from lorafusion_jax.pipeline.reading import BASE
 from lorafusion_jax.pipeline.session import Session
-from lorafusion_jax.report.events import Listener, PhaseBegun, ProgramCompiled, RunEvent, RunMoved, StartedUp
+from lorafusion_jax.report.events import (
+    Listener,
+    PhaseBegun,
+    ProgramCompiled,
+    RunEvent,
+    RunMoved,
+    RunStarted,
+    StartedUp,
+)
 from lorafusion_jax.signals import stop_if_asked
 from lorafusion_jax.training.agreement import check_agreement
 from lorafusion_jax.training.changes import Change, recorded_changes
@@ -81,9 +89,6 @@ def launch(
             start_up = dataclasses.replace(start_up, events=(*start_up.events, *events))
         session.take_data(prepared)
         if is_first():  # after the model has loaded, so that a failed start changes nothing
-            if before is None:
-                folder.path.mkdir(parents=True, exist_ok=True)
-                resources.enter_context(run_lock(folder.path))
             record = store_references(folder.path, record, references, config)
             _write_folder(folder, config, record, plan, before, progress.slot, emit)
         barrier()
@@ -134,6 +139,18 @@ def _finish_loading(session: Session, rows: Sequence[Microbatch], began: float, 
 def local_listeners(listeners: Sequence[Listener], recorder: Callable[[], Listener]) -> list[Listener]:
     """Returns the listeners of this process: only the first process records and shows events."""
     return [recorder(), *listeners] if is_first() else []
+
+
+def record_phases(file: StartFile) -> Listener:
+    """Returns a listener that keeps the phases of a start in its file, until the run has started."""
+
+    def listen(event: RunEvent) -> None:
+        if isinstance(event, RunStarted):
+            file.remove()
+        elif isinstance(event, PhaseBegun):
+            file.record(event.text)
+
+    return listen
 
 
 def fan_out(listeners: Sequence[Listener]) -> Listener:

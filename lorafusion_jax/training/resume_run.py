@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from lorafusion_jax.checkpoint.base_files import base_digests, check_base
 from lorafusion_jax.checkpoint.base_model import base_directory
+from lorafusion_jax.checkpoint.begun_folder import start_file
 from lorafusion_jax.checkpoint.digests import Damage
 from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.checkpoint.requests import request_files
@@ -25,7 +27,7 @@ from lorafusion_jax.signals import stop_if_asked
 from lorafusion_jax.training.agreement import check_agreement, job_facts, run_facts
 from lorafusion_jax.training.changes import apply, recorded_changes, stopped_otherwise
 from lorafusion_jax.training.exclusive import exclusive_run, fail_together
-from lorafusion_jax.training.launch import fan_out, initial_adapters, launch, local_listeners
+from lorafusion_jax.training.launch import fan_out, initial_adapters, launch, local_listeners, record_phases
 from lorafusion_jax.training.outcome import RunResult
 from lorafusion_jax.training.relayout import apply_resume_overrides, check_drop, check_settings, plan_for_mesh
 from lorafusion_jax.training.state import Progress
@@ -61,7 +63,9 @@ def resume(
         ConfigError: a setting cannot change, or an adapter cannot be dropped.
     """
     folder = RunFolder(Path(out))
-    with exclusive_run(folder):
+    with exclusive_run(folder), ExitStack() as start:
+        if is_first():
+            listeners = (record_phases(start.enter_context(start_file(folder.path))), *listeners)
         return _continue_run(folder, overrides, drop, listeners, verify_base)
 
 

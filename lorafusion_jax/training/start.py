@@ -1,13 +1,15 @@
-"""Starts a run from a job: checks everything that can fail, then creates the run folder."""
+"""Starts a run from a job: claims its folder, checks everything that can fail, then creates the run in it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from lorafusion_jax.checkpoint.base_files import base_digests
 from lorafusion_jax.checkpoint.base_model import base_directory, pin_base
 from lorafusion_jax.checkpoint.base_weights import weight_problems
+from lorafusion_jax.checkpoint.begun_folder import begun_folder
 from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.checkpoint.new_run import must_be_writable, must_hold_no_run
 from lorafusion_jax.checkpoint.warm_start import read_warm_starts, warm_start_digests
@@ -24,7 +26,7 @@ from lorafusion_jax.report.recorder import Recorder
 from lorafusion_jax.signals import stop_if_asked
 from lorafusion_jax.training.agreement import check_agreement, job_facts
 from lorafusion_jax.training.exclusive import fail_together
-from lorafusion_jax.training.launch import fan_out, launch, local_listeners
+from lorafusion_jax.training.launch import fan_out, launch, local_listeners, record_phases
 from lorafusion_jax.training.outcome import RunResult
 from scheduling import Plan, PlanError, verify_plan
 
@@ -51,8 +53,26 @@ def train(
         Interrupted: stopped by a signal. The state is saved.
     """
     folder = RunFolder(Path(out))
-    _check_start(config, folder)
+    with fail_together():
+        must_hold_no_run(folder, config)
+        if is_first():
+            must_be_writable(folder.path)
+    with ExitStack() as start:
+        with fail_together():
+            if is_first():
+                listeners = (record_phases(start.enter_context(begun_folder(folder.path))), *listeners)
+        return _start(config, folder, plan, listeners, verify_base)
+
+
+def _start(
+    config: JobConfig, folder: RunFolder, plan: Plan | None, listeners: Sequence[Listener], verify_base: bool
+) -> RunResult:
+    """Starts a run whose folder is this process's own."""
     emit = fan_out(listeners if is_first() else ())
+    with fail_together():
+        check_mesh(config)
+        read_warm_starts(config)
+        raise_all(check_start_bases(config))
     with fail_together():  # a file may be missing on one host
         config = pin_base(config)
         prepared = prepare(config, progress=lambda text: emit(PhaseBegun(text=text)))
@@ -69,19 +89,8 @@ def train(
             _check_plan(plan, config, prepared)
         folder.must_be_new(plan)
         record = make_record(config, prepared, plan, base_files, warm_start_digests(config))
-    barrier()  # all processes have checked the folder before the first creates it
+    barrier()  # all processes have checked the folder before the first writes the run
     return launch(config, prepared, plan, folder, record, local_listeners(listeners, lambda: Recorder(folder.path)))
-
-
-def _check_start(config: JobConfig, folder: RunFolder) -> None:
-    """Checks all that can be checked before data is read."""
-    with fail_together():
-        must_hold_no_run(folder, config)
-        if is_first():
-            must_be_writable(folder.path)
-        check_mesh(config)
-        read_warm_starts(config)
-        raise_all(check_start_bases(config))
 
 
 def _check_plan(plan: Plan, config: JobConfig, prepared: Prepared) -> None:

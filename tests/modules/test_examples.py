@@ -36,6 +36,7 @@ import pytest
         "pipeline.failures",
         "planning.stages",
         "planning.rebalance",
+        "report.ranking",
         "report.summary",
         "report.trackers",
     ],

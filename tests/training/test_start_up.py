@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import threading
 
 import jax
 import pytest
 
+from lorafusion_jax.api.status import run_numbers
 from lorafusion_jax.config import load_config
 from lorafusion_jax.models import loading
 from lorafusion_jax.pipeline.compiles import CompileCounter
@@ -36,11 +38,12 @@ def numbers_of(run):
 
 def test_stages_compile_side_by_side_while_the_base_is_read(config, tmp_path, monkeypatch):
     """The last tensor arrives once both stages are compiling, and neither goes on before the other has begun."""
-    both, compiling, in_time = threading.Barrier(2), threading.Event(), []
+    both, compiling, in_time, seen = threading.Barrier(2), threading.Event(), [], []
     time_passes, read_tensor = Stage.time_passes, loading._read_tensor
 
     def together(stage, batch):
         both.wait(PATIENCE_S)
+        seen.append(run_numbers(tmp_path / "run"))
         compiling.set()
         return time_passes(stage, batch)
 
@@ -54,6 +57,11 @@ def test_stages_compile_side_by_side_while_the_base_is_read(config, tmp_path, mo
         patch.setattr(loading, "_read_tensor", late)
         train(config, tmp_path / "run")
     assert in_time == [True]
+    for numbers in seen:  # status while it compiles
+        assert (numbers["state"], numbers["alive"], numbers["slots"]) == ("starting", True, 0)
+        assert re.match(r"compiling [1-4] of 4: .*stage 1", numbers["phase"])
+    assert run_numbers(tmp_path / "run")["phase"] is None
+    assert not (tmp_path / "run" / "start.json").exists()
     (started,) = [row for row in read_rows(tmp_path / "run" / "events.jsonl") if row["kind"] == "started-up"]
     parts = started["parts"]
     assert set(parts) == {"base", *(f"{what}stage {stage}" for what in ("", "evaluation of ") for stage in (0, 1))}
