@@ -247,10 +247,9 @@ class Rates:
         return self._once(key, lambda: stage_bytes(job.shape, stages, recompute))
 
     def _adapters(self, members: Sequence[Job], stages: int) -> float:
-        """Trainable bytes of all members. Weights and gradients, half of the copies, are padded to the largest rank."""
-        widest, total = max(job.rank for job in members), 0.0
+        """Trainable bytes of all members, each at its own rank."""
+        total = 0.0
         for job in members:
             key = ("adapter", job.base_name, stages, job.rank, job.targets)
-            own = self._once(key, lambda job=job: trainable_bytes(job.shape, stages, job.rank, job.targets))
-            total += own * (1 + widest / job.rank) / 2
+            total += self._once(key, lambda job=job: trainable_bytes(job.shape, stages, job.rank, job.targets))
         return total

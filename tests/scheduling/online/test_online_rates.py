@@ -52,6 +52,13 @@ def test_the_slowdown_is_against_the_fair_share_of_the_groups_gpus():
         assert slowdown == pytest.approx(RATES.fair_steps_per_s(member, KIND, member.weight) / steps)
 
 
+def test_members_take_room_for_their_own_ranks():
+    low, high = job("low", rank=4), job("high", rank=64)
+    together = RATES._adapters([low, high], 2)
+    assert together == RATES._adapters([low], 2) + RATES._adapters([high], 2)
+    assert RATES._adapters([high], 2) == pytest.approx(16 * RATES._adapters([low], 2))
+
+
 def test_a_share_below_the_smallest_mesh_is_a_share_of_its_time():
     tall = job(base="llama-3.1-70b")
     smallest = next(gpus for gpus in (1, 2, 4, 8) if RATES.isolated_rate(tall, KIND, gpus))
