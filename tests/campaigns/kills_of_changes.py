@@ -33,7 +33,7 @@ class Changes:
         self.work, self.file, self.log = work, file, work / "log"
 
     def prepare(self) -> None:
-        self._must(lambda: bool(tiny_run.write_base(self.work / "base")))
+        self._must(lambda: bool(tiny_run.write_base(self.work / "base", num_layers=2)))
         write_jobs(self.work, self.work / "base")
         for done in (False, True):
             self._must(lambda done=done: stop_after_a_step(self.work, done=done).exists())

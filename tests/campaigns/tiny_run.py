@@ -35,15 +35,19 @@ def arguments_of_a_run(description: str | None, work: str) -> argparse.ArgumentP
     return parser
 
 
-def write_base(folder: Path) -> Path:
-    """A random model of one layer with the tokenizer of the examples; starts a device."""
+def write_base(folder: Path, **changes: Any) -> Path:
+    """A random model of one layer with the tokenizer of the examples; starts a device.
+
+    Args:
+        changes: to its shape.
+    """
     import jax.numpy as jnp
     from flax import nnx
 
     from lorafusion_jax.examples import examples_directory
     from lorafusion_jax.models import Decoder, ModelConfig, save_decoder
 
-    save_decoder(Decoder(ModelConfig(**SHAPE), dtype=jnp.float32, rngs=nnx.Rngs(0)), folder)
+    save_decoder(Decoder(ModelConfig(**SHAPE | changes), dtype=jnp.float32, rngs=nnx.Rngs(0)), folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(examples_directory() / "base" / name, folder / name)
     return folder

@@ -53,14 +53,14 @@ def make_config(tmp_path_factory, tiny_base):
 
     def make(mesh, optim=None, kind="none"):
         sections = {
-            "base": {"quantize": kind},
             "batch": {"capacity_tokens": 32, "tile_tokens": 16, "global_samples": 2},  # programs as in test_requests
             "data": {"max_length": 32},
             "optim": {"lr": 1e-3},
             "save": {"every_steps": 1 if mesh == TWO_BY_TWO else 2, "keep": 20},
         }
         config = load_config(small_jobs.write_job(folder, tiny_base, entries, mesh=mesh, **sections))
-        return with_optim(config, "bad", optim or {})
+        stored = config.base.model_copy(update={"quantize": kind})
+        return with_optim(config.model_copy(update={"base": stored}), "bad", optim or {})
 
     return make
 
