@@ -40,7 +40,7 @@ test-loaded: .venv/.ready
 
 # Published Flax models and qwix, in an environment of their own: they need the dependency group `models`.
 test-models: .venv-models/.ready
-	@.venv-models/bin/python -m pytest tests/modules/test_published_models.py --no-skips
+	@.venv-models/bin/python -m pytest tests/modules/test_published_models.py --no-skips -m "not gpu"
 
 # Training, folders and templates against torch, transformers, PEFT and TRL, in an environment of their own.
 test-peers: .venv/.ready .venv-peers/.ready

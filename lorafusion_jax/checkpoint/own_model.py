@@ -31,16 +31,19 @@ PREFIX = f"{ROOT}model."  # of PEFT's names
 
 
 def hf_key(path: str) -> str:
-    """Returns the Hugging Face name of a layer whose path has one number and one usual projection name, else the path.
+    """Returns the name that a Hugging Face decoder gives a layer, if its path is of such a decoder, else the path.
 
-    >>> hf_key("layers.3.attn.q_proj"), hf_key("blocks.up_proj.2"), hf_key("encoder.dense")
-    ('model.layers.3.self_attn.q_proj', 'model.layers.2.mlp.up_proj', 'encoder.dense')
+    These are `layers`, a number, at most one name of a block, and a usual projection name; the number of a layer in a
+    stack comes last. Layers of an encoder, a tower or another container keep their paths.
+
+    >>> hf_key("layers.3.attn.q_proj"), hf_key("layers.mlp.up_proj.2"), hf_key("vision.layers.0.attn.q_proj")
+    ('model.layers.3.self_attn.q_proj', 'model.layers.2.mlp.up_proj', 'vision.layers.0.attn.q_proj')
     """
-    parts = path.split(".")
-    numbers, names = [part for part in parts if part.isdigit()], [part for part in parts if part in PATHS]
-    if len(numbers) != 1 or len(names) != 1:
-        return path
-    return f"model.layers.{numbers[0]}.{PATHS[names[0]]}"
+    parts = path.removeprefix("model.").split(".")
+    numbers = [part for part in parts if part.isdigit()]
+    names = [part for part in parts if part not in numbers]
+    is_decoder = names[:1] == ["layers"] and len(numbers) == 1 and len(names) in (2, 3) and names[-1] in PATHS
+    return f"model.layers.{numbers[0]}.{PATHS[names[-1]]}" if is_decoder else path
 
 
 def save_peft(
@@ -55,11 +58,12 @@ def save_peft(
     """Writes one adapter of a model from `apply_lora` as a PEFT folder.
 
     Args:
-        model: any NNX model.
+        model: any NNX model, or the adapters of a Linen model from `LinenLoRA.hold`.
         name: name of the adapter.
         folder: new or empty.
-        keys: path of a layer in the model → its name in the PyTorch model, as a dictionary or a function (None:
-            `hf_key`). The path of a layer of a stack ends with its number.
+        keys: path of a layer in the model → its name in the PyTorch model, as a dictionary or a function (None: its
+            path, and for a decoder's own `layers` the name that Hugging Face gives them, see `hf_key`). The path of a
+            layer of a stack ends with its number.
         base_name: name or path of the PyTorch base model, for adapter_config.json.
         task_type: PEFT's, such as "CAUSAL_LM", which asks for a model that generates; None serves any PyTorch model.
 

@@ -11,7 +11,8 @@ from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.errors import ConfigError
 from lorafusion_jax.modules.adapted import adapt
 from lorafusion_jax.modules.linear import Linear
-from lorafusion_jax.modules.match import Place, by_reason, find_targets
+from lorafusion_jax.modules.match import check_model, find_targets
+from lorafusion_jax.modules.unmatched import describe_left_out
 
 
 def apply_lora(
@@ -20,16 +21,19 @@ def apply_lora(
     *,
     targets: str | Sequence[str] | None = None,
     allow_partial: bool = False,
+    heads: str | Sequence[str] | None = None,
 ) -> nnx.Module:
     """Turns linear layers of a model into LoRA layers, in place. The frozen kernels are shared, not copied.
 
     y[t] = x[t] W + bias + scale[k] · (x[t] A[k]) B[k],  k = adapter of row t, see `use_adapters`
 
     Linear layers are `nnx.Linear`, `nnx.LinearGeneral` (so `nnx.MultiHeadAttention`) and `nnx.Einsum`, their
-    subclasses, and classes from `register_linear`, also in stacks made by `nnx.vmap`. The trainable leaves are
-    `nnx.LoRAParam`s: `lora_a` [A, K, R] and `lora_b` [A, R, N], or those of other kinds. K is the product of the axes
-    that the layer sums over, N that of its output axes. B starts at zero, so at first the model's output does not
-    change.
+    subclasses, classes from `register_linear`, and modules with one matrix and its equation in an attribute, also in
+    stacks made by `nnx.vmap`. A weight with one matrix per expert, `ebd,edf->ebf`, takes LoRA if a target names it.
+
+    The trainable leaves are `nnx.LoRAParam`s: `lora_a` [A, K, R] and `lora_b` [A, R, N], or those of other kinds. K is
+    the product of the axes that the layer sums over, N that of its output axes. B starts at zero, so at first the
+    model's output does not change.
 
     Args:
         model: any NNX model, with layers nested in attributes, lists, dicts or tuples.
@@ -37,6 +41,8 @@ def apply_lora(
         targets: for all adapters: "all-linear" (every linear layer but the output head), names ("q_proj",
             "attn.query"), globs ("decoder.*.mlp.*") or regular expressions of whole paths.
         allow_partial: accept a target that is present in some layers only.
+        heads: names of the output heads, which "all-linear" leaves out (None: the last layer as wide as the vocabulary;
+            in a model without embeddings, a layer that is called head, lm_head, logits or classifier).
 
     Returns:
         The model. `lora_report(model)` shows which layers were adapted, and why others were not.
@@ -58,24 +64,23 @@ def apply_lora(
     >>> grads["layers"][0]["lora_b"].shape
     (1, 2, 16)
     """
+    check_model(model)
     names = [spec.name for spec in adapters]
     if not adapters or len(set(names)) < len(names):
         raise ConfigError("lora.adapters", f"adapters need one or more different names, got {names}.")
     wanted = None if targets is None else (targets,) if isinstance(targets, str) else tuple(targets)
-    found, left_out = find_targets(
-        model, {spec.name: wanted or spec.targets for spec in adapters}, allow_partial=allow_partial
+    targeted, left_out = find_targets(
+        model,
+        {spec.name: wanted or spec.targets for spec in adapters},
+        allow_partial=allow_partial,
+        heads=(heads,) if isinstance(heads, str) else heads,
     )
-    linears = [place.linear for place, _ in found.values() if isinstance(place.linear, Linear)]
+    linears = [place.linear for place, _ in targeted.values() if isinstance(place.linear, Linear)]
     largest = max(it.in_features for it in linears), max(it.out_features for it in linears)
     shared = {}
-    for path, (place, members) in found.items():
+    for path, (place, members) in targeted.items():
         assert isinstance(place.linear, Linear)
         adapt(place.module, place.linear, adapters, path, [names.index(name) for name in members], largest, shared)
     if left_out:
-        warnings.warn(_left_out(left_out), UserWarning, stacklevel=2)
+        warnings.warn(describe_left_out([place.refused for place in left_out]), UserWarning, stacklevel=2)
     return model
-
-
-def _left_out(places: Sequence[Place]) -> str:
-    lines = [f"  {where}: {why}" for why, where in by_reason(places).items()]
-    return f"{len(places)} layers that the targets match have no adapters:\n" + "\n".join(lines)

@@ -48,10 +48,10 @@ class Draw:
         examples = jnp.arange(entries, dtype=jnp.uint32) if self.examples is None else self.examples
         if examples.ndim == 0:
             examples, entries, rows = examples[None], 1, entries * rows
-        if len(examples) != entries:
+        if examples.shape[0] != entries:
             raise RunError(
                 "lora.examples",
-                f"examples has {len(examples)} entries, but the input of a layer has {entries} examples.",
+                f"examples has {examples.shape[0]} entries, but the input of a layer has {entries} examples.",
             )
         example_key = mix32(examples ^ mix32(self.step ^ np.uint32(0x9E3779B9)))
         row_key = mix32(example_key[:, None] + jnp.arange(rows, dtype=jnp.uint32))
@@ -202,11 +202,14 @@ class LoRAContext:
         table = self.tile_adapter
         if table.ndim == 0:
             table = jnp.broadcast_to(table, (examples,))
-        elif table.ndim != 1 or len(table) not in ((total, examples) if self.tile is None else (total / self.tile,)):
+        elif table.ndim != 1 or table.shape[0] not in (
+            (total, examples) if self.tile is None else (total / self.tile,)
+        ):
             raise _misfit(table.shape, rows, self.tile)
         if self.draw is None:
             return table, self.at_site(site)
-        return table, self._at_site(self.draw.dropout(len(table), total // max(len(table), 1)), site)
+        entries = table.shape[0]  # may be symbolic, as in jax.export
+        return table, self._at_site(self.draw.dropout(entries, 0 if entries == 0 else total // entries), site)
 
     def _at_site(self, dropout: Dropout, site: int | Int[Array, ""]) -> Dropout:
         return replace(dropout, key=fold_key(dropout.key, self.layer * SITES_PER_LAYER + site))

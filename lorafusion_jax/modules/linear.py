@@ -14,8 +14,6 @@ from flax import nnx
 
 from lorafusion_jax.errors import ConfigError
 
-HEADS = ("head", "lm_head", "logits", "classifier")  # last part of an output head's path
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Registered:
@@ -26,18 +24,22 @@ class Registered:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Product:
-    """A product that contracts axes of x with axes of a weight.
+class Linear:
+    """The product of a module: it contracts axes of x with axes of a weight.
 
     Args:
         weight: name of the weight.
         shape: shape of one layer's weight.
         inside: axes that the product sums over.
+        stack: sizes of leading axes of the weight, if it holds several layers or experts.
+        experts: how many of these axes, the last ones, belong to experts: a call sees them, and x has them, too.
     """
 
     weight: str
     shape: tuple[int, ...]
     inside: tuple[int, ...]
+    stack: tuple[int, ...] = ()
+    experts: int = 0
 
     @property
     def in_features(self) -> int:
@@ -46,17 +48,6 @@ class Product:
     @property
     def out_features(self) -> int:
         return math.prod(size for axis, size in enumerate(self.shape) if axis not in self.inside)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Linear(Product):
-    """The product of an NNX module.
-
-    Args:
-        stack: sizes of leading axes that `nnx.vmap` added.
-    """
-
-    stack: tuple[int, ...]
 
 
 _CLASSES: dict[type, Registered] = {}
@@ -89,7 +80,7 @@ def register_linear(cls: type, *, weight: str, equation: str | Callable[[Any], s
     if not (isinstance(cls, type) and issubclass(cls, nnx.Module)):
         raise ConfigError("lora.register", f"register_linear: {cls!r} is not a class of nnx modules.")
     if isinstance(equation, str):
-        contracted(equation)  # report a wrong equation now
+        contracted(equation)  # reports a wrong equation now
     _CLASSES[cls] = Registered(
         weight=weight, equation=(lambda _, text=equation: text) if isinstance(equation, str) else equation
     )
@@ -114,7 +105,7 @@ def linear_of(module: nnx.Module) -> Linear | str | None:
         return _read_weight(module, "kernel", inside + len(module.out_features), tuple(range(inside)))
     if isinstance(module, nnx.Einsum):
         return _read_registered(module, Registered(weight="kernel", equation=lambda it: it.einsum_str))
-    return None
+    return _read_own_equation(module)
 
 
 def weight_names(module: nnx.Module) -> list[str]:
@@ -128,11 +119,15 @@ def weight_names(module: nnx.Module) -> list[str]:
     ]
 
 
-def contracted(equation: str) -> tuple[int, tuple[int, ...]]:
-    """Parses an equation of x and a weight. Returns the number of the weight's axes, and those summed over.
+def contracted(equation: str) -> tuple[int, tuple[int, ...], int]:
+    """Parses an equation of x and a weight.
 
-    >>> contracted("BTNH,NHD->BTD")
-    (3, (0, 1))
+    Returns:
+        The number of the weight's axes, those summed over, and how many axes of experts it begins with: they are in the
+        input and the output, too.
+
+    >>> contracted("BTNH,NHD->BTD"), contracted("ebd,edf->ebf")
+    ((3, (0, 1), 0), (3, (1,), 1))
 
     Raises:
         ConfigError: `lora.equation`, it is not a product over features.
@@ -147,16 +142,15 @@ def contracted(equation: str) -> tuple[int, tuple[int, ...]]:
     summed = [axis for axis in x.replace("...", "") if axis not in weight and axis not in output]
     if "." in weight or len(set(weight)) < len(weight):
         raise _bad_equation(equation, "the weight's axes must be different letters")
-    if shared:
-        raise _bad_equation(
-            equation, f"'{shared[0]}' is in input, weight and output: another weight for each '{shared[0]}'"
-        )
+    if shared != list(weight[: len(shared)]):
+        why = f"'{shared[-1]}' is in input, weight and output, but is not the weight's first axis"
+        raise _bad_equation(equation, why)
     if lost or summed:
         raise _bad_equation(equation, f"it sums '{(lost or summed)[0]}' of one operand only")
-    inside = tuple(index for index, axis in enumerate(weight) if axis in x)
-    if not inside or len(inside) == len(weight):
+    inside = tuple(index for index, axis in enumerate(weight) if axis in x and axis not in shared)
+    if not inside or len(inside) + len(shared) == len(weight):
         raise _bad_equation(equation, "the weight needs axes that are summed over and axes of the output")
-    return len(weight), inside
+    return len(weight), inside, len(shared)
 
 
 def _bad_equation(equation: str, why: str) -> ConfigError:
@@ -168,13 +162,28 @@ def _read_registered(module: nnx.Module, registered: Registered) -> Linear | str
     if not isinstance(equation, str):
         return "its equation is given at the call, not at construction"
     try:
-        ndim, inside = contracted(equation)
+        ndim, inside, experts = contracted(equation)
     except ConfigError as problem:
         return f"{problem.what} ({problem.why})"
-    return _read_weight(module, registered.weight, ndim, inside)
+    return _read_weight(module, registered.weight, ndim, inside, experts)
 
 
-def _read_weight(module: nnx.Module, weight: str, ndim: int, inside: tuple[int, ...]) -> Linear | str:
+def _read_own_equation(module: nnx.Module) -> Linear | str | None:
+    """Describes a module of another package that has one matrix, one equation for it, and no submodules."""
+    matrices = weight_names(module)
+    equations = [value for value in vars(module).values() if isinstance(value, str) and "->" in value]
+    if len(matrices) != 1 or len(equations) != 1 or any(isinstance(it, nnx.Module) for it in vars(module).values()):
+        return None
+    try:
+        ndim = contracted(equations[0])[0]
+    except ConfigError:
+        return None
+    if getattr(module, matrices[0]).ndim < ndim:
+        return None
+    return _read_registered(module, Registered(weight=matrices[0], equation=lambda _: equations[0]))
+
+
+def _read_weight(module: nnx.Module, weight: str, ndim: int, inside: tuple[int, ...], experts: int = 0) -> Linear | str:
     value = getattr(module, weight, None)
     if not isinstance(value, nnx.Variable):
         return f"it has no parameter '{weight}'"
@@ -183,6 +192,6 @@ def _read_weight(module: nnx.Module, weight: str, ndim: int, inside: tuple[int, 
     states = {name for name, own in vars(module).items() if isinstance(own, nnx.Rngs | nnx.RngStream | nnx.Variable)}
     if others := sorted(name for name in states if not isinstance(getattr(module, name), nnx.Param)):
         return f"its call may change what it holds ({', '.join(others)})"
-    stack = value.ndim - ndim
-    shape = tuple(value.shape)
-    return Linear(weight=weight, stack=shape[:stack], shape=shape[stack:], inside=inside)
+    stack, shape = value.ndim - ndim + experts, tuple(value.shape)
+    inside = tuple(axis - experts for axis in inside)
+    return Linear(weight=weight, stack=shape[:stack], shape=shape[stack:], inside=inside, experts=experts)

@@ -5,56 +5,66 @@ K in · N out · R padded rank · A adapters
 
 from __future__ import annotations
 
-import zlib
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
-from flax.traverse_util import flatten_dict
 from jaxtyping import Array
 
-from lorafusion_jax.adapters.bank import kind_numbers, start_bank
-from lorafusion_jax.adapters.init import init_bank
 from lorafusion_jax.adapters.spec import ALL_LINEAR, AdapterSpec
 from lorafusion_jax.adapters.table import adapter_kind, leaves_of
 from lorafusion_jax.errors import ConfigError, RunError
 from lorafusion_jax.modules.context import LoRAContext
-from lorafusion_jax.modules.linear import HEADS
+from lorafusion_jax.modules.linen_held import HeldLayer, LinenAdapters
+from lorafusion_jax.modules.linen_intercept import COLLECTION, SITE, Kinds, adapters_of, intercept, weight_of
 from lorafusion_jax.modules.linen_layers import (
     KERNELS,
-    Kinds,
     LinenLayer,
+    Ran,
     find_layers,
     frozen_multiply,
     has_stored_weight,
-    intercept,
-    weight_of,
 )
 from lorafusion_jax.modules.linen_quantised import check_plain, quantise_params
+from lorafusion_jax.modules.linen_report import report_ran
 from lorafusion_jax.modules.linen_tree import copy_dicts, node_at
 from lorafusion_jax.modules.lora_product import Leaves, lora_product
 from lorafusion_jax.modules.match import name_matches
 from lorafusion_jax.modules.merging import merged_weight
+from lorafusion_jax.modules.plan import LoRAPlan
 from lorafusion_jax.modules.product import Result
+from lorafusion_jax.modules.report import LoRAReport
+from lorafusion_jax.modules.unmatched import describe_left_out, unknown_target
 from lorafusion_jax.modules.use import check_inside, staging, traced_anew
-
-COLLECTION = "LoRAParam"
-_HEADS = {(name,) for name in HEADS}
+from lorafusion_jax.modules.weights import (
+    adapter_arrays,
+    load_adapter,
+    only_adapter,
+    put_adapter_arrays,
+    save_adapter,
+)
 
 
 class LinenLoRA:
     """Adapters for a Linen model. The model and checkpoints of its base do not change.
 
+    Layers may run under `nn.scan`, `nn.vmap`, `nn.remat` and `nn.jit`. A stack of layers has stacked adapters.
+
     Args:
         adapters: in stacking order.
         targets: targets for all adapters, instead of their own: "all-linear" (every linear layer but the output head),
             names, globs or regular expressions of whole paths ("block_0.attn.query").
-        modules: your own linear modules, besides `Dense`, `DenseGeneral` and `Einsum`: pairs of a class and the name of
-            its weight, or a function from a module to that name. They must multiply by this weight once.
+        modules: linear modules that are not recognised: pairs of a class and the name of its weight, or a function from
+            a module to that name. They must multiply by this weight once. `Dense`, `DenseGeneral` and `Einsum` are
+            known, and so is a module of any other class whose call is one product with its only matrix.
+        heads: names of the output heads, which "all-linear" leaves out (None: the last layer as wide as the vocabulary;
+            in a model without embeddings, a layer that is called head, lm_head, logits or classifier).
 
     >>> import jax
     >>> model = nn.Sequential([nn.Dense(16), nn.relu, nn.Dense(4)])
@@ -77,6 +87,7 @@ class LinenLoRA:
         *,
         targets: str | Sequence[str] | None = None,
         modules: Kinds = (),
+        heads: str | Sequence[str] | None = None,
     ):
         names = [spec.name for spec in adapters]
         if not adapters or len(set(names)) < len(names):
@@ -84,7 +95,10 @@ class LinenLoRA:
         self.adapters, self.kinds = tuple(adapters), tuple(spec.kind for spec in adapters)
         given = None if targets is None else (targets,) if isinstance(targets, str) else tuple(targets)
         self.targets = {spec.name: given or spec.targets for spec in adapters}
+        self.heads = (heads,) if isinstance(heads, str) else None if heads is None else tuple(heads)
         self._modules = (*modules, *KERNELS)
+        self._axes = {leaf.name: len(leaf.axes) for leaf in leaves_of(self.kinds)}
+        self._plans: dict[tuple[str, ...], LoRAPlan] = {}
 
     def init(self, model: nn.Module, variables: Any, *args: Any, **options: Any) -> dict[str, Any]:
         """Draws the adapters of a model: the tree of the collection "LoRAParam".
@@ -95,43 +109,25 @@ class LinenLoRA:
             args: arguments of the call.
             options: keyword arguments of the call.
 
+        Returns:
+            A dictionary like that of the parameters. For LoRA a layer has `lora_a` [A, K, R] and `lora_b` [A, R, N]; a
+            stack of L layers has [L, A, K, R] and [L, A, R, N].
+
         Raises:
             ConfigError: `lora.start`, see `variables`; `lora.unknown-target`, a target matches no layer that ran;
                 `lora.unsupported-linear`.
-        """
-        layers = find_layers(model, variables, self._modules, args, options)
-        self._check_targets([layer.name for layer in layers])
-        adapted = [layer for layer in layers if self._members(layer.path)]
-        largest = max(it.in_features for it in adapted), max(it.out_features for it in adapted)
-        tree: dict[str, Any] = {}
-        for layer in adapted:
-            members = self._members(layer.path)
-            rank = max(self.adapters[index].rank for index in members)
-            sizes = (layer.in_features, layer.out_features)
-            bank = init_bank(self.adapters, layer.name, *sizes, rank, members, largest)
-            node_at(tree, layer.path).update(self._started(layer, variables, bank))
-        return tree
 
-    def _started(self, layer: LinenLayer, variables: Any, bank: Mapping[str, np.ndarray]) -> dict[str, Array]:
-        """Keeps the tensors of the layer's kinds and fills in initial values that depend on the kernel."""
-        names, numbers = self._kinds_of(layer.path)
-        leaves = {leaf.name: jnp.asarray(bank[leaf.name]) for leaf in leaves_of(names)}
-        if not any(adapter_kind(name).start for name in names):
-            return leaves
-        shape = (layer.in_features, layer.out_features)
-        w = nn.meta.unbox(node_at(variables["params"], layer.scope)[layer.weight])
-        if not isinstance(w, (jax.Array, np.ndarray)):
-            raise ConfigError(
-                "lora.start",
-                f"adapters of kind {', '.join(names)} start from the weight, which is not among the variables.",
-                where=layer.name,
-                fix="init(model, variables, …) with the weights of the base, not their shapes",
-            )
-        free = [axis for axis in range(w.ndim) if axis not in layer.inside]
-        kernel = jnp.transpose(w, [*layer.inside, *free]).reshape(shape)
-        scales = [spec.scale for spec in self.adapters]
-        rank = max(self.adapters[index].rank for index in self._members(layer.path))
-        return start_bank(names, numbers, leaves, kernel, shape=shape, rank=rank, scales=scales)
+        Warns:
+            UserWarning: a pattern or "all-linear" matches modules that cannot carry LoRA; lists them.
+        """
+        layers = self._plan(self._run(model, variables, args, options))
+        largest = max(it.in_features for it in layers), max(it.out_features for it in layers)
+        tree: dict[str, Any] = {}
+        for layer in layers:
+            plan = self._plans[layer.path]
+            leaves = plan.start(largest, lambda layer=layer: _weight(layer, variables))
+            node_at(tree, layer.path).update(leaves)
+        return tree
 
     @contextmanager
     def use(self, table: Any = None, **options: Any) -> Iterator[None]:
@@ -153,8 +149,8 @@ class LinenLoRA:
 
         def has_adapters(module: nn.Module) -> bool:
             # A module that is applied separately to shared weights has no path in the tree, so it has no adapters.
-            path, own = self._adapters_of(module)
-            return bool(self._members(path)) and bool(path or own)
+            path, leaves = self._adapters_of(module)
+            return leaves is not None or (bool(path) and path in self._plans)
 
         def multiply(module: nn.Module, x: Array, w: Array, inside: tuple[int, ...], result: Result) -> Array:
             if not has_adapters(module):
@@ -162,16 +158,15 @@ class LinenLoRA:
             check_inside(staged)
             ran.append(module)
             path, leaves = self._adapters_of(module)
-            names, numbers = self._kinds_of(path)
-            rank = max(self.adapters[index].rank for index in self._members(path))
-            if any(leaf.name not in leaves for leaf in leaves_of(names)):
+            linear = LinenLayer(weight="", shape=w.shape, inside=inside, scope=path, path=path, kind="")
+            plan = LoRAPlan.of(".".join(path), linear, self.adapters, self._members(path))
+            if leaves is None or any(name not in leaves for name in plan.leaf_names):
                 raise _missing_collection(module)
-            site = zlib.crc32(".".join(path).encode()) >> 1
-            bank = Leaves(names=names, numbers=numbers, leaves=leaves, rank=rank)
-            where = ".".join(path)
-            return lora_product(x, w, bank, inside, result, context=context, site=site, where=where)
+            bank = Leaves(names=plan.names, numbers=plan.numbers, leaves=leaves, rank=plan.rank)
+            site = leaves[SITE] if SITE in leaves else int(plan.sites)
+            return lora_product(x, w, bank, inside, result, context=context, site=site, where=plan.path)
 
-        with traced_anew(), intercept(self._modules, wanted, multiply):
+        with traced_anew(), intercept(self._modules, wanted, multiply, axes=self._axes):
             yield
         if not ran:
             raise RunError(
@@ -180,6 +175,11 @@ class LinenLoRA:
                 why=f'a compiled function does not see it; and without the collection "{COLLECTION}" there are none',
                 fix="enter it inside the jitted function, around model.apply",
             )
+
+    def report(self, model: nn.Module, variables: Any, *args: Any, **options: Any) -> LoRAReport:
+        """Reports which layers have adapters, and why others have none, like `lora_report`; arguments as in `init`."""
+        ran = self._run(model, variables, args, options)
+        return report_ran(ran, {layer.path: self._plan_of(layer) for layer in ran.layers}, variables["params"])
 
     def quantize_base(
         self, model: nn.Module, variables: Any, quantize: str, *args: Any, **options: Any
@@ -210,8 +210,7 @@ class LinenLoRA:
             ConfigError: `lora.quantized`, weights are stored already; `lora.quantize-mesh`, a weight cannot be stored
                 on the mesh where it lies; `base.quantize-shape`; `plugin.unknown`.
         """
-        layers = find_layers(model, variables, self._modules, args, options)
-        chosen = [layer for layer in layers if layer.path[-1:] not in _HEADS or self._members(layer.path)]
+        chosen = [layer for layer in self._run(model, variables, args, options).layers if self._is_stored(layer)]
         return quantise_params(variables["params"], chosen, quantize)
 
     def merge(
@@ -233,39 +232,96 @@ class LinenLoRA:
         check_plain(variables["params"])
         index = self._number(name)
         spec, params = self.adapters[index], copy_dicts(variables["params"])
-        for layer in find_layers(model, variables, self._modules, args, options):
-            if index not in self._members(layer.path):
+        for layer in self._run(model, variables, args, options).layers:
+            if index not in self._members(layer.path, layer):
                 continue
-            own = node_at(adapters, layer.path)
-            leaves = {leaf.name: np.asarray(own[leaf.name])[index] for leaf in adapter_kind(spec.kind).leaves}
-            node = node_at(params, layer.scope)
-            boxed = node[layer.weight]
-            merged = merged_weight(nn.meta.unbox(boxed), spec, leaves, layer.inside)
-            node[layer.weight] = nn.meta.replace_boxed(boxed, merged)
+            node, stack = node_at(adapters, layer.path), len(layer.stack)
+            leaves = {
+                leaf.name: np.take(np.asarray(node[leaf.name]), index, stack) for leaf in adapter_kind(spec.kind).leaves
+            }
+            weights = node_at(params, layer.scope)
+            boxed = weights[layer.weight]
+            merged = merged_weight(nn.meta.unbox(boxed), spec, leaves, layer.inside, stack)
+            weights[layer.weight] = nn.meta.replace_boxed(boxed, merged)
         return params
+
+    def hold(self, adapters: Any) -> LinenAdapters:
+        """Returns the adapters as an NNX model, for `lf.save_peft`, `lf.load_peft`, `lf.save_checkpoint` and others.
+
+        >>> import jax
+        >>> model, x = nn.Sequential([nn.Dense(16), nn.relu, nn.Dense(4)]), jnp.ones((3, 8))
+        >>> shapes = jax.eval_shape(model.init, jax.random.key(0), x)
+        >>> lora = LinenLoRA([AdapterSpec(name="law", rank=8, alpha=16)], targets="all-linear")
+        >>> held = lora.hold(lora.init(model, shapes, x))
+        >>> sorted(adapter_arrays(held, "law"))[:2]
+        ['layers_0.lora_a', 'layers_0.lora_b']
+        >>> adapters = held.tree()
+
+        Args:
+            adapters: the collection "LoRAParam" of a model that `init` has seen.
+
+        Raises:
+            ConfigError: `lora.no-init`.
+        """
+        if not self._plans:
+            fix = "lora.init(model, variables, …) before; shapes of the variables are enough"
+            raise ConfigError("lora.no-init", "this LinenLoRA has not seen its model.", fix=fix)
+        return LinenAdapters([HeldLayer(plan, path, node_at(adapters, path)) for path, plan in self._plans.items()])
 
     def adapter_arrays(self, adapters: Any, name: str) -> dict[str, np.ndarray]:
         """Returns one adapter's tensors at its own rank, "block_0.up.lora_a" → [K, r], for saving in any format.
 
         Raises:
-            ConfigError: `lora.unknown-adapter`.
+            ConfigError: `lora.unknown-adapter`, `lora.no-init`.
         """
-        index = self._number(name)
-        spec = self.adapters[index]
-        leaves = {leaf.name: leaf for leaf in adapter_kind(spec.kind).leaves}
-        return {
-            ".".join(path): leaves[path[-1]].at_rank(np.asarray(value)[index], spec.rank).copy()
-            for path, value in flatten_dict(adapters).items()
-            if path[-1] in leaves and index in self._members(path[:-1])
-        }
+        return adapter_arrays(self.hold(adapters), name)
 
-    def _adapters_of(self, module: nn.Module) -> tuple[tuple[str, ...], Mapping[str, Array]]:
-        """Returns path and tensors of a module's adapters. If modules share a scope, the path ends with the weight."""
-        path, weight = tuple(module.path), weight_of(module, self._modules) or ""
-        if isinstance(own := module.get_variable(COLLECTION, weight), Mapping):
-            return (*path, weight), own
-        found = {leaf.name: module.get_variable(COLLECTION, leaf.name) for leaf in leaves_of(self.kinds)}
-        return path, {name: value for name, value in found.items() if value is not None}
+    def put_adapter_arrays(self, adapters: Any, name: str, arrays: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the adapters with one replaced by tensors from `adapter_arrays`.
+
+        Raises:
+            ConfigError: `lora.unknown-adapter`, `lora.no-init`.
+            CheckpointError: `lora.misfit`.
+        """
+        put_adapter_arrays(held := self.hold(adapters), name, arrays)
+        return held.tree()
+
+    def save_adapter(self, adapters: Any, name: str, folder: str | Path) -> Path:
+        """Writes one adapter to `folder/adapter.safetensors`, see `save_adapter`."""
+        return save_adapter(self.hold(adapters), name, folder)
+
+    def load_adapter(self, adapters: Any, name: str, folder: str | Path) -> dict[str, Any]:
+        """Returns the adapters with one replaced by a file from `save_adapter`."""
+        load_adapter(held := self.hold(adapters), name, folder)
+        return held.tree()
+
+    def only_adapter(self, adapters: Any, name: str) -> tuple[LinenLoRA, dict[str, Any]]:
+        """Returns one adapter alone, at its own rank: a `LinenLoRA` of it and its collection "LoRAParam"."""
+        held = only_adapter(self.hold(adapters), name)
+        spec, modules = self.adapters[self._number(name)], self._modules[: -len(KERNELS)]
+        alone = LinenLoRA([spec], targets=self.targets[name], modules=modules, heads=self.heads)
+        alone._plans = {layer.path: layer.lora_plan for layer in held.layers if hasattr(layer, "lora_plan")}
+        return alone, held.tree()
+
+    def _run(self, model: nn.Module, variables: Any, args: Sequence[Any], options: Mapping[str, Any]) -> Ran:
+        return find_layers(model, variables, self._modules, args, options, heads=self.heads)
+
+    def _plan(self, ran: Ran) -> list[LinenLayer]:
+        """Plans the adapters of the layers that ran, and returns the layers that have some."""
+        self._check_targets(ran)
+        plans = {layer.path: plan for layer in ran.layers if (plan := self._plan_of(layer)) is not None}
+        self._plans = plans
+        return [layer for layer in ran.layers if layer.path in plans]
+
+    def _plan_of(self, layer: LinenLayer) -> LoRAPlan | None:
+        members = self._members(layer.path, layer)
+        return LoRAPlan.of(layer.name, layer, self.adapters, members) if members else None
+
+    def _is_stored(self, layer: LinenLayer) -> bool:
+        return not layer.is_head or bool(self._members(layer.path, layer))
+
+    def _adapters_of(self, module: nn.Module) -> tuple[tuple[str, ...], Mapping[str, Array] | None]:
+        return adapters_of(module, weight_of(module, self._modules) or "")
 
     def _number(self, name: str) -> int:
         names = [spec.name for spec in self.adapters]
@@ -274,34 +330,45 @@ class LinenLoRA:
             raise ConfigError("lora.unknown-adapter", f"there is no adapter '{name}'.", fix=fix)
         return names.index(name)
 
-    def _members(self, path: tuple[str, ...]) -> list[int]:
+    def _members(self, path: tuple[str, ...], layer: LinenLayer | None = None) -> list[int]:
         """Returns the indices of the adapters that target a layer."""
+        if layer is None and path in self._plans:
+            return list(self._plans[path].members)
         return [
             index
             for index, targets in enumerate(self.targets.values())
-            if any(self._matches(target, path) for target in targets)
+            if any(self._matches(target, path, layer) for target in targets)
         ]
 
-    def _kinds_of(self, path: tuple[str, ...]) -> tuple[tuple[str, ...], np.ndarray | None]:
-        """Returns the kinds of the adapters that target a layer, each once, and the number of each adapter's kind."""
-        members = self._members(path)
-        names = tuple(dict.fromkeys(self.kinds[index] for index in members))
-        return names, kind_numbers(names, [kind if n in members else None for n, kind in enumerate(self.kinds)])
-
-    def _matches(self, target: str, path: tuple[str, ...]) -> bool:
+    def _matches(self, target: str, path: tuple[str, ...], layer: LinenLayer | None) -> bool:
         if target == ALL_LINEAR:
-            return not path or path[-1] not in HEADS
+            return layer is None or not layer.is_head
         return name_matches(target, ".".join(path))
 
-    def _check_targets(self, seen: Sequence[str]) -> None:
+    def _check_targets(self, ran: Ran) -> None:
+        left_out = {}
         for target in dict.fromkeys(target for targets in self.targets.values() for target in targets):
-            if not any(self._matches(target, tuple(path.split("."))) for path in seen):
-                names = sorted({path.rsplit(".", 1)[-1] for path in seen})
-                raise ConfigError(
-                    "lora.unknown-target",
-                    f"target '{target}' matches no linear layer that ran.",
-                    fix=f"targets: {ALL_LINEAR}   or some of [{', '.join(names)}]",
-                )
+            others = [it for it in ran.others if target == ALL_LINEAR and not it.is_table]
+            others += [it for it in ran.others if target != ALL_LINEAR and name_matches(target, it.name)]
+            if not any(self._matches(target, layer.path, layer) for layer in ran.layers):
+                refused = [(it.name, it.kind, it.why) for it in (others or ran.others)]
+                raise unknown_target(target, [layer.name for layer in ran.layers], refused)
+            left_out |= {it.path: it for it in others}
+        if left_out:
+            rows = [(it.name, it.kind, it.why) for it in left_out.values()]
+            warnings.warn(describe_left_out(rows), UserWarning, stacklevel=4)
+
+
+def _weight(layer: LinenLayer, variables: Any) -> Array:
+    w = nn.meta.unbox(node_at(copy_dicts(variables["params"]), layer.scope)[layer.weight])
+    if isinstance(w, jax.Array | np.ndarray):
+        return jnp.asarray(w)
+    raise ConfigError(
+        "lora.start",
+        "the adapters start from the weight, which is not among the variables.",
+        where=layer.name,
+        fix="init(model, variables, …) with the weights of the base, not their shapes",
+    )
 
 
 def _missing_collection(module: nn.Module) -> RunError:
@@ -309,6 +376,5 @@ def _missing_collection(module: nn.Module) -> RunError:
         "lora.no-collection",
         f'the collection "{COLLECTION}" has no adapters for this layer.',
         where=".".join(module.path),
-        fix=f'model.apply({{"params": params, "{COLLECTION}": adapters}}, …); under nn.scan or nn.vmap '
-        f'variable_axes={{"params": 0, "{COLLECTION}": 0}}',
+        fix=f'model.apply({{"params": params, "{COLLECTION}": adapters}}, …)',
     )

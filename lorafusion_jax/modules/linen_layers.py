@@ -1,4 +1,4 @@
-"""Finds the linear layers of a Linen model while it runs, and intercepts their products.
+"""Finds the linear layers of a Linen model while it runs, and the other modules with matrices.
 
 K in · N out
 """
@@ -6,8 +6,7 @@ K in · N out
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,100 +15,127 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array
 
-from lorafusion_jax.modules.linear import Product
-from lorafusion_jax.modules.product import Result, exchange_product, unsupported_linear
+from lorafusion_jax.modules.heads import find_heads, is_embedding
+from lorafusion_jax.modules.linear import Linear
+from lorafusion_jax.modules.linen_intercept import Kinds, intercept, matrices_of, params_of, weight_of
+from lorafusion_jax.modules.product import Result, unsupported_linear
 from lorafusion_jax.modules.stored_weight import StoredWeight
+from lorafusion_jax.modules.unmatched import plausible_weights
 from lorafusion_jax.modules.use import traced_anew
 
-type Weight = str | Callable[[nn.Module], str]  # name of a module's weight, or a function from the module to it
-type Kinds = Sequence[tuple[type[nn.Module], Weight]]
-# module, x [rows, contracted axes], weight, contracted axes of the weight → [rows, other axes of the weight]
-type Multiply = Callable[[nn.Module, Array, Array, tuple[int, ...], Result], Array]
 KERNELS: Kinds = ((nn.Dense, "kernel"), (nn.DenseGeneral, "kernel"), (nn.Einsum, "kernel"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LinenLayer(Product):
+class LinenLayer(Linear):
     """A linear layer that ran.
 
     Args:
         scope: path of its parameters in their tree.
         path: path of its adapters: the scope, followed by the weight's name if modules share a scope.
+        kind: name of its class.
+        is_head: whether "all-linear" leaves it out.
     """
 
     scope: tuple[str, ...]
     path: tuple[str, ...]
+    kind: str
+    is_head: bool = False
 
     @property
     def name(self) -> str:
         return ".".join(self.path)
 
 
-def find_layers(model: nn.Module, variables: Any, kinds: Kinds, args: Sequence[Any], options: dict) -> list[LinenLayer]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OtherModule:
+    """A module that ran and has matrices, but is not linear."""
+
+    path: tuple[str, ...]
+    kind: str
+    why: str
+    is_table: bool  # or another of Flax's own classes: "all-linear" does not mean it
+
+    @property
+    def name(self) -> str:
+        return ".".join(self.path)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ran:
+    """What ran in a call of a model."""
+
+    layers: list[LinenLayer]
+    others: list[OtherModule]
+
+
+def find_layers(
+    model: nn.Module,
+    variables: Any,
+    kinds: Kinds,
+    args: Sequence[Any],
+    options: Mapping[str, Any],
+    *,
+    heads: Sequence[str] | None = None,
+) -> Ran:
     """Lists the linear layers that a call of the model runs, in order, without computation.
 
     Raises:
-        ConfigError: `lora.unsupported-linear`, the weight of a layer is stacked.
+        ConfigError: `lora.unsupported-linear`, a module of a listed class is not one product with its weight.
     """
     found: dict[tuple[tuple[str, ...], str], LinenLayer] = {}
+    watched: dict[tuple[str, ...], tuple[nn.Module, dict[str, tuple[int, ...]]]] = {}
+    problems: dict[tuple[str, ...], str] = {}
     params = nn.meta.unbox(variables)["params"]
 
     def note(module: nn.Module, x: Array, w: Array, inside: tuple[int, ...], result: Result) -> Array:
         path, weight = tuple(module.path), weight_of(module, kinds) or ""
-        layer = LinenLayer(scope=path, path=path, weight=weight, shape=w.shape, inside=inside)
-        if getattr(_subtree(params, path).get(weight), "shape", None) != w.shape:
-            why, fix = "its weight is stacked by nn.scan or nn.vmap", "unroll it, or use an NNX model"
-            raise unsupported_linear(layer.name, why, fix)
-        found[path, weight] = layer
+        stored = getattr(_subtree(params, path).get(weight), "shape", ())
+        stack = tuple(stored[: len(stored) - w.ndim])
+        if stored[len(stack) :] != w.shape:
+            why = f"its weight {list(stored)} is cut into {list(w.shape)}, not along its first axes"
+            raise unsupported_linear(".".join(path), why, "nn.scan and nn.vmap with variable_axes={'params': 0}")
+        found[path, weight] = LinenLayer(
+            scope=path, path=path, weight=weight, shape=w.shape, inside=inside, stack=stack, kind=type(module).__name__
+        )
         return frozen_multiply(x, w, inside, result)
 
+    def watch(module: nn.Module) -> None:
+        own_params = params_of(module)
+        shapes = {name: _shape(nn.meta.unbox(own_params[name])) for name in matrices_of(own_params)}
+        if shapes:
+            watched.setdefault(tuple(module.path), (module, shapes))
+
+    def refuse(module: nn.Module, problem: Exception) -> None:
+        problems[tuple(module.path)] = getattr(problem, "why", "") or str(problem)
+
     def run(variables: Any, *args: Any) -> Any:
-        with traced_anew(), intercept(kinds, lambda module: _is_of(params, module), note):
+        wanted = intercept(kinds, lambda it: _is_of(params, it), note, axes={}, watch=watch, otherwise=refuse)
+        with traced_anew(), wanted:
             return model.apply(variables, *args, mutable=True, **options)
 
-    jax.eval_shape(run, variables, *args)
+    jax.eval_shape(run, {name: tree for name, tree in variables.items() if name != "LoRAParam"}, *args)
     times = Counter(layer.scope for layer in found.values())
-    return [
+    layers = [
         replace(layer, path=(*layer.scope, layer.weight)) if times[layer.scope] > 1 else layer
         for layer in found.values()
     ]
-
-
-@contextmanager
-def intercept(kinds: Kinds, wanted: Callable[[nn.Module], bool], multiply: Multiply) -> Iterator[None]:
-    """Makes wanted linear modules use `multiply` for their product, in its body."""
-    inner = False  # do not intercept the call of the unbound copy
-
-    def interceptor(call: Any, args: Any, options: Any, context: Any) -> Any:
-        nonlocal inner
-        module = context.module
-        weight = (
-            None if inner or context.method_name != "__call__" or module.scope is None else weight_of(module, kinds)
+    tables = [shape for module, shapes in watched.values() if is_embedding(module) for shape in shapes.values()]
+    widths = [(layer.path, layer.out_features, bool(layer.stack)) for layer in layers]
+    head_paths = find_heads(widths, tables, heads)
+    layers = [replace(layer, is_head=layer.path in head_paths) for layer in layers]
+    linear = {layer.scope for layer in layers}
+    others = [
+        OtherModule(
+            path=path,
+            kind=type(module).__name__,
+            why=_why(module, list(shapes), problems.get(path)),
+            is_table=_is_table(module, shapes),
         )
-        if weight is None or not wanted(module):
-            return call(*args, **options)
-        params = dict(module.variables.get("params", {}))
-        if weight not in params:
-            raise unsupported_linear(
-                ".".join(module.path), f"it has no parameter '{weight}' yet", "init the base model first"
-            )
-        w = nn.meta.unbox(params[weight])
-
-        def own_call(w: Array) -> Any:
-            nonlocal inner
-            inner = True
-            try:
-                return module.clone(parent=None).apply({"params": {**params, weight: w}}, *args, **options)
-            finally:
-                inner = False
-
-        def own_product(x: Array, w: Array, inside: tuple[int, ...], result: Result) -> Array:
-            return multiply(module, x, w, inside, result)
-
-        return exchange_product(own_call, w, own_product, where=".".join(module.path), inputs=(args, options))
-
-    with nn.intercept_methods(interceptor):
-        yield
+        for path, (module, shapes) in watched.items()
+        if path not in linear and _is_of(params, module)
+    ]
+    return Ran(layers=layers, others=others)
 
 
 def frozen_multiply(x: Array, w: Array | StoredWeight, inside: tuple[int, ...], result: Result) -> Array:
@@ -126,15 +152,34 @@ def has_stored_weight(module: nn.Module, kinds: Kinds) -> bool:
     return weight is not None and isinstance(module.variables.get("params", {}).get(weight), StoredWeight)
 
 
-def weight_of(module: nn.Module, kinds: Kinds) -> str | None:
-    """Returns the name of a module's weight; None if it is not linear."""
-    weight = next((weight for cls, weight in kinds if isinstance(module, cls)), None)
-    return weight(module) if callable(weight) else weight
+def _why(module: nn.Module, names: Sequence[str], problem: str | None) -> str:
+    kind = type(module).__name__
+    if is_embedding(module):
+        return "an embedding"
+    if problem is not None:
+        return problem
+    if type(module).__module__.startswith("flax."):
+        return f"an nn.{kind} is not a product with a weight"
+    if not plausible_weights(dict.fromkeys(names, ())):
+        return f"its {', '.join(names)} is no weight of a product"
+    if len(names) > 1:
+        return f"{kind} holds several weights ({', '.join(names)}); LoRA needs a module for each"
+    return f"{kind} does not multiply by its {names[0]} in its own call"
+
+
+def _is_table(module: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    if type(module).__module__.startswith("flax.") or is_embedding(module):
+        return True
+    return not plausible_weights(shapes)
 
 
 def _is_of(params: Any, module: nn.Module) -> bool:
     """Whether a module's parameters are in the tree. A head applied to shared weights has none there."""
-    return bool(_subtree(params, tuple(module.path)).keys() & module.variables.get("params", {}).keys())
+    return bool(_subtree(params, tuple(module.path)).keys() & params_of(module).keys())
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    return tuple(getattr(value, "shape", ()))
 
 
 def _subtree(params: Any, path: tuple[str, ...]) -> Any:

@@ -29,11 +29,11 @@ def quantise_params(params: Any, layers: Sequence[LinenLayer], quantize: str) ->
     stored = copy_dicts(params)
     weights = {(layer.scope, layer.weight): layer for layer in layers}
     for (scope, name), layer in weights.items():
-        check_mesh(nn.meta.unbox(node_at(stored, scope)[name]), layer, 0, quantize, layer.name)
+        check_mesh(nn.meta.unbox(node_at(stored, scope)[name]), layer, len(layer.stack), quantize, layer.name)
     check_kernels(quantize, {layer.name: (layer.in_features, layer.out_features) for layer in weights.values()})
     for (scope, name), layer in weights.items():
         node = node_at(stored, scope)
-        node[name] = store(nn.meta.unbox(node[name]), layer, 0, quantize)
+        node[name] = store(nn.meta.unbox(node[name]), layer, len(layer.stack), quantize)
     return stored
 
 

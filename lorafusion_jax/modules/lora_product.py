@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -31,6 +31,10 @@ class Leaves:
     numbers: np.ndarray | None
     leaves: Mapping[str, Array]
     rank: int
+
+    def at(self, number: tuple[int, ...]) -> Leaves:
+        """Those of one expert."""
+        return replace(self, leaves={name: leaf[number] for name, leaf in self.leaves.items()})
 
 
 def lora_product(

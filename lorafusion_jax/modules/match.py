@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cache
 
-from flax import nnx
+from flax import linen, nnx
 
 from lorafusion_jax.adapters.spec import ALL_LINEAR
-from lorafusion_jax.errors import ConfigError, LoraFusionError, did_you_mean, first_few, raise_all
-from lorafusion_jax.modules.linear import HEADS, Linear, linear_of, weight_names
+from lorafusion_jax.errors import ConfigError, LoraFusionError, raise_all
+from lorafusion_jax.modules.heads import find_heads, is_embedding
+from lorafusion_jax.modules.linear import Linear, linear_of, weight_names
 from lorafusion_jax.modules.product import unsupported_linear
 from lorafusion_jax.modules.tree import Path, dotted, walk
+from lorafusion_jax.modules.unmatched import Refused, by_reason, plausible_weights, unknown_target
+
+EXPERTS = "a weight for each expert: all-linear leaves it out, name it to adapt each expert"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,33 +28,63 @@ class Place:
     Args:
         path: its first path.
         linear: its product; a text if it cannot carry LoRA; None if it is not a known linear layer.
+        is_head: whether it is an output head, which "all-linear" leaves out.
     """
 
     path: Path
     module: nnx.Module
     linear: Linear | str | None
-
-    @property
-    def is_head(self) -> bool:
-        return bool(self.path) and self.path[-1] in HEADS
+    is_head: bool = False
 
     @property
     def unsupported_reason(self) -> str:
         """Why the module cannot carry LoRA."""
+        if is_experts(self):
+            return EXPERTS
         return self.linear if isinstance(self.linear, str) else unknown_class(self.module)
 
+    @property
+    def refused(self) -> Refused:
+        return dotted(self.path), own_class_name(self.module), self.unsupported_reason
 
-def find_places(model: nnx.Module) -> list[Place]:
+
+def check_model(model: object) -> None:
+    """Checks that a model is one of NNX.
+
+    Raises:
+        ConfigError: `lora.model`.
+    """
+    if isinstance(model, nnx.Module):
+        return
+    name = type(model).__name__
+    if isinstance(model, linen.Module):
+        fix = "lora = LinenLoRA(specs, targets=…); adapters = lora.init(model, variables, x)"
+        raise ConfigError("lora.model", f"{name} is a Linen module, and this function takes NNX models.", fix=fix)
+    fix = "the nnx.Module itself; nnx.Dict(…) or nnx.List(…) around several" if isinstance(model, dict | list) else ""
+    raise ConfigError("lora.model", f"a model must be an nnx.Module, not a {name}.", fix=fix or "the nnx.Module itself")
+
+
+def find_places(model: nnx.Module, heads: Sequence[str] | None = None) -> list[Place]:
     """Lists the modules with a weight of two or more axes, once per path."""
-    return [
+    places = [
         Place(path=path, module=module, linear=linear_of(module))
         for path, module in walk(model)
-        if weight_names(module) or linear_of(module) is not None
+        if weight_names(module) or linear_of(module) is not None or isinstance(module, nnx.bridge.ToNNX)
     ]
+    layers = [
+        (it.path, it.linear.out_features, bool(it.linear.stack)) for it in places if isinstance(it.linear, Linear)
+    ]
+    tables = [tuple(getattr(it.module, name).shape) for it in places for name in _tables(it.module)]
+    paths = find_heads(layers, tables, heads)
+    return [replace(place, is_head=place.path in paths) for place in places]
 
 
 def find_targets(
-    model: nnx.Module, targets: Mapping[str, Sequence[str]], *, allow_partial: bool = False
+    model: nnx.Module,
+    targets: Mapping[str, Sequence[str]],
+    *,
+    allow_partial: bool = False,
+    heads: Sequence[str] | None = None,
 ) -> tuple[dict[Path, tuple[Place, tuple[str, ...]]], list[Place]]:
     """Finds the layers that adapters target.
 
@@ -59,6 +93,7 @@ def find_targets(
         targets: adapter name → its targets; each is "all-linear", a name ("q_proj", "attn.query"), a glob
             ("decoder.*.mlp.*") or a regular expression of whole dotted paths.
         allow_partial: accept a target that is present in some layers only.
+        heads: see `find_heads`.
 
     Returns:
         First path → (layer, names of the adapters that target it), in the order of the model; and the modules that a
@@ -67,7 +102,7 @@ def find_targets(
     Raises:
         ConfigError: all problems: `lora.unknown-target`, `lora.partial-target`, `lora.unsupported-linear`.
     """
-    places = find_places(model)
+    places = find_places(model, heads)
     errors: list[LoraFusionError] = []
     left_out: dict[Path, Place] = {}
     hits: dict[str, list[Path]] = {}
@@ -76,9 +111,11 @@ def find_targets(
         able = [place for place in matched if isinstance(place.linear, Linear)]
         unable = [place for place in matched if not isinstance(place.linear, Linear)]
         if unable and (_is_name(target, places) or (not able and target != ALL_LINEAR)):
-            errors += [unsupported_linear(where, why) for why, where in by_reason(unable).items()]
+            errors += [unsupported_linear(where, why) for where, why in by_reason([it.refused for it in unable])]
             continue
         left_out |= {place.path: place for place in unable}
+        if target == ALL_LINEAR:
+            left_out |= {place.path: place for place in places if is_experts(place)}
         hits[target] = [place.path for place in able]
         errors += _problems(target, hits[target], places, allow_partial)
     raise_all(errors)
@@ -96,9 +133,9 @@ def find_targets(
 def matches(target: str, place: Place) -> bool:
     """Whether a target matches a module. "all-linear" excludes output heads and Flax's non-linear modules."""
     if target == ALL_LINEAR:
-        if place.is_head:
+        if place.is_head or is_experts(place):
             return False
-        return place.linear is not None or not _is_flax(place.module)
+        return place.linear is not None or bool(_plausible(place.module))
     return name_matches(target, dotted(place.path))
 
 
@@ -110,24 +147,52 @@ def name_matches(target: str, name: str) -> bool:
     return pattern is not None and pattern.fullmatch(name) is not None
 
 
-def by_reason(places: Sequence[Place]) -> dict[str, str]:
-    """Groups places by the reason why they cannot carry LoRA: reason → "first.path and 5 more"."""
-    reasons: dict[str, list[str]] = {}
-    for place in places:
-        reasons.setdefault(place.unsupported_reason, []).append(dotted(place.path))
-    return {why: first_few(paths, 1) for why, paths in reasons.items()}
+def is_experts(place: Place) -> bool:
+    """Whether a layer has a weight for each expert: it takes LoRA if a target names it."""
+    return isinstance(place.linear, Linear) and place.linear.experts > 0
 
 
 def unknown_class(module: nnx.Module) -> str:
     """Describes why a module is not known to be linear."""
-    name = type(module).__name__
+    name = own_class_name(module)
+    if isinstance(module, nnx.bridge.ToNNX):
+        linen_name = type(module.to_nnx__module).__name__
+        return f"it holds the Linen module {linen_name}, whose layers are known only while it runs: see LinenLoRA"
+    if is_embedding(module):
+        return "an embedding"
     if _is_flax(module):
         return f"an nnx.{name} is not a product with a weight"
-    weights = weight_names(module)
+    weights = _plausible(module)
+    if not weights:
+        return f"its {', '.join(weight_names(module))} is no weight of a product"
     if len(weights) > 1:
-        return f"{name} holds several weights ({', '.join(weights)}); LoRA needs a module for each"
-    line = f"register_linear({name}, weight='{weights[0]}', equation=…)"
-    return f"{name} is not known to be linear; if it is, say so with {line}"
+        return f"it holds several weights ({', '.join(weights)}); LoRA needs a module for each"
+    if any(isinstance(child, nnx.Module) for child in vars(module).values()):
+        return f"its own code uses its {weights[0]}; LoRA needs a module for it"
+    return f"not known to be linear; if it is, say so with {_line(name, weights[0], getattr(module, weights[0]).ndim)}"
+
+
+def _line(name: str, weight: str, ndim: int) -> str:
+    letters = "kmn"[:ndim] if ndim > 2 else "kn"
+    return f"register_linear({name}, weight='{weight}', equation='...k,{letters}->...{letters[1:]}')"
+
+
+def _plausible(module: nnx.Module) -> list[str]:
+    """Names of parameters that may be weights of products: no tables, class tokens or positions."""
+    if isinstance(module, nnx.bridge.ToNNX):
+        return ["to_nnx__module"]
+    if _is_flax(module) or is_embedding(module):
+        return []
+    return plausible_weights({name: getattr(module, name).shape for name in weight_names(module)})
+
+
+def _tables(module: nnx.Module) -> list[str]:
+    return weight_names(module) if is_embedding(module) else []
+
+
+def own_class_name(module: nnx.Module) -> str:
+    """Name of a module's class before its product was exchanged."""
+    return getattr(type(module), "lora_class", type(module)).__name__
 
 
 def _is_flax(module: nnx.Module) -> bool:
@@ -149,7 +214,8 @@ def _pattern(target: str) -> re.Pattern[str] | None:
 
 def _problems(target: str, hits: list[Path], places: list[Place], allow_partial: bool) -> list[LoraFusionError]:
     if not hits:
-        return [_unknown(target, [place.path for place in places if isinstance(place.linear, Linear)])]
+        able = [dotted(place.path) for place in places if isinstance(place.linear, Linear)]
+        return [unknown_target(target, able, [it.refused for it in places if not isinstance(it.linear, Linear)])]
     missing = [] if allow_partial else _layers_without(hits, [place.path for place in places])
     if not missing:
         return []
@@ -161,17 +227,6 @@ def _problems(target: str, hits: list[Path], places: list[Place], allow_partial:
             fix="allow_partial=True if that is meant",
         )
     ]
-
-
-def _unknown(target: str, paths: list[Path]) -> ConfigError:
-    names = sorted({str(path[-1]) for path in paths if path})
-    near = did_you_mean(target, sorted({*names, ALL_LINEAR, *map(dotted, paths)}), most=3)
-    return ConfigError(
-        "lora.unknown-target",
-        f"target '{target}' matches no linear layer of the model{f'; {near}' if near else '.'}",
-        why="" if names else "it has no linear layer of a known class; is it an NNX module? see register_linear",
-        fix=f"targets: {ALL_LINEAR}   or some of [{', '.join(names)}]" if names else "",
-    )
 
 
 def _layers_without(hits: list[Path], paths: list[Path]) -> list[str]:

@@ -97,6 +97,7 @@ def exchange_product(
     where: str,
     inside: tuple[int, ...] = (),
     inputs: Any = (),
+    experts: int = 0,
 ) -> Any:
     """Runs `call(weight)` with its product with the weight replaced.
 
@@ -108,6 +109,7 @@ def exchange_product(
         where: path of the layer, for errors.
         inside: axes of the weight that the product sums over; they may be split over a mesh.
         inputs: what `call` multiplies with the weight; mesh axes that split it may split the weight, too.
+        experts: number of leading axes of the weight that x and the product have, too.
 
     Raises:
         ConfigError: `lora.unsupported-linear`, the call uses the weight in another way.
@@ -117,7 +119,7 @@ def exchange_product(
     [5.0, 5.0, 5.0, 5.0]
     """
     closed, shapes = jax.make_jaxpr(call, return_shape=True)(_abstract_weight(weight, inside, inputs))
-    run = _Run(product=product, where=where)
+    run = _Run(product=product, where=where, experts=experts)
     outputs, _ = run.evaluate(closed.jaxpr, [*closed.consts, weight], {len(closed.consts): tuple(range(weight.ndim))})
     if run.products != 1:
         raise unsupported_linear(where, f"its call multiplies by the weight {run.products} times, not once")
@@ -164,6 +166,7 @@ class _Run:
 
     product: Product
     where: str
+    experts: int = 0
     products: int = 0
 
     def evaluate(self, jaxpr: Jaxpr, values: list[Any], weights: dict[int, tuple[int, ...]]):
@@ -207,9 +210,11 @@ class _Run:
         raise self._unsupported(name)
 
     def _multiply(self, eqn: JaxprEqn, operands: list[Any], weights: dict[int, tuple[int, ...]]) -> Array:
-        ((place, order),) = weights.items()
+        ((side, order),) = weights.items()
         contract, batch = eqn.params["dimension_numbers"]
-        if batch[0]:
+        pairs = sorted(zip((order[axis] for axis in contract[side]), contract[1 - side], strict=True))
+        shared = sorted(zip((order[axis] for axis in batch[side]), batch[1 - side], strict=True))
+        if [axis for axis, _ in shared] != list(range(self.experts)):
             raise unsupported_linear(self.where, "its product shares a batch axis between the input and the weight")
         self._check_precision(eqn.params["precision"])
         self.products += 1
@@ -218,19 +223,19 @@ class _Run:
             raise unsupported_linear(self.where, f"its product is of {dtype} and gives {result}")
         if dtype.itemsize >= result.itemsize:
             dtype = result
-        w = operands[place]
+        w, x = operands[side], operands[1 - side]
         if not isinstance(w, Stored):
             w = jnp.transpose(w, [order.index(axis) for axis in range(len(order))]).astype(dtype)
-        pairs = sorted(zip((order[axis] for axis in contract[place]), contract[1 - place], strict=True))
-        x = operands[1 - place]
-        rows = [axis for axis in range(x.ndim) if axis not in contract[1 - place]]
-        x = jnp.transpose(x, [*rows, *(axis for _, axis in pairs)]).astype(dtype)
+        apart = {*contract[1 - side], *batch[1 - side]}
+        rows = [axis for axis in range(x.ndim) if axis not in apart]
+        x = jnp.transpose(x, [*(axis for _, axis in shared), *rows, *(axis for _, axis in pairs)]).astype(dtype)
         inside = tuple(axis for axis, _ in pairs)
-        free = [axis for axis in range(w.ndim) if axis not in inside]
-        traced = [order[axis] for axis in range(w.ndim) if order[axis] not in inside]  # their order in the traced call
-        back = [len(rows) + free.index(axis) for axis in traced]
-        numbers = list(range(len(rows)))
-        back = [*back, *numbers] if place == 0 else [*numbers, *back]
+        free = [axis for axis in range(self.experts, w.ndim) if axis not in inside]
+        traced = [axis for axis in order if axis in free]  # their order in the traced call
+        numbers = [self.experts + number for number in range(len(rows))]
+        columns = [self.experts + len(rows) + free.index(axis) for axis in traced]
+        experts = [order[axis] for axis in batch[side]]
+        back = [*experts, *columns, *numbers] if side == 0 else [*experts, *numbers, *columns]
         sharding = self._sharding(eqn.params.get("out_sharding"), back)
         return jnp.transpose(self.product(x, w, inside, Result(dtype=result, sharding=sharding)), back)
 
@@ -247,6 +252,8 @@ class _Run:
             return None
         if sharding.spec.unreduced:
             raise unsupported_linear(self.where, "its out_sharding leaves the sum over devices to later products")
+        if self.experts:
+            raise unsupported_linear(self.where, "it has a weight for each expert and sets out_sharding")
         spec = [*sharding.spec, *(None,) * (len(back) - len(sharding.spec))]
         return sharding.update(spec=P(*(spec[back.index(axis)] for axis in range(len(back)))))
 

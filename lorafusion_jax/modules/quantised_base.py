@@ -13,7 +13,7 @@ from jaxtyping import Array
 from lorafusion_jax.errors import ConfigError
 from lorafusion_jax.modules.adapted import call_exchanged, exchanged_class
 from lorafusion_jax.modules.linear import Linear
-from lorafusion_jax.modules.match import Place, find_places
+from lorafusion_jax.modules.match import Place, find_places, is_experts
 from lorafusion_jax.modules.product import Result
 from lorafusion_jax.modules.stored_weight import StoredWeight
 from lorafusion_jax.modules.storing import check_mesh, store
@@ -85,7 +85,7 @@ def _linear(place: Place) -> Linear | None:
         return plan.linear
     if (stored := getattr(place.module, _LINEAR, None)) is not None:
         return stored
-    return place.linear if isinstance(place.linear, Linear) and not place.is_head else None
+    return place.linear if isinstance(place.linear, Linear) and not (place.is_head or is_experts(place)) else None
 
 
 def _check(layers: list[tuple[Place, Linear]], quantize: str) -> None:

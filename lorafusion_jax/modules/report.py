@@ -14,12 +14,14 @@ from flax import nnx
 
 from lorafusion_jax.modules.adapted import own_class
 from lorafusion_jax.modules.linear import Linear
-from lorafusion_jax.modules.match import find_places
+from lorafusion_jax.modules.match import check_model, find_places, is_experts
 from lorafusion_jax.modules.quantised_base import stored_weight
 from lorafusion_jax.modules.stored_weight import StoredWeight
 from lorafusion_jax.modules.tree import dotted
 from lorafusion_jax.weights.table import NONE
 
+HEAD = "output head: all-linear leaves it out, name it to adapt it"
+UNTARGETED = "no adapter targets it"
 _HEADER = ("layer", "class", "K x N", "adapters", "")
 
 
@@ -97,17 +99,18 @@ def lora_report(model: nnx.Module) -> LoRAReport:
     <BLANKLINE>
     trainable: law 48; frozen: 212
     """
+    check_model(model)
     adapted: dict[int, AdaptedRow] = {}
     skipped: dict[int, SkippedRow] = {}
     parameters: dict[str, int] = {}
     for place in find_places(model):
         plan, path, number = getattr(place.module, "lora_plan", None), dotted(place.path), id(place.module)
         if plan is None:
-            why = place.unsupported_reason if not isinstance(place.linear, Linear) else "no adapter targets it"
-            if place.is_head and isinstance(place.linear, Linear):
-                why = "output head: all-linear leaves it out, name it to adapt it"
+            why = place.unsupported_reason if not isinstance(place.linear, Linear) else ""
+            if isinstance(place.linear, Linear):
+                why = HEAD if place.is_head else place.unsupported_reason if is_experts(place) else UNTARGETED
             if (weight := stored_weight(place.module)) is not None:
-                why = f"no adapter targets it, {weight.kind}"
+                why = f"{UNTARGETED}, {weight.kind}"
             skipped.setdefault(number, SkippedRow(path=path, kind=own_class(place.module).__name__, why=why))
         elif number not in adapted:
             adapted[number] = _row(path, place.module, plan)

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from lorafusion_jax.errors import ConfigError
-from lorafusion_jax.modules.linear import Product
+from lorafusion_jax.modules.linear import Linear
 from lorafusion_jax.modules.stored_weight import StoredWeight, form_of
 from lorafusion_jax.weights.table import StoredKind
 from pallas_kernels.linear.mesh.split_weight import Axes, per_element, spec_of
@@ -31,13 +31,13 @@ class Placement:
     k: Axes
     n: Axes
 
-    def specs(self, form: StoredKind, product: Product) -> dict[str, P]:
+    def specs(self, form: StoredKind, product: Linear) -> dict[str, P]:
         """Partition specs of the stored arrays of one layer, by name."""
         arrays = form.arrays(product.in_features, product.out_features)
         return {name: spec_of(array.dimensions or "", self.k, self.n) for name, array in arrays.items()}
 
 
-def check_mesh(weight: Array, product: Product, stack: int, kind: str, where: str) -> None:
+def check_mesh(weight: Array, product: Linear, stack: int, kind: str, where: str) -> None:
     """Checks that a weight can be stored on the mesh where it lies, if it lies on one.
 
     Raises:
@@ -68,7 +68,7 @@ def check_mesh(weight: Array, product: Product, stack: int, kind: str, where: st
             raise _refused(where, why, f"fp8 or int8, or split its {'out' if letter == 'k' else 'in'} features")
 
 
-def store(weight: Array, product: Product, stack: int, kind: str) -> StoredWeight:
+def store(weight: Array, product: Linear, stack: int, kind: str) -> StoredWeight:
     """Stores a weight with `stack` leading axes of layers, which are converted one after another."""
     form = form_of(kind, on_mesh=(on_mesh := _is_on_mesh(weight)))
     placement = _placement(weight, product, stack) if _is_split(weight) else None
@@ -82,7 +82,7 @@ def store(weight: Array, product: Product, stack: int, kind: str) -> StoredWeigh
 
 
 def _convert(
-    weight: Array, product: Product, stack: int, form: StoredKind, shardings: dict[str, NamedSharding] | None = None
+    weight: Array, product: Linear, stack: int, form: StoredKind, shardings: dict[str, NamedSharding] | None = None
 ) -> dict[str, Array]:
     inside, free = _orders(product)
     order = [*range(stack), *(stack + axis for axis in (*inside, *free))]
@@ -93,7 +93,7 @@ def _convert(
 
 
 def _convert_on_mesh(
-    weight: Array, product: Product, stack: int, form: StoredKind, placement: Placement
+    weight: Array, product: Linear, stack: int, form: StoredKind, placement: Placement
 ) -> dict[str, Array]:
     """On automatic axes, so that XLA splits the conversion: its results do not depend on how it does."""
     mesh, specs = Mesh(placement.mesh.devices, placement.mesh.axis_names), placement.specs(form, product)
@@ -116,7 +116,7 @@ def _is_on_mesh(weight: Array) -> bool:
     return _is_split(weight) or jax.sharding.get_abstract_mesh().size > 1
 
 
-def _placement(weight: Array, product: Product, stack: int) -> Placement:
+def _placement(weight: Array, product: Linear, stack: int) -> Placement:
     axes, (inside, free) = _axes(weight), _orders(product)
     assert isinstance(weight.sharding, NamedSharding)
     mesh = weight.sharding.mesh
@@ -124,7 +124,7 @@ def _placement(weight: Array, product: Product, stack: int) -> Placement:
     return Placement(mesh=mesh, stack=axes[:stack], k=axes[stack + inside[0]], n=axes[stack + free[0]])
 
 
-def _check_axes(weight: Array, product: Product, stack: int, where: str) -> None:
+def _check_axes(weight: Array, product: Linear, stack: int, where: str) -> None:
     """Checks that in and out features are split in one piece for each device."""
     axes = _axes(weight)
     for order, features in zip(_orders(product), ("in", "out"), strict=True):
@@ -134,7 +134,7 @@ def _check_axes(weight: Array, product: Product, stack: int, where: str) -> None
                 raise _refused(where, why, f"split axis {order[0]} instead")
 
 
-def _orders(product: Product) -> tuple[Sequence[int], Sequence[int]]:
+def _orders(product: Linear) -> tuple[Sequence[int], Sequence[int]]:
     """Axes of the weight that make up K, and N."""
     return product.inside, [axis for axis in range(len(product.shape)) if axis not in product.inside]
 

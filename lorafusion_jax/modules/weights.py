@@ -19,8 +19,10 @@ from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.adapters.table import adapter_kind
 from lorafusion_jax.errors import CheckpointError, ConfigError
 from lorafusion_jax.files import replace_bytes
-from lorafusion_jax.modules.adapted import LoRAPlan, adapted_class, own_class
+from lorafusion_jax.modules.adapted import adapted_class, own_class
+from lorafusion_jax.modules.linen_held import LinenAdapters
 from lorafusion_jax.modules.merging import merged_weight
+from lorafusion_jax.modules.plan import LoRAPlan
 from lorafusion_jax.modules.tree import dotted, walk
 
 BASE = "lora_base"  # attribute of the original weight while an adapter is merged
@@ -69,10 +71,7 @@ def layer_shapes(model: nnx.Module, name: str) -> dict[str, tuple[int, int]]:
     """
     shapes: dict[str, tuple[int, int]] = {}
     for _, plan, _ in _layers_of(model, name):
-        linear, paths = plan.linear, [plan.path]
-        if linear.stack:
-            paths = [".".join(map(str, (plan.path, *number))) for number in np.ndindex(linear.stack)]
-        shapes |= dict.fromkeys((path for path in paths), (linear.in_features, linear.out_features))
+        shapes |= dict.fromkeys(plan.paths, (plan.linear.in_features, plan.linear.out_features))
     return shapes
 
 
@@ -171,6 +170,9 @@ def merge_adapter(model: nnx.Module, name: str, *, keep: bool = False) -> nnx.Mo
         ConfigError: `lora.unknown-adapter`; `lora.merged`, an adapter is already merged; `lora.merge-quantized`, the
             frozen weights are stored in fewer bytes.
     """
+    if isinstance(model, LinenAdapters):
+        fix = "LinenLoRA.merge(model, variables, adapters, name, …)"
+        raise ConfigError("lora.no-weights", "the adapters of a Linen model hold no weights to merge into.", fix=fix)
     if any(hasattr(layer, BASE) for _, layer in walk(model)):
         raise ConfigError("lora.merged", "an adapter is merged into this model already.", fix="unmerge_adapter(model)")
     found = {id(layer): (plan, index) for layer, plan, index in _layers_of(model, name)}
@@ -214,6 +216,8 @@ def unmerge_adapter(model: nnx.Module) -> nnx.Module:
 
 
 def _check_unquantised(model: nnx.Module) -> None:
+    if isinstance(model, LinenAdapters):
+        return  # it has no weights
     for path, layer in walk(model):
         plan = getattr(layer, "lora_plan", None)
         if plan is not None and not isinstance(getattr(layer, plan.linear.weight), nnx.Param):

@@ -6,13 +6,16 @@ A adapters
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from lorafusion_jax.adapters.table import GROUP, KINDS, leaves_of
 from lorafusion_jax.errors import ConfigError
+from lorafusion_jax.plugins import known_names
 
 
 class PerAdapterState(NamedTuple):
@@ -22,17 +25,17 @@ class PerAdapterState(NamedTuple):
 
 
 def per_adapter(
-    optimizers: Mapping[str, optax.GradientTransformation], *, axis: int = 0
+    optimizers: Mapping[str, optax.GradientTransformation], *, axis: int | None = None
 ) -> optax.GradientTransformationExtraArgs:
     """Gives each adapter its own optimizer: state, step count, schedule, clipping and decay.
 
-    Every leaf of the parameters holds the adapters stacked, as in `lora_a` [A, K, R]. `update` takes `active`, the
-    adapters that had rows in this step, as bool [A], indices or names. Weights and states of the others stay
-    bit-identical. Clipping by global norm uses the leaves of one adapter.
+    Every leaf of the parameters holds the adapters stacked, as in `lora_a` [A, K, R], or [L, A, K, R] in a stack of
+    layers. `update` takes `active`, the adapters that had rows in this step, as bool [A], indices or names. Weights and
+    states of the others stay bit-identical. Clipping by global norm uses the leaves of one adapter.
 
     Args:
         optimizers: adapter → its transformation, in stacking order (the order of `apply_lora`).
-        axis: adapter axis of every leaf; 1 for stacked layers, whose leaves are [L, A, …]. -3 works for both.
+        axis: adapter axis of every leaf (None: that of each tensor of adapters, by its name; 0 for other leaves).
 
     Raises:
         ConfigError: `optim.per-adapter`, a leaf has another number of adapters on this axis; `optim.unknown-adapter`,
@@ -51,25 +54,25 @@ def per_adapter(
     by_name = {name: optax.with_extra_args_support(optimizer) for name, optimizer in optimizers.items()}
 
     def init(params: Any) -> PerAdapterState:
-        _check(params, len(names), axis)
+        axes = _axes(params, len(names), axis)
         return PerAdapterState(
-            {name: by_name[name].init(_slice(params, number, axis)) for number, name in enumerate(names)}
+            {name: by_name[name].init(_slice(params, number, axes)) for number, name in enumerate(names)}
         )
 
     def update(updates: Any, state: Any, params: Any = None, *, active: Any = None, **extra: Any):
-        _check(updates, len(names), axis)
+        axes = _axes(updates, len(names), axis)
         mask = _mask(active, names)
         changes, states = [], {}
         for number, name in enumerate(names):
-            adapter_updates = _slice(updates, number, axis)
-            weights = None if params is None else _slice(params, number, axis)
+            adapter_updates = _slice(updates, number, axes)
+            weights = None if params is None else _slice(params, number, axes)
             change, after = by_name[name].update(adapter_updates, state.states[name], weights, **extra)
             if mask is not None:
                 change = _where(mask[number], change, jax.tree.map(_zero_update, change))
                 after = _where(mask[number], after, state.states[name])
             changes.append(change)
             states[name] = after
-        return jax.tree.map(lambda *leaves: jnp.stack(leaves, axis), *changes), PerAdapterState(states)
+        return jax.tree.map(lambda n, *leaves: jnp.stack(leaves, n), axes, *changes), PerAdapterState(states)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -83,8 +86,8 @@ def active_adapters(table: Any, count: int) -> jax.Array:
     return jnp.any(jnp.asarray(table).reshape(-1, 1) == jnp.arange(count), axis=0)
 
 
-def _slice(tree: Any, number: int, axis: int) -> Any:
-    return jax.tree.map(lambda leaf: jax.lax.index_in_dim(leaf, number, axis, keepdims=False), tree)
+def _slice(tree: Any, number: int, axes: Any) -> Any:
+    return jax.tree.map(lambda axis, leaf: jax.lax.index_in_dim(leaf, number, axis, keepdims=False), axes, tree)
 
 
 def _where(on: jax.Array, new: Any, old: Any) -> Any:
@@ -96,15 +99,31 @@ def _zero_update(leaf: jax.Array) -> jax.Array:
     return jnp.full_like(leaf, -0.0)
 
 
-def _check(tree: Any, count: int, axis: int) -> None:
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        if not -leaf.ndim <= axis < leaf.ndim or leaf.shape[axis] != count:
-            raise ConfigError(
-                "optim.per-adapter",
-                f"a leaf has shape {leaf.shape}, and axis {axis} of every leaf must hold the {count} adapters.",
-                where=jax.tree_util.keystr(path),
-                fix="wrt=nnx.LoRAParam, an optimizer for each adapter of the model; axis=-3 for layers in a stack",
-            )
+def _axes(tree: Any, count: int, axis: int | None) -> Any:
+    """Returns the adapter axis of every leaf, counted from the first one."""
+    return jax.tree_util.tree_map_with_path(lambda path, leaf: _axis_of(path, leaf, count, axis), tree)
+
+
+def _axis_of(path: Any, leaf: Any, count: int, axis: int | None) -> int:
+    if axis is None:
+        names = [str(getattr(key, "key", getattr(key, "name", ""))) for key in path]
+        after = next((axes for name in reversed(names) if (axes := _axes_after(name)) is not None), None)
+        axis = 0 if after is None else leaf.ndim - 1 - after
+    if -leaf.ndim <= axis < leaf.ndim and leaf.shape[axis] == count:
+        return axis % leaf.ndim
+    raise ConfigError(
+        "optim.per-adapter",
+        f"a leaf has shape {leaf.shape}, and axis {axis} of it must hold the {count} adapters.",
+        where=jax.tree_util.keystr(path),
+        fix="wrt=nnx.LoRAParam, an optimizer for each adapter of the model; axis=… for leaves of another form",
+    )
+
+
+@cache
+def _axes_after(name: str) -> int | None:
+    """Number of axes after that of the adapters of a tensor; None: no kind has one of this name."""
+    leaves = leaves_of(known_names(GROUP, KINDS))
+    return next((len(leaf.axes) for leaf in leaves if leaf.name == name), None)
 
 
 def _mask(active: Any, names: Sequence[str]) -> jax.Array | None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import models_as_published as models
 import numpy as np
 import pytest
 from flax import linen as nn
@@ -165,5 +166,76 @@ def gemma3() -> LinenCase:
     return LinenCase(model=Small(), options={"tokens": IDS}, output=lambda it: it.logits, modules=weight)
 
 
-NNX_MODELS = {case.__name__: case for case in (qwen3, llama3, jimm_vit)}
-LINEN_MODELS = {case.__name__: case for case in (gemma3, bert, vit, gpt2, bart)}
+def as_published(cls: type, inputs: Any) -> Callable[[], NNXCase]:
+    def make() -> NNXCase:
+        return NNXCase(model=cls(nnx.Rngs(0)), inputs=(inputs,), output=lambda it: it)
+
+    return make
+
+
+def linen_as_published(cls: type, inputs: Any) -> Callable[[], LinenCase]:
+    def make() -> LinenCase:
+        return LinenCase(model=cls(), args=(inputs,), options={}, output=lambda it: it)
+
+    return make
+
+
+def flax_llama() -> LinenCase:
+    module = hf("llama.modeling_flax_llama")
+    config = module.LlamaConfig(**DECODER, intermediate_size=24, num_key_value_heads=1)
+    args = (IDS, jnp.ones_like(IDS), POSITIONS)
+    return LinenCase(
+        model=module.FlaxLlamaForCausalLMModule(config), args=args, options={}, output=lambda it: it.logits
+    )
+
+
+def flax_gptj() -> LinenCase:
+    module = hf("gptj.modeling_flax_gptj")
+    config = module.GPTJConfig(vocab_size=32, n_positions=8, n_embd=16, n_layer=1, n_head=2, rotary_dim=4)
+    args = (IDS, jnp.ones_like(IDS), POSITIONS)
+    return LinenCase(model=module.FlaxGPTJForCausalLMModule(config), args=args, options={}, output=lambda it: it.logits)
+
+
+def flax_clip() -> LinenCase:
+    module = hf("clip.modeling_flax_clip")
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_hidden_layers": 1}
+    config = module.CLIPVisionConfig(**sizes, image_size=8, patch_size=4)
+    output = lambda it: it.pooler_output  # noqa: E731
+    return LinenCase(model=module.FlaxCLIPVisionModule(config), args=(IMAGES,), options={}, output=output)
+
+
+DECODER = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+NNX_MODELS: dict[str, Callable[[], NNXCase]] = {case.__name__: case for case in (qwen3, llama3, jimm_vit)}
+LINEN_MODELS: dict[str, Callable[[], LinenCase]] = {
+    case.__name__: case for case in (gemma3, bert, vit, gpt2, bart, flax_llama, flax_gptj, flax_clip)
+}
+# Structures of published models without a package in the registry; they need no extra.
+NNX_STRUCTURES = {
+    name: as_published(cls, inputs)
+    for name, cls, inputs in (
+        ("bonsai_qwen3", models.Qwen3, IDS),
+        ("bonsai_llada", models.LLaDA, IDS),
+        ("bonsai_umt5", models.UMT5, IDS),
+        ("bonsai_dinov3", models.DINOv3, IMAGES),
+        ("bonsai_vjepa2", models.VJEPA2, IMAGES),
+        ("flax_gemma", models.Gemma, IDS),
+        ("maxtext", models.MaxText, IDS),
+    )
+}
+LINEN_STRUCTURES = {
+    name: linen_as_published(cls, inputs)
+    for name, cls, inputs in (
+        ("lm1b", models.LM1B, IDS),
+        ("wmt", models.WMT, IDS),
+        ("big_vision_scan", models.BigVisionViT, IMAGES),
+        ("openpi_pi0", models.Pi0, IDS),
+    )
+}
+PEFT_KEYS = {  # one key of each model that Hugging Face has, too
+    "bonsai_qwen3": "model.layers.1.self_attn.q_proj",
+    "bonsai_dinov3": "layer.0.attention.q_proj",
+    "bonsai_vjepa2": "pooler.self_attention_layers.0.self_attn.k_proj",
+    "bonsai_umt5": "wo",
+    "qwen3": "model.layers.0.self_attn.q_proj",
+    "llama3": "model.layers.0.self_attn.q_proj",
+}

@@ -64,15 +64,6 @@ class Qwen3(nnx.Module):
         return self.lm_head(x)
 
 
-@pytest.fixture
-def registered():
-    from lorafusion_jax.modules import linear
-
-    register_linear(Einsum, weight="w", equation=lambda module: module.einsum_str)
-    yield
-    del linear._CLASSES[Einsum]
-
-
 def adapted(model):
     return {path: module for path, module in nnx.iter_modules(model) if hasattr(module, "lora_plan")}
 
@@ -179,7 +170,7 @@ def test_linear_general_over_inner_axes():
     )
 
 
-def test_a_class_of_a_package_needs_one_line(registered):
+def test_a_class_of_a_package_needs_one_line():
     tokens = jax.random.randint(jax.random.key(2), (4, 6), 0, 32)
     model = check(lambda: Qwen3(nnx.Rngs(3)), tokens)
     assert len(adapted(model)) == 2 * 6
@@ -191,11 +182,62 @@ def test_a_class_of_a_package_needs_one_line(registered):
     assert "<td>layers.1.o_proj</td>" in report._repr_html_()
 
 
-def test_a_class_that_nobody_registered_is_named_not_left_out_in_silence():
-    with pytest.warns(UserWarning, match=r"layers\.0\.q_proj and 7 more: Einsum .*register_linear\(Einsum, weight='w'"):
-        apply_lora(Qwen3(nnx.Rngs(0)), SPECS, targets="all-linear")
+@pytest.mark.parametrize("shape", [(2, 8, 4), (2, 3, 8, 4)])
+def test_experts_take_lora_if_a_target_names_them(x, shape):
+    """Each expert has adapters of its own; another order of axes in the call and in the result."""
+    letters = "eg"[: len(shape) - 2]
+
+    class Experts(nnx.Module):
+        def __init__(self):
+            self.mix = nnx.Einsum(f"{letters}bd,{letters}df->b{letters}f", shape, rngs=nnx.Rngs(0))
+            self.up = nnx.Linear(8, 8, rngs=nnx.Rngs(1))
+
+        def __call__(self, x):
+            rows = self.up(x).reshape(-1, 8)
+            rows = jnp.broadcast_to(rows, (*shape[:-2], *rows.shape)) * jnp.arange(1, 3).reshape(
+                -1, *(1,) * (len(shape) - 1)
+            )
+            return self.mix(rows).reshape(*x.shape[:2], -1)
+
+    with pytest.warns(UserWarning, match=r"mix \(Einsum\): a weight for each expert: .* name it"):
+        model = apply_lora(Experts(), SPECS, targets="all-linear")
+    assert {path[-1] for path in adapted(model)} == {"up"}
+    assert "for each expert" in next(row.why for row in lora_report(model).skipped if row.path == "mix")
+    model = randomize(apply_lora(Experts(), SPECS, targets=["mix", "up"]))
+    assert model.mix.lora_a.shape == (*shape[:-2], 2, 8, 3)
+    table = jnp.repeat(TABLE, 5)  # an entry for each row of an expert
+    with use_adapters(SPECS, table):
+        y = model(x)
+    for index in range(2):
+        expected = merged(Experts, model, index)(x)
+        rows = np.flatnonzero(np.asarray(TABLE) == index)
+        np.testing.assert_allclose(y[rows], expected[rows], rtol=1e-4, atol=2e-5)
+
+
+class Plain(nnx.Module):
+    """A linear class with no equation."""
+
+    def __init__(self, rngs):
+        self.kernel = nnx.Param(nnx.initializers.lecun_normal()(rngs.params(), (8, 8)))
+
+    def __call__(self, x):
+        return x @ self.kernel[...]
+
+
+def test_a_class_that_nobody_registered_is_named_with_the_line_that_registers_it(x):
+    from lorafusion_jax.modules import linear
+
+    make = lambda: nnx.Dict(up=nnx.Linear(8, 8, rngs=nnx.Rngs(0)), mix=nnx.List([Plain(nnx.Rngs(n)) for n in (1, 2)]))  # noqa: E731
+    with pytest.warns(UserWarning, match=r"mix\.0 and 1 more \(Plain\): not known to be linear") as caught:
+        apply_lora(make(), SPECS, targets="all-linear")
+    line = str(caught[0].message).partition("say so with ")[2].strip()
     with pytest.raises(ConfigError, match="register_linear"):
-        apply_lora(Qwen3(nnx.Rngs(0)), SPECS, targets=["q_proj"])
+        apply_lora(make(), SPECS, targets=r"mix\.\d")
+    exec(line, {"register_linear": register_linear, "Plain": Plain})  # as a user pastes it
+    try:
+        check(make, x, call=lambda model, x: model.mix[1](model.mix[0](model.up(x))))
+    finally:
+        del linear._CLASSES[Plain]
 
 
 def test_a_call_that_differs_from_what_was_registered_is_refused(x):
@@ -337,7 +379,7 @@ def test_stacked_layers_draw_different_dropout(x):
     assert (forward(model, x, 1) != before).any()
 
 
-def test_gradients_of_all_leaves_agree_with_the_slope(registered):
+def test_gradients_of_all_leaves_agree_with_the_slope():
     tokens = jax.random.randint(jax.random.key(2), (4, 6), 0, 32)
     model = randomize(apply_lora(Qwen3(nnx.Rngs(3)), SPECS, targets="all-linear"))
     graph, lora, frozen = nnx.split(model, nnx.LoRAParam, ...)
@@ -363,7 +405,7 @@ def test_gradients_of_all_leaves_agree_with_the_slope(registered):
     assert slope == pytest.approx((moved(3e-3) - moved(-3e-3)) / 6e-3, rel=2e-2, abs=1e-4)
 
 
-def test_trains_under_nnx_optimizer(registered):
+def test_trains_under_nnx_optimizer():
     tokens = jax.random.randint(jax.random.key(2), (4, 6), 0, 32)
     model = apply_lora(Qwen3(nnx.Rngs(3)), SPECS, targets="all-linear")
     optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.LoRAParam)
@@ -407,11 +449,11 @@ def test_two_compiled_functions_over_one_rematerialised_block(x):
 
 
 @pytest.mark.parametrize(("pattern", "count"), [("layers.*.q_proj", 2), (r"layers\.\d\.(q|k)_proj", 4), ("*_proj", 12)])
-def test_targets_by_glob_or_regular_expression(registered, pattern, count):
+def test_targets_by_glob_or_regular_expression(pattern, count):
     assert len(adapted(apply_lora(Qwen3(nnx.Rngs(0)), [LAW], targets=pattern))) == count
 
 
-def test_a_pattern_that_matches_nothing_lists_near_misses(registered):
+def test_a_pattern_that_matches_nothing_lists_near_misses():
     with pytest.raises(ConfigError, match=r"did you mean 'q_proj'") as caught:
         apply_lora(Qwen3(nnx.Rngs(0)), [LAW], targets=["q_prj"])
     assert caught.value.code == "lora.unknown-target"

@@ -11,8 +11,20 @@ import optax
 import published_models as published
 import pytest
 from flax import nnx
+from more_cases import nightly
+from safetensors.numpy import load_file
 
-from lorafusion_jax.modules import AdapterSpec, LinenLoRA, apply_lora, lora_report, merge_adapter, use_adapters
+import lorafusion_jax as lf
+from lorafusion_jax.modules import (
+    AdapterSpec,
+    LinenLoRA,
+    adapter_arrays,
+    apply_lora,
+    lora_report,
+    merge_adapter,
+    put_adapter_arrays,
+    use_adapters,
+)
 from lorafusion_jax.optim.per_adapter import active_adapters, per_adapter
 
 LAW = AdapterSpec(name="law", rank=4, alpha=8)
@@ -35,13 +47,18 @@ def close(ours, theirs):
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=TOLERANCE * np.abs(theirs).max())
 
 
-@pytest.mark.parametrize("name", published.NNX_MODELS)
-def test_two_adapters_train_in_an_nnx_model_and_merge_into_it(name):
-    case = published.NNX_MODELS[name]()
+def lane(cases, structures, everyday):
+    """Models of packages, and structures of models; few of these run every day, all in `make test-models`."""
+    return [*cases, *(name if name in everyday else nightly(name) for name in structures)]
+
+
+@pytest.mark.parametrize("name", lane(published.NNX_MODELS, published.NNX_STRUCTURES, ["bonsai_llada"]))
+def test_two_adapters_train_in_an_nnx_model_and_merge_into_it(name, tmp_path):
+    case = (published.NNX_MODELS | published.NNX_STRUCTURES)[name]()
     before = case.call(case.model)
     model = apply_lora(case.model, SPECS, targets="all-linear")
     rules = {"law": optax.adam(1e-2), "med": optax.sgd(1e-2)}
-    optimizer = nnx.Optimizer(model, per_adapter(rules, axis=-3), wrt=nnx.LoRAParam)
+    optimizer = nnx.Optimizer(model, per_adapter(rules), wrt=nnx.LoRAParam)
 
     @nnx.jit
     def step(model, optimizer, table):
@@ -62,14 +79,29 @@ def test_two_adapters_train_in_an_nnx_model_and_merge_into_it(name):
         with use_adapters(SPECS, only="law"):
             return case.call(model)
 
+    @nnx.jit
+    def mixed(model, table):
+        with use_adapters(SPECS, table):
+            return case.call(model)
+
     adapted = with_law(model)
     assert np.abs(adapted - before).max() > 1e-3
+    close(mixed(model, TABLE)[np.array([0, 3])], adapted[np.array([0, 3])])  # joint = alone
+    arrays = adapter_arrays(model, "law")
+    lf.save_peft(model, "law", tmp_path / "law")
+    if name in published.PEFT_KEYS:
+        keys = load_file(tmp_path / "law" / "adapter_model.safetensors")
+        assert f"base_model.model.{published.PEFT_KEYS[name]}.lora_A.weight" in keys
+    put_adapter_arrays(model, "law", {key: 0 * array for key, array in arrays.items()})
+    lf.load_peft(model, "law", tmp_path / "law")
+    for key, array in adapter_arrays(model, "law").items():
+        np.testing.assert_array_equal(array, arrays[key])
     close(case.call(merge_adapter(model, "law")), adapted)
 
 
-@pytest.mark.parametrize("name", published.LINEN_MODELS)
-def test_two_adapters_train_in_a_linen_model_and_merge_into_it(name):
-    case = published.LINEN_MODELS[name]()
+@pytest.mark.parametrize("name", lane(published.LINEN_MODELS, published.LINEN_STRUCTURES, ["openpi_pi0"]))
+def test_two_adapters_train_in_a_linen_model_and_merge_into_it(name, tmp_path):
+    case = (published.LINEN_MODELS | published.LINEN_STRUCTURES)[name]()
     init = jax.jit(lambda: case.model.init(jax.random.key(0), *case.args, **case.options))
     params = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), init()["params"])  # gemma's are in bfloat16
     lora = LinenLoRA(SPECS, targets="all-linear", modules=case.modules)
@@ -100,8 +132,20 @@ def test_two_adapters_train_in_a_linen_model_and_merge_into_it(name):
         with lora.use(only="law"):
             return outputs({"params": params, "LoRAParam": adapters})
 
+    @jax.jit
+    def mixed(adapters, table):
+        with lora.use(table):
+            return outputs({"params": params, "LoRAParam": adapters})
+
     adapted = with_law(adapters)
     assert np.abs(adapted - outputs({"params": params})).max() > 1e-3
+    close(mixed(adapters, TABLE)[np.array([0, 3])], adapted[np.array([0, 3])])  # joint = alone
+    lf.save_peft(lora.hold(adapters), "law", tmp_path / "law")
+    lf.load_peft(held := lora.hold(jax.tree.map(jnp.zeros_like, adapters)), "law", tmp_path / "law")
+    for key, array in lora.adapter_arrays(held.tree(), "law").items():
+        np.testing.assert_array_equal(array, lora.adapter_arrays(adapters, "law")[key])
+    report = lora.report(case.model, {"params": params}, *case.args, **case.options)
+    assert not {"logitdense", "lm_head"} & {row.path.rsplit(".", 1)[-1] for row in report.adapted}
     merged = lora.merge(case.model, {"params": params}, adapters, "law", *case.args, **case.options)
     close(outputs({"params": merged}), adapted)
 

@@ -90,7 +90,7 @@ def test_nnx_optimizer_forwards_active():
 
 def test_stacked_layers_use_another_axis():
     params = {"lora_a": jnp.ones((3, 2, 4, 2)), "other": jnp.ones((2, 4, 2))}
-    optimizer = per_adapter({"law": optax.sgd(1.0), "med": optax.sgd(2.0)}, axis=-3)
+    optimizer = per_adapter({"law": optax.sgd(1.0), "med": optax.sgd(2.0)})
     updates, _ = optimizer.update(params, optimizer.init(params), params)
     assert updates["lora_a"].shape == (3, 2, 4, 2)
     np.testing.assert_array_equal(updates["lora_a"][:, 1], -2 * np.ones((3, 4, 2)))

@@ -1,0 +1,180 @@
+"""Replaces the products of a Linen model's linear modules while it runs.
+
+The adapters lie in the collection "LoRAParam". While a model runs, the tensors of a layer are next to its weight in
+"params". So `nn.scan`, `nn.vmap` and `nn.remat` slice and lift them as the weight, and a model need not name the
+collection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import jax.numpy as jnp
+from flax import linen as nn
+from jaxtyping import Array
+
+from lorafusion_jax.modules.plan import dropout_sites
+from lorafusion_jax.modules.product import Result, exchange_product, unsupported_linear
+
+COLLECTION = "LoRAParam"
+SITE = "lora_site"  # dropout sites of stacked layers, beside their tensors
+type Weight = str | Callable[[nn.Module], str]  # name of a module's weight, or a function from the module to it
+type Kinds = Sequence[tuple[type[nn.Module], Weight]]
+# module, x [rows, contracted axes], weight, contracted axes of the weight, type of the result → the product
+type Multiply = Callable[[nn.Module, Array, Array, tuple[int, ...], Result], Array]
+type Call = Callable[[], Any]
+
+
+@contextmanager
+def intercept(
+    kinds: Kinds,
+    wanted: Callable[[nn.Module], bool],
+    multiply: Multiply,
+    *,
+    axes: Mapping[str, int],
+    watch: Callable[[nn.Module], None] | None = None,
+    otherwise: Callable[[nn.Module, Exception], None] | None = None,
+) -> Iterator[None]:
+    """Makes wanted linear modules use `multiply` for their product, in its body.
+
+    Args:
+        axes: number of axes of an adapter's tensors, by their names.
+        watch: called with every module that runs.
+        otherwise: called with a module of an unknown class and the error if it is no single product after all; it runs
+            unchanged then (None: the error is raised).
+    """
+    inner = joined = False
+
+    def interceptor(call: Any, args: Any, options: Any, context: Any) -> Any:
+        nonlocal inner, joined
+        module = context.module
+        if inner or module.scope is None or context.method_name == "setup":
+            return call(*args, **options)  # setup, or the call of an unbound copy
+        if not joined and module.scope.parent is None and COLLECTION in module.variables:
+            joined = True
+            try:
+                return _call_joined(module, axes, lambda: call(*args, **options))
+            finally:
+                joined = False
+        if watch is not None:
+            watch(module)
+        weight = weight_of(module, kinds) if context.method_name == "__call__" else None
+        if weight is None or not wanted(module):
+            return call(*args, **options)
+        params = params_of(module)
+        if weight not in params:
+            raise unsupported_linear(
+                ".".join(module.path), f"it has no parameter '{weight}' yet", "init the base model first"
+            )
+        w = nn.meta.unbox(params[weight])
+
+        def call_with(w: Array) -> Any:
+            nonlocal inner
+            inner = True
+            try:
+                return module.clone(parent=None).apply({"params": {**params, weight: w}}, *args, **options)
+            finally:
+                inner = False
+
+        def product(x: Array, w: Array, inside: tuple[int, ...], result: Result) -> Array:
+            return multiply(module, x, w, inside, result)
+
+        try:
+            return exchange_product(call_with, w, product, where=".".join(module.path), inputs=(args, options))
+        except Exception as problem:
+            if otherwise is None or is_listed(module, kinds):
+                raise
+            otherwise(module, problem)
+            return call(*args, **options)
+
+    with nn.intercept_methods(interceptor):
+        yield
+
+
+def weight_of(module: nn.Module, kinds: Kinds) -> str | None:
+    """Returns the name of a linear module's weight.
+
+    That of a listed class, or the only matrix of a module of another package that has no submodules; None if there is
+    none.
+    """
+    weight = next((weight for cls, weight in kinds if isinstance(module, cls)), None)
+    if weight is not None:
+        return weight(module) if callable(weight) else weight
+    if type(module).__module__.startswith("flax."):
+        return None
+    params = params_of(module)
+    matrices = matrices_of(params)
+    return matrices[0] if len(matrices) == 1 and not any(isinstance(it, Mapping) for it in params.values()) else None
+
+
+def is_listed(module: nn.Module, kinds: Kinds) -> bool:
+    return any(isinstance(module, cls) for cls, _ in kinds)
+
+
+def params_of(module: nn.Module) -> dict[str, Any]:
+    """Returns a module's parameters, without adapters."""
+    return {name: value for name, value in module.variables.get("params", {}).items() if name != COLLECTION}
+
+
+def matrices_of(params: Mapping[str, Any]) -> list[str]:
+    """Names of the parameters with two or more axes."""
+    return [
+        name
+        for name, value in params.items()
+        if not isinstance(value, Mapping) and len(getattr(nn.meta.unbox(value), "shape", ())) >= 2
+    ]
+
+
+def adapters_of(module: nn.Module, weight: str) -> tuple[tuple[str, ...], Mapping[str, Array] | None]:
+    """Returns path and tensors of a module's adapters. If modules share a scope, the path ends with the weight."""
+    path, joined = tuple(module.path), module.variables.get("params", {}).get(COLLECTION)
+    if joined is not None and isinstance(joined.get(weight), Mapping):
+        return (*path, weight), joined[weight]
+    if joined is not None and any(isinstance(value, Mapping) for value in joined.values()):
+        return path, None  # of another module in this scope
+    return path, joined
+
+
+def _call_joined(root: nn.Module, axes: Mapping[str, int], call: Call) -> Any:
+    """Calls a model's outermost module with its adapters next to their weights."""
+    assert root.scope is not None
+    variables = root.scope._variables  # flax has no public way to give a running module other variables
+    before = variables.get("params", {})
+    variables["params"] = joined = _join(before, variables[COLLECTION], (), axes)
+    try:
+        return call()
+    finally:
+        variables["params"] = _without_adapters(joined) if root.scope.is_mutable_collection("params") else before
+
+
+def _join(params: Any, adapters: Mapping[str, Any], path: tuple[str, ...], axes: Mapping[str, int]) -> dict[str, Any]:
+    tree, leaves = dict(params), {}
+    for name, value in adapters.items():
+        if isinstance(value, Mapping) and isinstance(tree.get(name), Mapping):
+            tree[name] = _join(tree[name], value, (*path, name), axes)
+        elif isinstance(value, Mapping):  # a layer that shares its scope, by the name of its weight
+            leaves[name] = _with_sites(value, (*path, name), axes)
+        else:
+            leaves[name] = value
+    if leaves:
+        tree[COLLECTION] = (
+            leaves if isinstance(next(iter(leaves.values())), Mapping) else _with_sites(leaves, path, axes)
+        )
+    return tree
+
+
+def _with_sites(leaves: Mapping[str, Array], path: tuple[str, ...], axes: Mapping[str, int]) -> dict[str, Any]:
+    """Adds the dropout sites of a stack of layers to its tensors [stack, A, ...]."""
+    stacks = (value.shape[: value.ndim - 1 - axes[name]] for name, value in leaves.items() if name in axes)
+    stack = next(stacks, ())
+    return dict(leaves) | ({SITE: jnp.asarray(dropout_sites(".".join(path), stack))} if stack else {})
+
+
+def _without_adapters(params: Any) -> dict[str, Any]:
+    return {
+        name: _without_adapters(value) if isinstance(value, Mapping) else value
+        for name, value in params.items()
+        if name != COLLECTION
+    }

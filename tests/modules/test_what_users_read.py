@@ -1,0 +1,181 @@
+"""Texts about models that cannot be adapted as asked: they tell which classes there are and why each was not taken."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import linen as nn
+from flax import nnx
+from flax.nnx import bridge
+
+import lorafusion_jax as lf
+from lorafusion_jax.errors import ConfigError
+from lorafusion_jax.modules import AdapterSpec, LinenLoRA, apply_lora, lora_report
+
+LAW = AdapterSpec(name="law", rank=2, alpha=4)
+
+
+def refusal(model, targets="all-linear"):
+    with pytest.raises(ConfigError) as caught:
+        apply_lora(model, [LAW], targets=targets)
+    return caught.value
+
+
+class DenseGeneral(nnx.Module):
+    """A linear class of a package, with axes in attributes."""
+
+    def __init__(self, rngs):
+        self.kernel = nnx.Param(jax.random.normal(rngs.params(), (8, 2, 4)))
+
+
+class Vision(nnx.Module):
+    """Tables of every kind beside one linear layer."""
+
+    def __init__(self, rngs):
+        self.cls_token = nnx.Param(jnp.zeros((1, 1, 8)))
+        self.pos_embed = nnx.Param(jnp.zeros((1, 17, 8)))
+        self.position_embeddings = nnx.Param(jnp.zeros((17, 8)))
+        self.patches = nnx.Conv(3, 8, (4, 4), rngs=rngs)
+        self.tokens = ScaledEmbed(12, 8, rngs=rngs)
+        self.up = nnx.Linear(8, 8, rngs=rngs)
+
+
+class ScaledEmbed(nnx.Embed):
+    pass
+
+
+class Mixed(nnx.Module):
+    def __init__(self, *, inner, rngs):
+        self.vision, self.up = bridge.ToNNX(inner, rngs=rngs), nnx.Linear(8, 8, rngs=rngs)
+
+    def __call__(self, x):
+        return self.up(self.vision(x))
+
+
+def test_no_text_denies_layers_or_proposes_the_same_word():
+    error = refusal(nnx.Dict(proj=nnx.List([DenseGeneral(nnx.Rngs(0)) for _ in range(3)])))
+    assert "proj.0 and 2 more (DenseGeneral): not known to be linear" in error.why
+    assert error.fix == "register_linear(DenseGeneral, weight='kernel', equation='...k,kmn->...mn')"
+    assert "did you mean" not in str(error)
+    error = refusal(nnx.Dict(filter=nnx.Conv(8, 4, (3,), rngs=nnx.Rngs(0))))
+    assert "filter (Conv): an nnx.Conv is not a product with a weight" in error.why
+
+
+def test_models_that_are_none_of_nnx_are_shown_the_way():
+    assert "LinenLoRA" in refusal(nn.Dense(3)).fix
+    assert "nnx.Dict" in refusal({"up": nnx.Linear(8, 4, rngs=nnx.Rngs(0))}).fix
+    with pytest.raises(ConfigError, match="LinenLoRA"):
+        lora_report(nn.Dense(3))
+
+
+def test_a_linen_module_inside_an_nnx_model_is_named():
+    inner = nn.Sequential([nn.Dense(8), nn.relu])
+    model = Mixed(inner=inner, rngs=nnx.Rngs(0))
+    bridge.lazy_init(model.vision, jnp.ones((2, 8)))
+    with pytest.warns(UserWarning, match=r"1 layer .* has no adapters:\n  vision \(ToNNX\): .*Sequential.*LinenLoRA"):
+        apply_lora(model, [LAW], targets="all-linear")
+    assert "LinenLoRA" in next(row.why for row in lora_report(model).skipped if row.path == "vision")
+    assert "Sequential" in refusal(Mixed(inner=inner, rngs=nnx.Rngs(0)), targets=["vision"]).why
+
+
+def test_nobody_is_told_to_adapt_tokens_positions_or_embeddings():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = apply_lora(Vision(nnx.Rngs(0)), [LAW], targets="all-linear")
+    report = lora_report(model)
+    assert [row.path for row in report.adapted] == ["up"]
+    assert not any("register_linear" in row.why for row in report.skipped)
+
+
+def test_a_warning_names_only_what_the_pattern_matched():
+    model = nnx.Dict(
+        a=nnx.Linear(8, 8, rngs=nnx.Rngs(0)), b=DenseGeneral(nnx.Rngs(0)), c=nnx.Conv(8, 4, (3,), rngs=nnx.Rngs(0))
+    )
+    with pytest.warns(UserWarning, match="1 layer that the targets match has no adapters") as caught:
+        apply_lora(model, [LAW], targets="[ab]")
+    assert "c (Conv)" not in str(caught[0].message)
+
+
+def test_heads_are_found_by_the_width_of_the_vocabulary_or_named():
+    def layer(*sizes):
+        return nnx.Linear(*sizes, rngs=nnx.Rngs(1))
+
+    def make():
+        return nnx.Dict(
+            wte=nnx.Embed(50, 8, rngs=nnx.Rngs(0)),
+            wpe=nnx.Embed(16, 8, rngs=nnx.Rngs(0)),
+            layers=nnx.List([nnx.Dict(up=layer(8, 50), classifier=layer(50, 8))]),
+            ff_out=layer(8, 50),
+        )
+
+    def adapted(**options):
+        return {row.path for row in lora_report(apply_lora(make(), [LAW], targets="all-linear", **options)).adapted}
+
+    assert adapted() == {"layers.0.up", "layers.0.classifier"}
+    assert adapted(heads=["layers.0.up"]) == {"layers.0.classifier", "ff_out"}
+    assert adapted(heads=()) == {"layers.0.up", "layers.0.classifier", "ff_out"}
+
+
+def test_linen_texts_are_those_of_nnx():
+    class Table(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return x + self.param("shift", nn.initializers.zeros, (3, 8))
+
+    class Net(nn.Module):
+        linear: bool
+
+        @nn.compact
+        def __call__(self, x):
+            x = Table(name="table")(x)
+            return nn.Dense(4, name="up")(x) if self.linear else x
+
+    x = jnp.ones((2, 3, 8))
+    for linear, targets, match in (
+        (False, "all-linear", r"the model has none\.\n  because .*table \(Table\)"),
+        (True, "upp", r"did you mean 'up'"),
+        (True, "table", r"what it matches cannot carry LoRA: table \(Table\)"),
+    ):
+        params = Net(linear).init(jax.random.key(0), x)
+        with pytest.raises(ConfigError, match=match):
+            LinenLoRA([LAW], targets=targets).init(Net(linear), params, x)
+
+
+@pytest.mark.parametrize(
+    ("path", "key"),
+    [
+        ("layer.0.attention.q_proj", "layer.0.attention.q_proj"),
+        ("pooler.self_attention_layers.0.self_attn.k_proj", "pooler.self_attention_layers.0.self_attn.k_proj"),
+        ("vision.layers.0.attn.q_proj", "vision.layers.0.attn.q_proj"),
+        ("text.layers.0.attn.q_proj", "text.layers.0.attn.q_proj"),
+        ("layers.11.attn.q_proj", "model.layers.11.self_attn.q_proj"),
+        ("model.layers.1.mlp.up_proj", "model.layers.1.mlp.up_proj"),
+        ("layers.1.cross.attn.q_proj", "layers.1.cross.attn.q_proj"),
+        ("q_proj", "q_proj"),
+        ("", ""),
+    ],
+)
+def test_peft_keys_are_never_renamed_but_for_a_decoder_s_own_layers(path, key):
+    from lorafusion_jax.checkpoint.own_model import hf_key
+
+    assert hf_key(path) == key
+
+
+def test_a_model_is_exported_with_a_symbolic_batch():
+    specs = [LAW, AdapterSpec(name="med", rank=4, alpha=4)]
+    model = apply_lora(nnx.Dict(up=nnx.LinearGeneral(8, (2, 3), rngs=nnx.Rngs(0))), specs, targets="up")
+    model.up.lora_b[...] = jax.random.normal(jax.random.key(0), model.up.lora_b.shape).at[0, 2:].set(0)
+    graph, state = nnx.split(model)
+
+    def forward(state, x, table):
+        with lf.use_adapters(specs, table):
+            return nnx.merge(graph, state).up(x)
+
+    b, s = jax.export.symbolic_shape("b, s")
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)
+    types = (jax.ShapeDtypeStruct((b, s, 8), jnp.float32), jax.ShapeDtypeStruct((b,), jnp.int32))
+    exported = jax.export.export(jax.jit(forward))(shapes, *types)
+    for count in (1, 3):
+        x, table = jax.random.normal(jax.random.key(1), (count, 5, 8)), jnp.arange(count) % 2
+        assert jnp.allclose(exported.call(state, x, table), forward(state, x, table), atol=1e-5)
