@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import shlex
 from collections.abc import Iterator
@@ -69,6 +70,24 @@ def test_commands_and_their_options_exist(page, line):
     assert not hasattr(command, "commands"), f"{page}: there is no command in '{line}'"
     known = {option for parameter in command.params for option in parameter.opts}
     assert [word for word in words if word.startswith("-") and word not in known] == []
+
+
+@pytest.mark.parametrize(
+    "package", ["lorafusion_jax", "lorafusion_jax.modules", "lorafusion_jax.extend", "pallas_kernels"]
+)
+def test_the_api_page_has_every_public_name(package):
+    page = (ROOT / "docs" / "pages" / "api.md").read_text(encoding="utf-8")
+    paths = re.findall(r"^::: (\S+)$", page, re.MULTILINE)
+    objects = {path.rpartition(".")[2]: path for path in paths}
+    assert len(objects) == len(paths), "two objects of one name"
+    module = importlib.import_module(package)
+    names = getattr(module, "__all__", None) or [name for name in vars(module) if name[0].isupper()]
+    assert len(names) >= 8
+    constants = {name for name in names if f"`{name}`" in page and not hasattr(getattr(module, name), "__qualname__")}
+    assert sorted(set(names) - set(objects) - constants) == []
+    for name in set(names) - constants:
+        home, _, _ = objects[name].rpartition(".")
+        assert getattr(importlib.import_module(home), name) is getattr(module, name)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)

@@ -14,7 +14,8 @@ PACKAGES = ("scheduling", "pallas_kernels", "lorafusion_jax", "lorafusion_serve"
 TOWER: tuple[set[str], ...] = (  # of lorafusion_jax, from the ground up: a room imports lower floors only
     {"errors", "examples", "layout", "readable"},
     {"files", "log_file", "plugins", "samples", "sealed_programs", "signals", "tensor_file"},
-    {"adapters", "optim", "tuning_table", "weights"},
+    {"adapters", "tuning_table", "weights"},
+    {"optim"},
     {"families", "machine", "modules", "objective"},
     {"config"},
     {"models"},
