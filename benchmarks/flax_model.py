@@ -1,12 +1,14 @@
 """What does LoRA cost in a user's own NNX model? A decoder of a billion parameters under plain `nnx.jit`.
 
     python -m benchmarks.flax_model --out $OUT/flax_model                  # one GPU, 100 s
+    python -m benchmarks.flax_model --qwen3 --seconds 150 --out $OUT/flax_qwen3
     python -m benchmarks.flax_model --mesh --out $OUT/flax_model_mesh      # two GPUs, 100 s
     python -m benchmarks.flax_model --mesh --quantize fp8 nf4 --seconds 160 --out $OUT/flax_model_mesh
     JAX_NUM_CPU_DEVICES=2 python -m benchmarks.flax_model --small --mesh --quantize fp8 --out /tmp/x
 
 One GPU: a step (loss, gradients, AdamW of the adapters) with the base frozen; with one adapter by `nnx.LoRA` and, where
-it is installed, by qwix; with ours for one and four adapters. Two GPUs: frozen and ours with four adapters, on a mesh
+it is installed, by qwix; with ours for one and four adapters. With --qwen3 the layers are those of Bonsai's Qwen3 at a
+billion parameters, and ours also runs on a base in fp8. Two GPUs: frozen and ours with four adapters, on a mesh
 of two data and of two tensor devices, and the collectives of each compiled program; with --quantize on a stored base,
 too. First the results are compared
 with `nnx.LoRA`. Variants are timed in turn; writes rows.jsonl, a row after each case.
@@ -37,6 +39,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks.conditions import conditions
+from benchmarks.flax_qwen3 import EinsumLoRA, Qwen3Layer, rotate
 from lorafusion_jax.modules import AdapterSpec, apply_lora, lora_report, quantize_base, use_adapters
 from pallas_kernels import compiler_options
 
@@ -46,6 +49,7 @@ TENSOR = {name: ROW if name in ("o", "down") else COLUMN for name in PROJECTIONS
 COLLECTIVE = re.compile(r" (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(-start)?\(")
 SHAPE = re.compile(r"(pred|[a-z]+\d+)\[([\d,]*)\]")
 VARIANTS = ["frozen", "nnx.LoRA", "qwix", "ours 1", "ours 4", "ours 4 dropout 0.1"]
+QWEN3_VARIANTS = ["frozen", "nnx.LoRA", "qwix", "ours 1", "ours 4", "ours 1 fp8", "ours 4 fp8"]
 STORED = ("fp8", "int8", "nf4")  # kinds of quantize_base
 ROUNDS, STEPS = 5, 4  # turns of each variant, timed steps of a turn
 RESERVE = 0.75  # of the time; no variant is compiled after that
@@ -66,8 +70,10 @@ class Size:
     positions: int = 2048
     rank: int = 16
     dtype: Any = jnp.bfloat16
+    qwen3: bool = False  # layers as Bonsai's Qwen3 has them
 
 
+QWEN3 = Size(vocabulary=32_768, width=2048, hidden=6144, layers=18, heads=16, kv_heads=8, qwen3=True)
 SMALL = Size(vocabulary=64, width=64, hidden=96, heads=4, kv_heads=2, layers=2, positions=16, rank=4, dtype=jnp.float32)
 
 
@@ -108,7 +114,8 @@ class Layer(nnx.Module):
 class Model(nnx.Module):
     def __init__(self, size: Size, rngs: nnx.Rngs):
         self.embed = nnx.Embed(size.vocabulary, size.width, dtype=size.dtype, param_dtype=size.dtype, rngs=rngs)
-        self.layers = nnx.List([Layer(size, rngs) for _ in range(size.layers)])
+        layer = Qwen3Layer if size.qwen3 else Layer
+        self.layers = nnx.List([layer(size, rngs) for _ in range(size.layers)])
         self.norm = nnx.RMSNorm(size.width, dtype=size.dtype, param_dtype=size.dtype, rngs=rngs)
         kind = {"use_bias": False, "dtype": size.dtype, "param_dtype": size.dtype, "rngs": rngs}
         self.lm_head = nnx.Linear(size.width, size.vocabulary, **kind)
@@ -123,15 +130,6 @@ class Model(nnx.Module):
 
 def heads(x: jax.Array, size: int) -> jax.Array:
     return x.reshape(*x.shape[:2], -1, size)
-
-
-def rotate(x: jax.Array) -> jax.Array:
-    """Rotary positions."""
-    half = x.shape[-1] // 2
-    angle = jnp.arange(x.shape[1])[:, None] * 10_000.0 ** (-jnp.arange(half) / half)
-    cos, sin = (table[:, None].astype(x.dtype) for table in (jnp.cos(angle), jnp.sin(angle)))
-    a, b = x[..., :half], x[..., half:]
-    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
 
 
 @dataclass(kw_only=True)
@@ -187,6 +185,9 @@ def with_nnx_lora(model: nnx.Module, size: Size) -> nnx.Module:
     for layer in model.layers:
         for name in PROJECTIONS:
             linear = getattr(layer, name)
+            if isinstance(linear, nnx.Einsum):
+                setattr(layer, name, EinsumLoRA(linear, size.rank, size.dtype, rngs))
+                continue
             sizes = (linear.in_features, size.rank, linear.out_features)
             setattr(layer, name, nnx.LoRA(*sizes, base_module=linear, dtype=size.dtype, rngs=rngs))
     return model
@@ -343,6 +344,8 @@ def one_gpu(rows: Rows, size: Size, names: list[str]) -> None:
 
     def make(name: str) -> Made:
         variant = make_variant(name, base, size, tokens)
+        if name.split()[-1] in STORED:
+            quantize_base(variant.model, name.split()[-1])
         if name.startswith("ours"):
             rows.add(case="model", variant=name, parameters=parameters, adapters=lora_report(variant.model).parameters)
         arguments = (tokens, table if "4" in name else jnp.zeros_like(table), jnp.uint32(1))
@@ -414,21 +417,21 @@ def _bytes(dtype: str) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mesh", action="store_true", help="two devices")
+    parser.add_argument("--qwen3", action="store_true", help="layers of Bonsai's Qwen3, a billion parameters")
     parser.add_argument("--small", action="store_true", help="tiny shapes, to try the script on a CPU")
     parser.add_argument("--quantize", nargs="*", choices=STORED, default=[], help="on a mesh, a base stored so, too")
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS, help="of one GPU")
+    parser.add_argument("--variants", nargs="+", choices={*VARIANTS, *QWEN3_VARIANTS}, help="of one GPU")
     parser.add_argument("--layers", type=int, help="fewer compile sooner")
     parser.add_argument("--no-check", action="store_true", help="where the results were compared in another run")
     parser.add_argument("--seconds", type=float, default=100, help="no variant is compiled after three quarters of it")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    rows, size = Rows(args.out, args.seconds), SMALL if args.small else Size()
-    size = replace(size, layers=args.layers or size.layers)
+    rows, size = Rows(args.out, args.seconds), SMALL if args.small else QWEN3 if args.qwen3 else Size()
+    size = replace(size, layers=args.layers or size.layers, qwen3=args.qwen3)
+    names = args.variants or (QWEN3_VARIANTS if args.qwen3 else VARIANTS)
     if not args.no_check:
         rows.attempt("check", lambda: check(rows, size))
-    rows.attempt(
-        "steps", lambda: two_gpus(rows, size, args.quantize) if args.mesh else one_gpu(rows, size, args.variants)
-    )
+    rows.attempt("steps", lambda: two_gpus(rows, size, args.quantize) if args.mesh else one_gpu(rows, size, names))
     return 0
 
 
