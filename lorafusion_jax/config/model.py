@@ -43,6 +43,7 @@ class ModelConfig:
         residual_scale: factor of what attention and the MLP add.
         logit_scale, final_soft_cap: logits are soft_cap · tanh(logit_scale · head(x) / soft_cap).
         experts: instead of an MLP (None: there are none).
+        attention_sinks: see `families.attention.Attention`.
         pattern: type of each layer; empty if all layers are alike.
         wrapper: model_type of a multimodal model of which this is the text part, see `families.multimodal`.
 
@@ -84,6 +85,7 @@ class ModelConfig:
     max_positions: int = 2048
     sliding_window: int | None = None
     experts: Experts | None = None
+    attention_sinks: bool = False
     pattern: tuple[LayerType, ...] = ()
     checkpoint_format: str | None = None
     wrapper: str = ""
@@ -179,6 +181,7 @@ class ModelConfig:
             bias=self.qkv_bias,
             o_bias=self.o_bias,
             fused=self.fused,
+            sinks=self.attention_sinks,
         )
         mlp = Mlp(
             width=self.hidden_size,

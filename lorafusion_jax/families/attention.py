@@ -30,6 +30,7 @@ class Attention:
         qk_norm: whether q and k are normalised: each head on its own, or all heads together.
         bias, o_bias: whether q, k and v, and the output, have a bias.
         fused: q, k and v are one projection, `qkv_proj`.
+        sinks: every head has a frozen score of nothing: softmax's sum has one more term, e^sink.
     """
 
     width: int
@@ -44,6 +45,7 @@ class Attention:
     bias: bool = False
     o_bias: bool = False
     fused: bool = False
+    sinks: bool = False
 
     @property
     def queries(self) -> int:
@@ -80,7 +82,7 @@ class Attention:
 
     @property
     def arrays(self) -> tuple[FrozenArray, ...]:
-        return ()
+        return (FrozenArray(path=f"{MODULE}.sinks", half="attention", shape=(self.heads,)),) if self.sinks else ()
 
     @property
     def saved(self) -> tuple[SavedTensor, ...]:

@@ -139,6 +139,8 @@ def _checkpoint_format(hf: HFConfig, family: Family, unsupported: list[str]) -> 
     """How the weights come quantised, see `weights.checkpoint_formats`; None: they do not."""
     if hf.quantization_config is None:
         return None
+    if hf.quantization_config.get("quant_method") == "mxfp4" and len(family.expert_names) == 2:
+        return None  # reading dequantises them, see `models.expert_files`
     if family.experts is not None:
         unsupported.append(
             "quantization_config: weights of experts that come quantised; base.quantize: nf4 makes them so"

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from lorafusion_jax.families.experts import Router
 from lorafusion_jax.families.hf_config import COMMON
 from lorafusion_jax.plugins import find, known_names
 
@@ -129,6 +130,23 @@ FAMILIES: dict[str, Family] = {
         keys={"num_local_experts": "num_experts"}, known=("router_aux_loss_coef",),
         modules={"mlp.router": "block_sparse_moe.gate"},
         expert_names=tuple(f"block_sparse_moe.experts.{{}}.{name}" for name in ("w1", "w3", "w2")),
+    ),
+    "gpt_oss": Family(
+        architectures=("GptOssForCausalLM",), windows=2, fields={"attention_sinks": True},
+        reads={
+            "vocab_size": 201088, "head_dim": 64, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072,
+            "rope_theta": 150000.0, "attention_bias": True, "sliding_window": 128, "layer_types": None,
+            "num_experts": 128, "num_experts_per_tok": 4, "swiglu_limit": 7.0, "swiglu_alpha": 1.702,
+        },
+        keys={
+            "num_local_experts": "num_experts", "num_experts_per_tok": "num_experts_per_tok",
+            "experts_per_token": "num_experts_per_tok",
+        },
+        known=("router_aux_loss_coef", "initial_context_length"),
+        experts={
+            "router": Router(score="softmax_of_chosen", bias=True), "bias": True, "interleaved": True,
+        },
+        expert_names=("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
     ),
     "ministral": Family(
         architectures=("MinistralForCausalLM",), windows="all",

@@ -1,4 +1,4 @@
-"""Kernels of experts in checkpoints: several tensors make one leaf.
+"""Kernels of experts in checkpoints: several tensors make one leaf, or one tensor has all experts.
 
 The leaf [E · K, N] is the transpose of [N, E · K], in which every expert has K columns, and gate and up their rows.
 K in · N out · E experts
@@ -7,47 +7,78 @@ K in · N out · E experts
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from lorafusion_jax.families.experts import GATE_UP
 from lorafusion_jax.families.table import Family
-from lorafusion_jax.layout.layer import Linear
+from lorafusion_jax.layout.layer import EXPERTS, Linear
 from lorafusion_jax.models.checkpoint import Stored, read_slice
+
+# Values of the four bits of MXFP4 (OCP Microscaling Formats 1.0); 32 of them share a power of two.
+_FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+_SHARED, _BIAS = 32, 127
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """A tensor of a checkpoint that is a rectangle of [N, E · K].
+    """A tensor of a checkpoint that is a rectangle of [N, E · K], or all of it.
 
     Attributes:
         name: name in the checkpoint.
+        shape: its shape there: [rows, columns], or [E, K, N] of all experts.
         row, column: first row and column of the rectangle.
-        shape: rows and columns.
+        packed: the tensor is in MXFP4: NAME_blocks [E, N, K / 32, 16] and NAME_scales [E, N, K / 32].
     """
 
     name: str
-    row: int
-    column: int
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
+    row: int = 0
+    column: int = 0
+    packed: bool = False
+
+    @property
+    def tensors(self) -> dict[str, tuple[tuple[int, ...], str | None]]:
+        """Shapes of its tensors in the checkpoint, and their dtype (None: a float)."""
+        if not self.packed:
+            return {self.name: (self.shape, None)}
+        experts, num_in, num_out = self.shape
+        blocks = (experts, num_out, num_in // _SHARED)
+        return {f"{self.name}_blocks": ((*blocks, _SHARED // 2), "U8"), f"{self.name}_scales": (blocks, "U8")}
+
+    @property
+    def rectangle(self) -> tuple[int, int]:
+        """Its rows and columns in [N, E · K]."""
+        if len(self.shape) == 2:
+            return self.shape[0], self.shape[1]
+        return self.shape[2], self.shape[0] * self.shape[1]
 
 
 def expert_parts(family: Family, linear: Linear, layer: int) -> tuple[Part, ...]:
     """The tensors of one projection of all experts of a layer."""
+    prefix = f"model.layers.{layer}."
+    if len(family.expert_names) == len(EXPERTS):
+        name = family.expert_names[list(EXPERTS).index(linear.name)]
+        return (Part(name=family.tensor_name(prefix + name), shape=(linear.experts, *linear.shape)),)
     gate, up, down = family.expert_names
     names = (gate, up) if linear.name == GATE_UP else (down,)
     num_in, num_out = linear.in_features, linear.out_features // len(names)
     return tuple(
         Part(
-            name=family.tensor_name(f"model.layers.{layer}.{name.format(expert)}.weight"),
+            name=family.tensor_name(f"{prefix}{name.format(expert)}.weight"),
+            shape=(num_out, num_in),
             row=number * num_out,
             column=expert * num_in,
-            shape=(num_out, num_in),
         )
         for expert in range(linear.experts)
         for number, name in enumerate(names)
     )
+
+
+def as_stored(parts: tuple[Part, ...], stored: Mapping[str, Stored]) -> tuple[Part, ...]:
+    """The parts as a checkpoint has them: in MXFP4 where there are blocks of this name."""
+    return tuple(replace(part, packed=True) if f"{part.name}_blocks" in stored else part for part in parts)
 
 
 def read_parts(parts: tuple[Part, ...], stored: Mapping[str, Stored], index: tuple[slice, ...]) -> np.ndarray:
@@ -55,21 +86,53 @@ def read_parts(parts: tuple[Part, ...], stored: Mapping[str, Stored], index: tup
     rows, columns = index
     whole: np.ndarray | None = None
     for part in parts:
-        cut = _overlap(rows, part.row, part.shape[0]), _overlap(columns, part.column, part.shape[1])
-        if any(axis_cut.start >= axis_cut.stop for axis_cut in cut):
+        num_rows, num_columns = part.rectangle
+        row, column = _overlap(rows, part.row, num_rows), _overlap(columns, part.column, num_columns)
+        if row.start >= row.stop or column.start >= column.stop:
             continue
-        inside = (
-            slice(cut[0].start - part.row, cut[0].stop - part.row),
-            slice(cut[1].start - part.column, cut[1].stop - part.column),
-        )
-        values = read_slice(stored[part.name], part.name, inside)
+        values = _read(part, stored, _moved(row, part.row), _moved(column, part.column))
         if whole is None:
             whole = np.empty((rows.stop - rows.start, columns.stop - columns.start), values.dtype)
-        whole[cut[0].start - rows.start : cut[0].stop - rows.start,
-              cut[1].start - columns.start : cut[1].stop - columns.start] = values  # fmt: skip
+        whole[_moved(row, rows.start), _moved(column, columns.start)] = values
     assert whole is not None, index
     return whole
 
 
+def write_part(part: Part, kernel_NEK: np.ndarray) -> np.ndarray:
+    """The tensor of a part, from [N, E · K]."""
+    rows, columns = part.rectangle
+    values = kernel_NEK[part.row : part.row + rows, part.column : part.column + columns]
+    if len(part.shape) == 2:
+        return values
+    experts, num_in, num_out = part.shape
+    return values.reshape(num_out, experts, num_in).transpose(1, 2, 0)
+
+
+def _read(part: Part, stored: Mapping[str, Stored], rows: slice, columns: slice) -> np.ndarray:
+    if len(part.shape) == 2:
+        return read_slice(stored[part.name], part.name, (rows, columns))
+    num_in = part.shape[1]
+    experts = range(columns.start // num_in, -(-columns.stop // num_in))
+    kernels = [_read_expert(part, stored, expert, rows) for expert in experts]
+    return np.concatenate(kernels, axis=1)[:, _moved(columns, experts.start * num_in)]
+
+
+def _read_expert(part: Part, stored: Mapping[str, Stored], expert: int, rows: slice) -> np.ndarray:
+    """Some rows of an expert's kernel, [rows, K]."""
+    only = slice(expert, expert + 1)
+    if not part.packed:
+        return read_slice(stored[part.name], part.name, (only, slice(0, part.shape[1]), rows))[0].T
+    blocks, scales = (
+        read_slice(stored[name], name, (only, rows, *(slice(0, size) for size in shape[2:])))[0]
+        for name, (shape, _) in part.tensors.items()
+    )
+    pairs = np.stack([_FP4[blocks & 15], _FP4[blocks >> 4]], axis=-1).reshape(*blocks.shape[:2], _SHARED)
+    return np.ldexp(pairs, scales.astype(np.int32)[..., None] - _BIAS).reshape(len(blocks), -1)
+
+
 def _overlap(wanted: slice, first: int, size: int) -> slice:
     return slice(max(wanted.start, first), min(wanted.stop, first + size))
+
+
+def _moved(cut: slice, origin: int) -> slice:
+    return slice(cut.start - origin, cut.stop - origin)

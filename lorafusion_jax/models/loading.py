@@ -27,7 +27,7 @@ from lorafusion_jax.families.multimodal import stored_names
 from lorafusion_jax.models.cached_kernels import read_cached
 from lorafusion_jax.models.checkpoint import Stored, list_tensors, plain_index, read_slice
 from lorafusion_jax.models.decoder import Decoder
-from lorafusion_jax.models.expert_files import read_parts
+from lorafusion_jax.models.expert_files import as_stored, read_parts
 from lorafusion_jax.models.naming import Tensor, frozen_tensors
 from lorafusion_jax.models.quantised_kernels import ShardingRule, read_kernel, tensors_of, transposed_sharding
 from lorafusion_jax.models.stand_ins import stand_ins
@@ -196,6 +196,7 @@ def _reader(
     check_stored_as(quantize, config.checkpoint_format, where=str(model_dir))
     form = None if config.checkpoint_format is None else FORMATS[config.checkpoint_format]
     stored, tensors = _text_tensors(list_tensors(model_dir), frozen_tensors(model), config)
+    tensors = [replace(tensor, parts=as_stored(tensor.parts, stored)) for tensor in tensors]
     wanted = {name: spec for tensor in tensors for name, spec in tensors_of(tensor, form).items()}
     check_tensors(wanted, stored, config, Path(model_dir))
     for layer in config.kinds:

@@ -56,12 +56,15 @@ def _tensor(path: Path, shape: tuple[int, ...], family: Family, config: ModelCon
     *modules, leaf = map(str, path)
     stem = ".".join(modules if modules[0] == "lm_head" else ["model", *modules])
     transposed = leaf == "kernel"
-    parts = ()
+    parts, name = (), family.tensor_name(f"{stem}.{'weight' if transposed else leaf}")
+    if leaf == "bias" and modules[-1] in EXPERTS:
+        number = list(EXPERTS).index(modules[-1])
+        name = family.tensor_name(f"model.layers.{modules[1]}.{family.expert_names[number]}_bias")
     if transposed and modules[-1] in EXPERTS:
         number = int(modules[1])
         parts = expert_parts(family, config.layer(number).linear(modules[-1]), number)
     return Tensor(
-        name=family.tensor_name(f"{stem}.{'weight' if transposed else leaf}"),
+        name=name,
         shape=shape[::-1] if transposed else shape,
         path=path,
         transposed=transposed,

@@ -19,6 +19,7 @@ from flax import nnx
 from lorafusion_jax.errors import CheckpointError, RunError
 from lorafusion_jax.models.checkpoint import INDEX, SINGLE
 from lorafusion_jax.models.decoder import Decoder
+from lorafusion_jax.models.expert_files import write_part
 from lorafusion_jax.models.naming import Tensor, frozen_tensors
 from lorafusion_jax.tensor_file import bytes_of, header_of
 
@@ -115,8 +116,7 @@ class _Writer:
         if x.shape != tensor.shape:
             raise ValueError(f"edit gave {tensor.name} the shape {x.shape}, not {tensor.shape}")
         for part in tensor.parts:
-            rows, columns = part.shape
-            file.write(bytes_of(x[part.row : part.row + rows, part.column : part.column + columns]))
+            file.write(bytes_of(write_part(part, x)))
         if not tensor.parts:
             file.write(bytes_of(x))
 

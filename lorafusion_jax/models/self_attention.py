@@ -31,6 +31,7 @@ class SelfAttention(nnx.Module):
         self.inputs = tuple(linear.name for linear in spec.linears if linear.site == "qkv")
         for linear in spec.linears:
             setattr(self, linear.name, build.linear(linear.name))
+        self.sinks = nnx.Param(jnp.zeros((spec.heads,), build.dtype)) if spec.sinks else nnx.data(None)
         self.q_norm, self.k_norm = (build.norm(f"{MODULE}.{name}") for name in ("q_norm", "k_norm"))
 
     def __call__(
@@ -59,6 +60,7 @@ class SelfAttention(nnx.Module):
             scale=self.spec.scale,
             window=self.spec.window,
             soft_cap=self.spec.soft_cap,
+            sinks=None if self.sinks is None else self.sinks[...],
         )
         return self.o_proj(o_TD, inputs.lora, site=o)
 

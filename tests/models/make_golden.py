@@ -248,6 +248,23 @@ CASES = {
             "num_key_value_heads": 4, "head_dim": 4,
         },
     ),
+    "gpt_oss": ("GptOss", {"head_dim": 8, "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 6}),
+    "gpt_oss_unbiased": (
+        "GptOss",
+        {
+            "head_dim": 6, "num_local_experts": 3, "num_experts_per_tok": 3, "sliding_window": 9,
+            "attention_bias": False, "swiglu_limit": 1.5, "num_hidden_layers": 3,
+            "layer_types": [FULL, SLIDING, FULL], "rope_parameters": YARN | {"truncate": False},
+        },
+    ),
+    "gpt_oss_tied": (
+        "GptOss",
+        {
+            "head_dim": 12, "num_local_experts": 4, "num_experts_per_tok": 1, "sliding_window": 3,
+            "tie_word_embeddings": True, "num_key_value_heads": 1, "layer_types": [SLIDING, SLIDING],
+            "rope_parameters": plain(70.0),
+        },
+    ),
 }  # fmt: skip
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 TARGETS = ["q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj"]

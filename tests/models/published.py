@@ -112,6 +112,72 @@ def _granite(*sizes: int, **more: Any) -> dict[str, Any]:
     return _of("GraniteForCausalLM", "granite", *sizes, **(plain | more))
 
 
+def _qwen3_moe(*sizes: int, **more: Any) -> dict[str, Any]:
+    plain = {
+        "head_dim": 128,
+        "attention_bias": False,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "norm_topk_prob": True,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "output_router_logits": False,
+        "router_aux_loss_coef": 0.001,
+        "rope_scaling": None,
+        "rope_theta": 1e6,
+        "rms_norm_eps": 1e-6,
+        "use_sliding_window": False,
+        "sliding_window": None,
+        "max_window_layers": 48,
+        "tie_word_embeddings": False,
+    }
+    return _of("Qwen3MoeForCausalLM", "qwen3_moe", *sizes, **(plain | more))
+
+
+def _mixtral(*sizes: int, **more: Any) -> dict[str, Any]:
+    plain = {
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "output_router_logits": False,
+        "router_aux_loss_coef": 0.02,
+        "rope_theta": 1e6,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+    }
+    return _of("MixtralForCausalLM", "mixtral", *sizes, **(plain | more))
+
+
+def _gpt_oss(layers: int, experts: int) -> dict[str, Any]:
+    more = {
+        "attention_bias": True,
+        "experts_per_token": 4,
+        "head_dim": 64,
+        "initial_context_length": 4096,
+        "layer_types": [f"{('sliding', 'full')[number % 2]}_attention" for number in range(layers)],
+        "num_experts_per_tok": 4,
+        "num_local_experts": experts,
+        "output_router_logits": False,
+        "quantization_config": {
+            "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"],
+            "quant_method": "mxfp4",
+        },
+        "rope_scaling": {
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "rope_type": "yarn",
+            "truncate": False,
+        },
+        "rope_theta": 150000,
+        "router_aux_loss_coef": 0.9,
+        "sliding_window": 128,
+        "swiglu_limit": 7.0,
+        "tie_word_embeddings": False,
+    }
+    return _of("GptOssForCausalLM", "gpt_oss", 2880, 2880, layers, 64, 8, 201088, 131072, **more)
+
+
 SERVED: dict[str, dict[str, Any]] = {
     "Llama-2-7b": _llama(4096, 11008, 32, 32, 32, 32000, 4096, rope_theta=10000.0),
     "Meta-Llama-3-8B": _llama(4096, 14336, 32, 32, 8, 128256, 8192),
@@ -350,17 +416,32 @@ SERVED: dict[str, dict[str, Any]] = {
         rope_scaling={"rope_type": "default"},
         rms_norm_eps=1e-6,
     ),
+    "Mixtral-8x7B": _mixtral(4096, 14336, 32, 32, 8, 32000, 32768),
+    "Mixtral-8x22B": _mixtral(6144, 16384, 56, 48, 8, 32768, 65536),
+    "Qwen3-30B-A3B": _qwen3_moe(2048, 6144, 48, 32, 4, 151936, 40960, moe_intermediate_size=768),
+    "Qwen3-30B-A3B-Instruct-2507": _qwen3_moe(
+        2048, 6144, 48, 32, 4, 151936, 262144, moe_intermediate_size=768, rope_theta=1e7
+    ),
+    "Qwen3-Coder-30B-A3B": _qwen3_moe(2048, 5472, 48, 32, 4, 151936, 262144, moe_intermediate_size=768, rope_theta=1e7),
+    "Qwen3-235B-A22B": _qwen3_moe(4096, 12288, 94, 64, 4, 151936, 40960, moe_intermediate_size=1536),
+    "gpt-oss-20b": _gpt_oss(24, 32),
+    "gpt-oss-120b": _gpt_oss(36, 128),
+}
+# Models of mechanisms that are not served: architecture, model_type, sizes.
+OTHERS: dict[str, tuple[str, str, tuple[int, ...]]] = {
+    "GLM-4.5-Air": ("Glm4MoeForCausalLM", "glm4_moe", (4096, 10944, 46, 96, 8, 151552, 131072)),
+    "GLM-4.7-Flash": ("Glm4MoeLiteForCausalLM", "glm4_moe_lite", (2048, 10240, 47, 20, 20, 154880, 202752)),
+    "Qwen3-Next-80B-A3B": ("Qwen3NextForCausalLM", "qwen3_next", (2048, 5120, 48, 16, 2, 151936, 262144)),
+    "Qwen1.5-MoE-A2.7B": ("Qwen2MoeForCausalLM", "qwen2_moe", (2048, 5632, 24, 16, 16, 151936, 8192)),
+    "Llama-4-Scout": ("Llama4ForCausalLM", "llama4_text", (5120, 8192, 48, 40, 8, 202048, 10485760)),
+    "Phi-3.5-MoE": ("PhimoeForCausalLM", "phimoe", (4096, 6400, 32, 32, 8, 32064, 131072)),
+    "OLMoE-1B-7B": ("OlmoeForCausalLM", "olmoe", (2048, 1024, 16, 16, 16, 50304, 4096)),
+    "LFM2-1.2B": ("Lfm2ForCausalLM", "lfm2", (2048, 8192, 16, 32, 8, 65536, 128000)),
+    "Nemotron-3-Nano-30B-A3B": ("NemotronHForCausalLM", "nemotron_h", (2688, 1856, 52, 32, 2, 131072, 262144)),
+    "Kimi-K2": ("DeepseekV3ForCausalLM", "kimi_k2", (7168, 18432, 61, 64, 64, 163840, 131072)),
+    "granite-4.0-h-small": ("GraniteMoeHybridForCausalLM", "granitemoehybrid", (4096, 768, 40, 32, 8, 100352, 131072)),
 }
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "Mixtral-8x7B": (
-        _of("MixtralForCausalLM", "mixtral", 4096, 14336, 32, 32, 8, 32000, 32768, num_local_experts=8),
-        "MixtralForCausalLM",
-    ),
-    "Qwen3-30B-A3B": (
-        _of("Qwen3MoeForCausalLM", "qwen3_moe", 2048, 6144, 48, 32, 4, 151936, 40960),
-        "Qwen3MoeForCausalLM",
-    ),
-    "gpt-oss-20b": (_of("GptOssForCausalLM", "gpt_oss", 2880, 2880, 24, 64, 8, 201088, 131072), "GptOssForCausalLM"),
     "DeepSeek-V3": (
         _of("DeepseekV3ForCausalLM", "deepseek_v3", 7168, 18432, 61, 128, 128, 129280, 163840),
         "DeepseekV3",
@@ -369,6 +450,23 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         _of("FalconMambaForCausalLM", "falcon_mamba", 4096, 8192, 64, 32, 32, 65024, 4096),
         "FalconMamba",
     ),
+    "Qwen3-30B-A3B with layers without experts": (
+        SERVED["Qwen3-30B-A3B"] | {"mlp_only_layers": [0, 1]},
+        "mlp_only_layers=[0, 1]",
+    ),
+    "Qwen3-30B-A3B with its auxiliary loss": (
+        SERVED["Qwen3-30B-A3B"] | {"output_router_logits": True},
+        "output_router_logits=True",
+    ),
+    "Qwen3-30B-A3B-FP8": (
+        SERVED["Qwen3-30B-A3B"] | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
+        "quantization_config",
+    ),
+    "Mixtral-8x7B with noise in its router": (
+        SERVED["Mixtral-8x7B"] | {"router_jitter_noise": 0.01},
+        "router_jitter_noise=0.01",
+    ),
+    "gpt-oss-20b with another gate": (SERVED["gpt-oss-20b"] | {"swiglu_alpha": 1.5}, "swiglu_alpha=1.5"),
     "Phi-2": (_of("PhiForCausalLM", "phi", 2560, 10240, 32, 32, 32, 51200, 2048), "PhiForCausalLM"),
     "Llama-3.1-8B-dynamic": (
         _llama(4096, 14336, 32, 32, 8, 128256, 8192, rope_scaling={"type": "dynamic", "factor": 2.0}),
@@ -387,4 +485,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         SERVED["Llama-2-7b"] | {"quantization_config": {"quant_method": "gptq", "bits": 4}},
         "quantised weights (gptq)",
     ),
+}
+REFUSED |= {
+    name: (_of(architecture, kind, *sizes), architecture) for name, (architecture, kind, sizes) in OTHERS.items()
 }

@@ -21,6 +21,11 @@ BILLION = {
     "OLMo-2-7B": 7.3,
     "Qwen3-8B": 8.19,
     "gemma-3-1b": 1.0,
+    "Mixtral-8x7B": 46.7,
+    "Qwen3-30B-A3B": 30.5,
+    "Qwen3-235B-A22B": 235.1,
+    "gpt-oss-20b": 20.9,
+    "gpt-oss-120b": 116.8,
 }
 
 
@@ -61,11 +66,11 @@ def changed(value: Any) -> list[Any]:
         return ["full_attention"]
     if isinstance(value, str):
         return ["other"]
-    if isinstance(value, list) and {*value} <= {0, 1}:
+    if isinstance(value, list) and value and {*value} <= {0, 1}:
         return [[1 - value[0], *value[1:]]]
     if isinstance(value, list) and value:
         return [[changed(value[0])[0], *value[1:]]]
-    return [3]
+    return [[1]] if value == [] else [3]
 
 
 @pytest.mark.parametrize("case", CASES)

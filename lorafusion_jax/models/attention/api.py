@@ -39,6 +39,7 @@ def attention(
     scale: float | None = None,
     window: int | None = None,
     soft_cap: float | None = None,
+    sinks: Float[Array, " H"] | None = None,
 ) -> Float[Array, "T H C"] | Float[Array, "T H*C"]:
     """Computes attention to the earlier rows of the same segment; H / K query heads share a key head.
 
@@ -57,6 +58,7 @@ def attention(
         scale: None: 1 / √C.
         window: rows that a query sees, itself included (None: all earlier ones of its segment); not by cuDNN.
         soft_cap: bound of the scores (None: none); by "pallas_triton" and "xla".
+        sinks: score of nothing of each head, constant: softmax's sum has one more term, e^sink; by "xla".
         flat: returns [T, H·C], the input shape of a projection. Our own kernels then save this array for backward
             instead of a second copy in another shape.
     Raises:
@@ -68,13 +70,14 @@ def attention(
         (8, 2, 16)
     """
     C = q.shape[-1]
-    rule = ScoreRule(channels=C, scale=C**-0.5 if scale is None else scale, window=window, soft_cap=soft_cap)
+    scale = C**-0.5 if scale is None else scale
+    rule = ScoreRule(channels=C, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks is not None)
     implementation = implementation or default_implementation(q, k, rule)
     if implementation not in _KERNELS:
         raise ValueError(f"implementation={implementation!r} is not one of {', '.join(map(repr, _KERNELS))}")
     if problem := _rule_problem(implementation, rule):
         raise NotImplementedError(f"implementation={implementation!r} {problem}")
-    o_TD = _call_isolated(implementation, rule, q, k, v, segments)
+    o_TD = _call_isolated(implementation, rule, q, k, v, segments, sinks)
     return o_TD if flat else o_TD.reshape(q.shape)
 
 
@@ -123,6 +126,8 @@ def _rule_problem(name: AttentionImplementation, rule: ScoreRule) -> str | None:
     """Why an implementation cannot compute these scores on any device; None if it can."""
     if rule.soft_cap is not None and name in ("pallas_mosaic_gpu", "cudnn"):
         return "has no soft cap of scores"
+    if rule.sinks and name != "xla":
+        return "has no sinks"
     if rule.window is not None and name == "cudnn":
         return "has no windows for packed samples"
     return None
@@ -138,17 +143,18 @@ _KERNELS: dict[str, tuple[Forward, Backward]] = {
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _call_isolated(implementation, rule, q, k, v, segments):
-    return _isolated_fwd(implementation, rule, q, k, v, segments)[0]
+def _call_isolated(implementation, rule, q, k, v, segments, sinks):
+    return _isolated_fwd(implementation, rule, q, k, v, segments, sinks)[0]
 
 
-def _isolated_fwd(implementation, rule, q, k, v, segments):
-    return _KERNELS[implementation][0](q, k, v, segments, rule)
+def _isolated_fwd(implementation, rule, q, k, v, segments, sinks):
+    options = {} if sinks is None else {"sinks": sinks}
+    return _KERNELS[implementation][0](q, k, v, segments, rule, **options)
 
 
 def _isolated_bwd(implementation, rule, residuals, do_TD):
     do_THC = do_TD.reshape(len(do_TD), -1, rule.channels)
-    return *_KERNELS[implementation][1](residuals, do_THC, rule), None
+    return *_KERNELS[implementation][1](residuals, do_THC, rule), None, None
 
 
 _call_isolated.defvjp(_isolated_fwd, _isolated_bwd)

@@ -22,9 +22,9 @@ Backward = Callable[..., tuple[jax.Array, jax.Array, jax.Array]]  # residuals, d
 def isolated(forward: Callable, backward: Backward) -> tuple[Forward, Backward]:
     """Wraps forward and backward so that segments are isolated; forward may also return [T, H, C]."""
 
-    def isolated_forward(q, k, v, segments, rule):
+    def isolated_forward(q, k, v, segments, rule, **sinks):
         bad_q, bad_kv = checkpointed((_bad_rows(q), _bad_rows(k) | _bad_rows(v)))
-        o, residuals = forward(_zero_bad_values(q), _zero_bad_values(k), _zero_bad_values(v), segments, rule)
+        o, residuals = forward(_zero_bad_values(q), _zero_bad_values(k), _zero_bad_values(v), segments, rule, **sinks)
         o = _fill_nan(o, bad_q | _affected_rows(bad_kv, segments.ids))
         return o.reshape(len(o), -1), (residuals, bad_q | bad_kv, segments.ids)
 

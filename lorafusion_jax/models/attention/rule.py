@@ -13,14 +13,16 @@ class ScoreRule:
         channels: width of a head.
         window: None: all earlier rows of the segment.
         soft_cap: None: no cap.
+        sinks: whether the sum of a softmax has one more term, e^sink of the head.
     """
 
     channels: int
     scale: float
     window: int | None = None
     soft_cap: float | None = None
+    sinks: bool = False
 
     @property
     def is_plain(self) -> bool:
-        """Whether there is neither a window nor a cap."""
-        return self.window is None and self.soft_cap is None
+        """Whether there is neither a window nor a cap, and no sink."""
+        return self.window is None and self.soft_cap is None and not self.sinks

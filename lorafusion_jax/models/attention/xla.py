@@ -23,13 +23,21 @@ _MASKED = float("-inf")
 _NOBODY = np.iinfo(np.int32).max
 
 
-def xla_forward(q_THC: jax.Array, k_TKC: jax.Array, v_TKC: jax.Array, segments: Segments, rule: ScoreRule):
+def xla_forward(
+    q_THC: jax.Array,
+    k_TKC: jax.Array,
+    v_TKC: jax.Array,
+    segments: Segments,
+    rule: ScoreRule,
+    *,
+    sinks: jax.Array | None = None,
+):
     """Returns softmax(cap(scale · q kᵀ)) v over the rows that each sees, in float32, and the residuals."""
     T, num_keys = k_TKC.shape[:2]
     block = min(BLOCK, -(-T // 8) * 8)
     ids_nB = jnp.pad(jnp.asarray(segments.ids), (0, -T % block), constant_values=_NOBODY).reshape(-1, block)
     q, k, v = (_blocks(x, block, num_keys) for x in (q_THC, k_TKC, v_TKC))
-    o, lse = _forward(q, k[:, :, 0], v[:, :, 0], ids_nB, rule)
+    o, lse = _forward(q, k[:, :, 0], v[:, :, 0], ids_nB, rule, sinks)
     residuals = checkpointed((q, k[:, :, 0], v[:, :, 0], ids_nB, o, lse))
     return _rows(residuals[4], T), residuals
 
@@ -52,7 +60,7 @@ def _rows(x_nKGBC: jax.Array, T: int) -> jax.Array:
     return x_nKGBC.transpose(0, 3, 1, 2, 4).reshape(n * B, K * G, C)[:T]
 
 
-def _forward(q_nKGBC, k_nKBC, v_nKBC, ids_nB, rule: ScoreRule):
+def _forward(q_nKGBC, k_nKBC, v_nKBC, ids_nB, rule: ScoreRule, sinks_H: jax.Array | None = None):
     order, reach = _farthest_first(ids_nB, rule.window)
     keys = _padded_front(k_nKBC, v_nKBC, ids_nB)
     q, ids = q_nKGBC[order], ids_nB[order]
@@ -66,9 +74,12 @@ def _forward(q_nKGBC, k_nKBC, v_nKBC, ids_nB, rule: ScoreRule):
         o = o_old * fade[..., None] + _product("nkrs,nksc->nkrc", p.astype(v.dtype), v)
         return _put(carry, (m, total_old * fade + p.sum(-1), o), at)
 
-    empty = jnp.full(q.shape[:-1], _MASKED, jnp.float32)
+    m, total = jnp.full(q.shape[:-1], _MASKED, jnp.float32), jnp.zeros(q.shape[:-1], jnp.float32)
+    if sinks_H is not None:  # a key without a value; backward finds it in the log-sum-exp
+        m = jnp.broadcast_to(sinks_H.astype(jnp.float32).reshape(*q.shape[1:3], 1), m.shape)
+        total = jnp.ones_like(m)
     # Step 0 is the diagonal, so every row has attended to itself and m is finite afterwards.
-    m, total, o = _visit_all(visit, reach, (empty, jnp.zeros_like(empty), jnp.zeros(q.shape, jnp.float32)))
+    m, total, o = _visit_all(visit, reach, (m, total, jnp.zeros(q.shape, jnp.float32)))
     back = jnp.argsort(order)
     return (o / total[..., None]).astype(q.dtype)[back], (m + jnp.log(total))[back]
 

@@ -65,7 +65,7 @@ def attention_is_ours(problem: MemoryProblem, layer: Layer) -> bool:
     sizes = {"rows": problem.capacity_tokens, "heads": m.heads, "key_heads": m.kv_heads, "width": m.head_dim}
     measured = problem.measured(policy.attention_call(**sizes, dtype=dtype_of(problem)))
     chosen = problem.attention or measured or (policy.HOPPER if problem.hopper else policy.XLA)
-    if chosen != policy.HOPPER or m.soft_cap is not None:
+    if chosen != policy.HOPPER or m.soft_cap is not None or m.sinks:
         return False
     return policy.attention_unsupported_reason(**sizes, dtype=dtype_of(problem)) is None
 

@@ -1,0 +1,117 @@
+"""Checkpoints of experts: what is written is read, MXFP4 becomes plain numbers, and each fault has its own error."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from make_golden import GOLDEN
+from safetensors.numpy import load_file, save_file
+
+from lorafusion_jax.errors import CheckpointError
+from lorafusion_jax.families.experts import Experts, Router
+from lorafusion_jax.models import Decoder, ModelConfig, load_decoder, load_frozen, save_decoder
+
+FILE = "model.safetensors"
+VALUES = (0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6)  # of E2M1
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """copy(case, **changed tensors) → a folder of a golden model with tensors replaced, or left out if None."""
+
+    def copied(case, **tensors):
+        folder = tmp_path / case
+        folder.mkdir()
+        shutil.copyfile(GOLDEN / case / "config.json", folder / "config.json")
+        arrays = load_file(GOLDEN / case / FILE) | {name.replace("/", "."): array for name, array in tensors.items()}
+        save_file({name: array for name, array in arrays.items() if array is not None}, folder / FILE)
+        return folder
+
+    return copied
+
+
+@pytest.mark.parametrize("case", ["qwen3_moe", "mixtral", "gpt_oss"])
+def test_a_saved_model_has_the_tensors_it_was_loaded_from(case, tmp_path):
+    save_decoder(load_decoder(GOLDEN / case, dtype=jnp.float32), tmp_path / "out")
+    found, wanted = load_file(tmp_path / "out" / FILE), load_file(GOLDEN / case / FILE)
+    assert found.keys() == wanted.keys()
+    for name in wanted:
+        np.testing.assert_array_equal(found[name], wanted[name], err_msg=name)
+    assert ModelConfig.from_hf(tmp_path / "out") == ModelConfig.from_hf(GOLDEN / case)
+
+
+def test_mxfp4_is_dequantised(tmp_path):
+    experts = Experts(
+        width=64, inner=32, count=3, active=2, router=Router(score="softmax_of_chosen", bias=True), bias=True,
+        interleaved=True, limit=7.0,
+    )  # fmt: skip
+    config = ModelConfig(
+        family="gpt_oss", vocab_size=16, hidden_size=64, intermediate_size=32, num_layers=1, num_heads=2,
+        num_kv_heads=1, head_dim=16, attention_sinks=True, experts=experts, qkv_bias=True, o_bias=True,
+    )  # fmt: skip
+    folder = save_decoder(Decoder(config, dtype=jnp.float32), tmp_path / "base")
+    tensors, rng = load_file(folder / FILE), np.random.default_rng(0)
+    wanted = {}
+    for name, (num_in, num_out) in {"gate_up_proj": (64, 64), "down_proj": (32, 64)}.items():
+        stem = f"model.layers.0.mlp.experts.{name}"
+        del tensors[stem]
+        codes = rng.integers(0, 16, (3, num_out, num_in), dtype=np.uint8)
+        scales = rng.integers(120, 130, (3, num_out, num_in // 32), dtype=np.uint8)
+        packed = codes[..., ::2] | codes[..., 1::2] << 4
+        tensors[f"{stem}_blocks"] = packed.reshape(3, num_out, num_in // 32, 16)
+        tensors[f"{stem}_scales"] = scales
+        values = np.array(VALUES, np.float32)[codes] * np.repeat(2.0 ** (scales.astype(np.float32) - 127), 32, -1)
+        wanted[f"layers.0.mlp.experts_{name}.kernel"] = values.transpose(0, 2, 1).reshape(3 * num_in, num_out)
+    save_file(tensors, folder / FILE)
+    raw = json.loads((folder / "config.json").read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}
+    (folder / "config.json").write_text(json.dumps(raw))
+    found = load_frozen(folder, dtype=jnp.float32)
+    for name, kernel in wanted.items():
+        np.testing.assert_array_equal(found[name], kernel)
+
+
+def expect(folder, code, *texts):
+    with pytest.raises(CheckpointError) as caught:
+        load_frozen(folder)
+    assert caught.value.code == code
+    for text in texts:
+        assert text in str(caught.value)
+
+
+def test_a_missing_expert_is_named(copy):
+    gone = "model/layers/1/mlp/experts/4/up_proj/weight"
+    expect(copy("qwen3_moe", **{gone: None}), "model.tensors-differ", f"missing: {gone.replace('/', '.')} [10, 16]")
+
+
+def test_an_expert_of_another_shape_is_named(copy):
+    name = "model/layers/0/block_sparse_moe/experts/2/w2/weight"
+    folder = copy("mixtral", **{name: np.zeros((16, 8), np.float32)})
+    expect(folder, "model.tensors-differ", "wrong shape", "is [16, 8], config.json says [16, 24]")
+
+
+def test_experts_beyond_those_of_the_config_are_named(copy):
+    name = "model/layers/0/mlp/experts/6/down_proj/weight"
+    folder = copy("qwen3_moe", **{name: np.zeros((16, 10), np.float32)})
+    expect(folder, "model.tensors-differ", "not of this model: model.layers.0.mlp.experts.6.down_proj.weight")
+
+
+def test_an_index_that_points_nowhere_is_an_error(copy):
+    folder = copy("gpt_oss")
+    names = list(load_file(folder / FILE))
+    (folder / FILE).rename(folder / "first.safetensors")
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(names, "first.safetensors") | {names[0]: "second"}}))
+    expect(folder, "model.missing-file", "second")
+    index.write_text(json.dumps({"weight_map": dict.fromkeys([*names, "lost.weight"], "first.safetensors")}))
+    expect(folder, "model.missing-tensor", "lost.weight")
+
+
+def test_an_unknown_key_that_may_change_the_arithmetic_is_refused(copy):
+    folder = copy("qwen3_moe")
+    raw = json.loads((folder / "config.json").read_text()) | {"router_temperature": 2.0}
+    (folder / "config.json").write_text(json.dumps(raw))
+    expect(folder, "model.unsupported", "router_temperature=2.0: this key is not read")
