@@ -37,11 +37,11 @@ class BatchSummary(NamedTuple):
 
 
 def close_batch(
-    columns: Mapping[str, Columns], own_columns: Own, at: Place, sums: Leaves, totals: Totals | None, alive: Array
+    columns: Mapping[str, Columns], own_columns: Own, adapter: Place, sums: Leaves, totals: Totals | None, alive: Array
 ):
     """See `StagePrograms.close_batch`."""
-    index = at.index
-    taken = lv.take(sums, columns, own_columns, at.first, lead=lv.SUMS)
+    index = adapter.index
+    taken = lv.take(sums, columns, own_columns, adapter.first, lead=lv.SUMS)
     gradient = {name: leaf.sum(0) for name, leaf in taken.items()}
     finite = _finite_leaves(gradient)
     squares = jnp.sum(jnp.stack([jnp.sum(jnp.square(gradient[name])) for name in sorted(gradient)]))
@@ -50,42 +50,42 @@ def close_batch(
     summary = BatchSummary(squares, (jnp.all(finite) & alive[index]).astype(jnp.float32), loss, mine)
     cleared = jax.tree.map(lambda total: total.at[:, index].set(0.0), totals)
     zeros = jax.tree.map(jnp.zeros_like, taken)
-    return gradient, summary, finite, lv.put(sums, columns, at.first, zeros, lead=lv.SUMS), cleared
+    return gradient, summary, finite, lv.put(sums, columns, adapter.first, zeros, lead=lv.SUMS), cleared
 
 
 def step(
-    columns: Mapping[str, Columns], own_columns: Own, optim: OptimSettings, at: Place, lora: Leaves,
+    columns: Mapping[str, Columns], own_columns: Own, optim: OptimSettings, adapter: Place, lora: Leaves,
     gradient: Leaves, optimizer: Any, alive: Array, summaries: tuple[BatchSummary, ...], numbers: Hyper,
 ):  # fmt: skip
     """See `StagePrograms.step`."""
-    healthy = alive[at.index]
+    healthy = alive[adapter.index]
     for summary in summaries:
         healthy &= (summary.finite == 1) & jnp.isfinite(summary.loss)
     if optim.clip > 0:  # by the norm over all stages; an infinite norm would make every gradient zero
         norm = jnp.sqrt(sum(summary.squares for summary in summaries))
         healthy &= jnp.isfinite(norm)
         gradient = clipped(gradient, norm, numbers.clip)
-    weights = lv.take(lora, columns, own_columns, at.first)
+    weights = lv.take(lora, columns, own_columns, adapter.first)
     changes, stepped = transformation(optim, numbers, groups(columns, own_columns)).update(gradient, optimizer, weights)
     moved = optax.apply_updates(weights, changes)
     finite = jnp.append(_finite_leaves(moved), _all_finite(stepped))
     healthy &= jnp.all(finite)
     moved, stepped = jax.tree.map(partial(jnp.where, healthy), (moved, stepped), (weights, optimizer))
     before = weights if len(summaries) > 1 else None
-    return lv.put(lora, columns, at.first, moved), stepped, alive.at[at.index].set(healthy), finite, before
+    return lv.put(lora, columns, adapter.first, moved), stepped, alive.at[adapter.index].set(healthy), finite, before
 
 
 def write(
-    columns: Mapping[str, Columns], owned: Own, at: Place, lora: Leaves, sums: Leaves,
+    columns: Mapping[str, Columns], owned: Own, adapter: Place, lora: Leaves, sums: Leaves,
     totals: Totals | None, alive: Array, new_weights: Leaves,
 ):  # fmt: skip
     """See `StagePrograms.write`."""
-    zeros = jax.tree.map(jnp.zeros_like, lv.take(sums, columns, owned, at.first, lead=lv.SUMS))
+    zeros = jax.tree.map(jnp.zeros_like, lv.take(sums, columns, owned, adapter.first, lead=lv.SUMS))
     return (
-        lv.put(lora, columns, at.first, new_weights),
-        lv.put(sums, columns, at.first, zeros, lead=lv.SUMS),
-        jax.tree.map(lambda total: total.at[:, at.index].set(0.0), totals),
-        alive.at[at.index].set(True),
+        lv.put(lora, columns, adapter.first, new_weights),
+        lv.put(sums, columns, adapter.first, zeros, lead=lv.SUMS),
+        jax.tree.map(lambda total: total.at[:, adapter.index].set(0.0), totals),
+        alive.at[adapter.index].set(True),
     )
 
 
@@ -95,9 +95,9 @@ def groups(columns: Mapping[str, Columns], own_columns: Own) -> dict[str, Group]
     return {name: Group(leaf.lr_group, leaf.decay) for name, leaf in leaves.items()}
 
 
-def put_back(columns: Mapping[str, Columns], at: Place, lora: Leaves, new_weights: Leaves, alive: Array):
+def put_back(columns: Mapping[str, Columns], adapter: Place, lora: Leaves, earlier: Leaves, alive: Array):
     """See `StagePrograms.put_back`."""
-    return lv.put(lora, columns, at.first, new_weights), alive.at[at.index].set(False)
+    return lv.put(lora, columns, adapter.first, earlier), alive.at[adapter.index].set(False)
 
 
 def _finite_leaves(leaves: Any) -> Array:

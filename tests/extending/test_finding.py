@@ -16,9 +16,9 @@ GROUP = "lorafusion_jax.numbers"
 @pytest.fixture
 def reads(monkeypatch):
     """How often installed packages were read."""
-    found = []
-    monkeypatch.setattr(plugins, "entry_points", lambda: found.append(1) or importlib.metadata.entry_points())
-    return found
+    readings = []
+    monkeypatch.setattr(plugins, "entry_points", lambda: readings.append(1) or importlib.metadata.entry_points())
+    return readings
 
 
 def test_packages_are_read_once(install, reads):
