@@ -83,7 +83,7 @@ def _differences(source: Source, config: JobConfig, run: JobConfig) -> Iterator[
             value, wanted = getattr(theirs, key), getattr(ours, key)
             if value == wanted or (section, key) == OF_ADAPTERS:
                 continue
-            if (section, key) == ("base", "model") and _place(config) == _place(run):
+            if (section, key) == ("base", "model") and _model_folder(config) == _model_folder(run):
                 continue
             yield ConfigError(
                 "add.other-settings",
@@ -94,7 +94,7 @@ def _differences(source: Source, config: JobConfig, run: JobConfig) -> Iterator[
             )
 
 
-def _place(config: JobConfig) -> Path:
+def _model_folder(config: JobConfig) -> Path:
     return (Path(config.directory) / config.base.model).resolve()
 
 

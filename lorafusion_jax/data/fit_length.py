@@ -60,7 +60,7 @@ def _too_long(long: list[int], encoded: Sequence[Encoded], limit: int, rows: Row
         "data.too-long",
         f"{adapter}: {len(long)} of {len(encoded)} rows are longer than data.max_length={limit}.",
         where=rows.places(long),
-        why=f"{rows.place(longest)} has {tokens} tokens",
+        why=f"{rows.locate(longest)} has {tokens} tokens",
         fix=f"data.max_length: {_round_up(tokens)}   or   data.on_long: cut",
     )
 
@@ -73,7 +73,7 @@ def _empty_loss(dropped: list[int], encoded: Sequence[Encoded], limit: int, rows
             "data.empty-loss",
             what,
             where=rows.places(dropped),
-            why=f"{rows.place(dropped[0])} "
+            why=f"{rows.locate(dropped[0])} "
             + ("is empty" if len(first.tokens) < 2 else f"has no answer in its {len(first.tokens)} tokens"),
             fix="take these rows out, or give base.model a chat template that renders their answers",
         )
@@ -82,7 +82,7 @@ def _empty_loss(dropped: list[int], encoded: Sequence[Encoded], limit: int, rows
         "data.empty-loss",
         what,
         where=rows.places(dropped),
-        why=f"data.max_length={limit} cuts the answer ({rows.place(dropped[0])}: {limit} of "
+        why=f"data.max_length={limit} cuts the answer ({rows.locate(dropped[0])}: {limit} of "
         f"{len(first.tokens)} tokens kept, the answer starts at token {int(first.mask.argmax())})",
         fix=f"data.max_length: {_round_up(needed + 1)}   or   data.on_long: drop",
     )

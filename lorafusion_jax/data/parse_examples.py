@@ -60,7 +60,7 @@ class _Problems:
                 code,
                 f"{adapter}: {len(bad)} of {len(rows.values)} rows {PROBLEMS[code]}.",
                 where=rows.places([row for row, _ in bad]),
-                why=f"{rows.place(bad[0][0])}: {bad[0][1]}",
+                why=f"{rows.locate(bad[0][0])}: {bad[0][1]}",
                 fix=FIXES[code],
             )
             for code, bad in self.rows_by_code.items()

@@ -96,7 +96,7 @@ def _render_all(chats: Sequence[Chat], template: ChatTemplate, rows: Rows, adapt
             "data.template",
             f"{adapter}: the chat template cannot write {len(bad)} of {len(chats)} rows.",
             where=rows.places([row for row, _ in bad]),
-            why=f"{rows.place(bad[0][0])}: {bad[0][1]}",
+            why=f"{rows.locate(bad[0][0])}: {bad[0][1]}",
             fix="repair the rows, or put a chat_template.jinja into the model's folder that can write them, with "
             "{% generation %} around the assistant's text",
         )
@@ -130,13 +130,13 @@ def _omissions(rendered: Sequence[Rendered], rows: Rows) -> list[str]:
         row, message = parts[0]
         notes.append(
             f"[data.template-omits] the chat template leaves out some text of {len(parts)} of {len(rendered)} rows, "
-            f"first {rows.place(row)}, message {message}"
+            f"first {rows.locate(row)}, message {message}"
         )
     tools = [row for row, sample in enumerate(rendered) if sample.omits_tools]
     if tools:
         notes.append(
             f"[data.template-tools] the chat template does not write the tools of {len(tools)} of {len(rendered)} "
-            f"rows, first {rows.place(tools[0])}"
+            f"rows, first {rows.locate(tools[0])}"
         )
     return notes
 
@@ -158,7 +158,7 @@ def _end_once(samples: list[Encoded], tokenizer: Tokenizer, rows: Rows) -> tuple
     ]
     return once, [
         f"[data.end-twice] {len(doubled)} of {len(samples)} rows have answers that end with {token}, which the chat "
-        f"template adds, first {rows.place(row)}: it is learned once"
+        f"template adds, first {rows.locate(row)}: it is learned once"
     ]
 
 

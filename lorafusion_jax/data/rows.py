@@ -53,7 +53,7 @@ class Rows:
             numbers=tuple(numbers),
         )
 
-    def place(self, row: int) -> str:
+    def locate(self, row: int) -> str:
         """Names the place of a row: `line 17` in JSONL, `row 16` elsewhere."""
         return f"line {self.lines[row]}" if self.lines is not None else f"row {self._number(row)}"
 

@@ -187,6 +187,6 @@ def _bad_rows(rows: Rows, bad: list[tuple[int, str]], adapter: str, chosen: Chos
         "data.bad-row",
         f"{adapter}: {len(bad)} of {len(rows.values)} rows cannot be used with objective {chosen.name}.",
         where=rows.places([row for row, _ in bad]),
-        why=f"{rows.place(bad[0][0])}: {bad[0][1]}",
+        why=f"{rows.locate(bad[0][0])}: {bad[0][1]}",
         fix="repair these rows or take them out",
     )

@@ -251,7 +251,7 @@ def _bad_texts(rows: Rows, bad: list[tuple[int, str]], adapter: str) -> DataErro
         "data.bad-row",
         f"{adapter}: {len(bad)} of {len(rows.values)} rows cannot be used.",
         where=rows.places([row for row, _ in bad]),
-        why=f"{rows.place(bad[0][0])}: {bad[0][1]}",
+        why=f"{rows.locate(bad[0][0])}: {bad[0][1]}",
         fix="repair these rows or take them out",
     )
 

@@ -51,12 +51,12 @@ def _data(timeline: Timeline, colors: dict[str, str]) -> dict[str, object]:
         "colors": [colors[name] for name in names],
         "spans": [
             [
-                *_place(timeline, span),
+                *_span_data(timeline, span),
                 [index_of[name] for name in span.adapters or timeline.slot_adapters.get(span.slot, ())],
             ]
             for span in spans
         ],
-        "host": [_place(timeline, span) for span in _ends(timeline.host, MOST_SPANS)],
+        "host": [_span_data(timeline, span) for span in _ends(timeline.host, MOST_SPANS)],
         "pauses": [
             [round(at - timeline.start_s, 7) for at in (pause.start_s, pause.end_s)] + [pause.what]
             for pause in timeline.pauses
@@ -64,7 +64,7 @@ def _data(timeline: Timeline, colors: dict[str, str]) -> dict[str, object]:
     }
 
 
-def _place(timeline: Timeline, span: Span) -> list[float]:
+def _span_data(timeline: Timeline, span: Span) -> list[float]:
     kind = ("forward", "backward", "update").index(span.kind)
     times = [round(at - timeline.start_s, 7) for at in (span.start_s, span.end_s)]
     return [kind, span.stage, span.slot, *times]

@@ -59,7 +59,7 @@ class _Window(NamedTuple):
     end: float
     scale: float
 
-    def place(self, timeline: Timeline, span: Span | Pause) -> tuple[float, float] | None:
+    def extent(self, timeline: Timeline, span: Span | Pause) -> tuple[float, float] | None:
         """Left edge and width of a bar; None if it is not visible."""
         left, right = (at - timeline.start_s - self.start for at in (span.start_s, span.end_s))
         whole = self.end - self.start
@@ -83,16 +83,16 @@ def _drawing(timeline: Timeline, window: _Window, colors: dict[str, str], top: i
         parts.append(f'<rect x="{LEFT}" y="{y}" width="{width - LEFT - 10}" height="{tall}" fill="#eeeeee"/>')
         y += tall + GAP
     for pause in timeline.pauses:
-        if extent := window.place(timeline, pause):
+        if extent := window.extent(timeline, pause):
             tall = timeline.num_stages * (ROW + GAP) - GAP
             bar = f'<rect x="{extent[0]:.2f}" y="{top + TOP}" width="{extent[1]:.2f}" height="{tall}" fill="#d4d9dd"/>'
             parts += [f"<g><title>pause: {escape(pause.what)}</title>", bar, "</g>"]
     for span in timeline.spans:
-        if extent := window.place(timeline, span):
+        if extent := window.extent(timeline, span):
             parts += _bars(timeline, span, *extent, top + TOP + span.stage * (ROW + GAP), colors)
     y = top + TOP + timeline.num_stages * (ROW + GAP)
     for span in timeline.host:
-        if extent := window.place(timeline, span):
+        if extent := window.extent(timeline, span):
             label = f"host: {span.kind} of slot {span.slot} to stage {span.stage}"
             bar = (
                 f'<rect x="{extent[0]:.2f}" y="{y}" width="{max(extent[1], 0.3):.2f}" height="{HOST}" fill="#777777"/>'
