@@ -185,7 +185,7 @@ def _plan_pieces(
 ) -> tuple[Slot, ...]:
     """Plans pieces of batches like batches of one sample: pieces of a job are in different slots, in order."""
     jobs = [cursor.job for cursor in cursors]
-    pieces = {own.job.name: _pieces(own, pool, tail) for own, pool in zip(cursors, pools, strict=True) if pool}
+    pieces = {cursor.job.name: _pieces(cursor, pool, tail) for cursor, pool in zip(cursors, pools, strict=True) if pool}
     stand_ins = [
         AdapterJob(job.name, [_tokens(job, piece) for piece in pieces[job.name]], 1, weight=job.weight)
         for job in jobs
@@ -296,15 +296,15 @@ def _cut(part: PartRefs, tail: Tail, segments: Mapping[str, int]) -> Iterable[Pa
     """Cuts the samples of a microbatch between adapters, and within one that has too many segments itself."""
     start = at = used = adapters = 0
     for name, group in groupby(part, key=lambda ref: ref.adapter):
-        count, each = len(list(group)), segments[name]
-        if at > start and (used + count * each > tail.most_segments or adapters == tail.most_adapters):
+        count, per_sample = len(list(group)), segments[name]
+        if at > start and (used + count * per_sample > tail.most_segments or adapters == tail.most_adapters):
             yield part[start:at]
             start, used, adapters = at, 0, 0
-        at, used, adapters = at + count, used + count * each, adapters + 1
-        most = max(1, tail.most_segments // each)  # samples, if this adapter has a microbatch for itself
+        at, used, adapters = at + count, used + count * per_sample, adapters + 1
+        most = max(1, tail.most_segments // per_sample)  # samples, if this adapter has a microbatch for itself
         while used > tail.most_segments and at - start > most:
             yield part[start : start + most]
-            start, used = start + most, used - most * each
+            start, used = start + most, used - most * per_sample
     if start < at:
         yield part[start:at]
 

@@ -152,16 +152,16 @@ class FrozenReader:
             OSError: a file cannot be read.
         """
 
-        def one(tensor: Tensor) -> Weight:
+        def read_weight(tensor: Tensor) -> Weight:
             weight = jax.block_until_ready(self._read(tensor))
             progress(self._bytes(tensor))
             return weight
 
         with ThreadPoolExecutor(READERS if jax.process_count() == 1 else 1, "read") as threads:
-            found = {tensor.leaf_name: threads.submit(one, tensor) for tensor in self.tensors}
+            futures = {tensor.leaf_name: threads.submit(read_weight, tensor) for tensor in self.tensors}
             try:
-                wait(found.values(), return_when=FIRST_EXCEPTION)
-                return {name: weight.result() for name, weight in found.items()}
+                wait(futures.values(), return_when=FIRST_EXCEPTION)
+                return {name: weight.result() for name, weight in futures.items()}
             except BaseException:
                 threads.shutdown(wait=False, cancel_futures=True)
                 raise
@@ -173,8 +173,8 @@ class FrozenReader:
     def _bytes(self, tensor: Tensor) -> int:
         if self.entry is not None and self.kind is not None and tensor.transposed:
             return sum(array.num_bytes for array in self.kind.arrays(*tensor.leaf_shape).values())
-        found = (self.stored.get(name) for name in tensors_of(tensor, self.form))
-        return sum(own.stop - own.start for own in found if own is not None)
+        entries = (self.stored.get(name) for name in tensors_of(tensor, self.form))
+        return sum(entry.stop - entry.start for entry in entries if entry is not None)
 
     def _read(self, tensor: Tensor) -> Weight:
         if self.form is not None and tensor.transposed:
@@ -216,7 +216,7 @@ def _text_tensors(
     parts = ", ".join(dict.fromkeys(name.removeprefix("model.").partition(".")[0] for name in others))
     if others:
         warnings.warn(f"only the text part is loaded: {len(others)} tensors of {parts} are left out", stacklevel=3)
-    left = {name: place for name, place in stored.items() if name not in {*others}}
+    left = {name: entry for name, entry in stored.items() if name not in {*others}}
     return left, [replace(tensor, name=names[tensor.name]) for tensor in tensors]
 
 
@@ -228,9 +228,9 @@ def _rule(sharding: Sharding | ShardingRule | None) -> ShardingRule:
 
 
 def _read_tensor(
-    tensor: Tensor, stored: Mapping[str, Stored], dtype: np.dtype, kind: StoredKind | None, place: ShardingRule
+    tensor: Tensor, stored: Mapping[str, Stored], dtype: np.dtype, kind: StoredKind | None, rule: ShardingRule
 ) -> Weight:
-    target = place(tensor.leaf_name, tensor.leaf_shape)
+    target = rule(tensor.leaf_name, tensor.leaf_shape)
     on_disk = transposed_sharding(target) if tensor.transposed else target
 
     def part(index: tuple[slice, ...] | None) -> np.ndarray:
@@ -242,7 +242,7 @@ def _read_tensor(
     x = jax.make_array_from_callback(tensor.shape, on_disk, part)
     if kind is None:
         return _convert(dtype, tensor.transposed, target)(x)
-    targets = {name: place(tensor.leaf_name, array.shape) for name, array in kind.arrays(*tensor.leaf_shape).items()}
+    targets = {name: rule(tensor.leaf_name, array.shape) for name, array in kind.arrays(*tensor.leaf_shape).items()}
     return _quantise(kind, tuple(targets.items()))(x)
 
 
@@ -260,8 +260,8 @@ def _quantise(kind: StoredKind, targets: tuple[tuple[str, Sharding], ...]) -> Ca
     return jax.jit(lambda x: dict(kind.quantise(x.T.astype(jnp.float32))), out_shardings=dict(targets))
 
 
-def _draw_adapters(leaves: dict, adapters: Sequence[AdapterSpec], place: ShardingRule) -> None:
+def _draw_adapters(leaves: dict, adapters: Sequence[AdapterSpec], rule: ShardingRule) -> None:
     names = {".".join(map(str, path)): path for path, leaf in leaves.items() if isinstance(leaf, nnx.LoRAParam)}
     drawn = init_leaves(adapters, {name: leaves[path].shape for name, path in names.items()})
     for name, path in names.items():
-        leaves[path] = leaves[path].replace(jax.device_put(drawn[name], place(name, drawn[name].shape)))
+        leaves[path] = leaves[path].replace(jax.device_put(drawn[name], rule(name, drawn[name].shape)))

@@ -48,7 +48,7 @@ def stem_of(tensor: Tensor) -> str:
 
 
 def read_kernel(
-    tensor: Tensor, form: CheckpointFormat, stored: Mapping[str, Stored], place: ShardingRule
+    tensor: Tensor, form: CheckpointFormat, stored: Mapping[str, Stored], rule: ShardingRule
 ) -> dict[str, jax.Array]:
     """Reads the stored arrays of a kernel. Each device reads its part of the largest one only.
 
@@ -60,30 +60,30 @@ def read_kernel(
     assert kind is not None, form.kind
     shapes = {name: array.shape for name, array in kind.arrays(in_features, out_features).items()}
     read = {
-        ending: read_slice(own, f"{stem}{ending}", plain_index(None, own.shape))
+        ending: read_slice(entry, f"{stem}{ending}", plain_index(None, entry.shape))
         for ending, spec in form.tensors(in_features, out_features).items()
-        if spec.read and (own := stored.get(f"{stem}{ending}")) is not None
+        if spec.read and (entry := stored.get(f"{stem}{ending}")) is not None
     }
     bulk = stored[tensor.name]
     small = small_arrays(form, read, in_features, out_features, stem=stem, where=str(bulk.file))
     arrays = {
-        name: jax.make_array_from_callback(shapes[name], place(tensor.leaf_name, shapes[name]), array.__getitem__)
+        name: jax.make_array_from_callback(shapes[name], rule(tensor.leaf_name, shapes[name]), array.__getitem__)
         for name, array in small.items()
     }
-    target = place(tensor.leaf_name, shapes[form.bulk])
+    target = rule(tensor.leaf_name, shapes[form.bulk])
     return arrays | {form.bulk: _read_bulk(tensor.name, bulk, shapes[form.bulk], target, transposed=form.transposed)}
 
 
 def _read_bulk(name: str, stored: Stored, shape: tuple[int, ...], target: Sharding, *, transposed: bool) -> jax.Array:
     shape = shape[::-1] if transposed else shape
     view = replace(stored, shape=shape)  # the bytes of packed codes lie in the same order
-    own = transposed_sharding(target) if transposed else target
+    stored_sharding = transposed_sharding(target) if transposed else target
 
     def part(index: tuple[slice, ...] | None) -> np.ndarray:
         return np.ascontiguousarray(read_slice(view, name, plain_index(index, shape)))
 
-    found = jax.make_array_from_callback(shape, own, part)
-    return _transpose(target)(found) if transposed else found
+    bulk = jax.make_array_from_callback(shape, stored_sharding, part)
+    return _transpose(target)(bulk) if transposed else bulk
 
 
 @lru_cache(maxsize=256)

@@ -75,8 +75,8 @@ class Base:
 
     def give(self, weights: Sequence[StageWeights]) -> None:
         """Gives the stages the weights that were read."""
-        for stage, own in zip(self.stages, weights, strict=True):
-            stage.replace_base(own)
+        for stage, stage_weights in zip(self.stages, weights, strict=True):
+            stage.replace_base(stage_weights)
 
 
 def load_stages(
@@ -124,7 +124,7 @@ def open_base(
     layers = stage_layers(model, mesh.stages, mesh.layers, capacity_tokens=config.batch.largest)
     dtype = jnp.dtype(config.base.dtype)
 
-    def place(name: str, shape: tuple[int, ...]):
+    def sharding_of(name: str, shape: tuple[int, ...]):
         return meshes[_stage_of(name, model, layers)].weight(shape)
 
     def parted(frozen: Mapping[str, Weight]) -> list[StageWeights]:
@@ -133,7 +133,7 @@ def open_base(
             weights[-1].head = transfer(weights[-1].head, meshes[-1])
         return weights
 
-    reader = open_frozen(directory, dtype=dtype, quantize=config.base.quantize, sharding=place)
+    reader = open_frozen(directory, dtype=dtype, quantize=config.base.quantize, sharding=sharding_of)
     remat = fitting_remat(later or config, model) if train.remat == "auto" else train.remat
     stages = _stages(config, model, specs, remat, zip(parted(reader.stand_ins()), meshes, strict=True))
     roomy = _has_room_to_start(config, model, remat)
@@ -189,13 +189,13 @@ def _stages(
     return [
         Stage(
             parts,
-            own,
-            here,
+            weights,
+            mesh,
             config.adapters,
             remat=remat,
-            block=block_layers(block, len(own.pieces), fsdp=here.fsdp, parameters=parameters),
+            block=block_layers(block, len(weights.pieces), fsdp=mesh.fsdp, parameters=parameters),
         )
-        for own, here in places
+        for weights, mesh in places
     ]
 
 
@@ -263,5 +263,5 @@ def _stage_of(name: str, model: ModelConfig, layers: Sequence[Extent]) -> int:
     if head == "layers":
         number, _, leaf = rest.partition(".")
         half = model.layer(int(number)).half_of(leaf)
-        return next(stage for stage, own in enumerate(layers) if own.holds(int(number), half))
+        return next(stage for stage, extent in enumerate(layers) if extent.holds(int(number), half))
     return 0 if head == "embed_tokens" else len(layers) - 1

@@ -75,15 +75,15 @@ class Batches:
     def loads(self, most: int = 3) -> list[Load]:
         """Slots of each capacity whose samples differ most in Σ length²: the lightest, the heaviest, some between."""
         squares, sizes = slot_squares(self._plan), self._plan.slot_capacities
-        found: list[Load] = []
+        loads: list[Load] = []
         for size in self._plan.sizes:
             numbers = [slot for slot, s in enumerate(self._plan.slots) if sizes[slot] == size and not s.is_noop]
             ranked = sorted(numbers, key=squares.__getitem__)
             chosen = {ranked[round(rank)] for rank in np.linspace(0, len(ranked) - 1, most)} if ranked else set()
-            found += [Load(self.of(slot), size, squares[slot]) for slot in sorted(chosen)]
+            loads += [Load(self.of(slot), size, squares[slot]) for slot in sorted(chosen)]
             if not ranked:  # a capacity that no slot takes: one segment of padding
-                found.append(Load(self._assemble([()] * self._plan.data_parallel, size), size, size * size))
-        return found
+                loads.append(Load(self._assemble([()] * self._plan.data_parallel, size), size, size * size))
+        return loads
 
     def _assemble(self, replicas: Sequence[Sequence[SampleRef]], capacity_tokens: int) -> Microbatch:
         room = self._rooms.get(capacity_tokens, _room(self._config, self._prepared, ()))

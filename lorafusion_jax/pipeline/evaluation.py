@@ -60,11 +60,11 @@ class Evaluator:
         held_out = {adapter.name: prepared.adapters[adapter.name].eval for adapter in config.adapters}
         self._sets = {name: samples for name, samples in held_out.items() if samples is not None}
         self._index = {adapter.name: index for index, adapter in enumerate(config.adapters)}
-        self._plans = {name: plan_of_set(config, name, own.lengths) for name, own in self._sets.items()}
+        self._plans = {name: plan_of_set(config, name, samples.lengths) for name, samples in self._sets.items()}
         self._chosen = {adapter.name: adapter.objective.chosen for adapter in config.adapters}
         self._weights = {
-            name: Weights(1.0, 1.0, segment_weights(own)) if self._chosen[name].of_samples else EACH_ONE
-            for name, own in self._sets.items()
+            name: Weights(1.0, 1.0, segment_weights(samples)) if self._chosen[name].of_samples else EACH_ONE
+            for name, samples in self._sets.items()
         }
         parts = [
             [ref.adapter for ref in part]
@@ -92,8 +92,8 @@ class Evaluator:
                 if len(in_flight) > len(self._executor.stages):
                     add(in_flight.popleft().result())
                 in_flight.append(self._executor.evaluate(self._rows(plan, slot), [name]))
-            for each in in_flight:
-                add(each.result())
+            for pending in in_flight:
+                add(pending.result())
         return finish_evaluation(chosen, self._sets[name], sums)
 
     def empty(self) -> Microbatch | None:

@@ -71,8 +71,8 @@ class Columns:
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """Shape of one layer's array; `sizes` has the letters of the leaf's axes but R."""
-        own = self.leaf.shape_in({**sizes, "R": sum(self.width)})
-        return own if self.has_rank else (sum(self.width), *own)
+        shape = self.leaf.shape_in({**sizes, "R": sum(self.width)})
+        return shape if self.has_rank else (sum(self.width), *shape)
 
     def width_of(self, spec: AdapterSpec) -> int:
         return spec.rank if self.has_rank else 1
@@ -94,8 +94,8 @@ def all_columns(specs: Sequence[AdapterSpec], layer: LayerSpec) -> dict[str, Col
     columns = {}
     for target in layer.targets:
         kinds = [adapter_kind(spec.kind) if target in spec.targets else None for spec in specs]
-        own = [() if kind is None else kind.leaves_at(target) for kind in kinds]
-        columns |= _columns(f"{LAYERS}{layer.linear(target).path}.", specs, own)
+        kind_leaves = [() if kind is None else kind.leaves_at(target) for kind in kinds]
+        columns |= _columns(f"{LAYERS}{layer.linear(target).path}.", specs, kind_leaves)
     columns |= _columns(SHARED, specs, [adapter_kind(spec.kind).shared for spec in specs])
     return columns | _head_columns(specs)
 
@@ -134,20 +134,22 @@ def take(
     A barrier keeps XLA from fusing the slice into the optimizer's arithmetic. Rounding would then depend on the
     adapter's position, because XLA contracts products and sums of strided arrays differently.
     """
-    own = {}
+    adapter_leaves = {}
     for start, (name, width) in zip(first, own_columns, strict=True):
         at = columns[name]
         cut = lax.dynamic_slice_in_dim(leaves[name], start, width, lead + at.axis)
-        own[name] = cut if at.has_rank else jnp.squeeze(cut, lead)
-    return lax.optimization_barrier(own)
+        adapter_leaves[name] = cut if at.has_rank else jnp.squeeze(cut, lead)
+    return lax.optimization_barrier(adapter_leaves)
 
 
-def put(leaves: Leaves, columns: Mapping[str, Columns], first: Array, own: Leaves, *, lead: int = WEIGHTS) -> Leaves:
+def put(
+    leaves: Leaves, columns: Mapping[str, Columns], first: Array, adapter_leaves: Leaves, *, lead: int = WEIGHTS
+) -> Leaves:
     """Writes one adapter's arrays back. All other bytes stay the same."""
     changed = dict(leaves)
-    for start, name in zip(first, sorted(own), strict=True):
+    for start, name in zip(first, sorted(adapter_leaves), strict=True):
         at = columns[name]
-        whole = own[name] if at.has_rank else jnp.expand_dims(own[name], lead)
+        whole = adapter_leaves[name] if at.has_rank else jnp.expand_dims(adapter_leaves[name], lead)
         changed[name] = lax.dynamic_update_slice_in_dim(leaves[name], whole, start, lead + at.axis)
     return changed
 
@@ -163,7 +165,7 @@ def windows(columns: Mapping[str, Columns], adapters: Array) -> Array:
     """
     if not columns:  # no adapter has a trainable leaf
         return jnp.zeros((0, 2, len(adapters)), jnp.int32)
-    table = np.array([[own.first, own.width] for own in columns.values()], np.int32)
+    table = np.array([[leaf_columns.first, leaf_columns.width] for leaf_columns in columns.values()], np.int32)
     return jnp.where(adapters >= 0, jnp.asarray(table)[:, :, jnp.maximum(adapters, 0)], 0)
 
 
@@ -180,58 +182,64 @@ def view(leaf: Array, at: Columns, layer: Array, window: Array) -> Array:
     found_P1 = jax.vmap(lambda start: lax.dynamic_slice(leaf, start, size))(
         _starts(leaf.ndim, WEIGHTS, at, layer, first)
     )
-    found = jnp.where(_inside(at, width, leaf.ndim - WEIGHTS), found_P1[:, 0], 0.0)
-    return found if at.has_rank else found[:, 0]
+    values = jnp.where(_inside(at, width, leaf.ndim - WEIGHTS), found_P1[:, 0], 0.0)
+    return values if at.has_rank else values[:, 0]
 
 
-def add(sums: Array, at: Columns, layer: Array, window: Array, own: Array) -> Array:
+def add(sums: Array, at: Columns, layer: Array, window: Array, gradient: Array) -> Array:
     """Adds an array in the form of `view` to the sums [1, L, ...] of all adapters.
 
-    Windows of narrow adapters overlap columns of others. `own` is masked, so that they add zeros there.
+    Windows of narrow adapters overlap columns of others. `gradient` is masked, so that they add zeros there.
     """
     first, width = window
-    own = (own if at.has_rank else own[:, None])[:, None, None]
+    gradient = (gradient if at.has_rank else gradient[:, None])[:, None, None]
     starts, inside = _starts(sums.ndim, SUMS, at, layer, first), _inside(at, width, sums.ndim - SUMS)[:, None, None]
-    if own[0].nbytes >= LARGE_WINDOW and len(own) <= ONE_BY_ONE:
-        for start, mask, each in zip(starts, inside, own, strict=True):  # masked one by one, or XLA masks in a pass
-            before = lax.dynamic_slice(sums, start, each.shape)
-            sums = lax.dynamic_update_slice(sums, before + jnp.where(mask, each, 0.0), start)
+    if gradient[0].nbytes >= LARGE_WINDOW and len(gradient) <= ONE_BY_ONE:
+        for start, mask, part in zip(
+            starts, inside, gradient, strict=True
+        ):  # masked one by one, or XLA masks in a pass
+            before = lax.dynamic_slice(sums, start, part.shape)
+            sums = lax.dynamic_update_slice(sums, before + jnp.where(mask, part, 0.0), start)
         return sums
     axes = tuple(range(sums.ndim))
     numbers = lax.ScatterDimensionNumbers(
         update_window_dims=tuple(axis + 1 for axis in axes), inserted_window_dims=(), scatter_dims_to_operand_dims=axes
     )
-    own = jnp.where(inside, own, 0.0)
-    return lax.scatter_add(sums, starts, own, numbers, mode="promise_in_bounds")
+    gradient = jnp.where(inside, gradient, 0.0)
+    return lax.scatter_add(sums, starts, gradient, numbers, mode="promise_in_bounds")
 
 
-def stack_adapters(columns: Mapping[str, Columns], own: Sequence[Mapping[str, np.ndarray]], *, lead: int = WEIGHTS):
+def stack_adapters(
+    columns: Mapping[str, Columns], by_adapter: Sequence[Mapping[str, np.ndarray]], *, lead: int = WEIGHTS
+):
     """Joins the arrays of each adapter, [L, K, r] and so on, to arrays of all adapters, on the host."""
     arrays = {}
     for name, at in columns.items():
         order = sorted((first, index) for index, first in enumerate(at.first) if at.width[index])
-        parts = [np.asarray(own[index][name]) for _, index in order]
+        parts = [np.asarray(by_adapter[index][name]) for _, index in order]
         arrays[name] = np.concatenate(parts, lead + at.axis) if at.has_rank else np.stack(parts, lead)
     return arrays
 
 
 def take_adapter(columns: Mapping[str, Columns], arrays: Mapping[str, np.ndarray], index: int, *, lead: int = WEIGHTS):
     """Returns one adapter's arrays: the inverse of `stack_adapters`."""
-    own = {}
+    adapter_leaves = {}
     for name, at in columns.items():
         if at.width[index]:
             front = (slice(None),) * (lead + at.axis)
-            here = slice(at.first[index], at.first[index] + at.width[index]) if at.has_rank else at.first[index]
-            own[name] = arrays[name][(*front, here)]
-    return own
+            part = slice(at.first[index], at.first[index] + at.width[index]) if at.has_rank else at.first[index]
+            adapter_leaves[name] = arrays[name][(*front, part)]
+    return adapter_leaves
 
 
 def _columns(prefix: str, specs: Sequence[AdapterSpec], leaves: Sequence[Sequence[Leaf]]) -> dict[str, Columns]:
     """Returns the columns of the leaves of each adapter, by name."""
     columns = {}
-    for leaf in {leaf.name: leaf for own in leaves for leaf in own}.values():
-        has = [any(other.name == leaf.name for other in own) for own in leaves]
-        width = [(spec.rank if "R" in leaf.axes else 1) if own else 0 for spec, own in zip(specs, has, strict=True)]
+    for leaf in {leaf.name: leaf for adapter_leaves in leaves for leaf in adapter_leaves}.values():
+        has = [any(other.name == leaf.name for other in adapter_leaves) for adapter_leaves in leaves]
+        width = [
+            (spec.rank if "R" in leaf.axes else 1) if present else 0 for spec, present in zip(specs, has, strict=True)
+        ]
         columns[f"{prefix}{leaf.name}"] = _narrow_first(leaf, width)
     return columns
 

@@ -105,7 +105,7 @@ def _write(file: Path, program: export.Exported) -> None:
     with suppress(OSError):  # a full disk is reported where it matters
         file.parent.mkdir(parents=True, exist_ok=True)
         replace_bytes(file, hashlib.sha256(content).digest() + content)
-        files = sorted(file.parent.glob("*.program"), key=lambda found: found.stat().st_mtime)
+        files = sorted(file.parent.glob("*.program"), key=lambda entry: entry.stat().st_mtime)
         for old in files[:-MOST]:
             old.unlink(missing_ok=True)
 
@@ -132,11 +132,11 @@ def _surroundings(device_kind: str) -> tuple:
 
 @lru_cache
 def _versions() -> tuple[str, ...]:
-    found = []
+    lines = []
     for package in PACKAGES:
         with suppress(PackageNotFoundError):
-            found.append(f"{package} {version(package)}")
-    return tuple(found)
+            lines.append(f"{package} {version(package)}")
+    return tuple(lines)
 
 
 @lru_cache

@@ -56,18 +56,18 @@ def compute_references(
     for name in names:
         reference = reference_of(config.adapter(name), places)
         assert reference is not None
-        used, place = list(stages), BASE_ALONE
+        used, index = list(stages), BASE_ALONE
         if reference.kind == "adapter":
-            place = places[reference.name]
+            index = places[reference.name]
         elif reference.kind == "folder":
-            used, place = _stages_of_folder(config, config.adapter(name), stages, reference), 0
+            used, index = _stages_of_folder(config, config.adapter(name), stages, reference), 0
         sets = sets_of(prepared.adapters[name])
         tokens = sum(len(samples.tokens) for samples in sets.values())
         on_progress(f"computing the reference of {name}, {count(tokens)} tokens")
-        own = config.model_copy(update={"adapters": (config.adapter(name),)})
-        state = teacher_state(own)
+        own_config = config.model_copy(update={"adapters": (config.adapter(name),)})
+        state = teacher_state(own_config)
         made[name] = {
-            key if state is None else f"{key}{STATES}": _run_set(own, samples, used, place, state)
+            key if state is None else f"{key}{STATES}": _run_set(own_config, samples, used, index, state)
             for key, samples in sets.items()
         }
     return made
@@ -88,16 +88,16 @@ def _stages_of_folder(
 ) -> list[Stage]:
     """Returns stages on the same base whose only adapter is that of a PEFT folder."""
     spec, arrays = read_reference_folder(config, reference)
-    one = config.model_copy(update={"adapters": (adapter,)})
-    own = stages_for(stages, one, [spec])
-    lora = start_from(own[0].first_lora(), {0: arrays}, [spec])
-    for stage in own:
+    own_config = config.model_copy(update={"adapters": (adapter,)})
+    own_stages = stages_for(stages, own_config, [spec])
+    lora = start_from(own_stages[0].first_lora(), {0: arrays}, [spec])
+    for stage in own_stages:
         stage.take_weights(lora)
-    return own
+    return own_stages
 
 
 def _run_set(
-    config: JobConfig, samples: TokenizedSet, stages: Sequence[Stage], place: int, state: State | None
+    config: JobConfig, samples: TokenizedSet, stages: Sequence[Stage], index: int, state: State | None
 ) -> np.ndarray:
     """Runs the set of a job's only adapter through stages that have no other work; see `run_set`."""
     plan = plan_of_set(config, config.adapters[0].name, samples.lengths)
@@ -108,7 +108,7 @@ def _run_set(
         return stacked(
             [
                 assemble(
-                    [piece_of(samples, ref.sample, place, EACH_ONE, key=0) for ref in replicas[replica]],
+                    [piece_of(samples, ref.sample, index, EACH_ONE, key=0) for ref in replicas[replica]],
                     capacity_tokens=config.batch.largest,
                     tile_tokens=config.batch.tile_tokens,
                     max_segments=num_segments(most),

@@ -41,8 +41,8 @@ ADAPTERS = {
 def config(tmp_path_factory, tiny_base):
     folder = tmp_path_factory.mktemp("jobs")
     entries = [
-        {"name": name, "data": {"train": write_rows(folder, name, 14)}, "batch": {"global_samples": 3}} | own
-        for name, own in ADAPTERS.items()
+        {"name": name, "data": {"train": write_rows(folder, name, 14)}, "batch": {"global_samples": 3}} | settings
+        for name, settings in ADAPTERS.items()
     ]
     entries[1]["data"]["eval"] = entries[0]["data"]["train"]
     return load_config(write_job(folder, tiny_base, entries))
@@ -66,17 +66,17 @@ def session(config):
 @pytest.fixture(scope="module")
 def task(config):
     def made(name: str) -> Task:
-        own = select_adapters(config, [name])
-        return Task.of(own, prepare(own))
+        selected = select_adapters(config, [name])
+        return Task.of(selected, prepare(selected))
 
     return made
 
 
 def start(session: LiveSession, task: Task, state: AdapterState | None = None) -> int:
-    place = session.find_place(task.spec)
-    assert place is not None
-    session.start(place, task, state)
-    return place
+    free_place = session.find_place(task.spec)
+    assert free_place is not None
+    session.start(free_place, task, state)
+    return free_place
 
 
 def run(session: LiveSession, slots: int = 1000, events: list | None = None) -> dict[str, AdapterState]:
@@ -86,9 +86,9 @@ def run(session: LiveSession, slots: int = 1000, events: list | None = None) -> 
         window = session.plan(min(slots, 4))
         slots -= session.run(window, (lambda event: None) if events is None else events.append)
         session.drain()
-        for place, own in list(session.tasks.items()):
-            if own.status in ("done", "failed"):
-                ended[own.name] = session.stop(place)
+        for place_index, running in list(session.tasks.items()):
+            if running.status in ("done", "failed"):
+                ended[running.name] = session.stop(place_index)
     return ended
 
 
@@ -130,11 +130,11 @@ def test_company_places_and_moves_change_no_bit(session, task, alone, tmp_path):
 
 def test_adapters_swap_their_places(session, task, alone):
     pair = task("tort"), task("news")
-    places = [start(session, each) for each in pair]
+    places = [start(session, joining) for joining in pair]
     run(session, 3)
-    states = [session.stop(place) for place in places]
-    for each, place, state in zip(pair, reversed(places), states, strict=True):
-        session.start(place, each, state)
+    states = [session.stop(place_index) for place_index in places]
+    for joining, new_place, state in zip(pair, reversed(places), states, strict=True):
+        session.start(new_place, joining, state)
     for name, state in run(session).items():
         assert_same(state, alone[name])
 
@@ -144,7 +144,9 @@ def test_starting_and_stopping_compiles_nothing(session, task, alone):
         start(session, task("news"))
         start(session, task("tort"))
         run(session, 3)
-        state = session.stop(next(place for place, own in session.tasks.items() if own.name == "tort"))
+        state = session.stop(
+            next(place_index for place_index, running in session.tasks.items() if running.name == "tort")
+        )
         start(session, task("lung"))
         start(session, task("tort"), state)
         run(session)
@@ -154,8 +156,8 @@ def test_starting_and_stopping_compiles_nothing(session, task, alone):
 @pytest.mark.parametrize("name", mostly_nightly(["tort", "lung"], ["tort"]))
 def test_an_adapter_equals_one_of_a_run(config, alone, task, tmp_path, name):
     """As in joint and separate training: the programs differ in their shapes, so sums may have another order."""
-    own = select_adapters(config, [name])
-    assert train(own, tmp_path / "run").exit_code == 0
+    selected = select_adapters(config, [name])
+    assert train(selected, tmp_path / "run").exit_code == 0
     leaves = {leaf: array[:, None] for leaf, array in alone[name].weights.items()}
     ours = peft_tensors(take_adapter(leaves, task(name).spec, 0))
     for key, theirs in exported(tmp_path / "run", name).items():
@@ -191,13 +193,13 @@ def test_an_idle_session_waits(session):
 
 
 def test_evaluation_depends_on_the_adapter_only(session, task, alone):
-    place = start(session, task("lung"), alone["lung"])
-    losses = [session.evaluate(place)]
+    free_place = start(session, task("lung"), alone["lung"])
+    losses = [session.evaluate(free_place)]
     start(session, task("tort"))
     run(session, 2)
-    losses.append(session.evaluate(place))
-    for own in list(session.tasks):
-        session.forget(own)
+    losses.append(session.evaluate(free_place))
+    for place_index in list(session.tasks):
+        session.forget(place_index)
     assert losses[0] is not None
     assert losses[0] == losses[1]
     assert session.free == {"3": 2, "6": 1}
@@ -270,8 +272,8 @@ def test_learning_another_objective_changes_no_bit(session, config, task, alone,
                 "objective": ObjectiveSettings(name=objective),
             }
         )
-        own = config.model_copy(update={"adapters": (adapter,)})
-        return Task.of(own, prepare(own))
+        own_config = config.model_copy(update={"adapters": (adapter,)})
+        return Task.of(own_config, prepare(own_config))
 
     start(session, made("pairs", "dpo", "pairs.jsonl"))
     before = run(session)["pairs"]

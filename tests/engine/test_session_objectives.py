@@ -83,15 +83,15 @@ def session(configure):
 
 def task_of(config, references=None) -> Task:
     (adapter,) = config.adapters
-    own = select_adapters(config, [adapter.name])
-    return Task.of(own, prepare(own), references)
+    own_config = select_adapters(config, [adapter.name])
+    return Task.of(own_config, prepare(own_config), references)
 
 
 def start(session: LiveSession, task: Task, state: AdapterState | None = None) -> int:
-    place = session.find_place(task.spec)
-    assert place is not None
-    session.start(place, task, state)
-    return place
+    free_place = session.find_place(task.spec)
+    assert free_place is not None
+    session.start(free_place, task, state)
+    return free_place
 
 
 def run(session: LiveSession, slots: int = 1000, events: list | None = None) -> dict[str, AdapterState]:
@@ -100,10 +100,10 @@ def run(session: LiveSession, slots: int = 1000, events: list | None = None) -> 
         window = session.plan(min(slots, 4))
         slots -= max(session.run(window, (lambda event: None) if events is None else events.append), 1)
         session.drain()
-        for place, task in list(session.tasks.items()):
+        for place_index, task in list(session.tasks.items()):
             if task.status in ("done", "failed"):
                 assert task.status == "done", task.reason
-                ended[task.name] = session.stop(place)
+                ended[task.name] = session.stop(place_index)
     return ended
 
 
@@ -167,12 +167,12 @@ def test_one_that_prepares_can_leave_and_come_back(session, configure, alone):
     task = task_of(configure("prefers"))
     state = session.stop(start(session, task))
     assert (state.step, task.references) == (0, None)
-    place = start(session, task_of(configure("prefers")))
+    place_index = start(session, task_of(configure("prefers")))
     run(session, 4)
-    moved, references = session.tasks[place], session.tasks[place].references
+    moved, references = session.tasks[place_index], session.tasks[place_index].references
     assert moved.step
     assert references is not None
-    state = session.stop(place)
+    state = session.stop(place_index)
     start(session, task_of(configure("plain")))
     again = task_of(configure("prefers"), references)
     start(session, again, state)
@@ -188,17 +188,17 @@ def test_each_equals_one_of_a_run(session, configure, alone, folder, tmp_path, n
     task = task_of(config)
     assert_equals_run(task, alone[name], tmp_path)
     last = [row for row in read_rows(tmp_path / "run" / "metrics.jsonl") if row["kind"] == "eval"][-1]
-    place = start(session, task)
-    while session.tasks[place].status == "preparing":
+    place_index = start(session, task)
+    while session.tasks[place_index].status == "preparing":
         session.run(session.plan(1))
-    session.forget(place)
+    session.forget(place_index)
     again = task_of(config, task.references)
-    session.start(place, again, alone[name])
-    found = session.evaluate(place)
-    session.forget(place)
-    assert found is not None
+    session.start(place_index, again, alone[name])
+    evaluation = session.evaluate(place_index)
+    session.forget(place_index)
+    assert evaluation is not None
     wanted = {key.removeprefix("eval_"): value for key, value in last.items() if key.startswith("eval_")}
-    for key, value in {"loss": found.loss, **found.metrics}.items():
+    for key, value in {"loss": evaluation.loss, **evaluation.metrics}.items():
         assert value == pytest.approx(wanted[key], rel=1e-4, abs=1e-5), key
 
 

@@ -55,12 +55,14 @@ def run(base, tmp_path_factory):
 
 def weights(folder, name):
     _, arrays = read_adapter(folder.latest(name))
-    return {f"{path} {number}": array for path, own in arrays.items() for number, array in enumerate(own)}
+    return {f"{path} {number}": array for path, tensors in arrays.items() for number, array in enumerate(tensors)}
 
 
-def distance(one, other):
-    assert one.keys() == other.keys()
-    return max(float(np.linalg.norm(one[key] - other[key]) / max(np.linalg.norm(one[key]), 1e-9)) for key in one)
+def distance(actual, other):
+    assert actual.keys() == other.keys()
+    return max(
+        float(np.linalg.norm(actual[key] - other[key]) / max(np.linalg.norm(actual[key]), 1e-9)) for key in actual
+    )
 
 
 @pytest.mark.parametrize("name", list(TARGETS))
@@ -81,9 +83,9 @@ def test_a_mesh_computes_what_one_device_does(run, mesh):
 def test_a_diverging_adapter_leaves_the_experts_of_others_bitwise(run):
     broken, healthy = run(tuple(TARGETS), ("law",)), run(tuple(TARGETS))
     for name in ("med", "chat"):
-        one, other = weights(broken, name), weights(healthy, name)
-        for key in one:
-            np.testing.assert_array_equal(one[key], other[key], err_msg=key)
+        from_broken, other = weights(broken, name), weights(healthy, name)
+        for key in from_broken:
+            np.testing.assert_array_equal(from_broken[key], other[key], err_msg=key)
 
 
 def test_a_policy_that_saves_less_changes_no_result(run):

@@ -92,12 +92,12 @@ def test_what_jax_cannot_export_runs_as_it_is(folder):
 
 def test_without_a_cache_of_programs_nothing_is_kept(tmp_path):
     config = SimpleNamespace(jax_compilation_cache_dir=None, jax_enable_compilation_cache=True)
-    assert [place(config, folder) for folder in (None, "gs://bucket/x", str(tmp_path))] == [
+    assert [lowered_folder(config, folder) for folder in (None, "gs://bucket/x", str(tmp_path))] == [
         None, None, tmp_path / "lowered",
     ]  # fmt: skip
 
 
-def place(config, folder):
+def lowered_folder(config, folder):
     config.jax_compilation_cache_dir = folder
     return lowered.folder_of(config)
 

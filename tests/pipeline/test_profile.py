@@ -50,11 +50,11 @@ def stages(tmp_path_factory, deep_base):
     plan = plan_training(config, prepared)
     batches = Batches(config, prepared, plan, range(1))
     rows = max(map(batches.of, range(plan.num_slots)), key=lambda rows: (rows.row_adapter < 0).sum())
-    found = load_stages(config, prepared, specs)
-    first = found[0].first_lora()
-    for stage in found:
+    loaded = load_stages(config, prepared, specs)
+    first = loaded[0].first_lora()
+    for stage in loaded:
         stage.start(first)
-    return [(stage, to_stage(rows, stage.mesh)) for stage in found]
+    return [(stage, to_stage(rows, stage.mesh)) for stage in loaded]
 
 
 @pytest.fixture

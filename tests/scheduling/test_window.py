@@ -116,7 +116,10 @@ def test_windows_of_few_jobs_are_as_dense_as_a_plan_of_the_same_rows(batches, ca
     """Two, three, five or eight jobs, whose batches fill a slot by chance only; three windows of 48 slots."""
     draw = np.random.default_rng(1)
     lengths = [np.clip(draw.lognormal(6.3, 0.7, 1500).astype(int), 32, 2800) for _ in batches]
-    jobs = [AdapterJob(f"job-{n}", own, size) for n, (own, size) in enumerate(zip(lengths, batches, strict=True))]
+    jobs = [
+        AdapterJob(f"job-{n}", job_lengths, size)
+        for n, (job_lengths, size) in enumerate(zip(lengths, batches, strict=True))
+    ]
     cursors, tail, slots = (
         [Cursor(job=job) for job in jobs],
         Tail(limits=Limits(capacity_tokens=capacity, num_stages=stages)),
@@ -126,8 +129,8 @@ def test_windows_of_few_jobs_are_as_dense_as_a_plan_of_the_same_rows(batches, ca
         window = plan_window(cursors, tail, 48)
         cursors, tail, slots = list(window.cursors), window.tail, [*slots, *window.slots]
     same = [
-        AdapterJob(cursor.job.name, own[: cursor.batch * size], size)
-        for cursor, own, size in zip(cursors, lengths, batches, strict=True)
+        AdapterJob(cursor.job.name, job_lengths[: cursor.batch * size], size)
+        for cursor, job_lengths, size in zip(cursors, lengths, batches, strict=True)
     ]
     served = dict.fromkeys((job.name for job in jobs), 0)
     for ref in (ref for slot in slots for ref in slot.samples):
