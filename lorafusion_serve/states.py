@@ -64,12 +64,12 @@ def next_state(state: str, event: str) -> State:
     >>> next_state("queued", "place")
     'starting'
     """
-    found = TRANSITIONS.get((state, event))
-    if found is None:
+    reached = TRANSITIONS.get((state, event))
+    if reached is None:
         possible = sorted(name for before, name in TRANSITIONS if before == state)
         raise StateError(
             "job.state",
             f"a job that is {state} cannot take '{event}'.",
             fix=f"possible now: {', '.join(possible)}" if possible else "",
         )
-    return found
+    return reached

@@ -70,9 +70,12 @@ class AdapterState:
             note, tensors = json.loads((folder / NOTE).read_text()), load_file(folder / TENSORS)
         except (OSError, ValueError, SafetensorError) as problem:
             raise CheckpointError("state.damaged", f"{folder} cannot be read.", why=str(problem), fix=fix) from None
-        own = {name.removeprefix(f"{WEIGHT}/"): t for name, t in tensors.items() if name.startswith(f"{WEIGHT}/")}
+        weights = {name.removeprefix(f"{WEIGHT}/"): t for name, t in tensors.items() if name.startswith(f"{WEIGHT}/")}
         return AdapterState(
-            step=note["step"], data=note["data"], weights=own, optimizer=_fill_optimizer(adapter, own, tensors, folder)
+            step=note["step"],
+            data=note["data"],
+            weights=weights,
+            optimizer=_fill_optimizer(adapter, weights, tensors, folder),
         )
 
 

@@ -48,7 +48,7 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(LoraFusionError)
     async def _known(_: Request, problem: LoraFusionError) -> JSONResponse:
-        return problems_answer([_describe(one) for one in getattr(problem, "errors", [problem])])
+        return problems_answer([_describe(error) for error in getattr(problem, "errors", [problem])])
 
     @app.exception_handler(RequestValidationError)
     async def _validation(_: Request, problem: RequestValidationError) -> JSONResponse:
@@ -84,12 +84,12 @@ def _describe(problem: LoraFusionError) -> dict[str, str]:
 
 
 def _of_pydantic(detail: dict[str, Any]) -> dict[str, str]:
-    place = ".".join(str(part) for part in detail["loc"] if part not in ("body", "query", "path"))
+    where = ".".join(str(part) for part in detail["loc"] if part not in ("body", "query", "path"))
     kind = detail["type"]
     code = {"missing": "api.missing", "extra_forbidden": "api.unknown-key", "json_invalid": "api.json"}.get(
         kind, "api.value"
     )
-    what = {"missing": f"{place} is missing.", "extra_forbidden": f"there is no key {place}."}.get(
-        kind, f"{place}: {detail['msg']}."
+    what = {"missing": f"{where} is missing.", "extra_forbidden": f"there is no key {where}."}.get(
+        kind, f"{where}: {detail['msg']}."
     )
-    return {"code": code, "what": what[:500], "where": place[:200]}
+    return {"code": code, "what": what[:500], "where": where[:200]}

@@ -94,8 +94,8 @@ def _events(service: Service, owner: Owner, job: str | None, seq: int) -> list[d
     where += [] if owner.sees is None else [t.events.c.owner == owner.sees]
     where += [] if job is None else [t.events.c.job == job]
     with service.db.read() as connection:
-        found = select(t.events).where(*where).order_by(t.events.c.seq).limit(AT_ONCE)
-        return [dict(row) for row in connection.execute(found).mappings()]
+        query = select(t.events).where(*where).order_by(t.events.c.seq).limit(AT_ONCE)
+        return [dict(row) for row in connection.execute(query).mappings()]
 
 
 def _has_ended(service: Service, job: str) -> bool:

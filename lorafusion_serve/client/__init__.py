@@ -172,15 +172,15 @@ class Job:
         """
         until = time.monotonic() + timeout_s
         while True:
-            found = self.show()
-            if found["state"] == "done":
+            shown = self.show()
+            if shown["state"] == "done":
                 return self
-            if found["state"] in ENDED:
-                what = found["reason"] or f"the job is {found['state']}"
-                problem = {"code": f"job.{found['state']}", "what": what, "where": "", "why": "", "fix": ""}
-                raise ServiceError(200, found["problems"] or [problem])
+            if shown["state"] in ENDED:
+                what = shown["reason"] or f"the job is {shown['state']}"
+                problem = {"code": f"job.{shown['state']}", "what": what, "where": "", "why": "", "fix": ""}
+                raise ServiceError(200, shown["problems"] or [problem])
             if time.monotonic() > until:
-                raise TimeoutError(f"{self.id} is {found['state']} after {timeout_s:g} s")
+                raise TimeoutError(f"{self.id} is {shown['state']} after {timeout_s:g} s")
             time.sleep(every_s)
 
     def cancel(self) -> dict[str, Any]:

@@ -24,7 +24,7 @@ def count(file: Path) -> dict[str, Any]:
     try:
         rows = read_rows(str(file))
     except LoraFusionError as problem:
-        return {"problems": [_without_path(describe(one), file) for one in getattr(problem, "errors", [problem])]}
+        return {"problems": [_without_path(describe(error), file) for error in getattr(problem, "errors", [problem])]}
     columns = sorted({key for row in rows.values[:1000] for key in row})[:MOST_COLUMNS]
     return {"problems": [], "rows": len(rows.values), "columns": columns}
 
@@ -35,7 +35,7 @@ def preview(values: dict[str, Any], row: int) -> dict[str, Any]:
         config = parse_config(source_of(values))
         prepared = prepare(config)
     except LoraFusionError as problem:
-        return {"problems": [describe(one) for one in getattr(problem, "errors", [problem])]}
+        return {"problems": [describe(error) for error in getattr(problem, "errors", [problem])]}
     samples = prepared.adapters[config.adapters[0].name].train
     if row >= len(samples):
         what = f"the data set has {len(samples)} samples."

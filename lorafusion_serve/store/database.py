@@ -79,14 +79,14 @@ class Database:
             if state != "ok":
                 raise _damaged(self.file, str(state))
             connection.exec_driver_sql("CREATE TABLE IF NOT EXISTS version (number INTEGER NOT NULL)")
-            found = connection.exec_driver_sql("SELECT number FROM version").scalar()
-            if found is None:
+            version = connection.exec_driver_sql("SELECT number FROM version").scalar()
+            if version is None:
                 t.meta.create_all(connection)
                 connection.exec_driver_sql(f"INSERT INTO version VALUES ({t.VERSION})")
-            elif found != t.VERSION:
+            elif version != t.VERSION:
                 raise RunError(
                     "store.version",
-                    f"{self.file} has version {found}; this program reads version {t.VERSION}.",
+                    f"{self.file} has version {version}; this program reads version {t.VERSION}.",
                     fix="start the version of lorafusion-jax that wrote it",
                 )
 

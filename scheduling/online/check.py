@@ -133,23 +133,32 @@ def _starvation(state: ClusterState, groups: dict[str, GroupState], rates: Rates
     started = [state.jobs[name] for name in running if state.jobs[name].group is None]
     if not started:
         return
-    latest, costs = max(one.job.arrival_s for one in started), _costs(state, rates)
-    patient = [one for one in state.jobs.values() if one.job.arrival_s < latest and one.group is None]
-    patient = [one for one in patient if one.job.name not in running]
-    if not any(one.waited(now) > PATIENCE * one.job.steps * costs[one.job.name].seconds for one in patient):
+    latest, costs = max(job_state.job.arrival_s for job_state in started), _costs(state, rates)
+    patient = [
+        job_state for job_state in state.jobs.values() if job_state.job.arrival_s < latest and job_state.group is None
+    ]
+    patient = [job_state for job_state in patient if job_state.job.name not in running]
+    if not any(
+        job_state.waited(now) > PATIENCE * job_state.job.steps * costs[job_state.job.name].seconds
+        for job_state in patient
+    ):
         return
     fair_s, above = fair_times_s(state, costs), users_above_share(state)
-    for one in patient:
-        if one.job.user not in above and one.waited(now) > PATIENCE * fair_s[one.job.name]:
-            later = [s for s in started if s.job.arrival_s > one.job.arrival_s and s.job.weight <= one.job.weight]
+    for job_state in patient:
+        if job_state.job.user not in above and job_state.waited(now) > PATIENCE * fair_s[job_state.job.name]:
+            later = [
+                s for s in started if s.job.arrival_s > job_state.job.arrival_s and s.job.weight <= job_state.job.weight
+            ]
             if later:
-                yield f"{later[0].job.name} starts while {one.job.name} has waited {one.waited(now):.0f} s"
+                yield f"{later[0].job.name} starts while {job_state.job.name} has waited {job_state.waited(now):.0f} s"
                 return
 
 
 def _costs(state: ClusterState, rates: Rates) -> dict[str, StepCost]:
     sizes = worker_sizes(state)
-    return {name: step_cost(rates, one.job, sizes).at_speed(one.speed) for name, one in state.jobs.items()}
+    return {
+        name: step_cost(rates, job_state.job, sizes).at_speed(job_state.speed) for name, job_state in state.jobs.items()
+    }
 
 
 def _quotas(state: ClusterState, groups: dict[str, GroupState]) -> Iterator[str]:

@@ -102,14 +102,14 @@ def _fill(rooms: list[int], left: list[int]) -> list[int]:
     rest: list[int] = []
     used = [0] * len(rooms)
     for length in left:
-        fitting = [place for place, room in enumerate(rooms) if room - used[place] >= length]
+        fitting = [index for index, room in enumerate(rooms) if room - used[index] >= length]
         if fitting:
-            place = min(fitting, key=lambda place: rooms[place] - used[place])
-            used[place] += length
+            index = min(fitting, key=lambda index: rooms[index] - used[index])
+            used[index] += length
             packed.append(length)
         else:
             rest.append(length)
-    for place, tokens in enumerate(used):
-        rooms[place] -= -(-tokens // TILE) * TILE
+    for index, tokens in enumerate(used):
+        rooms[index] -= -(-tokens // TILE) * TILE
     left[:] = rest
     return packed

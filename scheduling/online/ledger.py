@@ -158,8 +158,8 @@ class Ledger:
 
     def isolated_rate(self, job: Job) -> IsolatedRate:
         """The rate of a job on its best mesh, on the first kind of worker that it fits on."""
-        found = (self.rates.best_isolated_rate(job, kind, gpus) for kind, gpus in self.kinds)
-        return next(rate for rate in found if rate)
+        rates = (self.rates.best_isolated_rate(job, kind, gpus) for kind, gpus in self.kinds)
+        return next(rate for rate in rates if rate)
 
     def _step_work(self, job: Job) -> float:
         return self.isolated_rate(job).gpu_s(1)

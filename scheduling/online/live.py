@@ -97,15 +97,15 @@ class LiveCluster:
             self.jobs[name] = replace(state, done_steps=steps)
             return
         group = self.groups[state.group]
-        rate, place = self._rate(group), group.members.index(name)
-        slowdown = rate.slowdowns[place] if rate else 1.0
+        rate, index = self._rate(group), group.members.index(name)
+        slowdown = rate.slowdowns[index] if rate else 1.0
         self.jobs[name] = replace(
             state,
             done_steps=steps,
             at_s=max(now, state.at_s),
             in_groups_s=state.in_groups_s + seconds,
             alone_s=state.alone_s + seconds / slowdown,
-            speed=self._speed(name, steps, now, rate.steps_per_s[place]) if rate else state.speed,
+            speed=self._speed(name, steps, now, rate.steps_per_s[index]) if rate else state.speed,
         )
 
     def ready(self, name: str, now: float) -> None:
@@ -169,7 +169,7 @@ class LiveCluster:
     def _set_group(self, group: GroupState, now: float) -> None:
         self.groups[group.name] = group
         rate = self._rate(group)
-        for place, name in enumerate(group.members):
+        for index, name in enumerate(group.members):
             state = self.jobs[name]
             waited_s = now - state.at_s if state.group is None else 0.0
             if state.group != group.name or name not in self._counted:
@@ -179,7 +179,7 @@ class LiveCluster:
                 group=group.name,
                 at_s=max(now, group.ready_s),
                 waited_s=state.waited_s + waited_s,
-                steps_per_s=rate.steps_per_s[place] if rate else 0.0,
+                steps_per_s=rate.steps_per_s[index] if rate else 0.0,
             )
         self._ledger.set_group(group, rate, now)
 

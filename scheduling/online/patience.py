@@ -48,18 +48,21 @@ def step_cost(rates: Rates, job: Job, sizes: Sizes) -> StepCost:
 def fair_times_s(state: ClusterState, costs: Mapping[str, StepCost]) -> dict[str, float]:
     """The fair time of every unfinished job, from its arrival to its end; infinite if it fits on no worker."""
     share, fair = user_shares(state), dict[str, float]()
-    for name, one in state.jobs.items():
-        cost, steps = costs[name], one.job.steps
-        work_s = one.ahead_s + cost.gpu_s * steps
-        fair[name] = max(cost.seconds * steps, work_s / share[one.job.user]) if cost.gpu_s else float("inf")
+    for name, job_state in state.jobs.items():
+        cost, steps = costs[name], job_state.job.steps
+        work_s = job_state.ahead_s + cost.gpu_s * steps
+        fair[name] = max(cost.seconds * steps, work_s / share[job_state.job.user]) if cost.gpu_s else float("inf")
     return fair
 
 
 def work_ahead_s(state: ClusterState, user: str, now: float, rates: Rates) -> float:
     """GPU-seconds of isolated work that a user's jobs have left: `JobState.ahead_s` of a job that arrives now."""
     sizes = worker_sizes(state)
-    mine = (one for one in state.jobs.values() if one.job.user == user)
-    return sum(one.left_steps(now) * step_cost(rates, one.job, sizes).at_speed(one.speed).gpu_s for one in mine)
+    mine = (job_state for job_state in state.jobs.values() if job_state.job.user == user)
+    return sum(
+        job_state.left_steps(now) * step_cost(rates, job_state.job, sizes).at_speed(job_state.speed).gpu_s
+        for job_state in mine
+    )
 
 
 def owed_s(state: ClusterState) -> dict[str, float]:
@@ -67,7 +70,7 @@ def owed_s(state: ClusterState) -> dict[str, float]:
 
     Groups do more work than isolated jobs, so a user alone is owed nothing whatever it received.
     """
-    present = {one.job.user for one in state.jobs.values()}
+    present = {job_state.job.user for job_state in state.jobs.values()}
     users = [user for name, user in state.users.items() if name in present]
     entitled = sum(user.entitled for user in users)
     ratio = sum(user.got for user in users) / entitled if entitled else 1.0
@@ -81,7 +84,7 @@ def users_above_share(state: ClusterState) -> frozenset[str]:
 
 def user_shares(state: ClusterState) -> dict[str, float]:
     """The GPUs of every user with unfinished jobs, by weight."""
-    present = dict.fromkeys(one.job.user for one in state.jobs.values())
+    present = dict.fromkeys(job_state.job.user for job_state in state.jobs.values())
     weights = {name: state.users[name].user.weight if name in state.users else 1.0 for name in present}
     gpus, total = sum(worker.gpus for worker in state.workers.values()), sum(weights.values())
     return {name: gpus * weight / total for name, weight in weights.items()}

@@ -39,10 +39,14 @@ def completion_svg(results: Sequence[ClusterResult]) -> str:
     for seconds, name in TICKS:
         if low <= np.log(seconds) <= high:
             parts.append(f'<text x="{x(seconds):.1f}" y="{floor + 18}" text-anchor="middle">{name}</text>')
-    for number, (policy, found) in enumerate(times.items()):
+    for number, (policy, completion_s) in enumerate(times.items()):
         color = COLORS[number % len(COLORS)]
-        kept = found if len(found) <= 400 else found[np.linspace(0, len(found) - 1, 400).astype(int)]
-        shares = (np.searchsorted(found, kept, side="right")) / len(found)
+        kept = (
+            completion_s
+            if len(completion_s) <= 400
+            else completion_s[np.linspace(0, len(completion_s) - 1, 400).astype(int)]
+        )
+        shares = (np.searchsorted(completion_s, kept, side="right")) / len(completion_s)
         line = " ".join(f"{x(t):.1f},{y(s):.1f}" for t, s in zip(kept, shares, strict=True))
         parts.append(f'<polyline points="{line}" fill="none" stroke="{color}" stroke-width="2"/>')
         at = LEFT + number * 110

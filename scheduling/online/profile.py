@@ -41,11 +41,11 @@ class Profile:
     bins: NDArray[np.int64]
     _known: dict[tuple[int, ...], Any] = field(default_factory=dict[tuple[int, ...], Any], repr=False)  # cache
 
-    def slots(self, place: int, replicas: int) -> float:
+    def slots(self, index: int, replicas: int) -> float:
         """Mean slots of a batch that shares no microbatch, at `capacities[place]` on this number of replicas."""
-        known = self._known.get((place, replicas))
+        known = self._known.get((index, replicas))
         if known is None:
-            known = self._known[place, replicas] = float((-(-self.bins[:, place] // replicas)).mean())
+            known = self._known[index, replicas] = float((-(-self.bins[:, index] // replicas)).mean())
         return known
 
     def slots_at(self, capacity_tokens: int, replicas: int) -> float:
@@ -111,7 +111,7 @@ def _first_fit(batches: NDArray[np.int64], capacities: NDArray[np.int64]) -> NDA
     for position in range(size):
         tokens = batches[:, position][:, None]
         bins = int(used.max()) + 1
-        place = (room[:, :, :bins] >= tokens[:, :, None]).argmax(axis=2)
-        room[rows, columns, place] -= tokens
-        np.maximum(used, place + 1, out=used)
+        bin_index = (room[:, :, :bins] >= tokens[:, :, None]).argmax(axis=2)
+        room[rows, columns, bin_index] -= tokens
+        np.maximum(used, bin_index + 1, out=used)
     return used

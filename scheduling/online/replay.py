@@ -86,14 +86,14 @@ def _queue(result: ClusterResult, points: int = 600) -> list[int]:
     changes = sorted(
         [(job.arrival_s, 1) for job in result.jobs] + [(start_s, -1) for start_s in result.start_s.values()]
     )
-    found: list[int] = []
+    counts: list[int] = []
     waiting, position = 0, 0
     for point in range(points):
         while position < len(changes) and changes[position][0] <= end * point / points:
             waiting += changes[position][1]
             position += 1
-        found.append(waiting)
-    return found
+        counts.append(waiting)
+    return counts
 
 
 def _table(results: Sequence[ClusterResult]) -> str:

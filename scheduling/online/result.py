@@ -106,12 +106,12 @@ class ClusterResult:
         times, present = times[order], np.cumsum(np.repeat([1.0, -1.0], len(jobs))[order])
         until = np.concatenate([[0.0], np.cumsum(present[:-1] * np.diff(times))])  # job-seconds until each time
         crowd = (np.interp(finish, times, until) - np.interp(arrival, times, until)) / (finish - arrival)
-        found: dict[str, float] = {}
+        fairness: dict[str, float] = {}
         for job, others in zip(jobs, crowd.tolist(), strict=True):
             best = self.isolated[job.name]
             fair_s = best.step_s * job.steps * max(1.0, others * best.mesh.gpus / self.gpus)
-            found[job.name] = self.jct_s[job.name] / fair_s
-        return found
+            fairness[job.name] = self.jct_s[job.name] / fair_s
+        return fairness
 
     @cached_property
     def user_ratio(self) -> dict[str, float]:

@@ -72,8 +72,8 @@ class GroupRate(NamedTuple):
     def reordered(self, places: Sequence[int]) -> GroupRate:
         """The same rates for members in another order."""
         return self._replace(
-            steps_per_s=tuple(self.steps_per_s[place] for place in places),
-            slowdowns=tuple(self.slowdowns[place] for place in places),
+            steps_per_s=tuple(self.steps_per_s[index] for index in places),
+            slowdowns=tuple(self.slowdowns[index] for index in places),
         )
 
 

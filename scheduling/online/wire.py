@@ -82,12 +82,12 @@ def decisions_from_json(text: str) -> list[Decision]:
         return [
             Decision(
                 **(
-                    one
-                    | {name: tuple(one[name]) for name in ("gpus", "members")}
-                    | {"mesh": None if one["mesh"] is None else Mesh(*one["mesh"])}
+                    decision
+                    | {name: tuple(decision[name]) for name in ("gpus", "members")}
+                    | {"mesh": None if decision["mesh"] is None else Mesh(*decision["mesh"])}
                 )
             )
-            for one in data["decisions"]
+            for decision in data["decisions"]
         ]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise PlanError("online.format", "these are not decisions", why=repr(error)) from None

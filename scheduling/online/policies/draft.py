@@ -135,14 +135,14 @@ class Draft:
 
     def decisions(self) -> list[Decision]:
         """The decisions that turn the real groups into the draft."""
-        found: list[Decision] = []
+        decisions: list[Decision] = []
         for name, before in self.state.groups.items():
             now = self.groups.get(name)
             if now is None or now.is_new:
-                found.append(Decision(kind="close", group=name, why="its GPUs go to another group"))
+                decisions.append(Decision(kind="close", group=name, why="its GPUs go to another group"))
             elif (before.members, before.gpus, before.mesh) != (tuple(now.members), now.gpus, now.mesh):
-                found.append(self._decision("change", now))
-        return found + [self._decision("open", group) for group in self.groups.values() if group.is_new]
+                decisions.append(self._decision("change", now))
+        return decisions + [self._decision("open", group) for group in self.groups.values() if group.is_new]
 
     def _decision(self, kind: Literal["open", "change"], group: DraftGroup) -> Decision:
         return Decision(

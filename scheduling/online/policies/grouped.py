@@ -28,7 +28,7 @@ class Mlora(Baseline):
         waiting: list[JobState] = draft.waiting()
         while waiting:
             first = waiting[0].job
-            jobs = [one.job for one in waiting if one.job.base_name == first.base_name][: self.batch]
+            jobs = [job_state.job for job_state in waiting if job_state.job.base_name == first.base_name][: self.batch]
             opened = False
             for rate, kind in self._turns(draft, jobs):
                 if block := draft.block(first.base_name, rate.mesh.gpus, kind):
@@ -39,19 +39,19 @@ class Mlora(Baseline):
             if not opened:
                 break
             names = {job.name for job in jobs}
-            waiting = [one for one in waiting if one.job.name not in names]
+            waiting = [job_state for job_state in waiting if job_state.job.name not in names]
         return draft.decisions()
 
     def _turns(self, draft: Draft, jobs: Sequence[Job]) -> list[tuple[GroupRate, Kind]]:
         """The best mesh of a group on every kind of worker that it fits on, most tokens per GPU first."""
-        found: list[tuple[GroupRate, Kind]] = []
+        meshes: list[tuple[GroupRate, Kind]] = []
         for kind, most in self._sizes(draft):
             rates = [
                 rate for gpus in MESHES if gpus <= most and (rate := self.rates.alternating_rate(jobs, kind, gpus))
             ]
             if rates:
-                found.append((max(rates, key=lambda rate: rate.tokens_per_s / rate.mesh.gpus), kind))
-        return sorted(found, key=lambda one: -one[0].tokens_per_s / one[0].mesh.gpus)
+                meshes.append((max(rates, key=lambda rate: rate.tokens_per_s / rate.mesh.gpus), kind))
+        return sorted(meshes, key=lambda pair: -pair[0].tokens_per_s / pair[0].mesh.gpus)
 
 
 class Packing(Baseline):
@@ -93,9 +93,9 @@ class Tlora(Baseline):
         state.check_clock(now)
         draft = Draft(state)
         for job in draft.waiting():
-            found = self._best_group(draft, job)
-            if found is not None:
-                group, rate, gain = found
+            best = self._best_group(draft, job)
+            if best is not None:
+                group, rate, gain = best
                 group.members.append(job.job.name)
                 group.mesh = rate.mesh
                 group.why.append(f"{job.job.name} adds {gain:,.0f} tokens/s, slowdowns up to {max(rate.slowdowns):.2f}")

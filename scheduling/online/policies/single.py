@@ -29,16 +29,16 @@ class Baseline:
 
     def _isolated_rates(self, draft: Draft, job: Job) -> list[tuple[IsolatedRate, Kind]]:
         """The job's best mesh on every kind of worker that it fits on, fewest GPU-seconds first."""
-        found = [
+        options = [
             (rate, kind)
             for kind, most in self._sizes(draft)
             if (rate := self.rates.best_isolated_rate(job, kind, most))
         ]
-        return sorted(found, key=lambda one: one[0].gpu_s(1))
+        return sorted(options, key=lambda option: option[0].gpu_s(1))
 
     def _left_s(self, draft: Draft, state: JobState, now: float) -> float:
-        found = self._isolated_rates(draft, state.job)
-        return state.left_steps(now) * found[0][0].step_s if found else float("inf")
+        options = self._isolated_rates(draft, state.job)
+        return state.left_steps(now) * options[0][0].step_s if options else float("inf")
 
     def _open_single(self, draft: Draft, state: JobState, why: str) -> DraftGroup | None:
         """Opens the mesh with the fewest GPU-seconds for a job; None if no block of that size is free."""
@@ -85,7 +85,7 @@ class Backfill(Baseline):
         """The block that a job gets first, if nothing else starts; None if it fits on no worker that is up."""
         blocks: list[_Block] = []
         for rate, kind in self._isolated_rates(draft, job.job)[:1]:
-            for worker in (one for one in draft.state.workers.values() if one.kind == kind):
+            for worker in (candidate for candidate in draft.state.workers.values() if candidate.kind == kind):
                 for first in range(0, worker.gpus - rate.mesh.gpus + 1, rate.mesh.gpus):
                     gpus = range(first, first + rate.mesh.gpus)
                     there = [name for group in draft.groups_on(worker.name, gpus) for name in group.members]
@@ -133,8 +133,8 @@ class Srtf(Baseline):
 
     def _make_room(self, draft: Draft, job: JobState, left: dict[str, float]) -> bool:
         """Frees the block whose shortest job is longest, if each has more left than this job and its start."""
-        own = left[job.job.name] + self.rates.changes.open_s(job.job.shape)
-        best, best_left = None, own
+        own_left_s = left[job.job.name] + self.rates.changes.open_s(job.job.shape)
+        best, best_left = None, own_left_s
         rate, kind = self._isolated_rates(draft, job.job)[0]
         for worker in draft.state.workers.values():
             if worker.kind != kind:
@@ -191,7 +191,7 @@ class ElasticSrtf(Srtf):
                     spare.append((-len(group.gpus) / best.mesh.gpus, group.name, group, rate))
         if not spare:
             return False
-        _, _, group, rate = min(spare, key=lambda one: one[:2])
+        _, _, group, rate = min(spare, key=lambda entry: entry[:2])
         draft.halve(group)
         group.mesh = rate.mesh
         group.why.append("another job waits for half of its GPUs")

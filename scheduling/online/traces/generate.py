@@ -131,8 +131,8 @@ def draw_job(
 
 def gpu_seconds(job: Job, workers: Sequence[Worker], rates: Rates) -> float:
     """Isolated GPU-seconds of all steps of a job on its best mesh; infinite if it fits on no worker."""
-    found = (rates.best_isolated_rate(job, worker.kind, worker.gpus) for worker in workers)
-    return next((rate.gpu_s(job.steps) for rate in found if rate), float("inf"))
+    best_rates = (rates.best_isolated_rate(job, worker.kind, worker.gpus) for worker in workers)
+    return next((rate.gpu_s(job.steps) for rate in best_rates if rate), float("inf"))
 
 
 def _variant(job: Job, number: int, rank: int) -> Job:

@@ -67,12 +67,12 @@ def read_trace(
     """
     header, *lines = [*_lines(text, where)] or [("", [])]
     names = [name.strip() for name in header[1]]
-    rows = [(place, dict(zip(names, cells, strict=False))) for place, cells in lines if cells]
+    rows = [(line, dict(zip(names, cells, strict=False))) for line, cells in lines if cells]
     columns = next((columns for columns in FORMATS.values() if set(columns) <= set(names)), None)
     if set(OWN) <= set(names):
-        found = [_own(row, place) for place, row in rows]
+        jobs = [_own(row, line) for line, row in rows]
     elif columns is not None:
-        found = _public(rows, columns, workers, seed, rates or Rates(), dict(bases or BASES))
+        jobs = _public(rows, columns, workers, seed, rates or Rates(), dict(bases or BASES))
     else:
         raise PlanError(
             "online.trace",
@@ -80,9 +80,9 @@ def read_trace(
             where=where,
             fix=f"columns {', '.join(OWN)}; or those of {', '.join(FORMATS)}, e.g. {', '.join(FORMATS['helios'])}",
         )
-    if not found:
+    if not jobs:
         raise PlanError("online.trace", "the trace has no job that uses a GPU", where=where)
-    return found
+    return jobs
 
 
 def write_trace(jobs: Sequence[Job]) -> str:
@@ -104,11 +104,11 @@ def _lines(text: str, where: str) -> Iterator[tuple[str, list[str]]]:
         try:
             cells = next(lines, None)
         except csv.Error as error:
-            place = f"{where} line {lines.line_num}".strip()
+            line = f"{where} line {lines.line_num}".strip()
             raise PlanError(
                 "online.trace",
                 "a line is no CSV",
-                where=place,
+                where=line,
                 why=str(error),
                 fix="some hundred lengths of a job are enough",
             ) from None
@@ -146,8 +146,8 @@ def _public(
     bases: dict[str, float],
 ) -> list[Job]:
     rng = np.random.default_rng(seed)
-    found: list[tuple[float, Job]] = []
-    for place, row in rows:
+    submitted: list[tuple[float, Job]] = []
+    for line, row in rows:
         try:
             gpus, duration_s = (_finite(row[name] or "0") for name in (columns.gpus, columns.duration))
             submitted_s = _seconds(row[columns.submitted])
@@ -156,14 +156,17 @@ def _public(
             name, user = row[columns.name], row[columns.user] or "?"
             job = draw_job(rng, TRACES["steady"], bases, rates, workers, name=name, user=user)
         except PlanError as error:
-            raise PlanError(error.code, error.what, where=place, why=error.why, fix=error.fix) from None
+            raise PlanError(error.code, error.what, where=line, why=error.why, fix=error.fix) from None
         except (ValueError, KeyError) as error:
             why = f"no column {error}" if isinstance(error, KeyError) else str(error)
-            raise PlanError("online.trace", "a line is no job", where=place, why=why) from None
+            raise PlanError("online.trace", "a line is no job", where=line, why=why) from None
         steps = max(1, round(gpus * duration_s / gpu_seconds(replace(job, steps=1), workers, rates)))
-        found.append((submitted_s, replace(job, steps=steps)))
-    first = min((submitted_s for submitted_s, _ in found), default=0.0)
-    return [replace(job, arrival_s=submitted_s - first) for submitted_s, job in sorted(found, key=lambda one: one[0])]
+        submitted.append((submitted_s, replace(job, steps=steps)))
+    first = min((submitted_s for submitted_s, _ in submitted), default=0.0)
+    return [
+        replace(job, arrival_s=submitted_s - first)
+        for submitted_s, job in sorted(submitted, key=lambda entry: entry[0])
+    ]
 
 
 def _seconds(text: str) -> float:

@@ -74,8 +74,8 @@ def weigh(state: ClusterState, now: float, settings: Settings, step_cost: StepCo
     Raises:
         PlanError: `online.speed`.
     """
-    costs = {name: _checked_cost(one, step_cost) for name, one in state.jobs.items()}
-    left_s = {name: costs[name].seconds * one.left_steps(now) for name, one in state.jobs.items()}
+    costs = {name: _checked_cost(job_state, step_cost) for name, job_state in state.jobs.items()}
+    left_s = {name: costs[name].seconds * job_state.left_steps(now) for name, job_state in state.jobs.items()}
     patience_s = _patience_s(state, costs)
     order = _values(state, left_s, costs, settings)
     modest, within = _protected_users(state, costs), users_within_share(state, costs)
@@ -83,36 +83,38 @@ def weigh(state: ClusterState, now: float, settings: Settings, step_cost: StepCo
     largest = max(order.values(), default=1.0)
     urgent: list[JobState] = []
     pressed: set[str] = set()
-    for name, one in state.jobs.items():
+    for name, job_state in state.jobs.items():
         longest_s = min(settings.urgent * patience_s[name], late_s.get(name, inf))
-        if settings.urgency and order[name] and is_urgent(one, now, left_s[name], longest_s):
+        if settings.urgency and order[name] and is_urgent(job_state, now, left_s[name], longest_s):
             order[name] = URGENT * largest
             pressed.add(name)
-            if one.group is None:
-                urgent.append(one)
-        if one.job.priority:
-            order[name] *= (PRIORITY * largest) ** one.job.priority
-    urgent.sort(key=lambda one: (one.job.arrival_s, one.job.name))
+            if job_state.group is None:
+                urgent.append(job_state)
+        if job_state.job.priority:
+            order[name] *= (PRIORITY * largest) ** job_state.job.priority
+    urgent.sort(key=lambda job_state: (job_state.job.arrival_s, job_state.job.name))
     return Claims(
         work={name: cost.gpu_s for name, cost in costs.items()},
         step={name: order[name] * cost.gpu_s for name, cost in costs.items()},
         order=order,
         urgent=tuple(urgent),
-        overdue=tuple(one for one in urgent if one.waited(now) > SPENT * patience_s[one.job.name]),
+        overdue=tuple(
+            job_state for job_state in urgent if job_state.waited(now) > SPENT * patience_s[job_state.job.name]
+        ),
         pressed=frozenset(pressed),
         least_rate={
-            name: 1 / costs[name].seconds / one.job.max_slowdown
-            for name, one in state.jobs.items()
-            if one.job.user in within and costs[name].seconds
+            name: 1 / costs[name].seconds / job_state.job.max_slowdown
+            for name, job_state in state.jobs.items()
+            if job_state.job.user in within and costs[name].seconds
         },
     )
 
 
-def is_urgent(one: JobState, now: float, left_s: float, longest_wait_s: float) -> bool:
+def is_urgent(job_state: JobState, now: float, left_s: float, longest_wait_s: float) -> bool:
     """Whether a job has waited long, or would miss its deadline soon."""
-    deadline_s = one.job.deadline_s
+    deadline_s = job_state.job.deadline_s
     late = deadline_s is not None and now < deadline_s < now + SLACK * left_s + SLACK_S
-    return late or one.waited(now) > longest_wait_s
+    return late or job_state.waited(now) > longest_wait_s
 
 
 def _values(
@@ -124,8 +126,8 @@ def _values(
     if settings.short_first:
         work_s = {name: left_s[name] * costs[name].gpu_s / costs[name].seconds for name in fitting}
         fitting = order_of(state, work_s, users_within_share(state, costs), settings.fairness)
-    for place, name in enumerate(fitting):
-        later = len(fitting) - 1 - place
+    for position, name in enumerate(fitting):
+        later = len(fitting) - 1 - position
         values[name] = costs[name].seconds / costs[name].gpu_s + QUEUE * later / gpus
     return values
 
@@ -138,11 +140,11 @@ def order_of(state: ClusterState, work_s: Mapping[str, float], within: frozenset
         within: users who ask for no more than their share. They come first among users with jobs of similar size.
     """
     factor = {name: user_factor(user) ** (2 * fairness) for name, user in state.users.items()}
-    place: dict[str, float] = {}
+    scaled_work: dict[str, float] = {}
     for name, work in work_s.items():
         user = state.jobs[name].job.user
-        place[name] = work / factor.get(user, 1.0) * (SIMILAR if user in within and fairness else 1.0)
-    return sorted(place, key=place.__getitem__)
+        scaled_work[name] = work / factor.get(user, 1.0) * (SIMILAR if user in within and fairness else 1.0)
+    return sorted(scaled_work, key=scaled_work.__getitem__)
 
 
 def user_factor(user: UserState) -> float:
@@ -154,7 +156,9 @@ def _patience_s(state: ClusterState, costs: Mapping[str, StepCost]) -> dict[str,
     """Seconds that each job may wait while later jobs of its weight start; infinite for users above their share."""
     above = users_above_share(state)
     fair_s = fair_times_s(state, costs)
-    return {name: inf if one.job.user in above else PATIENCE * fair_s[name] for name, one in state.jobs.items()}
+    return {
+        name: inf if job_state.job.user in above else PATIENCE * fair_s[name] for name, job_state in state.jobs.items()
+    }
 
 
 def users_within_share(state: ClusterState, costs: Mapping[str, StepCost]) -> frozenset[str]:
@@ -175,9 +179,9 @@ def _protected_users(state: ClusterState, costs: Mapping[str, StepCost]) -> froz
 def _demand(state: ClusterState, costs: Mapping[str, StepCost]) -> dict[str, float]:
     """GPUs that the jobs of every user would take at once, each on its best mesh."""
     demand: dict[str, float] = {}
-    for name, one in state.jobs.items():
+    for name, job_state in state.jobs.items():
         gpus = costs[name].gpu_s / costs[name].seconds if costs[name].seconds else 0.0
-        demand[one.job.user] = demand.get(one.job.user, 0.0) + gpus
+        demand[job_state.job.user] = demand.get(job_state.job.user, 0.0) + gpus
     return demand
 
 
@@ -187,17 +191,19 @@ def _late_s(
     """Seconds after which a job of a modest user goes first, or stays, if its user is owed a part of its work."""
     owed, fair_s = owed_s(state), fair_times_s(state, costs)
     late_s: dict[str, float] = {}
-    for name, one in state.jobs.items():
+    for name, job_state in state.jobs.items():
         cost = costs[name]
-        if one.job.user in modest and cost.seconds:
+        if job_state.job.user in modest and cost.seconds:
             work_s = left_s[name] * cost.gpu_s / cost.seconds
-            if one.group is not None or owed.get(one.job.user, 0.0) >= OWED * work_s:
-                late_s[name] = LATE * fair_s[name] - cost.seconds * one.job.steps
+            if job_state.group is not None or owed.get(job_state.job.user, 0.0) >= OWED * work_s:
+                late_s[name] = LATE * fair_s[name] - cost.seconds * job_state.job.steps
     return late_s
 
 
-def _checked_cost(one: JobState, step_cost: StepCosts) -> StepCost:
-    if not 0 < one.speed < inf:
-        raise PlanError("online.speed", f"{one.job.name}: speed must be above 0, not {one.speed!r}", fix="speed: 1.0")
-    cost = step_cost(one.job)
-    return cost if one.speed == 1.0 else cost.at_speed(one.speed)
+def _checked_cost(job_state: JobState, step_cost: StepCosts) -> StepCost:
+    if not 0 < job_state.speed < inf:
+        raise PlanError(
+            "online.speed", f"{job_state.job.name}: speed must be above 0, not {job_state.speed!r}", fix="speed: 1.0"
+        )
+    cost = step_cost(job_state.job)
+    return cost if job_state.speed == 1.0 else cost.at_speed(job_state.speed)

@@ -48,4 +48,4 @@ def first_pack(search: Search, base: str, kind: Kind, gpus: int) -> Pack | None:
 def best_pack(search: Search, kind: Kind, gpus: int) -> tuple[str, Pack] | None:
     """(base, pack) of the waiting jobs that are worth most on this number of GPUs."""
     packs = ((base, first_pack(search, base, kind, gpus)) for base, names in search.backlog.items() if names)
-    return max(((base, found) for base, found in packs if found), key=lambda one: one[1].worth, default=None)
+    return max(((base, pack) for base, pack in packs if pack), key=lambda entry: entry[1].worth, default=None)

@@ -96,22 +96,23 @@ class Search:
 
     def may_start(self, name: str) -> bool:
         """Whether starting a job overtakes no job whose patience is over."""
-        one = self.state.jobs[name]
-        return one.group is not None or not any(
-            other.job.arrival_s < one.job.arrival_s and other.job.weight >= one.job.weight for other in self.overdue
+        job_state = self.state.jobs[name]
+        return job_state.group is not None or not any(
+            other.job.arrival_s < job_state.job.arrival_s and other.job.weight >= job_state.job.weight
+            for other in self.overdue
         )
 
     def best_sizes(self, waiting: Sequence[str]) -> list[int]:
         """The GPUs of the best mesh of the first waiting job, on the first kind of worker that it fits on."""
         if not waiting:
             return []
-        found = (self.rates.best_isolated_rate(self.job(waiting[0]), kind, most) for kind, most in self.sizes)
-        return [rate.mesh.gpus for rate in found if rate][:1]
+        rates = (self.rates.best_isolated_rate(self.job(waiting[0]), kind, most) for kind, most in self.sizes)
+        return [rate.mesh.gpus for rate in rates if rate][:1]
 
     def poorest(self, groups: Sequence[DraftGroup]) -> list[DraftGroup]:
         """The groups with the least worth per GPU, if there are many: they have the most to gain."""
-        found = [group for group in groups if group.members]
-        return found if len(found) <= MOST_GROUPS else self.by_worth(found)[:MOST_GROUPS]
+        populated = [group for group in groups if group.members]
+        return populated if len(populated) <= MOST_GROUPS else self.by_worth(populated)[:MOST_GROUPS]
 
     def by_worth(self, groups: Sequence[DraftGroup]) -> list[DraftGroup]:
         """Groups sorted by worth per GPU, least first."""
@@ -122,8 +123,8 @@ class Search:
         for name in set(members) - set(group.members):
             self.backlog[group.base].remove(name)
             self._forget_packs(group.base)
-        self.protected |= {one.job.name for one in self.overdue} & set(members)
-        self.overdue = [one for one in self.overdue if one.job.name not in members]
+        self.protected |= {job_state.job.name for job_state in self.overdue} & set(members)
+        self.overdue = [job_state for job_state in self.overdue if job_state.job.name not in members]
         for name in set(group.members) - set(members):
             self.release(name)
         group.members, group.mesh = list(members), rate.mesh

@@ -20,7 +20,7 @@ class Appraiser:
         self.rates, self.settings, self.state, self.now = rates, settings, state, now
         self.claims, self.draft = claims, draft
         self.quotas = {name: most for name, user in state.users.items() if (most := user.user.max_gpus) is not None}
-        self.measured = any(one.speed != 1.0 for one in state.jobs.values())
+        self.measured = any(job_state.speed != 1.0 for job_state in state.jobs.values())
         self._known: dict[str, float] = {}  # worth of groups of the draft
 
     def jobs(self, names: Iterable[str]) -> list[Job]:
@@ -104,14 +104,16 @@ class Appraiser:
         if not self.measured:
             return rate
         states = [self.state.jobs[name] for name in names]
-        steps = tuple(one.speed * steps for one, steps in zip(states, rate.steps_per_s, strict=True))
-        tokens = sum(one.job.tokens / one.job.steps * steps for one, steps in zip(states, steps, strict=True))
+        steps = tuple(job_state.speed * steps for job_state, steps in zip(states, rate.steps_per_s, strict=True))
+        tokens = sum(
+            job_state.job.tokens / job_state.job.steps * steps for job_state, steps in zip(states, steps, strict=True)
+        )
         return rate._replace(steps_per_s=steps, tokens_per_s=tokens)
 
     def _within_quotas(self, names: Sequence[str], gpus: int) -> bool:
         """Whether a group of these jobs keeps its users within their quotas, given the other groups."""
-        here = set(names)
-        rest = [(len(g.gpus), g.members) for g in self.draft.groups.values() if not here & set(g.members)]
+        members = set(names)
+        rest = [(len(g.gpus), g.members) for g in self.draft.groups.values() if not members & set(g.members)]
         held = held_gpus([*rest, (gpus, names)], self.state.jobs)
         users = {self.state.jobs[name].job.user for name in names} & self.quotas.keys()
         return all(held[user] <= self.quotas[user] for user in users)

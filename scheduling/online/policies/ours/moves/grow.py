@@ -22,7 +22,7 @@ class _Growth(NamedTuple):
 def grow(search: Search) -> bool:
     """Makes the growth or merger with the largest gain in worth."""
     growths = (_growth_of(search, group) for group in search.draft.groups.values())
-    best = max((one for one in growths if one is not None), key=lambda one: one.gain, default=None)
+    best = max((growth for growth in growths if growth is not None), key=lambda growth: growth.gain, default=None)
     if best is None:
         return False
     kind = search.draft.kind(best.groups[0])

@@ -21,8 +21,8 @@ def join_or_swap(search: Search) -> bool:
     joins = ", ".join(name for name in best.members if name not in chosen.members)
     leaves = ", ".join(name for name in chosen.members if name not in best.members)
     reason = search.appraiser.reason(best.members, best.rate, search.draft.kind(chosen), [chosen])
-    said = f"{joins} joins" + (f" instead of {leaves}" if leaves else "")
-    search.change(chosen, best.members, best.rate, f"{said}: {reason}")
+    what = f"{joins} joins" + (f" instead of {leaves}" if leaves else "")
+    search.change(chosen, best.members, best.rate, f"{what}: {reason}")
     return True
 
 
@@ -76,4 +76,4 @@ def _with_one_more(search: Search, group: DraftGroup, waiting: str) -> Iterator[
     last = min(group.members, key=lambda name: (name in search.protected, order[name]))
     swaps = settings.preemption and last not in search.protected
     if swaps and order[waiting] > (1 + settings.margin) * order[last]:
-        yield [one for one in group.members if one != last] + [waiting]
+        yield [member for member in group.members if member != last] + [waiting]

@@ -26,7 +26,7 @@ def split(search: Search) -> bool:
     if not search.settings.elasticity or not any(search.backlog.values()):
         return False
     splits = (_split_of(search, group) for group in search.poorest([*search.draft.groups.values()]))
-    best = max((one for one in splits if one is not None), key=lambda one: one.gain, default=None)
+    best = max((option for option in splits if option is not None), key=lambda option: option.gain, default=None)
     if best is None:
         return False
     group = best.group
@@ -48,10 +48,10 @@ def _split_of(search: Search, group: DraftGroup) -> _Split | None:
     rate = appraiser.rate(group.members, kind, half)
     if rate is None or (rest := appraiser.worth(group.members, rate)) < LEAST_WORTH * worth:
         return None
-    found = best_pack(search, kind, half)
-    if found is None:
+    packed = best_pack(search, kind, half)
+    if packed is None:
         return None
-    open_s, (base, pack) = search.open_s(group.members[0]), found
+    open_s, (base, pack) = search.open_s(group.members[0]), packed
     effect_s = min(search.settings.horizon_s, search.lasts_s(pack.members, pack.rate))
     gain = (rest + pack.worth) * (1 - open_s / effect_s) - worth * (1 + search.settings.margin)
     if gain <= 0 or not appraiser.tolerates(group.members, rate, group.members, open_s):

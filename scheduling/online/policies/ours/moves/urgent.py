@@ -83,10 +83,10 @@ def _join(search: Search, state: JobState) -> bool:
 def _options(search: Search, group: DraftGroup, name: str) -> Iterator[Option]:
     order, appraiser = search.claims.order, search.appraiser
     safe = search.protected | search.claims.pressed  # they would displace others in turn
-    others = [one for one in group.members if order[one] < order[name] and one not in safe]
-    last = min(others, key=lambda one: order[one], default=None)
+    others = [member for member in group.members if order[member] < order[name] and member not in safe]
+    last = min(others, key=lambda member: order[member], default=None)
     for left_out in (None, last) if last is not None else (None,):
-        members = [one for one in group.members if one != left_out] + [name]
+        members = [member for member in group.members if member != left_out] + [name]
         rate = appraiser.rate(members, search.draft.kind(group), len(group.gpus))
         if rate and appraiser.tolerates(members[:-1], rate, members, search.change_s(group, members, rate)):
             yield Option(appraiser.worth(members, rate) - appraiser.of(group), members, rate)
