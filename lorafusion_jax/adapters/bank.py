@@ -29,31 +29,44 @@ class Bank(NamedTuple):
         a_AKC, b_ACN: the low-rank pairs.
         f_AN: factors of the output's columns; None: no kind has any.
         scaled_A: whether an adapter has factors.
+        g_AN, shifted_A: the same for what is added to the columns.
     """
 
     a_AKC: Float[Array, "A K C"]
     b_ACN: Float[Array, "A C N"]
     f_AN: Float[Array, "A N"] | None = None
     scaled_A: Array | None = None
+    g_AN: Float[Array, "A N"] | None = None
+    shifted_A: Array | None = None
 
     def finish(
-        self, y: Float[Array, "*B N"], tile_adapter: Integer[Array, " tiles"], bias: Float[Array, " N"] | None
+        self,
+        y: Float[Array, "*B N"],
+        tile_adapter: Integer[Array, " tiles"],
+        bias: Float[Array, " N"] | None,
+        dropped: Float[Array, "*B N"] | None = None,
     ) -> Float[Array, "*B N"]:
-        """Multiplies the columns of each tile of y by its adapter's factors and adds the bias."""
-        if self.f_AN is None or self.scaled_A is None:
-            return y
-        y = scale_columns(y, self.f_AN, self.scaled_A, tile_adapter)
-        return y if bias is None else y + bias
+        """Applies what each tile's adapter does to the columns of y, and adds the bias if factors come before it.
+
+        Args:
+            dropped: (drop(x) - x) W, to which factors less 1 apply (None: there is no dropout).
+        """
+        if self.f_AN is not None and self.scaled_A is not None:
+            y = scale_columns(y, self.f_AN, self.scaled_A, tile_adapter, dropped)
+            y = y if bias is None else y + bias
+        if self.g_AN is not None and self.shifted_A is not None:
+            y = shift_columns(y, self.g_AN, self.shifted_A, tile_adapter)
+        return y
 
 
 def kind_numbers(names: Sequence[str], kinds: Sequence[str | None]) -> np.ndarray | None:
-    """Numbers the adapters' kinds, int32 [A]; None if all are of one kind that has no column factors.
+    """Numbers the adapters' kinds, int32 [A]; None if all are of one kind that is a low-rank product.
 
     Args:
         names: kinds, each once.
         kinds: of each adapter; None: it does not target the projection.
     """
-    if len(names) <= 1 and not any(adapter_kind(name).column_scale for name in names):
+    if len(names) <= 1 and not any(adapter_kind(name).changes_columns for name in names):
         return None
     return np.array([NO_KIND if kind is None else names.index(kind) for kind in kinds], np.int32)
 
@@ -91,19 +104,24 @@ def make_bank(
         kind = adapter_kind(name)
         # Select before and after, so that neither values nor gradients of other kinds pass through this one.
         tensors = {leaf.name: _where(number_A, number, leaves[leaf.name], 0.0) for leaf in kind.leaves}
-        made.append(_of_kind(kind, tensors, (*shape, rank), scale_A, kernel, dtype))
+        tensors, own_rank = _at_one_rank(kind, tensors, rank)
+        made.append(_of_kind(kind, tensors, (*shape, own_rank), scale_A, kernel, dtype))
     if number_A is None:
         return made[0]
-    columns = max(pair.a_AKC.shape[2] for pair in made)
+    columns = max(bank.a_AKC.shape[2] for bank in made)
     a, b = jnp.zeros((), made[0].a_AKC.dtype), jnp.zeros((), made[0].b_ACN.dtype)
     f, scaled = jnp.ones(()), jnp.zeros((), bool)
-    for number, pair in enumerate(made):
-        wide = [(0, 0), (0, 0), (0, columns - pair.a_AKC.shape[2])]
-        a = _where(number_A, number, jnp.pad(pair.a_AKC, wide), a)
-        b = _where(number_A, number, jnp.pad(pair.b_ACN, [wide[0], wide[2], wide[1]]), b)
-        if pair.f_AN is not None:
-            f, scaled = _where(number_A, number, pair.f_AN, f), scaled | (number_A == number)
-    return Bank(a, b, f, scaled) if f.ndim else Bank(a, b)
+    g, shifted = jnp.zeros(()), jnp.zeros((), bool)
+    for number, bank in enumerate(made):
+        wide = [(0, 0), (0, 0), (0, columns - bank.a_AKC.shape[2])]
+        a = _where(number_A, number, jnp.pad(bank.a_AKC, wide), a)
+        b = _where(number_A, number, jnp.pad(bank.b_ACN, [wide[0], wide[2], wide[1]]), b)
+        if bank.f_AN is not None:
+            f, scaled = _where(number_A, number, bank.f_AN, f), scaled | (number_A == number)
+        if bank.g_AN is not None:
+            g, shifted = _where(number_A, number, bank.g_AN, g), shifted | (number_A == number)
+    bank = Bank(a, b, f, scaled) if f.ndim else Bank(a, b)
+    return bank._replace(g_AN=g, shifted_A=shifted) if g.ndim else bank
 
 
 def start_bank(
@@ -113,21 +131,29 @@ def start_bank(
     kernel: FrozenWeight,
     *,
     shape: tuple[int, int],
-    rank: int,
+    ranks: Sequence[int],
     scales: Sequence[float],
 ) -> dict[str, Array]:
-    """Replaces the initial values that depend on the kernel, see `AdapterKind.start`; arguments as in `make_bank`."""
+    """Replaces the initial values that depend on the kernel, see `AdapterKind.start`; arguments as in `make_bank`.
+
+    Args:
+        ranks, scales: of each adapter.
+    """
     started = dict(leaves)
     for number, name in enumerate(names):
         kind = adapter_kind(name)
         if kind.start is None:
             continue
-        for index, scale in enumerate(scales):
+        for index, (rank, scale) in enumerate(zip(ranks, scales, strict=True)):
             if number_A is not None and number_A[index] != number:
                 continue
-            tensors = {leaf.name: _of_projection(leaf, leaves[leaf.name][index], shape) for leaf in kind.leaves}
+            tensors = {
+                leaf.name: leaf.at_rank(_of_projection(leaf, leaves[leaf.name][index], shape), rank)
+                for leaf in kind.leaves
+            }
             for key, array in start_tensors(kind, kernel, tensors, (*shape, rank), scale).items():
-                started[key] = started[key].at[index].set(array)
+                cut = tuple(slice(size) for size in array.shape)
+                started[key] = started[key].at[(index, *cut)].set(array)
     return started
 
 
@@ -145,14 +171,35 @@ def scale_columns(
     f_AN: Float[Array, "A N"],
     scaled_A: Array,
     tile_adapter: Integer[Array, " tiles"],
+    dropped: Float[Array, "*B N"] | None = None,
 ) -> Float[Array, "*B N"]:
-    """Multiplies the columns of each tile's rows by its adapter's factors. Rows of other adapters stay bitwise."""
+    """Multiplies the columns of each tile's rows by its adapter's factors. Rows of other adapters stay bitwise.
+
+    f y + (f - 1) dropped
+    """
     index, mine = jnp.maximum(tile_adapter, 0), tile_adapter >= 0
     y = checkpoint_name(y, "unscaled")
     tiles_y = y.reshape(len(tile_adapter), -1, y.shape[-1])
     f = rows_of(f_AN, tile_adapter)[:, None]
-    scaled = (tiles_y.astype(f.dtype) * f).astype(y.dtype)
+    scaled = tiles_y.astype(f.dtype) * f
+    if dropped is not None:
+        scaled += (f - 1) * checkpoint_name(dropped, "unscaled").reshape(tiles_y.shape).astype(f.dtype)
+    scaled = scaled.astype(y.dtype)
     return jnp.where((scaled_A[index] & mine)[:, None, None], scaled, tiles_y).reshape(y.shape)
+
+
+def shift_columns(
+    y: Float[Array, "*B N"],
+    g_AN: Float[Array, "A N"],
+    shifted_A: Array,
+    tile_adapter: Integer[Array, " tiles"],
+) -> Float[Array, "*B N"]:
+    """Adds its adapter's numbers to the columns of each tile's rows. Rows of other adapters stay bitwise."""
+    index, mine = jnp.maximum(tile_adapter, 0), tile_adapter >= 0
+    tiles_y = y.reshape(len(tile_adapter), -1, y.shape[-1])
+    g = rows_of(g_AN, tile_adapter)[:, None]
+    shifted = (tiles_y.astype(g.dtype) + g).astype(y.dtype)
+    return jnp.where((shifted_A[index] & mine)[:, None, None], shifted, tiles_y).reshape(y.shape)
 
 
 @jax.custom_vjp
@@ -192,12 +239,25 @@ def _of_kind(
         return Sizes(K=size[0], N=size[1], R=size[2], scale=scale, np=jnp)
 
     a, b = jax.vmap(lambda tensors, scale: kind.low_rank(tensors, sizes(scale)))(tensors, scale_A)
+    bank = Bank(a, b)
+    if kind.shift is not None:
+        shift = kind.shift
+        bank = bank._replace(g_AN=jax.vmap(lambda tensors, scale: shift(tensors, sizes(scale)))(tensors, scale_A))
     if kind.column_scale is None:
-        return Bank(a, b)
+        return bank
     column_scale = kind.column_scale
     w_KN = lax.stop_gradient(dense(kernel, dtype))
     f = jax.vmap(lambda tensors, scale: column_scale(w_KN, tensors, sizes(scale)))(tensors, scale_A)
-    return Bank(a, b, f)
+    return bank._replace(f_AN=f)
+
+
+def _at_one_rank(kind: AdapterKind, tensors: dict[str, Any], rank: int) -> tuple[dict[str, Any], int]:
+    """Cuts the tensors of a kind to one rank: other kinds may have larger ones under the same names."""
+    ranks = [tensors[leaf.name].shape[1 + leaf.axes.index("R")] for leaf in kind.leaves if "R" in leaf.axes]
+    least = min(ranks, default=rank)
+    if max(ranks, default=rank) == least:
+        return tensors, least
+    return {leaf.name: leaf.at_rank(tensors[leaf.name], least) for leaf in kind.leaves}, least
 
 
 def _of_projection(leaf: Leaf, array: Any, shape: tuple[int, int]) -> Any:

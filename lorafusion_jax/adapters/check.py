@@ -53,7 +53,7 @@ def check_kind(name: str, sizes: Iterable[Size] = ()) -> None:
             "kind.no-peft",
             f"adapters of kind '{name}' cannot be exported.",
             where=origin(GROUP, name),
-            why="PEFT has no such kind, and column factors are no low-rank product that LoRA could hold",
+            why="PEFT has no such kind, and it is no low-rank product that LoRA could hold",
             fix="lora.kind: lora; or the kind's package says what adapter_config.json calls it: AdapterKind(peft=…)",
         )
 
@@ -66,6 +66,8 @@ def _wrong_leaves(kind: AdapterKind) -> Iterator[str]:
         yield "it has no trainable leaf"
     if not kind.of_projections:
         yield "all its leaves are shared, so projections have none"
+    if unknown := set(kind.scaled) - set(names):
+        yield f"scaled names {', '.join(sorted(unknown))}, and its leaves are {', '.join(names)}"
     known = {leaf.name: leaf for other in KINDS.values() for leaf in other.leaves}
     for leaf in kind.leaves:
         if not leaf.name.isidentifier():
@@ -102,6 +104,8 @@ def _wrong_shapes(kind: AdapterKind, size: Size, library: Any, tensors: dict[str
         made = {"A of low_rank": a, "B of low_rank": b}
         if kind.column_scale is not None:
             made["column_scale"] = kind.column_scale(_kernel(size, library), tensors, _sizes(size, library))
+        if kind.shift is not None:
+            made["shift"] = kind.shift(tensors, _sizes(size, library))
         if kind.start is not None:
             started = kind.start(_kernel(size, library), tensors, _sizes(size, library))
             made |= {f"{name} of start": array for name, array in started.items()}
@@ -109,7 +113,8 @@ def _wrong_shapes(kind: AdapterKind, size: Size, library: Any, tensors: dict[str
 
     num_in, num_out, rank = size
     columns = kind.columns * rank
-    wanted = {"A of low_rank": (num_in, columns), "B of low_rank": (columns, num_out), "column_scale": (num_out,)}
+    wanted = {"A of low_rank": (num_in, columns), "B of low_rank": (columns, num_out)}
+    wanted |= dict.fromkeys(("column_scale", "shift"), (num_out,))
     wanted |= {f"{leaf.name} of start": leaf.shape(*size) for leaf in kind.leaves}
     if tensors is None:
         shapes = {leaf.name: jax.ShapeDtypeStruct(leaf.shape(*size), jnp.float32) for leaf in kind.leaves}

@@ -4,7 +4,8 @@ The norm is that of each column. It is constant in the gradient, as in PEFT, and
 
     ‖w + scale · A b‖² = ‖w‖² + 2 scale · b · (Aᵀ w) + scale² · b · (Aᵀ A) b
 
-With dropout, PEFT's DoRA drops x in (f - 1) · x W, too, a second product with W. Here it has no dropout.
+With dropout it is PEFT's form, x W + (f - 1) · drop(x) W + f · scale · (drop(x) A) B. This takes a second product with
+W in each direction, so the default is no dropout.
 
 Source: Liu et al. 2024, arXiv:2402.09353.
 """
@@ -44,6 +45,6 @@ DORA = AdapterKind(
     low_rank=lambda tensors, sizes: (tensors["lora_a"], tensors["lora_b"]),
     column_scale=column_scale,
     start=start,
+    scaled=("lora_b",),
     peft={"use_dora": True},
-    dropout=False,
 )

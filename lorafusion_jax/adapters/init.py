@@ -34,16 +34,24 @@ def init_adapter(
         experts: E, if it is a projection of experts.
 
     Returns:
-        Leaf → float32 array; for LoRA "lora_a" [K, r] and "lora_b" [r, N]. Shared leaves are not among them.
+        Leaf → float32 array; for LoRA "lora_a" [K, r] and "lora_b" [r, N]. Shared leaves are not among them. Beyond its
+        rank in this projection they are zero, and zero if it does not adapt it.
 
-    >>> own = init_adapter(AdapterSpec(name="law", rank=2, alpha=4), "layers.0.self_attn.q_proj", 64, 32)
-    >>> own["lora_a"].shape, own["lora_b"].shape, bool(abs(own["lora_a"]).max() <= 1 / 8), own["lora_b"].any().item()
+    >>> tensors = init_adapter(AdapterSpec(name="law", rank=2, alpha=4), "layers.0.self_attn.q_proj", 64, 32)
+    >>> a, b = tensors["lora_a"], tensors["lora_b"]
+    >>> a.shape, b.shape, bool(abs(a).max() <= 1 / 8), b.any().item()
     ((64, 2), (2, 32), True, False)
     """
-    return {
-        leaf.name: draw_leaf(leaf, spec.seed, path, leaf.shape(in_features, out_features, spec.rank, experts))
-        for leaf in adapter_kind(spec.kind).leaves_at(path)
-    }
+    sizes, leaves = (in_features, out_features), adapter_kind(spec.kind).leaves_at(path)
+    if spec.patterns is None:
+        return {leaf.name: draw_leaf(leaf, spec.seed, path, leaf.shape(*sizes, spec.rank, experts)) for leaf in leaves}
+    zeros = {leaf.name: np.zeros(leaf.shape(*sizes, spec.rank, experts), np.float32) for leaf in leaves}
+    if spec.has(path):
+        rank = spec.rank_at(path)
+        for leaf in leaves:
+            drawn = draw_leaf(leaf, spec.seed, path, leaf.shape(*sizes, rank, experts))
+            leaf.at_rank(zeros[leaf.name], rank)[...] = drawn
+    return zeros
 
 
 def init_shared(spec: AdapterSpec, in_features: int, out_features: int) -> dict[str, np.ndarray]:

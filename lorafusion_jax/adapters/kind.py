@@ -1,6 +1,7 @@
 """What an adapter kind is: its tensors, and how a projection uses them.
 
-y = f · (x W + scale · (drop(x) A) B) + bias,  A and B from `low_rank`, f from `column_scale` (1 without it)
+y = f · (x W + scale · (drop(x) A) B) + g + bias,  A and B from `low_rank`, f from `column_scale` (1 without it), g from
+`shift` (0 without it)
 
 Never imports jax, because planning needs sizes.
 Axes: `K` in features · `N` out features · `R` rank · `E` experts · `D` model width · `V` vocabulary
@@ -159,8 +160,11 @@ class AdapterKind:
         columns: columns of A per rank.
         column_scale: (kernel [K, N] in float32, tensors, sizes) → f [N]. The columns of all of y but the bias are
             multiplied by it. None: f = 1, and nothing is compiled.
+        shift: (tensors, sizes) → [N], added to the columns of y. None: nothing is compiled. It cannot be merged.
         start: (kernel, tensors, sizes) → the tensors whose initial values depend on the frozen kernel.
         fold: (kernel, tensors, sizes) → the kernel with the adapter merged into it. None: f · (kernel + scale · A B).
+        scaled: names of the leaves by which the low-rank product is multiplied if all of them are: B of LoRA. Kinds
+            that name none have the same rank and alpha in all projections.
         scale: (alpha, rank, rslora) → factor of the low-rank product (None: alpha / r, or alpha / sqrt(r)).
         peft: what adapter_config.json says of this kind, e.g. {"use_dora": True}; all leaves need their `peft_name`.
             None: PEFT has no such kind. It is exported as LoRA, which is exact if it has no `column_scale`. A function
@@ -177,8 +181,10 @@ class AdapterKind:
     low_rank: Callable[[Tensors, Sizes], tuple[Any, Any]]
     columns: int = 1
     column_scale: Callable[[Any, Tensors, Sizes], Any] | None = None
+    shift: Callable[[Tensors, Sizes], Any] | None = None
     start: Callable[[Any, Tensors, Sizes], Tensors] | None = None
     fold: Callable[[Any, Tensors, Sizes], Any] | None = None
+    scaled: tuple[str, ...] = ()
     scale: Callable[[float, int, bool], float] | None = None
     peft: Mapping[str, Any] | None = None
     dropout: bool = True
@@ -195,7 +201,12 @@ class AdapterKind:
     @property
     def exportable(self) -> bool:
         """Whether an adapter can be written as a PEFT folder that computes the same."""
-        return self.in_peft or self.column_scale is None
+        return self.in_peft or not self.changes_columns
+
+    @property
+    def changes_columns(self) -> bool:
+        """Whether the output of a projection is more than a low-rank product: its columns are scaled or shifted."""
+        return self.column_scale is not None or self.shift is not None
 
     @property
     def shared(self) -> tuple[Leaf, ...]:

@@ -26,11 +26,27 @@ def zeros(draw: Draw, shape: tuple[int, ...]) -> np.ndarray:
 LORA_A = Leaf(name="lora_a", axes=("K", "R"), init=kaiming, peft_name="lora_A.weight")
 LORA_B = Leaf(name="lora_b", axes=("R", "N"), init=zeros, lr_group="b", peft_name="lora_B.weight")
 LORA = AdapterKind(
-    leaves=(LORA_A, LORA_B), low_rank=lambda tensors, sizes: (tensors["lora_a"], tensors["lora_b"]), peft={}
+    leaves=(LORA_A, LORA_B),
+    low_rank=lambda tensors, sizes: (tensors["lora_a"], tensors["lora_b"]),
+    scaled=("lora_b",),
+    peft={},
+)
+
+# y + scale · bias: PEFT adds the bias of its second linear layer to the product before the scale.
+BIAS = Leaf(name="lora_bias", axes=("N",), init=zeros, lr_group="b", peft_name="lora_B.bias")
+LORA_BIASED = AdapterKind(
+    leaves=(LORA_A, LORA_B, BIAS),
+    low_rank=lambda tensors, sizes: (tensors["lora_a"], tensors["lora_b"]),
+    shift=lambda tensors, sizes: sizes.scale * tensors["lora_bias"],
+    scaled=("lora_b", "lora_bias"),
+    peft={"lora_bias": True},
 )
 
 # LoRA-FA with a plain constant A: B alone is trained. PEFT's optimizer of that name also rescales B's gradient.
 FROZEN_A = Leaf(name="constant_a", axes=("K", "R"), init=kaiming, trainable=False, peft_name="lora_A.weight")
 LORA_FA = AdapterKind(
-    leaves=(FROZEN_A, LORA_B), low_rank=lambda tensors, sizes: (tensors["constant_a"], tensors["lora_b"]), peft={}
+    leaves=(FROZEN_A, LORA_B),
+    low_rank=lambda tensors, sizes: (tensors["constant_a"], tensors["lora_b"]),
+    scaled=("lora_b",),
+    peft={},
 )

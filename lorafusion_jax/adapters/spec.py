@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from numbers import Integral
 
 from lorafusion_jax.adapters.kind import Head
+from lorafusion_jax.adapters.patterns import Patterns
 from lorafusion_jax.adapters.table import PLAIN, adapter_kind, unknown_kind
 from lorafusion_jax.errors import ConfigError, did_you_mean, raise_all
 from lorafusion_jax.layout.layer import EXPERTS
@@ -25,12 +26,13 @@ class AdapterSpec:
 
     Args:
         name: unique in a run; also the name of its folder.
-        rank: r, number of columns of A.
+        rank: r, number of columns of A; the largest of all projections.
         alpha: numerator of the scale.
         rslora: scale alpha / sqrt(r) instead of alpha / r.
         dropout: probability with which a training step drops an input of A.
         targets: names of the adapted projections, see `resolve_targets`; a single name is allowed.
         kind: its tensors and how a projection uses them, see `lorafusion_jax.adapters.kind`.
+        patterns: ranks, alphas and layers that differ between projections (None: none do).
         head: tensors of the objective on the last states (None: it has none).
         seed: determines initial weights and dropout of this adapter, independent of other adapters.
 
@@ -48,6 +50,7 @@ class AdapterSpec:
     dropout: float = 0.0
     targets: tuple[str, ...] = TARGETS
     kind: str = PLAIN
+    patterns: Patterns | None = None
     head: Head | None = None
     seed: int = 0
 
@@ -79,6 +82,16 @@ class AdapterSpec:
                 "lora.kind",
                 f"kind={self.kind}, and adapters of experts are of kind {PLAIN}.",
             ),
+            (
+                bool(wrong) or not self._differs or bool(adapter_kind(self.kind).scaled),
+                "lora.pattern",
+                f"adapters of kind {self.kind} have one rank and one alpha: no rank_pattern, no alpha_pattern.",
+            ),
+            (
+                not (self.on_experts and self.patterns),
+                "lora.pattern",
+                "adapters of experts are the same in all layers: no patterns, layers or exclusions.",
+            ),
         )
         raise_all([ConfigError(code, f"{self.name}: {what}") for holds, code, what in checks if not holds])
 
@@ -89,10 +102,36 @@ class AdapterSpec:
 
     @property
     def scale(self) -> float:
-        """Factor of the low-rank product."""
+        """Factor of the low-rank product; with patterns, of projections that none names."""
+        return self._scale(self.alpha, self.rank if self.patterns is None else self.patterns.rank)
+
+    def _scale(self, alpha: float, rank: int) -> float:
         if (scale := adapter_kind(self.kind).scale) is not None:
-            return scale(self.alpha, self.rank, self.rslora)
-        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+            return scale(alpha, rank, self.rslora)
+        return alpha / (math.sqrt(rank) if self.rslora else rank)
+
+    @property
+    def _differs(self) -> bool:
+        return self.patterns is not None and bool(self.patterns.ranks or self.patterns.alphas)
+
+    def has(self, path: str) -> bool:
+        """Whether it adapts a projection, "layers.3.self_attn.q_proj"."""
+        return path.rpartition(".")[2] in self.targets and (self.patterns is None or self.patterns.has(path))
+
+    def rank_at(self, path: str) -> int:
+        """Its rank in a projection, at most `rank`."""
+        return self.rank if self.patterns is None else self.patterns.rank_of(path)
+
+    def scale_at(self, path: str) -> float:
+        """Factor of the low-rank product of a projection."""
+        if self.patterns is None:
+            return self.scale
+        return self._scale(self.patterns.alpha_of(path), self.patterns.rank_of(path))
+
+    @property
+    def drops_columns(self) -> bool:
+        """Whether dropout reaches the product with the frozen kernel, because the kind scales the columns of y."""
+        return self.dropout > 0 and adapter_kind(self.kind).column_scale is not None
 
     @property
     def columns(self) -> int:
@@ -137,6 +176,23 @@ def spelled(targets: str | Sequence[str], available: Sequence[str] = TARGETS) ->
         groups |= {path: [name], path.removeprefix("mlp."): [name]}
     names = [targets] if isinstance(targets, str) else list(targets)
     return [name for target in names for name in groups.get(target, [target])]
+
+
+def refuse_only_in_runs(adapters: Sequence[AdapterSpec]) -> None:
+    """Refuses what only training runs can do.
+
+    Raises:
+        ConfigError: `lora.pattern`, projections differ; `lora.dropout`, a kind scales columns and has dropout.
+    """
+    patterned = [spec.name for spec in adapters if spec.patterns is not None]
+    dropping = [spec.name for spec in adapters if spec.drops_columns]
+    raise_all(
+        [ConfigError("lora.pattern", f"{name}: rank, alpha and layers by pattern need a run.") for name in patterned]
+        + [
+            ConfigError("lora.dropout", f"{name}: dropout of a kind that scales columns needs a run.")
+            for name in dropping
+        ]
+    )
 
 
 def bank_rank(adapters: Sequence[AdapterSpec], target: str) -> int:

@@ -10,13 +10,22 @@ from collections.abc import Mapping, Sequence
 
 from lorafusion_jax.adapters.dora import DORA
 from lorafusion_jax.adapters.kind import AdapterKind, Leaf
-from lorafusion_jax.adapters.lora import LORA, LORA_FA
+from lorafusion_jax.adapters.lora import LORA, LORA_BIASED, LORA_FA
+from lorafusion_jax.adapters.pissa import PISSA
 from lorafusion_jax.adapters.vera import VERA
 from lorafusion_jax.plugins import find, not_known
 
 GROUP = "lorafusion_jax.adapter_kinds"
 PLAIN = "lora"  # the kind of a job file that names none; others are exported as it if PEFT lacks them
-KINDS: Mapping[str, AdapterKind] = {PLAIN: LORA, "dora": DORA, "vera": VERA, "lora-fa": LORA_FA}
+BIASED = "lora-bias"  # the kind of a job file with lora.lora_bias
+KINDS: Mapping[str, AdapterKind] = {
+    PLAIN: LORA,
+    BIASED: LORA_BIASED,
+    "dora": DORA,
+    "vera": VERA,
+    "lora-fa": LORA_FA,
+    "pissa": PISSA,
+}
 
 
 def adapter_kind(name: str) -> AdapterKind:

@@ -86,6 +86,10 @@ def merge_arrays(
     finish: Callable[[Path], None] | None = None,
 ) -> MergeReport:
     """`merge_adapter` for an adapter in memory (`read_adapter`, `take_adapter`)."""
+    if adapter_kind(spec.kind).shift is not None:
+        raise CheckpointError(
+            "merge.kind", f"{spec.name}: an adapter of kind {spec.kind} has biases, which the base has no place for."
+        )
     base_dir = Path(base_dir)
     places = _places(base_dir)
     targets = {f"model.{path}.weight": path for path in arrays if path != SHARED}

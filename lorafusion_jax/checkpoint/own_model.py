@@ -125,6 +125,7 @@ def load_peft(model: nnx.Module, name: str, folder: str | Path, *, keys: Keys = 
         )
         if theirs != ours
     ]
+    problems += ["it has ranks, alphas or layers by pattern"] if described.spec.patterns is not None else []
     problems += [f"missing: {key}" for key in wanted if key not in tensors]
     problems += [f"extra: {key}" for key in tensors if key not in wanted]
     if problems:

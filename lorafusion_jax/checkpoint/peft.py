@@ -248,11 +248,12 @@ def _wanted_paths(paths: Sequence[str], described: Described) -> Iterable[str]:
     if described.layers is None and described.some_layers:
         return paths
     count = max(1, len({path.split(".")[1] for path in paths}))
-    return [
+    every = (
         f"layers.{layer}.{PATHS[name]}"
         for layer in (range(count) if described.layers is None else described.layers)
         for name in described.spec.targets
-    ]
+    )
+    return [path for path in every if described.spec.has(path)]
 
 
 def check_finite(arrays: Arrays, spec: AdapterSpec) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 
 from lorafusion_jax.adapters.init import SHARED
 from lorafusion_jax.adapters.kind import AdapterKind, Head, Leaf, Sizes
+from lorafusion_jax.adapters.patterns import Patterns
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.adapters.table import PLAIN, adapter_kind
 from lorafusion_jax.errors import CheckpointError, first_few
@@ -50,10 +51,10 @@ def take_adapter(lora_leaves: Leaves, spec: AdapterSpec, index: int) -> Arrays:
             continue
         whole = [_host(lora_leaves[f"{path}.{leaf.name}"]) for leaf in kind.of_projections]
         for unrolled, layer_index in places.items():
-            pairs = zip(kind.of_projections, whole, strict=True)
-            arrays[unrolled] = tuple(
-                leaf.at_rank(array[(*layer_index, index)], spec.rank).copy() for leaf, array in pairs
-            )
+            if spec.patterns is not None and not spec.has(unrolled):
+                continue
+            pairs, rank = zip(kind.of_projections, whole, strict=True), spec.rank_at(unrolled)
+            arrays[unrolled] = tuple(leaf.at_rank(array[(*layer_index, index)], rank).copy() for leaf, array in pairs)
     if not arrays:
         known = sorted({path.rsplit(".", 1)[-1] for path in projections})
         raise CheckpointError(
@@ -72,7 +73,12 @@ def take_adapter(lora_leaves: Leaves, spec: AdapterSpec, index: int) -> Arrays:
 
 
 def put_adapter(
-    lora_leaves: Leaves, index: int, arrays: Arrays, kind: str = PLAIN, head: Head | None = None
+    lora_leaves: Leaves,
+    index: int,
+    arrays: Arrays,
+    kind: str = PLAIN,
+    head: Head | None = None,
+    patterns: Patterns | None = None,
 ) -> dict[str, np.ndarray]:
     """Inserts the tensors of one adapter into the stacked ones. Those that it lacks become zero.
 
@@ -84,6 +90,7 @@ def put_adapter(
         arrays: from `read_adapter` or `take_adapter`.
         kind: the adapter's kind.
         head: of its objective; it stays as it is if `arrays` have none.
+        patterns: which projections have the adapter (None: all that its targets name).
 
     Returns:
         All leaves. Those of the kind are new numpy arrays.
@@ -96,7 +103,8 @@ def put_adapter(
     places = {
         unrolled: (path, layer_index) for path, known in projections.items() for unrolled, layer_index in known.items()
     }
-    _check_fit(lora_leaves, table, places, arrays)
+    present = {path: place for path, place in places.items() if patterns is None or patterns.has(path)}
+    _check_fit(lora_leaves, table, present, arrays)
     leaves = dict(lora_leaves)
     for name in _names(table, projections):
         changed = np.array(lora_leaves[name])
@@ -200,7 +208,7 @@ def tensors_at(
     num_in, num_out = (known.get("K", 0), known.get("N", 0)) if shape is None else shape
     cut = {axis: size for axis, size in (("K", num_in), ("N", num_out)) if size}
     shared = {leaf: leaf.cut(array, cut) for leaf, array in zip(kind.shared, arrays.get(SHARED, ()), strict=True)}
-    sizes = Sizes(K=num_in, N=num_out, R=spec.rank, scale=np.float32(spec.scale))
+    sizes = Sizes(K=num_in, N=num_out, R=spec.rank_at(path), scale=np.float32(spec.scale_at(path)))
     return {leaf.name: array for leaf, array in (tensors | shared).items()}, sizes
 
 

@@ -108,7 +108,7 @@ def start_from(
     for index, arrays in starts.items():
         name = list(lora)[index]
         spec = specs[index]
-        put = put_adapter(with_adapter_axis(lora[name]), 0, arrays, spec.kind, spec.head)
+        put = put_adapter(with_adapter_axis(lora[name]), 0, arrays, spec.kind, spec.head, spec.patterns)
         started[name] = {leaf: array[:, 0] for leaf, array in put.items()}
     return started
 
@@ -116,7 +116,7 @@ def start_from(
 def _read_start(folder: Path, adapter: AdapterConfig, config: JobConfig) -> Arrays:
     if not folder.is_dir():
         raise CheckpointError("peft.missing-file", f"there is no folder {folder}.")
-    kind = adapter_kind(adapter.lora.kind)
+    kind = adapter_kind(adapter.lora.adapter_kind)
     if not kind.in_peft:
         raise CheckpointError(
             "peft.kind",
@@ -124,7 +124,7 @@ def _read_start(folder: Path, adapter: AdapterConfig, config: JobConfig) -> Arra
             why="the folder holds the product of its tensors, not the tensors themselves",
             fix="lora.kind: lora   or leave lora.init_from out",
         )
-    described, arrays = read_described(folder, adapter.lora.kind, adapter.objective.chosen.head)
+    described, arrays = read_described(folder, adapter.lora.adapter_kind, adapter.objective.chosen.head)
     spec = adapter_spec(adapter, model_targets(config))
     if described.same_settings(spec):
         return (
@@ -136,7 +136,7 @@ def _read_start(folder: Path, adapter: AdapterConfig, config: JobConfig) -> Arra
         "peft.other-settings",
         f"{adapter.lora.init_from} has other LoRA settings than the job file.",
         why=f"the folder has {_settings(described.spec)}; the job file has {_settings(spec)}",
-        fix="leave lora.rank, alpha, rslora and targets out: they come from the folder",
+        fix="leave lora.rank, alpha, rslora, targets and patterns out: they come from the folder",
     )
 
 
@@ -163,6 +163,7 @@ def _with_all_layers(arrays: Arrays, num_layers: int, spec: AdapterSpec) -> Arra
         f"layers.{layer}.{projection}": tuple(np.zeros(shape, np.float32) for shape in of_leaves)
         for layer in range(num_layers)
         for projection, of_leaves in shapes.items()
+        if spec.has(f"layers.{layer}.{projection}")
     }
     return absent | arrays
 

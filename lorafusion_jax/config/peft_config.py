@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lorafusion_jax.adapters.kind import AdapterKind, Head
+from lorafusion_jax.adapters.patterns import Patterns, unusable_pattern
 from lorafusion_jax.adapters.spec import ALL_LINEAR, AdapterSpec
 from lorafusion_jax.adapters.table import KINDS, PLAIN, adapter_kind
 from lorafusion_jax.config.peft_experts import parameters_of, targets_of
@@ -57,7 +57,6 @@ _NEUTRAL = frozenset(
     }
 )
 _OFF: tuple[Any, ...] = (None, False, [], {})
-_PLAIN = re.compile(r"\^?[\w.\\]+")  # a pattern that names a projection, with or without the path to it
 MOST_RANK, MOST_LAYERS = 2**16, 4096
 EVERYWHERE = ("embed_tokens", "lm_head", "norm", "input_layernorm", "post_attention_layernorm")  # in every base
 _PLAIN_INIT = (None, True, False, "gaussian", "eva", "orthogonal")  # others (pissa, olora, loftq …) change the base
@@ -68,7 +67,7 @@ class Described:
     """What adapter_config.json says of an adapter.
 
     Attributes:
-        spec: its rank is the largest among its projections, and its scale that of all of them.
+        spec: the adapter.
         ranks: path of a projection, e.g. "layers.0.self_attn.q_proj" → its own rank.
         layers: that carry the adapter; None: all, or those that the tensors speak of.
         some_layers: the adapter may be on some layers or projections of a layer only.
@@ -87,16 +86,20 @@ class Described:
 
     def same_settings(self, spec: AdapterSpec) -> bool:
         """Whether kind, rank, scale and targets are those of a specification."""
-        own_spec = self.spec
-        scale = (
-            not self.has_scale
-            or (own_spec.alpha, own_spec.rslora) == (spec.alpha, spec.rslora)
-            or own_spec.scale == spec.scale
-        )
-        return scale and (own_spec.kind, own_spec.rank, set(own_spec.targets)) == (
-            spec.kind,
-            spec.rank,
-            set(spec.targets),
+        described = self.spec
+        same = (described.kind, set(described.targets)) == (spec.kind, set(spec.targets))
+        if described.patterns is None and spec.patterns is None:
+            scale = (
+                not self.has_scale
+                or (described.alpha, described.rslora) == (spec.alpha, spec.rslora)
+                or described.scale == spec.scale
+            )
+            return same and scale and described.rank == spec.rank
+        return same and all(
+            spec.has(path)
+            and spec.rank_at(path) == rank
+            and (not self.has_scale or math.isclose(spec.scale_at(path), described.scale_at(path)))
+            for path, rank in self.ranks.items()
         )
 
 
@@ -117,7 +120,7 @@ def config_of(
         "task_type": "CAUSAL_LM" if spec.head is None else spec.head.task,
         "base_model_name_or_path": base_name,
         "revision": revision,
-        "r": spec.rank,
+        "r": spec.rank if spec.patterns is None else spec.patterns.rank,
         "target_modules": [name for name in spec.targets if name not in EXPERTS],
         "bias": "none",
         "fan_in_fan_out": False,
@@ -127,11 +130,21 @@ def config_of(
         "layers_pattern": None,
         "auto_mapping": None,
     }
+    if spec.patterns is not None:
+        config |= _some_projections(spec.patterns)
     peft_entries = adapter_kind(spec.kind).peft or {}
     more = _of_lora(spec) if peft_entries.get("peft_type", LORA) == LORA else {}
     if spec.on_experts:
         more |= {"target_parameters": parameters_of(spec.targets)}
     return config | more | {key: value(spec) if callable(value) else value for key, value in peft_entries.items()}
+
+
+def _some_projections(patterns: Patterns) -> dict[str, Any]:
+    exclude = patterns.exclude if isinstance(patterns.exclude, str) else list(patterns.exclude)
+    return {
+        "layers_to_transform": None if patterns.layers is None else list(patterns.layers),
+        "exclude_modules": exclude or None,
+    }
 
 
 def _of_lora(spec: AdapterSpec) -> dict[str, Any]:
@@ -140,8 +153,8 @@ def _of_lora(spec: AdapterSpec) -> dict[str, Any]:
         "lora_dropout": spec.dropout,
         "use_rslora": spec.rslora,
         "init_lora_weights": True,
-        "rank_pattern": {},
-        "alpha_pattern": {},
+        "rank_pattern": {} if spec.patterns is None else dict(spec.patterns.ranks),
+        "alpha_pattern": {} if spec.patterns is None else dict(spec.patterns.alphas),
         "use_dora": False,
     }
 
@@ -222,23 +235,20 @@ def describe(
     has_scale = _peft_type(adapter_kind(kind)) == LORA or "lora_alpha" in raw
     alpha = float(_number(raw, "lora_alpha", None if has_scale else rank, where, errors))
     dropout = float(_number(raw, _dropout_key(raw), 0.0, where, errors))
-    ranks = {path: int(n) for path, n in _by_projection(raw, "rank_pattern", rank, paths, where, errors).items()}
-    alphas = _by_projection(raw, "alpha_pattern", alpha, paths, where, errors)
+    patterns = _patterns(raw, rank, alpha, layers, where, errors)
     raise_all(errors)
-    root = math.sqrt if raw.get("use_rslora") else float
-    largest = max(ranks.values(), default=rank)
-    scale = _scale({path: alphas[path] / root(ranks[path]) for path in paths} or {"": alpha / root(rank)}, where)
-    own_alpha = alpha if largest == rank and scale == alpha / root(rank) else scale * root(largest)
+    ranks = dict.fromkeys(paths, rank) if patterns is None else {path: patterns.rank_of(path) for path in paths}
     base, revision = raw.get("base_model_name_or_path"), raw.get("revision")
     return Described(
         spec=AdapterSpec(
             name=name,
-            rank=largest,
-            alpha=own_alpha,
+            rank=rank if patterns is None else patterns.largest_rank,
+            alpha=alpha,
             rslora=bool(raw.get("use_rslora")),
             dropout=dropout,
             targets=targets,
             kind=kind,
+            patterns=patterns,
             head=None if saved is None else head,
         ),
         ranks=ranks,
@@ -315,41 +325,54 @@ def _layers(raw: Mapping[str, Any], where: str, errors: list[LoraFusionError]) -
     return ()
 
 
-def _by_projection(
-    raw: Mapping[str, Any], key: str, value: float, paths: Iterable[str], where: str, errors: list[LoraFusionError]
-) -> dict[str, float]:
-    """The rank or alpha of each projection: that of the first pattern which names it, else `value`."""
+def _patterns(
+    raw: Mapping[str, Any],
+    rank: int,
+    alpha: float,
+    layers: tuple[int, ...] | None,
+    where: str,
+    errors: list[LoraFusionError],
+) -> Patterns | None:
+    """Returns what differs between projections; None if nothing does."""
+    ranks, alphas = (_pattern(raw, key, where, errors) for key in ("rank_pattern", "alpha_pattern"))
+    exclude = raw.get("exclude_modules") or ()
+    names = exclude if isinstance(exclude, list | tuple) else ()
+    wrong = unusable_pattern(exclude) if isinstance(exclude, str) else None
+    if wrong or not (isinstance(exclude, str) or (exclude == names and all(isinstance(name, str) for name in names))):
+        errors.append(_other_pattern("exclude_modules", shortened(exclude), wrong or "it is no list of names", where))
+        return None
+    if not (layers or exclude) and all(n == rank for _, n in ranks) and all(n == alpha for _, n in alphas):
+        return None
+    return Patterns(
+        rank=rank,
+        alpha=alpha,
+        ranks=tuple((name, int(number)) for name, number in ranks),
+        alphas=alphas,
+        layers=layers,
+        exclude=exclude if isinstance(exclude, str) else tuple(names),
+    )
+
+
+def _pattern(
+    raw: Mapping[str, Any], key: str, where: str, errors: list[LoraFusionError]
+) -> tuple[tuple[str, float], ...]:
     pattern = raw.get(key) or {}
     if not isinstance(pattern, dict):
         errors.append(CheckpointError("peft.bad-config", f"{key}={shortened(pattern)} is not an object.", where=where))
-        return dict.fromkeys(paths, value)
-    by_name = {}
-    for name, number in pattern.items():
-        if "experts" in name:
-            what = f"this adapter uses {key} with {shortened(name)}, which is not supported for experts."
-            errors.append(CheckpointError("peft.unsupported", what, where=where))
-            continue
-        if not _PLAIN.fullmatch(name):
-            what = f"this adapter uses {key} with {shortened(name)}, which is not supported."
-            why = "only names of projections, with or without the path to them, are read; no expressions"
-            errors.append(CheckpointError("peft.unsupported", what, where=where, why=why))
-            continue
-        by_name[name.replace("\\", "").lstrip("^")] = _number({key: number}, key, None, where, errors)
-    return {path: next((by_name[n] for n in by_name if f".model.{path}".endswith(f".{n}")), value) for path in paths}
+        return ()
+    numbers = []
+    for name, value in pattern.items():
+        wrong = "experts have the adapter's own rank and alpha" if "experts" in name else unusable_pattern(name)
+        if wrong:
+            errors.append(_other_pattern(key, shortened(name), wrong, where))
+        else:
+            numbers.append((name, _number({key: value}, key, None, where, errors)))
+    return tuple(numbers)
 
 
-def _scale(scales: Mapping[str, float], where: str) -> float:
-    lowest, highest = (pick(scales, key=lambda path: scales[path]) for pick in (min, max))
-    if math.isclose(scales[lowest], scales[highest], rel_tol=1e-9):
-        return scales[highest]
-    raise CheckpointError(
-        "peft.unsupported",
-        "this adapter scales its projections differently, which is not supported.",
-        where=where,
-        why=f"rank_pattern and alpha_pattern make the scale of {highest} {scales[highest]:g} and that of {lowest} "
-        f"{scales[lowest]:g}; here, an adapter has one scale",
-        fix="multiply each lora_B by its scale, divided by the one you want, and leave alpha_pattern out",
-    )
+def _other_pattern(key: str, pattern: str, why: str, where: str) -> CheckpointError:
+    what = f"this adapter uses {key} with {pattern}, which is not supported."
+    return CheckpointError("peft.unsupported", what, where=where, why=why)
 
 
 def _targets(

@@ -9,7 +9,8 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from lorafusion_jax.adapters.table import adapter_kind
+from lorafusion_jax.adapters.patterns import Patterns
+from lorafusion_jax.adapters.table import BIASED, PLAIN, adapter_kind
 from lorafusion_jax.config.peft_config import CONFIG_FILE, SAVED, Described, describe, kind_of, read_config
 from lorafusion_jax.config.peft_experts import our_key, targets_of
 from lorafusion_jax.errors import CheckpointError, LoraFusionError
@@ -35,7 +36,8 @@ def describe_folder(folder: Path, kind: str | None = None) -> Described:
         CheckpointError, ErrorList: see `read_config` and `describe`; `peft.damaged`.
     """
     raw = read_config(folder) | {SAVED: None}  # who reads the tensors checks it
-    kind = kind_of(raw) if kind is None else kind
+    biased = kind == PLAIN and raw.get("lora_bias") is True
+    kind = kind_of(raw) if kind is None else BIASED if biased else kind
     names = {leaf.peft_name for leaf in adapter_kind(kind).of_projections}
     paths = _projections(folder, names, targets_of(raw))
     return describe(raw, paths, folder.resolve().name, str(folder / CONFIG_FILE), kind=kind)
@@ -64,7 +66,20 @@ def lora_settings(folder: Path, kind: str | None = None) -> dict[str, Any]:
         return {}
     spec = described.spec
     settings = {"rank": spec.rank, "targets": list(spec.targets)}
+    settings |= {"lora_bias": True} if spec.kind == BIASED and kind in (None, PLAIN) else {}
+    settings |= {} if spec.patterns is None else _pattern_settings(spec.patterns)
     return settings | ({"alpha": spec.alpha, "rslora": spec.rslora} if described.has_scale else {})
+
+
+def _pattern_settings(patterns: Patterns) -> dict[str, Any]:
+    exclude = patterns.exclude if isinstance(patterns.exclude, str) else list(patterns.exclude)
+    return {
+        "rank": patterns.rank,
+        "rank_pattern": dict(patterns.ranks),
+        "alpha_pattern": dict(patterns.alphas),
+        "layers_to_transform": None if patterns.layers is None else list(patterns.layers),
+        "exclude": exclude,
+    }
 
 
 def _projections(folder: Path, names: Collection[str | None], experts: Sequence[str]) -> list[str]:

@@ -19,7 +19,8 @@ from pydantic import (
     model_validator,
 )
 
-from lorafusion_jax.adapters.table import adapter_kind, unknown_kind
+from lorafusion_jax.adapters.patterns import Patterns, unusable_pattern
+from lorafusion_jax.adapters.table import BIASED, PLAIN, adapter_kind, unknown_kind
 from lorafusion_jax.config.values import (
     LARGEST_COUNT,
     Count,
@@ -140,17 +141,36 @@ class LoraSettings(Section):
 
     kind: str = Field(
         default="lora",
-        description="kind of adapter: lora, dora, vera, lora-fa (A is constant), or one of an installed package",
+        description="kind of adapter: lora, dora, vera, pissa (starts from the largest singular values of the base), "
+        "lora-fa (A is constant), or one of an installed package",
     )
     rank: Annotated[Count, Field(le=1024)] = Field(default=16, description="PEFT's r")
     alpha: Positive = Field(default=32.0, description="the low-rank product is scaled by alpha / rank")
-    dropout: Fraction = Field(default=0.05, description="dropout rate of the inputs in training; dora has none")
+    dropout: Fraction = Field(default=0.05, description="dropout rate of the inputs in training; dora starts without")
     targets: Annotated[Text | list[Text], AfterValidator(_different)] = Field(
         default="all-linear", description="projections, e.g. [q_proj, v_proj]"
     )
     rslora: Flag = Field(default=False, description="scale by alpha / sqrt(rank)")
+    rank_pattern: dict[str, Annotated[Count, Field(le=1024)]] = Field(
+        default={},
+        description="rank of some projections, e.g. {q_proj: 32, 'layers.0.mlp.*': 4}: names, ends of paths or regular "
+        "expressions, of which the first that matches counts; PEFT's rank_pattern",
+    )
+    alpha_pattern: dict[str, Positive] = Field(default={}, description="the same for alpha")
+    layers_to_transform: tuple[Annotated[int, Field(ge=0)], ...] | None = Field(
+        default=None, description="layers with the adapter, from 0; default all"
+    )
+    exclude: str | list[str] = Field(
+        default=[],
+        description="projections without it: names, ends of paths, or one regular expression for whole paths like "
+        "model.layers.0.self_attn.q_proj; PEFT's exclude_modules",
+    )
+    lora_bias: Flag = Field(
+        default=False, description="train a bias with B, which is added to its product; of the kind lora"
+    )
     init_from: Folder | None = Field(
-        default=None, description="PEFT folder to continue from, with its rank, alpha, rslora and targets"
+        default=None,
+        description="PEFT folder to continue from, with its rank, alpha, rslora, targets, patterns and layers",
     )
 
     same_base: Flag = Field(
@@ -167,11 +187,66 @@ class LoraSettings(Section):
     @model_validator(mode="before")
     @classmethod
     def _default_dropout(cls, values: Any) -> Any:
-        """A kind that has no dropout starts without."""
+        """A kind that has no dropout, or pays for it, starts without."""
         kind = values.get("kind") if isinstance(values, dict) else None
         if not isinstance(kind, str) or unknown_kind(kind) is not None or "dropout" in values:
             return values
-        return values if adapter_kind(kind).dropout else values | {"dropout": 0.0}
+        known = adapter_kind(kind)
+        free = known.dropout and known.column_scale is None
+        return values if free else values | {"dropout": 0.0}
+
+    @field_validator("layers_to_transform", mode="before")
+    @classmethod
+    def _are_layers(cls, value: object) -> object:
+        layers = value if isinstance(value, list | tuple) else [value]
+        if value is None or all(type(layer) is int and layer >= 0 for layer in layers):
+            return None if value is None else tuple(layers)
+        raise ValueError(f"a whole number from 0, or a list of them, not {shortened(value)}")
+
+    @field_validator("exclude", mode="before")
+    @classmethod
+    def _are_names(cls, value: object) -> object:
+        if isinstance(value, str) or (isinstance(value, list) and all(isinstance(name, str) for name in value)):
+            return value
+        raise ValueError(f"a text or a list of texts, not {shortened(value)}")
+
+    @field_validator("rank_pattern", "alpha_pattern", mode="before")
+    @classmethod
+    def _are_patterns(cls, value: object) -> object:
+        if isinstance(value, dict) and all(isinstance(name, str) for name in value):
+            return value
+        raise ValueError(f"a table of names or patterns and numbers, not {shortened(value)}")
+
+    @model_validator(mode="after")
+    def _patterns_can_be_used(self) -> Self:
+        expression = [self.exclude] if isinstance(self.exclude, str) else []
+        for pattern in (*self.rank_pattern, *self.alpha_pattern, *expression):
+            if wrong := unusable_pattern(pattern):
+                raise ValueError(f"patterns that can be matched, not '{shortened(pattern)}': {wrong}")
+        if self.layers_to_transform == ():
+            raise ValueError("at least one layer in layers_to_transform")
+        if self.lora_bias and self.kind != PLAIN:
+            raise ValueError(f"no lora_bias with kind {self.kind}, which has none")
+        return self
+
+    @property
+    def adapter_kind(self) -> str:
+        """The kind in the table."""
+        return BIASED if self.lora_bias else self.kind
+
+    @property
+    def patterns(self) -> Patterns | None:
+        """What differs between projections; None if nothing does."""
+        if not (self.rank_pattern or self.alpha_pattern or self.layers_to_transform or self.exclude):
+            return None
+        return Patterns(
+            rank=self.rank,
+            alpha=self.alpha,
+            ranks=tuple(self.rank_pattern.items()),
+            alphas=tuple(self.alpha_pattern.items()),
+            layers=self.layers_to_transform,
+            exclude=self.exclude if isinstance(self.exclude, str) else tuple(self.exclude),
+        )
 
 
 class OptimSettings(Section):

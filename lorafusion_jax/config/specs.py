@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 
+from lorafusion_jax.adapters.patterns import matches
 from lorafusion_jax.adapters.spec import AdapterSpec, resolve_targets
 from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.schema import AdapterConfig, JobConfig
-from lorafusion_jax.errors import LoraFusionError
+from lorafusion_jax.errors import ConfigError, LoraFusionError, did_you_mean, raise_all
 from lorafusion_jax.layout.layer import TARGETS
 
 
@@ -17,10 +18,14 @@ def adapter_specs(config: JobConfig) -> list[AdapterSpec]:
     """Specifications of all adapters of a job, in order.
 
     Raises:
-        ConfigError: `lora.unknown-target`, the base model has no such projection.
+        ConfigError: `lora.unknown-target`, the base model has no such projection; `lora.pattern`, a pattern matches
+            none.
     """
     targets = model_targets(config)
-    return [adapter_spec(adapter, targets) for adapter in config.adapters]
+    specs = [adapter_spec(adapter, targets) for adapter in config.adapters]
+    if any(spec.patterns is not None for spec in specs) and (model := _model(config)) is not None:
+        raise_all([error for spec in specs for error in _unmatched(spec, model)])
+    return specs
 
 
 def adapter_spec(adapter: AdapterConfig, available: Sequence[str] = TARGETS) -> AdapterSpec:
@@ -29,17 +34,54 @@ def adapter_spec(adapter: AdapterConfig, available: Sequence[str] = TARGETS) -> 
     Args:
         available: projections of the base model; "all-linear" is all of them.
     """
+    patterns = adapter.lora.patterns
     return AdapterSpec(
         name=adapter.name,
-        rank=adapter.lora.rank,
+        rank=adapter.lora.rank if patterns is None else patterns.largest_rank,
         alpha=adapter.lora.alpha,
         rslora=adapter.lora.rslora,
         dropout=adapter.lora.dropout,
         targets=resolve_targets(adapter.lora.targets, available),
-        kind=adapter.lora.kind,
+        kind=adapter.lora.adapter_kind,
+        patterns=patterns,
         head=adapter.objective.chosen.head,
         seed=adapter.seed,
     )
+
+
+def _unmatched(spec: AdapterSpec, model: ModelConfig) -> Iterator[LoraFusionError]:
+    """Yields an error for everything in an adapter's patterns that has no effect on a model."""
+    patterns, num_layers = spec.patterns, model.num_layers
+    if patterns is None:
+        return
+    layer = model.layer(0)
+    numbers = range(num_layers) if patterns.layers is None else patterns.layers
+    if beyond := [number for number in numbers if number >= num_layers]:
+        what = f"{spec.name}: layers_to_transform has {beyond[0]}, and the model has layers 0 to {num_layers - 1}."
+        yield ConfigError("lora.pattern", what)
+        return
+    paths = [f"layers.{number}.{layer.linear(name).path}" for number in numbers for name in spec.targets]
+    present = [path for path in paths if patterns.has(path)]
+    if not present:
+        yield ConfigError("lora.pattern", f"{spec.name}: lora.exclude leaves no projection to train.")
+        return
+    if patterns.exclude and len(present) == len(paths):
+        yield ConfigError("lora.pattern", f"{spec.name}: lora.exclude={patterns.exclude} matches no projection.")
+    for key, named in (("rank_pattern", patterns.ranks), ("alpha_pattern", patterns.alphas)):
+        for pattern, _ in named:
+            if not any(matches(pattern, path) for path in present):
+                near = did_you_mean(pattern, list(layer.targets))
+                what = f"{spec.name}: '{pattern}' of lora.{key} matches none of its projections"
+                why = "PEFT matches the end of a path such as model.layers.0.self_attn.q_proj"
+                yield ConfigError("lora.pattern", f"{what}; {near}" if near else f"{what}.", why=why)
+
+
+def _model(config: JobConfig) -> ModelConfig | None:
+    file = _config_file(config)
+    try:
+        return None if file is None else ModelConfig.from_hf(file)
+    except (LoraFusionError, OSError, ValueError):  # its readers say why
+        return None
 
 
 def model_targets(config: JobConfig) -> tuple[str, ...]:

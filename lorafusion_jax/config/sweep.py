@@ -20,7 +20,10 @@ from lorafusion_jax.objective.choose import objective, unknown_objective
 MOST_ADAPTERS = 4096  # of one run
 
 SWEPT = ("lora", "optim", "objective", "batch", "epochs", "seed")  # not `data`, where a list is an error
-LISTS_BY_NATURE = {("lora", "targets"), ("objective", "loss"), ("objective", "loss_weights")}  # never a sweep
+LISTS_BY_NATURE = {  # never a sweep
+    *(("lora", key) for key in ("targets", "layers_to_transform", "exclude")),
+    *(("objective", key) for key in ("loss", "loss_weights")),
+}
 
 
 def expand_entries(entries: Sequence[Entry], source: Source, errors: list[LoraFusionError]) -> list[Entry]:

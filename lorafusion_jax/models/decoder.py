@@ -16,7 +16,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from lorafusion_jax.adapters.init import init_leaves
-from lorafusion_jax.adapters.spec import AdapterSpec
+from lorafusion_jax.adapters.spec import AdapterSpec, refuse_only_in_runs
 from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.models.attention import AttentionImplementation
 from lorafusion_jax.models.forward import embed, final_norm, layer_inputs, logits, run_layer
@@ -66,6 +66,7 @@ class Decoder(nnx.Module):
         rngs = nnx.Rngs(0) if rngs is None else rngs
         self.config = config
         self.embed_tokens = Table(config.vocab_size, config.hidden_size, dtype=dtype, rngs=rngs)
+        refuse_only_in_runs(adapters)
         layers = [DecoderLayer(config, adapters, number=n, dtype=dtype, rngs=rngs) for n in range(config.num_layers)]
         self.layers = nnx.List(layers)
         self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps, offset=config.norm_offset, dtype=dtype)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from flax import nnx
 
-from lorafusion_jax.adapters.spec import AdapterSpec
+from lorafusion_jax.adapters.spec import AdapterSpec, refuse_only_in_runs
 from lorafusion_jax.errors import ConfigError
 from lorafusion_jax.modules.adapted import adapt
 from lorafusion_jax.modules.linear import Linear
@@ -65,6 +65,7 @@ def apply_lora(
     (1, 2, 16)
     """
     check_model(model)
+    refuse_only_in_runs(adapters)
     names = [spec.name for spec in adapters]
     if not adapters or len(set(names)) < len(names):
         raise ConfigError("lora.adapters", f"adapters need one or more different names, got {names}.")

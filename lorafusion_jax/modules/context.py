@@ -78,6 +78,7 @@ class LoRAContext:
         layer: number of the layer, folded into dropout's keys; a tracer inside a scan.
         tile: rows per entry, if an entry is neither an example nor a row.
         implementation: passed to `pallas_kernels`.
+        drops_columns: whether dropout reaches the frozen product of an adapter, see `AdapterSpec`.
 
     >>> specs = [AdapterSpec(name="law", rank=8, alpha=16), AdapterSpec(name="med", rank=4, alpha=4)]
     >>> LoRAContext.of(specs, [0, 1, 1, -1]).scale.tolist()
@@ -93,6 +94,7 @@ class LoRAContext:
     implementation: Implementation | None = field(default=None, metadata={"static": True})
     known_ranks: tuple[int, ...] | None = field(default=None, metadata={"static": True})
     traced_ranks: Any = None
+    drops_columns: bool = field(default=False, metadata={"static": True})
 
     @classmethod
     def of(
@@ -141,6 +143,7 @@ class LoRAContext:
             known_ranks=tuple(spec.columns for spec in adapters),
             tile=tile,
             implementation=implementation,
+            drops_columns=bool(drawn) and any(spec.drops_columns for spec in adapters),
             **drawn,
         )
 

@@ -17,7 +17,7 @@ import numpy as np
 from flax import linen as nn
 from jaxtyping import Array
 
-from lorafusion_jax.adapters.spec import ALL_LINEAR, AdapterSpec
+from lorafusion_jax.adapters.spec import ALL_LINEAR, AdapterSpec, refuse_only_in_runs
 from lorafusion_jax.adapters.table import adapter_kind, leaves_of
 from lorafusion_jax.errors import ConfigError, RunError
 from lorafusion_jax.modules.context import LoRAContext
@@ -92,6 +92,7 @@ class LinenLoRA:
         names = [spec.name for spec in adapters]
         if not adapters or len(set(names)) < len(names):
             raise ConfigError("lora.adapters", f"adapters need one or more different names, got {names}.")
+        refuse_only_in_runs(adapters)
         self.adapters, self.kinds = tuple(adapters), tuple(spec.kind for spec in adapters)
         given = None if targets is None else (targets,) if isinstance(targets, str) else tuple(targets)
         self.targets = {spec.name: given or spec.targets for spec in adapters}

@@ -24,6 +24,7 @@ from lorafusion_jax.errors import ConfigError
 from lorafusion_jax.modules.adapted import LoRAConstant
 from lorafusion_jax.modules.context import LoRAContext
 from pallas_kernels import multi_lora_linear, multi_lora_linears, multi_lora_mlp
+from pallas_kernels.dropout import inverse_keep, keep_mask
 from pallas_kernels.frozen_weight import FrozenWeight, QuantisedWeight, frozen_product, is_quantised
 from pallas_kernels.mlp.xla import silu_gate
 
@@ -92,7 +93,9 @@ class LoRALinear(nnx.Module):
         self.numbers = nnx.data(None) if numbers is None else LoRAKinds(jnp.asarray(numbers))
         scales = [spec.scale for spec in adapters] or [1.0] * len(ranks)
         drawn = {leaf.name: self._draw(leaf, ranks, rngs) for leaf in leaves_of(self.kinds)}
-        started = start_bank(self.kinds, numbers, drawn, self.kernel[...], shape=self._shape, rank=rank, scales=scales)
+        started = start_bank(
+            self.kinds, numbers, drawn, self.kernel[...], shape=self._shape, ranks=ranks, scales=scales
+        )
         for leaf in leaves_of(self.kinds):
             variable = nnx.LoRAParam if leaf.trainable else LoRAConstant
             setattr(self, leaf.name, variable(started[leaf.name]))
@@ -145,7 +148,7 @@ class LoRALinear(nnx.Module):
             bias=bias if bank.f_AN is None else None,
             implementation=ctx.implementation,
         )
-        return bank.finish(y, ctx.tile_adapter, bias)
+        return bank.finish(y, ctx.tile_adapter, bias, _dropped_product(bank, x, w_KN, ctx, site))
 
     def _inputs(self, x: Array) -> tuple[Array, FrozenWeight, Array | None]:
         dtype = x.dtype if self.dtype is None else self.dtype
@@ -161,9 +164,9 @@ class LoRALinear(nnx.Module):
         )
 
     @property
-    def scales_columns(self) -> bool:
-        """Whether a kind multiplies the columns of the output."""
-        return any(adapter_kind(name).column_scale for name in self.kinds)
+    def changes_columns(self) -> bool:
+        """Whether a kind changes the columns of the output."""
+        return any(adapter_kind(name).changes_columns for name in self.kinds)
 
 
 def lora_siblings(
@@ -205,8 +208,8 @@ def lora_siblings(
         implementation=ctx.implementation,
     )
     return tuple(
-        y if bank is None else bank.finish(y, ctx.tile_adapter, bias)
-        for y, bank, (_, _, bias) in zip(ys, banks, inputs, strict=True)
+        y if bank is None else bank.finish(y, ctx.tile_adapter, bias, _dropped_product(bank, x, w_KN, ctx, site))
+        for y, bank, (x, w_KN, bias) in zip(ys, banks, inputs, strict=True)
     )
 
 
@@ -221,7 +224,7 @@ def lora_mlp(
 ) -> Float[Array, "*B D"]:
     """Applies a gated MLP, down(silu(gate(x)) · up(x)), as one operation if all three projections have LoRA.
 
-    A kind with column factors needs the outputs of gate and up before silu, so its projections are separate.
+    A kind that changes columns needs the outputs of gate and up before silu, so its projections are separate.
 
     Equal to the separate projections. The outputs of gate and up have the checkpoint names "gate" and "up" for
     rematerialisation policies.
@@ -241,7 +244,7 @@ def lora_mlp(
     """
     linears = (gate, up, down)
     x_site, down_site = sites
-    if ctx is None or any(not linear.kinds or linear.scales_columns for linear in linears):
+    if ctx is None or any(not linear.kinds or linear.changes_columns for linear in linears):
         gate_TF, up_TF = lora_siblings(x, (gate, up), ctx, site=x_site)
         gated_TF = silu_gate(checkpoint_name(gate_TF, "gate"), checkpoint_name(up_TF, "up"))
         return down(gated_TF, ctx, site=down_site)
@@ -275,6 +278,18 @@ def _sizes(
     if adapters or num_adapters is None or rank is None:
         raise ConfigError("lora.adapters", "LoRALinear needs adapters=…, or num_adapters=… and rank=…, not both.")
     return [rank] * num_adapters, rank, (PLAIN,) * num_adapters if kinds is None else tuple(kinds)
+
+
+def _dropped_product(bank: Bank, x: Array, w_KN: FrozenWeight, ctx: LoRAContext, site: int) -> Array | None:
+    """Returns (drop(x) - x) W, if an adapter scales columns and has dropout."""
+    dropout = ctx.at_site(site)
+    if bank.f_AN is None or dropout is None or not ctx.drops_columns:
+        return None
+    rows = x.reshape(-1, x.shape[-1])
+    row_adapter = jnp.repeat(ctx.tile_adapter, len(rows) // len(ctx.tile_adapter), total_repeat_length=len(rows))
+    kept = inverse_keep(dropout.rate)[jnp.maximum(row_adapter, 0)][:, None] * rows.astype(jnp.float32)
+    kept = jnp.where(keep_mask(dropout, row_adapter, rows.shape[1]), kept, 0.0)
+    return _plain((kept - rows).astype(x.dtype).reshape(x.shape), w_KN, None)
 
 
 def _plain(x: Array, w_KN: FrozenWeight, bias: Array | None) -> Array:

@@ -117,7 +117,7 @@ class LoRAPlan:
                 {name: jnp.asarray(array) for name, array in bank.items()},
                 jnp.transpose(kernel, [*inside, *free]).reshape(sizes),
                 shape=sizes,
-                rank=self.rank,
+                ranks=[spec.rank for spec in self.adapters],
                 scales=[spec.scale for spec in self.adapters],
             )
             for bank, kernel in zip(banks, kernels, strict=True)

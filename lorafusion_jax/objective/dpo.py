@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BeforeValidator
@@ -177,14 +177,4 @@ class IPOOptions(DPOOptions):
     loss: Annotated[tuple[Literal["ipo"]], BeforeValidator(as_tuple)] = ("ipo",)
 
 
-IPO = Objective(
-    segments=chosen_and_rejected,
-    num_segments=2,
-    columns=COLUMNS,
-    optional_columns=OPTIONAL,
-    loss=preference_loss,
-    metrics=METRICS,
-    options=IPOOptions,
-    needs=frozenset({REFERENCE}),
-    defaults=PREFERENCE_DEFAULTS,
-)
+IPO = replace(DPO, options=IPOOptions)

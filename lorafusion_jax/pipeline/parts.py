@@ -20,6 +20,7 @@ from jax import Array
 from lorafusion_jax.adapters.bank import NO_KIND, kind_numbers, rows_of
 from lorafusion_jax.adapters.init import draw_leaf, init_layers, init_shared
 from lorafusion_jax.adapters.spec import AdapterSpec
+from lorafusion_jax.adapters.table import adapter_kind
 from lorafusion_jax.config.schema import TrainSettings
 from lorafusion_jax.layout.extent import Extent
 from lorafusion_jax.layout.layer import HALVES, Half
@@ -96,13 +97,16 @@ class Inputs(NamedTuple):
     Attributes:
         layers: inputs of the modules; adapters are numbered by their places.
         windows: columns of the adapters in their places, [leaves, 2, P], see `leaves.windows`.
-        kinds: by target, number of the kind of the adapter in each place [P], see `kind_numbers`. A target whose
-            adapters are all of one plain kind is not among them.
+        kinds: by target, number of the kind of the adapter in each place [P], see `kind_numbers`; [L, P] if not all
+            layers have all adapters. A target whose adapters are all of one plain kind is not among them.
+        ratios: by leaf, factor of each layer for the adapter in each place, [L, P]. A leaf whose factors are 1 is not
+            among them.
     """
 
     layers: LayerInputs
     windows: Array
     kinds: dict[str, Array]
+    ratios: dict[str, Array]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +128,8 @@ class Parts:
     objectives: tuple[Chosen, ...] = ()
     quantize: str = NONE
     columns: Mapping[str, Columns] = field(init=False, repr=False)
-    _kinds: Mapping[str, Any] = field(init=False, repr=False)  # by target, int32 [A]
+    _kinds: Mapping[str, Any] = field(init=False, repr=False)  # by target, int32 [A] or [L, A]
+    _ratios: Mapping[str, Any] = field(init=False, repr=False)  # by leaf, float32 [L, A]
     _modules: dict[tuple[int, Half | None], tuple] = field(init=False, repr=False)
 
     def __post_init__(self):
@@ -141,6 +146,7 @@ class Parts:
         }
         object.__setattr__(self, "_modules", modules)
         object.__setattr__(self, "_kinds", self._number_kinds())
+        object.__setattr__(self, "_ratios", self._scale_ratios())
         object.__setattr__(self, "columns", all_columns(self.specs, self.model.layer(0)))
 
     def _number_kinds(self) -> dict[str, Any]:
@@ -148,8 +154,35 @@ class Parts:
         for target in self.model.layer(0).targets:
             kinds = [spec.kind if target in spec.targets else None for spec in self.specs]
             names = tuple(dict.fromkeys(kind for kind in kinds if kind is not None))
-            numbers[target] = kind_numbers(names, kinds)
+            numbers[target] = self._by_layer(target, kind_numbers(names, kinds))
         return {target: number for target, number in numbers.items() if number is not None}
+
+    def _by_layer(self, target: str, numbers_A: np.ndarray | None) -> np.ndarray | None:
+        """Returns the numbers of the kinds in each layer, [L, A], if not all layers have all adapters."""
+        if numbers_A is None or all(spec.patterns is None for spec in self.specs):
+            return numbers_A
+        has_LA = np.array([[spec.has(path) for spec in self.specs] for path in self._paths(target)])
+        return np.where(has_LA, numbers_A, NO_KIND).astype(np.int32)
+
+    def _scale_ratios(self) -> dict[str, np.ndarray]:
+        """Returns by leaf what the adapters' scales in each layer are of `AdapterSpec.scale`, where they differ."""
+        ratios: dict[str, np.ndarray] = {}
+        patterned = [index for index, spec in enumerate(self.specs) if spec.patterns is not None]
+        for target in self.model.layer(0).targets if patterned else ():
+            ratio_LA = np.ones((self.model.num_layers, len(self.specs)), np.float32)
+            for index in patterned:
+                spec = self.specs[index]
+                ratio_LA[:, index] = [spec.scale_at(path) / spec.scale for path in self._paths(target)]
+            leaves = {name for index in patterned for name in adapter_kind(self.specs[index].kind).scaled}
+            if (ratio_LA != 1).any():
+                path = f"{LAYERS}{self.model.layer(0).linear(target).path}."
+                ratios |= {f"{path}{leaf}": ratio_LA for leaf in leaves}
+        return ratios
+
+    def _paths(self, target: str) -> list[str]:
+        """Paths of a projection in all layers."""
+        path = self.model.layer(0).linear(target).path
+        return [f"{LAYERS}{layer}.{path}" for layer in range(self.model.num_layers)]
 
     def lora_shapes(self, num_layers: int) -> dict[str, tuple[int, ...]]:
         """Returns the shapes of the leaves: "layers.self_attn.q_proj.lora_a" → (L, K, C)."""
@@ -256,7 +289,7 @@ class Parts:
         segments = Segments(ids=batch.segment_ids, offsets=batch.segment_offsets, lengths=batch.segment_lengths)
         if batch.lora is not None:
             layers = layer_inputs(self.model, batch.positions, segments, self._context(batch, row_key))
-            return Inputs(layers, batch.lora.windows, self._kinds_of(batch.lora.windows, batch.adapters))
+            return Inputs(layers, batch.lora.windows, self._kinds_of(batch.lora.windows, batch.adapters), {})
         lora = LoRAContext.of(
             self.specs,
             batch.tile_adapter,
@@ -265,9 +298,10 @@ class Parts:
             implementation=self.settings.implementation,
         )
         places = jnp.maximum(batch.adapters, 0)
-        kinds = {target: jnp.asarray(numbers)[places] for target, numbers in self._kinds.items()}
+        kinds = {target: jnp.asarray(numbers)[..., places] for target, numbers in self._kinds.items()}
+        ratios = {name: jnp.asarray(ratio_LA)[:, places] for name, ratio_LA in self._ratios.items()}
         layers = layer_inputs(self.model, batch.positions, segments, lora.in_places(batch.adapters))
-        return Inputs(layers, windows(self.columns, batch.adapters), kinds)
+        return Inputs(layers, windows(self.columns, batch.adapters), kinds, ratios)
 
     def _kinds_of(self, windows: Array, adapters: Array) -> dict[str, Array]:
         """Returns `Inputs.kinds` of a microbatch that describes its adapters itself."""
@@ -291,6 +325,7 @@ class Parts:
             dropout=drawn,
             implementation=self.settings.implementation,
             traced_ranks=rows.rank,
+            drops_columns=drawn is not None and any(spec.drops_columns for spec in self.specs),
         )
         return context.numbered(adapters)
 
@@ -306,7 +341,8 @@ class Parts:
         shared = {name.removeprefix(SHARED): leaf for name, leaf in lora.items() if name.startswith(SHARED)}
         names = _names(lora_state)
         leaves = {name: lora[name] if name in lora else shared[name.rpartition(".")[2]] for name in names}
-        kinds = {name: inputs.kinds[name.split(".")[-2]] for name in _names(kind_state)}
+        by_target = {target: kinds[number] if kinds.ndim == 2 else kinds for target, kinds in inputs.kinds.items()}
+        kinds = {name: by_target[name.split(".")[-2]] for name in _names(kind_state)}
         module = nnx.merge(
             graph, _fill_state(lora_state, leaves), _fill_state(kind_state, kinds), _fill_state(frozen_state, frozen)
         )

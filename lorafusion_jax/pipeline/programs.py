@@ -331,7 +331,8 @@ class StagePrograms:
         gradient, dy = self._split(weights, inputs).backward(given, own, x, rest, dy)
         added = {f"{LAYERS}{short}": leaf for short, leaf in gradient.items()}
         return dy, sums | {
-            name: lv.add(sums[name], *self._leaf_place(name, number, inputs), leaf) for name, leaf in added.items()
+            name: lv.add(sums[name], *self._leaf_place(name, number, inputs), _scaled(name, leaf, number, inputs))
+            for name, leaf in added.items()
         }
 
     def _run_evaluate_layer(self, weights: StoredWeights, lora: Leaves, number: Array, x: Array, inputs: Inputs):
@@ -366,7 +367,7 @@ class StagePrograms:
         """
         half = self._parts.half(weights)
         views = {
-            name: lv.view(leaf, *self._leaf_place(name, number, inputs))
+            name: _scaled(name, lv.view(leaf, *self._leaf_place(name, number, inputs)), number, inputs)
             for name, leaf in lora.items()
             if name.startswith(SHARED) or (name.startswith(LAYERS) and half in (None, self._parts.model.half_of(name)))
         }
@@ -444,6 +445,13 @@ class StagePrograms:
 def hidden_gathers(fsdp: int) -> dict[str, bool]:
     """Returns the XLA option that overlaps gathering weights with compute, with fsdp. XLA_FLAGS takes precedence."""
     return {OVERLAP: True} if fsdp > 1 and OVERLAP not in os.environ.get("XLA_FLAGS", "") else {}
+
+
+def _scaled(name: str, view: Array, number: Array, inputs: Inputs) -> Array:
+    """Multiplies the adapters' leaves in a layer, [P, ...], by their ratios."""
+    if name not in inputs.ratios:
+        return view
+    return view * inputs.ratios[name][number].reshape(-1, *(1,) * (view.ndim - 1))
 
 
 def of_heads(leaves: Leaves) -> Leaves:

@@ -173,7 +173,7 @@ class Stage:
         shared = {name.removeprefix(lv.SHARED): leaf[0] for name, leaf in own.items() if name.startswith(lv.SHARED)}
         for piece, weights in zip(self.extent.pieces, self.weights.pieces, strict=True):
             for linear in self._parts.model.layer(piece.layer).linears_of(piece.half):
-                if linear.name not in spec.targets:
+                if not spec.has(f"{lv.LAYERS}{piece.layer}.{linear.path}"):
                     continue
                 path = f"{lv.LAYERS}{linear.path}."
                 layer = piece.layer - self.layers_of(path).start

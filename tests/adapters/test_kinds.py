@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from lorafusion_jax.adapters.check import check_kind
 from lorafusion_jax.adapters.dora import DORA
 from lorafusion_jax.adapters.kind import Sizes
+from lorafusion_jax.adapters.pissa import PISSA
+from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.adapters.table import KINDS
+from lorafusion_jax.modules import LoRAContext
+from lorafusion_jax.modules.lora import LoRALinear
+from pallas_kernels.dropout import inverse_keep, keep_mask
 
 RNG = np.random.default_rng(0)
 W, A, B = (RNG.normal(size=shape).astype(np.float32) for shape in ((12, 10), (12, 3), (3, 10)))
@@ -29,6 +37,49 @@ def test_doras_factor_is_the_magnitude_over_the_norm_of_the_sum():
         sizes = Sizes(K=12, N=10, R=3, scale=np.float32(2.0), np=library)
         np.testing.assert_allclose(DORA.column_scale(W, tensors, sizes), tensors["magnitude"] / norms, rtol=1e-5)
         np.testing.assert_allclose(DORA.start(W, tensors, sizes)["magnitude"], norms, rtol=1e-5)
+
+
+def test_doras_dropout_is_pefts():
+    """x W + (f - 1) · drop(x) W + f · scale · (drop(x) A) B, beside a plain adapter whose rows stay as they are."""
+    specs = [
+        AdapterSpec(name="dropping", rank=3, alpha=6, kind="dora", dropout=0.4, seed=1),
+        AdapterSpec(name="plain", rank=3, alpha=6, dropout=0.2, seed=2),
+    ]
+    layer = LoRALinear(12, 10, adapters=specs, rngs=nnx.Rngs(0))
+    tensors = {
+        name: RNG.normal(size=getattr(layer, name).shape).astype(np.float32)
+        for name in ("lora_a", "lora_b", "magnitude")
+    }
+    for name, array in tensors.items():
+        getattr(layer, name)[...] = jnp.asarray(array)
+    x = jnp.asarray(RNG.normal(size=(32, 12)), jnp.float32)
+    context = LoRAContext.of(specs, [0, 1], row_key=jnp.arange(32, dtype=jnp.uint32), implementation="xla")
+    found = layer(x, context, site=3)
+    dropout = context.at_site(3)
+    owner = jnp.repeat(jnp.array([0, 1]), 16)
+    kept = np.where(
+        keep_mask(dropout, owner, 12), np.float64(x) * np.asarray(inverse_keep(dropout.rate))[owner][:, None], 0
+    )
+    w, a, b = (np.float64(array) for array in (layer.kernel[...], tensors["lora_a"], tensors["lora_b"]))
+    f = tensors["magnitude"][0] / np.linalg.norm(w + 2 * a[0] @ b[0], axis=0)
+    wanted = np.float64(x) @ w
+    wanted[:16] += (f - 1) * (kept[:16] @ w) + 2 * f * (kept[:16] @ a[0] @ b[0])
+    wanted[16:] += 2 * kept[16:] @ a[1] @ b[1]
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
+    without = LoRAContext.of([replace(spec, dropout=0.0) for spec in specs], [0, 1])
+    assert not without.drops_columns
+    plain = np.float64(x[:16]) @ w
+    np.testing.assert_allclose(
+        layer(x, without)[:16], f * (plain + 2 * np.float64(x[:16]) @ a[0] @ b[0]), rtol=1e-4, atol=1e-4
+    )
+
+
+def test_pissa_starts_at_the_base_and_takes_its_largest_values():
+    started = PISSA.start(W, {}, SIZES)
+    a, b = PISSA.low_rank(started, SIZES)
+    np.testing.assert_allclose(a @ b, np.zeros_like(W), atol=1e-6)
+    values = np.linalg.svd(2 * np.asarray(started["lora_a"] @ started["lora_b"]), compute_uv=False)
+    np.testing.assert_allclose(values[:3], np.linalg.svd(W, compute_uv=False)[:3], rtol=1e-5)
 
 
 def test_doras_norm_is_constant_in_the_gradient():

@@ -16,7 +16,20 @@ from lorafusion_jax.training import train
 from lorafusion_jax.training.verify import verify_exports
 
 pytestmark = pytest.mark.usefixtures("kept_programs")
-KINDS = {"plain": "lora", "dora": "dora", "vera": "vera", "fa": "lora-fa"}
+KINDS = {
+    "plain": {},
+    "dora": {"kind": "dora"},
+    "vera": {"kind": "vera"},
+    "fa": {"kind": "lora-fa"},
+    "pissa": {"kind": "pissa"},
+    "bias": {"lora_bias": True},
+    "some": {"kind": "dora", "dropout": 0.2, "layers_to_transform": 1, "exclude": ["self_attn.q_proj"]},
+    "pattern": {
+        "rank_pattern": {r"0\.self_attn\..*": 5, "q_proj": 1},
+        "alpha_pattern": {"down_proj": 7},
+        "exclude": ".*1.mlp.*",
+    },
+}
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +43,7 @@ def job(tmp_path_factory, tiny_base):
                 "name": name,
                 "data": {"train": rows[name], "eval": rows[name]},
                 "batch": {"global_samples": 4},
-                "lora": {"kind": KINDS[name], "rank": 3},
+                "lora": {"rank": 3, **KINDS[name]},
                 "optim": {"lr": 0.02, "schedule": "constant"} | ({"lr_ratio": 4} if name == "plain" else {}),
             }
             for name in names
@@ -55,8 +68,24 @@ def test_all_begin_at_the_base_and_folders_hold_what_was_trained(joint):
     for check in verify_exports(joint).values():
         assert check.delta < 1e-6 * check.trained
     configs = {name: json.loads((joint / f"adapters/{name}/latest/adapter_config.json").read_text()) for name in KINDS}
-    assert [configs[name]["peft_type"] for name in KINDS] == ["LORA", "LORA", "VERA", "LORA"]
-    assert [configs[name].get("use_dora") for name in KINDS] == [False, True, None, False]
+    assert {name for name in KINDS if configs[name]["peft_type"] != "LORA"} == {"vera"}
+    assert {name for name in KINDS if configs[name].get("use_dora")} == {"dora", "some"}
+    assert {name for name in KINDS if configs[name].get("lora_bias")} == {"bias"}
+    assert (configs["some"]["layers_to_transform"], configs["some"]["exclude_modules"]) == ([1], ["self_attn.q_proj"])
+    assert {key: configs["pattern"][key] for key in ("r", "rank_pattern", "alpha_pattern", "exclude_modules")} == {
+        "r": 3,
+        "rank_pattern": {r"0\.self_attn\..*": 5, "q_proj": 1},
+        "alpha_pattern": {"down_proj": 7},
+        "exclude_modules": ".*1.mlp.*",
+    }
+    ranks = {key: array.shape[0] for key, array in exported(joint, "pattern").items() if "lora_A" in key}
+    assert {key.removeprefix("base_model.model.model.layers."): rank for key, rank in ranks.items()} == {
+        "0.self_attn.q_proj.lora_A.weight": 5,
+        "0.mlp.down_proj.lora_A.weight": 3,
+        "1.self_attn.q_proj.lora_A.weight": 1,
+    }
+    assert {key.split(".layers.")[1].rsplit(".lora_", 1)[0] for key in exported(joint, "some")} == {"1.mlp.down_proj"}
+    assert {array.shape[0] for key, array in exported(joint, "pissa").items() if "lora_A" in key} == {6}
     assert {key for key in exported(joint, "vera") if "layers" not in key} == {"base_model.vera_A", "base_model.vera_B"}
 
 
@@ -67,9 +96,41 @@ def test_joint_equals_alone(joint, job, tmp_path, name, mesh):
     assert largest_difference(exported(joint, name), exported(tmp_path / "alone", name)) < 1e-5
 
 
-def test_dora_alone_equals_dora_among_others(joint, job, tmp_path):
-    assert run(["train", str(job("dora")), "--out", str(tmp_path / "alone")]) == 0
-    assert largest_difference(exported(joint, "dora"), exported(tmp_path / "alone", "dora")) < 1e-5
+def test_an_adapter_of_some_layers_alone_equals_it_among_others(joint, job, tmp_path):
+    assert run(["train", str(job("some")), "--out", str(tmp_path / "alone")]) == 0
+    assert largest_difference(exported(joint, "some"), exported(tmp_path / "alone", "some")) < 1e-5
+
+
+def test_a_folder_brings_its_patterns(joint, job, tmp_path, capsys):
+    for name in ("pattern", "bias", "some"):
+        start = {"init_from": str(joint / "adapters" / name / "latest")} | {
+            key: value for key, value in KINDS[name].items() if key == "kind"
+        }
+        file = json.loads(job(name).read_text())
+        file["adapters"][0]["lora"] = start
+        (tmp_path / "job.yaml").write_text(json.dumps(file))
+        for file in job(name).parent.glob("*.jsonl"):
+            (tmp_path / file.name).write_text(file.read_text())
+        config = load_config(tmp_path / "job.yaml")
+        assert config.adapters[0].lora.patterns == load_config(job(name)).adapters[0].lora.patterns
+        assert run(["check", str(tmp_path / "job.yaml")]) == 0, capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ("rank_pattern={k_prj: 2}", "'k_prj' of lora.rank_pattern matches none of its projections"),
+        ("layers_to_transform=[0, 7]", "layers_to_transform has 7, and the model has layers 0 to 1"),
+        ("exclude=q_pro", "lora.exclude=q_pro matches no projection"),
+        ("exclude=[q_proj, down_proj]", "lora.exclude leaves no projection to train"),
+        ("rank_pattern={(a+)+: 2}", "a group that repeats can take forever to match"),
+        ("alpha_pattern={'(q': 2}", "it is no regular expression"),
+        ("layers_to_transform=-1", "a whole number from 0, or a list of them"),
+    ],
+)
+def test_patterns_without_effect_are_errors(changes, says, job, capsys):
+    assert run(["check", str(job("plain")), f"adapters.plain.lora.{changes}"]) == 2
+    assert says in " ".join(capsys.readouterr().err.split())
 
 
 def test_resumed_run_equals_uninterrupted_run(joint, job, tmp_path):
@@ -86,6 +147,5 @@ def test_resumed_run_equals_uninterrupted_run(joint, job, tmp_path):
             np.testing.assert_array_equal(ours[key], theirs[key])
 
 
-def test_dora_has_no_dropout(job, capsys):
-    assert run(["check", str(job("dora")), "adapters.dora.lora.dropout=0.1"]) == 2
-    assert "adapters of kind dora have none" in " ".join(capsys.readouterr().err.split())
+def test_dora_starts_without_dropout(job):
+    assert load_config(job("dora")).adapters[0].lora.dropout == 0

@@ -131,6 +131,11 @@ def test_joint_is_alone(name, joint, job, tmp_path):
     assert_close(joint, trained(job((name,)), tmp_path / name), name)
 
 
+@pytest.mark.parametrize("name", [nightly(name) for name in NAMES])
+def test_verify_accepts_every_objective(name, joint, capsys):
+    assert run(["verify", str(joint), name, "--steps", "2"]) == 0, capsys.readouterr().out
+
+
 def test_other_settings_of_one_change_no_bit_of_the_others(joint, job, tmp_path):
     """Learning rates are arguments of the programs, so both runs share them."""
     other = trained(job(dpo={"optim": {"lr": 1e-2}}), tmp_path / "other")

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import trl_case as case
 from datasets import Dataset
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -38,10 +38,24 @@ def base_model(folder: Path, *, head: bool = False):
     return AutoModelForCausalLM.from_pretrained(folder, **settings)
 
 
+def make_model(name: str, base, adapter: Path):
+    """Returns a model with the adapter of a case."""
+    if name == "pissa":
+        config = LoraConfig(
+            r=case.RANK, lora_alpha=case.ALPHA, target_modules=list(case.TARGETS), init_lora_weights="pissa"
+        )
+        return get_peft_model(base, config)
+    model = PeftModel.from_pretrained(base, adapter, is_trainable=True)
+    if name == "fa":
+        for key, value in model.named_parameters():
+            value.requires_grad_("lora_B" in key)
+    return model
+
+
 def make_trainer(name: str, folder: Path, adapter: Path, rows: Dataset, out: str):
     """Returns TRL's trainer of a case."""
     head = case.CASES[name][2]["name"] == "reward"
-    model = PeftModel.from_pretrained(base_model(folder, head=head), adapter, is_trainable=True)
+    model = make_model(name, base_model(folder, head=head), adapter)
     settings = dict(case.CASES[name][2])
     kind, reference = settings.pop("name"), settings.pop("reference", None)
     common = COMMON | {"output_dir": out}
@@ -86,10 +100,11 @@ def make_trainer(name: str, folder: Path, adapter: Path, rows: Dataset, out: str
         from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
         return ORPOTrainer(args=ORPOConfig(**common, max_length=512), **given)
-    if kind == "dft":
+    if kind in ("dft", "sft"):
         from trl import SFTConfig, SFTTrainer
 
-        args = SFTConfig(**common, max_length=None, loss_type="dft", packing=False)
+        loss = "dft" if kind == "dft" else "nll"
+        args = SFTConfig(**common, max_length=None, loss_type=loss, packing=False)
         return SFTTrainer(args=args, **given)
     from trl import GRPOConfig, GRPOTrainer
 
@@ -145,6 +160,7 @@ def run_case(name: str, folder: Path, adapter: Path, out: str) -> dict[str, np.n
         batches = DataLoader(trainer.train_dataset, batch_size=case.BATCH, collate_fn=trainer.data_collator)
     model.train()
     trained = {key: value for key, value in model.named_parameters() if value.requires_grad}
+    start = {key: value.detach().clone() for key, value in trained.items()}
     optimizer = torch.optim.AdamW(trained.values(), lr=case.LR, weight_decay=0.0)
     losses, result = [], {}
     for inputs in batches:
@@ -155,12 +171,25 @@ def run_case(name: str, folder: Path, adapter: Path, out: str) -> dict[str, np.n
             result |= {f"{name}/gradient/{_plain(key)}": value.grad.numpy().copy() for key, value in trained.items()}
         losses.append(loss.item())
         optimizer.step()
+    if name == "pissa":  # the signs of singular vectors are arbitrary: products are compared
+        return {f"{name}/losses": np.array(losses)} | {
+            f"{name}/moved/{_plain(key).removesuffix('.lora_A.weight')}": _moved(key, trained, start)
+            for key in trained
+            if "lora_A" in key
+        }
     result |= {f"{name}/end/{_plain(key)}": value.detach().numpy().copy() for key, value in trained.items()}
     return result | {f"{name}/losses": np.array(losses)}
 
 
+def _moved(key: str, end: dict, start: dict) -> np.ndarray:
+    """How far the product of A and B has moved."""
+    other = key.replace("lora_A", "lora_B")
+    return (end[other] @ end[key] - start[other] @ start[key]).detach().numpy()
+
+
 def _plain(key: str) -> str:
-    return key.replace(".default", "").replace(".modules_to_save", "").replace("base_model.model.model.layers.", "")
+    key = key.replace(".default", "").replace(".modules_to_save", "").replace("base_model.model.model.layers.", "")
+    return key.replace("magnitude_vector.weight", "magnitude_vector")
 
 
 def main(names: list[str]) -> None:
@@ -172,7 +201,8 @@ def main(names: list[str]) -> None:
         for name in names or case.CASES:
             base = case.write_model(folder / name / "base", ROOT / "examples" / "base", template=case.CASES[name][1])
             head = case.CASES[name][2]["name"] == "reward"
-            adapter = case.write_adapter(folder / name / "start", base, head=head)
+            kind = name if name in case.KINDS else "lora"
+            adapter = case.write_adapter(folder / name / "start", base, head=head, kind=kind)
             made |= run_case(name, base, adapter, str(folder / name / "out"))
             print(name, made[f"{name}/losses"][[0, 1, -1]], flush=True)
     made["versions"] = np.array([f"{package} {importlib.metadata.version(package)}" for package in PACKAGES])

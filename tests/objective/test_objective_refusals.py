@@ -14,7 +14,8 @@ LABELLED = {"prompt": "one", "completion": " two", "label": True}
 SAMPLED = {"prompt": "one", "completion": " two", "advantage": 0.5}
 IDS = {"prompt_ids": [5, 6], "completion_ids": [7, 8], "advantage": 0.5, "old_logprobs": [-1.0, -2.0]}
 OTHER = {"label": False}
-DPO, KTO, GRPO, CISPO = ({"name": name} for name in ("dpo", "kto", "grpo", "cispo"))
+DPO, KTO, GRPO, CISPO, REWARD, CIT = ({"name": name} for name in ("dpo", "kto", "grpo", "cispo", "reward", "cit"))
+PARAPHRASED = {"prompt": "one", "paraphrase": "first", "completion": " two"}
 
 ROWS = [  # what is wrong, the objective, the rows, the code and what the message says
     ("no rejected answer", DPO, [{**PAIR, "rejected": None}, PAIR], "data.bad-row", "line 1: it has no rejected"),
@@ -49,6 +50,11 @@ ROWS = [  # what is wrong, the objective, the rows, the code and what the messag
     ("no token in the completion", GRPO, [{**IDS, "completion_ids": []}], "data.bad-row", "no token in its answer"),
     ("ids below 0", GRPO, [{**IDS, "prompt_ids": [5, -6]}], "data.bad-row", "no whole numbers from 0"),
     ("ids beyond the vocabulary", GRPO, [{**IDS, "prompt_ids": [5, 99999]}], "data.token-id", "hold tokens that"),
+    ("a margin that is a text", REWARD, [{**PAIR, "margin": "large"}], "data.bad-row", "its margin is no number"),
+    ("an infinite margin", REWARD, [PAIR, {**PAIR, "margin": 1e999}], "data.bad-row", "line 2"),
+    ("no paraphrase", CIT, [{**PARAPHRASED, "paraphrase": ""}] * 4, "data.bad-row", "it has no paraphrase"),
+    ("a paraphrase that is the prompt", CIT, [PARAPHRASED] * 3 + [{**PARAPHRASED, "paraphrase": "one"}],
+     "data.bad-row", "its paraphrase is its prompt"),
     ("preferences for sft", {"name": "sft"}, [PAIR], "data.other-objective", "objective: {name: dpo}"),
     ("labelled answers for sft", {"name": "sft"}, [LABELLED], "data.other-objective", "objective: {name: kto}"),
     ("advantages for sft", {"name": "sft"}, [SAMPLED], "data.other-objective", "objective: {name: grpo}"),
@@ -67,6 +73,9 @@ SETTINGS = [  # the objective and what the message says
     ({"name": "kto", "group": 64}, "a group of 64 rows, 128 texts of data.max_length=40 do not fit"),
     ({"name": "grpo", "loss": "dr_grpo"}, "completion_tokens if the loss is dr_grpo"),
     ({"name": "grpo", "epsilon": -0.1}, "more than 0"),
+    ({"name": "reward", "center": -1}, "0 or more"),
+    ({"name": "reward", "reference": "base"}, "reward, which has no reference"),
+    ({"name": "distill"}, "distill with a reference, its teacher"),
     ({"name": "simpo", "gama": 1}, "did you mean 'gamma'"),
 ]
 
@@ -100,4 +109,4 @@ def test_settings_that_contradict_each_other_are_errors(check, objective, says):
 
 
 def test_messages_are_all_different():
-    assert len({says for *_, says in (*ROWS, *SETTINGS)}) >= 38
+    assert len({says for *_, says in (*ROWS, *SETTINGS)}) >= 45

@@ -27,6 +27,28 @@ WORDS = (
 )  # fmt: skip
 
 
+# name -> what its adapter_config.json says
+KINDS = {
+    "lora": {},
+    "dora": {"use_dora": True},
+    "vera": {"peft_type": "VERA", "save_projection": True, "projection_prng_key": 5, "d_initial": 0.1},
+    "fa": {},
+    "bias": {"lora_bias": True},
+    "patterns": {
+        "rank_pattern": {"layers.0.self_attn.q_proj": 2, "down_.*": 6}, "alpha_pattern": {"1.*(q|v)_proj": 20},
+        "exclude_modules": r".*\.1\.mlp\.down_proj",
+    },
+    "dora_layers": {
+        "use_dora": True, "layers_to_transform": [1], "exclude_modules": ["self_attn.q_proj"], "use_rslora": True,
+    },
+}  # fmt: skip
+# ranks of projections that differ; 0: none
+RANKS = {name: {} for name in KINDS} | {
+    "patterns": {"0.self_attn.q_proj": 2, "0.mlp.down_proj": 6, "1.mlp.down_proj": 0},
+    "dora_layers": {"0.self_attn.q_proj": 0, "0.mlp.down_proj": 0, "1.self_attn.q_proj": 0},
+}
+
+
 def write_model(folder: Path, tokenizer: Path, *, template: bool) -> Path:
     """Writes a random model, so wide that its log-likelihoods differ from token to token."""
     folder.mkdir(parents=True)
@@ -56,19 +78,38 @@ def write_model(folder: Path, tokenizer: Path, *, template: bool) -> Path:
     return folder
 
 
-def write_adapter(folder: Path, base: Path, *, head: bool = False) -> Path:
+def write_adapter(folder: Path, base: Path, *, head: bool = False, kind: str = "lora") -> Path:
     """Writes a PEFT folder whose adapter already changes the model.
 
     Args:
         head: with a score of texts.
+        kind: one of `KINDS`.
     """
     folder.mkdir(parents=True)
     draw, tensors = np.random.default_rng(8), {}
+
+    def normal(*shape: int, size: float) -> np.ndarray:
+        return (draw.standard_normal(shape) * size).astype(np.float32)
+
     for layer in range(LAYERS):
         for place, k, n in (("self_attn.q_proj", WIDTH, WIDTH), ("mlp.down_proj", MLP, WIDTH)):
+            rank = RANKS[kind].get(f"{layer}.{place}", RANK)
+            if not rank:
+                continue
             key = f"base_model.model.model.layers.{layer}.{place}"
-            tensors[f"{key}.lora_A.weight"] = (draw.standard_normal((RANK, k)) * 0.2).astype(np.float32)
-            tensors[f"{key}.lora_B.weight"] = (draw.standard_normal((n, RANK)) * 0.05).astype(np.float32)
+            if kind == "vera":
+                tensors[f"{key}.vera_lambda_d"] = normal(RANK, size=0.5)
+                tensors[f"{key}.vera_lambda_b"] = normal(n, size=0.1)
+                continue
+            tensors[f"{key}.lora_A.weight"] = normal(rank, k, size=0.2)
+            tensors[f"{key}.lora_B.weight"] = normal(n, rank, size=0.05)
+            if kind == "bias":
+                tensors[f"{key}.lora_B.bias"] = normal(n, size=0.1)
+            if kind in ("dora", "dora_layers"):
+                tensors[f"{key}.lora_magnitude_vector"] = np.abs(1 + normal(n, size=0.1))
+    if kind == "vera":
+        tensors["base_model.vera_A"] = normal(RANK, MLP, size=0.4)
+        tensors["base_model.vera_B"] = normal(WIDTH, RANK, size=0.8)
     if head:
         tensors["base_model.model.score.weight"] = (draw.standard_normal((1, WIDTH)) * 0.3).astype(np.float32)
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
@@ -76,6 +117,7 @@ def write_adapter(folder: Path, base: Path, *, head: bool = False) -> Path:
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": RANK, "lora_alpha": ALPHA, "lora_dropout": 0.0,
         "target_modules": list(TARGETS), "bias": "none", "base_model_name_or_path": str(base),
     }  # fmt: skip
+    settings |= KINDS[kind]
     settings |= {"task_type": "SEQ_CLS", "modules_to_save": ["score"]} if head else {}
     (folder / "adapter_config.json").write_text(json.dumps(settings))
     return folder
@@ -177,6 +219,7 @@ CASES = {
     "grpo_sequence": (sampled, True, {"name": "grpo", "loss": "grpo", "ratio": "sequence"}),
     "cispo": (sampled, True, {"name": "cispo"}),
     "dft": (answers, False, {"name": "dft"}),
+    **{kind: (answers, False, {"name": "sft"}) for kind in (*KINDS, "pissa") if kind != "lora"},
     "reward": (conversations, True, {"name": "reward"}),
     "reward_margin": (margins, True, {"name": "reward", "center": 0.05}),
 }  # fmt: skip

@@ -73,8 +73,10 @@ def attention_is_ours(problem: MemoryProblem, layer: Layer) -> bool:
 def mlp_is_one_op(problem: MemoryProblem, layer: Layer) -> bool:
     """Whether the kernels run the whole MLP. Their backward recomputes silu(gate) · up from gate and up."""
     inside = [linear.name for linear in layer.linears_of("mlp")]
-    scaled = any(scales_columns(problem, name) for name in inside)
-    if not kernels_run(problem) or not layer.mlp.as_one_op or scaled:
+    changed = any(
+        name in spec.targets and adapter_kind(spec.kind).changes_columns for spec in problem.adapters for name in inside
+    )
+    if not kernels_run(problem) or not layer.mlp.as_one_op or changed:
         return False
     number = problem.model.layers.index(layer)
     gate_up, down = (site_shape(problem, site, number) for site in ("gate_up", "down"))

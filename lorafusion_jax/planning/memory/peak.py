@@ -59,10 +59,15 @@ def _stage(problem: MemoryProblem, stage: int) -> StageMemory:
             for name, size in zip(problem.optimizers, adapters, strict=True)
         ),
         kept=in_flight * kept + slopes,
-        # eight int32 or float32 per row, and rotary tables
-        batches=in_flight * FLOAT32 * problem.capacity_tokens * (8 + 2 * _rope_channels(problem.model)),
+        batches=in_flight * problem.capacity_tokens * _row_bytes(problem),
         working=max(working_memory(problem, stage).values()),
     )
+
+
+def _row_bytes(problem: MemoryProblem) -> int:
+    """Bytes of a row of a microbatch: eight int32 or float32, rotary tables, and the state of a teacher."""
+    state = problem.item * problem.model.hidden_size if problem.teacher else 0
+    return FLOAT32 * (8 + 2 * _rope_channels(problem.model)) + state
 
 
 def _rope_channels(model: ModelConfig) -> int:

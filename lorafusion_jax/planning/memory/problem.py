@@ -12,6 +12,7 @@ from lorafusion_jax.config.specs import adapter_specs
 from lorafusion_jax.layout.extent import Extent, Piece
 from lorafusion_jax.layout.layer import RematPolicy
 from lorafusion_jax.objective.chunks import DEFAULT_CHUNK
+from lorafusion_jax.objective.protocol import DIVERGENCE
 from lorafusion_jax.planning.stages import stage_layers
 from lorafusion_jax.weights.table import NONE
 from pallas_kernels import policy
@@ -40,6 +41,7 @@ class MemoryProblem:
         measured: implementations that measured fastest on the devices.
         tile_tokens: rows of a tile.
         loss_chunk: as in `objective.token_losses`.
+        teacher: whether an objective compares distributions: microbatches then have the states of a teacher.
     """
 
     model: ModelConfig
@@ -58,6 +60,7 @@ class MemoryProblem:
     measured: policy.Lookup = policy.nothing_measured
     tile_tokens: int = 128
     loss_chunk: int = DEFAULT_CHUNK
+    teacher: bool = False
 
     @property
     def num_stages(self) -> int:
@@ -93,4 +96,5 @@ def memory_problem(config: JobConfig, model: ModelConfig) -> MemoryProblem:
         tile_tokens=config.batch.tile_tokens,
         attention=train.attention,
         loss_chunk=train.loss_chunk,
+        teacher=any(DIVERGENCE in adapter.objective.chosen.needs for adapter in config.adapters),
     )

@@ -65,4 +65,5 @@ def _saved_by_lora(problem: MemoryProblem, layer: Layer, half: Half) -> dict[str
         kept[site] = kept[site] * expert_rows(problem, linear.experts, linear.active) // problem.capacity_tokens
     kept |= {f"dropout bits of {site}": bits[site] for site in sites if site in bits}
     unscaled = [linear for site in sites for linear in layer.sites[site] if scales_columns(problem, linear.name)]
-    return kept | {f"unscaled {linear.name}": rows * linear.out_features for linear in unscaled}
+    products = 1 + any(spec.drops_columns for spec in problem.adapters)
+    return kept | {f"unscaled {linear.name}": products * rows * linear.out_features for linear in unscaled}
