@@ -25,7 +25,10 @@ def blocks(page: Path, *languages: str) -> list[str]:
     return [text for _, language, text in BLOCK.findall(page.read_text(encoding="utf-8")) if language in languages]
 
 
-NAMES_OF_JOBS = {"objectives.md": ["chat", "helpful", "polite", "maths"]}
+NAMES_OF_JOBS = {
+    "objectives.md": ["chat", "helpful", "polite", "maths"],
+    "kinds.md": ["chat", "law", "small", "wide"],
+}
 
 
 @pytest.mark.parametrize("page", [path for path in PAGES if blocks(path, "python")], ids=lambda path: path.name)

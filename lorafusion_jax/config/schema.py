@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cached_property
 from typing import Annotated, Any, Literal, Self
 
@@ -35,6 +36,7 @@ from lorafusion_jax.config.values import (
     Revision,
     Text,
     Whole,
+    check_text,
 )
 from lorafusion_jax.families.hf_config import shortened
 from lorafusion_jax.objective.choose import choose, unknown_objective
@@ -48,6 +50,7 @@ from scheduling.checks import MOST_SIZES
 SECONDS_OF_DAY = 86_400
 MOST_MINUTES = 366 * 24 * 60  # a year
 
+MOST_LAYERS = 4096
 # Safe as a folder name on every system. `=` has an error of its own, see `job_checks`.
 ADAPTER_NAME = r"^[A-Za-z0-9][A-Za-z0-9._@=+-]{0,99}$"
 Layers = Count | Annotated[Number, Field(ge=1, multiple_of=0.5)]  # half a layer is its attention or its MLP
@@ -72,6 +75,13 @@ def _as_list(sizes: int | tuple[int, ...]) -> int | list[int]:
 
 
 Sizes = Annotated[int | tuple[int, ...], PlainValidator(_sizes), PlainSerializer(_as_list)]
+
+
+def _usable[T: Iterable[str]](patterns: T) -> T:
+    for pattern in patterns:
+        if wrong := unusable_pattern(pattern):
+            raise ValueError(f"patterns that can be matched, not '{shortened(pattern)}': {wrong}")
+    return patterns
 
 
 def _different(targets: str | list[str]) -> str | list[str]:
@@ -199,32 +209,30 @@ class LoraSettings(Section):
     @classmethod
     def _are_layers(cls, value: object) -> object:
         layers = value if isinstance(value, list | tuple) else [value]
-        if value is None or all(type(layer) is int and layer >= 0 for layer in layers):
+        if value is None or (layers and all(type(layer) is int and 0 <= layer < MOST_LAYERS for layer in layers)):
             return None if value is None else tuple(layers)
-        raise ValueError(f"a whole number from 0, or a list of them, not {shortened(value)}")
+        raise ValueError(f"a whole number from 0 to {MOST_LAYERS - 1}, or a list of them, not {shortened(value)}")
 
     @field_validator("exclude", mode="before")
     @classmethod
     def _are_names(cls, value: object) -> object:
-        if isinstance(value, str) or (isinstance(value, list) and all(isinstance(name, str) for name in value)):
-            return value
-        raise ValueError(f"a text or a list of texts, not {shortened(value)}")
+        names = value if isinstance(value, list) else [value]
+        if not all(isinstance(name, str) for name in names) or len(set(names)) < len(names):
+            raise ValueError(f"a text or a list of different texts, not {shortened(value)}")
+        for name in names:
+            check_text(name)
+        return _usable([value])[0] if isinstance(value, str) else value
 
     @field_validator("rank_pattern", "alpha_pattern", mode="before")
     @classmethod
     def _are_patterns(cls, value: object) -> object:
-        if isinstance(value, dict) and all(isinstance(name, str) for name in value):
-            return value
-        raise ValueError(f"a table of names or patterns and numbers, not {shortened(value)}")
+        if not isinstance(value, dict) or not all(isinstance(name, str) and name for name in value):
+            raise ValueError(f"a table of names or patterns and numbers, not {shortened(value)}")
+        _usable(value)
+        return value
 
     @model_validator(mode="after")
-    def _patterns_can_be_used(self) -> Self:
-        expression = [self.exclude] if isinstance(self.exclude, str) else []
-        for pattern in (*self.rank_pattern, *self.alpha_pattern, *expression):
-            if wrong := unusable_pattern(pattern):
-                raise ValueError(f"patterns that can be matched, not '{shortened(pattern)}': {wrong}")
-        if self.layers_to_transform == ():
-            raise ValueError("at least one layer in layers_to_transform")
+    def _bias_is_of_lora(self) -> Self:
         if self.lora_bias and self.kind != PLAIN:
             raise ValueError(f"no lora_bias with kind {self.kind}, which has none")
         return self

@@ -212,7 +212,7 @@ def check_kernels(name: str, shapes: Mapping[str, tuple[int, int]]) -> None:
     """
     kind = stored_kind(name)
     reasons = {} if kind is None else {leaf: kind.unsupported_reason(*shape) for leaf, shape in shapes.items()}
-    experts = [leaf for leaf in shapes if leaf.split(".")[-2] in EXPERTS]
+    experts = [leaf for leaf in shapes if any(part in EXPERTS for part in leaf.split("."))]
     if kind is not None and kind.operand is not None and experts:
         raise ConfigError(
             "base.quantize-experts",

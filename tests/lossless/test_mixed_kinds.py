@@ -125,7 +125,7 @@ def test_a_folder_brings_its_patterns(joint, job, tmp_path, capsys):
         ("exclude=[q_proj, down_proj]", "lora.exclude leaves no projection to train"),
         ("rank_pattern={(a+)+: 2}", "a group that repeats can take forever to match"),
         ("alpha_pattern={'(q': 2}", "it is no regular expression"),
-        ("layers_to_transform=-1", "a whole number from 0, or a list of them"),
+        ("layers_to_transform=-1", "a whole number from 0 to 4095, or a list of them"),
     ],
 )
 def test_patterns_without_effect_are_errors(changes, says, job, capsys):
