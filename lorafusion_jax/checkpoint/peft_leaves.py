@@ -103,7 +103,7 @@ def put_adapter(
     places = {
         unrolled: (path, layer_index) for path, known in projections.items() for unrolled, layer_index in known.items()
     }
-    present = {path: place for path, place in places.items() if patterns is None or patterns.has(path)}
+    present = {path: at for path, at in places.items() if patterns is None or patterns.has(path)}
     _check_fit(lora_leaves, table, present, arrays)
     leaves = dict(lora_leaves)
     for name in _names(table, projections):
