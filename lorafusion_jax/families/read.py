@@ -142,9 +142,7 @@ def _checkpoint_format(hf: HFConfig, family: Family, unsupported: list[str]) -> 
     if hf.quantization_config.get("quant_method") == "mxfp4" and len(family.expert_names) == 2:
         return None  # reading dequantises them, see `models.expert_files`
     if family.experts is not None:
-        unsupported.append(
-            "quantization_config: weights of experts that come quantised; base.quantize: nf4 makes them so"
-        )
+        unsupported.append("quantization_config: experts that come quantised (base.quantize: nf4 makes them so)")
         return None
     try:
         return format_name(hf.quantization_config)
