@@ -103,8 +103,8 @@ def _with_moved_paths(adapter: AdapterConfig, theirs: str, ours: str) -> Adapter
     if Path(theirs) == Path(ours):
         return adapter
 
-    def moved(path: str | None) -> str | None:
-        return path if path is None or path.startswith("hf:") else str(Path(theirs) / path)
+    def moved[T](path: T) -> T | str:
+        return str(Path(theirs) / path) if isinstance(path, str) and not path.startswith("hf:") else path
 
     data = adapter.data.model_copy(update={"train": moved(adapter.data.train), "eval": moved(adapter.data.eval)})
     lora = adapter.lora.model_copy(update={"init_from": moved(adapter.lora.init_from)})

@@ -83,7 +83,7 @@ COUNTERPARTS: dict[str, Counterpart] = {
     **_keys("pipeline_parallel_size", "mesh.stages"),
     **_keys("run_name output_dir overwrite_output_dir logging_dir", "--out", "of lorafusion train"),
     **_notes("lora_modules_to_save modules_to_save additional_target", "base weights are never trained"),
-    **_notes("val_set_size val_size", "write held-out rows to a file of their own: data.eval"),
+    **_notes("val_set_size val_size", "data.eval takes such a share of the rows, e.g. 0.05"),
     **_notes("sample_packing eval_sample_packing packing neat_packing pad_to_sequence_len group_by_length "
              "padding_free max_packed_sequence_len sample_packing_bin_size packing_strategy", ALWAYS_PACKED),
     **_notes("attn_implementation flash_attention flash_attn sdp_attention xformers_attention flex_attention "

@@ -36,6 +36,7 @@ from lorafusion_jax.config.values import (
     Revision,
     Text,
     Whole,
+    check_file,
     check_text,
 )
 from lorafusion_jax.families.hf_config import shortened
@@ -84,6 +85,18 @@ def _usable[T: Iterable[str]](patterns: T) -> T:
     return patterns
 
 
+def _held_out(value: object) -> str | float:
+    """Reads a file, or a share of the training data. As a union, each value would get two errors."""
+    if isinstance(value, str):
+        return check_file(value)
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1:
+        return float(value)
+    raise ValueError(f"a file, or the share of data.train to hold out, between 0 and 1, not {shortened(value)}")
+
+
+HeldOut = Annotated[str | float, PlainValidator(_held_out)]
+
+
 def _different(targets: str | list[str]) -> str | list[str]:
     twice = sorted({name for name in targets if targets.count(name) > 1}) if isinstance(targets, list) else []
     if twice:
@@ -129,8 +142,12 @@ class BaseSettings(Section):
 class DataSettings(Section):
     """Training data of an adapter, and the tokens that it learns."""
 
-    train: File = Field(description="file (.jsonl .json .csv .parquet) or hf:org/set[:split]")
-    eval: File | None = Field(default=None, description="held-out file, same format")
+    train: File = Field(description="file (.jsonl .json .csv .parquet, or with .gz) or hf:org/set[:split]")
+    eval: HeldOut | None = Field(
+        default=None,
+        description="held-out file, same format; or the share of train to hold out, e.g. 0.05: equal samples stay "
+        "together, and adapters with the same data hold out the same ones",
+    )
     format: Literal["auto", "messages", "conversations", "prompt", "instruction", "text"] = Field(
         default="auto", description="format of the rows; auto = detected from their columns"
     )

@@ -13,6 +13,7 @@ import numpy as np
 
 from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.config.schema import AdapterConfig, DataSettings, JobConfig
+from lorafusion_jax.data.hold_out import hold_out
 from lorafusion_jax.data.model_fit import model_problems, read_shape
 from lorafusion_jax.data.tokenized import load_samples
 from lorafusion_jax.data.tokenized_set import TokenizedSet
@@ -111,8 +112,11 @@ def _adapter_data(config: JobConfig, adapter: AdapterConfig, tokenizer: Tokenize
             objective=adapter.objective.chosen,
         )
 
-    train = _reviewed(load(adapter.data.train, adapter.data), adapter)
-    held_out = load(adapter.data.eval, adapter.data) if adapter.data.eval else None
+    train, wanted = _reviewed(load(adapter.data.train, adapter.data), adapter), adapter.data.eval
+    if isinstance(wanted, float):
+        train, held_out = hold_out(train, wanted, adapter.name)
+    else:
+        held_out = load(wanted, adapter.data) if wanted else None
     return in_order(adapter, train, held_out, config.train.max_steps)
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import gzip
 import hashlib
 import importlib
 import json
+import zlib
 from pathlib import Path
+from typing import IO
 
 from lorafusion_jax.data.row_files import decode, parse_csv, parse_json, parse_jsonl, parse_parquet, without_nulls
 from lorafusion_jax.data.rows import SHOWN, RawSource, Rows
@@ -14,6 +17,8 @@ from lorafusion_jax.errors import DataError, first_few, raise_all
 from lorafusion_jax.readable import DATA, open_regular, open_text
 
 KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+PACKED = ".gz"  # behind one of these
+MOST_UNPACKED = 16 << 30
 SHOWN_NAME = 100  # characters
 
 
@@ -21,7 +26,7 @@ def open_source(source: str, base_dir: Path) -> RawSource:
     """Finds a source and reads its bytes (for a hub data set, its rows).
 
     Args:
-        source: path of a .jsonl, .json, .csv or .parquet file, or `hf:org/set[:split]`.
+        source: path of a .jsonl, .json, .csv or .parquet file, also with .gz behind it, or `hf:org/set[:split]`.
         base_dir: folder for relative paths.
 
     Raises:
@@ -30,7 +35,8 @@ def open_source(source: str, base_dir: Path) -> RawSource:
     if source.startswith("hf:"):
         return _open_hub(source)
     path = base_dir / source
-    kind = KINDS.get(path.suffix.lower())
+    packed = path.suffix.lower() == PACKED
+    kind = KINDS.get(Path(path.stem if packed else path.name).suffix.lower())
     try:
         exists = path.is_file()
     except (OSError, ValueError):  # not a valid file name
@@ -44,12 +50,12 @@ def open_source(source: str, base_dir: Path) -> RawSource:
             "data.unknown-kind",
             f"{source} has no known data file suffix.",
             where=str(path),
-            fix="one of " + " ".join(KINDS) + ", or hf:org/set[:split]",
+            fix="one of " + " ".join(KINDS) + ", with or without .gz, or hf:org/set[:split]",
         )
     try:
-        with open_regular(path, DATA) if kind == "parquet" else open_text(path, DATA) as file:
-            content = file.read()
-    except OSError as problem:
+        with open_regular(path, DATA) if packed or kind == "parquet" else open_text(path, DATA) as file:
+            content = _unpack(file) if packed else file.read()
+    except (OSError, EOFError, zlib.error) as problem:
         raise DataError("data.unreadable", f"{source} cannot be read.", where=str(path), why=str(problem)) from None
     if not content.strip():
         raise DataError("data.empty-file", f"{source} is empty.", where=str(path), fix="a file with at least one row")
@@ -82,6 +88,15 @@ def read_rows(source: str, base_dir: Path = Path(".")) -> Rows:
     rows = parse_rows(open_source(source, base_dir))
     raise_all(rows.problems)
     return rows
+
+
+def _unpack(file: IO[bytes]) -> bytes:
+    """Reads a gzip file of at most `MOST_UNPACKED` bytes: a few kilobytes may unpack to more than the memory."""
+    with gzip.GzipFile(fileobj=file) as unpacked:
+        content = unpacked.read(MOST_UNPACKED + 1)
+    if len(content) > MOST_UNPACKED:
+        raise OSError(f"it unpacks to more than {MOST_UNPACKED >> 30} GiB")
+    return content
 
 
 def _similar_file(path: Path) -> str:

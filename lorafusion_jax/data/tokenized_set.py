@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -105,6 +105,37 @@ class TokenizedSet:
         """Returns tokens and loss mask of one sample."""
         span = slice(int(self.offsets[index]), int(self.offsets[index + 1]))
         return self.tokens[span], self.loss_mask[span]
+
+    def select(self, indices: np.ndarray, report: DataReport) -> TokenizedSet:
+        """Returns some samples as a set of their own.
+
+        Args:
+            report: statistics of the new set, without its numbers of rows and tokens.
+        """
+        assert self.reference is None, "it is computed later"
+        lengths = self.lengths[indices]
+        offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(self.offsets.dtype)
+        starts = np.repeat(self.offsets[indices] - offsets[:-1], lengths)
+        tokens = starts + np.arange(offsets[-1])  # of each token, its place in this set
+        loss_mask = self.loss_mask[tokens]
+        return replace(
+            self,
+            tokens=self.tokens[tokens],
+            loss_mask=loss_mask,
+            offsets=offsets,
+            rows=self.rows[indices],
+            segment_lengths=None if self.segment_lengths is None else self.segment_lengths[indices],
+            numbers={name: array[indices] for name, array in self.numbers.items()},
+            values={name: array[tokens] for name, array in self.values.items()},
+            answer=None if self.answer is None else self.answer[tokens],
+            report=replace(
+                report,
+                rows=len(indices) * self.group,
+                tokens=len(tokens),
+                loss_tokens=int(loss_mask.sum()),
+                longest=int(lengths.max()),
+            ),
+        )
 
     def segment_lengths_of(self, index: int) -> tuple[int, ...] | None:
         """Returns the length of each segment of a sample; None if samples have one segment."""

@@ -66,7 +66,7 @@ class Client:
         spec = {**job, "data": dict(job["data"])}
         for key in ("train", "eval"):
             file = spec["data"].get(key)
-            if file and not str(file).startswith("sha256-"):
+            if isinstance(file, str | Path) and not str(file).startswith("sha256-"):
                 spec["data"][key] = self.upload(file)["id"]
         return Job(self, self.request("POST", "/v1/jobs", spec)["id"])
 

@@ -69,7 +69,7 @@ MEANT: dict[str, tuple] = {  # key → odd values that it has as they are
     "report.tensorboard": FLAGS,
     "report.wandb": (*(text for text in TEXTS if not set("/:") & set(text)), "~", None),
     "data.train": FILES,
-    "data.eval": (*FILES, None),
+    "data.eval": (*FILES, 0.05, 1e-9, None),
     "data.columns": ({},),
     "data.max_length": COUNTS[1:-1],  # the last does not fit into a microbatch
     "lora.rank": (1, 2, 16.0),
@@ -166,6 +166,8 @@ def test_options_of_objectives_follow_the_same_rule(name):
         ("data.train", ".", "must be a file, not the folder '.'"),
         ("data.train", "", "must be a text that is not empty, not ''"),
         ("base.model", "~/llama", f"a path without ~, which only a shell expands: {Path.home()}/llama"),
+        ("data.eval", 1, "must be a file, or the share of data.train to hold out, between 0 and 1, not 1"),
+        ("data.eval", True, "must be a file, or the share of data.train to hold out, between 0 and 1, not True"),
         ("data.eval", "hf:../../x", "must be hf:org/set or hf:org/set:split, not 'hf:../../x'"),
         ("lora.targets", ["q_proj", "v_proj", "q_proj"], "a list of different names; q_proj stands there twice"),
         ("optim.warmup", 1e30, "'optim.warmup' must be 2147483647 or less, not 1e+30"),

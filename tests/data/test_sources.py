@@ -1,3 +1,4 @@
+import gzip
 import json
 import sys
 import types
@@ -36,6 +37,27 @@ def write(folder, kind: str):
 @pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "parquet"])
 def test_every_kind_of_file_gives_the_same_rows(tmp_path, kind):
     assert read_rows(write(tmp_path, kind), tmp_path).values == ROWS
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "parquet"])
+def test_a_packed_file_gives_the_same_rows(tmp_path, kind):
+    name = write(tmp_path, kind)
+    (tmp_path / f"{name}.gz").write_bytes(gzip.compress((tmp_path / name).read_bytes()))
+    assert read_rows(f"{name}.gz", tmp_path).values == ROWS
+    assert open_source(f"{name}.gz", tmp_path).digest == open_source(name, tmp_path).digest  # one entry in the cache
+
+
+@pytest.mark.parametrize("content", [b"no gzip", gzip.compress(b"x" * 4096)[:-20], gzip.compress(b"")])
+def test_a_packed_file_that_does_not_unpack_is_named(tmp_path, content):
+    (tmp_path / "a.jsonl.gz").write_bytes(content)
+    found = fails("data.unreadable" if content[-4:] != bytes(4) else "data.empty-file", "a.jsonl.gz", tmp_path)
+    assert "a.jsonl.gz" in str(found)
+
+
+def test_a_packed_file_may_not_fill_the_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr("lorafusion_jax.data.sources.MOST_UNPACKED", 1 << 12)
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n' * 4096))
+    assert "unpacks to more than" in fails("data.unreadable", "a.jsonl.gz", tmp_path).why
 
 
 def test_json_with_a_data_key(tmp_path):

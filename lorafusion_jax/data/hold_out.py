@@ -1,0 +1,52 @@
+"""Splits samples into training and held-out data by their content."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+
+import numpy as np
+
+from lorafusion_jax.data.tokenized_set import TokenizedSet
+from lorafusion_jax.errors import DataError
+
+
+def hold_out(samples: TokenizedSet, share: float, adapter: str) -> tuple[TokenizedSet, TokenizedSet]:
+    """Splits samples so that no content is in both parts.
+
+    The samples with the lowest hashes are held out. So equal samples stay together, adapters with the same tokens hold
+    out the same ones, and a sample that is added to the data moves few others.
+
+    Args:
+        share: of the samples to hold out, at least one.
+        adapter: for messages.
+
+    Returns:
+        (training data, held-out data), in the order of the source. Rows that were cut or dropped are reported with the
+        training data.
+
+    Raises:
+        DataError: `data.eval-share`, nothing is left to train.
+    """
+    hashes = np.array([_hash(samples, index) for index in range(len(samples))], np.uint64)
+    wanted = max(1, round(share * len(samples)))
+    held = hashes <= np.sort(hashes)[wanted - 1]
+    if held.all():
+        raise DataError(
+            "data.eval-share",
+            f"{adapter}: data.eval={share:g} holds out all {len(samples)} samples.",
+            where=samples.report.source,
+            why="equal samples are held out together" if len(samples) > wanted else "",
+            fix="more rows, a smaller share, or a file of its own: data.eval: FILE",
+        )
+    report = samples.report
+    apart = replace(
+        report, source=f"{report.source} ({100 * share:g} % held out)", cut=0, dropped=(), too_long=(), notes=()
+    )
+    return samples.select(np.flatnonzero(~held), report), samples.select(np.flatnonzero(held), apart)
+
+
+def _hash(samples: TokenizedSet, index: int) -> int:
+    tokens, loss_mask = samples.sample(index)
+    content = tokens.tobytes() + np.packbits(loss_mask).tobytes()
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big")
