@@ -145,7 +145,9 @@ def rate_groups_exist(valid: Sequence[tuple[Entry, schema.AdapterConfig]], sourc
     """Checks that `optim.lr_ratio` names groups of the adapter's tensors."""
     errors: list[LoraFusionError] = []
     for entry, adapter in valid:
-        groups = sorted({leaf.lr_group for leaf in adapter_kind(adapter.lora.kind).leaves if leaf.lr_group})
+        head = adapter.objective.chosen.head
+        leaves = (*adapter_kind(adapter.lora.kind).leaves, *(head.leaves if head else ()))
+        groups = sorted({leaf.lr_group for leaf in leaves if leaf.lr_group})
         for group in sorted(set(adapter.optim.lr_ratios) - set(groups)):
             keys = ("optim", "lr_ratio")
             has = f"the groups {', '.join(groups)}" if groups else "one learning rate for all its tensors"

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, get_type_hints
 
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from lorafusion_jax.errors import did_you_mean
 from lorafusion_jax.objective.protocol import DIVERGENCE, Chosen, Objective
@@ -68,11 +68,15 @@ def _as_written(wanted: Any, key: str, value: Any) -> Any:
         wanted: type of the option.
     """
     if wanted is bool and not isinstance(value, bool):
-        raise ValueError(f"options with {key}: true or false, not {value!r}")
+        raise _not_of_type("bool_type", key, value)
     if wanted in (int, float) and (isinstance(value, bool) or (isinstance(value, str) and "e" not in value.lower())):
-        shown = str(value).lower() if isinstance(value, bool) else value
-        raise ValueError(f"options with {key}: a number, not {shown!r}")
+        raise _not_of_type("float_type", key, value)
     return value
+
+
+def _not_of_type(wanted: str, key: str, value: Any) -> ValidationError:
+    """The error of pydantic for a type, which names the option's place."""
+    return ValidationError.from_exception_data("options", [{"type": wanted, "loc": (key,), "input": value}])
 
 
 def _types(options: type) -> dict[str, Any]:
