@@ -196,9 +196,9 @@ def _peft_rows(config: ModelConfig, tokens: int) -> Iterator[dict[str, Any]]:
         yield row | {"ms": 1e3 * seconds, "tokens_per_s": tokens / seconds}
 
 
-def _difference(found: jax.Array, wanted: jax.Array) -> float:
-    found, wanted = found.astype(jnp.float32), wanted.astype(jnp.float32)
-    return float(jnp.abs(found - wanted).max() / jnp.maximum(jnp.abs(wanted).max(), 1e-6))
+def _difference(actual: jax.Array, wanted: jax.Array) -> float:
+    actual, wanted = actual.astype(jnp.float32), wanted.astype(jnp.float32)
+    return float(jnp.abs(actual - wanted).max() / jnp.maximum(jnp.abs(wanted).max(), 1e-6))
 
 
 def _seconds(run: Callable[[], Any]) -> float:

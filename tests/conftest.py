@@ -150,15 +150,15 @@ def kept_programs(quick_compiles):
     from lorafusion_jax.pipeline import stage as stage_module
     from lorafusion_jax.pipeline.programs import StagePrograms
 
-    def programs(parts, *place):
-        what = repr(parts), *place
-        found = KEPT.pop(what, None)
-        if found is None or found.forward._cache_size() != found.backward._cache_size():
-            found = StagePrograms(parts, *place)
-        KEPT[what] = found
+    def programs(parts, *arguments):
+        what = repr(parts), *arguments
+        known = KEPT.pop(what, None)
+        if known is None or known.forward._cache_size() != known.backward._cache_size():
+            known = StagePrograms(parts, *arguments)
+        KEPT[what] = known
         if len(KEPT) > MOST_KEPT:
             del KEPT[next(iter(KEPT))]
-        return found
+        return known
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stage_module, "StagePrograms", programs)

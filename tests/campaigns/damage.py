@@ -48,9 +48,9 @@ def spoilt_files(folder: Path, flips: int, cuts: int, seed: int = 0) -> Iterator
         file = files[number % len(files)]
         content = file.read_bytes()
         if number < flips:
-            place, bit = draw.randrange(len(content)), draw.randrange(8)
-            spoilt, what = bytearray(content), f"bit {bit} of byte {place}"
-            spoilt[place] ^= 1 << bit
+            offset, bit = draw.randrange(len(content)), draw.randrange(8)
+            spoilt, what = bytearray(content), f"bit {bit} of byte {offset}"
+            spoilt[offset] ^= 1 << bit
         else:
             length = draw.randrange(len(content))
             spoilt, what = content[:length], f"cut to {length} of {len(content)} bytes"
@@ -72,20 +72,20 @@ def resumes(run: Path, count: int, work: Path) -> Iterator[tuple[Attempt, str]]:
     """Resumes a copy of a run with each of `count` spoilt files; what came of it, MISSED if it was silently another."""
     expected = newest_adapters(run)
     for file, what in spoilt_files(run, count - count // 5, count // 5, seed=1):
-        copy, said = work / "run", io.StringIO()
+        copy, output = work / "run", io.StringIO()
         shutil.rmtree(copy, ignore_errors=True)
         shutil.copytree(run, copy, symlinks=True)
         try:
-            with redirect_stdout(said), redirect_stderr(said):
+            with redirect_stdout(output), redirect_stderr(output):
                 code = lorafusion(["resume", str(copy)])
         except Exception as problem:  # a traceback is what must not be
             yield Attempt(file, what, noticed=False, named=False), f"MISSED: {type(problem).__name__}: {problem}"
             continue
-        same, named = newest_adapters(copy) == expected, file.name in said.getvalue()
+        same, named = newest_adapters(copy) == expected, file.name in output.getvalue()
         if code == 0 and same:
             result = "named, same adapters" if named else "same adapters"
         else:
-            result = "refused by name" if code == 2 and named and "error[" in said.getvalue() else "MISSED"
+            result = "refused by name" if code == 2 and named and "error[" in output.getvalue() else "MISSED"
         yield Attempt(file, what, named, named), result
 
 

@@ -75,14 +75,14 @@ def cases_of(statistics: str) -> dict[str, list[int]]:
     >>> cases_of("tests/reliability/test_fuzz.py::test_plans:\\n\\n  - during generate phase: 9 passing examples")
     {'test_plans': [9]}
     """
-    found: dict[str, list[int]] = {}
+    passed_cases: dict[str, list[int]] = {}
     name = ""
     for line in statistics.splitlines():
         if (test := TEST.match(line.strip())) is not None:
             name = test[1]
         elif (passed := PASSED.search(line)) is not None and name:
-            found.setdefault(name, []).append(int(passed[1]))
-    return found
+            passed_cases.setdefault(name, []).append(int(passed[1]))
+    return passed_cases
 
 
 if __name__ == "__main__":

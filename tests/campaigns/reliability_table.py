@@ -40,11 +40,11 @@ def is_good(row: Mapping[str, object]) -> bool:
 def _rows(name: str) -> list[dict[str, str]]:
     """All rows of the newest folder of a benchmark; none where it was never run."""
     folders = sorted(folder for folder in RESULTS.glob(f"{name}_cpu_*") if _DATED.search(folder.name))
-    found: list[dict[str, str]] = []
+    lines: list[dict[str, str]] = []
     for file in sorted(folders[-1].glob("*.csv")) if folders else ():
         with file.open(encoding="utf-8") as stream:
-            found += csv.DictReader(stream)
-    return found
+            lines += csv.DictReader(stream)
+    return lines
 
 
 def _damage() -> Iterator[str]:
@@ -81,12 +81,12 @@ def _kills() -> Iterator[str]:
     }
     rows = _rows("kills")
     for kind, text in names.items():
-        own = [row for row in rows if row["kind"] == kind and not _came_too_late(row)]
-        if own:
-            good = sum(is_good(row) for row in own)
-            heard = [float(row["acknowledged_s"]) for row in own if row["acknowledged_s"]]
+        matching = [row for row in rows if row["kind"] == kind and not _came_too_late(row)]
+        if matching:
+            good = sum(is_good(row) for row in matching)
+            heard = [float(row["acknowledged_s"]) for row in matching if row["acknowledged_s"]]
             after = f", acknowledged after {max(heard):.2f} s at most" if heard else ""
-            yield f"| {text} | {len(own):,} | {good:,} resumed bitwise, nothing left over{after} |"
+            yield f"| {text} | {len(matching):,} | {good:,} resumed bitwise, nothing left over{after} |"
 
 
 def _changes() -> Iterator[str]:
@@ -107,10 +107,10 @@ def _sequences() -> Iterator[str]:
 
 def _exports() -> Iterator[str]:
     for kind in ("export", "export --merge"):
-        own = [row for row in _rows("kills") if row["kind"] == kind and row["code"] != "0"]
-        if own:
-            good = sum(is_good(row) for row in own)
-            yield f"| the same, of `lorafusion {kind}` | {len(own)} | {good} never half, complete when repeated |"
+        matching = [row for row in _rows("kills") if row["kind"] == kind and row["code"] != "0"]
+        if matching:
+            good = sum(is_good(row) for row in matching)
+            yield f"| the same, of `lorafusion {kind}` | {len(matching)} | {good} never half, complete when repeated |"
 
 
 def _came_too_late(row: dict[str, str]) -> bool:
@@ -183,11 +183,11 @@ def _memory() -> str:
     for row in _rows("soak"):
         if "resident_mb" in row:
             sittings.setdefault(row["sitting"], []).append((int(row["slot"]), float(row["resident_mb"])))
-    longest = max(sittings.values(), key=lambda own: own[-1][0] - own[0][0])
-    own = [(slot, size) for slot, size in longest if slot and size]
-    middle = (own[0][0] + own[-1][0]) / 2
-    first, last = (max(size for slot, size in own if slot <= most) for most in (middle, own[-1][0]))
-    sitting = f"memory of the longest sitting, slots {own[0][0]:,} to {own[-1][0]:,}"
+    longest = max(sittings.values(), key=lambda samples: samples[-1][0] - samples[0][0])
+    samples = [(slot, size) for slot, size in longest if slot and size]
+    middle = (samples[0][0] + samples[-1][0]) / 2
+    first, last = (max(size for slot, size in samples if slot <= most) for most in (middle, samples[-1][0]))
+    sitting = f"memory of the longest sitting, slots {samples[0][0]:,} to {samples[-1][0]:,}"
     return f"{sitting}: at most {first:,.0f} MB in its first half, {last:,.0f} MB in all"
 
 

@@ -46,15 +46,15 @@ class Rows:
     @staticmethod
     def _place(nodeid: str) -> tuple[str, str] | None:
         """Mesh and configuration of a test; None of others."""
-        found = _NAME.search(nodeid)
-        return (MESHES[found[1]], found[2]) if found and found[1] in MESHES else None
+        match = _NAME.search(nodeid)
+        return (MESHES[match[1]], match[2]) if match and match[1] in MESHES else None
 
     def pytest_runtest_logreport(self, report) -> None:
-        place = self._place(report.nodeid)
-        if report.when != "call" or place is None or report.skipped:
+        case = self._place(report.nodeid)
+        if report.when != "call" or case is None or report.skipped:
             return
         self.failed += report.failed
-        row = {"mesh": place[0], "configuration": place[1], "others": "bitwise" if report.passed else "DIFFER"}
+        row = {"mesh": case[0], "configuration": case[1], "others": "bitwise" if report.passed else "DIFFER"}
         append_row(self._file, row | {"seconds": round(report.duration, 1)} | conditions())
 
     def pytest_runtest_setup(self, item) -> None:

@@ -80,27 +80,29 @@ def missing(run: Path, interventions: Interventions, first: Sequence[str]) -> li
     for row in rows:
         if row["kind"] == "step":
             steps[row["adapter"]].append(row["step"])
-    found = [] if numbers["state"] == "finished" else [f"the run is {numbers['state']}"]
-    found += [f"{name} is not in the run" for name in {*first, *interventions.of("add")} - steps.keys()]
-    for name, own in numbers["adapters"].items():
+    problems = [] if numbers["state"] == "finished" else [f"the run is {numbers['state']}"]
+    problems += [f"{name} is not in the run" for name in {*first, *interventions.of("add")} - steps.keys()]
+    for name, adapter_row in numbers["adapters"].items():
         latest = RunFolder(run).latest(name)
-        if own["status"] not in ENDED or (own["status"] == "cancelled" and name not in interventions.of("cancel")):
-            found.append(f"{name} is {own['status']}")
-        if own["status"] == "done" and own["step"] != own["steps"]:
-            found.append(f"{name} took {own['step']} of {own['steps']} steps")
-        if sorted(steps[name]) != list(range(1, own["step"] + 1)):
-            found.append(f"{name}: steps in metrics.jsonl are not 1 to {own['step']}, each once")
-        if own["step"] and (latest is None or step_of(latest) != own["step"]):
-            found.append(f"{name}: its newest folder is {latest}")
+        if adapter_row["status"] not in ENDED or (
+            adapter_row["status"] == "cancelled" and name not in interventions.of("cancel")
+        ):
+            problems.append(f"{name} is {adapter_row['status']}")
+        if adapter_row["status"] == "done" and adapter_row["step"] != adapter_row["steps"]:
+            problems.append(f"{name} took {adapter_row['step']} of {adapter_row['steps']} steps")
+        if sorted(steps[name]) != list(range(1, adapter_row["step"] + 1)):
+            problems.append(f"{name}: steps in metrics.jsonl are not 1 to {adapter_row['step']}, each once")
+        if adapter_row["step"] and (latest is None or step_of(latest) != adapter_row["step"]):
+            problems.append(f"{name}: its newest folder is {latest}")
     events = read_rows(run / "events.jsonl")
     answered = Counter((row["action"], row["adapter"]) for row in events if row["kind"] == "adapter-changed")
     refused = " ".join(row["text"] for row in events if row["kind"] == "request-refused")
     for (action, name), count in Counter(interventions.requests).items():
         if answered[action, name] != count and name not in refused:
-            found.append(f"{action} {name} was asked {count} times and done {answered[action, name]} times")
-    found += [f"{file.name} waits" for file in request_files(run)]
-    found += [f"{path.relative_to(run)} is left over" for path in run.rglob(".*")]
-    return found + [text for verdict in verify_folder(run) for text in verdict.damage]
+            problems.append(f"{action} {name} was asked {count} times and done {answered[action, name]} times")
+    problems += [f"{file.name} waits" for file in request_files(run)]
+    problems += [f"{path.relative_to(run)} is left over" for path in run.rglob(".*")]
+    return problems + [text for verdict in verify_folder(run) for text in verdict.damage]
 
 
 class Soak:
@@ -128,8 +130,8 @@ class Soak:
                 self._send_request("continue", name)
             if not self._is_finished():
                 self._start(["resume", str(self.run)])
-        found = missing(self.run, self.interventions, self.adapters)
-        print(*found, sep="\n")
+        problems = missing(self.run, self.interventions, self.adapters)
+        print(*problems, sep="\n")
         numbers = run_numbers(self.run)
         actions = Counter(action for action, _ in self.interventions.requests)
         return {
@@ -139,7 +141,7 @@ class Soak:
             "seconds": round(time.monotonic() - self.began),
             **{action: actions[action] for action in CYCLE if not action.startswith("SIG")},
             **{kind: self.interventions.kills[kind] for kind in ("SIGKILL", "SIGTERM")},
-            "missing": len(found),
+            "missing": len(problems),
         }
 
     def _write_job(self) -> Path:
@@ -162,8 +164,8 @@ class Soak:
         lora = {"rank": 2, "dropout": 0.1, "targets": ["down_proj"]}
         if base is None:
             path = folder / f"{names[0]}.yaml"
-            own = {"data": {"max_length": 32}, "lora": lora, "batch": {"global_samples": 2}}
-            path.write_text(json.dumps(own | {"adapters": entries}))
+            common = {"data": {"max_length": 32}, "lora": lora, "batch": {"global_samples": 2}}
+            path.write_text(json.dumps(common | {"adapters": entries}))
             return path
         batch = {"capacity_tokens": 64, "tile_tokens": 16, "global_samples": 2}
         train = {"max_steps": steps, "plan_seconds": 0.1, "log_every_s": 2}
@@ -224,17 +226,17 @@ class Soak:
         """Writes memory down until the run is at a slot; False if its process ended before."""
         assert self.process is not None
         while self.process.poll() is None:
-            here = self._slot()
+            slot_now = self._slot()
             append_row(
                 self.memory,
                 {
                     "sitting": self.sitting,
                     "seconds": round(time.monotonic() - self.began),
-                    "slot": here,
+                    "slot": slot_now,
                     "resident_mb": _resident_mb(self.process.pid),
                 },
             )
-            if here >= slot:
+            if slot_now >= slot:
                 return True
             time.sleep(1)
         return False

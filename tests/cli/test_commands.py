@@ -94,11 +94,11 @@ def test_check_counts_rows_and_tokens(lorafusion, job):
 
 
 def test_overrides_that_do_not_reach_an_adapter_are_reported(lorafusion, job):
-    said = "optim.lr=1e-4 does not reach med, which has its own: adapters.med.optim.lr=1e-4 sets that"
+    note = "optim.lr=1e-4 does not reach med, which has its own: adapters.med.optim.lr=1e-4 sets that"
     for command in (("check",), ("plan",), ("train", "train.max_steps=1", "--out", job.folder / "run")):
         shown = lorafusion(command[0], job.path, *command[1:], "optim.lr=1e-4")
         assert shown.code == 0, shown.err
-        assert said in shown.out
+        assert note in shown.out
         assert "does not reach law" not in shown.out
     assert "does not reach" not in lorafusion("check", job.path, "optim.lr=1e-4", "adapters.med.optim.lr=1e-5").out
     assert "does not reach" not in lorafusion("check", job.path, "optim={name: sgd}").out
@@ -161,8 +161,10 @@ def test_plan_shows_writes_and_compares(lorafusion, job):
 
 
 def test_plan_predicts_bubbles_of_a_pipeline(lorafusion, job):
-    one, two = (json.loads(lorafusion("plan", job.path, f"mesh.stages={stages}", "--json").out) for stages in (1, 2))
-    assert one["predicted"]["bubble_share"] == 0
+    one_stage, two = (
+        json.loads(lorafusion("plan", job.path, f"mesh.stages={stages}", "--json").out) for stages in (1, 2)
+    )
+    assert one_stage["predicted"]["bubble_share"] == 0
     assert two["predicted"]["bubble_share"] > 0
     assert "2 stages" in lorafusion("plan", job.path, "mesh.stages=2").out
 
@@ -306,8 +308,8 @@ def test_doctor_names_the_options_of_a_hopper_gpu():
 
     h200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=h200)):
-        found = diagnosis()
-    kernels, defaults = found["kernels"], found["defaults"]
+        report = diagnosis()
+    kernels, defaults = report["kernels"], report["defaults"]
     assert kernels["compiler options"].startswith("xla_gpu_enable_triton_gemm=false")
     assert kernels["pallas_mosaic_gpu"] == "available"
     assert defaults["linear q, k and v"] == "pallas_mosaic_gpu: shipped measurements of an NVIDIA H200"

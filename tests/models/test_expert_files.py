@@ -37,10 +37,10 @@ def copy(tmp_path):
 @pytest.mark.parametrize("case", ["qwen3_moe", "mixtral", "gpt_oss"])
 def test_a_saved_model_has_the_tensors_it_was_loaded_from(case, tmp_path):
     save_decoder(load_decoder(GOLDEN / case, dtype=jnp.float32), tmp_path / "out")
-    found, wanted = load_file(tmp_path / "out" / FILE), load_file(GOLDEN / case / FILE)
-    assert found.keys() == wanted.keys()
+    saved, wanted = load_file(tmp_path / "out" / FILE), load_file(GOLDEN / case / FILE)
+    assert saved.keys() == wanted.keys()
     for name in wanted:
-        np.testing.assert_array_equal(found[name], wanted[name], err_msg=name)
+        np.testing.assert_array_equal(saved[name], wanted[name], err_msg=name)
     assert ModelConfig.from_hf(tmp_path / "out") == ModelConfig.from_hf(GOLDEN / case)
 
 
@@ -69,9 +69,9 @@ def test_mxfp4_is_dequantised(tmp_path):
     save_file(tensors, folder / FILE)
     raw = json.loads((folder / "config.json").read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}
     (folder / "config.json").write_text(json.dumps(raw))
-    found = load_frozen(folder, dtype=jnp.float32)
+    weights = load_frozen(folder, dtype=jnp.float32)
     for name, kernel in wanted.items():
-        np.testing.assert_array_equal(found[name], kernel)
+        np.testing.assert_array_equal(weights[name], kernel)
 
 
 def expect(folder, code, *texts):

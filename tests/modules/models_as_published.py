@@ -42,7 +42,7 @@ class Qwen3(nnx.Module):
             self.q_norm, self.k_norm = nnx.RMSNorm(C, rngs=rngs), nnx.RMSNorm(C, rngs=rngs)
 
         def __call__(self, x):
-            k, v = (jnp.repeat(each, HEADS, 2) for each in (self.k_norm(self.k_proj(x)), self.v_proj(x)))
+            k, v = (jnp.repeat(array, HEADS, 2) for array in (self.k_norm(self.k_proj(x)), self.v_proj(x)))
             return self.o_proj(attend(self.q_norm(self.q_proj(x)), k, v))
 
     class MLP(nnx.Module):
@@ -90,7 +90,7 @@ class LLaDA(nnx.Module):
             self.ff_out = ShardedLinear(F, D, rngs)
 
         def __call__(self, x):
-            q, k, v = (heads(each(x)) for each in (self.q_proj, self.k_proj, self.v_proj))
+            q, k, v = (heads(projection(x)) for projection in (self.q_proj, self.k_proj, self.v_proj))
             x = x + self.attn_out(attend(q, k, v, causal=False).reshape(x.shape))
             return x + self.ff_out(nnx.silu(self.ff_proj(x)) * self.up_proj(x))
 
@@ -350,8 +350,8 @@ class PiBlock(nn.Module):
         q, k, v = (jnp.concatenate(part, axis=1) for part in zip(*parts, strict=True))
         y, results, start = attend(q, k, v), [], 0
         for x, suffix in zip(xs, ("", "_1"), strict=True):
-            own = y[:, start : start + x.shape[1]]
-            x = x + PiEinsum((HEADS, C, D), name=f"attn_vec_einsum{suffix}")("BTNH,NHD->BTD", own)
+            part = y[:, start : start + x.shape[1]]
+            x = x + PiEinsum((HEADS, C, D), name=f"attn_vec_einsum{suffix}")("BTNH,NHD->BTD", part)
             results.append(x + PiFeedForward(name=f"mlp{suffix}")(x))
             start += x.shape[1]
         return tuple(results), None

@@ -58,7 +58,9 @@ def runs(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("trl")
     made = {}
     for template in (True, False):
-        names = [name for name, (_, own, _) in case.CASES.items() if own == template and name in tested]
+        names = [
+            name for name, (_, case_template, _) in case.CASES.items() if case_template == template and name in tested
+        ]
         if not names:
             continue
         base = case.write_model(folder / f"base-{template}", examples_directory() / "base", template=template)

@@ -74,8 +74,8 @@ def test_kto_compares_with_the_mean_gain_of_mismatched_texts_or_with_nothing(ref
 
 def test_a_mismatched_text_has_the_completion_of_the_row_before():
     rows = [{"prompt": f"p{n}", "completion": f"c{n}", "label": n > 0} for n in range(3)]
-    own, mismatched = zip(*kto_segments(rows), strict=True)
-    assert [(segment.prompt, segment.answer) for segment in own] == [("p0", "c0"), ("p1", "c1"), ("p2", "c2")]
+    matched, mismatched = zip(*kto_segments(rows), strict=True)
+    assert [(segment.prompt, segment.answer) for segment in matched] == [("p0", "c0"), ("p1", "c1"), ("p2", "c2")]
     assert [(segment.prompt, segment.answer) for segment in mismatched] == [("p0", "c2"), ("p1", "c0"), ("p2", "c1")]
 
 

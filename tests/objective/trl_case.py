@@ -92,11 +92,11 @@ def write_adapter(folder: Path, base: Path, *, head: bool = False, kind: str = "
         return (draw.standard_normal(shape) * size).astype(np.float32)
 
     for layer in range(LAYERS):
-        for place, k, n in (("self_attn.q_proj", WIDTH, WIDTH), ("mlp.down_proj", MLP, WIDTH)):
-            rank = RANKS[kind].get(f"{layer}.{place}", RANK)
+        for projection, k, n in (("self_attn.q_proj", WIDTH, WIDTH), ("mlp.down_proj", MLP, WIDTH)):
+            rank = RANKS[kind].get(f"{layer}.{projection}", RANK)
             if not rank:
                 continue
-            key = f"base_model.model.model.layers.{layer}.{place}"
+            key = f"base_model.model.model.layers.{layer}.{projection}"
             if kind == "vera":
                 tensors[f"{key}.vera_lambda_d"] = normal(RANK, size=0.5)
                 tensors[f"{key}.vera_lambda_b"] = normal(n, size=0.1)

@@ -79,9 +79,9 @@ def formula(case, lora=True):
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("lora", [True, False])
 def test_sorted_products_are_those_of_each_row(case, implementation, lora):
-    for found, wanted in zip(computed(case, implementation, lora), formula(case, lora), strict=True):
+    for actual, wanted in zip(computed(case, implementation, lora), formula(case, lora), strict=True):
         largest = max(float(jnp.abs(wanted).max()), 1e-9)
-        np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5 * largest)
+        np.testing.assert_allclose(actual, wanted, rtol=0, atol=1e-5 * largest)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -96,10 +96,10 @@ def test_bad_rows_and_weights_of_an_adapter_reach_no_other(case, implementation)
     y, dx, da, db, dweight = computed(case, implementation)
     again = computed(broken, implementation)
     others = np.asarray(~bad)
-    for found, wanted in zip((again[0], again[1], again[4]), (y, dx, dweight), strict=True):
-        np.testing.assert_array_equal(np.asarray(found)[others], np.asarray(wanted)[others])
-    for found, wanted in zip(again[2:4], (da, db), strict=True):
-        np.testing.assert_array_equal(np.asarray(found)[[0, 2]], np.asarray(wanted)[[0, 2]])
+    for actual, wanted in zip((again[0], again[1], again[4]), (y, dx, dweight), strict=True):
+        np.testing.assert_array_equal(np.asarray(actual)[others], np.asarray(wanted)[others])
+    for actual, wanted in zip(again[2:4], (da, db), strict=True):
+        np.testing.assert_array_equal(np.asarray(actual)[[0, 2]], np.asarray(wanted)[[0, 2]])
 
 
 def test_rows_are_sorted_by_expert_and_adapter_in_whole_tiles(case):

@@ -57,8 +57,8 @@ def train(base: str, adapter: dict) -> dict[str, np.ndarray]:
             group["lr"] = rate(adapter["optim"], step, len(adapter["batches"]))
         stepper.step()
         stepper.zero_grad()
-    found = {name.replace(".default", ""): weight.detach().numpy() for name, weight in weights.items()}
-    return found | {"losses": np.array(losses), "norms": np.array(norms)}
+    tensors = {name.replace(".default", ""): weight.detach().numpy() for name, weight in weights.items()}
+    return tensors | {"losses": np.array(losses), "norms": np.array(norms)}
 
 
 def main() -> None:

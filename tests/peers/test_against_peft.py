@@ -59,8 +59,8 @@ def peers(*arguments: object, **more: object) -> str:
 def test_the_versions_are_those_of_the_requirements():
     code = "import importlib.metadata as m, sys; print(*(f'{n}=={m.version(n)}' for n in sys.argv[1:]), sep='\\n')"
     wanted = [line for line in (HERE / "requirements.txt").read_text().splitlines() if "==" in line]
-    found = peers("-c", code, *[line.partition("==")[0] for line in wanted]).split()
-    assert [version.partition("+")[0] for version in found] == wanted
+    versions = peers("-c", code, *[line.partition("==")[0] for line in wanted]).split()
+    assert [version.partition("+")[0] for version in versions] == wanted
 
 
 def write_start(folder: Path, name: str, model: ModelConfig) -> Path:

@@ -53,9 +53,9 @@ def test_a_spoilt_entry_is_thrown_away(cache, tmp_path, spoil):
 
 
 def test_exchanged_entries_are_thrown_away(cache, tmp_path):
-    one, other = file_of(tmp_path, "first"), file_of(tmp_path, "second")
-    content = one.read_bytes()
-    one.write_bytes(other.read_bytes())
+    first, other = file_of(tmp_path, "first"), file_of(tmp_path, "second")
+    content = first.read_bytes()
+    first.write_bytes(other.read_bytes())
     other.write_bytes(content)
     assert (cache.get("first"), cache.get("second")) == (None, None)
 

@@ -80,9 +80,9 @@ def adapter(name: str, kind: str = "lora", **more: Any) -> dict[str, Any]:
     return values | {"target_modules": modules} | more
 
 
-def task(name: str, kind: str, data: str, own: str, **more: Any) -> dict[str, Any]:
+def task(name: str, kind: str, data: str, adapter: str, **more: Any) -> dict[str, Any]:
     sizes = {"batch_size": "4", "mini_batch_size": "2", "num_epochs": "3", "cutoff_len": "32", "save_step": "1000"}
-    return {"name": name, "type": kind, "dataset": data, "adapter": own} | sizes | more
+    return {"name": name, "type": kind, "dataset": data, "adapter": adapter} | sizes | more
 
 
 def wait_for_state(client: CommandLine, server: Any, name: str, *states: str) -> dict[str, Any]:
