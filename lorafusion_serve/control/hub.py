@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import threading
@@ -11,7 +12,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from lorafusion_serve.store.database import StoreError
 from lorafusion_serve.wire import Closed, Message, Wire
+
+log = logging.getLogger("lorafusion.control")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -95,6 +99,8 @@ class Hub:
                 wire.send({"received": message.get("number", 0)})
         except (Closed, KeyError, TypeError):
             pass
+        except StoreError as problem:  # the worker connects again and sends what was not taken
+            log.warning("%s", problem)
         finally:
             wire.close()
             if connection is not None and self.connections.get(connection.group) is connection:

@@ -22,10 +22,12 @@ class SimulatedProcess:
 
     pid = 0
 
-    def __init__(self, settings: Any, group: str, epoch: int, places: int):
+    def __init__(self, settings: Any, group: str, epoch: int, places: int, poison: str = ""):
+        self._poison = poison
         self.jobs: dict[str, dict[str, Any]] = {}
         self.trained: set[str] = set()
         self.most_together, self._places = 0, places
+        self._frozen = threading.Event()
         self.ended, self.code = threading.Event(), None
         self.link = Link(settings.socket, group, epoch, 0.1, self._holds)
         self.link.emit("ready", device="simulated")
@@ -40,6 +42,8 @@ class SimulatedProcess:
         self.ended.set()
 
     def wait(self, timeout: float | None = None) -> None:
+        if self._frozen.is_set():
+            self.crash()  # only SIGKILL ends a stopped process
         self.ended.set()
         self._thread.join(timeout)
 
@@ -52,11 +56,19 @@ class SimulatedProcess:
             wire.close()
         self.ended.set()
 
+    def freeze(self) -> None:
+        """Stops without an end: nothing is sent or received."""
+        self._frozen.set()
+        self.link._beat_s = 1e6
+        self.link._ended.wait(0.2)  # a beat that was under way
+
     def _holds(self) -> list[dict[str, Any]]:
         return [{"job": name, "epoch": job["epoch"]} for name, job in list(self.jobs.items())]
 
     def _run(self) -> None:
         while not self.ended.is_set():
+            while self._frozen.is_set() and not self.ended.is_set():
+                time.sleep(STEP_S)
             with suppress(queue.Empty):
                 self._execute(self.link.commands.get(timeout=STEP_S))
             for name in list(self.jobs):
@@ -68,7 +80,9 @@ class SimulatedProcess:
 
     def _execute(self, command: dict[str, Any]) -> None:
         name = command.get("job", "")
-        if command["command"] == "start" and name not in self.jobs:
+        if command["command"] == "start" and name == self._poison:
+            self.crash()
+        elif command["command"] == "start" and name not in self.jobs:
             assert command["place"] < self._places
             assert command["place"] not in {job["place"] for job in self.jobs.values()}
             step = 0 if command["state"] is None else int(Path(command["state"]).name.rpartition("s")[2])
@@ -105,14 +119,17 @@ class SimulatedSession(Session):
     """A session whose worker is simulated.
 
     Attributes:
+        poison: a job that ends its worker.
         made, plans: all processes and their places, by session.
     """
 
     made: ClassVar[dict[str, list[SimulatedProcess]]] = {}
+    poison: ClassVar[str] = ""
     plans: ClassVar[dict[str, list[dict[str, int]]]] = {}
 
     def spawn(self, epoch: int) -> Any:
-        process = SimulatedProcess(self._settings, self.group, epoch, sum(self.plan.places.values()))
+        places = sum(self.plan.places.values())
+        process = SimulatedProcess(self._settings, self.group, epoch, places, self.poison)
         self.made.setdefault(self.group, []).append(process)
         self.plans.setdefault(self.group, []).append({str(name): count for name, count in self.plan.places.items()})
         return process

@@ -3,87 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
+from simulated_service import Service, wait_for
 from simulated_worker import SimulatedSession
-from sqlalchemy import select
 
-from lorafusion_serve.control.controller import Controller
-from lorafusion_serve.control.scheduler import PolicyScheduler
-from lorafusion_serve.server import open_database
-from lorafusion_serve.settings import Settings
-from lorafusion_serve.store import tables as t
-from lorafusion_serve.store.jobs import Jobs
-from scheduling.online import ChangeCosts, Decision, Mesh, Rates
+from scheduling.online import Decision, Mesh
 from scheduling.online.policies.grouped import Packing
-
-ID = "sha256-" + "0" * 64
-
-
-class Service:
-    """A controller with simulated workers."""
-
-    def __init__(self, home: Path, base: Path, policy: Any, *, gpus: int = 2):
-        bases = {"red": base, "blue": base}
-        self.settings = Settings(
-            home=home, bases=bases, places={4: 2}, gpus=gpus, memory_gib=4.0, policy="ours", batch={"tile_tokens": 16}
-        )
-        self.db = open_database(self.settings)
-        self.jobs = Jobs(self.db)
-        rates = Rates(ChangeCosts(start_s=0.1, change_s=0.01, compile_s=0.01, move_s=0.01))
-        chosen = policy(rates) if callable(policy) else policy
-        self.scheduler = PolicyScheduler(self.settings, chosen, rates=rates)
-        SimulatedSession.made, SimulatedSession.plans = {}, {}
-        self.controller = Controller(self.settings, self.db, scheduler=self.scheduler, make_session=SimulatedSession)
-        self.controller.start()
-
-    def submit(self, name: str, base: str, steps: int = 30, rank: int = 4) -> str:
-        spec = {
-            "name": name, "base": base, "data": {"train": ID}, "lora": {"rank": rank}, "optim": {}, "objective": {},
-            "batch": {"global_samples": 4}, "steps": steps, "epochs": 1, "seed": 0, "weight": 1.0,
-        }  # fmt: skip
-        with self.db.write() as connection:
-            job = self.jobs.submit(connection, "ana", spec)["id"]
-            self.jobs.change(
-                connection, job, "accept", actor="test", rank=rank, steps=steps, lengths=[60, 20, 90], tokens=1000
-            )
-        return job
-
-    def show(self, job: str) -> dict:
-        with self.db.read() as connection:
-            return self.jobs.get(connection, job)
-
-    def placements(self, job: str) -> list[str]:
-        with self.db.read() as connection:
-            found = select(t.placements.c.group).where(t.placements.c.job == job).order_by(t.placements.c.epoch)
-            return list(connection.execute(found).scalars())
-
-    def decisions(self) -> list[dict]:
-        with self.db.read() as connection:
-            return [dict(row) for row in connection.execute(select(t.decisions)).mappings()]
-
-    def wait(self, *jobs: str) -> None:
-        wait_for(lambda: all(self.show(job)["state"] in ("done", "failed") for job in jobs))
-        for job in jobs:
-            found = self.show(job)
-            assert (found["state"], found["step"]) == ("done", found["steps"])
-            with self.db.read() as connection:
-                steps = [row["step"] for row in self.jobs.metrics(connection, job, 0, 1)]
-            assert steps == list(range(1, found["steps"] + 1))
-
-    def close(self) -> None:
-        self.controller.close()
-        self.db.close()
-
-
-def wait_for(there: Callable[[], bool]) -> None:
-    until = time.monotonic() + 120
-    while not there():
-        assert time.monotonic() < until
-        time.sleep(0.02)
 
 
 @pytest.fixture
@@ -109,6 +36,11 @@ def test_two_bases_get_their_sessions_and_all_jobs_end(serve):
     assert {jobs[job] for process in processes for job in process.trained} == {"red", "blue"}
     assert all(len({jobs[job] for job in process.trained}) == 1 for process in processes)
     assert max(process.most_together for process in processes) >= 2
+
+
+def sessions(service: Service, job: str) -> list[str]:
+    """Sessions that a job was in, in order."""
+    return [placement["group"] for placement in service.placed(job)]
 
 
 class Moves:
@@ -166,10 +98,10 @@ def test_a_job_moves_to_a_session_of_its_own(serve, monkeypatch):
     second = service.submit("two", "red", steps=60)
     wait_for(lambda: service.show(second)["step"] > 8)
     service.submit("three", "red")  # its arrival is when the policy is asked again; it waits
-    wait_for(lambda: service.placements(second)[-1:] == ["two"])
+    wait_for(lambda: sessions(service, second)[-1:] == ["two"])
     service.wait(first, second)
-    assert service.placements(first) == ["all"]
-    assert service.placements(second) == ["all", "two"]
+    assert sessions(service, first) == ["all"]
+    assert sessions(service, second) == ["all", "two"]
 
 
 class Broken:

@@ -1,0 +1,180 @@
+"""How do jobs of several clients fare that come over five minutes, against an offline plan of the same rows?
+
+    python -m benchmarks.live --out results/live --work /dev/shm     # one H200, 8B, about eight minutes
+    python -m benchmarks.live --out /tmp/try --small                 # in miniature on a CPU, a minute
+
+Writes a model of Llama-3.1-8B's shape with random weights and starts `lorafusion serve` with it. 8 clients submit 32
+jobs at times drawn from one seed. Checks that every job ends with all its steps, each once. `live.jsonl` has a row with
+
+* submit to first step, by job: the median, the 90th percentile and the largest;
+* tokens per slot and per second while jobs trained, beside those of an offline plan of all rows at the same seconds per
+  slot, which come from the slots and times of the steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from itertools import pairwise
+from pathlib import Path
+
+from benchmarks.conditions import conditions
+from benchmarks.random_job import SHAPE, SMALL, write_data
+from benchmarks.starting import write_base
+from lorafusion_jax.config.load import parse_config
+from lorafusion_jax.config.read import source_of
+from lorafusion_jax.data.prepare import prepare
+from lorafusion_jax.examples import examples_directory
+from lorafusion_jax.planning.training_plan import train_jobs
+from lorafusion_serve.client import Client, Job
+from scheduling import AdapterJob, make_plan
+
+CLIENTS = 8
+START_S = 300.0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--work", type=Path, help="where files are written; default: the system's folder")
+    parser.add_argument("--small", action="store_true")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    small, shape = options.small, SMALL if options.small else SHAPE
+    with tempfile.TemporaryDirectory(prefix="live_", dir=options.work) as folder:
+        work = Path(folder)
+        write_base(work / "base", shape, shape["num_layers"])
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copyfile(examples_directory() / "base" / name, work / "base" / name)
+        specs = [make_spec(work, number, small) for number in range(6 if small else 32)]
+        row = run(work, specs, over_s=15.0 if small else 300.0, small=small)
+    print(json.dumps(row, indent=1))
+    with (options.out / "live.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row | {"small": small} | conditions()) + "\n")
+    return 0
+
+
+def make_spec(work: Path, number: int, small: bool) -> dict:
+    """A job with its own data."""
+    mean, spread, longest = (40, 20, 100) if small else (500, 400, 2000)
+    file = work / f"rows-{number}.jsonl"
+    write_data(file, mean, spread, 24 if small else 96, work / "base" / "tokenizer.json", longest)
+    return {
+        "name": f"job-{number}",
+        "base": "base",
+        "data": {"train": str(file), "max_length": 256 if small else 4096},
+        "lora": {"rank": 4 if small else 16, "dropout": 0.0},
+        "batch": {"global_samples": (4, 8, 16)[number % 3]},
+        "seed": number,
+    }
+
+
+def run(work: Path, specs: list[dict], *, over_s: float, small: bool) -> dict[str, object]:
+    """Serves the jobs and returns the measurements."""
+    capacity, tile = (256, 16) if small else (8192, 128)
+    settings = [f"batch.capacity_tokens={capacity}", f"batch.tile_tokens={tile}"]
+    settings += ["base.dtype=float32", "train.block_layers=1"] if small else []
+    home, places = work / "home", "4:4" if small else "16:8"
+    command = [sys.executable, "-m", "lorafusion_jax", "serve", "--home", str(home), "--base", f"base={work / 'base'}"]
+    with (work / "server.txt").open("wb") as log:
+        server = subprocess.Popen([*command, "--places", places, "--port", "0", *settings], stdout=log, stderr=log)
+    try:
+        client = wait_ready(home)
+        jobs = submit_over(client, specs, over_s)
+        for job in jobs:
+            job.wait(3600)
+        return measure(work, jobs, specs, capacity, tile)
+    finally:
+        server.terminate()
+        server.wait(120)
+
+
+def wait_ready(home: Path) -> Client:
+    until = time.monotonic() + START_S
+    while time.monotonic() < until:
+        time.sleep(0.5)
+        if (home / "address").is_file():
+            client = Client((home / "address").read_text())
+            if client.request("GET", "/v1/bases")["items"][0]["warm"]:
+                return client
+    raise RuntimeError("the service was not ready in time")
+
+
+def submit_over(client: Client, specs: list[dict], over_s: float) -> list[Job]:
+    """Submits the jobs from threads of their clients, spread over some time."""
+    draw, began = random.Random(0), time.monotonic()
+    times = [0.0, *sorted(draw.uniform(0, over_s) for _ in specs[1:])]
+    jobs: dict[int, Job] = {}
+
+    def submit(own: int) -> None:
+        for number in range(own, len(specs), CLIENTS):
+            time.sleep(max(0.0, began + times[number] - time.monotonic()))
+            jobs[number] = client.submit(specs[number])
+
+    threads = [threading.Thread(target=submit, args=(own,)) for own in range(CLIENTS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [jobs[number] for number in range(len(specs))]
+
+
+def measure(work: Path, jobs: list[Job], specs: list[dict], capacity: int, tile: int) -> dict[str, object]:
+    waits, points = [], []
+    for job in jobs:
+        shown, steps = job.show(), [row for row in job.metrics() if row["kind"] == "step"]
+        assert [row["step"] for row in steps] == list(range(1, shown["steps"] + 1)), shown
+        waits.append(steps[0]["time"] - shown["created"])
+        points += [(row["slot"], row["time"]) for row in steps]
+    planned = [planner_job(work, spec, capacity, tile) for spec in specs]
+    tokens = sum(sum(job.sample_tokens) for job in planned)
+    offline = make_plan(planned, capacity_tokens=capacity, num_stages=1, tile_tokens=tile)
+    slots, seconds, slot_s = slot_seconds(points)
+    return {
+        "what": "live",
+        "jobs": len(jobs),
+        "first_step_s": {
+            "p50": round(statistics.median(waits), 2),
+            "p90": round(sorted(waits)[int(0.9 * (len(waits) - 1))], 2),
+            "most": round(max(waits), 2),
+        },
+        "tokens": tokens,
+        "slots": slots,
+        "offline_slots": len(offline.slots),
+        "slot_s": round(slot_s, 4),
+        "tokens_per_s": round(tokens / seconds, 1),
+        "offline_tokens_per_s": round(tokens / (len(offline.slots) * slot_s), 1),
+        "share_of_offline": round(len(offline.slots) * slot_s / seconds, 4),
+    }
+
+
+def planner_job(work: Path, spec: dict, capacity: int, tile: int) -> AdapterJob:
+    batch = {"capacity_tokens": capacity, "tile_tokens": tile}
+    adapter = {key: spec[key] for key in ("name", "data", "lora", "batch", "seed")}
+    config = parse_config(source_of({"base": {"model": str(work / "base")}, "batch": batch, "adapters": [adapter]}))
+    (job,) = train_jobs(config, prepare(config))
+    return job
+
+
+def slot_seconds(points: list[tuple[int, float]]) -> tuple[int, float, float]:
+    """Returns slots, seconds in which jobs trained, and the median of seconds per slot.
+
+    A pause longer than ten slots is no training: no job was there, or a place was empty.
+    """
+    points = sorted(set(points))
+    pairs = [(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(points) if b[0] > a[0]]
+    slot_s = statistics.median(seconds / slots for slots, seconds in pairs)
+    seconds = sum(min(seconds, 10 * slots * slot_s) for slots, seconds in pairs)
+    return points[-1][0], seconds, slot_s
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,137 @@
+"""Faults of the service, each with what must hold; workers are simulated, see `test_acceptance` for real ones."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sqlite3
+import time
+
+import pytest
+from simulated_service import Service, wait_for
+from simulated_worker import SimulatedSession
+from sqlalchemy import select
+
+from lorafusion_jax.errors import LoraFusionError
+from lorafusion_serve.client import ServiceError
+from lorafusion_serve.store import database
+from lorafusion_serve.store import tables as t
+from lorafusion_serve.store.database import Database, StoreError
+from scheduling.online.policies.grouped import Packing
+
+
+@pytest.fixture
+def serve(tmp_path, tiny_base):
+    made: list[Service] = []
+
+    def start(policy: object = Packing, **options) -> Service:
+        made.append(Service(tmp_path / f"home-{len(made)}", tiny_base, policy, **options))
+        return made[-1]
+
+    yield start
+    for service in made:
+        service.close()
+
+
+def first_process():
+    return next(iter(SimulatedSession.made.values()))[0]
+
+
+def test_a_frozen_worker_is_replaced(serve):
+    """SIGSTOP: no sign for a lease; it is ended, and its job goes on in another worker. See also `test_fences`."""
+    service = serve(lease_s=2.0)
+    job = service.submit("one", "red", steps=300)
+    wait_for(lambda: service.show(job)["step"] >= 3)
+    frozen = first_process()
+    frozen.freeze()
+    wait_for(lambda: len(service.placed(job)) >= 2 and service.show(job)["state"] in ("running", "done"))
+    service.wait(job)
+    assert frozen.ended.is_set()
+    assert service.show(job)["tries"] >= 1
+
+
+def test_a_poison_job_fails_alone(serve):
+    """It ends its worker whenever it starts."""
+    service = serve(places={4: 1})
+    good = service.submit("good", "blue", steps=40)
+    bad = service.submit("bad", "red", steps=40)
+    SimulatedSession.poison = bad
+    try:
+        wait_for(lambda: service.show(bad)["state"] == "failed")
+    finally:
+        SimulatedSession.poison = ""
+    assert "worker was lost 4 times" in service.show(bad)["reason"]
+    service.wait(good)
+
+
+@pytest.mark.parametrize("step_s", [3600.0, -3600.0])
+def test_steps_of_the_clock_move_no_lease(serve, monkeypatch, step_s):
+    service = serve(lease_s=20.0)
+    job = service.submit("one", "red", steps=80)
+    wait_for(lambda: service.show(job)["step"] >= 3)
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + step_s)
+    service.wait(job)
+    assert service.show(job)["tries"] == 0
+    assert sum(map(len, SimulatedSession.made.values())) == 1
+
+
+def test_a_locked_database_is_busy_for_a_while(tmp_path, monkeypatch):
+    """Another process holds the write lock: nothing is half written, and later it works."""
+    monkeypatch.setattr(database, "BUSY_S", 0.2)
+    db = Database(tmp_path / "service.db")
+    holder = sqlite3.connect(tmp_path / "service.db", isolation_level=None)
+    holder.execute("BEGIN IMMEDIATE")
+    with pytest.raises(StoreError) as problem, db.write() as connection:
+        db.add_event(connection, "lost", "ana", None, {})
+    assert problem.value.code == "store.busy"
+    holder.execute("ROLLBACK")
+    with db.write() as connection:
+        db.add_event(connection, "kept", "ana", None, {})
+    with db.read() as connection:
+        assert connection.execute(select(t.events.c.kind)).scalars().all() == ["kept"]
+    db.close()
+
+
+def test_a_service_goes_on_after_its_database_was_locked(serve, monkeypatch):
+    monkeypatch.setattr(database, "BUSY_S", 0.2)
+    service = serve()
+    job = service.submit("one", "red", steps=60)
+    wait_for(lambda: service.show(job)["step"] >= 3)
+    holder = sqlite3.connect(service.settings.database, isolation_level=None)
+    holder.execute("BEGIN IMMEDIATE")
+    time.sleep(1.0)
+    holder.execute("ROLLBACK")
+    holder.close()
+    service.wait(job)
+
+
+@pytest.mark.parametrize("where", [0, 100, 4096])
+def test_a_damaged_database_is_refused_with_its_fix(tmp_path, where):
+    file = tmp_path / "service.db"
+    db = Database(file)
+    with db.write() as connection:
+        for number in range(200):
+            db.add_event(connection, "any", "ana", None, {"number": number})
+    db.close()
+    content = bytearray(file.read_bytes())
+    content[where : where + 64] = os.urandom(64)
+    file.write_bytes(content)
+    with pytest.raises(LoraFusionError, match=r"store\.damaged"):
+        Database(file).close()
+
+
+def test_a_full_disk_refuses_uploads_and_leaves_nothing(running, tmp_path, monkeypatch):
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"text": "never seen before"}\n')
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("lorafusion_serve.api.datasets.os.fsync", full)
+    with pytest.raises(ServiceError) as problem:
+        running.client("ana").upload(file)
+    assert (problem.value.status, problem.value.problems[0]["code"]) == (507, "store.no-space")
+    assert [path for path in running.settings.datasets.iterdir() if path.name.startswith(".upload")] == []
+    monkeypatch.undo()
+    assert running.client("ana").upload(file)["rows"] == 1
