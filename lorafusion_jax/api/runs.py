@@ -138,7 +138,7 @@ def train(
     from lorafusion_jax.training import train as run
 
     read = job_of(job)
-    folder = Path(out) if out is not None else Path("runs") / read.name
+    folder = RunFolder.of(out).path if out is not None else Path("runs") / read.name
     chosen = plan.plan if isinstance(plan, JobPlan) else plan
 
     def work(listeners: Sequence[Listener]) -> Any:
@@ -170,7 +170,7 @@ def resume(
     from lorafusion_jax.training import resume as resume_run
     from lorafusion_jax.training.relayout import apply_resume_overrides
 
-    folder = run.folder if isinstance(run, Run) else Path(run)
+    folder = run.folder if isinstance(run, Run) else RunFolder.of(run).path
     config = apply_resume_overrides(RunFolder(folder).read_config(), overrides)
 
     def work(listeners: Sequence[Listener]) -> Any:
@@ -185,7 +185,7 @@ def open_run(folder: str | Path) -> Run:
     Raises:
         CheckpointError: the folder holds no run.
     """
-    RunFolder(Path(folder)).read_record()
+    RunFolder.of(folder).read_record()
     return Run(Path(folder))
 
 

@@ -31,7 +31,7 @@ from lorafusion_jax.checkpoint.transition import change_files, complete_change, 
 from lorafusion_jax.config.resolved import dump_config, read_resolved
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.config.values import BEGUN
-from lorafusion_jax.errors import CheckpointError
+from lorafusion_jax.errors import CheckpointError, ConfigError
 from lorafusion_jax.files import PART, remove_folder, replace_text
 from lorafusion_jax.readable import PLAN as MOST_PLAN
 from lorafusion_jax.readable import open_text
@@ -46,6 +46,18 @@ class RunFolder:
     """Paths of one run."""
 
     path: Path
+
+    @classmethod
+    def of(cls, folder: str | Path) -> RunFolder:
+        """Returns the paths of a folder that a user names.
+
+        Raises:
+            ConfigError: `run.no-folder`; `Path("")` would be the current folder.
+        """
+        if isinstance(folder, str) and not folder.strip():
+            fix = "a folder, e.g. runs/first; . is the current folder"
+            raise ConfigError("run.no-folder", "the name of the run folder is empty.", fix=fix)
+        return cls(Path(folder))
 
     @property
     def state(self) -> Path:

@@ -62,7 +62,7 @@ def resume(
         CheckpointError: there is no run folder, another process trains it, or its plan, data or base model changed.
         ConfigError: a setting cannot change, or an adapter cannot be dropped.
     """
-    folder = RunFolder(Path(out))
+    folder = RunFolder.of(out)
     with exclusive_run(folder), ExitStack() as start:
         if is_first():
             listeners = (record_phases(start.enter_context(start_file(folder.path))), *listeners)

@@ -52,7 +52,7 @@ def train(
         LoraFusionError: bad data, a plan for other data, a model that does not load, no space.
         Interrupted: stopped by a signal. The state is saved.
     """
-    folder = RunFolder(Path(out))
+    folder = RunFolder.of(out)
     with fail_together():
         must_hold_no_run(folder, config)
         if is_first():

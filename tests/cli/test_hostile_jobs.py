@@ -12,6 +12,11 @@ import pytest
 from cli_helpers import make_job
 from safetensors.numpy import load_file, save_file
 
+import lorafusion_jax as lf
+from lorafusion_jax.config import load_config
+from lorafusion_jax.errors import ConfigError
+from lorafusion_jax.training import resume, train
+
 BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 10)
 )
@@ -186,6 +191,22 @@ def test_an_empty_folder_is_not_the_current_one(lorafusion, job, arguments, tmp_
     before = sorted(tmp_path.rglob("*"))
     refuses(lorafusion, "train", job.path, *arguments, code="command.empty")
     assert sorted(tmp_path.rglob("*")) == before
+
+
+EMPTY = {
+    "train": lambda job: train(load_config(job), ""),
+    "resume": lambda job: resume(" "),
+    "lf.train": lambda job: lf.train(job, ""),
+    "lf.resume": lambda job: lf.resume(""),
+    "lf.open_run": lambda job: lf.open_run(""),
+}
+
+
+@pytest.mark.parametrize("call", EMPTY)
+def test_an_empty_folder_is_not_the_current_one_in_python(call, job, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"run\.no-folder"):
+        EMPTY[call](job.path)
 
 
 @pytest.mark.parametrize(
