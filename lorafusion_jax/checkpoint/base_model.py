@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lorafusion_jax.checkpoint.base_files import commit_of
 from lorafusion_jax.config.schema import JobConfig
-from lorafusion_jax.errors import CheckpointError
+from lorafusion_jax.errors import CheckpointError, did_you_mean
 from lorafusion_jax.families.hf_config import shortened
 
 ALLOWED = ["*.json", "*.safetensors", "*.jinja"]  # files of a hub model
@@ -19,16 +19,27 @@ def base_directory(config: JobConfig) -> Path:
     Raises:
         CheckpointError: it is neither a directory nor a hub name that can be resolved.
     """
-    direct = Path(config.directory) / config.base.model
+    direct, name = Path(config.directory) / config.base.model, config.base.model
     if _is_directory(direct):
         return direct
-    if "/" in config.base.model and not config.base.model.startswith((".", "/")) and config.base.model.count("/") == 1:
-        return _from_hub(config.base.model, config.base.revision)
+    is_hub_name = name.count("/") == 1 and not name.startswith((".", "/"))
+    if is_hub_name and not _is_directory(direct.parent):  # next to a folder "models", models/8B is a folder, too
+        return _from_hub(name, config.base.revision, direct)
     raise CheckpointError(
         "model.missing",
-        f"there is no model directory {shortened(str(direct))}.",
-        fix="base.model: a folder with config.json and *.safetensors, or org/name of a hub",
+        f"there is no model directory {shortened(name)}.",
+        where=str(Path(config.directory).absolute()),
+        fix=_similar_folder(direct) or "base.model: a folder with config.json and *.safetensors, or org/name of a hub",
     )
+
+
+def _similar_folder(direct: Path) -> str:
+    """Names the folder that was probably meant; "" where there is none."""
+    try:
+        names = sorted(path.name for path in direct.parent.iterdir() if path.is_dir())
+    except (OSError, ValueError):
+        return ""
+    return did_you_mean(direct.name, names)
 
 
 def base_identity(config: JobConfig) -> tuple[str, str | None]:
@@ -63,16 +74,24 @@ def pin_base(config: JobConfig) -> JobConfig:
     return config.model_copy(update={"base": config.base.model_copy(update={"revision": commit})})
 
 
-def _from_hub(name: str, revision: str | None) -> Path:
+def _from_hub(name: str, revision: str | None, direct: Path) -> Path:
+    """Fetches a hub model. `direct` is the folder that the name would be."""
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
         raise CheckpointError(
             "model.missing",
-            f"'{name}' is not a directory, and hub names need the hf extra.",
+            f"there is no model directory {name}, and hub names need the hf extra.",
+            where=str(direct.absolute()),
             fix='pip install "lorafusion-jax[hf]"',
         ) from None
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=ALLOWED))
     except Exception as problem:  # the hub client raises many types; each means that there is no model
-        raise CheckpointError("model.hub", f"the model '{name}' could not be fetched.", why=str(problem)) from None
+        raise CheckpointError(
+            "model.hub",
+            f"there is no model directory {name}, and no hub gave a model of this name.",
+            where=str(direct.absolute()),
+            why=f"{type(problem).__name__}: {problem}",
+            fix="the path of a folder with config.json and *.safetensors, or org/name of a hub that can be reached",
+        ) from None

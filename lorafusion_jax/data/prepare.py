@@ -15,6 +15,7 @@ from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.config.schema import AdapterConfig, DataSettings, JobConfig
 from lorafusion_jax.data.hold_out import hold_out
 from lorafusion_jax.data.model_fit import model_problems, read_shape
+from lorafusion_jax.data.sources import find_file
 from lorafusion_jax.data.tokenized import load_samples
 from lorafusion_jax.data.tokenized_set import TokenizedSet
 from lorafusion_jax.data.tokenizer import Tokenizer, load_tokenizer
@@ -78,7 +79,11 @@ def prepare(config: JobConfig, *, progress: Callable[[str], None] = lambda text:
     Raises:
         DataError, CheckpointError, ErrorList: every problem of every adapter.
     """
-    directory = base_directory(config)
+    try:
+        directory = base_directory(config)
+    except LoraFusionError as problem:  # without its tokenizer nothing can be read
+        raise_all([problem, *missing_files(config)])
+        raise
     tokenizer, model = load_tokenizer(directory), read_shape(directory)
     errors: list[LoraFusionError] = []
     adapters: dict[str, AdapterData] = {}
@@ -99,6 +104,19 @@ def prepare(config: JobConfig, *, progress: Callable[[str], None] = lambda text:
                 break
     raise_all(list({str(error): error for error in errors}.values()))
     return Prepared(tokenizer=tokenizer, adapters=adapters)
+
+
+def missing_files(config: JobConfig) -> list[LoraFusionError]:
+    """Returns an error for each data file that does not exist."""
+    errors: dict[str, LoraFusionError] = {}
+    for adapter in config.adapters:
+        for source in (adapter.data.train, adapter.data.eval):
+            if isinstance(source, str) and not source.startswith("hf:"):
+                try:
+                    find_file(source, Path(config.directory))
+                except DataError as problem:
+                    errors[source] = problem
+    return list(errors.values())
 
 
 def _adapter_data(config: JobConfig, adapter: AdapterConfig, tokenizer: Tokenizer) -> AdapterData:

@@ -34,17 +34,9 @@ def open_source(source: str, base_dir: Path) -> RawSource:
     """
     if source.startswith("hf:"):
         return _open_hub(source)
-    path = base_dir / source
+    path = find_file(source, base_dir)
     packed = path.suffix.lower() == PACKED
     kind = KINDS.get(Path(path.stem if packed else path.name).suffix.lower())
-    try:
-        exists = path.is_file()
-    except (OSError, ValueError):  # not a valid file name
-        raise DataError("data.missing-file", f"there is no data file {source[:SHOWN_NAME]}….") from None
-    if not exists:
-        raise DataError(
-            "data.missing-file", f"there is no data file {source}.", where=str(path), fix=_similar_file(path)
-        )
     if kind is None:
         raise DataError(
             "data.unknown-kind",
@@ -60,6 +52,24 @@ def open_source(source: str, base_dir: Path) -> RawSource:
     if not content.strip():
         raise DataError("data.empty-file", f"{source} is empty.", where=str(path), fix="a file with at least one row")
     return RawSource(name=source, kind=kind, content=content, digest=hashlib.sha256(content).hexdigest())
+
+
+def find_file(source: str, base_dir: Path) -> Path:
+    """Finds the file of a source that is not a hub data set.
+
+    Raises:
+        DataError: data.missing-file.
+    """
+    path = base_dir / source
+    try:
+        exists = path.is_file()
+    except (OSError, ValueError):  # not a valid file name
+        raise DataError("data.missing-file", f"there is no data file {source[:SHOWN_NAME]}….") from None
+    if not exists:
+        raise DataError(
+            "data.missing-file", f"there is no data file {source}.", where=str(path), fix=_similar_file(path)
+        )
+    return path
 
 
 def parse_rows(raw: RawSource) -> Rows:

@@ -26,6 +26,9 @@ MAY_CHANGE = (
 PLACES = ("directory", "base.model", "base.revision", "report.", "train.log_every_s")
 
 
+LENGTHS = ("max_steps", "epochs")  # keys of those who want to train for longer
+
+
 def apply_resume_overrides(config: JobConfig, overrides: Sequence[str]) -> JobConfig:
     """Applies `key=value` settings to the configuration of an existing run.
 
@@ -135,9 +138,13 @@ def _may_change(key: str) -> bool:
 
 
 def _not_changeable(key: str) -> ConfigError:
+    accepted = f"start a new run with lorafusion train; resume accepts {', '.join(MAY_CHANGE[:-1])} and save.*"
+    longer = key.rpartition(".")[2] in LENGTHS
     return ConfigError(
         "resume.fixed",
         f"{key} cannot change when a run is resumed.",
-        why="a run keeps the data and adapters that it started with",
-        fix=f"start a new run with lorafusion train; resume accepts {', '.join(MAY_CHANGE[:-1])} and save.*",
+        why="what is planned for an adapter stays as it is, so that a resumed run has the results of an unbroken one",
+        fix=f"lorafusion extend RUN ADAPTER --steps N trains an adapter for longer, --epochs N likewise; or {accepted}"
+        if longer
+        else accepted,
     )

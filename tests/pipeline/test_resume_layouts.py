@@ -226,6 +226,7 @@ def test_a_checkpoint_goes_on_with_its_plan_or_a_later_one(planned):
         (["batch.capacity_tokens=128"], "resume.fixed", "start a new run"),
         (["adapters.law.optim.lr=1"], "resume.fixed", "start a new run"),
         (["mesh.stage=1"], "resume.fixed", "mesh.stages"),
+        (["train.max_steps=60"], "resume.fixed", "lorafusion extend RUN ADAPTER --steps"),
         (["mesh.stages=none"], "config.override", ""),
         (["train.remat=all"], "config.override", ""),
         (["train.keep=nothing"], "config.renamed-key", "train.remat"),

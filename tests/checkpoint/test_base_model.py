@@ -1,0 +1,65 @@
+"""A base model that is not there: the folder is named before any hub, with the data files that are missing, too."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from lorafusion_jax.checkpoint.base_model import base_directory
+from lorafusion_jax.config.schema import JobConfig
+from lorafusion_jax.data.prepare import prepare
+from lorafusion_jax.errors import CheckpointError, ErrorList
+
+
+def job(folder, model, **data):
+    adapters = [{"name": name, "data": {"train": train}} for name, train in data.items()]
+    return JobConfig.model_validate(
+        {
+            "base": {"model": model},
+            "adapters": adapters or [{"name": "ash", "data": {"train": "ash.csv"}}],
+            "directory": str(folder),
+        }
+    )
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """A hub that cannot be reached, and the names that it was asked for."""
+    asked = []
+
+    def snapshot_download(name, **options):
+        asked.append(name)
+        raise ConnectionError("[Errno -2] Name or service not known")
+
+    monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(snapshot_download=snapshot_download))
+    return asked
+
+
+def test_beside_other_models_a_name_is_a_folder(tmp_path, hub):
+    (tmp_path / "weights" / "Qwen3-8B").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match=r"model\.missing.*weights/Qwen3-8b") as caught:
+        base_directory(job(tmp_path, "weights/Qwen3-8b"))
+    assert caught.value.fix == "did you mean 'Qwen3-8B'?"
+    assert hub == []
+
+
+def test_a_hub_that_does_not_answer_is_the_second_thing_said(tmp_path, hub):
+    with pytest.raises(CheckpointError) as caught:
+        base_directory(job(tmp_path, "weights/Qwen3-8B"))
+    problem = caught.value
+    assert (problem.code, problem.where) == ("model.hub", str(tmp_path / "weights/Qwen3-8B"))
+    assert problem.what == "there is no model directory weights/Qwen3-8B, and no hub gave a model of this name."
+    assert "Name or service not known" in problem.why
+    assert "folder with config.json" in problem.fix
+    assert hub == ["weights/Qwen3-8B"]
+
+
+def test_missing_data_is_told_with_the_missing_base(tmp_path, hub):
+    (tmp_path / "oak.jsonl").write_text("{}")
+    with pytest.raises(ErrorList) as caught:
+        prepare(
+            job(tmp_path, "./none", ash="a/ash.jsonl", oak="oak.jsonl", elm="elm.csv", fir="a/ash.jsonl", yew="hf:o/s")
+        )
+    codes = [(error.code, error.where) for error in caught.value.errors]
+    assert [code for code, _ in codes] == ["model.missing", "data.missing-file", "data.missing-file"]
+    assert [where for _, where in codes[1:]] == [str(tmp_path / "a/ash.jsonl"), str(tmp_path / "elm.csv")]
