@@ -76,12 +76,14 @@ def apply_lora(
         allow_partial=allow_partial,
         heads=(heads,) if isinstance(heads, str) else heads,
     )
-    linears = [place.linear for place, _ in targeted.values() if isinstance(place.linear, Linear)]
+    linears = [candidate.linear for candidate, _ in targeted.values() if isinstance(candidate.linear, Linear)]
     largest = max(it.in_features for it in linears), max(it.out_features for it in linears)
     shared = {}
-    for path, (place, members) in targeted.items():
-        assert isinstance(place.linear, Linear)
-        adapt(place.module, place.linear, adapters, path, [names.index(name) for name in members], largest, shared)
+    for path, (candidate, members) in targeted.items():
+        assert isinstance(candidate.linear, Linear)
+        adapt(
+            candidate.module, candidate.linear, adapters, path, [names.index(name) for name in members], largest, shared
+        )
     if left_out:
-        warnings.warn(describe_left_out([place.refused for place in left_out]), UserWarning, stacklevel=2)
+        warnings.warn(describe_left_out([candidate.refused for candidate in left_out]), UserWarning, stacklevel=2)
     return model

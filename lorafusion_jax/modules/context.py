@@ -180,8 +180,8 @@ class LoRAContext:
 
     def numbered(self, adapters: Int[Array, " P"]) -> LoRAContext:
         """Returns the context with a table of places, where all else is by place already; see `in_places`."""
-        here = (self.tile_adapter[:, None] == adapters) & (adapters >= 0)
-        return replace(self, tile_adapter=jnp.where(here.any(1), jnp.argmax(here, 1), -1).astype(jnp.int32))
+        held = (self.tile_adapter[:, None] == adapters) & (adapters >= 0)
+        return replace(self, tile_adapter=jnp.where(held.any(1), jnp.argmax(held, 1), -1).astype(jnp.int32))
 
     def at_layer(self, layer: int | Int[Array, ""]) -> LoRAContext:
         """Returns the context for one layer: every layer draws its own dropout."""

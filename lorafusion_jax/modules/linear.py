@@ -189,7 +189,9 @@ def _read_weight(module: nnx.Module, weight: str, ndim: int, inside: tuple[int, 
         return f"it has no parameter '{weight}'"
     if value.ndim < ndim:
         return f"its {weight} has {value.ndim} dimensions and its product needs {ndim}"
-    states = {name for name, own in vars(module).items() if isinstance(own, nnx.Rngs | nnx.RngStream | nnx.Variable)}
+    states = {
+        name for name, value in vars(module).items() if isinstance(value, nnx.Rngs | nnx.RngStream | nnx.Variable)
+    }
     if others := sorted(name for name in states if not isinstance(getattr(module, name), nnx.Param)):
         return f"its call may change what it holds ({', '.join(others)})"
     stack, shape = value.ndim - ndim + experts, tuple(value.shape)

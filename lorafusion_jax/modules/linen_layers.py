@@ -83,7 +83,7 @@ def find_layers(
     Raises:
         ConfigError: `lora.unsupported-linear`, a module of a listed class is not one product with its weight.
     """
-    found: dict[tuple[tuple[str, ...], str], LinenLayer] = {}
+    noted: dict[tuple[tuple[str, ...], str], LinenLayer] = {}
     watched: dict[tuple[str, ...], tuple[nn.Module, dict[str, tuple[int, ...]]]] = {}
     problems: dict[tuple[str, ...], str] = {}
     params = nn.meta.unbox(variables)["params"]
@@ -95,7 +95,7 @@ def find_layers(
         if stored[len(stack) :] != w.shape:
             why = f"its weight {list(stored)} is cut into {list(w.shape)}, not along its first axes"
             raise unsupported_linear(".".join(path), why, "nn.scan and nn.vmap with variable_axes={'params': 0}")
-        found[path, weight] = LinenLayer(
+        noted[path, weight] = LinenLayer(
             scope=path, path=path, weight=weight, shape=w.shape, inside=inside, stack=stack, kind=type(module).__name__
         )
         return frozen_multiply(x, w, inside, result)
@@ -115,10 +115,10 @@ def find_layers(
             return model.apply(variables, *args, mutable=True, **options)
 
     jax.eval_shape(run, {name: tree for name, tree in variables.items() if name != "LoRAParam"}, *args)
-    times = Counter(layer.scope for layer in found.values())
+    times = Counter(layer.scope for layer in noted.values())
     layers = [
         replace(layer, path=(*layer.scope, layer.weight)) if times[layer.scope] > 1 else layer
-        for layer in found.values()
+        for layer in noted.values()
     ]
     tables = [shape for module, shapes in watched.values() if is_embedding(module) for shape in shapes.values()]
     widths = [(layer.path, layer.out_features, bool(layer.stack)) for layer in layers]

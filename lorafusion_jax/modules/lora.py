@@ -188,7 +188,7 @@ def lora_siblings(
     """
     inputs = [linear._inputs(x) for linear in linears]
     if ctx is None or not any(linear.kinds for linear in linears):
-        return tuple(_plain(*each) for each in inputs)
+        return tuple(_plain(*arguments) for arguments in inputs)
     banks = [
         linear._bank(ctx, w_KN, x.dtype) if linear.kinds else None
         for linear, (x, w_KN, _) in zip(linears, inputs, strict=True)

@@ -22,7 +22,7 @@ EXPERTS = "a weight for each expert: all-linear leaves it out, name it to adapt 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class Candidate:
     """A module of a model that holds a weight.
 
     Args:
@@ -64,19 +64,19 @@ def check_model(model: object) -> None:
     raise ConfigError("lora.model", f"a model must be an nnx.Module, not a {name}.", fix=fix or "the nnx.Module itself")
 
 
-def find_places(model: nnx.Module, heads: Sequence[str] | None = None) -> list[Place]:
+def find_candidates(model: nnx.Module, heads: Sequence[str] | None = None) -> list[Candidate]:
     """Lists the modules with a weight of two or more axes, once per path."""
-    places = [
-        Place(path=path, module=module, linear=linear_of(module))
+    candidates = [
+        Candidate(path=path, module=module, linear=linear_of(module))
         for path, module in walk(model)
         if weight_names(module) or linear_of(module) is not None or isinstance(module, nnx.bridge.ToNNX)
     ]
     layers = [
-        (it.path, it.linear.out_features, bool(it.linear.stack)) for it in places if isinstance(it.linear, Linear)
+        (it.path, it.linear.out_features, bool(it.linear.stack)) for it in candidates if isinstance(it.linear, Linear)
     ]
-    tables = [tuple(getattr(it.module, name).shape) for it in places for name in _tables(it.module)]
+    tables = [tuple(getattr(it.module, name).shape) for it in candidates for name in _tables(it.module)]
     paths = find_heads(layers, tables, heads)
-    return [replace(place, is_head=place.path in paths) for place in places]
+    return [replace(candidate, is_head=candidate.path in paths) for candidate in candidates]
 
 
 def find_targets(
@@ -85,7 +85,7 @@ def find_targets(
     *,
     allow_partial: bool = False,
     heads: Sequence[str] | None = None,
-) -> tuple[dict[Path, tuple[Place, tuple[str, ...]]], list[Place]]:
+) -> tuple[dict[Path, tuple[Candidate, tuple[str, ...]]], list[Candidate]]:
     """Finds the layers that adapters target.
 
     Args:
@@ -102,41 +102,41 @@ def find_targets(
     Raises:
         ConfigError: all problems: `lora.unknown-target`, `lora.partial-target`, `lora.unsupported-linear`.
     """
-    places = find_places(model, heads)
+    candidates = find_candidates(model, heads)
     errors: list[LoraFusionError] = []
-    left_out: dict[Path, Place] = {}
+    left_out: dict[Path, Candidate] = {}
     hits: dict[str, list[Path]] = {}
     for target in dict.fromkeys(target for names in targets.values() for target in names):
-        matched = [place for place in places if matches(target, place)]
-        able = [place for place in matched if isinstance(place.linear, Linear)]
-        unable = [place for place in matched if not isinstance(place.linear, Linear)]
-        if unable and (_is_name(target, places) or (not able and target != ALL_LINEAR)):
+        matched = [candidate for candidate in candidates if matches(target, candidate)]
+        able = [candidate for candidate in matched if isinstance(candidate.linear, Linear)]
+        unable = [candidate for candidate in matched if not isinstance(candidate.linear, Linear)]
+        if unable and (_is_name(target, candidates) or (not able and target != ALL_LINEAR)):
             errors += [unsupported_linear(where, why) for where, why in by_reason([it.refused for it in unable])]
             continue
-        left_out |= {place.path: place for place in unable}
+        left_out |= {candidate.path: candidate for candidate in unable}
         if target == ALL_LINEAR:
-            left_out |= {place.path: place for place in places if is_experts(place)}
-        hits[target] = [place.path for place in able]
-        errors += _problems(target, hits[target], places, allow_partial)
+            left_out |= {candidate.path: candidate for candidate in candidates if is_experts(candidate)}
+        hits[target] = [candidate.path for candidate in able]
+        errors += _problems(target, hits[target], candidates, allow_partial)
     raise_all(errors)
-    found: dict[int, tuple[Place, set[str]]] = {}
-    for place in places:
-        wanted = {name for name, names in targets.items() if any(place.path in hits[target] for target in names)}
+    targeted: dict[int, tuple[Candidate, set[str]]] = {}
+    for candidate in candidates:
+        wanted = {name for name, names in targets.items() if any(candidate.path in hits[target] for target in names)}
         if wanted:
-            found.setdefault(id(place.module), (place, set()))[1].update(wanted)
+            targeted.setdefault(id(candidate.module), (candidate, set()))[1].update(wanted)
     order = list(targets)
-    return {place.path: (place, tuple(sorted(wanted, key=order.index))) for place, wanted in found.values()}, list(
-        left_out.values()
-    )
+    return {
+        candidate.path: (candidate, tuple(sorted(wanted, key=order.index))) for candidate, wanted in targeted.values()
+    }, list(left_out.values())
 
 
-def matches(target: str, place: Place) -> bool:
+def matches(target: str, candidate: Candidate) -> bool:
     """Whether a target matches a module. "all-linear" excludes output heads and Flax's non-linear modules."""
     if target == ALL_LINEAR:
-        if place.is_head or is_experts(place):
+        if candidate.is_head or is_experts(candidate):
             return False
-        return place.linear is not None or bool(_plausible(place.module))
-    return name_matches(target, dotted(place.path))
+        return candidate.linear is not None or bool(_plausible(candidate.module))
+    return name_matches(target, dotted(candidate.path))
 
 
 def name_matches(target: str, name: str) -> bool:
@@ -147,9 +147,9 @@ def name_matches(target: str, name: str) -> bool:
     return pattern is not None and pattern.fullmatch(name) is not None
 
 
-def is_experts(place: Place) -> bool:
+def is_experts(candidate: Candidate) -> bool:
     """Whether a layer has a weight for each expert: it takes LoRA if a target names it."""
-    return isinstance(place.linear, Linear) and place.linear.experts > 0
+    return isinstance(candidate.linear, Linear) and candidate.linear.experts > 0
 
 
 def unknown_class(module: nnx.Module) -> str:
@@ -199,9 +199,11 @@ def _is_flax(module: nnx.Module) -> bool:
     return type(module).__module__.startswith("flax.")
 
 
-def _is_name(target: str, places: Sequence[Place]) -> bool:
+def _is_name(target: str, candidates: Sequence[Candidate]) -> bool:
     """Whether a target is the name of a module rather than a pattern."""
-    return any(dotted(place.path) == target or dotted(place.path).endswith(f".{target}") for place in places)
+    return any(
+        dotted(candidate.path) == target or dotted(candidate.path).endswith(f".{target}") for candidate in candidates
+    )
 
 
 @cache
@@ -212,11 +214,11 @@ def _pattern(target: str) -> re.Pattern[str] | None:
         return None  # a glob such as "*.up"
 
 
-def _problems(target: str, hits: list[Path], places: list[Place], allow_partial: bool) -> list[LoraFusionError]:
+def _problems(target: str, hits: list[Path], candidates: list[Candidate], allow_partial: bool) -> list[LoraFusionError]:
     if not hits:
-        able = [dotted(place.path) for place in places if isinstance(place.linear, Linear)]
-        return [unknown_target(target, able, [it.refused for it in places if not isinstance(it.linear, Linear)])]
-    missing = [] if allow_partial else _layers_without(hits, [place.path for place in places])
+        able = [dotted(candidate.path) for candidate in candidates if isinstance(candidate.linear, Linear)]
+        return [unknown_target(target, able, [it.refused for it in candidates if not isinstance(it.linear, Linear)])]
+    missing = [] if allow_partial else _layers_without(hits, [candidate.path for candidate in candidates])
     if not missing:
         return []
     return [

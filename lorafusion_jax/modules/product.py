@@ -182,9 +182,9 @@ class _Run:
             return None if isinstance(atom, Literal) else axes.get(atom)
 
         for eqn in jaxpr.eqns:
-            here = {index: order for index, atom in enumerate(eqn.invars) if (order := axes_of(atom)) is not None}
+            weights_in = {index: order for index, atom in enumerate(eqn.invars) if (order := axes_of(atom)) is not None}
             operands = [read(atom) for atom in eqn.invars]
-            outputs, orders = self._step(jaxpr, eqn, operands, here)
+            outputs, orders = self._step(jaxpr, eqn, operands, weights_in)
             env.update(zip(eqn.outvars, outputs, strict=True))
             axes.update({eqn.outvars[index]: order for index, order in orders.items()})
         ends = {index: order for index, atom in enumerate(jaxpr.outvars) if (order := axes_of(atom)) is not None}

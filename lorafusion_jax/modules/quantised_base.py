@@ -13,7 +13,7 @@ from jaxtyping import Array
 from lorafusion_jax.errors import ConfigError
 from lorafusion_jax.modules.adapted import call_exchanged, exchanged_class
 from lorafusion_jax.modules.linear import Linear
-from lorafusion_jax.modules.match import Place, find_places, is_experts
+from lorafusion_jax.modules.match import Candidate, find_candidates, is_experts
 from lorafusion_jax.modules.product import Result
 from lorafusion_jax.modules.stored_weight import StoredWeight
 from lorafusion_jax.modules.storing import check_mesh, store
@@ -59,16 +59,16 @@ def quantize_base(model: nnx.Module, quantize: str) -> nnx.Module:
     """
     if quantize == NONE:
         return model
-    places = {id(place.module): place for place in find_places(model)}
-    layers = [(place, linear) for place in places.values() if (linear := _linear(place)) is not None]
+    candidates = {id(candidate.module): candidate for candidate in find_candidates(model)}
+    layers = [(candidate, linear) for candidate in candidates.values() if (linear := _linear(candidate)) is not None]
     _check(layers, quantize)
-    for place, linear in layers:
-        weight = getattr(place.module, linear.weight)[...]
-        setattr(place.module, linear.weight, QuantisedParam(store(weight, linear, len(linear.stack), quantize)))
-        if not hasattr(place.module, "lora_plan"):
-            setattr(place.module, _LINEAR, linear)
-            setattr(place.module, _PATH, dotted(place.path))
-            place.module.__class__ = exchanged_class(type(place.module), "Quantised", _call_quantised)
+    for candidate, linear in layers:
+        weight = getattr(candidate.module, linear.weight)[...]
+        setattr(candidate.module, linear.weight, QuantisedParam(store(weight, linear, len(linear.stack), quantize)))
+        if not hasattr(candidate.module, "lora_plan"):
+            setattr(candidate.module, _LINEAR, linear)
+            setattr(candidate.module, _PATH, dotted(candidate.path))
+            candidate.module.__class__ = exchanged_class(type(candidate.module), "Quantised", _call_quantised)
     return model
 
 
@@ -80,26 +80,30 @@ def stored_weight(layer: Any) -> StoredWeight | None:
     return value if isinstance(value, StoredWeight) else None
 
 
-def _linear(place: Place) -> Linear | None:
-    if (plan := getattr(place.module, "lora_plan", None)) is not None:
+def _linear(candidate: Candidate) -> Linear | None:
+    if (plan := getattr(candidate.module, "lora_plan", None)) is not None:
         return plan.linear
-    if (stored := getattr(place.module, _LINEAR, None)) is not None:
+    if (stored := getattr(candidate.module, _LINEAR, None)) is not None:
         return stored
-    return place.linear if isinstance(place.linear, Linear) and not (place.is_head or is_experts(place)) else None
+    return (
+        candidate.linear
+        if isinstance(candidate.linear, Linear) and not (candidate.is_head or is_experts(candidate))
+        else None
+    )
 
 
-def _check(layers: list[tuple[Place, Linear]], quantize: str) -> None:
+def _check(layers: list[tuple[Candidate, Linear]], quantize: str) -> None:
     stored_kind(quantize)  # raises if there is none
-    if not any(hasattr(place.module, "lora_plan") for place, _ in layers):
+    if not any(hasattr(candidate.module, "lora_plan") for candidate, _ in layers):
         raise ConfigError(
             "lora.quantize-first", "no layer has adapters.", fix="model = apply_lora(model, specs) before"
         )
-    for place, linear in layers:
-        where = dotted(place.path)
-        if stored_weight(place.module) is not None:
+    for candidate, linear in layers:
+        where = dotted(candidate.path)
+        if stored_weight(candidate.module) is not None:
             raise ConfigError("lora.quantized", "its weight is stored in fewer bytes already.", where=where)
-        check_mesh(getattr(place.module, linear.weight)[...], linear, len(linear.stack), quantize, where)
-    check_kernels(quantize, {dotted(place.path): (it.in_features, it.out_features) for place, it in layers})
+        check_mesh(getattr(candidate.module, linear.weight)[...], linear, len(linear.stack), quantize, where)
+    check_kernels(quantize, {dotted(candidate.path): (it.in_features, it.out_features) for candidate, it in layers})
 
 
 def _call_quantised(layer: Any, *args: Any, **options: Any) -> Any:

@@ -14,7 +14,7 @@ from flax import nnx
 
 from lorafusion_jax.modules.adapted import own_class
 from lorafusion_jax.modules.linear import Linear
-from lorafusion_jax.modules.match import check_model, find_places, is_experts
+from lorafusion_jax.modules.match import check_model, find_candidates, is_experts
 from lorafusion_jax.modules.quantised_base import stored_weight
 from lorafusion_jax.modules.stored_weight import StoredWeight
 from lorafusion_jax.modules.tree import dotted
@@ -83,8 +83,8 @@ class LoRAReport:
             yield skipped.path, skipped.kind, "", "none", skipped.why
 
     def _total(self) -> str:
-        each = ", ".join(f"{name} {count:,}" for name, count in self.parameters.items()) or "no adapters"
-        return f"trainable: {each}; frozen: {self.frozen:,}"
+        counts = ", ".join(f"{name} {count:,}" for name, count in self.parameters.items()) or "no adapters"
+        return f"trainable: {counts}; frozen: {self.frozen:,}"
 
 
 def lora_report(model: nnx.Module) -> LoRAReport:
@@ -103,17 +103,19 @@ def lora_report(model: nnx.Module) -> LoRAReport:
     adapted: dict[int, AdaptedRow] = {}
     skipped: dict[int, SkippedRow] = {}
     parameters: dict[str, int] = {}
-    for place in find_places(model):
-        plan, path, number = getattr(place.module, "lora_plan", None), dotted(place.path), id(place.module)
+    for candidate in find_candidates(model):
+        plan, path, number = getattr(candidate.module, "lora_plan", None), dotted(candidate.path), id(candidate.module)
         if plan is None:
-            why = place.unsupported_reason if not isinstance(place.linear, Linear) else ""
-            if isinstance(place.linear, Linear):
-                why = HEAD if place.is_head else place.unsupported_reason if is_experts(place) else UNTARGETED
-            if (weight := stored_weight(place.module)) is not None:
+            why = candidate.unsupported_reason if not isinstance(candidate.linear, Linear) else ""
+            if isinstance(candidate.linear, Linear):
+                why = (
+                    HEAD if candidate.is_head else candidate.unsupported_reason if is_experts(candidate) else UNTARGETED
+                )
+            if (weight := stored_weight(candidate.module)) is not None:
                 why = f"{UNTARGETED}, {weight.kind}"
-            skipped.setdefault(number, SkippedRow(path=path, kind=own_class(place.module).__name__, why=why))
+            skipped.setdefault(number, SkippedRow(path=path, kind=own_class(candidate.module).__name__, why=why))
         elif number not in adapted:
-            adapted[number] = _row(path, place.module, plan)
+            adapted[number] = _row(path, candidate.module, plan)
             for name, count in plan.parameters().items():
                 parameters[name] = parameters.get(name, 0) + count
     frozen = jax.tree.leaves(nnx.state(model, nnx.All(nnx.Param, nnx.Not(nnx.LoRAParam))))
@@ -126,7 +128,7 @@ def lora_report(model: nnx.Module) -> LoRAReport:
 
 
 def _stored_weights(model: nnx.Module) -> list[StoredWeight]:
-    layers = {id(place.module): place.module for place in find_places(model)}
+    layers = {id(candidate.module): candidate.module for candidate in find_candidates(model)}
     return [weight for layer in layers.values() if (weight := stored_weight(layer)) is not None]
 
 

@@ -61,8 +61,8 @@ class StoredWeight:
     @property
     def num_weights(self) -> int:
         """Weights of all layers of the stack."""
-        name, one = next(iter(self._form.arrays(*self.matrix).items()))
-        return math.prod(self.shape) * (self.arrays[name].size // math.prod(one.shape))
+        name, array = next(iter(self._form.arrays(*self.matrix).items()))
+        return math.prod(self.shape) * (self.arrays[name].size // math.prod(array.shape))
 
     @property
     def matrix(self) -> tuple[int, int]:
@@ -154,9 +154,9 @@ class DequantisedWeight:
         """(K, N) of what these arrays hold."""
         for name, text in self.words if self._is_splittable else ():
             sizes = zip((text or "").split(), self.arrays[name].shape, strict=False)  # a stack is no weight
-            found = {word[0]: per_element(word) * size for word, size in sizes}
-            if {"k", "n"} <= found.keys():
-                return found["k"], found["n"]
+            dimensions = {word[0]: per_element(word) * size for word, size in sizes}
+            if {"k", "n"} <= dimensions.keys():
+                return dimensions["k"], dimensions["n"]
         return self.matrix
 
     @property

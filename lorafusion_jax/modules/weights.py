@@ -58,8 +58,8 @@ def adapter_arrays(model: nnx.Module, name: str) -> dict[str, np.ndarray]:
     for layer, plan, index in _layers_of(model, name):
         spec, axis = plan.adapters[index], len(plan.linear.stack)
         for leaf in adapter_kind(spec.kind).leaves:
-            own = np.take(np.asarray(getattr(layer, leaf.name)[...]), index, axis)
-            arrays[f"{plan.path}.{leaf.name}".lstrip(".")] = np.ascontiguousarray(leaf.at_rank(own, spec.rank))
+            tensor = np.take(np.asarray(getattr(layer, leaf.name)[...]), index, axis)
+            arrays[f"{plan.path}.{leaf.name}".lstrip(".")] = np.ascontiguousarray(leaf.at_rank(tensor, spec.rank))
     return arrays
 
 
@@ -96,8 +96,8 @@ def put_adapter_arrays(model: nnx.Module, name: str, arrays: Mapping[str, Any]) 
         spec, stack = plan.adapters[index], len(plan.linear.stack)
         for leaf in adapter_kind(spec.kind).leaves:
             bank = np.array(getattr(layer, leaf.name)[...])
-            own = np.moveaxis(bank, stack, 0)[index]  # a view of the adapter's part
-            leaf.at_rank(own, spec.rank)[...] = np.asarray(arrays[f"{plan.path}.{leaf.name}".lstrip(".")])
+            view = np.moveaxis(bank, stack, 0)[index]  # a view of the adapter's part
+            leaf.at_rank(view, spec.rank)[...] = np.asarray(arrays[f"{plan.path}.{leaf.name}".lstrip(".")])
             getattr(layer, leaf.name)[...] = jnp.asarray(bank)
 
 
@@ -134,23 +134,23 @@ def only_adapter(model: nnx.Module, name: str) -> nnx.Module:
     Raises:
         ConfigError: `lora.unknown-adapter`.
     """
-    found = {id(layer): (plan, index) for layer, plan, index in _layers_of(model, name)}
+    targeted = {id(layer): (plan, index) for layer, plan, index in _layers_of(model, name)}
     _check_unquantised(model)
     layers: dict[int, Any] = {id(layer): layer for _, layer in walk(model) if hasattr(layer, "lora_plan")}
     for number, layer in layers.items():
-        if number not in found:
+        if number not in targeted:
             _strip(layer)
             continue
-        plan, index = found[number]
+        plan, index = targeted[number]
         spec, stack = plan.adapters[index], len(plan.linear.stack)
         leaves = {leaf.name: leaf for leaf in adapter_kind(spec.kind).leaves}
         for key in plan.leaf_names:
             if key not in leaves:
                 delattr(layer, key)
                 continue
-            own = np.take(np.asarray(getattr(layer, key)[...]), [index], stack)
+            tensor = np.take(np.asarray(getattr(layer, key)[...]), [index], stack)
             variable = type(getattr(layer, key))
-            setattr(layer, key, variable(jnp.asarray(leaves[key].at_rank(own, spec.rank))))
+            setattr(layer, key, variable(jnp.asarray(leaves[key].at_rank(tensor, spec.rank))))
         layer.lora_plan = replace(plan, adapters=(spec,), members=(0,), rank=spec.rank)
     return model
 
@@ -175,19 +175,19 @@ def merge_adapter(model: nnx.Module, name: str, *, keep: bool = False) -> nnx.Mo
         raise ConfigError("lora.no-weights", "the adapters of a Linen model hold no weights to merge into.", fix=fix)
     if any(hasattr(layer, BASE) for _, layer in walk(model)):
         raise ConfigError("lora.merged", "an adapter is merged into this model already.", fix="unmerge_adapter(model)")
-    found = {id(layer): (plan, index) for layer, plan, index in _layers_of(model, name)}
+    targeted = {id(layer): (plan, index) for layer, plan, index in _layers_of(model, name)}
     _check_unquantised(model)
     layers: dict[int, Any] = {id(layer): layer for _, layer in walk(model) if hasattr(layer, "lora_plan")}
     for number, layer in layers.items():
         weight = getattr(layer, layer.lora_plan.linear.weight)
         if keep:
             setattr(layer, BASE, LoRABase(weight[...]))
-        if number in found:
-            plan, index = found[number]
+        if number in targeted:
+            plan, index = targeted[number]
             spec, stack = plan.adapters[index], len(plan.linear.stack)
-            own = {it: np.take(np.asarray(getattr(layer, it)[...]), index, stack) for it in plan.leaf_names}
-            own = {leaf.name: own[leaf.name] for leaf in adapter_kind(spec.kind).leaves}
-            weight[...] = merged_weight(weight[...], spec, own, plan.linear.inside, stack)
+            tensors = {it: np.take(np.asarray(getattr(layer, it)[...]), index, stack) for it in plan.leaf_names}
+            tensors = {leaf.name: tensors[leaf.name] for leaf in adapter_kind(spec.kind).leaves}
+            weight[...] = merged_weight(weight[...], spec, tensors, plan.linear.inside, stack)
         if keep:
             layer.__class__ = own_class(layer)
         else:

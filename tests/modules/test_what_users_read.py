@@ -62,6 +62,7 @@ def test_no_text_denies_layers_or_proposes_the_same_word():
     assert "filter (Conv): an nnx.Conv is not a product with a weight" in error.why
 
 
+@pytest.mark.wrong_types
 def test_models_that_are_none_of_nnx_are_shown_the_way():
     assert "LinenLoRA" in refusal(nn.Dense(3)).fix
     assert "nnx.Dict" in refusal({"up": nnx.Linear(8, 4, rngs=nnx.Rngs(0))}).fix
