@@ -90,6 +90,12 @@ def merge_arrays(
         raise CheckpointError(
             "merge.kind", f"{spec.name}: an adapter of kind {spec.kind} has biases, which the base has no place for."
         )
+    if spec.on_experts:
+        raise CheckpointError(
+            "merge.experts",
+            f"{spec.name}: adapters of experts are not merged.",
+            fix="export without --merge; PEFT merges the folder",
+        )
     base_dir = Path(base_dir)
     places = _places(base_dir)
     targets = {f"model.{path}.weight": path for path in arrays if path != SHARED}

@@ -84,6 +84,8 @@ class Places:
             return f"the session has no place for kind {spec.kind}, only for {', '.join(sorted(set(self.kinds)))}"
         if spec.rank > largest:
             return f"rank {spec.rank} is above the largest place, {largest}"
+        if spec.on_experts:
+            return "adapters of experts need a run of their own: the places of a session have none"
         if spec.patterns is not None:
             return "ranks, alphas and layers by pattern need a run of their own"
         return "the session was opened without dropout" if spec.dropout and not self.dropout else ""

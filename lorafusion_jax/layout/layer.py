@@ -247,5 +247,6 @@ class LayerSpec:
 
     @cached_property
     def _halves(self) -> dict[str, Half]:
-        others: dict[str, Half] = {array.path.rpartition(".")[0]: array.half for array in self.arrays}
-        return others | {part.path: part.half for part in (*self.linears, *self.norms)}
+        halves: dict[str, Half] = {array.path.rpartition(".")[0]: array.half for array in self.arrays}
+        halves.update((part.path, part.half) for part in (*self.linears, *self.norms))
+        return halves

@@ -9,8 +9,12 @@ from small_jobs import write_job, write_rows
 
 from lorafusion_jax.checkpoint.peft import read_adapter
 from lorafusion_jax.config import load_config
+from lorafusion_jax.errors import ConfigError
 from lorafusion_jax.families.experts import Experts, Router
-from lorafusion_jax.training import RunFolder, train
+from lorafusion_jax.models import ModelConfig
+from lorafusion_jax.training import Interrupted, RunFolder, resume, train
+from lorafusion_jax.training.loop import Loop
+from lorafusion_jax.weights.table import check_kernels
 
 TOLERANCE = 1e-5  # sums of float32 in another order, carried along by a few steps of Adam
 EXPERTS = Experts(width=32, inner=20, count=5, active=2, router=Router(normalise=False))
@@ -28,8 +32,8 @@ def run(base, tmp_path_factory):
     """run(names, **sections) → the folder of a run with these adapters."""
     runs: dict[str, RunFolder] = {}
 
-    def run(names, breaking=(), **sections):
-        key = str((names, breaking, sections))
+    def run(names, breaking=(), quantize="none", **sections):
+        key = str((names, breaking, quantize, sections))
         if key not in runs:
             folder = tmp_path_factory.mktemp("job")
             adapters = [
@@ -44,7 +48,7 @@ def run(base, tmp_path_factory):
                 for number, name in enumerate(TARGETS)
                 if name in names
             ]
-            config = load_config(write_job(folder, base, adapters, **sections))
+            config = load_config(write_job(folder, base, adapters, **sections), [f"base.quantize={quantize}"])
             outcome = train(config, folder / "run")
             assert outcome.exit_code == (3 if breaking else 0)
             runs[key] = RunFolder(folder / "run")
@@ -105,3 +109,38 @@ def test_a_folder_names_parameters_as_peft_does(run):
     keys = load_file(med / "adapter_model.safetensors")  # one parameter: there is no inner wrapper
     assert keys[f"{prefix}.lora_B.weight"].shape == (32, 3 * 5)
     assert not [key for key in keys if "base_layer" in key]
+
+
+def test_a_resumed_run_equals_one_without_a_break(base, tmp_path, monkeypatch):
+    """Its checkpoint holds the adapters of all experts."""
+    original, loops = Loop.__init__, []
+
+    def init(self, *arguments, **named):
+        original(self, *arguments, **named)
+        loops.append(self)
+
+    monkeypatch.setattr(Loop, "__init__", init)
+    adapters = [
+        {
+            "name": "law",
+            "data": {"train": write_rows(tmp_path, "law", 9, longest=10)},
+            "lora": {"rank": 2, "targets": ["experts"], "dropout": 0},
+            "batch": {"global_samples": 3},
+        }
+    ]
+    config = load_config(write_job(tmp_path, base, adapters, batch={"capacity_tokens": 64, "tile_tokens": 16}))
+    train(config, tmp_path / "whole")
+    stop = lambda event: event.kind == "slot" and event.slot == 1 and loops[-1]._stop.set()  # noqa: E731
+    with pytest.raises(Interrupted):
+        train(config, tmp_path / "cut", listeners=[stop])
+    resume(tmp_path / "cut")
+    one, other = (weights(RunFolder(tmp_path / name), "law") for name in ("whole", "cut"))
+    for key in one:
+        np.testing.assert_array_equal(one[key], other[key], err_msg=key)
+
+
+def test_experts_train_on_a_base_in_four_bits_and_not_in_eight(base, run):
+    assert weights(run(("law",), quantize="nf4"), "law")
+    config = ModelConfig.from_hf(base)
+    with pytest.raises(ConfigError, match="projections of experts cannot be stored as fp8"):
+        check_kernels("fp8", config.layer(0).kernel_shapes())

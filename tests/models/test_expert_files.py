@@ -11,6 +11,8 @@ import pytest
 from make_golden import GOLDEN
 from safetensors.numpy import load_file, save_file
 
+from lorafusion_jax.checkpoint.merge import merge_adapter
+from lorafusion_jax.checkpoint.peft import export_adapter, read_adapter
 from lorafusion_jax.errors import CheckpointError
 from lorafusion_jax.families.experts import Experts, Router
 from lorafusion_jax.models import Decoder, ModelConfig, load_decoder, load_frozen, save_decoder
@@ -72,6 +74,26 @@ def test_mxfp4_is_dequantised(tmp_path):
     weights = load_frozen(folder, dtype=jnp.float32)
     for name, kernel in wanted.items():
         np.testing.assert_array_equal(weights[name], kernel)
+
+
+@pytest.mark.parametrize("case", ["qwen3_moe", "mixtral_window", "gpt_oss"])
+def test_an_adapter_that_peft_wrote_is_written_again_bit_for_bit(case, tmp_path):
+    spec, arrays = read_adapter(GOLDEN / case / "adapter")
+    assert spec.on_experts
+    leaves = {
+        f"{path}.{leaf}": array[None]
+        for path, pair in arrays.items()
+        for leaf, array in zip(("lora_a", "lora_b"), pair, strict=True)
+    }
+    folder = export_adapter(leaves, spec, 0, "base", tmp_path / "out")
+    found, wanted = (load_file(where / "adapter_model.safetensors") for where in (folder, GOLDEN / case / "adapter"))
+    assert found.keys() == wanted.keys()
+    for name in wanted:
+        np.testing.assert_array_equal(found[name], wanted[name], err_msg=name)
+    settings = json.loads((folder / "adapter_config.json").read_text())
+    assert settings["target_parameters"] == ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    with pytest.raises(CheckpointError, match="adapters of experts are not merged"):
+        merge_adapter(GOLDEN / case, folder, tmp_path / "merged")
 
 
 def expect(folder, code, *texts):

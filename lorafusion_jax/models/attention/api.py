@@ -70,8 +70,8 @@ def attention(
         (8, 2, 16)
     """
     C = q.shape[-1]
-    scale = C**-0.5 if scale is None else scale
-    rule = ScoreRule(channels=C, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks is not None)
+    factor = C**-0.5 if scale is None else scale
+    rule = ScoreRule(channels=C, scale=factor, window=window, soft_cap=soft_cap, sinks=sinks is not None)
     implementation = implementation or default_implementation(q, k, rule)
     if implementation not in _KERNELS:
         raise ValueError(f"implementation={implementation!r} is not one of {', '.join(map(repr, _KERNELS))}")
