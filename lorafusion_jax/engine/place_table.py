@@ -28,9 +28,11 @@ class PlaceTable:
 
     def assign(self, place: int, spec: AdapterSpec, objective: int) -> None:
         """Describes the adapter of a place; `objective` is the number of its objective in the session."""
-        own = dict(own_columns(self._columns, place, spec))
+        adapter_columns = dict(own_columns(self._columns, place, spec))
         for row, (name, at) in enumerate(self._columns.items()):
-            self._windows[row, :, place] = (at.first[place], own[name]) if name in own else (0, 0)
+            self._windows[row, :, place] = (
+                (at.first[place], adapter_columns[name]) if name in adapter_columns else (0, 0)
+            )
         self._rank[place], self._scale[place] = spec.columns, spec.scale
         self._rate[place], self._key[place] = spec.dropout, dropout_key(spec.seed)
         self._objective[place] = objective

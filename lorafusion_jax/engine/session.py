@@ -249,7 +249,7 @@ class LiveSession:
         self.drain()
         task = self.tasks[place]
         parts = _results(self._executor.read(lambda stage: (stage.adapter(place), stage.optimizers[task.name])))
-        weights = adapter_arrays([own for own, _ in parts])
+        weights = adapter_arrays([leaves for leaves, _ in parts])
         # Copies: a host array may be a view of a device array, which the next step overwrites.
         optimizer = jax.tree.map(np.array, joined_states([state for _, state in parts]))
         return AdapterState(step=task.step, data=task.data.digest, weights=weights, optimizer=optimizer)
@@ -356,7 +356,8 @@ class LiveSession:
         """Compiles what all adapters share, and the steps of the largest adapters of each class."""
         shapes = self._stages[0].parts.own_shapes()
         zeros = {
-            name: {leaf: np.zeros(shape, np.float32) for leaf, shape in own.items()} for name, own in shapes.items()
+            name: {leaf: np.zeros(shape, np.float32) for leaf, shape in leaf_shapes.items()}
+            for name, leaf_shapes in shapes.items()
         }
         for stage in self._stages:
             stage.start(zeros)
@@ -418,8 +419,8 @@ class LiveSession:
             raise RunError(
                 "session.reference", f"the reference of {task.name} does not fit into place {place}.", why=why
             )
-        own = {task.name: self._stages[0].parts.first_weights(spec)}
-        return _Weights(spec=spec, leaves=start_from(own, {0: arrays}, [spec])[task.name])
+        first_weights = {task.name: self._stages[0].parts.first_weights(spec)}
+        return _Weights(spec=spec, leaves=start_from(first_weights, {0: arrays}, [spec])[task.name])
 
     def _teacher_state(self, task: Task) -> State | None:
         return teacher_state(self.config.model_copy(update={"adapters": (task.adapter,)}))

@@ -62,9 +62,9 @@ def bases(service: ServiceOf, owner: JobsRead) -> dict[str, Any]:
     free: dict[str, dict[str, int]] = {name: {} for name in service.settings.bases}
     for group in controller.groups:
         taken, layout = controller.places(group), controller.layout(group)
-        own = free[controller.base_of(group)]
+        free_by_class = free[controller.base_of(group)]
         for name, places in layout.classes.items():
-            own[name] = own.get(name, 0) + sum(taken[place] is None for place in places)
+            free_by_class[name] = free_by_class.get(name, 0) + sum(taken[place] is None for place in places)
     return {
         "items": [
             {"name": name, "shape": _shape(path), "warm": controller.warm(name), "free_places": free[name]}
@@ -132,8 +132,8 @@ def decisions(
     """What was decided and why; refused decisions, too."""
     del owner
     with service.db.read() as connection:
-        found = select(t.decisions).where(t.decisions.c.seq > since).order_by(t.decisions.c.seq.desc()).limit(200)
-        return {"items": [dict(row) for row in connection.execute(found).mappings()]}
+        query = select(t.decisions).where(t.decisions.c.seq > since).order_by(t.decisions.c.seq.desc()).limit(200)
+        return {"items": [dict(row) for row in connection.execute(query).mappings()]}
 
 
 @router.post("/workers/{worker}/{action}", status_code=202, tags=["cluster"])
@@ -244,8 +244,8 @@ def _metrics(service: Service) -> bytes:
 
     registry = CollectorRegistry()
     with service.db.read() as connection:
-        found = select(t.jobs.c.state, func.count()).group_by(t.jobs.c.state)
-        by_state = {row[0]: row[1] for row in connection.execute(found)}
+        query = select(t.jobs.c.state, func.count()).group_by(t.jobs.c.state)
+        by_state = {row[0]: row[1] for row in connection.execute(query)}
         steps = connection.scalar(select(func.count()).select_from(t.metrics).where(t.metrics.c.kind == "step")) or 0
     jobs = Gauge("lorafusion_jobs", "Jobs by state", ["state"], registry=registry)
     for state, count in by_state.items():

@@ -88,7 +88,7 @@ def preview(
     base: Annotated[str | None, Query(max_length=100)] = None,
 ) -> Response:
     """A row as the model sees it: ⟦ ⟧ around what is learned."""
-    found, bases = _find(service, dataset, owner), service.settings.bases
+    stored, bases = _find(service, dataset, owner), service.settings.bases
     if base is not None and base not in bases:
         raise not_found("such base")
     chosen = base or next(iter(bases))
@@ -102,15 +102,15 @@ def preview(
         "weight": 1.0,
         "steps": None,
     }
-    files = {dataset: service.settings.datasets / dataset / f"data.{found['format']}"}
+    files = {dataset: service.settings.datasets / dataset / f"data.{stored['format']}"}
     session = {"base": {}, "batch": {}, "mesh": {}, "train": {}}
     values = job_values(spec, "preview", base=bases[chosen], files=files, session=session, start=None)
     answer = service.controller.child.ask("preview", {"values": values, "row": row})
     problems = answer.pop("problems")
     if problems:
         path = str(service.settings.datasets / dataset)
-        return problems_answer([{k: v.replace(path, "") for k, v in one.items()} for one in problems])
-    answer["text"] = answer["text"].replace(str(files[dataset]), found["name"])
+        return problems_answer([{k: v.replace(path, "") for k, v in problem.items()} for problem in problems])
+    answer["text"] = answer["text"].replace(str(files[dataset]), stored["name"])
     return JSONResponse(answer)
 
 
@@ -155,9 +155,9 @@ def keep(service: Service, owner: Owner, draft: Path, name: str, sha: str, size:
         known = connection.execute(select(t.datasets).where(t.datasets.c.id == dataset)).mappings().one_or_none()
     if known is not None:
         return JSONResponse(dict(known), 201)
-    found = service.controller.child.ask("count", {"file": str(file)})
-    if found["problems"]:
-        return problems_answer(found["problems"])
+    counts = service.controller.child.ask("count", {"file": str(file)})
+    if counts["problems"]:
+        return problems_answer(counts["problems"])
     target = service.settings.datasets / dataset
     if target.exists():  # a row that was lost with its transaction
         shutil.rmtree(target)
@@ -169,8 +169,8 @@ def keep(service: Service, owner: Owner, draft: Path, name: str, sha: str, size:
         "name": name,
         "sha256": sha,
         "format": file.suffix.removeprefix("."),
-        "rows": found["rows"],
-        "columns": found["columns"],
+        "rows": counts["rows"],
+        "columns": counts["columns"],
         "bytes": size,
         "created": time.time(),
     }

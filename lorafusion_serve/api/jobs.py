@@ -48,8 +48,8 @@ def submit(
     if problems := find_problems(service, owner, spec):
         return problems_answer(problems)
     if dry_run:
-        found = service.controller.run_check({"id": "dry-run", "spec": values, "base": spec.base})
-        return problems_answer(found["problems"]) if found["problems"] else JSONResponse(found)
+        verdict = service.controller.run_check({"id": "dry-run", "spec": values, "base": spec.base})
+        return problems_answer(verdict["problems"]) if verdict["problems"] else JSONResponse(verdict)
 
     def act(connection: Any) -> tuple[int, Any]:
         live = service.jobs.count_live(connection, owner.name)
@@ -159,8 +159,8 @@ def timeline(job: Name, service: ServiceOf, owner: JobsRead) -> dict[str, Any]:
     """Where a job was: its placements, and its states with their times."""
     with service.db.read() as connection:
         _find(service, connection, job, owner)
-        found = select(t.placements).where(t.placements.c.job == job).order_by(t.placements.c.epoch)
-        places = [dict(row) for row in connection.execute(found).mappings()]
+        query = select(t.placements).where(t.placements.c.job == job).order_by(t.placements.c.epoch)
+        places = [dict(row) for row in connection.execute(query).mappings()]
         return {"placements": places, "transitions": service.jobs.transitions(connection, job)}
 
 
@@ -205,11 +205,11 @@ def find_problems(service: Service, owner: Owner, spec: JobSpec) -> list[dict[st
                 what, fix = "there is no such data set.", "upload it first: POST /v1/datasets"
                 problems.append({"code": "job.dataset", "where": f"data.{key}", "what": what, "fix": fix})
         reference = None if spec.objective.reference in (BASE, START) else spec.objective.reference
-        for place, adapter in (("init_from", spec.init_from), ("objective.reference", reference)):
+        for key_path, adapter in (("init_from", spec.init_from), ("objective.reference", reference)):
             where = [t.artifacts.c.id == adapter, t.artifacts.c.owner == owner.name]
             if adapter and connection.execute(select(t.artifacts.c.id).where(*where)).first() is None:
                 what, fix = "there is no such adapter.", "an id of GET /v1/adapters"
-                problems.append({"code": "job.adapter", "where": place, "what": what, "fix": fix})
+                problems.append({"code": "job.adapter", "where": key_path, "what": what, "fix": fix})
     if problems:
         return problems
     job = {"spec": spec.model_dump(mode="json"), "base": spec.base, "id": spec.name}

@@ -321,8 +321,8 @@ def _rendering(service: Service, dataset: dict[str, Any]) -> dict[str, Any]:
 
 def _tasks(service: Service) -> list[dict[str, Any]]:
     with service.db.read() as connection:
-        found = [(task, service.jobs.get(connection, task["job"])) for task in _entries(service, "task")]
-    return [{key: value for key, value in task.items() if key != "job"} | {"state": _state(job)} for task, job in found]
+        pairs = [(task, service.jobs.get(connection, task["job"])) for task in _entries(service, "task")]
+    return [{key: value for key, value in task.items() if key != "job"} | {"state": _state(job)} for task, job in pairs]
 
 
 def _state(job: dict[str, Any]) -> str:

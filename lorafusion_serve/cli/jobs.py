@@ -183,8 +183,8 @@ def job_of(config: JobConfig, adapter: AdapterConfig, base: str | None) -> dict[
 
 def _ask(url: str, key_file: Path | None, act: Callable[[Client], dict[str, Any]]) -> None:
     with _errors():
-        found = act(_client(url, key_file))
-    print(f"{found['id']}  {found['state']}")
+        answer = act(_client(url, key_file))
+    print(f"{answer['id']}  {answer['state']}")
 
 
 def _client(url: str, key_file: Path | None) -> Client:
@@ -203,7 +203,7 @@ def _errors() -> Iterator[None]:
         yield
     except ServiceError as problem:
         first = problem.problems[0]
-        more = "".join(f"; also {one['what']}" for one in problem.problems[1:])
+        more = "".join(f"; also {entry['what']}" for entry in problem.problems[1:])
         raise ConfigError(
             first.get("code", "jobs.refused"),
             first.get("what", ""),

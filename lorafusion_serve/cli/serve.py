@@ -106,12 +106,12 @@ def read_places(text: str) -> dict[str, int]:
     """
     parts = [part.strip().rpartition(":") for part in text.split(",")]
     try:
-        found = {name: int(count) for name, _, count in parts}
-        Places.of(found)
+        counts = {name: int(count) for name, _, count in parts}
+        Places.of(counts)
     except (ValueError, ConfigError):
         fix = "--places 16:8,64:2,dora:16:1"
         raise ConfigError("serve.places", f"--places {text} is not RANK:NUMBER,…", fix=fix) from None
-    return found
+    return counts
 
 
 def read_policy(name: str | None, *, several: bool) -> str:
@@ -142,17 +142,17 @@ def _bases(given: list[str]) -> dict[str, Path]:
     if not given:
         what, fix = "a service needs a base model.", "--base models/llama-3.1-8b, or --base NAME=FOLDER, once or more"
         raise ConfigError("serve.base", what, fix=fix)
-    found = {}
+    paths = {}
     for text in given:
         name, is_named, folder = text.partition("=")
         path = Path(folder if is_named else text).absolute()
         if not (path / "config.json").is_file():
             raise ConfigError("serve.base", f"{path} is not the folder of a model.", fix="a folder with config.json")
         key = name if is_named else path.name
-        if key in found:
+        if key in paths:
             raise ConfigError("serve.base", f"two bases are called {key}.", fix=f"--base OTHER={path}")
-        found[key] = path
-    return found
+        paths[key] = path
+    return paths
 
 
 def _setting(text: str) -> tuple[str, Any]:

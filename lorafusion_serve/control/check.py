@@ -32,7 +32,7 @@ def check(values: dict[str, Any], places: dict[str, int]) -> dict[str, Any]:
             tile_tokens=config.batch.tile_tokens,
         )
     except (LoraFusionError, PlanError) as problem:
-        return {"problems": [describe(one) for one in getattr(problem, "errors", [problem])]}
+        return {"problems": [describe(error) for error in getattr(problem, "errors", [problem])]}
     (spec,) = adapter_specs(config)
     layout = Places.of(places)
     if why := layout.refuses(spec):

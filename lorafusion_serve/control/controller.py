@@ -100,7 +100,7 @@ class Controller:
 
     def warm(self, base: str) -> list[str]:
         """Sessions of a base that train."""
-        return [name for name, own in list(self._sessions.items()) if own.plan.base == base and own.trains]
+        return [name for name, session in list(self._sessions.items()) if session.plan.base == base and session.trains]
 
     def places(self, group: str = GROUP) -> dict[int, str | None]:
         """Place of a session → job."""
@@ -162,8 +162,8 @@ class Controller:
             if self._drain(name):
                 self._sessions.pop(name).remove()
         for name, plan in wanted.sessions.items():
-            others = [own for own in self._sessions.values() if own.group != name]
-            if name not in self._sessions and not any(set(own.plan.gpus) & set(plan.gpus) for own in others):
+            others = [session for session in self._sessions.values() if session.group != name]
+            if name not in self._sessions and not any(set(session.plan.gpus) & set(plan.gpus) for session in others):
                 self._sessions[name] = self._new_session(name, plan)
         for session in self._sessions.values():
             session.watch()
@@ -208,16 +208,16 @@ class Controller:
             self._checks.submit(self._check, job)
 
     def _check(self, job: Job) -> None:
-        found = self.run_check(job)
+        verdict = self.run_check(job)
         try:
             with self._db.write() as connection:
-                if found["problems"]:
-                    why = found["problems"][0]["what"]
+                if verdict["problems"]:
+                    why = verdict["problems"][0]["what"]
                     self._jobs.change(
-                        connection, job["id"], "reject", actor="checker", why=why, problems=found["problems"]
+                        connection, job["id"], "reject", actor="checker", why=why, problems=verdict["problems"]
                     )
                 else:
-                    sizes = {name: found[name] for name in ("steps", "tokens", "rank", "lengths")}
+                    sizes = {name: verdict[name] for name in ("steps", "tokens", "rank", "lengths")}
                     self._jobs.change(connection, job["id"], "accept", actor="checker", **sizes)
         except StateError:
             pass  # cancelled meanwhile
@@ -226,13 +226,13 @@ class Controller:
 
     def run_check(self, job: Job) -> dict[str, Any]:
         """Checks the data of a job in a child process: its problems, or its steps and tokens."""
-        found = self.child.ask("check", {"values": self.values(job), "places": dict(self._settings.places)})
-        if not found["problems"] and (why := self._scheduler.refuses(_row_of(job, found))):
+        verdict = self.child.ask("check", {"values": self.values(job), "places": dict(self._settings.places)})
+        if not verdict["problems"] and (why := self._scheduler.refuses(_row_of(job, verdict))):
             fix = "fewer tokens in data.max_length, or a machine with more GPUs or memory"
-            found["problems"] = [{"code": "job.too-large", "where": "base", "what": why, "why": "", "fix": fix}]
+            verdict["problems"] = [{"code": "job.too-large", "where": "base", "what": why, "why": "", "fix": fix}]
         home = str(self._settings.home)
-        found["problems"] = [{k: v.replace(home, "") for k, v in one.items()} for one in found["problems"]]
-        return found
+        verdict["problems"] = [{k: v.replace(home, "") for k, v in entry.items()} for entry in verdict["problems"]]
+        return verdict
 
     def values(self, job: Job) -> dict[str, Any]:
         """Returns the job file of a job."""
@@ -245,8 +245,8 @@ class Controller:
                 files[dataset] = settings.datasets / dataset / f"data.{ending}"
             start, reference = spec.get("init_from"), spec.get("objective", {}).get("reference")
             for adapter in filter(None, (start, reference)):
-                found = connection.scalar(select(t.artifacts.c.path).where(t.artifacts.c.id == adapter))
-                folders |= {} if found is None else {adapter: Path(found)}
+                path = connection.scalar(select(t.artifacts.c.path).where(t.artifacts.c.id == adapter))
+                folders |= {} if path is None else {adapter: Path(path)}
         sections = {"base": settings.base, "batch": settings.batch, "mesh": settings.mesh, "train": settings.train}
         session = {name: dict(values) for name, values in sections.items()}
         base = settings.bases[job["base"]]
@@ -272,7 +272,7 @@ class Controller:
         for job in rows:
             if job["state"] in ON_WORKER:
                 taken.setdefault(job["group"], set()).add(job["place"])
-        layouts = {name: Places.of(own.plan.places) for name, own in self._sessions.items() if own.trains}
+        layouts = {name: Places.of(session.plan.places) for name, session in self._sessions.items() if session.trains}
         for job in rows:
             group = wanted.group.get(job["id"], "")
             if job["state"] != "queued" or group not in layouts or group in drained:
@@ -386,7 +386,7 @@ def _may_run(job: Job) -> bool:
     return job["state"] != "draining" or job["after_drain"] in (None, "preempt")
 
 
-def _row_of(job: Job, found: dict[str, Any]) -> Job:
+def _row_of(job: Job, verdict: dict[str, Any]) -> Job:
     """A job as it will be once it is accepted."""
-    sizes = {name: found[name] for name in ("steps", "rank", "lengths")}
+    sizes = {name: verdict[name] for name in ("steps", "rank", "lengths")}
     return {"owner": "-", "weight": 1.0, "priority": 0} | job | sizes

@@ -157,7 +157,7 @@ class Session:
             if job["state"] == "running" and self._weights.get((job["id"], job["epoch"])) != job["weight"]:
                 self._send_weight(job)
             if job["state"] == "running" and self._seen is not None and not self._sent_any(job):
-                held = any((own["job"], own["epoch"]) == (job["id"], job["epoch"]) for own in self._seen.holds)
+                held = any((hold["job"], hold["epoch"]) == (job["id"], job["epoch"]) for hold in self._seen.holds)
                 self._sent.add((job["id"], job["epoch"], "seen"))
                 if not held:
                     with self._db.write() as connection, suppress(StateError):

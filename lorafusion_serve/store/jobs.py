@@ -131,23 +131,23 @@ class Jobs:
     def in_states(self, connection: Connection, *states: str) -> list[Job]:
         """Jobs in these states: by priority, then in order of arrival."""
         order = (t.jobs.c.priority.desc(), t.jobs.c.created, t.jobs.c.id)
-        found = select(t.jobs).where(t.jobs.c.state.in_(states)).order_by(*order)
-        return [dict(row) for row in connection.execute(found).mappings()]
+        query = select(t.jobs).where(t.jobs.c.state.in_(states)).order_by(*order)
+        return [dict(row) for row in connection.execute(query).mappings()]
 
     def transitions(self, connection: Connection, job: str) -> list[dict[str, Any]]:
-        found = select(t.transitions).where(t.transitions.c.job == job).order_by(t.transitions.c.number)
+        query = select(t.transitions).where(t.transitions.c.job == job).order_by(t.transitions.c.number)
         return [
-            {k: v for k, v in row.items() if k not in ("job", "number")} for row in connection.execute(found).mappings()
+            {k: v for k, v in row.items() if k not in ("job", "number")} for row in connection.execute(query).mappings()
         ]
 
     def count_live(self, connection: Connection, owner: str) -> int:
-        found = select(func.count()).select_from(t.jobs).where(t.jobs.c.owner == owner, t.jobs.c.state.in_(LIVE))
-        return connection.scalar(found) or 0
+        query = select(func.count()).select_from(t.jobs).where(t.jobs.c.owner == owner, t.jobs.c.state.in_(LIVE))
+        return connection.scalar(query) or 0
 
     def using(self, connection: Connection, dataset: str) -> list[str]:
         """Live jobs that use a data set."""
-        found = connection.execute(select(t.jobs.c.id, t.jobs.c.spec).where(t.jobs.c.state.in_(LIVE))).all()
-        return [job for job, spec in found if dataset in (spec["data"].get("train"), spec["data"].get("eval"))]
+        rows = connection.execute(select(t.jobs.c.id, t.jobs.c.spec).where(t.jobs.c.state.in_(LIVE))).all()
+        return [job for job, spec in rows if dataset in (spec["data"].get("train"), spec["data"].get("eval"))]
 
     def place(self, connection: Connection, job: str, *, group: str, place: int) -> Job:
         """Writes a new placement of a queued job: its epoch grows, and earlier writers are refused from now on."""
@@ -165,12 +165,12 @@ class Jobs:
 
     def metrics(self, connection: Connection, job: str, from_step: int, every: int) -> list[dict[str, Any]]:
         chosen = or_(t.metrics.c.kind != "step", t.metrics.c.step % every == 0)
-        found = (
+        query = (
             select(t.metrics.c.row)
             .where(t.metrics.c.job == job, t.metrics.c.step >= from_step, chosen)
             .order_by(t.metrics.c.step, t.metrics.c.kind)
         )
-        return list(connection.execute(found).scalars())
+        return list(connection.execute(query).scalars())
 
     def _note(
         self, connection: Connection, job: str, owner: str, before: str, after: str, event: str, *, actor: str, why: str

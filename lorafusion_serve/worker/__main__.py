@@ -20,7 +20,7 @@ def main() -> int:
     held: dict[str, Held] = {}
 
     def holds() -> list[Message]:
-        return [{"job": own.job, "epoch": own.epoch} for own in list(held.values())]
+        return [{"job": entry.job, "epoch": entry.epoch} for entry in list(held.values())]
 
     # First of all: the server sees that a worker starts, whatever takes its time.
     link = Link(Path(settings["socket"]), settings["group"], settings["epoch"], settings["beat_s"], holds)

@@ -183,10 +183,10 @@ class WorkerLoop:
 
     def _evaluate(self, held: Held, task: Task) -> None:
         assert held.place is not None
-        found = self._session.evaluate(held.place)
-        if found is not None:
-            row = {"kind": "eval", "step": task.step, "eval_loss": found.loss, "eval_tokens": found.tokens}
-            row |= {f"eval_{name}": value for name, value in found.metrics.items()}
+        evaluation = self._session.evaluate(held.place)
+        if evaluation is not None:
+            row = {"kind": "eval", "step": task.step, "eval_loss": evaluation.loss, "eval_tokens": evaluation.tokens}
+            row |= {f"eval_{name}": value for name, value in evaluation.metrics.items()}
             self._rows.setdefault((held.job, held.epoch), []).append(row | {"time": round(time.time(), 3)})
 
     def _end(self, held: Held, kind: str, **data: Any) -> None:
@@ -242,8 +242,8 @@ class WorkerLoop:
         if not self._rows or not (now or time.monotonic() - self._reported > REPORT_S):
             return
         rows, self._rows, self._reported = self._rows, {}, time.monotonic()
-        for (job, epoch), own in rows.items():
-            self._link.emit("stepped", job=job, epoch=epoch, rows=own)
+        for (job, epoch), job_rows in rows.items():
+            self._link.emit("stepped", job=job, epoch=epoch, rows=job_rows)
 
 
 def _load(job: str, values: dict[str, Any], state: Path | None, folder: Path) -> tuple[Task, AdapterState | None]:

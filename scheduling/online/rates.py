@@ -62,8 +62,8 @@ class Rates:
         """The mesh of 1, 2, 4 or 8 GPUs with the fewest GPU-seconds; None if the job fits on none."""
 
         def search() -> IsolatedRate | None:
-            found = [rate for gpus in MESHES if gpus <= most_gpus and (rate := self.isolated_rate(job, kind, gpus))]
-            return min(found, key=lambda rate: rate.step_s * rate.mesh.gpus, default=None)
+            rates = [rate for gpus in MESHES if gpus <= most_gpus and (rate := self.isolated_rate(job, kind, gpus))]
+            return min(rates, key=lambda rate: rate.step_s * rate.mesh.gpus, default=None)
 
         return self._jobs.once(job, ("best", kind, most_gpus), search)
 
@@ -185,10 +185,10 @@ class Rates:
         for mesh, cost in self._meshes(members, kind, gpus):
             if last is not None and last.mesh.stages == mesh.stages and last.density < EMPTY:
                 continue
-            found = share(known, mesh, cost)
-            if best is None or found.better_than(best):
-                best = found
-            last = found
+            shared = share(known, mesh, cost)
+            if best is None or shared.better_than(best):
+                best = shared
+            last = shared
         return best
 
     def _on_mesh(
@@ -205,11 +205,11 @@ class Rates:
 
     def _members(self, members: Sequence[Job], kind: Kind, gpus: int) -> Members:
         weights = [job.weight for job in members]
-        each = gpus / sum(weights)
+        gpus_per_weight = gpus / sum(weights)
         return Members(
             profiles=[self.profile(job) for job in members],
             weights=weights,
-            fair=[self.fair_steps_per_s(job, kind, round(each * job.weight, 6)) for job in members],
+            fair=[self.fair_steps_per_s(job, kind, round(gpus_per_weight * job.weight, 6)) for job in members],
             bounds=[job.max_slowdown for job in members],
         )
 
@@ -220,7 +220,7 @@ class Rates:
         longest = max(self.profile(job).longest for job in members)
         ladder = [tokens for tokens in LADDER if longest <= tokens <= max(longest, USUAL_CAPACITY)]
         wanted = self._capacities or capacities or ladder
-        found: list[tuple[Mesh, SlotCost]] = []
+        meshes: list[tuple[Mesh, SlotCost]] = []
         for stages in MESHES:
             if stages > gpus or gpus % stages or stages > members[0].shape.num_layers:
                 continue
@@ -232,11 +232,11 @@ class Rates:
                 cost = self._cost(members[0], kind, stages, recompute) if room > before else None
                 if cost is not None:
                     fitting = (tokens for tokens in wanted if max(before, longest - 1) < tokens <= room)
-                    found += [(Mesh(stages, gpus // stages, tokens), cost) for tokens in fitting]
+                    meshes += [(Mesh(stages, gpus // stages, tokens), cost) for tokens in fitting]
                 before = room
             if before >= USUAL_CAPACITY >= longest:
                 break
-        return found
+        return meshes
 
     def _cost(self, job: Job, kind: Kind, stages: int, recompute: bool) -> SlotCost:
         key = ("cost", job.base_name, kind[0], stages, recompute)
