@@ -11,6 +11,7 @@ import hashlib
 from collections.abc import Callable
 from contextlib import suppress
 from functools import lru_cache, wraps
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -33,6 +34,8 @@ CUSTOM_CALLS = (
 PACKAGES = (
     "jax", "jaxlib", "flax", "jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13",
 )  # fmt: skip
+# Modules that set up what the custom calls of kernels need when they run. Whoever traces a kernel has imported them.
+KERNEL_RUNTIMES = ("jax.experimental.mosaic.gpu", "jax.experimental.pallas.triton")
 SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion", "jax_threefry_partitionable")
 SOURCES = ("lorafusion_jax", "pallas_kernels")
 MOST = 512  # files; the least recently written are removed
@@ -87,7 +90,11 @@ def read_program(file: Path) -> export.Exported | None:
     digest, program = content[:32], content[32:]
     if hashlib.sha256(program).digest() != digest:
         return None
-    return export.deserialize(bytearray(program))
+    exported = export.deserialize(bytearray(program))
+    if "cuda" in exported.platforms:
+        for module in KERNEL_RUNTIMES:
+            import_module(module)
+    return exported
 
 
 def _lower(function: Callable, shapes: list[Any]) -> export.Exported | None:

@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
+from unittest import mock
 
 import jax
 
@@ -25,7 +26,7 @@ def record(folder: Path, base: Path) -> dict[str, str]:
     from small_jobs import two_adapters, write_job, write_rows
 
     from lorafusion_jax import train
-    from lorafusion_jax.pipeline import stage
+    from lorafusion_jax.pipeline import lowered, stage
     from lorafusion_jax.pipeline.programs import StagePrograms
 
     texts: dict[str, str] = {}
@@ -46,11 +47,11 @@ def record(folder: Path, base: Path) -> dict[str, str]:
 
     rows = {name: write_rows(folder, name, 8) for name in ("law", "med")}
     job = write_job(folder, base, two_adapters(rows))
-    usual, stage.StagePrograms = stage.StagePrograms, Recorded
-    try:
+    with (
+        mock.patch.object(stage, "StagePrograms", Recorded),
+        mock.patch.object(lowered, "lowered_folder", return_value=None),  # as they are traced, not as a file keeps them
+    ):
         train(job, out=folder / "run", progress=False)
-    finally:
-        stage.StagePrograms = usual
     return texts
 
 

@@ -1,6 +1,8 @@
 """Programs in lowered form: a later start traces nothing, and computes the same."""
 
 import dataclasses
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import chex
@@ -8,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import export
 
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.config.schema import TrainSettings
@@ -80,6 +83,20 @@ def test_a_damaged_file_is_written_again(folder, broken):
     assert function(jnp.arange(4.0), ())["x"].tolist() == [0, 2, 4, 6]
     assert traces.traces == 1
     assert lowered.read_program(file) is not None
+
+
+def test_a_program_of_a_gpu_finds_the_runtimes_of_its_kernels(tmp_path):
+    """Mosaic's kernels do not run in a process that has neither traced one nor imported Mosaic."""
+    program = export.export(jax.jit(lambda x: x + 1), platforms=["cuda"])(jnp.arange(3.0))
+    file = tmp_path / "add.program"
+    lowered._write(file, program)
+    code = (
+        "import sys, pathlib; from lorafusion_jax.pipeline.lowered import read_program;"
+        "loaded = lambda: {'jax.experimental.mosaic.gpu', 'jax.experimental.pallas.triton'} <= set(sys.modules);"
+        f"print(loaded(), read_program(pathlib.Path({str(file)!r})).platforms, loaded())"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout == "False ('cuda',) True\n"
 
 
 def test_what_jax_cannot_export_runs_as_it_is(folder):
