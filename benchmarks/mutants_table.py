@@ -481,7 +481,7 @@ MUTANTS = (
         "lorafusion_jax/config/overrides.py",
         "return written is not None and written != given",
         "return written is not None",
-        "tests/cli/test_commands.py",
+        "tests/config/test_load.py",
     ),
     Mutant(
         "lorafusion_jax/plugins.py",

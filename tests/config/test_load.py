@@ -9,7 +9,8 @@ import yaml
 from lorafusion_jax.config import dump_config, load_config, sweep
 from lorafusion_jax.config.job_checks import ineffective
 from lorafusion_jax.config.load import parse_config
-from lorafusion_jax.config.read import Source
+from lorafusion_jax.config.overrides import unreached
+from lorafusion_jax.config.read import Source, read_source
 from lorafusion_jax.config.resolved import read_resolved
 from lorafusion_jax.config.sections import DEFAULTS, SHARED, SINGLE_DEFAULTS
 from lorafusion_jax.errors import ConfigError, ErrorList
@@ -90,6 +91,13 @@ def test_lists_that_make_too_many_adapters_are_refused_before_they_are_made(monk
     with pytest.raises(ConfigError, match="make 6 adapters") as refused:
         sweep.expand({"name": "law", "seed": [0, 1], "optim": {"lr": [1, 2, 3]}})
     assert refused.value.code == "config.too-many-adapters"
+
+
+def test_an_override_that_an_adapter_has_anyway_reaches_it(tmp_path):
+    path = write(tmp_path, SMALL.rstrip().removesuffix("}") + ", optim: {lr: 0.5}}")
+    assert unreached(read_source(path), ["optim.lr=0.5"]) == []
+    (note,) = unreached(read_source(path), ["optim.lr=0.25"])
+    assert "does not reach law" in note
 
 
 def test_a_shared_list_sweeps_every_adapter(tmp_path):
