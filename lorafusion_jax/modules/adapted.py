@@ -47,7 +47,7 @@ def call_adapted(layer: Any, *args: Any, **options: Any) -> Any:
         raise unsupported_linear(
             plan.path, "a stack of layers was called as one", "call it inside nnx.scan or nnx.vmap"
         )
-    site = layer.lora_site[...] if plan.linear.stack else int(plan.sites)
+    site: Any = layer.lora_site[...] if plan.linear.stack else int(plan.sites)
 
     def product(x: Array, w: Array | Stored, inside: tuple[int, ...], result: Result) -> Array:
         known = tuple(axis + experts for axis in plan.linear.inside)
@@ -55,7 +55,7 @@ def call_adapted(layer: Any, *args: Any, **options: Any) -> Any:
             raise unsupported_linear(plan.path, f"its call sums over axes {inside} of the weight, not {known}")
         bank = Leaves(names=plan.names, numbers=plan.numbers, leaves=leaves, rank=plan.rank)
         options = {"context": context, "where": plan.path}
-        if not experts:
+        if not experts or isinstance(w, Stored):
             return lora_product(x, w, bank, inside, result, site=site, **options)
         sizes = plan.linear.stack[-experts:]
         ys = [

@@ -298,7 +298,7 @@ class LinenLoRA:
 
     def only_adapter(self, adapters: Any, name: str) -> tuple[LinenLoRA, dict[str, Any]]:
         """Returns one adapter alone, at its own rank: a `LinenLoRA` of it and its collection "LoRAParam"."""
-        held = only_adapter(self.hold(adapters), name)
+        only_adapter(held := self.hold(adapters), name)
         spec, modules = self.adapters[self._number(name)], self._modules[: -len(KERNELS)]
         alone = LinenLoRA([spec], targets=self.targets[name], modules=modules, heads=self.heads)
         alone._plans = {layer.path: layer.lora_plan for layer in held.layers if hasattr(layer, "lora_plan")}

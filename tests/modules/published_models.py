@@ -207,7 +207,8 @@ def flax_clip() -> LinenCase:
 DECODER = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 NNX_MODELS: dict[str, Callable[[], NNXCase]] = {case.__name__: case for case in (qwen3, llama3, jimm_vit)}
 LINEN_MODELS: dict[str, Callable[[], LinenCase]] = {
-    case.__name__: case for case in (gemma3, bert, vit, gpt2, bart, flax_llama, flax_gptj, flax_clip)
+    case.__name__: case  # gemma comes last: importing it changes `nn.Module.param` for everybody
+    for case in (bert, vit, gpt2, bart, flax_llama, flax_gptj, flax_clip, gemma3)
 }
 # Structures of published models without a package in the registry; they need no extra.
 NNX_STRUCTURES = {
