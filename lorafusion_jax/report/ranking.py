@@ -68,12 +68,11 @@ def adapter_to_export(status: Mapping[str, str], steps: Mapping[str, int], best:
 
 def best_lines(groups: Sequence[Sequence[str]], held_out_loss: Mapping[str, float | None]) -> Sequence[str]:
     """A line for each of `Ranking.groups`: its best adapter, and by what."""
+    losses = {name: loss for name, loss in held_out_loss.items() if loss is not None}
     lines = []
     for best, second, *others in groups:
-        margin = held_out_loss[second] - held_out_loss[best]  # type: ignore[operator]
-        count = 2 + len(others)
         lines.append(
-            f"best: {best}, held-out loss {held_out_loss[best]:.4f}, the lowest of {count} on the same data, "
-            f"{margin:.4f} below {second}"
+            f"best: {best}, held-out loss {losses[best]:.4f}, the lowest of {2 + len(others)} on the same data, "
+            f"{losses[second] - losses[best]:.4f} below {second}"
         )
     return lines
