@@ -229,7 +229,7 @@ class Parts:
             return dict(shapes)
         kernels = self.model.kinds[layer_kind].kernel_shapes(half)
         arrays = {name: kind.arrays(*shape) for name, shape in kernels.items()}
-        return shapes | {name: {leaf: one.shape for leaf, one in each.items()} for name, each in arrays.items()}
+        return shapes | {name: {leaf: spec.shape for leaf, spec in parts.items()} for name, parts in arrays.items()}
 
     @property
     def dequantises(self) -> bool:
@@ -365,7 +365,7 @@ class Parts:
         weights = jnp.where(batch.row_adapter >= 0, batch.weights, 0.0)
         hidden = final_norm(x_TD, norm, self.model)
         losses_T = self._token_losses(hidden, head, batch, weights)
-        needed = frozenset().union(*(own.needs for own in chosen))
+        needed = frozenset().union(*(objective.needs for objective in chosen))
         divergence_T = self._divergences(hidden, head, batch, chosen) if DIVERGENCE in needed else None
         return totals_of(
             losses_T,
@@ -424,13 +424,13 @@ def cut(frozen: Mapping[str, Any], model: ModelConfig, stages: Sequence[Extent])
     head = frozen.get("lm_head.weight", embed)
     return [
         StageWeights(
-            extent=own,
-            pieces=[_weights(frozen, model, number, half) for number, half in own.pieces],
+            extent=extent,
+            pieces=[_weights(frozen, model, number, half) for number, half in extent.pieces],
             embed=embed if stage == 0 else None,
             norm=frozen["norm.weight"] if stage == last else None,
             head=head if stage == last else None,
         )
-        for stage, own in enumerate(stages)
+        for stage, extent in enumerate(stages)
     ]
 
 

@@ -114,7 +114,7 @@ class StagePrograms:
         self.head = self._jit(head, (*ends, ROWS, ROWS), (ROWS, ROWS, ROWS, ROWS), donate=(5, 6))
         self.totals = self._jit(totals, ends, REPLICATED)
 
-    def close_batch(self, own: Own, place: Place, sums: Leaves, totals: Totals | None, alive: Array):
+    def close_batch(self, own_columns: Own, adapter: Place, sums: Leaves, totals: Totals | None, alive: Array):
         """Extracts an adapter's gradient from the sums and adds it up over replicas. Reads only its own columns.
 
         Args:
@@ -123,18 +123,18 @@ class StagePrograms:
         Returns:
             (gradient, BatchSummary, finite per leaf in order of names, sums and totals with the adapter's part cleared)
         """
-        kind = ("close", own)
+        kind = ("close", own_columns)
         if kind not in self._steps:
             whole, rows = self._stage.everywhere, self._stage.by_replica
             self._steps[kind] = jax.jit(
-                partial(adapter_step.close_batch, self.columns, own),
+                partial(adapter_step.close_batch, self.columns, own_columns),
                 donate_argnums=(1, 2),
                 out_shardings=(whole, whole, whole, rows, rows),
             )
-        return self._steps[kind](place, sums, totals, alive)
+        return self._steps[kind](adapter, sums, totals, alive)
 
     def step(
-        self, own: Own, optim: OptimSettings, place: Place, lora: Leaves, gradient: Leaves, optimizer: Any,
+        self, own_columns: Own, optim: OptimSettings, adapter: Place, lora: Leaves, gradient: Leaves, optimizer: Any,
         alive: Array, summaries: Sequence[BatchSummary], numbers: Hyper,
     ):  # fmt: skip
         """Steps one adapter. Other adapters do not change.
@@ -148,54 +148,57 @@ class StagePrograms:
             adapter's weights before the step; None with one stage)
         """
         alone = len(summaries) == 1
-        kind = ("step", own, optim.name, optim.clip > 0, *optim.lr_ratios, alone)
+        kind = ("step", own_columns, optim.name, optim.clip > 0, *optim.lr_ratios, alone)
         if kind not in self._steps:
             donated = (1, 3) if alone else (1,)
             self._steps[kind] = jax.jit(
-                partial(adapter_step.step, self.columns, own, optim),
+                partial(adapter_step.step, self.columns, own_columns, optim),
                 donate_argnums=donated,
                 out_shardings=self._stage.everywhere,
             )  # `alive` is not donated: it is a few bytes, and others wait for it to know that the step is done
-        return self._steps[kind](place, lora, gradient, optimizer, alive, tuple(summaries), numbers)
+        return self._steps[kind](adapter, lora, gradient, optimizer, alive, tuple(summaries), numbers)
 
-    def take(self, own: Own, place: Place, lora: Leaves) -> Leaves:
+    def take(self, own_columns: Own, adapter: Place, lora: Leaves) -> Leaves:
         """Copies one adapter's leaves.
 
         One program serves all leaves, and all adapters of a shape. Slicing leaf by leaf compiled 45 programs for four
         adapters on two stages.
         """
-        kind = ("take", own)
+        kind = ("take", own_columns)
         if kind not in self._steps:
             columns = self._columns
             self._steps[kind] = jax.jit(
-                lambda place, lora: lv.take(lora, columns, own, place.first), out_shardings=self._stage.everywhere
+                lambda adapter, lora: lv.take(lora, columns, own_columns, adapter.first),
+                out_shardings=self._stage.everywhere,
             )
-        return self._steps[kind](place, lora)
+        return self._steps[kind](adapter, lora)
 
-    def put(self, leaves: Leaves, first: Array, own: Leaves) -> Leaves:
+    def put(self, leaves: Leaves, first: Array, adapter_leaves: Leaves) -> Leaves:
         """Writes some leaves of one adapter, trainable or constant ones."""
         kind = ("put",)
         if kind not in self._steps:
             columns = self._columns
             self._steps[kind] = jax.jit(
-                lambda leaves, first, own: lv.put(leaves, columns, first, own), out_shardings=self._stage.everywhere
+                lambda leaves, first, adapter_leaves: lv.put(leaves, columns, first, adapter_leaves),
+                out_shardings=self._stage.everywhere,
             )
-        return self._steps[kind](leaves, first, own)
+        return self._steps[kind](leaves, first, adapter_leaves)
 
-    def put_back(self, place: Place, lora: Leaves, own: Leaves, alive: Array):
+    def put_back(self, adapter: Place, lora: Leaves, earlier: Leaves, alive: Array):
         """Restores earlier weights of an adapter and marks it as not alive, so that later steps are refused.
 
         Returns:
             (lora, alive)
         """
-        kind = ("put back", tuple(own), tuple(leaf.shape for leaf in own.values()))
+        kind = ("put back", tuple(earlier), tuple(leaf.shape for leaf in earlier.values()))
         if kind not in self._steps:
             put_back = partial(adapter_step.put_back, self.columns)
             self._steps[kind] = jax.jit(put_back, donate_argnums=(1,), out_shardings=self._stage.everywhere)
-        return self._steps[kind](place, lora, own, alive)
+        return self._steps[kind](adapter, lora, earlier, alive)
 
     def write(
-        self, owned: Own, place: Place, lora: Leaves, sums: Leaves, totals: Totals | None, alive: Array, own: Leaves,
+        self, owned: Own, adapter: Place, lora: Leaves, sums: Leaves, totals: Totals | None, alive: Array,
+        new_weights: Leaves,
     ):  # fmt: skip
         """Writes an adapter's trainable leaves and clears its sums. Other adapters do not change.
 
@@ -213,20 +216,22 @@ class StagePrograms:
                 donate_argnums=(1, 2, 3),
                 out_shardings=(whole, rows, rows, whole),
             )
-        return self._steps[kind](place, lora, sums, totals, alive, own)
+        return self._steps[kind](adapter, lora, sums, totals, alive, new_weights)
 
-    def first_optimizer(self, own: Own, optim: OptimSettings, place: Place, lora: Leaves) -> Any:
+    def first_optimizer(self, own_columns: Own, optim: OptimSettings, adapter: Place, lora: Leaves) -> Any:
         """Computes the initial optimizer state of one adapter with a compiled program."""
-        kind = ("first optimizer", own, optim.name, *optim.lr_ratios)
+        kind = ("first optimizer", own_columns, optim.name, *optim.lr_ratios)
         if kind not in self._steps:
-            made = partial(self.init_optimizer, own, optim)
+            made = partial(self.init_optimizer, own_columns, optim)
             self._steps[kind] = jax.jit(made, out_shardings=self._stage.everywhere)
-        return self._steps[kind](place, lora)
+        return self._steps[kind](adapter, lora)
 
-    def init_optimizer(self, own: Own, optim: OptimSettings, place: Place, lora: Leaves) -> Any:
+    def init_optimizer(self, own_columns: Own, optim: OptimSettings, adapter: Place, lora: Leaves) -> Any:
         """Returns the initial optimizer state of one adapter."""
-        groups = adapter_step.groups(self.columns, own)
-        return transformation(optim, zero_hyper(optim), groups).init(lv.take(lora, self.columns, own, place.first))
+        groups = adapter_step.groups(self.columns, own_columns)
+        return transformation(optim, zero_hyper(optim), groups).init(
+            lv.take(lora, self.columns, own_columns, adapter.first)
+        )
 
     def start_from_base(self, spec: AdapterSpec, target: str, kernel: Weight, tensors: Leaves) -> Leaves:
         """Returns the initial values of an adapter's leaves in one projection that depend on its kernel.
@@ -294,10 +299,10 @@ class StagePrograms:
     def _forward(self, frozen: Sequence[StoredWeights], lora: Leaves, number: Array, x: Array, inputs: Any):
         x, inputs = x[0], _own(inputs)
         residuals = []
-        for place, weights in enumerate(frozen):
+        for offset, weights in enumerate(frozen):
             before = x
-            x, rest = self._forward_layer(weights, lora, number + place, x, inputs)
-            residuals.append(((before,) if place else (), rest))
+            x, rest = self._forward_layer(weights, lora, number + offset, x, inputs)
+            residuals.append(((before,) if offset else (), rest))
         return x[None], _row(residuals)
 
     def _backward(
@@ -305,30 +310,30 @@ class StagePrograms:
         dy: Array, sums: Leaves,
     ):  # fmt: skip
         x, inputs, residuals, dy = x[0], _own(inputs), _own(residuals), dy[0]
-        for place in reversed(range(len(frozen))):
-            before, rest = residuals[place]
-            entered = before[0] if place else x
-            dy, sums = self._backward_layer(frozen[place], lora, number + place, entered, inputs, rest, dy, sums)
+        for offset in reversed(range(len(frozen))):
+            before, rest = residuals[offset]
+            entered = before[0] if offset else x
+            dy, sums = self._backward_layer(frozen[offset], lora, number + offset, entered, inputs, rest, dy, sums)
         return dy[None], sums
 
     def _evaluate(self, frozen: Sequence[StoredWeights], lora: Leaves, number: Array, x: Array, inputs: Any):
         x, inputs = x[0], _own(inputs)
-        for place, weights in enumerate(frozen):
-            x = self._evaluate_layer(weights, lora, number + place, x, inputs)
+        for offset, weights in enumerate(frozen):
+            x = self._evaluate_layer(weights, lora, number + offset, x, inputs)
         return x[None]
 
     # The next three are jitted: like layers of a program are traced and lowered once, and XLA inlines the calls.
 
     def _run_forward_layer(self, weights: StoredWeights, lora: Leaves, number: Array, x: Array, inputs: Inputs):
-        given, own, x = self._layer_operands(weights, lora, number, inputs, x)
-        return self._split(weights, inputs).forward(given, own, x)
+        given, views, x = self._layer_operands(weights, lora, number, inputs, x)
+        return self._split(weights, inputs).forward(given, views, x)
 
     def _run_backward_layer(
         self, weights: StoredWeights, lora: Leaves, number: Array, x: Array, inputs: Inputs, rest: Any, dy: Array,
         sums: Leaves,
     ):  # fmt: skip
-        given, own, dy = self._layer_operands(weights, lora, number, inputs, dy)
-        gradient, dy = self._split(weights, inputs).backward(given, own, x, rest, dy)
+        given, views, dy = self._layer_operands(weights, lora, number, inputs, dy)
+        gradient, dy = self._split(weights, inputs).backward(given, views, x, rest, dy)
         added = {f"{LAYERS}{short}": leaf for short, leaf in gradient.items()}
         return dy, sums | {
             name: lv.add(sums[name], *self._leaf_place(name, number, inputs), _scaled(name, leaf, number, inputs))
@@ -336,16 +341,16 @@ class StagePrograms:
         }
 
     def _run_evaluate_layer(self, weights: StoredWeights, lora: Leaves, number: Array, x: Array, inputs: Inputs):
-        given, own, x = self._layer_operands(weights, lora, number, inputs, x)
-        return self._layer(given, own, x)
+        given, views, x = self._layer_operands(weights, lora, number, inputs, x)
+        return self._layer(given, views, x)
 
     def _layer_operands(
         self, weights: StoredWeights, lora: Leaves, number: Array, inputs: Inputs, x: Array
     ) -> tuple[tuple, Weights, Array]:
         """Returns what `_layer` takes; x waits for nothing, and the weights are made for it, see `_materialize`."""
         whole, x = self._materialize(weights, x)
-        own, constant = self._lora_views(lora, weights, number, inputs)
-        return (whole, inputs, number, constant), own, x
+        views, constant = self._lora_views(lora, weights, number, inputs)
+        return (whole, inputs, number, constant), views, x
 
     def _split(self, weights: StoredWeights, inputs: Inputs) -> Split:
         """What forward leaves is shaped like the microbatch: a backward finds the forward of its own capacity."""
@@ -412,13 +417,13 @@ class StagePrograms:
 
     def _states(self, norm: Array, x: Array) -> Array:
         """Returns the final-normed states of all replicas, [R, T, D]."""
-        own = self._parts.states(norm, x[0])
-        return own[None] if self._stage.replicas == 1 else lax.all_gather(own, REPLICAS)
+        states = self._parts.states(norm, x[0])
+        return states[None] if self._stage.replicas == 1 else lax.all_gather(states, REPLICAS)
 
     def _token_logprobs(self, norm: Array, table: Array, x: Array, batch: Microbatch) -> Array:
         """Returns log p of the learned targets of all replicas, [R, T]."""
-        own = self._parts.token_logprobs(norm, _gather(table, self._table_axis), x[0], _own(batch))
-        return own[None] if self._stage.replicas == 1 else lax.all_gather(own, REPLICAS)
+        logprobs = self._parts.token_logprobs(norm, _gather(table, self._table_axis), x[0], _own(batch))
+        return logprobs[None] if self._stage.replicas == 1 else lax.all_gather(logprobs, REPLICAS)
 
     def _specs_of_block(self, block: Sequence[StoredWeights]) -> tuple[StoredWeights, ...]:
         return tuple(map(self._specs_of, block))

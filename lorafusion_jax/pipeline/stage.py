@@ -77,8 +77,11 @@ class Stage:
         self.replace_base(weights)
         firsts = [weights.extent.pieces[group[0]].layer for group in self._groups]
         self._numbers = [replicate(np.int32(first), mesh) for first in firsts]  # first layer of each block
-        self._own = [lv.own_columns(self.programs.columns, *own) for own in enumerate(parts.specs)]
-        self._places = [replicate(lv.place_of(self.programs.columns, *own), mesh) for own in enumerate(parts.specs)]
+        self._own = [lv.own_columns(self.programs.columns, *numbered_spec) for numbered_spec in enumerate(parts.specs)]
+        self._places = [
+            replicate(lv.place_of(self.programs.columns, *numbered_spec), mesh)
+            for numbered_spec in enumerate(parts.specs)
+        ]
         self._random_activations, self._random_gradients = (
             jax.jit(made, static_argnums=(1, 2), out_shardings=mesh.by_replica)
             for made in (_random_activations, _random_gradients)
@@ -159,9 +162,11 @@ class Stage:
         def put(columns: Mapping[str, lv.Columns]) -> Leaves:
             whole: Leaves = {}
             for name, at in columns.items():  # leaf by leaf, so that the host does not hold all of them twice
-                here = self.layers_of(name)
-                own = [{name: lora[spec.name][name][here]} if name in lora[spec.name] else {} for spec in self._specs]
-                whole[name] = replicate(lv.stack_adapters({name: at}, own)[name], self.mesh)
+                layers = self.layers_of(name)
+                by_adapter = [
+                    {name: lora[spec.name][name][layers]} if name in lora[spec.name] else {} for spec in self._specs
+                ]
+                whole[name] = replicate(lv.stack_adapters({name: at}, by_adapter)[name], self.mesh)
             return whole
 
         self.lora, self.constants = put(self.programs.columns), put(self.programs.constants)
@@ -169,30 +174,30 @@ class Stage:
     def start_from_base(self, index: int) -> None:
         """Sets an adapter's initial values that depend on the frozen kernels. Waits for them."""
         spec = self._specs[index]
-        own = {name: np.array(to_host(leaf)) for name, leaf in self.adapter(index).items()}
-        shared = {name.removeprefix(lv.SHARED): leaf[0] for name, leaf in own.items() if name.startswith(lv.SHARED)}
+        leaves = {name: np.array(to_host(leaf)) for name, leaf in self.adapter(index).items()}
+        shared = {name.removeprefix(lv.SHARED): leaf[0] for name, leaf in leaves.items() if name.startswith(lv.SHARED)}
         for piece, weights in zip(self.extent.pieces, self.weights.pieces, strict=True):
             for linear in self._parts.model.layer(piece.layer).linears_of(piece.half):
                 if not spec.has(f"{lv.LAYERS}{piece.layer}.{linear.path}"):
                     continue
                 path = f"{lv.LAYERS}{linear.path}."
                 layer = piece.layer - self.layers_of(path).start
-                tensors = {name.removeprefix(path): own[name][layer] for name in own if name.startswith(path)}
+                tensors = {name.removeprefix(path): leaves[name][layer] for name in leaves if name.startswith(path)}
                 kernel = weights[f"{linear.path}.kernel"]
                 for leaf, value in self.programs.start_from_base(spec, linear.name, kernel, shared | tensors).items():
-                    own[f"{path}{leaf}"][layer] = to_host(value)
-        self.lora = self._with_own(self.programs.columns, self.lora, index, own)
-        self.constants = self._with_own(self.programs.constants, self.constants, index, own)
+                    leaves[f"{path}{leaf}"][layer] = to_host(value)
+        self.lora = self._with_own(self.programs.columns, self.lora, index, leaves)
+        self.constants = self._with_own(self.programs.constants, self.constants, index, leaves)
 
     def _with_own(
-        self, columns: Mapping[str, lv.Columns], leaves: Leaves, index: int, own: Mapping[str, np.ndarray]
+        self, columns: Mapping[str, lv.Columns], leaves: Leaves, index: int, values: Mapping[str, np.ndarray]
     ) -> Leaves:
         """Returns the leaves with an adapter's replaced."""
         names = [name for name, _ in lv.own_columns(columns, index, self._specs[index])]
         if not names:
             return leaves
-        place = lv.place_of(columns, index, self._specs[index])
-        first, arrays = replicate((place.first, {name: own[name] for name in names}), self.mesh)
+        adapter = lv.place_of(columns, index, self._specs[index])
+        first, arrays = replicate((adapter.first, {name: values[name] for name in names}), self.mesh)
         return self.programs.put(leaves, first, arrays)
 
     @property
@@ -213,17 +218,19 @@ class Stage:
             weights: for all layers of the model.
             optimizer: state for this stage's layers, on the host (None: the initial one).
         """
-        spec, place = self._specs[index], self._places[index]
+        spec, adapter = self._specs[index], self._places[index]
         known = self.programs.columns | self.programs.constants
-        own = {name: np.asarray(leaf)[self.layers_of(name)] for name, leaf in weights.items() if name in known}
-        trained = replicate({name: leaf for name, leaf in own.items() if name in self.programs.columns}, self.mesh)
+        new_leaves = {name: np.asarray(leaf)[self.layers_of(name)] for name, leaf in weights.items() if name in known}
+        trained = replicate(
+            {name: leaf for name, leaf in new_leaves.items() if name in self.programs.columns}, self.mesh
+        )
         self._gradients.pop(index, None)
         self.lora, self.sums, self.totals, self.alive = self.programs.write(
-            self._own[index], place, self.lora, self.sums, self.totals, self.alive, trained
+            self._own[index], adapter, self.lora, self.sums, self.totals, self.alive, trained
         )
-        self.constants = self._with_own(self.programs.constants, self.constants, index, own)
+        self.constants = self._with_own(self.programs.constants, self.constants, index, new_leaves)
         self.optimizers[spec.name] = (
-            self.programs.first_optimizer(self._own[index], self._adapters[index].optim, place, self.lora)
+            self.programs.first_optimizer(self._own[index], self._adapters[index].optim, adapter, self.lora)
             if optimizer is None
             else replicate(optimizer, self.mesh)
         )
@@ -234,13 +241,15 @@ class Stage:
 
         def new(places: list[lv.Place], lora: Leaves) -> list[Any]:
             return [
-                self.programs.init_optimizer(self._own[own[0]], self._adapters[own[0]].optim, place, lora)
-                for own, place in zip(kinds, places, strict=True)
+                self.programs.init_optimizer(self._own[members[0]], self._adapters[members[0]].optim, adapter, lora)
+                for members, adapter in zip(kinds, places, strict=True)
             ]
 
         program, states = jax.jit(new, out_shardings=self.mesh.everywhere), {}
         for turn in range(max(map(len, kinds))):
-            chosen = [own[min(turn, len(own) - 1)] for own in kinds]  # a kind with fewer adapters repeats its last
+            chosen = [
+                members[min(turn, len(members) - 1)] for members in kinds
+            ]  # a kind with fewer adapters repeats its last
             made = program([self._places[index] for index in chosen], self.lora)
             states |= {self._specs[index].name: state for index, state in zip(chosen, made, strict=True)}
         return {spec.name: states[spec.name] for spec in self._specs}
@@ -256,7 +265,7 @@ class Stage:
 
     def one_of_every_kind(self) -> list[int]:
         """Returns adapters that together use all programs of adapters."""
-        return [own[0] for own in self._by_kind().values()]
+        return [members[0] for members in self._by_kind().values()]
 
     def trainable_arrays(self) -> list[Any]:
         """Returns all arrays that training changes."""
@@ -279,19 +288,19 @@ class Stage:
         """
         programs, weights = self.programs, self.weights
         inputs = programs.inputs(batch)
-        here: Any = x if weights.embed is None else programs.embed(weights.embed, batch.tokens)
-        assert here is not None, "only the first stage begins with tokens"
+        hidden: Any = x if weights.embed is None else programs.embed(weights.embed, batch.tokens)
+        assert hidden is not None, "only the first stage begins with tokens"
         xs: list[Array] = []
         residuals: list[Any] = []
         for block, number in zip(self._blocks, self._numbers, strict=True):
-            xs.append(here)
-            here, rest = programs.forward(block, self.all_leaves, number, here, inputs)
+            xs.append(hidden)
+            hidden, rest = programs.forward(block, self.all_leaves, number, hidden, inputs)
             residuals.append(rest)
         if weights.head is None:
             self._in_flight[slot] = _InFlight(inputs, xs, residuals, None)
-            return here
+            return hidden
         dy, losses, self.totals, sums = programs.head(
-            weights.norm, weights.head, here, batch, of_heads(self.all_leaves), self.totals, of_heads(self.sums)
+            weights.norm, weights.head, hidden, batch, of_heads(self.all_leaves), self.totals, of_heads(self.sums)
         )
         self.sums = self.sums | sums
         self._in_flight[slot] = _InFlight(inputs, xs, residuals, dy)
@@ -299,10 +308,10 @@ class Stage:
 
     def backward(self, slot: int, dy: Array | None) -> Array:
         """Adds a microbatch's gradients to the sums and returns the gradient of its input."""
-        inputs, xs, residuals, own = self._in_flight.pop(slot)
-        gradient: Any = own if dy is None else dy
+        inputs, xs, residuals, loss_gradient = self._in_flight.pop(slot)
+        gradient: Any = loss_gradient if dy is None else dy
         assert gradient is not None, "a stage that is not the last waits for the gradient of the next"
-        del own  # donated below
+        del loss_gradient  # donated below
         for block, number in zip(reversed(self._blocks), reversed(self._numbers), strict=True):
             gradient, self.sums = self.programs.backward(
                 block, self.all_leaves, number, xs.pop(), inputs, residuals.pop(), gradient, self.sums
@@ -326,14 +335,16 @@ class Stage:
 
     def replace_gradient(self, index: int, gradient: Mapping[str, np.ndarray]) -> None:
         """Gives the next step of an adapter another gradient, in all layers of the model."""
-        own = {name: leaf[self.layers_of(name)] for name, leaf in gradient.items() if name in self.programs.columns}
-        self._gradients[index] = replicate(own, self.mesh)
+        stage_gradient = {
+            name: leaf[self.layers_of(name)] for name, leaf in gradient.items() if name in self.programs.columns
+        }
+        self._gradients[index] = replicate(stage_gradient, self.mesh)
 
     def step(self, index: int, summaries: Sequence[BatchSummary], numbers: Hyper) -> Stepped:
         """Steps an adapter whose global batch is closed on every stage."""
         spec, optim = self._specs[index], self._adapters[index].optim
         state = self.optimizers[spec.name]
-        self.lora, self.optimizers[spec.name], self.alive, finite, own = self.programs.step(
+        self.lora, self.optimizers[spec.name], self.alive, finite, previous = self.programs.step(
             self._own[index],
             optim,
             self._places[index],
@@ -344,12 +355,12 @@ class Stage:
             summaries,
             numbers,
         )
-        return Stepped(self.alive, finite, None if own is None else (own, state))
+        return Stepped(self.alive, finite, None if previous is None else (previous, state))
 
     def put_back(self, index: int, before: tuple[Leaves, Any]) -> None:
         """Undoes a step that another stage refused, and all later steps of the adapter."""
-        own, self.optimizers[self._specs[index].name] = before
-        self.lora, self.alive = self.programs.put_back(self._places[index], self.lora, own, self.alive)
+        previous, self.optimizers[self._specs[index].name] = before
+        self.lora, self.alive = self.programs.put_back(self._places[index], self.lora, previous, self.alive)
 
     def unchanging_hyper(self, index: int) -> Hyper:
         """Returns hyperparameters with which `step` does not change the weights, for timing it."""
@@ -389,11 +400,11 @@ class Stage:
         optimizers = {index: self.optimizers[self._specs[index].name] for index in chosen}
         lora, sums, totals, alive, optimizers = _copy((self.lora, self.sums, self.totals, self.alive, optimizers))
         for index, optimizer in optimizers.items():
-            own, optim, place = self._own[index], self._adapters[index].optim, self._places[index]
-            gradient, summary, _, sums, totals = self.programs.close_batch(own, place, sums, totals, alive)
+            own_columns, optim, adapter = self._own[index], self._adapters[index].optim, self._places[index]
+            gradient, summary, _, sums, totals = self.programs.close_batch(own_columns, adapter, sums, totals, alive)
             summaries = [summary.without_metrics] * num_stages
             lora, _, alive, _, _ = self.programs.step(
-                own, optim, place, lora, gradient, optimizer, alive, summaries, hyper(optim, 0.0)
+                own_columns, optim, adapter, lora, gradient, optimizer, alive, summaries, hyper(optim, 0.0)
             )
         jax.block_until_ready((lora, sums, totals, alive))
 
@@ -412,37 +423,39 @@ class Stage:
 
     def evaluate(self, batch: Microbatch, x: Array | None) -> Array | Totals:
         """Runs a held-out microbatch without dropout. The last stage returns sums [A] over all replicas."""
-        here, weights = self._run_forward(batch, x), self.weights
+        hidden, weights = self._run_forward(batch, x), self.weights
         if weights.head is None:
-            return here
-        return self.programs.totals(weights.norm, weights.head, here, batch, of_heads(self.all_leaves))
+            return hidden
+        return self.programs.totals(weights.norm, weights.head, hidden, batch, of_heads(self.all_leaves))
 
     def token_logprobs(self, batch: Microbatch, x: Array | None) -> Array:
         """Like `evaluate`; the last stage returns log p of the learned targets of all replicas, [R, T]."""
-        here, weights = self._run_forward(batch, x), self.weights
-        return here if weights.head is None else self.programs.token_logprobs(weights.norm, weights.head, here, batch)
+        hidden, weights = self._run_forward(batch, x), self.weights
+        return (
+            hidden if weights.head is None else self.programs.token_logprobs(weights.norm, weights.head, hidden, batch)
+        )
 
     def states(self, batch: Microbatch, x: Array | None) -> Array:
         """Like `evaluate`; the last stage returns the final-normed states of all replicas, [R, T, D]."""
-        here, weights = self._run_forward(batch, x), self.weights
-        return here if weights.head is None else self.programs.states(weights.norm, here)
+        hidden, weights = self._run_forward(batch, x), self.weights
+        return hidden if weights.head is None else self.programs.states(weights.norm, hidden)
 
     def _run_forward(self, batch: Microbatch, x: Array | None) -> Any:
         programs, weights = self.programs, self.weights
         inputs = programs.inputs_without_dropout(batch)
-        here: Any = x if weights.embed is None else programs.embed(weights.embed, batch.tokens)
-        assert here is not None, "only the first stage begins with tokens"
+        hidden: Any = x if weights.embed is None else programs.embed(weights.embed, batch.tokens)
+        assert hidden is not None, "only the first stage begins with tokens"
         for block, number in zip(self._blocks, self._numbers, strict=True):
-            here = programs.evaluate(block, self.all_leaves, number, here, inputs)
-        return here
+            hidden = programs.evaluate(block, self.all_leaves, number, hidden, inputs)
+        return hidden
 
     def adapter(self, index: int) -> Leaves:
         """Copies one adapter's leaves. Later steps do not change the copy."""
         columns = self.programs.columns | self.programs.constants
-        place, spec = self._places[index], self._specs[index]
+        adapter, spec = self._places[index], self._specs[index]
         if self.constants:
-            place = replicate(lv.place_of(columns, index, spec), self.mesh)
-        return self.programs.take(lv.own_columns(columns, index, spec), place, self.all_leaves)
+            adapter = replicate(lv.place_of(columns, index, spec), self.mesh)
+        return self.programs.take(lv.own_columns(columns, index, spec), adapter, self.all_leaves)
 
     def leaf_names(self, index: int) -> list[str]:
         """Returns the trainable leaves of one adapter in the order in which `close_batch` reports them."""
@@ -452,9 +465,9 @@ class Stage:
 def _groups(pieces: Sequence[Piece], block: int) -> list[list[int]]:
     """Groups the pieces by program: up to `block` layers, or one half layer."""
     groups: list[list[int]] = []
-    for place, piece in enumerate(pieces):
+    for position, piece in enumerate(pieces):
         joins = groups and piece.half is None and pieces[groups[-1][0]].half is None and len(groups[-1]) < block
-        groups[-1].append(place) if joins else groups.append([place])
+        groups[-1].append(position) if joins else groups.append([position])
     return groups
 
 
