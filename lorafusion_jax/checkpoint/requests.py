@@ -66,9 +66,10 @@ class Request:
             raise ValueError(f"no action of {', '.join(ACTIONS)}")
         action: Action = content["action"]
         if action == "add":
-            settings = tuple(AdapterConfig.model_validate(entry) for entry in content.get("adapters") or ())
-            if not settings:
-                raise ValueError("no adapters")
+            entries = content.get("adapters")
+            if not isinstance(entries, list) or not entries:
+                raise ValueError("no list of adapters")
+            settings = tuple(AdapterConfig.model_validate(entry) for entry in entries)
             return Request(name=file.name, action=action, adapters=tuple(s.name for s in settings), settings=settings)
         if not isinstance(adapter := content.get("adapter"), str) or not re.match(ADAPTER_NAME, adapter):
             raise ValueError("no name of an adapter")

@@ -11,7 +11,8 @@ from benchmarks.published import RESULTS, pairs
 
 LOG = (RESULTS.parent / "LOG.md").read_text(encoding="utf-8")
 USERS = ("benchmarks", "docs", "lorafusion_jax", "pallas_kernels", "scheduling", "tests")
-SCRIPTS = {file.stem for file in Path(tables.__file__).parent.glob("*.py")} | {"peers"}
+FOLDERS = (Path(tables.__file__).parent, Path(__file__).parents[1] / "campaigns")
+SCRIPTS = {file.stem for folder in FOLDERS for file in folder.glob("*.py")} | {"peers"}
 
 
 def test_committed_tables_are_up_to_date():

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import jax
 from campaigns import kills, tiny_run
 from campaigns.changing_runs import CHANGES, ask, assert_nothing_lost, stop_after_a_step, write_jobs
 from campaigns.quick_runs import command, quick_runs
@@ -84,6 +85,7 @@ def main() -> int:
     shutil.rmtree(work / "runs", ignore_errors=True)
     (work / "runs").mkdir(parents=True)
     arguments.out.mkdir(parents=True, exist_ok=True)
+    jax.config.update("jax_num_cpu_devices", 4)  # a run that moves counts them
     end, lost = time.monotonic() + arguments.limit_s, 0
     with quick_runs():
         changes = Changes(work / "runs", arguments.out / "kills_of_changes.csv")

@@ -317,6 +317,7 @@ REQUESTS = (
 
 
 @given(content=st.sampled_from(REQUESTS).flatmap(of_json))
+@example(content=b'{"action": "add", "adapters": true}')
 @cases
 def test_requests(home, content):
     """A run refuses whatever is raised; it needs no error of ours, but time and memory have their limits."""
