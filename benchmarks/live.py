@@ -114,12 +114,12 @@ def submit_over(client: Client, specs: list[dict], over_s: float) -> list[Job]:
     times = [0.0, *sorted(draw.uniform(0, over_s) for _ in specs[1:])]
     jobs: dict[int, Job] = {}
 
-    def submit(own: int) -> None:
-        for number in range(own, len(specs), CLIENTS):
+    def submit(client_number: int) -> None:
+        for number in range(client_number, len(specs), CLIENTS):
             time.sleep(max(0.0, began + times[number] - time.monotonic()))
             jobs[number] = client.submit(specs[number])
 
-    threads = [threading.Thread(target=submit, args=(own,)) for own in range(CLIENTS)]
+    threads = [threading.Thread(target=submit, args=(client_number,)) for client_number in range(CLIENTS)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -61,21 +61,27 @@ class Places:
                 f"places must be 1 to {MOST_PLACES} in classes of rank -> number, not {dict(classes)}.",
                 fix="for example 16:8,64:2,dora:16:1 for eight places of rank 16, two of rank 64, and one for DoRA",
             )
-        each = sorted(own for own in known if own is not None for _ in range(known[own]))
-        return cls(ranks=tuple(rank for rank, _ in each), kinds=tuple(kind for _, kind in each), dropout=dropout)
+        in_order = sorted(
+            rank_and_kind for rank_and_kind in known if rank_and_kind is not None for _ in range(known[rank_and_kind])
+        )
+        return cls(
+            ranks=tuple(rank for rank, _ in in_order), kinds=tuple(kind for _, kind in in_order), dropout=dropout
+        )
 
     @property
     def classes(self) -> dict[str, list[int]]:
         """Name of each class → its places."""
-        found: dict[str, list[int]] = {}
+        by_class: dict[str, list[int]] = {}
         for place, (rank, kind) in enumerate(zip(self.ranks, self.kinds, strict=True)):
-            found.setdefault(class_name(kind, rank), []).append(place)
-        return found
+            by_class.setdefault(class_name(kind, rank), []).append(place)
+        return by_class
 
     def find(self, kind: str, rank: int, taken: Collection[int]) -> int | None:
         """Returns the smallest free place that holds an adapter of a kind and rank; None if there is none."""
         places = enumerate(zip(self.ranks, self.kinds, strict=True))
-        return next((p for p, (most, own) in places if own == kind and most >= rank and p not in taken), None)
+        return next(
+            (p for p, (most, place_kind) in places if place_kind == kind and most >= rank and p not in taken), None
+        )
 
     def refuses(self, spec: AdapterSpec) -> str:
         """Says why no place of the session can ever hold an adapter; empty if one can."""

@@ -54,7 +54,7 @@ def test_doras_dropout_is_pefts():
         getattr(layer, name)[...] = jnp.asarray(array)
     x = jnp.asarray(RNG.normal(size=(32, 12)), jnp.float32)
     context = LoRAContext.of(specs, [0, 1], row_key=jnp.arange(32, dtype=jnp.uint32), implementation="xla")
-    found = layer(x, context, site=3)
+    actual = layer(x, context, site=3)
     dropout = context.at_site(3)
     owner = jnp.repeat(jnp.array([0, 1]), 16)
     kept = np.where(
@@ -65,7 +65,7 @@ def test_doras_dropout_is_pefts():
     wanted = np.float64(x) @ w
     wanted[:16] += (f - 1) * (kept[:16] @ w) + 2 * f * (kept[:16] @ a[0] @ b[0])
     wanted[16:] += 2 * kept[16:] @ a[1] @ b[1]
-    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(actual, wanted, rtol=1e-4, atol=1e-4)
     without = LoRAContext.of([replace(spec, dropout=0.0) for spec in specs], [0, 1])
     assert not without.drops_columns
     plain = np.float64(x[:16]) @ w

@@ -50,8 +50,8 @@ def test_a_packed_file_gives_the_same_rows(tmp_path, kind):
 @pytest.mark.parametrize("content", [b"no gzip", gzip.compress(b"x" * 4096)[:-20], gzip.compress(b"")])
 def test_a_packed_file_that_does_not_unpack_is_named(tmp_path, content):
     (tmp_path / "a.jsonl.gz").write_bytes(content)
-    found = fails("data.unreadable" if content[-4:] != bytes(4) else "data.empty-file", "a.jsonl.gz", tmp_path)
-    assert "a.jsonl.gz" in str(found)
+    problem = fails("data.unreadable" if content[-4:] != bytes(4) else "data.empty-file", "a.jsonl.gz", tmp_path)
+    assert "a.jsonl.gz" in str(problem)
 
 
 def test_a_packed_file_may_not_fill_the_memory(tmp_path, monkeypatch):

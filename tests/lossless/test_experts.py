@@ -134,9 +134,9 @@ def test_a_resumed_run_equals_one_without_a_break(base, tmp_path, monkeypatch):
     with pytest.raises(Interrupted):
         train(config, tmp_path / "cut", listeners=[stop])
     resume(tmp_path / "cut")
-    one, other = (weights(RunFolder(tmp_path / name), "law") for name in ("whole", "cut"))
-    for key in one:
-        np.testing.assert_array_equal(one[key], other[key], err_msg=key)
+    whole, other = (weights(RunFolder(tmp_path / name), "law") for name in ("whole", "cut"))
+    for key in whole:
+        np.testing.assert_array_equal(whole[key], other[key], err_msg=key)
 
 
 def test_experts_train_on_a_base_in_four_bits_and_not_in_eight(base, run):

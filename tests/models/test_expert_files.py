@@ -86,10 +86,10 @@ def test_an_adapter_that_peft_wrote_is_written_again_bit_for_bit(case, tmp_path)
         for leaf, array in zip(("lora_a", "lora_b"), pair, strict=True)
     }
     folder = export_adapter(leaves, spec, 0, "base", tmp_path / "out")
-    found, wanted = (load_file(where / "adapter_model.safetensors") for where in (folder, GOLDEN / case / "adapter"))
-    assert found.keys() == wanted.keys()
+    written, wanted = (load_file(where / "adapter_model.safetensors") for where in (folder, GOLDEN / case / "adapter"))
+    assert written.keys() == wanted.keys()
     for name in wanted:
-        np.testing.assert_array_equal(found[name], wanted[name], err_msg=name)
+        np.testing.assert_array_equal(written[name], wanted[name], err_msg=name)
     settings = json.loads((folder / "adapter_config.json").read_text())
     assert settings["target_parameters"] == ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     with pytest.raises(CheckpointError, match="adapters of experts are not merged"):
