@@ -1,5 +1,6 @@
 """What `status` shows of a run that starts, of a sweep, and of a folder of runs."""
 
+import io
 import json
 import os
 
@@ -13,7 +14,7 @@ from lorafusion_jax.report.ranking import adapter_to_export, best_lines, rank
 
 
 def shown(renderable):
-    console = Console(width=160, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    console = Console(width=160, record=True, file=io.StringIO())
     console.print(renderable)
     return console.export_text()
 

@@ -69,7 +69,7 @@ MEANT: dict[str, tuple] = {  # key → odd values that it has as they are
     "report.tensorboard": FLAGS,
     "report.wandb": (*(text for text in TEXTS if not set("/:") & set(text)), "~", None),
     "data.train": FILES,
-    "data.eval": (*FILES, 0.05, 1e-9, None),
+    "data.eval": (*FILES, 0.5, 1e-320, None),
     "data.columns": ({},),
     "data.max_length": COUNTS[1:-1],  # the last does not fit into a microbatch
     "lora.rank": (1, 2, 16.0),
