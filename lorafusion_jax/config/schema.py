@@ -237,7 +237,7 @@ class LoraSettings(Section):
         if not all(isinstance(name, str) for name in names) or len(set(names)) < len(names):
             raise ValueError(f"a text or a list of different texts, not {shortened(value)}")
         for name in names:
-            check_text(name)
+            check_text(str(name))
         return _usable([value])[0] if isinstance(value, str) else value
 
     @field_validator("rank_pattern", "alpha_pattern", mode="before")
