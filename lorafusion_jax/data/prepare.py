@@ -131,10 +131,12 @@ def _adapter_data(config: JobConfig, adapter: AdapterConfig, tokenizer: Tokenize
         )
 
     train, wanted = _reviewed(load(adapter.data.train, adapter.data), adapter), adapter.data.eval
-    if isinstance(wanted, float):
-        train, held_out = hold_out(train, wanted, adapter.name)
+    if isinstance(wanted, str):
+        held_out = load(wanted, adapter.data)
+    elif wanted is None:
+        held_out = None
     else:
-        held_out = load(wanted, adapter.data) if wanted else None
+        train, held_out = hold_out(train, wanted, adapter.name)
     return in_order(adapter, train, held_out, config.train.max_steps)
 
 
