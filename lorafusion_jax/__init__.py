@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from lorafusion_jax.api.plans import JobPlan as JobPlan
     from lorafusion_jax.api.plans import plan as plan
     from lorafusion_jax.api.reports import ReportView as ReportView
-    from lorafusion_jax.api.reports import report as report
+    from lorafusion_jax.api.reports import make_report as make_report
     from lorafusion_jax.api.runs import Run as Run
     from lorafusion_jax.api.runs import open_run as open_run
     from lorafusion_jax.api.runs import resume as resume

@@ -37,7 +37,7 @@ class ReportView:
         return framed(self._page(), HEIGHT)
 
 
-def report(runs: Sequence[str | Path]) -> ReportView:
+def make_report(runs: Sequence[str | Path]) -> ReportView:
     """Compares runs on one page, as `lorafusion report` does.
 
     Args:
