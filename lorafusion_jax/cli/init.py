@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -9,8 +10,10 @@ from typing import Annotated
 import typer
 
 from lorafusion_jax.config.convert import convert, title_of
+from lorafusion_jax.config.json_schema import job_schema
 from lorafusion_jax.config.read import read_source
 from lorafusion_jax.config.reference import reference
+from lorafusion_jax.errors import ConfigError
 
 NAME = "init"
 
@@ -54,6 +57,9 @@ adapters:
 
 def command(
     everything: Annotated[bool, typer.Option("--all", help="show all keys")] = False,
+    schema: Annotated[
+        bool, typer.Option("--schema", help="a JSON schema instead, for editors that complete keys")
+    ] = False,
     source: Annotated[
         Path | None,
         typer.Option("--from", exists=True, dir_okay=False, help="a file of axolotl, LLaMA-Factory or TRL to convert"),
@@ -63,10 +69,14 @@ def command(
 
     Example: lorafusion init > jobs.yaml
     """
-    if source is not None:
+    if schema and (everything or source is not None):
+        raise ConfigError("config.options", "--schema stands alone.", fix="lorafusion init --schema > job.schema.json")
+    if schema:
+        print(json.dumps(job_schema(), indent=2))
+    elif source is not None:
         print(convert(read_source(source).values, source.stem).text(title_of(source)), end="")
     else:
         print(reference() if everything else TEXT, end="")
-    if sys.stdout.isatty():
+    if schema or sys.stdout.isatty():
         return
     print("next: lorafusion check jobs.yaml", file=sys.stderr)

@@ -55,10 +55,10 @@ HOSTILE = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_templates_that_compute_without_end_are_refused_soon(name):
-    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
+    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     with pytest.raises(TemplateProblem, match="the template says"):
         ChatTemplate(source=HOSTILE[name]).render(chat("a", "b"))
-    assert time.monotonic() - start < 10
+    assert time.process_time() - start < 10
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20  # KiB
 
 

@@ -144,6 +144,6 @@ def test_a_hundred_thousand_events_are_ordered_in_seconds():
     plan = one_after_another([AdapterJob("a", [128] * 12_000, 120)], capacity_tokens=128, num_stages=4)
     program = one_forward_one_backward(plan)
     assert sum(map(len, program)) > 90_000
-    start = time.perf_counter()
+    start = time.process_time()
     issue_order(program, 4)
-    assert time.perf_counter() - start < 5  # 0.2 s measured; a quadratic merge takes minutes
+    assert time.process_time() - start < 5  # 0.2 s measured; a quadratic merge takes minutes
