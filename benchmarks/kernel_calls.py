@@ -73,7 +73,7 @@ def draw_case(
     Args:
         rate: adapters have this rate, half of it, or none; 0: no dropout.
         single: uses the op of one adapter, without a table.
-        own: rank of each adapter, beyond which its banks are zero; None: all have the largest.
+        own_ranks: rank of each adapter, beyond which its banks are zero; None: all have the largest.
     """
     random = np.random.default_rng(0)
     normal = partial(_normal, random, dtype=dtype)

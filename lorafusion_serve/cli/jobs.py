@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from pydantic import BaseModel
 
 from lorafusion_jax.config.load import load_config
 from lorafusion_jax.config.references import BASE, START
@@ -17,6 +18,7 @@ from lorafusion_jax.config.schema import AdapterConfig, JobConfig
 from lorafusion_jax.errors import ConfigError, RunError
 from lorafusion_jax.report.console import out, plain_table
 from lorafusion_serve.client import Client, ServiceError
+from lorafusion_serve.control.spec import LoraSpec
 
 app = typer.Typer(no_args_is_help=True, help="Jobs of a service that `lorafusion serve` runs.")
 Url = Annotated[str, typer.Option(help="address of the service")]
@@ -161,12 +163,12 @@ def job_of(config: JobConfig, adapter: AdapterConfig, base: str | None) -> dict[
         "objective.reference: a folder or an adapter": adapter.objective.reference not in (None, BASE, START),
         "lora.init_from (use init_from of the service)": adapter.lora.init_from is not None,
         "data.train: hf:…": adapter.data.train.startswith("hf:"),
-    }
+    } | {f"lora.{key}": True for key in _changed(adapter.lora) - {"init_from"} - set(LoraSpec.model_fields)}
     if wrong := [name for name, is_set in not_served.items() if is_set]:
         raise ConfigError("jobs.not-served", f"{adapter.name}: a service does not take {', '.join(wrong)}.")
     data = adapter.data.model_dump(mode="json", exclude_none=True)
     data |= {key: str(directory / data[key]) for key in ("train", "eval") if key in data}
-    lora = adapter.lora.model_dump(mode="json", exclude_none=True)
+    lora = adapter.lora.model_dump(mode="json", exclude_none=True, include=set(LoraSpec.model_fields))
     return {
         "name": adapter.name.lower().replace("=", "-").replace("@", "-").replace("+", "-"),
         "base": base or Path(config.base.model).name,
@@ -179,6 +181,11 @@ def job_of(config: JobConfig, adapter: AdapterConfig, base: str | None) -> dict[
         "seed": adapter.seed,
         "weight": adapter.weight,
     } | ({"steps": config.train.max_steps} if config.train.max_steps else {})
+
+
+def _changed(settings: BaseModel) -> set[str]:
+    """Keys whose values are not the defaults."""
+    return set(settings.model_dump(exclude_defaults=True))
 
 
 def _ask(url: str, key_file: Path | None, act: Callable[[Client], dict[str, Any]]) -> None:

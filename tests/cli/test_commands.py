@@ -30,7 +30,7 @@ def test_init_prints_a_job_file_that_checks(lorafusion, tmp_path, tiny_base):
     assert outcome.err.splitlines()[-1] == "next: lorafusion check jobs.yaml"
     (tmp_path / "data").mkdir()
     for number, name in enumerate(("law", "law_eval", "chat")):
-        write_rows_to(tmp_path / "data" / f"{name}.jsonl", make_rows(8, number))
+        write_rows_to(tmp_path / "data" / f"{name}.jsonl", make_rows(32, number))
     path = tmp_path / "jobs.yaml"
     path.write_text(outcome.out)
     checked = lorafusion("check", path, f"base.model={tiny_base}", "--json")
@@ -76,7 +76,7 @@ def test_init_all_shows_every_key_of_the_schema_and_checks(lorafusion, tmp_path,
     short.write_text("base: {model: path/to/model}\nadapters: [{name: law, data: {train: data/law.jsonl}}]")
     assert load_config(path) == load_config(short)
     (tmp_path / "data").mkdir()
-    write_rows_to(tmp_path / "data" / "law.jsonl", make_rows(8, 0))
+    write_rows_to(tmp_path / "data" / "law.jsonl", make_rows(32, 0))
     checked = lorafusion("check", path, f"base.model={tiny_base}", "--json")
     assert json.loads(checked.out)["warnings"] == []
 

@@ -17,7 +17,7 @@ from lorafusion_jax.config import schema
 from lorafusion_jax.config.load import parse_config
 from lorafusion_jax.config.read import Source
 from lorafusion_jax.config.sections import DEFAULTS, SHARED, SINGLE_DEFAULTS
-from lorafusion_jax.config.sweep import SWEPT
+from lorafusion_jax.config.sweep import LISTS_BY_NATURE, SWEPT
 from lorafusion_jax.errors import LoraFusionError
 from lorafusion_jax.objective.table import OBJECTIVES
 
@@ -125,7 +125,8 @@ def complaint(key: str, value: object) -> str:
 
 def is_meant(key: str, value: object) -> bool:
     meant = MEANT.get(key, ())
-    if value == [None] and key.split(".")[0] in SWEPT:  # a sweep of one value
+    section, _, option = key.partition(".")
+    if value == [None] and section in SWEPT and (section, option) not in LISTS_BY_NATURE:  # a sweep of one value
         return None in meant
     return any(type(value) is type(other) and value == other for other in meant)
 

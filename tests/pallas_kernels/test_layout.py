@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "pallas_kernels"
-OPS = ("linear", "mlp", "norm", "attention")
+OPS = ("linear", "mlp", "norm", "attention", "experts")
 NEUTRAL = "__init__"  # the files at the top count as one folder
 
 
@@ -40,7 +40,7 @@ def folder(name: str) -> str:
 
 
 def test_folders_import_in_one_direction():
-    order = (NEUTRAL, "linear", "quantised", "mlp", "norm", "attention", "tuning")
+    order = (NEUTRAL, "linear", "quantised", "mlp", "norm", "attention", "experts", "tuning")
     may = {
         NEUTRAL: {NEUTRAL},
         "linear": {NEUTRAL, "linear"},
@@ -48,6 +48,7 @@ def test_folders_import_in_one_direction():
         "mlp": {NEUTRAL, "linear", "quantised", "mlp"},
         "norm": {NEUTRAL, "norm"},
         "attention": {NEUTRAL, "attention"},
+        "experts": {NEUTRAL, "experts"},
         "tuning": set(order),
     }
     assert {folder(name) for name in FILES} == set(order)
@@ -84,6 +85,8 @@ def test_every_op_has_the_same_files(op):
         "extra_ranks",
         "mesh",
         "passes",
+        "rows",
+        "sizes",
         "split_graph",
     }
 

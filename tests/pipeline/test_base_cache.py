@@ -71,7 +71,7 @@ def of_mesh(data, fsdp):
 @pytest.mark.parametrize("kind", ["fp8", "nf4", nightly("int8")])
 def test_any_mesh_reads_the_bytes_that_another_has_written(cache, start, opened, tiny_base, kind, monkeypatch):
     wanted = load_frozen(tiny_base, dtype=jnp.float32, quantize=kind)
-    hit, _, notices = start(kind, place=of_mesh(data=2, fsdp=2))
+    hit, _, notices = start(kind, sharding=of_mesh(data=2, fsdp=2))
     assert (hit, notices) == (False, [])
     assert [{file.name for file in entry.iterdir()} for entry in cache.iterdir()] == [{WEIGHTS, INDEX}]
     hit, whole, notices = start(kind)
@@ -84,7 +84,7 @@ def test_any_mesh_reads_the_bytes_that_another_has_written(cache, start, opened,
         os, "preadv", lambda file, parts, at: most.update({at: len(parts[0])}) or preadv(file, parts, at)
     )
     sharding = of_mesh(data=1, fsdp=4)
-    hit, split, _ = start(kind, place=sharding)
+    hit, split, _ = start(kind, sharding=sharding)
     assert hit
     chex.assert_trees_all_equal(split, wanted)
     name = "layers.0.mlp.up_proj.kernel"
@@ -127,7 +127,7 @@ def test_arrays_of_other_packages_may_have_any_dtype_and_no_axes(cache, start):
 
     custom = dataclasses.replace(INT8, arrays=arrays, quantise=quantise)
     (first, wanted, _), (second, second_read, _) = (
-        start(change=lambda reader: dataclasses.replace(reader, kind=custom), place=of_mesh(data=1, fsdp=2))
+        start(change=lambda reader: dataclasses.replace(reader, kind=custom), sharding=of_mesh(data=1, fsdp=2))
         for _ in "ab"
     )
     assert (first, second) == (False, True)

@@ -137,7 +137,7 @@ def test_a_move_may_be_cut_anywhere(cut_runs, monkeypatch):
 
         def rename_and_die(path, target):
             moved = rename(path, target)
-            if Path(target).parent == run:
+            if Path(target).parent == run and Path(target).name != "start.json":  # the phase of the start
                 placed.append(_kind(Path(target).name))
                 if placed[-1] == last:
                     raise PowerCut

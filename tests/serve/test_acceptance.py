@@ -114,7 +114,7 @@ def specs(folder: Path, count: int) -> Iterator[tuple[str, dict]]:
             {
                 "name": f"job-{number}",
                 "base": "tiny",
-                "data": {"train": str(folder / rows), "max_length": 32},
+                "data": {"train": str(folder / rows), "max_length": 32, "on_long": "drop"},
                 "lora": {"rank": 2 + number % 3, "dropout": 0.1 * (number % 2), "targets": ["q_proj", "down_proj"]},
                 "optim": {"lr": 0.01, "schedule": "constant"},
                 "objective": objective,
@@ -127,7 +127,7 @@ def specs(folder: Path, count: int) -> Iterator[tuple[str, dict]]:
 
 def step(job: Job) -> int:
     shown = job.show()
-    assert shown["state"] not in ("rejected", "failed", "done"), shown
+    assert shown["state"] not in ("rejected", "failed", "done"), json.dumps(shown)
     return shown["step"]
 
 

@@ -33,8 +33,8 @@ def test_a_job_file_becomes_jobs(call, tmp_path, tiny_base):
         for name in ("Law", "chat-x")
     ]
     jobs = write_job(tmp_path, tiny_base, entries, train={"max_steps": 2})
-    code, output, _ = call("submit", str(jobs))
-    assert code == 0
+    code, output, errors = call("submit", str(jobs))
+    assert code == 0, errors
     (job, name), (other, second) = (line.split() for line in output.splitlines())
     assert (name, second) == ("Law", "chat-x")
     code, output, _ = call("show", job)

@@ -14,7 +14,7 @@ PLAIN = {"rate": 0.0}
 ONE = {"adapters": 1, "single": True}
 ODD = {"num_in": 1000, "widths": (300,)}
 LARGE = {"ranks": (256,), "tile": 64}  # plain products, and passes of all ranks
-MIXED = LARGE | {"own": (16, 256)}  # the first ranks in the products, the others in passes of their own
+MIXED = LARGE | {"own_ranks": (16, 256)}  # the first ranks in the products, the others in passes of their own
 QKV = {"ranks": (16, 16, 16), "widths": (1024, 256, 256)}
 
 # what differs from SIZES, Triton's kernels, and Hopper's (Triton's, Mosaic's) or words of its unsupported_reason
