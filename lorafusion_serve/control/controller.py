@@ -350,9 +350,8 @@ class Controller:
         if event["path"] is None or event["step"] < job["state_step"]:
             return
         self._jobs.set(connection, job["id"], state_path=event["path"], state_step=event["step"], step=event["step"])
-        keep = {event["path"], job["state_path"]}
-        for folder in (self._settings.job(job["id"]) / "state").glob("e*-s*"):
-            if str(folder) not in keep:
+        for folder in states_before(Path(event["path"])):
+            if str(folder) != job["state_path"]:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _take_adapter(self, connection: Any, job: Job, event: Message) -> None:
@@ -374,6 +373,17 @@ class Controller:
         connection.execute(t.artifacts.insert().values(row))
         self._jobs.change(connection, job["id"], "finished", actor=actor, step=event["step"], state_path=None)
         shutil.rmtree(self._settings.job(job["id"]) / "state", ignore_errors=True)
+
+
+def states_before(state: Path) -> list[Path]:
+    """The older states beside a state. A newer one may be there whose event has not come yet."""
+    number = _number(state)
+    return [folder for folder in state.parent.glob("e*-s*") if folder != state and _number(folder) < number]
+
+
+def _number(state: Path) -> tuple[int, ...]:
+    """Epoch and step of a state, from its name."""
+    return tuple(int(part[1:]) for part in state.name.split("-"))
 
 
 def kind_of(job: Job) -> str:

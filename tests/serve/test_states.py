@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from lorafusion_serve.control.controller import states_before
 from lorafusion_serve.settings import Settings
 from lorafusion_serve.states import ENDED, LIVE, NEW, ON_WORKER, STATES, TRANSITIONS, StateError, next_state
 from lorafusion_serve.store.database import Database
@@ -134,3 +135,12 @@ def test_epochs_only_grow(store):
         assert jobs.place(connection, job, group="g0", place=1)["epoch"] == 1
         jobs.lost(connection, job, why="gone")
         assert jobs.place(connection, job, group="g0", place=0)["epoch"] == 2
+
+
+def test_a_state_that_was_not_told_of_yet_is_not_removed(tmp_path):
+    """A worker may have written the next state while the message of the last one was under way."""
+    names = ("e1-s12", "e2-s4", "e2-s8", "e2-s12", "e3-s2")
+    for name in (*names, ".e2-s6-draft"):
+        (tmp_path / name).mkdir()
+    older = {folder.name for folder in states_before(tmp_path / "e2-s8")}
+    assert older == {"e1-s12", "e2-s4"}
