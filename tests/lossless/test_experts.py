@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from more_cases import nightly
 from safetensors.numpy import load_file
 from small_jobs import write_job, write_rows
 
@@ -77,7 +78,9 @@ def test_joint_training_equals_separate_training(run, name):
     assert all(joint[key].any() for key in trained), "B is zero: nothing was learned"
 
 
-@pytest.mark.parametrize("mesh", [{"stages": 2}, {"stages": 1, "data": 2, "fsdp": 2}])
+@pytest.mark.parametrize(
+    "mesh", [{"stages": 2, "data": 2, "fsdp": 2}, nightly({"stages": 2}), nightly({"stages": 1, "data": 2, "fsdp": 2})]
+)
 def test_a_mesh_computes_what_one_device_does(run, mesh):
     alone, joint = run(tuple(TARGETS)), run(tuple(TARGETS), mesh=mesh)
     for name in TARGETS:
