@@ -8,12 +8,9 @@ written to DIR/experts.jsonl. All variants run in one process. Tokens/s are of o
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,6 +19,7 @@ import numpy as np
 from flax import nnx
 
 from benchmarks.conditions import conditions
+from benchmarks.row_file import write_within_budget
 from lorafusion_jax.adapters.spec import AdapterSpec, resolve_targets
 from lorafusion_jax.families.experts import Experts
 from lorafusion_jax.models import ModelConfig, Segments
@@ -40,22 +38,7 @@ ADAPTERS, RANK, REPEATS = 4, 8, 5
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--budget", type=float, default=240, help="seconds; nothing new starts after them")
-    parser.add_argument("--small", action="store_true", help="tiny shapes, for a CPU")
-    args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
-    stop = time.monotonic() + args.budget
-    with (args.out / "experts.jsonl").open("a") as file:
-        for row in _rows(args.small):
-            line = json.dumps(row)
-            print(line, flush=True)
-            file.write(line + "\n")
-            file.flush()
-            if time.monotonic() > stop:
-                return 0
-    return 0
+    return write_within_budget("experts", __doc__ or "", 240, _rows)
 
 
 def _rows(small: bool) -> Iterator[dict[str, Any]]:

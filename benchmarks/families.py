@@ -8,12 +8,9 @@ written to DIR/families.jsonl. All variants of a section run in one process, in 
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,6 +19,7 @@ import numpy as np
 from flax import nnx
 
 from benchmarks.conditions import conditions
+from benchmarks.row_file import write_within_budget
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.families.pattern import LayerType
 from lorafusion_jax.families.rope import Rope
@@ -49,22 +47,7 @@ REPEATS = 5
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--budget", type=float, default=120, help="seconds; nothing new starts after them")
-    parser.add_argument("--small", action="store_true", help="tiny shapes, for a CPU")
-    args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
-    stop = time.monotonic() + args.budget
-    with (args.out / "families.jsonl").open("a") as file:
-        for row in _rows(args.small):
-            line = json.dumps(row)
-            print(line, flush=True)
-            file.write(line + "\n")
-            file.flush()
-            if time.monotonic() > stop:
-                return 0
-    return 0
+    return write_within_budget("families", __doc__ or "", 120, _rows)
 
 
 def _rows(small: bool) -> Iterator[dict[str, Any]]:

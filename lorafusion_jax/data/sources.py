@@ -17,7 +17,7 @@ from lorafusion_jax.errors import DataError, first_few, raise_all
 from lorafusion_jax.readable import DATA, open_regular, open_text
 
 KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
-PACKED = ".gz"  # behind one of these
+PACKED = ".gz"  # after one of these
 MOST_UNPACKED = 16 << 30
 SHOWN_NAME = 100  # characters
 
@@ -26,7 +26,7 @@ def open_source(source: str, base_dir: Path) -> RawSource:
     """Finds a source and reads its bytes (for a hub data set, its rows).
 
     Args:
-        source: path of a .jsonl, .json, .csv or .parquet file, also with .gz behind it, or `hf:org/set[:split]`.
+        source: path of a .jsonl, .json, .csv or .parquet file, also with .gz after it, or `hf:org/set[:split]`.
         base_dir: folder for relative paths.
 
     Raises:
