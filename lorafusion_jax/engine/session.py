@@ -6,52 +6,43 @@ without adapters waits. One process; the mesh may have several stages and replic
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import jax
 import numpy as np
 
 from lorafusion_jax.adapters.spec import AdapterSpec
-from lorafusion_jax.adapters.table import adapter_kind
-from lorafusion_jax.checkpoint.warm_start import read_warm_starts, start_from
-from lorafusion_jax.config.references import ReferenceWeights, reference_of
+from lorafusion_jax.config.references import reference_of
 from lorafusion_jax.config.schema import (
     BaseSettings,
     BatchSettings,
     JobConfig,
     MeshSettings,
-    OptimSettings,
     TrainSettings,
 )
 from lorafusion_jax.config.specs import adapter_specs
 from lorafusion_jax.data.assemble import Microbatch, num_segments
 from lorafusion_jax.data.references import SetReferences
-from lorafusion_jax.data.sample_table import State
 from lorafusion_jax.engine.microbatches import Assembler, Shape
 from lorafusion_jax.engine.place_table import PlaceTable
 from lorafusion_jax.engine.places import Places, place_name, session_config
 from lorafusion_jax.engine.references import ReferenceQueue
+from lorafusion_jax.engine.starting import PlaceWeights, PlaceWriter, check_state
 from lorafusion_jax.engine.state import AdapterState
+from lorafusion_jax.engine.stepping import Steps
 from lorafusion_jax.engine.task import Task
-from lorafusion_jax.errors import CheckpointError, RunError
-from lorafusion_jax.objective.batch import finished_metrics, metric_names
-from lorafusion_jax.objective.protocol import SFT, Chosen
-from lorafusion_jax.optim.step import hyper
+from lorafusion_jax.errors import RunError
+from lorafusion_jax.objective.batch import metric_names
 from lorafusion_jax.pipeline.base import check_tables, open_base
 from lorafusion_jax.pipeline.base_cache import BaseFiles
-from lorafusion_jax.pipeline.batches import mask_adapters, teacher_state
+from lorafusion_jax.pipeline.batches import mask_adapters
 from lorafusion_jax.pipeline.evaluation import Evaluation, finish_evaluation
-from lorafusion_jax.pipeline.executor import Executor, StepResult
+from lorafusion_jax.pipeline.executor import Executor
 from lorafusion_jax.pipeline.move import to_local
 from lorafusion_jax.pipeline.reading import Reading
-from lorafusion_jax.pipeline.references import read_reference_folder
 from lorafusion_jax.pipeline.stage import Stage
-from lorafusion_jax.pipeline.state import adapter_arrays, joined_states, state_of_stage
-from lorafusion_jax.report.events import AdapterFailed, Listener, StepTaken
+from lorafusion_jax.pipeline.state import adapter_arrays, joined_states
+from lorafusion_jax.report.events import Listener
 from lorafusion_jax.training.prefetch import prefetch
 from scheduling import issue_order
 from scheduling.pipeline import Event, one_forward_one_backward
@@ -60,33 +51,6 @@ from scheduling.window import Tail, Window, advance, plan_window
 
 TOKENS_OF_A_SEGMENT = 256  # places for segments of a microbatch: one for as many tokens
 MOST_ADAPTERS = 8  # in one microbatch: its cost grows with this number
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Issued:
-    """An optimizer step whose result was not read yet."""
-
-    place: int
-    task: Task
-    step: int
-    slot: int
-    result: StepResult
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Weights:
-    """What a place gets.
-
-    Args:
-        leaves: for all layers.
-        optimizer: its state (None: the initial one).
-        fresh: initial values may depend on the base.
-    """
-
-    spec: AdapterSpec
-    leaves: Mapping[str, np.ndarray]
-    optimizer: Any = None
-    fresh: bool = False
 
 
 class LiveSession:
@@ -110,9 +74,9 @@ class LiveSession:
     ):
         self.config, self.places, self.slot = config, places, 0
         self.tasks: dict[int, Task] = {}
-        self._reading, self._stages = reading, stages
+        self._reading = reading
         self._executor = Executor(stages, [place_name(place) for place in range(len(places.ranks))])
-        self._table = PlaceTable(stages[0].parts.columns, len(places.ranks))
+        table = PlaceTable(stages[0].parts.columns, len(places.ranks))
         self._index: dict[str, int] = {}
         self._tail = Tail(
             limits=Limits(
@@ -125,12 +89,10 @@ class LiveSession:
             most_adapters=1 if reproducible else min(len(places.ranks), MOST_ADAPTERS),
             whole=reproducible,
         )
-        self._assembler = Assembler(config, self._shape(), self._table, self._index)
-        self._objectives: list[Chosen] = [SFT]
+        self._assembler = Assembler(config, self._shape(), table, self._index)
         self._references = ReferenceQueue(self._executor, self._assembler)
-        self._issued: deque[_Issued] = deque()
-        self._compiled: set[tuple] = set()
-        self._emit: Listener = lambda event: None
+        self._writer = PlaceWriter(config, places, self._executor, self._assembler, table)
+        self._steps = Steps(self._executor, self.tasks)
 
     @classmethod
     def open(
@@ -208,29 +170,31 @@ class LiveSession:
             RunError: `session.place`, it is taken or too small; `session.segments`.
             CheckpointError: `state.data`, the state was trained on other data; `peft.other-base`.
         """
-        self._check_start(place, task)
-        first = _Weights(spec=task.spec, leaves=self._first_weights(task), fresh=task.adapter.lora.init_from is None)
-        weights = first
+        if place not in range(len(self.places.ranks)) or place in self.tasks or task.name in self._index:
+            raise RunError("session.place", f"{task.name} cannot start in place {place}: it is taken.")
+        self._writer.check(place, task, self._tail.most_segments)
+        first = weights = self._writer.first_weights(task)
         if state is not None:
-            _check_state(task, state)
-            weights = _Weights(spec=task.spec, leaves=state.weights, optimizer=state.optimizer)
+            check_state(task, state)
+            weights = PlaceWeights(spec=task.spec, leaves=state.weights, optimizer=state.optimizer)
         reference = reference_of(task.adapter, [task.name]) if task.references is None else None
-        compared = self._weights_of_reference(place, task, reference, first)
-        number = self._number_objective(task)
+        compared = self._writer.reference_weights(place, task, reference, first)
+        number = self._writer.number_objective(task)
         task.restart(0 if state is None else state.step)
         self.tasks[place], self._index[task.name] = task, place
-        self._write(place, task, compared or weights, number)
+        self._writer.write(place, task, compared or weights, number)
         if reference is None:
             return
         task.status = "preparing"
 
         def finish(references: SetReferences | None) -> None:
             if compared is not None:
-                self._write(place, task, weights, number)
+                self._writer.write(place, task, weights, number)
             if references is not None:
                 task.take_references(references)
 
-        self._references.add(task, place, -1 if compared is None else place, self._teacher_state(task), finish)
+        teacher = self._writer.teacher_state(task)
+        self._references.add(task, place, -1 if compared is None else place, teacher, finish)
 
     def stop(self, place: int) -> AdapterState:
         """Frees a place. Returns the state after the adapter's last step; a begun batch is dropped.
@@ -248,7 +212,7 @@ class LiveSession:
         assert place not in self._references, "the place may hold the weights of a reference"
         self.drain()
         task = self.tasks[place]
-        parts = _results(self._executor.read(lambda stage: (stage.adapter(place), stage.optimizers[task.name])))
+        parts = self._executor.read_all(lambda stage: (stage.adapter(place), stage.optimizers[task.name]))
         weights = adapter_arrays([leaves for leaves, _ in parts])
         # Copies: a host array may be a view of a device array, which the next step overwrites.
         optimizer = jax.tree.map(np.array, joined_states([state for _, state in parts]))
@@ -260,7 +224,7 @@ class LiveSession:
         self._references.drop(place)
         task = self.tasks.pop(place)
         del self._index[task.name]
-        _results(self._executor.read(lambda stage: stage.optimizers.pop(task.name, None)))
+        self._executor.read_all(lambda stage: stage.optimizers.pop(task.name, None))
 
     def plan(self, horizon: int) -> Window:
         """Plans the next slots of all adapters that run; empty if there are none."""
@@ -284,7 +248,7 @@ class LiveSession:
         Returns:
             Number of slots run.
         """
-        self._emit = listener
+        self._steps.listener = listener
         if not window.slots:
             while len(self._references) and not self._references.step() and not pause():
                 pass
@@ -306,7 +270,7 @@ class LiveSession:
                         if event.slot and (ready or pause()):
                             end = event.slot
                             continue
-                        failed[event.slot] = self._failed()
+                        failed[event.slot] = self._steps.failed()
                     self._run_event(event, window, batches, failed[event.slot])
         finally:
             batches.close()
@@ -321,7 +285,7 @@ class LiveSession:
         """Waits for all slots that were issued, and reads the results of their steps."""
         self._executor.wait_all()
         self._executor.completed_slots()
-        self._read_steps(self.slot)
+        self._steps.read(self.slot)
 
     def evaluate(self, place: int) -> Evaluation | None:
         """Evaluates an adapter on its held-out data; None if it has none. Waits for the slots that were issued."""
@@ -354,108 +318,11 @@ class LiveSession:
 
     def _compile(self, on_progress: Callable[[str], None]) -> None:
         """Compiles what all adapters share, and the steps of the largest adapters of each class."""
-        shapes = self._stages[0].parts.own_shapes()
-        zeros = {
-            name: {leaf: np.zeros(shape, np.float32) for leaf, shape in leaf_shapes.items()}
-            for name, leaf_shapes in shapes.items()
-        }
-        for stage in self._stages:
-            stage.start(zeros)
+        self._writer.write_zeros()
         rows = self._assembler.empty()
         self._executor.warm_up([rows], rows, lambda left: on_progress(f"compiling {', '.join(left)}"))
         self._reading.finish()
-        specs = adapter_specs(self.config)
-        for place, *_ in self.places.classes.values():
-            name = place_name(place)
-            for stage in self._stages:
-                stage.write(place, zeros[name])
-                stage.adapter(place)
-                if adapter_kind(specs[place].kind).start is not None:
-                    stage.start_from_base(place)
-            self._compiled.add(_kind(specs[place], self.config.adapters[place].optim))
-        for stage in self._stages:
-            stage.optimizers.clear()
-
-    def _check_start(self, place: int, task: Task) -> None:
-        if place not in range(len(self.places.ranks)) or place in self.tasks or task.name in self._index:
-            raise RunError("session.place", f"{task.name} cannot start in place {place}: it is taken.")
-        why = self.places.refuses(task.spec)
-        if why or task.spec.rank > self.places.ranks[place]:
-            raise RunError(
-                "session.place",
-                f"{task.name} does not fit into place {place}.",
-                why=why or f"rank {task.spec.rank} is above {self.places.ranks[place]}",
-            )
-        if task.chosen.head is not None:
-            raise RunError(
-                "session.head",
-                f"{task.name}: objective {task.chosen.name} trains a head of its own.",
-                why="places of a live session have none",
-                fix="train it in a run: lorafusion train",
-            )
-        if task.chosen.num_segments > self._tail.most_segments:
-            raise RunError(
-                "session.segments",
-                f"a sample of {task.name} has {task.chosen.num_segments} segments.",
-                why=f"microbatches of the session have places for {self._tail.most_segments}",
-                fix="a smaller group, or a session of a larger batch.capacity_tokens",
-            )
-
-    def _first_weights(self, task: Task) -> Mapping[str, np.ndarray]:
-        first = {task.name: self._stages[0].parts.first_weights(task.spec)}
-        return start_from(first, read_warm_starts(task.config), [task.spec])[task.name]
-
-    def _weights_of_reference(
-        self, place: int, task: Task, reference: ReferenceWeights | None, first: _Weights
-    ) -> _Weights | None:
-        """Returns the weights that a place holds while a reference is computed; None: those that train."""
-        if reference is None or reference.kind == "base":
-            return None
-        if reference.kind == "adapter":
-            return first
-        described, arrays = read_reference_folder(task.config, reference)
-        spec = replace(described, name=task.name)
-        if why := self.places.refuses(spec) or (spec.rank > self.places.ranks[place] and f"rank {spec.rank}"):
-            raise RunError(
-                "session.reference", f"the reference of {task.name} does not fit into place {place}.", why=why
-            )
-        first_weights = {task.name: self._stages[0].parts.first_weights(spec)}
-        return _Weights(spec=spec, leaves=start_from(first_weights, {0: arrays}, [spec])[task.name])
-
-    def _teacher_state(self, task: Task) -> State | None:
-        return teacher_state(self.config.model_copy(update={"adapters": (task.adapter,)}))
-
-    def _number_objective(self, task: Task) -> int:
-        """Returns the number of a task's objective in the session, which learns it if it is new."""
-        chosen = task.chosen
-        self._assembler.add_objective(task, self._teacher_state(task))
-        known = (number for number, other in enumerate(self._objectives) if chosen.same_as(other))
-        if (number := next(known, None)) is not None:
-            return number
-        self._objectives.append(chosen)
-        objectives = tuple(self._objectives)
-        _results(self._executor.read(lambda stage: stage.replace_objectives(objectives)))
-        return len(objectives) - 1
-
-    def _write(self, place: int, task: Task, weights: _Weights, objective: int) -> None:
-        """Writes weights and optimizer state into a place, after all work issued so far."""
-        self._table.assign(place, weights.spec, objective)
-        for done in self._executor.read(lambda stage: self._write_stage(stage, place, task, weights)):
-            with self._executor.blaming(None, None, [task.name]):
-                done.result()
-
-    def _write_stage(self, stage: Stage, place: int, task: Task, weights: _Weights) -> None:
-        optimizer = weights.optimizer
-        stage.assign(place, task.adapter, weights.spec)
-        stage.write(place, weights.leaves, None if optimizer is None else state_of_stage(stage, optimizer))
-        if weights.fresh and adapter_kind(weights.spec.kind).start is not None:
-            stage.start_from_base(place)
-        kind = _kind(weights.spec, task.adapter.optim)
-        if kind not in self._compiled:
-            stage.compile_steps(len(self._stages), place)
-            stage.adapter(place)
-            if stage is self._stages[-1]:
-                self._compiled.add(kind)
+        self._writer.compile_classes()
 
     def _run_event(self, event: Event, window: Window, batches: Iterator[Microbatch], failed: frozenset[int]) -> None:
         names = dict.fromkeys(ref.adapter for ref in window.slots[event.slot].samples)
@@ -463,7 +330,7 @@ class LiveSession:
         if event.kind == "update":
             for name in event.adapters:
                 if (place := self._index[name]) not in failed and self._executor.close_batch(event, place_name(place)):
-                    self._step(place, event.slot)
+                    self._steps.issue(place, event.slot)
             return
         batch = next(batches) if event.kind == "forward" and event.stage == 0 else None
         if failed.issuperset(self._index[name] for name in names):
@@ -471,75 +338,5 @@ class LiveSession:
         if batch is not None:
             self._executor.admit(event.slot, mask_adapters(batch, failed))
             for slot in self._executor.completed_slots():
-                self._read_steps(slot + 1)
+                self._steps.read(slot + 1)
         self._executor.issue(event, tuple(names))
-
-    def _step(self, place: int, slot: int) -> None:
-        """Issues the step of an adapter whose global batch is complete."""
-        task = self.tasks[place]
-        waiting = sum(issued.place == place for issued in self._issued)
-        number = task.step + waiting
-        result = self._executor.step(place_name(place), hyper(task.adapter.optim, float(task.rates[number])))
-        self._issued.append(_Issued(place=place, task=task, step=number + 1, slot=slot, result=result))
-
-    def _read_steps(self, slots_done: int) -> None:
-        while self._issued and self._issued[0].slot < slots_done:
-            self._read_step(self._issued.popleft())
-
-    def _read_step(self, issued: _Issued) -> None:
-        task, result = issued.task, issued.result
-        if task.status == "failed":  # the devices have refused this step, too
-            return
-        with self._executor.blaming(None, issued.slot, [task.name]):
-            loss, norm, healthy = result.loss, result.grad_norm, result.healthy
-            metrics = result.metrics if task.chosen.of_samples else {}
-        if not healthy:
-            self._fail(issued)
-            return
-        task.step = issued.step
-        self._emit(
-            StepTaken(
-                slot=issued.slot + 1,
-                adapter=task.name,
-                step=issued.step,
-                loss=loss,
-                grad_norm=norm,
-                lr=float(task.rates[issued.step - 1]),
-                loss_tokens=task.loss_tokens[issued.step - 1],
-                metrics=finished_metrics(task.chosen, metrics),
-            )
-        )
-        if task.step == task.num_steps:
-            task.status = "done"
-
-    def _fail(self, issued: _Issued) -> None:
-        task, name = issued.task, place_name(issued.place)
-        self._executor.put_back(name, issued.result)
-        cause = self._executor.not_finite(name, issued.result) or "loss not finite"
-        task.status, task.reason = "failed", f"{cause} at step {issued.step}"
-        self._emit(
-            AdapterFailed(
-                slot=issued.slot + 1, adapter=task.name, step=issued.step, reason=task.reason, kept_step=task.step
-            )
-        )
-
-    def _failed(self) -> frozenset[int]:
-        return frozenset(place for place, task in self.tasks.items() if task.status == "failed")
-
-
-def _kind(spec: AdapterSpec, optim: OptimSettings) -> tuple:
-    """Adapters of one kind share the programs of their steps."""
-    return spec.kind, spec.rank, spec.targets, optim.name, optim.clip > 0, *optim.lr_ratios
-
-
-def _check_state(task: Task, state: AdapterState) -> None:
-    if state.data != task.data.digest:
-        raise CheckpointError(
-            "state.data",
-            f"the state of {task.name} was trained on other data, or in another order.",
-            fix="restore the data, or start the adapter from the beginning",
-        )
-
-
-def _results[T](futures: list[Future[T]]) -> list[T]:
-    return [done.result() for done in futures]

@@ -280,6 +280,10 @@ class Executor:
         """Reads from every stage, after all work issued so far."""
         return [self._submit(index, None, (), partial(what, stage)) for index, stage in enumerate(self.stages)]
 
+    def read_all[T](self, what: Callable[[Stage], T]) -> list[T]:
+        """Returns what `read` promises, by stage. Waits for it."""
+        return [done.result() for done in self.read(what)]
+
     def wait_dispatched(self) -> None:
         """Waits until all work is dispatched. Then the stages' arrays may be read; reading waits for their values."""
         for index in range(len(self.stages)):
