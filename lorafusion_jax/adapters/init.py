@@ -75,18 +75,19 @@ def draw_leaf(leaf: Leaf, seed: int, path: str, shape: tuple[int, ...]) -> np.nd
 
 
 def init_layers(
-    spec: AdapterSpec, path: str, in_features: int, out_features: int, num_layers: int, experts: int = 0
+    spec: AdapterSpec, path: str, in_features: int, out_features: int, numbers: Sequence[int], experts: int = 0
 ) -> dict[str, np.ndarray]:
-    """Draws the weights of an adapter in one projection of every layer.
+    """Draws the weights of an adapter in one projection of several layers.
 
     Args:
         path: path of the projection without the layer's number, "layers.self_attn.q_proj".
+        numbers: of the layers.
 
     Returns:
         Leaf → float32 array; for LoRA "lora_a" [L, K, r] and "lora_b" [L, r, N].
     """
     sizes = in_features, out_features, experts
-    layers = [init_adapter(spec, _layer_path(path, layer), *sizes) for layer in range(num_layers)]
+    layers = [init_adapter(spec, _layer_path(path, layer), *sizes) for layer in numbers]
     return {leaf: np.stack([layer[leaf] for layer in layers]) for leaf in layers[0]}
 
 

@@ -21,7 +21,7 @@ from lorafusion_jax.checkpoint.peft import TENSOR_FILE, check_digests, check_fin
 from lorafusion_jax.checkpoint.peft_leaves import Arrays, as_exported
 from lorafusion_jax.config.peft_config import CONFIG_FILE, config_of, describe, read_config
 from lorafusion_jax.errors import CheckpointError, ConfigError
-from lorafusion_jax.layout.layer import PATHS
+from lorafusion_jax.layout.layer import FUSED, PATHS, TARGETS
 from lorafusion_jax.modules.weights import adapter_arrays, adapter_names, adapter_spec, layer_shapes, put_adapter_arrays
 from lorafusion_jax.tensor_file import write_tensors
 
@@ -42,7 +42,9 @@ def hf_key(path: str) -> str:
     parts = path.removeprefix("model.").split(".")
     numbers = [part for part in parts if part.isdigit()]
     names = [part for part in parts if part not in numbers]
-    is_decoder = names[:1] == ["layers"] and len(numbers) == 1 and len(names) in (2, 3) and names[-1] in PATHS
+    is_decoder = (
+        names[:1] == ["layers"] and len(numbers) == 1 and len(names) in (2, 3) and names[-1] in (*TARGETS, *FUSED)
+    )
     return f"model.layers.{numbers[0]}.{PATHS[names[-1]]}" if is_decoder else path
 
 

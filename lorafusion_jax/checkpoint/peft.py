@@ -6,7 +6,7 @@ K in · N out · r an adapter's rank
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -22,13 +22,13 @@ from lorafusion_jax.checkpoint import digests
 from lorafusion_jax.checkpoint.digests import find_damage, refuse_damage
 from lorafusion_jax.checkpoint.new_folder import new_folder
 from lorafusion_jax.checkpoint.peft_experts import from_file, to_file
-from lorafusion_jax.checkpoint.peft_leaves import HEAD, Arrays, Leaves, as_exported
+from lorafusion_jax.checkpoint.peft_leaves import HEAD, Arrays, Leaves, SomeLayers, as_exported
 from lorafusion_jax.checkpoint.peft_leaves import put_adapter as put_adapter
 from lorafusion_jax.checkpoint.peft_leaves import take_adapter as take_adapter
 from lorafusion_jax.config.peft_config import CONFIG_FILE, Described, config_of, describe, kind_of, read_config
 from lorafusion_jax.config.peft_folder import KEY, PREFIX, ROOT, TENSOR_FILE, plain_name
 from lorafusion_jax.errors import CheckpointError, RunError
-from lorafusion_jax.layout.layer import PATHS
+from lorafusion_jax.layout.layer import MIXERS, PATHS
 from lorafusion_jax.readable import check_regular
 from lorafusion_jax.tensor_file import write_tensors
 from lorafusion_jax.weights.table import NONE
@@ -50,6 +50,7 @@ def export_adapter(
     replace: bool = False,
     finish: Callable[[Path], None] | None = None,
     shapes: Mapping[str, tuple[int, int]] | None = None,
+    layers: SomeLayers | None = None,
 ) -> Path:
     """Writes one adapter as a PEFT folder atomically, and compares what it reads back.
 
@@ -67,6 +68,7 @@ def export_adapter(
         replace: replace an existing folder.
         finish: called with the temporary folder before it is renamed, e.g. to add a model card and tokenizer files.
         shapes: in and out features by target; needed if projections share tensors.
+        layers: see `take_adapter`.
 
     Returns:
         The folder.
@@ -75,7 +77,7 @@ def export_adapter(
         CheckpointError: `export.exists`; `export.not-finite`, a weight is NaN or infinite; `peft.kind`.
         RunError: `save.no-space`, `save.failed`, or `export.differs` when the folder reads back differently.
     """
-    spec, arrays = as_exported(spec, take_adapter(lora_leaves, spec, index), shapes)
+    spec, arrays = as_exported(spec, take_adapter(lora_leaves, spec, index, layers), shapes)
     check_finite(arrays, spec)
     kept = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float32
     tensors = {key: array.astype(kept, copy=False) for key, array in peft_tensors(arrays, spec.kind, spec.head).items()}
@@ -247,13 +249,28 @@ def _wanted_paths(paths: Sequence[str], described: Described) -> Iterable[str]:
     """Returns the required projections: of the named layers, or of all layers up to the last one present."""
     if described.layers is None and described.some_layers:
         return paths
-    count = max(1, len({path.split(".")[1] for path in paths}))
     every = (
         f"layers.{layer}.{PATHS[name]}"
-        for layer in (range(count) if described.layers is None else described.layers)
+        for layer in (_layers_of(paths) if described.layers is None else described.layers)
         for name in described.spec.targets
     )
-    return [path for path in every if described.spec.has(path)]
+    modules = {path.rpartition(".")[0] for path in paths}
+    return [path for path in every if described.spec.has(path) and not _is_replaced(path.rpartition(".")[0], modules)]
+
+
+def _layers_of(paths: Sequence[str]) -> Sequence[int]:
+    """Returns 0 to the last layer, or each n-th layer: some models have attention only there."""
+    present = sorted({int(path.split(".")[1]) for path in paths})
+    if len(present) > 1 and present == [*range(present[0], present[-1] + 1, present[0] + 1)]:
+        return present
+    return range(max(1, len(present)))
+
+
+def _is_replaced(module: str, modules: Collection[str]) -> bool:
+    """Whether a layer has another module instead of this one, "layers.3.self_attn"."""
+    layer, _, name = module.rpartition(".")
+    others = {f"{layer}.{other}" for other in MIXERS if other != name}
+    return name in MIXERS and module not in modules and not others.isdisjoint(modules)
 
 
 def check_finite(arrays: Arrays, spec: AdapterSpec) -> None:

@@ -25,9 +25,10 @@ SHOWN = 8  # tensors that a message names
 # "head" → tensors of an objective's head
 type Arrays = dict[str, tuple[np.ndarray, ...]]
 type Leaves = Mapping[str, Any]  # numpy or jax arrays, see `take_adapter`
+type SomeLayers = Mapping[str, Sequence[int]]  # see `take_adapter`
 
 
-def take_adapter(lora_leaves: Leaves, spec: AdapterSpec, index: int) -> Arrays:
+def take_adapter(lora_leaves: Leaves, spec: AdapterSpec, index: int, layers: SomeLayers | None = None) -> Arrays:
     """Extracts one adapter, layer by layer, at its own rank and targets.
 
     Args:
@@ -36,6 +37,7 @@ def take_adapter(lora_leaves: Leaves, spec: AdapterSpec, index: int) -> Arrays:
             shared ones are called "shared.NAME", [1, A, K, R], and those of a head "head.KEY", [1, A, ...].
         spec: the adapter.
         index: its place among the A adapters.
+        layers: numbers of the L layers, of stacked projections that not all layers have: "self_attn.q_proj" → (3, 7).
 
     Returns:
         "layers.0.self_attn.q_proj" → the tensors of its kind in order, float32; for LoRA (a [K, r], b [r, N]).
@@ -45,7 +47,7 @@ def take_adapter(lora_leaves: Leaves, spec: AdapterSpec, index: int) -> Arrays:
     """
     kind = adapter_kind(spec.kind)
     arrays: Arrays = {}
-    projections = _projections(lora_leaves, kind)
+    projections = _projections(lora_leaves, kind, layers)
     for path, places in projections.items():
         if path.rsplit(".", 1)[-1] not in spec.targets:
             continue
@@ -79,6 +81,7 @@ def put_adapter(
     kind: str = PLAIN,
     head: Head | None = None,
     patterns: Patterns | None = None,
+    layers: SomeLayers | None = None,
 ) -> dict[str, np.ndarray]:
     """Inserts the tensors of one adapter into the stacked ones. Those that it lacks become zero.
 
@@ -91,6 +94,7 @@ def put_adapter(
         kind: the adapter's kind.
         head: of its objective; it stays as it is if `arrays` have none.
         patterns: which projections have the adapter (None: all that its targets name).
+        layers: as in `take_adapter`.
 
     Returns:
         All leaves. Those of the kind are new numpy arrays.
@@ -99,7 +103,7 @@ def put_adapter(
         CheckpointError: `peft.other-base` when layers or shapes do not fit this model.
     """
     table = adapter_kind(kind)
-    projections = _projections(lora_leaves, table)
+    projections = _projections(lora_leaves, table, layers)
     places = {
         unrolled: (path, layer_index) for path, known in projections.items() for unrolled, layer_index in known.items()
     }
@@ -256,7 +260,9 @@ def _misfits(
     return []
 
 
-def _projections(lora_leaves: Leaves, kind: AdapterKind) -> dict[str, dict[str, tuple[int, ...]]]:
+def _projections(
+    lora_leaves: Leaves, kind: AdapterKind, layers: SomeLayers | None
+) -> dict[str, dict[str, tuple[int, ...]]]:
     """Lists the projections: path of the leaf → {path with the layer's number: index before the adapter axis}."""
     projections: dict[str, dict[str, tuple[int, ...]]] = {}
     for name in lora_leaves:
@@ -265,10 +271,11 @@ def _projections(lora_leaves: Leaves, kind: AdapterKind) -> dict[str, dict[str, 
         if leaf != first.name:
             continue
         shape = lora_leaves[name].shape
+        numbers = (layers or {}).get(path.removeprefix(f"{LAYERS}."), range(shape[0]))
         projections[path] = (
             {path: ()}
             if len(shape) == 1 + len(first.axes)
-            else {path.replace(f"{LAYERS}.", f"{LAYERS}.{layer}.", 1): (layer,) for layer in range(shape[0])}
+            else {path.replace(f"{LAYERS}.", f"{LAYERS}.{layer}.", 1): (row,) for row, layer in enumerate(numbers)}
         )
     return projections
 

@@ -14,7 +14,7 @@ from lorafusion_jax.adapters.table import adapter_kind
 from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.checkpoint.digests import digests_of
 from lorafusion_jax.checkpoint.peft import put_adapter, read_described
-from lorafusion_jax.checkpoint.peft_leaves import HEAD, Arrays, with_adapter_axis
+from lorafusion_jax.checkpoint.peft_leaves import HEAD, Arrays, SomeLayers, with_adapter_axis
 from lorafusion_jax.config.join import select_adapters
 from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.peft_config import CONFIG_FILE
@@ -93,13 +93,17 @@ def _digests_now(adapter: AdapterConfig, config: JobConfig) -> dict[str, str] | 
 
 
 def start_from(
-    lora: Mapping[str, Mapping[str, np.ndarray]], starts: Mapping[int, Arrays], specs: Sequence[AdapterSpec]
+    lora: Mapping[str, Mapping[str, np.ndarray]],
+    starts: Mapping[int, Arrays],
+    specs: Sequence[AdapterSpec],
+    layers: SomeLayers | None = None,
 ) -> dict[str, Mapping[str, np.ndarray]]:
     """Replaces the initial weights of the adapters in `starts`.
 
     Args:
         lora: leaves of each adapter, "layers.self_attn.q_proj.lora_a" → [L, K, r], in order of the adapters.
         specs: of each adapter.
+        layers: as in `take_adapter`.
 
     Raises:
         CheckpointError: `peft.other-base`, the shapes are those of another model.
@@ -108,7 +112,7 @@ def start_from(
     for index, arrays in starts.items():
         name = list(lora)[index]
         spec = specs[index]
-        put = put_adapter(with_adapter_axis(lora[name]), 0, arrays, spec.kind, spec.head, spec.patterns)
+        put = put_adapter(with_adapter_axis(lora[name]), 0, arrays, spec.kind, spec.head, spec.patterns, layers)
         started[name] = {leaf: array[:, 0] for leaf, array in put.items()}
     return started
 
@@ -128,7 +132,7 @@ def _read_start(folder: Path, adapter: AdapterConfig, config: JobConfig) -> Arra
     spec = adapter_spec(adapter, model_targets(config))
     if described.same_settings(spec):
         return (
-            _with_all_layers(arrays, ModelConfig.from_hf(base_directory(config)).num_layers, spec)
+            _with_all_layers(arrays, ModelConfig.from_hf(base_directory(config)), spec)
             if described.some_layers
             else arrays
         )
@@ -144,7 +148,7 @@ def _settings(spec: AdapterSpec) -> str:
     return f"rank {spec.rank}, alpha {spec.alpha:g}, rslora {spec.rslora}, targets {', '.join(spec.targets)}"
 
 
-def _with_all_layers(arrays: Arrays, num_layers: int, spec: AdapterSpec) -> Arrays:
+def _with_all_layers(arrays: Arrays, model: ModelConfig, spec: AdapterSpec) -> Arrays:
     """Extends an adapter of some layers to all layers with zeros.
 
     Zero A and B stay zero in training, because the gradient of each is proportional to the other.
@@ -161,8 +165,8 @@ def _with_all_layers(arrays: Arrays, num_layers: int, spec: AdapterSpec) -> Arra
     }
     absent = {
         f"layers.{layer}.{projection}": tuple(np.zeros(shape, np.float32) for shape in of_leaves)
-        for layer in range(num_layers)
         for projection, of_leaves in shapes.items()
+        for layer in model.layers_with(projection)
         if spec.has(f"layers.{layer}.{projection}")
     }
     return absent | arrays

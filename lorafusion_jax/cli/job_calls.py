@@ -52,8 +52,12 @@ def calls_of_job(config: JobConfig, model: ModelConfig) -> list[LayerCalls]:
         LayerCalls(
             model=model, rows=rows, dtype=config.base.dtype,
             linears={
-                site: replace(site_shape(replace(problem, capacity_tokens=rows), site), dtype=config.base.dtype)
-                for site, linears in model.layer(0).sites.items()
+                site: replace(
+                    site_shape(replace(problem, capacity_tokens=rows), site, model.layers.index(layer)),
+                    dtype=config.base.dtype,
+                )
+                for layer in model.kinds
+                for site, linears in layer.sites.items()
                 if not linears[0].experts
             },
         )

@@ -24,7 +24,7 @@ from lorafusion_jax.families.read import translate
 from lorafusion_jax.families.rope import Rope, RopeScaling
 from lorafusion_jax.families.table import known_models
 from lorafusion_jax.families.write import config_json
-from lorafusion_jax.layout.layer import Half
+from lorafusion_jax.layout.layer import Half, Linear
 from lorafusion_jax.readable import SETTINGS, read_text
 
 
@@ -153,9 +153,35 @@ class ModelConfig:
         """Names of the projections of its layers, which are the possible LoRA targets."""
         return tuple(dict.fromkeys(name for layer in self.kinds for name in layer.targets))
 
+    @cached_property
+    def linears(self) -> tuple[Linear, ...]:
+        """The different projections of its layers, in order of their first occurrence."""
+        by_path = {linear.path: linear for layer in reversed(self.kinds) for linear in layer.linears}
+        paths = dict.fromkeys(linear.path for layer in self.kinds for linear in layer.linears)
+        return tuple(by_path[path] for path in paths)
+
+    def linear(self, name: str) -> Linear:
+        """The projection with this name."""
+        return next(linear for linear in self.linears if linear.name == name)
+
+    def layers_with(self, path: str) -> tuple[int, ...]:
+        """Numbers of the layers that have a projection, "self_attn.q_proj"."""
+        return self.some_layers.get(path, tuple(range(self.num_layers)))
+
+    @cached_property
+    def some_layers(self) -> Mapping[str, tuple[int, ...]]:
+        """Numbers of the layers that have a projection, of those projections that not all layers have."""
+        having = [{linear.path for linear in layer.linears} for layer in self.kinds]
+        return {
+            linear.path: tuple(number for number, kind in enumerate(self._kind_numbers) if linear.path in having[kind])
+            for linear in self.linears
+            if not all(linear.path in paths for paths in having)
+        }
+
     def half_of(self, leaf: str) -> Half:
         """The half of the layers that owns a trainable leaf: "layers.self_attn.q_proj.lora_a"."""
-        return self.kinds[0].half_of(leaf)
+        path = leaf.removeprefix("layers.").rpartition(".")[0]
+        return self.layer(self.layers_with(path)[0]).half_of(leaf)
 
     @cached_property
     def _types(self) -> tuple[LayerType, ...]:

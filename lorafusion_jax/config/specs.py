@@ -54,13 +54,18 @@ def _unmatched(spec: AdapterSpec, model: ModelConfig) -> Iterator[LoraFusionErro
     patterns, num_layers = spec.patterns, model.num_layers
     if patterns is None:
         return
-    layer = model.layer(0)
     numbers = range(num_layers) if patterns.layers is None else patterns.layers
     if beyond := [number for number in numbers if number >= num_layers]:
         what = f"{spec.name}: layers_to_transform has {beyond[0]}, and the model has layers 0 to {num_layers - 1}."
         yield ConfigError("lora.pattern", what)
         return
-    paths = [f"layers.{number}.{layer.linear(name).path}" for number in numbers for name in spec.targets]
+    layers = [(number, model.layer(number)) for number in numbers]
+    paths = [
+        f"layers.{number}.{linear.path}"
+        for number, layer in layers
+        for linear in layer.linears
+        if linear.name in spec.targets
+    ]
     present = [path for path in paths if patterns.has(path)]
     if not present:
         yield ConfigError("lora.pattern", f"{spec.name}: lora.exclude leaves no projection to train.")
@@ -70,7 +75,7 @@ def _unmatched(spec: AdapterSpec, model: ModelConfig) -> Iterator[LoraFusionErro
     for key, named in (("rank_pattern", patterns.ranks), ("alpha_pattern", patterns.alphas)):
         for pattern, _ in named:
             if not any(matches(pattern, path) for path in present):
-                near = did_you_mean(pattern, list(layer.targets))
+                near = did_you_mean(pattern, list(model.targets))
                 what = f"{spec.name}: '{pattern}' of lora.{key} matches none of its projections"
                 why = "PEFT matches the end of a path such as model.layers.0.self_attn.q_proj"
                 yield ConfigError("lora.pattern", f"{what}; {near}" if near else f"{what}.", why=why)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from lorafusion_jax.checkpoint.base_model import base_directory, base_identity
 from lorafusion_jax.checkpoint.peft import export_adapter
+from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.engine.state import AdapterState
 from lorafusion_jax.engine.task import Task
 from lorafusion_jax.report.record import versions
@@ -35,6 +36,7 @@ def export_task(task: Task, state: AdapterState, target: Path, *, name: str = ""
         base_revision=revision,
         replace=True,
         finish=lambda draft: _describe(draft, task, state, name or task.name),
+        layers=ModelConfig.from_hf(base_directory(task.config)).some_layers,
     )
 
 

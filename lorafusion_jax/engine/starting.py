@@ -110,8 +110,9 @@ class PlaceWriter:
 
     def first_weights(self, task: Task) -> PlaceWeights:
         """Returns initial weights, or those of `lora.init_from`."""
-        first = {task.name: self._stages[0].parts.first_weights(task.spec)}
-        leaves = start_from(first, read_warm_starts(task.config), [task.spec])[task.name]
+        parts = self._stages[0].parts
+        first, layers = {task.name: parts.first_weights(task.spec)}, parts.model.some_layers
+        leaves = start_from(first, read_warm_starts(task.config), [task.spec], layers)[task.name]
         return PlaceWeights(spec=task.spec, leaves=leaves, fresh=task.adapter.lora.init_from is None)
 
     def reference_weights(
@@ -128,8 +129,9 @@ class PlaceWriter:
             raise RunError(
                 "session.reference", f"the reference of {task.name} does not fit into place {place}.", why=why
             )
-        first_weights = {task.name: self._stages[0].parts.first_weights(spec)}
-        return PlaceWeights(spec=spec, leaves=start_from(first_weights, {0: arrays}, [spec])[task.name])
+        parts = self._stages[0].parts
+        leaves = start_from({task.name: parts.first_weights(spec)}, {0: arrays}, [spec], parts.model.some_layers)
+        return PlaceWeights(spec=spec, leaves=leaves[task.name])
 
     def number_objective(self, task: Task) -> int:
         """Returns the number of a task's objective in the session, which learns it if it is new."""

@@ -20,21 +20,25 @@ REMAT_POLICIES: tuple[RematPolicy, ...] = ("everything", "gemm_inputs", "nothing
 # Checkpoint names of S and of dropout's bits in the LoRA ops, and of outputs before their columns are multiplied.
 LORA_CHECKPOINTS = ("lora_s", "lora_bits", "unscaled")
 # Paths of the projections of all families, by name.
+MIXERS = ("self_attn", "linear_attn")  # modules of which a layer has one
 PATHS: Mapping[str, str] = {
     name: f"{module}.{name}"
     for module, names in {
         "self_attn": ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"),
+        "linear_attn": (
+            "in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj",
+        ),
         "mlp": ("gate_proj", "up_proj", "gate_up_proj", "down_proj", "experts_gate_up_proj", "experts_down_proj"),
     }.items()
     for name in names
-}
+}  # fmt: skip
 FUSED = ("qkv_proj", "gate_up_proj")
 # Projections of which every expert has its own → PEFT's name of the parameter that holds them all.
 EXPERTS: Mapping[str, str] = {
     "experts_gate_up_proj": "mlp.experts.gate_up_proj",
     "experts_down_proj": "mlp.experts.down_proj",
 }
-TARGETS = tuple(name for name in PATHS if name not in (*FUSED, *EXPERTS))  # of a Llama
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # of a Llama
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -154,7 +154,7 @@ def check_adapters(config: JobConfig, prepared: Prepared) -> None:
     for adapter in config.adapters:
         train = prepared.adapters[adapter.name].train
         check_loss(adapter.objective.chosen, numbers=train.numbers, values=train.values, sizes=sizes)
-    shapes = model.layer(0).linear_shapes()
+    shapes = {linear.name: linear.shape for linear in model.linears}
     sizes_of: dict[str, dict] = {}
     for spec in adapter_specs(config):
         sizes_of.setdefault(spec.kind, {}).update(dict.fromkeys((*shapes[name], spec.rank) for name in spec.targets))

@@ -36,7 +36,7 @@ def grow_stages(
     for stage in stages:
         stage.lora, stage.constants, stage.sums, stage.optimizers, stage.totals = {}, {}, {}, {}, None
     more = stages_for(stages, config, specs)
-    lora = start_from(more[0].first_lora(), weights, specs)
+    lora = start_from(more[0].first_lora(), weights, specs, more[0].parts.model.some_layers)
     for stage in more:
         stage.start(lora)
     fresh = gather(more)

@@ -2,7 +2,7 @@
 
 | name | where | array |
 |---|---|---|
-| `layers.self_attn.q_proj.lora_a` | a projection in all layers of the stage | [L, K, C] |
+| `layers.self_attn.q_proj.lora_a` | a projection, in all layers of the stage that have it | [L, K, C] |
 | `shared.NAME` | all projections of all layers; constant | [1, ...], on every stage |
 | `head.OBJECTIVE.NAME.AXES` | the head of an objective | [1, C, ...], on the last stage |
 
@@ -27,7 +27,7 @@ from jax import Array, lax
 from lorafusion_jax.adapters.kind import Leaf
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.adapters.table import adapter_kind
-from lorafusion_jax.layout.layer import LayerSpec
+from lorafusion_jax.layout.layer import Linear
 
 Leaves = dict[str, Array]  # "layers.self_attn.q_proj.lora_a" -> [L, ...]
 LAYERS, SHARED, HEAD = "layers.", "shared.", "head."  # prefixes of the names of leaves
@@ -89,20 +89,33 @@ class Place(NamedTuple):
     first: Any  # its first column in each of its leaves, in order of `own_columns`
 
 
-def all_columns(specs: Sequence[AdapterSpec], layer: LayerSpec) -> dict[str, Columns]:
-    """Returns the leaves of these adapters by name."""
+def all_columns(specs: Sequence[AdapterSpec], linears: Sequence[Linear]) -> dict[str, Columns]:
+    """Returns the leaves of these adapters in a model's projections, by name."""
     columns = {}
-    for target in layer.targets:
-        kinds = [adapter_kind(spec.kind) if target in spec.targets else None for spec in specs]
-        kind_leaves = [() if kind is None else kind.leaves_at(target) for kind in kinds]
-        columns |= _columns(f"{LAYERS}{layer.linear(target).path}.", specs, kind_leaves)
+    for linear in linears:
+        kinds = [adapter_kind(spec.kind) if linear.name in spec.targets else None for spec in specs]
+        kind_leaves = [() if kind is None else kind.leaves_at(linear.name) for kind in kinds]
+        columns |= _columns(f"{LAYERS}{linear.path}.", specs, kind_leaves)
     columns |= _columns(SHARED, specs, [adapter_kind(spec.kind).shared for spec in specs])
     return columns | _head_columns(specs)
 
 
-def on_stage(columns: Mapping[str, Columns], *, last: bool) -> dict[str, Columns]:
-    """Returns the leaves that a stage has."""
-    return {name: at for name, at in columns.items() if last or not name.startswith(HEAD)}
+def path_of(leaf: str) -> str:
+    """The projection of a leaf.
+
+    >>> path_of("layers.self_attn.q_proj.lora_a")
+    'self_attn.q_proj'
+    """
+    return leaf.removeprefix(LAYERS).rpartition(".")[0]
+
+
+def on_stage(columns: Mapping[str, Columns], rows: Mapping[str, range], *, last: bool) -> dict[str, Columns]:
+    """Returns the leaves that a stage has.
+
+    Args:
+        rows: of each leaf of layers, the part of its first axis that the stage has.
+    """
+    return {name: at for name, at in columns.items() if (last or not name.startswith(HEAD)) and rows.get(name, True)}
 
 
 def own_columns(columns: Mapping[str, Columns], index: int, spec: AdapterSpec) -> Own:

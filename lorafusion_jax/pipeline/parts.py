@@ -6,6 +6,7 @@ T packed tokens · D model width · V vocabulary · A adapters · P places for t
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -34,7 +35,7 @@ from lorafusion_jax.modules.lora import LoRAKinds
 from lorafusion_jax.objective.batch import divergence_rows, totals_of
 from lorafusion_jax.objective.loss import token_divergences, token_losses
 from lorafusion_jax.objective.protocol import DIVERGENCE, HIDDEN, SCORE, SFT, Chosen
-from lorafusion_jax.pipeline.leaves import HEAD, LAYERS, SHARED, Columns, all_columns, windows
+from lorafusion_jax.pipeline.leaves import HEAD, LAYERS, SHARED, Columns, all_columns, path_of, windows
 from lorafusion_jax.weights.table import NONE, stored_kind
 from pallas_kernels import Dropout
 from pallas_kernels.frozen_weight import FrozenWeight
@@ -147,11 +148,11 @@ class Parts:
         object.__setattr__(self, "_modules", modules)
         object.__setattr__(self, "_kinds", self._number_kinds())
         object.__setattr__(self, "_ratios", self._scale_ratios())
-        object.__setattr__(self, "columns", all_columns(self.specs, self.model.layer(0)))
+        object.__setattr__(self, "columns", all_columns(self.specs, self.model.linears))
 
     def _number_kinds(self) -> dict[str, Any]:
         numbers = {}
-        for target in self.model.layer(0).targets:
+        for target in self.model.targets:
             kinds = [spec.kind if target in spec.targets else None for spec in self.specs]
             names = tuple(dict.fromkeys(kind for kind in kinds if kind is not None))
             numbers[target] = self._by_layer(target, kind_numbers(names, kinds))
@@ -168,35 +169,45 @@ class Parts:
         """Returns by leaf what the adapters' scales in each layer are of `AdapterSpec.scale`, where they differ."""
         ratios: dict[str, np.ndarray] = {}
         patterned = [index for index, spec in enumerate(self.specs) if spec.patterns is not None]
-        for target in self.model.layer(0).targets if patterned else ():
+        for target in self.model.targets if patterned else ():
             ratio_LA = np.ones((self.model.num_layers, len(self.specs)), np.float32)
             for index in patterned:
                 spec = self.specs[index]
                 ratio_LA[:, index] = [spec.scale_at(path) / spec.scale for path in self._paths(target)]
             leaves = {name for index in patterned for name in adapter_kind(self.specs[index].kind).scaled}
             if (ratio_LA != 1).any():
-                path = f"{LAYERS}{self.model.layer(0).linear(target).path}."
+                path = f"{LAYERS}{self.model.linear(target).path}."
                 ratios |= {f"{path}{leaf}": ratio_LA for leaf in leaves}
         return ratios
 
     def _paths(self, target: str) -> list[str]:
         """Paths of a projection in all layers."""
-        path = self.model.layer(0).linear(target).path
+        path = self.model.linear(target).path
         return [f"{LAYERS}{layer}.{path}" for layer in range(self.model.num_layers)]
 
     def lora_shapes(self, num_layers: int) -> dict[str, tuple[int, ...]]:
         """Returns the shapes of the leaves: "layers.self_attn.q_proj.lora_a" → (L, K, C)."""
+        stage = Extent(0, 2 * num_layers)
         return {
-            name: (num_layers if name.startswith(LAYERS) else 1, *at.shape(self._sizes(name)))
-            for name, at in self.columns.items()
+            name: (len(self.rows_of(name, stage)), *at.shape(self._sizes(name))) for name, at in self.columns.items()
         }
+
+    def rows_of(self, leaf: str, extent: Extent) -> range:
+        """Returns the part of a leaf's first axis in an extent: of the layers that have it, or all."""
+        if not leaf.startswith(LAYERS):
+            return range(1)
+        layers = extent.layers_of(self.model.half_of(leaf))
+        numbers = self.model.some_layers.get(path_of(leaf))
+        if numbers is None:
+            return layers
+        return range(bisect_left(numbers, layers.start), bisect_left(numbers, layers.stop))
 
     def own_shapes(self) -> dict[str, dict[str, tuple[int, ...]]]:
         """Returns the shapes of each adapter's leaves in all layers: name → leaf → (L, K, r) and so on."""
-        num_layers = self.model.num_layers
+        whole = Extent(0, 2 * self.model.num_layers)
         return {
             spec.name: {
-                name: (num_layers if name.startswith(LAYERS) else 1, *at.own_shape(self._sizes(name), index))
+                name: (len(self.rows_of(name, whole)), *at.own_shape(self._sizes(name), index))
                 for name, at in self.columns.items()
                 if at.width[index]
             }
@@ -206,7 +217,7 @@ class Parts:
     def _sizes(self, name: str) -> dict[str, int]:
         """Returns the sizes of a leaf's axes, but its rank."""
         if name.startswith(LAYERS):
-            linear = self.model.layer(0).linear(name.split(".")[-2])
+            linear = next(linear for linear in self.model.linears if linear.path == path_of(name))
             return {"K": linear.in_features, "N": linear.out_features, "E": linear.experts}
         if name.startswith(SHARED):
             return dict(zip("KN", self._largest, strict=True))
@@ -215,7 +226,7 @@ class Parts:
     @property
     def _largest(self) -> tuple[int, int]:
         """Largest in and out features of the model, the sizes of shared leaves."""
-        shapes = [linear.shape for linear in self.model.layer(0).linears]
+        shapes = [linear.shape for linear in self.model.linears]
         return max(shape[0] for shape in shapes), max(shape[1] for shape in shapes)
 
     def frozen_shapes(self, half: Half | None = None, layer_kind: int = 0) -> dict[str, tuple[int, ...]]:
@@ -263,13 +274,13 @@ class Parts:
 
     def first_weights(self, spec: AdapterSpec) -> dict[str, Any]:
         """Returns the initial values of one adapter's leaves: leaf → [L, K, r] and so on."""
-        targeted = [linear for linear in self.model.layer(0).linears if linear.name in spec.targets]
+        targeted = [linear for linear in self.model.linears if linear.name in spec.targets]
         drawn = {
             f"{path}.{leaf}": array
             for linear in targeted
             for path in (f"{LAYERS}{linear.path}",)
             for leaf, array in init_layers(
-                spec, path, *linear.shape, self.model.num_layers, experts=linear.experts
+                spec, path, *linear.shape, self.model.layers_with(linear.path), experts=linear.experts
             ).items()
         }
         shared = init_shared(spec, *self._largest)
@@ -308,7 +319,7 @@ class Parts:
         places = jnp.maximum(adapters, 0)
 
         def numbers(target: str) -> Array:
-            path = f"{LAYERS}{self.model.layer(0).linear(target).path}."
+            path = f"{LAYERS}{self.model.linear(target).path}."
             rows = np.array([name.startswith(path) for name in self.columns])
             is_target = jnp.any(windows[rows, 1] > 0, axis=0)
             return jnp.where(is_target, jnp.asarray(self._kinds[target])[places], NO_KIND)

@@ -36,7 +36,7 @@ from lorafusion_jax.optim.step import Hyper, transformation, zero_hyper
 from lorafusion_jax.pipeline import adapter_step
 from lorafusion_jax.pipeline import leaves as lv
 from lorafusion_jax.pipeline.adapter_step import BatchSummary, Totals
-from lorafusion_jax.pipeline.leaves import HEAD, LAYERS, SHARED, Columns, Leaves, Own, Place, on_stage
+from lorafusion_jax.pipeline.leaves import HEAD, LAYERS, SHARED, Columns, Leaves, Own, Place, on_stage, path_of
 from lorafusion_jax.pipeline.lowered import kept
 from lorafusion_jax.pipeline.mesh import REPLICAS, StageMesh
 from lorafusion_jax.pipeline.parts import Inputs, LayerWeights, Parts, StoredWeights, Weights, layer_kind
@@ -67,7 +67,8 @@ class StagePrograms:
         self._parts, self._stage, self._extent = parts, stage, extent
         self._remat: RematPolicy = remat
         self._rows = {name: row for row, name in enumerate(parts.columns)}
-        columns = on_stage(parts.columns, last=extent.stop == 2 * parts.model.num_layers)
+        self._leaf_rows = {name: parts.rows_of(name, extent) for name in parts.columns if name.startswith(LAYERS)}
+        columns = on_stage(parts.columns, self._leaf_rows, last=extent.stop == 2 * parts.model.num_layers)
         self.columns = {name: at for name, at in columns.items() if at.leaf.trainable}
         self.constants = {name: at for name, at in columns.items() if not at.leaf.trainable}
         self._columns = self.columns | self.constants
@@ -240,7 +241,7 @@ class StagePrograms:
             kernel: as it is stored.
             tensors: by name, [K, r] and so on.
         """
-        shape = self._parts.model.layer(0).linear(target).shape
+        shape = self._parts.model.linear(target).shape
         kind = ("start", spec.kind, spec.rank, shape)
         if kind not in self._steps:
 
@@ -370,11 +371,12 @@ class StagePrograms:
         Returns:
             (trainable, constant)
         """
-        half = self._parts.half(weights)
+        layer = self._parts.model.kinds[layer_kind(weights)]
+        paths = {linear.path for linear in layer.linears_of(self._parts.half(weights))}
         views = {
             name: _scaled(name, lv.view(leaf, *self._leaf_place(name, number, inputs)), number, inputs)
             for name, leaf in lora.items()
-            if name.startswith(SHARED) or (name.startswith(LAYERS) and half in (None, self._parts.model.half_of(name)))
+            if name.startswith(SHARED) or (name.startswith(LAYERS) and path_of(name) in paths)
         }
         return (
             {name.removeprefix(LAYERS): view for name, view in views.items() if name in self.columns},
@@ -383,9 +385,10 @@ class StagePrograms:
 
     def _leaf_place(self, name: str, number: Array, inputs: Inputs) -> tuple[Columns, Array, Array]:
         """Returns a leaf's columns, the layer's index on this stage and the windows of the microbatch's adapters."""
-        of_layers = name.startswith(LAYERS)
-        first = self._extent.layers_of(self._parts.model.half_of(name)).start if of_layers else 0
-        layer = number - first if of_layers else jnp.int32(0)
+        layer = number - self._leaf_rows[name].start if name.startswith(LAYERS) else jnp.int32(0)
+        if (numbers := self._parts.model.some_layers.get(path_of(name))) is not None:
+            index_L = np.searchsorted(numbers, np.arange(self._parts.model.num_layers)).astype(np.int32)
+            layer = jnp.asarray(index_L)[number] - self._leaf_rows[name].start
         return self._columns[name], layer, inputs.windows[self._rows[name]]
 
     def _layer(self, given: tuple, lora: Weights, x: Array) -> Array:

@@ -90,7 +90,7 @@ def _stages_of_folder(
     spec, arrays = read_reference_folder(config, reference)
     own_config = config.model_copy(update={"adapters": (adapter,)})
     own_stages = stages_for(stages, own_config, [spec])
-    lora = start_from(own_stages[0].first_lora(), {0: arrays}, [spec])
+    lora = start_from(own_stages[0].first_lora(), {0: arrays}, [spec], own_stages[0].parts.model.some_layers)
     for stage in own_stages:
         stage.take_weights(lora)
     return own_stages

@@ -151,7 +151,7 @@ class Session:
             weights: weights of some adapters by place, from `read_warm_starts`.
         """
         parts = self._stages[0].parts
-        lora = start_from(parts.first_lora(), weights, parts.specs)
+        lora = start_from(parts.first_lora(), weights, parts.specs, parts.model.some_layers)
         for stage in self._stages:
             stage.start(lora)
         self._unstarted = [index for index in self._places.values() if index not in weights]

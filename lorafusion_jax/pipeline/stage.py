@@ -106,7 +106,12 @@ class Stage:
 
     def layers_of(self, leaf: str) -> range:
         """The part of a leaf's first axis that this stage has: its layers, or all of what is not of layers."""
-        return self.extent.layers_of(self._parts.model.half_of(leaf)) if leaf.startswith(lv.LAYERS) else range(1)
+        return self._parts.rows_of(leaf, self.extent)
+
+    def layer_numbers(self, leaf: str) -> list[int]:
+        """Numbers of this stage's layers that have a leaf."""
+        numbers = self._parts.model.layers_with(lv.path_of(leaf))
+        return [numbers[row] for row in self.layers_of(leaf)]
 
     @property
     def parts(self) -> Parts:
@@ -181,7 +186,7 @@ class Stage:
                 if not spec.has(f"{lv.LAYERS}{piece.layer}.{linear.path}"):
                     continue
                 path = f"{lv.LAYERS}{linear.path}."
-                layer = piece.layer - self.layers_of(path).start
+                layer = self.layer_numbers(path).index(piece.layer)
                 tensors = {name.removeprefix(path): leaves[name][layer] for name in leaves if name.startswith(path)}
                 kernel = weights[f"{linear.path}.kernel"]
                 for leaf, value in self.programs.start_from_base(spec, linear.name, kernel, shared | tensors).items():

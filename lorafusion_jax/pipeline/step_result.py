@@ -91,7 +91,7 @@ def _first_bad(stages: Sequence[Stage], names: Sequence[Sequence[str]], finite: 
         bad = next((name for name, good in zip(known, flags, strict=True) if not good), None)
         if bad is None:
             continue
-        bad_layers = stage.layers_of(bad) if bad.startswith(LAYERS) else None
+        bad_layers = stage.layer_numbers(bad) if bad.startswith(LAYERS) else None
         layers = "" if bad_layers is None else f" of layers {bad_layers[0]} to {bad_layers[-1]}"
         return bad + (f"{layers}, stage {index}" if len(stages) > 1 else "")
     return None

@@ -69,7 +69,7 @@ def predicted_costs(
         table_parameters=table,
         hidden_size=model.hidden_size,
         attention_width=_attention_width(model),
-        mlp_width=model.layer(0).mlp.gated_elements,
+        mlp_width=round(sum(layer.mlp.gated_elements for layer in model.layers) / model.num_layers),
     )
     parts = _with_ranks(parts, config, model, device, tokens)
     item = 4 if config.base.dtype == "float32" else 2

@@ -50,7 +50,8 @@ def seconds_per_token(
     """
     weights = {spec.name: 1 if tokens is None else tokens[spec.name] for spec in adapters}
     shares = {name: weight / sum(weights.values()) for name, weight in weights.items()}
-    return sum(_site_s(adapters, shares, linears, rates) for linears in model.layer(0).sites.values())
+    of_kind = [sum(_site_s(adapters, shares, site, rates) for site in layer.sites.values()) for layer in model.kinds]
+    return sum(of_kind[model.kind_of(number)] for number in range(model.num_layers)) / model.num_layers
 
 
 def _site_s(

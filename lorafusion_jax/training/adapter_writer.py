@@ -43,7 +43,7 @@ class AdapterWriter:
         self._job, self._folder = job, folder
         self._since = {name: adapter.step for name, adapter in progress.adapters.items()}
         self._written: set[Path] = set()
-        self._shapes = ModelConfig.from_hf(base_directory(job.config)).layer(0).linear_shapes()
+        self._model = ModelConfig.from_hf(base_directory(job.config))
 
     def write(self, name: str, step: int, weights: Mapping[str, np.ndarray], *, failure: str = "") -> Path:
         """Writes one adapter and returns its folder. Keeps a folder from this process or of an earlier step.
@@ -77,7 +77,8 @@ class AdapterWriter:
             base_revision=revision,
             replace=True,
             finish=lambda draft: self._describe(draft, self._job.config.adapter(spec.name), step, failure),
-            shapes=self._shapes,
+            shapes={linear.name: linear.shape for linear in self._model.linears},
+            layers=self._model.some_layers,
         )
 
     def _describe(self, target: Path, adapter: AdapterConfig, step: int, failure: str) -> None:

@@ -93,7 +93,7 @@ def test_targets_are_the_projections():
         resolve_targets("experts", PLAIN.targets)
     for model in (PLAIN, STRANGE, MIXED):
         assert {linear.name: linear.path for linear in model.layer(0).linears}.items() <= PATHS.items()
-    assert {*TARGETS, *FUSED, *EXPERTS} == {*PATHS}
+    assert {*TARGETS, *FUSED, *EXPERTS} < {*PATHS}
 
 
 @pytest.mark.parametrize("refused", [{"dropout": 0.1}, {"kind": "dora"}, {"kind": "vera"}])

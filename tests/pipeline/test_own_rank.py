@@ -143,7 +143,7 @@ Q = f"{LAYERS}self_attn.q_proj."
 def test_a_microbatch_sees_its_adapters_and_adds_to_them_alone(monkeypatch, leaf, large_window):
     """Thin and wide are in it, in places 0 and 2; place 1 is empty. Middle's numbers are not finite."""
     monkeypatch.setattr(leaves, "LARGE_WINDOW", large_window)
-    columns, rng = all_columns(SPECS, LAYER), np.random.default_rng(0)
+    columns, rng = all_columns(SPECS, LAYER.linears), np.random.default_rng(0)
     at, inside = columns[Q + leaf], (lambda rank: (5, rank)) if leaf == "lora_a" else (lambda rank: (rank, 5))
     own_weights = [{Q + leaf: rng.normal(size=(2, *inside(spec.rank))).astype(np.float32)} for spec in SPECS]
     own_weights[2][Q + leaf][:] = np.nan
@@ -182,7 +182,7 @@ def test_a_microbatch_sees_its_adapters_and_adds_to_them_alone(monkeypatch, leaf
 def test_only_few_large_windows_are_added_one_by_one(monkeypatch, places, large_window, kernels):
     """More would make programs long: one kernel adds them all."""
     monkeypatch.setattr(leaves, "LARGE_WINDOW", large_window)
-    name, at = next(iter(all_columns(SPECS, LAYER).items()))
+    name, at = next(iter(all_columns(SPECS, LAYER.linears).items()))
     whole = jax.ShapeDtypeStruct
     sums, window = whole((1, 2, 5, sum(at.width)), np.float32), whole((2, places), np.int32)
     gradient = whole((places, 5, at.widest), np.float32)

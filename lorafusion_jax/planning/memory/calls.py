@@ -15,9 +15,10 @@ def kernels_run(problem: MemoryProblem) -> bool:
     if problem.implementation is not None:
         return problem.implementation != policy.XLA
     calls = (
-        site_shape(problem, site).op_call
-        for site, rank in site_ranks(problem, problem.model.layer(0)).items()
-        if rank and not problem.model.layer(0).sites[site][0].experts
+        site_shape(problem, site, problem.model.layers.index(layer)).op_call
+        for layer in problem.model.kinds
+        for site, rank in site_ranks(problem, layer).items()
+        if rank and not layer.sites[site][0].experts
     )
     measured = [name for name in map(problem.measured, calls) if name is not None]
     return any(name != policy.XLA for name in measured) if measured else problem.hopper

@@ -92,7 +92,7 @@ def adapter_bytes(problem: MemoryProblem, stage: int, *, trainable: bool = True)
 
 def constant_bytes(problem: MemoryProblem, stage: int) -> int:
     """Tensors of the adapters that training does not change; shared ones are on every stage once."""
-    shapes = problem.model.layer(0).linear_shapes().values()
+    shapes = [linear.shape for linear in problem.model.linears]
     largest = max(k for k, _ in shapes), max(n for _, n in shapes)
     shared = sum(
         prod(leaf.shape(*largest, spec.rank)) for spec in problem.adapters for leaf in adapter_kind(spec.kind).shared
