@@ -30,6 +30,7 @@ def disk():
     return Disk()
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # a kill ends all threads
 @pytest.mark.parametrize(
     "seeds", [range(FEW), *(nightly(range(first, first + A_TEST)) for first in range(FEW, MANY, A_TEST))], ids=str
 )

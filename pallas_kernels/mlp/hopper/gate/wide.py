@@ -375,6 +375,8 @@ def _stream(static: _Static, refs: Refs, work: _Work) -> None:
         _fetch_bank(static, refs, work, step + BANKS)
 
     lax.fori_loop(0, work.steps, stream_column, None)
+    # Costs nothing: the last bank was free after the last sum. A barrier ends when everybody has seen its last phase.
+    plgpu.barrier_wait(refs.summed.at[lax.rem(work.steps * work.count - 1, static.config.stages)])
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last stores are read before the block's memory goes
 
 
