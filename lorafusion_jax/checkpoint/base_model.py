@@ -44,11 +44,22 @@ def _similar_folder(direct: Path) -> str:
 
 def base_identity(config: JobConfig) -> tuple[str, str | None]:
     """Returns a name of the base model that is valid from any folder: (hub name, commit) or (absolute path, None)."""
+    if config.base.hub_id is not None:
+        return config.base.hub_id, config.base.revision
     model = config.base.model
     if not _is_directory(Path(config.directory) / model):
         return model, config.base.revision
     path = (Path(config.directory) / model).absolute()
     return hub_snapshot(path) or (str(Path(os.path.normpath(path))), None)
+
+
+def exported_base(config: JobConfig) -> tuple[str, str | None]:
+    """Returns what an exported adapter calls its base: (hub name, commit) or (name of a folder, None).
+
+    An adapter travels: a path is of no use on another machine, and tells of this one.
+    """
+    name, revision = base_identity(config)
+    return (Path(name).name, None) if Path(name).is_absolute() else (name, revision)
 
 
 def hub_snapshot(path: Path) -> tuple[str, str] | None:

@@ -29,6 +29,7 @@ from lorafusion_jax.config.values import (
     Flag,
     Folder,
     Fraction,
+    HubName,
     NotNegative,
     Number,
     Positive,
@@ -120,6 +121,11 @@ class BaseSettings(Section):
     model: Folder = Field(description="HF directory, or a hub name org/name (needs the hf extra)")
     revision: Revision | None = Field(
         default=None, description="commit, tag or branch of a hub model; a run stays with its first commit"
+    )
+    hub_id: HubName | None = Field(
+        default=None,
+        description="the model's name on the hub, org/name, which exported adapters name as their base; default "
+        "base.model if it is one, else the name of the folder, never its path",
     )
     dtype: Literal["bfloat16", "float32"] = Field(default="bfloat16", description="dtype of the frozen weights")
     quantize: str = Field(

@@ -22,6 +22,7 @@ _WITH_EXPONENT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")  # YAML 1.1 reads 1
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _REVISION = re.compile(r"\w[\w./+-]{0,255}")
+_HUB_NAME = re.compile(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}")
 _HUB_DATA = re.compile(r"hf:\w[\w.-]*(/\w[\w.-]*)?(:\S.*)?")
 
 
@@ -83,6 +84,14 @@ def check_revision(text: str) -> str:
     return text
 
 
+def check_hub_name(text: str) -> str:
+    """Refuses what is not the name of a model on the hub."""
+    check_text(text)
+    if not _HUB_NAME.fullmatch(text) or ".." in text:
+        raise ValueError(f"the name of a model on the hub, org/name, not {_shown(text)}")
+    return text
+
+
 def check_project(text: str) -> str:
     """Refuses what Weights & Biases takes for no name of a project."""
     check_text(text)
@@ -108,6 +117,7 @@ Text = Annotated[str, AfterValidator(check_text)]
 Folder = Annotated[str, AfterValidator(check_folder)]
 File = Annotated[str, AfterValidator(check_file)]
 Revision = Annotated[str, AfterValidator(check_revision)]
+HubName = Annotated[str, AfterValidator(check_hub_name)]
 Project = Annotated[str, AfterValidator(check_project)]
 Whole = Annotated[int, BeforeValidator(as_whole_number)]
 Number = Annotated[float, Field(allow_inf_nan=False), AfterValidator(_in_float32), BeforeValidator(as_number)]

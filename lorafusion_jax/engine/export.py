@@ -6,7 +6,7 @@ import json
 import shutil
 from pathlib import Path
 
-from lorafusion_jax.checkpoint.base_model import base_directory, base_identity
+from lorafusion_jax.checkpoint.base_model import base_directory, exported_base
 from lorafusion_jax.checkpoint.peft import export_adapter
 from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.engine.state import AdapterState
@@ -25,7 +25,7 @@ def export_task(task: Task, state: AdapterState, target: Path, *, name: str = ""
         CheckpointError: `export.not-finite`.
         RunError: `save.no-space`, `save.failed`.
     """
-    base, revision = base_identity(task.config)
+    base, revision = exported_base(task.config)
     return export_adapter(
         {leaf: array[:, None] for leaf, array in state.weights.items()},
         task.spec,
@@ -49,7 +49,7 @@ def _describe(folder: Path, task: Task, state: AdapterState, name: str) -> None:
     record = {
         "adapter": adapter.model_dump(mode="json"),
         "step": state.step,
-        "base": base_identity(task.config)[0],
+        "base": exported_base(task.config)[0],
         "data": state.data,
         "versions": versions(),
     }

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from lorafusion_jax.adapters.spec import AdapterSpec
-from lorafusion_jax.checkpoint.base_model import base_directory, base_identity
+from lorafusion_jax.checkpoint.base_model import base_directory, exported_base
 from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.checkpoint.peft import export_adapter
 from lorafusion_jax.checkpoint.peft_leaves import with_adapter_axis
@@ -66,7 +66,7 @@ class AdapterWriter:
     def _export(
         self, spec: AdapterSpec, step: int, weights: Mapping[str, np.ndarray], target: Path, failure: str
     ) -> None:
-        base, revision = base_identity(self._job.config)
+        base, revision = exported_base(self._job.config)
         export_adapter(
             with_adapter_axis(weights),
             spec,
@@ -92,7 +92,7 @@ class AdapterWriter:
             "adapter": adapter.model_dump(mode="json"),
             "step": step,
             "failed": failure or None,
-            "base": base_identity(self._job.config)[0],
+            "base": exported_base(self._job.config)[0],
             "data": self._job.prepared.adapters[adapter.name].digest,
         }
         (target / "run.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
@@ -103,7 +103,7 @@ class AdapterWriter:
 def model_card(adapter: AdapterConfig, step: int, config: JobConfig, *, plan: str = "", failure: str = "") -> str:
     """Returns the README.md of an adapter folder."""
     lora, optim, settings = adapter.lora, adapter.optim, config.base
-    base, revision = base_identity(config)
+    base, revision = exported_base(config)
     at = f', revision="{revision}"' if revision else ""
     longer = "".join(f" and {part.samples} samples" for part in adapter.extended)
     planned = f"\n| plan | {plan} |" if plan else ""
@@ -117,9 +117,10 @@ The base was quantised as `{settings.quantize}` in training, and the adapter bel
 weights its outputs differ a little.
 """
     warning = f"\n**Training failed after this step**: {failure}. These are the last good weights.\n" if failure else ""
+    on_hub = f"base_model: {base}\n" if "/" in base else ""
+    loaded = base if on_hub else f"path/to/{base}"
     return f"""---
-base_model: {base}
-library_name: peft
+{on_hub}library_name: peft
 tags: [lora]
 ---
 # {adapter.name}
@@ -137,6 +138,6 @@ LoRA adapter of `{base}`{stored}, {step} optimizer steps. Trained with lorafusio
 ```python
 from peft import PeftModel
 from transformers import {model}
-model = PeftModel.from_pretrained({model}.from_pretrained("{base}"{at}{labels}), "path/to/this/folder")
+model = PeftModel.from_pretrained({model}.from_pretrained("{loaded}"{at}{labels}), "path/to/this/folder")
 ```
 """

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
 import small_jobs
 from safetensors.numpy import load_file, save_file
 
+from lorafusion_jax.checkpoint.base_model import exported_base
 from lorafusion_jax.checkpoint.peft import read_adapter
 from lorafusion_jax.checkpoint.warm_start_base import check_start_bases, unproven_bases
 from lorafusion_jax.config import load_config
 from lorafusion_jax.errors import LoraFusionError
 from lorafusion_jax.training import train
+from lorafusion_jax.training.adapter_writer import model_card
 
 COMMIT, OTHER = "0123456789abcdef0123456789abcdef01234567", "f" * 40
 
@@ -67,11 +70,29 @@ def test_settings_come_from_the_folder(home):
     assert (lora.rank, lora.alpha, lora.rslora, lora.targets) == (4, 8.0, True, ["q_proj", "v_proj"])
 
 
-def test_an_exported_folder_names_its_base_from_anywhere(home, made):
-    base_name = json.loads((home / "run/adapters/law/latest/adapter_config.json").read_text())[
-        "base_model_name_or_path"
-    ]
-    assert base_name == str(made / "base")
+def exported_texts(folder: Path) -> dict[str, str]:
+    return {name: (folder / name).read_text() for name in ("adapter_config.json", "README.md", "run.json")}
+
+
+def test_an_exported_folder_tells_no_path_of_its_machine(home, made):
+    texts = exported_texts(home / "run/adapters/law/latest")
+    assert json.loads(texts["adapter_config.json"])["base_model_name_or_path"] == "base"
+    assert "base_model:" not in texts["README.md"]
+    assert not [name for name, text in texts.items() if str(made) in text]
+
+
+def test_the_hub_name_that_a_job_gives_names_the_base(home):
+    values = json.loads(job_from(home).read_text())
+    values["base"]["hub_id"] = "org/Tiny-1B"
+    (home / "jobs.yaml").write_text(json.dumps(values))
+    config = load_config(home / "jobs.yaml")
+    assert check_start_bases(config) == []
+    assert exported_base(config) == ("org/Tiny-1B", None)
+    assert "\nbase_model: org/Tiny-1B\n" in model_card(config.adapters[0], 3, config)
+    values["base"]["hub_id"] = "../Tiny-1B"
+    (home / "jobs.yaml").write_text(json.dumps(values))
+    with pytest.raises(LoraFusionError, match="the name of a model on the hub, org/name"):
+        load_config(home / "jobs.yaml")
 
 
 def test_digests_tell_the_base_whatever_it_is_called(home):

@@ -48,6 +48,7 @@ REVISIONS = ("law", "1", "16.0", "1_000", "0x10", "yes", "no", "on", "true", "nu
 MEANT: dict[str, tuple] = {  # key → odd values that it has as they are
     "base.model": TEXTS,
     "base.revision": (*REVISIONS, None),
+    "base.hub_id": (None,),
     "base.cache_quantized": FLAGS,
     "batch.global_samples": COUNTS,
     "batch.tile_tokens": (16.0,),
