@@ -76,13 +76,17 @@ class Run(Shown):
             name: Curve(**{key: tuple(values) for key, values in columns.items()}) for name, columns in series.items()
         }
 
-    def adapter(self, name: str) -> Path:
+    def adapter(self, name: str, *, best: bool = False) -> Path:
         """Returns the newest PEFT folder of an adapter.
+
+        Args:
+            best: rather that of the step with the best held-out result.
 
         Raises:
             ConfigError: `export.unknown-adapter`, there is none.
         """
-        newest = RunFolder(self.folder).latest(name)
+        folder = RunFolder(self.folder)
+        newest = folder.best(name) if best else folder.latest(name)
         if newest is None:
             raise ConfigError(
                 "export.unknown-adapter",

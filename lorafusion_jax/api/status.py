@@ -17,6 +17,7 @@ from lorafusion_jax.checkpoint.run_lock import held_by
 from lorafusion_jax.errors import CheckpointError, LoraFusionError
 from lorafusion_jax.log_file import read_rows
 from lorafusion_jax.report.console import plain_table
+from lorafusion_jax.report.early_stops import EarlyStops, early_stops
 from lorafusion_jax.report.format import count, duration, exact, layout, omissions, waits
 from lorafusion_jax.report.ranking import Ranking, best_lines, rank
 from lorafusion_jax.report.summary import got_worse, newest_rates, read_summary
@@ -50,7 +51,7 @@ def run_numbers(run: Path) -> dict:
             "eta_s": (last.get("adapter_eta_s") or {}).get(job.name),
             "reason": (ended or {}).get("reason", ""),
         }
-    ranking = _ranking(folder, adapters)
+    ranking, stops = _ranking(folder, adapters), early_stops(events)
     began = next((event for event in reversed(events) if event["kind"] == "started"), {})
     changes = [event for event in events if event["kind"] in ("started", *STATES)]
     state, reason = _state(changes, holder)
@@ -76,6 +77,8 @@ def run_numbers(run: Path) -> dict:
         "throughput": newest_rates(metrics, events),
         "best": list(ranking.best),
         "compared": [list(group) for group in ranking.groups],
+        "early_stops": dict(stops.reasons),
+        "spared_slots": stops.spared,
         **_phase(holder, start),
     }
 
@@ -113,6 +116,8 @@ def _starting_numbers(run: Path, holder: dict, start: dict) -> dict:
         "adapters": {},
         "best": [],
         "compared": [],
+        "early_stops": {},
+        "spared_slots": 0,
         **_phase(holder, start),
     }
 
@@ -231,6 +236,8 @@ def status_screen(numbers: dict) -> Group:
     )
     held_out = {name: row["held_out_after"] for name, row in numbers["adapters"].items()}
     best = [Text(line, style="bold") for line in best_lines(numbers["compared"], held_out)]
+    stops = EarlyStops(reasons=numbers["early_stops"], spared=numbers["spared_slots"])
+    notes += map(Text, stops.lines(speed["slot_seconds"] if speed else None))
     return Group(head, *_devices(numbers), table, *best, *notes, *rates)
 
 

@@ -5,7 +5,7 @@ metrics.jsonl  events.jsonl            metrics and state changes
 run.lock                               the process that trains the run
 start.json                             phase of a start, until training begins
 state/<slot>/                          checkpoints
-adapters/<name>/step-000250/           PEFT folders; `latest` links to the newest
+adapters/<name>/step-000250/           PEFT folders; `latest` links to the newest, `best` to the best held-out one
 control/                               pending requests
 """
 
@@ -38,6 +38,7 @@ from lorafusion_jax.readable import open_text
 from scheduling import Plan, PlanOutline, outline_from_lines
 
 CONFIG, RECORD, TIMELINE, PLAN = "config.yaml", "run.json", "timeline.json", "plan.json"
+LATEST, BEST = "latest", "best"
 _STEP = re.compile(r"step-(\d+)")
 
 
@@ -82,6 +83,14 @@ class RunFolder:
     def latest(self, name: str) -> Path | None:
         """Returns the newest exported folder of an adapter."""
         return next(reversed(self.exported(name)), None)
+
+    def best(self, name: str) -> Path | None:
+        """Returns the exported folder with the best held-out result; None if there is none."""
+        home = self.path / "adapters" / name
+        with suppress(OSError):
+            target = home / os.readlink(home / BEST)
+            return target if target in self.exported(name) else None
+        return None
 
     def damaged_adapters(self, steps: Mapping[str, int]) -> list[Damage]:
         """Damaged files of exported folders, one step of each adapter; a folder that is not there is not damaged."""
@@ -274,18 +283,17 @@ class RunFolder:
         replace_text(self.record_file, run_record.to_text(record))
 
     def mark_latest(self, name: str, keep: int) -> None:
-        """Links `latest` to the newest exported folder and removes all but the newest `keep`."""
-        home = self.path / "adapters" / name
-        steps = self.exported(name)
-        link = home / f".latest{PART}"
-        link.unlink(missing_ok=True)
-        os.symlink(steps[-1].name, link)
-        latest = home / "latest"
-        if latest.is_dir() and not latest.is_symlink():  # a copy of the run made a folder of the link
-            remove_folder(latest)
-        link.replace(latest)
+        """Links `latest` to the newest exported folder and removes all but the newest `keep` and the best one."""
+        steps, best = self.exported(name), self.best(name)
+        _link(steps[-1], LATEST)
         for old in steps[:-keep]:
-            remove_folder(old)
+            if old != best:
+                remove_folder(old)
+
+    def mark_best(self, name: str, step: int, keep: int) -> None:
+        """Links `best` to an exported folder; then as `mark_latest`."""
+        _link(self.adapter_step(name, step), BEST)
+        self.mark_latest(name, keep)
 
     def mark_exports(self, keep: int) -> None:
         """`mark_latest` for all adapters that were exported."""
@@ -325,6 +333,16 @@ def _cap_changes(move: dict[str, Any], slot: int) -> dict[str, Any]:
     if "changes" not in move:
         return move
     return move | {"changes": [change | {"slot": min(change["slot"], slot)} for change in move["changes"]]}
+
+
+def _link(exported: Path, name: str) -> None:
+    """Replaces a link beside an exported folder."""
+    link, target = exported.parent / f".{name}{PART}", exported.parent / name
+    link.unlink(missing_ok=True)
+    os.symlink(exported.name, link)
+    if target.is_dir() and not target.is_symlink():  # a copy of the run made a folder of the link
+        remove_folder(target)
+    link.replace(target)
 
 
 def step_of(exported: Path) -> int:

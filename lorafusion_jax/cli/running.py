@@ -22,10 +22,11 @@ from lorafusion_jax.pipeline.processes import (
 )
 from lorafusion_jax.readable import PLAN, read_text
 from lorafusion_jax.report.console import errors_to, plain_table, say
+from lorafusion_jax.report.early_stops import early_stops
 from lorafusion_jax.report.events import Listener
 from lorafusion_jax.report.format import duration, exact
 from lorafusion_jax.report.ranking import adapter_to_export, best_lines, rank
-from lorafusion_jax.report.summary import final_rows, got_worse
+from lorafusion_jax.report.summary import final_rows, got_worse, throughput
 from lorafusion_jax.signals import INTERRUPTED
 from lorafusion_jax.training import Interrupted, RunFolder, RunResult
 from scheduling import Plan
@@ -97,13 +98,21 @@ def show_result(console: Console, result: RunResult) -> None:
             say(console, f"{name}: {adapter.reason}; {left}", "red")
         elif worse := got_worse(name, rows.get(name, {}).get("before"), rows.get(name, {}).get("after")):
             say(console, worse, "yellow")
+    slot_seconds = (throughput(result.folder) or {}).get("slot_seconds")
+    for line in early_stops(read_rows(result.folder / "events.jsonl")).lines(slot_seconds):
+        say(console, line)
     if any(adapter.status == "done" for adapter in result.adapters.values()):
         ran = f"{exact(len(result.plan.slots))} microbatches in {duration(result.seconds)}"
     else:
         ran = f"no adapter was left to train after {duration(result.seconds)}"
     if comparison := _compare_with_prediction(result.folder):
         say(console, comparison)
-    say(console, f"{ran}  ·  PEFT folders: {result.folder}/adapters/NAME/latest")
+    kept_best = any(RunFolder(result.folder).best(name) for name in result.adapters)
+    say(
+        console,
+        f"{ran}  ·  PEFT folders: {result.folder}/adapters/NAME/latest"
+        + (", and NAME/best of the best held-out step" if kept_best else ""),
+    )
     done = adapter_to_export(status, {name: adapter.step for name, adapter in result.adapters.items()}, ranking.best)
     next_command(
         console,

@@ -10,11 +10,15 @@ from typing import Any
 import yaml
 
 from lorafusion_jax.config.other_programs import ALWAYS_PACKED, counterpart
+from lorafusion_jax.config.schema import HELD_OUT_LOSS
 from lorafusion_jax.errors import ConfigError
 from lorafusion_jax.families.hf_config import shortened
 
 ROWS = (".jsonl", ".json", ".csv", ".parquet")
-SECTIONS = ("base", "data", "lora", "optim", "objective", "epochs", "seed", "batch", "mesh", "save", "train", "report")
+SECTIONS = (
+    *("base", "data", "lora", "optim", "objective", "early_stop", "epochs", "seed"),
+    *("batch", "mesh", "save", "train", "report"),
+)
 SAME = {"seed": "seed", "weight_decay": "optim.weight_decay", "max_steps": "train.max_steps", "max_length":
         "data.max_length", "beta": "objective.beta"}  # fmt: skip
 OPTIMIZERS = {"adamw": "adamw", "lion": "lion", "adafactor": "adafactor", "sgd": "sgd"}
@@ -83,6 +87,7 @@ def convert(values: Mapping[str, Any], name: str) -> Converted:
         except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError):
             result.notes.append((str(key), f"{shortened(value)} is not a value of this key"))
     _batch(values, result)
+    _early_stop(result)
     missing = [
         key for key in ("base", "data") if {"base": "model", "data": "train"}[key] not in result.job.get(key, {})
     ]
@@ -258,6 +263,20 @@ def _objective_key(result: Converted, key: str, target: str, value: Any) -> None
         result.notes.append((key, f"there is no objective {value}"))
 
 
+def _metric(result: Converted, key: str, target: str, value: Any) -> None:
+    if value not in ("loss", HELD_OUT_LOSS):
+        result.notes.append((key, f"{target} is {HELD_OUT_LOSS}, or eval_ and a metric of the objective"))
+
+
+def _early_stop(result: Converted) -> None:
+    """Leaves out an early stop that would have nothing to count."""
+    job = result.job
+    evaluated = "eval" in job.get("data", {}) and "eval_every_steps" in job.get("train", {})
+    if "early_stop" in job and not evaluated:
+        del job["early_stop"]
+        result.notes.append(("early_stopping_patience", "early_stop needs data.eval and train.eval_every_steps"))
+
+
 def _batch(values: Mapping[str, Any], result: Converted) -> None:
     given = [values[key] for key in BATCH if isinstance(values.get(key), int) and not isinstance(values[key], bool)]
     if not given:
@@ -273,6 +292,8 @@ def _batch(values: Mapping[str, Any], result: Converted) -> None:
 
 TAKERS: dict[str, Callable[[Converted, str, str, Any], None]] = {
     "base.dtype": _dtype,
+    "early_stop.metric": _metric,
+    "early_stop.patience": _steps,
     "base.quantize": _quantize,
     "data.train": _data,
     "data.eval": _data,

@@ -113,8 +113,11 @@ COUNTERPARTS: dict[str, Counterpart] = {
     **_notes("dataset_dir max_samples", "data.train is the file itself"),
     **_notes("quantize_moe_experts lora_target_parameters experts_implementation use_scattermoe use_sonicmoe "
              "router_aux_loss_coef", "experts take no adapters yet"),
-    **_notes("early_stopping_patience load_best_model_at_end metric_for_best_model", "not offered; lorafusion report "
-             "marks the best step by held-out loss"),
+    **_keys("early_stopping_patience", "early_stop.patience", "evaluations in a row without a better result"),
+    **_keys("early_stopping_threshold", "early_stop.min_delta"),
+    **_keys("metric_for_best_model", "early_stop.metric"),
+    **_keys("greater_is_better", "early_stop.greater_is_better"),
+    **_notes("load_best_model_at_end", "adapters/NAME/best of the run folder is the best step"),
     **_notes("gptq gptq_model_v1 gptq_groupsize", "checkpoints of GPTQ are not read; base.quantize stores the base"),
     **_notes("neftune_noise_alpha", "not offered"),
 }  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import cached_property
+from math import inf, isfinite
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -53,6 +54,7 @@ SECONDS_OF_DAY = 86_400
 MOST_MINUTES = 366 * 24 * 60  # a year
 
 MOST_LAYERS = 4096
+HELD_OUT_LOSS = "eval_loss"
 # Safe as a folder name on every system. `=` has an error of its own, see `job_checks`.
 ADAPTER_NAME = r"^[A-Za-z0-9][A-Za-z0-9._@=+-]{0,99}$"
 Layers = Count | Annotated[Number, Field(ge=1, multiple_of=0.5)]  # half a layer is its attention or its MLP
@@ -418,6 +420,67 @@ class MeshSettings(Section):
         return self.data * self.fsdp
 
 
+class EarlyStopSettings(Section):
+    """What tells how good an adapter is, and when it ends before its last step."""
+
+    patience: Count | None = Field(
+        default=None,
+        description="evaluations in a row without a better result after which the adapter ends; its slots go to the "
+        "others; default: never",
+    )
+    metric: Text = Field(
+        default=HELD_OUT_LOSS,
+        description="eval_loss, or eval_ and a metric of the objective, e.g. eval_rewards/accuracies; it also decides "
+        "which step adapters/NAME/best holds",
+    )
+    greater_is_better: Flag | None = Field(
+        default=None, description="default: false for a metric whose name ends in loss, else true"
+    )
+    min_delta: NotNegative = Field(default=0.0, description="least difference that counts as better")
+
+    def is_better(self, value: float, best: float | None, by: float = 0.0) -> bool:
+        """Whether a value of the metric is better than the best one so far by more than `by`."""
+        if not isfinite(value):
+            return False
+        return best is None or (value - best > by if self._rises else best - value > by)
+
+    def sort_key(self, value: float | None) -> float:
+        """Sorts the best value first, and what is not a number last."""
+        if value is None or not isfinite(value):
+            return inf
+        return -value if self._rises else value
+
+    @property
+    def _rises(self) -> bool:
+        falls = self.metric.endswith("loss")
+        return not falls if self.greater_is_better is None else self.greater_is_better
+
+
+class HalvingSettings(Section):
+    """Successive halving: adapters with the same held-out data are compared, and the worse ones end."""
+
+    first_step: Count | None = Field(
+        default=None,
+        description="step of the first comparison; the next follow at factor, factor², … times as many steps; "
+        "default: no comparison",
+    )
+    factor: Annotated[Count, Field(ge=2, le=1024)] = Field(
+        default=2, description="one of so many adapters goes on, rounded up; the slots of the others go to it"
+    )
+
+    def compares_at(self, step: int) -> bool:
+        """Whether adapters are compared after this step."""
+        return step in self.steps(step + 1)
+
+    def steps(self, num_steps: int) -> list[int]:
+        """The steps before `num_steps` at which adapters are compared."""
+        steps, step = [], self.first_step or num_steps
+        while step < num_steps:
+            steps.append(step)
+            step *= self.factor
+        return steps
+
+
 class SaveSettings(Section):
     """Frequency and number of checkpoints."""
 
@@ -428,6 +491,9 @@ class SaveSettings(Section):
         default=15.0, description="minutes between two checkpoints"
     )
     keep: Count = Field(default=3, description="number of checkpoints, and of exported steps per adapter, to keep")
+    best: Flag = Field(
+        default=True, description="export the step with the best held-out result, too: adapters/NAME/best links to it"
+    )
 
 
 class TrainSettings(Section):
@@ -495,6 +561,7 @@ class AdapterConfig(Section):
     lora: LoraSettings = LoraSettings()
     optim: OptimSettings = OptimSettings()
     objective: ObjectiveSettings = ObjectiveSettings()
+    early_stop: EarlyStopSettings = EarlyStopSettings()
     global_samples: Count = 16
     epochs: Count = Field(default=1, description="passes over the adapter's data")
     seed: Annotated[Whole, Field(ge=0, lt=2**32)] = Field(
@@ -520,6 +587,7 @@ class JobConfig(Section):
     mesh: MeshSettings = MeshSettings()
     save: SaveSettings = SaveSettings()
     train: TrainSettings = TrainSettings()
+    halving: HalvingSettings = HalvingSettings()
     report: ReportSettings = ReportSettings()
     directory: str = Field(default=".", description="folder of the job file, for relative paths")
 

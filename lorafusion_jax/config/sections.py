@@ -12,6 +12,7 @@ SHARED: dict[str, type[BaseModel]] = {  # one value for the whole run
     "mesh": schema.MeshSettings,
     "save": schema.SaveSettings,
     "train": schema.TrainSettings,
+    "halving": schema.HalvingSettings,
     "report": schema.ReportSettings,
 }
 DEFAULTS: dict[str, type[BaseModel]] = {  # shared defaults that every adapter may override
@@ -19,6 +20,7 @@ DEFAULTS: dict[str, type[BaseModel]] = {  # shared defaults that every adapter m
     "lora": schema.LoraSettings,
     "optim": schema.OptimSettings,
     "objective": schema.ObjectiveSettings,
+    "early_stop": schema.EarlyStopSettings,
 }
 SINGLE_DEFAULTS = ("epochs", "seed", "weight")
 ADAPTER_KEYS = ("name", *DEFAULTS, "batch", *SINGLE_DEFAULTS)

@@ -10,10 +10,12 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
+from decimal import Decimal
 from typing import Any
 
 from lorafusion_jax.config.merge import Entry
 from lorafusion_jax.config.read import Keys, Source
+from lorafusion_jax.config.values import as_number
 from lorafusion_jax.errors import ConfigError, LoraFusionError
 from lorafusion_jax.objective.choose import objective, unknown_objective
 
@@ -115,10 +117,29 @@ def expand(entry: dict) -> list[dict]:
         for (keys, _), value in zip(swept, values, strict=True):
             _set(single, keys, value)
         # Safe as a folder, as a hub repository, and in `vllm --lora-modules name=path`.
-        suffix = "".join(f"-{keys[-1]}{value}" for (keys, _), value in zip(swept, values, strict=True))
+        suffix = "".join(f"-{keys[-1]}{short_text(value)}" for (keys, _), value in zip(swept, values, strict=True))
         single["name"] = f"{entry.get('name')}{suffix}"
         result.append(single)
     return result
+
+
+def short_text(value: object) -> str:
+    """A value in the name of an adapter. A number has one spelling, however the file or Python writes it.
+
+    >>> [short_text(value) for value in (0.001, "1e-3", 1e-4, 2.5e-05, 0.05, 16, 1.0, True, "cosine")]
+    ['1e-3', '1e-3', '1e-4', '2.5e-5', '0.05', '16', '1', 'true', 'cosine']
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return str(value).lower() if isinstance(value, bool) else str(value)
+    try:
+        number = Decimal(str(as_number(value))).normalize()
+    except (ValueError, ArithmeticError):
+        return str(value)
+    digits = "".join(map(str, number.as_tuple().digits))
+    mantissa = digits if len(digits) == 1 else f"{digits[0]}.{digits[1:]}"
+    with_exponent = f"{'-' * number.is_signed()}{mantissa}e{number.adjusted()}"
+    plain = f"{number:f}"
+    return with_exponent if number.adjusted() < 0 and len(with_exponent) < len(plain) else plain
 
 
 def _lists(value: dict, keys: Keys):

@@ -20,6 +20,7 @@ from lorafusion_jax.config.job_checks import (
 from lorafusion_jax.config.merge import Entry
 from lorafusion_jax.config.read import Keys, Source
 from lorafusion_jax.config.sections import DEFAULTS, SHARED, SINGLE_DEFAULTS
+from lorafusion_jax.config.selection_checks import selection_errors
 from lorafusion_jax.config.sweep import expand_batch, expand_section
 from lorafusion_jax.errors import ConfigError, LoraFusionError
 
@@ -45,7 +46,7 @@ def validate_job(
     if shared["mesh"] is not None:
         errors += mesh_fits(shared["mesh"], source)
     errors += names_differ(entries, source) + targets_exist(valid, source) + references_exist(valid, source)
-    errors += rate_groups_exist(valid, source)
+    errors += rate_groups_exist(valid, source) + selection_errors(valid, shared["train"], source)
     if not adapters or None in shared.values():
         return None
     return schema.JobConfig(**shared, adapters=tuple(adapters), directory=str(source.path.parent.absolute()))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lorafusion_jax.config.model import ModelConfig
-from lorafusion_jax.config.schema import JobConfig
+from lorafusion_jax.config.schema import HalvingSettings, JobConfig
 from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.planning.memory import DEVICE_BYTES, USABLE, memory_problem, stage_memory
 from scheduling import CostModel, Plan
@@ -17,6 +17,7 @@ from scheduling import CostModel, Plan
 # writes. Where the copy does not fit, the state goes to the host; PCIe 5 without pinned memory.
 COPY_BYTES_S: Mapping[str, float] = {"h200": 2.4e12, "h100": 1.7e12, "cpu": 5e9}
 TO_HOST_BYTES_S = 15e9
+NO_HALVING = HalvingSettings()
 LEFT_OUT = ("start-up and compiling", "writing the last checkpoint", "a disk slower than the time between two saves")
 
 
@@ -35,16 +36,19 @@ class Pauses:
     saving_s: float
 
 
-def evaluations(step: int, num_steps: int, every: int | None) -> int:
-    """Counts an adapter's evaluations after `step`: each `every` steps, and at the end.
+def evaluations(step: int, num_steps: int, every: int | None, halving: HalvingSettings = NO_HALVING) -> int:
+    """Counts an adapter's evaluations after `step`: each `every` steps, where adapters are compared, and at the end.
 
     >>> evaluations(0, 10, 4), evaluations(4, 8, 4), evaluations(0, 10, None), evaluations(10, 10, 4)
     (3, 1, 1, 0)
+    >>> evaluations(0, 10, 4, HalvingSettings(first_step=2))  # at 2, 4 and 8
+    4
     """
     if step >= num_steps:
         return 0
     between = 0 if every is None else num_steps // every - step // every
-    return between + (every is None or num_steps % every != 0)
+    compared = sum(step < at and not (every and at % every == 0) for at in halving.steps(num_steps))
+    return between + compared + (every is None or num_steps % every != 0)
 
 
 def saves(plan: Plan, every_steps: int | None, every_minutes: float | None, duration_s: float) -> int:
@@ -86,7 +90,7 @@ def predicted_pauses(
     every, count, seconds = config.train.eval_every_steps, 0, 0.0
     for name, data in prepared.adapters.items():
         if data.eval is not None:
-            times = 1 + evaluations(0, plan.job_of[name].num_batches, every)
+            times = 1 + evaluations(0, plan.job_of[name].num_batches, every, config.halving)
             count += times
             seconds += times * _evaluation_s(data.eval.lengths, plan, costs)
     times = saves(plan, config.save.every_steps, config.save.every_minutes, duration_s + seconds)

@@ -242,14 +242,15 @@ class AdapterFailed(AdapterEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterChanged(AdapterEvent):
-    """A request about one adapter was applied.
+    """A request about one adapter was applied, or it is stopped early.
 
     Attributes:
-        action: cancel, pause, continue, finish, weight, extend or add.
+        action: cancel, pause, continue, finish, weight, extend or add; stop.
         status: of the adapter from here on.
         num_steps: its steps from here on.
         weight: its new one, of `weight`.
         request: name of the request's file, which tells two requests of one slot apart.
+        reason: why an adapter is stopped early.
     """
 
     kind = "adapter-changed"
@@ -258,17 +259,23 @@ class AdapterChanged(AdapterEvent):
     num_steps: int
     weight: float | None = None
     request: str = ""
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRevised(RunEvent):
-    """The rest of the plan was replanned during training."""
+    """The rest of the plan was replanned during training.
+
+    Attributes:
+        stopped: adapters that end early, for which alone it was replanned; empty if there was another cause.
+    """
 
     kind = "replanned"
     slots: int
     slots_left: int
     slots_left_before: int
     plan: str
+    stopped: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

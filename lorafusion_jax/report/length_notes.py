@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from lorafusion_jax.config.schema import AdapterConfig, JobConfig
@@ -21,10 +22,25 @@ def length_notes(config: JobConfig, prepared: Prepared) -> Iterator[str]:
             f"train.eval_every_steps={exact(train.eval_every_steps)}, and no adapter takes more than {exact(longest)}: "
             "they are only evaluated at their start and end"
         )
+    yield from _of_halving(config, prepared, longest)
     if train.max_steps is not None and train.max_steps > longest:
         yield f"train.max_steps={exact(train.max_steps)} has no effect: no adapter takes more than {exact(longest)}"
     if save.every_steps is not None and save.every_steps > total and save.every_minutes is None:
         yield f"save.every_steps={exact(save.every_steps)}, and all adapters take {exact(total)}: only the end is saved"
+
+
+def _of_halving(config: JobConfig, prepared: Prepared, longest: int) -> Iterator[str]:
+    first = config.halving.first_step
+    if first is None:
+        return
+    sets = Counter(data.eval.digest for data in prepared.adapters.values() if data.eval is not None)
+    if all(count < 2 for count in sets.values()):
+        yield "halving compares adapters with the same held-out data, and no two of them have it: none will end early"
+    elif first >= longest:
+        yield (
+            f"halving.first_step={exact(first)}, and no adapter takes more than {exact(longest)} steps: none will end "
+            "early"
+        )
 
 
 def _of_adapter(adapter: AdapterConfig, rows: int, steps: int) -> Iterator[str]:

@@ -245,6 +245,9 @@ class Screen:
         row.num_steps, row.done = event.num_steps, event.status == "done"
         row.stopped = event.status if event.status in ("paused", "cancelled") else ""
         what = f"weight {event.weight:g}" if event.weight is not None else event.status
+        if event.action == "stop":
+            self._line(f"{event.adapter}  ends early {event.reason}", always=True)
+            return
         self._line(f"{event.adapter}  step {event.step}/{event.num_steps}  {event.action}: {what}", always=True)
 
     def _row(self, event: AdapterEvent) -> Row:

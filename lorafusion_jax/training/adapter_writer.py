@@ -45,22 +45,30 @@ class AdapterWriter:
         self._written: set[Path] = set()
         self._model = ModelConfig.from_hf(base_directory(job.config))
 
-    def write(self, name: str, step: int, weights: Mapping[str, np.ndarray], *, failure: str = "") -> Path:
+    def write(
+        self, name: str, step: int, weights: Mapping[str, np.ndarray], *, failure: str = "", best: bool = False
+    ) -> Path:
         """Writes one adapter and returns its folder. Keeps a folder from this process or of an earlier step.
 
         Args:
             weights: its weights, "layers.self_attn.q_proj.lora_a" → [L, K, r], and other leaves.
             failure: why the adapter failed after this step (empty: it did not); recorded in the folder.
+            best: whether `best` links to the folder from here on.
         """
         target = self._folder.adapter_step(name, step)
+        keep = self._job.config.save.keep
         if target.exists() and not failure and (step < self._since.get(name, 0) or target in self._written):
+            if best:
+                self._folder.mark_best(name, step, keep)
             return target
         spec = adapter_spec(self._job.config.adapter(name), model_targets(self._job.config))
         new = not target.exists()
         self._export(spec, step, weights, target, failure)
         self._written.add(target)
-        if new:
-            self._folder.mark_latest(name, self._job.config.save.keep)
+        if best:
+            self._folder.mark_best(name, step, keep)
+        elif new:
+            self._folder.mark_latest(name, keep)
         return target
 
     def _export(

@@ -25,16 +25,16 @@ class Change:
     """A change of an adapter from a slot on.
 
     Attributes:
-        action: as in a request; "free" gives the slots of a failed adapter to the others.
+        action: as in a request; "free" gives the slots of a failed adapter to the others, "stop" ends one early.
         request: name of the request's file; empty if there was none.
         weight: new weight, for `weight`.
-        steps: new total of steps, for `finish`, `extend` and `add`.
-        reason: why the adapter failed, for `free`.
+        steps: new total of steps, for `finish`, `stop`, `extend` and `add`.
+        reason: why the adapter failed, for `free`, or ends, for `stop`.
     """
 
     slot: int
     adapter: str
-    action: Literal["cancel", "pause", "continue", "finish", "weight", "extend", "add", "free"]
+    action: Literal["cancel", "pause", "continue", "finish", "weight", "extend", "add", "free", "stop"]
     request: str = ""
     weight: float | None = None
     steps: int | None = None
@@ -59,7 +59,7 @@ def stopped_otherwise(plan: Plan, changes: Sequence[Change]) -> list[tuple[str, 
     """Returns adapters that the plan stops without a change: those dropped when the run was resumed."""
     changed: set[str] = set()
     for change in changes:
-        if change.action in ("cancel", "pause", "finish", "free"):
+        if change.action in ("cancel", "pause", "finish", "free", "stop"):
             changed.add(change.adapter)
         elif change.action == "continue":
             changed.discard(change.adapter)
@@ -113,7 +113,7 @@ def revise(job: Job, slot: int, changes: Sequence[Change]) -> tuple[Plan, list[C
         add=[jobs[name] for name in names("add")],
         extend=[replace(jobs[name], weight=plan.job_of[name].weight) for name in names("extend")],
         cancel=names("cancel", "free"),
-        finish=names("finish"),
+        finish=names("finish", "stop"),
         pause=names("pause"),
         resume=names("continue"),
         weights={change.adapter: change.weight for change in changes if change.weight is not None},
@@ -155,6 +155,7 @@ def _changed_event(change: Change, adapter: AdapterProgress) -> AdapterChanged:
         num_steps=adapter.num_steps,
         weight=change.weight,
         request=change.request,
+        reason=change.reason,
     )
 
 
@@ -168,17 +169,19 @@ def _update_adapter(change: Change, adapter: AdapterProgress) -> None:
             adapter.status = "running"
         case "finish" if not change.steps:
             adapter.status, adapter.reason = "cancelled", f"finished by request at slot {change.slot}, before it began"
-        case "finish":
+        case "finish" | "stop":
             assert change.steps is not None
             adapter.num_steps = change.steps
             adapter.status = "done" if adapter.step == change.steps else "running"
+            adapter.reason = change.reason
         case "extend":
             assert change.steps is not None
             adapter.num_steps, adapter.status = change.steps, "running"
+            adapter.stop, adapter.reason, adapter.stale = "", "", 0
 
 
 def _with_steps(change: Change, plan: Plan) -> Change:
-    if change.action not in ("finish", "extend", "add"):
+    if change.action not in ("finish", "stop", "extend", "add"):
         return change
     ended = change.action == "finish" and change.adapter in dict(plan.stopped)
     return replace(change, steps=0 if ended else plan.job_of[change.adapter].num_batches)

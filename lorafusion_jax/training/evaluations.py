@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from lorafusion_jax.config.schema import HELD_OUT_LOSS
 from lorafusion_jax.pipeline.session import Session
 from lorafusion_jax.report.events import AdapterEvaluated, Listener, PhaseBegun
 from lorafusion_jax.signals import stop_if_asked
@@ -22,16 +23,17 @@ class Evaluations:
         """Time spent in evaluations so far."""
         return sum(seconds for _, seconds in self._measured)
 
-    def evaluate(self, name: str, step: int, slots_done: int) -> None:
-        """Evaluates an adapter, if it has held-out samples."""
+    def evaluate(self, name: str, step: int, slots_done: int) -> dict[str, float] | None:
+        """Evaluates an adapter and returns its metrics; None if it has no held-out samples."""
         stop_if_asked()
         if self._job.prepared.adapters[name].eval is None:
-            return
+            return None
         self._emit(PhaseBegun(text=f"evaluating {name}"))
         began = time.perf_counter()
         with self._session.spans.pause(f"evaluating {name}"):
             evaluation = self._session.evaluate(name)
         self._measured.append((evaluation.tokens, time.perf_counter() - began))
+        metrics = {f"eval_{key}": value for key, value in evaluation.metrics.items()}
         self._emit(
             AdapterEvaluated(
                 slot=slots_done,
@@ -39,9 +41,10 @@ class Evaluations:
                 step=step,
                 eval_loss=evaluation.loss,
                 eval_tokens=evaluation.tokens,
-                metrics={f"eval_{key}": value for key, value in evaluation.metrics.items()},
+                metrics=metrics,
             )
         )
+        return metrics | {HELD_OUT_LOSS: evaluation.loss}
 
     def expected_s(self, name: str) -> float | None:
         """Estimates by the fastest time per token so far, because the first evaluation compiles. None if unknown."""

@@ -61,11 +61,24 @@ class ExportQueue:
 
         self._queue.submit(lambda: self._try_write(name, step, read_weights, failure), on_done)
 
-    def _try_write(self, name: str, step: int, read_weights: Weights, failure: str) -> Path | Problem | None:
+    def submit_best(self, adapter: AdapterProgress, slots_done: int) -> None:
+        """Queues the folder of the current step, to which `best` links then. Only errors are reported."""
+        name, step = adapter.name, adapter.step
+        read_weights = self._read(name)
+
+        def on_done(written: Path | Problem | None) -> None:
+            if isinstance(written, Problem):
+                self._report_failure(name, step, slots_done, written)
+
+        self._queue.submit(lambda: self._try_write(name, step, read_weights, "", best=True), on_done)
+
+    def _try_write(
+        self, name: str, step: int, read_weights: Weights, failure: str, *, best: bool = False
+    ) -> Path | Problem | None:
         if not is_first():
             return None
         try:
-            return self._writer.write(name, step, read_weights(), failure=failure)
+            return self._writer.write(name, step, read_weights(), failure=failure, best=best)
         except (LoraFusionError, OSError) as problem:
             if _disk_is_full(problem):
                 raise

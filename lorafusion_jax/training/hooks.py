@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lorafusion_jax.training.changes import Change
@@ -14,8 +14,10 @@ class Hooks:
 
     Attributes:
         save: (wait) starts a checkpoint, and waits until it is written if `wait` is set.
-        evaluate: (adapter, step, slots done) measures and reports the held-out loss.
+        evaluate: (adapter, step, slots done) measures and reports the held-out loss. Returns the metrics, `eval_loss`
+            and others; None without held-out data. All processes get the same.
         finish: (adapter, slots done) exports an adapter that has ended, possibly in the background.
+        keep_best: (adapter, slots done) exports the current weights of an adapter as its best ones.
         add: (new adapters, slots done) gives new adapters a place and initial weights. All programs compile again.
         finished: reports exports and saves that were completed in the background.
         wants_revision: whether a request for another plan is pending. Called before every slot.
@@ -26,8 +28,9 @@ class Hooks:
     """
 
     save: Callable[[bool], None]
-    evaluate: Callable[[str, int, int], None]
+    evaluate: Callable[[str, int, int], Mapping[str, float] | None]
     finish: Callable[[str, int], None]
+    keep_best: Callable[[str, int], None] = lambda name, slots_done: None
     add: Callable[[Sequence[str], int], None] = lambda names, slots_done: None
     finished: Callable[[], None] = lambda: None
     wants_revision: Callable[[], bool] = lambda: False

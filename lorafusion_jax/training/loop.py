@@ -135,9 +135,8 @@ class Loop:
 
     def _evaluate_and_export(self, adapter: AdapterProgress) -> None:
         """Evaluates and exports an adapter that a change has ended or paused."""
-        every = self._job.config.train.eval_every_steps
         # Otherwise it was evaluated after its step.
-        if adapter.status == "done" and not (every and adapter.step % every == 0):
+        if adapter.status == "done" and not self._steps.evaluates_between(adapter.step):
             self._steps.evaluate(adapter.name, adapter.step, self._progress.slot)
         if adapter.status != "running":
             self._meter.drop(adapter.name, self._progress.slot)
@@ -211,14 +210,14 @@ class Loop:
 
     def _evaluations_left_s(self) -> float | None:
         """Estimates the time of future evaluations from those so far. None if unknown."""
-        every, left_s = self._job.config.train.eval_every_steps, 0.0
+        every, halving, left_s = self._job.config.train.eval_every_steps, self._job.config.halving, 0.0
         for name, adapter in self._progress.adapters.items():
             if adapter.status != "running" or self._job.prepared.adapters[name].eval is None:
                 continue
             seconds = self._hooks.evaluation_s(name)
             if seconds is None:
                 return None
-            left_s += seconds * evaluations(adapter.step, adapter.num_steps, every)
+            left_s += seconds * evaluations(adapter.step, adapter.num_steps, every, halving)
         return left_s
 
     def _any_running(self) -> bool:
@@ -230,6 +229,8 @@ class Loop:
             return True
         stopped = dict(self._job.plan.stopped)
         if self._job.config.train.on_failed == "replan" and not self._failed_adapters() <= stopped.keys():
+            return True
+        if any(adapter.stop_pending for adapter in self._progress.adapters.values()):
             return True
         save = self._job.config.save
         if save.every_steps is not None and self._steps.since_save >= save.every_steps:

@@ -1,4 +1,4 @@
-"""Revises the plan of a running run: for requests in its folder, and to free the slots of failed adapters."""
+"""Revises the plan of a running run: for requests in its folder, and to free the slots of adapters that end."""
 
 from __future__ import annotations
 
@@ -118,13 +118,14 @@ class Revisions:
                 slots_left=plan.num_slots - slot,
                 slots_left_before=before.num_slots - slot,
                 plan=plan.digest,
+                stopped=_stopped_early(changes),
             )
         )
         return changes
 
     def _propose(self, slot: int) -> Proposal | None:
         """Plans with what is asked. What cannot be done is refused, and the run goes on."""
-        freed, self._postponed = self._free_slots(slot), set()
+        freed, self._postponed = [*self._free_slots(slot), *self._early_stops(slot)], set()
         steps = [_Step(after=self._job, changes={change.adapter: change for change in freed})]
         for request in self._requests():
             before = steps[-1]
@@ -179,6 +180,13 @@ class Revisions:
             if adapter.status == "failed" and name not in stopped
         ]
 
+    def _early_stops(self, slot: int) -> list[Change]:
+        return [
+            Change(slot=slot, adapter=name, action="stop", reason=adapter.stop)
+            for name, adapter in self._progress.adapters.items()
+            if adapter.stop_pending
+        ]
+
     def _requests(self) -> Iterator[Request]:
         """Yields pending requests, oldest first. Reports and removes invalid files."""
         known = {change.request for change in self._recorded}
@@ -219,6 +227,10 @@ class Revisions:
     def _remove_requests(self, names: Iterable[str]) -> None:
         for name in filter(None, names):
             (self._folder.path / FOLDER / name).unlink(missing_ok=True)
+
+
+def _stopped_early(changes: Sequence[Change]) -> tuple[str, ...]:
+    return tuple(change.adapter for change in changes) if all(change.action == "stop" for change in changes) else ()
 
 
 def _changes_of(request: Request, slot: int) -> dict[str, Change]:

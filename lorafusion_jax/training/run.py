@@ -140,6 +140,7 @@ class Run:
             save=lambda wait: self._saver.save(self._progress, wait=wait),
             evaluate=self._evaluations.evaluate,
             finish=self._export,
+            keep_best=self._export_best,
             add=self._add_adapters,
             finished=self._queue.poll,
             wants_revision=self._revisions.has_requests,
@@ -240,6 +241,10 @@ class Run:
         adapter = self._progress.adapters[name]
         if adapter.step:
             self._exports.submit(adapter, slots_done)
+
+    def _export_best(self, name: str, slots_done: int) -> None:
+        if self._job.config.save.best:
+            self._exports.submit_best(self._progress.adapters[name], slots_done)
 
     def _add_adapters(self, names: Sequence[str], slots_done: int) -> None:
         self._listener(PhaseBegun(slot=slots_done, text=f"making room for {', '.join(names)}"))

@@ -17,6 +17,7 @@ from lorafusion_jax.training.hooks import Hooks
 from lorafusion_jax.training.job import Job
 from lorafusion_jax.training.meter import EVALUATING, Meter
 from lorafusion_jax.training.plan_tables import PlanTables
+from lorafusion_jax.training.selection import Selection
 from lorafusion_jax.training.state import AdapterProgress, Progress
 
 
@@ -51,6 +52,7 @@ class Steps:
     ):
         self._job, self._tables, self._executor = job, tables, executor
         self._progress, self._meter, self._emit, self._hooks = progress, meter, emit, hooks
+        self._selection = Selection(job, progress)
         self._issued: deque[IssuedStep] = deque()
         self.since_save = 0
 
@@ -70,8 +72,9 @@ class Steps:
         )
         self._issued.append(issued)
         last = number + 1 == self._progress.adapters[name].num_steps
-        # An evaluation needs the weights of this step; those of the last step stay.
-        if self._needs_evaluation(name, number + 1) and not last:
+        # An evaluation needs the weights of this step; those of the last step stay. What decides about other adapters
+        # is read at once, so that it is read at the same slot in every run.
+        if self._needs_evaluation(name, number + 1) and (not last or self._selection.stops_adapters):
             self.read_all()
 
     def read_until(self, slots_done: int) -> None:
@@ -87,7 +90,13 @@ class Steps:
     def evaluate(self, name: str, step: int, slots_done: int) -> None:
         """Evaluates an adapter. The meter counts the time as a pause."""
         with self._meter.paused(EVALUATING):
-            self._hooks.evaluate(name, step, slots_done)
+            metrics = self._hooks.evaluate(name, step, slots_done)
+        if metrics is not None and self._selection.take(name, step, metrics):
+            self._hooks.keep_best(name, slots_done)
+
+    def evaluates_between(self, step: int) -> bool:
+        """Whether an adapter is evaluated after this step, even if it is not its last."""
+        return self._selection.evaluates_between(step)
 
     def _read_next(self) -> None:
         step = self._issued.popleft()
@@ -137,9 +146,8 @@ class Steps:
 
     def _needs_evaluation(self, name: str, step: int) -> bool:
         """Whether the adapter is evaluated after this step."""
-        every = self._job.config.train.eval_every_steps
         last = step == self._progress.adapters[name].num_steps
-        return self._job.prepared.adapters[name].eval is not None and (last or bool(every and step % every == 0))
+        return self._job.prepared.adapters[name].eval is not None and (last or self.evaluates_between(step))
 
     def _failure_cause(self, step: IssuedStep) -> str:
         last = len(self._executor.stages) - 1

@@ -162,6 +162,8 @@ def job_of(config: JobConfig, adapter: AdapterConfig, base: str | None) -> dict[
     not_served = {
         "objective.reference: a folder or an adapter": adapter.objective.reference not in (None, BASE, START),
         "lora.init_from (use init_from of the service)": adapter.lora.init_from is not None,
+        "early_stop.patience": adapter.early_stop.patience is not None,
+        "halving": config.halving.first_step is not None,
         "data.train: hf:…": adapter.data.train.startswith("hf:"),
     } | {f"lora.{key}": True for key in _changed(adapter.lora) - {"init_from"} - set(LoraSpec.model_fields)}
     if wrong := [name for name, is_set in not_served.items() if is_set]:

@@ -59,6 +59,13 @@ MEANT: dict[str, tuple] = {  # key → odd values that it has as they are
     "save.every_steps": (*COUNTS, None),
     "save.every_minutes": (*SHORT, None),
     "save.keep": COUNTS,
+    "save.best": FLAGS,
+    "halving.first_step": (*COUNTS, None),
+    "halving.factor": (2, 16.0),
+    "early_stop.patience": (None,),  # a number also needs held-out data
+    "early_stop.metric": (),
+    "early_stop.greater_is_better": (*FLAGS, None),
+    "early_stop.min_delta": NOT_NEGATIVE,
     "train.max_steps": (*COUNTS, None),
     "train.block_layers": (*COUNTS, None),
     "train.implementation": (None,),

@@ -1,0 +1,110 @@
+"""Chooses by evaluations: the best step of each adapter, adapters that stop improving, and successive halving.
+
+A decision is taken when an evaluation is read, which happens at the same slot in every run, and is kept in the progress
+of the run. So a resumed run decides the same. The loop drains the pipeline at the next slot, and the plan is revised.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+from lorafusion_jax.config.schema import EarlyStopSettings
+from lorafusion_jax.training.job import Job
+from lorafusion_jax.training.state import AdapterProgress, Progress
+
+
+class Selection:
+    """Takes the evaluations of a run and sets `AdapterProgress.stop`."""
+
+    def __init__(self, job: Job, progress: Progress):
+        self._job, self._progress = job, progress
+
+    @property
+    def stops_adapters(self) -> bool:
+        """Whether an evaluation can end an adapter."""
+        config = self._job.config
+        return config.halving.first_step is not None or any(a.early_stop.patience is not None for a in config.adapters)
+
+    def evaluates_between(self, step: int) -> bool:
+        """Whether an adapter is evaluated after this step, even if it is not its last."""
+        every = self._job.config.train.eval_every_steps
+        return bool(every and step % every == 0) or self._job.config.halving.compares_at(step)
+
+    def take(self, name: str, step: int, metrics: Mapping[str, float]) -> bool:
+        """Counts an evaluation. Returns whether it is the adapter's best."""
+        if step == 0:  # before training
+            return False
+        adapter, settings = self._progress.adapters[name], self._settings(name)
+        value = metrics.get(settings.metric, math.nan)  # a ratio of nothing is left out
+        is_best = _record(adapter, settings, step, value)
+        if adapter.status == "running" and not adapter.stop and step < adapter.num_steps:
+            adapter.stop = _lost_patience(adapter, settings, step)
+        if self._job.config.halving.compares_at(step):
+            adapter.compared[str(step)] = value if math.isfinite(value) else None
+        for group in self._groups():
+            self._halve(group)
+        return is_best
+
+    def _settings(self, name: str) -> EarlyStopSettings:
+        return self._job.config.adapter(name).early_stop
+
+    def _groups(self) -> Iterator[list[AdapterProgress]]:
+        """Adapters that can be compared: with the same held-out data and metric."""
+        if self._job.config.halving.first_step is None:
+            return
+        groups: dict[tuple[str, str], list[AdapterProgress]] = {}
+        for name, adapter in self._progress.adapters.items():
+            held_out = self._job.prepared.adapters[name].eval
+            if held_out is not None:
+                groups.setdefault((held_out.digest, self._settings(name).metric), []).append(adapter)
+        yield from groups.values()
+
+    def _halve(self, group: Sequence[AdapterProgress]) -> None:
+        """Compares the adapters of a group at each step that all of them have reached."""
+        halving = self._job.config.halving
+        for step in halving.steps(1 + max(adapter.num_steps for adapter in group)):
+            running = [adapter for adapter in group if adapter.status == "running" and not adapter.stop]
+            if any(adapter.step < step <= adapter.num_steps for adapter in running):
+                return
+            compared = [a for a in group if a.passed < step and str(step) in a.compared and _competes(a)]
+            self._stop_worst(compared, step, keep=-(-len(compared) // halving.factor))
+
+    def _stop_worst(self, compared: Sequence[AdapterProgress], step: int, keep: int) -> None:
+        settings = self._settings(compared[0].name) if compared else EarlyStopSettings()
+        ranked = sorted(compared, key=lambda adapter: settings.sort_key(adapter.compared[str(step)]))
+        for position, adapter in enumerate(ranked, 1):
+            adapter.passed = step
+            if position > keep and adapter.status == "running" and step < adapter.num_steps:
+                result = _number(adapter.compared[str(step)])
+                adapter.stop = (
+                    f"halved at step {step} of {adapter.num_steps}: {settings.metric} {result} is number {position} of "
+                    f"{len(ranked)}"
+                )
+
+
+def _competes(adapter: AdapterProgress) -> bool:
+    return adapter.status in ("running", "done") and not adapter.stop
+
+
+def _record(adapter: AdapterProgress, settings: EarlyStopSettings, step: int, value: float) -> bool:
+    """Updates the best result and the number of results that were no better."""
+    counts = settings.is_better(value, adapter.best, settings.min_delta)
+    is_best = settings.is_better(value, adapter.best)
+    adapter.stale = 0 if counts else adapter.stale + 1
+    if is_best:
+        adapter.best_step, adapter.best = step, value
+    return is_best
+
+
+def _lost_patience(adapter: AdapterProgress, settings: EarlyStopSettings, step: int) -> str:
+    """Why an adapter stops; empty if it goes on."""
+    if settings.patience is None or adapter.stale < settings.patience:
+        return ""
+    than = "a finite one" if adapter.best is None else f"{_number(adapter.best)} of step {adapter.best_step}"
+    times = "1 evaluation" if adapter.stale == 1 else f"{adapter.stale} evaluations"
+    return f"at step {step} of {adapter.num_steps}: {settings.metric} no better than {than} in {times}"
+
+
+def _number(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.4f}"

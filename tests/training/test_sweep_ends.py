@@ -1,0 +1,197 @@
+"""Adapters that stop improving end early, halving keeps the best of a sweep, and their slots go to the others."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from rich.console import Console
+from small_jobs import exported, largest_difference
+
+from lorafusion_jax import open_run
+from lorafusion_jax.checkpoint.folder import RunFolder
+from lorafusion_jax.cli.running import show_result
+from lorafusion_jax.config import load_config
+from lorafusion_jax.errors import LoraFusionError
+from lorafusion_jax.report.recorder import read_rows
+from lorafusion_jax.training import resume, train
+
+STEPS = 12
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("sweep")
+
+
+@pytest.fixture(scope="module")
+def job(folder, tiny_base):
+    """Four adapters on the same data at very different rates, and one with data of its own."""
+    import small_jobs
+
+    rows, held_out = (
+        small_jobs.write_rows(folder, "law", 24, longest=8),
+        small_jobs.write_rows(folder, "held", 6, longest=8),
+    )
+    other = small_jobs.write_rows(folder, "tax", 24, seed=1, longest=8)
+    rates = {"lazy": 1e-5, "best": 0.02, "idle": 1e-4, "slow": 0.002}
+    adapters = [
+        {"name": name, "data": {"train": rows, "eval": held_out}, "optim": {"lr": lr, "schedule": "constant"}}
+        for name, lr in rates.items()
+    ]
+    adapters.append(
+        {"name": "alone", "data": {"train": other}, "optim": {"lr": 0.01}, "early_stop": {"patience": None}}
+    )
+
+    def write(**sections):
+        chosen = sections.pop("adapters", adapters)
+        shared = {"batch": {"global_samples": 4, "capacity_tokens": 128, "tile_tokens": 16}, "epochs": 2}
+        return small_jobs.write_job(folder, tiny_base, chosen, **(shared | sections))
+
+    return write
+
+
+@pytest.fixture(scope="module")
+def whole(job, folder, kept_programs):
+    """The run without any stop."""
+    config = load_config(job(train={"eval_every_steps": 2}))
+    train(config, folder / "whole")
+    return folder / "whole"
+
+
+@pytest.fixture(scope="module")
+def stopping(job):
+    return load_config(
+        job(train={"eval_every_steps": 2}, early_stop={"patience": 2}, halving={"first_step": 3, "factor": 2})
+    )
+
+
+@pytest.fixture(scope="module")
+def stopped(stopping, folder, kept_programs):
+    """The run in which halving and patience end adapters."""
+    return train(stopping, folder / "stopped")
+
+
+def losses(run, name):
+    return {
+        row["step"]: row["loss"]
+        for row in read_rows(run / "metrics.jsonl")
+        if row["kind"] == "step" and row["adapter"] == name
+    }
+
+
+def test_bad_members_end_and_their_slots_are_spared(stopped, whole):
+    adapters = stopped.adapters
+    assert {name for name, adapter in adapters.items() if adapter.num_steps == STEPS} == {"best", "alone"}
+    assert {adapter.status for adapter in adapters.values()} == {"done"}
+    assert all(adapters[name].reason.startswith("halved at step 3 of 12: eval_loss ") for name in ("idle", "lazy"))
+    assert adapters["slow"].reason.startswith("halved at step 6 of 12: eval_loss ")
+    assert all(3 <= adapters[name].step < 6 for name in ("idle", "lazy"))
+    assert stopped.plan.num_slots < RunFolder(whole).read_plan().num_slots
+
+
+def test_the_others_train_as_if_nothing_had_ended(stopped, whole):
+    run = stopped.folder
+    for name in ("best", "alone"):
+        assert largest_difference(exported(run, name), exported(whole, name)) < 1e-5
+    for name, adapter in stopped.adapters.items():
+        before = losses(whole, name)
+        ours = losses(run, name)
+        assert list(ours) == list(range(1, adapter.step + 1))
+        assert ours == pytest.approx({step: before[step] for step in ours}, rel=1e-5)
+
+
+def test_best_links_to_the_step_with_the_lowest_held_out_loss(stopped):
+    run = open_run(stopped.folder)
+    rows = read_rows(stopped.folder / "metrics.jsonl")
+    for name, adapter in stopped.adapters.items():
+        held_out = {
+            row["step"]: row["eval_loss"]
+            for row in rows
+            if row["kind"] == "eval" and row["adapter"] == name and row["step"] and row["eval_loss"] is not None
+        }
+        if not held_out:
+            assert RunFolder(stopped.folder).best(name) is None
+            continue
+        step = min(held_out, key=lambda step: held_out[step])
+        folder = run.adapter(name, best=True)
+        assert folder.name == f"step-{step:06d}"
+        assert (stopped.folder / "adapters" / name / "best" / "adapter_model.safetensors").is_file()
+        assert json.loads((folder / "run.json").read_text())["step"] == step == adapter.best_step
+
+
+def test_screens_say_who_ended_early_and_what_it_spared(stopped, capsys):
+    console = Console(width=160)
+    show_result(console, stopped)
+    text = capsys.readouterr().out
+    assert "best: best, held-out loss" in text
+    assert "idle: ended early halved at step 3 of 12: eval_loss" in text
+    spared = open_run(stopped.folder).numbers["spared_slots"]
+    assert spared > 0
+    assert f"early stops spared {spared} microbatches, about" in text
+    assert "NAME/best" in text
+    assert f"early stops spared {spared}" in str(open_run(stopped.folder))
+
+
+@pytest.mark.parametrize("cut", ["after the evaluation", "between the stops"])
+def test_a_resumed_run_stops_the_same_adapters_at_the_same_slots(stopping, stopped, folder, cut, saves_wait, request):
+    run = folder / f"cut {cut}"
+    end = {"after the evaluation": ("eval", "lazy", 3), "between the stops": ("step", "best", 5)}[cut]
+    config = stopping.model_copy(update={"save": stopping.save.model_copy(update={"every_steps": 1})})
+
+    class Cut(Exception):
+        pass
+
+    def listen(event):
+        if event.kind == end[0] and (event.adapter, event.step) == end[1:]:
+            raise Cut
+
+    with pytest.raises(Cut):
+        train(config, run, listeners=[listen])
+    again = resume(run)
+    assert {name: (a.step, a.reason) for name, a in again.adapters.items()} == {
+        name: (a.step, a.reason) for name, a in stopped.adapters.items()
+    }
+    for name in stopped.adapters:
+        ours, theirs = exported(run, name), exported(stopped.folder, name)
+        assert all(np.array_equal(ours[key], theirs[key]) for key in theirs)
+
+
+def test_patience_alone(job, folder, kept_programs):
+    config = load_config(job(train={"eval_every_steps": 1}, early_stop={"patience": 3, "min_delta": 0.01}))
+    result = train(config, folder / "patience")
+    lazy = result.adapters["lazy"]
+    assert lazy.step == 4
+    assert lazy.reason.startswith("at step 4 of 12: eval_loss no better than ")
+    assert lazy.reason.endswith(" in 3 evaluations")
+    assert result.adapters["best"].step > lazy.step
+    assert result.adapters["alone"].step == STEPS
+
+
+@pytest.mark.parametrize(
+    ("sections", "code", "says"),
+    [
+        ({"early_stop": {"metric": "eval_los"}}, "config.metric", "did you mean 'eval_loss'?"),
+        ({"early_stop": {"metric": "eval_rewards/accuracies"}}, "config.metric", "objective sft has eval_loss"),
+        ({"early_stop": {"patience": 2}}, "config.early-stop", "train.eval_every_steps: 20"),
+        (
+            {
+                "early_stop": {"patience": 2},
+                "train": {"eval_every_steps": 2},
+                "adapters": [{"name": "tax", "data": {"train": "tax.jsonl"}}],
+            },
+            "config.early-stop",
+            "tax: early_stop.patience needs held-out",
+        ),
+        ({"halving": {"first_step": 4, "factor": 1}}, "config.value", "factor"),
+        ({"early_stop": {"patience": 0}}, "config.value", "patience"),
+        ({"halving": {"first": 4}}, "config.unknown-key", "first_step"),
+    ],
+)
+def test_what_cannot_decide_is_refused(job, sections, code, says):
+    with pytest.raises(LoraFusionError) as caught:
+        load_config(job(**sections))
+    text = str(caught.value)
+    assert code in text
+    assert says in text
