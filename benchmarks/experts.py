@@ -3,7 +3,8 @@
     python benchmarks/experts.py --out DIR [--budget 240] [--small]
 
 Checks the kernels against XLA's form before it times them. Prints conditions and a row per variant; rows are also
-written to DIR/experts.jsonl. All variants run in one process. Tokens/s are of one layer, forward and backward.
+written to DIR/experts.jsonl. All variants run in one process. Tokens/s are of one layer, forward and backward. The last
+rows are the passes of one projection alone, with several ways to cut the product.
 """
 
 from __future__ import annotations
@@ -27,14 +28,16 @@ from lorafusion_jax.models.forward import layer_inputs
 from lorafusion_jax.models.layer import DecoderLayer
 from lorafusion_jax.modules import LoRAContext
 from pallas_kernels.experts.api import Lora, expert_linear
-from pallas_kernels.experts.rows import sort_rows, spread_rows
+from pallas_kernels.experts.rows import ExpertRows, sort_rows, spread_rows
 from pallas_kernels.experts.sizes import sorted_rows, tile_rows
+from pallas_kernels.experts.triton import BLOCKS, Blocks, backward, down, forward, product, sums
 
 SHAPE = {"hidden_size": 2048, "num_heads": 32, "num_kv_heads": 4, "head_dim": 128}
 EXPERTS = Experts(width=2048, inner=768, count=128, active=8)
 SMALL = {"hidden_size": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
 SMALL_EXPERTS = Experts(width=64, inner=32, count=8, active=2)
 ADAPTERS, RANK, REPEATS = 4, 8, 5
+CUTS = (BLOCKS, Blocks(columns=256), Blocks(columns=256, num_stages=4), Blocks(num_stages=4))
 
 
 def main() -> int:
@@ -50,24 +53,16 @@ def _rows(small: bool) -> Iterator[dict[str, Any]]:
     yield from _product_rows(config, 64 if small else 1024)
     for tokens in (128,) if small else (8192, 16384):
         yield from _layer_rows(config, tokens)
-    for tokens in (128,) if small else (8192,):
+    for tokens in (128,) if small else (8192, 16384):
         yield from _peft_rows(config, tokens)
+    yield from _pass_rows(config, 64 if small else 8192)
 
 
 def _product_rows(config: ModelConfig, tokens: int) -> Iterator[dict[str, Any]]:
     """Forward and backward of one projection by each implementation, compared with XLA's form."""
     experts = config.experts
     assert experts is not None
-    keys = jax.random.split(jax.random.key(0), 6)
-    (num_in, num_out), linear = experts.linears[0].shape, experts.linears[0]
-    draw = lambda key, *shape: jax.random.normal(key, shape, jnp.bfloat16)  # noqa: E731
-    chosen = jax.lax.top_k(jax.random.normal(keys[0], (tokens, experts.count)), experts.active)[1]
-    adapter = jnp.arange(tokens, dtype=jnp.int32) * ADAPTERS // tokens
-    rows = sort_rows(chosen, adapter, experts=experts.count, adapters=ADAPTERS)
-    x, w = draw(keys[1], tokens, num_in), draw(keys[2], *linear.kernel_shape) * num_in**-0.5
-    a = draw(keys[3], ADAPTERS, experts.count, num_in, RANK).astype(jnp.float32) * num_in**-0.5
-    b = draw(keys[4], ADAPTERS, experts.count, RANK, num_out).astype(jnp.float32)
-    dy = draw(keys[5], len(rows.source), num_out)
+    rows, x, w, a, b, dy = _arrays(experts, tokens)
     wanted: tuple[jax.Array, ...] | None = None
     for implementation in ("xla", "pallas_triton"):
 
@@ -75,8 +70,7 @@ def _product_rows(config: ModelConfig, tokens: int) -> Iterator[dict[str, Any]]:
         def passes(x, w, a, b, dy, implementation=implementation):
             def run(x, a, b):
                 pairs = Lora(a, b, jnp.ones(ADAPTERS))
-                sorted_x = spread_rows(x, rows)
-                return expert_linear(sorted_x, w, rows, pairs, experts=experts.count, implementation=implementation)
+                return expert_linear(x, w, rows, pairs, experts=experts.count, implementation=implementation)
 
             y, pullback = jax.vjp(run, x, a, b)
             return y, *pullback(dy)
@@ -91,6 +85,56 @@ def _product_rows(config: ModelConfig, tokens: int) -> Iterator[dict[str, Any]]:
         error = max(_difference(one_y, other_y) for one_y, other_y in zip(outputs, wanted, strict=True))
         assert error < 0.05, (row, error)
         yield row | {"us": 1e6 * _seconds(partial(passes, x, w, a, b, dy)), "error": error}
+
+
+def _arrays(experts: Experts, tokens: int) -> tuple[ExpertRows, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Sorted rows of gate and up, and x, W, A, B and dY."""
+    keys = jax.random.split(jax.random.key(0), 6)
+    (num_in, num_out), linear = experts.linears[0].shape, experts.linears[0]
+    draw = lambda key, *shape: jax.random.normal(key, shape, jnp.bfloat16)  # noqa: E731
+    chosen = jax.lax.top_k(jax.random.normal(keys[0], (tokens, experts.count)), experts.active)[1]
+    adapter = jnp.arange(tokens, dtype=jnp.int32) * ADAPTERS // tokens
+    rows = sort_rows(chosen, adapter, experts=experts.count, adapters=ADAPTERS)
+    x, w = draw(keys[1], tokens, num_in), draw(keys[2], *linear.kernel_shape) * num_in**-0.5
+    a = draw(keys[3], ADAPTERS, experts.count, num_in, RANK).astype(jnp.float32) * num_in**-0.5
+    b = draw(keys[4], ADAPTERS, experts.count, RANK, num_out).astype(jnp.float32)
+    dy = jnp.where((rows.source >= 0)[:, None], draw(keys[5], len(rows.source), num_out), 0)
+    return rows, spread_rows(x, rows), w, a, b, dy
+
+
+def _pass_rows(config: ModelConfig, tokens: int) -> Iterator[dict[str, Any]]:
+    """Each pass of one projection alone, and the products by several cuts."""
+    experts = config.experts
+    assert experts is not None
+    rows, x, w, a, b, dy = _arrays(experts, tokens)
+    scale, count = jnp.ones(ADAPTERS), experts.count
+    bank = jnp.pad(a, ((0, 0), (0, 0), (0, 0), (0, 16 - RANK))).astype(x.dtype).reshape(-1, a.shape[2], 16)
+    s = jax.jit(lambda x, bank, rows: down(x, bank, rows, count))(x, bank, rows)
+    passes = [
+        ("x A", BLOCKS, lambda x, bank, rows: down(x, bank, rows, count), (x, bank, rows)),
+        ("sums of dA", BLOCKS, lambda x, s, rows: sums(x, s, rows, a.shape, scale), (x, s, rows)),
+        ("sums of dB", BLOCKS, lambda y, s, rows: sums(y, s, rows, b.shape, scale, transposed=True), (dy, s, rows)),
+    ]
+    for cut in CUTS:
+        frozen = partial(product, experts=count, blocks=cut)
+        ahead = lambda x, w, rows, *low, cut=cut: forward(x, w, rows, count, *low, blocks=cut)  # noqa: E731
+        back = lambda x, w, rows, *rest, cut=cut: backward(x, w, rows, count, *rest, blocks=cut)  # noqa: E731
+        passes += [
+            ("x W", cut, frozen, (x, w, rows)),
+            ("dy W'", cut, partial(frozen, transposed=True), (dy, w, rows)),
+            ("forward", cut, ahead, (x, w, rows, a, b, scale)),
+            ("backward", cut, back, (x, w, rows, a, b, scale, s, dy)),
+        ]
+    for name, cut, run, arrays in passes:
+        timed = _timed(partial(jax.jit(run), *arrays))
+        yield {"section": "pass", "pass": name, "tokens": tokens, "cut": str(cut)} | timed
+
+
+def _timed(run: Callable[[], Any]) -> dict[str, Any]:
+    try:
+        return {"us": 1e6 * _seconds(run, calls=10)}
+    except Exception as problem:  # a cut that does not fit is a row, too
+        return {"failed": str(problem).splitlines()[0][:300]}
 
 
 def _layer_rows(config: ModelConfig, tokens: int) -> Iterator[dict[str, Any]]:
@@ -121,12 +165,11 @@ def _layer_rows(config: ModelConfig, tokens: int) -> Iterator[dict[str, Any]]:
         assert bool(jnp.isfinite(run(x, lora, frozen)[0].astype(jnp.float32)).all())
         seconds = _seconds(partial(run, x, lora, frozen))
         frozen_s = frozen_s or seconds
-        adapters = ADAPTERS if name.endswith("experts") else 0
         yield {
             "section": "layer", "adapters_on": name, "tokens": tokens, "ms": 1e3 * seconds,
             "tokens_per_s": tokens / seconds, "of_frozen": frozen_s / seconds,
-            "tile": tile_rows(tokens, experts.active, experts.count, adapters),
-            "sorted_rows": sorted_rows(tokens, experts.active, experts.count, adapters),
+            "tile": tile_rows(tokens, experts.active, experts.count),
+            "sorted_rows": sorted_rows(tokens, experts.active, experts.count),
         }  # fmt: skip
 
 
@@ -184,16 +227,16 @@ def _difference(actual: jax.Array, wanted: jax.Array) -> float:
     return float(jnp.abs(actual - wanted).max() / jnp.maximum(jnp.abs(wanted).max(), 1e-6))
 
 
-def _seconds(run: Callable[[], Any]) -> float:
+def _seconds(run: Callable[[], Any], calls: int = 3) -> float:
     """Median of several runs, each of several calls."""
     jax.block_until_ready(run())
     times = []
     for _ in range(REPEATS):
         start = time.perf_counter()
-        for _ in range(3):
+        for _ in range(calls):
             result = run()
         jax.block_until_ready(result)
-        times.append((time.perf_counter() - start) / 3)
+        times.append((time.perf_counter() - start) / calls)
     return float(np.median(times))
 
 

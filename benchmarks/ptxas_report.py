@@ -99,6 +99,7 @@ PORTABLE_CASES = (  # rank, adapters, rate, known spill bytes of the pass over d
 PORTABLE_ATTENTION = ((64, 0), (128, 72))  # head width, known spill bytes of dk and dv
 PORTABLE_NORM_SPILLS = 8
 MLP_CASES = ((16, 0.1, 0), (16, 0.0, 0), (32, 0.1, 0))  # rank, rate, spills
+EXPERT_CASES = ((8, 4), (64, 4))  # rank, adapters
 ATTENTION_SPILLS = 248  # dk and dv
 PRODUCT = "kernel_mosaic_gpu_kernel"  # of `linear/hopper/gemm.py`
 
@@ -168,6 +169,8 @@ def cases(gpu: Gpu) -> Iterator[tuple[str, int, Callable[[], None]]]:
         yield f"linear {backend} r{rank} A{adapters} p{rate:g}", known, partial(linear, backend, rank, adapters, rate)
     for rank, rate, known in MLP_CASES:
         yield f"mlp r{rank} A4 p{rate:g}", known, partial(mlp, rank, rate)
+    for rank, adapters in EXPERT_CASES:
+        yield f"experts r{rank} A{adapters}", 0, partial(experts, rank, adapters)
     yield "attention", ATTENTION_SPILLS, attention
     yield "norm with residual", 0, norm
 
@@ -224,6 +227,38 @@ def mlp(rank: int, rate: float) -> None:
         return vjp(y)
 
     compile_for(GPUS["h200"], step, make)
+
+
+def experts(rank: int, adapters: int) -> None:
+    """Forward and backward of gate and up of Qwen3-30B-A3B's experts."""
+    import jax
+    import jax.numpy as jnp
+
+    from pallas_kernels.experts.api import Lora, expert_linear
+    from pallas_kernels.experts.rows import sort_rows
+    from pallas_kernels.experts.sizes import sorted_rows
+
+    tokens, count, active, width, out = 8192, 128, 8, 2048, 1536
+
+    def step(chosen, adapter, x, w, a, b):
+        rows = sort_rows(chosen, adapter, experts=count, adapters=adapters)
+        run = lambda x, a, b: expert_linear(x, w, rows, Lora(a, b, jnp.ones(adapters)), experts=count)  # noqa: E731
+        y, vjp = jax.vjp(run, x, a, b)
+        return vjp(y)
+
+    compile_for(
+        GPUS["h200"],
+        step,
+        lambda: (
+            jnp.zeros((tokens, active), jnp.int32),
+            jnp.zeros(tokens, jnp.int32),
+            jnp.zeros((sorted_rows(tokens, active, count), width), jnp.bfloat16),
+            jnp.zeros((count * width, out), jnp.bfloat16),
+            jnp.zeros((adapters, count, width, rank)),
+            jnp.zeros((adapters, count, rank, out)),
+        ),
+        unpack=True,
+    )
 
 
 def attention() -> None:
@@ -325,7 +360,7 @@ def assembled(
         text = subprocess.run(command, capture_output=True, text=True, check=True).stderr
         entry = r"Compiling entry function '(\S+)'.*?(\d+) bytes spill stores.*?Used (\d+) registers"
         for name, spilled, registers in re.findall(entry, text, re.S):
-            if name.startswith(("lora_", "rms_norm", "attention")) or "mosaic" in name:
+            if name.startswith(("lora_", "rms_norm", "attention", "experts")) or "mosaic" in name:
                 moves = None
                 if nvdisasm and name == PRODUCT:
                     code = subprocess.run([nvdisasm, "-c", str(binary)], capture_output=True, text=True, check=True)

@@ -1,7 +1,7 @@
-"""Rows sorted by (expert, adapter). Every run of rows of one expert and one adapter fills whole tiles.
+"""Rows sorted by expert, and within an expert by adapter. The rows of an expert fill whole tiles.
 
-So a tile never mixes experts or adapters, and a NaN of one adapter stays in its own tiles. The order is stable: where a
-row goes depends on the rows before it only, and all moves of rows are gathers, without atomic sums.
+A tile has one expert, so the frozen product pads rows for experts only. It may have rows of several adapters: the
+segments of a tile say which. The order is stable, and all moves of rows are gathers, without atomic sums.
 
 T rows · k experts of a row · E experts · A adapters · M sorted rows with padding
 """
@@ -14,26 +14,32 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.experts.sizes import most_tiles, tile_rows
+from pallas_kernels.experts.sizes import most_segments, most_tiles, tile_rows
 
 
 class ExpertRows(NamedTuple):
     """Where copies of rows are.
 
+    A run has the rows of an expert and an adapter: run e · (A + 1) + p. The last run of an expert has its rows of no
+    adapter. A segment is the part of an adapter's run that lies in one tile.
+
     Attributes:
         source: int32 [M], copy t · k + j in each place; -1: padding.
         place: int32 [T, k], place of each copy.
         tile_expert: int32 [tiles]; -1: no rows.
-        tile_adapter: int32 [tiles]; -1: rows of no adapter, or none.
-        first_tile: int32 [E · (A + 1) + 1], first tile of each run in order, and the end of the last one. A run has the
-            rows of an expert and an adapter, and the last run of an expert those of no adapter.
+        run_start, run_stop: int32 [E · (A + 1)], first row of each run, and the one behind its last.
+        segment_tile, segment_run: int32 [segments], in the order of rows; a run of -1: no segment.
+        tile_segment: int32 [tiles + 1], first segment of each tile, and the end of the last one.
     """
 
     source: Int[Array, " M"]
     place: Int[Array, "T k"]
     tile_expert: Int[Array, " tiles"]
-    tile_adapter: Int[Array, " tiles"]
-    first_tile: Int[Array, " runs"]
+    run_start: Int[Array, " runs"]
+    run_stop: Int[Array, " runs"]
+    segment_tile: Int[Array, " segments"]
+    segment_run: Int[Array, " segments"]
+    tile_segment: Int[Array, " tiles_1"]
 
     @property
     def tile(self) -> int:
@@ -53,36 +59,66 @@ def sort_rows(
         adapters: A.
         tile: rows of a tile (None: `tile_rows`).
 
-    >>> rows = sort_rows(jnp.array([[1, 0], [0, 2]]), jnp.array([0, 0]), experts=3, adapters=1, tile=2)
+    >>> rows = sort_rows(jnp.array([[1, 0], [0, 2]]), jnp.array([1, 0]), experts=3, adapters=2, tile=2)
     >>> rows.source.tolist(), rows.tile_expert.tolist()
-    ([1, 2, 0, -1, 3, -1, -1, -1], [0, 1, 2, -1])
+    ([2, 1, 0, -1, 3, -1, -1, -1], [0, 1, 2, -1])
     """
     num_rows, active = expert.shape
-    tile = tile_rows(num_rows, active, experts, adapters) if tile is None else tile
-    runs = experts * (adapters + 1)
+    tile = tile_rows(num_rows, active, experts) if tile is None else tile
+    tiles = most_tiles(num_rows, active, experts, tile)
+    numbers = lambda count: jnp.arange(count, dtype=jnp.int32)  # noqa: E731
     of_adapter = jnp.where((adapter >= 0) & (adapter < adapters), adapter, adapters)
     run = (expert * (adapters + 1) + of_adapter[:, None]).reshape(-1).astype(jnp.int32)
     order = jnp.argsort(run, stable=True).astype(jnp.int32)
-    stop = jnp.searchsorted(run[order], jnp.arange(runs, dtype=jnp.int32), side="right").astype(jnp.int32)
-    first = jnp.concatenate([jnp.zeros(1, jnp.int32), stop[:-1]])
-    tiles_of = -(-(stop - first) // tile)
-    stop_tile = jnp.cumsum(tiles_of, dtype=jnp.int32)
-    first_tile = stop_tile - tiles_of
-    tiles = most_tiles(num_rows, active, experts, adapters, tile)
-    tile_run = jnp.searchsorted(stop_tile, jnp.arange(tiles, dtype=jnp.int32), side="right").astype(jnp.int32)
-    used, tile_run = tile_run < runs, jnp.minimum(tile_run, runs - 1)
-    number = (jnp.arange(tiles, dtype=jnp.int32) - first_tile[tile_run])[:, None] * tile + jnp.arange(tile)
-    inside = used[:, None] & (number < (stop - first)[tile_run][:, None])
-    at = jnp.where(inside, first[tile_run][:, None] + number, 0)
-    rank = jnp.argsort(order).astype(jnp.int32)  # of each copy in the sorted order
-    tile_adapter = tile_run % (adapters + 1)
-    return ExpertRows(
-        source=jnp.where(inside, order[at], -1).reshape(-1),
-        place=(first_tile[run] * tile + rank - first[run]).reshape(num_rows, active),
-        tile_expert=jnp.where(used, tile_run // (adapters + 1), -1),
-        tile_adapter=jnp.where(used & (tile_adapter < adapters), tile_adapter, -1),
-        first_tile=jnp.concatenate([jnp.zeros(1, jnp.int32), stop_tile]),
+    rank = jnp.zeros_like(order).at[order].set(numbers(len(order)), unique_indices=True)  # in the sorted order
+    stop = jnp.searchsorted(run[order], numbers(experts * (adapters + 1)), side="right").astype(jnp.int32)
+    expert_stop = stop[adapters :: adapters + 1]
+    expert_first = _shifted(expert_stop)
+    stop_tile = jnp.cumsum(-(-(expert_stop - expert_first) // tile), dtype=jnp.int32)
+    padding = _shifted(stop_tile) * tile - expert_first  # rows of padding before each expert
+    tile_expert = _owner(stop_tile, tiles)
+    owner = jnp.repeat(jnp.minimum(tile_expert, experts - 1), tile, total_repeat_length=tiles * tile)
+    copy = numbers(tiles * tile) - padding[owner]
+    real = jnp.repeat(tile_expert < experts, tile, total_repeat_length=tiles * tile) & (copy < expert_stop[owner])
+    moved = jnp.repeat(padding, adapters + 1, total_repeat_length=len(stop))
+    run_start, run_stop = _shifted(stop) + moved, stop + moved
+    segment_tile, segment_run = _segments(
+        run_start, run_stop, adapters, tile, most_segments(len(run), adapters, experts, tiles)
     )
+    return ExpertRows(
+        source=jnp.where(real, order[jnp.where(real, copy, 0)], -1),
+        place=rank.reshape(num_rows, active) + padding[expert],
+        tile_expert=jnp.where(tile_expert < experts, tile_expert, -1),
+        run_start=run_start,
+        run_stop=run_stop,
+        segment_tile=segment_tile,
+        segment_run=segment_run,
+        tile_segment=jnp.searchsorted(segment_tile, numbers(tiles + 1), method="compare_all").astype(jnp.int32),
+    )
+
+
+def _segments(run_start: Array, run_stop: Array, adapters: int, tile: int, segments: int) -> tuple[Array, Array]:
+    """Tile and run of each segment; those that are not needed are at the end, behind all tiles."""
+    first_tile = run_start // tile
+    of_adapter = jnp.arange(len(run_start)) % (adapters + 1) < adapters
+    parts = jnp.where(of_adapter & (run_stop > run_start), (run_stop - 1) // tile - first_tile + 1, 0)
+    stop = jnp.cumsum(parts, dtype=jnp.int32)
+    run = _owner(stop, segments)
+    used, at = run < len(parts), jnp.minimum(run, len(parts) - 1)
+    number = jnp.arange(segments, dtype=jnp.int32) - (stop - parts)[at]
+    behind = jnp.iinfo(jnp.int32).max
+    return jnp.where(used, first_tile[at] + number, behind), jnp.where(used, run, -1)
+
+
+def _shifted(stop: Array) -> Array:
+    """Where each part starts, from where it stops."""
+    return jnp.concatenate([jnp.zeros(1, stop.dtype), stop[:-1]])
+
+
+def _owner(stop: Array, count: int) -> Array:
+    """Which part has each of the numbers below `count`; the number of parts: none."""
+    numbers = jnp.arange(count, dtype=jnp.int32)
+    return jnp.searchsorted(stop, numbers, side="right", method="compare_all").astype(jnp.int32)
 
 
 @jax.custom_vjp

@@ -1,15 +1,20 @@
 """The projections of experts as Triton kernels: sm_80 and newer, interpreted on a CPU.
 
-A program has one tile of rows, so one expert and one adapter; tiles without rows are skipped. A gradient is summed over
-the tiles of a run, which lie one after another: one program, a fixed order, no atomics.
+A program of a product has one tile of rows, so one expert, and adds the low-rank term of each adapter in it to this
+adapter's rows. The low-rank passes have a program for each segment; a gradient is summed over the rows of a run, from
+its start on, by one program: a fixed order, no atomics, whatever the rows of other adapters do.
 
-M sorted rows · K in · N out · E experts · A adapters · R padded rank · J rows of a tile · C contracted features
+M sorted rows · K in · N out · E experts · A adapters · R rank, Q rank padded to a power of two · C features of x or dy
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import jax
 import jax.experimental.pallas as pl
+import jax.experimental.pallas.triton as plt
 import jax.numpy as jnp
 from jax import lax
 
@@ -20,6 +25,20 @@ from pallas_kernels.triton_call import call, dot
 
 MAX_RANK = 64
 _LEAST = 16  # rows and columns of a product of Triton
+_SUMMED = 64  # rows of a step of the sums of a run
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blocks:
+    """How the frozen product is cut: most columns of a program, contracted features of a step, and Triton's numbers."""
+
+    columns: int = 128
+    depth: int = 64
+    num_warps: int = 8
+    num_stages: int = 3
+
+
+BLOCKS = Blocks()
 
 
 def unsupported_reason(x: jax.Array, w: jax.Array, experts: int, rank: int) -> str | None:
@@ -36,56 +55,62 @@ def unsupported_reason(x: jax.Array, w: jax.Array, experts: int, rank: int) -> s
     return f"rank {rank}: it takes up to {MAX_RANK}" if rank > MAX_RANK else None
 
 
-def product(x: jax.Array, w: jax.Array, rows: ExpertRows, experts: int, *, transposed: bool = False) -> jax.Array:
+def product(
+    x: jax.Array, w: jax.Array, rows: ExpertRows, experts: int, *, transposed: bool = False, blocks: Blocks = BLOCKS
+) -> jax.Array:
     """Multiplies each tile by its expert's kernel, or by its transpose."""
-    return _gemm(x, w, rows, experts, None, transposed=transposed)
+    return _gemm(x, w, rows, experts, None, blocks, transposed=transposed)
 
 
 def forward(
-    x: jax.Array, w: jax.Array, rows: ExpertRows, experts: int, a: jax.Array, b: jax.Array, scale: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Returns y, and S = x A in the type of x, padded to a power of two."""
+    x: jax.Array, w: jax.Array, rows: ExpertRows, experts: int, a: jax.Array, b: jax.Array, scale: jax.Array, *,
+    blocks: Blocks = BLOCKS,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """Returns y, and S = x A in the type of x, [M, Q]. Rows without an adapter hold no meaning in S."""
     banks = _banks(a, b, scale, x.dtype)
-    s = _down(x, banks[0], rows, experts, transposed=False)
-    return _gemm(x, w, rows, experts, (s, banks[1]), transposed=False), s
+    s = down(x, banks[0], rows, experts)
+    return _gemm(x, w, rows, experts, (s, banks[1]), blocks, transposed=False), s
 
 
 def backward(
     x: jax.Array, w: jax.Array, rows: ExpertRows, experts: int, a: jax.Array, b: jax.Array, scale: jax.Array,
-    s: jax.Array, dy: jax.Array,
+    s: jax.Array, dy: jax.Array, *, blocks: Blocks = BLOCKS,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
     """Returns dx, and dA and dB in float32."""
     bank_a, bank_b = _banks(a, b, scale, x.dtype)
-    dy, rank = dy.astype(x.dtype), a.shape[-1]
-    ds = _down(dy, bank_b, rows, experts, transposed=True)
-    dx = _gemm(dy, w, rows, experts, (ds, bank_a), transposed=True)
-    sums = lambda left, right: _sums(left, right, rows, experts, len(scale))  # noqa: E731
-    da, db = sums(x, ds)[..., :rank], sums(dy, s)[..., :rank].swapaxes(2, 3)
-    return dx, da, db * scale[:, None, None, None]
+    dy = dy.astype(x.dtype)
+    ds = down(dy, bank_b, rows, experts, transposed=True)
+    dx = _gemm(dy, w, rows, experts, (ds, bank_a), blocks, transposed=True)
+    da = sums(x, ds, rows, a.shape, jnp.ones_like(scale))
+    return dx, da, sums(dy, s, rows, b.shape, scale, transposed=True)
 
 
 def _banks(a: jax.Array, b: jax.Array, scale: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
-    """A [A · E, K, R] and scale · B [A · E, R, N], with R a power of two."""
-    wide = max(power_of_two(a.shape[-1]), _LEAST) - a.shape[-1]
+    """A [A · E, K, Q] and scale · B [A · E, Q, N]."""
+    wide = _padded(a.shape[-1]) - a.shape[-1]
     a = jnp.pad(a, ((0, 0), (0, 0), (0, 0), (0, wide))).astype(dtype)
     b = jnp.pad(b * scale[:, None, None, None], ((0, 0), (0, 0), (0, wide), (0, 0))).astype(dtype)
     return a.reshape(-1, *a.shape[2:]), b.reshape(-1, *b.shape[2:])
 
 
+def _padded(rank: int) -> int:
+    return max(power_of_two(rank), _LEAST)
+
+
 def _gemm(
-    lhs: jax.Array, w: jax.Array, rows: ExpertRows, experts: int, low: tuple[jax.Array, jax.Array] | None, *,
-    transposed: bool,
+    lhs: jax.Array, w: jax.Array, rows: ExpertRows, experts: int, low: tuple[jax.Array, jax.Array] | None,
+    cut: Blocks, *, transposed: bool,
 ) -> jax.Array:  # fmt: skip
     """lhs W[e] + low bank[p, e], or with both transposed."""
     num_in, num_out = w.shape[0] // experts, w.shape[1]
     width, depth_of = (num_in, num_out) if transposed else (num_out, num_in)
-    tile, columns, depth = rows.tile, row_block(width, 128), row_block(depth_of, 64)
+    tile, columns, depth = rows.tile, row_block(width, cut.columns), row_block(depth_of, cut.depth)
     blocks = width // columns
 
-    def kernel(lhs_ref, w_ref, expert_ref, adapter_ref, *rest):
-        out_ref = rest[-1]
+    def kernel(lhs_ref, w_ref, expert_ref, *rest):
+        *low_refs, out_ref = rest
         number, column0 = pl.program_id(0) // blocks, pl.program_id(0) % blocks * columns
-        expert, adapter = expert_ref[number], adapter_ref[number]
+        expert = expert_ref[number]
         own_rows, own_columns = pl.ds(number * tile, tile), pl.ds(column0, columns)
 
         @pl.when(expert < 0)
@@ -95,15 +120,8 @@ def _gemm(
         @pl.when(expert >= 0)
         def _():
             acc = jnp.zeros((tile, columns), jnp.float32)
-            if low is not None:
-                low_ref, bank_ref = rest[:2]
-                pair = jnp.maximum(adapter, 0) * experts + expert
-                s_tile = low_ref[own_rows, :]
-                if transposed:
-                    acc = dot(s_tile, bank_ref[pair, own_columns, :], trans_rhs=True)
-                else:
-                    acc = dot(s_tile, bank_ref[pair, :, own_columns])
-                acc = jnp.where(adapter >= 0, acc, 0.0)  # selected: another adapter's NaN must not reach these rows
+            if low_refs:
+                acc = _low_rank(acc, number, own_rows, own_columns, experts, low_refs, transposed=transposed)
 
             def step(i, acc):
                 inner = pl.ds(i * depth, depth)
@@ -115,52 +133,77 @@ def _gemm(
             acc = lax.fori_loop(0, depth_of // depth, step, acc)
             out_ref[own_rows, own_columns] = acc.astype(out_ref.dtype)
 
+    of_adapters = [] if low is None else [*low, rows.tile_segment, rows.segment_run, rows.run_start, rows.run_stop]
     return call(
         kernel,
-        [lhs, w, rows.tile_expert, rows.tile_adapter, *(low or ())],
+        [lhs, w, rows.tile_expert, *of_adapters],
         name="experts_dx" if transposed else "experts_forward",
         grid=(len(rows.tile_expert) * blocks,),
         out_shape=jax.ShapeDtypeStruct((len(lhs), width), lhs.dtype),
-        num_warps=8 if tile >= 64 else 4,
-        num_stages=3,
+        num_warps=cut.num_warps if tile >= 64 else 4,
+        num_stages=cut.num_stages,
         interpret=interprets(),
         flops=2 * len(lhs) * num_in * num_out,
     )
 
 
-def _down(x: jax.Array, bank: jax.Array, rows: ExpertRows, experts: int, *, transposed: bool) -> jax.Array:
-    """x bank[p, e] of each tile, [M, R]; zero in tiles without an adapter."""
+def _low_rank(
+    acc: jax.Array, number: jax.Array, own_rows: Any, own_columns: Any, experts: int, refs: list[Any], *,
+    transposed: bool,
+) -> jax.Array:  # fmt: skip
+    """Adds each adapter's product to its rows of a tile.
+
+    Rows of others get zero times its bank, so values of the bank that are not finite are cut out before, and what they
+    reach of its own rows is NaN. A selection of the product would need a second accumulator: half as many programs fit.
+    """
+    low_ref, bank_ref, tile_segment_ref, segment_run_ref, start_ref, stop_ref = refs
+    runs_of_expert = len(start_ref) // experts
+
+    def add(segment, acc):
+        run = segment_run_ref[segment]
+        pair = run % runs_of_expert * experts + run // runs_of_expert
+        inside = lambda width: _inside(own_rows.start, (len(acc), width), start_ref[run], stop_ref[run])  # noqa: E731
+        s_tile = jnp.where(inside(low_ref.shape[1]), low_ref[own_rows, :], 0)
+        bank = bank_ref[pair, own_columns, :] if transposed else bank_ref[pair, :, own_columns]
+        finite = jnp.abs(bank.astype(jnp.float32)) < jnp.inf
+        acc = acc + dot(s_tile, jnp.where(finite, bank, 0), trans_rhs=transposed)
+        broken = jnp.where(finite, 0, 1).max(1 if transposed else 0) > 0
+        return jnp.where(inside(1) & broken[None, :], jnp.nan, acc)
+
+    return lax.fori_loop(tile_segment_ref[number], tile_segment_ref[number + 1], add, acc)
+
+
+def down(x: jax.Array, bank: jax.Array, rows: ExpertRows, experts: int, *, transposed: bool = False) -> jax.Array:
+    """x bank[p, e] in the rows of adapters, [M, Q]. Other rows are not written."""
     rank = bank.shape[1] if transposed else bank.shape[2]
-    tile, depth = rows.tile, row_block(x.shape[1], 128)
+    tile, depth, runs_of_expert = rows.tile, row_block(x.shape[1], 128), len(rows.run_start) // experts
 
-    def kernel(x_ref, bank_ref, expert_ref, adapter_ref, out_ref):
-        number = pl.program_id(0)
-        expert, adapter = expert_ref[number], adapter_ref[number]
-        own_rows = pl.ds(number * tile, tile)
+    def kernel(x_ref, bank_ref, tile_ref, run_ref, start_ref, stop_ref, out_ref):
+        run, number = run_ref[pl.program_id(0)], tile_ref[pl.program_id(0)]
 
-        @pl.when(adapter < 0)
+        @pl.when(run >= 0)
         def _():
-            out_ref[own_rows, :] = jnp.zeros((tile, rank), out_ref.dtype)
-
-        @pl.when(adapter >= 0)
-        def _():
-            pair = adapter * experts + expert
+            pair = run % runs_of_expert * experts + run // runs_of_expert
+            row0 = number * tile
+            own_rows, start, stop = pl.ds(row0, tile), start_ref[run], stop_ref[run]
 
             def step(i, acc):
                 inner = pl.ds(i * depth, depth)
-                x_tile = x_ref[own_rows, inner]
+                own = _inside(row0, (tile, depth), start, stop)
+                x_tile = plt.load(x_ref.at[own_rows, inner], mask=own, other=0.0)
                 if transposed:
                     return acc + dot(x_tile, bank_ref[pair, :, inner], trans_rhs=True)
                 return acc + dot(x_tile, bank_ref[pair, inner, :])
 
             acc = lax.fori_loop(0, x.shape[1] // depth, step, jnp.zeros((tile, rank), jnp.float32))
-            out_ref[own_rows, :] = acc.astype(out_ref.dtype)
+            own = _inside(row0, (tile, rank), start, stop)
+            plt.store(out_ref.at[own_rows, :], acc.astype(out_ref.dtype), mask=own)
 
     return call(
         kernel,
-        [x, bank, rows.tile_expert, rows.tile_adapter],
+        [x, bank, rows.segment_tile, rows.segment_run, rows.run_start, rows.run_stop],
         name="experts_down",
-        grid=(len(rows.tile_expert),),
+        grid=(len(rows.segment_run),),
         out_shape=jax.ShapeDtypeStruct((len(x), rank), x.dtype),
         num_warps=4,
         num_stages=3,
@@ -169,32 +212,51 @@ def _down(x: jax.Array, bank: jax.Array, rows: ExpertRows, experts: int, *, tran
     )
 
 
-def _sums(left: jax.Array, right: jax.Array, rows: ExpertRows, experts: int, adapters: int) -> jax.Array:
-    """leftᵀ right, summed over the tiles of each adapter and expert: float32 [A, E, C, R]."""
-    tile, features, rank = rows.tile, left.shape[1], right.shape[1]
-    columns = row_block(features, 128)
+def sums(
+    left: jax.Array, right: jax.Array, rows: ExpertRows, shape: tuple[int, ...], scale: jax.Array, *,
+    transposed: bool = False,
+) -> jax.Array:  # fmt: skip
+    """scale[p] · leftᵀ right, summed over the rows of each run: float32 [A, E, C, R], or [A, E, R, C] if transposed."""
+    adapters, experts = shape[:2]
+    features, rank, padded = left.shape[1], shape[2 if transposed else 3], right.shape[1]
+    block, columns = min(rows.tile, _SUMMED), row_block(features, 128)
 
-    def kernel(left_ref, right_ref, first_ref, out_ref):
-        adapter, expert = pl.program_id(0) // experts, pl.program_id(0) % experts
-        own_columns = pl.ds(pl.program_id(1) * columns, columns)
-        run = expert * (adapters + 1) + adapter
+    def kernel(left_ref, right_ref, start_ref, stop_ref, scale_ref, out_ref):
+        pair, column0 = pl.program_id(0), pl.program_id(1) * columns
+        adapter = pair // experts
+        run = pair % experts * (adapters + 1) + adapter
+        start, stop = start_ref[run], stop_ref[run]
 
-        def step(number, acc):
-            own_rows = pl.ds(number * tile, tile)
-            return acc + dot(left_ref[own_rows, own_columns], right_ref[own_rows, :], trans_lhs=True)
+        def step(i, acc):
+            row0 = start + i * block
+            own_rows = pl.ds(row0, block)
+            own = lambda width: _inside(row0, (block, width), start, stop)  # noqa: E731
+            left_tile = plt.load(left_ref.at[own_rows, pl.ds(column0, columns)], mask=own(columns), other=0.0)
+            right_tile = plt.load(right_ref.at[own_rows, :], mask=own(padded), other=0.0)
+            return acc + dot(left_tile, right_tile, trans_lhs=True)
 
-        start = jnp.zeros((columns, rank), jnp.float32)
-        out_ref[pl.program_id(0), own_columns, :] = lax.fori_loop(first_ref[run], first_ref[run + 1], step, start)
+        zeros = jnp.zeros((columns, padded), jnp.float32)
+        acc = lax.fori_loop(0, pl.cdiv(stop - start, block), step, zeros) * scale_ref[adapter]
+        acc, axis = (acc.T, 0) if transposed else (acc, 1)
+        feature = column0 + lax.broadcasted_iota(jnp.int32, acc.shape, 1 - axis)
+        low = lax.broadcasted_iota(jnp.int32, acc.shape, axis)
+        at = (pair * rank + low, feature) if transposed else (pair * features + feature, low)
+        plt.store(out_ref.at[at], acc, mask=low < rank)
 
-    sums = call(
+    flat = jax.ShapeDtypeStruct((adapters * experts * shape[2], shape[3]), jnp.float32)
+    return call(
         kernel,
-        [left, right, rows.first_tile],
+        [left, right, rows.run_start, rows.run_stop, scale],
         name="experts_sums",
         grid=(adapters * experts, features // columns),
-        out_shape=jax.ShapeDtypeStruct((adapters * experts, features, rank), jnp.float32),
+        out_shape=flat,
         num_warps=4,
-        num_stages=2,
+        num_stages=3,
         interpret=interprets(),
         flops=2 * left.size * rank,
-    )
-    return sums.reshape(adapters, experts, features, rank)
+    ).reshape(shape)
+
+
+def _inside(row0: jax.Array, shape: tuple[int, int], start: jax.Array, stop: jax.Array) -> jax.Array:
+    row = row0 + lax.broadcasted_iota(jnp.int32, shape, 0)
+    return (row >= start) & (row < stop)

@@ -1,4 +1,4 @@
-"""The projections of experts in plain jnp, for every device: tile after tile, each with its own expert and adapter.
+"""The projections of experts in plain jnp, for every device: tile after tile, then the low-rank terms run by run.
 
 `jax.lax.ragged_dot` is not used: but on a TPU it is lowered to a dense product with every expert, E times the work.
 
@@ -6,6 +6,9 @@ M sorted rows · K in · N out · E experts · A adapters · R padded rank · J 
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,43 +24,25 @@ def kernels(w: jax.Array, experts: int) -> jax.Array:
 
 def product(x: jax.Array, w: jax.Array, rows: ExpertRows, experts: int, *, transposed: bool = False) -> jax.Array:
     """Multiplies each tile by its expert's kernel, or by its transpose."""
-    w_EKN, tile_expert = kernels(w, experts), rows.tile_expert
-    out = w_EKN.shape[1 if transposed else 2]
-
-    def product_of_tile(tile):
-        x_JK, expert = tile
-        return lax.cond(
-            expert >= 0,
-            lambda: _dot("jn,kn->jk" if transposed else "jk,kn->jn", x_JK, w_EKN[expert]).astype(x.dtype),
-            lambda: jnp.zeros((x_JK.shape[0], out), x.dtype),
-        )
-
-    return lax.map(product_of_tile, (_tiles(x, tile_expert), tile_expert)).reshape(-1, out)
+    return _product(x, w, rows, experts, transposed=transposed).astype(x.dtype)
 
 
 def forward(
     x: jax.Array, w: jax.Array, rows: ExpertRows, experts: int, a: jax.Array, b: jax.Array, scale: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Returns y and S = x A, in the type of x."""
-    w_EKN, tile_expert, tile_adapter = kernels(w, experts), rows.tile_expert, rows.tile_adapter
-    out = w.shape[1]
+    x_wide = _lengthened(x, rows)
 
-    def product_of_tile(tile):
-        x_JK, expert, adapter = tile
-        e, p = jnp.maximum(expert, 0), jnp.maximum(adapter, 0)
+    def add(sums, row0, own, p, e):
+        y, s = sums
+        s_JR = _dot("jk,kr->jr", _rows(x_wide, row0, rows), a[p, e].astype(x.dtype)).astype(x.dtype)
+        low_JN = _dot("jr,rn->jn", s_JR, (b[p, e] * scale[p]).astype(x.dtype))
+        return _put(y, row0, own, _rows(y, row0, rows) + low_JN), _put(s, row0, own, s_JR)
 
-        def with_rows():
-            y_JN = _dot("jk,kn->jn", x_JK, w_EKN[e])
-            s_JR = _dot("jk,kr->jr", x_JK, a[p, e].astype(x.dtype)).astype(x.dtype)
-            low_JN = _dot("jr,rn->jn", s_JR, (b[p, e] * scale[p]).astype(x.dtype))
-            has = adapter >= 0  # selected: a NaN in the adapter of another tile must not reach these rows
-            return jnp.where(has, y_JN + low_JN, y_JN).astype(x.dtype), jnp.where(has, s_JR, jnp.zeros((), x.dtype))
-
-        nothing = lambda: (jnp.zeros((len(x_JK), out), x.dtype), jnp.zeros((len(x_JK), a.shape[-1]), x.dtype))  # noqa: E731
-        return lax.cond(expert >= 0, with_rows, nothing)
-
-    y, s = lax.map(product_of_tile, (_tiles(x, tile_expert), tile_expert, tile_adapter))
-    return y.reshape(-1, out), s.reshape(-1, a.shape[-1])
+    y = _lengthened(_product(x, w, rows, experts, transposed=False), rows)
+    s = jnp.zeros((len(x_wide), a.shape[-1]), x.dtype)
+    y, s = _over_runs(rows, len(scale), experts, add, (y, s))
+    return y[: len(x)].astype(x.dtype), s[: len(x)]
 
 
 def backward(
@@ -65,46 +50,76 @@ def backward(
     s: jax.Array, dy: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
     """Returns dx, and dA and dB in float32."""
-    w_EKN, tile_expert, tile_adapter = kernels(w, experts), rows.tile_expert, rows.tile_adapter
+    dy = dy.astype(x.dtype)
+    wide = [_lengthened(array, rows) for array in (x, s, dy)]
 
-    def product_of_tile(sums, tile):
-        x_JK, s_JR, dy_JN, expert, adapter = tile
-        e, p = jnp.maximum(expert, 0), jnp.maximum(adapter, 0)
+    def add(sums, row0, own, p, e):
+        dx, da, db = sums
+        x_JK, s_JR, dy_JN = (jnp.where(own, _rows(array, row0, rows), 0) for array in wide)
+        ds_JR = _dot("jn,rn->jr", dy_JN, (b[p, e] * scale[p]).astype(x.dtype)).astype(x.dtype)
+        low_JK = _dot("jr,kr->jk", ds_JR, a[p, e].astype(x.dtype))
+        ds_JR = jnp.where(own, ds_JR, 0)  # B may have a NaN, and zero times it is one
+        da = da.at[p, e].add(_dot("jk,jr->kr", x_JK, ds_JR), unique_indices=True)
+        db = db.at[p, e].add(_dot("jr,jn->rn", s_JR, dy_JN) * scale[p], unique_indices=True)
+        return _put(dx, row0, own, _rows(dx, row0, rows) + low_JK), da, db
 
-        def frozen():
-            return _dot("jn,kn->jk", dy_JN, w_EKN[e])
-
-        def with_adapter():
-            da, db = sums
-            ds_JR = _dot("jn,rn->jr", dy_JN, (b[p, e] * scale[p]).astype(x.dtype)).astype(x.dtype)
-            dx_JK = frozen() + _dot("jr,kr->jk", ds_JR, a[p, e].astype(x.dtype))
-            da = da.at[p, e].add(_dot("jk,jr->kr", x_JK, ds_JR), unique_indices=True)
-            db = db.at[p, e].add(_dot("jr,jn->rn", s_JR, dy_JN) * scale[p], unique_indices=True)
-            return (da, db), dx_JK.astype(x.dtype)
-
-        def without():
-            return sums, frozen().astype(x.dtype)
-
-        def nothing():
-            return sums, jnp.zeros_like(x_JK)
-
-        kind = jnp.where(expert < 0, 0, jnp.where(adapter < 0, 1, 2))
-        return lax.switch(kind, [nothing, without, with_adapter])
-
+    dx = _lengthened(_product(dy, w, rows, experts, transposed=True), rows)
     zeros = jnp.zeros(a.shape, jnp.float32), jnp.zeros(b.shape, jnp.float32)
-    of_tiles = (
-        _tiles(x, tile_expert),
-        _tiles(s, tile_expert),
-        _tiles(dy.astype(x.dtype), tile_expert),
-        tile_expert,
-        tile_adapter,
-    )
-    (da, db), dx = lax.scan(product_of_tile, zeros, of_tiles)
-    return dx.reshape(x.shape), da, db
+    dx, da, db = _over_runs(rows, len(scale), experts, add, (dx, *zeros))
+    return dx[: len(x)].astype(x.dtype), da, db
 
 
-def _tiles(x: jax.Array, tile_expert: jax.Array) -> jax.Array:
-    return x.reshape(len(tile_expert), -1, x.shape[-1])
+def _product(x: jax.Array, w: jax.Array, rows: ExpertRows, experts: int, *, transposed: bool) -> jax.Array:
+    """In float32."""
+    w_EKN, tile_expert = kernels(w, experts), rows.tile_expert
+    out = w_EKN.shape[1 if transposed else 2]
+
+    def product_of_tile(tile):
+        x_JK, expert = tile
+        return lax.cond(
+            expert >= 0,
+            lambda: _dot("jn,kn->jk" if transposed else "jk,kn->jn", x_JK, w_EKN[expert]),
+            lambda: jnp.zeros((x_JK.shape[0], out), jnp.float32),
+        )
+
+    tiles = x.reshape(len(tile_expert), -1, x.shape[-1])
+    return lax.map(product_of_tile, (tiles, tile_expert)).reshape(-1, out)
+
+
+def _over_runs(rows: ExpertRows, adapters: int, experts: int, add: Callable[..., Any], start: Any) -> Any:
+    """Folds add(carry, row0, own [J, 1], p, e) over blocks of J rows, which begin where the run of (p, e) does.
+
+    So what is summed in which order does not depend on the rows of other adapters.
+    """
+
+    def add_run(pair, carry):
+        p, e = pair // experts, pair % experts
+        run = e * (adapters + 1) + p
+        first, stop = rows.run_start[run], rows.run_stop[run]
+
+        def add_block(block, carry):
+            row0 = first + block * rows.tile
+            own = row0 + jnp.arange(rows.tile) < stop
+            return add(carry, row0, own[:, None], p, e)
+
+        return lax.fori_loop(0, -(-(stop - first) // rows.tile), add_block, carry)
+
+    return lax.fori_loop(0, adapters * experts, add_run, start)
+
+
+def _lengthened(array: jax.Array, rows: ExpertRows) -> jax.Array:
+    """With a tile more, because a run's last block may go beyond the last row."""
+    return jnp.pad(array, ((0, rows.tile), (0, 0)))
+
+
+def _rows(array: jax.Array, row0: jax.Array, rows: ExpertRows) -> jax.Array:
+    return lax.dynamic_slice_in_dim(array, row0, rows.tile)
+
+
+def _put(array: jax.Array, row0: jax.Array, own: jax.Array, values: jax.Array) -> jax.Array:
+    """Selects: a NaN in the adapter of these rows must not reach others."""
+    old = lax.dynamic_slice_in_dim(array, row0, len(values))
+    return lax.dynamic_update_slice_in_dim(array, jnp.where(own, values, old), row0, axis=0)
 
 
 def _dot(spec: str, lhs: jax.Array, rhs: jax.Array) -> jax.Array:

@@ -102,17 +102,53 @@ def test_bad_rows_and_weights_of_an_adapter_reach_no_other(case, implementation)
         np.testing.assert_array_equal(np.asarray(actual)[[0, 2]], np.asarray(wanted)[[0, 2]])
 
 
-def test_rows_are_sorted_by_expert_and_adapter_in_whole_tiles(case):
-    rows = sort_rows(case.expert, case.adapter, experts=E, adapters=A, tile=4)
-    source = np.asarray(rows.source).reshape(-1, 4)
-    for number, (expert, adapter) in enumerate(zip(rows.tile_expert, rows.tile_adapter, strict=True)):
-        copies = source[number][source[number] >= 0]
-        assert (np.asarray(case.expert).reshape(-1)[copies] == expert).all()
-        assert (np.asarray(case.adapter)[copies // ACTIVE] == adapter).all()
-        assert (np.diff(copies) > 0).all()
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_bad_weight_shows_in_the_rows_that_it_multiplies(case, implementation, value):
+    broken = case._replace(b=case.b.at[1, 2, 0, 7].set(value))
+    y = np.asarray(computed(broken, implementation)[0])
+    hit = (np.asarray(case.adapter) == 1) & (np.asarray(case.expert) == 2).any(1)
+    assert hit.any()
+    np.testing.assert_array_equal(~np.isfinite(y[:, 7]), hit)
+    assert np.isfinite(np.delete(y, 7, axis=1)).all()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_where_an_adapter_sends_its_rows_changes_no_other(case, implementation):
+    """Rows of the others move within tiles and between them."""
+    bad = np.asarray(case.adapter) == 1
+    moved = case._replace(expert=jnp.where(bad[:, None], jnp.array([0, 2]), case.expert))
+    first, again = computed(case, implementation), computed(moved, implementation)
+    for actual, wanted in zip((again[0], again[1], again[4]), (first[0], first[1], first[4]), strict=True):
+        np.testing.assert_array_equal(np.asarray(actual)[~bad], np.asarray(wanted)[~bad])
+    for actual, wanted in zip(again[2:4], first[2:4], strict=True):
+        np.testing.assert_array_equal(np.asarray(actual)[[0, 2]], np.asarray(wanted)[[0, 2]])
+
+
+@pytest.mark.parametrize("tile", [4, 16])
+def test_rows_are_sorted_and_segments_are_the_parts_of_an_adapter_in_a_tile(case, tile):
+    rows = jax.tree.map(np.asarray, sort_rows(case.expert, case.adapter, experts=E, adapters=A, tile=tile))
+    experts, adapters = np.asarray(case.expert).reshape(-1), np.asarray(case.adapter)
+    sizes = np.bincount(experts, minlength=E)
+    assert len(rows.tile_expert[rows.tile_expert >= 0]) == sum(-(-sizes // tile)), "padding of experts alone"
+    segments = {}
+    for number, (expert, source) in enumerate(zip(rows.tile_expert, rows.source.reshape(-1, tile), strict=True)):
+        copies = source[source >= 0]
         assert len(copies) or expert == -1
-    assert sorted(source[source >= 0]) == list(range(T * ACTIVE))
-    np.testing.assert_array_equal(np.asarray(rows.source)[np.asarray(rows.place)].reshape(-1), np.arange(T * ACTIVE))
+        assert (experts[copies] == expert).all()
+        of_copies = np.where(adapters[copies // ACTIVE] < 0, A, adapters[copies // ACTIVE])
+        assert (np.diff(of_copies * experts.size + copies) > 0).all()
+        found = range(*rows.tile_segment[number : number + 2])
+        assert (rows.segment_tile[found] == number).all()
+        runs = [expert * (A + 1) + adapter for adapter in np.unique(of_copies) if adapter < A]
+        assert rows.segment_run[found].tolist() == runs
+        segments |= dict.fromkeys(found)
+    assert (np.delete(rows.segment_run, list(segments)) == -1).all()
+    lengths = (rows.run_stop - rows.run_start).reshape(E, A + 1)
+    pairs = experts * (A + 1) + np.where(adapters < 0, A, adapters).repeat(ACTIVE)
+    assert lengths.reshape(-1).tolist() == np.bincount(pairs, minlength=E * (A + 1)).tolist()
+    assert rows.run_start[pairs].tolist() <= rows.place.reshape(-1).tolist()
+    np.testing.assert_array_equal(rows.source[rows.place].reshape(-1), np.arange(T * ACTIVE))
 
 
 def test_a_shape_without_a_kernel_is_refused_by_name(case):

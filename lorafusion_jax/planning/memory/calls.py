@@ -42,9 +42,7 @@ def site_shape(problem: MemoryProblem, site: str, number: int = 0) -> policy.Lin
 
 def expert_rows(problem: MemoryProblem, experts: int, active: int) -> int:
     """Sorted rows of a microbatch with their padding, see `pallas_kernels.experts`."""
-    adapters = min(len(problem.adapters), max(problem.capacity_tokens // problem.tile_tokens, 1))
-    trained = any(spec.on_experts for spec in problem.adapters)
-    return sorted_rows(problem.capacity_tokens, active, experts, adapters if trained else 0)
+    return sorted_rows(problem.capacity_tokens, active, experts)
 
 
 def site_ranks(problem: MemoryProblem, layer: Layer) -> dict[str, int]:
