@@ -154,7 +154,7 @@ def _low_rank(
     """Adds each adapter's product to its rows of a tile.
 
     Rows of others get zero times its bank, so values of the bank that are not finite are cut out before, and what they
-    reach of its own rows is NaN. A selection of the product would need a second accumulator: half as many programs fit.
+    reach of its own rows is NaN. To select the product would take a second accumulator, and half as many programs fit.
     """
     low_ref, bank_ref, tile_segment_ref, segment_run_ref, start_ref, stop_ref = refs
     runs_of_expert = len(start_ref) // experts
@@ -189,15 +189,15 @@ def down(x: jax.Array, bank: jax.Array, rows: ExpertRows, experts: int, *, trans
 
             def step(i, acc):
                 inner = pl.ds(i * depth, depth)
-                own = _inside(row0, (tile, depth), start, stop)
-                x_tile = plt.load(x_ref.at[own_rows, inner], mask=own, other=0.0)
+                inside = _inside(row0, (tile, depth), start, stop)
+                x_tile = plt.load(x_ref.at[own_rows, inner], mask=inside, other=0.0)
                 if transposed:
                     return acc + dot(x_tile, bank_ref[pair, :, inner], trans_rhs=True)
                 return acc + dot(x_tile, bank_ref[pair, inner, :])
 
             acc = lax.fori_loop(0, x.shape[1] // depth, step, jnp.zeros((tile, rank), jnp.float32))
-            own = _inside(row0, (tile, rank), start, stop)
-            plt.store(out_ref.at[own_rows, :], acc.astype(out_ref.dtype), mask=own)
+            inside = _inside(row0, (tile, rank), start, stop)
+            plt.store(out_ref.at[own_rows, :], acc.astype(out_ref.dtype), mask=inside)
 
     return call(
         kernel,
@@ -230,9 +230,9 @@ def sums(
         def step(i, acc):
             row0 = start + i * block
             own_rows = pl.ds(row0, block)
-            own = lambda width: _inside(row0, (block, width), start, stop)  # noqa: E731
-            left_tile = plt.load(left_ref.at[own_rows, pl.ds(column0, columns)], mask=own(columns), other=0.0)
-            right_tile = plt.load(right_ref.at[own_rows, :], mask=own(padded), other=0.0)
+            inside = lambda width: _inside(row0, (block, width), start, stop)  # noqa: E731
+            left_tile = plt.load(left_ref.at[own_rows, pl.ds(column0, columns)], mask=inside(columns), other=0.0)
+            right_tile = plt.load(right_ref.at[own_rows, :], mask=inside(padded), other=0.0)
             return acc + dot(left_tile, right_tile, trans_lhs=True)
 
         zeros = jnp.zeros((columns, padded), jnp.float32)

@@ -33,11 +33,11 @@ def forward(
     """Returns y and S = x A, in the type of x."""
     x_wide = _lengthened(x, rows)
 
-    def add(sums, row0, own, p, e):
+    def add(sums, row0, inside, p, e):
         y, s = sums
         s_JR = _dot("jk,kr->jr", _rows(x_wide, row0, rows), a[p, e].astype(x.dtype)).astype(x.dtype)
         low_JN = _dot("jr,rn->jn", s_JR, (b[p, e] * scale[p]).astype(x.dtype))
-        return _put(y, row0, own, _rows(y, row0, rows) + low_JN), _put(s, row0, own, s_JR)
+        return _put(y, row0, inside, _rows(y, row0, rows) + low_JN), _put(s, row0, inside, s_JR)
 
     y = _lengthened(_product(x, w, rows, experts, transposed=False), rows)
     s = jnp.zeros((len(x_wide), a.shape[-1]), x.dtype)
@@ -53,15 +53,15 @@ def backward(
     dy = dy.astype(x.dtype)
     wide = [_lengthened(array, rows) for array in (x, s, dy)]
 
-    def add(sums, row0, own, p, e):
+    def add(sums, row0, inside, p, e):
         dx, da, db = sums
-        x_JK, s_JR, dy_JN = (jnp.where(own, _rows(array, row0, rows), 0) for array in wide)
+        x_JK, s_JR, dy_JN = (jnp.where(inside, _rows(array, row0, rows), 0) for array in wide)
         ds_JR = _dot("jn,rn->jr", dy_JN, (b[p, e] * scale[p]).astype(x.dtype)).astype(x.dtype)
         low_JK = _dot("jr,kr->jk", ds_JR, a[p, e].astype(x.dtype))
-        ds_JR = jnp.where(own, ds_JR, 0)  # B may have a NaN, and zero times it is one
+        ds_JR = jnp.where(inside, ds_JR, 0)  # B may have a NaN, and zero times it is one
         da = da.at[p, e].add(_dot("jk,jr->kr", x_JK, ds_JR), unique_indices=True)
         db = db.at[p, e].add(_dot("jr,jn->rn", s_JR, dy_JN) * scale[p], unique_indices=True)
-        return _put(dx, row0, own, _rows(dx, row0, rows) + low_JK), da, db
+        return _put(dx, row0, inside, _rows(dx, row0, rows) + low_JK), da, db
 
     dx = _lengthened(_product(dy, w, rows, experts, transposed=True), rows)
     zeros = jnp.zeros(a.shape, jnp.float32), jnp.zeros(b.shape, jnp.float32)
@@ -87,7 +87,7 @@ def _product(x: jax.Array, w: jax.Array, rows: ExpertRows, experts: int, *, tran
 
 
 def _over_runs(rows: ExpertRows, adapters: int, experts: int, add: Callable[..., Any], start: Any) -> Any:
-    """Folds add(carry, row0, own [J, 1], p, e) over blocks of J rows, which begin where the run of (p, e) does.
+    """Folds add(carry, row0, inside [J, 1], p, e) over blocks of J rows, which begin where the run of (p, e) does.
 
     So what is summed in which order does not depend on the rows of other adapters.
     """
@@ -99,8 +99,8 @@ def _over_runs(rows: ExpertRows, adapters: int, experts: int, add: Callable[...,
 
         def add_block(block, carry):
             row0 = first + block * rows.tile
-            own = row0 + jnp.arange(rows.tile) < stop
-            return add(carry, row0, own[:, None], p, e)
+            inside = row0 + jnp.arange(rows.tile) < stop
+            return add(carry, row0, inside[:, None], p, e)
 
         return lax.fori_loop(0, -(-(stop - first) // rows.tile), add_block, carry)
 
@@ -116,10 +116,10 @@ def _rows(array: jax.Array, row0: jax.Array, rows: ExpertRows) -> jax.Array:
     return lax.dynamic_slice_in_dim(array, row0, rows.tile)
 
 
-def _put(array: jax.Array, row0: jax.Array, own: jax.Array, values: jax.Array) -> jax.Array:
+def _put(array: jax.Array, row0: jax.Array, inside: jax.Array, values: jax.Array) -> jax.Array:
     """Selects: a NaN in the adapter of these rows must not reach others."""
     old = lax.dynamic_slice_in_dim(array, row0, len(values))
-    return lax.dynamic_update_slice_in_dim(array, jnp.where(own, values, old), row0, axis=0)
+    return lax.dynamic_update_slice_in_dim(array, jnp.where(inside, values, old), row0, axis=0)
 
 
 def _dot(spec: str, lhs: jax.Array, rhs: jax.Array) -> jax.Array:

@@ -138,11 +138,11 @@ def test_rows_are_sorted_and_segments_are_the_parts_of_an_adapter_in_a_tile(case
         assert (experts[copies] == expert).all()
         of_copies = np.where(adapters[copies // ACTIVE] < 0, A, adapters[copies // ACTIVE])
         assert (np.diff(of_copies * experts.size + copies) > 0).all()
-        found = range(*rows.tile_segment[number : number + 2])
-        assert (rows.segment_tile[found] == number).all()
+        parts = range(*rows.tile_segment[number : number + 2])
+        assert (rows.segment_tile[parts] == number).all()
         runs = [expert * (A + 1) + adapter for adapter in np.unique(of_copies) if adapter < A]
-        assert rows.segment_run[found].tolist() == runs
-        segments |= dict.fromkeys(found)
+        assert rows.segment_run[parts].tolist() == runs
+        segments |= dict.fromkeys(parts)
     assert (np.delete(rows.segment_run, list(segments)) == -1).all()
     lengths = (rows.run_stop - rows.run_start).reshape(E, A + 1)
     pairs = experts * (A + 1) + np.where(adapters < 0, A, adapters).repeat(ACTIVE)
