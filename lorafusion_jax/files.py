@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import os
 import shutil
-from contextlib import nullcontext, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import platformdirs
 
 PART, GONE = ".part", ".gone"  # suffixes of the hidden names that a killed process may leave
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Names a file in an error of the file system: an error of writing to an open file does not."""
+    try:
+        yield
+    except OSError as problem:
+        if problem.filename is None:
+            problem.filename = str(path)
+        raise
 
 
 def replace_text(path: Path, text: str) -> None:
@@ -27,7 +39,7 @@ def replace_text(path: Path, text: str) -> None:
 def replace_bytes(path: Path, content: bytes) -> None:
     """`replace_text` for bytes."""
     part = path.with_name(f".{path.name}{PART}")
-    with part.open("wb") as file:
+    with naming(path), part.open("wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
@@ -46,7 +58,7 @@ def sync(path: Path) -> None:
     """Waits until a file, or a directory entry if the file system supports it, is on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
-        with suppress(OSError) if path.is_dir() else nullcontext():
+        with suppress(OSError) if path.is_dir() else naming(path):
             os.fsync(handle)
     finally:
         os.close(handle)

@@ -23,6 +23,7 @@ from lorafusion_jax.examples import examples_directory  # noqa: E402
 
 # The same cases on every run: a change is judged by what it changes. `--hypothesis-profile=nightly` looks for new ones.
 hypothesis.settings.register_profile("same_cases", derandomize=True, deadline=None)
+hypothesis.settings.register_profile("batch", max_examples=101, deadline=None)
 hypothesis.settings.register_profile("campaign", max_examples=500, deadline=None)
 hypothesis.settings.register_profile("nightly", max_examples=10_000, deadline=None)
 hypothesis.settings.load_profile("same_cases")

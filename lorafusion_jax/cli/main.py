@@ -42,6 +42,7 @@ from lorafusion_jax.signals import INTERRUPTED, stop_signals
 from scheduling import PlanError
 
 SERVICE = "lorafusion_serve"
+DISK = (errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG, errno.ESTALE)  # also of files that are open
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -148,6 +149,7 @@ def _system_error(problem: OSError) -> RunError:
             why=str(problem),
             fix="free some space and repeat the command; continue a run with lorafusion resume",
         )
-    if problem.filename is None:
+    if problem.filename is None and problem.errno not in DISK:
         raise problem
-    return RunError("system.file", f"{problem.filename} cannot be used.", why=problem.strerror or str(problem))
+    file = problem.filename or "a file"
+    return RunError("system.file", f"{file} cannot be used.", why=problem.strerror or str(problem))

@@ -18,7 +18,7 @@ import math
 import time
 from pathlib import Path
 
-from lorafusion_jax.files import replace_bytes
+from lorafusion_jax.files import naming, replace_bytes
 from lorafusion_jax.log_file import encode_row, parse_row, split_lines
 from lorafusion_jax.log_file import read_rows as read_rows
 from lorafusion_jax.readable import LOG, check_regular, read_bytes
@@ -62,7 +62,7 @@ class Recorder:
                 return
             self._changes.add(_change(row))
         path = self._metrics if event.kind in METRICS else self._events
-        with path.open("ab") as file:
+        with naming(path), path.open("ab") as file:
             file.write(encode_row(row))
 
 
@@ -83,7 +83,7 @@ def _cut_after(path: Path, slot: int) -> None:
     """
     if not path.exists():
         return
-    with path.open("r+b") as file:
+    with naming(path), path.open("r+b") as file:
         end, rest = file.seek(0, 2), b""
         while end:
             start = max(end - CHUNK, 0)

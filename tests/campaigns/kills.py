@@ -6,7 +6,7 @@ trains a tiny job once without disturbance, then again and again: killed at rand
 by SIGTERM or SIGINT (`--signals`), or killed just before each rename, fsync, unlink and their like of a whole run
 (`--calls`) and of `lorafusion export` (`--exports`). Each is resumed or repeated to its end and compared: exported
 weights and all losses bitwise, no hidden file left. `--calls` and `--exports` count calls of all libraries, for which a
-C compiler builds kill_at_call.c and this process starts anew with it.
+C compiler builds disk_calls.c and this process starts anew with it.
 
 Processes are forked from one that has imported everything and has not started a device. A row is written after every
 attempt, and attempts that have a row are not made again: a cut script goes on where it was.
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import ctypes
 import json
 import os
 import random
@@ -32,7 +31,8 @@ from typing import Any
 import jax
 import orbax.checkpoint  # noqa: F401  imported here once for all attempts
 from campaigns import tiny_run
-from campaigns.kill_counter import build_counter
+from campaigns.disk_calls import preload, watched
+from campaigns.forked import Child
 from campaigns.reliability_table import is_good
 
 import lorafusion_jax.training  # noqa: F401
@@ -40,7 +40,7 @@ from benchmarks.conditions import conditions
 from benchmarks.csv_rows import append_row
 from lorafusion_jax.cli.main import run as lorafusion
 from lorafusion_jax.report.recorder import read_rows
-from lorafusion_jax.signals import FIRST, FIRST_WHILE_TRAINING, stop_signals
+from lorafusion_jax.signals import FIRST, FIRST_WHILE_TRAINING
 
 LATEST = 1.1  # random instants come up to so much later than a whole run takes; those after its end are drawn again
 TRIES = 6  # resumes that one attempt may take
@@ -49,87 +49,17 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 EXPORTS = {"export": [], "export --merge": ["--merge"]}
 
 
-class Child:
-    """A forked process that runs one command; it is ready as soon as it handles signals."""
-
-    def __init__(self, log: Path, work: Callable[[], int]):
-        self.log = log
-        reader, writer = os.pipe()
-        self.pid = os.fork()
-        if self.pid == 0:
-            code = 1
-            try:
-                stream = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-                os.dup2(stream, 1)
-                os.dup2(stream, 2)
-                with stop_signals() as signals:
-                    signals.watch()
-                    os.write(writer, b".")
-                    code = work()
-                    signals.ending = True
-            finally:
-                sys.stdout.flush()
-                os._exit(code)
-        os.close(writer)
-        os.read(reader, 1)
-        os.close(reader)
-        self.began = time.monotonic()
-
-    def has_ended(self) -> bool:
-        return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-
-    def wait(self, limit_s: float = 600) -> int:
-        """Exit code; a signal's number is negative."""
-        end = time.monotonic() + limit_s
-        while time.monotonic() < end:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                return os.waitstatus_to_exitcode(status)
-            time.sleep(0.01)
-        os.kill(self.pid, signal.SIGKILL)
-        os.waitpid(self.pid, 0)
-        return -1000  # hung
-
-    def wait_for(self, *texts: str) -> float | None:
-        """Seconds until the log has one of these; None if the process ends without."""
-        began = time.monotonic()
-        while True:
-            over = self.has_ended()
-            if any(text in self.log.read_text(errors="replace") for text in texts):
-                return round(time.monotonic() - began, 3)
-            if over:
-                return None
-            time.sleep(0.01)
-
-
 def killed_at_call(call: int, work: Callable[[], int], count: Path | None = None) -> Callable[[], int]:
     """The same work in a process that is killed just before one of its calls that change a folder; 0: not at all."""
 
     def wrapped() -> int:
-        counter = ctypes.CDLL(None)
-        counter.arm_kill(ctypes.c_long(call))
-        code = work()
+        with watched("", at=call) as seen:
+            code = work()
         if count is not None:
-            count.write_text(str(counter.calls_seen()))
+            count.write_text(str(len(seen.calls)))
         return code
 
     return wrapped
-
-
-def count_calls_of_all_libraries(folder: Path, script: str) -> None:
-    """Builds the counter and starts this process anew with it.
-
-    Args:
-        script: this process' module.
-    """
-    library = folder / "kill_at_call.so"
-    if str(library) not in os.environ.get("LD_PRELOAD", ""):
-        build_counter(library)
-        os.execve(
-            sys.executable,
-            [sys.executable, "-m", script, *sys.argv[1:]],
-            os.environ | {"LD_PRELOAD": str(library)},
-        )
 
 
 def outcome(run: Path) -> tuple[dict[str, bytes], list[tuple]]:
@@ -292,7 +222,7 @@ def main() -> int:
     parser.add_argument("--limit-s", type=float, default=10**9)
     arguments = parser.parse_args()
     if arguments.calls or arguments.exports:
-        count_calls_of_all_libraries(arguments.work.resolve(), "campaigns.kills")
+        preload(arguments.work.resolve() / "disk_calls.so", "campaigns.kills")
     for folder in (arguments.work, arguments.out):
         folder.mkdir(parents=True, exist_ok=True)
     jax.config.update("jax_compilation_cache_dir", str(arguments.work / "programs"))

@@ -1,101 +1,122 @@
-"""Does a run that changes survive a kill before every system call of the change?
+"""A run that changes is killed before every call of the change that touches its folder.
 
-    python -m campaigns.kills_of_changes --work FOLDER --out benchmarks/results/kills_of_changes_cpu_DATE [--stride 5]
-
-A run stands still, and adapters are to join it, to be extended or dropped, or it is to move to another mesh, as in
-`test_kills_at_calls`, whose changes these are. Its resume is killed by SIGKILL just before one of the calls of Python
-and of all libraries that change a folder or make a file durable. Then it is resumed to its end, and every adapter must
-be where it would be undisturbed. Runs are of `quick_session`, without devices: all else is as it is.
+A run begins, or it stands still and adapters are to join it, to be extended or dropped, or it is to move to another
+mesh: the changes of `changing_runs`. The command is killed by SIGKILL just before one of its calls, also of libraries
+without Python. Then the run is resumed to its end, and every adapter must be where it would be undisturbed. Runs are
+of `quick_session`, without devices: all else is as it is.
 """
 
 from __future__ import annotations
 
-import argparse
+import json
 import shutil
-import sys
-import time
-from collections.abc import Callable
+import signal
+from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 
-import jax
-from campaigns import kills, tiny_run
+from campaigns import tiny_run
+from campaigns.cases import Case, Row, in_any_order
 from campaigns.changing_runs import CHANGES, ask, assert_nothing_lost, stop_after_a_step, write_jobs
-from campaigns.quick_runs import command, quick_runs
+from campaigns.disk_calls import watched
+from campaigns.forked import Child
+from campaigns.quick_runs import Said, command, quick_runs
 
-from benchmarks.csv_rows import append_row
-
+BEGIN = "begin"
 ENDED = (0, 3)
 
 
-class Changes:
-    """The runs that stand still, and what is done to copies of them; all of it in forked processes."""
+def prepare_changes(home: Path) -> None:
+    """A folder with the run of every change, as it is before the change; and the calls of each."""
+    tiny_run.write_base(home / "base", num_layers=2)
+    write_jobs(home, home / "base")
+    for done in (False, True):
+        stop_after_a_step(home, done=done)
+    calls = {}
+    for change in (BEGIN, *CHANGES):
+        if change != BEGIN:
+            ask(home, change, asked(home, change))
+        run = copy_of(home, change, home / "counted")
+        with watched(run) as seen:
+            assert command(*arguments_of(home, change, run)).code in ENDED
+        calls[change] = seen.calls
+    (home / "calls.json").write_text(json.dumps(calls), encoding="utf-8")
 
-    def __init__(self, work: Path, file: Path):
-        self.work, self.file, self.log = work, file, work / "log"
 
-    def prepare(self) -> None:
-        self._must(lambda: bool(tiny_run.write_base(self.work / "base", num_layers=2)))
-        write_jobs(self.work, self.work / "base")
-        for done in (False, True):
-            self._must(lambda done=done: stop_after_a_step(self.work, done=done).exists())
+def calls_of_changes(home: Path) -> dict[str, str]:
+    """What `watched` saw of every change."""
+    return json.loads((home / "calls.json").read_text(encoding="utf-8"))
 
-    def kill_at_calls(self, change: str, offset: int, stride: int, end: float) -> int:
-        """Kills at each n-th call; returns the number of attempts that lost something."""
-        run, options = self._asked(change)
-        count = self.work / "calls"
-        self._must(kills.killed_at_call(0, lambda: int(command("resume", run, *options).code not in ENDED), count), 0)
-        calls, lost = int(count.read_text()), 0
-        for call in range(1 + offset % stride, calls + 1, stride):
-            if time.monotonic() > end:
-                break
-            run, options = self._asked(change)
-            resume = kills.killed_at_call(call, lambda run=run, options=options: command("resume", run, *options).code)
-            code = kills.Child(self.log, resume).wait()
-            again = kills.Child(self.log, lambda run=run: self._check(run, change)).wait()
-            good = again == 0 and code in (-9, *ENDED)
-            lost += not good
-            row = {"change": change, "call": call, "calls": calls, "code": code, "result": "whole" if good else "LOST"}
-            append_row(self.file, row)
-            if not good:
-                print(row, self.log.read_text(errors="replace")[-1500:], flush=True)
-        return lost
 
-    def _asked(self, change: str) -> tuple[Path, list[str]]:
-        self._must(lambda: bool(ask(self.work, change)))
-        return self.work / "run", CHANGES[change][2]
+def calls_of_kinds(calls: str, kinds: str) -> list[int]:
+    """Numbers of the calls of these kinds."""
+    return [number for number, kind in enumerate(calls, 1) if kind in kinds]
+
+
+def asked(home: Path, change: str) -> Path:
+    return home / "asked" / change.replace(" ", "-")
+
+
+def copy_of(home: Path, change: str, run: Path) -> Path:
+    """The run before a change, or the place of a run that is to begin."""
+    shutil.rmtree(run, ignore_errors=True)
+    if change != BEGIN:
+        shutil.copytree(asked(home, change), run, symlinks=True)
+    return run
+
+
+def arguments_of(home: Path, change: str, run: Path) -> list[object]:
+    return ["train", home / "jobs.yaml", "--out", run] if change == BEGIN else ["resume", run, *CHANGES[change][2]]
+
+
+def in_a_process(*arguments: object, folder: Path, log: Path, at: int, error: int = 0, lasting: bool = False) -> Said:
+    """Runs a command in a forked process in which a call below a folder kills or fails."""
+
+    def work() -> int:
+        with watched(folder, at=at, error=error, lasting=lasting):
+            outcome = command(*arguments)
+        print(outcome.text, flush=True)
+        return outcome.code
+
+    code = Child(log, work).wait()
+    return Said(code, log.read_text(encoding="utf-8", errors="replace"))
+
+
+def assert_it_goes_on(home: Path, run: Path, change: str) -> None:
+    """What a disturbed change left can be resumed, or the run can begin there, and nothing is lost."""
+    if change == BEGIN and not (run / "plan.json").exists():
+        shutil.rmtree(run, ignore_errors=True)
+        assert command(*arguments_of(home, change, run)).code == 0
+    assert_nothing_lost(run, "move" if change == BEGIN else change)  # both end with the adapters of the job
+
+
+class KillsOfChanges:
+    name = "kills_of_changes"
+
+    @quick_runs()
+    def prepare(self, home: Path) -> None:
+        prepare_changes(home)
+
+    def cases(self, home: Path) -> Iterable[Case]:
+        """Calls of names first; a kill before a call that makes something durable leaves what one after it leaves."""
+        calls = calls_of_changes(home)
+        for kinds in ("n", "w", "s"):
+            cases = [
+                Case(name=f"{change} @ {call}", run=partial(self._kill, home, change, call))
+                for change in calls
+                for call in calls_of_kinds(calls[change], kinds)
+            ]
+            yield from in_any_order(cases, f"{self.name} {kinds}")
 
     @staticmethod
-    def _check(run: Path, change: str) -> int:
-        assert_nothing_lost(run, change)
-        return 0
-
-    def _must(self, work: Callable[[], int | bool], code: int = 1) -> None:
-        if kills.Child(self.log, lambda: int(work())).wait() != code:
-            raise RuntimeError(self.log.read_text(errors="replace")[-3000:])
-
-
-def main() -> int:
-    parser = tiny_run.arguments_of_a_run(__doc__, work="folder for runs; they are removed")
-    parser.add_argument("--stride", type=int, default=1, help="of the calls that are tried")
-    parser.add_argument("--changes", nargs="+", choices=list(CHANGES), default=list(CHANGES))
-    parser.add_argument("--limit-s", type=float, default=10**9)
-    arguments: argparse.Namespace = parser.parse_args()
-    work = arguments.work.resolve()
-    kills.count_calls_of_all_libraries(work / "library", "campaigns.kills_of_changes")
-    shutil.rmtree(work / "runs", ignore_errors=True)
-    (work / "runs").mkdir(parents=True)
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    jax.config.update("jax_num_cpu_devices", 4)  # a run that moves counts them
-    end, lost = time.monotonic() + arguments.limit_s, 0
-    with quick_runs():
-        changes = Changes(work / "runs", arguments.out / "kills_of_changes.csv")
-        changes.prepare()
-        for number, change in enumerate(arguments.changes):
-            part = time.monotonic() + (end - time.monotonic()) / (len(arguments.changes) - number)
-            lost += changes.kill_at_calls(change, number, arguments.stride, part)
-    print(f"{lost} lost")
-    return int(lost > 0)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    @quick_runs()
+    def _kill(home: Path, change: str, call: int, work: Path) -> Row:
+        run = copy_of(home, change, work / "run")
+        outcome = in_a_process(*arguments_of(home, change, run), folder=run, log=work / "killed.log", at=call)
+        assert outcome.code in (-signal.SIGKILL, *ENDED), outcome.text
+        try:
+            assert_it_goes_on(home, run, change)
+        except BaseException as problem:
+            problem.add_note(outcome.text[-1000:])
+            raise
+        return {"part": change, "code": outcome.code}

@@ -8,18 +8,22 @@ Every adapter must be where it would be undisturbed: each step once, with the sa
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 import signal
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import small_jobs
+from campaigns import tiny_run
+from campaigns.cases import Case, Row
 from campaigns.disk import Disk, Killed
-from campaigns.quick_runs import Said, command, damage, listening, losses, resume_to_the_end
+from campaigns.quick_runs import Said, command, damage, listening, losses, quick_runs, resume_to_the_end
 from campaigns.quick_session import QuickExecutor, alone
 
 from lorafusion_jax.api.status import run_numbers
@@ -232,3 +236,41 @@ class Sequence:
         for what, count in self.asked.items():
             if done[what] + refused[what] < count and what[0] in ("add", "extend"):
                 yield f"{what} was asked {count} times, done {done[what]} times and refused {refused[what]} times"
+
+
+class Sequences:
+    """
+    Attributes:
+        seeds: a case each.
+    """
+
+    name = "sequences"
+
+    def __init__(self, seeds: Iterable[int]):
+        self._seeds = list(seeds)
+
+    def prepare(self, home: Path) -> None:
+        prepare_rows(home)
+        tiny_run.write_base(home / "base", num_layers=2)
+
+    def cases(self, home: Path) -> Iterable[Case]:
+        return [Case(name=str(seed), run=partial(self._go, home, seed)) for seed in self._seeds]
+
+    @staticmethod
+    @quick_runs()
+    def _go(home: Path, seed: int, work: Path) -> Row:
+        link_rows(home, work)
+        sequence = Sequence(work, home / "base", seed, Disk())
+        sequence.go()
+        return {"commands": len(sequence.log)}
+
+
+def prepare_rows(home: Path) -> None:
+    for name, count in zip(NAMES, (7, 5, 9, 6, 4), strict=True):
+        small_jobs.write_rows(home, name, count, longest=6)
+    small_jobs.write_rows(home, "held", 2, longest=4)
+
+
+def link_rows(home: Path, folder: Path) -> None:
+    for file in home.glob("*.jsonl"):
+        os.link(file, folder / file.name)

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from campaigns.kill_counter import build_counter
+from campaigns import disk_calls
 from mixed import assert_equal, read_trained, write_mixed_job
 from more_cases import nightly
 
@@ -247,8 +247,7 @@ def test_those_who_lose_a_process_say_so_and_end_without_it(count, killed, job, 
 @pytest.mark.parametrize(("killed", "call"), [*((0, call) for call in range(40, 400, 40)), (1, 1), (1, 4)])
 def test_a_kill_before_a_call_of_one_process(killed, call, job, uncut, tmp_path):
     """Of a call that changes a folder or makes a file durable; what is left goes on bitwise."""
-    run, library = tmp_path / "run", tmp_path / "kill_at_call.so"
-    build_counter(library)
+    run, library = tmp_path / "run", disk_calls.build(tmp_path / "disk_calls.so")
 
     def launcher(process: int, count: int, port: int) -> dict[str, str]:
         kill = {"LD_PRELOAD": str(library), "KILL_AT_CALL": str(call)} if process == killed else {}

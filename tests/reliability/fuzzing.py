@@ -8,33 +8,26 @@ from __future__ import annotations
 
 import copy
 import json
-import resource
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from contextlib import contextmanager
 from typing import Any
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
+from limits import limited
 
 from lorafusion_jax.errors import LoraFusionError
 from scheduling import PlanError
 
-LONGEST_S = 5.0  # of the processor: a loaded machine does not make a case fail
-CLEAR, STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
-LONGEST_WAIT_S = 60.0  # by the clock: whoever waits for something uses no processor
-LARGEST_KB = 1 << 20  # more than before a case
-CI_CASES = 200
+CI_CASES, UNSET = 200, 100
 
 
 def cases[F: Callable[..., None]](test: F) -> F:
     """Decorates a property test with the number of cases of the chosen profile."""
     chosen = settings.default.max_examples  # pyright: ignore[reportOptionalMemberAccess]
-    nightly = chosen > CI_CASES
     return settings(
-        max_examples=max(chosen, CI_CASES),
-        derandomize=not nightly,
+        max_examples=CI_CASES if chosen == UNSET else chosen,
+        derandomize=chosen == UNSET,
         database=None,
         deadline=None,
         suppress_health_check=list(HealthCheck),
@@ -128,32 +121,16 @@ def of_json(document: Any) -> st.SearchStrategy[bytes]:
 
 @contextmanager
 def clear_errors(*names: str) -> Iterator[None]:
-    """Whatever is read inside ends well or with our own error that names the file, in time and within 1 GB.
+    """Whatever is read inside ends well or with our own error that names the file, within the limits.
 
     Args:
         names: of which the message has one at least.
     """
-    before = _memory_kb(from_here=True)
-    began, began_cpu = time.monotonic(), time.process_time()
-    try:
-        yield
-    except (LoraFusionError, PlanError) as problem:
-        text = str(problem)
-        assert "error[" in text, text
-        assert not names or any(name in text for name in names), text
-        assert len(text) < 20_000, f"{len(text)} characters: {text[:1000]}"
-    cpu_s, wall_s = time.process_time() - began_cpu, time.monotonic() - began
-    assert cpu_s < LONGEST_S, f"{cpu_s:.1f} s of the processor"
-    assert wall_s < LONGEST_WAIT_S, f"{wall_s:.1f} s"
-    grown = _memory_kb() - before
-    assert grown < LARGEST_KB, f"{grown >> 10} MB"
-
-
-def _memory_kb(*, from_here: bool = False) -> int:
-    """Most memory that this process has had: in all, or since it was asked `from_here`, where Linux counts that."""
-    if from_here:
-        with suppress(OSError):
-            CLEAR.write_text("5")
-    with suppress(OSError):
-        return next(int(line.split()[1]) for line in STATUS.read_text().splitlines() if line.startswith("VmHWM"))
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with limited():
+        try:
+            yield
+        except (LoraFusionError, PlanError) as problem:
+            text = str(problem)
+            assert "error[" in text, text
+            assert not names or any(name in text for name in names), text
+            assert len(text) < 20_000, f"{len(text)} characters: {text[:1000]}"
