@@ -4,7 +4,8 @@ y = f · (x W + scale · (drop(x) A) B) + g + bias,  A and B from `low_rank`, f 
 `shift` (0 without it)
 
 Never imports jax, because planning needs sizes.
-Axes: `K` in features · `N` out features · `R` rank · `E` experts · `D` model width · `V` vocabulary
+Axes: `K` in features · `N` out features · `R` rank · `E` experts · `D` model width · `V` vocabulary ·
+`M` trainable tokens
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import numpy as np
 
 from lorafusion_jax.layout.layer import EXPERTS
 
-type Axis = Literal["K", "N", "R", "E", "D", "V"] | int
+type Axis = Literal["K", "N", "R", "E", "D", "V", "M"] | int
 type Draw = Callable[[int], np.ndarray]
 type Tensors = Mapping[str, Any]  # leaf name -> array
 

@@ -13,6 +13,7 @@ from numbers import Integral
 from lorafusion_jax.adapters.kind import Head
 from lorafusion_jax.adapters.patterns import Patterns
 from lorafusion_jax.adapters.table import PLAIN, adapter_kind, unknown_kind
+from lorafusion_jax.adapters.tokens import TokenRows
 from lorafusion_jax.errors import ConfigError, did_you_mean, raise_all
 from lorafusion_jax.layout.layer import EXPERTS
 from lorafusion_jax.layout.layer import TARGETS as TARGETS
@@ -34,6 +35,7 @@ class AdapterSpec:
         kind: its tensors and how a projection uses them, see `lorafusion_jax.adapters.kind`.
         patterns: ranks, alphas and layers that differ between projections (None: none do).
         head: tensors of the objective on the last states (None: it has none).
+        tokens: tokens whose rows of the embedding it trains (None: none).
         seed: determines initial weights and dropout of this adapter, independent of other adapters.
 
     Raises:
@@ -52,6 +54,7 @@ class AdapterSpec:
     kind: str = PLAIN
     patterns: Patterns | None = None
     head: Head | None = None
+    tokens: TokenRows | None = None
     seed: int = 0
 
     def __post_init__(self):
@@ -91,6 +94,11 @@ class AdapterSpec:
                 not (self.on_experts and self.patterns),
                 "lora.pattern",
                 "adapters of experts are the same in all layers: no patterns, layers or exclusions.",
+            ),
+            (
+                bool(wrong) or self.tokens is None or "peft_type" not in (adapter_kind(self.kind).peft or {}),
+                "lora.trainable-tokens",
+                f"adapters of kind {self.kind} have no trainable_tokens, in PEFT either.",
             ),
         )
         raise_all([ConfigError(code, f"{self.name}: {what}") for holds, code, what in checks if not holds])
@@ -182,16 +190,19 @@ def refuse_only_in_runs(adapters: Sequence[AdapterSpec]) -> None:
     """Refuses what only training runs can do.
 
     Raises:
-        ConfigError: `lora.pattern`, projections differ; `lora.dropout`, a kind scales columns and has dropout.
+        ConfigError: `lora.pattern`, projections differ; `lora.dropout`, a kind scales columns and has dropout;
+            `lora.trainable-tokens`.
     """
     patterned = [spec.name for spec in adapters if spec.patterns is not None]
     dropping = [spec.name for spec in adapters if spec.drops_columns]
+    with_tokens = [spec.name for spec in adapters if spec.tokens is not None]
     raise_all(
         [ConfigError("lora.pattern", f"{name}: rank, alpha and layers by pattern need a run.") for name in patterned]
         + [
             ConfigError("lora.dropout", f"{name}: dropout of a kind that scales columns needs a run.")
             for name in dropping
         ]
+        + [ConfigError("lora.trainable-tokens", f"{name}: trainable tokens need a run.") for name in with_tokens]
     )
 
 

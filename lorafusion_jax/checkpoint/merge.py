@@ -16,17 +16,20 @@ from typing import BinaryIO
 import ml_dtypes
 import numpy as np
 
-from lorafusion_jax.adapters.init import SHARED
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.adapters.table import adapter_kind
+from lorafusion_jax.adapters.tokens import Table
 from lorafusion_jax.checkpoint.new_folder import new_folder
 from lorafusion_jax.checkpoint.peft import read_adapter
-from lorafusion_jax.checkpoint.peft_leaves import Arrays, tensors_at
+from lorafusion_jax.checkpoint.peft_leaves import NOT_PROJECTIONS, TOKENS, Arrays, tensors_at
+from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.errors import CheckpointError, LoraFusionError, raise_all
 from lorafusion_jax.models.checkpoint import Stored, list_tensors
 
 _EXPORT = "export without --merge; PEFT merges the folder into the model that this base was made of"
 _COPIED = (".json", ".jinja", ".txt", ".model")  # configuration, tokenizer, chat template
+_TABLES: dict[Table, str] = {"embed": "model.embed_tokens.weight", "head": "lm_head.weight"}
+type Rows = tuple[tuple[int, ...], np.ndarray]  # tokens, and their rows as columns [D, M]
 _DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
 
 
@@ -63,6 +66,8 @@ def merge_adapter(
 
     W' = round(W + scale · A B), or what the adapter's kind says, computed in float32, rounded to the checkpoint's dtype
 
+    Rows of trained tokens replace those of the embedding and the head.
+
     Args:
         base_dir: Hugging Face directory with model.safetensors, or shards and an index.
         adapter_dir, kind: see `read_adapter`.
@@ -98,8 +103,9 @@ def merge_arrays(
         )
     base_dir = Path(base_dir)
     places = _places(base_dir)
-    targets = {f"model.{path}.weight": path for path in arrays if path != SHARED}
-    raise_all(_misfits(places, targets, spec, arrays, base_dir))
+    targets = {f"model.{path}.weight": path for path in arrays if path not in NOT_PROJECTIONS}
+    rows = _token_rows(spec, arrays, places)
+    raise_all(_misfits(places, targets, rows, spec, arrays, base_dir))
     deltas: dict[str, float] = {}
     max_rounding = 0.0
     with new_folder(to_dir) as folder:
@@ -113,9 +119,37 @@ def merge_arrays(
                     merge = partial(adapter_kind(spec.kind).merge, tensors=tensors, sizes=sizes)
                     deltas[name], rounding = _merge(stream, places[name], merge)
                     max_rounding = max(max_rounding, rounding)
+                for name in (name for name in rows if places[name].file == file):
+                    deltas[name], rounding = _merge(stream, places[name], partial(_replaced, rows=rows[name]))
+                    max_rounding = max(max_rounding, rounding)
         if finish is not None:
             finish(folder)
     return MergeReport(deltas=deltas, max_rounding=max_rounding)
+
+
+def _token_rows(spec: AdapterSpec, arrays: Arrays, places: Mapping[str, Stored]) -> dict[str, Rows]:
+    """Returns trained rows by their tensor. A tied head may have a tensor, too, with the same rows."""
+    if spec.tokens is None:
+        return {}
+    stored = dict(zip(spec.tokens.stored.items(), arrays[TOKENS], strict=True))
+    rows: dict[str, Rows] = {_TABLES[table]: (ids, array) for (table, ids), array in stored.items()}
+    head = _TABLES["head"]
+    if head in places and head not in rows and _is_tied(places):
+        rows[head] = rows[_TABLES["embed"]]
+    return rows
+
+
+def _replaced(w_DV: np.ndarray, rows: Rows) -> np.ndarray:
+    tokens, values_DM = rows
+    replaced = w_DV.copy()
+    replaced[:, list(tokens)] = values_DM
+    return replaced
+
+
+def _is_tied(places: Mapping[str, Stored]) -> bool:
+    """Whether the embedding and a head that is stored, too, are one table by the model's configuration."""
+    folder = places[_TABLES["embed"]].file.parent
+    return ModelConfig.from_hf(folder).tie_embeddings
 
 
 def _merge(stream: BinaryIO, stored: Stored, merge: Callable[[np.ndarray], np.ndarray]) -> tuple[float, float]:
@@ -141,9 +175,14 @@ def _merge(stream: BinaryIO, stored: Stored, merge: Callable[[np.ndarray], np.nd
 
 
 def _misfits(
-    places: Mapping[str, Stored], targets: Mapping[str, str], spec: AdapterSpec, arrays: Arrays, base_dir: Path
+    places: Mapping[str, Stored],
+    targets: Mapping[str, str],
+    rows: Mapping[str, Rows],
+    spec: AdapterSpec,
+    arrays: Arrays,
+    base_dir: Path,
 ) -> list[LoraFusionError]:
-    problems = []
+    problems = [problem for name in rows if (problem := _misfit_of_rows(name, rows[name], places))]
     for name, path in targets.items():
         sizes = tensors_at(spec, arrays, path)[1]
         shape = places[name].shape if name in places else ()
@@ -169,6 +208,20 @@ def _misfits(
         if problems
         else []
     )
+
+
+def _misfit_of_rows(name: str, rows: Rows, places: Mapping[str, Stored]) -> str:
+    """Why trained rows cannot replace rows of a tensor; empty if they can."""
+    tokens, values_DM = rows
+    if name not in places:
+        return f"missing: {name}"
+    stored = places[name]
+    if stored.dtype not in _DTYPES:
+        return f"quantised: {name} is {stored.dtype}, only {', '.join(_DTYPES)} can be merged into"
+    if stored.shape[1:] != values_DM.shape[:1] or stored.shape[0] <= max(tokens):
+        needed = f"at least {[max(tokens) + 1, len(values_DM)]}"
+        return f"misshapen: {name} is {list(stored.shape)}, the adapter needs {needed}"
+    return ""
 
 
 def _copy_small_files(base_dir: Path, folder: Path) -> None:

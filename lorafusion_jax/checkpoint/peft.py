@@ -18,11 +18,12 @@ from lorafusion_jax.adapters.init import SHARED
 from lorafusion_jax.adapters.kind import AdapterKind, Axis, Head, Leaf
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.adapters.table import PLAIN, adapter_kind
+from lorafusion_jax.adapters.tokens import TokenRows
 from lorafusion_jax.checkpoint import digests
 from lorafusion_jax.checkpoint.digests import find_damage, refuse_damage
 from lorafusion_jax.checkpoint.new_folder import new_folder
 from lorafusion_jax.checkpoint.peft_experts import from_file, to_file
-from lorafusion_jax.checkpoint.peft_leaves import HEAD, Arrays, Leaves, SomeLayers, as_exported
+from lorafusion_jax.checkpoint.peft_leaves import HEAD, TOKENS, Arrays, Leaves, SomeLayers, as_exported
 from lorafusion_jax.checkpoint.peft_leaves import put_adapter as put_adapter
 from lorafusion_jax.checkpoint.peft_leaves import take_adapter as take_adapter
 from lorafusion_jax.config.peft_config import CONFIG_FILE, Described, config_of, describe, kind_of, read_config
@@ -34,7 +35,7 @@ from lorafusion_jax.tensor_file import write_tensors
 from lorafusion_jax.weights.table import NONE
 
 TRANSPOSED_ROWS = 64
-AXES = ("K", "N", "R", "E", "D", "V")  # the others are numbers
+AXES = ("K", "N", "R", "E", "D", "V", "M")  # the others are numbers
 
 
 def export_adapter(
@@ -80,7 +81,10 @@ def export_adapter(
     spec, arrays = as_exported(spec, take_adapter(lora_leaves, spec, index, layers), shapes)
     check_finite(arrays, spec)
     kept = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float32
-    tensors = {key: array.astype(kept, copy=False) for key, array in peft_tensors(arrays, spec.kind, spec.head).items()}
+    tensors = {
+        key: array.astype(kept, copy=False)
+        for key, array in peft_tensors(arrays, spec.kind, spec.head, spec.tokens).items()
+    }
     with new_folder(to_dir, replace=replace) as folder:
         settings = json.dumps(config_of(spec, base_name, base_quantize, base_revision), indent=2)
         (folder / CONFIG_FILE).write_text(settings + "\n", encoding="utf-8")
@@ -124,7 +128,8 @@ def read_described(folder: Path, kind: str | None = None, head: Head | None = No
 
     arrays = {path: read(path, table.leaves_at(path)) for path in _paths(tensors, table)}
     arrays |= {SHARED: read(SHARED, table.shared)} if table.shared else {}
-    return described, arrays | ({HEAD: read(HEAD, described.spec.head.leaves)} if described.spec.head else {})
+    arrays |= {HEAD: read(HEAD, described.spec.head.leaves)} if described.spec.head else {}
+    return described, arrays | ({TOKENS: read(TOKENS, described.spec.tokens.leaves)} if described.spec.tokens else {})
 
 
 def _read(folder: Path, kind: str | None = None, head: Head | None = None) -> tuple[Described, dict[str, np.ndarray]]:
@@ -159,13 +164,16 @@ def check_digests(folder: Path) -> None:
         )
 
 
-def peft_tensors(arrays: Arrays, kind: str = PLAIN, head: Head | None = None) -> dict[str, np.ndarray]:
+def peft_tensors(
+    arrays: Arrays, kind: str = PLAIN, head: Head | None = None, tokens: TokenRows | None = None
+) -> dict[str, np.ndarray]:
     """Converts to PEFT's names and shapes; for LoRA lora_A.weight [r, K] and lora_B.weight [N, r].
 
     Those of experts, [E, r, K] and [E, N, r], have other names and shapes in files, see `peft_experts`.
     """
     table = adapter_kind(kind)
     leaves_of = {SHARED: table.shared, HEAD: () if head is None else head.leaves}
+    leaves_of |= {} if tokens is None else {TOKENS: tokens.leaves}
     return {
         _key(path, leaf): _transposed(array)
         for path, tensors in arrays.items()
@@ -175,7 +183,7 @@ def peft_tensors(arrays: Arrays, kind: str = PLAIN, head: Head | None = None) ->
 
 def _key(path: str, leaf: Leaf) -> str:
     """The name of a tensor in a PEFT folder."""
-    roots = {SHARED: ROOT, HEAD: f"{ROOT}model."}
+    roots = {SHARED: ROOT, HEAD: f"{ROOT}model.", TOKENS: f"{ROOT}model."}
     return f"{roots.get(path, f'{PREFIX}{path}.')}{leaf.peft_name}"
 
 
@@ -221,6 +229,9 @@ def _problems(tensors: dict[str, np.ndarray], paths: Sequence[str], described: D
     places = {path: table.leaves_at(path) for path in _wanted_paths(paths, described)}
     places |= {SHARED: table.shared} if table.shared else {}
     places |= {HEAD: described.spec.head.leaves} if described.spec.head else {}
+    places |= {TOKENS: described.spec.tokens.leaves} if described.spec.tokens else {}
+    tokens = described.spec.tokens
+    rows = {} if tokens is None else {str(table): ids for table, ids in tokens.stored.items()}
     wanted = {_key(path, leaf): (path, leaf) for path, leaves in places.items() for leaf in leaves}
     problems = [f"missing: {key}" for key in sorted(wanted.keys() - tensors.keys())]
     problems += [f"extra: {key}" for key in sorted(tensors.keys() - wanted.keys())]
@@ -233,6 +244,7 @@ def _problems(tensors: dict[str, np.ndarray], paths: Sequence[str], described: D
         known = {"R": described.ranks.get(path, described.spec.rank)} | {
             axis: axis for axis in axes if axis not in AXES
         }
+        known |= {"M": len(rows[leaf.name])} if path == TOKENS else {}
         sizes = shape if len(shape) == len(axes) else (0,) * len(axes)
         expected = tuple(
             known[axis] if axis in known else widths.setdefault((projection, axis), size)

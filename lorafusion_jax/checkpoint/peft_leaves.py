@@ -17,12 +17,14 @@ from lorafusion_jax.adapters.kind import AdapterKind, Head, Leaf, Sizes
 from lorafusion_jax.adapters.patterns import Patterns
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.adapters.table import PLAIN, adapter_kind
+from lorafusion_jax.adapters.tokens import TABLES, TokenRows
 from lorafusion_jax.errors import CheckpointError, first_few
 
-LAYERS, HEAD = "layers", "head"
+LAYERS, HEAD, TOKENS = "layers", "head", "tokens"
+NOT_PROJECTIONS = (SHARED, HEAD, TOKENS)
 SHOWN = 8  # tensors that a message names
 # "layers.0.self_attn.q_proj" → the kind's tensors in order, for LoRA (a [K, r], b [r, N]); "shared" → shared tensors;
-# "head" → tensors of an objective's head
+# "head" → tensors of an objective's head; "tokens" → trained rows of the embedding, and of a head with its own
 type Arrays = dict[str, tuple[np.ndarray, ...]]
 type Leaves = Mapping[str, Any]  # numpy or jax arrays, see `take_adapter`
 type SomeLayers = Mapping[str, Sequence[int]]  # see `take_adapter`
@@ -34,7 +36,8 @@ def take_adapter(lora_leaves: Leaves, spec: AdapterSpec, index: int, layers: Som
     Args:
         lora_leaves: "layers.0.self_attn.q_proj.lora_a" → [A, K, R] and "….lora_b" → [A, R, N], or stacked
             "layers.self_attn.q_proj.lora_a" → [L, A, K, R]; numpy or jax arrays. Other kinds have other leaves, and
-            shared ones are called "shared.NAME", [1, A, K, R], and those of a head "head.KEY", [1, A, ...].
+            shared ones are called "shared.NAME", [1, A, K, R], those of a head "head.KEY", [1, A, ...], and trained
+            rows of tokens "tokens.embed" and "tokens.head", [1, A, D, C].
         spec: the adapter.
         index: its place among the A adapters.
         layers: numbers of the L layers, of stacked projections that not all layers have: "self_attn.q_proj" → (3, 7).
@@ -71,6 +74,8 @@ def take_adapter(lora_leaves: Leaves, spec: AdapterSpec, index: int, layers: Som
         arrays[SHARED] = tuple(leaf.at_rank(array, spec.rank).copy() for leaf, array in shared)
     if spec.head is not None:
         arrays[HEAD] = tuple(_host(lora_leaves[f"{HEAD}.{key}"])[0, index].copy() for key in spec.head.by_key)
+    if spec.tokens is not None:
+        arrays[TOKENS] = tuple(_host(lora_leaves[f"{TOKENS}.{table}"])[0, index].copy() for table in spec.tokens.stored)
     return arrays
 
 
@@ -82,6 +87,7 @@ def put_adapter(
     head: Head | None = None,
     patterns: Patterns | None = None,
     layers: SomeLayers | None = None,
+    tokens: TokenRows | None = None,
 ) -> dict[str, np.ndarray]:
     """Inserts the tensors of one adapter into the stacked ones. Those that it lacks become zero.
 
@@ -95,6 +101,7 @@ def put_adapter(
         head: of its objective; it stays as it is if `arrays` have none.
         patterns: which projections have the adapter (None: all that its targets name).
         layers: as in `take_adapter`.
+        tokens: its trainable tokens.
 
     Returns:
         All leaves. Those of the kind are new numpy arrays.
@@ -118,6 +125,9 @@ def put_adapter(
     for unrolled, tensors in arrays.items():
         if unrolled == HEAD:
             leaves |= _put_head(lora_leaves, index, tensors, head)
+            continue
+        if unrolled == TOKENS:
+            leaves |= _put_rows(lora_leaves, index, tensors, tokens)
             continue
         path, layer_index = (SHARED, (0,)) if unrolled == SHARED else places[unrolled]
         group = table.shared if unrolled == SHARED else table.leaves_at(path)
@@ -146,6 +156,28 @@ def _put_head(
     return changed
 
 
+def _put_rows(
+    lora_leaves: Leaves, index: int, tensors: Sequence[np.ndarray], tokens: TokenRows | None
+) -> dict[str, np.ndarray]:
+    """Inserts trained rows of tokens. A tied head has those of the embedding."""
+    assert tokens is not None, "the rows were read for these tokens"
+    by_table = dict(zip(tokens.stored, tensors, strict=True))
+    changed = {}
+    for table in TABLES:
+        name = f"{TOKENS}.{table}"
+        if name not in lora_leaves:
+            continue
+        changed[name], tensor = np.array(lora_leaves[name]), by_table.get(table, tensors[0])
+        if tensor.shape != (shape := changed[name].shape[2:]):
+            raise CheckpointError(
+                "peft.other-base",
+                f"the adapter's rows of tokens have the shape {tensor.shape[::-1]}, the model's {shape[::-1]}.",
+                fix="use the base model that the adapter was trained on",
+            )
+        changed[name][0, index] = tensor
+    return changed
+
+
 def with_adapter_axis(leaves: Leaves) -> dict[str, Any]:
     """Converts one adapter's leaves, "layers.self_attn.q_proj.lora_a" → [L, K, r], to the form of `take_adapter`."""
     return {name: array[:, None] for name, array in leaves.items()}
@@ -163,10 +195,10 @@ def as_exported(
         CheckpointError: `peft.kind`, its kind is not a low-rank product.
     """
     exported, kind = exported_spec(spec), adapter_kind(spec.kind)
-    sizes = {path: _shape_of(path, shapes) for path in arrays if path not in (SHARED, HEAD)}
+    sizes = {path: _shape_of(path, shapes) for path in arrays if path not in NOT_PROJECTIONS}
     if exported.kind == spec.kind:
         return spec, arrays if shapes is None else arrays | _shared_of_targets(kind, arrays, list(sizes.values()))
-    folded: Arrays = {HEAD: arrays[HEAD]} if HEAD in arrays else {}
+    folded: Arrays = {path: arrays[path] for path in (HEAD, TOKENS) if path in arrays}
     for path, shape in sizes.items():
         a_KC, b_CN = kind.low_rank(*tensors_at(spec, arrays, path, shape))
         folded[path] = np.asarray(a_KC, np.float32), np.asarray(b_CN, np.float32)
@@ -219,13 +251,13 @@ def tensors_at(
 def _check_fit(
     lora_leaves: Leaves, kind: AdapterKind, places: Mapping[str, tuple[str, tuple[int, ...]]], arrays: Arrays
 ) -> None:
-    problems = [f"{path} is not in the model" for path in arrays if path not in places and path not in (SHARED, HEAD)]
+    problems = [f"{path} is not in the model" for path in arrays if path not in places and path not in NOT_PROJECTIONS]
     for path, tensors in arrays.items():
         if path in places:
             problems += _misfits(lora_leaves, places[path][0], path, kind.leaves_at(path), tensors)
         elif path == SHARED:
             problems += _misfits(lora_leaves, SHARED, path, kind.shared, tensors)
-    names = {path.rsplit(".", 1)[-1] for path in arrays if path not in (SHARED, HEAD)}
+    names = {path.rsplit(".", 1)[-1] for path in arrays if path not in NOT_PROJECTIONS}
     problems += [
         f"the adapter has no {path}" for path in places if path.rsplit(".", 1)[-1] in names and path not in arrays
     ]

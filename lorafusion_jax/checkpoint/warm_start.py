@@ -7,20 +7,19 @@ from pathlib import Path
 
 import numpy as np
 
-from lorafusion_jax.adapters.init import SHARED
 from lorafusion_jax.adapters.kind import Leaf
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.adapters.table import adapter_kind
 from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.checkpoint.digests import digests_of
 from lorafusion_jax.checkpoint.peft import put_adapter, read_described
-from lorafusion_jax.checkpoint.peft_leaves import HEAD, Arrays, SomeLayers, with_adapter_axis
+from lorafusion_jax.checkpoint.peft_leaves import NOT_PROJECTIONS, Arrays, SomeLayers, with_adapter_axis
 from lorafusion_jax.config.join import select_adapters
 from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.peft_config import CONFIG_FILE
 from lorafusion_jax.config.peft_folder import TENSOR_FILE
 from lorafusion_jax.config.schema import AdapterConfig, JobConfig
-from lorafusion_jax.config.specs import adapter_spec, model_targets
+from lorafusion_jax.config.specs import adapter_spec, model_targets, tokenizer_file
 from lorafusion_jax.errors import CheckpointError, LoraFusionError, raise_all
 
 FIX = (
@@ -112,7 +111,9 @@ def start_from(
     for index, arrays in starts.items():
         name = list(lora)[index]
         spec = specs[index]
-        put = put_adapter(with_adapter_axis(lora[name]), 0, arrays, spec.kind, spec.head, spec.patterns, layers)
+        put = put_adapter(
+            with_adapter_axis(lora[name]), 0, arrays, spec.kind, spec.head, spec.patterns, layers, spec.tokens
+        )
         started[name] = {leaf: array[:, 0] for leaf, array in put.items()}
     return started
 
@@ -129,7 +130,7 @@ def _read_start(folder: Path, adapter: AdapterConfig, config: JobConfig) -> Arra
             fix="lora.kind: lora   or leave lora.init_from out",
         )
     described, arrays = read_described(folder, adapter.lora.adapter_kind, adapter.objective.chosen.head)
-    spec = adapter_spec(adapter, model_targets(config))
+    spec = adapter_spec(adapter, model_targets(config), tokenizer_file(config))
     if described.same_settings(spec):
         return (
             _with_all_layers(arrays, ModelConfig.from_hf(base_directory(config)), spec)
@@ -140,12 +141,13 @@ def _read_start(folder: Path, adapter: AdapterConfig, config: JobConfig) -> Arra
         "peft.other-settings",
         f"{adapter.lora.init_from} has other LoRA settings than the job file.",
         why=f"the folder has {_settings(described.spec)}; the job file has {_settings(spec)}",
-        fix="leave lora.rank, alpha, rslora, targets and patterns out: they come from the folder",
+        fix="leave lora.rank, alpha, rslora, targets, patterns and trainable_tokens out: they come from the folder",
     )
 
 
 def _settings(spec: AdapterSpec) -> str:
-    return f"rank {spec.rank}, alpha {spec.alpha:g}, rslora {spec.rslora}, targets {', '.join(spec.targets)}"
+    text = f"rank {spec.rank}, alpha {spec.alpha:g}, rslora {spec.rslora}, targets {', '.join(spec.targets)}"
+    return text if spec.tokens is None else f"{text}, trainable tokens {spec.tokens.peft}"
 
 
 def _with_all_layers(arrays: Arrays, model: ModelConfig, spec: AdapterSpec) -> Arrays:
@@ -161,7 +163,7 @@ def _with_all_layers(arrays: Arrays, model: ModelConfig, spec: AdapterSpec) -> A
     shapes = {
         path.split(".", 2)[2]: [shape(leaf, array) for leaf, array in zip(kind.leaves_at(path), tensors, strict=True)]
         for path, tensors in arrays.items()
-        if path not in (SHARED, HEAD)
+        if path not in NOT_PROJECTIONS
     }
     absent = {
         f"layers.{layer}.{projection}": tuple(np.zeros(shape, np.float32) for shape in of_leaves)

@@ -16,7 +16,7 @@ from lorafusion_jax.checkpoint.folder import RunFolder, step_of
 from lorafusion_jax.checkpoint.new_folder import new_folder
 from lorafusion_jax.checkpoint.peft_leaves import exported_spec
 from lorafusion_jax.cli.common import RunPath, next_command
-from lorafusion_jax.config.specs import adapter_spec
+from lorafusion_jax.config.specs import adapter_spec, tokenizer_file
 from lorafusion_jax.errors import CheckpointError, ConfigError
 from lorafusion_jax.log_file import read_rows
 from lorafusion_jax.report.console import out, say
@@ -40,7 +40,7 @@ def command(
     config = folder.read_config()
     source = _source(folder, [entry.name for entry in config.adapters], adapter, step)
     _no_link(folder.path, source)
-    exported = exported_spec(adapter_spec(config.adapter(adapter)))
+    exported = exported_spec(adapter_spec(config.adapter(adapter), tokenizer=tokenizer_file(config)))
     console = out()
     failure = _failure(folder, adapter)
     if failure is not None:

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 
 from lorafusion_jax.adapters.spec import resolve_targets
 from lorafusion_jax.adapters.table import adapter_kind
+from lorafusion_jax.adapters.tokens import GROUP as TOKENS
 from lorafusion_jax.config import schema
 from lorafusion_jax.config.merge import Entry
 from lorafusion_jax.config.read import Keys, Source
-from lorafusion_jax.config.references import unknown_reference
+from lorafusion_jax.config.references import reference_of, unknown_reference
 from lorafusion_jax.errors import ConfigError, LoraFusionError
 from lorafusion_jax.layout.layer import PATHS
-from lorafusion_jax.objective.protocol import Chosen
+from lorafusion_jax.objective.protocol import DIVERGENCE, Chosen
 from lorafusion_jax.optim.schedules import schedule
 from lorafusion_jax.optim.table import optimizer
 
@@ -141,13 +142,36 @@ def references_exist(valid: Sequence[tuple[Entry, schema.AdapterConfig]], source
     ]
 
 
+def tokens_fit_objectives(valid: Sequence[tuple[Entry, schema.AdapterConfig]], source: Source) -> list[LoraFusionError]:
+    """Checks that objectives that compare whole distributions do so with the head of the base."""
+    adapters = {adapter.name: adapter for _, adapter in valid}
+
+    def trains_tokens(adapter: schema.AdapterConfig) -> bool:
+        reference = reference_of(adapter, adapters)
+        teacher = adapters.get(reference.name) if reference is not None and reference.kind == "adapter" else None
+        return any(trained.lora.trainable_tokens is not None for trained in (adapter, teacher or adapter))
+
+    return [
+        ConfigError(
+            "lora.trainable-tokens",
+            f"{adapter.name}: objective {adapter.objective.name} compares distributions over the base's vocabulary.",
+            where=source.where((*entry.keys, "lora", "trainable_tokens")),
+            why="with trainable_tokens, teacher and student would have other rows of the head",
+            fix="leave lora.trainable_tokens out, or train with another objective",
+        )
+        for entry, adapter in valid
+        if DIVERGENCE in adapter.objective.chosen.needs and trains_tokens(adapter)
+    ]
+
+
 def rate_groups_exist(valid: Sequence[tuple[Entry, schema.AdapterConfig]], source: Source) -> list[LoraFusionError]:
     """Checks that `optim.lr_ratio` names groups of the adapter's tensors."""
     errors: list[LoraFusionError] = []
     for entry, adapter in valid:
         head = adapter.objective.chosen.head
         leaves = (*adapter_kind(adapter.lora.kind).leaves, *(head.leaves if head else ()))
-        groups = sorted({leaf.lr_group for leaf in leaves if leaf.lr_group})
+        with_tokens = {TOKENS} if adapter.lora.trainable_tokens is not None else set()
+        groups = sorted({leaf.lr_group for leaf in leaves if leaf.lr_group} | with_tokens)
         for group in sorted(set(adapter.optim.lr_ratios) - set(groups)):
             keys = ("optim", "lr_ratio")
             has = f"the groups {', '.join(groups)}" if groups else "one learning rate for all its tensors"

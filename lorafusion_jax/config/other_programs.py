@@ -52,6 +52,7 @@ COUNTERPARTS: dict[str, Counterpart] = {
     **_keys("lora_alpha", "lora.alpha"),
     **_keys("lora_dropout", "lora.dropout"),
     **_keys("lora_target_modules lora_target target_modules lora_target_linear", "lora.targets"),
+    **_keys("trainable_token_indices", "lora.trainable_tokens"),
     **_keys("peft_use_rslora use_rslora", "lora.rslora"),
     **_keys("peft_use_dora use_dora", "lora.kind", "lora.kind: dora"),
     **_keys("lora_model_dir adapter_name_or_path", "lora.init_from"),
@@ -82,7 +83,8 @@ COUNTERPARTS: dict[str, Counterpart] = {
     **_keys("deepspeed fsdp fsdp_config fsdp_version", "mesh.fsdp", "replicas that share one copy of the base"),
     **_keys("pipeline_parallel_size", "mesh.stages"),
     **_keys("run_name output_dir overwrite_output_dir logging_dir", "--out", "of lorafusion train"),
-    **_notes("lora_modules_to_save modules_to_save additional_target", "base weights are never trained"),
+    **_notes("lora_modules_to_save modules_to_save additional_target", "whole tables are not trained; "
+             "lora.trainable_tokens trains rows of the embedding and the head"),
     **_notes("val_set_size val_size", "data.eval takes such a share of the rows, e.g. 0.05"),
     **_notes("sample_packing eval_sample_packing packing neat_packing pad_to_sequence_len group_by_length "
              "padding_free max_packed_sequence_len sample_packing_bin_size packing_strategy", ALWAYS_PACKED),

@@ -13,7 +13,9 @@ from lorafusion_jax.adapters.kind import AdapterKind, Head
 from lorafusion_jax.adapters.patterns import Patterns, unusable_pattern
 from lorafusion_jax.adapters.spec import ALL_LINEAR, AdapterSpec
 from lorafusion_jax.adapters.table import KINDS, PLAIN, adapter_kind
+from lorafusion_jax.adapters.tokens import TokenRows
 from lorafusion_jax.config.peft_experts import parameters_of, targets_of
+from lorafusion_jax.config.token_rows import check_tokens, token_rows
 from lorafusion_jax.errors import CheckpointError, LoraFusionError, raise_all
 from lorafusion_jax.families.hf_config import shortened
 from lorafusion_jax.layout.layer import EXPERTS, PATHS
@@ -22,7 +24,7 @@ from lorafusion_jax.weights.table import NONE
 
 CONFIG_FILE = "adapter_config.json"
 LORA = "LORA"  # PEFT's type
-SAVED = "modules_to_save"
+SAVED, TRAINED_TOKENS = "modules_to_save", "trainable_token_indices"
 # Options that do not change what a trained adapter computes. Every other option that is set is refused by name: PEFT
 # gains variants with every release, and an unknown one must not be dropped in silence.
 _NEUTRAL = frozenset(
@@ -53,6 +55,7 @@ _NEUTRAL = frozenset(
         "qalora_group_size",
         "runtime_config",
         "base_quantize",
+        TRAINED_TOKENS,
         SAVED,
     }
 )
@@ -88,6 +91,7 @@ class Described:
         """Whether kind, rank, scale and targets are those of a specification."""
         described = self.spec
         same = (described.kind, set(described.targets)) == (spec.kind, set(spec.targets))
+        same = same and described.tokens == spec.tokens
         if described.patterns is None and spec.patterns is None:
             scale = (
                 not self.has_scale
@@ -114,7 +118,7 @@ def config_of(
     >>> config_of(AdapterSpec(name="law", rank=8, alpha=16), "org/base")["target_modules"][:2]
     ['q_proj', 'k_proj']
     """
-    config = {} if base_quantize == NONE else {"base_quantize": base_quantize}
+    config: dict[str, Any] = {} if base_quantize == NONE else {"base_quantize": base_quantize}
     config |= {
         "peft_type": LORA,
         "task_type": "CAUSAL_LM" if spec.head is None else spec.head.task,
@@ -130,6 +134,8 @@ def config_of(
         "layers_pattern": None,
         "auto_mapping": None,
     }
+    if spec.tokens is not None:
+        config[TRAINED_TOKENS] = spec.tokens.peft
     if spec.patterns is not None:
         config |= _some_projections(spec.patterns)
     peft_entries = adapter_kind(spec.kind).peft or {}
@@ -236,6 +242,7 @@ def describe(
     alpha = float(_number(raw, "lora_alpha", None if has_scale else rank, where, errors))
     dropout = float(_number(raw, _dropout_key(raw), 0.0, where, errors))
     patterns = _patterns(raw, rank, alpha, layers, where, errors)
+    tokens = _tokens(raw, adapter_kind(kind), name, where, errors)
     raise_all(errors)
     ranks = dict.fromkeys(paths, rank) if patterns is None else {path: patterns.rank_of(path) for path in paths}
     base, revision = raw.get("base_model_name_or_path"), raw.get("revision")
@@ -250,6 +257,7 @@ def describe(
             kind=kind,
             patterns=patterns,
             head=None if saved is None else head,
+            tokens=tokens,
         ),
         ranks=ranks,
         layers=layers,
@@ -258,6 +266,24 @@ def describe(
         base=base if isinstance(base, str) else "",
         revision=revision if isinstance(revision, str) else None,
     )
+
+
+def _tokens(
+    raw: Mapping[str, Any], kind: AdapterKind, name: str, where: str, errors: list[LoraFusionError]
+) -> TokenRows | None:
+    indices = raw.get(TRAINED_TOKENS)
+    if indices in _OFF:
+        return None
+    try:
+        checked = check_tokens(indices)
+        lists: Iterable[Any] = checked.values() if isinstance(checked, dict) else [checked]
+        if _peft_type(kind) != LORA or not all(isinstance(token, int) for tokens in lists for token in tokens):
+            raise ValueError("a list of ids, or {embed_tokens: …, lm_head: …}")
+        return token_rows(name, indices, None)
+    except ValueError as problem:
+        what = f"{TRAINED_TOKENS}={shortened(indices)} names no rows of the embedding or the head."
+        errors.append(CheckpointError("peft.bad-config", what, where=where, why=f"it must be {problem}"))
+        return None
 
 
 def _names_all(saved: Any, modules: Sequence[str]) -> bool:
@@ -271,7 +297,8 @@ def _other_head(saved: Any, head: Head | None, where: str) -> CheckpointError:
         where=where,
         why="only an adapter whose objective trains the same modules can continue it, and this one trains "
         + (", ".join(head.modules) if head else "none"),
-        fix="objective: {name: reward} continues a score; the model itself can be merged by PEFT",
+        fix="objective: {name: reward} continues a score; lora.trainable_tokens trains rows of the embedding and the "
+        "head, instead of all; the model itself can be merged by PEFT",
     )
 
 

@@ -68,6 +68,7 @@ def lora_settings(folder: Path, kind: str | None = None) -> dict[str, Any]:
     settings = {"rank": spec.rank, "targets": list(spec.targets)}
     settings |= {"lora_bias": True} if spec.kind == BIASED and kind in (None, PLAIN) else {}
     settings |= {} if spec.patterns is None else _pattern_settings(spec.patterns)
+    settings |= {} if spec.tokens is None else {"trainable_tokens": spec.tokens.peft}
     return settings | ({"alpha": spec.alpha, "rslora": spec.rslora} if described.has_scale else {})
 
 

@@ -23,6 +23,7 @@ from pydantic import (
 
 from lorafusion_jax.adapters.patterns import Patterns, unusable_pattern
 from lorafusion_jax.adapters.table import BIASED, PLAIN, adapter_kind, unknown_kind
+from lorafusion_jax.config.token_rows import check_tokens
 from lorafusion_jax.config.values import (
     LARGEST_COUNT,
     Count,
@@ -98,6 +99,9 @@ def _held_out(value: object) -> str | float:
 
 
 HeldOut = Annotated[str | float, PlainValidator(_held_out)]
+
+
+TrainableTokens = Annotated[list[int | str] | dict[str, list[int | str]] | None, PlainValidator(check_tokens)]
 
 
 def _different(targets: str | list[str]) -> str | list[str]:
@@ -203,9 +207,15 @@ class LoraSettings(Section):
     lora_bias: Flag = Field(
         default=False, description="train a bias with B, which is added to its product; of the kind lora"
     )
+    trainable_tokens: TrainableTokens = Field(
+        default=None,
+        description="tokens whose rows of the embedding train, too, e.g. ['<think>', 128002]; a tied head shares them, "
+        "and one of its own has {embed_tokens: [...], lm_head: [...]}; PEFT's trainable_token_indices",
+    )
     init_from: Folder | None = Field(
         default=None,
-        description="PEFT folder to continue from, with its rank, alpha, rslora, targets, patterns and layers",
+        description="PEFT folder to continue from, with its rank, alpha, rslora, targets, patterns, layers and "
+        "trainable tokens",
     )
 
     same_base: Flag = Field(

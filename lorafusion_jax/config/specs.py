@@ -10,6 +10,7 @@ from lorafusion_jax.adapters.patterns import matches
 from lorafusion_jax.adapters.spec import AdapterSpec, resolve_targets
 from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.schema import AdapterConfig, JobConfig
+from lorafusion_jax.config.token_rows import token_rows, unusable_rows
 from lorafusion_jax.errors import ConfigError, LoraFusionError, did_you_mean, raise_all
 from lorafusion_jax.layout.layer import TARGETS
 
@@ -19,20 +20,27 @@ def adapter_specs(config: JobConfig) -> list[AdapterSpec]:
 
     Raises:
         ConfigError: `lora.unknown-target`, the base model has no such projection; `lora.pattern`, a pattern matches
-            none.
+            none; `lora.trainable-tokens`, the base has no such token.
     """
     targets = model_targets(config)
-    specs = [adapter_spec(adapter, targets) for adapter in config.adapters]
-    if any(spec.patterns is not None for spec in specs) and (model := _model(config)) is not None:
+    tokenizer = tokenizer_file(config)
+    specs = [adapter_spec(adapter, targets, tokenizer) for adapter in config.adapters]
+    some = any(spec.patterns is not None or spec.tokens is not None for spec in specs)
+    if some and (model := _model(config)) is not None:
         raise_all([error for spec in specs for error in _unmatched(spec, model)])
+        rows = [(spec.name, spec.tokens) for spec in specs if spec.tokens is not None]
+        raise_all([error for name, tokens in rows for error in unusable_rows(name, tokens, model)])
     return specs
 
 
-def adapter_spec(adapter: AdapterConfig, available: Sequence[str] = TARGETS) -> AdapterSpec:
+def adapter_spec(
+    adapter: AdapterConfig, available: Sequence[str] = TARGETS, tokenizer: Path | None = None
+) -> AdapterSpec:
     """The specification of one adapter.
 
     Args:
         available: projections of the base model; "all-linear" is all of them.
+        tokenizer: tokenizer.json of the base model, for trainable tokens that are texts.
     """
     patterns = adapter.lora.patterns
     return AdapterSpec(
@@ -45,6 +53,7 @@ def adapter_spec(adapter: AdapterConfig, available: Sequence[str] = TARGETS) -> 
         kind=adapter.lora.adapter_kind,
         patterns=patterns,
         head=adapter.objective.chosen.head,
+        tokens=token_rows(adapter.name, adapter.lora.trainable_tokens, tokenizer),
         seed=adapter.seed,
     )
 
@@ -106,16 +115,25 @@ def _targets_of(file: Path, changed: int) -> tuple[str, ...]:
     return ModelConfig.from_hf(file).targets
 
 
+def tokenizer_file(config: JobConfig) -> Path | None:
+    """The tokenizer.json of the base."""
+    return _base_file(config, "tokenizer.json")
+
+
 def _config_file(config: JobConfig) -> Path | None:
-    """The config.json of the base: in its folder, or in the hub's cache, where a run finds it, too."""
+    return _base_file(config, "config.json")
+
+
+def _base_file(config: JobConfig, file_name: str) -> Path | None:
+    """A file of the base: in its folder, or in the hub's cache, where a run finds it, too."""
     name = config.base.model
     try:
-        file = Path(config.directory) / name / "config.json"
+        file = Path(config.directory) / name / file_name
         if file.is_file():
             return file
         from huggingface_hub import try_to_load_from_cache
 
-        cached = try_to_load_from_cache(name, "config.json", revision=config.base.revision)
+        cached = try_to_load_from_cache(name, file_name, revision=config.base.revision)
     except (ImportError, OSError, ValueError):
         return None
     return Path(cached) if isinstance(cached, str) else None

@@ -23,7 +23,8 @@ MOST_ADAPTERS = 4096  # of one run
 
 SWEPT = ("lora", "optim", "objective", "batch", "epochs", "seed")  # not `data`, where a list is an error
 LISTS_BY_NATURE = {  # never a sweep
-    *(("lora", key) for key in ("targets", "layers_to_transform", "exclude")),
+    *(("lora", key) for key in ("targets", "layers_to_transform", "exclude", "trainable_tokens")),
+    *(("lora", "trainable_tokens", module) for module in ("embed_tokens", "lm_head")),
     *(("objective", key) for key in ("loss", "loss_weights")),
 }
 

@@ -16,6 +16,7 @@ from lorafusion_jax.config.job_checks import (
     rate_groups_exist,
     references_exist,
     targets_exist,
+    tokens_fit_objectives,
 )
 from lorafusion_jax.config.merge import Entry
 from lorafusion_jax.config.read import Keys, Source
@@ -47,6 +48,7 @@ def validate_job(
         errors += mesh_fits(shared["mesh"], source)
     errors += names_differ(entries, source) + targets_exist(valid, source) + references_exist(valid, source)
     errors += rate_groups_exist(valid, source) + selection_errors(valid, shared["train"], source)
+    errors += tokens_fit_objectives(valid, source)
     if not adapters or None in shared.values():
         return None
     return schema.JobConfig(**shared, adapters=tuple(adapters), directory=str(source.path.parent.absolute()))

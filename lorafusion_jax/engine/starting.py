@@ -100,6 +100,13 @@ class PlaceWriter:
                 why="places of a live session have none",
                 fix="train it in a run: lorafusion train",
             )
+        if task.spec.tokens is not None:
+            raise RunError(
+                "session.tokens",
+                f"{task.name}: lora.trainable_tokens trains rows of the embedding.",
+                why="places of a live session have none",
+                fix="train it in a run: lorafusion train",
+            )
         if task.chosen.num_segments > most_segments:
             raise RunError(
                 "session.segments",

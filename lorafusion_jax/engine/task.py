@@ -9,7 +9,7 @@ import numpy as np
 
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.config.schema import AdapterConfig, JobConfig
-from lorafusion_jax.config.specs import adapter_spec, model_targets
+from lorafusion_jax.config.specs import adapter_spec, model_targets, tokenizer_file
 from lorafusion_jax.data.assemble import Weights, batch_loss_tokens
 from lorafusion_jax.data.prepare import AdapterData, Prepared
 from lorafusion_jax.data.references import SetReferences, add_references
@@ -65,7 +65,7 @@ class Task:
         return cls(
             config=config,
             data=data,
-            spec=adapter_spec(adapter, model_targets(config)),
+            spec=adapter_spec(adapter, model_targets(config), tokenizer_file(config)),
             job=job,
             rates=step_rates(adapter, data),
             loss_tokens=loss_tokens,

@@ -43,7 +43,11 @@ def _query_scales(config: ModelConfig, positions_T: jax.Array) -> tuple[jax.Arra
 
 def embed(table_VD: Float[Array, "V D"], tokens_T: Int[Array, " T"], scale: float = 1.0) -> Float[Array, "T D"]:
     """Looks up the embeddings of the tokens, times a scale that is rounded to their dtype."""
-    x_TD = table_VD[jnp.asarray(tokens_T)]
+    return scaled_embedding(table_VD[jnp.asarray(tokens_T)], scale)
+
+
+def scaled_embedding(x_TD: Float[Array, "T D"], scale: float) -> Float[Array, "T D"]:
+    """Multiplies embeddings by a scale that is rounded to their dtype."""
     return x_TD if scale == 1 else x_TD * jnp.asarray(scale, x_TD.dtype)
 
 

@@ -18,6 +18,14 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from lorafusion_jax.objective.chunks import DEFAULT_CHUNK, chunk_rows
+from lorafusion_jax.objective.replaced_rows import (
+    ReplacedRows,
+    RowsOf,
+    hidden_gradient,
+    product,
+    replaced_tokens,
+    value_gradients,
+)
 
 
 def token_losses(
@@ -29,6 +37,7 @@ def token_losses(
     chunk: int = DEFAULT_CHUNK,
     soft_cap: float | None = None,
     logit_scale: float = 1.0,
+    replaced: ReplacedRows | None = None,
 ) -> Float[Array, " T"]:
     """Weighted negative log-likelihood of each row; any sum of rows may be differentiated.
 
@@ -46,6 +55,7 @@ def token_losses(
             by more than 1 %.
         chunk: at most about `chunk` · T logits exist at once.
         soft_cap: bound of the logits (None: none).
+        replaced: rows of the head that adapters train; they have a gradient (None: there are none).
 
     Example:
         >>> losses = token_losses(jnp.zeros((3, 2)), jnp.ones((2, 8)), jnp.arange(3), jnp.array([1.0, 0.5, 0.0]))
@@ -54,7 +64,10 @@ def token_losses(
     """
     weights = jnp.asarray(weights, jnp.float32)
     rule = LogitRule(chunk_rows(hidden.shape[0], head.shape[1], chunk), soft_cap, logit_scale)
-    return _losses(rule, hidden, head.T, jnp.asarray(targets), weights)
+    if replaced is None:
+        return _losses(rule, hidden, head.T, jnp.asarray(targets), weights)
+    rows = (replaced.values_DC, jnp.asarray(replaced.row_adapter_T))
+    return _replaced_losses(rule, replaced.owners, hidden, head.T, jnp.asarray(targets), weights, *rows)
 
 
 def token_divergences(
@@ -167,7 +180,7 @@ def _losses_fwd(rule: LogitRule, hidden_TD, head_VD, targets, weights):
         is_target = jnp.arange(logits_cV.shape[1]) == rows.targets[:, None]
         slope_cV = (jnp.exp(logits_cV - log_sum[:, None]) - is_target) * mantissa[:, None]
         slope_cV = rule.slope(slope_cV, logits_cV)
-        slope_cD = _product(slope_cV.astype(hidden_TD.dtype), head_VD)
+        slope_cD = product(slope_cV.astype(hidden_TD.dtype), head_VD)
         counts = (rows.weights != 0)[:, None]
         return losses_c, jnp.where(counts, slope_cD, 0.0).astype(hidden_TD.dtype)
 
@@ -189,6 +202,66 @@ def _losses_bwd(rule, residuals, cotangent_T):
 _losses.defvjp(_losses_fwd, _losses_bwd)
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _replaced_losses(
+    rule: LogitRule, owners: tuple[RowsOf, ...], hidden_TD, head_VD, targets, weights, values_DC, row_adapter
+):
+    def loss(logits_cV, piece):
+        rows, (hidden_c, adapter_c) = piece
+        logits_cV, _ = _with_rows(rule, owners, logits_cV, hidden_c, adapter_c, values_DC)
+        return (_weight_by_token(rows, _log_sum(logits_cV) - _target(logits_cV, rows)),)
+
+    rows, extra = _Rows(targets, weights), (hidden_TD, row_adapter)
+    (losses_T,) = _over_chunks(loss, rule, hidden_TD, head_VD, rows, (_no_losses(hidden_TD),), extra=extra)
+    return losses_T
+
+
+def _replaced_fwd(rule: LogitRule, owners, hidden_TD, head_VD, targets, weights, values_DC, row_adapter):
+    mantissa, exponent = jnp.frexp(weights)  # as in `_losses_fwd`
+
+    def loss_and_slopes(logits_cV, piece):
+        rows, (mantissa, hidden_c, adapter_c) = piece
+        logits_cV, tokens_cC = _with_rows(rule, owners, logits_cV, hidden_c, adapter_c, values_DC)
+        log_sum = _log_sum(logits_cV)
+        losses_c = _weight_by_token(rows, log_sum - _target(logits_cV, rows))
+        is_target = jnp.arange(logits_cV.shape[1]) == rows.targets[:, None]
+        slope_cV = (jnp.exp(logits_cV - log_sum[:, None]) - is_target) * mantissa[:, None]
+        slope_cV = rule.slope(slope_cV, logits_cV)
+        mine = tokens_cC < logits_cV.shape[1]
+        slope_cC = jnp.where(mine, jnp.take_along_axis(slope_cV, jnp.where(mine, tokens_cC, 0), 1), 0.0)
+        slope_cV = slope_cV.at[jnp.arange(len(slope_cV))[:, None], tokens_cC].set(0.0, mode="drop")
+        slope_cD = product(slope_cV.astype(hidden_TD.dtype), head_VD)
+        slope_cD += hidden_gradient(slope_cC, values_DC.astype(hidden_c.dtype), owners, adapter_c)
+        counts = (rows.weights != 0)[:, None]
+        slopes = jnp.where(counts, slope_cD, 0.0).astype(hidden_TD.dtype), jnp.where(counts, slope_cC, 0.0)
+        return losses_c, *slopes
+
+    columns = jnp.zeros((hidden_TD.shape[0], values_DC.shape[1]), jnp.float32)
+    empty = (_no_losses(hidden_TD), jnp.zeros_like(hidden_TD), columns)
+    rows, extra = _Rows(targets, weights), (mantissa, hidden_TD, row_adapter)
+    losses_T, slope_TD, slope_TC = _over_chunks(loss_and_slopes, rule, hidden_TD, head_VD, rows, empty, extra=extra)
+    return losses_T, (slope_TD, weights != 0, exponent, slope_TC, hidden_TD, row_adapter, values_DC)
+
+
+def _replaced_bwd(rule, owners, residuals, cotangent_T):
+    slope_TD, counts, exponent, slope_TC, hidden_TD, row_adapter, values_DC = residuals
+    (hidden_bar, *_) = _losses_bwd(rule, (slope_TD, counts, exponent), cotangent_T)
+    slope_TC = jnp.where(counts[:, None], slope_TC * jnp.ldexp(cotangent_T, exponent)[:, None], 0.0)
+    values_bar = value_gradients(hidden_TD, slope_TC, owners, row_adapter, counts).astype(values_DC.dtype)
+    return hidden_bar, None, None, None, values_bar, None
+
+
+_replaced_losses.defvjp(_replaced_fwd, _replaced_bwd)
+
+
+def _with_rows(rule: LogitRule, owners, logits_cV, hidden_c, adapter_c, values_DC):
+    """Returns the logits with those of trained rows, and the token of each, [c, C]; V in rows of other adapters."""
+    tokens_cC = replaced_tokens(owners, adapter_c, missing=logits_cV.shape[1])
+    logits_cC = rule.logits(product(hidden_c, values_DC.astype(hidden_c.dtype)))
+    row = jnp.arange(len(logits_cV))[:, None]
+    return logits_cV.at[row, tokens_cC].set(logits_cC, mode="drop"), tokens_cC
+
+
 class _Pairs(NamedTuple):
     """Inputs of divergences per row."""
 
@@ -208,12 +281,12 @@ def _divergences_fwd(rule: LogitRule, hidden_TD, teacher_TD, head_VD, weights, b
 
     def loss_and_slope(logits_cV, piece):
         rows, (mantissa, pairs) = piece
-        teacher_cV = rule.logits(_product(pairs.teacher, head_VD.T))
+        teacher_cV = rule.logits(product(pairs.teacher, head_VD.T))
         apart = partial(_generalised_jsd, teacher_cV=teacher_cV, betas=pairs.betas, temperatures=pairs.temperatures)
         values_c, pull = jax.vjp(apart, logits_cV)
         (slope_cV,) = pull(mantissa)
         slope_cV = rule.slope(slope_cV, logits_cV)
-        slope_cD = _product(slope_cV.astype(hidden_TD.dtype), head_VD)
+        slope_cD = product(slope_cV.astype(hidden_TD.dtype), head_VD)
         counts = (rows.weights != 0)[:, None]
         return _weight_by_token(rows, values_c), jnp.where(counts, slope_cD, 0.0).astype(hidden_TD.dtype)
 
@@ -277,18 +350,12 @@ def _over_chunks(
         take = partial(jnp.take, indices=rows, axis=0, mode="clip")
         # The transpose is fused into the product here. Before the loop, XLA would copy the whole table for every
         # microbatch.
-        logits_cV = rule.logits(_product(take(hidden_TD), head_VD.T))
+        logits_cV = rule.logits(product(take(hidden_TD), head_VD.T))
         new = function(logits_cV, jax.tree.map(take, by_row))
         return tuple(old.at[rows].set(chunk, mode="drop") for old, chunk in zip(out, new, strict=True))
 
     num_chunks = (counts.sum(dtype=jnp.int32) + c - 1) // c
     return lax.fori_loop(0, num_chunks, step, out)
-
-
-def _product(a: jax.Array, b: jax.Array) -> jax.Array:
-    # tf32, the GPU default for float32, would lose three digits.
-    precision = "highest" if a.dtype == jnp.float32 else None
-    return jnp.matmul(a, b, precision=precision, preferred_element_type=jnp.float32)
 
 
 def _log_sum(logits_cV: jax.Array) -> jax.Array:

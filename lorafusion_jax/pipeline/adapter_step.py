@@ -37,20 +37,30 @@ class BatchSummary(NamedTuple):
 
 
 def close_batch(
-    columns: Mapping[str, Columns], own_columns: Own, adapter: Place, sums: Leaves, totals: Totals | None, alive: Array
-):
-    """See `StagePrograms.close_batch`."""
+    columns: Mapping[str, Columns], own_columns: Own, twins: frozenset[str], adapter: Place, sums: Leaves,
+    totals: Totals | None, alive: Array,
+):  # fmt: skip
+    """See `StagePrograms.close_batch`. Squares of `twins` are counted by `join_twins`."""
     index = adapter.index
     taken = lv.take(sums, columns, own_columns, adapter.first, lead=lv.SUMS)
     gradient = {name: leaf.sum(0) for name, leaf in taken.items()}
     finite = _finite_leaves(gradient)
-    squares = jnp.sum(jnp.stack([jnp.sum(jnp.square(gradient[name])) for name in sorted(gradient)]))
+    squares = jnp.sum(
+        jnp.stack([jnp.sum(jnp.square(gradient[name])) for name in sorted(gradient) if name not in twins])
+    )
     mine = jax.tree.map(lambda total: total[:, index].sum(), totals or {})
     loss = mine.pop("loss", jnp.zeros(()))
     summary = BatchSummary(squares, (jnp.all(finite) & alive[index]).astype(jnp.float32), loss, mine)
     cleared = jax.tree.map(lambda total: total.at[:, index].set(0.0), totals)
     zeros = jax.tree.map(jnp.zeros_like, taken)
     return gradient, summary, finite, lv.put(sums, columns, adapter.first, zeros, lead=lv.SUMS), cleared
+
+
+def join_twins(embed: Array, head: Array, summary: BatchSummary) -> tuple[Array, BatchSummary]:
+    """See `StagePrograms.join_twins`."""
+    total = embed + head
+    squares = summary.squares + jnp.sum(jnp.square(total))
+    return total, summary._replace(squares=squares, finite=summary.finite * jnp.all(jnp.isfinite(total)))
 
 
 def step(

@@ -27,6 +27,7 @@ from jax import Array, process_count
 from lorafusion_jax.data.assemble import Microbatch
 from lorafusion_jax.optim.step import Hyper
 from lorafusion_jax.pipeline.failures import is_of_devices, place_of, stage_failed
+from lorafusion_jax.pipeline.leaves import EMBED_ROWS, HEAD_ROWS
 from lorafusion_jax.pipeline.move import to_stage, transfer
 from lorafusion_jax.pipeline.spans import Spans
 from lorafusion_jax.pipeline.stage import Stage, Stepped
@@ -92,11 +93,11 @@ class _EndingBatch:
 
     Attributes:
         slot: the slot that completed it.
-        closed: one for each stage that has closed it.
+        closed: by stage, of those that have closed it.
     """
 
     slot: int
-    closed: list[Future[ClosedBatch]] = field(default_factory=list)
+    closed: dict[int, Future[ClosedBatch]] = field(default_factory=dict)
 
 
 class Executor:
@@ -244,14 +245,15 @@ class Executor:
                 record(summary.squares)
             return ClosedBatch(event.stage, summary, finite)
 
-        batch.closed.append(self._submit(event.stage, event.slot, [adapter], run))
+        batch.closed[event.stage] = self._submit(event.stage, event.slot, [adapter], run)
         return len(batch.closed) == len(self.stages)
 
     def step(self, adapter: str, numbers: Hyper) -> StepResult:
         """Steps an adapter on all stages. The gradient norm for clipping is over all stages."""
         number = self._index[adapter]
         batch = self._ending.pop(number)
-        used = self.before_step(adapter, batch.closed)
+        closed = self._with_twins(number, batch, adapter)
+        used = self.before_step(adapter, closed)
 
         def run(index: int, stage: Stage) -> Stepped:
             summaries = [transfer(closed.summary.without_metrics, stage.mesh) for closed in in_order(used)]
@@ -264,7 +266,31 @@ class Executor:
             self._submit(index, batch.slot, [adapter], partial(run, index, stage))
             for index, stage in enumerate(self.stages)
         ]
-        return StepResult(number, batch.closed, stepped)
+        return StepResult(number, closed, stepped)
+
+    def _with_twins(self, number: int, batch: _EndingBatch, adapter: str) -> list[Future[ClosedBatch]]:
+        """Exchanges the gradients of trained rows of a tied table between the first and the last stage.
+
+        Returns:
+            The closed batch, with the rows in the summary of the first stage.
+        """
+        if number not in self.stages[0].with_twins:
+            return list(batch.closed.values())
+        ends = {0, len(self.stages) - 1}
+
+        def submit[T](index: int, work: Callable[[], T]) -> Future[T]:
+            return self._submit(index, batch.slot, [adapter], work)
+
+        embed = submit(0, lambda: self.stages[0].twin_gradient(number, EMBED_ROWS))
+        head = submit(max(ends), lambda: self.stages[-1].twin_gradient(number, HEAD_ROWS))
+
+        def join(index: int) -> ClosedBatch:
+            stage, closed = self.stages[index], batch.closed[index].result()
+            of_embed, of_head = (transfer(part.result(), stage.mesh) for part in (embed, head))
+            return closed._replace(summary=stage.join_twins(number, of_embed, of_head, closed.summary))
+
+        joined = {index: submit(index, partial(join, index)) for index in sorted(ends)}
+        return list((batch.closed | joined).values())
 
     def put_back(self, adapter: str, result: StepResult) -> None:
         """Restores an adapter on every stage to its state before a step that some stage refused.

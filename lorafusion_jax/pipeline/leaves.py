@@ -5,10 +5,12 @@
 | `layers.self_attn.q_proj.lora_a` | a projection, in all layers of the stage that have it | [L, K, C] |
 | `shared.NAME` | all projections of all layers; constant | [1, ...], on every stage |
 | `head.OBJECTIVE.NAME.AXES` | the head of an objective | [1, C, ...], on the last stage |
+| `tokens.embed`, `tokens.head` | trained rows of the embedding, of the head | [1, D, C], on the first, the last stage |
 
-An adapter has as many columns of a leaf as its rank, and none of a leaf that it does not have. A of a projection is
-[L, K, C] and B is [L, C, N], where C is the sum of the ranks of its adapters. A leaf without a rank is [L, C, ...], and
-every adapter has one column of it. Programs get the column offsets as data, so adapters of equal shapes share programs.
+An adapter has as many columns of a leaf as its rank, or its trainable tokens, and none of a leaf that it does not have.
+A of a projection is [L, K, C] and B is [L, C, N], where C is the sum of the ranks of its adapters. A leaf without one
+is [L, C, ...], and every adapter has one column of it. Programs get the column offsets as data, so adapters of equal
+shapes share programs.
 
 A adapters · L layers · R replicas · C columns · P places for the adapters of a microbatch
 """
@@ -27,10 +29,14 @@ from jax import Array, lax
 from lorafusion_jax.adapters.kind import Leaf
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.adapters.table import adapter_kind
+from lorafusion_jax.adapters.tokens import LEAVES as TOKEN_LEAVES
+from lorafusion_jax.adapters.tokens import TABLES, Table
 from lorafusion_jax.layout.layer import Linear
 
 Leaves = dict[str, Array]  # "layers.self_attn.q_proj.lora_a" -> [L, ...]
-LAYERS, SHARED, HEAD = "layers.", "shared.", "head."  # prefixes of the names of leaves
+LAYERS, SHARED, HEAD, TOKENS = "layers.", "shared.", "head.", "tokens."  # prefixes of the names of leaves
+EMBED_ROWS, HEAD_ROWS = f"{TOKENS}embed", f"{TOKENS}head"
+COUNTED = ("R", "M")  # axes whose size is the adapter's: its rank, its trainable tokens
 # Windows from this size on are added one by one, each by a kernel that moves its bytes once. Smaller ones are added by
 # one kernel with atomic sums: a launch takes about as long as moving a megabyte.
 LARGE_WINDOW = 2**20
@@ -59,27 +65,29 @@ class Columns:
     @property
     def axis(self) -> int:
         """Axis of the columns in the array of one layer."""
-        return self.leaf.axes.index("R") if self.has_rank else 0
+        return next((axis for axis, letter in enumerate(self.leaf.axes) if letter in COUNTED), 0)
 
     @property
-    def has_rank(self) -> bool:
-        return "R" in self.leaf.axes
+    def is_counted(self) -> bool:
+        """Whether an adapter's number of columns is its rank or the number of its tokens, and not one."""
+        return any(letter in COUNTED for letter in self.leaf.axes)
 
     @property
     def widest(self) -> int:
         return max(self.width)
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """Shape of one layer's array; `sizes` has the letters of the leaf's axes but R."""
-        shape = self.leaf.shape_in({**sizes, "R": sum(self.width)})
-        return shape if self.has_rank else (sum(self.width), *shape)
+        """Shape of one layer's array; `sizes` has the letters of the leaf's axes but R and M."""
+        shape = self.leaf.shape_in({**sizes, **dict.fromkeys(COUNTED, sum(self.width))})
+        return shape if self.is_counted else (sum(self.width), *shape)
 
-    def width_of(self, spec: AdapterSpec) -> int:
-        return spec.rank if self.has_rank else 1
+    def width_of(self, index: int, spec: AdapterSpec) -> int:
+        """Number of columns of an adapter in a place, of at most the rank that the place was made for."""
+        return spec.rank if "R" in self.leaf.axes else self.width[index]
 
     def own_shape(self, sizes: Mapping[str, int], index: int) -> tuple[int, ...]:
         """Shape of one layer's array of one adapter."""
-        return self.leaf.shape_in({**sizes, "R": self.width[index]})
+        return self.leaf.shape_in({**sizes, **dict.fromkeys(COUNTED, self.width[index])})
 
 
 class Place(NamedTuple):
@@ -89,15 +97,20 @@ class Place(NamedTuple):
     first: Any  # its first column in each of its leaves, in order of `own_columns`
 
 
-def all_columns(specs: Sequence[AdapterSpec], linears: Sequence[Linear]) -> dict[str, Columns]:
-    """Returns the leaves of these adapters in a model's projections, by name."""
+def all_columns(specs: Sequence[AdapterSpec], linears: Sequence[Linear], *, tied: bool) -> dict[str, Columns]:
+    """Returns the leaves of these adapters by name.
+
+    Args:
+        linears: the model's projections.
+        tied: whether the model's head is its embedding.
+    """
     columns = {}
     for linear in linears:
         kinds = [adapter_kind(spec.kind) if linear.name in spec.targets else None for spec in specs]
         kind_leaves = [() if kind is None else kind.leaves_at(linear.name) for kind in kinds]
         columns |= _columns(f"{LAYERS}{linear.path}.", specs, kind_leaves)
     columns |= _columns(SHARED, specs, [adapter_kind(spec.kind).shared for spec in specs])
-    return columns | _head_columns(specs)
+    return columns | _head_columns(specs) | _token_columns(specs, tied)
 
 
 def path_of(leaf: str) -> str:
@@ -109,13 +122,20 @@ def path_of(leaf: str) -> str:
     return leaf.removeprefix(LAYERS).rpartition(".")[0]
 
 
-def on_stage(columns: Mapping[str, Columns], rows: Mapping[str, range], *, last: bool) -> dict[str, Columns]:
+def on_stage(
+    columns: Mapping[str, Columns], rows: Mapping[str, range], *, first: bool, last: bool
+) -> dict[str, Columns]:
     """Returns the leaves that a stage has.
 
     Args:
         rows: of each leaf of layers, the part of its first axis that the stage has.
     """
-    return {name: at for name, at in columns.items() if (last or not name.startswith(HEAD)) and rows.get(name, True)}
+
+    def has(name: str) -> bool:
+        at_end = first if name == EMBED_ROWS else last or not name.startswith((HEAD, HEAD_ROWS))
+        return at_end and bool(rows.get(name, True))
+
+    return {name: at for name, at in columns.items() if has(name)}
 
 
 def own_columns(columns: Mapping[str, Columns], index: int, spec: AdapterSpec) -> Own:
@@ -129,9 +149,9 @@ def own_columns(columns: Mapping[str, Columns], index: int, spec: AdapterSpec) -
 
     def has(name: str, at: Columns) -> bool:
         targets = not name.startswith(LAYERS) or name.rsplit(".", 2)[-2] in spec.targets
-        return bool(at.width[index]) and targets and (name.startswith(HEAD) or at.leaf.name in kind)
+        return bool(at.width[index]) and targets and (name.startswith((HEAD, TOKENS)) or at.leaf.name in kind)
 
-    return tuple(sorted((name, at.width_of(spec)) for name, at in columns.items() if has(name, at)))
+    return tuple(sorted((name, at.width_of(index, spec)) for name, at in columns.items() if has(name, at)))
 
 
 def place_of(columns: Mapping[str, Columns], index: int, spec: AdapterSpec) -> Place:
@@ -151,7 +171,7 @@ def take(
     for start, (name, width) in zip(first, own_columns, strict=True):
         at = columns[name]
         cut = lax.dynamic_slice_in_dim(leaves[name], start, width, lead + at.axis)
-        adapter_leaves[name] = cut if at.has_rank else jnp.squeeze(cut, lead)
+        adapter_leaves[name] = cut if at.is_counted else jnp.squeeze(cut, lead)
     return lax.optimization_barrier(adapter_leaves)
 
 
@@ -162,7 +182,7 @@ def put(
     changed = dict(leaves)
     for start, name in zip(first, sorted(adapter_leaves), strict=True):
         at = columns[name]
-        whole = adapter_leaves[name] if at.has_rank else jnp.expand_dims(adapter_leaves[name], lead)
+        whole = adapter_leaves[name] if at.is_counted else jnp.expand_dims(adapter_leaves[name], lead)
         changed[name] = lax.dynamic_update_slice_in_dim(leaves[name], whole, start, lead + at.axis)
     return changed
 
@@ -196,7 +216,7 @@ def view(leaf: Array, at: Columns, layer: Array, window: Array) -> Array:
         _starts(leaf.ndim, WEIGHTS, at, layer, first)
     )
     values = jnp.where(_inside(at, width, leaf.ndim - WEIGHTS), found_P1[:, 0], 0.0)
-    return values if at.has_rank else values[:, 0]
+    return values if at.is_counted else values[:, 0]
 
 
 def add(sums: Array, at: Columns, layer: Array, window: Array, gradient: Array) -> Array:
@@ -205,7 +225,7 @@ def add(sums: Array, at: Columns, layer: Array, window: Array, gradient: Array) 
     Windows of narrow adapters overlap columns of others. `gradient` is masked, so that they add zeros there.
     """
     first, width = window
-    gradient = (gradient if at.has_rank else gradient[:, None])[:, None, None]
+    gradient = (gradient if at.is_counted else gradient[:, None])[:, None, None]
     starts, inside = _starts(sums.ndim, SUMS, at, layer, first), _inside(at, width, sums.ndim - SUMS)[:, None, None]
     if gradient[0].nbytes >= LARGE_WINDOW and len(gradient) <= ONE_BY_ONE:
         for start, mask, part in zip(
@@ -230,7 +250,7 @@ def stack_adapters(
     for name, at in columns.items():
         order = sorted((first, index) for index, first in enumerate(at.first) if at.width[index])
         parts = [np.asarray(by_adapter[index][name]) for _, index in order]
-        arrays[name] = np.concatenate(parts, lead + at.axis) if at.has_rank else np.stack(parts, lead)
+        arrays[name] = np.concatenate(parts, lead + at.axis) if at.is_counted else np.stack(parts, lead)
     return arrays
 
 
@@ -240,7 +260,7 @@ def take_adapter(columns: Mapping[str, Columns], arrays: Mapping[str, np.ndarray
     for name, at in columns.items():
         if at.width[index]:
             front = (slice(None),) * (lead + at.axis)
-            part = slice(at.first[index], at.first[index] + at.width[index]) if at.has_rank else at.first[index]
+            part = slice(at.first[index], at.first[index] + at.width[index]) if at.is_counted else at.first[index]
             adapter_leaves[name] = arrays[name][(*front, part)]
     return adapter_leaves
 
@@ -263,6 +283,16 @@ def _head_columns(specs: Sequence[AdapterSpec]) -> dict[str, Columns]:
     return {
         f"{HEAD}{key}": _narrow_first(leaf, [int(key in by_key) for by_key in leaves_of])
         for key, leaf in leaves.items()
+    }
+
+
+def _token_columns(specs: Sequence[AdapterSpec], tied: bool) -> dict[str, Columns]:
+    widths: dict[Table, list[int]] = {
+        table: [0 if spec.tokens is None else len(spec.tokens.of(table, tied=tied)) for spec in specs]
+        for table in TABLES
+    }
+    return {
+        f"{TOKENS}{table}": _narrow_first(TOKEN_LEAVES[table], width) for table, width in widths.items() if any(width)
     }
 
 

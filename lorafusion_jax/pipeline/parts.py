@@ -22,6 +22,7 @@ from lorafusion_jax.adapters.bank import NO_KIND, kind_numbers, rows_of
 from lorafusion_jax.adapters.init import draw_leaf, init_layers, init_shared
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.adapters.table import adapter_kind
+from lorafusion_jax.adapters.tokens import TABLES, Table
 from lorafusion_jax.config.schema import TrainSettings
 from lorafusion_jax.layout.extent import Extent
 from lorafusion_jax.layout.layer import HALVES, Half
@@ -35,7 +36,18 @@ from lorafusion_jax.modules.lora import LoRAKinds
 from lorafusion_jax.objective.batch import divergence_rows, totals_of
 from lorafusion_jax.objective.loss import token_divergences, token_losses
 from lorafusion_jax.objective.protocol import DIVERGENCE, HIDDEN, SCORE, SFT, Chosen
-from lorafusion_jax.pipeline.leaves import HEAD, LAYERS, SHARED, Columns, all_columns, path_of, windows
+from lorafusion_jax.objective.replaced_rows import ReplacedRows, RowsOf
+from lorafusion_jax.pipeline.leaves import (
+    HEAD,
+    HEAD_ROWS,
+    LAYERS,
+    SHARED,
+    TOKENS,
+    Columns,
+    all_columns,
+    path_of,
+    windows,
+)
 from lorafusion_jax.weights.table import NONE, stored_kind
 from pallas_kernels import Dropout
 from pallas_kernels.frozen_weight import FrozenWeight
@@ -148,7 +160,8 @@ class Parts:
         object.__setattr__(self, "_modules", modules)
         object.__setattr__(self, "_kinds", self._number_kinds())
         object.__setattr__(self, "_ratios", self._scale_ratios())
-        object.__setattr__(self, "columns", all_columns(self.specs, self.model.linears))
+        columns = all_columns(self.specs, self.model.linears, tied=self.model.tie_embeddings)
+        object.__setattr__(self, "columns", columns)
 
     def _number_kinds(self) -> dict[str, Any]:
         numbers = {}
@@ -284,7 +297,35 @@ class Parts:
             ).items()
         }
         shared = init_shared(spec, *self._largest)
-        return drawn | {f"{SHARED}{leaf}": array[None] for leaf, array in shared.items()} | self._first_head(spec)
+        return (
+            drawn
+            | {f"{SHARED}{leaf}": array[None] for leaf, array in shared.items()}
+            | self._first_head(spec)
+            | self._first_rows(spec)
+        )
+
+    def _first_rows(self, spec: AdapterSpec) -> dict[str, Any]:
+        """Returns zeros for the rows of trainable tokens, which start as those of the base."""
+        return {
+            f"{TOKENS}{table}": np.zeros((1, self.model.hidden_size, len(ids)), np.float32)
+            for table in (TABLES if spec.tokens is not None else ())
+            if (ids := self.token_ids(spec, table))
+        }
+
+    def token_ids(self, spec: AdapterSpec, table: Table) -> tuple[int, ...]:
+        """Returns the trainable tokens of an adapter in a table of the model."""
+        return () if spec.tokens is None else spec.tokens.of(table, tied=self.model.tie_embeddings)
+
+    def token_columns(self, table: Table) -> tuple[RowsOf, ...]:
+        """Returns which columns of a leaf of trainable tokens belong to which adapter and token."""
+        at = self.columns.get(f"{TOKENS}{table}")
+        if at is None:
+            return ()
+        return tuple(
+            RowsOf(adapter=index, first=at.first[index], tokens=self.token_ids(spec, table))
+            for index, spec in enumerate(self.specs)
+            if at.width[index]
+        )
 
     def _first_head(self, spec: AdapterSpec) -> dict[str, Any]:
         leaves = {} if spec.head is None else spec.head.by_key
@@ -370,12 +411,13 @@ class Parts:
         """Computes sums of loss and metrics of each adapter, float32 [A].
 
         Args:
-            heads: leaves of the objectives' heads by name, [1, C, ...].
+            heads: leaves of the objectives' heads by name, [1, C, ...], and of trained rows of the head.
             chosen: as in `totals_of`.
         """
         weights = jnp.where(batch.row_adapter >= 0, batch.weights, 0.0)
         hidden = final_norm(x_TD, norm, self.model)
-        losses_T = self._token_losses(hidden, head, batch, weights)
+        rows = heads.get(HEAD_ROWS)
+        losses_T = self._token_losses(hidden, head, batch, weights, rows)
         needed = frozenset().union(*(objective.needs for objective in chosen))
         divergence_T = self._divergences(hidden, head, batch, chosen) if DIVERGENCE in needed else None
         return totals_of(
@@ -384,7 +426,11 @@ class Parts:
             chosen,
             None if needed.isdisjoint({HIDDEN, SCORE}) else hidden,
             divergence_T,
-            {name.removeprefix(HEAD): self._of_samples(name, leaf, batch) for name, leaf in heads.items()},
+            {
+                name.removeprefix(HEAD): self._of_samples(name, leaf, batch)
+                for name, leaf in heads.items()
+                if name != HEAD_ROWS
+            },
         )
 
     def _of_samples(self, name: str, leaf: Array, batch: Any) -> Array:
@@ -397,10 +443,10 @@ class Parts:
         """Computes the states behind the final norm, [T, D]."""
         return final_norm(x_TD, norm, self.model).astype(self.dtype)
 
-    def token_logprobs(self, norm: Array, head: Array, x_TD: Array, batch: Any) -> Array:
+    def token_logprobs(self, norm: Array, head: Array, x_TD: Array, batch: Any, heads: Mapping[str, Array]) -> Array:
         """Computes log p of the learned target of each row, float32 [T]; 0 where nothing is learned."""
         hidden, learned = final_norm(x_TD, norm, self.model), (batch.weights != 0).astype(jnp.float32)
-        return -self._token_losses(hidden, head, batch, learned)
+        return -self._token_losses(hidden, head, batch, learned, heads.get(HEAD_ROWS))
 
     def _divergences(self, hidden: Array, head: Array, batch: Any, chosen: Sequence[Chosen]) -> Array:
         weights, betas, temperatures = divergence_rows(batch, chosen)
@@ -416,7 +462,12 @@ class Parts:
             logit_scale=self.model.logit_scale,
         )
 
-    def _token_losses(self, hidden: Array, head: Array, batch: Any, weights: Array) -> Array:
+    def _token_losses(self, hidden: Array, head: Array, batch: Any, weights: Array, rows: Array | None) -> Array:
+        """Computes the token losses.
+
+        Args:
+            rows: trained rows of the head, [1, D, C].
+        """
         return token_losses(
             hidden,
             head.T,
@@ -425,6 +476,7 @@ class Parts:
             chunk=self.settings.loss_chunk,
             soft_cap=self.model.final_soft_cap,
             logit_scale=self.model.logit_scale,
+            replaced=None if rows is None else ReplacedRows(rows[0], self.token_columns("head"), batch.row_adapter),
         )
 
 

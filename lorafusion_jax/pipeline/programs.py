@@ -29,14 +29,27 @@ from lorafusion_jax.config.schema import OptimSettings
 from lorafusion_jax.data.assemble import Microbatch
 from lorafusion_jax.layout.extent import Extent
 from lorafusion_jax.layout.layer import RematPolicy
-from lorafusion_jax.models.forward import embed
+from lorafusion_jax.models.forward import embed, scaled_embedding
 from lorafusion_jax.models.loading import Weight
 from lorafusion_jax.objective.protocol import Chosen
+from lorafusion_jax.objective.replaced_rows import ReplacedRows, replace_rows, row_gradients
 from lorafusion_jax.optim.step import Hyper, transformation, zero_hyper
 from lorafusion_jax.pipeline import adapter_step
 from lorafusion_jax.pipeline import leaves as lv
 from lorafusion_jax.pipeline.adapter_step import BatchSummary, Totals
-from lorafusion_jax.pipeline.leaves import HEAD, LAYERS, SHARED, Columns, Leaves, Own, Place, on_stage, path_of
+from lorafusion_jax.pipeline.leaves import (
+    EMBED_ROWS,
+    HEAD,
+    HEAD_ROWS,
+    LAYERS,
+    SHARED,
+    Columns,
+    Leaves,
+    Own,
+    Place,
+    on_stage,
+    path_of,
+)
 from lorafusion_jax.pipeline.lowered import kept
 from lorafusion_jax.pipeline.mesh import REPLICAS, StageMesh
 from lorafusion_jax.pipeline.parts import Inputs, LayerWeights, Parts, StoredWeights, Weights, layer_kind
@@ -60,6 +73,8 @@ class StagePrograms:
 
     Attributes:
         columns: the trainable leaves of the stage.
+        twins: leaves of trained rows of a table that is both embedding and head. They are equal, and so are their
+            gradients, see `join_twins`.
         constants: its leaves that do not change in training.
     """
 
@@ -68,7 +83,8 @@ class StagePrograms:
         self._remat: RematPolicy = remat
         self._rows = {name: row for row, name in enumerate(parts.columns)}
         self._leaf_rows = {name: parts.rows_of(name, extent) for name in parts.columns if name.startswith(LAYERS)}
-        columns = on_stage(parts.columns, self._leaf_rows, last=extent.stop == 2 * parts.model.num_layers)
+        ends = {"first": extent.start == 0, "last": extent.stop == 2 * parts.model.num_layers}
+        columns = on_stage(parts.columns, self._leaf_rows, **ends)
         self.columns = {name: at for name, at in columns.items() if at.leaf.trainable}
         self.constants = {name: at for name, at in columns.items() if not at.leaf.trainable}
         self._columns = self.columns | self.constants
@@ -92,6 +108,9 @@ class StagePrograms:
         self.inputs = self._jit(partial(self._inputs, dropout=True), (ROWS,), ROWS)
         self.inputs_without_dropout = self._jit(partial(self._inputs, dropout=False), (ROWS,), ROWS)
         self.embed = self._jit(self._embed, (table_spec, ROWS), ROWS)
+        self.embed_rows = self._jit(self._embed_rows, (table_spec, ROWS, ROWS, REPLICATED), ROWS)
+        self.add_row_gradients = self._jit(self._add_row_gradients, (ROWS, ROWS, ROWS, ROWS), ROWS, donate=(3,))
+        self.twins = frozenset({EMBED_ROWS, HEAD_ROWS} if parts.model.tie_embeddings else ())
         kernels = {} if parts.settings.implementation == "xla" else compiler_options()
         gradients = (*block, ROWS, ROWS, ROWS)
         layers = partial(self._jit, options=kernels, identity=self._identity())
@@ -101,7 +120,8 @@ class StagePrograms:
         self._table_spec = table_spec
         self.replace_objectives(parts.chosen)
         self.states = self._jit(self._states, (REPLICATED, ROWS), REPLICATED)
-        self.token_logprobs = self._jit(self._token_logprobs, (REPLICATED, table_spec, ROWS, ROWS), REPLICATED)
+        logprobs = (REPLICATED, table_spec, ROWS, ROWS, REPLICATED)
+        self.token_logprobs = self._jit(self._token_logprobs, logprobs, REPLICATED)
 
     def replace_objectives(self, chosen: Sequence[Chosen]) -> None:
         """Replaces the objectives; the programs that compute losses compile at their next call.
@@ -128,11 +148,31 @@ class StagePrograms:
         if kind not in self._steps:
             whole, rows = self._stage.everywhere, self._stage.by_replica
             self._steps[kind] = jax.jit(
-                partial(adapter_step.close_batch, self.columns, own_columns),
+                partial(adapter_step.close_batch, self.columns, own_columns, self.twins),
                 donate_argnums=(1, 2),
                 out_shardings=(whole, whole, whole, rows, rows),
             )
         return self._steps[kind](adapter, sums, totals, alive)
+
+    def join_twins(self, embed: Array, head: Array, summary: BatchSummary) -> tuple[Array, BatchSummary]:
+        """Adds up the gradients of trained rows as embedding and as head, which is all of their gradient.
+
+        Returns:
+            (the sum; the summary of a stage with its part)
+        """
+        kind = ("join",)
+        if kind not in self._steps:
+            self._steps[kind] = jax.jit(adapter_step.join_twins, out_shardings=self._stage.everywhere)
+        return self._steps[kind](embed, head, summary)
+
+    def first_rows(self, table: Array, tokens: Sequence[int]) -> Array:
+        """Returns rows of a token table, which an adapter starts from, float32 [1, D, C]."""
+        kind = ("rows", len(tokens))
+        if kind not in self._steps:
+            self._steps[kind] = jax.jit(
+                lambda table, tokens: table[tokens].T.astype(jnp.float32)[None], out_shardings=self._stage.everywhere
+            )
+        return self._steps[kind](table, np.array(tokens, np.int32))
 
     def step(
         self, own_columns: Own, optim: OptimSettings, adapter: Place, lora: Leaves, gradient: Leaves, optimizer: Any,
@@ -285,7 +325,7 @@ class StagePrograms:
         parts, settings = self._parts, self._parts.settings
         if parts.quantize not in (NONE, *STORED_KINDS) or any(spec.kind not in ADAPTER_KINDS for spec in parts.specs):
             return None
-        specs = [replace(spec, name="", seed=0, head=None) for spec in parts.specs]
+        specs = [replace(spec, name="", seed=0, head=None, tokens=None) for spec in parts.specs]
         columns = [(name, at.first, at.width) for name, at in parts.columns.items()]
         sizes = (parts.model, specs, columns, str(parts.dtype), parts.quantize)
         return repr((*sizes, settings.implementation, settings.attention, self._extent, self._remat))
@@ -296,6 +336,18 @@ class StagePrograms:
     def _embed(self, table: Array, tokens: Array) -> Array:
         scale = self._parts.model.embedding_scale
         return embed(_gather(table, self._table_axis), tokens[0], scale)[None]
+
+    def _embed_rows(self, table: Array, tokens: Array, row_adapter: Array, values: Array) -> Array:
+        """`_embed` with the trained rows of adapters, [1, D, C]."""
+        rows = ReplacedRows(values[0], self._parts.token_columns("embed"), row_adapter[0])
+        x_TD = replace_rows(embed(_gather(table, self._table_axis), tokens[0]), tokens[0], rows)
+        return scaled_embedding(x_TD, self._parts.model.embedding_scale)[None]
+
+    def _add_row_gradients(self, dx: Array, tokens: Array, row_adapter: Array, sums: Array) -> Array:
+        """Adds the gradient of trained rows of the embedding to their sums, [1, 1, D, C]."""
+        gradient = row_gradients(dx[0], tokens[0], self._parts.token_columns("embed"), row_adapter[0])
+        scale = jnp.asarray(self._parts.model.embedding_scale, dx.dtype).astype(jnp.float32)
+        return sums + scale * gradient[None, None]
 
     def _forward(self, frozen: Sequence[StoredWeights], lora: Leaves, number: Array, x: Array, inputs: Any):
         x, inputs = x[0], _own(inputs)
@@ -423,9 +475,9 @@ class StagePrograms:
         states = self._parts.states(norm, x[0])
         return states[None] if self._stage.replicas == 1 else lax.all_gather(states, REPLICAS)
 
-    def _token_logprobs(self, norm: Array, table: Array, x: Array, batch: Microbatch) -> Array:
+    def _token_logprobs(self, norm: Array, table: Array, x: Array, batch: Microbatch, heads: Leaves) -> Array:
         """Returns log p of the learned targets of all replicas, [R, T]."""
-        logprobs = self._parts.token_logprobs(norm, _gather(table, self._table_axis), x[0], _own(batch))
+        logprobs = self._parts.token_logprobs(norm, _gather(table, self._table_axis), x[0], _own(batch), heads)
         return logprobs[None] if self._stage.replicas == 1 else lax.all_gather(logprobs, REPLICAS)
 
     def _specs_of_block(self, block: Sequence[StoredWeights]) -> tuple[StoredWeights, ...]:
@@ -463,8 +515,8 @@ def _scaled(name: str, view: Array, number: Array, inputs: Inputs) -> Array:
 
 
 def of_heads(leaves: Leaves) -> Leaves:
-    """Returns the leaves of the heads of objectives."""
-    return {name: leaf for name, leaf in leaves.items() if name.startswith(HEAD)}
+    """Returns the leaves of the heads of objectives, and trained rows of the head."""
+    return {name: leaf for name, leaf in leaves.items() if name.startswith((HEAD, HEAD_ROWS))}
 
 
 def _own(rows: Any) -> Any:

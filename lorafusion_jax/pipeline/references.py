@@ -23,6 +23,8 @@ from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.data.references import STATES, SetReferences, sets_of
 from lorafusion_jax.data.sample_table import State
 from lorafusion_jax.data.tokenized_set import TokenizedSet
+from lorafusion_jax.errors import CheckpointError
+from lorafusion_jax.objective.protocol import DIVERGENCE
 from lorafusion_jax.pipeline.base import stages_for
 from lorafusion_jax.pipeline.batches import teacher_state
 from lorafusion_jax.pipeline.move import to_local, to_stage, transfer
@@ -77,9 +79,16 @@ def read_reference_folder(config: JobConfig, reference: ReferenceWeights) -> tup
     """Reads the PEFT folder of a reference.
 
     Raises:
-        CheckpointError, ErrorList: see `read_described`.
+        CheckpointError, ErrorList: see `read_described`; `reference.tokens`, a teacher has trainable tokens.
     """
     described, arrays = read_described(Path(config.directory) / reference.name)
+    compares = any(DIVERGENCE in adapter.objective.chosen.needs for adapter in config.adapters)
+    if compares and described.spec.tokens is not None:
+        raise CheckpointError(
+            "reference.tokens",
+            f"the reference {reference.name} has trainable tokens.",
+            why="a teacher's distribution over the vocabulary is that of the base's head",
+        )
     return described.spec, arrays
 
 

@@ -32,7 +32,7 @@ from lorafusion_jax.pipeline.base_cache import BaseFiles
 from lorafusion_jax.pipeline.evaluation import Evaluation, Evaluator
 from lorafusion_jax.pipeline.executor import Executor
 from lorafusion_jax.pipeline.growth import grow_stages
-from lorafusion_jax.pipeline.leaves import Leaves
+from lorafusion_jax.pipeline.leaves import HEAD_ROWS, Leaves
 from lorafusion_jax.pipeline.reading import BASE, Reading, Times
 from lorafusion_jax.pipeline.references import compute_references
 from lorafusion_jax.pipeline.release import release_unused
@@ -159,7 +159,8 @@ class Session:
     def _start_from_base(self) -> None:
         """Sets the initial values that depend on the base, which is on the devices now."""
         for index in self._unstarted:
-            if adapter_kind(self._stages[0].parts.specs[index].kind).start is not None:
+            spec = self._stages[0].parts.specs[index]
+            if adapter_kind(spec.kind).start is not None or spec.tokens is not None:
                 for stage in self._stages:
                     stage.start_from_base(index)
         self._unstarted = []
@@ -270,7 +271,7 @@ class Session:
             math.prod(shape)
             for leaves in shapes
             for name, shape in leaves.items()
-            if parts.columns[name].leaf.trainable
+            if parts.columns[name].leaf.trainable and not (name == HEAD_ROWS and parts.model.tie_embeddings)
         )
 
     @property

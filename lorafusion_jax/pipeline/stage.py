@@ -12,6 +12,7 @@ import numpy as np
 from jax import Array
 
 from lorafusion_jax.adapters.spec import AdapterSpec
+from lorafusion_jax.adapters.table import adapter_kind
 from lorafusion_jax.config.schema import AdapterConfig
 from lorafusion_jax.data.assemble import Microbatch
 from lorafusion_jax.layout.extent import Extent, Piece
@@ -37,6 +38,7 @@ class _InFlight(NamedTuple):
     xs: list[Array]  # input of each block
     residuals: list[Any]
     dy: Array | None  # on the last stage, from the head
+    rows: tuple[Any, Any] | None = None  # tokens and their adapters, where rows of the embedding are trained
 
 
 class Stepped(NamedTuple):
@@ -181,7 +183,8 @@ class Stage:
         spec = self._specs[index]
         leaves = {name: np.array(to_host(leaf)) for name, leaf in self.adapter(index).items()}
         shared = {name.removeprefix(lv.SHARED): leaf[0] for name, leaf in leaves.items() if name.startswith(lv.SHARED)}
-        for piece, weights in zip(self.extent.pieces, self.weights.pieces, strict=True):
+        starts = adapter_kind(spec.kind).start is not None
+        for piece, weights in zip(self.extent.pieces, self.weights.pieces if starts else (), strict=starts):
             for linear in self._parts.model.layer(piece.layer).linears_of(piece.half):
                 if not spec.has(f"{lv.LAYERS}{piece.layer}.{linear.path}"):
                     continue
@@ -191,6 +194,10 @@ class Stage:
                 kernel = weights[f"{linear.path}.kernel"]
                 for leaf, value in self.programs.start_from_base(spec, linear.name, kernel, shared | tensors).items():
                     leaves[f"{path}{leaf}"][layer] = to_host(value)
+        for name, table in ((lv.EMBED_ROWS, self.weights.embed), (lv.HEAD_ROWS, self.weights.head)):
+            if table is not None and name in leaves:
+                tokens = self._parts.token_ids(spec, "embed" if name == lv.EMBED_ROWS else "head")
+                leaves[name] = to_host(self.programs.first_rows(table, tokens))
         self.lora = self._with_own(self.programs.columns, self.lora, index, leaves)
         self.constants = self._with_own(self.programs.constants, self.constants, index, leaves)
 
@@ -293,27 +300,37 @@ class Stage:
         """
         programs, weights = self.programs, self.weights
         inputs = programs.inputs(batch)
-        hidden: Any = x if weights.embed is None else programs.embed(weights.embed, batch.tokens)
-        assert hidden is not None, "only the first stage begins with tokens"
+        hidden = self._entered(batch, x)
         xs: list[Array] = []
         residuals: list[Any] = []
         for block, number in zip(self._blocks, self._numbers, strict=True):
             xs.append(hidden)
             hidden, rest = programs.forward(block, self.all_leaves, number, hidden, inputs)
             residuals.append(rest)
+        rows = (batch.tokens, batch.row_adapter) if lv.EMBED_ROWS in self.lora else None
         if weights.head is None:
-            self._in_flight[slot] = _InFlight(inputs, xs, residuals, None)
+            self._in_flight[slot] = _InFlight(inputs, xs, residuals, None, rows)
             return hidden
         dy, losses, self.totals, sums = programs.head(
             weights.norm, weights.head, hidden, batch, of_heads(self.all_leaves), self.totals, of_heads(self.sums)
         )
         self.sums = self.sums | sums
-        self._in_flight[slot] = _InFlight(inputs, xs, residuals, dy)
+        self._in_flight[slot] = _InFlight(inputs, xs, residuals, dy, rows)
         return losses
+
+    def _entered(self, batch: Microbatch, x: Array | None) -> Any:
+        """Returns what enters the first layer: activations of the stage before, or the embeddings."""
+        table = self.weights.embed
+        if table is None:
+            assert x is not None, "only the first stage begins with tokens"
+            return x
+        if lv.EMBED_ROWS in self.lora:
+            return self.programs.embed_rows(table, batch.tokens, batch.row_adapter, self.lora[lv.EMBED_ROWS])
+        return self.programs.embed(table, batch.tokens)
 
     def backward(self, slot: int, dy: Array | None) -> Array:
         """Adds a microbatch's gradients to the sums and returns the gradient of its input."""
-        inputs, xs, residuals, loss_gradient = self._in_flight.pop(slot)
+        inputs, xs, residuals, loss_gradient, rows = self._in_flight.pop(slot)
         gradient: Any = loss_gradient if dy is None else dy
         assert gradient is not None, "a stage that is not the last waits for the gradient of the next"
         del loss_gradient  # donated below
@@ -321,6 +338,9 @@ class Stage:
             gradient, self.sums = self.programs.backward(
                 block, self.all_leaves, number, xs.pop(), inputs, residuals.pop(), gradient, self.sums
             )
+        if rows is not None:
+            sums = self.programs.add_row_gradients(gradient, *rows, self.sums[lv.EMBED_ROWS])
+            self.sums = self.sums | {lv.EMBED_ROWS: sums}
         return gradient
 
     def close_batch(self, index: int) -> tuple[BatchSummary, Array]:
@@ -333,6 +353,28 @@ class Stage:
             self._own[index], self._places[index], self.sums, self.totals, self.alive
         )
         return summary, finite
+
+    @property
+    def with_twins(self) -> set[int]:
+        """The adapters that train rows of a table that is both embedding and head."""
+        if not self.programs.twins:
+            return set()
+        return {index for index, spec in enumerate(self._specs) if spec.tokens is not None}
+
+    def twin_gradient(self, index: int, name: str) -> Array:
+        """Returns this stage's part of the gradient of trained rows of a tied table."""
+        return self._gradients[index][name]
+
+    def join_twins(self, index: int, embed: Array, head: Array, summary: BatchSummary) -> BatchSummary:
+        """Gives the next step of an adapter the whole gradient of its trained rows, see `StagePrograms.join_twins`.
+
+        Returns:
+            The summary of this stage. Only the first stage counts these rows.
+        """
+        total, counted = self.programs.join_twins(embed, head, summary)
+        gradient = self._gradients[index]
+        self._gradients[index] = gradient | dict.fromkeys(self.programs.twins & gradient.keys(), total)
+        return counted if self.weights.embed is not None else summary
 
     def gradient(self, index: int) -> Leaves:
         """Returns the gradient of an adapter whose global batch is closed, until its next step."""
@@ -407,6 +449,8 @@ class Stage:
         for index, optimizer in optimizers.items():
             own_columns, optim, adapter = self._own[index], self._adapters[index].optim, self._places[index]
             gradient, summary, _, sums, totals = self.programs.close_batch(own_columns, adapter, sums, totals, alive)
+            if twins := sorted(self.programs.twins & gradient.keys()):
+                self.programs.join_twins(gradient[twins[0]], gradient[twins[-1]], summary)
             summaries = [summary.without_metrics] * num_stages
             lora, _, alive, _, _ = self.programs.step(
                 own_columns, optim, adapter, lora, gradient, optimizer, alive, summaries, hyper(optim, 0.0)
@@ -436,9 +480,9 @@ class Stage:
     def token_logprobs(self, batch: Microbatch, x: Array | None) -> Array:
         """Like `evaluate`; the last stage returns log p of the learned targets of all replicas, [R, T]."""
         hidden, weights = self._run_forward(batch, x), self.weights
-        return (
-            hidden if weights.head is None else self.programs.token_logprobs(weights.norm, weights.head, hidden, batch)
-        )
+        if weights.head is None:
+            return hidden
+        return self.programs.token_logprobs(weights.norm, weights.head, hidden, batch, of_heads(self.all_leaves))
 
     def states(self, batch: Microbatch, x: Array | None) -> Array:
         """Like `evaluate`; the last stage returns the final-normed states of all replicas, [R, T, D]."""
@@ -446,10 +490,9 @@ class Stage:
         return hidden if weights.head is None else self.programs.states(weights.norm, hidden)
 
     def _run_forward(self, batch: Microbatch, x: Array | None) -> Any:
-        programs, weights = self.programs, self.weights
+        programs = self.programs
         inputs = programs.inputs_without_dropout(batch)
-        hidden: Any = x if weights.embed is None else programs.embed(weights.embed, batch.tokens)
-        assert hidden is not None, "only the first stage begins with tokens"
+        hidden = self._entered(batch, x)
         for block, number in zip(self._blocks, self._numbers, strict=True):
             hidden = programs.evaluate(block, self.all_leaves, number, hidden, inputs)
         return hidden

@@ -184,7 +184,7 @@ def _path(path: tuple) -> str:
 
 def _leaf_of(path: str) -> str | None:
     """Returns the leaf that an array of an optimizer's state belongs to; None for a step count."""
-    roots = (lv.LAYERS, lv.SHARED, lv.HEAD)
+    roots = (lv.LAYERS, lv.SHARED, lv.HEAD, lv.TOKENS)
     return next((part for part in path.split("/") if part.startswith(roots)), None)
 
 

@@ -16,7 +16,7 @@ from lorafusion_jax.checkpoint.peft import export_adapter
 from lorafusion_jax.checkpoint.peft_leaves import with_adapter_axis
 from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.schema import AdapterConfig, JobConfig
-from lorafusion_jax.config.specs import adapter_spec, model_targets
+from lorafusion_jax.config.specs import adapter_spec, model_targets, tokenizer_file
 from lorafusion_jax.training.job import Job
 from lorafusion_jax.training.state import Progress
 from lorafusion_jax.weights.table import NONE
@@ -61,7 +61,8 @@ class AdapterWriter:
             if best:
                 self._folder.mark_best(name, step, keep)
             return target
-        spec = adapter_spec(self._job.config.adapter(name), model_targets(self._job.config))
+        config = self._job.config
+        spec = adapter_spec(config.adapter(name), model_targets(config), tokenizer_file(config))
         new = not target.exists()
         self._export(spec, step, weights, target, failure)
         self._written.add(target)

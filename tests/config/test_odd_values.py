@@ -89,6 +89,7 @@ MEANT: dict[str, tuple] = {  # key → odd values that it has as they are
     "lora.layers_to_transform": (0, 1, 2, None),
     "lora.exclude": (*SHELL, *TEXTS, []),
     "lora.lora_bias": FLAGS,
+    "lora.trainable_tokens": (None,),
     "lora.init_from": (*TEXTS, None),
     "lora.same_base": FLAGS,
     "optim.lr": POSITIVE,

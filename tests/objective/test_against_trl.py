@@ -40,6 +40,7 @@ ALWAYS = (
     "bias",
     "patterns",
     "dora_layers",
+    "tokens",
     "pissa",
 )
 NAMES = [name if name in ALWAYS else nightly(name) for name in case.CASES]

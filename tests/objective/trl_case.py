@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+from safetensors import safe_open
 from safetensors.numpy import save_file
 
 BATCH, STEPS, ROWS = 4, 20, 20
@@ -41,7 +42,9 @@ KINDS = {
     "dora_layers": {
         "use_dora": True, "layers_to_transform": [1], "exclude_modules": ["self_attn.q_proj"], "use_rslora": True,
     },
+    "tokens": {"trainable_token_indices": [2482, 272, 7, 304]},  # three are in the texts; the head is tied
 }  # fmt: skip
+ROWS_KEY = "base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta"
 # ranks of projections that differ; 0: none
 RANKS = {name: {} for name in KINDS} | {
     "patterns": {"0.self_attn.q_proj": 2, "0.mlp.down_proj": 6, "1.mlp.down_proj": 0},
@@ -110,6 +113,11 @@ def write_adapter(folder: Path, base: Path, *, head: bool = False, kind: str = "
     if kind == "vera":
         tensors["base_model.vera_A"] = normal(RANK, MLP, size=0.4)
         tensors["base_model.vera_B"] = normal(WIDTH, RANK, size=0.8)
+    if kind == "tokens":
+        with safe_open(base / "model.safetensors", "np") as file:
+            table = file.get_tensor("model.embed_tokens.weight")
+        rows = table[KINDS[kind]["trainable_token_indices"]]
+        tensors[ROWS_KEY] = rows + normal(*rows.shape, size=0.1)
     if head:
         tensors["base_model.model.score.weight"] = (draw.standard_normal((1, WIDTH)) * 0.3).astype(np.float32)
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})

@@ -8,6 +8,7 @@ from math import prod
 
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.adapters.table import adapter_kind
+from lorafusion_jax.adapters.tokens import Table
 from lorafusion_jax.layout.layer import Half
 from lorafusion_jax.planning.memory.problem import FLOAT32, MemoryProblem
 from lorafusion_jax.weights.table import NONE, stored_kind
@@ -64,7 +65,7 @@ def _share(shape: Sequence[int], fsdp: int) -> int:
 
 def adapter_bytes(problem: MemoryProblem, stage: int, *, trainable: bool = True) -> list[int]:
     """Trainable tensors of a stage's layers in float32, per adapter, at its own rank, targets and kind;
-    on the last stage with its head.
+    on the last stage with its head, and at both ends with its rows of tokens.
 
     Args:
         trainable: False: those that are constant in training.
@@ -76,7 +77,9 @@ def adapter_bytes(problem: MemoryProblem, stage: int, *, trainable: bool = True)
     def parameters(spec: AdapterSpec) -> int:
         kind = adapter_kind(spec.kind)
         head = spec.head if problem.is_last(stage) else None
-        return (0 if head is None else head.num_parameters(sizes, trainable=trainable)) + sum(
+        rows = sum(map(len, token_ids(problem, stage, spec))) if trainable else 0
+        ends = model.hidden_size * rows + (0 if head is None else head.num_parameters(sizes, trainable=trainable))
+        return ends + sum(
             number
             * max(linear.experts, 1)
             * kind.num_parameters(
@@ -101,5 +104,17 @@ def constant_bytes(problem: MemoryProblem, stage: int) -> int:
 
 
 def trainable_parameters(problem: MemoryProblem) -> int:
-    """Trainable numbers of all adapters, each at its own rank and targets."""
-    return sum(sum(adapter_bytes(problem, stage)) for stage in range(problem.num_stages)) // FLOAT32
+    """Trainable numbers of all adapters, each at its own rank and targets; rows of a tied table count once."""
+    model, last = problem.model, problem.num_stages - 1
+    twins = sum(len(spec.tokens.embed) for spec in problem.adapters if spec.tokens and model.tie_embeddings)
+    stored = sum(sum(adapter_bytes(problem, stage)) for stage in range(last + 1)) // FLOAT32
+    return stored - model.hidden_size * twins
+
+
+def token_ids(problem: MemoryProblem, stage: int, spec: AdapterSpec) -> list[tuple[int, ...]]:
+    """The trainable tokens of an adapter in each token table of a stage."""
+    if spec.tokens is None:
+        return []
+    tables: dict[Table, bool] = {"embed": stage == 0, "head": problem.is_last(stage)}
+    tied = problem.model.tie_embeddings
+    return [spec.tokens.of(table, tied=tied) for table, is_here in tables.items() if is_here]

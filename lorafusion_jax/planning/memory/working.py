@@ -16,7 +16,7 @@ from lorafusion_jax.planning.blocks import block_layers
 from lorafusion_jax.planning.memory.calls import kernels_run, mlp_is_one_op, runs_on_hopper, site_shape
 from lorafusion_jax.planning.memory.problem import FLOAT32, MemoryProblem
 from lorafusion_jax.planning.memory.saved import kept_per_layer
-from lorafusion_jax.planning.memory.stored import adapter_bytes, dequantised_bytes, layer_bytes
+from lorafusion_jax.planning.memory.stored import adapter_bytes, dequantised_bytes, layer_bytes, token_ids
 from pallas_kernels import policy
 
 
@@ -33,6 +33,9 @@ def working_memory(problem: MemoryProblem, stage: int) -> dict[str, int]:
         head = item * D * V if problem.fsdp > 1 else 0
         # Logits and their gradient in float32, the gradient also in the model's dtype; rows, norm and its gradient.
         programs["loss"] = rows * V * (2 * FLOAT32 + item) + 3 * item * T * D + head
+        if trained := sum(len(token_ids(problem, stage, spec)[-1]) for spec in problem.adapters if spec.tokens):
+            # Logits once more, with those of trained rows; slopes of these; states of one adapter's rows.
+            programs["loss"] += FLOAT32 * (rows * V + T * trained) + item * T * D
     return programs
 
 
