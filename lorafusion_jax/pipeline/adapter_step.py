@@ -45,9 +45,8 @@ def close_batch(
     taken = lv.take(sums, columns, own_columns, adapter.first, lead=lv.SUMS)
     gradient = {name: leaf.sum(0) for name, leaf in taken.items()}
     finite = _finite_leaves(gradient)
-    squares = jnp.sum(
-        jnp.stack([jnp.sum(jnp.square(gradient[name])) for name in sorted(gradient) if name not in twins])
-    )
+    counted = [jnp.sum(jnp.square(gradient[name])) for name in sorted(gradient) if name not in twins]
+    squares = jnp.sum(jnp.stack(counted)) if counted else jnp.zeros(())
     mine = jax.tree.map(lambda total: total[:, index].sum(), totals or {})
     loss = mine.pop("loss", jnp.zeros(()))
     summary = BatchSummary(squares, (jnp.all(finite) & alive[index]).astype(jnp.float32), loss, mine)

@@ -97,7 +97,7 @@ class Place(NamedTuple):
     first: Any  # its first column in each of its leaves, in order of `own_columns`
 
 
-def all_columns(specs: Sequence[AdapterSpec], linears: Sequence[Linear], *, tied: bool) -> dict[str, Columns]:
+def all_columns(specs: Sequence[AdapterSpec], linears: Sequence[Linear], *, tied: bool = False) -> dict[str, Columns]:
     """Returns the leaves of these adapters by name.
 
     Args:
