@@ -44,7 +44,7 @@ from scheduling.online import (  # noqa: E402
     generate_trace,
     simulate_cluster,
 )
-from scheduling.online.costs import stage_costs  # noqa: E402
+from scheduling.online.facts import stage_costs  # noqa: E402
 from scheduling.online.state import after  # noqa: E402
 from scheduling.online.traces.generate import BASES, draw_job  # noqa: E402
 

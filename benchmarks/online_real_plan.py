@@ -12,13 +12,23 @@ import numpy as np
 
 from benchmarks.workloads import LONGEST, sample_lengths
 from scheduling import AdapterJob, CostModel, Plan, Timeline, make_plan, replan, simulate
-from scheduling.online import ChangeCosts, ClusterResult, ClusterState, Decision, Job, Ours, Rates, Worker
+from scheduling.online import ChangeCosts, ClusterResult, ClusterState, Decision, Job, Ours, Rates, ShapeFacts, Worker
 from scheduling.online.costs import TYPICAL_SAMPLE
 from scheduling.online.simulator import Simulator
 from scheduling.online.state import after
 
 # Jobs join a session whose programs are compiled, so a change costs only a drained pipeline.
 CHANGES = ChangeCosts(start_s=0.0, load_bytes_per_s=inf, change_s=0.0, compile_s=0.0, move_s=0.0)
+
+
+class SessionFacts(ShapeFacts):
+    """The costs of a session of one stage, whatever the job."""
+
+    def __init__(self, costs: CostModel):
+        self._costs = costs
+
+    def stage_costs(self, *_: Any) -> CostModel:
+        return self._costs
 
 
 class Coming(NamedTuple):
@@ -116,7 +126,7 @@ def simulated(
     jobs: Sequence[Job], worker: Worker, costs: CostModel, capacity_tokens: int
 ) -> tuple[ClusterResult, list[Move]]:
     """What the online simulator predicts for one GPU, and who joined and left when."""
-    rates = Rates(CHANGES, capacities=[capacity_tokens], costs=lambda *_: costs)
+    rates = Rates(CHANGES, capacities=[capacity_tokens], facts=SessionFacts(costs))
     policy = Logged(Ours(rates))
     return Simulator(jobs, [worker], policy, rates).run(), policy.moves
 

@@ -23,7 +23,7 @@ from lorafusion_jax.planning.rebalance import Moved, rebalanced
 from lorafusion_jax.planning.stages import SAMPLE_TOKENS, modelled_costs, stage_layers, worth_in_layers
 from lorafusion_jax.readable import SETTINGS, read_text
 from lorafusion_jax.report.format import count
-from lorafusion_jax.weights.table import stored_kind
+from lorafusion_jax.weights.table import NONE, stored_kind
 from pallas_kernels.policy import HOPPER
 from scheduling import (
     CostModel,
@@ -60,17 +60,8 @@ def predicted_costs(
         tokens: of each adapter's samples (None: as many of each). Rows of large ranks cost more.
     """
     mesh = config.mesh
-    weights = sum(prod(shape) for layer in model.layers for shape in layer.row_shapes().values())
-    layer = weights / model.num_layers / _product_speed(config, device)
     table = model.vocab_size * model.hidden_size
-    parts = default_cost_parts(
-        device,
-        layer_parameters=layer,
-        table_parameters=table,
-        hidden_size=model.hidden_size,
-        attention_width=_attention_width(model),
-        mlp_width=round(sum(layer.mlp.gated_elements for layer in model.layers) / model.num_layers),
-    )
+    parts = predicted_parts(model, device, config.base.quantize)
     parts = _with_ranks(parts, config, model, device, tokens)
     item = 4 if config.base.dtype == "float32" else 2
     # Programs of four layers may overlap a part of the gathering; that is not measured.
@@ -81,6 +72,25 @@ def predicted_costs(
     return dataclasses.replace(
         costs,
         source=f"default rates of one {device} per stage, {count(model.num_parameters)} parameters, nothing measured",
+    )
+
+
+def predicted_parts(model: ModelConfig, device: str, quantize: str = NONE) -> CostParts:
+    """Default costs of a mean layer and of the ends of a model on a device, at rank 16.
+
+    Args:
+        quantize: storage of the layers' projections, see `weights.table`.
+    """
+    weights = sum(prod(shape) for layer in model.layers for shape in layer.row_shapes().values())
+    kind = stored_kind(quantize)
+    speed = 1.0 if kind is None or device == "cpu" else kind.product_speed
+    return default_cost_parts(
+        device,
+        layer_parameters=weights / model.num_layers / speed,
+        table_parameters=model.vocab_size * model.hidden_size,
+        hidden_size=model.hidden_size,
+        attention_width=_attention_width(model),
+        mlp_width=round(sum(layer.mlp.gated_elements for layer in model.layers) / model.num_layers),
     )
 
 
@@ -110,11 +120,6 @@ def _with_ranks(
 def adapter_tokens(prepared: Prepared) -> dict[str, int]:
     """Tokens of each adapter's samples, all epochs counted."""
     return {name: int(data.stream_tokens().sum()) for name, data in prepared.adapters.items()}
-
-
-def _product_speed(config: JobConfig, device: str) -> float:
-    kind = stored_kind(config.base.quantize)
-    return 1.0 if kind is None or device == "cpu" else kind.product_speed
 
 
 def measured_costs(config: JobConfig, model: ModelConfig | None, file: Path) -> CostModel:

@@ -16,6 +16,7 @@ from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.errors import ConfigError, LoraFusionError, raise_all
 from lorafusion_jax.layout.extent import Extent, counts_of, extents
 from lorafusion_jax.layout.layer import HALVES, Half
+from scheduling.layers import deal_layers
 
 # Elementwise passes (LoRA's passes, norms, gate) per token and column of D + F, in FLOPs of equal time. Fitted to 8B
 # training runs on an H200.
@@ -80,7 +81,7 @@ def split_layers(num_layers: int, num_stages: int, costs: PartCosts = EQUAL) -> 
         )
     if min(costs.layer, costs.embed, costs.head) < 0 or not costs.layer:
         raise ValueError(f"costs must be positive: {costs}")
-    whole = _deal(num_layers, num_stages, costs)
+    whole = extents(deal_layers(num_layers, num_stages, layer=costs.layer, embed=costs.embed, head=costs.head))
     if costs.attention is None:
         return whole
     cut = _fill(num_layers, num_stages, costs)
@@ -105,21 +106,6 @@ def stage_cost(stage: Extent, costs: PartCosts) -> float:
     attention = costs.layer / 2 if costs.attention is None else costs.attention
     by_half = {"attention": attention, "mlp": costs.layer - attention, None: costs.layer}
     return sum(by_half[piece.half] for piece in stage.pieces)
-
-
-def _deal(num_layers: int, num_stages: int, costs: PartCosts) -> tuple[Extent, ...]:
-    """Assigns whole layers one by one, each to the stage that costs least with it.
-
-    As all layers cost the same, this is optimal: no layout has a faster slowest stage or, given that, a faster second
-    slowest stage. Ties go to the later stage, because earlier stages hold more microbatches in flight.
-    """
-    extra = [0.0] * num_stages
-    extra[0] += costs.embed
-    extra[-1] += costs.head
-    counts = [1] * num_stages
-    for _ in range(num_layers - num_stages):
-        counts[min(range(num_stages), key=lambda s: (extra[s] + costs.layer * (counts[s] + 1), -s))] += 1
-    return extents(counts)
 
 
 def _fill(num_layers: int, num_stages: int, costs: PartCosts) -> tuple[Extent, ...]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.engine.places import Places, class_name
+from lorafusion_jax.planning.model_facts import ModelFacts
 from lorafusion_serve.control.session import SessionPlan
 from lorafusion_serve.settings import ONE_SESSION, Settings
 from lorafusion_serve.states import ON_WORKER
@@ -79,10 +80,7 @@ class OneSession:
 class BaseShape(ModelShape):
     """The shape of a base of the service. Bases of equal shapes are different bases."""
 
-    name: str = field(default="")
-
-    def __post_init__(self):
-        ModelShape(**{key: getattr(self, key) for key in ModelShape.__dataclass_fields__})  # checks the sizes
+    name: str = ""
 
 
 class PolicyScheduler:
@@ -101,12 +99,13 @@ class PolicyScheduler:
         rates: Rates | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        rates = rates or Rates()
+        models = {name: ModelConfig.from_hf(folder) for name, folder in settings.bases.items()}
+        rates = rates or Rates(facts=ModelFacts(models))
         worker = Worker(HOST, settings.gpus, settings.memory_gib, settings.device)
         chosen = make_policy(policy, rates) if isinstance(policy, str) else policy
         self._cluster = LiveCluster([worker], rates, policy=chosen)
         self._settings, self._clock, self._began = settings, clock, clock()
-        self._shapes = {name: _shape(name, settings) for name in settings.bases}
+        self._shapes = {name: _shape(name, model) for name, model in models.items()}
         self._rates, self._worker = rates, worker
         self._rows: dict[str, Row] = {}
         self._ready: dict[str, bool] = {}
@@ -236,10 +235,9 @@ def _plan_of_row(row: Mapping[str, Any]) -> SessionPlan:
     )
 
 
-def _shape(name: str, settings: Settings) -> BaseShape:
-    config = ModelConfig.from_hf(settings.bases[name])
-    keys = [key for key in ModelShape.__dataclass_fields__ if hasattr(config, key)]
-    return BaseShape(name=name, **{key: getattr(config, key) for key in keys})
+def _shape(name: str, model: ModelConfig) -> BaseShape:
+    keys = [key for key in ModelShape.__dataclass_fields__ if hasattr(model, key)]
+    return BaseShape(name=name, **{key: getattr(model, key) for key in keys})
 
 
 def make_scheduler(settings: Settings) -> Scheduler:

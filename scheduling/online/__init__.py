@@ -14,6 +14,9 @@ from scheduling.online.cluster import POLICIES as POLICIES
 from scheduling.online.cluster import make_policy as make_policy
 from scheduling.online.cluster import simulate_cluster as simulate_cluster
 from scheduling.online.costs import ChangeCosts as ChangeCosts
+from scheduling.online.facts import Facts as Facts
+from scheduling.online.facts import ShapeFacts as ShapeFacts
+from scheduling.online.facts import StageBytes as StageBytes
 from scheduling.online.live import LiveCluster as LiveCluster
 from scheduling.online.policies.ours import Ours as Ours
 from scheduling.online.policies.ours import Settings as Settings

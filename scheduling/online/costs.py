@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from scheduling.cost_model import CostModel, PassCost
-from scheduling.cost_parts import CostParts, stages_from_parts
+from scheduling.cost_model import CostModel
 from scheduling.online.shapes import ModelShape
-from scheduling.rates import default_cost_parts
 
 TYPICAL_SAMPLE = 1024  # tokens; stages are balanced for samples of this length
 
@@ -65,53 +62,6 @@ def rank_class(ranks: Iterable[int]) -> int:
     """The class of places that hold these ranks; programs depend on the largest."""
     largest = max(ranks)
     return next((size for size in RANK_CLASSES if largest <= size), largest)
-
-
-@lru_cache(maxsize=256)
-def cost_parts(shape: ModelShape, device: str) -> CostParts:
-    """Modelled costs of a base's layers and ends on a device."""
-    return default_cost_parts(
-        device,
-        layer_parameters=shape.layer_parameters,
-        table_parameters=shape.table_parameters,
-        hidden_size=shape.hidden_size,
-        attention_width=shape.num_heads * shape.head_dim,
-        mlp_width=shape.intermediate_size,
-    )
-
-
-@lru_cache(maxsize=1024)
-def stage_costs(shape: ModelShape, device: str, num_stages: int, recompute: bool = False) -> CostModel:
-    """Costs of the stages of a pipeline, with layers distributed so that the slowest stage is as fast as possible.
-
-    With recomputation a backward pass runs the forward of the layers again.
-    """
-    parts = cost_parts(shape, device)
-    if recompute:
-        forward, backward = parts.layer.forward, parts.layer.backward
-        both = PassCost(
-            fixed_s=forward.fixed_s + backward.fixed_s,
-            token_s=forward.token_s + backward.token_s,
-            square_s=forward.square_s + backward.square_s,
-        )
-        parts = replace(parts, layer=replace(parts.layer, backward=both))
-    return stages_from_parts(parts, deal_layers(shape, device, num_stages))
-
-
-@lru_cache(maxsize=1024)
-def deal_layers(shape: ModelShape, device: str, num_stages: int) -> tuple[int, ...]:
-    """Number of layers of each stage; the last stage has fewer, because it has the head."""
-    parts = cost_parts(shape, device)
-    layer, head = (
-        part.forward.seconds(TYPICAL_SAMPLE, TYPICAL_SAMPLE**2)
-        + part.backward.seconds(TYPICAL_SAMPLE, TYPICAL_SAMPLE**2)
-        for part in (parts.layer, parts.head)
-    )
-    counts = [1] * num_stages
-    extra = [0.0] * (num_stages - 1) + [head]
-    for _ in range(shape.num_layers - num_stages):
-        counts[min(range(num_stages), key=lambda stage: (extra[stage] + layer * (counts[stage] + 1), -stage))] += 1
-    return tuple(counts)
 
 
 def slot_cost(costs: CostModel, num_stages: int) -> SlotCost:

@@ -7,13 +7,11 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
-from scheduling.cost_model import CostModel
-from scheduling.online.costs import ChangeCosts, SlotCost, slot_cost, stage_costs
+from scheduling.online.costs import ChangeCosts, SlotCost, slot_cost
+from scheduling.online.facts import GIB, Facts, ShapeFacts, StageBytes
 from scheduling.online.job_cache import JobCache
 from scheduling.online.joint import joint_rate
-from scheduling.online.memory import GIB, StageBytes, stage_bytes, trainable_bytes
 from scheduling.online.profile import LADDER, LARGEST_CAPACITY, TILE, Profile, make_profile
-from scheduling.online.shapes import ModelShape
 from scheduling.online.sharing import GroupRate, IsolatedRate, Members, Mesh, alternate, share
 from scheduling.online.types import Job
 
@@ -31,8 +29,7 @@ class Rates:
         changes: costs of starting and changing groups.
         capacities: tokens that a microbatch may have (None: what is best for each group). A session that does not
             compile again for every change of its members has one.
-        costs: of a base on a device, by stages and whether backward repeats the forward pass. The default rates are
-            those of rank 16.
+        facts: seconds and bytes of a base's stages (None: counted from its sizes, at the rates of rank 16).
     """
 
     def __init__(
@@ -40,9 +37,9 @@ class Rates:
         changes: ChangeCosts | None = None,
         *,
         capacities: Sequence[int] | None = None,
-        costs: Callable[[ModelShape, str, int, bool], CostModel] = stage_costs,
+        facts: Facts | None = None,
     ):
-        self.changes, self._capacities, self._costs = changes or ChangeCosts(), capacities, costs
+        self.changes, self._capacities, self._facts = changes or ChangeCosts(), capacities, facts or ShapeFacts()
         self._jobs = JobCache()
         self.key = self._jobs.key  # jobs with equal keys have equal rates
         self._known: dict[tuple[Any, ...], Any] = {}
@@ -240,16 +237,16 @@ class Rates:
 
     def _cost(self, job: Job, kind: Kind, stages: int, recompute: bool) -> SlotCost:
         key = ("cost", job.base_name, kind[0], stages, recompute)
-        return self._once(key, lambda: slot_cost(self._costs(job.shape, kind[0], stages, recompute), stages))
+        return self._once(key, lambda: slot_cost(self._facts.stage_costs(job, kind[0], stages, recompute), stages))
 
     def _stage(self, job: Job, stages: int, recompute: bool) -> StageBytes:
         key = ("stage", job.base_name, stages, recompute)
-        return self._once(key, lambda: stage_bytes(job.shape, stages, recompute))
+        return self._once(key, lambda: self._facts.stage_bytes(job, stages, recompute))
 
     def _adapters(self, members: Sequence[Job], stages: int) -> float:
         """Trainable bytes of all members, each at its own rank."""
         total = 0.0
         for job in members:
             key = ("adapter", job.base_name, stages, job.rank, job.targets)
-            total += self._once(key, lambda job=job: trainable_bytes(job.shape, stages, job.rank, job.targets))
+            total += self._once(key, lambda job=job: self._facts.trainable_bytes(job, stages))
         return total

@@ -30,7 +30,7 @@ class ModelShape:
     tie_embeddings: bool = False
 
     def __post_init__(self):
-        for field in fields(self):
+        for field in fields(ModelShape):  # a subclass may add a name
             value = getattr(self, field.name)
             if field.name != "tie_embeddings" and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise PlanError("online.base", f"{field.name} of a base must be a positive whole number, not {value!r}")

@@ -11,7 +11,7 @@ from benchmarks import online_real
 from benchmarks.online_real_plan import SCENARIOS, draw_jobs, planned, simulated, slot_at, time_of
 from scheduling import Timeline, simulate
 from scheduling.online import ModelShape, Worker
-from scheduling.online.costs import stage_costs
+from scheduling.online.facts import stage_costs
 
 QUARTER = ModelShape(  # of Llama-3.1-8B
     hidden_size=4096, intermediate_size=14336, num_layers=8, num_heads=32, num_kv_heads=8, vocab_size=128256

@@ -34,7 +34,8 @@ def test_two_bases_get_their_sessions_and_all_jobs_end(serve):
     assert {decision["text"].split(" (")[0].split()[0] for decision in service.decisions()} >= {"open"}
     processes = [process for made in SimulatedSession.made.values() for process in made]
     assert {jobs[job] for process in processes for job in process.trained} == {"red", "blue"}
-    assert all(len({jobs[job] for job in process.trained}) == 1 for process in processes)
+    # a session may change before its first job starts: such a process has trained none
+    assert all(len({jobs[job] for job in process.trained}) <= 1 for process in processes)
     assert max(process.most_together for process in processes) >= 2
 
 

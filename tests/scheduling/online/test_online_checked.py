@@ -19,11 +19,11 @@ from scheduling.online import (
     Ours,
     Rates,
     Settings,
+    ShapeFacts,
     Worker,
     generate_trace,
     simulate_cluster,
 )
-from scheduling.online.costs import stage_costs
 
 RATES = Rates()
 BASES = {"llama-3.1-8b": 0.5, "qwen2.5-14b": 0.3, "qwen2.5-32b": 0.2}
@@ -112,10 +112,11 @@ def test_a_run_goes_on_after_refusals():
 def test_wrong_predictions_do_not_stop_a_run():
     """Every base and mesh is up to a fifth faster or slower than predicted; measured speeds reach the policy."""
 
-    def actual_costs(shape, device, stages, recompute):
-        factor = 1.0 + 0.1 * ((shape.num_layers * 7 + stages * 3 + recompute) % 5 - 2)
-        costs = stage_costs(shape, device, stages, recompute)
-        return replace(costs, stages=tuple(scaled(stage, factor) for stage in costs.stages))
+    class Actual(ShapeFacts):
+        def stage_costs(self, job, device, num_stages, recompute):
+            factor = 1.0 + 0.1 * ((job.shape.num_layers * 7 + num_stages * 3 + recompute) % 5 - 2)
+            costs = super().stage_costs(job, device, num_stages, recompute)
+            return replace(costs, stages=tuple(scaled(stage, factor) for stage in costs.stages))
 
     def scaled(stage, factor):
         passes = {name: getattr(stage, name) for name in ("forward", "backward")}
@@ -136,7 +137,7 @@ def test_wrong_predictions_do_not_stop_a_run():
             seen.update(job_state.speed for job_state in state.jobs.values())
             return super().decide(state, now)
 
-    truth = Rates(costs=actual_costs)
+    truth = Rates(facts=Actual())
     policy = CheckedPolicy(Watched(RATES), truth, tolerance=0.25)
     result = simulate_cluster(jobs, workers, policy, rates=RATES, truth=truth)
     assert len(result.finish_s) == 80

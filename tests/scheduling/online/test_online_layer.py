@@ -6,7 +6,7 @@ import pytest
 
 from lorafusion_jax.config.model import ModelConfig
 from scheduling.online import SHAPES
-from scheduling.online.memory import BFLOAT16, stage_bytes
+from scheduling.online.facts import BFLOAT16, stage_bytes
 from scheduling.online.shapes import LINEARS
 
 

@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 
 from scheduling import simulate
 from scheduling.baselines import one_after_another
-from scheduling.online import SHAPES, Job, Mesh, ModelShape, Rates
-from scheduling.online.costs import stage_costs
-from scheduling.online.memory import GIB, stage_bytes
+from scheduling.online import SHAPES, Job, Mesh, ModelShape, Rates, ShapeFacts
+from scheduling.online.facts import GIB, stage_bytes, stage_costs
 from scheduling.online.sharing import fair_shares
 from scheduling.pipeline import one_forward_one_backward
 from scheduling.types import AdapterJob
@@ -130,9 +129,21 @@ def test_a_session_may_have_one_capacity_for_all_groups():
     assert rates.isolated_rate(short, KIND, 1).step_s >= RATES.isolated_rate(short, KIND, 1).step_s
 
 
-def test_rates_take_the_costs_that_they_are_given():
-    """8B jobs at the costs of 32B train as fast as 32B jobs."""
-    given = Rates(costs=lambda shape, *of: stage_costs(SHAPES["qwen2.5-32b"], *of))
+def test_rates_take_the_facts_that_they_are_given():
+    """8B jobs at the costs of 32B train as fast as 32B jobs; where a token takes more room, fewer fit."""
+
+    class Slow(ShapeFacts):
+        def stage_costs(self, job, device, num_stages, recompute):
+            return stage_costs(SHAPES["qwen2.5-32b"], device, num_stages, recompute)
+
+    class Wide(ShapeFacts):
+        def stage_bytes(self, job, num_stages, recompute):
+            known = super().stage_bytes(job, num_stages, recompute)
+            return known._replace(token=40 * known.token)
+
+    assert Rates(facts=Wide()).on_mesh([job()], KIND, Mesh(1, 1, 16384)) is None
+    assert RATES.on_mesh([job()], KIND, Mesh(1, 1, 16384)) is not None
+    given = Rates(facts=Slow())
     mesh, lengths = Mesh(1, 8, 4096), ([900, 500], [1500, 400])
     small, large = (
         [job(str(index), base=base, lengths=job_lengths) for index, job_lengths in enumerate(lengths)]

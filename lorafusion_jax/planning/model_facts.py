@@ -1,0 +1,86 @@
+"""What the online scheduler has to know about bases, from the models: their layers, memory plan and rates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+
+from lorafusion_jax.adapters.spec import AdapterSpec
+from lorafusion_jax.config.model import ModelConfig
+from lorafusion_jax.layout.layer import RematPolicy
+from lorafusion_jax.planning.memory import MemoryProblem, StageMemory, stage_memory
+from lorafusion_jax.planning.prediction import predicted_parts
+from lorafusion_jax.planning.stages import stage_layers, worth_in_layers
+from lorafusion_jax.weights.table import NONE
+from scheduling import CostModel, stages_from_parts
+from scheduling.online import Job, StageBytes
+from scheduling.online.facts import recomputed
+from scheduling.online.shapes import LINEARS
+
+OPTIMIZER = "adamw"  # of a job whose settings the scheduler does not know
+FEW, MANY = 2048, 8192  # tokens of two microbatches: bytes per token are those of the difference
+
+
+class ModelFacts:
+    """`scheduling.online.Facts` of models that a service trains.
+
+    Args:
+        models: name of a base → its model.
+        quantize: storage of the layers' projections, see `weights.table`.
+    """
+
+    def __init__(self, models: Mapping[str, ModelConfig], quantize: str = NONE):
+        self._models, self._quantize = dict(models), quantize
+        self._fullest = cache(self._fullest_stage)
+
+    def stage_costs(self, job: Job, device: str, num_stages: int, recompute: bool) -> CostModel:
+        """Costs of the stages; see `Facts`."""
+        model = self._models[job.base_name]
+        parts = predicted_parts(model, device, self._quantize)
+        layers = worth_in_layers(model, stage_layers(model, num_stages))
+        return stages_from_parts(recomputed(parts) if recompute else parts, layers)
+
+    def stage_bytes(self, job: Job, num_stages: int, recompute: bool) -> StageBytes:
+        """Bytes of the fullest stage; see `Facts`."""
+        remat: RematPolicy = "nothing" if recompute else "gemm_inputs"
+        few, many = (self._fullest(job.base_name, num_stages, remat, tokens) for tokens in (FEW, MANY))
+        token = (many - few) / (MANY - FEW)
+        return StageBytes(fixed=many - MANY * token, token=token)
+
+    def trainable_bytes(self, job: Job, num_stages: int) -> float:
+        """Bytes of the job's weights, gradient and optimizer state on the stage that has most of them."""
+        spec = _spec(job, self._models[job.base_name])
+        stages = stage_memory(self._problem(job.base_name, num_stages, "gemm_inputs", FEW, (spec,)))
+        return max(stage.adapters + stage.sums + stage.optimizers for stage in stages)
+
+    def _fullest_stage(self, base: str, num_stages: int, remat: RematPolicy, tokens: int) -> int:
+        """Bytes without the weights that train; the working memory is that of an adapter of rank 16 on everything."""
+        model = self._models[base]
+        spec = AdapterSpec(name="typical", rank=16, alpha=16.0, targets=model.targets)
+        stages = stage_memory(self._problem(base, num_stages, remat, tokens, (spec,)))
+        return max(_without_adapters(stage) for stage in stages)
+
+    def _problem(
+        self, base: str, num_stages: int, remat: RematPolicy, tokens: int, adapters: tuple[AdapterSpec, ...]
+    ) -> MemoryProblem:
+        model = self._models[base]
+        return MemoryProblem(
+            model=model,
+            adapters=adapters,
+            optimizers=(OPTIMIZER,) * len(adapters),
+            layers=stage_layers(model, num_stages),
+            capacity_tokens=tokens,
+            remat=remat,
+            quantize=self._quantize,
+        )
+
+
+def _without_adapters(stage: StageMemory) -> int:
+    return stage.total - stage.adapters - stage.sums - stage.optimizers
+
+
+def _spec(job: Job, model: ModelConfig) -> AdapterSpec:
+    """The job's adapter; a job that names all projections of a plain decoder means all of the model."""
+    some = tuple(name for name in model.targets if name in job.targets)
+    targets = model.targets if set(job.targets) == set(LINEARS) or not some else some
+    return AdapterSpec(name=job.name, rank=job.rank, alpha=float(job.rank), targets=targets)
