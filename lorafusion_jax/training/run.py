@@ -176,6 +176,7 @@ class Run:
         if not self._resumed:
             for adapter in select_adapters(self._job.config, self._session.names).adapters:
                 self._evaluations.evaluate(adapter.name, 0, self._progress.slot)
+            self._end_dropped(self._progress.slot)  # resumed before its first checkpoint
             return
         slot, unwritten = self._progress.slot, self._progress.unwritten
         for name, adapter in self._progress.adapters.items():  # killed between checkpoint and export

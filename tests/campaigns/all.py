@@ -37,7 +37,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"  # whatever the machine has, cases need none
 import jax
 import orbax.checkpoint  # noqa: F401  imported here once for all cases
 from campaigns.cases import LOST, Campaign, Pool, Rows, shards
-from campaigns.disk_calls import preload
+from campaigns.disk_calls import preload, source_digest
 from campaigns.exports import Exports
 from campaigns.hostile import Hostile
 from campaigns.kills_of_changes import KillsOfChanges
@@ -122,7 +122,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--seeds", nargs=2, type=int, default=[0, 2000], help="of sequences: first, and end")
     parser.add_argument("--shard", type=_shard, default=(1, 1), metavar="I/N", help="every N-th case from the I-th on")
     parser.add_argument("--work", type=Path, default=memory if memory.is_dir() else None, help="for temporary files")
-    library = Path(tempfile.gettempdir()) / f"disk_calls-{os.getuid()}" / "disk_calls.so"
+    library = Path(tempfile.gettempdir()) / f"disk_calls-{os.getuid()}" / f"{source_digest()}.so"
     parser.add_argument("--library", type=Path, default=library, help="compiled disk_calls.c")
     return parser.parse_args()
 

@@ -6,6 +6,7 @@ disk_calls.c says how. `preload` starts a program anew with it; processes that a
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import os
 import subprocess
 import sys
@@ -16,6 +17,11 @@ from types import SimpleNamespace
 
 SOURCE = Path(__file__).with_name("disk_calls.c")
 NO_COUNT, ALL = -1, 2**40
+
+
+def source_digest() -> str:
+    """Tells a library from one of other source."""
+    return hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]
 
 
 def build(library: Path) -> Path:
