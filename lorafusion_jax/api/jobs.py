@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from lorafusion_jax.api.shown import Shown
+from lorafusion_jax.config.data_sources import DataSource, names
 from lorafusion_jax.config.job_checks import ineffective
 from lorafusion_jax.config.load import parse_config
 from lorafusion_jax.config.overrides import unreached
@@ -47,7 +48,7 @@ class Job(Shown):
             lora, optim = adapter.lora, adapter.optim
             table.add_row(
                 adapter.name,
-                Path(str(adapter.data.train)).name,
+                names([DataSource(path=Path(s.path).name) for s in adapter.data.train]),
                 f"{lora.rank}",
                 f"{lora.alpha:g}",
                 f"{lora.dropout:g}",

@@ -85,7 +85,7 @@ def command(
             count(report.loss_tokens),
             exact(report.longest),
             exact(report.cut),
-            exact(len(report.dropped) + len(report.too_long)),
+            exact(sum(len(part.dropped) + len(part.too_long) for part in report.files)),
             exact(data.eval.report.rows) if data.eval else "–",
         )
     console.print(table)

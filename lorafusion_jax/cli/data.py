@@ -11,6 +11,8 @@ import typer
 from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.cli.common import JobFile, Json, Overrides, next_command
 from lorafusion_jax.config import load_config
+from lorafusion_jax.config.schema import AdapterConfig, JobConfig
+from lorafusion_jax.data.prepare import load_sources
 from lorafusion_jax.data.preview import render_preview
 from lorafusion_jax.data.tokenized import load_samples
 from lorafusion_jax.data.tokenized_set import TokenizedSet
@@ -45,24 +47,29 @@ def preview(
             "config.unknown-adapter", f"there is no adapter '{adapter}'.", fix=f"one of: {', '.join(names)}"
         )
     tokenizer, console = load_tokenizer(base_directory(config)), out()
-    sets = {
-        entry.name: load_samples(
-            entry.data.train,
-            settings=entry.data,
-            tokenizer=tokenizer,
-            adapter=entry.name,
-            base_dir=Path(config.directory),
-            objective=entry.objective.chosen,
-        )
-        for entry in config.adapters
-        if adapter in (None, entry.name)
-    }
+    sets = {entry.name: _load(config, entry, tokenizer) for entry in config.adapters if adapter in (None, entry.name)}
     if as_json:
         print(json.dumps({name: _numbers(samples, tokenizer, rows) for name, samples in sets.items()}))
         return
     for name, samples in sets.items():
         console.print(render_preview(samples, tokenizer, rows=rows, title=name))
     next_command(console, f"lorafusion plan {jobs}")
+
+
+def _load(config: JobConfig, adapter: AdapterConfig, tokenizer: Tokenizer) -> TokenizedSet:
+    base_dir = Path(config.directory)
+
+    def load(source: str) -> TokenizedSet:
+        return load_samples(
+            source,
+            settings=adapter.data,
+            tokenizer=tokenizer,
+            adapter=adapter.name,
+            base_dir=base_dir,
+            objective=adapter.objective.chosen,
+        )
+
+    return load_sources(adapter.data.train, base_dir, load)[0]
 
 
 def _numbers(samples: TokenizedSet, tokenizer: Tokenizer, rows: int) -> list[dict]:

@@ -159,16 +159,21 @@ def _data(result: Converted, key: str, target: str, value: Any) -> None:
     sets = value if isinstance(value, list) else str(value).split(",")
     if not sets:
         return
-    first = sets[0] if isinstance(sets[0], dict) else {"path": str(sets[0]).strip()}
-    if len(sets) > 1:
-        result.notes.append((key, f"only the first of {len(sets)} sets: write one file, or an adapter for each"))
     if key == "dataset":
         result.notes.append((key, "a name of dataset_info.json: write the file that it stands for"))
-    file = first.get("data_files") or first.get("path") or ""
-    file = file[0] if isinstance(file, list) and file else str(file)
-    local = PurePosixPath(file).suffix in ROWS
-    split = f":{first['split']}" if first.get("split") and not local else ""
-    result.set(target, file if local or key == "dataset" else f"hf:{first.get('path')}{split}")
+    sources = list(dict.fromkeys(path for entry in sets for path in _paths(entry, as_it_is=key == "dataset")))
+    result.set(target, sources[0] if len(sources) == 1 else sources)
+
+
+def _paths(given: Any, *, as_it_is: bool) -> list[str]:
+    """The sources of one entry of another program's list."""
+    entry = given if isinstance(given, dict) else {"path": str(given).strip()}
+    files = entry.get("data_files") or entry.get("path") or ""
+    files = [str(file) for file in files] if isinstance(files, list) and files else [str(files)]
+    if as_it_is or all(PurePosixPath(file).suffix in ROWS for file in files):
+        return files
+    split = f":{entry['split']}" if entry.get("split") else ""
+    return [f"hf:{entry.get('path')}{split}"]
 
 
 def _loss(result: Converted, key: str, target: str, value: Any) -> None:

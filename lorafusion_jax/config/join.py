@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
+from lorafusion_jax.config.data_sources import Sources
 from lorafusion_jax.config.load import parse_config
 from lorafusion_jax.config.read import Source, read_source
 from lorafusion_jax.config.schema import AdapterConfig, JobConfig
@@ -106,6 +107,12 @@ def _with_moved_paths(adapter: AdapterConfig, theirs: str, ours: str) -> Adapter
     def moved[T](path: T) -> T | str:
         return str(Path(theirs) / path) if isinstance(path, str) and not path.startswith("hf:") else path
 
-    data = adapter.data.model_copy(update={"train": moved(adapter.data.train), "eval": moved(adapter.data.eval)})
+    def moved_sources[T](sources: T) -> T | Sources:
+        if not isinstance(sources, tuple):
+            return sources
+        return tuple(dataclasses.replace(source, path=moved(source.path)) for source in sources)
+
+    files = {"train": moved_sources(adapter.data.train), "eval": moved_sources(adapter.data.eval)}
+    data = adapter.data.model_copy(update=files)
     lora = adapter.lora.model_copy(update={"init_from": moved(adapter.lora.init_from)})
     return adapter.model_copy(update={"data": data, "lora": lora})

@@ -17,17 +17,18 @@ from pydantic import (
     TypeAdapter,
     ValidationError,
     ValidationInfo,
+    WithJsonSchema,
     field_validator,
     model_validator,
 )
 
 from lorafusion_jax.adapters.patterns import Patterns, unusable_pattern
 from lorafusion_jax.adapters.table import BIASED, PLAIN, adapter_kind, unknown_kind
+from lorafusion_jax.config.data_sources import SOURCES_SCHEMA, Sources, TrainSources, as_written, held_out_sources
 from lorafusion_jax.config.token_rows import check_tokens
 from lorafusion_jax.config.values import (
     LARGEST_COUNT,
     Count,
-    File,
     Flag,
     Folder,
     Fraction,
@@ -39,7 +40,6 @@ from lorafusion_jax.config.values import (
     Revision,
     Text,
     Whole,
-    check_file,
     check_text,
 )
 from lorafusion_jax.families.hf_config import shortened
@@ -89,16 +89,19 @@ def _usable[T: Iterable[str]](patterns: T) -> T:
     return patterns
 
 
-def _held_out(value: object) -> str | float:
-    """Reads a file, or a share of the training data. As a union, each value would get two errors."""
-    if isinstance(value, str):
-        return check_file(value)
+def _held_out(value: object) -> Sources | float:
+    """Reads files, or a share of the training data. As a union, each value would get two errors."""
+    if isinstance(value, str | list | dict | tuple):
+        return held_out_sources(value)
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1:
         return float(value)
     raise ValueError(f"a file, or the share of data.train to hold out, between 0 and 1, not {shortened(value)}")
 
 
-HeldOut = Annotated[str | float, PlainValidator(_held_out)]
+HELD_OUT_SCHEMA = {"anyOf": [*SOURCES_SCHEMA["anyOf"], {"type": "number", "exclusiveMinimum": 0, "maximum": 1}]}
+HeldOut = Annotated[
+    Sources | float, PlainValidator(_held_out), PlainSerializer(as_written), WithJsonSchema(HELD_OUT_SCHEMA)
+]
 
 
 TrainableTokens = Annotated[list[int | str] | dict[str, list[int | str]] | None, PlainValidator(check_tokens)]
@@ -154,14 +157,17 @@ class BaseSettings(Section):
 class DataSettings(Section):
     """Training data of an adapter, and the tokens that it learns."""
 
-    train: File = Field(description="file (.jsonl .json .csv .parquet, or with .gz) or hf:org/set[:split]")
+    train: TrainSources = Field(
+        description="file (.jsonl .json .csv .parquet, or with .gz or .zst), folder, glob or hf:org/set[:split]; or a "
+        "list of them, each a path or {path: …, weight: 0.3}: an epoch has so many times its rows"
+    )
     eval: HeldOut | None = Field(
         default=None,
-        description="held-out file, same format; or the share of train to hold out, e.g. 0.05: equal samples stay "
-        "together, and adapters with the same data hold out the same ones",
+        description="held-out file, or a list of files; or the share of train to hold out, e.g. 0.05: equal samples "
+        "stay together, and adapters with the same data hold out the same ones",
     )
-    format: Literal["auto", "messages", "conversations", "prompt", "instruction", "text"] = Field(
-        default="auto", description="format of the rows; auto = detected from their columns"
+    format: Literal["auto", "messages", "conversations", "prompt", "instruction", "text", "tokens"] = Field(
+        default="auto", description="format of the rows; auto = detected from the columns of each source"
     )
     columns: dict[Text, Text] = Field(
         default={}, description="role -> column, e.g. {prompt: question, completion: answer}"

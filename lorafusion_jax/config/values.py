@@ -67,13 +67,13 @@ def check_folder(text: str) -> str:
 
 
 def check_file(text: str) -> str:
-    """`check_folder` for a file of rows, or a data set of the hub."""
+    """`check_folder` for a file, folder or glob of rows, or a data set of the hub."""
     check_folder(text)
     if text.startswith("hf:"):
         if not _HUB_DATA.fullmatch(text) or ".." in text.split(":")[1]:
             raise ValueError(f"hf:org/set or hf:org/set:split, not {_shown(text)}")
-    elif text.endswith("/") or PurePath(text).name in ("", ".."):
-        raise ValueError(f"a file, not the folder {_shown(text)}")
+    elif PurePath(text).name in ("", ".."):
+        raise ValueError(f"a file or a folder of rows, not {_shown(text)}")
     return text
 
 
@@ -115,7 +115,6 @@ def _shown(value: str | bool) -> str:
 Flag = Annotated[bool, Strict()]
 Text = Annotated[str, AfterValidator(check_text)]
 Folder = Annotated[str, AfterValidator(check_folder)]
-File = Annotated[str, AfterValidator(check_file)]
 Revision = Annotated[str, AfterValidator(check_revision)]
 HubName = Annotated[str, AfterValidator(check_hub_name)]
 Project = Annotated[str, AfterValidator(check_project)]

@@ -192,7 +192,7 @@ def segment_weights(data: TokenizedSet, samples: np.ndarray | None = None) -> tu
 
 def batch_loss_tokens(data: AdapterData, global_batch: int) -> np.ndarray:
     """Counts the loss tokens of every global batch of an adapter."""
-    per_sample = np.add.reduceat(data.train.loss_mask.astype(np.int64), data.train.offsets[:-1])[data.order]
+    per_sample = data.train.segment_tokens.sum(axis=1)[data.order]
     return np.add.reduceat(per_sample, data.batch_starts(global_batch))
 
 

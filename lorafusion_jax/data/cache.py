@@ -12,6 +12,7 @@ import functools
 import hashlib
 import json
 import os
+import shutil
 import tempfile
 import zipfile
 import zlib
@@ -22,13 +23,16 @@ import numpy as np
 import tokenizers
 
 from lorafusion_jax.config.schema import DataSettings
+from lorafusion_jax.data.disk_arrays import map_array
 from lorafusion_jax.data.rows import RawSource
+from lorafusion_jax.data.tokenized_set import DataReport, TokenizedSet
 from lorafusion_jax.data.tokenizer import Tokenizer
 from lorafusion_jax.files import user_cache
 
 ARRAYS = ("tokens", "loss_mask", "offsets", "rows")
 OPTIONAL = ("segment_lengths", "answer")
 NAMED = ("numbers", "values")  # dictionaries of arrays
+LARGE = ".set"  # suffix of the folder of a large set
 LARGEST_BYTES = 2 << 30  # size of all entries; the least recently used are removed first
 
 
@@ -68,6 +72,8 @@ def entry_path(
 
 def load(entry: Path) -> tuple[dict[str, Any], dict] | None:
     """Reads an entry: arrays and report. Returns None if it is missing or damaged."""
+    if (folder := entry.with_suffix(LARGE)).is_dir():
+        return _load_folder(folder)
     try:
         with entry.open("rb") as file, np.load(file, allow_pickle=False) as stored:
             arrays: dict[str, Any] = {
@@ -103,13 +109,60 @@ def store(entry: Path, samples) -> None:
         return
 
 
+def store_folder(entry: Path, samples, arrays: Path) -> None:
+    """Makes an entry of the arrays of a large set, which are on disk. They stay mapped, whatever becomes of it."""
+    small = {name: getattr(samples, name) for name in ("offsets", "rows", "segment_lengths")}
+    small |= {f"numbers.{name}": array for name, array in samples.numbers.items()}
+    tokens = ("tokens", "loss_mask", *(["answer"] if samples.answer is not None else []))
+    large = {name: getattr(samples, name).dtype.str for name in tokens}
+    large |= {f"values.{name}": array.dtype.str for name, array in samples.values.items()}
+    head = {"report": dataclasses.asdict(samples.report), "large": large, "digest": samples.digest}
+    folder = entry.with_suffix(LARGE)
+    try:
+        np.savez(arrays / "small.npz", **{name: array for name, array in small.items() if array is not None})
+        (arrays / "head.json").write_text(json.dumps(head), encoding="utf-8")
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(arrays, folder)
+        _shrink(entry.parent)
+    except OSError:
+        return
+
+
+def _load_folder(folder: Path) -> tuple[dict[str, Any], dict] | None:
+    try:
+        head = json.loads((folder / "head.json").read_text(encoding="utf-8"))
+        arrays: dict[str, Any] = {"numbers": {}, "values": {}}
+        with np.load(folder / "small.npz", allow_pickle=False) as stored:
+            loaded = {name: stored[name] for name in stored}
+        loaded |= {name: map_array(folder, name, np.dtype(dtype)) for name, dtype in head["large"].items()}
+        for name, array in loaded.items():
+            kind, _, inner = name.partition(".")
+            if inner:
+                arrays[kind][inner] = array
+            else:
+                arrays[kind] = array
+        os.utime(folder)
+        report = head["report"]
+        # Reading all of it notices damage, and the digest of a run's data is needed anyway.
+        same = TokenizedSet(**arrays, report=DataReport(**report)).digest == head["digest"]
+    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile, zlib.error):
+        return None
+    return (arrays, report) if same else None
+
+
 def _shrink(folder: Path) -> None:
-    entries = sorted(((file.stat().st_mtime, file.stat().st_size, file) for file in folder.glob("*.npz")), reverse=True)
+    """Removes the entries that were not used for the longest time, but never the newest one."""
+    entries = [*folder.glob("*.npz"), *folder.glob(f"*{LARGE}")]
+    newest_first = sorted(((entry.stat().st_mtime, _size(entry), entry) for entry in entries), reverse=True)
     kept = 0
-    for _, size, file in entries:
+    for number, (_, size, entry) in enumerate(newest_first):
         kept += size
-        if kept > LARGEST_BYTES:
-            file.unlink(missing_ok=True)
+        if kept > LARGEST_BYTES and number:
+            shutil.rmtree(entry, ignore_errors=True) if entry.is_dir() else entry.unlink(missing_ok=True)
+
+
+def _size(entry: Path) -> int:
+    return sum(file.stat().st_size for file in (entry.iterdir() if entry.is_dir() else (entry,)))
 
 
 @functools.cache

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lorafusion_jax.data.rows import Rows
+from lorafusion_jax.data.token_rows import ATTENTION, FORMAT, IDS, LABELS
 from lorafusion_jax.errors import DataError, LoraFusionError, did_you_mean, raise_all
 
 CHAT_COLUMNS = ("system", "tools", "chat_template_kwargs")
@@ -16,6 +17,7 @@ FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "prompt": (("prompt", "completion"), CHAT_COLUMNS),
     "instruction": (("instruction", "output"), ("input", "history", *CHAT_COLUMNS)),
     "text": (("text",), ()),
+    FORMAT: ((IDS,), (LABELS, ATTENTION)),
 }
 PROBED_ROWS = 20
 

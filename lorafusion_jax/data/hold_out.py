@@ -7,7 +7,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from lorafusion_jax.data.tokenized_set import TokenizedSet
+from lorafusion_jax.data.disk_arrays import release
+from lorafusion_jax.data.join_sets import select_samples
+from lorafusion_jax.data.tokenized_set import SUMMED_SAMPLES, TokenizedSet
 from lorafusion_jax.errors import DataError
 
 
@@ -28,7 +30,7 @@ def hold_out(samples: TokenizedSet, share: float, adapter: str) -> tuple[Tokeniz
     Raises:
         DataError: `data.eval-share`, nothing is left to train.
     """
-    hashes = np.array([_hash(samples, index) for index in range(len(samples))], np.uint64)
+    hashes = _hashes(samples)
     wanted = max(1, round(share * len(samples)))
     held = hashes <= np.sort(hashes)[wanted - 1]
     if held.all():
@@ -43,7 +45,17 @@ def hold_out(samples: TokenizedSet, share: float, adapter: str) -> tuple[Tokeniz
     apart = replace(
         report, source=f"{report.source} ({100 * share:g} % held out)", cut=0, dropped=(), too_long=(), notes=()
     )
-    return samples.select(np.flatnonzero(~held), report), samples.select(np.flatnonzero(held), apart)
+    return select_samples(samples, np.flatnonzero(~held), report), select_samples(samples, np.flatnonzero(held), apart)
+
+
+def _hashes(samples: TokenizedSet) -> np.ndarray:
+    hashes = np.empty(len(samples), np.uint64)
+    for start in range(0, len(samples), SUMMED_SAMPLES):
+        end = min(start + SUMMED_SAMPLES, len(samples))
+        hashes[start:end] = [_hash(samples, index) for index in range(start, end)]
+        release(samples.tokens)
+        release(samples.loss_mask)
+    return hashes
 
 
 def _hash(samples: TokenizedSet, index: int) -> int:

@@ -33,7 +33,7 @@ def model_problems(
 ) -> list[LoraFusionError]:
     """Finds token ids that the base model lacks, and samples longer than its positions or attention window."""
     problems: list[LoraFusionError] = []
-    if samples.tokens.max(initial=-1) >= model.vocab_size:
+    if samples.largest_token >= model.vocab_size:
         problems.append(_unknown_token(samples, model.vocab_size, tokenizer, adapter, directory))
     longest = longest_texts(samples)
     row = int(samples.rows[longest.argmax()])

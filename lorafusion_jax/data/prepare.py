@@ -12,10 +12,14 @@ from pathlib import Path
 import numpy as np
 
 from lorafusion_jax.checkpoint.base_model import base_directory
-from lorafusion_jax.config.schema import AdapterConfig, DataSettings, JobConfig
+from lorafusion_jax.config.data_sources import Sources, names
+from lorafusion_jax.config.schema import AdapterConfig, JobConfig
+from lorafusion_jax.data.cache import token_cache
 from lorafusion_jax.data.hold_out import hold_out
+from lorafusion_jax.data.join_sets import join_sources
+from lorafusion_jax.data.mix import Mix
 from lorafusion_jax.data.model_fit import model_problems, read_shape
-from lorafusion_jax.data.sources import find_file
+from lorafusion_jax.data.sources import expand_source, find_file
 from lorafusion_jax.data.tokenized import load_samples
 from lorafusion_jax.data.tokenized_set import TokenizedSet
 from lorafusion_jax.data.tokenizer import Tokenizer, load_tokenizer
@@ -32,6 +36,9 @@ class AdapterData:
             the adapter's seed.
         first: the order at the start of the run; it differs from `order` if the stream was extended later.
         cuts: positions at which the stream was extended. A batch begins at each.
+        weights: of each part of `train`.
+        mixed_samples: samples of an epoch (None: all of `train`, once).
+        repeats: how often the sample of a position occurred before; None where that is the number of the epoch.
     """
 
     train: TokenizedSet
@@ -39,6 +46,14 @@ class AdapterData:
     order: np.ndarray
     first: np.ndarray | None = None
     cuts: tuple[int, ...] = ()
+    weights: tuple[float, ...] = (1.0,)
+    mixed_samples: int | None = None
+    repeats: np.ndarray | None = None
+
+    @property
+    def epoch_samples(self) -> int:
+        """Samples of an epoch."""
+        return len(self.train.lengths) if self.mixed_samples is None else self.mixed_samples
 
     def batch_starts(self, global_batch: int) -> np.ndarray:
         """Returns the first position of every global batch."""
@@ -46,11 +61,12 @@ class AdapterData:
         return np.concatenate([np.arange(start, end, global_batch) for start, end in edges])
 
     def sample_at(self, position: int) -> tuple[int, int]:
-        """Returns the epoch of a position of the stream, and its index into `train`.
+        """Returns how often the sample of a position of the stream occurred before, and its index into `train`.
 
         Plans know positions only: the epochs of a job are one stream there.
         """
-        return position // len(self.train.lengths), int(self.order[position])
+        before = position // self.epoch_samples if self.repeats is None else int(self.repeats[position])
+        return before, int(self.order[position])
 
     def stream_tokens(self) -> np.ndarray:
         return self.train.lengths[self.order]
@@ -88,7 +104,7 @@ def prepare(config: JobConfig, *, progress: Callable[[str], None] = lambda text:
     errors: list[LoraFusionError] = []
     adapters: dict[str, AdapterData] = {}
     for adapter in config.adapters:
-        progress(f"reading {adapter.data.train}")
+        progress(f"reading {names(adapter.data.train)}")
         try:
             data = adapters[adapter.name] = _adapter_data(config, adapter, tokenizer)
             for samples in (data.train, data.eval):
@@ -110,34 +126,62 @@ def missing_files(config: JobConfig) -> list[LoraFusionError]:
     """Returns an error for each data file that does not exist."""
     errors: dict[str, LoraFusionError] = {}
     for adapter in config.adapters:
-        for source in (adapter.data.train, adapter.data.eval):
-            if isinstance(source, str) and not source.startswith("hf:"):
-                try:
-                    find_file(source, Path(config.directory))
-                except DataError as problem:
-                    errors[source] = problem
+        held_out = adapter.data.eval if isinstance(adapter.data.eval, tuple) else ()
+        for path in dict.fromkeys(source.path for source in (*adapter.data.train, *held_out)):
+            try:
+                for file in expand_source(path, Path(config.directory)):
+                    if not file.startswith("hf:"):
+                        find_file(file, Path(config.directory))
+            except DataError as problem:
+                errors[path] = problem
     return list(errors.values())
 
 
 def _adapter_data(config: JobConfig, adapter: AdapterConfig, tokenizer: Tokenizer) -> AdapterData:
-    def load(source: str, settings: DataSettings) -> TokenizedSet:
+    def load(source: str) -> TokenizedSet:
         return load_samples(
             source,
-            settings=settings,
+            settings=adapter.data,
             tokenizer=tokenizer,
             adapter=adapter.name,
             base_dir=Path(config.directory),
             objective=adapter.objective.chosen,
         )
 
-    train, wanted = _reviewed(load(adapter.data.train, adapter.data), adapter), adapter.data.eval
-    if isinstance(wanted, str):
-        held_out = load(wanted, adapter.data)
+    train, weights = load_sources(adapter.data.train, Path(config.directory), load)
+    train, wanted = _reviewed(train, adapter), adapter.data.eval
+    if isinstance(wanted, tuple):
+        held_out, _ = load_sources(wanted, Path(config.directory), load)
     elif wanted is None:
         held_out = None
     else:
         train, held_out = hold_out(train, wanted, adapter.name)
-    return in_order(adapter, train, held_out, config.train.max_steps)
+    return in_order(adapter, train, held_out, config.train.max_steps, weights)
+
+
+def load_sources(
+    sources: Sources, base_dir: Path, load: Callable[[str], TokenizedSet]
+) -> tuple[TokenizedSet, tuple[float, ...]]:
+    """Loads all files of several sources. Returns their samples, and the weight of each file.
+
+    Raises:
+        DataError, ErrorList: all problems of all files.
+    """
+    errors: list[LoraFusionError] = []
+    sets, weights = [], []
+    for source in sources:
+        try:
+            for file in expand_source(source.path, base_dir):
+                sets.append(load(file))
+                weights.append(source.weight)
+        except ErrorList as problem:
+            errors += problem.errors
+        except LoraFusionError as problem:
+            errors.append(problem)
+    raise_all(errors)
+    if len(sets) == 1 and weights == [1.0]:
+        return sets[0], (1.0,)
+    return join_sources(sets, token_cache()), tuple(weights)
 
 
 def _reviewed(samples: TokenizedSet, adapter: AdapterConfig) -> TokenizedSet:
@@ -163,32 +207,45 @@ def _reviewed(samples: TokenizedSet, adapter: AdapterConfig) -> TokenizedSet:
 
 
 def in_order(
-    adapter: AdapterConfig, train: TokenizedSet, held_out: TokenizedSet | None, max_steps: int | None
+    adapter: AdapterConfig,
+    train: TokenizedSet,
+    held_out: TokenizedSet | None,
+    max_steps: int | None,
+    weights: tuple[float, ...] = (1.0,),
 ) -> AdapterData:
     """Orders an adapter's samples according to its settings.
+
+    Args:
+        weights: of each part of `train`.
 
     Raises:
         ConfigError: see `sample_order`.
     """
-    first = adapter.model_copy(update={"extended": ()})
+    mix = Mix(parts=train.parts, num_samples=len(train), weights=weights, seed=adapter.seed)
+    order = sample_order(adapter, mix, max_steps)
+    first = sample_order(adapter.model_copy(update={"extended": ()}), mix, max_steps)
     return AdapterData(
         train=train,
         eval=held_out,
-        order=sample_order(adapter, len(train.lengths), max_steps),
-        first=sample_order(first, len(train.lengths), max_steps),
+        order=order,
+        first=first,
         cuts=tuple(extension.after for extension in adapter.extended),
+        weights=weights,
+        mixed_samples=mix.epoch_samples,
+        repeats=mix.repeats(order),
     )
 
 
-def sample_order(adapter: AdapterConfig, num_samples: int, max_steps: int | None = None) -> np.ndarray:
+def sample_order(adapter: AdapterConfig, mix: Mix, max_steps: int | None = None) -> np.ndarray:
     """Draws the adapter's stream of samples: `epochs` permutations, cut after `max_steps` global batches.
 
-    The order depends only on the adapter's own seed and size, not on other adapters. An extended stream continues in
+    The order depends only on the adapter's own seed and data, not on other adapters. An extended stream continues in
     the same permutation, then in further ones.
 
     Raises:
         ConfigError: `config.too-many-samples`, before anything is drawn.
     """
+    num_samples = mix.epoch_samples
     wanted = adapter.epochs * num_samples
     if max_steps is not None:
         wanted = min(wanted, max_steps * adapter.global_samples)
@@ -204,5 +261,4 @@ def sample_order(adapter: AdapterConfig, num_samples: int, max_steps: int | None
             fix="fewer epochs, or train.max_steps",
         )
     drawn = range(-(-wanted // num_samples))
-    epochs = [np.random.default_rng((adapter.seed, epoch)).permutation(num_samples) for epoch in drawn]
-    return np.concatenate(epochs)[:wanted]
+    return np.concatenate([mix.epoch(epoch) for epoch in drawn])[:wanted]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import io
 import json
+from collections.abc import Sequence
+from typing import Any
 
 from lorafusion_jax.config.read import has_half_character
 from lorafusion_jax.data.rows import SHOWN, Rows, type_name
@@ -14,12 +16,12 @@ SHOWN_WHY = 500  # characters of a library's reason
 HALF = "\\ud"  # how JSON begins half of a surrogate pair
 
 
-def decode(name: str, content: bytes) -> str:
-    """Decodes UTF-8, with or without a byte order mark."""
+def decode(name: str, content: bytes, first_line: int = 1) -> str:
+    """Decodes UTF-8; the first line of a file may begin with a byte order mark."""
     try:
-        return content.decode("utf-8-sig")
+        return content.decode("utf-8-sig" if first_line == 1 else "utf-8")
     except UnicodeDecodeError as problem:
-        line = content.count(b"\n", 0, problem.start) + 1
+        line = content.count(b"\n", 0, problem.start) + first_line
         raise DataError(
             "data.not-utf8",
             f"{name} is not UTF-8 text.",
@@ -29,10 +31,14 @@ def decode(name: str, content: bytes) -> str:
         ) from None
 
 
-def parse_jsonl(name: str, text: str) -> Rows:
-    """Parses one JSON object per line. Bad lines are problems of the rows."""
+def parse_jsonl(name: str, text: str, *, first_row: int = 0, first_line: int = 1) -> Rows:
+    """Parses one JSON object per line. Bad lines are problems of the rows.
+
+    Args:
+        first_row, first_line: of the text in its file.
+    """
     values, lines, broken, odd = [], [], [], []
-    for number, line in enumerate(text.split("\n"), 1):  # str.splitlines would also cut inside JSON strings
+    for number, line in enumerate(text.split("\n"), first_line):  # str.splitlines would also cut inside JSON strings
         if not line.strip():
             continue
         try:
@@ -55,7 +61,7 @@ def parse_jsonl(name: str, text: str) -> Rows:
         )
         if rows
     ]
-    return Rows(source=name, values=values, lines=tuple(lines), problems=tuple(problems))
+    return Rows(source=name, values=values, lines=tuple(lines), problems=tuple(problems), first=first_row)
 
 
 def _bad_lines(code: str, what: str, name: str, problems: list[tuple[int, str]]) -> DataError:
@@ -136,25 +142,33 @@ def parse_csv(name: str, text: str) -> Rows:
     try:
         header = next(csv.reader(io.StringIO(text, newline="")), [])
     except csv.Error as problem:
-        raise _bad_csv(name, str(problem)) from None
+        raise bad_csv(name, str(problem)) from None
     if len(set(header)) != len(header):
         raise DataError("data.bad-table", f"{name} names a column twice.", where=f"{name}, line 1")
     data = text.encode()
     try:  # pyarrow rather than csv.DictReader: no process-wide limit on field size, and 20 times as fast
-        table = arrow_csv.read_csv(
-            io.BytesIO(data),
-            read_options=arrow_csv.ReadOptions(use_threads=False, block_size=max(len(data), 1 << 20)),
-            parse_options=arrow_csv.ParseOptions(newlines_in_values=True),
-            convert_options=arrow_csv.ConvertOptions(
-                column_types=dict.fromkeys(header, pa.string()), strings_can_be_null=False
-            ),
-        )
+        table = arrow_csv.read_csv(io.BytesIO(data), **csv_options(header, max(len(data), 1 << 20)))
     except pa.ArrowInvalid as problem:
-        raise _bad_csv(name, str(problem).splitlines()[0]) from None
+        raise bad_csv(name, str(problem).splitlines()[0]) from None
     return Rows(source=name, values=table.to_pylist())
 
 
-def _bad_csv(name: str, why: str) -> DataError:
+def csv_options(header: Sequence[str], block_bytes: int) -> dict[str, Any]:
+    """Options of pyarrow's readers: every cell is a text."""
+    import pyarrow as pa
+    from pyarrow import csv as arrow_csv
+
+    return {
+        "read_options": arrow_csv.ReadOptions(use_threads=False, block_size=block_bytes),
+        "parse_options": arrow_csv.ParseOptions(newlines_in_values=True),
+        "convert_options": arrow_csv.ConvertOptions(
+            column_types=dict.fromkeys(header, pa.string()), strings_can_be_null=False
+        ),
+    }
+
+
+def bad_csv(name: str, why: str) -> DataError:
+    """The error of a file that is not a table."""
     return DataError(
         "data.bad-table",
         f"{name} is not a CSV table.",
@@ -172,16 +186,23 @@ def parse_parquet(name: str, content: bytes) -> Rows:
     try:
         values = parquet.read_table(pa.BufferReader(content)).to_pylist()
     except (pa.ArrowException, OSError, ValueError, OverflowError) as problem:
-        # a text or a name may not be UTF-8; times may be beyond Python's, or finer
-        what = "is not a Parquet file" if isinstance(problem, pa.ArrowInvalid) else "holds values that cannot be read"
-        raise DataError(
-            "data.bad-table",
-            f"{name} {what}.",
-            where=name,
-            why=shortened_text(str(problem).partition("\n")[0], SHOWN_WHY),
-            fix="columns of texts, numbers, lists and structs; times as texts",
-        ) from None
+        raise bad_parquet(name, problem) from None
     return Rows(source=name, values=[without_nulls(row) for row in values])
+
+
+def bad_parquet(name: str, problem: Exception) -> DataError:
+    """The error of a file whose values cannot be read."""
+    import pyarrow as pa
+
+    # a text or a name may not be UTF-8; times may be beyond Python's, or finer
+    what = "is not a Parquet file" if isinstance(problem, pa.ArrowInvalid) else "holds values that cannot be read"
+    return DataError(
+        "data.bad-table",
+        f"{name} {what}.",
+        where=name,
+        why=shortened_text(str(problem).partition("\n")[0], SHOWN_WHY),
+        fix="columns of texts, numbers, lists and structs; times as texts",
+    )
 
 
 def without_nulls(row: dict) -> dict:

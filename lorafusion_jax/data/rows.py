@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from lorafusion_jax.errors import LoraFusionError, first_few
 
@@ -17,25 +18,28 @@ class RawSource:
     Attributes:
         name: the source as the job file spells it.
         kind: jsonl, json, csv, parquet or hub.
-        content: bytes of the file, or rows of a hub data set.
+        content: bytes of the file, or rows of a hub data set; None for a large file, which is read in blocks.
         digest: SHA-256 of the content.
+        path: of a file.
     """
 
     name: str
     kind: str
-    content: bytes | list[dict]
+    content: bytes | list[dict] | None
     digest: str
+    path: Path | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """Rows of one source.
+    """Rows of one source, or a block of them.
 
     Attributes:
         values: one dictionary per row.
         lines: line of each row, from 1 (JSONL only).
         numbers: number of each row in the source (None: all rows in order).
         problems: lines that are not rows. The parser of the good rows raises them together with its own errors.
+        first: number of the first row in the source.
     """
 
     source: str
@@ -43,6 +47,7 @@ class Rows:
     lines: tuple[int, ...] | None = None
     problems: tuple[LoraFusionError, ...] = ()
     numbers: tuple[int, ...] | None = None
+    first: int = 0
 
     def at(self, numbers: Sequence[int]) -> Rows:
         """Returns some rows, which keep their places; a row may occur several times."""
@@ -50,21 +55,22 @@ class Rows:
             source=self.source,
             values=[self.values[number] for number in numbers],
             lines=None if self.lines is None else tuple(self.lines[number] for number in numbers),
-            numbers=tuple(numbers),
+            numbers=tuple(self.number(number) for number in numbers),
         )
 
     def locate(self, row: int) -> str:
         """Names the place of a row: `line 17` in JSONL, `row 16` elsewhere."""
-        return f"line {self.lines[row]}" if self.lines is not None else f"row {self._number(row)}"
+        return f"line {self.lines[row]}" if self.lines is not None else f"row {self.number(row)}"
 
     def places(self, rows: Sequence[int]) -> str:
         """Names the first rows and counts the rest: `data.jsonl, lines 3, 5, 9, 12, 20 and 2 more`."""
         word = "line" if self.lines is not None else "row"
-        numbers = [self.lines[row] if self.lines is not None else self._number(row) for row in rows]
+        numbers = [self.lines[row] if self.lines is not None else self.number(row) for row in rows]
         return f"{self.source}, {word}{'s' if len(rows) > 1 else ''} {first_few(numbers, SHOWN)}"
 
-    def _number(self, row: int) -> int:
-        return row if self.numbers is None else self.numbers[row]
+    def number(self, row: int) -> int:
+        """Number of a row in the source."""
+        return self.first + row if self.numbers is None else self.numbers[row]
 
 
 def type_name(value: object) -> str:

@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
-import gzip
+import glob
 import hashlib
 import importlib
 import json
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
 
+from lorafusion_jax.data.row_blocks import BLOCK_BYTES, LARGE, open_unpacked, packing_of, read_and_hash
 from lorafusion_jax.data.row_files import decode, parse_csv, parse_json, parse_jsonl, parse_parquet, without_nulls
 from lorafusion_jax.data.rows import SHOWN, RawSource, Rows
 from lorafusion_jax.errors import DataError, first_few, raise_all
-from lorafusion_jax.readable import DATA, open_regular, open_text
 
 KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
-PACKED = ".gz"  # after one of these
-MOST_UNPACKED = 16 << 30
+PROBLEMS = (OSError, EOFError, zlib.error)
 SHOWN_NAME = 100  # characters
 
 
 def open_source(source: str, base_dir: Path) -> RawSource:
-    """Finds a source and reads its bytes (for a hub data set, its rows).
+    """Finds a source and hashes its content. Small files are read; blocks of large ones are read when they are parsed.
 
     Args:
-        source: path of a .jsonl, .json, .csv or .parquet file, also with .gz after it, or `hf:org/set[:split]`.
+        source: path of a .jsonl, .json, .csv or .parquet file, also with .gz or .zst after it, or `hf:org/set[:split]`.
         base_dir: folder for relative paths.
 
     Raises:
@@ -35,23 +35,62 @@ def open_source(source: str, base_dir: Path) -> RawSource:
     if source.startswith("hf:"):
         return _open_hub(source)
     path = find_file(source, base_dir)
-    packed = path.suffix.lower() == PACKED
-    kind = KINDS.get(Path(path.stem if packed else path.name).suffix.lower())
+    kind = kind_of(path)
     if kind is None:
         raise DataError(
             "data.unknown-kind",
             f"{source} has no known data file suffix.",
             where=str(path),
-            fix="one of " + " ".join(KINDS) + ", with or without .gz, or hf:org/set[:split]",
+            fix="one of " + " ".join(KINDS) + ", with or without .gz or .zst, or hf:org/set[:split]",
         )
+    whole = kind == "json" or (kind == "parquet" and packing_of(path))  # these cannot be read in parts
     try:
-        with open_regular(path, DATA) if packed or kind == "parquet" else open_text(path, DATA) as file:
-            content = _unpack(file) if packed else file.read()
-    except (OSError, EOFError, zlib.error) as problem:
-        raise DataError("data.unreadable", f"{source} cannot be read.", where=str(path), why=str(problem)) from None
-    if not content.strip():
+        with open_unpacked(path, text=kind != "parquet") as file:
+            content, digest = read_and_hash(file, None if whole else BLOCK_BYTES)
+    except PROBLEMS as problem:
+        raise _unreadable(source, path, problem) from None
+    if content is not None and not content.strip():
         raise DataError("data.empty-file", f"{source} is empty.", where=str(path), fix="a file with at least one row")
-    return RawSource(name=source, kind=kind, content=content, digest=hashlib.sha256(content).hexdigest())
+    return RawSource(name=source, kind=kind, content=content, digest=digest, path=path)
+
+
+def expand_source(source: str, base_dir: Path) -> list[str]:
+    """Returns the files of a folder or a glob, by name; a file or a data set of the hub is the only one.
+
+    Raises:
+        DataError: data.missing-file, no file of rows is there.
+    """
+    path = base_dir / source
+    if source.startswith("hf:") or path.is_file():
+        return [source]
+    if path.is_dir():
+        files, what = path.rglob("*"), f"the folder {source} has no data file"
+    elif any(sign in source for sign in "*?["):
+        files, what = map(Path, glob.glob(str(path), recursive=True)), f"no data file matches {source}"
+    else:
+        return [source]  # reading it says that it is missing
+    hidden = [part for part in path.parts if part.startswith(".")]
+    chosen = sorted(
+        (file for file in files if file.is_file() and kind_of(file) is not None and _visible(file, hidden)),
+        key=lambda file: file.as_posix(),
+    )
+    if not chosen:
+        raise DataError("data.missing-file", f"{what}.", where=str(path), fix="files with " + " ".join(KINDS))
+    return [str(file if Path(source).is_absolute() else file.relative_to(base_dir)) for file in chosen]
+
+
+def _visible(file: Path, hidden: list[str]) -> bool:
+    return all(part in hidden or not part.startswith(".") for part in file.parts)
+
+
+def kind_of(path: Path) -> str | None:
+    """Returns the kind of rows in a file by its suffix; None for other files."""
+    return KINDS.get(Path(path.stem if packing_of(path) else path.name).suffix.lower())
+
+
+def _unreadable(source: str, path: Path, problem: Exception) -> DataError:
+    why = str(problem).partition("\n")[0]
+    return DataError("data.unreadable", f"{source} cannot be read.", where=str(path), why=why)
 
 
 def find_file(source: str, base_dir: Path) -> Path:
@@ -73,24 +112,61 @@ def find_file(source: str, base_dir: Path) -> Path:
 
 
 def parse_rows(raw: RawSource) -> Rows:
-    """Parses a source. Lines of JSONL that are not rows become `problems`.
+    """Parses a source that is read as a whole. Lines of JSONL that are not rows become `problems`.
 
     Raises:
         DataError: data.bad-json (names the lines), data.not-utf8, data.bad-row, data.bad-table, data.empty-file.
     """
+    (rows,) = row_blocks(raw)
+    return rows
+
+
+def row_blocks(raw: RawSource, *, whole: bool = False) -> Iterator[Rows]:
+    """Yields the rows of a source in blocks of bounded size; see `parse_rows`.
+
+    Args:
+        whole: one block, for samples of several rows.
+    """
+    if raw.content is None and whole:
+        assert raw.path is not None
+        with open_unpacked(raw.path, text=raw.kind != "parquet") as file:
+            raw = dataclasses.replace(raw, content=file.read())
+    if raw.content is not None:
+        yield _with_rows(_parse(raw), raw)
+        return
+    assert raw.path is not None
+    try:
+        count = 0
+        for rows in LARGE[raw.kind](raw.name, raw.path):
+            count += len(rows.values)
+            yield rows
+    except PROBLEMS as problem:
+        raise _unreadable(raw.name, raw.path, problem) from None
+    if not count:
+        raise _no_rows(raw)
+
+
+def _parse(raw: RawSource) -> Rows:
     if isinstance(raw.content, list):
-        rows = Rows(source=raw.name, values=raw.content)
-    elif raw.kind == "parquet":
-        rows = parse_parquet(raw.name, raw.content)
-    else:
-        text = decode(raw.name, raw.content)
-        rows = {"jsonl": parse_jsonl, "json": parse_json, "csv": parse_csv}[raw.kind](raw.name, text)
+        return Rows(source=raw.name, values=raw.content)
+    assert raw.content is not None
+    if raw.kind == "parquet":
+        return parse_parquet(raw.name, raw.content)
+    text = decode(raw.name, raw.content)
+    return {"jsonl": parse_jsonl, "json": parse_json, "csv": parse_csv}[raw.kind](raw.name, text)
+
+
+def _with_rows(rows: Rows, raw: RawSource) -> Rows:
     if not rows.values:
         raise_all(rows.problems)
-        raise DataError(
-            "data.empty-file", f"{raw.name} holds no rows.", where=raw.name, fix="a file with at least one row"
-        )
+        raise _no_rows(raw)
     return rows
+
+
+def _no_rows(raw: RawSource) -> DataError:
+    return DataError(
+        "data.empty-file", f"{raw.name} holds no rows.", where=raw.name, fix="a file with at least one row"
+    )
 
 
 def read_rows(source: str, base_dir: Path = Path(".")) -> Rows:
@@ -98,15 +174,6 @@ def read_rows(source: str, base_dir: Path = Path(".")) -> Rows:
     rows = parse_rows(open_source(source, base_dir))
     raise_all(rows.problems)
     return rows
-
-
-def _unpack(file: IO[bytes]) -> bytes:
-    """Reads a gzip file of at most `MOST_UNPACKED` bytes: a few kilobytes may unpack to more than the memory."""
-    with gzip.GzipFile(fileobj=file) as unpacked:
-        content = unpacked.read(MOST_UNPACKED + 1)
-    if len(content) > MOST_UNPACKED:
-        raise OSError(f"it unpacks to more than {MOST_UNPACKED >> 30} GiB")
-    return content
 
 
 def _similar_file(path: Path) -> str:

@@ -10,19 +10,22 @@ from lorafusion_jax.config.schema import DataSettings
 from lorafusion_jax.data import cache
 from lorafusion_jax.data.fit_length import Fit, fit_length
 from lorafusion_jax.data.formats import Layout, detect_layout
+from lorafusion_jax.data.join_sets import SetBuilder, join_reports
 from lorafusion_jax.data.other_rows import refuse_other_rows
 from lorafusion_jax.data.parse_examples import parse_examples, refuse_shortened
 from lorafusion_jax.data.render import EncodedRows, encode_examples
 from lorafusion_jax.data.rows import RawSource, Rows
 from lorafusion_jax.data.segments import code_of
-from lorafusion_jax.data.sources import open_source, parse_rows
+from lorafusion_jax.data.sources import open_source, row_blocks
+from lorafusion_jax.data.token_rows import FORMAT, LABELS, parse_token_rows
 from lorafusion_jax.data.tokenized_segments import tokenize_segments
 from lorafusion_jax.data.tokenized_set import DataReport, TokenizedSet, quantiles
 from lorafusion_jax.data.tokenizer import Tokenizer
-from lorafusion_jax.errors import DataError
+from lorafusion_jax.errors import DataError, ErrorList, raise_all
 from lorafusion_jax.objective.protocol import SFT, Chosen
 
 CHARACTERS_PER_TOKEN = 256
+MOST_PROBLEMS = 20  # after so many the rest of a source is not read
 
 
 def load_samples(
@@ -50,43 +53,105 @@ def load_samples(
     raw = open_source(source, Path(base_dir))
     has_segments = objective.objective.segments is not None
     code = code_of(objective) if has_segments else ""
+    folder = cache_dir or cache.token_cache()
     if code is None:  # a cache key could not reflect changes of the objective's code
-        return tokenize_segments(raw, settings, tokenizer, adapter, objective)
+        return _tokenize_blocks(raw, settings, tokenizer, adapter, objective, folder, None)
     entry = cache.entry_path(raw, settings, tokenizer, cache_dir, reader=code)
     stored = cache.load(entry)
     if stored is not None:
         arrays, report = stored
-        lists = {name: tuple(report[name]) for name in ("dropped", "too_long", "uncut", "notes")}
+        lists = {name: tuple(report[name]) for name in ("dropped", "too_long", "uncut", "notes", "parts")}
         return TokenizedSet(
             **arrays,
             report=DataReport(**{**report, **lists, "source": source}),
             group=objective.group or 1,
         )
-    if has_segments:
-        samples = tokenize_segments(raw, settings, tokenizer, adapter, objective)
-    else:
-        samples = _tokenize(raw, settings, tokenizer, adapter, objective.name)
-    cache.store(entry, samples)
+    return _tokenize_blocks(raw, settings, tokenizer, adapter, objective, folder, entry)
+
+
+def _tokenize_blocks(
+    raw: RawSource,
+    settings: DataSettings,
+    tokenizer: Tokenizer,
+    adapter: str,
+    objective: Chosen,
+    folder: Path,
+    entry: Path | None,
+) -> TokenizedSet:
+    """Tokenises a source block by block, so that neither its rows nor its tokens need fit into memory.
+
+    Args:
+        folder: for the arrays of a large set.
+        entry: where the set is cached (None: nowhere).
+    """
+    builder, reports, problems = SetBuilder(folder), [], []
+    try:
+        for rows in row_blocks(raw, whole=objective.group is not None):
+            first = reports[0] if reports else None
+            try:
+                if objective.objective.segments is not None:
+                    samples = tokenize_segments(raw, rows, settings, tokenizer, adapter, objective)
+                else:
+                    samples = _tokenize(raw, rows, settings, tokenizer, adapter, objective.name, first)
+            except DataError as problem:
+                problems.append(problem)
+            except ErrorList as problem:
+                problems += problem.errors
+            else:
+                builder.append(samples)
+                reports.append(samples.report)
+            if len(problems) > MOST_PROBLEMS:
+                break
+        raise_all(problems)
+        samples, on_disk = builder.finish(join_reports(reports))
+        if entry is not None and on_disk is None:
+            cache.store(entry, samples)
+        elif entry is not None and on_disk is not None:
+            cache.store_folder(entry, samples, on_disk)
+    finally:
+        builder.discard()
     return samples
 
 
 def _tokenize(
-    raw: RawSource, settings: DataSettings, tokenizer: Tokenizer, adapter: str, objective: str
+    raw: RawSource,
+    rows: Rows,
+    settings: DataSettings,
+    tokenizer: Tokenizer,
+    adapter: str,
+    objective: str,
+    first: DataReport | None,
 ) -> TokenizedSet:
-    rows = parse_rows(raw)
+    """Tokenises a block of rows.
+
+    Args:
+        first: of the first block, whose format the others have; None for the first.
+    """
     refuse_other_rows(rows, settings, adapter, objective)
-    layout = detect_layout(rows, format=settings.format, columns=settings.columns)
+    format = settings.format if first is None else first.format
+    layout = detect_layout(rows, format=format, columns=settings.columns)
     loss = _resolve_loss(settings.loss, layout, rows, adapter)
+    if layout.format == FORMAT:
+        raise_all(rows.problems)
+        encoded = EncodedRows(samples=parse_token_rows(rows, layout.columns, adapter=adapter, loss=loss))
+    else:
+        encoded = _render(rows, layout, settings, tokenizer, adapter, loss)
+    for sample in encoded.samples:
+        sample.mask[:1] = False  # the first token cannot be predicted
+    fit = fit_length(encoded.samples, settings, rows, adapter)
+    return _collect(fit, encoded, layout, rows, loss, raw, tokenizer)
+
+
+def _render(
+    rows: Rows, layout: Layout, settings: DataSettings, tokenizer: Tokenizer, adapter: str, loss: str
+) -> EncodedRows:
     # Characters far beyond max_length need not be tokenised: a token has far fewer than 256.
     cut_at = CHARACTERS_PER_TOKEN * settings.max_length if settings.on_long == "cut" else None
     examples = parse_examples(rows, layout, adapter=adapter, need_answer=loss != "all", cut_at=cut_at)
     encoded = encode_examples(examples.values, tokenizer, rows=rows, adapter=adapter, loss=loss)
     enough = 2 * settings.max_length  # a margin, because the last tokens depend on the cut
     refuse_shortened([row for row in examples.shortened if len(encoded.samples[row].tokens) < enough], rows, adapter)
-    for sample in encoded.samples:
-        sample.mask[:1] = False  # the first token cannot be predicted
-    fit = fit_length(encoded.samples, settings, rows, adapter)
-    return _collect(fit, encoded, layout, rows, loss, raw, tokenizer)
+    return encoded
 
 
 def _unused_notes(layout: Layout) -> list[str]:
@@ -99,7 +164,17 @@ def _unused_notes(layout: Layout) -> list[str]:
 
 def _resolve_loss(loss: str, layout: Layout, rows: Rows, adapter: str) -> str:
     if loss == "auto":
-        return {"messages": "assistant", "conversations": "assistant", "text": "all"}.get(layout.format, "completion")
+        known = {"messages": "assistant", "conversations": "assistant", "text": "all"}
+        if layout.format == FORMAT and LABELS not in layout.columns:
+            return "all"
+        return known.get(layout.format, "completion")
+    if loss != "all" and layout.format == FORMAT and LABELS not in layout.columns:
+        raise DataError(
+            "data.no-answer-column",
+            f"{adapter}: data.loss is '{loss}', but its rows of tokens have no labels.",
+            where=rows.source,
+            fix="data.loss: all   or   data.loss: auto",
+        )
     if loss != "all" and layout.format == "text":
         raise DataError(
             "data.no-answer-column",
@@ -127,10 +202,10 @@ def _collect(
         loss_tokens=int(mask.sum()),
         longest=int(lengths.max()),
         cut=len(fit.cut),
-        dropped=tuple(fit.dropped),
-        too_long=tuple(fit.too_long),
+        dropped=tuple(rows.number(row) for row in fit.dropped),
+        too_long=tuple(rows.number(row) for row in fit.too_long),
         uncut=quantiles([len(sample.tokens) for sample in encoded]),
-        template_hash="plain" if layout.format == "text" else tokenizer.template_hash,
+        template_hash="plain" if layout.format in ("text", FORMAT) else tokenizer.template_hash,
         data_hash=raw.digest[:16],
         notes=(*_unused_notes(layout), *rendered.notes),
     )
@@ -138,6 +213,6 @@ def _collect(
         tokens=tokens,
         loss_mask=mask,
         offsets=np.concatenate([[0], np.cumsum(lengths)]),
-        rows=np.array(fit.kept, np.int64),
+        rows=np.array([rows.number(row) for row in fit.kept], np.int64),
         report=report,
     )

@@ -16,7 +16,6 @@ from lorafusion_jax.data.messages import checked_text, parse_messages
 from lorafusion_jax.data.render import AFTER_PROMPT, encode_examples
 from lorafusion_jax.data.rows import RawSource, Rows
 from lorafusion_jax.data.segments import RowSample, columns_of, read_samples
-from lorafusion_jax.data.sources import parse_rows
 from lorafusion_jax.data.tokenized_set import DataReport, TokenizedSet, quantiles
 from lorafusion_jax.data.tokenizer import Encoded, Tokenizer
 from lorafusion_jax.errors import DataError
@@ -40,14 +39,13 @@ class _Text:
 
 
 def tokenize_segments(
-    raw: RawSource, settings: DataSettings, tokenizer: Tokenizer, adapter: str, chosen: Chosen
+    raw: RawSource, rows: Rows, settings: DataSettings, tokenizer: Tokenizer, adapter: str, chosen: Chosen
 ) -> TokenizedSet:
-    """Reads and tokenises a source. Each segment must fit and have an answer.
+    """Tokenises the rows of a source. Each segment must fit and have an answer.
 
     Raises:
         DataError, ErrorList: all problems of the source, with their rows.
     """
-    rows = parse_rows(raw)
     samples, notes = read_samples(rows, chosen, settings.columns, adapter=adapter)
     loss = AFTER_PROMPT if settings.loss in ("auto", "completion") else settings.loss
     width = chosen.objective.num_segments
@@ -75,7 +73,8 @@ def tokenize_segments(
     parts = [[segment[number].cut(settings.max_length) for segment in texts] for number in order]
 
     def rows_of(numbers: set[int]) -> tuple[int, ...]:
-        return tuple(dict.fromkeys(row for number in sorted(numbers) for row in samples[number].rows))
+        lost = dict.fromkeys(row for number in sorted(numbers) for row in samples[number].rows)
+        return tuple(rows.number(row) for row in lost)
 
     columns = columns_of(rows, chosen, settings.columns)
     report = DataReport(
@@ -95,7 +94,7 @@ def tokenize_segments(
         data_hash=raw.digest[:16],
         notes=tuple(dict.fromkeys([*_unused(rows, columns), *notes])),
     )
-    return _collect(parts, [samples[number] for number in order], chosen, report)
+    return _collect(parts, [samples[number] for number in order], rows, chosen, report)
 
 
 def _begin_together(samples: Sequence[RowSample], encoded: Sequence[Sequence[Encoded]], width: int) -> None:
@@ -119,7 +118,7 @@ def _begin_together(samples: Sequence[RowSample], encoded: Sequence[Sequence[Enc
 
 
 def _collect(
-    parts: Sequence[Sequence[_Text]], samples: Sequence[RowSample], chosen: Chosen, report: DataReport
+    parts: Sequence[Sequence[_Text]], samples: Sequence[RowSample], rows: Rows, chosen: Chosen, report: DataReport
 ) -> TokenizedSet:
     flat = [text for sample in parts for text in sample]
     lengths = np.array([[len(text.tokens) for text in sample] for sample in parts], np.int64)
@@ -131,7 +130,7 @@ def _collect(
         tokens=np.concatenate([text.tokens for text in flat]),
         loss_mask=learned,
         offsets=np.concatenate([[0], np.cumsum(lengths.sum(axis=1))]),
-        rows=np.array([sample.rows[0] for sample in samples], np.int64),
+        rows=np.array([rows.number(sample.rows[0]) for sample in samples], np.int64),
         report=report,
         segment_lengths=lengths,
         numbers=numbers if chosen.group is not None else {name: array[:, 0] for name, array in numbers.items()},

@@ -12,6 +12,9 @@ from functools import cached_property
 
 import numpy as np
 
+from lorafusion_jax.data.disk_arrays import blocks, release
+
+SUMMED_SAMPLES = 1024  # at once
 QUANTILES = (0.5, 0.9, 0.98, 1.0)
 
 
@@ -41,6 +44,7 @@ class DataReport:
         data_hash: hash of the source's content.
         notes: notes on content that the tokens omit, each with a code: unused columns, text that the chat template
             leaves out.
+        parts: of each file, if there are several.
     """
 
     source: str
@@ -58,6 +62,12 @@ class DataReport:
     template_hash: str
     data_hash: str
     notes: tuple[str, ...] = ()
+    parts: tuple[DataReport, ...] = ()
+
+    @property
+    def files(self) -> tuple[DataReport, ...]:
+        """The report of each file."""
+        return self.parts or (self,)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -76,6 +86,7 @@ class TokenizedSet:
         values: name → float32 [T], numbers of the tokens; 0 outside of answers.
         answer: bool [T], whether the token belongs to an answer (None: as `loss_mask`).
         group: rows of a sample.
+        parts: int32 [n], number of the source of each sample (None: there is one).
         reference: float32 [T], log p of the learned tokens under a reference (None: no objective needs it, or it is not
             computed yet).
         teacher: [learned tokens, D], the final-normed states of a reference that predict them (None: likewise).
@@ -91,6 +102,7 @@ class TokenizedSet:
     values: Mapping[str, np.ndarray] = field(default_factory=dict)
     answer: np.ndarray | None = None
     group: int = 1
+    parts: np.ndarray | None = None
     reference: np.ndarray | None = None
     teacher: np.ndarray | None = None
 
@@ -128,6 +140,7 @@ class TokenizedSet:
             numbers={name: array[indices] for name, array in self.numbers.items()},
             values={name: array[tokens] for name, array in self.values.items()},
             answer=None if self.answer is None else self.answer[tokens],
+            parts=None if self.parts is None else self.parts[indices],
             report=replace(
                 report,
                 rows=len(indices) * self.group,
@@ -151,11 +164,21 @@ class TokenizedSet:
     @cached_property
     def segment_tokens(self) -> np.ndarray:
         """Number of learned tokens of each segment of each sample, int64 [n, S]."""
-        return self.sum_segments(self.loss_mask.astype(np.int64))
+        return self.sum_segments(self.loss_mask, np.int64)
 
-    def sum_segments(self, values: np.ndarray) -> np.ndarray:
+    def sum_segments(self, values: np.ndarray, dtype: type = np.float64) -> np.ndarray:
         """Sums numbers of the tokens, [T], over each segment of each sample: [n, S]."""
-        return np.add.reduceat(values, self.segment_starts.reshape(-1)).reshape(self.segment_starts.shape)
+        starts, sums = self.segment_starts, []
+        for first in range(0, len(self), SUMMED_SAMPLES):
+            some = starts[first : first + SUMMED_SAMPLES]
+            begin, end = self.offsets[first], self.offsets[min(first + SUMMED_SAMPLES, len(self))]
+            sums.append(np.add.reduceat(values[begin:end].astype(dtype), some.reshape(-1) - begin).reshape(some.shape))
+            release(values)
+        return np.concatenate(sums)
+
+    @property
+    def largest_token(self) -> int:
+        return max((int(block.max()) for block in blocks(self.tokens)), default=-1)
 
     @cached_property
     def learned_before(self) -> np.ndarray:
@@ -166,7 +189,7 @@ class TokenizedSet:
     def reference_nll(self) -> np.ndarray:
         """Σ -log p of the learned tokens of each segment under the reference, float32 [n, S]."""
         assert self.reference is not None
-        return -self.sum_segments(self.reference.astype(np.float64)).astype(np.float32)
+        return -self.sum_segments(self.reference).astype(np.float32)
 
     @cached_property
     def digest(self) -> str:
@@ -174,6 +197,6 @@ class TokenizedSet:
         content = hashlib.sha256()
         more = [array for named in (self.numbers, self.values) for _, array in sorted(named.items())]
         for array in (self.tokens, self.loss_mask, self.offsets, self.segment_lengths, self.answer, *more):
-            if array is not None:
-                content.update(np.ascontiguousarray(array).tobytes())
+            for block in () if array is None else blocks(array):
+                content.update(np.ascontiguousarray(block).data)
         return content.hexdigest()[:16]

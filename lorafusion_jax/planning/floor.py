@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-import numpy as np
-
 from lorafusion_jax.adapters.spec import bank_columns
 from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.schema import JobConfig
@@ -121,5 +119,5 @@ def _mlp(problem: MemoryProblem, layer: Layer, shares: Sequence[float] | None) -
 def _learned_tokens(prepared: Prepared, adapter: str) -> int:
     """Learned tokens of an adapter's stream, over all epochs."""
     data = prepared.adapters[adapter]
-    of_sample = np.add.reduceat(data.train.loss_mask, data.train.offsets[:-1], dtype=np.int64)
+    of_sample = data.train.segment_tokens.sum(axis=1)
     return int(of_sample[data.order].sum())

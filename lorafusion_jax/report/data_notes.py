@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+
 from lorafusion_jax.checkpoint.warm_start_base import unproven_bases
 from lorafusion_jax.config.schema import DataSettings, JobConfig
 from lorafusion_jax.data.prepare import Prepared
-from lorafusion_jax.data.tokenized_set import TokenizedSet
+from lorafusion_jax.data.tokenized_set import DataReport, TokenizedSet
 from lorafusion_jax.report.format import exact, percent
 from lorafusion_jax.report.length_notes import length_notes
 
@@ -19,22 +21,34 @@ def data_notes(config: JobConfig, prepared: Prepared) -> list[str]:
     notes: list[str] = []
     for adapter in config.adapters:
         data = prepared.adapters[adapter.name]
-        notes += _notes(f"{adapter.name}", data.train, adapter.data, config.batch.tile_tokens)
-        if data.eval is not None:
-            notes += _notes(f"{adapter.name} (held-out)", data.eval, adapter.data, config.batch.tile_tokens)
+        for who, samples in ((adapter.name, data.train), (f"{adapter.name} (held-out)", data.eval)):
+            if samples is not None:
+                notes += _notes_of_set(who, samples, adapter.data, config.batch.tile_tokens)
     notes += [*length_notes(config, prepared), *unproven_bases(config)]
     return list(dict.fromkeys(notes))  # adapters may share a file
 
 
-def _notes(who: str, samples: TokenizedSet, settings: DataSettings, tile: int) -> Iterator[str]:
-    report, limit = samples.report, settings.max_length
+def _notes_of_set(who: str, samples: TokenizedSet, settings: DataSettings, tile: int) -> Iterator[str]:
+    if not samples.report.parts or samples.parts is None:
+        yield from _notes(who, samples.report, samples.rows, samples.lengths, settings, tile)
+        return
+    for part, report in enumerate(samples.report.parts):
+        chosen = samples.parts == part
+        rows, lengths = samples.rows[chosen], samples.lengths[chosen]
+        yield from _notes(f"{who}: {report.source}", report, rows, lengths, settings, tile)
+
+
+def _notes(
+    who: str, report: DataReport, rows: np.ndarray, lengths: np.ndarray, settings: DataSettings, tile: int
+) -> Iterator[str]:
+    limit = settings.max_length
     yield from (f"{report.source}: {note}" for note in report.notes)
     longer = _suggest_length(report.uncut, limit, tile)
     if report.cut:
-        cut = samples.rows[samples.lengths == limit]  # may include uncut rows of exactly this length
-        rows = f": {_rows(cut.tolist())}" if len(cut) == report.cut else ""
+        cut = rows[lengths == limit]  # may include uncut rows of exactly this length
+        which = f": {_rows(cut.tolist())}" if len(cut) == report.cut else ""
         yield (
-            f"{who}: {_share(report.cut, report.rows)} are cut at {exact(limit)} tokens{rows}\n"
+            f"{who}: {_share(report.cut, report.rows)} are cut at {exact(limit)} tokens{which}\n"
             f"    {longer}, or set data.on_long: drop"
         )
     if report.dropped:

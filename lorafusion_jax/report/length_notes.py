@@ -14,7 +14,7 @@ def length_notes(config: JobConfig, prepared: Prepared) -> Iterator[str]:
     """Yields what lies beyond the end of an adapter, or of the run."""
     steps = {adapter.name: _num_steps(adapter, prepared) for adapter in config.adapters}
     for adapter in config.adapters:
-        yield from _of_adapter(adapter, len(prepared.adapters[adapter.name].train), steps[adapter.name])
+        yield from _of_adapter(adapter, prepared.adapters[adapter.name].epoch_samples, steps[adapter.name])
     longest, total = max(steps.values()), sum(steps.values())
     train, save = config.train, config.save
     if train.eval_every_steps is not None and train.eval_every_steps > longest and _has_eval(prepared):

@@ -164,12 +164,14 @@ def job_of(config: JobConfig, adapter: AdapterConfig, base: str | None) -> dict[
         "lora.init_from (use init_from of the service)": adapter.lora.init_from is not None,
         "early_stop.patience": adapter.early_stop.patience is not None,
         "halving": config.halving.first_step is not None,
-        "data.train: hf:…": adapter.data.train.startswith("hf:"),
+        "data.train: hf:…": any(source.path.startswith("hf:") for source in adapter.data.train),
+        "data.train: a list": len(adapter.data.train) > 1 or adapter.data.train[0].weight != 1,
+        "data.eval: a list": isinstance(adapter.data.eval, tuple) and len(adapter.data.eval) > 1,
     } | {f"lora.{key}": True for key in _changed(adapter.lora) - {"init_from"} - set(LoraSpec.model_fields)}
     if wrong := [name for name, is_set in not_served.items() if is_set]:
         raise ConfigError("jobs.not-served", f"{adapter.name}: a service does not take {', '.join(wrong)}.")
     data = adapter.data.model_dump(mode="json", exclude_none=True)
-    data |= {key: str(directory / data[key]) for key in ("train", "eval") if key in data}
+    data |= {key: str(directory / data[key]) for key in ("train", "eval") if isinstance(data.get(key), str)}
     lora = adapter.lora.model_dump(mode="json", exclude_none=True, include=set(LoraSpec.model_fields))
     return {
         "name": adapter.name.lower().replace("=", "-").replace("@", "-").replace("+", "-"),

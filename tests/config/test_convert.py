@@ -6,6 +6,7 @@ import pytest
 import yaml
 
 from lorafusion_jax.config.convert import convert
+from lorafusion_jax.config.data_sources import as_written
 from lorafusion_jax.config.load import examine_config, load_config
 from lorafusion_jax.config.other_programs import COUNTERPARTS
 from lorafusion_jax.config.reference import reference
@@ -70,7 +71,7 @@ def test_an_axolotl_file_becomes_a_job_file_that_loads(tmp_path):
     config = load_config(path)
     adapter = config.adapters[0]
     assert (config.base.model, config.base.quantize, adapter.name) == ("org/llama", "nf4", "my-run-1")
-    assert (adapter.data.train, adapter.data.max_length) == ("rows.jsonl", 2048)
+    assert (as_written(adapter.data.train), adapter.data.max_length) == (["rows.jsonl", "hf:org/more"], 2048)
     assert (adapter.lora.rank, adapter.lora.alpha, adapter.lora.rslora) == (8, 12, True)
     assert adapter.lora.targets == ["q_proj", "down_proj"]
     optim = adapter.optim
@@ -100,7 +101,7 @@ def test_every_key_is_carried_over_or_has_a_note():
         written = result.text("Converted.")
         assert all(f"#   {key}: {note}" in written for key, note in result.notes)
     notes = dict(converted(AXOLOTL).notes)
-    assert "only the first of 2 sets" in notes["datasets"]
+    assert "datasets" not in notes
     assert "paged_adamw_8bit is adamw" in notes["optimizer"]
     assert dict(converted("base_model: a\ndatasets: [{path: b}]\nnever_heard_of: 1").notes) == {
         "never_heard_of": "no counterpart is known"

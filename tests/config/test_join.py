@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from lorafusion_jax.config import load_config
+from lorafusion_jax.config.data_sources import as_written
 from lorafusion_jax.config.join import add_adapters, read_joining
 from lorafusion_jax.errors import ConfigError, ErrorList
 
@@ -39,11 +40,11 @@ def codes(caught) -> list[str]:
 
 def test_paths_start_at_the_folder_of_the_file(begun, tmp_path):
     (tax,) = read_joining(write(tmp_path / "more", adapters=[TAX], data={"max_length": 64}), begun)
-    assert tax.data.train == str(tmp_path / "more" / "tax.jsonl")
-    assert tax.data.eval == "hf:org/set"
+    assert as_written(tax.data.train) == str(tmp_path / "more" / "tax.jsonl")
+    assert as_written(tax.data.eval) == "hf:org/set"
     assert tax.lora.init_from == str(tmp_path / "more" / "old/tax")
     (beside,) = read_joining(write(tmp_path / "run", adapters=[TAX], data={"max_length": 64}), begun)
-    assert beside.data.train == "tax.jsonl"
+    assert as_written(beside.data.train) == "tax.jsonl"
 
 
 def test_a_job_file_for_the_same_run_may_say_the_same(begun, tmp_path):

@@ -76,8 +76,8 @@ MEANT: dict[str, tuple] = {  # key → odd values that it has as they are
     "train.log_every_s": (0, *SHORT, None),
     "report.tensorboard": FLAGS,
     "report.wandb": (*(text for text in TEXTS if not set("/:") & set(text)), "~", None),
-    "data.train": FILES,
-    "data.eval": (*FILES, 0.5, 1e-320, None),
+    "data.train": (*FILES, "data/"),
+    "data.eval": (*FILES, "data/", 0.5, 1e-320, None),
     "data.columns": ({},),
     "data.max_length": COUNTS[1:-1],  # the last does not fit into a microbatch
     "lora.rank": (1, 2, 16.0),
@@ -173,7 +173,7 @@ def test_options_of_objectives_follow_the_same_rule(name):
     [
         ("lora.rank", "16", "must be a whole number, not '16'.\n  where: jobs.yaml\n  fix: e.g. lora.rank: 16"),
         ("report.tensorboard", "yes", "'report.tensorboard' must be true or false, not 'yes'."),
-        ("data.train", ".", "must be a file, not the folder '.'"),
+        ("data.train", ".", "must be a file or a folder of rows, not '.'"),
         ("data.train", "", "must be a text that is not empty, not ''"),
         ("base.model", "~/llama", f"a path without ~, which only a shell expands: {Path.home()}/llama"),
         ("data.eval", 1, "must be a file, or the share of data.train to hold out, between 0 and 1, not 1"),

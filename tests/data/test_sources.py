@@ -55,7 +55,7 @@ def test_a_packed_file_that_does_not_unpack_is_named(tmp_path, content):
 
 
 def test_a_packed_file_may_not_fill_the_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr("lorafusion_jax.data.sources.MOST_UNPACKED", 1 << 12)
+    monkeypatch.setattr("lorafusion_jax.data.row_blocks.MOST_UNPACKED", 1 << 12)
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n' * 4096))
     assert "unpacks to more than" in fails("data.unreadable", "a.jsonl.gz", tmp_path).why
 

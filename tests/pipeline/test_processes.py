@@ -348,7 +348,7 @@ main()
 
 
 def test_hosts_that_would_not_train_the_same_end_before_the_first_step(job, tmp_path):
-    rows = (job.parent / load_config(job).adapter("law").data.train).read_text()
+    rows = (job.parent / load_config(job).adapter("law").data.train[0].path).read_text()
     (job.parent / "other.jsonl").write_text(rows.replace('"prompt": "', '"prompt": "other ', 1))
     arguments = ("train", str(job), "--out", str(tmp_path / "run"), "mesh.data=2")
     left = wait(start(2, 1, *arguments, program=("-c", OTHERWISE)))

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 
 from lorafusion_jax.config.schema import AdapterConfig, DataSettings, Extension, OptimSettings
+from lorafusion_jax.data.mix import Mix
 from lorafusion_jax.data.prepare import AdapterData, sample_order
 from lorafusion_jax.optim.schedules import learning_rates
 from lorafusion_jax.training.job import first_steps, step_rates
 
-ROWS = 10
+MIX = Mix(parts=None, num_samples=10, weights=(1.0,), seed=0)
 
 
 def adapter_of(*extended: tuple[int, int], schedule="cosine") -> AdapterConfig:
@@ -27,8 +28,8 @@ def data_of(adapter: AdapterConfig) -> AdapterData:
     return AdapterData(
         train=None,  # type: ignore[arg-type]
         eval=None,
-        order=sample_order(adapter, ROWS),
-        first=sample_order(adapter_of(), ROWS),
+        order=sample_order(adapter, MIX),
+        first=sample_order(adapter_of(), MIX),
         cuts=tuple(extension.after for extension in adapter.extended),
     )
 
@@ -52,5 +53,5 @@ def test_one_that_ended_early_keeps_the_schedule_that_was_planned():
 def test_the_stream_goes_on_where_it_ended():
     first, longer = data_of(adapter_of()), data_of(adapter_of((10, 15)))
     np.testing.assert_array_equal(longer.order[:10], first.order)
-    assert sorted(longer.order[10:20]) == list(range(ROWS))
+    assert sorted(longer.order[10:20]) == list(range(10))
     assert longer.batch_starts(4).tolist() == [0, 4, 8, 10, 14, 18, 22]

@@ -1,0 +1,125 @@
+"""Reads files of rows that need not fit into memory, block by block."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import hashlib
+import io
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+from lorafusion_jax.data.row_files import bad_csv, bad_parquet, csv_options, decode, parse_jsonl, without_nulls
+from lorafusion_jax.data.rows import Rows
+from lorafusion_jax.errors import DataError
+from lorafusion_jax.readable import DATA, open_regular, open_text
+
+BLOCK_BYTES = 8 << 20  # a tokenizer needs some hundred bytes for each token of a block
+MOST_UNPACKED = 1 << 40
+PART = 1 << 20
+GZIP, ZSTD = ".gz", ".zst"
+
+
+def packing_of(path: Path) -> str:
+    """Returns the suffix of a packed file; empty for another one."""
+    suffix = path.suffix.lower()
+    return suffix if suffix in (GZIP, ZSTD) else ""
+
+
+@contextmanager
+def open_unpacked(path: Path, *, text: bool) -> Iterator[IO[bytes]]:
+    """Opens a file for reading its unpacked bytes.
+
+    Raises:
+        OSError, EOFError, zlib.error: while reading, too; it is no such file.
+    """
+    packing = packing_of(path)
+    with open_text(path, DATA) if text and not packing else open_regular(path, DATA) as file:
+        if packing == GZIP:
+            with gzip.GzipFile(fileobj=file) as unpacked:
+                yield io.BufferedReader(unpacked, PART)
+        elif packing == ZSTD:
+            import pyarrow as pa
+
+            with pa.input_stream(file, compression="zstd") as unpacked:
+                yield io.BufferedReader(unpacked, PART)  # pyright: ignore[reportArgumentType]
+        else:
+            yield file
+
+
+def read_and_hash(file: IO[bytes], most: int | None) -> tuple[bytes | None, str]:
+    """Returns the content, None if it is larger than `most`, and its SHA-256.
+
+    Raises:
+        OSError: it unpacks to far more than any data set has.
+    """
+    content, digest, size = bytearray(), hashlib.sha256(), 0
+    kept = True
+    while part := file.read(PART):
+        digest.update(part)
+        size += len(part)
+        if size > MOST_UNPACKED:
+            raise OSError(f"it unpacks to more than {MOST_UNPACKED >> 30} GiB")
+        if kept:
+            content += part
+            if most is not None and size > most:
+                kept = False
+                content.clear()
+    return bytes(content) if kept else None, digest.hexdigest()
+
+
+def _jsonl_blocks(name: str, path: Path) -> Iterator[Rows]:
+    first_row, first_line = 0, 1
+    with open_unpacked(path, text=True) as file:
+        while block := file.read(BLOCK_BYTES):
+            block += file.readline()
+            text = decode(name, block, first_line)
+            rows = parse_jsonl(name, text, first_row=first_row, first_line=first_line)
+            first_row += len(rows.values)
+            first_line += block.count(b"\n")
+            yield rows
+
+
+def _csv_blocks(name: str, path: Path) -> Iterator[Rows]:
+    import pyarrow as pa
+    from pyarrow import csv as arrow_csv
+
+    with open_unpacked(path, text=True) as file:
+        line = decode(name, file.readline())
+        header = next(csv.reader(io.StringIO(line, newline="")), [])
+    if len(set(header)) != len(header):
+        raise DataError("data.bad-table", f"{name} names a column twice.", where=f"{name}, line 1")
+    first_row = 0
+    with open_unpacked(path, text=True) as file:
+        try:
+            with arrow_csv.open_csv(pa.PythonFile(file, mode="r"), **csv_options(header, BLOCK_BYTES)) as batches:
+                for batch in batches:
+                    yield Rows(source=name, values=batch.to_pylist(), first=first_row)
+                    first_row += batch.num_rows
+        except pa.ArrowInvalid as problem:
+            raise bad_csv(name, str(problem).splitlines()[0]) from None
+
+
+def _parquet_blocks(name: str, path: Path) -> Iterator[Rows]:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    first_row = 0
+    try:
+        with open_regular(path, DATA) as file, parquet.ParquetFile(file) as table:
+            groups = [table.metadata.row_group(index) for index in range(table.num_row_groups)]
+            size = sum(group.total_byte_size for group in groups) / max(table.metadata.num_rows, 1)
+            for batch in table.iter_batches(batch_size=max(int(BLOCK_BYTES / max(size, 1)), 1)):
+                yield Rows(source=name, values=[without_nulls(row) for row in batch.to_pylist()], first=first_row)
+                first_row += batch.num_rows
+    except (pa.ArrowException, ValueError, OverflowError) as problem:
+        raise bad_parquet(name, problem) from None
+
+
+LARGE: dict[str, Callable[[str, Path], Iterator[Rows]]] = {
+    "jsonl": _jsonl_blocks,
+    "csv": _csv_blocks,
+    "parquet": _parquet_blocks,
+}

@@ -1,0 +1,72 @@
+"""Rows that are tokenised already: `input_ids`, with `labels` and `attention_mask` as Transformers has them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from lorafusion_jax.data.rows import Rows
+from lorafusion_jax.data.tokenizer import Encoded
+from lorafusion_jax.errors import DataError
+
+IDS, LABELS, ATTENTION = "input_ids", "labels", "attention_mask"
+FORMAT = "tokens"
+NOT_LEARNED = -100
+
+
+def parse_token_rows(rows: Rows, columns: Mapping[str, str], *, adapter: str, loss: str) -> list[Encoded]:
+    """Returns the tokens of each row, and those that are learned: labels other than -100, or all tokens without labels.
+
+    Padding, where `attention_mask` is 0, is left out.
+
+    Raises:
+        DataError: `data.bad-tokens`, with the rows.
+    """
+    samples: list[Encoded] = []
+    bad: list[tuple[int, str]] = []
+    for number, row in enumerate(rows.values):
+        try:
+            samples.append(_sample(row, columns, loss))
+        except ValueError as problem:
+            bad.append((number, str(problem)))
+    if bad:
+        raise DataError(
+            "data.bad-tokens",
+            f"{adapter}: {len(bad)} of {len(rows.values)} rows are no lists of tokens.",
+            where=rows.places([row for row, _ in bad]),
+            why=f"{rows.locate(bad[0][0])}: {bad[0][1]}",
+            fix=f"{IDS}: token ids; {LABELS}: the same ids, or {NOT_LEARNED} if not learned; {ATTENTION}: 1 or 0",
+        )
+    return samples
+
+
+def _sample(row: Mapping, columns: Mapping[str, str], loss: str) -> Encoded:
+    tokens = _numbers(row, columns[IDS], least=0)
+    kept = np.ones(len(tokens), bool)
+    if (name := columns.get(ATTENTION)) is not None and row.get(name) is not None:
+        attention = _numbers(row, name, least=0)
+        if len(attention) != len(tokens) or attention.max(initial=0) > 1:
+            raise ValueError(f"'{name}' is not {len(tokens)} times 0 or 1")
+        kept = attention == 1
+    learned = np.ones(len(tokens), bool)
+    if loss != "all" and (name := columns.get(LABELS)) is not None:
+        labels = _numbers(row, name, least=NOT_LEARNED)
+        if len(labels) != len(tokens):
+            raise ValueError(f"'{name}' has {len(labels)} entries, and '{columns[IDS]}' {len(tokens)}")
+        learned = labels != NOT_LEARNED
+        if (labels[learned] != tokens[learned]).any():
+            where = int(np.flatnonzero(learned & (labels != tokens))[0])
+            raise ValueError(f"'{name}' has {labels[where]} at position {where}, where the token is {tokens[where]}")
+    if not kept.any():
+        raise ValueError("it has no token")
+    return Encoded(tokens[kept], learned[kept])
+
+
+def _numbers(row: Mapping, name: str, least: int) -> np.ndarray:
+    values = row.get(name)
+    if not isinstance(values, list) or not values or not all(type(value) is int for value in values):
+        raise ValueError(f"'{name}' is not a list of whole numbers")
+    if min(values) < least or max(values) >= 2**31:
+        raise ValueError(f"'{name}' has a number below {least}" if min(values) < least else f"'{name}' is too large")
+    return np.array(values, np.int32)
