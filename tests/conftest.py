@@ -14,6 +14,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 import shape_checks
+from cpu_seconds import CpuSeconds
 
 shape_checks.install()
 
@@ -33,10 +34,11 @@ KEPT = {}  # programs of stages that runs of one module share, in order of their
 MOST_KEPT = 16  # each holds some megabytes of machine code
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Eight simulated devices on the CPU, before anything starts a backend: layouts are tested everywhere."""
     import jax
 
+    config.pluginmanager.register(CpuSeconds())
     sys.dont_write_bytecode = False  # processes of a suite read what the first has compiled
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     jax.config.update("jax_num_cpu_devices", 8)

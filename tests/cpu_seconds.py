@@ -1,0 +1,40 @@
+"""CPU seconds of test files: whoever adds a dear one sees it at the end of a run."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+
+import pytest
+
+DEAR_S = 30.0  # CPU seconds of a file: CONTRIBUTING.md, "Tests"
+
+
+class CpuSeconds:
+    """A pytest plugin: reports carry what a phase cost, of any worker; the end of a run lists dear files."""
+
+    def __init__(self) -> None:
+        self.before = spent()
+        self.files: Counter[str] = Counter()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self):
+        report = yield
+        now = spent()
+        report.cpu_s, self.before = now - self.before, now
+        return report
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.files[report.nodeid.split("::")[0]] += getattr(report, "cpu_s", 0.0)
+
+    def pytest_terminal_summary(self, terminalreporter) -> None:
+        dear = [(path, seconds) for path, seconds in self.files.most_common() if seconds > DEAR_S]
+        if dear:
+            terminalreporter.section(f"files of more than {DEAR_S:.0f} CPU seconds")
+        for path, seconds in dear:
+            terminalreporter.line(f"{seconds:6.1f} s  {path}")
+
+
+def spent() -> float:
+    """CPU seconds of this process and of children that have ended."""
+    return sum(os.times()[:4])
