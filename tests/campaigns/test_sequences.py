@@ -8,7 +8,7 @@ from campaigns.quick_runs import quick_runs
 from campaigns.sequences import Sequence, link_rows, prepare_rows
 from more_cases import nightly
 
-FEW, MANY, A_TEST = 12, 2000, 50
+FEW, MANY, A_TEST = 6, 2000, 50
 ONCE_LOST = [1013]  # dropped before the run's first checkpoint
 
 

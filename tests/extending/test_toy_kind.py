@@ -275,13 +275,16 @@ def test_a_layer_of_its_own_and_an_nnx_model_compute_the_kind():
     }
     want = np.stack([row @ (w + low[k]) for row, k in zip(np.float64(x), table.tolist(), strict=True)])
 
+    @nnx.jit
     def forward(model, x):
         with use_adapters(LoRAContext.of(specs, table)):
             return model(x)
 
     np.testing.assert_allclose(forward(model, x), want, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(layer(x, LoRAContext.of(specs, table)), want, rtol=1e-5, atol=1e-5)
+    computed = nnx.jit(lambda layer, x: layer(x, LoRAContext.of(specs, table)))(layer, x)
+    np.testing.assert_allclose(computed, want, rtol=1e-5, atol=1e-5)
 
+    @nnx.jit
     def gradient(model):
         loss = lambda model: (forward(model, x)[1::3] ** 2).sum()  # noqa: E731 (rows of the plain adapter)
         return nnx.grad(loss, argnums=nnx.DiffState(0, nnx.LoRAParam))(model)

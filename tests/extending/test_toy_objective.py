@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import small_jobs
 from more_cases import nightly
 from safetensors.numpy import load_file
 
@@ -73,6 +74,7 @@ POINTS = {
 }
 BETA, ANCHOR = 1.5, 0.1
 MOST_TOKENS = 64  # of a text
+SAVES = {"save": {"every_steps": 2}}
 PAIRS = {"name": "pairwise", "beta": BETA}
 TOLERANCE = 1e-5  # of float32 sums in another order, carried along by Adam for a few steps; as tests/lossless has it
 OWN = {
@@ -82,28 +84,43 @@ OWN = {
 }
 
 
-@pytest.fixture
-def toy(install) -> None:
-    install("toy_objective", SOURCE, POINTS)
+@pytest.fixture(scope="module", autouse=True)
+def _installed(install_for_module):
+    install_for_module("toy_objective", SOURCE, POINTS)
 
 
-@pytest.fixture
-def job(toy, tmp_path, write_rows, write_job):
-    """job(names, **changes of pref) writes a job file; its data are the same whoever is in it."""
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Data that all tests use, whoever is in a job."""
+    return tmp_path_factory.mktemp("jobs")
+
+
+@pytest.fixture(scope="module")
+def job(folder, tiny_base):
+    """job(names, sections, **changes of pref) → job file."""
 
     def make(names=("pref",), sections=None, held_out=False, **changes) -> str:
         entries = []
         for name in names:
             pairs = name != "law"
-            data = {"train": write_pairs(tmp_path, name, 11) if pairs else write_rows("law", 12, 0, 20)}
-            data |= {"eval": write_pairs(tmp_path, f"{name}_eval", 4)} if pairs and held_out else {}
+            rows = write_pairs(folder, name, 11) if pairs else small_jobs.write_rows(folder, "law", 12, longest=20)
+            data = {"train": rows} | ({"eval": write_pairs(folder, f"{name}_eval", 4)} if pairs and held_out else {})
             fields = {"name": name, "data": data, "lora": {"rank": 4, "alpha": 8, "dropout": 0.1}, **OWN[name]}
             entries.append(fields | (changes if name == "pref" else {}))
         optim = {"lr": 2e-3, "schedule": "constant", "warmup": 0}
         batch = {"capacity_tokens": 512, "tile_tokens": 16}
-        return str(write_job(entries, **({"optim": optim, "batch": batch} | (sections or {}))))
+        usual = {"optim": optim, "batch": batch}
+        return str(small_jobs.write_job(folder, tiny_base, entries, **usual | (sections or {})))
 
     return make
+
+
+@pytest.fixture(scope="module")
+def joint(job, tmp_path_factory) -> Path:
+    """A run of all of them together, with its saves."""
+    out = tmp_path_factory.mktemp("runs") / "joint"
+    assert run(["train", job(tuple(OWN), SAVES, held_out=True), "--out", str(out)]) == 0
+    return out
 
 
 def write_pairs(folder: Path, name: str, count: int) -> str:
@@ -186,18 +203,16 @@ def base_loss_of_first_step(job_file: str, base: Path, capsys) -> tuple[float, f
     return float(np.mean(losses)), float(np.mean(margins))
 
 
-def test_the_first_loss_is_the_formula_in_float64(job, tiny_base, tmp_path, capsys):
-    file = job(tuple(OWN))
-    first = steps(trained(file, tmp_path / "run", capsys), "pref")[0]
-    loss, margin = base_loss_of_first_step(file, tiny_base, capsys)
+def test_the_first_loss_is_the_formula_in_float64(joint, job, tiny_base, capsys):
+    first = steps(joint, "pref")[0]
+    loss, margin = base_loss_of_first_step(job(tuple(OWN)), tiny_base, capsys)
     np.testing.assert_allclose(first["loss"], loss, rtol=1e-5)
     np.testing.assert_allclose(first["margin"], margin, rtol=1e-4, atol=1e-6)  # a small difference of two means
     assert 0 <= first["right"] <= 1
 
 
 @pytest.mark.parametrize("name", ["pref", nightly("law")])
-def test_joint_is_alone_for_adapters_of_different_objectives_in_one_microbatch(name, job, tmp_path, capsys):
-    joint = trained(job(tuple(OWN), held_out=True), tmp_path / "joint", capsys)
+def test_joint_is_alone_for_adapters_of_different_objectives_in_one_microbatch(name, joint, job, tmp_path, capsys):
     assert any({"pref", "law"} <= adapters for adapters in shared_slots(joint))
     assert any({"pref", "calm"} <= adapters for adapters in shared_slots(joint))
     alone = trained(job((name,)), tmp_path / name, capsys)
@@ -229,36 +244,32 @@ def test_other_objectives_in_a_microbatch_change_no_bit_of_sft(job, tmp_path, ca
         np.testing.assert_array_equal(weights(folders[1], "law")[key], wanted)
 
 
-def test_resumed_run_equals_uninterrupted_run(job, tmp_path, capsys):
+def test_resumed_run_equals_uninterrupted_run(joint, job, tmp_path, capsys):
     from lorafusion_jax.config import load_config
     from lorafusion_jax.training import train
-
-    file = job(tuple(OWN), {"save": {"every_steps": 2}})
-    whole = trained(file, tmp_path / "whole", capsys)
 
     def power_cut(event) -> None:
         if event.kind == "step" and event.adapter == "pref" and event.step == 3:
             raise RuntimeError("power cut")
 
     with pytest.raises(RuntimeError, match="power cut"):
-        train(load_config(file), tmp_path / "cut", listeners=[power_cut])
+        train(load_config(job(tuple(OWN), SAVES, held_out=True)), tmp_path / "cut", listeners=[power_cut])
     assert run(["resume", str(tmp_path / "cut")]) == 0, capsys.readouterr().err
     for name in ("pref", "law"):
-        for key, wanted in weights(whole, name).items():
+        for key, wanted in weights(joint, name).items():
             np.testing.assert_array_equal(weights(tmp_path / "cut", name)[key], wanted)
         timeless = [
             [{key: value for key, value in row.items() if key != "time"} for row in steps(folder, name)]
-            for folder in (whole, tmp_path / "cut")
+            for folder in (joint, tmp_path / "cut")
         ]
         assert timeless[0] == timeless[1]
 
 
 @pytest.mark.parametrize("mesh", [{"data": 2}, nightly({"stages": 2, "data": 2})], ids=str)
-def test_on_several_devices_it_is_the_same(job, tmp_path, capsys, mesh):
-    single = trained(job(tuple(OWN)), tmp_path / "one", capsys)
+def test_on_several_devices_it_is_the_same(joint, job, tmp_path, capsys, mesh):
     several = trained(job(tuple(OWN), {"mesh": mesh}), tmp_path / "several", capsys)
     for name in ("pref", "law"):
-        for a, b in zip(steps(single, name), steps(several, name), strict=True):
+        for a, b in zip(steps(joint, name), steps(several, name), strict=True):
             np.testing.assert_allclose(a["loss"], b["loss"], rtol=TOLERANCE)
             np.testing.assert_allclose(a.get("margin", 0), b.get("margin", 0), rtol=1e-4, atol=1e-6)
 
@@ -302,12 +313,12 @@ def test_broken_objectives_are_errors_before_a_run_starts(job, tmp_path, capsys)
     assert not (tmp_path / "run").exists()
 
 
-def test_rows_that_an_objective_cannot_use_are_named(job, tmp_path, capsys):
-    file = job()
-    rows = [json.loads(line) for line in (tmp_path / "pref.jsonl").read_text().splitlines()]
+def test_rows_that_an_objective_cannot_use_are_named(folder, job, capsys):
+    file = job(data={"train": "bad.jsonl"})
+    rows = [json.loads(line) for line in (folder / "pref.jsonl").read_text().splitlines()]
     rows[2]["rejected"] = rows[2]["chosen"]
     del rows[5]["chosen"]
-    (tmp_path / "pref.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "bad.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert run(["check", file]) == 2
     shown = " ".join(capsys.readouterr().err.split())
     assert "2 of 11 rows cannot be used with objective pairwise" in shown
@@ -315,12 +326,12 @@ def test_rows_that_an_objective_cannot_use_are_named(job, tmp_path, capsys):
     assert "Traceback" not in shown
 
 
-def test_columns_may_have_other_names_and_missing_ones_are_named(job, tmp_path, capsys):
+def test_columns_may_have_other_names_and_missing_ones_are_named(folder, job, capsys):
     file = job(data={"train": "renamed.jsonl", "columns": {"chosen": "good"}})
-    rows = (tmp_path / "pref.jsonl").read_text()
-    (tmp_path / "renamed.jsonl").write_text(rows.replace('"chosen"', '"good"'))
+    rows = (folder / "pref.jsonl").read_text()
+    (folder / "renamed.jsonl").write_text(rows.replace('"chosen"', '"good"'))
     assert run(["check", file]) == 0, capsys.readouterr().err
-    (tmp_path / "renamed.jsonl").write_text(rows)
+    (folder / "renamed.jsonl").write_text(rows)
     assert run(["check", file]) == 2
     assert "no column 'good', which objective pairwise needs" in " ".join(capsys.readouterr().err.split())
 
@@ -330,10 +341,10 @@ def test_all_texts_of_a_sample_must_fit_into_a_microbatch(job, capsys):
     assert "2 texts of data.max_length=320 do not fit" in " ".join(capsys.readouterr().err.split())
 
 
-def test_a_finished_adapter_is_a_peft_folder_with_its_objective_on_record(job, tmp_path, capsys):
-    folder = trained(job(), tmp_path / "run", capsys) / "adapters" / "pref" / "latest"
-    assert json.loads((folder / "adapter_config.json").read_text())["peft_type"] == "LORA"
-    assert json.loads((folder / "run.json").read_text())["adapter"]["objective"] == {
+def test_a_finished_adapter_is_a_peft_folder_with_its_objective_on_record(joint):
+    latest = joint / "adapters" / "pref" / "latest"
+    assert json.loads((latest / "adapter_config.json").read_text())["peft_type"] == "LORA"
+    assert json.loads((latest / "run.json").read_text())["adapter"]["objective"] == {
         "name": "pairwise",
         "beta": BETA,
         "reference": None,

@@ -13,6 +13,7 @@ from lorafusion_jax.config import load_config
 from lorafusion_jax.errors import ConfigError
 from lorafusion_jax.families.experts import Experts, Router
 from lorafusion_jax.models import ModelConfig
+from lorafusion_jax.report.recorder import read_rows
 from lorafusion_jax.training import Interrupted, RunFolder, resume, train
 from lorafusion_jax.training.loop import Loop
 from lorafusion_jax.weights.table import check_kernels
@@ -70,7 +71,7 @@ def distance(actual, other):
     )
 
 
-@pytest.mark.parametrize("name", list(TARGETS))
+@pytest.mark.parametrize("name", [nightly("law"), nightly("med"), "chat"])  # chat is on all linears
 def test_joint_training_equals_separate_training(run, name):
     joint = weights(run(tuple(TARGETS)), name)
     assert distance(joint, weights(run((name,)), name)) < TOLERANCE
@@ -82,9 +83,9 @@ def test_joint_training_equals_separate_training(run, name):
     "mesh", [{"stages": 2, "data": 2, "fsdp": 2}, nightly({"stages": 2}), nightly({"stages": 1, "data": 2, "fsdp": 2})]
 )
 def test_a_mesh_computes_what_one_device_does(run, mesh):
-    alone, joint = run(tuple(TARGETS)), run(tuple(TARGETS), mesh=mesh)
-    for name in TARGETS:
-        assert distance(weights(alone, name), weights(joint, name)) < TOLERANCE
+    """Every stage compiles the step of every adapter, so there is one: of all linears."""
+    joint, split = run(tuple(TARGETS)), run(("chat",), mesh=mesh)
+    assert distance(weights(joint, "chat"), weights(split, "chat")) < TOLERANCE
 
 
 def test_a_diverging_adapter_leaves_the_experts_of_others_bitwise(run):
@@ -96,8 +97,10 @@ def test_a_diverging_adapter_leaves_the_experts_of_others_bitwise(run):
 
 
 def test_a_policy_that_saves_less_changes_no_result(run):
-    everything = run(("law", "med"), train={"log_every_s": 0, "remat": "everything", "plan_seconds": 0.1})
-    least = run(("law", "med"), train={"log_every_s": 0, "remat": "gemm_inputs", "plan_seconds": 0.1})
+    """Small layers save everything by default."""
+    everything, least = run(tuple(TARGETS)), run(("law", "med"), train={"remat": "gemm_inputs"})
+    started = next(row for row in read_rows(everything.path / "events.jsonl") if row["kind"] == "started")
+    assert started["remat"] == "everything"
     for name in ("law", "med"):
         assert distance(weights(everything, name), weights(least, name)) < TOLERANCE
 

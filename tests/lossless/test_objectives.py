@@ -126,7 +126,9 @@ def test_an_exported_folder_has_the_held_out_loss_of_the_end(joint):
     assert {name: check.same for name, check in checks.items()} == {"dpo": True}
 
 
-@pytest.mark.parametrize("name", ["dpo", nightly("law"), nightly("kto"), nightly("grpo"), nightly("reward")])
+# By default, objective/test_against_trl.py compares adapters of a joint run with those of TRL, and tests in
+# extending/ compare objectives of other packages alone, jointly, on stages and on replicas.
+@pytest.mark.parametrize("name", [nightly(name) for name in NAMES])
 def test_joint_is_alone(name, joint, job, tmp_path):
     assert_close(joint, trained(job((name,)), tmp_path / name), name)
 
@@ -144,6 +146,7 @@ def test_other_settings_of_one_change_no_bit_of_the_others(joint, job, tmp_path)
         assert all(same) == (name != "dpo"), name
 
 
+@pytest.mark.nightly
 def test_two_stages_and_two_replicas_are_one(joint, job, tmp_path):
     several = trained(job(sections={"mesh": {"stages": 2, "data": 2}}), tmp_path / "several")
     for name in NAMES:

@@ -28,7 +28,7 @@ MODEL = ModelConfig(
     head_dim=8,
 )  # fmt: skip
 SPECS = (
-    AdapterSpec(name="ash", rank=3, alpha=5, dropout=0.2, seed=7),
+    AdapterSpec(name="ash", rank=3, alpha=5, dropout=0.2, seed=7, targets=("q_proj", "down_proj")),
     AdapterSpec(name="oak", rank=2, alpha=2, targets=("down_proj", "v_proj")),
 )
 

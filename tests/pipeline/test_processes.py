@@ -34,7 +34,7 @@ TOLERANCE = 1e-5  # as in test_layouts
 BITWISE = 0.0  # on one mesh, whichever processes it is spread over
 TIME_LIMIT_S = 240  # all processes start jax and compile on the cores of one
 NAMES = ("law",)
-MIXED = ("law", "chat")  # of other rank, dropout, targets, optimizer; one ends before the other
+MIXED = ("law", "chat")  # one ends before the other
 FIRST_PORT = 2**16 - 2**12  # of those from which jax picks by a job's number
 EQUAL = (  # to law, so that they share programs
     "adapters.chat.lora.rank=4",
@@ -52,13 +52,14 @@ def job(tmp_path_factory, deep_base) -> Path:
 
 @pytest.fixture(scope="module")
 def mixed_job(tmp_path_factory, deep_base) -> Path:
-    return write_mixed_job(tmp_path_factory.mktemp("mixed"), deep_base(False), MIXED)
+    """Every process compiles the programs of every stage, so both adapters share theirs, and one is evaluated."""
+    return write_mixed_job(tmp_path_factory.mktemp("mixed"), deep_base(False), MIXED, held_out=NAMES)
 
 
 @pytest.fixture(scope="module")
 def one_device(mixed_job, tmp_path_factory, kept_programs):
     folder = tmp_path_factory.mktemp("one") / "run"
-    assert train(load_config(mixed_job), folder).exit_code == 0
+    assert train(load_config(mixed_job, EQUAL), folder).exit_code == 0
     return read_trained(folder)
 
 
@@ -156,7 +157,8 @@ def signal_under_way(processes: list[subprocess.Popen], run: Path, number: signa
 
 def test_processes_do_not_change_the_run(mixed_job, one_device, tmp_path):
     mesh = ("mesh.data=2", "mesh.stages=2", "mesh.fsdp=2", "mesh.layers=[2, 3]")  # half a layer is a program of its own
-    left = wait(start(2, 4, "train", str(mixed_job), "--out", str(tmp_path / "run"), *mesh, launcher=slurm))
+    arguments = ("train", str(mixed_job), "--out", str(tmp_path / "run"), *mesh, *EQUAL)
+    left = wait(start(2, 4, *arguments, launcher=slurm))
     assert [process.code for process in left] == [0, 0], left[0].err + left[1].err
     assert_equal(one_device, read_trained(tmp_path / "run"), TOLERANCE)
     assert "next: lorafusion export" in left[0].out

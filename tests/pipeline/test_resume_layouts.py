@@ -82,6 +82,7 @@ def in_the_middle_of_a_batch(run) -> bool:
 
 REPLICAS = ["mesh.data=2", "mesh.fsdp=2", "train.remat=nothing"]
 HALVES = {"stages": 2, "data": 2, "layers": [1.5, 3.5]}
+TO_HALVES = ["mesh.stages=2", "mesh.data=2", "mesh.layers=[1.5, 3.5]"]
 
 
 @pytest.mark.parametrize(
@@ -89,8 +90,8 @@ HALVES = {"stages": 2, "data": 2, "layers": [1.5, 3.5]}
     [
         (HALVES, []),
         nightly(HALVES, ["mesh.data=1", "mesh.stages=1"]),
-        nightly({}, REPLICAS),  # test_a_move_may_be_cut_anywhere makes that move
-        ({}, ["mesh.stages=2", "mesh.data=2", "mesh.layers=[1.5, 3.5]"]),
+        nightly({}, REPLICAS),
+        ({}, TO_HALVES),
         nightly({}, ["mesh.stages=3", "mesh.layers=[1.5, 2.5, 1]", "train.remat=nothing"]),
     ],
     ids=lambda value: " ".join(value).replace("mesh.", "") if isinstance(value, list) else None,
@@ -122,7 +123,7 @@ def test_a_run_goes_on_elsewhere(cut_runs, mesh, overrides):
 def test_a_move_may_be_cut_anywhere(cut_runs, monkeypatch):
     """Killed after each file that a move puts in its place, then after a step that no checkpoint has seen."""
     run, whole = cut_runs({}, {})
-    folder, overrides = RunFolder(run), REPLICAS
+    folder, overrides = RunFolder(run), TO_HALVES
     slot = max(int(path.name) for path in folder.state.iterdir())
     old = folder.read_config(), folder.read_plan()
     settings = apply_resume_overrides(old[0], overrides)
