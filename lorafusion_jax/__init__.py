@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING
 from pallas_kernels.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from lorafusion_jax.api.generation import generate as generate
+    from lorafusion_jax.api.generation import open_generator as open_generator
     from lorafusion_jax.api.jobs import Job as Job
     from lorafusion_jax.api.jobs import load_job as load_job
     from lorafusion_jax.api.plans import JobPlan as JobPlan

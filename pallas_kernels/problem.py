@@ -44,6 +44,7 @@ class Static:
     single: bool  # every row belongs to adapter 0: no table, no selection
     ranks: tuple[int, ...] | None = None  # those of `Operands` where they are known
     interpret: bool = False
+    in_order: bool = False  # tile i belongs to adapter i: nothing is gathered, and no tile is padding
     y_dtype: Any = None  # of y; None: that of x
     config: KernelConfigs = KernelConfigs()
 

@@ -42,7 +42,7 @@ class Bank(NamedTuple):
     def finish(
         self,
         y: Float[Array, "*B N"],
-        tile_adapter: Integer[Array, " tiles"],
+        tile_adapter: Integer[Array, " tiles"] | np.ndarray,
         bias: Float[Array, " N"] | None,
         dropped: Float[Array, "*B N"] | None = None,
     ) -> Float[Array, "*B N"]:
@@ -170,7 +170,7 @@ def scale_columns(
     y: Float[Array, "*B N"],
     f_AN: Float[Array, "A N"],
     scaled_A: Array,
-    tile_adapter: Integer[Array, " tiles"],
+    tile_adapter: Integer[Array, " tiles"] | np.ndarray,
     dropped: Float[Array, "*B N"] | None = None,
 ) -> Float[Array, "*B N"]:
     """Multiplies the columns of each tile's rows by its adapter's factors. Rows of other adapters stay bitwise.
@@ -192,7 +192,7 @@ def shift_columns(
     y: Float[Array, "*B N"],
     g_AN: Float[Array, "A N"],
     shifted_A: Array,
-    tile_adapter: Integer[Array, " tiles"],
+    tile_adapter: Integer[Array, " tiles"] | np.ndarray,
 ) -> Float[Array, "*B N"]:
     """Adds its adapter's numbers to the columns of each tile's rows. Rows of other adapters stay bitwise."""
     index, mine = jnp.maximum(tile_adapter, 0), tile_adapter >= 0

@@ -19,17 +19,28 @@ def base_directory(config: JobConfig) -> Path:
     Raises:
         CheckpointError: it is neither a directory nor a hub name that can be resolved.
     """
-    direct, name = Path(config.directory) / config.base.model, config.base.model
+    return find_base(Path(config.directory), config.base.model, config.base.revision)
+
+
+def find_base(
+    directory: Path,
+    name: str,
+    revision: str | None = None,
+    *,
+    fix: str = "base.model: a folder with config.json and *.safetensors, or org/name of a hub",
+) -> Path:
+    """Finds a base model: a path, relative to a directory, or a hub name; errors as of `base_directory`."""
+    direct = directory / name
     if _is_directory(direct):
         return direct
     is_hub_name = name.count("/") == 1 and not name.startswith((".", "/"))
     if is_hub_name and not _is_directory(direct.parent):  # next to a folder "models", models/8B is a folder, too
-        return _from_hub(name, config.base.revision, direct)
+        return _from_hub(name, revision, direct)
     raise CheckpointError(
         "model.missing",
         f"there is no model directory {shortened(name)}.",
-        where=str(Path(config.directory).absolute()),
-        fix=_similar_folder(direct) or "base.model: a folder with config.json and *.safetensors, or org/name of a hub",
+        where=str(directory.absolute()),
+        fix=_similar_folder(direct) or fix,
     )
 
 

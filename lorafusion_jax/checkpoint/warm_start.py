@@ -133,7 +133,7 @@ def _read_start(folder: Path, adapter: AdapterConfig, config: JobConfig) -> Arra
     spec = adapter_spec(adapter, model_targets(config), tokenizer_file(config))
     if described.same_settings(spec):
         return (
-            _with_all_layers(arrays, ModelConfig.from_hf(base_directory(config)), spec)
+            with_all_layers(arrays, ModelConfig.from_hf(base_directory(config)), spec)
             if described.some_layers
             else arrays
         )
@@ -150,7 +150,7 @@ def _settings(spec: AdapterSpec) -> str:
     return text if spec.tokens is None else f"{text}, trainable tokens {spec.tokens.peft}"
 
 
-def _with_all_layers(arrays: Arrays, model: ModelConfig, spec: AdapterSpec) -> Arrays:
+def with_all_layers(arrays: Arrays, model: ModelConfig, spec: AdapterSpec) -> Arrays:
     """Extends an adapter of some layers to all layers with zeros.
 
     Zero A and B stay zero in training, because the gradient of each is proportional to the other.

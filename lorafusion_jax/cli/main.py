@@ -16,12 +16,14 @@ from typing import Annotated
 import typer
 
 from lorafusion_jax.cli import (
+    chat,
     check,
     control,
     data,
     demo,
     doctor,
     export,
+    generate,
     init,
     plan,
     profile,
@@ -62,6 +64,8 @@ for command in (
     status,
     timeline,
     report,
+    generate,
+    chat,
     export,
     verify,
     profile,

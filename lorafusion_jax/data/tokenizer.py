@@ -76,6 +76,10 @@ class Tokenizer:
         """Decodes tokens, special ones included."""
         return self.backend.decode([int(i) for i in ids], skip_special_tokens=False)
 
+    def text(self, ids: Sequence[int]) -> str:
+        """Decodes tokens, without special ones."""
+        return self.backend.decode([int(i) for i in ids], skip_special_tokens=True)
+
     def piece(self, token: int) -> str:
         """Returns the text of one token; `�` for part of a character."""
         text, raw = self.decode([token]), self.backend.id_to_token(int(token)) or ""

@@ -37,6 +37,15 @@ class Layer(LayerSpec):
     saved: tuple[SavedTensor, ...] = field(init=False, repr=False, compare=False)
     arrays: tuple[FrozenArray, ...] = field(init=False, repr=False, compare=False, default=())
 
+    @property
+    def uncached(self) -> str | None:
+        """The name of the mechanism that keeps nothing for next tokens, so that generation is not possible."""
+        return None if hasattr(self.attention, "cache_shapes") else type(self.attention).__name__
+
+    def cache_shapes(self, tokens: int) -> dict[str, tuple[int, ...]]:
+        """Shapes of what one sequence of up to `tokens` tokens keeps in the layer, by name."""
+        return self.attention.cache_shapes(tokens)
+
     def __post_init__(self) -> None:
         mechanisms: tuple[Mechanism, ...] = (self.attention, self.mlp, self.around)
         for name in ("linears", "norms", "saved", "arrays"):

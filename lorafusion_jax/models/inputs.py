@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import jax
 
+from lorafusion_jax.models.cache import CachedRows
 from lorafusion_jax.models.segments import Segments
 from lorafusion_jax.modules import LoRAContext
 
@@ -18,12 +19,14 @@ class LayerInputs:
     Attributes:
         ropes: cosines and signed sines [T, 1, C] of each of the model's rotary embeddings, see `rope.rope_tables`.
         query_scales: factor of the queries [T, 1, 1], for each of them (None: no model's rope has one).
+        cached: where the rows lie in the layers' caches (None: the layers keep nothing).
     """
 
     ropes: tuple[tuple[jax.Array, jax.Array], ...]
     segments: Segments
     lora: LoRAContext | None
     query_scales: tuple[jax.Array, ...] | None = None
+    cached: CachedRows | None = None
 
     def at_layer(self, number: int | jax.Array) -> LayerInputs:
         """The inputs of one layer, with its own dropout."""

@@ -5,7 +5,7 @@ Dims: `T` packed tokens · `D` model width.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -19,6 +19,7 @@ from lorafusion_jax.families.experts import Experts
 from lorafusion_jax.layout.layer import Half
 from lorafusion_jax.models.attention import AttentionImplementation
 from lorafusion_jax.models.build import Builder
+from lorafusion_jax.models.cache import Cache
 from lorafusion_jax.models.experts import MixtureOfExperts
 from lorafusion_jax.models.inputs import LayerInputs
 from lorafusion_jax.models.mlp import MLP
@@ -62,11 +63,31 @@ class DecoderLayer(nnx.Module):
     def __call__(
         self, x_TD: Float[Array, "T D"], inputs: LayerInputs, implementation: AttentionImplementation | None = None
     ) -> Float[Array, "T D"]:
+        return self._run(x_TD, inputs, lambda h_TD: self.self_attn(h_TD, inputs, implementation))
+
+    def with_cache(
+        self,
+        x_TD: Float[Array, "T D"],
+        inputs: LayerInputs,
+        cache: Cache,
+        implementation: AttentionImplementation | None = None,
+    ) -> tuple[Float[Array, "T D"], Cache]:
+        """Like a call, and returns the cache with these rows, see `models.cache`. The MLP's half has none."""
+        caches = [cache]
+
+        def mix(h_TD: jax.Array) -> jax.Array:
+            o_TD, caches[0] = self.self_attn.with_cache(h_TD, inputs, cache, implementation)
+            return o_TD
+
+        return self._run(x_TD, inputs, mix), caches[0]
+
+    def _run(self, x_TD: jax.Array, inputs: LayerInputs, mix: Callable[[jax.Array], jax.Array]) -> jax.Array:
+        """Runs the layer or half layer; `mix` is its attention."""
         if self.half == "mlp":
             x_TD, h_TD = self._enter("mlp", x_TD)
             return x_TD + self._leave("mlp", self.mlp(h_TD, inputs.lora))
         x_TD, h_TD = self._enter("attention", x_TD)
-        o_TD = self.self_attn(h_TD, inputs, implementation)
+        o_TD = mix(h_TD)
         if self.half == "attention":
             return x_TD + self._leave("attention", o_TD)
         x_TD, h_TD = self._enter("mlp", x_TD, self._leave("attention", checkpoint_name(o_TD, "o_out")))

@@ -13,6 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from lorafusion_jax.families.attention import MODULE
 from lorafusion_jax.models.attention import AttentionImplementation, attention
 from lorafusion_jax.models.build import Builder
+from lorafusion_jax.models.cache import Cache, cached_attention, store
 from lorafusion_jax.models.inputs import LayerInputs
 from lorafusion_jax.models.rope import apply_rope
 from lorafusion_jax.modules import LoRALinear, lora_siblings
@@ -37,19 +38,7 @@ class SelfAttention(nnx.Module):
     def __call__(
         self, x_TD: jax.Array, inputs: LayerInputs, implementation: AttentionImplementation | None
     ) -> jax.Array:
-        qkv, o = self.sites
-        projections = [getattr(self, name) for name in self.inputs]
-        q, k, v = self._split(lora_siblings(x_TD, projections, inputs.lora, site=qkv))
-        if self.spec.qk_norm == "full":
-            q, k = self._normalise(q, k)
-        q, k, v = (y.reshape(y.shape[0], -1, self.spec.head_dim) for y in (q, k, v))
-        if self.spec.qk_norm == "head":
-            q, k = self._normalise(q, k)
-        if self.rope is not None:
-            tables = inputs.ropes[self.rope]
-            q, k = apply_rope(q, tables), apply_rope(k, tables)
-        if inputs.query_scales is not None and self.rope is not None:
-            q = q * inputs.query_scales[self.rope].astype(q.dtype)
+        q, k, v = self._heads(x_TD, inputs)
         o_TD = attention(
             q,
             k,
@@ -62,7 +51,42 @@ class SelfAttention(nnx.Module):
             soft_cap=self.spec.soft_cap,
             sinks=None if self.sinks is None else self.sinks[...],
         )
-        return self.o_proj(o_TD, inputs.lora, site=o)
+        return self.o_proj(o_TD, inputs.lora, site=self.sites[1])
+
+    def with_cache(
+        self, x_TD: jax.Array, inputs: LayerInputs, cache: Cache, implementation: AttentionImplementation | None
+    ) -> tuple[jax.Array, Cache]:
+        """Like a call, and returns the cache with the keys and values of these rows.
+
+        Rows of prompts attend to each other, as in training. A row of a decoding pass attends to its sequence's cache.
+        """
+        rows = inputs.cached
+        assert rows is not None
+        q, k, v = self._heads(x_TD, inputs)
+        cache = {"keys": store(cache["keys"], k, rows), "values": store(cache["values"], v, rows)}
+        options = {"scale": self.spec.scale, "window": self.spec.window, "soft_cap": self.spec.soft_cap}
+        options |= {"sinks": None if self.sinks is None else self.sinks[...]}
+        if rows.decoding:
+            o_TD = cached_attention(q, cache["keys"], cache["values"], rows.position_T, **options)
+        else:
+            o_TD = attention(q, k, v, inputs.segments, implementation=implementation, flat=True, **options)
+        return self.o_proj(o_TD, inputs.lora, site=self.sites[1]), cache
+
+    def _heads(self, x_TD: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns q, k and v by head, normalised and rotated."""
+        projections = [getattr(self, name) for name in self.inputs]
+        q, k, v = self._split(lora_siblings(x_TD, projections, inputs.lora, site=self.sites[0]))
+        if self.spec.qk_norm == "full":
+            q, k = self._normalise(q, k)
+        q, k, v = (y.reshape(y.shape[0], -1, self.spec.head_dim) for y in (q, k, v))
+        if self.spec.qk_norm == "head":
+            q, k = self._normalise(q, k)
+        if self.rope is not None:
+            tables = inputs.ropes[self.rope]
+            q, k = apply_rope(q, tables), apply_rope(k, tables)
+        if inputs.query_scales is not None and self.rope is not None:
+            q = q * inputs.query_scales[self.rope].astype(q.dtype)
+        return q, k, v
 
     def _split(self, outputs: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         if not self.spec.fused:

@@ -27,6 +27,7 @@ from lorafusion_jax.config.schema import TrainSettings
 from lorafusion_jax.layout.extent import Extent
 from lorafusion_jax.layout.layer import HALVES, Half
 from lorafusion_jax.models import ModelConfig, Segments
+from lorafusion_jax.models.cache import Cache
 from lorafusion_jax.models.forward import final_norm, layer_inputs, run_layer
 from lorafusion_jax.models.layer import DecoderLayer, LayerInputs
 from lorafusion_jax.models.loading import Weight
@@ -355,6 +356,18 @@ class Parts:
         layers = layer_inputs(self.model, batch.positions, segments, lora.in_places(batch.adapters))
         return Inputs(layers, windows(self.columns, batch.adapters), kinds, ratios)
 
+    def kinds_in(self, places: np.ndarray) -> dict[str, np.ndarray]:
+        """Returns `Inputs.kinds` of adapters in places, of which -1 are unused and have no kind."""
+        present = np.maximum(places, 0)
+        return {
+            target: np.where(places >= 0, np.asarray(numbers)[..., present], NO_KIND)
+            for target, numbers in self._kinds.items()
+        }
+
+    def ratios_in(self, places: np.ndarray) -> dict[str, np.ndarray]:
+        """Returns `Inputs.ratios` of adapters in places."""
+        return {name: ratio_LA[:, np.maximum(places, 0)] for name, ratio_LA in self._ratios.items()}
+
     def _kinds_of(self, windows: Array, adapters: Array) -> dict[str, Array]:
         """Returns `Inputs.kinds` of a microbatch that describes its adapters itself."""
         places = jnp.maximum(adapters, 0)
@@ -389,16 +402,27 @@ class Parts:
             lora: leaves by name, of the adapters in the microbatch's places, [P, K, R], [P, R, N] and so on.
             number: index of the layer in the model; dropout depends on it.
         """
+        module = self._filled(frozen, lora, inputs, number)
+        return run_layer(module, x_TD, inputs.layers, number, self.settings.attention)
+
+    def layer_with_cache(
+        self, frozen: Weights, lora: Weights, x_TD: Array, inputs: Inputs, number: Array, cache: Cache
+    ) -> tuple[Array, Cache]:
+        """Like `layer`, and returns the layer's cache with these rows, see `models.cache`."""
+        module = self._filled(frozen, lora, inputs, number)
+        return module.with_cache(x_TD, inputs.layers.at_layer(number), cache, self.settings.attention)
+
+    def _filled(self, frozen: Weights, lora: Weights, inputs: Inputs, number: Array) -> DecoderLayer:
+        """Returns a layer or half layer with these tensors."""
         graph, lora_state, kind_state, frozen_state = self._modules[layer_kind(frozen), self.half(frozen)]
         shared = {name.removeprefix(SHARED): leaf for name, leaf in lora.items() if name.startswith(SHARED)}
         names = _names(lora_state)
         leaves = {name: lora[name] if name in lora else shared[name.rpartition(".")[2]] for name in names}
         by_target = {target: kinds[number] if kinds.ndim == 2 else kinds for target, kinds in inputs.kinds.items()}
         kinds = {name: by_target[name.split(".")[-2]] for name in _names(kind_state)}
-        module = nnx.merge(
+        return nnx.merge(
             graph, _fill_state(lora_state, leaves), _fill_state(kind_state, kinds), _fill_state(frozen_state, frozen)
         )
-        return run_layer(module, x_TD, inputs.layers, number, self.settings.attention)
 
     @property
     def chosen(self) -> tuple[Chosen, ...]:

@@ -102,9 +102,9 @@ class StagePrograms:
         self._backward_layer = jax.jit(self._run_backward_layer)
         self._evaluate_layer = jax.jit(self._run_evaluate_layer)
         table = (parts.model.vocab_size, parts.model.hidden_size)
-        self._table_axis = _axis(P(*stage.split(table)))
+        self.table_axis = _axis(P(*stage.split(table)))
         table_spec = P(*stage.split(table))
-        block = (self._specs_of_block, REPLICATED, REPLICATED, ROWS, ROWS)
+        block = (self.specs_of_block, REPLICATED, REPLICATED, ROWS, ROWS)
         self.inputs = self._jit(partial(self._inputs, dropout=True), (ROWS,), ROWS)
         self.inputs_without_dropout = self._jit(partial(self._inputs, dropout=False), (ROWS,), ROWS)
         self.embed = self._jit(self._embed, (table_spec, ROWS), ROWS)
@@ -117,7 +117,7 @@ class StagePrograms:
         self.forward = layers(self._forward, block, (ROWS, ROWS))
         self.backward = layers(self._backward, gradients, (ROWS, ROWS), donate=(6, 7))
         self.evaluate = layers(self._evaluate, block, ROWS)
-        self._table_spec = table_spec
+        self.table_spec = table_spec
         self.replace_objectives(parts.chosen)
         self.states = self._jit(self._states, (REPLICATED, ROWS), REPLICATED)
         logprobs = (REPLICATED, table_spec, ROWS, ROWS, REPLICATED)
@@ -130,7 +130,7 @@ class StagePrograms:
             chosen: as in `totals_of`.
         """
         self.chosen = tuple(chosen)
-        ends = (REPLICATED, self._table_spec, ROWS, ROWS, REPLICATED)
+        ends = (REPLICATED, self.table_spec, ROWS, ROWS, REPLICATED)
         head, totals = partial(self._head, self.chosen), partial(self._totals, self.chosen)
         self.head = self._jit(head, (*ends, ROWS, ROWS), (ROWS, ROWS, ROWS, ROWS), donate=(5, 6))
         self.totals = self._jit(totals, ends, REPLICATED)
@@ -335,12 +335,12 @@ class StagePrograms:
 
     def _embed(self, table: Array, tokens: Array) -> Array:
         scale = self._parts.model.embedding_scale
-        return embed(_gather(table, self._table_axis), tokens[0], scale)[None]
+        return embed(gather(table, self.table_axis), tokens[0], scale)[None]
 
     def _embed_rows(self, table: Array, tokens: Array, row_adapter: Array, values: Array) -> Array:
         """`_embed` with the trained rows of adapters, [1, D, C]."""
         rows = ReplacedRows(values[0], self._parts.token_columns("embed"), row_adapter[0])
-        x_TD = replace_rows(embed(_gather(table, self._table_axis), tokens[0]), tokens[0], rows)
+        x_TD = replace_rows(embed(gather(table, self.table_axis), tokens[0]), tokens[0], rows)
         return scaled_embedding(x_TD, self._parts.model.embedding_scale)[None]
 
     def _add_row_gradients(self, dx: Array, tokens: Array, row_adapter: Array, sums: Array) -> Array:
@@ -389,7 +389,7 @@ class StagePrograms:
         gradient, dy = self._split(weights, inputs).backward(given, views, x, rest, dy)
         added = {f"{LAYERS}{short}": leaf for short, leaf in gradient.items()}
         return dy, sums | {
-            name: lv.add(sums[name], *self._leaf_place(name, number, inputs), _scaled(name, leaf, number, inputs))
+            name: lv.add(sums[name], *self._leaf_place(name, number, inputs), scaled(name, leaf, number, inputs))
             for name, leaf in added.items()
         }
 
@@ -400,8 +400,8 @@ class StagePrograms:
     def _layer_operands(
         self, weights: StoredWeights, lora: Leaves, number: Array, inputs: Inputs, x: Array
     ) -> tuple[tuple, Weights, Array]:
-        """Returns what `_layer` takes; x waits for nothing, and the weights are made for it, see `_materialize`."""
-        whole, x = self._materialize(weights, x)
+        """Returns what `_layer` takes; x waits for nothing, and the weights are made for it, see `materialize`."""
+        whole, x = self.materialize(weights, x)
         views, constant = self._lora_views(lora, weights, number, inputs)
         return (whole, inputs, number, constant), views, x
 
@@ -426,7 +426,7 @@ class StagePrograms:
         layer = self._parts.model.kinds[layer_kind(weights)]
         paths = {linear.path for linear in layer.linears_of(self._parts.half(weights))}
         views = {
-            name: _scaled(name, lv.view(leaf, *self._leaf_place(name, number, inputs)), number, inputs)
+            name: scaled(name, lv.view(leaf, *self._leaf_place(name, number, inputs)), number, inputs)
             for name, leaf in lora.items()
             if name.startswith(SHARED) or (name.startswith(LAYERS) and path_of(name) in paths)
         }
@@ -452,7 +452,7 @@ class StagePrograms:
         before: Totals, sums: Leaves,
     ):  # fmt: skip
         """Returns (gradient of x, losses, totals, sums of the gradients of the objectives' heads)."""
-        table, batch = _gather(table, self._table_axis), _own(batch)
+        table, batch = gather(table, self.table_axis), _own(batch)
         constant = {name: leaf for name, leaf in heads.items() if name in self.constants}
 
         def loss(x: Array, trained: Leaves):
@@ -467,7 +467,7 @@ class StagePrograms:
     def _totals(
         self, chosen: Sequence[Chosen], norm: Array, table: Array, x: Array, batch: Microbatch, heads: Leaves
     ) -> Totals:
-        totals = self._parts.totals(norm, _gather(table, self._table_axis), x[0], _own(batch), heads, chosen)
+        totals = self._parts.totals(norm, gather(table, self.table_axis), x[0], _own(batch), heads, chosen)
         return totals if self._stage.replicas == 1 else lax.psum(totals, REPLICAS)
 
     def _states(self, norm: Array, x: Array) -> Array:
@@ -477,10 +477,10 @@ class StagePrograms:
 
     def _token_logprobs(self, norm: Array, table: Array, x: Array, batch: Microbatch, heads: Leaves) -> Array:
         """Returns log p of the learned targets of all replicas, [R, T]."""
-        logprobs = self._parts.token_logprobs(norm, _gather(table, self._table_axis), x[0], _own(batch), heads)
+        logprobs = self._parts.token_logprobs(norm, gather(table, self.table_axis), x[0], _own(batch), heads)
         return logprobs[None] if self._stage.replicas == 1 else lax.all_gather(logprobs, REPLICAS)
 
-    def _specs_of_block(self, block: Sequence[StoredWeights]) -> tuple[StoredWeights, ...]:
+    def specs_of_block(self, block: Sequence[StoredWeights]) -> tuple[StoredWeights, ...]:
         return tuple(map(self._specs_of, block))
 
     def _specs_of(self, weights: StoredWeights) -> StoredWeights:
@@ -489,14 +489,14 @@ class StagePrograms:
         specs = {name: self._frozen_specs[kind][name] for name in weights}
         return LayerWeights(specs, kind) if isinstance(weights, LayerWeights) else specs
 
-    def _materialize(self, stored: StoredWeights, x: Array) -> tuple[Weights, Array]:
+    def materialize(self, stored: StoredWeights, x: Array) -> tuple[Weights, Array]:
         """Returns the weights of a layer or half layer in the form that its ops use.
 
         Devices gather the stored arrays. Dequantisation of a layer waits for its input x (in backward: for the gradient
         of its output). Otherwise XLA could dequantise all layers of a program at once.
         """
         specs = self._specs_of(stored)
-        stored = jax.tree.map(lambda leaf, spec: _gather(leaf, _axis(spec)), stored, specs)
+        stored = jax.tree.map(lambda leaf, spec: gather(leaf, _axis(spec)), stored, specs)
         if self._parts.dequantises:
             stored, x = lax.optimization_barrier((stored, x))
         return self._parts.usable(stored), x
@@ -507,7 +507,7 @@ def hidden_gathers(fsdp: int) -> dict[str, bool]:
     return {OVERLAP: True} if fsdp > 1 and OVERLAP not in os.environ.get("XLA_FLAGS", "") else {}
 
 
-def _scaled(name: str, view: Array, number: Array, inputs: Inputs) -> Array:
+def scaled(name: str, view: Array, number: Array, inputs: Inputs) -> Array:
     """Multiplies the adapters' leaves in a layer, [P, ...], by their ratios."""
     if name not in inputs.ratios:
         return view
@@ -531,5 +531,5 @@ def _axis(spec: P) -> int | None:
     return next((number for number, name in enumerate(spec) if name == "fsdp"), None)
 
 
-def _gather(leaf: Array, axis: int | None) -> Array:
+def gather(leaf: Array, axis: int | None) -> Array:
     return leaf if axis is None else lax.all_gather(leaf, "fsdp", axis=axis, tiled=True)

@@ -81,9 +81,15 @@ def describe(arguments: Arguments) -> tuple[Static, Operands]:
         single=single,
         ranks=known and known[:num_adapters],
         interpret=interprets(),
+        in_order=_is_in_order(tile_adapter, num_adapters),
         y_dtype=None if arguments.y_dtype is None else jnp.dtype(arguments.y_dtype),
     )
     return static, _without_rank_zero(ops)
+
+
+def _is_in_order(table: Any, num_adapters: int) -> bool:
+    """Whether a table that is known while tracing says that tile i belongs to adapter i."""
+    return isinstance(table, np.ndarray) and table.tolist() == [*range(num_adapters)]
 
 
 def _first_adapter(ops: Operands) -> Operands:

@@ -132,16 +132,16 @@ def _tiles(static: Static, values: jax.Array) -> jax.Array:
 
 def _bank(static: Static, ops: Operands, bank: jax.Array) -> jax.Array:
     bank = bank.astype(ops.x.dtype)
-    return bank if static.single else per_tile(bank, ops.tile_adapter)
+    return bank if static.single or static.in_order else per_tile(bank, ops.tile_adapter)
 
 
 def _of_tiles(static: Static, ops: Operands, values_A: jax.Array) -> jax.Array:
-    values = values_A if static.single else per_tile(values_A, ops.tile_adapter)
+    values = values_A if static.single or static.in_order else per_tile(values_A, ops.tile_adapter)
     return values[:, None, None]
 
 
 def _select(static: Static, ops: Operands, values: jax.Array) -> jax.Array:
-    return values if static.single else select_tiles(values, ops.tile_adapter)
+    return values if static.single or static.in_order else select_tiles(values, ops.tile_adapter)
 
 
 def _sum(static: Static, ops: Operands, partials: jax.Array) -> jax.Array:

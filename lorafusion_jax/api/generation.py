@@ -1,0 +1,141 @@
+"""`generate` and `open_generator`: texts from adapters, as objects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lorafusion_jax.api.runs import Run
+from lorafusion_jax.api.shown import Shown
+from lorafusion_jax.generation.sampling import Sampling
+from lorafusion_jax.generation.sources import find_source
+from lorafusion_jax.machine import prepare_machine
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from lorafusion_jax.generation.text import Generated, TextGenerator
+
+type Prompts = str | Sequence[Any]
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Texts(Shown, Sequence["Generated"]):
+    """Generated texts, in order of the prompts, and for each prompt in order of the adapters."""
+
+    texts: tuple[Generated, ...]
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.texts[index]
+
+    def of(self, adapter: str) -> list[str]:
+        """The texts of one adapter, in order of the prompts."""
+        return [generated.text for generated in self.texts if generated.adapter == adapter]
+
+    def _show(self, console: Console) -> None:
+        from lorafusion_jax.report.generated import show_texts
+
+        show_texts(console, [(text.prompt, text.adapter, text.text) for text in self.texts])
+
+
+def generate(
+    source: Run | str | Path,
+    prompts: Prompts,
+    *,
+    adapters: str | Sequence[str] = (),
+    base: str | Path | None = None,
+    raw: bool = False,
+    system: str | None = None,
+    dtype: str | None = None,
+    quantize: str | None = None,
+    step: int | None = None,
+    **sampling: Any,
+) -> Texts:
+    """Generates a text for every prompt with every adapter, all in one batch.
+
+    Loads the model at every call; `open_generator` keeps it.
+
+    Args:
+        source: run, run folder, PEFT folder, or folder or hub name of a base model.
+        prompts: a text, or a list of texts, of lists of messages, or of lists of tokens.
+        adapters: names of adapters of the run, NAME=FOLDER for PEFT folders, or "base" (none: all of the run).
+        base: another folder of the base model.
+        raw: give texts to the model without its chat template.
+        system: a system message before each prompt.
+        dtype, quantize: of the base, as in a job file (None: as the run was trained).
+        step: exported step of a run's adapters (None: the newest).
+        sampling: `max_tokens`, `temperature`, `top_k`, `top_p`, `seed`, `stop`; see `Sampling`.
+
+    Raises:
+        LoraFusionError: the errors of `lorafusion generate`.
+    """
+    opened = open_generator(source, adapters=adapters, base=base, dtype=dtype, quantize=quantize, step=step)
+    return opened.generate(prompts, raw=raw, system=system, **sampling)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class OpenGenerator:
+    """A base model and adapters in memory. Prompts of similar lengths compile once.
+
+    Attributes:
+        model: what generates.
+    """
+
+    model: TextGenerator
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names that can generate, "base" included."""
+        return self.model.adapters
+
+    def generate(
+        self,
+        prompts: Prompts,
+        *,
+        adapters: str | Sequence[str] = (),
+        raw: bool = False,
+        system: str | None = None,
+        on_text: Callable[[int, str], None] | None = None,
+        **sampling: Any,
+    ) -> Texts:
+        """Generates a text for every prompt with every adapter; arguments as in `lorafusion_jax.generate`.
+
+        Args:
+            on_text: called with the index of a text and the text so far, whenever it has grown.
+        """
+        from lorafusion_jax.generation.text import rows_for
+
+        names = (adapters,) if isinstance(adapters, str) else tuple(adapters)
+        rows = rows_for(_listed(prompts), names or self.model.asked, Sampling(**sampling))
+        return Texts(tuple(self.model(rows, raw=raw, system=system, on_text=on_text)))
+
+
+def open_generator(
+    source: Run | str | Path,
+    *,
+    adapters: str | Sequence[str] = (),
+    base: str | Path | None = None,
+    dtype: str | None = None,
+    quantize: str | None = None,
+    step: int | None = None,
+) -> OpenGenerator:
+    """Loads a base model and adapters to generate with; arguments as in `generate`."""
+    from lorafusion_jax.generation.text import TextGenerator
+
+    names = (adapters,) if isinstance(adapters, str) else tuple(adapters)
+    path = source.folder if isinstance(source, Run) else source
+    found = find_source(path, names, base=base, dtype=dtype, quantize=quantize, step=step)
+    prepare_machine()
+    return OpenGenerator(TextGenerator(found))
+
+
+def _listed(prompts: Prompts) -> Sequence[Any]:
+    """Several prompts; a text, one conversation or the tokens of one prompt is a single one."""
+    if isinstance(prompts, str):
+        return [prompts]
+    return [prompts] if prompts and isinstance(prompts[0], Mapping | int) else list(prompts)

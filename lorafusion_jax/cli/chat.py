@@ -1,0 +1,137 @@
+"""lorafusion chat: a conversation with adapters, in a terminal."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from lorafusion_jax.cli.common import ProgramCache
+from lorafusion_jax.cli.generate import (
+    Adapters,
+    Base,
+    Dtype,
+    MaxTokens,
+    Quantize,
+    Seed,
+    SourceArgument,
+    Step,
+    Stop,
+    System,
+    Temperature,
+    TopK,
+    TopP,
+)
+from lorafusion_jax.errors import LoraFusionError
+from lorafusion_jax.generation.sampling import Sampling
+from lorafusion_jax.generation.sources import find_source
+from lorafusion_jax.machine import prepare_machine
+from lorafusion_jax.report.console import out, say
+
+NAME = "chat"
+HELP = "/adapter NAME changes the adapter, /new starts again, /exit ends"
+
+
+def command(
+    source: SourceArgument,
+    adapters: Adapters = None,
+    base: Base = None,
+    system: System = None,
+    max_tokens: MaxTokens = 512,
+    temperature: Temperature = 0.7,
+    top_k: TopK = 0,
+    top_p: TopP = 0.95,
+    seed: Seed = 0,
+    stop: Stop = None,
+    dtype: Dtype = None,
+    quantize: Quantize = None,
+    step: Step = None,
+    program_cache: ProgramCache = True,
+) -> None:
+    """Talks with an adapter; several answer each message side by side. Reads lines until /exit or the end of input.
+
+    Example: lorafusion chat runs/exp1 --adapter law
+    """
+    sampling = Sampling(
+        max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=tuple(stop or ())
+    )
+    found = find_source(source, adapters or (), base=base, dtype=dtype, quantize=quantize, step=step)
+    prepare_machine(cache=program_cache)
+    from lorafusion_jax.generation.text import TextGenerator
+
+    console = out()
+    model = TextGenerator(found)
+    say(console, f"{', '.join(model.asked)}  ·  {HELP}", "dim")
+    Conversation(model, sampling, system, console).run()
+
+
+class Conversation:
+    """One conversation for each adapter that answers."""
+
+    def __init__(self, model: Any, sampling: Sampling, system: str | None, console: Any):
+        self._model, self._sampling, self._system, self._console = model, sampling, system, console
+        self._names = list(model.asked)
+        self._messages: dict[str, list[dict[str, str]]] = {name: [] for name in self._names}
+
+    def run(self) -> None:
+        while (line := self._read()) is not None and line != "/exit":
+            try:
+                self._act(line)
+            except LoraFusionError as problem:  # of this message only
+                say(self._console, str(problem), "red")
+
+    def _read(self) -> str | None:
+        self._console.print("> ", end="", style="bold")
+        line = sys.stdin.readline()
+        return line.strip() if line else None
+
+    def _act(self, line: str) -> None:
+        command, _, rest = line.partition(" ")
+        if command == "/new":
+            self._messages = {name: [] for name in self._names}
+        elif command == "/adapter":
+            self._choose(rest.split())
+        elif line.startswith("/"):
+            say(self._console, HELP, "dim")
+        elif line:
+            self._answer(line)
+
+    def _choose(self, names: list[str]) -> None:
+        unknown = [name for name in names if name not in self._model.adapters]
+        if unknown or not names:
+            say(self._console, f"adapters: {', '.join(self._model.adapters)}", "dim")
+            return
+        self._names = names
+        for name in names:
+            self._messages.setdefault(name, [])
+
+    def _answer(self, line: str) -> None:
+        from lorafusion_jax.generation.text import PromptRow
+
+        asked = {name: [*self._messages[name], {"role": "user", "content": line}] for name in self._names}
+        plain = self._model.tokenizer.chat_template is None
+        rows = [
+            PromptRow(prompt=line if plain else messages, adapter=name, sampling=self._sampling, where="the message")
+            for name, messages in asked.items()
+        ]
+        alone = _Stream(self._console) if len(rows) == 1 else None
+        texts = self._model(rows, system=None if plain else self._system, on_text=alone)
+        for generated in texts:
+            if alone is None:
+                self._console.print(f"{generated.adapter}: ", end="", style="bold")
+                self._console.print(generated.text.strip(), markup=False, highlight=False)
+            answer = {"role": "assistant", "content": generated.text.strip()}
+            self._messages[generated.adapter] = [*asked[generated.adapter], answer]
+        if alone is not None:
+            self._console.print()
+
+
+class _Stream:
+    """Prints a text as it grows. A character whose tokens are not all there yet waits."""
+
+    def __init__(self, console: Any):
+        self._console, self._shown = console, 0
+
+    def __call__(self, index: int, text: str) -> None:
+        text = text.rstrip("\ufffd")
+        self._console.print(text[self._shown :], end="", markup=False, highlight=False, soft_wrap=True)
+        self._shown = max(self._shown, len(text))

@@ -1,0 +1,142 @@
+"""lorafusion generate: texts from a run, an adapter or a base model."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Annotated, Any
+
+import typer
+
+from lorafusion_jax.cli.common import Json, ProgramCache, next_command
+from lorafusion_jax.errors import ConfigError, DataError
+from lorafusion_jax.files import replace_text
+from lorafusion_jax.generation.sampling import Sampling
+from lorafusion_jax.generation.sources import find_source
+from lorafusion_jax.machine import prepare_machine
+from lorafusion_jax.report.console import out, say
+from lorafusion_jax.report.generated import show_texts
+
+NAME = "generate"
+STDIN = "-"
+
+SourceArgument = Annotated[
+    str, typer.Argument(metavar="SOURCE", help="run folder, PEFT folder, or folder or hub name of a base model")
+]
+Adapters = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--adapter", "-a",
+        help="adapter of the run, NAME=FOLDER for a PEFT folder, or base for the base alone; repeatable "
+        "[default: all of the run]",
+    ),
+]  # fmt: skip
+Base = Annotated[str | None, typer.Option(help="another folder of the base model")]
+Dtype = Annotated[str | None, typer.Option(help="bfloat16 or float32 [default: of the run, else bfloat16]")]
+Quantize = Annotated[str | None, typer.Option(help="none, fp8, int8 or nf4 [default: of the run or adapter]")]
+Step = Annotated[int | None, typer.Option(help="exported step of a run's adapters [default: the newest]")]
+System = Annotated[str | None, typer.Option(help="system message before each prompt")]
+MaxTokens = Annotated[int, typer.Option(help="new tokens at most")]
+Temperature = Annotated[float, typer.Option(help="divides the logits; 0: always the most probable token")]
+TopK = Annotated[int, typer.Option(help="draw from the k most probable tokens; 0: from all")]
+TopP = Annotated[float, typer.Option(help="draw from the fewest tokens of this total probability")]
+Seed = Annotated[int, typer.Option(help="of the draws")]
+Stop = Annotated[list[str] | None, typer.Option(help="text that ends an answer; repeatable")]
+
+
+def command(
+    source: SourceArgument,
+    prompts: Annotated[
+        list[str] | None, typer.Argument(metavar="PROMPT...", help="texts; - reads one from standard input")
+    ] = None,
+    file: Annotated[
+        str | None,
+        typer.Option(
+            "--file", "-f",
+            help="JSONL with a prompt or messages in each row, and as you like adapter, max_tokens, temperature, "
+            "top_k, top_p, seed, stop; - for standard input",
+        ),
+    ] = None,
+    adapters: Adapters = None,
+    base: Base = None,
+    raw: Annotated[bool, typer.Option("--raw", help="give texts to the model without its chat template")] = False,
+    system: System = None,
+    max_tokens: MaxTokens = 128,
+    temperature: Temperature = 0.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    seed: Seed = 0,
+    stop: Stop = None,
+    dtype: Dtype = None,
+    quantize: Quantize = None,
+    step: Step = None,
+    to: Annotated[Path | None, typer.Option("--out", "-o", help="write the rows of --json to a file")] = None,
+    program_cache: ProgramCache = True,
+    as_json: Json = False,
+) -> None:  # fmt: skip
+    """Generates texts with all adapters of a run in one batch, or with an adapter, or with a base model.
+
+    Example: lorafusion generate runs/exp1 "Who may appeal?" --adapter law --adapter base
+    """
+    sampling = Sampling(
+        max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=tuple(stop or ())
+    )
+    found = find_source(source, adapters or (), base=base, dtype=dtype, quantize=quantize, step=step)
+    from lorafusion_jax.generation.prompt_file import FileRow, read_rows
+    from lorafusion_jax.generation.text import rows_for
+
+    texts = [_stdin() if prompt == STDIN else prompt for prompt in prompts or ()]
+    if not texts and file is None:
+        if sys.stdin is None or sys.stdin.isatty():
+            raise ConfigError("generate.no-prompt", "there is no prompt.", fix="a text, --file FILE, or - for stdin")
+        texts = [_stdin()]
+    given = [FileRow(rows=tuple(rows_for([text], found.asked, sampling)), others={}) for text in texts]
+    if file is not None:
+        with _opened(file) as lines:
+            given += read_rows(lines, found.asked, sampling, name="standard input" if file == STDIN else file)
+    prepare_machine(cache=program_cache)
+    from lorafusion_jax.generation.text import TextGenerator
+
+    generated = TextGenerator(found)([row for entry in given for row in entry.rows], raw=raw, system=system)
+    others = [entry.others for entry in given for _ in entry.rows]
+    rows = [_row(text, columns) for text, columns in zip(generated, others, strict=True)]
+    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    console = out()
+    if to is not None:
+        replace_text(to, lines)
+    if as_json:
+        print(lines, end="")
+    else:
+        show_texts(console, [(text.prompt, text.adapter, text.text) for text in generated])
+        say(console, f"written to {to}") if to is not None else None
+        next_command(console, f"lorafusion chat {source}")
+
+
+def _row(generated: Any, others: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "adapter": generated.adapter,
+        "prompt": generated.prompt,
+        "text": generated.text,
+        "tokens": len(generated.tokens),
+        "end": generated.end,
+        **others,
+    }
+
+
+def _stdin() -> str:
+    return sys.stdin.read().rstrip("\n")
+
+
+@contextmanager
+def _opened(file: str) -> Iterator[IO[str]]:
+    if file == STDIN:
+        yield sys.stdin
+        return
+    try:
+        with open(file, encoding="utf-8") as lines:
+            yield lines
+    except (OSError, UnicodeDecodeError) as problem:
+        raise DataError("generate.file", f"{file} cannot be read.", why=str(problem)) from None

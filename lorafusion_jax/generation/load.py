@@ -1,0 +1,82 @@
+"""Loads a base model and adapters onto one device, to generate with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import jax.numpy as jnp
+import numpy as np
+
+from lorafusion_jax.adapters.spec import AdapterSpec
+from lorafusion_jax.checkpoint.peft import read_described
+from lorafusion_jax.checkpoint.peft_leaves import HEAD, Arrays, put_adapter, with_adapter_axis
+from lorafusion_jax.checkpoint.warm_start import with_all_layers
+from lorafusion_jax.config.model import ModelConfig
+from lorafusion_jax.config.schema import TrainSettings
+from lorafusion_jax.errors import CheckpointError, LoraFusionError, raise_all
+from lorafusion_jax.generation.sources import AdapterSource, Source
+from lorafusion_jax.models import open_frozen
+from lorafusion_jax.pipeline.mesh import stage_meshes
+from lorafusion_jax.pipeline.parts import Parts, cut
+from lorafusion_jax.pipeline.stage import Stage
+from lorafusion_jax.planning.stages import stage_layers
+
+
+def load_stage(source: Source) -> Stage:
+    """Loads a base and its adapters.
+
+    Raises:
+        LoraFusionError: a folder is incomplete or of another base model; all of them together.
+    """
+    model = ModelConfig.from_hf(source.base)
+    (mesh,), dtype = stage_meshes(), jnp.dtype(source.dtype)
+    reader = open_frozen(
+        source.base, dtype=dtype, quantize=source.quantize, sharding=lambda name, shape: mesh.weight(shape)
+    )
+    adapters = _read_all(source.adapters, model)
+    parts = Parts(
+        model=model,
+        specs=tuple(spec for spec, _ in adapters),
+        settings=TrainSettings(),
+        dtype=dtype,
+        quantize=source.quantize,
+    )
+    (weights,) = cut(reader.read(), model, stage_layers(model, 1))
+    stage = Stage(parts, weights, mesh, [], remat="everything", block=1)
+    if adapters:
+        stage.take_weights(_leaves(parts, adapters))
+    return stage
+
+
+def _read_all(sources: Sequence[AdapterSource], model: ModelConfig) -> list[tuple[AdapterSpec, Arrays]]:
+    adapters, errors = [], []
+    for source in sources:
+        try:
+            adapters.append(_read(source, model))
+        except LoraFusionError as problem:
+            errors += getattr(problem, "errors", [problem])
+    raise_all(errors)
+    return adapters
+
+
+def _read(source: AdapterSource, model: ModelConfig) -> tuple[AdapterSpec, Arrays]:
+    described, arrays = read_described(source.folder, source.kind, source.head)
+    spec = replace(described.spec, name=source.name, head=None, dropout=0.0)
+    lacking = [name for name in spec.targets if name not in model.targets]
+    if lacking:
+        what = f"{source.name}: the adapter was made for another base model."
+        why = f"this one has no projection {', '.join(lacking)}"
+        raise CheckpointError("peft.other-base", what, where=str(source.folder), why=why)
+    arrays = {path: tensors for path, tensors in arrays.items() if path != HEAD}
+    return spec, with_all_layers(arrays, model, spec) if described.some_layers else arrays
+
+
+def _leaves(parts: Parts, adapters: Sequence[tuple[AdapterSpec, Arrays]]) -> dict[str, dict[str, np.ndarray]]:
+    """Returns the leaves of each adapter in all layers of the model."""
+    shapes, leaves = parts.own_shapes(), {}
+    for spec, arrays in adapters:
+        zeros = {name: np.zeros(shape, np.float32) for name, shape in shapes[spec.name].items()}
+        put = put_adapter(with_adapter_axis(zeros), 0, arrays, spec.kind, None, spec.patterns)
+        leaves[spec.name] = {name: array[:, 0] for name, array in put.items()}
+    return leaves

@@ -1,0 +1,138 @@
+"""Runs prompts and next tokens through the stages of a model. Methods dispatch and return at once.
+
+B sequences · P places
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import Array
+
+from lorafusion_jax.generation.choose import Choices
+from lorafusion_jax.generation.packing import PromptPass
+from lorafusion_jax.generation.places import Places
+from lorafusion_jax.generation.programs import GenerationPrograms, PlacedAdapters
+from lorafusion_jax.models.cache import CachedRows
+from lorafusion_jax.pipeline.move import replicate, transfer
+from lorafusion_jax.pipeline.stage import Stage
+
+BLOCK = 4  # layers of a program: few calls per token, and a program that compiles in seconds
+
+
+class StagePasses:
+    """One stage's part of every pass over a batch.
+
+    Args:
+        programs: of this stage.
+        places: the adapters of the batch.
+        tokens: of a sequence at most.
+    """
+
+    def __init__(self, stage: Stage, programs: GenerationPrograms, places: Places, tokens: int):
+        self.stage, self._programs = stage, programs
+        adapters = np.array(places.adapters, np.int32)
+        specs = stage.parts.specs
+        scale = np.array([specs[index].scale if index >= 0 else 1.0 for index in adapters], np.float32)
+        self._adapters = replicate(PlacedAdapters(scale, stage.parts.kinds_in(adapters)), stage.mesh)
+        pieces = stage.weights.pieces
+        leaves = programs.leaves_of(stage.all_leaves, adapters) if specs else [{} for _ in pieces]
+        caches = programs.empty_caches(places.count, tokens)
+        starts = range(0, len(pieces), BLOCK)
+        self._numbers = [replicate(np.int32(stage.extent.pieces[start].layer), stage.mesh) for start in starts]
+        self._weights, self._leaves, self._caches = (
+            [tuple(values[start : start + BLOCK]) for start in starts] for values in (pieces, leaves, caches)
+        )
+
+    def read_prompts(self, prompts: PromptPass, x: Array | None) -> Array:
+        """Runs prompts through the stage and fills its caches. The first stage begins with their tokens."""
+        rows = CachedRows(
+            sequence_T=prompts.sequence_T, position_T=prompts.position_T, length_T=prompts.length_T, decoding=False
+        )
+        rows, segments, table = replicate((rows, prompts.segments, prompts.tile_place), self.stage.mesh)
+        inputs = self._programs.prompt_inputs(rows, segments, (self._adapters, table))
+        embed = self.stage.weights.embed
+        if embed is not None:
+            x = self._programs.embed(embed, replicate(prompts.tokens_T, self.stage.mesh))
+        return self._run(x, inputs)
+
+    def next_tokens(self, tokens_B: Array, position_B: Array, x: Array | None) -> tuple[Array, Array]:
+        """Runs the next token of every sequence. Returns activations and the positions after it."""
+        inputs, after_B = self._programs.next_inputs(position_B, self._adapters)
+        embed = self.stage.weights.embed
+        return self._run(x if embed is None else self._programs.embed(embed, tokens_B), inputs), after_B
+
+    def choose(self, x: Array, last_B: Array | None, tokens_B: Array, number_B: Array, choices: Any, mode: str) -> Any:
+        """Chooses tokens on the last stage, see `GenerationPrograms`."""
+        weights, whole = self.stage.weights, last_B is None
+        last_B = tokens_B if last_B is None else last_B
+        head = self._programs.head[mode, whole]
+        return head(weights.norm, weights.head, x, last_B, tokens_B, number_B, choices)
+
+    def _run(self, x: Any, inputs: Any) -> Array:
+        blocks = zip(self._weights, self._leaves, self._numbers, strict=True)
+        for index, (weights, leaves, number) in enumerate(blocks):
+            x, self._caches[index] = self._programs.run_block(weights, leaves, self._caches[index], number, x, inputs)
+        return x
+
+
+class Batch:
+    """Runs passes over a batch of sequences through all stages.
+
+    Args:
+        stages: of a model, with the programs of each.
+        places: the adapters of the sequences.
+        tokens: of a sequence at most.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        programs: Sequence[GenerationPrograms],
+        places: Places,
+        tokens: int,
+    ):
+        self._stages = [StagePasses(*pair, places, tokens) for pair in zip(stages, programs, strict=True)]
+        self._count = places.count
+
+    def read_prompts(
+        self, passes: Sequence[PromptPass], tokens_B: np.ndarray, number_B: np.ndarray, choices: Choices, mode: str
+    ) -> np.ndarray:
+        """Fills the caches with prompts, and waits for the first token after each; other tokens stay."""
+        last = self._stages[-1]
+        tokens, number, options = replicate((tokens_B, number_B, choices), last.stage.mesh)
+        for prompts in passes:
+            x = None
+            for stage in self._stages:
+                x = stage.read_prompts(prompts, None if x is None else transfer(x, stage.stage.mesh))
+            last_B = replicate(prompts.last_B, last.stage.mesh)
+            tokens, number = last.choose(x, last_B, tokens, number, options, mode)
+        return np.asarray(tokens)
+
+    def next_tokens(
+        self,
+        steps: int,
+        tokens_B: np.ndarray,
+        position_B: np.ndarray,
+        number_B: np.ndarray,
+        choices: Choices,
+        mode: str,
+    ) -> np.ndarray:
+        """Runs some passes, and waits for their tokens [steps, B]. Sequences at position -1 are not in use."""
+        first, last = self._stages[0], self._stages[-1]
+        number, options = replicate((number_B, choices), last.stage.mesh)
+        tokens = replicate(tokens_B, first.stage.mesh)
+        positions = [replicate(position_B, stage.stage.mesh) for stage in self._stages]
+        chosen = []
+        for _ in range(steps):
+            x = None
+            for index, stage in enumerate(self._stages):
+                x = None if x is None else transfer(x, stage.stage.mesh)
+                x, positions[index] = stage.next_tokens(tokens, positions[index], x)
+            tokens, number = last.choose(x, None, transfer(tokens, last.stage.mesh), number, options, mode)
+            chosen.append(tokens)
+            tokens = transfer(tokens, first.stage.mesh)
+        return np.stack(jax.device_get(chosen))

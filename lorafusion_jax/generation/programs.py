@@ -1,0 +1,216 @@
+"""The compiled programs of generation on one stage.
+
+A pass runs one program per block of layers, as in training: like blocks share a program, and the device never waits for
+the host, which reads tokens a few passes later. Nothing depends on the prompts but the shapes, which come in buckets.
+Devices of a stage all compute the same.
+
+T rows of a pass · B sequences · P places · D model width · V vocabulary
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import PartitionSpec as P
+
+from lorafusion_jax.adapters.table import PLAIN
+from lorafusion_jax.generation.choose import Choices, choose_tokens
+from lorafusion_jax.layout.layer import Half
+from lorafusion_jax.models.cache import Cache, CachedRows
+from lorafusion_jax.models.forward import embed, final_norm, layer_inputs, logits
+from lorafusion_jax.models.segments import Segments
+from lorafusion_jax.modules import LoRAContext
+from lorafusion_jax.pipeline import leaves as lv
+from lorafusion_jax.pipeline.leaves import LAYERS, SHARED, Leaves
+from lorafusion_jax.pipeline.parts import Inputs, StoredWeights, Weights
+from lorafusion_jax.pipeline.programs import gather
+from lorafusion_jax.pipeline.stage import Stage
+
+EVERYWHERE = P()
+
+
+class PlacedAdapters(NamedTuple):
+    """The adapters of a batch by place.
+
+    Attributes:
+        scale_P: float32.
+        kinds: see `Inputs.kinds`.
+    """
+
+    scale_P: Any
+    kinds: dict[str, Any]
+
+
+class GenerationPrograms:
+    """Jitted functions of one stage; they compile when they are called with new shapes.
+
+    Args:
+        stage: pieces of the model and their devices.
+    """
+
+    def __init__(self, stage: Stage):
+        self._stage, self._parts, self._mesh = stage.programs, stage.parts, stage.mesh
+        self._extent = stage.extent
+        self._rows = {name: row for row, name in enumerate(self._parts.columns)}
+        self._plain = all(spec.kind == PLAIN for spec in self._parts.specs)
+        table = P(*self._mesh.split((self._parts.model.vocab_size, self._parts.model.hidden_size)))
+        self.embed = self._jit(self._embed, (table, EVERYWHERE))
+        self.prompt_inputs = self._jit(self._prompt_inputs, (EVERYWHERE,) * 3)
+        self.next_inputs = self._jit(self._next_inputs, (EVERYWHERE,) * 2)
+        self._layer = jax.jit(self._run_layer)  # like layers of a block are traced and lowered once
+        blocks = (self._stage.specs_of_block, *(EVERYWHERE,) * 5)
+        self.run_block = self._jit(self._run_block, blocks, donate=(2,))
+        self.head = {
+            (mode, whole): self._jit(partial(self._head, mode, whole), (EVERYWHERE, table, *(EVERYWHERE,) * 5))
+            for mode in ("greedy", "sampled", "filtered")
+            for whole in (False, True)
+        }
+        self._layer_leaves = jax.jit(self._take_layer, static_argnums=(0,), out_shardings=self._mesh.everywhere)
+
+    def leaves_of(self, leaves: Leaves, places: np.ndarray) -> list[Weights]:
+        """Copies the leaves of the adapters in places, for each piece of the stage, in the form that layers take.
+
+        A and B of LoRA get the dtype of the model, to which the ops would round them in every pass.
+
+        Args:
+            places: index of the adapter, -1 for places without one, whose leaves are zero.
+        """
+        columns = self._parts.columns
+        windows = np.asarray(lv.windows(columns, jnp.asarray(places, jnp.int32)))
+        ratios = self._parts.ratios_in(places)
+        shared = self._layer_leaves((SHARED,), leaves, windows, 0, {})
+
+        def of_piece(number: int, half: Half | None) -> Weights:
+            half_of = self._parts.model.half_of
+            names = tuple(name for name in leaves if name.startswith(LAYERS) and half in (None, half_of(name)))
+            scales = {name: ratio_LP[number] for name, ratio_LP in ratios.items() if name in names}
+            return self._layer_leaves(names, leaves, windows, np.int32(number), scales) | shared
+
+        return [of_piece(*piece) for piece in self._extent.pieces]
+
+    def _take_layer(
+        self, names: tuple[str, ...], leaves: Leaves, windows: Array, number: Array, ratios: dict[str, Array]
+    ) -> Weights:
+        taken = {}
+        for name in leaves if names == (SHARED,) else names:
+            if names == (SHARED,) and not name.startswith(SHARED):
+                continue
+            first = self._extent.layers_of(self._parts.model.half_of(name)).start if name.startswith(LAYERS) else 0
+            layer = number - first if name.startswith(LAYERS) else jnp.int32(0)
+            view = lv.view(leaves[name], self._parts.columns[name], layer, windows[self._rows[name]])
+            if name in ratios:
+                view = view * ratios[name].reshape(-1, *(1,) * (view.ndim - 1))
+            taken[name.removeprefix(LAYERS)] = view.astype(self._parts.dtype) if self._plain else view
+        return taken
+
+    def empty_caches(self, sequences: int, tokens: int) -> list[Cache]:
+        """Returns a cache of zeros for each piece of the stage."""
+        model, dtype = self._parts.model, self._parts.dtype
+
+        def zeros() -> list[Cache]:
+            return [
+                {}
+                if half == "mlp"
+                else {
+                    name: jnp.zeros((sequences, *shape), dtype)
+                    for name, shape in model.layer(number).cache_shapes(tokens).items()
+                }
+                for number, half in self._extent.pieces
+            ]
+
+        return jax.jit(zeros, out_shardings=self._mesh.everywhere)()
+
+    def _embed(self, table: Array, tokens: Array) -> Array:
+        return embed(gather(table, self._stage.table_axis), tokens, self._parts.model.embedding_scale)
+
+    def _prompt_inputs(self, rows: CachedRows, segments: Segments, placed: tuple[PlacedAdapters, Array]) -> Inputs:
+        adapters, tile_place = placed
+        return self._inputs(rows, segments, adapters, tile_place)
+
+    def _next_inputs(self, position_B: Array, adapters: PlacedAdapters) -> tuple[Inputs, Array]:
+        """Returns the inputs of the next tokens, and the positions of those after them; -1 stays."""
+        B = len(position_B)
+        number_B, used_B = jnp.arange(B, dtype=jnp.int32), position_B >= 0
+        at_B = jnp.maximum(position_B, 0)
+        rows = CachedRows(sequence_T=jnp.where(used_B, number_B, B), position_T=at_B, length_T=at_B + 1, decoding=True)
+        segments = Segments(ids=number_B, offsets=jnp.arange(B + 1, dtype=jnp.int32), lengths=at_B + 1)
+        table = jnp.arange(len(adapters.scale_P), dtype=jnp.int32)
+        return self._inputs(rows, segments, adapters, table), jnp.where(used_B, position_B + 1, -1)
+
+    def _inputs(self, rows: CachedRows, segments: Segments, adapters: PlacedAdapters, table: Array) -> Inputs:
+        lora = None
+        if self._parts.specs:
+            implementation = self._parts.settings.implementation
+            lora = LoRAContext(tile_adapter=table, scale=adapters.scale_P, implementation=implementation)
+        layers = layer_inputs(self._parts.model, rows.position_T, segments, lora)
+        return Inputs(replace(layers, cached=rows), jnp.zeros(0), adapters.kinds, {})
+
+    def _run_block(
+        self,
+        frozen: Sequence[StoredWeights],
+        lora: Sequence[Weights],
+        caches: Sequence[Cache],
+        number: Array,
+        x: Array,
+        inputs: Inputs,
+    ) -> tuple[Array, list[Cache]]:
+        written = []
+        for offset, (stored, leaves, cache) in enumerate(zip(frozen, lora, caches, strict=True)):
+            x, cache = self._layer(stored, leaves, cache, number + offset, x, inputs)
+            written.append(cache)
+        return x, written
+
+    def _run_layer(self, stored: StoredWeights, leaves: Weights, cache: Cache, number: Array, x: Array, inputs: Inputs):
+        layers = inputs.layers
+        if layers.lora is not None and layers.cached is not None and layers.cached.decoding:
+            table = np.arange(len(layers.lora.scale), dtype=np.int32)  # a constant: the ops gather no A and B
+            inputs = inputs._replace(layers=replace(layers, lora=replace(layers.lora, tile_adapter=table)))
+        weights, x = self._stage.materialize(stored, x)
+        return self._parts.layer_with_cache(weights, leaves, x, inputs, number, cache)
+
+    def _head(
+        self,
+        mode: str,
+        whole: bool,
+        norm: Array,
+        table: Array,
+        x: Array,
+        last_B: Array,
+        tokens_B: Array,
+        number_B: Array,
+        choices: Choices,
+    ) -> tuple[Array, Array]:
+        """Returns the next tokens of all sequences, and how many each has generated.
+
+        Args:
+            whole: every row is the last one of its sequence; otherwise `last_B` names it, -1 for none.
+        """
+        model = self._parts.model
+        x_BD = x if whole else x[jnp.maximum(last_B, 0)]
+        head_DV = gather(table, self._stage.table_axis).T
+        logits_BV = logits(final_norm(x_BD, norm, model), head_DV, model)
+        chosen_B = choose_tokens(logits_BV, choices, number_B, mode=mode)
+        if whole:
+            return chosen_B, number_B + 1
+        return jnp.where(last_B >= 0, chosen_B, tokens_B), jnp.where(last_B >= 0, number_B + 1, number_B)
+
+    def _jit(self, function: Callable, in_specs: tuple, *, donate: tuple[int, ...] = ()) -> Any:
+        if self._mesh.replicas == 1:
+            return jax.jit(function, donate_argnums=donate)
+
+        def mapped(*operands: Any) -> Any:
+            specs = tuple(
+                spec(operand) if callable(spec) else spec for spec, operand in zip(in_specs, operands, strict=True)
+            )
+            # check_vma is off: all devices compute the same, which it cannot see behind a gather.
+            local = jax.shard_map(function, mesh=self._mesh.mesh, in_specs=specs, out_specs=EVERYWHERE, check_vma=False)
+            return local(*operands)
+
+        return jax.jit(mapped, donate_argnums=donate)

@@ -1,0 +1,84 @@
+"""Reads prompts from rows of JSON: a prompt or messages, and settings of the row."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from lorafusion_jax.errors import DataError, LoraFusionError, raise_all
+from lorafusion_jax.generation.sampling import Sampling
+from lorafusion_jax.generation.text import PromptRow
+
+SETTINGS = tuple(field.name for field in fields(Sampling))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileRow:
+    """A row of a prompt file.
+
+    Attributes:
+        rows: one for each adapter.
+        others: columns without a meaning here, which go with the answer.
+    """
+
+    rows: tuple[PromptRow, ...]
+    others: dict[str, Any]
+
+
+def read_rows(lines: Iterable[str], adapters: Sequence[str], sampling: Sampling, *, name: str) -> list[FileRow]:
+    """Reads rows such as {"prompt": "…", "adapter": "law", "temperature": 0.7}.
+
+    Args:
+        adapters: of rows without the column "adapter".
+        sampling: settings that a row may replace.
+        name: of the file, for messages.
+
+    Raises:
+        DataError, ErrorList: `generate.row`: rows that are no objects, or hold neither a prompt nor messages.
+    """
+    read, errors = [], []
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            try:
+                read.append(_read_row(line, adapters, sampling, f"{name}, row {number}"))
+            except LoraFusionError as problem:
+                errors.append(problem)
+    raise_all(errors[:20])
+    if not read:
+        raise DataError("generate.row", f"{name} holds no prompts.", fix='rows such as {"prompt": "…"}')
+    return read
+
+
+def _read_row(line: str, adapters: Sequence[str], sampling: Sampling, where: str) -> FileRow:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as problem:
+        raise DataError("generate.row", f"{where} is not JSON.", why=str(problem)) from None
+    if not isinstance(row, Mapping):
+        raise DataError("generate.row", f"{where} is not an object.", fix='{"prompt": "…"}')
+    prompt = row.get("prompt", row.get("messages"))
+    if ("prompt" in row) == ("messages" in row) or not _is_prompt(prompt):
+        what = f"{where} needs either 'prompt', a text or messages, or 'messages'."
+        raise DataError("generate.row", what, why=f"it has {', '.join(map(repr, row)) or 'no column'}")
+    adapter = row.get("adapter")
+    if not (adapter is None or isinstance(adapter, str)):
+        raise DataError("generate.row", f"{where}: 'adapter' is not a text.", fix='"adapter": "NAME"')
+    given = {key: row[key] for key in SETTINGS if key in row}
+    given |= {"stop": tuple(given["stop"])} if isinstance(given.get("stop"), list) else {}
+    try:
+        settings = replace(sampling, **given)
+    except (LoraFusionError, TypeError) as problem:
+        raise DataError("generate.row", f"{where}: {getattr(problem, 'what', problem)}") from None
+    names = adapters if adapter is None else [adapter]
+    return FileRow(
+        rows=tuple(PromptRow(prompt=prompt, adapter=name, sampling=settings, where=where) for name in names),
+        others={key: value for key, value in row.items() if key not in (*SETTINGS, "prompt", "messages", "adapter")},
+    )
+
+
+def _is_prompt(prompt: Any) -> bool:
+    if isinstance(prompt, str):
+        return True
+    return isinstance(prompt, list) and all(isinstance(m, Mapping) and isinstance(m.get("role"), str) for m in prompt)

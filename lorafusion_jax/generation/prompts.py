@@ -1,0 +1,80 @@
+"""Turns prompts to tokens as training does: through the model's chat template, where it has one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lorafusion_jax.data.template.compiled import TemplateProblem
+from lorafusion_jax.data.tokenizer import Tokenizer
+from lorafusion_jax.errors import DataError
+from lorafusion_jax.readable import SETTINGS, read_text
+
+type Message = Mapping[str, Any]
+type Prompt = str | Sequence[Message] | Sequence[int]
+
+
+def prompt_tokens(
+    prompt: Prompt, tokenizer: Tokenizer, *, raw: bool = False, system: str | None = None, where: str = "the prompt"
+) -> list[int]:
+    """Encodes a prompt.
+
+    Args:
+        prompt: a text, messages, or tokens. A text is a user's message, if the model has a chat template.
+        raw: encode a text as it is.
+        system: a system message before the prompt.
+
+    Raises:
+        DataError: `generate.no-template`, `generate.template`.
+    """
+    if not isinstance(prompt, str) and all(isinstance(token, int) for token in prompt):
+        return [int(token) for token in prompt]  # type: ignore[arg-type]
+    template = tokenizer.chat_template
+    if isinstance(prompt, str) and (raw or template is None):
+        if system is not None:
+            what = f"{where} has a system message, and a text without a chat template has none."
+            raise DataError("generate.no-template", what, fix="put it in front of the text")
+        return _with_begin(tokenizer.encode(prompt), tokenizer) if prompt else []
+    if template is None:
+        what = f"{where} has messages, but the model has no chat template."
+        raise DataError("generate.no-template", what, fix="give a text instead of messages")
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(m) for m in prompt]  # type: ignore[arg-type]
+    messages = messages if system is None else [{"role": "system", "content": system}, *messages]
+    if not prompt:
+        return []
+    try:
+        return tokenizer.encode(template.render(messages, add_generation_prompt=True))
+    except TemplateProblem as problem:
+        what = f"the chat template cannot render {where}."
+        raise DataError("generate.template", what, why=str(problem), fix="--raw: without the template") from None
+
+
+def stop_tokens(base: Path, tokenizer: Tokenizer) -> list[int]:
+    """Returns the tokens that end an answer: those that the model's files name, and the one that ends the answers of
+    its chat template."""
+    tokens = [tokenizer.eos_id]
+    for name in ("generation_config.json", "config.json"):
+        file = base / name
+        value = json.loads(read_text(file, SETTINGS)).get("eos_token_id") if file.is_file() else None
+        tokens += value if isinstance(value, list) else [value]
+    tokens.append(_end_of_turn(tokenizer))
+    return [token for token in dict.fromkeys(tokens) if isinstance(token, int)]
+
+
+def _end_of_turn(tokenizer: Tokenizer) -> int | None:
+    """The special token that ends what is learned of an answer; None if there is none."""
+    if tokenizer.chat_template is None:
+        return None
+    try:
+        sample = tokenizer.render([{"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}])
+    except TemplateProblem:
+        return None
+    learned = sample.tokens[sample.mask]
+    return int(learned[-1]) if len(learned) and learned[-1] in tokenizer.special_ids else None
+
+
+def _with_begin(tokens: list[int], tokenizer: Tokenizer) -> list[int]:
+    bos = tokenizer.bos_id
+    return [bos, *tokens] if tokenizer.adds_bos and bos is not None and tokens[:1] != [bos] else tokens

@@ -1,0 +1,172 @@
+"""Finds what to generate with: a run, a PEFT folder, or a base model alone. Reads no weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from lorafusion_jax.adapters.kind import Head
+from lorafusion_jax.checkpoint.base_files import base_digests, check_base
+from lorafusion_jax.checkpoint.base_model import base_directory, find_base
+from lorafusion_jax.checkpoint.folder import RunFolder
+from lorafusion_jax.checkpoint.peft_leaves import exported_spec
+from lorafusion_jax.config.peft_config import CONFIG_FILE, read_config
+from lorafusion_jax.config.peft_folder import describe_folder
+from lorafusion_jax.config.specs import adapter_spec, model_targets
+from lorafusion_jax.errors import CheckpointError, ConfigError, did_you_mean
+from lorafusion_jax.weights.table import NONE
+
+BASE_NAME = "base"  # the name of the base without an adapter
+DTYPE = "bfloat16"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterSource:
+    """A PEFT folder.
+
+    Attributes:
+        kind, head: of its adapter (None: the folder says its kind; it has no head).
+    """
+
+    name: str
+    folder: Path
+    kind: str | None = None
+    head: Head | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A base model and adapters for it.
+
+    Attributes:
+        base: its folder.
+        adapters: those that can generate, in order.
+        asked: names to generate with, where a prompt names none.
+        dtype, quantize: of the base, as in a job file.
+    """
+
+    base: Path
+    adapters: tuple[AdapterSource, ...]
+    asked: tuple[str, ...]
+    dtype: str = DTYPE
+    quantize: str = NONE
+
+
+def find_source(
+    source: str | Path,
+    adapters: Sequence[str] = (),
+    *,
+    base: str | Path | None = None,
+    dtype: str | None = None,
+    quantize: str | None = None,
+    step: int | None = None,
+) -> Source:
+    """Finds a base and adapters.
+
+    Args:
+        source: run folder, PEFT folder, or folder or hub name of a base model.
+        adapters: names of adapters of the run, NAME=FOLDER for a PEFT folder, or "base" for the base alone (none: all
+            adapters of the run, or the only one).
+        base: another folder of the base model.
+        dtype, quantize: of the base (None: those of the run, otherwise bfloat16 and none).
+        step: exported step of a run's adapters (None: the newest).
+
+    Raises:
+        LoraFusionError: `generate.source`, `generate.unknown-adapter`, `generate.no-weights`; see `find_base`.
+    """
+    path = Path(source)
+    if (path / "run.json").is_file():
+        found = _of_run(RunFolder(path), adapters, base, step)
+    elif (path / CONFIG_FILE).is_file():
+        found = _of_folder(path, base)
+    elif step is not None:
+        raise ConfigError("generate.source", f"step={step} needs a run folder, and {source} is none.")
+    elif (path / "config.json").is_file() or not path.exists():
+        fix = "a run folder, a PEFT folder, a model folder, or org/name of a hub"
+        found = Source(base=find_base(Path(), str(source if base is None else base), fix=fix), adapters=(), asked=())
+    else:
+        what = f"{source} is neither a run, nor an adapter, nor a model."
+        why = f"it has no run.json, {CONFIG_FILE} or config.json"
+        raise CheckpointError("generate.source", what, why=why, fix="lorafusion generate RUN 'a prompt'")
+    found = _with_asked(found, adapters)
+    return replace(found, dtype=dtype or found.dtype, quantize=quantize or found.quantize)
+
+
+def _of_run(run: RunFolder, adapters: Sequence[str], base: str | Path | None, step: int | None) -> Source:
+    config = run.read_config()
+    names = [adapter.name for adapter in config.adapters]
+    wanted = [name for name in adapters if name in names]
+    sources = []
+    for name in wanted or ([] if adapters else names):
+        folder = run.latest(name) if step is None else run.adapter_step(name, step)
+        if folder is None or not folder.is_dir():
+            if not wanted and step is None:
+                continue  # it has not been saved yet, and nobody named it
+            at = "yet" if step is None else f"of step {step}"
+            raise CheckpointError(
+                "generate.no-weights", f"{name} has no exported weights {at}.", where=str(run.path),
+                fix=", ".join(exported.name for exported in run.exported(name)) or f"lorafusion resume {run.path}",
+            )  # fmt: skip
+        spec = exported_spec(adapter_spec(config.adapter(name), model_targets(config)))
+        sources.append(AdapterSource(name=name, folder=folder, kind=spec.kind, head=spec.head))
+    if not sources and not adapters:
+        fix = f"lorafusion resume {run.path}"
+        raise CheckpointError("generate.no-weights", f"{run.path} has no exported weights yet.", fix=fix)
+    if base is None:
+        directory = base_directory(config)
+        check_base(run.read_record()["base_files"], base_digests(directory), directory)
+    else:
+        directory = find_base(Path(), str(base))
+    return Source(
+        base=directory,
+        adapters=tuple(sources),
+        asked=tuple(source.name for source in sources),
+        dtype=config.base.dtype,
+        quantize=config.base.quantize,
+    )
+
+
+def _of_folder(folder: Path, base: str | Path | None) -> Source:
+    described = describe_folder(folder)
+    name, quantize = folder.resolve().name, read_config(folder).get("base_quantize", NONE)
+    if base is None and not described.base:
+        what = f"{folder / CONFIG_FILE} does not name the adapter's base model."
+        raise CheckpointError("generate.no-base", what, fix="--base FOLDER")
+    directory = find_base(
+        Path(), described.base if base is None else str(base), described.revision if base is None else None,
+        fix="--base FOLDER: the folder of the adapter's base model",
+    )  # fmt: skip
+    return Source(base=directory, adapters=(AdapterSource(name=name, folder=folder),), asked=(name,), quantize=quantize)
+
+
+def _with_asked(source: Source, adapters: Sequence[str]) -> Source:
+    """Adds adapters of the form NAME=FOLDER, and checks that all names exist."""
+    known = {adapter.name: adapter for adapter in source.adapters}
+    asked = []
+    for given in adapters:
+        name, equals, folder = given.partition("=")
+        if equals and not (Path(folder) / CONFIG_FILE).is_file():
+            what = f"there is no adapter in {folder or 'no folder'}."
+            raise CheckpointError("generate.unknown-adapter", what, where=given, fix=f"a folder with {CONFIG_FILE}")
+        if equals and (name in known or name == BASE_NAME or not name):
+            raise ConfigError("generate.unknown-adapter", f"'{name}' names another adapter.", where=given)
+        if equals:
+            known[name] = AdapterSource(name=name, folder=Path(folder))
+        elif name != BASE_NAME and name not in known:
+            raise unknown_adapter(name, known)
+        asked.append(name)
+    names = tuple(dict.fromkeys(asked)) or source.asked or (BASE_NAME,)
+    return replace(source, adapters=tuple(known.values()), asked=names)
+
+
+def unknown_adapter(name: str, known: Sequence[str] | dict, where: str = "") -> ConfigError:
+    """The error of a name that is no adapter's."""
+    names = [*known, BASE_NAME]
+    near = did_you_mean(name, names)
+    return ConfigError(
+        "generate.unknown-adapter",
+        f"there is no adapter '{name}'" + (f"; {near}" if near else "."),
+        where=where,
+        fix=f"one of: {', '.join(names)}",
+    )

@@ -1,0 +1,165 @@
+"""Texts for prompts, with a loaded model: what `lorafusion generate` and `chat` use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lorafusion_jax.data.tokenizer import Tokenizer, load_tokenizer
+from lorafusion_jax.generation.generator import MOST_SEQUENCES, Answer, End, Generator, Request
+from lorafusion_jax.generation.load import load_stage
+from lorafusion_jax.generation.places import BASE
+from lorafusion_jax.generation.prompts import Prompt, prompt_tokens, stop_tokens
+from lorafusion_jax.generation.sampling import GREEDY, Sampling
+from lorafusion_jax.generation.sources import BASE_NAME, Source, unknown_adapter
+from lorafusion_jax.pipeline.stage import Stage
+
+LAST_TOKENS = 64  # whose text is searched for the texts that end an answer, beside those of the texts themselves
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptRow:
+    """A prompt, for one adapter.
+
+    Args:
+        prompt: a text, messages or tokens.
+        adapter: name, or "base".
+        where: name of the prompt in messages.
+    """
+
+    prompt: Prompt
+    adapter: str
+    sampling: Sampling = GREEDY
+    where: str = "the prompt"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generated:
+    """A generated text.
+
+    Attributes:
+        tokens: of the text, special ones included, without the token that ended it.
+        end: "stop": a stop token or text ended it; "length": it has `max_tokens` tokens; "context": the model knows no
+            further positions.
+    """
+
+    adapter: str
+    prompt: Prompt
+    text: str
+    tokens: tuple[int, ...]
+    end: End
+
+
+class TextGenerator:
+    """A base model and adapters on one device.
+
+    Attributes:
+        adapters: names that can generate, "base" included.
+        asked: names that generate where a prompt names none.
+        tokenizer: of the base model.
+    """
+
+    def __init__(self, source: Source):
+        self.tokenizer: Tokenizer = load_tokenizer(source.base)
+        self.asked = source.asked
+        self._names = [adapter.name for adapter in source.adapters]
+        self._generator = TokenGenerator([load_stage(source)], self.tokenizer, stop_tokens(source.base, self.tokenizer))
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        return (*self._names, BASE_NAME)
+
+    def __call__(
+        self,
+        rows: Sequence[PromptRow],
+        *,
+        raw: bool = False,
+        system: str | None = None,
+        most: int = MOST_SEQUENCES,
+        on_text: Callable[[int, str], None] | None = None,
+    ) -> list[Generated]:
+        """Generates a text for each row.
+
+        Args:
+            raw, system: see `prompt_tokens`.
+            most: sequences at a time.
+            on_text: called with the index of a row and its text so far, whenever it has grown.
+
+        Raises:
+            LoraFusionError: see `prompt_tokens` and `Generator`; `generate.unknown-adapter`.
+        """
+        requests = [
+            Request(
+                tokens=prompt_tokens(row.prompt, self.tokenizer, raw=raw, system=system, where=row.where),
+                adapter=self._index(row),
+                sampling=row.sampling,
+                where=row.where,
+            )
+            for row in rows
+        ]
+        answers = self._generator(requests, on_text, most=most)
+        return [
+            Generated(
+                adapter=row.adapter,
+                prompt=row.prompt,
+                text=self._generator.text(request, answer),
+                tokens=tuple(answer.tokens),
+                end=answer.end or "length",
+            )
+            for row, request, answer in zip(rows, requests, answers, strict=True)
+        ]
+
+    def _index(self, row: PromptRow) -> int:
+        if row.adapter == BASE_NAME:
+            return BASE
+        if row.adapter not in self._names:
+            raise unknown_adapter(row.adapter, self._names, row.where)
+        return self._names.index(row.adapter)
+
+
+class TokenGenerator:
+    """A generator whose answers end with stop texts, too.
+
+    Args:
+        stages: of a model, with adapters.
+        stops: tokens that end an answer.
+    """
+
+    def __init__(self, stages: Sequence[Stage], tokenizer: Tokenizer, stops: Sequence[int]):
+        self._tokenizer = tokenizer
+        self._generator = Generator(stages, stops, self._ends_with)
+
+    def __call__(
+        self,
+        requests: Sequence[Request],
+        on_text: Callable[[int, str], None] | None = None,
+        *,
+        most: int = MOST_SEQUENCES,
+    ) -> list[Answer]:
+        def on_tokens(index: int, answer: Answer) -> None:
+            if on_text is not None:
+                on_text(index, self.text(requests[index], answer))
+
+        return self._generator(requests, on_tokens, most=most)
+
+    def text(self, request: Request, answer: Answer) -> str:
+        """The text of an answer, without what ended it."""
+        text = self._tokenizer.text(answer.tokens)
+        ends = [text.find(stop) for stop in request.sampling.stop if stop in text]
+        return text[: min(ends)] if ends else text
+
+    def _ends_with(self, tokens: Sequence[int], texts: Sequence[str]) -> bool:
+        tail = self._tokenizer.text(tokens[-LAST_TOKENS - max(map(len, texts)) :])
+        return any(text in tail for text in texts)
+
+
+def rows_for(
+    prompts: Sequence[Prompt | Mapping[str, Any]], adapters: Sequence[str], sampling: Sampling
+) -> list[PromptRow]:
+    """Returns a row for each prompt and adapter."""
+    return [
+        PromptRow(prompt=prompt, adapter=adapter, sampling=sampling, where=f"prompt {number}")
+        for number, prompt in enumerate(prompts, 1)
+        for adapter in adapters
+    ]

@@ -1,0 +1,100 @@
+"""lorafusion generate and chat, and the same calls from Python."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import sys
+
+import pytest
+
+import lorafusion_jax as lf
+
+QUICK = ("--max-tokens", "6", "--dtype", "float32")
+
+
+def test_adapters_of_a_run_answer_the_rows_of_a_file(lorafusion, finished, tmp_path, monkeypatch):
+    _, run = finished
+    rows = [
+        {"prompt": "cat dog", "topic": "animals"},
+        {"prompt": "moon", "adapter": "base", "max_tokens": 2},
+        {"messages": [{"role": "user", "content": "oak"}], "adapter": "law"},
+    ]
+    file, out = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("pen quay\n"))
+    outcome = lorafusion("generate", run, "-", "--file", file, "-o", out, "--json", *QUICK)
+    assert outcome.code == 0, outcome.err
+    answers = [json.loads(line) for line in outcome.out.splitlines()]
+    assert out.read_text() == outcome.out
+    names = list(lf.open_run(run).adapters)
+    assert [answer["adapter"] for answer in answers] == [*names, *names, "base", "law"]
+    assert [answer["prompt"] for answer in answers[: len(names)]] == ["pen quay"] * len(names)
+    assert answers[len(names)]["topic"] == "animals"
+    assert answers[-2]["tokens"] <= 2
+    assert all(answer["end"] in ("stop", "length") for answer in answers)
+
+    # The same from Python, of folders: an adapter of a run, the same under another name, and the base.
+    law = lf.open_run(run).adapter("law")
+    copy = shutil.copytree(law, tmp_path / "copied law")
+    base = json.loads((law / "adapter_config.json").read_text())["base_model_name_or_path"]
+    opened = lf.open_generator(copy, adapters=["base", f"again={law}", "copied law"], base=base, dtype="float32")
+    assert opened.adapters == ("copied law", "again", "base")
+    texts = opened.generate(["cat dog", "oak"], max_tokens=6)
+    assert texts.of("again") == texts.of("copied law")
+    by_adapter = {answer["adapter"]: answer["text"] for answer in answers if answer["prompt"] == "cat dog"}
+    assert texts.of("copied law")[0] == by_adapter["law"]
+    assert texts.of("law") == []
+    assert [text.adapter for text in texts[:3]] == ["base", "again", "copied law"]
+    assert "cat dog" in str(texts)
+    stop = texts.of("base")[0].strip()[:2]
+    (cut,) = opened.generate("cat dog", adapters="base", max_tokens=6, stop=stop)
+    assert (stop not in cut.text, cut.end) == (True, "stop")
+    assert opened.generate([5, 6, 7], adapters="base", max_tokens=2)[0].prompt == [5, 6, 7]
+
+
+def test_a_conversation_goes_on_until_the_end_of_input(lorafusion, finished, monkeypatch):
+    lines = "cat\n\n/help\n/adapter law base\ndog\n/adapter nobody\n/new\n" + "oak " * 4000 + "\n"
+    monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+    outcome = lorafusion("chat", finished[1], "-a", "law", *QUICK)
+    assert outcome.code == 0, outcome.err
+    assert "/adapter NAME" in outcome.out
+    assert "law: " in outcome.out
+    assert "base: " in outcome.out
+    assert "generate.too-long" in outcome.out  # of this message only: the conversation goes on
+    assert outcome.out.count("> ") >= 8
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["x", "-a", "laww"], "generate.unknown-adapter"),
+        (["x", "-a", "new=missing"], "generate.unknown-adapter"),
+        (["x", "--temperature", "-1"], "generate.setting"),
+        (["x", "--top-p", "1.5"], "generate.setting"),
+        (["x", "--step", "99"], "generate.no-weights"),
+        (["x", "--base", "nowhere"], "model.missing"),
+        (["--file", "missing.jsonl"], "generate.file"),
+    ],
+    ids=str,
+)
+def test_wrong_calls_are_refused_before_the_model_is_read(lorafusion, finished, arguments, code):
+    outcome = lorafusion("generate", finished[1], *arguments)
+    assert (outcome.code, outcome.errors) == (2, [code])
+
+
+def test_wrong_rows_are_named(lorafusion, finished, tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text(
+        '{"text": "a"}\nno json\n{"prompt": "a", "top_k": "many"}\n[1]\n\n{"prompt": "b", "adapter": "law"}\n'
+    )
+    outcome = lorafusion("generate", finished[1], "--file", file)
+    assert outcome.code == 2
+    assert outcome.errors == ["generate.row"] * 4
+    assert [f"row {number}" in outcome.err for number in (1, 2, 3, 4, 6)] == [True] * 4 + [False]
+
+
+def test_what_is_no_source_is_refused(lorafusion, tmp_path):
+    assert lorafusion("generate", tmp_path, "x").errors == ["generate.source"]
+    assert lorafusion("generate", tmp_path / "nothing", "x").errors == ["model.missing"]

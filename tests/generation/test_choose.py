@@ -1,0 +1,63 @@
+"""The choice of the next token: what is kept of the distribution, and how often tokens are drawn."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lorafusion_jax.generation.choose import NOT_FINITE, Choices, choose_tokens, keep_likely
+from lorafusion_jax.generation.places import bucket, make_places, share_rows
+
+
+def kept_by_definition(z: np.ndarray, top_k: int, top_p: float) -> set[int]:
+    """Tokens in falling order of probability, until k of them, and until their sum reaches p."""
+    order = np.argsort(-z, kind="stable")[: top_k or None]
+    p = np.exp(z[order] - z.max())
+    sums = np.cumsum(p / p.sum())
+    return set(order[: int(np.searchsorted(sums, top_p)) + 1].tolist())
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (3, 1.0), (0, 0.4), (5, 0.7), (1, 0.2), (900, 0.999)])
+def test_top_k_and_top_p_keep_what_their_definition_says(top_k, top_p):
+    z = np.random.default_rng(5).normal(size=(4, 37)).astype(np.float32) * 3
+    kept = keep_likely(jnp.asarray(z), jnp.full(4, top_k), jnp.full(4, top_p))
+    for row, values in enumerate(np.asarray(kept)):
+        assert set(np.flatnonzero(np.isfinite(values)).tolist()) == kept_by_definition(z[row], top_k, top_p)
+
+
+def test_draws_have_the_probabilities_of_the_softmax():
+    z, count = jnp.log(jnp.array([0.5, 0.3, 0.15, 0.05])), 4000
+    choices = Choices(*(jnp.full(count, value) for value in (2.0, 0, 1.0)), jnp.arange(count, dtype=jnp.uint32))
+    drawn = choose_tokens(jnp.tile(z, (count, 1)), choices, jnp.zeros(count, jnp.int32), mode="sampled")
+    wanted = np.asarray(jax.nn.softmax(z / 2.0))
+    shares = np.bincount(np.asarray(drawn), minlength=4) / count
+    assert np.abs(shares - wanted).max() < 4 * (0.25 / count) ** 0.5  # four standard errors
+
+
+def test_draws_change_with_the_seed_and_with_the_number_of_the_token():
+    z = jnp.zeros((3, 1000))
+    draw = partial(choose_tokens, z, mode="sampled")
+    rest = (jnp.ones(3), jnp.zeros(3, jnp.int32), jnp.ones(3))
+    first = draw(Choices(*rest, jnp.array([4, 4, 5], jnp.uint32)), jnp.array([0, 1, 0]))
+    assert len(set(first.tolist())) == 3
+    assert draw(Choices(*rest, jnp.array([5, 4, 4], jnp.uint32)), jnp.array([0, 1, 0])).tolist() == first[::-1].tolist()
+
+
+def test_logits_that_are_not_numbers_choose_no_token():
+    z = jnp.array([[1.0, jnp.nan], [0.0, 2.0]])
+    choices = Choices(jnp.zeros(2), jnp.zeros(2, jnp.int32), jnp.ones(2), jnp.zeros(2, jnp.uint32))
+    for mode in ("greedy", "sampled", "filtered"):
+        assert choose_tokens(z, choices, jnp.zeros(2, jnp.int32), mode=mode).tolist() == [NOT_FINITE, 1]
+
+
+def test_rows_are_few_whatever_the_shares_of_the_adapters():
+    many = make_places({5: 64} | dict.fromkeys(range(4), 1))
+    assert many.rows_of(5)[:64] == [*range(64)]
+    assert many.count <= 2 * 68 + 2 * 4 * many.rows
+    assert make_places({3: 1}).count == 1
+    assert share_rows({0: 1000, 1: 1}, 64) == {0: 63, 1: 1}
+    assert [bucket(number, 128) for number in (1, 128, 129, 193, 257)] == [128, 128, 192, 256, 384]

@@ -1,0 +1,176 @@
+"""Batches: every request as alone, rows that are used again, few compilations, stages, and wrong requests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lorafusion_jax.adapters.spec import AdapterSpec
+from lorafusion_jax.config.model import ModelConfig
+from lorafusion_jax.config.schema import TrainSettings
+from lorafusion_jax.errors import ErrorList, LoraFusionError, RunError
+from lorafusion_jax.generation import packing
+from lorafusion_jax.generation.generator import Generator, Request, check_caches
+from lorafusion_jax.generation.packing import TILE, pack_prompts
+from lorafusion_jax.generation.places import BASE, make_places
+from lorafusion_jax.generation.sampling import Sampling
+from lorafusion_jax.models import open_frozen
+from lorafusion_jax.pipeline.mesh import stage_meshes
+from lorafusion_jax.pipeline.move import transfer
+from lorafusion_jax.pipeline.parts import Parts, cut
+from lorafusion_jax.pipeline.stage import Stage
+from lorafusion_jax.planning.stages import stage_layers
+
+MODEL = Path(__file__).parents[1] / "models/golden/qwen2_window"  # windows of 6: slots of a cache are used again
+SPECS = (  # other kinds, ranks and targets, in no order
+    AdapterSpec(name="wide", rank=6, alpha=9, targets=("down_proj", "q_proj")),
+    AdapterSpec(name="dora", rank=2, alpha=4, targets=("o_proj", "up_proj"), kind="dora"),
+    AdapterSpec(name="narrow", rank=1, alpha=3, targets=("v_proj", "gate_proj", "q_proj")),
+)
+
+
+def stages(**mesh: int) -> list[Stage]:
+    """The model with adapters of random weights."""
+    model, meshes = ModelConfig.from_hf(MODEL), stage_meshes(**mesh)
+    extents = stage_layers(model, len(meshes), [1.5, 1.5] if len(meshes) == 2 else None)
+    frozen = open_frozen(MODEL, dtype=jnp.float32, sharding=lambda name, shape: meshes[0].weight(shape)).read()
+    parts = Parts(model=model, specs=SPECS, settings=TrainSettings(), dtype=jnp.float32)
+    draw = np.random.default_rng(7)
+    leaves = {
+        name: {leaf: draw.normal(size=shape).astype(np.float32) * 0.6 for leaf, shape in shapes.items()}
+        for name, shapes in parts.own_shapes().items()
+    }
+    made = []
+    for weights, of_stage in zip(cut(frozen, model, extents), meshes, strict=True):
+        moved = jax.tree.map(lambda leaf, to=of_stage: jax.device_put(leaf, to.weight(leaf.shape)), weights.pieces)
+        weights.pieces = moved
+        for name in ("embed", "norm", "head"):
+            if getattr(weights, name) is not None:
+                setattr(weights, name, transfer(getattr(weights, name), of_stage))
+        stage = Stage(parts, weights, of_stage, [], remat="everything", block=1)
+        stage.take_weights(leaves)
+        made.append(stage)
+    return made
+
+
+def requests(count: int, **sampling) -> list[Request]:
+    draw = np.random.default_rng(3)
+    return [
+        Request(
+            tokens=draw.integers(0, 48, draw.integers(1, 30)).tolist(),
+            adapter=(number % 4) - 1,
+            sampling=Sampling(max_tokens=int(draw.integers(1, 20)), seed=number, **sampling),
+            where=f"prompt {number}",
+        )
+        for number in range(count)
+    ]
+
+
+@pytest.fixture(scope="module")
+def model() -> Generator:
+    return Generator(stages())
+
+
+@pytest.fixture(scope="module")
+def greedy(model) -> list[list[int]]:
+    return [answer.tokens for answer in model(requests(8))]
+
+
+def test_a_batch_of_adapters_is_as_each_alone(model, greedy):
+    # Products of other heights sum in another order: tokens are compared, whose logits differ by far more.
+    assert [model([request])[0].tokens for request in requests(8)] == greedy
+    assert [len(tokens) for tokens in greedy] == [request.sampling.max_tokens for request in requests(8)]
+    assert len({tuple(tokens) for tokens in greedy}) == 8
+
+
+def test_rows_are_used_again_by_requests_that_wait(model, greedy):
+    grown: list[int] = []
+    answers = model(requests(8), lambda index, answer: grown.append(index), most=4)
+    assert [answer.tokens for answer in answers] == greedy
+    assert set(grown) == set(range(8))
+    assert all(answer.end == "length" for answer in answers)
+
+
+def test_draws_depend_on_the_request_only(model):
+    drawn = requests(6, temperature=1.5, top_k=30, top_p=0.9)
+    together = [answer.tokens for answer in model(drawn)]
+    assert [model([request])[0].tokens for request in drawn[2:4]] == together[2:4]
+    assert together != [answer.tokens for answer in model(requests(6))]
+    # A greedy request beside drawn ones stays greedy.
+    mixed = [drawn[0], requests(6)[1]]
+    assert model(mixed)[1].tokens == model(requests(6))[1].tokens
+
+
+def test_other_prompts_compile_nothing(model, greedy):
+    def compiled() -> list[int]:
+        (programs,) = model._programs
+        jitted = [programs.run_block, programs.embed, programs.next_inputs, programs.prompt_inputs]
+        return [program._cache_size() for program in (*jitted, *programs.head.values())]
+
+    before = compiled()
+    others = [
+        Request(tokens=[*request.tokens[1:], 3, 9], adapter=request.adapter, sampling=request.sampling)
+        for request in requests(8)
+    ]
+    assert [answer.tokens for answer in model(others)] != greedy
+    assert compiled() == before
+
+
+@pytest.mark.parametrize("mesh", [{"stages": 2}, {"data": 2, "fsdp": 2}], ids=str)
+def test_stages_and_shards_generate_the_same(mesh, greedy):
+    assert [answer.tokens for answer in Generator(stages(**mesh))(requests(8))] == greedy
+
+
+def test_an_answer_ends_with_a_stop_token_or_at_the_last_position(model, greedy):
+    stopping, request = Generator(model._stages, [greedy[0][2]]), requests(8)[0]
+    answer = stopping([request])[0]
+    assert (answer.tokens, answer.end) == (greedy[0][: greedy[0].index(greedy[0][2])], "stop")
+    long = Request(tokens=[7] * 250, sampling=Sampling(max_tokens=50))
+    answer = model([long])[0]
+    assert (len(answer.tokens), answer.end) == (6, "context")
+
+
+def test_long_prompts_take_several_passes(monkeypatch):
+    monkeypatch.setattr(packing, "MOST_ROWS", 2 * TILE)
+    places = make_places({0: 2, BASE: 1})
+    assert (places.adapters, places.rows) == ((0, BASE), 2)
+    passes = pack_prompts({0: [1] * 100, 1: [2] * 100, 2: [3] * 300}, places)
+    assert [len(prompts.tokens_T) for prompts in passes] == [2 * TILE, 3 * TILE]
+    assert passes[0].last_B.tolist() == [99, 199, -1, -1]
+    assert passes[0].tile_place.tolist() == [0, 0]
+    assert passes[1].tile_place.tolist() == [-1, -1, -1]
+    assert passes[1].sequence_T[[0, 299, 300]].tolist() == [2, 2, 4]
+    assert passes[0].segments.lengths[:3].tolist() == [100, 100, 56]
+
+
+def test_wrong_requests_are_reported_together(model):
+    wrong = [Request(tokens=[], where="row 1"), Request(tokens=[1] * 256, where="row 2")]
+    with pytest.raises(ErrorList) as caught:
+        model(wrong)
+    assert [error.code for error in caught.value.errors] == ["generate.empty-prompt", "generate.too-long"]
+    with pytest.raises(LoraFusionError) as settings:
+        Sampling(max_tokens=0, temperature=float("nan"), top_p=0, top_k=-1, seed=-5, stop=("",))
+    assert str(settings.value).count("generate.setting") == 6
+
+
+def test_weights_that_are_not_numbers_name_their_adapter(model):
+    (stage,) = model._stages
+    name, whole = "layers.mlp.down_proj.lora_a", dict(stage.lora)
+    stage.lora = whole | {name: whole[name] * jnp.nan}
+    try:
+        with pytest.raises(RunError, match=r"generate.not-finite\] wide"):
+            model([Request(tokens=[1, 2], adapter=0)])
+    finally:
+        stage.lora = whole
+
+
+def test_a_mechanism_without_a_cache_is_refused_by_name(monkeypatch):
+    from lorafusion_jax.families.layer import Layer
+
+    monkeypatch.setattr(Layer, "uncached", "DeltaNet")
+    with pytest.raises(LoraFusionError, match=r"generate.no-cache\][^\n]*DeltaNet"):
+        check_caches(ModelConfig.from_hf(MODEL))
