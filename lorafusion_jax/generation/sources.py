@@ -9,7 +9,7 @@ from pathlib import Path
 from lorafusion_jax.adapters.kind import Head
 from lorafusion_jax.checkpoint.base_files import base_digests, check_base
 from lorafusion_jax.checkpoint.base_model import base_directory, find_base
-from lorafusion_jax.checkpoint.folder import RunFolder
+from lorafusion_jax.checkpoint.folder import CONFIG, RunFolder
 from lorafusion_jax.checkpoint.peft_leaves import exported_spec
 from lorafusion_jax.config.peft_config import CONFIG_FILE, read_config
 from lorafusion_jax.config.peft_folder import describe_folder
@@ -76,18 +76,18 @@ def find_source(
         LoraFusionError: `generate.source`, `generate.unknown-adapter`, `generate.no-weights`; see `find_base`.
     """
     path = Path(source)
-    if (path / "run.json").is_file():
+    if (path / CONFIG).is_file():
         found = _of_run(RunFolder(path), adapters, base, step)
-    elif (path / CONFIG_FILE).is_file():
-        found = _of_folder(path, base)
     elif step is not None:
         raise ConfigError("generate.source", f"step={step} needs a run folder, and {source} is none.")
+    elif (path / CONFIG_FILE).is_file():
+        found = _of_folder(path, base)
     elif (path / "config.json").is_file() or not path.exists():
         fix = "a run folder, a PEFT folder, a model folder, or org/name of a hub"
         found = Source(base=find_base(Path(), str(source if base is None else base), fix=fix), adapters=(), asked=())
     else:
         what = f"{source} is neither a run, nor an adapter, nor a model."
-        why = f"it has no run.json, {CONFIG_FILE} or config.json"
+        why = f"it has no {CONFIG}, {CONFIG_FILE} or config.json"
         raise CheckpointError("generate.source", what, why=why, fix="lorafusion generate RUN 'a prompt'")
     found = _with_asked(found, adapters)
     return replace(found, dtype=dtype or found.dtype, quantize=quantize or found.quantize)
