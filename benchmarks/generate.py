@@ -170,6 +170,7 @@ def _our_row(stage: Stage, requests: list[Request], name: str, bandwidth: float)
 def _bytes(stage: Stage, adapters: int, sequences: int, new: int) -> float:
     """Bytes that one step must read: weights, the adapters in the model's dtype, and the filled cache."""
     config, size = stage.parts.model, jnp.dtype(stage.parts.dtype).itemsize
+    assert stage.weights.head is not None
     base = sum(leaf.nbytes for piece in stage.weights.pieces for leaf in piece.values()) + stage.weights.head.nbytes
     pair = sum(leaf.size for leaf in stage.lora.values()) / len(stage.parts.specs) * size
     row = sum(layer.attention.keys * 2 for layer in config.layers) * size

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
 from lorafusion_jax.generation.sampling import MODES
@@ -17,10 +18,10 @@ NOT_FINITE = -1  # in place of a token, where the logits are not numbers
 class Choices(NamedTuple):
     """Settings of the sequences, see `Sampling`."""
 
-    temperature_B: Float[Array, " B"]
-    top_k_B: Int[Array, " B"]
-    top_p_B: Float[Array, " B"]
-    seed_B: UInt32[Array, " B"]
+    temperature_B: Float[Array, " B"] | np.ndarray
+    top_k_B: Int[Array, " B"] | np.ndarray
+    top_p_B: Float[Array, " B"] | np.ndarray
+    seed_B: UInt32[Array, " B"] | np.ndarray
 
 
 def choose_tokens(
@@ -37,9 +38,11 @@ def choose_tokens(
     chosen_B = greedy_B
     if mode != GREEDY:
         is_greedy_B = choices.temperature_B == 0
-        z_BV = logits_BV / jnp.where(is_greedy_B, 1.0, choices.temperature_B)[:, None]
-        z_BV = z_BV if mode == SAMPLED else keep_likely(z_BV, choices.top_k_B, choices.top_p_B)
-        drawn_B = jnp.argmax(z_BV + _noise(choices.seed_B, number_B, z_BV.shape[1]), -1)
+        z_BV = logits_BV / jnp.where(is_greedy_B, 1.0, jnp.asarray(choices.temperature_B))[:, None]
+        z_BV = (
+            z_BV if mode == SAMPLED else keep_likely(z_BV, jnp.asarray(choices.top_k_B), jnp.asarray(choices.top_p_B))
+        )
+        drawn_B = jnp.argmax(z_BV + _noise(jnp.asarray(choices.seed_B), number_B, z_BV.shape[1]), -1)
         chosen_B = jnp.where(is_greedy_B, greedy_B, drawn_B)
     finite_B = jnp.isfinite(logits_BV).all(-1)
     return jnp.where(finite_B, chosen_B, NOT_FINITE).astype(jnp.int32)

@@ -65,7 +65,7 @@ class StagePasses:
         embed = self.stage.weights.embed
         return self._run(x if embed is None else self._programs.embed(embed, tokens_B), inputs), after_B
 
-    def choose(self, x: Array, last_B: Array | None, tokens_B: Array, number_B: Array, choices: Any, mode: str) -> Any:
+    def choose(self, x: Any, last_B: Array | None, tokens_B: Array, number_B: Array, choices: Any, mode: str) -> Any:
         """Chooses tokens on the last stage, see `GenerationPrograms`."""
         weights, whole = self.stage.weights, last_B is None
         last_B = tokens_B if last_B is None else last_B

@@ -28,7 +28,7 @@ from lorafusion_jax.models.forward import embed, final_norm, layer_inputs, logit
 from lorafusion_jax.models.segments import Segments
 from lorafusion_jax.modules import LoRAContext
 from lorafusion_jax.pipeline import leaves as lv
-from lorafusion_jax.pipeline.leaves import LAYERS, SHARED, Leaves
+from lorafusion_jax.pipeline.leaves import LAYERS, SHARED, Leaves, path_of
 from lorafusion_jax.pipeline.parts import Inputs, StoredWeights, Weights
 from lorafusion_jax.pipeline.programs import gather
 from lorafusion_jax.pipeline.stage import Stage
@@ -72,7 +72,7 @@ class GenerationPrograms:
             for mode in ("greedy", "sampled", "filtered")
             for whole in (False, True)
         }
-        self._layer_leaves = jax.jit(self._take_layer, static_argnums=(0,), out_shardings=self._mesh.everywhere)
+        self._take = jax.jit(self._take_leaves, out_shardings=self._mesh.everywhere)
 
     def leaves_of(self, leaves: Leaves, places: np.ndarray) -> list[Weights]:
         """Copies the leaves of the adapters in places, for each piece of the stage, in the form that layers take.
@@ -82,29 +82,38 @@ class GenerationPrograms:
         Args:
             places: index of the adapter, -1 for places without one, whose leaves are zero.
         """
-        columns = self._parts.columns
-        windows = np.asarray(lv.windows(columns, jnp.asarray(places, jnp.int32)))
-        ratios = self._parts.ratios_in(places)
-        shared = self._layer_leaves((SHARED,), leaves, windows, 0, {})
+        parts = self._parts
+        windows = np.asarray(lv.windows(parts.columns, jnp.asarray(places, jnp.int32)))
+        ratios = parts.ratios_in(places)
+
+        def take(names: Sequence[str], number: int) -> Weights:
+            taken = {name: leaves[name] for name in names}
+            rows = {name: np.int32(self._leaf_row(name, number)) for name in names}
+            scales = {name: ratios[name][number] for name in names if name in ratios}
+            return self._take(taken, {name: windows[self._rows[name]] for name in names}, rows, scales)
+
+        shared = take([name for name in leaves if name.startswith(SHARED)], 0)
 
         def of_piece(number: int, half: Half | None) -> Weights:
-            half_of = self._parts.model.half_of
-            names = tuple(name for name in leaves if name.startswith(LAYERS) and half in (None, half_of(name)))
-            scales = {name: ratio_LP[number] for name, ratio_LP in ratios.items() if name in names}
-            return self._layer_leaves(names, leaves, windows, np.int32(number), scales) | shared
+            paths = {linear.path for linear in parts.model.layer(number).linears_of(half)}
+            names = [name for name in leaves if name.startswith(LAYERS) and path_of(name) in paths]
+            return take(names, number) | shared
 
         return [of_piece(*piece) for piece in self._extent.pieces]
 
-    def _take_layer(
-        self, names: tuple[str, ...], leaves: Leaves, windows: Array, number: Array, ratios: dict[str, Array]
+    def _leaf_row(self, name: str, number: int) -> int:
+        """The index of a layer on the first axis of a leaf of this stage."""
+        if not name.startswith(LAYERS):
+            return 0
+        numbers = self._parts.model.some_layers.get(path_of(name))
+        return (number if numbers is None else numbers.index(number)) - self._parts.rows_of(name, self._extent).start
+
+    def _take_leaves(
+        self, leaves: Leaves, windows: dict[str, Array], rows: dict[str, Array], ratios: dict[str, Array]
     ) -> Weights:
         taken = {}
-        for name in leaves if names == (SHARED,) else names:
-            if names == (SHARED,) and not name.startswith(SHARED):
-                continue
-            first = self._extent.layers_of(self._parts.model.half_of(name)).start if name.startswith(LAYERS) else 0
-            layer = number - first if name.startswith(LAYERS) else jnp.int32(0)
-            view = lv.view(leaves[name], self._parts.columns[name], layer, windows[self._rows[name]])
+        for name, leaf in leaves.items():
+            view = lv.view(leaf, self._parts.columns[name], rows[name], windows[name])
             if name in ratios:
                 view = view * ratios[name].reshape(-1, *(1,) * (view.ndim - 1))
             taken[name.removeprefix(LAYERS)] = view.astype(self._parts.dtype) if self._plain else view
@@ -149,7 +158,7 @@ class GenerationPrograms:
         if self._parts.specs:
             implementation = self._parts.settings.implementation
             lora = LoRAContext(tile_adapter=table, scale=adapters.scale_P, implementation=implementation)
-        layers = layer_inputs(self._parts.model, rows.position_T, segments, lora)
+        layers = layer_inputs(self._parts.model, jnp.asarray(rows.position_T), segments, lora)
         return Inputs(replace(layers, cached=rows), jnp.zeros(0), adapters.kinds, {})
 
     def _run_block(

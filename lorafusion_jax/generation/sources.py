@@ -130,6 +130,9 @@ def _of_run(run: RunFolder, adapters: Sequence[str], base: str | Path | None, st
 def _of_folder(folder: Path, base: str | Path | None) -> Source:
     described = describe_folder(folder)
     name, quantize = folder.resolve().name, read_config(folder).get("base_quantize", NONE)
+    run = RunFolder(folder.resolve().parents[2])  # RUN/adapters/NAME/step-000010
+    if base is None and (run.path / CONFIG).is_file() and run.latest(folder.resolve().parent.name) is not None:
+        base = base_directory(run.read_config())
     if base is None and not described.base:
         what = f"{folder / CONFIG_FILE} does not name the adapter's base model."
         raise CheckpointError("generate.no-base", what, fix="--base FOLDER")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from lorafusion_jax.data.tokenizer import Tokenizer, load_tokenizer
 from lorafusion_jax.generation.generator import MOST_SEQUENCES, Answer, End, Generator, Request
@@ -154,9 +153,7 @@ class TokenGenerator:
         return any(text in tail for text in texts)
 
 
-def rows_for(
-    prompts: Sequence[Prompt | Mapping[str, Any]], adapters: Sequence[str], sampling: Sampling
-) -> list[PromptRow]:
+def rows_for(prompts: Sequence[Prompt], adapters: Sequence[str], sampling: Sampling) -> list[PromptRow]:
     """Returns a row for each prompt and adapter."""
     return [
         PromptRow(prompt=prompt, adapter=adapter, sampling=sampling, where=f"prompt {number}")

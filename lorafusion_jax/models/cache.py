@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 type Cache = dict[str, jax.Array]  # of one layer, by name, [B, …]; shapes: `cache_shapes` of its mechanism
@@ -27,9 +28,9 @@ class CachedRows:
         decoding: row t is the next token of sequence t. Otherwise the pass holds whole prompts.
     """
 
-    sequence_T: Int[Array, " T"]
-    position_T: Int[Array, " T"]
-    length_T: Int[Array, " T"]
+    sequence_T: Int[Array, " T"] | np.ndarray
+    position_T: Int[Array, " T"] | np.ndarray
+    length_T: Int[Array, " T"] | np.ndarray
     decoding: bool = field(metadata={"static": True})
 
 

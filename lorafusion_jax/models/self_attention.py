@@ -67,7 +67,7 @@ class SelfAttention(nnx.Module):
         options = {"scale": self.spec.scale, "window": self.spec.window, "soft_cap": self.spec.soft_cap}
         options |= {"sinks": None if self.sinks is None else self.sinks[...]}
         if rows.decoding:
-            o_TD = cached_attention(q, cache["keys"], cache["values"], rows.position_T, **options)
+            o_TD = cached_attention(q, cache["keys"], cache["values"], jnp.asarray(rows.position_T), **options)
         else:
             o_TD = attention(q, k, v, inputs.segments, implementation=implementation, flat=True, **options)
         return self.o_proj(o_TD, inputs.lora, site=self.sites[1]), cache

@@ -10,12 +10,13 @@ import sys
 import pytest
 
 import lorafusion_jax as lf
+from lorafusion_jax.generation.sources import find_source
 
 QUICK = ("--max-tokens", "6", "--dtype", "float32")
 
 
 def test_adapters_of_a_run_answer_the_rows_of_a_file(lorafusion, finished, tmp_path, monkeypatch):
-    _, run = finished
+    job, run = finished
     rows = [
         {"prompt": "cat dog", "topic": "animals"},
         {"prompt": "moon", "adapter": "base", "max_tokens": 2},
@@ -38,7 +39,8 @@ def test_adapters_of_a_run_answer_the_rows_of_a_file(lorafusion, finished, tmp_p
     # The same from Python, of folders: an adapter of a run, the same under another name, and the base.
     law = lf.open_run(run).adapter("law")
     copy = shutil.copytree(law, tmp_path / "copied law")
-    base = json.loads((law / "adapter_config.json").read_text())["base_model_name_or_path"]
+    base = job.values["base"]["model"]
+    assert find_source(law).base == find_source(copy, base=base).base  # a folder of a run knows the run's base
     opened = lf.open_generator(copy, adapters=["base", f"again={law}", "copied law"], base=base, dtype="float32")
     assert opened.adapters == ("copied law", "again", "base")
     texts = opened.generate(["cat dog", "oak"], max_tokens=6)

@@ -31,7 +31,8 @@ def test_top_k_and_top_p_keep_what_their_definition_says(top_k, top_p):
 
 def test_draws_have_the_probabilities_of_the_softmax():
     z, count = jnp.log(jnp.array([0.5, 0.3, 0.15, 0.05])), 4000
-    choices = Choices(*(jnp.full(count, value) for value in (2.0, 0, 1.0)), jnp.arange(count, dtype=jnp.uint32))
+    seeds = jnp.arange(count, dtype=jnp.uint32)
+    choices = Choices(jnp.full(count, 2.0), jnp.zeros(count, jnp.int32), jnp.ones(count), seeds)
     drawn = choose_tokens(jnp.tile(z, (count, 1)), choices, jnp.zeros(count, jnp.int32), mode="sampled")
     wanted = np.asarray(jax.nn.softmax(z / 2.0))
     shares = np.bincount(np.asarray(drawn), minlength=4) / count
