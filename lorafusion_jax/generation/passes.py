@@ -17,6 +17,7 @@ from lorafusion_jax.generation.packing import PromptPass
 from lorafusion_jax.generation.places import Places
 from lorafusion_jax.generation.programs import GenerationPrograms, PlacedAdapters
 from lorafusion_jax.models.cache import CachedRows
+from lorafusion_jax.pipeline.leaves import EMBED_ROWS, HEAD_ROWS
 from lorafusion_jax.pipeline.move import replicate, transfer
 from lorafusion_jax.pipeline.stage import Stage
 
@@ -37,7 +38,9 @@ class StagePasses:
         adapters = np.array(places.adapters, np.int32)
         specs = stage.parts.specs
         scale = np.array([specs[index].scale if index >= 0 else 1.0 for index in adapters], np.float32)
-        self._adapters = replicate(PlacedAdapters(scale, stage.parts.kinds_in(adapters)), stage.mesh)
+        adapter_B = np.repeat(adapters, places.rows)
+        self._adapters = replicate(PlacedAdapters(scale, adapter_B, stage.parts.kinds_in(adapters)), stage.mesh)
+        self._adapter_of = np.append(adapter_B, np.int32(-1))  # of a row of no sequence, too
         pieces = stage.weights.pieces
         leaves = programs.leaves_of(stage.all_leaves, adapters) if specs else [{} for _ in pieces]
         caches = programs.empty_caches(places.count, tokens)
@@ -54,23 +57,30 @@ class StagePasses:
         )
         rows, segments, table = replicate((rows, prompts.segments, prompts.tile_place), self.stage.mesh)
         inputs = self._programs.prompt_inputs(rows, segments, (self._adapters, table))
-        embed = self.stage.weights.embed
-        if embed is not None:
-            x = self._programs.embed(embed, replicate(prompts.tokens_T, self.stage.mesh))
+        if self.stage.weights.embed is not None:
+            tokens, adapter = prompts.tokens_T, self._adapter_of[prompts.sequence_T]
+            x = self._embed(*replicate((tokens, adapter), self.stage.mesh))
         return self._run(x, inputs)
 
     def next_tokens(self, tokens_B: Array, position_B: Array, x: Array | None) -> tuple[Array, Array]:
         """Runs the next token of every sequence. Returns activations and the positions after it."""
         inputs, after_B = self._programs.next_inputs(position_B, self._adapters)
-        embed = self.stage.weights.embed
-        return self._run(x if embed is None else self._programs.embed(embed, tokens_B), inputs), after_B
+        if self.stage.weights.embed is not None:
+            x = self._embed(tokens_B, self._adapters.adapter_B)
+        return self._run(x, inputs), after_B
+
+    def _embed(self, tokens_T: Array, adapter_T: Array) -> Array:
+        rows = self.stage.all_leaves.get(EMBED_ROWS)
+        return self._programs.embed(self.stage.weights.embed, tokens_T, adapter_T, rows)
 
     def choose(self, x: Any, last_B: Array | None, tokens_B: Array, number_B: Array, choices: Any, mode: str) -> Any:
         """Chooses tokens on the last stage, see `GenerationPrograms`."""
         weights, whole = self.stage.weights, last_B is None
         last_B = tokens_B if last_B is None else last_B
         head = self._programs.head[mode, whole]
-        return head(weights.norm, weights.head, x, last_B, tokens_B, number_B, choices)
+        rows = self.stage.all_leaves.get(HEAD_ROWS)
+        adapter_B = self._adapters.adapter_B
+        return head(weights.norm, weights.head, x, last_B, tokens_B, number_B, choices, adapter_B, rows)
 
     def _run(self, x: Any, inputs: Any) -> Array:
         blocks = zip(self._weights, self._leaves, self._numbers, strict=True)

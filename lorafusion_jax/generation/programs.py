@@ -24,9 +24,10 @@ from lorafusion_jax.adapters.table import PLAIN
 from lorafusion_jax.generation.choose import Choices, choose_tokens
 from lorafusion_jax.layout.layer import Half
 from lorafusion_jax.models.cache import Cache, CachedRows
-from lorafusion_jax.models.forward import embed, final_norm, layer_inputs, logits
+from lorafusion_jax.models.forward import embed, final_norm, layer_inputs, logits, scaled_embedding
 from lorafusion_jax.models.segments import Segments
 from lorafusion_jax.modules import LoRAContext
+from lorafusion_jax.objective.replaced_rows import ReplacedRows, replace_rows, replaced_tokens
 from lorafusion_jax.pipeline import leaves as lv
 from lorafusion_jax.pipeline.leaves import LAYERS, SHARED, Leaves, path_of
 from lorafusion_jax.pipeline.parts import Inputs, StoredWeights, Weights
@@ -41,10 +42,12 @@ class PlacedAdapters(NamedTuple):
 
     Attributes:
         scale_P: float32.
+        adapter_B: int32, index of each sequence's adapter, -1 for none.
         kinds: see `Inputs.kinds`.
     """
 
     scale_P: Any
+    adapter_B: Any
     kinds: dict[str, Any]
 
 
@@ -61,14 +64,14 @@ class GenerationPrograms:
         self._rows = {name: row for row, name in enumerate(self._parts.columns)}
         self._plain = all(spec.kind == PLAIN for spec in self._parts.specs)
         table = P(*self._mesh.split((self._parts.model.vocab_size, self._parts.model.hidden_size)))
-        self.embed = self._jit(self._embed, (table, EVERYWHERE))
+        self.embed = self._jit(self._embed, (table, *(EVERYWHERE,) * 3))
         self.prompt_inputs = self._jit(self._prompt_inputs, (EVERYWHERE,) * 3)
         self.next_inputs = self._jit(self._next_inputs, (EVERYWHERE,) * 2)
         self._layer = jax.jit(self._run_layer)  # like layers of a block are traced and lowered once
         blocks = (self._stage.specs_of_block, *(EVERYWHERE,) * 5)
         self.run_block = self._jit(self._run_block, blocks, donate=(2,))
         self.head = {
-            (mode, whole): self._jit(partial(self._head, mode, whole), (EVERYWHERE, table, *(EVERYWHERE,) * 5))
+            (mode, whole): self._jit(partial(self._head, mode, whole), (EVERYWHERE, table, *(EVERYWHERE,) * 7))
             for mode in ("greedy", "sampled", "filtered")
             for whole in (False, True)
         }
@@ -136,8 +139,12 @@ class GenerationPrograms:
 
         return jax.jit(zeros, out_shardings=self._mesh.everywhere)()
 
-    def _embed(self, table: Array, tokens: Array) -> Array:
-        return embed(gather(table, self._stage.table_axis), tokens, self._parts.model.embedding_scale)
+    def _embed(self, table: Array, tokens_T: Array, adapter_T: Array, rows: Array | None) -> Array:
+        """Returns the embeddings of tokens, with the trained rows of their adapters, [1, D, C]."""
+        x_TD, scale = embed(gather(table, self._stage.table_axis), tokens_T), self._parts.model.embedding_scale
+        if rows is not None:
+            x_TD = replace_rows(x_TD, tokens_T, ReplacedRows(rows[0], self._parts.token_columns("embed"), adapter_T))
+        return scaled_embedding(x_TD, scale)
 
     def _prompt_inputs(self, rows: CachedRows, segments: Segments, placed: tuple[PlacedAdapters, Array]) -> Inputs:
         adapters, tile_place = placed
@@ -195,16 +202,24 @@ class GenerationPrograms:
         tokens_B: Array,
         number_B: Array,
         choices: Choices,
+        adapter_B: Array,
+        rows: Array | None,
     ) -> tuple[Array, Array]:
         """Returns the next tokens of all sequences, and how many each has generated.
 
         Args:
             whole: every row is the last one of its sequence; otherwise `last_B` names it, -1 for none.
+            rows: trained rows of the head, [1, D, C].
         """
         model = self._parts.model
         x_BD = x if whole else x[jnp.maximum(last_B, 0)]
         head_DV = gather(table, self._stage.table_axis).T
-        logits_BV = logits(final_norm(x_BD, norm, model), head_DV, model)
+        hidden_BD = final_norm(x_BD, norm, model)
+        logits_BV = logits(hidden_BD, head_DV, model)
+        if rows is not None:
+            replaced_BC = replaced_tokens(self._parts.token_columns("head"), adapter_B, model.vocab_size)
+            new_BC = logits(hidden_BD, rows[0].astype(hidden_BD.dtype), model)
+            logits_BV = logits_BV.at[jnp.arange(len(x_BD))[:, None], replaced_BC].set(new_BC, mode="drop")
         chosen_B = choose_tokens(logits_BV, choices, number_B, mode=mode)
         if whole:
             return chosen_B, number_B + 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import copy
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 
 from lorafusion_jax.adapters.spec import AdapterSpec
+from lorafusion_jax.adapters.tokens import TokenRows
 from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.schema import TrainSettings
 from lorafusion_jax.errors import ErrorList, LoraFusionError, RunError
@@ -166,6 +169,31 @@ def test_weights_that_are_not_numbers_name_their_adapter(model):
             model([Request(tokens=[1, 2], adapter=0)])
     finally:
         stage.lora = whole
+
+
+def test_trained_rows_of_tokens_are_those_of_a_model_with_these_rows():
+    stage, tokens = stages()[0], (3, 17, 41)
+    rows = np.random.default_rng(2).normal(size=(len(tokens), stage.parts.model.hidden_size)).astype(np.float32)
+    trained = replace(SPECS[0], tokens=TokenRows(embed=tokens, head=tokens))
+    values = {name: np.asarray(leaf) for name, leaf in stage.adapter(0).items()}
+
+    def model_with(spec: AdapterSpec, leaves, weights) -> Generator:
+        parts = Parts(model=stage.parts.model, specs=(spec,), settings=TrainSettings(), dtype=jnp.float32)
+        made = Stage(parts, weights, stage.mesh, [], remat="everything", block=1)
+        made.take_weights({spec.name: leaves})
+        return Generator([made])
+
+    changed = copy(stage.weights)
+    for name in ("embed", "head"):
+        setattr(changed, name, getattr(changed, name).at[jnp.array(tokens)].set(rows))
+    asked = [replace(request, adapter=0) for request in requests(4)]
+    base = [replace(request, adapter=BASE) for request in requests(4)]
+    token_leaves = {f"tokens.{table}": rows.T[None] for table in ("embed", "head")}
+    model = model_with(trained, values | token_leaves, stage.weights)
+    wanted = [answer.tokens for answer in model_with(SPECS[0], values, changed)(asked)]
+    assert [answer.tokens for answer in model(asked + base)[:4]] == wanted
+    assert [answer.tokens for answer in model(base)] == [answer.tokens for answer in Generator([stage])(base)]
+    assert any(token in answer for token in tokens for answer in wanted)
 
 
 def test_a_mechanism_without_a_cache_is_refused_by_name(monkeypatch):
