@@ -129,9 +129,9 @@ def open_generator(
 
     names = (adapters,) if isinstance(adapters, str) else tuple(adapters)
     path = source.folder if isinstance(source, Run) else source
-    found = find_source(path, names, base=base, dtype=dtype, quantize=quantize, step=step)
+    chosen = find_source(path, names, base=base, dtype=dtype, quantize=quantize, step=step)
     prepare_machine()
-    return OpenGenerator(TextGenerator(found))
+    return OpenGenerator(TextGenerator(chosen))
 
 
 def _listed(prompts: Prompts) -> Sequence[Any]:

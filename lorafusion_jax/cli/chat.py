@@ -54,12 +54,12 @@ def command(
     sampling = Sampling(
         max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=tuple(stop or ())
     )
-    found = find_source(source, adapters or (), base=base, dtype=dtype, quantize=quantize, step=step)
+    chosen = find_source(source, adapters or (), base=base, dtype=dtype, quantize=quantize, step=step)
     prepare_machine(cache=program_cache)
     from lorafusion_jax.generation.text import TextGenerator
 
     console = out()
-    model = TextGenerator(found)
+    model = TextGenerator(chosen)
     say(console, f"{', '.join(model.asked)}  ·  {HELP}", "dim")
     Conversation(model, sampling, system, console).run()
 

@@ -84,7 +84,7 @@ def command(
     sampling = Sampling(
         max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=tuple(stop or ())
     )
-    found = find_source(source, adapters or (), base=base, dtype=dtype, quantize=quantize, step=step)
+    chosen = find_source(source, adapters or (), base=base, dtype=dtype, quantize=quantize, step=step)
     from lorafusion_jax.generation.prompt_file import FileRow, read_rows
     from lorafusion_jax.generation.text import rows_for
 
@@ -93,14 +93,14 @@ def command(
         if sys.stdin is None or sys.stdin.isatty():
             raise ConfigError("generate.no-prompt", "there is no prompt.", fix="a text, --file FILE, or - for stdin")
         texts = [_stdin()]
-    given = [FileRow(rows=tuple(rows_for([text], found.asked, sampling)), others={}) for text in texts]
+    given = [FileRow(rows=tuple(rows_for([text], chosen.asked, sampling)), others={}) for text in texts]
     if file is not None:
         with _opened(file) as lines:
-            given += read_rows(lines, found.asked, sampling, name="standard input" if file == STDIN else file)
+            given += read_rows(lines, chosen.asked, sampling, name="standard input" if file == STDIN else file)
     prepare_machine(cache=program_cache)
     from lorafusion_jax.generation.text import TextGenerator
 
-    generated = TextGenerator(found)([row for entry in given for row in entry.rows], raw=raw, system=system)
+    generated = TextGenerator(chosen)([row for entry in given for row in entry.rows], raw=raw, system=system)
     others = [entry.others for entry in given for _ in entry.rows]
     rows = [_row(text, columns) for text, columns in zip(generated, others, strict=True)]
     lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)

@@ -57,8 +57,8 @@ def pack_prompts(prompts: Mapping[int, Sequence[int]], places: Places) -> list[P
 def _num_rows(prompts: Mapping[int, Sequence[int]], places: Places) -> int:
     lengths: dict[int, int] = {}
     for sequence, tokens in prompts.items():
-        place = sequence // places.rows
-        lengths[place] = lengths.get(place, 0) + len(tokens)
+        index = sequence // places.rows
+        lengths[index] = lengths.get(index, 0) + len(tokens)
     return sum(-(-length // TILE) * TILE for length in lengths.values())
 
 
@@ -66,15 +66,15 @@ def _pack(prompts: Mapping[int, Sequence[int]], places: Places) -> PromptPass:
     T, B = bucket(_num_rows(prompts, places), TILE), places.count
     tokens, position, length = (np.zeros(T, np.int32) for _ in range(3))
     sequence_T, last_B, tile_place = np.full(T, B, np.int32), np.full(B, -1, np.int32), np.full(T // TILE, -1, np.int32)
-    runs, start, place = [], 0, None
+    runs, start, index = [], 0, None
     for sequence, prompt in prompts.items():
-        if place not in (None, sequence // places.rows) and start % TILE:
+        if index not in (None, sequence // places.rows) and start % TILE:
             runs.append(TILE - start % TILE)
             start += runs[-1]
-        place, stop = sequence // places.rows, start + len(prompt)
+        index, stop = sequence // places.rows, start + len(prompt)
         tokens[start:stop], position[start:stop] = prompt, np.arange(len(prompt))
         sequence_T[start:stop], length[start:stop], last_B[sequence] = sequence, len(prompt), stop - 1
-        tile_place[start // TILE : -(-stop // TILE)] = BASE if places.adapters[place] == BASE else place
+        tile_place[start // TILE : -(-stop // TILE)] = BASE if places.adapters[index] == BASE else index
         runs.append(len(prompt))
         start = stop
     return PromptPass(

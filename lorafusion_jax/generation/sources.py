@@ -77,20 +77,20 @@ def find_source(
     """
     path = Path(source)
     if (path / CONFIG).is_file():
-        found = _of_run(RunFolder(path), adapters, base, step)
+        chosen = _of_run(RunFolder(path), adapters, base, step)
     elif step is not None:
         raise ConfigError("generate.source", f"step={step} needs a run folder, and {source} is none.")
     elif (path / CONFIG_FILE).is_file():
-        found = _of_folder(path, base)
+        chosen = _of_folder(path, base)
     elif (path / "config.json").is_file() or not path.exists():
         fix = "a run folder, a PEFT folder, a model folder, or org/name of a hub"
-        found = Source(base=find_base(Path(), str(source if base is None else base), fix=fix), adapters=(), asked=())
+        chosen = Source(base=find_base(Path(), str(source if base is None else base), fix=fix), adapters=(), asked=())
     else:
         what = f"{source} is neither a run, nor an adapter, nor a model."
         why = f"it has no {CONFIG}, {CONFIG_FILE} or config.json"
         raise CheckpointError("generate.source", what, why=why, fix="lorafusion generate RUN 'a prompt'")
-    found = _with_asked(found, adapters)
-    return replace(found, dtype=dtype or found.dtype, quantize=quantize or found.quantize)
+    chosen = _with_asked(chosen, adapters)
+    return replace(chosen, dtype=dtype or chosen.dtype, quantize=quantize or chosen.quantize)
 
 
 def _of_run(run: RunFolder, adapters: Sequence[str], base: str | Path | None, step: int | None) -> Source:
