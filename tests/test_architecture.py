@@ -49,7 +49,13 @@ OPTIONAL = {"huggingface_hub", "datasets", "wandb", "tensorboardX"}  # extras, i
 NOTEBOOK = {"IPython"}  # imported in notebooks only, where it runs already
 PACKAGES_OF_A_RUN = {"jaxlib"}  # recorded by version, never imported
 FILLERS = {"own", "found", "here", "said", "each", "one", "place"}  # name nothing; say what the thing is
-PLACES = ("lorafusion_jax/engine", "lorafusion_serve")  # of sessions: an adapter trains in a place
+PLACES = (  # of sessions and runs: an adapter trains in a place
+    "lorafusion_jax/engine",
+    "lorafusion_jax/adapters/places",
+    "lorafusion_jax/config/stack",
+    "lorafusion_jax/pipeline/place_table",
+    "lorafusion_serve",
+)
 STILL_RELATIVE = tuple(f"lorafusion_jax/models/attention/{name}.py" for name in ("api", "pallas", "triton"))
 FORBIDDEN_IMPORTS = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 FORBIDDEN_CALLS = {"eval", "exec"}

@@ -57,7 +57,8 @@ def check_names(adapters: Sequence[AdapterConfig], run: JobConfig) -> None:
 
 def add_adapters(run: JobConfig, adapters: Sequence[AdapterConfig]) -> JobConfig:
     """A run's settings with more adapters, which come last."""
-    return run.model_copy(update={"adapters": (*run.adapters, *adapters)})
+    joined = [adapter.model_copy(update={"joined": True}) for adapter in adapters]
+    return run.model_copy(update={"adapters": (*run.adapters, *joined)})
 
 
 def select_adapters(config: JobConfig, names: Collection[str]) -> JobConfig:

@@ -23,6 +23,7 @@ from pydantic import (
 )
 
 from lorafusion_jax.adapters.patterns import Patterns, unusable_pattern
+from lorafusion_jax.adapters.places import MOST_PLACES, Places
 from lorafusion_jax.adapters.table import BIASED, PLAIN, adapter_kind, unknown_kind
 from lorafusion_jax.config.data_sources import SOURCES_SCHEMA, Sources, TrainSources, as_written, held_out_sources
 from lorafusion_jax.config.token_rows import check_tokens
@@ -42,6 +43,7 @@ from lorafusion_jax.config.values import (
     Whole,
     check_text,
 )
+from lorafusion_jax.errors import ConfigError
 from lorafusion_jax.families.hf_config import shortened
 from lorafusion_jax.objective.choose import choose, unknown_objective
 from lorafusion_jax.objective.protocol import Chosen
@@ -548,6 +550,24 @@ class TrainSettings(Section):
         default=None,
         description="default 2 on a terminal and in metrics.jsonl, 10 in plain output",
     )
+    places: dict[str, Count] = Field(
+        default={},
+        description="places to reserve for adapters that lorafusion add brings, by rank or kind:rank, such as {16: 2}; "
+        "one that fits starts without compiling",
+    )
+
+    @field_validator("places", mode="before")
+    @classmethod
+    def _are_classes(cls, value: object) -> object:
+        if not isinstance(value, dict):
+            raise ValueError(f"a table of ranks and numbers of places, such as {{16: 2}}, not {shortened(value)}")
+        try:
+            Places.of(value) if value else None
+        except (ConfigError, TypeError, ValueError):
+            raise ValueError(
+                f"ranks, or kind:rank, and at most {MOST_PLACES} places, such as {{16: 2}}, not {shortened(value)}"
+            ) from None
+        return {str(name): count for name, count in value.items()}
 
 
 class ReportSettings(Section):
@@ -585,6 +605,7 @@ class AdapterConfig(Section):
     )
     weight: Positive = Field(default=1.0, description="share of the machine relative to the other adapters")
     extended: tuple[Extension, ...] = ()  # of a run; job files do not have it
+    joined: Flag = False  # the run began without it; job files do not have it
 
     @field_validator("name")
     @classmethod

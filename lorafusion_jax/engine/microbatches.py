@@ -21,8 +21,8 @@ from lorafusion_jax.data.assemble import (
 from lorafusion_jax.data.references import sets_of
 from lorafusion_jax.data.sample_table import State, TableShape, table_shape
 from lorafusion_jax.data.tokenized_set import TokenizedSet
-from lorafusion_jax.engine.place_table import PlaceTable
 from lorafusion_jax.engine.task import Task
+from lorafusion_jax.pipeline.place_table import PlaceTable
 from lorafusion_jax.pipeline.references import Replicas
 from lorafusion_jax.planning.training_plan import plan_of_set
 from scheduling import SampleRef

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 import jax
 import numpy as np
 
+from lorafusion_jax.adapters.places import Places
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.config.references import reference_of
 from lorafusion_jax.config.schema import (
@@ -21,11 +22,10 @@ from lorafusion_jax.config.schema import (
     TrainSettings,
 )
 from lorafusion_jax.config.specs import adapter_specs
+from lorafusion_jax.config.stack import place_name, session_config
 from lorafusion_jax.data.assemble import Microbatch, num_segments
 from lorafusion_jax.data.references import SetReferences
 from lorafusion_jax.engine.microbatches import Assembler, Shape
-from lorafusion_jax.engine.place_table import PlaceTable
-from lorafusion_jax.engine.places import Places, place_name, session_config
 from lorafusion_jax.engine.references import ReferenceQueue
 from lorafusion_jax.engine.starting import PlaceWeights, PlaceWriter, check_state
 from lorafusion_jax.engine.state import AdapterState
@@ -39,6 +39,7 @@ from lorafusion_jax.pipeline.batches import mask_adapters
 from lorafusion_jax.pipeline.evaluation import Evaluation, finish_evaluation
 from lorafusion_jax.pipeline.executor import Executor
 from lorafusion_jax.pipeline.move import to_local
+from lorafusion_jax.pipeline.place_table import PlaceTable
 from lorafusion_jax.pipeline.reading import Reading
 from lorafusion_jax.pipeline.stage import Stage
 from lorafusion_jax.pipeline.state import adapter_arrays, joined_states

@@ -8,22 +8,23 @@ from typing import Any
 
 import numpy as np
 
+from lorafusion_jax.adapters.places import Places
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.adapters.table import adapter_kind
 from lorafusion_jax.checkpoint.warm_start import read_warm_starts, start_from
 from lorafusion_jax.config.references import ReferenceWeights
 from lorafusion_jax.config.schema import JobConfig, OptimSettings
 from lorafusion_jax.config.specs import adapter_specs
+from lorafusion_jax.config.stack import place_name
 from lorafusion_jax.data.sample_table import State
 from lorafusion_jax.engine.microbatches import Assembler
-from lorafusion_jax.engine.place_table import PlaceTable
-from lorafusion_jax.engine.places import Places, place_name
 from lorafusion_jax.engine.state import AdapterState
 from lorafusion_jax.engine.task import Task
 from lorafusion_jax.errors import CheckpointError, RunError
 from lorafusion_jax.objective.protocol import SFT, Chosen
 from lorafusion_jax.pipeline.batches import teacher_state
 from lorafusion_jax.pipeline.executor import Executor
+from lorafusion_jax.pipeline.place_table import PlaceTable
 from lorafusion_jax.pipeline.references import read_reference_folder
 from lorafusion_jax.pipeline.stage import Stage
 from lorafusion_jax.pipeline.state import state_of_stage

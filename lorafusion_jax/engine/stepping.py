@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lorafusion_jax.engine.places import place_name
+from lorafusion_jax.config.stack import place_name
 from lorafusion_jax.engine.task import Task
 from lorafusion_jax.objective.batch import finished_metrics
 from lorafusion_jax.optim.step import hyper

@@ -89,12 +89,12 @@ def learning_rates(settings: OptimizerSettings, num_steps: int) -> np.ndarray:
     The warm-up is linear and starts at lr / warm-up steps, so that the first step learns. The schedule then decays to
     lr · min_lr_ratio, which it would reach one step after the last, so that the last step learns.
     """
-    import jax.numpy as jnp
+    import jax
 
     warm = warmup_steps(settings, num_steps)
     left = num_steps - warm
     body = schedule(settings.schedule).build(settings.lr, settings.min_lr_ratio, max(left, 1))
     rising = settings.lr * np.arange(1, warm + 1) / max(warm, 1)
-    falling = np.asarray(body(jnp.arange(left))) * np.ones(left)
+    falling = np.asarray(body(jax.device_put(np.arange(left, dtype=np.int32)))) * np.ones(left)
     with np.errstate(over="ignore"):
         return np.concatenate([rising, falling]).astype(np.float32)

@@ -14,6 +14,7 @@ from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.config.specs import adapter_specs
+from lorafusion_jax.config.stack import stack_of
 from lorafusion_jax.data.model_fit import longest_texts
 from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.errors import RunError
@@ -98,7 +99,7 @@ def load_stages(
 def open_base(
     config: JobConfig,
     prepared: Prepared | None,
-    specs: Sequence[AdapterSpec],
+    specs: Sequence[AdapterSpec] | None = None,
     later: JobConfig | None = None,
     base_files: BaseFiles | None = None,
 ) -> Base:
@@ -109,6 +110,7 @@ def open_base(
 
     Args:
         prepared: data of the adapters, to check it against the base (None: it is checked elsewhere).
+        specs: the adapters (None: those of the job).
         later: the job with all adapters that will join later, which must fit into memory.
         base_files: digests of the base's files, to use the cache of quantised weights (None: it is not used).
 
@@ -164,8 +166,12 @@ def check_adapters(config: JobConfig, prepared: Prepared) -> None:
     model.check_length(longest, where=str(directory))
 
 
-def stages_for(stages: Sequence[Stage], config: JobConfig, specs: Sequence[AdapterSpec]) -> list[Stage]:
-    """Makes stages for other adapters on the same weights and devices. Does not start them."""
+def stages_for(stages: Sequence[Stage], config: JobConfig, specs: Sequence[AdapterSpec] | None = None) -> list[Stage]:
+    """Makes stages for other adapters on the same weights and devices. Does not start them.
+
+    Args:
+        specs: as in `open_base`.
+    """
     model = ModelConfig.from_hf(base_directory(config))
     return _stages(config, model, specs, stages[0].remat, [(stage.weights, stage.mesh) for stage in stages])
 
@@ -173,30 +179,42 @@ def stages_for(stages: Sequence[Stage], config: JobConfig, specs: Sequence[Adapt
 def _stages(
     config: JobConfig,
     model: ModelConfig,
-    specs: Sequence[AdapterSpec],
+    specs: Sequence[AdapterSpec] | None,
     remat: RematPolicy,
     places: Iterable[tuple[StageWeights, StageMesh]],
 ) -> list[Stage]:
+    stack, specs = stack_of(config), adapter_specs(config) if specs is None else specs
+    adapters = [
+        (stack.index[adapter.name], adapter, spec) for adapter, spec in zip(config.adapters, specs, strict=True)
+    ]
+    by_position = dict(enumerate(adapter_specs(stack.config))) if stack.stand_ins else {}
+    by_position |= {index: spec for index, _, spec in adapters if index not in stack.stand_ins}
     parts = Parts(
         model=model,
-        specs=tuple(specs),
+        specs=tuple(by_position[index] for index in range(len(by_position))),
         settings=config.train,
         dtype=jnp.dtype(config.base.dtype),
-        objectives=tuple(adapter.objective.chosen for adapter in config.adapters),
+        objectives=stack.objectives,
         quantize=config.base.quantize,
     )
     block, parameters = config.train.block_layers, max(layer.num_parameters for layer in model.kinds)
-    return [
+    stages = [
         Stage(
             parts,
             weights,
             mesh,
-            config.adapters,
+            stack.config.adapters,
             remat=remat,
             block=block_layers(block, len(weights.pieces), fsdp=mesh.fsdp, parameters=parameters),
         )
         for weights, mesh in places
     ]
+    for stage in stages:
+        stage.vacant = stack.vacant
+        for index, adapter, spec in adapters:
+            if index in stack.stand_ins:
+                stage.assign(index, adapter, spec)
+    return stages
 
 
 def fitting_remat(config: JobConfig, model: ModelConfig) -> RematPolicy:

@@ -11,6 +11,7 @@ import numpy as np
 from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.schema import AdapterConfig, JobConfig
+from lorafusion_jax.config.stack import stack_of
 from lorafusion_jax.data.assemble import (
     Microbatch,
     Weights,
@@ -30,6 +31,9 @@ from lorafusion_jax.pipeline.profile import Load
 from scheduling import Plan, SampleRef
 from scheduling.simulate import slot_squares
 
+TOKENS_OF_A_SEGMENT = 256  # with places, a microbatch has one for as many tokens
+MOST_ADAPTERS = 8  # in one microbatch, with places: its cost grows with this number
+
 
 class Batches:
     """Assembles microbatches, [replicas of this process, ...]; all slots of a capacity have one shape.
@@ -47,10 +51,10 @@ class Batches:
         """Replaces the plan. Microbatches keep their shape if the new samples fit into it."""
         self._config, self._prepared, self._plan = config, prepared, plan
         self._state = teacher_state(config)
-        self._index = {adapter.name: index for index, adapter in enumerate(config.adapters)}
+        self._index = stack_of(config).index
         parts = _parts(plan)
         for size in sorted(parts):
-            room = _room(config, prepared, parts[size])
+            room = _room(config, prepared, parts[size]).union(_reserved_room(config, size))
             self._rooms[size] = room.union(self._rooms[size]) if size in self._rooms else room
         self.loss_tokens = {
             (a.name, batch): int(count)
@@ -121,6 +125,18 @@ def _room(config: JobConfig, prepared: Prepared, parts: Sequence[Sequence[str]])
     together = max((len(set(part)) for part in parts), default=1)
     data = {name: samples.train for name, samples in prepared.adapters.items()}
     return _Room(*places(config, data, parts), adapter_places(together, len(config.adapters)))
+
+
+def _reserved_room(config: JobConfig, capacity_tokens: int) -> _Room:
+    """Room for microbatches with adapters that may join, so that their shape stays the same."""
+    stacked = len(stack_of(config).config.adapters)
+    most = min(stacked, MOST_ADAPTERS) if config.train.places else 1
+    return _Room(reserved_segments(config, capacity_tokens), None, adapter_places(most, stacked))
+
+
+def reserved_segments(config: JobConfig, capacity_tokens: int) -> int:
+    """Returns places for segments in a microbatch of a job that adapters join; 0 if it reserves none."""
+    return num_segments(max(1, capacity_tokens // TOKENS_OF_A_SEGMENT)) if config.train.places else 0
 
 
 def mask_adapters(batch: Microbatch, adapters: Collection[int]) -> Microbatch:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from jax import Array
 
 from lorafusion_jax.config.schema import JobConfig
+from lorafusion_jax.config.stack import stack_of
 from lorafusion_jax.data.assemble import (
     EACH_ONE,
     Microbatch,
@@ -22,7 +23,7 @@ from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.data.tokenized_set import TokenizedSet
 from lorafusion_jax.objective.batch import finished_metrics, metric_names
 from lorafusion_jax.objective.protocol import Chosen
-from lorafusion_jax.pipeline.batches import places, teacher_state
+from lorafusion_jax.pipeline.batches import places, reserved_segments, teacher_state
 from lorafusion_jax.pipeline.executor import Executor
 from lorafusion_jax.pipeline.move import to_local
 from lorafusion_jax.planning.training_plan import plan_of_set
@@ -59,7 +60,7 @@ class Evaluator:
         self._config, self._executor = config, executor
         held_out = {adapter.name: prepared.adapters[adapter.name].eval for adapter in config.adapters}
         self._sets = {name: samples for name, samples in held_out.items() if samples is not None}
-        self._index = {adapter.name: index for index, adapter in enumerate(config.adapters)}
+        self._index = stack_of(config).index
         self._plans = {name: plan_of_set(config, name, samples.lengths) for name, samples in self._sets.items()}
         self._chosen = {adapter.name: adapter.objective.chosen for adapter in config.adapters}
         self._weights = {
@@ -75,7 +76,8 @@ class Evaluator:
         self._state = teacher_state(config)
         # One shape, so one compilation, for all adapters. The program computes the losses of all of them.
         data = {adapter.name: prepared.adapters[adapter.name].train for adapter in config.adapters} | self._sets
-        self._segments, self._table = places(config, data, parts)
+        segments, self._table = places(config, data, parts)
+        self._segments = max(segments, reserved_segments(config, config.batch.largest))
 
     def __call__(self, name: str) -> Evaluation:
         plan, index, chosen = self._plans[name], self._index[name], self._chosen[name]

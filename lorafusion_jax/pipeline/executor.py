@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -113,6 +113,7 @@ class Executor:
 
     Attributes:
         before_step: called before every step that is issued.
+        describe: adds what microbatches say of adapters in places, see `PlaceTable.describe`.
     """
 
     def __init__(self, stages: Sequence[Stage], names: Sequence[str], spans: Spans | None = None):
@@ -127,19 +128,22 @@ class Executor:
         self._failing = threading.Lock()
         self._warm: list[list[tuple[int, ...]]] = []  # shapes of the microbatches that programs were compiled for
         self.before_step: BeforeStep = lambda adapter, closed: closed
+        self.describe: Callable[[Microbatch], Microbatch] = lambda rows: rows
 
     @property
     def local_replicas(self) -> list[int]:
         """Replicas whose microbatches this process provides."""
         return self.stages[0].mesh.local_replicas
 
-    def replace_stages(self, stages: Sequence[Stage], names: Sequence[str]) -> None:
+    def replace_stages(self, stages: Sequence[Stage]) -> None:
         """Replaces the stages, on the same devices. No event may be in flight."""
         assert not self._in_flight
         assert len(stages) == len(self.stages)
-        self.stages = tuple(stages)
-        self._index = {name: number for number, name in enumerate(names)}
-        self._warm = []
+        self.stages, self._warm = tuple(stages), []
+
+    def number_adapters(self, index: Mapping[str, int]) -> None:
+        """Says at which position each adapter is."""
+        self._index = dict(index)
 
     def warm_up(
         self,
@@ -162,6 +166,8 @@ class Executor:
         """
         if self.is_warm(rows):
             return {}
+        shapes = list(map(_shapes, rows))
+        rows, held_out = list(map(self.describe, rows)), None if held_out is None else self.describe(held_out)
         work: dict[str, tuple[int, Callable[[], None]]] = {}
         for index, stage in enumerate(self.stages):
             work[f"stage {index}"] = index, partial(self._compile_stage, stage, rows)
@@ -178,7 +184,7 @@ class Executor:
                     times[name] = done.result()
                 del left[name]
                 on_progress(list(left))
-        self._warm += map(_shapes, rows)
+        self._warm += shapes
         return times
 
     def is_warm(self, rows: Sequence[Microbatch]) -> bool:
@@ -199,7 +205,7 @@ class Executor:
         """
         while len(self._issued) > AHEAD:
             self._wait_oldest()
-        batches = []
+        batches, rows = [], self.describe(rows)
         for index, stage in enumerate(self.stages):
             with self.blaming(index, slot):
                 batches.append(to_stage(rows, stage.mesh))
@@ -370,7 +376,7 @@ class Executor:
 
     def evaluate(self, rows: Microbatch, adapters: Sequence[str] = ()) -> Future[dict[str, Array]]:
         """Issues a held-out microbatch. Returns sums of loss and metrics of each adapter, [A] on the last stage."""
-        done: Future[Any] = self.run_forward(Stage.evaluate, rows, adapters)
+        done: Future[Any] = self.run_forward(Stage.evaluate, self.describe(rows), adapters)
         return done
 
     def run_forward[T](

@@ -1,8 +1,9 @@
 """Adds adapters to stages that train. The state of the other adapters stays bitwise equal.
 
-New stages for all adapters replace the old ones, on the same frozen weights. The state of the old adapters is gathered
-first, and then written over the initial state of the new stages. New adapters come last, and ranks and targets only
-grow, so the old state is at the beginning of every axis.
+An adapter that fits into a free place is written there, by programs that exist. For others, new stages for all adapters
+replace the old ones, on the same frozen weights. The state of the old adapters is gathered first, and then written over
+the initial state of the new stages. New adapters come last, and ranks and targets only grow, so the old state is at the
+beginning of every axis.
 """
 
 from __future__ import annotations
@@ -16,27 +17,45 @@ import numpy as np
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.checkpoint.peft import Arrays
 from lorafusion_jax.checkpoint.warm_start import start_from
-from lorafusion_jax.config.schema import JobConfig
+from lorafusion_jax.config.schema import AdapterConfig, JobConfig
 from lorafusion_jax.pipeline.base import stages_for
 from lorafusion_jax.pipeline.stage import Stage
 from lorafusion_jax.pipeline.state import gather, scatter
 
 
-def grow_stages(
-    stages: Sequence[Stage], config: JobConfig, specs: Sequence[AdapterSpec], weights: Mapping[int, Arrays]
-) -> list[Stage]:
+def fill_place(
+    stages: Sequence[Stage], index: int, adapter: AdapterConfig, spec: AdapterSpec, warm_start: Arrays | None
+) -> None:
+    """Starts an adapter in a free place. Compiles nothing if an adapter of its rank, targets and optimizer is known.
+
+    Args:
+        index: position of the place.
+        warm_start: its weights (None: the initial ones).
+    """
+    parts = stages[0].parts
+    starts = {} if warm_start is None else {0: warm_start}
+    leaves = start_from({spec.name: parts.first_weights(spec)}, starts, [spec], parts.model.some_layers)[spec.name]
+    for stage in stages:
+        stage.assign(index, adapter, spec)
+        stage.write(index, leaves)
+
+
+def grow_stages(stages: Sequence[Stage], config: JobConfig, weights: Mapping[int, Arrays]) -> list[Stage]:
     """Returns stages with more adapters, the new ones at their first step. Collective over processes.
 
     Args:
         stages: with no work in flight. Their trainable arrays are deleted, so that the devices never hold both.
-        config, specs: of all adapters, in stacking order.
-        weights: initial weights of new adapters from a warm start, by place.
+        config: of all adapters of the run.
+        weights: initial weights of new adapters from a warm start, by position.
     """
     held = gather(stages)
     for stage in stages:
         stage.lora, stage.constants, stage.sums, stage.optimizers, stage.totals = {}, {}, {}, {}, None
-    more = stages_for(stages, config, specs)
-    lora = start_from(more[0].first_lora(), weights, specs, more[0].parts.model.some_layers)
+    more = stages_for(stages, config)
+    specs = dict(more[0].occupied)
+    first = {spec.name: more[0].parts.first_weights(spec) for spec in specs.values()}
+    starts = {number: weights[index] for number, index in enumerate(specs) if index in weights}
+    lora = start_from(first, starts, list(specs.values()), more[0].parts.model.some_layers)
     for stage in more:
         stage.start(lora)
     fresh = gather(more)

@@ -85,10 +85,6 @@ class Columns:
         """Number of columns of an adapter in a place, of at most the rank that the place was made for."""
         return spec.rank if "R" in self.leaf.axes else self.width[index]
 
-    def own_shape(self, sizes: Mapping[str, int], index: int) -> tuple[int, ...]:
-        """Shape of one layer's array of one adapter."""
-        return self.leaf.shape_in({**sizes, **dict.fromkeys(COUNTED, self.width[index])})
-
 
 class Place(NamedTuple):
     """Position of an adapter; int32 on the host, on devices or traced."""
@@ -243,26 +239,44 @@ def add(sums: Array, at: Columns, layer: Array, window: Array, gradient: Array) 
 
 
 def stack_adapters(
-    columns: Mapping[str, Columns], by_adapter: Sequence[Mapping[str, np.ndarray]], *, lead: int = WEIGHTS
-):
-    """Joins the arrays of each adapter, [L, K, r] and so on, to arrays of all adapters, on the host."""
+    columns: Mapping[str, Columns],
+    by_adapter: Sequence[Mapping[str, np.ndarray]],
+    shapes: Mapping[str, tuple[int, ...]],
+    *,
+    lead: int = WEIGHTS,
+) -> dict[str, np.ndarray]:
+    """Joins the arrays of each adapter, [L, K, r] and so on, to arrays of all adapters, on the host.
+
+    Args:
+        shapes: of the results. What no adapter fills is zero: an adapter may be narrower than its place, or missing.
+    """
     arrays = {}
     for name, at in columns.items():
-        order = sorted((first, index) for index, first in enumerate(at.first) if at.width[index])
-        parts = [np.asarray(by_adapter[index][name]) for _, index in order]
-        arrays[name] = np.concatenate(parts, lead + at.axis) if at.is_counted else np.stack(parts, lead)
+        arrays[name] = np.zeros(shapes[name], np.float32)
+        for index, leaves in enumerate(by_adapter):
+            if name in leaves:
+                leaf = np.asarray(leaves[name])
+                width = leaf.shape[lead + at.axis] if at.is_counted else 1
+                arrays[name][_part(at, index, width, lead)] = leaf
     return arrays
 
 
-def take_adapter(columns: Mapping[str, Columns], arrays: Mapping[str, np.ndarray], index: int, *, lead: int = WEIGHTS):
+def take_adapter(
+    columns: Mapping[str, Columns],
+    arrays: Mapping[str, np.ndarray],
+    index: int,
+    own_columns: Own,
+    *,
+    lead: int = WEIGHTS,
+) -> dict[str, np.ndarray]:
     """Returns one adapter's arrays: the inverse of `stack_adapters`."""
-    adapter_leaves = {}
-    for name, at in columns.items():
-        if at.width[index]:
-            front = (slice(None),) * (lead + at.axis)
-            part = slice(at.first[index], at.first[index] + at.width[index]) if at.is_counted else at.first[index]
-            adapter_leaves[name] = arrays[name][(*front, part)]
-    return adapter_leaves
+    return {name: arrays[name][_part(columns[name], index, width, lead)] for name, width in own_columns}
+
+
+def _part(at: Columns, index: int, width: int, lead: int) -> tuple[slice | int, ...]:
+    """Returns where an adapter is in the array of a leaf."""
+    first = at.first[index]
+    return (*(slice(None),) * (lead + at.axis), slice(first, first + width) if at.is_counted else first)
 
 
 def _columns(prefix: str, specs: Sequence[AdapterSpec], leaves: Sequence[Sequence[Leaf]]) -> dict[str, Columns]:

@@ -7,7 +7,7 @@ T packed tokens · D model width · V vocabulary · A adapters · P places for t
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -39,6 +39,7 @@ from lorafusion_jax.objective.loss import token_divergences, token_losses
 from lorafusion_jax.objective.protocol import DIVERGENCE, HIDDEN, SCORE, SFT, Chosen
 from lorafusion_jax.objective.replaced_rows import ReplacedRows, RowsOf
 from lorafusion_jax.pipeline.leaves import (
+    COUNTED,
     HEAD,
     HEAD_ROWS,
     LAYERS,
@@ -46,6 +47,7 @@ from lorafusion_jax.pipeline.leaves import (
     TOKENS,
     Columns,
     all_columns,
+    own_columns,
     path_of,
     windows,
 )
@@ -216,16 +218,21 @@ class Parts:
             return layers
         return range(bisect_left(numbers, layers.start), bisect_left(numbers, layers.stop))
 
-    def own_shapes(self) -> dict[str, dict[str, tuple[int, ...]]]:
-        """Returns the shapes of each adapter's leaves in all layers: name → leaf → (L, K, r) and so on."""
+    def own_shapes(self, occupied: Iterable[tuple[int, AdapterSpec]] | None = None) -> dict[str, dict[str, Any]]:
+        """Returns the shapes of each adapter's leaves in all layers: name → leaf → (L, K, r) and so on.
+
+        Args:
+            occupied: the adapters with their positions, see `Stage.occupied` (None: `specs`).
+        """
         whole = Extent(0, 2 * self.model.num_layers)
+
+        def shape_of(name: str, width: int) -> tuple[int, ...]:
+            shape = self.columns[name].leaf.shape_in({**self._sizes(name), **dict.fromkeys(COUNTED, width)})
+            return (len(self.rows_of(name, whole)), *shape)
+
         return {
-            spec.name: {
-                name: (len(self.rows_of(name, whole)), *at.own_shape(self._sizes(name), index))
-                for name, at in self.columns.items()
-                if at.width[index]
-            }
-            for index, spec in enumerate(self.specs)
+            spec.name: {name: shape_of(name, width) for name, width in own_columns(self.columns, index, spec)}
+            for index, spec in (enumerate(self.specs) if occupied is None else occupied)
         }
 
     def _sizes(self, name: str) -> dict[str, int]:
@@ -342,7 +349,8 @@ class Parts:
         segments = Segments(ids=batch.segment_ids, offsets=batch.segment_offsets, lengths=batch.segment_lengths)
         if batch.lora is not None:
             layers = layer_inputs(self.model, batch.positions, segments, self._context(batch, row_key))
-            return Inputs(layers, batch.lora.windows, self._kinds_of(batch.lora.windows, batch.adapters), {})
+            kinds = self._kinds_of(batch.lora.windows, batch.adapters)
+            return Inputs(layers, batch.lora.windows, kinds, self._ratios_of(batch.adapters))
         lora = LoRAContext.of(
             self.specs,
             batch.tile_adapter,
@@ -352,9 +360,12 @@ class Parts:
         )
         places = jnp.maximum(batch.adapters, 0)
         kinds = {target: jnp.asarray(numbers)[..., places] for target, numbers in self._kinds.items()}
-        ratios = {name: jnp.asarray(ratio_LA)[:, places] for name, ratio_LA in self._ratios.items()}
         layers = layer_inputs(self.model, batch.positions, segments, lora.in_places(batch.adapters))
-        return Inputs(layers, windows(self.columns, batch.adapters), kinds, ratios)
+        return Inputs(layers, windows(self.columns, batch.adapters), kinds, self._ratios_of(batch.adapters))
+
+    def _ratios_of(self, adapters: Array) -> dict[str, Array]:
+        """Returns `Inputs.ratios` of a microbatch's adapters."""
+        return {name: jnp.asarray(ratio_LA)[:, jnp.maximum(adapters, 0)] for name, ratio_LA in self._ratios.items()}
 
     def kinds_in(self, places: np.ndarray) -> dict[str, np.ndarray]:
         """Returns `Inputs.kinds` of adapters in places, of which -1 are unused and have no kind."""
@@ -376,7 +387,7 @@ class Parts:
             path = f"{LAYERS}{self.model.linear(target).path}."
             rows = np.array([name.startswith(path) for name in self.columns])
             is_target = jnp.any(windows[rows, 1] > 0, axis=0)
-            return jnp.where(is_target, jnp.asarray(self._kinds[target])[places], NO_KIND)
+            return jnp.where(is_target, jnp.asarray(self._kinds[target])[..., places], NO_KIND)
 
         return {target: numbers(target) for target in self._kinds}
 

@@ -259,6 +259,10 @@ class StagePrograms:
             )
         return self._steps[kind](adapter, lora, sums, totals, alive, new_weights)
 
+    def zeros(self, owned: Own, adapter: Place, lora: Leaves) -> Leaves:
+        """Returns zeros for an adapter's trainable leaves."""
+        return jax.tree.map(jnp.zeros_like, self.take(owned, adapter, lora))
+
     def first_optimizer(self, own_columns: Own, optim: OptimSettings, adapter: Place, lora: Leaves) -> Any:
         """Computes the initial optimizer state of one adapter with a compiled program."""
         kind = ("first optimizer", own_columns, optim.name, *optim.lr_ratios)

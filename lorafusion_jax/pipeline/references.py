@@ -18,6 +18,7 @@ from lorafusion_jax.checkpoint.peft import Arrays, read_described
 from lorafusion_jax.checkpoint.warm_start import start_from
 from lorafusion_jax.config.references import ReferenceWeights, reference_of
 from lorafusion_jax.config.schema import AdapterConfig, JobConfig
+from lorafusion_jax.config.stack import stack_of, without_places
 from lorafusion_jax.data.assemble import EACH_ONE, Microbatch, assemble, num_segments, piece_of, stacked
 from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.data.references import STATES, SetReferences, sets_of
@@ -37,39 +38,46 @@ type Replicas = Sequence[Sequence[SampleRef]]  # samples of a microbatch, by rep
 BASE_ALONE = -1  # place of rows without an adapter
 
 
+def _unchanged(rows: Microbatch) -> Microbatch:
+    return rows
+
+
 def compute_references(
     config: JobConfig,
     prepared: Prepared,
     stages: Sequence[Stage],
     names: Sequence[str],
     on_progress: Callable[[str], None] = lambda text: None,
+    describe: Callable[[Microbatch], Microbatch] = _unchanged,
 ) -> dict[str, SetReferences]:
     """Computes the references of some adapters. No work may be in flight on the stages.
 
     Args:
         config: of the adapters on the stages. Those that are references must be at their first step.
         on_progress: called with what is computed.
+        describe: adds what microbatches say of adapters in places, see `PlaceTable.describe`.
 
     Raises:
         CheckpointError: a folder cannot be read or belongs to another base.
     """
-    places = {adapter.name: index for index, adapter in enumerate(config.adapters)}
+    places = stack_of(config).index
     made: dict[str, SetReferences] = {}
     for name in names:
         reference = reference_of(config.adapter(name), places)
         assert reference is not None
-        used, index = list(stages), BASE_ALONE
+        used, index, describes = list(stages), BASE_ALONE, describe
         if reference.kind == "adapter":
             index = places[reference.name]
         elif reference.kind == "folder":
             used, index = _stages_of_folder(config, config.adapter(name), stages, reference), 0
+            describes = _unchanged
         sets = sets_of(prepared.adapters[name])
         tokens = sum(len(samples.tokens) for samples in sets.values())
         on_progress(f"computing the reference of {name}, {count(tokens)} tokens")
         own_config = config.model_copy(update={"adapters": (config.adapter(name),)})
         state = teacher_state(own_config)
         made[name] = {
-            key if state is None else f"{key}{STATES}": _run_set(own_config, samples, used, index, state)
+            key if state is None else f"{key}{STATES}": _run_set(own_config, samples, used, index, state, describes)
             for key, samples in sets.items()
         }
     return made
@@ -97,7 +105,7 @@ def _stages_of_folder(
 ) -> list[Stage]:
     """Returns stages on the same base whose only adapter is that of a PEFT folder."""
     spec, arrays = read_reference_folder(config, reference)
-    own_config = config.model_copy(update={"adapters": (adapter,)})
+    own_config = without_places(config.model_copy(update={"adapters": (adapter,)}))
     own_stages = stages_for(stages, own_config, [spec])
     lora = start_from(own_stages[0].first_lora(), {0: arrays}, [spec], own_stages[0].parts.model.some_layers)
     for stage in own_stages:
@@ -106,7 +114,12 @@ def _stages_of_folder(
 
 
 def _run_set(
-    config: JobConfig, samples: TokenizedSet, stages: Sequence[Stage], index: int, state: State | None
+    config: JobConfig,
+    samples: TokenizedSet,
+    stages: Sequence[Stage],
+    index: int,
+    state: State | None,
+    describe: Callable[[Microbatch], Microbatch],
 ) -> np.ndarray:
     """Runs the set of a job's only adapter through stages that have no other work; see `run_set`."""
     plan = plan_of_set(config, config.adapters[0].name, samples.lengths)
@@ -114,7 +127,7 @@ def _run_set(
     most = max(len(part) for slot in plan.slots for part in slot.replicas) * width
 
     def microbatch(replicas: Replicas) -> Microbatch:
-        return stacked(
+        rows = stacked(
             [
                 assemble(
                     [piece_of(samples, ref.sample, index, EACH_ONE, key=0) for ref in replicas[replica]],
@@ -126,6 +139,7 @@ def _run_set(
                 for replica in stages[0].mesh.local_replicas
             ]
         )
+        return describe(rows)
 
     def issue(rows: Microbatch) -> Callable[[], Array]:
         x = None

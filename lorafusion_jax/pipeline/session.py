@@ -22,17 +22,20 @@ from lorafusion_jax.checkpoint.peft import Arrays
 from lorafusion_jax.checkpoint.warm_start import start_from
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.config.specs import adapter_specs
+from lorafusion_jax.config.stack import stack_of
 from lorafusion_jax.data.assemble import Microbatch
 from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.data.references import SetReferences
 from lorafusion_jax.layout.layer import RematPolicy
 from lorafusion_jax.models import ModelConfig
+from lorafusion_jax.objective.protocol import Chosen
 from lorafusion_jax.pipeline.base import check_tables, memory_warning, open_base
 from lorafusion_jax.pipeline.base_cache import BaseFiles
 from lorafusion_jax.pipeline.evaluation import Evaluation, Evaluator
 from lorafusion_jax.pipeline.executor import Executor
-from lorafusion_jax.pipeline.growth import grow_stages
+from lorafusion_jax.pipeline.growth import fill_place, grow_stages
 from lorafusion_jax.pipeline.leaves import HEAD_ROWS, Leaves
+from lorafusion_jax.pipeline.place_table import PlaceTable
 from lorafusion_jax.pipeline.reading import BASE, Reading, Times
 from lorafusion_jax.pipeline.references import compute_references
 from lorafusion_jax.pipeline.release import release_unused
@@ -63,21 +66,25 @@ class Session:
         config: JobConfig,
         prepared: Prepared,
         stages: Sequence[Stage],
-        specs: Sequence[AdapterSpec],
         reading: Reading,
     ):
         self._reading, self.spans, self._additions = reading, Spans(len(stages)), 0
-        self._unstarted: list[int] = []  # places of adapters whose initial values may depend on the base
-        self.executor = Executor(stages, [spec.name for spec in specs], self.spans)
-        self._set_adapters(config, prepared, stages, specs)
-
-    def _set_adapters(
-        self, config: JobConfig, prepared: Prepared, stages: Sequence[Stage], specs: Sequence[AdapterSpec]
-    ) -> None:
-        self._config, self._stages = config, tuple(stages)
-        self._places = {spec.name: index for index, spec in enumerate(specs)}
-        self._evaluator = Evaluator(config, prepared, self.executor)
+        self._unstarted: list[int] = []  # positions of adapters whose initial values may depend on the base
+        self.executor = Executor(stages, (), self.spans)
+        self._set_adapters(config, prepared, stages)
         self._snapshots = Snapshots(self._stages)
+
+    def _set_adapters(self, config: JobConfig, prepared: Prepared, stages: Sequence[Stage]) -> None:
+        """Tells all parts of the session which adapters there are, and where."""
+        self._config, self._stages, self._stack = config, tuple(stages), stack_of(config)
+        self.executor.number_adapters(self._stack.index)
+        if self._stack.stand_ins:
+            table = PlaceTable(stages[0].parts.columns, len(self._stack.config.adapters))
+            for spec in adapter_specs(config):
+                chosen = config.adapter(spec.name).objective.chosen
+                table.assign(self._stack.index[spec.name], spec, self._stack.number_of(chosen))
+            self.executor.describe = table.describe
+        self._evaluator = Evaluator(config, prepared, self.executor)
 
     @classmethod
     def open(
@@ -99,9 +106,8 @@ class Session:
             LoraFusionError: see `open_base` and `check_tables`.
         """
         check_tables()
-        specs = adapter_specs(config) if specs is None else specs
         base = open_base(config, prepared, specs, later, base_files)
-        return cls(config, prepared, base.stages, specs, Reading(base))
+        return cls(config, prepared, base.stages, Reading(base))
 
     def finish_loading(
         self, rows: Sequence[Microbatch] = (), on_progress: Callable[[str], None] = lambda text: None
@@ -148,18 +154,21 @@ class Session:
         """Starts every adapter from its initial weights, or from those given here.
 
         Args:
-            weights: weights of some adapters by place, from `read_warm_starts`.
+            weights: weights of some adapters by their number in the job, from `read_warm_starts`.
         """
-        parts = self._stages[0].parts
-        lora = start_from(parts.first_lora(), weights, parts.specs, parts.model.some_layers)
+        parts, occupied = self._stages[0].parts, dict(self._stages[0].occupied)
+        specs = [occupied[self._stack.index[name]] for name in self.names]
+        first = {spec.name: parts.first_weights(spec) for spec in specs}
+        lora = start_from(first, weights, specs, parts.model.some_layers)
         for stage in self._stages:
             stage.start(lora)
-        self._unstarted = [index for index in self._places.values() if index not in weights]
+        self._unstarted = [self._stack.index[name] for number, name in enumerate(self.names) if number not in weights]
 
     def _start_from_base(self) -> None:
         """Sets the initial values that depend on the base, which is on the devices now."""
+        specs = dict(self._stages[0].occupied)
         for index in self._unstarted:
-            spec = self._stages[0].parts.specs[index]
+            spec = specs[index]
             if adapter_kind(spec.kind).start is not None or spec.tokens is not None:
                 for stage in self._stages:
                     stage.start_from_base(index)
@@ -167,30 +176,50 @@ class Session:
 
     @property
     def names(self) -> list[str]:
-        """Names of the adapters, in stacking order."""
-        return list(self._places)
+        """Names of the adapters, in the order of the job."""
+        return [adapter.name for adapter in self._config.adapters]
 
     def add(self, config: JobConfig, prepared: Prepared, weights: Mapping[int, Arrays]) -> None:
         """Adds the last adapters of a job and starts them. Collective over processes.
 
-        The state of the others stays bitwise equal. No work may be in flight. Every program compiles again, because the
-        arrays of all adapters change their shapes.
+        The state of the others stays bitwise equal. No work may be in flight. Adapters in free places compile nothing
+        that is known of their shapes. For others every program compiles again, because the arrays of all adapters
+        change their shapes.
 
         Args:
             config, prepared: of all adapters, the present ones first.
-            weights: weights of new adapters by place, as in `start`.
+            weights: weights of new adapters by their number in the job, as in `start`.
         """
-        assert [adapter.name for adapter in config.adapters][: len(self._places)] == self.names
+        assert [adapter.name for adapter in config.adapters][: len(self.names)] == self.names
         self.executor.wait_dispatched()
-        specs = adapter_specs(config)
-        stages = grow_stages(self._stages, config, specs, weights)
-        self.executor.replace_stages(stages, [spec.name for spec in specs])
-        before = len(self._places)
-        self._set_adapters(config, prepared, stages, specs)
-        self._unstarted = [index for index in range(before, len(specs)) if index not in weights]
+        before, after, grows = self._stack, stack_of(config), self.needs_room(config)
+        starts = {after.index[config.adapters[number].name]: arrays for number, arrays in weights.items()}
+        new = {name: index for name, index in after.index.items() if name not in before.index}
+        if grows:
+            stages = grow_stages(self._stages, config, starts)
+            self.executor.replace_stages(stages)
+            self._set_adapters(config, prepared, stages)
+            self._snapshots = Snapshots(self._stages)
+        else:
+            self._set_adapters(config, prepared, self._stages)
+            self._fill_places(new, starts, known=before.objectives)
+        self._unstarted = [index for index in new.values() if index not in starts]
         self._start_from_base()
-        self._additions += 1
-        release_unused(caches=self._additions % ADDITIONS_IN_CACHES == 0)
+        if grows:
+            self._additions += 1
+            release_unused(caches=self._additions % ADDITIONS_IN_CACHES == 0)
+
+    def needs_room(self, config: JobConfig) -> bool:
+        """Whether adapters of a job do not all fit into places, so that adding them compiles every program."""
+        return len(stack_of(config).config.adapters) > len(self._stack.config.adapters)
+
+    def _fill_places(self, new: Mapping[str, int], starts: Mapping[int, Arrays], known: Sequence[Chosen]) -> None:
+        if len(self._stack.objectives) > len(known):
+            for stage in self._stages:
+                stage.replace_objectives(self._stack.objectives)
+        for spec in adapter_specs(self._config):
+            if (index := new.get(spec.name)) is not None:
+                fill_place(self._stages, index, self._config.adapter(spec.name), spec, starts.get(index))
 
     def lacks_memory(self, config: JobConfig) -> str | None:
         """Returns why the devices cannot hold the adapters of a job; None if they can, or if it is unknown."""
@@ -207,7 +236,7 @@ class Session:
 
     def read(self, name: str) -> Callable[[], dict[str, np.ndarray]]:
         """Reads an adapter's weights after all work issued so far. Calling the result waits for them."""
-        index = self._places[name]
+        index = self._stack.index[name]
         collect = partial(_collect, self.executor.read(lambda stage: stage.adapter(index)))
         if jax.process_count() == 1:
             return collect
@@ -227,7 +256,7 @@ class Session:
         """
         self.executor.wait_dispatched()
         with self.executor.blaming(None, None):
-            return compute_references(self._config, prepared, self._stages, names, on_progress)
+            return compute_references(self._config, prepared, self._stages, names, on_progress, self.executor.describe)
 
     def take_data(self, prepared: Prepared) -> None:
         """Replaces the data of the adapters, whose samples now have references."""
@@ -266,7 +295,7 @@ class Session:
     def num_trainable(self) -> int:
         """Number of parameters of the adapters."""
         parts = self._stages[0].parts
-        shapes = parts.own_shapes().values()
+        shapes = parts.own_shapes(self._stages[0].occupied).values()
         return sum(
             math.prod(shape)
             for leaves in shapes

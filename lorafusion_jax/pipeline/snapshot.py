@@ -25,7 +25,7 @@ from lorafusion_jax.pipeline.processes import any_process
 from lorafusion_jax.pipeline.stage import Stage
 from lorafusion_jax.pipeline.state import gather
 
-CHANGING = ("lora", "sums", "optimizers", "totals", "alive")  # attributes of a stage
+CHANGING = ("lora", "sums", "totals", "alive")  # attributes of a stage with arrays of all adapters
 SPARE = 0.03  # share of a device's memory to leave free, because of fragmentation
 PINNED = "pinned_host"
 PART = 64 * 2**20  # bytes of a part on one device
@@ -88,7 +88,8 @@ class Snapshots:
     def compile(self) -> None:
         """Compiles the copies, so that the first snapshot is as fast as later ones."""
         for stage in self._stages:
-            self._program(_trainable_state(stage))
+            for arrays in _copied_together(stage):
+                self._program(arrays)
 
     def take(self) -> Snapshot:
         """Copies the state.
@@ -105,18 +106,22 @@ class Snapshots:
     def _has_room(self) -> bool:
         if self._free is None:
             self._free = [min(map(_never_used_bytes, stage.mesh.mesh.local_devices)) for stage in self._stages]
-        needed = [_device_bytes(_trainable_state(stage)) for stage in self._stages]
+        needed = [_device_bytes(_copied_together(stage)) for stage in self._stages]
         return not any_process(any(size > free for size, free in zip(needed, self._free, strict=True)))
 
     def _copy_stage(self, stage: Stage) -> Stage:
-        arrays = _trainable_state(stage)
-        view, parts = copy.copy(stage), self._program(arrays)(arrays)
-        in_parts = jax.tree.map(lambda leaf, pieces: InParts(leaf.shape, pieces, _cuts(leaf)[0]), arrays, parts)
-        for name, tree in in_parts.items():
+        view = copy.copy(stage)
+        of_all, *optimizers = [self._copy(arrays) for arrays in _copied_together(stage)]
+        for name, tree in of_all.items():
             setattr(view, name, tree)
+        view.optimizers = dict(zip(stage.optimizers, optimizers, strict=True))
         return view
 
-    def _program(self, arrays: dict[str, Any]) -> Callable[[Any], Any]:
+    def _copy(self, arrays: Any) -> Any:
+        parts = self._program(arrays)(arrays)
+        return jax.tree.map(lambda leaf, pieces: InParts(leaf.shape, pieces, _cuts(leaf)[0]), arrays, parts)
+
+    def _program(self, arrays: Any) -> Callable[[Any], Any]:
         """Returns the program that copies arrays, each to a list of parts."""
         leaves, structure = jax.tree.flatten(arrays)
         key = structure, tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves)
@@ -134,8 +139,10 @@ class Snapshots:
         return self._programs[key]
 
 
-def _trainable_state(stage: Stage) -> dict[str, Any]:
-    return {name: getattr(stage, name) for name in CHANGING}
+def _copied_together(stage: Stage) -> list[Any]:
+    """Returns the trainable state in parts that are copied by a program each: the arrays of all adapters, and the
+    optimizer state of each adapter. So an adapter that joins needs no program for all of them."""
+    return [{name: getattr(stage, name) for name in CHANGING}, *stage.optimizers.values()]
 
 
 def _cuts(leaf: jax.Array) -> tuple[int, int]:

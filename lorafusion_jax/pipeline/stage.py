@@ -96,6 +96,7 @@ class Stage:
         self.optimizers: dict[str, Any] = {}
         self.totals: Totals | None = None  # on the last stage
         self.alive: Array = replicate(np.ones(len(adapters), bool), mesh)
+        self.vacant: frozenset[int] = frozenset()  # places that no adapter has now; they have no optimizer state
 
     def replace_base(self, weights: StageWeights) -> None:
         """Replaces the frozen arrays, which may have been placeholders."""
@@ -122,7 +123,17 @@ class Stage:
     @property
     def names(self) -> list[str]:
         """Names of the adapters, in stacking order."""
+        return [spec.name for _, spec in self.occupied]
+
+    @property
+    def all_names(self) -> list[str]:
+        """Names by position, those of stand-ins in vacant places."""
         return [spec.name for spec in self._specs]
+
+    @property
+    def occupied(self) -> list[tuple[int, AdapterSpec]]:
+        """The adapters with their positions."""
+        return [(index, spec) for index, spec in enumerate(self._specs) if index not in self.vacant]
 
     def first_lora(self) -> dict[str, dict[str, np.ndarray]]:
         """Returns the initial weights of each adapter in all layers of the model."""
@@ -168,15 +179,22 @@ class Stage:
 
         def put(columns: Mapping[str, lv.Columns]) -> Leaves:
             whole: Leaves = {}
+            shapes = self.leaf_shapes
             for name, at in columns.items():  # leaf by leaf, so that the host does not hold all of them twice
                 layers = self.layers_of(name)
-                by_adapter = [
-                    {name: lora[spec.name][name][layers]} if name in lora[spec.name] else {} for spec in self._specs
-                ]
-                whole[name] = replicate(lv.stack_adapters({name: at}, by_adapter)[name], self.mesh)
+                of_specs = [lora.get(spec.name, {}) for spec in self._specs]
+                by_adapter = [{name: leaves[name][layers]} if name in leaves else {} for leaves in of_specs]
+                stacked = lv.stack_adapters({name: at}, by_adapter, shapes)
+                whole[name] = replicate(stacked[name], self.mesh)
             return whole
 
         self.lora, self.constants = put(self.programs.columns), put(self.programs.constants)
+
+    @property
+    def leaf_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the leaves of all adapters on this stage."""
+        shapes = self._parts.lora_shapes(1)
+        return {name: (len(self.layers_of(name)), *shape[1:]) for name, shape in shapes.items()}
 
     def start_from_base(self, index: int) -> None:
         """Sets an adapter's initial values that depend on the frozen kernels. Waits for them."""
@@ -219,9 +237,11 @@ class Stage:
 
     def assign(self, index: int, adapter: AdapterConfig, spec: AdapterSpec) -> None:
         """Gives a place to another adapter, of at most the rank and targets that the place was made for."""
-        self._adapters[index], self._specs[index] = adapter, spec
-        self._own[index] = lv.own_columns(self.programs.columns, index, spec)
+        self._adapters[index], self._own[index] = adapter, lv.own_columns(self.programs.columns, index, spec)
         self._places[index] = replicate(lv.place_of(self.programs.columns, index, spec), self.mesh)
+        # Not in place: a snapshot that is still read has the specifications and places of its time.
+        self._specs = [*self._specs[:index], spec, *self._specs[index + 1 :]]
+        self.vacant -= {index}
 
     def write(self, index: int, weights: Mapping[str, np.ndarray], optimizer: Any = None) -> None:
         """Writes the weights of a place's adapter and clears its sums. Other adapters do not change.
@@ -249,7 +269,8 @@ class Stage:
 
     def _new_optimizers(self) -> dict[str, Any]:
         """Creates the initial states of all optimizers, with a program that makes one of each kind per call."""
-        kinds = list(self._by_kind().values())
+        occupied = [[index for index in members if index not in self.vacant] for members in self._by_kind().values()]
+        kinds = [members for members in occupied if members]
 
         def new(places: list[lv.Place], lora: Leaves) -> list[Any]:
             return [
@@ -264,7 +285,7 @@ class Stage:
             ]  # a kind with fewer adapters repeats its last
             made = program([self._places[index] for index in chosen], self.lora)
             states |= {self._specs[index].name: state for index, state in zip(chosen, made, strict=True)}
-        return {spec.name: states[spec.name] for spec in self._specs}
+        return {name: states[name] for name in self.names}
 
     def _by_kind(self) -> dict[tuple, list[int]]:
         """Groups adapters whose optimizer steps share one program."""
@@ -444,10 +465,14 @@ class Stage:
         while another still runs one of these, and the two would be matched.
         """
         chosen = self.one_of_every_kind() if only is None else [only]
-        optimizers = {index: self.optimizers[self._specs[index].name] for index in chosen}
+        optimizers = {index: self._optimizer_to_compile(index) for index in chosen}
         lora, sums, totals, alive, optimizers = _copy((self.lora, self.sums, self.totals, self.alive, optimizers))
         for index, optimizer in optimizers.items():
             own_columns, optim, adapter = self._own[index], self._adapters[index].optim, self._places[index]
+            if self.vacant:  # an adapter like this one may join
+                self.programs.first_optimizer(own_columns, optim, adapter, lora)
+                zeros = self.programs.zeros(own_columns, adapter, lora)
+                lora, sums, totals, alive = self.programs.write(own_columns, adapter, lora, sums, totals, alive, zeros)
             gradient, summary, _, sums, totals = self.programs.close_batch(own_columns, adapter, sums, totals, alive)
             if twins := sorted(self.programs.twins & gradient.keys()):
                 self.programs.join_twins(gradient[twins[0]], gradient[twins[-1]], summary)
@@ -456,6 +481,12 @@ class Stage:
                 own_columns, optim, adapter, lora, gradient, optimizer, alive, summaries, hyper(optim, 0.0)
             )
         jax.block_until_ready((lora, sums, totals, alive))
+
+    def _optimizer_to_compile(self, index: int) -> Any:
+        if index in self.vacant:
+            optim, adapter = self._adapters[index].optim, self._places[index]
+            return self.programs.first_optimizer(self._own[index], optim, adapter, self.lora)
+        return self.optimizers[self._specs[index].name]
 
     def try_evaluation(self, batch: Microbatch) -> None:
         """Compiles an evaluation by running it without the other stages, and waits for it."""

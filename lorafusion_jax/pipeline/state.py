@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.pipeline import leaves as lv
 from lorafusion_jax.pipeline.move import replicate, to_host, to_stage
 from lorafusion_jax.pipeline.stage import Stage
@@ -41,8 +42,8 @@ def gather(stages: Sequence[Stage], *, read: Read = to_host) -> dict[str, Any]:
     sums = [jax.tree.map(read, stage.sums) for stage in stages]
     optimizers = [_flat_optimizers(jax.tree.map(read, stage.optimizers)) for stage in stages]
     arrays = {
-        "lora": _own_arrays(stages[0].names, columns, hosts, lv.WEIGHTS),
-        "sums": _own_arrays(stages[0].names, columns, sums, lv.SUMS),
+        "lora": _own_arrays(stages[0].occupied, columns, hosts, lv.WEIGHTS),
+        "sums": _own_arrays(stages[0].occupied, columns, sums, lv.SUMS),
         "loss": read(loss),
         "alive": read(stages[0].alive),
         "optimizers": {name: _join([by_name[name] for by_name in optimizers], _leaf_of) for name in stages[0].names},
@@ -64,13 +65,14 @@ def scatter(stages: Sequence[Stage], arrays: dict[str, Any]) -> None:
         sums = [
             {
                 name: _spread_rows(leaf, replicas)[mine][:, stage.layers_of(name)]
-                for name, leaf in arrays["sums"][adapter].items()
+                for name, leaf in arrays["sums"].get(adapter, {}).items()
                 if name in columns
             }
-            for adapter in stage.names
+            for adapter in stage.all_names
         ]
+        shapes = {name: (len(mine), *shape) for name, shape in stage.leaf_shapes.items()}
         stage.take_weights(arrays["lora"])
-        stage.sums = to_stage(lv.stack_adapters(columns, sums, lead=lv.SUMS), mesh)
+        stage.sums = to_stage(lv.stack_adapters(columns, sums, shapes, lead=lv.SUMS), mesh)
         stage.optimizers = replicate(_of_stage(stage, arrays["optimizers"]), mesh)
         stage.alive = replicate(np.asarray(arrays["alive"]), mesh)
         if stage.totals is not None:
@@ -83,7 +85,7 @@ def abstract_state(stages: Sequence[Stage], replicas: int) -> dict[str, Any]:
     assert last.totals is not None
     loss, metrics = _split_loss(last.totals)
     row = jax.ShapeDtypeStruct((replicas, loss.shape[1]), jnp.float32)
-    shapes_by_name = parts.own_shapes()
+    shapes_by_name = parts.own_shapes(last.occupied)
     trained = {
         adapter: {name: shape for name, shape in shapes.items() if parts.columns[name].leaf.trainable}
         for adapter, shapes in shapes_by_name.items()
@@ -125,15 +127,21 @@ def state_of_stage(stage: Stage, state: Any) -> Any:
 
 
 def _own_arrays(
-    names: Sequence[str], columns: Mapping[str, lv.Columns], hosts: Sequence[Mapping[str, np.ndarray]], lead: int
+    adapters: Sequence[tuple[int, AdapterSpec]],
+    columns: Mapping[str, lv.Columns],
+    hosts: Sequence[Mapping[str, np.ndarray]],
+    lead: int,
 ) -> Own:
     parts = [{name: at for name, at in columns.items() if name in host} for host in hosts]
 
-    def of_adapter(index: int) -> dict[str, np.ndarray]:
-        taken = [lv.take_adapter(part, host, index, lead=lead) for part, host in zip(parts, hosts, strict=True)]
+    def of_adapter(index: int, spec: AdapterSpec) -> dict[str, np.ndarray]:
+        taken = [
+            lv.take_adapter(part, host, index, lv.own_columns(part, index, spec), lead=lead)
+            for part, host in zip(parts, hosts, strict=True)
+        ]
         return _join(taken, lambda name: name, partial(np.concatenate, axis=lead - 1))
 
-    return {name: of_adapter(index) for index, name in enumerate(names)}
+    return {spec.name: of_adapter(index, spec) for index, spec in adapters}
 
 
 def _join(

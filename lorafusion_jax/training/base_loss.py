@@ -10,6 +10,7 @@ from lorafusion_jax.adapters.table import PLAIN
 from lorafusion_jax.config.references import adapters_with_references
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.config.specs import adapter_specs
+from lorafusion_jax.config.stack import without_places
 from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.data.references import with_references
 from lorafusion_jax.pipeline.session import Session
@@ -72,7 +73,7 @@ def base_losses(config: JobConfig, prepared: Prepared, *, comes_quantised: bool 
 def _evaluate_base(config: JobConfig, prepared: Prepared, quantize: str) -> dict[str, float]:
     stored = config.model_copy(update={"base": config.base.model_copy(update={"quantize": quantize})})
     specs = [dataclasses.replace(spec, kind=PLAIN) for spec in adapter_specs(config)]
-    session = Session.open(stored, prepared, specs)
+    session = Session.open(without_places(stored), prepared, specs)
     try:
         session.start({})
         session.finish_loading()

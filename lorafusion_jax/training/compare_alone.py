@@ -29,6 +29,7 @@ from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.checkpoint.warm_start import reread_warm_starts
 from lorafusion_jax.config.references import adapters_with_references
 from lorafusion_jax.config.schema import JobConfig
+from lorafusion_jax.config.stack import without_places
 from lorafusion_jax.data.prepare import Prepared, prepare
 from lorafusion_jax.errors import ConfigError
 from lorafusion_jax.planning.training_plan import plan_training
@@ -104,6 +105,7 @@ def compare_alone(run: Path, name: str, steps: int) -> Comparison:
 
 def compare_job(config: JobConfig, prepared: Prepared, plan: Plan, name: str, steps: int) -> Comparison:
     """Compares the first steps of an adapter by a plan of its job with those of the adapter alone."""
+    config = without_places(config)
     steps = min(steps, plan.job_of[name].num_batches)
     joint = first_steps(plan, name, steps)
     with closing(WatchedSession(Job(config=config, prepared=prepared, plan=joint), name)) as session:

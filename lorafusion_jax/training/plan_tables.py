@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from lorafusion_jax.config.stack import stack_of
 from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.pipeline.batches import Batches
 from lorafusion_jax.training.job import Job, step_rates
@@ -35,7 +36,7 @@ class PlanTables:
         config, prepared, plan = self._job.config, self._job.prepared, self._job.plan
         self.batches.take(config, prepared, plan)
         ends = list(plan.batches_ending())
-        self.index = {adapter.name: index for index, adapter in enumerate(config.adapters)}
+        self.index = stack_of(config).index
         self.batch_of = {(slot, name): batch for slot, name, batch in ends}
         self.slot_tokens = slot_tokens(plan, prepared)
         self.slot_rows = [

@@ -12,6 +12,7 @@ import jax
 from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.config.specs import adapter_specs
+from lorafusion_jax.config.stack import without_places
 from lorafusion_jax.data.prepare import prepare
 from lorafusion_jax.models import ModelConfig
 from lorafusion_jax.pipeline.base import check_mesh, device_bytes, load_stages
@@ -53,6 +54,7 @@ def profile(config: JobConfig, *, repeats: int = 3, listeners: Sequence[Listener
             listener(PhaseBegun(text=text))
 
     check_mesh(config)
+    config = without_places(config)
     prepared = prepare(config, progress=phase)
     phase("planning")
     plan, specs = plan_training(config, prepared), adapter_specs(config)

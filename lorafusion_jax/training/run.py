@@ -248,8 +248,9 @@ class Run:
             self._exports.submit_best(self._progress.adapters[name], slots_done)
 
     def _add_adapters(self, names: Sequence[str], slots_done: int) -> None:
-        self._listener(PhaseBegun(slot=slots_done, text=f"making room for {', '.join(names)}"))
         config = select_adapters(self._job.config, list(self._progress.adapters))
+        doing = "making room for" if self._session.needs_room(config) else "starting"
+        self._listener(PhaseBegun(slot=slots_done, text=f"{doing} {', '.join(names)}"))
         new = config.model_copy(update={"adapters": config.adapters[len(self._session.names) :]})
         first = len(config.adapters) - len(new.adapters)
         starts = reread_warm_starts(self._folder.read_record().get("warm_starts", {}), new)

@@ -10,6 +10,7 @@ from lorafusion_jax.checkpoint.peft import read_adapter
 from lorafusion_jax.checkpoint.peft_leaves import exported_spec
 from lorafusion_jax.config.references import adapters_with_references
 from lorafusion_jax.config.specs import adapter_specs
+from lorafusion_jax.config.stack import without_places
 from lorafusion_jax.data.prepare import prepare
 from lorafusion_jax.pipeline.session import Session
 from lorafusion_jax.report.summary import final_rows
@@ -41,7 +42,9 @@ def verify_exports(run: Path) -> dict[str, Check]:
     folder = RunFolder(run)
     config = folder.read_config()
     prepared = read_references(run, folder.read_record(), config, prepare(config), adapters_with_references(config))
-    specs = [exported_spec(spec) for spec in adapter_specs(config)]
+    trained = adapter_specs(config)
+    specs = [exported_spec(spec) for spec in trained]
+    config = config if specs == trained else without_places(config)  # places are of the kinds that were trained
     session = Session.open(config, prepared, specs)
     exported = {index: folder.latest(spec.name) for index, spec in enumerate(specs)}
     losses = {name: row["after"] for name, row in final_rows(run).items() if "after" in row}

@@ -11,8 +11,8 @@ from typing import Annotated, Any
 import typer
 import yaml
 
+from lorafusion_jax.adapters.places import Places
 from lorafusion_jax.config.sections import SHARED
-from lorafusion_jax.engine.places import Places
 from lorafusion_jax.errors import ConfigError
 from lorafusion_jax.examples import examples_directory
 from lorafusion_jax.report.console import out

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from lorafusion_jax.adapters.places import Places, class_name
 from lorafusion_jax.config.specs import adapter_specs
-from lorafusion_jax.engine.places import Places, class_name
 from lorafusion_jax.errors import LoraFusionError
 from lorafusion_jax.planning.checks import checked_data, layer_problems
 from lorafusion_jax.planning.training_plan import train_jobs

@@ -147,7 +147,7 @@ def test_a_microbatch_sees_its_adapters_and_adds_to_them_alone(monkeypatch, leaf
     at, inside = columns[Q + leaf], (lambda rank: (5, rank)) if leaf == "lora_a" else (lambda rank: (rank, 5))
     own_weights = [{Q + leaf: rng.normal(size=(2, *inside(spec.rank))).astype(np.float32)} for spec in SPECS]
     own_weights[2][Q + leaf][:] = np.nan
-    arrays = stack_adapters({Q + leaf: at}, own_weights)
+    arrays = stack_adapters({Q + leaf: at}, own_weights, {Q + leaf: (2, *inside(10))})
     assert arrays[Q + leaf].shape == (2, *inside(10))
     window = windows(columns, jnp.array([1, -1, 0]))[list(columns).index(Q + leaf)]
     seen = np.asarray(jax.jit(view, static_argnums=1)(arrays[Q + leaf], at, jnp.int32(1), window))
@@ -163,7 +163,10 @@ def test_a_microbatch_sees_its_adapters_and_adds_to_them_alone(monkeypatch, leaf
     program = jax.jit(lambda sums, *given: add(sums, at, *given))
     added = program(arrays[Q + leaf][None], jnp.int32(1), window, gradient)
     after = [
-        take_adapter({Q + leaf: at}, {Q + leaf: np.asarray(added)}, index, lead=2)[Q + leaf][0] for index in range(3)
+        take_adapter({Q + leaf: at}, {Q + leaf: np.asarray(added)}, index, ((Q + leaf, spec.rank),), lead=2)[Q + leaf][
+            0
+        ]
+        for index, spec in enumerate(SPECS)
     ]
     np.testing.assert_array_equal(after[2], own_weights[2][Q + leaf])
     for index, column in ((1, 0), (0, 2)):

@@ -44,7 +44,9 @@ def test_a_copy_in_parts_holds_the_state_of_its_moment(session, monkeypatch):
     jax.tree.map(np.testing.assert_array_equal, state, expected)
     assert max(transferred) < 2 * PART
     # weights and optimizer states are on both replicas, and sums differ: each byte is transferred once
-    arrays = [getattr(stage, name) for stage in stages for name in snapshot.CHANGING if name != "alive"]
+    arrays = [
+        getattr(stage, name) for stage in stages for name in (*snapshot.CHANGING, "optimizers") if name != "alive"
+    ]
     assert sum(transferred) - stages[0].alive.nbytes == sum(leaf.nbytes for leaf in jax.tree.leaves(arrays))
     for name, leaves in expected["lora"].items():
         jax.tree.map(np.testing.assert_array_equal, taken.adapter(name), leaves)

@@ -9,6 +9,7 @@ from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.config.specs import adapter_specs
+from lorafusion_jax.config.stack import stack_of
 from lorafusion_jax.layout.extent import Extent, Piece
 from lorafusion_jax.layout.layer import RematPolicy
 from lorafusion_jax.objective.chunks import DEFAULT_CHUNK
@@ -79,12 +80,12 @@ class MemoryProblem:
 
 def memory_problem(config: JobConfig, model: ModelConfig) -> MemoryProblem:
     """Builds the problem of a job. `train.remat: auto` counts as everything (see `choose_remat`)."""
-    mesh, train = config.mesh, config.train
+    mesh, train, stacked = config.mesh, config.train, stack_of(config).config
     tokens = config.batch.largest
     return MemoryProblem(
         model=model,
-        adapters=tuple(adapter_specs(config)),
-        optimizers=tuple(adapter.optim.name for adapter in config.adapters),
+        adapters=tuple(adapter_specs(stacked)),
+        optimizers=tuple(adapter.optim.name for adapter in stacked.adapters),
         layers=stage_layers(model, mesh.stages, mesh.layers, capacity_tokens=tokens),
         capacity_tokens=tokens,
         fsdp=mesh.fsdp,

@@ -1,4 +1,4 @@
-"""The places of a live session: how large the adapters in them may be, and which adapter is in which place.
+"""Places for adapters: how large the adapters in them may be. A live session has them, and a run that reserves some.
 
 A place has a kind of adapters, a largest rank and all targets. Programs are compiled for these. What differs by adapter
 (columns, rank, scale, dropout, objective) goes to the devices with every microbatch, so a place changes its adapter
@@ -12,20 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from lorafusion_jax.adapters.spec import AdapterSpec
-from lorafusion_jax.adapters.table import PLAIN, adapter_kind, unknown_kind
-from lorafusion_jax.config.schema import (
-    AdapterConfig,
-    BaseSettings,
-    BatchSettings,
-    DataSettings,
-    JobConfig,
-    LoraSettings,
-    MeshSettings,
-    TrainSettings,
-)
+from lorafusion_jax.adapters.table import PLAIN, unknown_kind
 from lorafusion_jax.errors import ConfigError
 
-MOST_PLACES = 256
+MOST_PLACES, MOST_RANK = 256, 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +84,8 @@ class Places:
             return "adapters of experts need a run of their own: the places of a session have none"
         if spec.patterns is not None:
             return "ranks, alphas and layers by pattern need a run of their own"
+        if spec.tokens is not None:
+            return "trainable tokens need a run of their own: the places of a session have no rows of the embedding"
         return "the session was opened without dropout" if spec.dropout and not self.dropout else ""
 
 
@@ -109,38 +101,5 @@ def class_name(kind: str, rank: int) -> str:
 def _parse_class(name: int | str) -> tuple[int, str] | None:
     kind, _, rank = str(name).rpartition(":")
     kind = kind or PLAIN
-    return (int(rank), kind) if rank.isdigit() and int(rank) > 0 and unknown_kind(kind) is None else None
-
-
-def session_config(
-    base: BaseSettings,
-    mesh: MeshSettings,
-    places: Places,
-    *,
-    batch: BatchSettings,
-    train: TrainSettings,
-    directory: str,
-) -> JobConfig:
-    """Returns a job whose adapters fill every place: it has the session's programs and memory."""
-    return JobConfig(
-        base=base,
-        mesh=mesh,
-        batch=batch,
-        train=train,
-        directory=directory,
-        adapters=tuple(
-            AdapterConfig(
-                name=place_name(place),
-                data=DataSettings(train="-"),
-                lora=LoraSettings(
-                    kind=kind, rank=rank, dropout=0.05 if places.dropout and adapter_kind(kind).dropout else 0.0
-                ),
-            )
-            for place, (rank, kind) in enumerate(zip(places.ranks, places.kinds, strict=True))
-        ),
-    )
-
-
-def place_name(place: int) -> str:
-    """Name of a place among the adapters of its session's programs."""
-    return f"place-{place}"
+    known = rank.isdecimal() and len(rank) < 5 and 0 < int(rank) <= MOST_RANK and unknown_kind(kind) is None
+    return (int(rank), kind) if known else None

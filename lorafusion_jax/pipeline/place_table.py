@@ -1,4 +1,4 @@
-"""Which adapter is in which place of a live session, as microbatches say it.
+"""Which adapter is in which place of a session or a run, as microbatches say it.
 
 A places · P places for the adapters of a microbatch
 """
@@ -10,7 +10,8 @@ from collections.abc import Mapping
 import numpy as np
 
 from lorafusion_jax.adapters.spec import AdapterSpec
-from lorafusion_jax.data.assemble import AdapterRows
+from lorafusion_jax.data.assemble import AdapterRows, Microbatch
+from lorafusion_jax.data.sample_table import stack_trees
 from lorafusion_jax.modules.context import dropout_key
 from lorafusion_jax.pipeline.leaves import Columns, own_columns
 
@@ -36,6 +37,10 @@ class PlaceTable:
         self._rank[place], self._scale[place] = spec.columns, spec.scale
         self._rate[place], self._key[place] = spec.dropout, dropout_key(spec.seed)
         self._objective[place] = objective
+
+    def describe(self, rows: Microbatch) -> Microbatch:
+        """Adds to the microbatches of all replicas what they say of their adapters."""
+        return rows._replace(lora=stack_trees([self.rows(adapters) for adapters in rows.adapters]))
 
     def rows(self, adapters: np.ndarray) -> AdapterRows:
         """Returns the rows of a microbatch's adapters [P], -1 in unused places."""
