@@ -51,7 +51,7 @@ PACKAGES_OF_A_RUN = {"jaxlib"}  # recorded by version, never imported
 FILLERS = {"own", "found", "here", "said", "each", "one", "place"}  # name nothing; say what the thing is
 PLACES = (  # of sessions and runs: an adapter trains in a place
     "lorafusion_jax/engine",
-    "lorafusion_jax/adapters/places",
+    "lorafusion_jax/config/places",
     "lorafusion_jax/config/stack",
     "lorafusion_jax/pipeline/place_table",
     "lorafusion_serve",

@@ -36,6 +36,7 @@ class AdapterSpec:
         patterns: ranks, alphas and layers that differ between projections (None: none do).
         head: tensors of the objective on the last states (None: it has none).
         tokens: tokens whose rows of the embedding it trains (None: none).
+        spare_heads: of a place, heads that its adapters may have.
         seed: determines initial weights and dropout of this adapter, independent of other adapters.
 
     Raises:
@@ -55,6 +56,7 @@ class AdapterSpec:
     patterns: Patterns | None = None
     head: Head | None = None
     tokens: TokenRows | None = None
+    spare_heads: tuple[Head, ...] = ()
     seed: int = 0
 
     def __post_init__(self):

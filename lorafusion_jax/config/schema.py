@@ -23,9 +23,9 @@ from pydantic import (
 )
 
 from lorafusion_jax.adapters.patterns import Patterns, unusable_pattern
-from lorafusion_jax.adapters.places import MOST_PLACES, Places
 from lorafusion_jax.adapters.table import BIASED, PLAIN, adapter_kind, unknown_kind
 from lorafusion_jax.config.data_sources import SOURCES_SCHEMA, Sources, TrainSources, as_written, held_out_sources
+from lorafusion_jax.config.places import MOST_PLACES, Places
 from lorafusion_jax.config.token_rows import check_tokens
 from lorafusion_jax.config.values import (
     LARGEST_COUNT,

@@ -6,11 +6,13 @@ no data. So a job with stand-ins has the programs and the memory of the session 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from lorafusion_jax.adapters.places import Places
+from lorafusion_jax.adapters.kind import Head
+from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.adapters.table import adapter_kind
+from lorafusion_jax.config.places import Places
 from lorafusion_jax.config.schema import (
     AdapterConfig,
     BaseSettings,
@@ -21,7 +23,7 @@ from lorafusion_jax.config.schema import (
     MeshSettings,
     TrainSettings,
 )
-from lorafusion_jax.config.specs import adapter_spec, model_targets
+from lorafusion_jax.config.specs import adapter_spec, adapter_specs, model_targets
 from lorafusion_jax.errors import ConfigError
 from lorafusion_jax.objective.protocol import Chosen
 
@@ -38,12 +40,14 @@ class Stack:
         index: name of an adapter of the run → its position.
         stand_ins: positions of the places.
         objectives: of the adapters by position; of a run with places, the different ones.
+        heads: that every place has.
     """
 
     config: JobConfig
     index: Mapping[str, int]
     objectives: tuple[Chosen, ...]
     stand_ins: range = range(0)
+    heads: tuple[Head, ...] = ()
 
     @property
     def vacant(self) -> frozenset[int]:
@@ -97,6 +101,7 @@ def stack_of(config: JobConfig) -> Stack:
         index=index,
         objectives=tuple(objectives),
         stand_ins=stand_ins,
+        heads=places.heads,
     )
 
 
@@ -123,6 +128,11 @@ def session_config(
         directory=directory,
         adapters=tuple(_stand_ins(places)),
     )
+
+
+def place_specs(config: JobConfig, heads: Sequence[Head]) -> list[AdapterSpec]:
+    """Returns the specifications of a job whose adapters are places with some heads to spare."""
+    return [replace(spec, spare_heads=tuple(heads)) for spec in adapter_specs(config)]
 
 
 def place_name(place: int) -> str:

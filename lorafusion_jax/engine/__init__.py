@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from pallas_kernels.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from lorafusion_jax.adapters.places import Places as Places
+    from lorafusion_jax.config.places import Places as Places
     from lorafusion_jax.engine.session import LiveSession as LiveSession
     from lorafusion_jax.engine.state import AdapterState as AdapterState
     from lorafusion_jax.engine.task import Task as Task

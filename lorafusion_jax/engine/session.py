@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import jax
-import numpy as np
 
-from lorafusion_jax.adapters.places import Places
 from lorafusion_jax.adapters.spec import AdapterSpec
+from lorafusion_jax.config.places import Places
 from lorafusion_jax.config.references import reference_of
 from lorafusion_jax.config.schema import (
     BaseSettings,
@@ -21,8 +20,7 @@ from lorafusion_jax.config.schema import (
     MeshSettings,
     TrainSettings,
 )
-from lorafusion_jax.config.specs import adapter_specs
-from lorafusion_jax.config.stack import place_name, session_config
+from lorafusion_jax.config.stack import place_name, place_specs, session_config
 from lorafusion_jax.data.assemble import Microbatch, num_segments
 from lorafusion_jax.data.references import SetReferences
 from lorafusion_jax.engine.microbatches import Assembler, Shape
@@ -133,7 +131,7 @@ class LiveSession:
             raise RunError("session.capacities", f"a live session has one capacity, not {list(batch.sizes)}.")
         check_tables()
         config = session_config(base, mesh, places, batch=batch, train=train, directory=directory)
-        opened = open_base(config, None, adapter_specs(config), base_files=base_files)
+        opened = open_base(config, None, place_specs(config, places.heads), base_files=base_files)
         most = most_segments or num_segments(max(1, batch.largest // TOKENS_OF_A_SEGMENT)) - 1
         session = cls(config, places, Reading(opened), opened.stages, most_segments=most, reproducible=reproducible)
         try:
@@ -214,10 +212,12 @@ class LiveSession:
         self.drain()
         task = self.tasks[place]
         parts = self._executor.read_all(lambda stage: (stage.adapter(place), stage.optimizers[task.name]))
-        weights = adapter_arrays([leaves for leaves, _ in parts])
-        # Copies: a host array may be a view of a device array, which the next step overwrites.
-        optimizer = jax.tree.map(np.array, joined_states([state for _, state in parts]))
-        return AdapterState(step=task.step, data=task.data.digest, weights=weights, optimizer=optimizer)
+        return AdapterState(
+            step=task.step,
+            data=task.data.digest,
+            weights=adapter_arrays([leaves for leaves, _ in parts]),
+            optimizer=joined_states([state for _, state in parts]),
+        )
 
     def forget(self, place: int) -> None:
         """Frees a place without reading its state."""

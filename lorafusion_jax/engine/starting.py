@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
-from lorafusion_jax.adapters.places import Places
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.adapters.table import adapter_kind
 from lorafusion_jax.checkpoint.warm_start import read_warm_starts, start_from
+from lorafusion_jax.config.places import Places
 from lorafusion_jax.config.references import ReferenceWeights
 from lorafusion_jax.config.schema import JobConfig, OptimSettings
 from lorafusion_jax.config.specs import adapter_specs
@@ -27,7 +26,6 @@ from lorafusion_jax.pipeline.executor import Executor
 from lorafusion_jax.pipeline.place_table import PlaceTable
 from lorafusion_jax.pipeline.references import read_reference_folder
 from lorafusion_jax.pipeline.stage import Stage
-from lorafusion_jax.pipeline.state import state_of_stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,13 +34,13 @@ class PlaceWeights:
 
     Args:
         leaves: for all layers.
-        optimizer: its state (None: the initial one).
+        optimizer: its state by path, for all layers (None: the initial one).
         fresh: initial values may depend on the base.
     """
 
     spec: AdapterSpec
     leaves: Mapping[str, np.ndarray]
-    optimizer: Any = None
+    optimizer: Mapping[str, np.ndarray] | None = None
     fresh: bool = False
 
 
@@ -86,27 +84,13 @@ class PlaceWriter:
             stage.optimizers.clear()
 
     def check(self, place: int, task: Task, most_segments: int) -> None:
-        """Raises `session.place`, `session.head` or `session.segments` if a task does not fit into a place."""
+        """Raises `session.place` or `session.segments` if a task does not fit into a place."""
         why = self._places.refuses(task.spec)
         if why or task.spec.rank > self._places.ranks[place]:
             raise RunError(
                 "session.place",
                 f"{task.name} does not fit into place {place}.",
                 why=why or f"rank {task.spec.rank} is above {self._places.ranks[place]}",
-            )
-        if task.chosen.head is not None:
-            raise RunError(
-                "session.head",
-                f"{task.name}: objective {task.chosen.name} trains a head of its own.",
-                why="places of a live session have none",
-                fix="train it in a run: lorafusion train",
-            )
-        if task.spec.tokens is not None:
-            raise RunError(
-                "session.tokens",
-                f"{task.name}: lora.trainable_tokens trains rows of the embedding.",
-                why="places of a live session have none",
-                fix="train it in a run: lorafusion train",
             )
         if task.chosen.num_segments > most_segments:
             raise RunError(
@@ -165,9 +149,8 @@ class PlaceWriter:
                 done.result()
 
     def _write_stage(self, stage: Stage, place: int, task: Task, weights: PlaceWeights) -> None:
-        optimizer = weights.optimizer
         stage.assign(place, task.adapter, weights.spec)
-        stage.write(place, weights.leaves, None if optimizer is None else state_of_stage(stage, optimizer))
+        stage.write(place, weights.leaves, weights.optimizer)
         if weights.fresh and adapter_kind(weights.spec.kind).start is not None:
             stage.start_from_base(place)
         steps = _steps_of(weights.spec, task.adapter.optim)

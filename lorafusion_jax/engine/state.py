@@ -9,18 +9,19 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
+from lorafusion_jax.adapters.table import adapter_kind
 from lorafusion_jax.checkpoint.digests import find_damage, refuse_damage
 from lorafusion_jax.checkpoint.new_folder import new_folder
 from lorafusion_jax.config.schema import AdapterConfig
 from lorafusion_jax.errors import CheckpointError
 from lorafusion_jax.optim.step import transformation, zero_hyper
+from lorafusion_jax.pipeline.leaves import by_path
 from lorafusion_jax.tensor_file import write_tensors
 
 TENSORS, NOTE = "state.safetensors", "state.json"
@@ -36,13 +37,13 @@ class AdapterState:
         step: number of steps taken.
         data: digest of its samples and their order.
         weights: "layers.self_attn.q_proj.lora_a" → [L, K, r], float32, and other leaves.
-        optimizer: state of its optimizer, for all layers.
+        optimizer: arrays of its optimizer state by path, for all layers.
     """
 
     step: int
     data: str
     weights: Mapping[str, np.ndarray]
-    optimizer: Any
+    optimizer: Mapping[str, np.ndarray]
 
     def write(self, folder: Path) -> Path:
         """Writes a new folder atomically.
@@ -51,7 +52,7 @@ class AdapterState:
             RunError: `save.no-space`, `save.failed`.
         """
         tensors = {f"{WEIGHT}/{name}": np.asarray(leaf) for name, leaf in self.weights.items()}
-        tensors |= {f"{OPTIMIZER}/{path}": np.asarray(leaf) for path, leaf in _paths(self.optimizer)}
+        tensors |= {f"{OPTIMIZER}/{path}": np.asarray(leaf) for path, leaf in self.optimizer.items()}
         with new_folder(folder, replace=True) as draft:
             write_tensors(draft / TENSORS, tensors)
             (draft / NOTE).write_text(json.dumps({"form": FORM, "step": self.step, "data": self.data}))
@@ -75,22 +76,21 @@ class AdapterState:
             step=note["step"],
             data=note["data"],
             weights=weights,
-            optimizer=_fill_optimizer(adapter, weights, tensors, folder),
+            optimizer=_optimizer(adapter, weights, tensors, folder),
         )
 
 
-def _fill_optimizer(
+def _optimizer(
     adapter: AdapterConfig, weights: Mapping[str, np.ndarray], tensors: Mapping[str, np.ndarray], folder: Path
-) -> Any:
-    """Puts tensors into the structure of the adapter's optimizer state."""
-    shapes = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in weights.items()}
-    empty = jax.eval_shape(transformation(adapter.optim, zero_hyper(adapter.optim)).init, shapes)
-    wanted = [(f"{OPTIMIZER}/{path}", leaf) for path, leaf in _paths(empty)]
-    wrong = [
-        path
-        for path, leaf in wanted
-        if path not in tensors or (tensors[path].shape, tensors[path].dtype) != (leaf.shape, leaf.dtype)
-    ]
+) -> dict[str, np.ndarray]:
+    """Returns the optimizer's arrays, which must be those of the adapter's optimizer."""
+    constant = {leaf.name for leaf in adapter_kind(adapter.lora.adapter_kind).leaves if not leaf.trainable}
+    trained = {name: leaf for name, leaf in weights.items() if name.rpartition(".")[2] not in constant}
+    shapes = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in trained.items()}
+    empty = by_path(jax.eval_shape(transformation(adapter.optim, zero_hyper(adapter.optim)).init, shapes))
+    wanted = {f"{OPTIMIZER}/{path}": (leaf.shape, leaf.dtype) for path, leaf in empty.items()}
+    stored = {path: (leaf.shape, leaf.dtype) for path, leaf in tensors.items()}
+    wrong = [path for path, sizes in wanted.items() if stored.get(path) != sizes]
     if wrong or len(tensors) != len(wanted) + len(weights):
         raise CheckpointError(
             "state.mismatch",
@@ -98,8 +98,4 @@ def _fill_optimizer(
             where=wrong[0] if wrong else "",
             fix="continue with the optimizer that wrote it",
         )
-    return jax.tree.unflatten(jax.tree.structure(empty), [tensors[path] for path, _ in wanted])
-
-
-def _paths(tree: Any) -> list[tuple[str, Any]]:
-    return [(jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
+    return {path: tensors[f"{OPTIMIZER}/{path}"] for path in empty}

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
-from lorafusion_jax.errors import did_you_mean
+from lorafusion_jax.adapters.kind import Head
+from lorafusion_jax.errors import ConfigError, did_you_mean
 from lorafusion_jax.objective.protocol import DIVERGENCE, Chosen, Objective
 from lorafusion_jax.objective.table import OBJECTIVES
-from lorafusion_jax.plugins import find, not_known
+from lorafusion_jax.plugins import find, known_names, not_known
 
 GROUP = "lorafusion_jax.objectives"
 
@@ -31,6 +33,17 @@ def objective(name: str) -> Objective:
 def unknown_objective(name: str) -> str | None:
     """Explains an unknown `objective.name`; None if the name exists."""
     return not_known(GROUP, OBJECTIVES, name)
+
+
+def known_heads() -> tuple[Head, ...]:
+    """Returns the heads of all objectives that have one without options; those that do not load are left out."""
+    heads: list[Head] = []
+    for name in known_names(GROUP, OBJECTIVES):
+        with suppress(ConfigError, TypeError, ValueError):
+            entry = objective(name)
+            head = Chosen(name=name, objective=entry, options=entry.options()).head
+            heads += [] if head is None else [head]
+    return tuple(heads)
 
 
 def choose(name: str, options: Mapping[str, Any], reference: str | None = None) -> Chosen:

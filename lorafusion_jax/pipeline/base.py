@@ -14,7 +14,7 @@ from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.config.specs import adapter_specs
-from lorafusion_jax.config.stack import stack_of
+from lorafusion_jax.config.stack import place_specs, stack_of
 from lorafusion_jax.data.model_fit import longest_texts
 from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.errors import RunError
@@ -187,7 +187,7 @@ def _stages(
     adapters = [
         (stack.index[adapter.name], adapter, spec) for adapter, spec in zip(config.adapters, specs, strict=True)
     ]
-    by_position = dict(enumerate(adapter_specs(stack.config))) if stack.stand_ins else {}
+    by_position = dict(enumerate(place_specs(stack.config, stack.heads))) if stack.stand_ins else {}
     by_position |= {index: spec for index, _, spec in adapters if index not in stack.stand_ins}
     parts = Parts(
         model=model,

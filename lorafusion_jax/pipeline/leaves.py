@@ -142,10 +142,13 @@ def own_columns(columns: Mapping[str, Columns], index: int, spec: AdapterSpec) -
         spec: the adapter, of at most the rank and targets that the place was made for.
     """
     kind = adapter_kind(spec.kind).names
+    heads = set() if spec.head is None else {f"{HEAD}{key}" for key in spec.head.by_key}
 
     def has(name: str, at: Columns) -> bool:
         targets = not name.startswith(LAYERS) or name.rsplit(".", 2)[-2] in spec.targets
-        return bool(at.width[index]) and targets and (name.startswith((HEAD, TOKENS)) or at.leaf.name in kind)
+        if name.startswith(HEAD):
+            return bool(at.width[index]) and name in heads
+        return bool(at.width[index]) and targets and (name.startswith(TOKENS) or at.leaf.name in kind)
 
     return tuple(sorted((name, at.width_of(index, spec)) for name, at in columns.items() if has(name, at)))
 
@@ -279,6 +282,20 @@ def _part(at: Columns, index: int, width: int, lead: int) -> tuple[slice | int, 
     return (*(slice(None),) * (lead + at.axis), slice(first, first + width) if at.is_counted else first)
 
 
+def by_path(state: Any) -> dict[str, Any]:
+    """Returns the arrays of an optimizer state by path, such as "0/mu/layers.self_attn.q_proj.lora_a"."""
+    return {path_text(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state)}
+
+
+def path_text(path: tuple) -> str:
+    return "/".join(str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", "")))) for key in path)
+
+
+def leaf_of(path: str) -> str | None:
+    """Returns the leaf that an array of an optimizer's state belongs to; None for a step count."""
+    return next((part for part in path.split("/") if part.startswith((LAYERS, SHARED, HEAD, TOKENS))), None)
+
+
 def _columns(prefix: str, specs: Sequence[AdapterSpec], leaves: Sequence[Sequence[Leaf]]) -> dict[str, Columns]:
     """Returns the columns of the leaves of each adapter, by name."""
     columns = {}
@@ -292,7 +309,8 @@ def _columns(prefix: str, specs: Sequence[AdapterSpec], leaves: Sequence[Sequenc
 
 
 def _head_columns(specs: Sequence[AdapterSpec]) -> dict[str, Columns]:
-    leaves_of = [{} if spec.head is None else spec.head.by_key for spec in specs]
+    heads_of = [(*spec.spare_heads, *([] if spec.head is None else [spec.head])) for spec in specs]
+    leaves_of = [{key: leaf for head in heads for key, leaf in head.by_key.items()} for heads in heads_of]
     leaves = {key: leaf for by_key in leaves_of for key, leaf in by_key.items()}
     return {
         f"{HEAD}{key}": _narrow_first(leaf, [int(key in by_key) for by_key in leaves_of])

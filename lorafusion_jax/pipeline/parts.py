@@ -455,6 +455,7 @@ class Parts:
         losses_T = self._token_losses(hidden, head, batch, weights, rows)
         needed = frozenset().union(*(objective.needs for objective in chosen))
         divergence_T = self._divergences(hidden, head, batch, chosen) if DIVERGENCE in needed else None
+        of_samples = {} if batch.samples is None else heads  # a session has heads before an objective needs them
         return totals_of(
             losses_T,
             batch,
@@ -463,7 +464,7 @@ class Parts:
             divergence_T,
             {
                 name.removeprefix(HEAD): self._of_samples(name, leaf, batch)
-                for name, leaf in heads.items()
+                for name, leaf in of_samples.items()
                 if name != HEAD_ROWS
             },
         )

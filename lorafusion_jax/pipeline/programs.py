@@ -329,7 +329,7 @@ class StagePrograms:
         parts, settings = self._parts, self._parts.settings
         if parts.quantize not in (NONE, *STORED_KINDS) or any(spec.kind not in ADAPTER_KINDS for spec in parts.specs):
             return None
-        specs = [replace(spec, name="", seed=0, head=None, tokens=None) for spec in parts.specs]
+        specs = [replace(spec, name="", seed=0, head=None, spare_heads=(), tokens=None) for spec in parts.specs]
         columns = [(name, at.first, at.width) for name, at in parts.columns.items()]
         sizes = (parts.model, specs, columns, str(parts.dtype), parts.quantize)
         return repr((*sizes, settings.implementation, settings.attention, self._extent, self._remat))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -243,12 +244,14 @@ class Stage:
         self._specs = [*self._specs[:index], spec, *self._specs[index + 1 :]]
         self.vacant -= {index}
 
-    def write(self, index: int, weights: Mapping[str, np.ndarray], optimizer: Any = None) -> None:
+    def write(
+        self, index: int, weights: Mapping[str, np.ndarray], optimizer: Mapping[str, np.ndarray] | None = None
+    ) -> None:
         """Writes the weights of a place's adapter and clears its sums. Other adapters do not change.
 
         Args:
             weights: for all layers of the model.
-            optimizer: state for this stage's layers, on the host (None: the initial one).
+            optimizer: arrays of its state by path, for all layers (None: the initial state).
         """
         spec, adapter = self._specs[index], self._places[index]
         known = self.programs.columns | self.programs.constants
@@ -261,11 +264,24 @@ class Stage:
             self._own[index], adapter, self.lora, self.sums, self.totals, self.alive, trained
         )
         self.constants = self._with_own(self.programs.constants, self.constants, index, new_leaves)
-        self.optimizers[spec.name] = (
-            self.programs.first_optimizer(self._own[index], self._adapters[index].optim, adapter, self.lora)
-            if optimizer is None
-            else replicate(optimizer, self.mesh)
-        )
+        optim = self._adapters[index].optim
+        if optimizer is None:
+            first = self.programs.first_optimizer(self._own[index], optim, adapter, self.lora)
+            self.optimizers[spec.name] = first
+        else:
+            init = partial(self.programs.init_optimizer, self._own[index], optim)
+            shapes = jax.eval_shape(init, adapter, self.lora)
+            self.optimizers[spec.name] = replicate(self.part_of_state(shapes, optimizer), self.mesh)
+
+    def part_of_state(self, state: Any, arrays: Mapping[str, Any]) -> Any:
+        """Returns an optimizer state of this stage with arrays of the whole model in it, which are given by path."""
+
+        def fill(path: tuple, before: Any) -> np.ndarray:
+            name = lv.path_text(path)
+            array, leaf = np.asarray(arrays[name]), lv.leaf_of(name)
+            return array if leaf is None or not before.ndim else array[self.layers_of(leaf)]
+
+        return jax.tree_util.tree_map_with_path(fill, state)
 
     def _new_optimizers(self) -> dict[str, Any]:
         """Creates the initial states of all optimizers, with a program that makes one of each kind per call."""

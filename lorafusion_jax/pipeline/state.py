@@ -46,7 +46,7 @@ def gather(stages: Sequence[Stage], *, read: Read = to_host) -> dict[str, Any]:
         "sums": _own_arrays(stages[0].occupied, columns, sums, lv.SUMS),
         "loss": read(loss),
         "alive": read(stages[0].alive),
-        "optimizers": {name: _join([by_name[name] for by_name in optimizers], _leaf_of) for name in stages[0].names},
+        "optimizers": {name: _join([by_name[name] for by_name in optimizers], lv.leaf_of) for name in stages[0].names},
     }
     return arrays | ({"metrics": jax.tree.map(read, metrics)} if metrics else {})
 
@@ -73,7 +73,9 @@ def scatter(stages: Sequence[Stage], arrays: dict[str, Any]) -> None:
         shapes = {name: (len(mine), *shape) for name, shape in stage.leaf_shapes.items()}
         stage.take_weights(arrays["lora"])
         stage.sums = to_stage(lv.stack_adapters(columns, sums, shapes, lead=lv.SUMS), mesh)
-        stage.optimizers = replicate(_of_stage(stage, arrays["optimizers"]), mesh)
+        before, optimizers = stage.optimizers, arrays["optimizers"]
+        of_stage = {name: stage.part_of_state(state, optimizers[name]) for name, state in before.items()}
+        stage.optimizers = replicate(of_stage, mesh)
         stage.alive = replicate(np.asarray(arrays["alive"]), mesh)
         if stage.totals is not None:
             stage.totals = to_stage({name: leaf[mine] for name, leaf in totals.items()}, mesh)
@@ -96,7 +98,7 @@ def abstract_state(stages: Sequence[Stage], replicas: int) -> dict[str, Any]:
         "sums": _structs(trained, replicas),
         "loss": row,
         "alive": jax.ShapeDtypeStruct(last.alive.shape, last.alive.dtype),
-        "optimizers": {name: _join([it[name] for it in optimizers], _leaf_of, _struct) for name in last.names},
+        "optimizers": {name: _join([it[name] for it in optimizers], lv.leaf_of, _struct) for name in last.names},
     }
     return arrays | ({"metrics": dict.fromkeys(metrics, row)} if metrics else {})
 
@@ -106,24 +108,13 @@ def adapter_arrays(parts: Sequence[lv.Leaves]) -> dict[str, np.ndarray]:
     return _join([{name: to_host(leaf) for name, leaf in part.items()} for part in parts], lambda name: name)
 
 
-def joined_states(states: Sequence[Any]) -> Any:
-    """Joins the optimizer states of an adapter whose leaves are all of layers, on the host."""
+def joined_states(states: Sequence[Any]) -> dict[str, np.ndarray]:
+    """Joins the parts of an adapter's optimizer state, by path; see `Stage.part_of_state` for the inverse.
 
-    def join(*leaves: Any) -> np.ndarray:
-        held = [to_host(leaf) for leaf in leaves]
-        return np.concatenate(held) if held[0].ndim and len(held) > 1 else held[0]
-
-    return jax.tree.map(join, *states)
-
-
-def state_of_stage(stage: Stage, state: Any) -> Any:
-    """Slices a stage's layers out of a state of `joined_states`."""
-
-    def part_of(path: tuple, leaf: Any) -> np.ndarray:
-        name = _leaf_of(_path(path))
-        return np.asarray(leaf) if name is None else np.asarray(leaf)[stage.layers_of(name)]
-
-    return jax.tree_util.tree_map_with_path(part_of, state)
+    Copies: a host array may be a view of a device array, which the next step overwrites.
+    """
+    parts = [{path: to_host(leaf) for path, leaf in lv.by_path(state).items()} for state in states]
+    return {path: np.array(leaf) for path, leaf in _join(parts, lv.leaf_of).items()}
 
 
 def _own_arrays(
@@ -180,34 +171,7 @@ def _flat_optimizers(optimizers: Mapping[str, Any]) -> dict[str, dict[str, Any]]
 
     States of stages have different trees if only one stage has some leaf.
     """
-    return {
-        name: {_path(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state)}
-        for name, state in optimizers.items()
-    }
-
-
-def _path(path: tuple) -> str:
-    return "/".join(str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", "")))) for key in path)
-
-
-def _leaf_of(path: str) -> str | None:
-    """Returns the leaf that an array of an optimizer's state belongs to; None for a step count."""
-    roots = (lv.LAYERS, lv.SHARED, lv.HEAD, lv.TOKENS)
-    return next((part for part in path.split("/") if part.startswith(roots)), None)
-
-
-def _of_stage(stage: Stage, arrays: Mapping[str, Mapping[str, Any]]) -> Any:
-    """Fills the states of a stage from arrays of the whole model."""
-
-    def fill(adapter: str, path: tuple, before: Any) -> np.ndarray:
-        name = _path(path)
-        array, leaf = np.asarray(arrays[adapter][name]), _leaf_of(name)
-        return array if leaf is None or not before.ndim else array[stage.layers_of(leaf)]
-
-    return {
-        adapter: jax.tree_util.tree_map_with_path(partial(fill, adapter), state)
-        for adapter, state in stage.optimizers.items()
-    }
+    return {name: lv.by_path(state) for name, state in optimizers.items()}
 
 
 def _spread_rows(rows: Any, replicas: int) -> np.ndarray:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 import yaml
 
-from lorafusion_jax.adapters.places import Places
+from lorafusion_jax.config.places import Places
 from lorafusion_jax.config.sections import SHARED
 from lorafusion_jax.errors import ConfigError
 from lorafusion_jax.examples import examples_directory

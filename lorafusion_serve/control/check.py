@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lorafusion_jax.adapters.places import Places, class_name
+from lorafusion_jax.config.places import Places, class_name
 from lorafusion_jax.config.specs import adapter_specs
 from lorafusion_jax.errors import LoraFusionError
 from lorafusion_jax.planning.checks import checked_data, layer_problems
@@ -37,12 +37,11 @@ def check(values: dict[str, Any], places: dict[str, int]) -> dict[str, Any]:
     layout = Places.of(places)
     if why := layout.refuses(spec):
         code, where = ("job.rank", "lora.rank") if spec.kind in layout.kinds else ("job.kind", "lora.kind")
+        if layout.lacks_head(spec):
+            fix = "its default options, or train it in a run: lorafusion train"
+            return {"problems": [{"code": "job.objective", "where": "objective", "what": why, "why": "", "fix": fix}]}
         fix = f"another lora.rank or lora.kind, or start the service with --places {class_name(spec.kind, spec.rank)}:1"
         return {"problems": [{"code": code, "where": where, "what": f"{why}.", "why": "", "fix": fix}]}
-    if config.adapters[0].objective.chosen.head is not None:
-        what = f"objective {config.adapters[0].objective.name} trains a head of its own; places of a session have none."
-        fix = "train it in a run: lorafusion train"
-        return {"problems": [{"code": "job.objective", "where": "objective", "what": what, "why": "", "fix": fix}]}
     lengths = job.stream[:: max(1, len(job.stream) // MOST_LENGTHS)][:MOST_LENGTHS].tolist()
     sizes = {"steps": job.num_batches, "tokens": int(job.stream.sum()), "rank": spec.rank}
     return {"problems": []} | sizes | {"lengths": lengths}

@@ -17,8 +17,8 @@ from typing import Any
 
 from sqlalchemy import select
 
-from lorafusion_jax.adapters.places import Places
 from lorafusion_jax.checkpoint.digests import digest_of, is_intact
+from lorafusion_jax.config.places import Places
 from lorafusion_serve.control.child import Child
 from lorafusion_serve.control.hub import Connection, Hub
 from lorafusion_serve.control.scheduler import GROUP, Configuration, PolicyScheduler, Scheduler, make_scheduler

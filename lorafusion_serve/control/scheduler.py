@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from lorafusion_jax.adapters.places import Places, class_name
 from lorafusion_jax.config.model import ModelConfig
+from lorafusion_jax.config.places import Places, class_name
 from lorafusion_jax.planning.model_facts import ModelFacts
 from lorafusion_serve.control.session import SessionPlan
 from lorafusion_serve.settings import ONE_SESSION, Settings

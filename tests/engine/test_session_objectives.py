@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from more_cases import mostly_nightly
+from more_cases import nightly
 from safetensors.numpy import load_file
 from small_jobs import WORDS, exported, write_job
 
+from lorafusion_jax.adapters.kind import Head
+from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.config import load_config
 from lorafusion_jax.config.join import select_adapters
 from lorafusion_jax.data.prepare import prepare
 from lorafusion_jax.engine import AdapterState, LiveSession, Places, Task
 from lorafusion_jax.engine.export import export_task
 from lorafusion_jax.errors import LoraFusionError
+from lorafusion_jax.objective.reward import REWARD
 from lorafusion_jax.pipeline.compiles import CompileCounter
 from lorafusion_jax.report.recorder import read_rows
 from lorafusion_jax.training import train
@@ -28,9 +32,10 @@ ADAPTERS = {
     "plain": {"lora": {"rank": 4, "dropout": 0.1}, "data": {"train": "texts.jsonl"}},
     "prefers": {"lora": {"rank": 3, "dropout": 0.1}, "objective": {"name": "dpo", "beta": 0.3, "sft": 0.1}},
     "judged": {"lora": {"kind": "dora", "rank": 3}, "objective": {"name": "kto", "group": 2}},
+    "scores": {"lora": {"rank": 2, "targets": ["v_proj", "up_proj"]}, "objective": {"name": "reward", "center": 0.02}},
     "folded": {"lora": {"kind": "vera", "rank": 5, "dropout": 0.0}, "objective": {"name": "orpo"}},
 }
-DATA = {"dpo": "pairs.jsonl", "orpo": "pairs.jsonl", "kto": "labelled.jsonl"}
+DATA = {"reward": "pairs.jsonl", "dpo": "pairs.jsonl", "orpo": "pairs.jsonl", "kto": "labelled.jsonl"}
 COUNT = 10
 
 
@@ -73,7 +78,7 @@ def session(configure):
     opened = LiveSession.open(
         config.base,
         config.mesh,
-        Places.of({4: 2, "dora:4": 1, "vera:6": 1}),
+        Places.of({4: 3, "dora:4": 1, "vera:6": 1}),
         batch=config.batch,
         train=config.train,
         directory=config.directory,
@@ -142,7 +147,7 @@ def test_kinds_and_objectives_train_together_as_alone(session, configure, alone)
     run(session, 1, events)
     for task in others:
         start(session, task)
-    assert [task.status for task in others] == ["preparing", "preparing", "running"]
+    assert [task.status for task in others] == ["preparing", "preparing", "running", "running"]
     run(session, 1, events)
     assert others[1].status == "preparing"
     ended = run(session, events=events)
@@ -153,7 +158,7 @@ def test_kinds_and_objectives_train_together_as_alone(session, configure, alone)
     first = next(number for number, event in enumerate(steps) if event.adapter == "prefers")
     assert any(event.adapter == "plain" for event in steps[:first])
     assert {"rewards/accuracies", "logps/chosen"} <= steps[first].metrics.keys()
-    assert {event.adapter for event in steps if event.metrics} == {"prefers", "judged", "folded"}
+    assert {event.adapter for event in steps if event.metrics} == {"prefers", "judged", "scores", "folded"}
 
 
 def test_known_kinds_and_objectives_compile_nothing(session, configure, alone):
@@ -182,7 +187,7 @@ def test_one_that_prepares_can_leave_and_come_back(session, configure, alone):
 
 
 # test_a_reference_may_be_another_adapter compares `prefers` to a run
-@pytest.mark.parametrize("name", mostly_nightly(["prefers", "judged", "folded"], ["judged"]))
+@pytest.mark.parametrize("name", [nightly("prefers"), "judged", "scores", nightly("folded")])
 def test_each_equals_one_of_a_run(session, configure, alone, folder, tmp_path, name):
     data = {"train": DATA[ADAPTERS[name]["objective"]["name"]]}
     config = configure(name, data=data | {"eval": data["train"]})
@@ -229,4 +234,13 @@ def test_what_no_place_holds_is_refused(session, configure):
     with pytest.raises(LoraFusionError, match=r"session\.segments"):
         session.start(session.find_place(many.spec) or 0, many)
     assert session.tasks == {}
-    assert session.free == {"4": 2, "dora:4": 1, "vera:6": 1}
+    assert session.free == {"4": 3, "dora:4": 1, "vera:6": 1}
+
+
+def test_a_head_of_another_size_is_refused():
+    """Places have the heads of all objectives with their default options."""
+    leaf = replace(REWARD.head[0], axes=("D", 3))
+    wide = AdapterSpec(name="wide", rank=2, alpha=4, head=Head(name="reward", leaves=(leaf,), task="SEQ_CLS"))
+    assert "head" in Places.of({4: 1}).refuses(wide)
+    usual = replace(wide, head=Head(name="reward", leaves=REWARD.head, task="SEQ_CLS"))
+    assert Places.of({4: 1}).refuses(usual) == ""

@@ -11,9 +11,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from lorafusion_jax.adapters.kind import Head
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.adapters.table import PLAIN, unknown_kind
 from lorafusion_jax.errors import ConfigError
+from lorafusion_jax.objective.choose import known_heads
 
 MOST_PLACES, MOST_RANK = 256, 1024
 
@@ -26,6 +28,7 @@ class Places:
         ranks: largest rank of each place, ascending.
         kinds: kind of adapters of each place.
         dropout: whether adapters may use dropout.
+        heads: of objectives that every place can train.
 
     >>> places = Places.of({16: 2, 64: 1, "dora:16": 1})
     >>> places.ranks, places.kinds
@@ -35,10 +38,11 @@ class Places:
     ranks: tuple[int, ...]
     kinds: tuple[str, ...]
     dropout: bool = True
+    heads: tuple[Head, ...] = ()
 
     @classmethod
     def of(cls, classes: Mapping[Any, int], *, dropout: bool = True) -> Places:
-        """Builds the places from classes: RANK or KIND:RANK → number of places.
+        """Builds the places from classes: RANK or KIND:RANK → number of places. They have the heads of all objectives.
 
         Raises:
             ConfigError: `places.classes`.
@@ -54,9 +58,8 @@ class Places:
         in_order = sorted(
             rank_and_kind for rank_and_kind in known if rank_and_kind is not None for _ in range(known[rank_and_kind])
         )
-        return cls(
-            ranks=tuple(rank for rank, _ in in_order), kinds=tuple(kind for _, kind in in_order), dropout=dropout
-        )
+        ranks, kinds = tuple(rank for rank, _ in in_order), tuple(kind for _, kind in in_order)
+        return cls(ranks=ranks, kinds=kinds, dropout=dropout, heads=known_heads())
 
     @property
     def classes(self) -> dict[str, list[int]]:
@@ -86,7 +89,15 @@ class Places:
             return "ranks, alphas and layers by pattern need a run of their own"
         if spec.tokens is not None:
             return "trainable tokens need a run of their own: the places of a session have no rows of the embedding"
+        if self.lacks_head(spec):
+            known = ", ".join(head.name for head in self.heads)
+            return f"the head of its objective is not among those of places, which are of {known} with default options"
         return "the session was opened without dropout" if spec.dropout and not self.dropout else ""
+
+    def lacks_head(self, spec: AdapterSpec) -> bool:
+        """Whether places do not have the head of an adapter's objective."""
+        own = set() if spec.head is None else set(spec.head.by_key)
+        return not own <= {key for head in self.heads for key in head.by_key}
 
 
 def class_name(kind: str, rank: int) -> str:
