@@ -25,6 +25,8 @@ class Settings:
         policy: "one-session", or the policy that decides which sessions there are and who trains in which.
         base, mesh, batch, train: settings of every session, as the sections of a job file.
         reproducible: batches are split in one way, so that an adapter does not depend on its company by a single bit.
+        ray: address of a Ray cluster on which workers run (None: on this machine).
+        workers_at: host and port where workers of other machines reach the server (None: they are on this machine).
         mlora_compat: mount mLoRA's routes, which have no users.
         save_s: seconds between two saves of the states of all jobs.
         lease_s: seconds without a sign of a worker after which its jobs go back to the queue.
@@ -43,6 +45,8 @@ class Settings:
     batch: Mapping[str, Any] = field(default_factory=dict)
     train: Mapping[str, Any] = field(default_factory=dict)
     reproducible: bool = False
+    ray: str | None = None
+    workers_at: tuple[str, int] | None = None
     mlora_compat: bool = False
     save_s: float = 60.0
     lease_s: float = 30.0

@@ -17,6 +17,25 @@ class Closed(Exception):
     """The other side is gone."""
 
 
+def connect(address: str) -> socket.socket:
+    """Connects to "unix:PATH" or "tcp:HOST:PORT".
+
+    Raises:
+        OSError: nobody listens there.
+    """
+    family, _, rest = address.partition(":")
+    if family == "tcp":
+        host, _, port = rest.rpartition(":")
+        return socket.create_connection((host, int(port)), timeout=None)
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        connection.connect(rest)
+    except OSError:
+        connection.close()
+        raise
+    return connection
+
+
 class Wire:
     """One connection. `send` may be called from several threads, `receive` from one."""
 
@@ -36,14 +55,19 @@ class Wire:
         except OSError as problem:
             raise Closed from problem
 
-    def receive(self) -> Message:
+    def receive(self, largest: int = LARGEST, timeout_s: float | None = None) -> Message:
         """Waits for a message.
+
+        Args:
+            largest: bytes of a message.
+            timeout_s: seconds without a byte after which the other side counts as gone.
 
         Raises:
             Closed: the other side is gone, or sends something else.
         """
+        self._socket.settimeout(timeout_s)
         (size,) = struct.unpack(">I", self._exactly(4))
-        if size > LARGEST:
+        if size > largest:
             raise Closed
         try:
             return json.loads(self._exactly(size))

@@ -38,7 +38,9 @@ def command(
         str | None,
         typer.Option(help="who decides which jobs train together; default ours with several bases or GPUs"),
     ] = None,
-    gpus: Annotated[int, typer.Option(min=1, max=1024, help="GPUs of this machine, for the policy")] = 1,
+    gpus: Annotated[
+        int, typer.Option(min=0, max=1024, help="GPUs of this machine or cluster, for the policy; 0: the CPU")
+    ] = 1,
     memory_gib: Annotated[float, typer.Option(min=1, help="memory of each GPU")] = 140.0,
     host: Annotated[str, typer.Option(help="address to listen on; other than this machine needs a key")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one")] = 7070,
@@ -52,6 +54,13 @@ def command(
     ] = False,
     save_s: Annotated[float, typer.Option(min=0.1, help="seconds between two saves of all jobs")] = 60.0,
     lease_s: Annotated[float, typer.Option(min=0.5, help="seconds without a sign after which a worker is lost")] = 30.0,
+    ray: Annotated[
+        str | None, typer.Option(metavar="ADDRESS", help="run workers on a Ray cluster: auto, or HOST:PORT")
+    ] = None,
+    workers_at: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="with --ray: where workers reach this server; all nodes share --home"),
+    ] = None,
     demo: Annotated[bool, typer.Option("--demo", help="a tiny base and three jobs of two users, on the CPU")] = False,
 ) -> None:
     """Runs a training service: jobs in, adapters out, over REST and a web page.
@@ -75,6 +84,8 @@ def command(
         memory_gib=memory_gib,
         policy=read_policy(policy, several=gpus > 1 or len(base or []) > 1),
         reproducible=reproducible,
+        ray=ray,
+        workers_at=read_workers_at(workers_at, ray),
         mlora_compat=mlora_compat,
         save_s=save_s,
         lease_s=lease_s,
@@ -112,6 +123,25 @@ def read_places(text: str) -> dict[str, int]:
         fix = "--places 16:8,64:2,dora:16:1"
         raise ConfigError("serve.places", f"--places {text} is not RANK:NUMBER,…", fix=fix) from None
     return counts
+
+
+def read_workers_at(text: str | None, ray: str | None) -> tuple[str, int] | None:
+    """Reads HOST:PORT, an address of this machine that the nodes of a cluster reach.
+
+    Raises:
+        ConfigError: `serve.workers-at`.
+
+    >>> read_workers_at("10.0.0.5:7071", "auto")
+    ('10.0.0.5', 7071)
+    """
+    if text is None and ray is None:
+        return None
+    host, _, port = (text or "").rpartition(":")
+    if ray is None or not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        what = f"--workers-at {text} is not HOST:PORT." if ray else "--workers-at is for --ray: other workers are here."
+        fix = "--ray auto --workers-at 10.0.0.5:7071, with an address of this machine that the nodes reach"
+        raise ConfigError("serve.workers-at", what, why="workers on other nodes connect to it", fix=fix)
+    return host, int(port)
 
 
 def read_policy(name: str | None, *, several: bool) -> str:

@@ -19,8 +19,10 @@ from sqlalchemy import select
 
 from lorafusion_jax.checkpoint.digests import digest_of, is_intact
 from lorafusion_jax.config.places import Places
+from lorafusion_jax.errors import ConfigError
 from lorafusion_serve.control.child import Child
 from lorafusion_serve.control.hub import Connection, Hub
+from lorafusion_serve.control.launch import Launcher, LocalLauncher
 from lorafusion_serve.control.scheduler import GROUP, Configuration, PolicyScheduler, Scheduler, make_scheduler
 from lorafusion_serve.control.session import Session, SessionPlan
 from lorafusion_serve.control.spec import job_values
@@ -41,7 +43,7 @@ class Controller:
     Args:
         with_worker: False: jobs are checked and queued only.
         scheduler: decides which sessions there are (None: as the settings say).
-        make_session: makes a session; for tests.
+        launcher: starts workers (None: as the settings say).
 
     Attributes:
         refused_events: events of old epochs.
@@ -55,9 +57,9 @@ class Controller:
         *,
         with_worker: bool = True,
         scheduler: Scheduler | None = None,
-        make_session: type[Session] = Session,
+        launcher: Launcher | None = None,
     ):
-        self._with_worker, self._make_session = with_worker, make_session
+        self._with_worker = with_worker
         self._settings, self._db, self._jobs = settings, db, Jobs(db)
         self.refused_events = self.refused_decisions = 0
         self._scheduler = scheduler or make_scheduler(settings)
@@ -66,7 +68,8 @@ class Controller:
         self._checks = ThreadPoolExecutor(1, "check")
         self._checking: set[str] = set()
         self._ended = threading.Event()
-        self._hub = Hub(settings.socket, self._admit, self._take)
+        self._hub = Hub(settings.socket, self._admit, self._take, tcp=settings.workers_at)
+        self._launcher = launcher or make_launcher(settings)
         self._thread = threading.Thread(target=self._loop, name="controller", daemon=True)
         if with_worker:
             self._adopt_sessions()
@@ -169,7 +172,7 @@ class Controller:
             session.watch()
 
     def _new_session(self, name: str, plan: SessionPlan) -> Session:
-        return self._make_session(self._settings, self._db, self._jobs, self._hub, name, plan, self.values)
+        return Session(self._settings, self._db, self._jobs, self._hub, name, plan, self.values, self._launcher)
 
     def _drain(self, group: str) -> bool:
         """Asks the jobs of a session to leave it. Returns whether none is left."""
@@ -373,6 +376,24 @@ class Controller:
         connection.execute(t.artifacts.insert().values(row))
         self._jobs.change(connection, job["id"], "finished", actor=actor, step=event["step"], state_path=None)
         shutil.rmtree(self._settings.job(job["id"]) / "state", ignore_errors=True)
+
+
+def make_launcher(settings: Settings) -> Launcher:
+    """Returns what starts workers: this machine, or a Ray cluster.
+
+    Raises:
+        ConfigError: `serve.ray`, the cluster cannot be used.
+    """
+    if settings.ray is None:
+        return LocalLauncher()
+    try:
+        from lorafusion_serve.control.ray_launcher import RayLauncher
+
+        return RayLauncher(settings.ray, settings.home, settings.gpus)
+    except (ImportError, ConnectionError, RuntimeError, ValueError) as problem:
+        fix = 'pip install "lorafusion-jax[ray]", and ray start --head on one node'
+        what = f"the Ray cluster {settings.ray} cannot be used."
+        raise ConfigError("serve.ray", what, why=str(problem).splitlines()[0], fix=fix) from None
 
 
 def states_before(state: Path) -> list[Path]:

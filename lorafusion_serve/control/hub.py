@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hmac
 import logging
 import os
+import secrets
 import socket
 import threading
 import time
@@ -12,9 +14,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from lorafusion_jax.files import replace_text
 from lorafusion_serve.store.database import StoreError
 from lorafusion_serve.wire import Closed, Message, Wire
 
+LARGEST_HELLO, HELLO_S = 1 << 20, 10.0
 log = logging.getLogger("lorafusion.control")
 
 
@@ -36,17 +40,27 @@ class Hub:
     Args:
         admit: (hello) → number of the last event taken from this worker, or why it is refused.
         take: (connection, message) takes an event.
+        tcp: host and port to listen on for workers of other machines (None: the socket of this machine).
+
+    Attributes:
+        address: where workers connect.
+        secret: what workers say first. It stays the same over restarts.
     """
 
-    def __init__(self, path: Path, admit: Callable[[Message], int | str], take: Callable[[Connection, Message], None]):
+    def __init__(
+        self,
+        path: Path,
+        admit: Callable[[Message], int | str],
+        take: Callable[[Connection, Message], None],
+        *,
+        tcp: tuple[str, int] | None = None,
+    ):
         self._admit, self._take = admit, take
         self.connections: dict[str, Connection] = {}
-        with suppress(FileNotFoundError):
-            path.unlink()
-        self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(str(path))
-        os.chmod(path, 0o600)
-        self._listener.listen()
+        self.secret = "" if tcp is None else _kept_secret(path.with_name("workers.secret"))
+        self._listener = _listen_unix(path) if tcp is None else socket.create_server(tcp)
+        host, port = (tcp[0], self._listener.getsockname()[1]) if tcp is not None else ("", 0)
+        self.address = f"unix:{path}" if tcp is None else f"tcp:{host}:{port}"
         threading.Thread(target=self._accept, name="hub", daemon=True).start()
 
     def send(self, group: str, message: Message) -> bool:
@@ -81,7 +95,10 @@ class Hub:
     def _serve(self, wire: Wire) -> None:
         connection: Connection | None = None
         try:
-            hello = wire.receive()
+            hello = wire.receive(LARGEST_HELLO, HELLO_S)
+            if not hmac.compare_digest(str(hello.get("secret", "")).encode(), self.secret.encode()):
+                wire.send({"refused": "another secret than that of the service"})
+                return
             admitted = self._admit(hello)
             if isinstance(admitted, str):
                 wire.send({"refused": admitted})
@@ -97,7 +114,7 @@ class Hub:
                 if "event" in message:
                     self._take(connection, message)
                 wire.send({"received": message.get("number", 0)})
-        except (Closed, KeyError, TypeError):
+        except (Closed, KeyError, TypeError, AttributeError):
             pass
         except StoreError as problem:  # the worker connects again and sends what was not taken
             log.warning("%s", problem)
@@ -105,3 +122,21 @@ class Hub:
             wire.close()
             if connection is not None and self.connections.get(connection.group) is connection:
                 del self.connections[connection.group]
+
+
+def _listen_unix(path: Path) -> socket.socket:
+    with suppress(FileNotFoundError):
+        path.unlink()
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(path))
+    os.chmod(path, 0o600)
+    listener.listen()
+    return listener
+
+
+def _kept_secret(file: Path) -> str:
+    """Returns the secret of a file that only its owner reads; makes it if it is not there."""
+    if not file.exists():
+        replace_text(file, secrets.token_hex(32))
+        file.chmod(0o600)
+    return file.read_text(encoding="utf-8")

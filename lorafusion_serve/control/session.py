@@ -6,22 +6,17 @@ epoch count; an older writer changes nothing.
 
 from __future__ import annotations
 
-import json
 import logging
-import os
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from sqlalchemy import select
 
 from lorafusion_serve.control.hub import Connection, Hub
+from lorafusion_serve.control.launch import Launcher, Worker
 from lorafusion_serve.settings import Settings
 from lorafusion_serve.states import ON_WORKER, StateError
 from lorafusion_serve.store import tables as t
@@ -29,6 +24,7 @@ from lorafusion_serve.store.database import Database
 from lorafusion_serve.store.jobs import Job, Jobs
 
 START_S = 180.0  # for a worker to start and connect
+STOP_S = 60.0  # for a worker to save its jobs and end
 MOST_BACKOFF_S = 60.0
 log = logging.getLogger("lorafusion.control")
 
@@ -58,6 +54,7 @@ class Session:
     Args:
         group: name of the session.
         values: (job) → its job file in this session.
+        launcher: starts workers.
 
     Attributes:
         ready: whether the worker has opened its session.
@@ -72,15 +69,17 @@ class Session:
         group: str,
         plan: SessionPlan,
         values: Callable[[Job], dict[str, Any]],
+        launcher: Launcher,
     ):
         self.group, self.plan, self.ready = group, plan, False
+        self._launcher = launcher
         self._settings, self._db, self._jobs, self._hub, self._values = settings, db, jobs, hub, values
         self._was_connected, self._failed_starts, self._not_before = False, 0, 0.0
         self._sent: set[tuple[str, int, str]] = set()  # commands of this connection: (job, epoch, command)
         self._weights: dict[tuple[str, int], float] = {}  # that the worker has, by (job, epoch)
         self._seen: Connection | None = None
         self._silent_since = time.monotonic()
-        self._process: subprocess.Popen | None = None
+        self._worker: Worker | None = None
 
     @property
     def connected(self) -> bool:
@@ -98,11 +97,10 @@ class Session:
     def stop(self) -> None:
         """Ends the worker; its jobs are saved."""
         self.ready = False
-        if self._process is not None:
-            self._process.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(60)
-            self._process = None
+        if self._worker is not None:
+            self._worker.terminate()
+            self._worker.wait(STOP_S)
+            self._worker = None
 
     def remove(self) -> None:
         """Ends the worker for good."""
@@ -120,18 +118,18 @@ class Session:
             self._seen, self._sent, self._weights = connection, set(), {}
             self._silent_since = time.monotonic()
         silent_s = time.monotonic() - (self._silent_since if connection is None else connection.contact)
-        died = self._process is not None and self._process.poll() is not None
+        died = self._worker is not None and self._worker.has_ended()
         if connection is not None and silent_s <= self._settings.lease_s:
             return False
         lease_s = self._settings.lease_s if self._was_connected else max(START_S, self._settings.lease_s)
-        if self._process is not None and not died and silent_s <= lease_s:
+        if self._worker is not None and not died and silent_s <= lease_s:
             return False  # it starts, or connects again
         if died and time.monotonic() < self._not_before:
             return False  # it ended before it was ready: not again at once
-        adopted = self._process is None and connection is None and self._adoptable()
+        adopted = self._worker is None and connection is None and self._adoptable()
         if adopted and silent_s <= self._settings.lease_s:
             return False  # a worker of an earlier server, which will connect
-        self._replace_worker("it ended" if died else "no sign of it" if self._process or adopted else "no worker yet")
+        self._replace_worker("it ended" if died else "no sign of it" if self._worker or adopted else "no worker yet")
         return True
 
     def send(self) -> None:
@@ -168,21 +166,19 @@ class Session:
         self.ready = state == "ready"
 
     def _adoptable(self) -> bool:
-        with self._db.read() as connection:
-            pid = connection.scalar(select(t.groups.c.pid).where(t.groups.c.id == self.group))
-        return pid is not None and _is_worker(pid)
+        return self._recorded_worker() is not None
 
-    def _kill_rest(self) -> int:
-        """Ends what is left of a worker. Returns its epoch; 0 if there was none."""
+    def _recorded_worker(self) -> Worker | None:
+        """Returns the worker of the database, if it lives."""
         with self._db.read() as connection:
             row = connection.execute(select(t.groups).where(t.groups.c.id == self.group)).mappings().one_or_none()
-        for pid in {self._process.pid if self._process else None, row["pid"] if row else None} - {None}:
-            if _is_worker(pid):
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-        if self._process is not None:
-            self._process.wait()
-        return 0 if row is None else row["epoch"]
+        return None if row is None else self._launcher.find(self.group, row["epoch"], row["pid"])
+
+    def _kill_rest(self) -> None:
+        """Ends what is left of a worker."""
+        for worker in (self._worker, self._recorded_worker()):
+            if worker is not None:
+                worker.kill()
 
     def _replace_worker(self, why: str) -> None:
         """Ends what is left of a worker, returns its jobs to the queue, and starts another one."""
@@ -207,16 +203,16 @@ class Session:
             connection.execute(t.decisions.insert().values(at=time.time(), text=text))
             self._db.add_event(connection, "worker", "admin", None, {"group": group, "epoch": epoch, "why": why})
         self._failed_starts += 1  # until it is ready
-        self._process = self.spawn(epoch)
+        self._worker = self._start_worker(epoch)
         self._silent_since, self._was_connected = time.monotonic(), False
         self._not_before = self._silent_since + min(2.0**self._failed_starts, MOST_BACKOFF_S)
 
-    def spawn(self, epoch: int) -> subprocess.Popen | None:
-        """Starts a worker process."""
+    def _start_worker(self, epoch: int) -> Worker:
         settings, plan = self._settings, self.plan
         capacity = {} if plan.capacity_tokens is None else {"capacity_tokens": plan.capacity_tokens}
         arguments = {
-            "socket": str(settings.socket),
+            "server": self._hub.address,
+            "secret": self._hub.secret,
             "group": self.group,
             "epoch": epoch,
             "beat_s": min(settings.lease_s / 6, 5.0),
@@ -229,16 +225,7 @@ class Session:
             "reproducible": settings.reproducible,
             "save_s": settings.save_s,
         }
-        file = settings.log(self.group)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("ab") as output:
-            return subprocess.Popen(
-                [sys.executable, "-m", "lorafusion_serve.worker", json.dumps(arguments)],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # it outlives a server that is killed
-            )
+        return self._launcher.start(arguments, settings.log(self.group))
 
     def _send_weight(self, job: Job) -> None:
         message = {"command": "weight", "job": job["id"], "epoch": job["epoch"], "weight": job["weight"]}
@@ -255,11 +242,3 @@ class Session:
         message = {"command": what, "job": job["id"], "epoch": job["epoch"]} | data
         if self._hub.send(self.group, message):
             self._sent.add(key)
-
-
-def _is_worker(pid: int) -> bool:
-    """Whether a process is a worker of this program; its number may have gone to another one."""
-    try:
-        return b"lorafusion_serve.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return False

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lorafusion_serve.wire import Message
@@ -23,7 +22,7 @@ def main() -> int:
         return [{"job": entry.job, "epoch": entry.epoch} for entry in list(held.values())]
 
     # First of all: the server sees that a worker starts, whatever takes its time.
-    link = Link(Path(settings["socket"]), settings["group"], settings["epoch"], settings["beat_s"], holds)
+    link = Link(settings["server"], settings["group"], settings["epoch"], settings["beat_s"], holds, settings["secret"])
     from lorafusion_jax.machine import prepare_machine
 
     prepare_machine()

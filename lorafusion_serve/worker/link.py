@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import os
 import queue
-import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from lorafusion_serve.wire import Closed, Message, Wire
+from lorafusion_serve.wire import Closed, Message, Wire, connect
 
 AGAIN_S = 0.25
 
@@ -24,15 +22,25 @@ class Link:
     """Connects in the background, again and again.
 
     Args:
+        address: of the server, see `wire.connect`.
         holds: says which jobs are here, for a server that has just started.
+        secret: of the service; workers of its own machine need none.
 
     Attributes:
         commands: what the server asks.
         refused: why the server does not want this worker; it has to end.
     """
 
-    def __init__(self, path: Path, group: str, epoch: int, beat_s: float, holds: Callable[[], list[Message]]):
-        self._path, self._group, self._epoch, self._holds = path, group, epoch, holds
+    def __init__(
+        self,
+        address: str,
+        group: str,
+        epoch: int,
+        beat_s: float,
+        holds: Callable[[], list[Message]],
+        secret: str = "",
+    ):
+        self._address, self._group, self._epoch, self._holds, self._secret = address, group, epoch, holds, secret
         self._beat_s = beat_s
         self.commands: queue.Queue[Message] = queue.Queue()
         self.refused = ""
@@ -79,19 +87,17 @@ class Link:
 
     def _connect(self) -> None:
         while not self._ended.is_set() and not self.refused:
-            connection = socket.socket(socket.AF_UNIX)
             try:
-                connection.connect(str(self._path))
-                self._talk(Wire(connection))
+                with connect(self._address) as connection:
+                    self._talk(Wire(connection))
             except (OSError, Closed):
                 pass  # tried again
-            finally:
-                connection.close()
             self._wire = None
             self._ended.wait(AGAIN_S)
 
     def _talk(self, wire: Wire) -> None:
-        wire.send({"hello": self._group, "epoch": self._epoch, "pid": os.getpid(), "jobs": self._holds()})
+        hello = {"hello": self._group, "epoch": self._epoch, "pid": os.getpid(), "jobs": self._holds()}
+        wire.send(hello | {"secret": self._secret})
         answer = wire.receive()
         if "refused" in answer:
             self.refused = answer["refused"]

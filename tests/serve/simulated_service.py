@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from simulated_worker import SimulatedSession
+from simulated_worker import SimulatedLauncher
 from sqlalchemy import select
 
 from lorafusion_serve.control.controller import Controller
@@ -33,8 +33,8 @@ class Service:
         rates = Rates(ChangeCosts(start_s=0.1, change_s=0.01, compile_s=0.01, move_s=0.01))
         chosen = policy(rates) if callable(policy) else policy
         self.scheduler = PolicyScheduler(self.settings, chosen, rates=rates)
-        SimulatedSession.made, SimulatedSession.plans = {}, {}
-        self.controller = Controller(self.settings, self.db, scheduler=self.scheduler, make_session=SimulatedSession)
+        SimulatedLauncher.made, SimulatedLauncher.plans = {}, {}
+        self.controller = Controller(self.settings, self.db, scheduler=self.scheduler, launcher=SimulatedLauncher())
         self.controller.start()
 
     def submit(self, name: str, base: str, steps: int = 30, rank: int = 4) -> str:

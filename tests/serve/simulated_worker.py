@@ -11,41 +11,41 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from lorafusion_jax.checkpoint.digests import write_digests
-from lorafusion_serve.control.session import Session
 from lorafusion_serve.worker.link import Link
 
 STEP_S = 0.01
 
 
 class SimulatedProcess:
-    """What the server sees as a process."""
+    """What the server sees as a worker."""
 
-    pid = 0
-
-    def __init__(self, settings: Any, group: str, epoch: int, places: int, poison: str = ""):
+    def __init__(self, server: str, group: str, epoch: int, places: int, poison: str = "", secret: str = ""):
         self._poison = poison
         self.jobs: dict[str, dict[str, Any]] = {}
         self.trained: set[str] = set()
         self.most_together, self._places = 0, places
         self._frozen = threading.Event()
         self.ended, self.code = threading.Event(), None
-        self.link = Link(settings.socket, group, epoch, 0.1, self._holds)
+        self.link = Link(server, group, epoch, 0.1, self._holds, secret)
         self.link.emit("ready", device="simulated")
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def poll(self) -> int | None:
-        return self.code
+    def has_ended(self) -> bool:
+        return self.code is not None
 
     def terminate(self) -> None:
         """Ends in good order: jobs are saved."""
         self.ended.set()
 
-    def wait(self, timeout: float | None = None) -> None:
-        if self._frozen.is_set():
-            self.crash()  # only SIGKILL ends a stopped process
-        self.ended.set()
-        self._thread.join(timeout)
+    def wait(self, seconds: float) -> bool:
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def kill(self) -> None:
+        if not self.ended.is_set():
+            self.crash()
+        self._thread.join()
 
     def crash(self) -> None:
         """Ends without a word."""
@@ -115,21 +115,27 @@ class SimulatedProcess:
         self.link.emit("stopped", job=name, epoch=job["epoch"], step=job["step"], path=saved)
 
 
-class SimulatedSession(Session):
-    """A session whose worker is simulated.
+class SimulatedLauncher:
+    """Starts threads instead of processes; they end with the server.
 
     Attributes:
         poison: a job that ends its worker.
-        made, plans: all processes and their places, by session.
+        made, plans: all workers and their places, by session.
     """
 
     made: ClassVar[dict[str, list[SimulatedProcess]]] = {}
     poison: ClassVar[str] = ""
     plans: ClassVar[dict[str, list[dict[str, int]]]] = {}
 
-    def spawn(self, epoch: int) -> Any:
-        places = sum(self.plan.places.values())
-        process = SimulatedProcess(self._settings, self.group, epoch, places, self.poison)
-        self.made.setdefault(self.group, []).append(process)
-        self.plans.setdefault(self.group, []).append({str(name): count for name, count in self.plan.places.items()})
+    def start(self, arguments: dict[str, Any], log: Path) -> SimulatedProcess:
+        del log  # unused: threads say nothing
+        places, group = arguments["places"], arguments["group"]
+        process = SimulatedProcess(
+            arguments["server"], group, arguments["epoch"], sum(places.values()), self.poison, arguments["secret"]
+        )
+        self.made.setdefault(group, []).append(process)
+        self.plans.setdefault(group, []).append({str(name): count for name, count in places.items()})
         return process
+
+    def find(self, group: str, epoch: int, pid: int | None) -> None:
+        return None

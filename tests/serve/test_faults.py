@@ -9,7 +9,7 @@ import time
 
 import pytest
 from simulated_service import Service, wait_for
-from simulated_worker import SimulatedSession
+from simulated_worker import SimulatedLauncher
 from sqlalchemy import select
 
 from lorafusion_jax.errors import LoraFusionError
@@ -34,7 +34,7 @@ def serve(tmp_path, tiny_base):
 
 
 def first_process():
-    return next(iter(SimulatedSession.made.values()))[0]
+    return next(iter(SimulatedLauncher.made.values()))[0]
 
 
 def test_a_frozen_worker_is_replaced(serve):
@@ -55,11 +55,11 @@ def test_a_poison_job_fails_alone(serve):
     service = serve(places={4: 1})
     good = service.submit("good", "blue", steps=40)
     bad = service.submit("bad", "red", steps=40)
-    SimulatedSession.poison = bad
+    SimulatedLauncher.poison = bad
     try:
         wait_for(lambda: service.show(bad)["state"] == "failed")
     finally:
-        SimulatedSession.poison = ""
+        SimulatedLauncher.poison = ""
     assert "worker was lost 4 times" in service.show(bad)["reason"]
     service.wait(good)
 
@@ -73,7 +73,7 @@ def test_steps_of_the_clock_move_no_lease(serve, monkeypatch, step_s):
     monkeypatch.setattr(time, "time", lambda: real() + step_s)
     service.wait(job)
     assert service.show(job)["tries"] == 0
-    assert sum(map(len, SimulatedSession.made.values())) == 1
+    assert sum(map(len, SimulatedLauncher.made.values())) == 1
 
 
 def test_a_locked_database_is_busy_for_a_while(tmp_path, monkeypatch):

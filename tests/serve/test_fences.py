@@ -8,6 +8,7 @@ import pytest
 from sqlalchemy import select
 
 from lorafusion_serve.control.controller import GROUP, Controller
+from lorafusion_serve.control.hub import Hub
 from lorafusion_serve.server import open_database
 from lorafusion_serve.settings import Settings
 from lorafusion_serve.store import tables as t
@@ -28,7 +29,7 @@ def service(tmp_path):
     links: list[Link] = []
 
     def connect(epoch: int = EPOCH) -> Link:
-        links.append(Link(settings.socket, GROUP, epoch, 60.0, list))
+        links.append(Link(f"unix:{settings.socket}", GROUP, epoch, 60.0, list))
         return links[-1]
 
     yield db, Jobs(db), controller, connect
@@ -122,6 +123,21 @@ def test_the_last_event_sent_again_counts_once(service):
     with db.read() as connection:
         kinds = connection.execute(select(t.events.c.kind).where(t.events.c.job == job)).scalars().all()
     assert kinds.count("step") == 2
+
+
+def test_a_worker_of_another_machine_needs_the_secret(tmp_path):
+    """Over TCP anybody may connect; who does not know the secret is refused before anything is read of the message."""
+    hub = Hub(tmp_path / "sock", lambda hello: 0, lambda connection, event: None, tcp=("127.0.0.1", 0))
+    stranger, friend = (Link(hub.address, "north", 1, 60.0, list, secret) for secret in ("guess", hub.secret))
+    wait_for(lambda: stranger.refused and "north" in hub.connections)
+    assert not friend.refused
+    friend.close(0.0)
+    hub.close()
+    file = tmp_path / "workers.secret"
+    assert (file.read_text(), file.stat().st_mode & 0o077) == (hub.secret, 0)
+    again = Hub(tmp_path / "sock", lambda hello: 0, lambda connection, event: None, tcp=("127.0.0.1", 0))
+    assert again.secret == hub.secret  # workers connect again after a restart
+    again.close()
 
 
 def test_an_adapter_that_is_not_intact_fails_its_job(service, tmp_path):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from simulated_service import Service, wait_for
-from simulated_worker import SimulatedSession
+from simulated_worker import SimulatedLauncher
 
 from scheduling.online import Decision, Mesh
 from scheduling.online.policies.grouped import Packing
@@ -32,7 +32,7 @@ def test_two_bases_get_their_sessions_and_all_jobs_end(serve):
     jobs = {service.submit(f"{base}-{n}", base): base for n in range(3) for base in ("red", "blue")}
     service.wait(*jobs)
     assert {decision["text"].split(" (")[0].split()[0] for decision in service.decisions()} >= {"open"}
-    processes = [process for made in SimulatedSession.made.values() for process in made]
+    processes = [process for made in SimulatedLauncher.made.values() for process in made]
     assert {jobs[job] for process in processes for job in process.trained} == {"red", "blue"}
     # a session may change before its first job starts: such a process has trained none
     assert all(len({jobs[job] for job in process.trained}) <= 1 for process in processes)
@@ -137,7 +137,7 @@ def test_a_session_that_dies_is_opened_again(serve):
     service = serve(Packing)
     job = service.submit("one", "red", steps=80)
     wait_for(lambda: service.show(job)["step"] >= 3)
-    (processes,) = SimulatedSession.made.values()
+    (processes,) = SimulatedLauncher.made.values()
     processes[0].crash()
     service.wait(job)
     assert service.show(job)["tries"] == 1
@@ -149,5 +149,5 @@ def test_sessions_grow_with_the_ranks_of_their_jobs(serve):
     service = serve(Packing)
     jobs = [service.submit("small", "red"), service.submit("large", "red", rank=12)]
     service.wait(*jobs)
-    plans = [places for made in SimulatedSession.plans.values() for places in made]
+    plans = [places for made in SimulatedLauncher.plans.values() for places in made]
     assert {"4": 2, "16": 1} in plans

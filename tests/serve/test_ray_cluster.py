@@ -1,0 +1,108 @@
+"""Workers on a Ray cluster of simulated nodes. Needs `pip install "lorafusion-jax[ray]"`; run by name."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+from safetensors.numpy import load_file
+from small_jobs import write_rows
+
+pytest.importorskip("ray")
+pytestmark = pytest.mark.nightly
+
+PATIENCE_S = 600
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    import ray
+    from ray.cluster_utils import Cluster
+
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+    made.add_node(num_cpus=1)
+    ray.init(address=made.address, namespace="lorafusion", log_to_driver=False)
+    yield made
+    ray.shutdown()
+    made.shutdown()
+
+
+def wait_for(there) -> None:
+    until = time.monotonic() + PATIENCE_S
+    while not there():
+        assert time.monotonic() < until
+        time.sleep(0.1)
+
+
+def serve(home, base, address):
+    from lorafusion_serve.control.controller import Controller
+    from lorafusion_serve.server import open_database
+    from lorafusion_serve.settings import Settings
+
+    settings = Settings(
+        home=home,
+        bases={"tiny": base},
+        places={4: 2},
+        gpus=0,
+        ray=address,
+        workers_at=("127.0.0.1", 17071),
+        reproducible=True,
+        save_s=1.0,
+        lease_s=20.0,
+        base={"dtype": "float32"},
+        batch={"capacity_tokens": 128, "tile_tokens": 16},
+        train={"block_layers": 1},
+    )
+    db = open_database(settings)
+    return db, Controller(settings, db)
+
+
+def submit(db, file, name: str) -> str:
+    from lorafusion_serve.store.jobs import Jobs
+
+    spec = {
+        "name": name, "base": "tiny", "data": {"train": str(file), "max_length": 32, "on_long": "drop"}, "seed": 3,
+        "lora": {"rank": 4, "targets": ["q_proj"]}, "optim": {"lr": 0.01}, "objective": {}, "weight": 1.0,
+        "batch": {"global_samples": 4}, "steps": None, "epochs": 40,
+    }  # fmt: skip
+    with db.write() as connection:
+        return Jobs(db).submit(connection, "ana", spec)["id"]
+
+
+def show(db, job: str) -> dict:
+    from lorafusion_serve.store.jobs import Jobs
+
+    with db.read() as connection:
+        row = Jobs(db).get(connection, job)
+    assert row["state"] not in ("failed", "rejected"), json.dumps({key: str(value) for key, value in row.items()})
+    return row
+
+
+def test_a_job_survives_its_node_and_a_restart_of_the_server(cluster, tmp_path, tiny_base, quick_compiles):
+    file = tmp_path / write_rows(tmp_path, "rows", 16, longest=10)
+    home = tmp_path / "home"
+    db, controller = serve(home, tiny_base, cluster.address)
+    controller.start()
+    alone = submit(db, file, "alone")
+    wait_for(lambda: show(db, alone)["state"] == "done")
+    moved = submit(db, file, "moved")
+    wait_for(lambda: show(db, moved)["state_step"] >= 1)
+    controller.close(stop_worker=False)  # as a kill leaves it: the worker is a detached actor
+    db.close()
+    db, controller = serve(home, tiny_base, cluster.address)
+    controller.start()
+    wait_for(lambda: controller.connected)
+    assert show(db, moved)["tries"] == 0  # it trained on
+    lost = next(node for node in cluster.worker_nodes)
+    cluster.add_node(num_cpus=1)
+    cluster.remove_node(lost, allow_graceful=False)
+    wait_for(lambda: show(db, moved)["state"] == "done")
+    assert show(db, moved)["tries"] == 1
+    controller.close()
+    db.close()
+    ours, theirs = (
+        load_file(next((home / "jobs" / job / "adapter").glob("step-*")) / "adapter_model.safetensors")
+        for job in (moved, alone)
+    )
+    assert [key for key in ours if not (ours[key] == theirs[key]).all()] == []
