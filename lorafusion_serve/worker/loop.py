@@ -24,6 +24,7 @@ from lorafusion_serve.worker.references import read_references, write_references
 HORIZON = 48  # slots of a window
 REPORT_S = 0.2  # between two messages about steps
 SERVER_GONE_S = 60.0
+NO_SPACE, AGAIN_S = "save.no-space", 5.0  # a full disk, and when to try again
 
 
 @dataclass(slots=True, kw_only=True)
@@ -31,7 +32,8 @@ class Held:
     """A job in the session, or on its way into it.
 
     Attributes:
-        saved: last step with a state on the disk.
+        state: newest state on the disk, of step `kept`.
+        saved: last step whose state was read; it may not be on the disk yet.
         place: None until it has started.
         announced: whether it trains; until then its reference is computed.
         new_references: they are not in its folder yet.
@@ -44,8 +46,10 @@ class Held:
     wanted_place: int
     state: Path | None
     loading: Future[tuple[Task, AdapterState | None]]
+    kept: int = 0
     saved: int = 0
     place: int | None = None
+    not_before: float = 0.0  # when a full disk is tried again
     announced: bool = False
     new_references: bool = False
 
@@ -68,12 +72,13 @@ class WorkerLoop:
 
     def run(self) -> None:
         while not (self._closing or self.stop.is_set() or self._link.refused):
-            self._execute_commands(wait_s=0.0 if self._session.tasks else 0.05)
+            self._execute_commands(wait_s=0.0 if self._session.tasks and not self._waits_for_disk() else 0.05)
             self._start_loaded()
             self._announce()
             window = self._session.plan(HORIZON)
             self._session.run(window, self._listen, self._must_pause)
-            if not window.slots or self._must_pause() or any(cursor.is_finished for cursor in window.cursors):
+            ends = any(cursor.is_finished for cursor in window.cursors) or self._waits_for_disk()
+            if not window.slots or self._must_pause() or ends:
                 self._session.drain()
                 self._end_finished()
             self._report(now=not window.slots)
@@ -86,6 +91,9 @@ class WorkerLoop:
                 self._stop(held)
         self._writer.shutdown(wait=True)
         self._readers.shutdown(wait=False, cancel_futures=True)
+
+    def _waits_for_disk(self) -> bool:
+        return any(held.not_before for held in self._held.values())
 
     def _must_pause(self) -> bool:
         self._report()
@@ -141,7 +149,7 @@ class WorkerLoop:
                 del self._held[held.job]
                 self._link.emit("failed", job=held.job, epoch=held.epoch, step=held.saved, reason=str(problem))
                 continue
-            held.place, held.saved = held.wanted_place, task.step
+            held.place, held.saved, held.kept = held.wanted_place, task.step, task.step
             if task.status == "preparing":
                 held.new_references = True
 
@@ -166,19 +174,27 @@ class WorkerLoop:
             if task.status == "failed":
                 state = self._session.stop(held.place)
                 self._end(held, "failed", step=state.step, reason=task.reason)
-            elif task.status == "done":
+            elif task.status == "done" and time.monotonic() >= held.not_before:
                 self._finish(held, task)
 
     def _finish(self, held: Held, task: Task) -> None:
+        """Exports an adapter that has taken its last step. While the disk is full, it stays in its place."""
         assert held.place is not None
-        self._evaluate(held, task)
-        state = self._session.stop(held.place)
+        if not held.not_before:
+            self._evaluate(held, task)
+        state = self._session.read(held.place)
         target = held.folder / "adapter" / f"step-{state.step}"
         try:
             export_task(task, state, target, name=held.name)
         except LoraFusionError as problem:
+            if problem.code == NO_SPACE:
+                self._not_saved(held, problem)
+                held.not_before = time.monotonic() + AGAIN_S
+                return
+            self._session.forget(held.place)
             self._end(held, "failed", step=state.step, reason=str(problem))
             return
+        self._session.forget(held.place)
         self._end(held, "finished", step=state.step, path=str(target))
 
     def _evaluate(self, held: Held, task: Task) -> None:
@@ -205,10 +221,15 @@ class WorkerLoop:
         if held.job not in self._held:
             return
         state = self._session.stop(held.place)
+        if not state.step:
+            self._end(held, "stopped", step=0, path=None)
+            return
         try:  # on the thread of the saves: one of the same step may be under way
-            path = self._writer.submit(self._write, held, state).result() if state.step else None
-        except LoraFusionError as problem:
-            self._end(held, "failed", step=held.saved, reason=str(problem))
+            path = self._writer.submit(self._write, held, state).result()
+        except LoraFusionError as problem:  # the steps since the newest state run again
+            self._not_saved(held, problem)
+            kept = None if held.state is None else str(held.state)
+            self._end(held, "stopped", step=held.kept, path=kept)
             return
         self._end(held, "stopped", step=state.step, path=path)
 
@@ -225,9 +246,13 @@ class WorkerLoop:
         try:
             path = self._write(held, state)
         except LoraFusionError as problem:
-            self._link.emit("not-saved", job=held.job, epoch=held.epoch, reason=str(problem))
+            self._not_saved(held, problem)
             return
+        held.state, held.kept = Path(path), state.step
         self._link.emit("saved", job=held.job, epoch=held.epoch, step=state.step, path=path)
+
+    def _not_saved(self, held: Held, problem: LoraFusionError) -> None:
+        self._link.emit("not-saved", job=held.job, epoch=held.epoch, reason=str(problem))
 
     def _write(self, held: Held, state: AdapterState) -> str:
         return str(state.write(held.folder / "state" / f"e{held.epoch}-s{state.step}"))

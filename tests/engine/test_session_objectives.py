@@ -32,7 +32,11 @@ ADAPTERS = {
     "plain": {"lora": {"rank": 4, "dropout": 0.1}, "data": {"train": "texts.jsonl"}},
     "prefers": {"lora": {"rank": 3, "dropout": 0.1}, "objective": {"name": "dpo", "beta": 0.3, "sft": 0.1}},
     "judged": {"lora": {"kind": "dora", "rank": 3}, "objective": {"name": "kto", "group": 2}},
-    "scores": {"lora": {"rank": 2, "targets": ["v_proj", "up_proj"]}, "objective": {"name": "reward", "center": 0.02}},
+    "scores": {  # its gradient is a difference of two texts, which has more rounding: eps above it, see below
+        "lora": {"rank": 2, "targets": ["v_proj", "up_proj"]},
+        "objective": {"name": "reward", "center": 0.02},
+        "optim": {"lr": 5e-3, "schedule": "constant", "warmup": 0, "eps": 1e-2},
+    },
     "folded": {"lora": {"kind": "vera", "rank": 5, "dropout": 0.0}, "objective": {"name": "orpo"}},
 }
 DATA = {"reward": "pairs.jsonl", "dpo": "pairs.jsonl", "orpo": "pairs.jsonl", "kto": "labelled.jsonl"}

@@ -133,6 +133,44 @@ def test_what_a_policy_gets_wrong_is_counted_shown_and_changes_nothing(serve, mo
     assert opened["seq"] > refused[1]["seq"]
 
 
+class Liar:
+    """Opens sessions on GPUs that do not exist, with jobs that nobody has submitted."""
+
+    promises = frozenset()
+
+    def decide(self, state, now):
+        return [Decision("open", "sky", "red", "moon", (7, 8), Mesh(2, 1, 128), ("job-nobody",), "because")]
+
+
+def test_decisions_that_cannot_be_are_refused(serve, monkeypatch):
+    monkeypatch.setattr("lorafusion_serve.control.scheduler.TICK_S", 0.1)
+    service = serve(Liar())
+    service.wait(service.submit("one", "red"))
+    assert service.controller.refused_decisions >= 3
+    assert "sky" not in service.controller.groups
+
+
+class Sleeper(Packing):
+    """Takes longer than a lease."""
+
+    def decide(self, state, now):
+        time.sleep(1.5)
+        return super().decide(state, now)
+
+
+def test_a_policy_that_sleeps_delays_decisions_and_nothing_else(serve):
+    """Workers train on, their events are taken, and none of them counts as lost."""
+    service = serve(Sleeper, lease_s=0.8)
+    job = service.submit("one", "red", steps=200)
+    wait_for(lambda: service.show(job)["step"] >= 3)
+    before, began = service.show(job)["step"], time.monotonic()
+    other = service.submit("two", "blue", steps=20)  # the policy is asked, and sleeps
+    wait_for(lambda: service.show(job)["step"] > before + 10)
+    service.wait(job, other)
+    assert time.monotonic() - began > 1.5
+    assert [service.show(name)["tries"] for name in (job, other)] == [0, 0]
+
+
 def test_a_session_that_dies_is_opened_again(serve):
     service = serve(Packing)
     job = service.submit("one", "red", steps=80)

@@ -1,0 +1,145 @@
+"""A disk that is full while a worker saves: jobs keep their newest state, and nothing that is half written counts."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from lorafusion_jax.errors import RunError
+from lorafusion_serve.worker import loop
+
+FULL = RunError("save.no-space", "the disk is full.")
+
+
+@dataclass
+class Adapter:
+    """A task and its state in one; writing it fails while the disk is full."""
+
+    steps: int
+    disk: dict
+    step: int = 0
+    status: str = "running"
+    reason: str = ""
+    references: None = None
+    num_steps: int = field(init=False)
+
+    def __post_init__(self):
+        self.num_steps = self.steps
+
+    def write(self, folder: Path) -> Path:
+        if self.disk["full"]:
+            raise FULL
+        return folder
+
+
+class Bench:
+    """A session in which every window is one step of every adapter."""
+
+    def __init__(self):
+        self.tasks: dict[int, Adapter] = {}
+
+    def start(self, place, task, state):
+        self.tasks[place] = task
+
+    def plan(self, horizon):
+        running = [task for task in self.tasks.values() if task.status == "running"]
+        cursors = [SimpleNamespace(is_finished=task.step + 1 == task.steps) for task in running]
+        return SimpleNamespace(slots=running, cursors=cursors)
+
+    def run(self, window, listener, pause):
+        for task in window.slots:
+            task.step += 1
+            task.status = "done" if task.step == task.steps else "running"
+        time.sleep(0.002)
+
+    def drain(self): ...
+
+    def evaluate(self, place): ...
+
+    def read(self, place):
+        return self.tasks[place]
+
+    def forget(self, place):
+        del self.tasks[place]
+
+    def stop(self, place):
+        return self.tasks.pop(place)
+
+
+class Line:
+    """What the server would hear."""
+
+    def __init__(self):
+        self.commands, self.events, self.refused, self.silent_s = queue.Queue(), [], "", 0.0
+
+    def emit(self, kind, **data):
+        self.events.append((kind, data))
+
+    def of(self, kind):
+        return [data for name, data in list(self.events) if name == kind]
+
+
+@pytest.fixture
+def worker(tmp_path, monkeypatch):
+    """A worker in a thread, its line, and the disk."""
+    disk, line = {"full": False}, Line()
+
+    def export(task, state, target, *, name):
+        if disk["full"]:
+            raise FULL
+
+    monkeypatch.setattr(loop, "export_task", export)
+    monkeypatch.setattr(loop, "_load", lambda job, values, state, folder: (Adapter(values["steps"], disk), None))
+    monkeypatch.setattr(loop, "AGAIN_S", 0.05)
+    running = loop.WorkerLoop(Bench(), line, {}, save_s=0.05)
+    thread = threading.Thread(target=running.run, daemon=True)
+    thread.start()
+
+    def start(job: str, steps: int, place: int) -> None:
+        values = {"steps": steps}
+        command = {"command": "start", "job": job, "epoch": 1, "name": job, "folder": str(tmp_path / job)}
+        line.commands.put(command | {"place": place, "state": None, "values": values})
+
+    yield start, line, disk
+    running.stop.set()
+    thread.join(30)
+    assert not thread.is_alive()
+
+
+def wait_for(there) -> None:
+    until = time.monotonic() + 60
+    while not there():
+        assert time.monotonic() < until
+        time.sleep(0.005)
+
+
+def test_a_job_that_leaves_a_full_disk_keeps_its_newest_state(worker):
+    start, line, disk = worker
+    start("moss", 10**6, 0)
+    wait_for(lambda: line.of("saved"))
+    disk["full"] = True
+    wait_for(lambda: line.of("not-saved"))
+    line.commands.put({"command": "stop", "job": "moss", "epoch": 1})
+    wait_for(lambda: line.of("stopped"))
+    saved, (stopped,) = line.of("saved")[-1], line.of("stopped")
+    assert (stopped["step"], stopped["path"]) == (saved["step"], saved["path"])
+    assert line.of("failed") == []
+
+
+def test_an_adapter_that_is_done_waits_for_the_disk_while_others_train(worker):
+    start, line, disk = worker
+    disk["full"] = True
+    start("fern", 4, 0)
+    start("moss", 10**6, 1)
+    wait_for(lambda: line.of("not-saved"))
+    assert line.of("finished") == []
+    disk["full"] = False
+    wait_for(lambda: line.of("finished"))
+    assert [event["job"] for event in line.of("finished")] == ["fern"]
+    assert line.of("failed") == []
