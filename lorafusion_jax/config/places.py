@@ -96,8 +96,8 @@ class Places:
 
     def lacks_head(self, spec: AdapterSpec) -> bool:
         """Whether places do not have the head of an adapter's objective."""
-        own = set() if spec.head is None else set(spec.head.by_key)
-        return not own <= {key for head in self.heads for key in head.by_key}
+        needed = set() if spec.head is None else set(spec.head.by_key)
+        return not needed <= {key for head in self.heads for key in head.by_key}
 
 
 def class_name(kind: str, rank: int) -> str:

@@ -14,12 +14,9 @@ import signal
 import subprocess
 import sys
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any
-
-import ray
-from ray.util import get_placement_group, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from lorafusion_serve.wire import Message
 
@@ -56,8 +53,8 @@ class Supervisor:
 class RayWorker:
     """A worker on some node."""
 
-    def __init__(self, name: str, actor: Any):
-        self.name, self.actor, self._ended = name, actor, actor.wait.remote()
+    def __init__(self, ray: Any, name: str, actor: Any):
+        self._ray, self.name, self.actor, self._ended = ray, name, actor, actor.wait.remote()
 
     def has_ended(self) -> bool:
         """Whether the worker, its actor or its node has ended."""
@@ -67,13 +64,14 @@ class RayWorker:
         self.actor.terminate.remote()
 
     def wait(self, seconds: float) -> bool:
-        ended, _ = ray.wait([self._ended], timeout=seconds)
+        ended, _ = self._ray.wait([self._ended], timeout=seconds)
         return bool(ended)
 
     def kill(self) -> None:
-        ray.kill(self.actor, no_restart=True)
+        self._ray.kill(self.actor, no_restart=True)
+        util = import_module("ray.util")
         with suppress(ValueError):
-            remove_placement_group(get_placement_group(self.name))
+            util.remove_placement_group(util.get_placement_group(self.name))
 
 
 class RayLauncher:
@@ -86,17 +84,21 @@ class RayLauncher:
     """
 
     def __init__(self, address: str, home: Path, gpus: int):
-        if not ray.is_initialized():
-            ray.init(address=address, namespace=NAMESPACE, log_to_driver=False)
+        self._ray = import_module("ray")
+        if not self._ray.is_initialized():
+            self._ray.init(address=address, namespace=NAMESPACE, log_to_driver=False)
         self._service, self._gpus = hashlib.sha256(str(home).encode()).hexdigest()[:8], gpus
 
     def start(self, arguments: Message, log: Path) -> RayWorker:
         name = self._name(arguments["group"], arguments["epoch"])
         gpus = len(arguments["gpus"]) or self._gpus
         needed = {"CPU": 1.0} | ({"GPU": float(gpus)} if gpus else {})
-        room = placement_group([needed], strategy="STRICT_PACK", name=name, lifetime="detached")
+        room = import_module("ray.util").placement_group(
+            [needed], strategy="STRICT_PACK", name=name, lifetime="detached"
+        )
+        strategies = import_module("ray.util.scheduling_strategies")
         actor = (
-            ray.remote(Supervisor)
+            self._ray.remote(Supervisor)
             .options(
                 name=name,
                 namespace=NAMESPACE,
@@ -105,20 +107,20 @@ class RayLauncher:
                 max_concurrency=4,  # a call that waits, and others
                 num_cpus=1,
                 num_gpus=gpus,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(placement_group=room),
+                scheduling_strategy=strategies.PlacementGroupSchedulingStrategy(placement_group=room),
             )
             .remote(json.dumps(arguments | {"gpus": []}), str(log))  # Ray says which GPUs the worker sees
         )
-        return RayWorker(name, actor)
+        return RayWorker(self._ray, name, actor)
 
     def find(self, group: str, epoch: int, pid: int | None) -> RayWorker | None:
         name = self._name(group, epoch)
         try:
-            actor = ray.get_actor(name, namespace=NAMESPACE)
-            ray.get(actor.pid.remote(), timeout=FINDS_S)
-        except (ValueError, ray.exceptions.RayError):
+            actor = self._ray.get_actor(name, namespace=NAMESPACE)
+            self._ray.get(actor.pid.remote(), timeout=FINDS_S)
+        except (ValueError, self._ray.exceptions.RayError):
             return None
-        return RayWorker(name, actor)
+        return RayWorker(self._ray, name, actor)
 
     def _name(self, group: str, epoch: int) -> str:
         return f"lorafusion-{self._service}-{group}-e{epoch}"
