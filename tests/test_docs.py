@@ -54,6 +54,15 @@ def test_job_files_are_valid(page, tmp_path):
         assert [adapter.name for adapter in config.adapters] == wanted
 
 
+@pytest.mark.parametrize("page", [path for path in PAGES if blocks(path, "yml")], ids=lambda path: path.name)
+def test_parts_of_job_files_are_valid(page, tmp_path):
+    """What is shown of a job file is valid in one that has the rest."""
+    for text in blocks(page, "yml"):
+        rest = {"base": {"model": "org/base"}, "adapters": [{"name": "law", "data": {"train": "law.jsonl"}}]}
+        (tmp_path / "jobs.yaml").write_text(yaml.safe_dump(rest | yaml.safe_load(text)))
+        assert parse_config(read_source(tmp_path / "jobs.yaml")).adapters
+
+
 def shown_commands() -> Iterator[tuple[str, str]]:
     """(page, command) of every `lorafusion …` in a block or in a table."""
     for page in PAGES:
