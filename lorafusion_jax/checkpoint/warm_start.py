@@ -13,14 +13,14 @@ from lorafusion_jax.adapters.table import adapter_kind
 from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.checkpoint.digests import digests_of
 from lorafusion_jax.checkpoint.peft import put_adapter, read_described
-from lorafusion_jax.checkpoint.peft_leaves import NOT_PROJECTIONS, Arrays, SomeLayers, with_adapter_axis
+from lorafusion_jax.checkpoint.peft_leaves import NOT_PROJECTIONS, SHOWN, Arrays, SomeLayers, with_adapter_axis
 from lorafusion_jax.config.join import select_adapters
 from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.peft_config import CONFIG_FILE
 from lorafusion_jax.config.peft_folder import TENSOR_FILE
 from lorafusion_jax.config.schema import AdapterConfig, JobConfig
 from lorafusion_jax.config.specs import adapter_spec, model_targets, tokenizer_file
-from lorafusion_jax.errors import CheckpointError, LoraFusionError, raise_all
+from lorafusion_jax.errors import CheckpointError, LoraFusionError, first_few, raise_all
 
 FIX = (
     "lora.init_from: a folder with adapter_config.json and adapter_model.safetensors, such as RUN/adapters/NAME/latest"
@@ -132,11 +132,9 @@ def _read_start(folder: Path, adapter: AdapterConfig, config: JobConfig) -> Arra
     described, arrays = read_described(folder, adapter.lora.adapter_kind, adapter.objective.chosen.head)
     spec = adapter_spec(adapter, model_targets(config), tokenizer_file(config))
     if described.same_settings(spec):
-        return (
-            with_all_layers(arrays, ModelConfig.from_hf(base_directory(config)), spec)
-            if described.some_layers
-            else arrays
-        )
+        if described.some_layers:
+            _check_projections(arrays, spec, adapter, ModelConfig.from_hf(base_directory(config)))
+        return arrays
     raise CheckpointError(
         "peft.other-settings",
         f"{adapter.lora.init_from} has other LoRA settings than the job file.",
@@ -150,11 +148,20 @@ def _settings(spec: AdapterSpec) -> str:
     return text if spec.tokens is None else f"{text}, trainable tokens {spec.tokens.peft}"
 
 
-def with_all_layers(arrays: Arrays, model: ModelConfig, spec: AdapterSpec) -> Arrays:
-    """Extends an adapter of some layers to all layers with zeros.
+def _check_projections(arrays: Arrays, spec: AdapterSpec, adapter: AdapterConfig, model: ModelConfig) -> None:
+    """Checks that a folder of some projections has tensors for all that the job trains."""
+    every = (f"layers.{layer}.{linear.path}" for linear in model.linears for layer in model.layers_with(linear.path))
+    if absent := [path for path in every if spec.has(path) and path not in arrays]:
+        raise CheckpointError(
+            "peft.other-settings",
+            f"{adapter.lora.init_from} has no tensors for {len(absent)} projections that the job trains.",
+            where=first_few(absent, SHOWN),
+            fix="leave them out by lora.layers_to_transform and lora.exclude",
+        )
 
-    Zero A and B stay zero in training, because the gradient of each is proportional to the other.
-    """
+
+def with_all_layers(arrays: Arrays, model: ModelConfig, spec: AdapterSpec) -> Arrays:
+    """Extends an adapter of some layers to all layers with zeros, for who computes with it and does not train it."""
     kind = adapter_kind(spec.kind)
 
     def shape(leaf: Leaf, array: np.ndarray) -> tuple[int, ...]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 from lorafusion_jax.adapters.table import unknown_kind
+from lorafusion_jax.config.base_file import model_of
 from lorafusion_jax.config.explain import unknown_key
+from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.peft_folder import lora_settings
 from lorafusion_jax.config.read import Keys, Source
 from lorafusion_jax.config.sections import ADAPTER_KEYS, DEFAULTS, SINGLE_DEFAULTS
@@ -60,7 +63,7 @@ def merge_entries(source: Source, values: dict, errors: list[LoraFusionError]) -
             errors.append(ConfigError("config.type", what, where=source.where(keys)))
             continue
         errors += [unknown_key(source, (*keys, key), ADAPTER_KEYS) for key in written if key not in ADAPTER_KEYS]
-        with_defaults = _with_start(_with_defaults(values, written), written, source)
+        with_defaults = _with_start(_with_defaults(values, written), written, source, values.get("base"))
         merged.append(Entry(keys=keys, written=written, values=with_defaults))
     return merged
 
@@ -79,7 +82,7 @@ def _with_defaults(values: dict, written: dict) -> dict:
     return {key: merged[key] for key in ADAPTER_KEYS if key in merged}
 
 
-def _with_start(merged: dict, written: dict, source: Source) -> dict:
+def _with_start(merged: dict, written: dict, source: Source, base: Any) -> dict:
     """Fills in the settings of the PEFT folder of `init_from`. Settings next to `init_from` take precedence."""
     lora = merged.get("lora")
     if not isinstance(lora, dict) or not isinstance(lora.get("init_from"), str):
@@ -88,5 +91,14 @@ def _with_start(merged: dict, written: dict, source: Source) -> dict:
     beside = written_lora if isinstance(written_lora, dict) and "init_from" in written_lora else lora
     kind = lora.get("kind")
     known = isinstance(kind, str) and unknown_kind(kind) is None
-    of_folder = lora_settings(source.path.parent / lora["init_from"], kind if known else None)
+    folder = source.path.parent / lora["init_from"]
+    of_folder = lora_settings(folder, kind if known else None, _base_of(base, source.path.parent))
     return merged | {"lora": lora | {key: value for key, value in of_folder.items() if key not in beside}}
+
+
+def _base_of(base: Any, directory: Path) -> ModelConfig | None:
+    """The base model of a job; None where its settings are not what they should be, which is told elsewhere."""
+    name, revision = (base.get("model"), base.get("revision")) if isinstance(base, dict) else (None, None)
+    if not isinstance(name, str) or not name or not (revision is None or isinstance(revision, str)):
+        return None
+    return model_of(name, revision, directory)

@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 
 from lorafusion_jax.adapters.patterns import Patterns
 from lorafusion_jax.adapters.table import BIASED, PLAIN, adapter_kind
+from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.peft_config import CONFIG_FILE, SAVED, Described, describe, kind_of, read_config
 from lorafusion_jax.config.peft_experts import our_key, targets_of
 from lorafusion_jax.errors import CheckpointError, LoraFusionError
@@ -58,8 +59,13 @@ def plain_name(key: str) -> str:
     return _IN_MEMORY.sub(of_folder, key)
 
 
-def lora_settings(folder: Path, kind: str | None = None) -> dict[str, Any]:
-    """The `lora` settings that a folder brings along; none where it cannot be read, which its readers will say."""
+def lora_settings(folder: Path, kind: str | None = None, model: ModelConfig | None = None) -> dict[str, Any]:
+    """The `lora` settings that a folder brings along; none where it cannot be read, which its readers will say.
+
+    Args:
+        model: base model of the job. Projections that the folder lets out by an expression or by whole paths are then
+            let out by `layers_to_transform` and `exclude`.
+    """
     try:
         described = describe_folder(folder, kind)
     except (LoraFusionError, OSError, ValueError):  # names that no system takes are ValueErrors
@@ -68,6 +74,7 @@ def lora_settings(folder: Path, kind: str | None = None) -> dict[str, Any]:
     settings = {"rank": spec.rank, "targets": list(spec.targets)}
     settings |= {"lora_bias": True} if spec.kind == BIASED and kind in (None, PLAIN) else {}
     settings |= {} if spec.patterns is None else _pattern_settings(spec.patterns)
+    settings |= {} if model is None or not described.some_layers else _let_out(described, model)
     settings |= {} if spec.tokens is None else {"trainable_tokens": spec.tokens.peft}
     return settings | ({"alpha": spec.alpha, "rslora": spec.rslora} if described.has_scale else {})
 
@@ -81,6 +88,25 @@ def _pattern_settings(patterns: Patterns) -> dict[str, Any]:
         "layers_to_transform": None if patterns.layers is None else list(patterns.layers),
         "exclude": exclude,
     }
+
+
+def _let_out(described: Described, model: ModelConfig) -> dict[str, Any]:
+    """Settings of an adapter that has no tensors for some of the projections that its targets and patterns name."""
+    every = [
+        f"layers.{layer}.{linear.path}"
+        for linear in model.linears
+        if linear.name in described.spec.targets
+        for layer in model.layers_with(linear.path)
+    ]
+    if all(path in described.ranks for path in every if described.spec.has(path)):
+        return {}
+    layers = sorted({_layer_of(path) for path in described.ranks})
+    absent = [path for path in every if path not in described.ranks and _layer_of(path) in layers]
+    return {"layers_to_transform": layers, "exclude": absent}
+
+
+def _layer_of(path: str) -> int:
+    return int(path.split(".")[1])
 
 
 def _projections(folder: Path, names: Collection[str | None], experts: Sequence[str]) -> list[str]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from lorafusion_jax.adapters.patterns import matches
 from lorafusion_jax.adapters.spec import AdapterSpec, resolve_targets
+from lorafusion_jax.config.base_file import base_file, model_of
 from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.schema import AdapterConfig, JobConfig
 from lorafusion_jax.config.token_rows import token_rows, unusable_rows
@@ -91,11 +92,7 @@ def _unmatched(spec: AdapterSpec, model: ModelConfig) -> Iterator[LoraFusionErro
 
 
 def _model(config: JobConfig) -> ModelConfig | None:
-    file = _config_file(config)
-    try:
-        return None if file is None else ModelConfig.from_hf(file)
-    except (LoraFusionError, OSError, ValueError):  # its readers say why
-        return None
+    return model_of(config.base.model, config.base.revision, Path(config.directory))
 
 
 def model_targets(config: JobConfig) -> tuple[str, ...]:
@@ -125,15 +122,4 @@ def _config_file(config: JobConfig) -> Path | None:
 
 
 def _base_file(config: JobConfig, file_name: str) -> Path | None:
-    """A file of the base: in its folder, or in the hub's cache, where a run finds it, too."""
-    name = config.base.model
-    try:
-        file = Path(config.directory) / name / file_name
-        if file.is_file():
-            return file
-        from huggingface_hub import try_to_load_from_cache
-
-        cached = try_to_load_from_cache(name, file_name, revision=config.base.revision)
-    except (ImportError, OSError, ValueError):
-        return None
-    return Path(cached) if isinstance(cached, str) else None
+    return base_file(file_name, config.base.model, config.base.revision, Path(config.directory))

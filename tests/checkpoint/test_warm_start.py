@@ -6,7 +6,6 @@ import json
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 import small_jobs
 from safetensors.numpy import load_file, save_file
@@ -168,20 +167,48 @@ def test_a_contradiction_names_both(home):
     assert "the job file has rank 2" in caught.value.why
 
 
-def test_an_adapter_of_one_layer_goes_on_on_that_layer_alone(home, kept_programs):
+SOME = {  # what adapter_config.json says → projections that have tensors
+    "a list of layers": ({"layers_to_transform": [1]}, ["1.self_attn.q_proj", "1.self_attn.v_proj"]),
+    "an expression": (
+        {"target_modules": r"model\.layers\.(0\.self_attn\.v|1\.self_attn\.q)_proj"},
+        ["0.self_attn.v_proj", "1.self_attn.q_proj"],
+    ),
+    "whole paths": (
+        {"target_modules": ["model.layers.0.self_attn.q_proj", "layers.0.self_attn.v_proj"]},
+        ["0.self_attn.q_proj", "0.self_attn.v_proj"],
+    ),
+}
+
+
+def start_with(home, settings, kept):
+    """A job whose start is a folder of another program, with tensors for these projections only."""
     job = job_from(home)
-    tensors = {
-        key: tensor
-        for key, tensor in load_file(home / "start" / "adapter_model.safetensors").items()
-        if ".layers.1." in key
-    }
-    save_file(tensors, home / "start" / "adapter_model.safetensors")
-    as_of_another_program(home, layers_to_transform=[1])
+    file = home / "start" / "adapter_model.safetensors"
+    tensors = {key: tensor for key, tensor in load_file(file).items() if any(f".{path}." in key for path in kept)}
+    save_file(tensors, file)
+    as_of_another_program(home, **settings)
+    return job, tensors
+
+
+@pytest.mark.parametrize("what", SOME)
+def test_an_adapter_of_some_projections_goes_on_on_these_alone(what, home, kept_programs):
+    """Its export has no tensors for the others."""
+    job, tensors = start_with(home, *SOME[what])
     assert train(load_config(job), home / "second").exit_code == 0
+    trained = small_jobs.exported(home / "second", "law")
+    assert trained.keys() == tensors.keys()
+    assert all((trained[key] != tensors[key]).any() for key in tensors if "lora_B" in key)
     _, arrays = read_adapter(home / "second" / "adapters" / "law" / "latest")
-    for path, (a_Kr, b_rN) in arrays.items():
-        if path.startswith("layers.1."):
-            assert not np.array_equal(b_rN.T, tensors[f"base_model.model.model.{path}.lora_B.weight"]), path
-        else:
-            assert not a_Kr.any(), path
-            assert not b_rN.any(), path
+    assert sorted(arrays) == sorted(f"layers.{path}" for path in SOME[what][1])
+
+
+def test_projections_that_the_folder_lacks_are_told(home):
+    job, _ = start_with(home, *SOME["an expression"])
+    values = json.loads(job.read_text())
+    values["adapters"][0]["lora"] |= {"layers_to_transform": None, "exclude": []}
+    job.write_text(json.dumps(values))
+    with pytest.raises(LoraFusionError) as caught:
+        train(load_config(job), home / "second")
+    assert caught.value.code == "peft.other-settings"
+    assert "layers.0.self_attn.q_proj" in caught.value.where
+    assert not (home / "second").exists()

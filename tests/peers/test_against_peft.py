@@ -138,3 +138,20 @@ def test_templates_are_written_as_transformers_writes_them():
     code = "import json, make_template_golden as made; print(json.dumps(made.of_fixtures()['cases']))"
     cases = json.loads(peers("-c", code, cwd=ROOT / "tests" / "data").splitlines()[-1])
     assert cases == json.loads((ROOT / "tests" / "data" / "golden" / "templates.json").read_text())["cases"]
+
+
+def test_an_adapter_of_some_projections_has_these_tensors_alone(make_base, tmp_path):
+    """A folder of PEFT whose targets are an expression goes on, and PEFT loads what comes of it, key by key."""
+    base, script = make_base(tmp_path / "base"), HERE / "peft_keys.py"
+    peers(script, "make", base, tmp_path / "start")
+    lora = {"init_from": str(tmp_path / "start"), "same_base": True}
+    entry = {"name": "law", "data": {"train": small_jobs.write_rows(tmp_path, "law", 4)}, "lora": lora}
+    job = {"adapters": [entry], "base": {"model": str(base), "dtype": "float32"}, "data": {"max_length": 64}}
+    (tmp_path / "jobs.yaml").write_text(json.dumps(job | {"batch": {"capacity_tokens": 128, "tile_tokens": 16}}))
+    assert train(load_config(tmp_path / "jobs.yaml"), tmp_path / "run").exit_code == 0
+    folder = tmp_path / "run" / "adapters" / "law" / "latest"
+    assert (
+        load_file(folder / "adapter_model.safetensors").keys()
+        == load_file(tmp_path / "start" / "adapter_model.safetensors").keys()
+    )
+    assert peers(script, "load", base, folder).split() == ["6"]
