@@ -6,7 +6,7 @@ K in · N out · r an adapter's rank
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -29,7 +29,7 @@ from lorafusion_jax.checkpoint.peft_leaves import take_adapter as take_adapter
 from lorafusion_jax.config.peft_config import CONFIG_FILE, Described, config_of, describe, kind_of, read_config
 from lorafusion_jax.config.peft_folder import KEY, PREFIX, ROOT, TENSOR_FILE, plain_name
 from lorafusion_jax.errors import CheckpointError, RunError
-from lorafusion_jax.layout.layer import MIXERS, PATHS
+from lorafusion_jax.layout.layer import LINEAR_ATTENTION, MIXERS, PATHS
 from lorafusion_jax.readable import check_regular
 from lorafusion_jax.tensor_file import write_tensors
 from lorafusion_jax.weights.table import NONE
@@ -267,22 +267,22 @@ def _wanted_paths(paths: Sequence[str], described: Described) -> Iterable[str]:
         for name in described.spec.targets
     )
     modules = {path.rpartition(".")[0] for path in paths}
-    return [path for path in every if described.spec.has(path) and not _is_replaced(path.rpartition(".")[0], modules)]
+    mixed = any(path.split(".")[2] == LINEAR_ATTENTION for path in paths)  # layers have one mixer or the other
+
+    def may_lack(path: str) -> bool:
+        module = path.rpartition(".")[0]
+        return mixed and module not in modules and module.split(".")[2] in MIXERS
+
+    return [path for path in every if described.spec.has(path) and not may_lack(path)]
 
 
 def _layers_of(paths: Sequence[str]) -> Sequence[int]:
     """Returns 0 to the last layer, or each n-th layer: some models have attention only there."""
     present = sorted({int(path.split(".")[1]) for path in paths})
-    if len(present) > 1 and present == [*range(present[0], present[-1] + 1, present[0] + 1)]:
+    if present and present == [*range(present[0], present[-1] + 1, present[0] + 1)]:
         return present
-    return range(max(1, len(present)))
-
-
-def _is_replaced(module: str, modules: Collection[str]) -> bool:
-    """Whether a layer has another module instead of this one, "layers.3.self_attn"."""
-    layer, _, name = module.rpartition(".")
-    others = {f"{layer}.{other}" for other in MIXERS if other != name}
-    return name in MIXERS and module not in modules and not others.isdisjoint(modules)
+    mixed = any(path.split(".")[2] == LINEAR_ATTENTION for path in paths)
+    return range(present[-1] + 1 if mixed else max(1, len(present)))
 
 
 def check_finite(arrays: Arrays, spec: AdapterSpec) -> None:

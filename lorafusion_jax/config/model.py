@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from lorafusion_jax.errors import CheckpointError
 from lorafusion_jax.families.attention import Attention
+from lorafusion_jax.families.delta_net import DeltaNet
 from lorafusion_jax.families.experts import Experts
 from lorafusion_jax.families.layer import Layer
 from lorafusion_jax.families.mlp import Activation, Mlp
@@ -43,7 +44,8 @@ class ModelConfig:
         residual_scale: factor of what attention and the MLP add.
         logit_scale, final_soft_cap: logits are soft_cap · tanh(logit_scale · head(x) / soft_cap).
         experts: instead of an MLP (None: there are none).
-        attention_sinks: see `families.attention.Attention`.
+        attention_sinks, attention_gate: see `families.attention.Attention`.
+        delta_net: instead of attention, in the layers of `pattern` that say so.
         pattern: type of each layer; empty if all layers are alike.
         wrapper: model_type of a multimodal model of which this is the text part, see `families.multimodal`.
 
@@ -86,6 +88,8 @@ class ModelConfig:
     sliding_window: int | None = None
     experts: Experts | None = None
     attention_sinks: bool = False
+    attention_gate: bool = False
+    delta_net: DeltaNet | None = None
     pattern: tuple[LayerType, ...] = ()
     checkpoint_format: str | None = None
     wrapper: str = ""
@@ -208,7 +212,11 @@ class ModelConfig:
             o_bias=self.o_bias,
             fused=self.fused,
             sinks=self.attention_sinks,
+            gated=self.attention_gate,
         )
+        if kind.linear:
+            assert self.delta_net is not None, "a layer of linear attention needs `delta_net`"
+        mixer = self.delta_net if kind.linear and self.delta_net else attention
         mlp = Mlp(
             width=self.hidden_size,
             inner=self.intermediate_size,
@@ -217,7 +225,7 @@ class ModelConfig:
             fused=self.fused,
         )
         around = Norms(width=self.hidden_size, place=self.norms, offset=self.norm_offset, eps=self.norm_eps)
-        return Layer(attention=attention, mlp=self.experts or mlp, around=around, residual=self.residual_scale)
+        return Layer(attention=mixer, mlp=self.experts or mlp, around=around, residual=self.residual_scale)
 
     @property
     def num_parameters(self) -> int:

@@ -31,6 +31,8 @@ class Attention:
         bias, o_bias: whether q, k and v, and the output, have a bias.
         fused: q, k and v are one projection, `qkv_proj`.
         sinks: every head has a frozen score of nothing: softmax's sum has one more term, e^sink.
+        gated: q_proj has a gate for each output of attention, which is multiplied by its sigmoid: in each head first
+            its queries, then its gates.
     """
 
     width: int
@@ -46,6 +48,7 @@ class Attention:
     o_bias: bool = False
     fused: bool = False
     sinks: bool = False
+    gated: bool = False
 
     @property
     def queries(self) -> int:
@@ -65,7 +68,7 @@ class Attention:
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        outputs = {"q_proj": self.queries, "k_proj": self.keys, "v_proj": self.keys}
+        outputs = {"q_proj": self.queries * (2 if self.gated else 1), "k_proj": self.keys, "v_proj": self.keys}
         if self.fused:
             outputs = {"qkv_proj": sum(outputs.values())}
         return (
@@ -95,6 +98,9 @@ class Attention:
             # Implementations with NaN isolation restore the isolated rows in another array.
             _saved("attention, for o_proj", self.queries, unfused=True),
         ]
+        if self.gated:
+            tensors.append(_saved("gate of attention", self.queries, "attention_gate"))
+            tensors.append(_saved("gated attention, for o_proj", self.queries))
         if self.qk_norm != "none":
             scales = 2 if self.qk_norm == "full" else self.heads + self.kv_heads
             tensors.append(_saved("q, k before their norms", self.queries + self.keys, "qk_in"))

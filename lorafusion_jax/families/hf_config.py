@@ -63,6 +63,13 @@ class HFConfig(BaseModel):
     norm_topk_prob: bool | None = None
     decoder_sparse_step: Annotated[int, Field(ge=1)] | None = None
     mlp_only_layers: list[int] | None = None
+    linear_num_key_heads: Width | None = None
+    linear_num_value_heads: Width | None = None
+    linear_key_head_dim: Width | None = None
+    linear_value_head_dim: Width | None = None
+    linear_conv_kernel_dim: Annotated[int, Field(ge=1, le=64)] | None = None
+    attn_output_gate: bool | None = None
+    full_attention_interval: Annotated[int, Field(ge=1)] | None = None
     swiglu_limit: Positive | None = None
     swiglu_alpha: Positive | None = None
     quantization_config: dict[str, Any] | None = None

@@ -1,10 +1,11 @@
-"""A layer made of mechanisms: norms, attention, and an MLP or experts."""
+"""A layer made of mechanisms: norms, attention or a gated delta net, and an MLP or experts."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 from lorafusion_jax.families.attention import Attention
+from lorafusion_jax.families.delta_net import DeltaNet
 from lorafusion_jax.families.experts import Experts
 from lorafusion_jax.families.mlp import Mlp
 from lorafusion_jax.families.norm import Norms
@@ -28,7 +29,7 @@ class Layer(LayerSpec):
     ('q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj', 'up_proj', 'down_proj')
     """
 
-    attention: Attention
+    attention: Attention | DeltaNet
     mlp: Mlp | Experts
     around: Norms
     residual: float = 1.0
@@ -44,6 +45,7 @@ class Layer(LayerSpec):
 
     def cache_shapes(self, tokens: int) -> dict[str, tuple[int, ...]]:
         """Shapes of what one sequence of up to `tokens` tokens keeps in the layer, by name."""
+        assert isinstance(self.attention, Attention), self.uncached
         return self.attention.cache_shapes(tokens)
 
     def __post_init__(self) -> None:

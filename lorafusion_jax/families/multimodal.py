@@ -10,6 +10,7 @@ from lorafusion_jax.families.table import FAMILIES
 # model_type → (architecture, families that its text part may be of; the first one if it does not say)
 WRAPPERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "gemma3": ("Gemma3ForConditionalGeneration", ("gemma3_text",)),
+    "qwen3_5": ("Qwen3_5ForConditionalGeneration", ("qwen3_5_text",)),
     "mistral3": ("Mistral3ForConditionalGeneration", ("mistral", "ministral3")),
 }
 TEXT = "text_config"

@@ -1,4 +1,4 @@
-"""What differs between the layers of one model: window and rotary embeddings, layer by layer."""
+"""What differs between the layers of one model: mixer, window and rotary embeddings, layer by layer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lorafusion_jax.families.hf_config import HFConfig, shortened
-from lorafusion_jax.families.read_rope import FULL, LAYER_TYPES, SLIDING
+from lorafusion_jax.families.read_rope import FULL, LAYER_TYPES, LINEAR, SLIDING
 from lorafusion_jax.families.rope import Rope
 from lorafusion_jax.families.table import Family
 
@@ -18,10 +18,12 @@ class LayerType:
     Args:
         window: rows that a query sees (None: all earlier ones of its sample).
         rope: rotary embeddings (None: none).
+        linear: a gated delta net instead of attention.
     """
 
     window: int | None = None
     rope: Rope | None = None
+    linear: bool = False
 
 
 def read_pattern(
@@ -34,17 +36,24 @@ def read_pattern(
     for key, values in (("layer_types", names), ("no_rope_layers", turns)):
         if len(values) != count:
             malformed.append(f"{key} has {len(values)} entries, and there are {count} layers")
-    unknown = [name for name in dict.fromkeys(names) if name not in LAYER_TYPES]
-    unsupported += [f"layers of type {shortened(name)} (known: {', '.join(LAYER_TYPES)})" for name in unknown]
+    known = (*LAYER_TYPES, LINEAR) if family.delta_net is not None else LAYER_TYPES
+    unknown = [name for name in dict.fromkeys(names) if name not in known]
+    unsupported += [f"layers of type {shortened(name)} (known: {', '.join(known)})" for name in unknown]
     if SLIDING in names and hf.sliding_window is None:
         malformed.append("sliding_window is missing, and layer_types names sliding_attention")
     windows = {SLIDING: hf.sliding_window}
     types = zip(names, turns, strict=False)
-    return tuple(LayerType(window=windows.get(name), rope=ropes.get(name) if turn else None) for name, turn in types)
+    return tuple(
+        LayerType(window=windows.get(name), rope=ropes.get(name) if turn else None, linear=name == LINEAR)
+        for name, turn in types
+    )
 
 
 def _layer_types(hf: HFConfig, family: Family, count: int) -> list[str]:
     reads, window = family.reads, hf.sliding_window
+    if family.delta_net is not None and hf.layer_types is None:
+        every = hf.full_attention_interval or 1
+        return [FULL if (number + 1) % every == 0 else LINEAR for number in range(count)]
     off = window is None or ("use_sliding_window" in reads and not hf.use_sliding_window)
     if hf.layer_types is not None and "layer_types" in reads:
         return [FULL if off and name == SLIDING and "use_sliding_window" in reads else name for name in hf.layer_types]

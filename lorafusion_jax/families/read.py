@@ -10,6 +10,7 @@ from lorafusion_jax.families.mlp import Activation
 from lorafusion_jax.families.multimodal import text_part
 from lorafusion_jax.families.pattern import LayerType, read_pattern
 from lorafusion_jax.families.quantised import UnknownFormat, format_name
+from lorafusion_jax.families.read_delta_net import read_delta_net
 from lorafusion_jax.families.read_experts import read_experts
 from lorafusion_jax.families.read_rope import read_ropes
 from lorafusion_jax.families.table import Family, family_named, find_family, known_models
@@ -49,6 +50,7 @@ def translate(raw: dict[str, Any], malformed: list[str], unsupported: list[str])
     pattern = read_pattern(hf, family, ropes, malformed, unsupported)
     numbers = _numbers(hf, family)
     experts = read_experts(hf, family, numbers["activation"], malformed, unsupported)
+    delta_net = read_delta_net(hf, family, numbers["activation"], malformed)
     checkpoint_format = _checkpoint_format(hf, family, unsupported)
     _refuse_other_options(hf, raw, family, unsupported)
     if name is None or malformed or unsupported:
@@ -68,6 +70,7 @@ def translate(raw: dict[str, Any], malformed: list[str], unsupported: list[str])
             "head_dim": head_dim,
             "checkpoint_format": checkpoint_format,
             "experts": experts,
+            "delta_net": delta_net,
         }
     )
 
@@ -160,5 +163,7 @@ def _refuse_other_options(hf: HFConfig, raw: Mapping[str, Any], family: Family, 
         unsupported.append(f"hidden_act {shortened(hf.hidden_act)} (known: {known})")
     if family.experts is None and (raw.get("num_experts") or raw.get("num_local_experts")):
         unsupported.append("mixture of experts")
+    if family.delta_net is not None and not hf.attn_output_gate:
+        unsupported.append("attn_output_gate=False")
     if raw.get("is_encoder_decoder"):
         unsupported.append("encoder-decoder")

@@ -10,7 +10,7 @@ from lorafusion_jax.families.hf_config import HFConfig, RopeValues, parse_part, 
 from lorafusion_jax.families.rope import Rope, RopeScaling
 from lorafusion_jax.families.table import Family
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 LAYER_TYPES = (FULL, SLIDING)
 _THETA = 10000.0
 _NEEDS = {  # of each kind of scaling
@@ -70,7 +70,7 @@ class _Reader:
         if missing:
             problems.append(f"rope_type {kind!r} lacks {', '.join(missing)}")
         beta = ("llama_4_scaling_beta",) if "llama_4_scaling_beta" in self.family.reads else ()
-        known = {*_ALWAYS, *_LENGTHS, *needs, *_MAY.get(kind, ()), *beta}
+        known = {*_ALWAYS, *_LENGTHS, *needs, *_MAY.get(kind, ()), *beta, *self.family.known_of_rope}
         others = [key for key, value in raw.items() if key not in known and value is not None and not problems]
         unread = [f"rope parameter {shortened(key)} of {kind}" for key in others]
         self._add(self.unsupported, unread)

@@ -42,6 +42,10 @@ class Family:
             `num_experts`, `num_experts_per_tok`, `moe_intermediate_size` and `norm_topk_prob` say the others.
         expert_names: tensors of the experts in a checkpoint, "{}" for the number of the layer's expert: of gate and of
             up [F, D] and of down [D, F]; or two tensors of all experts, [E, in, out].
+        delta_net: fields of `DeltaNet` that all models of the family have in common; None: it has no such layers. The
+            keys `linear_…` say the others, and `layer_types` or `full_attention_interval` which layers have it.
+        known_of_rope: keys of `rope_parameters` that do not change what is computed of text.
+        ignored: beginnings of the names of a checkpoint's tensors that are left out.
         modules: Llama's module → the family's module, e.g. {"model.embed_tokens": "tokens", "model.layers": "blocks",
             "self_attn.q_proj": "attention.query"}. Adapters are saved under Llama's names.
     """
@@ -55,6 +59,9 @@ class Family:
     scaled_layers: Literal["all", "full_attention"] = "all"
     experts: Mapping[str, Any] | None = None
     expert_names: tuple[str, ...] = ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj")
+    delta_net: Mapping[str, Any] | None = None
+    known_of_rope: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
     modules: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -93,6 +100,14 @@ _GEMMA_ACTIVATION = {
     "keys": {"hidden_activation": "hidden_act"},
     "known": ("hidden_act", "_sliding_window_pattern"),
 }
+# Qwen3-Next and later: a gated delta net in three of four layers. The tensors of "mtp" predict further tokens.
+_DELTA = {
+    "head_dim": 256, "max_position_embeddings": 32768, "attention_bias": False, "partial_rotary_factor": 0.25,
+    "layer_types": None, "full_attention_interval": 4, "attn_output_gate": True, "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+}  # fmt: skip
+_DELTA_FIELDS = {"qk_norm": True, "norm_offset": 1.0, "attention_gate": True}
+_DELTA_NAMES = {"known_of_rope": ("mrope_section", "mrope_interleaved"), "ignored": ("mtp.",)}
 _SWITCHED = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28, "layer_types": None}
 
 FAMILIES: dict[str, Family] = {
@@ -110,6 +125,14 @@ FAMILIES: dict[str, Family] = {
     "qwen3": Family(
         architectures=("Qwen3ForCausalLM",), windows="switched", fields={"qk_norm": True},
         reads={"head_dim": 128, "max_position_embeddings": 32768, "attention_bias": False, **_SWITCHED},
+    ),
+    "qwen3_5_text": Family(
+        architectures=("Qwen3_5ForCausalLM",), fields=_DELTA_FIELDS, delta_net={}, **_DELTA_NAMES,
+        reads=_DELTA | {
+            "vocab_size": 248320, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 32,
+            "num_attention_heads": 16, "num_key_value_heads": 4,
+        },
+        known=("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype", "mlp_only_layers"),
     ),
     "qwen3_moe": Family(
         architectures=("Qwen3MoeForCausalLM",), windows="all", fields={"qk_norm": True}, experts={},

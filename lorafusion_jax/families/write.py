@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from lorafusion_jax.families.pattern import LayerType
-from lorafusion_jax.families.read_rope import FULL, SLIDING
+from lorafusion_jax.families.read_rope import FULL, LINEAR, SLIDING
 from lorafusion_jax.families.rope import Rope
 from lorafusion_jax.families.table import Family, family_named
 
@@ -32,6 +32,7 @@ def config_json(model: Any) -> dict[str, Any]:  # a ModelConfig
         }
         | _windows(model, family)
         | _experts(model)
+        | _delta_net(model)
     )
     out |= {key: value for key, value in optional.items() if key in family.reads or key in family.keys.values()}
     return {family.key_of(key): value for key, value in out.items()}
@@ -68,6 +69,20 @@ def _experts(model: Any) -> dict[str, Any]:
     }
 
 
+def _delta_net(model: Any) -> dict[str, Any]:
+    net = model.delta_net
+    if net is None:
+        return {}
+    return {
+        "linear_num_key_heads": net.key_heads,
+        "linear_num_value_heads": net.value_heads,
+        "linear_key_head_dim": net.key_dim,
+        "linear_value_head_dim": net.value_dim,
+        "linear_conv_kernel_dim": net.kernel,
+        "layer_types": [LINEAR if kind.linear else FULL for kind in model.pattern],
+    }
+
+
 def _windows(model: Any, family: Family) -> dict[str, Any]:
     types = [layer.attention.window for layer in model.layers]
     window = next((window for window in types if window is not None), None)
@@ -85,8 +100,8 @@ def _ropes(model: Any, family: Family) -> dict[str, Any]:
     """Both formats, for old and new readers, where one rope serves all layers; else the newer one."""
     if len(model.ropes) > 1:
         by_type: dict[str, LayerType] = {FULL if kind.window is None else SLIDING: kind for kind in model.pattern}
-        return {"rope_parameters": {name: _rope(kind.rope or Rope(), model) for name, kind in by_type.items()}}
-    rope = _rope(model.ropes[0] if model.ropes else Rope(), model)
+        return {"rope_parameters": {name: _rope(kind.rope or Rope(), model, family) for name, kind in by_type.items()}}
+    rope = _rope(model.ropes[0] if model.ropes else Rope(), model, family)
     scaled = rope["rope_type"] != "default" or len(rope) > 2
     old = {key: value for key, value in rope.items() if key != "rope_theta"} if scaled else None
     if family.scaled_layers == FULL and scaled:
@@ -94,10 +109,10 @@ def _ropes(model: Any, family: Family) -> dict[str, Any]:
     return {"rope_theta": rope["rope_theta"], "rope_scaling": old, "rope_parameters": rope}
 
 
-def _rope(rope: Rope, model: Any) -> dict[str, Any]:
+def _rope(rope: Rope, model: Any, family: Family) -> dict[str, Any]:
     out: dict[str, Any] = {"rope_type": "default", "rope_theta": rope.theta}
-    if rope.channels is not None:
-        out["partial_rotary_factor"] = rope.channels / model.head_dim
+    if rope.channels is not None or family.reads.get("partial_rotary_factor", 1) != 1:
+        out["partial_rotary_factor"] = (rope.channels or model.head_dim) / model.head_dim
     if rope.query_beta:
         out["llama_4_scaling_beta"] = rope.query_beta
         out["original_max_position_embeddings"] = rope.query_context

@@ -20,12 +20,13 @@ REMAT_POLICIES: tuple[RematPolicy, ...] = ("everything", "gemm_inputs", "nothing
 # Checkpoint names of S and of dropout's bits in the LoRA ops, and of outputs before their columns are multiplied.
 LORA_CHECKPOINTS = ("lora_s", "lora_bits", "unscaled")
 # Paths of the projections of all families, by name.
-MIXERS = ("self_attn", "linear_attn")  # modules of which a layer has one
+LINEAR_ATTENTION = "linear_attn"
+MIXERS = ("self_attn", LINEAR_ATTENTION)  # modules of which a layer has one
 PATHS: Mapping[str, str] = {
     name: f"{module}.{name}"
     for module, names in {
         "self_attn": ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"),
-        "linear_attn": (
+        LINEAR_ATTENTION: (
             "in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj",
         ),
         "mlp": ("gate_proj", "up_proj", "gate_up_proj", "down_proj", "experts_gate_up_proj", "experts_down_proj"),

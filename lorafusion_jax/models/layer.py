@@ -15,11 +15,13 @@ from jaxtyping import Array, Float
 
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.config.model import ModelConfig
+from lorafusion_jax.families.delta_net import DeltaNet
 from lorafusion_jax.families.experts import Experts
 from lorafusion_jax.layout.layer import Half
 from lorafusion_jax.models.attention import AttentionImplementation
 from lorafusion_jax.models.build import Builder
 from lorafusion_jax.models.cache import Cache
+from lorafusion_jax.models.delta_net import GatedDeltaNet
 from lorafusion_jax.models.experts import MixtureOfExperts
 from lorafusion_jax.models.inputs import LayerInputs
 from lorafusion_jax.models.mlp import MLP
@@ -56,13 +58,19 @@ class DecoderLayer(nnx.Module):
             if half in (None, norm.half):
                 setattr(self, norm.path, build.norm(norm.path))
         if half != "mlp":
-            self.self_attn = SelfAttention(build)
+            mixer = spec.attention
+            if isinstance(mixer, DeltaNet):
+                self.linear_attn = GatedDeltaNet(build, mixer)
+            else:
+                self.self_attn = SelfAttention(build, mixer)
         if half != "attention":
             self.mlp = MixtureOfExperts(build, spec.mlp) if isinstance(spec.mlp, Experts) else MLP(build, spec.mlp)
 
     def __call__(
         self, x_TD: Float[Array, "T D"], inputs: LayerInputs, implementation: AttentionImplementation | None = None
     ) -> Float[Array, "T D"]:
+        if isinstance(self.spec.attention, DeltaNet):
+            return self._run(x_TD, inputs, lambda h_TD: self.linear_attn(h_TD, inputs))
         return self._run(x_TD, inputs, lambda h_TD: self.self_attn(h_TD, inputs, implementation))
 
     def with_cache(

@@ -74,6 +74,9 @@ def _tensor(path: Path, shape: tuple[int, ...], family: Family, config: ModelCon
 
 def is_ignored(name: str, config: ModelConfig) -> bool:
     """Whether the decoder ignores this tensor of a checkpoint, such as a table that can be computed."""
-    return bool(re.search(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$", name)) or (
-        config.tie_embeddings and name == family_named(config.family).tensor_name("lm_head.weight")
+    family = family_named(config.family)
+    return (
+        bool(re.search(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$", name))
+        or (config.tie_embeddings and name == family.tensor_name("lm_head.weight"))
+        or name.startswith(family.ignored)
     )

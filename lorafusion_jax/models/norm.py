@@ -17,7 +17,7 @@ class RMSNorm(nnx.Module):
 
     def __init__(self, width: int, *, eps: float, dtype: Any, offset: float = 0.0):
         self.eps, self.offset = eps, offset
-        self.weight = nnx.Param(jnp.ones((width,), dtype))
+        self.weight = nnx.Param(jnp.full((width,), 1 - offset, dtype))  # a new norm scales nothing
 
     def _scale(self) -> jax.Array:
         return shifted(self.weight[...], self.offset)

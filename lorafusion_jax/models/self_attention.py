@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from lorafusion_jax.families.attention import MODULE
+from lorafusion_jax.families.attention import MODULE, Attention
 from lorafusion_jax.models.attention import AttentionImplementation, attention
 from lorafusion_jax.models.build import Builder
 from lorafusion_jax.models.cache import Cache, cached_attention, store
@@ -24,8 +24,7 @@ class SelfAttention(nnx.Module):
 
     o_proj: LoRALinear
 
-    def __init__(self, build: Builder):
-        spec = build.layer.attention
+    def __init__(self, build: Builder, spec: Attention):
         self.spec = spec
         self.rope = None if spec.rope is None else build.config.ropes.index(spec.rope)
         self.sites = build.layer.site_index(spec.linears[0].name), build.layer.site_index("o_proj")
@@ -38,7 +37,7 @@ class SelfAttention(nnx.Module):
     def __call__(
         self, x_TD: jax.Array, inputs: LayerInputs, implementation: AttentionImplementation | None
     ) -> jax.Array:
-        q, k, v = self._heads(x_TD, inputs)
+        q, k, v, gate_TD = self._heads(x_TD, inputs)
         o_TD = attention(
             q,
             k,
@@ -51,7 +50,7 @@ class SelfAttention(nnx.Module):
             soft_cap=self.spec.soft_cap,
             sinks=None if self.sinks is None else self.sinks[...],
         )
-        return self.o_proj(o_TD, inputs.lora, site=self.sites[1])
+        return self._out(o_TD, gate_TD, inputs)
 
     def with_cache(
         self, x_TD: jax.Array, inputs: LayerInputs, cache: Cache, implementation: AttentionImplementation | None
@@ -62,7 +61,7 @@ class SelfAttention(nnx.Module):
         """
         rows = inputs.cached
         assert rows is not None
-        q, k, v = self._heads(x_TD, inputs)
+        q, k, v, gate_TD = self._heads(x_TD, inputs)
         cache = {"keys": store(cache["keys"], k, rows), "values": store(cache["values"], v, rows)}
         options = {"scale": self.spec.scale, "window": self.spec.window, "soft_cap": self.spec.soft_cap}
         options |= {"sinks": None if self.sinks is None else self.sinks[...]}
@@ -70,12 +69,17 @@ class SelfAttention(nnx.Module):
             o_TD = cached_attention(q, cache["keys"], cache["values"], jnp.asarray(rows.position_T), **options)
         else:
             o_TD = attention(q, k, v, inputs.segments, implementation=implementation, flat=True, **options)
-        return self.o_proj(o_TD, inputs.lora, site=self.sites[1]), cache
+        return self._out(o_TD, gate_TD, inputs), cache
 
-    def _heads(self, x_TD: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Returns q, k and v by head, normalised and rotated."""
+    def _out(self, o_TD: jax.Array, gate_TD: jax.Array | None, inputs: LayerInputs) -> jax.Array:
+        o_TD = o_TD if gate_TD is None else _gated(o_TD, gate_TD)
+        return self.o_proj(o_TD, inputs.lora, site=self.sites[1])
+
+    def _heads(self, x_TD: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+        """Returns q, k and v by head, normalised and rotated, and the gates of a gated attention."""
         projections = [getattr(self, name) for name in self.inputs]
         q, k, v = self._split(lora_siblings(x_TD, projections, inputs.lora, site=self.sites[0]))
+        q, gate_TD = self._split_gate(q)
         if self.spec.qk_norm == "full":
             q, k = self._normalise(q, k)
         q, k, v = (y.reshape(y.shape[0], -1, self.spec.head_dim) for y in (q, k, v))
@@ -86,7 +90,7 @@ class SelfAttention(nnx.Module):
             q, k = apply_rope(q, tables), apply_rope(k, tables)
         if inputs.query_scales is not None and self.rope is not None:
             q = q * inputs.query_scales[self.rope].astype(q.dtype)
-        return q, k, v
+        return q, k, v, gate_TD
 
     def _split(self, outputs: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         if not self.spec.fused:
@@ -94,8 +98,21 @@ class SelfAttention(nnx.Module):
         queries, keys = self.spec.queries, self.spec.keys
         return tuple(jnp.split(outputs[0], (queries, queries + keys), axis=-1))
 
+    def _split_gate(self, q: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        """Returns the queries and the gates of a gated attention, both [T, H·C]."""
+        if not self.spec.gated:
+            return q, None
+        q_THC, gate_THC = jnp.split(q.reshape(len(q), self.spec.heads, -1), 2, axis=-1)
+        return q_THC.reshape(len(q), -1), checkpoint_name(gate_THC.reshape(len(q), -1), "attention_gate")
+
     def _normalise(self, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
         q, k = checkpoint_name(q, "qk_in"), checkpoint_name(k, "qk_in")  # a norm's gradient needs its input
         assert self.q_norm is not None, self.spec
         assert self.k_norm is not None, self.spec
         return self.q_norm(q), self.k_norm(k)
+
+
+@jax.checkpoint
+def _gated(o_TD: jax.Array, gate_TD: jax.Array) -> jax.Array:
+    """o · sigmoid(gate). Backward keeps both and nothing in float32."""
+    return (o_TD * jax.nn.sigmoid(gate_TD.astype(jnp.float32))).astype(o_TD.dtype)

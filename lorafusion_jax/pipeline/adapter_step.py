@@ -111,7 +111,8 @@ def put_back(columns: Mapping[str, Columns], adapter: Place, lora: Leaves, earli
 
 def _finite_leaves(leaves: Any) -> Array:
     """Whether all of a leaf is finite, for each leaf in order of names."""
-    return jnp.stack([jnp.all(jnp.isfinite(leaves[name])) for name in sorted(leaves)])
+    finite = [jnp.all(jnp.isfinite(leaves[name])) for name in sorted(leaves)]
+    return jnp.stack(finite) if finite else jnp.ones(0, bool)
 
 
 def _all_finite(tree: Any) -> Array:

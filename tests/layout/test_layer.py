@@ -10,6 +10,7 @@ from shapes import LLAMA_70B
 
 from lorafusion_jax.adapters.spec import AdapterSpec, resolve_targets
 from lorafusion_jax.errors import ConfigError, ErrorList
+from lorafusion_jax.families.delta_net import DeltaNet
 from lorafusion_jax.families.experts import Experts, Router
 from lorafusion_jax.families.pattern import LayerType
 from lorafusion_jax.families.rope import Rope
@@ -36,6 +37,13 @@ POST = replace(PLAIN, norms="post", num_layers=2, sliding_window=5)
 MIXED = replace(
     PLAIN, experts=Experts(width=24, inner=10, count=3, active=2, bias=True, router=Router(bias=True, correction=True))
 )
+DELTA = replace(
+    PLAIN, qk_norm=True, norm_offset=1.0, num_layers=2,
+    delta_net=DeltaNet(width=24, key_heads=2, value_heads=4, key_dim=3, value_dim=5, kernel=3),
+    pattern=(LayerType(linear=True), LayerType(rope=Rope())),
+)  # fmt: skip
+GROUPED = replace(DELTA, delta_net=replace(DELTA.delta_net, grouped=True))
+GATED = replace(PLAIN, attention_gate=True, qk_norm=True)
 OTHERS = tuple(name for name in PATHS if name not in EXPERTS)
 ADAPTERS = (
     AdapterSpec(name="law", rank=2, alpha=4, dropout=0.1, targets=OTHERS),
@@ -51,7 +59,9 @@ def leaves(config, half, kind):
 
 @pytest.mark.parametrize("half", [None, *HALVES])
 @pytest.mark.parametrize(
-    "config", [PLAIN, EVERYTHING, STRANGE, POST, MIXED], ids=["plain", "everything", "strange", "post", "mixed"]
+    "config",
+    [PLAIN, EVERYTHING, STRANGE, POST, MIXED, DELTA, GROUPED, GATED],
+    ids=["plain", "everything", "strange", "post", "mixed", "delta", "grouped", "gated"],
 )
 def test_a_layer_has_the_leaves_of_its_description(config, half):
     assert leaves(config, half, nnx.Not(nnx.LoRAParam)) == config.layer(0).frozen_shapes(half)
@@ -82,6 +92,15 @@ def test_projections_of_a_site_read_one_input():
     assert [PLAIN.layer(0).site_index(name) for name in PLAIN.targets] == [0, 0, 0, 1, 2, 2, 3]
 
 
+def test_projections_that_not_all_layers_have_know_their_layers():
+    assert DELTA.some_layers["linear_attn.out_proj"] == (0,)
+    assert DELTA.layers_with("self_attn.q_proj") == (1,)
+    assert DELTA.layers_with("mlp.up_proj") == (0, 1)
+    assert DELTA.linear("out_proj").shape == (20, 24)
+    assert not PLAIN.some_layers
+    assert not STRANGE.some_layers
+
+
 def test_targets_are_the_projections():
     assert resolve_targets("all-linear") == PLAIN.targets == TARGETS
     assert STRANGE.targets == ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
@@ -91,7 +110,7 @@ def test_targets_are_the_projections():
     assert resolve_targets(["all-linear", "mlp.experts.down_proj"], MIXED.targets)[4:] == ("experts_down_proj",)
     with pytest.raises(ErrorList, match="no projection 'experts_gate_up_proj'"):
         resolve_targets("experts", PLAIN.targets)
-    for model in (PLAIN, STRANGE, MIXED):
+    for model in (PLAIN, STRANGE, MIXED, DELTA, GROUPED):
         assert {linear.name: linear.path for linear in model.layer(0).linears}.items() <= PATHS.items()
     assert {*TARGETS, *FUSED, *EXPERTS} < {*PATHS}
 
@@ -102,7 +121,11 @@ def test_adapters_of_experts_are_plain_and_without_dropout(refused):
         replace(ADAPTERS[1], **refused)
 
 
-@pytest.mark.parametrize("config", [EVERYTHING, STRANGE, POST, MIXED], ids=["everything", "strange", "post", "mixed"])
+@pytest.mark.parametrize(
+    "config",
+    [EVERYTHING, STRANGE, POST, MIXED, DELTA, GATED],
+    ids=["everything", "strange", "post", "mixed", "delta", "gated"],
+)
 def test_forward_defines_all_checkpoint_names(config):
     # LoRA has dropout, DoRA multiplies columns.
     adapters = (*ADAPTERS, replace(ADAPTERS[0], name="med", dropout=0.0, kind="dora"))

@@ -30,7 +30,7 @@ YARN = {
     "rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 4.0,
     "beta_slow": 0.5,
 }  # fmt: skip
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
 
 def longrope(pairs: int, original: int) -> dict:
@@ -233,6 +233,31 @@ CASES = {
             "norm_topk_prob": False, "num_key_value_heads": 4, "hidden_act": "gelu", "rope_parameters": plain(50.0),
         },
     ),
+    "qwen3_5": (
+        "Qwen3_5",
+        {
+            "head_dim": 8, "num_hidden_layers": 3, "full_attention_interval": 2, "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4, "linear_key_head_dim": 6, "linear_value_head_dim": 10,
+        },
+    ),
+    "qwen3_5_tied": (
+        "Qwen3_5",
+        {
+            "head_dim": 12, "layer_types": [FULL, LINEAR], "tie_word_embeddings": True, "attention_bias": True,
+            "num_key_value_heads": 1, "linear_num_key_heads": 3, "linear_num_value_heads": 3, "linear_key_head_dim": 5,
+            "linear_value_head_dim": 4, "linear_conv_kernel_dim": 2, "rms_norm_eps": 1e-3,
+            "rope_parameters": plain(90.0) | {"partial_rotary_factor": 0.5},
+        },
+    ),
+    "qwen3_5_gelu": (
+        "Qwen3_5",
+        {
+            "head_dim": 6, "layer_types": [LINEAR, FULL], "hidden_act": "gelu",
+            "linear_num_key_heads": 1, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+            "linear_value_head_dim": 3, "linear_conv_kernel_dim": 7,
+            "rope_parameters": YARN | {"partial_rotary_factor": 1.0},
+        },
+    ),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
     "mixtral_window": (
         "Mixtral",
@@ -267,7 +292,11 @@ CASES = {
     ),
 }  # fmt: skip
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-TARGETS = ["q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj"]
+TARGETS = [
+    "q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj",
+    "in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj",
+]  # fmt: skip
+LONG = {"Qwen3_5": 90}  # tokens: more than a chunk of the gated delta rule
 
 
 def write_model(case: str, out: Path) -> None:
@@ -279,18 +308,20 @@ def write_model(case: str, out: Path) -> None:
     from safetensors.numpy import save_file
 
     name, changes = CASES[case]
-    config_name = {"Gemma3": "Gemma3TextConfig"}.get(name, f"{name}Config")
+    config_name = f"{name}TextConfig" if name in ("Gemma3", "Qwen3_5") else f"{name}Config"
     config = getattr(transformers, config_name)(**(SMALL | changes))
     config._attn_implementation = "eager"  # the only one with soft caps
     config._experts_implementation = "eager"
     generator = torch.Generator().manual_seed(sum(map(ord, case)))
     model = getattr(transformers, f"{name}ForCausalLM")(config).to(torch.float32).eval()
-    share = 0.25 if len(changes) > 4 else 0.35
+    share = 0.18 if name in LONG else 0.25 if len(changes) > 4 else 0.35
     with torch.no_grad():
-        for parameter in model.parameters():
+        for path, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(1 + 0.2 * noise if parameter.ndim == 1 else share * noise)
-    tokens = torch.randint(0, config.vocab_size, (1, TOKENS), generator=generator)
+            if path.endswith("A_log"):  # memories of a few to some hundred rows
+                parameter.copy_(noise - 3)
+    tokens = torch.randint(0, config.vocab_size, (1, LONG.get(name, TOKENS)), generator=generator)
     mask = torch.ones_like(tokens)
     with torch.no_grad():
         logits = model(tokens, attention_mask=mask).logits[0]

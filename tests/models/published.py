@@ -26,6 +26,20 @@ LLAMA3_ROPE = {
 _SHORT, _LONG = [1.0 + 0.01 * i for i in range(48)], [1.0 + 1.25 * i for i in range(48)]
 
 
+def _qwen3_5(hidden: int, inner: int, layers: int, heads: int, kv: int, **changes: Any) -> dict[str, Any]:
+    """The text part; the whole model has it under `text_config`."""
+    sizes = _sizes(hidden, inner, layers, heads, kv, 248320, 262144)
+    rope = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
+    changes = {
+        "head_dim": 256, "rms_norm_eps": 1e-6, "hidden_act": "silu", "full_attention_interval": 4,
+        "attn_output_gate": True, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+        "mamba_ssm_dtype": "float32", "mtp_num_hidden_layers": 1, "mlp_only_layers": [],
+        "rope_parameters": rope | {"mrope_section": [11, 11, 10], "mrope_interleaved": True},
+    } | changes  # fmt: skip
+    return COMMON | sizes | {"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text"} | changes
+
+
 def _sizes(hidden: int, inner: int, layers: int, heads: int, kv: int, vocab: int, positions: int) -> dict[str, Any]:
     return {
         "hidden_size": hidden,
@@ -427,6 +441,10 @@ SERVED: dict[str, dict[str, Any]] = {
     "gpt-oss-20b": _gpt_oss(24, 32),
     "gpt-oss-120b": _gpt_oss(36, 128),
 }
+SERVED |= {
+    "Qwen3.5-9B": _qwen3_5(4096, 12288, 32, 16, 4),
+    "Qwen3.5-27B": _qwen3_5(5120, 17408, 64, 24, 4, linear_num_value_heads=48),
+}
 # Models of mechanisms that are not served: architecture, model_type, sizes.
 OTHERS: dict[str, tuple[str, str, tuple[int, ...]]] = {
     "GLM-4.5-Air": ("Glm4MoeForCausalLM", "glm4_moe", (4096, 10944, 46, 96, 8, 151552, 131072)),
@@ -442,6 +460,7 @@ OTHERS: dict[str, tuple[str, str, tuple[int, ...]]] = {
     "granite-4.0-h-small": ("GraniteMoeHybridForCausalLM", "granitemoehybrid", (4096, 768, 40, 32, 8, 100352, 131072)),
 }
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "Qwen3.5-27B without gates": (SERVED["Qwen3.5-27B"] | {"attn_output_gate": False}, "attn_output_gate=False"),
     "DeepSeek-V3": (
         _of("DeepseekV3ForCausalLM", "deepseek_v3", 7168, 18432, 61, 128, 128, 129280, 163840),
         "DeepseekV3",

@@ -10,7 +10,9 @@ from shapes import LLAMA_8B, LLAMA_70B
 
 from lorafusion_jax.adapters.spec import TARGETS, AdapterSpec
 from lorafusion_jax.config.schema import JobConfig
+from lorafusion_jax.families.delta_net import DeltaNet
 from lorafusion_jax.families.experts import Experts
+from lorafusion_jax.families.pattern import LayerType
 from lorafusion_jax.layout.extent import Extent, extents
 from lorafusion_jax.layout.layer import EXPERTS, PATHS, REMAT_POLICIES
 from lorafusion_jax.models import ModelConfig
@@ -450,6 +452,11 @@ STRANGE = {
     "fused, partial": {"fused": True, "qk_norm": False, "rope_channels": 64},
     "norms after, over all heads": {"norms": "post", "qk_norm": "full", "sliding_window": 128},
     "scaled sums": {"residual_scale": 0.22, "qk_norm": False},
+    "gated attention": {"attention_gate": True, "qk_norm": True},
+    "gated delta net": {
+        "delta_net": DeltaNet(width=WIDE.hidden_size, key_heads=4, value_heads=8, key_dim=64, value_dim=64),
+        "pattern": (LayerType(linear=True),) * WIDE.num_layers, "qk_norm": False,
+    },
     "experts": {"experts": Experts(width=WIDE.hidden_size, inner=64, count=6, active=2)},
 }  # fmt: skip
 

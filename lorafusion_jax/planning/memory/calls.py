@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from lorafusion_jax.adapters.spec import bank_columns, common_rank
 from lorafusion_jax.adapters.table import adapter_kind
+from lorafusion_jax.families.delta_net import DeltaNet
 from lorafusion_jax.families.layer import Layer
 from lorafusion_jax.planning.memory.problem import MemoryProblem
 from pallas_kernels import policy
@@ -61,6 +62,8 @@ def runs_on_hopper(problem: MemoryProblem, shape: policy.LinearShape) -> bool:
 def attention_is_ours(problem: MemoryProblem, layer: Layer) -> bool:
     """Whether our own attention kernels run: they are selected and support these sizes and scores."""
     m = layer.attention
+    if isinstance(m, DeltaNet):
+        return False
     sizes = {"rows": problem.capacity_tokens, "heads": m.heads, "key_heads": m.kv_heads, "width": m.head_dim}
     measured = problem.measured(policy.attention_call(**sizes, dtype=dtype_of(problem)))
     chosen = problem.attention or measured or (policy.HOPPER if problem.hopper else policy.XLA)

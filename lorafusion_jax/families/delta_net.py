@@ -1,0 +1,125 @@
+"""A gated delta net in place of attention: a memory per head instead of all earlier keys and values.
+`models.delta_net` executes it.
+
+D model width · K key heads · H value heads · C key width · V value width
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lorafusion_jax.families.mlp import Activation
+from lorafusion_jax.layout.layer import LINEAR_ATTENTION, FrozenArray, Linear, Norm, SavedTensor
+
+MODULE = LINEAR_ATTENTION
+IN, OUT = "delta_in", "delta_out"  # sites, and checkpoint names
+CHUNK = 64  # rows that the rule takes together, see `pallas_kernels.delta_rule`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaNet:
+    """out_proj(norm(rule(q, k, v, decay, β)) · silu(z)).
+
+    (q, k, v) = act(convolution(in_proj x)),  q and k of unit length,  β = sigmoid(b),  decay = -e^A softplus(a + bias)
+
+    `pallas_kernels.delta_rule` has the rule. The convolution is causal, over the last rows of the same sample and each
+    channel on its own.
+
+    Args:
+        width: D.
+        key_heads, value_heads: K and H; H / K value heads share a key head.
+        key_dim, value_dim: C and V.
+        kernel: rows of the convolution.
+        grouped: q, k, v and z are one projection, in_proj_qkvz, and b and a another, in_proj_ba, both key head by key
+            head. Otherwise there is one for q, k and v, and one each for z, b and a.
+    """
+
+    width: int
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int = 4
+    activation: Activation = "silu"
+    grouped: bool = False
+
+    @property
+    def queries(self) -> int:
+        """H · V, width of the output before its projection."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def keys(self) -> int:
+        """K · C"""
+        return self.key_heads * self.key_dim
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution: q, k and v."""
+        return 2 * self.keys + self.queries
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        outputs = (
+            {"in_proj_qkvz": self.channels + self.queries, "in_proj_ba": 2 * self.value_heads}
+            if self.grouped
+            else {
+                "in_proj_qkv": self.channels,
+                "in_proj_z": self.queries,
+                "in_proj_b": self.value_heads,
+                "in_proj_a": self.value_heads,
+            }
+        )
+        return (
+            *(_linear(name, IN, self.width, size) for name, size in outputs.items()),
+            _linear("out_proj", OUT, self.queries, self.width),
+        )
+
+    @property
+    def norms(self) -> tuple[Norm, ...]:
+        return (Norm(path=f"{MODULE}.norm", half="attention", width=self.value_dim),)
+
+    @property
+    def arrays(self) -> tuple[FrozenArray, ...]:
+        shapes = {
+            "A_log": (self.value_heads,),
+            "dt_bias": (self.value_heads,),
+            "conv1d.weight": (self.channels, 1, self.kernel),
+        }
+        return tuple(FrozenArray(path=f"{MODULE}.{name}", half="attention", shape=s) for name, s in shapes.items())
+
+    @property
+    def saved(self) -> tuple[SavedTensor, ...]:
+        return (
+            _saved("q, k, v, z, b, a", self.channels + self.queries + 2 * self.value_heads, IN),
+            _saved("q, k, v of the rule", self.channels),
+            _saved("decay and β", 2 * self.value_heads, float32=True),
+            _saved("output of the rule", self.queries, OUT),
+            _saved("gated output, for out_proj", self.queries),
+        )
+
+    @property
+    def rope(self) -> None:
+        """It knows the order of rows without rotary embeddings."""
+        return
+
+    @property
+    def window(self) -> None:
+        return
+
+    def reach(self, sample_tokens: float) -> float:
+        """Length of the sample on which attention of as many queries would take as many operations per row.
+
+        >>> DeltaNet(width=8, key_heads=1, value_heads=2, key_dim=128, value_dim=128).reach(4096)
+        704.0
+        """
+        del sample_tokens  # each row reads one memory
+        return 3 * self.key_dim + CHUNK * (3 * self.key_dim / self.value_dim + 2)
+
+
+def _linear(name: str, site: str, inputs: int, outputs: int) -> Linear:
+    return Linear(name=name, module=MODULE, half="attention", site=site, in_features=inputs, out_features=outputs)
+
+
+def _saved(name: str, width: int, checkpoint: str | None = None, *, float32: bool = False) -> SavedTensor:
+    return SavedTensor(name=name, half="attention", width=width, checkpoint=checkpoint, float32=float32)

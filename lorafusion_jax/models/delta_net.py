@@ -1,0 +1,114 @@
+"""A gated delta net as a module: executes `families.delta_net.DeltaNet`.
+
+T packed tokens · D model width · K key heads · H value heads · C key width · V value width · N channels
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
+
+from lorafusion_jax.families.delta_net import IN, OUT, DeltaNet
+from lorafusion_jax.models.build import Builder
+from lorafusion_jax.models.inputs import LayerInputs
+from lorafusion_jax.models.norm import RMSNorm
+from lorafusion_jax.models.segments import Segments
+from lorafusion_jax.modules import LoRALinear, lora_siblings
+from pallas_kernels.delta_rule import gated_delta_rule
+from pallas_kernels.mlp.xla import ACTIVATIONS
+
+LEAST_SQUARE = 1e-6  # added to the squared length of q and of k
+
+
+class Convolution(nnx.Module):
+    """A causal convolution of each channel, over rows of the same sample."""
+
+    def __init__(self, shape: tuple[int, int, int], *, dtype: Any, rngs: nnx.Rngs):
+        self.weight = nnx.Param(jax.random.normal(rngs.params(), shape, dtype) * jnp.asarray(shape[-1] ** -0.5, dtype))
+
+    def __call__(self, x_TN: Float[Array, "T N"], segments: Segments) -> Float[Array, "T N"]:
+        """y[t] = Σ_j weight[j] x[t - j] in float32, j rows back in the same segment; the last weight is of row t."""
+        ids_T, weight_NR = jnp.asarray(segments.ids), self.weight[...][:, 0].astype(jnp.float32)
+        x_TN = x_TN.astype(jnp.float32)
+        y_TN = x_TN * weight_NR[:, -1]
+        for back in range(1, weight_NR.shape[1]):
+            same_T = jnp.pad(ids_T, (back, 0), constant_values=-1)[: len(ids_T)] == ids_T
+            earlier_TN = jnp.pad(x_TN, ((back, 0), (0, 0)))[: len(x_TN)]
+            y_TN = y_TN + jnp.where(same_T[:, None], earlier_TN, 0.0) * weight_NR[:, -1 - back]
+        return y_TN
+
+
+class GatedDeltaNet(nnx.Module):
+    """out_proj(norm(rule(q, k, v, decay, β)) · silu(z)); see `families.delta_net.DeltaNet`."""
+
+    out_proj: LoRALinear
+
+    def __init__(self, build: Builder, spec: DeltaNet):
+        self.spec, self.act = spec, ACTIVATIONS[spec.activation]
+        self.sites = build.layer.site_index(spec.linears[0].name), build.layer.site_index("out_proj")
+        self.inputs = tuple(linear.name for linear in spec.linears if linear.site == IN)
+        for linear in spec.linears:
+            setattr(self, linear.name, build.linear(linear.name))
+        shape = (spec.channels, 1, spec.kernel)
+        self.conv1d = Convolution(shape, dtype=build.dtype, rngs=build.rngs)
+        rates = jnp.arange(1, spec.value_heads + 1, dtype=build.dtype) / spec.value_heads
+        self.A_log, self.dt_bias = nnx.Param(jnp.log(rates)), nnx.Param(jnp.zeros_like(rates))
+        self.norm = RMSNorm(spec.value_dim, eps=build.layer.around.eps, dtype=build.dtype)
+
+    def __call__(self, x_TD: Float[Array, "T D"], inputs: LayerInputs) -> Float[Array, "T D"]:
+        site, out_site = self.sites
+        projections = [getattr(self, name) for name in self.inputs]
+        outputs = lora_siblings(x_TD, projections, inputs.lora, site=site)
+        mixed_TN, z_THV, b_TH, a_TH = self._split([checkpoint_name(y, IN) for y in outputs])
+        segments = inputs.segments
+        # Backward computes what is elementwise again, and so keeps nothing in float32.
+        rows = jax.checkpoint(partial(self._rows_of_rule, segments=segments))(mixed_TN, b_TH, a_TH)
+        ids, offsets, lengths = map(jnp.asarray, (segments.ids, segments.offsets, segments.lengths))
+        o_THV = gated_delta_rule(*rows, ids=ids, offsets=offsets, lengths=lengths)
+        gated_TD = jax.checkpoint(self._gated)(checkpoint_name(o_THV, OUT), z_THV)
+        return self.out_proj(gated_TD, inputs.lora, site=out_site)
+
+    def _rows_of_rule(
+        self, mixed_TN: jax.Array, b_TH: jax.Array, a_TH: jax.Array, *, segments: Segments
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
+        """Returns q, k, v, decay and β of each row."""
+        q, k, v = self._heads(self.act(self.conv1d(mixed_TN, segments)))
+        bias_H, rate_H = (x[...].astype(jnp.float32) for x in (self.dt_bias, self.A_log))
+        decay_TH = -jnp.exp(rate_H) * jax.nn.softplus(a_TH.astype(jnp.float32) + bias_H)
+        q, k = _unit(q, self.spec.key_dim**-0.5), _unit(k)
+        dtype, beta_TH = mixed_TN.dtype, jax.nn.sigmoid(b_TH.astype(jnp.float32))
+        return q.astype(dtype), k.astype(dtype), v.astype(dtype), decay_TH, beta_TH
+
+    def _gated(self, o_THV: jax.Array, z_THV: jax.Array) -> jax.Array:
+        gated_THV = self.norm(o_THV).astype(jnp.float32) * jax.nn.silu(z_THV.astype(jnp.float32))
+        return gated_THV.astype(o_THV.dtype).reshape(len(o_THV), -1)
+
+    def _split(self, outputs: list[jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+        """Returns q, k and v side by side, z by head, b and a."""
+        spec, rows = self.spec, len(outputs[0])
+        if not spec.grouped:
+            mixed, z, b, a = outputs
+            return mixed, z.reshape(rows, spec.value_heads, -1), b, a
+        qkvz, ba = (y.reshape(rows, spec.key_heads, -1) for y in outputs)
+        share, C = spec.value_heads // spec.key_heads, spec.key_dim
+        q, k, v, z = jnp.split(qkvz, (C, 2 * C, 2 * C + share * spec.value_dim), axis=-1)
+        mixed = jnp.concatenate([y.reshape(rows, -1) for y in (q, k, v)], axis=-1)
+        b, a = (y.reshape(rows, -1) for y in jnp.split(ba, 2, axis=-1))
+        return mixed, z.reshape(rows, spec.value_heads, -1), b, a
+
+    def _heads(self, mixed_TN: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        spec, rows = self.spec, len(mixed_TN)
+        q, k, v = jnp.split(mixed_TN, (spec.keys, 2 * spec.keys), axis=-1)
+        q, k = (y.reshape(rows, spec.key_heads, -1) for y in (q, k))
+        return q, k, v.reshape(rows, spec.value_heads, -1)
+
+
+def _unit(x: jax.Array, length: float = 1.0) -> jax.Array:
+    """x / √(Σ x² + ε) · length"""
+    return x * (length * jax.lax.rsqrt(jnp.sum(jnp.square(x), -1, keepdims=True) + LEAST_SQUARE))

@@ -1,0 +1,58 @@
+"""The gated delta rule over packed rows.
+
+T rows · H value heads · K key heads · C key width · V value width · M segment slots
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.delta_rule.chunks import make_chunks, to_chunks, to_rows
+from pallas_kernels.delta_rule.xla import delta_rule_in_chunks
+
+
+def gated_delta_rule(
+    q: Float[Array, "T K C"],
+    k: Float[Array, "T K C"],
+    v: Float[Array, "T H V"],
+    decay: Float[Array, "T H"],
+    beta: Float[Array, "T H"],
+    *,
+    ids: Int[Array, " T"],
+    offsets: Int[Array, " M+1"],
+    lengths: Int[Array, " M"],
+) -> Float[Array, "T H V"]:
+    """Reads a memory S [C, V] per head, which each row first lets decay and then corrects, from empty in each segment.
+
+    S ← e^decay S,  S ← S + k ⊗ β (v - kᵀ S),  o = qᵀ S
+
+    H / K value heads share a key head. Computed in float32, in chunks of 64 rows. NaN and infinity stay inside their
+    own segment, in forward and backward. Backward keeps the arguments only, and computes the chunks again.
+
+    Args:
+        q, k: of unit length, or shorter; q with the scale of the scores.
+        decay: ≤ 0, log of what is left of the memory.
+        beta: 0 to 1, how much of the error is corrected.
+        ids: number of the segment of each row.
+        offsets, lengths: first row and number of rows of each segment, -1 in unused slots.
+
+    Example:
+        >>> one = jnp.ones((3, 1, 2)) * 0.5**0.5
+        >>> kept, all_of_it = jnp.zeros((3, 1)), jnp.ones((3, 1))
+        >>> segment = {"ids": jnp.array([0, 0, 1]), "offsets": jnp.array([0, 2, -1]), "lengths": jnp.array([2, 1])}
+        >>> v = jnp.array([[[2.0]], [[4.0]], [[6.0]]])
+        >>> gated_delta_rule(one, one, v, kept, all_of_it, **segment).ravel().round(4).tolist()
+        [2.0, 4.0, 6.0]
+    """
+    precision = "highest" if v.dtype == jnp.float32 else None
+
+    @jax.checkpoint
+    def rule(*rows: jax.Array) -> jax.Array:
+        chunks = make_chunks(ids, offsets, lengths)
+        q, k, v, decay, beta = (to_chunks(x, chunks).astype(jnp.float32) for x in rows)
+        o_NBHV = delta_rule_in_chunks(q, k, v, decay, beta, chunks.first_N, precision=precision)
+        return to_rows(o_NBHV, chunks).astype(rows[2].dtype)
+
+    return rule(q, k, v, decay, beta)

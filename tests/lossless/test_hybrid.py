@@ -1,0 +1,172 @@
+"""The promises of training hold where layers differ: a gated delta net in some, gated attention in the others."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from more_cases import nightly
+from small_jobs import write_job, write_rows
+
+from lorafusion_jax.checkpoint.merge import merge_adapter
+from lorafusion_jax.checkpoint.peft import read_adapter
+from lorafusion_jax.config import load_config
+from lorafusion_jax.families.delta_net import DeltaNet
+from lorafusion_jax.families.pattern import LayerType
+from lorafusion_jax.families.rope import Rope
+from lorafusion_jax.training import Interrupted, RunFolder, resume, train
+from lorafusion_jax.training.loop import Loop
+
+TOLERANCE = 1e-5  # sums of float32 in another order, carried along by a few steps
+LINEAR, FULL = LayerType(linear=True), LayerType(rope=Rope(theta=100.0, channels=4))
+TARGETS = {"law": ["all-linear"], "med": ["in_proj_qkv", "in_proj_a", "out_proj"], "chat": ["q_proj", "o_proj"]}
+LAYERS = {"law": (0, 1, 2), "med": (0, 2), "chat": (1,)}  # where each has tensors
+
+
+@pytest.fixture(scope="module")
+def base(make_base, tmp_path_factory):
+    """Cut in two, its second stage has no attention."""
+    return make_base(
+        tmp_path_factory.mktemp("base") / "hybrid",
+        family="qwen3_5_text", num_layers=3, qk_norm=True, norm_offset=1.0, attention_gate=True,
+        delta_net=DeltaNet(width=32, key_heads=2, value_heads=4, key_dim=6, value_dim=8),
+        pattern=(LINEAR, FULL, LINEAR),
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run(base, tmp_path_factory):
+    """run(names, **sections) → the folder of a run with these adapters."""
+    runs: dict[str, RunFolder] = {}
+
+    def run(names=tuple(TARGETS), breaking=(), **sections):
+        key = str((names, breaking, sections))
+        if key not in runs:
+            folder = tmp_path_factory.mktemp("job")
+            adapters = [
+                {
+                    "name": name,
+                    "data": {"train": write_rows(folder, name, 6, longest=10)},
+                    "lora": {"rank": 2 + number, "targets": TARGETS[name], "dropout": 0.1 * (name == "law")},
+                    "optim": {
+                        "name": "sgd",
+                        "lr": 1e30 if name in breaking else 0.02,
+                        "clip": 0 if name in breaking else 1,
+                    },
+                    "batch": {"global_samples": 3},
+                    "seed": number,
+                }
+                for number, name in enumerate(TARGETS)
+                if name in names
+            ]
+            config = load_config(write_job(folder, base, adapters, **sections))
+            assert train(config, folder / "run").exit_code == (3 if breaking else 0)
+            runs[key] = RunFolder(folder / "run")
+        return runs[key]
+
+    return run
+
+
+def weights(folder, name):
+    _, arrays = read_adapter(folder.latest(name))
+    return {f"{path} {number}": array for path, tensors in arrays.items() for number, array in enumerate(tensors)}
+
+
+def distance(actual, other):
+    assert actual.keys() == other.keys()
+    return max(
+        float(np.linalg.norm(actual[key] - other[key]) / max(np.linalg.norm(actual[key]), 1e-9)) for key in actual
+    )
+
+
+MESH = {"stages": 2, "layers": [2, 1]}
+
+
+@pytest.mark.parametrize("name", ["med", *map(nightly, ("law", "chat"))])
+def test_joint_training_on_a_mesh_equals_separate_training_on_a_device(run, name):
+    joint = weights(run(mesh=MESH), name)
+    assert distance(joint, weights(run((name,)), name)) < TOLERANCE
+    assert all(joint[key].any() for key in joint if key.endswith(" 1")), "B is zero: nothing was learned"
+
+
+def test_a_folder_numbers_layers_as_the_model_does(run, base, tmp_path):
+    for name, layers in LAYERS.items():
+        paths = {key.split(" ")[0] for key in weights(run(mesh=MESH), name)}
+        assert sorted({int(path.split(".")[1]) for path in paths}) == list(layers)
+        assert not any("self_attn" in path for path in paths if not path.startswith("layers.1."))
+        report = merge_adapter(base, run(mesh=MESH).latest(name), tmp_path / name)
+        assert report.num_changed == len(paths)
+        assert all(change > 0 for change in report.deltas.values())
+
+
+@pytest.mark.nightly
+def test_a_stage_boundary_may_be_within_a_layer(run):
+    for name in TARGETS:
+        cut = run(mesh={"stages": 2, "layers": [1.5, 1.5]})
+        assert distance(weights(cut, name), weights(run(mesh=MESH), name)) < TOLERANCE
+
+
+@pytest.mark.nightly
+def test_a_diverging_adapter_leaves_others_bitwise(run):
+    broken, healthy = run(breaking=("law",)), run()
+    for name in ("med", "chat"):
+        from_broken, other = weights(broken, name), weights(healthy, name)
+        for key in from_broken:
+            np.testing.assert_array_equal(from_broken[key], other[key], err_msg=key)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("remat", ["everything", "nothing"])
+def test_a_policy_that_saves_more_or_less_changes_no_result(run, remat):
+    other = run(train={"remat": remat})
+    for name in TARGETS:
+        assert distance(weights(run(train={"remat": "gemm_inputs"}), name), weights(other, name)) < TOLERANCE
+
+
+@pytest.mark.nightly
+def test_a_resumed_run_equals_one_without_a_break(base, tmp_path, monkeypatch):
+    original, loops = Loop.__init__, []
+
+    def init(self, *arguments, **named):
+        original(self, *arguments, **named)
+        loops.append(self)
+
+    monkeypatch.setattr(Loop, "__init__", init)
+    adapters = [
+        {
+            "name": "law",
+            "data": {"train": write_rows(tmp_path, "law", 9, longest=10)},
+            "lora": {"rank": 2, "targets": "all-linear", "dropout": 0.1},
+            "batch": {"global_samples": 3},
+        }
+    ]
+    config = load_config(
+        write_job(tmp_path, base, adapters, batch={"capacity_tokens": 64, "tile_tokens": 16}, mesh=MESH)
+    )
+    train(config, tmp_path / "whole")
+    stop = lambda event: event.kind == "slot" and event.slot == 1 and loops[-1]._stop.set()  # noqa: E731
+    with pytest.raises(Interrupted):
+        train(config, tmp_path / "cut", listeners=[stop])
+    resume(tmp_path / "cut")
+    whole, other = (weights(RunFolder(tmp_path / name), "law") for name in ("whole", "cut"))
+    for key in whole:
+        np.testing.assert_array_equal(whole[key], other[key], err_msg=key)
+
+
+@pytest.mark.nightly
+def test_an_adapter_continues_from_its_folder(run, base, tmp_path):
+    """At a learning rate of nothing it stays as it was."""
+    start = run(mesh=MESH).latest("med")
+    adapters = [
+        {
+            "name": "again",
+            "data": {"train": write_rows(tmp_path, "again", 6, longest=10)},
+            "lora": {"init_from": str(start)},
+            "optim": {"name": "sgd", "lr": 1e-30},
+            "batch": {"global_samples": 3},
+        }
+    ]
+    train(load_config(write_job(tmp_path, base, adapters, lora={})), tmp_path / "run")
+    before, after = weights(run(mesh=MESH), "med"), weights(RunFolder(tmp_path / "run"), "again")
+    assert before.keys() == after.keys()
+    for key in before:
+        np.testing.assert_array_equal(before[key], after[key])
