@@ -159,3 +159,9 @@ def test_the_folder_of_a_failed_adapter_says_so(make_config, tmp_path):
     assert law.reason in (folder / "README.md").read_text()
     other = RunFolder(tmp_path / "run").latest("med")
     assert json.loads((other / "run.json").read_text())["failed"] is None
+
+    (weights,) = folder.glob("*.safetensors")  # lost later, it is written again with the last good weights
+    content = weights.read_bytes()
+    weights.unlink()
+    assert resume(tmp_path / "run").adapters["law"].status == "failed"
+    assert weights.read_bytes() == content
