@@ -3,6 +3,7 @@
     python -m benchmarks.kinds --out results/kinds    # one GPU, two minutes
     python -m benchmarks.kinds --out /tmp/try --small  # in miniature on a CPU
 
+A run computes DoRA's norms once per optimizer step, so "dora" has them as inputs; "dora, norms in the call" does not.
 One layer of Llama-3.1-8B's shape, 8192 tokens in eight samples, four adapters of rank 16 without dropout, bfloat16,
 forward and backward. A mixed microbatch has one adapter of each kind. VeRA also runs at PEFT's default rank of 256.
 All variants are compiled first and timed in turns. Writes kinds.jsonl.
@@ -25,17 +26,21 @@ from flax import nnx
 
 from benchmarks.conditions import conditions
 from benchmarks.workloads import SHAPES
+from lorafusion_jax.adapters.bank import prepare_tensors
 from lorafusion_jax.adapters.spec import AdapterSpec
+from lorafusion_jax.adapters.table import adapter_kind
 from lorafusion_jax.models import ModelConfig, Segments
 from lorafusion_jax.models.forward import layer_inputs
 from lorafusion_jax.models.layer import DecoderLayer
 from lorafusion_jax.modules import LoRAContext
+from lorafusion_jax.modules.lora import LoRALinear
 
 ADAPTERS, ROUNDS, CALLS = 4, 5, 10
 VARIANTS: dict[str, tuple[str, ...]] = {  # kinds of the microbatch's adapters
     "frozen": (),
     "lora": ("lora",) * ADAPTERS,
     "dora": ("dora",) * ADAPTERS,
+    "dora, norms in the call": ("dora",) * ADAPTERS,
     "vera": ("vera",) * ADAPTERS,
     "vera of rank 256": ("vera",) * ADAPTERS,
     "lora-fa": ("lora-fa",) * ADAPTERS,
@@ -54,9 +59,11 @@ def main() -> None:
     rows: list[dict[str, Any]] = [{"section": "conditions", **conditions()}]
     for name, kinds in VARIANTS.items():
         try:
-            runs[name] = _compiled(ModelConfig(**(shape | {"num_layers": 1})), kinds, T, 256 if "256" in name else 16)
+            config, rank = ModelConfig(**(shape | {"num_layers": 1})), 256 if "256" in name else 16
+            runs[name] = _compiled(config, kinds, T, rank, prepared="in the call" not in name)
         except Exception as problem:  # a variant that a device cannot run is a row, too
             rows.append({"variant": name, "failed": str(problem).splitlines()[0][:200]})
+    _check_norms(runs)
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(ROUNDS):
         for name, run in runs.items():
@@ -73,7 +80,7 @@ def main() -> None:
             file.write(json.dumps(row) + "\n")
 
 
-def _compiled(config: ModelConfig, kinds: tuple[str, ...], T: int, rank: int) -> Callable[[], Any]:
+def _compiled(config: ModelConfig, kinds: tuple[str, ...], T: int, rank: int, *, prepared: bool) -> Callable[[], Any]:
     """Forward and backward of one layer, compiled; checks that its results are finite."""
     specs = [
         AdapterSpec(name=f"a{n}", rank=rank, alpha=2 * rank, dropout=0.0, seed=n, kind=kind)
@@ -84,7 +91,8 @@ def _compiled(config: ModelConfig, kinds: tuple[str, ...], T: int, rank: int) ->
     segments = jax.tree.map(jnp.asarray, Segments.from_lengths([T // 8] * 8, T))
     x = jax.random.normal(jax.random.key(1), (T, config.hidden_size), jnp.bfloat16)
     positions = jnp.arange(T) % (T // 8)
-    layer = DecoderLayer(config, specs, number=0, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    layer = DecoderLayer(config, specs, number=0, dtype=jnp.bfloat16, rngs=nnx.Rngs(0), prepared=prepared)
+    _prepare(layer, specs)
     graph, lora, frozen = nnx.split(layer, nnx.LoRAParam, ...)
 
     def passes(x, lora, frozen):
@@ -97,6 +105,28 @@ def _compiled(config: ModelConfig, kinds: tuple[str, ...], T: int, rank: int) ->
     for leaf in jax.tree.leaves(run()):
         assert bool(jnp.isfinite(leaf.astype(jnp.float32)).all()), kinds
     return run
+
+
+def _prepare(layer: DecoderLayer, specs: list[AdapterSpec]) -> None:
+    """Computes what kinds prepare, as a run does after each optimizer step."""
+    for _, linear in nnx.iter_graph(layer):
+        for index, spec in enumerate(specs if isinstance(linear, LoRALinear) and linear.prepared else ()):
+            kind = adapter_kind(spec.kind)
+            if kind.prepare is None:
+                continue
+            tensors = {leaf.name: getattr(linear, leaf.name)[...][index] for leaf in kind.leaves}
+            size = (linear.in_features, linear.out_features, spec.rank)
+            made = prepare_tensors(kind, linear.kernel[...], tensors, size, spec.scale, jnp.bfloat16)
+            for name, value in made.items():
+                variable = getattr(linear, name)
+                variable[...] = variable[...].at[index].set(value)
+
+
+def _check_norms(runs: dict[str, Callable[[], Any]]) -> None:
+    """Both forms of DoRA give the same output."""
+    outputs = [runs[name]()[0].astype(jnp.float32) for name in runs if name.startswith("dora")]
+    apart = max(float(jnp.abs(output - outputs[0]).max()) for output in outputs)
+    assert apart <= 2**-6 * float(jnp.abs(outputs[0]).max()), f"the forms of DoRA differ by {apart}"
 
 
 def _seconds(run: Callable[[], Any]) -> float:

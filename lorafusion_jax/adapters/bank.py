@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Integer
 
 from lorafusion_jax.adapters.kind import AdapterKind, Leaf, Sizes
-from lorafusion_jax.adapters.table import adapter_kind, leaves_of
+from lorafusion_jax.adapters.table import adapter_kind, leaves_of, prepared_by
 from pallas_kernels.frozen_weight import FrozenWeight, dense
 
 NO_KIND = -1  # number of the kind of an adapter that does not target the projection
@@ -97,13 +97,17 @@ def make_bank(
         kernel: [K, N].
         dtype: in which kinds with `column_scale` get the kernel.
     """
-    known = {leaf.name: leaf for leaf in leaves_of(names)}
+    known = {leaf.name: leaf for leaf in (*leaves_of(names), *prepared_by(names))}
     leaves = {name: _of_projection(known[name], array, shape) for name, array in leaves.items() if name in known}
     made = []
     for number, name in enumerate(names):
         kind = adapter_kind(name)
         # Select before and after, so that neither values nor gradients of other kinds pass through this one.
         tensors = {leaf.name: _where(number_A, number, leaves[leaf.name], 0.0) for leaf in kind.leaves}
+        # 1, because kinds may divide by what they have prepared
+        tensors |= {
+            leaf.name: _where(number_A, number, leaves[leaf.name], 1.0) for leaf in kind.prepared if leaf.name in leaves
+        }
         tensors, own_rank = _at_one_rank(kind, tensors, rank)
         made.append(_of_kind(kind, tensors, (*shape, own_rank), scale_A, kernel, dtype))
     if number_A is None:
@@ -164,6 +168,17 @@ def start_tensors(
     assert kind.start is not None
     sizes = Sizes(K=size[0], N=size[1], R=size[2], scale=scale, np=jnp)
     return dict(kind.start(dense(kernel, jnp.float32), tensors, sizes))
+
+
+def prepare_tensors(
+    kind: AdapterKind, kernel: FrozenWeight, tensors: Mapping[str, Array], size: tuple[int, int, int], scale: Any,
+    dtype: Any,
+) -> dict[str, Array]:  # fmt: skip
+    """Returns what a kind prepares for one adapter, see `AdapterKind.prepare`; float32."""
+    assert kind.prepare is not None
+    sizes = Sizes(K=size[0], N=size[1], R=size[2], scale=scale, np=jnp)
+    made = kind.prepare(dense(kernel, dtype), tensors, sizes)
+    return {leaf.name: made[leaf.name].astype(jnp.float32) for leaf in kind.prepared}
 
 
 def scale_columns(
@@ -232,7 +247,7 @@ def _of_kind(
     kernel: FrozenWeight,
     dtype: Any,
 ) -> Bank:
-    constant = {leaf.name for leaf in kind.leaves if not leaf.trainable}
+    constant = {leaf.name for leaf in (*kind.leaves, *kind.prepared) if not leaf.trainable}
     tensors = {name: lax.stop_gradient(array) if name in constant else array for name, array in tensors.items()}
 
     def sizes(scale: Any) -> Sizes:
@@ -245,9 +260,8 @@ def _of_kind(
         bank = bank._replace(g_AN=jax.vmap(lambda tensors, scale: shift(tensors, sizes(scale)))(tensors, scale_A))
     if kind.column_scale is None:
         return bank
-    column_scale = kind.column_scale
     w_KN = lax.stop_gradient(dense(kernel, dtype))
-    f = jax.vmap(lambda tensors, scale: column_scale(w_KN, tensors, sizes(scale)))(tensors, scale_A)
+    f = jax.vmap(lambda tensors, scale: kind.factors(w_KN, tensors, sizes(scale)))(tensors, scale_A)
     return bank._replace(f_AN=f)
 
 
@@ -257,7 +271,7 @@ def _at_one_rank(kind: AdapterKind, tensors: dict[str, Any], rank: int) -> tuple
     least = min(ranks, default=rank)
     if max(ranks, default=rank) == least:
         return tensors, least
-    return {leaf.name: leaf.at_rank(tensors[leaf.name], least) for leaf in kind.leaves}, least
+    return tensors | {leaf.name: leaf.at_rank(tensors[leaf.name], least) for leaf in kind.leaves}, least
 
 
 def _of_projection(leaf: Leaf, array: Any, shape: tuple[int, int]) -> Any:

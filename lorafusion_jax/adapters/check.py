@@ -66,6 +66,10 @@ def _wrong_leaves(kind: AdapterKind) -> Iterator[str]:
         yield "it has no trainable leaf"
     if not kind.of_projections:
         yield "all its leaves are shared, so projections have none"
+    if kind.prepared and (kind.prepare is None or kind.column_scale is None):
+        yield "it has prepared tensors, but no prepare or no column_scale"
+    if any(leaf.trainable or leaf.shared or "R" in leaf.axes for leaf in kind.prepared):
+        yield "a prepared tensor is trainable, shared, or has an axis R"
     if unknown := set(kind.scaled) - set(names):
         yield f"scaled names {', '.join(sorted(unknown))}, and its leaves are {', '.join(names)}"
     known = {leaf.name: leaf for other in KINDS.values() for leaf in other.leaves}
@@ -103,7 +107,9 @@ def _wrong_shapes(kind: AdapterKind, size: Size, library: Any, tensors: dict[str
         a, b = kind.low_rank(tensors, _sizes(size, library))
         made = {"A of low_rank": a, "B of low_rank": b}
         if kind.column_scale is not None:
-            made["column_scale"] = kind.column_scale(_kernel(size, library), tensors, _sizes(size, library))
+            made["column_scale"] = kind.factors(_kernel(size, library), tensors, _sizes(size, library))
+        if kind.prepare is not None:
+            made |= kind.prepare(_kernel(size, library), tensors, _sizes(size, library))
         if kind.shift is not None:
             made["shift"] = kind.shift(tensors, _sizes(size, library))
         if kind.start is not None:
@@ -115,6 +121,7 @@ def _wrong_shapes(kind: AdapterKind, size: Size, library: Any, tensors: dict[str
     columns = kind.columns * rank
     wanted = {"A of low_rank": (num_in, columns), "B of low_rank": (columns, num_out)}
     wanted |= dict.fromkeys(("column_scale", "shift"), (num_out,))
+    wanted |= {leaf.name: leaf.shape(*size) for leaf in kind.prepared}
     wanted |= {f"{leaf.name} of start": leaf.shape(*size) for leaf in kind.leaves}
     if tensors is None:
         shapes = {leaf.name: jax.ShapeDtypeStruct(leaf.shape(*size), jnp.float32) for leaf in kind.leaves}

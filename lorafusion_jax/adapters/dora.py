@@ -1,6 +1,7 @@
 """DoRA: y = f · (x W + scale · (x A) B) + bias, f = m / ‖W + scale · A B‖, with A, B and the magnitude m trained.
 
-The norm is that of each column. It is constant in the gradient, as in PEFT, and is computed without the product A B:
+The norm is that of each column. It is constant in the gradient, as in PEFT, so it changes only when A and B step. It is
+computed without the product A B:
 
     ‖w + scale · A b‖² = ‖w‖² + 2 scale · b · (Aᵀ w) + scale² · b · (Aᵀ A) b
 
@@ -20,11 +21,18 @@ from lorafusion_jax.adapters.lora import LORA_A, LORA_B, zeros
 MAGNITUDE = Leaf(name="magnitude", axes=("N",), init=zeros, lr_group="magnitude", peft_name="lora_magnitude_vector")
 
 
+NORM = Leaf(name="column_norm", axes=("N",), init=zeros, trainable=False)
+
+
 def column_scale(kernel: Any, tensors: Tensors, sizes: Sizes) -> Any:
     """m / ‖W + scale · A B‖."""
-    return tensors["magnitude"] / _norms(
-        kernel, sizes.constant(tensors["lora_a"]), sizes.constant(tensors["lora_b"]), sizes
-    )
+    del kernel, sizes  # unused: they are in the norm
+    return tensors["magnitude"] / tensors["column_norm"]
+
+
+def prepare(kernel: Any, tensors: Tensors, sizes: Sizes) -> Tensors:
+    """‖W + scale · A B‖ of each column."""
+    return {"column_norm": _norms(kernel, tensors["lora_a"], tensors["lora_b"], sizes)}
 
 
 def start(kernel: Any, tensors: Tensors, sizes: Sizes) -> Tensors:
@@ -44,6 +52,8 @@ DORA = AdapterKind(
     leaves=(LORA_A, LORA_B, MAGNITUDE),
     low_rank=lambda tensors, sizes: (tensors["lora_a"], tensors["lora_b"]),
     column_scale=column_scale,
+    prepare=prepare,
+    prepared=(NORM,),
     start=start,
     scaled=("lora_b",),
     peft={"use_dora": True},

@@ -161,6 +161,9 @@ class AdapterKind:
         columns: columns of A per rank.
         column_scale: (kernel [K, N] in float32, tensors, sizes) → f [N]. The columns of all of y but the bias are
             multiplied by it. None: f = 1, and nothing is compiled.
+        prepare: (kernel, tensors, sizes) → more tensors for `column_scale`, without a gradient. They change only with
+            the adapter's own tensors: a run computes them once after each of its steps, elsewhere every call does.
+        prepared: what `prepare` returns; not trainable, without R.
         shift: (tensors, sizes) → [N], added to the columns of y. None: nothing is compiled. It cannot be merged.
         start: (kernel, tensors, sizes) → the tensors whose initial values depend on the frozen kernel.
         fold: (kernel, tensors, sizes) → the kernel with the adapter merged into it. None: f · (kernel + scale · A B).
@@ -182,6 +185,8 @@ class AdapterKind:
     low_rank: Callable[[Tensors, Sizes], tuple[Any, Any]]
     columns: int = 1
     column_scale: Callable[[Any, Tensors, Sizes], Any] | None = None
+    prepare: Callable[[Any, Tensors, Sizes], Tensors] | None = None
+    prepared: tuple[Leaf, ...] = ()
     shift: Callable[[Tensors, Sizes], Any] | None = None
     start: Callable[[Any, Tensors, Sizes], Tensors] | None = None
     fold: Callable[[Any, Tensors, Sizes], Any] | None = None
@@ -192,7 +197,7 @@ class AdapterKind:
 
     @cached_property
     def names(self) -> frozenset[str]:
-        return frozenset(leaf.name for leaf in self.leaves)
+        return frozenset(leaf.name for leaf in (*self.leaves, *self.prepared))
 
     @property
     def in_peft(self) -> bool:
@@ -243,10 +248,18 @@ class AdapterKind:
             if trainable in (None, leaf.trainable)
         )
 
+    def factors(self, kernel: Any, tensors: Tensors, sizes: Sizes) -> Any:
+        """Returns `column_scale`, with what it needs prepared, if it is not among the tensors."""
+        assert self.column_scale is not None
+        if self.prepare is not None and not all(leaf.name in tensors for leaf in self.prepared):
+            made = self.prepare(kernel, tensors, sizes)
+            tensors = {**tensors, **{name: sizes.constant(array) for name, array in made.items()}}
+        return self.column_scale(kernel, tensors, sizes)
+
     def merge(self, kernel: Any, tensors: Tensors, sizes: Sizes) -> Any:
         """Merges one adapter into a kernel [K, N]: f · (W + scale · A B), or what `fold` says."""
         if self.fold is not None:
             return self.fold(kernel, tensors, sizes)
         a_KC, b_CN = self.low_rank(tensors, sizes)
         merged = kernel + sizes.scale * (a_KC @ b_CN)
-        return merged if self.column_scale is None else merged * self.column_scale(kernel, tensors, sizes)
+        return merged if self.column_scale is None else merged * self.factors(kernel, tensors, sizes)

@@ -46,3 +46,9 @@ def leaves_of(kinds: Sequence[str]) -> tuple[Leaf, ...]:
     """The tensors of all these kinds in order, each name once."""
     leaves = {leaf.name: leaf for name in kinds for leaf in adapter_kind(name).leaves}
     return tuple(leaves.values())
+
+
+def prepared_by(kinds: Sequence[str]) -> tuple[Leaf, ...]:
+    """The tensors that these kinds prepare, each name once; see `AdapterKind.prepare`."""
+    leaves = {leaf.name: leaf for name in kinds for leaf in adapter_kind(name).prepared}
+    return tuple(leaves.values())

@@ -23,6 +23,7 @@ class Builder:
     Args:
         config: the model.
         layer: the layer's description.
+        prepared: as in `LoRALinear`.
     """
 
     config: ModelConfig
@@ -30,6 +31,7 @@ class Builder:
     adapters: Sequence[AdapterSpec]
     dtype: Any
     rngs: nnx.Rngs
+    prepared: bool = False
 
     def linear(self, name: str) -> LoRALinear:
         linear = self.layer.linear(name)
@@ -41,6 +43,7 @@ class Builder:
             use_bias=linear.bias,
             dtype=self.dtype,
             param_dtype=self.dtype,
+            prepared=self.prepared,
             rngs=self.rngs,
         )
 

@@ -39,6 +39,7 @@ class DecoderLayer(nnx.Module):
         number: of the layer, or of any layer like it.
         half: builds only one half, for a layer that two pipeline stages share: "attention" is the first sum, "mlp" the
             second.
+        prepared: as in `LoRALinear`.
     """
 
     def __init__(
@@ -50,9 +51,10 @@ class DecoderLayer(nnx.Module):
         half: Half | None = None,
         dtype: Any,
         rngs: nnx.Rngs,
+        prepared: bool = False,
     ):
         spec = config.layer(number)
-        build = Builder(config=config, layer=spec, adapters=adapters, dtype=dtype, rngs=rngs)
+        build = Builder(config=config, layer=spec, adapters=adapters, dtype=dtype, rngs=rngs, prepared=prepared)
         self.spec, self.half = spec, half
         for norm in spec.around.norms:
             if half in (None, norm.half):

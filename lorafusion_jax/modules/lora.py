@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 from lorafusion_jax.adapters.bank import Bank, kind_numbers, make_bank, start_bank
 from lorafusion_jax.adapters.kind import Leaf
 from lorafusion_jax.adapters.spec import AdapterSpec
-from lorafusion_jax.adapters.table import PLAIN, adapter_kind, leaves_of
+from lorafusion_jax.adapters.table import PLAIN, adapter_kind, leaves_of, prepared_by
 from lorafusion_jax.errors import ConfigError
 from lorafusion_jax.modules.adapted import LoRAConstant
 from lorafusion_jax.modules.context import LoRAContext
@@ -53,6 +53,8 @@ class LoRALinear(nnx.Module):
         use_bias: adds a frozen bias.
         dtype: dtype of the computation (None: that of the input).
         param_dtype: dtype of kernel and bias.
+        prepared: has the tensors that kinds prepare, too (`AdapterKind.prepare`). The caller computes them again when
+            an adapter changes; otherwise every call computes them.
         rngs: draws kernel and adapters.
 
     In Linen, wrap it with `to_linen`. The adapters are in the collection `LoRAParam`:
@@ -79,6 +81,7 @@ class LoRALinear(nnx.Module):
         use_bias: bool = False,
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
+        prepared: bool = False,
         rngs: nnx.Rngs,
     ):
         self.in_features, self.out_features = in_features, out_features
@@ -99,6 +102,9 @@ class LoRALinear(nnx.Module):
         for leaf in leaves_of(self.kinds):
             variable = nnx.LoRAParam if leaf.trainable else LoRAConstant
             setattr(self, leaf.name, variable(started[leaf.name]))
+        self.prepared = tuple(leaf.name for leaf in prepared_by(self.kinds)) if prepared else ()
+        for leaf in prepared_by(self.kinds) if prepared else ():
+            setattr(self, leaf.name, LoRAConstant(jnp.ones((len(ranks), *leaf.shape(*self._shape, rank)))))
 
     def _draw(self, leaf: Leaf, ranks: Sequence[int], rngs: nnx.Rngs) -> Array:
         """Draws a leaf of all adapters on the host. Beyond an adapter's rank it is zero."""
@@ -157,7 +163,8 @@ class LoRALinear(nnx.Module):
         return x.astype(dtype), kernel if is_quantised(kernel) else kernel[...].astype(dtype), bias
 
     def _bank(self, ctx: LoRAContext, w_KN: FrozenWeight, dtype: Any) -> Bank:
-        leaves = {leaf.name: getattr(self, leaf.name)[...] for leaf in leaves_of(self.kinds)}
+        names = (*(leaf.name for leaf in leaves_of(self.kinds)), *self.prepared)
+        leaves = {name: getattr(self, name)[...] for name in names}
         numbers = None if self.numbers is None else self.numbers[...]
         return make_bank(
             self.kinds, numbers, leaves, shape=self._shape, rank=self.rank, scale_A=ctx.scale, kernel=w_KN, dtype=dtype

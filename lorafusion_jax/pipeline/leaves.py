@@ -3,6 +3,7 @@
 | name | where | array |
 |---|---|---|
 | `layers.self_attn.q_proj.lora_a` | a projection, in all layers of the stage that have it | [L, K, C] |
+| `layers.self_attn.q_proj.column_norm` | what a kind prepares: follows from the others | [L, C, N] |
 | `shared.NAME` | all projections of all layers; constant | [1, ...], on every stage |
 | `head.OBJECTIVE.NAME.AXES` | the head of an objective | [1, C, ...], on the last stage |
 | `tokens.embed`, `tokens.head` | trained rows of the embedding, of the head | [1, D, C], on the first, the last stage |
@@ -103,7 +104,7 @@ def all_columns(specs: Sequence[AdapterSpec], linears: Sequence[Linear], *, tied
     columns = {}
     for linear in linears:
         kinds = [adapter_kind(spec.kind) if linear.name in spec.targets else None for spec in specs]
-        kind_leaves = [() if kind is None else kind.leaves_at(linear.name) for kind in kinds]
+        kind_leaves = [() if kind is None else (*kind.leaves_at(linear.name), *kind.prepared) for kind in kinds]
         columns |= _columns(f"{LAYERS}{linear.path}.", specs, kind_leaves)
     columns |= _columns(SHARED, specs, [adapter_kind(spec.kind).shared for spec in specs])
     return columns | _head_columns(specs) | _token_columns(specs, tied)

@@ -21,7 +21,7 @@ from jax import Array
 from lorafusion_jax.adapters.bank import NO_KIND, kind_numbers, rows_of
 from lorafusion_jax.adapters.init import draw_leaf, init_layers, init_shared
 from lorafusion_jax.adapters.spec import AdapterSpec
-from lorafusion_jax.adapters.table import adapter_kind
+from lorafusion_jax.adapters.table import adapter_kind, prepared_by
 from lorafusion_jax.adapters.tokens import TABLES, Table
 from lorafusion_jax.config.schema import TrainSettings
 from lorafusion_jax.layout.extent import Extent
@@ -153,7 +153,9 @@ class Parts:
         of_adapters = nnx.filterlib.Any(nnx.LoRAParam, LoRAConstant)
 
         def module(number: int, half: Half | None) -> DecoderLayer:
-            return DecoderLayer(self.model, self.specs, number=number, half=half, dtype=self.dtype, rngs=nnx.Rngs(0))
+            return DecoderLayer(
+                self.model, self.specs, number=number, half=half, dtype=self.dtype, rngs=nnx.Rngs(0), prepared=True
+            )
 
         modules = {
             (kind, half): nnx.split(nnx.eval_shape(partial(module, number, half)), of_adapters, LoRAKinds, ...)
@@ -208,6 +210,12 @@ class Parts:
             name: (len(self.rows_of(name, stage)), *at.shape(self._sizes(name))) for name, at in self.columns.items()
         }
 
+    @property
+    def prepared(self) -> frozenset[str]:
+        """The leaves that kinds prepare: no part of an adapter's state, because they follow from it."""
+        names = {leaf.name for leaf in prepared_by([spec.kind for spec in self.specs])}
+        return frozenset(name for name, at in self.columns.items() if at.leaf.name in names)
+
     def rows_of(self, leaf: str, extent: Extent) -> range:
         """Returns the part of a leaf's first axis in an extent: of the layers that have it, or all."""
         if not leaf.startswith(LAYERS):
@@ -231,7 +239,11 @@ class Parts:
             return (len(self.rows_of(name, whole)), *shape)
 
         return {
-            spec.name: {name: shape_of(name, width) for name, width in own_columns(self.columns, index, spec)}
+            spec.name: {
+                name: shape_of(name, width)
+                for name, width in own_columns(self.columns, index, spec)
+                if name not in self.prepared
+            }
             for index, spec in (enumerate(self.specs) if occupied is None else occupied)
         }
 
@@ -378,6 +390,11 @@ class Parts:
     def ratios_in(self, places: np.ndarray) -> dict[str, np.ndarray]:
         """Returns `Inputs.ratios` of adapters in places."""
         return {name: ratio_LA[:, np.maximum(places, 0)] for name, ratio_LA in self._ratios.items()}
+
+    def inputs_of(self, index: Array) -> Inputs:
+        """Computes where the leaves of one adapter are, without a microbatch."""
+        layers: Any = None
+        return Inputs(layers, windows(self.columns, index[None]), {}, self._ratios_of(index[None]))
 
     def _kinds_of(self, windows: Array, adapters: Array) -> dict[str, Array]:
         """Returns `Inputs.kinds` of a microbatch that describes its adapters itself."""

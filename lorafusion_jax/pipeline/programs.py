@@ -21,7 +21,7 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
-from lorafusion_jax.adapters.bank import start_tensors
+from lorafusion_jax.adapters.bank import prepare_tensors, start_tensors
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.adapters.table import KINDS as ADAPTER_KINDS
 from lorafusion_jax.adapters.table import adapter_kind
@@ -76,6 +76,7 @@ class StagePrograms:
         twins: leaves of trained rows of a table that is both embedding and head. They are equal, and so are their
             gradients, see `join_twins`.
         constants: its leaves that do not change in training.
+        prepared: its leaves that `prepare` computes.
     """
 
     def __init__(self, parts: Parts, stage: StageMesh, extent: Extent, remat: RematPolicy):
@@ -86,8 +87,11 @@ class StagePrograms:
         ends = {"first": extent.start == 0, "last": extent.stop == 2 * parts.model.num_layers}
         columns = on_stage(parts.columns, self._leaf_rows, **ends)
         self.columns = {name: at for name, at in columns.items() if at.leaf.trainable}
-        self.constants = {name: at for name, at in columns.items() if not at.leaf.trainable}
-        self._columns = self.columns | self.constants
+        self.prepared = {name: at for name, at in columns.items() if name in parts.prepared}
+        self.constants = {
+            name: at for name, at in columns.items() if not at.leaf.trainable and name not in self.prepared
+        }
+        self._columns = self.columns | self.constants | self.prepared
         self._splits: dict[tuple, Split] = {}  # by kind, half, and shapes of the microbatch
         self._steps: dict[tuple, Any] = {}
         self._frozen_specs = [
@@ -296,6 +300,55 @@ class StagePrograms:
             self._steps[kind] = jax.jit(start, out_shardings=self._stage.everywhere)
         return self._steps[kind](kernel, tensors, np.float32(spec.scale))
 
+    def prepare(
+        self, spec: AdapterSpec, block: Sequence[StoredWeights], leaves: Leaves, number: Array, index: Array,
+        prepared: Leaves,
+    ) -> Leaves:  # fmt: skip
+        """Computes what an adapter's kind prepares in the layers of a block. That of other adapters does not change.
+
+        Args:
+            leaves: of all adapters.
+            number: first layer of the block.
+            index: the adapter's place.
+            prepared: leaves of all adapters that kinds prepare.
+        """
+        kind = ("prepare", spec.kind, spec.targets, spec.rank)
+        if kind not in self._steps:
+            operands = (self.specs_of_block, *(REPLICATED,) * 5)
+            program = partial(self._prepare, spec.kind, spec.targets, spec.rank)
+            self._steps[kind] = self._jit(program, operands, REPLICATED)
+        return self._steps[kind](block, leaves, number, index, np.float32(spec.scale), prepared)
+
+    def _prepare(
+        self, kind_name: str, targets: Sequence[str], rank: int, block: Sequence[StoredWeights], leaves: Leaves,
+        number: Array, index: Array, scale: Array, prepared: Leaves,
+    ) -> Leaves:  # fmt: skip
+        kind, inputs, changed = adapter_kind(kind_name), self._parts.inputs_of(index), dict(prepared)
+        for offset, stored in enumerate(block):
+            whole, scale = self.materialize(stored, scale)
+            trained, constant = self._lora_views(leaves, stored, number + offset, inputs)
+            views = trained | constant
+            layer = self._parts.model.kinds[layer_kind(stored)]
+            for linear in layer.linears_of(self._parts.half(stored)):
+                if linear.name not in targets:
+                    continue
+                known = {
+                    leaf: views.get(f"{linear.path}.{leaf.name}", views.get(f"{SHARED}{leaf.name}"))
+                    for leaf in kind.leaves
+                }
+                tensors = {
+                    leaf.name: leaf.cut(view[0], dict(zip("KNR", (*linear.shape, rank), strict=True)))
+                    for leaf, view in known.items()
+                }
+                size = (*linear.shape, rank)
+                kernel = whole[f"{linear.path}.kernel"]
+                for leaf, value in prepare_tensors(kind, kernel, tensors, size, scale, self._parts.dtype).items():
+                    name = f"{LAYERS}{linear.path}.{leaf}"
+                    _, row, window = self._leaf_place(name, number + offset, inputs)
+                    start = (row, window[0, 0], *(0 for _ in value.shape))
+                    changed[name] = lax.dynamic_update_slice(changed[name], value[None, None], start)
+        return changed
+
     def _jit(
         self, function: Callable, in_specs: tuple, out_specs: Any, *,
         donate: tuple[int, ...] = (), options: dict[str, bool] | None = None, identity: str | None = None,
@@ -436,7 +489,7 @@ class StagePrograms:
         }
         return (
             {name.removeprefix(LAYERS): view for name, view in views.items() if name in self.columns},
-            {name.removeprefix(LAYERS): view for name, view in views.items() if name in self.constants},
+            {name.removeprefix(LAYERS): view for name, view in views.items() if name not in self.columns},
         )
 
     def _leaf_place(self, name: str, number: Array, inputs: Inputs) -> tuple[Columns, Array, Array]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -93,6 +94,9 @@ class Stage:
         self._gradients: dict[int, Leaves] = {}
         self.lora: Leaves = {}
         self.constants: Leaves = {}  # of adapters, not changed by training
+        self.prepared: Leaves = {}  # of adapters, computed again after each of their steps
+        self._stale: set[int] = set()  # adapters that have changed since
+        self._preparing = threading.Lock()  # a stage compiles passes and evaluations in two threads
         self.sums: Leaves = {}
         self.optimizers: dict[str, Any] = {}
         self.totals: Totals | None = None  # on the last stage
@@ -102,6 +106,7 @@ class Stage:
     def replace_base(self, weights: StageWeights) -> None:
         """Replaces the frozen arrays, which may have been placeholders."""
         self.weights = weights
+        self._stale = self._with_prepared
         self._blocks = [tuple(weights.pieces[number] for number in group) for group in self._groups]
 
     @property
@@ -190,6 +195,7 @@ class Stage:
             return whole
 
         self.lora, self.constants = put(self.programs.columns), put(self.programs.constants)
+        self.prepared, self._stale = self._no_prepared(), self._with_prepared
 
     @property
     def leaf_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -219,6 +225,30 @@ class Stage:
                 leaves[name] = to_host(self.programs.first_rows(table, tokens))
         self.lora = self._with_own(self.programs.columns, self.lora, index, leaves)
         self.constants = self._with_own(self.programs.constants, self.constants, index, leaves)
+        self._stale |= self._with_prepared & {index}
+
+    def _no_prepared(self) -> Leaves:
+        shapes = self._parts.lora_shapes(self._parts.model.num_layers)
+        return {
+            name: replicate(np.ones((len(self.layers_of(name)), *shapes[name][1:]), np.float32), self.mesh)
+            for name in self.programs.prepared
+        }
+
+    @property
+    def _with_prepared(self) -> set[int]:
+        """The adapters whose kinds prepare tensors."""
+        return {index for index, spec in enumerate(self._specs) if adapter_kind(spec.kind).prepare is not None}
+
+    def _prepare(self) -> None:
+        """Computes what kinds prepare for the adapters that have changed, see `AdapterKind.prepare`."""
+        with self._preparing:
+            for index in sorted(self._stale):
+                for block, number in zip(self._blocks, self._numbers, strict=True):
+                    leaves, number_of_adapter = self.lora | self.constants, self._places[index].index
+                    self.prepared = self.programs.prepare(
+                        self._specs[index], block, leaves, number, number_of_adapter, self.prepared
+                    )
+            self._stale.clear()
 
     def _with_own(
         self, columns: Mapping[str, lv.Columns], leaves: Leaves, index: int, values: Mapping[str, np.ndarray]
@@ -233,8 +263,9 @@ class Stage:
 
     @property
     def all_leaves(self) -> Leaves:
-        """The leaves of all adapters on this stage, trainable and constant."""
-        return self.lora | self.constants
+        """The leaves of all adapters on this stage, with what their kinds prepare."""
+        self._prepare()
+        return self.lora | self.constants | self.prepared
 
     def assign(self, index: int, adapter: AdapterConfig, spec: AdapterSpec) -> None:
         """Gives a place to another adapter, of at most the rank and targets that the place was made for."""
@@ -243,6 +274,7 @@ class Stage:
         # Not in place: a snapshot that is still read has the specifications and places of its time.
         self._specs = [*self._specs[:index], spec, *self._specs[index + 1 :]]
         self.vacant -= {index}
+        self._stale |= self._with_prepared & {index}
 
     def write(
         self, index: int, weights: Mapping[str, np.ndarray], optimizer: Mapping[str, np.ndarray] | None = None
@@ -264,6 +296,7 @@ class Stage:
             self._own[index], adapter, self.lora, self.sums, self.totals, self.alive, trained
         )
         self.constants = self._with_own(self.programs.constants, self.constants, index, new_leaves)
+        self._stale |= self._with_prepared & {index}
         optim = self._adapters[index].optim
         if optimizer is None:
             first = self.programs.first_optimizer(self._own[index], optim, adapter, self.lora)
@@ -439,12 +472,14 @@ class Stage:
             summaries,
             numbers,
         )
+        self._stale |= self._with_prepared & {index}
         return Stepped(self.alive, finite, None if previous is None else (previous, state))
 
     def put_back(self, index: int, before: tuple[Leaves, Any]) -> None:
         """Undoes a step that another stage refused, and all later steps of the adapter."""
         previous, self.optimizers[self._specs[index].name] = before
         self.lora, self.alive = self.programs.put_back(self._places[index], self.lora, previous, self.alive)
+        self._stale |= self._with_prepared & {index}
 
     def unchanging_hyper(self, index: int) -> Hyper:
         """Returns hyperparameters with which `step` does not change the weights, for timing it."""
@@ -550,7 +585,7 @@ class Stage:
         adapter, spec = self._places[index], self._specs[index]
         if self.constants:
             adapter = replicate(lv.place_of(columns, index, spec), self.mesh)
-        return self.programs.take(lv.own_columns(columns, index, spec), adapter, self.all_leaves)
+        return self.programs.take(lv.own_columns(columns, index, spec), adapter, self.lora | self.constants)
 
     def leaf_names(self, index: int) -> list[str]:
         """Returns the trainable leaves of one adapter in the order in which `close_batch` reports them."""

@@ -35,8 +35,30 @@ def test_doras_factor_is_the_magnitude_over_the_norm_of_the_sum():
     norms = np.linalg.norm(np.float64(W) + 2 * np.float64(A) @ np.float64(B), axis=0)
     for library in (jnp, np):
         sizes = Sizes(K=12, N=10, R=3, scale=np.float32(2.0), np=library)
-        np.testing.assert_allclose(DORA.column_scale(W, tensors, sizes), tensors["magnitude"] / norms, rtol=1e-5)
+        np.testing.assert_allclose(DORA.factors(W, tensors, sizes), tensors["magnitude"] / norms, rtol=1e-5)
         np.testing.assert_allclose(DORA.start(W, tensors, sizes)["magnitude"], norms, rtol=1e-5)
+
+
+def test_prepared_norms_are_those_of_each_call():
+    """A layer with prepared norms has the outputs and gradients of one that computes them, beside a plain adapter."""
+    specs = [AdapterSpec(name="dora", rank=3, alpha=6, kind="dora"), AdapterSpec(name="lora", rank=3, alpha=6)]
+    layers = [LoRALinear(12, 10, adapters=specs, prepared=prepared, rngs=nnx.Rngs(0)) for prepared in (False, True)]
+    tensors = {"lora_a": A, "lora_b": B, "magnitude": RNG.normal(size=10).astype(np.float32)}
+    for layer in layers:
+        for name, array in tensors.items():
+            getattr(layer, name)[...] = jnp.stack([jnp.asarray(array)] * 2)
+    kernel = layers[0].kernel[...]
+    layers[1].column_norm[...] = jnp.stack([DORA.prepare(kernel, tensors, SIZES)["column_norm"], jnp.zeros(10)])
+    x, context = jnp.asarray(RNG.normal(size=(32, 12)), jnp.float32), LoRAContext.of(specs, [0, 1])
+
+    def results(layer: LoRALinear):
+        graph, lora, rest = nnx.split(layer, nnx.LoRAParam, ...)
+        return jax.value_and_grad(lambda lora: (nnx.merge(graph, lora, rest)(x, context) ** 2).sum())(lora)
+
+    (ours, gradient), (wanted, gradients) = results(layers[1]), results(layers[0])
+    np.testing.assert_allclose(ours, wanted, rtol=1e-6)
+    for leaf, same in zip(jax.tree.leaves(gradient), jax.tree.leaves(gradients), strict=True):
+        np.testing.assert_allclose(leaf, same, rtol=1e-5, atol=1e-5)
 
 
 def test_doras_dropout_is_pefts():
@@ -84,7 +106,7 @@ def test_pissa_starts_at_the_base_and_takes_its_largest_values():
 
 def test_doras_norm_is_constant_in_the_gradient():
     tensors = {"lora_a": A, "lora_b": B, "magnitude": np.ones(10, np.float32)}
-    gradient = jax.grad(lambda tensors: DORA.column_scale(W, tensors, SIZES).sum())(tensors)
+    gradient = jax.grad(lambda tensors: DORA.factors(W, tensors, SIZES).sum())(tensors)
     assert not gradient["lora_a"].any()
     assert not gradient["lora_b"].any()
     assert gradient["magnitude"].all()

@@ -100,7 +100,15 @@ def constant_bytes(problem: MemoryProblem, stage: int) -> int:
     shared = sum(
         prod(leaf.shape(*largest, spec.rank)) for spec in problem.adapters for leaf in adapter_kind(spec.kind).shared
     )
-    return sum(adapter_bytes(problem, stage, trainable=False)) + FLOAT32 * shared
+    prepared = sum(
+        number * prod(leaf.shape(*linear.shape, spec.rank))
+        for piece, number in problem.pieces(stage)
+        for linear in problem.model.layer(piece.layer).linears_of(piece.half)
+        for spec in problem.adapters
+        if linear.name in spec.targets
+        for leaf in adapter_kind(spec.kind).prepared
+    )
+    return sum(adapter_bytes(problem, stage, trainable=False)) + FLOAT32 * (shared + prepared)
 
 
 def trainable_parameters(problem: MemoryProblem) -> int:
