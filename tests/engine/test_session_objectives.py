@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.config import load_config
 from lorafusion_jax.config.join import select_adapters
 from lorafusion_jax.data.prepare import prepare
-from lorafusion_jax.engine import AdapterState, LiveSession, Places, Task
+from lorafusion_jax.engine import AdapterState, LiveSession, Places, Task, places
 from lorafusion_jax.engine.export import export_task
 from lorafusion_jax.errors import LoraFusionError
 from lorafusion_jax.objective.reward import REWARD
@@ -78,15 +79,20 @@ def configure(folder, tiny_base):
 
 @pytest.fixture(scope="module")
 def session(configure):
+    """Its places have the targets of the adapters only: programs of all linears, as in test_session.py, are three times
+    as large."""
     config = configure("plain")
-    opened = LiveSession.open(
-        config.base,
-        config.mesh,
-        Places.of({4: 3, "dora:4": 1, "vera:6": 1}),
-        batch=config.batch,
-        train=config.train,
-        directory=config.directory,
-    )
+    two_targets = partial(places.LoraSettings, targets=config.adapters[0].lora.targets)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(places, "LoraSettings", two_targets)
+        opened = LiveSession.open(
+            config.base,
+            config.mesh,
+            Places.of({4: 3, "dora:4": 1, "vera:6": 1}),
+            batch=config.batch,
+            train=config.train,
+            directory=config.directory,
+        )
     yield opened
     opened.close()
 

@@ -52,7 +52,9 @@ def learnt() -> list[tuple[Learnt, Learnt]]:
         )  # fmt: skip
         return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[1:]).mean()
 
-    loss_and_slope = jax.jit(jax.value_and_grad(loss))  # one program for both is cheaper than two
+    optimised = {"xla_backend_optimization_level": 2, "xla_llvm_disable_expensive_passes": False}  # it also computes
+    # One program for both is cheaper than two.
+    loss_and_slope = jax.jit(jax.value_and_grad(loss), compiler_options=optimised)
     optimizer = optax.adam(3e-3)
 
     def held_out(lora, frozen):
