@@ -18,8 +18,9 @@ from lorafusion_jax.adapters.kind import Head
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.config import load_config
 from lorafusion_jax.config.join import select_adapters
+from lorafusion_jax.config.schema import LoraSettings
 from lorafusion_jax.data.prepare import prepare
-from lorafusion_jax.engine import AdapterState, LiveSession, Places, Task, places
+from lorafusion_jax.engine import AdapterState, LiveSession, Places, Task
 from lorafusion_jax.engine.export import export_task
 from lorafusion_jax.errors import LoraFusionError
 from lorafusion_jax.objective.reward import REWARD
@@ -79,12 +80,11 @@ def configure(folder, tiny_base):
 
 @pytest.fixture(scope="module")
 def session(configure):
-    """Its places have the targets of the adapters only: programs of all linears, as in test_session.py, are three times
-    as large."""
+    """Its places have the targets of these adapters only; those of test_session.py have all, as users' have."""
     config = configure("plain")
-    two_targets = partial(places.LoraSettings, targets=config.adapters[0].lora.targets)
+    few_targets = partial(LoraSettings, targets=("q_proj", "v_proj", "up_proj", "down_proj"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(places, "LoraSettings", two_targets)
+        patch.setattr("lorafusion_jax.config.stack.LoraSettings", few_targets)
         opened = LiveSession.open(
             config.base,
             config.mesh,
