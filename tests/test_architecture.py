@@ -45,7 +45,14 @@ NO_JAX = (
     "lorafusion_serve.control.check",
     "lorafusion_serve.client",
 )
-OPTIONAL = {"huggingface_hub", "datasets", "wandb", "tensorboardX"}  # extras, imported where they are used
+OPTIONAL = {
+    "huggingface_hub",
+    "datasets",
+    "wandb",
+    "tensorboardX",
+    "mlflow",
+    "trackio",
+}  # extras, imported where they are used
 NOTEBOOK = {"IPython"}  # imported in notebooks only, where it runs already
 PACKAGES_OF_A_RUN = {"jaxlib"}  # recorded by version, never imported
 FILLERS = {"own", "found", "here", "said", "each", "one", "place"}  # name nothing; say what the thing is

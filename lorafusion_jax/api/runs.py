@@ -203,7 +203,7 @@ def _run_with_progress(folder: Path, config: JobConfig, work: Work, progress: Pr
         if progress is True:
             watch(terminal(), folder, config, work, **({"view": notebook_screen} if in_notebook() else {}))
         else:
-            with trackers(config.report, folder) as others:
+            with trackers(config, folder) as others:
                 work([*others, *([progress] if callable(progress) else [])])
     except Interrupted as problem:
         problem.add_note(f'the state is saved; continue with lorafusion_jax.resume("{folder}")')

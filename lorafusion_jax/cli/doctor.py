@@ -28,7 +28,14 @@ from lorafusion_jax.report.record import versions
 from lorafusion_jax.tuning_table import use_tables
 
 NAME = "doctor"
-EXTRAS = {"hf": "datasets", "tensorboard": "tensorboardX", "wandb": "wandb", "plots": "matplotlib"}
+EXTRAS = {
+    "hf": "datasets",
+    "tensorboard": "tensorboardX",
+    "wandb": "wandb",
+    "mlflow": "mlflow",
+    "trackio": "trackio",
+    "plots": "matplotlib",
+}
 
 
 def command(

@@ -238,8 +238,10 @@ def _tensorboard(result: Converted, key: str, target: str, value: Any) -> None:
     if True in wanted or "tensorboard" in wanted:
         result.set(target, True)
     for name in wanted:
-        if isinstance(name, str) and name not in ("none", "tensorboard"):
-            result.notes.append((key, f"{name}: report.wandb is the name of a project; other trackers are not offered"))
+        if name in ("wandb", "mlflow", "trackio"):
+            result.notes.append((key, f"{name}: set report.{name} to the name of a project"))
+        elif isinstance(name, str) and name not in ("none", "tensorboard"):
+            result.notes.append((key, f"{name}: report has tensorboard, wandb, mlflow and trackio"))
 
 
 def _wandb(result: Converted, key: str, target: str, value: Any) -> None:

@@ -573,8 +573,14 @@ class TrainSettings(Section):
 class ReportSettings(Section):
     """Trackers in addition to the run folder."""
 
-    tensorboard: Flag = Field(default=False, description="write tensorboard/ into the run folder")
-    wandb: Project | None = Field(default=None, description="project name")
+    tensorboard: Flag = Field(default=False, description="write tensorboard/ADAPTER into the run folder, with hparams")
+    wandb: Project | None = Field(
+        default=None, description="project, or entity/project: a run per adapter, in a group of the run folder's name"
+    )
+    mlflow: Text | None = Field(
+        default=None, description="experiment: a run per adapter, where MLFLOW_TRACKING_URI says"
+    )
+    trackio: Text | None = Field(default=None, description="project: a run per adapter, in a group")
 
 
 class Extension(Section):

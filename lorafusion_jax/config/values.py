@@ -95,8 +95,11 @@ def check_hub_name(text: str) -> str:
 def check_project(text: str) -> str:
     """Refuses what Weights & Biases takes for no name of a project."""
     check_text(text)
-    if len(text) > 128 or any(letter in text for letter in "/\\#?%:"):
-        raise ValueError(f"the name of a project: at most 128 characters, none of / \\ # ? % :, not {_shown(text)}")
+    entity, slash, project = text.rpartition("/")
+    if len(text) > 128 or not project or (slash and not entity) or any(letter in text for letter in "\\#?%:"):
+        raise ValueError(f"project or entity/project: at most 128 characters, none of \\ # ? % :, not {_shown(text)}")
+    if "/" in entity:
+        raise ValueError(f"project or entity/project, with one / at most, not {_shown(text)}")
     return text
 
 

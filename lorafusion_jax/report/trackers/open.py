@@ -1,0 +1,110 @@
+"""Opens the trackers of a job, and keeps their failures away from the run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from lorafusion_jax.config.schema import JobConfig, ReportSettings
+from lorafusion_jax.errors import ConfigError
+from lorafusion_jax.report.console import errors_to, say
+from lorafusion_jax.report.events import AdapterEvent, Listener, RunEvent, RunStarted
+from lorafusion_jax.report.trackers.mlflow import Mlflow
+from lorafusion_jax.report.trackers.series import RUN, Tracker, hyperparameters, scalars
+from lorafusion_jax.report.trackers.tensorboard import TensorBoard
+from lorafusion_jax.report.trackers.trackio import Trackio
+from lorafusion_jax.report.trackers.wandb import Wandb
+
+NUMBERS = ("step", "eval", "slot")
+TRACKERS: dict[str, tuple[str, type[Tracker]]] = {  # setting, and extra of this package → (module, class)
+    "tensorboard": ("tensorboardX", TensorBoard),
+    "wandb": ("wandb", Wandb),
+    "mlflow": ("mlflow", Mlflow),
+    "trackio": ("trackio", Trackio),
+}
+
+
+@contextmanager
+def trackers(config: JobConfig, folder: Path) -> Iterator[list[Listener]]:
+    """Yields a listener for each tracker of a job, and closes them at the end. They open with the first numbers.
+
+    Raises:
+        ConfigError: the package of a tracker is not installed.
+    """
+    listeners = []
+    for name, (module, kind) in TRACKERS.items():
+        if getattr(config.report, name) not in (None, False):
+            tracker = kind(_package(name, module), getattr(config.report, name), folder)
+            listeners.append(_Guarded(name, tracker, config))
+    try:
+        yield [*listeners]
+    finally:
+        for listener in listeners:
+            listener.close()
+
+
+class _Guarded:
+    """A listener that passes numbers to a tracker until it fails. Its failure is reported once."""
+
+    def __init__(self, name: str, tracker: Tracker, config: JobConfig):
+        self._name, self._tracker, self._config = name, tracker, config
+        self._taken: dict[str, int] = {}
+        self._opened: set[str] = set()
+        self._failed = False
+
+    def __call__(self, event: RunEvent) -> None:
+        if isinstance(event, RunStarted):
+            self._taken = dict(event.taken)
+        if event.kind in NUMBERS:
+            self._try(lambda: self._log(event))
+
+    def close(self) -> None:
+        self._try(self._tracker.close)
+
+    def _log(self, event: RunEvent) -> None:
+        name, step = (event.adapter, event.step) if isinstance(event, AdapterEvent) else (RUN, event.slot)
+        if name not in self._opened:
+            known = [adapter for adapter in self._config.adapters if adapter.name == name]
+            settings = hyperparameters(known[0], self._config) if known else {}
+            self._tracker.open(name, settings, first_step=self._taken.get(name, 0))
+            self._opened.add(name)
+        self._tracker.log(name, scalars(event), step)
+
+    def _try(self, work: Callable[[], None]) -> None:
+        if self._failed:
+            return
+        try:
+            work()
+        except Exception as problem:  # a library and a network may raise anything
+            self._failed = True
+            why = (str(problem).strip() or type(problem).__name__).partition("\n")[0]
+            say(errors_to(), f"report.{self._name} failed and gets no more numbers: {why}. The run goes on.", "yellow")
+
+
+def missing_packages(settings: ReportSettings) -> list[str]:
+    """Lists the trackers of a job whose package is not installed here; the machine that trains may have it."""
+    return [
+        f"[report.missing-package] {_lacks(name)} here; pip install {_install(name)}"
+        for name, (module, _) in TRACKERS.items()
+        if getattr(settings, name) not in (None, False) and find_spec(module) is None
+    ]
+
+
+def _package(name: str, module: str) -> Any:
+    try:
+        return import_module(module)
+    except ImportError:
+        fix = f"pip install {_install(name)}"
+        raise ConfigError("report.missing-package", f"{_lacks(name)}.", fix=fix) from None
+
+
+def _lacks(name: str) -> str:
+    return f"report.{name} needs a package that is not installed"
+
+
+def _install(name: str) -> str:
+    return f'"lorafusion-jax[{name}]"'

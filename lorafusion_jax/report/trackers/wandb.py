@@ -1,0 +1,44 @@
+"""Weights & Biases: a run for each adapter, in one group."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+from lorafusion_jax.report.trackers.series import RUN, Tracker, Value
+
+
+class Wandb(Tracker):
+    """Logs to a project. The x axis of an adapter is its own steps."""
+
+    def __init__(self, package: Any, setting: Any, folder: Any):
+        super().__init__(package, setting, folder)
+        self._runs: dict[str, Any] = {}
+
+    def open(self, name: str, settings: Mapping[str, Value], *, first_step: int) -> None:
+        entity, _, project = self._setting.rpartition("/")
+        tags = [self._folder.name] if name == RUN else [str(settings.get("objective.name", "")), "adapter"]
+        self._runs[name] = self._package.init(
+            project=project,
+            entity=entity or None,
+            group=self._folder.name,
+            job_type="run" if name == RUN else "adapter",
+            name=self._folder.name if name == RUN else name,
+            tags=[tag for tag in tags if tag],
+            config=dict(settings),
+            dir=str(self._folder),
+            id=self._id(name),
+            resume="allow",  # a run that is resumed continues its curves
+            reinit="create_new",  # several at once
+        )
+
+    def log(self, name: str, values: Mapping[str, float], step: int) -> None:
+        self._runs[name].log(dict(values), step=step)
+
+    def close(self) -> None:
+        for run in self._runs.values():
+            run.finish()
+
+    def _id(self, name: str) -> str:
+        return hashlib.sha256(f"{self._folder.resolve()}\0{name}".encode()).hexdigest()[:16]
