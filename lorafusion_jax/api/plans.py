@@ -15,8 +15,10 @@ from lorafusion_jax.api.shown import Shown
 from lorafusion_jax.api.timelines import TimelineView
 from lorafusion_jax.errors import CheckpointError, raise_all
 from lorafusion_jax.files import replace_text
+from lorafusion_jax.planning.auto import resolve_auto
 from lorafusion_jax.planning.checks import checked_data, layer_problems
 from lorafusion_jax.planning.planned import Planned, make_planned
+from lorafusion_jax.planning.prediction import this_device
 from lorafusion_jax.report.console import warn
 from scheduling import Plan, plan_statistics, simulate
 
@@ -92,6 +94,7 @@ def plan(
     config = job_of(job).config
     raise_all(layer_problems(config)[1])
     config, prepared = checked_data(config, [])
+    config, _ = resolve_auto(config, prepared, device=device or this_device())
     costs = None if cost_model is None else Path(cost_model)
     return JobPlan(
         planned=make_planned(

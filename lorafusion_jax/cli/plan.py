@@ -19,6 +19,7 @@ from lorafusion_jax.config.overrides import unreached
 from lorafusion_jax.config.read import read_source
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.files import replace_text
+from lorafusion_jax.planning.auto import GIB, resolve_auto
 from lorafusion_jax.planning.checks import checked_data, layer_problems
 from lorafusion_jax.planning.choices import compare_choices
 from lorafusion_jax.planning.planned import make_planned
@@ -63,6 +64,7 @@ def command(
     config, errors = examine_config(jobs, overrides or ())
     layers = layer_problems(config)[1] if config else []  # checks before planning
     config, prepared = checked_data(config, [*errors, *layers])
+    config, why = resolve_auto(config, prepared, device=device or this_device(), memory_bytes=_bytes(device_memory))
     planned = make_planned(
         config, prepared, device=device, device_memory=device_memory, cost_model=cost_model, compare=compare
     )
@@ -73,7 +75,7 @@ def command(
         timeline.parent.mkdir(parents=True, exist_ok=True)
         replace_text(timeline, planned.timeline_html())
     notes = [*unreached(read_source(jobs), overrides or ()), *ineffective(config)]
-    notes += [*missing_packages(config.report), *planned.notes]
+    notes += [*missing_packages(config.report), *planned.notes, *([f"auto chose {why}"] if why else [])]
     if as_json:
         print(json.dumps(planned.to_json() | {"warnings": notes}))
         return
@@ -88,6 +90,10 @@ def command(
         return
     saved_plan = f" --plan {output}" if output else ""
     next_command(console, f"lorafusion train {typed(jobs, overrides)} --out runs/{jobs.stem}{saved_plan}")
+
+
+def _bytes(device_memory: float | None) -> int | None:
+    return None if device_memory is None else int(device_memory * GIB)
 
 
 def _compare(jobs: Path, overrides: Overrides, gpus: int, device: str, *, as_json: bool) -> None:

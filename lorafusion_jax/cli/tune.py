@@ -15,6 +15,7 @@ from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.cli.common import Json, Overrides, next_command
 from lorafusion_jax.cli.tune_ops import calls_of, choose_implementations, show_implementations
 from lorafusion_jax.config import load_config
+from lorafusion_jax.config.auto import refuse_auto
 from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.errors import ConfigError, RunError
@@ -149,6 +150,7 @@ def job_specs(jobs: Path, overrides: Sequence[str], *, quick: bool) -> list[Line
     from pallas_kernels.tuning.tune import count
 
     config = load_config(jobs, overrides)
+    refuse_auto(config.auto, "tune")
     specs = layer_specs(config, ModelConfig.from_hf(base_directory(config)))
     if not count(specs, quick=quick):
         raise ConfigError(

@@ -82,7 +82,7 @@ def _weight(value: object) -> float:
 
 def as_written(sources: Sequence[DataSource] | float | None) -> Any:
     """The value as a job file has it."""
-    if sources is None or isinstance(sources, float):
+    if not isinstance(sources, Sequence):
         return sources
     entries = [s.path if s.weight == 1 else {"path": s.path, "weight": s.weight} for s in sources]
     return entries[0] if len(entries) == 1 and isinstance(entries[0], str) else entries

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
+from lorafusion_jax.config.auto import take_auto
 from lorafusion_jax.config.data_sources import Sources
 from lorafusion_jax.config.load import parse_config
 from lorafusion_jax.config.read import Source, read_source
@@ -70,7 +72,8 @@ def _with_shared(source: Source, run: JobConfig) -> Source:
     """The file with the run's shared settings where it has none."""
     shared = run.model_dump(mode="json", include=set(SHARED))
     del shared[OF_ADAPTERS[0]][OF_ADAPTERS[1]]
-    values = dict(source.values)
+    values = copy.deepcopy(dict(source.values))
+    take_auto(values)  # the run has chosen
     for section, settings in shared.items():
         given = values.get(section)
         if given is None or isinstance(given, dict):  # anything else is a mistake that the examination names

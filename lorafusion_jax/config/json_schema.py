@@ -6,6 +6,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from lorafusion_jax.config.auto import AUTO
 from lorafusion_jax.config.schema import AdapterConfig
 from lorafusion_jax.config.sections import DEFAULTS, SHARED, SINGLE_DEFAULTS
 from lorafusion_jax.config.sweep import LISTS_BY_NATURE, SWEPT
@@ -23,6 +24,9 @@ def job_schema() -> dict[str, Any]:
     definitions: dict[str, Any] = {}
     shared = {key: _section(key, model, definitions) for key, model in SHARED.items()}
     shared["batch"]["properties"]["global_samples"] = _swept(shared["batch"]["properties"]["global_samples"])
+    batch_keys = shared["batch"]["properties"]
+    batch_keys["capacity_tokens"] = _or_auto(batch_keys["capacity_tokens"])
+    shared["mesh"] = _or_auto(shared["mesh"])
     defaults = {key: _section(key, model, definitions, partial=True) for key, model in DEFAULTS.items()}
     whole = AdapterConfig.model_json_schema()["properties"]
     singles = {key: _swept(whole[key]) if key in SWEPT else whole[key] for key in SINGLE_DEFAULTS}
@@ -60,6 +64,11 @@ def _section(key: str, model: type[BaseModel], definitions: dict[str, Any], *, p
                 for name, value in schema["properties"].items()
             }
     return schema
+
+
+def _or_auto(value: dict[str, Any]) -> dict[str, Any]:
+    notes = {name: value[name] for name in ("description", "default", "title") if name in value}
+    return notes | {"anyOf": [{name: inner for name, inner in value.items() if name not in notes}, {"const": AUTO}]}
 
 
 def _swept(value: dict[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lorafusion_jax.config import schema
+from lorafusion_jax.config.auto import take_auto
 from lorafusion_jax.config.merge import merge_entries
 from lorafusion_jax.config.other_programs import MANY, of_another_program
 from lorafusion_jax.config.overrides import overridden
@@ -57,9 +58,10 @@ def _validate(source: Source, overrides: Sequence[str]) -> tuple[schema.JobConfi
         return None, [_other_program(source, foreign)]
     errors: list[LoraFusionError] = list(source.problems)
     source, values = overridden(source, overrides, errors)
+    auto = take_auto(values)
     merged = merge_entries(source, values, errors)
     adapters = expand_entries(merged, source, errors)
-    config = validate_job(source, values, adapters, errors)
+    config = validate_job(source, values, adapters, errors, auto)
     return config, unique(errors)
 
 

@@ -142,7 +142,8 @@ class BaseSettings(Section):
     quantize: str = Field(
         default=NONE,
         description="how the layers' projections are stored: none (in dtype), fp8 (8-bit floats that multiply as they "
-        "are), int8, nf4 (dequantised when a layer runs), or what an installed package adds",
+        "are), int8, nf4 (dequantised when a layer runs), or what an installed package adds; auto = none, or else the "
+        "first of fp8 and nf4 with which it fits",
     )
     cache_quantized: Flag = Field(
         default=True, description="keep the quantised weights on disk for the next start; lorafusion doctor shows where"
@@ -405,7 +406,7 @@ class BatchSettings(Section):
     capacity_tokens: Sizes = Field(
         default=8192,
         description="tokens of one microbatch; up to four numbers, e.g. [3072, 4096, 8192]: each microbatch takes the "
-        "smallest that holds it",
+        "smallest that holds it; auto = the fastest that fits, as plan --gpus compares them",
     )
     tile_tokens: Literal[16, 32, 64, 128, 256] = Field(
         default=128, description="an adapter's rows in a microbatch start at a multiple of it"
@@ -423,7 +424,7 @@ class BatchSettings(Section):
 
 
 class MeshSettings(Section):
-    """Devices of a run: stages · data · fsdp."""
+    """Devices of a run: stages · data · fsdp. `mesh: auto` takes the fastest mesh of all devices."""
 
     stages: Count = Field(default=1, description="number of pipeline stages, which split the layers")
     data: Count = Field(default=1, description="number of replicas, each with its own microbatches")
@@ -632,6 +633,7 @@ class JobConfig(Section):
     train: TrainSettings = TrainSettings()
     halving: HalvingSettings = HalvingSettings()
     report: ReportSettings = ReportSettings()
+    auto: tuple[str, ...] = Field(default=(), exclude=True, description="keys that the planner sets at the start")
     directory: str = Field(default=".", description="folder of the job file, for relative paths")
 
     def adapter(self, name: str) -> AdapterConfig:

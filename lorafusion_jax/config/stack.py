@@ -144,6 +144,6 @@ def _stand_ins(places: Places) -> list[AdapterConfig]:
     def stand_in(place: int, rank: int, kind: str) -> AdapterConfig:
         dropout = 0.05 if places.dropout and adapter_kind(kind).dropout else 0.0
         lora = LoraSettings(kind=kind, rank=rank, dropout=dropout)
-        return AdapterConfig(name=place_name(place), data=DataSettings(train="-"), lora=lora)
+        return AdapterConfig(name=place_name(place), data=DataSettings.model_validate({"train": "-"}), lora=lora)
 
     return [stand_in(place, *sizes) for place, sizes in enumerate(zip(places.ranks, places.kinds, strict=True))]

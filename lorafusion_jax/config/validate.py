@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from lorafusion_jax.config import schema
+from lorafusion_jax.config.auto import CAPACITY
 from lorafusion_jax.config.explain import explain, unknown_key
 from lorafusion_jax.config.job_checks import (
     lengths_fit,
@@ -27,13 +28,14 @@ from lorafusion_jax.errors import ConfigError, LoraFusionError
 
 
 def validate_job(
-    source: Source, values: dict, entries: Sequence[Entry], errors: list[LoraFusionError]
+    source: Source, values: dict, entries: Sequence[Entry], errors: list[LoraFusionError], auto: tuple[str, ...] = ()
 ) -> schema.JobConfig | None:
     """Returns the job with its valid adapters, or None if a shared section is wrong or no adapter is valid.
 
     Args:
         values: all sections of the file.
         entries: its adapters, with single values.
+        auto: keys that the planner sets.
     """
     known = (*SHARED, *DEFAULTS, *SINGLE_DEFAULTS, "adapters")
     errors += [unknown_key(source, (key,), known) for key in values if key not in known]
@@ -42,7 +44,7 @@ def validate_job(
     pairs = ((entry, _validate_adapter(source, entry, errors)) for entry in entries)
     valid = [(entry, adapter) for entry, adapter in pairs if adapter is not None]
     adapters = [adapter for _, adapter in valid]
-    if shared["batch"] is not None:
+    if shared["batch"] is not None and CAPACITY not in auto:
         errors += lengths_fit(shared["batch"], adapters, source)
     if shared["mesh"] is not None:
         errors += mesh_fits(shared["mesh"], source)
@@ -51,7 +53,8 @@ def validate_job(
     errors += tokens_fit_objectives(valid, source)
     if not adapters or None in shared.values():
         return None
-    return schema.JobConfig(**shared, adapters=tuple(adapters), directory=str(source.path.parent.absolute()))
+    directory = str(source.path.parent.absolute())
+    return schema.JobConfig(**shared, adapters=tuple(adapters), auto=auto, directory=directory)
 
 
 def _shared_sections(source: Source, values: dict, errors: list[LoraFusionError]) -> dict[str, Any]:

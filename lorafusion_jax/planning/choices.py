@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lorafusion_jax.config.auto import CAPACITY, MESH, QUANTIZE
 from lorafusion_jax.config.job_checks import largest_sample
 from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.schema import JobConfig
@@ -83,23 +84,40 @@ class Choices:
         return self.choices[0] if self.choices and self.choices[0].fits is not False else None
 
 
-def compare_choices(config: JobConfig, model: ModelConfig, prepared: Prepared, *, device: str, gpus: int) -> Choices:
+def compare_choices(
+    config: JobConfig,
+    model: ModelConfig,
+    prepared: Prepared,
+    *,
+    device: str,
+    gpus: int,
+    vary: Collection[str] = (CAPACITY, MESH, QUANTIZE),
+    memory_bytes: int | None = None,
+) -> Choices:
     """Compares every mesh of `gpus` devices at several capacities.
 
     A part of each adapter's samples is planned and simulated at the device's rates. The base is quantised only if it
     fits on no mesh as the job stores it.
 
+    Args:
+        vary: what is compared; the rest is as in the job.
+        memory_bytes: of a device (None: of its data sheet).
+
     Raises:
         ConfigError: `plan.no-mesh`, the model has too few layers for any mesh of so many devices.
     """
     jobs, tokens = _sample(train_jobs(config, prepared)), sum(adapter_tokens(prepared).values())
-    stored = [config.base.quantize, *(STORED if config.base.quantize == NONE else ())]
+    memory_bytes = memory_of(device) if memory_bytes is None else memory_bytes
+    stored = [config.base.quantize, *(STORED if config.base.quantize == NONE and QUANTIZE in vary else ())]
+    mesh = config.mesh
+    meshes = list(_meshes(gpus, model.num_layers, config)) if MESH in vary else [(mesh.stages, mesh.data, mesh.fsdp)]
+    sizes = _sizes(config) if CAPACITY in vary else [config.batch.capacity_tokens]
     choices: list[Choice] = []
     for quantize in stored:
         choices += [
-            _measure(_with(config, mesh, size, quantize), model, prepared, jobs, tokens, device)
-            for mesh in _meshes(gpus, model.num_layers, config)
-            for size in _sizes(config)
+            _measure(_with(config, mesh, size, quantize), model, prepared, jobs, tokens, device, memory_bytes)
+            for mesh in meshes
+            for size in sizes
         ]
         if any(choice.fits is not False for choice in choices):
             break
@@ -163,11 +181,13 @@ def _thinned(job: AdapterJob) -> AdapterJob:
     return dataclasses.replace(job, sample_tokens=tuple(picked), cuts=())
 
 
-def _with(config: JobConfig, mesh: tuple[int, int, int], size: int, quantize: str) -> JobConfig:
+def _with(config: JobConfig, mesh: tuple[int, int, int], size: int | tuple[int, ...], quantize: str) -> JobConfig:
     stages, data, fsdp = mesh
+    same = mesh == (config.mesh.stages, config.mesh.data, config.mesh.fsdp)
+    layers = config.mesh.layers if same else None
     return config.model_copy(
         update={
-            "mesh": config.mesh.model_copy(update={"stages": stages, "data": data, "fsdp": fsdp, "layers": None}),
+            "mesh": config.mesh.model_copy(update={"stages": stages, "data": data, "fsdp": fsdp, "layers": layers}),
             "batch": config.batch.model_copy(update={"capacity_tokens": size}),
             "base": config.base.model_copy(update={"quantize": quantize}),
         }
@@ -175,9 +195,15 @@ def _with(config: JobConfig, mesh: tuple[int, int, int], size: int, quantize: st
 
 
 def _measure(
-    config: JobConfig, model: ModelConfig, prepared: Prepared, jobs: Sequence[AdapterJob], tokens: int, device: str
+    config: JobConfig,
+    model: ModelConfig,
+    prepared: Prepared,
+    jobs: Sequence[AdapterJob],
+    tokens: int,
+    device: str,
+    memory_bytes: int | None,
 ) -> Choice:
-    memory, mesh = predicted_memory(config, model, memory_of(device)), config.mesh
+    memory, mesh = predicted_memory(config, model, memory_bytes), config.mesh
     choice = Choice(
         stages=mesh.stages,
         data=mesh.data,
@@ -192,7 +218,7 @@ def _measure(
         return choice
     plan = make_plan(
         jobs,
-        capacity_tokens=config.batch.largest,
+        capacity_tokens=config.batch.sizes,
         num_stages=mesh.stages,
         data_parallel=mesh.replicas,
         tile_tokens=config.batch.tile_tokens,

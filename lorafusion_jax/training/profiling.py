@@ -10,6 +10,7 @@ from typing import NamedTuple
 import jax
 
 from lorafusion_jax.checkpoint.base_model import base_directory
+from lorafusion_jax.config.auto import refuse_auto
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.config.specs import adapter_specs
 from lorafusion_jax.config.stack import without_places
@@ -55,6 +56,7 @@ def profile(config: JobConfig, *, repeats: int = 3, listeners: Sequence[Listener
 
     check_mesh(config)
     config = without_places(config)
+    refuse_auto(config.auto, "profile")
     prepared = prepare(config, progress=phase)
     phase("planning")
     plan, specs = plan_training(config, prepared), adapter_specs(config)

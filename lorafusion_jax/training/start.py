@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+import jax
+
 from lorafusion_jax.checkpoint.base_files import base_digests
 from lorafusion_jax.checkpoint.base_model import base_directory, pin_base
 from lorafusion_jax.checkpoint.base_weights import weight_problems
@@ -14,11 +16,13 @@ from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.checkpoint.new_run import must_be_writable, must_hold_no_run
 from lorafusion_jax.checkpoint.warm_start import read_warm_starts, warm_start_digests
 from lorafusion_jax.checkpoint.warm_start_base import check_start_bases
+from lorafusion_jax.config.auto import MESH
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.data.prepare import Prepared, prepare
 from lorafusion_jax.errors import CheckpointError, raise_all
-from lorafusion_jax.pipeline.base import check_mesh
+from lorafusion_jax.pipeline.base import check_mesh, device_bytes
 from lorafusion_jax.pipeline.processes import barrier, is_first
+from lorafusion_jax.planning.auto import device_for_rates, resolve_auto
 from lorafusion_jax.planning.training_plan import plan_training, train_jobs
 from lorafusion_jax.report.events import Listener, PhaseBegun
 from lorafusion_jax.report.record import make_record
@@ -28,6 +32,7 @@ from lorafusion_jax.training.agreement import check_agreement, job_facts
 from lorafusion_jax.training.exclusive import fail_together
 from lorafusion_jax.training.launch import fan_out, launch, local_listeners, record_phases
 from lorafusion_jax.training.outcome import RunResult
+from pallas_kernels.device import device_kind
 from scheduling import Plan, PlanError, verify_plan
 
 
@@ -70,13 +75,15 @@ def _start(
     """Starts a run whose folder is this process's own."""
     emit = fan_out(listeners if is_first() else ())
     with fail_together():
-        check_mesh(config)
+        if MESH not in config.auto:
+            check_mesh(config)
         read_warm_starts(config)
         raise_all(check_start_bases(config))
     with fail_together():  # a file may be missing on one host
         config = pin_base(config)
         prepared = prepare(config, progress=lambda text: emit(PhaseBegun(text=text)))
         stop_if_asked()
+        config, chosen = _with_choices(config, prepared, emit)
         raise_all(weight_problems(base_directory(config)))
         base_files = base_digests(base_directory(config), every_byte=verify_base)
     given = {"the given plan": "" if plan is None else plan.digest}
@@ -89,8 +96,20 @@ def _start(
             _check_plan(plan, config, prepared)
         folder.must_be_new(plan)
         record = make_record(config, prepared, plan, base_files, warm_start_digests(config))
+        record |= {"auto": chosen} if chosen else {}
     barrier()  # all processes have checked the folder before the first writes the run
     return launch(config, prepared, plan, folder, record, local_listeners(listeners, lambda: Recorder(folder.path)))
+
+
+def _with_choices(config: JobConfig, prepared: Prepared, emit: Listener) -> tuple[JobConfig, str]:
+    """Sets what the job leaves to the planner, once: a run that is resumed keeps it."""
+    if not config.auto:
+        return config, ""
+    device, memory = device_for_rates(device_kind()), device_bytes()
+    config, why = resolve_auto(config, prepared, device=device, gpus=jax.device_count(), memory_bytes=memory)
+    check_mesh(config)
+    emit(PhaseBegun(text=f"chosen {why}"))
+    return config, why
 
 
 def _check_plan(plan: Plan, config: JobConfig, prepared: Prepared) -> None:

@@ -75,7 +75,7 @@ MEANT: dict[str, tuple] = {  # key → odd values that it has as they are
     "train.plan_seconds": SHORT,
     "train.log_every_s": (0, *SHORT, None),
     "report.tensorboard": FLAGS,
-    "report.wandb": (*(text for text in TEXTS if not set("/:") & set(text)), None),
+    "report.wandb": (*(text for text in TEXTS if not set("/:") & set(text)), "~", "~/law.jsonl", None),
     "report.mlflow": (*SHELL, *TEXTS, None),
     "report.trackio": (*SHELL, *TEXTS, None),
     "data.train": (*FILES, "data/"),

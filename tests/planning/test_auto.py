@@ -1,0 +1,113 @@
+"""Settings that a job leaves to the planner: chosen once, as `plan --gpus` compares them, and written into the run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import jsonschema
+import pytest
+import small_jobs
+import yaml
+
+from lorafusion_jax.checkpoint.base_model import base_directory
+from lorafusion_jax.config import load_config
+from lorafusion_jax.config.json_schema import job_schema
+from lorafusion_jax.config.model import ModelConfig
+from lorafusion_jax.data.prepare import prepare
+from lorafusion_jax.errors import LoraFusionError
+from lorafusion_jax.planning.auto import resolve_auto
+from lorafusion_jax.planning.choices import compare_choices
+from lorafusion_jax.training import resume, train
+
+LARGE = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
+         "num_key_value_heads": 8, "head_dim": 128}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def write(tiny_base, tmp_path_factory):
+    """write(large, **sections) → job file; of the large base, with 69 G parameters, only the configuration exists."""
+    folder = tmp_path_factory.mktemp("auto")
+    shutil.copytree(tiny_base, folder / "large")
+    settings = json.loads((folder / "large" / "config.json").read_text())
+    (folder / "large" / "config.json").write_text(json.dumps(settings | LARGE))
+    rows = small_jobs.write_rows(folder, "law", 24, longest=8)
+
+    def make(large, **sections):
+        job = {"base": {"model": str(folder / "large" if large else tiny_base)}, "data": {"max_length": 64}}
+        law = {"name": "law", "data": {"train": rows}, "lora": {"rank": 4}, "batch": {"global_samples": 8}}
+        job |= {"adapters": [law]}
+        for name, section in sections.items():
+            job[name] = job.get(name, {}) | section if isinstance(section, dict) else section
+        (folder / "jobs.yaml").write_text(yaml.safe_dump(job))
+        return folder / "jobs.yaml"
+
+    return make
+
+
+def resolved(job, **options):
+    config = load_config(job)
+    return config, *resolve_auto(config, prepare(config), **options)
+
+
+def test_auto_takes_what_the_comparison_proposes(write):
+    job = write(True, mesh="auto", batch={"capacity_tokens": "auto", "global_samples": 8})
+    config, chosen, why = resolved(job, device="h200", gpus=4)
+    assert config.auto == ("batch.capacity_tokens", "mesh")
+    compared = compare_choices(
+        config, ModelConfig.from_hf(base_directory(config)), prepare(config), device="h200", gpus=4, vary=config.auto
+    )
+    best = compared.best
+    assert (chosen.mesh.stages, chosen.mesh.data, chosen.mesh.fsdp) == (best.stages, best.data, best.fsdp)
+    assert chosen.mesh.stages * chosen.mesh.replicas == 4
+    assert chosen.batch.capacity_tokens == best.capacity_tokens
+    assert chosen.base.quantize == "none"
+    assert chosen.auto == ()
+    assert why.startswith(f"batch.capacity_tokens={best.capacity_tokens}, mesh={best.stages} × ")
+    assert why.endswith(f"{compared.why} (predicted)")
+
+
+def test_only_what_is_auto_is_chosen(write):
+    job = write(True, mesh={"stages": 2}, base={"quantize": "auto"}, batch={"capacity_tokens": 1024})
+    _, chosen, _ = resolved(job, device="h200", gpus=8)
+    assert (chosen.mesh.stages, chosen.batch.capacity_tokens, chosen.base.quantize) == (2, 1024, "none")
+    _, smaller, _ = resolved(job, device="l40s", gpus=8)
+    assert smaller.base.quantize in ("fp8", "nf4")
+
+
+def test_what_fits_nowhere_is_an_error(write):
+    job = write(True, mesh="auto", base={"quantize": "auto"})
+    with pytest.raises(LoraFusionError, match=r"auto\.memory") as caught:
+        resolved(job, device="l40s", gpus=1, memory_bytes=8 << 30)
+    assert "no choice for mesh, base.quantize fits into the memory of 1 × l40s" in str(caught.value)
+
+
+def test_the_schema_for_editors_knows_auto(write):
+    job = yaml.safe_load(write(False, mesh="auto", batch={"capacity_tokens": "auto"}).read_text())
+    jsonschema.validate(job, job_schema())
+
+
+@pytest.mark.parametrize("section", [{"mesh": "automatic"}, {"batch": {"tile_tokens": "auto"}}, {"save": "auto"}])
+def test_other_keys_have_no_auto(write, section):
+    with pytest.raises(LoraFusionError, match=r"config\.(value|type)"):
+        load_config(write(False, **section))
+
+
+def test_a_run_keeps_what_was_chosen(write, tmp_path, monkeypatch):
+    job = write(
+        False,
+        batch={"capacity_tokens": "auto", "tile_tokens": 16},
+        base={"quantize": "auto", "dtype": "float32"},
+        train={"max_steps": 2, "block_layers": 1},
+        lora={"targets": ["q_proj", "down_proj"]},
+    )
+    phases = []
+    train(load_config(job), tmp_path / "run", listeners=[lambda event: phases.append(getattr(event, "text", ""))])
+    kept = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    assert isinstance(kept["batch"]["capacity_tokens"], int)
+    assert kept["base"]["quantize"] == "none"
+    assert "auto" not in kept
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["auto"].startswith("batch.capacity_tokens=")
+    assert any(text.startswith("chosen batch.capacity_tokens=") for text in phases)
+    monkeypatch.setattr("lorafusion_jax.training.start.resolve_auto", None)
+    assert resume(tmp_path / "run").exit_code == 0
