@@ -12,31 +12,46 @@ from lorafusion_jax.cli.common import Json, ends_in, next_command
 from lorafusion_jax.errors import ConfigError
 from lorafusion_jax.readable import DATA, read_text
 from lorafusion_jax.report.console import out, plain_table, say
-from scheduling.online import POLICIES, ClusterResult, Rates, Worker, read_trace, simulate_cluster
+from scheduling.online import (
+    POLICIES,
+    ClusterResult,
+    Rates,
+    Worker,
+    generate_trace,
+    read_trace,
+    simulate_cluster,
+    write_trace,
+)
 from scheduling.online.plots import completion_svg
 from scheduling.online.replay import COLUMNS, format_figure, replay_html
 
 NAME = "simulate"
 HOST_GPUS = 8
+EXAMPLE_JOBS = 60
 
 
 def command(
     trace: Annotated[
-        Path, typer.Argument(exists=True, dir_okay=False, help="CSV: our columns, or those of Philly, Helios or ACME")
-    ],
+        Path | None,
+        typer.Argument(exists=True, dir_okay=False, help="CSV: our columns, or those of Philly, Helios or ACME"),
+    ] = None,
     also: Annotated[list[str] | None, typer.Argument(metavar="[POLICY]...", help="further policies")] = None,
     gpus: Annotated[int, typer.Option(min=1, help="number of GPUs of the cluster, in hosts of eight")] = 64,
     memory_gib: Annotated[float, typer.Option(help="memory of each GPU")] = 140.0,
     policy: Annotated[list[str] | None, typer.Option(help=f"some of {', '.join(POLICIES)}")] = None,
     to: Annotated[Path, typer.Option("--out", "-o", help="an .html page to replay the runs")] = Path("simulate.html"),
     seed: Annotated[int, typer.Option(min=0, help="seed for bases and data, which public traces do not contain")] = 0,
+    example: Annotated[Path | None, typer.Option(help="write a trace of 60 made-up jobs here, and simulate it")] = None,
     as_json: Json = False,
 ) -> None:
     """Simulates jobs that arrive over time on a cluster, and compares policies in a table, a plot and a replay page.
 
-    Example: lorafusion simulate trace.csv --gpus 64 --policy ours fifo
+    Example: lorafusion simulate --example trace.csv --gpus 16 --policy ours fifo
     """
     ends_in(to, ".html")
+    if (trace is None) == (example is None):
+        what = "there is no trace to simulate." if trace is None else "there are two traces."
+        raise ConfigError("simulate.trace", what, fix="lorafusion simulate TRACE.csv, or --example NEW.csv to see one")
     names: list[str] = list(dict.fromkeys([*(policy or ["ours"]), *(also or [])]))
     if unknown := [name for name in names if name not in POLICIES]:
         raise ConfigError("simulate.policy", f"no policy {unknown[0]!r}.", fix=f"some of {', '.join(POLICIES)}")
@@ -45,6 +60,10 @@ def command(
         for first in range(0, gpus, HOST_GPUS)
     ]
     rates = Rates()
+    if example is not None:
+        _write_example(example, workers, seed, rates)
+    trace = example if trace is None else trace
+    assert trace is not None
     jobs = read_trace(_text(trace), workers=workers, seed=seed, rates=rates, where=str(trace))
     results = [simulate_cluster(jobs, workers, policy=name, rates=rates) for name in names]
     to.parent.mkdir(parents=True, exist_ok=True)
@@ -58,6 +77,14 @@ def command(
     _show(results)
     say(out(), f"completion times drawn in {plot}")
     next_command(out(), f"open {to}")
+
+
+def _write_example(file: Path, workers: list[Worker], seed: int, rates: Rates) -> None:
+    if file.exists():
+        raise ConfigError("simulate.exists", f"{file} exists.", fix=f"lorafusion simulate {file}, or a new name")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    jobs = generate_trace("steady", jobs=EXAMPLE_JOBS, workers=workers, seed=seed, rates=rates)
+    file.write_text(write_trace(jobs), encoding="utf-8")
 
 
 def _text(trace: Path) -> str:

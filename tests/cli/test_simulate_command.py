@@ -66,3 +66,27 @@ def test_a_spreadsheets_text_is_read_and_another_encoding_is_named(trace, tmp_pa
     trace.write_bytes(text.replace("user0", "us\xe9r").encode("latin-1"))
     assert run(["simulate", str(trace), "--gpus", "8", "-o", str(page)]) == 2
     assert "simulate.trace" in capfd.readouterr().err
+
+
+def test_an_example_is_made_and_can_be_simulated_again(tmp_path):
+    trace, page = tmp_path / "new" / "trace.csv", tmp_path / "a.html"
+    told = CliRunner().invoke(app, ["simulate", "--example", str(trace), "--gpus", "16", "--json", "-o", str(page)])
+    assert told.exit_code == 0, told.output
+    assert json.loads(told.output)["jobs"] == 60
+    again = CliRunner().invoke(app, ["simulate", str(trace), "--gpus", "16", "--json", "-o", str(page)])
+    assert json.loads(again.output)["policies"] == json.loads(told.output)["policies"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "simulate.trace"),
+        (["TRACE", "--example", "other.csv"], "simulate.trace"),
+        (["--example", "TRACE"], "simulate.exists"),
+    ],
+)
+def test_one_trace_is_simulated_and_none_is_replaced(trace, arguments, message, capsys):
+    content = trace.read_text()
+    assert run(["simulate", *(str(trace) if word == "TRACE" else word for word in arguments)]) == 2
+    assert message in capsys.readouterr().err
+    assert trace.read_text() == content
