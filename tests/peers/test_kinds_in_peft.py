@@ -84,7 +84,8 @@ def ours_of(config, run: Path) -> dict[str, np.ndarray]:
         for index, name in enumerate(ADAPTERS):
             alone = config.model_copy(update={"adapters": (config.adapter(name),)})
             samples = prepared.adapters[name].train
-            values = log_probabilities(alone, samples, session.executor.stages, index, None)
+            stages, describe = session.executor.stages, session.executor.describe
+            values = log_probabilities(alone, samples, stages, index, None, describe)
             result[name] = values[samples.loss_mask]
         return result
     finally:
