@@ -147,6 +147,8 @@ def losses(run: Path, *, shortened: Collection[str] = (), spoilt_logs: bool = Fa
         latest = folder.latest(name)
         if taken and (latest is None or int(np.load(latest / WEIGHTS)) != weights[taken]):
             problems.append(f"{name}: its newest folder {latest} is not that of step {taken}")
+        if (best := run / "adapters" / name / "best").is_symlink() and not (best / WEIGHTS).exists():
+            problems.append(f"{name}: its best folder is gone")
     problems += [f"{path.relative_to(run)} is left over" for path in run.rglob(".*")]
     return problems
 

@@ -188,6 +188,9 @@ class QuickSession:
         for adapter in config.adapters[len(self.executor.states) :]:
             self.executor.states[adapter.name] = State(adapter.seed, np.zeros(replicas, np.int64))
 
+    def needs_room(self, config: JobConfig) -> bool:
+        return len(config.adapters) > len(self.names)
+
     def add(self, config: JobConfig, prepared: Prepared, weights: Mapping[int, Any]) -> None:
         assert [adapter.name for adapter in config.adapters][: len(self.names)] == self.names
         self._config, self._prepared = config, prepared

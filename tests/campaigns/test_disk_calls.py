@@ -56,9 +56,11 @@ def test_calls_are_counted_failed_and_killed_at(library, tmp_path):
     assert counted.stdout == "wwsn\n"  # opened, written, synced, renamed
     for call in range(1, 5):
         note.write_text("old")
+        (tmp_path / ".note.txt.part").unlink(missing_ok=True)  # of who was killed
         failed = run(library, tmp_path, call, errno.EIO)
         assert failed.stdout.startswith(f"{errno.EIO} {tmp_path}"), failed.stderr  # the error names a file
         assert note.read_text() == "old"
+        assert [file.name for file in tmp_path.iterdir()] == ["note.txt"]
         assert run(library, tmp_path, call).returncode == -signal.SIGKILL
         assert note.read_text() == "old"
     assert run(library, tmp_path, 5).returncode == 0

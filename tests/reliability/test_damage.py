@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import random
 import shutil
 
 import pytest
 from campaigns.damage import attempts, harmless
+from campaigns.disk import Disk
+from more_cases import nightly
 
 from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.checkpoint.peft import read_adapter
@@ -128,3 +131,37 @@ def test_an_adapter_that_a_kill_cost_is_exported_at_resume(copied, whole_run):
     shutil.rmtree(spoilt.run / "adapters")
     assert resume(spoilt.run).exit_code == 0
     assert spoilt.weights() == whole_run.weights()
+
+
+ERRORS = (errno.ENOSPC, errno.EIO, errno.EROFS, errno.EDQUOT, errno.EACCES)
+
+
+def contents(folder):
+    return {file.name: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+@pytest.mark.parametrize("lasting", [False, True], ids=["once", "lasting"])
+@pytest.mark.parametrize("stride", [7, nightly(1)], ids=["some calls", "every call"])
+def test_an_error_at_any_call_of_an_export(stride, lasting, whole_run, tmp_path, capsys):
+    """It is told; the folder is there whole or not at all, and the same command then completes it."""
+    disk, out, other = Disk(), tmp_path / "exports" / "law", tmp_path / "expected"
+    export = ["export", str(whole_run.run), "law", "--to"]
+    assert lorafusion([*export, str(other)]) == 0
+    expected = contents(other)
+    out.parent.mkdir()
+    with disk.watch(out.parent):
+        assert lorafusion([*export, str(out)]) == 0
+    calls = disk.calls
+    assert calls > 5
+    for call in range(1 + 3 * lasting, calls + 1, stride):
+        shutil.rmtree(out)
+        capsys.readouterr()
+        with disk.watch(out.parent, fail_at=call, error=ERRORS[call % len(ERRORS)], lasting=lasting):
+            code = lorafusion([*export, str(out)])
+        assert code == 0 or "error[" in capsys.readouterr().err, f"call {call} of {calls}"
+        left = contents(out)
+        assert left in ({}, expected), f"call {call} of {calls}"
+        if not left:
+            assert lorafusion([*export, str(out)]) == 0
+        assert contents(out) == expected
+        assert [path.name for path in out.parent.iterdir()] == ["law"], f"call {call} of {calls}"
