@@ -1,6 +1,7 @@
 """How do jobs of several clients fare that come over five minutes, against an offline plan of the same rows?
 
     python -m benchmarks.live --out results/live --work /dev/shm     # one H200, 8B, about eight minutes
+    python -m benchmarks.live --out results/live --work /dev/shm --over 120 --most 300    # jobs come over two minutes
     python -m benchmarks.live --out /tmp/try --small                 # in miniature on a CPU, a minute
 
 Writes a model of Llama-3.1-8B's shape with random weights and starts `lorafusion serve` with it. 8 clients submit 32
@@ -45,8 +46,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--work", type=Path, help="where files are written; default: the system's folder")
+    parser.add_argument("--over", type=float, help="seconds over which jobs come (default: 300, or 15 with --small)")
+    parser.add_argument("--most", type=float, default=1800.0, help="seconds after which the script gives up")
     parser.add_argument("--small", action="store_true")
     options = parser.parse_args()
+    until = time.monotonic() + options.most
     options.out.mkdir(parents=True, exist_ok=True)
     small, shape = options.small, SMALL if options.small else SHAPE
     with tempfile.TemporaryDirectory(prefix="live_", dir=options.work) as folder:
@@ -55,7 +59,8 @@ def main() -> int:
         for name in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copyfile(examples_directory() / "base" / name, work / "base" / name)
         specs = [make_spec(work, number, small) for number in range(6 if small else 32)]
-        row = run(work, specs, over_s=15.0 if small else 300.0, small=small)
+        over_s = options.over or (15.0 if small else 300.0)
+        row = run(work, specs, over_s=over_s, until=until, small=small) | {"over_s": over_s}
     print(json.dumps(row, indent=1))
     with (options.out / "live.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps(row | {"small": small} | conditions()) + "\n")
@@ -77,8 +82,12 @@ def make_spec(work: Path, number: int, small: bool) -> dict:
     }
 
 
-def run(work: Path, specs: list[dict], *, over_s: float, small: bool) -> dict[str, object]:
-    """Serves the jobs and returns the measurements."""
+def run(work: Path, specs: list[dict], *, over_s: float, until: float, small: bool) -> dict[str, object]:
+    """Serves the jobs and returns the measurements.
+
+    Raises:
+        TimeoutError: the jobs have not ended by a time of the monotonic clock.
+    """
     capacity, tile = (256, 16) if small else (8192, 128)
     settings = [f"batch.capacity_tokens={capacity}", f"batch.tile_tokens={tile}"]
     settings += ["base.dtype=float32", "train.block_layers=1"] if small else []
@@ -90,7 +99,7 @@ def run(work: Path, specs: list[dict], *, over_s: float, small: bool) -> dict[st
         client = wait_ready(home)
         jobs = submit_over(client, specs, over_s)
         for job in jobs:
-            job.wait(3600)
+            job.wait(max(1.0, until - time.monotonic()))
         return measure(work, jobs, specs, capacity, tile)
     finally:
         server.terminate()

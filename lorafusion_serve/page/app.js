@@ -185,6 +185,18 @@ async function attempt(act) {
   try { notice.textContent = ""; return (await act()) ?? true; } catch (problem) { notice.textContent = problem.message; return null; }
 }
 
+// Events replace the view; who uses the keyboard stays at the same link or button, and a log stays where it was scrolled to.
+function keepFocus(replace) {
+  const stops = () => [...main.querySelectorAll("a, button, pre")];
+  const logs = () => [...main.querySelectorAll("pre")];
+  const at = stops().indexOf(document.activeElement), tag = document.activeElement?.tagName;
+  const tops = logs().map((log) => log.scrollTop);
+  replace();
+  const next = at < 0 ? undefined : stops()[at];
+  if (next?.tagName === tag) next.focus({preventScroll: true});
+  logs().forEach((log, number) => { log.scrollTop = tops[number] ?? 0; });
+}
+
 const VIEWS = {jobs, cluster, decisions, keys};
 
 async function render() {
@@ -196,7 +208,7 @@ async function render() {
   try {
     const content = await view();
     if (main.contains(document.activeElement) && document.activeElement.matches("input")) return;
-    main.replaceChildren(...content.filter(Boolean));
+    keepFocus(() => main.replaceChildren(...content.filter(Boolean)));
   } catch (problem) {
     if (problem.status === 401) main.replaceChildren(...login());
     else notice.textContent = problem.message;

@@ -2,70 +2,21 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
 
+import local_service
 import pytest
-import uvicorn
-
-from lorafusion_serve.api.access import Service
-from lorafusion_serve.api.app import make_app
-from lorafusion_serve.client import Client
-from lorafusion_serve.control.controller import Controller
-from lorafusion_serve.server import open_database
-from lorafusion_serve.settings import Settings
-from lorafusion_serve.store.database import Database
-from lorafusion_serve.store.keys import SCOPES, USER, add_key
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Running:
-    """A running service."""
-
-    settings: Settings
-    db: Database
-    url: str
-    service: Service
-    keys: dict[str, str]
-
-    def client(self, owner: str) -> Client:
-        return Client(self.url, self.keys[owner])
+from local_service import Running
 
 
 @pytest.fixture(scope="session")
-def start_service() -> Iterator[Callable[[Path, Path], Running]]:
+def start_service() -> Iterator[Callable[..., Running]]:
     ends: list[Callable[[], None]] = []
 
-    def start(home: Path, base: Path, *, owners: tuple[str, ...] = ("ana", "ben"), **more) -> Running:
-        batch = {"capacity_tokens": 128, "tile_tokens": 16}
-        settings = Settings(home=home, bases={"tiny": base}, places={4: 2, 8: 1}, batch=batch, **more)
-        db = open_database(settings)
-        with db.write() as connection:
-            keys = {owner: add_key(connection, owner, USER)[1] for owner in owners}
-            if owners:
-                keys["admin"] = add_key(connection, "root", SCOPES)[1]
-                keys["reader"] = add_key(connection, "ana", ("jobs:read",))[1]
-        controller = Controller(settings, db, with_worker=False)
-        controller.start()
-        service = Service(settings, db, controller)
-        config = uvicorn.Config(make_app(service), port=0, log_level="error", timeout_graceful_shutdown=1)
-        server = uvicorn.Server(config)
-        thread = threading.Thread(target=server.run, daemon=True)
-        thread.start()
-        while not server.started:
-            thread.join(0.02)
-
-        def end() -> None:
-            server.should_exit = True
-            thread.join()
-            controller.close()
-            db.close()
-
+    def start(*arguments, **options) -> Running:
+        running, end = local_service.start_service(*arguments, **options)
         ends.append(end)
-        port = server.servers[0].sockets[0].getsockname()[1]
-        return Running(settings=settings, db=db, url=f"http://127.0.0.1:{port}", service=service, keys=keys)
+        return running
 
     yield start
     for end in ends:

@@ -10,7 +10,8 @@ from safetensors.numpy import load_file
 from small_jobs import write_rows
 
 pytest.importorskip("ray")
-pytestmark = pytest.mark.nightly
+# Ray leaves files open, and forks beside the threads of jax.
+pytestmark = [pytest.mark.nightly, pytest.mark.filterwarnings("ignore")]
 
 PATIENCE_S = 600
 
@@ -20,12 +21,15 @@ def cluster():
     import ray
     from ray.cluster_utils import Cluster
 
+    environment = pytest.MonkeyPatch()
+    environment.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # of workers, which the nodes start
     made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
     made.add_node(num_cpus=1)
     ray.init(address=made.address, namespace="lorafusion", log_to_driver=False)
     yield made
     ray.shutdown()
     made.shutdown()
+    environment.undo()
 
 
 def wait_for(there) -> None:
@@ -79,7 +83,7 @@ def show(db, job: str) -> dict:
     return row
 
 
-def test_a_job_survives_its_node_and_a_restart_of_the_server(cluster, tmp_path, tiny_base, quick_compiles):
+def test_a_job_survives_its_node_and_a_restart_of_the_server(cluster, tmp_path, tiny_base):
     file = tmp_path / write_rows(tmp_path, "rows", 16, longest=10)
     home = tmp_path / "home"
     db, controller = serve(home, tiny_base, cluster.address)

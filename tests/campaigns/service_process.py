@@ -1,0 +1,123 @@
+"""`lorafusion serve` as a process, with jobs small enough to end in seconds."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+
+from small_jobs import write_rows
+from sqlalchemy import select
+
+from lorafusion_serve.settings import Settings
+from lorafusion_serve.store import tables as t
+from lorafusion_serve.store.database import Database
+from lorafusion_serve.store.keys import add_key
+
+SETTINGS = ("base.dtype=float32", "batch.capacity_tokens=128", "batch.tile_tokens=16", "train.block_layers=1")
+OWNERS = ("ana", "ben", "cleo")
+PATIENCE_S = 900
+
+
+class Server:
+    """A service that listens at another port after each start.
+
+    Args:
+        save_s, lease_s: as the options of these names.
+
+    Attributes:
+        keys: owner → key.
+    """
+
+    def __init__(self, home: Path, base: Path, *, save_s: float = 0.5, lease_s: float = 60.0):
+        self.home, self._base, self._save_s, self._lease_s = home, base, save_s, lease_s
+        self._process: subprocess.Popen | None = None
+        home.mkdir()
+        with self._database().write() as connection:
+            self.keys = {owner: add_key(connection, owner)[1] for owner in OWNERS}
+
+    def start(self) -> None:
+        (self.home / "address").unlink(missing_ok=True)
+        options = ["--home", str(self.home), "--base", f"tiny={self._base}", "--places", "4:3", "--port", "0"]
+        options += ["--reproducible", "--save-s", str(self._save_s), "--lease-s", str(self._lease_s), *SETTINGS]
+        with (self.home / "server.txt").open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "lorafusion_jax", "serve", *options],
+                stdout=log,
+                stderr=log,
+                env=os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"},
+            )
+        wait_for(lambda: (self.home / "address").exists())
+
+    @property
+    def url(self) -> str:
+        return (self.home / "address").read_text()
+
+    def end(self, how: signal.Signals) -> None:
+        assert self._process is not None
+        self._process.send_signal(how)
+        self._process.wait(120)
+
+    def worker(self) -> int:
+        """Returns the number of the worker's process."""
+        db = self._database()
+
+        def pid() -> int | None:
+            with db.read() as connection:
+                return connection.scalar(select(t.groups.c.pid))
+
+        wait_for(lambda: pid() is not None)
+        worker = pid()
+        db.close()
+        assert worker is not None
+        return worker
+
+    def _database(self) -> Database:
+        return Database(Settings(home=self.home, bases={}, places={}).database)
+
+
+def wait_for(there: Callable[[], bool]) -> None:
+    until = time.monotonic() + PATIENCE_S
+    while not there():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def specs(folder: Path, count: int, *, epochs: int = 12) -> Iterator[tuple[str, dict]]:
+    """Yields owners and jobs; every third job learns preferences."""
+    for number in range(count):
+        rows = write_rows(folder, f"rows-{number}", 18 + number, longest=10)
+        objective = {"name": "dpo", "beta": 0.2} if number % 3 == 2 else {}
+        if objective:  # the same texts, each preferred to the next
+            texts = [json.loads(line) for line in (folder / rows).read_text().splitlines()]
+            pairs = [
+                {"prompt": row["prompt"], "chosen": row["completion"], "rejected": other["completion"]}
+                for row, other in pairwise(texts)
+            ]
+            (folder / rows).write_text("".join(json.dumps(row) + "\n" for row in pairs))
+        yield (
+            OWNERS[number % 3],
+            {
+                "name": f"job-{number}",
+                "base": "tiny",
+                "data": {"train": str(folder / rows), "max_length": 32, "on_long": "drop"},
+                "lora": {"rank": 2 + number % 3, "dropout": 0.1 * (number % 2), "targets": ["q_proj", "down_proj"]},
+                "optim": {"lr": 0.01, "schedule": "constant"},
+                "objective": objective,
+                "batch": {"global_samples": 3 + number % 2},
+                "epochs": epochs,
+                "seed": number,
+            },
+        )
+
+
+def free_seed(shard: int) -> random.Random:
+    """Returns the draws of a shard."""
+    return random.Random(f"shard {shard}")
