@@ -24,6 +24,7 @@ class Worker(Protocol):
 
     def wait(self, seconds: float) -> bool:
         """Waits for its end. Returns whether it has ended."""
+        ...
 
     def kill(self) -> None:
         """Ends it at once, also if it hangs. Does nothing if it has ended."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 
 import pytest
@@ -62,11 +63,11 @@ def serve(home, base, address):
     return db, Controller(settings, db)
 
 
-def submit(db, file, name: str) -> str:
+def submit(db, name: str) -> str:
     from lorafusion_serve.store.jobs import Jobs
 
     spec = {
-        "name": name, "base": "tiny", "data": {"train": str(file), "max_length": 32, "on_long": "drop"}, "seed": 3,
+        "name": name, "base": "tiny", "data": {"train": "rows", "max_length": 32, "on_long": "drop"}, "seed": 3,
         "lora": {"rank": 4, "targets": ["q_proj"]}, "optim": {"lr": 0.01}, "objective": {}, "weight": 1.0,
         "batch": {"global_samples": 4}, "steps": None, "epochs": 40,
     }  # fmt: skip
@@ -84,13 +85,14 @@ def show(db, job: str) -> dict:
 
 
 def test_a_job_survives_its_node_and_a_restart_of_the_server(cluster, tmp_path, tiny_base):
-    file = tmp_path / write_rows(tmp_path, "rows", 16, longest=10)
     home = tmp_path / "home"
+    (home / "datasets" / "rows").mkdir(parents=True)
+    shutil.copyfile(tmp_path / write_rows(tmp_path, "rows", 16, longest=10), home / "datasets" / "rows" / "data.jsonl")
     db, controller = serve(home, tiny_base, cluster.address)
     controller.start()
-    alone = submit(db, file, "alone")
+    alone = submit(db, "alone")
     wait_for(lambda: show(db, alone)["state"] == "done")
-    moved = submit(db, file, "moved")
+    moved = submit(db, "moved")
     wait_for(lambda: show(db, moved)["state_step"] >= 1)
     controller.close(stop_worker=False)  # as a kill leaves it: the worker is a detached actor
     db.close()
