@@ -80,6 +80,8 @@ class Hub:
             connection.wire.close()
 
     def close(self) -> None:
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts, so that the port is free
         self._listener.close()
         for group in list(self.connections):
             self.drop(group)

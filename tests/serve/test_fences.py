@@ -135,7 +135,8 @@ def test_a_worker_of_another_machine_needs_the_secret(tmp_path):
     hub.close()
     file = tmp_path / "workers.secret"
     assert (file.read_text(), file.stat().st_mode & 0o077) == (hub.secret, 0)
-    again = Hub(tmp_path / "sock", lambda hello: 0, lambda connection, event: None, tcp=("127.0.0.1", 0))
+    port = int(hub.address.rpartition(":")[2])  # it is free again at once
+    again = Hub(tmp_path / "sock", lambda hello: 0, lambda connection, event: None, tcp=("127.0.0.1", port))
     assert again.secret == hub.secret  # workers connect again after a restart
     again.close()
 
