@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from lorafusion_jax.api.runs import open_run as open_run
     from lorafusion_jax.api.runs import resume as resume
     from lorafusion_jax.api.runs import train as train
+    from lorafusion_jax.checkpoint.combine import combine_adapters as combine_adapters
     from lorafusion_jax.checkpoint.own_model import load_checkpoint as load_checkpoint
     from lorafusion_jax.checkpoint.own_model import load_peft as load_peft
     from lorafusion_jax.checkpoint.own_model import save_checkpoint as save_checkpoint

@@ -79,6 +79,32 @@ def export_adapter(
         RunError: `save.no-space`, `save.failed`, or `export.differs` when the folder reads back differently.
     """
     spec, arrays = as_exported(spec, take_adapter(lora_leaves, spec, index, layers), shapes)
+    return write_adapter(
+        arrays,
+        spec,
+        base_name,
+        to_dir,
+        dtype=dtype,
+        base_quantize=base_quantize,
+        base_revision=base_revision,
+        replace=replace,
+        finish=finish,
+    )
+
+
+def write_adapter(
+    arrays: Arrays,
+    spec: AdapterSpec,
+    base_name: str,
+    to_dir: str | Path,
+    *,
+    dtype: Literal["float32", "bfloat16"] = "float32",
+    base_quantize: str = NONE,
+    base_revision: str | None = None,
+    replace: bool = False,
+    finish: Callable[[Path], None] | None = None,
+) -> Path:
+    """Writes the tensors of an adapter of a kind that PEFT has; see `export_adapter`."""
     check_finite(arrays, spec)
     kept = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float32
     tensors = {
@@ -148,6 +174,14 @@ def _read(folder: Path, kind: str | None = None, head: Head | None = None) -> tu
             where=f"{folder / TENSOR_FILE}\n    " + "\n    ".join(problems),
         )
     return described, tensors
+
+
+def cast_tensors(folder: Path, dtype: str) -> None:
+    """Rewrites the tensors of a PEFT folder in another dtype, rounded to the nearest."""
+    to = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+    with safe_open(folder / TENSOR_FILE, "np") as opened:
+        tensors = {key: opened.get_tensor(key).astype(to) for key in opened.keys()}  # noqa: SIM118 (no mapping)
+    write_tensors(folder / TENSOR_FILE, tensors)
 
 
 def check_digests(folder: Path) -> None:

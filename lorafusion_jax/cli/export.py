@@ -1,81 +1,168 @@
-"""lorafusion export: one adapter of a run as a PEFT folder, or merged into a full model."""
+"""lorafusion export: adapters of a run as PEFT folders, or one merged into a full model."""
 
 from __future__ import annotations
 
+import re
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
+from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.checkpoint.base_files import base_digests, check_base
 from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.checkpoint.digests import FILE as SUMS
 from lorafusion_jax.checkpoint.digests import find_damage, has_digests, refuse_damage
 from lorafusion_jax.checkpoint.folder import RunFolder, step_of
+from lorafusion_jax.checkpoint.hub_upload import hub, upload
 from lorafusion_jax.checkpoint.new_folder import new_folder
 from lorafusion_jax.checkpoint.peft_leaves import exported_spec
 from lorafusion_jax.cli.common import RunPath, next_command
-from lorafusion_jax.config.specs import adapter_spec, tokenizer_file
-from lorafusion_jax.errors import CheckpointError, ConfigError
+from lorafusion_jax.config.schema import JobConfig
+from lorafusion_jax.config.specs import adapter_spec
+from lorafusion_jax.errors import CheckpointError, ConfigError, raise_all
 from lorafusion_jax.log_file import read_rows
+from lorafusion_jax.report.card_results import results
 from lorafusion_jax.report.console import out, say
 from lorafusion_jax.weights.table import NONE
 
 NAME = "export"
+DTYPES = ("float32", "bfloat16")
+HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 
 def command(
     run: RunPath,
-    adapter: Annotated[str, typer.Argument(help="name of the adapter")],
-    to: Annotated[Path, typer.Option("--to", help="folder to write, new or empty")],
+    adapter: Annotated[str | None, typer.Argument(help="name of the adapter")] = None,
+    to: Annotated[Path | None, typer.Option("--to", help="folder to write, new or empty; required")] = None,
+    all_adapters: Annotated[bool, typer.Option("--all", help="every adapter, to TO/NAME")] = False,
     merge: Annotated[bool, typer.Option("--merge", help="write the full model with the adapter merged in")] = False,
     step: Annotated[int | None, typer.Option(help="exported step; default the newest")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16; default float32, as trained")] = None,
+    push: Annotated[
+        str | None, typer.Option(help="ORG/NAME on the hub, for the written folder; needs the hf extra")
+    ] = None,
 ) -> None:
-    """Writes an adapter as a PEFT folder or merged into a full model.
+    """Writes an adapter as a PEFT folder or merged into a full model, with a card of its settings and results.
 
     Example: lorafusion export runs/exp1 law --to out/law
     """
     folder = RunFolder(run)
     config = folder.read_config()
-    source = _source(folder, [entry.name for entry in config.adapters], adapter, step)
-    _no_link(folder.path, source)
-    exported = exported_spec(adapter_spec(config.adapter(adapter), tokenizer=tokenizer_file(config)))
+    names = [entry.name for entry in config.adapters]
+    _check_options(adapter, to, all_adapters=all_adapters, merge=merge, dtype=dtype, push=push)
+    assert to is not None
+    if push is not None:
+        hub()
+    chosen = [name for name in names if folder.latest(name) is not None] if all_adapters else [adapter or ""]
+    sources = {name: _source(folder, names, name, step) for name in chosen}
+    for source in sources.values():
+        _no_link(folder.path, source)
+    targets = {name: to / name if all_adapters else to for name in sources}
+    if used := [str(target) for target in targets.values() if target.is_dir() and any(target.iterdir())]:
+        what = f"{', '.join(used)} already exists and is not empty."
+        raise CheckpointError("export.exists", what, fix="choose another folder, or remove this one")
     console = out()
-    failure = _failure(folder, adapter)
-    if failure is not None:
-        say(console, f"{adapter} failed in training: {failure}; check these weights before you use them", "yellow")
-    if merge and exported.head is not None:
-        raise ConfigError(
-            "export.head",
-            f"{adapter} has a head of its own ({', '.join(exported.head.modules)}), which a merged model cannot hold.",
-            fix="without --merge; PeftModel.merge_and_unload merges it into a model that has such a head",
-        )
+    for name, source in sources.items():
+        export = Export(folder=folder, config=config, name=name, source=source, to=targets[name])
+        export.merge(console) if merge else export.copy(console, dtype)
+        if push is not None:
+            upload(targets[name], f"{push}-{name}" if all_adapters else push)
+    first = next(iter(sources), "")
     if merge:
+        load = f"from transformers import AutoModelForCausalLM as M; M.from_pretrained('{to}')"
+        next_command(console, f'python -c "{load}"')
+    elif all_adapters:
+        next_command(console, f"lorafusion generate {run} 'a prompt'")
+    else:
+        next_command(console, f"lorafusion export {run} {first} --merge --to {to}-merged")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Export:
+    """One adapter of a run that is exported.
+
+    Attributes:
+        source: its PEFT folder.
+        to: the folder to write.
+    """
+
+    folder: RunFolder
+    config: JobConfig
+    name: str
+    source: Path
+    to: Path
+
+    @property
+    def spec(self) -> AdapterSpec:
+        return exported_spec(adapter_spec(self.config.adapter(self.name)))
+
+    def copy(self, console: Console, dtype: str | None) -> None:
+        """Copies the folder, adds results to its card, and reads it back."""
+        from lorafusion_jax.checkpoint.peft import cast_tensors, read_adapter
+
+        self._warn(console)
+        with new_folder(self.to) as draft:
+            _copy(self.source, draft)
+            (draft / SUMS).unlink(missing_ok=True)  # those of the new files are written at the end
+            card = draft / "README.md"
+            if card.is_file():
+                card.write_text(card.read_text("utf-8") + results(self.folder.path, self.name), "utf-8")
+            if dtype is not None:
+                cast_tensors(draft, dtype)
+            spec, _ = read_adapter(draft, self.spec.kind, self.spec.head)
+        console.print(f"exported {self.name} (step {step_of(self.source)}): {self.to}", highlight=False)
+        console.print(
+            f"  re-read: rank {spec.rank}, alpha {spec.alpha:g}, targets {', '.join(spec.targets)}", highlight=False
+        )
+
+    def merge(self, console: Console) -> None:
+        """Writes the full model with the adapter merged in."""
         from lorafusion_jax.checkpoint.merge import merge_adapter
 
-        base = base_directory(config)
-        check_base(folder.read_record()["base_files"], base_digests(base), base)
-        report = merge_adapter(base, source, to, kind=exported.kind)
-        console.print(f"merged {adapter} (step {step_of(source)}) into a full model: {to}", highlight=False)
-        if config.base.quantize != NONE:
-            trained_on = f"{adapter} was trained on the base quantised as {config.base.quantize}"
+        self._warn(console)
+        if self.spec.head is not None:
+            heads = ", ".join(self.spec.head.modules)
+            raise ConfigError(
+                "export.head",
+                f"{self.name} has a head of its own ({heads}), which a merged model cannot hold.",
+                fix="without --merge; PeftModel.merge_and_unload merges it into a model that has such a head",
+            )
+        base = base_directory(self.config)
+        check_base(self.folder.read_record()["base_files"], base_digests(base), base)
+        report = merge_adapter(base, self.source, self.to, kind=self.spec.kind)
+        console.print(f"merged {self.name} (step {step_of(self.source)}) into a full model: {self.to}", highlight=False)
+        if self.config.base.quantize != NONE:
+            trained_on = f"{self.name} was trained on the base quantised as {self.config.base.quantize}"
             say(console, f"  {trained_on}; the original weights are merged, so outputs differ a little", "yellow")
         console.print(f"  {report.num_changed} tensors changed, largest change {report.max_delta:.3g}", highlight=False)
-        next_command(
-            console, f"python -c \"from transformers import AutoModelForCausalLM as M; M.from_pretrained('{to}')\""
-        )
-        return
-    from lorafusion_jax.checkpoint.peft import read_adapter
 
-    with new_folder(to) as draft:
-        _copy(source, draft)
-        spec, _ = read_adapter(draft, exported.kind, exported.head)
-    console.print(f"exported {adapter} (step {step_of(source)}): {to}", highlight=False)
-    console.print(
-        f"  re-read: rank {spec.rank}, alpha {spec.alpha:g}, targets {', '.join(spec.targets)}", highlight=False
+    def _warn(self, console: Console) -> None:
+        failure = _failure(self.folder, self.name)
+        if failure is not None:
+            text = f"{self.name} failed in training: {failure}; check these weights before you use them"
+            say(console, text, "yellow")
+
+
+def _check_options(
+    adapter: str | None, to: Path | None, *, all_adapters: bool, merge: bool, dtype: str | None, push: str | None
+) -> None:
+    checks = (
+        (to is not None, "--to is missing.", "--to FOLDER, new or empty"),
+        (
+            (adapter is None) == all_adapters,
+            "name one adapter, or give --all.",
+            "lorafusion export RUN NAME --to FOLDER",
+        ),
+        (dtype in (None, *DTYPES), f"--dtype is {dtype!r}.", " or ".join(DTYPES)),
+        (not merge or dtype is None, "--dtype is for PEFT folders: a merged model has the base's.", "without --dtype"),
+        (not (merge and all_adapters), "--merge writes one full model, not --all.", "one adapter at a time"),
+        (push is None or HUB_NAME.fullmatch(push) is not None, f"--push {push} is no hub name.", "ORG/NAME"),
     )
-    next_command(console, f"lorafusion export {run} {adapter} --merge --to {to}-merged")
+    raise_all([ConfigError("export.options", what, fix=fix) for holds, what, fix in checks if not holds])
 
 
 def _source(folder: RunFolder, names: list[str], adapter: str, step: int | None) -> Path:

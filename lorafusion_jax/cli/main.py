@@ -18,6 +18,7 @@ import typer
 from lorafusion_jax.cli import (
     chat,
     check,
+    combine,
     control,
     data,
     demo,
@@ -66,6 +67,7 @@ for command in (
     generate,
     chat,
     export,
+    combine,
     verify,
     profile,
     tune,

@@ -1,0 +1,63 @@
+"""lorafusion combine: one adapter from several."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from lorafusion_jax.checkpoint.folder import RunFolder
+from lorafusion_jax.cli.common import next_command
+from lorafusion_jax.config.peft_config import CONFIG_FILE
+from lorafusion_jax.errors import CheckpointError, ConfigError
+from lorafusion_jax.report.console import out, say
+
+NAME = "combine"
+
+
+def command(
+    adapters: Annotated[
+        list[str], typer.Argument(metavar="ADAPTER[=WEIGHT]...", help="PEFT folders, or names of --run; weight 1")
+    ],
+    to: Annotated[Path, typer.Option("--to", help="folder to write, new or empty")],
+    run: Annotated[Path | None, typer.Option(help="run whose adapters are named")] = None,
+    method: Annotated[
+        str, typer.Option(help="cat (exact), linear, ties, magnitude_prune, dare_linear or dare_ties, as in PEFT")
+    ] = "cat",
+    density: Annotated[float | None, typer.Option(help="share of values kept, for all but cat and linear")] = None,
+    majority: Annotated[str, typer.Option(help="sign in ties: of the sum (total) or of most (frequency)")] = "total",
+    seed: Annotated[int, typer.Option(help="of what DARE draws")] = 0,
+) -> None:
+    """Combines adapters of one base to a new one, as PEFT's add_weighted_adapter does.
+
+    Example: lorafusion combine law=0.7 med=0.3 --run runs/exp1 --to out/both --method ties --density 0.5
+    """
+    weights: dict[str | Path, float] = dict(_read(given, run) for given in adapters)
+    if len(weights) < len(adapters):
+        raise ConfigError(
+            "combine.adapters", "an adapter is named twice.", fix="each once, with the sum of its weights"
+        )
+    from lorafusion_jax.checkpoint.combine import combine_adapters
+
+    options: dict[str, Any] = {"method": method, "density": density, "majority": majority, "seed": seed}
+    combine_adapters(weights, to, **options)
+    console = out()
+    say(console, f"combined {len(weights)} adapters by {method}: {to}")
+    next_command(console, f"lorafusion generate {to} 'a prompt' --base BASE")
+
+
+def _read(given: str, run: Path | None) -> tuple[Path, float]:
+    """The folder and the weight of "NAME=0.5"."""
+    name, equals, number = given.rpartition("=")
+    name = name if equals else given
+    try:
+        weight = float(number) if equals else 1.0
+    except ValueError:
+        raise ConfigError("combine.adapters", f"{given}: '{number}' is no number.", fix=f"{name}=0.5") from None
+    newest = RunFolder(run).latest(name) if run is not None else None
+    folder = newest or Path(name)
+    if not (folder / CONFIG_FILE).is_file():
+        what = f"there is no adapter {name}" + (f" in {run}." if run is not None else ".")
+        raise CheckpointError("combine.adapters", what, fix=f"a folder with {CONFIG_FILE}, or --run RUN and a name")
+    return folder, weight

@@ -1,0 +1,88 @@
+"""What users take away: all adapters at once, other dtypes, results in the card, uploads, combined adapters."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+
+from lorafusion_jax.checkpoint.digests import is_intact
+from lorafusion_jax.checkpoint.peft import read_adapter
+
+
+def dtypes(folder) -> set[str]:
+    with safe_open(folder / "adapter_model.safetensors", "np") as opened:
+        return {str(opened.get_tensor(key).dtype) for key in opened.keys()}  # noqa: SIM118 (no mapping)
+
+
+def test_all_adapters_are_exported_at_once_in_another_dtype(lorafusion, finished, tmp_path):
+    _, run = finished
+    outcome = lorafusion("export", run, "--all", "--dtype", "bfloat16", "--to", tmp_path / "out")
+    assert outcome.code == 0, outcome.err
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["law", "med"]
+    for name in ("law", "med"):
+        folder = tmp_path / "out" / name
+        assert dtypes(folder) == {"bfloat16"}
+        assert is_intact(folder)
+        (_, ours), (_, trained) = read_adapter(folder), read_adapter(run / "adapters" / name / "latest")
+        for path, pair in ours.items():
+            for tensor, wanted in zip(pair, trained[path], strict=True):
+                np.testing.assert_allclose(tensor, wanted, rtol=2**-8, atol=1e-38)
+    card = (tmp_path / "out" / "law" / "README.md").read_text()
+    assert "| step | training loss | held-out loss |" in card
+    assert "| 6 | " in card
+    assert "Training loss of steps 1 to 6: `" in card
+    again = lorafusion("export", run, "--all", "--to", tmp_path / "out")
+    assert (again.code, again.errors) == (2, ["export.exists"])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [(), ("law", "--all"), ("law", "--dtype", "int4"), ("law", "--merge", "--dtype", "float32"), ("--all", "--merge"),
+     ("law", "--push", "nothing")],
+    ids=str,
+)  # fmt: skip
+def test_options_that_do_not_go_together_are_refused(lorafusion, finished, tmp_path, arguments):
+    outcome = lorafusion("export", finished[1], *arguments, "--to", tmp_path / "out")
+    assert (outcome.code, outcome.errors) == (2, ["export.options"])
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_push_needs_the_hub_and_says_what_was_not_uploaded(lorafusion, finished, tmp_path, monkeypatch):
+    calls = []
+
+    class Client:
+        def create_repo(self, name, **options):
+            calls.append((name, options["private"]))
+
+        def upload_folder(self, repo_id, folder_path):
+            if "bad" in repo_id:
+                raise OSError("no route")
+            calls.append((repo_id, folder_path))
+
+    push = ("export", finished[1], "law", "--push")
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    assert lorafusion(*push, "org/law", "--to", tmp_path / "a").errors == ["export.no-hub"]
+    assert not (tmp_path / "a").exists()
+    monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(HfApi=Client))
+    assert lorafusion(*push, "org/law", "--to", tmp_path / "a").code == 0
+    assert calls == [("org/law", True), ("org/law", str(tmp_path / "a"))]
+    outcome = lorafusion(*push, "org/bad", "--to", tmp_path / "b")
+    assert outcome.errors == ["export.push"]
+    assert "no route" in outcome.err
+    assert (tmp_path / "b" / "adapter_config.json").is_file()
+
+
+def test_adapters_of_a_run_are_combined(lorafusion, finished, tmp_path):
+    _, run = finished
+    outcome = lorafusion("combine", "law=0.7", "med=-0.3", "--run", run, "--to", tmp_path / "both")
+    assert outcome.code == 0, outcome.err
+    spec, _ = read_adapter(tmp_path / "both")
+    ranks = [read_adapter(run / "adapters" / name / "latest")[0].rank for name in ("law", "med")]
+    assert spec.rank == sum(ranks)
+    for arguments in (("law",), ("law", "law=2"), ("law", "nobody"), ("law", "med=much")):
+        assert lorafusion("combine", *arguments, "--run", run, "--to", tmp_path / "new").errors == ["combine.adapters"]
+    assert not (tmp_path / "new").exists()
