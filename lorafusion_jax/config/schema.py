@@ -538,6 +538,14 @@ class TrainSettings(Section):
     eval_every_steps: Count | None = Field(
         default=None, description="optimizer steps of an adapter between two evaluations"
     )
+    samples: (
+        Annotated[Whole, Field(ge=0, le=64)] | Annotated[list[Text], Field(min_length=1), AfterValidator(_different)]
+    ) = Field(
+        default=0,
+        description="texts that every adapter generates, greedily, whenever it is evaluated: for so many of its "
+        "held-out samples, or for these prompts; in events.jsonl and in the report",
+    )
+    sample_tokens: Annotated[Count, Field(le=4096)] = Field(default=64, description="new tokens of such a text at most")
     plan_seconds: Annotated[Positive, Field(le=SECONDS_OF_DAY)] = Field(
         default=1.0,
         description="effort of the planner's search, in seconds of a slow core; counted, not timed",

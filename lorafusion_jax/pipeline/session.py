@@ -175,6 +175,11 @@ class Session:
         self._unstarted = []
 
     @property
+    def stages(self) -> tuple[Stage, ...]:
+        """The stages, with the current weights; others after `add`."""
+        return self._stages
+
+    @property
     def names(self) -> list[str]:
         """Names of the adapters, in the order of the job."""
         return [adapter.name for adapter in self._config.adapters]

@@ -197,6 +197,19 @@ class AdapterEvaluated(AdapterEvent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterSampled(AdapterEvent):
+    """An adapter generated texts, see `train.samples`.
+
+    Attributes:
+        prompts, texts: of each sample.
+    """
+
+    kind = "sample"
+    prompts: Sequence[str]
+    texts: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StateSaved(RunEvent):
     """A checkpoint is complete; `slot` is its own, and training has gone on meanwhile.
 

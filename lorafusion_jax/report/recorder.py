@@ -26,7 +26,7 @@ from lorafusion_jax.report.events import AdapterChanged, PhaseBegun, RunEvent, S
 
 METRICS = ("step", "eval", "slot")
 # Events that a resumed run repeats.
-REPEATED = ("adapter-done", "adapter-failed", "adapter-changed", "exported", "export-failed")
+REPEATED = ("adapter-done", "adapter-failed", "adapter-changed", "exported", "export-failed", "sample")
 CHUNK = 1 << 20
 
 

@@ -19,6 +19,7 @@ from lorafusion_jax.report.events import (
     AdapterEvent,
     AdapterExported,
     AdapterFailed,
+    AdapterSampled,
     CacheSkipped,
     CheckSkipped,
     ExportFailed,
@@ -118,6 +119,8 @@ class Screen:
                 self._on_slot(event)
             case StepTaken():
                 self._on_step(event)
+            case AdapterSampled():
+                self._phase = ""
             case AdapterEvaluated():
                 self._on_eval(event)
             case AdapterDone():

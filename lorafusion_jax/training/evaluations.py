@@ -9,6 +9,7 @@ from lorafusion_jax.pipeline.session import Session
 from lorafusion_jax.report.events import AdapterEvaluated, Listener, PhaseBegun
 from lorafusion_jax.signals import stop_if_asked
 from lorafusion_jax.training.job import Job
+from lorafusion_jax.training.text_samples import TextSamples
 
 
 class Evaluations:
@@ -17,6 +18,7 @@ class Evaluations:
     def __init__(self, job: Job, session: Session, listener: Listener):
         self._job, self._session, self._emit = job, session, listener
         self._measured: list[tuple[int, float]] = []  # loss tokens, seconds
+        self._samples = TextSamples(job, session, listener)
 
     @property
     def seconds(self) -> float:
@@ -26,6 +28,10 @@ class Evaluations:
     def evaluate(self, name: str, step: int, slots_done: int) -> dict[str, float] | None:
         """Evaluates an adapter and returns its metrics; None if it has no held-out samples."""
         stop_if_asked()
+        if self._job.config.train.samples:
+            self._emit(PhaseBegun(text=f"{name} generates"))
+            with self._session.spans.pause(f"evaluating {name}"):
+                self._samples.generate(name, step, slots_done)
         if self._job.prepared.adapters[name].eval is None:
             return None
         self._emit(PhaseBegun(text=f"evaluating {name}"))

@@ -73,6 +73,8 @@ MEANT: dict[str, tuple] = {  # key → odd values that it has as they are
     "train.loss_chunk": (2**31 - 1,),
     "train.eval_every_steps": (*COUNTS, None),
     "train.plan_seconds": SHORT,
+    "train.samples": (0, 1, 2, 16.0),
+    "train.sample_tokens": (1, 2, 16.0),
     "train.log_every_s": (0, *SHORT, None),
     "report.tensorboard": FLAGS,
     "report.wandb": (*(text for text in TEXTS if not set("/:") & set(text)), "~", "~/law.jsonl", None),

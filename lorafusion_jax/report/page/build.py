@@ -15,7 +15,7 @@ from lorafusion_jax.errors import LoraFusionError
 from lorafusion_jax.log_file import read_rows
 from lorafusion_jax.report.format import count, duration, percent
 from lorafusion_jax.report.measured import read_timeline
-from lorafusion_jax.report.page.collect import differing_settings, read_curves, thin, tokens_trained
+from lorafusion_jax.report.page.collect import differing_settings, read_curves, read_texts, thin, tokens_trained
 from scheduling import Timeline
 from scheduling.plots.colors import palette
 from scheduling.plots.svg import timeline_svg
@@ -78,6 +78,7 @@ def _run_names(runs: Sequence[ReportedRun]) -> list[str]:
 def _describe_run(run: ReportedRun, name: str) -> dict[str, Any]:
     numbers, config = run.numbers, RunFolder(run.folder).read_config()
     curves = read_curves(run.folder, list(numbers["adapters"]))
+    texts = read_texts(run.folder)
     tokens = tokens_trained(run.folder, numbers["slot"])
     speed, seconds = numbers["throughput"] or {}, _trained_seconds(run)
     settings = differing_settings(config)
@@ -96,6 +97,7 @@ def _describe_run(run: ReportedRun, name: str) -> dict[str, Any]:
             "best": curves[adapter].best,
             "train": curves[adapter].train_loss,
             "tokens": tokens.get(adapter, 0),
+            "texts": texts.get(adapter, []),
             "seconds": None if seconds is None else seconds * tokens.get(adapter, 0) / total,
             "series": {key: thin(points) for key, points in curves[adapter].series.items()},
             "settings": {key: values.get(adapter) for key, values in settings.items()},

@@ -13,6 +13,7 @@ from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.log_file import read_rows
 
 MOST_POINTS = 400  # of a curve: more than a page has pixels for each of several adapters
+MOST_TEXTS = 6  # evaluations of an adapter whose texts a page shows
 STEP_KEYS = ("kind", "slot", "adapter", "step", "time", "loss_tokens", "eval_tokens", "crc")
 LAST_SHARE = 0.1  # of the steps: the mean of their losses is the training loss of the table
 
@@ -54,6 +55,22 @@ def read_curves(folder: Path, adapters: Sequence[str]) -> dict[str, AdapterCurve
         if row["kind"] in ("step", "eval") and row["adapter"] in curves:
             curves[row["adapter"]].add(row)
     return curves
+
+
+def read_texts(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """Reads what adapters generated at their evaluations: adapter → step, prompts and texts."""
+    texts: dict[str, list[dict[str, Any]]] = {}
+    file = folder / "events.jsonl"
+    for row in read_rows(file) if file.exists() else ():
+        if row["kind"] == "sample":
+            pairs = list(zip(row["prompts"], row["texts"], strict=True))
+            texts.setdefault(row["adapter"], []).append({"step": row["step"], "pairs": pairs})
+    return {name: _first_and_last(entries) for name, entries in texts.items()}
+
+
+def _first_and_last(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """At most `MOST_TEXTS` evaluations: the first one and the last ones."""
+    return entries if len(entries) <= MOST_TEXTS else [entries[0], *entries[1 - MOST_TEXTS :]]
 
 
 def thin(points: Sequence[tuple[int, float]], most: int = MOST_POINTS) -> list[tuple[int, float]]:

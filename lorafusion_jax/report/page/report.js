@@ -124,6 +124,19 @@ function table() {
   $("table").replaceChildren(make("thead", {}, make("tr", {}, ...heads)), make("tbody", {}, ...rows.map(a => make("tr", a.is_best ? {class: "best"} : {}, ...COLUMNS.map(([, , cells], i) => make("td", i < 2 ? {class: "text"} : {}, ...cells(a)))))));
 }
 
+// Texts that adapters generated at their evaluations: each prompt with all of its texts.
+const prompts = new Map();
+for (const adapter of data.adapters) for (const {step, pairs} of adapter.texts) for (const [prompt, text] of pairs) {
+  if (!prompts.has(prompt)) prompts.set(prompt, []);
+  prompts.get(prompt).push({adapter, step, text});
+}
+if (prompts.size) $("texts").append(make("h2", {}, "Generated texts"));
+for (const [prompt, texts] of prompts) {
+  const rows = texts.map(({adapter, step, text}) => make("tr", {}, make("td", {}, make("i", {class: "dot", style: `background:${adapter.color}`}), adapter.label), make("td", {}, String(step)), make("td", {class: "text words"}, text.trim() || "(no text)")));
+  const head = make("tr", {}, ...["adapter", "step", "text"].map(name => make("th", {class: "text"}, name)));
+  $("texts").append(make("details", {open: ""}, make("summary", {}, prompt), make("div", {class: "wide"}, make("table", {}, make("thead", {}, head), make("tbody", {}, ...rows)))));
+}
+
 // Settings that are not the same for all adapters.
 const keys = [...new Set(data.adapters.flatMap(a => Object.keys(a.settings)))].filter(key => new Set(data.adapters.map(a => JSON.stringify(a.settings[key]))).size > 1);
 if (keys.length) {

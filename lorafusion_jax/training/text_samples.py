@@ -1,0 +1,89 @@
+"""Texts that adapters generate whenever they are evaluated, with the weights of that moment. Training is the same."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+
+from lorafusion_jax.checkpoint.base_model import base_directory
+from lorafusion_jax.data.tokenized_set import TokenizedSet
+from lorafusion_jax.errors import ConfigError
+from lorafusion_jax.generation.generator import Request, check_caches
+from lorafusion_jax.generation.prompts import prompt_tokens, stop_tokens
+from lorafusion_jax.generation.sampling import Sampling
+from lorafusion_jax.generation.text import TokenGenerator
+from lorafusion_jax.pipeline.session import Session
+from lorafusion_jax.report.events import AdapterSampled, Listener
+from lorafusion_jax.training.job import Job
+
+FIRST_TOKENS = 16  # of a sample that is learned from its first token on
+
+
+class TextSamples:
+    """Generates the texts of `train.samples` and reports them to a listener.
+
+    Raises:
+        ConfigError: `train.samples`, the run has several processes; see `check_caches`.
+    """
+
+    def __init__(self, job: Job, session: Session, listener: Listener):
+        self._job, self._session, self._emit = job, session, listener
+        self._settings = job.config.train
+        self._generator: tuple[object, TokenGenerator] | None = None
+        if not self._settings.samples:
+            return
+        if jax.process_count() > 1:
+            what = "train.samples needs a run of one process: tokens go from the last stage to the first."
+            raise ConfigError("train.samples", what, fix="train.samples: 0, and lorafusion generate RUN afterwards")
+        check_caches(session.stages[0].parts.model)
+
+    def generate(self, name: str, step: int, slots_done: int) -> None:
+        """Generates the texts of one adapter."""
+        prompts = self._prompts(name) if self._settings.samples else []
+        if not prompts:
+            return
+        self._session.executor.wait_dispatched()
+        adapter = self._session.names.index(name)
+        sampling = Sampling(max_tokens=self._settings.sample_tokens)
+        requests = [Request(tokens=tokens, adapter=adapter, sampling=sampling) for _, tokens in prompts]
+        with self._session.executor.blaming(None, None, [name]):
+            generator = self._tokens()
+            answers = generator(requests)
+        self._emit(
+            AdapterSampled(
+                slot=slots_done,
+                adapter=name,
+                step=step,
+                prompts=[prompt for prompt, _ in prompts],
+                texts=[generator.text(*pair) for pair in zip(requests, answers, strict=True)],
+            )
+        )
+
+    def _tokens(self) -> TokenGenerator:
+        """The generator on the session's stages, which adapters that join replace."""
+        stages = self._session.stages
+        if self._generator is None or self._generator[0] is not stages:
+            tokenizer = self._job.prepared.tokenizer
+            stops = stop_tokens(base_directory(self._job.config), tokenizer)
+            self._generator = stages, TokenGenerator(stages, tokenizer, stops)
+        return self._generator[1]
+
+    def _prompts(self, name: str) -> list[tuple[str, list[int]]]:
+        """The prompts of an adapter that fit into the model's positions, as texts and tokens."""
+        asked, tokenizer = self._settings.samples, self._job.prepared.tokenizer
+        if isinstance(asked, list):
+            prompts = [(text, prompt_tokens(text, tokenizer)) for text in asked]
+        else:
+            held_out = self._job.prepared.adapters[name].eval
+            tokens = [] if held_out is None else [_prompt_of(held_out, n) for n in range(min(asked, len(held_out)))]
+            prompts = [(tokenizer.text(prompt), prompt) for prompt in tokens]
+        most = self._session.stages[0].parts.model.positions
+        return [(text, tokens) for text, tokens in prompts if 0 < len(tokens) < most]
+
+
+def _prompt_of(samples: TokenizedSet, index: int) -> list[int]:
+    """The tokens of a sample before the first one that is learned."""
+    start, stop = samples.offsets[index : index + 2]
+    learned = np.flatnonzero(samples.loss_mask[start:stop])
+    first = int(learned[0]) if len(learned) else int(stop - start)
+    return samples.tokens[start : start + (first if first > 1 else FIRST_TOKENS)].tolist()
