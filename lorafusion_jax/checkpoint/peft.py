@@ -29,7 +29,7 @@ from lorafusion_jax.checkpoint.peft_leaves import take_adapter as take_adapter
 from lorafusion_jax.config.peft_config import CONFIG_FILE, Described, config_of, describe, kind_of, read_config
 from lorafusion_jax.config.peft_folder import KEY, PREFIX, ROOT, TENSOR_FILE, plain_name
 from lorafusion_jax.errors import CheckpointError, RunError
-from lorafusion_jax.layout.layer import LINEAR_ATTENTION, MIXERS, PATHS
+from lorafusion_jax.layout.layer import BESIDE, EXPERTS, LINEAR_ATTENTION, MIXERS, PATHS
 from lorafusion_jax.readable import check_regular
 from lorafusion_jax.tensor_file import write_tensors
 from lorafusion_jax.weights.table import NONE
@@ -112,7 +112,7 @@ def write_adapter(
         for key, array in peft_tensors(arrays, spec.kind, spec.head, spec.tokens).items()
     }
     with new_folder(to_dir, replace=replace) as folder:
-        settings = json.dumps(config_of(spec, base_name, base_quantize, base_revision), indent=2)
+        settings = json.dumps(config_of(spec, base_name, base_quantize, base_revision, list(arrays)), indent=2)
         (folder / CONFIG_FILE).write_text(settings + "\n", encoding="utf-8")
         write_tensors(folder / TENSOR_FILE, to_file(tensors))
         _check_copy(folder, spec, tensors)
@@ -274,7 +274,7 @@ def _problems(tensors: dict[str, np.ndarray], paths: Sequence[str], described: D
         (path, leaf), shape = wanted[key], tensors[key].shape
         experts = leaf.axes[:1] if leaf.axes[:1] == ("E",) else ()
         axes = (*experts, *leaf.axes[len(experts) :][::-1])  # PEFT has them transposed
-        projection = path.rsplit(".", 1)[-1]
+        projection = path.split(".", 2)[-1]
         known = {"R": described.ranks.get(path, described.spec.rank)} | {
             axis: axis for axis in axes if axis not in AXES
         }
@@ -295,10 +295,13 @@ def _wanted_paths(paths: Sequence[str], described: Described) -> Iterable[str]:
     """Returns the required projections: of the named layers, or of all layers up to the last one present."""
     if described.layers is None and described.some_layers:
         return paths
+    layers = _layers_of([path for path in paths if not _of_experts(path)])
+    layers = layers if described.layers is None else described.layers
+    with_experts = {int(path.split(".")[1]) for path in paths if _of_experts(path)}
     every = (
-        f"layers.{layer}.{PATHS[name]}"
-        for layer in (_layers_of(paths) if described.layers is None else described.layers)
+        _path_in(layer, name, paths)
         for name in described.spec.targets
+        for layer in (sorted(with_experts) if with_experts and name in EXPERTS else layers)
     )
     modules = {path.rpartition(".")[0] for path in paths}
     mixed = any(path.split(".")[2] == LINEAR_ATTENTION for path in paths)  # layers have one mixer or the other
@@ -308,6 +311,17 @@ def _wanted_paths(paths: Sequence[str], described: Described) -> Iterable[str]:
         return mixed and module not in modules and module.split(".")[2] in MIXERS
 
     return [path for path in every if described.spec.has(path) and not may_lack(path)]
+
+
+def _of_experts(path: str) -> bool:
+    """Some layers may have an MLP in place of experts; which ones, the model says when an adapter is inserted."""
+    return path.rpartition(".")[2] in EXPERTS
+
+
+def _path_in(layer: int, name: str, paths: Collection[str]) -> str:
+    """Where a projection is in a layer: of an MLP beside experts if tensors speak of it."""
+    beside = [f"layers.{layer}.{module}.{name}" for module in BESIDE]
+    return next((path for path in beside if path in paths), f"layers.{layer}.{PATHS[name]}")
 
 
 def _layers_of(paths: Sequence[str]) -> Sequence[int]:

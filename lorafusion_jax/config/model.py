@@ -43,7 +43,7 @@ class ModelConfig:
         embedding_scale: factor of the embeddings, rounded to their dtype.
         residual_scale: factor of what attention and the MLP add.
         logit_scale, final_soft_cap: logits are soft_cap · tanh(logit_scale · head(x) / soft_cap).
-        experts: instead of an MLP (None: there are none).
+        experts: instead of an MLP, but in layers of `pattern` that say otherwise (None: there are none).
         attention_sinks, attention_gate: see `families.attention.Attention`.
         delta_net: instead of attention, in the layers of `pattern` that say so.
         pattern: type of each layer; empty if all layers are alike.
@@ -164,9 +164,9 @@ class ModelConfig:
         paths = dict.fromkeys(linear.path for layer in self.kinds for linear in layer.linears)
         return tuple(by_path[path] for path in paths)
 
-    def linear(self, name: str) -> Linear:
-        """The projection with this name."""
-        return next(linear for linear in self.linears if linear.name == name)
+    def paths_of(self, name: str) -> tuple[str, ...]:
+        """Where the projections of this name are in layers: "mlp.up_proj", "mlp.shared_experts.up_proj"."""
+        return tuple(linear.path for linear in self.linears if linear.name == name)
 
     def layers_with(self, path: str) -> tuple[int, ...]:
         """Numbers of the layers that have a projection, "self_attn.q_proj"."""
@@ -225,7 +225,8 @@ class ModelConfig:
             fused=self.fused,
         )
         around = Norms(width=self.hidden_size, place=self.norms, offset=self.norm_offset, eps=self.norm_eps)
-        return Layer(attention=mixer, mlp=self.experts or mlp, around=around, residual=self.residual_scale)
+        experts = None if kind.dense else self.experts
+        return Layer(attention=mixer, mlp=experts or mlp, around=around, residual=self.residual_scale)
 
     @property
     def num_parameters(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,11 @@ from lorafusion_jax.adapters.patterns import Patterns, unusable_pattern
 from lorafusion_jax.adapters.spec import ALL_LINEAR, AdapterSpec
 from lorafusion_jax.adapters.table import KINDS, PLAIN, adapter_kind
 from lorafusion_jax.adapters.tokens import TokenRows
-from lorafusion_jax.config.peft_experts import parameters_of, targets_of
+from lorafusion_jax.config.peft_experts import named_in_peft, targets_of
 from lorafusion_jax.config.token_rows import check_tokens, token_rows
 from lorafusion_jax.errors import CheckpointError, LoraFusionError, raise_all
 from lorafusion_jax.families.hf_config import shortened
-from lorafusion_jax.layout.layer import EXPERTS, PATHS
+from lorafusion_jax.layout.layer import PATHS
 from lorafusion_jax.readable import SETTINGS, read_text
 from lorafusion_jax.weights.table import NONE
 
@@ -108,9 +108,16 @@ class Described:
 
 
 def config_of(
-    spec: AdapterSpec, base_name: str, base_quantize: str = NONE, revision: str | None = None
+    spec: AdapterSpec,
+    base_name: str,
+    base_quantize: str = NONE,
+    revision: str | None = None,
+    paths: Collection[str] = (),
 ) -> dict[str, Any]:
     """Says in PEFT's words what an adapter is.
+
+    Args:
+        paths: its projections, "layers.0.self_attn.q_proj"; needed where a layer may have an MLP beside experts.
 
     PEFT has no word for a base that was stored in another form. Where it was, `base_quantize` names the form; PEFT
     ignores keys that it does not know, with a warning.
@@ -118,6 +125,7 @@ def config_of(
     >>> config_of(AdapterSpec(name="law", rank=8, alpha=16), "org/base")["target_modules"][:2]
     ['q_proj', 'k_proj']
     """
+    modules, parameters = named_in_peft(spec.targets, paths)
     config: dict[str, Any] = {} if base_quantize == NONE else {"base_quantize": base_quantize}
     config |= {
         "peft_type": LORA,
@@ -125,7 +133,7 @@ def config_of(
         "base_model_name_or_path": base_name,
         "revision": revision,
         "r": spec.rank if spec.patterns is None else spec.patterns.rank,
-        "target_modules": [name for name in spec.targets if name not in EXPERTS],
+        "target_modules": modules,
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
@@ -140,8 +148,8 @@ def config_of(
         config |= _some_projections(spec.patterns)
     peft_entries = adapter_kind(spec.kind).peft or {}
     more = _of_lora(spec) if peft_entries.get("peft_type", LORA) == LORA else {}
-    if spec.on_experts:
-        more |= {"target_parameters": parameters_of(spec.targets)}
+    if parameters:
+        more |= {"target_parameters": parameters} | ({"lora_dropout": 0.0} if "lora_dropout" in more else {})
     return config | more | {key: value(spec) if callable(value) else value for key, value in peft_entries.items()}
 
 

@@ -3,6 +3,9 @@
 PEFT wraps the module of the experts once for each parameter. The first wrapper is inside the second, so names depend on
 which parameters an adapter has: `mlp.experts.base_layer.lora_A.weight` of gate and up, `mlp.experts.lora_A.weight` of
 down, and the latter also of the only one.
+
+Where a layer has an MLP beside its experts, PEFT reads the names of its projections as those of experts, so an adapter
+names their weights as parameters, too: `mlp.shared_experts.gate_proj.weight`.
 """
 
 from __future__ import annotations
@@ -12,15 +15,28 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from lorafusion_jax.adapters.spec import spelled
-from lorafusion_jax.layout.layer import EXPERTS, PATHS
+from lorafusion_jax.layout.layer import BESIDE, EXPERTS, PATHS
 
 _THEIRS = re.compile(r"(.*layers\.\d{1,6}\.)mlp\.experts\.(base_layer\.)*(lora_\w+\.weight)")
 _OURS = re.compile(rf"(.*layers\.\d{{1,6}}\.)mlp\.({'|'.join(EXPERTS)})\.(.+)")
 
 
-def parameters_of(targets: Sequence[str]) -> list[str]:
-    """PEFT's `target_parameters` of our targets."""
-    return [path for name, path in EXPERTS.items() if name in targets]
+def named_in_peft(targets: Sequence[str], paths: Collection[str]) -> tuple[list[str], list[str]]:
+    """PEFT's `target_modules` and `target_parameters` of our targets.
+
+    Args:
+        paths: projections of the adapter, "layers.0.self_attn.q_proj".
+
+    >>> named_in_peft(["q_proj", "up_proj"], ["layers.0.mlp.up_proj", "layers.1.mlp.shared_experts.up_proj"])
+    (['q_proj'], ['mlp.up_proj.weight', 'mlp.shared_experts.up_proj.weight'])
+    """
+    parameters = [path for name, path in EXPERTS.items() if name in targets]
+    inside = [path.split(".", 2)[-1] for path in paths]
+    if any(path.startswith(tuple(f"{module}." for module in BESIDE)) for path in inside):
+        dense = [path for path in inside if path.startswith("mlp.") and path.rpartition(".")[2] not in EXPERTS]
+        parameters += [f"{path}.weight" for path in dict.fromkeys(dense)]
+    others = {*EXPERTS, *(path.split(".")[-2] for path in parameters if path.endswith(".weight"))}
+    return [name for name in targets if name not in others], parameters
 
 
 def targets_of(raw: Mapping[str, Any]) -> list[str]:
@@ -55,5 +71,7 @@ def their_key(key: str, targets: Collection[str]) -> str:
 
 def _short(name: Any) -> str:
     """The end of a parameter's name that says which it is: "model.layers.0.mlp.experts.down_proj"."""
-    text = str(name)
+    text = str(name).removesuffix(".weight")
+    if text != name:
+        return text.rpartition(".")[2]
     return next((path for path in EXPERTS.values() if f".{text}".endswith(f".{path}")), text)

@@ -8,11 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from lorafusion_jax.families.mlp import Activation
+from lorafusion_jax.families.mlp import Activation, Mlp
 from lorafusion_jax.layout.layer import EXPERTS, FrozenArray, Linear, Norm, SavedTensor
 
 MODULE = "mlp"
 GATE_UP, DOWN = EXPERTS
+CORRECTION = "e_score_correction_bias"
 Score = Literal["softmax", "sigmoid", "softmax_of_chosen"]
 
 
@@ -43,7 +44,7 @@ class Router:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
-    """Σ_e weight_e · down_e(act(gate_e x, up_e x)) over the k experts of a row.
+    """Σ_e weight_e · down_e(act(gate_e x, up_e x)) over the k experts of a row, + gate · shared(x).
 
     Args:
         width: D.
@@ -54,6 +55,8 @@ class Experts:
         interleaved: gate and up take turns in the columns of their projection; otherwise gate comes first.
         limit: gate is at most this, and up within ± this; the activation is then gate · σ(1.702 gate) · (up + 1).
             None: act(gate) · up.
+        shared: an MLP of all rows.
+        shared_gate: whether what it adds is multiplied by σ(x w), a frozen gate; otherwise gate is 1.
     """
 
     width: int
@@ -65,10 +68,13 @@ class Experts:
     bias: bool = False
     interleaved: bool = False
     limit: float | None = None
+    shared: Mlp | None = None
+    shared_gate: bool = False
 
     @property
     def linears(self) -> tuple[Linear, ...]:
         return (
+            *(() if self.shared is None else self.shared.linears),
             self._linear(GATE_UP, "experts_in", self.width, 2 * self.inner),
             self._linear(DOWN, "experts_down", self.inner, self.width),
         )
@@ -81,13 +87,22 @@ class Experts:
     def arrays(self) -> tuple[FrozenArray, ...]:
         shapes = {"weight": (self.count, self.width)}
         shapes |= {"bias": (self.count,)} if self.router.bias else {}
-        shapes |= {"e_score_correction_bias": (self.count,)} if self.router.correction else {}
-        return tuple(FrozenArray(path=f"{MODULE}.router.{name}", half="mlp", shape=s) for name, s in shapes.items())
+        shapes |= {CORRECTION: (self.count,)} if self.router.correction else {}
+        router = [
+            FrozenArray(path=f"{MODULE}.router.{name}", half="mlp", shape=shape, float32=name == CORRECTION)
+            for name, shape in shapes.items()
+        ]
+        gate = FrozenArray(path=f"{MODULE}.shared_expert_gate.weight", half="mlp", shape=(1, self.width))
+        return (*router, *([gate] if self.shared_gate else []))
 
     @property
     def saved(self) -> tuple[SavedTensor, ...]:
         router = SavedTensor(name="router", half="mlp", width=self.count, checkpoint="router", float32=True)
+        shared = () if self.shared is None else self.shared.saved
+        output = SavedTensor(name="output of the shared expert", half="mlp", width=self.width, checkpoint="shared_out")
         return (
+            *shared,
+            *([output] if self.shared_gate else []),
             router,
             self._saved("gate, up of experts", 2 * self.inner, "gate_up"),
             self._saved("rows of experts", self.width),
@@ -97,12 +112,13 @@ class Experts:
     @property
     def row_elements(self) -> int:
         """Elements per row of the gradients in backward, as `Mlp.row_elements`."""
-        return self.active * (4 * self.inner + 2 * self.width)
+        shared = 0 if self.shared is None else self.shared.row_elements
+        return self.active * (4 * self.inner + 2 * self.width) + shared
 
     @property
     def gated_elements(self) -> int:
         """Elements per row of act(gate) · up."""
-        return self.active * self.inner
+        return self.active * self.inner + (0 if self.shared is None else self.shared.inner)
 
     @property
     def as_one_op(self) -> bool:

@@ -34,6 +34,7 @@ class HFConfig(BaseModel):
     tie_word_embeddings: bool | None = None
     attention_bias: bool | None = None
     attention_out_bias: bool | None = None
+    qkv_bias: bool | None = None
     mlp_bias: bool | None = None
     max_position_embeddings: Positions | None = None
     original_max_position_embeddings: Positions | None = None
@@ -70,6 +71,13 @@ class HFConfig(BaseModel):
     linear_conv_kernel_dim: Annotated[int, Field(ge=1, le=64)] | None = None
     attn_output_gate: bool | None = None
     full_attention_interval: Annotated[int, Field(ge=1)] | None = None
+    first_k_dense_replace: Annotated[int, Field(ge=0)] | None = None
+    n_shared_experts: Annotated[int, Field(ge=0, le=1024)] | None = None
+    shared_expert_intermediate_size: Width | None = None
+    routed_scaling_factor: Positive | None = None
+    n_group: Width | None = None
+    topk_group: Width | None = None
+    use_qk_norm: bool | None = None
     swiglu_limit: Positive | None = None
     swiglu_alpha: Positive | None = None
     quantization_config: dict[str, Any] | None = None

@@ -53,6 +53,7 @@ class Layer(LayerSpec):
         for name in ("linears", "norms", "saved", "arrays"):
             parts = tuple(part for mechanism in mechanisms for part in getattr(mechanism, name))
             object.__setattr__(self, name, parts)
-        if isinstance(self.mlp, Experts):  # they read copies of the rows, so nobody keeps the rows themselves
+        # Experts read copies of the rows, so nobody keeps the rows themselves, but for an MLP beside them.
+        if isinstance(self.mlp, Experts) and self.mlp.shared is None:
             copied = f"{self.around.before.get('mlp')} out"
             object.__setattr__(self, "saved", tuple(tensor for tensor in self.saved if tensor.name != copied))

@@ -20,6 +20,7 @@ class Mlp:
         inner: F.
         bias: whether the projections have a bias.
         fused: gate and up are one projection, `gate_up_proj`, gate first.
+        module: part of the layer that owns it.
     """
 
     width: int
@@ -27,6 +28,7 @@ class Mlp:
     activation: Activation = "silu"
     bias: bool = False
     fused: bool = False
+    module: str = MODULE
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -70,7 +72,7 @@ class Mlp:
     def _linear(self, name: str, site: str, inputs: int, outputs: int) -> Linear:
         return Linear(
             name=name,
-            module=MODULE,
+            module=self.module,
             half="mlp",
             site=site,
             in_features=inputs,

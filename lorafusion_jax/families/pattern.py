@@ -19,11 +19,13 @@ class LayerType:
         window: rows that a query sees (None: all earlier ones of its sample).
         rope: rotary embeddings (None: none).
         linear: a gated delta net instead of attention.
+        dense: an MLP in a model of experts.
     """
 
     window: int | None = None
     rope: Rope | None = None
     linear: bool = False
+    dense: bool = False
 
 
 def read_pattern(
@@ -42,10 +44,10 @@ def read_pattern(
     if SLIDING in names and hf.sliding_window is None:
         malformed.append("sliding_window is missing, and layer_types names sliding_attention")
     windows = {SLIDING: hf.sliding_window}
-    types = zip(names, turns, strict=False)
+    types = zip(names, turns, _dense(hf, family, count), strict=False)
     return tuple(
-        LayerType(window=windows.get(name), rope=ropes.get(name) if turn else None, linear=name == LINEAR)
-        for name, turn in types
+        LayerType(window=windows.get(name), rope=ropes.get(name) if turn else None, linear=name == LINEAR, dense=dense)
+        for name, turn, dense in types
     )
 
 
@@ -76,3 +78,11 @@ def _turns(hf: HFConfig, family: Family, count: int) -> list[bool]:
         return [bool(turns) for turns in hf.no_rope_layers]
     every = hf.no_rope_layer_interval if "no_rope_layer_interval" in family.reads else None
     return [every is None or (number + 1) % every != 0 for number in range(count)]
+
+
+def _dense(hf: HFConfig, family: Family, count: int) -> list[bool]:
+    """Whether each layer has an MLP in place of experts."""
+    if family.experts is None:
+        return [False] * count
+    first, every, others = hf.first_k_dense_replace or 0, hf.decoder_sparse_step or 1, hf.mlp_only_layers or []
+    return [number < first or number in others or (number + 1) % every != 0 for number in range(count)]

@@ -108,7 +108,8 @@ def _numbers(hf: HFConfig, family: Family) -> dict[str, Any]:
         scale = hf.query_pre_attn_scalar**-0.5
     numbers = {
         "norm_eps": 1e-6 if hf.rms_norm_eps is None else hf.rms_norm_eps,
-        "qkv_bias": biased,
+        "qk_norm": bool(hf.use_qk_norm),
+        "qkv_bias": biased if hf.qkv_bias is None else hf.qkv_bias,
         "o_bias": biased if hf.attention_out_bias is None else hf.attention_out_bias,
         "mlp_bias": bool(hf.mlp_bias),
         "tie_embeddings": bool(hf.tie_word_embeddings),
@@ -128,7 +129,7 @@ def _numbers(hf: HFConfig, family: Family) -> dict[str, Any]:
 def _types(pattern: tuple[LayerType, ...]) -> dict[str, Any]:
     """One window and one rope for all layers, or the type of each."""
     rope = pattern[0].rope
-    if len(set(pattern)) > 1 or rope is None or rope.query_beta:
+    if len(set(pattern)) > 1 or rope is None or rope.query_beta or pattern[0].dense:
         return {"pattern": pattern}
     return {
         "rope_theta": rope.theta,

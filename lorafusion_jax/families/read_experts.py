@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from lorafusion_jax.families.experts import Experts
-from lorafusion_jax.families.hf_config import HFConfig, shortened
-from lorafusion_jax.families.mlp import Activation
+from lorafusion_jax.families.experts import Experts, Router
+from lorafusion_jax.families.hf_config import HFConfig
+from lorafusion_jax.families.mlp import Activation, Mlp
 from lorafusion_jax.families.table import Family
+from lorafusion_jax.layout.layer import BESIDE
 
 
 def read_experts(
@@ -21,10 +22,6 @@ def read_experts(
         malformed.append(f"{family.key_of('num_experts')} or num_experts_per_tok is missing")
     elif active > count:
         malformed.append(f"num_experts_per_tok={active} is more than {family.key_of('num_experts')}={count}")
-    for key, off in (("mlp_only_layers", []), ("decoder_sparse_step", 1)):
-        value = getattr(hf, key)
-        if value not in (None, off):
-            unsupported.append(f"{key}={shortened(value)}: layers without experts beside layers with experts")
     if hf.swiglu_alpha not in (None, 1.702):
         unsupported.append(f"swiglu_alpha={hf.swiglu_alpha} (known: 1.702)")
     experts = Experts(
@@ -36,6 +33,36 @@ def read_experts(
         limit=hf.swiglu_limit,
         **family.experts,
     )
-    if hf.norm_topk_prob is None:
-        return experts
-    return replace(experts, router=replace(experts.router, normalise=hf.norm_topk_prob))
+    router = _router(hf, experts.router)
+    malformed += _unusable_groups(router, count, active)
+    return replace(experts, router=router, shared=_shared(hf, experts))
+
+
+def _router(hf: HFConfig, router: Router) -> Router:
+    return replace(
+        router,
+        normalise=router.normalise if hf.norm_topk_prob is None else hf.norm_topk_prob,
+        scale=router.scale if hf.routed_scaling_factor is None else hf.routed_scaling_factor,
+        groups=hf.n_group or 1,
+        top_groups=hf.topk_group or 1,
+    )
+
+
+def _unusable_groups(router: Router, count: int, active: int) -> list[str]:
+    groups, best = router.groups, router.top_groups
+    if groups == 1 and best == 1:
+        return []
+    if count % groups or count // groups < 2:
+        return [f"n_group={groups} does not cut {count} experts into equal groups of two or more"]
+    if best > groups or best * (count // groups) < active:
+        return [f"topk_group={best} groups of {groups} cannot have num_experts_per_tok={active} experts"]
+    return []
+
+
+def _shared(hf: HFConfig, experts: Experts) -> Mlp | None:
+    """The MLP beside the experts; its width is given, or a number of experts."""
+    inner = hf.shared_expert_intermediate_size or (hf.n_shared_experts or 0) * experts.inner
+    if not inner:
+        return None
+    module = BESIDE[0 if hf.shared_expert_intermediate_size is None else 1]
+    return Mlp(width=experts.width, inner=inner, activation=experts.activation, module=module)

@@ -39,7 +39,9 @@ class Family:
             `max_window_layers` on or those without rotary embeddings if `use_sliding_window`, or all but each n-th.
         scaled_layers: layers whose rotary embeddings `rope_scaling` scales.
         experts: fields of `Experts` that all models of the family have in common; None: it has no experts. The keys
-            `num_experts`, `num_experts_per_tok`, `moe_intermediate_size` and `norm_topk_prob` say the others.
+            `num_experts`, `num_experts_per_tok`, `moe_intermediate_size`, `norm_topk_prob` and those of `read_experts`
+            say the others; `first_k_dense_replace`, `mlp_only_layers` and `decoder_sparse_step`, which layers have an
+            MLP instead.
         expert_names: tensors of the experts in a checkpoint, "{}" for the number of the layer's expert: of gate and of
             up [F, D] and of down [D, F]; or two tensors of all experts, [E, in, out].
         delta_net: fields of `DeltaNet` that all models of the family have in common; None: it has no such layers. The
@@ -72,6 +74,8 @@ class Family:
     def canonical(self, raw: Mapping[str, Any]) -> dict[str, Any]:
         """Returns what a config.json of this family says, and the values of missing keys, in transformers' spelling."""
         values = {self.keys.get(key, key): value for key, value in raw.items() if key in self.read_keys}
+        if values.get("use_sliding_window") is False and values.get("sliding_window") == 0:
+            values["sliding_window"] = None  # transformers writes 0 where windows are off
         return dict(self.reads) | values
 
     def key_of(self, key: str) -> str:
@@ -109,6 +113,18 @@ _DELTA = {
 _DELTA_FIELDS = {"qk_norm": True, "norm_offset": 1.0, "attention_gate": True}
 _DELTA_NAMES = {"known_of_rope": ("mrope_section", "mrope_interleaved"), "ignored": ("mtp.",)}
 _SWITCHED = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28, "layer_types": None}
+
+# Experts as in DeepSeek-V3: groups, an offset that helps to choose, an MLP beside.
+_SIGMOID = Router(score="sigmoid", correction=True)
+_GROUPS = {
+    "num_experts_per_tok": 8, "n_shared_experts": 1, "routed_scaling_factor": 1.0, "norm_topk_prob": True,
+    "n_group": 1, "topk_group": 1,
+}  # fmt: skip
+_GROUP_KEYS = {"num_local_experts": "num_experts", "n_routed_experts": "num_experts"}
+PREDICTORS = (
+    "num_mtp_layers",
+    "num_nextn_predict_layers",
+)  # how many layers behind the last one predict further tokens; they are not loaded
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(
@@ -170,6 +186,26 @@ FAMILIES: dict[str, Family] = {
             "router": Router(score="softmax_of_chosen", bias=True), "bias": True, "interleaved": True,
         },
         expert_names=("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
+    ),
+    "qwen2_moe": Family(
+        architectures=("Qwen2MoeForCausalLM",), windows="switched",
+        experts={"shared_gate": True},
+        reads={
+            "max_position_embeddings": 32768, **_SWITCHED, "num_experts": 60, "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632, "norm_topk_prob": False,
+            "decoder_sparse_step": 1, "mlp_only_layers": None, "qkv_bias": True,
+        },
+        keys={"num_local_experts": "num_experts", "num_experts": "num_experts"},
+        known=("router_aux_loss_coef",), modules={"mlp.router": "mlp.gate"},
+    ),
+    "glm4_moe": Family(
+        architectures=("Glm4MoeForCausalLM",), fields={"o_bias": False}, experts={"router": _SIGMOID},
+        reads=_GROUPS | {
+            "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "attention_bias": False, "use_qk_norm": False,
+            "partial_rotary_factor": 0.5, "num_experts": 128, "moe_intermediate_size": 1408,
+            "first_k_dense_replace": 1,
+        },
+        keys=_GROUP_KEYS, known=PREDICTORS, modules={"mlp.router": "mlp.gate"},
     ),
     "ministral": Family(
         architectures=("MinistralForCausalLM",), windows="all",

@@ -21,6 +21,7 @@ def config_json(model: Any) -> dict[str, Any]:  # a ModelConfig
         {
             "attention_bias": model.o_bias if family.fields.get("qkv_bias") else model.qkv_bias,
             "attention_out_bias": model.o_bias,
+            "qkv_bias": model.qkv_bias,
             "mlp_bias": model.mlp_bias,
             "query_pre_attn_scalar": None if model.attention_scale is None else model.attention_scale**-2,
             "attention_multiplier": model.attention_scale,
@@ -29,6 +30,7 @@ def config_json(model: Any) -> dict[str, Any]:  # a ModelConfig
             "embedding_multiplier": model.embedding_scale,
             "residual_multiplier": model.residual_scale,
             "logits_scaling": 1 / model.logit_scale,
+            "use_qk_norm": bool(model.qk_norm),
         }
         | _windows(model, family)
         | _experts(model)
@@ -60,12 +62,21 @@ def _experts(model: Any) -> dict[str, Any]:
     experts = model.experts
     if experts is None:
         return {}
+    dense = [number for number, kind in enumerate(model.pattern) if kind.dense]
     return {
         "num_experts": experts.count,
         "num_experts_per_tok": experts.active,
         "moe_intermediate_size": experts.inner,
         "norm_topk_prob": experts.router.normalise,
         "swiglu_limit": experts.limit,
+        "routed_scaling_factor": experts.router.scale,
+        "n_group": experts.router.groups,
+        "topk_group": experts.router.top_groups,
+        "n_shared_experts": 0 if experts.shared is None else experts.shared.inner // experts.inner,
+        "shared_expert_intermediate_size": None if experts.shared is None else experts.shared.inner,
+        "first_k_dense_replace": len(dense),
+        "mlp_only_layers": dense,
+        "decoder_sparse_step": 1,
     }
 
 

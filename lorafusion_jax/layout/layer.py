@@ -34,6 +34,7 @@ PATHS: Mapping[str, str] = {
     for name in names
 }  # fmt: skip
 FUSED = ("qkv_proj", "gate_up_proj")
+BESIDE = ("mlp.shared_experts", "mlp.shared_expert")  # modules of an MLP beside the experts of a layer
 # Projections of which every expert has its own → PEFT's name of the parameter that holds them all.
 EXPERTS: Mapping[str, str] = {
     "experts_gate_up_proj": "mlp.experts.gate_up_proj",
@@ -108,11 +109,13 @@ class FrozenArray:
     Args:
         path: path of the leaf in the layer, "mlp.gate.weight".
         shape: as in Hugging Face checkpoints.
+        float32: float32 in every model dtype.
     """
 
     path: str
     half: Half
     shape: tuple[int, ...]
+    float32: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,8 +14,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from lorafusion_jax.families.experts import DOWN, GATE_UP, Experts, Router
+from lorafusion_jax.families.mlp import Mlp
 from lorafusion_jax.models.build import Builder
 from lorafusion_jax.models.expert_linear import ExpertLinear
+from lorafusion_jax.models.mlp import MLP
 from lorafusion_jax.modules import LoRAContext
 from pallas_kernels.experts.rows import ExpertRows, collect_rows, sort_rows, spread_copies, spread_rows
 from pallas_kernels.mlp.xla import gate_with
@@ -24,30 +26,37 @@ from pallas_kernels.tiles import spread
 STEEPNESS = 1.702  # of the sigmoid in a limited gate
 
 
-class RouterTable(nnx.Module):
-    """The router's frozen arrays."""
+class FrozenArrays(nnx.Module):
+    """The frozen arrays of the router, or of the shared expert's gate."""
 
     weight: nnx.Param
     bias: nnx.Param
     e_score_correction_bias: nnx.Param
 
-    def __init__(self, spec: Experts, *, dtype: Any, rngs: nnx.Rngs):
+    def __init__(self, spec: Experts, name: str, *, dtype: Any, rngs: nnx.Rngs):
         for array in spec.arrays:
-            values = jax.random.normal(rngs.params(), array.shape, jnp.float32) * spec.width**-0.5
-            setattr(self, array.path.rpartition(".")[2], nnx.Param(values.astype(dtype)))
+            *_, module, leaf = array.path.split(".")
+            if module == name:
+                values = jax.random.normal(rngs.params(), array.shape, jnp.float32) * spec.width**-0.5
+                setattr(self, leaf, nnx.Param(values.astype(jnp.float32 if array.float32 else dtype)))
 
 
 class MixtureOfExperts(nnx.Module):
-    """Σ_e weight_e · down_e(act(gate_e x, up_e x)) over the k experts of a row."""
+    """Σ_e weight_e · down_e(act(gate_e x, up_e x)) over the k experts of a row, + gate · shared(x)."""
 
+    shared_expert_gate: FrozenArrays
     experts_gate_up_proj: ExpertLinear
     experts_down_proj: ExpertLinear
 
     def __init__(self, build: Builder, spec: Experts):
         self.spec = spec
-        self.router = RouterTable(spec, dtype=build.dtype, rngs=build.rngs)
-        for linear in spec.linears:
-            setattr(self, linear.name, build.experts(linear.name))
+        self.router = FrozenArrays(spec, "router", dtype=build.dtype, rngs=build.rngs)
+        for name in (GATE_UP, DOWN):
+            setattr(self, name, build.experts(name))
+        if spec.shared is not None:
+            setattr(self, _attribute(spec.shared), MLP(build, spec.shared))
+        if spec.shared_gate:
+            self.shared_expert_gate = FrozenArrays(spec, "shared_expert_gate", dtype=build.dtype, rngs=build.rngs)
 
     def __call__(self, x_TD: Float[Array, "T D"], lora: LoRAContext | None) -> Float[Array, "T D"]:
         logits_TE = checkpoint_name(self._logits(x_TD), "router")  # backward must choose the same experts
@@ -60,7 +69,16 @@ class MixtureOfExperts(nnx.Module):
         # A row is weighted before `down`, which is linear, so backward needs no output of `down`.
         y_MD = down(self._gated(gates_MG) * weight_M, rows, lora)
         bias_MD = down.bias_of(rows)
-        return collect_rows(_plus(y_MD, None if bias_MD is None else bias_MD * weight_M), rows)
+        y_TD = collect_rows(_plus(y_MD, None if bias_MD is None else bias_MD * weight_M), rows)
+        return y_TD if self.spec.shared is None else y_TD + self._shared(self.spec.shared, x_TD, lora)
+
+    def _shared(self, spec: Mlp, x_TD: jax.Array, lora: LoRAContext | None) -> Float[Array, "T D"]:
+        y_TD = getattr(self, _attribute(spec))(x_TD, lora)
+        if not self.spec.shared_gate:
+            return y_TD
+        weight_1D = self.shared_expert_gate.weight[...]
+        gate_T1 = jnp.einsum("td,od->to", x_TD, weight_1D, precision="highest", preferred_element_type=jnp.float32)
+        return jax.nn.sigmoid(gate_T1).astype(y_TD.dtype) * checkpoint_name(y_TD, "shared_out")
 
     def _logits(self, x_TD: jax.Array) -> Float[Array, "T E"]:
         """The router's product in float32, so that the choice of experts has the fewest ties."""
@@ -122,3 +140,7 @@ def _in_best_groups(value_TE: jax.Array, router: Router) -> jax.Array:
 
 def _plus(y: jax.Array, bias: jax.Array | None) -> jax.Array:
     return y if bias is None else y + bias
+
+
+def _attribute(shared: Mlp) -> str:
+    return shared.module.rpartition(".")[2]

@@ -182,7 +182,8 @@ class FrozenReader:
         kind = self.kind if tensor.transposed else None
         if kind is not None and self.entry is not None:
             return read_cached(tensor, self.entry, kind, self.place)
-        return _read_tensor(tensor, self.stored, self.dtype, kind, self.place)
+        dtype = jnp.dtype(jnp.float32) if tensor.float32 else self.dtype
+        return _read_tensor(tensor, self.stored, dtype, kind, self.place)
 
 
 def _reader(

@@ -9,7 +9,7 @@ from typing import Any
 from flax import nnx
 
 from lorafusion_jax.config.model import ModelConfig
-from lorafusion_jax.families.table import Family, family_named
+from lorafusion_jax.families.table import PREDICTORS, Family, family_named
 from lorafusion_jax.layout.layer import EXPERTS
 from lorafusion_jax.models.decoder import Decoder
 from lorafusion_jax.models.expert_files import Part, expert_parts
@@ -27,6 +27,7 @@ class Tensor:
         path: path of the leaf in the decoder's state.
         transposed: linear kernels are [N, K] in the checkpoint and [K, N] here.
         parts: tensors of the checkpoint that it is made of, if it is not one of them (empty: it is).
+        float32: float32 in every model dtype.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Tensor:
     path: Path
     transposed: bool
     parts: tuple[Part, ...] = ()
+    float32: bool = False
 
     @property
     def leaf_name(self) -> str:
@@ -69,14 +71,24 @@ def _tensor(path: Path, shape: tuple[int, ...], family: Family, config: ModelCon
         path=path,
         transposed=transposed,
         parts=parts,
+        float32=modules[0] == "layers" and _is_float32(config, int(modules[1]), ".".join([*modules[2:], leaf])),
     )
+
+
+def _is_float32(config: ModelConfig, number: int, path: str) -> bool:
+    return any(array.float32 and array.path == path for array in config.layer(number).arrays)
+
+
+_LAYER = re.compile(r"model\.layers\.(\d{1,6})\..+")
 
 
 def is_ignored(name: str, config: ModelConfig) -> bool:
     """Whether the decoder ignores this tensor of a checkpoint, such as a table that can be computed."""
     family = family_named(config.family)
+    layer = _LAYER.fullmatch(name)
     return (
         bool(re.search(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$", name))
         or (config.tie_embeddings and name == family.tensor_name("lm_head.weight"))
+        or (layer is not None and int(layer[1]) >= config.num_layers and PREDICTORS[0] in family.known)
         or name.startswith(family.ignored)
     )

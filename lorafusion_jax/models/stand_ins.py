@@ -35,7 +35,7 @@ def stand_ins(tensors: Sequence[Tensor], kind: StoredKind | None, dtype: np.dtyp
     def of(tensor: Tensor) -> Any:
         name, shape = tensor.leaf_name, tensor.leaf_shape
         if kind is None or not tensor.transposed:
-            return filled(name, shape, dtype)
+            return filled(name, shape, jnp.float32 if tensor.float32 else dtype)
         return {part: filled(name, array.shape, array.dtype) for part, array in kind.arrays(*shape).items()}
 
     return {tensor.leaf_name: of(tensor) for tensor in tensors}

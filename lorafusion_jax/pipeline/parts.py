@@ -194,14 +194,15 @@ class Parts:
                 ratio_LA[:, index] = [spec.scale_at(path) / spec.scale for path in self._paths(target)]
             leaves = {name for index in patterned for name in adapter_kind(self.specs[index].kind).scaled}
             if (ratio_LA != 1).any():
-                path = f"{LAYERS}{self.model.linear(target).path}."
-                ratios |= {f"{path}{leaf}": ratio_LA for leaf in leaves}
+                paths = self.model.paths_of(target)
+                ratios |= {f"{LAYERS}{path}.{leaf}": ratio_LA for path in paths for leaf in leaves}
         return ratios
 
     def _paths(self, target: str) -> list[str]:
-        """Paths of a projection in all layers."""
-        path = self.model.linear(target).path
-        return [f"{LAYERS}{layer}.{path}" for layer in range(self.model.num_layers)]
+        """Paths of a projection in all layers, also in those that lack it."""
+        paths, numbers = self.model.paths_of(target), range(self.model.num_layers)
+        in_layers = [[path for path in paths if number in self.model.layers_with(path)] for number in numbers]
+        return [f"{LAYERS}{number}.{(path or paths)[0]}" for number, path in enumerate(in_layers)]
 
     def lora_shapes(self, num_layers: int) -> dict[str, tuple[int, ...]]:
         """Returns the shapes of the leaves: "layers.self_attn.q_proj.lora_a" → (L, K, C)."""
@@ -401,8 +402,8 @@ class Parts:
         places = jnp.maximum(adapters, 0)
 
         def numbers(target: str) -> Array:
-            path = f"{LAYERS}{self.model.linear(target).path}."
-            rows = np.array([name.startswith(path) for name in self.columns])
+            paths = tuple(f"{LAYERS}{path}." for path in self.model.paths_of(target))
+            rows = np.array([name.startswith(paths) for name in self.columns])
             is_target = jnp.any(windows[rows, 1] > 0, axis=0)
             return jnp.where(is_target, jnp.asarray(self._kinds[target])[..., places], NO_KIND)
 

@@ -28,7 +28,7 @@ from lorafusion_jax.adapters.table import adapter_kind
 from lorafusion_jax.config.schema import OptimSettings
 from lorafusion_jax.data.assemble import Microbatch
 from lorafusion_jax.layout.extent import Extent
-from lorafusion_jax.layout.layer import RematPolicy
+from lorafusion_jax.layout.layer import Linear, RematPolicy
 from lorafusion_jax.models.forward import embed, scaled_embedding
 from lorafusion_jax.models.loading import Weight
 from lorafusion_jax.objective.protocol import Chosen
@@ -282,19 +282,19 @@ class StagePrograms:
             lv.take(lora, self.columns, own_columns, adapter.first)
         )
 
-    def start_from_base(self, spec: AdapterSpec, target: str, kernel: Weight, tensors: Leaves) -> Leaves:
+    def start_from_base(self, spec: AdapterSpec, linear: Linear, kernel: Weight, tensors: Leaves) -> Leaves:
         """Returns the initial values of an adapter's leaves in one projection that depend on its kernel.
 
         Args:
             kernel: as it is stored.
             tensors: by name, [K, r] and so on.
         """
-        shape = self._parts.model.linear(target).shape
+        shape = linear.shape
         kind = ("start", spec.kind, spec.rank, shape)
         if kind not in self._steps:
 
             def start(kernel: Weight, tensors: Leaves, scale: Array) -> Leaves:
-                whole = self._parts.usable({target: kernel})[target]
+                whole = self._parts.usable({linear.name: kernel})[linear.name]
                 return start_tensors(adapter_kind(spec.kind), whole, tensors, (*shape, spec.rank), scale)
 
             self._steps[kind] = jax.jit(start, out_shardings=self._stage.everywhere)

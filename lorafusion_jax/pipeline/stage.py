@@ -217,7 +217,7 @@ class Stage:
                 layer = self.layer_numbers(path).index(piece.layer)
                 tensors = {name.removeprefix(path): leaves[name][layer] for name in leaves if name.startswith(path)}
                 kernel = weights[f"{linear.path}.kernel"]
-                for leaf, value in self.programs.start_from_base(spec, linear.name, kernel, shared | tensors).items():
+                for leaf, value in self.programs.start_from_base(spec, linear, kernel, shared | tensors).items():
                     leaves[f"{path}{leaf}"][layer] = to_host(value)
         for name, table in ((lv.EMBED_ROWS, self.weights.embed), (lv.HEAD_ROWS, self.weights.head)):
             if table is not None and name in leaves:

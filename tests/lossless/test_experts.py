@@ -12,6 +12,9 @@ from lorafusion_jax.checkpoint.peft import read_adapter
 from lorafusion_jax.config import load_config
 from lorafusion_jax.errors import ConfigError
 from lorafusion_jax.families.experts import Experts, Router
+from lorafusion_jax.families.mlp import Mlp
+from lorafusion_jax.families.pattern import LayerType
+from lorafusion_jax.families.rope import Rope
 from lorafusion_jax.models import ModelConfig
 from lorafusion_jax.report.recorder import read_rows
 from lorafusion_jax.training import Interrupted, RunFolder, resume, train
@@ -19,14 +22,19 @@ from lorafusion_jax.training.loop import Loop
 from lorafusion_jax.weights.table import check_kernels
 
 TOLERANCE = 1e-5  # sums of float32 in another order, carried along by a few steps of Adam
-EXPERTS = Experts(width=32, inner=20, count=5, active=2, router=Router(normalise=False))
+EXPERTS = Experts(
+    width=32, inner=20, count=6, active=2, shared=Mlp(width=32, inner=20, module="mlp.shared_experts"),
+    router=Router(score="sigmoid", correction=True, groups=3, top_groups=2, scale=1.4),
+)  # fmt: skip
+PATTERN = (LayerType(rope=Rope(), dense=True), LayerType(rope=Rope()))
 TARGETS = {"law": ["q_proj", "experts"], "med": ["v_proj", "mlp.experts.down_proj"], "chat": ["all-linear"]}
 
 
 @pytest.fixture(scope="module")
 def base(make_base, tmp_path_factory):
-    """A small Qwen3-MoE in which every expert is used."""
-    return make_base(tmp_path_factory.mktemp("base") / "moe", family="qwen3_moe", qk_norm=True, experts=EXPERTS)
+    """A small GLM in which every expert is used; its first layer has an MLP."""
+    folder = tmp_path_factory.mktemp("base") / "moe"
+    return make_base(folder, family="glm4_moe", qk_norm=True, experts=EXPERTS, pattern=PATTERN)
 
 
 @pytest.fixture(scope="module")
@@ -109,12 +117,16 @@ def test_a_folder_names_parameters_as_peft_does(run):
     law, med = (run(tuple(TARGETS)).latest(name) for name in ("law", "med"))
     keys = load_file(law / "adapter_model.safetensors")
     prefix = "base_model.model.model.layers.1.mlp.experts"
-    assert keys[f"{prefix}.base_layer.lora_A.weight"].shape == (5 * 2, 32)
-    assert keys[f"{prefix}.base_layer.lora_B.weight"].shape == (40, 2 * 5)
-    assert keys[f"{prefix}.lora_A.weight"].shape == (5 * 2, 20)
+    assert keys[f"{prefix}.base_layer.lora_A.weight"].shape == (6 * 2, 32)
+    assert keys[f"{prefix}.base_layer.lora_B.weight"].shape == (40, 2 * 6)
+    assert keys[f"{prefix}.lora_A.weight"].shape == (6 * 2, 20)
     keys = load_file(med / "adapter_model.safetensors")  # one parameter: there is no inner wrapper
-    assert keys[f"{prefix}.lora_B.weight"].shape == (32, 3 * 5)
-    assert not [key for key in keys if "base_layer" in key]
+    assert keys[f"{prefix}.lora_B.weight"].shape == (32, 3 * 6)
+    assert not [key for key in keys if "base_layer" in key or "layers.0.mlp" in key]
+    chat = run(tuple(TARGETS)).latest("chat")
+    paths = {key.split(".lora_")[0].split("layers.")[1] for key in load_file(chat / "adapter_model.safetensors")}
+    assert {"0.mlp.gate_proj", "1.mlp.shared_experts.down_proj"} <= paths
+    assert not {"1.mlp.gate_proj", "0.mlp.shared_experts.down_proj"} & paths
 
 
 def test_a_resumed_run_equals_one_without_a_break(base, tmp_path, monkeypatch):
@@ -149,4 +161,4 @@ def test_experts_train_on_a_base_in_four_bits_and_not_in_eight(base, run):
     assert weights(run(("law",), quantize="nf4"), "law")
     config = ModelConfig.from_hf(base)
     with pytest.raises(ConfigError, match="projections of experts cannot be stored as fp8"):
-        check_kernels("fp8", config.layer(0).kernel_shapes())
+        check_kernels("fp8", config.layer(1).kernel_shapes())

@@ -290,6 +290,44 @@ CASES = {
             "rope_parameters": plain(70.0),
         },
     ),
+    "qwen2_moe": (
+        "Qwen2Moe",
+        {
+            "num_hidden_layers": 3, "moe_intermediate_size": 7, "shared_expert_intermediate_size": 11,
+            "num_experts": 5, "num_experts_per_tok": 2, "mlp_only_layers": [1],
+        },
+    ),
+    "qwen2_moe_sparse": (
+        "Qwen2Moe",
+        {
+            "num_hidden_layers": 4, "moe_intermediate_size": 6, "shared_expert_intermediate_size": 4,
+            "num_experts": 4, "num_experts_per_tok": 3, "norm_topk_prob": True, "decoder_sparse_step": 2,
+            "tie_word_embeddings": True, "qkv_bias": False, "num_key_value_heads": 1,
+        },
+    ),
+    "glm4_moe": (
+        "Glm4Moe",
+        {
+            "head_dim": 8, "num_hidden_layers": 3, "moe_intermediate_size": 7, "n_routed_experts": 6,
+            "num_experts_per_tok": 2, "first_k_dense_replace": 1, "routed_scaling_factor": 1.7, "use_qk_norm": True,
+        },
+    ),
+    "glm4_moe_groups": (
+        "Glm4Moe",
+        {
+            "head_dim": 12, "num_hidden_layers": 4, "moe_intermediate_size": 5, "n_routed_experts": 9,
+            "num_experts_per_tok": 4, "n_group": 3, "topk_group": 2, "n_shared_experts": 2,
+            "first_k_dense_replace": 2, "norm_topk_prob": False, "attention_bias": True, "tie_word_embeddings": True,
+        },
+    ),
+    "glm4_moe_no_dense": (
+        "Glm4Moe",
+        {
+            "moe_intermediate_size": 9, "n_routed_experts": 4, "num_experts_per_tok": 1, "first_k_dense_replace": 0,
+            "num_key_value_heads": 1, "hidden_act": "gelu", "routed_scaling_factor": 0.4,
+            "rope_parameters": plain(30.0) | {"partial_rotary_factor": 1.0},
+        },
+    ),
 }  # fmt: skip
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 TARGETS = [
@@ -321,6 +359,9 @@ def write_model(case: str, out: Path) -> None:
             parameter.copy_(1 + 0.2 * noise if parameter.ndim == 1 else share * noise)
             if path.endswith("A_log"):  # memories of a few to some hundred rows
                 parameter.copy_(noise - 3)
+        for path, buffer in model.named_buffers():
+            if path.endswith("e_score_correction_bias"):
+                buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
     tokens = torch.randint(0, config.vocab_size, (1, LONG.get(name, TOKENS)), generator=generator)
     mask = torch.ones_like(tokens)
     with torch.no_grad():
@@ -329,7 +370,14 @@ def write_model(case: str, out: Path) -> None:
     (out / "generation_config.json").unlink(missing_ok=True)
     modules = {path.rsplit(".", 1)[-1] for path, _ in model.named_modules()}
     targets = [target for target in TARGETS if target in modules]
-    parameters = EXPERTS if any(path.endswith("mlp.experts") for path, _ in model.named_modules()) else None
+    parameters = None
+    if any(path.endswith("mlp.experts") for path, _ in model.named_modules()):
+        # In some of these models PEFT reads gate_proj, up_proj and down_proj as those of experts.
+        mlp = {
+            path.split(".", 3)[-1] for path, _ in model.named_modules() if ".mlp." in path and path.endswith("_proj")
+        }
+        parameters = EXPERTS + sorted(f"{path}.weight" for path in mlp)
+        targets = [target for target in targets if target not in {path.rsplit(".", 1)[-1] for path in mlp}]
     lora = peft.LoraConfig(r=2, lora_alpha=3, target_modules=targets, target_parameters=parameters, lora_dropout=0.0)
     adapted = peft.get_peft_model(model, lora)
     with torch.no_grad():

@@ -148,6 +148,35 @@ def _qwen3_moe(*sizes: int, **more: Any) -> dict[str, Any]:
     return _of("Qwen3MoeForCausalLM", "qwen3_moe", *sizes, **(plain | more))
 
 
+def _glm4_moe(*sizes: int, **more: Any) -> dict[str, Any]:
+    plain = {
+        "head_dim": 128,
+        "attention_bias": True,
+        "attention_dropout": 0.0,
+        "partial_rotary_factor": 0.5,
+        "norm_topk_prob": True,
+        "n_group": 1,
+        "topk_group": 1,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "num_nextn_predict_layers": 1,
+        "rms_norm_eps": 1e-5,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "tie_word_embeddings": False,
+    }
+    return _of("Glm4MoeForCausalLM", "glm4_moe", *sizes, **(plain | more))
+
+
+_GLM_4_5 = {
+    "moe_intermediate_size": 1536,
+    "n_routed_experts": 160,
+    "first_k_dense_replace": 3,
+    "routed_scaling_factor": 2.5,
+    "use_qk_norm": True,
+}
+
+
 def _mixtral(*sizes: int, **more: Any) -> dict[str, Any]:
     plain = {
         "num_local_experts": 8,
@@ -438,6 +467,50 @@ SERVED: dict[str, dict[str, Any]] = {
     ),
     "Qwen3-Coder-30B-A3B": _qwen3_moe(2048, 5472, 48, 32, 4, 151936, 262144, moe_intermediate_size=768, rope_theta=1e7),
     "Qwen3-235B-A22B": _qwen3_moe(4096, 12288, 94, 64, 4, 151936, 40960, moe_intermediate_size=1536),
+    "Qwen3-30B-A3B with an MLP in some layers": _qwen3_moe(
+        2048, 6144, 48, 32, 4, 151936, 40960, moe_intermediate_size=768, mlp_only_layers=[0, 1]
+    ),
+    "Qwen1.5-MoE-A2.7B": _of(
+        "Qwen2MoeForCausalLM",
+        "qwen2_moe",
+        2048,
+        5632,
+        24,
+        16,
+        16,
+        151936,
+        8192,
+        moe_intermediate_size=1408,
+        shared_expert_intermediate_size=5632,
+        num_experts=60,
+        num_experts_per_tok=4,
+        norm_topk_prob=False,
+        decoder_sparse_step=1,
+        output_router_logits=False,
+        router_aux_loss_coef=0.001,
+        use_sliding_window=False,
+        sliding_window=32768,
+        max_window_layers=21,
+        rms_norm_eps=1e-6,
+        rope_theta=1e6,
+        tie_word_embeddings=False,
+    ),
+    "GLM-4.5-Air": _glm4_moe(
+        4096,
+        10944,
+        46,
+        96,
+        8,
+        151552,
+        131072,
+        moe_intermediate_size=1408,
+        n_routed_experts=128,
+        first_k_dense_replace=1,
+        routed_scaling_factor=1.0,
+        use_qk_norm=False,
+    ),
+    "GLM-4.5": _glm4_moe(5120, 12288, 92, 96, 8, 151552, 131072, **_GLM_4_5),
+    "GLM-4.6": _glm4_moe(5120, 12288, 92, 96, 8, 151552, 202752, **_GLM_4_5),
     "gpt-oss-20b": _gpt_oss(24, 32),
     "gpt-oss-120b": _gpt_oss(36, 128),
 }
@@ -447,10 +520,8 @@ SERVED |= {
 }
 # Models of mechanisms that are not served: architecture, model_type, sizes.
 OTHERS: dict[str, tuple[str, str, tuple[int, ...]]] = {
-    "GLM-4.5-Air": ("Glm4MoeForCausalLM", "glm4_moe", (4096, 10944, 46, 96, 8, 151552, 131072)),
     "GLM-4.7-Flash": ("Glm4MoeLiteForCausalLM", "glm4_moe_lite", (2048, 10240, 47, 20, 20, 154880, 202752)),
     "Qwen3-Next-80B-A3B": ("Qwen3NextForCausalLM", "qwen3_next", (2048, 5120, 48, 16, 2, 151936, 262144)),
-    "Qwen1.5-MoE-A2.7B": ("Qwen2MoeForCausalLM", "qwen2_moe", (2048, 5632, 24, 16, 16, 151936, 8192)),
     "Llama-4-Scout": ("Llama4ForCausalLM", "llama4_text", (5120, 8192, 48, 40, 8, 202048, 10485760)),
     "Phi-3.5-MoE": ("PhimoeForCausalLM", "phimoe", (4096, 6400, 32, 32, 8, 32064, 131072)),
     "OLMoE-1B-7B": ("OlmoeForCausalLM", "olmoe", (2048, 1024, 16, 16, 16, 50304, 4096)),
@@ -468,10 +539,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "Falcon3-Mamba": (
         _of("FalconMambaForCausalLM", "falcon_mamba", 4096, 8192, 64, 32, 32, 65024, 4096),
         "FalconMamba",
-    ),
-    "Qwen3-30B-A3B with layers without experts": (
-        SERVED["Qwen3-30B-A3B"] | {"mlp_only_layers": [0, 1]},
-        "mlp_only_layers=[0, 1]",
     ),
     "Qwen3-30B-A3B with its auxiliary loss": (
         SERVED["Qwen3-30B-A3B"] | {"output_router_logits": True},

@@ -36,7 +36,7 @@ def copy(tmp_path):
     return copied
 
 
-@pytest.mark.parametrize("case", ["qwen3_moe", "mixtral", "gpt_oss"])
+@pytest.mark.parametrize("case", ["qwen3_moe", "mixtral", "gpt_oss", "glm4_moe_groups", "qwen2_moe"])
 def test_a_saved_model_has_the_tensors_it_was_loaded_from(case, tmp_path):
     save_decoder(load_decoder(GOLDEN / case, dtype=jnp.float32), tmp_path / "out")
     saved, wanted = load_file(tmp_path / "out" / FILE), load_file(GOLDEN / case / FILE)
@@ -76,7 +76,7 @@ def test_mxfp4_is_dequantised(tmp_path):
         np.testing.assert_array_equal(weights[name], kernel)
 
 
-@pytest.mark.parametrize("case", ["qwen3_moe", "mixtral_window", "gpt_oss"])
+@pytest.mark.parametrize("case", ["qwen3_moe", "mixtral_window", "gpt_oss", "glm4_moe", "qwen2_moe_sparse"])
 def test_an_adapter_that_peft_wrote_is_written_again_bit_for_bit(case, tmp_path):
     spec, arrays = read_adapter(GOLDEN / case / "adapter")
     assert spec.on_experts
@@ -91,9 +91,28 @@ def test_an_adapter_that_peft_wrote_is_written_again_bit_for_bit(case, tmp_path)
     for name in wanted:
         np.testing.assert_array_equal(written[name], wanted[name], err_msg=name)
     settings = json.loads((folder / "adapter_config.json").read_text())
-    assert settings["target_parameters"] == ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    peft = json.loads((GOLDEN / case / "adapter" / "adapter_config.json").read_text())
+    for key in ("target_modules", "target_parameters"):
+        assert sorted(settings[key]) == sorted(peft[key])
     with pytest.raises(CheckpointError, match="adapters of experts are not merged"):
         merge_adapter(GOLDEN / case, folder, tmp_path / "merged")
+
+
+def test_layers_that_predict_further_tokens_are_left_out(copy):
+    """GLM's files have one behind the last layer."""
+    folder = copy("glm4_moe", **{"model/layers/3/eh_proj/weight": np.zeros((16, 32), np.float32)})
+    assert not [name for name in load_frozen(folder) if name.startswith("layers.3")]
+    other = copy("qwen2_moe", **{"model/layers/3/eh_proj/weight": np.zeros((16, 32), np.float32)})
+    expect(other, "model.tensors-differ", "not of this model: model.layers.3.eh_proj.weight")
+
+
+def test_the_correction_of_a_router_is_float32_in_every_model(tmp_path):
+    """Its differences are smaller than bfloat16's, and they choose."""
+    weights = load_frozen(GOLDEN / "glm4_moe", dtype=jnp.bfloat16)
+    correction = weights["layers.1.mlp.router.e_score_correction_bias"]
+    stored = load_file(GOLDEN / "glm4_moe" / FILE)["model.layers.1.mlp.gate.e_score_correction_bias"]
+    np.testing.assert_array_equal(correction, stored)
+    assert weights["layers.1.mlp.router.weight"].dtype == jnp.bfloat16
 
 
 def expect(folder, code, *texts):

@@ -18,6 +18,11 @@ LLAMA = {
 }  # fmt: skip
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
+GROUPS = {
+    "architectures": ["Glm4MoeForCausalLM"], "n_routed_experts": 10, "num_experts_per_tok": 3,
+    "moe_intermediate_size": 8,
+}  # fmt: skip
+
 
 def read(**changes) -> ModelConfig:
     return ModelConfig.from_hf(LLAMA | changes)
@@ -163,6 +168,10 @@ def test_unreadable_files_are_errors(text, tmp_path):
     ({"head_dim": 7}, "head_dim=7 is odd"),
     ({"vocab_size": None}, "vocab_size is missing"),
     ({"hidden_size": "64"}, "hidden_size='64' is not a positive integer"),
+    (GROUPS | {"n_group": 4}, "n_group=4 does not cut 10 experts into equal groups of two or more"),
+    (GROUPS | {"n_group": 10}, "n_group=10 does not cut 10 experts into equal groups of two or more"),
+    (GROUPS | {"n_group": 5, "topk_group": 1}, "topk_group=1 groups of 5 cannot have num_experts_per_tok=3 experts"),
+    (GROUPS | {"n_group": 2, "topk_group": 3}, "topk_group=3 groups of 2"),
 ])  # fmt: skip
 def test_unsupported_settings_are_errors(changes, message):
     with pytest.raises(CheckpointError) as caught:

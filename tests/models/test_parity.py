@@ -27,7 +27,7 @@ DEFAULT = (  # the others of a family differ by numbers and run nightly
     "llama3", "llama_biased_linear", "mistral_window", "ministral3", "qwen2_window", "qwen3_window_yarn", "gemma",
     "gemma2_untied", "gemma3", "olmo2", "olmo3_yarn", "smollm3", "granite", "phi3_partial", "phi3_long",
     "seed_oss_biased", "qwen3_moe_unnormalised", "mixtral_window",
-    "gpt_oss_unbiased", "qwen3_5", "qwen3_5_gelu",
+    "gpt_oss_unbiased", "qwen3_5", "qwen3_5_gelu", "qwen2_moe", "glm4_moe_groups",
 )  # fmt: skip
 EACH = [case if case in DEFAULT else nightly(case) for case in CASES]
 

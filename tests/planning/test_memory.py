@@ -12,6 +12,7 @@ from lorafusion_jax.adapters.spec import TARGETS, AdapterSpec
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.families.delta_net import DeltaNet
 from lorafusion_jax.families.experts import Experts
+from lorafusion_jax.families.mlp import Mlp
 from lorafusion_jax.families.pattern import LayerType
 from lorafusion_jax.layout.extent import Extent, extents
 from lorafusion_jax.layout.layer import EXPERTS, PATHS, REMAT_POLICIES
@@ -457,7 +458,12 @@ STRANGE = {
         "delta_net": DeltaNet(width=WIDE.hidden_size, key_heads=4, value_heads=8, key_dim=64, value_dim=64),
         "pattern": (LayerType(linear=True),) * WIDE.num_layers, "qk_norm": False,
     },
-    "experts": {"experts": Experts(width=WIDE.hidden_size, inner=64, count=6, active=2)},
+    "experts": {
+        "experts": Experts(
+            width=WIDE.hidden_size, inner=64, count=6, active=2, shared_gate=True,
+            shared=Mlp(width=WIDE.hidden_size, inner=96, module="mlp.shared_expert"),
+        )
+    },
 }  # fmt: skip
 
 
