@@ -53,7 +53,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.conditions import conditions
-from benchmarks.end_to_end_inputs import random_base, random_data, random_pairs
+from benchmarks.end_to_end_inputs import GPT_OSS_20B, random_base, random_data, random_pairs
 from benchmarks.end_to_end_report import report
 from benchmarks.frozen import FrozenStage, without_lora, without_updates
 from benchmarks.gpu_state import GpuState
@@ -85,6 +85,7 @@ from lorafusion_jax.pipeline.profile import profile_stages
 from lorafusion_jax.pipeline.spans import Spans
 from lorafusion_jax.pipeline.stage import Stage
 from lorafusion_jax.planning.blocks import block_layers
+from lorafusion_jax.planning.memory import memory_problem, stage_memory
 from lorafusion_jax.planning.prediction import predicted_costs
 from lorafusion_jax.training.hooks import Hooks
 from lorafusion_jax.training.job import Job
@@ -97,6 +98,7 @@ from scheduling.comparison import host_wait_s
 from scheduling.pipeline import Program, one_forward_one_backward
 
 SIZES = (0.375, 0.5, 0.75, 1.0)  # of the capacity, for single_sizes
+MODELS = SHAPES | {"gpt-oss-20b": GPT_OSS_20B}
 CAPACITIES = (2048, 3072, 4096, 4608, 5120, 5632, 6144, 7168, 8192)
 
 
@@ -131,7 +133,7 @@ VARIANTS = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=SHAPES, required=True)
+    parser.add_argument("--model", choices=MODELS, required=True)
     parser.add_argument("--layers", type=int, help="fewer layers than the model has, to try")
     parser.add_argument("--stages", type=int, default=1)
     parser.add_argument("--data", type=int, default=1)
@@ -179,8 +181,11 @@ class Bench:
         self.options, self.began = options, time.perf_counter()
         self.conditions = conditions() | {"run": f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S}"}  # rows of one process
         self.file = options.out / "end_to_end.jsonl"
-        shape = SHAPES[options.model]
-        self.model = ModelConfig(**(shape | ({"num_layers": options.layers} if options.layers else {})))
+        shape = MODELS[options.model]
+        fewer = {"num_layers": options.layers} if options.layers else {}
+        if options.layers and "pattern" in shape:
+            fewer["pattern"] = shape["pattern"][: options.layers]
+        self.model = ModelConfig(**(shape | fewer))
         self.dtype = jnp.float32 if options.model == "tiny" else jnp.bfloat16
         self.tile = 16 if options.model == "tiny" else 128
         self.layers = tuple(options.layers_per_stage) if options.layers_per_stage else None
@@ -206,6 +211,7 @@ class Bench:
             results = [
                 self.once(variant, config, stages, own_jobs, plan) for own_jobs, plan in zip(jobs, plans, strict=True)
             ]
+        settled = config.model_copy(update={"train": config.train.model_copy(update={"remat": stages[0].remat})})
         seconds, tokens = sum(r["seconds"] for r in results), sum(r["tokens"] for r in results)
         row = {
             "variant": name, "workload": workload, "model": options.model, "layers": self.model.num_layers,
@@ -219,6 +225,9 @@ class Bench:
             "density": round(sum(p.tokens for p in plans) / sum(p.room for p in plans), 4),
             "noops": sum(p.num_noops for p in plans), "seconds": round(seconds, 3),
             "compile_s": round(sum(r["compile_s"] for r in results), 1), "peak_gb": grown(before, peaks(devices)),
+            "predicted_gb": [
+                round(stage.total / 1e9, 2) for stage in stage_memory(memory_problem(settled, self.model))
+            ],
         }  # fmt: skip
         measured = ("slot_s", "bubbles", "host_s_per_slot", "simulated_over_measured")
         row |= {key: results[0][key] for key in measured if key in results[0]}

@@ -12,12 +12,28 @@ import numpy as np
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.data.prepare import AdapterData
 from lorafusion_jax.data.tokenized_set import TokenizedSet
+from lorafusion_jax.families.experts import Experts, Router
+from lorafusion_jax.families.pattern import LayerType
+from lorafusion_jax.families.rope import Rope
 from lorafusion_jax.models import ModelConfig
 from lorafusion_jax.pipeline.mesh import StageMesh, stage_meshes
-from lorafusion_jax.pipeline.parts import Parts, StageWeights
+from lorafusion_jax.pipeline.parts import LayerWeights, Parts, StageWeights
 from lorafusion_jax.planning.stages import stage_layers
 from lorafusion_jax.weights.table import NONE, stored_kind
 from scheduling import AdapterJob
+
+GPT_OSS_20B: dict[str, Any] = {
+    "family": "gpt_oss", "vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880, "num_layers": 24,
+    "num_heads": 64, "num_kv_heads": 8, "head_dim": 64, "qkv_bias": True, "o_bias": True, "attention_sinks": True,
+    "norm_eps": 1e-5, "max_positions": 131072,
+    "pattern": tuple(
+        LayerType(window=None if number % 2 else 128, rope=Rope(theta=150000.0)) for number in range(24)
+    ),
+    "experts": Experts(
+        width=2880, inner=2880, count=32, active=4, router=Router(score="softmax_of_chosen", bias=True), bias=True,
+        interleaved=True, limit=7.0,
+    ),
+}  # fmt: skip
 
 
 class Draw:
@@ -65,7 +81,10 @@ def random_base(config: JobConfig, model: ModelConfig, dtype: Any) -> list[tuple
         draw = Draw(stage_mesh, dtype, config.base.quantize)
         weights = StageWeights(
             extent=extent,
-            pieces=[{n: draw.stored(n, s) for n, s in parts.frozen_shapes(half).items()} for _, half in extent.pieces],
+            pieces=[
+                LayerWeights({n: draw.stored(n, s) for n, s in parts.frozen_shapes(half, kind).items()}, kind)
+                for kind, half in ((model.kind_of(piece.layer), piece.half) for piece in extent.pieces)
+            ],
             embed=draw("embed.kernel", table) if stage == 0 else None,
             norm=draw("norm.weight", table[1:]) if stage == len(layers) - 1 else None,
             head=draw("head.kernel", table) if stage == len(layers) - 1 else None,

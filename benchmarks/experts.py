@@ -30,14 +30,14 @@ from lorafusion_jax.modules import LoRAContext
 from pallas_kernels.experts.api import Lora, expert_linear
 from pallas_kernels.experts.rows import ExpertRows, sort_rows, spread_rows
 from pallas_kernels.experts.sizes import sorted_rows, tile_rows
-from pallas_kernels.experts.triton import BLOCKS, Blocks, backward, down, forward, product, sums
+from pallas_kernels.experts.triton import CUTS, Blocks, backward, down, forward, product, sums
 
 SHAPE = {"hidden_size": 2048, "num_heads": 32, "num_kv_heads": 4, "head_dim": 128}
 EXPERTS = Experts(width=2048, inner=768, count=128, active=8)
 SMALL = {"hidden_size": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
 SMALL_EXPERTS = Experts(width=64, inner=32, count=8, active=2)
 ADAPTERS, RANK, REPEATS = 4, 8, 5
-CUTS = (BLOCKS, Blocks(columns=256), Blocks(columns=256, num_stages=4), Blocks(num_stages=4))
+LAYERS = {"frozen": None, "attention": "all-linear", "attention, experts": ["all-linear", "experts"]}
 
 
 def main() -> int:
@@ -111,11 +111,11 @@ def _pass_rows(config: ModelConfig, tokens: int) -> Iterator[dict[str, Any]]:
     bank = jnp.pad(a, ((0, 0), (0, 0), (0, 0), (0, 16 - RANK))).astype(x.dtype).reshape(-1, a.shape[2], 16)
     s = jax.jit(lambda x, bank, rows: down(x, bank, rows, count))(x, bank, rows)
     passes = [
-        ("x A", BLOCKS, lambda x, bank, rows: down(x, bank, rows, count), (x, bank, rows)),
-        ("sums of dA", BLOCKS, lambda x, s, rows: sums(x, s, rows, a.shape, scale), (x, s, rows)),
-        ("sums of dB", BLOCKS, lambda y, s, rows: sums(y, s, rows, b.shape, scale, transposed=True), (dy, s, rows)),
+        ("x A", None, lambda x, bank, rows: down(x, bank, rows, count), (x, bank, rows)),
+        ("sums of dA", None, lambda x, s, rows: sums(x, s, rows, a.shape, scale), (x, s, rows)),
+        ("sums of dB", None, lambda y, s, rows: sums(y, s, rows, b.shape, scale, transposed=True), (dy, s, rows)),
     ]
-    for cut in CUTS:
+    for cut in (*CUTS[:2], Blocks(num_stages=4)):
         frozen = partial(product, experts=count, blocks=cut)
         ahead = lambda x, w, rows, *low, cut=cut: forward(x, w, rows, count, *low, blocks=cut)  # noqa: E731
         back = lambda x, w, rows, *rest, cut=cut: backward(x, w, rows, count, *rest, blocks=cut)  # noqa: E731
@@ -147,11 +147,7 @@ def _layer_rows(config: ModelConfig, tokens: int) -> Iterator[dict[str, Any]]:
     x = jax.random.normal(jax.random.key(1), (tokens, config.hidden_size), jnp.bfloat16)
     positions = jnp.arange(tokens) % (tokens // 8)
     frozen_s = 0.0
-    for name, chosen in (
-        ("frozen", None),
-        ("attention", "all-linear"),
-        ("attention, experts", ["all-linear", "experts"]),
-    ):
+    for name, chosen in LAYERS.items():
         specs = [] if chosen is None else _specs(config, chosen)
         layer = DecoderLayer(config, specs, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
         graph, lora, frozen = nnx.split(layer, nnx.LoRAParam, ...)

@@ -110,12 +110,15 @@ def test_stored_results_are_those_of_installed_transformers(case, tmp_path):
         np.testing.assert_allclose(again[name], array, rtol=1e-4, atol=1e-5, err_msg=name)
 
 
-PACKED = ("mistral_window", "gemma3", "phi3_long", "olmo3_yarn", "ministral3", "smollm3_window")
+PACKED = (
+    "mistral_window", "gemma3", "phi3_long", "glm4_moe_groups", "olmo3_yarn", "ministral3", "smollm3_window",
+    "qwen3_moe_unnormalised", "mixtral_window", "gpt_oss_unbiased", "qwen2_moe",
+)  # fmt: skip
 
 
-@pytest.mark.parametrize("case", [nightly(case) if case in PACKED[3:] else case for case in PACKED])
+@pytest.mark.parametrize("case", [nightly(case) if case in PACKED[4:] else case for case in PACKED])
 def test_packed_samples_are_computed_as_alone(case):
-    """Windows, positions and the choice of longrope's factors belong to a sample."""
+    """Windows, positions, the choice of longrope's factors and the experts of a row belong to a sample."""
     model = load_decoder(GOLDEN / case, dtype=jnp.float32)
     tokens = load_file(GOLDEN / case / "expected.safetensors")["tokens"]
     run = jax.jit(lambda *inputs: model(*inputs))
