@@ -1,5 +1,5 @@
 """Figures of docs/pages/reliability.md, from the newest rows of damage.py, kills.py, sick_adapters.py, soak.py,
-joins.py, verify_sweeps.py and fuzzing.py, and from the golden file of TRL's templates.
+joins.py, verify_sweeps.py, fuzzing.py and all.py, and from the golden file of TRL's templates.
 
 python -m campaigns.reliability_table    # prints the table
 """
@@ -18,12 +18,19 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 TEMPLATES = ROOT / "tests" / "data" / "golden" / "trl.json"
 ACTIONS = ("pause", "continue", "cancel", "finish", "extend", "weight", "add", "SIGKILL", "SIGTERM")
+SIDE_BY_SIDE = {
+    "sequences": "more such sequences, with a seed each",
+    "kills_of_changes": "SIGKILL before any call of a run that begins or changes, also before writes and syncs",
+    "write_errors": "ENOSPC, EIO, EROFS, EDQUOT or EACCES at a call of these, once or from then on",
+    "exports": "the same kills and errors of `lorafusion export`, also with `--merge`",
+    "hostile": "hostile inputs, fuzzed and by hand",
+}
 _DATED = re.compile(r"\d{4}-\d{2}-\d{2}[a-z]?$")
 
 
 def table() -> str:
     """The table in Markdown."""
-    killed = (_kills(), _changes(), _exports(), _sequences())
+    killed = (_kills(), _changes(), _exports(), _sequences(), _side_by_side())
     parts = (_damage(), _resumed(), *killed, _sick(), _verified(), _fuzzing(), _templates(), _soak(), _joins())
     return "\n".join(["| what | attempts | result |", "|---|---|---|", *chain.from_iterable(parts)]) + "\n"
 
@@ -103,6 +110,21 @@ def _sequences() -> Iterator[str]:
         total, lost = (sum(int(row[key]) for row in rows) for key in ("sequences", "lost"))
         what = "random sequences of commands, kills, signals and one damaged file, without devices"
         yield f"| {what} | {total:,} | {total - lost:,} lost nothing and could go on |"
+
+
+def _side_by_side() -> Iterator[str]:
+    """What `campaigns.all` made: hostile inputs with their largest cost, and what its other campaigns lost."""
+    campaigns: dict[str, list[dict[str, str]]] = {}
+    for row in _rows("all"):
+        campaigns.setdefault(row["campaign"], []).append(row)
+    for campaign, what in SIDE_BY_SIDE.items():
+        if parts := campaigns.get(campaign):
+            total, lost = (sum(int(row[key]) for row in parts) for key in ("cases", "lost"))
+            result = f"{total - lost:,} lost nothing"
+            if campaign == "hostile":
+                seconds, size = (max(float(row[key]) for row in parts) for key in ("most_cpu_s", "most_mb"))
+                result = f"{lost} traces; at most {seconds:.1f} s of the processor and {size:.0f} MB for one"
+            yield f"| {what} | {total:,} | {result} |"
 
 
 def _exports() -> Iterator[str]:
