@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import re
 import tempfile
 from pathlib import Path
 from unittest import mock
@@ -23,6 +24,7 @@ from lorafusion_jax.report.screen import Screen
 
 ROOT = Path(__file__).resolve().parents[1]
 WIDTH = 108
+FONTS = 'ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace'
 MIDDLE = 0.6  # of the run: where the live view is drawn
 
 
@@ -69,8 +71,14 @@ def draw(to: Path, steps: int | None) -> None:
         code = demo.command()
     assert code == 0
     svg = console.export_svg(title="lorafusion demo")
-    svg = svg.replace(str(folder), "").replace(str(examples_directory()), "examples")
-    to.write_text(svg, encoding="utf-8")
+    svg = svg.replace(f"{folder}/", "").replace(str(examples_directory()), "examples")
+    to.write_text(with_local_fonts(svg), encoding="utf-8")
+
+
+def with_local_fonts(svg: str) -> str:
+    """Takes out fonts of other hosts: a page asks no other host for anything."""
+    svg = re.sub(r"\s*@font-face \{.*?\}", "", svg, flags=re.DOTALL)
+    return svg.replace("font-family: Fira Code, monospace", f"font-family: {FONTS}")
 
 
 def main() -> None:

@@ -9,10 +9,14 @@ from typing import Any
 
 import yaml
 
+from lorafusion_jax.adapters.spec import resolve_targets
+from lorafusion_jax.config.auto import AUTO, CAPACITY
 from lorafusion_jax.config.other_programs import ALWAYS_PACKED, counterpart
-from lorafusion_jax.config.schema import HELD_OUT_LOSS
-from lorafusion_jax.errors import ConfigError
+from lorafusion_jax.config.schema import HELD_OUT_LOSS, BatchSettings
+from lorafusion_jax.errors import ConfigError, LoraFusionError
 from lorafusion_jax.families.hf_config import shortened
+from lorafusion_jax.layout.layer import PATHS
+from lorafusion_jax.objective.choose import choose, unknown_objective
 
 ROWS = (".jsonl", ".json", ".csv", ".parquet")
 SECTIONS = (
@@ -88,6 +92,7 @@ def convert(values: Mapping[str, Any], name: str) -> Converted:
             result.notes.append((str(key), f"{shortened(value)} is not a value of this key"))
     _batch(values, result)
     _early_stop(result)
+    _capacity(result)
     missing = [
         key for key in ("base", "data") if {"base": "model", "data": "train"}[key] not in result.job.get(key, {})
     ]
@@ -156,6 +161,12 @@ def _quantize(result: Converted, key: str, target: str, value: Any) -> None:
 
 
 def _data(result: Converted, key: str, target: str, value: Any) -> None:
+    if isinstance(value, int | float):  # a share, or a number of rows
+        if 0 < value < 1:
+            result.set(target, float(value))
+        elif value:
+            result.notes.append((key, "data.eval is a share of the rows, or a file"))
+        return
     sets = value if isinstance(value, list) else str(value).split(",")
     if not sets:
         return
@@ -194,8 +205,19 @@ def _targets(result: Converted, key: str, target: str, value: Any) -> None:
         result.set(target, "all-linear")
     elif len(names) == 1 and any(letter in names[0] for letter in r"\(["):
         result.notes.append((key, "a regular expression: list the projections in lora.targets"))
-    elif names:
-        result.set(target, [name.removeprefix("self_attn.").removeprefix("mlp.") for name in names])
+    else:
+        ours = [name.removeprefix("self_attn.").removeprefix("mlp.") for name in names]
+        if unknown := [name for name in ours if not _is_projection(name)]:
+            result.notes.append((key, f"no model that is trained here has {', '.join(unknown)}"))
+        if known := [name for name in ours if name not in unknown]:
+            result.set(target, known)
+
+
+def _is_projection(name: str) -> bool:
+    try:
+        return bool(resolve_targets(name, tuple(PATHS)))
+    except LoraFusionError:
+        return False
 
 
 def _init_from(result: Converted, key: str, target: str, value: Any) -> None:
@@ -268,6 +290,17 @@ def _objective_key(result: Converted, key: str, target: str, value: Any) -> None
         result.set("objective.loss", value)
     else:
         result.notes.append((key, f"there is no objective {value}"))
+
+
+def _capacity(result: Converted) -> None:
+    """Lets the planner choose microbatches for samples that are longer than the default ones."""
+    longest, name = result.job.get("data", {}).get("max_length"), result.job.get("objective", {}).get("name", "sft")
+    if not isinstance(longest, int) or unknown_objective(name) is not None:
+        return
+    chosen = choose(name, {}, None)
+    if longest * chosen.num_segments > BatchSettings().largest:
+        result.set(CAPACITY, AUTO)
+        result.notes.append((CAPACITY, "auto: the planner takes a size that holds the longest samples"))
 
 
 def _metric(result: Converted, key: str, target: str, value: Any) -> None:

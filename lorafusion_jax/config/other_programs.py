@@ -44,7 +44,7 @@ COUNTERPARTS: dict[str, Counterpart] = {
     **_keys("sequence_len cutoff_len max_seq_length max_seq_len model_max_length max_completion_length",
             "data.max_length"),
     **_keys("datasets dataset dataset_name train_file dataset_path", "data.train"),
-    **_keys("test_datasets eval_dataset validation_file", "data.eval"),
+    **_keys("test_datasets eval_dataset validation_file val_set_size val_size", "data.eval"),
     **_keys("train_on_inputs train_on_prompt completion_only_loss assistant_only_loss train_on_responses_only",
             "data.loss"),
     **_keys("lora_r lora_rank", "lora.rank"),
@@ -85,7 +85,6 @@ COUNTERPARTS: dict[str, Counterpart] = {
     **_keys("run_name output_dir overwrite_output_dir logging_dir", "--out", "of lorafusion train"),
     **_notes("lora_modules_to_save modules_to_save additional_target", "whole tables are not trained; "
              "lora.trainable_tokens trains rows of the embedding and the head"),
-    **_notes("val_set_size val_size", "data.eval takes such a share of the rows, e.g. 0.05"),
     **_notes("sample_packing eval_sample_packing packing neat_packing pad_to_sequence_len group_by_length "
              "padding_free max_packed_sequence_len sample_packing_bin_size packing_strategy", ALWAYS_PACKED),
     **_notes("attn_implementation flash_attention flash_attn sdp_attention xformers_attention flex_attention "

@@ -7,6 +7,7 @@ import re
 import shutil
 
 import lorafusion_jax as lf
+from lorafusion_jax.log_file import encode_row
 
 
 def page_data(path):
@@ -68,3 +69,22 @@ def test_watch_ends_with_the_run(lorafusion, finished, tmp_path):
     assert outcome.code == 0
     assert json.loads(outcome.out)["running"] is False
     assert "http-equiv" not in (tmp_path / "page.html").read_text()
+
+
+def test_a_sweep_of_sixteen_stays_small_and_tells_its_adapters_apart(finished, tmp_path):
+    """Sixteen adapters or more with 3 000 steps each, in a few runs."""
+    names, folders = list(lf.open_run(finished[1]).adapters), []
+    for number in range(-(-16 // len(names))):
+        folders.append(tmp_path / f"sweep-{number}")
+        shutil.copytree(finished[1], folders[-1], symlinks=True)
+        numbers = {"kind": "step", "grad_norm": 0.512345, "lr": 1.2345e-4, "loss_tokens": 64, "time": 1.0}
+        with (folders[-1] / "metrics.jsonl").open("ab") as file:
+            for step in range(1, 3001):
+                for name in names:
+                    loss = 3 / (step**0.5 + number)
+                    file.write(encode_row(numbers | {"slot": step, "adapter": name, "step": step, "loss": loss}))
+    page = lf.make_report(folders).save(tmp_path / "page.html")
+    data = page_data(page)
+    assert len(data["adapters"]) >= 16
+    assert len({row["color"] for row in data["adapters"]}) == len(data["adapters"])
+    assert page.stat().st_size < 300_000

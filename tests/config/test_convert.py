@@ -94,9 +94,7 @@ def test_every_key_is_carried_over_or_has_a_note():
     for text in (AXOLOTL, LLAMA_FACTORY):
         result = converted(text)
         noted = " ".join(key for key, _ in result.notes)
-        for key in (
-            ("val_set_size", "saves_per_epoch", "special_tokens") if text is AXOLOTL else ("template", "output_dir")
-        ):
+        for key in ("saves_per_epoch", "special_tokens") if text is AXOLOTL else ("template", "output_dir"):
             assert key in noted
         written = result.text("Converted.")
         assert all(f"#   {key}: {note}" in written for key, note in result.notes)
@@ -158,3 +156,23 @@ def test_a_file_of_another_program_gets_one_error(tmp_path):
     assert config is None
     assert [error.code for error in errors] == ["config.other-program"]
     assert errors[0].fix == f"lorafusion init --from {path} > jobs.yaml"
+
+
+def test_a_share_and_an_early_stop_become_ours():
+    text = AXOLOTL + "early_stopping_patience: 3\neval_steps: 20\nmetric_for_best_model: eval_loss\n"
+    job = converted(text).job
+    assert job["adapters"][0]["data"]["eval"] == 0.1
+    assert job["early_stop"] == {"patience": 3}
+    assert "early_stop" not in converted(AXOLOTL + "early_stopping_patience: 3\n").job  # nothing is evaluated
+
+
+def test_long_samples_let_the_planner_choose(tmp_path):
+    result = converted(AXOLOTL.replace("sequence_len: 2048", "sequence_len: 32768"))
+    (tmp_path / "jobs.yaml").write_text(result.text("Converted."))
+    assert load_config(tmp_path / "jobs.yaml").auto == ("batch.capacity_tokens",)
+
+
+def test_projections_of_other_models_are_named():
+    result = converted(AXOLOTL.replace("mlp.down_proj", "Wqkv"))
+    assert result.job["lora"]["targets"] == ["q_proj"]
+    assert dict(result.notes)["lora_target_modules"] == "no model that is trained here has Wqkv"

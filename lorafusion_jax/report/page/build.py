@@ -15,7 +15,14 @@ from lorafusion_jax.errors import LoraFusionError
 from lorafusion_jax.log_file import read_rows
 from lorafusion_jax.report.format import count, duration, percent
 from lorafusion_jax.report.measured import read_timeline
-from lorafusion_jax.report.page.collect import differing_settings, read_curves, read_texts, thin, tokens_trained
+from lorafusion_jax.report.page.collect import (
+    differing_settings,
+    points_of_curve,
+    read_curves,
+    read_texts,
+    thin,
+    tokens_trained,
+)
 from scheduling import Timeline
 from scheduling.plots.colors import palette
 from scheduling.plots.svg import timeline_svg
@@ -42,7 +49,8 @@ def report_page(runs: Sequence[ReportedRun], *, refresh_s: int | None = None) ->
     """
     page = files("lorafusion_jax.report.page")
     names = _run_names(runs)
-    described = [_describe_run(run, name) for run, name in zip(runs, names, strict=True)]
+    points = points_of_curve(sum(len(run.numbers["adapters"]) for run in runs))
+    described = [_describe_run(run, name, points) for run, name in zip(runs, names, strict=True)]
     adapters = [
         adapter | {"run": name, "label": f"{name}/{adapter['name']}" if len(runs) > 1 else adapter["name"]}
         for name, run in zip(names, described, strict=True)
@@ -75,7 +83,7 @@ def _run_names(runs: Sequence[ReportedRun]) -> list[str]:
     return short if len(set(short)) == len(short) else [str(run.folder) for run in runs]
 
 
-def _describe_run(run: ReportedRun, name: str) -> dict[str, Any]:
+def _describe_run(run: ReportedRun, name: str, points: int) -> dict[str, Any]:
     numbers, config = run.numbers, RunFolder(run.folder).read_config()
     curves = read_curves(run.folder, list(numbers["adapters"]))
     texts = read_texts(run.folder)
@@ -99,7 +107,7 @@ def _describe_run(run: ReportedRun, name: str) -> dict[str, Any]:
             "tokens": tokens.get(adapter, 0),
             "texts": texts.get(adapter, []),
             "seconds": None if seconds is None else seconds * tokens.get(adapter, 0) / total,
-            "series": {key: thin(points) for key, points in curves[adapter].series.items()},
+            "series": {key: thin(curve, points) for key, curve in curves[adapter].series.items()},
             "settings": {key: values.get(adapter) for key, values in settings.items()},
         }
         for adapter, row in numbers["adapters"].items()

@@ -14,6 +14,7 @@ from lorafusion_jax.log_file import read_rows
 
 MOST_POINTS = 400  # of a curve: more than a page has pixels for each of several adapters
 MOST_TEXTS = 6  # evaluations of an adapter whose texts a page shows
+MOST_OF_PAGE, LEAST_POINTS = 3000, 50  # of one metric of all adapters; of a curve
 STEP_KEYS = ("kind", "slot", "adapter", "step", "time", "loss_tokens", "eval_tokens", "crc")
 LAST_SHARE = 0.1  # of the steps: the mean of their losses is the training loss of the table
 
@@ -71,6 +72,15 @@ def read_texts(folder: Path) -> dict[str, list[dict[str, Any]]]:
 def _first_and_last(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """At most `MOST_TEXTS` evaluations: the first one and the last ones."""
     return entries if len(entries) <= MOST_TEXTS else [entries[0], *entries[1 - MOST_TEXTS :]]
+
+
+def points_of_curve(adapters: int) -> int:
+    """How many points a curve has beside those of other adapters, so that a page of a large sweep stays small.
+
+    >>> points_of_curve(4), points_of_curve(16), points_of_curve(500)
+    (400, 187, 50)
+    """
+    return min(MOST_POINTS, max(LEAST_POINTS, MOST_OF_PAGE // max(adapters, 1)))
 
 
 def thin(points: Sequence[tuple[int, float]], most: int = MOST_POINTS) -> list[tuple[int, float]]:
