@@ -193,7 +193,8 @@ def test_constant_tensors_keep_their_initial_values(joint, tiny_base):
 @pytest.mark.parametrize("name", ["gain", nightly("lean"), nightly("bent")])
 def test_joint_equals_separate_training(joint, job, tmp_path, name, mesh):
     """Another packing and another layout, so sums come in another order."""
-    assert run(["train", str(job(name, mesh=mesh)), "--out", str(tmp_path / "alone")]) == 0
+    not_evaluated = f"adapters.{name}.data.eval=null"  # fewer programs
+    assert run(["train", str(job(name, mesh=mesh)), "--out", str(tmp_path / "alone"), not_evaluated]) == 0
     assert largest_difference(exported(joint, name), exported(tmp_path / "alone", name)) < 1e-5
 
 

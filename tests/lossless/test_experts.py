@@ -106,11 +106,10 @@ def test_a_diverging_adapter_leaves_the_experts_of_others_bitwise(run):
 
 def test_a_policy_that_saves_less_changes_no_result(run):
     """Small layers save everything by default."""
-    everything, least = run(tuple(TARGETS)), run(("law", "med"), train={"remat": "gemm_inputs"})
+    everything, least = run(("chat",)), run(("chat",), train={"remat": "gemm_inputs"})
     started = next(row for row in read_rows(everything.path / "events.jsonl") if row["kind"] == "started")
     assert started["remat"] == "everything"
-    for name in ("law", "med"):
-        assert distance(weights(everything, name), weights(least, name)) < TOLERANCE
+    assert distance(weights(everything, "chat"), weights(least, "chat")) < TOLERANCE
 
 
 def test_a_folder_names_parameters_as_peft_does(run):
