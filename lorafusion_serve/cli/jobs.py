@@ -165,7 +165,7 @@ def job_of(config: JobConfig, adapter: AdapterConfig, base: str | None) -> dict[
         "early_stop.patience": adapter.early_stop.patience is not None,
         "halving": config.halving.first_step is not None,
         "data.train: hf:…": any(source.path.startswith("hf:") for source in adapter.data.train),
-        "data.train: a list": len(adapter.data.train) > 1 or adapter.data.train[0].weight != 1,
+        "data.train: a list": len(adapter.data.train) > 1 or any(source.weight != 1 for source in adapter.data.train),
         "data.eval: a list": isinstance(adapter.data.eval, tuple) and len(adapter.data.eval) > 1,
     } | {f"lora.{key}": True for key in _changed(adapter.lora) - {"init_from"} - set(LoraSpec.model_fields)}
     if wrong := [name for name, is_set in not_served.items() if is_set]:
