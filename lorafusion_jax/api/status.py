@@ -51,10 +51,13 @@ def run_numbers(run: Path) -> dict:
             "eta_s": (last.get("adapter_eta_s") or {}).get(job.name),
             "reason": (ended or {}).get("reason", ""),
         }
-    ranking, stops = _ranking(folder, adapters), early_stops(events)
     began = next((event for event in reversed(events) if event["kind"] == "started"), {})
     changes = [event for event in events if event["kind"] in ("started", *STATES)]
     state, reason = _state(changes, holder)
+    for row in adapters.values():  # the event of its end may have been in a part of events.jsonl that was lost
+        if state == "finished" and row["status"] == "running" and row["step"] == row["steps"]:
+            row["status"] = "done"
+    ranking, stops = _ranking(folder, adapters), early_stops(events)
     times = [metrics.time, *(row.get("time") for row in events[-1:])]
     last_row = max((moment for moment in times if moment is not None), default=folder.plan_file.stat().st_mtime)
     return {

@@ -145,11 +145,18 @@ def losses(run: Path, *, shortened: Collection[str] = (), spoilt_logs: bool = Fa
             if steps[name] != expected:
                 problems.append(f"{name}: its losses are {steps[name]} instead of {expected}")
         latest = folder.latest(name)
-        if taken and (latest is None or int(np.load(latest / WEIGHTS)) != weights[taken]):
+        # A run that goes back to an older checkpoint keeps a folder that an adapter left later, before it was dropped.
+        step = 0 if latest is None else int(latest.name.removeprefix("step-"))
+        exact = row["status"] == "done"
+        if taken and (latest is None or (step != taken if exact else step < taken)):
             problems.append(f"{name}: its newest folder {latest} is not that of step {taken}")
+        elif taken and latest is not None and int(np.load(latest / WEIGHTS)) != weights[step]:
+            problems.append(f"{name}: its newest folder {latest} does not hold its weights")
         if (best := run / "adapters" / name / "best").is_symlink() and not (best / WEIGHTS).exists():
             problems.append(f"{name}: its best folder is gone")
-    problems += [f"{path.relative_to(run)} is left over" for path in run.rglob(".*")]
+    # A request that was killed while it was written may be one that another process writes now: nobody removes it.
+    left = (path.relative_to(run) for path in run.rglob(".*"))
+    problems += [f"{path} is left over" for path in left if path.parts[0] != "control"]
     return problems
 
 

@@ -68,10 +68,15 @@ def alone(adapter: AdapterConfig, data: AdapterData) -> list[int]:
 
 @dataclass(slots=True)
 class State:
-    """An adapter's weight, and its sum so far on every replica."""
+    """An adapter's weight, and its sum so far on every replica.
+
+    Attributes:
+        refuses: whether a step was not finite; devices refuse the steps that were issued after it.
+    """
 
     weight: int
     sums: np.ndarray
+    refuses: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +138,10 @@ class QuickExecutor:
         state = self.states[adapter]
         before, total = state.weight, int(state.sums.sum())
         state.sums[:] = 0
-        state.weight = next_weight(before, total, float(numbers.lr))
-        return Result(state.weight / MODULUS, healthy=self.sick.get(adapter) != before, before=before)
+        if state.refuses:
+            return Result(0.0, healthy=False, before=before)
+        state.weight, state.refuses = next_weight(before, total, float(numbers.lr)), self.sick.get(adapter) == before
+        return Result(state.weight / MODULUS, healthy=not state.refuses, before=before)
 
     def put_back(self, adapter: str, result: Result) -> None:
         self.states[adapter].weight = result.before

@@ -27,9 +27,11 @@ from campaigns.quick_runs import Said, command, damage, listening, losses, quick
 from campaigns.quick_session import QuickExecutor, alone
 
 from lorafusion_jax.api.status import run_numbers
+from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.config import load_config
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.data.prepare import prepare
+from lorafusion_jax.errors import LoraFusionError
 from lorafusion_jax.log_file import read_rows
 
 NAMES = ("ask", "law", "med", "tax", "geo")
@@ -56,6 +58,7 @@ class Sequence:
     asked: Counter[tuple[str, str]] = field(default_factory=Counter)
     dropped: set[str] = field(default_factory=set)
     damaged: Path | None = None
+    content: bytes = b""  # of the damaged file, before
     logs_damaged: bool = False
 
     def __post_init__(self) -> None:
@@ -193,7 +196,7 @@ class Sequence:
             return
         files = [file for file in sorted(self.run.rglob("*")) if file.is_file() and "latest" not in file.parts]
         file = self.damaged = self.draw.choice([file for file in files if file.stat().st_size])
-        content = file.read_bytes()
+        content = self.content = file.read_bytes()
         how = self.draw.choice(("cut", "flip", "remove"))
         if how == "cut":
             file.write_bytes(content[: self.draw.randrange(len(content))])
@@ -216,15 +219,29 @@ class Sequence:
             raise Lost(f"damage of {file} ended with {outcome.code}: {outcome.text[-1500:]}")
 
     def _finish(self) -> None:
+        self._restore_if_asked()
         self.asked.update(("continue", name) for name in resume_to_the_end(self.run))
         shortened = [name for action, name in self.asked if action == "finish"]
         problems = losses(self.run, shortened=shortened, spoilt_logs=self.logs_damaged)
         problems += damage(self.run, [self.damaged.name] if self.damaged else [])
-        if set(names := run_numbers(self.run)["adapters"]) != self.names:
+        request_lost = self.damaged is not None and self.damaged.parent.name == "control"
+        if set(names := run_numbers(self.run)["adapters"]) != self.names and not request_lost:
             problems.append(f"adapters {sorted(names)} instead of {sorted(self.names)}")
-        problems += [] if self.logs_damaged else self._unanswered()
+        problems += [] if self.logs_damaged or request_lost else self._unanswered()
         if problems:
             raise Lost("; ".join(problems))
+
+    def _restore_if_asked(self) -> None:
+        """A run that has ended reads fewer files when it is resumed than other commands do: they may ask for a copy."""
+        if self.damaged is None:
+            return
+        try:
+            run_numbers(self.run)
+            RunFolder(self.run).read_config()
+        except LoraFusionError as problem:
+            if "restore it" not in problem.fix:
+                raise
+            self.damaged.write_bytes(self.content)
 
     def _unanswered(self) -> Iterator[str]:
         """Yields requests that were neither done nor refused."""
