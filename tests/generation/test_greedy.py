@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import jax.numpy as jnp
 import more_cases
 import pytest
 
@@ -14,6 +15,7 @@ from lorafusion_jax.generation.load import load_stage
 from lorafusion_jax.generation.places import BASE
 from lorafusion_jax.generation.sampling import Sampling
 from lorafusion_jax.generation.sources import AdapterSource, Source
+from lorafusion_jax.weights.table import stored_kind
 
 MODELS = Path(__file__).parents[1] / "models/golden"
 RECORD = json.loads((Path(__file__).parent / "greedy.json").read_text())
@@ -47,3 +49,23 @@ def test_an_answer_that_crosses_the_context_of_longrope_is_refused():
     model = Generator([load_stage(Source(base=folder, adapters=(), asked=(), dtype="float32"))])
     with pytest.raises(ConfigError, match=r"generate\.longrope\][^\n]*cross 16 positions[^⁂]*max_tokens=13"):
         model([Request(tokens=[5, 17, 2], sampling=Sampling(max_tokens=14))])
+
+
+@pytest.mark.parametrize("kind", ["int8", more_cases.nightly("nf4"), more_cases.nightly("fp8")])
+def test_a_quantised_base_generates_as_its_dequantised_weights(kind):
+    folder = MODELS / "llama3"
+    stage = load_stage(Source(base=folder, adapters=(), asked=(), dtype="float32", quantize=kind))
+    plain = load_stage(Source(base=folder, adapters=(), asked=(), dtype="float32"))
+    dense = [
+        {
+            name: stored_kind(kind).dequantise(weight, jnp.float32) if isinstance(weight, dict) else weight
+            for name, weight in piece.items()
+        }
+        for piece in stage.weights.pieces
+    ]
+    before = Generator([plain])(prompts := [Request(tokens=prompt) for prompt in RECORD["prompts"]])
+    plain.weights.pieces = dense
+    plain.replace_base(plain.weights)
+    wanted = [answer.tokens for answer in Generator([plain])(prompts)]
+    assert [answer.tokens for answer in Generator([stage])(prompts)] == wanted
+    assert [answer.tokens for answer in before] != wanted
