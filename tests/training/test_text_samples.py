@@ -15,10 +15,10 @@ PROMPTS = ["adapter base", "<b>kernel</b>"]
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, tiny_base, kept_programs) -> dict[str, lf.Run]:
-    """The same job with and without texts, on two stages."""
+    """The same job with and without texts."""
     folder = tmp_path_factory.mktemp("samples")
     rows = {name: small_jobs.write_rows(folder, name, 8) for name in ("law", "med")}
-    job = small_jobs.write_job(folder, tiny_base, small_jobs.two_adapters(rows), mesh={"stages": 2})
+    job = small_jobs.write_job(folder, tiny_base, small_jobs.two_adapters(rows))
     settings = {"without": [], "with": [f"train.samples={json.dumps(PROMPTS)}", "train.sample_tokens=5"]}
     return {
         name: lf.train(lf.load_job(job, ["train.eval_every_steps=1", *overrides]), folder / name, progress=False)
