@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +17,7 @@ from lorafusion_jax.errors import CheckpointError
 from lorafusion_jax.families.attention import Attention
 from lorafusion_jax.families.delta_net import DeltaNet
 from lorafusion_jax.families.experts import Experts
+from lorafusion_jax.families.latent_attention import LatentAttention
 from lorafusion_jax.families.layer import Layer
 from lorafusion_jax.families.mlp import Activation, Mlp
 from lorafusion_jax.families.norm import Norms, Place
@@ -46,6 +47,7 @@ class ModelConfig:
         experts: instead of an MLP, but in layers of `pattern` that say otherwise (None: there are none).
         attention_sinks, attention_gate: see `families.attention.Attention`.
         delta_net: instead of attention, in the layers of `pattern` that say so.
+        latent: attention of all layers, but for its rope (None: it has no latents).
         pattern: type of each layer; empty if all layers are alike.
         wrapper: model_type of a multimodal model of which this is the text part, see `families.multimodal`.
 
@@ -90,6 +92,7 @@ class ModelConfig:
     attention_sinks: bool = False
     attention_gate: bool = False
     delta_net: DeltaNet | None = None
+    latent: LatentAttention | None = None
     pattern: tuple[LayerType, ...] = ()
     checkpoint_format: str | None = None
     wrapper: str = ""
@@ -198,7 +201,24 @@ class ModelConfig:
         return tuple(numbers[layer] for layer in self.layers)
 
     def _layer(self, kind: LayerType) -> Layer:
-        attention = Attention(
+        if kind.linear:
+            assert self.delta_net is not None, "a layer of linear attention needs `delta_net`"
+        mixer = self.delta_net if kind.linear and self.delta_net else self._attention(kind)
+        mlp = Mlp(
+            width=self.hidden_size,
+            inner=self.intermediate_size,
+            activation=self.activation,
+            bias=self.mlp_bias,
+            fused=self.fused,
+        )
+        around = Norms(width=self.hidden_size, place=self.norms, offset=self.norm_offset, eps=self.norm_eps)
+        experts = None if kind.dense else self.experts
+        return Layer(attention=mixer, mlp=experts or mlp, around=around, residual=self.residual_scale)
+
+    def _attention(self, kind: LayerType) -> Attention | LatentAttention:
+        if self.latent is not None:
+            return replace(self.latent, rope=kind.rope)
+        return Attention(
             width=self.hidden_size,
             heads=self.num_heads,
             kv_heads=self.num_kv_heads,
@@ -214,19 +234,6 @@ class ModelConfig:
             sinks=self.attention_sinks,
             gated=self.attention_gate,
         )
-        if kind.linear:
-            assert self.delta_net is not None, "a layer of linear attention needs `delta_net`"
-        mixer = self.delta_net if kind.linear and self.delta_net else attention
-        mlp = Mlp(
-            width=self.hidden_size,
-            inner=self.intermediate_size,
-            activation=self.activation,
-            bias=self.mlp_bias,
-            fused=self.fused,
-        )
-        around = Norms(width=self.hidden_size, place=self.norms, offset=self.norm_offset, eps=self.norm_eps)
-        experts = None if kind.dense else self.experts
-        return Layer(attention=mixer, mlp=experts or mlp, around=around, residual=self.residual_scale)
 
     @property
     def num_parameters(self) -> int:

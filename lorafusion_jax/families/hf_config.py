@@ -64,6 +64,12 @@ class HFConfig(BaseModel):
     norm_topk_prob: bool | None = None
     decoder_sparse_step: Annotated[int, Field(ge=1)] | None = None
     mlp_only_layers: list[int] | None = None
+    q_lora_rank: Width | None = None
+    kv_lora_rank: Width | None = None
+    qk_nope_head_dim: Width | None = None
+    qk_rope_head_dim: Width | None = None
+    v_head_dim: Width | None = None
+    rope_interleave: bool | None = None
     linear_num_key_heads: Width | None = None
     linear_num_value_heads: Width | None = None
     linear_key_head_dim: Width | None = None

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from lorafusion_jax.families.attention import Attention
 from lorafusion_jax.families.delta_net import DeltaNet
 from lorafusion_jax.families.experts import Experts
+from lorafusion_jax.families.latent_attention import LatentAttention
 from lorafusion_jax.families.mlp import Mlp
 from lorafusion_jax.families.norm import Norms
 from lorafusion_jax.layout.layer import FrozenArray, LayerSpec, Linear, Mechanism, Norm, SavedTensor
@@ -29,7 +30,7 @@ class Layer(LayerSpec):
     ('q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj', 'up_proj', 'down_proj')
     """
 
-    attention: Attention | DeltaNet
+    attention: Attention | DeltaNet | LatentAttention
     mlp: Mlp | Experts
     around: Norms
     residual: float = 1.0

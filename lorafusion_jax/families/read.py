@@ -12,6 +12,7 @@ from lorafusion_jax.families.pattern import LayerType, read_pattern
 from lorafusion_jax.families.quantised import UnknownFormat, format_name
 from lorafusion_jax.families.read_delta_net import read_delta_net
 from lorafusion_jax.families.read_experts import read_experts
+from lorafusion_jax.families.read_latent import read_latent
 from lorafusion_jax.families.read_rope import read_ropes
 from lorafusion_jax.families.table import Family, family_named, find_family, known_models
 
@@ -40,6 +41,8 @@ def translate(raw: dict[str, Any], malformed: list[str], unsupported: list[str])
     heads, hidden = hf.num_attention_heads or 0, hf.hidden_size or 0
     kv_heads = hf.num_key_value_heads or heads
     head_dim = hf.head_dim or hidden // max(heads, 1)
+    if family.latent:
+        head_dim = hf.qk_rope_head_dim or 2  # as in transformers, whatever head_dim says
     if kv_heads and heads % kv_heads:
         malformed.append(f"num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}")
     if head_dim % 2:
@@ -51,6 +54,7 @@ def translate(raw: dict[str, Any], malformed: list[str], unsupported: list[str])
     numbers = _numbers(hf, family)
     experts = read_experts(hf, family, numbers["activation"], malformed, unsupported)
     delta_net = read_delta_net(hf, family, numbers["activation"], malformed)
+    latent = read_latent(hf, family, numbers["qkv_bias"], malformed, unsupported)
     checkpoint_format = _checkpoint_format(hf, family, unsupported)
     _refuse_other_options(hf, raw, family, unsupported)
     if name is None or malformed or unsupported:
@@ -71,6 +75,7 @@ def translate(raw: dict[str, Any], malformed: list[str], unsupported: list[str])
             "checkpoint_format": checkpoint_format,
             "experts": experts,
             "delta_net": delta_net,
+            "latent": latent,
         }
     )
 

@@ -46,6 +46,7 @@ class Family:
             up [F, D] and of down [D, F]; or two tensors of all experts, [E, in, out].
         delta_net: fields of `DeltaNet` that all models of the family have in common; None: it has no such layers. The
             keys `linear_…` say the others, and `layer_types` or `full_attention_interval` which layers have it.
+        latent: attention has latents; the keys `q_lora_rank`, `kv_lora_rank`, `qk_…` and `v_head_dim` say their widths.
         known_of_rope: keys of `rope_parameters` that do not change what is computed of text.
         ignored: beginnings of the names of a checkpoint's tensors that are left out.
         modules: Llama's module → the family's module, e.g. {"model.embed_tokens": "tokens", "model.layers": "blocks",
@@ -62,6 +63,7 @@ class Family:
     experts: Mapping[str, Any] | None = None
     expert_names: tuple[str, ...] = ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj")
     delta_net: Mapping[str, Any] | None = None
+    latent: bool = False
     known_of_rope: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
     modules: Mapping[str, str] = field(default_factory=dict)
@@ -206,6 +208,20 @@ FAMILIES: dict[str, Family] = {
             "first_k_dense_replace": 1,
         },
         keys=_GROUP_KEYS, known=PREDICTORS, modules={"mlp.router": "mlp.gate"},
+    ),
+    "deepseek_v3": Family(
+        architectures=("DeepseekV3ForCausalLM",), latent=True, experts={"router": _SIGMOID},
+        reads=_GROUPS | {
+            "max_position_embeddings": 4096, "attention_bias": False, "q_lora_rank": 1536, "kv_lora_rank": 512,
+            "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "rope_interleave": True,
+            "num_experts": 256, "moe_intermediate_size": 2048, "first_k_dense_replace": 3,
+            "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4,
+        },
+        keys=_GROUP_KEYS, modules={"mlp.router": "mlp.gate"},
+        known=(
+            *PREDICTORS, "head_dim", "qk_head_dim", "pretraining_tp", "ep_size", "moe_layer_freq", "scoring_func",
+            "topk_method", "router_aux_loss_coef", "aux_loss_alpha", "seq_aux",
+        ),
     ),
     "ministral": Family(
         architectures=("MinistralForCausalLM",), windows="all",

@@ -35,6 +35,7 @@ def config_json(model: Any) -> dict[str, Any]:  # a ModelConfig
         | _windows(model, family)
         | _experts(model)
         | _delta_net(model)
+        | _latent(model)
     )
     out |= {key: value for key, value in optional.items() if key in family.reads or key in family.keys.values()}
     return {family.key_of(key): value for key, value in out.items()}
@@ -94,6 +95,20 @@ def _delta_net(model: Any) -> dict[str, Any]:
     }
 
 
+def _latent(model: Any) -> dict[str, Any]:
+    latent = model.latent
+    if latent is None:
+        return {}
+    return {
+        "q_lora_rank": latent.q_rank,
+        "kv_lora_rank": latent.kv_rank,
+        "qk_nope_head_dim": latent.plain_dim,
+        "qk_rope_head_dim": latent.rotary_dim,
+        "v_head_dim": latent.value_dim,
+        "rope_interleave": latent.interleaved,
+    }
+
+
 def _windows(model: Any, family: Family) -> dict[str, Any]:
     types = [layer.attention.window for layer in model.layers]
     window = next((window for window in types if window is not None), None)
@@ -141,6 +156,8 @@ def _rope(rope: Rope, model: Any, family: Family) -> dict[str, Any]:
         "short_factors": "short_factor",
         "long_factors": "long_factor",
     }
+    if model.latent is not None and model.latent.mscale:
+        out["mscale_all_dim"] = model.latent.mscale
     kind = str(rope.scaling.kind)
     written: dict[str, Any] = {str(spelled.get(name, name)): values[name] for name in names[kind]}
     written = {name: list(value) if isinstance(value, tuple) else value for name, value in written.items()}

@@ -25,7 +25,10 @@ MIXERS = ("self_attn", LINEAR_ATTENTION)  # modules of which a layer has one
 PATHS: Mapping[str, str] = {
     name: f"{module}.{name}"
     for module, names in {
-        "self_attn": ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"),
+        "self_attn": (
+            "q_proj", "k_proj", "v_proj", "qkv_proj", "q_a_proj", "kv_a_proj_with_mqa", "q_b_proj", "kv_b_proj",
+            "o_proj",
+        ),
         LINEAR_ATTENTION: (
             "in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj",
         ),

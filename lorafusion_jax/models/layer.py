@@ -17,6 +17,7 @@ from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.families.delta_net import DeltaNet
 from lorafusion_jax.families.experts import Experts
+from lorafusion_jax.families.latent_attention import LatentAttention
 from lorafusion_jax.layout.layer import Half
 from lorafusion_jax.models.attention import AttentionImplementation
 from lorafusion_jax.models.build import Builder
@@ -24,6 +25,7 @@ from lorafusion_jax.models.cache import Cache
 from lorafusion_jax.models.delta_net import GatedDeltaNet
 from lorafusion_jax.models.experts import MixtureOfExperts
 from lorafusion_jax.models.inputs import LayerInputs
+from lorafusion_jax.models.latent_attention import LatentSelfAttention
 from lorafusion_jax.models.mlp import MLP
 from lorafusion_jax.models.norm import RMSNorm
 from lorafusion_jax.models.self_attention import SelfAttention
@@ -63,6 +65,8 @@ class DecoderLayer(nnx.Module):
             mixer = spec.attention
             if isinstance(mixer, DeltaNet):
                 self.linear_attn = GatedDeltaNet(build, mixer)
+            elif isinstance(mixer, LatentAttention):
+                self.self_attn = LatentSelfAttention(build, mixer)
             else:
                 self.self_attn = SelfAttention(build, mixer)
         if half != "attention":
@@ -86,6 +90,7 @@ class DecoderLayer(nnx.Module):
         caches = [cache]
 
         def mix(h_TD: jax.Array) -> jax.Array:
+            assert isinstance(self.self_attn, SelfAttention), self.spec.uncached
             o_TD, caches[0] = self.self_attn.with_cache(h_TD, inputs, cache, implementation)
             return o_TD
 

@@ -12,6 +12,7 @@ from lorafusion_jax.adapters.spec import AdapterSpec, resolve_targets
 from lorafusion_jax.errors import ConfigError, ErrorList
 from lorafusion_jax.families.delta_net import DeltaNet
 from lorafusion_jax.families.experts import Experts, Router
+from lorafusion_jax.families.latent_attention import LatentAttention
 from lorafusion_jax.families.pattern import LayerType
 from lorafusion_jax.families.rope import Rope
 from lorafusion_jax.layout.layer import EXPERTS, FUSED, HALVES, PATHS, TARGETS
@@ -43,6 +44,14 @@ DELTA = replace(
     pattern=(LayerType(linear=True), LayerType(rope=Rope())),
 )  # fmt: skip
 GROUPED = replace(DELTA, delta_net=replace(DELTA.delta_net, grouped=True))
+LATENT = replace(
+    PLAIN, qkv_bias=True,
+    latent=LatentAttention(
+        width=24, heads=4, q_rank=6, kv_rank=5, plain_dim=3, rotary_dim=4, value_dim=9, mscale=0.4, bias=True
+    ),
+    head_dim=4,
+)  # fmt: skip
+ONE_LATENT = replace(LATENT, latent=replace(LATENT.latent, q_rank=None, bias=False))
 GATED = replace(PLAIN, attention_gate=True, qk_norm=True)
 OTHERS = tuple(name for name in PATHS if name not in EXPERTS)
 ADAPTERS = (
@@ -60,8 +69,8 @@ def leaves(config, half, kind):
 @pytest.mark.parametrize("half", [None, *HALVES])
 @pytest.mark.parametrize(
     "config",
-    [PLAIN, EVERYTHING, STRANGE, POST, MIXED, DELTA, GROUPED, GATED],
-    ids=["plain", "everything", "strange", "post", "mixed", "delta", "grouped", "gated"],
+    [PLAIN, EVERYTHING, STRANGE, POST, MIXED, DELTA, GROUPED, GATED, LATENT, ONE_LATENT],
+    ids=["plain", "everything", "strange", "post", "mixed", "delta", "grouped", "gated", "latent", "one latent"],
 )
 def test_a_layer_has_the_leaves_of_its_description(config, half):
     assert leaves(config, half, nnx.Not(nnx.LoRAParam)) == config.layer(0).frozen_shapes(half)
@@ -96,7 +105,7 @@ def test_projections_that_not_all_layers_have_know_their_layers():
     assert DELTA.some_layers["linear_attn.out_proj"] == (0,)
     assert DELTA.layers_with("self_attn.q_proj") == (1,)
     assert DELTA.layers_with("mlp.up_proj") == (0, 1)
-    assert DELTA.linear("out_proj").shape == (20, 24)
+    assert DELTA.paths_of("out_proj") == ("linear_attn.out_proj",)
     assert not PLAIN.some_layers
     assert not STRANGE.some_layers
 
@@ -110,7 +119,7 @@ def test_targets_are_the_projections():
     assert resolve_targets(["all-linear", "mlp.experts.down_proj"], MIXED.targets)[4:] == ("experts_down_proj",)
     with pytest.raises(ErrorList, match="no projection 'experts_gate_up_proj'"):
         resolve_targets("experts", PLAIN.targets)
-    for model in (PLAIN, STRANGE, MIXED, DELTA, GROUPED):
+    for model in (PLAIN, STRANGE, MIXED, DELTA, GROUPED, LATENT, ONE_LATENT):
         assert {linear.name: linear.path for linear in model.layer(0).linears}.items() <= PATHS.items()
     assert {*TARGETS, *FUSED, *EXPERTS} < {*PATHS}
 
@@ -123,8 +132,8 @@ def test_adapters_of_experts_are_plain_and_without_dropout(refused):
 
 @pytest.mark.parametrize(
     "config",
-    [EVERYTHING, STRANGE, POST, MIXED, DELTA, GATED],
-    ids=["everything", "strange", "post", "mixed", "delta", "gated"],
+    [EVERYTHING, STRANGE, POST, MIXED, DELTA, GATED, LATENT],
+    ids=["everything", "strange", "post", "mixed", "delta", "gated", "latent"],
 )
 def test_forward_defines_all_checkpoint_names(config):
     # LoRA has dropout, DoRA multiplies columns.

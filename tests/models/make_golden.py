@@ -60,6 +60,39 @@ CASES = {
     "mistral": ("Mistral", {"head_dim": 8, "sliding_window": 4096}),
     "mistral_window": ("Mistral", {"head_dim": 6, "sliding_window": 7, "num_key_value_heads": 1}),
     "mistral_yarn": ("Mistral", {"sliding_window": None, "rope_parameters": YARN | {"attention_factor": 1.3}}),
+    "deepseek_v3": (
+        "DeepseekV3",
+        {
+            "num_key_value_heads": 4, "q_lora_rank": 6, "kv_lora_rank": 10, "qk_nope_head_dim": 4,
+            "qk_rope_head_dim": 6, "v_head_dim": 7, "first_k_dense_replace": 2,
+            "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.8},
+        },
+    ),
+    "deepseek_v3_experts": (
+        "DeepseekV3",
+        {
+            "num_hidden_layers": 3, "num_key_value_heads": 4, "q_lora_rank": 5, "kv_lora_rank": 6,
+            "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5, "first_k_dense_replace": 1,
+            "moe_intermediate_size": 7, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2,
+            "n_shared_experts": 2, "routed_scaling_factor": 1.7,
+            "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.0},
+        },
+    ),
+    "deepseek_v3_biased": (
+        "DeepseekV3",
+        {
+            "num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 18, "q_lora_rank": 5, "kv_lora_rank": 4,
+            "qk_nope_head_dim": 3, "qk_rope_head_dim": 4, "v_head_dim": 12, "first_k_dense_replace": 7,
+            "attention_bias": True, "tie_word_embeddings": True, "rope_interleave": False, "rms_norm_eps": 1e-3,
+        },
+    ),
+    "deepseek_v3_plain_q": (
+        "DeepseekV3",
+        {
+            "num_key_value_heads": 4, "q_lora_rank": None, "kv_lora_rank": 8, "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 2, "v_head_dim": 10, "first_k_dense_replace": 2, "rope_parameters": plain(300.0),
+        },
+    ),
     "ministral": (
         "Ministral",
         {"head_dim": 10, "sliding_window": 9, "num_hidden_layers": 4, "layer_types": [SLIDING, SLIDING, FULL, SLIDING]},
@@ -332,6 +365,7 @@ CASES = {
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 TARGETS = [
     "q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj",
+    "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj",
     "in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj",
 ]  # fmt: skip
 LONG = {"Qwen3_5": 90}  # tokens: more than a chunk of the gated delta rule
@@ -371,6 +405,8 @@ def write_model(case: str, out: Path) -> None:
     modules = {path.rsplit(".", 1)[-1] for path, _ in model.named_modules()}
     targets = [target for target in TARGETS if target in modules]
     parameters = None
+    if name == "DeepseekV3" and modules.isdisjoint({"experts"}):
+        targets = [target for target in targets if target not in ("gate_proj", "up_proj", "down_proj")]
     if any(path.endswith("mlp.experts") for path, _ in model.named_modules()):
         # In some of these models PEFT reads gate_proj, up_proj and down_proj as those of experts.
         mlp = {

@@ -40,6 +40,24 @@ def _qwen3_5(hidden: int, inner: int, layers: int, heads: int, kv: int, **change
     return COMMON | sizes | {"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text"} | changes
 
 
+def _deepseek(hidden: int, inner: int, layers: int, heads: int, **changes: Any) -> dict[str, Any]:
+    rope = {
+        "type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096, "beta_fast": 32.0, "beta_slow": 1.0,
+        "mscale": 1.0, "mscale_all_dim": 1.0,
+    }  # fmt: skip
+    changes = {
+        "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+        "first_k_dense_replace": 3, "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8,
+        "moe_intermediate_size": 2048, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5,
+        "norm_topk_prob": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc",
+        "rope_theta": 10000.0, "rope_scaling": rope, "hidden_act": "silu",
+        "rms_norm_eps": 1e-6, "num_nextn_predict_layers": 1, "ep_size": 1, "moe_layer_freq": 1,
+        "attention_bias": False,
+    } | changes  # fmt: skip
+    named = {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"}
+    return COMMON | _sizes(hidden, inner, layers, heads, heads, 129280, 163840) | named | changes
+
+
 def _sizes(hidden: int, inner: int, layers: int, heads: int, kv: int, vocab: int, positions: int) -> dict[str, Any]:
     return {
         "hidden_size": hidden,
@@ -515,6 +533,20 @@ SERVED: dict[str, dict[str, Any]] = {
     "gpt-oss-120b": _gpt_oss(36, 128),
 }
 SERVED |= {
+    "DeepSeek-V3 in bfloat16": _deepseek(7168, 18432, 61, 128),
+    "Kimi-K2 in bfloat16": _deepseek(
+        7168,
+        18432,
+        61,
+        64,
+        vocab_size=163840,
+        model_type="kimi_k2",
+        n_routed_experts=384,
+        n_group=1,
+        topk_group=1,
+        routed_scaling_factor=2.827,
+        first_k_dense_replace=1,
+    ),
     "Qwen3.5-9B": _qwen3_5(4096, 12288, 32, 16, 4),
     "Qwen3.5-27B": _qwen3_5(5120, 17408, 64, 24, 4, linear_num_value_heads=48),
 }
@@ -527,14 +559,14 @@ OTHERS: dict[str, tuple[str, str, tuple[int, ...]]] = {
     "OLMoE-1B-7B": ("OlmoeForCausalLM", "olmoe", (2048, 1024, 16, 16, 16, 50304, 4096)),
     "LFM2-1.2B": ("Lfm2ForCausalLM", "lfm2", (2048, 8192, 16, 32, 8, 65536, 128000)),
     "Nemotron-3-Nano-30B-A3B": ("NemotronHForCausalLM", "nemotron_h", (2688, 1856, 52, 32, 2, 131072, 262144)),
-    "Kimi-K2": ("DeepseekV3ForCausalLM", "kimi_k2", (7168, 18432, 61, 64, 64, 163840, 131072)),
     "granite-4.0-h-small": ("GraniteMoeHybridForCausalLM", "granitemoehybrid", (4096, 768, 40, 32, 8, 100352, 131072)),
 }
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "Qwen3.5-27B without gates": (SERVED["Qwen3.5-27B"] | {"attn_output_gate": False}, "attn_output_gate=False"),
-    "DeepSeek-V3": (
-        _of("DeepseekV3ForCausalLM", "deepseek_v3", 7168, 18432, 61, 128, 128, 129280, 163840),
-        "DeepseekV3",
+    "DeepSeek-V3 as published": (
+        SERVED["DeepSeek-V3 in bfloat16"]
+        | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
+        "quantization_config",
     ),
     "Falcon3-Mamba": (
         _of("FalconMambaForCausalLM", "falcon_mamba", 4096, 8192, 64, 32, 32, 65024, 4096),

@@ -27,6 +27,8 @@ BILLION = {
     "gpt-oss-20b": 20.9,
     "gpt-oss-120b": 116.8,
     "Qwen3.5-9B": 8.95,
+    "DeepSeek-V3 in bfloat16": 671.0,
+    "Kimi-K2 in bfloat16": 1026.0,
     "Qwen3.5-27B": 26.9,
     "Qwen1.5-MoE-A2.7B": 14.3,
     "GLM-4.5-Air": 106.9,
@@ -95,7 +97,7 @@ def test_every_key_that_changes_alone_is_followed_or_refused(case):
     # What transformers does not use in this state of the others.
     idle = {
         "use_sliding_window", "sliding_window", "max_window_layers", "no_rope_layer_interval",
-        "original_max_position_embeddings", "model_type",
+        "original_max_position_embeddings", "model_type", "first_k_dense_replace",
     }  # fmt: skip
     types = raw.get("layer_types") or []
     if len({*types}) == 1 and "full_attention" in raw.get("rope_parameters", {}):  # nor ropes of no layer

@@ -13,6 +13,7 @@ from lorafusion_jax.adapters.spec import TARGETS, AdapterSpec
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.families.delta_net import DeltaNet
 from lorafusion_jax.families.experts import Experts
+from lorafusion_jax.families.latent_attention import LatentAttention
 from lorafusion_jax.families.mlp import Mlp
 from lorafusion_jax.families.pattern import LayerType
 from lorafusion_jax.layout.extent import Extent, extents
@@ -463,6 +464,12 @@ STRANGE = {
     "fused, partial": {"fused": True, "qk_norm": False, "rope_channels": 64},
     "norms after, over all heads": {"norms": "post", "qk_norm": "full", "sliding_window": 128},
     "scaled sums": {"residual_scale": 0.22, "qk_norm": False},
+    "latent attention": {
+        "latent": LatentAttention(
+            width=WIDE.hidden_size, heads=8, q_rank=384, kv_rank=256, plain_dim=64, rotary_dim=32, value_dim=64
+        ),
+        "head_dim": 32, "qk_norm": False,
+    },
     "gated attention": {"attention_gate": True, "qk_norm": True},
     "gated delta net": {
         "delta_net": DeltaNet(width=WIDE.hidden_size, key_heads=4, value_heads=8, key_dim=64, value_dim=64),

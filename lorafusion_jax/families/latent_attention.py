@@ -1,0 +1,142 @@
+"""Attention whose queries, keys and values come from low-rank latents (MLA). `models.latent_attention` executes it.
+
+D model width · H heads · P channels of a head without positions · R channels with rotary positions · V value width
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from lorafusion_jax.families.attention import MODULE
+from lorafusion_jax.families.rope import Rope
+from lorafusion_jax.layout.layer import FrozenArray, Linear, Norm, SavedTensor
+
+LATENTS = "latents"  # checkpoint name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentAttention:
+    """o_proj(attention(q, k, v)) with q = q_b(norm(q_a x)) and (k, v) = kv_b(norm(kv_a x)).
+
+    Each head's q and k have P channels without positions and R with rotary ones; those of k come from kv_a itself and
+    are the same in all heads.
+
+    Args:
+        width: D.
+        q_rank: width of the latent of q (None: q_proj makes q of x).
+        kv_rank: width of the latent of k and v.
+        plain_dim, rotary_dim, value_dim: P, R and V.
+        mscale: with scaled rotary frequencies, q and k both grow by 1 + 0.1 · mscale · ln(factor).
+        bias: whether q_a, kv_a and o have biases.
+        interleaved: whether the two channels of a rotating pair are neighbours.
+    """
+
+    width: int
+    heads: int
+    q_rank: int | None
+    kv_rank: int
+    plain_dim: int
+    rotary_dim: int
+    value_dim: int
+    mscale: float = 0.0
+    rope: Rope | None = None
+    bias: bool = False
+    interleaved: bool = True
+    eps: float = 1e-6
+
+    @property
+    def scale(self) -> float:
+        """Factor of the scores: growth² / √(P + R)."""
+        scaling = None if self.rope is None else self.rope.scaling
+        growth = 1.0 if scaling is None or scaling.factor <= 1 else 1 + 0.1 * self.mscale * math.log(scaling.factor)
+        return self.score_dim**-0.5 * growth**2
+
+    @property
+    def score_dim(self) -> int:
+        """P + R"""
+        return self.plain_dim + self.rotary_dim
+
+    @property
+    def head_dim(self) -> int:
+        """Width of q, k and v in the kernels of attention, which have one for all: the others end in zeros."""
+        return max(self.score_dim, self.value_dim)
+
+    @property
+    def kv_heads(self) -> int:
+        return self.heads
+
+    @property
+    def queries(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def keys(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def window(self) -> None:
+        return
+
+    @property
+    def soft_cap(self) -> None:
+        return
+
+    @property
+    def sinks(self) -> bool:
+        return False
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        down = self.kv_rank + self.rotary_dim
+        kv_b = _linear("kv_b_proj", "kv_b", self.kv_rank, self.heads * (self.plain_dim + self.value_dim))
+        scores = self.heads * self.score_dim
+        first = ("q_proj", scores, False) if self.q_rank is None else ("q_a_proj", self.q_rank, self.bias)
+        name, size, bias = first
+        return (
+            _linear(name, "latents", self.width, size, bias=bias),
+            _linear("kv_a_proj_with_mqa", "latents", self.width, down, bias=self.bias),
+            *(() if self.q_rank is None else (_linear("q_b_proj", "q_b", self.q_rank, scores),)),
+            kv_b,
+            _linear("o_proj", "o", self.heads * self.value_dim, self.width, bias=self.bias),
+        )
+
+    @property
+    def norms(self) -> tuple[Norm, ...]:
+        widths = {"q_a_layernorm": self.q_rank, "kv_a_layernorm": self.kv_rank}
+        return tuple(
+            Norm(path=f"{MODULE}.{name}", half="attention", width=width) for name, width in widths.items() if width
+        )
+
+    @property
+    def arrays(self) -> tuple[FrozenArray, ...]:
+        return ()
+
+    @property
+    def saved(self) -> tuple[SavedTensor, ...]:
+        latents = (self.q_rank or 0) + self.kv_rank
+        return (
+            _saved("latents", latents, LATENTS),
+            _saved("latents after their norms", latents),
+            _saved("scales of their norms", 2 if self.q_rank else 1, float32=True),
+            _saved("q", self.queries, "attention"),
+            _saved("k", self.keys, "attention"),
+            _saved("v", self.keys, "attention"),
+            _saved("attention", self.queries, "attention"),
+            _saved("attention log-sum-exp", self.heads, "attention", float32=True),
+            _saved("attention, for o_proj", self.heads * self.value_dim),
+        )
+
+    def reach(self, sample_tokens: float) -> float:
+        """As `Attention.reach`."""
+        return sample_tokens
+
+
+def _linear(name: str, site: str, inputs: int, outputs: int, *, bias: bool = False) -> Linear:
+    return Linear(
+        name=name, module=MODULE, half="attention", site=site, in_features=inputs, out_features=outputs, bias=bias
+    )
+
+
+def _saved(name: str, width: int, checkpoint: str | None = None, *, float32: bool = False) -> SavedTensor:
+    return SavedTensor(name=name, half="attention", width=width, checkpoint=checkpoint, float32=float32)
