@@ -203,10 +203,28 @@ def ineffective(config: schema.JobConfig) -> list[str]:
         notes += [f"{adapter.name}: optim.{key} has no effect with {optim.name}" for key in sorted(given & unread)]
         if "min_lr_ratio" in given and not schedule(optim.schedule).falls:
             notes.append(f"{adapter.name}: optim.min_lr_ratio has no effect with a {optim.schedule} schedule")
+        notes += [
+            f"{adapter.name}: lora.{key} has no effect with kind {adapter.lora.kind}" for key in _unscaled(adapter)
+        ]
         chosen = adapter.objective.chosen
         if chosen.objective.defaults.get("lora.dropout") == 0 and adapter.lora.dropout > 0:
             notes.append(f"{adapter.name}: lora.dropout={adapter.lora.dropout:g}, {_dropout_effect(chosen)}")
     return list(dict.fromkeys(notes))
+
+
+def _unscaled(adapter: schema.AdapterConfig) -> list[str]:
+    """Returns the given settings of the scale that an adapter's kind does not use: PEFT's VERA has none."""
+    lora, scale = adapter.lora, adapter_kind(adapter.lora.adapter_kind).scale
+    if scale is None:
+        return []
+    factor = scale(lora.alpha, lora.rank, lora.rslora)
+    others = {
+        "alpha": scale(2 * lora.alpha, lora.rank, lora.rslora),
+        "rslora": scale(lora.alpha, lora.rank, not lora.rslora),
+    }
+    defaults = type(lora).model_fields
+    given = {key for key in lora.model_fields_set if getattr(lora, key) != defaults[key].default}
+    return [key for key, other in others.items() if key in given and other == factor]
 
 
 def _dropout_effect(chosen: Chosen) -> str:

@@ -327,20 +327,17 @@ class StagePrograms:
         for offset, stored in enumerate(block):
             whole, scale = self.materialize(stored, scale)
             trained, constant = self._lora_views(leaves, stored, number + offset, inputs)
-            views = trained | constant
+            views: dict[str, Any] = trained | constant
             layer = self._parts.model.kinds[layer_kind(stored)]
             for linear in layer.linears_of(self._parts.half(stored)):
                 if linear.name not in targets:
                     continue
-                known = {
-                    leaf: views.get(f"{linear.path}.{leaf.name}", views.get(f"{SHARED}{leaf.name}"))
-                    for leaf in kind.leaves
-                }
-                tensors = {
-                    leaf.name: leaf.cut(view[0], dict(zip("KNR", (*linear.shape, rank), strict=True)))
-                    for leaf, view in known.items()
-                }
                 size = (*linear.shape, rank)
+                paths = {leaf: SHARED if leaf.shared else f"{linear.path}." for leaf in kind.leaves}
+                tensors = {
+                    leaf.name: leaf.cut(views[f"{path}{leaf.name}"][0], dict(zip("KNR", size, strict=True)))
+                    for leaf, path in paths.items()
+                }
                 kernel = whole[f"{linear.path}.kernel"]
                 for leaf, value in prepare_tensors(kind, kernel, tensors, size, scale, self._parts.dtype).items():
                     name = f"{LAYERS}{linear.path}.{leaf}"

@@ -300,6 +300,8 @@ def test_a_setting_that_was_renamed_is_refused_by_both_names(tmp_path):
 def test_settings_without_effect_are_named(tmp_path):
     config = load_config(write(tmp_path, SMALL + "optim: {name: adamw, momentum: 0.9}\n"))
     assert ineffective(config) == ["law: optim.momentum has no effect with adamw"]
+    config = load_config(write(tmp_path, SMALL + "lora: {kind: vera, alpha: 8, rslora: true, rank: 4}\n"))
+    assert ineffective(config) == [f"law: lora.{key} has no effect with kind vera" for key in ("alpha", "rslora")]
 
 
 def test_init_prints_a_valid_job(tmp_path):

@@ -201,7 +201,10 @@ def test_an_adapter_that_joins_gets_its_reference(joint, job, tmp_path):
 
 @pytest.mark.parametrize("quantize", [nightly("fp8"), nightly("nf4")])
 def test_joint_is_alone_on_a_quantised_base(quantize, job, tmp_path):
-    sections = {"base": {"dtype": "float32", "quantize": quantize}}
-    joint = trained(job(sections=sections), tmp_path / "joint")
-    for name in ("dpo", "kto", "reward"):
-        assert_close(joint, trained(job((name,), sections), tmp_path / name), name)
+    joint = trained(small_jobs.store_base_as(quantize, job()), tmp_path / "joint")
+    for name in NAMES:
+        assert_close(joint, trained(small_jobs.store_base_as(quantize, job((name,))), tmp_path / name), name)
+    several = job(sections={"mesh": {"stages": 2, "data": 2}})
+    several = trained(small_jobs.store_base_as(quantize, several), tmp_path / "several")
+    for name in NAMES:
+        assert_close(several, joint, name)
