@@ -31,10 +31,10 @@ def find_base(
 ) -> Path:
     """Finds a base model: a path, relative to a directory, or a hub name; errors as of `base_directory`."""
     direct = directory / name
-    if _is_directory(direct):
+    if is_directory(direct):
         return direct
     is_hub_name = name.count("/") == 1 and not name.startswith((".", "/"))
-    if is_hub_name and not _is_directory(direct.parent):  # next to a folder "models", models/8B is a folder, too
+    if is_hub_name and not is_directory(direct.parent):  # next to a folder "models", models/8B is a folder, too
         return _from_hub(name, revision, direct)
     raise CheckpointError(
         "model.missing",
@@ -58,7 +58,7 @@ def base_identity(config: JobConfig) -> tuple[str, str | None]:
     if config.base.hub_id is not None:
         return config.base.hub_id, config.base.revision
     model = config.base.model
-    if not _is_directory(Path(config.directory) / model):
+    if not is_directory(Path(config.directory) / model):
         return model, config.base.revision
     path = (Path(config.directory) / model).absolute()
     return hub_snapshot(path) or (str(Path(os.path.normpath(path))), None)
@@ -81,7 +81,8 @@ def hub_snapshot(path: Path) -> tuple[str, str] | None:
     return folder.removeprefix("models--").replace("--", "/"), commit
 
 
-def _is_directory(path: Path) -> bool:
+def is_directory(path: Path) -> bool:
+    """Whether a text from outside names a folder, however long or odd it is."""
     try:
         return path.is_dir()
     except (OSError, ValueError):  # not a valid file name
@@ -91,7 +92,7 @@ def _is_directory(path: Path) -> bool:
 def pin_base(config: JobConfig) -> JobConfig:
     """Sets `base.revision` to the hub model's commit, so that a resumed run loads the same weights."""
     commit = commit_of(base_directory(config))
-    if commit is None or _is_directory(Path(config.directory) / config.base.model):
+    if commit is None or is_directory(Path(config.directory) / config.base.model):
         return config
     return config.model_copy(update={"base": config.base.model_copy(update={"revision": commit})})
 

@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 
 from lorafusion_jax.checkpoint.base_files import base_digests
-from lorafusion_jax.checkpoint.base_model import base_directory, base_identity, hub_snapshot
+from lorafusion_jax.checkpoint.base_model import base_directory, base_identity, hub_snapshot, is_directory
 from lorafusion_jax.config.peft_config import CONFIG_FILE, read_config
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.errors import CheckpointError, LoraFusionError
@@ -87,7 +87,7 @@ def _contradiction(folder: Path, config: JobConfig, now: dict[str, dict[str, str
         return f"{', '.join(changed[:4])} have other content than in its run" if changed else None
     theirs, revision = _recorded_base(folder)
     ours, commit = base_identity(config)
-    both_are_folders = Path(theirs).is_dir() and Path(ours).is_dir()
+    both_are_folders = is_directory(Path(theirs)) and is_directory(Path(ours))
     if (same_base and not both_are_folders) or _comparable(folder, config) is not False:
         return None
     at = f" at {revision} and at {commit}" if revision and commit and theirs == ours else ""
@@ -98,7 +98,7 @@ def _comparable(folder: Path, config: JobConfig) -> bool | None:
     """Whether names or files show the same base model (True) or another one (False); None: unknown."""
     theirs, revision = _recorded_base(folder)
     ours, commit = base_identity(config)
-    theirs_here, ours_here = Path(theirs).is_absolute() and Path(theirs).is_dir(), Path(ours).is_dir()
+    theirs_here, ours_here = Path(theirs).is_absolute() and is_directory(Path(theirs)), is_directory(Path(ours))
     if theirs_here and ours_here:
         same = Path(theirs).samefile(ours)
         return same or base_digests(Path(theirs)) == base_digests(Path(ours))

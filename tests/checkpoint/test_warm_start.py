@@ -128,6 +128,7 @@ AT_COMMIT = {"model": "org/tiny", "revision": COMMIT}
         (snapshot(COMMIT), None, AT_COMMIT, "same"),
         (snapshot(OTHER), None, AT_COMMIT, "other"),
         ("org/Base", None, {}, "unknown"),
+        ("/" + "x" * 300, None, {}, "unknown"),  # longer than a name of a file can be
         ("org/other", None, {}, "other"),
         (None, None, {}, "unknown"),
         ("/somewhere/else", None, {}, "unknown"),
