@@ -152,6 +152,17 @@ FAMILIES: dict[str, Family] = {
         },
         known=("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype", "mlp_only_layers"),
     ),
+    "qwen3_next": Family(
+        architectures=("Qwen3NextForCausalLM",), fields=_DELTA_FIELDS, delta_net={"grouped": True}, **_DELTA_NAMES,
+        experts={"shared_gate": True},
+        reads=_DELTA | {
+            "num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512, "norm_topk_prob": True, "decoder_sparse_step": 1,
+            "mlp_only_layers": None,
+        },
+        keys={"num_local_experts": "num_experts", "num_experts": "num_experts"}, known=("router_aux_loss_coef",),
+        modules={"mlp.router": "mlp.gate"},
+    ),
     "qwen3_moe": Family(
         architectures=("Qwen3MoeForCausalLM",), windows="all", fields={"qk_norm": True}, experts={},
         reads={

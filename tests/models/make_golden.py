@@ -266,6 +266,24 @@ CASES = {
             "norm_topk_prob": False, "num_key_value_heads": 4, "hidden_act": "gelu", "rope_parameters": plain(50.0),
         },
     ),
+    "qwen3_next": (
+        "Qwen3Next",
+        {
+            "head_dim": 8, "layer_types": [LINEAR, FULL], "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+            "linear_key_head_dim": 6, "linear_value_head_dim": 10, "num_experts": 5, "num_experts_per_tok": 2,
+            "moe_intermediate_size": 7, "shared_expert_intermediate_size": 9, "norm_topk_prob": True,
+        },
+    ),
+    "qwen3_next_dense": (
+        "Qwen3Next",
+        {
+            "head_dim": 12, "num_hidden_layers": 3, "layer_types": [LINEAR, FULL, LINEAR], "num_experts": 4,
+            "num_experts_per_tok": 3, "moe_intermediate_size": 6, "shared_expert_intermediate_size": 5,
+            "norm_topk_prob": False, "mlp_only_layers": [0, 2], "linear_num_key_heads": 3, "linear_num_value_heads": 3,
+            "linear_key_head_dim": 5, "linear_value_head_dim": 4, "linear_conv_kernel_dim": 3,
+            "tie_word_embeddings": True, "rope_parameters": plain(90.0) | {"partial_rotary_factor": 0.5},
+        },
+    ),
     "qwen3_5": (
         "Qwen3_5",
         {
@@ -368,7 +386,7 @@ TARGETS = [
     "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj",
     "in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj",
 ]  # fmt: skip
-LONG = {"Qwen3_5": 90}  # tokens: more than a chunk of the gated delta rule
+LONG = {"Qwen3_5": 90, "Qwen3Next": 90}  # tokens: more than a chunk of the gated delta rule
 
 
 def write_model(case: str, out: Path) -> None:

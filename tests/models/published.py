@@ -547,13 +547,37 @@ SERVED |= {
         routed_scaling_factor=2.827,
         first_k_dense_replace=1,
     ),
+    "Qwen3-Next-80B-A3B": COMMON
+    | _sizes(2048, 5120, 48, 16, 2, 151936, 262144)
+    | {
+        "architectures": ["Qwen3NextForCausalLM"],
+        "model_type": "qwen3_next",
+        "head_dim": 256,
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "full_attention_interval": 4,
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 1e7,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "router_aux_loss_coef": 0.001,
+    },
     "Qwen3.5-9B": _qwen3_5(4096, 12288, 32, 16, 4),
     "Qwen3.5-27B": _qwen3_5(5120, 17408, 64, 24, 4, linear_num_value_heads=48),
 }
 # Models of mechanisms that are not served: architecture, model_type, sizes.
 OTHERS: dict[str, tuple[str, str, tuple[int, ...]]] = {
     "GLM-4.7-Flash": ("Glm4MoeLiteForCausalLM", "glm4_moe_lite", (2048, 10240, 47, 20, 20, 154880, 202752)),
-    "Qwen3-Next-80B-A3B": ("Qwen3NextForCausalLM", "qwen3_next", (2048, 5120, 48, 16, 2, 151936, 262144)),
     "Llama-4-Scout": ("Llama4ForCausalLM", "llama4_text", (5120, 8192, 48, 40, 8, 202048, 10485760)),
     "Phi-3.5-MoE": ("PhimoeForCausalLM", "phimoe", (4096, 6400, 32, 32, 8, 32064, 131072)),
     "OLMoE-1B-7B": ("OlmoeForCausalLM", "olmoe", (2048, 1024, 16, 16, 16, 50304, 4096)),

@@ -28,7 +28,7 @@ DEFAULT = (  # the others of a family differ by numbers and run nightly
     "gemma2_untied", "gemma3", "olmo2", "olmo3_yarn", "smollm3", "granite", "phi3_partial", "phi3_long",
     "seed_oss_biased", "qwen3_moe_unnormalised", "mixtral_window",
     "gpt_oss_unbiased", "qwen3_5", "qwen3_5_gelu", "qwen2_moe", "glm4_moe_groups",
-    "deepseek_v3_experts",
+    "deepseek_v3_experts", "qwen3_next",
 )  # fmt: skip
 EACH = [case if case in DEFAULT else nightly(case) for case in CASES]
 

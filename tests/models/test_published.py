@@ -27,6 +27,7 @@ BILLION = {
     "gpt-oss-20b": 20.9,
     "gpt-oss-120b": 116.8,
     "Qwen3.5-9B": 8.95,
+    "Qwen3-Next-80B-A3B": 79.7,
     "DeepSeek-V3 in bfloat16": 671.0,
     "Kimi-K2 in bfloat16": 1026.0,
     "Qwen3.5-27B": 26.9,
