@@ -106,6 +106,27 @@ HeldOut = Annotated[
 ]
 
 
+MOST_SAMPLES = 64  # texts of an adapter at one evaluation
+
+
+def _samples(value: object) -> int | list[str]:
+    """Reads a number of held-out samples, or prompts. As a union, each value would get two errors."""
+    if isinstance(value, list):
+        texts = [text for text in value if isinstance(text, str)]
+        if 0 < len(texts) == len(value) == len(set(texts)):
+            return [check_text(text) for text in texts]
+    elif isinstance(value, int | float) and not isinstance(value, bool) and value in range(MOST_SAMPLES + 1):
+        return int(value)
+    raise ValueError(f"a whole number from 0 to {MOST_SAMPLES}, or a list of different prompts, not {shortened(value)}")
+
+
+SAMPLES_SCHEMA = {
+    "anyOf": [
+        {"type": "integer", "minimum": 0, "maximum": MOST_SAMPLES},
+        {"type": "array", "items": {"type": "string"}, "minItems": 1, "uniqueItems": True},
+    ]
+}
+Samples = Annotated[int | list[str], PlainValidator(_samples), WithJsonSchema(SAMPLES_SCHEMA)]
 TrainableTokens = Annotated[list[int | str] | dict[str, list[int | str]] | None, PlainValidator(check_tokens)]
 
 
@@ -538,9 +559,7 @@ class TrainSettings(Section):
     eval_every_steps: Count | None = Field(
         default=None, description="optimizer steps of an adapter between two evaluations"
     )
-    samples: (
-        Annotated[Whole, Field(ge=0, le=64)] | Annotated[list[Text], Field(min_length=1), AfterValidator(_different)]
-    ) = Field(
+    samples: Samples = Field(
         default=0,
         description="texts that every adapter generates, greedily, whenever it is evaluated: for so many of its "
         "held-out samples, or for these prompts; in events.jsonl and in the report",

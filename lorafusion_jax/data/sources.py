@@ -61,8 +61,8 @@ def expand_source(source: str, base_dir: Path) -> list[str]:
         DataError: data.missing-file, no file of rows is there.
     """
     path = base_dir / source
-    if source.startswith("hf:") or path.is_file():
-        return [source]
+    if source.startswith("hf:") or not _is_file_name(path) or path.is_file():
+        return [source]  # reading it says that it is missing
     if path.is_dir():
         files, what = path.rglob("*"), f"the folder {source} has no data file"
     elif any(sign in source for sign in "*?["):
@@ -77,6 +77,14 @@ def expand_source(source: str, base_dir: Path) -> list[str]:
     if not chosen:
         raise DataError("data.missing-file", f"{what}.", where=str(path), fix="files with " + " ".join(KINDS))
     return [str(file if Path(source).is_absolute() else file.relative_to(base_dir)) for file in chosen]
+
+
+def _is_file_name(path: Path) -> bool:
+    try:
+        path.is_file()
+    except (OSError, ValueError):  # too long, or with a zero
+        return False
+    return True
 
 
 def _visible(file: Path, hidden: list[str]) -> bool:

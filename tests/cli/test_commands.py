@@ -321,9 +321,7 @@ def test_doctor_names_the_options_of_a_hopper_gpu():
     assert defaults["mlp"].startswith("pallas_mosaic_gpu: one op")
 
 
-@pytest.mark.parametrize(
-    "arguments", [("trian",), ("check",), ("plan", "jobs.yaml", "--no-such-option"), ("export", "run", "law")]
-)
+@pytest.mark.parametrize("arguments", [("trian",), ("check",), ("plan", "jobs.yaml", "--no-such-option"), ("export",)])
 def test_mistyped_commands_are_usage_errors(lorafusion, arguments):
     outcome = lorafusion(*arguments)
     assert outcome.code == 2

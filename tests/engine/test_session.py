@@ -13,6 +13,7 @@ from small_jobs import exported, write_job, write_rows
 from lorafusion_jax.checkpoint.peft import peft_tensors
 from lorafusion_jax.checkpoint.peft_leaves import take_adapter
 from lorafusion_jax.config import load_config
+from lorafusion_jax.config.data_sources import read_sources
 from lorafusion_jax.config.join import select_adapters
 from lorafusion_jax.config.schema import ObjectiveSettings
 from lorafusion_jax.data.prepare import prepare
@@ -268,7 +269,7 @@ def test_learning_another_objective_changes_no_bit(session, config, task, alone,
         adapter = config.adapter("news").model_copy(
             update={
                 "name": name,
-                "data": config.adapter("news").data.model_copy(update={"train": str(tmp_path / rows)}),
+                "data": config.adapter("news").data.model_copy(update={"train": read_sources(str(tmp_path / rows))}),
                 "objective": ObjectiveSettings(name=objective),
             }
         )

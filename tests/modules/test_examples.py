@@ -38,7 +38,7 @@ import pytest
         "planning.rebalance",
         "report.ranking",
         "report.summary",
-        "report.trackers",
+        "report.trackers.series",
     ],
 )
 def test_examples_of(name):

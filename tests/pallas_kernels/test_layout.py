@@ -40,7 +40,7 @@ def folder(name: str) -> str:
 
 
 def test_folders_import_in_one_direction():
-    order = (NEUTRAL, "linear", "quantised", "mlp", "norm", "attention", "experts", "tuning")
+    order = (NEUTRAL, "linear", "quantised", "mlp", "norm", "attention", "experts", "delta_rule", "tuning")
     may = {
         NEUTRAL: {NEUTRAL},
         "linear": {NEUTRAL, "linear"},
@@ -49,6 +49,7 @@ def test_folders_import_in_one_direction():
         "norm": {NEUTRAL, "norm"},
         "attention": {NEUTRAL, "attention"},
         "experts": {NEUTRAL, "experts"},
+        "delta_rule": {NEUTRAL, "delta_rule"},
         "tuning": set(order),
     }
     assert {folder(name) for name in FILES} == set(order)

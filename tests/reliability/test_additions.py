@@ -19,6 +19,7 @@ from lorafusion_jax.api.status import run_numbers
 from lorafusion_jax.checkpoint.requests import request_files, write_request
 from lorafusion_jax.checkpoint.verify_folder import verify_folder
 from lorafusion_jax.config import load_config
+from lorafusion_jax.config.data_sources import read_sources
 from lorafusion_jax.config.join import read_joining
 from lorafusion_jax.errors import LoraFusionError
 from lorafusion_jax.pipeline.session import Session
@@ -191,7 +192,7 @@ def test_what_joins_after_the_checkpoint_begins_with_what_it_began_with(make_con
 def test_what_cannot_join_changes_nothing(make_config, tax, healthy, tmp_path, monkeypatch):
     run, config = tmp_path / "run", make_config(ONE_DEVICE)
     (new,) = tax
-    nowhere = new.model_copy(update={"data": new.data.model_copy(update={"train": "/nowhere.jsonl"})})
+    nowhere = new.model_copy(update={"data": new.data.model_copy(update={"train": read_sources("/nowhere.jsonl")})})
     folder_gone = new.model_copy(update={"lora": new.lora.model_copy(update={"init_from": "/nowhere"})})
     large = new.model_copy(update={"name": "large"})
     refused = [
@@ -200,7 +201,7 @@ def test_what_cannot_join_changes_nothing(make_config, tax, healthy, tmp_path, m
         ([folder_gone], "there is no folder /nowhere"),
         ([large], "memory for more adapters. stage 0 needs 9 GB"),
     ]
-    monkeypatch.setattr(Session, "lacks_memory", lambda self, c: "stage 0 needs 9 GB" * (c.adapters[-1] == large))
+    monkeypatch.setattr(Session, "lacks_memory", lambda self, c: "stage 0 needs 9 GB" * (c.adapters[-1].name == "large"))
     result = train(config, run, listeners=[asks(run, *(("law", 1, adapters, "add") for adapters, _ in refused))])
     told = [row["text"] for row in events_of(run, "request-refused")]
     assert len(told) == len(refused)
