@@ -201,7 +201,9 @@ def test_what_cannot_join_changes_nothing(make_config, tax, healthy, tmp_path, m
         ([folder_gone], "there is no folder /nowhere"),
         ([large], "memory for more adapters. stage 0 needs 9 GB"),
     ]
-    monkeypatch.setattr(Session, "lacks_memory", lambda self, c: "stage 0 needs 9 GB" * (c.adapters[-1].name == "large"))
+    monkeypatch.setattr(
+        Session, "lacks_memory", lambda self, c: "stage 0 needs 9 GB" * (c.adapters[-1].name == "large")
+    )
     result = train(config, run, listeners=[asks(run, *(("law", 1, adapters, "add") for adapters, _ in refused))])
     told = [row["text"] for row in events_of(run, "request-refused")]
     assert len(told) == len(refused)
