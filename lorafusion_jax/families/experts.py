@@ -105,8 +105,9 @@ class Experts:
             *([output] if self.shared_gate else []),
             router,
             self._saved("gate, up of experts", 2 * self.inner, "gate_up"),
-            self._saved("rows of experts", self.width),
-            self._saved("weighted act(gate) · up of experts", self.inner),
+            self._saved("rows of experts", self.width, input_of=GATE_UP),
+            *([self._saved("act(gate) · up of experts", self.inner)] if self.limit is None else []),
+            self._saved("weighted act(gate) · up of experts", self.inner, input_of=DOWN),
         )
 
     @property
@@ -138,6 +139,8 @@ class Experts:
             active=self.active,
         )
 
-    def _saved(self, name: str, width: int, checkpoint: str | None = None) -> SavedTensor:
-        copies = (self.count, self.active)
-        return SavedTensor(name=name, half="mlp", width=self.active * width, checkpoint=checkpoint, experts=copies)
+    def _saved(self, name: str, width: int, checkpoint: str | None = None, input_of: str | None = None) -> SavedTensor:
+        copies, all_width = (self.count, self.active), self.active * width
+        return SavedTensor(
+            name=name, half="mlp", width=all_width, checkpoint=checkpoint, input_of=input_of, experts=copies
+        )

@@ -132,6 +132,7 @@ class SavedTensor:
         float32: float32 in every model dtype.
         unfused: saved only if no single op runs the core of this half (attention, or the whole MLP).
         entry: a piece that is only this half saves its own input instead.
+        input_of: a linear whose adapters alone need it, for their gradients.
         experts: E and k, if its rows are copies for the k of E experts, sorted and padded; `width` is that of all k.
     """
 
@@ -142,6 +143,7 @@ class SavedTensor:
     float32: bool = False
     unfused: bool = False
     entry: bool = False
+    input_of: str | None = None
     experts: tuple[int, int] | None = None
 
     @property

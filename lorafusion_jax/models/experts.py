@@ -67,9 +67,14 @@ class MixtureOfExperts(nnx.Module):
         gates_MG = checkpoint_name(_plus(gates_MG, gate_up.bias_of(rows)), "gate_up")
         weight_M = spread_copies(weight_Tk, rows)[:, None].astype(x_TD.dtype)
         # A row is weighted before `down`, which is linear, so backward needs no output of `down`.
-        y_MD = down(self._gated(gates_MG) * weight_M, rows, lora)
-        bias_MD = down.bias_of(rows)
-        y_TD = collect_rows(_plus(y_MD, None if bias_MD is None else bias_MD * weight_M), rows)
+        y_MD = down(self._weighted(gates_MG, weight_M), rows, lora)
+        if self.spec.bias:  # backward gathers it again
+
+            def weigh_bias(weight_M1: jax.Array) -> jax.Array:
+                return down.bias_of(rows) * weight_M1
+
+            y_MD = y_MD + jax.checkpoint(weigh_bias, prevent_cse=False)(weight_M)
+        y_TD = collect_rows(y_MD, rows)
         return y_TD if self.spec.shared is None else y_TD + self._shared(self.spec.shared, x_TD, lora)
 
     def _shared(self, spec: Mlp, x_TD: jax.Array, lora: LoRAContext | None) -> Float[Array, "T D"]:
@@ -108,6 +113,14 @@ class MixtureOfExperts(nnx.Module):
             return gate_with(self.spec.activation, gate, up)
         gate, up = jnp.minimum(gate, self.spec.limit), jnp.clip(up, -self.spec.limit, self.spec.limit)
         return (up + 1) * gate * jax.nn.sigmoid(STEEPNESS * gate)
+
+    def _weighted(self, gates_MG: jax.Array, weight_M1: jax.Array) -> jax.Array:
+        def weigh(gates_MG: jax.Array, weight_M1: jax.Array) -> jax.Array:
+            return self._gated(gates_MG) * weight_M1
+
+        if self.spec.limit is not None:  # else backward is given six more arrays of all rows
+            weigh = jax.checkpoint(weigh, prevent_cse=False)
+        return weigh(gates_MG, weight_M1)
 
 
 def choose_experts(

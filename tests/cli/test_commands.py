@@ -295,7 +295,7 @@ def test_doctor(lorafusion):
     assert set(numbers) == {"versions", "devices", "kernels", "defaults", "extras", "disk"}
     assert numbers["kernels"]["xla"] == "available"
     for what, folder in (("compiled programs", "programs"), ("tokens", "tokens"), ("quantised bases", "quantised")):
-        assert re.search(rf"{folder}: \d+ files, .*B$", numbers["disk"][what])
+        assert re.search(rf"{folder} *: \d+ files, .*B$", numbers["disk"][what])  # paths are aligned
     outcome = lorafusion("doctor")
     assert outcome.code == 0
     assert outcome.last_line == "next: lorafusion demo"

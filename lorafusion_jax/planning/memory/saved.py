@@ -41,6 +41,8 @@ def _saved_tensors(problem: MemoryProblem, layer: Layer, half: Half, *, alone: b
     for tensor in layer.saved:
         wanted = tensor.policy == "gemm_inputs" or problem.remat == "everything"
         left_out = (tensor.unfused and fused) or (tensor.entry and alone)
+        if tensor.input_of is not None:
+            left_out |= not any(tensor.input_of in spec.targets for spec in problem.adapters)
         if tensor.half == half and wanted and not left_out:
             item = FLOAT32 if tensor.float32 else problem.item
             kept[tensor.name] = item * _rows(problem, tensor) * tensor.width
