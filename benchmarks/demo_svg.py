@@ -7,6 +7,7 @@ python -m benchmarks.demo_svg --steps 2         # tries the script
 from __future__ import annotations
 
 import argparse
+import html
 import io
 import re
 import tempfile
@@ -24,6 +25,7 @@ from lorafusion_jax.report.screen import Screen
 
 ROOT = Path(__file__).resolve().parents[1]
 WIDTH = 108
+LETTER = 12.2  # width of a letter in the picture
 FONTS = 'ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace'
 MIDDLE = 0.6  # of the run: where the live view is drawn
 
@@ -72,13 +74,22 @@ def draw(to: Path, steps: int | None) -> None:
     assert code == 0
     svg = console.export_svg(title="lorafusion demo")
     svg = svg.replace(f"{folder}/", "").replace(str(examples_directory()), "examples")
-    to.write_text(with_local_fonts(svg), encoding="utf-8")
+    to.write_text(with_true_widths(with_local_fonts(svg)), encoding="utf-8")
 
 
 def with_local_fonts(svg: str) -> str:
     """Takes out fonts of other hosts: a page asks no other host for anything."""
     svg = re.sub(r"\s*@font-face \{.*?\}", "", svg, flags=re.DOTALL)
     return svg.replace("font-family: Fira Code, monospace", f"font-family: {FONTS}")
+
+
+def with_true_widths(svg: str) -> str:
+    """Gives each text the width of its letters: those whose paths became shorter would be stretched."""
+
+    def true(text: re.Match[str]) -> str:
+        return f'textLength="{len(html.unescape(text[3])) * LETTER:g}"{text[2]}>{text[3]}<'
+
+    return re.sub(r'textLength="([\d.]+)"([^>]*)>([^<]*)<', true, svg)
 
 
 def main() -> None:
