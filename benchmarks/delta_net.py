@@ -8,17 +8,16 @@ are also written to DIR/delta_net.jsonl. All variants run in one process; times 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from benchmarks.conditions import conditions
+from benchmarks.layer_times import difference, seconds_of
 from benchmarks.row_file import write_within_budget
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.families.delta_net import DeltaNet
@@ -82,7 +81,7 @@ def _checked(net: DeltaNet, tokens: int) -> dict[str, Any]:
         wide = tuple(x.astype(jnp.float32) for x in given)
         wanted = jax.jit(partial(_passes, partial(delta_rule_by_rows, ids_T=segments.ids)))(*wide)
         actual = jax.jit(partial(_passes, partial(_rule, segments)))(*given)
-        errors[jnp.dtype(dtype).name] = error = max(map(_difference, actual, wanted))
+        errors[jnp.dtype(dtype).name] = error = max(map(difference, actual, wanted))
         assert error < bound, (dtype, error)
     return {"section": "check", "tokens": tokens, **errors}
 
@@ -158,22 +157,8 @@ def _layer_rows(config: ModelConfig, tokens: int) -> Iterator[dict[str, Any]]:
         }  # fmt: skip
 
 
-def _difference(a: jax.Array, b: jax.Array) -> float:
-    wanted = np.asarray(b, np.float32)
-    return float(np.abs(np.asarray(a, np.float32) - wanted).max() / max(np.abs(wanted).max(), 1e-6))
-
-
 def _seconds(run: Callable[[], Any], calls: int = 5) -> float:
-    """Median over repeats of the time of a call, in a row of calls."""
-    jax.block_until_ready(run())
-    times = []
-    for _ in range(REPEATS):
-        began = time.perf_counter()
-        for _ in range(calls - 1):
-            run()
-        jax.block_until_ready(run())
-        times.append((time.perf_counter() - began) / calls)
-    return float(np.median(times))
+    return seconds_of(run, calls, REPEATS)
 
 
 if __name__ == "__main__":

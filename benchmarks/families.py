@@ -8,17 +8,16 @@ written to DIR/families.jsonl. All variants of a section run in one process, in 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from benchmarks.conditions import conditions
+from benchmarks.layer_times import difference, seconds_of
 from benchmarks.row_file import write_within_budget
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.families.pattern import LayerType
@@ -79,7 +78,7 @@ def _attention_rows(width: int, T: int, heads: int, key_heads: int) -> Iterator[
                     yield row | {"failed": str(problem).splitlines()[0][:200]}
                     continue
                 wanted = outputs if wanted is None else wanted
-                error = max(_difference(a, b) for a, b in zip(outputs, wanted, strict=True))
+                error = max(difference(a, b) for a, b in zip(outputs, wanted, strict=True))
                 assert error < 0.05, (row, error)
                 yield row | {"us": 1e6 * _seconds(partial(run, q, k, v, do, segments)), "error": error}
 
@@ -121,22 +120,8 @@ def _layer_rows(shape: dict[str, Any], T: int, count: int) -> Iterator[dict[str,
         }  # fmt: skip
 
 
-def _difference(a: jax.Array, b: jax.Array) -> float:
-    wanted = np.asarray(b, np.float32)
-    return float(np.abs(np.asarray(a, np.float32) - wanted).max() / max(np.abs(wanted).max(), 1e-6))
-
-
 def _seconds(run: Callable[[], Any], calls: int = 10) -> float:
-    """Median over repeats of the time of a call, in a row of calls."""
-    jax.block_until_ready(run())
-    times = []
-    for _ in range(REPEATS):
-        began = time.perf_counter()
-        for _ in range(calls - 1):
-            run()
-        jax.block_until_ready(run())
-        times.append((time.perf_counter() - began) / calls)
-    return float(np.median(times))
+    return seconds_of(run, calls, REPEATS)
 
 
 if __name__ == "__main__":

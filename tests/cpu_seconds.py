@@ -1,4 +1,4 @@
-"""CPU seconds of test files: whoever adds a dear one sees it at the end of a run."""
+"""CPU seconds of test files: whoever adds a slow one sees it at the end of a run."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections import Counter
 
 import pytest
 
-DEAR_S = 30.0  # CPU seconds of a file: CONTRIBUTING.md, "Tests"
+SLOW_S = 30.0  # CPU seconds of a file: CONTRIBUTING.md, "Tests"
 
 
 class CpuSeconds:
-    """A pytest plugin: reports carry what a phase cost, of any worker; the end of a run lists dear files."""
+    """A pytest plugin: reports carry what a phase cost, of any worker; the end of a run lists slow files."""
 
     def __init__(self) -> None:
         self.before = spent()
@@ -28,10 +28,10 @@ class CpuSeconds:
         self.files[report.nodeid.split("::")[0]] += getattr(report, "cpu_s", 0.0)
 
     def pytest_terminal_summary(self, terminalreporter) -> None:
-        dear = [(path, seconds) for path, seconds in self.files.most_common() if seconds > DEAR_S]
-        if dear:
-            terminalreporter.section(f"files of more than {DEAR_S:.0f} CPU seconds")
-        for path, seconds in dear:
+        slow = [(path, seconds) for path, seconds in self.files.most_common() if seconds > SLOW_S]
+        if slow:
+            terminalreporter.section(f"files of more than {SLOW_S:.0f} CPU seconds")
+        for path, seconds in slow:
             terminalreporter.line(f"{seconds:6.1f} s  {path}")
 
 

@@ -126,7 +126,7 @@ _GROUP_KEYS = {"num_local_experts": "num_experts", "n_routed_experts": "num_expe
 PREDICTORS = (
     "num_mtp_layers",
     "num_nextn_predict_layers",
-)  # how many layers behind the last one predict further tokens; they are not loaded
+)  # how many layers after the last one predict further tokens; they are not loaded
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(

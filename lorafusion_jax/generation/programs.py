@@ -233,7 +233,7 @@ class GenerationPrograms:
             specs = tuple(
                 spec(operand) if callable(spec) else spec for spec, operand in zip(in_specs, operands, strict=True)
             )
-            # check_vma is off: all devices compute the same, which it cannot see behind a gather.
+            # check_vma is off: all devices compute the same, which it cannot see after a gather.
             local = jax.shard_map(function, mesh=self._mesh.mesh, in_specs=specs, out_specs=EVERYWHERE, check_vma=False)
             return local(*operands)
 

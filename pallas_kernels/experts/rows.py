@@ -27,7 +27,7 @@ class ExpertRows(NamedTuple):
         source: int32 [M], copy t · k + j in each place; -1: padding.
         place: int32 [T, k], place of each copy.
         tile_expert: int32 [tiles]; -1: no rows.
-        run_start, run_stop: int32 [E · (A + 1)], first row of each run, and the one behind its last.
+        run_start, run_stop: int32 [E · (A + 1)], first row of each run, and the one after its last.
         segment_tile, segment_run: int32 [segments], in the order of rows; a run of -1: no segment.
         tile_segment: int32 [tiles + 1], first segment of each tile, and the end of the last one.
     """
@@ -98,7 +98,7 @@ def sort_rows(
 
 
 def _segments(run_start: Array, run_stop: Array, adapters: int, tile: int, segments: int) -> tuple[Array, Array]:
-    """Tile and run of each segment; those that are not needed are at the end, behind all tiles."""
+    """Tile and run of each segment; those that are not needed are at the end, after all tiles."""
     first_tile = run_start // tile
     of_adapter = jnp.arange(len(run_start)) % (adapters + 1) < adapters
     parts = jnp.where(of_adapter & (run_stop > run_start), (run_stop - 1) // tile - first_tile + 1, 0)
@@ -106,8 +106,8 @@ def _segments(run_start: Array, run_stop: Array, adapters: int, tile: int, segme
     run = _owner(stop, segments)
     used, at = run < len(parts), jnp.minimum(run, len(parts) - 1)
     number = jnp.arange(segments, dtype=jnp.int32) - (stop - parts)[at]
-    behind = jnp.iinfo(jnp.int32).max
-    return jnp.where(used, first_tile[at] + number, behind), jnp.where(used, run, -1)
+    beyond = jnp.iinfo(jnp.int32).max
+    return jnp.where(used, first_tile[at] + number, beyond), jnp.where(used, run, -1)
 
 
 def _shifted(stop: Array) -> Array:

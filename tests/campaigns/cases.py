@@ -27,7 +27,7 @@ from typing import Any, Protocol
 Row = dict[str, Any]
 HELD, LOST = "held", "LOST"
 PROCESSOR_S = 300  # of a case; more is a loss
-PATIENCE_S = 600  # by the clock; whoever waits for ever uses no processor
+PATIENCE_S = 600  # by the clock; whoever waits without end uses no processor
 END_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from adapter_folders import distance, weights
 from more_cases import nightly
 from safetensors.numpy import load_file
 from small_jobs import write_job, write_rows
 
-from lorafusion_jax.checkpoint.peft import read_adapter
 from lorafusion_jax.config import load_config
 from lorafusion_jax.errors import ConfigError
 from lorafusion_jax.families.experts import Experts, Router
@@ -65,18 +65,6 @@ def run(base, tmp_path_factory):
         return runs[key]
 
     return run
-
-
-def weights(folder, name):
-    _, arrays = read_adapter(folder.latest(name))
-    return {f"{path} {number}": array for path, tensors in arrays.items() for number, array in enumerate(tensors)}
-
-
-def distance(actual, other):
-    assert actual.keys() == other.keys()
-    return max(
-        float(np.linalg.norm(actual[key] - other[key]) / max(np.linalg.norm(actual[key]), 1e-9)) for key in actual
-    )
 
 
 @pytest.mark.parametrize("name", [nightly("law"), nightly("med"), "chat"])  # chat is on all linears

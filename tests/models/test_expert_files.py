@@ -99,7 +99,7 @@ def test_an_adapter_that_peft_wrote_is_written_again_bit_for_bit(case, tmp_path)
 
 
 def test_layers_that_predict_further_tokens_are_left_out(copy):
-    """GLM's files have one behind the last layer."""
+    """GLM's files have one after the last layer."""
     folder = copy("glm4_moe", **{"model/layers/3/eh_proj/weight": np.zeros((16, 32), np.float32)})
     assert not [name for name in load_frozen(folder) if name.startswith("layers.3")]
     other = copy("qwen2_moe", **{"model/layers/3/eh_proj/weight": np.zeros((16, 32), np.float32)})
