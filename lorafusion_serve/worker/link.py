@@ -45,9 +45,10 @@ class Link:
         self.commands: queue.Queue[Message] = queue.Queue()
         self.refused = ""
         self._outbox: deque[Message] = deque()
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of what follows
         self._number = 0
         self._wire: Wire | None = None
+        self._emitting = threading.Lock()  # the server takes events in the order of their numbers
         self._contact = time.monotonic()
         self._ended = threading.Event()
         for name, work in (("link", self._connect), ("beat", self._beat)):
@@ -60,12 +61,13 @@ class Link:
 
     def emit(self, kind: str, **data: Any) -> None:
         """Sends an event, now or after the next connection."""
-        with self._lock:
-            self._number += 1
-            message = {"number": self._number, "event": kind} | data
-            self._outbox.append(message)
-            wire = self._wire
-        self._try(wire, message)
+        with self._emitting:
+            with self._lock:
+                self._number += 1
+                message = {"number": self._number, "event": kind} | data
+                self._outbox.append(message)
+                wire = self._wire
+            self._try(wire, message)
 
     def close(self, wait_s: float = 5.0) -> None:
         """Waits for the server to take what was emitted."""

@@ -234,10 +234,13 @@ class WorkerLoop:
         self._end(held, "stopped", step=state.step, path=path)
 
     def _save_all(self) -> None:
-        for held in self._held.values():
-            if not held.announced or held.place is None or self._session.tasks[held.place].step <= held.saved:
-                continue
-            state = self._session.read(held.place)
+        states = [
+            (held, self._session.read(held.place))
+            for held in self._held.values()
+            if held.announced and held.place is not None and self._session.tasks[held.place].step > held.saved
+        ]
+        self._report(now=True)  # the steps of a state do not run again, so the server has to know their rows
+        for held, state in states:
             held.saved = state.step
             self._writer.submit(self._save, held, state)
         self._saved_at = time.monotonic()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
@@ -13,6 +14,7 @@ from lorafusion_serve.server import open_database
 from lorafusion_serve.settings import Settings
 from lorafusion_serve.store import tables as t
 from lorafusion_serve.store.jobs import Jobs
+from lorafusion_serve.wire import Wire
 from lorafusion_serve.worker.link import Link
 
 EPOCH = 7
@@ -106,6 +108,33 @@ def test_an_event_counts_once_whatever_the_connection_does(service):
     with db.read() as connection:
         kinds = connection.execute(select(t.events.c.kind).where(t.events.c.job == job)).scalars().all()
     assert kinds.count("step") == 3
+
+
+def test_events_of_two_threads_arrive_in_the_order_of_their_numbers(service, monkeypatch):
+    """The server takes an event of a lower number for one that it has, so an event that another overtakes is lost."""
+    db, jobs, controller, connect = service
+    job = running_job(db, jobs)
+    worker = connect()
+    wait_for(lambda: controller.connected and worker._wire is not None)
+    second_sent, send = threading.Event(), Wire.send
+
+    def slow_first(wire, message):
+        if message.get("number") == 1:
+            second_sent.wait(0.3)
+        send(wire, message)
+        if message.get("number") == 2:
+            second_sent.set()
+
+    monkeypatch.setattr(Wire, "send", slow_first)
+    rows = {1: [{"kind": "step", "step": 1, "loss": 1.0}], 2: [{"kind": "step", "step": 2, "loss": 2.0}]}
+    first = threading.Thread(target=lambda: worker.emit("stepped", job=job, epoch=1, rows=rows[1]))
+    first.start()
+    wait_for(lambda: worker._outbox)
+    worker.emit("stepped", job=job, epoch=1, rows=rows[2])
+    first.join()
+    wait_for(lambda: state_of(db, jobs, job)["step"] == 2)
+    with db.read() as connection:
+        assert [row["step"] for row in jobs.metrics(connection, job, 0, 1)] == [1, 2]
 
 
 def test_the_last_event_sent_again_counts_once(service):

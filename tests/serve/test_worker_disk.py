@@ -1,10 +1,11 @@
-"""A disk that is full while a worker saves: jobs keep their newest state, and nothing that is half written counts."""
+"""What a worker saves: rows come before states, and on a full disk the newest state stays."""
 
 from __future__ import annotations
 
 import queue
 import threading
 import time
+from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ FULL = RunError("save.no-space", "the disk is full.")
 class Adapter:
     """A task and its state in one; writing it fails while the disk is full."""
 
+    name: str
     steps: int
     disk: dict
     step: int = 0
@@ -56,6 +58,8 @@ class Bench:
         for task in window.slots:
             task.step += 1
             task.status = "done" if task.step == task.steps else "running"
+            row = {"adapter": task.name, "kind": "step", "step": task.step}
+            listener(SimpleNamespace(kind="step", row=row.copy))
         time.sleep(0.002)
 
     def drain(self): ...
@@ -63,7 +67,7 @@ class Bench:
     def evaluate(self, place): ...
 
     def read(self, place):
-        return self.tasks[place]
+        return copy(self.tasks[place])
 
     def forget(self, place):
         del self.tasks[place]
@@ -95,7 +99,7 @@ def worker(tmp_path, monkeypatch):
             raise FULL
 
     monkeypatch.setattr(loop, "export_task", export)
-    monkeypatch.setattr(loop, "_load", lambda job, values, state, folder: (Adapter(values["steps"], disk), None))
+    monkeypatch.setattr(loop, "_load", lambda job, values, state, folder: (Adapter(job, values["steps"], disk), None))
     monkeypatch.setattr(loop, "AGAIN_S", 0.05)
     running = loop.WorkerLoop(Bench(), line, {}, save_s=0.05)
     thread = threading.Thread(target=running.run, daemon=True)
@@ -143,3 +147,18 @@ def test_an_adapter_that_is_done_waits_for_the_disk_while_others_train(worker):
     wait_for(lambda: line.of("finished"))
     assert [event["job"] for event in line.of("finished")] == ["fern"]
     assert line.of("failed") == []
+
+
+def test_a_state_comes_after_the_rows_of_its_steps(worker):
+    """A killed worker goes on from the newest state that the server knows: rows of steps before it never come again."""
+    start, line, _ = worker
+    start("fern", 10**6, 0)
+    start("moss", 10**6, 2)
+    wait_for(lambda: len(line.of("saved")) > 5)
+    reported = {"fern": 0, "moss": 0}
+    for kind, data in list(line.events):
+        if kind == "stepped":
+            assert data["rows"][0]["step"] == reported[data["job"]] + 1
+            reported[data["job"]] = data["rows"][-1]["step"]
+        elif kind == "saved":
+            assert data["step"] <= reported[data["job"]]
