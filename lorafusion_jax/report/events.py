@@ -75,6 +75,7 @@ class StartedUp(RunEvent):
         seconds: since it began to be read.
         parts: begin and end of what went on, side by side: reading the base, compiling each stage.
         compiled, from_cache: programs that the compilation cache lacked and had; none is counted without a cache.
+        lowering_s, compiling_s: seconds of Python that lowered programs, and of XLA; those of threads add up.
         base_from_cache: whether the kernels of the base were quantised by an earlier run.
     """
 
@@ -83,6 +84,8 @@ class StartedUp(RunEvent):
     parts: Mapping[str, tuple[float, ...]]
     compiled: int
     from_cache: int
+    lowering_s: float
+    compiling_s: float
     base_from_cache: bool = False
 
 

@@ -124,6 +124,8 @@ def _finish_loading(session: Session, rows: Sequence[Microbatch], began: float, 
         parts=parts,
         compiled=programs.compiled,
         from_cache=programs.from_cache,
+        lowering_s=round(programs.lowering_s, 3),
+        compiling_s=round(programs.compiling_s, 3),
         base_from_cache=session.reading.from_cache,
     )
     notices = [dataclasses.replace(notice, slot=slot) for notice in session.reading.take_notices()]

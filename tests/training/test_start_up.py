@@ -68,6 +68,7 @@ def test_stages_compile_side_by_side_while_the_base_is_read(config, tmp_path, mo
     assert max(parts["stage 0"][0], parts["stage 1"][0]) < min(parts["stage 0"][1], parts["stage 1"][1])
     assert parts["base"][0] < parts["stage 0"][0] < parts["base"][1]
     assert all(0 <= begin <= end <= started["seconds"] for begin, end in parts.values())
+    assert min(started["lowering_s"], started["compiling_s"]) > 0
 
     jax.clear_caches()
     with CompileCounter() as programs:
