@@ -18,7 +18,7 @@ from scheduling.online.simulator import Simulator
 from scheduling.online.state import after
 
 # Jobs join a session whose programs are compiled, so a change costs only a drained pipeline.
-CHANGES = ChangeCosts(start_s=0.0, load_bytes_per_s=inf, change_s=0.0, compile_s=0.0, move_s=0.0)
+CHANGES = ChangeCosts(start_s=0.0, load_bytes_per_s=inf, change_s=0.0, compile_s=0.0, move_s=0.0, save_s=0.0)
 
 
 class SessionFacts(ShapeFacts):

@@ -37,6 +37,7 @@ from scheduling.online.traces import TraceShape as TraceShape
 from scheduling.online.traces import generate_trace as generate_trace
 from scheduling.online.traces import read_trace as read_trace
 from scheduling.online.traces import write_trace as write_trace
+from scheduling.online.types import End as End
 from scheduling.online.types import Fault as Fault
 from scheduling.online.types import Job as Job
 from scheduling.online.types import User as User

@@ -15,7 +15,7 @@ from scheduling.online.rates import Rates
 from scheduling.online.result import ClusterResult
 from scheduling.online.simulator import Simulator
 from scheduling.online.state import Policy
-from scheduling.online.types import Fault, Job, User, Worker
+from scheduling.online.types import End, Fault, Job, User, Worker
 
 POLICIES = {
     "ours": Ours,
@@ -52,6 +52,7 @@ def simulate_cluster(
     users: Sequence[User] = (),
     rates: Rates | None = None,
     truth: Rates | None = None,
+    ends: Sequence[End] = (),
 ) -> ClusterResult:
     """Simulates jobs that arrive over time on a cluster until all are done. The result is deterministic.
 
@@ -64,6 +65,7 @@ def simulate_cluster(
         rates: cached predictions of the policy, to share between several runs of the same jobs.
         truth: how fast groups really train (None: as predicted). The checker knows the truth, and forgives a slowdown
             that is a quarter above its bound.
+        ends: jobs that stop early, fail or are cancelled; the policy does not know before.
 
     Raises:
         PlanError: bad input, a job that no worker has the memory for, or a decision that breaks a rule.
@@ -76,7 +78,10 @@ def simulate_cluster(
     events = [fault if isinstance(fault, Fault) else Fault(*fault) for fault in faults]
     with few_collections():
         predicted = rates if truth else None
-        return Simulator(jobs, workers, chosen, truth or rates, predicted=predicted, users=users, faults=events).run()
+        simulator = Simulator(
+            jobs, workers, chosen, truth or rates, predicted=predicted, users=users, faults=events, ends=ends
+        )
+        return simulator.run()
 
 
 @contextmanager

@@ -13,12 +13,16 @@ TYPICAL_SAMPLE = 1024  # tokens; stages are balanced for samples of this length
 
 
 class SlotCost(NamedTuple):
-    """Seconds of a slot on the slowest stage: fixed + token · tokens + square · Σ length² + update · steps."""
+    """Seconds of a slot on the slowest stage: fixed + token · tokens + square · Σ length² + update · steps.
+
+    `forward` is the share of a slot that its forward pass takes.
+    """
 
     fixed_s: float
     token_s: float
     square_s: float
     update_s: float
+    forward: float = 0.5
 
     def seconds(self, tokens: float, squares: float) -> float:
         return self.fixed_s + self.token_s * tokens + self.square_s * squares
@@ -36,7 +40,8 @@ class ChangeCosts:
         change_s: a running group drains and continues with other members.
         compile_s: a running group continues with programs that its session has not compiled yet.
         move_s: a job's state is written by one session and read by another.
-        checkpoint_s: interval between saves of every member. A fault loses the progress since the last save.
+        checkpoint_s: training time between saves of every job. A fault loses the progress since the last save.
+        save_s: what a save of its members costs a group in training time.
     """
 
     start_s: float = 30.0
@@ -45,10 +50,16 @@ class ChangeCosts:
     compile_s: float = 20.0
     move_s: float = 2.0
     checkpoint_s: float = 600.0
+    save_s: float = 0.5
 
     def open_s(self, shape: ModelShape, loading: int = 0) -> float:
         """Seconds from the decision to open a group to its first step, while others load on the same host."""
         return self.start_s + 2 * shape.parameters / self.load_bytes_per_s * (1 + loading)
+
+    @property
+    def trains(self) -> float:
+        """The share of a group's time that saves leave to training."""
+        return 1 - self.save_s / self.checkpoint_s
 
     def stop_s(self, compiled: bool) -> float:
         """Seconds for which a running group stops for a change."""
@@ -64,14 +75,15 @@ def rank_class(ranks: Iterable[int]) -> int:
     return next((size for size in RANK_CLASSES if largest <= size), largest)
 
 
-def slot_cost(costs: CostModel, num_stages: int) -> SlotCost:
-    """Cost of a slot on the slowest stage, forward plus backward."""
+def slot_cost(costs: CostModel, num_stages: int, trains: float = 1.0) -> SlotCost:
+    """Cost of a slot on the slowest stage, forward plus backward, if `trains` of the time is left to training."""
 
     def of_stage(stage: int) -> SlotCost:
         cost = costs.stage(stage)
         names = ("fixed_s", "token_s", "square_s")
-        both = {name: getattr(cost.forward, name) + getattr(cost.backward, name) for name in names}
-        return SlotCost(**both, update_s=cost.update_s)
+        both = {name: (getattr(cost.forward, name) + getattr(cost.backward, name)) / trains for name in names}
+        forward = cost.forward.seconds(*typical) / (cost.forward.seconds(*typical) + cost.backward.seconds(*typical))
+        return SlotCost(**both, update_s=cost.update_s / trains, forward=forward)
 
     typical = 4 * TYPICAL_SAMPLE, 4 * TYPICAL_SAMPLE**2
     return max(map(of_stage, range(num_stages)), key=lambda cost: cost.seconds(*typical))

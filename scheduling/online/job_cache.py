@@ -25,6 +25,7 @@ class JobCache:
         known = self._keys.get(job.name)
         if known is None or known[0] is not job:
             of = (job.shape, job.lengths, job.global_batch, job.rank, job.targets, job.weight, job.max_slowdown)
+            of += (job.eval_every, job.eval_tokens)
             if max(len(self._keys), len(self._numbers)) >= MOST_JOBS:
                 self._forget_oldest()
             if of not in self._numbers:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from scheduling.online.costs import SlotCost
 from scheduling.online.profile import TILE
-from scheduling.online.sharing import GroupRate, Members, Mesh, group_rate, share
+from scheduling.online.sharing import GroupRate, Members, Mesh, between_steps_s, group_rate, share
 from scheduling.online.types import Job
 
 LEAST_SLOTS, MOST_SLOTS = 24, 96  # of a packing
@@ -87,13 +87,14 @@ def joint_rate(jobs: Sequence[Job], members: Members, mesh: Mesh, cost: SlotCost
     The slots are so many that the member with the longest steps, by the fluid model, takes some.
     """
     fluid = share(members, mesh, cost)
-    per_slot = min(fluid.steps_per_s) * cost.seconds(mesh.capacity_tokens, 0.0)
+    room = mesh.capacity_tokens * mesh.replicas
+    per_slot = min(fluid.steps_per_s) * fluid.density * room / fluid.tokens_per_s
     joint = pack_together(jobs, mesh, int(min(MOST_SLOTS, max(LEAST_SLOTS, BATCHES / per_slot))))
     squares = mesh.capacity_tokens * joint.squares / joint.tokens
-    slot_s = cost.seconds(mesh.capacity_tokens, squares) + cost.update_s * sum(joint.steps)
-    density = joint.tokens / (mesh.capacity_tokens * mesh.replicas)
+    slot_s = cost.seconds(mesh.capacity_tokens, squares)
+    slot_s += between_steps_s(members.profiles, joint.steps, mesh, cost)
     steps = [steps / slot_s for steps in joint.steps]
-    return group_rate(mesh, steps, joint.tokens / slot_s, members.fair, members.bounds, density)
+    return group_rate(mesh, steps, joint.tokens / slot_s, members.fair, members.bounds, joint.tokens / room)
 
 
 def _fill(rooms: list[int], left: list[int]) -> list[int]:

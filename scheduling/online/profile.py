@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from scheduling.online.costs import SlotCost
 from scheduling.online.types import Job
 
 TILE = 128
@@ -30,6 +31,7 @@ class Profile:
         squares: Σ length² / Σ length.
         capacities: capacities that the longest sample fits, ascending.
         bins: microbatches of some batches at each capacity, int[batches, capacities].
+        eval_every, eval_tokens: as those of the job.
     """
 
     batch_tokens: float
@@ -39,6 +41,8 @@ class Profile:
     squares: float
     capacities: tuple[int, ...]
     bins: NDArray[np.int64]
+    eval_every: int = 0
+    eval_tokens: int = 0
     _known: dict[tuple[int, ...], Any] = field(default_factory=dict[tuple[int, ...], Any], repr=False)  # cache
 
     def slots(self, index: int, replicas: int) -> float:
@@ -68,6 +72,18 @@ class Profile:
             known = self._known[mesh] = (tokens, tokens * (1 + padding))
         return known
 
+    def between_steps_s(self, mesh: tuple[int, int, int], cost: SlotCost) -> float:
+        """Seconds for which a group stops per step of the job: its update, and its part of an evaluation.
+
+        An evaluation is forward passes over full slots, and it drains the pipeline.
+        """
+        if not self.eval_every:
+            return cost.update_s
+        stages, replicas, capacity_tokens = mesh
+        slots = -(-self.eval_tokens // (replicas * capacity_tokens)) + stages - 1
+        slot_s = cost.forward * cost.seconds(capacity_tokens, capacity_tokens * self.squares)
+        return cost.update_s + slots * slot_s / self.eval_every
+
 
 def make_profile(job: Job) -> Profile:
     """Packs some of the job's batches at every candidate capacity, by first fit decreasing.
@@ -95,6 +111,8 @@ def make_profile(job: Job) -> Profile:
         squares=float((lengths.astype(float) ** 2).sum() / lengths.sum()),
         capacities=capacities,
         bins=bins,
+        eval_every=job.eval_every,
+        eval_tokens=job.eval_tokens,
     )
 
 

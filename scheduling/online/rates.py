@@ -153,7 +153,7 @@ class Rates:
         for mesh, cost in self._meshes([job], kind, gpus, profile.capacities):
             slots = profile.slots_at(mesh.capacity_tokens, mesh.replicas) + mesh.stages - 1
             tokens = mesh.capacity_tokens
-            step_s = slots * cost.seconds(tokens, tokens * profile.squares) + cost.update_s
+            step_s = slots * cost.seconds(tokens, tokens * profile.squares) + profile.between_steps_s(mesh, cost)
             if best is None or step_s < best.step_s:
                 best = IsolatedRate(step_s, mesh)
         return best
@@ -237,7 +237,10 @@ class Rates:
 
     def _cost(self, job: Job, kind: Kind, stages: int, recompute: bool) -> SlotCost:
         key = ("cost", job.base_name, kind[0], stages, recompute)
-        return self._once(key, lambda: slot_cost(self._facts.stage_costs(job, kind[0], stages, recompute), stages))
+        trains = self.changes.trains
+        return self._once(
+            key, lambda: slot_cost(self._facts.stage_costs(job, kind[0], stages, recompute), stages, trains)
+        )
 
     def _stage(self, job: Job, stages: int, recompute: bool) -> StageBytes:
         key = ("stage", job.base_name, stages, recompute)

@@ -22,6 +22,7 @@ COLUMNS = (
     ("slowdown p99", "slowdown_p99"),
     ("fairness", "fairness"),
     ("preemptions", "preemptions"),
+    ("refused", "refusals"),
 )
 
 
@@ -114,4 +115,4 @@ def format_figure(name: str, value: float) -> str:
         return f"{value / 3600:.2f} h" if value >= 3600 else f"{value / 60:.1f} min"
     if name in ("utilisation", "overall_utilisation", "deadlines_met"):
         return f"{value:.0%}"
-    return f"{value:.0f}" if name == "preemptions" else f"{value:.2f}"
+    return f"{value:.0f}" if name in ("preemptions", "refusals") else f"{value:.2f}"

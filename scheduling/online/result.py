@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -13,6 +13,13 @@ from scheduling.online.fairness import fair_finishes_s, jain
 from scheduling.online.ledger import Accounts
 from scheduling.online.sharing import IsolatedRate
 from scheduling.online.types import Job
+
+
+class Ended(NamedTuple):
+    """How a job ended that did not take all of its steps: "early", "failed" or "cancelled"."""
+
+    how: str
+    steps: float
 
 
 class Span(NamedTuple):
@@ -31,7 +38,9 @@ class ClusterResult:
 
     Args:
         jobs: in order of arrival.
-        finish_s, start_s: per job, seconds since 0. A job starts when it first trains.
+        finish_s, start_s: per job, seconds since 0. A job starts when it first trains. One that failed or was cancelled
+            finishes then, and counts in no mean over jobs.
+        ended: jobs that did not take all of their steps.
         slowdown: per job, its time in groups over its isolated time on its fair share of the same GPUs.
         isolated: rate of every job on its best mesh.
         preemptions: number of times that a running job went back to the queue.
@@ -45,6 +54,7 @@ class ClusterResult:
     jobs: tuple[Job, ...]
     gpus: int
     finish_s: dict[str, float]
+    ended: dict[str, Ended]
     start_s: dict[str, float]
     slowdown: dict[str, float]
     isolated: dict[str, IsolatedRate]
@@ -55,9 +65,19 @@ class ClusterResult:
     accounts: Accounts
 
     @cached_property
+    def completed(self) -> tuple[Job, ...]:
+        """Jobs with a result, each with the steps that it took."""
+        lost = {name for name, ended in self.ended.items() if ended.how != "early"}
+        return tuple(
+            replace(job, steps=max(1, round(self.ended[job.name].steps))) if job.name in self.ended else job
+            for job in self.jobs
+            if job.name not in lost
+        )
+
+    @cached_property
     def jct_s(self) -> dict[str, float]:
         """Job completion times: finish − arrival."""
-        return {job.name: self.finish_s[job.name] - job.arrival_s for job in self.jobs}
+        return {job.name: self.finish_s[job.name] - job.arrival_s for job in self.completed}
 
     @cached_property
     def makespan_s(self) -> float:
@@ -66,8 +86,8 @@ class ClusterResult:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens of all jobs / makespan."""
-        return sum(job.tokens for job in self.jobs) / self.makespan_s if self.makespan_s else 0.0
+        """Tokens of all jobs with a result / makespan."""
+        return sum(job.tokens for job in self.completed) / self.makespan_s if self.makespan_s else 0.0
 
     @property
     def utilisation(self) -> float:
@@ -107,7 +127,9 @@ class ClusterResult:
         until = np.concatenate([[0.0], np.cumsum(present[:-1] * np.diff(times))])  # job-seconds until each time
         crowd = (np.interp(finish, times, until) - np.interp(arrival, times, until)) / (finish - arrival)
         fairness: dict[str, float] = {}
-        for job, others in zip(jobs, crowd.tolist(), strict=True):
+        around = {job.name: others for job, others in zip(jobs, crowd.tolist(), strict=True)}
+        for job in self.completed:
+            others = around[job.name]
             best = self.isolated[job.name]
             fair_s = best.step_s * job.steps * max(1.0, others * best.mesh.gpus / self.gpus)
             fairness[job.name] = self.jct_s[job.name] / fair_s
@@ -120,9 +142,9 @@ class ClusterResult:
         In the fair cluster every user with unfinished jobs has a max–min fair share of the GPUs at all times, and runs
         its shortest jobs first on them: no groups, no more GPUs than a job's best mesh, and nothing to start.
         """
-        fair_s = fair_finishes_s(self.jobs, self.isolated, self.accounts.users, self.gpus)
+        fair_s = fair_finishes_s(self.completed, self.isolated, self.accounts.users, self.gpus)
         of_user = dict[str, list[Job]]()
-        for job in self.jobs:
+        for job in self.completed:
             of_user.setdefault(job.user, []).append(job)
         return {
             user: sum(self.jct_s[job.name] for job in jobs) / sum(fair_s[job.name] - job.arrival_s for job in jobs)
@@ -131,10 +153,10 @@ class ClusterResult:
 
     def summary(self) -> dict[str, float]:
         """The figures of one table row."""
-        jct = np.array(list(self.jct_s.values())) if self.jobs else np.zeros(1)
+        jct = np.array(list(self.jct_s.values())) if self.completed else np.zeros(1)
         slow = np.array(list(self.slowdown.values())) if self.slowdown else np.ones(1)
-        finish = np.array(list(self.finish_time_fairness.values())) if self.jobs else np.ones(1)
-        deadlines = [self.finish_s[job.name] <= job.deadline_s for job in self.jobs if job.deadline_s is not None]
+        finish = np.array(list(self.finish_time_fairness.values())) if self.completed else np.ones(1)
+        deadlines = [self.finish_s[job.name] <= job.deadline_s for job in self.completed if job.deadline_s is not None]
         return {
             "jct_mean_s": float(jct.mean()),
             "jct_p50_s": float(np.percentile(jct, 50)),

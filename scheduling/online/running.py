@@ -5,16 +5,32 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
+from typing import NamedTuple
 
 from scheduling.online.costs import rank_class
 from scheduling.online.ledger import Ledger
 from scheduling.online.rates import Rates
-from scheduling.online.result import Span
+from scheduling.online.result import Ended, Span
 from scheduling.online.sharing import GroupRate, Mesh
 from scheduling.online.state import Decision, GroupState, JobState
-from scheduling.online.types import Job, Worker
+from scheduling.online.types import End, Job, Worker
 
 SLOWEST, FASTEST = 0.25, 4.0  # bounds on the speed that a run reports
+
+
+class Unsaved(NamedTuple):
+    """What a job has trained since its last save."""
+
+    seconds: float = 0.0
+    steps: float = 0.0
+
+    def trained(self, seconds: float, steps: float, interval_s: float) -> Unsaved:
+        """The same after training on, with a save at the end of every interval."""
+        total_s = self.seconds + seconds
+        if total_s < interval_s:
+            return Unsaved(total_s, self.steps + steps)
+        rest_s = total_s % interval_s
+        return Unsaved(rest_s, steps * rest_s / seconds)
 
 
 @dataclass(slots=True)
@@ -23,7 +39,6 @@ class LiveGroup:
 
     state: GroupState
     rate: GroupRate | None
-    since_s: float
     version: int = 0
     ranks: int = 0  # largest class of ranks so far
     compiled: set[tuple[Mesh, int]] = field(default_factory=set[tuple[Mesh, int]])
@@ -34,6 +49,7 @@ class Running:
 
     Args:
         mixes: whether a microbatch may hold samples of several jobs.
+        ends: per job, an end that the policy does not foresee.
         predicted: the policy's own predictions, if they are others than `rates`.
         expect: called with (seconds, group, version) of the next finish of a group; it counts while the group has
             this version.
@@ -41,7 +57,7 @@ class Running:
     Attributes:
         unfinished: jobs that have arrived, waiting or running.
         spans: periods of training of every job.
-        start_s, finish_s, slowdown: per job, as in `ClusterResult`.
+        start_s, finish_s, slowdown, ended: per job, as in `ClusterResult`.
     """
 
     def __init__(
@@ -52,6 +68,7 @@ class Running:
         ledger: Ledger,
         *,
         mixes: bool,
+        ends: Mapping[str, End],
         predicted: Rates | None = None,
         expect: Callable[[float, str, int], None],
     ):
@@ -63,6 +80,9 @@ class Running:
         self.start_s: dict[str, float] = {}
         self.finish_s: dict[str, float] = {}
         self.slowdown: dict[str, float] = {}
+        self.ended: dict[str, Ended] = {}
+        self._ends = {name: end for name, end in ends.items() if end.step is not None and end.step < jobs[name].steps}
+        self._unsaved: dict[str, Unsaved] = {}
         self.preemptions = self.versions = 0
         self.loading: dict[str, list[float]] = {}  # per worker, when each session that opens is there
 
@@ -77,16 +97,43 @@ class Running:
             return False
         self._settle(live, now)
         done = [
-            name for name in live.state.members if self.unfinished[name].left_steps(now) <= 1e-6 * self.jobs[name].steps
+            name
+            for name in live.state.members
+            if self._last_step(name) - self.unfinished[name].done_steps <= 1e-6 * self.jobs[name].steps
         ]
         for name in done:
-            state = self.unfinished.pop(name)
-            self.finish_s[name] = now
-            self.slowdown[name] = state.in_groups_s / state.alone_s if state.alone_s else 1.0
-            self.ledger.leave(self.jobs[name])
-        rest = tuple(name for name in live.state.members if name not in done)
-        self._set(live, replace(live.state, members=rest), live.state.ready_s, now)
+            self._end(name, self._ends[name].how if name in self._ends else "", now)
+        self._leave(live, done, now)
         return bool(done)
+
+    def cancel(self, name: str, now: float) -> bool:
+        """Removes a job, waiting or in a group whose others train on; returns whether it was there."""
+        if name not in self.unfinished:
+            return False
+        live = self.groups.get(self.unfinished[name].group or "")
+        if live is not None:
+            self._settle(live, now)
+        self._end(name, "cancelled", now)
+        if live is not None:
+            self._leave(live, [name], now)
+        return True
+
+    def _last_step(self, name: str) -> int:
+        end = self._ends.get(name)
+        return self.jobs[name].steps if end is None or end.step is None else end.step
+
+    def _end(self, name: str, how: str, now: float) -> None:
+        state = self.unfinished.pop(name)
+        self.finish_s[name] = now
+        self.slowdown[name] = state.in_groups_s / state.alone_s if state.alone_s else 1.0
+        if how:
+            self.ended[name] = Ended(how, state.done_steps)
+        self._unsaved.pop(name, None)
+        self.ledger.leave(self.jobs[name])
+
+    def _leave(self, live: LiveGroup, gone: Sequence[str], now: float) -> None:
+        rest = tuple(name for name in live.state.members if name not in gone)
+        self._set(live, replace(live.state, members=rest), live.state.ready_s, now)
 
     def fail(self, worker: str, now: float) -> list[str]:
         """Ends all groups of a worker; their members lose the progress since the last save. Returns their names."""
@@ -94,11 +141,9 @@ class Running:
         for name in names:
             live = self.groups[name]
             self._settle(live, now)
-            trained = max(0.0, now - max(live.since_s, live.state.ready_s))
-            lost_s = trained % self.rates.changes.checkpoint_s
             for member in live.state.members:
                 state = self.unfinished[member]
-                lost = min(state.done_steps, lost_s * state.steps_per_s)
+                lost = min(state.done_steps, self._unsaved.get(member, Unsaved()).steps)
                 self.ledger.lose(self.jobs[member], lost)
                 self.unfinished[member] = replace(state, done_steps=state.done_steps - lost)
             self._dissolve(name, now)
@@ -146,12 +191,14 @@ class Running:
         else:
             ready = now + self._open_s(decision, jobs, was_in, now)
         if live is None:
-            live = self.groups[decision.group] = LiveGroup(state, None, now)
+            live = self.groups[decision.group] = LiveGroup(state, None)
         if jobs:
             live.ranks = max(live.ranks, rank_class(job.rank for job in jobs))
             live.compiled.add((decision.mesh, live.ranks))
         for name in decision.members:
             mine = self.unfinished[name]
+            if not same_gpus:
+                self._unsaved.pop(name, None)  # its state was written, for the new session to read
             if mine.group is None:
                 mine = replace(mine, waited_s=mine.waited_s + now - mine.at_s, at_s=ready)
             stalled = ready - trained_until if name in was_in else 0.0  # isolated training pays for its start as well
@@ -177,7 +224,6 @@ class Running:
         live.state = replace(state, ready_s=ready_s)
         self.versions += 1  # over all groups: a name is used again
         live.version = self.versions
-        live.since_s = now
         live.rate = None
         first = inf
         if state.members:
@@ -190,7 +236,8 @@ class Running:
             for name, steps_per_s in zip(state.members, live.rate.steps_per_s, strict=True):
                 mine = replace(self.unfinished[name], steps_per_s=steps_per_s, speed=speeds.get(name, 1.0))
                 self.unfinished[name] = mine
-                first = min(first, mine.at_s + mine.left_steps(mine.at_s) / steps_per_s)
+                left = max(0.0, self._last_step(name) - mine.done_steps)
+                first = min(first, mine.at_s + left / steps_per_s)
         self.ledger.set_group(live.state, live.rate, now)
         if first < inf:
             self.expect(max(first, now), state.name, live.version)
@@ -213,7 +260,9 @@ class Running:
             mine = self.unfinished[name]
             seconds = max(0.0, now - mine.at_s)
             if seconds:
-                steps = min(seconds * mine.steps_per_s, self.jobs[name].steps - mine.done_steps)
+                steps = min(seconds * mine.steps_per_s, self._last_step(name) - mine.done_steps)
+                unsaved = self._unsaved.get(name, Unsaved())
+                self._unsaved[name] = unsaved.trained(seconds, steps, self.rates.changes.checkpoint_s)
                 self.unfinished[name] = replace(
                     mine,
                     done_steps=mine.done_steps + steps,
@@ -224,6 +273,8 @@ class Running:
                 self.spans.append(Span(name, live.state.name, mine.at_s, now, steps))
 
     def _detach(self, name: str, now: float) -> None:
+        """Lets a job wait, with its progress saved."""
+        self._unsaved.pop(name, None)
         self.unfinished[name] = replace(self.unfinished[name], group=None, steps_per_s=0.0, at_s=now)
 
     def _dissolve(self, group: str, now: float) -> None:

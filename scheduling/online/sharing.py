@@ -108,7 +108,8 @@ def share(members: Members, mesh: Mesh, cost: SlotCost) -> GroupRate:
         caps = fair_shares(caps, weights, filled(padded / room, len(caps)) * room * wanted / padded)
         tokens = sum(caps)
     per_slot = [cap / profile.batch_tokens for cap, profile in zip(caps, profiles, strict=True)]
-    slot_s = cost.seconds(mesh.capacity_tokens, mesh.capacity_tokens * squares / wanted) + cost.update_s * sum(per_slot)
+    slot_s = cost.seconds(mesh.capacity_tokens, mesh.capacity_tokens * squares / wanted)
+    slot_s += between_steps_s(profiles, per_slot, mesh, cost)
     return group_rate(mesh, [steps / slot_s for steps in per_slot], tokens / slot_s, fair, bounds, tokens / room)
 
 
@@ -120,9 +121,15 @@ def alternate(members: Members, mesh: Mesh, cost: SlotCost) -> GroupRate:
     tokens = sum(profile.batch_tokens for profile in profiles)
     squares = sum(profile.batch_tokens * profile.squares for profile in profiles) / tokens
     capacity = mesh.capacity_tokens
-    cycle_s = cycle * cost.seconds(capacity, capacity * squares) + cost.update_s * len(profiles)
+    cycle_s = cycle * cost.seconds(capacity, capacity * squares)
+    cycle_s += between_steps_s(profiles, [1.0] * len(profiles), mesh, cost)
     density = tokens / (cycle * mesh.replicas * capacity)
     return group_rate(mesh, [1 / cycle_s] * len(profiles), tokens / cycle_s, fair, bounds, density)
+
+
+def between_steps_s(profiles: Sequence[Profile], steps: Sequence[float], mesh: Mesh, cost: SlotCost) -> float:
+    """Seconds for which a group stops while its members take so many steps."""
+    return sum([count * job.between_steps_s(mesh, cost) for job, count in zip(profiles, steps, strict=True)])
 
 
 def group_rate(

@@ -15,26 +15,26 @@ from scheduling.online.rates import Rates
 from scheduling.online.result import ClusterResult
 from scheduling.online.running import Running
 from scheduling.online.state import ClusterState, Policy, Traits
-from scheduling.online.types import Fault, Job, User, Worker, check_input
+from scheduling.online.types import End, Fault, Job, User, Worker, check_input
 
 TICK_S = 180.0  # interval at which the policy decides while jobs wait, even without events
 
 
 class _Event(NamedTuple):
     time_s: float
-    order: int  # at equal times: repairs, faults, arrivals, finishes
+    order: int  # at equal times: repairs, faults, arrivals, cancels, finishes
     name: str
     version: int = 0
 
 
-REPAIR, FAULT, ARRIVAL, FINISH, TICK = range(5)
+REPAIR, FAULT, ARRIVAL, CANCEL, FINISH, TICK = range(6)
 
 
 class Simulator:
     """Simulates a cluster; `run` returns the result.
 
     Args:
-        jobs, workers, users, faults: as in `simulate_cluster`.
+        jobs, workers, users, faults, ends: as in `simulate_cluster`.
         policy: makes the decisions. A `CheckedPolicy` goes on after a refusal; any other policy's refusal is raised.
         rates: how fast groups train.
         predicted: the policy's own predictions, if they are others. The simulator then reports measured speeds.
@@ -50,8 +50,9 @@ class Simulator:
         predicted: Rates | None = None,
         users: Sequence[User] = (),
         faults: Sequence[Fault] = (),
+        ends: Sequence[End] = (),
     ):
-        check_input(jobs, workers, faults)
+        check_input(jobs, workers, faults, ends)
         self.policy = policy if isinstance(policy, CheckedPolicy) else CheckedPolicy(policy, rates, strict=True)
         self.rates, self.traits = rates, Traits.of(policy)
         self.jobs = {job.name: job for job in sorted(jobs, key=lambda job: (job.arrival_s, job.name))}
@@ -68,6 +69,7 @@ class Simulator:
             rates,
             self.ledger,
             mixes=self.traits.mixes,
+            ends={end.job: end for end in ends},
             predicted=predicted,
             expect=self._expect,
         )
@@ -76,6 +78,7 @@ class Simulator:
         for fault in faults:
             self.events.append(_Event(fault.start_s, FAULT, fault.worker))
             self.events.append(_Event(fault.start_s + fault.duration_s, REPAIR, fault.worker))
+        self.events += [_Event(end.time_s, CANCEL, end.job) for end in ends if end.time_s is not None]
         heapq.heapify(self.events)
         self._refuse_misfits()
 
@@ -130,6 +133,8 @@ class Simulator:
             job = self.jobs[event.name]
             self.running.arrive(job, work_ahead_s(self.state(), job.user, self.now, self.rates), self.now)
             return True
+        if event.order == CANCEL:
+            return self.running.cancel(event.name, self.now)
         if event.order == FINISH:
             return self.running.finish(event.name, event.version, self.now)
         if event.order == FAULT:
@@ -181,6 +186,7 @@ class Simulator:
             jobs=tuple(self.jobs.values()),
             gpus=sum(worker.gpus for worker in self.workers.values()),
             finish_s=self.running.finish_s,
+            ended=self.running.ended,
             start_s=self.running.start_s,
             slowdown=self.running.slowdown,
             isolated={name: self.ledger.isolated_rate(job) for name, job in self.jobs.items()},

@@ -1,11 +1,11 @@
-"""Input of the online scheduler: jobs, workers, users and faults."""
+"""Input of the online scheduler: jobs and how they end, workers, users and faults."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -31,6 +31,8 @@ class Job:
         max_slowdown: bound on the time in groups over the isolated time on its fair share of the same GPUs.
         targets: projections with LoRA.
         priority: jobs of a higher priority go first, whatever their size.
+        eval_every: optimizer steps between evaluations (0: none), for which the whole group stops.
+        eval_tokens: tokens of its held-out data.
 
     Raises:
         PlanError: `online.job`, `online.unknown-base`; the message names job and field.
@@ -52,6 +54,8 @@ class Job:
     max_slowdown: float = 1.3
     targets: tuple[str, ...] = LINEARS
     priority: int = 0
+    eval_every: int = 0
+    eval_tokens: int = 0
     shape: ModelShape = field(init=False, repr=False, compare=False)
     base_name: str = field(init=False, repr=False, compare=False)
     tokens: float = field(init=False, repr=False, compare=False)  # expected tokens of all steps
@@ -65,11 +69,11 @@ class Job:
             raise PlanError(
                 "online.job", f"{self.name}: lengths must be whole numbers of tokens, at least one, all positive"
             )
-        for name in ("global_batch", "steps", "rank"):
+        for name, least in (("global_batch", 1), ("steps", 1), ("rank", 1), ("eval_every", 0), ("eval_tokens", 0)):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
+            if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
                 raise PlanError(
-                    "online.job", f"{self.name}: {name} must be a whole number of at least 1, not {value!r}"
+                    "online.job", f"{self.name}: {name} must be a whole number of at least {least}, not {value!r}"
                 )
         self._check_number("arrival_s", 0.0, "give times in seconds since the start of the trace")
         self._check_number("weight", 0.0, "weight: 1.0 (hold a job back instead of giving it no weight)", strict=True)
@@ -174,11 +178,41 @@ class Fault:
             )
 
 
-def check_input(jobs: Sequence[Job], workers: Sequence[Worker], faults: Sequence[Fault] = ()) -> None:
-    """Checks that names are unique, that there is a worker, and that faults name known workers.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class End:
+    """An end of a job that its scheduler does not foresee.
+
+    Args:
+        job: its name.
+        how: "early" if it stops with a result, for example because its loss grows; "failed"; "cancelled" by its user.
+        step: optimizer step after which it stops early or fails.
+        time_s: seconds since 0 at which it is cancelled, waiting or not.
+    """
+
+    job: str
+    how: Literal["early", "failed", "cancelled"]
+    step: int | None = None
+    time_s: float | None = None
+
+    def __post_init__(self):
+        given, other = (self.time_s, self.step) if self.how == "cancelled" else (self.step, self.time_s)
+        if self.how not in ("early", "failed", "cancelled") or given is None or other is not None:
+            raise PlanError(
+                "online.end",
+                f"end of {self.job}: {self.how!r} with step {self.step!r} and time_s {self.time_s!r}",
+                fix="early and failed have a step, cancelled has a time_s",
+            )
+        if not (math.isfinite(given) and given >= (0 if self.how == "cancelled" else 1)):
+            raise PlanError("online.end", f"end of {self.job}: {given!r} is no step of at least 1 or time from 0 on")
+
+
+def check_input(
+    jobs: Sequence[Job], workers: Sequence[Worker], faults: Sequence[Fault] = (), ends: Sequence[End] = ()
+) -> None:
+    """Checks that names are unique, that there is a worker, and that faults and ends name known workers and jobs.
 
     Raises:
-        PlanError: `online.duplicate-name`, `online.no-workers`, `online.fault`.
+        PlanError: `online.duplicate-name`, `online.no-workers`, `online.fault`, `online.end`.
     """
     for what, names in (("jobs", [job.name for job in jobs]), ("workers", [worker.name for worker in workers])):
         if len(set(names)) < len(names):
@@ -189,3 +223,11 @@ def check_input(jobs: Sequence[Job], workers: Sequence[Worker], faults: Sequence
     unknown = [fault.worker for fault in faults if fault.worker not in {worker.name for worker in workers}]
     if unknown:
         raise PlanError("online.fault", f"a fault of {unknown[0]!r}, which is no worker")
+    of = {job.name: job for job in jobs}
+    for end in ends:
+        if end.job not in of:
+            raise PlanError("online.end", f"an end of {end.job!r}, which is no job")
+        if end.time_s is not None and end.time_s < of[end.job].arrival_s:
+            raise PlanError("online.end", f"{end.job} is cancelled at {end.time_s!r} s, before it arrives")
+    if len({end.job for end in ends}) < len(ends):
+        raise PlanError("online.end", "a job has two ends")

@@ -28,6 +28,8 @@ OPTIONAL: dict[str, Callable[[str], Any]] = {
     "deadline_s": float,
     "max_slowdown": float,
     "priority": int,
+    "eval_every": int,
+    "eval_tokens": int,
 }
 
 
@@ -60,7 +62,7 @@ def read_trace(
     """Reads a trace. The header decides the format. Jobs without GPUs are skipped.
 
     Own columns: name, user, base, arrival_s, lengths (separated by spaces), global_batch, steps; optional: rank,
-    weight, deadline_s, max_slowdown, priority.
+    weight, deadline_s, max_slowdown, priority, eval_every, eval_tokens.
 
     Raises:
         PlanError: `online.trace`, with the line; or the error of an invalid job.

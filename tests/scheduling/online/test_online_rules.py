@@ -56,7 +56,10 @@ def test_work_is_worth_more_while_jobs_wait_behind_it():
 @pytest.mark.parametrize(("slots", "cycle"), [((1,), 4), ((1, 1), 4), ((2, 2, 2), 6)])
 def test_jobs_that_alternate_keep_the_distance_of_the_pipeline(slots, cycle):
     """A batch of one slot on four stages: its next batch starts four slots later, whoever fills the slots between."""
-    profiles = [SimpleNamespace(slots_at=lambda *_, n=n: n, batch_tokens=1000, squares=700.0) for n in slots]
+    profiles = [
+        SimpleNamespace(slots_at=lambda *_, n=n: n, batch_tokens=1000, squares=700.0, between_steps_s=lambda *_: 0.0)
+        for n in slots
+    ]
     ones = [1.0] * len(slots)
     cost = SimpleNamespace(seconds=lambda tokens, squares: 1.0, update_s=0.0)
     rate = alternate(Members(profiles, ones, ones, ones), Mesh(4, 1, 1024), cost)
