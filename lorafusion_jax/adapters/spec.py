@@ -15,7 +15,7 @@ from lorafusion_jax.adapters.patterns import Patterns
 from lorafusion_jax.adapters.table import PLAIN, adapter_kind, unknown_kind
 from lorafusion_jax.adapters.tokens import TokenRows
 from lorafusion_jax.errors import ConfigError, did_you_mean, raise_all
-from lorafusion_jax.layout.layer import EXPERTS
+from lorafusion_jax.layout.layer import EXPERTS, saved_path
 from lorafusion_jax.layout.layer import TARGETS as TARGETS
 
 ALL_LINEAR, ALL_EXPERTS = "all-linear", "experts"
@@ -126,16 +126,18 @@ class AdapterSpec:
 
     def has(self, path: str) -> bool:
         """Whether it adapts a projection, "layers.3.self_attn.q_proj"."""
-        return path.rpartition(".")[2] in self.targets and (self.patterns is None or self.patterns.has(path))
+        in_peft = saved_path(path)
+        return path.rpartition(".")[2] in self.targets and (self.patterns is None or self.patterns.has(in_peft))
 
     def rank_at(self, path: str) -> int:
         """Its rank in a projection, at most `rank`."""
-        return self.rank if self.patterns is None else self.patterns.rank_of(path)
+        return self.rank if self.patterns is None else self.patterns.rank_of(saved_path(path))
 
     def scale_at(self, path: str) -> float:
         """Factor of the low-rank product of a projection."""
         if self.patterns is None:
             return self.scale
+        path = saved_path(path)
         return self._scale(self.patterns.alpha_of(path), self.patterns.rank_of(path))
 
     @property

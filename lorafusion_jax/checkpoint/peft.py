@@ -35,6 +35,7 @@ from lorafusion_jax.tensor_file import write_tensors
 from lorafusion_jax.weights.table import NONE
 
 TRANSPOSED_ROWS = 64
+OVER_HEADS = {"q_proj": "N", "k_proj": "N", "v_proj": "N", "o_proj": "K"}  # the axis over heads
 AXES = ("K", "N", "R", "E", "D", "V", "M")  # the others are numbers
 
 
@@ -280,8 +281,9 @@ def _problems(tensors: dict[str, np.ndarray], paths: Sequence[str], described: D
         }
         known |= {"M": len(rows[leaf.name])} if path == TOKENS else {}
         sizes = shape if len(shape) == len(axes) else (0,) * len(axes)
+        free = OVER_HEADS.get(projection.rpartition(".")[2])  # what heads make wide may differ between layers
         expected = tuple(
-            known[axis] if axis in known else widths.setdefault((projection, axis), size)
+            known[axis] if axis in known else size if axis == free else widths.setdefault((projection, axis), size)
             for axis, size in zip(axes, sizes, strict=True)
         )
         if shape != expected:
@@ -307,7 +309,9 @@ def _wanted_paths(paths: Sequence[str], described: Described) -> Iterable[str]:
     mixed = any(path.split(".")[2] == LINEAR_ATTENTION for path in paths)  # layers have one mixer or the other
 
     def may_lack(path: str) -> bool:
-        module = path.rpartition(".")[0]
+        module, _, name = path.rpartition(".")
+        if name == "v_proj" and path not in paths and module in modules:
+            return True  # the values of a layer may be its keys
         return mixed and module not in modules and module.split(".")[2] in MIXERS
 
     return [path for path in every if described.spec.has(path) and not may_lack(path)]

@@ -19,6 +19,7 @@ from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.adapters.table import PLAIN, adapter_kind
 from lorafusion_jax.adapters.tokens import TABLES, TokenRows
 from lorafusion_jax.errors import CheckpointError, first_few
+from lorafusion_jax.layout.layer import saved_path
 
 LAYERS, HEAD, TOKENS = "layers", "head", "tokens"
 NOT_PROJECTIONS = (SHARED, HEAD, TOKENS)
@@ -304,10 +305,11 @@ def _projections(
             continue
         shape = lora_leaves[name].shape
         numbers = (layers or {}).get(path.removeprefix(f"{LAYERS}."), range(shape[0]))
+        saved = saved_path(path)
         projections[path] = (
-            {path: ()}
+            {saved: ()}
             if len(shape) == 1 + len(first.axes)
-            else {path.replace(f"{LAYERS}.", f"{LAYERS}.{layer}.", 1): (row,) for row, layer in enumerate(numbers)}
+            else {saved.replace(f"{LAYERS}.", f"{LAYERS}.{layer}.", 1): (row,) for row, layer in enumerate(numbers)}
         )
     return projections
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 
-from lorafusion_jax.adapters.kind import Leaf
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.adapters.table import adapter_kind
 from lorafusion_jax.checkpoint.base_model import base_directory
@@ -21,6 +20,7 @@ from lorafusion_jax.config.peft_folder import TENSOR_FILE
 from lorafusion_jax.config.schema import AdapterConfig, JobConfig
 from lorafusion_jax.config.specs import adapter_spec, model_targets, tokenizer_file
 from lorafusion_jax.errors import CheckpointError, LoraFusionError, first_few, raise_all
+from lorafusion_jax.layout.layer import Linear, saved_path
 
 FIX = (
     "lora.init_from: a folder with adapter_config.json and adapter_model.safetensors, such as RUN/adapters/NAME/latest"
@@ -150,7 +150,11 @@ def _settings(spec: AdapterSpec) -> str:
 
 def _check_projections(arrays: Arrays, spec: AdapterSpec, adapter: AdapterConfig, model: ModelConfig) -> None:
     """Checks that a folder of some projections has tensors for all that the job trains."""
-    every = (f"layers.{layer}.{linear.path}" for linear in model.linears for layer in model.layers_with(linear.path))
+    every = (
+        f"layers.{layer}.{saved_path(linear.path)}"
+        for linear in model.linears
+        for layer in model.layers_with(linear.path)
+    )
     if absent := [path for path in every if spec.has(path) and path not in arrays]:
         raise CheckpointError(
             "peft.other-settings",
@@ -163,20 +167,18 @@ def _check_projections(arrays: Arrays, spec: AdapterSpec, adapter: AdapterConfig
 def with_all_layers(arrays: Arrays, model: ModelConfig, spec: AdapterSpec) -> Arrays:
     """Extends an adapter of some layers to all layers with zeros, for who computes with it and does not train it."""
     kind = adapter_kind(spec.kind)
+    projections = {path.split(".", 2)[2] for path in arrays if path not in NOT_PROJECTIONS}
 
-    def shape(leaf: Leaf, array: np.ndarray) -> tuple[int, ...]:
-        return tuple(spec.rank if axis == "R" else n for axis, n in zip(leaf.axes, array.shape, strict=True))
+    def zeros(linear: Linear) -> tuple[np.ndarray, ...]:
+        sizes = dict(zip("KNER", (*linear.shape, linear.experts, spec.rank), strict=True))
+        return tuple(np.zeros(leaf.shape_in(sizes), np.float32) for leaf in kind.leaves_at(linear.path))
 
-    shapes = {
-        path.split(".", 2)[2]: [shape(leaf, array) for leaf, array in zip(kind.leaves_at(path), tensors, strict=True)]
-        for path, tensors in arrays.items()
-        if path not in NOT_PROJECTIONS
-    }
     absent = {
-        f"layers.{layer}.{projection}": tuple(np.zeros(shape, np.float32) for shape in of_leaves)
-        for projection, of_leaves in shapes.items()
-        for layer in model.layers_with(projection)
-        if spec.has(f"layers.{layer}.{projection}")
+        f"layers.{layer}.{saved_path(linear.path)}": zeros(linear)
+        for linear in model.linears
+        if saved_path(linear.path) in projections
+        for layer in model.layers_with(linear.path)
+        if spec.has(f"layers.{layer}.{linear.path}")
     }
     return absent | arrays
 

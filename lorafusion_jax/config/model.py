@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lorafusion_jax.errors import CheckpointError
-from lorafusion_jax.families.attention import Attention
+from lorafusion_jax.families.attention import MODULE, Attention
 from lorafusion_jax.families.delta_net import DeltaNet
 from lorafusion_jax.families.experts import Experts
 from lorafusion_jax.families.latent_attention import LatentAttention
@@ -26,7 +26,7 @@ from lorafusion_jax.families.read import translate
 from lorafusion_jax.families.rope import Rope, RopeScaling
 from lorafusion_jax.families.table import known_models
 from lorafusion_jax.families.write import config_json
-from lorafusion_jax.layout.layer import Half, Linear
+from lorafusion_jax.layout.layer import GLOBAL_ATTENTION, Half, Linear, saved_path
 from lorafusion_jax.readable import SETTINGS, read_text
 
 
@@ -46,6 +46,8 @@ class ModelConfig:
         logit_scale, final_soft_cap: logits are soft_cap · tanh(logit_scale · head(x) / soft_cap).
         experts: instead of an MLP, but in layers of `pattern` that say otherwise (None: there are none).
         attention_sinks, attention_gate: see `families.attention.Attention`.
+        v_norm: see `families.attention.Attention`.
+        layer_scalar: see `families.layer.Layer.scaled`.
         delta_net: instead of attention, in the layers of `pattern` that say so.
         latent: attention of all layers, but for its rope (None: it has no latents).
         pattern: type of each layer; empty if all layers are alike.
@@ -91,6 +93,8 @@ class ModelConfig:
     experts: Experts | None = None
     attention_sinks: bool = False
     attention_gate: bool = False
+    v_norm: bool = False
+    layer_scalar: bool = False
     delta_net: DeltaNet | None = None
     latent: LatentAttention | None = None
     pattern: tuple[LayerType, ...] = ()
@@ -171,6 +175,17 @@ class ModelConfig:
         """Where the projections of this name are in layers: "mlp.up_proj", "mlp.shared_experts.up_proj"."""
         return tuple(linear.path for linear in self.linears if linear.name == name)
 
+    @cached_property
+    def saved_shapes(self) -> Mapping[str, tuple[int, int]]:
+        """(in, out) of the projections by name; by path in PEFT, too, where layers have other widths."""
+        wide = [linear for linear in self.linears if linear.module == GLOBAL_ATTENTION]
+        by_path = {
+            f"layers.{layer}.{saved_path(linear.path)}": linear.shape
+            for linear in wide
+            for layer in self.layers_with(linear.path)
+        }
+        return {linear.name: linear.shape for linear in self.linears if linear not in wide} | by_path
+
     def layers_with(self, path: str) -> tuple[int, ...]:
         """Numbers of the layers that have a projection, "self_attn.q_proj"."""
         return self.some_layers.get(path, tuple(range(self.num_layers)))
@@ -213,7 +228,13 @@ class ModelConfig:
         )
         around = Norms(width=self.hidden_size, place=self.norms, offset=self.norm_offset, eps=self.norm_eps)
         experts = None if kind.dense else self.experts
-        return Layer(attention=mixer, mlp=experts or mlp, around=around, residual=self.residual_scale)
+        return Layer(
+            attention=mixer,
+            mlp=experts or mlp,
+            around=around,
+            residual=self.residual_scale,
+            scaled=self.layer_scalar,
+        )
 
     def _attention(self, kind: LayerType) -> Attention | LatentAttention:
         if self.latent is not None:
@@ -221,8 +242,8 @@ class ModelConfig:
         return Attention(
             width=self.hidden_size,
             heads=self.num_heads,
-            kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
+            kv_heads=kind.kv_heads or self.num_kv_heads,
+            head_dim=kind.head_dim or self.head_dim,
             rope=kind.rope,
             window=kind.window,
             scale=self.attention_scale,
@@ -233,6 +254,9 @@ class ModelConfig:
             fused=self.fused,
             sinks=self.attention_sinks,
             gated=self.attention_gate,
+            v_norm=self.v_norm,
+            k_is_v=kind.k_is_v,
+            module=MODULE if kind.head_dim is None else GLOBAL_ATTENTION,
         )
 
     @property

@@ -15,7 +15,7 @@ from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.peft_config import CONFIG_FILE, SAVED, Described, describe, kind_of, read_config
 from lorafusion_jax.config.peft_experts import our_key, targets_of
 from lorafusion_jax.errors import CheckpointError, LoraFusionError
-from lorafusion_jax.layout.layer import BESIDE, PATHS
+from lorafusion_jax.layout.layer import BESIDE, PATHS, saved_path
 from lorafusion_jax.readable import check_regular
 
 TENSOR_FILE = "adapter_model.safetensors"
@@ -93,7 +93,7 @@ def _pattern_settings(patterns: Patterns) -> dict[str, Any]:
 def _let_out(described: Described, model: ModelConfig) -> dict[str, Any]:
     """Settings of an adapter that has no tensors for some of the projections that its targets and patterns name."""
     every = [
-        f"layers.{layer}.{linear.path}"
+        f"layers.{layer}.{saved_path(linear.path)}"
         for linear in model.linears
         if linear.name in described.spec.targets
         for layer in model.layers_with(linear.path)

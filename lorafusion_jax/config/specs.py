@@ -13,7 +13,7 @@ from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.schema import AdapterConfig, JobConfig
 from lorafusion_jax.config.token_rows import token_rows, unusable_rows
 from lorafusion_jax.errors import ConfigError, LoraFusionError, did_you_mean, raise_all
-from lorafusion_jax.layout.layer import TARGETS
+from lorafusion_jax.layout.layer import TARGETS, saved_path
 
 
 def adapter_specs(config: JobConfig) -> list[AdapterSpec]:
@@ -71,7 +71,7 @@ def _unmatched(spec: AdapterSpec, model: ModelConfig) -> Iterator[LoraFusionErro
         return
     layers = [(number, model.layer(number)) for number in numbers]
     paths = [
-        f"layers.{number}.{linear.path}"
+        f"layers.{number}.{saved_path(linear.path)}"
         for number, layer in layers
         for linear in layer.linears
         if linear.name in spec.targets

@@ -33,6 +33,9 @@ class Attention:
         sinks: every head has a frozen score of nothing: softmax's sum has one more term, e^sink.
         gated: q_proj has a gate for each output of attention, which is multiplied by its sigmoid: in each head first
             its queries, then its gates.
+        v_norm: whether each head of v is normalised, without a weight.
+        k_is_v: v is k before its norm, and there is no `v_proj`.
+        module: name of this part of the layer; layers with projections of other shapes have another.
     """
 
     width: int
@@ -49,6 +52,9 @@ class Attention:
     fused: bool = False
     sinks: bool = False
     gated: bool = False
+    v_norm: bool = False
+    k_is_v: bool = False
+    module: str = MODULE
 
     @property
     def queries(self) -> int:
@@ -68,7 +74,9 @@ class Attention:
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        outputs = {"q_proj": self.queries * (2 if self.gated else 1), "k_proj": self.keys, "v_proj": self.keys}
+        outputs = {"q_proj": self.queries * (2 if self.gated else 1), "k_proj": self.keys}
+        if not self.k_is_v:
+            outputs["v_proj"] = self.keys
         if self.fused:
             outputs = {"qkv_proj": sum(outputs.values())}
         return (
@@ -81,11 +89,12 @@ class Attention:
         if self.norm_widths is None:
             return ()
         names = zip(("q_norm", "k_norm"), self.norm_widths, strict=True)
-        return tuple(Norm(path=f"{MODULE}.{name}", half="attention", width=width) for name, width in names)
+        return tuple(Norm(path=f"{self.module}.{name}", half="attention", width=width) for name, width in names)
 
     @property
     def arrays(self) -> tuple[FrozenArray, ...]:
-        return (FrozenArray(path=f"{MODULE}.sinks", half="attention", shape=(self.heads,)),) if self.sinks else ()
+        path = f"{self.module}.sinks"
+        return (FrozenArray(path=path, half="attention", shape=(self.heads,)),) if self.sinks else ()
 
     @property
     def saved(self) -> tuple[SavedTensor, ...]:
@@ -105,6 +114,9 @@ class Attention:
             scales = 2 if self.qk_norm == "full" else self.heads + self.kv_heads
             tensors.append(_saved("q, k before their norms", self.queries + self.keys, "qk_in"))
             tensors.append(_saved("scales of their norms", scales, float32=True))
+        if self.v_norm:
+            tensors += [] if self.k_is_v else [_saved("v before its norm", self.keys, "qk_in")]
+            tensors.append(_saved("scales of the norm of v", self.kv_heads, float32=True))
         return tuple(tensors)
 
     def cache_shapes(self, tokens: int) -> dict[str, tuple[int, ...]]:
@@ -131,7 +143,7 @@ class Attention:
     def _linear(self, name: str, site: str, inputs: int, outputs: int, *, bias: bool) -> Linear:
         return Linear(
             name=name,
-            module=MODULE,
+            module=self.module,
             half="attention",
             site=site,
             in_features=inputs,

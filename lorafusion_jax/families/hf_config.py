@@ -84,6 +84,14 @@ class HFConfig(BaseModel):
     n_group: Width | None = None
     topk_group: Width | None = None
     use_qk_norm: bool | None = None
+    global_head_dim: Width | None = None
+    num_global_key_value_heads: Width | None = None
+    attention_k_eq_v: bool | None = None
+    per_layer_config: dict[str, Any] | None = None
+    use_bidirectional_attention: str | None = None
+    num_kv_shared_layers: Annotated[int, Field(ge=0)] | None = None
+    hidden_size_per_layer_input: Annotated[int, Field(ge=0)] | None = None
+    enable_moe_block: bool | None = None
     swiglu_limit: Positive | None = None
     swiglu_alpha: Positive | None = None
     quantization_config: dict[str, Any] | None = None

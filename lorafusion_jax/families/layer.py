@@ -12,6 +12,8 @@ from lorafusion_jax.families.mlp import Mlp
 from lorafusion_jax.families.norm import Norms
 from lorafusion_jax.layout.layer import FrozenArray, LayerSpec, Linear, Mechanism, Norm, SavedTensor
 
+SCALAR = "layer_scalar"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Layer(LayerSpec):
@@ -22,6 +24,7 @@ class Layer(LayerSpec):
     Args:
         around: norms of attention's and the MLP's inputs and outputs.
         residual: factor of what attention and the MLP add.
+        scaled: whether the layer's output is multiplied by a frozen number, `layer_scalar`.
 
     >>> layer = Layer(
     ...     attention=Attention(width=16, heads=2, kv_heads=1, head_dim=8), mlp=Mlp(width=16, inner=24),
@@ -34,6 +37,7 @@ class Layer(LayerSpec):
     mlp: Mlp | Experts
     around: Norms
     residual: float = 1.0
+    scaled: bool = False
     linears: tuple[Linear, ...] = field(init=False, repr=False, compare=False)
     norms: tuple[Norm, ...] = field(init=False, repr=False, compare=False)
     saved: tuple[SavedTensor, ...] = field(init=False, repr=False, compare=False)
@@ -54,6 +58,8 @@ class Layer(LayerSpec):
         for name in ("linears", "norms", "saved", "arrays"):
             parts = tuple(part for mechanism in mechanisms for part in getattr(mechanism, name))
             object.__setattr__(self, name, parts)
+        if self.scaled:
+            object.__setattr__(self, "arrays", (*self.arrays, FrozenArray(path=SCALAR, half="mlp", shape=(1,))))
         # Experts read copies of the rows, so nobody keeps the rows themselves, but for an MLP beside them.
         if isinstance(self.mlp, Experts) and self.mlp.shared is None:
             copied = f"{self.around.before.get('mlp')} out"

@@ -10,6 +10,8 @@ from lorafusion_jax.families.table import FAMILIES
 # model_type → (architecture, families that its text part may be of; the first one if it does not say)
 WRAPPERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "gemma3": ("Gemma3ForConditionalGeneration", ("gemma3_text",)),
+    "gemma4": ("Gemma4ForConditionalGeneration", ("gemma4_text",)),
+    "gemma4_unified": ("Gemma4UnifiedForConditionalGeneration", ("gemma4_unified_text",)),
     "qwen3_5": ("Qwen3_5ForConditionalGeneration", ("qwen3_5_text",)),
     "mistral3": ("Mistral3ForConditionalGeneration", ("mistral", "ministral3")),
 }

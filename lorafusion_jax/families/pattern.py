@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lorafusion_jax.families.hf_config import HFConfig, shortened
+from lorafusion_jax.families.read_full_layers import check_full_layers, read_full_sizes
 from lorafusion_jax.families.read_rope import FULL, LAYER_TYPES, LINEAR, SLIDING
 from lorafusion_jax.families.rope import Rope
 from lorafusion_jax.families.table import Family
@@ -20,12 +21,17 @@ class LayerType:
         rope: rotary embeddings (None: none).
         linear: a gated delta net instead of attention.
         dense: an MLP in a model of experts.
+        head_dim, kv_heads: of attention, where they are not those of the model (None: they are).
+        k_is_v: see `families.attention.Attention`.
     """
 
     window: int | None = None
     rope: Rope | None = None
     linear: bool = False
     dense: bool = False
+    head_dim: int | None = None
+    kv_heads: int | None = None
+    k_is_v: bool = False
 
 
 def read_pattern(
@@ -44,9 +50,18 @@ def read_pattern(
     if SLIDING in names and hf.sliding_window is None:
         malformed.append("sliding_window is missing, and layer_types names sliding_attention")
     windows = {SLIDING: hf.sliding_window}
+    full = [number for number, name in enumerate(names) if name == FULL]
+    check_full_layers(hf, family, full, len(names), unsupported)
+    sizes = {FULL: read_full_sizes(hf, family)}
     types = zip(names, turns, _dense(hf, family, count), strict=False)
     return tuple(
-        LayerType(window=windows.get(name), rope=ropes.get(name) if turn else None, linear=name == LINEAR, dense=dense)
+        LayerType(
+            window=windows.get(name),
+            rope=ropes.get(name) if turn else None,
+            linear=name == LINEAR,
+            dense=dense,
+            **sizes.get(name, {}),
+        )
         for name, turn, dense in types
     )
 

@@ -167,7 +167,8 @@ def _refuse_other_options(hf: HFConfig, raw: Mapping[str, Any], family: Family, 
     if hf.hidden_act not in _ACTIVATIONS:
         known = ", ".join(name for name in _ACTIVATIONS if name)
         unsupported.append(f"hidden_act {shortened(hf.hidden_act)} (known: {known})")
-    if family.experts is None and (raw.get("num_experts") or raw.get("num_local_experts")):
+    has_experts = any(raw.get(key) for key in ("num_experts", "num_local_experts") if key not in family.known)
+    if family.experts is None and has_experts:
         unsupported.append("mixture of experts")
     if family.delta_net is not None and not hf.attn_output_gate:
         unsupported.append("attn_output_gate=False")

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lorafusion_jax.families.hf_config import HFConfig, RopeValues, parse_part, shortened
+from lorafusion_jax.families.read_full_layers import read_full_sizes
 from lorafusion_jax.families.rope import Rope, RopeScaling
 from lorafusion_jax.families.table import Family
 
@@ -18,10 +19,12 @@ _NEEDS = {  # of each kind of scaling
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor",),
     "longrope": ("short_factor", "long_factor"),
+    "proportional": (),
 }
 _MAY = {  # besides theta, kind, share, and lengths
     "yarn": ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"),
     "longrope": ("factor", "attention_factor"),
+    "proportional": ("factor",),
 }
 _ALWAYS = ("rope_theta", "rope_type", "type", "partial_rotary_factor")
 _LENGTHS = ("original_max_position_embeddings", "max_position_embeddings")
@@ -43,15 +46,26 @@ def read_ropes(
         by_type = {FULL: settings, SLIDING: {"rope_theta": settings["rope_theta"]} if "rope_theta" in settings else {}}
     else:
         by_type = dict.fromkeys(LAYER_TYPES, settings)
-    reader = _Reader(hf, family, head_dim, malformed, unsupported)
-    return {name: reader.read(values, thetas[name]) for name, values in by_type.items()}
+    head_dims = {FULL: read_full_sizes(hf, family).get("head_dim"), SLIDING: None}
+    return {
+        name: _Reader(hf, family, head_dim, head_dims[name], malformed, unsupported).read(values, thetas[name])
+        for name, values in by_type.items()
+    }
 
 
 class _Reader:
-    """Reads parameters of one model. Problems are added to the lists, once each."""
+    """Reads parameters of one type of layer. Problems are added to the lists, once each.
 
-    def __init__(self, hf: HFConfig, family: Family, head_dim: int, malformed: list[str], unsupported: list[str]):
-        self.hf, self.family, self.head_dim = hf, family, head_dim
+    Args:
+        head_dim: of the model.
+        other_dim: of this type of layer (None: that of the model).
+    """
+
+    def __init__(
+        self, hf: HFConfig, family: Family, head_dim: int, other_dim: int | None, malformed: list[str],
+        unsupported: list[str],
+    ):  # fmt: skip
+        self.hf, self.family, self.head_dim, self.channels = hf, family, other_dim or head_dim, other_dim
         self.malformed, self.unsupported = malformed, unsupported
 
     def read(self, raw: Mapping[str, Any], theta: float) -> Rope | None:
@@ -75,15 +89,16 @@ class _Reader:
         unread = [f"rope parameter {shortened(key)} of {kind}" for key in others]
         self._add(self.unsupported, unread)
         self._add(self.malformed, problems)
-        channels = self._channels(values)
+        channels = self.channels if kind == "proportional" else self._channels(values) or self.channels
         if problems or unread:
             return None
         scaling = None if kind == "default" else self._scaling(kind, values, channels or self.head_dim)
         context, beta = values.original_max_position_embeddings, values.llama_4_scaling_beta or 0.0
         if beta and context is None:
             self._add(self.malformed, ["llama_4_scaling_beta needs original_max_position_embeddings"])
-        by_position = {"query_beta": beta, "query_context": context or 1} if beta else {}
-        return Rope(theta=values.rope_theta or theta, scaling=scaling, channels=channels, **by_position)
+        more: dict[str, Any] = {"query_beta": beta, "query_context": context or 1} if beta else {}
+        more |= {"share": values.partial_rotary_factor or 1.0} if kind == "proportional" else {}
+        return Rope(theta=values.rope_theta or theta, scaling=scaling, channels=channels, **more)
 
     def _channels(self, values: RopeValues) -> int | None:
         share = values.partial_rotary_factor
@@ -102,6 +117,8 @@ class _Reader:
         original = values.original_max_position_embeddings or longest
         if self.hf.original_max_position_embeddings is not None:
             original = self.hf.original_max_position_embeddings
+        if kind == "proportional":
+            return None if values.factor in (None, 1) else RopeScaling(kind="linear", factor=values.factor or 1.0)
         if kind == "linear":
             return RopeScaling(kind=kind, factor=values.factor or 1.0)
         if kind == "llama3":

@@ -44,11 +44,13 @@ class Rope:
         theta: base of the frequencies.
         scaling: for long contexts (None: as trained at first).
         channels: channels of a head that rotate, the first ones; even (None: all).
+        share: of the pairs of these channels that turn; the frequencies of the others are 0.
         query_beta, query_context: queries at position p are multiplied by 1 + beta · log(1 + ⌊p / context⌋).
     """
 
     theta: float = 10000.0
     scaling: RopeScaling | None = None
     channels: int | None = None
+    share: float = 1.0
     query_beta: float = 0.0
     query_context: int = 1

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from lorafusion_jax.families.experts import Router
 from lorafusion_jax.families.hf_config import COMMON
+from lorafusion_jax.layout.layer import GLOBAL_ATTENTION
 from lorafusion_jax.plugins import find, known_names
 
 GROUP = "lorafusion_jax.families"
@@ -106,6 +107,31 @@ _GEMMA_ACTIVATION = {
     "keys": {"hidden_activation": "hidden_act"},
     "known": ("hidden_act", "_sliding_window_pattern"),
 }
+# Gemma 4: heads of full layers have other widths, and their keys may be their values.
+_GEMMA_4 = {
+    "windows": 6, "scaled_layers": "full_attention", "keys": {"hidden_activation": "hidden_act"},
+    "fields": {
+        "norms": "sandwich", "embedding_scale": "sqrt", "qk_norm": True, "v_norm": True, "layer_scalar": True,
+        "attention_scale": 1.0,
+    },
+    "modules": {
+        f"{GLOBAL_ATTENTION}.{name}": f"self_attn.{name}"
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
+    },
+}  # fmt: skip
+_GEMMA_4_KEYS = {
+    "vocab_size": 262144, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh",
+    "max_position_embeddings": 131072, "tie_word_embeddings": True, "attention_bias": False, "sliding_window": 512,
+    "layer_types": None, "final_logit_softcapping": None, "attention_k_eq_v": False, "global_head_dim": 512,
+    "num_global_key_value_heads": None, "per_layer_config": None, "use_bidirectional_attention": None,
+    "num_kv_shared_layers": 0,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+    },
+}  # fmt: skip
+_GEMMA_4_KNOWN = ("hidden_act", "use_double_wide_mlp")  # only layers that share keys have a wider MLP
 # Qwen3-Next and later: a gated delta net in three of four layers. The tensors of "mtp" predict further tokens.
 _DELTA = {
     "head_dim": 256, "max_position_embeddings": 32768, "attention_bias": False, "partial_rotary_factor": 0.25,
@@ -262,6 +288,15 @@ FAMILIES: dict[str, Family] = {
             "max_position_embeddings": 131072,
         },
         **_GEMMA_ACTIVATION,
+    ),
+    "gemma4_text": Family(
+        architectures=("Gemma4ForCausalLM",), **_GEMMA_4,
+        reads=_GEMMA_4_KEYS | {"hidden_size_per_layer_input": 256, "enable_moe_block": False},
+        known=(*_GEMMA_4_KNOWN, "vocab_size_per_layer_input", "num_experts", "top_k_experts", "moe_intermediate_size"),
+    ),
+    "gemma4_unified_text": Family(
+        architectures=("Gemma4UnifiedForCausalLM",), **_GEMMA_4, known=_GEMMA_4_KNOWN,
+        reads=_GEMMA_4_KEYS | {"sliding_window": 1024},
     ),
     "olmo2": Family(
         architectures=("Olmo2ForCausalLM",), reads={"attention_bias": False, "rms_norm_eps": 1e-5},

@@ -33,6 +33,7 @@ def config_json(model: Any) -> dict[str, Any]:  # a ModelConfig
             "use_qk_norm": bool(model.qk_norm),
         }
         | _windows(model, family)
+        | _full_layers(model)
         | _experts(model)
         | _delta_net(model)
         | _latent(model)
@@ -122,9 +123,22 @@ def _windows(model: Any, family: Family) -> dict[str, Any]:
     }
 
 
+def _full_layers(model: Any) -> dict[str, Any]:
+    full = next((kind for kind in model.pattern if kind.head_dim is not None), None)
+    if full is None:
+        return {}
+    return {
+        "global_head_dim": full.head_dim,
+        "num_global_key_value_heads": full.kv_heads,
+        "attention_k_eq_v": full.k_is_v,
+        "num_kv_shared_layers": 0,
+        "hidden_size_per_layer_input": 0,
+    }
+
+
 def _ropes(model: Any, family: Family) -> dict[str, Any]:
     """Both formats, for old and new readers, where one rope serves all layers; else the newer one."""
-    if len(model.ropes) > 1:
+    if len(model.ropes) > 1 or _full_layers(model):
         by_type: dict[str, LayerType] = {FULL if kind.window is None else SLIDING: kind for kind in model.pattern}
         return {"rope_parameters": {name: _rope(kind.rope or Rope(), model, family) for name, kind in by_type.items()}}
     rope = _rope(model.ropes[0] if model.ropes else Rope(), model, family)
@@ -137,7 +151,11 @@ def _ropes(model: Any, family: Family) -> dict[str, Any]:
 
 def _rope(rope: Rope, model: Any, family: Family) -> dict[str, Any]:
     out: dict[str, Any] = {"rope_type": "default", "rope_theta": rope.theta}
-    if rope.channels is not None or family.reads.get("partial_rotary_factor", 1) != 1:
+    if rope.share != 1:
+        return out | {"rope_type": "proportional", "partial_rotary_factor": rope.share} | _factor(rope)
+    if "global_head_dim" in family.reads:
+        pass  # all channels of a head, whose number depends on the layer
+    elif rope.channels is not None or family.reads.get("partial_rotary_factor", 1) != 1:
         out["partial_rotary_factor"] = (rope.channels or model.head_dim) / model.head_dim
     if rope.query_beta:
         out["llama_4_scaling_beta"] = rope.query_beta
@@ -162,3 +180,7 @@ def _rope(rope: Rope, model: Any, family: Family) -> dict[str, Any]:
     written: dict[str, Any] = {str(spelled.get(name, name)): values[name] for name in names[kind]}
     written = {name: list(value) if isinstance(value, tuple) else value for name, value in written.items()}
     return out | {"rope_type": kind} | written
+
+
+def _factor(rope: Rope) -> dict[str, float]:
+    return {} if rope.scaling is None else {"factor": rope.scaling.factor}

@@ -21,7 +21,8 @@ REMAT_POLICIES: tuple[RematPolicy, ...] = ("everything", "gemm_inputs", "nothing
 LORA_CHECKPOINTS = ("lora_s", "lora_bits", "unscaled")
 # Paths of the projections of all families, by name.
 LINEAR_ATTENTION = "linear_attn"
-MIXERS = ("self_attn", LINEAR_ATTENTION)  # modules of which a layer has one
+GLOBAL_ATTENTION = "global_attn"  # attention of other widths than that of most layers; "self_attn" in files
+MIXERS = ("self_attn", LINEAR_ATTENTION)  # modules in files of which a layer has one
 PATHS: Mapping[str, str] = {
     name: f"{module}.{name}"
     for module, names in {
@@ -44,6 +45,15 @@ EXPERTS: Mapping[str, str] = {
     "experts_down_proj": "mlp.experts.down_proj",
 }
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # of a Llama
+
+
+def saved_path(path: str) -> str:
+    """Returns the path of a projection in PEFT.
+
+    >>> saved_path("layers.5.global_attn.q_proj"), saved_path("self_attn.q_proj")
+    ('layers.5.self_attn.q_proj', 'self_attn.q_proj')
+    """
+    return path.replace(f"{GLOBAL_ATTENTION}.", "self_attn.", 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

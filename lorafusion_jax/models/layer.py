@@ -9,12 +9,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.config.model import ModelConfig
+from lorafusion_jax.families.attention import Attention
 from lorafusion_jax.families.delta_net import DeltaNet
 from lorafusion_jax.families.experts import Experts
 from lorafusion_jax.families.latent_attention import LatentAttention
@@ -68,16 +70,17 @@ class DecoderLayer(nnx.Module):
             elif isinstance(mixer, LatentAttention):
                 self.self_attn = LatentSelfAttention(build, mixer)
             else:
-                self.self_attn = SelfAttention(build, mixer)
+                setattr(self, mixer.module, SelfAttention(build, mixer))
         if half != "attention":
             self.mlp = MixtureOfExperts(build, spec.mlp) if isinstance(spec.mlp, Experts) else MLP(build, spec.mlp)
+            self.layer_scalar = nnx.Param(jnp.ones((1,), dtype)) if spec.scaled else nnx.data(None)
 
     def __call__(
         self, x_TD: Float[Array, "T D"], inputs: LayerInputs, implementation: AttentionImplementation | None = None
     ) -> Float[Array, "T D"]:
         if isinstance(self.spec.attention, DeltaNet):
             return self._run(x_TD, inputs, lambda h_TD: self.linear_attn(h_TD, inputs))
-        return self._run(x_TD, inputs, lambda h_TD: self.self_attn(h_TD, inputs, implementation))
+        return self._run(x_TD, inputs, lambda h_TD: self._attention(h_TD, inputs, implementation))
 
     def with_cache(
         self,
@@ -90,8 +93,8 @@ class DecoderLayer(nnx.Module):
         caches = [cache]
 
         def mix(h_TD: jax.Array) -> jax.Array:
-            assert isinstance(self.self_attn, SelfAttention), self.spec.uncached
-            o_TD, caches[0] = self.self_attn.with_cache(h_TD, inputs, cache, implementation)
+            assert isinstance(self._attention, SelfAttention), self.spec.uncached
+            o_TD, caches[0] = self._attention.with_cache(h_TD, inputs, cache, implementation)
             return o_TD
 
         return self._run(x_TD, inputs, mix), caches[0]
@@ -100,13 +103,21 @@ class DecoderLayer(nnx.Module):
         """Runs the layer or half layer; `mix` is its attention."""
         if self.half == "mlp":
             x_TD, h_TD = self._enter("mlp", x_TD)
-            return x_TD + self._leave("mlp", self.mlp(h_TD, inputs.lora))
+            return self._scaled(x_TD + self._leave("mlp", self.mlp(h_TD, inputs.lora)))
         x_TD, h_TD = self._enter("attention", x_TD)
         o_TD = mix(h_TD)
         if self.half == "attention":
             return x_TD + self._leave("attention", o_TD)
         x_TD, h_TD = self._enter("mlp", x_TD, self._leave("attention", checkpoint_name(o_TD, "o_out")))
-        return x_TD + self._leave("mlp", self.mlp(h_TD, inputs.lora))
+        return self._scaled(x_TD + self._leave("mlp", self.mlp(h_TD, inputs.lora)))
+
+    def _scaled(self, x_TD: jax.Array) -> jax.Array:
+        return x_TD if self.layer_scalar is None else x_TD * self.layer_scalar[...]
+
+    @property
+    def _attention(self) -> SelfAttention | LatentSelfAttention:
+        mixer = self.spec.attention
+        return getattr(self, mixer.module if isinstance(mixer, Attention) else "self_attn")
 
     def _enter(self, half: Half, x_TD: jax.Array, delta_TD: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
         """Returns x + delta, and what a half reads: this sum, or its norm."""

@@ -19,13 +19,14 @@ def inverse_frequencies(rope: Rope, head_dim: int, *, long: bool = False) -> np.
     f_i = theta^(-2i/C). "linear" divides all by `factor`. "llama3" divides wavelengths longer than original/low by
     `factor`, keeps those shorter than original/high, and blends between. "yarn" keeps frequencies that turn more than
     `beta_fast` times in the original context, divides those that turn less than `beta_slow` times by `factor`, and
-    blends between. "longrope" divides each by a factor of its own.
+    blends between. "longrope" divides each by a factor of its own. f_i = 0 for pairs beyond `share`.
 
     Args:
         long: of samples that are longer than longrope's original context.
     """
     C, scaling = rope.channels or head_dim, rope.scaling
     frequency = (1.0 / rope.theta ** (np.arange(0, C, 2, dtype=np.float64) / C)).astype(np.float32)
+    frequency[int(rope.share * C // 2) :] = 0.0
     if scaling is None:
         return frequency
     if scaling.kind == "linear":

@@ -10,13 +10,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from lorafusion_jax.families.attention import MODULE, Attention
+from lorafusion_jax.families.attention import Attention
 from lorafusion_jax.models.attention import AttentionImplementation, attention
 from lorafusion_jax.models.build import Builder
 from lorafusion_jax.models.cache import Cache, cached_attention, store
 from lorafusion_jax.models.inputs import LayerInputs
 from lorafusion_jax.models.rope import apply_rope
 from lorafusion_jax.modules import LoRALinear, lora_siblings
+from pallas_kernels.norm import rms_norm
 
 
 class SelfAttention(nnx.Module):
@@ -25,14 +26,14 @@ class SelfAttention(nnx.Module):
     o_proj: LoRALinear
 
     def __init__(self, build: Builder, spec: Attention):
-        self.spec = spec
+        self.spec, self.eps = spec, build.layer.around.eps
         self.rope = None if spec.rope is None else build.config.ropes.index(spec.rope)
         self.sites = build.layer.site_index(spec.linears[0].name), build.layer.site_index("o_proj")
         self.inputs = tuple(linear.name for linear in spec.linears if linear.site == "qkv")
         for linear in spec.linears:
             setattr(self, linear.name, build.linear(linear.name))
         self.sinks = nnx.Param(jnp.zeros((spec.heads,), build.dtype)) if spec.sinks else nnx.data(None)
-        self.q_norm, self.k_norm = (build.norm(f"{MODULE}.{name}") for name in ("q_norm", "k_norm"))
+        self.q_norm, self.k_norm = (build.norm(f"{spec.module}.{name}") for name in ("q_norm", "k_norm"))
 
     def __call__(
         self, x_TD: jax.Array, inputs: LayerInputs, implementation: AttentionImplementation | None
@@ -83,6 +84,8 @@ class SelfAttention(nnx.Module):
         if self.spec.qk_norm == "full":
             q, k = self._normalise(q, k)
         q, k, v = (y.reshape(y.shape[0], -1, self.spec.head_dim) for y in (q, k, v))
+        if self.spec.v_norm:
+            v = self._normalise_values(v)
         if self.spec.qk_norm == "head":
             q, k = self._normalise(q, k)
         if self.rope is not None:
@@ -93,6 +96,10 @@ class SelfAttention(nnx.Module):
         return q, k, v, gate_TD
 
     def _split(self, outputs: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        if self.spec.k_is_v:
+            q, k = outputs
+            k = checkpoint_name(k, "qk_in")
+            return q, k, k
         if not self.spec.fused:
             return outputs
         queries, keys = self.spec.queries, self.spec.keys
@@ -104,6 +111,10 @@ class SelfAttention(nnx.Module):
             return q, None
         q_THC, gate_THC = jnp.split(q.reshape(len(q), self.spec.heads, -1), 2, axis=-1)
         return q_THC.reshape(len(q), -1), checkpoint_name(gate_THC.reshape(len(q), -1), "attention_gate")
+
+    def _normalise_values(self, v_TKC: jax.Array) -> jax.Array:
+        v_TKC = v_TKC if self.spec.k_is_v else checkpoint_name(v_TKC, "qk_in")
+        return rms_norm(v_TKC, jnp.ones((self.spec.head_dim,), v_TKC.dtype), eps=self.eps)
 
     def _normalise(self, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
         q, k = checkpoint_name(q, "qk_in"), checkpoint_name(k, "qk_in")  # a norm's gradient needs its input

@@ -156,10 +156,10 @@ def check_adapters(config: JobConfig, prepared: Prepared) -> None:
     for adapter in config.adapters:
         train = prepared.adapters[adapter.name].train
         check_loss(adapter.objective.chosen, numbers=train.numbers, values=train.values, sizes=sizes)
-    shapes = {linear.name: linear.shape for linear in model.linears}
     sizes_of: dict[str, dict] = {}
     for spec in adapter_specs(config):
-        sizes_of.setdefault(spec.kind, {}).update(dict.fromkeys((*shapes[name], spec.rank) for name in spec.targets))
+        shapes = [linear.shape for linear in model.linears if linear.name in spec.targets]
+        sizes_of.setdefault(spec.kind, {}).update(dict.fromkeys((*shape, spec.rank) for shape in shapes))
     for kind, shapes_of_kind in sizes_of.items():
         check_kind(kind, shapes_of_kind)
     longest = max(int(longest_texts(prepared.adapters[adapter.name].train).max()) for adapter in config.adapters)

@@ -86,7 +86,7 @@ class AdapterWriter:
             base_revision=revision,
             replace=True,
             finish=lambda draft: self._describe(draft, self._job.config.adapter(spec.name), step, failure),
-            shapes={linear.name: linear.shape for linear in self._model.linears},
+            shapes=self._model.saved_shapes,
             layers=self._model.some_layers,
         )
 

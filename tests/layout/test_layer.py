@@ -15,7 +15,7 @@ from lorafusion_jax.families.experts import Experts, Router
 from lorafusion_jax.families.latent_attention import LatentAttention
 from lorafusion_jax.families.pattern import LayerType
 from lorafusion_jax.families.rope import Rope
-from lorafusion_jax.layout.layer import EXPERTS, FUSED, HALVES, PATHS, TARGETS
+from lorafusion_jax.layout.layer import EXPERTS, FUSED, HALVES, PATHS, TARGETS, saved_path
 from lorafusion_jax.models import Decoder, ModelConfig, Segments
 from lorafusion_jax.models.layer import DecoderLayer
 from lorafusion_jax.modules import LoRAContext
@@ -53,6 +53,13 @@ LATENT = replace(
 )  # fmt: skip
 ONE_LATENT = replace(LATENT, latent=replace(LATENT.latent, q_rank=None, bias=False))
 GATED = replace(PLAIN, attention_gate=True, qk_norm=True)
+WIDE = replace(
+    PLAIN, num_layers=2, norms="sandwich", qk_norm=True, v_norm=True, layer_scalar=True,
+    pattern=(
+        LayerType(rope=Rope(share=0.3, channels=10), head_dim=10, kv_heads=1, k_is_v=True),
+        LayerType(window=3, rope=Rope()),
+    ),
+)  # fmt: skip
 OTHERS = tuple(name for name in PATHS if name not in EXPERTS)
 ADAPTERS = (
     AdapterSpec(name="law", rank=2, alpha=4, dropout=0.1, targets=OTHERS),
@@ -69,8 +76,20 @@ def leaves(config, half, kind):
 @pytest.mark.parametrize("half", [None, *HALVES])
 @pytest.mark.parametrize(
     "config",
-    [PLAIN, EVERYTHING, STRANGE, POST, MIXED, DELTA, GROUPED, GATED, LATENT, ONE_LATENT],
-    ids=["plain", "everything", "strange", "post", "mixed", "delta", "grouped", "gated", "latent", "one latent"],
+    [PLAIN, EVERYTHING, STRANGE, POST, MIXED, DELTA, GROUPED, GATED, LATENT, ONE_LATENT, WIDE],
+    ids=[
+        "plain",
+        "everything",
+        "strange",
+        "post",
+        "mixed",
+        "delta",
+        "grouped",
+        "gated",
+        "latent",
+        "one latent",
+        "wide",
+    ],
 )
 def test_a_layer_has_the_leaves_of_its_description(config, half):
     assert leaves(config, half, nnx.Not(nnx.LoRAParam)) == config.layer(0).frozen_shapes(half)
@@ -119,8 +138,8 @@ def test_targets_are_the_projections():
     assert resolve_targets(["all-linear", "mlp.experts.down_proj"], MIXED.targets)[4:] == ("experts_down_proj",)
     with pytest.raises(ErrorList, match="no projection 'experts_gate_up_proj'"):
         resolve_targets("experts", PLAIN.targets)
-    for model in (PLAIN, STRANGE, MIXED, DELTA, GROUPED, LATENT, ONE_LATENT):
-        assert {linear.name: linear.path for linear in model.layer(0).linears}.items() <= PATHS.items()
+    for model in (PLAIN, STRANGE, MIXED, DELTA, GROUPED, LATENT, ONE_LATENT, WIDE):
+        assert {linear.name: saved_path(linear.path) for linear in model.layer(0).linears}.items() <= PATHS.items()
     assert {*TARGETS, *FUSED, *EXPERTS} < {*PATHS}
 
 
@@ -132,8 +151,8 @@ def test_adapters_of_experts_are_plain_and_without_dropout(refused):
 
 @pytest.mark.parametrize(
     "config",
-    [EVERYTHING, STRANGE, POST, MIXED, DELTA, GATED, LATENT],
-    ids=["everything", "strange", "post", "mixed", "delta", "gated", "latent"],
+    [EVERYTHING, STRANGE, POST, MIXED, DELTA, GATED, LATENT, WIDE],
+    ids=["everything", "strange", "post", "mixed", "delta", "gated", "latent", "wide"],
 )
 def test_forward_defines_all_checkpoint_names(config):
     # LoRA has dropout, DoRA multiplies columns.

@@ -165,6 +165,34 @@ CASES = {
         "Gemma3",
         {"head_dim": 12, "num_key_value_heads": 1, "sliding_window": 4, "layer_types": [SLIDING, SLIDING]},
     ),
+    "gemma4": (
+        "Gemma4",
+        {
+            "head_dim": 6, "global_head_dim": 10, "num_global_key_value_heads": 1, "attention_k_eq_v": True,
+            "sliding_window": 6, "num_hidden_layers": 3, "layer_types": [SLIDING, FULL, FULL], "intermediate_size": 20,
+            "tie_word_embeddings": True, "final_logit_softcapping": 4.0, "hidden_size_per_layer_input": 0,
+        },
+    ),
+    "gemma4_untied": (
+        "Gemma4",
+        {
+            "head_dim": 8, "global_head_dim": 4, "sliding_window": 30, "attention_bias": True,
+            "num_key_value_heads": 4, "layer_types": [SLIDING, FULL], "hidden_size_per_layer_input": 0,
+            "rope_parameters": {
+                FULL: {"rope_type": "proportional", "rope_theta": 50.0, "partial_rotary_factor": 0.5, "factor": 3.0},
+                SLIDING: plain(20.0),
+            },
+        },
+    ),
+    "gemma4_unified": (
+        "Gemma4Unified",
+        {
+            "head_dim": 12, "global_head_dim": 16, "num_global_key_value_heads": 2, "attention_k_eq_v": True,
+            "attention_bias": True, "num_key_value_heads": 1, "sliding_window": 4, "rms_norm_eps": 1e-3,
+            "num_hidden_layers": 4, "layer_types": [FULL, SLIDING, SLIDING, FULL], "hidden_activation": "gelu",
+            "rope_parameters": {FULL: plain(300.0), SLIDING: {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e3}},
+        },
+    ),
     "olmo2": ("Olmo2", {}),
     "olmo2_biased": ("Olmo2", {"attention_bias": True, "num_key_value_heads": 1, "rope_parameters": plain(77.0)}),
     "olmo2_tied": ("Olmo2", {"tie_word_embeddings": True, "num_key_value_heads": 4, "rms_norm_eps": 1e-3}),
@@ -386,6 +414,7 @@ TARGETS = [
     "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj",
     "in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj",
 ]  # fmt: skip
+TEXT_PARTS = ("Gemma3", "Gemma4", "Gemma4Unified", "Qwen3_5")  # their config is that of the text part
 LONG = {"Qwen3_5": 90, "Qwen3Next": 90}  # tokens: more than a chunk of the gated delta rule
 
 
@@ -398,7 +427,7 @@ def write_model(case: str, out: Path) -> None:
     from safetensors.numpy import save_file
 
     name, changes = CASES[case]
-    config_name = f"{name}TextConfig" if name in ("Gemma3", "Qwen3_5") else f"{name}Config"
+    config_name = f"{name}TextConfig" if name in TEXT_PARTS else f"{name}Config"
     config = getattr(transformers, config_name)(**(SMALL | changes))
     config._attn_implementation = "eager"  # the only one with soft caps
     config._experts_implementation = "eager"
@@ -414,6 +443,8 @@ def write_model(case: str, out: Path) -> None:
         for path, buffer in model.named_buffers():
             if path.endswith("e_score_correction_bias"):
                 buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
+            if path.endswith("layer_scalar"):
+                buffer.copy_(0.8 + 0.2 * torch.randn(buffer.shape, generator=generator))
     tokens = torch.randint(0, config.vocab_size, (1, LONG.get(name, TOKENS)), generator=generator)
     mask = torch.ones_like(tokens)
     with torch.no_grad():

@@ -114,6 +114,24 @@ def _gemma2(*sizes: int, **more: Any) -> dict[str, Any]:
     )
 
 
+def _gemma4(*sizes: int, **more: Any) -> dict[str, Any]:
+    """The text part; the whole model has it under `text_config`."""
+    ropes = {
+        "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    }
+    types = ["sliding_attention" if (number + 1) % 6 else "full_attention" for number in range(sizes[2])]
+    plain = {
+        "hidden_activation": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6, "attention_bias": False, "head_dim": 256,
+        "global_head_dim": 512, "attention_k_eq_v": True, "sliding_window": 1024, "layer_types": types,
+        "final_logit_softcapping": 30.0, "tie_word_embeddings": True, "rope_parameters": ropes,
+        "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "enable_moe_block": False,
+        "use_double_wide_mlp": False, "use_bidirectional_attention": "vision", "vocab_size_per_layer_input": 262144,
+    }  # fmt: skip
+    named = {"architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4_text"}
+    return COMMON | _sizes(*sizes, 262144, 262144) | named | plain | more
+
+
 def _phi(*sizes: int, **more: Any) -> dict[str, Any]:
     plain = {
         "resid_pdrop": 0.0,
@@ -572,6 +590,7 @@ SERVED |= {
         "mlp_only_layers": [],
         "router_aux_loss_coef": 0.001,
     },
+    "gemma-4-31B": _gemma4(5376, 21504, 60, 32, 16, num_global_key_value_heads=4),
     "Qwen3.5-9B": _qwen3_5(4096, 12288, 32, 16, 4),
     "Qwen3.5-27B": _qwen3_5(5120, 17408, 64, 24, 4, linear_num_value_heads=48),
 }
@@ -618,6 +637,20 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "embeddinggemma": (
         SERVED["gemma-3-1b"] | {"use_bidirectional_attention": True},
         "use_bidirectional_attention=True",
+    ),
+    "gemma-4-E2B": (
+        SERVED["gemma-4-31B"]
+        | {"hidden_size_per_layer_input": 256, "num_kv_shared_layers": 20, "use_double_wide_mlp": True},
+        "num_kv_shared_layers=20, hidden_size_per_layer_input=256",
+    ),
+    "gemma-4-26B-A4B": (
+        SERVED["gemma-4-31B"]
+        | {"enable_moe_block": True, "num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704},
+        "enable_moe_block=True",
+    ),
+    "gemma-4-31B that looks ahead": (
+        SERVED["gemma-4-31B"] | {"use_bidirectional_attention": "all"},
+        "use_bidirectional_attention='all'",
     ),
     "gemma-3-1b with a cap that transformers leaves out": (
         SERVED["gemma-3-1b"] | {"attn_logit_softcapping": 50.0},

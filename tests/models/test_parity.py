@@ -16,6 +16,7 @@ from safetensors.numpy import load_file
 
 from lorafusion_jax.checkpoint.peft import put_adapter, read_adapter
 from lorafusion_jax.checkpoint.peft_experts import to_file
+from lorafusion_jax.layout.layer import saved_path
 from lorafusion_jax.models import Segments, load_decoder
 from lorafusion_jax.models.forward import logits
 from lorafusion_jax.modules import LoRAContext
@@ -25,7 +26,7 @@ from lorafusion_jax.objective.loss import token_losses
 LOGITS, GRADIENTS = 1e-5, 1e-4
 DEFAULT = (  # the others of a family differ by numbers and run nightly
     "llama3", "llama_biased_linear", "mistral_window", "ministral3", "qwen2_window", "qwen3_window_yarn", "gemma",
-    "gemma2_untied", "gemma3", "olmo2", "olmo3_yarn", "smollm3", "granite", "phi3_partial", "phi3_long",
+    "gemma2_untied", "gemma3", "gemma4", "olmo2", "olmo3_yarn", "smollm3", "granite", "phi3_partial", "phi3_long",
     "seed_oss_biased", "qwen3_moe_unnormalised", "mixtral_window",
     "gpt_oss_unbiased", "qwen3_5", "qwen3_5_gelu", "qwen2_moe", "glm4_moe_groups",
     "deepseek_v3_experts", "qwen3_next",
@@ -66,7 +67,9 @@ def computed(case: str) -> dict[str, np.ndarray]:
 
     results, slopes = everything(leaves)
     gradients = {
-        f"base_model.model.model.{name[:-7]}.lora_{name[-1].upper()}.weight": np.asarray(slope[0]).swapaxes(-1, -2)
+        f"base_model.model.model.{saved_path(name[:-7])}.lora_{name[-1].upper()}.weight": np.asarray(slope[0]).swapaxes(
+            -1, -2
+        )
         for name, slope in slopes.items()
     }
     gradients = {f"grad.{name}": slope for name, slope in to_file(gradients).items()}
