@@ -52,7 +52,7 @@ class Run(Shown):
 
     @property
     def best(self) -> str | None:
-        """The adapter with the lowest held-out loss among those with the same held-out data; None without such.
+        """The best adapter, by `early_stop.metric`, of those with the same held-out data; None without such.
 
         With several groups of such adapters it is the first group's; `numbers["best"]` has all.
         """

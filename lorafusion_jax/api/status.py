@@ -19,7 +19,7 @@ from lorafusion_jax.log_file import read_rows
 from lorafusion_jax.report.console import plain_table
 from lorafusion_jax.report.early_stops import EarlyStops, early_stops
 from lorafusion_jax.report.format import count, duration, exact, layout, omissions, waits
-from lorafusion_jax.report.ranking import Ranking, best_lines, rank
+from lorafusion_jax.report.ranking import Measure, Ranking, measures_of, rank
 from lorafusion_jax.report.summary import got_worse, newest_rates, read_summary
 
 ENDS = ("adapter-done", "adapter-failed", "adapter-changed")
@@ -57,7 +57,8 @@ def run_numbers(run: Path) -> dict:
     for row in adapters.values():  # the event of its end may have been in a part of events.jsonl that was lost
         if state == "finished" and row["status"] == "running" and row["step"] == row["steps"]:
             row["status"] = "done"
-    ranking, stops = _ranking(folder, adapters), early_stops(events)
+    evaluated = {name: metrics.adapters.get(name, {}).get("evaluated", {}) for name in adapters}
+    ranking, stops = _rank(folder, adapters, evaluated), early_stops(events)
     times = [metrics.time, *(row.get("time") for row in events[-1:])]
     last_row = max((moment for moment in times if moment is not None), default=folder.plan_file.stat().st_mtime)
     return {
@@ -80,18 +81,24 @@ def run_numbers(run: Path) -> dict:
         "throughput": newest_rates(metrics, events),
         "best": list(ranking.best),
         "compared": [list(group) for group in ranking.groups],
+        "ranking": list(ranking.lines),
         "early_stops": dict(stops.reasons),
         "spared_slots": stops.spared,
         **_phase(holder, start),
     }
 
 
-def _ranking(folder: RunFolder, adapters: dict[str, dict]) -> Ranking:
+def _rank(folder: RunFolder, adapters: dict[str, dict], evaluated: dict[str, dict]) -> Ranking:
+    """Ranks the adapters, and adds to each the metric that it is compared by."""
+    status, record = {name: row["status"] for name, row in adapters.items()}, {}
     with suppress(CheckpointError):  # a damaged record ranks nothing
-        data = {name: digest for name, digest in folder.read_record().get("eval", {}).items() if digest}
-        status = {name: row["status"] for name, row in adapters.items()}
-        return rank(status, {name: row["held_out_after"] for name, row in adapters.items()}, data)
-    return Ranking(order=tuple(adapters), groups=())
+        record = folder.read_record()
+    measures = measures_of(record)
+    for name, row in adapters.items():
+        measure = measures.get(name, Measure())
+        row |= {"metric": measure.metric, "value": measure.value(evaluated[name])}
+    data = {name: digest for name, digest in record.get("eval", {}).items() if digest}
+    return rank(status, evaluated, data, measures)
 
 
 def _phase(holder: dict, start: dict | None) -> dict:
@@ -119,6 +126,7 @@ def _starting_numbers(run: Path, holder: dict, start: dict) -> dict:
         "adapters": {},
         "best": [],
         "compared": [],
+        "ranking": [],
         "early_stops": {},
         "spared_slots": 0,
         **_phase(holder, start),
@@ -152,7 +160,7 @@ def runs_screen(runs: list[dict]) -> Table:
             continue
         done = f"{run['slot'] / run['slots']:.0%}" if run["slots"] else "–"
         trains = run["state"] == "running" and run["phase"] is None and run["eta_s"] is not None
-        best = ", ".join(f"{name} {run['adapters'][name]['held_out_after']:.4f}" for name in run["best"])
+        best = ", ".join(f"{name} {run['adapters'][name]['value']:.4f}" for name in run["best"])
         table.add_row(
             Path(run["run"]).name,
             state,
@@ -237,8 +245,7 @@ def status_screen(numbers: dict) -> Group:
         if speed
         else []
     )
-    held_out = {name: row["held_out_after"] for name, row in numbers["adapters"].items()}
-    best = [Text(line, style="bold") for line in best_lines(numbers["compared"], held_out)]
+    best = [Text(line, style="bold") for line in numbers["ranking"]]
     stops = EarlyStops(reasons=numbers["early_stops"], spared=numbers["spared_slots"])
     notes += map(Text, stops.lines(speed["slot_seconds"] if speed else None))
     return Group(head, *_devices(numbers), table, *best, *notes, *rates)

@@ -14,6 +14,7 @@ TYPES = {
     "plan": str,
     "data": dict,
     "eval": dict,
+    "compared_by": dict,
     "moves": list,
     "files": dict,
     "config": dict,

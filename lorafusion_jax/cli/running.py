@@ -25,7 +25,7 @@ from lorafusion_jax.report.console import errors_to, plain_table, say
 from lorafusion_jax.report.early_stops import early_stops
 from lorafusion_jax.report.events import Listener
 from lorafusion_jax.report.format import duration, exact
-from lorafusion_jax.report.ranking import adapter_to_export, best_lines, rank
+from lorafusion_jax.report.ranking import adapter_to_export, measures_of, rank
 from lorafusion_jax.report.summary import final_rows, got_worse, throughput
 from lorafusion_jax.signals import INTERRUPTED
 from lorafusion_jax.training import Interrupted, RunFolder, RunResult
@@ -75,9 +75,10 @@ def show_result(console: Console, result: RunResult) -> None:
     table = plain_table(("adapter", "status"), ("steps", "train loss", "held-out before", "after"))
     rows = final_rows(result.folder)
     status = {name: adapter.status for name, adapter in result.adapters.items()}
-    held_out = {name: rows.get(name, {}).get("after") for name in status}
-    digests = RunFolder(result.folder).read_record()["eval"]
-    ranking = rank(status, held_out, {name: digest for name, digest in digests.items() if digest})
+    evaluated = {name: rows.get(name, {}).get("evaluated", {}) for name in status}
+    record = RunFolder(result.folder).read_record()
+    data = {name: digest for name, digest in record["eval"].items() if digest}
+    ranking = rank(status, evaluated, data, measures_of(record))
     for name in ranking.order:
         adapter, row = result.adapters[name], rows.get(name, {})
         table.add_row(
@@ -90,7 +91,7 @@ def show_result(console: Console, result: RunResult) -> None:
         )
     console.print()
     console.print(table)
-    for line in best_lines(ranking.groups, held_out):
+    for line in ranking.lines:
         say(console, line, "bold")
     for name, adapter in result.adapters.items():
         if adapter.status == "failed":

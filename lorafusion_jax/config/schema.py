@@ -482,16 +482,17 @@ class EarlyStopSettings(Section):
         """Whether a value of the metric is better than the best one so far by more than `by`."""
         if not isfinite(value):
             return False
-        return best is None or (value - best > by if self._rises else best - value > by)
+        return best is None or (value - best > by if self.rises else best - value > by)
 
     def sort_key(self, value: float | None) -> float:
         """Sorts the best value first, and what is not a number last."""
         if value is None or not isfinite(value):
             return inf
-        return -value if self._rises else value
+        return -value if self.rises else value
 
     @property
-    def _rises(self) -> bool:
+    def rises(self) -> bool:
+        """Whether a greater value is a better one."""
         falls = self.metric.endswith("loss")
         return not falls if self.greater_is_better is None else self.greater_is_better
 

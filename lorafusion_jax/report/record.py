@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.data.prepare import Prepared
@@ -39,6 +40,7 @@ def make_record(
         "plan": plan.digest,
         "data": prepared.digests(),
         "eval": eval_digests(prepared),
+        "compared_by": compared_by(config),
         "template": prepared.tokenizer.template_hash,
         "seeds": {adapter.name: adapter.seed for adapter in config.adapters},
         "versions": versions(),
@@ -100,6 +102,12 @@ def check_record(record: dict, prepared: Prepared, plan: Plan, saved_with: str |
                 f"the {what} of {', '.join(changed)} changed since the run started.",
                 fix="restore the files, or start a new run with lorafusion train",
             )
+
+
+def compared_by(config: JobConfig) -> dict[str, dict[str, Any]]:
+    """Adapter → the metric that tells how good it is, and whether it rises."""
+    settings = {adapter.name: adapter.early_stop for adapter in config.adapters}
+    return {name: {"metric": stop.metric, "rises": stop.rises} for name, stop in settings.items()}
 
 
 def eval_digests(prepared: Prepared) -> dict[str, str]:

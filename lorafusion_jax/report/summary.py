@@ -23,7 +23,8 @@ class MetricsSummary:
     """Summary of metrics.jsonl.
 
     Attributes:
-        adapters: per adapter its last training loss, held-out loss before training and at the end, last step.
+        adapters: per adapter its last training loss, held-out loss before training and at the end, last step, and
+            under "evaluated" all that its newest evaluation says.
         slots: the newest rows of kind "slot", oldest first.
         slot: number of slots of the plan that are done.
         time: time of the newest row.
@@ -72,6 +73,8 @@ def _take(summary: MetricsSummary, row: dict) -> None:
     elif row["kind"] == "eval":
         when = "before" if row["step"] == 0 else "after"
         numbers |= {when: row.get("eval_loss"), f"accuracy {when}": row.get("eval_rewards/accuracies")}
+        if row["step"]:
+            numbers["evaluated"] = {key: value for key, value in row.items() if key.startswith("eval_")}
 
 
 def final_rows(folder: Path) -> dict[str, dict]:

@@ -18,7 +18,7 @@ from lorafusion_jax.data.prepare import Prepared, in_order, prepare
 from lorafusion_jax.errors import RunError, raise_all
 from lorafusion_jax.pipeline.base import check_adapters
 from lorafusion_jax.planning.training_plan import train_jobs
-from lorafusion_jax.report.record import eval_digests
+from lorafusion_jax.report.record import compared_by, eval_digests
 from lorafusion_jax.training.job import Job
 from scheduling.checks import check_jobs
 
@@ -109,6 +109,7 @@ def new_record_entries(job: Job, record: dict[str, Any]) -> dict[str, Any]:
     entries = {
         "data": job.prepared.digests(),
         "eval": eval_digests(job.prepared),
+        "compared_by": compared_by(new),
         "seeds": {adapter.name: adapter.seed for adapter in new.adapters},
         "warm_starts": warm_start_digests(new),
     }

@@ -10,7 +10,11 @@ from rich.console import Console
 from lorafusion_jax.api.status import run_numbers, runs_in, runs_screen, status_screen
 from lorafusion_jax.checkpoint.begun_folder import begun_folder, read_start, start_file
 from lorafusion_jax.errors import CheckpointError
-from lorafusion_jax.report.ranking import adapter_to_export, best_lines, rank
+from lorafusion_jax.report.ranking import Measure, adapter_to_export, measures_of, rank
+
+
+def evaluations(losses):
+    return {name: {} if loss is None else {"eval_loss": loss} for name, loss in losses.items()}
 
 
 def shown(renderable):
@@ -74,12 +78,10 @@ def test_a_sweep_ends_with_an_answer():
     losses = {"r4": 2.75, "r8": 2.5, "law": 1.25, "r16": 2.0, "r32": None, "r64": 2.625}
     status = dict.fromkeys(losses, "done") | {"r16": "cancelled", "r32": "failed"}
     data = dict.fromkeys(("r4", "r8", "r16", "r32", "r64"), "9f3c") | {"law": "00aa"}
-    ranking = rank(status, losses, data)
+    ranking = rank(status, evaluations(losses), data)
     assert ranking.order == ("r8", "r64", "r4", "r16", "r32", "law")
     assert ranking.groups == (("r8", "r64", "r4"),)
-    assert best_lines(ranking.groups, losses) == [
-        "best: r8, held-out loss 2.5000, the lowest of 3 on the same data, 0.1250 below r64"
-    ]
+    assert ranking.lines == ("best: r8, held-out loss 2.5000, the lowest of 3 on the same data, 0.1250 below r64",)
     steps = dict.fromkeys(losses, 9)
     assert adapter_to_export(status, steps, ranking.best) == "r8"
     assert adapter_to_export(status, steps, ()) == "r4"
@@ -89,7 +91,26 @@ def test_a_sweep_ends_with_an_answer():
     assert adapter_to_export(status, dict.fromkeys(losses, 0), ranking.best) is None
 
 
+def test_adapters_are_compared_by_the_metric_that_their_job_names():
+    written = {"metric": "eval_hits", "rises": True}
+    damaged = {"reed": {"metric": 3}, "lost": ["eval_hits"], "iris": {}}
+    record = {"compared_by": {"fern": written, "moss": written} | damaged}
+    evaluated = {
+        "fern": {"eval_loss": 0.5, "eval_hits": 0.25},
+        "moss": {"eval_loss": 0.9, "eval_hits": 0.75},
+        "reed": {"eval_loss": 0.1, "eval_hits": 1.0},
+        "iris": {"eval_loss": 0.2, "eval_hits": float("nan")},
+    }
+    assert measures_of(record) == dict.fromkeys(("fern", "moss"), Measure("eval_hits", rises=True))
+    ranking = rank(dict.fromkeys(evaluated, "done"), evaluated, dict.fromkeys(evaluated, "same"), measures_of(record))
+    assert ranking.order == ("moss", "fern", "reed", "iris")
+    assert ranking.lines == (
+        "best: moss, eval_hits 0.7500, the highest of 2 on the same data, 0.5000 above fern",
+        "best: reed, held-out loss 0.1000, the lowest of 2 on the same data, 0.1000 below iris",
+    )
+
+
 def test_without_common_data_nothing_is_ranked():
     losses = {"law": 3.0, "med": 1.0}
-    ranking = rank(dict.fromkeys(losses, "done"), losses, {"law": "a", "med": "b"})
+    ranking = rank(dict.fromkeys(losses, "done"), evaluations(losses), {"law": "a", "med": "b"})
     assert (ranking.order, ranking.best) == (("law", "med"), ())

@@ -8,6 +8,7 @@ import math
 import pytest
 
 from lorafusion_jax.report.page.collect import read_curves, thin
+from lorafusion_jax.report.ranking import Measure
 from lorafusion_jax.report.recorder import encode_row
 
 
@@ -41,7 +42,8 @@ def test_training_loss_is_the_mean_of_the_last_tenth_and_best_the_lowest_after_t
     write_metrics(tmp_path, steps + evals)
     curves = read_curves(tmp_path, ["b"])["b"]
     assert curves.train_loss == pytest.approx((63 + 62 + 61 + 60) / 4)
-    assert curves.best == (20, 2.0)
+    assert curves.best(Measure()) == (20, 2.0)
+    assert curves.best(Measure("eval_loss", rises=True)) == (40, 3.0)
 
 
 @pytest.mark.parametrize("count", [0, 1, 399, 400, 401, 799, 10_000])

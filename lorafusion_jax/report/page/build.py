@@ -23,6 +23,7 @@ from lorafusion_jax.report.page.collect import (
     thin,
     tokens_trained,
 )
+from lorafusion_jax.report.ranking import Measure, measures_of
 from scheduling import Timeline
 from scheduling.plots.colors import palette
 from scheduling.plots.svg import timeline_svg
@@ -90,7 +91,8 @@ def _describe_run(run: ReportedRun, name: str, points: int) -> dict[str, Any]:
     tokens = tokens_trained(run.folder, numbers["slot"])
     speed, seconds = numbers["throughput"] or {}, _trained_seconds(run)
     settings = differing_settings(config)
-    held_out = RunFolder(run.folder).read_record().get("eval", {})
+    record = RunFolder(run.folder).read_record()
+    held_out, measures = record.get("eval", {}), measures_of(record)
     total = sum(tokens.values()) or 1
     adapters = [
         {
@@ -99,10 +101,12 @@ def _describe_run(run: ReportedRun, name: str, points: int) -> dict[str, Any]:
             "step": row["step"],
             "steps": row["steps"],
             "reason": row["reason"],
-            "held_out": held_out.get(adapter),
+            "compared": (held_out.get(adapter), measure),
             "before": row["held_out_before"],
             "after": row["held_out_after"],
-            "best": curves[adapter].best,
+            "best": curves[adapter].best(measure),
+            "best_by": measure.label,
+            "rises": measure.rises,
             "train": curves[adapter].train_loss,
             "tokens": tokens.get(adapter, 0),
             "texts": texts.get(adapter, []),
@@ -111,6 +115,7 @@ def _describe_run(run: ReportedRun, name: str, points: int) -> dict[str, Any]:
             "settings": {key: values.get(adapter) for key, values in settings.items()},
         }
         for adapter, row in numbers["adapters"].items()
+        for measure in [measures.get(adapter, Measure())]
     ]
     return {
         "name": name,
@@ -169,18 +174,18 @@ def _limits(folder: Path, speed: Mapping[str, Any]) -> list[str]:
 
 
 def _mark_best(adapters: Sequence[dict[str, Any]]) -> None:
-    """Marks the lowest held-out loss among adapters with the same held-out data, such as the members of a sweep.
+    """Marks the best of adapters with the same held-out data and measure, such as the members of a sweep.
 
     Adapters that were cancelled or failed are left out, and an adapter that nothing can be compared with.
     """
     groups: dict[Any, list[dict[str, Any]]] = {}
     for adapter in adapters:
-        held_out = adapter.pop("held_out")
+        compared = adapter.pop("compared")
         if adapter["best"] is not None and adapter["status"] not in ("failed", "cancelled"):
-            groups.setdefault(held_out, []).append(adapter)
-    for group in groups.values():
+            groups.setdefault(compared, []).append(adapter)
+    for (_, measure), group in groups.items():
         if len(group) > 1:
-            min(group, key=lambda adapter: adapter["best"][1])["is_best"] = True
+            min(group, key=lambda adapter: measure.sort_key(adapter["best"][1]))["is_best"] = True
 
 
 def _timeline(folder: Path, name: str, colors: Mapping[str, str]) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.log_file import read_rows
+from lorafusion_jax.report.ranking import Measure
 
 MOST_POINTS = 400  # of a curve: more than a page has pixels for each of several adapters
 MOST_TEXTS = 6  # evaluations of an adapter whose texts a page shows
@@ -41,11 +42,10 @@ class AdapterCurves:
         tail = losses[-max(1, round(LAST_SHARE * len(losses))) :]
         return sum(tail) / len(tail) if tail else None
 
-    @property
-    def best(self) -> tuple[int, float] | None:
-        """Step and value of the lowest held-out loss after training began."""
-        held = [(step, loss) for step, loss in self.series.get("eval_loss", ()) if step > 0]
-        return min(held, key=lambda pair: pair[1]) if held else None
+    def best(self, measure: Measure) -> tuple[int, float] | None:
+        """Step and value of the best evaluation after training began."""
+        held_out = [(step, value) for step, value in self.series.get(measure.metric, ()) if step > 0]
+        return min(held_out, key=lambda pair: measure.sort_key(pair[1]), default=None)
 
 
 def read_curves(folder: Path, adapters: Sequence[str]) -> dict[str, AdapterCurves]:

@@ -103,7 +103,7 @@ const COLUMNS = [
   ["train loss", a => a.train, a => [number(a.train)]],
   ["held-out before", a => a.before, a => [number(a.before)]],
   ["held-out now", a => a.after, a => [number(a.after)]],
-  ["best held-out", a => a.best?.[1], a => [a.best ? `${number(a.best[1])} (step ${a.best[0]})` : "–"]],
+  ["best held-out", a => a.best && (a.rises ? -a.best[1] : a.best[1]), a => [a.best ? `${a.best_by === "held-out loss" ? "" : `${a.best_by} `}${number(a.best[1])} (step ${a.best[0]})` : "–"]],
   ["tokens", a => a.tokens, a => [tokens(a.tokens)]],
   ["device time", a => a.seconds, a => [time(a.seconds)]],
 ];
