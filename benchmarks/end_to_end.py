@@ -80,10 +80,11 @@ from lorafusion_jax.pipeline.batches import Batches
 from lorafusion_jax.pipeline.executor import Executor
 from lorafusion_jax.pipeline.mesh import StageMesh
 from lorafusion_jax.pipeline.move import to_stage
-from lorafusion_jax.pipeline.parts import Parts, StageWeights
+from lorafusion_jax.pipeline.parts import Parts
 from lorafusion_jax.pipeline.profile import profile_stages
 from lorafusion_jax.pipeline.spans import Spans
 from lorafusion_jax.pipeline.stage import Stage
+from lorafusion_jax.pipeline.stage_weights import StageWeights
 from lorafusion_jax.planning.blocks import block_layers
 from lorafusion_jax.planning.memory import memory_problem, stage_memory
 from lorafusion_jax.planning.prediction import predicted_costs

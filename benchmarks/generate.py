@@ -35,8 +35,9 @@ from lorafusion_jax.generation.sampling import Sampling
 from lorafusion_jax.layout.extent import Extent
 from lorafusion_jax.models import Decoder, ModelConfig, Segments
 from lorafusion_jax.pipeline.mesh import stage_meshes
-from lorafusion_jax.pipeline.parts import LayerWeights, Parts, StageWeights
+from lorafusion_jax.pipeline.parts import Parts
 from lorafusion_jax.pipeline.stage import Stage
+from lorafusion_jax.pipeline.stage_weights import LayerWeights, StageWeights
 
 SHAPE = {
     "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "num_layers": 36, "num_heads": 32,
@@ -111,7 +112,8 @@ def random_stage(config: ModelConfig, adapters: int, dtype: Any) -> Stage:
     )  # fmt: skip
     stage = Stage(parts, weights, mesh, [], remat="everything", block=1)
     stage.lora = {
-        name: draw(next(keys), shape, jnp.float32) for name, shape in parts.lora_shapes(config.num_layers).items()
+        name: draw(next(keys), shape, jnp.float32)
+        for name, shape in parts.leaves.lora_shapes(config.num_layers).items()
     }
     return stage
 

@@ -104,15 +104,15 @@ def lower(tokens: int, remat: str) -> dict[str, Any]:
     parts = Parts(model=model, specs=specs(ADAPTERS), settings=TrainSettings(), dtype=jnp.bfloat16)
     programs = StagePrograms(parts, stage_meshes()[0], Extent(0, 2), remat)  # type: ignore[arg-type]
     whole = jax.ShapeDtypeStruct
-    lora = {name: whole(shape, jnp.float32) for name, shape in parts.lora_shapes(1).items()}
+    lora = {name: whole(shape, jnp.float32) for name, shape in parts.leaves.lora_shapes(1).items()}
     frozen = ({name: whole(shape, jnp.bfloat16) for name, shape in parts.frozen_shapes().items()},)
     x = whole((1, tokens, model.hidden_size), jnp.bfloat16)
     sums = {name: whole((1, *leaf.shape), leaf.dtype) for name, leaf in lora.items()}
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
-        inputs = jax.eval_shape(programs.inputs, _shapes(tokens))
+        inputs = jax.eval_shape(programs.layers.inputs, _shapes(tokens))
         block = (frozen, lora, whole((), np.int32), x, inputs)
-        y, kept = jax.eval_shape(programs.forward, *block)
-        traced = (programs.forward.trace(*block), programs.backward.trace(*block, kept, y, sums))
+        y, kept = jax.eval_shape(programs.layers.forward, *block)
+        traced = (programs.layers.forward.trace(*block), programs.layers.backward.trace(*block, kept, y, sums))
         text = "".join(program.lower(lowering_platforms=("cuda",)).as_text() for program in traced)
     sizes = {prod(map(int, shape[:-1].split("x"))): shape[:-1] for shape in SHAPE.findall(text)}
     return {

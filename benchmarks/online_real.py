@@ -53,10 +53,11 @@ from lorafusion_jax.pipeline.base import fitting_remat
 from lorafusion_jax.pipeline.batches import Batches
 from lorafusion_jax.pipeline.executor import Executor
 from lorafusion_jax.pipeline.mesh import StageMesh
-from lorafusion_jax.pipeline.parts import Parts, StageWeights
+from lorafusion_jax.pipeline.parts import Parts
 from lorafusion_jax.pipeline.profile import profile_stages
 from lorafusion_jax.pipeline.spans import Spans
 from lorafusion_jax.pipeline.stage import Stage
+from lorafusion_jax.pipeline.stage_weights import StageWeights
 from lorafusion_jax.planning.prediction import DEVICES, predicted_costs, this_device
 from lorafusion_jax.training import changes as training
 from lorafusion_jax.training.hooks import Hooks

@@ -14,8 +14,9 @@ from lorafusion_jax.data.assemble import Microbatch, Piece, assemble, num_segmen
 from lorafusion_jax.layout.extent import Extent
 from lorafusion_jax.models import ModelConfig
 from lorafusion_jax.pipeline.mesh import stage_meshes
-from lorafusion_jax.pipeline.parts import Parts, StageWeights
+from lorafusion_jax.pipeline.parts import Parts
 from lorafusion_jax.pipeline.stage import Stage
+from lorafusion_jax.pipeline.stage_weights import StageWeights
 
 
 def random_stage(model: ModelConfig, adapters: Sequence[AdapterConfig], dtype: jnp.dtype) -> Stage:
@@ -28,7 +29,7 @@ def random_stage(model: ModelConfig, adapters: Sequence[AdapterConfig], dtype: j
 
 def draw_adapter(parts: Parts, name: str, seed: int) -> dict[str, np.ndarray]:
     """Weights of one adapter, B not zero: else dA would be."""
-    rng, shapes = np.random.default_rng(seed), parts.own_shapes()[name]
+    rng, shapes = np.random.default_rng(seed), parts.leaves.own_shapes()[name]
     return {leaf: rng.standard_normal(shape, np.float32) / 64 for leaf, shape in shapes.items()}
 
 

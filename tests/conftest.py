@@ -156,7 +156,7 @@ def kept_programs(quick_compiles):
     def programs(parts, *arguments):
         what = repr(parts), *arguments
         known = KEPT.pop(what, None)
-        if known is None or known.forward._cache_size() != known.backward._cache_size():
+        if known is None or known.layers.forward._cache_size() != known.layers.backward._cache_size():
             known = StagePrograms(parts, *arguments)
         KEPT[what] = known
         if len(KEPT) > MOST_KEPT:

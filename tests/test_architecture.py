@@ -191,7 +191,7 @@ def test_no_behaviour_by_environment_variable():
     assert [line for line in uses if '"XLA_FLAGS"' not in lines[line][int(line.partition(":")[2]) - 1]] == []
     assert {line.partition(":")[0] for line in uses} == {
         "lorafusion_jax/machine.py",
-        "lorafusion_jax/pipeline/programs.py",
+        "lorafusion_jax/pipeline/stage_jit.py",
     }
 
 

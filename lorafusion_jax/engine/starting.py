@@ -23,6 +23,7 @@ from lorafusion_jax.errors import CheckpointError, RunError
 from lorafusion_jax.objective.protocol import SFT, Chosen
 from lorafusion_jax.pipeline.batches import teacher_state
 from lorafusion_jax.pipeline.executor import Executor
+from lorafusion_jax.pipeline.first_weights import first_weights
 from lorafusion_jax.pipeline.place_table import PlaceTable
 from lorafusion_jax.pipeline.references import read_reference_folder
 from lorafusion_jax.pipeline.stage import Stage
@@ -103,7 +104,7 @@ class PlaceWriter:
     def first_weights(self, task: Task) -> PlaceWeights:
         """Returns initial weights, or those of `lora.init_from`."""
         parts = self._stages[0].parts
-        first, layers = {task.name: parts.first_weights(task.spec)}, parts.model.some_layers
+        first, layers = {task.name: first_weights(parts.leaves, task.spec)}, parts.model.some_layers
         leaves = start_from(first, read_warm_starts(task.config), [task.spec], layers)[task.name]
         return PlaceWeights(spec=task.spec, leaves=leaves, fresh=task.adapter.lora.init_from is None)
 
@@ -122,7 +123,8 @@ class PlaceWriter:
                 "session.reference", f"the reference of {task.name} does not fit into place {place}.", why=why
             )
         parts = self._stages[0].parts
-        leaves = start_from({task.name: parts.first_weights(spec)}, {0: arrays}, [spec], parts.model.some_layers)
+        drawn = {task.name: first_weights(parts.leaves, spec)}
+        leaves = start_from(drawn, {0: arrays}, [spec], parts.model.some_layers)
         return PlaceWeights(spec=spec, leaves=leaves[task.name])
 
     def number_objective(self, task: Task) -> int:
@@ -161,7 +163,7 @@ class PlaceWriter:
                 self._compiled.add(steps)
 
     def _zeros(self) -> dict[str, dict[str, np.ndarray]]:
-        shapes = self._stages[0].parts.own_shapes()
+        shapes = self._stages[0].parts.leaves.own_shapes()
         return {
             name: {leaf: np.zeros(shape, np.float32) for leaf, shape in leaf_shapes.items()}
             for name, leaf_shapes in shapes.items()

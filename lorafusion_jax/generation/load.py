@@ -18,8 +18,9 @@ from lorafusion_jax.errors import CheckpointError, LoraFusionError, raise_all
 from lorafusion_jax.generation.sources import AdapterSource, Source
 from lorafusion_jax.models import open_frozen
 from lorafusion_jax.pipeline.mesh import stage_meshes
-from lorafusion_jax.pipeline.parts import Parts, cut
+from lorafusion_jax.pipeline.parts import Parts
 from lorafusion_jax.pipeline.stage import Stage
+from lorafusion_jax.pipeline.stage_weights import cut
 from lorafusion_jax.planning.stages import stage_layers
 
 
@@ -74,7 +75,7 @@ def _read(source: AdapterSource, model: ModelConfig) -> tuple[AdapterSpec, Array
 
 def _leaves(parts: Parts, adapters: Sequence[tuple[AdapterSpec, Arrays]]) -> dict[str, dict[str, np.ndarray]]:
     """Returns the leaves of each adapter in all layers of the model."""
-    shapes, leaves = parts.own_shapes(), {}
+    shapes, leaves = parts.leaves.own_shapes(), {}
     for spec, arrays in adapters:
         zeros = {name: np.zeros(shape, np.float32) for name, shape in shapes[spec.name].items()}
         put = put_adapter(with_adapter_axis(zeros), 0, arrays, spec.kind, None, spec.patterns)

@@ -39,7 +39,7 @@ class StagePasses:
         specs = stage.parts.specs
         scale = np.array([specs[index].scale if index >= 0 else 1.0 for index in adapters], np.float32)
         adapter_B = np.repeat(adapters, places.rows)
-        self._adapters = replicate(PlacedAdapters(scale, adapter_B, stage.parts.kinds_in(adapters)), stage.mesh)
+        self._adapters = replicate(PlacedAdapters(scale, adapter_B, stage.parts.inputs.kinds_in(adapters)), stage.mesh)
         self._adapter_of = np.append(adapter_B, np.int32(-1))  # of a row of no sequence, too
         pieces = stage.weights.pieces
         leaves = programs.leaves_of(stage.all_leaves, adapters) if specs else [{} for _ in pieces]

@@ -29,10 +29,11 @@ from lorafusion_jax.models.segments import Segments
 from lorafusion_jax.modules import LoRAContext
 from lorafusion_jax.objective.replaced_rows import ReplacedRows, replace_rows, replaced_tokens
 from lorafusion_jax.pipeline import leaves as lv
+from lorafusion_jax.pipeline.inputs import Inputs
 from lorafusion_jax.pipeline.leaves import LAYERS, SHARED, Leaves, path_of
-from lorafusion_jax.pipeline.parts import Inputs, StoredWeights, Weights
-from lorafusion_jax.pipeline.programs import gather
 from lorafusion_jax.pipeline.stage import Stage
+from lorafusion_jax.pipeline.stage_jit import gather
+from lorafusion_jax.pipeline.stage_weights import StoredWeights, Weights
 
 EVERYWHERE = P()
 
@@ -59,16 +60,17 @@ class GenerationPrograms:
     """
 
     def __init__(self, stage: Stage):
-        self._stage, self._parts, self._mesh = stage.programs, stage.parts, stage.mesh
+        self._parts, self._mesh, self._layout = stage.parts, stage.mesh, stage.parts.leaves
+        self._operands, self._table_axis = stage.programs.operands, stage.programs.ends.table_axis
         self._extent = stage.extent
-        self._rows = {name: row for row, name in enumerate(self._parts.columns)}
+        self._rows = {name: row for row, name in enumerate(self._layout.columns)}
         self._plain = all(spec.kind == PLAIN for spec in self._parts.specs)
         table = P(*self._mesh.split((self._parts.model.vocab_size, self._parts.model.hidden_size)))
         self.embed = self._jit(self._embed, (table, *(EVERYWHERE,) * 3))
         self.prompt_inputs = self._jit(self._prompt_inputs, (EVERYWHERE,) * 3)
         self.next_inputs = self._jit(self._next_inputs, (EVERYWHERE,) * 2)
         self._layer = jax.jit(self._run_layer)  # like layers of a block are traced and lowered once
-        blocks = (self._stage.specs_of_block, *(EVERYWHERE,) * 5)
+        blocks = (self._operands.specs_of_block, *(EVERYWHERE,) * 5)
         self.run_block = self._jit(self._run_block, blocks, donate=(2,))
         self.head = {
             (mode, whole): self._jit(partial(self._head, mode, whole), (EVERYWHERE, table, *(EVERYWHERE,) * 7))
@@ -86,8 +88,8 @@ class GenerationPrograms:
             places: index of the adapter, -1 for places without one, whose leaves are zero.
         """
         parts = self._parts
-        windows = np.asarray(lv.windows(parts.columns, jnp.asarray(places, jnp.int32)))
-        ratios = parts.ratios_in(places)
+        windows = np.asarray(lv.windows(parts.leaves.columns, jnp.asarray(places, jnp.int32)))
+        ratios = parts.inputs.ratios_in(places)
 
         def take(names: Sequence[str], number: int) -> Weights:
             taken = {name: leaves[name] for name in names}
@@ -109,14 +111,14 @@ class GenerationPrograms:
         if not name.startswith(LAYERS):
             return 0
         numbers = self._parts.model.some_layers.get(path_of(name))
-        return (number if numbers is None else numbers.index(number)) - self._parts.rows_of(name, self._extent).start
+        return (number if numbers is None else numbers.index(number)) - self._layout.rows_of(name, self._extent).start
 
     def _take_leaves(
         self, leaves: Leaves, windows: dict[str, Array], rows: dict[str, Array], ratios: dict[str, Array]
     ) -> Weights:
         taken = {}
         for name, leaf in leaves.items():
-            view = lv.view(leaf, self._parts.columns[name], rows[name], windows[name])
+            view = lv.view(leaf, self._layout.columns[name], rows[name], windows[name])
             if name in ratios:
                 view = view * ratios[name].reshape(-1, *(1,) * (view.ndim - 1))
             taken[name.removeprefix(LAYERS)] = view.astype(self._parts.dtype) if self._plain else view
@@ -141,9 +143,9 @@ class GenerationPrograms:
 
     def _embed(self, table: Array, tokens_T: Array, adapter_T: Array, rows: Array | None) -> Array:
         """Returns the embeddings of tokens, with the trained rows of their adapters, [1, D, C]."""
-        x_TD, scale = embed(gather(table, self._stage.table_axis), tokens_T), self._parts.model.embedding_scale
+        x_TD, scale = embed(gather(table, self._table_axis), tokens_T), self._parts.model.embedding_scale
         if rows is not None:
-            x_TD = replace_rows(x_TD, tokens_T, ReplacedRows(rows[0], self._parts.token_columns("embed"), adapter_T))
+            x_TD = replace_rows(x_TD, tokens_T, ReplacedRows(rows[0], self._layout.token_columns("embed"), adapter_T))
         return scaled_embedding(x_TD, scale)
 
     def _prompt_inputs(self, rows: CachedRows, segments: Segments, placed: tuple[PlacedAdapters, Array]) -> Inputs:
@@ -188,7 +190,7 @@ class GenerationPrograms:
         if layers.lora is not None and layers.cached is not None and layers.cached.decoding:
             table = np.arange(len(layers.lora.scale), dtype=np.int32)  # a constant: the ops gather no A and B
             inputs = inputs._replace(layers=replace(layers, lora=replace(layers.lora, tile_adapter=table)))
-        weights, x = self._stage.materialize(stored, x)
+        weights, x = self._operands.materialize(stored, x)
         return self._parts.layer_with_cache(weights, leaves, x, inputs, number, cache)
 
     def _head(
@@ -213,11 +215,11 @@ class GenerationPrograms:
         """
         model = self._parts.model
         x_BD = x if whole else x[jnp.maximum(last_B, 0)]
-        head_DV = gather(table, self._stage.table_axis).T
+        head_DV = gather(table, self._table_axis).T
         hidden_BD = final_norm(x_BD, norm, model)
         logits_BV = logits(hidden_BD, head_DV, model)
         if rows is not None:
-            replaced_BC = replaced_tokens(self._parts.token_columns("head"), adapter_B, model.vocab_size)
+            replaced_BC = replaced_tokens(self._layout.token_columns("head"), adapter_B, model.vocab_size)
             new_BC = logits(hidden_BD, rows[0].astype(hidden_BD.dtype), model)
             logits_BV = logits_BV.at[jnp.arange(len(x_BD))[:, None], replaced_BC].set(new_BC, mode="drop")
         chosen_B = choose_tokens(logits_BV, choices, number_B, mode=mode)

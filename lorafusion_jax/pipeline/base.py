@@ -26,9 +26,10 @@ from lorafusion_jax.objective.batch import check_loss
 from lorafusion_jax.pipeline.base_cache import BaseFiles, CachedBase, open_cache
 from lorafusion_jax.pipeline.mesh import StageMesh, stage_meshes
 from lorafusion_jax.pipeline.move import transfer
-from lorafusion_jax.pipeline.parts import Parts, StageWeights, cut
+from lorafusion_jax.pipeline.parts import Parts
 from lorafusion_jax.pipeline.processes import any_process, same_on_all
 from lorafusion_jax.pipeline.stage import Stage
+from lorafusion_jax.pipeline.stage_weights import StageWeights, cut
 from lorafusion_jax.planning.blocks import block_layers
 from lorafusion_jax.planning.memory import (
     ALLOCATOR_USABLE,

@@ -19,6 +19,7 @@ from lorafusion_jax.checkpoint.peft import Arrays
 from lorafusion_jax.checkpoint.warm_start import start_from
 from lorafusion_jax.config.schema import AdapterConfig, JobConfig
 from lorafusion_jax.pipeline.base import stages_for
+from lorafusion_jax.pipeline.first_weights import first_weights
 from lorafusion_jax.pipeline.stage import Stage
 from lorafusion_jax.pipeline.state import gather, scatter
 
@@ -34,7 +35,8 @@ def fill_place(
     """
     parts = stages[0].parts
     starts = {} if warm_start is None else {0: warm_start}
-    leaves = start_from({spec.name: parts.first_weights(spec)}, starts, [spec], parts.model.some_layers)[spec.name]
+    first = {spec.name: first_weights(parts.leaves, spec)}
+    leaves = start_from(first, starts, [spec], parts.model.some_layers)[spec.name]
     for stage in stages:
         stage.assign(index, adapter, spec)
         stage.write(index, leaves)
@@ -53,7 +55,7 @@ def grow_stages(stages: Sequence[Stage], config: JobConfig, weights: Mapping[int
         stage.lora, stage.constants, stage.sums, stage.optimizers, stage.totals = {}, {}, {}, {}, None
     more = stages_for(stages, config)
     specs = dict(more[0].occupied)
-    first = {spec.name: more[0].parts.first_weights(spec) for spec in specs.values()}
+    first = {spec.name: first_weights(more[0].parts.leaves, spec) for spec in specs.values()}
     starts = {number: weights[index] for number, index in enumerate(specs) if index in weights}
     lora = start_from(first, starts, list(specs.values()), more[0].parts.model.some_layers)
     for stage in more:

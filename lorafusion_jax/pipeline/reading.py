@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 import jax
 
 from lorafusion_jax.pipeline.base import Base
-from lorafusion_jax.pipeline.parts import StageWeights
+from lorafusion_jax.pipeline.stage_weights import StageWeights
 from lorafusion_jax.report.events import RunEvent
 
 Times = tuple[float, float]  # start and end by `time.perf_counter`

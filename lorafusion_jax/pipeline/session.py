@@ -33,6 +33,7 @@ from lorafusion_jax.pipeline.base import check_tables, memory_warning, open_base
 from lorafusion_jax.pipeline.base_cache import BaseFiles
 from lorafusion_jax.pipeline.evaluation import Evaluation, Evaluator
 from lorafusion_jax.pipeline.executor import Executor
+from lorafusion_jax.pipeline.first_weights import first_weights
 from lorafusion_jax.pipeline.growth import fill_place, grow_stages
 from lorafusion_jax.pipeline.leaves import HEAD_ROWS, Leaves
 from lorafusion_jax.pipeline.place_table import PlaceTable
@@ -79,7 +80,7 @@ class Session:
         self._config, self._stages, self._stack = config, tuple(stages), stack_of(config)
         self.executor.number_adapters(self._stack.index)
         if self._stack.stand_ins:
-            table = PlaceTable(stages[0].parts.columns, len(self._stack.config.adapters))
+            table = PlaceTable(stages[0].parts.leaves.columns, len(self._stack.config.adapters))
             for spec in adapter_specs(config):
                 chosen = config.adapter(spec.name).objective.chosen
                 table.assign(self._stack.index[spec.name], spec, self._stack.number_of(chosen))
@@ -158,7 +159,7 @@ class Session:
         """
         parts, occupied = self._stages[0].parts, dict(self._stages[0].occupied)
         specs = [occupied[self._stack.index[name]] for name in self.names]
-        first = {spec.name: parts.first_weights(spec) for spec in specs}
+        first = {spec.name: first_weights(parts.leaves, spec) for spec in specs}
         lora = start_from(first, weights, specs, parts.model.some_layers)
         for stage in self._stages:
             stage.start(lora)
@@ -300,12 +301,12 @@ class Session:
     def num_trainable(self) -> int:
         """Number of parameters of the adapters."""
         parts = self._stages[0].parts
-        shapes = parts.own_shapes(self._stages[0].occupied).values()
+        shapes = parts.leaves.own_shapes(self._stages[0].occupied).values()
         return sum(
             math.prod(shape)
             for leaves in shapes
             for name, shape in leaves.items()
-            if parts.columns[name].leaf.trainable and not (name == HEAD_ROWS and parts.model.tie_embeddings)
+            if parts.leaves.columns[name].leaf.trainable and not (name == HEAD_ROWS and parts.model.tie_embeddings)
         )
 
     @property

@@ -24,11 +24,14 @@ from lorafusion_jax.objective.protocol import Chosen
 from lorafusion_jax.optim.step import Hyper, hyper, unchanging_hyper
 from lorafusion_jax.pipeline import leaves as lv
 from lorafusion_jax.pipeline.adapter_step import BatchSummary, Totals
+from lorafusion_jax.pipeline.end_programs import of_heads
+from lorafusion_jax.pipeline.first_weights import first_weights
 from lorafusion_jax.pipeline.leaves import Leaves
 from lorafusion_jax.pipeline.mesh import StageMesh
 from lorafusion_jax.pipeline.move import replicate, to_host
-from lorafusion_jax.pipeline.parts import Parts, StageWeights
-from lorafusion_jax.pipeline.programs import StagePrograms, of_heads
+from lorafusion_jax.pipeline.parts import Parts
+from lorafusion_jax.pipeline.programs import StagePrograms
+from lorafusion_jax.pipeline.stage_weights import StageWeights
 
 NO_SLOT = -1  # slot of a pass outside of a plan
 
@@ -76,16 +79,15 @@ class Stage:
         self.mesh = mesh
         self.remat: RematPolicy = remat
         self.programs = StagePrograms(parts, mesh, weights.extent, remat)
+        self._columns = self.programs.columns
         self._parts, self._adapters, self._specs = parts, list(adapters), list(parts.specs)
         self._groups = _groups(weights.extent.pieces, block)
         self.replace_base(weights)
         firsts = [weights.extent.pieces[group[0]].layer for group in self._groups]
         self._numbers = [replicate(np.int32(first), mesh) for first in firsts]  # first layer of each block
-        self._own = [lv.own_columns(self.programs.columns, *numbered_spec) for numbered_spec in enumerate(parts.specs)]
-        self._places = [
-            replicate(lv.place_of(self.programs.columns, *numbered_spec), mesh)
-            for numbered_spec in enumerate(parts.specs)
-        ]
+        trained = self._columns.trained
+        self._own = [lv.own_columns(trained, index, spec) for index, spec in enumerate(parts.specs)]
+        self._places = [replicate(lv.place_of(trained, index, spec), mesh) for index, spec in enumerate(parts.specs)]
         self._random_activations, self._random_gradients = (
             jax.jit(made, static_argnums=(1, 2), out_shardings=mesh.by_replica)
             for made in (_random_activations, _random_gradients)
@@ -115,7 +117,7 @@ class Stage:
 
     def layers_of(self, leaf: str) -> range:
         """The part of a leaf's first axis that this stage has: its layers, or all of what is not of layers."""
-        return self._parts.rows_of(leaf, self.extent)
+        return self._parts.leaves.rows_of(leaf, self.extent)
 
     def layer_numbers(self, leaf: str) -> list[int]:
         """Numbers of this stage's layers that have a leaf."""
@@ -143,7 +145,7 @@ class Stage:
 
     def first_lora(self) -> dict[str, dict[str, np.ndarray]]:
         """Returns the initial weights of each adapter in all layers of the model."""
-        return self._parts.first_lora()
+        return {spec.name: first_weights(self._parts.leaves, spec) for spec in self._parts.specs}
 
     def start(self, lora: Mapping[str, Mapping[str, np.ndarray]]) -> None:
         """Sets each adapter's initial weights, given for all layers of the model, and resets all other state."""
@@ -166,14 +168,14 @@ class Stage:
             chosen: as in `totals_of`.
         """
         if self.weights.head is not None:
-            self.programs.replace_objectives(chosen)
+            self.programs.ends.replace_objectives(chosen)
             self.totals = self._more_totals()
 
     def _more_totals(self) -> Totals | None:
         """Returns the sums with zeros for metrics that had none."""
         if self.weights.head is None:
             return None
-        names = [name for name in ("loss", *metric_names(self.programs.chosen)) if name not in (self.totals or {})]
+        names = [name for name in ("loss", *metric_names(self.programs.ends.chosen)) if name not in (self.totals or {})]
         shape = (self.mesh.replicas, len(self._specs))
         zeros = jax.jit(
             lambda: {name: jnp.zeros(shape, jnp.float32) for name in names}, out_shardings=self.mesh.by_replica
@@ -194,13 +196,13 @@ class Stage:
                 whole[name] = replicate(stacked[name], self.mesh)
             return whole
 
-        self.lora, self.constants = put(self.programs.columns), put(self.programs.constants)
+        self.lora, self.constants = put(self._columns.trained), put(self._columns.constants)
         self.prepared, self._stale = self._no_prepared(), self._with_prepared
 
     @property
     def leaf_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the leaves of all adapters on this stage."""
-        shapes = self._parts.lora_shapes(1)
+        shapes = self._parts.leaves.lora_shapes(1)
         return {name: (len(self.layers_of(name)), *shape[1:]) for name, shape in shapes.items()}
 
     def start_from_base(self, index: int) -> None:
@@ -217,21 +219,21 @@ class Stage:
                 layer = self.layer_numbers(path).index(piece.layer)
                 tensors = {name.removeprefix(path): leaves[name][layer] for name in leaves if name.startswith(path)}
                 kernel = weights[f"{linear.path}.kernel"]
-                for leaf, value in self.programs.start_from_base(spec, linear, kernel, shared | tensors).items():
+                for leaf, value in self.programs.kinds.start_from_base(spec, linear, kernel, shared | tensors).items():
                     leaves[f"{path}{leaf}"][layer] = to_host(value)
         for name, table in ((lv.EMBED_ROWS, self.weights.embed), (lv.HEAD_ROWS, self.weights.head)):
             if table is not None and name in leaves:
-                tokens = self._parts.token_ids(spec, "embed" if name == lv.EMBED_ROWS else "head")
-                leaves[name] = to_host(self.programs.first_rows(table, tokens))
-        self.lora = self._with_own(self.programs.columns, self.lora, index, leaves)
-        self.constants = self._with_own(self.programs.constants, self.constants, index, leaves)
+                tokens = self._parts.leaves.token_ids(spec, "embed" if name == lv.EMBED_ROWS else "head")
+                leaves[name] = to_host(self.programs.adapters.first_rows(table, tokens))
+        self.lora = self._with_own(self._columns.trained, self.lora, index, leaves)
+        self.constants = self._with_own(self._columns.constants, self.constants, index, leaves)
         self._stale |= self._with_prepared & {index}
 
     def _no_prepared(self) -> Leaves:
-        shapes = self._parts.lora_shapes(self._parts.model.num_layers)
+        shapes = self._parts.leaves.lora_shapes(self._parts.model.num_layers)
         return {
             name: replicate(np.ones((len(self.layers_of(name)), *shapes[name][1:]), np.float32), self.mesh)
-            for name in self.programs.prepared
+            for name in self._columns.prepared
         }
 
     @property
@@ -245,7 +247,7 @@ class Stage:
             for index in sorted(self._stale):
                 for block, number in zip(self._blocks, self._numbers, strict=True):
                     leaves, number_of_adapter = self.lora | self.constants, self._places[index].index
-                    self.prepared = self.programs.prepare(
+                    self.prepared = self.programs.kinds.prepare(
                         self._specs[index], block, leaves, number, number_of_adapter, self.prepared
                     )
             self._stale.clear()
@@ -259,7 +261,7 @@ class Stage:
             return leaves
         adapter = lv.place_of(columns, index, self._specs[index])
         first, arrays = replicate((adapter.first, {name: values[name] for name in names}), self.mesh)
-        return self.programs.put(leaves, first, arrays)
+        return self.programs.adapters.put(leaves, first, arrays)
 
     @property
     def all_leaves(self) -> Leaves:
@@ -269,8 +271,8 @@ class Stage:
 
     def assign(self, index: int, adapter: AdapterConfig, spec: AdapterSpec) -> None:
         """Gives a place to another adapter, of at most the rank and targets that the place was made for."""
-        self._adapters[index], self._own[index] = adapter, lv.own_columns(self.programs.columns, index, spec)
-        self._places[index] = replicate(lv.place_of(self.programs.columns, index, spec), self.mesh)
+        self._adapters[index], self._own[index] = adapter, lv.own_columns(self._columns.trained, index, spec)
+        self._places[index] = replicate(lv.place_of(self._columns.trained, index, spec), self.mesh)
         # Not in place: a snapshot that is still read has the specifications and places of its time.
         self._specs = [*self._specs[:index], spec, *self._specs[index + 1 :]]
         self.vacant -= {index}
@@ -286,23 +288,23 @@ class Stage:
             optimizer: arrays of its state by path, for all layers (None: the initial state).
         """
         spec, adapter = self._specs[index], self._places[index]
-        known = self.programs.columns | self.programs.constants
+        known = self._columns.trained | self._columns.constants
         new_leaves = {name: np.asarray(leaf)[self.layers_of(name)] for name, leaf in weights.items() if name in known}
         trained = replicate(
-            {name: leaf for name, leaf in new_leaves.items() if name in self.programs.columns}, self.mesh
+            {name: leaf for name, leaf in new_leaves.items() if name in self._columns.trained}, self.mesh
         )
         self._gradients.pop(index, None)
-        self.lora, self.sums, self.totals, self.alive = self.programs.write(
+        self.lora, self.sums, self.totals, self.alive = self.programs.adapters.write(
             self._own[index], adapter, self.lora, self.sums, self.totals, self.alive, trained
         )
-        self.constants = self._with_own(self.programs.constants, self.constants, index, new_leaves)
+        self.constants = self._with_own(self._columns.constants, self.constants, index, new_leaves)
         self._stale |= self._with_prepared & {index}
         optim = self._adapters[index].optim
         if optimizer is None:
-            first = self.programs.first_optimizer(self._own[index], optim, adapter, self.lora)
+            first = self.programs.adapters.first_optimizer(self._own[index], optim, adapter, self.lora)
             self.optimizers[spec.name] = first
         else:
-            init = partial(self.programs.init_optimizer, self._own[index], optim)
+            init = partial(self.programs.adapters.init_optimizer, self._own[index], optim)
             shapes = jax.eval_shape(init, adapter, self.lora)
             self.optimizers[spec.name] = replicate(self.part_of_state(shapes, optimizer), self.mesh)
 
@@ -323,7 +325,9 @@ class Stage:
 
         def new(places: list[lv.Place], lora: Leaves) -> list[Any]:
             return [
-                self.programs.init_optimizer(self._own[members[0]], self._adapters[members[0]].optim, adapter, lora)
+                self.programs.adapters.init_optimizer(
+                    self._own[members[0]], self._adapters[members[0]].optim, adapter, lora
+                )
                 for members, adapter in zip(kinds, places, strict=True)
             ]
 
@@ -369,19 +373,19 @@ class Stage:
             Activations for the next stage; on the last stage the loss sums [R, A] of the microbatch.
         """
         programs, weights = self.programs, self.weights
-        inputs = programs.inputs(batch)
+        inputs = programs.layers.inputs(batch)
         hidden = self._entered(batch, x)
         xs: list[Array] = []
         residuals: list[Any] = []
         for block, number in zip(self._blocks, self._numbers, strict=True):
             xs.append(hidden)
-            hidden, rest = programs.forward(block, self.all_leaves, number, hidden, inputs)
+            hidden, rest = programs.layers.forward(block, self.all_leaves, number, hidden, inputs)
             residuals.append(rest)
         rows = (batch.tokens, batch.row_adapter) if lv.EMBED_ROWS in self.lora else None
         if weights.head is None:
             self._in_flight[slot] = _InFlight(inputs, xs, residuals, None, rows)
             return hidden
-        dy, losses, self.totals, sums = programs.head(
+        dy, losses, self.totals, sums = programs.ends.head(
             weights.norm, weights.head, hidden, batch, of_heads(self.all_leaves), self.totals, of_heads(self.sums)
         )
         self.sums = self.sums | sums
@@ -395,8 +399,8 @@ class Stage:
             assert x is not None, "only the first stage begins with tokens"
             return x
         if lv.EMBED_ROWS in self.lora:
-            return self.programs.embed_rows(table, batch.tokens, batch.row_adapter, self.lora[lv.EMBED_ROWS])
-        return self.programs.embed(table, batch.tokens)
+            return self.programs.ends.embed_rows(table, batch.tokens, batch.row_adapter, self.lora[lv.EMBED_ROWS])
+        return self.programs.ends.embed(table, batch.tokens)
 
     def backward(self, slot: int, dy: Array | None) -> Array:
         """Adds a microbatch's gradients to the sums and returns the gradient of its input."""
@@ -405,11 +409,11 @@ class Stage:
         assert gradient is not None, "a stage that is not the last waits for the gradient of the next"
         del loss_gradient  # donated below
         for block, number in zip(reversed(self._blocks), reversed(self._numbers), strict=True):
-            gradient, self.sums = self.programs.backward(
+            gradient, self.sums = self.programs.layers.backward(
                 block, self.all_leaves, number, xs.pop(), inputs, residuals.pop(), gradient, self.sums
             )
         if rows is not None:
-            sums = self.programs.add_row_gradients(gradient, *rows, self.sums[lv.EMBED_ROWS])
+            sums = self.programs.ends.add_row_gradients(gradient, *rows, self.sums[lv.EMBED_ROWS])
             self.sums = self.sums | {lv.EMBED_ROWS: sums}
         return gradient
 
@@ -419,7 +423,7 @@ class Stage:
         Returns:
             (BatchSummary, finite per leaf in order of `leaf_names`)
         """
-        self._gradients[index], summary, finite, self.sums, self.totals = self.programs.close_batch(
+        self._gradients[index], summary, finite, self.sums, self.totals = self.programs.adapters.close_batch(
             self._own[index], self._places[index], self.sums, self.totals, self.alive
         )
         return summary, finite
@@ -427,7 +431,7 @@ class Stage:
     @property
     def with_twins(self) -> set[int]:
         """The adapters that train rows of a table that is both embedding and head."""
-        if not self.programs.twins:
+        if not self._columns.twins:
             return set()
         return {index for index, spec in enumerate(self._specs) if spec.tokens is not None}
 
@@ -441,9 +445,9 @@ class Stage:
         Returns:
             The summary of this stage. Only the first stage counts these rows.
         """
-        total, counted = self.programs.join_twins(embed, head, summary)
+        total, counted = self.programs.adapters.join_twins(embed, head, summary)
         gradient = self._gradients[index]
-        self._gradients[index] = gradient | dict.fromkeys(self.programs.twins & gradient.keys(), total)
+        self._gradients[index] = gradient | dict.fromkeys(self._columns.twins & gradient.keys(), total)
         return counted if self.weights.embed is not None else summary
 
     def gradient(self, index: int) -> Leaves:
@@ -453,7 +457,7 @@ class Stage:
     def replace_gradient(self, index: int, gradient: Mapping[str, np.ndarray]) -> None:
         """Gives the next step of an adapter another gradient, in all layers of the model."""
         stage_gradient = {
-            name: leaf[self.layers_of(name)] for name, leaf in gradient.items() if name in self.programs.columns
+            name: leaf[self.layers_of(name)] for name, leaf in gradient.items() if name in self._columns.trained
         }
         self._gradients[index] = replicate(stage_gradient, self.mesh)
 
@@ -461,7 +465,7 @@ class Stage:
         """Steps an adapter whose global batch is closed on every stage."""
         spec, optim = self._specs[index], self._adapters[index].optim
         state = self.optimizers[spec.name]
-        self.lora, self.optimizers[spec.name], self.alive, finite, previous = self.programs.step(
+        self.lora, self.optimizers[spec.name], self.alive, finite, previous = self.programs.adapters.step(
             self._own[index],
             optim,
             self._places[index],
@@ -478,7 +482,7 @@ class Stage:
     def put_back(self, index: int, before: tuple[Leaves, Any]) -> None:
         """Undoes a step that another stage refused, and all later steps of the adapter."""
         previous, self.optimizers[self._specs[index].name] = before
-        self.lora, self.alive = self.programs.put_back(self._places[index], self.lora, previous, self.alive)
+        self.lora, self.alive = self.programs.adapters.put_back(self._places[index], self.lora, previous, self.alive)
         self._stale |= self._with_prepared & {index}
 
     def unchanging_hyper(self, index: int) -> Hyper:
@@ -521,14 +525,18 @@ class Stage:
         for index, optimizer in optimizers.items():
             own_columns, optim, adapter = self._own[index], self._adapters[index].optim, self._places[index]
             if self.vacant:  # an adapter like this one may join
-                self.programs.first_optimizer(own_columns, optim, adapter, lora)
-                zeros = self.programs.zeros(own_columns, adapter, lora)
-                lora, sums, totals, alive = self.programs.write(own_columns, adapter, lora, sums, totals, alive, zeros)
-            gradient, summary, _, sums, totals = self.programs.close_batch(own_columns, adapter, sums, totals, alive)
-            if twins := sorted(self.programs.twins & gradient.keys()):
-                self.programs.join_twins(gradient[twins[0]], gradient[twins[-1]], summary)
+                self.programs.adapters.first_optimizer(own_columns, optim, adapter, lora)
+                zeros = self.programs.adapters.zeros(own_columns, adapter, lora)
+                lora, sums, totals, alive = self.programs.adapters.write(
+                    own_columns, adapter, lora, sums, totals, alive, zeros
+                )
+            gradient, summary, _, sums, totals = self.programs.adapters.close_batch(
+                own_columns, adapter, sums, totals, alive
+            )
+            if twins := sorted(self._columns.twins & gradient.keys()):
+                self.programs.adapters.join_twins(gradient[twins[0]], gradient[twins[-1]], summary)
             summaries = [summary.without_metrics] * num_stages
-            lora, _, alive, _, _ = self.programs.step(
+            lora, _, alive, _, _ = self.programs.adapters.step(
                 own_columns, optim, adapter, lora, gradient, optimizer, alive, summaries, hyper(optim, 0.0)
             )
         jax.block_until_ready((lora, sums, totals, alive))
@@ -536,7 +544,7 @@ class Stage:
     def _optimizer_to_compile(self, index: int) -> Any:
         if index in self.vacant:
             optim, adapter = self._adapters[index].optim, self._places[index]
-            return self.programs.first_optimizer(self._own[index], optim, adapter, self.lora)
+            return self.programs.adapters.first_optimizer(self._own[index], optim, adapter, self.lora)
         return self.optimizers[self._specs[index].name]
 
     def try_evaluation(self, batch: Microbatch) -> None:
@@ -557,35 +565,35 @@ class Stage:
         hidden, weights = self._run_forward(batch, x), self.weights
         if weights.head is None:
             return hidden
-        return self.programs.totals(weights.norm, weights.head, hidden, batch, of_heads(self.all_leaves))
+        return self.programs.ends.totals(weights.norm, weights.head, hidden, batch, of_heads(self.all_leaves))
 
     def token_logprobs(self, batch: Microbatch, x: Array | None) -> Array:
         """Like `evaluate`; the last stage returns log p of the learned targets of all replicas, [R, T]."""
         hidden, weights = self._run_forward(batch, x), self.weights
         if weights.head is None:
             return hidden
-        return self.programs.token_logprobs(weights.norm, weights.head, hidden, batch, of_heads(self.all_leaves))
+        return self.programs.ends.token_logprobs(weights.norm, weights.head, hidden, batch, of_heads(self.all_leaves))
 
     def states(self, batch: Microbatch, x: Array | None) -> Array:
         """Like `evaluate`; the last stage returns the final-normed states of all replicas, [R, T, D]."""
         hidden, weights = self._run_forward(batch, x), self.weights
-        return hidden if weights.head is None else self.programs.states(weights.norm, hidden)
+        return hidden if weights.head is None else self.programs.ends.states(weights.norm, hidden)
 
     def _run_forward(self, batch: Microbatch, x: Array | None) -> Any:
         programs = self.programs
-        inputs = programs.inputs_without_dropout(batch)
+        inputs = programs.layers.inputs_without_dropout(batch)
         hidden = self._entered(batch, x)
         for block, number in zip(self._blocks, self._numbers, strict=True):
-            hidden = programs.evaluate(block, self.all_leaves, number, hidden, inputs)
+            hidden = programs.layers.evaluate(block, self.all_leaves, number, hidden, inputs)
         return hidden
 
     def adapter(self, index: int) -> Leaves:
         """Copies one adapter's leaves. Later steps do not change the copy."""
-        columns = self.programs.columns | self.programs.constants
+        columns = self._columns.trained | self._columns.constants
         adapter, spec = self._places[index], self._specs[index]
         if self.constants:
             adapter = replicate(lv.place_of(columns, index, spec), self.mesh)
-        return self.programs.take(lv.own_columns(columns, index, spec), adapter, self.lora | self.constants)
+        return self.programs.adapters.take(lv.own_columns(columns, index, spec), adapter, self.lora | self.constants)
 
     def leaf_names(self, index: int) -> list[str]:
         """Returns the trainable leaves of one adapter in the order in which `close_batch` reports them."""

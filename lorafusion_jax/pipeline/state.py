@@ -37,7 +37,7 @@ def gather(stages: Sequence[Stage], *, read: Read = to_host) -> dict[str, Any]:
     last = stages[-1]
     assert last.totals is not None
     loss, metrics = _split_loss(last.totals)
-    columns = stages[0].parts.columns
+    columns = stages[0].parts.leaves.columns
     hosts = [jax.tree.map(read, stage.lora) | jax.tree.map(to_host, stage.constants) for stage in stages]
     sums = [jax.tree.map(read, stage.sums) for stage in stages]
     optimizers = [_flat_optimizers(jax.tree.map(read, stage.optimizers)) for stage in stages]
@@ -60,7 +60,7 @@ def scatter(stages: Sequence[Stage], arrays: dict[str, Any]) -> None:
     totals = {"loss": arrays["loss"], **arrays.get("metrics", {})}
     totals = {name: _spread_rows(leaf, replicas) for name, leaf in totals.items()}
     for stage in stages:
-        mesh, columns = stage.mesh, stage.programs.columns
+        mesh, columns = stage.mesh, stage.programs.columns.trained
         mine = np.asarray(mesh.local_replicas)
         sums = [
             {
@@ -87,9 +87,9 @@ def abstract_state(stages: Sequence[Stage], replicas: int) -> dict[str, Any]:
     assert last.totals is not None
     loss, metrics = _split_loss(last.totals)
     row = jax.ShapeDtypeStruct((replicas, loss.shape[1]), jnp.float32)
-    shapes_by_name = parts.own_shapes(last.occupied)
+    shapes_by_name = parts.leaves.own_shapes(last.occupied)
     trained = {
-        adapter: {name: shape for name, shape in shapes.items() if parts.columns[name].leaf.trainable}
+        adapter: {name: shape for name, shape in shapes.items() if parts.leaves.columns[name].leaf.trainable}
         for adapter, shapes in shapes_by_name.items()
     }
     optimizers = [_flat_optimizers(stage.optimizers) for stage in stages]

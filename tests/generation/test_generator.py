@@ -25,8 +25,9 @@ from lorafusion_jax.generation.sampling import Sampling
 from lorafusion_jax.models import open_frozen
 from lorafusion_jax.pipeline.mesh import stage_meshes
 from lorafusion_jax.pipeline.move import transfer
-from lorafusion_jax.pipeline.parts import Parts, cut
+from lorafusion_jax.pipeline.parts import Parts
 from lorafusion_jax.pipeline.stage import Stage
+from lorafusion_jax.pipeline.stage_weights import cut
 from lorafusion_jax.planning.stages import stage_layers
 
 MODEL = Path(__file__).parents[1] / "models/golden/qwen2_window"  # windows of 6: slots of a cache are used again
@@ -46,7 +47,7 @@ def stages(**mesh: int) -> list[Stage]:
     draw = np.random.default_rng(7)
     leaves = {
         name: {leaf: draw.normal(size=shape).astype(np.float32) * 0.6 for leaf, shape in shapes.items()}
-        for name, shapes in parts.own_shapes().items()
+        for name, shapes in parts.leaves.own_shapes().items()
     }
     made = []
     for weights, of_stage in zip(cut(frozen, model, extents), meshes, strict=True):

@@ -80,7 +80,7 @@ def two():
         head_dim=4,
     )  # fmt: skip
     parts = Parts(model=model, specs=tuple(map(adapter_spec, configs)), settings=TrainSettings(), dtype=jnp.float32)
-    shapes = parts.lora_shapes(model.num_layers)
+    shapes = parts.leaves.lora_shapes(model.num_layers)
     assert shapes == {Q + "lora_a": (2, 8, 5), Q + "lora_b": (2, 5, 8)}
     keys = jax.random.split(jax.random.key(0), 4)
     lora = {name: jax.random.normal(key, shape) for (name, shape), key in zip(shapes.items(), keys, strict=False)}
@@ -107,12 +107,13 @@ def copy(tree):
 def step(two, grads, alive=(True, True)):
     """Steps the first adapter; returns weights, sums, losses, optimizer, who is alive, summary and finite leaves."""
     programs, lora, _, configs = two
-    columns, optim = own_columns(programs.columns, 0, programs._parts.specs[0]), configs[0].optim
-    window = place_of(programs.columns, 0, programs._parts.specs[0])
-    optimizer = programs.init_optimizer(columns, optim, window, lora)
-    closed = programs.close_batch(columns, window, copy(grads), {"loss": jnp.array([[1.0, 2.0]])}, jnp.array(alive))
+    law, optim = adapter_spec(configs[0]), configs[0].optim
+    columns, window = own_columns(programs.columns.trained, 0, law), place_of(programs.columns.trained, 0, law)
+    optimizer = programs.adapters.init_optimizer(columns, optim, window, lora)
+    losses = {"loss": jnp.array([[1.0, 2.0]])}
+    closed = programs.adapters.close_batch(columns, window, copy(grads), losses, jnp.array(alive))
     gradient, summary, finite, sums, totals = closed
-    after, optimizer, alive, *_ = programs.step(
+    after, optimizer, alive, *_ = programs.adapters.step(
         columns, optim, window, copy(lora), gradient, optimizer, jnp.array(alive), [summary], hyper(optim, 1e-2)
     )
     return after, sums, totals["loss"], optimizer, alive, summary, finite
@@ -135,9 +136,9 @@ def test_a_step_touches_its_own_adapter_only(two):
 def test_a_gradient_that_is_not_finite_changes_no_weight_and_no_moment(two, poison):
     programs, lora, grads, configs = two
     bad = {name: leaf.at[0, 0, 0, 0].set(poison) if name.endswith("lora_b") else leaf for name, leaf in grads.items()}
-    window = place_of(programs.columns, 0, programs._parts.specs[0])
-    state = programs.init_optimizer(
-        own_columns(programs.columns, 0, programs._parts.specs[0]), configs[0].optim, window, lora
+    law, trained = adapter_spec(configs[0]), programs.columns.trained
+    state = programs.adapters.init_optimizer(
+        own_columns(trained, 0, law), configs[0].optim, place_of(trained, 0, law), lora
     )
     after, _, _, kept, alive, summary, finite = step(two, bad)
     chex.assert_trees_all_equal((after, kept), (lora, state))

@@ -12,7 +12,7 @@ from small_jobs import exported, largest_difference
 
 from lorafusion_jax.cli.main import run
 from lorafusion_jax.config import load_config
-from lorafusion_jax.pipeline.programs import StagePrograms
+from lorafusion_jax.pipeline.kind_programs import KindPrograms
 from lorafusion_jax.training import train
 from lorafusion_jax.training.verify import verify_exports
 
@@ -151,8 +151,8 @@ def test_resumed_run_equals_uninterrupted_run(joint, job, tmp_path):
 
 def test_norms_are_computed_once_for_each_step(job, tmp_path, monkeypatch):
     """Twice before the first (for placeholders of the base, and for the base), and then after every step."""
-    calls, prepare = [], StagePrograms.prepare
-    monkeypatch.setattr(StagePrograms, "prepare", lambda self, *rest: (calls.append(1), prepare(self, *rest))[1])
+    calls, prepare = [], KindPrograms.prepare
+    monkeypatch.setattr(KindPrograms, "prepare", lambda self, *rest: (calls.append(1), prepare(self, *rest))[1])
     assert run(["train", str(job("dora")), "--out", str(tmp_path / "run")]) == 0
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     steps, blocks = sum(row["kind"] == "step" for row in rows), 2

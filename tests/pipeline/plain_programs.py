@@ -18,7 +18,8 @@ from unittest import mock
 import jax
 
 RECORDED = Path(__file__).with_suffix(".json")
-NAMES = ("inputs", "embed", "forward", "backward", "head", "totals", "evaluate")
+GROUPS = {"layers": ("inputs", "forward", "backward", "evaluate"), "ends": ("embed", "head", "totals")}
+NAMES = {name for names in GROUPS.values() for name in names}
 
 
 def record(folder: Path, base: Path) -> dict[str, str]:
@@ -34,8 +35,10 @@ def record(folder: Path, base: Path) -> dict[str, str]:
     class Recorded(StagePrograms):
         def __init__(self, *arguments):
             super().__init__(*arguments)
-            for name in NAMES:
-                setattr(self, name, recorded(name, getattr(self, name)))
+            for group, names in GROUPS.items():
+                owner = getattr(self, group)
+                for name in names:
+                    setattr(owner, name, recorded(name, getattr(owner, name)))
 
     def recorded(name, program):
         def call(*arguments):

@@ -18,9 +18,11 @@ from lorafusion_jax.data.assemble import assemble, stacked
 from lorafusion_jax.layout.extent import Extent
 from lorafusion_jax.models import ModelConfig
 from lorafusion_jax.pipeline import lowered
+from lorafusion_jax.pipeline.layer_programs import LayerPrograms
 from lorafusion_jax.pipeline.mesh import stage_meshes
-from lorafusion_jax.pipeline.parts import LayerWeights, Parts
+from lorafusion_jax.pipeline.parts import Parts
 from lorafusion_jax.pipeline.programs import StagePrograms
+from lorafusion_jax.pipeline.stage_weights import LayerWeights
 
 LAYERS, TOKENS = 2, 32
 MODEL = ModelConfig(
@@ -126,24 +128,25 @@ def stage(model=MODEL, specs=SPECS):
 
 def run(parts, programs):
     """Outputs of the programs of a block of layers, on random arrays."""
+    layers = programs.layers
     draw = np.random.default_rng(5)
 
     def arrays(shapes):
         return {name: jnp.asarray(draw.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
 
     frozen = tuple(LayerWeights(arrays(parts.frozen_shapes())) for _ in range(LAYERS))
-    lora = arrays(parts.lora_shapes(LAYERS))
-    sums = arrays({name: (1, *shape) for name, shape in parts.lora_shapes(LAYERS).items()})
+    lora = arrays(parts.leaves.lora_shapes(LAYERS))
+    sums = arrays({name: (1, *shape) for name, shape in parts.leaves.lora_shapes(LAYERS).items()})
     empty = assemble((), capacity_tokens=TOKENS, tile_tokens=16, max_segments=2, max_adapters=2)
     owner = np.array([0, 1], np.int32)
     batch = empty._replace(
         tile_adapter=owner, adapters=owner, row_adapter=owner.repeat(16), row_key=np.arange(TOKENS, dtype=np.uint32)
     )
     x, dy = (jnp.asarray(draw.normal(size=(1, TOKENS, MODEL.hidden_size)), jnp.float32) for _ in range(2))
-    inputs = programs.inputs(stacked([batch]))
-    y, residuals = programs.forward(frozen, lora, jnp.int32(0), x, inputs)
-    dx, total = programs.backward(frozen, lora, jnp.int32(0), x, inputs, residuals, dy, sums)
-    held_out = programs.evaluate(frozen, lora, jnp.int32(0), x, programs.inputs_without_dropout(stacked([batch])))
+    inputs = layers.inputs(stacked([batch]))
+    y, residuals = layers.forward(frozen, lora, jnp.int32(0), x, inputs)
+    dx, total = layers.backward(frozen, lora, jnp.int32(0), x, inputs, residuals, dy, sums)
+    held_out = layers.evaluate(frozen, lora, jnp.int32(0), x, layers.inputs_without_dropout(stacked([batch])))
     return jax.device_get((y, dx, total, held_out))
 
 
@@ -159,7 +162,7 @@ def count_traces(monkeypatch):
 
     for name in counts:
         attribute = f"_run_{name}_layer"
-        monkeypatch.setattr(StagePrograms, attribute, counted(name, getattr(StagePrograms, attribute)))
+        monkeypatch.setattr(LayerPrograms, attribute, counted(name, getattr(LayerPrograms, attribute)))
     return counts
 
 
@@ -182,8 +185,8 @@ def test_programs_of_layers_are_bitwise_the_same_from_their_files(folder, monkey
 
 def test_programs_with_code_of_other_packages_are_not_kept(monkeypatch):
     _, programs = stage()
-    identity = programs._identity()
+    identity = programs.layers._identity()
     assert identity is not None
     assert " at 0x" not in identity  # another process would never find its files
-    monkeypatch.setattr("lorafusion_jax.pipeline.programs.ADAPTER_KINDS", {"theirs": None})
-    assert programs._identity() is None
+    monkeypatch.setattr("lorafusion_jax.pipeline.layer_programs.ADAPTER_KINDS", {"theirs": None})
+    assert programs.layers._identity() is None

@@ -212,13 +212,13 @@ def test_a_pass_costs_what_the_adapters_in_it_cost():
         batch = Microbatch(
             **{name: whole((1, sizes.get(name, T)), kinds.get(name, np.int32)) for name in Microbatch._fields}
         )._replace(samples=None, lora=None)
-        lora = {name: whole(shape, jnp.float32) for name, shape in parts.lora_shapes(1).items()}
+        lora = {name: whole(shape, jnp.float32) for name, shape in parts.leaves.lora_shapes(1).items()}
         frozen = ({name: whole(shape, jnp.float32) for name, shape in parts.frozen_shapes().items()},)
-        inputs = jax.eval_shape(programs.inputs, batch)
+        inputs = jax.eval_shape(programs.layers.inputs, batch)
         block = (frozen, lora, whole((), np.int32), whole((1, T, 16), jnp.float32), inputs)
-        y, kept = jax.eval_shape(programs.forward, *block)
+        y, kept = jax.eval_shape(programs.layers.forward, *block)
         sums = {name: whole((1, *leaf.shape), leaf.dtype) for name, leaf in lora.items()}
-        passes = (programs.forward.lower(*block), programs.backward.lower(*block, kept, y, sums))
+        passes = (programs.layers.forward.lower(*block), programs.layers.backward.lower(*block, kept, y, sums))
         return [program.cost_analysis()["flops"] for program in passes]
 
     assert costs(64) == costs(4)

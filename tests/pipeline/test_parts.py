@@ -12,7 +12,8 @@ from lorafusion_jax.layout.extent import extents
 from lorafusion_jax.models import Decoder, ModelConfig, Segments
 from lorafusion_jax.models.forward import embed, final_norm
 from lorafusion_jax.modules import LoRAContext
-from lorafusion_jax.pipeline.parts import Parts, cut
+from lorafusion_jax.pipeline.parts import Parts
+from lorafusion_jax.pipeline.stage_weights import cut
 
 MODEL = ModelConfig(
     family="qwen3", vocab_size=40, hidden_size=32, intermediate_size=48, num_layers=3, num_heads=4, num_kv_heads=2,
@@ -49,7 +50,7 @@ def test_the_pieces_of_a_pipeline_compute_what_the_decoder_does(counts):
 
     frozen = nnx.to_flat_state(nnx.state(decoder, nnx.Not(nnx.LoRAParam)))
     stages = cut({".".join(map(str, path)): leaf[...] for path, leaf in frozen}, MODEL, extents(counts))
-    inputs = parts.inputs(rows, dropout=True)
+    inputs = parts.inputs.of_batch(rows, dropout=True)
     x = embed(stages[0].embed, rows.tokens)
     lora = nnx.to_flat_state(nnx.state(decoder, nnx.LoRAParam))
     for stage in stages:

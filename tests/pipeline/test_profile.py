@@ -70,8 +70,8 @@ def test_stages_are_timed_on_numbers_that_draw_power(middle):
     padding = np.asarray(batch.row_adapter) < 0
     assert padding.any()
     for noise in (stage.noise(batch), stage.gradient_noise(batch)):
-        assert noise.shape == (*batch.tokens.shape, stage._parts.model.hidden_size)
-        assert noise.dtype == stage._parts.dtype
+        assert noise.shape == (*batch.tokens.shape, stage.parts.model.hidden_size)
+        assert noise.dtype == stage.parts.dtype
         assert 0.9 < np.asarray(noise, np.float32)[~padding].std() < 1.1
 
 

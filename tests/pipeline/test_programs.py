@@ -10,9 +10,10 @@ from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.config.schema import TrainSettings
 from lorafusion_jax.layout.extent import Extent
 from lorafusion_jax.models import ModelConfig
-from lorafusion_jax.pipeline import programs
+from lorafusion_jax.pipeline import stage_jit
 from lorafusion_jax.pipeline.mesh import stage_meshes
 from lorafusion_jax.pipeline.parts import Parts
+from lorafusion_jax.pipeline.programs import StagePrograms
 
 MODEL = ModelConfig(
     family="llama", vocab_size=32, hidden_size=16, intermediate_size=32, num_layers=2, num_heads=2, num_kv_heads=1,
@@ -30,9 +31,9 @@ def options(implementation):
     stage = stage_meshes()[0]
     with (
         use_abstract_mesh(AbstractMesh((), (), abstract_device=h200)),
-        mock.patch.object(programs.jax, "jit", wraps=jax.jit) as jit,
+        mock.patch.object(jax, "jit", wraps=jax.jit) as jit,
     ):
-        programs.StagePrograms(parts, stage, Extent(0, 4), "everything")
+        StagePrograms(parts, stage, Extent(0, 4), "everything")
     return {
         getattr(call.args[0], "func", call.args[0]).__name__: call.kwargs["compiler_options"]
         for call in jit.call_args_list
@@ -51,6 +52,6 @@ def test_layers_are_compiled_as_the_kernels_want_it(implementation, told):
 def test_weights_are_gathered_beside_computing_unless_the_user_says_otherwise(monkeypatch):
     flag = "xla_gpu_enable_latency_hiding_scheduler"
     monkeypatch.delenv("XLA_FLAGS", raising=False)
-    assert [programs.hidden_gathers(fsdp) for fsdp in (1, 4)] == [{}, {flag: True}]
+    assert [stage_jit.hidden_gathers(fsdp) for fsdp in (1, 4)] == [{}, {flag: True}]
     monkeypatch.setenv("XLA_FLAGS", f"--xla_dump_to=/x --{flag}=false")
-    assert programs.hidden_gathers(4) == {}
+    assert stage_jit.hidden_gathers(4) == {}

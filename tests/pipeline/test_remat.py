@@ -63,7 +63,7 @@ def layer():
     )._replace(
         segment_ids=np.repeat(np.arange(2, dtype=np.int32), half), positions=np.tile(np.arange(half, dtype=np.int32), 2)
     )
-    inputs = parts.inputs(batch, dropout=True)
+    inputs = parts.inputs.of_batch(batch, dropout=True)
 
     def run(given, lora, x):
         return parts.layer(given, lora, x, inputs, jnp.int32(0))

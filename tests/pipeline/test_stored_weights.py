@@ -39,7 +39,7 @@ def operands(parts, replicas):
         for name, shape in MODEL.layer(0).kernel_shapes().items():
             arrays = kind.arrays(*shape).items()
             frozen[name] = {leaf: whole(array.shape, jnp.dtype(array.dtype)) for leaf, array in arrays}
-    lora = {name: whole(shape, jnp.float32) for name, shape in parts.lora_shapes(LAYERS).items()}
+    lora = {name: whole(shape, jnp.float32) for name, shape in parts.leaves.lora_shapes(LAYERS).items()}
     sizes = {"segment_offsets": 2, "segment_lengths": 1, "tile_adapter": 1, "adapters": 1}
     kinds = {"row_key": np.uint32, "weights": np.float32}
     needed = [name for name in Microbatch._fields if name not in Microbatch._field_defaults]
@@ -52,9 +52,9 @@ def blocks(quantize, remat, fsdp=1):
     parts = Parts(model=MODEL, specs=SPECS, settings=TrainSettings(), dtype=jnp.float32, quantize=quantize)
     programs = StagePrograms(parts, stage_meshes(fsdp=fsdp)[0], Extent(0, 2 * LAYERS), remat)
     frozen, lora, number, x, batch = operands(parts, fsdp)
-    inputs = jax.eval_shape(programs.inputs, batch)
+    inputs = jax.eval_shape(programs.layers.inputs, batch)
     block = (frozen, lora, number, x, inputs)
-    y, kept = jax.eval_shape(programs.forward, *block)
+    y, kept = jax.eval_shape(programs.layers.forward, *block)
     sums = {name: jax.ShapeDtypeStruct((fsdp, *leaf.shape), leaf.dtype) for name, leaf in lora.items()}
     return programs, block, (*block, kept, y, sums), kept
 
@@ -74,7 +74,11 @@ def test_a_program_of_many_layers_dequantises_one_at_a_time(direction, remat):
 
     def temporary(quantize):
         programs, forward, backward, _ = blocks(quantize, remat)
-        lowered = programs.forward.lower(*forward) if direction == "forward" else programs.backward.lower(*backward)
+        lowered = (
+            programs.layers.forward.lower(*forward)
+            if direction == "forward"
+            else programs.layers.backward.lower(*backward)
+        )
         return lowered.compile().memory_analysis().temp_size_in_bytes
 
     assert temporary("int8") - temporary("none") < 1.5 * LAYER_BYTES  # of LAYERS layers
@@ -84,7 +88,7 @@ def test_a_program_of_many_layers_dequantises_one_at_a_time(direction, remat):
 def test_devices_gather_the_stored_bytes(kind, dtype):
     """What moves are the kernels as they are stored, and nothing else of their size."""
     programs, forward, _, _ = blocks(kind, "everything", fsdp=2)
-    lowered = programs.forward.lower(*forward)
+    lowered = programs.layers.forward.lower(*forward)
     # XLA widens 8-bit floats for a CPU, wherever they are; so these are looked at before, where all layers call one
     # function.
     text = lowered.as_text(dialect="hlo") if kind == "fp8" else lowered.compile().as_text()

@@ -81,7 +81,7 @@ def real_sizes(item):
     parts = Parts(model=TINY, specs=ADAPTERS, settings=TrainSettings(), dtype=dtype)
     return (
         sum(prod(leaf.shape) * leaf.dtype.itemsize for _, leaf in nnx.to_flat_state(frozen)),
-        sum(4 * prod(shape) for shape in parts.lora_shapes(TINY.num_layers).values()),
+        sum(4 * prod(shape) for shape in parts.leaves.lora_shapes(TINY.num_layers).values()),
     )
 
 
@@ -327,7 +327,7 @@ def real_kept(wanted, half=None):
     def forward(frozen, lora, x, batch):
         run = lambda given, lora, x: parts.layer(given[0], lora, x, given[1], given[2])  # noqa: E731
         split = Split(run, wanted.remat, wanted.model.layer(0).checkpoints)
-        return split.forward((frozen, parts.inputs(batch, dropout=True), jnp.int32(0)), lora, x)
+        return split.forward((frozen, parts.inputs.of_batch(batch, dropout=True), jnp.int32(0)), lora, x)
 
     x = whole((T, wanted.model.hidden_size), jnp.bfloat16)
     h200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")

@@ -55,7 +55,7 @@ def weights(value: float, part: str, stage: Stage, batch: Any) -> Any:
 
 def first_entry(stage: Stage, name: str) -> tuple[int, int]:
     """Index of the sick adapter's first number in the array of one layer."""
-    columns = stage.parts.columns[name]
+    columns = stage.parts.leaves.columns[name]
     return (0, columns.first[SICK]) if columns.axis else (columns.first[SICK], 0)
 
 

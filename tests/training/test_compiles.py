@@ -8,7 +8,7 @@ from lorafusion_jax.pipeline import stage as stage_module
 from lorafusion_jax.pipeline.programs import StagePrograms
 from lorafusion_jax.training import train
 
-PER_SLOT = ("inputs", "embed", "forward", "backward", "head", "inputs_without_dropout", "evaluate", "totals")
+LAYERS, ENDS = ("inputs", "forward", "backward", "inputs_without_dropout", "evaluate"), ("embed", "head", "totals")
 
 
 @pytest.mark.parametrize("mesh", [{}, nightly({"stages": 2, "data": 2})], ids=["one", "stages of replicas"])
@@ -38,13 +38,15 @@ def test_every_program_compiles_once(write_job, write_rows, tmp_path, monkeypatc
     train(load_config(job), tmp_path / "run")
     assert len(made) == mesh.get("stages", 1)
     for number, programs in enumerate(made):
-        wanted = dict.fromkeys(PER_SLOT, 1)
+        wanted = dict.fromkeys((*LAYERS, *ENDS), 1)
         if number:
             wanted["embed"] = 0
         if number < len(made) - 1:
             wanted["head"] = wanted["totals"] = 0
-        assert {name: getattr(programs, name)._cache_size() for name in PER_SLOT} == wanted, f"stage {number}"
-        assert {kind[0]: program._cache_size() for kind, program in programs._steps.items()} == {
+        jitted = {name: getattr(programs.layers, name) for name in LAYERS}
+        jitted |= {name: getattr(programs.ends, name) for name in ENDS}
+        assert {name: program._cache_size() for name, program in jitted.items()} == wanted, f"stage {number}"
+        assert {kind[0]: program._cache_size() for kind, program in programs.adapters.compiled.items()} == {
             "close": 1,
             "step": 1,
             "take": 1,

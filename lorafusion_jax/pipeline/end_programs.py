@@ -1,0 +1,119 @@
+"""The compiled programs of the ends of the model: the embedding on the first stage, head and losses on the last.
+
+A adapters · C columns of all adapters · D model width · R replicas · T packed tokens
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.sharding import PartitionSpec as P
+
+from lorafusion_jax.data.assemble import Microbatch
+from lorafusion_jax.models.forward import embed, scaled_embedding
+from lorafusion_jax.objective.protocol import Chosen
+from lorafusion_jax.objective.replaced_rows import ReplacedRows, replace_rows, row_gradients
+from lorafusion_jax.pipeline.adapter_step import Totals
+from lorafusion_jax.pipeline.leaves import HEAD, HEAD_ROWS, Leaves
+from lorafusion_jax.pipeline.mesh import REPLICAS, StageMesh
+from lorafusion_jax.pipeline.parts import Parts
+from lorafusion_jax.pipeline.stage_columns import StageColumns
+from lorafusion_jax.pipeline.stage_jit import REPLICATED, ROWS, gather, jit_on_stage, row_of_device, split_axis
+
+
+class EndPrograms:
+    """Embedding, head and losses.
+
+    Args:
+        parts: pieces of the model.
+        stage: devices of the stage.
+        columns: leaves of the stage.
+
+    Attributes:
+        table_axis: axis of the tables [V, D] that is split over fsdp.
+    """
+
+    def __init__(self, parts: Parts, stage: StageMesh, columns: StageColumns):
+        self._parts, self._stage, self._columns = parts, stage, columns
+        self._jit = partial(jit_on_stage, stage)
+        self._table_spec = P(*stage.split((parts.model.vocab_size, parts.model.hidden_size)))
+        self.table_axis = split_axis(self._table_spec)
+        self.embed = self._jit(self._embed, (self._table_spec, ROWS), ROWS)
+        self.embed_rows = self._jit(self._embed_rows, (self._table_spec, ROWS, ROWS, REPLICATED), ROWS)
+        self.add_row_gradients = self._jit(self._add_row_gradients, (ROWS, ROWS, ROWS, ROWS), ROWS, donate=(3,))
+        self.replace_objectives(parts.chosen)
+        self.states = self._jit(self._states, (REPLICATED, ROWS), REPLICATED)
+        logprobs = (REPLICATED, self._table_spec, ROWS, ROWS, REPLICATED)
+        self.token_logprobs = self._jit(self._token_logprobs, logprobs, REPLICATED)
+
+    def replace_objectives(self, chosen: Sequence[Chosen]) -> None:
+        """Replaces the objectives; the programs that compute losses compile at their next call.
+
+        Args:
+            chosen: as in `totals_of`.
+        """
+        self.chosen = tuple(chosen)
+        ends = (REPLICATED, self._table_spec, ROWS, ROWS, REPLICATED)
+        head, totals = partial(self._head, self.chosen), partial(self._totals, self.chosen)
+        self.head = self._jit(head, (*ends, ROWS, ROWS), (ROWS, ROWS, ROWS, ROWS), donate=(5, 6))
+        self.totals = self._jit(totals, ends, REPLICATED)
+
+    def _embed(self, table: Array, tokens: Array) -> Array:
+        scale = self._parts.model.embedding_scale
+        return embed(gather(table, self.table_axis), tokens[0], scale)[None]
+
+    def _embed_rows(self, table: Array, tokens: Array, row_adapter: Array, values: Array) -> Array:
+        """`_embed` with the trained rows of adapters, [1, D, C]."""
+        rows = ReplacedRows(values[0], self._parts.leaves.token_columns("embed"), row_adapter[0])
+        x_TD = replace_rows(embed(gather(table, self.table_axis), tokens[0]), tokens[0], rows)
+        return scaled_embedding(x_TD, self._parts.model.embedding_scale)[None]
+
+    def _add_row_gradients(self, dx: Array, tokens: Array, row_adapter: Array, sums: Array) -> Array:
+        """Adds the gradient of trained rows of the embedding to their sums, [1, 1, D, C]."""
+        gradient = row_gradients(dx[0], tokens[0], self._parts.leaves.token_columns("embed"), row_adapter[0])
+        scale = jnp.asarray(self._parts.model.embedding_scale, dx.dtype).astype(jnp.float32)
+        return sums + scale * gradient[None, None]
+
+    def _head(
+        self, chosen: Sequence[Chosen], norm: Array, table: Array, x: Array, batch: Microbatch, heads: Leaves,
+        before: Totals, sums: Leaves,
+    ):  # fmt: skip
+        """Returns (gradient of x, losses, totals, sums of the gradients of the objectives' heads)."""
+        table, batch = gather(table, self.table_axis), row_of_device(batch)
+        constant = {name: leaf for name, leaf in heads.items() if name in self._columns.constants}
+
+        def loss(x: Array, trained: Leaves):
+            totals = self._parts.head.totals(norm, table, x, batch, trained | constant, chosen)
+            return jnp.sum(totals["loss"]), totals
+
+        trained = {name: leaf for name, leaf in heads.items() if name in self._columns.trained}
+        (dx, slopes), totals = jax.grad(loss, argnums=(0, 1), has_aux=True)(x[0], trained)
+        sums = {name: sums[name] + slopes[name] for name in sums}
+        return dx[None], totals["loss"][None], jax.tree.map(jnp.add, before, totals), sums
+
+    def _totals(
+        self, chosen: Sequence[Chosen], norm: Array, table: Array, x: Array, batch: Microbatch, heads: Leaves
+    ) -> Totals:
+        table, x, batch = gather(table, self.table_axis), x[0], row_of_device(batch)
+        totals = self._parts.head.totals(norm, table, x, batch, heads, chosen)
+        return totals if self._stage.replicas == 1 else lax.psum(totals, REPLICAS)
+
+    def _states(self, norm: Array, x: Array) -> Array:
+        """Returns the final-normed states of all replicas, [R, T, D]."""
+        states = self._parts.head.states(norm, x[0])
+        return states[None] if self._stage.replicas == 1 else lax.all_gather(states, REPLICAS)
+
+    def _token_logprobs(self, norm: Array, table: Array, x: Array, batch: Microbatch, heads: Leaves) -> Array:
+        """Returns log p of the learned targets of all replicas, [R, T]."""
+        table, x, batch = gather(table, self.table_axis), x[0], row_of_device(batch)
+        logprobs = self._parts.head.token_logprobs(norm, table, x, batch, heads)
+        return logprobs[None] if self._stage.replicas == 1 else lax.all_gather(logprobs, REPLICAS)
+
+
+def of_heads(leaves: Leaves) -> Leaves:
+    """Returns the leaves of the heads of objectives, and trained rows of the head."""
+    return {name: leaf for name, leaf in leaves.items() if name.startswith((HEAD, HEAD_ROWS))}

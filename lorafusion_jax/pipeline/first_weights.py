@@ -1,0 +1,52 @@
+"""The values that an adapter's leaves start from, on the host.
+
+L layers · K in features · r rank · D model width
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from lorafusion_jax.adapters.init import draw_leaf, init_layers, init_shared
+from lorafusion_jax.adapters.spec import AdapterSpec
+from lorafusion_jax.adapters.tokens import TABLES
+from lorafusion_jax.pipeline.leaf_layout import LeafLayout
+from lorafusion_jax.pipeline.leaves import HEAD, LAYERS, SHARED, TOKENS
+
+
+def first_weights(layout: LeafLayout, spec: AdapterSpec) -> dict[str, Any]:
+    """Returns the initial values of one adapter's leaves, numpy float32: leaf → [L, K, r] and so on.
+
+    Those that depend on the frozen kernels are not final, see `LeafArrays.start_from_base`.
+    """
+    model = layout.model
+    drawn = {
+        f"{path}.{leaf}": array
+        for linear in model.linears
+        if linear.name in spec.targets
+        for path in (f"{LAYERS}{linear.path}",)
+        for leaf, array in init_layers(
+            spec, path, *linear.shape, model.layers_with(linear.path), experts=linear.experts
+        ).items()
+    }
+    shared = {f"{SHARED}{leaf}": array[None] for leaf, array in init_shared(spec, *layout.largest).items()}
+    return drawn | shared | _first_head(layout, spec) | _first_rows(layout, spec)
+
+
+def _first_head(layout: LeafLayout, spec: AdapterSpec) -> dict[str, Any]:
+    leaves = {} if spec.head is None else spec.head.by_key
+    shapes = {key: leaf.shape_in(layout.sizes(HEAD)) for key, leaf in leaves.items()}
+    return {
+        f"{HEAD}{key}": draw_leaf(leaf, spec.seed, f"{HEAD}{key}", shapes[key])[None] for key, leaf in leaves.items()
+    }
+
+
+def _first_rows(layout: LeafLayout, spec: AdapterSpec) -> dict[str, Any]:
+    """Returns zeros for the rows of trainable tokens, which start as those of the base."""
+    return {
+        f"{TOKENS}{table}": np.zeros((1, layout.model.hidden_size, len(ids)), np.float32)
+        for table in (TABLES if spec.tokens is not None else ())
+        if (ids := layout.token_ids(spec, table))
+    }

@@ -1,0 +1,164 @@
+"""What all layers share of a microbatch: rotary tables, segments, adapters and their columns, dropout keys.
+
+L layers · A adapters · P places for the adapters of a microbatch
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from lorafusion_jax.adapters.bank import NO_KIND, kind_numbers
+from lorafusion_jax.adapters.table import adapter_kind
+from lorafusion_jax.models import Segments
+from lorafusion_jax.models.forward import layer_inputs
+from lorafusion_jax.models.layer import LayerInputs
+from lorafusion_jax.modules import LoRAContext
+from lorafusion_jax.pipeline.leaf_layout import LeafLayout
+from lorafusion_jax.pipeline.leaves import LAYERS, windows
+from pallas_kernels import Dropout, Implementation
+
+
+class Inputs(NamedTuple):
+    """Inputs of a microbatch that all layers share.
+
+    Attributes:
+        layers: inputs of the modules; adapters are numbered by their places.
+        windows: columns of the adapters in their places, [leaves, 2, P], see `leaves.windows`.
+        kinds: by target, number of the kind of the adapter in each place [P], see `kind_numbers`; [L, P] if not all
+            layers have all adapters. A target whose adapters are all of one plain kind is not among them.
+        ratios: by leaf, factor of each layer for the adapter in each place, [L, P]. A leaf whose factors are 1 is not
+            among them.
+    """
+
+    layers: LayerInputs
+    windows: Array
+    kinds: dict[str, Array]
+    ratios: dict[str, Array]
+
+
+@dataclass(frozen=True, kw_only=True)
+class InputMaker:
+    """Makes the inputs of microbatches.
+
+    Args:
+        layout: the leaves of the adapters.
+        implementation: of the fused ops.
+    """
+
+    layout: LeafLayout
+    implementation: Implementation | None
+    _kinds: Mapping[str, Any] = field(init=False, repr=False)  # by target, int32 [A] or [L, A]
+    _ratios: Mapping[str, Any] = field(init=False, repr=False)  # by leaf, float32 [L, A]
+
+    def __post_init__(self):
+        object.__setattr__(self, "_kinds", self._number_kinds())
+        object.__setattr__(self, "_ratios", self._scale_ratios())
+
+    def of_batch(self, batch: Any, *, dropout: bool) -> Inputs:  # a Microbatch of tracers
+        """Computes what all layers share: rotary tables, segments, adapters and their columns, dropout keys."""
+        row_key = batch.row_key if dropout and any(spec.dropout for spec in self.layout.specs) else None
+        segments = Segments(ids=batch.segment_ids, offsets=batch.segment_offsets, lengths=batch.segment_lengths)
+        if batch.lora is not None:
+            layers = layer_inputs(self.layout.model, batch.positions, segments, self._context(batch, row_key))
+            kinds = self._kinds_of(batch.lora.windows, batch.adapters)
+            return Inputs(layers, batch.lora.windows, kinds, self._ratios_of(batch.adapters))
+        lora = LoRAContext.of(
+            self.layout.specs,
+            batch.tile_adapter,
+            row_key=row_key,
+            train=row_key is not None,
+            implementation=self.implementation,
+        )
+        places = jnp.maximum(batch.adapters, 0)
+        kinds = {target: jnp.asarray(numbers)[..., places] for target, numbers in self._kinds.items()}
+        layers = layer_inputs(self.layout.model, batch.positions, segments, lora.in_places(batch.adapters))
+        return Inputs(layers, windows(self.layout.columns, batch.adapters), kinds, self._ratios_of(batch.adapters))
+
+    def of_adapter(self, index: Array) -> Inputs:
+        """Computes where the leaves of one adapter are, without a microbatch."""
+        layers: Any = None
+        return Inputs(layers, windows(self.layout.columns, index[None]), {}, self._ratios_of(index[None]))
+
+    def kinds_in(self, places: np.ndarray) -> dict[str, np.ndarray]:
+        """Returns `Inputs.kinds` of adapters in places, of which -1 are unused and have no kind."""
+        present = np.maximum(places, 0)
+        return {
+            target: np.where(places >= 0, np.asarray(numbers)[..., present], NO_KIND)
+            for target, numbers in self._kinds.items()
+        }
+
+    def ratios_in(self, places: np.ndarray) -> dict[str, np.ndarray]:
+        """Returns `Inputs.ratios` of adapters in places."""
+        return {name: ratio_LA[:, np.maximum(places, 0)] for name, ratio_LA in self._ratios.items()}
+
+    def _number_kinds(self) -> dict[str, Any]:
+        numbers = {}
+        for target in self.layout.model.targets:
+            kinds = [spec.kind if target in spec.targets else None for spec in self.layout.specs]
+            names = tuple(dict.fromkeys(kind for kind in kinds if kind is not None))
+            numbers[target] = self._by_layer(target, kind_numbers(names, kinds))
+        return {target: number for target, number in numbers.items() if number is not None}
+
+    def _by_layer(self, target: str, numbers_A: np.ndarray | None) -> np.ndarray | None:
+        """Returns the numbers of the kinds in each layer, [L, A], if not all layers have all adapters."""
+        if numbers_A is None or all(spec.patterns is None for spec in self.layout.specs):
+            return numbers_A
+        has_LA = np.array([[spec.has(path) for spec in self.layout.specs] for path in self._paths(target)])
+        return np.where(has_LA, numbers_A, NO_KIND).astype(np.int32)
+
+    def _scale_ratios(self) -> dict[str, np.ndarray]:
+        """Returns by leaf what the adapters' scales in each layer are of `AdapterSpec.scale`, where they differ."""
+        ratios: dict[str, np.ndarray] = {}
+        patterned = [index for index, spec in enumerate(self.layout.specs) if spec.patterns is not None]
+        for target in self.layout.model.targets if patterned else ():
+            ratio_LA = np.ones((self.layout.model.num_layers, len(self.layout.specs)), np.float32)
+            for index in patterned:
+                spec = self.layout.specs[index]
+                ratio_LA[:, index] = [spec.scale_at(path) / spec.scale for path in self._paths(target)]
+            leaves = {name for index in patterned for name in adapter_kind(self.layout.specs[index].kind).scaled}
+            if (ratio_LA != 1).any():
+                paths = self.layout.model.paths_of(target)
+                ratios |= {f"{LAYERS}{path}.{leaf}": ratio_LA for path in paths for leaf in leaves}
+        return ratios
+
+    def _paths(self, target: str) -> list[str]:
+        """Paths of a projection in all layers, also in those that lack it."""
+        paths, numbers = self.layout.model.paths_of(target), range(self.layout.model.num_layers)
+        in_layers = [[path for path in paths if number in self.layout.model.layers_with(path)] for number in numbers]
+        return [f"{LAYERS}{number}.{(path or paths)[0]}" for number, path in enumerate(in_layers)]
+
+    def _ratios_of(self, adapters: Array) -> dict[str, Array]:
+        """Returns `Inputs.ratios` of a microbatch's adapters."""
+        return {name: jnp.asarray(ratio_LA)[:, jnp.maximum(adapters, 0)] for name, ratio_LA in self._ratios.items()}
+
+    def _kinds_of(self, windows: Array, adapters: Array) -> dict[str, Array]:
+        """Returns `Inputs.kinds` of a microbatch that describes its adapters itself."""
+        places = jnp.maximum(adapters, 0)
+
+        def numbers(target: str) -> Array:
+            paths = tuple(f"{LAYERS}{path}." for path in self.layout.model.paths_of(target))
+            rows = np.array([name.startswith(paths) for name in self.layout.columns])
+            is_target = jnp.any(windows[rows, 1] > 0, axis=0)
+            return jnp.where(is_target, jnp.asarray(self._kinds[target])[..., places], NO_KIND)
+
+        return {target: numbers(target) for target in self._kinds}
+
+    def _context(self, batch: Any, row_key: Array | None) -> LoRAContext:
+        """Returns the context of a microbatch that describes its adapters itself."""
+        rows, adapters = batch.lora, batch.adapters
+        drawn = None if row_key is None else Dropout(rate=rows.rate, key=rows.key, row_key=row_key)
+        context = LoRAContext(
+            tile_adapter=batch.tile_adapter,
+            scale=rows.scale,
+            dropout=drawn,
+            implementation=self.implementation,
+            traced_ranks=rows.rank,
+            drops_columns=drawn is not None and any(spec.drops_columns for spec in self.layout.specs),
+        )
+        return context.numbered(adapters)

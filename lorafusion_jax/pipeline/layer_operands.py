@@ -1,0 +1,99 @@
+"""What a program reads of one layer: its frozen weights, usable and gathered, and the leaves of the adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+from jax import Array, lax
+from jax.sharding import PartitionSpec as P
+
+from lorafusion_jax.pipeline import leaves as lv
+from lorafusion_jax.pipeline.inputs import Inputs
+from lorafusion_jax.pipeline.leaves import LAYERS, SHARED, Leaves, path_of
+from lorafusion_jax.pipeline.mesh import StageMesh
+from lorafusion_jax.pipeline.parts import Parts
+from lorafusion_jax.pipeline.stage_columns import StageColumns
+from lorafusion_jax.pipeline.stage_jit import gather, split_axis
+from lorafusion_jax.pipeline.stage_weights import LayerWeights, StoredWeights, Weights, layer_kind
+
+
+class LayerOperands:
+    """Reads layers inside programs.
+
+    Args:
+        parts: pieces of the model.
+        stage: devices of the stage.
+        columns: leaves of the stage.
+    """
+
+    def __init__(self, parts: Parts, stage: StageMesh, columns: StageColumns):
+        self.parts, self.stage, self.columns = parts, stage, columns
+        self._frozen_specs = [
+            jax.tree.map(
+                lambda shape: P(*stage.split(shape)),
+                parts.stored_shapes(layer_kind=kind),
+                is_leaf=lambda node: isinstance(node, tuple),
+            )
+            for kind in range(len(parts.model.kinds))
+        ]
+
+    def of_layer(
+        self, weights: StoredWeights, lora: Leaves, number: Array, inputs: Inputs, x: Array
+    ) -> tuple[tuple, Weights, Array]:
+        """Reads a layer that runs on x, see `materialize`.
+
+        Returns:
+            ((weights, inputs, number, constant leaves), trainable leaves, x)
+        """
+        usable, x = self.materialize(weights, x)
+        views, constant = self.views(lora, weights, number, inputs)
+        return (usable, inputs, number, constant), views, x
+
+    def views(self, lora: Leaves, weights: StoredWeights, number: Array, inputs: Inputs) -> tuple[Weights, Weights]:
+        """Returns the leaves of the microbatch's adapters in the layer or half layer of `weights`.
+
+        Names are relative to the layer, but for those of shared leaves.
+
+        Returns:
+            (trainable, constant)
+        """
+        layer = self.parts.model.kinds[layer_kind(weights)]
+        paths = {linear.path for linear in layer.linears_of(self.parts.half(weights))}
+        views = {
+            name: scaled(name, lv.view(leaf, *self.columns.windows_of(name, number, inputs)), number, inputs)
+            for name, leaf in lora.items()
+            if name.startswith(SHARED) or (name.startswith(LAYERS) and path_of(name) in paths)
+        }
+        return (
+            {name.removeprefix(LAYERS): view for name, view in views.items() if name in self.columns.trained},
+            {name.removeprefix(LAYERS): view for name, view in views.items() if name not in self.columns.trained},
+        )
+
+    def specs_of_block(self, block: Sequence[StoredWeights]) -> tuple[StoredWeights, ...]:
+        return tuple(map(self._specs_of, block))
+
+    def _specs_of(self, weights: StoredWeights) -> StoredWeights:
+        """Returns the sharding of each array of a layer or half layer, as a tree of the same structure."""
+        kind = layer_kind(weights)
+        specs = {name: self._frozen_specs[kind][name] for name in weights}
+        return LayerWeights(specs, kind) if isinstance(weights, LayerWeights) else specs
+
+    def materialize(self, stored: StoredWeights, x: Array) -> tuple[Weights, Array]:
+        """Returns the weights of a layer or half layer in the form that its ops use.
+
+        Devices gather the stored arrays. Dequantisation of a layer waits for its input x (in backward: for the gradient
+        of its output). Otherwise XLA could dequantise all layers of a program at once.
+        """
+        specs = self._specs_of(stored)
+        stored = jax.tree.map(lambda leaf, spec: gather(leaf, split_axis(spec)), stored, specs)
+        if self.parts.dequantises:
+            stored, x = lax.optimization_barrier((stored, x))
+        return self.parts.usable(stored), x
+
+
+def scaled(name: str, view: Array, number: Array, inputs: Inputs) -> Array:
+    """Multiplies the adapters' leaves in a layer, [P, ...], by their ratios."""
+    if name not in inputs.ratios:
+        return view
+    return view * inputs.ratios[name][number].reshape(-1, *(1,) * (view.ndim - 1))
