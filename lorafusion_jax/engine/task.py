@@ -92,7 +92,8 @@ class Task:
 
     def take_references(self, references: SetReferences) -> None:
         """Adds what was computed of its samples; the task can train now."""
-        self.references, self.data, self.status = references, add_references(self.data, references), "running"
+        self.references, self.data = references, add_references(self.data, references)
+        self.status = self._status()
 
     def reweight(self, weight: float) -> None:
         """Changes the share of the session relative to other adapters."""
@@ -102,3 +103,7 @@ class Task:
     def restart(self, step: int) -> None:
         """Sets the position after a step; samples of a begun batch run again."""
         self.step, self.cursor = step, Cursor(job=self.job, batch=step, segments=self.chosen.num_segments)
+        self.status = self._status()
+
+    def _status(self) -> Status:
+        return "done" if self.step >= self.num_steps else "running"

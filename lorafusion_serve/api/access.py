@@ -35,6 +35,7 @@ class Service:
         self.settings, self.db, self.controller, self.jobs = settings, db, controller, Jobs(db)
         self.limits = Limits()
         self.streams: dict[str, int] = {}
+        self.datasets = threading.Lock()  # their rows and folders change together
 
 
 class Limits:

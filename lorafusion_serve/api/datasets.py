@@ -118,11 +118,12 @@ def preview(
 def delete_dataset(dataset: Dataset, service: ServiceOf, owner: DataWrite) -> Response:
     """Deletes a data set that no live job uses."""
     _find(service, dataset, owner)
-    with service.db.write() as connection:
-        if live := service.jobs.using(connection, dataset):
-            raise ApiError(409, "data.in-use", f"{len(live)} live jobs use the data set.", where=live[0])
-        connection.execute(t.datasets.delete().where(t.datasets.c.id == dataset))
-    shutil.rmtree(service.settings.datasets / dataset, ignore_errors=True)
+    with service.datasets:
+        with service.db.write() as connection:
+            if live := service.jobs.using(connection, dataset):
+                raise ApiError(409, "data.in-use", f"{len(live)} live jobs use the data set.", where=live[0])
+            connection.execute(t.datasets.delete().where(t.datasets.c.id == dataset))
+        shutil.rmtree(service.settings.datasets / dataset, ignore_errors=True)
     return Response(status_code=204)
 
 
@@ -151,18 +152,11 @@ def keep(service: Service, owner: Owner, draft: Path, name: str, sha: str, size:
     """
     (file,) = draft.iterdir()
     dataset = "sha256-" + hashlib.sha256(f"{owner.name}\n{sha}\n{file.suffix}".encode()).hexdigest()
-    with service.db.read() as connection:
-        known = connection.execute(select(t.datasets).where(t.datasets.c.id == dataset)).mappings().one_or_none()
-    if known is not None:
-        return JSONResponse(dict(known), 201)
+    if (known := _known(service, dataset)) is not None:
+        return JSONResponse(known, 201)
     counts = service.controller.child.ask("count", {"file": str(file)})
     if counts["problems"]:
         return problems_answer(counts["problems"])
-    target = service.settings.datasets / dataset
-    if target.exists():  # a row that was lost with its transaction
-        shutil.rmtree(target)
-    draft.rename(target)
-    sync(target.parent)
     row = {
         "id": dataset,
         "owner": owner.name,
@@ -174,9 +168,23 @@ def keep(service: Service, owner: Owner, draft: Path, name: str, sha: str, size:
         "bytes": size,
         "created": time.time(),
     }
-    with service.db.write() as connection:
-        connection.execute(t.datasets.insert().prefix_with("OR IGNORE").values(row))
+    target = service.settings.datasets / dataset
+    with service.datasets:
+        if (known := _known(service, dataset)) is not None:  # uploaded twice at once
+            return JSONResponse(known, 201)
+        if target.exists():  # a row that was lost with its transaction
+            shutil.rmtree(target)
+        draft.rename(target)
+        sync(target.parent)
+        with service.db.write() as connection:
+            connection.execute(t.datasets.insert().values(row))
     return JSONResponse(row, 201)
+
+
+def _known(service: Service, dataset: str) -> dict[str, Any] | None:
+    with service.db.read() as connection:
+        row = connection.execute(select(t.datasets).where(t.datasets.c.id == dataset)).mappings().one_or_none()
+    return None if row is None else dict(row)
 
 
 def _find(service: Service, dataset: str, owner: Owner) -> dict[str, Any]:

@@ -212,9 +212,11 @@ class Job:
                     for event in _parse_events(answer):
                         after = event["seq"]
                         yield event
-                return
+                if self.show()["state"] in ENDED:  # a stream also ends with its server
+                    return
             except (OSError, http.client.HTTPException):
-                time.sleep(AGAIN_S)
+                pass
+            time.sleep(AGAIN_S)
 
     def adapter(self, folder: str | Path) -> Path:
         """Downloads the trained adapter into a new folder and compares it with its digests."""

@@ -10,6 +10,7 @@ import logging
 import shutil
 import threading
 import time
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -23,14 +24,22 @@ from lorafusion_jax.errors import ConfigError
 from lorafusion_serve.control.child import Child
 from lorafusion_serve.control.hub import Connection, Hub
 from lorafusion_serve.control.launch import Launcher, LocalLauncher
-from lorafusion_serve.control.scheduler import GROUP, Configuration, PolicyScheduler, Scheduler, make_scheduler
+from lorafusion_serve.control.scheduler import (
+    GROUP,
+    Configuration,
+    PolicyScheduler,
+    Scheduler,
+    make_scheduler,
+    plan_of_row,
+)
 from lorafusion_serve.control.session import Session, SessionPlan
 from lorafusion_serve.control.spec import job_values
 from lorafusion_serve.settings import ONE_SESSION, Settings
+from lorafusion_serve.state_folders import states_before
 from lorafusion_serve.states import ON_WORKER, StateError
 from lorafusion_serve.store import tables as t
 from lorafusion_serve.store.database import Database, StoreError
-from lorafusion_serve.store.jobs import Job, Jobs
+from lorafusion_serve.store.jobs import Job, Jobs, is_suspect
 from lorafusion_serve.wire import Message
 
 ROUND_S = 0.1
@@ -73,6 +82,7 @@ class Controller:
         self._thread = threading.Thread(target=self._loop, name="controller", daemon=True)
         if with_worker:
             self._adopt_sessions()
+        self._hub.start()  # now that the sessions are there to which workers belong
 
     def start(self) -> None:
         self._thread.start()
@@ -80,7 +90,8 @@ class Controller:
     def close(self, *, stop_worker: bool = True) -> None:
         """Ends the controller. Workers save their jobs and end, or train on for a minute without a server."""
         self._ended.set()
-        self._thread.join()
+        if self._thread.is_alive():
+            self._thread.join()
         if stop_worker:
             for session in self._sessions.values():
                 session.stop()
@@ -184,9 +195,14 @@ class Controller:
 
     def _preempt(self, rows: list[Job], wanted: Configuration) -> None:
         """Takes jobs off sessions in which they shall not train."""
+        tried = jobs_tried_alone(rows, wanted.group)
         for job in rows:
-            if job["state"] in ("starting", "running") and wanted.group.get(job["id"]) != job["group"]:
+            if job["state"] not in ("starting", "running"):
+                continue
+            if wanted.group.get(job["id"]) != job["group"]:
                 self._ask_to_leave(job, "it shall train elsewhere, or wait")
+            elif tried.get(job["group"], job["id"]) != job["id"]:
+                self._ask_to_leave(job, f"{tried[job['group']]} is tried alone, because its worker was lost")
 
     def _ask_to_leave(self, job: Job, why: str) -> None:
         if job["state"] != "draining":
@@ -202,16 +218,30 @@ class Controller:
             self._scheduler.adopt(groups, rows)
         for name, plan in self._scheduler.decide(rows, {}).sessions.items():
             self._sessions[name] = self._new_session(name, plan)
+        for row in groups:
+            session = self._sessions.get(row["id"])
+            if session is None or not session.is_that_of(row):  # the service was started with other settings
+                self._new_session(row["id"], plan_of_row(row)).remove(at_once=True)
+        with self._db.write() as connection:
+            for job in self._jobs.in_states(connection, *ON_WORKER):
+                if job["group"] not in self._sessions:
+                    self._jobs.lost(connection, job["id"], why="its session ended")
 
     def _check_new(self) -> None:
         with self._db.read() as connection:
-            new = [j for j in self._jobs.in_states(connection, "checking") if j["id"] not in self._checking]
+            rows = self._jobs.in_states(connection, "checking")
+        new = [job for job in rows if job["id"] not in self._checking and job["base"] in self._settings.bases]
         for job in new:
             self._checking.add(job["id"])
             self._checks.submit(self._check, job)
 
     def _check(self, job: Job) -> None:
-        verdict = self.run_check(job)
+        try:
+            verdict = self.run_check(job)
+        except Exception as problem:
+            log.exception("the check of %s failed", job["id"])
+            what = f"the job could not be checked: {problem}"
+            verdict = {"problems": [{"code": "job.check", "where": "", "what": what, "why": "", "fix": ""}]}
         try:
             with self._db.write() as connection:
                 if verdict["problems"]:
@@ -225,7 +255,7 @@ class Controller:
         except StateError:
             pass  # cancelled meanwhile
         except StoreError:
-            self._checking.discard(job["id"])
+            self._checking.discard(job["id"])  # it runs again
 
     def run_check(self, job: Job) -> dict[str, Any]:
         """Checks the data of a job in a child process: its problems, or its steps and tokens."""
@@ -271,10 +301,11 @@ class Controller:
         """Gives free places of their sessions to queued jobs, those of higher priority first."""
         with self._db.read() as connection:
             drained = set(connection.execute(select(t.groups.c.id).where(t.groups.c.drained)).scalars())
+            on_worker = self._jobs.in_states(connection, *ON_WORKER)  # also those that leave, to pause or to end
         taken: dict[str, set[int]] = {}
-        for job in rows:
-            if job["state"] in ON_WORKER:
-                taken.setdefault(job["group"], set()).add(job["place"])
+        for job in on_worker:
+            taken.setdefault(job["group"], set()).add(job["place"])
+        tried = jobs_tried_alone(rows, wanted.group)
         layouts = {name: Places.of(session.plan.places) for name, session in self._sessions.items() if session.trains}
         for job in rows:
             group = wanted.group.get(job["id"], "")
@@ -283,6 +314,8 @@ class Controller:
             plan = self._sessions[group].plan
             if wanted.sessions.get(group) != plan or plan.base != job["base"]:
                 continue  # it ends
+            if group in tried and (tried[group] != job["id"] or taken.get(group)):
+                continue
             place = layouts[group].find(kind_of(job), job["rank"], taken.get(group, set()))
             if place is None:
                 continue
@@ -293,12 +326,38 @@ class Controller:
                 taken.setdefault(group, set()).add(place)
 
     def _take(self, source: Connection, event: Message) -> None:
-        """Takes an event of the worker: what it changes, and its number, are one transaction."""
+        """Takes an event of the worker: what it changes, and its number, are one transaction.
+
+        Files that nobody needs any more are removed after it. A job whose event cannot be taken fails, rather than to
+        hold up all events after it.
+        """
+        kind, job = event["event"], event.get("job")
+        try:
+            if kind == "finished":  # every byte is read, before the database is held
+                event = event | {"intact": is_intact(Path(event["path"]))}
+            unneeded = self._take_now(source, event)
+        except StoreError:
+            raise
+        except Exception as problem:
+            log.exception("event %s of %s could not be taken", kind, job or source.group)
+            why = f"the server could not take its event {kind}: {problem}"
+            self._take_now(source, {"event": "untaken", "reason": why, **_named(event)})
+            if job is not None:
+                self._hub.send(source.group, {"command": "stop", "job": job, "epoch": event["epoch"]})
+            return
+        for folder in unneeded:
+            shutil.rmtree(folder, ignore_errors=True)
+        if kind == "ready" and source.group in self._sessions:
+            self._sessions[source.group].started()
+
+    def _take_now(self, source: Connection, event: Message) -> list[Path]:
+        """Returns folders that nobody needs once the transaction is on the disk."""
         with self._db.write() as connection:
-            group = connection.execute(select(t.groups).where(t.groups.c.id == source.group)).mappings().one()
-            if group["epoch"] != source.epoch or event["number"] <= group["received"]:
-                self.refused_events += group["epoch"] != source.epoch
-                return
+            query = select(t.groups).where(t.groups.c.id == source.group)
+            group = connection.execute(query).mappings().one_or_none()
+            if group is None or group["epoch"] != source.epoch or event["number"] <= group["received"]:
+                self.refused_events += group is None or group["epoch"] != source.epoch
+                return []
             kind, job = event["event"], event.get("job")
             values: dict[str, Any] = {"received": event["number"]}
             if kind == "ready":
@@ -307,15 +366,13 @@ class Controller:
                 values |= {"state": "failed"}
                 log.error("the session could not be opened: %s", event["reason"])
             connection.execute(t.groups.update().where(t.groups.c.id == source.group).values(values))
-            if job is not None:
-                self._take_of_job(connection, self._jobs.get(connection, job), event)
-        if kind == "ready" and source.group in self._sessions:
-            self._sessions[source.group].started()
+            row = None if job is None else self._jobs.find(connection, job, None)
+            return [] if row is None else self._take_of_job(connection, row, event)
 
-    def _take_of_job(self, connection: Any, job: Job, event: Message) -> None:
+    def _take_of_job(self, connection: Any, job: Job, event: Message) -> list[Path]:
         if event["epoch"] != job["epoch"] or job["state"] not in ON_WORKER:
             self.refused_events += 1  # a writer of an earlier placement
-            return
+            return []
         kind, name, actor = event["event"], job["id"], f"worker {job['group']}"
         match kind:
             case "started":
@@ -324,21 +381,30 @@ class Controller:
             case "stepped":
                 self._take_rows(connection, job, event["rows"])
             case "saved":
-                self._keep_state(connection, job, event)
+                return self._keep_state(connection, job, event)
+            case "damaged":  # it has started from an earlier state
+                self._jobs.restart(connection, name, step=event["step"], path=event["path"])
+                self._db.add_event(connection, "damaged", job["owner"], name, {"reason": event["reason"]})
             case "not-saved":
                 self._db.add_event(connection, "not-saved", job["owner"], name, {"reason": event["reason"]})
             case "stopped":
-                self._keep_state(connection, job, event)
+                unneeded = self._keep_state(connection, job, event)
+                kept = self._jobs.get(connection, name)
+                self._jobs.restart(connection, name, step=kept["state_step"], path=kept["state_path"])
                 if job["state"] == "draining":
                     self._jobs.change(connection, name, "stopped", actor=actor)
                 else:  # the worker ends in good order
                     self._jobs.change(connection, name, "lost", actor=actor, why="its worker ended")
+                return unneeded
             case "failed":
                 self._jobs.change(connection, name, "failed", actor=actor, why=event["reason"], step=event["step"])
+            case "untaken":
+                self._jobs.change(connection, name, "failed", actor="controller", why=event["reason"])
             case "finished":
-                self._take_adapter(connection, job, event)
+                return self._take_adapter(connection, job, event)
             case "gone":
                 self._jobs.lost(connection, name, why="its worker does not have it")
+        return []
 
     def _take_rows(self, connection: Any, job: Job, rows: list[dict[str, Any]]) -> None:
         self._jobs.add_metrics(connection, job["id"], rows)
@@ -348,21 +414,20 @@ class Controller:
         for row in rows:
             self._db.add_event(connection, row["kind"], job["owner"], job["id"], row)
 
-    def _keep_state(self, connection: Any, job: Job, event: Message) -> None:
-        """Makes a written state the current one. Older ones are removed once nothing can need them."""
+    def _keep_state(self, connection: Any, job: Job, event: Message) -> list[Path]:
+        """Makes a written state the current one. Returns older ones; the one before it stays, too."""
         if event["path"] is None or event["step"] < job["state_step"]:
-            return
-        self._jobs.set(connection, job["id"], state_path=event["path"], state_step=event["step"], step=event["step"])
-        for folder in states_before(Path(event["path"])):
-            if str(folder) != job["state_path"]:
-                shutil.rmtree(folder, ignore_errors=True)
+            return []
+        step = max(event["step"], job["step"])  # steps after the state may have been told of before it
+        self._jobs.set(connection, job["id"], state_path=event["path"], state_step=event["step"], step=step)
+        return [folder for folder in states_before(Path(event["path"])) if str(folder) != job["state_path"]]
 
-    def _take_adapter(self, connection: Any, job: Job, event: Message) -> None:
+    def _take_adapter(self, connection: Any, job: Job, event: Message) -> list[Path]:
         folder, actor = Path(event["path"]), f"worker {job['group']}"
-        if not is_intact(folder):
+        if not event["intact"]:
             why = f"{folder.name} was exported and is damaged"
             self._jobs.change(connection, job["id"], "failed", actor=actor, why=why, step=event["step"])
-            return
+            return []
         row = {
             "id": f"adapter-{job['id'].removeprefix('job-')}",
             "job": job["id"],
@@ -375,7 +440,7 @@ class Controller:
         connection.execute(t.artifacts.delete().where(t.artifacts.c.id == row["id"]))
         connection.execute(t.artifacts.insert().values(row))
         self._jobs.change(connection, job["id"], "finished", actor=actor, step=event["step"], state_path=None)
-        shutil.rmtree(self._settings.job(job["id"]) / "state", ignore_errors=True)
+        return [self._settings.job(job["id"]) / "state"]
 
 
 def make_launcher(settings: Settings) -> Launcher:
@@ -396,15 +461,26 @@ def make_launcher(settings: Settings) -> Launcher:
         raise ConfigError("serve.ray", what, why=str(problem).splitlines()[0], fix=fix) from None
 
 
-def states_before(state: Path) -> list[Path]:
-    """The older states beside a state. A newer one may be there whose event has not come yet."""
-    number = _number(state)
-    return [folder for folder in state.parent.glob("e*-s*") if folder != state and _number(folder) < number]
+def jobs_tried_alone(rows: Sequence[Job], group: Mapping[str, str]) -> dict[str, str]:
+    """Session → the job that has it for itself now.
+
+    The worker of several jobs was lost twice, and one of them may be the reason. Each of them trains alone until it has
+    made some progress, so that only the one that ends its worker fails.
+
+    Args:
+        group: job → its session.
+    """
+    tried: dict[str, Job] = {}
+    for job in filter(is_suspect, rows):
+        name = group.get(job["id"], "")
+        if name not in tried or (job["state"] in ON_WORKER and tried[name]["state"] not in ON_WORKER):
+            tried[name] = job
+    return {name: job["id"] for name, job in tried.items() if name}
 
 
-def _number(state: Path) -> tuple[int, ...]:
-    """Epoch and step of a state, from its name."""
-    return tuple(int(part[1:]) for part in state.name.split("-"))
+def _named(event: Message) -> Message:
+    """What says which event it is."""
+    return {key: event[key] for key in ("number", "job", "epoch") if key in event}
 
 
 def kind_of(job: Job) -> str:

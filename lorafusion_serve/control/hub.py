@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import itertools
 import logging
 import os
 import secrets
@@ -24,18 +25,33 @@ log = logging.getLogger("lorafusion.control")
 
 @dataclass(slots=True, kw_only=True)
 class Connection:
-    """A connected worker."""
+    """A connected worker.
 
+    Attributes:
+        number: connections are counted as they come; a newer one of the same worker replaces an older one.
+        holds: jobs that it had when it connected.
+        last: number of its last event by then.
+        taken: number of the last event that was taken.
+    """
+
+    number: int
     group: str
     epoch: int
     pid: int
     wire: Wire
     holds: list[Message]
+    last: int
+    taken: int
     contact: float = field(default_factory=time.monotonic)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether all is known that happened before it connected. Until then `holds` may lack jobs that have ended."""
+        return self.taken >= self.last
 
 
 class Hub:
-    """Listens for workers.
+    """Listens for workers, from `start` on; those that connect before wait.
 
     Args:
         admit: (hello) → number of the last event taken from this worker, or why it is refused.
@@ -57,10 +73,13 @@ class Hub:
     ):
         self._admit, self._take = admit, take
         self.connections: dict[str, Connection] = {}
+        self._changing = threading.Lock()  # the connections
         self.secret = "" if tcp is None else _kept_secret(path.with_name("workers.secret"))
         self._listener = _listen_unix(path) if tcp is None else socket.create_server(tcp)
         host, port = (tcp[0], self._listener.getsockname()[1]) if tcp is not None else ("", 0)
         self.address = f"unix:{path}" if tcp is None else f"tcp:{host}:{port}"
+
+    def start(self) -> None:
         threading.Thread(target=self._accept, name="hub", daemon=True).start()
 
     def send(self, group: str, message: Message) -> bool:
@@ -75,7 +94,8 @@ class Hub:
         return True
 
     def drop(self, group: str) -> None:
-        connection = self.connections.pop(group, None)
+        with self._changing:
+            connection = self.connections.pop(group, None)
         if connection is not None:
             connection.wire.close()
 
@@ -87,43 +107,63 @@ class Hub:
             self.drop(group)
 
     def _accept(self) -> None:
-        while True:
+        for number in itertools.count():
             try:
                 accepted, _ = self._listener.accept()
             except OSError:
                 return
-            threading.Thread(target=self._serve, args=(Wire(accepted),), name="worker", daemon=True).start()
+            threading.Thread(target=self._serve, args=(Wire(accepted), number), name="worker", daemon=True).start()
 
-    def _serve(self, wire: Wire) -> None:
+    def _serve(self, wire: Wire, number: int) -> None:
         connection: Connection | None = None
         try:
-            hello = wire.receive(LARGEST_HELLO, HELLO_S)
-            if not hmac.compare_digest(str(hello.get("secret", "")).encode(), self.secret.encode()):
-                wire.send({"refused": "another secret than that of the service"})
-                return
-            admitted = self._admit(hello)
-            if isinstance(admitted, str):
-                wire.send({"refused": admitted})
-                return
-            connection = Connection(
-                group=hello["hello"], epoch=hello["epoch"], pid=hello["pid"], wire=wire, holds=hello["jobs"]
-            )
-            wire.send({"received": admitted})
-            self.connections[connection.group] = connection
-            while True:
+            connection = self._greet(wire, number)
+            while connection is not None:
                 message = wire.receive()
                 connection.contact = time.monotonic()
                 if "event" in message:
                     self._take(connection, message)
+                    connection.taken = message["number"]
                 wire.send({"received": message.get("number", 0)})
         except (Closed, KeyError, TypeError, AttributeError):
             pass
         except StoreError as problem:  # the worker connects again and sends what was not taken
             log.warning("%s", problem)
+        except Exception:
+            log.exception("an event of a worker could not be taken")
         finally:
             wire.close()
-            if connection is not None and self.connections.get(connection.group) is connection:
-                del self.connections[connection.group]
+            with self._changing:
+                if connection is not None and self.connections.get(connection.group) is connection:
+                    del self.connections[connection.group]
+
+    def _greet(self, wire: Wire, number: int) -> Connection | None:
+        """Returns the connection of a worker; None if it is refused."""
+        hello = wire.receive(LARGEST_HELLO, HELLO_S)
+        if not hmac.compare_digest(str(hello.get("secret", "")).encode(), self.secret.encode()):
+            wire.send({"refused": "another secret than that of the service"})
+            return None
+        admitted = self._admit(hello)
+        if isinstance(admitted, str):
+            wire.send({"refused": admitted})
+            return None
+        connection = Connection(
+            number=number,
+            group=hello["hello"],
+            epoch=hello["epoch"],
+            pid=hello["pid"],
+            wire=wire,
+            holds=hello["jobs"],
+            last=hello["last"],
+            taken=admitted,
+        )
+        wire.send({"received": admitted})
+        with self._changing:
+            other = self.connections.get(connection.group)
+            if other is not None and other.number > number:
+                return None  # the worker has given this one up
+            self.connections[connection.group] = connection
+        return connection
 
 
 def _listen_unix(path: Path) -> socket.socket:

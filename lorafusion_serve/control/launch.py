@@ -7,11 +7,14 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
 from lorafusion_serve.wire import Message
+
+LOOK_S = 0.05
 
 
 class Worker(Protocol):
@@ -67,6 +70,10 @@ class LocalWorker:
         if self._process is not None:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(seconds)
+            return self.has_ended()
+        until = time.monotonic() + seconds  # the child of an earlier server cannot be waited for
+        while not self.has_ended() and time.monotonic() < until:
+            time.sleep(LOOK_S)
         return self.has_ended()
 
     def kill(self) -> None:

@@ -152,10 +152,10 @@ class PolicyScheduler:
             mesh = Mesh(row["mesh"].get("stages", 1), row["mesh"].get("data", 1), row["capacity"])
             state = GroupState(row["id"], row["base"], HOST, tuple(row["gpus"]), mesh, members, ready_s=now)
             self._cluster.adopt(state, now)
-            self._sessions[row["id"]] = _plan_of_row(row)
+            self._sessions[row["id"]] = plan_of_row(row)
 
     def _tell_jobs(self, rows: Sequence[Row], now: float) -> bool:
-        present = {row["id"]: row for row in rows}
+        present = {row["id"]: row for row in rows if row["base"] in self._shapes}  # others wait for their base
         gone = [name for name in self._rows if name not in present]
         for name in gone:
             del self._rows[name]
@@ -225,7 +225,8 @@ def _enlarged(classes: dict[str, int], rows: Sequence[Row]) -> dict[str, int]:
     return classes
 
 
-def _plan_of_row(row: Mapping[str, Any]) -> SessionPlan:
+def plan_of_row(row: Mapping[str, Any]) -> SessionPlan:
+    """Returns the session of a row of `groups`."""
     return SessionPlan(
         base=row["base"],
         places=row["places"],

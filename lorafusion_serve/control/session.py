@@ -6,6 +6,8 @@ epoch count; an older writer changes nothing.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -87,27 +89,35 @@ class Session:
 
     @property
     def trains(self) -> bool:
-        """Whether jobs can be placed: the worker is ready, and this round has seen its connection."""
-        return self.ready and self._seen is not None and self._hub.connections.get(self.group) is self._seen
+        """Whether jobs can be placed: the worker is ready, and this round has seen its connection and what it told."""
+        seen = self._seen
+        return self.ready and seen is not None and seen.is_settled and self._hub.connections.get(self.group) is seen
 
     def started(self) -> None:
         """Notes that the worker has opened its session."""
         self.ready, self._failed_starts = True, 0
 
     def stop(self) -> None:
-        """Ends the worker; its jobs are saved."""
+        """Ends the worker, also one of an earlier server; its jobs are saved."""
         self.ready = False
-        if self._worker is not None:
-            self._worker.terminate()
-            self._worker.wait(STOP_S)
+        worker = self._worker or self._recorded_worker()
+        if worker is not None:
+            worker.terminate()
+            worker.wait(STOP_S)
             self._worker = None
 
-    def remove(self) -> None:
-        """Ends the worker for good."""
-        self.stop()
+    def remove(self, *, at_once: bool = False) -> None:
+        """Ends the worker for good. Jobs that it still has return to the queue.
+
+        Args:
+            at_once: its jobs are not saved before.
+        """
+        if not at_once:
+            self.stop()
         self._kill_rest()
         self._hub.drop(self.group)
         with self._db.write() as connection:
+            self._return_jobs(connection, "its session ended")
             connection.execute(t.groups.delete().where(t.groups.c.id == self.group))
 
     def watch(self) -> bool:
@@ -161,6 +171,10 @@ class Session:
                     with self._db.write() as connection, suppress(StateError):
                         self._jobs.lost(connection, job["id"], why="its worker does not have it")
 
+    def is_that_of(self, row: Mapping[str, Any]) -> bool:
+        """Whether the worker of an earlier server opened the same as this one would."""
+        return row["opens"] == self._opens_digest()
+
     def adopt(self, state: str) -> None:
         """Notes that a worker of this session has connected."""
         self.ready = state == "ready"
@@ -188,15 +202,14 @@ class Session:
         group, plan = self.group, self.plan
         with self._db.write() as connection:
             row = connection.execute(select(t.groups).where(t.groups.c.id == group)).mappings().one_or_none()
-            for job in self._jobs.in_states(connection, *ON_WORKER):
-                if job["group"] == group:
-                    self._jobs.lost(connection, job["id"], why=f"its worker was lost: {why}")
+            self._return_jobs(connection, f"its worker was lost: {why}")
             epoch = 1 + (connection.scalar(select(t.epochs.c.last).where(t.epochs.c.group == group)) or 0)
             connection.execute(t.epochs.delete().where(t.epochs.c.group == group))
             connection.execute(t.epochs.insert().values(group=group, last=epoch))
             connection.execute(t.groups.delete().where(t.groups.c.id == group))
             values = {"id": group, "base": plan.base, "epoch": epoch, "state": "opening", "places": dict(plan.places)}
             values |= {"gpus": list(plan.gpus), "mesh": dict(plan.mesh), "capacity": plan.capacity_tokens}
+            values |= {"opens": self._opens_digest()}
             drained = False if row is None else row["drained"]
             connection.execute(t.groups.insert().values(values | {"drained": drained}))
             text = f"worker {group}, epoch {epoch}: started, because {why}"
@@ -207,25 +220,39 @@ class Session:
         self._silent_since, self._was_connected = time.monotonic(), False
         self._not_before = self._silent_since + min(2.0**self._failed_starts, MOST_BACKOFF_S)
 
+    def _return_jobs(self, connection: Any, why: str) -> None:
+        for job in self._jobs.in_states(connection, *ON_WORKER):
+            if job["group"] == self.group:
+                self._jobs.lost(connection, job["id"], why=why)
+
     def _start_worker(self, epoch: int) -> Worker:
-        settings, plan = self._settings, self.plan
-        capacity = {} if plan.capacity_tokens is None else {"capacity_tokens": plan.capacity_tokens}
+        settings = self._settings
         arguments = {
             "server": self._hub.address,
             "secret": self._hub.secret,
             "group": self.group,
             "epoch": epoch,
             "beat_s": min(settings.lease_s / 6, 5.0),
+            "save_s": settings.save_s,
+        }
+        return self._launcher.start(arguments | self._opens(), settings.log(self.group))
+
+    def _opens(self) -> dict[str, Any]:
+        """What its worker opens."""
+        settings, plan = self._settings, self.plan
+        capacity = {} if plan.capacity_tokens is None else {"capacity_tokens": plan.capacity_tokens}
+        return {
             "gpus": list(plan.gpus),
             "base": {**settings.base, "model": str(settings.bases[plan.base])},
             "mesh": {**settings.mesh, **plan.mesh},
-            "places": dict(plan.places),
+            "places": {str(name): count for name, count in plan.places.items()},
             "batch": {**settings.batch, **capacity},
             "train": dict(settings.train),
             "reproducible": settings.reproducible,
-            "save_s": settings.save_s,
         }
-        return self._launcher.start(arguments, settings.log(self.group))
+
+    def _opens_digest(self) -> str:
+        return hashlib.sha256(json.dumps(self._opens(), sort_keys=True, default=str).encode()).hexdigest()
 
     def _send_weight(self, job: Job) -> None:
         message = {"command": "weight", "job": job["id"], "epoch": job["epoch"], "weight": job["weight"]}

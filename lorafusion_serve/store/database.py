@@ -16,6 +16,13 @@ from lorafusion_jax.errors import LoraFusionError, RunError
 from lorafusion_serve.store import tables as t
 
 BUSY_S = 5
+DAMAGE = ("malformed", "not a database")
+RESTORE = "stop the service, and restore the file from a copy"
+CAUSES = (
+    ("full", "store.no-space", "free some space"),
+    ("locked", "store.busy", "try again"),
+    *((word, "store.damaged", RESTORE) for word in DAMAGE),
+)
 
 
 class StoreError(LoraFusionError, RuntimeError):
@@ -83,12 +90,22 @@ class Database:
             if version is None:
                 t.meta.create_all(connection)
                 connection.exec_driver_sql(f"INSERT INTO version VALUES ({t.VERSION})")
-            elif version != t.VERSION:
-                raise RunError(
-                    "store.version",
-                    f"{self.file} has version {version}; this program reads version {t.VERSION}.",
-                    fix="start the version of lorafusion-jax that wrote it",
-                )
+            else:
+                self._migrate(connection, version)
+
+    def _migrate(self, connection: Connection, version: int) -> None:
+        """Makes the tables of this version of those of an earlier one, in the transaction that opens the file."""
+        for earlier in range(version, t.VERSION):
+            for statement in t.MIGRATIONS.get(earlier, ()):
+                connection.exec_driver_sql(statement)
+        if version > t.VERSION or any(earlier not in t.MIGRATIONS for earlier in range(version, t.VERSION)):
+            raise RunError(
+                "store.version",
+                f"{self.file} has version {version}; this program reads version {t.VERSION}.",
+                why="nothing was changed",
+                fix="start the version of lorafusion-jax that wrote it",
+            )
+        connection.exec_driver_sql(f"UPDATE version SET number = {t.VERSION}")
 
 
 def _configure(connection: Any, _: Any) -> None:
@@ -103,14 +120,16 @@ def _configure(connection: Any, _: Any) -> None:
 def _reporting() -> Iterator[None]:
     try:
         yield
-    except OperationalError as problem:
+    except DatabaseError as problem:
         text = str(problem.orig)
-        code = "store.no-space" if "full" in text else "store.busy" if "locked" in text else "store.failed"
-        fix = "free some space" if code == "store.no-space" else "try again"
+        if not isinstance(problem, OperationalError) and not any(word in text for word in DAMAGE):
+            raise
+        code, fix = "store.failed", "try again"
+        for word, code_of_word, fix_of_word in CAUSES:
+            if word in text:
+                code, fix = code_of_word, fix_of_word
         raise StoreError(code, "the database cannot be used now.", why=text, fix=fix) from None
 
 
 def _damaged(file: Path, why: str) -> RunError:
-    return RunError(
-        "store.damaged", f"{file} is damaged.", why=why, fix="restore it from a copy; states and adapters are in jobs/"
-    )
+    return RunError("store.damaged", f"{file} is damaged.", why=why, fix=f"{RESTORE}: states and adapters are in jobs/")

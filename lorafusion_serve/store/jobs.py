@@ -15,6 +15,7 @@ from lorafusion_serve.store.database import Database
 
 Job = dict[str, Any]
 MOST_TRIES = 4  # lost workers of a job without progress
+SUSPECT_TRIES = 2  # after which it trains alone until it has made progress
 PROGRESS = 20  # steps after which earlier losses are forgotten
 SHOWN = tuple(c.name for c in t.jobs.c if c.name not in ("state_path", "tries_step", "lengths"))
 
@@ -88,11 +89,17 @@ class Jobs:
         progressed = row["step"] - row["tries_step"] >= PROGRESS
         tries = 1 if progressed else row["tries"] + 1
         values = {"tries": tries, "tries_step": row["step"] if progressed or tries == 1 else row["tries_step"]}
-        changed = self.change(connection, job, "lost", actor="controller", why=why, step=row["state_step"], **values)
+        self.restart(connection, job, step=row["state_step"], path=row["state_path"])
+        changed = self.change(connection, job, "lost", actor="controller", why=why, **values)
         if tries >= MOST_TRIES and changed["state"] == "queued":
             text = f"its worker was lost {tries} times within {PROGRESS} steps"
             return self.change(connection, job, "poison", actor="controller", why=text)
         return changed
+
+    def restart(self, connection: Connection, job: str, *, step: int, path: str | None) -> None:
+        """Sets the state from which a job goes on. Later steps run again, so their rows are removed."""
+        self.set(connection, job, step=step, state_step=step, state_path=path)
+        connection.execute(t.metrics.delete().where(t.metrics.c.job == job, t.metrics.c.step > step))
 
     def set(self, connection: Connection, job: str, **values: Any) -> None:
         """Sets columns that are no states."""
@@ -178,3 +185,8 @@ class Jobs:
         row = {"job": job, "before": before, "after": after, "event": event, "at": time.time(), "actor": actor}
         connection.execute(t.transitions.insert().values(row | {"why": why}))
         self._db.add_event(connection, "state", owner, job, {"before": before, "after": after, "why": why})
+
+
+def is_suspect(job: Job) -> bool:
+    """Whether a job may be what ended its workers."""
+    return job["tries"] >= SUSPECT_TRIES and job["step"] - job["tries_step"] < PROGRESS

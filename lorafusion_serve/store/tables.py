@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from sqlalchemy import JSON, Boolean, Column, Float, ForeignKey, Index, Integer, MetaData, String, Table, Text
 
-VERSION = 2
+VERSION = 3
+MIGRATIONS: dict[int, tuple[str, ...]] = {  # version → what makes the next one of it
+    2: ("ALTER TABLE groups ADD COLUMN opens VARCHAR NOT NULL DEFAULT ''",),
+}
 meta = MetaData()
 
 keys = Table(
@@ -119,6 +122,7 @@ groups = Table(
     Column("mesh", JSON, nullable=False, default=dict),
     Column("capacity", Integer),  # tokens of its microbatches, if they are not those of the settings
     Column("device", String, nullable=False, default=""),
+    Column("opens", String, nullable=False, default=""),  # digest of what its worker opened
     Column("drained", Boolean, nullable=False, default=False),
     Column("received", Integer, nullable=False, default=0),  # number of the last event taken from this epoch
 )

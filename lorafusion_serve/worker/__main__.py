@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
+import threading
 from typing import TYPE_CHECKING
 
 from lorafusion_serve.wire import Message
@@ -12,6 +14,8 @@ from lorafusion_serve.worker.link import Link
 
 if TYPE_CHECKING:
     from lorafusion_serve.worker.loop import Held
+
+REFUSED = 3  # exit code
 
 
 def main() -> int:
@@ -21,8 +25,22 @@ def main() -> int:
     def holds() -> list[Message]:
         return [{"job": entry.job, "epoch": entry.epoch} for entry in list(held.values())]
 
+    opened = threading.Event()
+
+    def refused() -> None:
+        if not opened.is_set():  # there is nothing to save, and its successor needs the devices
+            os._exit(REFUSED)
+
     # First of all: the server sees that a worker starts, whatever takes its time.
-    link = Link(settings["server"], settings["group"], settings["epoch"], settings["beat_s"], holds, settings["secret"])
+    link = Link(
+        settings["server"],
+        settings["group"],
+        settings["epoch"],
+        settings["beat_s"],
+        holds,
+        settings["secret"],
+        on_refused=refused,
+    )
     from lorafusion_jax.machine import prepare_machine
 
     prepare_machine()
@@ -48,6 +66,7 @@ def main() -> int:
         link.emit("not-opened", reason=str(problem))
         link.close()
         raise
+    opened.set()
     loop = WorkerLoop(session, link, held, save_s=settings["save_s"])
     signal.signal(signal.SIGTERM, lambda *_: loop.stop.set())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server decides when a worker ends

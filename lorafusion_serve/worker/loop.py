@@ -15,8 +15,9 @@ from lorafusion_jax.config.read import source_of
 from lorafusion_jax.data.prepare import prepare
 from lorafusion_jax.engine import AdapterState, LiveSession, Task
 from lorafusion_jax.engine.export import export_task
-from lorafusion_jax.errors import LoraFusionError
+from lorafusion_jax.errors import CheckpointError, LoraFusionError
 from lorafusion_jax.report.events import RunEvent
+from lorafusion_serve.state_folders import state_folder, states_before
 from lorafusion_serve.wire import Message
 from lorafusion_serve.worker.link import Link
 from lorafusion_serve.worker.references import read_references, write_references
@@ -27,6 +28,21 @@ SERVER_GONE_S = 60.0
 NO_SPACE, AGAIN_S = "save.no-space", 5.0  # a full disk, and when to try again
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """What was read of a job.
+
+    Args:
+        path: of its state (None: it starts from the beginning).
+        damage: what is wrong with the state that it should have started from.
+    """
+
+    task: Task
+    state: AdapterState | None
+    path: Path | None
+    damage: str = ""
+
+
 @dataclass(slots=True, kw_only=True)
 class Held:
     """A job in the session, or on its way into it.
@@ -35,6 +51,7 @@ class Held:
         state: newest state on the disk, of step `kept`.
         saved: last step whose state was read; it may not be on the disk yet.
         place: None until it has started.
+        saving: the newest save of its state, which may be under way.
         announced: whether it trains; until then its reference is computed.
         new_references: they are not in its folder yet.
     """
@@ -45,7 +62,8 @@ class Held:
     folder: Path
     wanted_place: int
     state: Path | None
-    loading: Future[tuple[Task, AdapterState | None]]
+    loading: Future[Loaded]
+    saving: Future[None] | None = None
     kept: int = 0
     saved: int = 0
     place: int | None = None
@@ -66,6 +84,7 @@ class WorkerLoop:
         self._readers = ThreadPoolExecutor(1, "data")
         self._writer = ThreadPoolExecutor(1, "states")
         self._rows: dict[tuple[str, int], list[dict[str, Any]]] = {}
+        self._newest: dict[str, int] = {}  # job → its newest epoch here; a placement starts once
         self._reported = self._saved_at = time.monotonic()
         self._closing = False
         self.stop = threading.Event()  # set by a signal
@@ -78,6 +97,7 @@ class WorkerLoop:
             window = self._session.plan(HORIZON)
             self._session.run(window, self._listen, self._must_pause)
             ends = any(cursor.is_finished for cursor in window.cursors) or self._waits_for_disk()
+            ends |= any(task.status in ("done", "failed") for task in self._session.tasks.values())
             if not window.slots or self._must_pause() or ends:
                 self._session.drain()
                 self._end_finished()
@@ -125,31 +145,42 @@ class WorkerLoop:
             self._session.tasks[held.place].reweight(command["weight"])
 
     def _begin_loading(self, command: Message, held: Held | None) -> None:
-        if held is not None and held.epoch == command["epoch"]:  # asked again after a connection was lost
-            if held.announced:
+        job, epoch = command["job"], command["epoch"]
+        if epoch <= self._newest.get(job, 0):  # asked again after a connection was lost; it may have ended since
+            if held is not None and held.announced:
                 self._link.emit("started", job=held.job, epoch=held.epoch)
             return
+        if held is not None:
+            self._stop(held)
+        self._newest[job] = epoch
         state = None if command["state"] is None else Path(command["state"])
-        self._held[command["job"]] = Held(
-            job=command["job"],
-            epoch=command["epoch"],
+        self._held[job] = Held(
+            job=job,
+            epoch=epoch,
             name=command["name"],
             folder=Path(command["folder"]),
             wanted_place=command["place"],
             state=state,
-            loading=self._readers.submit(_load, command["job"], command["values"], state, Path(command["folder"])),
+            loading=self._readers.submit(_load, job, command["values"], state, Path(command["folder"])),
         )
 
     def _start_loaded(self) -> None:
         for held in [held for held in self._held.values() if held.place is None and held.loading.done()]:
+            if (problem := held.loading.exception()) is not None:  # whatever it is, others do not fail with it
+                self._end(held, "failed", step=held.saved, reason=str(problem) or type(problem).__name__)
+                continue
+            loaded = held.loading.result()
+            task = loaded.task
             try:
-                task, state = held.loading.result()
-                self._session.start(held.wanted_place, task, state)
+                self._session.start(held.wanted_place, task, loaded.state)
             except LoraFusionError as problem:
-                del self._held[held.job]
-                self._link.emit("failed", job=held.job, epoch=held.epoch, step=held.saved, reason=str(problem))
+                self._end(held, "failed", step=held.saved, reason=str(problem))
                 continue
             held.place, held.saved, held.kept = held.wanted_place, task.step, task.step
+            if loaded.damage:
+                held.state = loaded.path
+                path, reason = None if loaded.path is None else str(loaded.path), loaded.damage
+                self._link.emit("damaged", job=held.job, epoch=held.epoch, step=task.step, path=path, reason=reason)
             if task.status == "preparing":
                 held.new_references = True
 
@@ -183,7 +214,7 @@ class WorkerLoop:
         if not held.not_before:
             self._evaluate(held, task)
         state = self._session.read(held.place)
-        target = held.folder / "adapter" / f"step-{state.step}"
+        target = held.folder / "adapter" / f"step-{state.step}-e{held.epoch}"  # no older writer writes there
         try:
             export_task(task, state, target, name=held.name)
         except LoraFusionError as problem:
@@ -206,9 +237,11 @@ class WorkerLoop:
             self._rows.setdefault((held.job, held.epoch), []).append(row | {"time": round(time.time(), 3)})
 
     def _end(self, held: Held, kind: str, **data: Any) -> None:
+        if held.saving is not None and not held.saving.cancel():
+            held.saving.result()  # nothing is written into the folder of a job that has ended
         self._report(now=True)
-        del self._held[held.job]
         self._link.emit(kind, job=held.job, epoch=held.epoch, **data)
+        del self._held[held.job]  # last: what a worker neither holds nor told of is lost
 
     def _stop(self, held: Held) -> None:
         """Stops a job after its last step; its begun batch runs again later."""
@@ -242,7 +275,7 @@ class WorkerLoop:
         self._report(now=True)  # the steps of a state do not run again, so the server has to know their rows
         for held, state in states:
             held.saved = state.step
-            self._writer.submit(self._save, held, state)
+            held.saving = self._writer.submit(self._save, held, state)
         self._saved_at = time.monotonic()
 
     def _save(self, held: Held, state: AdapterState) -> None:
@@ -258,7 +291,7 @@ class WorkerLoop:
         self._link.emit("not-saved", job=held.job, epoch=held.epoch, reason=str(problem))
 
     def _write(self, held: Held, state: AdapterState) -> str:
-        return str(state.write(held.folder / "state" / f"e{held.epoch}-s{state.step}"))
+        return str(state.write(state_folder(held.folder, held.epoch, state.step)))
 
     def _listen(self, event: RunEvent) -> None:
         row = event.row()
@@ -274,10 +307,23 @@ class WorkerLoop:
             self._link.emit("stepped", job=job, epoch=epoch, rows=job_rows)
 
 
-def _load(job: str, values: dict[str, Any], state: Path | None, folder: Path) -> tuple[Task, AdapterState | None]:
-    """Reads data, state and references of a job. In the session it is named by its id."""
+def _load(job: str, values: dict[str, Any], state: Path | None, folder: Path) -> Loaded:
+    """Reads data, state and references of a job. In the session it is named by its id.
+
+    A state that is damaged is replaced by the newest one before it that is whole.
+    """
     config = parse_config(source_of(values))
     prepared = prepare(config)
     task = Task.of(config, prepared, read_references(folder, config, prepared))
     assert task.name == job
-    return task, None if state is None else AdapterState.read(state, task.adapter)
+    if state is None:
+        return Loaded(task=task, state=None, path=None)
+    damage = ""
+    for path in (state, *states_before(state)):
+        try:
+            return Loaded(task=task, state=AdapterState.read(path, task.adapter), path=path, damage=damage)
+        except CheckpointError as problem:
+            if problem.code != "state.damaged":
+                raise
+            damage = damage or str(problem)
+    return Loaded(task=task, state=None, path=None, damage=damage)

@@ -185,6 +185,14 @@ def test_a_window_can_be_interrupted(session, task, alone):
     assert_same(run(session)["lung"], alone["lung"])
 
 
+def test_a_state_of_the_last_step_is_done_at_once(session, task, alone):
+    """A full disk may keep a state and not the adapter: who starts from it has nothing to train."""
+    place_index = start(session, task("news"), alone["news"])
+    assert session.tasks[place_index].status == "done"
+    assert not session.plan(4).slots
+    assert_same(session.stop(place_index), alone["news"])
+
+
 def test_an_idle_session_waits(session):
     assert session.tasks == {}
     window = session.plan(8)

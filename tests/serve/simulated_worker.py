@@ -101,7 +101,7 @@ class SimulatedProcess:
         self.link.emit("stepped", job=name, epoch=job["epoch"], rows=[row])
         if job["step"] == job["steps"]:
             del self.jobs[name]
-            folder = Path(job["folder"]) / "adapter" / f"step-{job['step']}"
+            folder = Path(job["folder"]) / "adapter" / f"step-{job['step']}-e{job['epoch']}"
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "adapter_model.safetensors").write_bytes(os.urandom(8))
             write_digests(folder)

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import sqlite3
+import threading
 import time
+from pathlib import Path
 
 import pytest
 from simulated_service import Service, wait_for
 from simulated_worker import SimulatedLauncher
 from sqlalchemy import select
+from sqlalchemy.exc import DatabaseError
 
 from lorafusion_jax.errors import LoraFusionError
 from lorafusion_serve.client import ServiceError
@@ -64,6 +68,34 @@ def test_a_poison_job_fails_alone(serve):
     service.wait(good)
 
 
+def test_a_poison_job_takes_no_company_with_it(serve):
+    """All share one worker. From the second loss on each is tried alone until it has made progress."""
+    service = serve(gpus=1, places={4: 4})
+    good = [service.submit(f"good-{number}", "blue", steps=60) for number in range(2)]
+    wait_for(lambda: all(service.show(job)["state"] == "running" for job in good))
+    bad = SimulatedLauncher.poison = service.submit("bad", "blue", steps=60)
+    for process in (process for made in SimulatedLauncher.made.values() for process in made):
+        process._poison = bad
+    try:
+        wait_for(lambda: service.show(bad)["state"] == "failed")
+    finally:
+        SimulatedLauncher.poison = ""
+    service.wait(*good)
+    assert all(service.show(job)["tries"] <= 2 for job in good)
+    assert service.show(bad)["tries"] == 4
+
+
+def test_a_service_with_fewer_bases_runs_what_it_can(serve):
+    """Jobs of a base that is not served now wait for it; they hold up no others."""
+    service = serve()
+    with service.db.write() as connection:
+        spec = {"name": "law", "base": "green", "data": {"train": "-"}, "lora": {}, "batch": {"global_samples": 4}}
+        rows = [service.jobs.submit(connection, "ana", spec)["id"] for _ in range(2)]
+        service.jobs.change(connection, rows[1], "accept", actor="test", rank=4, steps=9, lengths=[9])
+    service.wait(service.submit("one", "red"))
+    assert [service.show(job)["state"] for job in rows] == ["checking", "queued"]
+
+
 @pytest.mark.parametrize("step_s", [3600.0, -3600.0])
 def test_steps_of_the_clock_move_no_lease(serve, monkeypatch, step_s):
     service = serve(lease_s=20.0)
@@ -106,6 +138,45 @@ def test_a_service_goes_on_after_its_database_was_locked(serve, monkeypatch):
     service.wait(job)
 
 
+def make_version(file, version: int) -> None:
+    """Makes a database of an earlier version: in version 2 a group did not say what it opened."""
+    db = Database(file)
+    with db.write() as connection:
+        db.add_event(connection, "kept", "ana", None, {})
+        connection.execute(t.groups.insert().values(id="g0", base="tiny", state="ready", places={"4": 1}))
+        connection.exec_driver_sql("ALTER TABLE groups DROP COLUMN opens")
+        connection.exec_driver_sql(f"UPDATE version SET number = {version}")
+    db.close()
+
+
+def test_an_older_database_is_migrated(tmp_path):
+    make_version(tmp_path / "service.db", 2)
+    for _ in range(2):
+        db = Database(tmp_path / "service.db")
+        with db.read() as connection:
+            assert connection.exec_driver_sql("SELECT number FROM version").scalar() == t.VERSION
+            assert connection.execute(select(t.groups.c.opens)).scalars().all() == [""]
+            assert connection.execute(select(t.events.c.kind)).scalars().all() == ["kept"]
+        db.close()
+
+
+@pytest.mark.parametrize("version", [1, t.VERSION + 1])
+def test_a_database_of_an_unknown_version_is_refused_and_left_alone(tmp_path, version):
+    make_version(tmp_path / "service.db", version)
+    for _ in range(2):
+        with pytest.raises(LoraFusionError, match=f"(?s)has version {version}.*start the version") as problem:
+            Database(tmp_path / "service.db")
+        assert problem.value.code == "store.version"
+
+
+def test_a_page_that_is_damaged_while_it_serves_is_named(tmp_path):
+    db = Database(tmp_path / "service.db")
+    with pytest.raises(StoreError) as problem, db.read():
+        raise DatabaseError("SELECT 1", {}, sqlite3.DatabaseError("database disk image is malformed"))
+    assert problem.value.code == "store.damaged"
+    db.close()
+
+
 @pytest.mark.parametrize("where", [0, 100, 4096])
 def test_a_damaged_database_is_refused_with_its_fix(tmp_path, where):
     file = tmp_path / "service.db"
@@ -119,6 +190,28 @@ def test_a_damaged_database_is_refused_with_its_fix(tmp_path, where):
     file.write_bytes(content)
     with pytest.raises(LoraFusionError, match=r"store\.damaged"):
         Database(file).close()
+
+
+def test_a_data_set_that_is_uploaded_while_it_is_deleted_is_there(running, tmp_path, monkeypatch):
+    """Its row and its files change together."""
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"text": "now here, now gone"}\n')
+    client, remove = running.client("ana"), shutil.rmtree
+    name = client.upload(file)["id"]
+    uploads: list[threading.Thread] = []
+
+    def slow(path, **options):
+        if Path(path).name == name:  # the row is gone, the files are not
+            uploads.append(threading.Thread(target=client.upload, args=(file,)))
+            uploads[0].start()
+            uploads[0].join(0.5)
+        remove(path, **options)
+
+    monkeypatch.setattr("lorafusion_serve.api.datasets.shutil.rmtree", slow)
+    client.request("DELETE", f"/v1/datasets/{name}")
+    uploads[0].join()
+    assert client.request("GET", f"/v1/datasets/{name}")["id"] == name
+    assert (running.settings.datasets / name / "data.jsonl").exists()
 
 
 def test_a_full_disk_refuses_uploads_and_leaves_nothing(running, tmp_path, monkeypatch):

@@ -104,7 +104,7 @@ def test_an_event_counts_once_whatever_the_connection_does(service):
         worker.emit("stepped", job=job, epoch=1, rows=[{"kind": "step", "step": step, "loss": float(step)}])
         controller._hub.drop(GROUP)  # the answer may be lost, so the event is sent again
     wait_for(lambda: state_of(db, jobs, job)["step"] == 3)
-    wait_for(lambda: not worker._outbox)
+    wait_for(lambda: not worker.untaken)
     with db.read() as connection:
         kinds = connection.execute(select(t.events.c.kind).where(t.events.c.job == job)).scalars().all()
     assert kinds.count("step") == 3
@@ -116,22 +116,20 @@ def test_events_of_two_threads_arrive_in_the_order_of_their_numbers(service, mon
     job = running_job(db, jobs)
     worker = connect()
     wait_for(lambda: controller.connected and worker._wire is not None)
-    second_sent, send = threading.Event(), Wire.send
+    second_emitted, send = threading.Event(), Wire.send
 
     def slow_first(wire, message):
         if message.get("number") == 1:
-            second_sent.wait(0.3)
+            second_emitted.wait(60)
         send(wire, message)
-        if message.get("number") == 2:
-            second_sent.set()
 
     monkeypatch.setattr(Wire, "send", slow_first)
     rows = {1: [{"kind": "step", "step": 1, "loss": 1.0}], 2: [{"kind": "step", "step": 2, "loss": 2.0}]}
-    first = threading.Thread(target=lambda: worker.emit("stepped", job=job, epoch=1, rows=rows[1]))
-    first.start()
-    wait_for(lambda: worker._outbox)
-    worker.emit("stepped", job=job, epoch=1, rows=rows[2])
-    first.join()
+    worker.emit("stepped", job=job, epoch=1, rows=rows[1])
+    second = threading.Thread(target=lambda: worker.emit("stepped", job=job, epoch=1, rows=rows[2]))
+    second.start()
+    second.join()
+    second_emitted.set()
     wait_for(lambda: state_of(db, jobs, job)["step"] == 2)
     with db.read() as connection:
         assert [row["step"] for row in jobs.metrics(connection, job, 0, 1)] == [1, 2]
@@ -144,7 +142,7 @@ def test_the_last_event_sent_again_counts_once(service):
     worker = connect()
     wait_for(lambda: controller.connected)
     worker.emit("stepped", job=job, epoch=1, rows=[{"kind": "step", "step": 1, "loss": 1.0}])
-    wait_for(lambda: not worker._outbox)
+    wait_for(lambda: not worker.untaken)
     again = {"number": 1, "event": "stepped", "job": job, "epoch": 1}
     worker._wire.send(again | {"rows": [{"kind": "step", "step": 1, "loss": 1.0}]})
     worker.emit("stepped", job=job, epoch=1, rows=[{"kind": "step", "step": 2, "loss": 2.0}])
@@ -157,6 +155,7 @@ def test_the_last_event_sent_again_counts_once(service):
 def test_a_worker_of_another_machine_needs_the_secret(tmp_path):
     """Over TCP anybody may connect; who does not know the secret is refused before anything is read of the message."""
     hub = Hub(tmp_path / "sock", lambda hello: 0, lambda connection, event: None, tcp=("127.0.0.1", 0))
+    hub.start()
     stranger, friend = (Link(hub.address, "north", 1, 60.0, list, secret) for secret in ("guess", hub.secret))
     wait_for(lambda: stranger.refused and "north" in hub.connections)
     assert not friend.refused

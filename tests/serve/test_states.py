@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lorafusion_serve.control.controller import states_before
 from lorafusion_serve.settings import Settings
+from lorafusion_serve.state_folders import states_before
 from lorafusion_serve.states import ENDED, LIVE, NEW, ON_WORKER, STATES, TRANSITIONS, StateError, next_state
 from lorafusion_serve.store.database import Database
 from lorafusion_serve.store.jobs import MOST_TRIES, Jobs
@@ -140,7 +140,7 @@ def test_epochs_only_grow(store):
 def test_a_state_that_was_not_told_of_yet_is_not_removed(tmp_path):
     """A worker may have written the next state while the message of the last one was under way."""
     names = ("e1-s12", "e2-s4", "e2-s8", "e2-s12", "e3-s2")
-    for name in (*names, ".e2-s6-draft"):
+    for name in (*names, ".e2-s6-draft", "e1-s4 copy"):
         (tmp_path / name).mkdir()
-    older = {folder.name for folder in states_before(tmp_path / "e2-s8")}
-    assert older == {"e1-s12", "e2-s4"}
+    older = [folder.name for folder in states_before(tmp_path / "e2-s8")]
+    assert older == ["e2-s4", "e1-s12"]  # newest first

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from lorafusion_jax.errors import RunError
+from lorafusion_jax.errors import CheckpointError, RunError
 from lorafusion_serve.worker import loop
 
 FULL = RunError("save.no-space", "the disk is full.")
@@ -98,8 +98,11 @@ def worker(tmp_path, monkeypatch):
         if disk["full"]:
             raise FULL
 
+    def read(job, values, state, folder):
+        return loop.Loaded(task=Adapter(job, values["steps"], disk), state=None, path=None)
+
     monkeypatch.setattr(loop, "export_task", export)
-    monkeypatch.setattr(loop, "_load", lambda job, values, state, folder: (Adapter(job, values["steps"], disk), None))
+    monkeypatch.setattr(loop, "_load", read)
     monkeypatch.setattr(loop, "AGAIN_S", 0.05)
     running = loop.WorkerLoop(Bench(), line, {}, save_s=0.05)
     thread = threading.Thread(target=running.run, daemon=True)
@@ -162,3 +165,56 @@ def test_a_state_comes_after_the_rows_of_its_steps(worker):
             reported[data["job"]] = data["rows"][-1]["step"]
         elif kind == "saved":
             assert data["step"] <= reported[data["job"]]
+
+
+def test_a_placement_starts_once(worker):
+    """The server asks again after a reconnection; the job may have ended since, and another one has its place."""
+    start, line, _ = worker
+    start("fern", 3, 0)
+    wait_for(lambda: line.of("finished"))
+    start("fern", 3, 0)
+    start("moss", 3, 0)
+    wait_for(lambda: len(line.of("finished")) == 2)
+    assert [event["job"] for event in line.of("started")] == ["fern", "moss"]
+    assert line.of("failed") == []
+
+
+def test_data_that_cannot_be_read_fails_its_job_alone(worker, monkeypatch):
+    start, line, _ = worker
+    start("moss", 10**6, 1)
+    wait_for(lambda: line.of("started"))
+
+    def broken(*_):
+        raise ZeroDivisionError("a defect of a reader")
+
+    monkeypatch.setattr(loop, "_load", broken)
+    start("fern", 3, 0)
+    wait_for(lambda: line.of("failed"))
+    (failed,) = line.of("failed")
+    assert (failed["job"], failed["reason"]) == ("fern", "a defect of a reader")
+    before = len(line.of("stepped"))
+    wait_for(lambda: len(line.of("stepped")) > before)
+
+
+def test_a_damaged_state_costs_its_steps_only(tmp_path, monkeypatch):
+    """A job starts from the newest state that is whole, else from the beginning."""
+
+    def read(folder, adapter):
+        if not (folder / "whole").exists():
+            raise CheckpointError("state.damaged", f"{folder.name} is damaged.")
+        return folder.name
+
+    for name in ("parse_config", "source_of", "prepare", "read_references"):
+        monkeypatch.setattr(loop, name, lambda *_: None)
+    monkeypatch.setattr(loop, "Task", SimpleNamespace(of=lambda *_: SimpleNamespace(name="fern", adapter=None)))
+    monkeypatch.setattr(loop.AdapterState, "read", staticmethod(read))
+    states = tmp_path / "state"
+    for name in ("e1-s4", "e1-s12", "e3-s2", "e2-s9"):
+        (states / name).mkdir(parents=True)
+    loaded = loop._load("fern", {}, states / "e2-s9", tmp_path)
+    assert (loaded.state, loaded.path) == (None, None)
+    assert "e2-s9 is damaged" in loaded.damage
+    (states / "e1-s4" / "whole").touch()
+    (states / "e3-s2" / "whole").touch()  # newer than what the server knows
+    loaded = loop._load("fern", {}, states / "e2-s9", tmp_path)
+    assert (loaded.state, loaded.path) == ("e1-s4", states / "e1-s4")
