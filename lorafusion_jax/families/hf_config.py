@@ -78,6 +78,7 @@ class HFConfig(BaseModel):
     attn_output_gate: bool | None = None
     full_attention_interval: Annotated[int, Field(ge=1)] | None = None
     first_k_dense_replace: Annotated[int, Field(ge=0)] | None = None
+    mlp_layer_types: list[str] | None = None
     n_shared_experts: Annotated[int, Field(ge=0, le=1024)] | None = None
     shared_expert_intermediate_size: Width | None = None
     routed_scaling_factor: Positive | None = None

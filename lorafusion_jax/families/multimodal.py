@@ -13,6 +13,7 @@ WRAPPERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "gemma4": ("Gemma4ForConditionalGeneration", ("gemma4_text",)),
     "gemma4_unified": ("Gemma4UnifiedForConditionalGeneration", ("gemma4_unified_text",)),
     "qwen3_5": ("Qwen3_5ForConditionalGeneration", ("qwen3_5_text",)),
+    "qwen3_5_moe": ("Qwen3_5MoeForConditionalGeneration", ("qwen3_5_moe_text",)),
     "mistral3": ("Mistral3ForConditionalGeneration", ("mistral", "ministral3")),
 }
 TEXT = "text_config"

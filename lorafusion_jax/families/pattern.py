@@ -11,6 +11,8 @@ from lorafusion_jax.families.read_rope import FULL, LAYER_TYPES, LINEAR, SLIDING
 from lorafusion_jax.families.rope import Rope
 from lorafusion_jax.families.table import Family
 
+DENSE, SPARSE = "dense", "sparse"  # of `mlp_layer_types`
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerType:
@@ -41,10 +43,13 @@ def read_pattern(
     count = hf.num_hidden_layers or 0
     names = _layer_types(hf, family, count)
     turns = _turns(hf, family, count)
-    for key, values in (("layer_types", names), ("no_rope_layers", turns)):
+    listed = (("layer_types", names), ("no_rope_layers", turns), ("mlp_layer_types", _dense(hf, family, count)))
+    for key, values in listed:
         if len(values) != count:
             malformed.append(f"{key} has {len(values)} entries, and there are {count} layers")
     known = (*LAYER_TYPES, LINEAR) if family.delta_net is not None else LAYER_TYPES
+    if "mlp_layer_types" in family.reads:
+        unsupported += _unread_mlp_types(hf)
     unknown = [name for name in dict.fromkeys(names) if name not in known]
     unsupported += [f"layers of type {shortened(name)} (known: {', '.join(known)})" for name in unknown]
     if SLIDING in names and hf.sliding_window is None:
@@ -95,9 +100,20 @@ def _turns(hf: HFConfig, family: Family, count: int) -> list[bool]:
     return [every is None or (number + 1) % every != 0 for number in range(count)]
 
 
+def _unread_mlp_types(hf: HFConfig) -> list[str]:
+    """Lists what transformers does not follow in families with a list of MLPs."""
+    if hf.mlp_layer_types is None:
+        first = hf.first_k_dense_replace
+        return [] if first == 1 else [f"first_k_dense_replace={first}, and mlp_layer_types is missing"]
+    others = [name for name in dict.fromkeys(hf.mlp_layer_types) if name not in (DENSE, SPARSE)]
+    return [f"mlp_layer_types of {shortened(name)} (known: {DENSE}, {SPARSE})" for name in others]
+
+
 def _dense(hf: HFConfig, family: Family, count: int) -> list[bool]:
     """Whether each layer has an MLP in place of experts."""
     if family.experts is None:
         return [False] * count
+    if hf.mlp_layer_types is not None:
+        return [name == DENSE for name in hf.mlp_layer_types]
     first, every, others = hf.first_k_dense_replace or 0, hf.decoder_sparse_step or 1, hf.mlp_only_layers or []
     return [number < first or number in others or (number + 1) % every != 0 for number in range(count)]

@@ -106,7 +106,7 @@ class _Reader:
         if share is None or share == 1:
             return None
         channels = int(self.head_dim * share)
-        if "partial_rotary_factor" not in self.family.reads:
+        if "partial_rotary_factor" not in self.family.reads or self.family.latent:
             self._add(self.unsupported, ["partial_rotary_factor is not 1"])
         elif channels < 2 or channels % 2:
             self._add(self.unsupported, [f"partial_rotary_factor={share} rotates {channels} channels of a head"])

@@ -139,6 +139,7 @@ _DELTA = {
     "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
 }  # fmt: skip
 _DELTA_FIELDS = {"qk_norm": True, "norm_offset": 1.0, "attention_gate": True}
+_MTP = ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype", "mlp_only_layers")
 _DELTA_NAMES = {"known_of_rope": ("mrope_section", "mrope_interleaved"), "ignored": ("mtp.",)}
 _SWITCHED = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28, "layer_types": None}
 
@@ -153,6 +154,10 @@ PREDICTORS = (
     "num_mtp_layers",
     "num_nextn_predict_layers",
 )  # how many layers after the last one predict further tokens; they are not loaded
+_OF_DEEPSEEK = (
+    *PREDICTORS, "head_dim", "qk_head_dim", "pretraining_tp", "ep_size", "moe_layer_freq", "scoring_func",
+    "topk_method", "router_aux_loss_coef", "aux_loss_alpha", "seq_aux",
+)  # fmt: skip
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(
@@ -176,7 +181,7 @@ FAMILIES: dict[str, Family] = {
             "vocab_size": 248320, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 32,
             "num_attention_heads": 16, "num_key_value_heads": 4,
         },
-        known=("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype", "mlp_only_layers"),
+        known=_MTP,
     ),
     "qwen3_next": Family(
         architectures=("Qwen3NextForCausalLM",), fields=_DELTA_FIELDS, delta_net={"grouped": True}, **_DELTA_NAMES,
@@ -188,6 +193,19 @@ FAMILIES: dict[str, Family] = {
         },
         keys={"num_local_experts": "num_experts", "num_experts": "num_experts"}, known=("router_aux_loss_coef",),
         modules={"mlp.router": "mlp.gate"},
+    ),
+    "qwen3_5_moe_text": Family(
+        architectures=("Qwen3_5MoeForCausalLM",), fields=_DELTA_FIELDS, delta_net={}, **_DELTA_NAMES,
+        experts={"shared_gate": True}, modules={"mlp.router": "mlp.gate"},
+        reads=_DELTA | {
+            "vocab_size": 248320, "hidden_size": 2048, "intermediate_size": 512, "num_hidden_layers": 40,
+            "num_attention_heads": 16, "num_key_value_heads": 2, "num_experts": 256, "num_experts_per_tok": 8,
+            "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+        },
+        keys={"num_local_experts": "num_experts", "num_experts": "num_experts"},
+        known=(
+            *_MTP, "router_aux_loss_coef", "intermediate_size", "norm_topk_prob", "decoder_sparse_step",
+        ),
     ),
     "qwen3_moe": Family(
         architectures=("Qwen3MoeForCausalLM",), windows="all", fields={"qk_norm": True}, experts={},
@@ -255,10 +273,18 @@ FAMILIES: dict[str, Family] = {
             "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4,
         },
         keys=_GROUP_KEYS, modules={"mlp.router": "mlp.gate"},
-        known=(
-            *PREDICTORS, "head_dim", "qk_head_dim", "pretraining_tp", "ep_size", "moe_layer_freq", "scoring_func",
-            "topk_method", "router_aux_loss_coef", "aux_loss_alpha", "seq_aux",
-        ),
+        known=_OF_DEEPSEEK,
+    ),
+    "glm4_moe_lite": Family(
+        architectures=("Glm4MoeLiteForCausalLM",), latent=True, experts={"router": _SIGMOID},
+        reads=_GROUPS | {
+            "rms_norm_eps": 1e-5, "max_position_embeddings": 202752, "attention_bias": False, "q_lora_rank": 768,
+            "kv_lora_rank": 512, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256,
+            "rope_interleave": True, "num_experts": 64, "moe_intermediate_size": 1536, "num_experts_per_tok": 4,
+            "routed_scaling_factor": 1.8, "first_k_dense_replace": 1, "mlp_layer_types": None,
+            "partial_rotary_factor": 1.0,
+        },
+        keys=_GROUP_KEYS, modules={"mlp.router": "mlp.gate"}, known=_OF_DEEPSEEK,
     ),
     "ministral": Family(
         architectures=("MinistralForCausalLM",), windows="all",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from lorafusion_jax.families.pattern import LayerType
+from lorafusion_jax.families.pattern import DENSE, SPARSE, LayerType
 from lorafusion_jax.families.read_rope import FULL, LINEAR, SLIDING
 from lorafusion_jax.families.rope import Rope
 from lorafusion_jax.families.table import Family, family_named
@@ -79,6 +79,7 @@ def _experts(model: Any) -> dict[str, Any]:
         "first_k_dense_replace": len(dense),
         "mlp_only_layers": dense,
         "decoder_sparse_step": 1,
+        "mlp_layer_types": [DENSE if kind.dense else SPARSE for kind in model.pattern] or [SPARSE] * model.num_layers,
     }
 
 

@@ -93,6 +93,32 @@ CASES = {
             "qk_rope_head_dim": 2, "v_head_dim": 10, "first_k_dense_replace": 2, "rope_parameters": plain(300.0),
         },
     ),
+    "glm4_moe_lite": (
+        "Glm4MoeLite",
+        {
+            "num_hidden_layers": 3, "num_key_value_heads": 4, "q_lora_rank": 5, "kv_lora_rank": 6,
+            "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 9, "moe_intermediate_size": 7,
+            "n_routed_experts": 6, "num_experts_per_tok": 2, "rms_norm_eps": 1e-4,
+        },
+    ),
+    "glm4_moe_lite_groups": (
+        "Glm4MoeLite",
+        {
+            "num_key_value_heads": 4, "q_lora_rank": None, "kv_lora_rank": 8, "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 2, "v_head_dim": 5, "moe_intermediate_size": 5, "n_routed_experts": 9,
+            "num_experts_per_tok": 4, "n_group": 3, "topk_group": 2, "n_shared_experts": 2, "norm_topk_prob": False,
+            "mlp_layer_types": ["sparse", "dense"], "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.0},
+        },
+    ),
+    "glm4_moe_lite_tied": (
+        "Glm4MoeLite",
+        {
+            "num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 18, "q_lora_rank": 7, "kv_lora_rank": 4,
+            "qk_nope_head_dim": 3, "qk_rope_head_dim": 4, "v_head_dim": 12, "attention_bias": True,
+            "tie_word_embeddings": True, "rope_interleave": False, "moe_intermediate_size": 9, "n_routed_experts": 4,
+            "num_experts_per_tok": 1, "mlp_layer_types": ["sparse", "sparse"], "routed_scaling_factor": 0.4,
+        },
+    ),
     "ministral": (
         "Ministral",
         {"head_dim": 10, "sliding_window": 9, "num_hidden_layers": 4, "layer_types": [SLIDING, SLIDING, FULL, SLIDING]},
@@ -337,6 +363,33 @@ CASES = {
             "rope_parameters": YARN | {"partial_rotary_factor": 1.0},
         },
     ),
+    "qwen3_5_moe": (
+        "Qwen3_5Moe",
+        {
+            "head_dim": 8, "num_hidden_layers": 3, "layer_types": [LINEAR, FULL, LINEAR], "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4, "linear_key_head_dim": 6, "linear_value_head_dim": 10, "num_experts": 5,
+            "num_experts_per_tok": 2, "moe_intermediate_size": 7, "shared_expert_intermediate_size": 9,
+        },
+    ),
+    "qwen3_5_moe_tied": (
+        "Qwen3_5Moe",
+        {
+            "head_dim": 12, "layer_types": [FULL, LINEAR], "tie_word_embeddings": True, "attention_bias": True,
+            "num_key_value_heads": 1, "linear_num_key_heads": 3, "linear_num_value_heads": 3, "linear_key_head_dim": 5,
+            "linear_value_head_dim": 4, "linear_conv_kernel_dim": 2, "num_experts": 4, "num_experts_per_tok": 3,
+            "moe_intermediate_size": 6, "shared_expert_intermediate_size": 5,
+            "rope_parameters": plain(90.0) | {"partial_rotary_factor": 0.5},
+        },
+    ),
+    "qwen3_5_moe_one": (
+        "Qwen3_5Moe",
+        {
+            "head_dim": 8, "full_attention_interval": 2, "hidden_act": "gelu", "linear_num_key_heads": 1,
+            "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 3,
+            "linear_conv_kernel_dim": 7, "num_experts": 6, "num_experts_per_tok": 1, "moe_intermediate_size": 8,
+            "shared_expert_intermediate_size": 8,
+        },
+    ),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
     "mixtral_window": (
         "Mixtral",
@@ -414,8 +467,8 @@ TARGETS = [
     "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj",
     "in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj",
 ]  # fmt: skip
-TEXT_PARTS = ("Gemma3", "Gemma4", "Gemma4Unified", "Qwen3_5")  # their config is that of the text part
-LONG = {"Qwen3_5": 90, "Qwen3Next": 90}  # tokens: more than a chunk of the gated delta rule
+TEXT_PARTS = ("Gemma3", "Gemma4", "Gemma4Unified", "Qwen3_5", "Qwen3_5Moe")  # their config is that of the text part
+LONG = {"Qwen3_5": 90, "Qwen3_5Moe": 90, "Qwen3Next": 90}  # tokens: more than a chunk of the gated delta rule
 
 
 def write_model(case: str, out: Path) -> None:

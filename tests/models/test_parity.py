@@ -24,12 +24,14 @@ from lorafusion_jax.objective.loss import token_losses
 
 # Float32 through a few layers. Logits, of their largest; gradients, of each tensor's norm. Seen: 2e-6 and 5e-6.
 LOGITS, GRADIENTS = 1e-5, 1e-4
+# transformers' logits in float32 are 1.0e-5 from its own in float64 in this case, and ours may err as much.
+ROUNDED = {"qwen3_5_moe_one": 2e-5}
 DEFAULT = (  # the others of a family differ by numbers and run nightly
     "llama3", "llama_biased_linear", "mistral_window", "ministral3", "qwen2_window", "qwen3_window_yarn", "gemma",
     "gemma2_untied", "gemma3", "gemma4", "olmo2", "olmo3_yarn", "smollm3", "granite", "phi3_partial", "phi3_long",
     "seed_oss_biased", "qwen3_moe_unnormalised", "mixtral_window",
     "gpt_oss_unbiased", "qwen3_5", "qwen3_5_gelu", "qwen2_moe", "glm4_moe_groups",
-    "deepseek_v3_experts", "qwen3_next",
+    "deepseek_v3_experts", "glm4_moe_lite_groups", "qwen3_next",
 )  # fmt: skip
 EACH = [case if case in DEFAULT else nightly(case) for case in CASES]
 
@@ -98,7 +100,7 @@ def test_a_family_computes_what_transformers_and_peft_do(case):
     distances = differences(case)
     results = {name: error for name, error in distances.items() if not name.startswith("grad")}
     gradients = {name: error for name, error in distances.items() if name.startswith("grad")}
-    assert max(results.values()) < LOGITS, results
+    assert max(results.values()) < ROUNDED.get(case, LOGITS), results
     assert max(gradients.values()) < GRADIENTS, gradients
 
 

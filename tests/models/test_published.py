@@ -31,6 +31,8 @@ BILLION = {
     "DeepSeek-V3 in bfloat16": 671.0,
     "Kimi-K2 in bfloat16": 1026.0,
     "gemma-4-31B": 30.7,
+    "GLM-4.7-Flash": 29.9,
+    "Qwen3.5-35B-A3B": 34.7,
     "Qwen3.5-27B": 26.9,
     "Qwen1.5-MoE-A2.7B": 14.3,
     "GLM-4.5-Air": 106.9,
