@@ -29,6 +29,7 @@ from benchmarks.stages import draw_adapter, full_microbatch, random_stage
 from lorafusion_jax.config.schema import AdapterConfig, DataSettings, LoraSettings
 from lorafusion_jax.data.assemble import Microbatch
 from lorafusion_jax.models import ModelConfig
+from lorafusion_jax.pipeline.dry_runs import time_passes
 from lorafusion_jax.pipeline.leaves import SUMS, own_columns, place_of, take
 from lorafusion_jax.pipeline.move import to_stage
 from lorafusion_jax.pipeline.stage import Stage
@@ -129,11 +130,11 @@ class Counts:
         """Forward and backward of one microbatch with so many adapters in it, the jobs in turns."""
         batches = {count: to_stage(self.batch(chosen(count, together)), s.mesh) for count, s in stages.items()}
         with ThreadPoolExecutor(len(stages)) as threads:
-            list(threads.map(lambda count: stages[count].time_passes(batches[count]), stages))
+            list(threads.map(lambda count: time_passes(stages[count], batches[count]), stages))
         times: dict[int, list[float]] = {count: [] for count in stages}
         for _ in range(self.options.repeats):
             for count, stage in stages.items():
-                times[count].append(sum(stage.time_passes(batches[count])))
+                times[count].append(sum(time_passes(stage, batches[count])))
         self.report(f"microbatch of {together} adapters", times)
 
     def time_steps(self, stages: Mapping[int, Stage]) -> None:

@@ -77,6 +77,7 @@ from lorafusion_jax.machine import prepare_machine
 from lorafusion_jax.models import ModelConfig
 from lorafusion_jax.pipeline.base import fitting_remat
 from lorafusion_jax.pipeline.batches import Batches
+from lorafusion_jax.pipeline.dry_runs import time_passes
 from lorafusion_jax.pipeline.executor import Executor
 from lorafusion_jax.pipeline.mesh import StageMesh
 from lorafusion_jax.pipeline.move import to_stage
@@ -437,11 +438,11 @@ class Bench:
         loads = [batches.of(slot) for slot in range(self.options.trace)]
         with tempfile.TemporaryDirectory() as folder:
             for stage in stages:
-                stage.time_passes(to_stage(loads[0], stage.mesh))
+                time_passes(stage, to_stage(loads[0], stage.mesh))
             with jax.profiler.trace(folder):
                 for load in loads:
                     for stage in stages:
-                        stage.time_passes(to_stage(load, stage.mesh))
+                        time_passes(stage, to_stage(load, stage.mesh))
             rows = kernel_times(Path(folder))
         self.write({"trace": self.options.model, "slots": len(loads), "kernels": rows})
 

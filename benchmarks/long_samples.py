@@ -34,6 +34,7 @@ from lorafusion_jax.data.assemble import Microbatch, Piece, assemble, num_segmen
 from lorafusion_jax.layout.extent import Extent, extents
 from lorafusion_jax.layout.layer import REMAT_POLICIES
 from lorafusion_jax.models import ModelConfig
+from lorafusion_jax.pipeline.dry_runs import time_passes
 from lorafusion_jax.pipeline.mesh import stage_meshes
 from lorafusion_jax.pipeline.move import to_stage
 from lorafusion_jax.pipeline.parts import Parts
@@ -161,8 +162,8 @@ def run(tokens: int, out: Path, remat: str, small: bool) -> dict[str, Any]:
     (stage,) = bench.stages(config)
     stage.start(stage.first_lora())
     batch = to_stage(_rows(tokens, 1, bench.tile), stage.mesh)
-    stage.time_passes(batch)  # compiles
-    times = [stage.time_passes(batch) for _ in range(REPEATS)]
+    time_passes(stage, batch)  # compiles
+    times = [time_passes(stage, batch) for _ in range(REPEATS)]
     forward_s, backward_s = min(times, key=sum)
     peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
     return {

@@ -38,6 +38,7 @@ from benchmarks.conditions import conditions
 from benchmarks.stages import draw_adapter, full_microbatch, random_stage
 from lorafusion_jax.config.schema import AdapterConfig, DataSettings, LoraSettings
 from lorafusion_jax.models import ModelConfig
+from lorafusion_jax.pipeline.dry_runs import time_passes
 from lorafusion_jax.pipeline.move import to_stage
 from lorafusion_jax.pipeline.stage import Stage
 from pallas_kernels import policy
@@ -364,7 +365,7 @@ def microbatches(
         stage = random_stage(model, adapters, dtype)
         stage.start({adapter.name: draw_adapter(stage.parts, adapter.name, 0) for adapter in adapters})
         batch = to_stage(full_microbatch(model, range(len(ranks)), tokens=tokens, tile=TILE), stage.mesh)
-        stage.time_passes(batch)
+        time_passes(stage, batch)
         return stage, batch
 
     def attempt(case: Case) -> Any:
@@ -382,7 +383,7 @@ def microbatches(
     for _ in range(2 if small else 15):
         for name, seconds in times.items():
             stage, batch = started[name]
-            seconds.append(sum(stage.time_passes(batch)))
+            seconds.append(sum(time_passes(stage, batch)))
     medians = {name: statistics.median(seconds) for name, seconds in times.items()}
     for name, median in medians.items():
         ratio = round(median / medians[BASE.name], 4) if BASE.name in medians else None
@@ -390,7 +391,7 @@ def microbatches(
         recorder.add(part="microbatch", name=name, over_r16=ratio, ms=round(1e3 * median, 2), p20_p80_ms=spread)
     for name in times if with_profile else ():
         stage, batch = started[name]
-        passes = functools.partial(stage.time_passes, batch)
+        passes = functools.partial(time_passes, stage, batch)
         work = functools.partial(profile, recorder, f"microbatch {name}", passes)
         recorder.attempt(f"profile microbatch {name}", work)
 

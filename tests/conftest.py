@@ -150,7 +150,7 @@ def kept_programs(quick_compiles):
     Whatever a run changes is an argument of them. Only a trace of backward needs what the trace of forward just left,
     so programs of a run that ended between the two are not used again.
     """
-    from lorafusion_jax.pipeline import stage as stage_module
+    from lorafusion_jax.pipeline import stage_state
     from lorafusion_jax.pipeline.programs import StagePrograms
 
     def programs(parts, *arguments):
@@ -164,7 +164,7 @@ def kept_programs(quick_compiles):
         return known
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stage_module, "StagePrograms", programs)
+        patch.setattr(stage_state, "StagePrograms", programs)
         yield
 
 

@@ -22,6 +22,7 @@ from lorafusion_jax.engine.task import Task
 from lorafusion_jax.errors import CheckpointError, RunError
 from lorafusion_jax.objective.protocol import SFT, Chosen
 from lorafusion_jax.pipeline.batches import teacher_state
+from lorafusion_jax.pipeline.dry_runs import compile_steps
 from lorafusion_jax.pipeline.executor import Executor
 from lorafusion_jax.pipeline.first_weights import first_weights
 from lorafusion_jax.pipeline.place_table import PlaceTable
@@ -157,7 +158,7 @@ class PlaceWriter:
             stage.start_from_base(place)
         steps = _steps_of(weights.spec, task.adapter.optim)
         if steps not in self._compiled:
-            stage.compile_steps(len(self._stages), place)
+            compile_steps(stage, len(self._stages), place)
             stage.adapter(place)
             if stage is self._stages[-1]:
                 self._compiled.add(steps)

@@ -26,6 +26,7 @@ from jax import Array, process_count
 
 from lorafusion_jax.data.assemble import Microbatch
 from lorafusion_jax.optim.step import Hyper
+from lorafusion_jax.pipeline.dry_runs import compile_steps, time_passes, try_evaluation
 from lorafusion_jax.pipeline.failures import is_of_devices, place_of, stage_failed
 from lorafusion_jax.pipeline.leaves import EMBED_ROWS, HEAD_ROWS
 from lorafusion_jax.pipeline.move import to_stage, transfer
@@ -57,7 +58,7 @@ def _lanes(stages: int) -> list[ThreadPoolExecutor]:
 
 
 def _compile_evaluation(stage: Stage, rows: Microbatch) -> None:
-    stage.try_evaluation(to_stage(rows, stage.mesh))
+    try_evaluation(stage, to_stage(rows, stage.mesh))
 
 
 def _shapes(rows: Microbatch) -> list[tuple[int, ...]]:
@@ -193,8 +194,8 @@ class Executor:
 
     def _compile_stage(self, stage: Stage, rows: Sequence[Microbatch]) -> None:
         for microbatch in rows:  # in turn: the sums of a stage go from one pass to the next
-            stage.time_passes(to_stage(microbatch, stage.mesh))
-        stage.compile_steps(len(self.stages))
+            time_passes(stage, to_stage(microbatch, stage.mesh))
+        compile_steps(stage, len(self.stages))
 
     def admit(self, slot: int, rows: Microbatch) -> None:
         """Puts a microbatch on the devices. Waits until there is room for it in the queue.

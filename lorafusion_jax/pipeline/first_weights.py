@@ -19,7 +19,7 @@ from lorafusion_jax.pipeline.leaves import HEAD, LAYERS, SHARED, TOKENS
 def first_weights(layout: LeafLayout, spec: AdapterSpec) -> dict[str, Any]:
     """Returns the initial values of one adapter's leaves, numpy float32: leaf → [L, K, r] and so on.
 
-    Those that depend on the frozen kernels are not final, see `LeafArrays.start_from_base`.
+    Those that depend on the frozen kernels are not final, see `StageState.start_from_base`.
     """
     model = layout.model
     drawn = {

@@ -75,7 +75,7 @@ class LeafLayout:
         """Returns the shapes of each adapter's leaves in all layers: name → leaf → (L, K, r) and so on.
 
         Args:
-            occupied: the adapters with their positions, see `Stage.occupied` (None: `specs`).
+            occupied: the adapters with their positions, see `StageState.occupied` (None: `specs`).
         """
         whole = Extent(0, 2 * self.model.num_layers)
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import jax
 
 from lorafusion_jax.data.assemble import Microbatch
+from lorafusion_jax.pipeline.dry_runs import noise, time_passes
 from lorafusion_jax.pipeline.failures import is_of_devices, stage_failed
 from lorafusion_jax.pipeline.move import to_stage, transfer
 from lorafusion_jax.pipeline.stage import Stage
@@ -32,7 +33,7 @@ def profile_stages(stages: Sequence[Stage], loads: Sequence[Load], *, repeats: i
 
     Stages run concurrently, as in a pipeline without waiting. A GPU with idle neighbours would keep a higher clock: for
     70B on four H200s, predictions from stages timed in turn were 2 to 4 % too low. Weights of adapters do not change,
-    but their sums and optimizers do: call `Stage.start` before training.
+    but their sums and optimizers do: call `StageState.start` before training.
 
     Args:
         loads: microbatches with different Σ length²; more of them improve the fit.
@@ -68,11 +69,11 @@ def _passes(number: int, stage: Stage, loads: Sequence[Load], repeats: int) -> l
     warm_s = 0.0 if jax.default_backend() == "cpu" or jax.process_count() > 1 else WARM_S
     until = time.perf_counter() + warm_s
     while time.perf_counter() < until:
-        stage.time_passes(batches[0])
+        time_passes(stage, batches[0])
     times = []
     for batch, (_, tokens, squares) in zip(batches, loads, strict=True):
         for turn in range(repeats + 1):
-            forward, backward = stage.time_passes(batch)
+            forward, backward = time_passes(stage, batch)
             if turn:
                 times.append(Measurement(number, "forward", tokens, squares, forward))
                 times.append(Measurement(number, "backward", tokens, squares, backward))
@@ -93,7 +94,7 @@ def _update_seconds(stage: Stage, repeats: int) -> float:
 def _transfer_seconds(stages: Sequence[Stage], load: Load, repeats: int) -> float:
     if len(stages) == 1:
         return 0.0
-    x = stages[0].noise(to_stage(load.rows, stages[0].mesh))
+    x = noise(stages[0], to_stage(load.rows, stages[0].mesh))
     best = float("inf")
     for _ in range(repeats + 1):
         jax.block_until_ready(x)

@@ -104,12 +104,12 @@ def abstract_state(stages: Sequence[Stage], replicas: int) -> dict[str, Any]:
 
 
 def adapter_arrays(parts: Sequence[lv.Leaves]) -> dict[str, np.ndarray]:
-    """Joins an adapter's parts (`Stage.adapter`) on the host: "layers.self_attn.q_proj.lora_a" → [L, K, r]."""
+    """Joins an adapter's parts (`StageState.adapter`) on the host: "layers.self_attn.q_proj.lora_a" → [L, K, r]."""
     return _join([{name: to_host(leaf) for name, leaf in part.items()} for part in parts], lambda name: name)
 
 
 def joined_states(states: Sequence[Any]) -> dict[str, np.ndarray]:
-    """Joins the parts of an adapter's optimizer state, by path; see `Stage.part_of_state` for the inverse.
+    """Joins the parts of an adapter's optimizer state, by path; see `StageState.part_of_state` for the inverse.
 
     Copies: a host array may be a view of a device array, which the next step overwrites.
     """

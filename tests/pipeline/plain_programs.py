@@ -27,7 +27,7 @@ def record(folder: Path, base: Path) -> dict[str, str]:
     from small_jobs import two_adapters, write_job, write_rows
 
     from lorafusion_jax import train
-    from lorafusion_jax.pipeline import lowered, stage
+    from lorafusion_jax.pipeline import lowered, stage_state
     from lorafusion_jax.pipeline.programs import StagePrograms
 
     texts: dict[str, str] = {}
@@ -51,7 +51,7 @@ def record(folder: Path, base: Path) -> dict[str, str]:
     rows = {name: write_rows(folder, name, 8) for name in ("law", "med")}
     job = write_job(folder, base, two_adapters(rows))
     with (
-        mock.patch.object(stage, "StagePrograms", Recorded),
+        mock.patch.object(stage_state, "StagePrograms", Recorded),
         mock.patch.object(lowered, "lowered_folder", return_value=None),  # as they are traced, not as a file keeps them
     ):
         train(job, out=folder / "run", progress=False)

@@ -12,7 +12,7 @@ import small_jobs
 from lorafusion_jax.config import load_config
 from lorafusion_jax.config.join import select_adapters
 from lorafusion_jax.data.prepare import prepare
-from lorafusion_jax.pipeline import session, stage
+from lorafusion_jax.pipeline import session, stage_state
 from lorafusion_jax.pipeline.programs import StagePrograms
 from lorafusion_jax.pipeline.release import release_unused
 from lorafusion_jax.pipeline.session import Session
@@ -23,7 +23,7 @@ NAMES = ("a", "b", "c", "d", "e")
 @pytest.fixture
 def join(tmp_path, tiny_base, monkeypatch):
     """join(name) → the next adapter is in a session that began with the first one."""
-    monkeypatch.setattr(stage, "StagePrograms", StagePrograms)  # without those that other tests share
+    monkeypatch.setattr(stage_state, "StagePrograms", StagePrograms)  # without those that other tests share
     rows = small_jobs.write_rows(tmp_path, "rows", 2, longest=4)
     entries = [{"name": name, "data": {"train": rows}} for name in NAMES]
     config = load_config(small_jobs.write_job(tmp_path, tiny_base, entries, lora={"rank": 2, "targets": ["q_proj"]}))

@@ -15,17 +15,17 @@ from lorafusion_jax.config import load_config
 from lorafusion_jax.config.specs import adapter_specs
 from lorafusion_jax.data.prepare import prepare
 from lorafusion_jax.errors import RunError
-from lorafusion_jax.pipeline import profile
+from lorafusion_jax.pipeline import dry_runs, profile
 from lorafusion_jax.pipeline.base import load_stages
 from lorafusion_jax.pipeline.batches import Batches
+from lorafusion_jax.pipeline.dry_runs import time_passes
 from lorafusion_jax.pipeline.move import to_stage, transfer
-from lorafusion_jax.pipeline.stage import Stage
 from lorafusion_jax.planning.training_plan import plan_training
 
 PAUSE_S = 0.2
 
 
-def test_making_what_other_stages_would_send_is_not_timed():
+def test_making_what_other_stages_would_send_is_not_timed(monkeypatch):
     def slow(*arguments):
         time.sleep(PAUSE_S)
         return jnp.zeros(2)
@@ -34,11 +34,13 @@ def test_making_what_other_stages_would_send_is_not_timed():
         return jnp.zeros(2)
 
     inner = SimpleNamespace(embed=None, head=None)
-    middle = SimpleNamespace(weights=inner, noise=slow, gradient_noise=slow, forward=quick, backward=quick)
-    Stage.time_passes(middle, None)
-    assert max(Stage.time_passes(middle, None)) < PAUSE_S
+    middle = SimpleNamespace(weights=inner, forward=quick, backward=quick)
+    for draw in ("noise", "gradient_noise"):
+        monkeypatch.setattr(dry_runs, draw, slow)
+    time_passes(middle, None)
+    assert max(time_passes(middle, None)) < PAUSE_S
     middle.forward = slow
-    forward, backward = Stage.time_passes(middle, None)
+    forward, backward = time_passes(middle, None)
     assert backward < PAUSE_S <= forward
 
 
@@ -69,7 +71,7 @@ def test_stages_are_timed_on_numbers_that_draw_power(middle):
     stage, batch = middle
     padding = np.asarray(batch.row_adapter) < 0
     assert padding.any()
-    for noise in (stage.noise(batch), stage.gradient_noise(batch)):
+    for noise in (dry_runs.noise(stage, batch), dry_runs.gradient_noise(stage, batch)):
         assert noise.shape == (*batch.tokens.shape, stage.parts.model.hidden_size)
         assert noise.dtype == stage.parts.dtype
         assert 0.9 < np.asarray(noise, np.float32)[~padding].std() < 1.1
@@ -79,7 +81,9 @@ def test_padding_draws_as_little_power_as_in_a_run(middle):
     """Else plans with much padding, such as those of other orders, would be predicted to be slower than they are."""
     stage, batch = middle
     padding = np.asarray(batch.row_adapter) < 0
-    activations, gradients = (np.asarray(noise)[padding] for noise in (stage.noise(batch), stage.gradient_noise(batch)))
+    activations, gradients = (
+        np.asarray(draw(stage, batch))[padding] for draw in (dry_runs.noise, dry_runs.gradient_noise)
+    )
     assert len(activations) > 1
     assert (activations == activations[0]).all()
     assert np.abs(activations[0]).max() > 0
@@ -104,7 +108,7 @@ def test_padding_rows_of_a_run_are_alike_and_have_no_gradient(stages):
 def test_a_stage_does_not_rest_between_timed_passes(middle):
     """A GPU that waits for a compiler cools, and is faster after that than in a run."""
     stage, batch = middle
-    stage.time_passes(batch)
+    time_passes(stage, batch)
     compiled = []
 
     def listen(event, seconds, **_):
@@ -115,7 +119,7 @@ def test_a_stage_does_not_rest_between_timed_passes(middle):
         jax.jit(lambda: jnp.zeros(3))()  # is noticed
         assert compiled
         compiled.clear()
-        stage.time_passes(batch)
+        time_passes(stage, batch)
         assert compiled == []
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
@@ -124,7 +128,7 @@ def test_a_stage_does_not_rest_between_timed_passes(middle):
 def test_timing_a_step_leaves_weights_as_they_are(middle):
     """NaNs draw little power: whatever is timed after they came into the weights looks faster than it is."""
     stage, batch = middle
-    stage.time_passes(batch)  # some gradients are zero: B is
+    time_passes(stage, batch)  # some gradients are zero: B is
     before = jax.tree.map(np.asarray, stage.lora)
     assert profile._update_seconds(stage, 2) > 0
     chex.assert_trees_all_equal(before, jax.tree.map(np.asarray, stage.lora))
@@ -136,6 +140,7 @@ LOADS = [profile.Load(None, 128, squares) for squares in (4096, 16384)]  # type:
 @pytest.fixture
 def profiled(monkeypatch):
     """Profiles stages that do nothing but call what is given."""
+    monkeypatch.setattr(profile, "time_passes", lambda stage, batch: stage.time_passes(batch))
     monkeypatch.setattr(profile, "to_stage", lambda rows, mesh: rows)
     monkeypatch.setattr(profile, "_update_seconds", lambda stage, repeats: 0.0)
     monkeypatch.setattr(profile, "_transfer_seconds", lambda stages, load, repeats: 0.0)

@@ -4,7 +4,7 @@ import pytest
 from more_cases import nightly
 
 from lorafusion_jax.config import load_config
-from lorafusion_jax.pipeline import stage as stage_module
+from lorafusion_jax.pipeline import stage_state
 from lorafusion_jax.pipeline.programs import StagePrograms
 from lorafusion_jax.training import train
 
@@ -20,7 +20,7 @@ def test_every_program_compiles_once(write_job, write_rows, tmp_path, monkeypatc
             super().__init__(*arguments)
             made.append(self)
 
-    monkeypatch.setattr(stage_module, "StagePrograms", Watched)
+    monkeypatch.setattr(stage_state, "StagePrograms", Watched)
     equal = {"lora": {"rank": 4, "dropout": 0.1}, "batch": {"global_samples": 3}}  # two of a sweep share one update
     job = write_job(
         [
