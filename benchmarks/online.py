@@ -1,7 +1,7 @@
 """Measures the online scheduler against its targets, on 1 to 64 GPUs, on its own traces and on held-out ones.
 
     python benchmarks/online.py                       # all missing runs, on two cores, at low priority
-    python benchmarks/online.py small --seeds 1       # parts: small held-out large throughput ideas rates speed
+    python benchmarks/online.py small --seeds 1       # parts: small held-out large queue throughput ideas rates speed
 
 Every finished run is a row of rows.csv and is not repeated; delete a row to run it again. `report` writes the tables
 from the rows.
@@ -10,12 +10,13 @@ from the rows.
 from __future__ import annotations
 
 import argparse
+import cProfile
 import csv
 import os
 import platform
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from datetime import date
@@ -27,8 +28,8 @@ import numpy as np
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from benchmarks.online_rates import compare_rates  # noqa: E402
 from benchmarks.online_traces import HELD_OUT, held_out_trace  # noqa: E402
-from scheduling import AdapterJob, make_plan, simulate  # noqa: E402
 from scheduling.online import (  # noqa: E402
     TRACES,
     CheckedPolicy,
@@ -44,12 +45,10 @@ from scheduling.online import (  # noqa: E402
     generate_trace,
     simulate_cluster,
 )
-from scheduling.online.facts import stage_costs  # noqa: E402
 from scheduling.online.state import after  # noqa: E402
-from scheduling.online.traces.generate import BASES, draw_job  # noqa: E402
 
-RESULTS = Path(__file__).parent / "results" / "online_2026-11-24"
-PARTS = ("small", "held-out", "large", "throughput", "ideas", "rates", "speed")
+RESULTS = Path(__file__).parent / "results" / "online_2026-11-24b"
+PARTS = ("small", "held-out", "large", "queue", "throughput", "ideas", "rates", "speed")
 OTHERS = ("elastic-srtf", "srtf", "backfill")
 WITHOUT = {
     "without grouping": {"grouping": False},
@@ -61,7 +60,6 @@ FIELDS = (
     "jct_p99_s", "makespan_s", "tokens_per_s", "steady_tokens_per_s", "utilisation", "overall_utilisation", "density",
     "slowdown_p99", "slowdown_max", "fairness", "worst_user", "preemptions", "refusals", "cpu_s",
 )  # fmt: skip
-KIND = ("h200", 140.0)
 EVEN = TraceShape(spread=0.5)  # similar sizes, so that no single job decides the makespan
 SMALL_BASES = {"llama-3.1-8b": 0.5, "qwen2.5-14b": 0.3, "qwen2.5-32b": 0.2}  # what one GPU holds
 
@@ -94,6 +92,9 @@ def tasks(part: str, seeds: int) -> list[Task]:
     if part == "large":
         others = (*everybody, "fifo", "tlora", "packing", "mlora")
         return [Task(part, trace, 0, 1.0, others, 2000, 64) for trace in TRACES]
+    if part == "queue":
+        cases = product((125, 250, 500, 1000), range(seeds), TRACES)
+        return [Task(part, trace, seed, 1.0, ("ours", "backfill", "fifo"), jobs, 64) for jobs, seed, trace in cases]
     if part == "ideas":
         return [
             Task(part, trace, 0, 1.0, ("ours", *WITHOUT), 500 if gpus == 64 else 150, gpus)
@@ -172,7 +173,7 @@ def label(task: Task, policy: str) -> str:
 
 def key(row: dict) -> tuple:
     numbers = (float(row[name]) for name in ("load", "gpus", "memory_gib"))
-    return (*(str(row[name]) for name in ("part", "trace", "seed", "policy")), *numbers)
+    return (*(str(row[name]) for name in ("part", "trace", "seed", "jobs", "policy")), *numbers)
 
 
 def read_rows() -> list[dict]:
@@ -211,69 +212,39 @@ def time_decision(hosts: int = 160, jobs: int = 1000, repeats: int = 25) -> dict
         state = replace(state, jobs=states, groups=groups)
     state = replace(state, jobs=state.jobs | {job.name: JobState(job) for job in drawn[jobs:]})
     policy.decide(state, 0.0)  # fills the caches, as the decisions before would have
-    seconds: list[float] = []
-    for _ in range(repeats):
-        began = time.process_time()
-        policy.decide(state, 0.0)
-        seconds.append(time.process_time() - began)
+    cold = [Ours(Rates()) for _ in range(2)]
     running = sum(state.group is not None for state in state.jobs.values())
-    waiting = len(state.jobs) - running
-    return {"gpus": 8 * hosts, "running": running, "waiting": waiting, "decision_ms": round(1e3 * min(seconds), 1)}
-
-
-# --- the rate model and full plans
-
-
-def compare_rates(count: int = 60, seed: int = 0) -> list[dict]:
-    """Compares tokens/s of the rate model with simulated plans, for random groups."""
-    rng, rates, rows = np.random.default_rng(seed), Rates(), []
-    workers = [Worker("host0", 8)]
-    while len(rows) < count:
-        base, size = str(rng.choice(list(BASES))), int(rng.integers(2, 9))
-        jobs = [
-            draw_job(rng, TRACES["steady"], {base: 1.0}, rates, workers, name=f"j{i}", user="u") for i in range(size)
-        ]
-        jobs = [replace(job, weight=float(rng.choice([1.0, 1.0, 2.0]))) for job in jobs]
-        gpus = int(rng.choice([2, 4, 8] if base.endswith("70b") else [1, 2, 4, 8]))
-        rate = rates.group(jobs, KIND, gpus)
-        if rate is not None:
-            rows.append(compare_group(jobs, gpus, rates.formed(jobs, KIND, rate.mesh), rates))
-    return rows
-
-
-def compare_group(jobs: Sequence[Job], gpus: int, rate, rates: Rates) -> dict:
-    """Plans and simulates about fifty steps of every job; rates count until the first job ends."""
-    seconds = 50 / float(np.mean(rate.steps_per_s))
-    planned = [
-        AdapterJob(
-            job.name,
-            np.resize(job.lengths, max(3, round(seconds * steps)) * job.global_batch).tolist(),
-            job.global_batch,
-            weight=job.weight * (1 + 1e-6 * index),  # unequal weights, so that the planner keeps shares
-        )
-        for index, (job, steps) in enumerate(zip(jobs, rate.steps_per_s, strict=True))
-    ]
-    stages, replicas, capacity = rate.mesh
-    plan = make_plan(planned, capacity_tokens=capacity, num_stages=stages, data_parallel=replicas, time_limit_s=0)
-    recompute = rates.recomputes(jobs, KIND, rate.mesh)
-    timeline = simulate(plan, stage_costs(jobs[0].shape, KIND[0], stages, recompute))
-    steps: dict[str, list[float]] = {job.name: [] for job in jobs}
-    for span in timeline.spans:
-        if span.kind == "update" and span.stage == 0:
-            for name in span.adapters:
-                steps[name].append(span.end_s)
-    until = min(timeline.finish_s.values())
-    tokens = sum(sum(end <= until for end in steps[job.name]) * job.tokens / job.steps for job in jobs)
-    errors = [
-        mine / (len(steps[job.name]) / max(steps[job.name])) - 1
-        for job, mine in zip(jobs, rate.steps_per_s, strict=True)
-    ]
     return {
-        "base": jobs[0].base_name, "jobs": len(jobs), "stages": stages, "replicas": replicas,
-        "capacity_tokens": capacity,
-        "modelled_tokens_per_s": round(rate.tokens_per_s), "planned_tokens_per_s": round(tokens / until),
-        "error": round(rate.tokens_per_s * until / tokens - 1, 4), "own_error_worst": round(max(errors, key=abs), 4),
-    }  # fmt: skip
+        "gpus": 8 * hosts,
+        "running": running,
+        "waiting": len(state.jobs) - running,
+        "warm_calls": calls_of(lambda: policy.decide(state, 0.0)),
+        "cold_calls": calls_of(lambda: cold[0].decide(state, 0.0)),
+        "warm_ms": round(1e3 * min(cpu_s(lambda: policy.decide(state, 0.0)) for _ in range(repeats)), 1),
+        "cold_s": round(cpu_s(lambda: cold[1].decide(state, 0.0)), 2),
+        "addition_ns": round(min(cpu_s(additions) for _ in range(5)) * 1e3, 1),
+    }
+
+
+def calls_of(function: Callable[[], object]) -> int:
+    """Function calls of Python: work that does not depend on the machine."""
+    profile = cProfile.Profile()
+    profile.runcall(function)
+    return sum(entry.callcount for entry in profile.getstats())
+
+
+def cpu_s(function: Callable[[], object]) -> float:
+    began = time.process_time()
+    function()
+    return time.process_time() - began
+
+
+def additions(count: int = 1_000_000) -> int:
+    """How fast Python is on this core: a million additions in a loop."""
+    total = 0
+    for number in range(count):
+        total += number
+    return total
 
 
 def main() -> None:
@@ -292,7 +263,7 @@ def main() -> None:
         f"{os.cpu_count()} cores shared with other work; simulated H200s, default rates of scheduling.rates\n"
     )
     if "rates" in asked.parts:
-        write_csv("rates.csv", compare_rates())
+        write_csv("rates.csv", [*compare_rates(), *compare_rates(unseen=True)])
     if "speed" in asked.parts:
         write_csv("decision.csv", [time_decision()])
     wanted = [task for part in asked.parts for task in tasks(part, asked.seeds)]

@@ -30,6 +30,7 @@ def write_report(folder: Path) -> None:
         *_targets([row for row in rows if row["part"] in ("small", "large")]),
         *_traces("Held-out traces", [row for row in rows if row["part"] == "held-out"]),
         *_traces("Own traces", [row for row in rows if row["part"] in ("small", "large")]),
+        *_queue([row for row in rows if row["part"] in ("queue", "large")]),
         *_ideas([row for row in rows if row["part"] == "ideas"]),
         *_throughput([row for row in rows if row["part"] == "throughput"]),
         *_files(folder),
@@ -56,15 +57,17 @@ def _cell(values: Sequence[float], target: float | None = None, *, at_most: bool
         return "–"
     figure = max(values) if at_most else float(np.mean(values))
     missed = target is not None and (round(figure, 2) > target if at_most else round(figure, 2) < target)
+    error = f" ± {np.std(values, ddof=1) / len(values) ** 0.5:.2f}" if len(values) > 1 else ""
     spread = f"{min(values):.2f}–{max(values):.2f}"
-    text = f"{figure:.2f} ({spread})" if not at_most else f"{figure:.2f}"
+    text = f"{figure:.2f}{error} ({spread})" if not at_most else f"{figure:.2f}"
     return f"**{text}**" if missed else text
 
 
 def _targets(rows: Sequence[dict[str, str]]) -> list[str]:
     lines = [
         "\n## Mean completion time of others over ours\n",
-        "Mean over runs, least and most in brackets; bold: below the target. Last: the worst user of all runs.\n",
+        "Mean over traces and seeds ± its standard error, least and most in brackets; bold: below the target. "
+        "The worst user is that of all runs.\n",
         "| GPUs | load | jobs | runs | elastic-srtf | srtf | backfill | p99, elastic-srtf | slowdown, most "
         "| worst user over fair | refused |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
@@ -98,6 +101,20 @@ def _traces(title: str, rows: Sequence[dict[str, str]]) -> list[str]:
         cells.append(_cell([float(run["ours"]["worst_user"]) for run in runs], at_most=True))
         lines.append(f"| {trace} | {gpus} | {len(runs)} | {' | '.join(cells)} |")
     return lines
+
+
+def _queue(rows: Sequence[dict[str, str]]) -> list[str]:
+    groups = _runs(rows, "jobs")
+    lines = [
+        "\n## Longer queues\n",
+        "64 GPUs, load 1.0: factors over first come, first served grow with the number of jobs.\n",
+        "| jobs | runs | backfill | fifo |",
+        "|---|---|---|---|",
+    ]
+    for (jobs,), runs in sorted(groups.items(), key=lambda item: int(item[0][0])):
+        cells = (_cell(_over_ours(runs, name)) for name in ("backfill", "fifo"))
+        lines.append(f"| {jobs} | {len(runs)} | {' | '.join(cells)} |")
+    return lines if rows else []
 
 
 def _ideas(rows: Sequence[dict[str, str]]) -> list[str]:
@@ -135,16 +152,40 @@ def _throughput(rows: Sequence[dict[str, str]]) -> list[str]:
 def _files(folder: Path) -> list[str]:
     lines: list[str] = []
     if (folder / "rates.csv").exists():
-        rows = list(csv.DictReader((folder / "rates.csv").open()))
-        for name, quantity in (("error", "tokens per second"), ("own_error_worst", "rate of the worst member")):
-            errors = np.abs([float(row[name]) for row in rows])
-            lines.append(
-                f"\n{len(rows)} random groups and plans: {quantity} off by {errors.mean():.1%} in the mean, "
-                f"{np.percentile(errors, 95):.1%} at the 95th percentile, {errors.max():.1%} at worst."
-            )
+        lines += ["\n## Predicted rates of groups, and plans\n", *rate_rows(folder)]
     if (folder / "decision.csv").exists():
-        row = next(csv.DictReader((folder / "decision.csv").open()))
-        lines.append(
-            f"\nA decision among {row['running']} running and {row['waiting']} waiting jobs: {row['decision_ms']} ms."
-        )
+        lines += ["\n## Decisions\n", *decision_rows(folder)]
     return lines
+
+
+def rate_rows(folder: Path) -> list[str]:
+    """Errors of the packing that counts for groups that train, and of the fluid model of the search."""
+    rows = list(csv.DictReader((folder / "rates.csv").open()))
+    lines = ["| lengths | groups | quantity | mean | 95 % | most |", "|---|---|---|---|---|---|"]
+    for data in dict.fromkeys(row["data"] for row in rows):
+        some = [row for row in rows if row["data"] == data]
+        errors = {
+            "tokens/s, packed together": [float(row["error"]) for row in some],
+            "slowdowns, packed together": [float(error) for row in some for error in row["slowdown_errors"].split()],
+            "tokens/s, fluid": [float(row["searched_error"]) for row in some],
+        }
+        for name, values in errors.items():
+            size = np.abs(values)
+            figures = " | ".join(
+                f"{100 * figure:.1f} %" for figure in (size.mean(), np.percentile(size, 95), size.max())
+            )
+            lines.append(f"| {data} | {len(some)} | {name} | {figures} |")
+    return lines
+
+
+def decision_rows(folder: Path) -> list[str]:
+    """Counted work and CPU time of a decision."""
+    row = next(csv.DictReader((folder / "decision.csv").open()))
+    return [
+        f"{row['running']} running and {row['waiting']} waiting jobs on {row['gpus']} GPUs; CPU time where "
+        f"Python takes {row['addition_ns']} ns for an addition in a loop.\n",
+        "| caches | function calls | CPU time |",
+        "|---|---|---|",
+        f"| warm | {int(row['warm_calls']):,} | {row['warm_ms']} ms |",
+        f"| empty | {int(row['cold_calls']):,} | {1e3 * float(row['cold_s']):.0f} ms |",
+    ]

@@ -13,6 +13,7 @@ from scheduling.online.costs import SlotCost
 from scheduling.online.types import Job
 
 TILE = 128
+REPLICAS = (1, 2, 4, 8)
 LARGEST_CAPACITY = 16384
 BATCHES = 12  # batches of a job that are packed to estimate how well they fill microbatches
 PACKED_SAMPLES = 96  # samples of a batch that are packed; larger batches are extrapolated
@@ -30,7 +31,7 @@ class Profile:
         mean_tokens: mean tokens of a sample.
         squares: Σ length² / Σ length.
         capacities: capacities that the longest sample fits, ascending.
-        bins: microbatches of some batches at each capacity, int[batches, capacities].
+        slots: per number of replicas, mean slots of a batch that shares no microbatch, at each capacity.
         eval_every, eval_tokens: as those of the job.
     """
 
@@ -40,21 +41,14 @@ class Profile:
     mean_tokens: float
     squares: float
     capacities: tuple[int, ...]
-    bins: NDArray[np.int64]
+    slots: dict[int, tuple[float, ...]]
     eval_every: int = 0
     eval_tokens: int = 0
     _known: dict[tuple[int, ...], Any] = field(default_factory=dict[tuple[int, ...], Any], repr=False)  # cache
 
-    def slots(self, index: int, replicas: int) -> float:
-        """Mean slots of a batch that shares no microbatch, at `capacities[place]` on this number of replicas."""
-        known = self._known.get((index, replicas))
-        if known is None:
-            known = self._known[index, replicas] = float((-(-self.bins[:, index] // replicas)).mean())
-        return known
-
     def slots_at(self, capacity_tokens: int, replicas: int) -> float:
-        """The same at any capacity that fits the longest sample."""
-        return self.slots(bisect_right(self.capacities, capacity_tokens) - 1, replicas)
+        """Mean slots of a batch that shares no microbatch, at any capacity that fits the longest sample."""
+        return self.slots[replicas][bisect_right(self.capacities, capacity_tokens) - 1]
 
     def wanted(self, mesh: tuple[int, int, int]) -> tuple[float, float]:
         """Largest number of tokens per slot that the job can use on a mesh, without and with padding to whole tiles.
@@ -90,7 +84,7 @@ def make_profile(job: Job) -> Profile:
 
     >>> from scheduling.online import Job
     >>> profile = make_profile(Job("law", "ann", "llama-3.1-8b", 0.0, [1000, 900], global_batch=4, steps=10))
-    >>> profile.batch_tokens, profile.longest, profile.capacities[0], profile.slots(0, 1)
+    >>> profile.batch_tokens, profile.longest, profile.capacities[0], profile.slots[1][0]
     (3800.0, 1024, 1024, 4.0)
     """
     lengths = np.asarray(job.lengths, np.int64)
@@ -110,7 +104,7 @@ def make_profile(job: Job) -> Profile:
         mean_tokens=mean,
         squares=float((lengths.astype(float) ** 2).sum() / lengths.sum()),
         capacities=capacities,
-        bins=bins,
+        slots={replicas: tuple((-(-bins // replicas)).mean(axis=0).tolist()) for replicas in REPLICAS},
         eval_every=job.eval_every,
         eval_tokens=job.eval_tokens,
     )

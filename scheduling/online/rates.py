@@ -150,7 +150,8 @@ class Rates:
 
     def _search_isolated(self, job: Job, kind: Kind, gpus: int) -> IsolatedRate | None:
         profile, best = self.profile(job), None
-        for mesh, cost in self._meshes([job], kind, gpus, profile.capacities):
+        key = ("meshes", job.base_name, job.rank, job.targets, profile.longest, kind, gpus)
+        for mesh, cost in self._once(key, lambda: self._meshes([job], kind, gpus, profile.capacities)):
             slots = profile.slots_at(mesh.capacity_tokens, mesh.replicas) + mesh.stages - 1
             tokens = mesh.capacity_tokens
             step_s = slots * cost.seconds(tokens, tokens * profile.squares) + profile.between_steps_s(mesh, cost)

@@ -46,6 +46,8 @@ class Draft:
         self.free = {name: [True] * worker.gpus for name, worker in state.workers.items()}
         self.count = {name: worker.gpus for name, worker in state.workers.items()}  # of free GPUs
         self._names: dict[Kind, list[str]] = {}
+        self._tightest: dict[tuple[int, Kind], tuple[str, int] | None] = {}  # until a GPU is taken or freed
+        self._idle: list[DraftGroup] | None = None
         for group in self.groups.values():
             if group.members:
                 self._mark(group, False)
@@ -96,7 +98,9 @@ class Draft:
 
     def warm_block(self, base: str, size: int, kind: Kind) -> tuple[str, int] | None:
         """A free block with an idle session of this base and size."""
-        for group in self.groups.values():
+        if self._idle is None:
+            self._idle = [group for group in self.groups.values() if not group.members]
+        for group in self._idle:
             idle = not group.members and all(self.free[group.worker][gpu] for gpu in group.gpus)
             if idle and group.base == base and len(group.gpus) == size and self.kind(group) == kind:
                 return group.worker, group.gpus[0]
@@ -110,7 +114,9 @@ class Draft:
 
     def block(self, base: str, size: int, kind: Kind) -> tuple[str, int] | None:
         """The block that a group of this size would use: a warm session if there is one, else the tightest fit."""
-        return self.warm_block(base, size, kind) or next(self.blocks(size, kind), None)
+        if (size, kind) not in self._tightest:
+            self._tightest[size, kind] = next(self.blocks(size, kind), None)
+        return self.warm_block(base, size, kind) or self._tightest[size, kind]
 
     def empty(self, group: DraftGroup, why: str) -> None:
         """Removes all members of a group; its session stays idle."""
@@ -157,6 +163,8 @@ class Draft:
         )
 
     def _mark(self, group: DraftGroup, free: bool) -> None:
+        self._tightest.clear()
+        self._idle = None
         row = self.free[group.worker]
         for gpu in group.gpus:
             self.count[group.worker] += free - row[gpu]

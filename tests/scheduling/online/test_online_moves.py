@@ -80,3 +80,18 @@ def test_a_group_that_was_placed_because_it_waited_long_is_not_evicted_by_the_sa
     search.collect_backlog()
     search.protected |= {"placed"} if protected else set()
     assert evict(search) != protected
+
+
+@pytest.mark.parametrize(("minutes", "hours", "goes_first"), [(1.0, 3.0, True), (1.0, 0.02, False)])
+def test_a_short_job_goes_first_if_the_group_comes_back_before_its_gpu_were_free(minutes, hours, goes_first):
+    """A job of another base waits for one GPU. It ends, and the group comes back, within a quarter of an hour.
+
+    A group that ends soon is not stopped, whoever waits.
+    """
+    step_s = RATES.isolated_rate(job("one", 1), KIND, 1).step_s
+    trains = JobState(job("trains", round(hours * 3600 / step_s)), at_s=NOW, steps_per_s=1 / step_s, group="h0:0")
+    short = replace(job("short", 1), base="mistral-7b")
+    short = replace(short, steps=round(60 * minutes / RATES.isolated_rate(short, KIND, 1).step_s))
+    state = cluster(trains, JobState(short, at_s=NOW))
+    groups = after(state, Ours(RATES, Settings(urgency=False)).decide(state, NOW))
+    assert [group.members for group in groups.values()] == [("short",) if goes_first else ("trains",)]

@@ -23,12 +23,14 @@ def job(name="law", **changes):
     return Job(**({"name": name, "global_batch": 8, "steps": 1000} | values | changes))
 
 
-def test_groups_train_as_quickly_as_their_plans(benchmark):
-    """The bounds of the benchmark's sixty groups, on ten of another seed."""
-    rows = benchmark.compare_rates(10, seed=5)
-    errors = [abs(row["error"]) for row in rows]
-    assert mean(errors) <= 0.05
-    assert max(errors) <= 0.12
+@pytest.mark.parametrize("unseen", [False, True])
+def test_groups_train_as_quickly_as_their_plans(benchmark, unseen):
+    """The bounds of the benchmark's sixty groups, on ten of another seed; unseen: other lengths than fitted."""
+    rows = benchmark.compare_rates(10, seed=5, unseen=unseen)
+    slowdowns = sorted(abs(float(error)) for row in rows for error in row["slowdown_errors"].split())
+    for errors in (sorted(abs(row["error"]) for row in rows), slowdowns):
+        assert mean(errors) <= 0.04
+        assert errors[int(0.95 * len(errors)) - 1] <= 0.12
 
 
 @pytest.mark.parametrize("base", ["llama-3.1-8b", "llama-3.1-70b"])

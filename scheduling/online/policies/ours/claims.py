@@ -76,10 +76,11 @@ def weigh(state: ClusterState, now: float, settings: Settings, step_cost: StepCo
     """
     costs = {name: _checked_cost(job_state, step_cost) for name, job_state in state.jobs.items()}
     left_s = {name: costs[name].seconds * job_state.left_steps(now) for name, job_state in state.jobs.items()}
-    patience_s = _patience_s(state, costs)
-    order = _values(state, left_s, costs, settings)
-    modest, within = _protected_users(state, costs), users_within_share(state, costs)
-    late_s = _late_s(state, costs, left_s, modest)
+    fair_s, demand = fair_times_s(state, costs), _demand(state, costs)
+    patience_s = _patience_s(state, fair_s)
+    within = users_within_share(state, demand)
+    order = _values(state, left_s, costs, settings, within)
+    late_s = _late_s(state, costs, left_s, fair_s, _protected_users(state, demand, within))
     largest = max(order.values(), default=1.0)
     urgent: list[JobState] = []
     pressed: set[str] = set()
@@ -113,19 +114,24 @@ def weigh(state: ClusterState, now: float, settings: Settings, step_cost: StepCo
 def is_urgent(job_state: JobState, now: float, left_s: float, longest_wait_s: float) -> bool:
     """Whether a job has waited long, or would miss its deadline soon."""
     deadline_s = job_state.job.deadline_s
-    late = deadline_s is not None and now < deadline_s < now + SLACK * left_s + SLACK_S
-    return late or job_state.waited(now) > longest_wait_s
+    if deadline_s is not None and now < deadline_s < now + SLACK * left_s + SLACK_S:
+        return True
+    return job_state.waited(now) > longest_wait_s
 
 
 def _values(
-    state: ClusterState, left_s: Mapping[str, float], costs: Mapping[str, StepCost], settings: Settings
+    state: ClusterState,
+    left_s: Mapping[str, float],
+    costs: Mapping[str, StepCost],
+    settings: Settings,
+    within: frozenset[str],
 ) -> dict[str, float]:
     """The value of a GPU-second of each job's work; 0 if the job fits on no worker that is up."""
     gpus = sum(worker.gpus for worker in state.workers.values())
     values, fitting = dict.fromkeys(state.jobs, 0.0), [name for name in state.jobs if costs[name].gpu_s]
     if settings.short_first:
         work_s = {name: left_s[name] * costs[name].gpu_s / costs[name].seconds for name in fitting}
-        fitting = order_of(state, work_s, users_within_share(state, costs), settings.fairness)
+        fitting = order_of(state, work_s, within, settings.fairness)
     for position, name in enumerate(fitting):
         later = len(fitting) - 1 - position
         values[name] = costs[name].seconds / costs[name].gpu_s + QUEUE * later / gpus
@@ -152,28 +158,26 @@ def user_factor(user: UserState) -> float:
     return min(MOST, max(LEAST, (user.entitled + OWED_S) / (max(0.0, user.got) + OWED_S)))
 
 
-def _patience_s(state: ClusterState, costs: Mapping[str, StepCost]) -> dict[str, float]:
+def _patience_s(state: ClusterState, fair_s: Mapping[str, float]) -> dict[str, float]:
     """Seconds that each job may wait while later jobs of its weight start; infinite for users above their share."""
     above = users_above_share(state)
-    fair_s = fair_times_s(state, costs)
     return {
         name: inf if job_state.job.user in above else PATIENCE * fair_s[name] for name, job_state in state.jobs.items()
     }
 
 
-def users_within_share(state: ClusterState, costs: Mapping[str, StepCost]) -> frozenset[str]:
+def users_within_share(state: ClusterState, demand: Mapping[str, float]) -> frozenset[str]:
     """Users whose jobs ask for no more GPUs than their share."""
-    share, demand = user_shares(state), _demand(state, costs)
+    share = user_shares(state)
     if len(share) < 2:
         return frozenset()  # one user has nobody to be protected from
     return frozenset(user for user in share if demand[user] <= share[user])
 
 
-def _protected_users(state: ClusterState, costs: Mapping[str, StepCost]) -> frozenset[str]:
+def _protected_users(state: ClusterState, demand: Mapping[str, float], within: frozenset[str]) -> frozenset[str]:
     """Users within their share, while another one floods the cluster."""
     gpus = sum(worker.gpus for worker in state.workers.values())
-    flooded = max(_demand(state, costs).values(), default=0.0) > FLOOD * gpus
-    return users_within_share(state, costs) if flooded else frozenset()
+    return within if max(demand.values(), default=0.0) > FLOOD * gpus else frozenset()
 
 
 def _demand(state: ClusterState, costs: Mapping[str, StepCost]) -> dict[str, float]:
@@ -186,11 +190,14 @@ def _demand(state: ClusterState, costs: Mapping[str, StepCost]) -> dict[str, flo
 
 
 def _late_s(
-    state: ClusterState, costs: Mapping[str, StepCost], left_s: Mapping[str, float], modest: frozenset[str]
+    state: ClusterState,
+    costs: Mapping[str, StepCost],
+    left_s: Mapping[str, float],
+    fair_s: Mapping[str, float],
+    modest: frozenset[str],
 ) -> dict[str, float]:
     """Seconds after which a job of a modest user goes first, or stays, if its user is owed a part of its work."""
-    owed, fair_s = owed_s(state), fair_times_s(state, costs)
-    late_s: dict[str, float] = {}
+    owed, late_s = owed_s(state), dict[str, float]()
     for name, job_state in state.jobs.items():
         cost = costs[name]
         if job_state.job.user in modest and cost.seconds:

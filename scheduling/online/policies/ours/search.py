@@ -61,6 +61,8 @@ class Search:
         self.protected: set[str] = set()
         self.packs: dict[tuple[str, Kind, int], Pack | None] = {}
         self.options: dict[str, dict[str, Option | None]] = {}
+        self._open_s: dict[str, float] = {}  # per base
+        self._rank_class = {name: rank_class([job_state.job.rank]) for name, job_state in state.jobs.items()}
 
     def collect_backlog(self) -> None:
         """Sorts the jobs that wait in the draft."""
@@ -75,13 +77,16 @@ class Search:
 
     def open_s(self, name: str) -> float:
         """Seconds until a new session of a job's base trains."""
-        return self.rates.changes.open_s(self.job(name).shape)
+        job = self.job(name)
+        if job.base_name not in self._open_s:
+            self._open_s[job.base_name] = self.rates.changes.open_s(job.shape)
+        return self._open_s[job.base_name]
 
     def change_s(self, group: DraftGroup, members: Sequence[str], rate: GroupRate) -> float:
         """Seconds for which a group stops to take these members."""
         if group.is_new:
             return self.open_s(members[0])
-        before, after = (rank_class(self.job(name).rank for name in of) for of in (group.members, members))
+        before, after = (max(map(self._rank_class.__getitem__, of)) for of in (group.members, members))
         return self.rates.changes.stop_s(group.mesh == rate.mesh and after <= before)
 
     def lasts_s(self, members: Sequence[str], rate: GroupRate) -> float:
@@ -96,6 +101,8 @@ class Search:
 
     def may_start(self, name: str) -> bool:
         """Whether starting a job overtakes no job whose patience is over."""
+        if not self.overdue:
+            return True
         job_state = self.state.jobs[name]
         return job_state.group is not None or not any(
             other.job.arrival_s < job_state.job.arrival_s and other.job.weight >= job_state.job.weight

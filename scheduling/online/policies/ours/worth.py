@@ -47,9 +47,10 @@ class Appraiser:
     def _protects(self, names: Sequence[str], rate: GroupRate) -> bool:
         """Whether the jobs of modest users train about as fast as alone."""
         least = self.claims.least_rate
-        return not least or all(
-            steps >= least.get(name, 0.0) for name, steps in zip(names, rate.steps_per_s, strict=True)
-        )
+        for name, steps in zip(names, rate.steps_per_s, strict=True) if least else ():
+            if name in least and steps < least[name]:
+                return False
+        return True
 
     def current_rate(self, group: DraftGroup) -> GroupRate | None:
         """The rate of a group of the draft on its mesh."""
