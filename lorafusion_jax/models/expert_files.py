@@ -6,6 +6,7 @@ K in · N out · E experts
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -19,6 +20,7 @@ from lorafusion_jax.models.checkpoint import Stored, read_slice
 # Values of the four bits of MXFP4 (OCP Microscaling Formats 1.0); 32 of them share a power of two.
 _FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 _SHARED, _BIAS = 32, 127
+_OF_EXPERT = re.compile(r"(.+\.experts)\.0\.(\w+)\.weight")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,8 +29,9 @@ class Part:
 
     Attributes:
         name: name in the checkpoint.
-        shape: its shape there: [rows, columns], or [E, K, N] of all experts.
+        shape: its shape there: [rows, columns], or [E, K, N] or [E, N, K] of all experts.
         row, column: first row and column of the rectangle.
+        transposed: the tensor is [E, N, K].
         packed: the tensor is in MXFP4: NAME_blocks [E, N, K / 32, 16] and NAME_scales [E, N, K / 32].
     """
 
@@ -37,6 +40,7 @@ class Part:
     row: int = 0
     column: int = 0
     packed: bool = False
+    transposed: bool = False
 
     @property
     def tensors(self) -> dict[str, tuple[tuple[int, ...], str | None]]:
@@ -52,7 +56,8 @@ class Part:
         """Its rows and columns in [N, E · K]."""
         if len(self.shape) == 2:
             return self.shape[0], self.shape[1]
-        return self.shape[2], self.shape[0] * self.shape[1]
+        experts, num_in, num_out = self.shape if not self.transposed else (self.shape[0], *self.shape[:0:-1])
+        return num_out, experts * num_in
 
 
 def expert_parts(family: Family, linear: Linear, layer: int) -> tuple[Part, ...]:
@@ -77,8 +82,23 @@ def expert_parts(family: Family, linear: Linear, layer: int) -> tuple[Part, ...]
 
 
 def as_stored(parts: tuple[Part, ...], stored: Mapping[str, Stored]) -> tuple[Part, ...]:
-    """The parts as a checkpoint has them: in MXFP4 where there are blocks of this name."""
+    """The parts as a checkpoint has them: in MXFP4 where there are blocks of this name, all experts in one tensor where
+    there is one.
+    """
+    if parts and (whole := _whole(parts)) is not None and whole.name in stored:
+        return (whole,)
     return tuple(replace(part, packed=True) if f"{part.name}_blocks" in stored else part for part in parts)
+
+
+def _whole(parts: tuple[Part, ...]) -> Part | None:
+    """The tensor that some checkpoints have in place of those of every expert."""
+    match = _OF_EXPERT.fullmatch(parts[0].name)
+    if match is None:
+        return None
+    experts = len({part.column for part in parts})
+    num_out = max(part.row + part.rectangle[0] for part in parts)
+    name = match[2] if num_out == parts[0].rectangle[0] else "gate_up_proj"
+    return Part(name=f"{match[1]}.{name}", shape=(experts, num_out, parts[0].rectangle[1]), transposed=True)
 
 
 def read_parts(parts: tuple[Part, ...], stored: Mapping[str, Stored], index: tuple[slice, ...]) -> np.ndarray:
@@ -111,7 +131,7 @@ def write_part(part: Part, kernel_NEK: np.ndarray) -> np.ndarray:
 def _read(part: Part, stored: Mapping[str, Stored], rows: slice, columns: slice) -> np.ndarray:
     if len(part.shape) == 2:
         return read_slice(stored[part.name], part.name, (rows, columns))
-    num_in = part.shape[1]
+    num_in = part.rectangle[1] // part.shape[0]
     experts = range(columns.start // num_in, -(-columns.stop // num_in))
     kernels = [_read_expert(part, stored, expert, rows) for expert in experts]
     return np.concatenate(kernels, axis=1)[:, _moved(columns, experts.start * num_in)]
@@ -120,6 +140,8 @@ def _read(part: Part, stored: Mapping[str, Stored], rows: slice, columns: slice)
 def _read_expert(part: Part, stored: Mapping[str, Stored], expert: int, rows: slice) -> np.ndarray:
     """Some rows of an expert's kernel, [rows, K]."""
     only = slice(expert, expert + 1)
+    if part.transposed:
+        return read_slice(stored[part.name], part.name, (only, rows, slice(0, part.shape[2])))[0]
     if not part.packed:
         return read_slice(stored[part.name], part.name, (only, slice(0, part.shape[1]), rows))[0].T
     blocks, scales = (

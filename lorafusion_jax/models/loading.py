@@ -213,12 +213,18 @@ def _text_tensors(
     """Renames the tensors of a multimodal checkpoint's text part, and leaves the others out, with a warning."""
     if not config.wrapper:
         return stored, tensors
-    names, others = stored_names([tensor.name for tensor in tensors], stored)
+    listed = [name for tensor in tensors for name in (tensor.name, *(part.name for part in tensor.parts))]
+    names, others = stored_names(listed, stored)
     parts = ", ".join(dict.fromkeys(name.removeprefix("model.").partition(".")[0] for name in others))
     if others:
         warnings.warn(f"only the text part is loaded: {len(others)} tensors of {parts} are left out", stacklevel=3)
     left = {name: entry for name, entry in stored.items() if name not in {*others}}
-    return left, [replace(tensor, name=names[tensor.name]) for tensor in tensors]
+
+    def renamed(tensor: Tensor) -> Tensor:
+        parts = tuple(replace(part, name=names[part.name]) for part in tensor.parts)
+        return replace(tensor, name=names[tensor.name], parts=parts)
+
+    return left, list(map(renamed, tensors))
 
 
 def _rule(sharding: Sharding | ShardingRule | None) -> ShardingRule:

@@ -36,7 +36,9 @@ def copy(tmp_path):
     return copied
 
 
-@pytest.mark.parametrize("case", ["qwen3_moe", "mixtral", "gpt_oss", "glm4_moe_groups", "qwen2_moe"])
+@pytest.mark.parametrize(
+    "case", ["qwen3_moe", "mixtral", "gpt_oss", "glm4_moe_groups", "qwen2_moe", "glm4_moe_lite_groups", "gemma4"]
+)
 def test_a_saved_model_has_the_tensors_it_was_loaded_from(case, tmp_path):
     save_decoder(load_decoder(GOLDEN / case, dtype=jnp.float32), tmp_path / "out")
     saved, wanted = load_file(tmp_path / "out" / FILE), load_file(GOLDEN / case / FILE)
@@ -121,6 +123,29 @@ def expect(folder, code, *texts):
     assert caught.value.code == code
     for text in texts:
         assert text in str(caught.value)
+
+
+def test_experts_in_one_tensor_of_a_multimodal_checkpoint_are_those_of_many(tmp_path):
+    """Qwen3.5 is published so."""
+    of_text = load_file(GOLDEN / "qwen3_5_moe" / FILE)
+    tensors = {name.replace("model.", "model.language_model.", 1): array for name, array in of_text.items()}
+    for layer in range(3):
+        stem = f"model.language_model.layers.{layer}.mlp.experts"
+        gate, up, down = (
+            np.stack([tensors.pop(f"{stem}.{expert}.{name}_proj.weight") for expert in range(5)])
+            for name in ("gate", "up", "down")
+        )
+        tensors |= {f"{stem}.gate_up_proj": np.concatenate([gate, up], axis=1), f"{stem}.down_proj": down}
+    text = json.loads((GOLDEN / "qwen3_5_moe" / "config.json").read_text())
+    raw = {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "model_type": "qwen3_5_moe", "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    save_file(tensors | {"model.visual.merger.weight": np.zeros(3, np.float32)}, tmp_path / FILE)
+    with pytest.warns(UserWarning, match="only the text part is loaded: 1 tensors of visual"):
+        weights = load_frozen(tmp_path, dtype=jnp.float32)
+    wanted = load_frozen(GOLDEN / "qwen3_5_moe", dtype=jnp.float32)
+    assert weights.keys() == wanted.keys()
+    for name, array in wanted.items():
+        np.testing.assert_array_equal(weights[name], array, err_msg=name)
 
 
 def test_a_missing_expert_is_named(copy):
