@@ -97,10 +97,19 @@ def test_joint_equals_alone(joint, job, tmp_path, name, mesh):
     assert largest_difference(exported(joint, name), exported(tmp_path / "alone", name)) < 1e-5
 
 
-def test_an_adapter_of_some_layers_alone_equals_it_among_others(joint, job, tmp_path):
-    not_evaluated = "adapters.some.data.eval=null"  # fewer programs
-    assert run(["train", str(job("some")), "--out", str(tmp_path / "alone"), not_evaluated]) == 0
-    assert largest_difference(exported(joint, "some"), exported(tmp_path / "alone", "some")) < 1e-5
+@pytest.fixture(scope="module")
+def alone(job, tmp_path_factory):
+    """The run of `some` alone, a DoRA, and how often it prepared norms."""
+    calls, prepare = [], KindPrograms.prepare
+    out = tmp_path_factory.mktemp("runs") / "alone"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(KindPrograms, "prepare", lambda self, *rest: (calls.append(1), prepare(self, *rest))[1])
+        assert run(["train", str(job("some")), "--out", str(out)]) == 0
+    return out, len(calls)
+
+
+def test_an_adapter_of_some_layers_alone_equals_it_among_others(joint, alone):
+    assert largest_difference(exported(joint, "some"), exported(alone[0], "some")) < 1e-5
 
 
 def test_a_folder_brings_its_patterns(joint, job, tmp_path, capsys):
@@ -149,14 +158,12 @@ def test_resumed_run_equals_uninterrupted_run(joint, job, tmp_path):
             np.testing.assert_array_equal(ours[key], theirs[key])
 
 
-def test_norms_are_computed_once_for_each_step(job, tmp_path, monkeypatch):
+def test_norms_are_computed_once_for_each_step(alone):
     """Twice before the first (for placeholders of the base, and for the base), and then after every step."""
-    calls, prepare = [], KindPrograms.prepare
-    monkeypatch.setattr(KindPrograms, "prepare", lambda self, *rest: (calls.append(1), prepare(self, *rest))[1])
-    assert run(["train", str(job("dora")), "--out", str(tmp_path / "run")]) == 0
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    folder, calls = alone
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps, blocks = sum(row["kind"] == "step" for row in rows), 2
-    assert len(calls) == blocks * (2 + steps)
+    assert calls == blocks * (2 + steps)
 
 
 def test_dora_starts_without_dropout(job):

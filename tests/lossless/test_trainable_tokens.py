@@ -142,8 +142,8 @@ def test_a_merged_model_and_a_continued_folder_have_the_rows(shape, tokens, job,
     np.testing.assert_array_equal(merged["model.embed_tokens.weight"][ids], trained[EMBED])
     if isinstance(tokens, dict):
         np.testing.assert_array_equal(merged["lm_head.weight"][tokens["lm_head"]], trained[HEAD])
-    starts = {"merged": job(("law",), tmp_path / "merged", {"law": [1]}, short)}
-    assert run(["train", str(starts["merged"]), "--out", str(tmp_path / "of-merged")]) == 0
+    again = job(("law",), tmp_path / "merged", {"law": tokens}, short)  # equal shapes: the programs of the first run
+    assert run(["train", str(again), "--out", str(tmp_path / "of-merged")]) == 0
     assert eval_losses(tmp_path / "of-merged")[0] == pytest.approx(losses[-1], rel=1e-5)
     settings = json.loads(file.read_text())
     settings["base"]["model"] = str(base)
