@@ -77,7 +77,7 @@ def replan(
     left = [_remaining(job, progress.get(job.name), job.name in stopped) for job in jobs]
     ready = [progress[job.name].ready if job.name in progress and not moves else 0 for job in jobs]
     bound, slots = _plan_remaining(jobs, limits, left, ready, allowed, seed, cost_model)
-    again = replace(
+    replanned = replace(
         plan,
         jobs=tuple(jobs),
         slots=plan.slots[:at_slot] + slots,
@@ -88,8 +88,8 @@ def replan(
         stopped=tuple(stopped.items()),
         earlier=plan.layouts_before(at_slot) if moves else plan.earlier,
     )
-    verify_plan(again)
-    return again
+    verify_plan(replanned)
+    return replanned
 
 
 class _Progress:

@@ -20,7 +20,7 @@ class Violation:
     """One broken rule."""
 
     code: str
-    what: str
+    message: str
 
 
 def verify_plan(plan: Plan, jobs: Sequence[AdapterJob] | None = None) -> None:
@@ -176,8 +176,8 @@ def _one_job(plan: Plan, job: AdapterJob, rows: _Table) -> list[Violation]:
     position, batch, slot = position[real], rows.batch[real], rows.slot[real]
     lacking = job.num_samples - position.size
     if lacking > MOST_NAMED and job.name not in dict(plan.stopped):
-        what = f"{job.name}: {lacking} of its {job.num_samples} samples are not planned"
-        return [*violations, Violation(code="plan.missing", what=what)]
+        message = f"{job.name}: {lacking} of its {job.num_samples} samples are not planned"
+        return [*violations, Violation(code="plan.missing", what=message)]
     return violations + _counts(plan, job, position) + _order(plan, job, batch, slot)
 
 
@@ -216,9 +216,9 @@ def _order(plan: Plan, job: AdapterJob, batch: np.ndarray, slot: np.ndarray) -> 
         distance = first[later] - last[earlier]
         needed = stages[int(last_layout[earlier])] if last_layout[earlier] == first_layout[later] else 1
         if distance < needed:
-            what = (
+            message = (
                 f"{job.name}: batch {later} starts in slot {first[later]}, batch {earlier} ends in slot {last[earlier]}"
             )
             code = "plan.order" if distance < 1 else "plan.distance"
-            violations.append(Violation(code=code, what=f"{what}; {needed} slots are needed between them"))
+            violations.append(Violation(code=code, what=f"{message}; {needed} slots are needed between them"))
     return violations

@@ -75,10 +75,10 @@ def load_job(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = 
     >>> job.config.adapters[0].lora.rank
     16
     """
-    given = source_of(source) if isinstance(source, Mapping) else read_source(Path(source))
-    config = parse_config(given, overrides)
+    job_source = source_of(source) if isinstance(source, Mapping) else read_source(Path(source))
+    config = parse_config(job_source, overrides)
     name = UNNAMED if isinstance(source, Mapping) else Path(source).stem
-    return Job(config=config, name=name, notes=(*unreached(given, overrides), *ineffective(config)))
+    return Job(config=config, name=name, notes=(*unreached(job_source, overrides), *ineffective(config)))
 
 
 def job_of(job: Job | str | Path | Mapping[str, Any]) -> Job:

@@ -90,8 +90,8 @@ def _with_pauses(times: PredictedTimes) -> str:
     assert times.pauses is not None
     pauses = times.pauses
     parts = [
-        f"{exact(number)} {what}{'' if number == 1 else 's'} ({duration(seconds)})"
-        for number, what, seconds in (
+        f"{exact(number)} {unit}{'' if number == 1 else 's'} ({duration(seconds)})"
+        for number, unit, seconds in (
             (pauses.evaluations, "evaluation", pauses.evaluation_s),
             (pauses.saves, "save", pauses.saving_s),
         )

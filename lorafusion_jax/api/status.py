@@ -255,6 +255,6 @@ def _devices(numbers: dict) -> list[Text]:
     """Mesh and devices of the last session; empty before the first one."""
     if not numbers["device"]:
         return []
-    what = layout(numbers["mesh"], numbers["layers"], numbers["remat"]) if numbers["mesh"] else ""
+    layout_text = layout(numbers["mesh"], numbers["layers"], numbers["remat"]) if numbers["mesh"] else ""
     peak = f"peak {count(numbers['peak_bytes'])}B of device memory" if numbers["peak_bytes"] else ""
-    return [Text("  ·  ".join(text for text in (numbers["device"], what, peak) if text))]
+    return [Text("  ·  ".join(text for text in (numbers["device"], layout_text, peak) if text))]

@@ -41,9 +41,9 @@ def weight_problems(directory: Path) -> list[LoraFusionError]:
                 pass
             bad = list(_not_finite(file)) if small else []
         except (SafetensorError, OSError, ValueError, KeyError, TypeError, RecursionError) as problem:
-            what = "a weight file is truncated or corrupt."
+            message = "a weight file is truncated or corrupt."
             fix = "download the file again"
-            problems.append(CheckpointError("model.broken-file", what, where=str(file), why=str(problem), fix=fix))
+            problems.append(CheckpointError("model.broken-file", message, where=str(file), why=str(problem), fix=fix))
             continue
         if bad:
             problems.append(

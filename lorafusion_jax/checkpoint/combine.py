@@ -59,7 +59,7 @@ class Combination:
             (prunes or self.density is None, f"{self.method} keeps all values: leave density out."),
             (self.majority in get_args(Majority), f"majority must be total or frequency, not {self.majority!r}."),
         )  # fmt: skip
-        raise_all([ConfigError("combine.setting", what) for holds, what in checks if not holds])
+        raise_all([ConfigError("combine.setting", message) for holds, message in checks if not holds])
 
 
 def combine_adapters(
@@ -167,8 +167,8 @@ def _same_rank(arrays: Arrays, rank: int) -> Arrays:
 def _check(folders: Sequence[Path], adapters: Sequence[Described], weights: Sequence[float], how: Combination) -> None:
     errors: list[LoraFusionError] = []
 
-    def refuse(folder: Path, what: str, fix: str = "") -> None:
-        errors.append(CheckpointError("combine.adapters", f"{folder.name} {what}", where=str(folder), fix=fix))
+    def refuse(folder: Path, message: str, fix: str = "") -> None:
+        errors.append(CheckpointError("combine.adapters", f"{folder.name} {message}", where=str(folder), fix=fix))
 
     if len(folders) < 2:
         errors.append(ConfigError("combine.adapters", "there is nothing to combine.", fix="two adapters or more"))

@@ -130,12 +130,12 @@ class RunFolder:
             return
         files = [
             name
-            for name, there in {
+            for name, present in {
                 "state/": slots_of(self.state),
                 "adapters/": list(self.path.glob("adapters/*/step-*")),
                 "metrics.jsonl": (self.path / "metrics.jsonl").exists(),
             }.items()
-            if there
+            if present
         ]
         if files:
             raise CheckpointError(

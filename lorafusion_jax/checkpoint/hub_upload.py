@@ -17,8 +17,10 @@ def hub() -> Any:
     try:
         import huggingface_hub
     except ImportError:
-        what = "--push needs the hf extra, which is not installed."
-        raise ConfigError("export.no-hub", what, fix='pip install "lorafusion-jax[hf]", then: hf auth login') from None
+        message = "--push needs the hf extra, which is not installed."
+        raise ConfigError(
+            "export.no-hub", message, fix='pip install "lorafusion-jax[hf]", then: hf auth login'
+        ) from None
     return huggingface_hub.HfApi()
 
 

@@ -47,16 +47,16 @@ def must_be_writable(path: Path) -> None:
     Raises:
         CheckpointError: `run.folder`.
     """
-    there = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
+    existing = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
     try:
-        with tempfile.TemporaryFile(dir=there):
+        with tempfile.TemporaryFile(dir=existing):
             pass
     except OSError as problem:
-        refused = f"{there} is not writable: {problem.strerror}"
+        refused = f"{existing} is not writable: {problem.strerror}"
         raise CheckpointError(
             "run.folder",
             f"{path} cannot be a run folder.",
-            why=f"{there} is a file" if there.is_file() else refused,
+            why=f"{existing} is a file" if existing.is_file() else refused,
             fix="--out runs/NAME, a new folder in a place where you may write",
         ) from None
 

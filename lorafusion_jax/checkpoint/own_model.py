@@ -120,12 +120,12 @@ def load_peft(model: nnx.Module, name: str, folder: str | Path, *, keys: Keys = 
     described = describe(read_config(folder), paths, name, str(folder / CONFIG_FILE), known=present, kind=spec.kind)
     wanted = _tensors(arrays, spec.kind, names)
     problems = [
-        f"{what} is {theirs:g} there and {ours:g} here"
-        for what, theirs, ours in (
+        f"{label} is {saved:g} there and {current:g} here"
+        for label, saved, current in (
             ("rank", described.spec.rank, spec.rank),
             ("scale", described.spec.scale, spec.scale),
         )
-        if theirs != ours
+        if saved != current
     ]
     problems += ["it has ranks, alphas or layers by pattern"] if described.spec.patterns is not None else []
     problems += [f"missing: {key}" for key in wanted if key not in tensors]
@@ -263,10 +263,12 @@ def _names(paths: Sequence[str], keys: Keys) -> dict[str, str]:
         names, without = {path: keys(path) for path in paths}, []
     twice = sorted({name for name in names.values() if list(names.values()).count(name) > 1})
     if without or twice:
-        what = (
+        message = (
             f"no name for {', '.join(without[:4])}"
             if without
             else f"one name to several layers: {', '.join(twice[:4])}"
         )
-        raise ConfigError("peft.keys", f"keys= gives {what}.", fix="one name for every adapted layer: see lora_report")
+        raise ConfigError(
+            "peft.keys", f"keys= gives {message}.", fix="one name for every adapted layer: see lora_report"
+        )
     return names

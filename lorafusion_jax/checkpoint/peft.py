@@ -355,9 +355,13 @@ def check_finite(arrays: Arrays, spec: AdapterSpec) -> None:
 
 def _check_copy(folder: Path, spec: AdapterSpec, tensors: dict[str, np.ndarray]) -> None:
     """Reads the folder back, with the checks of the public reader, and compares its tensors with what was written."""
-    copy_spec, again = _read(folder, spec.kind, spec.head)
+    copy_spec, copy_tensors = _read(folder, spec.kind, spec.head)
     same = copy_spec.same_settings(spec)
-    if not same or again.keys() != tensors.keys() or any((again[key] != tensors[key]).any() for key in again):
+    if (
+        not same
+        or copy_tensors.keys() != tensors.keys()
+        or any((copy_tensors[key] != tensors[key]).any() for key in copy_tensors)
+    ):
         raise RunError("export.differs", f"{spec.name}: the written folder reads back differently.", where=str(folder))
 
 

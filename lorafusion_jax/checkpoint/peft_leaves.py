@@ -55,11 +55,11 @@ def take_adapter(lora_leaves: Leaves, spec: AdapterSpec, index: int, layers: Som
     for path, places in projections.items():
         if path.rsplit(".", 1)[-1] not in spec.targets:
             continue
-        whole = [_host(lora_leaves[f"{path}.{leaf.name}"]) for leaf in kind.of_projections]
+        stacked = [_host(lora_leaves[f"{path}.{leaf.name}"]) for leaf in kind.of_projections]
         for unrolled, layer_index in places.items():
             if spec.patterns is not None and not spec.has(unrolled):
                 continue
-            pairs, rank = zip(kind.of_projections, whole, strict=True), spec.rank_at(unrolled)
+            pairs, rank = zip(kind.of_projections, stacked, strict=True), spec.rank_at(unrolled)
             arrays[unrolled] = tuple(leaf.at_rank(array[(*layer_index, index)], rank).copy() for leaf, array in pairs)
     if not arrays:
         known = sorted({path.rsplit(".", 1)[-1] for path in projections})
@@ -272,24 +272,29 @@ def _check_fit(
 
 
 def _misfits(
-    lora_leaves: Leaves, whole: str, path: str, leaves: Sequence[Leaf], tensors: Sequence[np.ndarray]
+    lora_leaves: Leaves, leaf_path: str, path: str, leaves: Sequence[Leaf], tensors: Sequence[np.ndarray]
 ) -> list[str]:
     """Compares the tensors of a projection with the model's."""
-    theirs, ours = {}, {}
+    folder_sizes, model_sizes = {}, {}
     for leaf, tensor in zip(leaves, tensors, strict=True):
-        theirs |= dict(zip(leaf.axes, tensor.shape, strict=True))
-        shape = lora_leaves[f"{whole}.{leaf.name}"].shape
-        ours |= dict(zip(leaf.axes, shape[len(shape) - len(leaf.axes) :], strict=True))
+        folder_sizes |= dict(zip(leaf.axes, tensor.shape, strict=True))
+        shape = lora_leaves[f"{leaf_path}.{leaf.name}"].shape
+        model_sizes |= dict(zip(leaf.axes, shape[len(shape) - len(leaf.axes) :], strict=True))
     if path == SHARED:
-        larger = [axis for axis in theirs if theirs[axis] > ours[axis]]
-        return [f"its shared tensors have {axis} = {theirs[axis]}, the model has {ours[axis]}" for axis in larger]
-    if theirs.get("E") != ours.get("E"):
-        return [f"{path} has {theirs.get('E')} experts, the model has {ours.get('E')}"]
-    if any(theirs.get(axis) != ours.get(axis) for axis in "KN"):
-        shapes = (" → ".join(str(sizes[axis]) for axis in "KN" if axis in sizes) for sizes in (theirs, ours))
+        larger = [axis for axis in folder_sizes if folder_sizes[axis] > model_sizes[axis]]
+        return [
+            f"its shared tensors have {axis} = {folder_sizes[axis]}, the model has {model_sizes[axis]}"
+            for axis in larger
+        ]
+    if folder_sizes.get("E") != model_sizes.get("E"):
+        return [f"{path} has {folder_sizes.get('E')} experts, the model has {model_sizes.get('E')}"]
+    if any(folder_sizes.get(axis) != model_sizes.get(axis) for axis in "KN"):
+        shapes = (
+            " → ".join(str(sizes[axis]) for axis in "KN" if axis in sizes) for sizes in (folder_sizes, model_sizes)
+        )
         return ["{} is {}, the model has {}".format(path, *shapes)]
-    if theirs.get("R", 0) > ours.get("R", 0):
-        return [f"{path} has rank {theirs['R']}, the model has room for {ours['R']}"]
+    if folder_sizes.get("R", 0) > model_sizes.get("R", 0):
+        return [f"{path} has rank {folder_sizes['R']}, the model has room for {model_sizes['R']}"]
     return []
 
 

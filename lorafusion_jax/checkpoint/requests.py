@@ -86,8 +86,8 @@ class Request:
 
 def is_extension(epochs: object, steps: object) -> bool:
     """Whether exactly one of epochs and steps is given and is valid."""
-    given = [value for value in (epochs, steps) if value is not None]
-    return len(given) == 1 and type(given[0]) is int and 1 <= given[0] <= MOST_MORE
+    amounts = [value for value in (epochs, steps) if value is not None]
+    return len(amounts) == 1 and type(amounts[0]) is int and 1 <= amounts[0] <= MOST_MORE
 
 
 def is_weight(value: object) -> bool:

@@ -85,28 +85,31 @@ def _contradiction(folder: Path, config: JobConfig, now: dict[str, dict[str, str
             {name for kind in common for name, digest in now[kind].items() if before[kind].get(name) != digest}
         )
         return f"{', '.join(changed[:4])} have other content than in its run" if changed else None
-    theirs, revision = _recorded_base(folder)
-    ours, commit = base_identity(config)
-    both_are_folders = is_directory(Path(theirs)) and is_directory(Path(ours))
+    adapter_base, revision = _recorded_base(folder)
+    job_base, commit = base_identity(config)
+    both_are_folders = is_directory(Path(adapter_base)) and is_directory(Path(job_base))
     if (same_base and not both_are_folders) or _comparable(folder, config) is not False:
         return None
-    at = f" at {revision} and at {commit}" if revision and commit and theirs == ours else ""
-    return f"it was made for '{theirs}', this job has '{ours}'{at}"
+    at = f" at {revision} and at {commit}" if revision and commit and adapter_base == job_base else ""
+    return f"it was made for '{adapter_base}', this job has '{job_base}'{at}"
 
 
 def _comparable(folder: Path, config: JobConfig) -> bool | None:
     """Whether names or files show the same base model (True) or another one (False); None: unknown."""
-    theirs, revision = _recorded_base(folder)
-    ours, commit = base_identity(config)
-    theirs_here, ours_here = Path(theirs).is_absolute() and is_directory(Path(theirs)), is_directory(Path(ours))
-    if theirs_here and ours_here:
-        same = Path(theirs).samefile(ours)
-        return same or base_digests(Path(theirs)) == base_digests(Path(ours))
-    if not _HUB.fullmatch(theirs) or not ours:
+    adapter_base, revision = _recorded_base(folder)
+    job_base, commit = base_identity(config)
+    adapter_is_folder, job_is_folder = (
+        Path(adapter_base).is_absolute() and is_directory(Path(adapter_base)),
+        is_directory(Path(job_base)),
+    )
+    if adapter_is_folder and job_is_folder:
+        same = Path(adapter_base).samefile(job_base)
+        return same or base_digests(Path(adapter_base)) == base_digests(Path(job_base))
+    if not _HUB.fullmatch(adapter_base) or not job_base:
         return None
-    if ours_here:  # a hub name and a folder: only different names are evidence
-        return None if Path(ours).name.casefold() == theirs.rsplit("/", 1)[-1].casefold() else False
-    if theirs.casefold() != ours.casefold():
+    if job_is_folder:  # a hub name and a folder: only different names are evidence
+        return None if Path(job_base).name.casefold() == adapter_base.rsplit("/", 1)[-1].casefold() else False
+    if adapter_base.casefold() != job_base.casefold():
         return False
     known = revision and commit and _COMMIT.fullmatch(revision) and _COMMIT.fullmatch(commit)
     return revision == commit if known else True
@@ -115,9 +118,9 @@ def _comparable(folder: Path, config: JobConfig) -> bool | None:
 def _recorded_base(folder: Path) -> tuple[str, str | None]:
     """Returns name or path of the base model that a folder names, and its revision."""
     raw = read_config(folder)
-    theirs, revision = raw.get("base_model_name_or_path"), raw.get("revision")
-    theirs = theirs if isinstance(theirs, str) and "\0" not in theirs else ""
-    return hub_snapshot(Path(theirs)) or (theirs, revision if isinstance(revision, str) else None)
+    adapter_base, revision = raw.get("base_model_name_or_path"), raw.get("revision")
+    adapter_base = adapter_base if isinstance(adapter_base, str) and "\0" not in adapter_base else ""
+    return hub_snapshot(Path(adapter_base)) or (adapter_base, revision if isinstance(revision, str) else None)
 
 
 def _digests(folder: Path) -> dict[str, dict[str, str]]:

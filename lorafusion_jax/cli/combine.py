@@ -33,7 +33,7 @@ def command(
 
     Example: lorafusion combine law=0.7 med=0.3 --run runs/exp1 --to out/both --method ties --density 0.5
     """
-    weights: dict[str | Path, float] = dict(_read(given, run) for given in adapters)
+    weights: dict[str | Path, float] = dict(_read(argument, run) for argument in adapters)
     if len(weights) < len(adapters):
         raise ConfigError(
             "combine.adapters", "an adapter is named twice.", fix="each once, with the sum of its weights"
@@ -47,17 +47,17 @@ def command(
     next_command(console, f"lorafusion generate {to} 'a prompt' --base BASE")
 
 
-def _read(given: str, run: Path | None) -> tuple[Path, float]:
+def _read(argument: str, run: Path | None) -> tuple[Path, float]:
     """The folder and the weight of "NAME=0.5"."""
-    name, equals, number = given.rpartition("=")
-    name = name if equals else given
+    name, equals, number = argument.rpartition("=")
+    name = name if equals else argument
     try:
         weight = float(number) if equals else 1.0
     except ValueError:
-        raise ConfigError("combine.adapters", f"{given}: '{number}' is no number.", fix=f"{name}=0.5") from None
+        raise ConfigError("combine.adapters", f"{argument}: '{number}' is no number.", fix=f"{name}=0.5") from None
     newest = RunFolder(run).latest(name) if run is not None else None
     folder = newest or Path(name)
     if not (folder / CONFIG_FILE).is_file():
-        what = f"there is no adapter {name}" + (f" in {run}." if run is not None else ".")
-        raise CheckpointError("combine.adapters", what, fix=f"a folder with {CONFIG_FILE}, or --run RUN and a name")
+        message = f"there is no adapter {name}" + (f" in {run}." if run is not None else ".")
+        raise CheckpointError("combine.adapters", message, fix=f"a folder with {CONFIG_FILE}, or --run RUN and a name")
     return folder, weight

@@ -146,13 +146,13 @@ def _send_request(run: Path, action: Action, adapter: str, value: float | None =
     _say_asked(run, " ".join([action, adapter, *(f"--{key} {number}" for key, number in options.items())]), numbers)
 
 
-def _say_asked(run: Path, what: str, numbers: dict | None = None) -> None:
+def _say_asked(run: Path, request: str, numbers: dict | None = None) -> None:
     numbers, console = numbers or run_numbers(run), out()
     if numbers["state"] == "running" and numbers["alive"] is not False:
-        say(console, f"asked: {what}. The run does so when the microbatches under way are through.")
+        say(console, f"asked: {request}. The run does so when the microbatches under way are through.")
         next_command(console, f"lorafusion status {run} --watch")
     else:
-        say(console, f"asked: {what}. The run is not training and applies it when it is resumed.")
+        say(console, f"asked: {request}. The run is not training and applies it when it is resumed.")
         next_command(console, f"lorafusion resume {run}")
 
 

@@ -63,8 +63,8 @@ def command(
         _no_link(folder.path, source)
     targets = {name: to / name if all_adapters else to for name in sources}
     if used := [str(target) for target in targets.values() if target.is_dir() and any(target.iterdir())]:
-        what = f"{', '.join(used)} already exists and is not empty."
-        raise CheckpointError("export.exists", what, fix="choose another folder, or remove this one")
+        message = f"{', '.join(used)} already exists and is not empty."
+        raise CheckpointError("export.exists", message, fix="choose another folder, or remove this one")
     console = out()
     for name, source in sources.items():
         export = Export(folder=folder, config=config, name=name, source=source, to=targets[name])
@@ -162,7 +162,7 @@ def _check_options(
         (not (merge and all_adapters), "--merge writes one full model, not --all.", "one adapter at a time"),
         (push is None or HUB_NAME.fullmatch(push) is not None, f"--push {push} is no hub name.", "ORG/NAME"),
     )
-    raise_all([ConfigError("export.options", what, fix=fix) for holds, what, fix in checks if not holds])
+    raise_all([ConfigError("export.options", message, fix=fix) for holds, message, fix in checks if not holds])
 
 
 def _source(folder: RunFolder, names: list[str], adapter: str, step: int | None) -> Path:

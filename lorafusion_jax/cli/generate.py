@@ -93,15 +93,15 @@ def command(
         if sys.stdin is None or sys.stdin.isatty():
             raise ConfigError("generate.no-prompt", "there is no prompt.", fix="a text, --file FILE, or - for stdin")
         texts = [_stdin()]
-    given = [FileRow(rows=tuple(rows_for([text], chosen.asked, sampling)), others={}) for text in texts]
+    file_rows = [FileRow(rows=tuple(rows_for([text], chosen.asked, sampling)), others={}) for text in texts]
     if file is not None:
         with _opened(file) as lines:
-            given += read_rows(lines, chosen.asked, sampling, name="standard input" if file == STDIN else file)
+            file_rows += read_rows(lines, chosen.asked, sampling, name="standard input" if file == STDIN else file)
     prepare_machine(cache=program_cache)
     from lorafusion_jax.generation.text import TextGenerator
 
-    generated = TextGenerator(chosen)([row for entry in given for row in entry.rows], raw=raw, system=system)
-    others = [entry.others for entry in given for _ in entry.rows]
+    generated = TextGenerator(chosen)([row for entry in file_rows for row in entry.rows], raw=raw, system=system)
+    others = [entry.others for entry in file_rows for _ in entry.rows]
     rows = [_row(text, columns) for text, columns in zip(generated, others, strict=True)]
     lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     console = out()

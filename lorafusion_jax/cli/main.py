@@ -134,9 +134,9 @@ def _refuse_empty(arguments: Sequence[str]) -> None:
     """Refuses `--out ""`, as of a shell's variable that is not set: an empty path would be the current folder."""
     for before, argument in zip(["", *arguments], arguments, strict=False):
         if not (argument.partition("=")[2] if re.match(r"--[\w-]+=", argument) else argument).strip():
-            what = argument.rstrip("= ") or (before if before.startswith("-") else "an argument")
+            option = argument.rstrip("= ") or (before if before.startswith("-") else "an argument")
             raise ConfigError(
-                "command.empty", f"{what} is empty.", fix="give it a value, or leave it out; . is the current folder"
+                "command.empty", f"{option} is empty.", fix="give it a value, or leave it out; . is the current folder"
             )
 
 

@@ -128,8 +128,8 @@ def _compare_with_prediction(folder: Path) -> str | None:
         return None
     kinds = (("training", "seconds"), ("evaluating", "evaluation_s"), ("saving", "saving_s"))
     parts = [
-        f"{what} {duration(rows[1][key])} ({duration(predicted[key])} predicted)"
-        for what, key in kinds
+        f"{label} {duration(rows[1][key])} ({duration(predicted[key])} predicted)"
+        for label, key in kinds
         if rows[1].get(key) is not None
     ]
     return "  ·  ".join(parts)

@@ -50,8 +50,10 @@ def command(
     """
     ends_in(to, ".html")
     if (trace is None) == (example is None):
-        what = "there is no trace to simulate." if trace is None else "there are two traces."
-        raise ConfigError("simulate.trace", what, fix="lorafusion simulate TRACE.csv, or --example NEW.csv to see one")
+        message = "there is no trace to simulate." if trace is None else "there are two traces."
+        raise ConfigError(
+            "simulate.trace", message, fix="lorafusion simulate TRACE.csv, or --example NEW.csv to see one"
+        )
     names: list[str] = list(dict.fromkeys([*(policy or ["ours"]), *(also or [])]))
     if unknown := [name for name in names if name not in POLICIES]:
         raise ConfigError("simulate.policy", f"no policy {unknown[0]!r}.", fix=f"some of {', '.join(POLICIES)}")

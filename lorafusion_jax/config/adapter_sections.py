@@ -273,8 +273,8 @@ class OptimSettings(Section):
         known = sorted(set(optimizer(name).options) - set(cls.model_fields))
         wrong = sorted(set(options) - set(known))
         if wrong:
-            what = f"numbers that {name} reads ({', '.join(known)})" if known else f"empty: {name} reads none"
-            raise ValueError(f"{what}; not {', '.join(wrong)}")
+            expected = f"numbers that {name} reads ({', '.join(known)})" if known else f"empty: {name} reads none"
+            raise ValueError(f"{expected}; not {', '.join(wrong)}")
         return options
 
     @property

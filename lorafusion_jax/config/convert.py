@@ -176,9 +176,9 @@ def _data(result: Converted, key: str, target: str, value: Any) -> None:
     result.set(target, sources[0] if len(sources) == 1 else sources)
 
 
-def _paths(given: Any, *, as_it_is: bool) -> list[str]:
+def _paths(source: Any, *, as_it_is: bool) -> list[str]:
     """The sources of one entry of another program's list."""
-    entry = given if isinstance(given, dict) else {"path": str(given).strip()}
+    entry = source if isinstance(source, dict) else {"path": str(source).strip()}
     files = entry.get("data_files") or entry.get("path") or ""
     files = [str(file) for file in files] if isinstance(files, list) and files else [str(files)]
     if as_it_is or all(PurePosixPath(file).suffix in ROWS for file in files):
@@ -206,10 +206,10 @@ def _targets(result: Converted, key: str, target: str, value: Any) -> None:
     elif len(names) == 1 and any(letter in names[0] for letter in r"\(["):
         result.notes.append((key, "a regular expression: list the projections in lora.targets"))
     else:
-        ours = [name.removeprefix("self_attn.").removeprefix("mlp.") for name in names]
-        if unknown := [name for name in ours if not _is_projection(name)]:
+        projections = [name.removeprefix("self_attn.").removeprefix("mlp.") for name in names]
+        if unknown := [name for name in projections if not _is_projection(name)]:
             result.notes.append((key, f"no model that is trained here has {', '.join(unknown)}"))
-        if known := [name for name in ours if name not in unknown]:
+        if known := [name for name in projections if name not in unknown]:
             result.set(target, known)
 
 
@@ -238,7 +238,7 @@ def _schedule(result: Converted, key: str, target: str, value: Any) -> None:
 
 
 def _optimizer(result: Converted, key: str, target: str, value: Any) -> None:
-    name = next((ours for start, ours in OPTIMIZERS.items() if start in str(value).lower()), None)
+    name = next((optimizer_name for start, optimizer_name in OPTIMIZERS.items() if start in str(value).lower()), None)
     if name is None:
         result.notes.append((key, f"there is no {value}; adamw is the default"))
         return
@@ -318,11 +318,11 @@ def _early_stop(result: Converted) -> None:
 
 
 def _batch(values: Mapping[str, Any], result: Converted) -> None:
-    given = [values[key] for key in BATCH if isinstance(values.get(key), int) and not isinstance(values[key], bool)]
-    if not given:
+    counts = [values[key] for key in BATCH if isinstance(values.get(key), int) and not isinstance(values[key], bool)]
+    if not counts:
         return
     samples = 1
-    for count in given:
+    for count in counts:
         samples *= max(count, 1)
     result.set("batch.global_samples", samples)
     packs = any(values.get(key) is True for key in ("sample_packing", "packing", "neat_packing"))

@@ -87,9 +87,9 @@ def explain(source: Source, section: Keys, model: type[BaseModel], detail) -> Co
     expected, example = _expectation(detail), _without_quotes(detail)
     for n in range(len(keys) - 1):
         if keys[n : n + 2] in LISTS:
-            (of_list, example), whole = LISTS[keys[n : n + 2]], keys[: n + 2]
-            expected = expected if keys == whole and detail["type"] == "value_error" else of_list
-            keys = whole
+            (of_list, example), section_keys = LISTS[keys[n : n + 2]], keys[: n + 2]
+            expected = expected if keys == section_keys and detail["type"] == "value_error" else of_list
+            keys = section_keys
             break
     typed = source.typed(keys)
     return ConfigError(

@@ -198,10 +198,10 @@ def ineffective(config: schema.JobConfig) -> list[str]:
     for adapter in config.adapters:
         optim = adapter.optim
         fields = type(optim).model_fields
-        given = {key for key in optim.model_fields_set if getattr(optim, key) != fields[key].default}
+        set_keys = {key for key in optim.model_fields_set if getattr(optim, key) != fields[key].default}
         unread = {"b1", "b2", "eps", "momentum"} - set(optimizer(optim.name).options)
-        notes += [f"{adapter.name}: optim.{key} has no effect with {optim.name}" for key in sorted(given & unread)]
-        if "min_lr_ratio" in given and not schedule(optim.schedule).falls:
+        notes += [f"{adapter.name}: optim.{key} has no effect with {optim.name}" for key in sorted(set_keys & unread)]
+        if "min_lr_ratio" in set_keys and not schedule(optim.schedule).falls:
             notes.append(f"{adapter.name}: optim.min_lr_ratio has no effect with a {optim.schedule} schedule")
         notes += [
             f"{adapter.name}: lora.{key} has no effect with kind {adapter.lora.kind}" for key in _unscaled(adapter)
@@ -223,8 +223,8 @@ def _unscaled(adapter: schema.AdapterConfig) -> list[str]:
         "rslora": scale(lora.alpha, lora.rank, not lora.rslora),
     }
     defaults = type(lora).model_fields
-    given = {key for key in lora.model_fields_set if getattr(lora, key) != defaults[key].default}
-    return [key for key, other in others.items() if key in given and other == factor]
+    set_keys = {key for key in lora.model_fields_set if getattr(lora, key) != defaults[key].default}
+    return [key for key, other in others.items() if key in set_keys and other == factor]
 
 
 def _dropout_effect(chosen: Chosen) -> str:

@@ -46,14 +46,14 @@ def check_names(adapters: Sequence[AdapterConfig], run: JobConfig) -> None:
     errors = []
     for adapter in adapters:
         if (other := taken.get(adapter.name.casefold())) is not None:
-            what = "the run has an adapter" if other == adapter.name else "the run has, in another case, an adapter"
+            message = "the run has an adapter" if other == adapter.name else "the run has, in another case, an adapter"
             errors.append(
-                ConfigError("add.name", f"{what} '{adapter.name}' already.", fix="give the new one another name")
+                ConfigError("add.name", f"{message} '{adapter.name}' already.", fix="give the new one another name")
             )
         taken[adapter.name.casefold()] = adapter.name
     if len(run.adapters) + len(adapters) > MOST_ADAPTERS:
-        what = f"the run would have {len(run.adapters) + len(adapters)} adapters and can have {MOST_ADAPTERS}."
-        errors.append(ConfigError("add.too-many", what, fix="train them in another run"))
+        message = f"the run would have {len(run.adapters) + len(adapters)} adapters and can have {MOST_ADAPTERS}."
+        errors.append(ConfigError("add.too-many", message, fix="train them in another run"))
     raise_all(errors)
 
 
@@ -75,17 +75,18 @@ def _with_shared(source: Source, run: JobConfig) -> Source:
     values = copy.deepcopy(dict(source.values))
     take_auto(values)  # the run has chosen
     for section, settings in shared.items():
-        given = values.get(section)
-        if given is None or isinstance(given, dict):  # anything else is a mistake that the examination names
-            values[section] = settings | (given or {})
+        section_values = values.get(section)
+        # anything else is a mistake that the examination names
+        if section_values is None or isinstance(section_values, dict):
+            values[section] = settings | (section_values or {})
     return dataclasses.replace(source, values=values)
 
 
 def _differences(source: Source, config: JobConfig, run: JobConfig) -> Iterator[LoraFusionError]:
     for section in SHARED:
-        theirs, ours = getattr(config, section), getattr(run, section)
-        for key in type(theirs).model_fields:
-            value, wanted = getattr(theirs, key), getattr(ours, key)
+        added_section, run_section = getattr(config, section), getattr(run, section)
+        for key in type(added_section).model_fields:
+            value, wanted = getattr(added_section, key), getattr(run_section, key)
             if value == wanted or (section, key) == OF_ADAPTERS:
                 continue
             if (section, key) == ("base", "model") and _model_folder(config) == _model_folder(run):
@@ -103,13 +104,13 @@ def _model_folder(config: JobConfig) -> Path:
     return (Path(config.directory) / config.base.model).resolve()
 
 
-def _with_moved_paths(adapter: AdapterConfig, theirs: str, ours: str) -> AdapterConfig:
+def _with_moved_paths(adapter: AdapterConfig, from_folder: str, to_folder: str) -> AdapterConfig:
     """The adapter with paths that hold in the run's configuration."""
-    if Path(theirs) == Path(ours):
+    if Path(from_folder) == Path(to_folder):
         return adapter
 
     def moved[T](path: T) -> T | str:
-        return str(Path(theirs) / path) if isinstance(path, str) and not path.startswith("hf:") else path
+        return str(Path(from_folder) / path) if isinstance(path, str) and not path.startswith("hf:") else path
 
     def moved_sources[T](sources: T) -> T | Sources:
         if not isinstance(sources, tuple):

@@ -28,8 +28,8 @@ def job_schema() -> dict[str, Any]:
     batch_keys["capacity_tokens"] = _or_auto(batch_keys["capacity_tokens"])
     shared["mesh"] = _or_auto(shared["mesh"])
     defaults = {key: _section(key, model, definitions, partial=True) for key, model in DEFAULTS.items()}
-    whole = AdapterConfig.model_json_schema()["properties"]
-    singles = {key: _swept(whole[key]) if key in SWEPT else whole[key] for key in SINGLE_DEFAULTS}
+    adapter_schema = AdapterConfig.model_json_schema()["properties"]
+    singles = {key: _swept(adapter_schema[key]) if key in SWEPT else adapter_schema[key] for key in SINGLE_DEFAULTS}
     batch = {
         "type": "object",
         "properties": {"global_samples": shared["batch"]["properties"]["global_samples"]},
@@ -37,7 +37,7 @@ def job_schema() -> dict[str, Any]:
     }
     adapter = {
         "type": "object",
-        "properties": {"name": whole["name"]} | defaults | {"batch": batch} | singles,
+        "properties": {"name": adapter_schema["name"]} | defaults | {"batch": batch} | singles,
         "required": ["name"],
         "additionalProperties": False,
     }

@@ -59,8 +59,8 @@ def merge_entries(source: Source, values: dict, errors: list[LoraFusionError]) -
     for index, written in enumerate(entries):
         keys = ("adapters", index)
         if not isinstance(written, dict):
-            what = f"adapters[{index}] must be a table with a name and data."
-            errors.append(ConfigError("config.type", what, where=source.where(keys)))
+            message = f"adapters[{index}] must be a table with a name and data."
+            errors.append(ConfigError("config.type", message, where=source.where(keys)))
             continue
         errors += [unknown_key(source, (*keys, key), ADAPTER_KEYS) for key in written if key not in ADAPTER_KEYS]
         with_defaults = _with_start(_with_defaults(values, written), written, source, values.get("base"))

@@ -88,8 +88,8 @@ def _lookup(values, keys: Keys) -> Any:
     return values
 
 
-def _hides(written, given) -> bool:
+def _hides(written, override) -> bool:
     """Whether an adapter's own value takes precedence over the override; tables are merged key by key."""
-    if isinstance(written, dict) and isinstance(given, dict):
-        return any(_hides(written[key], given[key]) for key in written.keys() & given.keys())
-    return written is not None and written != given
+    if isinstance(written, dict) and isinstance(override, dict):
+        return any(_hides(written[key], override[key]) for key in written.keys() & override.keys())
+    return written is not None and written != override

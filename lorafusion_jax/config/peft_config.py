@@ -237,8 +237,8 @@ def describe(
     """
     paths = sorted(paths)
     errors: list[LoraFusionError] = [
-        CheckpointError("peft.unsupported", f"this adapter uses {what}, which is not supported.", where=where)
-        for what in _unsupported_options(raw, adapter_kind(kind))
+        CheckpointError("peft.unsupported", f"this adapter uses {option}, which is not supported.", where=where)
+        for option in _unsupported_options(raw, adapter_kind(kind))
     ]
     saved = raw.get(SAVED) if raw.get(SAVED) not in _OFF else None
     if saved is not None and (head is None or not _names_all(saved, head.modules)):
@@ -289,8 +289,8 @@ def _tokens(
             raise ValueError("a list of ids, or {embed_tokens: …, lm_head: …}")
         return token_rows(name, indices, None)
     except ValueError as problem:
-        what = f"{TRAINED_TOKENS}={shortened(indices)} names no rows of the embedding or the head."
-        errors.append(CheckpointError("peft.bad-config", what, where=where, why=f"it must be {problem}"))
+        message = f"{TRAINED_TOKENS}={shortened(indices)} names no rows of the embedding or the head."
+        errors.append(CheckpointError("peft.bad-config", message, where=where, why=f"it must be {problem}"))
         return None
 
 
@@ -355,8 +355,8 @@ def _layers(raw: Mapping[str, Any], where: str, errors: list[LoraFusionError]) -
     numbers = layers if isinstance(layers, list) else [layers]
     if all(type(number) is int and 0 <= number < MOST_LAYERS for number in numbers):
         return tuple(sorted(set(numbers)))
-    what = f"layers_to_transform={shortened(layers)} is not a list of layers from 0."
-    errors.append(CheckpointError("peft.bad-config", what, where=where))
+    message = f"layers_to_transform={shortened(layers)} is not a list of layers from 0."
+    errors.append(CheckpointError("peft.bad-config", message, where=where))
     return ()
 
 
@@ -406,8 +406,8 @@ def _pattern(
 
 
 def _other_pattern(key: str, pattern: str, why: str, where: str) -> CheckpointError:
-    what = f"this adapter uses {key} with {pattern}, which is not supported."
-    return CheckpointError("peft.unsupported", what, where=where, why=why)
+    message = f"this adapter uses {key} with {pattern}, which is not supported."
+    return CheckpointError("peft.unsupported", message, where=where, why=why)
 
 
 def _targets(
@@ -421,8 +421,8 @@ def _targets(
     names = [names] if isinstance(names, str) else names
     names = [*names, *experts] if isinstance(names, list) else names
     if not isinstance(names, list) or not names:
-        what = f"target_modules={shortened(targets)} names no projection."
-        errors.append(CheckpointError("peft.bad-config", what, where=where))
+        message = f"target_modules={shortened(targets)} names no projection."
+        errors.append(CheckpointError("peft.bad-config", message, where=where))
         return ()
     last = {str(name): str(name).rsplit(".", 1)[-1] for name in names}
     matched = any(part in known for part in last.values())
@@ -448,14 +448,14 @@ def _number(
 ) -> float:
     """A rank, an alpha or a rate in its range; 1 where it is wrong, which is one of the errors."""
     value = raw.get(key, default)
-    whole = key in ("r", "rank_pattern")
+    is_rank = key in ("r", "rank_pattern")
     good = not isinstance(value, bool) and isinstance(value, int | float)
     if good and key.endswith("_dropout"):
         good = 0 <= value < 1
     elif good:
-        good = 0 < value <= (MOST_RANK if whole else 1e30) and (not whole or value == int(value))
+        good = 0 < value <= (MOST_RANK if is_rank else 1e30) and (not is_rank or value == int(value))
     if not good:
-        what = f"{key}={shortened(value)} is not a number that can be used."
-        errors.append(CheckpointError("peft.bad-config", what, where=where))
+        message = f"{key}={shortened(value)} is not a number that can be used."
+        errors.append(CheckpointError("peft.bad-config", message, where=where))
         return 1
     return value

@@ -38,9 +38,9 @@ class Source:
 
     def typed(self, keys: Keys) -> str:
         """The override that set this key; empty if its value is from the file."""
-        for given, text in reversed(self.overrides):
-            opened = given[: len(keys)] == keys and keys[0] not in self.values  # section of overrides only
-            if keys[: len(given)] == given or opened:
+        for override, text in reversed(self.overrides):
+            opened = override[: len(keys)] == keys and keys[0] not in self.values  # section of overrides only
+            if keys[: len(override)] == override or opened:
                 return text
         return ""
 

@@ -40,12 +40,12 @@ def reference_of(adapter: AdapterConfig, names: Collection[str]) -> ReferenceWei
     chosen = adapter.objective.chosen
     if not chosen.compares:
         return None
-    given = chosen.reference or (BASE if adapter.lora.init_from is None else START)
-    if given == BASE:
+    spelled = chosen.reference or (BASE if adapter.lora.init_from is None else START)
+    if spelled == BASE:
         return ReferenceWeights("base")
-    if given == START:
+    if spelled == START:
         return ReferenceWeights("adapter", adapter.name)
-    return ReferenceWeights("adapter" if given in names else "folder", given)
+    return ReferenceWeights("adapter" if spelled in names else "folder", spelled)
 
 
 def unknown_reference(adapter: AdapterConfig, names: Collection[str], directory: Path) -> str | None:
@@ -54,8 +54,8 @@ def unknown_reference(adapter: AdapterConfig, names: Collection[str], directory:
     if reference is None or reference.kind != "folder" or (directory / reference.name / CONFIG_FILE).is_file():
         return None
     near = did_you_mean(reference.name, [BASE, START, *names])
-    what = f"there is no adapter '{reference.name}' in the job, and no PEFT folder of that name"
-    return f"{what}; {near}" if near else what
+    message = f"there is no adapter '{reference.name}' in the job, and no PEFT folder of that name"
+    return f"{message}; {near}" if near else message
 
 
 def reference_sources(config: JobConfig) -> dict[str, str]:

@@ -53,8 +53,8 @@ def _adapter_errors(
     if settings.patience is None:
         return
     if adapter.data.eval is None:
-        what = f"{name}: early_stop.patience needs held-out data."
-        yield ConfigError("config.early-stop", what, where=where("patience"), fix=FIX_DATA)
+        message = f"{name}: early_stop.patience needs held-out data."
+        yield ConfigError("config.early-stop", message, where=where("patience"), fix=FIX_DATA)
     if train is not None and train.eval_every_steps is None:
         yield ConfigError(
             "config.early-stop",

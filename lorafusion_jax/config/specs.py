@@ -66,8 +66,8 @@ def _unmatched(spec: AdapterSpec, model: ModelConfig) -> Iterator[LoraFusionErro
         return
     numbers = range(num_layers) if patterns.layers is None else patterns.layers
     if beyond := [number for number in numbers if number >= num_layers]:
-        what = f"{spec.name}: layers_to_transform has {beyond[0]}, and the model has layers 0 to {num_layers - 1}."
-        yield ConfigError("lora.pattern", what)
+        message = f"{spec.name}: layers_to_transform has {beyond[0]}, and the model has layers 0 to {num_layers - 1}."
+        yield ConfigError("lora.pattern", message)
         return
     layers = [(number, model.layer(number)) for number in numbers]
     paths = [
@@ -86,9 +86,9 @@ def _unmatched(spec: AdapterSpec, model: ModelConfig) -> Iterator[LoraFusionErro
         for pattern, _ in named:
             if not any(matches(pattern, path) for path in present):
                 near = did_you_mean(pattern, list(model.targets))
-                what = f"{spec.name}: '{pattern}' of lora.{key} matches none of its projections"
+                message = f"{spec.name}: '{pattern}' of lora.{key} matches none of its projections"
                 why = "PEFT matches the end of a path such as model.layers.0.self_attn.q_proj"
-                yield ConfigError("lora.pattern", f"{what}; {near}" if near else f"{what}.", why=why)
+                yield ConfigError("lora.pattern", f"{message}; {near}" if near else f"{message}.", why=why)
 
 
 def _model(config: JobConfig) -> ModelConfig | None:

@@ -83,8 +83,8 @@ def with_objective_defaults(values: dict) -> dict:
     filled = dict(values)
     for setting, value in defaults.items():
         key, _, inner = setting.partition(".")
-        if isinstance(given := filled.get(key, {}), dict):
-            filled[key] = {inner: value, **given}
+        if isinstance(section_values := filled.get(key, {}), dict):
+            filled[key] = {inner: value, **section_values}
     return filled
 
 

@@ -59,8 +59,8 @@ def check_folder(text: str) -> str:
     """Refuses texts that only a shell or a browser takes for a path."""
     check_text(text)
     if text.startswith("~"):
-        whole = f": {Path.home() / text[2:]}" if text[1:2] in ("", "/") else ""
-        raise ValueError(f"a path without ~, which only a shell expands{whole}")
+        home_path = f": {Path.home() / text[2:]}" if text[1:2] in ("", "/") else ""
+        raise ValueError(f"a path without ~, which only a shell expands{home_path}")
     if _ADDRESS.match(text):
         raise ValueError(f"a path or a name on the hub, not the address {_shown(text)}")
     return text

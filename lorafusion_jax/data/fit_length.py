@@ -67,11 +67,11 @@ def _too_long(long: list[int], encoded: Sequence[Encoded], limit: int, rows: Row
 
 def _empty_loss(dropped: list[int], encoded: Sequence[Encoded], limit: int, rows: Rows, adapter: str) -> DataError:
     first = encoded[dropped[0]]
-    what = f"{adapter}: {len(dropped)} of {len(encoded)} rows have no token to learn from."
+    message = f"{adapter}: {len(dropped)} of {len(encoded)} rows have no token to learn from."
     if not first.mask.any():
         return DataError(
             "data.empty-loss",
-            what,
+            message,
             where=rows.places(dropped),
             why=f"{rows.locate(dropped[0])} "
             + ("is empty" if len(first.tokens) < 2 else f"has no answer in its {len(first.tokens)} tokens"),
@@ -80,7 +80,7 @@ def _empty_loss(dropped: list[int], encoded: Sequence[Encoded], limit: int, rows
     needed = max(int(encoded[row].mask.argmax()) + 1 for row in dropped if encoded[row].mask.any())
     return DataError(
         "data.empty-loss",
-        what,
+        message,
         where=rows.places(dropped),
         why=f"data.max_length={limit} cuts the answer ({rows.locate(dropped[0])}: {limit} of "
         f"{len(first.tokens)} tokens kept, the answer starts at token {int(first.mask.argmax())})",

@@ -32,13 +32,13 @@ class Mix:
     @property
     def epoch_samples(self) -> int:
         """Number of samples of an epoch."""
-        return sum(len(members) * whole + rest for members, whole, rest in self._shares())
+        return sum(len(members) * repeats + rest for members, repeats, rest in self._shares())
 
     def epoch(self, epoch: int) -> np.ndarray:
         """Returns the samples of an epoch in a random order, which depends on seed and epoch only."""
         chosen = []
-        for part, (members, whole, rest) in enumerate(self._shares()):
-            chosen += [members] * whole
+        for part, (members, repeats, rest) in enumerate(self._shares()):
+            chosen += [members] * repeats
             if rest:
                 turn = np.random.default_rng((self.seed, part, len(members))).permutation(members)
                 chosen.append(np.sort(turn[(epoch * rest + np.arange(rest)) % len(members)]))

@@ -32,11 +32,11 @@ def refuse_other_rows(rows: Rows, settings: DataSettings, adapter: str, objectiv
     if settings.format != "auto" or settings.columns:
         return
     present = {key for row in rows.values for key in row}
-    for columns, what, wanted, otherwise in KINDS:
+    for columns, content, wanted, otherwise in KINDS:
         if present.issuperset(columns) and (wanted != "kto" or _are_labels(rows)):
             raise DataError(
                 "data.other-objective",
-                f"{adapter}: its rows hold {what}, and its objective is {objective}.",
+                f"{adapter}: its rows hold {content}, and its objective is {objective}.",
                 where=rows.source,
                 why=f"their columns are {', '.join(sorted(present))}; {objective} would ignore "
                 f"{' and '.join(columns[-1:])}",

@@ -86,9 +86,9 @@ def parse_examples(
     problems = _Problems()
     for number, row in enumerate(rows.values):
         try:
-            whole = parse(row, layout.columns, need_answer)
-            examples.append(_within_size(whole, cut_at))
-            if examples[-1] is not whole:
+            example = parse(row, layout.columns, need_answer)
+            examples.append(_within_size(example, cut_at))
+            if examples[-1] is not example:
                 shortened.append(number)
         except BadRow as problem:
             problems.add(number, problem)

@@ -106,20 +106,20 @@ def _render_all(chats: Sequence[Chat], template: ChatTemplate, rows: Rows, adapt
 def _by_template(chat: Chat, template: ChatTemplate, loss: str) -> Rendered:
     if len(chat.messages) > MOST_MESSAGES:  # the time to find the answers grows with the square
         raise TemplateProblem(f"it has {len(chat.messages)} messages, and a conversation has {MOST_MESSAGES} at most")
-    given = {"tools": chat.tools, "variables": chat.variables}
+    extras = {"tools": chat.tools, "variables": chat.variables}
     if loss == "all":
         if chat.muted:
             raise TemplateProblem(
                 f"message {min(chat.muted)} is excluded from the loss, but data.loss: all learns every token"
             )
-        return template.render_whole(chat.messages, **given)
+        return template.render_whole(chat.messages, **extras)
     if loss == AFTER_PROMPT:
         turns = [turn for turn, message in enumerate(chat.messages) if message["role"] == "assistant"]
-        return template.render_after_prompt(chat.messages, chat.answer_from or (turns[-1] if turns else 0), **given)
+        return template.render_after_prompt(chat.messages, chat.answer_from or (turns[-1] if turns else 0), **extras)
     first = chat.answer_from if loss == "completion" else 0
     learned = [turn >= first and turn not in chat.muted for turn in range(len(chat.messages))]
     last_only = loss == "completion" and not first
-    return template.render_answers(chat.messages, last_only=last_only, learned=learned, **given)
+    return template.render_answers(chat.messages, last_only=last_only, learned=learned, **extras)
 
 
 def _omissions(rendered: Sequence[Rendered], rows: Rows) -> list[str]:

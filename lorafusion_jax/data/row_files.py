@@ -54,8 +54,8 @@ def parse_jsonl(name: str, text: str, *, first_row: int = 0, first_line: int = 1
         else:
             odd.append((number, f"a row must be an object, this is {type_name(value)}"))
     problems = [
-        _bad_lines(code, what, name, rows)
-        for code, what, rows in (
+        _bad_lines(code, message, name, rows)
+        for code, message, rows in (
             ("data.bad-json", f"{name} is not JSON in {{}}.", broken),
             ("data.bad-row", f"{name} has no row in {{}}.", odd),
         )
@@ -64,12 +64,12 @@ def parse_jsonl(name: str, text: str, *, first_row: int = 0, first_line: int = 1
     return Rows(source=name, values=values, lines=tuple(lines), problems=tuple(problems), first=first_row)
 
 
-def _bad_lines(code: str, what: str, name: str, problems: list[tuple[int, str]]) -> DataError:
+def _bad_lines(code: str, message: str, name: str, problems: list[tuple[int, str]]) -> DataError:
     word = "line" if len(problems) == 1 else "lines"
     numbers = first_few([number for number, _ in problems], SHOWN)
     return DataError(
         code,
-        what.format("1 line" if len(problems) == 1 else f"{len(problems)} lines"),
+        message.format("1 line" if len(problems) == 1 else f"{len(problems)} lines"),
         where=f"{name}, {word} {numbers}",
         why="; ".join(f"line {number}: {why}" for number, why in problems[:SHOWN]),
         fix="one JSON object per line",
@@ -195,10 +195,10 @@ def bad_parquet(name: str, problem: Exception) -> DataError:
     import pyarrow as pa
 
     # a text or a name may not be UTF-8; times may be beyond Python's, or finer
-    what = "is not a Parquet file" if isinstance(problem, pa.ArrowInvalid) else "holds values that cannot be read"
+    message = "is not a Parquet file" if isinstance(problem, pa.ArrowInvalid) else "holds values that cannot be read"
     return DataError(
         "data.bad-table",
-        f"{name} {what}.",
+        f"{name} {message}.",
         where=name,
         why=shortened_text(str(problem).partition("\n")[0], SHOWN_WHY),
         fix="columns of texts, numbers, lists and structs; times as texts",

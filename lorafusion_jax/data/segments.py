@@ -138,8 +138,8 @@ def _expanded(chosen: Chosen, number: int, row: Mapping) -> list[_OneRow]:
 
 
 def _numbers(chosen: Chosen, row: Mapping) -> dict[str, float]:
-    given = {} if chosen.objective.numbers is None else chosen.objective.numbers(row)
-    numbers = {name: float(value) for name, value in given.items()}
+    row_numbers = {} if chosen.objective.numbers is None else chosen.objective.numbers(row)
+    numbers = {name: float(value) for name, value in row_numbers.items()}
     if wrong := [name for name, value in numbers.items() if not math.isfinite(value)]:
         raise ValueError(f"its '{wrong[0]}' is {numbers[wrong[0]]}, not a finite number")
     return numbers

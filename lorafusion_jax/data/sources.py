@@ -43,10 +43,10 @@ def open_source(source: str, base_dir: Path) -> RawSource:
             where=str(path),
             fix="one of " + " ".join(KINDS) + ", with or without .gz or .zst, or hf:org/set[:split]",
         )
-    whole = kind == "json" or (kind == "parquet" and packing_of(path))  # these cannot be read in parts
+    unsplit = kind == "json" or (kind == "parquet" and packing_of(path))  # these cannot be read in parts
     try:
         with open_unpacked(path, text=kind != "parquet") as file:
-            content, digest = read_and_hash(file, None if whole else BLOCK_BYTES)
+            content, digest = read_and_hash(file, None if unsplit else BLOCK_BYTES)
     except PROBLEMS as problem:
         raise _unreadable(source, path, problem) from None
     if content is not None and not content.strip():
@@ -64,9 +64,9 @@ def expand_source(source: str, base_dir: Path) -> list[str]:
     if source.startswith("hf:") or not _is_file_name(path) or path.is_file():
         return [source]  # reading it says that it is missing
     if path.is_dir():
-        files, what = path.rglob("*"), f"the folder {source} has no data file"
+        files, message = path.rglob("*"), f"the folder {source} has no data file"
     elif any(sign in source for sign in "*?["):
-        files, what = map(Path, glob.glob(str(path), recursive=True)), f"no data file matches {source}"
+        files, message = map(Path, glob.glob(str(path), recursive=True)), f"no data file matches {source}"
     else:
         return [source]  # reading it says that it is missing
     hidden = [part for part in path.parts if part.startswith(".")]
@@ -75,7 +75,7 @@ def expand_source(source: str, base_dir: Path) -> list[str]:
         key=lambda file: file.as_posix(),
     )
     if not chosen:
-        raise DataError("data.missing-file", f"{what}.", where=str(path), fix="files with " + " ".join(KINDS))
+        raise DataError("data.missing-file", f"{message}.", where=str(path), fix="files with " + " ".join(KINDS))
     return [str(file if Path(source).is_absolute() else file.relative_to(base_dir)) for file in chosen]
 
 
@@ -129,13 +129,13 @@ def parse_rows(raw: RawSource) -> Rows:
     return rows
 
 
-def row_blocks(raw: RawSource, *, whole: bool = False) -> Iterator[Rows]:
+def row_blocks(raw: RawSource, *, one_block: bool = False) -> Iterator[Rows]:
     """Yields the rows of a source in blocks of bounded size; see `parse_rows`.
 
     Args:
-        whole: one block, for samples of several rows.
+        one_block: one block, for samples of several rows.
     """
-    if raw.content is None and whole:
+    if raw.content is None and one_block:
         assert raw.path is not None
         with open_unpacked(raw.path, text=raw.kind != "parquet") as file:
             raw = dataclasses.replace(raw, content=file.read())

@@ -86,7 +86,7 @@ def _tokenize_blocks(
     """
     builder, reports, problems = SetBuilder(folder), [], []
     try:
-        for rows in row_blocks(raw, whole=objective.group is not None):
+        for rows in row_blocks(raw, one_block=objective.group is not None):
             first = reports[0] if reports else None
             try:
                 if objective.objective.segments is not None:

@@ -189,7 +189,7 @@ def _texts(segments: Sequence[Segment], encoded: Sequence[Encoded], rows: Rows, 
         learned = {"answer": sample.mask, "all": np.ones_like(sample.mask), "nothing": np.zeros_like(sample.mask)}
         learned["all"][:1] = False
         try:
-            values = {name: _values(name, given, sample.mask) for name, given in segment.values.items()}
+            values = {name: _values(name, row_values, sample.mask) for name, row_values in segment.values.items()}
         except (ValueError, TypeError) as problem:
             bad.append((number, str(problem)))
             continue
@@ -199,9 +199,9 @@ def _texts(segments: Sequence[Segment], encoded: Sequence[Encoded], rows: Rows, 
     return texts
 
 
-def _values(name: str, given: float | Sequence[float], answer: np.ndarray) -> np.ndarray:
+def _values(name: str, row_values: float | Sequence[float], answer: np.ndarray) -> np.ndarray:
     """Returns an array with an entry per token; 0 outside of the answer."""
-    numbers, count = np.asarray(given, np.float32), int(answer.sum())
+    numbers, count = np.asarray(row_values, np.float32), int(answer.sum())
     if numbers.ndim > 1 or (numbers.ndim == 1 and len(numbers) != count):
         raise ValueError(
             f"its '{name}' has {numbers.size} numbers and its answer {count} tokens, the end token included"

@@ -113,13 +113,13 @@ class Tokenizer:
                 encoded[number] = self._after_prompt(encoded[number], sample.prompt)
         return encoded
 
-    def _after_prompt(self, whole: Encoded, prompt: str) -> Encoded:
+    def _after_prompt(self, encoded: Encoded, prompt: str) -> Encoded:
         """Marks the tokens after those that the text has in common with its prompt."""
         ids = np.asarray(self.encode(prompt), np.int32)
-        length = min(len(ids), len(whole.tokens))
-        differs = np.flatnonzero(ids[:length] != whole.tokens[:length])
-        mask = np.arange(len(whole.tokens)) >= (int(differs[0]) if len(differs) else length)
-        return Encoded(whole.tokens, mask)
+        length = min(len(ids), len(encoded.tokens))
+        differs = np.flatnonzero(ids[:length] != encoded.tokens[:length])
+        mask = np.arange(len(encoded.tokens)) >= (int(differs[0]) if len(differs) else length)
+        return Encoded(encoded.tokens, mask)
 
     def _with_loss_mask(self, sample: Rendered, encoding: tokenizers.Encoding) -> Encoded:
         mask = np.zeros(len(encoding.ids), bool)
@@ -204,7 +204,7 @@ def load_tokenizer(model_dir: str | Path) -> Tokenizer:
 
 
 @contextmanager
-def _reporting_failures(what: str) -> Iterator[None]:
+def _reporting_failures(input_name: str) -> Iterator[None]:
     """Turns failures of the tokenizer in the body into an error."""
     try:
         yield
@@ -213,7 +213,7 @@ def _reporting_failures(what: str) -> Iterator[None]:
             raise
         raise CheckpointError(
             "tokenizer.broken",
-            f"the base model's tokenizer fails on {what}.",
+            f"the base model's tokenizer fails on {input_name}.",
             why=shortened_text(str(problem), SHOWN_WHY),
             fix="tokenizer.json is damaged: download the model again",
         ) from None

@@ -54,8 +54,8 @@ def layer_problems(config: JobConfig) -> tuple[list[str], list[LoraFusionError]]
         stage_layers(model, mesh.stages, mesh.layers)
         together = config.train.block_layers
         if together is not None and together > model.num_layers:
-            what = f"train.block_layers={together}, and the model has {model.num_layers} layers"
-            return [f"{what}: a stage is one program"], []
+            message = f"train.block_layers={together}, and the model has {model.num_layers} layers"
+            return [f"{message}: a stage is one program"], []
     except CheckpointError as problem:
         if mesh.stages == 1 and mesh.layers is None and quantize == NONE:
             return [], []

@@ -271,7 +271,7 @@ def predicted_parameters(config: JobConfig, model: ModelConfig) -> PredictedPara
     problem = memory.memory_problem(config, model)
     stages = memory.stage_memory(problem)
     held = {"weights": "adapters", "gradients": "sums", "moments": "optimizers"}
-    stored = {what: sum(getattr(stage, field) for stage in stages) // FLOAT32 for what, field in held.items()}
+    stored = {label: sum(getattr(stage, field) for stage in stages) // FLOAT32 for label, field in held.items()}
     return PredictedParameters(own_parameters=memory.trainable_parameters(problem), stored=stored)
 
 

@@ -49,9 +49,9 @@ def rebalanced(
         return None
     speeds = [load / took for load, took in zip(stage_loads(stages, costs), seconds, strict=True)]
     most = most or [stages[-1].stop] * len(stages)
-    whole = _quickest(stages[-1].stop, costs, speeds, most, step=2)
-    cut = whole if costs.attention is None else _quickest(stages[-1].stop, costs, speeds, most, step=1)
-    took, edges = cut if cut[0] < WORTH_A_CUT * whole[0] else whole
+    by_layer = _quickest(stages[-1].stop, costs, speeds, most, step=2)
+    cut = by_layer if costs.attention is None else _quickest(stages[-1].stop, costs, speeds, most, step=1)
+    took, edges = cut if cut[0] < WORTH_A_CUT * by_layer[0] else by_layer
     if took >= WORTH_A_MOVE * max(seconds):
         return None
     layers = counts_of([Extent(*pair) for pair in pairwise(edges)])

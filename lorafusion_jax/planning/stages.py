@@ -81,11 +81,11 @@ def split_layers(num_layers: int, num_stages: int, costs: PartCosts = EQUAL) -> 
         )
     if min(costs.layer, costs.embed, costs.head) < 0 or not costs.layer:
         raise ValueError(f"costs must be positive: {costs}")
-    whole = extents(deal_layers(num_layers, num_stages, layer=costs.layer, embed=costs.embed, head=costs.head))
+    by_layer = extents(deal_layers(num_layers, num_stages, layer=costs.layer, embed=costs.embed, head=costs.head))
     if costs.attention is None:
-        return whole
+        return by_layer
     cut = _fill(num_layers, num_stages, costs)
-    return cut if slowest(cut, costs) < WORTH_A_CUT * slowest(whole, costs) else whole
+    return cut if slowest(cut, costs) < WORTH_A_CUT * slowest(by_layer, costs) else by_layer
 
 
 def slowest(stages: Sequence[Extent], costs: PartCosts) -> float:
@@ -157,7 +157,7 @@ def check_layers(layers: Sequence[int | float], *, num_layers: int, num_stages: 
         (total != num_layers, f"it adds up to {total} layers and the model has {num_layers}."),
     ]
     errors: list[LoraFusionError] = [
-        ConfigError("mesh.layers", what, where=setting, fix=fix) for wrong, what in problems if wrong
+        ConfigError("mesh.layers", message, where=setting, fix=fix) for wrong, message in problems if wrong
     ]
     raise_all(errors)
     return extents(layers)

@@ -90,7 +90,7 @@ def check_record(record: dict, prepared: Prepared, plan: Plan, saved_with: str |
             else f"its checkpoint is of plan {saved_with}",
             fix="restore the run's plan.json from a copy, or choose another --out for a new run",
         )
-    for key, what, now in (
+    for key, label, now in (
         ("data", "data", prepared.digests()),
         ("eval", "held-out data", eval_digests(prepared)),
     ):
@@ -99,7 +99,7 @@ def check_record(record: dict, prepared: Prepared, plan: Plan, saved_with: str |
         if changed:
             raise CheckpointError(
                 "run.data-changed",
-                f"the {what} of {', '.join(changed)} changed since the run started.",
+                f"the {label} of {', '.join(changed)} changed since the run started.",
                 fix="restore the files, or start a new run with lorafusion train",
             )
 

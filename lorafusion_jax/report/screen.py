@@ -193,11 +193,11 @@ class Screen:
 
     def _on_moved(self, event: RunMoved) -> None:
         left, before = exact(event.slots_left), exact(event.slots_left_before)
-        there = " and ".join(
-            f"{count} {what}{'' if count == 1 else 's'}"
-            for what, count in (("stage", event.stages), ("replica", event.replicas))
+        mesh_text = " and ".join(
+            f"{count} {unit}{'' if count == 1 else 's'}"
+            for unit, count in (("stage", event.stages), ("replica", event.replicas))
         )
-        self._line(f"planned again for {there}: {left} slots left instead of {before}", always=True)
+        self._line(f"planned again for {mesh_text}: {left} slots left instead of {before}", always=True)
 
     def _on_started_up(self, event: StartedUp) -> None:
         self._phase = ""
@@ -247,11 +247,11 @@ class Screen:
         row = self._rows.setdefault(event.adapter, Row(event.num_steps))  # one that has joined is new
         row.num_steps, row.done = event.num_steps, event.status == "done"
         row.stopped = event.status if event.status in ("paused", "cancelled") else ""
-        what = f"weight {event.weight:g}" if event.weight is not None else event.status
+        change = f"weight {event.weight:g}" if event.weight is not None else event.status
         if event.action == "stop":
             self._line(f"{event.adapter}  ends early {event.reason}", always=True)
             return
-        self._line(f"{event.adapter}  step {event.step}/{event.num_steps}  {event.action}: {what}", always=True)
+        self._line(f"{event.adapter}  step {event.step}/{event.num_steps}  {event.action}: {change}", always=True)
 
     def _row(self, event: AdapterEvent) -> Row:
         return self._rows[event.adapter]

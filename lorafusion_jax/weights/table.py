@@ -123,12 +123,12 @@ def _nf4_arrays(in_features: int, out_features: int) -> dict[str, ArraySpec]:
 
 def _nf4_row_arrays(in_features: int, out_features: int) -> dict[str, ArraySpec]:
     blocks = in_features // nf4.BLOCK
-    whole, per_block = _nf4_arrays(in_features, out_features), f"k/{nf4.BLOCK}"
+    arrays, per_block = _nf4_arrays(in_features, out_features), f"k/{nf4.BLOCK}"
     return {
-        "codes": replace(whole["codes"], dimensions="n k/2"),
+        "codes": replace(arrays["codes"], dimensions="n k/2"),
         "absmax": ArraySpec(shape=(out_features, blocks), dtype="uint8", dimensions=f"n {per_block}"),
-        "group_absmax": replace(whole["group_absmax"], dimensions="*"),
-        "offset": replace(whole["offset"], dimensions="*"),
+        "group_absmax": replace(arrays["group_absmax"], dimensions="*"),
+        "offset": replace(arrays["offset"], dimensions="*"),
         "first_block": ArraySpec(shape=(out_features,), dtype="int32", dimensions="n"),
         "block": ArraySpec(shape=(blocks,), dtype="int32", dimensions=per_block),
         "code_values": ArraySpec(shape=(len(nf4.NF4),), dtype="float32", dimensions="*"),

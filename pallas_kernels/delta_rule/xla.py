@@ -49,10 +49,10 @@ def delta_rule_in_chunks(
     late_k = k[:, :, None] * jnp.exp(c[..., -1:] - c)[..., None]
 
     def step(memory: jax.Array, chunk: tuple[jax.Array, ...]) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        u, w, late_k, whole, first = chunk
+        u, w, late_k, chunk_decay, first = chunk
         memory = jnp.where(first, 0.0, memory)
         changes = u - dot("kgic,kgcv->kgiv", w, memory)
-        after = memory * whole[..., None, None] + dot("kgic,kgiv->kgcv", late_k, changes)
+        after = memory * chunk_decay[..., None, None] + dot("kgic,kgiv->kgcv", late_k, changes)
         return after, (memory, changes)
 
     start = jnp.zeros((*u.shape[1:3], k.shape[-1], u.shape[-1]), u.dtype)

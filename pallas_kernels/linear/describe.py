@@ -45,7 +45,7 @@ def describe(arguments: Arguments) -> tuple[Static, Operands]:
     """Checks the shapes and flattens leading dimensions. Chooses no backend."""
     x, tile_adapter, ranks = arguments.x, arguments.tile_adapter, arguments.ranks
     lists = {"w": arguments.ws, "a": arguments.as_, "b": arguments.bs}
-    arrays = {f"{name} of projection {i}": array for name, given in lists.items() for i, array in enumerate(given)}
+    arrays = {f"{name} of projection {i}": array for name, listed in lists.items() for i, array in enumerate(listed)}
     check_kinds(x, tile_adapter, arguments.dropout, **arrays)
     if x.ndim == 0 or x.size == 0:
         raise ValueError(f"x has shape {x.shape}, expected [..., K] with at least one row and one feature")
@@ -125,8 +125,8 @@ def check_kinds(x: Any, tile_adapter: Any, dropout: Any, **arrays: Any) -> None:
 def as_arrays(dropout: Dropout) -> Dropout:
     """Converts numbers and lists to arrays."""
     kinds = {"rate": np.float32, "key": np.uint32, "row_key": np.uint32}
-    given = {name: getattr(dropout, name) for name in kinds}
-    return Dropout(**{n: v if hasattr(v, "dtype") else np.asarray(v, kinds[n]) for n, v in given.items()})
+    fields = {name: getattr(dropout, name) for name in kinds}
+    return Dropout(**{n: v if hasattr(v, "dtype") else np.asarray(v, kinds[n]) for n, v in fields.items()})
 
 
 def _check_values(ops: Operands, num_adapters: int) -> None:

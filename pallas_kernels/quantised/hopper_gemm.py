@@ -89,9 +89,9 @@ def _run(lhs, rhs, row_scales, column_scales, low: LowRank | None, addend, *, co
     num_rows, depth = lhs.shape
     num_columns = rhs.shape[0]
     grid = num_rows // config.block_m, num_columns // config.block_n
-    given = {"lhs": lhs, "rhs": rhs, "row": row_scales, "column": column_scales, "addend": addend}
-    given |= {"low": low and low.s, "bank": low and low.bank, "adapter": low and low.block_adapter}
-    operands = {name: array for name, array in given.items() if array is not None}
+    by_name = {"lhs": lhs, "rhs": rhs, "row": row_scales, "column": column_scales, "addend": addend}
+    by_name |= {"low": low and low.s, "bank": low and low.bank, "adapter": low and low.block_adapter}
+    operands = {name: array for name, array in by_name.items() if array is not None}
     static = _Static(
         config=config,
         grid=grid,

@@ -111,13 +111,13 @@ def _exchange(bins: Bins, work: dict[Place, int], heavy: Place, light: Place, bu
     Moving d of the difference g changes the sum of squares of their work by 2 d (d - g).
     """
     gap = work[heavy] - work[light]
-    ours, theirs = _Movable.of(bins, heavy, light), _Movable.of(bins, light, heavy)
-    if not gap or not (len(ours.bits) or len(theirs.bits)):
+    of_heavy, of_light = _Movable.of(bins, heavy, light), _Movable.of(bins, light, heavy)
+    if not gap or not (len(of_heavy.bits) or len(of_light.bits)):
         return False
-    (goes, out), (comes, back) = _subsets(len(ours.bits)), _subsets(len(theirs.bits))
+    (goes, out), (comes, back) = _subsets(len(of_heavy.bits)), _subsets(len(of_light.bits))
     budget.evaluations -= PRICE + EXCHANGE_PRICE * len(goes) * len(comes)
-    moved = (out @ ours.tokens**2)[:, None] - back @ theirs.tokens**2
-    tokens = (out @ ours.tokens)[:, None] - back @ theirs.tokens
+    moved = (out @ of_heavy.tokens**2)[:, None] - back @ of_light.tokens**2
+    tokens = (out @ of_heavy.tokens)[:, None] - back @ of_light.tokens
     room = {at: bins.tiles[at[0]] * bins.problem.tile_tokens - bins.load[at] for at in (heavy, light)}
     fits = (tokens <= room[light]) & (-tokens <= room[heavy])
     change = np.where(fits, moved * (moved - float(gap)), 0).ravel()  # length⁴ can overflow int64
@@ -127,13 +127,13 @@ def _exchange(bins: Bins, work: dict[Place, int], heavy: Place, light: Place, bu
     for flat_index in map(int, best):
         budget.evaluations -= TRY_PRICE
         row, column = divmod(flat_index, len(comes))
-        gone = [(ours.keys[at], int(ours.tokens[at])) for at in goes[row]]
-        come = [(theirs.keys[at], int(theirs.tokens[at])) for at in comes[column]]
+        gone = [(of_heavy.keys[at], int(of_heavy.tokens[at])) for at in goes[row]]
+        come = [(of_light.keys[at], int(of_light.tokens[at])) for at in comes[column]]
         if _has_room(bins, heavy, heavy_tokens, come, gone) and _has_room(bins, light, light_tokens, gone, come):
             for at in goes[row]:
-                bins.move(ours.keys[at], ours.bits[at], heavy, light)
+                bins.move(of_heavy.keys[at], of_heavy.bits[at], heavy, light)
             for at in comes[column]:
-                bins.move(theirs.keys[at], theirs.bits[at], light, heavy)
+                bins.move(of_light.keys[at], of_light.bits[at], light, heavy)
             work[heavy] -= int(moved[row, column])
             work[light] += int(moved[row, column])
             return True

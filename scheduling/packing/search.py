@@ -217,8 +217,8 @@ class _Beam:
 
 def _power_of_two(exponent: float) -> float:
     """2^x at whole x, and the straight line between them."""
-    whole = min(floor(exponent), MOST_DOUBLINGS)
-    return ldexp(1.0 + exponent - whole, whole)
+    doublings = min(floor(exponent), MOST_DOUBLINGS)
+    return ldexp(1.0 + exponent - doublings, doublings)
 
 
 def _score(node: _Node) -> float:

@@ -35,8 +35,8 @@ class Prices:
     def cover(self, tiles: int) -> float:
         """Least seconds of slots that together have room for that many tiles."""
         most = self.tiles[-1] * self._replicas
-        whole = max(0, tiles // most - 1)  # of many tiles, all but the last ones go into the largest slots
-        return whole * self.seconds[-1] + self._cover(tiles - whole * most)
+        full_slots = max(0, tiles // most - 1)  # of many tiles, all but the last ones go into the largest slots
+        return full_slots * self.seconds[-1] + self._cover(tiles - full_slots * most)
 
     def _cover(self, tiles: int) -> float:
         for count in range(len(self._known), tiles + 1):

@@ -59,9 +59,9 @@ def _pause(timeline: Timeline, pause: Pause, pid: int, tid: int) -> dict[str, An
     }
 
 
-def _name(what: str, name: str, pid: int, tid: int) -> dict[str, Any]:
-    return {"ph": "M", "name": f"{what}_name", "pid": pid, "tid": tid, "args": {"name": name}}
+def _name(metadata: str, name: str, pid: int, tid: int) -> dict[str, Any]:
+    return {"ph": "M", "name": f"{metadata}_name", "pid": pid, "tid": tid, "args": {"name": name}}
 
 
-def _sort(what: str, pid: int, tid: int, index: int) -> dict[str, Any]:
-    return {"ph": "M", "name": f"{what}_sort_index", "pid": pid, "tid": tid, "args": {"sort_index": index}}
+def _sort(metadata: str, pid: int, tid: int, index: int) -> dict[str, Any]:
+    return {"ph": "M", "name": f"{metadata}_sort_index", "pid": pid, "tid": tid, "args": {"sort_index": index}}

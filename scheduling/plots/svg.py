@@ -62,10 +62,10 @@ class _Window(NamedTuple):
     def extent(self, timeline: Timeline, span: Span | Pause) -> tuple[float, float] | None:
         """Left edge and width of a bar; None if it is not visible."""
         left, right = (at - timeline.start_s - self.start for at in (span.start_s, span.end_s))
-        whole = self.end - self.start
-        if right <= 0 or left >= whole:
+        duration = self.end - self.start
+        if right <= 0 or left >= duration:
             return None
-        left, right = max(0.0, left), min(right, whole)
+        left, right = max(0.0, left), min(right, duration)
         return LEFT + left * self.scale, (right - left) * self.scale
 
 

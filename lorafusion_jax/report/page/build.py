@@ -162,7 +162,7 @@ def _limits(folder: Path, speed: Mapping[str, Any]) -> list[str]:
         why = "microbatches are {} full; another batch.capacity_tokens or more adapters may fill them better"
         limits.append((1 - density, why.format(percent(density))))
     if (paused := speed.get("paused_share")) and paused > LOW_WAIT:
-        parts = ", ".join(f"{what} {duration(s)}" for what, s in (speed.get("paused_s") or {}).items())
+        parts = ", ".join(f"{label} {duration(s)}" for label, s in (speed.get("paused_s") or {}).items())
         limits.append((paused, f"training waited for {percent(paused)} of the time ({parts})"))
     try:
         timeline = read_timeline(folder)

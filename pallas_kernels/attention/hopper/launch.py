@@ -73,8 +73,8 @@ def launch[R](
         operands, results, scratch: by the names of the refs.
     """
 
-    def body(*given):
-        refs = make_refs(**dict(zip((*operands, *results, *scratch), given, strict=True)))
+    def body(*arrays):
+        refs = make_refs(**dict(zip((*operands, *results, *scratch), arrays, strict=True)))
         wg = lax.axis_index("wg")
 
         @pl.when(wg == WARPGROUPS)

@@ -245,41 +245,41 @@ def _gemm(prepared: Prepared, lhs, rhs, low, bank, config: GemmConfig, *, transp
 
 def _down_config(prepared: Prepared) -> DropDownConfig:
     static, num_in, total = prepared.static, prepared.ops.x.shape[1], prepared.layout.total
-    given = static.config.drop_down
+    explicit = static.config.drop_down
     heuristic = fit(drop_down_config(prepared.rows, num_in), total)
-    return given or fit(prepared.tuned("mosaic_down", num_in, 0, total, heuristic), total)
+    return explicit or fit(prepared.tuned("mosaic_down", num_in, 0, total, heuristic), total)
 
 
 def _da_config(prepared: Prepared) -> DropDaConfig:
     static, num_in, total = prepared.static, prepared.ops.x.shape[1], prepared.layout.total
-    given = static.config.drop_da
+    explicit = static.config.drop_da
     heuristic = fit(drop_da_config(prepared.rows, num_in, total), total)
-    return given or fit(prepared.tuned("mosaic_da", num_in, 0, total, heuristic), total)
+    return explicit or fit(prepared.tuned("mosaic_da", num_in, 0, total, heuristic), total)
 
 
 def _dsdb_config(prepared: Prepared, i: int) -> WideDsdbConfig | None:
     """None where the small pass makes dS and dB."""
     static, num_out, rank = prepared.static, prepared.ops.ws[i].shape[1], prepared.layout.ranks[i]
-    given = static.config.wide_dsdb
-    if not given and (rank > MAX_DSDB_RANK or num_out < MIN_DSDB_FEATURES):
+    explicit = static.config.wide_dsdb
+    if not explicit and (rank > MAX_DSDB_RANK or num_out < MIN_DSDB_FEATURES):
         return None
     heuristic = fit(wide_dsdb_config(prepared.rows, num_out), rank)
-    return given or fit(prepared.tuned("mosaic_dsdb", 0, num_out, rank, heuristic), rank)
+    return explicit or fit(prepared.tuned("mosaic_dsdb", 0, num_out, rank, heuristic), rank)
 
 
 def _forward_config(prepared: Prepared, i: int) -> GemmConfig | None:
     static, ops = prepared.static, prepared.ops
-    given = static.config.forward
+    explicit = static.config.forward
     num_in, num_out = ops.ws[i].shape
     rank = prepared.layout.ranks[i]
-    config = given or gemm_config(prepared.rows, num_in, num_out, rank, static.tile, transposed=False)
-    return config and (given or prepared.tuned("mosaic_fwd", num_in, num_out, rank, config))
+    config = explicit or gemm_config(prepared.rows, num_in, num_out, rank, static.tile, transposed=False)
+    return config and (explicit or prepared.tuned("mosaic_fwd", num_in, num_out, rank, config))
 
 
 def _dx_config(prepared: Prepared, i: int) -> GemmConfig | None:
     static, ops = prepared.static, prepared.ops
-    given = static.config.dx
+    explicit = static.config.dx
     num_in, num_out = ops.ws[i].shape
     rank = prepared.layout.total
-    config = given or gemm_config(prepared.rows, num_out, num_in, rank, static.tile, transposed=True)
-    return config and (given or prepared.tuned("mosaic_dx", num_in, num_out, rank, config))
+    config = explicit or gemm_config(prepared.rows, num_out, num_in, rank, static.tile, transposed=True)
+    return config and (explicit or prepared.tuned("mosaic_dx", num_in, num_out, rank, config))

@@ -68,7 +68,7 @@ class Layout:
 
     def specs(self, ops: Operands, *, single: bool) -> Operands:
         """Partition specs of the operands of a call; its tables have one entry per row, in x's leading dimensions."""
-        whole, rows = PartitionSpec(), PartitionSpec(*self.leading)
+        replicated, rows = PartitionSpec(), PartitionSpec(*self.leading)
 
         def specs_of(arrays: Sequence[Any], spec: Any) -> tuple[PartitionSpec | None, ...]:
             return tuple(None if v is None else spec(n) for v, n in zip(arrays, self.ns, strict=True))
@@ -81,10 +81,10 @@ class Layout:
             biases=tuple(
                 None if bias is None else PartitionSpec(self.spec_of_result(i)[-1]) for i, bias in enumerate(ops.biases)
             ),
-            tile_adapter=whole if single else rows,
-            scale=whole,
-            dropout=None if ops.dropout is None else Dropout(rate=whole, key=whole, row_key=rows),
-            ranks=None if ops.ranks is None else whole,
+            tile_adapter=replicated if single else rows,
+            scale=replicated,
+            dropout=None if ops.dropout is None else Dropout(rate=replicated, key=replicated, row_key=rows),
+            ranks=None if ops.ranks is None else replicated,
         )  # type: ignore[arg-type]
 
     def rows_of_tile(self, tile: int, leading_shape: tuple[int, ...]) -> int:

@@ -85,10 +85,10 @@ def _project(prepared: Prepared, i: int, s: jax.Array | None) -> jax.Array:
         bias = ops.biases[i]
         return y if bias is None else y + bias
     num_in, num_out = ops.ws[i].shape
-    given = static.config.forward
+    explicit = static.config.forward
     item = ops.x.dtype.itemsize
     heuristic = gemm_config(num_in, num_out, layout.ranks[i], static.tile, item)
-    config = given or prepared.tuned("triton_fwd", num_in, num_out, layout.ranks[i], heuristic)
+    config = explicit or prepared.tuned("triton_fwd", num_in, num_out, layout.ranks[i], heuristic)
     return gemm(
         ops.x,
         ops.arrays[i],
@@ -106,9 +106,9 @@ def _project(prepared: Prepared, i: int, s: jax.Array | None) -> jax.Array:
 def _dx(prepared: Prepared, i: int, dy: jax.Array, ds: jax.Array, bits: jax.Array | None) -> jax.Array:
     static, ops = prepared.static, prepared.ops
     num_in, num_out = ops.ws[i].shape
-    given, total = static.config.dx, prepared.layout.total
+    explicit, total = static.config.dx, prepared.layout.total
     heuristic = gemm_config(num_out, num_in, total, static.tile, ops.x.dtype.itemsize)
-    config = given or prepared.tuned("triton_dx", num_in, num_out, total, heuristic)
+    config = explicit or prepared.tuned("triton_dx", num_in, num_out, total, heuristic)
     return gemm(
         dy,
         ops.arrays[i],

@@ -157,18 +157,18 @@ def backward(static: Static, ops: Operands, down: Operands, saved: Residuals, dy
         dh = _gradient_of_all_ranks(prepared_down, extra_down, dy, ds_extra, saved.down_bits)
     wide = _wide_config(prepared, prepared_down)
     chunks = prepared_down.chunks(ROWS, gate_blocks(prepared_down.rows) if wide is None else wide.blocks_per_chunk)
-    given = BackwardInputs(
+    inputs = BackwardInputs(
         gate=saved.gate, up=saved.up, dh=dh, s=saved.s[0], ds=ds, b=_bank_b(prepared),
         a=prepared_down.transposed_bank_a(), bits=saved.down_bits, chunks=chunks,
     )  # fmt: skip
     places, wants_h = _places(prepared), extra_down is not None
     if wide is None:
         config = _config(prepared, prepared_down)
-        dgate, dup, partials, *h = gate_backward(given, places=places, config=config, wants_h=wants_h)
+        dgate, dup, partials, *h = gate_backward(inputs, places=places, config=config, wants_h=wants_h)
         dx, das, dbs = _linears(ops).backward(static, ops, saved.s[:1], saved.bits, (dgate, dup))
     else:
         dgate, dup, ds_partials, partials, *db_partials = wide_gate_backward(
-            given, places=places, config=wide, wants_h=wants_h, rounding=rounded
+            inputs, places=places, config=wide, wants_h=wants_h, rounding=rounded
         )
         h = db_partials[2:]
         dbs = {
@@ -241,15 +241,15 @@ def _bank_b(prepared: Prepared) -> jax.Array:
 
 
 def _config(prepared: Prepared, prepared_down: Prepared) -> GateConfig | None:
-    given = prepared.static.config.gate
+    explicit = prepared.static.config.gate
     drops = prepared_down.ops.dropout is not None
-    return given or gate_config(prepared.layout.total, prepared_down.layout.total, drops=drops)
+    return explicit or gate_config(prepared.layout.total, prepared_down.layout.total, drops=drops)
 
 
 def _wide_config(prepared: Prepared, prepared_down: Prepared) -> WideGateConfig | None:
     heuristic = wide_gate_config(prepared.rows, prepared.layout.total, prepared_down.layout.total)
-    given = prepared.static.config.wide_gate
-    return heuristic and (given or heuristic)
+    explicit = prepared.static.config.wide_gate
+    return heuristic and (explicit or heuristic)
 
 
 def _places(prepared: Prepared) -> Places:

@@ -84,7 +84,7 @@ class _Unit(NamedTuple):
 
 
 def gate_backward(
-    given: BackwardInputs, *, places: Places, config: GateConfig, wants_h: bool = False
+    inputs: BackwardInputs, *, places: Places, config: GateConfig, wants_h: bool = False
 ) -> tuple[jax.Array, ...]:
     """Returns dgate and dup [T, F], partial sums of dA, float32 [C, F, R] (without the dropout scale), and drop(h)
     [T, F] where it is wanted.
@@ -92,7 +92,7 @@ def gate_backward(
     Args:
         places: (first column of S, rank) of gate and of up.
     """
-    gate, up, dh, s, ds, b, a, bits, chunks = given
+    gate, up, dh, s, ds, b, a, bits, chunks = inputs
     (num_rows, num_columns), (total, size) = gate.shape, chunks.blocks.shape
     static = _Static(
         columns=num_columns // WIDTH, both=b.shape[1], rank=a.shape[1], size=size,

@@ -102,16 +102,16 @@ def registers(tile_smem) -> jax.Array:
     return plgpu.load(tile_smem, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
 
 
-def products(*given: tuple[Any, Any]) -> tuple[jax.Array, ...]:
+def products(*pairs: tuple[Any, Any]) -> tuple[jax.Array, ...]:
     """Products of (left [64, R], right [R, 32]). Waits once, for all of them and for all that was issued before."""
 
     def run(*accs):
-        for acc, (left, right) in zip(accs, given, strict=True):
+        for acc, (left, right) in zip(accs, pairs, strict=True):
             plgpu.wgmma(acc, left, right)
         plgpu.wgmma_wait(0)
         return tuple(acc[...] for acc in accs)
 
-    return pl.run_scoped(run, *[plgpu.ACC((ROWS, PART), jnp.float32)] * len(given))
+    return pl.run_scoped(run, *[plgpu.ACC((ROWS, PART), jnp.float32)] * len(pairs))
 
 
 def low_factors(left, right, part: Place) -> tuple[Any, Any]:

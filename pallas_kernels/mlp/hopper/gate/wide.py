@@ -124,7 +124,7 @@ class _Work:
 
 
 def wide_gate_backward(
-    given: BackwardInputs,
+    inputs: BackwardInputs,
     *,
     places: Places,
     config: WideGateConfig,
@@ -136,11 +136,11 @@ def wide_gate_backward(
     drop(h) [T, F] where it is wanted.
 
     Args:
-        given: with ranks of 16.
+        inputs: with ranks of 16.
         places: (first column of S, rank) of gate and of up.
         rounding: dgate and dup come back in e4m3, times these factors.
     """
-    gate, up, dh, s, ds, b, a, bits, chunks = given
+    gate, up, dh, s, ds, b, a, bits, chunks = inputs
     assert not (wants_h and rounding), "the streaming warpgroup stores h after dgate and dup"
     assert (b.shape[1], a.shape[1]) == (2 * RANK, RANK), (b.shape, a.shape)
     (num_rows, num_columns), (total, size) = gate.shape, chunks.blocks.shape
@@ -170,8 +170,8 @@ def wide_gate_backward(
         results["h_g"] = gradient
     scratch = _scratch(static, gate.dtype)
 
-    def body(*given):
-        refs = Refs(**dict(zip((*operands, *results, *scratch), given, strict=True)))
+    def body(*arrays):
+        refs = Refs(**dict(zip((*operands, *results, *scratch), arrays, strict=True)))
         _work_on(static, refs, lax.axis_index("program"), lax.axis_index("wg"))
 
     run = plgpu.kernel(
