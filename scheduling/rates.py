@@ -106,7 +106,7 @@ def default_cost_parts(
     rates = _rates(device)
     width = hidden_size + (mlp_width or MLP_OVER_MODEL_WIDTH * hidden_size)
     token_s = 2 * layer_parameters / rates.gemm_flops + width * rates.width_s / 2
-    square_s = 2 * (attention_width or hidden_size) / rates.attention_flops
+    square_s = 2 * (hidden_size if attention_width is None else attention_width) / rates.attention_flops
     forward = PassCost(fixed_s=rates.fixed_tokens * token_s, token_s=token_s, square_s=square_s)
     backward = PassCost(fixed_s=rates.fixed_tokens * token_s, token_s=token_s, square_s=2.5 * square_s)
     head = PassCost(token_s=4 * table_parameters * loss_share / rates.gemm_flops)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from lorafusion_jax.layout.extent import Extent, counts_of
 from lorafusion_jax.layout.layer import RematPolicy
 from lorafusion_jax.planning import memory, ranks
 from lorafusion_jax.planning.memory.problem import FLOAT32
+from lorafusion_jax.planning.part_work import attention_elements, mean_over_layers, row_weights
 from lorafusion_jax.planning.pauses import Pauses, predicted_pauses
 from lorafusion_jax.planning.rebalance import Moved, rebalanced
 from lorafusion_jax.planning.stages import SAMPLE_TOKENS, modelled_costs, stage_layers, worth_in_layers
@@ -81,12 +81,11 @@ def predicted_parts(model: ModelConfig, device: str, quantize: str = NONE) -> Co
     Args:
         quantize: storage of the layers' projections, see `weights.table`.
     """
-    weights = sum(prod(shape) for layer in model.layers for shape in layer.row_shapes().values())
     kind = stored_kind(quantize)
     speed = 1.0 if kind is None or device == "cpu" else kind.product_speed
     return default_cost_parts(
         device,
-        layer_parameters=weights / model.num_layers / speed,
+        layer_parameters=mean_over_layers(model, row_weights) / speed,
         table_parameters=model.vocab_size * model.hidden_size,
         hidden_size=model.hidden_size,
         attention_width=_attention_width(model),
@@ -96,8 +95,8 @@ def predicted_parts(model: ModelConfig, device: str, quantize: str = NONE) -> Co
 
 def _attention_width(model: ModelConfig) -> int:
     """H · C, less where layers have windows: as if samples had the typical length."""
-    shares = [layer.attention.reach(SAMPLE_TOKENS) / SAMPLE_TOKENS * layer.attention.queries for layer in model.layers]
-    return round(sum(shares) / len(shares))
+    elements = mean_over_layers(model, lambda layer: attention_elements(layer, SAMPLE_TOKENS))
+    return round(elements / SAMPLE_TOKENS)
 
 
 def _with_ranks(

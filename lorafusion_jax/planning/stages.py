@@ -8,14 +8,15 @@ between the attention and the MLP of a layer.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate, pairwise
-from math import prod
 from typing import NamedTuple
 
 from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.errors import ConfigError, LoraFusionError, raise_all
 from lorafusion_jax.layout.extent import Extent, counts_of, extents
-from lorafusion_jax.layout.layer import HALVES, Half
+from lorafusion_jax.layout.layer import HALVES
+from lorafusion_jax.planning.part_work import attention_elements, mean_over_layers, row_weights
 from scheduling.layers import deal_layers
 
 # Elementwise passes (LoRA's passes, norms, gate) per token and column of D + F, in FLOPs of equal time. Fitted to 8B
@@ -183,20 +184,13 @@ def modelled_costs(model: ModelConfig, *, sample_tokens: float = SAMPLE_TOKENS, 
     >>> round(costs.head / costs.layer, 1)
     1.8
     """
-    layers = model.layers
-    reach = sum(layer.attention.reach(sample_tokens) * layer.attention.queries for layer in layers) / len(layers)
-    weights = {half: _mean_weights(model, half) for half in HALVES}
-    mlp = 4 * weights["mlp"] + PASSES * sum(layer.mlp.gated_elements for layer in layers) / len(layers)
+    reach = mean_over_layers(model, lambda layer: attention_elements(layer, sample_tokens))
+    weights = {half: mean_over_layers(model, partial(row_weights, half=half)) for half in HALVES}
+    mlp = 4 * weights["mlp"] + PASSES * mean_over_layers(model, lambda layer: layer.mlp.gated_elements)
     attention = 4 * weights["attention"] + 7 * reach + PASSES * model.hidden_size
     return PartCosts(
         layer=attention + mlp, attention=attention, head=4 * model.hidden_size * model.vocab_size * loss_share
     )
-
-
-def _mean_weights(model: ModelConfig, half: Half) -> float:
-    """Weights of the linears of a half that a row passes through, over the layers."""
-    by_kind = [sum(map(prod, layer.row_shapes(half).values())) for layer in model.kinds]
-    return sum(by_kind[model.kind_of(number)] for number in range(model.num_layers)) / model.num_layers
 
 
 def worth_in_layers(model: ModelConfig, stages: Sequence[Extent]) -> list[float]:

@@ -1,0 +1,40 @@
+"""Work of a layer's parts, in weights that a row is multiplied by: 2 FLOPs each in forward, and again in backward.
+
+Some parts take longer than their FLOPs at the rate of a device's large products. They count as more weights, as
+measured on one H200 (`benchmarks/results/experts_h200_2026-11-24/` and `delta_net_h200_2026-11-24/`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+
+from lorafusion_jax.config.model import ModelConfig
+from lorafusion_jax.families.delta_net import DeltaNet
+from lorafusion_jax.families.layer import Layer
+from lorafusion_jax.layout.layer import Half
+
+EXPERTS = 2.0  # products of experts: rows are sorted and padded, and tiles are small
+RULE = 108.0  # the gated delta rule in XLA's form: float32, and one step per chunk; forward and backward on average
+
+
+def row_weights(layer: Layer, half: Half | None = None) -> float:
+    """Weights of a layer or half that a row passes through."""
+    products = sum(prod(linear.row_shape) * (EXPERTS if linear.experts else 1) for linear in layer.linears_of(half))
+    return products + (_rule(layer.attention) if half != "mlp" else 0)
+
+
+def attention_elements(layer: Layer, sample_tokens: float) -> float:
+    """Products per row of scores and of their values, whose time grows with a sample: reach · H · C."""
+    mixer = layer.attention
+    return 0.0 if isinstance(mixer, DeltaNet) else mixer.reach(sample_tokens) * mixer.queries
+
+
+def mean_over_layers(model: ModelConfig, value: Callable[[Layer], float]) -> float:
+    """The mean of a value over the layers of a model."""
+    by_kind = [value(layer) for layer in model.kinds]
+    return sum(by_kind[model.kind_of(number)] for number in range(model.num_layers)) / model.num_layers
+
+
+def _rule(mixer: object) -> float:
+    return RULE * mixer.reach(1) * mixer.queries if isinstance(mixer, DeltaNet) else 0.0

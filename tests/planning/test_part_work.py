@@ -1,0 +1,61 @@
+"""Predicted times of layers with experts and delta nets, against those measured on one H200."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lorafusion_jax.config.model import ModelConfig
+from lorafusion_jax.families.delta_net import DeltaNet
+from lorafusion_jax.families.experts import Experts
+from lorafusion_jax.families.pattern import LayerType
+from lorafusion_jax.families.rope import Rope
+from lorafusion_jax.planning.prediction import predicted_parts
+
+RESULTS = Path(__file__).parents[2] / "benchmarks/results"
+BOUND = 0.15  # the rates are those of whole runs, whose clocks are lower than those of one layer
+MOE = ModelConfig(
+    family="qwen3_moe", vocab_size=256, intermediate_size=6144, num_layers=1, qk_norm=True, hidden_size=2048,
+    num_heads=32, num_kv_heads=4, head_dim=128, experts=Experts(width=2048, inner=768, count=128, active=8),
+)  # fmt: skip
+MIXERS = {"gated delta net": LayerType(linear=True), "gated attention": LayerType(rope=Rope(channels=64))}
+
+
+def hybrid(mixer: str) -> ModelConfig:
+    return ModelConfig(
+        family="qwen3_5_text", vocab_size=256, num_layers=1, qk_norm=True, norm_offset=1.0, attention_gate=True,
+        delta_net=DeltaNet(width=4096, key_heads=16, value_heads=32, key_dim=128, value_dim=128),
+        pattern=(MIXERS[mixer],), hidden_size=4096, intermediate_size=12288, num_heads=16, num_kv_heads=4,
+        head_dim=256,
+    )  # fmt: skip
+
+
+def rows(folder: str) -> list[dict]:
+    lines = next((RESULTS / folder).glob("*.jsonl")).read_text().splitlines()
+    return [row for row in map(json.loads, lines) if row["section"] == "layer"]
+
+
+def predicted_ms(model: ModelConfig, tokens: int, lengths: list[int]) -> float:
+    layer, squares = predicted_parts(model, "h200").layer, sum(length**2 for length in lengths)
+    return 1e3 * (layer.forward.seconds(tokens, squares) + layer.backward.seconds(tokens, squares))
+
+
+@pytest.mark.parametrize("tokens", [8192, 16384])
+def test_a_layer_of_experts_takes_what_is_predicted(tokens):
+    measured = {row["adapters_on"]: row["ms"] for row in rows("experts_h200_2026-11-24") if row["tokens"] == tokens}
+    predicted = predicted_ms(MOE, tokens, [tokens // 8] * 8)
+    for adapters in ("attention", "attention, experts"):
+        assert predicted == pytest.approx(measured[adapters], rel=BOUND)
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_a_layer_of_a_hybrid_takes_what_is_predicted(mixer):
+    measured = {row["mixer"]: row["adapted_ms"] for row in rows("delta_net_h200_2026-11-24")}
+    assert predicted_ms(hybrid(mixer), 8192, [2730, 5462]) == pytest.approx(measured[mixer], rel=BOUND)
+
+
+def test_a_delta_net_grows_with_its_rows_alone():
+    one, many = (predicted_ms(hybrid("gated delta net"), 8192, lengths) for lengths in ([8192], [1024] * 8))
+    assert one == many
