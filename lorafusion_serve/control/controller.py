@@ -237,7 +237,7 @@ class Controller:
 
     def _check(self, job: Job) -> None:
         try:
-            verdict = self.run_check(job)
+            verdict: dict[str, Any] = self.run_check(job)
         except Exception as problem:
             log.exception("the check of %s failed", job["id"])
             what = f"the job could not be checked: {problem}"

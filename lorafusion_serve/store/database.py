@@ -41,13 +41,19 @@ class Database:
 
         Raises:
             RunError: `store.damaged`, `store.version`.
+            StoreError: `store.busy`, another process holds the file.
         """
         self.file, self._writing = file, threading.Lock()
         self._engine = create_engine(f"sqlite:///{file}", connect_args={"timeout": BUSY_S})
         event.listen(self._engine, "connect", _configure)
         event.listen(self._engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN"))
         try:
-            self._prepare()
+            with _reporting():
+                self._prepare()
+        except StoreError as problem:
+            if problem.code == "store.busy":
+                raise
+            raise _damaged(file, problem.why) from None
         except DatabaseError as problem:
             raise _damaged(file, str(problem.orig)) from None
         with self.read() as connection:
@@ -90,7 +96,7 @@ class Database:
             if version is None:
                 t.meta.create_all(connection)
                 connection.exec_driver_sql(f"INSERT INTO version VALUES ({t.VERSION})")
-            else:
+            elif version != t.VERSION:
                 self._migrate(connection, version)
 
     def _migrate(self, connection: Connection, version: int) -> None:

@@ -125,6 +125,46 @@ def test_a_locked_database_is_busy_for_a_while(tmp_path, monkeypatch):
     db.close()
 
 
+def test_a_database_opens_while_another_process_writes(tmp_path, monkeypatch):
+    """Nothing is written into one of this version; one that has to be migrated is busy, not damaged."""
+    monkeypatch.setattr(database, "BUSY_S", 0.2)
+    make_version(tmp_path / "old.db", 2)
+    Database(tmp_path / "new.db").close()
+    holders = [sqlite3.connect(tmp_path / name, isolation_level=None) for name in ("old.db", "new.db")]
+    for holder in holders:
+        holder.execute("BEGIN IMMEDIATE")
+        holder.execute("UPDATE version SET number = number")
+    Database(tmp_path / "new.db").close()
+    with pytest.raises(StoreError) as problem:
+        Database(tmp_path / "old.db")
+    assert problem.value.code == "store.busy"
+    for holder in holders:
+        holder.close()
+    Database(tmp_path / "old.db").close()
+
+
+def test_a_lost_log_of_the_database_loses_its_last_changes_only(tmp_path):
+    """The file beside it is gone, or was cut: what was written into the database itself is there, whole."""
+    for cut in (0, 5000):
+        file = tmp_path / f"{cut}.db"
+        db = Database(file)
+        with db.write() as connection:
+            db.add_event(connection, "before", "ana", None, {})
+        with db._engine.connect() as connection:
+            connection.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)")
+        with db.write() as connection:
+            db.add_event(connection, "after", "ana", None, {"text": "x" * 20_000})
+        log = file.with_name(file.name + "-wal").read_bytes()
+        copy = tmp_path / f"copy-{cut}.db"
+        copy.write_bytes(file.read_bytes())
+        copy.with_name(copy.name + "-wal").write_bytes(log[:cut])
+        db.close()
+        again = Database(copy)
+        with again.write() as connection:
+            assert connection.execute(select(t.events.c.kind)).scalars().all() == ["before"]
+        again.close()
+
+
 def test_a_service_goes_on_after_its_database_was_locked(serve, monkeypatch):
     monkeypatch.setattr(database, "BUSY_S", 0.2)
     service = serve()
