@@ -21,13 +21,15 @@ class Settings:
         home: folder of the database, data sets, jobs and logs.
         bases: name → folder of a base model.
         places: class → number of places of a session.
-        gpus, memory_gib, device: of this machine, for a policy; the device's rates are those of `scheduling.rates`.
+        hosts: number of equal hosts, for a policy.
+        gpus, memory_gib, device: of each host, for a policy; the device's rates are those of `scheduling.rates`.
         policy: "one-session", or the policy that decides which sessions there are and who trains in which.
         base, mesh, batch, train: settings of every session, as the sections of a job file.
         reproducible: batches are split in one way, so that an adapter does not depend on its company by a single bit.
         ray: address of a Ray cluster on which workers run (None: on this machine).
         workers_at: host and port where workers of other machines reach the server (None: they are on this machine).
         mlora_compat: mount mLoRA's routes, which have no users.
+        artifacts: URL of fsspec below which finished adapters are published, too.
         save_s: seconds between two saves of the states of all jobs.
         lease_s: seconds without a sign of a worker after which its jobs go back to the queue.
         most_upload, most_jobs: bytes of a data set, and live jobs of an owner.
@@ -36,6 +38,7 @@ class Settings:
     home: Path
     bases: Mapping[str, Path]
     places: Mapping[Any, int]
+    hosts: int = 1
     gpus: int = 1
     memory_gib: float = 140.0
     device: str = "h200"
@@ -48,6 +51,7 @@ class Settings:
     ray: str | None = None
     workers_at: tuple[str, int] | None = None
     mlora_compat: bool = False
+    artifacts: str | None = None
     save_s: float = 60.0
     lease_s: float = 30.0
     most_upload: int = 2 << 30

@@ -76,6 +76,10 @@ class Places:
             (p for p, (most, place_kind) in places if place_kind == kind and most >= rank and p not in taken), None
         )
 
+    def holds(self, kind: str, rank: int) -> bool:
+        """Whether some place, free or not, has the kind and is large enough."""
+        return self.find(kind, rank, ()) is not None
+
     def refuses(self, spec: AdapterSpec) -> str:
         """Says why no place of the session can ever hold an adapter; empty if one can."""
         largest = max((rank for rank, kind in zip(self.ranks, self.kinds, strict=True) if kind == spec.kind), default=0)

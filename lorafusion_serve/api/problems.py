@@ -10,6 +10,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from lorafusion_jax.errors import LoraFusionError
+from lorafusion_serve.control.spec import NOT_SERVED, RUN
 from lorafusion_serve.states import StateError
 from lorafusion_serve.store.database import StoreError
 
@@ -86,6 +87,9 @@ def _describe(problem: LoraFusionError) -> dict[str, str]:
 def _of_pydantic(detail: dict[str, Any]) -> dict[str, str]:
     where = ".".join(str(part) for part in detail["loc"] if part not in ("body", "query", "path"))
     kind = detail["type"]
+    if kind == "extra_forbidden" and where in NOT_SERVED:
+        what = f"a service does not take {where}."
+        return {"code": "job.not-served", "what": what, "where": where, "why": NOT_SERVED[where], "fix": RUN}
     code = {"missing": "api.missing", "extra_forbidden": "api.unknown-key", "json_invalid": "api.json"}.get(
         kind, "api.value"
     )

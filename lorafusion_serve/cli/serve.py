@@ -61,6 +61,13 @@ def command(
         str | None,
         typer.Option(metavar="HOST:PORT", help="with --ray: where workers reach this server; all nodes share --home"),
     ] = None,
+    hosts: Annotated[int, typer.Option(min=1, max=1024, help="with --ray: nodes with --gpus each, for the policy")] = 1,
+    artifacts: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL", help="publish finished adapters there, too: s3://…, gs://…, file:///…; needs fsspec"
+        ),
+    ] = None,
     demo: Annotated[bool, typer.Option("--demo", help="a tiny base and three jobs of two users, on the CPU")] = False,
 ) -> None:
     """Runs a training service: jobs in, adapters out, over REST and a web page.
@@ -80,13 +87,15 @@ def command(
         home=home.absolute(),
         bases=_bases(base or []),
         places=read_places(places),
+        hosts=read_hosts(hosts, ray),
         gpus=gpus,
         memory_gib=memory_gib,
-        policy=read_policy(policy, several=gpus > 1 or len(base or []) > 1),
+        policy=read_policy(policy, several=gpus * hosts > 1 or len(base or []) > 1),
         reproducible=reproducible,
         ray=ray,
         workers_at=read_workers_at(workers_at, ray),
         mlora_compat=mlora_compat,
+        artifacts=artifacts,
         save_s=save_s,
         lease_s=lease_s,
         base=sections["base"],
@@ -142,6 +151,18 @@ def read_workers_at(text: str | None, ray: str | None) -> tuple[str, int] | None
         fix = "--ray auto --workers-at 10.0.0.5:7071, with an address of this machine that the nodes reach"
         raise ConfigError("serve.workers-at", what, why="workers on other nodes connect to it", fix=fix)
     return host, int(port)
+
+
+def read_hosts(hosts: int, ray: str | None) -> int:
+    """Returns the number of hosts; without a cluster there is one.
+
+    Raises:
+        ConfigError: `serve.hosts`.
+    """
+    if hosts > 1 and ray is None:
+        what, fix = "--hosts is for --ray: other workers are on this machine.", "--ray auto --workers-at HOST:PORT"
+        raise ConfigError("serve.hosts", what, fix=fix)
+    return hosts
 
 
 def read_policy(name: str | None, *, several: bool) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.config.places import Places, class_name
 from lorafusion_jax.config.specs import adapter_specs
 from lorafusion_jax.errors import LoraFusionError
@@ -36,15 +37,24 @@ def check(values: dict[str, Any], places: dict[str, int]) -> dict[str, Any]:
     (spec,) = adapter_specs(config)
     layout = Places.of(places)
     if why := layout.refuses(spec):
-        code, where = ("job.rank", "lora.rank") if spec.kind in layout.kinds else ("job.kind", "lora.kind")
-        if layout.lacks_head(spec):
-            fix = "its default options, or train it in a run: lorafusion train"
-            return {"problems": [{"code": "job.objective", "where": "objective", "what": why, "why": "", "fix": fix}]}
-        fix = f"another lora.rank or lora.kind, or start the service with --places {class_name(spec.kind, spec.rank)}:1"
-        return {"problems": [{"code": code, "where": where, "what": f"{why}.", "why": "", "fix": fix}]}
+        return {"problems": [_place_problem(layout, spec, why)]}
     lengths = job.stream[:: max(1, len(job.stream) // MOST_LENGTHS)][:MOST_LENGTHS].tolist()
     sizes = {"steps": job.num_batches, "tokens": int(job.stream.sum()), "rank": spec.rank}
     return {"problems": []} | sizes | {"lengths": lengths}
+
+
+def _place_problem(layout: Places, spec: AdapterSpec, why: str) -> Problem:
+    """Says why no place can hold an adapter. Other places may be large enough; some adapters need a run."""
+    larger = f"start the service with --places {class_name(spec.kind, spec.rank)}:1"
+    if spec.kind not in layout.kinds:
+        code, where, fix = "job.kind", "lora.kind", f"another lora.kind, or {larger}"
+    elif not layout.holds(spec.kind, spec.rank):
+        code, where, fix = "job.rank", "lora.rank", f"a smaller lora.rank, or {larger}"
+    elif layout.lacks_head(spec):
+        code, where, fix = "job.objective", "objective", "its default options, or train it in a run: lorafusion train"
+    else:
+        code, where, fix = "job.not-served", "lora", "train it in a run: lorafusion train"
+    return {"code": code, "where": where, "what": f"{why}.", "why": "", "fix": fix}
 
 
 def describe(problem: Exception) -> Problem:

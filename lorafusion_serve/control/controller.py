@@ -24,6 +24,7 @@ from lorafusion_jax.errors import ConfigError
 from lorafusion_serve.control.child import Child
 from lorafusion_serve.control.hub import Connection, Hub
 from lorafusion_serve.control.launch import Launcher, LocalLauncher
+from lorafusion_serve.control.publish import Publisher
 from lorafusion_serve.control.scheduler import (
     GROUP,
     Configuration,
@@ -74,6 +75,7 @@ class Controller:
         self._scheduler = scheduler or make_scheduler(settings)
         self._sessions: dict[str, Session] = {}
         self.child = Child()
+        self._publisher = Publisher(settings.artifacts, db) if settings.artifacts else None
         self._checks = ThreadPoolExecutor(1, "check")
         self._checking: set[str] = set()
         self._ended = threading.Event()
@@ -97,6 +99,8 @@ class Controller:
                 session.stop()
         self._hub.close()
         self._checks.shutdown(wait=False, cancel_futures=True)
+        if self._publisher is not None:
+            self._publisher.close()
         self.child.close()
 
     @property
@@ -142,6 +146,8 @@ class Controller:
         while not self._ended.wait(ROUND_S):
             try:
                 self._check_new()
+                if self._publisher is not None:
+                    self._publisher.look()
                 if self._with_worker:
                     self._arrange()
             except StoreError as problem:  # busy or full: the next round tries again
@@ -177,7 +183,7 @@ class Controller:
                 self._sessions.pop(name).remove()
         for name, plan in wanted.sessions.items():
             others = [session for session in self._sessions.values() if session.group != name]
-            if name not in self._sessions and not any(set(session.plan.gpus) & set(plan.gpus) for session in others):
+            if name not in self._sessions and not any(_share_gpus(session.plan, plan) for session in others):
                 self._sessions[name] = self._new_session(name, plan)
         for session in self._sessions.values():
             session.watch()
@@ -459,6 +465,10 @@ def make_launcher(settings: Settings) -> Launcher:
         fix = 'pip install "lorafusion-jax[ray]", and ray start --head on one node'
         what = f"the Ray cluster {settings.ray} cannot be used."
         raise ConfigError("serve.ray", what, why=str(problem).splitlines()[0], fix=fix) from None
+
+
+def _share_gpus(first: SessionPlan, second: SessionPlan) -> bool:
+    return first.host == second.host and bool(set(first.gpus) & set(second.gpus))
 
 
 def jobs_tried_alone(rows: Sequence[Job], group: Mapping[str, str]) -> dict[str, str]:

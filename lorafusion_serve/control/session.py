@@ -26,6 +26,7 @@ from lorafusion_serve.store.database import Database
 from lorafusion_serve.store.jobs import Job, Jobs
 
 START_S = 180.0  # for a worker to start and connect
+LOCAL = "local"  # the only host
 STOP_S = 60.0  # for a worker to save its jobs and end
 MOST_BACKOFF_S = 60.0
 log = logging.getLogger("lorafusion.control")
@@ -41,6 +42,7 @@ class SessionPlan:
         gpus: numbers of its GPUs (empty: whatever the machine has).
         mesh: `mesh.stages` and `mesh.data`, where they differ from the settings.
         capacity_tokens: of its microbatches (None: as in the settings).
+        host: whose GPUs these are, in the view of a policy.
     """
 
     base: str
@@ -48,6 +50,7 @@ class SessionPlan:
     gpus: tuple[int, ...] = ()
     mesh: Mapping[str, int] = field(default_factory=dict[str, int])
     capacity_tokens: int | None = None
+    host: str = LOCAL
 
 
 class Session:
@@ -209,7 +212,7 @@ class Session:
             connection.execute(t.groups.delete().where(t.groups.c.id == group))
             values = {"id": group, "base": plan.base, "epoch": epoch, "state": "opening", "places": dict(plan.places)}
             values |= {"gpus": list(plan.gpus), "mesh": dict(plan.mesh), "capacity": plan.capacity_tokens}
-            values |= {"opens": self._opens_digest()}
+            values |= {"opens": self._opens_digest(), "host": plan.host}
             drained = False if row is None else row["drained"]
             connection.execute(t.groups.insert().values(values | {"drained": drained}))
             text = f"worker {group}, epoch {epoch}: started, because {why}"

@@ -19,6 +19,19 @@ JOB_NAME = r"^[a-z0-9][a-z0-9._-]{0,62}$"
 DATASET = r"^sha256-[0-9a-f]{64}$"
 ARTIFACT = r"^adapter-[0-9a-f]{12}$"
 
+RUN = "train it in a run: lorafusion train"
+NOT_SERVED = {  # keys of a job file that a place of a live session does not have → why
+    "lora.rank_pattern": "a place has one rank",
+    "lora.alpha_pattern": "a place has one scale",
+    "lora.layers_to_transform": "a place has all layers",
+    "lora.exclude": "a place has its targets by name: lora.targets",
+    "lora.lora_bias": "a place has no biases",
+    "lora.trainable_tokens": "a place has no rows of the embedding",
+    "lora.target_parameters": "a place has no adapters of experts",
+    "early_stop": "a job of a service trains all its steps, until it is cancelled",
+    "halving": "jobs of a service do not know of each other",
+}
+
 
 class Part(BaseModel):
     model_config = ConfigDict(extra="forbid")

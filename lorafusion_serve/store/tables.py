@@ -6,7 +6,12 @@ from sqlalchemy import JSON, Boolean, Column, Float, ForeignKey, Index, Integer,
 
 VERSION = 3
 MIGRATIONS: dict[int, tuple[str, ...]] = {  # version → what makes the next one of it
-    2: ("ALTER TABLE groups ADD COLUMN opens VARCHAR NOT NULL DEFAULT ''",),
+    2: (
+        "ALTER TABLE groups ADD COLUMN opens VARCHAR NOT NULL DEFAULT ''",
+        "ALTER TABLE groups ADD COLUMN host VARCHAR NOT NULL DEFAULT ''",
+        "ALTER TABLE artifacts ADD COLUMN url VARCHAR NOT NULL DEFAULT ''",
+        "ALTER TABLE artifacts ADD COLUMN problem TEXT NOT NULL DEFAULT ''",
+    ),
 }
 meta = MetaData()
 
@@ -108,6 +113,8 @@ artifacts = Table(
     Column("path", String, nullable=False),
     Column("sha256", String, nullable=False),
     Column("created", Float, nullable=False),
+    Column("url", String, nullable=False, default=""),  # where it was published, too
+    Column("problem", Text, nullable=False, default=""),  # why it was not
 )
 groups = Table(
     "groups",
@@ -123,6 +130,7 @@ groups = Table(
     Column("capacity", Integer),  # tokens of its microbatches, if they are not those of the settings
     Column("device", String, nullable=False, default=""),
     Column("opens", String, nullable=False, default=""),  # digest of what its worker opened
+    Column("host", String, nullable=False, default=""),  # whose GPUs these are
     Column("drained", Boolean, nullable=False, default=False),
     Column("received", Integer, nullable=False, default=0),  # number of the last event taken from this epoch
 )

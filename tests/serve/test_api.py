@@ -6,11 +6,14 @@ import http.client
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from lorafusion_jax.config.places import Places
 from lorafusion_serve.api.app import describe
 from lorafusion_serve.client import Client, ServiceError, _parse_events
+from lorafusion_serve.control.check import _place_problem
 from lorafusion_serve.store import keys as k
 
 ID = "sha256-" + "0" * 64
@@ -64,6 +67,34 @@ def test_every_problem_is_named_at_once(running, job):
     problem = refused(lambda: running.client("ana").submit(unknown))
     assert [entry["code"] for entry in problem.problems] == ["job.base", "job.dataset", "job.adapter"]
     assert all(entry["what"] and entry["fix"] for entry in problem.problems)
+
+
+def test_what_needs_a_run_is_refused_by_its_name(running, job):
+    """Experts, patterns and tokens: places do not have them, and the job is not accepted first."""
+    lora = {"rank": 4, "rank_pattern": {"q_proj": 8}, "trainable_tokens": [1], "target_parameters": ["mlp.experts"]}
+    problem = refused(lambda: running.client("ana").submit(job | {"lora": lora, "early_stop": {"patience": 2}}))
+    wanted = {"lora.rank_pattern", "lora.trainable_tokens", "lora.target_parameters", "early_stop"}
+    assert {entry["where"] for entry in problem.problems if entry["code"] == "job.not-served"} == wanted
+    assert all(entry["why"] and "lorafusion train" in entry["fix"] for entry in problem.problems)
+
+
+@pytest.mark.parametrize(
+    ("spec", "code", "where"),
+    [
+        ({"rank": 9}, "job.rank", "lora.rank"),
+        ({"kind": "dora"}, "job.kind", "lora.kind"),
+        ({"on_experts": ("mlp.experts.gate_up_proj",)}, "job.not-served", "lora"),
+        ({"patterns": object()}, "job.not-served", "lora"),
+    ],
+)
+def test_a_refusal_of_places_names_what_to_change(spec, code, where):
+    made = SimpleNamespace(**{"kind": "lora", "rank": 4, "on_experts": (), "patterns": None, "tokens": None} | spec)
+    made.head, made.dropout = None, 0.0
+    layout = Places.of({8: 2})
+    problem = _place_problem(layout, made, layout.refuses(made))
+    assert (problem["code"], problem["where"]) == (code, where)
+    assert problem["what"].endswith(".")
+    assert problem["fix"]
 
 
 def test_settings_are_checked_as_in_a_job_file(running, job):

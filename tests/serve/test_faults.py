@@ -184,7 +184,8 @@ def make_version(file, version: int) -> None:
     with db.write() as connection:
         db.add_event(connection, "kept", "ana", None, {})
         connection.execute(t.groups.insert().values(id="g0", base="tiny", state="ready", places={"4": 1}))
-        connection.exec_driver_sql("ALTER TABLE groups DROP COLUMN opens")
+        for table, column in (("groups", "opens"), ("groups", "host"), ("artifacts", "url"), ("artifacts", "problem")):
+            connection.exec_driver_sql(f"ALTER TABLE {table} DROP COLUMN {column}")
         connection.exec_driver_sql(f"UPDATE version SET number = {version}")
     db.close()
 

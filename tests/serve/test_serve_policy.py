@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
 import pytest
 from simulated_service import Service, wait_for
 from simulated_worker import SimulatedLauncher
+from sqlalchemy import select
 
+from lorafusion_serve.control.scheduler import PolicyScheduler, plan_of_row
+from lorafusion_serve.store import tables as t
 from scheduling.online import Decision, Mesh
 from scheduling.online.policies.grouped import Packing
 
@@ -169,6 +173,63 @@ def test_a_policy_that_sleeps_delays_decisions_and_nothing_else(serve):
     service.wait(job, other)
     assert time.monotonic() - began > 1.5
     assert [service.show(name)["tries"] for name in (job, other)] == [0, 0]
+
+
+class Dreamer(Packing):
+    """Begins to think once a second job is there, and wakes when it is told to."""
+
+    wake = threading.Event()
+
+    def decide(self, state, now):
+        if len(state.jobs) > 1:
+            self.wake.wait(120)
+        return super().decide(state, now)
+
+
+def test_jobs_are_stopped_and_lost_workers_replaced_while_a_policy_thinks(serve, monkeypatch):
+    monkeypatch.setattr(Dreamer, "wake", threading.Event())
+    service = serve(Dreamer)
+    first = service.submit("one", "red", steps=10**6)
+    wait_for(lambda: service.show(first)["step"] >= 3)
+    second = service.submit("two", "blue", steps=5)
+    (processes,) = SimulatedLauncher.made.values()
+    processes[0].crash()
+    wait_for(lambda: len(service.placed(first)) == 2 and service.show(first)["state"] == "running")
+    with service.db.write() as connection:
+        service.jobs.ask(connection, first, "pause", actor="ana")
+    wait_for(lambda: service.show(first)["state"] == "paused")
+    assert service.show(second)["state"] == "queued"
+    Dreamer.wake.set()
+    service.wait(second)
+
+
+def test_another_policy_decides_after_one_that_never_does(serve, monkeypatch):
+    monkeypatch.setattr("lorafusion_serve.control.scheduler.PATIENCE_S", 0.5)
+    monkeypatch.setattr(Dreamer, "wake", threading.Event())
+    service = serve(Dreamer)
+    first = service.submit("one", "red", steps=200)
+    wait_for(lambda: service.show(first)["step"] >= 3)
+    service.wait(first, service.submit("two", "blue", steps=5))
+    Dreamer.wake.set()
+    assert service.show(first)["tries"] == 0  # its session stayed
+    assert len(service.placed(first)) == 1
+    assert [row["refused"] for row in service.decisions() if "has not decided" in row["refused"]]
+
+
+def test_each_host_has_its_gpus(serve):
+    """Sessions of two hosts have GPUs of the same number at the same time."""
+    service = serve(Packing, gpus=1, hosts=2)
+    jobs = [service.submit(base, base, steps=150) for base in ("red", "blue")]
+    wait_for(lambda: all(service.show(job)["state"] == "running" for job in jobs))
+    plans = [session.plan for session in service.controller._sessions.values()]
+    assert sorted((plan.host, plan.gpus) for plan in plans) == [("node-0", (0,)), ("node-1", (0,))]
+    with service.db.read() as connection:
+        rows = [dict(row) for row in connection.execute(select(t.groups)).mappings()]
+        running = service.jobs.in_states(connection, "running")
+    again = PolicyScheduler(service.settings, "packing")
+    again.adopt(rows, running)  # the next server goes on with both
+    assert again.decide(running, {}).sessions == {row["id"]: plan_of_row(row) for row in rows}
+    service.wait(*jobs)
 
 
 def test_a_session_that_dies_is_opened_again(serve):
