@@ -38,6 +38,11 @@ def pytest_configure(config: pytest.Config) -> None:
     """Eight simulated devices on the CPU, before anything starts a backend: layouts are tested everywhere."""
     import jax
 
+    from lorafusion_jax.machine import GPUS_WAIT
+
+    # Every command adds this option, and the key of a kept program has the options: without it from the start, what
+    # was compiled before the first command of a process, and in another process, would be compiled once more.
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {GPUS_WAIT}".strip()
     config.pluginmanager.register(CpuSeconds())
     sys.dont_write_bytecode = False  # processes of a suite read what the first has compiled
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

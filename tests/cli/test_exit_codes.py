@@ -86,12 +86,21 @@ def long_job(job):
     return job
 
 
+# The command line in a process that compiles nothing: it traces as this process does, whose programs are on the disk.
+COMMAND_LINE = """
+from lorafusion_jax.__main__ import main
+from lorafusion_jax.pipeline import lowered
+lowered.lowered_folder = lambda: None
+main()
+"""
+
+
 @contextmanager
 def started(job_path, run) -> Iterator[subprocess.Popen]:
     """A process that trains and has taken a step; killed at the end."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "lorafusion_jax", "train", str(job_path), "--out", str(run)],
-        env=os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"},  # the programs that are kept already
+        [sys.executable, "-c", COMMAND_LINE, "train", str(job_path), "--out", str(run)],
+        env=os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "JAX_NUM_CPU_DEVICES": "8"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
