@@ -78,9 +78,11 @@ def origin(group: str, name: str) -> str:
 
 def plugin_fault(problem: BaseException) -> ConfigError | None:
     """Returns an error that names the extension whose code raised; None if no code of one was running."""
-    seen: BaseException | None = problem
-    while seen is not None:
-        frames = [frame for frame, _ in traceback.walk_tb(seen.__traceback__)]
+    cause: BaseException | None = problem
+    known: set[int] = set()
+    while cause is not None and id(cause) not in known:  # an event that failed is context and effect of its bug
+        known.add(id(cause))
+        frames = [frame for frame, _ in traceback.walk_tb(cause.__traceback__)]
         for frame in reversed(frames):
             module = str(frame.f_globals.get("__name__", ""))
             if (name := _LOADED.get(module.partition(".")[0])) is not None:
@@ -91,7 +93,7 @@ def plugin_fault(problem: BaseException) -> ConfigError | None:
                     why=str(problem).partition("\n")[0],
                     fix="repair or update the package that it comes from, or choose another in the job file",
                 )
-        seen = seen.__cause__ or seen.__context__
+        cause = cause.__cause__ or cause.__context__
     return None
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import jax
 import pytest
 
 from lorafusion_jax.errors import RunError
 from lorafusion_jax.pipeline.executor import Executor
 from lorafusion_jax.pipeline.failures import stage_failed
+from lorafusion_jax.plugins import plugin_fault
 
 GLOO = "UNKNOWN: Gloo AllGather failed: [transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.7]:50075"
 NCCL = "INTERNAL: NCCL operation async_err failed: remote process exited or there was a network error"
@@ -67,6 +70,19 @@ def test_a_bug_stays_what_it_is(problem):
     with pytest.raises(type(problem)) as caught, Executor([], []).blaming(0, 3):
         raise problem
     assert caught.value is problem
+
+
+def test_a_bug_in_a_stage_ends_the_command():
+    """The event that failed is its context, and it is the cause of the event: looking for causes must end."""
+
+    def fail(stage: SimpleNamespace) -> None:
+        raise error
+
+    error, run = KeyError("a bug"), Executor([SimpleNamespace(remat="nothing")], [])
+    with pytest.raises(KeyError) as caught, run.blaming(None, None):
+        run.read_all(fail)
+    assert caught.value is error
+    assert plugin_fault(error) is None
 
 
 def test_the_advice_for_a_device_without_memory_is_no_setting_that_it_had():
