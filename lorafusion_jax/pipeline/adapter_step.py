@@ -40,7 +40,7 @@ def close_batch(
     columns: Mapping[str, Columns], own_columns: Own, twins: frozenset[str], adapter: Place, sums: Leaves,
     totals: Totals | None, alive: Array,
 ):  # fmt: skip
-    """See `StagePrograms.close_batch`. Squares of `twins` are counted by `join_twins`."""
+    """See `AdapterPrograms.close_batch`. Squares of `twins` are counted by `join_twins`."""
     index = adapter.index
     taken = lv.take(sums, columns, own_columns, adapter.first, lead=lv.SUMS)
     gradient = {name: leaf.sum(0) for name, leaf in taken.items()}
@@ -56,7 +56,7 @@ def close_batch(
 
 
 def join_twins(embed: Array, head: Array, summary: BatchSummary) -> tuple[Array, BatchSummary]:
-    """See `StagePrograms.join_twins`."""
+    """See `AdapterPrograms.join_twins`."""
     total = embed + head
     squares = summary.squares + jnp.sum(jnp.square(total))
     return total, summary._replace(squares=squares, finite=summary.finite * jnp.all(jnp.isfinite(total)))
@@ -66,7 +66,7 @@ def step(
     columns: Mapping[str, Columns], own_columns: Own, optim: OptimSettings, adapter: Place, lora: Leaves,
     gradient: Leaves, optimizer: Any, alive: Array, summaries: tuple[BatchSummary, ...], numbers: Hyper,
 ):  # fmt: skip
-    """See `StagePrograms.step`."""
+    """See `AdapterPrograms.step`."""
     healthy = alive[adapter.index]
     for summary in summaries:
         healthy &= (summary.finite == 1) & jnp.isfinite(summary.loss)
@@ -88,7 +88,7 @@ def write(
     columns: Mapping[str, Columns], owned: Own, adapter: Place, lora: Leaves, sums: Leaves,
     totals: Totals | None, alive: Array, new_weights: Leaves,
 ):  # fmt: skip
-    """See `StagePrograms.write`."""
+    """See `AdapterPrograms.write`."""
     zeros = jax.tree.map(jnp.zeros_like, lv.take(sums, columns, owned, adapter.first, lead=lv.SUMS))
     return (
         lv.put(lora, columns, adapter.first, new_weights),
@@ -105,7 +105,7 @@ def groups(columns: Mapping[str, Columns], own_columns: Own) -> dict[str, Group]
 
 
 def put_back(columns: Mapping[str, Columns], adapter: Place, lora: Leaves, earlier: Leaves, alive: Array):
-    """See `StagePrograms.put_back`."""
+    """See `AdapterPrograms.put_back`."""
     return lv.put(lora, columns, adapter.first, earlier), alive.at[adapter.index].set(False)
 
 

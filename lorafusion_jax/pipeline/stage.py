@@ -103,7 +103,7 @@ class Stage(StageState):
         return self._gradients[index][name]
 
     def join_twins(self, index: int, embed: Array, head: Array, summary: BatchSummary) -> BatchSummary:
-        """Gives the next step of an adapter the whole gradient of its trained rows, see `StagePrograms.join_twins`.
+        """Gives the next step of an adapter the whole gradient of its trained rows, see `AdapterPrograms.join_twins`.
 
         Returns:
             The summary of this stage. Only the first stage counts these rows.
