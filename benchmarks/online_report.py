@@ -18,12 +18,69 @@ TARGETS = {  # mean completion time over ours, by number of GPUs; and the worst 
     64: {"elastic-srtf": 1.15, "srtf": 1.4, "backfill": 2.0, "worst_user": 1.5},
 }
 TOGETHER = {("qwen2.5-32b", 80.0): 1.45, ("llama-3.1-70b", 80.0): 1.5}  # tokens/s over FIFO
+PUBLISHED = Path(__file__).parent / "results" / "online_2026-11-24b"
 Run = dict[str, dict[str, str]]  # rows by policy
+
+
+def read(file: Path) -> list[dict[str, str]]:
+    with file.open(newline="", encoding="utf-8") as stream:
+        return list(csv.DictReader(stream))
+
+
+def online_targets() -> str:
+    return _table(_targets(_rows("small", "large")))
+
+
+def online_held_out() -> str:
+    return _table(_traces("", _rows("held-out")))
+
+
+def online_large() -> str:
+    return _table(_traces("", _rows("large")))
+
+
+def online_queue() -> str:
+    return _table(_queue(_rows("queue", "large")))
+
+
+def online_ideas() -> str:
+    return _table(_ideas(_rows("ideas")))
+
+
+def online_throughput() -> str:
+    return _table(_throughput(_rows("throughput")))
+
+
+def online_rates() -> str:
+    return "\n".join(rate_rows(PUBLISHED))
+
+
+def online_decision() -> str:
+    return "\n".join(decision_rows(PUBLISHED))
+
+
+def online_mutants() -> str:
+    """How many planted faults of each file the tests notice."""
+    rows = read(PUBLISHED / "mutants.csv")
+    files = sorted({row["file"] for row in rows})
+    lines = ["| file | faults | noticed |", "|---|---|---|"]
+    for file in files:
+        results = [row["result"] for row in rows if row["file"] == file]
+        lines.append(f"| `{file.removeprefix('scheduling/online/')}` | {len(results)} | {results.count('killed')} |")
+    return "\n".join(lines)
+
+
+def _rows(*parts: str) -> list[dict[str, str]]:
+    return [row for row in read(PUBLISHED / "rows.csv") if row["part"] in parts]
+
+
+def _table(lines: Sequence[str]) -> str:
+    return "\n".join(line for line in lines if line.startswith("|"))
 
 
 def write_report(folder: Path) -> None:
     """Writes summary.md."""
-    rows = list(csv.DictReader((folder / "rows.csv").open()))
+    rows = read(folder / "rows.csv")
     parts = [
         "# The online scheduler against its targets\n",
         (folder / "conditions.txt").read_text(),
@@ -160,7 +217,7 @@ def _files(folder: Path) -> list[str]:
 
 def rate_rows(folder: Path) -> list[str]:
     """Errors of the packing that counts for groups that train, and of the fluid model of the search."""
-    rows = list(csv.DictReader((folder / "rates.csv").open()))
+    rows = read(folder / "rates.csv")
     lines = ["| lengths | groups | quantity | mean | 95 % | most |", "|---|---|---|---|---|---|"]
     for data in dict.fromkeys(row["data"] for row in rows):
         some = [row for row in rows if row["data"] == data]
@@ -180,7 +237,7 @@ def rate_rows(folder: Path) -> list[str]:
 
 def decision_rows(folder: Path) -> list[str]:
     """Counted work and CPU time of a decision."""
-    row = next(csv.DictReader((folder / "decision.csv").open()))
+    row = read(folder / "decision.csv")[0]
     return [
         f"{row['running']} running and {row['waiting']} waiting jobs on {row['gpus']} GPUs; CPU time where "
         f"Python takes {row['addition_ns']} ns for an addition in a loop.\n",

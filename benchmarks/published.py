@@ -16,6 +16,17 @@ from typing import Any
 from benchmarks import kernel_report
 from benchmarks.end_to_end_rows import LABELS, WORKLOADS, age, devices_of, newest
 from benchmarks.measured_code import code
+from benchmarks.online_report import (
+    online_decision,
+    online_held_out,
+    online_ideas,
+    online_large,
+    online_mutants,
+    online_queue,
+    online_rates,
+    online_targets,
+    online_throughput,
+)
 from benchmarks.peers import report as peer_report
 from benchmarks.quantised_plan import quantised_bases
 from benchmarks.replayed import replayed_over_measured
@@ -452,6 +463,7 @@ TABLES: dict[str, Callable[[], str]] = {
     for function in (
         layers, siblings, ops, slower, moved, training, ratios, workloads, idle, batch_sizes, scaling, planner,
         pipelines, ages, quantised_bases, peers_in_short, peers, sizes, flax_model, adapter_counts,
-        quantised_loss, quantised_depth,
+        quantised_loss, quantised_depth, online_targets, online_held_out, online_large, online_queue, online_ideas,
+        online_throughput, online_rates, online_decision, online_mutants,
     )
 }  # fmt: skip

@@ -117,6 +117,27 @@ def test_what_a_job_has_trained_is_saved_when_it_leaves_its_session():
     assert result.preemptions == 1
 
 
+def test_what_a_job_has_trained_is_saved_when_it_leaves_others_and_comes_back():
+    """Its session stays open for the other member, whose own last save is older."""
+    rates = Rates(ChangeCosts(start_s=0.0, load_bytes_per_s=1e15, change_s=0.0, compile_s=0.0, move_s=0.0))
+    med = replace(LAW, name="med", lengths=[900])
+    ticks = [replace(LAW, name=f"t{at}", arrival_s=at, steps=1) for at in (30.0, 40.0)]
+    script = Script(
+        {
+            0.0: [group(members=("law", "med"))],
+            30.0: [group("change", members=("med",))],
+            40.0: [group("change", members=("law", "med"))],
+            95.0: [group(members=("law", "med", "t30.0", "t40.0"))],
+        }
+    )
+    faults = [Fault("box", 90.0, 5.0)]
+    result = simulate_cluster([LAW, med, *ticks], [Worker("box", 1)], script, rates=rates, faults=faults)
+    together, (alone,) = steps_per_s(LAW, med, rates=rates), steps_per_s(med, rates=rates)
+    lost = together[0] * 50.0 * LAW.tokens / LAW.steps
+    lost += (together[1] * 80.0 + alone * 10.0) * med.tokens / med.steps
+    assert result.accounts.lost_tokens == pytest.approx(lost, rel=1e-3)
+
+
 @pytest.mark.parametrize("how", ["early", "failed"])
 def test_a_job_that_ends_at_a_step_leaves_the_others_to_train_on(how):
     med = replace(LAW, name="med", steps=1500)

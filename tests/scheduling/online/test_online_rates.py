@@ -53,6 +53,13 @@ def test_the_slowdown_is_against_the_fair_share_of_the_groups_gpus():
         assert slowdown == pytest.approx(RATES.fair_steps_per_s(member, KIND, member.weight) / steps)
 
 
+def test_members_share_full_microbatches_by_weight():
+    """In the fluid model and packed together: batches are so large that each could fill every slot."""
+    members = [job("a", lengths=[300], global_batch=200), job("b", lengths=[300], global_batch=200, weight=3.0)]
+    for rate in (RATES.on_mesh(members, KIND, Mesh(1, 1, 4096)), RATES.formed(members, KIND, Mesh(1, 1, 4096))):
+        assert rate.steps_per_s[1] == pytest.approx(3 * rate.steps_per_s[0], rel=0.1)
+
+
 def test_members_take_room_for_their_own_ranks():
     low, high = job("low", rank=4), job("high", rank=64)
     together = RATES._adapters([low, high], 2)
