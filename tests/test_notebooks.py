@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 SECONDS_A_CELL = 300
 SHORTER = {"01_quickstart": ("max_steps: 20", "max_steps: 3")}  # the others are done as soon as they are compiled
-NIGHTLY = ("04_timeline",)  # cli/test_profile_timeline.py does the same by command
+NIGHTLY = ("04_timeline", "12_a_service")  # cli/test_profile_timeline.py and serve/test_acceptance.py do the same
 
 
 def code_of(path: Path) -> list[str]:
@@ -49,8 +49,8 @@ def test_notebook_runs(path, monkeypatch):
     """In a kernel where it sets jax up; otherwise in this process, which has imported and compiled much of it."""
     cells = code_of(path)
     assert cells
+    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # of processes that it starts
     if any("jax.config.update" in cell for cell in cells):
-        monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
         run_in_kernel(path)
         return
     if path.stem in SHORTER:
