@@ -185,8 +185,13 @@ class Controller:
             others = [session for session in self._sessions.values() if session.group != name]
             if name not in self._sessions and not any(_share_gpus(session.plan, plan) for session in others):
                 self._sessions[name] = self._new_session(name, plan)
-        for session in self._sessions.values():
-            session.watch()
+        for name, session in self._sessions.items():
+            try:
+                session.watch()
+            except StoreError:
+                raise
+            except Exception:  # the cluster is away; sessions elsewhere go on
+                log.exception("the worker of %s cannot be watched or started", name)
 
     def _new_session(self, name: str, plan: SessionPlan) -> Session:
         return Session(self._settings, self._db, self._jobs, self._hub, name, plan, self.values, self._launcher)

@@ -131,14 +131,14 @@ class Session:
             self._seen, self._sent, self._weights = connection, set(), {}
             self._silent_since = time.monotonic()
         silent_s = time.monotonic() - (self._silent_since if connection is None else connection.contact)
-        died = self._worker is not None and self._worker.has_ended()
         if connection is not None and silent_s <= self._settings.lease_s:
             return False
+        died = self._worker is not None and self._worker.has_ended()
         lease_s = self._settings.lease_s if self._was_connected else max(START_S, self._settings.lease_s)
         if self._worker is not None and not died and silent_s <= lease_s:
             return False  # it starts, or connects again
-        if died and time.monotonic() < self._not_before:
-            return False  # it ended before it was ready: not again at once
+        if (died or self._worker is None) and time.monotonic() < self._not_before:
+            return False  # it ended before it was ready, or could not be started: not again at once
         adopted = self._worker is None and connection is None and self._adoptable()
         if adopted and silent_s <= self._settings.lease_s:
             return False  # a worker of an earlier server, which will connect
@@ -219,9 +219,9 @@ class Session:
             connection.execute(t.decisions.insert().values(at=time.time(), text=text))
             self._db.add_event(connection, "worker", "admin", None, {"group": group, "epoch": epoch, "why": why})
         self._failed_starts += 1  # until it is ready
-        self._worker = self._start_worker(epoch)
-        self._silent_since, self._was_connected = time.monotonic(), False
+        self._silent_since, self._was_connected, self._worker = time.monotonic(), False, None
         self._not_before = self._silent_since + min(2.0**self._failed_starts, MOST_BACKOFF_S)
+        self._worker = self._start_worker(epoch)
 
     def _return_jobs(self, connection: Any, why: str) -> None:
         for job in self._jobs.in_states(connection, *ON_WORKER):

@@ -8,16 +8,18 @@ import shutil
 import sqlite3
 import threading
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from simulated_service import Service, wait_for
-from simulated_worker import SimulatedLauncher
+from simulated_worker import SimulatedLauncher, SimulatedProcess
 from sqlalchemy import select
 from sqlalchemy.exc import DatabaseError
 
 from lorafusion_jax.errors import LoraFusionError
 from lorafusion_serve.client import ServiceError
+from lorafusion_serve.control import session
 from lorafusion_serve.store import database
 from lorafusion_serve.store import tables as t
 from lorafusion_serve.store.database import Database, StoreError
@@ -94,6 +96,37 @@ def test_a_service_with_fewer_bases_runs_what_it_can(serve):
         service.jobs.change(connection, rows[1], "accept", actor="test", rank=4, steps=9, lengths=[9])
     service.wait(service.submit("one", "red"))
     assert [service.show(job)["state"] for job in rows] == ["checking", "queued"]
+
+
+def test_a_cluster_that_is_gone_leaves_jobs_in_the_queue(serve, monkeypatch):
+    """Its head cannot be reached: nothing starts, and nothing can be said of workers. Jobs are accepted and wait."""
+    monkeypatch.setattr(session, "MOST_BACKOFF_S", 0.3)
+    service, gone = serve(), threading.Event()
+
+    def away(*_):
+        if gone.is_set():
+            raise ConnectionError("the head of the cluster does not answer")
+
+    start, has_ended, starts = SimulatedLauncher.start, SimulatedProcess.has_ended, []
+
+    def start_later(self, *given):
+        starts.append(time.monotonic())
+        away()
+        return start(self, *given)
+
+    monkeypatch.setattr(SimulatedLauncher, "start", start_later)
+    monkeypatch.setattr(SimulatedProcess, "has_ended", lambda self: bool(away() or has_ended(self)))
+    running = service.submit("one", "red", steps=400)
+    wait_for(lambda: service.show(running)["step"] >= 3)
+    gone.set()
+    waiting, before, tried = service.submit("two", "blue", steps=5), service.show(running)["step"], len(starts)
+    wait_for(lambda: service.show(running)["step"] > before + 20)  # what runs goes on
+    wait_for(lambda: len(starts) > tried + 2)
+    assert all(later - sooner > 0.25 for sooner, later in pairwise(starts[tried:]))  # not in every round
+    assert service.show(waiting)["state"] == "queued"
+    gone.clear()
+    service.wait(running, waiting)
+    assert service.show(running)["tries"] == 0
 
 
 @pytest.mark.parametrize("step_s", [3600.0, -3600.0])
