@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import Connection, and_, func, or_, select, tuple_
+from sqlalchemy import Connection, and_, func, or_, select, text, tuple_
 
 from lorafusion_serve.states import ENDED, LIVE, NEW, next_state
 from lorafusion_serve.store import tables as t
@@ -92,8 +92,8 @@ class Jobs:
         self.restart(connection, job, step=row["state_step"], path=row["state_path"])
         changed = self.change(connection, job, "lost", actor="controller", why=why, **values)
         if tries >= MOST_TRIES and changed["state"] == "queued":
-            text = f"its worker was lost {tries} times within {PROGRESS} steps"
-            return self.change(connection, job, "poison", actor="controller", why=text)
+            reason = f"its worker was lost {tries} times within {PROGRESS} steps"
+            return self.change(connection, job, "poison", actor="controller", why=reason)
         return changed
 
     def restart(self, connection: Connection, job: str, *, step: int, path: str | None) -> None:
@@ -136,8 +136,8 @@ class Jobs:
         ]
 
     def in_states(self, connection: Connection, *states: str) -> list[Job]:
-        """Jobs in these states: by priority, then in order of arrival."""
-        order = (t.jobs.c.priority.desc(), t.jobs.c.created, t.jobs.c.id)
+        """Jobs in these states: by priority, then in order of arrival, which no step of the clock changes."""
+        order = (t.jobs.c.priority.desc(), text("jobs.rowid"))
         query = select(t.jobs).where(t.jobs.c.state.in_(states)).order_by(*order)
         return [dict(row) for row in connection.execute(query).mappings()]
 

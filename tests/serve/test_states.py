@@ -137,6 +137,18 @@ def test_epochs_only_grow(store):
         assert jobs.place(connection, job, group="g0", place=0)["epoch"] == 2
 
 
+def test_jobs_wait_in_the_order_of_their_arrival_whatever_the_clock_says(store, monkeypatch):
+    db, jobs = store
+    arrived = []
+    for clock in (2e9, 2e9 - 3600, 2e9 + 3600, 2e9 - 7200):
+        monkeypatch.setattr("lorafusion_serve.store.jobs.time.time", lambda clock=clock: clock)
+        arrived.append(submitted(db, jobs, "accept"))
+    with db.write() as connection:
+        jobs.set(connection, arrived[2], priority=5)
+        queued = [job["id"] for job in jobs.in_states(connection, "queued")]
+    assert queued == [arrived[2], arrived[0], arrived[1], arrived[3]]
+
+
 def test_a_state_that_was_not_told_of_yet_is_not_removed(tmp_path):
     """A worker may have written the next state while the message of the last one was under way."""
     names = ("e1-s12", "e2-s4", "e2-s8", "e2-s12", "e3-s2")
