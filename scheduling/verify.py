@@ -20,7 +20,7 @@ class Violation:
     """One broken rule."""
 
     code: str
-    message: str
+    what: str
 
 
 def verify_plan(plan: Plan, jobs: Sequence[AdapterJob] | None = None) -> None:

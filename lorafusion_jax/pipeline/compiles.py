@@ -31,9 +31,9 @@ class CompileCounter:
         jax.monitoring.unregister_event_listener(self._count)
         jax.monitoring.unregister_event_duration_listener(self._add)
 
-    def _add(self, event: str, seconds: float, **_: object) -> None:
-        self.lowering_s += seconds * (event == LOWERING)
-        self.compiling_s += seconds * (event == COMPILING)
+    def _add(self, event: str, duration_secs: float, **_: str | int) -> None:
+        self.lowering_s += duration_secs * (event == LOWERING)
+        self.compiling_s += duration_secs * (event == COMPILING)
 
     def _count(self, event: str, **_: object) -> None:
         self.compiled += event == MISS

@@ -281,6 +281,7 @@ def plan_of_row(row: Mapping[str, Any]) -> SessionPlan:
 
 def _state_of(name: str, plan: SessionPlan, members: tuple[str, ...], now: float) -> GroupState:
     """Returns a session as a policy sees it."""
+    assert plan.capacity_tokens is not None, "a session with GPUs of its own has a size of its own"
     assert plan.capacity_tokens is not None, "a policy decides it"
     mesh = Mesh(plan.mesh.get("stages", 1), plan.mesh.get("data", 1), plan.capacity_tokens)
     return GroupState(name, plan.base, plan.host, plan.gpus, mesh, members, ready_s=now)
