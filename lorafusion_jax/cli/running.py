@@ -25,6 +25,7 @@ from lorafusion_jax.report.console import errors_to, plain_table, say
 from lorafusion_jax.report.early_stops import early_stops
 from lorafusion_jax.report.events import Listener
 from lorafusion_jax.report.format import duration, exact
+from lorafusion_jax.report.measured import reference_share
 from lorafusion_jax.report.ranking import adapter_to_export, measures_of, rank
 from lorafusion_jax.report.summary import final_rows, got_worse, throughput
 from lorafusion_jax.signals import INTERRUPTED
@@ -108,6 +109,8 @@ def show_result(console: Console, result: RunResult) -> None:
         ran = f"no adapter was left to train after {duration(result.seconds)}"
     if comparison := _compare_with_prediction(result.folder):
         say(console, comparison)
+    if references := reference_share(read_rows(result.folder / "events.jsonl"), result.seconds):
+        say(console, references[1])
     kept_best = any(RunFolder(result.folder).best(name) for name in result.adapters)
     say(
         console,

@@ -11,7 +11,8 @@ from lorafusion_jax.config.auto import take_auto
 from lorafusion_jax.config.data_sources import Sources
 from lorafusion_jax.config.load import parse_config
 from lorafusion_jax.config.read import Source, read_source
-from lorafusion_jax.config.schema import AdapterConfig, JobConfig
+from lorafusion_jax.config.references import reference_of
+from lorafusion_jax.config.schema import AdapterConfig, JobConfig, ObjectiveSettings, Section
 from lorafusion_jax.config.sections import SHARED
 from lorafusion_jax.config.sweep import MOST_ADAPTERS
 from lorafusion_jax.errors import ConfigError, LoraFusionError, raise_all
@@ -33,7 +34,8 @@ def read_joining(path: Path, run: JobConfig, overrides: Sequence[str] = ()) -> t
     config = parse_config(_with_shared(source, run), overrides)
     raise_all([*_differences(source, config, run)])
     check_names(config.adapters, run)
-    return tuple(_with_moved_paths(adapter, config.directory, run.directory) for adapter in config.adapters)
+    names = [adapter.name for adapter in config.adapters]
+    return tuple(_with_moved_paths(adapter, names, config.directory, run.directory) for adapter in config.adapters)
 
 
 def check_names(adapters: Sequence[AdapterConfig], run: JobConfig) -> None:
@@ -104,8 +106,14 @@ def _model_folder(config: JobConfig) -> Path:
     return (Path(config.directory) / config.base.model).resolve()
 
 
-def _with_moved_paths(adapter: AdapterConfig, from_folder: str, to_folder: str) -> AdapterConfig:
-    """The adapter with paths that hold in the run's configuration."""
+def _with_moved_paths(
+    adapter: AdapterConfig, names: Sequence[str], from_folder: str, to_folder: str
+) -> AdapterConfig:
+    """The adapter with paths that hold in the run's configuration.
+
+    Args:
+        names: of all adapters of its file.
+    """
     if Path(from_folder) == Path(to_folder):
         return adapter
 
@@ -120,4 +128,9 @@ def _with_moved_paths(adapter: AdapterConfig, from_folder: str, to_folder: str) 
     files = {"train": moved_sources(adapter.data.train), "eval": moved_sources(adapter.data.eval)}
     data = adapter.data.model_copy(update=files)
     lora = adapter.lora.model_copy(update={"init_from": moved(adapter.lora.init_from)})
-    return adapter.model_copy(update={"data": data, "lora": lora})
+    changes: dict[str, Section] = {"data": data, "lora": lora}
+    reference = reference_of(adapter, names)
+    if reference is not None and reference.kind == "folder":
+        objective = adapter.objective.model_dump() | {"reference": moved(reference.name)}
+        changes["objective"] = ObjectiveSettings.model_validate(objective)  # `model_copy` would keep `chosen`
+    return adapter.model_copy(update=changes)

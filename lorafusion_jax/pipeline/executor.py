@@ -381,17 +381,29 @@ class Executor:
         return done
 
     def run_forward[T](
-        self, run: Callable[[Stage, Microbatch, Array | None], T], rows: Microbatch, adapters: Sequence[str] = ()
+        self,
+        run: Callable[[Stage, Microbatch, Array | None], T],
+        rows: Microbatch,
+        adapters: Sequence[str] = (),
+        stages: Sequence[Stage] | None = None,
     ) -> Future[T]:
-        """Issues a pass without gradients through all stages, e.g. `Stage.token_logprobs`. Returns the last result."""
+        """Issues a pass without gradients through all stages, e.g. `Stage.token_logprobs`. Returns the last result.
 
-        def run_stage(stage: Stage, before: Future[Any] | None) -> Any:
+        Args:
+            stages: others on the same devices, whose time counts apart (None: those of the session).
+        """
+
+        def run_stage(index: int, stage: Stage, before: Future[Any] | None) -> Any:
             x = None if before is None else transfer(before.result(), stage.mesh)
-            return run(stage, to_stage(rows, stage.mesh), x)
+            began = time.perf_counter()
+            result = run(stage, to_stage(rows, stage.mesh), x)
+            if self._spans is not None and stages is not None and index == 0:
+                self._spans.follow_pass(began, result)
+            return result
 
         done: Future[Any] | None = None
-        for index, stage in enumerate(self.stages):
-            done = self._submit(index, None, adapters, partial(run_stage, stage, done))
+        for index, stage in enumerate(self.stages if stages is None else stages):
+            done = self._submit(index, None, adapters, partial(run_stage, index, stage, done))
         assert done is not None
         return done
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+import jax
 import numpy as np
 from jax import Array
 
@@ -28,6 +30,7 @@ from lorafusion_jax.errors import CheckpointError
 from lorafusion_jax.objective.protocol import DIVERGENCE
 from lorafusion_jax.pipeline.base import stages_for
 from lorafusion_jax.pipeline.batches import teacher_state
+from lorafusion_jax.pipeline.executor import Executor
 from lorafusion_jax.pipeline.move import to_local, to_stage, transfer
 from lorafusion_jax.pipeline.stage import Stage
 from lorafusion_jax.planning.training_plan import plan_of_set
@@ -42,45 +45,143 @@ def _unchanged(rows: Microbatch) -> Microbatch:
     return rows
 
 
-def compute_references(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetPass:
+    """A forward pass over one set of samples of an adapter, under the adapter's reference.
+
+    Args:
+        adapter: its name.
+        key: of the result among the adapter's `SetReferences`.
+        config: a job with this adapter alone.
+        stages: that hold the reference.
+        place: of the reference on the stages; -1: the base alone.
+        state: of a teacher's tokens, if the objective compares distributions.
+        describe: adds what microbatches say of adapters in places, see `PlaceTable.describe`.
+    """
+
+    adapter: str
+    key: str
+    config: JobConfig
+    samples: TokenizedSet
+    stages: Sequence[Stage]
+    place: int
+    state: State | None
+    describe: Callable[[Microbatch], Microbatch]
+
+    def run(self, executor: Executor) -> Generator[None, None, np.ndarray]:
+        """Issues a microbatch at each step; see `run_set`."""
+
+        def issue(rows: Microbatch) -> Callable[[], Array]:
+            return executor.run_forward(self._of_stage, rows, [self.adapter], self.stages).result
+
+        slots, microbatch = self._packed()
+        return run_set(self.samples, slots, microbatch, issue, self.state, len(self.stages))
+
+    def compile(self) -> None:
+        """Runs the first microbatch once. Waits; may run in any thread if other work uses other stages."""
+        slots, microbatch = self._packed()
+        for replicas in slots[:1]:
+            rows, x = microbatch(replicas), None
+            for stage in self.stages:
+                x = self._of_stage(stage, to_stage(rows, stage.mesh), None if x is None else transfer(x, stage.mesh))
+            jax.block_until_ready(x)
+
+    def _of_stage(self, stage: Stage, rows: Microbatch, x: Array | None) -> Array:
+        return stage.token_logprobs(rows, x) if self.state is None else stage.states(rows, x)
+
+    def _packed(self) -> tuple[list[Replicas], Callable[[Replicas], Microbatch]]:
+        """Packs the set alone."""
+        samples, batch = self.samples, self.config.batch
+        plan = plan_of_set(self.config, self.adapter, samples.lengths)
+        width = 1 if samples.segment_lengths is None else samples.segment_lengths.shape[1]
+        most = max(len(part) for slot in plan.slots for part in slot.replicas) * width
+
+        def microbatch(replicas: Replicas) -> Microbatch:
+            rows = stacked(
+                [
+                    assemble(
+                        [piece_of(samples, ref.sample, self.place, EACH_ONE, key=0) for ref in replicas[replica]],
+                        capacity_tokens=batch.largest,
+                        tile_tokens=batch.tile_tokens,
+                        max_segments=num_segments(most),
+                        max_adapters=1,
+                    )
+                    for replica in self.stages[0].mesh.local_replicas
+                ]
+            )
+            return self.describe(rows)
+
+        return [slot.replicas for slot in plan.slots], microbatch
+
+
+def reference_passes(
     config: JobConfig,
     prepared: Prepared,
     stages: Sequence[Stage],
     names: Sequence[str],
-    on_progress: Callable[[str], None] = lambda text: None,
     describe: Callable[[Microbatch], Microbatch] = _unchanged,
-) -> dict[str, SetReferences]:
-    """Computes the references of some adapters. No work may be in flight on the stages.
+) -> Iterator[SetPass]:
+    """Yields the passes that compute the references of some adapters.
 
     Args:
         config: of the adapters on the stages. Those that are references must be at their first step.
-        on_progress: called with what is computed.
-        describe: adds what microbatches say of adapters in places, see `PlaceTable.describe`.
+        describe: see `SetPass`; of the stages.
 
     Raises:
         CheckpointError: a folder cannot be read or belongs to another base.
     """
     places = stack_of(config).index
-    made: dict[str, SetReferences] = {}
     for name in names:
         reference = reference_of(config.adapter(name), places)
         assert reference is not None
-        used, index, describes = list(stages), BASE_ALONE, describe
+        used, place, describes = list(stages), BASE_ALONE, describe
         if reference.kind == "adapter":
-            index = places[reference.name]
+            place = places[reference.name]
         elif reference.kind == "folder":
-            used, index = _stages_of_folder(config, config.adapter(name), stages, reference), 0
+            used, place = _stages_of_folder(config, config.adapter(name), stages, reference), 0
             describes = _unchanged
-        sets = sets_of(prepared.adapters[name])
-        tokens = sum(len(samples.tokens) for samples in sets.values())
-        on_progress(f"computing the reference of {name}, {count(tokens)} tokens")
         own_config = config.model_copy(update={"adapters": (config.adapter(name),)})
         state = teacher_state(own_config)
-        made[name] = {
-            key if state is None else f"{key}{STATES}": _run_set(own_config, samples, used, index, state, describes)
-            for key, samples in sets.items()
-        }
+        for key, samples in sets_of(prepared.adapters[name]).items():
+            yield SetPass(
+                adapter=name,
+                key=key if state is None else f"{key}{STATES}",
+                config=own_config,
+                samples=samples,
+                stages=used,
+                place=place,
+                state=state,
+                describe=describes,
+            )
+
+
+def run_passes(
+    passes: Iterable[SetPass], executor: Executor, on_progress: Callable[[str], None] = lambda text: None
+) -> Generator[None, None, dict[str, SetReferences]]:
+    """Runs passes one after another, a microbatch at each step of the generator.
+
+    Args:
+        on_progress: called with what is computed.
+
+    Returns:
+        The references of each adapter.
+    """
+    made: dict[str, SetReferences] = {}
+    for pass_of_set in passes:
+        name, tokens = pass_of_set.adapter, count(len(pass_of_set.samples.tokens))
+        on_progress(f"computing the reference of {name}, {tokens} tokens")
+        values = yield from pass_of_set.run(executor)
+        made[name] = {**made.get(name, {}), pass_of_set.key: values}
     return made
+
+
+def finish[T](steps: Generator[None, None, T]) -> T:
+    """Runs a generator to its end. Returns its result."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as done:
+            return done.value
 
 
 def read_reference_folder(config: JobConfig, reference: ReferenceWeights) -> tuple[AdapterSpec, Arrays]:
@@ -111,51 +212,6 @@ def _stages_of_folder(
     for stage in own_stages:
         stage.take_weights(lora)
     return own_stages
-
-
-def _run_set(
-    config: JobConfig,
-    samples: TokenizedSet,
-    stages: Sequence[Stage],
-    index: int,
-    state: State | None,
-    describe: Callable[[Microbatch], Microbatch],
-) -> np.ndarray:
-    """Runs the set of a job's only adapter through stages that have no other work; see `run_set`."""
-    plan = plan_of_set(config, config.adapters[0].name, samples.lengths)
-    width = 1 if samples.segment_lengths is None else samples.segment_lengths.shape[1]
-    most = max(len(part) for slot in plan.slots for part in slot.replicas) * width
-
-    def microbatch(replicas: Replicas) -> Microbatch:
-        rows = stacked(
-            [
-                assemble(
-                    [piece_of(samples, ref.sample, index, EACH_ONE, key=0) for ref in replicas[replica]],
-                    capacity_tokens=config.batch.largest,
-                    tile_tokens=config.batch.tile_tokens,
-                    max_segments=num_segments(most),
-                    max_adapters=1,
-                )
-                for replica in stages[0].mesh.local_replicas
-            ]
-        )
-        return describe(rows)
-
-    def issue(rows: Microbatch) -> Callable[[], Array]:
-        x = None
-        for stage in stages:
-            run = stage.states if state is not None else stage.token_logprobs
-            x = run(to_stage(rows, stage.mesh), None if x is None else transfer(x, stage.mesh))
-        assert x is not None
-        last = x
-        return lambda: last
-
-    passes = run_set(samples, [slot.replicas for slot in plan.slots], microbatch, issue, state, len(stages))
-    while True:
-        try:
-            next(passes)
-        except StopIteration as done:
-            return done.value
 
 
 def run_set(

@@ -22,14 +22,14 @@ from lorafusion_jax.checkpoint.peft import Arrays
 from lorafusion_jax.checkpoint.warm_start import start_from
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.config.specs import adapter_specs
-from lorafusion_jax.config.stack import stack_of
+from lorafusion_jax.config.stack import stack_of, without_places
 from lorafusion_jax.data.assemble import Microbatch
 from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.data.references import SetReferences
 from lorafusion_jax.layout.layer import RematPolicy
 from lorafusion_jax.models import ModelConfig
 from lorafusion_jax.objective.protocol import Chosen
-from lorafusion_jax.pipeline.base import check_tables, memory_warning, open_base
+from lorafusion_jax.pipeline.base import check_tables, memory_warning, open_base, stages_for
 from lorafusion_jax.pipeline.base_cache import BaseFiles
 from lorafusion_jax.pipeline.evaluation import Evaluation, Evaluator
 from lorafusion_jax.pipeline.executor import Executor
@@ -38,7 +38,7 @@ from lorafusion_jax.pipeline.growth import fill_place, grow_stages
 from lorafusion_jax.pipeline.leaves import HEAD_ROWS, Leaves
 from lorafusion_jax.pipeline.place_table import PlaceTable
 from lorafusion_jax.pipeline.reading import BASE, Reading, Times
-from lorafusion_jax.pipeline.references import compute_references
+from lorafusion_jax.pipeline.references import SetPass, finish, reference_passes, run_passes
 from lorafusion_jax.pipeline.release import release_unused
 from lorafusion_jax.pipeline.snapshot import Snapshot, Snapshots
 from lorafusion_jax.pipeline.spans import Spans
@@ -170,7 +170,7 @@ class Session:
         specs = dict(self._stages[0].occupied)
         for index in self._unstarted:
             spec = specs[index]
-            if adapter_kind(spec.kind).start is not None or spec.tokens is not None:
+            if _starts_from_base(spec):
                 for stage in self._stages:
                     stage.start_from_base(index)
         self._unstarted = []
@@ -262,7 +262,34 @@ class Session:
         """
         self.executor.wait_dispatched()
         with self.executor.blaming(None, None):
-            return compute_references(self._config, prepared, self._stages, names, on_progress, self.executor.describe)
+            passes = reference_passes(self._config, prepared, self._stages, names, self.executor.describe)
+            return finish(run_passes(passes, self.executor, on_progress))
+
+    def open_passes(
+        self, new: JobConfig, prepared: Prepared, names: Sequence[str], weights: Mapping[int, Arrays]
+    ) -> list[SetPass]:
+        """Compiles the passes that compute the references of adapters before these join. Waits; one process.
+
+        They run on stages of their own on the same base, so that training may go on meanwhile.
+
+        Args:
+            new: the adapters that are about to join.
+            names: those of them that need references.
+            weights: as in `start`, by number in `new`.
+        """
+        new = without_places(new)
+        stages = stages_for(self._stages, new)
+        parts, specs = stages[0].parts, [spec for _, spec in stages[0].occupied]
+        lora = start_from(stages[0].first_lora(), weights, specs, parts.model.some_layers)
+        for stage in stages:
+            stage.take_weights(lora)
+            for index, spec in enumerate(specs):
+                if index not in weights and _starts_from_base(spec):
+                    stage.start_from_base(index)
+        passes = list(reference_passes(new, prepared, stages, names))
+        for pass_of_set in passes:
+            pass_of_set.compile()
+        return passes
 
     def take_data(self, prepared: Prepared) -> None:
         """Replaces the data of the adapters, whose samples now have references."""
@@ -351,3 +378,8 @@ class Session:
 
 def _collect(parts: Sequence[Future[Leaves]]) -> dict[str, np.ndarray]:
     return adapter_arrays([part.result() for part in parts])
+
+
+def _starts_from_base(spec: AdapterSpec) -> bool:
+    """Whether an adapter's initial values depend on the base."""
+    return adapter_kind(spec.kind).start is not None or spec.tokens is not None

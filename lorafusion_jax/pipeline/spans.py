@@ -13,8 +13,9 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
 from jax import Array
 
 from scheduling import Plan
@@ -34,11 +35,22 @@ class Issued(NamedTuple):
     stepping: bool
 
 
+class _Pass(NamedTuple):
+    """A pass that is no event of the plan."""
+
+    issued_at: float
+    result: Any
+
+
 class Spans:
-    """Recorder of one process of a run. Close it to end its threads."""
+    """Recorder of one process of a run. Close it to end its threads.
+
+    Attributes:
+        passes_s: time of the recorded passes that are no events of the plan, on the first stage.
+    """
 
     def __init__(self, num_stages: int):
-        self._began = time.perf_counter()
+        self._began, self.passes_s = time.perf_counter(), 0.0
         self._ends: dict[tuple[str, int, int], float] = {}  # ends of passes, for the next stage
         self._closed: dict[tuple[int, tuple[str, ...]], float] = {}  # (slot, adapter) -> latest close of any stage
         self._pauses: list[Pause] = []
@@ -80,6 +92,14 @@ class Spans:
         if kept:
             self._host.append(Span(event.kind, event.stage, event.slot, issued.at, self._now(), event.adapters))
         self._queues[event.stage].put((issued, result, kept))  # all events, so that the first failure is always known
+
+    def follow_pass(self, issued_at: float, result: Any) -> None:
+        """Records the time of a pass of the first stage that is no event of the plan.
+
+        Args:
+            issued_at: when the host started to dispatch it, by `time.perf_counter`.
+        """
+        self._queues[0].put(_Pass(issued_at - self._began, result))
 
     def stop(self) -> None:
         """Ends the threads."""
@@ -141,6 +161,9 @@ class Spans:
     def _watch(self, stage: int) -> None:
         free = 0.0
         while (item := self._queues[stage].get()) is not None:
+            if isinstance(item, _Pass):
+                free = self._watch_pass(item, free)
+                continue
             issued, result, kept = item
             event = issued.event
             try:
@@ -157,6 +180,16 @@ class Spans:
                 self._note_end(issued, end)
                 self._spans.append(Span(event.kind, stage, event.slot, start, end, event.adapters))
             free = end
+
+    def _watch_pass(self, item: _Pass, free: float) -> float:
+        """Waits for a pass. Returns its end."""
+        try:
+            jax.block_until_ready(item.result)
+        except Exception:  # who reads the result gets the same error
+            return free
+        end = self._now()
+        self.passes_s += end - max(free, item.issued_at)
+        return end
 
     def _note_end(self, issued: Issued, end: float) -> None:
         event = issued.event

@@ -59,12 +59,15 @@ class ReferencesComputed(RunEvent):
 
     Attributes:
         tokens: of their samples, held-out ones included.
+        seconds: of the devices.
+        beside_s: time from the first to the last microbatch, between which others trained; None: nobody trained.
     """
 
     kind = "references"
     adapters: Sequence[str]
     tokens: int
     seconds: float
+    beside_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,11 +1,14 @@
-"""The measured timeline of a run, and the part of it to compare with a prediction."""
+"""The measured timeline of a run, the part of it to compare with a prediction, and what references took."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from lorafusion_jax.errors import CheckpointError
 from lorafusion_jax.readable import PLAN, read_text
+from lorafusion_jax.report.format import duration, percent
 from scheduling import Plan, PlanError, Timeline
 
 FILE = "timeline.json"  # in a run folder; of its last session
@@ -48,3 +51,20 @@ def settled_slots(plan: Plan, timeline: Timeline) -> range:
             first[adapter] = min(slot, first.get(adapter, slot))
     start, end = max(first.values(), default=seen[0]) + 1 + timeline.num_stages, seen[-1] + 1
     return range(start, end) if end - start > 2 * timeline.num_stages else range(seen[0], end)
+
+
+def reference_share(events: Iterable[Mapping[str, Any]], trained_s: float | None) -> tuple[float, str] | None:
+    """Returns the share of a run's time that its references took, and a sentence; None if there were none.
+
+    Args:
+        trained_s: time of the slots, in which references of adapters that joined were computed.
+
+    >>> reference_share([{"kind": "references", "seconds": 2.0, "beside_s": None}], 6.0)
+    (0.25, 'references took 2.0 s, 25% of the time')
+    """
+    rows = [row for row in events if row["kind"] == "references"]
+    if not rows or trained_s is None:
+        return None
+    seconds = sum(row["seconds"] for row in rows)
+    share = seconds / max(trained_s + sum(row["seconds"] for row in rows if row.get("beside_s") is None), 1e-9)
+    return share, f"references took {duration(seconds)}, {percent(share)} of the time"

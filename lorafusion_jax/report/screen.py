@@ -213,7 +213,12 @@ class Screen:
 
     def _on_references(self, event: ReferencesComputed) -> None:
         names, tokens = ", ".join(event.adapters), count(event.tokens)
-        self._line(f"computed the references of {names} in {duration(event.seconds)} ({tokens} tokens)", always=True)
+        share = ""
+        if event.beside_s:
+            share = f", {percent(event.seconds / event.beside_s)} of {duration(event.beside_s)} in which others trained"
+        self._line(
+            f"computed the references of {names} in {duration(event.seconds)} ({tokens} tokens){share}", always=True
+        )
 
     def _on_slot(self, event: SlotDone) -> None:
         self._slot, self._speed = event.slot, event

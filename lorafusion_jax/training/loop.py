@@ -163,6 +163,7 @@ class Loop:
         enters = event.kind == "forward" and event.stage == 0
         if enters:  # fixed per slot: all its events, on every process, leave out the same adapters
             self._failed_at_entry[event.slot] = self._failed_adapters()
+            self._hooks.before_slot(event.slot)
         failed, tokens = self._failed_at_entry[event.slot], self._tables.slot_tokens[event.slot]
         if event.kind == "update":
             for name in event.adapters:

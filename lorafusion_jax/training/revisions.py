@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.checkpoint.requests import FOLDER, Request, put_away, request_files
+from lorafusion_jax.config.join import select_adapters
 from lorafusion_jax.config.schema import AdapterConfig
+from lorafusion_jax.data.references import SetReferences
 from lorafusion_jax.errors import ErrorList, LoraFusionError, shortened_text
 from lorafusion_jax.pipeline.processes import any_process, is_first
 from lorafusion_jax.report.events import Listener, PhaseBegun, PlanRevised, RequestRefused
@@ -15,7 +17,9 @@ from lorafusion_jax.training.additions import LacksMemory, new_record_entries, r
 from lorafusion_jax.training.agreement import disagreement_on
 from lorafusion_jax.training.changes import Change, cap_slots, check_request, recorded_changes, revise
 from lorafusion_jax.training.job import Job
+from lorafusion_jax.training.joining_references import JoiningReferences
 from lorafusion_jax.training.state import Progress
+from lorafusion_jax.training.stored_references import store_references
 from scheduling import Plan, PlanError
 
 # A request is refused for any of these, and the run goes on: one that needs more memory than there is, too.
@@ -28,11 +32,13 @@ class Proposal:
 
     Attributes:
         after: the job after the changes, with its old plan.
+        references: of new adapters.
     """
 
     after: Job
     plan: Plan
     changes: Sequence[Change]
+    references: Mapping[str, SetReferences]
 
     def new_adapters(self, before: Job) -> list[AdapterConfig]:
         names = {adapter.name for adapter in before.config.adapters}
@@ -53,11 +59,13 @@ class _Step:
 
     Attributes:
         changes: by adapter, of all of them.
+        references: of new adapters.
         request: the last of them.
     """
 
     after: Job
     changes: Mapping[str, Change]
+    references: Mapping[str, SetReferences] = field(default_factory=dict)
     request: Request | None = None
 
 
@@ -68,6 +76,7 @@ class Revisions:
         job: the current job; every new plan is stored in it.
         recorded: changes of the run so far.
         lacks_memory: `Session.lacks_memory`.
+        joining: computes the references of adapters before they join.
     """
 
     def __init__(
@@ -77,17 +86,20 @@ class Revisions:
         progress: Progress,
         recorded: Sequence[Change],
         lacks_memory: LacksMemory,
+        joining: JoiningReferences,
         listener: Listener,
     ):
         self._job, self._folder, self._progress, self._emit = job, folder, progress, listener
-        self._lacks_memory = lacks_memory
+        self._lacks_memory, self._joining = lacks_memory, joining
         self._recorded = list(recorded)
         self._postponed: set[str] = set()  # requests about adapters that join at a later slot
+        self._preparing: dict[str, Request] = {}  # those of them whose references are computed
         self._stuck: set[str] = set()  # refused requests that cannot be moved away
 
     def has_requests(self) -> bool:
         """Whether a request is pending. Lists one folder."""
-        waiting = self._postponed | self._stuck
+        waiting = {name for name in self._postponed if name not in self._preparing or self._joining.waits(name)}
+        waiting |= self._stuck
         return is_first() and any(file.name not in waiting for file in request_files(self._folder.path))
 
     def revise(self) -> Sequence[Change] | None:
@@ -125,16 +137,24 @@ class Revisions:
 
     def _propose(self, slot: int) -> Proposal | None:
         """Plans with what is asked. What cannot be done is refused, and the run goes on."""
-        freed, self._postponed = [*self._free_slots(slot), *self._early_stops(slot)], set()
+        freed, self._postponed, self._preparing = [*self._free_slots(slot), *self._early_stops(slot)], set(), {}
         steps = [_Step(after=self._job, changes={change.adapter: change for change in freed})]
         for request in self._requests():
             before = steps[-1]
             if not before.changes.keys().isdisjoint(request.adapters):  # left to the next revision
                 continue
-            if (after := self._apply_request(before.after, request)) is not None:
-                steps.append(
-                    _Step(after=after, changes={**before.changes, **_changes_of(request, slot)}, request=request)
+            if (after := self._apply_request(before.after, request)) is None:
+                continue
+            if (references := self._references_of(request, after)) is None:
+                continue
+            steps.append(
+                _Step(
+                    after=after,
+                    changes={**before.changes, **_changes_of(request, slot)},
+                    references={**before.references, **references},
+                    request=request,
                 )
+            )
         while steps[-1].changes:
             step = steps.pop()
             self._emit(PhaseBegun(text="planning"))
@@ -145,7 +165,7 @@ class Revisions:
                     raise
                 self._refuse(step.request.name, f"{step.request.what}: {_one_line(problem)}")
             else:
-                return Proposal(after=step.after, plan=plan, changes=made)
+                return Proposal(after=step.after, plan=plan, changes=made, references=step.references)
         return None
 
     def _refuse_additions(self, proposal: Proposal, why: str) -> None:
@@ -156,6 +176,7 @@ class Revisions:
         record, config, after = self._folder.read_record(), None, proposal.after
         if after.config != self._job.config:
             record, config = record | new_record_entries(after, record), after.config
+            record = store_references(self._folder.path, record, proposal.references, config)
         rows = [change.row() for change in proposal.changes]
         self._folder.write_move(proposal.plan, slot, rows, record=record, config=config)
         self._job.config, self._job.prepared, self._job.plan = after.config, after.prepared, proposal.plan
@@ -207,7 +228,7 @@ class Revisions:
             if request.action != "add":
                 status = {progress.name: progress.status for progress in self._progress.adapters.values()}
                 (name,) = request.adapters
-                if name not in status and name in self._job.plan.job_of:
+                if name not in status and self._joins_later(name):
                     self._postponed.add(request.name)
                     return None
                 check_request(request.action, name, status)
@@ -216,9 +237,32 @@ class Revisions:
             self._refuse(request.name, f"{request.what}: {_one_line(problem)}")
             return None
 
+    def _joins_later(self, name: str) -> bool:
+        return name in self._job.plan.job_of or any(name in request.adapters for request in self._preparing.values())
+
+    def _references_of(self, request: Request, after: Job) -> Mapping[str, SetReferences] | None:
+        """Returns the references of the adapters that a request adds; None while others train and they are computed."""
+        if request.action != "add":
+            return {}
+        new = select_adapters(after.config, request.adapters)
+        slot, running = self._progress.slot, [a.status == "running" for a in self._progress.adapters.values()]
+        try:
+            references = self._joining.take(request.name, new, after.prepared)
+            if references is None and not (any(running) and slot < self._job.plan.num_slots):  # nobody else trains
+                self._joining.complete(request.name, slot)
+                references = self._joining.take(request.name, new, after.prepared)
+        except REFUSABLE as problem:
+            self._refuse(request.name, f"{request.what}: {_one_line(problem)}")
+            return None
+        if references is None:
+            self._postponed.add(request.name)
+            self._preparing[request.name] = request
+        return references
+
     def _refuse(self, request: str, why: str) -> None:
         text = why.encode(errors="backslashreplace").decode()  # names of files need not be text
         self._emit(RequestRefused(slot=self._progress.slot, text=shortened_text(text)))
+        self._joining.drop(request)
         try:
             put_away(self._folder.path / FOLDER / request)
         except OSError:
@@ -226,6 +270,7 @@ class Revisions:
 
     def _remove_requests(self, names: Iterable[str]) -> None:
         for name in filter(None, names):
+            self._joining.drop(name)
             (self._folder.path / FOLDER / name).unlink(missing_ok=True)
 
 

@@ -36,6 +36,7 @@ from lorafusion_jax.training.evaluations import Evaluations
 from lorafusion_jax.training.export_queue import ExportQueue
 from lorafusion_jax.training.hooks import Hooks
 from lorafusion_jax.training.job import Job
+from lorafusion_jax.training.joining_references import JoiningReferences
 from lorafusion_jax.training.loop import Interrupted, Loop
 from lorafusion_jax.training.outcome import RunResult, stop_event
 from lorafusion_jax.training.revisions import Revisions
@@ -91,7 +92,10 @@ class Run:
         self._store, self._session, self._progress, self._listener = store, session, progress, listener
         self._resumed, self._start_up = resumed, start_up
         self._recorded = recorded_changes(folder)
-        self._revisions = Revisions(job, folder, progress, self._recorded, session.lacks_memory, self._listener)
+        self._joining = JoiningReferences(session, self._listener)
+        self._revisions = Revisions(
+            job, folder, progress, self._recorded, session.lacks_memory, self._joining, self._listener
+        )
         self._evaluations = Evaluations(job, session, self._listener)
         self._queue = BackgroundQueue("writer")
         writer = AdapterWriter(job, folder, progress)
@@ -118,6 +122,7 @@ class Run:
                 self._make_loop().run()
                 self._finish_caching(asked)
             finally:
+                self._joining.close()
                 self._queue.close()
                 self._write_timeline()
             result = RunResult(
@@ -142,6 +147,7 @@ class Run:
             finish=self._export,
             keep_best=self._export_best,
             add=self._add_adapters,
+            before_slot=self._joining.step,
             finished=self._queue.poll,
             wants_revision=self._revisions.has_requests,
             revise=self._revisions.revise,

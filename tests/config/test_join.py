@@ -47,6 +47,21 @@ def test_paths_start_at_the_folder_of_the_file(begun, tmp_path):
     assert as_written(beside.data.train) == "tax.jsonl"
 
 
+def test_a_reference_starts_at_the_folder_of_the_file_unless_it_is_an_adapter(begun, tmp_path):
+    folder = tmp_path / "more" / "teachers" / "old"
+    folder.mkdir(parents=True)
+    (folder / "adapter_config.json").write_text("{}")
+
+    def pairs(name: str, reference: str) -> dict:
+        objective = {"name": "dpo", "reference": reference, "beta": 0.3}
+        return {"name": name, "data": {"train": "pairs.jsonl", "max_length": 64}, "objective": objective}
+
+    adapters = [pairs("one", "teachers/old"), pairs("two", "one"), pairs("three", "start")]
+    joining = read_joining(write(tmp_path / "more", adapters=adapters), begun)
+    assert [adapter.objective.chosen.reference for adapter in joining] == [str(folder), "one", "start"]
+    assert joining[0].objective.chosen.options.beta == 0.3
+
+
 def test_a_job_file_for_the_same_run_may_say_the_same(begun, tmp_path):
     base = {"base": {"model": "../run/base"}}
     path = write(tmp_path / "more", **(RUN | base), adapters=[TAX])

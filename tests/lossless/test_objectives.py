@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +17,10 @@ from lorafusion_jax.checkpoint.requests import write_addition
 from lorafusion_jax.cli.main import run
 from lorafusion_jax.config import load_config
 from lorafusion_jax.config.join import read_joining
+from lorafusion_jax.pipeline.session import Session
+from lorafusion_jax.report.measured import reference_share
 from lorafusion_jax.report.recorder import read_rows
-from lorafusion_jax.training import RunFolder, train
+from lorafusion_jax.training import RunFolder, resume, train
 from lorafusion_jax.training.verify import verify_exports
 
 TOLERANCE = 1e-5  # float32 sums in another order, carried along by Adam for a few steps
@@ -192,20 +195,52 @@ def test_resumed_run_is_the_unbroken_one(joint, job, tmp_path):
             np.testing.assert_array_equal(weights(tmp_path / "cut", name)[key], wanted)
 
 
-def test_an_adapter_that_joins_gets_its_reference(joint, job, tmp_path):
-    """It is computed at its first step, from the base or from its start, and stored like those before."""
-    config = load_config(job(("law",)))
+def test_an_adapter_that_joins_gets_its_reference_while_others_train(joint, job, tmp_path, monkeypatch):
+    """The run is cut before the adapter has joined. The wait at a step makes the rest the same on any machine."""
+    config = load_config(job(("law",), law={"epochs": 10}))
     joining = read_joining(job(("dpo",)), config)
+    opened, open_passes = threading.Semaphore(0), Session.open_passes
+
+    def open_and_tell(*args):
+        try:
+            return open_passes(*args)
+        finally:
+            opened.release()
+
+    monkeypatch.setattr(Session, "open_passes", open_and_tell)
 
     def ask(event) -> None:
-        if event.kind == "step" and event.adapter == "law" and event.step == 1:
+        if event.kind == "step" and event.step == 1:
             write_addition(tmp_path / "run", joining)
+        if event.kind == "phase" and "preparing the references" in event.text:
+            raise RuntimeError("power cut")
 
-    assert train(config, tmp_path / "run", listeners=[ask]).exit_code == 0
+    with pytest.raises(RuntimeError, match="power cut"):
+        train(config, tmp_path / "run", listeners=[ask])
+    opened.acquire()
+    asked: list[int] = []
+
+    def wait_once(event) -> None:
+        if event.kind == "phase" and "preparing the references" in event.text:
+            asked.append(event.slot)
+        if event.kind == "step" and asked:
+            asked.clear()
+            opened.acquire()
+
+    assert resume(tmp_path / "run", listeners=[wait_once]).exit_code == 0
     assert_close(tmp_path / "run", joint, "dpo")
     assert json.loads((tmp_path / "run" / "run.json").read_text())["references"]["dpo"]["of"] == "the base"
-    events = [row for row in read_rows(tmp_path / "run" / "events.jsonl") if row["kind"] == "references"]
-    assert [row["adapters"] for row in events] == [["dpo"]]
+    rows = read_rows(tmp_path / "run" / "events.jsonl")
+    (computed,) = (row for row in rows if row["kind"] == "references")
+    assert computed["adapters"] == ["dpo"]
+    assert 0 < computed["seconds"] <= computed["beside_s"]
+    taken_of = reference_share(rows, rows[-1]["seconds"])
+    assert taken_of is not None
+    assert 0 < taken_of[0] < 1
+    (joined,) = (row for row in rows if row.get("action") == "add")
+    assert joined["slot"] > computed["slot"] - 2
+    taken = [row["slot"] for row in steps(tmp_path / "run", "law")]
+    assert sum(slot <= joined["slot"] for slot in taken) >= 4
 
 
 @pytest.mark.parametrize("quantize", [nightly("fp8"), nightly("nf4")])

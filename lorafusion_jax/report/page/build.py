@@ -14,7 +14,7 @@ from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.errors import LoraFusionError
 from lorafusion_jax.log_file import read_rows
 from lorafusion_jax.report.format import count, duration, percent
-from lorafusion_jax.report.measured import read_timeline
+from lorafusion_jax.report.measured import read_timeline, reference_share
 from lorafusion_jax.report.page.collect import (
     differing_settings,
     points_of_curve,
@@ -122,7 +122,7 @@ def _describe_run(run: ReportedRun, name: str, points: int) -> dict[str, Any]:
         "state": numbers["state"],
         "reason": numbers["reason"],
         "tiles": _tiles(numbers, speed, seconds),
-        "limits": _limits(run.folder, speed),
+        "limits": _limits(run.folder, speed, seconds),
         "adapters": adapters,
     }
 
@@ -153,7 +153,7 @@ def _trained_seconds(run: ReportedRun) -> float | None:
     return None if slot_s is None else slot_s * run.numbers["slot"]
 
 
-def _limits(folder: Path, speed: Mapping[str, Any]) -> list[str]:
+def _limits(folder: Path, speed: Mapping[str, Any], seconds: float | None) -> list[str]:
     """Sentences on what costs the run time, the largest first."""
     events = read_rows(folder / "events.jsonl")
     started = next((event for event in reversed(events) if event["kind"] == "started"), {})
@@ -164,6 +164,8 @@ def _limits(folder: Path, speed: Mapping[str, Any]) -> list[str]:
     if (paused := speed.get("paused_share")) and paused > LOW_WAIT:
         parts = ", ".join(f"{label} {duration(s)}" for label, s in (speed.get("paused_s") or {}).items())
         limits.append((paused, f"training waited for {percent(paused)} of the time ({parts})"))
+    if references := reference_share(events, seconds):
+        limits.append(references)
     try:
         timeline = read_timeline(folder)
     except LoraFusionError:
