@@ -125,7 +125,7 @@ class JoiningReferences:
         return joining.steps
 
     def _finish(self, joining: _Joining, made: References, slot: int) -> None:
-        tokens = sum(len(each.samples.tokens) for each in joining.opened.result())
+        tokens = sum(len(opened.samples.tokens) for opened in joining.opened.result())
         joining.made, joining.steps = made, None
         self._emit(
             ReferencesComputed(
