@@ -14,7 +14,10 @@ from nbclient import NotebookClient
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 SECONDS_A_CELL = 300
-SHORTER = {"01_quickstart": ("max_steps: 20", "max_steps: 3")}  # the others are done as soon as they are compiled
+SHORTER = {  # the others are done as soon as they are compiled
+    "01_quickstart": ("max_steps: 20", "max_steps: 3"),
+    "13_reinforcement_learning": ("rounds, samples = 5, 16", "rounds, samples = 2, 16"),
+}
 NIGHTLY = ("04_timeline", "12_a_service")  # cli/test_profile_timeline.py and serve/test_acceptance.py do the same
 
 

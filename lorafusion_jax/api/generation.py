@@ -23,7 +23,7 @@ type Prompts = str | Sequence[Any]
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Texts(Shown, Sequence["Generated"]):
-    """Generated texts, in order of the prompts, and for each prompt in order of the adapters."""
+    """Generated texts, in order of the prompts, for each prompt in order of the adapters, and for each its samples."""
 
     texts: tuple[Generated, ...]
 
@@ -54,6 +54,7 @@ def generate(
     dtype: str | None = None,
     quantize: str | None = None,
     step: int | None = None,
+    samples: int = 1,
     **sampling: Any,
 ) -> Texts:
     """Generates a text for every prompt with every adapter, all in one batch.
@@ -69,13 +70,14 @@ def generate(
         system: a system message before each prompt.
         dtype, quantize: of the base, as in a job file (None: as the run was trained).
         step: exported step of a run's adapters (None: the newest).
+        samples: texts of each adapter for each prompt, drawn with the seeds `seed`, `seed` + 1, ….
         sampling: `max_tokens`, `temperature`, `top_k`, `top_p`, `seed`, `stop`; see `Sampling`.
 
     Raises:
         LoraFusionError: the errors of `lorafusion generate`.
     """
     opened = open_generator(source, adapters=adapters, base=base, dtype=dtype, quantize=quantize, step=step)
-    return opened.generate(prompts, raw=raw, system=system, **sampling)
+    return opened.generate(prompts, raw=raw, system=system, samples=samples, **sampling)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -100,6 +102,7 @@ class OpenGenerator:
         adapters: str | Sequence[str] = (),
         raw: bool = False,
         system: str | None = None,
+        samples: int = 1,
         on_text: Callable[[int, str], None] | None = None,
         **sampling: Any,
     ) -> Texts:
@@ -111,7 +114,7 @@ class OpenGenerator:
         from lorafusion_jax.generation.text import rows_for
 
         names = (adapters,) if isinstance(adapters, str) else tuple(adapters)
-        rows = rows_for(_listed(prompts), names or self.model.asked, Sampling(**sampling))
+        rows = rows_for(_listed(prompts), names or self.model.asked, Sampling(**sampling), samples)
         return Texts(tuple(self.model(rows, raw=raw, system=system, on_text=on_text)))
 
 

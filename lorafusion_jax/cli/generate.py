@@ -121,6 +121,7 @@ def _row(generated: Any, others: dict[str, Any]) -> dict[str, Any]:
         "prompt": generated.prompt,
         "text": generated.text,
         "tokens": len(generated.tokens),
+        "logprobs": list(generated.logprobs),
         "end": generated.end,
         **others,
     }

@@ -24,6 +24,23 @@ class Choices(NamedTuple):
     seed_B: UInt32[Array, " B"] | np.ndarray
 
 
+class Chosen(NamedTuple):
+    """The newest tokens of the sequences.
+
+    Attributes:
+        logprobs_B: log p of the tokens under the model's distribution, without temperature, top k and top p.
+    """
+
+    tokens_B: Int[Array, " B"] | np.ndarray
+    logprobs_B: Float[Array, " B"] | np.ndarray
+
+
+def token_logprobs(logits_BV: Float[Array, "B V"], tokens_B: Int[Array, " B"]) -> Float[Array, " B"]:
+    """Returns z_token - log Σ exp z."""
+    z_B = jnp.take_along_axis(logits_BV, jnp.maximum(tokens_B, 0)[:, None], -1)[:, 0]
+    return z_B - jax.nn.logsumexp(logits_BV, -1)
+
+
 def choose_tokens(
     logits_BV: Float[Array, "B V"], choices: Choices, number_B: Int[Array, " B"], *, mode: str
 ) -> Int[Array, " B"]:

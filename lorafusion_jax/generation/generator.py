@@ -11,7 +11,7 @@ import numpy as np
 
 from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.errors import CheckpointError, ConfigError, LoraFusionError, RunError, raise_all
-from lorafusion_jax.generation.choose import NOT_FINITE, Choices
+from lorafusion_jax.generation.choose import NOT_FINITE, Choices, Chosen
 from lorafusion_jax.generation.packing import pack_prompts
 from lorafusion_jax.generation.passes import Batch
 from lorafusion_jax.generation.places import BASE, bucket, make_places, share_rows
@@ -47,11 +47,13 @@ class Answer:
     """Tokens that were generated for a request, without the token that ended them.
 
     Attributes:
+        logprobs: log p of each token under the adapter, without temperature, top k and top p.
         end: "stop": a stop token or text; "length": `max_tokens`; "context": the model's last position; None while
             tokens are still to come.
     """
 
     tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
     end: End | None = None
 
 
@@ -107,7 +109,7 @@ class Generator:
     def open_batch(self, places, tokens: int) -> Batch:
         return Batch(self._stages, self._programs, places, tokens)
 
-    def ended(self, request: Request, answer: Answer, token: int) -> bool:
+    def ended(self, request: Request, answer: Answer, token: int, logprob: float) -> bool:
         """Adds a token to an answer. Returns whether this ends the answer."""
         if token == NOT_FINITE:
             name = "the base" if request.adapter == BASE else self._specs[request.adapter].name
@@ -117,6 +119,7 @@ class Generator:
             answer.end = "stop"
             return True
         answer.tokens.append(token)
+        answer.logprobs.append(logprob)
         if request.sampling.stop and self._ends_with(answer.tokens, request.sampling.stop):
             answer.end = "stop"
         elif len(answer.tokens) == request.sampling.max_tokens:
@@ -173,10 +176,10 @@ class _Rows:
         """Gives free rows to waiting requests and reads their prompts. Returns whether rows are in use."""
         while started := self._start_requests():
             prompts = {row: self._requests[self._request[row]].tokens for row in started}
-            tokens = self._batch.read_prompts(
+            chosen = self._batch.read_prompts(
                 pack_prompts(prompts, self._places), self._tokens, self._number, self._choices, self._mode
             )
-            self._take(started, tokens[None])
+            self._take(started, [chosen])
         return bool(self._used)
 
     def _start_requests(self) -> list[int]:
@@ -194,15 +197,17 @@ class _Rows:
                 started.append(row)
         return started
 
-    def _take(self, rows: Sequence[int], tokens: np.ndarray) -> None:
-        """Adds tokens [steps, B] to the answers of some rows, and frees the rows whose answers end."""
+    def _take(self, rows: Sequence[int], chosen: Sequence[Chosen]) -> None:
+        """Adds tokens to the answers of some rows, and frees the rows whose answers end."""
+        tokens, logprobs = (np.stack(values) for values in zip(*chosen, strict=True))  # [steps, B]
         for row in rows:
             number = self._request[row]
             assert number is not None
             request, answer = self._requests[number], self._answers[number]
             self._tokens[row] = tokens[-1, row]
             self._number[row] += len(tokens)
-            if any(self._generator.ended(request, answer, int(token)) for token in tokens[:, row]):
+            new = zip(tokens[:, row].tolist(), logprobs[:, row].tolist(), strict=True)
+            if any(self._generator.ended(request, answer, *token) for token in new):
                 self._request[row], self._position[row] = None, -1
                 self._free[request.adapter].append(row)
             self._on_tokens(number, answer)

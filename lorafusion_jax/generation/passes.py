@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax import Array
 
-from lorafusion_jax.generation.choose import Choices
+from lorafusion_jax.generation.choose import Choices, Chosen
 from lorafusion_jax.generation.packing import PromptPass
 from lorafusion_jax.generation.places import Places
 from lorafusion_jax.generation.programs import GenerationPrograms, PlacedAdapters
@@ -73,14 +73,14 @@ class StagePasses:
         rows = self.stage.all_leaves.get(EMBED_ROWS)
         return self._programs.embed(self.stage.weights.embed, tokens_T, adapter_T, rows)
 
-    def choose(self, x: Any, last_B: Array | None, tokens_B: Array, number_B: Array, choices: Any, mode: str) -> Any:
+    def choose(self, x: Any, last_B: Array | None, before: Chosen, number_B: Array, choices: Any, mode: str) -> Any:
         """Chooses tokens on the last stage, see `GenerationPrograms`."""
         weights, whole = self.stage.weights, last_B is None
-        last_B = tokens_B if last_B is None else last_B
+        last_B = number_B if last_B is None else last_B
         head = self._programs.head[mode, whole]
         rows = self.stage.all_leaves.get(HEAD_ROWS)
         adapter_B = self._adapters.adapter_B
-        return head(weights.norm, weights.head, x, last_B, tokens_B, number_B, choices, adapter_B, rows)
+        return head(weights.norm, weights.head, x, last_B, before, number_B, choices, adapter_B, rows)
 
     def _run(self, x: Any, inputs: Any) -> Array:
         blocks = zip(self._weights, self._leaves, self._numbers, strict=True)
@@ -110,17 +110,18 @@ class Batch:
 
     def read_prompts(
         self, passes: Sequence[PromptPass], tokens_B: np.ndarray, number_B: np.ndarray, choices: Choices, mode: str
-    ) -> np.ndarray:
+    ) -> Chosen:
         """Fills the caches with prompts, and waits for the first token after each; other tokens stay."""
         last = self._stages[-1]
-        tokens, number, options = replicate((tokens_B, number_B, choices), last.stage.mesh)
+        newest = Chosen(tokens_B, np.zeros(len(tokens_B), np.float32))
+        newest, number, options = replicate((newest, number_B, choices), last.stage.mesh)
         for prompts in passes:
             x = None
             for stage in self._stages:
                 x = stage.read_prompts(prompts, None if x is None else transfer(x, stage.stage.mesh))
             last_B = replicate(prompts.last_B, last.stage.mesh)
-            tokens, number = last.choose(x, last_B, tokens, number, options, mode)
-        return np.asarray(tokens)
+            newest, number = last.choose(x, last_B, newest, number, options, mode)
+        return jax.device_get(newest)
 
     def next_tokens(
         self,
@@ -130,10 +131,11 @@ class Batch:
         number_B: np.ndarray,
         choices: Choices,
         mode: str,
-    ) -> np.ndarray:
-        """Runs some passes, and waits for their tokens [steps, B]. Sequences at position -1 are not in use."""
+    ) -> list[Chosen]:
+        """Runs some passes, and waits for the tokens of each. Sequences at position -1 are not in use."""
         first, last = self._stages[0], self._stages[-1]
         number, options = replicate((number_B, choices), last.stage.mesh)
+        newest = replicate(Chosen(tokens_B, np.zeros(len(tokens_B), np.float32)), last.stage.mesh)
         tokens = replicate(tokens_B, first.stage.mesh)
         positions = [replicate(position_B, stage.stage.mesh) for stage in self._stages]
         chosen = []
@@ -142,7 +144,7 @@ class Batch:
             for index, stage in enumerate(self._stages):
                 x = None if x is None else transfer(x, stage.stage.mesh)
                 x, positions[index] = stage.next_tokens(tokens, positions[index], x)
-            tokens, number = last.choose(x, None, transfer(tokens, last.stage.mesh), number, options, mode)
-            chosen.append(tokens)
-            tokens = transfer(tokens, first.stage.mesh)
-        return np.stack(jax.device_get(chosen))
+            newest, number = last.choose(x, None, newest, number, options, mode)
+            chosen.append(newest)
+            tokens = transfer(newest.tokens_B, first.stage.mesh)
+        return jax.device_get(chosen)

@@ -21,7 +21,7 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 
 from lorafusion_jax.adapters.table import PLAIN
-from lorafusion_jax.generation.choose import Choices, choose_tokens
+from lorafusion_jax.generation.choose import Choices, Chosen, choose_tokens, token_logprobs
 from lorafusion_jax.layout.layer import Half
 from lorafusion_jax.models.cache import Cache, CachedRows
 from lorafusion_jax.models.forward import embed, final_norm, layer_inputs, logits, scaled_embedding
@@ -201,15 +201,16 @@ class GenerationPrograms:
         table: Array,
         x: Array,
         last_B: Array,
-        tokens_B: Array,
+        before: Chosen,
         number_B: Array,
         choices: Choices,
         adapter_B: Array,
         rows: Array | None,
-    ) -> tuple[Array, Array]:
+    ) -> tuple[Chosen, Array]:
         """Returns the next tokens of all sequences, and how many each has generated.
 
         Args:
+            before: the newest tokens so far.
             whole: every row is the last one of its sequence; otherwise `last_B` names it, -1 for none.
             rows: trained rows of the head, [1, D, C].
         """
@@ -223,9 +224,11 @@ class GenerationPrograms:
             new_BC = logits(hidden_BD, rows[0].astype(hidden_BD.dtype), model)
             logits_BV = logits_BV.at[jnp.arange(len(x_BD))[:, None], replaced_BC].set(new_BC, mode="drop")
         chosen_B = choose_tokens(logits_BV, choices, number_B, mode=mode)
+        chosen = Chosen(chosen_B, token_logprobs(logits_BV, chosen_B))
         if whole:
-            return chosen_B, number_B + 1
-        return jnp.where(last_B >= 0, chosen_B, tokens_B), jnp.where(last_B >= 0, number_B + 1, number_B)
+            return chosen, number_B + 1
+        chosen = jax.tree.map(lambda new_B, old_B: jnp.where(last_B >= 0, new_B, old_B), chosen, before)
+        return chosen, jnp.where(last_B >= 0, number_B + 1, number_B)
 
     def _jit(self, function: Callable, in_specs: tuple, *, donate: tuple[int, ...] = ()) -> Any:
         if self._mesh.replicas == 1:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lorafusion_jax.data.tokenizer import Tokenizer, load_tokenizer
 from lorafusion_jax.generation.generator import MOST_SEQUENCES, Answer, End, Generator, Request
 from lorafusion_jax.generation.load import load_stage
 from lorafusion_jax.generation.places import BASE
 from lorafusion_jax.generation.prompts import Prompt, prompt_tokens, stop_tokens
-from lorafusion_jax.generation.sampling import GREEDY, Sampling
+from lorafusion_jax.generation.sampling import GREEDY, MOST_SEED, Sampling
 from lorafusion_jax.generation.sources import BASE_NAME, Source, unknown_adapter
 from lorafusion_jax.pipeline.stage import Stage
 
@@ -39,6 +39,7 @@ class Generated:
 
     Attributes:
         tokens: of the text, special ones included, without the token that ended it.
+        logprobs: log p of each token under the adapter, without temperature, top k and top p.
         end: "stop": a stop token or text ended it; "length": it has `max_tokens` tokens; "context": the model knows no
             further positions.
     """
@@ -47,6 +48,7 @@ class Generated:
     prompt: Prompt
     text: str
     tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
     end: End
 
 
@@ -104,6 +106,7 @@ class TextGenerator:
                 prompt=row.prompt,
                 text=self._generator.text(request, answer),
                 tokens=tuple(answer.tokens),
+                logprobs=tuple(answer.logprobs),
                 end=answer.end or "length",
             )
             for row, request, answer in zip(rows, requests, answers, strict=True)
@@ -153,10 +156,14 @@ class TokenGenerator:
         return any(text in tail for text in texts)
 
 
-def rows_for(prompts: Sequence[Prompt], adapters: Sequence[str], sampling: Sampling) -> list[PromptRow]:
-    """Returns a row for each prompt and adapter."""
+def rows_for(
+    prompts: Sequence[Prompt], adapters: Sequence[str], sampling: Sampling, samples: int = 1
+) -> list[PromptRow]:
+    """Returns rows for each prompt and adapter: `samples` of them, with the seeds from that of the sampling on."""
+    settings = [replace(sampling, seed=(sampling.seed + number) % (MOST_SEED + 1)) for number in range(samples)]
     return [
-        PromptRow(prompt=prompt, adapter=adapter, sampling=sampling, where=f"prompt {number}")
+        PromptRow(prompt=prompt, adapter=adapter, sampling=setting, where=f"prompt {number}")
         for number, prompt in enumerate(prompts, 1)
         for adapter in adapters
+        for setting in settings
     ]

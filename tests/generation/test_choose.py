@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lorafusion_jax.generation.choose import NOT_FINITE, Choices, choose_tokens, keep_likely
+from lorafusion_jax.generation.choose import NOT_FINITE, Choices, choose_tokens, keep_likely, token_logprobs
 from lorafusion_jax.generation.places import bucket, make_places, share_rows
 
 
@@ -46,6 +46,12 @@ def test_draws_change_with_the_seed_and_with_the_number_of_the_token():
     first = draw(Choices(*rest, jnp.array([4, 4, 5], jnp.uint32)), jnp.array([0, 1, 0]))
     assert len(set(first.tolist())) == 3
     assert draw(Choices(*rest, jnp.array([5, 4, 4], jnp.uint32)), jnp.array([0, 1, 0])).tolist() == first[::-1].tolist()
+
+
+def test_log_likelihoods_are_those_of_the_whole_distribution():
+    p = np.array([[0.5, 0.25, 0.25], [0.1, 0.2, 0.7]], np.float32)
+    shifted = jnp.log(p) + jnp.array([[7.0], [-40.0]])
+    np.testing.assert_allclose(token_logprobs(shifted, jnp.array([1, 2])), np.log([0.25, 0.7]), rtol=1e-5)
 
 
 def test_logits_that_are_not_numbers_choose_no_token():

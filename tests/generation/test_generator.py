@@ -92,6 +92,18 @@ def test_a_batch_of_adapters_is_as_each_alone(model, greedy):
     assert len({tuple(tokens) for tokens in greedy}) == 8
 
 
+def test_log_likelihoods_of_an_answer_are_those_after_a_longer_prompt(model):
+    """Tokens come from caches, and from prompts that hold the tokens before them."""
+    request = requests(8)[2]
+    (answer,) = model([request])
+    assert len(answer.logprobs) == len(answer.tokens) > 2
+    sampling = replace(request.sampling, max_tokens=1)
+    prompts = [[*request.tokens, *answer.tokens[:count]] for count in range(len(answer.tokens))]
+    again = model([Request(tokens=tokens, adapter=request.adapter, sampling=sampling) for tokens in prompts])
+    assert [single.tokens for single in again] == [[token] for token in answer.tokens]
+    np.testing.assert_allclose([single.logprobs[0] for single in again], answer.logprobs, rtol=1e-4)
+
+
 def test_rows_are_used_again_by_requests_that_wait(model, greedy):
     grown: list[int] = []
     answers = model(requests(8), lambda index, answer: grown.append(index), most=4)
