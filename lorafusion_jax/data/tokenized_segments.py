@@ -21,6 +21,8 @@ from lorafusion_jax.data.tokenizer import Encoded, Tokenizer
 from lorafusion_jax.errors import DataError
 from lorafusion_jax.objective.protocol import Chosen, Segment
 
+PROMPT, PROMPT_LIKE = "prompt", ("question", "instruction", "query", "input")
+
 
 @dataclass(slots=True, kw_only=True)
 class _Text:
@@ -239,9 +241,13 @@ def _unused(rows: Rows, columns: Mapping[str, str]) -> list[str]:
     if not unused:
         return []
     names = ", ".join(f"'{column}'" for column in unused)
+    prompts = [column for column in PROMPT_LIKE if column in unused]
+    guess = ""
+    if prompts and PROMPT in columns and not any(row.get(columns[PROMPT]) for row in rows.values):
+        guess = f". The rows have no prompt: is it data.columns: {{prompt: {prompts[0]}}}?"
     return [
         f"[data.unused-column] the column{'s' if len(unused) > 1 else ''} {names} "
-        f"{'are' if len(unused) > 1 else 'is'} not used; data.columns can give a column a role"
+        f"{'are' if len(unused) > 1 else 'is'} not used; data.columns can give a column a role{guess}"
     ]
 
 

@@ -27,7 +27,8 @@ def chosen_and_rejected(row: Mapping[str, Any]) -> tuple[Segment, Segment]:
     for name in COLUMNS:
         if not row.get(name):
             raise ValueError(f"it has no {name} answer")
-    chosen, rejected, prompt = row["chosen"], row["rejected"], row.get("prompt")
+    chosen, rejected = (_answer(row[name], name) for name in COLUMNS)
+    prompt = row.get("prompt")
     if chosen == rejected:
         raise ValueError("its chosen and rejected answers are equal")
     if isinstance(chosen, list) != isinstance(rejected, list):
@@ -66,6 +67,15 @@ def _pair(prompt: Any, chosen: Any, rejected: Any, *, template: bool) -> tuple[S
         for name, answer in (("chosen", chosen), ("rejected", rejected))
     )
     return first, other
+
+
+def _answer(value: Any, name: str) -> str | list:
+    """Returns a text or a list of messages; a single message is a list of one."""
+    if isinstance(value, Mapping):
+        return [value]
+    if not isinstance(value, str | list):
+        raise ValueError(f"its {name} answer is neither a text nor messages")
+    return value
 
 
 def _split_prompt(chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:

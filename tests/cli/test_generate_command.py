@@ -56,8 +56,9 @@ def test_adapters_of_a_run_answer_the_rows_of_a_file(lorafusion, finished, tmp_p
     assert opened.generate([5, 6, 7], adapters="base", max_tokens=2)[0].prompt == [5, 6, 7]
     drawn = opened.generate(["oak", "cat dog"], adapters="base", max_tokens=6, temperature=2.0, samples=3, seed=4)
     assert [text.prompt for text in drawn] == ["oak"] * 3 + ["cat dog"] * 3
-    assert drawn[:3] != drawn[:1] * 3
-    assert drawn[2] == opened.generate("oak", adapters="base", max_tokens=6, temperature=2.0, seed=6)[0]
+    assert len({text.tokens for text in drawn[:3]}) > 1
+    (alone,) = opened.generate("oak", adapters="base", max_tokens=6, temperature=2.0, seed=6)
+    assert drawn[2].tokens == alone.tokens
 
 
 def test_a_conversation_goes_on_until_the_end_of_input(lorafusion, finished, monkeypatch):

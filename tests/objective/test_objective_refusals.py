@@ -23,6 +23,9 @@ ROWS = [  # what is wrong, the objective, the rows, the code and what the messag
     ("equal answers", DPO, [{**PAIR, "rejected": " two"}], "data.bad-row", "chosen and rejected answers are equal"),
     ("text and messages", DPO, [{**PAIR, "chosen": [{"role": "assistant", "content": "two"}]}], "data.bad-row",
      "one of its answers is a text and the other a list of messages"),
+    ("single messages without a prompt", DPO, [{"chosen": {"role": "assistant", "content": "a"}, "rejected":
+     {"role": "assistant", "content": "b"}, "turns": "one"}], "data.bad-row", "it has no prompt"),
+    ("a number as an answer", DPO, [{**PAIR, "chosen": 4}], "data.bad-row", "neither a text nor messages"),
     ("nothing after the prompt", DPO, [{"chosen": "one two", "rejected": "one"}], "data.bad-row",
      "its rejected answer is the beginning of the other one"),
     ("an unknown role", DPO, [{**PAIR, "chosen": [{"role": "oracle", "content": "a"}], "rejected": [{"role": "oracle",
@@ -106,6 +109,19 @@ def test_rows_that_an_objective_cannot_use_are_errors(check, objective, rows, co
 @pytest.mark.parametrize(("objective", "says"), SETTINGS, ids=lambda value: str(value)[:40])
 def test_settings_that_contradict_each_other_are_errors(check, objective, says):
     assert says in check(objective, [PAIR, LABELLED])
+
+
+def test_a_prompt_under_another_name_is_asked_for(tmp_path, tiny_base, capsys):
+    rows = [{"query": f"one {number}", "chosen": "two", "rejected": "three"} for number in range(4)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def shown(columns: dict) -> str:
+        entry = {"name": "one", "data": {"train": "rows.jsonl", "columns": columns}, "objective": DPO}
+        assert run(["check", str(small_jobs.write_job(tmp_path, tiny_base, [entry]))]) == 0
+        return " ".join("".join(capsys.readouterr()).split())
+
+    assert "no prompt: is it data.columns: {prompt: query}?" in shown({})
+    assert "unused" not in shown({"prompt": "query"})
 
 
 def test_messages_are_all_different():
