@@ -106,9 +106,7 @@ def _model_folder(config: JobConfig) -> Path:
     return (Path(config.directory) / config.base.model).resolve()
 
 
-def _with_moved_paths(
-    adapter: AdapterConfig, names: Sequence[str], from_folder: str, to_folder: str
-) -> AdapterConfig:
+def _with_moved_paths(adapter: AdapterConfig, names: Sequence[str], from_folder: str, to_folder: str) -> AdapterConfig:
     """The adapter with paths that hold in the run's configuration.
 
     Args:
