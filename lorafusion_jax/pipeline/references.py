@@ -54,7 +54,7 @@ class SetPass:
         key: of the result among the adapter's `SetReferences`.
         config: a job with this adapter alone.
         stages: that hold the reference.
-        place: of the reference on the stages; -1: the base alone.
+        position: of the reference on the stages; -1: the base alone.
         state: of a teacher's tokens, if the objective compares distributions.
         describe: adds what microbatches say of adapters in places, see `PlaceTable.describe`.
     """
@@ -64,7 +64,7 @@ class SetPass:
     config: JobConfig
     samples: TokenizedSet
     stages: Sequence[Stage]
-    place: int
+    position: int
     state: State | None
     describe: Callable[[Microbatch], Microbatch]
 
@@ -100,7 +100,7 @@ class SetPass:
             rows = stacked(
                 [
                     assemble(
-                        [piece_of(samples, ref.sample, self.place, EACH_ONE, key=0) for ref in replicas[replica]],
+                        [piece_of(samples, ref.sample, self.position, EACH_ONE, key=0) for ref in replicas[replica]],
                         capacity_tokens=batch.largest,
                         tile_tokens=batch.tile_tokens,
                         max_segments=num_segments(most),
@@ -134,11 +134,11 @@ def reference_passes(
     for name in names:
         reference = reference_of(config.adapter(name), places)
         assert reference is not None
-        used, place, describes = list(stages), BASE_ALONE, describe
+        used, position, describes = list(stages), BASE_ALONE, describe
         if reference.kind == "adapter":
-            place = places[reference.name]
+            position = places[reference.name]
         elif reference.kind == "folder":
-            used, place = _stages_of_folder(config, config.adapter(name), stages, reference), 0
+            used, position = _stages_of_folder(config, config.adapter(name), stages, reference), 0
             describes = _unchanged
         own_config = config.model_copy(update={"adapters": (config.adapter(name),)})
         state = teacher_state(own_config)
@@ -149,7 +149,7 @@ def reference_passes(
                 config=own_config,
                 samples=samples,
                 stages=used,
-                place=place,
+                position=position,
                 state=state,
                 describe=describes,
             )
