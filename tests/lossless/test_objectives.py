@@ -104,18 +104,12 @@ def steps(folder: Path, name: str) -> list[dict]:
     return [{key: value for key, value in row.items() if key != "time"} for row in rows]
 
 
-def assert_close(actual_run: Path, other: Path, name: str) -> None:
-    """Compares weights, but for one element of each tensor, and losses.
-
-    Adam divides a gradient by its own size, so an element whose gradient is below the rounding of its sum moves by a
-    rounding error times the learning rate. On nf4, one of the 192 elements of an A of the DoRA adapter had a gradient
-    of 5.7e-9 at its first step, and 6.1e-9 on the mesh, where the others have 1e-3 and agree to 6e-7 of their norm:
-    this element alone was 1.7e-5 apart. The chance of one is about 3e-5 per element, so a tensor has at most one.
-    """
+def assert_close(actual_run: Path, other: Path, name: str, *, but: int = 0) -> None:
+    """Compares losses and weights, but for some elements of each tensor, which differ by one step at most."""
     for key, wanted in weights(other, name).items():
         apart = np.sort(np.abs(weights(actual_run, name)[key] - wanted), axis=None)
-        assert np.linalg.norm(apart[:-1]) <= TOLERANCE * np.linalg.norm(wanted), (name, key)
-        assert apart[-1] <= max(LR, TOLERANCE * np.linalg.norm(wanted)), (name, key)
+        assert np.linalg.norm(apart[: len(apart) - but]) <= TOLERANCE * np.linalg.norm(wanted), (name, key)
+        assert but == 0 or apart[-1] <= max(LR, TOLERANCE * np.linalg.norm(wanted)), (name, key)
     for row, same in zip(steps(actual_run, name), steps(other, name), strict=True):
         np.testing.assert_allclose(row["loss"], same["loss"], rtol=TOLERANCE)
 
@@ -252,9 +246,16 @@ def test_joint_is_alone_on_a_quantised_base(quantize, job, tmp_path):
 
 @pytest.mark.parametrize("quantize", [nightly("fp8"), nightly("nf4")])
 def test_stages_and_replicas_are_one_on_a_quantised_base(quantize, job, tmp_path):
+    """Gradients at equal weights decide; of the weights after some steps one element of a tensor may stand apart.
+
+    Adam divides a gradient by its own size, so an element whose gradient is below the rounding of its sum moves by a
+    rounding error times the learning rate. On nf4, one of the 192 elements of an A of the DoRA adapter had a gradient
+    of 5.7e-9 at its first step, and 6.1e-9 on the mesh, where the others have 1e-3 and agree to 6e-7 of their norm:
+    this element alone was 1.7e-5 apart.
+    """
     joint = trained(small_jobs.store_base_as(quantize, job()), tmp_path / "joint")
     several = job(sections={"mesh": {"stages": 2, "data": 2}})
     several = trained(small_jobs.store_base_as(quantize, several), tmp_path / "several")
     for name in NAMES:
-        assert_close(several, joint, name)
+        assert_close(several, joint, name, but=1)
         assert run(["verify", str(several), name, "--steps", "2"]) == 0  # gradients at equal weights
