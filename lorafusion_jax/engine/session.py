@@ -34,6 +34,7 @@ from lorafusion_jax.objective.batch import metric_names
 from lorafusion_jax.pipeline.base import check_tables, open_base
 from lorafusion_jax.pipeline.base_cache import BaseFiles
 from lorafusion_jax.pipeline.batches import mask_adapters
+from lorafusion_jax.pipeline.distant_stage import local_stages
 from lorafusion_jax.pipeline.evaluation import Evaluation, finish_evaluation
 from lorafusion_jax.pipeline.executor import Executor
 from lorafusion_jax.pipeline.move import to_local
@@ -132,8 +133,9 @@ class LiveSession:
         check_tables()
         config = session_config(base, mesh, places, batch=batch, train=train, directory=directory)
         opened = open_base(config, None, place_specs(config, places.heads), base_files=base_files)
+        stages = list(local_stages(opened.stages).values())
         most = most_segments or num_segments(max(1, batch.largest // TOKENS_OF_A_SEGMENT)) - 1
-        session = cls(config, places, Reading(opened), opened.stages, most_segments=most, reproducible=reproducible)
+        session = cls(config, places, Reading(opened), stages, most_segments=most, reproducible=reproducible)
         try:
             session._compile(on_progress)
         except BaseException:

@@ -62,7 +62,7 @@ class PlaceWriter:
         table: PlaceTable,
     ):
         self._config, self._places = config, places
-        self._executor, self._stages = executor, executor.stages
+        self._executor, self._stages = executor, tuple(executor.local_stages.values())
         self._assembler, self._table = assembler, table
         self._objectives: list[Chosen] = [SFT]
         self._compiled: set[tuple] = set()

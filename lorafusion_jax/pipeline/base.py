@@ -24,6 +24,7 @@ from lorafusion_jax.models import ModelConfig, open_frozen
 from lorafusion_jax.models.loading import Weight
 from lorafusion_jax.objective.batch import check_loss
 from lorafusion_jax.pipeline.base_cache import BaseFiles, CachedBase, open_cache
+from lorafusion_jax.pipeline.distant_stage import AnyStage, DistantStage, local_stages
 from lorafusion_jax.pipeline.mesh import StageMesh, stage_meshes
 from lorafusion_jax.pipeline.move import transfer
 from lorafusion_jax.pipeline.parts import Parts
@@ -44,6 +45,7 @@ from lorafusion_jax.planning.stages import stage_layers
 from pallas_kernels import config_store
 from pallas_kernels.device import device_kind, is_hopper
 
+EMBEDDING = "embed_tokens"
 STAND_INS = 0.05  # share of a device for placeholder weights: one layer, embedding and head
 
 
@@ -62,22 +64,23 @@ def check_mesh(config: JobConfig) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Base:
-    """Stages with placeholder weights, and a function that reads the base model.
+    """Stages, those of this process with placeholder weights, and a function that reads the base model.
 
     Attributes:
         roomy: whether devices have memory to run on the placeholders while the weights are read.
-        read: (progress) reads the weights onto the devices, and calls `progress` with the bytes of each tensor.
+        read: (progress) reads the weights of this process's stages onto its devices, and calls `progress` with the
+            bytes of each tensor.
         cached: the cache of its quantised kernels, which `read` uses.
     """
 
-    stages: list[Stage]
+    stages: list[AnyStage]
     roomy: bool
     read: Callable[[Callable[[int], None]], list[StageWeights]]
     cached: CachedBase
 
     def give(self, weights: Sequence[StageWeights]) -> None:
         """Gives the stages the weights that were read."""
-        for stage, stage_weights in zip(self.stages, weights, strict=True):
+        for stage, stage_weights in zip(local_stages(self.stages).values(), weights, strict=True):
             stage.replace_base(stage_weights)
 
 
@@ -85,6 +88,8 @@ def load_stages(
     config: JobConfig, prepared: Prepared, specs: Sequence[AdapterSpec], later: JobConfig | None = None
 ) -> list[Stage]:
     """Loads the base model, each stage's layers directly onto its devices. Does not start the adapters.
+
+    All stages are in this process.
 
     Args:
         later: the job with all adapters that will join later, which must fit into memory.
@@ -94,7 +99,7 @@ def load_stages(
     """
     base = open_base(config, prepared, specs, later)
     base.give(base.read(lambda size: None))
-    return base.stages
+    return list(local_stages(base.stages).values())
 
 
 def open_base(
@@ -127,20 +132,31 @@ def open_base(
     layers = stage_layers(model, mesh.stages, mesh.layers, capacity_tokens=config.batch.largest)
     dtype = jnp.dtype(config.base.dtype)
 
+    local = [stage for stage, stage_mesh in enumerate(meshes) if stage_mesh.is_local]
+    shared = mesh.stages > 1 and model.tie_embeddings  # the first and the last stage have the embedding
+
+    def stage_of(name: str) -> int:
+        stage = _stage_of(name, model, layers)
+        return len(meshes) - 1 if stage not in local and shared and name.startswith(EMBEDDING) else stage
+
     def sharding_of(name: str, shape: tuple[int, ...]):
-        return meshes[_stage_of(name, model, layers)].weight(shape)
+        return meshes[stage_of(name)].weight(shape)
 
     def parted(frozen: Mapping[str, Weight]) -> list[StageWeights]:
-        weights = cut(frozen, model, layers)
-        if mesh.stages > 1 and model.tie_embeddings:
+        weights = cut(frozen, model, layers, only=local)
+        if shared and 0 in local and local[-1] == len(meshes) - 1:
             weights[-1].head = transfer(weights[-1].head, meshes[-1])
         return weights
 
     reader = open_frozen(directory, dtype=dtype, quantize=config.base.quantize, sharding=sharding_of)
+    whole, tensors = reader, [tensor for tensor in reader.tensors if stage_of(tensor.leaf_name) in local]
+    reader = replace(reader, tensors=tensors)
     remat = fitting_remat(later or config, model) if train.remat == "auto" else train.remat
-    stages = _stages(config, model, specs, remat, zip(parted(reader.stand_ins()), meshes, strict=True))
+    stand_ins = dict(zip(local, parted(reader.stand_ins()), strict=True))
+    places = [(stand_ins.get(stage, extent), meshes[stage]) for stage, extent in enumerate(layers)]
+    stages = _stages(config, model, specs, remat, places)
     roomy = _has_room_to_start(config, model, remat)
-    cached = open_cache(config, reader, base_files)  # last: it opens a file
+    cached = open_cache(config, whole, base_files, tensors)  # last: it opens a file
     return Base(stages=stages, roomy=roomy, read=lambda progress: parted(cached.read(progress)), cached=cached)
 
 
@@ -167,14 +183,17 @@ def check_adapters(config: JobConfig, prepared: Prepared) -> None:
     model.check_length(longest, where=str(directory))
 
 
-def stages_for(stages: Sequence[Stage], config: JobConfig, specs: Sequence[AdapterSpec] | None = None) -> list[Stage]:
+def stages_for(
+    stages: Sequence[AnyStage], config: JobConfig, specs: Sequence[AdapterSpec] | None = None
+) -> list[AnyStage]:
     """Makes stages for other adapters on the same weights and devices. Does not start them.
 
     Args:
         specs: as in `open_base`.
     """
     model = ModelConfig.from_hf(base_directory(config))
-    return _stages(config, model, specs, stages[0].remat, [(stage.weights, stage.mesh) for stage in stages])
+    places = [(stage.weights if isinstance(stage, Stage) else stage.extent, stage.mesh) for stage in stages]
+    return _stages(config, model, specs, stages[0].remat, places)
 
 
 def _stages(
@@ -182,8 +201,13 @@ def _stages(
     model: ModelConfig,
     specs: Sequence[AdapterSpec] | None,
     remat: RematPolicy,
-    places: Iterable[tuple[StageWeights, StageMesh]],
-) -> list[Stage]:
+    places: Iterable[tuple[StageWeights | Extent, StageMesh]],
+) -> list[AnyStage]:
+    """Makes the stages of a run.
+
+    Args:
+        places: weights of each stage, or only its layers if it is in another process.
+    """
     stack, specs = stack_of(config), adapter_specs(config) if specs is None else specs
     adapters = [
         (stack.index[adapter.name], adapter, spec) for adapter, spec in zip(config.adapters, specs, strict=True)
@@ -199,17 +223,14 @@ def _stages(
         quantize=config.base.quantize,
     )
     block, parameters = config.train.block_layers, max(layer.num_parameters for layer in model.kinds)
-    stages = [
-        Stage(
-            parts,
-            weights,
-            mesh,
-            stack.config.adapters,
-            remat=remat,
-            block=block_layers(block, len(weights.pieces), fsdp=mesh.fsdp, parameters=parameters),
-        )
-        for weights, mesh in places
-    ]
+
+    def stage_with(weights: StageWeights | Extent, mesh: StageMesh) -> AnyStage:
+        if isinstance(weights, Extent):
+            return DistantStage(parts, weights, mesh, remat)
+        layers = block_layers(block, len(weights.pieces), fsdp=mesh.fsdp, parameters=parameters)
+        return Stage(parts, weights, mesh, stack.config.adapters, remat=remat, block=layers)
+
+    stages = [stage_with(weights, mesh) for weights, mesh in places]
     for stage in stages:
         stage.vacant = stack.vacant
         for index, adapter, spec in adapters:
@@ -283,4 +304,4 @@ def _stage_of(name: str, model: ModelConfig, layers: Sequence[Extent]) -> int:
         number, _, leaf = rest.partition(".")
         half = model.layer(int(number)).half_of(leaf)
         return next(stage for stage, extent in enumerate(layers) if extent.holds(int(number), half))
-    return 0 if head == "embed_tokens" else len(layers) - 1
+    return 0 if head == EMBEDDING else len(layers) - 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.models import FrozenReader
 from lorafusion_jax.models.cached_kernels import host_copy, program_digest
 from lorafusion_jax.models.loading import Weight
+from lorafusion_jax.models.naming import Tensor
 from lorafusion_jax.pipeline.processes import any_process
 from lorafusion_jax.report.events import CacheSkipped, FilesDamaged, RunEvent
 from lorafusion_jax.weights.entry import DamagedEntry, Place, array_name, entry_places
@@ -92,18 +93,23 @@ class CachedBase:
             self.notices.append(_skipped(problem))
 
 
-def open_cache(config: JobConfig, reader: FrozenReader, base_files: BaseFiles | None) -> CachedBase:
+def open_cache(
+    config: JobConfig, whole: FrozenReader, base_files: BaseFiles | None, tensors: Sequence[Tensor] | None = None
+) -> CachedBase:
     """Looks for the kernels of a base in the cache.
 
     Collective over processes: all of them read their cache, or all quantise, which computes together.
 
     Args:
+        whole: reads all of the base.
         base_files: from `base_digests`; None: the cache is not used.
+        tensors: those that this process reads (None: all).
     """
-    kind, kernels = reader.kind, reader.kernels
+    reader = whole if tensors is None else replace(whole, tensors=tensors)
+    kind, kernels = whole.kind, whole.kernels
     if base_files is None or kind is None or not kernels or not config.base.cache_quantized:
         return CachedBase(reader=reader)
-    places, notices = _places(reader), list[RunEvent]()
+    places, notices = _places(whole), list[RunEvent]()
     target = entry_folder(base_files, program_digest(kind, kernels.values()))
     try:
         entry = open_entry(target, places)
@@ -116,7 +122,10 @@ def open_cache(config: JobConfig, reader: FrozenReader, base_files: BaseFiles | 
     if entry is not None:  # another process lacks it
         entry.close()
         return CachedBase(reader=reader)
-    problem = make_room(target, places)
+    if len(reader.tensors) < len(whole.tensors):
+        problem = "its kernels are in several processes"
+    else:
+        problem = make_room(target, places)
     if problem is not None:
         return CachedBase(reader=reader, notices=[*notices, _skipped(problem)])
     about = {"model": base_identity(config)[0], "quantize": config.base.quantize, "written": time.strftime("%F %T")}

@@ -6,6 +6,9 @@ future of an event issued earlier, so there are no deadlocks.
 
 Several processes must dispatch programs with collectives across processes in the same order. Otherwise they deadlock (a
 run of two stages on two processes of CPU devices did). Each process then has one thread for all its stages.
+
+Stages may be in other processes. All processes issue the same events in the same order. Each runs those of its stages,
+and receives what its stages need of the others.
 """
 
 from __future__ import annotations
@@ -22,14 +25,17 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax import Array, process_count
+from jax import Array
 
 from lorafusion_jax.data.assemble import Microbatch
 from lorafusion_jax.optim.step import Hyper
+from lorafusion_jax.pipeline.distant_stage import AnyStage, DistantStage, local_stages, receive_activations
 from lorafusion_jax.pipeline.dry_runs import compile_steps, time_passes, try_evaluation
 from lorafusion_jax.pipeline.failures import is_of_devices, place_of, stage_failed
 from lorafusion_jax.pipeline.leaves import EMBED_ROWS, HEAD_ROWS
+from lorafusion_jax.pipeline.links import Announcement, Link, Links
 from lorafusion_jax.pipeline.move import to_stage, transfer
+from lorafusion_jax.pipeline.processes import is_alone
 from lorafusion_jax.pipeline.spans import Spans
 from lorafusion_jax.pipeline.stage import Stage, Stepped
 from lorafusion_jax.pipeline.step_result import ClosedBatch, StepResult, in_order, not_finite
@@ -50,11 +56,22 @@ class _FailedEvent(Exception):
         self.problem, self.stage, self.slot, self.adapters = problem, stage, slot, adapters
 
 
-def _lanes(stages: int) -> list[ThreadPoolExecutor]:
-    """Returns for each stage the thread that dispatches its work."""
-    if process_count() > 1:
-        return [ThreadPoolExecutor(1, "stages")] * stages
-    return [ThreadPoolExecutor(1, f"stage-{stage}") for stage in range(stages)]
+def _lanes(stages: Sequence[AnyStage], *, ordered: bool) -> list[ThreadPoolExecutor]:
+    """Returns for each stage the thread that dispatches its work, or receives that of other processes.
+
+    Args:
+        ordered: whether stages of this process share a thread.
+    """
+    together, others = ThreadPoolExecutor(1, "stages"), ThreadPoolExecutor(1, "receive")  # start with their first work
+    return [
+        others if isinstance(stage, DistantStage) else together if ordered else ThreadPoolExecutor(1, f"stage-{index}")
+        for index, stage in enumerate(stages)
+    ]
+
+
+@jax.jit
+def _first_number(array: Array) -> Array:
+    return array[(..., *[0] * array.ndim)]
 
 
 def _compile_evaluation(stage: Stage, rows: Microbatch) -> None:
@@ -76,13 +93,15 @@ class _InFlight:
     """A microbatch between its admission and the end of its last backward pass.
 
     Attributes:
-        batches: its arrays on the devices of each stage; the last stage's forward pass drops them.
+        batches: its arrays on the devices of each local stage; the last one's forward pass drops them.
+        tokens: T of a replica's microbatch.
         adapters: for error messages.
         inputs: (kind, stage) → what an event needs from the stage before it.
         done: result of its last event; None until that is issued.
     """
 
-    batches: list[Any]
+    batches: dict[int, Any]
+    tokens: int
     adapters: Sequence[str] = ()
     inputs: dict[tuple[str, int], Future[Array]] = field(default_factory=dict)
     done: Future[Array] | None = None
@@ -94,10 +113,12 @@ class _EndingBatch:
 
     Attributes:
         slot: the slot that completed it.
-        closed: by stage, of those that have closed it.
+        stages: those that have closed it.
+        closed: by stage of this process.
     """
 
     slot: int
+    stages: set[int] = field(default_factory=set)
     closed: dict[int, Future[ClosedBatch]] = field(default_factory=dict)
 
 
@@ -113,13 +134,18 @@ class Executor:
         spans: records when each event ran.
 
     Attributes:
+        links: the ways between stages.
+        local_stages: those of this process, by number.
         before_step: called before every step that is issued.
         describe: adds what microbatches say of adapters in places, see `PlaceTable.describe`.
     """
 
-    def __init__(self, stages: Sequence[Stage], names: Sequence[str], spans: Spans | None = None):
+    def __init__(self, stages: Sequence[AnyStage], names: Sequence[str], spans: Spans | None = None):
         self.stages, self._spans = tuple(stages), spans
-        self._lanes = _lanes(len(self.stages))
+        self.local_stages = local_stages(stages)
+        self.links = Links([stage.mesh for stage in stages])
+        self._ordered = not is_alone() and any(stage.mesh.spans_processes for stage in self.local_stages.values())
+        self._lanes = _lanes(self.stages, ordered=self._ordered)
         self._index = {name: number for number, name in enumerate(names)}
         self._in_flight: dict[int, _InFlight] = {}  # by slot
         self._issued: deque[int] = deque()  # slots in flight whose events have all been issued, in this order
@@ -134,13 +160,13 @@ class Executor:
     @property
     def local_replicas(self) -> list[int]:
         """Replicas whose microbatches this process provides."""
-        return self.stages[0].mesh.local_replicas
+        return next(iter(self.local_stages.values())).mesh.local_replicas
 
-    def replace_stages(self, stages: Sequence[Stage]) -> None:
+    def replace_stages(self, stages: Sequence[AnyStage]) -> None:
         """Replaces the stages, on the same devices. No event may be in flight."""
         assert not self._in_flight
         assert len(stages) == len(self.stages)
-        self.stages, self._warm = tuple(stages), []
+        self.stages, self.local_stages, self._warm = tuple(stages), local_stages(stages), []
 
     def number_adapters(self, index: Mapping[str, int]) -> None:
         """Says at which position each adapter is."""
@@ -170,12 +196,12 @@ class Executor:
         shapes = list(map(_shapes, rows))
         rows, held_out = list(map(self.describe, rows)), None if held_out is None else self.describe(held_out)
         work: dict[str, tuple[int, Callable[[], None]]] = {}
-        for index, stage in enumerate(self.stages):
+        for index, stage in self.local_stages.items():
             work[f"stage {index}"] = index, partial(self._compile_stage, stage, rows)
             if held_out is not None:
                 work[f"evaluation of stage {index}"] = index, partial(_compile_evaluation, stage, held_out)
         times: dict[str, tuple[float, float]] = {}
-        with ThreadPoolExecutor(1 if process_count() > 1 else len(work), "compile") as threads:
+        with ThreadPoolExecutor(1 if self._ordered else len(work), "compile") as threads:
             running = {threads.submit(_time_work, compile_part): name for name, (_, compile_part) in work.items()}
             left = dict.fromkeys(work)
             on_progress(list(left))
@@ -206,11 +232,11 @@ class Executor:
         """
         while len(self._issued) > AHEAD:
             self._wait_oldest()
-        batches, rows = [], self.describe(rows)
-        for index, stage in enumerate(self.stages):
+        batches, rows = {}, self.describe(rows)
+        for index, stage in self.local_stages.items():
             with self.blaming(index, slot):
-                batches.append(to_stage(rows, stage.mesh))
-        self._in_flight[slot] = _InFlight(batches=batches)
+                batches[index] = to_stage(rows, stage.mesh)
+        self._in_flight[slot] = _InFlight(batches=batches, tokens=np.shape(rows.tokens)[1])
 
     def issue(self, event: Event, adapters: Sequence[str] = ()) -> None:
         """Issues a forward or backward pass on its stage.
@@ -227,16 +253,22 @@ class Executor:
                 raise self._failure
         flight = self._in_flight[event.slot]
         flight.adapters = adapters
+        target = event.stage + (1 if event.kind == "forward" else -1)
+        link = self.links.link(event.stage, target) if 0 <= target < len(self.stages) else None
         needed = flight.inputs.pop((event.kind, event.stage), None)
-        if event.kind == "forward":
-            done = self._submit(event.stage, event.slot, adapters, lambda: self._forward(event, flight, needed))
-        else:
-            done = self._submit(event.stage, event.slot, adapters, lambda: self._backward(event, needed))
-        step = 1 if event.kind == "forward" else -1
-        if 0 <= event.stage + step < len(self.stages):
-            flight.inputs[event.kind, event.stage + step] = done
-        elif event.kind == "backward":
-            flight.done = done
+        work: Callable[[], Array] | None = None
+        if event.stage in self.local_stages:
+            run = self._forward if event.kind == "forward" else self._backward
+            work = partial(run, event, flight, needed, link)
+        elif link is not None:
+            work = partial(receive_activations, self.stages[target], flight.tokens, link)
+        if work is not None:
+            done = self._submit(event.stage, event.slot, adapters, work)
+            if link is not None:
+                flight.inputs[event.kind, target] = done
+            if event.kind == "backward" and event.stage in self.local_stages:
+                flight.done = done
+        if event.kind == "backward" and not event.stage:
             self._issued.append(event.slot)
 
     def close_batch(self, event: Event, adapter: str) -> bool:
@@ -245,59 +277,98 @@ class Executor:
         event = event._replace(adapters=(adapter,))  # batches of other adapters may end in this slot, too
         batch = self._ending.setdefault(number, _EndingBatch(slot=event.slot))
         batch.slot = event.slot
+        batch.stages.add(event.stage)
+        stage = self.local_stages.get(event.stage)
+        if stage is not None:
 
-        def run() -> ClosedBatch:
-            with self._record_event(event) as record:
-                summary, finite = self.stages[event.stage].close_batch(number)
-                record(summary.squares)
-            return ClosedBatch(event.stage, summary, finite)
+            def run() -> ClosedBatch:
+                with self._record_event(event) as record:
+                    summary, finite = stage.close_batch(number)
+                    record(summary.squares)
+                return ClosedBatch(event.stage, summary, finite)
 
-        batch.closed[event.stage] = self._submit(event.stage, event.slot, [adapter], run)
-        return len(batch.closed) == len(self.stages)
+            batch.closed[event.stage] = self._submit(event.stage, event.slot, [adapter], run)
+        return len(batch.stages) == len(self.stages)
 
     def step(self, adapter: str, numbers: Hyper) -> StepResult:
         """Steps an adapter on all stages. The gradient norm for clipping is over all stages."""
         number = self._index[adapter]
         batch = self._ending.pop(number)
-        closed = self._with_twins(number, batch, adapter)
+        closed = self._on_all_processes(number, batch, self._with_twins(number, batch, adapter), adapter)
         used = self.before_step(adapter, closed)
 
-        def run(index: int, stage: Stage) -> Stepped:
+        def run(index: int, announcement: Announcement) -> Stepped:
+            stage = self.stages[index]
+            if isinstance(stage, DistantStage):
+                return announcement.receive(stage.stepped_like(number))
             summaries = [transfer(closed.summary.without_metrics, stage.mesh) for closed in in_order(used)]
             with self._record_event(Event("update", index, batch.slot, (adapter,)), stepping=True) as record:
                 stepped = stage.step(number, summaries, numbers)
                 record(stepped.alive)
+            announcement.send((stepped.alive, stepped.finite))
             return stepped
 
         stepped = [
-            self._submit(index, batch.slot, [adapter], partial(run, index, stage))
-            for index, stage in enumerate(self.stages)
+            self._submit(index, batch.slot, [adapter], partial(run, index, self.links.announcement(index)))
+            for index in range(len(self.stages))
         ]
         return StepResult(number, closed, stepped)
 
-    def _with_twins(self, number: int, batch: _EndingBatch, adapter: str) -> list[Future[ClosedBatch]]:
+    def _on_all_processes(
+        self, number: int, batch: _EndingBatch, local: Mapping[int, Future[ClosedBatch]], adapter: str
+    ) -> list[Future[ClosedBatch]]:
+        """Returns the closed batch of every stage."""
+        if not self.links.apart:
+            return list(local.values())
+
+        def share(index: int, announcement: Announcement) -> ClosedBatch:
+            stage = self.stages[index]
+            if isinstance(stage, DistantStage):
+                return ClosedBatch(index, *announcement.receive(stage.closed_like(number)))
+            closed = local[index].result()
+            announcement.send((closed.summary, closed.finite))
+            return closed
+
+        return [
+            self._submit(index, batch.slot, [adapter], partial(share, index, self.links.announcement(index)))
+            for index in range(len(self.stages))
+        ]
+
+    def _with_twins(self, number: int, batch: _EndingBatch, adapter: str) -> dict[int, Future[ClosedBatch]]:
         """Exchanges the gradients of trained rows of a tied table between the first and the last stage.
 
         Returns:
             The closed batch, with the rows in the summary of the first stage.
         """
         if number not in self.stages[0].with_twins:
-            return list(batch.closed.values())
-        ends = {0, len(self.stages) - 1}
+            return batch.closed
+        last, ways = len(self.stages) - 1, {}
+        if self.links.apart:
+            ways = {EMBED_ROWS: self.links.link(0, last), HEAD_ROWS: self.links.link(last, 0)}
+        ends = {name: end for name, end in ((EMBED_ROWS, 0), (HEAD_ROWS, last)) if end in self.local_stages}
 
         def submit[T](index: int, work: Callable[[], T]) -> Future[T]:
             return self._submit(index, batch.slot, [adapter], work)
 
-        embed = submit(0, lambda: self.stages[0].twin_gradient(number, EMBED_ROWS))
-        head = submit(max(ends), lambda: self.stages[-1].twin_gradient(number, HEAD_ROWS))
+        def give(name: str, index: int) -> Array:
+            gradient, way = self.local_stages[index].twin_gradient(number, name), ways.get(name)
+            return gradient if way is None else way.send(gradient)
+
+        parts = {name: submit(end, partial(give, name, end)) for name, end in ends.items()}
+
+        def take(name: str, stage: Stage) -> Array:
+            way = ways.get(name)
+            if name in parts or way is None:
+                return transfer(parts[name].result(), stage.mesh)
+            twin = next(iter(parts.values())).result()  # of the same shape
+            return way.receive(twin.shape, twin.dtype, stage.mesh.everywhere)
 
         def join(index: int) -> ClosedBatch:
-            stage, closed = self.stages[index], batch.closed[index].result()
-            of_embed, of_head = (transfer(part.result(), stage.mesh) for part in (embed, head))
+            stage, closed = self.local_stages[index], batch.closed[index].result()
+            of_embed, of_head = take(EMBED_ROWS, stage), take(HEAD_ROWS, stage)
             return closed._replace(summary=stage.join_twins(number, of_embed, of_head, closed.summary))
 
-        joined = {index: submit(index, partial(join, index)) for index in sorted(ends)}
-        return list((batch.closed | joined).values())
+        return batch.closed | {index: submit(index, partial(join, index)) for index in sorted({*ends.values()})}
 
     def put_back(self, adapter: str, result: StepResult) -> None:
         """Restores an adapter on every stage to its state before a step that some stage refused.
@@ -305,13 +376,14 @@ class Executor:
         Stages step without knowing the results of the others, so that no stage waits for another. Later steps of the
         adapter do not count either: after a refused step, every stage refuses all later ones.
         """
-        for index, (stage, stepped) in enumerate(zip(self.stages, result.stepped, strict=True)):
-            if stepped.before is not None:
-                self._submit(index, None, [adapter], partial(stage.put_back, self._index[adapter], stepped.before))
+        stepped = result.stepped
+        for index, stage in self.local_stages.items():
+            if (before := stepped[index].before) is not None:
+                self._submit(index, None, [adapter], partial(stage.put_back, self._index[adapter], before))
 
     def read[T](self, what: Callable[[Stage], T]) -> list[Future[T]]:
-        """Reads from every stage, after all work issued so far."""
-        return [self._submit(index, None, (), partial(what, stage)) for index, stage in enumerate(self.stages)]
+        """Reads from every stage of this process, after all work issued so far."""
+        return [self._submit(index, None, (), partial(what, stage)) for index, stage in self.local_stages.items()]
 
     def read_all[T](self, what: Callable[[Stage], T]) -> list[T]:
         """Returns what `read` promises, by stage. Waits for it."""
@@ -319,7 +391,7 @@ class Executor:
 
     def wait_dispatched(self) -> None:
         """Waits until all work is dispatched. Then the stages' arrays may be read; reading waits for their values."""
-        for index in range(len(self.stages)):
+        for index in range(len(self.stages)):  # those of other processes, too: their results have been asked for then
             with self.blaming(index, None):
                 self._submit(index, None, (), lambda: None).result()
 
@@ -376,34 +448,52 @@ class Executor:
         return not_finite(self.stages, self._index[adapter], result)
 
     def evaluate(self, rows: Microbatch, adapters: Sequence[str] = ()) -> Future[dict[str, Array]]:
-        """Issues a held-out microbatch. Returns sums of loss and metrics of each adapter, [A] on the last stage."""
-        done: Future[Any] = self.run_forward(Stage.evaluate, self.describe(rows), adapters)
-        return done
+        """Issues a held-out microbatch. Returns sums of loss and metrics of each adapter, [A]."""
+        last, result = len(self.stages) - 1, self.run_forward(Stage.evaluate, self.describe(rows), adapters)
+        announcement = self.links.announcement(last)
 
-    def run_forward[T](
+        def share() -> Any:
+            stage = self.stages[last]
+            if isinstance(stage, DistantStage):
+                return announcement.receive(stage.totals_like())
+            return announcement.send(result.result())
+
+        return self._submit(last, None, adapters, share) if self.links.apart else result
+
+    def run_forward(
         self,
-        run: Callable[[Stage, Microbatch, Array | None], T],
+        run: Callable[[Stage, Microbatch, Array | None], Any],
         rows: Microbatch,
         adapters: Sequence[str] = (),
-        stages: Sequence[Stage] | None = None,
-    ) -> Future[T]:
-        """Issues a pass without gradients through all stages, e.g. `Stage.token_logprobs`. Returns the last result.
+        stages: Sequence[AnyStage] | None = None,
+    ) -> Future[Any]:
+        """Issues a pass without gradients through all stages, e.g. `Stage.token_logprobs`.
 
         Args:
             stages: others on the same devices, whose time counts apart (None: those of the session).
-        """
 
-        def run_stage(index: int, stage: Stage, before: Future[Any] | None) -> Any:
-            x = None if before is None else transfer(before.result(), stage.mesh)
+        Returns:
+            The result of the last stage, on the process that holds it.
+        """
+        used = self.stages if stages is None else stages
+        local = local_stages(used)
+
+        def run_stage(index: int, before: Future[Any] | None, link: Link | None) -> Any:
+            stage, x = local[index], None if before is None else before.result()
             began = time.perf_counter()
             result = run(stage, to_stage(rows, stage.mesh), x)
             if self._spans is not None and stages is not None and index == 0:
                 self._spans.follow_pass(began, result)
-            return result
+            return result if link is None else link.send(result)
 
         done: Future[Any] | None = None
-        for index, stage in enumerate(self.stages if stages is None else stages):
-            done = self._submit(index, None, adapters, partial(run_stage, index, stage, done))
+        for index in range(len(used)):
+            link = self.links.link(index, index + 1) if index + 1 < len(used) else None
+            if index in local:
+                done = self._submit(index, None, adapters, partial(run_stage, index, done, link))
+            elif link is not None:
+                receive = partial(receive_activations, used[index + 1], np.shape(rows.tokens)[1], link)
+                done = self._submit(index, None, adapters, receive)
         assert done is not None
         return done
 
@@ -432,29 +522,39 @@ class Executor:
 
         return self._lanes[stage].submit(run)
 
-    def _forward(self, event: Event, flight: _InFlight, needed: Future[Array] | None) -> Array:
+    def _forward(self, event: Event, flight: _InFlight, needed: Future[Array] | None, link: Link | None) -> Array:
         x = None if needed is None else needed.result()
-        stage, last = self.stages[event.stage], event.stage + 1 == len(self.stages)
-        with self._record_event(event) as record:
+        with self._record_event(event, needed=self._arriving(event.stage - 1, x)) as record:
             batch = flight.batches[event.stage]
-            if last:
-                flight.batches = []  # frees the device memory of all stages' copies once they are used
-            result = stage.forward(event.slot, batch, x)
+            if event.stage == max(self.local_stages):
+                flight.batches = {}  # frees the device memory of all stages' copies once they are used
+            result = self.local_stages[event.stage].forward(event.slot, batch, x)
             record(result)
-            return result if last else transfer(result, self.stages[event.stage + 1].mesh)
+            return result if link is None else link.send(result)
 
-    def _backward(self, event: Event, needed: Future[Array] | None) -> Array:
+    def _backward(self, event: Event, flight: _InFlight, needed: Future[Array] | None, link: Link | None) -> Array:
+        del flight
         dy = None if needed is None else needed.result()
-        with self._record_event(event) as record:
-            dx = self.stages[event.stage].backward(event.slot, dy)
+        with self._record_event(event, needed=self._arriving(event.stage + 1, dy)) as record:
+            dx = self.local_stages[event.stage].backward(event.slot, dy)
             record(dx)
-            return transfer(dx, self.stages[event.stage - 1].mesh) if event.stage else dx
+            return dx if link is None else link.send(dx)
+
+    def _arriving(self, source: int, array: Array | None) -> Array | None:
+        """Returns something that is ready when an array of another process has arrived. The array may be donated."""
+        return None if array is None or source in self.local_stages else _first_number(array)
 
     @contextmanager
-    def _record_event(self, event: Event, *, stepping: bool = False) -> Iterator[Callable[[Array], None]]:
-        """Yields a function that records the event's result for the spans."""
+    def _record_event(
+        self, event: Event, *, stepping: bool = False, needed: Array | None = None
+    ) -> Iterator[Callable[[Array], None]]:
+        """Yields a function that records the event's result for the spans.
+
+        Args:
+            needed: ready when the input of the event is, if the spans do not know it.
+        """
         issued = None if self._spans is None else self._spans.issued(event, stepping=stepping)
         results: list[Array] = []
         yield results.append
         if self._spans is not None and issued is not None:
-            self._spans.follow(issued, *results)
+            self._spans.follow(issued, *results, needed=needed)

@@ -18,6 +18,7 @@ from lorafusion_jax.layout.layer import RematPolicy
 PROCESS_LOST = "train.process-lost"
 _PEER_LOST = re.compile(
     "connection (closed|reset) by (remote )?peer"
+    r"|socketserver: |errno: (32|104|107|110|111|113)\b"  # of jax's transfer server
     "|remote process exited"
     "|gloo .* failed: .*timed? ?out"
     "|heartbeat timeout|stopped sending heartbeats"

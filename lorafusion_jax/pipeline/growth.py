@@ -19,13 +19,14 @@ from lorafusion_jax.checkpoint.peft import Arrays
 from lorafusion_jax.checkpoint.warm_start import start_from
 from lorafusion_jax.config.schema import AdapterConfig, JobConfig
 from lorafusion_jax.pipeline.base import stages_for
+from lorafusion_jax.pipeline.distant_stage import AnyStage, local_stages
 from lorafusion_jax.pipeline.first_weights import first_weights
-from lorafusion_jax.pipeline.stage import Stage
+from lorafusion_jax.pipeline.links import Links
 from lorafusion_jax.pipeline.state import gather, scatter
 
 
 def fill_place(
-    stages: Sequence[Stage], index: int, adapter: AdapterConfig, spec: AdapterSpec, warm_start: Arrays | None
+    stages: Sequence[AnyStage], index: int, adapter: AdapterConfig, spec: AdapterSpec, warm_start: Arrays | None
 ) -> None:
     """Starts an adapter in a free place. Compiles nothing if an adapter of its rank, targets and optimizer is known.
 
@@ -39,10 +40,13 @@ def fill_place(
     leaves = start_from(first, starts, [spec], parts.model.some_layers)[spec.name]
     for stage in stages:
         stage.assign(index, adapter, spec)
+    for stage in local_stages(stages).values():
         stage.write(index, leaves)
 
 
-def grow_stages(stages: Sequence[Stage], config: JobConfig, weights: Mapping[int, Arrays]) -> list[Stage]:
+def grow_stages(
+    stages: Sequence[AnyStage], links: Links, config: JobConfig, weights: Mapping[int, Arrays]
+) -> list[AnyStage]:
     """Returns stages with more adapters, the new ones at their first step. Collective over processes.
 
     Args:
@@ -50,17 +54,17 @@ def grow_stages(stages: Sequence[Stage], config: JobConfig, weights: Mapping[int
         config: of all adapters of the run.
         weights: initial weights of new adapters from a warm start, by position.
     """
-    held = gather(stages)
-    for stage in stages:
+    held = gather(stages, links)
+    for stage in local_stages(stages).values():
         stage.lora, stage.constants, stage.sums, stage.optimizers, stage.totals = {}, {}, {}, {}, None
     more = stages_for(stages, config)
     specs = dict(more[0].occupied)
     first = {spec.name: first_weights(more[0].parts.leaves, spec) for spec in specs.values()}
     starts = {number: weights[index] for number, index in enumerate(specs) if index in weights}
     lora = start_from(first, starts, list(specs.values()), more[0].parts.model.some_layers)
-    for stage in more:
+    for stage in local_stages(more).values():
         stage.start(lora)
-    fresh = gather(more)
+    fresh = gather(more, links)
     # Copies: a host array may be a view of a device array, which would live on with it, one more at every addition.
     optimizers = fresh.pop("optimizers") | jax.tree.map(np.array, held.pop("optimizers"))
     scatter(more, _overlay(held, fresh) | {"optimizers": optimizers})

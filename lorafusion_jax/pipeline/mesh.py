@@ -7,6 +7,7 @@ R replicas = data · fsdp
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -53,10 +54,25 @@ class StageMesh:
         return NamedSharding(self.mesh, P(axes) if axes else P())
 
     @property
+    def processes(self) -> list[int]:
+        """The process that holds each replica."""
+        return [device.process_index for device in self.mesh.devices.flat]
+
+    @property
+    def is_local(self) -> bool:
+        """Whether this process holds a replica of the stage."""
+        return jax.process_index() in self.processes
+
+    @property
+    def spans_processes(self) -> bool:
+        """Whether programs of the stage have collectives across processes."""
+        return len(set(self.processes)) > 1
+
+    @property
     def local_replicas(self) -> list[int]:
         """Replicas whose microbatch this process provides."""
         mine = jax.process_index()
-        return [number for number, device in enumerate(self.mesh.devices.flat) if device.process_index == mine]
+        return [replica for replica, process in enumerate(self.processes) if process == mine]
 
     def weight(self, shape: Sequence[int]) -> NamedSharding:
         """Sharding of a frozen tensor: split over fsdp along its first divisible axis, otherwise replicated."""
@@ -70,10 +86,13 @@ class StageMesh:
 
 
 def stage_meshes(stages: int = 1, data: int = 1, fsdp: int = 1) -> list[StageMesh]:
-    """Uses the first stages · data · fsdp devices. With several processes, each has all stages of its replicas.
+    """Uses the first stages · data · fsdp devices.
+
+    Several processes share the replicas first, because an all-reduce per step takes less time than activations per
+    microbatch, and then the stages. Every process holds the same number of whole replicas of the same number of stages.
 
     Raises:
-        ConfigError: `mesh.devices`, there are fewer devices; `mesh.processes`, replicas do not divide evenly.
+        ConfigError: `mesh.devices`, there are fewer devices; `mesh.processes`, processes cannot share the mesh evenly.
     """
     processes, needed = jax.process_count(), stages * data * fsdp
     devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
@@ -86,12 +105,14 @@ def stage_meshes(stages: int = 1, data: int = 1, fsdp: int = 1) -> list[StageMes
             fix="lower mesh.stages, mesh.data or mesh.fsdp, or start more processes"
             + f"; to try it on a CPU: JAX_NUM_CPU_DEVICES={needed} lorafusion …" * (devices[0].platform == "cpu"),
         )
-    if data % processes:
+    by_data = math.gcd(data, processes)  # groups of processes with the same replicas
+    by_stage = processes // by_data
+    if stages % by_stage:
         raise ConfigError(
             "mesh.processes",
-            f"{processes} processes cannot share mesh.data={data} equally.",
-            why="activations move between stages inside a process, so every process holds whole replicas",
-            fix=f"mesh.data: {processes}, or a multiple of it",
+            f"{processes} processes cannot share mesh.stages={stages} and mesh.data={data} equally.",
+            why="every process holds the same number of whole stages of the same number of replicas",
+            fix=f"mesh.data: {processes} or mesh.stages: {processes}, or multiples whose product {processes} divides",
         )
     per_process = needed // processes
     chosen: list = []
@@ -104,5 +125,7 @@ def stage_meshes(stages: int = 1, data: int = 1, fsdp: int = 1) -> list[StageMes
                 fix="start every process with the same number of devices",
             )
         chosen += local[:per_process]
-    grid = np.array(chosen, dtype=object).reshape(data, stages, fsdp).swapaxes(0, 1)
+    # Neighbouring processes, which are often on one host, exchange activations.
+    grid = np.array(chosen, dtype=object).reshape(by_data, by_stage, data // by_data, stages // by_stage, fsdp)
+    grid = grid.transpose(1, 3, 0, 2, 4).reshape(stages, data, fsdp)
     return [StageMesh(mesh=Mesh(grid[stage], REPLICAS)) for stage in range(stages)]

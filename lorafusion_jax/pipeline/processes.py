@@ -123,6 +123,11 @@ def is_first() -> bool:
     return not jax.distributed.is_initialized() or jax.process_index() == 0
 
 
+def coordinator_address() -> str:
+    """Returns host:port of the first process, as this one reaches it."""
+    return str(distributed.global_state.coordinator_address)
+
+
 def stop_all() -> None:
     """Ends all processes, after this one was told to stop at once, or before the first step.
 

@@ -30,6 +30,7 @@ from lorafusion_jax.errors import CheckpointError
 from lorafusion_jax.objective.protocol import DIVERGENCE
 from lorafusion_jax.pipeline.base import stages_for
 from lorafusion_jax.pipeline.batches import teacher_state
+from lorafusion_jax.pipeline.distant_stage import AnyStage, local_stages
 from lorafusion_jax.pipeline.executor import Executor
 from lorafusion_jax.pipeline.move import to_local, to_stage, transfer
 from lorafusion_jax.pipeline.stage import Stage
@@ -63,26 +64,30 @@ class SetPass:
     key: str
     config: JobConfig
     samples: TokenizedSet
-    stages: Sequence[Stage]
+    stages: Sequence[AnyStage]
     position: int
     state: State | None
     describe: Callable[[Microbatch], Microbatch]
 
     def run(self, executor: Executor) -> Generator[None, None, np.ndarray]:
-        """Issues a microbatch at each step; see `run_set`."""
+        """Issues a microbatch at each step; see `run_set`. Collective over processes."""
+        links = executor.links
+        has_result = links.is_local(len(self.stages) - 1)
 
-        def issue(rows: Microbatch) -> Callable[[], Array]:
-            return executor.run_forward(self._of_stage, rows, [self.adapter], self.stages).result
+        def issue(rows: Microbatch) -> Callable[[], Array] | None:
+            done = executor.run_forward(self._of_stage, rows, [self.adapter], self.stages)
+            return done.result if has_result else None
 
         slots, microbatch = self._packed()
-        return run_set(self.samples, slots, microbatch, issue, self.state, len(self.stages))
+        result = yield from run_set(self.samples, slots, microbatch, issue, self.state, len(self.stages))
+        return links.share({stage: {"result": result} for stage in links.local})[-1]["result"]
 
     def compile(self) -> None:
         """Runs the first microbatch once. Waits; may run in any thread if other work uses other stages."""
         slots, microbatch = self._packed()
         for replicas in slots[:1]:
             rows, x = microbatch(replicas), None
-            for stage in self.stages:
+            for stage in local_stages(self.stages).values():
                 x = self._of_stage(stage, to_stage(rows, stage.mesh), None if x is None else transfer(x, stage.mesh))
             jax.block_until_ready(x)
 
@@ -106,7 +111,7 @@ class SetPass:
                         max_segments=num_segments(most),
                         max_adapters=1,
                     )
-                    for replica in self.stages[0].mesh.local_replicas
+                    for replica in next(iter(local_stages(self.stages).values())).mesh.local_replicas
                 ]
             )
             return self.describe(rows)
@@ -117,7 +122,7 @@ class SetPass:
 def reference_passes(
     config: JobConfig,
     prepared: Prepared,
-    stages: Sequence[Stage],
+    stages: Sequence[AnyStage],
     names: Sequence[str],
     describe: Callable[[Microbatch], Microbatch] = _unchanged,
 ) -> Iterator[SetPass]:
@@ -202,14 +207,15 @@ def read_reference_folder(config: JobConfig, reference: ReferenceWeights) -> tup
 
 
 def _stages_of_folder(
-    config: JobConfig, adapter: AdapterConfig, stages: Sequence[Stage], reference: ReferenceWeights
-) -> list[Stage]:
+    config: JobConfig, adapter: AdapterConfig, stages: Sequence[AnyStage], reference: ReferenceWeights
+) -> list[AnyStage]:
     """Returns stages on the same base whose only adapter is that of a PEFT folder."""
     spec, arrays = read_reference_folder(config, reference)
     own_config = without_places(config.model_copy(update={"adapters": (adapter,)}))
     own_stages = stages_for(stages, own_config, [spec])
-    lora = start_from(own_stages[0].first_lora(), {0: arrays}, [spec], own_stages[0].parts.model.some_layers)
-    for stage in own_stages:
+    local = list(local_stages(own_stages).values())
+    lora = start_from(local[0].first_lora(), {0: arrays}, [spec], local[0].parts.model.some_layers)
+    for stage in local:
         stage.take_weights(lora)
     return own_stages
 
@@ -218,7 +224,7 @@ def run_set(
     samples: TokenizedSet,
     slots: Iterable[Replicas],
     microbatch: Callable[[Replicas], Microbatch],
-    issue: Callable[[Microbatch], Callable[[], Array]],
+    issue: Callable[[Microbatch], Callable[[], Array] | None],
     state: State | None,
     ahead: int,
 ) -> Generator[None, None, np.ndarray]:
@@ -226,7 +232,8 @@ def run_set(
 
     Args:
         slots: samples of each microbatch.
-        issue: issues a microbatch; its result, called, waits for log p [R, T], or for the states [R, T, D].
+        issue: issues a microbatch; its result, called, waits for log p [R, T], or for the states [R, T, D]. None: they
+            are on another process, and the result here is 0.
         state: width and dtype of the states, if they are wanted.
         ahead: microbatches that are issued before the first is read.
 
@@ -236,10 +243,12 @@ def run_set(
     of_learned = state is not None
     shape = (int(samples.loss_mask.sum()), state.width) if state is not None else samples.tokens.shape
     result = np.zeros(shape, np.float32 if state is None else state.dtype)
-    in_flight: deque[tuple[Replicas, Callable[[], Array]]] = deque()
+    in_flight: deque[tuple[Replicas, Callable[[], Array] | None]] = deque()
 
     def read_oldest() -> None:
         replicas, values = in_flight.popleft()
+        if values is None:
+            return
         for part, row in zip(replicas, to_local(values()), strict=True):
             for tokens, rows in _learned_rows(samples, part, of_learned):
                 result[tokens] = row[rows]

@@ -31,19 +31,21 @@ from lorafusion_jax.models import ModelConfig
 from lorafusion_jax.objective.protocol import Chosen
 from lorafusion_jax.pipeline.base import check_tables, memory_warning, open_base, stages_for
 from lorafusion_jax.pipeline.base_cache import BaseFiles
+from lorafusion_jax.pipeline.distant_stage import AnyStage, local_stages
 from lorafusion_jax.pipeline.evaluation import Evaluation, Evaluator
 from lorafusion_jax.pipeline.executor import Executor
 from lorafusion_jax.pipeline.first_weights import first_weights
 from lorafusion_jax.pipeline.growth import fill_place, grow_stages
 from lorafusion_jax.pipeline.leaves import HEAD_ROWS, Leaves
 from lorafusion_jax.pipeline.place_table import PlaceTable
+from lorafusion_jax.pipeline.processes import barrier
 from lorafusion_jax.pipeline.reading import BASE, Reading, Times
 from lorafusion_jax.pipeline.references import SetPass, finish, reference_passes, run_passes
 from lorafusion_jax.pipeline.release import release_unused
 from lorafusion_jax.pipeline.snapshot import Snapshot, Snapshots
 from lorafusion_jax.pipeline.spans import Spans
 from lorafusion_jax.pipeline.stage import Stage
-from lorafusion_jax.pipeline.state import abstract_state, adapter_arrays, scatter
+from lorafusion_jax.pipeline.state import abstract_state, adapter_arrays, host_leaves, scatter
 from lorafusion_jax.report.format import count
 from pallas_kernels import config_store
 
@@ -66,16 +68,16 @@ class Session:
         self,
         config: JobConfig,
         prepared: Prepared,
-        stages: Sequence[Stage],
+        stages: Sequence[AnyStage],
         reading: Reading,
     ):
         self._reading, self.spans, self._additions = reading, Spans(len(stages)), 0
         self._unstarted: list[int] = []  # positions of adapters whose initial values may depend on the base
         self.executor = Executor(stages, (), self.spans)
         self._set_adapters(config, prepared, stages)
-        self._snapshots = Snapshots(self._stages)
+        self._snapshots = Snapshots(self._stages, self.executor.links)
 
-    def _set_adapters(self, config: JobConfig, prepared: Prepared, stages: Sequence[Stage]) -> None:
+    def _set_adapters(self, config: JobConfig, prepared: Prepared, stages: Sequence[AnyStage]) -> None:
         """Tells all parts of the session which adapters there are, and where."""
         self._config, self._stages, self._stack = config, tuple(stages), stack_of(config)
         self.executor.number_adapters(self._stack.index)
@@ -161,7 +163,7 @@ class Session:
         specs = [occupied[self._stack.index[name]] for name in self.names]
         first = {spec.name: first_weights(parts.leaves, spec) for spec in specs}
         lora = start_from(first, weights, specs, parts.model.some_layers)
-        for stage in self._stages:
+        for stage in self.executor.local_stages.values():
             stage.start(lora)
         self._unstarted = [self._stack.index[name] for number, name in enumerate(self.names) if number not in weights]
 
@@ -171,12 +173,12 @@ class Session:
         for index in self._unstarted:
             spec = specs[index]
             if _starts_from_base(spec):
-                for stage in self._stages:
+                for stage in self.executor.local_stages.values():
                     stage.start_from_base(index)
         self._unstarted = []
 
     @property
-    def stages(self) -> tuple[Stage, ...]:
+    def stages(self) -> tuple[AnyStage, ...]:
         """The stages, with the current weights; others after `add`."""
         return self._stages
 
@@ -202,10 +204,10 @@ class Session:
         starts = {after.index[config.adapters[number].name]: arrays for number, arrays in weights.items()}
         new = {name: index for name, index in after.index.items() if name not in before.index}
         if grows:
-            stages = grow_stages(self._stages, config, starts)
+            stages = grow_stages(self._stages, self.executor.links, config, starts)
             self.executor.replace_stages(stages)
             self._set_adapters(config, prepared, stages)
-            self._snapshots = Snapshots(self._stages)
+            self._snapshots = Snapshots(self._stages, self.executor.links)
         else:
             self._set_adapters(config, prepared, self._stages)
             self._fill_places(new, starts, known=before.objectives)
@@ -243,10 +245,13 @@ class Session:
     def read(self, name: str) -> Callable[[], dict[str, np.ndarray]]:
         """Reads an adapter's weights after all work issued so far. Calling the result waits for them."""
         index = self._stack.index[name]
-        collect = partial(_collect, self.executor.read(lambda stage: stage.adapter(index)))
+        parts = self.executor.read(lambda stage: stage.adapter(index))
         if jax.process_count() == 1:
-            return collect
-        weights = collect()  # may be collective over processes, so it cannot run in the background
+            return partial(_collect, parts)
+        # May be collective over processes, so it cannot run in the background.
+        local = zip(self.executor.local_stages, parts, strict=True)
+        held = {number: host_leaves(part.result()) for number, part in local}
+        weights = adapter_arrays(self.executor.links.share(held))
         return lambda: weights
 
     def evaluate(self, name: str) -> Evaluation:
@@ -279,9 +284,10 @@ class Session:
         """
         new = without_places(new)
         stages = stages_for(self._stages, new)
+        local = list(local_stages(stages).values())
         parts, specs = stages[0].parts, [spec for _, spec in stages[0].occupied]
-        lora = start_from(stages[0].first_lora(), weights, specs, parts.model.some_layers)
-        for stage in stages:
+        lora = start_from(local[0].first_lora(), weights, specs, parts.model.some_layers)
+        for stage in local:
             stage.take_weights(lora)
             for index, spec in enumerate(specs):
                 if index not in weights and _starts_from_base(spec):
@@ -311,8 +317,26 @@ class Session:
             restore: reads arrays of the given shapes and dtypes.
             replicas: number of replicas when they were saved.
         """
-        scatter(self._stages, restore(abstract_state(self._stages, replicas)))
+        scatter(self._stages, restore(abstract_state(self._stages, self.executor.links, replicas)))
         self._unstarted = []
+
+    def join_spans(self) -> None:
+        """Adds what other processes have recorded of their stages. Collective over processes, once training has ended.
+
+        Clocks are compared by when all processes are here, up to milliseconds.
+        """
+        links = self.executor.links
+        if not links.apart:
+            return
+        self.spans.stop()
+        barrier()
+        mine = {"spans": np.frombuffer(self.spans.recorded(), np.uint8)}
+        empty = {"spans": np.empty(0, np.uint8)}
+        first, *others = links.local
+        trees = links.share({first: mine, **dict.fromkeys(others, empty)})
+        for stage, tree in enumerate(trees):
+            if stage not in links.local and tree["spans"].size:
+                self.spans.take(tree["spans"].tobytes())
 
     def close(self) -> None:
         """Ends the threads that read the base and watch the devices."""
@@ -321,8 +345,12 @@ class Session:
 
     @property
     def state_bytes(self) -> int:
-        """Size of the state of a `snapshot`, with the copies of all replicas."""
-        return sum(leaf.nbytes for leaf in jax.tree.leaves([stage.trainable_arrays() for stage in self._stages]))
+        """Size of the state of a `snapshot`, with the copies of all replicas. Collective over processes."""
+        return sum(self._by_stage(lambda stage: sum(leaf.nbytes for leaf in jax.tree.leaves(stage.trainable_arrays()))))
+
+    def _by_stage[T](self, what: Callable[[Stage], T]) -> list[T]:
+        local = self.executor.local_stages
+        return self.executor.links.by_stage({index: what(stage) for index, stage in local.items()})
 
     @property
     def num_trainable(self) -> int:
@@ -338,8 +366,8 @@ class Session:
 
     @property
     def stored(self) -> dict[str, int]:
-        """Elements stored on the devices of one replica: weights, gradients, moments."""
-        counts = [stage.count_elements() for stage in self._stages]
+        """Elements stored on the devices of one replica: weights, gradients, moments. Collective over processes."""
+        counts = self._by_stage(lambda stage: stage.count_elements())
         return {what: sum(of_stage[what] for of_stage in counts) for what in counts[0]}
 
     @property

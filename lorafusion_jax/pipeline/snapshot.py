@@ -21,6 +21,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lorafusion_jax.pipeline.distant_stage import AnyStage, local_stages
+from lorafusion_jax.pipeline.links import Links
 from lorafusion_jax.pipeline.processes import any_process
 from lorafusion_jax.pipeline.stage import Stage
 from lorafusion_jax.pipeline.state import gather
@@ -80,8 +82,9 @@ class Snapshots:
     The free memory of a device is its limit minus the peak that training has used before the first copy.
     """
 
-    def __init__(self, stages: Sequence[Stage]):
-        self._stages = tuple(stages)
+    def __init__(self, stages: Sequence[AnyStage], links: Links):
+        self._all, self._links = tuple(stages), links
+        self._stages = tuple(local_stages(stages).values())
         self._programs: dict[Any, Callable[[Any], Any]] = {}
         self._free: list[float] | None = None  # bytes by stage
 
@@ -99,8 +102,8 @@ class Snapshots:
         """
         if jax.process_count() == 1 and self._has_room():
             copies = [self._copy_stage(stage) for stage in self._stages]
-            return Snapshot(partial(gather, copies, read=InParts.read), on_devices=True)
-        held = gather(self._stages)
+            return Snapshot(partial(gather, copies, self._links, read=InParts.read), on_devices=True)
+        held = gather(self._all, self._links)
         return Snapshot(lambda: held, on_devices=False)
 
     def _has_room(self) -> bool:

@@ -8,6 +8,7 @@ when its input was ready or when the previous event ended, whichever is last.
 
 from __future__ import annotations
 
+import json
 import queue
 import threading
 import time
@@ -58,7 +59,7 @@ class Spans:
         self._host: list[Span] = []
         self._lock = threading.Lock()
         self._failed: list[Issued] = []
-        self._joined = False
+        self._joined, self._joined_at = False, 0.0
         self._num_stages = num_stages
         self._queues: list[queue.SimpleQueue] = [queue.SimpleQueue() for _ in range(num_stages)]
         self._threads = [
@@ -86,12 +87,17 @@ class Spans:
             with self._lock:
                 self._pauses.append(Pause(start, self._now(), what))
 
-    def follow(self, issued: Issued, result: Array) -> None:
-        """Records the end of an event when its result is ready. `result` must not be donated."""
+    def follow(self, issued: Issued, result: Array, *, needed: Array | None = None) -> None:
+        """Records the end of an event when its result is ready. `result` must not be donated.
+
+        Args:
+            needed: ready when the input of the event has come from another process.
+        """
         event, kept = issued.event, len(self._host) < MOST
         if kept:
             self._host.append(Span(event.kind, event.stage, event.slot, issued.at, self._now(), event.adapters))
-        self._queues[event.stage].put((issued, result, kept))  # all events, so that the first failure is always known
+        # All events, so that the first failure is always known.
+        self._queues[event.stage].put((issued, result, needed, kept))
 
     def follow_pass(self, issued_at: float, result: Any) -> None:
         """Records the time of a pass of the first stage that is no event of the plan.
@@ -104,6 +110,19 @@ class Spans:
     def stop(self) -> None:
         """Ends the threads."""
         self._join()
+
+    def recorded(self) -> bytes:
+        """Returns the spans as JSON, with times relative to now. Call it after `stop`, at once on all processes."""
+        now = self._joined_at = self._now()
+        held = [[_before(span, now) for span in spans] for spans in (self._spans, self._host)]
+        return json.dumps(held).encode()
+
+    def take(self, recorded: bytes) -> None:
+        """Adds spans that another process returned from `recorded` when this one did."""
+        now = self._joined_at
+        for spans, rows in zip((self._spans, self._host), json.loads(recorded), strict=True):
+            for kind, stage, slot, start, end, adapters in rows:
+                spans.append(Span(kind, stage, slot, now + start, now + end, tuple(adapters)))
 
     def close(self, plan: Plan) -> Timeline:
         """Ends the threads and returns the measured timeline of a plan."""
@@ -164,19 +183,22 @@ class Spans:
             if isinstance(item, _Pass):
                 free = self._watch_pass(item, free)
                 continue
-            issued, result, kept = item
-            event = issued.event
+            issued, result, needed, kept = item
+            event, ready = issued.event, 0.0
             try:
+                if needed is not None:
+                    needed.block_until_ready()
+                    ready = self._now()
                 result.block_until_ready()
             except Exception:  # the issuing thread gets the same error and calls `first_failure`
                 self._failed.append(issued)
                 continue
-            del result, item
+            del result, needed, item
             if not kept:
                 continue
             end = self._now()
             with self._lock:
-                start = min(max(free, issued.at, self._input_ready(issued)), end)
+                start = min(max(free, issued.at, ready, self._input_ready(issued)), end)
                 self._note_end(issued, end)
                 self._spans.append(Span(event.kind, stage, event.slot, start, end, event.adapters))
             free = end
@@ -206,6 +228,10 @@ class Spans:
             return self._closed.get((event.slot, event.adapters), 0.0) if issued.stepping else 0.0
         before = event.stage - 1 if event.kind == "forward" else event.stage + 1
         return self._ends.pop((event.kind, before, event.slot), 0.0)
+
+
+def _before(span: Span, now: float) -> Span:
+    return span._replace(start_s=span.start_s - now, end_s=span.end_s - now)
 
 
 def drop_oldest(table: dict, most: int) -> None:

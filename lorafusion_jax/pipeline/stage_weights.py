@@ -5,7 +5,7 @@ D model width · V vocabulary
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,10 +71,16 @@ class StageWeights:
         return [self.pieces, self.embed, self.norm, self.head]
 
 
-def cut(frozen: Mapping[str, Any], model: ModelConfig, stages: Sequence[Extent]) -> list[StageWeights]:
-    """Splits the weights from `load_frozen` by stage. A tied embedding goes to the first and the last stage."""
+def cut(
+    frozen: Mapping[str, Any], model: ModelConfig, stages: Sequence[Extent], only: Collection[int] | None = None
+) -> list[StageWeights]:
+    """Splits the weights from `load_frozen` by stage. A tied embedding goes to the first and the last stage.
+
+    Args:
+        only: numbers of the stages to return; the weights of others may be missing (None: all).
+    """
     last = len(stages) - 1
-    embed = frozen["embed_tokens.weight"]
+    embed = frozen.get("embed_tokens.weight")
     head = frozen.get("lm_head.weight", embed)
     return [
         StageWeights(
@@ -85,6 +91,7 @@ def cut(frozen: Mapping[str, Any], model: ModelConfig, stages: Sequence[Extent])
             head=head if stage == last else None,
         )
         for stage, extent in enumerate(stages)
+        if only is None or stage in only
     ]
 
 

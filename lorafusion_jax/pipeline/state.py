@@ -17,6 +17,8 @@ import numpy as np
 
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.pipeline import leaves as lv
+from lorafusion_jax.pipeline.distant_stage import AnyStage, local_stages
+from lorafusion_jax.pipeline.links import Links
 from lorafusion_jax.pipeline.move import replicate, to_host, to_stage
 from lorafusion_jax.pipeline.stage import Stage
 
@@ -24,8 +26,8 @@ type Read = Callable[[Any], np.ndarray]
 type Own = dict[str, dict[str, np.ndarray]]  # adapter -> leaf -> array
 
 
-def gather(stages: Sequence[Stage], *, read: Read = to_host) -> dict[str, Any]:
-    """Collects leaves, sums and optimizers of all stages. Collective over processes.
+def gather(stages: Sequence[AnyStage], links: Links, *, read: Read = to_host) -> dict[str, Any]:
+    """Collects leaves, sums and optimizers of all stages on every process. Collective over processes.
 
     Args:
         read: returns an array of a stage on the host, but for constants. Called for one array after another.
@@ -34,32 +36,41 @@ def gather(stages: Sequence[Stage], *, read: Read = to_host) -> dict[str, Any]:
         By adapter: lora [L, K, r] by leaf, constant ones included; sums [R, L, K, r] by leaf; arrays of optimizers by
         their path. loss [R, A], alive [A]; metrics [R, A] by name, if an objective has any.
     """
-    last = stages[-1]
-    assert last.totals is not None
-    loss, metrics = _split_loss(last.totals)
     columns = stages[0].parts.leaves.columns
-    hosts = [jax.tree.map(read, stage.lora) | jax.tree.map(to_host, stage.constants) for stage in stages]
-    sums = [jax.tree.map(read, stage.sums) for stage in stages]
-    optimizers = [_flat_optimizers(jax.tree.map(read, stage.optimizers)) for stage in stages]
+    parts = links.share({index: _on_host(stage, read) for index, stage in local_stages(stages).items()})
+    optimizers = [part.get("optimizers", {}) for part in parts]
+    loss, metrics = _split_loss(parts[-1]["totals"])
     arrays = {
-        "lora": _own_arrays(stages[0].occupied, columns, hosts, lv.WEIGHTS),
-        "sums": _own_arrays(stages[0].occupied, columns, sums, lv.SUMS),
-        "loss": read(loss),
-        "alive": read(stages[0].alive),
-        "optimizers": {name: _join([by_name[name] for by_name in optimizers], lv.leaf_of) for name in stages[0].names},
+        "lora": _own_arrays(stages[0].occupied, columns, [part.get("leaves", {}) for part in parts], lv.WEIGHTS),
+        "sums": _own_arrays(stages[0].occupied, columns, [part.get("sums", {}) for part in parts], lv.SUMS),
+        "loss": loss,
+        "alive": parts[0]["alive"],
+        "optimizers": {
+            name: _join([by_name.get(name, {}) for by_name in optimizers], lv.leaf_of) for name in stages[0].names
+        },
     }
-    return arrays | ({"metrics": jax.tree.map(read, metrics)} if metrics else {})
+    return arrays | ({"metrics": metrics} if metrics else {})
 
 
-def scatter(stages: Sequence[Stage], arrays: dict[str, Any]) -> None:
-    """Gives the stages the result of `gather`, on this or another layout.
+def _on_host(stage: Stage, read: Read) -> dict[str, Any]:
+    first = {} if stage.extent.start else {"alive": read(stage.alive)}  # equal on all stages
+    return first | {
+        "leaves": jax.tree.map(read, stage.lora) | jax.tree.map(to_host, stage.constants),
+        "sums": jax.tree.map(read, stage.sums),
+        "optimizers": _flat_optimizers(jax.tree.map(read, stage.optimizers)),
+        "totals": jax.tree.map(read, stage.totals or {}),
+    }
+
+
+def scatter(stages: Sequence[AnyStage], arrays: dict[str, Any]) -> None:
+    """Gives the stages of this process the result of `gather`, on this or another layout.
 
     With another number of replicas, partial sums are added up on the first replica.
     """
     replicas = stages[0].mesh.replicas
     totals = {"loss": arrays["loss"], **arrays.get("metrics", {})}
     totals = {name: _spread_rows(leaf, replicas) for name, leaf in totals.items()}
-    for stage in stages:
+    for stage in local_stages(stages).values():
         mesh, columns = stage.mesh, stage.programs.columns.trained
         mine = np.asarray(mesh.local_replicas)
         sums = [
@@ -81,31 +92,49 @@ def scatter(stages: Sequence[Stage], arrays: dict[str, Any]) -> None:
             stage.totals = to_stage({name: leaf[mine] for name, leaf in totals.items()}, mesh)
 
 
-def abstract_state(stages: Sequence[Stage], replicas: int) -> dict[str, Any]:
-    """Returns shapes and dtypes of the result of `gather` with this number of replicas."""
-    last, parts = stages[-1], stages[-1].parts
-    assert last.totals is not None
-    loss, metrics = _split_loss(last.totals)
-    row = jax.ShapeDtypeStruct((replicas, loss.shape[1]), jnp.float32)
-    shapes_by_name = parts.leaves.own_shapes(last.occupied)
+def abstract_state(stages: Sequence[AnyStage], links: Links, replicas: int) -> dict[str, Any]:
+    """Returns shapes and dtypes of the result of `gather` with this number of replicas. Collective over processes."""
+    parts, occupied = stages[0].parts, stages[0].occupied
+    described = links.by_stage({index: _described(stage) for index, stage in local_stages(stages).items()})
+    names, num_places = described[-1]["totals"], len(stages[0].parts.specs)
+    row = jax.ShapeDtypeStruct((replicas, num_places), jnp.float32)
+    shapes_by_name = parts.leaves.own_shapes(occupied)
     trained = {
         adapter: {name: shape for name, shape in shapes.items() if parts.leaves.columns[name].leaf.trainable}
         for adapter, shapes in shapes_by_name.items()
     }
-    optimizers = [_flat_optimizers(stage.optimizers) for stage in stages]
+    optimizers = [
+        {name: {path: jax.ShapeDtypeStruct(*leaf) for path, leaf in state.items()} for name, state in states.items()}
+        for states in (part["optimizers"] for part in described)
+    ]
     arrays = {
         "lora": _structs(shapes_by_name),
         "sums": _structs(trained, replicas),
         "loss": row,
-        "alive": jax.ShapeDtypeStruct(last.alive.shape, last.alive.dtype),
-        "optimizers": {name: _join([it[name] for it in optimizers], lv.leaf_of, _struct) for name in last.names},
+        "alive": jax.ShapeDtypeStruct((num_places,), jnp.bool_),
+        "optimizers": {name: _join([it[name] for it in optimizers], lv.leaf_of, _struct) for name in stages[0].names},
     }
+    metrics = [name for name in names if name != "loss"]
     return arrays | ({"metrics": dict.fromkeys(metrics, row)} if metrics else {})
 
 
-def adapter_arrays(parts: Sequence[lv.Leaves]) -> dict[str, np.ndarray]:
-    """Joins an adapter's parts (`StageState.adapter`) on the host: "layers.self_attn.q_proj.lora_a" → [L, K, r]."""
-    return _join([{name: to_host(leaf) for name, leaf in part.items()} for part in parts], lambda name: name)
+def _described(stage: Stage) -> dict[str, Any]:
+    """Describes the state of a stage: the names of its sums, and shapes and dtypes of its optimizers."""
+    optimizers = {
+        name: {path: (leaf.shape, leaf.dtype.name) for path, leaf in state.items()}
+        for name, state in _flat_optimizers(stage.optimizers).items()
+    }
+    return {"totals": list(stage.totals or {}), "optimizers": optimizers}
+
+
+def adapter_arrays(parts: Sequence[Mapping[str, Any]]) -> dict[str, np.ndarray]:
+    """Joins an adapter's parts (`Stage.adapter`) on the host: "layers.self_attn.q_proj.lora_a" → [L, K, r]."""
+    return _join([host_leaves(part) for part in parts], lambda name: name)
+
+
+def host_leaves(part: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Returns arrays of a stage on the host."""
+    return {name: leaf if isinstance(leaf, np.ndarray) else to_host(leaf) for name, leaf in part.items()}
 
 
 def joined_states(states: Sequence[Any]) -> dict[str, np.ndarray]:
@@ -161,7 +190,7 @@ def _structs(shapes: Mapping[str, Mapping[str, tuple[int, ...]]], *front: int) -
     }
 
 
-def _split_loss(totals: dict[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
+def _split_loss(totals: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Returns the loss, which every checkpoint has, and the metrics of objectives."""
     return totals["loss"], {name: total for name, total in totals.items() if name != "loss"}
 

@@ -10,9 +10,10 @@ import numpy as np
 from jax import Array
 
 from lorafusion_jax.pipeline.adapter_step import BatchSummary
+from lorafusion_jax.pipeline.distant_stage import AnyStage
 from lorafusion_jax.pipeline.leaves import LAYERS
 from lorafusion_jax.pipeline.move import to_local
-from lorafusion_jax.pipeline.stage import Stage, Stepped
+from lorafusion_jax.pipeline.stage import Stepped
 
 
 class ClosedBatch(NamedTuple):
@@ -69,7 +70,7 @@ def in_order(closed: Sequence[Future[ClosedBatch]]) -> list[ClosedBatch]:
     return sorted((future.result() for future in closed), key=lambda batch: batch.stage)
 
 
-def not_finite(stages: Sequence[Stage], adapter: int, result: StepResult) -> str | None:
+def not_finite(stages: Sequence[AnyStage], adapter: int, result: StepResult) -> str | None:
     """Describes what was not finite in a refused step, with stage and layers. None if it was the loss."""
     names = [stage.leaf_names(adapter) for stage in stages]
     if bad := _first_bad(stages, names, [to_local(result.finite) for result in result.closed]):
@@ -86,7 +87,7 @@ def not_finite(stages: Sequence[Stage], adapter: int, result: StepResult) -> str
     return f"the step would write numbers that are not finite ({bad})" if bad else None
 
 
-def _first_bad(stages: Sequence[Stage], names: Sequence[Sequence[str]], finite: Sequence[np.ndarray]) -> str | None:
+def _first_bad(stages: Sequence[AnyStage], names: Sequence[Sequence[str]], finite: Sequence[np.ndarray]) -> str | None:
     for index, (stage, known, flags) in enumerate(zip(stages, names, finite, strict=True)):
         bad = next((name for name, good in zip(known, flags, strict=True) if not good), None)
         if bad is None:

@@ -119,7 +119,8 @@ class Run:
                     raise self._start_up.failure
                 self._prepare()
                 asked = resources.enter_context(deferred_stop())  # also while results are written
-                self._make_loop().run()
+                with self._joining_spans():
+                    self._make_loop().run()
                 self._finish_caching(asked)
             finally:
                 self._joining.close()
@@ -162,6 +163,16 @@ class Run:
             hooks,
             changes=[change for change in self._recorded if change.slot >= self._progress.slot],
         )
+
+    @contextmanager
+    def _joining_spans(self) -> Iterator[None]:
+        """Joins the timelines of all processes at the end, unless the body fails: another process may be lost then."""
+        try:
+            yield
+        except Interrupted:
+            self._session.join_spans()
+            raise
+        self._session.join_spans()
 
     @contextmanager
     def _record_end(self) -> Iterator[None]:

@@ -65,7 +65,10 @@ class TextSamples:
         if self._generator is None or self._generator[0] is not stages:
             tokenizer = self._job.prepared.tokenizer
             stops = stop_tokens(base_directory(self._job.config), tokenizer)
-            self._generator = stages, TokenGenerator(stages, tokenizer, stops)
+            self._generator = (
+                stages,
+                TokenGenerator(list(self._session.executor.local_stages.values()), tokenizer, stops),
+            )
         return self._generator[1]
 
     def _prompts(self, name: str) -> list[tuple[str, list[int]]]:

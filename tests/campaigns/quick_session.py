@@ -187,6 +187,9 @@ class QuickSession:
     def names(self) -> list[str]:
         return list(self.executor.states)
 
+    def join_spans(self) -> None:
+        pass
+
     def start(self, weights: Mapping[int, Any]) -> None:
         self._start(self._config)
 

@@ -22,6 +22,8 @@ UNHEALTHY = (
     "UNAVAILABLE: The following tasks are unhealthy (stopped sending heartbeats):\n1\n"
     "The tasks have crashed. Check the task logs for an earlier error."
 )
+ENDED = "INTERNAL: SocketServer: Connection closed recv() == 0."
+GONE = "INTERNAL: Error dispatching computation: errno: 107 err: Transport endpoint is not connected"
 ASKED = "DEADLINE_EXCEEDED: GetKeyValue() timed out with key: lorafusion/any/7/1 and duration: 30m"
 
 
@@ -33,9 +35,11 @@ ASKED = "DEADLINE_EXCEEDED: GetKeyValue() timed out with key: lorafusion/any/7/1
         (HEARTBEAT, " (process 3)"),
         (UNHEALTHY, " (process 1)"),
         (ASKED, ""),
+        (ENDED, ""),
+        (GONE, ""),
         ("UNKNOWN: Gloo ReduceScatter failed: [transport/tcp/buffer.cc:72] Read timeout [::1]:38624", ""),
     ],
-    ids=["gloo", "nccl", "heartbeat", "heartbeats", "question", "gloo waited"],
+    ids=["gloo", "nccl", "heartbeat", "heartbeats", "question", "transfer", "transfer to", "gloo waited"],
 )
 def test_a_lost_process_is_told_from_a_failed_device(text, which):
     problem = stage_failed(jax.errors.JaxRuntimeError(text), 1, 7, ["law"])
@@ -78,7 +82,7 @@ def test_a_bug_in_a_stage_ends_the_command():
     def fail(stage: SimpleNamespace) -> None:
         raise error
 
-    error, run = KeyError("a bug"), Executor([SimpleNamespace(remat="nothing")], [])
+    error, run = KeyError("a bug"), Executor([SimpleNamespace(remat="nothing", mesh=None)], [])
     with pytest.raises(KeyError) as caught, run.blaming(None, None):
         run.read_all(fail)
     assert caught.value is error

@@ -299,11 +299,11 @@ def test_a_stage_that_fails_in_one_process_ends_all_with_an_error_each(job, tmp_
     assert [row["kind"] for row in read_rows(run / "events.jsonl")][-1] == "stopped"
 
 
-def test_stages_stay_inside_a_process(job, tmp_path):
+def test_a_stage_stays_inside_a_process(job, tmp_path):
     """Both know the number of processes, which Open MPI tells here."""
-    left = wait(start(2, 1, "train", str(job), "--out", str(tmp_path / "run"), "mesh.stages=2", launcher=open_mpi))
+    left = wait(start(2, 2, "train", str(job), "--out", str(tmp_path / "run"), "mesh.stages=3", launcher=open_mpi))
     assert [process.code for process in left] == [2, 2]
-    assert all("error[mesh.processes]" in process.err and "mesh.data: 2" in process.err for process in left)
+    assert all("error[mesh.processes]" in process.err and "mesh.stages: 2" in process.err for process in left)
     assert not (tmp_path / "run").exists()
 
 
@@ -397,14 +397,14 @@ def test_processes_offer_their_programs_in_one_order(monkeypatch):
 
     class Slow:
         def __init__(self, number):
-            self.place = number
+            self.place, self.mesh = number, SimpleNamespace(spans_processes=True)
 
         def close_batch(self, number):
             time.sleep(0.05 * (1 - self.place))
             order.append((self.place, number))
             return SimpleNamespace(squares=None), None
 
-    monkeypatch.setattr(executor, "process_count", lambda: 2)
+    monkeypatch.setattr(executor, "is_alone", lambda: False)
     run = executor.Executor([Slow(0), Slow(1)], ["law", "med"])
     issued = [(stage, adapter) for adapter in ("law", "med") for stage in (0, 1)]
     for stage, adapter in issued:

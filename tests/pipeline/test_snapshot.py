@@ -8,6 +8,7 @@ import pytest
 
 from lorafusion_jax.data.prepare import prepare
 from lorafusion_jax.pipeline import snapshot
+from lorafusion_jax.pipeline.links import Links
 from lorafusion_jax.pipeline.session import Session
 from lorafusion_jax.pipeline.state import gather
 
@@ -32,7 +33,7 @@ def test_a_copy_in_parts_holds_the_state_of_its_moment(session, monkeypatch):
     for stage in stages:
         stage.sums = jax.tree.map(counted, stage.sums)
         stage.optimizers = jax.tree.map(counted, stage.optimizers)
-    expected = gather(stages)
+    expected = gather(stages, Links([stage.mesh for stage in stages]))
     taken = session.snapshot()
     for stage in stages:
         jax.tree.map(lambda leaf: leaf.delete(), [stage.sums, stage.optimizers, stage.lora])

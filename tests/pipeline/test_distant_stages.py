@@ -1,0 +1,118 @@
+"""Stages of one replica in several processes of this host: bitwise the run of one process on the same mesh."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import signal
+import time
+
+import pytest
+import yaml
+from mixed import WORDS, assert_equal, read_trained, write_mixed_job
+from more_cases import nightly
+from test_processes import BITWISE, EQUAL, signal_under_way, start, wait
+
+from lorafusion_jax.config import load_config
+from lorafusion_jax.pipeline.processes import LEAVE_S
+from lorafusion_jax.training import RunFolder, resume, train
+from scheduling.timeline import Timeline
+
+MESH = ("mesh.stages=2", "mesh.layers=[1.5, 3.5]")
+LONG = ("epochs=12",)  # a signal finds it under way
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory, deep_base):
+    """Tied embeddings: the last process reads the table of the first stage."""
+    folder = tmp_path_factory.mktemp("job")
+    return write_mixed_job(folder, deep_base(True), ("law", "chat"), held_out=("law",), save={"every_steps": 2})
+
+
+@pytest.fixture(scope="module")
+def one_process(job, kept_programs, tmp_path_factory):
+    """What one process with two devices trains, by settings."""
+    known = {}
+
+    def trained(*settings):
+        if settings not in known:
+            folder = tmp_path_factory.mktemp("one") / "run"
+            assert train(load_config(job, (*EQUAL, *settings)), folder).exit_code == 0
+            known[settings] = read_trained(folder)
+        return known[settings]
+
+    return trained
+
+
+@pytest.mark.parametrize("killed", [1, nightly(0)])
+def test_a_killed_process_ends_all_and_one_process_goes_on_bitwise(killed, job, one_process, tmp_path):
+    run = tmp_path / "run"
+    processes = start(2, 1, "train", str(job), "--out", str(run), *MESH, *EQUAL, *LONG)
+    signal_under_way(processes, run, signal.SIGKILL, to=killed)
+    began = time.monotonic()
+    left = wait(processes)
+    assert time.monotonic() - began < LEAVE_S, "the other waited for the lost one"
+    assert left[1 - killed].code == 1, left[1 - killed].err
+    assert left[1 - killed].err.count("error[train.process-lost]") == 1
+    assert resume(run).exit_code == 0
+    assert_equal(one_process(*MESH, *LONG), read_trained(run), BITWISE)
+
+
+@pytest.mark.nightly
+def test_a_signal_stops_both_and_two_processes_go_on_bitwise(job, one_process, tmp_path):
+    run = tmp_path / "run"
+    processes = start(2, 1, "train", str(job), "--out", str(run), *MESH, *EQUAL, *LONG)
+    signal_under_way(processes, run, signal.SIGTERM, to=1)
+    left = wait(processes)
+    assert [process.code for process in left] == [130, 130], left[0].err + left[1].err
+    left = wait(start(2, 1, "resume", str(run)))
+    assert [process.code for process in left] == [0, 0], left[0].err + left[1].err
+    assert_equal(one_process(*MESH, *LONG), read_trained(run), BITWISE)
+    timeline = Timeline.from_json((run / "timeline.json").read_text())
+    assert [len(spans) > 0 for spans in timeline.by_stage] == [True, True]
+    assert 0 < timeline.bubble_share < 1
+
+
+@pytest.mark.nightly
+def test_what_one_process_began_two_end(job, one_process, tmp_path):
+    run = tmp_path / "run"
+    assert train(load_config(job, (*EQUAL, *MESH)), run).exit_code == 0
+    shutil.rmtree(max(RunFolder(run).state.iterdir(), key=lambda folder: int(folder.name)))
+    left = wait(start(2, 1, "resume", str(run)))
+    assert [process.code for process in left] == [0, 0], left[0].err + left[1].err
+    assert_equal(one_process(*MESH), read_trained(run), BITWISE)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("count", "devices"), [(2, 2), (4, 1)])
+def test_replicas_and_stages_in_several_processes(count, devices, job, one_process, tmp_path):
+    mesh = (*MESH, "mesh.data=2")
+    left = wait(start(count, devices, "train", str(job), "--out", str(tmp_path / "run"), *mesh, *EQUAL))
+    assert [process.code for process in left] == [0] * count, "".join(process.err for process in left)
+    assert_equal(one_process(*mesh), read_trained(tmp_path / "run"), BITWISE)
+
+
+@pytest.mark.nightly
+def test_references_and_an_adapter_that_diverges(job, tmp_path):
+    """The reference comes from the last stage; the adapter is put back on both."""
+    words = random.Random(3)
+
+    def text(count):
+        return " ".join(words.choice(WORDS) for _ in range(count))
+
+    rows = [{"prompt": text(3), "chosen": text(4), "rejected": text(2)} for _ in range(6)]
+    (job.parent / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    content = yaml.safe_load(job.read_text())
+    content["batch"]["capacity_tokens"] = 128
+    law, chat = content["adapters"]
+    chat["optim"]["lr"] = 1e30
+    pairs = {"data": {"train": "pairs.jsonl", "eval": "pairs.jsonl"}, "objective": {"name": "dpo"}, "seed": 9}
+    content["adapters"].append(law | pairs | {"name": "pairs", "batch": {"global_samples": 2}})
+    other = job.with_name("with_pairs.yaml")
+    other.write_text(yaml.safe_dump(content))
+    assert train(load_config(other, MESH), tmp_path / "one").exit_code == 3
+    left = wait(start(2, 1, "train", str(other), "--out", str(tmp_path / "run"), *MESH))
+    assert [process.code for process in left] == [3, 3], left[0].err + left[1].err
+    assert "gradient not finite" in left[0].out
+    assert_equal(read_trained(tmp_path / "one"), read_trained(tmp_path / "run"), BITWISE)
