@@ -60,7 +60,7 @@ def reference_share(events: Iterable[Mapping[str, Any]], trained_s: float | None
         trained_s: time of the slots, in which references of adapters that joined were computed.
 
     >>> reference_share([{"kind": "references", "seconds": 2.0, "beside_s": None}], 6.0)
-    (0.25, 'references took 2.0 s, 25% of the time')
+    (0.25, 'references took 2.0 s, 25.0 % of the time')
     """
     rows = [row for row in events if row["kind"] == "references"]
     if not rows or trained_s is None:

@@ -205,7 +205,7 @@ def test_evaluation_depends_on_the_adapter_only(session, task, alone):
     free_place = start(session, task("lung"), alone["lung"])
     losses = [session.evaluate(free_place)]
     start(session, task("tort"))
-    run(session, 2)
+    session.run(session.plan(2))
     losses.append(session.evaluate(free_place))
     for place_index in list(session.tasks):
         session.forget(place_index)

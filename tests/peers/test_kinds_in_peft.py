@@ -17,7 +17,7 @@ from lorafusion_jax.checkpoint.peft_leaves import exported_spec
 from lorafusion_jax.config import load_config
 from lorafusion_jax.config.specs import adapter_specs
 from lorafusion_jax.data.prepare import prepare
-from lorafusion_jax.pipeline.references import _run_set as log_probabilities
+from lorafusion_jax.pipeline.references import SetPass, finish
 from lorafusion_jax.pipeline.session import Session
 from lorafusion_jax.training import train
 
@@ -84,9 +84,17 @@ def ours_of(config, run: Path) -> dict[str, np.ndarray]:
         for index, name in enumerate(ADAPTERS):
             alone = config.model_copy(update={"adapters": (config.adapter(name),)})
             samples = prepared.adapters[name].train
-            stages, describe = session.executor.stages, session.executor.describe
-            values = log_probabilities(alone, samples, stages, index, None, describe)
-            result[name] = values[samples.loss_mask]
+            forward = SetPass(
+                adapter=name,
+                key="train",
+                config=alone,
+                samples=samples,
+                stages=session.executor.stages,
+                position=index,
+                state=None,
+                describe=session.executor.describe,
+            )
+            result[name] = finish(forward.run(session.executor))[samples.loss_mask]
         return result
     finally:
         session.close()
