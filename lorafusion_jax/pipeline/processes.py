@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import count as counting
 
@@ -59,7 +59,7 @@ def join(
     if state.process_id:
         _lost.append(LostCoordinator(str(state.coordinator_address)))
         _lost[-1].watch()
-    threading.Thread(target=_watch_stop, name="stop", daemon=True).start()
+    atexit.register(watch_stops())
     if devices > state.num_processes:
         # Under SLURM and MPI jax takes one GPU per process, which is right for one stage. With several stages a process
         # uses all GPUs that its launcher shows it: one process per host, or --gpus-per-task.
@@ -151,10 +151,31 @@ def stopped_elsewhere() -> bool:
     return False
 
 
-def _watch_stop() -> None:
+def watch_stops() -> Callable[[], None]:
+    """Starts the thread that looks whether another process has called `stop_all`.
+
+    Returns:
+        What ends the thread. The interpreter ends a thread that returns from C++ by an exception that nobody may catch,
+        and C++ ends the process for it: exit code 139 instead of 0.
+    """
+    ended, stops = threading.Event(), threading.Event()
+    thread = threading.Thread(target=_watch_stop, args=(ended, stops), name="stop", daemon=True)
+    thread.start()
+
+    def end() -> None:
+        ended.set()
+        if not stops.is_set():  # else it ends this process, if nothing else does
+            thread.join(2 * GRACE_S)  # the coordinator may be gone, and not answer
+
+    return end
+
+
+def _watch_stop(ended: threading.Event, stops: threading.Event) -> None:
     """Asks this process to stop when another one has called `stop_all`, and ends it if it cannot."""
     while not stopped_elsewhere():
-        time.sleep(STOP_EVERY_S)
+        if ended.wait(STOP_EVERY_S):
+            return
+    stops.set()
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(GRACE_S)
     print("stopped: another process of this run was asked to stop.", file=sys.stderr)

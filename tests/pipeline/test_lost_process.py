@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 
 import jax
 import pytest
 
 from lorafusion_jax.errors import RunError
+from lorafusion_jax.pipeline import processes
 from lorafusion_jax.pipeline.executor import Executor
 from lorafusion_jax.pipeline.failures import stage_failed
 from lorafusion_jax.plugins import plugin_fault
@@ -93,3 +95,19 @@ def test_the_advice_for_a_device_without_memory_is_no_setting_that_it_had():
     full = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 3 GiB")
     assert "train.remat=nothing" in stage_failed(full, 1, 7, ["law"], remat="everything").fix
     assert stage_failed(full, 1, 7, ["law"], remat="nothing").fix.startswith("a new run with a lower")
+
+
+def test_nobody_asks_for_stops_once_the_process_ends(monkeypatch):
+    """A question under way while the interpreter ends would abort the process."""
+    asked = threading.Semaphore(0)
+
+    def ask() -> bool:
+        asked.release()
+        return False
+
+    monkeypatch.setattr(processes, "STOP_EVERY_S", 0.0)
+    monkeypatch.setattr(processes, "stopped_elsewhere", ask)
+    end = processes.watch_stops()
+    assert asked.acquire(timeout=60)
+    end()
+    assert not [thread for thread in threading.enumerate() if thread.name == "stop"]
