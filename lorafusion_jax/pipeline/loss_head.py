@@ -67,7 +67,7 @@ class LossHead:
         )
 
     def states(self, norm: Array, x_TD: Array) -> Array:
-        """Computes the states behind the final norm, [T, D]."""
+        """Computes the states after the final norm, [T, D]."""
         return final_norm(x_TD, norm, self.layout.model).astype(self.dtype)
 
     def token_logprobs(self, norm: Array, head: Array, x_TD: Array, batch: Any, heads: Mapping[str, Array]) -> Array:

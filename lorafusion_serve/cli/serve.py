@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import threading
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -105,14 +106,16 @@ def command(
     )
     from lorafusion_serve.server import run_server
 
-    def started(url: str) -> None:
-        out().print(f"serving {', '.join(made.bases)} on [bold]{url}[/bold]  ·  home {made.home}  ·  stop: Ctrl+C")
-        if demo:
-            from lorafusion_serve.demo import submit_demo
+    run_server(made, host=host, port=port, host_names=host_name or (), on_start=partial(_announce, made, demo))
 
-            threading.Thread(target=submit_demo, args=(url, made), name="demo", daemon=True).start()
 
-    run_server(made, host=host, port=port, host_names=host_name or (), on_start=started)
+def _announce(settings: Settings, demo: bool, url: str) -> None:
+    """Says where the service listens, and submits the jobs of the demo."""
+    out().print(f"serving {', '.join(settings.bases)} on [bold]{url}[/bold]  ·  home {settings.home}  ·  stop: Ctrl+C")
+    if demo:
+        from lorafusion_serve.demo import submit_demo
+
+        threading.Thread(target=submit_demo, args=(url, settings), name="demo", daemon=True).start()
 
 
 def read_places(text: str) -> dict[str, int]:

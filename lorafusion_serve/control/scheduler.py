@@ -170,7 +170,7 @@ class PolicyScheduler:
         return texts, refused
 
     def _replace_policy(self, rows: Sequence[Row], now: float) -> None:
-        """Goes on with a simpler policy. That of before may think for ever, and nobody waits for it."""
+        """Goes on with a simpler policy. The earlier one may never answer, and nobody waits for it."""
         self._cluster = LiveCluster(self._workers, self._rates, policy=make_policy(SLOW, self._rates))
         self._answer, self._told, self._rows, self._ready = None, 0, {}, {}
         self._tell_jobs(rows, now)
