@@ -47,7 +47,14 @@ def test_a_packed_file_gives_the_same_rows(tmp_path, kind):
     assert open_source(f"{name}.gz", tmp_path).digest == open_source(name, tmp_path).digest  # one entry in the cache
 
 
-@pytest.mark.parametrize("content", [b"no gzip", gzip.compress(b"x" * 4096)[:-20], gzip.compress(b"")])
+@pytest.mark.parametrize(
+    "content",
+    [
+        pytest.param(b"no gzip", id="no gzip"),
+        pytest.param(gzip.compress(b"x" * 4096)[:-20], id="cut"),
+        pytest.param(gzip.compress(b""), id="empty"),
+    ],
+)
 def test_a_packed_file_that_does_not_unpack_is_named(tmp_path, content):
     (tmp_path / "a.jsonl.gz").write_bytes(content)
     problem = fails("data.unreadable" if content[-4:] != bytes(4) else "data.empty-file", "a.jsonl.gz", tmp_path)
