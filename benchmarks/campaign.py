@@ -139,7 +139,6 @@ CELLS = (
     Cell(name="quantised_checks", gpus=1, seconds=120, command="quantised --parts check mlp --seconds 110"),
     Cell(name="quantised_loss", gpus=1, seconds=260, command="quantised_loss"),
     Cell(name="layer_small", gpus=1, seconds=130, command="kernels --sections layer --only 8B-2048 8B-4096"),
-    Cell(name="saving", gpus=1, seconds=360, command="saving"),
     Cell(name="start", gpus=1, seconds=260, command="starting --work /dev/shm"),
     Cell(name="start_2", gpus=2, seconds=260, command="starting --work /dev/shm --stages 2"),
     Cell(name="adapter_counts", gpus=1, seconds=130, command="adapter_counts"),

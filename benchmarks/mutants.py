@@ -1,6 +1,6 @@
 """Plants small faults one by one and runs the nearest tests: which faults does no test notice?
 
-    python -m benchmarks.mutants                      # all of benchmarks/mutants_table.py
+    python -m benchmarks.mutants                      # all of benchmarks/data/mutants.csv
     python -m benchmarks.mutants --only bounds --seconds 600
     python -m benchmarks.mutants --out FOLDER         # those that FOLDER/mutants.csv does not have; it keeps its rows
 
@@ -24,16 +24,39 @@ from collections import Counter
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 from benchmarks.csv_rows import append_row
 from benchmarks.measured_code import commit
-from benchmarks.mutants_table import MUTANTS, Mutant
 
 ROOT = Path(__file__).resolve().parents[1]
+TABLE = ROOT / "benchmarks" / "data" / "mutants.csv"
 COPIED = ("scheduling", "pallas_kernels", "lorafusion_jax", "lorafusion_serve", "tests", "benchmarks", "examples")
 LIBRARIES = ("numpy", "hypothesis", "pytest", "jax", "flax", "optax", "chex", "pydantic", "yaml", "safetensors")
 LIMIT_S = 600.0  # of one mutant; a test that never ends has noticed it
 SKIPPED = shutil.ignore_patterns("__pycache__", "results", "tables")
+
+
+class Mutant(NamedTuple):
+    """A small fault: a change of one place of the code.
+
+    Args:
+        file: path in the repository.
+        old, new: text, which the file holds once, and what takes its place.
+        tests: file that must fail.
+        equivalent: why no test can or should fail; empty if one must.
+    """
+
+    file: str
+    old: str
+    new: str
+    tests: str
+    equivalent: str = ""
+
+
+def read_mutants() -> list[Mutant]:
+    with TABLE.open(newline="", encoding="utf-8") as stream:
+        return [Mutant(**row) for row in csv.DictReader(stream)]
 
 
 def main() -> int:
@@ -42,7 +65,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no further mutant after that")
     parser.add_argument("--out", type=Path, help="folder for mutants.csv")
     options = parser.parse_args()
-    chosen = [mutant for mutant in MUTANTS if options.only in mutant.file + mutant.old]
+    chosen = [mutant for mutant in read_mutants() if options.only in mutant.file + mutant.old]
     file = None if options.out is None else options.out / "mutants.csv"
     chosen = [mutant for mutant in chosen if (mutant.file, mutant.old, mutant.new) not in tried_before(file)]
     for library in LIBRARIES:
