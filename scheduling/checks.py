@@ -17,19 +17,19 @@ MOST_SIZES = 4  # every capacity is compiled
 def check_jobs(jobs: Sequence[AdapterJob], *, capacity_tokens: object, **limits: object) -> Limits:
     """Raises `PlanError` if the jobs cannot be planned; returns the limits as plain integers."""
     *smaller, largest = check_sizes(capacity_tokens)
-    whole: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for name, value in limits.items():
         count = as_whole(value)
         if count is None or count < 1:
             raise PlanError("plan.setting", f"{name} must be a whole number of at least 1, not {value!r}")
-        whole[name] = count
+        counts[name] = count
     if not jobs:
         raise PlanError("plan.no-jobs", "no adapters to plan", fix="give at least one AdapterJob")
     names = [job.name for job in jobs]
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise PlanError("plan.duplicate-name", f"two adapters have the name {twice!r}", fix="rename one of them")
-    checked = Limits(capacity_tokens=largest, smaller=tuple(smaller), **whole)
+    checked = Limits(capacity_tokens=largest, smaller=tuple(smaller), **counts)
     capacity, tile = checked.sizes[0], checked.tile_tokens
     if capacity < tile:
         raise PlanError(

@@ -51,7 +51,7 @@ def compare_timelines(predicted: Timeline, measured: Timeline, slots: range | No
     >>> compare_timelines(Timeline(spans=spans, num_stages=1), Timeline(spans=spans, num_stages=1)).wall_ratio
     1.0
     """
-    whole = measured
+    complete = measured
     if slots is not None:
         predicted, measured = predicted.of_slots(slots), measured.of_slots(slots)
     predicted_events, measured_events = (
@@ -71,7 +71,7 @@ def compare_timelines(predicted: Timeline, measured: Timeline, slots: range | No
         wall_ratio=_wall_s(measured) / _wall_s(predicted),
         bubble_shares=tuple(zip(predicted.bubble_shares, measured.bubble_shares, strict=True)),
         busy_ratios=tuple(_busy(b) / _busy(a) for a, b in zip(predicted.by_stage, measured.by_stage, strict=True)),
-        host_wait_s=host_wait_s(whole, slots),
+        host_wait_s=host_wait_s(complete, slots),
     )
 
 
@@ -127,8 +127,8 @@ def _dependencies(name: _Name, num_stages: int) -> list[_Name]:
 
 def _wall_s(timeline: Timeline) -> float:
     passes = [span for span in timeline.spans if span.kind != "update"]
-    whole = max(span.end_s for span in passes) - min(span.start_s for span in passes)
-    return whole - (timeline.duration_s - timeline.working_s)
+    elapsed_s = max(span.end_s for span in passes) - min(span.start_s for span in passes)
+    return elapsed_s - (timeline.duration_s - timeline.working_s)
 
 
 def _busy(spans: tuple[Span, ...]) -> float:

@@ -114,17 +114,17 @@ def _adapters(plan: Plan, timeline: Timeline) -> tuple[AdapterStatistics, ...]:
 
 def _limits(plan: Plan, timeline: Timeline) -> tuple[Limit, ...]:
     """Shares of stages · duration that do no useful work, largest first; shares below half a percent are dropped."""
-    whole = plan.num_stages * timeline.duration_s
-    if not whole:
+    stage_seconds = plan.num_stages * timeline.duration_s
+    if not stage_seconds:
         return ()
-    busy = sum(timeline.busy_s) / whole
+    busy = sum(timeline.busy_s) / stage_seconds
     used = [capacity for slot, capacity in zip(plan.slots, plan.slot_capacities, strict=True) if not slot.is_noop]
     room = max(1, sum(used)) * plan.data_parallel
     tiles = _tile_padding(plan) / room
     empty = 1 - plan.tokens / room - tiles
     slowest = max(timeline.busy_s)
-    uneven = sum(slowest - stage for stage in timeline.busy_s) / whole
-    bubbles = max(0.0, sum(timeline.bubble_s) / whole - uneven)
+    uneven = sum(slowest - stage for stage in timeline.busy_s) / stage_seconds
+    bubbles = max(0.0, sum(timeline.bubble_s) / stage_seconds - uneven)
     longest = max(plan.jobs, key=lambda job: (max(job.sample_tokens), job.name))
     limits = [
         Limit(
@@ -143,7 +143,7 @@ def _limits(plan: Plan, timeline: Timeline) -> tuple[Limit, ...]:
             fix="more adapters, a larger global batch, or fewer stages",
         ),
         Limit(
-            share=plan.num_stages * timeline.fill_drain_s / whole,
+            share=plan.num_stages * timeline.fill_drain_s / stage_seconds,
             what="filling and draining the pipeline once",
             fix="a longer run, or fewer stages",
         ),

@@ -58,7 +58,7 @@ def fields_from_json(text: str) -> TimelineFields:
             title=str(data["title"]),
             tokens=int(data["tokens"]),
             slot_adapters={int(slot): tuple(names) for slot, names in data["slot_adapters"].items()},
-            pauses=tuple(Pause(float(start), float(end), str(what)) for start, end, what in data.get("pauses", ())),
+            pauses=tuple(Pause(float(start), float(end), str(reason)) for start, end, reason in data.get("pauses", ())),
         )
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         raise PlanError("plan.timeline-format", "this is not a timeline", why=repr(error)) from None

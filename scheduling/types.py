@@ -215,8 +215,8 @@ def _checked_count(name: str, field: str, value: object) -> int:
 
 
 def _checked_cuts(name: str, cuts: Sequence[object], end: int) -> tuple[int, ...]:
-    whole = tuple(as_whole(cut) for cut in cuts)
-    edges = [0, *(-1 if cut is None else cut for cut in whole), end]
+    counts = tuple(as_whole(cut) for cut in cuts)
+    edges = [0, *(-1 if cut is None else cut for cut in counts), end]
     if any(later <= earlier for earlier, later in pairwise(edges)):
         raise PlanError("plan.cuts", f"{name}: cuts must ascend from 1 to {end - 1}, not {list(cuts)}")
     return tuple(edges[1:-1])

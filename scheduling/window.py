@@ -54,8 +54,8 @@ class Tail:
         served: slots that each job has received beyond the one with the fewest, each by its weight.
         ended: slots between the last slot of a job's latest complete batch and the window; 0 if it was the last slot.
         most_segments, most_adapters: places of a microbatch.
-        whole: split each batch in one way whatever the company: the sums of a batch then have one order, and results do
-            not depend on other jobs, bit for bit (with one replica). Packs less densely.
+        reproducible: split each batch in one way whatever the company: the sums of a batch then have one order, and
+            results do not depend on other jobs, bit for bit (with one replica). Packs less densely.
     """
 
     limits: Limits
@@ -63,7 +63,7 @@ class Tail:
     ended: Mapping[str, int] = field(default_factory=dict[str, int])
     most_segments: int = 1_000_000
     most_adapters: int = 1_000_000
-    whole: bool = False
+    reproducible: bool = False
 
     def ready(self, name: str) -> int:
         """First slot of the window in which the next batch of a job may begin."""
@@ -130,7 +130,7 @@ def plan_window(cursors: Sequence[Cursor], tail: Tail, horizon: int) -> Window:
     slots: tuple[Slot, ...] = ()
     if any(pools):
         ready = [0 if cursor.done else tail.ready(cursor.job.name) for cursor in cursors]
-        plan = _plan_pieces if tail.whole else _plan_samples
+        plan = _plan_pieces if tail.reproducible else _plan_samples
         slots = plan(cursors, tail, pools, ready, horizon)
     segments = {cursor.job.name: cursor.segments for cursor in cursors}
     slots = tuple(part for slot in slots for part in _split(slot, tail, segments))

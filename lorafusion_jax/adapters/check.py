@@ -129,10 +129,10 @@ def _wrong_shapes(kind: AdapterKind, size: Size, library: Any, tensors: dict[str
         jax.eval_shape(jax.grad(lambda tensors: sum(jnp.sum(array) for array in run(tensors).values())), shapes)
     else:
         made = run(tensors)
-    for what, array in made.items():
-        if tuple(array.shape) != wanted[what]:
+    for name, array in made.items():
+        if tuple(array.shape) != wanted[name]:
             by = "numpy" if library is np else "jax"
-            return f"{what} has the shape {tuple(array.shape)} with {by}, not {wanted[what]} (K, N, R: {size})"
+            return f"{name} has the shape {tuple(array.shape)} with {by}, not {wanted[name]} (K, N, R: {size})"
     return ""
 
 

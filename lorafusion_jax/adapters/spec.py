@@ -103,7 +103,7 @@ class AdapterSpec:
                 f"adapters of kind {self.kind} have no trainable_tokens, in PEFT either.",
             ),
         )
-        raise_all([ConfigError(code, f"{self.name}: {what}") for holds, code, what in checks if not holds])
+        raise_all([ConfigError(code, f"{self.name}: {message}") for holds, code, message in checks if not holds])
 
     @property
     def on_experts(self) -> bool:

@@ -49,7 +49,7 @@ class Request:
     settings: tuple[AdapterConfig, ...] = ()
 
     @property
-    def what(self) -> str:
+    def description(self) -> str:
         """Short description of the request."""
         return f"{self.action} {', '.join(self.adapters)}"
 
@@ -106,7 +106,7 @@ def write_request(folder: Path, action: Action, adapter: str, weight: float | No
     >>> import tempfile
     >>> folder = Path(tempfile.mkdtemp())
     >>> file = write_request(folder, "pause", "law")
-    >>> [request_file == file for request_file in request_files(folder)], Request.read(file).what
+    >>> [request_file == file for request_file in request_files(folder)], Request.read(file).description
     ([True], 'pause law')
     """
     content = {"action": action, "adapter": adapter} | ({} if weight is None else {"weight": weight})

@@ -35,7 +35,7 @@ def command(
     cost_model: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, help="costs for the prediction, from lorafusion profile")
     ] = None,
-    whole: Annotated[
+    all_slots: Annotated[
         bool, typer.Option("--whole", help="also compare the first slots, in which the pipeline fills and GPUs warm up")
     ] = False,
     as_json: Json = False,
@@ -50,7 +50,7 @@ def command(
     RunFolder(run).read_record()  # raises if it is not a run folder
     measured, predicted, compared = read_timeline(run), None, {}
     if cost_model:
-        predicted, slots = _predict(run, measured, cost_model, whole=whole)
+        predicted, slots = _predict(run, measured, cost_model, all_slots=all_slots)
         compared = _comparison(predicted, measured, slots)
         measured, predicted = measured.of_slots(slots), predicted.of_slots(slots)
     first, second = (measured, None) if predicted is None else (predicted, measured)
@@ -72,7 +72,7 @@ def command(
     next_command(console, f"lorafusion status {run}")
 
 
-def _predict(run: Path, measured: Timeline, cost_model: Path, *, whole: bool) -> tuple[Timeline, range]:
+def _predict(run: Path, measured: Timeline, cost_model: Path, *, all_slots: bool) -> tuple[Timeline, range]:
     """(predicted timeline, slots to compare)"""
     folder, started = RunFolder(run), _start_event(run, measured.num_stages)
     plan, layers, base = folder.read_plan(), started["layers"], folder.read_config().base
@@ -89,7 +89,7 @@ def _predict(run: Path, measured: Timeline, cost_model: Path, *, whole: bool) ->
         )
     )
     seen = {span.slot for span in measured.spans}
-    slots = range(min(seen), max(seen) + 1) if whole else settled_slots(plan, measured)
+    slots = range(min(seen), max(seen) + 1) if all_slots else settled_slots(plan, measured)
     return simulate(plan, costs), slots
 
 

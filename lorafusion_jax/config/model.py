@@ -226,7 +226,7 @@ class ModelConfig:
             bias=self.mlp_bias,
             fused=self.fused,
         )
-        around = Norms(width=self.hidden_size, place=self.norms, offset=self.norm_offset, eps=self.norm_eps)
+        around = Norms(width=self.hidden_size, position=self.norms, offset=self.norm_offset, eps=self.norm_eps)
         experts = None if kind.dense else self.experts
         return Layer(
             attention=mixer,

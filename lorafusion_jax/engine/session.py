@@ -87,7 +87,7 @@ class LiveSession:
             ),
             most_segments=most_segments,
             most_adapters=1 if reproducible else min(len(places.ranks), MOST_ADAPTERS),
-            whole=reproducible,
+            reproducible=reproducible,
         )
         self._assembler = Assembler(config, self._shape(), table, self._index)
         self._references = ReferenceQueue(self._executor, self._assembler)

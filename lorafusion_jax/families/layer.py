@@ -19,7 +19,7 @@ SCALAR = "layer_scalar"
 class Layer(LayerSpec):
     """A decoder layer.
 
-    x + residual · attention(x), then x + residual · mlp(x), with `around.place` saying where the norms are
+    x + residual · attention(x), then x + residual · mlp(x), with `around.position` saying where the norms are
 
     Args:
         around: norms of attention's and the MLP's inputs and outputs.

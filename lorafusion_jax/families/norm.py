@@ -18,12 +18,12 @@ class Norms:
 
     Args:
         width: D.
-        place: "pre": x + f(norm x);  "post": x + norm(f(x));  "sandwich": x + norm(f(norm x)).
+        position: "pre": x + f(norm x);  "post": x + norm(f(x));  "sandwich": x + norm(f(norm x)).
         offset: added to every weight of a layer's norms and of the final norm.
     """
 
     width: int
-    place: Place = "pre"
+    position: Place = "pre"
     offset: float = 0.0
     eps: float = 1e-6
 
@@ -35,12 +35,12 @@ class Norms:
             "post": {},
             "sandwich": {"attention": "input_layernorm", "mlp": "pre_feedforward_layernorm"},
         }
-        return names[self.place]
+        return names[self.position]
 
     @property
     def after(self) -> dict[Half, str]:
         """Names of the norms of the outputs."""
-        if self.place == "pre":
+        if self.position == "pre":
             return {}
         return {"attention": "post_attention_layernorm", "mlp": "post_feedforward_layernorm"}
 

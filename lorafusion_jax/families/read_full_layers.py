@@ -23,7 +23,7 @@ def read_full_sizes(hf: HFConfig, family: Family) -> dict[str, Any]:
         sizes["kv_heads"] = hf.num_global_key_value_heads
     if hf.per_layer_config is not None:
         first = next(iter(hf.per_layer_config.values()), {})
-        sizes = {ours: first.get(key) for key, ours in _SIZES.items()} if isinstance(first, dict) else {}
+        sizes = {field: first.get(key) for key, field in _SIZES.items()} if isinstance(first, dict) else {}
     return {"head_dim": hf.head_dim} | _given(sizes) | {"k_is_v": bool(hf.attention_k_eq_v)}
 
 

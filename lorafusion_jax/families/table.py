@@ -83,7 +83,7 @@ class Family:
 
     def key_of(self, key: str) -> str:
         """The family's spelling of a key of transformers."""
-        return next((own_key for own_key, theirs in self.keys.items() if theirs == key), key)
+        return next((family_key for family_key, common_key in self.keys.items() if common_key == key), key)
 
     def tensor_name(self, llama: str) -> str:
         """Checkpoint name of a tensor given by Llama's name, e.g. "model.layers.3.self_attn.q_proj.weight"."""

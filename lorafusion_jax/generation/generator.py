@@ -113,8 +113,8 @@ class Generator:
         """Adds a token to an answer. Returns whether this ends the answer."""
         if token == NOT_FINITE:
             name = "the base" if request.adapter == BASE else self._specs[request.adapter].name
-            what = f"{name}: the logits of a token are not numbers."
-            raise RunError("generate.not-finite", what, where=request.where)
+            message = f"{name}: the logits of a token are not numbers."
+            raise RunError("generate.not-finite", message, where=request.where)
         if token in self._stop_tokens:
             answer.end = "stop"
             return True
@@ -239,17 +239,17 @@ def check_requests(requests: Sequence[Request], model: ModelConfig) -> None:
     for request in requests:
         length, where = len(request.tokens), request.where
         if not length:
-            what = f"{where} has no token."
-            errors.append(ConfigError("generate.empty-prompt", what, fix="a text, or at least one message"))
+            message = f"{where} has no token."
+            errors.append(ConfigError("generate.empty-prompt", message, fix="a text, or at least one message"))
         elif length >= model.positions:
-            what = f"{where} has {length} tokens, and the model knows {model.positions} positions."
-            errors.append(CheckpointError("generate.too-long", what, fix="a shorter prompt"))
+            message = f"{where} has {length} tokens, and the model knows {model.positions} positions."
+            errors.append(CheckpointError("generate.too-long", message, fix="a shorter prompt"))
         total = length + request.sampling.max_tokens
         for scaling in scalings:
             if length <= scaling.original_max_positions < min(total, model.positions):
-                what = f"{where} and its answer may cross {scaling.original_max_positions} positions."
+                message = f"{where} and its answer may cross {scaling.original_max_positions} positions."
                 why = "longrope turns all earlier keys by other angles from there on"
                 most = scaling.original_max_positions - length
                 fix = f"max_tokens={most}" if most else "a longer or shorter prompt"
-                errors.append(ConfigError("generate.longrope", what, why=why, fix=fix))
+                errors.append(ConfigError("generate.longrope", message, why=why, fix=fix))
     raise_all(errors)

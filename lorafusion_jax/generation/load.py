@@ -66,9 +66,9 @@ def _read(source: AdapterSource, model: ModelConfig) -> tuple[AdapterSpec, Array
     spec = replace(described.spec, name=source.name, head=None, dropout=0.0)
     lacking = [name for name in spec.targets if name not in model.targets]
     if lacking:
-        what = f"{source.name}: the adapter was made for another base model."
+        message = f"{source.name}: the adapter was made for another base model."
         why = f"this one has no projection {', '.join(lacking)}"
-        raise CheckpointError("peft.other-base", what, where=str(source.folder), why=why)
+        raise CheckpointError("peft.other-base", message, where=str(source.folder), why=why)
     arrays = {path: tensors for path, tensors in arrays.items() if path != HEAD}
     return spec, with_all_layers(arrays, model, spec) if described.some_layers else arrays
 

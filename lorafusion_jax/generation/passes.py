@@ -75,9 +75,9 @@ class StagePasses:
 
     def choose(self, x: Any, last_B: Array | None, before: Chosen, number_B: Array, choices: Any, mode: str) -> Any:
         """Chooses tokens on the last stage, see `GenerationPrograms`."""
-        weights, whole = self.stage.weights, last_B is None
+        weights, only_last = self.stage.weights, last_B is None
         last_B = number_B if last_B is None else last_B
-        head = self._programs.head[mode, whole]
+        head = self._programs.head[mode, only_last]
         rows = self.stage.all_leaves.get(HEAD_ROWS)
         adapter_B = self._adapters.adapter_B
         return head(weights.norm, weights.head, x, last_B, before, number_B, choices, adapter_B, rows)

@@ -73,9 +73,9 @@ class GenerationPrograms:
         blocks = (self._operands.specs_of_block, *(EVERYWHERE,) * 5)
         self.run_block = self._jit(self._run_block, blocks, donate=(2,))
         self.head = {
-            (mode, whole): self._jit(partial(self._head, mode, whole), (EVERYWHERE, table, *(EVERYWHERE,) * 7))
+            (mode, only_last): self._jit(partial(self._head, mode, only_last), (EVERYWHERE, table, *(EVERYWHERE,) * 7))
             for mode in ("greedy", "sampled", "filtered")
-            for whole in (False, True)
+            for only_last in (False, True)
         }
         self._take = jax.jit(self._take_leaves, out_shardings=self._mesh.everywhere)
 
@@ -196,7 +196,7 @@ class GenerationPrograms:
     def _head(
         self,
         mode: str,
-        whole: bool,
+        only_last: bool,
         norm: Array,
         table: Array,
         x: Array,
@@ -211,11 +211,11 @@ class GenerationPrograms:
 
         Args:
             before: the newest tokens so far.
-            whole: every row is the last one of its sequence; otherwise `last_B` names it, -1 for none.
+            only_last: every row is the last one of its sequence; otherwise `last_B` names it, -1 for none.
             rows: trained rows of the head, [1, D, C].
         """
         model = self._parts.model
-        x_BD = x if whole else x[jnp.maximum(last_B, 0)]
+        x_BD = x if only_last else x[jnp.maximum(last_B, 0)]
         head_DV = gather(table, self._table_axis).T
         hidden_BD = final_norm(x_BD, norm, model)
         logits_BV = logits(hidden_BD, head_DV, model)
@@ -225,7 +225,7 @@ class GenerationPrograms:
             logits_BV = logits_BV.at[jnp.arange(len(x_BD))[:, None], replaced_BC].set(new_BC, mode="drop")
         chosen_B = choose_tokens(logits_BV, choices, number_B, mode=mode)
         chosen = Chosen(chosen_B, token_logprobs(logits_BV, chosen_B))
-        if whole:
+        if only_last:
             return chosen, number_B + 1
         chosen = jax.tree.map(lambda new_B, old_B: jnp.where(last_B >= 0, new_B, old_B), chosen, before)
         return chosen, jnp.where(last_B >= 0, number_B + 1, number_B)

@@ -60,15 +60,15 @@ def _read_row(line: str, adapters: Sequence[str], sampling: Sampling, where: str
         raise DataError("generate.row", f"{where} is not an object.", fix='{"prompt": "…"}')
     prompt = row.get("prompt", row.get("messages"))
     if ("prompt" in row) == ("messages" in row) or not _is_prompt(prompt):
-        what = f"{where} needs either 'prompt', a text or messages, or 'messages'."
-        raise DataError("generate.row", what, why=f"it has {', '.join(map(repr, row)) or 'no column'}")
+        message = f"{where} needs either 'prompt', a text or messages, or 'messages'."
+        raise DataError("generate.row", message, why=f"it has {', '.join(map(repr, row)) or 'no column'}")
     adapter = row.get("adapter")
     if not (adapter is None or isinstance(adapter, str)):
         raise DataError("generate.row", f"{where}: 'adapter' is not a text.", fix='"adapter": "NAME"')
-    given = {key: row[key] for key in SETTINGS if key in row}
-    given |= {"stop": tuple(given["stop"])} if isinstance(given.get("stop"), list) else {}
+    options = {key: row[key] for key in SETTINGS if key in row}
+    options |= {"stop": tuple(options["stop"])} if isinstance(options.get("stop"), list) else {}
     try:
-        settings = replace(sampling, **given)
+        settings = replace(sampling, **options)
     except (LoraFusionError, TypeError) as problem:
         raise DataError("generate.row", f"{where}: {getattr(problem, 'what', problem)}") from None
     names = adapters if adapter is None else [adapter]

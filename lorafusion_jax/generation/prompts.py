@@ -34,12 +34,12 @@ def prompt_tokens(
     template = tokenizer.chat_template
     if isinstance(prompt, str) and (raw or template is None):
         if system is not None:
-            what = f"{where} has a system message, and a text without a chat template has none."
-            raise DataError("generate.no-template", what, fix="put it in front of the text")
+            message = f"{where} has a system message, and a text without a chat template has none."
+            raise DataError("generate.no-template", message, fix="put it in front of the text")
         return _with_begin(tokenizer.encode(prompt), tokenizer) if prompt else []
     if template is None:
-        what = f"{where} has messages, but the model has no chat template."
-        raise DataError("generate.no-template", what, fix="give a text instead of messages")
+        message = f"{where} has messages, but the model has no chat template."
+        raise DataError("generate.no-template", message, fix="give a text instead of messages")
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(m) for m in prompt]  # type: ignore[arg-type]
     messages = messages if system is None else [{"role": "system", "content": system}, *messages]
     if not prompt:
@@ -47,8 +47,8 @@ def prompt_tokens(
     try:
         return tokenizer.encode(template.render(messages, add_generation_prompt=True))
     except TemplateProblem as problem:
-        what = f"the chat template cannot render {where}."
-        raise DataError("generate.template", what, why=str(problem), fix="--raw: without the template") from None
+        message = f"the chat template cannot render {where}."
+        raise DataError("generate.template", message, why=str(problem), fix="--raw: without the template") from None
 
 
 def stop_tokens(base: Path, tokenizer: Tokenizer) -> list[int]:

@@ -57,8 +57,8 @@ class Sampling:
         )
         for name, holds, wanted in checks:
             if not holds:
-                what = f"{name} must be {wanted}, not {getattr(self, name)!r}."
-                yield ConfigError("generate.setting", what)
+                message = f"{name} must be {wanted}, not {getattr(self, name)!r}."
+                yield ConfigError("generate.setting", message)
 
 
 MODES = ("greedy", "sampled", "filtered")  # a later one serves the settings of those before it

@@ -86,9 +86,9 @@ def find_source(
         fix = "a run folder, a PEFT folder, a model folder, or org/name of a hub"
         chosen = Source(base=find_base(Path(), str(source if base is None else base), fix=fix), adapters=(), asked=())
     else:
-        what = f"{source} is neither a run, nor an adapter, nor a model."
+        message = f"{source} is neither a run, nor an adapter, nor a model."
         why = f"it has no {CONFIG}, {CONFIG_FILE} or config.json"
-        raise CheckpointError("generate.source", what, why=why, fix="lorafusion generate RUN 'a prompt'")
+        raise CheckpointError("generate.source", message, why=why, fix="lorafusion generate RUN 'a prompt'")
     chosen = _with_asked(chosen, adapters)
     return replace(chosen, dtype=dtype or chosen.dtype, quantize=quantize or chosen.quantize)
 
@@ -134,8 +134,8 @@ def _of_folder(folder: Path, base: str | Path | None) -> Source:
     if base is None and (run.path / CONFIG).is_file() and run.latest(folder.resolve().parent.name) is not None:
         base = base_directory(run.read_config())
     if base is None and not described.base:
-        what = f"{folder / CONFIG_FILE} does not name the adapter's base model."
-        raise CheckpointError("generate.no-base", what, fix="--base FOLDER")
+        message = f"{folder / CONFIG_FILE} does not name the adapter's base model."
+        raise CheckpointError("generate.no-base", message, fix="--base FOLDER")
     directory = find_base(
         Path(), described.base if base is None else str(base), described.revision if base is None else None,
         fix="--base FOLDER: the folder of the adapter's base model",
@@ -147,13 +147,13 @@ def _with_asked(source: Source, adapters: Sequence[str]) -> Source:
     """Adds adapters of the form NAME=FOLDER, and checks that all names exist."""
     known = {adapter.name: adapter for adapter in source.adapters}
     asked = []
-    for given in adapters:
-        name, equals, folder = given.partition("=")
+    for text in adapters:
+        name, equals, folder = text.partition("=")
         if equals and not (Path(folder) / CONFIG_FILE).is_file():
-            what = f"there is no adapter in {folder or 'no folder'}."
-            raise CheckpointError("generate.unknown-adapter", what, where=given, fix=f"a folder with {CONFIG_FILE}")
+            message = f"there is no adapter in {folder or 'no folder'}."
+            raise CheckpointError("generate.unknown-adapter", message, where=text, fix=f"a folder with {CONFIG_FILE}")
         if equals and (name in known or name == BASE_NAME or not name):
-            raise ConfigError("generate.unknown-adapter", f"'{name}' names another adapter.", where=given)
+            raise ConfigError("generate.unknown-adapter", f"'{name}' names another adapter.", where=text)
         if equals:
             known[name] = AdapterSource(name=name, folder=Path(folder))
         elif name != BASE_NAME and name not in known:

@@ -73,8 +73,8 @@ def read_slice(stored: Stored, name: str, index: tuple[slice, ...]) -> np.ndarra
     Whole rows come without the interpreter's lock, so that several threads read at once while others compile. Columns
     of bytes are cut out of whole rows, because their shape need not be that in the file.
     """
-    whole = all(part == slice(0, size) for part, size in zip(index[1:], stored.shape[1:], strict=True))
-    if index and stored.dtype in DTYPES and (whole or stored.dtype not in READABLE):
+    full_rows = all(part == slice(0, size) for part, size in zip(index[1:], stored.shape[1:], strict=True))
+    if index and stored.dtype in DTYPES and (full_rows or stored.dtype not in READABLE):
         return _rows(stored, index[0])[:, *index[1:]]
     with safe_open(stored.file, framework="numpy") as file:
         return file.get_slice(name)[index] if index else file.get_tensor(name)
@@ -82,8 +82,8 @@ def read_slice(stored: Stored, name: str, index: tuple[slice, ...]) -> np.ndarra
 
 def plain_index(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> tuple[slice, ...]:
     """Slices with a beginning and an end; of the whole tensor without an index."""
-    whole = (slice(None),) * len(shape)
-    return tuple(slice(*part.indices(size)[:2]) for part, size in zip(index or whole, shape, strict=True))
+    everything = (slice(None),) * len(shape)
+    return tuple(slice(*part.indices(size)[:2]) for part, size in zip(index or everything, shape, strict=True))
 
 
 def _rows(stored: Stored, rows: slice) -> np.ndarray:

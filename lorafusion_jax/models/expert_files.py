@@ -85,8 +85,8 @@ def as_stored(parts: tuple[Part, ...], stored: Mapping[str, Stored]) -> tuple[Pa
     """The parts as a checkpoint has them: in MXFP4 where there are blocks of this name, all experts in one tensor where
     there is one.
     """
-    if parts and (whole := _whole(parts)) is not None and whole.name in stored:
-        return (whole,)
+    if parts and (joined := _whole(parts)) is not None and joined.name in stored:
+        return (joined,)
     return tuple(replace(part, packed=True) if f"{part.name}_blocks" in stored else part for part in parts)
 
 
@@ -104,18 +104,18 @@ def _whole(parts: tuple[Part, ...]) -> Part | None:
 def read_parts(parts: tuple[Part, ...], stored: Mapping[str, Stored], index: tuple[slice, ...]) -> np.ndarray:
     """Reads a rectangle of [N, E · K]; only the tensors that it touches are opened."""
     rows, columns = index
-    whole: np.ndarray | None = None
+    rectangle: np.ndarray | None = None
     for part in parts:
         num_rows, num_columns = part.rectangle
         row, column = _overlap(rows, part.row, num_rows), _overlap(columns, part.column, num_columns)
         if row.start >= row.stop or column.start >= column.stop:
             continue
         values = _read(part, stored, _moved(row, part.row), _moved(column, part.column))
-        if whole is None:
-            whole = np.empty((rows.stop - rows.start, columns.stop - columns.start), values.dtype)
-        whole[_moved(row, rows.start), _moved(column, columns.start)] = values
-    assert whole is not None, index
-    return whole
+        if rectangle is None:
+            rectangle = np.empty((rows.stop - rows.start, columns.stop - columns.start), values.dtype)
+        rectangle[_moved(row, rows.start), _moved(column, columns.start)] = values
+    assert rectangle is not None, index
+    return rectangle
 
 
 def write_part(part: Part, kernel_NEK: np.ndarray) -> np.ndarray:

@@ -69,7 +69,7 @@ def load_decoder(
     read = reader.read()
     for tensor in reader.tensors:
         leaves[tensor.path] = leaves[tensor.path].replace(read[tensor.leaf_name])
-    _draw_adapters(leaves, adapters, reader.place)
+    _draw_adapters(leaves, adapters, reader.sharding_rule)
     return nnx.merge(graph, nnx.from_flat_state(leaves.items()))
 
 
@@ -127,7 +127,7 @@ class FrozenReader:
     dtype: np.dtype
     kind: StoredKind | None
     form: CheckpointFormat | None
-    place: ShardingRule
+    sharding_rule: ShardingRule
     entry: Entry | None = None
 
     @property
@@ -168,7 +168,7 @@ class FrozenReader:
 
     def stand_ins(self) -> dict[str, Weight]:
         """Arrays of the same shapes in the same places, to compile with: equal ones are one and the same array."""
-        return stand_ins(self.tensors, self.kind, self.dtype, self.place)
+        return stand_ins(self.tensors, self.kind, self.dtype, self.sharding_rule)
 
     def _bytes(self, tensor: Tensor) -> int:
         if self.entry is not None and self.kind is not None and tensor.transposed:
@@ -178,12 +178,12 @@ class FrozenReader:
 
     def _read(self, tensor: Tensor) -> Weight:
         if self.form is not None and tensor.transposed:
-            return dict(read_kernel(tensor, self.form, self.stored, self.place))
+            return dict(read_kernel(tensor, self.form, self.stored, self.sharding_rule))
         kind = self.kind if tensor.transposed else None
         if kind is not None and self.entry is not None:
-            return read_cached(tensor, self.entry, kind, self.place)
+            return read_cached(tensor, self.entry, kind, self.sharding_rule)
         dtype = jnp.dtype(jnp.float32) if tensor.float32 else self.dtype
-        return _read_tensor(tensor, self.stored, dtype, kind, self.place)
+        return _read_tensor(tensor, self.stored, dtype, kind, self.sharding_rule)
 
 
 def _reader(
@@ -203,7 +203,7 @@ def _reader(
     for layer in config.kinds:
         check_kernels(quantize, layer.kernel_shapes())
     return FrozenReader(
-        tensors=tensors, stored=stored, dtype=jnp.dtype(dtype), kind=kind, form=form, place=_rule(sharding)
+        tensors=tensors, stored=stored, dtype=jnp.dtype(dtype), kind=kind, form=form, sharding_rule=_rule(sharding)
     )
 
 

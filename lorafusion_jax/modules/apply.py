@@ -77,7 +77,7 @@ def apply_lora(
         heads=(heads,) if isinstance(heads, str) else heads,
     )
     linears = [candidate.linear for candidate, _ in targeted.values() if isinstance(candidate.linear, Linear)]
-    largest = max(it.in_features for it in linears), max(it.out_features for it in linears)
+    largest = max(linear.in_features for linear in linears), max(linear.out_features for linear in linears)
     shared = {}
     for path, (candidate, members) in targeted.items():
         assert isinstance(candidate.linear, Linear)

@@ -221,11 +221,11 @@ class LoRAContext:
 def _misfit(shape: tuple[int, ...], rows: Sequence[int], tile: int | None) -> RunError:
     total = math.prod(rows)
     entries = f"{shape[0]} entries" if len(shape) == 1 else f"the shape {list(shape)}"
-    what = f"{entries} of {tile} rows" if tile else entries
+    has = f"{entries} of {tile} rows" if tile else entries
     fix = f"one entry per example ({rows[0]}) or per row ({total})" if len(rows) > 1 else f"one entry per row ({total})"
     return RunError(
         "lora.table-rows",
-        f"the table of adapters has {what}, but the input of a layer has {total} rows {list(rows)}.",
+        f"the table of adapters has {has}, but the input of a layer has {total} rows {list(rows)}.",
         fix=f"{fix}; tile=ROWS if an entry covers so many rows; only='NAME' if all rows belong to one adapter",
     )
 
@@ -241,10 +241,12 @@ def _number_of(adapters: Sequence[AdapterSpec], only: str | int) -> int:
     return only
 
 
-def _table_errors(table: Any, given: Any, only: Any, count: int) -> list[ConfigError]:
-    if (given is None) == (only is None):
-        what = "nothing says which adapter the rows belong to." if only is None else "there are a table and only=."
-        return [ConfigError("lora.table", what, fix="a table with one entry per example, or only='NAME' for all rows")]
+def _table_errors(table: Any, entries: Any, only: Any, count: int) -> list[ConfigError]:
+    if (entries is None) == (only is None):
+        message = "nothing says which adapter the rows belong to." if only is None else "there are a table and only=."
+        return [
+            ConfigError("lora.table", message, fix="a table with one entry per example, or only='NAME' for all rows")
+        ]
     if isinstance(table, jax.Array):
         return []
     wrong = sorted({number for number in np.asarray(table).ravel().tolist() if number not in range(-1, count)})

@@ -104,7 +104,7 @@ def linear_of(module: nnx.Module) -> Linear | str | None:
             return "its kernel has batch axes (batch_axis=…): another weight for every example"
         return _read_weight(module, "kernel", inside + len(module.out_features), tuple(range(inside)))
     if isinstance(module, nnx.Einsum):
-        return _read_registered(module, Registered(weight="kernel", equation=lambda it: it.einsum_str))
+        return _read_registered(module, Registered(weight="kernel", equation=lambda module: module.einsum_str))
     return _read_own_equation(module)
 
 
@@ -172,7 +172,11 @@ def _read_own_equation(module: nnx.Module) -> Linear | str | None:
     """Describes a module of another package that has one matrix, one equation for it, and no submodules."""
     matrices = weight_names(module)
     equations = [value for value in vars(module).values() if isinstance(value, str) and "->" in value]
-    if len(matrices) != 1 or len(equations) != 1 or any(isinstance(it, nnx.Module) for it in vars(module).values()):
+    if (
+        len(matrices) != 1
+        or len(equations) != 1
+        or any(isinstance(value, nnx.Module) for value in vars(module).values())
+    ):
         return None
     try:
         ndim = contracted(equations[0])[0]

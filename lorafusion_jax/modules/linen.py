@@ -94,8 +94,8 @@ class LinenLoRA:
             raise ConfigError("lora.adapters", f"adapters need one or more different names, got {names}.")
         refuse_only_in_runs(adapters)
         self.adapters, self.kinds = tuple(adapters), tuple(spec.kind for spec in adapters)
-        given = None if targets is None else (targets,) if isinstance(targets, str) else tuple(targets)
-        self.targets = {spec.name: given or spec.targets for spec in adapters}
+        chosen = None if targets is None else (targets,) if isinstance(targets, str) else tuple(targets)
+        self.targets = {spec.name: chosen or spec.targets for spec in adapters}
         self.heads = (heads,) if isinstance(heads, str) else None if heads is None else tuple(heads)
         self._modules = (*modules, *KERNELS)
         self._axes = {leaf.name: len(leaf.axes) for leaf in leaves_of(self.kinds)}
@@ -122,7 +122,7 @@ class LinenLoRA:
             UserWarning: a pattern or "all-linear" matches modules that cannot carry LoRA; lists them.
         """
         layers = self._plan(self._run(model, variables, args, options))
-        largest = max(it.in_features for it in layers), max(it.out_features for it in layers)
+        largest = max(layer.in_features for layer in layers), max(layer.out_features for layer in layers)
         tree: dict[str, Any] = {}
         for layer in layers:
             plan = self._plans[layer.path]
@@ -349,14 +349,14 @@ class LinenLoRA:
     def _check_targets(self, ran: Ran) -> None:
         left_out = {}
         for target in dict.fromkeys(target for targets in self.targets.values() for target in targets):
-            others = [it for it in ran.others if target == ALL_LINEAR and not it.is_table]
-            others += [it for it in ran.others if target != ALL_LINEAR and name_matches(target, it.name)]
+            others = [module for module in ran.others if target == ALL_LINEAR and not module.is_table]
+            others += [module for module in ran.others if target != ALL_LINEAR and name_matches(target, module.name)]
             if not any(self._matches(target, layer.path, layer) for layer in ran.layers):
-                refused = [(it.name, it.kind, it.why) for it in (others or ran.others)]
+                refused = [(module.name, module.kind, module.why) for module in (others or ran.others)]
                 raise unknown_target(target, [layer.name for layer in ran.layers], refused)
-            left_out |= {it.path: it for it in others}
+            left_out |= {module.path: module for module in others}
         if left_out:
-            rows = [(it.name, it.kind, it.why) for it in left_out.values()]
+            rows = [(module.name, module.kind, module.why) for module in left_out.values()]
             warnings.warn(describe_left_out(rows), UserWarning, stacklevel=4)
 
 

@@ -106,7 +106,9 @@ def weight_of(module: nn.Module, kinds: Kinds) -> str | None:
         return None
     params = params_of(module)
     matrices = matrices_of(params)
-    return matrices[0] if len(matrices) == 1 and not any(isinstance(it, Mapping) for it in params.values()) else None
+    return (
+        matrices[0] if len(matrices) == 1 and not any(isinstance(value, Mapping) for value in params.values()) else None
+    )
 
 
 def is_listed(module: nn.Module, kinds: Kinds) -> bool:

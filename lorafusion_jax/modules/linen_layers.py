@@ -110,7 +110,7 @@ def find_layers(
         problems[tuple(module.path)] = getattr(problem, "why", "") or str(problem)
 
     def run(variables: Any, *args: Any) -> Any:
-        wanted = intercept(kinds, lambda it: _is_of(params, it), note, axes={}, watch=watch, otherwise=refuse)
+        wanted = intercept(kinds, lambda module: _is_of(params, module), note, axes={}, watch=watch, otherwise=refuse)
         with traced_anew(), wanted:
             return model.apply(variables, *args, mutable=True, **options)
 

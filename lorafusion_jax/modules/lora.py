@@ -108,11 +108,11 @@ class LoRALinear(nnx.Module):
 
     def _draw(self, leaf: Leaf, ranks: Sequence[int], rngs: nnx.Rngs) -> Array:
         """Draws a leaf of all adapters on the host. Beyond an adapter's rank it is zero."""
-        whole = np.zeros((len(ranks), *leaf.shape(*self._shape, self.rank)), np.float32)
+        empty = np.zeros((len(ranks), *leaf.shape(*self._shape, self.rank)), np.float32)
 
         def draw(key_data: Any) -> np.ndarray:
             bits = np.random.default_rng(np.asarray(key_data))
-            array = whole.copy()
+            array = empty.copy()
             for index, rank in enumerate(ranks):
                 drawn = leaf.init(lambda count: bits.random(count, np.float32), leaf.shape(*self._shape, rank))
                 leaf.at_rank(array[index], rank)[...] = drawn
@@ -120,7 +120,7 @@ class LoRALinear(nnx.Module):
 
         key_data = jax.random.key_data(rngs.params())
         if isinstance(key_data, Tracer):
-            shape = jax.ShapeDtypeStruct(whole.shape, whole.dtype)
+            shape = jax.ShapeDtypeStruct(empty.shape, empty.dtype)
             return jax.pure_callback(draw, shape, key_data, vmap_method="sequential")
         return jnp.asarray(draw(key_data))
 

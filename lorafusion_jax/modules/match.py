@@ -72,9 +72,13 @@ def find_candidates(model: nnx.Module, heads: Sequence[str] | None = None) -> li
         if weight_names(module) or linear_of(module) is not None or isinstance(module, nnx.bridge.ToNNX)
     ]
     layers = [
-        (it.path, it.linear.out_features, bool(it.linear.stack)) for it in candidates if isinstance(it.linear, Linear)
+        (candidate.path, candidate.linear.out_features, bool(candidate.linear.stack))
+        for candidate in candidates
+        if isinstance(candidate.linear, Linear)
     ]
-    tables = [tuple(getattr(it.module, name).shape) for it in candidates for name in _tables(it.module)]
+    tables = [
+        tuple(getattr(candidate.module, name).shape) for candidate in candidates for name in _tables(candidate.module)
+    ]
     paths = find_heads(layers, tables, heads)
     return [replace(candidate, is_head=candidate.path in paths) for candidate in candidates]
 
@@ -111,7 +115,9 @@ def find_targets(
         able = [candidate for candidate in matched if isinstance(candidate.linear, Linear)]
         unable = [candidate for candidate in matched if not isinstance(candidate.linear, Linear)]
         if unable and (_is_name(target, candidates) or (not able and target != ALL_LINEAR)):
-            errors += [unsupported_linear(where, why) for where, why in by_reason([it.refused for it in unable])]
+            errors += [
+                unsupported_linear(where, why) for where, why in by_reason([candidate.refused for candidate in unable])
+            ]
             continue
         left_out |= {candidate.path: candidate for candidate in unable}
         if target == ALL_LINEAR:
@@ -217,7 +223,13 @@ def _pattern(target: str) -> re.Pattern[str] | None:
 def _problems(target: str, hits: list[Path], candidates: list[Candidate], allow_partial: bool) -> list[LoraFusionError]:
     if not hits:
         able = [dotted(candidate.path) for candidate in candidates if isinstance(candidate.linear, Linear)]
-        return [unknown_target(target, able, [it.refused for it in candidates if not isinstance(it.linear, Linear)])]
+        return [
+            unknown_target(
+                target,
+                able,
+                [candidate.refused for candidate in candidates if not isinstance(candidate.linear, Linear)],
+            )
+        ]
     missing = [] if allow_partial else _layers_without(hits, [candidate.path for candidate in candidates])
     if not missing:
         return []

@@ -40,6 +40,6 @@ def merged_weight(
             for name, leaf in leaves.items()
         }
         kernel = np.asarray(weight[number], np.float64).transpose(order)
-        whole = kind.merge(kernel.reshape(sizes.K, sizes.N), tensors, sizes)
-        merged[number] = whole.reshape(kernel.shape).transpose(back).astype(weight.dtype)
+        changed = kind.merge(kernel.reshape(sizes.K, sizes.N), tensors, sizes)
+        merged[number] = changed.reshape(kernel.shape).transpose(back).astype(weight.dtype)
     return jnp.asarray(merged)

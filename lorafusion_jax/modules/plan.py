@@ -102,8 +102,10 @@ class LoRAPlan:
         arrays = [{leaf.name: bank[leaf.name] for leaf in self.leaves} for bank in banks]
         if any(adapter_kind(name).start for name in self.names):
             arrays = self._started(arrays, weight())
-        whole = {name: np.stack([array[name] for array in arrays]) for name in self.leaf_names}
-        return {name: jnp.asarray(array.reshape(*self.linear.stack, *array.shape[1:])) for name, array in whole.items()}
+        stacked = {name: np.stack([array[name] for array in arrays]) for name in self.leaf_names}
+        return {
+            name: jnp.asarray(array.reshape(*self.linear.stack, *array.shape[1:])) for name, array in stacked.items()
+        }
 
     def _started(self, banks: list[dict[str, np.ndarray]], weight: Array) -> list[dict[str, Array]]:
         """Fills in the initial values that depend on the weight, for each layer of a stack."""

@@ -271,6 +271,6 @@ def _dtype(atom: Any) -> Any:
 
 def _bind(jaxpr: Jaxpr, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     """Evaluates one equation as a separate jaxpr."""
-    given = {atom: value for atom, value in zip(eqn.invars, operands, strict=True) if not isinstance(atom, Literal)}
-    single = jaxpr.replace(constvars=[], invars=list(given), outvars=eqn.outvars, eqns=[eqn])
-    return list(eval_jaxpr(single, [], *given.values()))
+    values = {atom: value for atom, value in zip(eqn.invars, operands, strict=True) if not isinstance(atom, Literal)}
+    single = jaxpr.replace(constvars=[], invars=list(values), outvars=eqn.outvars, eqns=[eqn])
+    return list(eval_jaxpr(single, [], *values.values()))

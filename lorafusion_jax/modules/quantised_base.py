@@ -103,7 +103,9 @@ def _check(layers: list[tuple[Candidate, Linear]], quantize: str) -> None:
         if stored_weight(candidate.module) is not None:
             raise ConfigError("lora.quantized", "its weight is stored in fewer bytes already.", where=where)
         check_mesh(getattr(candidate.module, linear.weight)[...], linear, len(linear.stack), quantize, where)
-    check_kernels(quantize, {dotted(candidate.path): (it.in_features, it.out_features) for candidate, it in layers})
+    check_kernels(
+        quantize, {dotted(candidate.path): (linear.in_features, linear.out_features) for candidate, linear in layers}
+    )
 
 
 def _call_quantised(layer: Any, *args: Any, **options: Any) -> Any:

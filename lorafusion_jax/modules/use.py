@@ -104,11 +104,11 @@ def _context(adapters: LoRAContext | Sequence[AdapterSpec], table: Any, options:
     if not isinstance(adapters, LoRAContext):
         return LoRAContext.of(adapters, table, **options)
     if table is not None or options:
-        given = [*(["table"] if table is not None else []), *options]
+        names = [*(["table"] if table is not None else []), *options]
         raise ConfigError(
             "lora.table",
-            f"a context holds all settings, so {', '.join(given)} would have no effect.",
-            fix=f"LoRAContext.of(adapters, …, {', '.join(f'{name}=…' for name in given)})",
+            f"a context holds all settings, so {', '.join(names)} would have no effect.",
+            fix=f"LoRAContext.of(adapters, …, {', '.join(f'{name}=…' for name in names)})",
         )
     return adapters
 

@@ -185,7 +185,7 @@ def merge_adapter(model: nnx.Module, name: str, *, keep: bool = False) -> nnx.Mo
         if number in targeted:
             plan, index = targeted[number]
             spec, stack = plan.adapters[index], len(plan.linear.stack)
-            tensors = {it: np.take(np.asarray(getattr(layer, it)[...]), index, stack) for it in plan.leaf_names}
+            tensors = {name: np.take(np.asarray(getattr(layer, name)[...]), index, stack) for name in plan.leaf_names}
             tensors = {leaf.name: tensors[leaf.name] for leaf in adapter_kind(spec.kind).leaves}
             weight[...] = merged_weight(weight[...], spec, tensors, plan.linear.inside, stack)
         if keep:

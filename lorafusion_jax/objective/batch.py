@@ -211,9 +211,9 @@ def _loss(chosen: Chosen, sample: Sample) -> tuple[Array, dict[str, Array]]:
     assert chosen.objective.loss is not None
     if SCORE in chosen.needs:
         sample = sample._replace(score=_score(chosen, sample))
-    loss, given = chosen.objective.loss(sample, chosen.options)
+    loss, measured = chosen.objective.loss(sample, chosen.options)
     metrics: dict[str, Any] = {}
-    for name, value in given.items():
+    for name, value in measured.items():
         if name in chosen.ratios:
             metrics[name], metrics[f"{name}{COUNT}"] = value
         else:

@@ -62,9 +62,9 @@ def choose(name: str, options: Mapping[str, Any], reference: str | None = None) 
             has = f"the options {', '.join(sorted(known))}" if known else "no options"
             raise ValueError(f"options of {name}, which has {has}, not '{key}'" + (f"; {near}" if near else ""))
     types = _types(entry.options)
-    given = {key: _as_written(types.get(key), key, value) for key, value in options.items()}
+    values = {key: _as_written(types.get(key), key, value) for key, value in options.items()}
     chosen = Chosen(
-        name=name, objective=entry, options=TypeAdapter(entry.options).validate_python(given), reference=reference
+        name=name, objective=entry, options=TypeAdapter(entry.options).validate_python(values), reference=reference
     )
     if reference is not None and not chosen.compares:
         raise ValueError(f"options of {name}, which has no reference")

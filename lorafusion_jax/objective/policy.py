@@ -27,10 +27,10 @@ def sampled_segments(row: Mapping[str, Any]) -> tuple[Segment]:
     Raises:
         ValueError: the row has no advantage, or log-likelihoods above 0.
     """
-    given = [row[name] for name in ("advantage", ADVANTAGES) if row.get(name) is not None]
-    if len(given) != 1:
-        raise ValueError(f"it has {'both an advantage and advantages' if given else 'no advantage'}")
-    values = {ADVANTAGES: _numbers(given[0], "advantages")}
+    advantages = [row[name] for name in ("advantage", ADVANTAGES) if row.get(name) is not None]
+    if len(advantages) != 1:
+        raise ValueError(f"it has {'both an advantage and advantages' if advantages else 'no advantage'}")
+    values = {ADVANTAGES: _numbers(advantages[0], "advantages")}
     if row.get(OLD) is not None:
         old = _numbers(row[OLD], OLD)
         if any(number > 0 for number in (old if isinstance(old, list) else [old])):
@@ -182,11 +182,11 @@ def _entropy(sample: Sample) -> dict[str, Any]:
     return {"logps": -sample.nll[0] / sample.tokens[0]}
 
 
-def _numbers(given: Any, name: str) -> Any:
-    numbers = given if isinstance(given, list) else [given]
+def _numbers(value: Any, name: str) -> Any:
+    numbers = value if isinstance(value, list) else [value]
     if not numbers or any(isinstance(number, bool) or not isinstance(number, int | float) for number in numbers):
         raise ValueError(f"its {name} are not a number or a list of numbers")
-    return given
+    return value
 
 
 _METRICS = {"ratio": "of probabilities", "logps": "nats per token"}

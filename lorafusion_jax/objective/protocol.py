@@ -60,8 +60,8 @@ class Segment:
     def __post_init__(self) -> None:
         pairs = [(self.prompt, self.answer), (self.prompt_ids, self.answer_ids)]
         halves = [(answer is not None) + (other is not None) for answer, other in pairs]
-        given = sum(half > 0 for half in halves) + (self.messages is not None) + (self.text is not None)
-        if 1 in halves or given != 1:
+        forms = sum(half > 0 for half in halves) + (self.messages is not None) + (self.text is not None)
+        if 1 in halves or forms != 1:
             raise ValueError(
                 f"segment '{self.name}' needs exactly one of prompt and answer, messages, text, or the ids of both"
             )

@@ -50,9 +50,9 @@ class Group(NamedTuple):
 def hyper(settings: OptimizerSettings, lr: float) -> Hyper:
     """The numbers of a step at a learning rate. Options that are not set have the optimizer's defaults."""
     defaults = optimizer(settings.name).options
-    given = {name: settings.option(name) for name in defaults}
+    chosen = {name: settings.option(name) for name in defaults}
     with np.errstate(over="ignore"):  # overflow gives infinity, and the adapter fails at its first step
-        options = {name: np.float32(defaults[name] if value is None else value) for name, value in given.items()}
+        options = {name: np.float32(defaults[name] if value is None else value) for name, value in chosen.items()}
         ratios = {name: np.float32(ratio) for name, ratio in settings.lr_ratios.items()}
         return Hyper(np.float32(lr), np.float32(settings.weight_decay), np.float32(settings.clip), options, ratios)
 
@@ -144,13 +144,13 @@ def _with_checks(name: str, built: optax.GradientTransformation) -> optax.Gradie
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         changes, stepped = built.update(updates, state, params)
-        for what, now, before in (("changes", changes, updates), ("state", stepped, state)):
+        for part, now, before in (("changes", changes, updates), ("state", stepped, state)):
             try:
                 chex.assert_trees_all_equal_shapes_and_dtypes(now, before)
             except AssertionError as problem:
                 raise ConfigError(
                     "plugin.broken",
-                    f"the optimizer '{name}' returns {what} of another structure, shape or dtype than it was given.",
+                    f"the optimizer '{name}' returns {part} of another structure, shape or dtype than it was given.",
                     why=str(problem),
                     fix="return what `update` was given, leaf by leaf in the same shapes and dtypes",
                 ) from problem

@@ -55,8 +55,10 @@ class AdapterPrograms:
             (gradient, BatchSummary, finite per leaf in order of names, sums and totals with the adapter's part cleared)
         """
         close = partial(adapter_step.close_batch, self._columns.trained, own_columns, self._columns.twins)
-        whole, rows = self._stage.everywhere, self._stage.by_replica
-        program = self._jit(("close", own_columns), close, donate=(1, 2), out=(whole, whole, whole, rows, rows))
+        everywhere, rows = self._stage.everywhere, self._stage.by_replica
+        program = self._jit(
+            ("close", own_columns), close, donate=(1, 2), out=(everywhere, everywhere, everywhere, rows, rows)
+        )
         return program(adapter, sums, totals, alive)
 
     def join_twins(self, embed: Array, head: Array, summary: BatchSummary) -> tuple[Array, BatchSummary]:
@@ -108,8 +110,8 @@ class AdapterPrograms:
             (lora, sums, totals, alive)
         """
         write = partial(adapter_step.write, self._columns.trained, own_columns)
-        whole, rows = self._stage.everywhere, self._stage.by_replica
-        program = self._jit(("write", own_columns), write, donate=(1, 2, 3), out=(whole, rows, rows, whole))
+        everywhere, rows = self._stage.everywhere, self._stage.by_replica
+        program = self._jit(("write", own_columns), write, donate=(1, 2, 3), out=(everywhere, rows, rows, everywhere))
         return program(adapter, lora, sums, totals, alive, new_weights)
 
     def take(self, own_columns: Own, adapter: Place, lora: Leaves) -> Leaves:

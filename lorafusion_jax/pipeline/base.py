@@ -149,14 +149,14 @@ def open_base(
         return weights
 
     reader = open_frozen(directory, dtype=dtype, quantize=config.base.quantize, sharding=sharding_of)
-    whole, tensors = reader, [tensor for tensor in reader.tensors if stage_of(tensor.leaf_name) in local]
+    full_reader, tensors = reader, [tensor for tensor in reader.tensors if stage_of(tensor.leaf_name) in local]
     reader = replace(reader, tensors=tensors)
     remat = fitting_remat(later or config, model) if train.remat == "auto" else train.remat
     stand_ins = dict(zip(local, parted(reader.stand_ins()), strict=True))
     places = [(stand_ins.get(stage, extent), meshes[stage]) for stage, extent in enumerate(layers)]
     stages = _stages(config, model, specs, remat, places)
     roomy = _has_room_to_start(config, model, remat)
-    cached = open_cache(config, whole, base_files, tensors)  # last: it opens a file
+    cached = open_cache(config, full_reader, base_files, tensors)  # last: it opens a file
     return Base(stages=stages, roomy=roomy, read=lambda progress: parted(cached.read(progress)), cached=cached)
 
 

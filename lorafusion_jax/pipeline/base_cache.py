@@ -94,22 +94,22 @@ class CachedBase:
 
 
 def open_cache(
-    config: JobConfig, whole: FrozenReader, base_files: BaseFiles | None, tensors: Sequence[Tensor] | None = None
+    config: JobConfig, full_reader: FrozenReader, base_files: BaseFiles | None, tensors: Sequence[Tensor] | None = None
 ) -> CachedBase:
     """Looks for the kernels of a base in the cache.
 
     Collective over processes: all of them read their cache, or all quantise, which computes together.
 
     Args:
-        whole: reads all of the base.
+        full_reader: reads all of the base.
         base_files: from `base_digests`; None: the cache is not used.
         tensors: those that this process reads (None: all).
     """
-    reader = whole if tensors is None else replace(whole, tensors=tensors)
-    kind, kernels = whole.kind, whole.kernels
+    reader = full_reader if tensors is None else replace(full_reader, tensors=tensors)
+    kind, kernels = full_reader.kind, full_reader.kernels
     if base_files is None or kind is None or not kernels or not config.base.cache_quantized:
         return CachedBase(reader=reader)
-    places, notices = _places(whole), list[RunEvent]()
+    places, notices = _places(full_reader), list[RunEvent]()
     target = entry_folder(base_files, program_digest(kind, kernels.values()))
     try:
         entry = open_entry(target, places)
@@ -122,7 +122,7 @@ def open_cache(
     if entry is not None:  # another process lacks it
         entry.close()
         return CachedBase(reader=reader)
-    if len(reader.tensors) < len(whole.tensors):
+    if len(reader.tensors) < len(full_reader.tensors):
         problem = "its kernels are in several processes"
     else:
         problem = make_room(target, places)

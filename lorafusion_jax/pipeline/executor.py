@@ -381,13 +381,13 @@ class Executor:
             if (before := stepped[index].before) is not None:
                 self._submit(index, None, [adapter], partial(stage.put_back, self._index[adapter], before))
 
-    def read[T](self, what: Callable[[Stage], T]) -> list[Future[T]]:
+    def read[T](self, work: Callable[[Stage], T]) -> list[Future[T]]:
         """Reads from every stage of this process, after all work issued so far."""
-        return [self._submit(index, None, (), partial(what, stage)) for index, stage in self.local_stages.items()]
+        return [self._submit(index, None, (), partial(work, stage)) for index, stage in self.local_stages.items()]
 
-    def read_all[T](self, what: Callable[[Stage], T]) -> list[T]:
+    def read_all[T](self, work: Callable[[Stage], T]) -> list[T]:
         """Returns what `read` promises, by stage. Waits for it."""
-        return [done.result() for done in self.read(what)]
+        return [done.result() for done in self.read(work)]
 
     def wait_dispatched(self) -> None:
         """Waits until all work is dispatched. Then the stages' arrays may be read; reading waits for their values."""

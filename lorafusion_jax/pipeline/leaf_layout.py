@@ -77,11 +77,11 @@ class LeafLayout:
         Args:
             occupied: the adapters with their positions, see `StageState.occupied` (None: `specs`).
         """
-        whole = Extent(0, 2 * self.model.num_layers)
+        all_layers = Extent(0, 2 * self.model.num_layers)
 
         def shape_of(name: str, width: int) -> tuple[int, ...]:
             shape = self.columns[name].leaf.shape_in({**self.sizes(name), **dict.fromkeys(COUNTED, width)})
-            return (len(self.rows_of(name, whole)), *shape)
+            return (len(self.rows_of(name, all_layers)), *shape)
 
         return {
             spec.name: {

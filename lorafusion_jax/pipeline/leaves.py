@@ -182,8 +182,8 @@ def put(
     changed = dict(leaves)
     for start, name in zip(first, sorted(adapter_leaves), strict=True):
         at = columns[name]
-        whole = adapter_leaves[name] if at.is_counted else jnp.expand_dims(adapter_leaves[name], lead)
-        changed[name] = lax.dynamic_update_slice_in_dim(leaves[name], whole, start, lead + at.axis)
+        array = adapter_leaves[name] if at.is_counted else jnp.expand_dims(adapter_leaves[name], lead)
+        changed[name] = lax.dynamic_update_slice_in_dim(leaves[name], array, start, lead + at.axis)
     return changed
 
 

@@ -37,12 +37,12 @@ class Split:
         self._structure: Any = None
         self._sources: list[Any] = []  # per residual: n for input n, ~n for kept array n, or the constant
 
-    def forward(self, given: Any, lora: Any, x: Array) -> tuple[Array, tuple[Array, ...]]:
+    def forward(self, constants: Any, lora: Any, x: Array) -> tuple[Array, tuple[Array, ...]]:
         if self._remat == "nothing":
-            return self._function(given, lora, x), ()
-        y, pullback = jax.vjp(lambda lora, x: self._function(given, lora, x), lora, x)
+            return self._function(constants, lora, x), ()
+        y, pullback = jax.vjp(lambda lora, x: self._function(constants, lora, x), lora, x)
         residuals, self._structure = jax.tree.flatten(pullback)
-        inputs = {id(leaf): number for number, leaf in enumerate(jax.tree.leaves((given, lora, x)))}
+        inputs = {id(leaf): number for number, leaf in enumerate(jax.tree.leaves((constants, lora, x)))}
         self._sources, kept, places = [], [], {}
         for leaf in residuals:
             if not isinstance(leaf, Tracer):
@@ -56,12 +56,12 @@ class Split:
                 self._sources.append(~places[id(leaf)])
         return y, tuple(kept)
 
-    def backward(self, given: Any, lora: Any, x: Array, kept: tuple[Array, ...], dy: Array) -> tuple[Any, Array]:
+    def backward(self, constants: Any, lora: Any, x: Array, kept: tuple[Array, ...], dy: Array) -> tuple[Any, Array]:
         if self._remat == "nothing":
-            return jax.vjp(lambda lora, x: self._function(given, lora, x), lora, x)[1](dy)
+            return jax.vjp(lambda lora, x: self._function(constants, lora, x), lora, x)[1](dy)
         if self._structure is None:  # forward was not traced in this process: its lowered form was kept
-            jax.eval_shape(self.forward, given, lora, x)
-        inputs = jax.tree.leaves((given, lora, x))
+            jax.eval_shape(self.forward, constants, lora, x)
+        inputs = jax.tree.leaves((constants, lora, x))
         residuals = [
             (inputs[source] if source >= 0 else kept[~source]) if isinstance(source, int) else source
             for source in self._sources

@@ -348,9 +348,9 @@ class Session:
         """Size of the state of a `snapshot`, with the copies of all replicas. Collective over processes."""
         return sum(self._by_stage(lambda stage: sum(leaf.nbytes for leaf in jax.tree.leaves(stage.trainable_arrays()))))
 
-    def _by_stage[T](self, what: Callable[[Stage], T]) -> list[T]:
+    def _by_stage[T](self, read: Callable[[Stage], T]) -> list[T]:
         local = self.executor.local_stages
-        return self.executor.links.by_stage({index: what(stage) for index, stage in local.items()})
+        return self.executor.links.by_stage({index: read(stage) for index, stage in local.items()})
 
     @property
     def num_trainable(self) -> int:
@@ -368,7 +368,7 @@ class Session:
     def stored(self) -> dict[str, int]:
         """Elements stored on the devices of one replica: weights, gradients, moments. Collective over processes."""
         counts = self._by_stage(lambda stage: stage.count_elements())
-        return {what: sum(of_stage[what] for of_stage in counts) for what in counts[0]}
+        return {kind: sum(of_stage[kind] for of_stage in counts) for kind in counts[0]}
 
     @property
     def num_frozen(self) -> int:

@@ -67,13 +67,13 @@ class InParts:
     axis: int
 
     def read(self) -> np.ndarray:
-        whole = np.empty(self.shape, self.parts[0].dtype)
-        places = np.array_split(whole, len(self.parts), self.axis) if len(self.parts) > 1 else [whole]
+        array = np.empty(self.shape, self.parts[0].dtype)
+        places = np.array_split(array, len(self.parts), self.axis) if len(self.parts) > 1 else [array]
         for part, target in zip(self.parts, places, strict=True):
             for shard in part.addressable_shards:
                 if shard.replica_id == 0:
                     target[shard.index] = _transfer(shard.data)  # in turn, so that they share pinned memory
-        return whole
+        return array
 
 
 class Snapshots:
@@ -151,10 +151,10 @@ def _copied_together(stage: Stage) -> list[Any]:
 def _cuts(leaf: jax.Array) -> tuple[int, int]:
     """Returns along which axis, and into how many parts, an array is cut: the longest that each device has whole."""
     shard_shape = leaf.sharding.shard_shape(leaf.shape)
-    whole = [axis for axis in range(leaf.ndim) if shard_shape[axis] == leaf.shape[axis]]
-    if not whole:
+    unsplit = [axis for axis in range(leaf.ndim) if shard_shape[axis] == leaf.shape[axis]]
+    if not unsplit:
         return 0, 1
-    axis = max(whole, key=lambda axis: shard_shape[axis])
+    axis = max(unsplit, key=lambda axis: shard_shape[axis])
     return axis, max(1, min(shard_shape[axis], ceil(prod(shard_shape) * leaf.dtype.itemsize / PART)))
 
 

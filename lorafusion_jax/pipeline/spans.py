@@ -78,14 +78,14 @@ class Spans:
         return Issued(event, self._now(), stepping)
 
     @contextmanager
-    def pause(self, what: str) -> Iterator[None]:
+    def pause(self, reason: str) -> Iterator[None]:
         """Records the body as a pause of training, which does not count as a bubble of the pipeline."""
         start = self._now()
         try:
             yield
         finally:
             with self._lock:
-                self._pauses.append(Pause(start, self._now(), what))
+                self._pauses.append(Pause(start, self._now(), reason))
 
     def follow(self, issued: Issued, result: Array, *, needed: Array | None = None) -> None:
         """Records the end of an event when its result is ready. `result` must not be donated.

@@ -184,15 +184,15 @@ class StageState:
         """Sets each adapter's leaves, given for all layers of the model."""
 
         def put(columns: Mapping[str, lv.Columns]) -> Leaves:
-            whole: Leaves = {}
+            written: Leaves = {}
             shapes = self.leaf_shapes
             for name, at in columns.items():  # leaf by leaf, so that the host does not hold all of them twice
                 layers = self.layers_of(name)
                 of_specs = [lora.get(spec.name, {}) for spec in self._specs]
                 by_adapter = [{name: leaves[name][layers]} if name in leaves else {} for leaves in of_specs]
                 stacked = lv.stack_adapters({name: at}, by_adapter, shapes)
-                whole[name] = replicate(stacked[name], self.mesh)
-            return whole
+                written[name] = replicate(stacked[name], self.mesh)
+            return written
 
         self.lora, self.constants = put(self.programs.columns.trained), put(self.programs.columns.constants)
         self._prepared.reset({name: self.leaf_shapes[name] for name in self.programs.columns.prepared})

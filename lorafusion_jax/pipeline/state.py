@@ -112,7 +112,9 @@ def abstract_state(stages: Sequence[AnyStage], links: Links, replicas: int) -> d
         "sums": _structs(trained, replicas),
         "loss": row,
         "alive": jax.ShapeDtypeStruct((num_places,), jnp.bool_),
-        "optimizers": {name: _join([it[name] for it in optimizers], lv.leaf_of, _struct) for name in stages[0].names},
+        "optimizers": {
+            name: _join([states[name] for states in optimizers], lv.leaf_of, _struct) for name in stages[0].names
+        },
     }
     metrics = [name for name in names if name != "loss"]
     return arrays | ({"metrics": dict.fromkeys(metrics, row)} if metrics else {})

@@ -95,7 +95,7 @@ def check_agreement(facts: Facts) -> None:
         "processes.differ",
         "the processes of this run would not train the same.",
         where="; ".join(dict.fromkeys(who for who, _ in differing)),
-        why=first_few([what for _, what in differing], SHOWN, "; "),
+        why=first_few([difference for _, difference in differing], SHOWN, "; "),
         fix="give all hosts the same job, data, base model and versions, best from a shared disk, and start again",
     )
 
@@ -118,7 +118,7 @@ def disagreement_on(config: JobConfig, adapters: Sequence[AdapterConfig]) -> str
         except (LoraFusionError, OSError) as problem:
             facts = {"reading its files": str(problem).splitlines()[0]}
     disagreements = differences([json.loads(answer) for answer in answers_of_all(json.dumps(facts))])
-    return first_few([what for _, what in disagreements], SHOWN, "; ")
+    return first_few([difference for _, difference in disagreements], SHOWN, "; ")
 
 
 def differences(answers: Sequence[Facts]) -> Iterator[tuple[str, str]]:
@@ -133,14 +133,14 @@ def differences(answers: Sequence[Facts]) -> Iterator[tuple[str, str]]:
             was, now = first.get(name, ABSENT), facts.get(name, ABSENT)
             if name == HOST or was == now:
                 continue
-            what = f"{name} is {was} on process 0 and {now} on process {number}"
-            yield f"process {number} on {facts.get(HOST, '?')}", _without_digests(what, name, number, was, now)
+            difference = f"{name} is {was} on process 0 and {now} on process {number}"
+            yield f"process {number} on {facts.get(HOST, '?')}", _without_digests(difference, name, number, was, now)
 
 
-def _without_digests(what: str, name: str, number: int, *values: str) -> str:
+def _without_digests(difference: str, name: str, number: int, *values: str) -> str:
     """Describes a difference without digests, which say nothing to a reader."""
     if not all(_is_digest(value) or value == ABSENT for value in values):
-        return what
+        return difference
     if ABSENT in values:
         return f"{name} is only on one of process 0 and process {number}"
     return f"{name} differs between process 0 and process {number}"

@@ -107,7 +107,7 @@ def revise(job: Job, slot: int, changes: Sequence[Change]) -> tuple[Plan, list[C
         return [change.adapter for change in changes if change.action in actions]
 
     plan, jobs = job.plan, {job.name: job for job in train_jobs(job.config, job.prepared)}
-    again = replan(
+    replanned = replan(
         plan,
         at_slot=slot,
         add=[jobs[name] for name in names("add")],
@@ -120,7 +120,7 @@ def revise(job: Job, slot: int, changes: Sequence[Change]) -> tuple[Plan, list[C
         seed=plan.seed,
         time_limit_s=job.config.train.plan_seconds,
     )
-    return again, [_with_steps(change, again) for change in changes]
+    return replanned, [_with_steps(change, replanned) for change in changes]
 
 
 def apply(change: Change, progress: Progress) -> AdapterEvent | None:

@@ -186,8 +186,8 @@ def compare(joint: Watched, alone: Watched, otherwise: Watched, rounding: float)
     return tuple(sorted(differences, key=lambda difference: (-difference.excess, difference.step, difference.tensor)))
 
 
-def _difference(step: int, what: str, x: np.ndarray, y: np.ndarray, bound: float) -> Difference:
-    return Difference(step=step, tensor=what, value=_relative(x, y), bound=bound)
+def _difference(step: int, tensor: str, x: np.ndarray, y: np.ndarray, bound: float) -> Difference:
+    return Difference(step=step, tensor=tensor, value=_relative(x, y), bound=bound)
 
 
 def _by_layer(tensors: Tensors) -> dict[str, np.ndarray]:

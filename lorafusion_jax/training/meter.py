@@ -77,7 +77,7 @@ class Meter:
             self._recent.append((self.seconds / self._seen, slots[-1]))
 
     @contextmanager
-    def paused(self, what: str) -> Iterator[None]:
+    def paused(self, reason: str) -> Iterator[None]:
         """Counts the time of the body as a pause, not as time of slots."""
         began = time.perf_counter()
         self._before_pause += began - self._at
@@ -86,7 +86,7 @@ class Meter:
         finally:
             self._at = time.perf_counter()
             if self._seen >= WARM_UP:
-                self._paused_s[what] = self._paused_s.get(what, 0.0) + self._at - began
+                self._paused_s[reason] = self._paused_s.get(reason, 0.0) + self._at - began
 
     def snapshot(self, slots_done: int, evaluations_left_s: float | None = 0.0) -> dict:
         """Returns rates and remaining times; None where nothing is measured yet.
@@ -126,7 +126,7 @@ class Meter:
             "adapter_eta_s": {name: round(seconds, 2) for name, seconds in left.items()},
             "adapter_tokens_per_s": {name: round(tokens / wall_s, 1) for name, tokens in tokens_of.items()},
             "paused_share": round(paused_s / (self._busy_s + paused_s), 4),
-            "paused_s": {what: round(seconds, 3) for what, seconds in self._paused_s.items()},
+            "paused_s": {reason: round(seconds, 3) for reason, seconds in self._paused_s.items()},
             "eta_leaves_out": ["evaluations"] if evaluations_left_s is None else [],
         }
 

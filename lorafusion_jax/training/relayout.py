@@ -78,16 +78,18 @@ def check_drop(names: Sequence[str], adapters: Mapping[str, str]) -> None:
             fix = f"--drop takes one of: {', '.join(adapters)}"
             errors.append(ConfigError("resume.unknown-adapter", f"the run has no adapter '{name}'.", fix=fix))
         elif adapters[name] in ("done", "cancelled"):
-            what = f"{name} is {adapters[name]}: it has nothing left to drop."
-            errors.append(ConfigError("resume.done", what, fix="leave out --drop " + name))
+            message = f"{name} is {adapters[name]}: it has nothing left to drop."
+            errors.append(ConfigError("resume.done", message, fix="leave out --drop " + name))
         elif adapters[name] == "to join":
-            what = f"{name} joins the run later than the checkpoint from which it continues."
+            message = f"{name} joins the run later than the checkpoint from which it continues."
             errors.append(
-                ConfigError("resume.to-join", what, fix=f"lorafusion cancel RUN {name}   or leave out --drop")
+                ConfigError("resume.to-join", message, fix=f"lorafusion cancel RUN {name}   or leave out --drop")
             )
         elif adapters[name] == "paused":
-            what = f"{name} is paused, so the plan already leaves out its samples."
-            errors.append(ConfigError("resume.paused", what, fix=f"lorafusion cancel RUN {name}   or leave out --drop"))
+            message = f"{name} is paused, so the plan already leaves out its samples."
+            errors.append(
+                ConfigError("resume.paused", message, fix=f"lorafusion cancel RUN {name}   or leave out --drop")
+            )
     raise_all(errors)
 
 
@@ -104,13 +106,13 @@ def plan_for_mesh(
         failed: adapters that have failed. If the plan stays, so do their samples, which keeps the results of the others
             bitwise equal. A new plan omits them.
     """
-    there = (config.mesh.stages, config.mesh.replicas)
-    stays = all(layout[1:] == there for layout in plan.layouts if layout.end > slot)
-    stays &= (plan.num_stages, plan.data_parallel) == there  # also where no slot is left: requests may add some
+    layout_now = (config.mesh.stages, config.mesh.replicas)
+    stays = all(layout[1:] == layout_now for layout in plan.layouts if layout.end > slot)
+    stays &= (plan.num_stages, plan.data_parallel) == layout_now  # also where no slot is left: requests may add some
     stopped = dict(plan.stopped)
     if stays and all(name in stopped for name in drop):
         return plan
-    stages, replicas = there
+    stages, replicas = layout_now
     return replan(
         plan,
         at_slot=slot,

@@ -163,7 +163,7 @@ class Revisions:
             except REFUSABLE as problem:
                 if step.request is None:
                     raise
-                self._refuse(step.request.name, f"{step.request.what}: {_one_line(problem)}")
+                self._refuse(step.request.name, f"{step.request.description}: {_one_line(problem)}")
             else:
                 return Proposal(after=step.after, plan=plan, changes=made, references=step.references)
         return None
@@ -234,7 +234,7 @@ class Revisions:
                 check_request(request.action, name, status)
             return with_request(job, request, self._lacks_memory)
         except REFUSABLE as problem:
-            self._refuse(request.name, f"{request.what}: {_one_line(problem)}")
+            self._refuse(request.name, f"{request.description}: {_one_line(problem)}")
             return None
 
     def _joins_later(self, name: str) -> bool:
@@ -252,7 +252,7 @@ class Revisions:
                 self._joining.complete(request.name, slot)
                 references = self._joining.take(request.name, new, after.prepared)
         except REFUSABLE as problem:
-            self._refuse(request.name, f"{request.what}: {_one_line(problem)}")
+            self._refuse(request.name, f"{request.description}: {_one_line(problem)}")
             return None
         if references is None:
             self._postponed.add(request.name)

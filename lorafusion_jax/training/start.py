@@ -86,8 +86,8 @@ def _start(
         config, chosen = _with_choices(config, prepared, emit)
         raise_all(weight_problems(base_directory(config)))
         base_files = base_digests(base_directory(config), every_byte=verify_base)
-    given = {"the given plan": "" if plan is None else plan.digest}
-    check_agreement(job_facts(config, prepared, base_files) | given)
+    plan_facts = {"the given plan": "" if plan is None else plan.digest}
+    check_agreement(job_facts(config, prepared, base_files) | plan_facts)
     with fail_together():
         if plan is None:
             emit(PhaseBegun(text="planning"))

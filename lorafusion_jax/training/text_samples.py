@@ -33,8 +33,8 @@ class TextSamples:
         if not self._settings.samples:
             return
         if jax.process_count() > 1:
-            what = "train.samples needs a run of one process: tokens go from the last stage to the first."
-            raise ConfigError("train.samples", what, fix="train.samples: 0, and lorafusion generate RUN afterwards")
+            message = "train.samples needs a run of one process: tokens go from the last stage to the first."
+            raise ConfigError("train.samples", message, fix="train.samples: 0, and lorafusion generate RUN afterwards")
         check_caches(session.stages[0].parts.model)
 
     def generate(self, name: str, step: int, slots_done: int) -> None:

@@ -25,7 +25,7 @@ class ExpertRows(NamedTuple):
 
     Attributes:
         source: int32 [M], copy t · k + j in each place; -1: padding.
-        place: int32 [T, k], place of each copy.
+        position: int32 [T, k], place of each copy.
         tile_expert: int32 [tiles]; -1: no rows.
         run_start, run_stop: int32 [E · (A + 1)], first row of each run, and the one after its last.
         segment_tile, segment_run: int32 [segments], in the order of rows; a run of -1: no segment.
@@ -33,7 +33,7 @@ class ExpertRows(NamedTuple):
     """
 
     source: Int[Array, " M"]
-    place: Int[Array, "T k"]
+    position: Int[Array, "T k"]
     tile_expert: Int[Array, " tiles"]
     run_start: Int[Array, " runs"]
     run_stop: Int[Array, " runs"]
@@ -87,7 +87,7 @@ def sort_rows(
     )
     return ExpertRows(
         source=jnp.where(real, order[jnp.where(real, copy, 0)], -1),
-        place=rank.reshape(num_rows, active) + padding[expert],
+        position=rank.reshape(num_rows, active) + padding[expert],
         tile_expert=jnp.where(tile_expert < experts, tile_expert, -1),
         run_start=run_start,
         run_stop=run_stop,
@@ -139,15 +139,15 @@ def spread_copies(x: Float[Array, "T k"], rows: ExpertRows) -> Float[Array, " M"
 
 
 def _spread(x: Array, rows: ExpertRows) -> Array:
-    active = rows.place.shape[1]
+    active = rows.position.shape[1]
     real = (rows.source >= 0).reshape(-1, *(1,) * (x.ndim - 1))
     return jnp.where(real, x[jnp.maximum(rows.source, 0) // active], jnp.zeros((), x.dtype))
 
 
 def _collect(y: Array, rows: ExpertRows) -> Array:
-    total = y[rows.place[:, 0]].astype(jnp.float32)
-    for j in range(1, rows.place.shape[1]):
-        total = total + y[rows.place[:, j]]
+    total = y[rows.position[:, 0]].astype(jnp.float32)
+    for j in range(1, rows.position.shape[1]):
+        total = total + y[rows.position[:, j]]
     return total.astype(y.dtype)
 
 
@@ -160,4 +160,4 @@ def _spread_copies(x: Array, rows: ExpertRows) -> Array:
     return jnp.where(rows.source >= 0, x.reshape(-1)[jnp.maximum(rows.source, 0)], jnp.zeros((), x.dtype))
 
 
-_spread_copies.defvjp(lambda x, rows: (_spread_copies(x, rows), rows), lambda rows, dy: (dy[rows.place], None))
+_spread_copies.defvjp(lambda x, rows: (_spread_copies(x, rows), rows), lambda rows, dy: (dy[rows.position], None))

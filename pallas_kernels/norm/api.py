@@ -119,8 +119,8 @@ def _check(name: str, x: jax.Array, delta: jax.Array | None, weight: jax.Array) 
     elif weight.shape != x.shape[-1:]:
         wrong.append(f"weight has shape {weight.shape}, expected {x.shape[-1:]}, the last axis of x")
     wrong += [
-        f"{what} is {array.dtype}, not a floating type"
-        for what, array in (("x", x), ("weight", weight))
+        f"{operand} is {array.dtype}, not a floating type"
+        for operand, array in (("x", x), ("weight", weight))
         if not jnp.issubdtype(array.dtype, jnp.floating)
     ]
     if delta is not None and (delta.shape, delta.dtype) != (x.shape, x.dtype):

@@ -147,8 +147,8 @@ def test_rows_are_sorted_and_segments_are_the_parts_of_an_adapter_in_a_tile(case
     lengths = (rows.run_stop - rows.run_start).reshape(E, A + 1)
     pairs = experts * (A + 1) + np.where(adapters < 0, A, adapters).repeat(ACTIVE)
     assert lengths.reshape(-1).tolist() == np.bincount(pairs, minlength=E * (A + 1)).tolist()
-    assert rows.run_start[pairs].tolist() <= rows.place.reshape(-1).tolist()
-    np.testing.assert_array_equal(rows.source[rows.place].reshape(-1), np.arange(T * ACTIVE))
+    assert rows.run_start[pairs].tolist() <= rows.position.reshape(-1).tolist()
+    np.testing.assert_array_equal(rows.source[rows.position].reshape(-1), np.arange(T * ACTIVE))
 
 
 def test_a_shape_without_a_kernel_is_refused_by_name(case):

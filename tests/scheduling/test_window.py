@@ -48,7 +48,7 @@ def streams(draw):
         for name in draw(st.sampled_from(["z", "zy", "dac"]))
     ]
     places = {"most_segments": draw(st.integers(1, 5)), "most_adapters": draw(st.integers(1, 3))}
-    return jobs, Tail(limits=limits, whole=draw(st.booleans()), **places), draw(st.integers(1, 7))
+    return jobs, Tail(limits=limits, reproducible=draw(st.booleans()), **places), draw(st.integers(1, 7))
 
 
 @given(streams())
@@ -71,7 +71,7 @@ def test_every_sample_runs_once_at_the_required_distance(case):
 @given(streams())
 def test_whole_pieces_do_not_depend_on_company(case):
     jobs, tail, horizon = case
-    tail = replace(tail, whole=True, limits=replace(tail.limits, data_parallel=1))
+    tail = replace(tail, reproducible=True, limits=replace(tail.limits, data_parallel=1))
 
     def pieces(some: list[AdapterJob]) -> list[list]:
         slots = [slot for window, *_ in stream(some, tail, horizon) for slot in window.slots]

@@ -104,9 +104,9 @@ def _backward(residuals, do_nKGBC, rule: ScoreRule):
             ds = ds * (1 - jnp.square(capped / rule.soft_cap))
         ds = jnp.where(seen, ds, 0.0).astype(q.dtype)
         (dq,) = _put((dq,), (dq_p + _product("nkrs,nksc->nkrc", ds, k),), at)
-        there = n + order_p - d
-        dk = dk.at[there].add(_product("nkrs,nkrc->nksc", ds, q), unique_indices=True)
-        dv = dv.at[there].add(_product("nkrs,nkrc->nksc", p.astype(do.dtype), do), unique_indices=True)
+        block = n + order_p - d
+        dk = dk.at[block].add(_product("nkrs,nkrc->nksc", ds, q), unique_indices=True)
+        dv = dv.at[block].add(_product("nkrs,nkrc->nksc", p.astype(do.dtype), do), unique_indices=True)
         return dq, dk, dv
 
     zeros = jnp.zeros((2 * n, *k_nKBC.shape[1:]), jnp.float32)
@@ -157,8 +157,8 @@ def _padded_front(k_nKBC, v_nKBC, ids_nB):
 
 def _earlier_block(keys, ids_pB, order_p, d, window: int | None = None):
     """Keys and values of the block d before each block, and the mask of those that its queries attend to."""
-    there = keys[0].shape[0] // 2 + order_p - d
-    k, v, ids = (x.at[there].get(mode="promise_in_bounds", unique_indices=True) for x in keys)
+    block = keys[0].shape[0] // 2 + order_p - d
+    k, v, ids = (x.at[block].get(mode="promise_in_bounds", unique_indices=True) for x in keys)
     rows = jnp.arange(ids.shape[1])
     seen = (ids_pB[:, :, None] == ids[:, None]) & ((rows[:, None] >= rows) | (d > 0))
     if window is not None:
