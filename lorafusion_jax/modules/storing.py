@@ -5,8 +5,9 @@ K in · N out
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -87,9 +88,19 @@ def _convert(
     inside, free = _orders(product)
     order = [*range(stack), *(stack + axis for axis in (*inside, *free))]
     kernels = jnp.transpose(weight, order).reshape(-1, product.in_features, product.out_features)
-    quantise = jax.jit(lambda kernel: dict(form.quantise(kernel.astype(jnp.float32))), out_shardings=shardings)
+    quantise = _quantiser(form, None if shardings is None else tuple(sorted(shardings.items())))
     layers = [quantise(kernel) for kernel in kernels]
     return jax.tree.map(lambda *leaves: jnp.stack(leaves).reshape(*weight.shape[:stack], *leaves[0].shape), *layers)
+
+
+@functools.cache  # equal weights of a model are traced and compiled once
+def _quantiser(
+    form: StoredKind, shardings: tuple[tuple[str, NamedSharding], ...] | None
+) -> Callable[[Array], dict[str, Array]]:
+    def quantise(kernel: Array) -> dict[str, Array]:
+        return dict(form.quantise(kernel.astype(jnp.float32)))
+
+    return jax.jit(quantise, out_shardings=None if shardings is None else dict(shardings))
 
 
 def _convert_on_mesh(

@@ -1,5 +1,7 @@
 """quantize_base: the frozen weights of one's own NNX model in fewer bytes."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -168,6 +170,21 @@ def test_a_stack_without_adapters_is_stored_too(x):
 
     want = nnx.jit(outputs)(rounded(only_query(), "nf4"))
     np.testing.assert_allclose(nnx.jit(outputs)(quantize_base(only_query(), "nf4")), want, rtol=1e-5, atol=1e-6)
+
+
+def test_layers_of_one_shape_are_converted_by_one_program():
+    """A model of 18 layers compiled 126 programs, 40 s."""
+
+    class Twins(nnx.Module):
+        def __init__(self):
+            self.blocks = nnx.List([nnx.Linear(40, 24, use_bias=False, rngs=nnx.Rngs(i)) for i in range(5)])
+
+    traced = []
+    kind = dataclasses.replace(KINDS["nf4"], quantise=lambda kernel: traced.append(1) or KINDS["nf4"].quantise(kernel))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lorafusion_jax.modules.storing.form_of", lambda name, on_mesh: kind)
+        quantize_base(apply_lora(Twins(), SPECS, targets="all-linear"), "nf4")
+    assert len(traced) == 1
 
 
 def test_none_changes_nothing():
