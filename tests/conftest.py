@@ -18,6 +18,7 @@ from cpu_seconds import CpuSeconds
 
 shape_checks.install()
 
+import one_compile  # noqa: E402
 import small_jobs  # noqa: E402
 
 from lorafusion_jax.examples import examples_directory  # noqa: E402
@@ -145,6 +146,8 @@ def quick_compiles(tmp_path_factory):
             jax.config.update(name, value)
             patch.setenv(name.upper(), str(value))
         patch.setattr("lorafusion_jax.pipeline.lowered.lowered_folder", lambda: None)  # tests replace functions
+        if jax.default_backend() == "cpu":
+            one_compile.share_programs(patch)
         yield
 
 

@@ -18,6 +18,7 @@ from types import SimpleNamespace
 
 import pytest
 from campaigns import disk_calls
+from forked_commands import Command
 from mixed import assert_equal, read_trained, write_mixed_job
 from more_cases import nightly
 
@@ -104,9 +105,7 @@ def free_port() -> int:
     raise RuntimeError("no port is free")
 
 
-def start(
-    count: int, devices: int, *arguments: str, launcher=plain, program=("-m", "lorafusion_jax")
-) -> list[subprocess.Popen]:
+def start(count: int, devices: int, *arguments: str, launcher=plain, program=("-m", "lorafusion_jax")) -> list[Command]:
     """Starts the command once per process; they find each other by the variables of a launcher."""
     port = free_port()
     same = {
@@ -115,32 +114,26 @@ def start(
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
     }
     return [
-        subprocess.Popen(
-            [sys.executable, *program, *arguments, "--distributed"],
-            env=os.environ | same | launcher(process, count, port),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        Command([*program, *arguments, "--distributed"], os.environ | same | launcher(process, count, port))
         for process in range(count)
     ]
 
 
-def wait(processes: list[subprocess.Popen]) -> list[Left]:
+def wait(processes: list[Command]) -> list[Left]:
     """Waits for all; whoever is too late is killed, and the test fails."""
     try:
         deadline = time.monotonic() + TIME_LIMIT_S
-        return [Left(process.returncode, *streams) for process in processes for streams in [finish(process, deadline)]]
+        return [Left(process.wait(), *streams) for process in processes for streams in [finish(process, deadline)]]
     finally:
         for process in processes:
             process.kill()
 
 
-def finish(process: subprocess.Popen, deadline: float) -> tuple[str, str]:
+def finish(process: Command, deadline: float) -> tuple[str, str]:
     return process.communicate(timeout=max(1.0, deadline - time.monotonic()))
 
 
-def signal_under_way(processes: list[subprocess.Popen], run: Path, number: signal.Signals, to: int = -1) -> None:
+def signal_under_way(processes: list[Command], run: Path, number: signal.Signals, to: int = -1) -> None:
     """Sends a signal to a process once the run has made a step."""
     deadline = time.monotonic() + TIME_LIMIT_S
     try:
