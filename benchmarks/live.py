@@ -1,15 +1,18 @@
 """How do jobs of several clients fare that come over five minutes, against an offline plan of the same rows?
 
-    python -m benchmarks.live --out results/live --work /dev/shm     # one H200, 8B, about eight minutes
-    python -m benchmarks.live --out results/live --work /dev/shm --over 120 --most 300    # jobs come over two minutes
+    python -m benchmarks.live --out results/live --work /dev/shm --rows 320 --over 300    # 8B, about eight minutes
+    python -m benchmarks.live --out results/live --work /dev/shm --over 60 --most 240     # four minutes at most
     python -m benchmarks.live --out /tmp/try --small                 # in miniature on a CPU, a minute
 
-Writes a model of Llama-3.1-8B's shape with random weights and starts `lorafusion serve` with it. 8 clients submit 32
-jobs at times drawn from one seed. Checks that every job ends with all its steps, each once. `live.jsonl` has a row with
+Writes a model of Llama-3.1-8B's shape with random weights and starts `lorafusion serve` with it: 49 GiB of a GPU by the
+memory model. 8 clients submit 32 jobs at times drawn from one seed. Checks that every job ends with all its steps, each
+once. 96 rows of each are 1.5 million tokens, which an H200 trains in 80 s: to compare tokens per second, jobs must come
+faster than they end. `live.jsonl` has a row with
 
-* submit to first step, by job: the median, the 90th percentile and the largest;
+* seconds from submission to the first step, and from the decision for a free place to the start in it;
 * tokens per slot and per second while jobs trained, beside those of an offline plan of all rows at the same seconds per
-  slot, which come from the slots and times of the steps.
+  slot, which come from the slots and times of the steps;
+* completion times over those of the simulator, which gets the same arrivals and the same seconds per slot.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from benchmarks.conditions import conditions
+from benchmarks.live_simulated import Arrival, simulated_ends
 from benchmarks.random_job import SHAPE, SMALL, write_data
 from benchmarks.starting import write_base
 from lorafusion_jax.config.load import parse_config
@@ -36,7 +40,7 @@ from lorafusion_jax.data.prepare import prepare
 from lorafusion_jax.examples import examples_directory
 from lorafusion_jax.planning.training_plan import train_jobs
 from lorafusion_serve.client import Client, Job
-from scheduling import AdapterJob, make_plan
+from scheduling import AdapterJob, Plan, make_plan
 
 CLIENTS = 8
 START_S = 300.0
@@ -48,6 +52,7 @@ def main() -> int:
     parser.add_argument("--work", type=Path, help="where files are written; default: the system's folder")
     parser.add_argument("--over", type=float, help="seconds over which jobs come (default: 300, or 15 with --small)")
     parser.add_argument("--most", type=float, default=1800.0, help="seconds after which the script gives up")
+    parser.add_argument("--rows", type=int, help="samples of a job (default: 96, or 24 with --small)")
     parser.add_argument("--small", action="store_true")
     options = parser.parse_args()
     until = time.monotonic() + options.most
@@ -58,7 +63,8 @@ def main() -> int:
         write_base(work / "base", shape, shape["num_layers"])
         for name in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copyfile(examples_directory() / "base" / name, work / "base" / name)
-        specs = [make_spec(work, number, small) for number in range(6 if small else 32)]
+        rows = options.rows or (24 if small else 96)
+        specs = [make_spec(work, number, rows, small) for number in range(6 if small else 32)]
         over_s = options.over or (15.0 if small else 300.0)
         row = run(work, specs, over_s=over_s, until=until, small=small) | {"over_s": over_s}
     print(json.dumps(row, indent=1))
@@ -67,11 +73,11 @@ def main() -> int:
     return 0
 
 
-def make_spec(work: Path, number: int, small: bool) -> dict:
+def make_spec(work: Path, number: int, rows: int, small: bool) -> dict:
     """A job with its own data."""
     mean, spread, longest = (40, 20, 100) if small else (500, 400, 2000)
     file = work / f"rows-{number}.jsonl"
-    write_data(file, mean, spread, 24 if small else 96, work / "base" / "tokenizer.json", longest)
+    write_data(file, mean, spread, rows, work / "base" / "tokenizer.json", longest)
     return {
         "name": f"job-{number}",
         "base": "base",
@@ -91,16 +97,20 @@ def run(work: Path, specs: list[dict], *, over_s: float, until: float, small: bo
     capacity, tile = (256, 16) if small else (8192, 128)
     settings = [f"batch.capacity_tokens={capacity}", f"batch.tile_tokens={tile}"]
     settings += ["base.dtype=float32", "train.block_layers=1"] if small else []
-    home, places = work / "home", "4:4" if small else "16:8"
+    home, rank, places = work / "home", *((4, 4) if small else (16, 8))
     command = [sys.executable, "-m", "lorafusion_jax", "serve", "--home", str(home), "--base", f"base={work / 'base'}"]
     with (work / "server.txt").open("wb") as log:
-        server = subprocess.Popen([*command, "--places", places, "--port", "0", *settings], stdout=log, stderr=log)
+        server = subprocess.Popen(
+            [*command, "--places", f"{rank}:{places}", "--port", "0", *settings], stdout=log, stderr=log
+        )
     try:
         client = wait_ready(home)
         jobs = submit_over(client, specs, over_s)
         for job in jobs:
             job.wait(max(1.0, until - time.monotonic()))
-        return measure(work, jobs, specs, capacity, tile)
+        planned = [planner_job(work, spec, capacity, tile) for spec in specs]
+        offline = make_plan(planned, capacity_tokens=capacity, num_stages=1, tile_tokens=tile)
+        return measure(jobs, planned, offline, SMALL if small else SHAPE, rank=rank, places=places)
     finally:
         server.terminate()
         server.wait(120)
@@ -136,25 +146,30 @@ def submit_over(client: Client, specs: list[dict], over_s: float) -> list[Job]:
     return [jobs[number] for number in range(len(specs))]
 
 
-def measure(work: Path, jobs: list[Job], specs: list[dict], capacity: int, tile: int) -> dict[str, object]:
-    waits, points = [], []
-    for job in jobs:
-        shown, steps = job.show(), [row for row in job.metrics() if row["kind"] == "step"]
-        assert [row["step"] for row in steps] == list(range(1, shown["steps"] + 1)), shown
-        waits.append(steps[0]["time"] - shown["created"])
-        points += [(row["slot"], row["time"]) for row in steps]
-    planned = [planner_job(work, spec, capacity, tile) for spec in specs]
+def measure(
+    jobs: list[Job], planned: list[AdapterJob], offline: Plan, sizes: dict, *, rank: int, places: int
+) -> dict[str, object]:
+    waits, starts, points, arrivals = [], [], [], []
+    shown = [job.show() for job in jobs]
+    first = min(job["created"] for job in shown)
+    for job, row, planned_job in zip(jobs, shown, planned, strict=True):
+        steps = [step for step in job.metrics() if step["kind"] == "step"]
+        assert [step["step"] for step in steps] == list(range(1, row["steps"] + 1)), row
+        waits.append(steps[0]["time"] - row["created"])
+        starts.append(start_seconds(row["transitions"]))
+        points += [(step["slot"], step["time"]) for step in steps]
+        arrivals.append(
+            Arrival(job=planned_job, came_s=row["created"] - first, ended_s=steps[-1]["time"] - first, rank=rank)
+        )
     tokens = sum(sum(job.sample_tokens) for job in planned)
-    offline = make_plan(planned, capacity_tokens=capacity, num_stages=1, tile_tokens=tile)
     slots, seconds, slot_s = slot_seconds(points)
+    simulated = simulated_ends(arrivals, sizes, offline, slot_s=slot_s, places=places)
+    ratios = [(a.ended_s - a.came_s) / (simulated[a.job.name] - a.came_s) for a in arrivals]
     return {
         "what": "live",
         "jobs": len(jobs),
-        "first_step_s": {
-            "p50": round(statistics.median(waits), 2),
-            "p90": round(sorted(waits)[int(0.9 * (len(waits) - 1))], 2),
-            "most": round(max(waits), 2),
-        },
+        "first_step_s": summary(waits),
+        "start_s": summary(starts),
         "tokens": tokens,
         "slots": slots,
         "offline_slots": len(offline.slots),
@@ -162,7 +177,22 @@ def measure(work: Path, jobs: list[Job], specs: list[dict], capacity: int, tile:
         "tokens_per_s": round(tokens / seconds, 1),
         "offline_tokens_per_s": round(tokens / (len(offline.slots) * slot_s), 1),
         "share_of_offline": round(len(offline.slots) * slot_s / seconds, 4),
+        "over_simulated": summary(ratios) | {"mean": round(statistics.mean(ratios), 3)},
+        "end_s": round(max(a.ended_s for a in arrivals), 2),
+        "simulated_end_s": round(max(simulated.values()), 2),
     }
+
+
+def start_seconds(transitions: list[dict]) -> float:
+    """Seconds from the decision for a free place until the job trains in it."""
+    at = {row["after"]: row["at"] for row in transitions}
+    return at["running"] - at["starting"]
+
+
+def summary(values: list[float]) -> dict[str, float]:
+    ordered = sorted(values)
+    named = {"p50": statistics.median(ordered), "p90": ordered[int(0.9 * (len(ordered) - 1))], "most": ordered[-1]}
+    return {name: round(value, 3) for name, value in named.items()}
 
 
 def planner_job(work: Path, spec: dict, capacity: int, tile: int) -> AdapterJob:
