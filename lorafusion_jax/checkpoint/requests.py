@@ -19,10 +19,11 @@ from typing import Any, Literal, get_args
 
 from lorafusion_jax.config.schema import ADAPTER_NAME, AdapterConfig
 from lorafusion_jax.config.values import LARGEST_FLOAT32
-from lorafusion_jax.files import remove_folder, replace_text
+from lorafusion_jax.files import PART, remove_folder, replace_text
 from lorafusion_jax.readable import SETTINGS, read_text
 
 FOLDER, REFUSED = "control", "refused"
+PART_NAME = re.compile(rf"\.\d+-(\d{{1,9}})\.json{re.escape(PART)}")  # of a request that is being written
 MOST_MORE = 2**31 - 1  # epochs or steps of one request
 Action = Literal["cancel", "pause", "continue", "finish", "weight", "extend", "add"]
 ACTIONS: tuple[Action, ...] = get_args(Action)
@@ -124,6 +125,24 @@ def _write(folder: Path, content: dict[str, Any]) -> Path:
     file = home / f"{time.time_ns():020d}-{os.getpid()}.json"
     replace_text(file, json.dumps(content))
     return file
+
+
+def remove_parts(folder: Path) -> None:
+    """Removes what killed processes have left of their requests. Those of processes that live are being written."""
+    for part in (folder / FOLDER).glob(f".*.json{PART}"):
+        written_by = PART_NAME.fullmatch(part.name)
+        if written_by and not _lives(int(written_by[1])):
+            part.unlink(missing_ok=True)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # of another user
+        return True
+    return True
 
 
 def put_away(file: Path) -> None:

@@ -89,8 +89,6 @@ class Places:
             return f"rank {spec.rank} is above the largest place, {largest}"
         if spec.on_experts:
             return "adapters of experts need a run of their own: the places of a session have none"
-        if spec.patterns is not None:
-            return "ranks, alphas and layers by pattern need a run of their own"
         if spec.tokens is not None:
             return "trainable tokens need a run of their own: the places of a session have no rows of the embedding"
         if self.lacks_head(spec):

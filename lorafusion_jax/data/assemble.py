@@ -36,6 +36,7 @@ class AdapterRows(NamedTuple):
     scale: np.ndarray  # float32 [P]
     rate: np.ndarray  # float32 [P], dropout
     key: np.ndarray  # uint32 [P], of the dropout
+    ratio: np.ndarray  # float32 [targets, L, P], see `pipeline.inputs.layer_ratios`
     objective: np.ndarray  # int32 [A], number of the objective of every adapter of the session; -1: none
 
 

@@ -76,7 +76,7 @@ class LiveSession:
         self.tasks: dict[int, Task] = {}
         self._reading = reading
         self._executor = Executor(stages, [place_name(place) for place in range(len(places.ranks))])
-        table = PlaceTable(stages[0].parts.leaves.columns, len(places.ranks))
+        table = PlaceTable(stages[0].parts.leaves, len(places.ranks))
         self._index: dict[str, int] = {}
         self._tail = Tail(
             limits=Limits(

@@ -14,8 +14,10 @@ import numpy as np
 from jax import Array
 
 from lorafusion_jax.adapters.bank import NO_KIND, kind_numbers
+from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.adapters.table import adapter_kind
-from lorafusion_jax.models import Segments
+from lorafusion_jax.data.assemble import AdapterRows
+from lorafusion_jax.models import ModelConfig, Segments
 from lorafusion_jax.models.forward import layer_inputs
 from lorafusion_jax.models.layer import LayerInputs
 from lorafusion_jax.modules import LoRAContext
@@ -32,8 +34,8 @@ class Inputs(NamedTuple):
         windows: columns of the adapters in their places, [leaves, 2, P], see `leaves.windows`.
         kinds: by target, number of the kind of the adapter in each place [P], see `kind_numbers`; [L, P] if not all
             layers have all adapters. A target whose adapters are all of one plain kind is not among them.
-        ratios: by leaf, factor of each layer for the adapter in each place, [L, P]. A leaf whose factors are 1 is not
-            among them.
+        ratios: by leaf, factor of each layer for the adapter in each place, [L, P], see `layer_ratios`. A leaf whose
+            factors are 1 in any case is not among them.
     """
 
     layers: LayerInputs
@@ -66,8 +68,8 @@ class InputMaker:
         segments = Segments(ids=batch.segment_ids, offsets=batch.segment_offsets, lengths=batch.segment_lengths)
         if batch.lora is not None:
             layers = layer_inputs(self.layout.model, batch.positions, segments, self._context(batch, row_key))
-            kinds = self._kinds_of(batch.lora.windows, batch.adapters)
-            return Inputs(layers, batch.lora.windows, kinds, self._ratios_of(batch.adapters))
+            kinds = self._kinds_of(batch.lora, batch.adapters)
+            return Inputs(layers, batch.lora.windows, kinds, self._by_leaf(batch.lora.ratio))
         lora = LoRAContext.of(
             self.layout.specs,
             batch.tile_adapter,
@@ -80,10 +82,14 @@ class InputMaker:
         layers = layer_inputs(self.layout.model, batch.positions, segments, lora.in_places(batch.adapters))
         return Inputs(layers, windows(self.layout.columns, batch.adapters), kinds, self._ratios_of(batch.adapters))
 
-    def of_adapter(self, index: Array) -> Inputs:
-        """Computes where the leaves of one adapter are, without a microbatch."""
+    def of_adapter(self, index: Array, ratio: Array) -> Inputs:
+        """Computes where the leaves of one adapter are, without a microbatch.
+
+        Args:
+            ratio: its `layer_ratios`.
+        """
         layers: Any = None
-        return Inputs(layers, windows(self.layout.columns, index[None]), {}, self._ratios_of(index[None]))
+        return Inputs(layers, windows(self.layout.columns, index[None]), {}, self._by_leaf(ratio[..., None]))
 
     def kinds_in(self, places: np.ndarray) -> dict[str, np.ndarray]:
         """Returns `Inputs.kinds` of adapters in places, of which -1 are unused and have no kind."""
@@ -113,39 +119,43 @@ class InputMaker:
         return np.where(has_LA, numbers_A, NO_KIND).astype(np.int32)
 
     def _scale_ratios(self) -> dict[str, np.ndarray]:
-        """Returns by leaf what the adapters' scales in each layer are of `AdapterSpec.scale`, where they differ."""
-        ratios: dict[str, np.ndarray] = {}
-        patterned = [index for index, spec in enumerate(self.layout.specs) if spec.patterns is not None]
-        for target in self.layout.model.targets if patterned else ():
-            ratio_LA = np.ones((self.layout.model.num_layers, len(self.layout.specs)), np.float32)
-            for index in patterned:
-                spec = self.layout.specs[index]
-                ratio_LA[:, index] = [spec.scale_at(path) / spec.scale for path in self._paths(target)]
-            leaves = {name for index in patterned for name in adapter_kind(self.layout.specs[index].kind).scaled}
-            if (ratio_LA != 1).any():
-                paths = self.layout.model.paths_of(target)
-                ratios |= {f"{LAYERS}{path}.{leaf}": ratio_LA for path in paths for leaf in leaves}
-        return ratios
+        """Returns by leaf `layer_ratios` of all adapters, where some are not 1."""
+        specs, model = self.layout.specs, self.layout.model
+        if all(spec.patterns is None for spec in specs):
+            return {}
+        ratio_TLA = np.stack([layer_ratios(model, spec) for spec in specs], axis=-1)
+        return {name: ratio_LA for name, ratio_LA in self._by_leaf(ratio_TLA).items() if (ratio_LA != 1).any()}
+
+    def _by_leaf(self, ratio_TLA: Any) -> dict[str, Any]:
+        """Returns the factors of the leaves that the kinds of adapters scale."""
+        model = self.layout.model
+        leaves = dict.fromkeys(leaf for spec in self.layout.specs for leaf in adapter_kind(spec.kind).scaled)
+        names = {
+            f"{LAYERS}{path}.{leaf}": ratio_LA
+            for target, ratio_LA in zip(model.targets, ratio_TLA, strict=True)
+            for path in model.paths_of(target)
+            for leaf in leaves
+        }
+        return {name: ratio_LA for name, ratio_LA in names.items() if name in self.layout.columns}
 
     def _paths(self, target: str) -> list[str]:
-        """Paths of a projection in all layers, also in those that lack it."""
-        paths, numbers = self.layout.model.paths_of(target), range(self.layout.model.num_layers)
-        in_layers = [[path for path in paths if number in self.layout.model.layers_with(path)] for number in numbers]
-        return [f"{LAYERS}{number}.{(path or paths)[0]}" for number, path in enumerate(in_layers)]
+        return layer_paths(self.layout.model, target)
 
     def _ratios_of(self, adapters: Array) -> dict[str, Array]:
         """Returns `Inputs.ratios` of a microbatch's adapters."""
         return {name: jnp.asarray(ratio_LA)[:, jnp.maximum(adapters, 0)] for name, ratio_LA in self._ratios.items()}
 
-    def _kinds_of(self, windows: Array, adapters: Array) -> dict[str, Array]:
+    def _kinds_of(self, rows: AdapterRows, adapters: Array) -> dict[str, Array]:
         """Returns `Inputs.kinds` of a microbatch that describes its adapters itself."""
         places = jnp.maximum(adapters, 0)
+        ratio_of = dict(zip(self.layout.model.targets, rows.ratio, strict=True))
 
         def numbers(target: str) -> Array:
             paths = tuple(f"{LAYERS}{path}." for path in self.layout.model.paths_of(target))
-            rows = np.array([name.startswith(paths) for name in self.layout.columns])
-            is_target = jnp.any(windows[rows, 1] > 0, axis=0)
-            return jnp.where(is_target, jnp.asarray(self._kinds[target])[..., places], NO_KIND)
+            of_target = np.array([name.startswith(paths) for name in self.layout.columns])
+            is_target = jnp.any(rows.windows[of_target, 1] > 0, axis=0)
+            has_LP = is_target & (ratio_of[target] != 0)
+            return jnp.where(has_LP, jnp.asarray(self._kinds[target])[..., places], NO_KIND)
 
         return {target: numbers(target) for target in self._kinds}
 
@@ -162,3 +172,22 @@ class InputMaker:
             drops_columns=drawn is not None and any(spec.drops_columns for spec in self.layout.specs),
         )
         return context.numbered(adapters)
+
+
+def layer_paths(model: ModelConfig, target: str) -> list[str]:
+    """Returns the paths of a projection in all layers, also in those that lack it."""
+    paths, numbers = model.paths_of(target), range(model.num_layers)
+    in_layers = [[path for path in paths if number in model.layers_with(path)] for number in numbers]
+    return [f"{LAYERS}{number}.{(path or paths)[0]}" for number, path in enumerate(in_layers)]
+
+
+def layer_ratios(model: ModelConfig, spec: AdapterSpec) -> np.ndarray:
+    """Returns an adapter's scale in each projection over `AdapterSpec.scale`, float32 [targets, L].
+
+    0 where its patterns leave a projection out; 1 where it has no patterns.
+    """
+    if spec.patterns is None:
+        return np.ones((len(model.targets), model.num_layers), np.float32)
+    paths = [layer_paths(model, target) for target in model.targets]
+    scales = [[spec.scale_at(path) / spec.scale if spec.has(path) else 0 for path in layers] for layers in paths]
+    return np.array(scales, np.float32)

@@ -18,6 +18,7 @@ from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.adapters.table import adapter_kind
 from lorafusion_jax.layout.layer import Linear
 from lorafusion_jax.models.loading import Weight
+from lorafusion_jax.pipeline.inputs import layer_ratios
 from lorafusion_jax.pipeline.layer_operands import LayerOperands
 from lorafusion_jax.pipeline.leaves import LAYERS, SHARED, Leaves
 from lorafusion_jax.pipeline.stage_jit import REPLICATED, jit_on_stage
@@ -67,16 +68,17 @@ class KindPrograms:
         """
         key = ("prepare", spec.kind, spec.targets, spec.rank)
         if key not in self._compiled:
-            operands = (self._operands.specs_of_block, *(REPLICATED,) * 5)
+            operands = (self._operands.specs_of_block, *(REPLICATED,) * 6)
             program = partial(self._prepare, spec.kind, spec.targets, spec.rank)
             self._compiled[key] = jit_on_stage(self._operands.stage, program, operands, REPLICATED)
-        return self._compiled[key](block, leaves, number, index, np.float32(spec.scale), prepared)
+        ratio = layer_ratios(self._parts.model, spec)
+        return self._compiled[key](block, leaves, number, index, ratio, np.float32(spec.scale), prepared)
 
     def _prepare(
         self, kind_name: str, targets: Sequence[str], rank: int, block: Sequence[StoredWeights], leaves: Leaves,
-        number: Array, index: Array, scale: Array, prepared: Leaves,
+        number: Array, index: Array, ratio: Array, scale: Array, prepared: Leaves,
     ) -> Leaves:  # fmt: skip
-        kind, inputs, changed = adapter_kind(kind_name), self._parts.inputs.of_adapter(index), dict(prepared)
+        kind, inputs, changed = adapter_kind(kind_name), self._parts.inputs.of_adapter(index, ratio), dict(prepared)
         for offset, stored in enumerate(block):
             weights, scale = self._operands.materialize(stored, scale)
             trained, constant = self._operands.views(leaves, stored, number + offset, inputs)

@@ -1,11 +1,9 @@
 """Which adapter is in which place of a session or a run, as microbatches say it.
 
-A places · P places for the adapters of a microbatch
+A places · L layers · P places for the adapters of a microbatch
 """
 
 from __future__ import annotations
-
-from collections.abc import Mapping
 
 import numpy as np
 
@@ -13,18 +11,21 @@ from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.data.assemble import AdapterRows, Microbatch
 from lorafusion_jax.data.sample_table import stack_trees
 from lorafusion_jax.modules.context import dropout_key
-from lorafusion_jax.pipeline.leaves import Columns, own_columns
+from lorafusion_jax.pipeline.inputs import layer_ratios
+from lorafusion_jax.pipeline.leaf_layout import LeafLayout
+from lorafusion_jax.pipeline.leaves import own_columns
 
 
 class PlaceTable:
     """What microbatches say about the adapters in the places. On the host; changed between microbatches."""
 
-    def __init__(self, columns: Mapping[str, Columns], count: int):
-        self._columns = columns
-        self._windows = np.zeros((len(columns), 2, count), np.int32)
+    def __init__(self, layout: LeafLayout, count: int):
+        self._model, self._columns = layout.model, layout.columns
+        self._windows = np.zeros((len(self._columns), 2, count), np.int32)
         self._rank = np.zeros(count, np.int32)
         self._scale, self._rate = np.zeros(count, np.float32), np.zeros(count, np.float32)
         self._key = np.zeros(count, np.uint32)
+        self._ratio = np.ones((len(self._model.targets), self._model.num_layers, count), np.float32)
         self._objective = np.full(count, -1, np.int32)
 
     def assign(self, place: int, spec: AdapterSpec, objective: int) -> None:
@@ -36,7 +37,7 @@ class PlaceTable:
             )
         self._rank[place], self._scale[place] = spec.columns, spec.scale
         self._rate[place], self._key[place] = spec.dropout, dropout_key(spec.seed)
-        self._objective[place] = objective
+        self._ratio[..., place], self._objective[place] = layer_ratios(self._model, spec), objective
 
     def describe(self, rows: Microbatch) -> Microbatch:
         """Adds to the microbatches of all replicas what they say of their adapters."""
@@ -51,5 +52,6 @@ class PlaceTable:
             self._scale[number],
             self._rate[number],
             self._key[number],
+            self._ratio[..., number],
             self._objective.copy(),
         )

@@ -82,7 +82,7 @@ class Session:
         self._config, self._stages, self._stack = config, tuple(stages), stack_of(config)
         self.executor.number_adapters(self._stack.index)
         if self._stack.stand_ins:
-            table = PlaceTable(stages[0].parts.leaves.columns, len(self._stack.config.adapters))
+            table = PlaceTable(stages[0].parts.leaves, len(self._stack.config.adapters))
             for spec in adapter_specs(config):
                 chosen = config.adapter(spec.name).objective.chosen
                 table.assign(self._stack.index[spec.name], spec, self._stack.number_of(chosen))

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 from lorafusion_jax.checkpoint.folder import RunFolder
+from lorafusion_jax.checkpoint.requests import remove_parts
 from lorafusion_jax.errors import CheckpointError, LoraFusionError
 from lorafusion_jax.pipeline.processes import any_process, is_first
 
@@ -42,4 +43,5 @@ def exclusive_run(folder: RunFolder) -> Iterator[None]:
                 held.enter_context(folder.lock())
                 folder.complete_change()
                 folder.remove_leftovers()  # before any process of this run looks at checkpoints
+                remove_parts(folder.path)
         yield

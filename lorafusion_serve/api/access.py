@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
-from fastapi import Depends, Header, Request
+from fastapi import Depends, Header, Request, Response
 from fastapi.responses import JSONResponse
 from sqlalchemy import select
 
@@ -133,11 +133,11 @@ IdempotencyKey = Annotated[str | None, Header(max_length=200, description="a rep
 
 def once(
     service: Service, owner: Owner, key: str | None, route: str, body: Any, act: Callable[[Any], tuple[int, Any]]
-) -> JSONResponse:
+) -> Response:
     """Acts in one transaction; a repeated request with the same key gets the first answer.
 
     Args:
-        act: (connection) → (status, answer).
+        act: (connection) → (status, answer); 204 has no answer.
 
     Raises:
         ApiError: 409, `api.idempotency`: the key was used for another request.
@@ -151,9 +151,13 @@ def once(
             if row is not None:
                 if (row["route"], row["body_sha"]) != (route, sha):
                     raise ApiError(409, "api.idempotency", "this Idempotency-Key was used for another request.")
-                return JSONResponse(row["response"], row["status"])
+                return _response(row["status"], row["response"])
         status, answer = act(connection)
         if key is not None:
             row = {"owner": owner.name, "key": key, "route": route, "body_sha": sha, "status": status}
             connection.execute(t.idempotency.insert().values(row | {"response": answer, "at": time.time()}))
-    return JSONResponse(answer, status)
+    return _response(status, answer)
+
+
+def _response(status: int, answer: Any) -> Response:
+    return Response(status_code=204) if status == 204 else JSONResponse(answer, status)

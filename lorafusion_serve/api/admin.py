@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import time
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -89,13 +88,24 @@ def adapter(adapter: Name, request: Request, service: ServiceOf, owner: Adapters
 
 
 @router.delete("/adapters/{adapter}", status_code=204, tags=["adapters"])
-def delete_adapter(adapter: Name, service: ServiceOf, owner: AdaptersWrite) -> Response:
-    """Deletes an adapter and its files."""
-    row = _find_adapter(service, adapter, owner)
-    with service.db.write() as connection:
+def delete_adapter(
+    adapter: Name, service: ServiceOf, owner: AdaptersWrite, idempotency_key: IdempotencyKey = None
+) -> Response:
+    """Deletes an adapter that no live job uses, and its files."""
+    deleted: list[str] = []
+
+    def act(connection: Any) -> tuple[int, Any]:
+        row = _find_adapter(service, adapter, owner)
+        if live := service.jobs.using(connection, adapter):
+            raise ApiError(409, "adapter.in-use", f"{len(live)} live jobs use the adapter.", where=live[0])
+        deleted.append(row["job"])
         connection.execute(t.artifacts.delete().where(t.artifacts.c.id == adapter))
-    shutil.rmtree(row["path"], ignore_errors=True)
-    return Response(status_code=204)
+        return 204, None
+
+    answer = once(service, owner, idempotency_key, f"DELETE /v1/adapters/{adapter}", {}, act)
+    for job in deleted:
+        service.controller.sweeper.add(job)
+    return answer
 
 
 @router.get("/cluster", tags=["cluster"])

@@ -19,7 +19,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 
 from lorafusion_jax.files import sync
-from lorafusion_serve.api.access import DataRead, DataWrite, Service, ServiceOf
+from lorafusion_serve.api.access import DataRead, DataWrite, IdempotencyKey, Service, ServiceOf, once
 from lorafusion_serve.api.problems import ApiError, not_found, problems_answer
 from lorafusion_serve.control.spec import job_values
 from lorafusion_serve.store import tables as t
@@ -115,16 +115,25 @@ def preview(
 
 
 @router.delete("/datasets/{dataset}", status_code=204)
-def delete_dataset(dataset: Dataset, service: ServiceOf, owner: DataWrite) -> Response:
+def delete_dataset(
+    dataset: Dataset, service: ServiceOf, owner: DataWrite, idempotency_key: IdempotencyKey = None
+) -> Response:
     """Deletes a data set that no live job uses."""
-    _find(service, dataset, owner)
+    deleted: list[Path] = []
+
+    def act(connection: Any) -> tuple[int, Any]:
+        _find(service, dataset, owner)
+        if live := service.jobs.using(connection, dataset):
+            raise ApiError(409, "data.in-use", f"{len(live)} live jobs use the data set.", where=live[0])
+        connection.execute(t.datasets.delete().where(t.datasets.c.id == dataset))
+        deleted.append(service.settings.datasets / dataset)
+        return 204, None
+
     with service.datasets:
-        with service.db.write() as connection:
-            if live := service.jobs.using(connection, dataset):
-                raise ApiError(409, "data.in-use", f"{len(live)} live jobs use the data set.", where=live[0])
-            connection.execute(t.datasets.delete().where(t.datasets.c.id == dataset))
-        shutil.rmtree(service.settings.datasets / dataset, ignore_errors=True)
-    return Response(status_code=204)
+        answer = once(service, owner, idempotency_key, f"DELETE /v1/datasets/{dataset}", {}, act)
+        for folder in deleted:
+            shutil.rmtree(folder, ignore_errors=True)
+    return answer
 
 
 async def _receive(request: Request, file: Path, most: int) -> tuple[str, int]:

@@ -96,7 +96,7 @@ class Client:
             OSError: the service cannot be reached.
         """
         headers = dict(self._headers)
-        if method == "POST":
+        if method in ("POST", "DELETE"):
             headers["Idempotency-Key"] = str(uuid.uuid4())
         is_file = hasattr(body, "read")
         data = body if is_file or body is None else json.dumps(body).encode()

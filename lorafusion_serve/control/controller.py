@@ -34,7 +34,8 @@ from lorafusion_serve.control.scheduler import (
     plan_of_row,
 )
 from lorafusion_serve.control.session import Session, SessionPlan
-from lorafusion_serve.control.spec import job_values
+from lorafusion_serve.control.spec import job_values, kind_of
+from lorafusion_serve.control.sweep import Sweeper
 from lorafusion_serve.settings import ONE_SESSION, Settings
 from lorafusion_serve.state_folders import states_before
 from lorafusion_serve.states import ON_WORKER, StateError
@@ -75,18 +76,20 @@ class Controller:
         self._scheduler = scheduler or make_scheduler(settings)
         self._sessions: dict[str, Session] = {}
         self.child = Child()
+        self.sweeper = Sweeper(settings, db)
         self._publisher = Publisher(settings.artifacts, db) if settings.artifacts else None
         self._checks = ThreadPoolExecutor(1, "check")
         self._checking: set[str] = set()
         self._ended = threading.Event()
         self._hub = Hub(settings.socket, self._admit, self._take, tcp=settings.workers_at)
-        self._launcher = launcher or make_launcher(settings)
+        self._launcher = launcher or make_launcher(settings, self._hub.address)
         self._thread = threading.Thread(target=self._loop, name="controller", daemon=True)
         if with_worker:
             self._adopt_sessions()
         self._hub.start()  # now that the sessions are there to which workers belong
 
     def start(self) -> None:
+        self.sweeper.begin()
         self._thread.start()
 
     def close(self, *, stop_worker: bool = True) -> None:
@@ -146,6 +149,7 @@ class Controller:
         while not self._ended.wait(ROUND_S):
             try:
                 self._check_new()
+                self.sweeper.work()
                 if self._publisher is not None:
                     self._publisher.look()
                 if self._with_worker:
@@ -327,7 +331,7 @@ class Controller:
                 continue  # it ends
             if group in tried and (tried[group] != job["id"] or taken.get(group)):
                 continue
-            place = layouts[group].find(kind_of(job), job["rank"], taken.get(group, set()))
+            place = layouts[group].find(kind_of(job["spec"]), job["rank"], taken.get(group, set()))
             if place is None:
                 continue
             with self._db.write() as connection, suppress(StateError):
@@ -454,14 +458,17 @@ class Controller:
         return [self._settings.job(job["id"]) / "state"]
 
 
-def make_launcher(settings: Settings) -> Launcher:
+def make_launcher(settings: Settings, server: str) -> Launcher:
     """Returns what starts workers: this machine, or a Ray cluster.
+
+    Args:
+        server: where workers connect.
 
     Raises:
         ConfigError: `serve.ray`, the cluster cannot be used.
     """
     if settings.ray is None:
-        return LocalLauncher()
+        return LocalLauncher(server)
     try:
         from lorafusion_serve.control.ray_launcher import RayLauncher
 
@@ -496,11 +503,6 @@ def jobs_tried_alone(rows: Sequence[Job], group: Mapping[str, str]) -> dict[str,
 def _named(event: Message) -> Message:
     """What says which event it is."""
     return {key: event[key] for key in ("number", "job", "epoch") if key in event}
-
-
-def kind_of(job: Job) -> str:
-    """Kind of a job's adapter."""
-    return job["spec"].get("lora", {}).get("kind", "lora")
 
 
 def _may_run(job: Job) -> bool:

@@ -15,6 +15,8 @@ from typing import Protocol
 from lorafusion_serve.wire import Message
 
 LOOK_S = 0.05
+WORKER = "lorafusion_serve.worker"  # the module that a worker runs
+type Identity = tuple[str, str, int]
 
 
 class Worker(Protocol):
@@ -54,17 +56,25 @@ class Launcher(Protocol):
 
 
 class LocalWorker:
-    """A process of this machine."""
+    """A process of this machine.
 
-    def __init__(self, pid: int, process: subprocess.Popen | None = None):
-        self._pid, self._process = pid, process
+    Args:
+        identity: server, group and epoch, by which a process that is no child is known; see `identity_of`.
+        process: if it is a child.
+    """
+
+    def __init__(self, pid: int, identity: Identity, process: subprocess.Popen | None = None):
+        self._pid, self._identity, self._process = pid, identity, process
 
     def has_ended(self) -> bool:
-        return self._process.poll() is not None if self._process is not None else not is_worker(self._pid)
+        if self._process is not None:
+            return self._process.poll() is not None
+        return identity_of(self._pid) != self._identity
 
     def terminate(self) -> None:
-        with suppress(ProcessLookupError):
-            os.kill(self._pid, signal.SIGTERM)
+        if not self.has_ended():
+            with suppress(ProcessLookupError):
+                os.kill(self._pid, signal.SIGTERM)
 
     def wait(self, seconds: float) -> bool:
         if self._process is not None:
@@ -80,34 +90,48 @@ class LocalWorker:
         if self._process is not None:
             self._process.kill()
             self._process.wait()
-        elif is_worker(self._pid):
+        elif not self.has_ended():
             with suppress(ProcessLookupError):
                 os.kill(self._pid, signal.SIGKILL)
 
 
 class LocalLauncher:
-    """Starts workers on this machine."""
+    """Starts workers on this machine.
+
+    Args:
+        server: where its workers connect: workers of other services have another one.
+    """
+
+    def __init__(self, server: str):
+        self._server = server
 
     def start(self, arguments: Message, log: Path) -> LocalWorker:
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as output:
             process = subprocess.Popen(
-                [sys.executable, "-m", "lorafusion_serve.worker", json.dumps(arguments)],
+                [sys.executable, "-m", WORKER, json.dumps(arguments)],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # it outlives a server that is killed
             )
-        return LocalWorker(process.pid, process)
+        identity = (arguments["server"], arguments["group"], arguments["epoch"])
+        return LocalWorker(process.pid, identity, process)
 
     def find(self, group: str, epoch: int, pid: int | None) -> LocalWorker | None:
-        del group, epoch  # unused: the number of the process says it all
-        return LocalWorker(pid) if pid is not None and is_worker(pid) else None
+        identity = (self._server, group, epoch)
+        return LocalWorker(pid, identity) if pid is not None and identity_of(pid) == identity else None
 
 
-def is_worker(pid: int) -> bool:
-    """Whether a process is a worker of this program; its number may have gone to another one."""
+def identity_of(pid: int) -> Identity | None:
+    """Server, group and epoch of the worker that a process is; None if it is none.
+
+    The number of a process that has ended may go to another one, also to a worker of another service. Its arguments
+    tell them apart, because an epoch of a service is used once.
+    """
     try:
-        return b"lorafusion_serve.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return False
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        arguments = json.loads(words[words.index(WORKER.encode()) + 1])
+        return arguments["server"], arguments["group"], arguments["epoch"]
+    except (OSError, ValueError, IndexError, KeyError, TypeError):
+        return None

@@ -13,6 +13,7 @@ from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.places import Places, class_name
 from lorafusion_jax.planning.model_facts import ModelFacts
 from lorafusion_serve.control.session import LOCAL, SessionPlan
+from lorafusion_serve.control.spec import kind_of
 from lorafusion_serve.settings import ONE_SESSION, Settings
 from lorafusion_serve.states import ON_WORKER
 from lorafusion_serve.store.jobs import Job as Row
@@ -258,7 +259,7 @@ def _enlarged(classes: dict[str, int], rows: Sequence[Row]) -> dict[str, int]:
     """Adds places for adapters that find none."""
     taken: set[int] = set()
     for row in sorted(rows, key=lambda row: (-row["rank"], row["id"])):
-        kind, rank = row["spec"]["lora"].get("kind", "lora"), row["rank"]
+        kind, rank = kind_of(row["spec"]), row["rank"]
         place = Places.of(classes).find(kind, rank, taken)
         if place is None:
             name = class_name(kind, rank_class([rank]))

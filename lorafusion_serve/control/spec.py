@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from lorafusion_jax.adapters.table import BIASED, PLAIN
 from lorafusion_jax.config.load import examine_source
 from lorafusion_jax.config.read import source_of
 from lorafusion_jax.config.references import BASE, START
@@ -19,13 +20,9 @@ JOB_NAME = r"^[a-z0-9][a-z0-9._-]{0,62}$"
 DATASET = r"^sha256-[0-9a-f]{64}$"
 ARTIFACT = r"^adapter-[0-9a-f]{12}$"
 
+MOST_PATTERNS, MOST_LAYERS = 64, 999  # each pattern is matched with every projection
 RUN = "train it in a run: lorafusion train"
 NOT_SERVED = {  # keys of a job file that a place of a live session does not have → why
-    "lora.rank_pattern": "a place has one rank",
-    "lora.alpha_pattern": "a place has one scale",
-    "lora.layers_to_transform": "a place has all layers",
-    "lora.exclude": "a place has its targets by name: lora.targets",
-    "lora.lora_bias": "a place has no biases",
     "lora.trainable_tokens": "a place has no rows of the embedding",
     "lora.target_parameters": "a place has no adapters of experts",
     "early_stop": "a job of a service trains all its steps, until it is cancelled",
@@ -64,6 +61,11 @@ class LoraSpec(Part):
     dropout: Annotated[float, Field(ge=0, lt=1)] | None = Field(default=None, description="default 0.05; dora has none")
     targets: str | list[str] = "all-linear"
     rslora: bool = False
+    rank_pattern: Annotated[dict[str, Annotated[int, Field(ge=1, le=1024)]], Field(max_length=MOST_PATTERNS)] = {}
+    alpha_pattern: Annotated[dict[str, Positive], Field(max_length=MOST_PATTERNS)] = {}
+    layers_to_transform: Annotated[list[Annotated[int, Field(ge=0, le=MOST_LAYERS)]], Field(min_length=1)] | None = None
+    exclude: str | Annotated[list[str], Field(max_length=MOST_PATTERNS)] = []
+    lora_bias: bool = False
 
 
 class ObjectiveSpec(ObjectiveSettings):
@@ -137,6 +139,16 @@ def job_values(
         "train": train,
         "adapters": [adapter],
     }
+
+
+def kind_of(spec: dict[str, Any]) -> str:
+    """Kind of the adapter of a spec, as places name it.
+
+    >>> kind_of({"lora": {"kind": "lora", "lora_bias": True}})
+    'lora-bias'
+    """
+    lora = spec.get("lora", {})
+    return BIASED if lora.get("lora_bias") else lora.get("kind", PLAIN)
 
 
 def examine(values: dict[str, Any]) -> tuple[JobConfig | None, list[LoraFusionError]]:

@@ -109,9 +109,9 @@ class Jobs:
         row = connection.execute(select(t.jobs).where(t.jobs.c.id == job)).mappings().one()
         return dict(row)
 
-    def find(self, connection: Connection, job: str, owner: str | None) -> Job | None:
-        """Returns a job of an owner (None: of anybody) that is not deleted."""
-        where = [t.jobs.c.id == job, t.jobs.c.state != "deleted"]
+    def find(self, connection: Connection, job: str, owner: str | None, *, deleted: bool = False) -> Job | None:
+        """Returns a job of an owner (None: of anybody); one that is deleted only if asked to."""
+        where = [t.jobs.c.id == job] + ([] if deleted else [t.jobs.c.state != "deleted"])
         where += [] if owner is None else [t.jobs.c.owner == owner]
         row = connection.execute(select(t.jobs).where(*where)).mappings().one_or_none()
         return None if row is None else dict(row)
@@ -151,10 +151,10 @@ class Jobs:
         query = select(func.count()).select_from(t.jobs).where(t.jobs.c.owner == owner, t.jobs.c.state.in_(LIVE))
         return connection.scalar(query) or 0
 
-    def using(self, connection: Connection, dataset: str) -> list[str]:
-        """Live jobs that use a data set."""
+    def using(self, connection: Connection, thing: str) -> list[str]:
+        """Live jobs that use a data set, or an adapter to start from or to compare with."""
         rows = connection.execute(select(t.jobs.c.id, t.jobs.c.spec).where(t.jobs.c.state.in_(LIVE))).all()
-        return [job for job, spec in rows if dataset in (spec["data"].get("train"), spec["data"].get("eval"))]
+        return [job for job, spec in rows if thing in _used(spec)]
 
     def place(self, connection: Connection, job: str, *, group: str, place: int) -> Job:
         """Writes a new placement of a queued job: its epoch grows, and earlier writers are refused from now on."""
@@ -185,6 +185,11 @@ class Jobs:
         row = {"job": job, "before": before, "after": after, "event": event, "at": time.time(), "actor": actor}
         connection.execute(t.transitions.insert().values(row | {"why": why}))
         self._db.add_event(connection, "state", owner, job, {"before": before, "after": after, "why": why})
+
+
+def _used(spec: dict[str, Any]) -> tuple[str | None, ...]:
+    data, objective = spec["data"], spec.get("objective", {})
+    return data.get("train"), data.get("eval"), spec.get("init_from"), objective.get("reference")
 
 
 def is_suspect(job: Job) -> bool:

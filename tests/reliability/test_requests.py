@@ -5,8 +5,11 @@ numbers of nobody else: bitwise before that slot, and equal to rounding after it
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -16,7 +19,7 @@ from sick_adapters import settings, with_optim
 from watched_runs import asks, assert_same_numbers, crash_after, events_of, losses_of, statuses, weights_of
 
 from lorafusion_jax.api.status import run_numbers
-from lorafusion_jax.checkpoint.requests import request_files, write_request
+from lorafusion_jax.checkpoint.requests import remove_parts, request_files, write_request
 from lorafusion_jax.config import load_config
 from lorafusion_jax.training import RunFolder, resume, train
 from lorafusion_jax.training.revisions import Revisions
@@ -258,3 +261,17 @@ def test_a_run_moves_to_other_devices_after_a_request(make_config, healthy, tmp_
     write_request(run, "continue", "bad")
     assert set(statuses(resume(run)).values()) == {"done"}
     assert_same_numbers(run, healthy(ONE_DEVICE), NAMES)
+
+
+def test_parts_of_killed_processes_go_and_others_stay(tmp_path):
+    """A request that is being written has the number of a process that lives."""
+    folder = tmp_path / "control"
+    folder.mkdir()
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        ended.wait()
+    names = [f".{'7' * 20}-{ended.pid}.json.part", f".{'7' * 20}-{os.getpid()}.json.part", ".mine.json.part", "7.json"]
+    for name in names:
+        (folder / name).write_text("{")
+    remove_parts(tmp_path)
+    assert sorted(path.name for path in folder.iterdir()) == sorted(names[1:])
+    remove_parts(tmp_path / "elsewhere")

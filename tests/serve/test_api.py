@@ -15,6 +15,7 @@ from lorafusion_serve.api.app import describe
 from lorafusion_serve.client import Client, ServiceError, _parse_events
 from lorafusion_serve.control.check import _place_problem
 from lorafusion_serve.store import keys as k
+from lorafusion_serve.store import tables as t
 
 ID = "sha256-" + "0" * 64
 
@@ -40,6 +41,7 @@ def wait_state(client: Client, job: str, *states: str) -> dict:
     until = time.monotonic() + 240
     while (shown := client.job(job).show())["state"] not in states:
         assert time.monotonic() < until, shown
+        assert shown["state"] != "rejected", shown["problems"]
         time.sleep(0.1)
     return shown
 
@@ -70,10 +72,10 @@ def test_every_problem_is_named_at_once(running, job):
 
 
 def test_what_needs_a_run_is_refused_by_its_name(running, job):
-    """Experts, patterns and tokens: places do not have them, and the job is not accepted first."""
-    lora = {"rank": 4, "rank_pattern": {"q_proj": 8}, "trainable_tokens": [1], "target_parameters": ["mlp.experts"]}
+    """Experts and tokens: places do not have them, and the job is not accepted first."""
+    lora = {"rank": 4, "trainable_tokens": [1], "target_parameters": ["mlp.experts"]}
     problem = refused(lambda: running.client("ana").submit(job | {"lora": lora, "early_stop": {"patience": 2}}))
-    wanted = {"lora.rank_pattern", "lora.trainable_tokens", "lora.target_parameters", "early_stop"}
+    wanted = {"lora.trainable_tokens", "lora.target_parameters", "early_stop"}
     assert {entry["where"] for entry in problem.problems if entry["code"] == "job.not-served"} == wanted
     assert all(entry["why"] and "lorafusion train" in entry["fix"] for entry in problem.problems)
 
@@ -84,17 +86,33 @@ def test_what_needs_a_run_is_refused_by_its_name(running, job):
         ({"rank": 9}, "job.rank", "lora.rank"),
         ({"kind": "dora"}, "job.kind", "lora.kind"),
         ({"on_experts": ("mlp.experts.gate_up_proj",)}, "job.not-served", "lora"),
-        ({"patterns": object()}, "job.not-served", "lora"),
+        ({"tokens": object()}, "job.not-served", "lora"),
     ],
 )
 def test_a_refusal_of_places_names_what_to_change(spec, code, where):
-    made = SimpleNamespace(**{"kind": "lora", "rank": 4, "on_experts": (), "patterns": None, "tokens": None} | spec)
+    made = SimpleNamespace(**{"kind": "lora", "rank": 4, "on_experts": (), "tokens": None} | spec)
     made.head, made.dropout = None, 0.0
     layout = Places.of({8: 2})
     problem = _place_problem(layout, made, layout.refuses(made))
     assert (problem["code"], problem["where"]) == (code, where)
     assert problem["what"].endswith(".")
     assert problem["fix"]
+
+
+def test_patterns_are_those_of_a_job_file(running, job):
+    """What a place holds is queued; what it never holds is named with its largest rank."""
+    ana = running.client("ana")
+    lora = {"rank": 2, "rank_pattern": {"1.mlp.down_proj": 7}, "layers_to_transform": [1], "exclude": ["k_proj"]}
+    made = ana.submit(job | {"lora": lora})
+    assert wait_state(ana, made.id, "queued")["rank"] == 7
+    made.cancel()
+    over = ana.submit(job | {"lora": lora | {"rank_pattern": {"down_proj": 9}}})
+    (problem,) = wait_state(ana, over.id, "rejected")["problems"]
+    assert (problem["code"], problem["where"]) == ("job.rank", "lora.rank")
+    for wrong in ({"rank_pattern": {"(a+)+": 2}}, {"alpha_pattern": {"q_proj": -1}}, {"layers_to_transform": []}):
+        problem = refused(lambda wrong=wrong: ana.submit(job | {"lora": wrong}))
+        assert problem.status == 422
+        assert all("lora" in entry["where"] + entry["what"] for entry in problem.problems), problem.problems
 
 
 def test_settings_are_checked_as_in_a_job_file(running, job):
@@ -177,6 +195,41 @@ def test_a_repeated_request_acts_once(running, job):
     status, answer = raw(running.url, "POST", "/v1/jobs", other, content_type="application/json", **headers)
     assert (status, json.loads(answer)["error"]["code"]) == (409, "api.idempotency")
     ana.job(json.loads(answers[0][1])["id"]).cancel()
+
+
+def test_a_repeated_deletion_is_answered_like_the_first(running, job, tmp_path):
+    """An answer that was lost is asked for again; nobody else learns what was there."""
+    ana = running.client("ana")
+    file = tmp_path / "gone.csv"
+    file.write_text("prompt,completion\n" + "a,b\n" * 9)
+    path = f"/v1/datasets/{ana.upload(file)['id']}"
+    headers = {"x_api_key": running.keys["ana"], "idempotency_key": "away"}
+    assert [raw(running.url, "DELETE", path, **headers)[0] for _ in "ab"] == [204, 204]
+    assert raw(running.url, "DELETE", path, x_api_key=running.keys["ana"])[0] == 404
+    assert f"/v1/datasets/{ana.upload(file)['id']}" == path
+    assert raw(running.url, "DELETE", path, **headers)[0] == 204  # the old answer: what came since stays
+    assert ana.request("GET", path)["name"] == "gone.csv"
+    made = ana.submit(job)
+    made.cancel()
+    wait_state(ana, made.id, "cancelled")
+    assert [ana.request("DELETE", f"/v1/jobs/{made.id}")["state"] for _ in "ab"] == ["deleted"] * 2
+    assert refused(made.show).status == 404
+    assert refused(lambda: running.client("ben").request("DELETE", f"/v1/jobs/{made.id}")).status == 404
+
+
+def test_an_adapter_that_a_live_job_starts_from_stays(running, job):
+    ana, name = running.client("ana"), "adapter-00112233aabb"
+    other = ana.submit(job)
+    with running.db.write() as connection:
+        row = {"id": name, "job": other.id, "owner": "ana", "step": 3, "path": "/nowhere", "sha256": "", "created": 0.0}
+        connection.execute(t.artifacts.insert().values(row))
+        waits = running.service.jobs.submit(connection, "ana", job | {"init_from": name, "base": "away"})["id"]
+    problem = refused(lambda: ana.request("DELETE", f"/v1/adapters/{name}"))
+    assert (problem.status, problem.problems[0]["code"]) == (409, "adapter.in-use")
+    assert problem.problems[0]["where"] == waits
+    ana.job(waits).cancel()
+    assert ana.request("DELETE", f"/v1/adapters/{name}") is None
+    other.cancel()
 
 
 def test_pages_follow_cursors(running, job):
