@@ -19,21 +19,21 @@ from lorafusion_jax.training.loop import Loop
 TOLERANCE = 1e-5  # sums of float32 in another order, carried along by a few steps
 LINEAR, FULL = LayerType(linear=True), LayerType(rope=Rope(theta=100.0, channels=4))
 TARGETS = {  # each program of an adapter compiles kernels for all of its leaves
-    "law": ["in_proj_z", "in_proj_b", "v_proj", "down_proj"],
-    "med": ["in_proj_qkv", "in_proj_a", "out_proj"],
-    "chat": ["q_proj", "o_proj"],
+    "law": ["in_proj_z", "v_proj"],
+    "med": ["in_proj_qkv", "in_proj_a"],
+    "chat": ["q_proj"],
 }
-LAYERS = {"law": (0, 1, 2), "med": (0, 2), "chat": (1,)}  # where each has tensors
+LAYERS = {"law": (0, 1), "med": (0,), "chat": (1,)}  # where each has tensors
 
 
 @pytest.fixture(scope="module")
 def base(make_base, tmp_path_factory):
-    """Cut in two, its second stage has no attention."""
+    """Cut in two, its first stage has no attention."""
     return make_base(
         tmp_path_factory.mktemp("base") / "hybrid",
-        family="qwen3_5_text", num_layers=3, qk_norm=True, norm_offset=1.0, attention_gate=True,
+        family="qwen3_5_text", num_layers=2, qk_norm=True, norm_offset=1.0, attention_gate=True,
         delta_net=DeltaNet(width=32, key_heads=2, value_heads=4, key_dim=6, value_dim=8),
-        pattern=(LINEAR, FULL, LINEAR),
+        pattern=(LINEAR, FULL),
     )  # fmt: skip
 
 
@@ -70,22 +70,29 @@ def run(base, tmp_path_factory):
     return run
 
 
-MESH = {"stages": 2, "layers": [2, 1]}
+MESH = {"stages": 2}
 
 
 @pytest.mark.parametrize("name", ["med", *map(nightly, ("law", "chat"))])
-def test_joint_training_on_a_mesh_equals_separate_training_on_a_device(run, name):
-    joint = weights(run(mesh=MESH), name)
-    assert distance(joint, weights(run((name,)), name)) < TOLERANCE
+def test_joint_training_equals_separate_training_on_a_mesh(run, name):
+    """Every stage compiles the step of every adapter, so the run on a mesh is that of one adapter."""
+    joint = weights(run(), name)
+    assert distance(joint, weights(run((name,), mesh=MESH), name)) < TOLERANCE
     assert all(joint[key].any() for key in joint if key.endswith(" 1")), "B is zero: nothing was learned"
+
+
+@pytest.mark.nightly
+def test_joint_training_on_a_mesh_equals_it_on_a_device(run):
+    for name in TARGETS:
+        assert distance(weights(run(mesh=MESH), name), weights(run(), name)) < TOLERANCE
 
 
 def test_a_folder_numbers_layers_as_the_model_does(run, base, tmp_path):
     for name, layers in LAYERS.items():
-        paths = {key.split(" ")[0] for key in weights(run(mesh=MESH), name)}
+        paths = {key.split(" ")[0] for key in weights(run(), name)}
         assert sorted({int(path.split(".")[1]) for path in paths}) == list(layers)
         assert not any("self_attn" in path for path in paths if not path.startswith("layers.1."))
-        report = merge_adapter(base, run(mesh=MESH).latest(name), tmp_path / name)
+        report = merge_adapter(base, run().latest(name), tmp_path / name)
         assert report.num_changed == len(paths)
         assert all(change > 0 for change in report.deltas.values())
 
@@ -93,7 +100,7 @@ def test_a_folder_numbers_layers_as_the_model_does(run, base, tmp_path):
 @pytest.mark.nightly
 def test_a_stage_boundary_may_be_within_a_layer(run):
     for name in TARGETS:
-        cut = run(mesh={"stages": 2, "layers": [1.5, 1.5]})
+        cut = run(mesh={"stages": 2, "layers": [0.5, 1.5]})
         assert distance(weights(cut, name), weights(run(mesh=MESH), name)) < TOLERANCE
 
 

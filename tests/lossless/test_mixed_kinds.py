@@ -17,13 +17,14 @@ from lorafusion_jax.training import train
 from lorafusion_jax.training.verify import verify_exports
 
 pytestmark = pytest.mark.usefixtures("kept_programs")
+Q = {"targets": ["q_proj"]}  # each program of an adapter compiles kernels for all of its leaves
 KINDS = {
     "plain": {},
-    "dora": {"kind": "dora"},
-    "vera": {"kind": "vera"},
-    "fa": {"kind": "lora-fa"},
-    "pissa": {"kind": "pissa"},
-    "bias": {"lora_bias": True},
+    "dora": {"kind": "dora"} | Q,
+    "vera": {"kind": "vera"} | Q,
+    "fa": {"kind": "lora-fa"} | Q,
+    "pissa": {"kind": "pissa"} | Q,
+    "bias": {"lora_bias": True, "targets": ["down_proj"]},
     "some": {"kind": "dora", "dropout": 0.2, "layers_to_transform": 1, "exclude": ["self_attn.q_proj"]},
     "pattern": {
         "rank_pattern": {r"0\.self_attn\..*": 5, "q_proj": 1},

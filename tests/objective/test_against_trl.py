@@ -23,6 +23,8 @@ GOLDEN = Path(__file__).parent / "golden" / "trl.npz"
 # torch and jax sum in other orders, through layers and 20 steps of Adam, which divides by the root of a gradient's
 # square: where a gradient is nearly 0, its rounding counts.
 FIRST_LOSS, LOSSES, GRADIENT, WAY = 1e-5, 1e-3, 1e-4, 1e-3
+# The first step of AdamW is g lr / (|g| + eps), here g but for |g| / eps. The programs are those of the 20 steps.
+ALONG = {"name": "adamw", "lr": 1e6, "eps": 1e6, "weight_decay": 0.0}
 QUICK = {
     "batch": {"capacity_tokens": 512, "tile_tokens": 16},
     "train": {"log_every_s": 0, "plan_seconds": 0.1, "block_layers": 1},
@@ -79,7 +81,7 @@ def runs(request, tmp_path_factory):
             )  # fmt: skip
         for kind, optim, steps in (
             ("steps", {"name": "adamw", "lr": case.LR, "weight_decay": 0.0}, case.STEPS),
-            ("gradient", {"name": "sgd", "lr": 1.0}, 1),
+            ("gradient", ALONG, 1),
         ):
             job = QUICK | {
                 "base": {"model": str(base), "dtype": "float32"},

@@ -20,6 +20,7 @@ from lorafusion_jax.training import RunFolder, resume, train
 from scheduling.timeline import Timeline
 
 MESH = ("mesh.stages=2", "mesh.layers=[1.5, 3.5]")
+WHOLE = ("mesh.stages=2", "mesh.layers=[2, 3]")  # no programs of half layers: every process compiles its own
 LONG = ("epochs=12",)  # a signal finds it under way
 
 
@@ -31,24 +32,30 @@ def job(tmp_path_factory, deep_base):
 
 
 @pytest.fixture(scope="module")
-def one_process(job, kept_programs, tmp_path_factory):
-    """What one process with two devices trains, by settings."""
+def small_job(tmp_path_factory, deep_base):
+    return write_mixed_job(tmp_path_factory.mktemp("small"), deep_base(True), ("law",), (), save={"every_steps": 2})
+
+
+@pytest.fixture(scope="module")
+def one_process(kept_programs, tmp_path_factory):
+    """one_process(job, *settings) → what one process with two devices trains."""
     known = {}
 
-    def trained(*settings):
-        if settings not in known:
+    def trained(*what):
+        if what not in known:
             folder = tmp_path_factory.mktemp("one") / "run"
-            assert train(load_config(job, (*EQUAL, *settings)), folder).exit_code == 0
-            known[settings] = read_trained(folder)
-        return known[settings]
+            assert train(load_config(what[0], what[1:]), folder).exit_code == 0
+            known[what] = read_trained(folder)
+        return known[what]
 
     return trained
 
 
-@pytest.mark.parametrize("killed", [1, nightly(0)])
-def test_a_killed_process_ends_all_and_one_process_goes_on_bitwise(killed, job, one_process, tmp_path):
-    run = tmp_path / "run"
-    processes = start(2, 1, "train", str(job), "--out", str(run), *MESH, *EQUAL, *LONG)
+@pytest.mark.parametrize(("killed", "job_name"), [(1, "small_job"), nightly(0, "job")])
+def test_a_killed_process_ends_all_and_one_process_goes_on_bitwise(killed, job_name, one_process, tmp_path, request):
+    run, job = tmp_path / "run", request.getfixturevalue(job_name)
+    settings = (*WHOLE, *LONG) if job_name == "small_job" else (*MESH, *EQUAL, *LONG)
+    processes = start(2, 1, "train", str(job), "--out", str(run), *settings)
     signal_under_way(processes, run, signal.SIGKILL, to=killed)
     began = time.monotonic()
     left = wait(processes)
@@ -56,7 +63,7 @@ def test_a_killed_process_ends_all_and_one_process_goes_on_bitwise(killed, job, 
     assert left[1 - killed].code == 1, left[1 - killed].err
     assert left[1 - killed].err.count("error[train.process-lost]") == 1
     assert resume(run).exit_code == 0
-    assert_equal(one_process(*MESH, *LONG), read_trained(run), BITWISE)
+    assert_equal(one_process(job, *settings), read_trained(run), BITWISE)
 
 
 @pytest.mark.nightly
@@ -68,7 +75,7 @@ def test_a_signal_stops_both_and_two_processes_go_on_bitwise(job, one_process, t
     assert [process.code for process in left] == [130, 130], left[0].err + left[1].err
     left = wait(start(2, 1, "resume", str(run)))
     assert [process.code for process in left] == [0, 0], left[0].err + left[1].err
-    assert_equal(one_process(*MESH, *LONG), read_trained(run), BITWISE)
+    assert_equal(one_process(job, *EQUAL, *MESH, *LONG), read_trained(run), BITWISE)
     timeline = Timeline.from_json((run / "timeline.json").read_text())
     assert [len(spans) > 0 for spans in timeline.by_stage] == [True, True]
     assert 0 < timeline.bubble_share < 1
@@ -81,7 +88,7 @@ def test_what_one_process_began_two_end(job, one_process, tmp_path):
     shutil.rmtree(max(RunFolder(run).state.iterdir(), key=lambda folder: int(folder.name)))
     left = wait(start(2, 1, "resume", str(run)))
     assert [process.code for process in left] == [0, 0], left[0].err + left[1].err
-    assert_equal(one_process(*MESH), read_trained(run), BITWISE)
+    assert_equal(one_process(job, *EQUAL, *MESH), read_trained(run), BITWISE)
 
 
 @pytest.mark.nightly
@@ -90,7 +97,7 @@ def test_replicas_and_stages_in_several_processes(count, devices, job, one_proce
     mesh = (*MESH, "mesh.data=2")
     left = wait(start(count, devices, "train", str(job), "--out", str(tmp_path / "run"), *mesh, *EQUAL))
     assert [process.code for process in left] == [0] * count, "".join(process.err for process in left)
-    assert_equal(one_process(*mesh), read_trained(tmp_path / "run"), BITWISE)
+    assert_equal(one_process(job, *EQUAL, *mesh), read_trained(tmp_path / "run"), BITWISE)
 
 
 @pytest.mark.nightly

@@ -23,14 +23,16 @@ CASES = {
     "dropout before down": {"down_rates": [0.5, 0.1]},
     "dropout": {"rates": [0.0, 0.3], "down_rates": [0.5, 0.1]},
     "biases": {"bias": True, "rates": [0.1, 0.2], "down_rates": [0.2, 0.1]},
-    "odd shapes": {"d": 70, "f": 50, "rates": [0.3, 0.1], "down_rates": [0.1, 0.0]},
+    "odd shapes": {"d": 70, "f": 50, "bias": True, "rates": [0.3, 0.1], "down_rates": [0.1, 0.0]},
     "ranks": {"ranks": (4, 20, 12)},
-    "gate without LoRA": {"ranks": (None, 8, 8), "rates": [0.1, 0.2], "down_rates": [0.2, 0.1]},
+    "gate without LoRA": {"ranks": (None, 20, 12), "rates": [0.1, 0.2], "down_rates": [0.2, 0.1]},
     "up without LoRA": {"ranks": (8, None, 8), "rates": [0.1, 0.2], "down_rates": [0.2, 0.1]},
     "down without LoRA": {"ranks": (8, 8, None), "rates": [0.1, 0.2], "bias": True},
 }
 
-PARTS = {"dropout before gate and up", "dropout before down", "up without LoRA"}  # other cases have them, too
+PARTS = {  # other cases have them, too
+    "dropout before gate and up", "dropout before down", "dropout", "biases", "ranks", "up without LoRA",
+}  # fmt: skip
 
 
 def draw_mlp(*, d=D, f=F, ranks=(8, 8, 8), rates=None, down_rates=None, bias=False):
