@@ -17,7 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,16 +29,16 @@ from jax import Array
 
 from lorafusion_jax.data.assemble import Microbatch
 from lorafusion_jax.optim.step import Hyper
+from lorafusion_jax.pipeline.batch_end import BatchEnd
 from lorafusion_jax.pipeline.distant_stage import AnyStage, DistantStage, local_stages, receive_activations
-from lorafusion_jax.pipeline.dry_runs import compile_steps, time_passes, try_evaluation
 from lorafusion_jax.pipeline.failures import is_of_devices, place_of, stage_failed
-from lorafusion_jax.pipeline.leaves import EMBED_ROWS, HEAD_ROWS
 from lorafusion_jax.pipeline.links import Announcement, Link, Links
 from lorafusion_jax.pipeline.move import to_stage, transfer
 from lorafusion_jax.pipeline.processes import is_alone
 from lorafusion_jax.pipeline.spans import Spans
 from lorafusion_jax.pipeline.stage import Stage, Stepped
 from lorafusion_jax.pipeline.step_result import ClosedBatch, StepResult, in_order, not_finite
+from lorafusion_jax.pipeline.warm_up import compile_stages
 from scheduling.pipeline import Event
 
 AHEAD = 1  # slots queued beyond those in the pipeline: devices need not wait for the host, and memory is bounded
@@ -74,18 +74,8 @@ def _first_number(array: Array) -> Array:
     return array[(..., *[0] * array.ndim)]
 
 
-def _compile_evaluation(stage: Stage, rows: Microbatch) -> None:
-    try_evaluation(stage, to_stage(rows, stage.mesh))
-
-
 def _shapes(rows: Microbatch) -> list[tuple[int, ...]]:
     return [np.shape(leaf) for leaf in jax.tree.leaves(rows)]
-
-
-def _time_work(work: Callable[[], None]) -> tuple[float, float]:
-    began = time.perf_counter()
-    work()
-    return began, time.perf_counter()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -178,10 +168,7 @@ class Executor:
         held_out: Microbatch | None = None,
         on_progress: Callable[[Sequence[str]], None] = lambda left: None,
     ) -> dict[str, tuple[float, float]]:
-        """Compiles what all stages run, side by side: empty microbatches on each of them, and every kind of step.
-
-        A microbatch without samples adds zero to every sum, and steps run on copies, so nothing changes. Does nothing
-        if programs for these shapes are compiled.
+        """Compiles what all stages run, see `compile_stages`. Does nothing if programs for these shapes are compiled.
 
         Args:
             rows: padding only, [replicas of this process, ...]; one of each capacity.
@@ -193,35 +180,21 @@ class Executor:
         """
         if self.is_warm(rows):
             return {}
-        shapes = list(map(_shapes, rows))
-        rows, held_out = list(map(self.describe, rows)), None if held_out is None else self.describe(held_out)
-        work: dict[str, tuple[int, Callable[[], None]]] = {}
-        for index, stage in self.local_stages.items():
-            work[f"stage {index}"] = index, partial(self._compile_stage, stage, rows)
-            if held_out is not None:
-                work[f"evaluation of stage {index}"] = index, partial(_compile_evaluation, stage, held_out)
-        times: dict[str, tuple[float, float]] = {}
-        with ThreadPoolExecutor(1 if self._ordered else len(work), "compile") as threads:
-            running = {threads.submit(_time_work, compile_part): name for name, (_, compile_part) in work.items()}
-            left = dict.fromkeys(work)
-            on_progress(list(left))
-            for done in as_completed(running):
-                name = running[done]
-                with self.blaming(work[name][0], None):
-                    times[name] = done.result()
-                del left[name]
-                on_progress(list(left))
-        self._warm += shapes
+        times = compile_stages(
+            self.local_stages,
+            len(self.stages),
+            list(map(self.describe, rows)),
+            None if held_out is None else self.describe(held_out),
+            in_turn=self._ordered,
+            blaming=self.blaming,
+            on_progress=on_progress,
+        )
+        self._warm += map(_shapes, rows)
         return times
 
     def is_warm(self, rows: Sequence[Microbatch]) -> bool:
         """Whether what microbatches of these shapes run is compiled."""
         return all(_shapes(microbatch) in self._warm for microbatch in rows)
-
-    def _compile_stage(self, stage: Stage, rows: Sequence[Microbatch]) -> None:
-        for microbatch in rows:  # in turn: the sums of a stage go from one pass to the next
-            time_passes(stage, to_stage(microbatch, stage.mesh))
-        compile_steps(stage, len(self.stages))
 
     def admit(self, slot: int, rows: Microbatch) -> None:
         """Puts a microbatch on the devices. Waits until there is room for it in the queue.
@@ -294,7 +267,19 @@ class Executor:
         """Steps an adapter on all stages. The gradient norm for clipping is over all stages."""
         number = self._index[adapter]
         batch = self._ending.pop(number)
-        closed = self._on_all_processes(number, batch, self._with_twins(number, batch, adapter), adapter)
+
+        def submit[T](index: int, work: Callable[[], T]) -> Future[T]:
+            return self._submit(index, batch.slot, [adapter], work)
+
+        end = BatchEnd(
+            number=number,
+            closed=batch.closed,
+            stages=self.stages,
+            local_stages=self.local_stages,
+            links=self.links,
+            submit=submit,
+        )
+        closed = end.of_all_stages()
         used = self.before_step(adapter, closed)
 
         def run(index: int, announcement: Announcement) -> Stepped:
@@ -309,66 +294,9 @@ class Executor:
             return stepped
 
         stepped = [
-            self._submit(index, batch.slot, [adapter], partial(run, index, self.links.announcement(index)))
-            for index in range(len(self.stages))
+            submit(index, partial(run, index, self.links.announcement(index))) for index in range(len(self.stages))
         ]
         return StepResult(number, closed, stepped)
-
-    def _on_all_processes(
-        self, number: int, batch: _EndingBatch, local: Mapping[int, Future[ClosedBatch]], adapter: str
-    ) -> list[Future[ClosedBatch]]:
-        """Returns the closed batch of every stage."""
-        if not self.links.apart:
-            return list(local.values())
-
-        def share(index: int, announcement: Announcement) -> ClosedBatch:
-            stage = self.stages[index]
-            if isinstance(stage, DistantStage):
-                return ClosedBatch(index, *announcement.receive(stage.closed_like(number)))
-            closed = local[index].result()
-            announcement.send((closed.summary, closed.finite))
-            return closed
-
-        return [
-            self._submit(index, batch.slot, [adapter], partial(share, index, self.links.announcement(index)))
-            for index in range(len(self.stages))
-        ]
-
-    def _with_twins(self, number: int, batch: _EndingBatch, adapter: str) -> dict[int, Future[ClosedBatch]]:
-        """Exchanges the gradients of trained rows of a tied table between the first and the last stage.
-
-        Returns:
-            The closed batch, with the rows in the summary of the first stage.
-        """
-        if number not in self.stages[0].with_twins:
-            return batch.closed
-        last, ways = len(self.stages) - 1, {}
-        if self.links.apart:
-            ways = {EMBED_ROWS: self.links.link(0, last), HEAD_ROWS: self.links.link(last, 0)}
-        ends = {name: end for name, end in ((EMBED_ROWS, 0), (HEAD_ROWS, last)) if end in self.local_stages}
-
-        def submit[T](index: int, work: Callable[[], T]) -> Future[T]:
-            return self._submit(index, batch.slot, [adapter], work)
-
-        def give(name: str, index: int) -> Array:
-            gradient, way = self.local_stages[index].twin_gradient(number, name), ways.get(name)
-            return gradient if way is None else way.send(gradient)
-
-        parts = {name: submit(end, partial(give, name, end)) for name, end in ends.items()}
-
-        def take(name: str, stage: Stage) -> Array:
-            way = ways.get(name)
-            if name in parts or way is None:
-                return transfer(parts[name].result(), stage.mesh)
-            twin = next(iter(parts.values())).result()  # of the same shape
-            return way.receive(twin.shape, twin.dtype, stage.mesh.everywhere)
-
-        def join(index: int) -> ClosedBatch:
-            stage, closed = self.local_stages[index], batch.closed[index].result()
-            of_embed, of_head = take(EMBED_ROWS, stage), take(HEAD_ROWS, stage)
-            return closed._replace(summary=stage.join_twins(number, of_embed, of_head, closed.summary))
-
-        return batch.closed | {index: submit(index, partial(join, index)) for index in sorted({*ends.values()})}
 
     def put_back(self, adapter: str, result: StepResult) -> None:
         """Restores an adapter on every stage to its state before a step that some stage refused.

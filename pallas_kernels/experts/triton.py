@@ -131,7 +131,7 @@ def _gemm(
     def kernel(lhs_ref, w_ref, expert_ref, *rest):
         *low_refs, out_ref = rest
         number, column0 = pl.program_id(0) // blocks, pl.program_id(0) % blocks * columns
-        expert = expert_ref[number]
+        expert = expert_ref[number]  # all rows of a tile belong to it
         own_rows, own_columns = pl.ds(number * tile, tile), pl.ds(column0, columns)
 
         @pl.when(expert < 0)
@@ -140,6 +140,7 @@ def _gemm(
 
         @pl.when(expert >= 0)
         def _():
+            # The low-rank product starts the accumulator of the frozen one: one result, written once.
             acc = jnp.zeros((tile, columns), jnp.float32)
             if low_refs:
                 acc = _low_rank(acc, number, own_rows, own_columns, experts, low_refs, transposed=transposed)
@@ -205,6 +206,7 @@ def down(x: jax.Array, bank: jax.Array, rows: ExpertRows, experts: int, *, trans
         @pl.when(run >= 0)
         def _():
             pair = run % runs_of_expert * experts + run // runs_of_expert
+            # A tile may hold rows of several adapters: each program loads and stores those of its run, by masks.
             row0 = number * tile
             own_rows, start, stop = pl.ds(row0, tile), start_ref[run], stop_ref[run]
 
@@ -246,6 +248,7 @@ def sums(
         pair, column0 = pl.program_id(0), pl.program_id(1) * columns
         adapter = pair // experts
         run = pair % experts * (adapters + 1) + adapter
+        # One program reads all rows of a run, in order: no partial sums, and the same bits in every call.
         start, stop = start_ref[run], stop_ref[run]
 
         def step(i, acc):

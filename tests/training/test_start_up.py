@@ -11,7 +11,7 @@ import pytest
 from lorafusion_jax.api.status import run_numbers
 from lorafusion_jax.config import load_config
 from lorafusion_jax.models import loading
-from lorafusion_jax.pipeline import executor
+from lorafusion_jax.pipeline import warm_up
 from lorafusion_jax.pipeline.compiles import CompileCounter
 from lorafusion_jax.report.recorder import read_rows
 from lorafusion_jax.training import train
@@ -39,7 +39,7 @@ def numbers_of(run):
 def test_stages_compile_side_by_side_while_the_base_is_read(config, tmp_path, monkeypatch):
     """The last tensor arrives once both stages are compiling, and neither goes on before the other has begun."""
     both, compiling, in_time, seen = threading.Barrier(2), threading.Event(), [], []
-    time_passes, read_tensor = executor.time_passes, loading._read_tensor
+    time_passes, read_tensor = warm_up.time_passes, loading._read_tensor
 
     def together(stage, batch):
         both.wait(PATIENCE_S)
@@ -53,7 +53,7 @@ def test_stages_compile_side_by_side_while_the_base_is_read(config, tmp_path, mo
         return read_tensor(tensor, *arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(executor, "time_passes", together)
+        patch.setattr(warm_up, "time_passes", together)
         patch.setattr(loading, "_read_tensor", late)
         train(config, tmp_path / "run")
     assert in_time == [True]

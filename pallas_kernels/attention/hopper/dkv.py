@@ -151,7 +151,7 @@ def _stream(static: Static, refs: _Refs) -> None:
 def _fetch_item(static: Static, refs: _Refs, item: Item) -> None:
     """Streams an item: both warpgroups' keys, then the tiles of queries of every query head."""
     slot = rem(item.number, static.config.places)
-    for wg in range(WARPGROUPS):
+    for wg in range(WARPGROUPS):  # K and V go into the slot when the gradients of an earlier item have left it
         wait_for_room(refs.keys_free, item.number, static.config.places, wg, WARPGROUPS)
         source, barrier = (rows(item.block * KEYS + wg * TILE), item.head), refs.keys_bar.at[slot * WARPGROUPS + wg]
         plgpu.copy_gmem_to_smem(refs.k_g.at[source], refs.k_s.at[slot, wg], barrier)

@@ -127,6 +127,7 @@ def stream_units[R: QueryRefs](static: Static, refs: R, fetch_rows: Callable[[St
     def stream_item(item: Item):
         @pl.loop(0, static.units.rounds)
         def _(turn):
+            # Rows first: a warpgroup waits for its own once, and then for one tile of keys after another.
             for wg in range(WARPGROUPS):
                 unit = _unit(static, item, turn, wg)
                 fetch_rows(static, refs, unit)

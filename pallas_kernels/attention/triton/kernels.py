@@ -36,6 +36,8 @@ def forward(
         block, head = _last_first(T // config.block_rows), pl.program_id(1)
         queries, first = _rows(block, config.block_rows), first_ref[pl.ds(block * config.block_rows, config.block_rows)]
         block_range, key_head = pl.ds(block * config.block_rows, config.block_rows), lax.div(head, group)
+        # A block of queries is loaded once. Tiles of keys and values stream past it; Triton loads those of the next
+        # `num_stages` steps meanwhile. The running maximum, sum and output stay in registers.
         q = q_ref[block_range, head, :]
 
         def step(tile, carry):
@@ -75,6 +77,7 @@ def dq(
         block, head = _last_first(T // config.block_rows), pl.program_id(1)
         queries, first = _rows(block, config.block_rows), first_ref[pl.ds(block * config.block_rows, config.block_rows)]
         block_range, key_head = pl.ds(block * config.block_rows, config.block_rows), lax.div(head, group)
+        # Loaded once for a block of queries: q, dO, the logarithms, and o for delta. Keys and values stream past it.
         q, do, lse2 = q_ref[block_range, head, :], do_ref[block_range, head, :], lse2_ref[head, block_range]
         delta = jnp.sum(o_ref[block_range, head, :].astype(jnp.float32) * do.astype(jnp.float32), axis=1)
         delta_ref[head, block_range] = delta
@@ -106,6 +109,8 @@ def dkv(
     def kernel(q_ref, k_ref, v_ref, do_ref, lse2_ref, delta_ref, first_ref, end_ref, dk_ref, dv_ref):
         block, key_head = pl.program_id(0), pl.program_id(1)
         block_range, keys = pl.ds(block * config.block_rows, config.block_rows), _rows(block, config.block_rows)
+        # The roles are exchanged: a block of keys and values stays, and tiles of queries stream past it, so that a
+        # program has all of its dk and dv and no atomic addition is needed.
         k, v = k_ref[block_range, key_head, :], v_ref[block_range, key_head, :]
         begin = lax.div(block * config.block_rows, config.tile_rows)
         tiles = (

@@ -107,6 +107,7 @@ def gemm(
         if bias_ref is not None:
             acc = acc + bias_ref[pl.ds(col0, columns)].astype(jnp.float32)[None, :]
 
+        # Tiles of both operands are loaded `num_stages` steps before they are multiplied.
         def step(i, acc):
             lhs_tile = lhs_ref[pl.ds(row0, rows), pl.ds(i * depth, depth)]
             if transposed:

@@ -77,6 +77,7 @@ def norm_backward(
 
     def kernel(dy_ref, *refs):
         *more, s_ref, inverse_ref, weight_ref, dx_ref = refs
+        # Every operand is read once, as whole rows: both sums over a row are taken in registers.
         index, inside = columns.of(rows), columns.inside(rows)
         scale = inverse_ref[pl.ds(pl.program_id(0) * rows, rows)][:, None]
         u = plt.load(dy_ref.at[index], mask=inside, other=0.0).astype(jnp.float32) * columns.weight(weight_ref)[None]

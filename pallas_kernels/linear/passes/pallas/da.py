@@ -34,6 +34,7 @@ def da(
         out_ref = rest[-1]
         col0, chunk = pl.program_id(0) * columns, pl.program_id(1)
 
+        # Blocks of rows of one adapter stream by; x is masked as it is loaded, and the sum stays in registers.
         def step(i, acc):
             row0 = (chunk * size + i if contiguous else blocks_ref[chunk, i]) * rows
             x_tile = x_ref[pl.ds(row0, rows), pl.ds(col0, columns)]

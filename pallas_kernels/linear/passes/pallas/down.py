@@ -38,8 +38,9 @@ def down(
     def kernel(x_ref, a_ref, adapter_ref, *rest):
         out_ref = rest[-1]
         row0, part = pl.program_id(0) * rows, pl.program_id(1)
-        adapter = adapter_ref[pl.program_id(0)]
+        adapter = adapter_ref[pl.program_id(0)]  # of all rows of the block
 
+        # A program has a part of the features: S is narrow, and its rows alone would not fill the device.
         def step(i, acc):
             col0 = (part * steps + i) * columns
             x_tile = x_ref[pl.ds(row0, rows), pl.ds(col0, columns)]

@@ -45,6 +45,7 @@ def dsdb(
         chunk, part = pl.program_id(0), pl.program_id(1)
         adapter = adapter_ref[chunk]
         row_ranges = [pl.ds((chunk * size + j) * rows, rows) for j in range(size)]
+        # S of a chunk stays in registers, and dS gathers there; dB of a column block is complete after one step.
         s_tiles = [s_ref[row_range, pl.ds(rank_offset, rank)] for row_range in row_ranges]
 
         def step(i, accs):

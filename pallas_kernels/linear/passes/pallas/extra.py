@@ -52,6 +52,7 @@ def extra_down(
                 return acc + dot(tile, bank_ref[adapter, ranks, features], trans_rhs=True)
             return acc + dot(tile, bank_ref[adapter, features, ranks])
 
+        # Zero steps, and so zeros, where the block's adapter has no ranks in this group.
         count = steps * _reaches(group, width, active_ref[block])
         acc = lax.fori_loop(0, count, step, jnp.zeros((rows, width), jnp.float32))
         out_ref[part, pl.ds(row0, rows), ranks] = acc.astype(out_ref.dtype)
@@ -169,7 +170,7 @@ def extra_sums(
                 tile = jnp.where(keep_tile(rest[0], row0, col0, rows, columns), tile, jnp.zeros_like(tile))
             return acc + dot(tile, s_ref[pl.ds(row0, rows), pl.ds(group * width, width)], trans_lhs=True)
 
-        @pl.when(count_ref[chunk] > 0)
+        @pl.when(count_ref[chunk] > 0)  # nobody reads the sums of a chunk without blocks
         def _():
             count = count_ref[chunk] * _reaches(group, width, active_ref[chunk])
             out_ref[chunk, group, features, :] = lax.fori_loop(0, count, step, jnp.zeros((columns, width), jnp.float32))

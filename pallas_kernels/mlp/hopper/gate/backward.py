@@ -168,6 +168,7 @@ def _fetch(static: _Static, refs: _Refs, unit: _Unit, step, slot, block) -> None
 
     @pl.when(step < unit.count)
     def _():
+        # All copies of a row block arrive at one barrier, for which `_work_on_rows` waits before it reads any of them.
         rows, barrier = pl.ds(block * ROWS, ROWS), refs.barrier(slot)
         for source, target in (
             (refs.gate_gmem, refs.gate_smem),
@@ -245,6 +246,7 @@ def gradient_tile(
         low_dh, low_gate, low_up = products(*factors(columns))  # complete when this returns
         if words is not None:
             low_dh = keep_words_of(low_dh, words, first=first // WORDS)
+        # Results overwrite the operands, part by part, in the tiles from which they leave.
         dh = registers(dh_smem.at[:, columns]) + low_dh
         u = registers(up_smem.at[:, columns]) + low_up
         g = registers(gate_smem.at[:, columns]) + low_gate

@@ -262,6 +262,7 @@ def gate_tile(
         low_gate, low_up = products(*(low_factors(s_smem, b_smem.at[:, columns], part) for part in places))
         g = registers(gate_smem.at[:, columns]) + low_gate
         u = registers(up_smem.at[:, columns]) + low_up
+        # The results replace operands that are in registers now; only `rounded_smem` is a tile of its own.
         h = g * sigmoid(g) * u
         if rounding is not None:
             store_rounded(rounding[0].at[:, columns], h, rounding[1])

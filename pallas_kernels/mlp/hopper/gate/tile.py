@@ -44,6 +44,8 @@ def launch(
         wg = lax.axis_index("wg")
         unit = lax.axis_index("program") * warpgroups + wg
 
+        # Warpgroups of a block share no data: each has its tiles and barriers, cut out of common allocations, because
+        # an allocation is made by all warpgroups together.
         @functools.partial(
             pl.run_scoped,
             **{
@@ -59,6 +61,7 @@ def launch(
         def _(**scratch):
             parts = {key: scratch[key].at[wg] for key in tiles}
             parts |= {key: functools.partial(_barrier, scratch[key], wg, count) for key, (_, count) in barriers.items()}
+            # The last block may have a warpgroup too many; it takes part in the allocation and does nothing.
             pl.when(unit < units)(lambda: work(unit, gmem, **parts))
 
     return plgpu.kernel(

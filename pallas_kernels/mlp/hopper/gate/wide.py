@@ -291,7 +291,7 @@ def _factors(low, bank, sides, columns) -> list[tuple[Any, Any]]:
 
 def _sum(static: _Static, refs: Refs, work: _Work) -> None:
     """The summing warpgroup: keeps dS of all row blocks in registers."""
-    plgpu.barrier_wait(refs.low_ready)
+    plgpu.barrier_wait(refs.low_ready)  # S and dS of all row blocks have arrived, and stay
 
     @functools.partial(pl.run_scoped, ds_accs=[[plgpu.ACC((ROWS, RANK), jnp.float32)] * 2] * static.size)
     def _(ds_accs):
@@ -326,6 +326,7 @@ def _sum_column(static: _Static, refs: Refs, work: _Work, ds_accs, step, _) -> N
 
 def _multiply(static: _Static, refs: Refs, ds_accs, accs, j, slot, bank) -> None:
     """dA += h^T dS, dB += dgate^T S, dS += dgate B^T, for gate and up."""
+    # All products are issued without a wait between them. They read gradients and bank until the wait at the end.
     low, bank_s = refs.low_s.at[j], refs.bank_s.at[bank]
     gradients = refs.gate_s.at[slot], refs.up_s.at[slot]
     plgpu.wgmma(accs[0], _transposed(refs.dh_s.at[slot]), _transposed(_rows(low, LOW_ROWS[DS])))
