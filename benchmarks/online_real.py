@@ -1,6 +1,6 @@
 """Do jobs that come and go on a real GPU end when the online simulator says?
 
-    python -m benchmarks.online_real --out results          # one H200, 110 s with its start
+    python -m benchmarks.online_real --out results          # one H200 or H100 (80 GiB), 160 s with its start
     python -m benchmarks.online_real --small --out /tmp/x   # a tiny model on a CPU: tries the mechanics
     python -m benchmarks.online_real --again results --out /tmp/x   # predicts again, for timelines of an earlier run
 
@@ -58,14 +58,17 @@ from lorafusion_jax.pipeline.profile import profile_stages
 from lorafusion_jax.pipeline.spans import Spans
 from lorafusion_jax.pipeline.stage import Stage
 from lorafusion_jax.pipeline.stage_weights import StageWeights
-from lorafusion_jax.planning.prediction import DEVICES, predicted_costs, this_device
+from lorafusion_jax.planning.auto import device_for_rates
+from lorafusion_jax.planning.prediction import DEVICES, memory_of, predicted_costs
 from lorafusion_jax.training import changes as training
 from lorafusion_jax.training.hooks import Hooks
 from lorafusion_jax.training.job import Job as Training
 from lorafusion_jax.training.loop import Loop
 from lorafusion_jax.training.state import Progress
+from pallas_kernels.device import device_kind
 from scheduling import CostModel, Plan, Timeline, simulate
 from scheduling.online import ClusterResult, Job, Worker
+from scheduling.online.facts import GIB
 
 DROPOUT = 0.1
 
@@ -73,7 +76,7 @@ DROPOUT = 0.1
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=8, help="of the 32 of Llama-3.1-8B")
-    parser.add_argument("--device", default=this_device(), choices=DEVICES, help="whose default costs predict")
+    parser.add_argument("--device", choices=DEVICES, help="whose default costs predict (default: the attached one)")
     parser.add_argument("--scenarios", nargs="+", choices=SCENARIOS, default=[*SCENARIOS])
     parser.add_argument("--again", type=Path, help="folder with timelines of an earlier run, which are not run again")
     parser.add_argument("--small", action="store_true", help="a tiny model and few steps")
@@ -88,7 +91,9 @@ class Real:
     """Both scenarios on one set of frozen weights; equal adapters share their programs."""
 
     def __init__(self, options: argparse.Namespace):
-        self.options, self.began, self.device = options, time.perf_counter(), options.device
+        self.options, self.began = options, time.perf_counter()
+        self.device: str = options.device or device_for_rates(device_kind())
+        self.worker = Worker("host0", 1, memory_gib=memory_gib(self.device), device=self.device)
         shape = SHAPES["tiny"] | {"num_layers": 1} if options.small else SHAPES["8b"] | {"num_layers": options.layers}
         self.model = ModelConfig(**shape)
         self.dtype = jnp.float32 if options.small else jnp.bfloat16
@@ -98,7 +103,8 @@ class Real:
         self.out: Path = options.out or Path(__file__).parent / "results" / name
         self.out.mkdir(parents=True, exist_ok=True)
         asked = {name: str(value) for name, value in vars(options).items() if name != "out"}
-        what = {"layers": self.model.num_layers, "capacity_tokens": self.capacity, "dropout": DROPOUT}
+        what = {"device": self.device, "card": measured_on["device"], "memory_gib": self.worker.memory_gib}
+        what |= {"layers": self.model.num_layers, "capacity_tokens": self.capacity, "dropout": DROPOUT}
         (self.out / "conditions.json").write_text(json.dumps(measured_on | asked | what, indent=1) + "\n")
         self._base: list[tuple[StageWeights, StageMesh]] = []
         self._stage: tuple[tuple[AdapterSpec, ...], Stage] | None = None
@@ -117,7 +123,7 @@ class Real:
         small = {"scale": 0.05, "shorter": 8.0} if self.options.small else {}
         costs = predicted_costs(self.config(name), self.model, self.device)
         jobs = draw_jobs(name, self.model, costs, self.capacity, **small)
-        result, moves = simulated(jobs, Worker("host0", 1, device=self.device), costs, self.capacity)
+        result, moves = simulated(jobs, self.worker, costs, self.capacity)
         plan, changes = planned(jobs, moves, costs, capacity_tokens=self.capacity, tile_tokens=self.tile)
         self.say(f"{name}: {plan.num_slots} slots, {plan.density:.1%} full, {result.makespan_s:.1f} s simulated")
         for move in moves:
@@ -231,6 +237,12 @@ class Real:
         print(text, flush=True)
         with (self.out / "log.txt").open("a", encoding="utf-8") as file:
             file.write(text + "\n")
+
+
+def memory_gib(device: str) -> float:
+    """GiB of a device; those of the scheduler's usual worker if its memory is not the limit, as on a CPU."""
+    known = memory_of(device)
+    return known / GIB if known else Worker("usual", 1).memory_gib
 
 
 def _with_errors(seconds: Mapping[str, float]) -> dict[str, float]:

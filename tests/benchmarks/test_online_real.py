@@ -24,6 +24,12 @@ def read(file):
     return list(csv.DictReader(file.read_text().splitlines()))
 
 
+def test_the_policy_knows_the_memory_of_the_card():
+    assert 75 <= online_real.memory_gib("h100") <= 80
+    assert 135 <= online_real.memory_gib("h200") <= 145
+    assert online_real.memory_gib("cpu") == Worker("usual", 1).memory_gib
+
+
 @pytest.fixture(scope="module", params=SCENARIOS)
 def scenario(request):
     jobs = draw_jobs(request.param, QUARTER, COSTS, CAPACITY)
