@@ -6,9 +6,18 @@ from collections.abc import Iterator, Sequence
 from math import inf
 
 from scheduling.errors import PlanError
-from scheduling.online.patience import PATIENCE, StepCost, fair_times_s, step_cost, users_above_share, worker_sizes
+from scheduling.online.patience import (
+    PATIENCE,
+    StepCost,
+    fair_times_s,
+    owed_s,
+    step_cost,
+    users_above_share,
+    worker_sizes,
+)
 from scheduling.online.rates import MESHES, Rates
 from scheduling.online.state import ClusterState, Decision, GroupState, Policy, Traits, after, held_gpus
+from scheduling.online.types import Job
 
 BOUND_SLACK = 1e-6
 
@@ -133,17 +142,22 @@ def _starvation(state: ClusterState, groups: dict[str, GroupState], rates: Rates
     started = [state.jobs[name] for name in running if state.jobs[name].group is None]
     if not started:
         return
-    latest, costs = max(job_state.job.arrival_s for job_state in started), _costs(state, rates)
+    latest, sizes = max(job_state.job.arrival_s for job_state in started), worker_sizes(state)
     patient = [
-        job_state for job_state in state.jobs.values() if job_state.job.arrival_s < latest and job_state.group is None
+        job_state
+        for name, job_state in state.jobs.items()
+        if job_state.group is None and job_state.job.arrival_s < latest and name not in running
     ]
-    patient = [job_state for job_state in patient if job_state.job.name not in running]
+
+    def cost(job: Job) -> StepCost:
+        return step_cost(rates, job, sizes)
+
     if not any(
-        job_state.waited(now) > PATIENCE * job_state.job.steps * costs[job_state.job.name].seconds
+        job_state.waited(now) > PATIENCE * job_state.job.steps * cost(job_state.job).seconds / job_state.speed
         for job_state in patient
     ):
         return
-    fair_s, above = fair_times_s(state, costs), users_above_share(state)
+    fair_s, above = fair_times_s(state, cost), users_above_share(owed_s(state))
     for job_state in patient:
         if job_state.job.user not in above and job_state.waited(now) > PATIENCE * fair_s[job_state.job.name]:
             later = [
@@ -152,13 +166,6 @@ def _starvation(state: ClusterState, groups: dict[str, GroupState], rates: Rates
             if later:
                 yield f"{later[0].job.name} starts while {job_state.job.name} has waited {job_state.waited(now):.0f} s"
                 return
-
-
-def _costs(state: ClusterState, rates: Rates) -> dict[str, StepCost]:
-    sizes = worker_sizes(state)
-    return {
-        name: step_cost(rates, job_state.job, sizes).at_speed(job_state.speed) for name, job_state in state.jobs.items()
-    }
 
 
 def _quotas(state: ClusterState, groups: dict[str, GroupState]) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -72,7 +73,7 @@ RANK_CLASSES = (16, 32, 64, 128, 256)
 def rank_class(ranks: Iterable[int]) -> int:
     """The class of places that hold these ranks; programs depend on the largest."""
     largest = max(ranks)
-    return next((size for size in RANK_CLASSES if largest <= size), largest)
+    return RANK_CLASSES[bisect_left(RANK_CLASSES, largest)] if largest <= RANK_CLASSES[-1] else largest
 
 
 def slot_cost(costs: CostModel, num_stages: int, trains: float = 1.0) -> SlotCost:

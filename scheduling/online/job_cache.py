@@ -35,13 +35,18 @@ class JobCache:
 
     def once(self, job: Job, what: tuple[Any, ...], search: Callable[[], Any]) -> Any:
         """The result of `search`, which is called once for a job and a question."""
+        known = self.results(job)
+        if what not in known:
+            known[what] = search()
+        return known[what]
+
+    def results(self, job: Job) -> dict[tuple[Any, ...], Any]:
+        """What is known of a job, by question."""
         key = self.key(job)
         known = self._results.get(key)
         if known is None:
             known = self._results[key] = {}
-        if what not in known:
-            known[what] = search()
-        return known[what]
+        return known
 
     def _forget_oldest(self) -> None:
         """Forgets half of the jobs, those seen first. Keys are not used again, for caches of groups have them."""

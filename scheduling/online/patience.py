@@ -8,15 +8,19 @@ on that share after the work that its user had left when it arrived:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from scheduling.online.rates import Kind, Rates
-from scheduling.online.state import ClusterState
+from scheduling.online.state import ClusterState, JobState
 from scheduling.online.types import Job
 
 PATIENCE = 4.0  # longest wait while later jobs of equal weight start, in multiples of the job's fair time
 ABOVE_S = 600.0  # GPU-seconds by which a user is above its share
+Floats = NDArray[np.float64]
 Sizes = tuple[tuple[Kind, int], ...]
 
 
@@ -45,14 +49,88 @@ def step_cost(rates: Rates, job: Job, sizes: Sizes) -> StepCost:
     return StepCost(best.gpu_s(1), best.step_s) if best else StepCost(0.0, 0.0)
 
 
-def fair_times_s(state: ClusterState, costs: Mapping[str, StepCost]) -> dict[str, float]:
-    """The fair time of every unfinished job, from its arrival to its end; infinite if it fits on no worker."""
-    share, fair = user_shares(state), dict[str, float]()
-    for name, job_state in state.jobs.items():
-        cost, steps = costs[name], job_state.job.steps
-        work_s = job_state.ahead_s + cost.gpu_s * steps
-        fair[name] = max(cost.seconds * steps, work_s / share[job_state.job.user]) if cost.gpu_s else float("inf")
-    return fair
+class Columns(NamedTuple):
+    """Numbers of all jobs of a state, in its order: a decision asks the same of thousands of jobs.
+
+    Attributes:
+        gpu_s, seconds: of an isolated step at the job's speed; 0 if the job fits on no worker that is up.
+        user: index in `users`, who come in the order of their first jobs.
+        due: jobs with a deadline.
+    """
+
+    names: list[str]
+    states: list[JobState]
+    users: list[str]
+    user: NDArray[np.int64]
+    gpu_s: Floats
+    seconds: Floats
+    steps: Floats
+    waits: NDArray[np.bool_]
+    due: NDArray[np.bool_]
+    at_s: Floats
+    done_steps: Floats
+    steps_per_s: Floats
+    ahead_s: Floats
+    waited_before_s: Floats
+
+    def left_steps(self, now: float) -> Floats:
+        """As `JobState.left_steps`."""
+        since = now - self.at_s
+        done = np.where(since > 0.0, self.done_steps + self.steps_per_s * since, self.done_steps)
+        return np.where(done < self.steps, self.steps - done, 0.0)
+
+    def waited_s(self, now: float) -> Floats:
+        """As `JobState.waited`."""
+        return self.waited_before_s + np.where(self.waits, now - self.at_s, 0.0)
+
+    def quotient(self, of: Floats) -> Floats:
+        """of / seconds of a step; 0 for a job that fits nowhere."""
+        return np.divide(of, self.seconds, out=np.zeros_like(of), where=self.seconds > 0)
+
+    def of(self, users: Container[str]) -> NDArray[np.bool_]:
+        """Which jobs belong to these users."""
+        return np.array([name in users for name in self.users])[self.user]
+
+    def by_name(self, values: Floats) -> dict[str, float]:
+        return dict(zip(self.names, values.tolist(), strict=True))
+
+
+def columns_of(state: ClusterState, step_cost: StepCosts) -> Columns:
+    """The columns of a state's jobs, from the cost of a job's step at its predicted rate."""
+    states = [*state.jobs.values()]
+    index: dict[str, int] = {}
+    user = [index.setdefault(job_state.job.user, len(index)) for job_state in states]
+    speed = np.array([job_state.speed for job_state in states], np.float64)
+    gpu_s, seconds = np.array([*zip(*[step_cost(job_state.job) for job_state in states], strict=True)]) / speed
+    return Columns(
+        names=[*state.jobs],
+        states=states,
+        users=[*index],
+        user=np.array(user),
+        gpu_s=gpu_s,
+        seconds=seconds,
+        steps=np.array([job_state.job.steps for job_state in states], np.float64),
+        waits=np.array([job_state.group is None for job_state in states]),
+        due=np.array([job_state.job.deadline_s is not None for job_state in states]),
+        at_s=np.array([job_state.at_s for job_state in states], np.float64),
+        done_steps=np.array([job_state.done_steps for job_state in states], np.float64),
+        steps_per_s=np.array([job_state.steps_per_s for job_state in states], np.float64),
+        ahead_s=np.array([job_state.ahead_s for job_state in states], np.float64),
+        waited_before_s=np.array([job_state.waited_s for job_state in states], np.float64),
+    )
+
+
+def fair_columns_s(jobs: Columns, shares: Mapping[str, float]) -> Floats:
+    """The fair time of every job, from its arrival to its end; infinite if it fits on no worker."""
+    share = np.array([shares[user] for user in jobs.users])[jobs.user]
+    fair_s = np.maximum(jobs.seconds * jobs.steps, (jobs.ahead_s + jobs.gpu_s * jobs.steps) / share)
+    return np.where(jobs.gpu_s > 0, fair_s, np.inf)
+
+
+def fair_times_s(state: ClusterState, step_cost: StepCosts) -> dict[str, float]:
+    """The same by name."""
+    jobs = columns_of(state, step_cost)
+    return jobs.by_name(fair_columns_s(jobs, user_shares(state)))
 
 
 def work_ahead_s(state: ClusterState, user: str, now: float, rates: Rates) -> float:
@@ -77,9 +155,9 @@ def owed_s(state: ClusterState) -> dict[str, float]:
     return {user.user.name: ratio * user.entitled - user.got for user in users}
 
 
-def users_above_share(state: ClusterState) -> frozenset[str]:
-    """Users that received more than their share."""
-    return frozenset(name for name, seconds in owed_s(state).items() if seconds < -ABOVE_S)
+def users_above_share(owed: Mapping[str, float]) -> frozenset[str]:
+    """Users that received more than their share, from `owed_s`."""
+    return frozenset(name for name, seconds in owed.items() if seconds < -ABOVE_S)
 
 
 def user_shares(state: ClusterState) -> dict[str, float]:

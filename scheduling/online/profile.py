@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import batched
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ TILE = 128
 REPLICAS = (1, 2, 4, 8)
 LARGEST_CAPACITY = 16384
 BATCHES = 12  # batches of a job that are packed to estimate how well they fill microbatches
+TOGETHER = 16  # jobs that are packed at once
 PACKED_SAMPLES = 96  # samples of a batch that are packed; larger batches are extrapolated
 LADDER = tuple(sorted({round(256 * 1.2**step / TILE) * TILE for step in range(24)} | {4096, 8192, LARGEST_CAPACITY}))
 
@@ -26,9 +29,7 @@ class Profile:
 
     Args:
         batch_tokens: mean tokens of a batch.
-        spread: standard deviation of a batch's tokens over its mean.
         longest: tokens of the longest sample, in whole tiles.
-        mean_tokens: mean tokens of a sample.
         squares: Σ length² / Σ length.
         capacities: capacities that the longest sample fits, ascending.
         slots: per number of replicas, mean slots of a batch that shares no microbatch, at each capacity.
@@ -36,9 +37,7 @@ class Profile:
     """
 
     batch_tokens: float
-    spread: float
     longest: int
-    mean_tokens: float
     squares: float
     capacities: tuple[int, ...]
     slots: dict[int, tuple[float, ...]]
@@ -87,43 +86,71 @@ def make_profile(job: Job) -> Profile:
     >>> profile.batch_tokens, profile.longest, profile.capacities[0], profile.slots[1][0]
     (3800.0, 1024, 1024, 4.0)
     """
-    lengths = np.asarray(job.lengths, np.int64)
-    longest = int(-(-lengths.max() // TILE) * TILE)
-    first = [longest] if longest not in LADDER else []
-    capacities = tuple(first + [tokens for tokens in LADDER if tokens >= longest])
-    size = min(job.global_batch, PACKED_SAMPLES)
-    batches = np.resize(lengths, (BATCHES, size))
-    bins = _first_fit(-np.sort(-batches, axis=1), np.asarray(capacities))
-    if size < job.global_batch:
-        bins = np.maximum(1, np.ceil(bins * (job.global_batch / size)).astype(np.int64))
-    mean = float(lengths.mean())
-    return Profile(
-        batch_tokens=job.global_batch * mean,
-        spread=float(lengths.std() / mean / np.sqrt(job.global_batch)),
-        longest=longest,
-        mean_tokens=mean,
-        squares=float((lengths.astype(float) ** 2).sum() / lengths.sum()),
-        capacities=capacities,
-        slots={replicas: tuple((-(-bins // replicas)).mean(axis=0).tolist()) for replicas in REPLICAS},
-        eval_every=job.eval_every,
-        eval_tokens=job.eval_tokens,
-    )
+    return make_profiles([job])[0]
 
 
-def _first_fit(batches: NDArray[np.int64], capacities: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Microbatches of every batch at every capacity, int[batches, capacities]. Samples are sorted, longest first.
+def make_profiles(jobs: Sequence[Job]) -> list[Profile]:
+    """The profiles of many jobs. Those whose batches have equally many samples are packed at once."""
+    profiles: dict[int, Profile] = {}
+    by_size: dict[int, list[int]] = {}
+    for index, job in enumerate(jobs):
+        by_size.setdefault(min(job.global_batch, PACKED_SAMPLES), []).append(index)
+    for size, indices in by_size.items():
+        for some in batched(indices, TOGETHER):
+            profiles |= zip(some, _packed([jobs[index] for index in some], size), strict=True)
+    return [profiles[index] for index in range(len(jobs))]
+
+
+def _packed(jobs: Sequence[Job], size: int) -> list[Profile]:
+    """Profiles from packing so many samples of each batch."""
+    lengths = [np.asarray(job.lengths, np.int64) for job in jobs]
+    longest = [int(-(-of.max() // TILE) * TILE) for of in lengths]
+    capacities = [_capacities(tokens) for tokens in longest]
+    counts = [len(of) for of in capacities]
+    taken = np.arange(BATCHES * size)
+    batches = np.stack([of[taken % len(of)] for of in lengths]).reshape(len(jobs), BATCHES, size)
+    samples = np.repeat(-np.sort(-batches, axis=2), counts, axis=0).reshape(-1, size)
+    bins = _first_fit(samples, np.repeat(np.concatenate(capacities), BATCHES)).reshape(-1, BATCHES)
+    scale = np.repeat([job.global_batch / size for job in jobs], counts)[:, None]
+    bins = np.ceil(bins * scale).astype(np.int64)  # a batch has at least one bin
+    slots = {replicas: ((-(-bins // replicas)).sum(axis=1) / BATCHES).tolist() for replicas in REPLICAS}
+    ends = np.cumsum(counts).tolist()
+    return [
+        Profile(
+            batch_tokens=job.global_batch * float(of.sum() / len(of)),
+            longest=tokens,
+            squares=float((of * of).sum() / of.sum()),
+            capacities=ladder,
+            slots={replicas: tuple(values[end - len(ladder) : end]) for replicas, values in slots.items()},
+            eval_every=job.eval_every,
+            eval_tokens=job.eval_tokens,
+        )
+        for job, of, tokens, ladder, end in zip(jobs, lengths, longest, capacities, ends, strict=True)
+    ]
+
+
+def _capacities(longest: int) -> tuple[int, ...]:
+    """Capacities that the longest sample fits, ascending."""
+    first = (longest,) if longest not in LADDER else ()
+    return first + tuple(tokens for tokens in LADDER if tokens >= longest)
+
+
+def _first_fit(samples: NDArray[np.int64], capacities: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Microbatches of every row of samples, longest first, at the row's capacity: int[rows].
 
     A microbatch of one job is padded to whole tiles only at its end.
     """
-    count, size = batches.shape
-    most = size + 1
-    room = np.broadcast_to(capacities[None, :, None], (count, len(capacities), most)).copy()
-    rows, columns = np.ogrid[:count, : len(capacities)]
-    used = np.zeros((count, len(capacities)), np.int64)
-    for position in range(size):
-        tokens = batches[:, position][:, None]
-        bins = int(used.max()) + 1
-        bin_index = (room[:, :, :bins] >= tokens[:, :, None]).argmax(axis=2)
-        room[rows, columns, bin_index] -= tokens
-        np.maximum(used, bin_index + 1, out=used)
+    used = np.ones(len(samples), np.int64)
+    rest = np.flatnonzero(samples.sum(axis=1) > capacities)  # the others need one
+    rows, size = len(rest), samples.shape[1]
+    left, room = samples[rest].astype(np.int32), np.repeat(capacities[rest].astype(np.int32), size).reshape(rows, size)
+    flat, first = room.reshape(-1), np.arange(rows) * size
+    last = np.zeros(rows, np.int64)
+    for position in range(size if rows else 0):
+        tokens = left[:, position]
+        fits = room[:, : int(last.max()) + 2] >= tokens[:, None]
+        index = fits.argmax(axis=1)
+        flat[first + index] -= tokens
+        np.maximum(last, index, out=last)
+    used[rest] = last + 1
     return used

@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from scheduling.online.costs import ChangeCosts, SlotCost, slot_cost
 from scheduling.online.facts import GIB, Facts, ShapeFacts, StageBytes
 from scheduling.online.job_cache import JobCache
 from scheduling.online.joint import joint_rate
-from scheduling.online.profile import LADDER, LARGEST_CAPACITY, TILE, Profile, make_profile
-from scheduling.online.sharing import GroupRate, IsolatedRate, Members, Mesh, alternate, share
+from scheduling.online.profile import LADDER, LARGEST_CAPACITY, TILE, Profile, make_profile, make_profiles
+from scheduling.online.sharing import GroupRate, IsolatedRate, Members, Mesh, alternate, share, share_slots
 from scheduling.online.types import Job
 
 MESHES = (1, 2, 4, 8)  # GPUs of a group
 USUAL_CAPACITY = 8192  # larger microbatches are barely cheaper per token
 EMPTY = 0.5  # density below which larger microbatches are not tried
 MOST_KNOWN = 300_000  # groups in a cache
+PROFILE = ("profile",)  # of a job, in its cache
 Kind = tuple[str, float]  # kind of worker: device, GiB of a GPU
+
+
+class Meshes(NamedTuple):
+    """Meshes of some GPUs that jobs fit on, by stages and capacity.
+
+    Attributes:
+        roomy: whether the last stages have room for the usual microbatch, so that no more stages are tried.
+    """
+
+    options: list[tuple[Mesh, SlotCost]]
+    roomy: bool
 
 
 class Rates:
@@ -49,7 +61,13 @@ class Rates:
 
     def profile(self, job: Job) -> Profile:
         """The profile of the job's batches, computed once."""
-        return self._jobs.once(job, ("profile",), lambda: make_profile(job))
+        return self._jobs.once(job, PROFILE, lambda: make_profile(job))
+
+    def prepare(self, jobs: Iterable[Job]) -> None:
+        """Computes the profiles of many jobs at once, in a fraction of the time."""
+        new = {self.key(job): job for job in jobs if PROFILE not in self._jobs.results(job)}
+        for job, profile in zip(new.values(), make_profiles([*new.values()]), strict=True):
+            self._jobs.results(job)[PROFILE] = profile
 
     def isolated_rate(self, job: Job, kind: Kind, gpus: int) -> IsolatedRate | None:
         """The fastest mesh of exactly this number of GPUs; None if the job fits on none."""
@@ -58,11 +76,7 @@ class Rates:
     def best_isolated_rate(self, job: Job, kind: Kind, most_gpus: int = 8) -> IsolatedRate | None:
         """The mesh of 1, 2, 4 or 8 GPUs with the fewest GPU-seconds; None if the job fits on none."""
 
-        def search() -> IsolatedRate | None:
-            rates = [rate for gpus in MESHES if gpus <= most_gpus and (rate := self.isolated_rate(job, kind, gpus))]
-            return min(rates, key=lambda rate: rate.step_s * rate.mesh.gpus, default=None)
-
-        return self._jobs.once(job, ("best", kind, most_gpus), search)
+        return self._jobs.once(job, ("best", kind, most_gpus), lambda: self._search_best(job, kind, most_gpus))
 
     def fair_steps_per_s(self, job: Job, kind: Kind, share: float) -> float:
         """Isolated steps per second on a share of GPUs.
@@ -92,6 +106,14 @@ class Rates:
             rate = self._groups[asked] = rate.reordered(again) if rate is not None else None
         return rate
 
+    def known_group(self, keys: tuple[int, ...], kind: Kind, gpus: int) -> GroupRate | None:
+        """What `group` found before for jobs of these keys; None if it was not asked or if they fit on no mesh."""
+        return self._groups.get((keys, kind, gpus))
+
+    def known_on_mesh(self, keys: tuple[int, ...], kind: Kind, mesh: Mesh) -> GroupRate | None:
+        """The same of `on_mesh`."""
+        return self._on_meshes.get((keys, kind, mesh))
+
     def on_mesh(self, members: Sequence[Job], kind: Kind, mesh: Mesh) -> GroupRate | None:
         """The rate of these jobs on this mesh; None if they do not fit."""
         key = (tuple(map(self.key, members)), kind, mesh)
@@ -115,7 +137,7 @@ class Rates:
 
     def alternating_rate(self, members: Sequence[Job], kind: Kind, gpus: int) -> GroupRate | None:
         """The fastest mesh for jobs that alternate batch by batch and never share a microbatch."""
-        meshes = self._meshes(members, kind, gpus)
+        meshes = self._meshes(members, kind, gpus).options
         rates = [alternate(self._members(members, kind, gpus), mesh, cost) for mesh, cost in meshes]
         return max(rates, key=lambda rate: rate.tokens_per_s, default=None)
 
@@ -148,10 +170,24 @@ class Rates:
             self._known[key] = search()
         return self._known[key]
 
+    def _search_best(self, job: Job, kind: Kind, most_gpus: int) -> IsolatedRate | None:
+        best = None
+        for gpus in MESHES:
+            rate = self.isolated_rate(job, kind, gpus) if gpus <= most_gpus else None
+            if rate and (best is None or rate.gpu_s(1) < best.gpu_s(1)):
+                best = rate
+            if rate and self._isolated_meshes(job, kind, gpus).roomy:
+                break  # more GPUs are replicas of the same stages, which fill whole slots at best
+        return best
+
+    def _isolated_meshes(self, job: Job, kind: Kind, gpus: int) -> Meshes:
+        profile = self.profile(job)
+        key = ("meshes", job.base_name, job.rank, job.targets, profile.longest, kind, gpus)
+        return self._once(key, lambda: self._meshes([job], kind, gpus, profile.capacities))
+
     def _search_isolated(self, job: Job, kind: Kind, gpus: int) -> IsolatedRate | None:
         profile, best = self.profile(job), None
-        key = ("meshes", job.base_name, job.rank, job.targets, profile.longest, kind, gpus)
-        for mesh, cost in self._once(key, lambda: self._meshes([job], kind, gpus, profile.capacities)):
+        for mesh, cost in self._isolated_meshes(job, kind, gpus).options:
             slots = profile.slots_at(mesh.capacity_tokens, mesh.replicas) + mesh.stages - 1
             tokens = mesh.capacity_tokens
             step_s = slots * cost.seconds(tokens, tokens * profile.squares) + profile.between_steps_s(mesh, cost)
@@ -166,6 +202,8 @@ class Rates:
             if rate := self.isolated_rate(job, kind, gpus):
                 best = max(best, 1 / rate.step_s)
                 points.append((gpus, best))
+                if share <= gpus:
+                    break
         if not points:
             return 0.0
         if share <= points[0][0]:
@@ -180,13 +218,14 @@ class Rates:
             alone = self.isolated_rate(members[0], kind, gpus)
             return self.on_mesh(members, kind, alone.mesh) if alone else None
         known, best, last = self._members(members, kind, gpus), None, None
-        for mesh, cost in self._meshes(members, kind, gpus):
+        for mesh, cost in self._meshes(members, kind, gpus).options:
             if last is not None and last.mesh.stages == mesh.stages and last.density < EMPTY:
                 continue
-            shared = share(known, mesh, cost)
-            if best is None or shared.better_than(best):
-                best = shared
-            last = shared
+            last = share_slots(known, mesh, cost)
+            if best is None or not best.within_bounds or last.tokens_per_s > best.tokens_per_s:
+                rate = last.rate(known)
+                if best is None or rate.better_than(best):
+                    best = rate
         return best
 
     def _on_mesh(
@@ -211,14 +250,12 @@ class Rates:
             bounds=[job.max_slowdown for job in members],
         )
 
-    def _meshes(
-        self, members: Sequence[Job], kind: Kind, gpus: int, capacities: Sequence[int] | None = None
-    ) -> list[tuple[Mesh, SlotCost]]:
-        """Meshes that these jobs fit on, by stages and capacity; more stages only if memory needs them."""
-        longest = max(self.profile(job).longest for job in members)
-        ladder = [tokens for tokens in LADDER if longest <= tokens <= max(longest, USUAL_CAPACITY)]
-        wanted = self._capacities or capacities or ladder
-        meshes: list[tuple[Mesh, SlotCost]] = []
+    def _meshes(self, members: Sequence[Job], kind: Kind, gpus: int, capacities: Sequence[int] | None = None) -> Meshes:
+        """Meshes that these jobs fit on; more stages only if memory needs them."""
+        longest = max([self.profile(job).longest for job in members])
+        wanted = self._capacities or capacities or LADDER
+        most = LARGEST_CAPACITY if wanted is not LADDER else max(longest, USUAL_CAPACITY)
+        meshes, roomy = list[tuple[Mesh, SlotCost]](), False
         for stages in MESHES:
             if stages > gpus or gpus % stages or stages > members[0].shape.num_layers:
                 continue
@@ -227,14 +264,17 @@ class Rates:
                 room = min(LARGEST_CAPACITY, self._stage(members[0], stages, recompute).room(kind[1], adapters))
                 if recompute and before >= longest + 4 * TILE:
                     break
-                cost = self._cost(members[0], kind, stages, recompute) if room > before else None
-                if cost is not None:
-                    fitting = (tokens for tokens in wanted if max(before, longest - 1) < tokens <= room)
-                    meshes += [(Mesh(stages, gpus // stages, tokens), cost) for tokens in fitting]
+                if room > before:
+                    cost = self._cost(members[0], kind, stages, recompute)
+                    low, high = max(before, longest - 1), min(room, most)
+                    meshes += [
+                        (Mesh(stages, gpus // stages, tokens), cost) for tokens in wanted if low < tokens <= high
+                    ]
                 before = room
-            if before >= USUAL_CAPACITY >= longest:
+            roomy = before >= USUAL_CAPACITY >= longest
+            if roomy:
                 break
-        return meshes
+        return Meshes(meshes, roomy)
 
     def _cost(self, job: Job, kind: Kind, stages: int, recompute: bool) -> SlotCost:
         key = ("cost", job.base_name, kind[0], stages, recompute)

@@ -91,9 +91,34 @@ class Members(NamedTuple):
     bounds: Sequence[float]
 
 
+class Slots(NamedTuple):
+    """What the slots of a group hold on average.
+
+    Args:
+        slot_s: seconds of a slot, with its part of what the group stops for.
+        steps: optimizer steps of each member in a slot.
+        density: real tokens / room.
+    """
+
+    mesh: Mesh
+    slot_s: float
+    steps: Sequence[float]
+    tokens_per_s: float
+    density: float
+
+    def rate(self, members: Members) -> GroupRate:
+        steps = [steps / self.slot_s for steps in self.steps]
+        return group_rate(self.mesh, steps, self.tokens_per_s, members.fair, members.bounds, self.density)
+
+
 def share(members: Members, mesh: Mesh, cost: SlotCost) -> GroupRate:
     """Rates of jobs that share microbatches."""
-    profiles, weights, fair, bounds = members
+    return share_slots(members, mesh, cost).rate(members)
+
+
+def share_slots(members: Members, mesh: Mesh, cost: SlotCost) -> Slots:
+    """How jobs that share microbatches fill them."""
+    profiles = members.profiles
     room = mesh.replicas * mesh.capacity_tokens
     caps: list[float] = []
     padded, squares = 0.0, 0.0
@@ -105,12 +130,12 @@ def share(members: Members, mesh: Mesh, cost: SlotCost) -> GroupRate:
     wanted = sum(caps)
     tokens = wanted
     if len(caps) > 1:
-        caps = fair_shares(caps, weights, filled(padded / room, len(caps)) * room * wanted / padded)
+        caps = fair_shares(caps, members.weights, filled(padded / room, len(caps)) * room * wanted / padded)
         tokens = sum(caps)
-    per_slot = [cap / profile.batch_tokens for cap, profile in zip(caps, profiles, strict=True)]
+    steps = [cap / profile.batch_tokens for cap, profile in zip(caps, profiles, strict=True)]
     slot_s = cost.seconds(mesh.capacity_tokens, mesh.capacity_tokens * squares / wanted)
-    slot_s += between_steps_s(profiles, per_slot, mesh, cost)
-    return group_rate(mesh, [steps / slot_s for steps in per_slot], tokens / slot_s, fair, bounds, tokens / room)
+    slot_s += between_steps_s(profiles, steps, mesh, cost)
+    return Slots(mesh, slot_s, steps, tokens / slot_s, tokens / room)
 
 
 def alternate(members: Members, mesh: Mesh, cost: SlotCost) -> GroupRate:

@@ -158,6 +158,7 @@ class Simulator:
         self.decisions += [(self.now, str(decision)) for decision in decisions]
 
     def _refuse_misfits(self) -> None:
+        self.rates.prepare(self.jobs.values())
         for job in self.jobs.values():
             if not any(
                 self.rates.best_isolated_rate(job, worker.kind, worker.gpus) for worker in self.workers.values()

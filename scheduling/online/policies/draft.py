@@ -45,6 +45,7 @@ class Draft:
             self.by_worker[group.worker][name] = group
         self.free = {name: [True] * worker.gpus for name, worker in state.workers.items()}
         self.count = {name: worker.gpus for name, worker in state.workers.items()}  # of free GPUs
+        self._kinds = {name: worker.kind for name, worker in state.workers.items()}
         self._names: dict[Kind, list[str]] = {}
         self._tightest: dict[tuple[int, Kind], tuple[str, int] | None] = {}  # until a GPU is taken or freed
         self._idle: list[DraftGroup] | None = None
@@ -63,11 +64,11 @@ class Draft:
     def names_of(self, kind: Kind) -> list[str]:
         """Workers of a kind."""
         if kind not in self._names:
-            self._names[kind] = [name for name, worker in self.state.workers.items() if worker.kind == kind]
+            self._names[kind] = [name for name, of in self._kinds.items() if of == kind]
         return self._names[kind]
 
     def kind(self, group: DraftGroup) -> Kind:
-        return self.state.workers[group.worker].kind
+        return self._kinds[group.worker]
 
     def blocks(self, size: int, kind: Kind) -> Iterator[tuple[str, int]]:
         """(worker, first GPU) of free aligned blocks on workers of a kind, fullest worker first."""

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from scheduling.online import ClusterState, GroupState, Job, JobState, Ours, Rates, Settings, Worker, simulate_cluster
-from scheduling.online.policies.ours.claims import StepCost, weigh
+from scheduling.online.patience import StepCost
+from scheduling.online.policies.ours.claims import weigh
 from scheduling.online.policies.ours.moves.evict import evict
 from scheduling.online.policies.ours.packing import pack
 from scheduling.online.policies.ours.search import Search

@@ -21,7 +21,7 @@ from scheduling.online import (
     simulate_cluster,
 )
 from scheduling.online.fairness import fair_finishes_s
-from scheduling.online.patience import PATIENCE, fair_times_s, step_cost, users_above_share, work_ahead_s
+from scheduling.online.patience import PATIENCE, fair_times_s, owed_s, step_cost, users_above_share, work_ahead_s
 
 RATES = Rates()
 KIND = ("h200", 140.0)
@@ -67,14 +67,14 @@ def state_of(*jobs, users=(), gpus=8, now=0.0):
     )
 
 
-def costs_of(state):
-    return {name: step_cost(RATES, job_state.job, ((KIND, 8),)) for name, job_state in state.jobs.items()}
+def cost_of(job):
+    return step_cost(RATES, job, ((KIND, 8),))
 
 
 def test_the_fair_time_counts_the_users_own_work_and_its_share():
     jobs = [JobState(lasting("a", "ann", 800.0), ahead_s=4000.0), JobState(lasting("b", "bob", 9000.0))]
     state = state_of(*jobs, users=[UserState(User("ann")), UserState(User("bob", 3.0))])
-    fair = fair_times_s(state, costs_of(state))
+    fair = fair_times_s(state, cost_of)
     assert fair["a"] == pytest.approx(4800.0 / 2, rel=0.01)  # a quarter of eight GPUs
     assert fair["b"] == pytest.approx(9000.0 / min(6, STEP.mesh.gpus), rel=0.01)
     assert work_ahead_s(state, "bob", 0.0, RATES) == pytest.approx(9000.0, rel=0.01)
@@ -84,9 +84,9 @@ def test_users_are_above_their_share_only_beside_others():
     """Groups do more work than isolated jobs, so a user alone may receive more than its share."""
     jobs = [JobState(lasting("a", "ann", 800.0)), JobState(lasting("b", "bob", 800.0))]
     greedy, modest = UserState(User("ann"), got=9000.0, entitled=5000.0), UserState(User("bob"), 1000.0, 5000.0)
-    assert users_above_share(state_of(*jobs, users=[greedy, modest])) == {"ann"}
-    assert users_above_share(state_of(jobs[0], users=[greedy, modest])) == set()
-    assert users_above_share(state_of(*jobs)) == set()
+    assert users_above_share(owed_s(state_of(*jobs, users=[greedy, modest]))) == {"ann"}
+    assert users_above_share(owed_s(state_of(jobs[0], users=[greedy, modest]))) == set()
+    assert users_above_share(owed_s(state_of(*jobs))) == set()
 
 
 def opened(name):
@@ -99,7 +99,7 @@ def opened(name):
 def test_the_checker_knows_how_long_a_job_may_wait(waited, allowed):
     """Bob's job came first. Its patience is a multiple of its fair time, and no other number."""
     jobs = [JobState(lasting("b", "bob", 800.0)), JobState(lasting("a", "ann", 800.0, 10.0), at_s=10.0)]
-    fair_s = fair_times_s(state_of(*jobs, gpus=1), costs_of(state_of(*jobs)))["b"]
+    fair_s = fair_times_s(state_of(*jobs, gpus=1), cost_of)["b"]
     now = waited * PATIENCE * fair_s
     state = state_of(*jobs, gpus=1, now=now)
     assert (PATIENCE, fair_s) == (4.0, pytest.approx(1600.0, rel=0.01))

@@ -19,12 +19,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf
 
+import numpy as np
+
 from scheduling.errors import PlanError
 from scheduling.online.patience import (
     PATIENCE,
-    StepCost,
+    Columns,
+    Floats,
     StepCosts,
-    fair_times_s,
+    columns_of,
+    fair_columns_s,
     owed_s,
     user_shares,
     users_above_share,
@@ -50,16 +54,14 @@ class Claims:
     """Claims of all jobs at one time.
 
     Args:
-        work: GPU-seconds of an isolated step.
         step: value of a step.
         order: value of a GPU-second of work: the order of jobs.
         urgent: waiting jobs to start as soon as possible, by arrival.
         overdue: those of them that no later job of their weight may overtake.
         pressed: names of all jobs, waiting or not, that have waited long or would miss their deadline soon.
-        least_rate: steps per second below which a job of a user within its share joins no group.
+        least_rate: steps per second below which a job joins no group; above 0 for users within their share.
     """
 
-    work: Mapping[str, float]
     step: Mapping[str, float]
     order: Mapping[str, float]
     urgent: tuple[JobState, ...]
@@ -74,41 +76,41 @@ def weigh(state: ClusterState, now: float, settings: Settings, step_cost: StepCo
     Raises:
         PlanError: `online.speed`.
     """
-    costs = {name: _checked_cost(job_state, step_cost) for name, job_state in state.jobs.items()}
-    left_s = {name: costs[name].seconds * job_state.left_steps(now) for name, job_state in state.jobs.items()}
-    fair_s, demand = fair_times_s(state, costs), _demand(state, costs)
-    patience_s = _patience_s(state, fair_s)
-    within = users_within_share(state, demand)
-    order = _values(state, left_s, costs, settings, within)
-    late_s = _late_s(state, costs, left_s, fair_s, _protected_users(state, demand, within))
-    largest = max(order.values(), default=1.0)
-    urgent: list[JobState] = []
-    pressed: set[str] = set()
-    for name, job_state in state.jobs.items():
-        longest_s = min(settings.urgent * patience_s[name], late_s.get(name, inf))
-        if settings.urgency and order[name] and is_urgent(job_state, now, left_s[name], longest_s):
-            order[name] = URGENT * largest
-            pressed.add(name)
-            if job_state.group is None:
-                urgent.append(job_state)
+    jobs, shares, owed = _checked_columns(state, step_cost), user_shares(state), owed_s(state)
+    left_s, waited_s = jobs.seconds * jobs.left_steps(now), jobs.waited_s(now)
+    demand = _demand(jobs)
+    within = users_within_share(shares, demand)
+    order = _values(state, jobs, left_s, settings, within)
+    fair_s = fair_columns_s(jobs, shares)
+    patience_s = np.where(jobs.of(users_above_share(owed)), inf, PATIENCE * fair_s)
+    late_s = _late_s(jobs, left_s, fair_s, owed, _protected_users(state, demand, within))
+    largest, longest_s = float(order.max(initial=-inf)), np.minimum(settings.urgent * patience_s, late_s)
+    pressed = _pressed(jobs, now, left_s, waited_s, longest_s) if settings.urgency else []
+    pressed = [index for index in pressed if order[index]]
+    order[pressed] = URGENT * largest
+    for index, job_state in enumerate(jobs.states):
         if job_state.job.priority:
-            order[name] *= (PRIORITY * largest) ** job_state.job.priority
-    urgent.sort(key=lambda job_state: (job_state.job.arrival_s, job_state.job.name))
+            order[index] *= (PRIORITY * largest) ** job_state.job.priority
+    urgent = [index for index in pressed if jobs.states[index].group is None]
+    urgent.sort(key=lambda index: (jobs.states[index].job.arrival_s, jobs.names[index]))
     return Claims(
-        work={name: cost.gpu_s for name, cost in costs.items()},
-        step={name: order[name] * cost.gpu_s for name, cost in costs.items()},
-        order=order,
-        urgent=tuple(urgent),
-        overdue=tuple(
-            job_state for job_state in urgent if job_state.waited(now) > SPENT * patience_s[job_state.job.name]
-        ),
-        pressed=frozenset(pressed),
-        least_rate={
-            name: 1 / costs[name].seconds / job_state.job.max_slowdown
-            for name, job_state in state.jobs.items()
-            if job_state.job.user in within and costs[name].seconds
-        },
+        step=jobs.by_name(order * jobs.gpu_s),
+        order=jobs.by_name(order),
+        urgent=tuple(jobs.states[index] for index in urgent),
+        overdue=tuple(jobs.states[index] for index in urgent if waited_s[index] > SPENT * patience_s[index]),
+        pressed=frozenset(jobs.names[index] for index in pressed),
+        least_rate=jobs.by_name(_least_rates(jobs, within)),
     )
+
+
+def _pressed(jobs: Columns, now: float, left_s: Floats, waited_s: Floats, longest_s: Floats) -> list[int]:
+    """Jobs that have waited long, or would miss their deadline soon."""
+    candidates = (waited_s > longest_s) | jobs.due
+    return [
+        index
+        for index in np.flatnonzero(candidates).tolist()
+        if is_urgent(jobs.states[index], now, left_s[index], longest_s[index])
+    ]
 
 
 def is_urgent(job_state: JobState, now: float, left_s: float, longest_wait_s: float) -> bool:
@@ -119,38 +121,27 @@ def is_urgent(job_state: JobState, now: float, left_s: float, longest_wait_s: fl
     return job_state.waited(now) > longest_wait_s
 
 
-def _values(
-    state: ClusterState,
-    left_s: Mapping[str, float],
-    costs: Mapping[str, StepCost],
-    settings: Settings,
-    within: frozenset[str],
-) -> dict[str, float]:
+def _values(state: ClusterState, jobs: Columns, left_s: Floats, settings: Settings, within: frozenset[str]) -> Floats:
     """The value of a GPU-second of each job's work; 0 if the job fits on no worker that is up."""
     gpus = sum(worker.gpus for worker in state.workers.values())
-    values, fitting = dict.fromkeys(state.jobs, 0.0), [name for name in state.jobs if costs[name].gpu_s]
+    values, fitting = np.zeros(len(jobs.names)), np.flatnonzero(jobs.gpu_s)
     if settings.short_first:
-        work_s = {name: left_s[name] * costs[name].gpu_s / costs[name].seconds for name in fitting}
-        fitting = order_of(state, work_s, within, settings.fairness)
-    for position, name in enumerate(fitting):
-        later = len(fitting) - 1 - position
-        values[name] = costs[name].seconds / costs[name].gpu_s + QUEUE * later / gpus
+        scaled_work = _scaled_work(state, jobs, left_s, within, settings.fairness)
+        fitting = fitting[np.argsort(scaled_work[fitting], kind="stable")]
+    later = np.arange(len(fitting) - 1, -1, -1)
+    values[fitting] = jobs.seconds[fitting] / jobs.gpu_s[fitting] + QUEUE * later / gpus
     return values
 
 
-def order_of(state: ClusterState, work_s: Mapping[str, float], within: frozenset[str], fairness: float) -> list[str]:
-    """Jobs by  work / (what their user was entitled to / what it got)^(2 · fairness), and by 0.8 of it for some.
+def _scaled_work(state: ClusterState, jobs: Columns, left_s: Floats, within: frozenset[str], fairness: float) -> Floats:
+    """work / (what their user was entitled to / what it got)^(2 · fairness) of every job, and 0.8 of it for some.
 
-    Args:
-        work_s: GPU-seconds that each job has left.
-        within: users who ask for no more than their share. They come first among users with jobs of similar size.
+    Work is the GPU-seconds that a job has left. Users who ask for no more than their share come first among users with
+    jobs of similar size.
     """
-    factor = {name: user_factor(user) ** (2 * fairness) for name, user in state.users.items()}
-    scaled_work: dict[str, float] = {}
-    for name, work in work_s.items():
-        user = state.jobs[name].job.user
-        scaled_work[name] = work / factor.get(user, 1.0) * (SIMILAR if user in within and fairness else 1.0)
-    return sorted(scaled_work, key=scaled_work.__getitem__)
+    factors = [user_factor(state.users[name]) ** (2 * fairness) if name in state.users else 1.0 for name in jobs.users]
+    similar = np.where(jobs.of(within), SIMILAR if fairness else 1.0, 1.0)
+    return jobs.quotient(left_s * jobs.gpu_s) / np.array(factors)[jobs.user] * similar
 
 
 def user_factor(user: UserState) -> float:
@@ -158,20 +149,11 @@ def user_factor(user: UserState) -> float:
     return min(MOST, max(LEAST, (user.entitled + OWED_S) / (max(0.0, user.got) + OWED_S)))
 
 
-def _patience_s(state: ClusterState, fair_s: Mapping[str, float]) -> dict[str, float]:
-    """Seconds that each job may wait while later jobs of its weight start; infinite for users above their share."""
-    above = users_above_share(state)
-    return {
-        name: inf if job_state.job.user in above else PATIENCE * fair_s[name] for name, job_state in state.jobs.items()
-    }
-
-
-def users_within_share(state: ClusterState, demand: Mapping[str, float]) -> frozenset[str]:
+def users_within_share(shares: Mapping[str, float], demand: Mapping[str, float]) -> frozenset[str]:
     """Users whose jobs ask for no more GPUs than their share."""
-    share = user_shares(state)
-    if len(share) < 2:
+    if len(shares) < 2:
         return frozenset()  # one user has nobody to be protected from
-    return frozenset(user for user in share if demand[user] <= share[user])
+    return frozenset(user for user in shares if demand[user] <= shares[user])
 
 
 def _protected_users(state: ClusterState, demand: Mapping[str, float], within: frozenset[str]) -> frozenset[str]:
@@ -180,37 +162,35 @@ def _protected_users(state: ClusterState, demand: Mapping[str, float], within: f
     return within if max(demand.values(), default=0.0) > FLOOD * gpus else frozenset()
 
 
-def _demand(state: ClusterState, costs: Mapping[str, StepCost]) -> dict[str, float]:
+def _demand(jobs: Columns) -> dict[str, float]:
     """GPUs that the jobs of every user would take at once, each on its best mesh."""
-    demand: dict[str, float] = {}
-    for name, job_state in state.jobs.items():
-        gpus = costs[name].gpu_s / costs[name].seconds if costs[name].seconds else 0.0
-        demand[job_state.job.user] = demand.get(job_state.job.user, 0.0) + gpus
-    return demand
+    gpus = np.bincount(jobs.user, weights=jobs.quotient(jobs.gpu_s), minlength=len(jobs.users))
+    return dict(zip(jobs.users, gpus.tolist(), strict=True))
 
 
-def _late_s(
-    state: ClusterState,
-    costs: Mapping[str, StepCost],
-    left_s: Mapping[str, float],
-    fair_s: Mapping[str, float],
-    modest: frozenset[str],
-) -> dict[str, float]:
-    """Seconds after which a job of a modest user goes first, or stays, if its user is owed a part of its work."""
-    owed, late_s = owed_s(state), dict[str, float]()
-    for name, job_state in state.jobs.items():
-        cost = costs[name]
-        if job_state.job.user in modest and cost.seconds:
-            work_s = left_s[name] * cost.gpu_s / cost.seconds
-            if job_state.group is not None or owed.get(job_state.job.user, 0.0) >= OWED * work_s:
-                late_s[name] = LATE * fair_s[name] - cost.seconds * job_state.job.steps
-    return late_s
+def _late_s(jobs: Columns, left_s: Floats, fair_s: Floats, owed: Mapping[str, float], modest: frozenset[str]) -> Floats:
+    """Seconds after which a job of a modest user goes first, or stays, if its user is owed a part of its work.
+
+    Infinite for all others.
+    """
+    owed_work_s = np.array([owed.get(user, 0.0) for user in jobs.users])[jobs.user]
+    stays = ~jobs.waits | (owed_work_s >= OWED * jobs.quotient(left_s * jobs.gpu_s))
+    protected = jobs.of(modest) & (jobs.seconds > 0) & stays
+    return np.where(protected, LATE * fair_s - jobs.seconds * jobs.steps, inf)
 
 
-def _checked_cost(job_state: JobState, step_cost: StepCosts) -> StepCost:
-    if not 0 < job_state.speed < inf:
-        raise PlanError(
-            "online.speed", f"{job_state.job.name}: speed must be above 0, not {job_state.speed!r}", fix="speed: 1.0"
-        )
-    cost = step_cost(job_state.job)
-    return cost if job_state.speed == 1.0 else cost.at_speed(job_state.speed)
+def _least_rates(jobs: Columns, within: frozenset[str]) -> Floats:
+    """Steps per second, from those of an isolated job; 0 for users who ask for more than their share."""
+    bounds = np.array([job_state.job.max_slowdown for job_state in jobs.states], np.float64)
+    return np.where(jobs.of(within), jobs.quotient(np.ones(len(bounds))) / bounds, 0.0)
+
+
+def _checked_columns(state: ClusterState, step_cost: StepCosts) -> Columns:
+    for job_state in state.jobs.values():
+        if not 0 < job_state.speed < inf:
+            raise PlanError(
+                "online.speed",
+                f"{job_state.job.name}: speed must be above 0, not {job_state.speed!r}",
+                fix="speed: 1.0",
+            )
+    return columns_of(state, step_cost)

@@ -12,29 +12,29 @@ from scheduling.online.sharing import GroupRate
 def pack(search: Search, kind: Kind, gpus: int, waiting: Sequence[str]) -> Pack | None:
     """Collects waiting jobs, most valuable first, while each raises the worth of the group enough."""
     settings, appraiser = search.settings, search.appraiser
-    best, misses = None, 0
+    largest = settings.largest_group if settings.grouping else 1
+    members, best, worth, misses = list[str](), None, 0.0, 0
     for name in waiting:
-        full = best is not None and (not settings.grouping or len(best.members) >= settings.largest_group)
-        if misses >= settings.candidates or full:
+        if misses >= settings.candidates or len(members) >= largest:
             break
-        if not search.may_start(name):
+        if search.overdue and not search.may_start(name):
             continue
-        members = [*best.members, name] if best else [name]
-        rate = appraiser.rate(members, kind, gpus)
-        if rate is not None and not _may_move(search, members, rate):
+        more = [*members, name]
+        rate = appraiser.rate(more, kind, gpus)
+        if rate is not None and not _may_move(search, more, rate):
             rate = None
-        worth = appraiser.worth(members, rate) if rate else 0.0
-        if rate is not None and worth > (best.worth if best else 0.0):
-            best, misses = Pack(members, rate, worth), 0
+        if rate is not None and (gained := appraiser.worth(more, rate)) > worth:
+            members, best, worth, misses = more, rate, gained, 0
         else:
             misses += 1
-    return best
+    return Pack(members, best, worth, search.lasts_s(members, best)) if best else None
 
 
 def _may_move(search: Search, members: Sequence[str], rate: GroupRate) -> bool:
     """Whether members that this decision takes out of other groups stay within their bounds while the session opens."""
-    moved = [name for name in members if search.state.jobs[name].group is not None]
-    return not moved or search.appraiser.tolerates(moved, rate, members, search.open_s(members[0]))
+    return search.trained.isdisjoint(members) or search.appraiser.tolerates(
+        search.trained, rate, members, search.open_s(members[0])
+    )
 
 
 def first_pack(search: Search, base: str, kind: Kind, gpus: int) -> Pack | None:

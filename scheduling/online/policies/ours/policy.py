@@ -46,6 +46,7 @@ class Ours:
         if not state.jobs or not state.workers:
             return []
         self._forget_ended(state)
+        self._prepare_new(state)
         sizes = worker_sizes(state)
         claims = weigh(state, now, self.settings, lambda job: self._step_cost(job, sizes))
         search = Search(self.rates, self.settings, state, now, claims)
@@ -66,6 +67,11 @@ class Ours:
         """Keeps the cache about as small as the state: a service runs for months."""
         if len(self._known) > 2 * len(state.jobs) + SPARE:
             self._known = {name: known for name, known in self._known.items() if name in state.jobs}
+
+    def _prepare_new(self, state: ClusterState) -> None:
+        new = [job_state.job for name, job_state in state.jobs.items() if name not in self._known]
+        if new:
+            self.rates.prepare(new)
 
     def _step_cost(self, job: Job, sizes: Sizes) -> StepCost:
         known = self._known.get(job.name)

@@ -23,19 +23,21 @@ Block = tuple[str, int]  # worker and first GPU
 
 
 class Pack(NamedTuple):
-    """Members of a possible new group."""
+    """Members of a possible new group, and the seconds until the last of them ends."""
 
     members: list[str]
     rate: GroupRate
     worth: float
+    lasts_s: float
 
 
 class Option(NamedTuple):
-    """A change of a group's members, and its gain."""
+    """A change of a group's members, its gain, and the seconds for which the group stops."""
 
     gain: float
     members: list[str]
     rate: GroupRate
+    stop_s: float
 
 
 class Search:
@@ -44,10 +46,11 @@ class Search:
     Attributes:
         backlog: waiting jobs of every base, most valuable first.
         overdue: waiting jobs that no later job of their weight may overtake.
+        trained: jobs that have a group in the state, whether or not the draft has taken them out of it.
         protected: jobs that this decision placed and that have waited long; no other of its moves removes them, for
             later jobs may have started since.
         packs: cache of `packing.first_pack`.
-        options: cache of `moves.join`: per group, the best option for each waiting job that it looked at.
+        options: cache of `moves.join`: per group, the options of each waiting job that it looked at, best first.
     """
 
     def __init__(self, rates: Rates, settings: Settings, state: ClusterState, now: float, claims: Claims):
@@ -59,10 +62,11 @@ class Search:
         self.backlog: dict[str, list[str]] = {}
         self.overdue = list(claims.overdue)
         self.protected: set[str] = set()
+        self.trained = {name for name, job_state in state.jobs.items() if job_state.group is not None}
         self.packs: dict[tuple[str, Kind, int], Pack | None] = {}
-        self.options: dict[str, dict[str, Option | None]] = {}
+        self.options: dict[str, dict[str, list[Option]]] = {}
         self._open_s: dict[str, float] = {}  # per base
-        self._rank_class = {name: rank_class([job_state.job.rank]) for name, job_state in state.jobs.items()}
+        self._claimed = {name: (-order, name) for name, order in claims.order.items()}  # the most valuable first
 
     def collect_backlog(self) -> None:
         """Sorts the jobs that wait in the draft."""
@@ -70,7 +74,7 @@ class Search:
         for state in self.draft.waiting():
             self.backlog.setdefault(state.job.base_name, []).append(state.job.name)
         for names in self.backlog.values():
-            names.sort(key=self._place)
+            names.sort(key=self._claimed.__getitem__)
 
     def job(self, name: str) -> Job:
         return self.state.jobs[name].job
@@ -86,8 +90,11 @@ class Search:
         """Seconds for which a group stops to take these members."""
         if group.is_new:
             return self.open_s(members[0])
-        before, after = (max(map(self._rank_class.__getitem__, of)) for of in (group.members, members))
-        return self.rates.changes.stop_s(group.mesh == rate.mesh and after <= before)
+        same = group.mesh == rate.mesh and self._rank_class(members) <= self._rank_class(group.members)
+        return self.rates.changes.stop_s(same)
+
+    def _rank_class(self, names: Sequence[str]) -> int:
+        return rank_class([self.state.jobs[name].job.rank for name in names])
 
     def lasts_s(self, members: Sequence[str], rate: GroupRate) -> float:
         """Seconds until the last of these members ends."""
@@ -109,6 +116,11 @@ class Search:
             for other in self.overdue
         )
 
+    def first_waiting(self, base: str) -> list[str]:
+        """The most valuable waiting jobs of a base, without those that may not start."""
+        names = self.backlog[base][: self.settings.candidates]
+        return [name for name in names if self.may_start(name)] if self.overdue else names
+
     def best_sizes(self, waiting: Sequence[str]) -> list[int]:
         """The GPUs of the best mesh of the first waiting job, on the first kind of worker that it fits on."""
         if not waiting:
@@ -123,7 +135,7 @@ class Search:
 
     def by_worth(self, groups: Sequence[DraftGroup]) -> list[DraftGroup]:
         """Groups sorted by worth per GPU, least first."""
-        return sorted(groups, key=lambda group: (self.appraiser.of(group) / len(group.gpus), group.name))
+        return sorted(groups, key=self.appraiser.worth_per_gpu)
 
     def change(self, group: DraftGroup, members: Sequence[str], rate: GroupRate, why: str) -> None:
         """Gives a group other members. Those that leave wait again."""
@@ -161,10 +173,7 @@ class Search:
         """Puts a job back among those that wait."""
         base = self.job(name).base_name
         self._forget_packs(base)
-        insort(self.backlog.setdefault(base, []), name, key=self._place)
-
-    def _place(self, name: str) -> tuple[float, str]:
-        return -self.claims.order[name], name
+        insort(self.backlog.setdefault(base, []), name, key=self._claimed.__getitem__)
 
     def _forget_packs(self, base: str) -> None:
         """Forgets packs of a base whose waiting jobs have changed. A quota ties the groups of all bases together."""

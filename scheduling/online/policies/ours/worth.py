@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
+from operator import lt, mul
 
 from scheduling.online.policies.draft import Draft, DraftGroup
 from scheduling.online.policies.ours.claims import Claims
@@ -11,6 +12,18 @@ from scheduling.online.rates import Kind, Rates
 from scheduling.online.sharing import GroupRate, Mesh
 from scheduling.online.state import ClusterState, held_gpus
 from scheduling.online.types import Job
+
+
+class Lazily[T](dict[str, T]):
+    """Values by name that are computed when they are first asked for."""
+
+    def __init__(self, compute: Callable[[str], T]):
+        super().__init__()
+        self._compute = compute
+
+    def __missing__(self, name: str) -> T:
+        value = self[name] = self._compute(name)
+        return value
 
 
 class Appraiser:
@@ -22,6 +35,8 @@ class Appraiser:
         self.quotas = {name: most for name, user in state.users.items() if (most := user.user.max_gpus) is not None}
         self.measured = any(job_state.speed != 1.0 for job_state in state.jobs.values())
         self._known: dict[str, float] = {}  # worth of groups of the draft
+        self._per_gpu: dict[str, tuple[float, str]] = {}
+        self._keys = Lazily(lambda name: rates.key(state.jobs[name].job))
 
     def jobs(self, names: Iterable[str]) -> list[Job]:
         return [self.state.jobs[name].job for name in names]
@@ -33,34 +48,39 @@ class Appraiser:
         """
         if len(names) > self.settings.most_members or (len(names) > 1 and not self.settings.grouping):
             return None
-        return self._allowed(names, self.rates.group(self.jobs(names), kind, gpus))
+        known = self.rates.known_group(self._keys_of(names), kind, gpus)
+        return self._allowed(names, known or self.rates.group(self.jobs(names), kind, gpus))
 
     def rate_on(self, names: Sequence[str], kind: Kind, mesh: Mesh) -> GroupRate | None:
         """The same on one mesh, for jobs that may share a group of this size."""
-        return self._allowed(names, self.rates.on_mesh(self.jobs(names), kind, mesh))
+        return self._allowed(names, self._on_mesh(names, kind, mesh))
+
+    def _on_mesh(self, names: Sequence[str], kind: Kind, mesh: Mesh) -> GroupRate | None:
+        known = self.rates.known_on_mesh(self._keys_of(names), kind, mesh)
+        return known or self.rates.on_mesh(self.jobs(names), kind, mesh)
+
+    def _keys_of(self, names: Sequence[str]) -> tuple[int, ...]:
+        return tuple(map(self._keys.__getitem__, names))
 
     def _allowed(self, names: Sequence[str], rate: GroupRate | None) -> GroupRate | None:
-        if rate is None or not (len(names) == 1 or (rate.within_bounds and self._protects(names, rate))):
+        if rate is None or (len(names) > 1 and not (rate.within_bounds and self._protects(names, rate))):
             return None
-        return self._measured(names, rate) if not self.quotas or self._within_quotas(names, rate.mesh.gpus) else None
+        if self.quotas and not self._within_quotas(names, rate.mesh.gpus):
+            return None
+        return self._measured(names, rate) if self.measured else rate
 
     def _protects(self, names: Sequence[str], rate: GroupRate) -> bool:
         """Whether the jobs of modest users train about as fast as alone."""
-        least = self.claims.least_rate
-        for name, steps in zip(names, rate.steps_per_s, strict=True) if least else ():
-            if name in least and steps < least[name]:
-                return False
-        return True
+        return not any(map(lt, rate.steps_per_s, map(self.claims.least_rate.__getitem__, names)))
 
     def current_rate(self, group: DraftGroup) -> GroupRate | None:
         """The rate of a group of the draft on its mesh."""
-        rate = self.rates.on_mesh(self.jobs(group.members), self.draft.kind(group), group.mesh)
-        return self._measured(group.members, rate) if rate else None
+        rate = self._on_mesh(group.members, self.draft.kind(group), group.mesh)
+        return self._measured(group.members, rate) if rate and self.measured else rate
 
     def worth(self, names: Sequence[str], rate: GroupRate) -> float:
         """Σ claim · rate of a group: seconds of completion times that it saves a second."""
-        step = self.claims.step
-        return sum([step[name] * steps for name, steps in zip(names, rate.steps_per_s, strict=True)])
+        return sum(map(mul, map(self.claims.step.__getitem__, names), rate.steps_per_s))
 
     def of(self, group: DraftGroup) -> float:
         """Worth of a group of the draft."""
@@ -69,22 +89,30 @@ class Appraiser:
             self._known[group.name] = self.worth(group.members, rate) if rate else 0.0
         return self._known[group.name]
 
+    def worth_per_gpu(self, group: DraftGroup) -> tuple[float, str]:
+        """Worth per GPU of a group of the draft, and its name: groups sort by it."""
+        per_gpu = self._per_gpu.get(group.name)
+        if per_gpu is None:
+            per_gpu = self._per_gpu[group.name] = (self.of(group) / len(group.gpus), group.name)
+        return per_gpu
+
     def changed(self, group: DraftGroup) -> None:
         """Forgets the worth of a group whose members or mesh have changed."""
         self._known.pop(group.name, None)
+        self._per_gpu.pop(group.name, None)
 
-    def tolerates(self, names: Iterable[str], rate: GroupRate, members: Sequence[str], stall_s: float) -> bool:
+    def tolerates(self, names: Container[str], rate: GroupRate, members: Sequence[str], stall_s: float) -> bool:
         """Whether every running member stays within its bound to its end, including this stop and all earlier ones."""
-        slowdown = dict(zip(members, rate.slowdowns, strict=True))
-        steps = dict(zip(members, rate.steps_per_s, strict=True))
-        for name in names:
-            if name not in steps:
+        if stall_s <= 0:
+            return True
+        for name, slowdown, steps in zip(members, rate.slowdowns, rate.steps_per_s, strict=True):
+            if name not in names:
                 continue
             mine = self.state.jobs[name]
-            ahead = mine.left_steps(self.now) / steps[name]
+            ahead = mine.left_steps(self.now) / steps
             since = max(0.0, self.now - mine.at_s)
-            before, alone = mine.in_groups_s + since, mine.alone_s + since / max(1.0, slowdown[name])
-            if before + stall_s + ahead > mine.job.max_slowdown * (alone + ahead / slowdown[name]) and stall_s > 0:
+            before, alone = mine.in_groups_s + since, mine.alone_s + since / max(1.0, slowdown)
+            if before + stall_s + ahead > mine.job.max_slowdown * (alone + ahead / slowdown):
                 return False
         return True
 
@@ -102,8 +130,6 @@ class Appraiser:
 
         A job is expected to be as much slower or faster in isolation, so its slowdown stays.
         """
-        if not self.measured:
-            return rate
         states = [self.state.jobs[name] for name in names]
         steps = tuple(job_state.speed * steps for job_state, steps in zip(states, rate.steps_per_s, strict=True))
         tokens = sum(

@@ -56,7 +56,7 @@ def _exchange(search: Search, pack: Pack, group: DraftGroup, free_s: float) -> f
     others by one start more.
     """
     back_s = search.open_s(group.members[0])
-    away_s = search.open_s(pack.members[0]) + search.lasts_s(pack.members, pack.rate) + back_s
+    away_s = search.open_s(pack.members[0]) + pack.lasts_s + back_s
     others = sum(map(len, search.backlog.values())) - len(pack.members)
     saved_s = len(pack.members) * free_s - len(group.members) * away_s * (1 + search.settings.margin) - others * back_s
     return saved_s / free_s
@@ -64,7 +64,7 @@ def _exchange(search: Search, pack: Pack, group: DraftGroup, free_s: float) -> f
 
 def _stops(search: Search, pack: Pack, group: DraftGroup) -> float:
     """What is lost while the pack's session opens, and the group's again if the pack ends soon, per second."""
-    lasts_s = search.lasts_s(pack.members, pack.rate)
+    lasts_s = pack.lasts_s
     lost = pack.worth * search.open_s(pack.members[0])
     if lasts_s < search.settings.horizon_s:
         lost += search.appraiser.of(group) * search.open_s(group.members[0])

@@ -20,8 +20,7 @@ def fill_free(search: Search) -> bool:
             pack = first_pack(search, base, kind, size) if block else None
             if block is None or pack is None:
                 continue
-            lasts_s = search.lasts_s(pack.members, pack.rate)
-            trains = lasts_s / (lasts_s + search.start_s(base, block, size, pack.members[0]))
+            trains = pack.lasts_s / (pack.lasts_s + search.start_s(base, block, size, pack.members[0]))
             worth = pack.worth * trains / size**search.settings.thrift
             if best is None or worth > most:
                 best, most = (base, block, pack), worth

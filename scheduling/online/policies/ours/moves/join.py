@@ -10,12 +10,20 @@ from scheduling.online.sharing import GroupRate
 
 
 def join_or_swap(search: Search) -> bool:
-    """Makes the join or swap with the largest gain in worth."""
+    """Makes the join or swap with the largest gain in worth that every member that trained tolerates."""
     best, chosen = None, None
-    for group in search.poorest([group for group in search.draft.groups.values() if search.backlog.get(group.base)]):
-        option = _known_option(search, group)
-        if option is not None and (best is None or option.gain > best.gain):
-            best, chosen = option, group
+    waiting = {base: search.first_waiting(base) for base, names in search.backlog.items() if names}
+    for group in search.poorest([group for group in search.draft.groups.values() if group.base in waiting]):
+        known = search.options.setdefault(group.name, {})
+        for name in waiting[group.base]:
+            options = known.get(name)
+            if options is None:
+                options = known[name] = _options(search, group, name)
+            while options and (best is None or options[0].gain > best.gain):
+                if _tolerated(search, options[0]):
+                    best, chosen = options[0], group
+                else:
+                    del options[0]
     if best is None or chosen is None:
         return False
     joins = ", ".join(name for name in best.members if name not in chosen.members)
@@ -26,46 +34,31 @@ def join_or_swap(search: Search) -> bool:
     return True
 
 
-def _known_option(search: Search, group: DraftGroup) -> Option | None:
-    """The best option of a group for the first waiting jobs of its base; each is cached until the group changes."""
-    known = search.options.setdefault(group.name, {})
-    best = None
-    for name in search.backlog[group.base][: search.settings.candidates]:
-        if not search.may_start(name):
-            continue
-        if name not in known:
-            known[name] = _best_option(search, group, name)
-        option = known[name]
-        if option is not None and (best is None or option.gain > best.gain):
-            best = option
-    return best
-
-
-def _best_option(search: Search, group: DraftGroup, waiting: str) -> Option | None:
-    """The change with the largest gain that makes up for its stop and that every member that trained tolerates."""
-    appraiser = search.appraiser
-    best, worth = None, appraiser.of(group)
+def _options(search: Search, group: DraftGroup, waiting: str) -> list[Option]:
+    """The changes whose gain makes up for their stop, best first."""
+    options, worth = list[Option](), search.appraiser.of(group)
     for members in _with_one_more(search, group, waiting):
         for rate in _rates(search, group, members):
-            stop_s = search.change_s(group, members, rate)
-            gain = appraiser.worth(members, rate) - worth * (1 + stop_s / search.settings.horizon_s)
-            if gain > 0 and (best is None or gain > best.gain):
-                trained = [name for name in members if search.state.jobs[name].group is not None]
-                if appraiser.tolerates(trained, rate, members, stop_s):
-                    best = Option(gain, members, rate)
-    return best
+            gained = search.appraiser.worth(members, rate)
+            if gained > worth:
+                stop_s = search.change_s(group, members, rate)
+                gain = gained - worth * (1 + stop_s / search.settings.horizon_s)
+                options += [Option(gain, members, rate, stop_s)] if gain > 0 else []
+    return sorted(options, key=lambda option: -option.gain)
 
 
-def _rates(search: Search, group: DraftGroup, members: list[str]) -> Iterator[GroupRate]:
-    """The rate on the group's mesh, whose programs are compiled, and on the best mesh."""
-    kind, best = search.draft.kind(group), search.appraiser.rate(members, search.draft.kind(group), len(group.gpus))
-    if best is None:
-        return
-    yield best
-    if best.mesh != group.mesh:
-        same = search.appraiser.rate_on(members, kind, group.mesh)
-        if same is not None:
-            yield same
+def _tolerated(search: Search, option: Option) -> bool:
+    return search.appraiser.tolerates(search.trained, option.rate, option.members, option.stop_s)
+
+
+def _rates(search: Search, group: DraftGroup, members: list[str]) -> list[GroupRate]:
+    """The rate on the best mesh, and on the group's mesh, whose programs are compiled."""
+    kind = search.draft.kind(group)
+    best = search.appraiser.rate(members, kind, len(group.gpus))
+    if best is None or best.mesh == group.mesh:
+        return [best] if best else []
+    same = search.appraiser.rate_on(members, kind, group.mesh)
+    return [best, same] if same else [best]
 
 
 def _with_one_more(search: Search, group: DraftGroup, waiting: str) -> Iterator[list[str]]:

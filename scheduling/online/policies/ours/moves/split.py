@@ -52,7 +52,7 @@ def _split_of(search: Search, group: DraftGroup) -> _Split | None:
     if packed is None:
         return None
     open_s, (base, pack) = search.open_s(group.members[0]), packed
-    effect_s = min(search.settings.horizon_s, search.lasts_s(pack.members, pack.rate))
+    effect_s = min(search.settings.horizon_s, pack.lasts_s)
     gain = (rest + pack.worth) * (1 - open_s / effect_s) - worth * (1 + search.settings.margin)
     if gain <= 0 or not appraiser.tolerates(group.members, rate, group.members, open_s):
         return None

@@ -88,8 +88,9 @@ def _options(search: Search, group: DraftGroup, name: str) -> Iterator[Option]:
     for left_out in (None, last) if last is not None else (None,):
         members = [member for member in group.members if member != left_out] + [name]
         rate = appraiser.rate(members, search.draft.kind(group), len(group.gpus))
-        if rate and appraiser.tolerates(members[:-1], rate, members, search.change_s(group, members, rate)):
-            yield Option(appraiser.worth(members, rate) - appraiser.of(group), members, rate)
+        stop_s = search.change_s(group, members, rate) if rate else 0.0
+        if rate and appraiser.tolerates(members[:-1], rate, members, stop_s):
+            yield Option(appraiser.worth(members, rate) - appraiser.of(group), members, rate, stop_s)
 
 
 def _clear(search: Search, size: int, kind: Kind, order: float) -> Block | None:
