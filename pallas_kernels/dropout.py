@@ -14,12 +14,11 @@ per word.  That is 16 hashes for 32 columns, and the result is already packed.
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, UInt32
+from jaxtyping import Array, Float, Int, UInt32
 
 BLOCK = 256  # columns that share one set of words
 WORDS = 8  # words of a block
@@ -29,7 +28,7 @@ BITS = 16  # resolution of the rate: 1 / 65536
 _GOLDEN, _SILVER, _BRONZE = np.uint32(0x9E3779B9), np.uint32(0x85EBCA77), np.uint32(0xC2B2AE3D)
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=("rate", "key", "row_key"), meta_fields=())
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Dropout:
     """Describes which inputs of the LoRA branch are dropped.
@@ -39,6 +38,7 @@ class Dropout:
         key: uint32 [A], one key per adapter; derive one per projection with `fold_key`.
         row_key: uint32 [T], one key per row, made from what identifies the row (sample, epoch, position), never from
             its place in the microbatch.
+        first_column: int32, the layer's number of the first column of x, where x holds a part of them (None: 0).
 
     Example:
         >>> key, row_key = jnp.array([7], jnp.uint32), jnp.arange(4, dtype=jnp.uint32)
@@ -50,6 +50,7 @@ class Dropout:
     rate: Float[Array, " A"]
     key: UInt32[Array, " A"]
     row_key: UInt32[Array, " T"]
+    first_column: Int[Array, ""] | None = None
 
 
 def fold_key(key: jax.Array, site: int | jax.Array) -> jax.Array:
@@ -112,16 +113,13 @@ def keep_words_at(start: jax.Array, stride: jax.Array, thresh: jax.Array, word: 
     return ~drop
 
 
-def keep_words(
-    dropout: Dropout, row_adapter: jax.Array, num_columns: int, first_column: jax.Array | None = None
-) -> jax.Array:
+def keep_words(dropout: Dropout, row_adapter: jax.Array, num_columns: int) -> jax.Array:
     """Packs the keep mask: uint32 [T, ceil(K / 256), 8], bit `j` of word `c` = column `8 j + c` of the block.
 
     Args:
         row_adapter: int32 [T], the adapter of each row; rows of -1 get the bits of adapter 0 (they are not read).
-        first_column: int32, the layer's number of the first column; None: 0.
     """
-    num_blocks = -(-num_columns // BLOCK)
+    first_column, num_blocks = dropout.first_column, -(-num_columns // BLOCK)
     if first_column is None:
         return _words(dropout, row_adapter, jnp.arange(num_blocks * WORDS, dtype=jnp.uint32))
     # two blocks more: the columns may start inside a block, and the last of them end in the next one

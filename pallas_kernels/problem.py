@@ -63,7 +63,6 @@ class Operands:
     scale: jax.Array  # float32 [A]
     dropout: Dropout | None
     ranks: jax.Array | None = None  # int32 [A]: columns of A and rows of B beyond are zero; None: unknown
-    first_column: jax.Array | None = None  # of the layer's features in x, where x holds a shard of them: dropout's mask
 
     @property
     def arrays(self) -> tuple[jax.Array, ...]:

@@ -174,6 +174,8 @@ class AdapterKind:
             None: PEFT has no such kind. It is exported as LoRA, which is exact if it has no `column_scale`. A function
             of the specification stands for a value that may differ in a folder that is read.
         dropout: whether it may have dropout of A's input.
+        splits: whether `low_rank` of a part of K or N of all leaves is that part of A or B, so that devices may share a
+            projection (`mesh.tensor`).
 
     Example:
         >>> from lorafusion_jax.adapters.lora import LORA
@@ -194,6 +196,7 @@ class AdapterKind:
     scale: Callable[[float, int, bool], float] | None = None
     peft: Mapping[str, Any] | None = None
     dropout: bool = True
+    splits: bool = False
 
     @cached_property
     def names(self) -> frozenset[str]:

@@ -30,6 +30,7 @@ LORA = AdapterKind(
     low_rank=lambda tensors, sizes: (tensors["lora_a"], tensors["lora_b"]),
     scaled=("lora_b",),
     peft={},
+    splits=True,
 )
 
 # y + scale · bias: PEFT adds the bias of its second linear layer to the product before the scale.
@@ -49,4 +50,5 @@ LORA_FA = AdapterKind(
     low_rank=lambda tensors, sizes: (tensors["constant_a"], tensors["lora_b"]),
     scaled=("lora_b",),
     peft={},
+    splits=True,
 )

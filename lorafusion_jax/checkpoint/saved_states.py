@@ -92,8 +92,8 @@ def _position(folder: Path) -> dict[str, Any]:
     position = json.loads(read_text(folder / POSITION, RECORD))
     if not isinstance(position, dict) or position.get("slot") != int(folder.name):
         raise ValueError(f"it does not name slot {folder.name}")
-    if not isinstance(position.get("adapters"), dict) or not isinstance(position.get("replicas", 1), int):
-        raise ValueError("it lacks adapters or replicas")
+    if not isinstance(position.get("adapters"), dict) or not isinstance(position.get("stage_devices", 1), int):
+        raise ValueError("it lacks adapters or stage_devices")
     return position
 
 

@@ -54,13 +54,13 @@ def names_differ(entries: Sequence[Entry], source: Source) -> list[LoraFusionErr
 
 def mesh_fits(mesh: schema.MeshSettings, source: Source) -> list[LoraFusionError]:
     """Checks the number of devices."""
-    devices = mesh.stages * mesh.replicas
+    devices = mesh.stages * mesh.stage_devices
     if devices <= MOST_DEVICES:
         return []
     return [
         ConfigError(
             "config.mesh",
-            f"stages={mesh.stages} · data={mesh.data} · fsdp={mesh.fsdp} are {devices} devices.",
+            f"stages={mesh.stages} · data={mesh.data} · fsdp={mesh.fsdp} · tensor={mesh.tensor} are {devices} devices.",
             where=source.where(("mesh",)),
             why=f"a run has at most {MOST_DEVICES}",
         )

@@ -259,6 +259,25 @@ class ModelConfig:
             module=MODULE if kind.head_dim is None else GLOBAL_ATTENTION,
         )
 
+    def part_of(self, tensor: int) -> ModelConfig:
+        """What one of `tensor` devices computes of every layer: its heads, and its columns of the MLP.
+
+        >>> whole = ModelConfig(family="llama", vocab_size=64, hidden_size=32, intermediate_size=48, num_layers=1,
+        ...     num_heads=4, num_kv_heads=2, head_dim=8)
+        >>> whole.part_of(2).layer(0).linear("o_proj").shape, whole.part_of(2).layer(0).linear("up_proj").shape
+        ((16, 32), (32, 24))
+        """
+        if tensor == 1:
+            return self
+        pattern = [replace(kind, kv_heads=kind.kv_heads and kind.kv_heads // tensor) for kind in self.pattern]
+        return replace(
+            self,
+            num_heads=self.num_heads // tensor,
+            num_kv_heads=self.num_kv_heads // tensor,
+            intermediate_size=self.intermediate_size // tensor,
+            pattern=tuple(pattern),
+        )
+
     @property
     def num_parameters(self) -> int:
         """Parameters of the base model; a tied head counts once."""

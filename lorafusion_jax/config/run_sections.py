@@ -117,11 +117,12 @@ class BatchSettings(Section):
 
 
 class MeshSettings(Section):
-    """Devices of a run: stages · data · fsdp. `mesh: auto` takes the fastest mesh of all devices."""
+    """Devices of a run: stages · data · fsdp · tensor. `mesh: auto` takes the fastest mesh of all devices."""
 
     stages: Count = Field(default=1, description="number of pipeline stages, which split the layers")
     data: Count = Field(default=1, description="number of replicas, each with its own microbatches")
     fsdp: Count = Field(default=1, description="number of replicas that share one copy of the frozen base")
+    tensor: Count = Field(default=1, description="number of devices that compute each layer of a replica together")
     layers: Annotated[tuple[Layers, ...], Field(min_length=1)] | None = Field(
         default=None,
         description="layers of each stage, e.g. [20, 20.5, 20.5, 19]; default by cost; profile suggests better ones",
@@ -130,6 +131,11 @@ class MeshSettings(Section):
     @property
     def replicas(self) -> int:
         return self.data * self.fsdp
+
+    @property
+    def stage_devices(self) -> int:
+        """Devices of a stage."""
+        return self.replicas * self.tensor
 
 
 class EarlyStopSettings(Section):

@@ -94,7 +94,7 @@ class Attention:
     @property
     def arrays(self) -> tuple[FrozenArray, ...]:
         path = f"{self.module}.sinks"
-        return (FrozenArray(path=path, half="attention", shape=(self.heads,)),) if self.sinks else ()
+        return (FrozenArray(path=path, half="attention", shape=(self.heads,), by_head=True),) if self.sinks else ()
 
     @property
     def saved(self) -> tuple[SavedTensor, ...]:

@@ -37,6 +37,7 @@ PATHS: Mapping[str, str] = {
     }.items()
     for name in names
 }  # fmt: skip
+SUMMED_SITES = ("o", "down")  # tensor parallelism adds up the outputs of their projections over devices
 FUSED = ("qkv_proj", "gate_up_proj")
 BESIDE = ("mlp.shared_experts", "mlp.shared_expert")  # modules of an MLP beside the experts of a layer
 # Projections of which every expert has its own → PEFT's name of the parameter that holds them all.
@@ -96,6 +97,11 @@ class Linear:
         return max(self.experts, 1) * self.in_features, self.out_features
 
     @property
+    def split_axis(self) -> int:
+        """Axis of the kernel that tensor parallelism splits: 0 (in) if it reads what split projections made, else 1."""
+        return 0 if self.site in SUMMED_SITES else 1
+
+    @property
     def row_shape(self) -> tuple[int, int]:
         """(in, out) of a kernel with the products of a row: those of its experts together."""
         return max(self.active, 1) * self.in_features, self.out_features
@@ -123,12 +129,14 @@ class FrozenArray:
         path: path of the leaf in the layer, "mlp.gate.weight".
         shape: as in Hugging Face checkpoints.
         float32: float32 in every model dtype.
+        by_head: whether its first axis counts heads.
     """
 
     path: str
     half: Half
     shape: tuple[int, ...]
     float32: bool = False
+    by_head: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,6 +266,13 @@ class LayerSpec:
         shapes |= {array.path: array.shape for array in self.arrays if half in (None, array.half)}
         norms = (norm for norm in self.norms if half in (None, norm.half))
         return shapes | {f"{norm.path}.weight": (norm.width,) for norm in norms}
+
+    @cached_property
+    def split_axes(self) -> Mapping[str, int]:
+        """Axes along which tensor parallelism splits frozen leaves. Every device has all of the other leaves."""
+        axes = {f"{linear.path}.kernel": linear.split_axis for linear in self.linears}
+        axes |= {f"{linear.path}.bias": 0 for linear in self.linears if linear.bias and linear.split_axis == 1}
+        return axes | {array.path: 0 for array in self.arrays if array.by_head}
 
     @cached_property
     def num_parameters(self) -> int:

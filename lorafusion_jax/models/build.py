@@ -24,6 +24,7 @@ class Builder:
         config: the model.
         layer: the layer's description.
         prepared: as in `LoRALinear`.
+        parted: as in `DecoderLayer`.
     """
 
     config: ModelConfig
@@ -32,6 +33,7 @@ class Builder:
     dtype: Any
     rngs: nnx.Rngs
     prepared: bool = False
+    parted: bool = False
 
     def linear(self, name: str) -> LoRALinear:
         linear = self.layer.linear(name)
@@ -44,6 +46,7 @@ class Builder:
             dtype=self.dtype,
             param_dtype=self.dtype,
             prepared=self.prepared,
+            parted=self.parted and linear.split_axis == 0,
             rngs=self.rngs,
         )
 

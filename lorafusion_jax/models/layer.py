@@ -31,6 +31,7 @@ from lorafusion_jax.models.latent_attention import LatentSelfAttention
 from lorafusion_jax.models.mlp import MLP
 from lorafusion_jax.models.norm import RMSNorm
 from lorafusion_jax.models.self_attention import SelfAttention
+from lorafusion_jax.modules.tensor_sums import added_up, copied
 
 
 class DecoderLayer(nnx.Module):
@@ -44,6 +45,7 @@ class DecoderLayer(nnx.Module):
         half: builds only one half, for a layer that two pipeline stages share: "attention" is the first sum, "mlp" the
             second.
         prepared: as in `LoRALinear`.
+        parted: whether `config` is the part of a device, see `ModelConfig.part_of` and `tensor_sums`.
     """
 
     def __init__(
@@ -56,10 +58,13 @@ class DecoderLayer(nnx.Module):
         dtype: Any,
         rngs: nnx.Rngs,
         prepared: bool = False,
+        parted: bool = False,
     ):
         spec = config.layer(number)
-        build = Builder(config=config, layer=spec, adapters=adapters, dtype=dtype, rngs=rngs, prepared=prepared)
-        self.spec, self.half = spec, half
+        build = Builder(
+            config=config, layer=spec, adapters=adapters, dtype=dtype, rngs=rngs, prepared=prepared, parted=parted
+        )
+        self.spec, self.half, self.parted = spec, half, parted
         for norm in spec.around.norms:
             if half in (None, norm.half):
                 setattr(self, norm.path, build.norm(norm.path))
@@ -103,13 +108,16 @@ class DecoderLayer(nnx.Module):
         """Runs the layer or half layer; `mix` is its attention."""
         if self.half == "mlp":
             x_TD, h_TD = self._enter("mlp", x_TD)
-            return self._scaled(x_TD + self._leave("mlp", self.mlp(h_TD, inputs.lora)))
+            return self._scaled(x_TD + self._leave("mlp", self._mlp(h_TD, inputs)))
         x_TD, h_TD = self._enter("attention", x_TD)
-        o_TD = mix(h_TD)
+        o_TD = added_up(mix(copied(h_TD))) if self.parted else mix(h_TD)
         if self.half == "attention":
             return x_TD + self._leave("attention", o_TD)
         x_TD, h_TD = self._enter("mlp", x_TD, self._leave("attention", checkpoint_name(o_TD, "o_out")))
-        return self._scaled(x_TD + self._leave("mlp", self.mlp(h_TD, inputs.lora)))
+        return self._scaled(x_TD + self._leave("mlp", self._mlp(h_TD, inputs)))
+
+    def _mlp(self, h_TD: jax.Array, inputs: LayerInputs) -> jax.Array:
+        return added_up(self.mlp(copied(h_TD), inputs.lora)) if self.parted else self.mlp(h_TD, inputs.lora)
 
     def _scaled(self, x_TD: jax.Array) -> jax.Array:
         return x_TD if self.layer_scalar is None else x_TD * self.layer_scalar[...]

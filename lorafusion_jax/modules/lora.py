@@ -6,6 +6,7 @@ T packed tokens · K in · N out · D model width · F MLP width · R padded ran
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -23,8 +24,9 @@ from lorafusion_jax.adapters.table import PLAIN, adapter_kind, leaves_of, prepar
 from lorafusion_jax.errors import ConfigError
 from lorafusion_jax.modules.adapted import LoRAConstant
 from lorafusion_jax.modules.context import LoRAContext
+from lorafusion_jax.modules.tensor_sums import part_start
 from pallas_kernels import multi_lora_linear, multi_lora_linears, multi_lora_mlp
-from pallas_kernels.dropout import inverse_keep, keep_mask
+from pallas_kernels.dropout import Dropout, inverse_keep, keep_mask
 from pallas_kernels.frozen_weight import FrozenWeight, QuantisedWeight, frozen_product, is_quantised
 from pallas_kernels.mlp.xla import silu_gate
 
@@ -55,6 +57,7 @@ class LoRALinear(nnx.Module):
         param_dtype: dtype of kernel and bias.
         prepared: has the tensors that kinds prepare, too (`AdapterKind.prepare`). The caller computes them again when
             an adapter changes; otherwise every call computes them.
+        parted: whether x has only this device's part of the input features of the layer, see `tensor_sums`.
         rngs: draws kernel and adapters.
 
     In Linen, wrap it with `to_linen`. The adapters are in the collection `LoRAParam`:
@@ -82,12 +85,13 @@ class LoRALinear(nnx.Module):
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
         prepared: bool = False,
+        parted: bool = False,
         rngs: nnx.Rngs,
     ):
         self.in_features, self.out_features = in_features, out_features
         ranks, rank, kinds = _sizes(adapters, num_adapters, rank, kinds)
         self.num_adapters, self.rank = len(ranks), rank
-        self.dtype, self.param_dtype = dtype, param_dtype
+        self.dtype, self.param_dtype, self.parted = dtype, param_dtype, parted
         scale = in_features**-0.5
         self.kernel = nnx.Param(jax.random.normal(rngs.params(), (in_features, out_features), param_dtype) * scale)
         self.bias = nnx.Param(jnp.zeros((out_features,), param_dtype)) if use_bias else nnx.data(None)
@@ -150,7 +154,7 @@ class LoRALinear(nnx.Module):
             tile_adapter=ctx.tile_adapter,
             scale=ctx.scale,
             ranks=ctx.ranks,
-            dropout=ctx.at_site(site),
+            dropout=self._dropout(ctx, site),
             bias=bias if bank.f_AN is None else None,
             implementation=ctx.implementation,
         )
@@ -161,6 +165,12 @@ class LoRALinear(nnx.Module):
         bias = None if self.bias is None else self.bias[...].astype(dtype)
         kernel = self.kernel.get_value()  # an array or a quantised weight
         return x.astype(dtype), kernel if is_quantised(kernel) else kernel[...].astype(dtype), bias
+
+    def _dropout(self, ctx: LoRAContext, site: int) -> Dropout | None:
+        dropout = ctx.at_site(site)
+        if dropout is None or not self.parted:
+            return dropout
+        return replace(dropout, first_column=part_start(self.in_features))
 
     def _bank(self, ctx: LoRAContext, w_KN: FrozenWeight, dtype: Any) -> Bank:
         names = (*(leaf.name for leaf in leaves_of(self.kinds)), *self.prepared)
@@ -266,7 +276,7 @@ def lora_mlp(
         scale=ctx.scale,
         ranks=ctx.ranks,
         dropout=ctx.at_site(x_site),
-        down_dropout=ctx.at_site(down_site),
+        down_dropout=down._dropout(ctx, down_site),
         biases=[bias for _, _, bias in inputs],
         implementation=ctx.implementation,
     )

@@ -38,6 +38,7 @@ def token_losses(
     soft_cap: float | None = None,
     logit_scale: float = 1.0,
     replaced: ReplacedRows | None = None,
+    axis: str | None = None,
 ) -> Float[Array, " T"]:
     """Weighted negative log-likelihood of each row; any sum of rows may be differentiated.
 
@@ -56,6 +57,8 @@ def token_losses(
         chunk: at most about `chunk` · T logits exist at once.
         soft_cap: bound of the logits (None: none).
         replaced: rows of the head that adapters train; they have a gradient (None: there are none).
+        axis: axis of the surrounding `shard_map` that splits the vocabulary: `head` is this device's part, and all
+            devices get the same losses and gradients (None: `head` is whole). Not with `replaced`.
 
     Example:
         >>> losses = token_losses(jnp.zeros((3, 2)), jnp.ones((2, 8)), jnp.arange(3), jnp.array([1.0, 0.5, 0.0]))
@@ -63,9 +66,10 @@ def token_losses(
         [2.0794, 1.0397, 0.0]
     """
     weights = jnp.asarray(weights, jnp.float32)
-    rule = LogitRule(chunk_rows(hidden.shape[0], head.shape[1], chunk), soft_cap, logit_scale)
+    rule = LogitRule(chunk_rows(hidden.shape[0], head.shape[1], chunk), soft_cap, logit_scale, axis)
     if replaced is None:
         return _losses(rule, hidden, head.T, jnp.asarray(targets), weights)
+    assert axis is None, "trained rows of a split head"
     rows = (replaced.values_DC, jnp.asarray(replaced.row_adapter_T))
     return _replaced_losses(rule, replaced.owners, hidden, head.T, jnp.asarray(targets), weights, *rows)
 
@@ -134,11 +138,12 @@ def sum_by(values: Float[Array, " T"], owner: Int[Array, " T"], num_owners: int)
 
 
 class LogitRule(NamedTuple):
-    """How logits are computed: rows at a time, bound, factor."""
+    """How logits are computed: rows at a time, bound, factor, mesh axis that splits the vocabulary."""
 
     rows: int
     soft_cap: float | None
     scale: float
+    axis: str | None = None
 
     def logits(self, products_cV: jax.Array) -> jax.Array:
         """Logits of products with the head."""
@@ -151,6 +156,31 @@ class LogitRule(NamedTuple):
             slope_cV = slope_cV * (1 - jnp.square(logits_cV / self.soft_cap))
         return slope_cV if self.scale == 1 else slope_cV * self.scale
 
+    def log_sum(self, logits_cV: jax.Array) -> jax.Array:
+        """logsumexp over the whole vocabulary."""
+        top = logits_cV.max(-1)
+        if self.axis is None:
+            return top + jnp.log(jnp.exp(logits_cV - top[:, None]).sum(-1))
+        top = lax.pmax(top, self.axis)
+        return top + jnp.log(lax.psum(jnp.exp(logits_cV - top[:, None]).sum(-1), self.axis))
+
+    def target(self, logits_cV: jax.Array, targets_c: jax.Array) -> jax.Array:
+        """Logits of the targets."""
+        if self.axis is None:
+            return jnp.take_along_axis(logits_cV, targets_c[:, None], axis=1)[:, 0]
+        mine = self.is_target(logits_cV, targets_c)
+        return lax.psum(jnp.where(mine, logits_cV, 0.0).sum(-1), self.axis)
+
+    def is_target(self, logits_cV: jax.Array, targets_c: jax.Array) -> jax.Array:
+        """Which logits are those of the targets."""
+        width = logits_cV.shape[1]
+        first = 0 if self.axis is None else lax.axis_index(self.axis) * width
+        return jnp.arange(width) == targets_c[:, None] - first
+
+    def whole(self, slope: jax.Array) -> jax.Array:
+        """Adds up the parts that devices' vocabularies have in a gradient."""
+        return slope if self.axis is None else lax.psum(slope, self.axis)
+
 
 class _Rows(NamedTuple):
     """Inputs per row. Rows of weight zero are ignored."""
@@ -162,7 +192,7 @@ class _Rows(NamedTuple):
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _losses(rule: LogitRule, hidden_TD, head_VD, targets, weights):
     def loss(logits_cV, piece):
-        return (_weight_by_token(piece, _log_sum(logits_cV) - _target(logits_cV, piece)),)
+        return (_weight_by_token(piece, rule.log_sum(logits_cV) - rule.target(logits_cV, piece.targets)),)
 
     (losses_T,) = _over_chunks(loss, rule, hidden_TD, head_VD, _Rows(targets, weights), (_no_losses(hidden_TD),))
     return losses_T
@@ -175,9 +205,9 @@ def _losses_fwd(rule: LogitRule, hidden_TD, head_VD, targets, weights):
 
     def loss_and_slope(logits_cV, piece):
         rows, mantissa = piece
-        log_sum = _log_sum(logits_cV)
-        losses_c = _weight_by_token(rows, log_sum - _target(logits_cV, rows))
-        is_target = jnp.arange(logits_cV.shape[1]) == rows.targets[:, None]
+        log_sum = rule.log_sum(logits_cV)
+        losses_c = _weight_by_token(rows, log_sum - rule.target(logits_cV, rows.targets))
+        is_target = rule.is_target(logits_cV, rows.targets)
         slope_cV = (jnp.exp(logits_cV - log_sum[:, None]) - is_target) * mantissa[:, None]
         slope_cV = rule.slope(slope_cV, logits_cV)
         slope_cD = product(slope_cV.astype(hidden_TD.dtype), head_VD)
@@ -188,7 +218,7 @@ def _losses_fwd(rule: LogitRule, hidden_TD, head_VD, targets, weights):
     rows = _Rows(targets, weights)
     losses_T, slope_TD = _over_chunks(loss_and_slope, rule, hidden_TD, head_VD, rows, empty, extra=mantissa)
     # The head is not a residual: a pipeline stage would copy it for every microbatch in flight.
-    return losses_T, (slope_TD, weights != 0, exponent)
+    return losses_T, (rule.whole(slope_TD), weights != 0, exponent)
 
 
 def _losses_bwd(rule, residuals, cotangent_T):
@@ -209,7 +239,7 @@ def _replaced_losses(
     def loss(logits_cV, piece):
         rows, (hidden_c, adapter_c) = piece
         logits_cV, _ = _with_rows(rule, owners, logits_cV, hidden_c, adapter_c, values_DC)
-        return (_weight_by_token(rows, _log_sum(logits_cV) - _target(logits_cV, rows)),)
+        return (_weight_by_token(rows, rule.log_sum(logits_cV) - rule.target(logits_cV, rows.targets)),)
 
     rows, extra = _Rows(targets, weights), (hidden_TD, row_adapter)
     (losses_T,) = _over_chunks(loss, rule, hidden_TD, head_VD, rows, (_no_losses(hidden_TD),), extra=extra)
@@ -222,9 +252,9 @@ def _replaced_fwd(rule: LogitRule, owners, hidden_TD, head_VD, targets, weights,
     def loss_and_slopes(logits_cV, piece):
         rows, (mantissa, hidden_c, adapter_c) = piece
         logits_cV, tokens_cC = _with_rows(rule, owners, logits_cV, hidden_c, adapter_c, values_DC)
-        log_sum = _log_sum(logits_cV)
-        losses_c = _weight_by_token(rows, log_sum - _target(logits_cV, rows))
-        is_target = jnp.arange(logits_cV.shape[1]) == rows.targets[:, None]
+        log_sum = rule.log_sum(logits_cV)
+        losses_c = _weight_by_token(rows, log_sum - rule.target(logits_cV, rows.targets))
+        is_target = rule.is_target(logits_cV, rows.targets)
         slope_cV = (jnp.exp(logits_cV - log_sum[:, None]) - is_target) * mantissa[:, None]
         slope_cV = rule.slope(slope_cV, logits_cV)
         mine = tokens_cC < logits_cV.shape[1]
@@ -356,15 +386,6 @@ def _over_chunks(
 
     num_chunks = (counts.sum(dtype=jnp.int32) + c - 1) // c
     return lax.fori_loop(0, num_chunks, step, out)
-
-
-def _log_sum(logits_cV: jax.Array) -> jax.Array:
-    top = logits_cV.max(-1)
-    return top + jnp.log(jnp.exp(logits_cV - top[:, None]).sum(-1))
-
-
-def _target(logits_cV: jax.Array, piece: _Rows) -> jax.Array:
-    return jnp.take_along_axis(logits_cV, piece.targets[:, None], axis=1)[:, 0]
 
 
 def _weight_by_token(piece: _Rows, nll_c: jax.Array) -> jax.Array:

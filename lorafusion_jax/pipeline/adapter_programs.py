@@ -55,10 +55,9 @@ class AdapterPrograms:
             (gradient, BatchSummary, finite per leaf in order of names, sums and totals with the adapter's part cleared)
         """
         close = partial(adapter_step.close_batch, self._columns.trained, own_columns, self._columns.twins)
-        everywhere, rows = self._stage.everywhere, self._stage.by_replica
-        program = self._jit(
-            ("close", own_columns), close, donate=(1, 2), out=(everywhere, everywhere, everywhere, rows, rows)
-        )
+        everywhere, rows, devices = self._stage.everywhere, self._stage.by_replica, self._stage.by_device
+        out = (everywhere, everywhere, everywhere, devices, rows)
+        program = self._jit(("close", own_columns), close, donate=(1, 2), out=out)
         return program(adapter, sums, totals, alive)
 
     def join_twins(self, embed: Array, head: Array, summary: BatchSummary) -> tuple[Array, BatchSummary]:
@@ -110,8 +109,9 @@ class AdapterPrograms:
             (lora, sums, totals, alive)
         """
         write = partial(adapter_step.write, self._columns.trained, own_columns)
-        everywhere, rows = self._stage.everywhere, self._stage.by_replica
-        program = self._jit(("write", own_columns), write, donate=(1, 2, 3), out=(everywhere, rows, rows, everywhere))
+        everywhere, rows, devices = self._stage.everywhere, self._stage.by_replica, self._stage.by_device
+        out = (everywhere, devices, rows, everywhere)
+        program = self._jit(("write", own_columns), write, donate=(1, 2, 3), out=out)
         return program(adapter, lora, sums, totals, alive, new_weights)
 
     def take(self, own_columns: Own, adapter: Place, lora: Leaves) -> Leaves:

@@ -17,7 +17,7 @@ from lorafusion_jax.config.specs import adapter_specs
 from lorafusion_jax.config.stack import place_specs, stack_of
 from lorafusion_jax.data.model_fit import longest_texts
 from lorafusion_jax.data.prepare import Prepared
-from lorafusion_jax.errors import RunError
+from lorafusion_jax.errors import RunError, raise_all
 from lorafusion_jax.layout.extent import Extent
 from lorafusion_jax.layout.layer import REMAT_POLICIES, RematPolicy
 from lorafusion_jax.models import ModelConfig, open_frozen
@@ -25,7 +25,7 @@ from lorafusion_jax.models.loading import Weight
 from lorafusion_jax.objective.batch import check_loss
 from lorafusion_jax.pipeline.base_cache import BaseFiles, CachedBase, open_cache
 from lorafusion_jax.pipeline.distant_stage import AnyStage, DistantStage, local_stages
-from lorafusion_jax.pipeline.mesh import StageMesh, stage_meshes
+from lorafusion_jax.pipeline.mesh import VOCABULARY, StageMesh, stage_meshes
 from lorafusion_jax.pipeline.move import transfer
 from lorafusion_jax.pipeline.parts import Parts
 from lorafusion_jax.pipeline.processes import any_process, same_on_all
@@ -42,6 +42,7 @@ from lorafusion_jax.planning.memory import (
     stage_memory,
 )
 from lorafusion_jax.planning.stages import stage_layers
+from lorafusion_jax.planning.tensor import tensor_problems
 from pallas_kernels import config_store
 from pallas_kernels.device import device_kind, is_hopper
 
@@ -54,12 +55,14 @@ def check_mesh(config: JobConfig) -> None:
 
     Raises:
         CheckpointError: the model is missing.
-        ConfigError, ErrorList: `mesh.devices`, `mesh.processes`, `mesh.stages`, `mesh.layers`.
+        ConfigError, ErrorList: `mesh.devices`, `mesh.processes`, `mesh.stages`, `mesh.layers`, `mesh.tensor`.
     """
     mesh = config.mesh
-    stage_meshes(mesh.stages, mesh.data, mesh.fsdp)
-    if mesh.stages > 1 or mesh.layers is not None:
-        stage_layers(ModelConfig.from_hf(base_directory(config)), mesh.stages, mesh.layers)
+    stage_meshes(mesh.stages, mesh.data, mesh.fsdp, mesh.tensor)
+    if mesh.stages > 1 or mesh.layers is not None or mesh.tensor > 1:
+        model = ModelConfig.from_hf(base_directory(config))
+        raise_all(tensor_problems(config, model))
+        stage_layers(model, mesh.stages, mesh.layers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +131,7 @@ def open_base(
         check_adapters(config, prepared)
     directory, train, mesh = base_directory(config), config.train, config.mesh
     model = ModelConfig.from_hf(directory)
-    meshes = stage_meshes(mesh.stages, mesh.data, mesh.fsdp)
+    meshes = stage_meshes(mesh.stages, mesh.data, mesh.fsdp, mesh.tensor)
     layers = stage_layers(model, mesh.stages, mesh.layers, capacity_tokens=config.batch.largest)
     dtype = jnp.dtype(config.base.dtype)
 
@@ -140,7 +143,7 @@ def open_base(
         return len(meshes) - 1 if stage not in local and shared and name.startswith(EMBEDDING) else stage
 
     def sharding_of(name: str, shape: tuple[int, ...]):
-        return meshes[stage_of(name)].weight(shape)
+        return meshes[stage_of(name)].weight(shape, _tensor_axis(name, model))
 
     def parted(frozen: Mapping[str, Weight]) -> list[StageWeights]:
         weights = cut(frozen, model, layers, only=local)
@@ -221,6 +224,7 @@ def _stages(
         dtype=jnp.dtype(config.base.dtype),
         objectives=stack.objectives,
         quantize=config.base.quantize,
+        tensor=config.mesh.tensor,
     )
     block, parameters = config.train.block_layers, max(layer.num_parameters for layer in model.kinds)
 
@@ -305,3 +309,12 @@ def _stage_of(name: str, model: ModelConfig, layers: Sequence[Extent]) -> int:
         half = model.layer(int(number)).half_of(leaf)
         return next(stage for stage, extent in enumerate(layers) if extent.holds(int(number), half))
     return 0 if head == EMBEDDING else len(layers) - 1
+
+
+def _tensor_axis(name: str, model: ModelConfig) -> int | None:
+    """Returns the axis along which tensor parallelism splits a frozen tensor; None: it is whole everywhere."""
+    head, _, rest = name.partition(".")
+    if head == "layers":
+        number, _, leaf = rest.partition(".")
+        return model.layer(int(number)).split_axes.get(leaf)
+    return VOCABULARY if head in (EMBEDDING, "lm_head") else None

@@ -11,18 +11,18 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.sharding import PartitionSpec as P
 
 from lorafusion_jax.data.assemble import Microbatch
 from lorafusion_jax.models.forward import embed, scaled_embedding
+from lorafusion_jax.modules.tensor_sums import TENSOR, on_first, part_start
 from lorafusion_jax.objective.protocol import Chosen
 from lorafusion_jax.objective.replaced_rows import ReplacedRows, replace_rows, row_gradients
 from lorafusion_jax.pipeline.adapter_step import Totals
 from lorafusion_jax.pipeline.leaves import HEAD, HEAD_ROWS, Leaves
-from lorafusion_jax.pipeline.mesh import REPLICAS, StageMesh
+from lorafusion_jax.pipeline.mesh import REPLICAS, VOCABULARY, StageMesh
 from lorafusion_jax.pipeline.parts import Parts
 from lorafusion_jax.pipeline.stage_columns import StageColumns
-from lorafusion_jax.pipeline.stage_jit import REPLICATED, ROWS, gather, jit_on_stage, row_of_device, split_axis
+from lorafusion_jax.pipeline.stage_jit import DEVICES, REPLICATED, ROWS, gather, jit_on_stage, row_of_device, split_axis
 
 
 class EndPrograms:
@@ -40,11 +40,11 @@ class EndPrograms:
     def __init__(self, parts: Parts, stage: StageMesh, columns: StageColumns):
         self._parts, self._stage, self._columns = parts, stage, columns
         self._jit = partial(jit_on_stage, stage)
-        self._table_spec = P(*stage.split((parts.model.vocab_size, parts.model.hidden_size)))
+        self._table_spec = stage.split((parts.model.vocab_size, parts.model.hidden_size), VOCABULARY)
         self.table_axis = split_axis(self._table_spec)
         self.embed = self._jit(self._embed, (self._table_spec, ROWS), ROWS)
         self.embed_rows = self._jit(self._embed_rows, (self._table_spec, ROWS, ROWS, REPLICATED), ROWS)
-        self.add_row_gradients = self._jit(self._add_row_gradients, (ROWS, ROWS, ROWS, ROWS), ROWS, donate=(3,))
+        self.add_row_gradients = self._jit(self._add_row_gradients, (ROWS, ROWS, ROWS, DEVICES), DEVICES, donate=(3,))
         self.replace_objectives(parts.chosen)
         self.states = self._jit(self._states, (REPLICATED, ROWS), REPLICATED)
         logprobs = (REPLICATED, self._table_spec, ROWS, ROWS, REPLICATED)
@@ -59,24 +59,37 @@ class EndPrograms:
         self.chosen = tuple(chosen)
         ends = (REPLICATED, self._table_spec, ROWS, ROWS, REPLICATED)
         head, totals = partial(self._head, self.chosen), partial(self._totals, self.chosen)
-        self.head = self._jit(head, (*ends, ROWS, ROWS), (ROWS, ROWS, ROWS, ROWS), donate=(5, 6))
+        self.head = self._jit(head, (*ends, ROWS, DEVICES), (ROWS, ROWS, ROWS, DEVICES), donate=(5, 6))
         self.totals = self._jit(totals, ends, REPLICATED)
 
     def _embed(self, table: Array, tokens: Array) -> Array:
-        scale = self._parts.model.embedding_scale
-        return embed(gather(table, self.table_axis), tokens[0], scale)[None]
+        return scaled_embedding(self._looked_up(table, tokens[0]), self._parts.model.embedding_scale)[None]
+
+    def _looked_up(self, table: Array, tokens_T: Array) -> Array:
+        """Returns the embeddings of tokens without their scale, from a table whose rows devices may share."""
+        table = gather(table, self.table_axis)
+        if TENSOR not in self._table_spec:
+            return embed(table, tokens_T)
+        rows = tokens_T - part_start(len(table))
+        mine = (rows >= 0) & (rows < len(table))
+        x_TD = jnp.where(mine[:, None], embed(table, jnp.where(mine, rows, 0)), 0)
+        return lax.psum(x_TD, TENSOR)
 
     def _embed_rows(self, table: Array, tokens: Array, row_adapter: Array, values: Array) -> Array:
         """`_embed` with the trained rows of adapters, [1, D, C]."""
         rows = ReplacedRows(values[0], self._parts.leaves.token_columns("embed"), row_adapter[0])
-        x_TD = replace_rows(embed(gather(table, self.table_axis), tokens[0]), tokens[0], rows)
+        x_TD = replace_rows(self._looked_up(table, tokens[0]), tokens[0], rows)
         return scaled_embedding(x_TD, self._parts.model.embedding_scale)[None]
 
     def _add_row_gradients(self, dx: Array, tokens: Array, row_adapter: Array, sums: Array) -> Array:
         """Adds the gradient of trained rows of the embedding to their sums, [1, 1, D, C]."""
         gradient = row_gradients(dx[0], tokens[0], self._parts.leaves.token_columns("embed"), row_adapter[0])
         scale = jnp.asarray(self._parts.model.embedding_scale, dx.dtype).astype(jnp.float32)
-        return sums + scale * gradient[None, None]
+        return sums + self._once(scale * gradient)[None, None]
+
+    def _once(self, gradient: Array) -> Array:
+        """Leaves a gradient that all devices of a replica have to the first one: sums are added up over devices."""
+        return gradient if self._stage.tensor == 1 else on_first(gradient)
 
     def _head(
         self, chosen: Sequence[Chosen], norm: Array, table: Array, x: Array, batch: Microbatch, heads: Leaves,
@@ -92,7 +105,7 @@ class EndPrograms:
 
         trained = {name: leaf for name, leaf in heads.items() if name in self._columns.trained}
         (dx, slopes), totals = jax.grad(loss, argnums=(0, 1), has_aux=True)(x[0], trained)
-        sums = {name: sums[name] + slopes[name] for name in sums}
+        sums = {name: sums[name] + self._once(slopes[name]) for name in sums}
         return dx[None], totals["loss"][None], jax.tree.map(jnp.add, before, totals), sums
 
     def _totals(

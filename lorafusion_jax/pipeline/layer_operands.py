@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import jax
 from jax import Array, lax
-from jax.sharding import PartitionSpec as P
 
+from lorafusion_jax.modules.tensor_sums import on_first, part_start
 from lorafusion_jax.pipeline import leaves as lv
 from lorafusion_jax.pipeline.inputs import Inputs
 from lorafusion_jax.pipeline.leaves import LAYERS, SHARED, Leaves, path_of
@@ -30,12 +31,11 @@ class LayerOperands:
     def __init__(self, parts: Parts, stage: StageMesh, columns: StageColumns):
         self.parts, self.stage, self.columns = parts, stage, columns
         self._frozen_specs = [
-            jax.tree.map(
-                lambda shape: P(*stage.split(shape)),
-                parts.stored_shapes(layer_kind=kind),
-                is_leaf=lambda node: isinstance(node, tuple),
-            )
-            for kind in range(len(parts.model.kinds))
+            {
+                name: jax.tree.map(partial(stage.split, axis=layer.split_axes.get(name)), shape, is_leaf=_is_shape)
+                for name, shape in parts.stored_shapes(layer_kind=kind).items()
+            }
+            for kind, layer in enumerate(parts.model.kinds)
         ]
 
     def of_layer(
@@ -61,7 +61,12 @@ class LayerOperands:
         layer = self.parts.model.kinds[layer_kind(weights)]
         paths = {linear.path for linear in layer.linears_of(self.parts.half(weights))}
         views = {
-            name: scaled(name, lv.view(leaf, *self.columns.windows_of(name, number, inputs)), number, inputs)
+            name: scaled(
+                name,
+                lv.view(leaf, *self.columns.windows_of(name, number, inputs), self.part_of(name)),
+                number,
+                inputs,
+            )
             for name, leaf in lora.items()
             if name.startswith(SHARED) or (name.startswith(LAYERS) and path_of(name) in paths)
         }
@@ -69,6 +74,17 @@ class LayerOperands:
             {name.removeprefix(LAYERS): view for name, view in views.items() if name in self.columns.trained},
             {name.removeprefix(LAYERS): view for name, view in views.items() if name not in self.columns.trained},
         )
+
+    def part_of(self, name: str) -> lv.Part | None:
+        """Returns what this device computes of a leaf of a projection; None: all of it."""
+        if self.stage.tensor == 1 or not name.startswith(LAYERS):
+            return None
+        linear = next(linear for linear in self.parts.model.linears if linear.path == path_of(name))
+        letter, at = "KN"[linear.split_axis], self.columns.all[name]
+        if letter not in at.leaf.axes:
+            return None
+        size = linear.shape[linear.split_axis] // self.stage.tensor
+        return lv.Part(at.leaf.axes.index(letter), part_start(size), size)
 
     def specs_of_block(self, block: Sequence[StoredWeights]) -> tuple[StoredWeights, ...]:
         return tuple(map(self._specs_of, block))
@@ -87,9 +103,22 @@ class LayerOperands:
         """
         specs = self._specs_of(stored)
         stored = jax.tree.map(lambda leaf, spec: gather(leaf, split_axis(spec)), stored, specs)
+        if self.stage.tensor > 1:
+            stored = self._with_biases_once(stored)
         if self.parts.dequantises:
             stored, x = lax.optimization_barrier((stored, x))
         return self.parts.usable(stored), x
+
+    def _with_biases_once(self, stored: StoredWeights) -> StoredWeights:
+        """Leaves biases that are added to a term of a sum over devices to the first device."""
+        axes = self.parts.model.kinds[layer_kind(stored)].split_axes
+        whole = {name for name in stored if name.endswith(".bias") and name not in axes}
+        once = {name: on_first(leaf) if name in whole else leaf for name, leaf in stored.items()}
+        return LayerWeights(once, layer_kind(stored))
+
+
+def _is_shape(node: object) -> bool:
+    return isinstance(node, tuple)
 
 
 def scaled(name: str, view: Array, number: Array, inputs: Inputs) -> Array:

@@ -25,7 +25,7 @@ from lorafusion_jax.pipeline.inputs import Inputs
 from lorafusion_jax.pipeline.layer_operands import LayerOperands, scaled
 from lorafusion_jax.pipeline.leaves import LAYERS, Leaves
 from lorafusion_jax.pipeline.remat import Split
-from lorafusion_jax.pipeline.stage_jit import REPLICATED, ROWS, jit_on_stage, row_of_device
+from lorafusion_jax.pipeline.stage_jit import DEVICES, REPLICATED, ROWS, jit_on_stage, row_of_device
 from lorafusion_jax.pipeline.stage_weights import StoredWeights, Weights, layer_kind
 from lorafusion_jax.weights.table import KINDS as STORED_KINDS
 from lorafusion_jax.weights.table import NONE
@@ -60,8 +60,8 @@ class LayerPrograms:
         kernels = {} if self._parts.settings.implementation == "xla" else compiler_options()
         block = (operands.specs_of_block, REPLICATED, REPLICATED, ROWS, ROWS)
         layers = partial(jit, options=kernels, identity=self._identity())
-        self.forward = layers(self._forward, block, (ROWS, ROWS))
-        self.backward = layers(self._backward, (*block, ROWS, ROWS, ROWS), (ROWS, ROWS), donate=(6, 7))
+        self.forward = layers(self._forward, block, (ROWS, DEVICES))
+        self.backward = layers(self._backward, (*block, DEVICES, ROWS, DEVICES), (ROWS, DEVICES), donate=(6, 7))
         self.evaluate = layers(self._evaluate, block, ROWS)
 
     def _identity(self) -> str | None:
@@ -121,7 +121,10 @@ class LayerPrograms:
         added = {f"{LAYERS}{short}": leaf for short, leaf in gradient.items()}
         return dy, sums | {
             name: lv.add(
-                sums[name], *self._operands.columns.windows_of(name, number, inputs), scaled(name, leaf, number, inputs)
+                sums[name],
+                *self._operands.columns.windows_of(name, number, inputs),
+                scaled(name, leaf, number, inputs),
+                self._operands.part_of(name),
             )
             for name, leaf in added.items()
         }

@@ -94,6 +94,14 @@ class Place(NamedTuple):
     first: Any  # its first column in each of its leaves, in order of `own_columns`
 
 
+class Part(NamedTuple):
+    """What a device of tensor parallelism has of one axis of a leaf."""
+
+    axis: int  # in the array of one layer
+    start: Array
+    size: int
+
+
 def all_columns(specs: Sequence[AdapterSpec], linears: Sequence[Linear], *, tied: bool = False) -> dict[str, Columns]:
     """Returns the leaves of these adapters by name.
 
@@ -202,31 +210,37 @@ def windows(columns: Mapping[str, Columns], adapters: Array) -> Array:
     return jnp.where(adapters >= 0, jnp.asarray(table)[:, :, jnp.maximum(adapters, 0)], 0)
 
 
-def view(leaf: Array, at: Columns, layer: Array, window: Array) -> Array:
+def view(leaf: Array, at: Columns, layer: Array, window: Array, part: Part | None = None) -> Array:
     """Returns the adapters of a microbatch in one layer, padded with zeros to the widest: [P, K, R] and so on.
 
     Args:
         leaf: [L, ...], of all adapters.
         window: the leaf's part of `windows`, [2, P].
+        part: takes only this part of the leaf (None: all).
     """
     first, width = window
-    size = (1, *(at.widest if axis == at.axis else n for axis, n in enumerate(leaf.shape[1:])))
+    size = [1, *(at.widest if axis == at.axis else n for axis, n in enumerate(leaf.shape[1:]))]
+    if part is not None:
+        size[WEIGHTS + part.axis] = part.size
     # A batch of slices with all indices given: XLA then reads only the windows and does not transpose the leaf.
     found_P1 = jax.vmap(lambda start: lax.dynamic_slice(leaf, start, size))(
-        _starts(leaf.ndim, WEIGHTS, at, layer, first)
+        _starts(leaf.ndim, WEIGHTS, at, layer, first, part)
     )
     values = jnp.where(_inside(at, width, leaf.ndim - WEIGHTS), found_P1[:, 0], 0.0)
     return values if at.is_counted else values[:, 0]
 
 
-def add(sums: Array, at: Columns, layer: Array, window: Array, gradient: Array) -> Array:
+def add(sums: Array, at: Columns, layer: Array, window: Array, gradient: Array, part: Part | None = None) -> Array:
     """Adds an array in the form of `view` to the sums [1, L, ...] of all adapters.
 
     Windows of narrow adapters overlap columns of others. `gradient` is masked, so that they add zeros there.
     """
     first, width = window
     gradient = (gradient if at.is_counted else gradient[:, None])[:, None, None]
-    starts, inside = _starts(sums.ndim, SUMS, at, layer, first), _inside(at, width, sums.ndim - SUMS)[:, None, None]
+    starts, inside = (
+        _starts(sums.ndim, SUMS, at, layer, first, part),
+        _inside(at, width, sums.ndim - SUMS)[:, None, None],
+    )
     if gradient[0].nbytes >= LARGE_WINDOW and len(gradient) <= ONE_BY_ONE:
         for start, mask, part in zip(
             starts, inside, gradient, strict=True
@@ -337,9 +351,11 @@ def _narrow_first(leaf: Leaf, width: Sequence[int]) -> Columns:
     return Columns(leaf=leaf, first=tuple(first), width=tuple(width))
 
 
-def _starts(ndim: int, lead: int, at: Columns, layer: Array, first: Array) -> Array:
+def _starts(ndim: int, lead: int, at: Columns, layer: Array, first: Array, part: Part | None) -> Array:
     """Returns the start indices of a layer's windows, [P, ndim]."""
     index = {lead - 1: layer, lead + at.axis: first}
+    if part is not None:
+        index[lead + part.axis] = part.start
     return jnp.stack([jnp.broadcast_to(index.get(axis, 0), first.shape).astype(jnp.int32) for axis in range(ndim)], 1)
 
 

@@ -15,6 +15,7 @@ from jax import Array
 from lorafusion_jax.adapters.bank import rows_of
 from lorafusion_jax.config.schema import TrainSettings
 from lorafusion_jax.models.forward import final_norm
+from lorafusion_jax.modules.tensor_sums import TENSOR
 from lorafusion_jax.objective.batch import divergence_rows, totals_of
 from lorafusion_jax.objective.loss import token_divergences, token_losses
 from lorafusion_jax.objective.protocol import DIVERGENCE, HIDDEN, SCORE, Chosen
@@ -31,11 +32,13 @@ class LossHead:
         layout: the leaves of the adapters.
         settings: the loss chunk.
         dtype: of the states.
+        tensor: devices that split the vocabulary, if it divides.
     """
 
     layout: LeafLayout
     settings: TrainSettings
     dtype: Any
+    tensor: int = 1
 
     def totals(
         self, norm: Array, head: Array, x_TD: Array, batch: Any, heads: Mapping[str, Array], chosen: Sequence[Chosen]
@@ -95,6 +98,11 @@ class LossHead:
             logit_scale=self.layout.model.logit_scale,
         )
 
+    @property
+    def _axis(self) -> str | None:
+        """The mesh axis that splits the vocabulary."""
+        return TENSOR if self.tensor > 1 and self.layout.model.vocab_size % self.tensor == 0 else None
+
     def _token_losses(self, hidden: Array, head: Array, batch: Any, weights: Array, rows: Array | None) -> Array:
         """Computes the token losses.
 
@@ -112,4 +120,5 @@ class LossHead:
             soft_cap=self.layout.model.final_soft_cap,
             logit_scale=self.layout.model.logit_scale,
             replaced=replaced,
+            axis=self._axis,
         )

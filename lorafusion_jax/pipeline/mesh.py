@@ -1,7 +1,8 @@
 """Assigns devices to stages and replicas.
 
-The device grid has the axes (stage, data, fsdp). Each stage has its own mesh with the axes (data, fsdp). Every device
-of a stage is a replica with its own microbatch. The frozen base is split along `fsdp`.
+The device grid has the axes (stage, data, fsdp, tensor). Each stage has its own mesh with the other axes. Every replica
+has its own microbatch, and the devices along `tensor` compute it together. The frozen base is split along `fsdp` and
+`tensor`.
 R replicas = data · fsdp
 """
 
@@ -17,8 +18,11 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from lorafusion_jax.errors import ConfigError
+from lorafusion_jax.modules.tensor_sums import TENSOR
 
 REPLICAS = ("data", "fsdp")
+AXES = (*REPLICAS, TENSOR)
+VOCABULARY = 0  # axis of the tables [V, D] that is split over `tensor`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,14 +30,19 @@ class StageMesh:
     """The devices of one stage.
 
     Attributes:
-        mesh: axes (data, fsdp).
+        mesh: axes (data, fsdp, tensor).
     """
 
     mesh: Mesh
 
     @property
     def replicas(self) -> int:
-        return self.mesh.size
+        return self.mesh.size // self.tensor
+
+    @property
+    def tensor(self) -> int:
+        """Devices of a replica."""
+        return self.mesh.shape[TENSOR]
 
     @property
     def fsdp(self) -> int:
@@ -46,17 +55,23 @@ class StageMesh:
 
     @property
     def by_replica(self) -> NamedSharding:
-        """Leading axis split over replicas.
+        """Leading axis split over replicas."""
+        return self._rows(REPLICAS)
 
-        Axes of size one are omitted, as in the outputs of programs: two names for one layout would compile twice.
-        """
-        axes = tuple(name for name in REPLICAS if self.mesh.shape[name] > 1)
+    @property
+    def by_device(self) -> NamedSharding:
+        """Leading axis split over all devices."""
+        return self._rows(AXES)
+
+    def _rows(self, axes: tuple[str, ...]) -> NamedSharding:
+        """Omits axes of size one, as in the outputs of programs: two names for one layout would compile twice."""
+        axes = tuple(name for name in axes if self.mesh.shape[name] > 1)
         return NamedSharding(self.mesh, P(axes) if axes else P())
 
     @property
     def processes(self) -> list[int]:
         """The process that holds each replica."""
-        return [device.process_index for device in self.mesh.devices.flat]
+        return [device.process_index for device in self.mesh.devices[..., 0].flat]
 
     @property
     def is_local(self) -> bool:
@@ -74,19 +89,34 @@ class StageMesh:
         mine = jax.process_index()
         return [replica for replica, process in enumerate(self.processes) if process == mine]
 
-    def weight(self, shape: Sequence[int]) -> NamedSharding:
-        """Sharding of a frozen tensor: split over fsdp along its first divisible axis, otherwise replicated."""
-        return NamedSharding(self.mesh, P(*self.split(shape)))
+    @property
+    def local_devices(self) -> list[int]:
+        """Devices of this process, counted in the order of `by_device`."""
+        return [self.tensor * replica + number for replica in self.local_replicas for number in range(self.tensor)]
 
-    def split(self, shape: Sequence[int]) -> tuple[str | None, ...]:
-        if self.fsdp == 1 or len(shape) < 2:
-            return ()
-        axis = next((number for number, size in enumerate(shape) if size % self.fsdp == 0), None)
-        return () if axis is None else (None,) * axis + ("fsdp",)
+    def weight(self, shape: Sequence[int], axis: int | None = None) -> NamedSharding:
+        """Sharding of a frozen tensor, see `split`."""
+        return NamedSharding(self.mesh, self.split(shape, axis))
+
+    def split(self, shape: Sequence[int], axis: int | None = None) -> P:
+        """Splits a frozen tensor over `tensor` along `axis`, and over `fsdp` along its first other axis that divides.
+
+        Where a size does not divide, devices have copies.
+        """
+        parts: list[str | None] = [None] * len(shape)
+        if axis is not None and self.tensor > 1 and shape[axis] % self.tensor == 0:
+            parts[axis] = TENSOR
+        if self.fsdp > 1 and len(shape) > 1:
+            free = (n for n, size in enumerate(shape) if parts[n] is None and size % self.fsdp == 0)
+            if (first := next(free, None)) is not None:
+                parts[first] = "fsdp"
+        while parts and parts[-1] is None:
+            parts.pop()
+        return P(*parts)
 
 
-def stage_meshes(stages: int = 1, data: int = 1, fsdp: int = 1) -> list[StageMesh]:
-    """Uses the first stages · data · fsdp devices.
+def stage_meshes(stages: int = 1, data: int = 1, fsdp: int = 1, tensor: int = 1) -> list[StageMesh]:
+    """Uses the first stages · data · fsdp · tensor devices.
 
     Several processes share the replicas first, because an all-reduce per step takes less time than activations per
     microbatch, and then the stages. Every process holds the same number of whole replicas of the same number of stages.
@@ -94,15 +124,16 @@ def stage_meshes(stages: int = 1, data: int = 1, fsdp: int = 1) -> list[StageMes
     Raises:
         ConfigError: `mesh.devices`, there are fewer devices; `mesh.processes`, processes cannot share the mesh evenly.
     """
-    processes, needed = jax.process_count(), stages * data * fsdp
+    processes, needed = jax.process_count(), stages * data * fsdp * tensor
     devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
     if needed > len(devices):
         raise ConfigError(
             "mesh.devices",
-            f"the mesh needs {needed} devices ({stages} stages × {data} data × {fsdp} fsdp), but there "
+            f"the mesh needs {needed} devices ({stages} stages × {data} data × {fsdp} fsdp"
+            f"{f' × {tensor} tensor' if tensor > 1 else ''}), but there "
             f"{'is one' if len(devices) == 1 else f'are {len(devices)}'}.",
             why=f"{devices[0].device_kind}, {processes} process{'es' if processes > 1 else ''}",
-            fix="lower mesh.stages, mesh.data or mesh.fsdp, or start more processes"
+            fix="lower mesh.stages, mesh.data, mesh.fsdp or mesh.tensor, or start more processes"
             + f"; to try it on a CPU: JAX_NUM_CPU_DEVICES={needed} lorafusion …" * (devices[0].platform == "cpu"),
         )
     by_data = math.gcd(data, processes)  # groups of processes with the same replicas
@@ -126,6 +157,6 @@ def stage_meshes(stages: int = 1, data: int = 1, fsdp: int = 1) -> list[StageMes
             )
         chosen += local[:per_process]
     # Neighbouring processes, which are often on one host, exchange activations.
-    grid = np.array(chosen, dtype=object).reshape(by_data, by_stage, data // by_data, stages // by_stage, fsdp)
-    grid = grid.transpose(1, 3, 0, 2, 4).reshape(stages, data, fsdp)
-    return [StageMesh(mesh=Mesh(grid[stage], REPLICAS)) for stage in range(stages)]
+    grid = np.array(chosen, dtype=object).reshape(by_data, by_stage, data // by_data, stages // by_stage, fsdp, tensor)
+    grid = grid.transpose(1, 3, 0, 2, 4, 5).reshape(stages, data, fsdp, tensor)
+    return [StageMesh(mesh=Mesh(grid[stage], AXES)) for stage in range(stages)]

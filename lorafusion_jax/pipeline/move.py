@@ -12,14 +12,20 @@ from lorafusion_jax.pipeline.mesh import StageMesh
 
 
 def to_stage(rows: Any, stage: StageMesh) -> Any:
-    """Puts host arrays [replicas of this process, ...] on the stage's devices, one row each."""
+    """Puts host arrays [replicas of this process, ...] on the stage's devices, one row on those of each replica."""
+    return _put_rows(rows, stage.by_replica, stage.replicas)
+
+
+def to_devices(rows: Any, stage: StageMesh) -> Any:
+    """Puts host arrays [devices of this process, ...] on the stage's devices, one row each."""
+    return _put_rows(rows, stage.by_device, stage.mesh.size)
+
+
+def _put_rows(rows: Any, sharding: NamedSharding, count: int) -> Any:
     if jax.process_count() == 1:
-        return jax.device_put(rows, stage.by_replica)
+        return jax.device_put(rows, sharding)
     return jax.tree.map(
-        lambda leaf: jax.make_array_from_process_local_data(
-            stage.by_replica, leaf, (stage.replicas, *np.shape(leaf)[1:])
-        ),
-        rows,
+        lambda leaf: jax.make_array_from_process_local_data(sharding, leaf, (count, *np.shape(leaf)[1:])), rows
     )
 
 

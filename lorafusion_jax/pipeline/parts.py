@@ -45,6 +45,7 @@ class Parts:
         settings: implementations and loss chunk.
         objectives: objectives of the adapters (empty: supervised fine-tuning for all).
         quantize: storage of the kernels, see `weights.table`.
+        tensor: devices that compute a layer together, each a part of it.
 
     Attributes:
         leaves: names, columns and shapes of the adapters' leaves.
@@ -58,6 +59,7 @@ class Parts:
     dtype: Any = jnp.bfloat16
     objectives: tuple[Chosen, ...] = ()
     quantize: str = NONE
+    tensor: int = 1
     leaves: LeafLayout = field(init=False, repr=False)
     inputs: InputMaker = field(init=False, repr=False)
     head: LossHead = field(init=False, repr=False)
@@ -68,17 +70,27 @@ class Parts:
         inputs = InputMaker(layout=layout, implementation=self.settings.implementation)
         object.__setattr__(self, "leaves", layout)
         object.__setattr__(self, "inputs", inputs)
-        object.__setattr__(self, "head", LossHead(layout=layout, settings=self.settings, dtype=self.dtype))
+        object.__setattr__(
+            self, "head", LossHead(layout=layout, settings=self.settings, dtype=self.dtype, tensor=self.tensor)
+        )
         object.__setattr__(self, "_modules", self._split_modules())
 
     def _split_modules(self) -> dict[tuple[int, Half | None], tuple]:
         """Returns the layers of each kind, whole and in halves, split into structure and states."""
         numbers = [self.model.layers.index(layer) for layer in self.model.kinds]
+        model, parted = self.model.part_of(self.tensor), self.tensor > 1
         of_adapters = nnx.filterlib.Any(nnx.LoRAParam, LoRAConstant)
 
         def module(number: int, half: Half | None) -> DecoderLayer:
             return DecoderLayer(
-                self.model, self.specs, number=number, half=half, dtype=self.dtype, rngs=nnx.Rngs(0), prepared=True
+                model,
+                self.specs,
+                number=number,
+                half=half,
+                dtype=self.dtype,
+                rngs=nnx.Rngs(0),
+                prepared=True,
+                parted=parted,
             )
 
         return {

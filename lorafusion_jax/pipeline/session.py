@@ -310,14 +310,14 @@ class Session:
         with self.executor.blaming(None, None):
             return self._snapshots.take()
 
-    def load_state(self, restore: Callable[[Any], dict[str, Any]], replicas: int) -> None:
+    def load_state(self, restore: Callable[[Any], dict[str, Any]], devices: int) -> None:
         """Continues from the state of a `snapshot`, on this or another layout.
 
         Args:
             restore: reads arrays of the given shapes and dtypes.
-            replicas: number of replicas when they were saved.
+            devices: number of devices of a stage when they were saved.
         """
-        scatter(self._stages, restore(abstract_state(self._stages, self.executor.links, replicas)))
+        scatter(self._stages, restore(abstract_state(self._stages, self.executor.links, devices)))
         self._unstarted = []
 
     def join_spans(self) -> None:

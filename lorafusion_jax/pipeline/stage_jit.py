@@ -1,6 +1,7 @@
 """Compiles functions for the devices of a stage.
 
-Every array of a microbatch has a leading replica axis. Inside a program each device sees its own row.
+Every array of a microbatch has a leading replica axis. Inside a program each device sees its own row. Arrays that the
+devices of a replica do not share have a leading axis of devices.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
 from lorafusion_jax.pipeline.lowered import kept
-from lorafusion_jax.pipeline.mesh import REPLICAS, StageMesh
+from lorafusion_jax.pipeline.mesh import AXES, REPLICAS, StageMesh
 
-ROWS, REPLICATED = P(REPLICAS), P()
+ROWS, DEVICES, REPLICATED = P(REPLICAS), P(AXES), P()
 OVERLAP = "xla_gpu_enable_latency_hiding_scheduler"
 
 
@@ -31,7 +32,7 @@ def jit_on_stage(
         in_specs: sharding of each operand, or a function of it.
         identity: of programs that are worth keeping, see `kept`.
     """
-    if stage.replicas == 1:
+    if stage.mesh.size == 1:
         function = function if identity is None else kept(function, identity)
         return jax.jit(function, donate_argnums=donate, compiler_options=options or None)
 

@@ -150,8 +150,8 @@ class StageState:
         self._in_flight, self._gradients, self.totals = {}, {}, None
         self.alive = replicate(np.ones(len(self.settings), bool), self.mesh)
         self.take_weights(lora)
-        rows, replicas = self.mesh.by_replica, self.mesh.replicas
-        shapes = {name: (replicas, *leaf.shape) for name, leaf in self.lora.items()}
+        rows, devices = self.mesh.by_device, self.mesh.mesh.size
+        shapes = {name: (devices, *leaf.shape) for name, leaf in self.lora.items()}
 
         def zeros():
             return {name: jnp.zeros(shape, jnp.float32) for name, shape in shapes.items()}
@@ -341,7 +341,7 @@ class StageState:
         moments = [leaf for leaf in jax.tree.leaves(self.optimizers) if leaf.ndim]
         return {
             "weights": sum(leaf.size for leaf in self.lora.values()),
-            "gradients": sum(leaf.size for leaf in self.sums.values()) // self.mesh.replicas,
+            "gradients": sum(leaf.size for leaf in self.sums.values()) // self.mesh.mesh.size,
             "moments": sum(leaf.size for leaf in moments),
         }
 

@@ -2,7 +2,7 @@
 
 This is the content of a checkpoint. Each adapter has separate arrays at its own rank and targets, independent of the
 other adapters.
-L layers · A adapters · R replicas · r an adapter's rank
+L layers · A adapters · R devices of a stage · r an adapter's rank
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.pipeline import leaves as lv
 from lorafusion_jax.pipeline.distant_stage import AnyStage, local_stages
 from lorafusion_jax.pipeline.links import Links
-from lorafusion_jax.pipeline.move import replicate, to_host, to_stage
+from lorafusion_jax.pipeline.move import replicate, to_devices, to_host, to_stage
 from lorafusion_jax.pipeline.stage import Stage
 
 type Read = Callable[[Any], np.ndarray]
@@ -34,12 +34,14 @@ def gather(stages: Sequence[AnyStage], links: Links, *, read: Read = to_host) ->
 
     Returns:
         By adapter: lora [L, K, r] by leaf, constant ones included; sums [R, L, K, r] by leaf; arrays of optimizers by
-        their path. loss [R, A], alive [A]; metrics [R, A] by name, if an objective has any.
+        their path. loss [R, A], alive [A]; metrics [R, A] by name, if an objective has any. Of the devices of a replica
+        the first one has the replica's loss and metrics, and the others zeros.
     """
     columns = stages[0].parts.leaves.columns
     parts = links.share({index: _on_host(stage, read) for index, stage in local_stages(stages).items()})
     optimizers = [part.get("optimizers", {}) for part in parts]
-    loss, metrics = _split_loss(parts[-1]["totals"])
+    tensor = stages[0].mesh.tensor
+    loss, metrics = _split_loss({name: _by_device(rows, tensor) for name, rows in parts[-1]["totals"].items()})
     arrays = {
         "lora": _own_arrays(stages[0].occupied, columns, [part.get("leaves", {}) for part in parts], lv.WEIGHTS),
         "sums": _own_arrays(stages[0].occupied, columns, [part.get("sums", {}) for part in parts], lv.SUMS),
@@ -65,25 +67,25 @@ def _on_host(stage: Stage, read: Read) -> dict[str, Any]:
 def scatter(stages: Sequence[AnyStage], arrays: dict[str, Any]) -> None:
     """Gives the stages of this process the result of `gather`, on this or another layout.
 
-    With another number of replicas, partial sums are added up on the first replica.
+    With another number of devices, partial sums are added up on the first device.
     """
-    replicas = stages[0].mesh.replicas
+    tensor, devices = stages[0].mesh.tensor, stages[0].mesh.mesh.size
     totals = {"loss": arrays["loss"], **arrays.get("metrics", {})}
-    totals = {name: _spread_rows(leaf, replicas) for name, leaf in totals.items()}
+    totals = {name: _spread_rows(leaf, devices)[::tensor] for name, leaf in totals.items()}
     for stage in local_stages(stages).values():
         mesh, columns = stage.mesh, stage.programs.columns.trained
-        mine = np.asarray(mesh.local_replicas)
+        mine, mine_of_devices = np.asarray(mesh.local_replicas), np.asarray(mesh.local_devices)
         sums = [
             {
-                name: _spread_rows(leaf, replicas)[mine][:, stage.layers_of(name)]
+                name: _spread_rows(leaf, devices)[mine_of_devices][:, stage.layers_of(name)]
                 for name, leaf in arrays["sums"].get(adapter, {}).items()
                 if name in columns
             }
             for adapter in stage.all_names
         ]
-        shapes = {name: (len(mine), *shape) for name, shape in stage.leaf_shapes.items()}
+        shapes = {name: (len(mine_of_devices), *shape) for name, shape in stage.leaf_shapes.items()}
         stage.take_weights(arrays["lora"])
-        stage.sums = to_stage(lv.stack_adapters(columns, sums, shapes, lead=lv.SUMS), mesh)
+        stage.sums = to_devices(lv.stack_adapters(columns, sums, shapes, lead=lv.SUMS), mesh)
         before, optimizers = stage.optimizers, arrays["optimizers"]
         of_stage = {name: stage.part_of_state(state, optimizers[name]) for name, state in before.items()}
         stage.optimizers = replicate(of_stage, mesh)
@@ -92,12 +94,12 @@ def scatter(stages: Sequence[AnyStage], arrays: dict[str, Any]) -> None:
             stage.totals = to_stage({name: leaf[mine] for name, leaf in totals.items()}, mesh)
 
 
-def abstract_state(stages: Sequence[AnyStage], links: Links, replicas: int) -> dict[str, Any]:
-    """Returns shapes and dtypes of the result of `gather` with this number of replicas. Collective over processes."""
+def abstract_state(stages: Sequence[AnyStage], links: Links, devices: int) -> dict[str, Any]:
+    """Returns shapes and dtypes of the result of `gather` with so many devices of a stage. Collective over processes."""
     parts, occupied = stages[0].parts, stages[0].occupied
     described = links.by_stage({index: _described(stage) for index, stage in local_stages(stages).items()})
     names, num_places = described[-1]["totals"], len(stages[0].parts.specs)
-    row = jax.ShapeDtypeStruct((replicas, num_places), jnp.float32)
+    row = jax.ShapeDtypeStruct((devices, num_places), jnp.float32)
     shapes_by_name = parts.leaves.own_shapes(occupied)
     trained = {
         adapter: {name: shape for name, shape in shapes.items() if parts.leaves.columns[name].leaf.trainable}
@@ -109,7 +111,7 @@ def abstract_state(stages: Sequence[AnyStage], links: Links, replicas: int) -> d
     ]
     arrays = {
         "lora": _structs(shapes_by_name),
-        "sums": _structs(trained, replicas),
+        "sums": _structs(trained, devices),
         "loss": row,
         "alive": jax.ShapeDtypeStruct((num_places,), jnp.bool_),
         "optimizers": {
@@ -205,10 +207,18 @@ def _flat_optimizers(optimizers: Mapping[str, Any]) -> dict[str, dict[str, Any]]
     return {name: lv.by_path(state) for name, state in optimizers.items()}
 
 
-def _spread_rows(rows: Any, replicas: int) -> np.ndarray:
+def _by_device(rows: Any, tensor: int) -> np.ndarray:
+    """Returns rows of replicas as rows of devices."""
     rows = np.asarray(rows)
-    if rows.shape[0] == replicas:
+    spread = np.zeros((tensor * len(rows), *rows.shape[1:]), rows.dtype)
+    spread[::tensor] = rows
+    return spread
+
+
+def _spread_rows(rows: Any, devices: int) -> np.ndarray:
+    rows = np.asarray(rows)
+    if rows.shape[0] == devices:
         return rows
-    spread = np.zeros((replicas, *rows.shape[1:]), rows.dtype)
+    spread = np.zeros((devices, *rows.shape[1:]), rows.dtype)
     spread[0] = rows.sum(0)
     return spread

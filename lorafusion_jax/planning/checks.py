@@ -15,6 +15,7 @@ from lorafusion_jax.data.prepare import Prepared, prepare
 from lorafusion_jax.errors import CheckpointError, ConfigError, ErrorList, LoraFusionError, raise_all, unique
 from lorafusion_jax.layout.layer import PATHS
 from lorafusion_jax.planning.stages import stage_layers
+from lorafusion_jax.planning.tensor import tensor_problems
 from lorafusion_jax.weights.checkpoint_formats import check_stored_as
 from lorafusion_jax.weights.table import NONE, check_kernels
 
@@ -49,7 +50,7 @@ def layer_problems(config: JobConfig) -> tuple[list[str], list[LoraFusionError]]
         check_stored_as(quantize, model.checkpoint_format, where=str(directory))
         for layer in model.kinds:
             check_kernels(quantize, layer.kernel_shapes())
-        raise_all(_targets_of_others(config, model))
+        raise_all([*_targets_of_others(config, model), *tensor_problems(config, model)])
         _check_specs(config)
         stage_layers(model, mesh.stages, mesh.layers)
         together = config.train.block_layers
@@ -57,7 +58,7 @@ def layer_problems(config: JobConfig) -> tuple[list[str], list[LoraFusionError]]
             message = f"train.block_layers={together}, and the model has {model.num_layers} layers"
             return [f"{message}: a stage is one program"], []
     except CheckpointError as problem:
-        if mesh.stages == 1 and mesh.layers is None and quantize == NONE:
+        if mesh.stages == mesh.tensor == 1 and mesh.layers is None and quantize == NONE:
             return [], []
         return [f"the layers of each stage are not checked: {problem.what}"], []
     except ConfigError as problem:

@@ -70,11 +70,13 @@ def launch(
         session = Session.open(initial, prepared, later=config, base_files=record["base_files"])
         resources.callback(session.close)
         session.start(weights)
-        progress = Progress.first(_initial_steps(initial, prepared), replicas=config.mesh.replicas, plan=plan.digest)
+        progress = Progress.first(
+            _initial_steps(initial, prepared), stage_devices=config.mesh.stage_devices, plan=plan.digest
+        )
         if checkpoint is not None and slot is not None:
             saved = Progress.of(checkpoint.position)
-            session.load_state(store.restore, saved.replicas)
-            progress = dataclasses.replace(saved, replicas=config.mesh.replicas, plan=plan.digest)
+            session.load_state(store.restore, saved.stage_devices)
+            progress = dataclasses.replace(saved, stage_devices=config.mesh.stage_devices, plan=plan.digest)
         stop_if_asked()
         rows: list[Microbatch] = []
         if progress.slot < plan.num_slots:

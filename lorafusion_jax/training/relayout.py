@@ -15,6 +15,7 @@ MAY_CHANGE = (
     "mesh.stages",
     "mesh.data",
     "mesh.fsdp",
+    "mesh.tensor",
     "mesh.layers",
     "train.remat",
     "train.block_layers",

@@ -57,11 +57,11 @@ class Progress:
     Attributes:
         slot: number of slots done.
         plan: digest of the plan.
-        replicas: number of replicas; partial gradient sums are per replica.
+        stage_devices: number of devices of a stage; partial gradient sums are per device.
     """
 
     adapters: dict[str, AdapterProgress]
-    replicas: int = 1
+    stage_devices: int = 1
     slot: int = 0
     plan: str = ""
     seconds: float = 0.0
@@ -87,14 +87,14 @@ class Progress:
         return [adapter for adapter, _ in dropped]
 
     @staticmethod
-    def first(steps: Mapping[str, int], *, replicas: int, plan: str) -> Progress:
+    def first(steps: Mapping[str, int], *, stage_devices: int, plan: str) -> Progress:
         """Returns the progress at the start of a run.
 
         Args:
             steps: number of steps of each adapter.
         """
         adapters = {name: AdapterProgress(name=name, num_steps=count) for name, count in steps.items()}
-        return Progress(adapters=adapters, replicas=replicas, plan=plan)
+        return Progress(adapters=adapters, stage_devices=stage_devices, plan=plan)
 
     def position(self) -> dict[str, Any]:
         """Returns the progress as a checkpoint stores it."""

@@ -126,7 +126,8 @@ def as_arrays(dropout: Dropout) -> Dropout:
     """Converts numbers and lists to arrays."""
     kinds = {"rate": np.float32, "key": np.uint32, "row_key": np.uint32}
     fields = {name: getattr(dropout, name) for name in kinds}
-    return Dropout(**{n: v if hasattr(v, "dtype") else np.asarray(v, kinds[n]) for n, v in fields.items()})
+    arrays = {n: v if hasattr(v, "dtype") else np.asarray(v, kinds[n]) for n, v in fields.items()}
+    return dataclasses.replace(dropout, **arrays)
 
 
 def _check_values(ops: Operands, num_adapters: int) -> None:

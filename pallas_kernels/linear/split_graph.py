@@ -142,9 +142,9 @@ def keep_bits(prepared: Prepared) -> jax.Array | None:
     if ops.dropout is None:
         return None
     block_t = row_block(prepared.static.tile, 64)
-    if ops.first_column is not None:  # the kernels count columns from 0
+    if ops.dropout.first_column is not None:  # the kernels count columns from 0
         owner = jnp.clip(spread(prepared.block_adapter(block_t), block_t), 0, prepared.static.num_adapters - 1)
-        return keep_words(ops.dropout, owner, ops.x.shape[1], ops.first_column)
+        return keep_words(ops.dropout, owner, ops.x.shape[1])
     return passes.load().keep_words(
         ops.dropout,
         prepared.block_adapter(block_t),

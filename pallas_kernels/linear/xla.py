@@ -122,7 +122,7 @@ def _keep_tiles(static: Static, ops: Operands) -> jax.Array | None:
         return None
     rows = row_adapter(ops.tile_adapter, static.tile)
     columns = ops.x.shape[1]
-    return _tiles(static, unpack(keep_words(ops.dropout, rows, columns, ops.first_column), columns))
+    return _tiles(static, unpack(keep_words(ops.dropout, rows, columns), columns))
 
 
 def _tiles(static: Static, values: jax.Array) -> jax.Array:

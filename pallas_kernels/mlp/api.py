@@ -122,8 +122,10 @@ def _fused_call(
 ) -> tuple[Static, Operands, Operands] | None:
     """What the fused passes need, where they serve: on Hopper, if that backend serves every projection on its own.
 
-    On a mesh the three ops split themselves.
+    On a mesh the three ops split themselves. The fused passes count the columns of dropout from 0.
     """
+    if down_dropout is not None and down_dropout.first_column is not None:
+        return None
     arrays = jax.tree.leaves((arguments.x, arguments.ws, arguments.as_, arguments.bs))
     if partition.mesh_of(arrays, implementation) is not None:
         return None

@@ -43,7 +43,7 @@ def unsupported_reason(static: Static, ops: Operands) -> str | None:
     """Says why a call cannot be served; None: it can."""
     if not all(isinstance(w, Fp8Weight) for w in ops.ws):
         return "it multiplies weights of 8-bit floats only"
-    if ops.dropout is not None and (ops.first_column is not None or ops.x.shape[1] % BLOCK):
+    if ops.dropout is not None and (ops.dropout.first_column is not None or ops.x.shape[1] % BLOCK):
         return f"dropout on {ops.x.shape[1]} features of a row: it needs whole blocks of {BLOCK}"
     odd = [size for w in ops.ws for size in w.shape if size % 16]
     if odd:

@@ -125,7 +125,7 @@ def test_a_run_goes_on_bitwise(runs, tmp_path):
 
 @pytest.mark.parametrize("form", [1, 3])
 def test_a_checkpoint_of_another_format_is_refused_by_name(form):
-    later = Progress.first({"law": 1}, replicas=1, plan="p").position() | {"form": form}
+    later = Progress.first({"law": 1}, stage_devices=1, plan="p").position() | {"form": form}
     with pytest.raises(CheckpointError, match=r"run\.later-version"):
         Progress.of(later)
 

@@ -198,7 +198,7 @@ def _makes_low(prepared: Prepared) -> bool:
 
 def _drops_here(ops: Operands) -> bool:
     """True where the Hopper passes with dropout serve: words come in blocks of 256 columns, counted from 0."""
-    return ops.dropout is not None and ops.first_column is None and ops.x.shape[1] % BLOCK == 0
+    return ops.dropout is not None and ops.dropout.first_column is None and ops.x.shape[1] % BLOCK == 0
 
 
 def frozen_parts(prepared: Prepared) -> list[jax.Array]:

@@ -92,17 +92,15 @@ def _flatten(call: Call, layout: Layout, ops: Operands) -> tuple[Static, Operand
     """The shard as a call of its own: rows in one dimension, and tiles that lie whole in it."""
     x_TK = ops.x.reshape(-1, ops.x.shape[-1])
     rows, num_in = x_TK.shape
-    dropout, table, tile, first_column = ops.dropout, ops.tile_adapter, rows, None
+    dropout, table, tile = ops.dropout, ops.tile_adapter, rows
     if not call.static.single:
         tile = layout.rows_of_tile(call.static.tile, ops.x.shape[:-1])
         table = table.reshape(-1)[::tile]
     if dropout is not None:
-        dropout = dataclasses.replace(dropout, row_key=dropout.row_key.reshape(-1))
         first_column = jax.lax.axis_index(layout.k) * num_in if layout.k else None
+        dropout = dataclasses.replace(dropout, row_key=dropout.row_key.reshape(-1), first_column=first_column)
     biases = (None,) * len(ops.ws) if layout.k else ops.biases  # a sum over K holds the bias once
-    flat = dataclasses.replace(
-        ops, x=x_TK, tile_adapter=table, dropout=dropout, biases=biases, first_column=first_column
-    )
+    flat = dataclasses.replace(ops, x=x_TK, tile_adapter=table, dropout=dropout, biases=biases)
     return dataclasses.replace(call.static, tile=tile), flat
 
 

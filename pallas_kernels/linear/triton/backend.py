@@ -13,7 +13,6 @@ import jax.numpy as jnp
 
 from pallas_kernels.checkpoint_names import named_bits, named_s
 from pallas_kernels.device import target_platform, wide_integers
-from pallas_kernels.dropout import Dropout
 from pallas_kernels.linear import split_graph
 from pallas_kernels.linear.split_graph import Prepared, prepare
 from pallas_kernels.linear.triton.gemm import gemm, gemm_config
@@ -135,7 +134,7 @@ def _pad(static: Static, ops: Operands) -> tuple[Static, Operands]:
     dtype = ops.x.dtype
     dropout = ops.dropout
     if dropout is not None:
-        dropout = Dropout(rate=dropout.rate, key=dropout.key, row_key=_pad_to(dropout.row_key, (padded_rows,)))
+        dropout = dataclasses.replace(dropout, row_key=_pad_to(dropout.row_key, (padded_rows,)))
 
     def padded(arrays, shape):
         return tuple(None if a is None else _pad_to(a, shape(a, n)) for a, n in zip(arrays, widths, strict=True))
@@ -149,7 +148,6 @@ def _pad(static: Static, ops: Operands) -> tuple[Static, Operands]:
         tile_adapter=ops.tile_adapter,
         scale=ops.scale,
         dropout=dropout,
-        first_column=ops.first_column,
     )
 
 
