@@ -26,6 +26,7 @@ from scheduling.cost_model import fit_cost_model as fit_cost_model
 from scheduling.cost_parts import CostParts as CostParts
 from scheduling.cost_parts import GatherCost as GatherCost
 from scheduling.cost_parts import read_cost_model as read_cost_model
+from scheduling.cost_parts import shared_parts as shared_parts
 from scheduling.cost_parts import stages_from_parts as stages_from_parts
 from scheduling.errors import PlanError as PlanError
 from scheduling.pipeline import Event as Event

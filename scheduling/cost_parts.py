@@ -120,6 +120,31 @@ class GatherCost:
         return replace(cost, fixed_s=cost.fixed_s + seconds)
 
 
+def shared_parts(parts: CostParts, devices: int, *, call_s: float = 2e-5) -> CostParts:
+    """Adds what devices that compute every layer together (tensor parallelism) take to add up their results.
+
+    An all-reduce of a row of activations moves 2 (n - 1) / n of it over each device's link. There are two per layer in
+    a pass, one after the embedding, and one for the gradient that leaves the head.
+
+    Args:
+        parts: costs of one device's share of the computation; rows cross its link in `transfer_token_s`.
+        devices: n.
+        call_s: fixed time of an all-reduce (default: not measured, of the order of NCCL's small messages).
+
+    >>> one = shared_parts(CostParts(layer=NOTHING, transfer_token_s=1.0), 2, call_s=0.5).layer.forward
+    >>> one.token_s, one.fixed_s
+    (2.0, 1.0)
+    """
+    token_s = 2 * (devices - 1) / devices * parts.transfer_token_s
+
+    def with_sums(cost: PassCost, count: int) -> PassCost:
+        return replace(cost, fixed_s=cost.fixed_s + count * call_s, token_s=cost.token_s + count * token_s)
+
+    layer = replace(parts.layer, forward=with_sums(parts.layer.forward, 2), backward=with_sums(parts.layer.backward, 2))
+    embed, head = (replace(end, forward=with_sums(end.forward, 1)) for end in (parts.embed, parts.head))
+    return replace(parts, layer=layer, embed=embed, head=head)
+
+
 def read_cost_model(text: str, layers: Sequence[float]) -> CostModel:
     """Reads costs of stages or costs of parts. Parts are added up for these layers per stage.
 

@@ -18,7 +18,7 @@ Where = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="KEY=VALUE",
-        help="settings that may change: mesh.stages, mesh.layers, mesh.data, mesh.fsdp, train.remat, "
+        help="settings that may change: mesh.stages, mesh.layers, mesh.data, mesh.fsdp, mesh.tensor, train.remat, "
         "train.block_layers, train.on_failed, base.cache_quantized, save.*",
     ),
 ]

@@ -85,6 +85,7 @@ def _predict(run: Path, measured: Timeline, cost_model: Path, *, all_slots: bool
             quantize=base.quantize,
             parameters=started["frozen"],
             fsdp=started["mesh"]["fsdp"],
+            tensor=started["mesh"]["tensor"],
             remat=started["remat"],
         )
     )

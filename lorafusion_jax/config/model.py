@@ -9,7 +9,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -267,16 +267,7 @@ class ModelConfig:
         >>> whole.part_of(2).layer(0).linear("o_proj").shape, whole.part_of(2).layer(0).linear("up_proj").shape
         ((16, 32), (32, 24))
         """
-        if tensor == 1:
-            return self
-        pattern = [replace(kind, kv_heads=kind.kv_heads and kind.kv_heads // tensor) for kind in self.pattern]
-        return replace(
-            self,
-            num_heads=self.num_heads // tensor,
-            num_kv_heads=self.num_kv_heads // tensor,
-            intermediate_size=self.intermediate_size // tensor,
-            pattern=tuple(pattern),
-        )
+        return self if tensor == 1 else _part_of(self, tensor)
 
     @property
     def num_parameters(self) -> int:
@@ -310,6 +301,18 @@ class ModelConfig:
         scalings = [rope.scaling for rope in self.ropes]
         factors = [scaling.factor if scaling and scaling.kind == "linear" else 1 for scaling in scalings]
         return int(self.max_positions * min(factors, default=1))
+
+
+@lru_cache(maxsize=16)  # of which the layers are described once
+def _part_of(model: ModelConfig, tensor: int) -> ModelConfig:
+    pattern = [replace(kind, kv_heads=kind.kv_heads and kind.kv_heads // tensor) for kind in model.pattern]
+    return replace(
+        model,
+        num_heads=model.num_heads // tensor,
+        num_kv_heads=model.num_kv_heads // tensor,
+        intermediate_size=model.intermediate_size // tensor,
+        pattern=tuple(pattern),
+    )
 
 
 def _read(path: Path) -> tuple[dict[str, Any], str]:

@@ -95,7 +95,7 @@ def scatter(stages: Sequence[AnyStage], arrays: dict[str, Any]) -> None:
 
 
 def abstract_state(stages: Sequence[AnyStage], links: Links, devices: int) -> dict[str, Any]:
-    """Returns shapes and dtypes of the result of `gather` with so many devices of a stage. Collective over processes."""
+    """Returns shapes and dtypes of the result of `gather` with so many devices a stage. Collective over processes."""
     parts, occupied = stages[0].parts, stages[0].occupied
     described = links.by_stage({index: _described(stage) for index, stage in local_stages(stages).items()})
     names, num_places = described[-1]["totals"], len(stages[0].parts.specs)

@@ -33,6 +33,7 @@ from scheduling import (
     PlanError,
     default_cost_parts,
     read_cost_model,
+    shared_parts,
     simulate,
     stages_from_parts,
 )
@@ -59,34 +60,38 @@ def predicted_costs(
     Args:
         tokens: of each adapter's samples (None: as many of each). Rows of large ranks cost more.
     """
-    mesh = config.mesh
-    table = model.vocab_size * model.hidden_size
-    parts = predicted_parts(model, device, config.base.quantize)
-    parts = _with_ranks(parts, config, model, device, tokens)
+    mesh, problem = config.mesh, memory.memory_problem(config, model)
+    table, part = problem.vocabulary * model.hidden_size, problem.device_model
+    parts = predicted_parts(part, device, config.base.quantize, table=table)
+    parts = _with_ranks(parts, config, part, device, tokens)
+    if mesh.tensor > 1:
+        parts = shared_parts(parts, mesh.tensor)
     item = 4 if config.base.dtype == "float32" else 2
     # Programs of four layers may overlap a part of the gathering; that is not measured.
-    stored = memory.kernel_bytes(memory.memory_problem(config, model))
+    stored = memory.kernel_bytes(problem)
     gather = GatherCost(layer_bytes=stored, table_bytes=item * table, devices=mesh.fsdp, overlapped=False)
     layers = stage_layers(model, mesh.stages, mesh.layers, capacity_tokens=config.batch.largest)
     costs = stages_from_parts(parts, worth_in_layers(model, layers), gather=gather if mesh.fsdp > 1 else None)
+    devices = f"one {device}" if mesh.tensor == 1 else f"{mesh.tensor} {device}"
     return dataclasses.replace(
         costs,
-        source=f"default rates of one {device} per stage, {count(model.num_parameters)} parameters, nothing measured",
+        source=f"default rates of {devices} per stage, {count(model.num_parameters)} parameters, nothing measured",
     )
 
 
-def predicted_parts(model: ModelConfig, device: str, quantize: str = NONE) -> CostParts:
+def predicted_parts(model: ModelConfig, device: str, quantize: str = NONE, *, table: int | None = None) -> CostParts:
     """Default costs of a mean layer and of the ends of a model on a device, at rank 16.
 
     Args:
         quantize: storage of the layers' projections, see `weights.table`.
+        table: elements of the head on the device (None: all).
     """
     kind = stored_kind(quantize)
     speed = 1.0 if kind is None or device == "cpu" else kind.product_speed
     return default_cost_parts(
         device,
         layer_parameters=mean_over_layers(model, row_weights) / speed,
-        table_parameters=model.vocab_size * model.hidden_size,
+        table_parameters=model.vocab_size * model.hidden_size if table is None else table,
         hidden_size=model.hidden_size,
         attention_width=_attention_width(model),
         mlp_width=round(sum(layer.mlp.gated_elements for layer in model.layers) / model.num_layers),
@@ -125,8 +130,8 @@ def measured_costs(config: JobConfig, model: ModelConfig | None, file: Path) -> 
     """Reads costs from a file of `lorafusion profile` and checks that they are for this job.
 
     Raises:
-        PlanError: the file is not a cost model, or was measured with other layers, capacity, model, `mesh.fsdp` or
-            `train.remat`; `auto` accepts every policy.
+        PlanError: the file is not a cost model, or was measured with other layers, capacity, model, `mesh.fsdp`,
+            `mesh.tensor` or `train.remat`; `auto` accepts every policy.
     """
     mesh = config.mesh
     if model is None:
@@ -142,6 +147,7 @@ def measured_costs(config: JobConfig, model: ModelConfig | None, file: Path) -> 
             quantize=config.base.quantize,
             parameters=None if model is None else model.num_parameters,
             fsdp=mesh.fsdp,
+            tensor=mesh.tensor,
             remat=None if config.train.remat == "auto" else config.train.remat,
         )
     )
@@ -162,7 +168,7 @@ def read_costs(file: Path, layers: Sequence[float]) -> CostModel:
 
 
 def measured_with(
-    *, dtype: str, quantize: str, parameters: int | None, fsdp: int, remat: RematPolicy | None
+    *, dtype: str, quantize: str, parameters: int | None, fsdp: int, tensor: int, remat: RematPolicy | None
 ) -> dict[str, str | int]:
     """Settings other than layers and capacity that stage times depend on, as stored in a cost model.
 
@@ -175,6 +181,7 @@ def measured_with(
         "base.quantize": quantize,
         "base parameters": parameters,
         "mesh.fsdp": fsdp,
+        "mesh.tensor": None if tensor == 1 else tensor,
         "train.remat": remat,
     }
     return {name: value for name, value in settings.items() if value is not None}

@@ -109,7 +109,7 @@ class RunStarted(RunEvent):
     """A session of the run has started: sizes of the run, and progress of its adapters.
 
     Attributes:
-        mesh: stages, data, fsdp.
+        mesh: stages, data, fsdp, tensor.
         layers: of each stage.
         remat: what a layer's forward leaves for its backward.
         adapters: steps of each in the plan.

@@ -77,14 +77,17 @@ def rate(value: float) -> str:
 def layout(mesh: Mapping[str, int], layers: Sequence[int | float], remat: str) -> str:
     """Describes the mesh and the remat policy; empty for one device that saves everything.
 
-    >>> layout({"stages": 2, "data": 4, "fsdp": 1}, [17, 15], "everything")
+    >>> layout({"stages": 2, "data": 4, "fsdp": 1, "tensor": 1}, [17, 15], "everything")
     '2 stages (17 + 15 layers) × 4 replicas'
-    >>> layout({"stages": 1, "data": 2, "fsdp": 2}, [32], "gemm_inputs")
+    >>> layout({"stages": 1, "data": 2, "fsdp": 2, "tensor": 1}, [32], "gemm_inputs")
     '4 replicas, 2 share a copy of the base  ·  saved for backward: gemm_inputs'
+    >>> layout({"stages": 2, "data": 1, "fsdp": 1, "tensor": 4}, [17, 15], "everything")
+    '2 stages (17 + 15 layers) × 4 devices per layer'
     """
     stages, replicas = mesh["stages"], mesh["data"] * mesh["fsdp"]
     parts = [f"{stages} stages ({' + '.join(map(str, layers))} layers)"] if stages > 1 else []
     parts += [f"{replicas} replicas"] if replicas > 1 else []
+    parts += [f"{mesh['tensor']} devices per layer"] if mesh["tensor"] > 1 else []
     shared = f", {mesh['fsdp']} share a copy of the base" if mesh["fsdp"] > 1 else ""
     saved = f"saved for backward: {remat}" if remat != "everything" else ""
     return "  ·  ".join(text for text in (" × ".join(parts) + shared, saved) if text)

@@ -93,6 +93,7 @@ def profile(config: JobConfig, *, repeats: int = 3, listeners: Sequence[Listener
             quantize=config.base.quantize,
             parameters=model.num_parameters,
             fsdp=config.mesh.fsdp,
+            tensor=config.mesh.tensor,
             remat=remat,
         ),
     )

@@ -229,7 +229,7 @@ class Run:
             RunStarted(
                 slot=self._progress.slot,
                 device=session.device["device"],
-                mesh=self._job.config.mesh.model_dump(include={"stages", "data", "fsdp"}),
+                mesh=self._job.config.mesh.model_dump(include={"stages", "data", "fsdp", "tensor"}),
                 layers=session.layers,
                 remat=session.remat,
                 memory_warning=session.memory_warning,

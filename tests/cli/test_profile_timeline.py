@@ -290,7 +290,7 @@ def test_a_run_without_a_timeline_is_an_error(lorafusion, finished, tmp_path):
 def test_status_shows_mesh_and_devices(lorafusion, two_stages, finished):
     _, _, out = two_stages
     numbers = json.loads(lorafusion("status", out, "--json").out)
-    assert (numbers["mesh"], numbers["layers"]) == ({"stages": 2, "data": 1, "fsdp": 1}, [1, 1])
+    assert (numbers["mesh"], numbers["layers"]) == ({"stages": 2, "data": 1, "fsdp": 1, "tensor": 1}, [1, 1])
     assert "cpu  ·  2 stages (1 + 1 layers)" in lorafusion("status", out).out
     assert "stages" not in lorafusion("status", finished[1]).out
 

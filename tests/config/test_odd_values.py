@@ -55,6 +55,7 @@ MEANT: dict[str, tuple] = {  # key → odd values that it has as they are
     "mesh.stages": (1, 2, 16.0),
     "mesh.data": (1, 2, 16.0),
     "mesh.fsdp": (1, 2, 16.0),
+    "mesh.tensor": (1, 2, 16.0),
     "mesh.layers": (None,),
     "save.every_steps": (*COUNTS, None),
     "save.every_minutes": (*SHORT, None),

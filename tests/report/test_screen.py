@@ -255,7 +255,7 @@ def test_a_run_on_several_devices_says_what_runs_where():
     def told(**values) -> list[str]:
         return log_of([replace(STARTED, **values)])
 
-    single, split = {"stages": 1, "data": 1, "fsdp": 1}, {"stages": 2, "data": 1, "fsdp": 2}
+    single, split = {"stages": 1, "data": 1, "fsdp": 1, "tensor": 1}, {"stages": 2, "data": 1, "fsdp": 2, "tensor": 1}
     assert told(mesh=single, layers=[32], remat="everything") == told()  # nothing to say
     assert told(mesh=single, layers=[32], remat="nothing")[-1] == "  saved for backward: nothing"
     line = "  2 stages (17 + 15 layers) × 2 replicas, 2 share a copy of the base"

@@ -16,8 +16,8 @@ def kernels_run(problem: MemoryProblem) -> bool:
     if problem.implementation is not None:
         return problem.implementation != policy.XLA
     calls = (
-        site_shape(problem, site, problem.model.layers.index(layer)).op_call
-        for layer in problem.model.kinds
+        site_shape(problem, site, problem.device_model.layers.index(layer)).op_call
+        for layer in problem.device_model.kinds
         for site, rank in site_ranks(problem, layer).items()
         if rank and not layer.sites[site][0].experts
     )
@@ -27,7 +27,7 @@ def kernels_run(problem: MemoryProblem) -> bool:
 
 def site_shape(problem: MemoryProblem, site: str, number: int = 0) -> policy.LinearShape:
     """The op call of a site of a layer, as the kernels' policy knows it."""
-    linears = problem.model.layer(number).sites[site]
+    linears = problem.device_model.layer(number).sites[site]
     return policy.LinearShape(
         rows=problem.capacity_tokens,
         in_features=linears[0].in_features,
@@ -80,7 +80,7 @@ def mlp_is_one_op(problem: MemoryProblem, layer: Layer) -> bool:
     )
     if not kernels_run(problem) or not layer.mlp.as_one_op or changed:
         return False
-    number = problem.model.layers.index(layer)
+    number = problem.device_model.layers.index(layer)
     gate_up, down = (site_shape(problem, site, number) for site in ("gate_up", "down"))
     return policy.mlp_is_fused(gate_up, down, problem.implementation, hopper=problem.hopper, measured=problem.measured)
 
@@ -96,7 +96,7 @@ def columns_of_s(problem: MemoryProblem, layer: Layer, site: str) -> int:
         return site_ranks(problem, layer)[site]
     if layer.sites[site][0].experts:
         return max(bank_columns(problem.adapters, linear.name) for linear in layer.sites[site])
-    shape = site_shape(problem, site, problem.model.layers.index(layer))
+    shape = site_shape(problem, site, problem.device_model.layers.index(layer))
     return policy.columns_of_s(shape) if runs_on_hopper(problem, shape) else shape.joint_rank
 
 

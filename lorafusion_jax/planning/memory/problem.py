@@ -32,6 +32,7 @@ class MemoryProblem:
         layers: layers of each stage.
         capacity_tokens: T.
         fsdp: number of devices that share the frozen weights of a stage.
+        tensor: number of devices that compute a layer together.
         block_layers: layers per program (None: chosen).
         remat: rematerialisation policy of the layers.
         item: bytes per element of unquantised base weights and of activations.
@@ -51,6 +52,7 @@ class MemoryProblem:
     layers: tuple[Extent, ...]
     capacity_tokens: int
     fsdp: int = 1
+    tensor: int = 1
     block_layers: int | None = None
     remat: RematPolicy = "gemm_inputs"
     item: int = 2
@@ -62,6 +64,17 @@ class MemoryProblem:
     tile_tokens: int = 128
     loss_chunk: int = DEFAULT_CHUNK
     teacher: bool = False
+
+    @property
+    def device_model(self) -> ModelConfig:
+        """What one device computes of the layers."""
+        return self.model.part_of(self.tensor)
+
+    @property
+    def vocabulary(self) -> int:
+        """Rows of the tables on one device, before fsdp: all where they do not divide."""
+        whole = self.model.vocab_size
+        return whole if whole % self.tensor else whole // self.tensor
 
     @property
     def num_stages(self) -> int:
@@ -89,6 +102,7 @@ def memory_problem(config: JobConfig, model: ModelConfig) -> MemoryProblem:
         layers=stage_layers(model, mesh.stages, mesh.layers, capacity_tokens=tokens),
         capacity_tokens=tokens,
         fsdp=mesh.fsdp,
+        tensor=mesh.tensor,
         block_layers=train.block_layers,
         remat="everything" if train.remat == "auto" else train.remat,
         item=4 if config.base.dtype == "float32" else 2,

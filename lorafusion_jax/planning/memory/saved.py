@@ -25,7 +25,7 @@ def kept_per_layer(problem: MemoryProblem, half: Half | None = None, number: int
     Args:
         number: of the layer.
     """
-    layer = problem.model.layer(number)
+    layer = problem.device_model.layer(number)
     T, item = problem.capacity_tokens, problem.item
     kept = {"x_in": item * T * problem.model.hidden_size}
     if problem.remat == "nothing":

@@ -16,7 +16,7 @@ from lorafusion_jax.weights.table import NONE, stored_kind
 
 def layer_bytes(problem: MemoryProblem, half: Half | None = None, fsdp: int = 1, number: int = 0) -> int:
     """Stored bytes of the frozen tensors of a layer or half layer, on one of the devices that share them."""
-    layer = problem.model.layer(number)
+    layer = problem.device_model.layer(number)
     shapes, kernels = layer.frozen_shapes(half), layer.kernel_shapes(half)
     others = sum(_share(shape, fsdp) for name, shape in shapes.items() if name not in kernels)
     return problem.item * others + kernel_bytes(problem, half, fsdp, number)
@@ -24,7 +24,7 @@ def layer_bytes(problem: MemoryProblem, half: Half | None = None, fsdp: int = 1,
 
 def kernel_bytes(problem: MemoryProblem, half: Half | None = None, fsdp: int = 1, number: int = 0) -> int:
     """The kernels' part of `layer_bytes`."""
-    kernels, kind = problem.model.layer(number).kernel_shapes(half).values(), stored_kind(problem.quantize)
+    kernels, kind = problem.device_model.layer(number).kernel_shapes(half).values(), stored_kind(problem.quantize)
     if kind is None:
         return problem.item * sum(_share(shape, fsdp) for shape in kernels)
     arrays = (array for k, n in kernels for array in kind.arrays(k, n).values())
@@ -34,7 +34,7 @@ def kernel_bytes(problem: MemoryProblem, half: Half | None = None, fsdp: int = 1
 def frozen_bytes(problem: MemoryProblem, stage: int) -> int:
     """Bytes of the tables at both ends. A tied table is shared if one stage has both ends."""
     m = problem.model
-    table = _share((m.vocab_size, m.hidden_size), problem.fsdp)
+    table = _share((problem.vocabulary, m.hidden_size), problem.fsdp)
     tables = int(stage == 0) + int(problem.is_last(stage))
     if m.tie_embeddings and problem.num_stages == 1:
         tables = 1
@@ -53,7 +53,7 @@ def dequantised_bytes(problem: MemoryProblem, number: int) -> int:
         return 0
     if kind.operand is None:
         return kernel_bytes(replace(problem, quantize=NONE), number=number)
-    inner = problem.model.layer(number).mlp.inner
+    inner = problem.device_model.layer(number).mlp.inner
     return kernel_bytes(problem, number=number) + problem.capacity_tokens * inner
 
 

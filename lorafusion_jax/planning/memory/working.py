@@ -23,7 +23,7 @@ from pallas_kernels import policy
 def working_memory(problem: MemoryProblem, stage: int) -> dict[str, int]:
     """Temporary bytes of each program of a stage; the largest one counts."""
     m, T, item = problem.model, problem.capacity_tokens, problem.item
-    D, V = m.hidden_size, m.vocab_size
+    D, V = m.hidden_size, problem.vocabulary
     kinds = {problem.model.kind_of(piece.layer): piece.layer for piece, _ in problem.pieces(stage)}
     by_kind = [_layer_work(problem, stage, number) for number in kinds.values()]
     programs = {name: max(work[name] for work in by_kind) for name in ("forward", "backward")}
@@ -41,7 +41,7 @@ def working_memory(problem: MemoryProblem, stage: int) -> dict[str, int]:
 
 def _layer_work(problem: MemoryProblem, stage: int, number: int) -> dict[str, int]:
     """Temporary bytes of the programs of a layer."""
-    layer, T, item = problem.model.layer(number), problem.capacity_tokens, problem.item
+    layer, T, item = problem.device_model.layer(number), problem.capacity_tokens, problem.item
     D, F = problem.model.hidden_size, layer.mlp.inner
     query, key = layer.attention.queries, layer.attention.keys
     hand_over = 2 * item * T * D  # incoming and outgoing activations or gradients
