@@ -174,8 +174,9 @@ class LogitRule(NamedTuple):
     def is_target(self, logits_cV: jax.Array, targets_c: jax.Array) -> jax.Array:
         """Which logits are those of the targets."""
         width = logits_cV.shape[1]
-        first = 0 if self.axis is None else lax.axis_index(self.axis) * width
-        return jnp.arange(width) == targets_c[:, None] - first
+        if self.axis is not None:
+            targets_c = targets_c - lax.axis_index(self.axis) * width
+        return jnp.arange(width) == targets_c[:, None]
 
     def whole(self, slope: jax.Array) -> jax.Array:
         """Adds up the parts that devices' vocabularies have in a gradient."""

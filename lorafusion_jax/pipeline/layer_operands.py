@@ -8,6 +8,7 @@ from functools import partial
 import jax
 from jax import Array, lax
 
+from lorafusion_jax.models.loading import Weight
 from lorafusion_jax.modules.tensor_sums import on_first, part_start
 from lorafusion_jax.pipeline import leaves as lv
 from lorafusion_jax.pipeline.inputs import Inputs
@@ -112,9 +113,13 @@ class LayerOperands:
     def _with_biases_once(self, stored: StoredWeights) -> StoredWeights:
         """Leaves biases that are added to a term of a sum over devices to the first device."""
         axes = self.parts.model.kinds[layer_kind(stored)].split_axes
-        whole = {name for name in stored if name.endswith(".bias") and name not in axes}
-        once = {name: on_first(leaf) if name in whole else leaf for name, leaf in stored.items()}
-        return LayerWeights(once, layer_kind(stored))
+
+        def once(name: str, leaf: Weight) -> Weight:
+            if isinstance(leaf, dict) or not name.endswith(".bias") or name in axes:
+                return leaf
+            return on_first(leaf)
+
+        return LayerWeights({name: once(name, leaf) for name, leaf in stored.items()}, layer_kind(stored))
 
 
 def _is_shape(node: object) -> bool:

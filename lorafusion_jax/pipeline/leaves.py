@@ -242,11 +242,10 @@ def add(sums: Array, at: Columns, layer: Array, window: Array, gradient: Array, 
         _inside(at, width, sums.ndim - SUMS)[:, None, None],
     )
     if gradient[0].nbytes >= LARGE_WINDOW and len(gradient) <= ONE_BY_ONE:
-        for start, mask, part in zip(
-            starts, inside, gradient, strict=True
-        ):  # masked one by one, or XLA masks in a pass
-            before = lax.dynamic_slice(sums, start, part.shape)
-            sums = lax.dynamic_update_slice(sums, before + jnp.where(mask, part, 0.0), start)
+        # Masked one by one, or XLA masks in a pass.
+        for start, mask, added in zip(starts, inside, gradient, strict=True):
+            before = lax.dynamic_slice(sums, start, added.shape)
+            sums = lax.dynamic_update_slice(sums, before + jnp.where(mask, added, 0.0), start)
         return sums
     axes = tuple(range(sums.ndim))
     numbers = lax.ScatterDimensionNumbers(
