@@ -34,7 +34,7 @@ def command(
     """Trains all adapters of a job file.
 
     Several GPUs: mesh.stages=S splits the layers into a pipeline, mesh.data=D trains on D microbatches at once, and
-    mesh.fsdp=F does too, with one copy of the base shared by F devices. mesh.tensor=T lets T devices compute each layer.
+    mesh.fsdp=F does too, with one copy of the base shared by F devices. mesh.tensor=T lets T devices compute a layer.
     Together they use S · D · F · T devices.
 
     Example: lorafusion train jobs.yaml --out runs/exp1 train.max_steps=20
