@@ -73,8 +73,8 @@ class MemoryProblem:
     @property
     def vocabulary(self) -> int:
         """Rows of the tables on one device, before fsdp: all where they do not divide."""
-        whole = self.model.vocab_size
-        return whole if whole % self.tensor else whole // self.tensor
+        rows = self.model.vocab_size
+        return rows if rows % self.tensor else rows // self.tensor
 
     @property
     def num_stages(self) -> int:
