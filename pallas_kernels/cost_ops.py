@@ -6,7 +6,6 @@ T packed tokens · K in features · N out features · D model width · F MLP wid
 from __future__ import annotations
 
 import dataclasses
-import math
 
 from pallas_kernels.cost import Cost, LayerCost, OpCost
 
@@ -162,59 +161,3 @@ class MlpCost(OpCost):
     def _gating(self, arrays: int) -> Cost:
         """A pass over so many arrays [T, F]; what it computes is no product and costs nothing beside moving them."""
         return Cost(flops=0, bytes=arrays * self.item * self.tokens * self.inner)
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class ExtraRanksCost(OpCost):
-    """Cost of the ranks that Hopper's fused kernels leave to `linear.extra_ranks`, of the rows that
-    have any: what a call of several projections costs more than the same call with the first ranks alone.
-
-    After the gate of an MLP, silu(gate) · up is written for them besides: `with_h`.
-
-    Args:
-        rows: of adapters with extra ranks.
-        out_features, ranks: of each projection; extra ranks only.
-
-    Example:
-        >>> from pallas_kernels.cost import H200
-        >>> one = ExtraRanksCost(rows=2048, in_features=4096, out_features=(4096,), ranks=(112,))
-        >>> four = dataclasses.replace(one, rows=8192)
-        >>> round(1e6 * one.floor_s(H200)), round(1e6 * four.floor_s(H200))  # us
-        (34, 129)
-    """
-
-    rows: int
-    in_features: int
-    out_features: tuple[int, ...]
-    ranks: tuple[int, ...]
-    adapters: int = 1
-    dropout: bool = False
-    with_h: bool = False
-    item: int = 2  # bytes of an element
-
-    @property
-    def frozen(self) -> tuple[Cost, ...]:
-        return ()
-
-    @property
-    def passes(self) -> dict[str, Cost]:
-        k, together = self.in_features, sum(self.ranks)
-        bits = self.rows * math.ceil(k / 256) * 32 if self.dropout else 0
-        passes = {
-            "extra down": self._product(k, together, reads=1, more=bits),
-            "extra da": self._product(k, together, reads=1, more=bits, sums=True),
-            "extra dx": self._product(k, together, reads=2, more=bits),
-        }
-        for i, (n, rank) in enumerate(zip(self.out_features, self.ranks, strict=True)):
-            passes |= {
-                f"extra up {i}": self._product(n, rank, reads=2),
-                f"extra ds {i}": self._product(n, rank, reads=1),
-                f"extra db {i}": self._product(n, rank, reads=1, sums=True),
-            }
-        return passes | ({"h": Cost(flops=0, bytes=self.item * self.rows * k)} if self.with_h else {})
-
-    def _product(self, features: int, rank: int, *, reads: int, more: int = 0, sums: bool = False) -> Cost:
-        """A product of [rows, rank] with a wide array that is moved `reads` times, and the bank or its gradient."""
-        bank = (4 if sums else self.item) * self.adapters * features * rank
-        moved = self.item * self.rows * (reads * features + rank)
-        return Cost(flops=2 * self.rows * features * rank, bytes=moved + bank + more)

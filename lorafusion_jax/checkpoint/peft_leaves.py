@@ -145,15 +145,7 @@ def _put_head(
     changed = {}
     for key, tensor in zip(head.by_key, tensors, strict=True):
         name = f"{HEAD}.{key}"
-        changed[name] = np.array(lora_leaves[name])
-        shape = changed[name].shape[2:]
-        if tensor.shape != shape:
-            raise CheckpointError(
-                "peft.other-base",
-                f"the adapter's head has the shape {tensor.shape}, the model's {shape}.",
-                fix="use the base model that the adapter was trained on",
-            )
-        changed[name][0, index] = tensor
+        changed[name] = _put_beside(lora_leaves[name], index, tensor, "head")
     return changed
 
 
@@ -168,14 +160,20 @@ def _put_rows(
         name = f"{TOKENS}.{table}"
         if name not in lora_leaves:
             continue
-        changed[name], tensor = np.array(lora_leaves[name]), by_table.get(table, tensors[0])
-        if tensor.shape != (shape := changed[name].shape[2:]):
-            raise CheckpointError(
-                "peft.other-base",
-                f"the adapter's rows of tokens have the shape {tensor.shape[::-1]}, the model's {shape[::-1]}.",
-                fix="use the base model that the adapter was trained on",
-            )
-        changed[name][0, index] = tensor
+        changed[name] = _put_beside(lora_leaves[name], index, by_table.get(table, tensors[0]), "rows of tokens")
+    return changed
+
+
+def _put_beside(leaf: Any, index: int, tensor: np.ndarray, part: str) -> np.ndarray:
+    """A copy of a leaf beside the layers with an adapter's tensor in it."""
+    changed = np.array(leaf)
+    if tensor.shape != (shape := changed.shape[2:]):
+        raise CheckpointError(
+            "peft.other-base",
+            f"the adapter's {part} has the shape {tensor.shape}, the model's {shape}.",
+            fix="use the base model that the adapter was trained on",
+        )
+    changed[0, index] = tensor
     return changed
 
 

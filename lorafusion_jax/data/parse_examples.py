@@ -10,7 +10,7 @@ from lorafusion_jax.data.formats import Layout
 from lorafusion_jax.data.messages import ROLES, BadRow
 from lorafusion_jax.data.row_parsers import PARSERS
 from lorafusion_jax.data.rows import Rows
-from lorafusion_jax.errors import DataError, LoraFusionError, raise_all
+from lorafusion_jax.errors import LoraFusionError, raise_all
 
 LARGEST_ROW = 4 << 20  # characters; a tokenizer takes about 100 bytes and 1 µs for each
 FIXES = {
@@ -56,11 +56,10 @@ class _Problems:
 
     def errors(self, rows: Rows, adapter: str) -> list[LoraFusionError]:
         return [
-            DataError(
+            rows.refuse(
                 code,
                 f"{adapter}: {len(bad)} of {len(rows.values)} rows {PROBLEMS[code]}.",
-                where=rows.places([row for row, _ in bad]),
-                why=f"{rows.locate(bad[0][0])}: {bad[0][1]}",
+                bad,
                 fix=FIXES[code],
             )
             for code, bad in self.rows_by_code.items()

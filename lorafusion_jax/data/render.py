@@ -92,11 +92,10 @@ def _render_all(chats: Sequence[Chat], template: ChatTemplate, rows: Rows, adapt
         except TemplateProblem as problem:
             bad.append((row, str(problem)))
     if bad:
-        raise DataError(
+        raise rows.refuse(
             "data.template",
             f"{adapter}: the chat template cannot write {len(bad)} of {len(chats)} rows.",
-            where=rows.places([row for row, _ in bad]),
-            why=f"{rows.locate(bad[0][0])}: {bad[0][1]}",
+            bad,
             fix="repair the rows, or put a chat_template.jinja into the model's folder that can write them, with "
             "{% generation %} around the assistant's text",
         )

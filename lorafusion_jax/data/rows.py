@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lorafusion_jax.errors import LoraFusionError, first_few
+from lorafusion_jax.errors import DataError, LoraFusionError, first_few
 
 SHOWN = 5  # rows that a message names before it counts the rest
 
@@ -67,6 +67,12 @@ class Rows:
         word = "line" if self.lines is not None else "row"
         numbers = [self.lines[row] if self.lines is not None else self.number(row) for row in rows]
         return f"{self.source}, {word}{'s' if len(rows) > 1 else ''} {first_few(numbers, SHOWN)}"
+
+    def refuse(self, code: str, message: str, bad: Sequence[tuple[int, str]], *, fix: str) -> DataError:
+        """Returns an error about some rows: `bad` has their numbers, and why each is wrong."""
+        row, why = bad[0]
+        where = self.places([row for row, _ in bad])
+        return DataError(code, message, where=where, why=f"{self.locate(row)}: {why}", fix=fix)
 
     def number(self, row: int) -> int:
         """Number of a row in the source."""

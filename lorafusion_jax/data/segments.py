@@ -183,10 +183,9 @@ def _no_group(rows: Rows, size: int, count: int, adapter: str) -> DataError:
 
 
 def _bad_rows(rows: Rows, bad: list[tuple[int, str]], adapter: str, chosen: Chosen) -> DataError:
-    return DataError(
+    return rows.refuse(
         "data.bad-row",
         f"{adapter}: {len(bad)} of {len(rows.values)} rows cannot be used with objective {chosen.name}.",
-        where=rows.places([row for row, _ in bad]),
-        why=f"{rows.locate(bad[0][0])}: {bad[0][1]}",
+        bad,
         fix="repair these rows or take them out",
     )

@@ -8,7 +8,6 @@ import numpy as np
 
 from lorafusion_jax.data.rows import Rows
 from lorafusion_jax.data.tokenizer import Encoded
-from lorafusion_jax.errors import DataError
 
 IDS, LABELS, ATTENTION = "input_ids", "labels", "attention_mask"
 FORMAT = "tokens"
@@ -31,11 +30,10 @@ def parse_token_rows(rows: Rows, columns: Mapping[str, str], *, adapter: str, lo
         except ValueError as problem:
             bad.append((number, str(problem)))
     if bad:
-        raise DataError(
+        raise rows.refuse(
             "data.bad-tokens",
             f"{adapter}: {len(bad)} of {len(rows.values)} rows are no lists of tokens.",
-            where=rows.places([row for row, _ in bad]),
-            why=f"{rows.locate(bad[0][0])}: {bad[0][1]}",
+            bad,
             fix=f"{IDS}: token ids; {LABELS}: the same ids, or {NOT_LEARNED} if not learned; {ATTENTION}: 1 or 0",
         )
     return samples

@@ -252,11 +252,10 @@ def _unused(rows: Rows, columns: Mapping[str, str]) -> list[str]:
 
 
 def _bad_texts(rows: Rows, bad: list[tuple[int, str]], adapter: str) -> DataError:
-    return DataError(
+    return rows.refuse(
         "data.bad-row",
         f"{adapter}: {len(bad)} of {len(rows.values)} rows cannot be used.",
-        where=rows.places([row for row, _ in bad]),
-        why=f"{rows.locate(bad[0][0])}: {bad[0][1]}",
+        bad,
         fix="repair these rows or take them out",
     )
 

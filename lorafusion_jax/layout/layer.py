@@ -247,10 +247,6 @@ class LayerSpec:
         """(in, out) of the projections, by name; of one expert."""
         return {linear.name: linear.shape for linear in self.linears_of(half)}
 
-    def row_shapes(self, half: Half | None = None) -> dict[str, tuple[int, int]]:
-        """(in, out) of the projections that a row passes through, by name, see `Linear.row_shape`."""
-        return {linear.name: linear.row_shape for linear in self.linears_of(half)}
-
     def kernel_shapes(self, half: Half | None = None) -> dict[str, tuple[int, int]]:
         """Shapes of the projections' kernels by leaf name. These leaves can be stored quantised."""
         return {f"{linear.path}.kernel": linear.kernel_shape for linear in self.linears_of(half)}

@@ -106,18 +106,18 @@ def list_datasets(service: ServiceOf, owner: JobsWrite) -> list[str]:
 async def add_dataset(request: Request, service: ServiceOf, owner: JobsWrite) -> Message:
     """Joins a file and a template."""
     del owner
-    given = await _json(request, "name", "data_name", "prompt_name", "prompt_type", "preprocess")
+    fields = await _json(request, "name", "data_name", "prompt_name", "prompt_type", "preprocess")
 
     def add(connection: Connection) -> Message:
-        files = {kind: _read(connection, kind, given[f"{kind}_name"]) for kind in ("data", "prompt")}
-        if given["prompt_type"] not in PROMPTS.values():
+        files = {kind: _read(connection, kind, fields[f"{kind}_name"]) for kind in ("data", "prompt")}
+        if fields["prompt_type"] not in PROMPTS.values():
             raise Refused(
-                f"prompt_type {given['prompt_type']} is not served: {', '.join(sorted(set(PROMPTS.values())))}"
+                f"prompt_type {fields['prompt_type']} is not served: {', '.join(sorted(set(PROMPTS.values())))}"
             )
         paths = {kind: value["file"] for kind, value in files.items() if value is not None}
         if len(paths) < 2:
             raise Refused("error parameters")
-        _add(connection, "dataset", given["name"], given | paths, "dataset already exist")
+        _add(connection, "dataset", fields["name"], fields | paths, "dataset already exist")
         return _say("success")
 
     return await run_in_threadpool(_change, service, add)
@@ -163,12 +163,12 @@ def list_adapters(service: ServiceOf, owner: JobsWrite) -> list[str]:
 async def add_adapter(request: Request, service: ServiceOf, owner: JobsWrite) -> Message:
     """Adds the settings of an adapter."""
     del owner
-    given = await _json(request, "name", "type", "r", "alpha", "target_modules", "optimizer", "lr")
+    fields = await _json(request, "name", "type", "r", "alpha", "target_modules", "optimizer", "lr")
 
     def add(connection: Connection) -> Message:
-        if given["type"] not in KINDS:
-            raise Refused(f"adapter type {given['type']} is not served: {', '.join(KINDS)}")
-        _add(connection, "adapter", given["name"], given | {"path": secrets.token_hex(4)}, "already exist")
+        if fields["type"] not in KINDS:
+            raise Refused(f"adapter type {fields['type']} is not served: {', '.join(KINDS)}")
+        _add(connection, "adapter", fields["name"], fields | {"path": secrets.token_hex(4)}, "already exist")
         return _say("success")
 
     return await run_in_threadpool(_change, service, add)
@@ -193,8 +193,8 @@ def list_tasks(service: ServiceOf, owner: JobsWrite) -> list[str]:
 @router.post("/task")
 async def add_task(request: Request, service: ServiceOf, owner: JobsWrite) -> Message:
     """Submits a job."""
-    given = await _json(request, "name", "type", "dataset", "adapter", "batch_size", "num_epochs", "cutoff_len")
-    return await run_in_threadpool(_submit, service, owner, given)
+    fields = await _json(request, "name", "type", "dataset", "adapter", "batch_size", "num_epochs", "cutoff_len")
+    return await run_in_threadpool(_submit, service, owner, fields)
 
 
 @router.delete("/task")
@@ -224,13 +224,13 @@ def show_dispatcher(service: ServiceOf, owner: JobsWrite) -> dict[str, Any]:
     return {"running": running, "ready": [task["name"] for task in tasks if task["state"] == "UNK"]}
 
 
-def _submit(service: Service, owner: Owner, given: dict[str, Any]) -> Message:
+def _submit(service: Service, owner: Owner, fields: dict[str, Any]) -> Message:
     with service.db.read() as connection:
         dataset, adapter = (
-            _read(connection, "dataset", given["dataset"]),
-            _read(connection, "adapter", given["adapter"]),
+            _read(connection, "dataset", fields["dataset"]),
+            _read(connection, "adapter", fields["adapter"]),
         )
-        known, reference = _read(connection, "task", given["name"]), given.get("reference", "base")
+        known, reference = _read(connection, "task", fields["name"]), fields.get("reference", "base")
         other = None if reference == "base" else _finished(service, connection, reference)
     if known is not None:
         return _say("already exist")
@@ -238,11 +238,11 @@ def _submit(service: Service, owner: Owner, given: dict[str, Any]) -> Message:
         return _say(f"can not found the {'dataset' if dataset is None else 'adapter'}")
     if reference != "base" and other is None:
         return _say("can not found the reference adapter")
-    if PROMPTS.get(given["type"]) != dataset["prompt_type"]:
-        return _say(f"a task of type {given['type']} with prompts of type {dataset['prompt_type']} is not served")
+    if PROMPTS.get(fields["type"]) != dataset["prompt_type"]:
+        return _say(f"a task of type {fields['type']} with prompts of type {dataset['prompt_type']} is not served")
     try:
         train = _render(service, owner, dataset)
-        spec = JobSpec.model_validate(_spec(service, given, adapter, train, other))
+        spec = JobSpec.model_validate(_spec(service, fields, adapter, train, other))
     except (ValueError, TypeError, KeyError, ZeroDivisionError) as problem:  # pydantic's is a ValueError
         return _say(f"invalid: {problem}")
     if problems := find_problems(service, owner, spec):
@@ -250,14 +250,14 @@ def _submit(service: Service, owner: Owner, given: dict[str, Any]) -> Message:
 
     def submit(connection: Connection) -> Message:
         job = service.jobs.submit(connection, owner.name, spec.model_dump(mode="json"))
-        _add(connection, "task", given["name"], given | {"job": job["id"]}, "already exist")
+        _add(connection, "task", fields["name"], fields | {"job": job["id"]}, "already exist")
         return _say("success")
 
     return _change(service, submit)
 
 
 def _spec(
-    service: Service, given: dict[str, Any], adapter: dict[str, Any], train: str, reference: str | None
+    service: Service, fields: dict[str, Any], adapter: dict[str, Any], train: str, reference: str | None
 ) -> dict[str, Any]:
     """Returns the job of a task."""
     modules = adapter["target_modules"]
@@ -272,22 +272,22 @@ def _spec(
     lora = {"kind": kind, "rank": int(adapter["r"]), "alpha": float(adapter["alpha"])}
     lora |= {"targets": [name for name, is_target in modules.items() if is_target]}
     lora |= {} if kind == "dora" else {"dropout": float(adapter.get("dropout", 0.0))}
-    objective: dict[str, Any] = {"name": OBJECTIVES[given["type"]]}
-    if given["type"] != "train":
-        objective |= {"beta": float(given["beta"]), "label_smoothing": float(given.get("label_smoothing", 0.0))}
-        objective |= {"loss": given["loss_type"]} if "loss_type" in given else {}
-    if given["type"] == "dpo":
+    objective: dict[str, Any] = {"name": OBJECTIVES[fields["type"]]}
+    if fields["type"] != "train":
+        objective |= {"beta": float(fields["beta"]), "label_smoothing": float(fields.get("label_smoothing", 0.0))}
+        objective |= {"loss": fields["loss_type"]} if "loss_type" in fields else {}
+    if fields["type"] == "dpo":
         objective |= {"reference": reference or "base"}
     return {
-        "name": "".join(c if c.isalnum() else "-" for c in given["name"].lower())[:60].strip("-") or "task",
+        "name": "".join(c if c.isalnum() else "-" for c in fields["name"].lower())[:60].strip("-") or "task",
         "base": next(iter(service.settings.bases)),
-        "data": {"train": train, "max_length": int(given["cutoff_len"])}
-        | ({"loss": "all"} if given["type"] == "train" else {}),
+        "data": {"train": train, "max_length": int(fields["cutoff_len"])}
+        | ({"loss": "all"} if fields["type"] == "train" else {}),
         "lora": lora,
         "optim": optim,
         "objective": objective,
-        "batch": {"global_samples": int(given["batch_size"])},
-        "epochs": int(given["num_epochs"]),
+        "batch": {"global_samples": int(fields["batch_size"])},
+        "epochs": int(fields["num_epochs"]),
     }
 
 
@@ -346,15 +346,15 @@ async def _json(request: Request, *needed: str) -> dict[str, Any]:
         Refused: a key is missing.
     """
     try:
-        given = json.loads(await request.body())
+        fields = json.loads(await request.body())
     except ValueError:
-        given = None
-    missing = [key for key in needed if not isinstance(given, dict) or key not in given]
-    if missing or not isinstance(given, dict):
+        fields = None
+    missing = [key for key in needed if not isinstance(fields, dict) or key not in fields]
+    if missing or not isinstance(fields, dict):
         raise Refused(f"error parameters: {', '.join(missing)}")
-    if not isinstance(given["name"], str) or not given["name"]:
+    if not isinstance(fields["name"], str) or not fields["name"]:
         raise Refused("error parameters: name")
-    return given
+    return fields
 
 
 async def _upload(service: Service, request: Request, kind: str, name: str) -> Message:

@@ -78,12 +78,12 @@ def command(
     Example: lorafusion serve --demo
     """
     _check_installed()
-    given = dict(_setting(text) for text in settings or ())
+    chosen = dict(_setting(text) for text in settings or ())
     if demo:
         home = Path(tempfile.mkdtemp(prefix="lorafusion-serve-"))
         base, places = base or [f"tiny={examples_directory() / 'base'}"], DEMO["places"]
-        given = {key: value for key, value in DEMO.items() if "." in key} | given
-    sections = _sections(given)
+        chosen = {key: value for key, value in DEMO.items() if "." in key} | chosen
+    sections = _sections(chosen)
     made = Settings(
         home=home.absolute(),
         bases=_bases(base or []),
@@ -150,9 +150,11 @@ def read_workers_at(text: str | None, ray: str | None) -> tuple[str, int] | None
         return None
     host, _, port = (text or "").rpartition(":")
     if ray is None or not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        what = f"--workers-at {text} is not HOST:PORT." if ray else "--workers-at is for --ray: other workers are here."
+        message = (
+            f"--workers-at {text} is not HOST:PORT." if ray else "--workers-at is for --ray: other workers are here."
+        )
         fix = "--ray auto --workers-at 10.0.0.5:7071, with an address of this machine that the nodes reach"
-        raise ConfigError("serve.workers-at", what, why="workers on other nodes connect to it", fix=fix)
+        raise ConfigError("serve.workers-at", message, why="workers on other nodes connect to it", fix=fix)
     return host, int(port)
 
 
@@ -163,8 +165,8 @@ def read_hosts(hosts: int, ray: str | None) -> int:
         ConfigError: `serve.hosts`.
     """
     if hosts > 1 and ray is None:
-        what, fix = "--hosts is for --ray: other workers are on this machine.", "--ray auto --workers-at HOST:PORT"
-        raise ConfigError("serve.hosts", what, fix=fix)
+        message, fix = "--hosts is for --ray: other workers are on this machine.", "--ray auto --workers-at HOST:PORT"
+        raise ConfigError("serve.hosts", message, fix=fix)
     return hosts
 
 
@@ -192,12 +194,15 @@ def _check_installed() -> None:
         )
 
 
-def _bases(given: list[str]) -> dict[str, Path]:
-    if not given:
-        what, fix = "a service needs a base model.", "--base models/llama-3.1-8b, or --base NAME=FOLDER, once or more"
-        raise ConfigError("serve.base", what, fix=fix)
+def _bases(bases: list[str]) -> dict[str, Path]:
+    if not bases:
+        message, fix = (
+            "a service needs a base model.",
+            "--base models/llama-3.1-8b, or --base NAME=FOLDER, once or more",
+        )
+        raise ConfigError("serve.base", message, fix=fix)
     paths = {}
-    for text in given:
+    for text in bases:
         name, is_named, folder = text.partition("=")
         path = Path(folder if is_named else text).absolute()
         if not (path / "config.json").is_file():
@@ -221,9 +226,9 @@ def _setting(text: str) -> tuple[str, Any]:
     return key, yaml.safe_load(value)
 
 
-def _sections(given: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def _sections(settings: dict[str, Any]) -> dict[str, dict[str, Any]]:
     sections: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
-    for key, value in given.items():
+    for key, value in settings.items():
         section, _, name = key.partition(".")
         sections[section][name] = value
     for name, values in sections.items():

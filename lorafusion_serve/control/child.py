@@ -27,13 +27,13 @@ class Child:
         self._process: subprocess.Popen[str] | None = None
         self._served = 0
 
-    def ask(self, what: Literal["check", "count", "preview", "render"], request: dict[str, Any]) -> dict[str, Any]:
+    def ask(self, question: Literal["check", "count", "preview", "render"], request: dict[str, Any]) -> dict[str, Any]:
         """Returns the answer; a child that fails is a problem of the request."""
         with self._lock:
             try:
-                return self._ask({"what": what} | request)
+                return self._ask({"what": question} | request)
             except (OSError, ValueError) as problem:
-                log.warning("%s failed: %s", what, problem)
+                log.warning("%s failed: %s", question, problem)
                 self._end()
         text = "the data could not be read: it took too much memory or time."
         problem = {"code": "data.check", "where": "data", "what": text, "why": "", "fix": "smaller data"}

@@ -38,8 +38,8 @@ def preview(values: dict[str, Any], row: int) -> dict[str, Any]:
         return {"problems": [describe(error) for error in getattr(problem, "errors", [problem])]}
     samples = prepared.adapters[config.adapters[0].name].train
     if row >= len(samples):
-        what = f"the data set has {len(samples)} samples."
-        return {"problems": [{"code": "data.row", "where": "row", "what": what, "why": "", "fix": ""}]}
+        message = f"the data set has {len(samples)} samples."
+        return {"problems": [{"code": "data.row", "where": "row", "what": message, "why": "", "fix": ""}]}
     file = io.StringIO()
     Console(file=file, width=120).print(render_preview(samples, prepared.tokenizer, rows=[row], title="preview"))
     tokens, mask = samples.sample(row)

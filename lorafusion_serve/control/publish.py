@@ -100,5 +100,5 @@ def _file_system(url: str) -> tuple[Any, str]:
         return import_module("fsspec.core").url_to_fs(url)
     except (ImportError, ValueError) as problem:
         fix = 'pip install "lorafusion-jax[artifacts]" and the package of the store, such as s3fs or gcsfs'
-        what = f"--artifacts {url} is no place of a known kind."
-        raise ConfigError("serve.artifacts", what, why=str(problem).splitlines()[0], fix=fix) from None
+        message = f"--artifacts {url} is no place of a known kind."
+        raise ConfigError("serve.artifacts", message, why=str(problem).splitlines()[0], fix=fix) from None

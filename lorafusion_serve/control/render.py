@@ -51,5 +51,5 @@ def _render_row(template: str, row: Any, kind: str) -> dict[str, str]:
     return {"prompt": shared, "chosen": chosen[len(shared) :], "rejected": rejected[len(shared) :]}
 
 
-def _refuse(what: str) -> dict[str, Any]:
-    return {"problems": [{"code": "mlora.rows", "where": "", "what": what, "why": "", "fix": ""}]}
+def _refuse(message: str) -> dict[str, Any]:
+    return {"problems": [{"code": "mlora.rows", "where": "", "what": message, "why": "", "fix": ""}]}

@@ -265,10 +265,10 @@ class Session:
     def _sent_any(self, job: Job) -> bool:
         return any((name, epoch) == (job["id"], job["epoch"]) for name, epoch, _ in self._sent)
 
-    def _send_once(self, job: Job, what: str, **data: Any) -> None:
-        key = (job["id"], job["epoch"], what)
+    def _send_once(self, job: Job, command: str, **data: Any) -> None:
+        key = (job["id"], job["epoch"], command)
         if key in self._sent:
             return
-        message = {"command": what, "job": job["id"], "epoch": job["epoch"]} | data
+        message = {"command": command, "job": job["id"], "epoch": job["epoch"]} | data
         if self._hub.send(self.group, message):
             self._sent.add(key)

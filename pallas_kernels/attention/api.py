@@ -24,7 +24,7 @@ type Described = jax.Array | jax.ShapeDtypeStruct
 
 
 class Saved(NamedTuple):
-    """Residuals: q unchanged, cleaned keys and values, o, base-2 logarithms of sums, and the rows of the documents."""
+    """Residuals: q, k and v (cleaned on Hopper), o, base-2 logarithms of sums, and the rows of the documents."""
 
     q_THC: jax.Array
     k_TKC: jax.Array

@@ -38,15 +38,15 @@ class _Cursor:
     """A member's position in its data, and the samples of its batch that are left, longest first."""
 
     job: Job
-    place: int = 0
+    position: int = 0
     left: list[int] = field(default_factory=list[int])
     ready_slot: int = 0
     tokens: int = 0
 
     def open_batch(self) -> None:
         lengths, size = self.job.lengths, self.job.global_batch
-        self.left = sorted((lengths[(self.place + i) % len(lengths)] for i in range(size)), reverse=True)
-        self.place = (self.place + size) % len(lengths)
+        self.left = sorted((lengths[(self.position + i) % len(lengths)] for i in range(size)), reverse=True)
+        self.position = (self.position + size) % len(lengths)
 
 
 def pack_together(members: Sequence[Job], mesh: Mesh, slots: int) -> JointRate:

@@ -195,15 +195,15 @@ class End:
     time_s: float | None = None
 
     def __post_init__(self):
-        given, other = (self.time_s, self.step) if self.how == "cancelled" else (self.step, self.time_s)
-        if self.how not in ("early", "failed", "cancelled") or given is None or other is not None:
+        number, other = (self.time_s, self.step) if self.how == "cancelled" else (self.step, self.time_s)
+        if self.how not in ("early", "failed", "cancelled") or number is None or other is not None:
             raise PlanError(
                 "online.end",
                 f"end of {self.job}: {self.how!r} with step {self.step!r} and time_s {self.time_s!r}",
                 fix="early and failed have a step, cancelled has a time_s",
             )
-        if not (math.isfinite(given) and given >= (0 if self.how == "cancelled" else 1)):
-            raise PlanError("online.end", f"end of {self.job}: {given!r} is no step of at least 1 or time from 0 on")
+        if not (math.isfinite(number) and number >= (0 if self.how == "cancelled" else 1)):
+            raise PlanError("online.end", f"end of {self.job}: {number!r} is no step of at least 1 or time from 0 on")
 
 
 def check_input(
@@ -214,10 +214,10 @@ def check_input(
     Raises:
         PlanError: `online.duplicate-name`, `online.no-workers`, `online.fault`, `online.end`.
     """
-    for what, names in (("jobs", [job.name for job in jobs]), ("workers", [worker.name for worker in workers])):
+    for noun, names in (("jobs", [job.name for job in jobs]), ("workers", [worker.name for worker in workers])):
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
-            raise PlanError("online.duplicate-name", f"two {what} have the name {twice!r}", fix="rename one of them")
+            raise PlanError("online.duplicate-name", f"two {noun} have the name {twice!r}", fix="rename one of them")
     if not workers:
         raise PlanError("online.no-workers", "a cluster needs at least one worker", fix='[Worker("host0", 8)]')
     unknown = [fault.worker for fault in faults if fault.worker not in {worker.name for worker in workers}]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import jax
 
-from pallas_kernels.attention import document_rows
-from pallas_kernels.attention.triton.api import TritonSaved, triton_attention_backward, triton_attention_forward
+from pallas_kernels.attention import Saved, document_rows
+from pallas_kernels.attention.triton.api import triton_attention_backward, triton_attention_forward
 
 from ..segments import Segments
 from .checkpoint_names import checkpointed
@@ -21,6 +21,6 @@ def triton_forward(q_THC: jax.Array, k_TKC: jax.Array, v_TKC: jax.Array, segment
     return saved.o_THC, saved
 
 
-def triton_backward(saved: TritonSaved, do_THC: jax.Array, rule: ScoreRule):
+def triton_backward(saved: Saved, do_THC: jax.Array, rule: ScoreRule):
     """Gradients of q, k and v."""
     return triton_attention_backward(saved, do_THC, scale=rule.scale, soft_cap=rule.soft_cap)

@@ -10,26 +10,14 @@ T packed rows · H query heads · K key heads, H a multiple · C head width
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import NamedTuple
 
 import jax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import policy
+from pallas_kernels.attention.api import Saved
 from pallas_kernels.attention.triton.config import AttentionConfig, attention_config
 from pallas_kernels.device import interprets, target_platform, wide_integers
-
-
-class TritonSaved(NamedTuple):
-    """Residuals: the inputs, o, base-2 logarithms of sums, and the rows of the documents."""
-
-    q_THC: jax.Array
-    k_TKC: jax.Array
-    v_TKC: jax.Array
-    o_THC: jax.Array
-    lse2_HT: jax.Array
-    first_T: jax.Array
-    end_T: jax.Array
 
 
 def triton_attention_forward(
@@ -42,7 +30,7 @@ def triton_attention_forward(
     scale: float | None = None,
     soft_cap: float | None = None,
     config: AttentionConfig | None = None,
-) -> tuple[Float[Array, "T H C"], TritonSaved]:
+) -> tuple[Float[Array, "T H C"], Saved]:
     """Returns o[t] = Σ_s softmax_s(cap(scale · q[t]·k[s])) v[s] over first[t] ≤ s ≤ t, and the residuals.
 
     Args:
@@ -60,11 +48,11 @@ def triton_attention_forward(
     config = config or attention_config(q_THC.shape[2], q_THC.dtype.itemsize)
     options = {"scale": _scale(q_THC, scale), "soft_cap": soft_cap, "config": config, "interpret": interprets()}
     o, lse2 = forward(q_THC, k_TKC, v_TKC, first_T, **options)
-    return o, TritonSaved(q_THC, k_TKC, v_TKC, o, lse2, first_T, end_T)
+    return o, Saved(q_THC, k_TKC, v_TKC, o, lse2, first_T, end_T)
 
 
 def triton_attention_backward(
-    saved: TritonSaved,
+    saved: Saved,
     do_THC: Float[Array, "T H C"],
     *,
     scale: float | None = None,

@@ -137,8 +137,8 @@ class Draft:
 
     def groups_on(self, worker: str, gpus: range) -> list[DraftGroup]:
         """Groups with members on any of these GPUs."""
-        there = self.by_worker[worker].values()
-        return [g for g in there if g.members and g.gpus[0] < gpus.stop and g.gpus[-1] >= gpus.start]
+        on_worker = self.by_worker[worker].values()
+        return [g for g in on_worker if g.members and g.gpus[0] < gpus.stop and g.gpus[-1] >= gpus.start]
 
     def decisions(self) -> list[Decision]:
         """The decisions that turn the real groups into the draft."""

@@ -88,8 +88,8 @@ class Backfill(Baseline):
             for worker in (candidate for candidate in draft.state.workers.values() if candidate.kind == kind):
                 for first in range(0, worker.gpus - rate.mesh.gpus + 1, rate.mesh.gpus):
                     gpus = range(first, first + rate.mesh.gpus)
-                    there = [name for group in draft.groups_on(worker.name, gpus) for name in group.members]
-                    free_s = max((self._left_s(draft, draft.state.jobs[name], now) for name in there), default=0.0)
+                    members = [name for group in draft.groups_on(worker.name, gpus) for name in group.members]
+                    free_s = max((self._left_s(draft, draft.state.jobs[name], now) for name in members), default=0.0)
                     blocks.append(_Block(free_s, worker.name, gpus))
         return min(blocks, key=lambda block: (block.free_s, block.worker, block.gpus.start), default=None)
 
@@ -141,12 +141,12 @@ class Srtf(Baseline):
                 continue
             for first in range(0, worker.gpus - rate.mesh.gpus + 1, rate.mesh.gpus):
                 inside = set(range(first, first + rate.mesh.gpus))
-                there = [
+                groups = [
                     g for g in draft.groups.values() if g.members and g.worker == worker.name and inside & set(g.gpus)
                 ]
-                shortest = min((left[name] for group in there for name in group.members), default=0.0)
-                if shortest > best_left and all(set(group.gpus) <= inside for group in there):
-                    best, best_left = there, shortest
+                shortest = min((left[name] for group in groups for name in group.members), default=0.0)
+                if shortest > best_left and all(set(group.gpus) <= inside for group in groups):
+                    best, best_left = groups, shortest
         for group in best or ():
             draft.empty(group, "a shorter job preempts it")
         return best is not None

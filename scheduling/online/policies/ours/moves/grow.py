@@ -41,18 +41,18 @@ def _growth_of(search: Search, group: DraftGroup) -> _Growth | None:
     if not group.members or size > LARGEST or first + size > search.state.workers[group.worker].gpus:
         return None
     around = range(first, first + size)
-    there = search.draft.groups_on(group.worker, around)
-    for other in there:
+    merged = search.draft.groups_on(group.worker, around)
+    for other in merged:
         if other.base != group.base or other.gpus[0] < first or other.gpus[-1] >= first + size:
             return None
         if other.name < group.name:
             return None  # the merger is found from the other group
-    members = [name for other in there for name in other.members]
+    members = [name for other in merged for name in other.members]
     rate = search.appraiser.rate(members, search.draft.kind(group), size)
     if rate is None:
         return None
-    gain = _gain(search, there, members, rate)
-    return _Growth(gain, there, members, rate, (group.worker, first)) if gain is not None else None
+    gain = _gain(search, merged, members, rate)
+    return _Growth(gain, merged, members, rate, (group.worker, first)) if gain is not None else None
 
 
 def _gain(search: Search, groups: list[DraftGroup], members: list[str], rate: GroupRate) -> float | None:

@@ -29,8 +29,8 @@ def join_or_swap(search: Search) -> bool:
     joins = ", ".join(name for name in best.members if name not in chosen.members)
     leaves = ", ".join(name for name in chosen.members if name not in best.members)
     reason = search.appraiser.reason(best.members, best.rate, search.draft.kind(chosen), [chosen])
-    what = f"{joins} joins" + (f" instead of {leaves}" if leaves else "")
-    search.change(chosen, best.members, best.rate, f"{what}: {reason}")
+    change = f"{joins} joins" + (f" instead of {leaves}" if leaves else "")
+    search.change(chosen, best.members, best.rate, f"{change}: {reason}")
     return True
 
 

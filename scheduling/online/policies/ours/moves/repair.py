@@ -22,8 +22,8 @@ def repair(search: Search) -> None:
         if not pays or not appraiser.tolerates(members, best, members, search.change_s(group, members, best)):
             continue
         leave = ", ".join(name for name in group.members if name not in members)
-        what = f"{leave} leaves, too slow here" if leave else "another mesh suits the remaining members"
-        group.why.append(f"{what}: {appraiser.reason(members, best, kind, [group])}")
+        change = f"{leave} leaves, too slow here" if leave else "another mesh suits the remaining members"
+        group.why.append(f"{change}: {appraiser.reason(members, best, kind, [group])}")
         group.members, group.mesh = members, best.mesh
         search.changed(group)
 

@@ -98,11 +98,11 @@ def _clear(search: Search, size: int, kind: Kind, order: float) -> Block | None:
     block, least = None, inf
     for worker in search.state.workers.values():
         for first in range(0, worker.gpus - size + 1, size) if worker.kind == kind else ():
-            there = search.draft.groups_on(worker.name, range(first, first + size))
-            inside = (name for group in there for name in group.members)
+            groups = search.draft.groups_on(worker.name, range(first, first + size))
+            inside = (name for group in groups for name in group.members)
             if any(search.claims.order[name] >= order or name in search.protected for name in inside):
                 continue
-            worth = sum(map(search.appraiser.of, there))
+            worth = sum(map(search.appraiser.of, groups))
             if worth < least:
                 block, least = (worker.name, first), worth
     if block is not None:
