@@ -13,7 +13,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
-from lorafusion_jax.errors import CheckpointError
+from lorafusion_jax.errors import CheckpointError, ConfigError
 from lorafusion_jax.families.attention import MODULE, Attention
 from lorafusion_jax.families.delta_net import DeltaNet
 from lorafusion_jax.families.experts import Experts
@@ -200,6 +200,11 @@ class ModelConfig:
             if not all(linear.path in paths for paths in having)
         }
 
+    @property
+    def num_routers(self) -> int:
+        """Layers whose rows choose experts."""
+        return sum(isinstance(layer.mlp, Experts) for layer in self.layers)
+
     def half_of(self, leaf: str) -> Half:
         """The half of the layers that owns a trainable leaf: "layers.self_attn.q_proj.lora_a"."""
         path = leaf.removeprefix("layers.").rpartition(".")[0]
@@ -293,6 +298,24 @@ class ModelConfig:
                 where=where,
                 why=f"max_position_embeddings is {self.max_positions} in its config.json",
                 fix=f"data.max_length: {self.positions}",
+            )
+
+    def check_router_loss(self, factor: float) -> None:
+        """Checks that the routers can have a load-balancing loss.
+
+        Args:
+            factor: `train.router_aux`; 0: none.
+
+        Raises:
+            ConfigError: `train.router-aux`.
+        """
+        if factor and (self.experts is None or not self.experts.router.has_balance_loss):
+            kind = "has no experts" if self.experts is None else "has routers that score by sigmoid"
+            raise ConfigError(
+                "train.router-aux",
+                f"train.router_aux={factor:g}, and this base ({self.family}) {kind}.",
+                why="transformers has this loss for routers with a softmax only",
+                fix="train.router_aux: 0",
             )
 
     @property

@@ -235,6 +235,11 @@ class TrainSettings(Section):
     loss_chunk: Annotated[Count, Field(ge=128)] = Field(
         default=16384, description="at most about this many times capacity_tokens logits exist at once"
     )
+    router_aux: NotNegative = Field(
+        default=0.0,
+        description="factor of the load-balancing loss of the routers of a mixture of experts, "
+        "router_aux_loss_coef in transformers; it changes adapters, routers are frozen",
+    )
     eval_every_steps: Count | None = Field(
         default=None, description="optimizer steps of an adapter between two evaluations"
     )

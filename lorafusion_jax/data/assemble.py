@@ -40,6 +40,13 @@ class AdapterRows(NamedTuple):
     objective: np.ndarray  # int32 [A], number of the objective of every adapter of the session; -1: none
 
 
+class BalanceRows(NamedTuple):
+    """Whose choices of experts count in the loss of the routers; see `models.balance`."""
+
+    length: np.ndarray  # int32 [M], rows of each sequence, without padding; 0 where none is
+    weight: np.ndarray  # float32 [M], of the sequence's loss
+
+
 class Microbatch(NamedTuple):
     """Input of one step. Every array has the same shape in every slot of a run.
 
@@ -61,6 +68,7 @@ class Microbatch(NamedTuple):
     adapters: np.ndarray  # int32 [P], the adapters present, ascending, then -1: a step's cost depends on P, not on A
     samples: SampleTable | None = None  # None: no objective of the run needs it
     lora: AdapterRows | None = None  # None: the adapters are constants of the programs
+    balance: BalanceRows | None = None  # None: the routers have no loss
 
 
 class Weights(NamedTuple):
@@ -71,11 +79,13 @@ class Weights(NamedTuple):
 
     Attributes:
         segments: `Sample.token_weight` of the batch, one for each segment of a sample.
+        sequence: of the routers' loss in each segment of a sample.
     """
 
     token: float
     sample: float | None = None
     segments: tuple[float, ...] = (1.0,)
+    sequence: float = 0.0
 
 
 EACH_ONE = Weights(1.0)  # sums of token losses
@@ -90,6 +100,7 @@ class Piece(NamedTuple):
         key: for dropout.
         lengths: the lengths of its segments if it has several.
         table: its entry in the table of samples (None: it has none).
+        sequence: see `Weights`.
     """
 
     adapter: int
@@ -99,6 +110,7 @@ class Piece(NamedTuple):
     key: int
     lengths: tuple[int, ...] | None = None
     table: PieceTable | None = None
+    sequence: float = 0.0
 
     def segments(self) -> list[tuple[int, int]]:
         """Returns the start and end of each segment in the sample."""
@@ -176,7 +188,8 @@ def piece_of(data: TokenizedSet, sample: int, adapter: int, weights: Weights, *,
     table = None
     if weights.sample is not None:
         table = piece_table(data, sample, weights.sample, weights.segments)
-    return Piece(adapter, *data.sample(sample), weights.token, key, data.segment_lengths_of(sample), table)
+    lengths = data.segment_lengths_of(sample)
+    return Piece(adapter, *data.sample(sample), weights.token, key, lengths, table, weights.sequence)
 
 
 def segment_weights(data: TokenizedSet, samples: np.ndarray | None = None) -> tuple[float, ...]:
@@ -227,6 +240,7 @@ def assemble(
     max_adapters: int,
     table: TableShape | None = None,
     state: State | None = None,
+    balanced: bool = False,
 ) -> Microbatch:
     """Packs samples into one microbatch.
 
@@ -238,6 +252,7 @@ def assemble(
         max_adapters: P, from `adapter_places`.
         table: shape of the table of samples (None: no table).
         state: width and dtype of a teacher's states, where the table has them.
+        balanced: whether the routers have a loss.
 
     Raises:
         ValueError: the samples or adapters do not fit (the plan is not for this capacity).
@@ -248,6 +263,7 @@ def assemble(
     row_adapter = np.full(capacity_tokens, -1, np.int32)
     starts: list[int] = []
     samples = None if table is None else empty_table(table, capacity_tokens, state)
+    balance = BalanceRows(np.zeros(max_segments, np.int32), np.zeros(max_segments, np.float32)) if balanced else None
     filled_places, end = 0, 0
     for number, piece in enumerate(pieces):
         if number and pieces[number - 1].adapter != piece.adapter:
@@ -275,6 +291,8 @@ def assemble(
             positions[span] = np.arange(last - first)
             row_key[span] = row_keys(segment_key(piece.key, segment), last - first)
             weights[before_last] = piece.loss_mask[first + 1 : last] * np.float32(piece.weight)
+            if balance is not None:
+                balance.length[len(starts)], balance.weight[len(starts)] = last - first, piece.sequence
             starts.append(end + first)
         end = stop
     filled = -(-end // tile_tokens) * tile_tokens
@@ -293,6 +311,7 @@ def assemble(
         weights,
         _present_adapters(pieces, max_adapters),
         samples,
+        balance=balance,
     )
 
 

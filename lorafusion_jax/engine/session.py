@@ -130,6 +130,8 @@ class LiveSession:
         batch, train = batch or BatchSettings(), train or TrainSettings()
         if len(batch.sizes) > 1:
             raise RunError("session.capacities", f"a live session has one capacity, not {list(batch.sizes)}.")
+        if train.router_aux:
+            raise RunError("session.router-aux", "a live session has no loss of routers.", fix="train.router_aux: 0")
         check_tables()
         config = session_config(base, mesh, places, batch=batch, train=train, directory=directory)
         opened = open_base(config, None, place_specs(config, places.heads), base_files=base_files)

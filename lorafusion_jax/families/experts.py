@@ -41,6 +41,11 @@ class Router:
     groups: int = 1
     top_groups: int = 1
 
+    @property
+    def has_balance_loss(self) -> bool:
+        """Whether transformers has a load-balancing loss for it: its scores are a softmax."""
+        return self.score != "sigmoid"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:

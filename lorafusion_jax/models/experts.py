@@ -1,6 +1,7 @@
 """A mixture of experts as a module: executes `families.experts.Experts`.
 
-Dims: `T` packed tokens · `D` model width · `E` experts · `k` experts of a row · `M` sorted rows · `G` gate and up
+Dims: `T` packed tokens · `D` model width · `E` experts · `k` experts of a row · `M` sorted rows, or sequences ·
+`G` gate and up
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from lorafusion_jax.families.experts import DOWN, GATE_UP, Experts, Router
 from lorafusion_jax.families.mlp import Mlp
+from lorafusion_jax.models.balance import count_choices
 from lorafusion_jax.models.build import Builder
 from lorafusion_jax.models.expert_linear import ExpertLinear
 from lorafusion_jax.models.mlp import MLP
@@ -59,8 +61,25 @@ class MixtureOfExperts(nnx.Module):
             self.shared_expert_gate = FrozenArrays(spec, "shared_expert_gate", dtype=build.dtype, rngs=build.rngs)
 
     def __call__(self, x_TD: Float[Array, "T D"], lora: LoRAContext | None) -> Float[Array, "T D"]:
+        _, expert_Tk, weight_Tk = self._route(x_TD)
+        return self._run(x_TD, expert_Tk, weight_Tk, lora)
+
+    def with_choices(
+        self, x_TD: Float[Array, "T D"], lora: LoRAContext | None, inside_MT: Bool[Array, "M T"]
+    ) -> tuple[Float[Array, "T D"], Float[Array, "2 M E"]]:
+        """Like a call, and returns `count_choices` of each sequence."""
+        logits_TE, expert_Tk, weight_Tk = self._route(x_TD)
+        choices_2ME = count_choices(logits_TE, expert_Tk, inside_MT)
+        return self._run(x_TD, expert_Tk, weight_Tk, lora), choices_2ME
+
+    def _route(self, x_TD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns the router's logits, and experts and weights of each row."""
         logits_TE = checkpoint_name(self._logits(x_TD), "router")  # backward must choose the same experts
-        expert_Tk, weight_Tk = choose_experts(logits_TE, self.spec, self._correction)
+        return logits_TE, *choose_experts(logits_TE, self.spec, self._correction)
+
+    def _run(
+        self, x_TD: jax.Array, expert_Tk: jax.Array, weight_Tk: jax.Array, lora: LoRAContext | None
+    ) -> Float[Array, "T D"]:
         rows = self._sort(expert_Tk, lora)
         gate_up, down = getattr(self, GATE_UP), getattr(self, DOWN)
         gates_MG = gate_up(spread_rows(x_TD, rows), rows, lora)

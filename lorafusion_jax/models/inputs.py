@@ -20,6 +20,8 @@ class LayerInputs:
         ropes: cosines and signed sines [T, 1, C] of each of the model's rotary embeddings, see `rope.rope_tables`.
         query_scales: factor of the queries [T, 1, 1], for each of them (None: no model's rope has one).
         cached: where the rows lie in the layers' caches (None: the layers keep nothing).
+        inside: whether a row is one of each sequence's, [M, T], where choices of routers are counted (None: they are
+            not).
     """
 
     ropes: tuple[tuple[jax.Array, jax.Array], ...]
@@ -27,6 +29,7 @@ class LayerInputs:
     lora: LoRAContext | None
     query_scales: tuple[jax.Array, ...] | None = None
     cached: CachedRows | None = None
+    inside: jax.Array | None = None
 
     def at_layer(self, number: int | jax.Array) -> LayerInputs:
         """The inputs of one layer, with its own dropout."""

@@ -83,9 +83,7 @@ class DecoderLayer(nnx.Module):
     def __call__(
         self, x_TD: Float[Array, "T D"], inputs: LayerInputs, implementation: AttentionImplementation | None = None
     ) -> Float[Array, "T D"]:
-        if isinstance(self.spec.attention, DeltaNet):
-            return self._run(x_TD, inputs, lambda h_TD: self.linear_attn(h_TD, inputs))
-        return self._run(x_TD, inputs, lambda h_TD: self._attention(h_TD, inputs, implementation))
+        return self._run(x_TD, inputs, lambda h_TD: self._mix(h_TD, inputs, implementation))
 
     def with_cache(
         self,
@@ -104,20 +102,50 @@ class DecoderLayer(nnx.Module):
 
         return self._run(x_TD, inputs, mix), caches[0]
 
-    def _run(self, x_TD: jax.Array, inputs: LayerInputs, mix: Callable[[jax.Array], jax.Array]) -> jax.Array:
-        """Runs the layer or half layer; `mix` is its attention."""
+    def with_choices(
+        self, x_TD: Float[Array, "T D"], inputs: LayerInputs, implementation: AttentionImplementation | None = None
+    ) -> tuple[Float[Array, "T D"], Float[Array, "2 M E"] | None]:
+        """Like a call, and returns `balance.count_choices` of its router; None if it has none."""
+        choices: list[jax.Array] = []
+
+        def feed(h_TD: jax.Array) -> jax.Array:
+            assert isinstance(self.mlp, MixtureOfExperts)
+            assert inputs.inside is not None, "these inputs do not say whose choices are counted"
+            y_TD, counted = self.mlp.with_choices(h_TD, inputs.lora, inputs.inside)
+            choices.append(counted)
+            return y_TD
+
+        fed = feed if isinstance(self.spec.mlp, Experts) else None
+        y_TD = self._run(x_TD, inputs, lambda h_TD: self._mix(h_TD, inputs, implementation), fed)
+        return y_TD, choices[0] if choices else None
+
+    def _mix(self, h_TD: jax.Array, inputs: LayerInputs, implementation: AttentionImplementation | None) -> jax.Array:
+        if isinstance(self.spec.attention, DeltaNet):
+            return self.linear_attn(h_TD, inputs)
+        return self._attention(h_TD, inputs, implementation)
+
+    def _run(
+        self,
+        x_TD: jax.Array,
+        inputs: LayerInputs,
+        mix: Callable[[jax.Array], jax.Array],
+        feed: Callable[[jax.Array], jax.Array] | None = None,
+    ) -> jax.Array:
+        """Runs the layer or half layer; `mix` is its attention, and `feed` its MLP (None: as it is)."""
+        feed = self._whole(feed or (lambda h_TD: self.mlp(h_TD, inputs.lora)))
         if self.half == "mlp":
             x_TD, h_TD = self._enter("mlp", x_TD)
-            return self._scaled(x_TD + self._leave("mlp", self._mlp(h_TD, inputs)))
+            return self._scaled(x_TD + self._leave("mlp", feed(h_TD)))
         x_TD, h_TD = self._enter("attention", x_TD)
-        o_TD = added_up(mix(copied(h_TD))) if self.parted else mix(h_TD)
+        o_TD = self._whole(mix)(h_TD)
         if self.half == "attention":
             return x_TD + self._leave("attention", o_TD)
         x_TD, h_TD = self._enter("mlp", x_TD, self._leave("attention", checkpoint_name(o_TD, "o_out")))
-        return self._scaled(x_TD + self._leave("mlp", self._mlp(h_TD, inputs)))
+        return self._scaled(x_TD + self._leave("mlp", feed(h_TD)))
 
-    def _mlp(self, h_TD: jax.Array, inputs: LayerInputs) -> jax.Array:
-        return added_up(self.mlp(copied(h_TD), inputs.lora)) if self.parted else self.mlp(h_TD, inputs.lora)
+    def _whole(self, half: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
+        """Adds up what the devices of a parted layer compute."""
+        return (lambda h_TD: added_up(half(copied(h_TD)))) if self.parted else half
 
     def _scaled(self, x_TD: jax.Array) -> jax.Array:
         return x_TD if self.layer_scalar is None else x_TD * self.layer_scalar[...]

@@ -131,6 +131,7 @@ def open_base(
         check_adapters(config, prepared)
     directory, train, mesh = base_directory(config), config.train, config.mesh
     model = ModelConfig.from_hf(directory)
+    model.check_router_loss(train.router_aux)
     meshes = stage_meshes(mesh.stages, mesh.data, mesh.fsdp, mesh.tensor)
     layers = stage_layers(model, mesh.stages, mesh.layers, capacity_tokens=config.batch.largest)
     dtype = jnp.dtype(config.base.dtype)

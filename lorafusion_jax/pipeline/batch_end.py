@@ -88,7 +88,7 @@ class BatchEnd:
             if name in parts or link is None:
                 return transfer(parts[name].result(), stage.mesh)
             twin = next(iter(parts.values())).result()  # of the same shape
-            return link.receive(twin.shape, twin.dtype, stage.mesh.everywhere)
+            return link.receive(twin, stage.mesh.everywhere)
 
         def join(index: int) -> ClosedBatch:
             stage, closed = self.local_stages[index], self.closed[index].result()

@@ -64,7 +64,9 @@ class Batches:
         self._weights = {
             (adapter.name, batch): weights
             for adapter in config.adapters
-            for batch, weights in enumerate(batch_weights(adapter, prepared.adapters[adapter.name]))
+            for batch, weights in enumerate(
+                batch_weights(adapter, prepared.adapters[adapter.name], config.train.router_aux)
+            )
         }
 
     def of(self, slot: int) -> Microbatch:
@@ -100,6 +102,7 @@ class Batches:
                 max_adapters=room.adapters,
                 table=room.table,
                 state=self._state,
+                balanced=self._config.train.router_aux > 0,
             )
             for replica in self._replicas
         ]
@@ -197,11 +200,18 @@ def _parts(plan: Plan) -> dict[int, list[list[str]]]:
     return parts
 
 
-def batch_weights(adapter: AdapterConfig, data: AdapterData) -> Iterator[Weights]:
-    """Yields the weights of each of an adapter's global batches."""
-    tokens = batch_loss_tokens(data, adapter.global_samples)
-    if not adapter.objective.chosen.of_samples:
-        yield from (Weights(1.0 / count) for count in tokens.tolist())
-        return
-    for samples in np.split(data.order, data.batch_starts(adapter.global_samples)[1:]):
-        yield Weights(1.0, 1.0 / len(samples), segment_weights(data.train, samples))
+def batch_weights(adapter: AdapterConfig, data: AdapterData, router_aux: float = 0.0) -> Iterator[Weights]:
+    """Yields the weights of each of an adapter's global batches.
+
+    Args:
+        router_aux: factor of the routers' loss, which is a mean over the sequences of the batch.
+    """
+    tokens = batch_loss_tokens(data, adapter.global_samples).tolist()
+    batches = np.split(data.order, data.batch_starts(adapter.global_samples)[1:])
+    segments = data.train.segment_tokens.shape[1]
+    for count, samples in zip(tokens, batches, strict=True):
+        sequence = router_aux / (len(samples) * segments)
+        if adapter.objective.chosen.of_samples:
+            yield Weights(1.0, 1.0 / len(samples), segment_weights(data.train, samples), sequence)
+        else:
+            yield Weights(1.0 / count, sequence=sequence)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.config.schema import AdapterConfig
+from lorafusion_jax.data.assemble import Microbatch
 from lorafusion_jax.layout.extent import Extent
 from lorafusion_jax.layout.layer import RematPolicy
 from lorafusion_jax.objective.batch import metric_names
@@ -18,7 +20,7 @@ from lorafusion_jax.pipeline import leaves as lv
 from lorafusion_jax.pipeline.adapter_step import BatchSummary
 from lorafusion_jax.pipeline.links import Link
 from lorafusion_jax.pipeline.mesh import StageMesh
-from lorafusion_jax.pipeline.parts import Parts
+from lorafusion_jax.pipeline.parts import Carried, Parts
 from lorafusion_jax.pipeline.stage import Stage, Stepped
 from lorafusion_jax.pipeline.stage_columns import StageColumns
 
@@ -109,11 +111,27 @@ def local_stages(stages: Sequence[AnyStage]) -> dict[int, Stage]:
     return {index: stage for index, stage in enumerate(stages) if not isinstance(stage, DistantStage)}
 
 
-def receive_activations(stage: AnyStage, tokens: int, link: Link) -> jax.Array:
-    """Receives activations or their gradient [R, T, D], which another process sends to a stage of this one.
+class RowsShape(NamedTuple):
+    """What decides the shape of what stages pass on.
 
-    Args:
+    Attributes:
         tokens: T.
+        sequences: M, if the choices of routers are counted.
     """
-    parts, mesh = stage.parts, stage.mesh
-    return link.receive((mesh.replicas, tokens, parts.model.hidden_size), parts.dtype, mesh.by_replica)
+
+    tokens: int
+    sequences: int | None
+
+    @classmethod
+    def of(cls, rows: Microbatch) -> RowsShape:
+        return cls(np.shape(rows.tokens)[1], None if rows.balance is None else np.shape(rows.balance.length)[1])
+
+
+def receive_activations(stage: AnyStage, rows: RowsShape, link: Link) -> Carried:
+    """Receives what layers pass on or its gradient, which another process sends to a stage of this one."""
+    model, mesh = stage.parts.model, stage.mesh
+    like: Any = jax.ShapeDtypeStruct((mesh.replicas, rows.tokens, model.hidden_size), stage.parts.dtype)
+    if rows.sequences is not None and model.experts is not None:
+        choices = (mesh.replicas, 2, rows.sequences, model.experts.count)
+        like = like, jax.ShapeDtypeStruct(choices, jnp.float32)
+    return link.receive(like, mesh.by_replica)

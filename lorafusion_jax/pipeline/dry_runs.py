@@ -12,6 +12,8 @@ from jax import Array
 
 from lorafusion_jax.data.assemble import Microbatch
 from lorafusion_jax.optim.step import hyper
+from lorafusion_jax.pipeline.move import first_of
+from lorafusion_jax.pipeline.parts import Carried
 from lorafusion_jax.pipeline.stage import Stage
 
 NO_SLOT = -1  # slot of a pass outside of a plan
@@ -71,15 +73,15 @@ def compile_steps(stage: Stage, num_stages: int, only: int | None = None) -> Non
 def try_evaluation(stage: Stage, batch: Microbatch) -> None:
     """Compiles an evaluation by running it without the other stages, and waits for it."""
     sent = None if stage.weights.embed is not None else noise(stage, batch)
-    jax.block_until_ready(stage.evaluate(batch, sent))
+    jax.block_until_ready(stage.evaluate(batch, None if sent is None else first_of(sent)))
 
 
-def noise(stage: Stage, batch: Microbatch) -> Array:
+def noise(stage: Stage, batch: Microbatch) -> Carried:
     """Returns random, normally distributed activations of a microbatch; all padding rows are alike."""
     return _draw(_random_activations, stage, batch)
 
 
-def gradient_noise(stage: Stage, batch: Microbatch) -> Array:
+def gradient_noise(stage: Stage, batch: Microbatch) -> Carried:
     """Returns random gradients of a microbatch's activations; those of padding rows are zero."""
     return _draw(_random_gradients, stage, batch)
 
@@ -96,9 +98,10 @@ def _copy(arrays: Any) -> Any:
     return jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=places)(arrays)
 
 
-def _draw(draw: Callable[..., Array], stage: Stage, batch: Microbatch) -> Array:
+def _draw(draw: Callable[..., Array], stage: Stage, batch: Microbatch) -> Carried:
     program = jax.jit(draw, static_argnums=(1, 2), out_shardings=stage.mesh.by_replica)
-    return program(batch.row_adapter, stage.parts.model.hidden_size, stage.parts.dtype)
+    x = program(batch.row_adapter, stage.parts.model.hidden_size, stage.parts.dtype)
+    return x if batch.balance is None else (x, stage.programs.ends.no_choices(batch.balance.length))
 
 
 def _random_activations(row_adapter: Array, width: int, dtype: Any) -> Array:

@@ -20,7 +20,7 @@ from lorafusion_jax.objective.replaced_rows import ReplacedRows, replace_rows, r
 from lorafusion_jax.pipeline.adapter_step import Totals
 from lorafusion_jax.pipeline.leaves import HEAD, HEAD_ROWS, Leaves
 from lorafusion_jax.pipeline.mesh import REPLICAS, VOCABULARY, StageMesh
-from lorafusion_jax.pipeline.parts import Parts
+from lorafusion_jax.pipeline.parts import Carried, Parts
 from lorafusion_jax.pipeline.stage_columns import StageColumns
 from lorafusion_jax.pipeline.stage_jit import DEVICES, REPLICATED, ROWS, gather, jit_on_stage, row_of_device, split_axis
 
@@ -43,6 +43,7 @@ class EndPrograms:
         self._table_spec = stage.split((parts.model.vocab_size, parts.model.hidden_size), VOCABULARY)
         self.table_axis = split_axis(self._table_spec)
         self.embed = self._jit(self._embed, (self._table_spec, ROWS), ROWS)
+        self.no_choices = self._jit(self._no_choices, (ROWS,), ROWS)
         self.embed_rows = self._jit(self._embed_rows, (self._table_spec, ROWS, ROWS, REPLICATED), ROWS)
         self.add_row_gradients = self._jit(self._add_row_gradients, (ROWS, ROWS, ROWS, DEVICES), DEVICES, donate=(3,))
         self.replace_objectives(parts.chosen)
@@ -75,6 +76,12 @@ class EndPrograms:
         x_TD = jnp.where(mine[:, None], embed(table, jnp.where(mine, rows, 0)), 0)
         return lax.psum(x_TD, TENSOR)
 
+    def _no_choices(self, lengths: Array) -> Array:
+        """Returns the choices of the routers before the first layer, zeros [1, 2, M, E]."""
+        experts = self._parts.model.experts
+        assert experts is not None, "a model without experts has no routers"
+        return jnp.zeros((1, 2, lengths.shape[1], experts.count), jnp.float32)
+
     def _embed_rows(self, table: Array, tokens: Array, row_adapter: Array, values: Array) -> Array:
         """`_embed` with the trained rows of adapters, [1, D, C]."""
         rows = ReplacedRows(values[0], self._parts.leaves.token_columns("embed"), row_adapter[0])
@@ -92,21 +99,25 @@ class EndPrograms:
         return gradient if self._stage.tensor == 1 else on_first(gradient)
 
     def _head(
-        self, chosen: Sequence[Chosen], norm: Array, table: Array, x: Array, batch: Microbatch, heads: Leaves,
+        self, chosen: Sequence[Chosen], norm: Array, table: Array, x: Carried, batch: Microbatch, heads: Leaves,
         before: Totals, sums: Leaves,
     ):  # fmt: skip
         """Returns (gradient of x, losses, totals, sums of the gradients of the objectives' heads)."""
         table, batch = gather(table, self.table_axis), row_of_device(batch)
         constant = {name: leaf for name, leaf in heads.items() if name in self._columns.constants}
 
-        def loss(x: Array, trained: Leaves):
-            totals = self._parts.head.totals(norm, table, x, batch, trained | constant, chosen)
+        def loss(x: Carried, trained: Leaves):
+            x_TD, choices = x if isinstance(x, tuple) else (x, None)
+            totals = self._parts.head.totals(norm, table, x_TD, batch, trained | constant, chosen)
+            if choices is not None:
+                totals["loss"] += self._parts.head.balance(choices, batch)
             return jnp.sum(totals["loss"]), totals
 
         trained = {name: leaf for name, leaf in heads.items() if name in self._columns.trained}
-        (dx, slopes), totals = jax.grad(loss, argnums=(0, 1), has_aux=True)(x[0], trained)
+        (dx, slopes), totals = jax.grad(loss, argnums=(0, 1), has_aux=True)(row_of_device(x), trained)
         sums = {name: sums[name] + self._once(slopes[name]) for name in sums}
-        return dx[None], totals["loss"][None], jax.tree.map(jnp.add, before, totals), sums
+        dx = jax.tree.map(lambda leaf: leaf[None], dx)
+        return dx, totals["loss"][None], jax.tree.map(jnp.add, before, totals), sums
 
     def _totals(
         self, chosen: Sequence[Chosen], norm: Array, table: Array, x: Array, batch: Microbatch, heads: Leaves

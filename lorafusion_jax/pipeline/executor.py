@@ -30,10 +30,11 @@ from jax import Array
 from lorafusion_jax.data.assemble import Microbatch
 from lorafusion_jax.optim.step import Hyper
 from lorafusion_jax.pipeline.batch_end import BatchEnd
-from lorafusion_jax.pipeline.distant_stage import AnyStage, DistantStage, local_stages, receive_activations
+from lorafusion_jax.pipeline.distant_stage import AnyStage, DistantStage, RowsShape, local_stages, receive_activations
 from lorafusion_jax.pipeline.failures import is_of_devices, place_of, stage_failed
 from lorafusion_jax.pipeline.links import Announcement, Link, Links
-from lorafusion_jax.pipeline.move import to_stage, transfer
+from lorafusion_jax.pipeline.move import first_of, to_stage, transfer
+from lorafusion_jax.pipeline.parts import Carried
 from lorafusion_jax.pipeline.processes import is_alone
 from lorafusion_jax.pipeline.spans import Spans
 from lorafusion_jax.pipeline.stage import Stage, Stepped
@@ -84,17 +85,17 @@ class _InFlight:
 
     Attributes:
         batches: its arrays on the devices of each local stage; the last one's forward pass drops them.
-        tokens: T of a replica's microbatch.
+        rows: decides the shape of what stages pass on.
         adapters: for error messages.
         inputs: (kind, stage) → what an event needs from the stage before it.
         done: result of its last event; None until that is issued.
     """
 
     batches: dict[int, Any]
-    tokens: int
+    rows: RowsShape
     adapters: Sequence[str] = ()
-    inputs: dict[tuple[str, int], Future[Array]] = field(default_factory=dict)
-    done: Future[Array] | None = None
+    inputs: dict[tuple[str, int], Future[Carried]] = field(default_factory=dict)
+    done: Future[Carried] | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -209,7 +210,7 @@ class Executor:
         for index, stage in self.local_stages.items():
             with self.blaming(index, slot):
                 batches[index] = to_stage(rows, stage.mesh)
-        self._in_flight[slot] = _InFlight(batches=batches, tokens=np.shape(rows.tokens)[1])
+        self._in_flight[slot] = _InFlight(batches=batches, rows=RowsShape.of(rows))
 
     def issue(self, event: Event, adapters: Sequence[str] = ()) -> None:
         """Issues a forward or backward pass on its stage.
@@ -229,12 +230,12 @@ class Executor:
         target = event.stage + (1 if event.kind == "forward" else -1)
         link = self.links.link(event.stage, target) if 0 <= target < len(self.stages) else None
         needed = flight.inputs.pop((event.kind, event.stage), None)
-        work: Callable[[], Array] | None = None
+        work: Callable[[], Carried] | None = None
         if event.stage in self.local_stages:
             run = self._forward if event.kind == "forward" else self._backward
             work = partial(run, event, flight, needed, link)
         elif link is not None:
-            work = partial(receive_activations, self.stages[target], flight.tokens, link)
+            work = partial(receive_activations, self.stages[target], flight.rows, link)
         if work is not None:
             done = self._submit(event.stage, event.slot, adapters, work)
             if link is not None:
@@ -420,7 +421,7 @@ class Executor:
             if index in local:
                 done = self._submit(index, None, adapters, partial(run_stage, index, done, link))
             elif link is not None:
-                receive = partial(receive_activations, used[index + 1], np.shape(rows.tokens)[1], link)
+                receive = partial(receive_activations, used[index + 1], RowsShape.of(rows), link)
                 done = self._submit(index, None, adapters, receive)
         assert done is not None
         return done
@@ -430,7 +431,7 @@ class Executor:
         flight = self._in_flight[slot]
         assert flight.done is not None
         with self.blaming(None, slot, flight.adapters):
-            flight.done.result().block_until_ready()
+            jax.block_until_ready(flight.done.result())
         self._issued.popleft()
         del self._in_flight[slot]
         self._completed.append(slot)
@@ -450,27 +451,27 @@ class Executor:
 
         return self._lanes[stage].submit(run)
 
-    def _forward(self, event: Event, flight: _InFlight, needed: Future[Array] | None, link: Link | None) -> Array:
+    def _forward(self, event: Event, flight: _InFlight, needed: Future[Carried] | None, link: Link | None) -> Carried:
         x = None if needed is None else needed.result()
         with self._record_event(event, needed=self._arriving(event.stage - 1, x)) as record:
             batch = flight.batches[event.stage]
             if event.stage == max(self.local_stages):
                 flight.batches = {}  # frees the device memory of all stages' copies once they are used
             result = self.local_stages[event.stage].forward(event.slot, batch, x)
-            record(result)
+            record(first_of(result))
             return result if link is None else link.send(result)
 
-    def _backward(self, event: Event, flight: _InFlight, needed: Future[Array] | None, link: Link | None) -> Array:
+    def _backward(self, event: Event, flight: _InFlight, needed: Future[Carried] | None, link: Link | None) -> Carried:
         del flight
         dy = None if needed is None else needed.result()
         with self._record_event(event, needed=self._arriving(event.stage + 1, dy)) as record:
             dx = self.local_stages[event.stage].backward(event.slot, dy)
-            record(dx)
+            record(first_of(dx))
             return dx if link is None else link.send(dx)
 
-    def _arriving(self, source: int, array: Array | None) -> Array | None:
-        """Returns something that is ready when an array of another process has arrived. The array may be donated."""
-        return None if array is None or source in self.local_stages else _first_number(array)
+    def _arriving(self, source: int, arrays: Carried | None) -> Array | None:
+        """Returns something that is ready when arrays of another process have arrived. They may be donated."""
+        return None if arrays is None or source in self.local_stages else _first_number(first_of(arrays))
 
     @contextmanager
     def _record_event(

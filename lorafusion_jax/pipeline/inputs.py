@@ -6,7 +6,7 @@ L layers · A adapters · P places for the adapters of a microbatch
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.adapters.table import adapter_kind
 from lorafusion_jax.data.assemble import AdapterRows
 from lorafusion_jax.models import ModelConfig, Segments
+from lorafusion_jax.models.balance import rows_inside
 from lorafusion_jax.models.forward import layer_inputs
 from lorafusion_jax.models.layer import LayerInputs
 from lorafusion_jax.modules import LoRAContext
@@ -67,7 +68,7 @@ class InputMaker:
         row_key = batch.row_key if dropout and any(spec.dropout for spec in self.layout.specs) else None
         segments = Segments(ids=batch.segment_ids, offsets=batch.segment_offsets, lengths=batch.segment_lengths)
         if batch.lora is not None:
-            layers = layer_inputs(self.layout.model, batch.positions, segments, self._context(batch, row_key))
+            layers = self._layers(batch, segments, self._context(batch, row_key))
             kinds = self._kinds_of(batch.lora, batch.adapters)
             return Inputs(layers, batch.lora.windows, kinds, self._by_leaf(batch.lora.ratio))
         lora = LoRAContext.of(
@@ -79,8 +80,15 @@ class InputMaker:
         )
         places = jnp.maximum(batch.adapters, 0)
         kinds = {target: jnp.asarray(numbers)[..., places] for target, numbers in self._kinds.items()}
-        layers = layer_inputs(self.layout.model, batch.positions, segments, lora.in_places(batch.adapters))
+        layers = self._layers(batch, segments, lora.in_places(batch.adapters))
         return Inputs(layers, windows(self.layout.columns, batch.adapters), kinds, self._ratios_of(batch.adapters))
+
+    def _layers(self, batch: Any, segments: Segments, lora: LoRAContext) -> LayerInputs:
+        layers = layer_inputs(self.layout.model, batch.positions, segments, lora)
+        if batch.balance is None:
+            return layers
+        offsets = batch.segment_offsets[:-1]
+        return replace(layers, inside=rows_inside(offsets, batch.balance.length, len(batch.tokens)))
 
     def of_adapter(self, index: Array, ratio: Array) -> Inputs:
         """Computes where the leaves of one adapter are, without a microbatch.

@@ -39,9 +39,9 @@ class LayerOperands:
             for kind, layer in enumerate(parts.model.kinds)
         ]
 
-    def of_layer(
-        self, weights: StoredWeights, lora: Leaves, number: Array, inputs: Inputs, x: Array
-    ) -> tuple[tuple, Weights, Array]:
+    def of_layer[X](
+        self, weights: StoredWeights, lora: Leaves, number: Array, inputs: Inputs, x: X
+    ) -> tuple[tuple, Weights, X]:
         """Reads a layer that runs on x, see `materialize`.
 
         Returns:
@@ -96,7 +96,7 @@ class LayerOperands:
         specs = {name: self._frozen_specs[kind][name] for name in weights}
         return LayerWeights(specs, kind) if isinstance(weights, LayerWeights) else specs
 
-    def materialize(self, stored: StoredWeights, x: Array) -> tuple[Weights, Array]:
+    def materialize[X](self, stored: StoredWeights, x: X) -> tuple[Weights, X]:
         """Returns the weights of a layer or half layer in the form that its ops use.
 
         Devices gather the stored arrays. Dequantisation of a layer waits for its input x (in backward: for the gradient

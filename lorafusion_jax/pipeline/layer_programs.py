@@ -24,6 +24,7 @@ from lorafusion_jax.pipeline import leaves as lv
 from lorafusion_jax.pipeline.inputs import Inputs
 from lorafusion_jax.pipeline.layer_operands import LayerOperands, scaled
 from lorafusion_jax.pipeline.leaves import LAYERS, Leaves
+from lorafusion_jax.pipeline.parts import Carried
 from lorafusion_jax.pipeline.remat import Split
 from lorafusion_jax.pipeline.stage_jit import DEVICES, REPLICATED, ROWS, jit_on_stage, row_of_device
 from lorafusion_jax.pipeline.stage_weights import StoredWeights, Weights, layer_kind
@@ -80,40 +81,40 @@ class LayerPrograms:
     def _inputs(self, batch: Microbatch, *, dropout: bool) -> Any:
         return _row(self._parts.inputs.of_batch(row_of_device(batch), dropout=dropout))
 
-    def _forward(self, frozen: Sequence[StoredWeights], lora: Leaves, number: Array, x: Array, inputs: Any):
-        x, inputs = x[0], row_of_device(inputs)
+    def _forward(self, frozen: Sequence[StoredWeights], lora: Leaves, number: Array, x: Carried, inputs: Any):
+        x, inputs = row_of_device(x), row_of_device(inputs)
         residuals = []
         for offset, weights in enumerate(frozen):
             before = x
             x, rest = self._forward_layer(weights, lora, number + offset, x, inputs)
             residuals.append(((before,) if offset else (), rest))
-        return x[None], _row(residuals)
+        return _row(x), _row(residuals)
 
     def _backward(
-        self, frozen: Sequence[StoredWeights], lora: Leaves, number: Array, x: Array, inputs: Any, residuals: Any,
-        dy: Array, sums: Leaves,
+        self, frozen: Sequence[StoredWeights], lora: Leaves, number: Array, x: Carried, inputs: Any, residuals: Any,
+        dy: Carried, sums: Leaves,
     ):  # fmt: skip
-        x, inputs, residuals, dy = x[0], row_of_device(inputs), row_of_device(residuals), dy[0]
+        x, inputs, residuals, dy = map(row_of_device, (x, inputs, residuals, dy))
         for offset in reversed(range(len(frozen))):
             before, rest = residuals[offset]
             entered = before[0] if offset else x
             dy, sums = self._backward_layer(frozen[offset], lora, number + offset, entered, inputs, rest, dy, sums)
-        return dy[None], sums
+        return _row(dy), sums
 
-    def _evaluate(self, frozen: Sequence[StoredWeights], lora: Leaves, number: Array, x: Array, inputs: Any):
-        x, inputs = x[0], row_of_device(inputs)
+    def _evaluate(self, frozen: Sequence[StoredWeights], lora: Leaves, number: Array, x: Carried, inputs: Any):
+        x, inputs = row_of_device(x), row_of_device(inputs)
         for offset, weights in enumerate(frozen):
             x = self._evaluate_layer(weights, lora, number + offset, x, inputs)
-        return x[None]
+        return _row(x)
 
     # The next three are jitted: like layers of a program are traced and lowered once, and XLA inlines the calls.
 
-    def _run_forward_layer(self, weights: StoredWeights, lora: Leaves, number: Array, x: Array, inputs: Inputs):
+    def _run_forward_layer(self, weights: StoredWeights, lora: Leaves, number: Array, x: Carried, inputs: Inputs):
         frozen, views, x = self._operands.of_layer(weights, lora, number, inputs, x)
         return self._split(weights, inputs).forward(frozen, views, x)
 
     def _run_backward_layer(
-        self, weights: StoredWeights, lora: Leaves, number: Array, x: Array, inputs: Inputs, rest: Any, dy: Array,
+        self, weights: StoredWeights, lora: Leaves, number: Array, x: Carried, inputs: Inputs, rest: Any, dy: Carried,
         sums: Leaves,
     ):  # fmt: skip
         frozen, views, dy = self._operands.of_layer(weights, lora, number, inputs, dy)
@@ -129,7 +130,7 @@ class LayerPrograms:
             for name, leaf in added.items()
         }
 
-    def _run_evaluate_layer(self, weights: StoredWeights, lora: Leaves, number: Array, x: Array, inputs: Inputs):
+    def _run_evaluate_layer(self, weights: StoredWeights, lora: Leaves, number: Array, x: Carried, inputs: Inputs):
         frozen, views, x = self._operands.of_layer(weights, lora, number, inputs, x)
         return self._layer(frozen, views, x)
 
@@ -141,7 +142,7 @@ class LayerPrograms:
         names = self._parts.model.kinds[layer].checkpoints
         return self._splits.setdefault(kind, Split(self._layer, self._remat, names))
 
-    def _layer(self, constants: tuple, lora: Weights, x: Array) -> Array:
+    def _layer(self, constants: tuple, lora: Weights, x: Carried) -> Carried:
         frozen, inputs, number, constant = constants
         return self._parts.layer(frozen, lora | constant, x, inputs, number)
 

@@ -38,23 +38,34 @@ class Link:
     sending: Ticket | None = None
     receiving: Ticket | None = None
 
-    def send(self, array: jax.Array) -> jax.Array:
-        """Moves an array, each replica's part to the same replica. Returns it on the other stage, if that is here."""
+    def send[T](self, arrays: T) -> T:
+        """Moves arrays, each replica's part to the same replica. Returns them on the other stage, if that is here."""
         if self.sending is None:
-            return transfer(array, self.target)
+            return transfer(arrays, self.target)
         assert self.wire is not None
-        self.wire.send(self.sending, [shard.data for shard in _in_order(array)])
-        return array
+        parts = [shard.data for array in jax.tree.leaves(arrays) for shard in _in_order(array)]
+        self.wire.send(self.sending, parts)
+        return arrays
 
-    def receive(self, shape: Sequence[int], dtype: Any, sharding: NamedSharding) -> jax.Array:
-        """Returns the array that the other process sends, on this process's devices of the target stage."""
+    def receive(self, like: Any, sharding: NamedSharding) -> Any:
+        """Returns the arrays that the other process sends, on this process's devices of the target stage.
+
+        Args:
+            like: their shapes and dtypes.
+        """
         assert self.wire is not None
         assert self.receiving is not None
-        places = sharding.addressable_devices_indices_map(tuple(shape))
-        part = sharding.shard_shape(tuple(shape))
-        like = [jax.ShapeDtypeStruct(part, dtype, sharding=SingleDeviceSharding(device)) for device in places]
-        parts = self.wire.receive(self.receiving, like)
-        return jax.make_array_from_single_device_arrays(tuple(shape), sharding, parts)
+        leaves, structure = jax.tree.flatten(like)
+        wanted = [
+            jax.ShapeDtypeStruct(sharding.shard_shape(leaf.shape), leaf.dtype, sharding=SingleDeviceSharding(device))
+            for leaf in leaves
+            for device in sharding.addressable_devices_indices_map(leaf.shape)
+        ]
+        parts, count = self.wire.receive(self.receiving, wanted), len(wanted) // len(leaves)
+        return structure.unflatten(
+            jax.make_array_from_single_device_arrays(leaf.shape, sharding, parts[number * count : (number + 1) * count])
+            for number, leaf in enumerate(leaves)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

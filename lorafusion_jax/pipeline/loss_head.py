@@ -14,6 +14,7 @@ from jax import Array
 
 from lorafusion_jax.adapters.bank import rows_of
 from lorafusion_jax.config.schema import TrainSettings
+from lorafusion_jax.models.balance import balance_losses
 from lorafusion_jax.models.forward import final_norm
 from lorafusion_jax.modules.tensor_sums import TENSOR
 from lorafusion_jax.objective.batch import divergence_rows, totals_of
@@ -68,6 +69,17 @@ class LossHead:
                 if name != HEAD_ROWS
             },
         )
+
+    def balance(self, choices_2ME: Array, batch: Any) -> Array:
+        """Computes the weighted sum of the routers' losses over the sequences of each adapter, float32 [A].
+
+        Sequences are selected, so that NaN stays with its adapter.
+        """
+        length_M, weight_M = batch.balance
+        loss_M = balance_losses(choices_2ME, length_M, self.layout.model.num_routers) * weight_M
+        adapter_M = jnp.where(length_M > 0, batch.row_adapter[batch.segment_offsets[:-1]], -1)
+        of_adapter_AM = jnp.arange(len(self.layout.specs))[:, None] == adapter_M
+        return jnp.where(of_adapter_AM, loss_M, 0.0).sum(-1)
 
     def states(self, norm: Array, x_TD: Array) -> Array:
         """Computes the states after the final norm, [T, D]."""

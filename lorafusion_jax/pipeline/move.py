@@ -81,3 +81,8 @@ def to_host(array: jax.Array) -> np.ndarray:
 def to_local(array: jax.Array) -> np.ndarray:
     """Returns the value of a replicated array, from this process's copy."""
     return np.asarray(array.addressable_shards[0].data)
+
+
+def first_of(arrays: Any) -> jax.Array:
+    """Returns the first array of a tree, or the array itself."""
+    return jax.tree.leaves(arrays)[0]

@@ -34,6 +34,9 @@ from lorafusion_jax.pipeline.stage_weights import LayerWeights, StoredWeights, W
 from lorafusion_jax.weights.table import NONE, stored_kind
 from pallas_kernels.frozen_weight import FrozenWeight
 
+# What layers pass on: x [T, D]; with a loss of the routers, also the choices of the layers before, [2, M, E].
+type Carried = Array | tuple[Array, Array]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
@@ -140,7 +143,7 @@ class Parts:
         """The objective of each adapter."""
         return self.objectives or (SFT,) * len(self.specs)
 
-    def layer(self, frozen: Weights, lora: Weights, x_TD: Array, inputs: Inputs, number: Array) -> Array:
+    def layer(self, frozen: Weights, lora: Weights, x: Carried, inputs: Inputs, number: Array) -> Carried:
         """Runs one layer, or the half layer whose tensors are given.
 
         Args:
@@ -149,7 +152,11 @@ class Parts:
             number: index of the layer in the model; dropout depends on it.
         """
         module = self._filled(frozen, lora, inputs, number)
-        return run_layer(module, x_TD, inputs.layers, number, self.settings.attention)
+        if not isinstance(x, tuple):
+            return run_layer(module, x, inputs.layers, number, self.settings.attention)
+        x_TD, choices_2ME = x
+        y_TD, counted = module.with_choices(x_TD, inputs.layers.at_layer(number), self.settings.attention)
+        return y_TD, choices_2ME if counted is None else choices_2ME + counted
 
     def layer_with_cache(
         self, frozen: Weights, lora: Weights, x_TD: Array, inputs: Inputs, number: Array, cache: Cache

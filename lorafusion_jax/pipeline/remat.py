@@ -29,7 +29,7 @@ class Split:
     traced functions.
     """
 
-    def __init__(self, function: Callable[[Any, Any, Array], Array], remat: RematPolicy, names: Sequence[str]):
+    def __init__(self, function: Callable[[Any, Any, Any], Any], remat: RematPolicy, names: Sequence[str]):
         self._remat = remat
         self._function = function
         if remat == "gemm_inputs":
@@ -37,7 +37,7 @@ class Split:
         self._structure: Any = None
         self._sources: list[Any] = []  # per residual: n for input n, ~n for kept array n, or the constant
 
-    def forward(self, constants: Any, lora: Any, x: Array) -> tuple[Array, tuple[Array, ...]]:
+    def forward(self, constants: Any, lora: Any, x: Any) -> tuple[Any, tuple[Array, ...]]:
         if self._remat == "nothing":
             return self._function(constants, lora, x), ()
         y, pullback = jax.vjp(lambda lora, x: self._function(constants, lora, x), lora, x)
@@ -56,7 +56,7 @@ class Split:
                 self._sources.append(~places[id(leaf)])
         return y, tuple(kept)
 
-    def backward(self, constants: Any, lora: Any, x: Array, kept: tuple[Array, ...], dy: Array) -> tuple[Any, Array]:
+    def backward(self, constants: Any, lora: Any, x: Any, kept: tuple[Array, ...], dy: Any) -> tuple[Any, Any]:
         if self._remat == "nothing":
             return jax.vjp(lambda lora, x: self._function(constants, lora, x), lora, x)[1](dy)
         if self._structure is None:  # forward was not traced in this process: its lowered form was kept

@@ -14,7 +14,8 @@ from lorafusion_jax.pipeline import leaves as lv
 from lorafusion_jax.pipeline.adapter_step import BatchSummary, Totals
 from lorafusion_jax.pipeline.end_programs import of_heads
 from lorafusion_jax.pipeline.leaves import Leaves
-from lorafusion_jax.pipeline.move import replicate
+from lorafusion_jax.pipeline.move import first_of, replicate
+from lorafusion_jax.pipeline.parts import Carried
 from lorafusion_jax.pipeline.stage_state import InFlight, StageState
 
 
@@ -29,16 +30,18 @@ class Stepped(NamedTuple):
 class Stage(StageState):
     """One stage of the pipeline. Methods dispatch and return at once unless their docstring says that they wait."""
 
-    def forward(self, slot: int, batch: Microbatch, x: Array | None) -> Array:
+    def forward(self, slot: int, batch: Microbatch, x: Carried | None) -> Carried:
         """Runs a microbatch through this stage.
 
         Returns:
-            Activations for the next stage; on the last stage the loss sums [R, A] of the microbatch.
+            What the next stage's layers read; on the last stage the loss sums [R, A] of the microbatch.
         """
         programs, weights = self.programs, self.weights
         inputs = programs.layers.inputs(batch)
         hidden = self._entered(batch, x)
-        xs: list[Array] = []
+        if batch.balance is not None and self.weights.embed is not None:
+            hidden = hidden, programs.ends.no_choices(batch.balance.length)
+        xs: list[Carried] = []
         residuals: list[Any] = []
         for block, number in zip(self.blocks, self.numbers, strict=True):
             xs.append(hidden)
@@ -55,7 +58,7 @@ class Stage(StageState):
         self._in_flight[slot] = InFlight(inputs, xs, residuals, dy, rows)
         return losses
 
-    def _entered(self, batch: Microbatch, x: Array | None) -> Any:
+    def _entered(self, batch: Microbatch, x: Carried | None) -> Any:
         """Returns what enters the first layer: activations of the stage before, or the embeddings."""
         table = self.weights.embed
         if table is None:
@@ -65,7 +68,7 @@ class Stage(StageState):
             return self.programs.ends.embed_rows(table, batch.tokens, batch.row_adapter, self.lora[lv.EMBED_ROWS])
         return self.programs.ends.embed(table, batch.tokens)
 
-    def backward(self, slot: int, dy: Array | None) -> Array:
+    def backward(self, slot: int, dy: Carried | None) -> Carried:
         """Adds a microbatch's gradients to the sums and returns the gradient of its input."""
         inputs, xs, residuals, loss_gradient, rows = self._in_flight.pop(slot)
         gradient: Any = loss_gradient if dy is None else dy
@@ -76,7 +79,7 @@ class Stage(StageState):
                 block, self.all_leaves, number, xs.pop(), inputs, residuals.pop(), gradient, self.sums
             )
         if rows is not None:
-            sums = self.programs.ends.add_row_gradients(gradient, *rows, self.sums[lv.EMBED_ROWS])
+            sums = self.programs.ends.add_row_gradients(first_of(gradient), *rows, self.sums[lv.EMBED_ROWS])
             self.sums = self.sums | {lv.EMBED_ROWS: sums}
         return gradient
 

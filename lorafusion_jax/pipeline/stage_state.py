@@ -25,7 +25,7 @@ from lorafusion_jax.pipeline.first_weights import first_weights
 from lorafusion_jax.pipeline.leaves import Leaves
 from lorafusion_jax.pipeline.mesh import StageMesh
 from lorafusion_jax.pipeline.move import replicate, to_host
-from lorafusion_jax.pipeline.parts import Parts
+from lorafusion_jax.pipeline.parts import Carried, Parts
 from lorafusion_jax.pipeline.prepared_leaves import PreparedLeaves
 from lorafusion_jax.pipeline.programs import StagePrograms
 from lorafusion_jax.pipeline.stage_weights import StageWeights
@@ -35,9 +35,9 @@ class InFlight(NamedTuple):
     """Arrays of a microbatch between its forward and its backward pass on a stage."""
 
     inputs: Any
-    xs: list[Array]  # input of each block
+    xs: list[Carried]  # input of each block
     residuals: list[Any]
-    dy: Array | None  # on the last stage, from the head
+    dy: Carried | None  # on the last stage, from the head
     rows: tuple[Any, Any] | None = None  # tokens and their adapters, where rows of the embedding are trained
 
 

@@ -51,6 +51,7 @@ def layer_problems(config: JobConfig) -> tuple[list[str], list[LoraFusionError]]
         for layer in model.kinds:
             check_kernels(quantize, layer.kernel_shapes())
         raise_all([*_targets_of_others(config, model), *tensor_problems(config, model)])
+        model.check_router_loss(config.train.router_aux)
         _check_specs(config)
         stage_layers(model, mesh.stages, mesh.layers)
         together = config.train.block_layers

@@ -33,6 +33,7 @@ def batch() -> Microbatch:
         "tokens": rows % 40, "positions": rows % 16, "row_key": rows.astype(np.uint32) * 7919,
         "tile_adapter": np.array([0, 1], np.int32), "adapters": np.array([0, 1], np.int32), "segment_ids": segments.ids,
         "segment_offsets": segments.offsets, "segment_lengths": segments.lengths, "lora": None,
+        "balance": None,
     }  # fmt: skip
     return Microbatch(**fields)
 

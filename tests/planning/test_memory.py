@@ -322,7 +322,7 @@ def real_kept(wanted, half=None):
     sizes = {"segment_offsets": 9, "segment_lengths": 8, "tile_adapter": T // 128, "adapters": count}
     kinds = {"row_key": jnp.uint32, "weights": jnp.float32}
     rows = {name: whole((sizes.get(name, T),), kinds.get(name, jnp.int32)) for name in Microbatch._fields}
-    batch = Microbatch(**rows | {"lora": None})
+    batch = Microbatch(**rows | {"lora": None, "balance": None})
 
     def forward(frozen, lora, x, batch):
         run = lambda given, lora, x: parts.layer(given[0], lora, x, given[1], given[2])  # noqa: E731
