@@ -176,8 +176,8 @@ class Job:
             if shown["state"] == "done":
                 return self
             if shown["state"] in ENDED:
-                what = shown["reason"] or f"the job is {shown['state']}"
-                problem = {"code": f"job.{shown['state']}", "what": what, "where": "", "why": "", "fix": ""}
+                message = shown["reason"] or f"the job is {shown['state']}"
+                problem = {"code": f"job.{shown['state']}", "what": message, "where": "", "why": "", "fix": ""}
                 raise ServiceError(200, shown["problems"] or [problem])
             if time.monotonic() > until:
                 raise TimeoutError(f"{self.id} is {shown['state']} after {timeout_s:g} s")

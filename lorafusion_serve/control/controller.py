@@ -7,7 +7,6 @@ therefore continues where it was. Only events of a job's present epoch count; an
 from __future__ import annotations
 
 import logging
-import shutil
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -18,7 +17,6 @@ from typing import Any
 
 from sqlalchemy import select
 
-from lorafusion_jax.checkpoint.digests import digest_of, is_intact
 from lorafusion_jax.config.places import Places
 from lorafusion_jax.errors import ConfigError
 from lorafusion_serve.control.child import Child
@@ -36,8 +34,8 @@ from lorafusion_serve.control.scheduler import (
 from lorafusion_serve.control.session import Session, SessionPlan
 from lorafusion_serve.control.spec import job_values, kind_of
 from lorafusion_serve.control.sweep import Sweeper
+from lorafusion_serve.control.worker_events import WorkerEvents
 from lorafusion_serve.settings import ONE_SESSION, Settings
-from lorafusion_serve.state_folders import states_before
 from lorafusion_serve.states import ON_WORKER, StateError
 from lorafusion_serve.store import tables as t
 from lorafusion_serve.store.database import Database, StoreError
@@ -57,7 +55,6 @@ class Controller:
         launcher: starts workers (None: as the settings say).
 
     Attributes:
-        refused_events: events of old epochs.
         refused_decisions: decisions of the scheduler that did not take effect.
     """
 
@@ -72,7 +69,8 @@ class Controller:
     ):
         self._with_worker = with_worker
         self._settings, self._db, self._jobs = settings, db, Jobs(db)
-        self.refused_events = self.refused_decisions = 0
+        self._events = WorkerEvents(settings, db, self._jobs)
+        self.refused_decisions = 0
         self._scheduler = scheduler or make_scheduler(settings)
         self._sessions: dict[str, Session] = {}
         self.child = Child()
@@ -109,6 +107,11 @@ class Controller:
     @property
     def connected(self) -> bool:
         return bool(self._hub.connections)
+
+    @property
+    def refused_events(self) -> int:
+        """Events and workers of old epochs."""
+        return self._events.refused
 
     @property
     def ready(self) -> bool:
@@ -255,8 +258,8 @@ class Controller:
             verdict: dict[str, Any] = self.run_check(job)
         except Exception as problem:
             log.exception("the check of %s failed", job["id"])
-            what = f"the job could not be checked: {problem}"
-            verdict = {"problems": [{"code": "job.check", "where": "", "what": what, "why": "", "fix": ""}]}
+            message = f"the job could not be checked: {problem}"
+            verdict = {"problems": [{"code": "job.check", "where": "", "what": message, "why": "", "fix": ""}]}
         try:
             with self._db.write() as connection:
                 if verdict["problems"]:
@@ -305,7 +308,7 @@ class Controller:
         with self._db.write() as connection:
             row = connection.execute(select(t.groups).where(t.groups.c.id == hello["hello"])).mappings().one_or_none()
             if row is None or row["epoch"] != hello["epoch"]:
-                self.refused_events += 1
+                self._events.refused += 1
                 return f"epoch {hello['epoch']} of {hello['hello']} is over"
             connection.execute(t.groups.update().where(t.groups.c.id == row["id"]).values(pid=hello["pid"]))
             if row["id"] in self._sessions:
@@ -341,121 +344,12 @@ class Controller:
                 taken.setdefault(group, set()).add(place)
 
     def _take(self, source: Connection, event: Message) -> None:
-        """Takes an event of the worker: what it changes, and its number, are one transaction.
-
-        Files that nobody needs any more are removed after it. A job whose event cannot be taken fails, rather than to
-        hold up all events after it.
-        """
-        kind, job = event["event"], event.get("job")
-        try:
-            if kind == "finished":  # every byte is read, before the database is held
-                event = event | {"intact": is_intact(Path(event["path"]))}
-            unneeded = self._take_now(source, event)
-        except StoreError:
-            raise
-        except Exception as problem:
-            log.exception("event %s of %s could not be taken", kind, job or source.group)
-            why = f"the server could not take its event {kind}: {problem}"
-            self._take_now(source, {"event": "untaken", "reason": why, **_named(event)})
-            if job is not None:
+        """Takes an event of a worker. A job whose event cannot be taken fails, and its worker drops it."""
+        if not self._events.take(source, event):
+            if (job := event.get("job")) is not None:
                 self._hub.send(source.group, {"command": "stop", "job": job, "epoch": event["epoch"]})
-            return
-        for folder in unneeded:
-            shutil.rmtree(folder, ignore_errors=True)
-        if kind == "ready" and source.group in self._sessions:
+        elif event["event"] == "ready" and source.group in self._sessions:
             self._sessions[source.group].started()
-
-    def _take_now(self, source: Connection, event: Message) -> list[Path]:
-        """Returns folders that nobody needs once the transaction is on the disk."""
-        with self._db.write() as connection:
-            query = select(t.groups).where(t.groups.c.id == source.group)
-            group = connection.execute(query).mappings().one_or_none()
-            if group is None or group["epoch"] != source.epoch or event["number"] <= group["received"]:
-                self.refused_events += group is None or group["epoch"] != source.epoch
-                return []
-            kind, job = event["event"], event.get("job")
-            values: dict[str, Any] = {"received": event["number"]}
-            if kind == "ready":
-                values |= {"state": "ready", "device": event["device"]}
-            elif kind == "not-opened":
-                values |= {"state": "failed"}
-                log.error("the session could not be opened: %s", event["reason"])
-            connection.execute(t.groups.update().where(t.groups.c.id == source.group).values(values))
-            row = None if job is None else self._jobs.find(connection, job, None)
-            return [] if row is None else self._take_of_job(connection, row, event)
-
-    def _take_of_job(self, connection: Any, job: Job, event: Message) -> list[Path]:
-        if event["epoch"] != job["epoch"] or job["state"] not in ON_WORKER:
-            self.refused_events += 1  # a writer of an earlier placement
-            return []
-        kind, name, actor = event["event"], job["id"], f"worker {job['group']}"
-        match kind:
-            case "started":
-                if job["state"] in ("starting", "draining"):
-                    self._jobs.change(connection, name, "started", actor=actor, steps=event.get("steps", job["steps"]))
-            case "stepped":
-                self._take_rows(connection, job, event["rows"])
-            case "saved":
-                return self._keep_state(connection, job, event)
-            case "damaged":  # it has started from an earlier state
-                self._jobs.restart(connection, name, step=event["step"], path=event["path"])
-                self._db.add_event(connection, "damaged", job["owner"], name, {"reason": event["reason"]})
-            case "not-saved":
-                self._db.add_event(connection, "not-saved", job["owner"], name, {"reason": event["reason"]})
-            case "stopped":
-                unneeded = self._keep_state(connection, job, event)
-                kept = self._jobs.get(connection, name)
-                self._jobs.restart(connection, name, step=kept["state_step"], path=kept["state_path"])
-                if job["state"] == "draining":
-                    self._jobs.change(connection, name, "stopped", actor=actor)
-                else:  # the worker ends in good order
-                    self._jobs.change(connection, name, "lost", actor=actor, why="its worker ended")
-                return unneeded
-            case "failed":
-                self._jobs.change(connection, name, "failed", actor=actor, why=event["reason"], step=event["step"])
-            case "untaken":
-                self._jobs.change(connection, name, "failed", actor="controller", why=event["reason"])
-            case "finished":
-                return self._take_adapter(connection, job, event)
-            case "gone":
-                self._jobs.lost(connection, name, why="its worker does not have it")
-        return []
-
-    def _take_rows(self, connection: Any, job: Job, rows: list[dict[str, Any]]) -> None:
-        self._jobs.add_metrics(connection, job["id"], rows)
-        steps = [row for row in rows if row["kind"] == "step"]
-        if steps:
-            self._jobs.set(connection, job["id"], step=steps[-1]["step"], loss=steps[-1]["loss"])
-        for row in rows:
-            self._db.add_event(connection, row["kind"], job["owner"], job["id"], row)
-
-    def _keep_state(self, connection: Any, job: Job, event: Message) -> list[Path]:
-        """Makes a written state the current one. Returns older ones; the one before it stays, too."""
-        if event["path"] is None or event["step"] < job["state_step"]:
-            return []
-        step = max(event["step"], job["step"])  # steps after the state may have been told of before it
-        self._jobs.set(connection, job["id"], state_path=event["path"], state_step=event["step"], step=step)
-        return [folder for folder in states_before(Path(event["path"])) if str(folder) != job["state_path"]]
-
-    def _take_adapter(self, connection: Any, job: Job, event: Message) -> list[Path]:
-        folder, actor = Path(event["path"]), f"worker {job['group']}"
-        if not event["intact"]:
-            why = f"{folder.name} was exported and is damaged"
-            self._jobs.change(connection, job["id"], "failed", actor=actor, why=why, step=event["step"])
-            return []
-        row = {
-            "id": f"adapter-{job['id'].removeprefix('job-')}",
-            "job": job["id"],
-            "owner": job["owner"],
-            "step": event["step"],
-            "path": str(folder),
-            "sha256": digest_of(folder / "SHA256SUMS"),
-            "created": time.time(),
-        }
-        connection.execute(t.artifacts.delete().where(t.artifacts.c.id == row["id"]))
-        connection.execute(t.artifacts.insert().values(row))
-        self._jobs.change(connection, job["id"], "finished", actor=actor, step=event["step"], state_path=None)
-        return [self._settings.job(job["id"]) / "state"]
 
 
 def make_launcher(settings: Settings, server: str) -> Launcher:
@@ -475,8 +369,8 @@ def make_launcher(settings: Settings, server: str) -> Launcher:
         return RayLauncher(settings.ray, settings.home, settings.gpus)
     except (ImportError, ConnectionError, RuntimeError, ValueError) as problem:
         fix = 'pip install "lorafusion-jax[ray]", and ray start --head on one node'
-        what = f"the Ray cluster {settings.ray} cannot be used."
-        raise ConfigError("serve.ray", what, why=str(problem).splitlines()[0], fix=fix) from None
+        message = f"the Ray cluster {settings.ray} cannot be used."
+        raise ConfigError("serve.ray", message, why=str(problem).splitlines()[0], fix=fix) from None
 
 
 def _share_gpus(first: SessionPlan, second: SessionPlan) -> bool:
@@ -498,11 +392,6 @@ def jobs_tried_alone(rows: Sequence[Job], group: Mapping[str, str]) -> dict[str,
         if name not in tried or (job["state"] in ON_WORKER and tried[name]["state"] not in ON_WORKER):
             tried[name] = job
     return {name: job["id"] for name, job in tried.items() if name}
-
-
-def _named(event: Message) -> Message:
-    """What says which event it is."""
-    return {key: event[key] for key in ("number", "job", "epoch") if key in event}
 
 
 def _may_run(job: Job) -> bool:

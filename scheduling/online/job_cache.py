@@ -33,12 +33,12 @@ class JobCache:
             known = self._keys[job.name] = (job, self._numbers[of])
         return known[1]
 
-    def once(self, job: Job, what: tuple[Any, ...], search: Callable[[], Any]) -> Any:
+    def once(self, job: Job, question: tuple[Any, ...], search: Callable[[], Any]) -> Any:
         """The result of `search`, which is called once for a job and a question."""
         known = self.results(job)
-        if what not in known:
-            known[what] = search()
-        return known[what]
+        if question not in known:
+            known[question] = search()
+        return known[question]
 
     def results(self, job: Job) -> dict[tuple[Any, ...], Any]:
         """What is known of a job, by question."""

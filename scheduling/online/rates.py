@@ -102,8 +102,8 @@ class Rates:
             self._groups[key] = self._search_group([members[i] for i in order], kind, gpus)
         rate = self._groups[key]
         if key != asked:
-            again = sorted(range(len(order)), key=order.__getitem__)
-            rate = self._groups[asked] = rate.reordered(again) if rate is not None else None
+            ranking = sorted(range(len(order)), key=order.__getitem__)
+            rate = self._groups[asked] = rate.reordered(ranking) if rate is not None else None
         return rate
 
     def known_group(self, keys: tuple[int, ...], kind: Kind, gpus: int) -> GroupRate | None:

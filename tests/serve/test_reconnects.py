@@ -15,6 +15,7 @@ from lorafusion_serve.control.controller import GROUP, Controller
 from lorafusion_serve.control.hub import Hub
 from lorafusion_serve.control.scheduler import OneSession
 from lorafusion_serve.control.session import Session
+from lorafusion_serve.control.worker_events import WorkerEvents
 from lorafusion_serve.server import open_database
 from lorafusion_serve.settings import Settings
 from lorafusion_serve.store import tables as t
@@ -292,14 +293,14 @@ def test_files_are_removed_after_what_makes_them_unneeded_is_on_the_disk(bench):
 def test_an_event_that_cannot_be_taken_fails_its_job_and_holds_up_no_other(bench, monkeypatch):
     good, bad = bench.job("running", place=0), bench.job("running", place=1)
     holds = [{"job": job, "epoch": 1} for job in (good, bad)]
-    link, take_rows = bench.connect(lambda: holds), Controller._take_rows
+    link, take_rows = bench.connect(lambda: holds), WorkerEvents._take_rows
 
     def broken(self, connection, job, rows):
         if job["id"] == bad:
             raise ZeroDivisionError("a defect")
         take_rows(self, connection, job, rows)
 
-    monkeypatch.setattr(Controller, "_take_rows", broken)
+    monkeypatch.setattr(WorkerEvents, "_take_rows", broken)
     bench.serve().start()
     for job in (bad, good):
         link.emit("stepped", job=job, epoch=1, rows=[{"kind": "step", "step": 1, "loss": 1.0}])

@@ -11,21 +11,20 @@ from typing import cast, get_args
 import jax
 from jaxtyping import Array, Float
 
+from lorafusion_jax.models.attention.cudnn import cudnn_backward, cudnn_forward, on_hopper
+from lorafusion_jax.models.attention.cudnn import unsupported_reason as cudnn_unsupported_reason
+from lorafusion_jax.models.attention.nan_isolation import Backward, Forward, isolated
+from lorafusion_jax.models.attention.pallas import pallas_backward, pallas_forward
+from lorafusion_jax.models.attention.rule import ScoreRule
+from lorafusion_jax.models.attention.triton import triton_backward, triton_forward
+from lorafusion_jax.models.attention.xla import xla_backward, xla_forward
+from lorafusion_jax.models.segments import Segments
 from pallas_kernels import config_store
 from pallas_kernels.attention import Described, unsupported_reason
 from pallas_kernels.attention.triton.api import triton_unsupported_reason
 from pallas_kernels.device import device_kind
 from pallas_kernels.policy import AttentionImplementation as AttentionImplementation
 from pallas_kernels.policy import attention_call
-
-from ..segments import Segments
-from .cudnn import cudnn_backward, cudnn_forward, on_hopper
-from .cudnn import unsupported_reason as cudnn_unsupported_reason
-from .nan_isolation import Backward, Forward, isolated
-from .pallas import pallas_backward, pallas_forward
-from .rule import ScoreRule
-from .triton import triton_backward, triton_forward
-from .xla import xla_backward, xla_forward
 
 
 def attention(

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import jax
 
+from lorafusion_jax.models.attention.checkpoint_names import checkpointed
+from lorafusion_jax.models.attention.rule import ScoreRule
+from lorafusion_jax.models.segments import Segments
 from pallas_kernels.attention import Saved, attention_backward, attention_forward, document_rows
-
-from ..segments import Segments
-from .checkpoint_names import checkpointed
-from .rule import ScoreRule
 
 
 def pallas_forward(q_THC: jax.Array, k_TKC: jax.Array, v_TKC: jax.Array, segments: Segments, rule: ScoreRule):
