@@ -40,6 +40,13 @@ def rows(seed=0, total=T, key_heads=2, heads=6, key=6, value=10, dtype=jnp.float
     return tuple(jnp.asarray(x, dtype) for x in (q, k, v)) + tuple(jnp.asarray(x, jnp.float32) for x in (decay, beta))
 
 
+@jax.jit
+def computed(given, weight, where):
+    """The values and the gradients of all arguments: one program for all tests of a shape."""
+    value, pullback = jax.vjp(partial(gated_delta_rule, **where), *given)
+    return value, *pullback(weight)
+
+
 def differ(actual, wanted):
     return float(jnp.abs(actual - wanted).max() / jnp.abs(wanted).max())
 
@@ -49,37 +56,34 @@ def test_chunks_compute_the_rule_and_its_gradient(shape):
     given, where = rows(**shape), segments(LENGTHS)
     weight = jnp.asarray(np.random.default_rng(1).standard_normal(given[2].shape), jnp.float32)
 
-    def both(rule):
-        value, pullback = jax.vjp(rule, *given)
-        return value, pullback(weight)
+    @jax.jit
+    def by_rows(given):
+        value, pullback = jax.vjp(partial(delta_rule_by_rows, ids_T=where["ids"]), *given)
+        return value, *pullback(weight)
 
-    wanted, slopes = jax.jit(partial(both, partial(delta_rule_by_rows, ids_T=where["ids"])))()
-    actual, ours = jax.jit(partial(both, partial(gated_delta_rule, **where)))()
+    (wanted, *slopes), (actual, *ours) = by_rows(given), computed(given, weight, where)
     assert differ(actual, wanted) < FORWARD
     assert max(map(differ, ours, slopes)) < BACKWARD
 
 
 def test_a_packed_sample_is_bitwise_the_sample_alone():
     given = rows()
-    rule = jax.jit(gated_delta_rule)
-    packed, start = rule(*given, **segments(LENGTHS)), 0
+    packed, start = computed(given, given[2], segments(LENGTHS))[0], 0
     for length in LENGTHS:
-        alone = [jnp.concatenate([x[start : start + length], x[: T - length]]) for x in given]
+        alone = tuple(jnp.concatenate([x[start : start + length], x[: T - length]]) for x in given)
         np.testing.assert_array_equal(
-            packed[start : start + length], rule(*alone, **segments((length,)))[:length], err_msg=str(length)
+            packed[start : start + length],
+            computed(alone, given[2], segments((length,)))[0][:length],
+            err_msg=str(length),
         )
         start += length
 
 
 def test_nan_stays_in_its_own_sample():
     given, where = rows(), segments(LENGTHS)
-    broken = [x.at[70:80].set(jnp.nan) for x in given]  # of the third sample
-
-    def run(given):
-        value, pullback = jax.vjp(partial(gated_delta_rule, **where), *given)
-        return value, *pullback(jnp.ones_like(value))
-
-    for clean, dirty in zip(jax.jit(run)(given), jax.jit(run)(broken), strict=True):
+    broken = tuple(x.at[70:80].set(jnp.nan) for x in given)  # of the third sample
+    weight = jnp.ones_like(given[2])
+    for clean, dirty in zip(computed(given, weight, where), computed(broken, weight, where), strict=True):
         np.testing.assert_array_equal(clean[:66], dirty[:66])
         np.testing.assert_array_equal(clean[196:], dirty[196:])
         assert not np.isfinite(dirty[66:196]).all()
@@ -91,7 +95,8 @@ def test_equal_keys_do_not_cancel():
     one = jnp.ones((total, 1, 4)) / 2
     v = jnp.arange(1.0, total + 1)[:, None, None]
     kept, all_of_it = jnp.zeros((total, 1)), jnp.ones((total, 1))
-    np.testing.assert_allclose(gated_delta_rule(one, one, v, kept, all_of_it, **segments((), total)), v, rtol=1e-5)
+    rule = jax.jit(gated_delta_rule)  # op by op it would be a hundred programs
+    np.testing.assert_allclose(rule(one, one, v, kept, all_of_it, **segments((), total)), v, rtol=1e-5)
 
 
 @pytest.mark.parametrize("size", [1, 2, 16, 64])

@@ -145,8 +145,12 @@ def test_rows_of_small_adapters_are_not_visited(implementation):
     jax.tree.map(np.testing.assert_array_equal, changed, evaluated(implementation, static, ops, dys))
 
 
-@pytest.mark.parametrize("ranks", [(70, 130, 256), (130,)], ids=["several adapters", "one, without a table"])
-def test_a_call_of_large_ranks_alone_is_plain_products_that_add_them(implementation, ranks):
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [("pallas", (130,)), ("xla", (70, 130, 256)), nightly("pallas", (70, 130, 256)), nightly("xla", (130,))],
+)  # one goes without a table
+def test_a_call_of_large_ranks_alone_is_plain_products_that_add_them(name, ranks, monkeypatch):
+    use(name, monkeypatch)
     static, ops, dys = drawn(ranks)
     static = dataclasses.replace(static, ranks=ranks)
     if len(ranks) == 1:

@@ -4,7 +4,7 @@ from functools import partial
 
 import jax
 import pytest
-from cuda_lowering import A100, H200, lowered, num_kernels
+from cuda_lowering import A100, H200, chosen_kernels, lowered, num_kernels
 from more_cases import mostly_nightly, nightly
 
 from benchmarks.kernel_calls import draw_case, gradients
@@ -48,6 +48,12 @@ def lower(device, backend, changes) -> tuple[int, int]:
     return num_kernels(lowered(device, partial(gradients, backend), *shapes))
 
 
+def choose(device, backend, changes) -> tuple[int, int]:
+    """The same without lowering them."""
+    shapes = jax.eval_shape(lambda: draw_case(**SIZES | changes))
+    return chosen_kernels(device, partial(gradients, backend), *shapes)
+
+
 # other cases combine the same parts, and Hopper has a backend of its own
 TRITON_PARTS = {"float16", "rank 256, plain", "ranks 16 and 256, tall tiles", "odd features", "siblings"}
 TRITON_PARTS |= {"one adapter", "one adapter, bias", "one adapter, odd rows"}
@@ -63,13 +69,22 @@ def test_triton_kernels(device, case):
 PARTS = {
     "float16",
     "rank 256, plain",
+    "rank 256",
     "ranks 16 and 256",
+    "ranks 16 and 256, plain",
     "bias",
     "one adapter",
     "one adapter, plain",
+    "one adapter, bias",
     "siblings",
     "siblings, plain",
 }
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if not isinstance(CASES[case][2], str)])
+def test_hopper_is_served_by_these_kernels(case):
+    changes, _, kernels = CASES[case]
+    assert choose(H200, "pallas_mosaic_gpu", changes) == kernels
 
 
 @pytest.mark.parametrize("case", mostly_nightly(CASES, CASES.keys() - PARTS))  # other cases combine the same parts
