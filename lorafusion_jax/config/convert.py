@@ -27,6 +27,7 @@ SAME = {"seed": "seed", "weight_decay": "optim.weight_decay", "max_steps": "trai
         "data.max_length", "beta": "objective.beta"}  # fmt: skip
 OPTIMIZERS = {"adamw": "adamw", "lion": "lion", "adafactor": "adafactor", "sgd": "sgd"}
 OBJECTIVES = ("dpo", "ipo", "kto", "orpo", "simpo", "cpo")
+LOSSES = ("loss_type", "loss_weights")  # TRL's DPO has lists of them
 SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant", "constant_with_warmup": "constant"}
 BATCH = ("micro_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps")
 
@@ -274,13 +275,16 @@ def _wandb(result: Converted, key: str, target: str, value: Any) -> None:
 def _objective(values: Mapping[str, Any], result: Converted) -> None:
     asked = [str(values.get(key, "")).lower() for key in ("pref_loss", "rl", "rlhf", "stage")]
     name = next((candidate for candidate in asked if candidate in OBJECTIVES), None)
-    if name is None and "dpo" in asked:
+    if name is None and ("dpo" in asked or any(isinstance(values.get(key), list) for key in LOSSES)):
         name = "dpo"
     if name is not None:
         result.set("objective.name", name)
 
 
 def _objective_key(result: Converted, key: str, target: str, value: Any) -> None:
+    if isinstance(value, list):
+        result.set("objective.loss", value)
+        return
     value = str(value).lower()
     if value in ("sft", "sigmoid") or value == result.job.get("objective", {}).get("name"):
         return
@@ -345,6 +349,7 @@ TAKERS: dict[str, Callable[[Converted, str, str, Any], None]] = {
     "optim.name": _optimizer,
     "optim.min_lr_ratio": _note("optim.min_lr_ratio is a share of optim.lr"),
     "objective.name": _objective_key,
+    "objective.loss_weights": lambda result, key, target, value: result.set(target, value),
     "train.remat": _note("train.remat chooses by memory; train.remat: nothing recomputes whole layers"),
     "train.eval_every_steps": _steps,
     "save.every_steps": _steps,

@@ -11,6 +11,7 @@ from lorafusion_jax.config.other_programs import advice
 from lorafusion_jax.config.read import Keys, Source, dotted
 from lorafusion_jax.errors import ConfigError, did_you_mean
 from lorafusion_jax.families.hf_config import shortened
+from lorafusion_jax.objective.choose import UnknownOption
 
 LISTS: dict[Keys, tuple[str, str]] = {  # (expected value, example) of keys that are explained as a whole
     ("mesh", "layers"): ("a list of numbers, each 1 or more, whole or with a half", "[20.5, 11.5]"),
@@ -92,11 +93,13 @@ def explain(source: Source, section: Keys, model: type[BaseModel], detail) -> Co
             keys = section_keys
             break
     typed = source.typed(keys)
+    problem = detail.get("ctx", {}).get("error")
+    renamed = advice(problem.key) if isinstance(problem, UnknownOption) else ""
     return ConfigError(
         "config.override" if typed else "config.value",
         f"'{dotted(keys)}' must be {expected}.",
         where=source.where(keys),
-        fix=f"e.g. {dotted(keys)}{'=' if typed else ': '}{example}" if example else "",
+        fix=renamed or (f"e.g. {dotted(keys)}{'=' if typed else ': '}{example}" if example else ""),
     )
 
 

@@ -21,6 +21,18 @@ from lorafusion_jax.plugins import find, known_names, not_known
 GROUP = "lorafusion_jax.objectives"
 
 
+class UnknownOption(ValueError):
+    """An objective does not have this option.
+
+    Attributes:
+        key: the option.
+    """
+
+    def __init__(self, key: str, text: str):
+        super().__init__(text)
+        self.key = key
+
+
 def objective(name: str) -> Objective:
     """Finds an objective by its name in a job file.
 
@@ -60,7 +72,7 @@ def choose(name: str, options: Mapping[str, Any], reference: str | None = None) 
         if key not in known:
             near = did_you_mean(key, known)
             has = f"the options {', '.join(sorted(known))}" if known else "no options"
-            raise ValueError(f"options of {name}, which has {has}, not '{key}'" + (f"; {near}" if near else ""))
+            raise UnknownOption(key, f"options of {name}, which has {has}, not '{key}'" + (f"; {near}" if near else ""))
     types = _types(entry.options)
     values = {key: _as_written(types.get(key), key, value) for key, value in options.items()}
     chosen = Chosen(

@@ -15,7 +15,7 @@ from lorafusion_jax.objective.fields import PREFERENCE_DEFAULTS, NotNegative, Po
 from lorafusion_jax.objective.pairs import COLUMNS, OPTIONAL, chosen_and_rejected
 from lorafusion_jax.objective.protocol import REFERENCE, Objective, Sample
 
-type Loss = Literal["sigmoid", "hinge", "ipo", "robust", "sigmoid_norm", "apo_zero", "apo_down", "sft"]
+type Loss = Literal["sigmoid", "hinge", "ipo", "robust", "sigmoid_norm", "bco_pair", "apo_zero", "apo_down", "sft"]
 METRICS = {
     "rewards/chosen": "nats",
     "rewards/rejected": "nats",
@@ -126,6 +126,11 @@ def _sigmoid_norm(gains: Gains, options: DPOOptions) -> Any:
     return -_log_sigmoids(options.beta * gains.by_token)[0]
 
 
+def _bco_pair(gains: Gains, options: DPOOptions) -> Any:
+    """-log σ(β chosen) - log σ(-β rejected)"""
+    return -_log_sigmoids(options.beta * gains.chosen)[0] - _log_sigmoids(options.beta * gains.rejected)[1]
+
+
 def _apo_zero(gains: Gains, options: DPOOptions) -> Any:
     """1 - σ(β chosen) + σ(β rejected)"""
     import jax
@@ -153,6 +158,7 @@ TERMS: dict[str, Callable[[Gains, DPOOptions], Any]] = {
     "ipo": _ipo,
     "robust": _robust,
     "sigmoid_norm": _sigmoid_norm,
+    "bco_pair": _bco_pair,
     "apo_zero": _apo_zero,
     "apo_down": _apo_down,
     "sft": lambda gains, options: gains.nll,

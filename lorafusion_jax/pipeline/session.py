@@ -38,7 +38,7 @@ from lorafusion_jax.pipeline.first_weights import first_weights
 from lorafusion_jax.pipeline.growth import fill_place, grow_stages
 from lorafusion_jax.pipeline.leaves import HEAD_ROWS, Leaves
 from lorafusion_jax.pipeline.place_table import PlaceTable
-from lorafusion_jax.pipeline.processes import barrier
+from lorafusion_jax.pipeline.processes import barrier, is_alone
 from lorafusion_jax.pipeline.reading import BASE, Reading, Times
 from lorafusion_jax.pipeline.references import SetPass, finish, reference_passes, run_passes
 from lorafusion_jax.pipeline.release import release_unused
@@ -273,9 +273,10 @@ class Session:
     def open_passes(
         self, new: JobConfig, prepared: Prepared, names: Sequence[str], weights: Mapping[int, Arrays]
     ) -> list[SetPass]:
-        """Compiles the passes that compute the references of adapters before these join. Waits; one process.
+        """Makes the passes that compute the references of adapters before these join. Waits.
 
-        They run on stages of their own on the same base, so that training may go on meanwhile.
+        They run on stages of their own on the same base, so that training may go on meanwhile. One process compiles
+        them here, and may do so in any thread; several compile them with the first microbatch, all at once.
 
         Args:
             new: the adapters that are about to join.
@@ -285,7 +286,7 @@ class Session:
         new = without_places(new)
         stages = stages_for(self._stages, new)
         local = list(local_stages(stages).values())
-        parts, specs = stages[0].parts, [spec for _, spec in stages[0].occupied]
+        parts, specs = local[0].parts, [spec for _, spec in local[0].occupied]
         lora = start_from(local[0].first_lora(), weights, specs, parts.model.some_layers)
         for stage in local:
             stage.take_weights(lora)
@@ -293,7 +294,7 @@ class Session:
                 if index not in weights and _starts_from_base(spec):
                     stage.start_from_base(index)
         passes = list(reference_passes(new, prepared, stages, names))
-        for pass_of_set in passes:
+        for pass_of_set in passes if is_alone() else ():
             pass_of_set.compile()
         return passes
 

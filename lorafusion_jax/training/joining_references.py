@@ -1,30 +1,36 @@
 """References of adapters that want to join a run, computed between the slots of those that train.
 
 A thread makes stages for the new adapters on the same base and compiles their forward pass. Then one microbatch of it
-enters before each slot. The adapters join once all of them are read, and the run folder has them by then.
+enters before each slot. The adapters join once all of them are read, and the run folder has them by then. In runs of
+several processes all make these stages at one drained slot, because a thread's collectives would have no order among
+those of the training steps.
 """
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 from lorafusion_jax.checkpoint.warm_start import read_warm_starts, warm_start_digests
 from lorafusion_jax.config.references import adapters_with_references
-from lorafusion_jax.config.schema import JobConfig
-from lorafusion_jax.data.prepare import Prepared
+from lorafusion_jax.config.schema import AdapterConfig, JobConfig
+from lorafusion_jax.config.values import BEGUN
+from lorafusion_jax.data.prepare import Prepared, prepare
 from lorafusion_jax.data.references import SetReferences
 from lorafusion_jax.errors import RunError
 from lorafusion_jax.pipeline.failures import is_of_devices
-from lorafusion_jax.pipeline.processes import is_alone
+from lorafusion_jax.pipeline.processes import answers_of_all, is_alone, text_of_first
 from lorafusion_jax.pipeline.references import SetPass, finish, run_passes
 from lorafusion_jax.pipeline.session import Session
 from lorafusion_jax.report.events import Listener, PhaseBegun, ReferencesComputed
 
 type References = dict[str, SetReferences]
+
+CODE, WHAT = "add.references", "the references of {} cannot be computed."
 
 
 @dataclass(slots=True, kw_only=True)
@@ -32,15 +38,20 @@ class _Joining:
     """The adapters of a request.
 
     Attributes:
+        new: the job with these adapters alone.
+        names: those that need references.
         source: digests of their samples and warm starts.
-        opened: their compiled passes.
+        open: makes their passes.
+        opened: what it returned.
         steps: the passes, once they run.
         began, passes_s: of the passes.
         made: the references.
     """
 
+    new: JobConfig
     names: list[str]
     source: dict[str, Any]
+    open: Callable[[], list[SetPass]]
     opened: Future[list[SetPass]]
     steps: Generator[None, None, References] | None = None
     began: float = 0.0
@@ -57,7 +68,7 @@ class _Joining:
 
 
 class JoiningReferences:
-    """Computes references of adapters before they join. In runs of several processes they are computed afterwards."""
+    """Computes references of adapters before they join."""
 
     def __init__(self, session: Session, listener: Listener):
         self._session, self._emit = session, listener
@@ -71,7 +82,8 @@ class JoiningReferences:
     def take(self, request: str, new: JobConfig, prepared: Prepared) -> References | None:
         """Returns the references of a request's adapters; None while they are computed.
 
-        The first call starts that. So does one after the samples or a warm start have changed.
+        The first call starts that, with several processes in the next `agree`. So does a call after the samples or a
+        warm start have changed.
 
         Args:
             new: the adapters that are about to join.
@@ -79,20 +91,35 @@ class JoiningReferences:
         Raises:
             LoraFusionError: a folder cannot be read; `add.references`, the devices cannot compute them.
         """
-        names = adapters_with_references(new) if is_alone() else []
-        if not names:
+        if not adapters_with_references(new):
             return {}
-        source = {"data": {name: prepared.adapters[name].digest for name in names}, "starts": warm_start_digests(new)}
         joining = self._joining.get(request)
-        if joining is None or joining.source != source:
-            weights = read_warm_starts(new)
-            opened = self._thread.submit(self._session.open_passes, new, prepared, names, weights)
-            self._joining[request] = _Joining(names=names, source=source, opened=opened)
-            self._emit(PhaseBegun(text=f"preparing the references of {', '.join(names)}"))
+        if joining is None or joining.source != _source(new, prepared):
+            self._joining[request] = joining = self._joining_of(new, prepared)
+            if is_alone():
+                joining.opened = self._thread.submit(joining.open)
+            self._emit(PhaseBegun(text=f"preparing the references of {', '.join(joining.names)}"))
             return None
         if joining.failed is not None:
-            raise _refusal(joining.failed, names)
+            raise _refusal(joining.failed, joining.names)
         return joining.made
+
+    def agree(self, config: JobConfig) -> None:
+        """Opens and forgets on all processes what the first one has. Collective, at a drained slot.
+
+        Args:
+            config: of the run, whose adapters are replaced by those that join.
+        """
+        if is_alone():
+            return
+        mine = {name: [_rows(joining.new), joining.source] for name, joining in self._joining.items()}
+        of_first = json.loads(text_of_first(json.dumps(mine)))
+        for request in self._joining.keys() - of_first.keys():
+            self.drop(request)
+        for request, (rows, source) in of_first.items():
+            joining = self._joining.get(request)
+            if joining is None or joining.source != source or not joining.opened.done():
+                self._joining[request] = self._opened_by_all(config, joining, rows, source)
 
     def drop(self, request: str) -> None:
         """Forgets a request."""
@@ -108,15 +135,59 @@ class JoiningReferences:
         except StopIteration as done:
             self._finish(joining, done.value, slot)
 
-    def complete(self, request: str, slot: int) -> None:
-        """Computes the rest of a request's references at once. Waits."""
+    def complete(self, request: str, slot: int) -> References:
+        """Computes the rest of a request's references at once. Waits. Several processes do so after the adapters join.
+
+        Raises:
+            LoraFusionError: as in `take`.
+        """
+        if not is_alone():
+            self.drop(request)
+            return {}
         joining = self._joining[request]
-        if joining.opened.exception() is None and joining.made is None:  # waits
+        if (problem := joining.opened.exception()) is not None:  # waits
+            raise _refusal(problem, joining.names)
+        if joining.made is None:
             self._finish(joining, finish(self._steps_of(joining)), slot)
+        assert joining.made is not None
+        return joining.made
 
     def close(self) -> None:
         """Waits for what compiles. References that are not complete are computed again when the run is resumed."""
         self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def _joining_of(self, new: JobConfig, prepared: Prepared) -> _Joining:
+        names = adapters_with_references(new)
+
+        def open_passes() -> list[SetPass]:
+            return self._session.open_passes(new, prepared, names, read_warm_starts(new))
+
+        return _Joining(new=new, names=names, source=_source(new, prepared), open=open_passes, opened=Future())
+
+    def _opened_by_all(self, config: JobConfig, joining: _Joining | None, rows: list, source: dict) -> _Joining:
+        """Opens the passes of a request here. If one process cannot, all keep its reason as their failure.
+
+        Args:
+            joining: what this process knows of the request.
+            rows, source: adapters and digests on the first process.
+        """
+        new = tuple(AdapterConfig.model_validate(row, context=BEGUN) for row in rows)
+        only, passes, why = config.model_copy(update={"adapters": new}), [], ""
+        try:
+            if joining is None or joining.source != source:
+                joining = self._joining_of(only, prepare(only))
+            why = "" if joining.source == source else "its files differ between processes"
+            passes = [] if why else joining.open()
+        except Exception as problem:  # every process must come to the exchange below
+            why = str(problem).partition("\n")[0] or type(problem).__name__
+        whys = [answer for answer in answers_of_all(why) if answer]
+        names = adapters_with_references(only)
+        opened: Future[list[SetPass]] = Future()
+        if whys:
+            opened.set_exception(RunError(CODE, WHAT.format(", ".join(names)), why=whys[0]))
+        else:
+            opened.set_result(passes)
+        return _Joining(new=only, names=names, source=source, open=lambda: passes, opened=opened)
 
     def _steps_of(self, joining: _Joining) -> Generator[None, None, References]:
         if joining.steps is None:
@@ -138,8 +209,16 @@ class JoiningReferences:
         )
 
 
+def _source(new: JobConfig, prepared: Prepared) -> dict[str, Any]:
+    names = adapters_with_references(new)
+    return {"data": {name: prepared.adapters[name].digest for name in names}, "starts": warm_start_digests(new)}
+
+
+def _rows(config: JobConfig) -> list[dict[str, Any]]:
+    return [adapter.model_dump(mode="json") for adapter in config.adapters]
+
+
 def _refusal(problem: BaseException, names: Sequence[str]) -> BaseException:
     if not isinstance(problem, Exception) or not is_of_devices(problem):
         return problem
-    why = str(problem).partition("\n")[0]
-    return RunError("add.references", f"the references of {', '.join(names)} cannot be computed.", why=why)
+    return RunError(CODE, WHAT.format(", ".join(names)), why=str(problem).partition("\n")[0])

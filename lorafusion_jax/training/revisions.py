@@ -117,6 +117,7 @@ class Revisions:
                 proposal = self._propose(slot)
         if proposal is not None:
             self._write_plan(proposal, slot)
+        self._joining.agree(self._job.config)
         if not any_process(proposal is not None):
             return None
         self._recorded = cap_slots(self._recorded, slot)
@@ -249,8 +250,7 @@ class Revisions:
         try:
             references = self._joining.take(request.name, new, after.prepared)
             if references is None and not (any(running) and slot < self._job.plan.num_slots):  # nobody else trains
-                self._joining.complete(request.name, slot)
-                references = self._joining.take(request.name, new, after.prepared)
+                references = self._joining.complete(request.name, slot)
         except REFUSABLE as problem:
             self._refuse(request.name, f"{request.description}: {_one_line(problem)}")
             return None

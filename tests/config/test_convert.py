@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import yaml
 
@@ -11,6 +13,7 @@ from lorafusion_jax.config.load import examine_config, load_config
 from lorafusion_jax.config.other_programs import COUNTERPARTS
 from lorafusion_jax.config.reference import reference
 from lorafusion_jax.errors import ConfigError
+from lorafusion_jax.objective.table import OBJECTIVES
 
 AXOLOTL = """
 base_model: org/llama
@@ -117,6 +120,18 @@ def test_a_preference_file_keeps_its_objective():
     assert "dataset_info.json" in notes["dataset"]
 
 
+def test_trls_mixed_losses_are_those_of_dpo(tmp_path):
+    result = converted(
+        "model_name_or_path: org/qwen\ndataset_name: rows.jsonl\nrpo_alpha: 0.3\n"
+        "loss_type: [sigmoid, bco_pair]\nloss_weights: [0.8, 0.2]"
+    )
+    path = tmp_path / "jobs.yaml"
+    path.write_text(result.text("Converted."))
+    options = load_config(path).adapters[0].objective.chosen.options
+    assert (options.loss, options.loss_weights, options.sft) == (("sigmoid", "bco_pair"), (0.8, 0.2), 0.3)
+    assert not result.notes
+
+
 def test_a_file_without_base_or_data_is_refused():
     with pytest.raises(ConfigError, match=r"config\.not-convertible.*no base model"):
         converted("datasets: [{path: rows.jsonl}]")
@@ -126,7 +141,8 @@ def test_a_file_without_base_or_data_is_refused():
 
 def test_counterparts_are_keys_of_the_job_file():
     known = yaml.safe_load(reference())
-    later = {"objective.beta", "objective.gamma", "optim.lr_ratio"}  # options of objectives; groups of leaves
+    options = {field.name for entry in OBJECTIVES.values() for field in dataclasses.fields(entry.options)}
+    later = {"optim.lr_ratio", *(f"objective.{name}" for name in options)}  # groups of leaves; options of objectives
     for name, word in COUNTERPARTS.items():
         assert word.key is not None or word.note, name
         if word.key is None or word.key in later or word.key == "--out":
@@ -140,10 +156,11 @@ def test_a_foreign_key_is_answered_with_its_name_here(tmp_path):
     path = tmp_path / "jobs.yaml"
     path.write_text(
         "base: {model: m}\nlora_r: 8\nsample_packing: true\n"
-        "adapters: [{name: a, lora_alpha: 4, data: {train: x.jsonl}}]\n"
+        "adapters: [{name: a, lora_alpha: 4, data: {train: x.jsonl}, objective: {name: dpo, rpo_alpha: 0.3}}]\n"
     )
     _, errors = examine_config(path)
     fixes = {error.what.split("'")[1]: error.fix for error in errors}
+    assert fixes["adapters[0].objective"] == "rpo_alpha is objective.sft here"
     assert fixes["lora_r"] == "lora_r is lora.rank here"
     assert fixes["adapters[0].lora_alpha"] == "lora_alpha is lora.alpha here"
     assert fixes["sample_packing"].startswith("leave it out: samples are always packed")

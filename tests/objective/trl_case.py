@@ -215,9 +215,10 @@ CASES = {
     "sigmoid_norm": (conversations, True, {"name": "dpo", "reference": "base", "loss": "sigmoid_norm", "beta": 2.0}),
     "apo_zero": (conversations, True, {"name": "dpo", "reference": "base", "loss": "apo_zero"}),
     "apo_down": (conversations, True, {"name": "dpo", "reference": "base", "loss": "apo_down"}),
+    "bco_pair": (conversations, True, {"name": "dpo", "reference": "base", "loss": "bco_pair", "beta": 0.3}),
     "mpo": (
         conversations, True,
-        {"name": "dpo", "reference": "base", "loss": ["sigmoid", "sft"], "loss_weights": [0.8, 0.5]},
+        {"name": "dpo", "reference": "base", "loss": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 0.5]},
     ),
     "cpo": (pairs, False, {"name": "cpo"}),
     "simpo": (pairs, False, {"name": "simpo", "beta": 2.0, "gamma": 0.5}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
@@ -25,6 +26,7 @@ from more_cases import nightly
 from lorafusion_jax.api.status import run_numbers
 from lorafusion_jax.checkpoint.requests import write_addition, write_request
 from lorafusion_jax.config import load_config
+from lorafusion_jax.config.join import read_joining
 from lorafusion_jax.pipeline import executor
 from lorafusion_jax.pipeline.processes import LEAVE_S
 from lorafusion_jax.report.recorder import read_rows
@@ -194,13 +196,23 @@ def test_a_signal_to_one_process_stops_all_and_one_or_both_go_on(number, to, job
     assert_equal(uncut, read_trained(again), TOLERANCE)
 
 
-def test_requests_are_carried_out_by_all(tmp_path, deep_base):
-    run, job = tmp_path / "run", write_mixed_job(tmp_path / "job", deep_base(True), MIXED, held_out=())
-    processes = start(2, 1, "train", str(job), "--out", str(run), "mesh.data=2", "epochs=12", *EQUAL)
+@pytest.mark.parametrize("mesh", [("mesh.data=2",), nightly(("mesh.stages=2", "mesh.layers=[1.5, 3.5]"))])
+def test_requests_are_carried_out_by_all(mesh, tmp_path, deep_base):
+    """The adapter that joins has a reference, which all compute while the others train."""
+    run, capacity = tmp_path / "run", {"capacity_tokens": 128}
+    job = write_mixed_job(tmp_path / "job", deep_base(True), MIXED, held_out=(), batch=capacity)
+    pairs = [{"prompt": "a b c", "chosen": f"d e {n}", "rejected": f"{n} f g h"} for n in range(6)]
+    (job.parent / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
+    settings = (*mesh, "epochs=24", *EQUAL)
+    processes = start(2, 1, "train", str(job), "--out", str(run), *settings)
     signal_under_way(processes, run, signal.SIGCONT)  # changes nothing
     write_request(run, "cancel", "chat")
-    late = load_config(job).adapter("law").model_copy(update={"name": "late", "seed": 5})
-    write_addition(run, [late])
+    content = json.loads(job.read_text())
+    law = next(adapter for adapter in content["adapters"] if adapter["name"] == "law")
+    late = law | {"name": "late", "seed": 5, "objective": {"name": "dpo"}, "data": {"train": "pairs.jsonl"}}
+    joining = job.with_name("late.yaml")
+    joining.write_text(json.dumps(content | {"adapters": [late]}))
+    write_addition(run, read_joining(joining, load_config(job, settings)))
     left = wait(processes)
     assert [process.code for process in left] == [0, 0], left[0].err + left[1].err
     adapters = run_numbers(run)["adapters"]
@@ -212,6 +224,16 @@ def test_requests_are_carried_out_by_all(tmp_path, deep_base):
     assert adapters["law"]["step"] == adapters["law"]["steps"]
     assert 0 < adapters["chat"]["step"] < adapters["chat"]["steps"]
     assert RunFolder(run).adapter_step("chat", adapters["chat"]["step"]).is_dir()
+    events = read_rows(run / "events.jsonl")
+    (computed,) = [row for row in events if row["kind"] == "references"]
+    assert computed["adapters"] == ["late"]
+    assert computed["beside_s"] > 0, "the others waited"
+    first = next(
+        row for row in read_rows(run / "metrics.jsonl") if row.get("adapter") == "late" and row["kind"] == "step"
+    )
+    assert abs(first["rewards/chosen"]) <= TOLERANCE * abs(
+        first["logps/chosen"]
+    )  # it starts as the base, the reference
 
 
 @pytest.mark.parametrize(
