@@ -58,6 +58,13 @@ class Bank(NamedTuple):
             y = shift_columns(y, self.g_AN, self.shifted_A, tile_adapter)
         return y
 
+    def tile_factors(self, tile_adapter: Integer[Array, " tiles"] | np.ndarray) -> Float[Array, "tiles N"]:
+        """Factors of the columns of each tile's rows; 1 where its adapter has none. Float32."""
+        if self.f_AN is None or self.scaled_A is None:
+            return jnp.ones((len(tile_adapter), self.b_ACN.shape[2]))
+        mine = self.scaled_A[jnp.maximum(tile_adapter, 0)] & (tile_adapter >= 0)
+        return jnp.where(mine[:, None], rows_of(self.f_AN, tile_adapter), 1.0).astype(jnp.float32)
+
 
 def kind_numbers(names: Sequence[str], kinds: Sequence[str | None]) -> np.ndarray | None:
     """Numbers the adapters' kinds, int32 [A]; None if all are of one kind that is a low-rank product.

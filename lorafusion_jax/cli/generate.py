@@ -123,6 +123,8 @@ def _row(generated: Any, others: dict[str, Any]) -> dict[str, Any]:
         "tokens": len(generated.tokens),
         "logprobs": list(generated.logprobs),
         "end": generated.end,
+        "end_token": generated.end_token,
+        "end_logprob": generated.end_logprob,
         **others,
     }
 

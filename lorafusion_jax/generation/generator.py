@@ -50,11 +50,14 @@ class Answer:
         logprobs: log p of each token under the adapter, without temperature, top k and top p.
         end: "stop": a stop token or text; "length": `max_tokens`; "context": the model's last position; None while
             tokens are still to come.
+        end_token, end_logprob: the stop token that ended them, and its log p; None if none did.
     """
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     end: End | None = None
+    end_token: int | None = None
+    end_logprob: float | None = None
 
 
 class Generator:
@@ -116,7 +119,7 @@ class Generator:
             message = f"{name}: the logits of a token are not numbers."
             raise RunError("generate.not-finite", message, where=request.where)
         if token in self._stop_tokens:
-            answer.end = "stop"
+            answer.end, answer.end_token, answer.end_logprob = "stop", token, logprob
             return True
         answer.tokens.append(token)
         answer.logprobs.append(logprob)

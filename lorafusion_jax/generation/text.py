@@ -42,6 +42,7 @@ class Generated:
         logprobs: log p of each token under the adapter, without temperature, top k and top p.
         end: "stop": a stop token or text ended it; "length": it has `max_tokens` tokens; "context": the model knows no
             further positions.
+        end_token, end_logprob: the stop token that ended it, and its log p; None if none did.
     """
 
     adapter: str
@@ -50,6 +51,23 @@ class Generated:
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
     end: End
+    end_token: int | None = None
+    end_logprob: float | None = None
+
+    @property
+    def ended(self) -> bool:
+        """Whether the adapter ended the text itself, rather than a limit of length."""
+        return self.end == "stop"
+
+    @property
+    def completion_ids(self) -> list[int]:
+        """All drawn tokens, the one that ended the text included: a column of losses on advantages."""
+        return [*self.tokens, *(() if self.end_token is None else (self.end_token,))]
+
+    @property
+    def old_logprobs(self) -> list[float]:
+        """log p of `completion_ids`."""
+        return [*self.logprobs, *(() if self.end_logprob is None else (self.end_logprob,))]
 
 
 class TextGenerator:
@@ -108,6 +126,8 @@ class TextGenerator:
                 tokens=tuple(answer.tokens),
                 logprobs=tuple(answer.logprobs),
                 end=answer.end or "length",
+                end_token=answer.end_token,
+                end_logprob=answer.end_logprob,
             )
             for row, request, answer in zip(rows, requests, answers, strict=True)
         ]

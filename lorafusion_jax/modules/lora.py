@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,7 @@ from lorafusion_jax.modules.tensor_sums import part_start
 from pallas_kernels import multi_lora_linear, multi_lora_linears, multi_lora_mlp
 from pallas_kernels.dropout import Dropout, inverse_keep, keep_mask
 from pallas_kernels.frozen_weight import FrozenWeight, QuantisedWeight, frozen_product, is_quantised
+from pallas_kernels.mlp.scaled_gate import scaled_silu_gate
 from pallas_kernels.mlp.xla import silu_gate
 
 
@@ -203,9 +204,40 @@ def lora_siblings(
     >>> [y.shape for y in lora_siblings(jnp.ones((6, 8)), (q, k), None)]
     [(6, 8), (6, 4)]
     """
+    products = _sibling_products(x, linears, ctx, site)
+    return tuple(product.finished(ctx) for product in products)
+
+
+class _Product(NamedTuple):
+    """The output of a projection before its adapters change columns.
+
+    Attributes:
+        bank: its adapters (None: there are none, or they are left out).
+        late_bias: the bias that comes after factors.
+        dropped: see `Bank.finish`.
+    """
+
+    y: Array
+    bank: Bank | None = None
+    late_bias: Array | None = None
+    dropped: Array | None = None
+
+    @property
+    def only_scaled(self) -> bool:
+        """Whether nothing but factors of columns is missing."""
+        bank = self.bank
+        return (bank is None or bank.g_AN is None) and self.late_bias is None and self.dropped is None
+
+    def finished(self, ctx: LoRAContext | None) -> Array:
+        if self.bank is None or ctx is None:
+            return self.y
+        return self.bank.finish(self.y, ctx.tile_adapter, self.late_bias, self.dropped)
+
+
+def _sibling_products(x: Array, linears: Sequence[LoRALinear], ctx: LoRAContext | None, site: int) -> list[_Product]:
     inputs = [linear._inputs(x) for linear in linears]
     if ctx is None or not any(linear.kinds for linear in linears):
-        return tuple(_plain(*arguments) for arguments in inputs)
+        return [_Product(_plain(*arguments)) for arguments in inputs]
     banks = [
         linear._bank(ctx, w_KN, x.dtype) if linear.kinds else None
         for linear, (x, w_KN, _) in zip(linears, inputs, strict=True)
@@ -224,10 +256,10 @@ def lora_siblings(
         biases=None if all(bias is None for bias in biases) else biases,
         implementation=ctx.implementation,
     )
-    return tuple(
-        y if bank is None else bank.finish(y, ctx.tile_adapter, bias, _dropped_product(bank, x, w_KN, ctx, site))
-        for y, bank, (x, w_KN, bias) in zip(ys, banks, inputs, strict=True)
-    )
+    return [
+        _Product(y, bank, bias if late else None, None if bank is None else _dropped_product(bank, x, w_KN, ctx, site))
+        for y, bank, late, (x, w_KN, bias) in zip(ys, banks, scaled, inputs, strict=True)
+    ]
 
 
 def lora_mlp(
@@ -241,7 +273,8 @@ def lora_mlp(
 ) -> Float[Array, "*B D"]:
     """Applies a gated MLP, down(silu(gate(x)) · up(x)), as one operation if all three projections have LoRA.
 
-    A kind that changes columns needs the outputs of gate and up before silu, so its projections are separate.
+    A kind that changes columns needs the outputs of gate and up before silu, so its projections are separate. Factors
+    of both are applied with the gate.
 
     Equal to the separate projections. The outputs of gate and up have the checkpoint names "gate" and "up" for
     rematerialisation policies.
@@ -262,9 +295,7 @@ def lora_mlp(
     linears = (gate, up, down)
     x_site, down_site = sites
     if ctx is None or any(not linear.kinds or linear.changes_columns for linear in linears):
-        gate_TF, up_TF = lora_siblings(x, (gate, up), ctx, site=x_site)
-        gated_TF = silu_gate(checkpoint_name(gate_TF, "gate"), checkpoint_name(up_TF, "up"))
-        return down(gated_TF, ctx, site=down_site)
+        return down(_gated(_sibling_products(x, (gate, up), ctx, x_site), ctx), ctx, site=down_site)
     inputs = [linear._inputs(x) for linear in linears]
     banks = [linear._bank(ctx, w_KN, x.dtype) for linear, (x, w_KN, _) in zip(linears, inputs, strict=True)]
     return multi_lora_mlp(
@@ -280,6 +311,27 @@ def lora_mlp(
         biases=[bias for _, _, bias in inputs],
         implementation=ctx.implementation,
     )
+
+
+def _gated(products: Sequence[_Product], ctx: LoRAContext | None) -> Array:
+    """Returns silu(gate) · up of two finished products, with one pass over both if only factors are missing."""
+    changes = any(product.bank is not None and product.bank.f_AN is not None for product in products)
+    if ctx is None or not changes or not all(product.only_scaled for product in products):
+        gate_TF, up_TF = (product.finished(ctx) for product in products)
+        return silu_gate(checkpoint_name(gate_TF, "gate"), checkpoint_name(up_TF, "up"))
+    (gate_TF, up_TF), table = (product.y for product in products), ctx.tile_adapter
+    factors = [
+        jnp.ones((len(table), product.y.shape[-1])) if product.bank is None else product.bank.tile_factors(table)
+        for product in products
+    ]
+    return scaled_silu_gate(
+        checkpoint_name(gate_TF, "gate"), checkpoint_name(up_TF, "up"), *factors, implementation=_of_gate(ctx)
+    )
+
+
+def _of_gate(ctx: LoRAContext) -> str | None:
+    """The implementation of the gate where that of the products is named: its kernel is no other backend's."""
+    return None if ctx.implementation is None else "xla"
 
 
 def _sizes(

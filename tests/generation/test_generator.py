@@ -147,6 +147,9 @@ def test_an_answer_ends_with_a_stop_token_or_at_the_last_position(model, greedy)
     stopping, request = Generator(model._stages, [greedy[0][2]]), requests(8)[0]
     answer = stopping([request])[0]
     assert (answer.tokens, answer.end) == (greedy[0][: greedy[0].index(greedy[0][2])], "stop")
+    (unstopped,) = model([request])  # in which the token is one of the text
+    assert (answer.end_token, unstopped.end_token, unstopped.end_logprob) == (greedy[0][2], None, None)
+    assert answer.end_logprob == unstopped.logprobs[len(answer.tokens)]
     long = Request(tokens=[7] * 250, sampling=Sampling(max_tokens=50))
     answer = model([long])[0]
     assert (len(answer.tokens), answer.end) == (6, "context")

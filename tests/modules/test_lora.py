@@ -114,6 +114,40 @@ def test_mlp_equals_separate_layers_bit_for_bit(x, adapted, dropout):
         np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.parametrize("kinds", [("dora", "dora"), ("lora", "dora"), ("dora", "lora")])
+@pytest.mark.parametrize("scaled", ["gate up", "gate", "up"])
+@pytest.mark.parametrize("use_bias", [False, True])
+def test_factors_of_columns_are_applied_with_the_gate(x, kinds, scaled, use_bias):
+    """As in the separate layers, to the rounding of another compilation."""
+    specs = [AdapterSpec(name=spec.name, rank=4, alpha=8, kind=kind) for spec, kind in zip(SPECS, kinds, strict=True)]
+    shapes = {"gate": (8, 6), "up": (8, 6), "down": (6, 8)}
+    layers = {
+        name: LoRALinear(
+            *shape, num_adapters=2, rank=4 * (name in scaled), kinds=kinds, use_bias=use_bias, rngs=nnx.Rngs(3)
+        )
+        for name, shape in shapes.items()
+    }
+    context = LoRAContext.of(specs, [-1, 0, 1, 0])
+    for name in scaled.split():
+        layers[name] = with_b(layers[name])
+        layers[name].magnitude[...] = layers[name].magnitude[...] * 1.25
+    graph, lora, frozen = nnx.split(nnx.Dict(layers), nnx.LoRAParam, ...)
+
+    def one_by_one(gate, up, down):
+        return down(silu_gate(gate(x, context), up(x, context)), context)
+
+    def run(mlp):
+        def loss(lora):
+            y = mlp(**nnx.merge(graph, lora, frozen))
+            return jnp.sum(y**2), y
+
+        return jax.tree.leaves(jax.jit(jax.grad(loss, has_aux=True))(lora))
+
+    together = run(lambda gate, up, down: lora_mlp(x, gate, up, down, context, sites=(0, 0)))
+    for got, want in zip(together, run(one_by_one), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("context", [None, LoRAContext.of(SPECS, TABLE)], ids=["plain", "adapted"])
 def test_policies_find_what_enters_the_gate(x, context):
     gate, up = (with_b(layer_of("k_proj", seed=seed)) for seed in (0, 1))

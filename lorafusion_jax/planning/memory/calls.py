@@ -90,6 +90,18 @@ def scales_columns(problem: MemoryProblem, target: str) -> bool:
     return any(target in spec.targets and adapter_kind(spec.kind).column_scale for spec in problem.adapters)
 
 
+def scales_with_gate(problem: MemoryProblem, layer: Layer, site: str) -> bool:
+    """Whether factors of a site's columns are applied with the gate, whose backward keeps gate and up as they were."""
+    shifted = any(
+        linear.name in spec.targets and adapter_kind(spec.kind).shift is not None
+        for spec in problem.adapters
+        for linear in layer.sites[site]
+    )
+    biased = any(linear.bias for linear in layer.sites[site])
+    dropped = any(spec.drops_columns for spec in problem.adapters)
+    return site == "gate_up" and layer.mlp.as_one_op and not (shifted or biased or dropped)
+
+
 def columns_of_s(problem: MemoryProblem, layer: Layer, site: str) -> int:
     """Of all projections of a site together: the kernels pad them, and Hopper's have the extra ranks in blocks."""
     if not kernels_run(problem):

@@ -11,6 +11,7 @@ from lorafusion_jax.planning.memory.calls import (
     expert_rows,
     mlp_is_one_op,
     scales_columns,
+    scales_with_gate,
     site_ranks,
 )
 from lorafusion_jax.planning.memory.problem import FLOAT32, MemoryProblem
@@ -66,6 +67,11 @@ def _saved_by_lora(problem: MemoryProblem, layer: Layer, half: Half) -> dict[str
         linear = layer.sites[site.removeprefix("S of ")][0]
         kept[site] = kept[site] * expert_rows(problem, linear.experts, linear.active) // problem.capacity_tokens
     kept |= {f"dropout bits of {site}": bits[site] for site in sites if site in bits}
-    unscaled = [linear for site in sites for linear in layer.sites[site] if scales_columns(problem, linear.name)]
+    unscaled = [
+        linear
+        for site in sites
+        for linear in layer.sites[site]
+        if scales_columns(problem, linear.name) and not scales_with_gate(problem, layer, site)
+    ]
     products = 1 + any(spec.drops_columns for spec in problem.adapters)
     return kept | {f"unscaled {linear.name}": products * rows * linear.out_features for linear in unscaled}
