@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from scheduling import AdapterJob, Plan, simulate
 from scheduling.online import ChangeCosts, Job, Rates, Worker, simulate_cluster
 from scheduling.online.facts import ShapeFacts
-from scheduling.online.policies.grouped import Packing
+from scheduling.online.policies.baselines import Packing
 from scheduling.online.shapes import ModelShape
 
 DEVICE, MEMORY_GIB = "h200", 140.0  # of the simulator: times are scaled to those measured, and memory is no limit

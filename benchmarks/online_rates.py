@@ -16,7 +16,7 @@ from scheduling.baselines import one_after_another
 from scheduling.online import TRACES, ChangeCosts, GroupRate, Job, Rates, Worker
 from scheduling.online.facts import stage_costs
 from scheduling.online.sharing import IsolatedRate
-from scheduling.online.traces.generate import BASES, draw_job
+from scheduling.online.traces import BASES, draw_job
 from scheduling.pipeline import one_forward_one_backward
 
 KIND = ("h200", 140.0)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from scheduling.online import Job, Rates, Worker
-from scheduling.online.traces.generate import gpu_seconds
+from scheduling.online.traces import gpu_seconds
 
 HELD_OUT = ("pareto", "bursts", "tiny+huge", "sweeps-of-30", "small-batches")
 LONGEST_H = 30.0

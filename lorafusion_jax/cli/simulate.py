@@ -22,8 +22,7 @@ from scheduling.online import (
     simulate_cluster,
     write_trace,
 )
-from scheduling.online.plots import completion_svg
-from scheduling.online.replay import COLUMNS, format_figure, replay_html
+from scheduling.online.replay import COLUMNS, completion_svg, format_figure, replay_html
 
 NAME = "simulate"
 HOST_GPUS = 8

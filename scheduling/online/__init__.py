@@ -7,9 +7,9 @@
 True
 """
 
+from scheduling.online.check import CheckedPolicy as CheckedPolicy
+from scheduling.online.check import Refusal as Refusal
 from scheduling.online.check import check_decisions as check_decisions
-from scheduling.online.checked import CheckedPolicy as CheckedPolicy
-from scheduling.online.checked import Refusal as Refusal
 from scheduling.online.cluster import POLICIES as POLICIES
 from scheduling.online.cluster import make_policy as make_policy
 from scheduling.online.cluster import simulate_cluster as simulate_cluster

@@ -7,10 +7,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from scheduling.errors import PlanError
-from scheduling.online.checked import CheckedPolicy
-from scheduling.online.policies.grouped import Mlora, Packing, Tlora
+from scheduling.online.check import WRONG, CheckedPolicy
+from scheduling.online.policies.baselines import Backfill, ElasticSrtf, Fifo, Mlora, Packing, Srtf, Tlora
 from scheduling.online.policies.ours import Ours
-from scheduling.online.policies.single import Backfill, ElasticSrtf, Fifo, Srtf
 from scheduling.online.rates import Rates
 from scheduling.online.result import ClusterResult
 from scheduling.online.simulator import Simulator
@@ -27,9 +26,6 @@ POLICIES = {
     "packing": Packing,
     "tlora": Tlora,
 }
-
-
-WRONG = 0.25  # by which predictions may be off before the checker refuses a slowdown
 
 
 def make_policy(name: str, rates: Rates) -> Policy:

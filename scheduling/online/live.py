@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from scheduling.errors import PlanError
-from scheduling.online.checked import CheckedPolicy, Refusal
+from scheduling.online.check import WRONG, CheckedPolicy, Refusal
 from scheduling.online.ledger import Ledger
 from scheduling.online.patience import work_ahead_s
 from scheduling.online.policies.ours import Ours
@@ -20,7 +20,6 @@ from scheduling.online.state import ClusterState, Decision, GroupState, JobState
 from scheduling.online.types import Job, User, Worker
 
 MEASURED_STEPS = 20  # of a job in one group, before its speed is believed
-WRONG = 0.25  # by which predictions may be off before a slowdown is refused
 
 
 class LiveCluster:

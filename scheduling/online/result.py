@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from scheduling.online.checked import Refusal
+from scheduling.online.check import Refusal
 from scheduling.online.fairness import fair_finishes_s, jain
 from scheduling.online.ledger import Accounts
 from scheduling.online.sharing import IsolatedRate

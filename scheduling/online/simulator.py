@@ -8,7 +8,7 @@ from math import inf
 from typing import NamedTuple
 
 from scheduling.errors import PlanError
-from scheduling.online.checked import CheckedPolicy
+from scheduling.online.check import CheckedPolicy
 from scheduling.online.ledger import Ledger
 from scheduling.online.patience import work_ahead_s
 from scheduling.online.rates import Rates

@@ -23,7 +23,7 @@ from lorafusion_serve.control import session
 from lorafusion_serve.store import database
 from lorafusion_serve.store import tables as t
 from lorafusion_serve.store.database import Database, StoreError
-from scheduling.online.policies.grouped import Packing
+from scheduling.online.policies.baselines import Packing
 
 
 @pytest.fixture

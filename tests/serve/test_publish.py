@@ -13,7 +13,7 @@ from sqlalchemy import select
 from lorafusion_jax.errors import ConfigError
 from lorafusion_serve.control import publish
 from lorafusion_serve.store import tables as t
-from scheduling.online.policies.grouped import Packing
+from scheduling.online.policies.baselines import Packing
 
 
 class Moody(MemoryFileSystem):

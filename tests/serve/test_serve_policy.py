@@ -14,7 +14,7 @@ from sqlalchemy import select
 from lorafusion_serve.control.scheduler import PolicyScheduler, plan_of_row
 from lorafusion_serve.store import tables as t
 from scheduling.online import Decision, Mesh
-from scheduling.online.policies.grouped import Packing
+from scheduling.online.policies.baselines import Packing
 
 
 @pytest.fixture

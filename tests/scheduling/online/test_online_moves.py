@@ -7,8 +7,7 @@ import pytest
 from scheduling.online import ClusterState, GroupState, Job, JobState, Ours, Rates, Settings, Worker, simulate_cluster
 from scheduling.online.patience import StepCost
 from scheduling.online.policies.ours.claims import weigh
-from scheduling.online.policies.ours.moves.evict import evict
-from scheduling.online.policies.ours.packing import pack
+from scheduling.online.policies.ours.packs import evict, pack
 from scheduling.online.policies.ours.search import Search
 from scheduling.online.state import after
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from scheduling.online import (
+    POLICIES,
     ChangeCosts,
     ClusterState,
     Job,
@@ -64,6 +65,19 @@ def test_a_deadline_makes_a_job_scale_out():
     result = simulate_cluster(jobs, [Worker("host0", 8)], rates=RATES)
     assert result.finish_s["due"] <= 2400.0
     assert result.refusals == ()
+
+
+def test_of_all_policies_only_ours_scales_a_job_out_for_its_deadline():
+    """Two hours of a GPU are due in half an hour. Who has no deadlines runs the job on its best mesh, or in turn."""
+    jobs = [lasting(f"j{i}", 20_000.0, user=f"u{i % 3}") for i in range(8)]
+    jobs.append(lasting("due", 7200.0, arrival_s=600.0, deadline_s=2400.0))
+    hosts = [Worker("host0", 8)]
+    results = {policy: simulate_cluster(jobs, hosts, policy, rates=RATES) for policy in POLICIES}
+    met = {policy: result.summary()["deadlines_met"] for policy, result in results.items()}
+    assert met == dict.fromkeys(POLICIES, 0.0) | {"ours": 1.0}
+    most = max(len(span.gpus) for span in results["ours"].accounts.groups if "due" in span.members)
+    assert most > STEP.mesh.gpus
+    assert all(result.refusals == () for result in results.values())
 
 
 def test_a_claim_is_what_a_jobs_work_brings_forward():

@@ -9,15 +9,12 @@ from __future__ import annotations
 
 from scheduling.online.patience import Sizes, StepCost, step_cost, worker_sizes
 from scheduling.online.policies.ours.claims import weigh
-from scheduling.online.policies.ours.moves.evict import evict
-from scheduling.online.policies.ours.moves.free import fill_free
-from scheduling.online.policies.ours.moves.grow import grow
-from scheduling.online.policies.ours.moves.join import join_or_swap
-from scheduling.online.policies.ours.moves.repair import repair
-from scheduling.online.policies.ours.moves.split import split
-from scheduling.online.policies.ours.moves.urgent import place_urgent
+from scheduling.online.policies.ours.members import join_or_swap, repair
+from scheduling.online.policies.ours.packs import evict, fill_free
 from scheduling.online.policies.ours.search import Search
 from scheduling.online.policies.ours.settings import Settings
+from scheduling.online.policies.ours.sizes import grow, split
+from scheduling.online.policies.ours.urgent import place_urgent
 from scheduling.online.rates import Rates
 from scheduling.online.state import ClusterState, Decision
 from scheduling.online.types import Job

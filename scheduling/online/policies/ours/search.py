@@ -49,8 +49,8 @@ class Search:
         trained: jobs that have a group in the state, whether or not the draft has taken them out of it.
         protected: jobs that this decision placed and that have waited long; no other of its moves removes them, for
             later jobs may have started since.
-        packs: cache of `packing.first_pack`.
-        options: cache of `moves.join`: per group, the options of each waiting job that it looked at, best first.
+        packs: cache of `packs.first_pack`.
+        options: cache of `members.join_or_swap`: per group, the options of each waiting job, best first.
     """
 
     def __init__(self, rates: Rates, settings: Settings, state: ClusterState, now: float, claims: Claims):

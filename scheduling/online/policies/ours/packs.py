@@ -1,0 +1,142 @@
+"""Packs: waiting jobs of a base that would share a new group, on free GPUs or in the place of another group.
+
+A group of another base goes for good, or while the pack lasts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice, product
+
+from scheduling.online.policies.draft import DraftGroup
+from scheduling.online.policies.ours.search import Pack, Search
+from scheduling.online.rates import Kind
+from scheduling.online.sharing import GroupRate
+
+
+def pack(search: Search, kind: Kind, gpus: int, waiting: Sequence[str]) -> Pack | None:
+    """Collects waiting jobs, most valuable first, while each raises the worth of the group enough."""
+    settings, appraiser = search.settings, search.appraiser
+    largest = settings.largest_group if settings.grouping else 1
+    members, best, worth, misses = list[str](), None, 0.0, 0
+    for name in waiting:
+        if misses >= settings.candidates or len(members) >= largest:
+            break
+        if search.overdue and not search.may_start(name):
+            continue
+        more = [*members, name]
+        rate = appraiser.rate(more, kind, gpus)
+        if rate is not None and not _may_move(search, more, rate):
+            rate = None
+        if rate is not None and (gained := appraiser.worth(more, rate)) > worth:
+            members, best, worth, misses = more, rate, gained, 0
+        else:
+            misses += 1
+    return Pack(members, best, worth, search.lasts_s(members, best)) if best else None
+
+
+def _may_move(search: Search, members: Sequence[str], rate: GroupRate) -> bool:
+    """Whether members that this decision takes out of other groups stay within their bounds while the session opens."""
+    return search.trained.isdisjoint(members) or search.appraiser.tolerates(
+        search.trained, rate, members, search.open_s(members[0])
+    )
+
+
+def first_pack(search: Search, base: str, kind: Kind, gpus: int) -> Pack | None:
+    """`pack` of a base's waiting jobs, cached until they change."""
+    key = base, kind, gpus
+    if key not in search.packs:
+        search.packs[key] = pack(search, kind, gpus, search.backlog[base])
+    return search.packs[key]
+
+
+def best_pack(search: Search, kind: Kind, gpus: int) -> tuple[str, Pack] | None:
+    """(base, pack) of the waiting jobs that are worth most on this number of GPUs."""
+    packs = ((base, first_pack(search, base, kind, gpus)) for base, names in search.backlog.items() if names)
+    return max(((base, pack) for base, pack in packs if pack), key=lambda entry: entry[1].worth, default=None)
+
+
+def fill_free(search: Search) -> bool:
+    """Opens a group on free GPUs, with the base and the size whose waiting jobs are worth most, starts included."""
+    if not search.draft.free_gpus() or not any(search.backlog.values()):
+        return False
+    best, most = None, 0.0
+    for base, waiting in search.backlog.items():
+        sizes = (8, 4, 2, 1) if search.settings.elasticity else search.best_sizes(waiting)
+        for size, kind in product(sizes if waiting else (), search.kinds):
+            block = search.draft.block(base, size, kind)
+            pack = first_pack(search, base, kind, size) if block else None
+            if block is None or pack is None:
+                continue
+            trains = pack.lasts_s / (pack.lasts_s + search.start_s(base, block, size, pack.members[0]))
+            worth = pack.worth * trains / size**search.settings.thrift
+            if best is None or worth > most:
+                best, most = (base, block, pack), worth
+    if best is None:
+        return False
+    base, block, pack = best
+    search.open(base, block, pack.members, pack.rate, "GPUs are free")
+    return True
+
+
+VICTIMS = 3  # groups that a base may replace, least worth first
+
+
+def evict(search: Search) -> bool:
+    """Makes the replacement with the largest gain in worth."""
+    bases = [base for base, waiting in search.backlog.items() if waiting]
+    if not search.settings.preemption or not bases:
+        return False
+    best, most = None, 0.0
+    free_s = _next_free_s(search)
+    old = search.by_worth([group for group in search.draft.groups.values() if _may_go(search, group)])
+    for base in bases:
+        for group in islice((group for group in old if group.base != base), VICTIMS):
+            pack = first_pack(search, base, search.draft.kind(group), len(group.gpus))
+            if pack is None:
+                continue
+            gain = pack.worth - search.appraiser.of(group) * (1 + search.settings.margin) - _stops(search, pack, group)
+            gain = max(gain, _exchange(search, pack, group, free_s))
+            if gain > most:
+                best, most = (group, base, pack), gain
+    if best is None:
+        return False
+    group, base, pack = best
+    search.close(group)
+    block = group.worker, group.gpus[0]
+    search.open(base, block, pack.members, pack.rate, f"worth more here than {group.base}")
+    return True
+
+
+def _may_go(search: Search, group: DraftGroup) -> bool:
+    """Whether a group may end: it trains, and this decision placed none of its members with a reason to stay."""
+    return bool(group.members) and not group.is_new and search.protected.isdisjoint(group.members)
+
+
+def _next_free_s(search: Search) -> float:
+    """Seconds until the first group ends, at most the horizon: so long a job waits that replaces nobody."""
+    groups = [group for group in search.draft.groups.values() if group.members]
+    ends = (search.lasts_s(group.members, rate) for group in groups if (rate := search.appraiser.current_rate(group)))
+    return min([search.settings.horizon_s, *ends])
+
+
+def _exchange(search: Search, pack: Pack, group: DraftGroup, free_s: float) -> float:
+    """Gain per second if a short pack goes first and the group comes back after it.
+
+    The pack ends sooner by the wait until GPUs are free. The group ends later by the pack and two starts, and all
+    others by one start more.
+    """
+    back_s = search.open_s(group.members[0])
+    away_s = search.open_s(pack.members[0]) + pack.lasts_s + back_s
+    others = sum(map(len, search.backlog.values())) - len(pack.members)
+    saved_s = len(pack.members) * free_s - len(group.members) * away_s * (1 + search.settings.margin) - others * back_s
+    return saved_s / free_s
+
+
+def _stops(search: Search, pack: Pack, group: DraftGroup) -> float:
+    """What is lost while the pack's session opens, and the group's again if the pack ends soon, per second."""
+    lasts_s = pack.lasts_s
+    lost = pack.worth * search.open_s(pack.members[0])
+    if lasts_s < search.settings.horizon_s:
+        lost += search.appraiser.of(group) * search.open_s(group.members[0])
+    return lost / min(lasts_s, search.settings.horizon_s)
