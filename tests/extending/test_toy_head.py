@@ -141,7 +141,7 @@ def job(folder, tiny_base):
         usual = {
             "optim": {"lr": 2e-3, "schedule": "constant", "warmup": 0},
             "batch": {"capacity_tokens": 512, "tile_tokens": 16},
-            "lora": {"rank": 4, "dropout": 0.0},
+            "lora": {"rank": 4, "dropout": 0.0, "targets": ["q_proj"]},
         }
         return str(small_jobs.write_job(folder, tiny_base, chosen, **usual | (sections or {})))
 
@@ -200,12 +200,18 @@ def test_folders_hold_the_heads(joint):
     assert steps(joint, "grade")[0]["loss_tokens"] == 0
 
 
-def test_joint_is_alone_also_on_two_stages(joint, job, tmp_path):
-    names, data = ("grade", "find"), {"train": "essays.jsonl"}  # nothing held out: fewer programs
-    assert_close(joint, trained(job(("grade",), data=data), tmp_path / "grade"), "grade")
-    several = trained(job(names, {"mesh": {"stages": 2, "data": 2}}, data=data), tmp_path / "several")
-    for name in names:
-        assert_close(joint, several, name)
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        nightly("grade", {"stages": 2}),
+        ("find", {"data": 2}),
+        nightly("grade", {}),
+        nightly("find", {"stages": 2, "data": 2}),
+    ],
+)
+def test_joint_is_alone_also_on_several_devices(name, mesh, joint, job, tmp_path):
+    data = {"train": "essays.jsonl"}  # nothing held out: fewer programs
+    assert_close(joint, trained(job((name,), {"mesh": mesh}, data=data), tmp_path / "alone"), name)
 
 
 def test_what_one_does_changes_no_bit_of_the_others(joint, job, tmp_path, capsys):

@@ -94,6 +94,7 @@ GROUP = "lorafusion_jax.adapter_kinds"
 KINDS = {"bent": "BENT", "lean": "LEAN", "gain": "GAIN", "no_peft": "NO_PEFT"}
 WRONG = ("raises", "misshapen", "taken", "shared", "padding")
 TOYS = ("bent", "lean", "gain")
+TWO_BY_TWO = {"stages": 2, "data": 2}
 RANKS = {"bent": 3, "lean": 5, "gain": 2, "plain": 4}
 
 
@@ -189,8 +190,10 @@ def test_constant_tensors_keep_their_initial_values(joint, tiny_base):
         np.testing.assert_array_equal(array, wide[0][:, : array.shape[1]])
 
 
-@pytest.mark.parametrize("mesh", [{"data": 2}, nightly({}), nightly({"stages": 2, "data": 2})], ids=str)
-@pytest.mark.parametrize("name", ["gain", nightly("lean"), nightly("bent")])
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [("gain", {"stages": 2}), *(nightly(name, mesh) for name in TOYS for mesh in ({}, {"data": 2}, TWO_BY_TWO))],
+)
 def test_joint_equals_separate_training(joint, job, tmp_path, name, mesh):
     """Another packing and another layout, so sums come in another order."""
     not_evaluated = f"adapters.{name}.data.eval=null"  # fewer programs
@@ -218,9 +221,9 @@ def test_resumed_run_equals_uninterrupted_run(joint, job, tmp_path):
 
 def test_training_goes_on_from_a_folder_of_its_kind(joint, job, tmp_path, capsys):
     latest = joint / "adapters" / "gain" / "latest"
-    begun = tmp_path / "begun"
-    started = [f"adapters.gain.lora.init_from={latest}", "adapters.gain.optim.lr=1e-9"]
-    assert run(["train", str(job("gain")), "--out", str(begun), *started]) == 0
+    begun, two_stages = tmp_path / "begun", {"stages": 2}  # whose programs are compiled
+    started = [f"adapters.gain.lora.init_from={latest}", "adapters.gain.optim.lr=1e-9", "adapters.gain.data.eval=null"]
+    assert run(["train", str(job("gain", mesh=two_stages)), "--out", str(begun), *started]) == 0
     for key, array in exported(joint, "gain").items():
         np.testing.assert_allclose(exported(begun, "gain")[key], array, rtol=1e-5)
     assert run(["export", str(joint), "gain", "--merge", "--to", str(tmp_path / "merged")]) == 0

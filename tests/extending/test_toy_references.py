@@ -79,6 +79,8 @@ RANK = Objective(
 """
 POINTS = {"lorafusion_jax.objectives": {"lift": "LIFT", "rank": "RANK"}}
 WORDS = ("adapter", "base", "batch", "cache", "file", "graph", "kernel", "layer", "loss", "mask", "model", "norm")
+TWO_STAGES = {"stages": 2}  # of every run of `lift` alone: their programs are shared
+NOT_HELD_OUT = {"train": "lift.jsonl"}
 TOLERANCE = 1e-5  # of float32 sums in another order, carried along by Adam for a few steps; as tests/lossless has it
 
 
@@ -125,7 +127,7 @@ def folder(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def job(folder, tiny_base):
     """job(names, sections, **changes of lift) → job file."""
-    lora = {"rank": 4, "alpha": 8}
+    lora = {"rank": 4, "alpha": 8, "targets": ["q_proj"]}
     entries = {
         "lift": {
             "data": {"train": "lift.jsonl", "eval": "held.jsonl"}, "objective": {"name": "lift"}, "lora": lora,
@@ -181,10 +183,20 @@ def joint(job, tmp_path_factory):
     return out
 
 
-def test_joint_is_alone_also_on_two_stages(joint, job, tmp_path, capsys):
-    mesh, data = {"mesh": {"stages": 2, "data": 2}}, {"train": "lift.jsonl"}  # nothing held out: fewer programs
-    assert_close(joint, trained(job(("lift",), data=data), tmp_path / "lift", capsys), "lift")
-    assert_close(joint, trained(job(("rank", "lift"), mesh, data=data), tmp_path / "rank", capsys), "rank")
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        ("lift", TWO_STAGES),
+        nightly("rank", {"data": 2}),
+        nightly("lift", {}),
+        nightly("rank", {"stages": 2, "data": 2}),
+    ],
+)
+def test_joint_is_alone_also_on_several_devices(name, mesh, joint, job, tmp_path, capsys):
+    assert_close(joint, trained(job((name,), {"mesh": mesh}, data=NOT_HELD_OUT), tmp_path / "alone", capsys), name)
+
+
+def test_a_run_tells_its_metrics_and_writes_peft_folders(joint):
     first = steps(joint, "lift")[0]
     assert first["gain"] == pytest.approx(0, abs=1e-5)  # the adapter is the base before its first step
     assert max(row["gain"] for row in steps(joint, "lift")[2:]) > 1e-4
@@ -237,7 +249,7 @@ def test_a_resumed_run_keeps_the_reference_of_its_start(joint, job, tmp_path, ca
     from lorafusion_jax.training import train
 
     start = {"init_from": str(joint / "adapters" / "lift" / "latest"), "dropout": 0.0}
-    file = job(("lift", "law"), {"save": {"every_steps": 2}}, lora=start)
+    file = job(("lift",), {"save": {"every_steps": 2}, "mesh": TWO_STAGES}, lora=start, data=NOT_HELD_OUT)
     whole = trained(file, tmp_path / "whole", capsys)
     record = json.loads((whole / "run.json").read_text())
     assert record["references"]["lift"]["of"] == "lift at its start"
@@ -263,17 +275,16 @@ def test_a_resumed_run_keeps_the_reference_of_its_start(joint, job, tmp_path, ca
     assert "error[reference.damaged] lift" in capsys.readouterr().err
     shutil.copy(kept, stored)
     assert run(["resume", str(cut)]) == 0, capsys.readouterr().err
-    for name in ("lift", "law"):
-        for key, wanted in weights(whole, name).items():
-            np.testing.assert_array_equal(weights(cut, name)[key], wanted)
-        assert steps(cut, name) == steps(whole, name)
+    for key, wanted in weights(whole, "lift").items():
+        np.testing.assert_array_equal(weights(cut, "lift")[key], wanted)
+    assert steps(cut, "lift") == steps(whole, "lift")
 
 
 def test_references_are_other_adapters_or_folders(joint, job, tmp_path, capsys):
     trained_before = str(joint / "adapters" / "rank" / "latest")
-    of_folder = trained(
-        job(("lift",), objective={"name": "lift", "reference": trained_before}), tmp_path / "folder", capsys
-    )
+    objective = {"name": "lift", "reference": trained_before}
+    alone = job(("lift",), {"mesh": TWO_STAGES}, objective=objective, data=NOT_HELD_OUT)
+    of_folder = trained(alone, tmp_path / "folder", capsys)
     assert abs(steps(of_folder, "lift")[0]["gain"]) > 1e-4
     for reference, says in (("bse", "did you mean 'base'"), ("gone/folder", "no PEFT folder")):
         assert run(["check", job(("lift",), objective={"name": "lift", "reference": reference})]) == 2
