@@ -136,7 +136,6 @@ CELLS = (
         command="end_to_end --model 32b --workloads mix --variants ours_fp8 --slots 12 --no-profile",
     ),
     Cell(name="quantised_layer", gpus=1, seconds=125, command="quantised_layer --seconds 110"),
-    Cell(name="quantised_checks", gpus=1, seconds=120, command="quantised --parts check mlp --seconds 110"),
     Cell(name="quantised_loss", gpus=1, seconds=260, command="quantised_loss"),
     Cell(name="layer_small", gpus=1, seconds=130, command="kernels --sections layer --only 8B-2048 8B-4096"),
     Cell(name="start", gpus=1, seconds=260, command="starting --work /dev/shm"),

@@ -21,12 +21,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import os
 import re
 import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -39,7 +41,6 @@ import numpy as np
 
 from benchmarks import kernel_layer as kl
 from benchmarks.conditions import conditions
-from benchmarks.quantised import SMALL, Rows
 from benchmarks.quantised_programs import Program, layers, lowered, products, write_lowered
 from pallas_kernels.tuning.timing import time_calls
 
@@ -47,6 +48,36 @@ WORKERS = 12
 REST_S = 20  # what profiles and checks take
 FIRST, USUAL, XLA, EXACT = "frozen bf16", "fp8", "fp8 by xla", "fp8 dequantised"
 BOUND = 1.1  # times the errors of XLA's form: sums over millions of roundings, of which a tenth more would be a fault
+SMALL = kl.Shape(name="small", width=128, heads=2, key_heads=1, head=64, inner=256, tokens=256)
+
+
+class Rows:
+    """Writes a row as soon as it is known, and counts the time that is left."""
+
+    def __init__(self, out: Path, seconds: float):
+        out.mkdir(parents=True, exist_ok=True)
+        self._file, self._end = out / "quantised_layer.jsonl", time.monotonic() + seconds
+
+    @property
+    def left_s(self) -> float:
+        return self._end - time.monotonic()
+
+    def add(self, **row: Any) -> None:
+        with self._file.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        print(json.dumps(row), flush=True)
+
+    def attempt(self, name: str, call: Callable[[], Any]) -> Any:
+        """Runs a part; what fails is a row of its own."""
+        if self.left_s < 0:
+            self.add(part=name, skipped="no time left")
+            return None
+        try:
+            return call()
+        except Exception as error:
+            self.add(part=name, error=f"{type(error).__name__}: {error}"[:400])
+            traceback.print_exc(limit=3)
+            return None
 
 
 def main() -> None:
@@ -70,7 +101,7 @@ def main() -> None:
             write_lowered(program, given.lower)
             print(program.file, flush=True)
         return
-    out = Rows(given.out, given.seconds, "quantised_layer.jsonl")
+    out = Rows(given.out, given.seconds)
     out.add(part="conditions", **conditions())
     budget = {"rounds": 2, "round_s": 0.001} if given.small else {"rounds": 7, "round_s": 0.04}
     threading.Timer(given.seconds + 15, partial(os._exit, 1)).start()  # a kernel that never ends would hold it, too

@@ -25,15 +25,16 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 import pallas_kernels as pk
 from benchmarks import kernel_layer as kl
-from benchmarks.quantised import ADAPTERS, RATE, frozen_fp8
 from lorafusion_jax.objective.loss import token_losses
 from lorafusion_jax.weights.table import KINDS
 from pallas_kernels import device as pk_device
+from pallas_kernels.frozen_weight import frozen_product
 from pallas_kernels.linear import vjp as linear_vjp
 from pallas_kernels.linear.hopper.gemm_config import gemm_config
 from pallas_kernels.quantised import fp8, hopper, hopper_gemm, passes, rows
 
 VOCABULARY = 128256
+ADAPTERS, RATE = 4, 0.1
 TRACING = threading.Lock()  # flags are everyone's
 CUSTOM_CALLS = ("mosaic_gpu_v2", "__gpu$xla.gpu.triton", "__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward")
 
@@ -264,3 +265,7 @@ def flags_on(flags: Mapping[str, Any]) -> Iterator[None]:
     finally:
         for name, value in before.items():
             setattr(hopper, name, value)
+
+
+def frozen_fp8(names, x, arrays):
+    return tuple(frozen_product(x, arrays["w"][name]) for name in names)

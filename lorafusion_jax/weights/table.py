@@ -180,7 +180,7 @@ FP8 = StoredKind(
     dequantise=fp8.dequantise,
     operand=fp8.operand,
     # A layer of Llama-3.1-8B's shape with four adapters takes 0.70 of the time, and the predicted products are three
-    # quarters of it (H200, benchmarks/results/quantised_h200_2026-11-23).
+    # quarters of it (H200, benchmarks/results/quantised_layer_h200_2026-11-23b).
     product_speed=1.65,
 )
 FP8_BLOCKS = StoredKind(arrays=_fp8_block_arrays, quantise=fp8_blocks.quantise, dequantise=fp8_blocks.dequantise)
