@@ -233,3 +233,66 @@ def test_layers_stacked_along_another_axis_are_refused_by_name():
     with pytest.raises(ConfigError, match=r"at its first axes|not along its first axes") as caught:
         LinenLoRA(SPECS, targets="all-linear").init(Second(), {"params": params}, x)
     assert "layers.up" in str(caught.value)
+
+
+class Bank(nn.Module):
+    """A package's experts: a weight [experts, out, in], multiplied in one call."""
+
+    @nn.compact
+    def __call__(self, x_XBTD):
+        return jnp.einsum("xbtd,xfd->bxtf", x_XBTD, self.param("tables", nn.initializers.lecun_normal(), (3, 6, D)))
+
+
+class Mixture(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        wide = Bank(name="bank")(jnp.stack([x, 2 * x, -x]))
+        narrow = nn.Einsum((3, 6, D), "bxtf,xfd->bxtd", use_bias=False, name="back")(nn.gelu(wide))
+        return x + narrow.sum(1), None
+
+
+class Mixtures(nn.Module):
+    """Layers of experts in a scan, and one beside it."""
+
+    @nn.compact
+    def __call__(self, x):
+        scan = nn.scan(nn.remat(Mixture), variable_axes={"params": 0}, split_rngs={"params": True}, length=2)
+        return nn.Dense(D, name="last")(Mixture(name="beside")(scan(name="layers")(x, None)[0], None)[0])
+
+
+def test_experts_take_lora_if_a_target_names_them(tmp_path):
+    """Each expert has an adapter of its own, in a layer of a scan and beside it."""
+    model, x = Mixtures(), jax.random.normal(jax.random.key(4), (4, 5, D))
+    params = model.init(jax.random.key(1), x)["params"]
+    everything = LinenLoRA(SPECS, targets="all-linear")
+    with pytest.warns(UserWarning, match=r"layers.bank.*\(Bank\): a weight for each expert: .* name it"):
+        assert everything.init(model, {"params": params}, x).keys() == {"last"}
+    whys = {row.path: row.why for row in everything.report(model, {"params": params}, x).skipped}
+    assert "for each expert" in whys["beside.back"]
+    lora = LinenLoRA(SPECS, targets=["bank", "back"])
+    adapters = lora.init(model, {"params": params}, x)
+    assert adapters["layers"]["bank"]["lora_a"].shape == (2, 3, 2, D, 3)
+    assert adapters["beside"]["back"]["lora_b"].shape == (3, 2, 3, D)
+    for number, spec in enumerate(SPECS):
+        rng = np.random.default_rng(number)
+        arrays = lora.adapter_arrays(adapters, spec.name)
+        filled = {key: rng.normal(size=value.shape) * 0.3 for key, value in arrays.items()}
+        adapters = lora.put_adapter_arrays(adapters, spec.name, filled)
+
+    @jax.jit
+    def forward(adapters):
+        with lora.use(TABLE):
+            return model.apply({"params": params, "LoRAParam": adapters}, x)
+
+    slopes = jax.grad(lambda adapters: jnp.sum(forward(adapters)[np.array([0, 3])] ** 2))(adapters)
+    for number, spec in enumerate(SPECS):
+        merged = lora.merge(model, {"params": params}, adapters, spec.name, x)
+        rows = np.flatnonzero(np.asarray(TABLE) == number)
+        wanted = model.apply({"params": merged}, x)[rows]
+        np.testing.assert_allclose(forward(adapters)[rows], wanted, rtol=1e-4, atol=1e-4)  # sums in another order
+        own = lora.adapter_arrays(slopes, spec.name)  # only rows of the first adapter are in the loss
+        assert all(bool(np.any(slope != 0)) == (number == 0) for slope in own.values())
+    lf.save_peft(lora.hold(adapters), "law", tmp_path / "law")
+    lf.load_peft(held := lora.hold(jax.tree.map(jnp.zeros_like, adapters)), "law", tmp_path / "law")
+    for key, array in lora.adapter_arrays(held.tree(), "law").items():
+        np.testing.assert_array_equal(array, lora.adapter_arrays(adapters, "law")[key])
