@@ -72,6 +72,7 @@ MEANT: dict[str, tuple] = {  # key → odd values that it has as they are
     "train.implementation": (None,),
     "train.attention": (None,),
     "train.loss_chunk": (2**31 - 1,),
+    "train.router_aux": NOT_NEGATIVE,
     "train.eval_every_steps": (*COUNTS, None),
     "train.plan_seconds": SHORT,
     "train.samples": (0, 1, 2, 16.0),
