@@ -213,20 +213,7 @@ def _stages(
         places: weights of each stage, or only its layers if it is in another process.
     """
     stack, specs = stack_of(config), adapter_specs(config) if specs is None else specs
-    adapters = [
-        (stack.index[adapter.name], adapter, spec) for adapter, spec in zip(config.adapters, specs, strict=True)
-    ]
-    by_position = dict(enumerate(place_specs(stack.config, stack.heads))) if stack.stand_ins else {}
-    by_position |= {index: spec for index, _, spec in adapters if index not in stack.stand_ins}
-    parts = Parts(
-        model=model,
-        specs=tuple(by_position[index] for index in range(len(by_position))),
-        settings=config.train,
-        dtype=jnp.dtype(config.base.dtype),
-        objectives=stack.objectives,
-        quantize=config.base.quantize,
-        tensor=config.mesh.tensor,
-    )
+    parts = parts_of(config, model, specs)
     block, parameters = config.train.block_layers, max(layer.num_parameters for layer in model.kinds)
 
     def stage_with(weights: StageWeights | Extent, mesh: StageMesh) -> AnyStage:
@@ -238,10 +225,28 @@ def _stages(
     stages = [stage_with(weights, mesh) for weights, mesh in places]
     for stage in stages:
         stage.vacant = stack.vacant
-        for index, adapter, spec in adapters:
-            if index in stack.stand_ins:
+        for adapter, spec in zip(config.adapters, specs, strict=True):
+            if (index := stack.index[adapter.name]) in stack.stand_ins:
                 stage.assign(index, adapter, spec)
     return stages
+
+
+def parts_of(config: JobConfig, model: ModelConfig, specs: Sequence[AdapterSpec] | None = None) -> Parts:
+    """Returns the pieces of a job's model; `specs` as in `open_base`."""
+    stack, specs = stack_of(config), adapter_specs(config) if specs is None else specs
+    by_position = dict(enumerate(place_specs(stack.config, stack.heads))) if stack.stand_ins else {}
+    for adapter, spec in zip(config.adapters, specs, strict=True):
+        if (index := stack.index[adapter.name]) not in stack.stand_ins:
+            by_position[index] = spec
+    return Parts(
+        model=model,
+        specs=tuple(by_position[index] for index in range(len(by_position))),
+        settings=config.train,
+        dtype=jnp.dtype(config.base.dtype),
+        objectives=stack.objectives,
+        quantize=config.base.quantize,
+        tensor=config.mesh.tensor,
+    )
 
 
 def fitting_remat(config: JobConfig, model: ModelConfig) -> RematPolicy:

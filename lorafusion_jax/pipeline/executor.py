@@ -29,6 +29,7 @@ from jax import Array
 
 from lorafusion_jax.data.assemble import Microbatch
 from lorafusion_jax.optim.step import Hyper
+from lorafusion_jax.pipeline.ahead import Ahead
 from lorafusion_jax.pipeline.batch_end import BatchEnd
 from lorafusion_jax.pipeline.distant_stage import AnyStage, DistantStage, RowsShape, local_stages, receive_activations
 from lorafusion_jax.pipeline.failures import is_of_devices, place_of, stage_failed
@@ -168,6 +169,7 @@ class Executor:
         rows: Sequence[Microbatch],
         held_out: Microbatch | None = None,
         on_progress: Callable[[Sequence[str]], None] = lambda left: None,
+        ahead: Ahead | None = None,
     ) -> dict[str, tuple[float, float]]:
         """Compiles what all stages run, see `compile_stages`. Does nothing if programs for these shapes are compiled.
 
@@ -175,6 +177,7 @@ class Executor:
             rows: padding only, [replicas of this process, ...]; one of each capacity.
             held_out: the same of an evaluation.
             on_progress: called with what still compiles, whenever that changes.
+            ahead: processes that compile programs of layers meanwhile.
 
         Returns:
             What was compiled → start and end by `time.perf_counter`.
@@ -189,6 +192,7 @@ class Executor:
             in_turn=self._ordered,
             blaming=self.blaming,
             on_progress=on_progress,
+            ahead=Ahead() if ahead is None else ahead,
         )
         self._warm += map(_shapes, rows)
         return times

@@ -78,6 +78,10 @@ class LayerPrograms:
         sizes = (parts.model, specs, columns, str(parts.dtype), parts.quantize)
         return repr((*sizes, settings.implementation, settings.attention, self._extent, self._remat))
 
+    def residuals(self, *operands: Any) -> Any:
+        """Returns the shapes of what `forward` keeps for `backward`; lowers nothing."""
+        return jax.eval_shape(self._forward, *operands)[1]
+
     def _inputs(self, batch: Microbatch, *, dropout: bool) -> Any:
         return _row(self._parts.inputs.of_batch(row_of_device(batch), dropout=dropout))
 

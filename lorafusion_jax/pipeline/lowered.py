@@ -73,6 +73,25 @@ def lowered_folder() -> Path | None:
     return folder_of(jax.config) if find_spec("flatbuffers") else None  # jax.export writes with it
 
 
+def started_before(facts: str) -> bool:
+    """Whether a start with these facts has ended, so that its programs were kept."""
+    folder = lowered_folder()
+    return folder is not None and _start_file(folder, facts).exists()
+
+
+def mark_start(facts: str) -> None:
+    """Records that the programs of a start with these facts are kept."""
+    if (folder := lowered_folder()) is not None:
+        with suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            _start_file(folder, facts).touch()
+
+
+def _start_file(folder: Path, facts: str) -> Path:
+    text = repr((facts, _versions(), source_digest()))
+    return folder / f"{hashlib.sha256(text.encode()).hexdigest()[:40]}.started"
+
+
 def folder_of(config: Any) -> Path | None:
     """`lowered_folder` by a configuration of jax."""
     folder = config.jax_compilation_cache_dir
@@ -112,7 +131,7 @@ def _write(file: Path, program: export.Exported) -> None:
     with suppress(OSError):  # a full disk is reported where it matters
         file.parent.mkdir(parents=True, exist_ok=True)
         replace_bytes(file, hashlib.sha256(content).digest() + content)
-        files = sorted(file.parent.glob("*.program"), key=lambda entry: entry.stat().st_mtime)
+        files = sorted(file.parent.glob("[!.]*"), key=lambda entry: entry.stat().st_mtime)
         for old in files[:-MOST]:
             old.unlink(missing_ok=True)
 

@@ -29,6 +29,7 @@ from lorafusion_jax.data.references import SetReferences
 from lorafusion_jax.layout.layer import RematPolicy
 from lorafusion_jax.models import ModelConfig
 from lorafusion_jax.objective.protocol import Chosen
+from lorafusion_jax.pipeline.ahead import Ahead, requests_of
 from lorafusion_jax.pipeline.base import check_tables, memory_warning, open_base, stages_for
 from lorafusion_jax.pipeline.base_cache import BaseFiles
 from lorafusion_jax.pipeline.distant_stage import AnyStage, local_stages
@@ -113,13 +114,17 @@ class Session:
         return cls(config, prepared, base.stages, Reading(base))
 
     def finish_loading(
-        self, rows: Sequence[Microbatch] = (), on_progress: Callable[[str], None] = lambda text: None
+        self,
+        rows: Sequence[Microbatch] = (),
+        on_progress: Callable[[str], None] = lambda text: None,
+        ahead: Ahead | None = None,
     ) -> dict[str, Times]:
         """Waits for the base model and compiles meanwhile.
 
         Args:
             rows: a microbatch of padding of each capacity, as training will have them; none: nothing is compiled.
             on_progress: called with what is running, whenever that changes.
+            ahead: processes that compile programs of layers meanwhile.
 
         Returns:
             Start and end, by `time.perf_counter`, of reading the base ("base") and of each compilation.
@@ -140,13 +145,15 @@ class Session:
             if running:
                 on_progress("  ·  ".join(running))
 
+        ahead, held_out = Ahead() if ahead is None else ahead, self._evaluator.empty()
+        ahead.compile(lambda: requests_of(self._config, self.executor.local_stages, rows, held_out))
         try:
-            times = self.executor.warm_up(rows, self._evaluator.empty(), report) if rows else {}
+            times = self.executor.warm_up(rows, held_out, report, ahead) if rows else {}
         finally:  # also where a stage fails: a model that cannot be read is worse
             self._reading.finish()
         assert self._reading.times is not None
         self._start_from_base()
-        return {BASE: self._reading.times, **times}
+        return {BASE: self._reading.times, **times, **ahead.times}
 
     @property
     def reading(self) -> Reading:

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 
 from lorafusion_jax.data.assemble import Microbatch
+from lorafusion_jax.pipeline.ahead import Ahead
 from lorafusion_jax.pipeline.dry_runs import compile_steps, time_passes, try_evaluation
 from lorafusion_jax.pipeline.move import to_stage
 from lorafusion_jax.pipeline.stage import Stage
@@ -26,6 +27,7 @@ def compile_stages(
     in_turn: bool,
     blaming: Blaming,
     on_progress: Progress,
+    ahead: Ahead,
 ) -> dict[str, tuple[float, float]]:
     """Runs an empty microbatch of each capacity, every kind of step, and an evaluation on each stage.
 
@@ -35,15 +37,17 @@ def compile_stages(
         stages: those of this process, by number.
         num_stages: of all processes.
         in_turn: all stages have to dispatch in one order.
+        ahead: processes that compile programs of layers meanwhile.
 
     Returns:
         What was compiled → start and end by `time.perf_counter`.
     """
     work: dict[str, tuple[int, Callable[[], None]]] = {}
     for index, stage in stages.items():
-        work[f"stage {index}"] = index, partial(_run_training, stage, num_stages, rows)
+        work[f"stage {index}"] = index, partial(_run_training, stage, num_stages, rows, partial(ahead.wait, index))
         if held_out is not None:
-            work[f"evaluation of stage {index}"] = index, partial(_run_evaluation, stage, held_out)
+            evaluate = partial(_run_evaluation, stage, held_out, partial(ahead.wait, index))
+            work[f"evaluation of stage {index}"] = index, evaluate
     times: dict[str, tuple[float, float]] = {}
     with ThreadPoolExecutor(1 if in_turn else len(work), "compile") as threads:
         running = {threads.submit(_time_work, compile_part): name for name, (_, compile_part) in work.items()}
@@ -58,13 +62,15 @@ def compile_stages(
     return times
 
 
-def _run_training(stage: Stage, num_stages: int, rows: Sequence[Microbatch]) -> None:
+def _run_training(stage: Stage, num_stages: int, rows: Sequence[Microbatch], wait_for: Callable[..., None]) -> None:
+    compile_steps(stage, num_stages)
+    wait_for("forward", "backward")
     for microbatch in rows:  # in turn: the sums of a stage go from one pass to the next
         time_passes(stage, to_stage(microbatch, stage.mesh))
-    compile_steps(stage, num_stages)
 
 
-def _run_evaluation(stage: Stage, rows: Microbatch) -> None:
+def _run_evaluation(stage: Stage, rows: Microbatch, wait_for: Callable[..., None]) -> None:
+    wait_for("evaluate")
     try_evaluation(stage, to_stage(rows, stage.mesh))
 
 

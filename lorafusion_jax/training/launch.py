@@ -20,6 +20,7 @@ from lorafusion_jax.data.assemble import Microbatch
 from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.data.references import with_references
 from lorafusion_jax.errors import RunError
+from lorafusion_jax.pipeline.ahead import Ahead, compile_ahead
 from lorafusion_jax.pipeline.batches import Batches
 from lorafusion_jax.pipeline.compiles import CompileCounter
 from lorafusion_jax.pipeline.processes import barrier, is_alone, is_first
@@ -67,6 +68,8 @@ def launch(
     emit(PhaseBegun(text=f"loading {Path(config.base.model).name}"))
     with ExitStack() as resources:
         began = time.perf_counter()
+        starting = resources.enter_context(ExitStack())
+        ahead = starting.enter_context(compile_ahead(initial))
         session = Session.open(initial, prepared, later=config, base_files=record["base_files"])
         resources.callback(session.close)
         session.start(weights)
@@ -81,7 +84,8 @@ def launch(
         rows: list[Microbatch] = []
         if progress.slot < plan.num_slots:
             rows = Batches(config, prepared, plan, session.executor.local_replicas).empty(progress.slot)
-        start_up = _finish_loading(session, rows, began, progress.slot, emit)
+        start_up = _finish_loading(session, rows, began, progress.slot, emit, ahead)
+        starting.close()
         stop_if_asked()
         references = {}
         if before is None and start_up.failure is None:
@@ -110,11 +114,13 @@ def launch(
         return run.execute()
 
 
-def _finish_loading(session: Session, rows: Sequence[Microbatch], began: float, slot: int, emit: Listener) -> StartUp:
+def _finish_loading(
+    session: Session, rows: Sequence[Microbatch], began: float, slot: int, emit: Listener, ahead: Ahead
+) -> StartUp:
     """Reads and compiles. A stage that fails ends the run once its folder is there; a model that is broken, at once."""
     try:
         with CompileCounter() as programs:
-            times = session.finish_loading(rows, lambda text: emit(PhaseBegun(text=text)))
+            times = session.finish_loading(rows, lambda text: emit(PhaseBegun(text=text)), ahead)
     except RunError as problem:
         if not is_alone():  # other processes are blocked in a program that needs this one
             raise

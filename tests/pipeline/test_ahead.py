@@ -1,0 +1,84 @@
+"""Processes that compile while a run starts: the run finds what they made, and goes on without it."""
+
+import io
+import json
+
+import jax
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+from lorafusion_jax.cli.main import run
+from lorafusion_jax.pipeline import ahead, ahead_worker, lowered
+from lorafusion_jax.training import launch
+
+
+class Inside:
+    """A process that does its work in this one, once its input ends."""
+
+    def __init__(self, code=0):
+        self.stdin, self.code, self.requests = io.StringIO(), code, []
+        self.stdin.close = self.work
+
+    def work(self):
+        for line in self.stdin.getvalue().splitlines():
+            self.requests.append(ahead.Request.read(line))
+            for rows in self.requests[-1].rows if self.code == 0 else ():
+                ahead_worker.compile_program(self.requests[-1], rows)
+
+    def wait(self, limit=None):
+        return self.code
+
+    def kill(self):
+        pass
+
+
+@pytest.fixture
+def start(tmp_path, monkeypatch):
+    """start(job, run, code) → the row "started-up" and the processes, which end with that code."""
+    shared, update = jax.config.jax_compilation_cache_dir, jax.config.update
+    update("jax_compilation_cache_dir", str(tmp_path / "programs"))
+    compilation_cache.reset_cache()
+    monkeypatch.setattr(lowered, "lowered_folder", lambda: tmp_path / "programs" / "lowered")
+    monkeypatch.setattr(ahead, "CORES", 0.25)
+    compile_ahead = ahead.compile_ahead
+    monkeypatch.setattr(launch, "compile_ahead", lambda config: compile_ahead(config, platform="gpu"))
+
+    def begin(job, name, code=0):
+        made = []
+        monkeypatch.setattr(ahead, "_worker", lambda: made.append(Inside(code)) or made[-1])
+        assert run(["train", str(job), "--out", str(tmp_path / name)]) == 0
+        rows = [json.loads(line) for line in (tmp_path / name / "events.jsonl").read_text().splitlines()]
+        return next(row for row in rows if row["kind"] == "started-up"), made
+
+    yield begin
+    update("jax_compilation_cache_dir", shared)
+    compilation_cache.reset_cache()
+
+
+@pytest.fixture
+def job(write_job, write_rows):
+    rows = {name: write_rows(name, 6, longest=9) for name in ("yew", "fir")}
+    adapters = [
+        {"name": "yew", "data": {"train": rows["yew"], "eval": rows["fir"]}, "lora": {"rank": 3, "dropout": 0.1}},
+        {"name": "fir", "data": {"train": rows["fir"]}, "lora": {"rank": 5, "targets": ["v_proj"]}},
+    ]
+    return write_job(adapters, train={"max_steps": 1, "log_every_s": 0, "block_layers": 1})
+
+
+def test_a_run_lowers_nothing_that_processes_have_made(start, job, monkeypatch):
+    lower, by_run = lowered._lower, []
+    monkeypatch.setattr(lowered, "_lower", lambda *call: by_run.append(call) or lower(*call))
+    started, workers = start(job, "run")
+    assert sorted(worker.requests[0].program for worker in workers) == ["backward", "evaluate", "forward"]
+    assert len(by_run) == 3  # by the processes
+    assert started["from_cache"] >= 3
+    assert {f"{program} of stage 0 ahead" for program in ahead.PROGRAMS} <= started["parts"].keys()
+    again, workers = start(job, "again")
+    assert workers == []  # all was kept
+    assert again["compiled"] == 0
+
+
+def test_a_process_that_fails_costs_no_run(start, job):
+    started, workers = start(job, "run", code=1)
+    assert len(workers) == 3
+    assert not any("ahead" in part for part in started["parts"])
