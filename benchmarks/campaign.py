@@ -93,7 +93,6 @@ CELLS = (
         command="end_to_end --model 8b --workloads mix --variants ours single --baseline-slots 50",
     ),
     Cell(name="8b_het", gpus=1, seconds=110, command="end_to_end --model 8b --workloads het --variants ours"),
-    Cell(name="mlp", gpus=1, seconds=130, command="mlp"),
     Cell(name="layer", gpus=1, seconds=240, command="kernels --sections layer --only 8B --budget 230"),
     Cell(name="layer_large", gpus=1, seconds=180, command="kernels --sections layer --only 32B 70B --budget 170"),
     Cell(name="siblings", gpus=1, seconds=80, command="kernels --sections layer --only q,k,v gate,up --budget 78"),

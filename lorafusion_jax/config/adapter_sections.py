@@ -21,7 +21,7 @@ from pydantic import (
 from lorafusion_jax.adapters.patterns import Patterns, unusable_pattern
 from lorafusion_jax.adapters.table import BIASED, PLAIN, adapter_kind, unknown_kind
 from lorafusion_jax.config.data_sources import SOURCES_SCHEMA, Sources, TrainSources, as_written, held_out_sources
-from lorafusion_jax.config.section import Section, check_name
+from lorafusion_jax.config.section import Section, known_name
 from lorafusion_jax.config.token_rows import check_tokens
 from lorafusion_jax.config.values import (
     LARGEST_COUNT,
@@ -104,7 +104,7 @@ class DataSettings(Section):
 class LoraSettings(Section):
     """The LoRA configuration; in PEFT r, lora_alpha, lora_dropout, target_modules, use_rslora."""
 
-    kind: str = Field(
+    kind: Annotated[str, known_name(unknown_kind)] = Field(
         default="lora",
         description="kind of adapter: lora, dora, vera, pissa (starts from the largest singular values of the base), "
         "lora-fa (A is constant), or one of an installed package",
@@ -149,11 +149,6 @@ class LoraSettings(Section):
         description="the base that init_from names under another name or path is this one, e.g. a copy; what is known "
         "of its files is still compared",
     )
-
-    @field_validator("kind")
-    @classmethod
-    def _kind_exists(cls, name: str) -> str:
-        return check_name(name, unknown_kind(name))
 
     @model_validator(mode="before")
     @classmethod
@@ -221,9 +216,11 @@ class LoraSettings(Section):
 class OptimSettings(Section):
     """The adapter's own optimizer and schedule."""
 
-    name: str = Field(default="adamw", description="the optimizer")
+    name: Annotated[str, known_name(unknown_optimizer)] = Field(default="adamw", description="the optimizer")
     lr: Positive = Field(default=2e-4, description="peak learning rate")
-    schedule: str = Field(default="cosine", description="schedule of the learning rate after the warm-up")
+    schedule: Annotated[str, known_name(unknown_schedule)] = Field(
+        default="cosine", description="schedule of the learning rate after the warm-up"
+    )
     lr_ratio: Positive | dict[Text, Positive] | None = Field(
         default=None,
         description="learning rate of B over that of A (LoRA+: 16); or by group of an adapter kind's tensors, "
@@ -246,16 +243,6 @@ class OptimSettings(Section):
     eps: Positive | None = Field(default=None, description="added to the root of the second moment; adamw: 1e-8")
     momentum: Fraction | None = Field(default=None, description="momentum of sgd: 0.0")
     options: dict[Text, Number] = Field(default={}, description="options of an optimizer from another package, by name")
-
-    @field_validator("name")
-    @classmethod
-    def _optimizer_exists(cls, name: str) -> str:
-        return check_name(name, unknown_optimizer(name))
-
-    @field_validator("schedule")
-    @classmethod
-    def _schedule_exists(cls, name: str) -> str:
-        return check_name(name, unknown_schedule(name))
 
     @field_validator("warmup")
     @classmethod
@@ -293,17 +280,14 @@ class ObjectiveSettings(Section):
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
-    name: str = Field(default="sft", description="sft (supervised fine-tuning), or one of an installed package")
+    name: Annotated[str, known_name(unknown_objective)] = Field(
+        default="sft", description="sft (supervised fine-tuning), or one of an installed package"
+    )
     reference: Folder | None = Field(
         default=None,
         description="of objectives that compare with one: base, start (this adapter before its first step), an "
         "adapter of the job before its first step, or a PEFT folder; default start with lora.init_from, else base",
     )
-
-    @field_validator("name")
-    @classmethod
-    def _objective_exists(cls, name: str) -> str:
-        return check_name(name, unknown_objective(name))
 
     @model_validator(mode="after")
     def _options_exist(self) -> Self:

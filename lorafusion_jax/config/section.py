@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, PlainValidator, WithJsonSchema
+from pydantic import AfterValidator, BaseModel, ConfigDict, PlainValidator, WithJsonSchema
 
 from lorafusion_jax.config.values import check_text
 from lorafusion_jax.families.hf_config import shortened
@@ -37,6 +38,11 @@ def check_name(name: str, wrong: str | None) -> str:
     if wrong is not None:
         raise ValueError(wrong)
     return name
+
+
+def known_name(unknown: Callable[[str], str | None]) -> AfterValidator:
+    """Checks a name by a function that says why it cannot be used."""
+    return AfterValidator(lambda name: check_name(name, unknown(name)))
 
 
 class Section(BaseModel):
