@@ -30,7 +30,14 @@ hypothesis.settings.register_profile("campaign", max_examples=500, deadline=None
 hypothesis.settings.register_profile("nightly", max_examples=10_000, deadline=None)
 hypothesis.settings.load_profile("same_cases")
 
-LONGEST = ("test_processes", "test_notebooks", "test_acceptance", "test_package")
+LONGEST = (
+    "test_processes",
+    "test_notebooks",
+    "test_acceptance",
+    "test_distant_stages",
+    "test_session_objectives",
+    "test_package",
+)
 KEPT = {}  # programs of stages that runs of one module share, in order of their last use
 MOST_KEPT = 16  # each holds some megabytes of machine code
 

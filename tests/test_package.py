@@ -6,9 +6,12 @@ import os
 import subprocess
 import sys
 import zipfile
+from importlib.metadata import Distribution, distribution, distributions
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[1]
 MAX_BASE_BYTES = 8 * 2**20
@@ -49,23 +52,34 @@ def wheel(outside) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(outside, wheel) -> Path:
-    """bin folder of a new environment that holds the wheel and what it asks for, at the locked versions."""
+    """bin folder of a new environment that holds the wheel and what it asks for, and nothing else.
+
+    Its dependencies are links to those of this environment: Python has compiled them already.
+    """
     venv = outside / "venv"
     run(sys.executable, "-m", "venv", "--without-pip", venv)
-    run(
-        sys.executable,
-        "-m",
-        "uv",
-        "pip",
-        "install",
-        "--quiet",
-        "--python",
-        venv / "bin" / "python",
-        "--constraint",
-        ROOT / "requirements.lock",
-        wheel,
-    )
+    python = venv / "bin" / "python"
+    run(sys.executable, "-m", "uv", "pip", "install", "--quiet", "--no-deps", "--python", python, wheel)
+    (site,) = (venv / "lib").glob("python*/site-packages")
+    (package,) = distributions(path=[str(site)])
+    assert package.metadata["Name"] == "lorafusion-jax"
+    for needed in dependencies(package, set(), {}):
+        for top in {file.parts[0] for file in needed.files or () if file.parts[0] not in ("..", "__pycache__")}:
+            if not (site / top).exists():
+                (site / top).symlink_to(needed.locate_file(top))
     return venv / "bin"
+
+
+def dependencies(package: Distribution, extras: set[str], known: dict[str, Distribution]) -> list[Distribution]:
+    """What a package asks for, and what that asks for."""
+    for requirement in map(Requirement, package.requires or ()):
+        marker = requirement.marker
+        if marker is None or any(marker.evaluate({"extra": extra}) for extra in extras | {""}):
+            name = canonicalize_name(requirement.name)
+            if name not in known or requirement.extras:
+                known[name] = distribution(name)
+                dependencies(known[name], requirement.extras, known)
+    return list(known.values())
 
 
 def run(*command: str | Path, cwd: Path | None = None) -> str:
