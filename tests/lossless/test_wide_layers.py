@@ -15,7 +15,7 @@ from lorafusion_jax.training import RunFolder, train
 TOLERANCE = 1e-5  # sums of float32 in another order, carried along by a few steps
 NARROW = LayerType(window=5, rope=Rope(theta=100.0))
 WIDE = LayerType(rope=Rope(theta=50.0, channels=12, share=0.5), head_dim=12, kv_heads=1, k_is_v=True)
-TARGETS = {"law": ["k_proj", "o_proj"], "med": ["q_proj", "v_proj"], "val": ["v_proj"]}  # val has no wide layer
+TARGETS = {"law": ["k_proj"], "med": ["q_proj", "v_proj"], "val": ["v_proj"]}  # val has no wide layer
 PATTERN = {"rank_pattern": {"1.self_attn.q_proj": 1}}
 
 
@@ -58,25 +58,23 @@ def run(base, tmp_path_factory):
     return run
 
 
-MESH = {"stages": 2}
-
-
 @pytest.mark.parametrize("name", ["med", "val"])
-def test_joint_training_on_stages_equals_separate_training_on_a_device(run, name):
-    joint = weights(run(mesh=MESH), name)
-    assert distance(joint, weights(run((name,)), name)) < TOLERANCE
+def test_joint_training_equals_separate_training_on_stages(run, name):
+    """Every stage compiles the step of every adapter, so the run on stages is that of one adapter."""
+    joint = weights(run(), name)
+    assert distance(joint, weights(run((name,), mesh={"stages": 2}), name)) < TOLERANCE
     assert all(joint[key].any() for key in joint if key.endswith(" 1")), "B is zero: nothing was learned"
 
 
 def test_a_folder_has_the_names_and_widths_of_peft(run, base, tmp_path):
-    shapes = {key: array.shape for key, array in weights(run(mesh=MESH), "med").items()}
+    shapes = {key: array.shape for key, array in weights(run(), "med").items()}
     assert {key.split(" ")[0] for key in shapes} == {
         *(f"layers.{layer}.self_attn.q_proj" for layer in range(2)), "layers.0.self_attn.v_proj"
     }  # fmt: skip
-    assert {key.split(" ")[0] for key in weights(run(mesh=MESH), "val")} == {"layers.0.self_attn.v_proj"}
+    assert {key.split(" ")[0] for key in weights(run(), "val")} == {"layers.0.self_attn.v_proj"}
     ranks = [3, 1]
     for layer, outputs in enumerate([4 * 8, 4 * 12]):
         assert shapes[f"layers.{layer}.self_attn.q_proj 1"] == (ranks[layer], outputs)
     for name in TARGETS:
-        report = merge_adapter(base, run(mesh=MESH).latest(name), tmp_path / name)
+        report = merge_adapter(base, run().latest(name), tmp_path / name)
         assert all(change > 0 for change in report.deltas.values())

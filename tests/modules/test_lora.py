@@ -7,6 +7,7 @@ import optax
 import pytest
 from flax import nnx
 from flax.nnx import bridge
+from more_cases import mostly_nightly
 
 from lorafusion_jax.errors import ConfigError
 from lorafusion_jax.modules import AdapterSpec, LoRAContext, LoRALinear, init_bank, lora_mlp, lora_siblings
@@ -16,6 +17,7 @@ WIDE = AdapterSpec(name="wide", rank=4, alpha=8)
 THIN = AdapterSpec(name="thin", rank=2, alpha=3, rslora=True, targets=("k_proj",), seed=1)
 SPECS = (WIDE, THIN)
 TABLE = [1, 0, -1, 1]  # tiles of 3 rows
+ADAPTED = ("gate up down", "gate up", "gate", "up down", "down", "", "no context")
 
 
 def layer_of(name, *, out_features=6, seed=0, **more):
@@ -81,8 +83,14 @@ def test_siblings_equal_separate_layers_bit_for_bit(x):
         np.testing.assert_array_equal(together, linear(x, context, site=2))
 
 
-@pytest.mark.parametrize("dropout", [False, True])
-@pytest.mark.parametrize("adapted", ["gate up down", "gate up", "gate", "up down", "down", "", "no context"])
+@pytest.mark.parametrize(
+    ("adapted", "dropout"),
+    mostly_nightly(
+        [(who, dropout) for who in ADAPTED for dropout in (False, True)],
+        [("gate up down", True), ("gate up", False), ("gate", True), ("up down", False), ("down", True), ("", False),
+         ("no context", True)],
+    ),
+)  # fmt: skip
 def test_mlp_equals_separate_layers_bit_for_bit(x, adapted, dropout):
     shapes = {"gate": (8, 6), "up": (8, 6), "down": (6, 8)}
     ranks = {name: 4 * (adapted == "no context" or name in adapted.split()) for name in shapes}

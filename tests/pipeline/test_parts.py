@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from more_cases import nightly
 
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.config.schema import TrainSettings
@@ -38,7 +39,7 @@ def batch() -> Microbatch:
     return Microbatch(**fields)
 
 
-@pytest.mark.parametrize("counts", [[3], [2, 1], [1.5, 1.5]], ids=str)
+@pytest.mark.parametrize("counts", [nightly([3]), nightly([2, 1]), [1.5, 1.5]], ids=str)
 def test_the_pieces_of_a_pipeline_compute_what_the_decoder_does(counts):
     decoder, rng = Decoder(MODEL, SPECS, dtype=jnp.float32), np.random.default_rng(0)
     for path, leaf in nnx.to_flat_state(nnx.state(decoder)):

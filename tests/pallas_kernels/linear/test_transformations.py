@@ -101,7 +101,7 @@ def test_forward_mode_is_refused():
 @pytest.mark.parametrize(
     ("kind", "backend"),
     [
-        (None, "pallas_triton"), ("automatic", "pallas_triton"), ("explicit", "xla"), nightly(None, "xla"),
+        nightly(None, "pallas_triton"), ("automatic", "pallas_triton"), ("explicit", "xla"), nightly(None, "xla"),
         nightly("automatic", "xla"), nightly("explicit", "pallas_triton"),
     ],
 )  # fmt: skip
@@ -167,7 +167,7 @@ ROWS = COLUMNS | {"x": P("data", "tensor"), "w": P("tensor", "data")}  # summed 
 @pytest.mark.parametrize(
     ("backend", "specs", "kernels"),
     [
-        (None, COLUMNS, (5, 4)),
+        nightly(None, COLUMNS, (5, 4)),
         ("pallas_triton", COLUMNS, (9, 0)),
         nightly("xla", COLUMNS, (0, 0)),
         (None, ROWS, (5, 3)),

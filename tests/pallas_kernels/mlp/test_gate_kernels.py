@@ -90,6 +90,7 @@ def test_forward_gates_and_makes_s_and_bits_of_the_next_projection(case):
 
 
 @needs_gpu_interpreter
+@pytest.mark.parametrize("case", [True, nightly(False)], indirect=True, ids=["dropout", "p0"])
 @pytest.mark.parametrize("sick", [nightly(None), 0])  # with a sick adapter, the values of the others are compared
 def test_backward_gates_and_makes_da_of_the_next_projection(case, sick):
     dh = case["dh"] if sick is None else jnp.where(jnp.asarray(sick == OWNER)[:, None], jnp.nan, case["dh"])
