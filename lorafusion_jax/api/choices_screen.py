@@ -18,8 +18,9 @@ def show_choices(console: Console, compared: Choices) -> None:
     devices = f"{compared.gpus} × {compared.device}" if compared.gpus > 1 else f"one {compared.device}"
     say(console, f"{devices}, default rates, nothing measured\n", style="bold")
     stored = any(choice.quantize != NONE for choice in compared.choices)
+    shared = any(choice.tensor > 1 for choice in compared.choices)
     table = plain_table(
-        ("stages × data × fsdp", "capacity", *(("base as",) if stored else ()), "remat"),
+        ("stages × data × fsdp" + " × tensor" * shared, "capacity", *(("base as",) if stored else ()), "remat"),
         ("memory", "useful tok/s", "bubbles", "time"),
     )
     for index, choice in enumerate(compared.choices[:MOST_ROWS]):
@@ -41,6 +42,6 @@ def _cells(choice: Choice, *, stored: bool) -> list[str]:
         if choice.seconds is None or choice.tokens_per_s is None
         else [count(choice.tokens_per_s), percent(choice.bubble_share or 0.0), duration(choice.seconds)]
     )
-    mesh = f"{choice.stages} × {choice.data} × {choice.fsdp}"
+    mesh = f"{choice.stages} × {choice.data} × {choice.fsdp}" + (f" × {choice.tensor}" if choice.tensor > 1 else "")
     kind = (choice.quantize,) if stored else ()
     return [mesh, exact(choice.capacity_tokens), *kind, choice.remat, memory, *times]

@@ -31,7 +31,7 @@ class Choice:
     """One way to run a job.
 
     Attributes:
-        stages, data, fsdp: the mesh.
+        stages, data, fsdp, tensor: the mesh.
         capacity_tokens: of a microbatch.
         quantize: how the base is stored.
         remat: what a layer's forward leaves for its backward.
@@ -45,6 +45,7 @@ class Choice:
     stages: int
     data: int
     fsdp: int
+    tensor: int
     capacity_tokens: int
     quantize: str
     remat: str
@@ -96,6 +97,7 @@ def compare_choices(
 ) -> Choices:
     """Compares every mesh of `gpus` devices at several capacities.
 
+    Devices of `mesh.tensor` are as many as the job says: what their sums take is not measured.
     A part of each adapter's samples is planned and simulated at the device's rates. The base is quantised only if it
     fits on no mesh as the job stores it.
 
@@ -125,7 +127,8 @@ def compare_choices(
         raise ConfigError(
             "plan.no-mesh",
             f"no mesh of {gpus} devices is possible.",
-            why=f"the model has {model.num_layers} layers, and every replica needs samples of each global batch",
+            why=f"the model has {model.num_layers} layers, every replica needs samples of each global batch"
+            + (f", and the job has mesh.tensor={mesh.tensor}" if mesh.tensor > 1 else ""),
             fix="fewer --gpus",
         )
     ordered = sorted(choices, key=lambda choice: (choice.fits is False, choice.seconds or choice.memory_bytes))
@@ -139,7 +142,10 @@ def compare_choices(
 
 
 def _meshes(gpus: int, layers: int, config: JobConfig) -> Iterator[tuple[int, int, int]]:
-    """(stages, data, fsdp) with `gpus` devices."""
+    """(stages, data, fsdp) with `gpus` devices, of which the job's `mesh.tensor` compute each layer."""
+    if gpus % config.mesh.tensor:
+        return
+    gpus //= config.mesh.tensor
     for stages in _divisors(gpus):
         for data in _divisors(gpus // stages):
             if stages <= layers:
@@ -208,6 +214,7 @@ def _measure(
         stages=mesh.stages,
         data=mesh.data,
         fsdp=mesh.fsdp,
+        tensor=mesh.tensor,
         capacity_tokens=config.batch.largest,
         quantize=config.base.quantize,
         remat=memory.remat,

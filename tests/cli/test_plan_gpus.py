@@ -55,6 +55,15 @@ def test_the_proposed_settings_predict_the_same_memory(lorafusion, large):
     assert planned["memory"]["fits"] is True
 
 
+def test_devices_of_a_layer_are_as_the_job_says(lorafusion, large):
+    compared = compare(lorafusion, large, "mesh.tensor=2", "--gpus", 4, "--device", "h200")
+    assert {row["stages"] * row["data"] * row["fsdp"] * row["tensor"] for row in compared["choices"]} == {4}
+    assert {row["tensor"] for row in compared["choices"]} == {2}
+    odd = lorafusion("plan", large, "mesh.tensor=2", "--gpus", 3)
+    assert odd.code == 1
+    assert "mesh.tensor=2" in odd.err
+
+
 def test_the_base_is_quantised_only_if_it_fits_nowhere(lorafusion, large):
     compared = compare(lorafusion, large, "--gpus", 1, "--device", "l40s")
     first = compared["choices"][0]

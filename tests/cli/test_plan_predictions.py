@@ -118,6 +118,16 @@ def test_fsdp_shares_the_weights_and_predicts_gathering(lorafusion, large):
     assert split["predicted"]["seconds"] > whole["predicted"]["seconds"]
 
 
+def test_devices_of_a_layer_share_it_and_take_time_to_add_up(lorafusion, large):
+    alone, split = (
+        plan(lorafusion, large, "mesh.data=1", f"mesh.tensor={tensor}", "--device", "h200") for tensor in (1, 4)
+    )
+    assert alone["memory"]["stages"][0]["frozen"] > 3.9 * split["memory"]["stages"][0]["frozen"]
+    assert alone["memory"]["stages"][0]["kept"] > split["memory"]["stages"][0]["kept"]
+    assert 1 < alone["predicted"]["seconds"] / split["predicted"]["seconds"] < 4
+    assert split["predicted"]["costs"].startswith("default rates of 4 h200 per stage")
+
+
 def test_a_cpu_shows_memory_without_a_verdict(lorafusion, job):
     memory = plan(lorafusion, job, "--device", "cpu")["memory"]
     assert (memory["fits"], memory["advice"], memory["device_bytes"]) == (None, None, None)

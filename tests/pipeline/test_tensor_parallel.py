@@ -26,6 +26,7 @@ from lorafusion_jax.objective.loss import token_losses
 from lorafusion_jax.pipeline.mesh import stage_meshes
 from lorafusion_jax.pipeline.parts import Parts
 from lorafusion_jax.pipeline.programs import StagePrograms
+from lorafusion_jax.planning.memory import MemoryProblem, kept_per_layer, stage_memory
 from lorafusion_jax.planning.tensor import tensor_problems
 from lorafusion_jax.training import RunFolder, resume, train
 
@@ -132,8 +133,8 @@ SPECS = (AdapterSpec(name="law", rank=4, alpha=8, dropout=0.2, targets=MODEL.tar
 T = 32
 
 
-def compiled_passes(tensor: int, remat: str):
-    """HLO of a layer's forward and backward programs."""
+def layer_programs(tensor: int, remat: str):
+    """Programs of a layer, what forward takes, and the shapes of what it returns and leaves for backward."""
     parts = Parts(model=MODEL, specs=SPECS, settings=TrainSettings(), dtype=jnp.float32, tensor=tensor)
     programs = StagePrograms(parts, stage_meshes(tensor=tensor)[0], Extent(0, 2), remat)
     shape = jax.ShapeDtypeStruct
@@ -145,10 +146,15 @@ def compiled_passes(tensor: int, remat: str):
     batch = Microbatch(**{name: shape((1, sizes.get(name, T)), kinds.get(name, np.int32)) for name in needed})
     inputs = jax.eval_shape(programs.layers.inputs, batch)
     block = ((frozen,), lora, shape((), np.int32), shape((1, T, MODEL.hidden_size), jnp.float32), inputs)
-    y, kept = jax.eval_shape(programs.layers.forward, *block)
-    sums = {name: shape((tensor, *leaf.shape), leaf.dtype) for name, leaf in lora.items()}
-    backward = programs.layers.backward.lower(*block, kept, y, sums)
-    return [lowered.compile().as_text() for lowered in (programs.layers.forward.lower(*block), backward)]
+    return programs.layers, block, *jax.eval_shape(programs.layers.forward, *block)
+
+
+def compiled_passes(tensor: int, remat: str) -> list[str]:
+    """HLO of a layer's forward and backward programs."""
+    layers, block, y, kept = layer_programs(tensor, remat)
+    sums = {name: jax.ShapeDtypeStruct((tensor, *leaf.shape), leaf.dtype) for name, leaf in block[1].items()}
+    lowered = layers.forward.lower(*block), layers.backward.lower(*block, kept, y, sums)
+    return [program.compile().as_text() for program in lowered]
 
 
 @pytest.mark.parametrize("remat", ["gemm_inputs", nightly("everything")])
@@ -157,6 +163,26 @@ def test_a_pass_of_a_layer_has_two_sums_of_activations_and_sends_nothing_else(re
     sends = r"= \(?\w+\[([\d,]*)\]\S* (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
     for text in compiled_passes(2, remat):
         assert re.findall(sends, text) == [(f"{T},{MODEL.hidden_size}", "all-reduce")] * 2
+
+
+def test_a_device_keeps_and_stores_what_is_predicted():
+    """What a forward leaves and the frozen weights are parts, but for sums, norms and inputs of layers."""
+    config = ModelConfig(**{**_fields(MODEL), "tie_embeddings": True})
+    predicted, kept, layer = {}, {}, config.layer(0)
+    for tensor in (1, 2):
+        problem = MemoryProblem(
+            model=config, adapters=SPECS, optimizers=("adamw",), layers=(Extent(0, 2),), capacity_tokens=T, item=4,
+            hopper=False, tensor=tensor,
+        )  # fmt: skip
+        predicted[tensor] = sum(kept_per_layer(problem).values())
+        leaves = jax.tree.leaves(layer_programs(tensor, "gemm_inputs")[-1])
+        kept[tensor] = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) // tensor
+        mesh = stage_meshes(tensor=tensor)[0]
+        shapes = {name: (shape, layer.split_axes.get(name)) for name, shape in layer.frozen_shapes().items()}
+        shapes |= {"embed": ((config.vocab_size, config.hidden_size), 0), "norm": ((config.hidden_size,), None)}
+        stored = sum(4 * np.prod(mesh.weight(shape, axis).shard_shape(shape)) for shape, axis in shapes.values())
+        assert stage_memory(problem)[0].frozen == stored
+    assert predicted[1] - predicted[2] == kept[1] - kept[2] > 0
 
 
 def test_losses_of_a_split_vocabulary_are_those_of_the_whole():
@@ -198,11 +224,15 @@ def test_what_cannot_be_split_is_refused_by_name(sections, fields, tensor, says,
     (tmp_path / "tax.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b"}) + "\n")
     job = {"base": {"model": "none"}, "adapters": [{"name": "tax", "data": {"train": "tax.jsonl"}}]}
     (tmp_path / "jobs.yaml").write_text(json.dumps(job | {"mesh": {"tensor": tensor}} | _merged(job, sections)))
-    model = ModelConfig(**{name: getattr(MODEL, name) for name in MODEL.__dataclass_fields__} | fields)
+    model = ModelConfig(**_fields(MODEL) | fields)
     problems = tensor_problems(load_config(tmp_path / "jobs.yaml", ()), model)
     assert {problem.code for problem in problems} == {"mesh.tensor"}
     assert any(says in str(problem) for problem in problems), problems
     assert all(problem.fix for problem in problems)
+
+
+def _fields(model: ModelConfig) -> dict:
+    return {name: getattr(model, name) for name in model.__dataclass_fields__}
 
 
 def _merged(job: dict, sections: dict) -> dict:

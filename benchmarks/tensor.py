@@ -1,0 +1,147 @@
+"""Layers on one GPU beside layers that two GPUs compute together (`mesh.tensor`), and beside two pipeline stages.
+
+    python -m benchmarks.tensor --out OUT [--seconds 150] [--layers 8] [--small]
+
+Writes a random base with layers of an 8B model in bfloat16 and runs `lorafusion train` on it: four adapters together,
+then one alone. The first losses of every mesh must be those of one GPU to rounding before any rate is printed. A row
+per run: losses, tokens per second after the first slots, and peak and predicted memory. Nothing starts after --seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from benchmarks.random_job import SHAPE, SMALL
+from benchmarks.starting import write_base
+from lorafusion_jax.checkpoint.folder import RunFolder
+from lorafusion_jax.config import load_config
+from lorafusion_jax.config.model import ModelConfig
+from lorafusion_jax.planning.prediction import predicted_costs, predicted_memory
+from scheduling import plan_statistics
+
+MESHES: dict[str, dict[str, int]] = {"one": {}, "tensor": {"tensor": 2}, "stages": {"stages": 2}, "data": {"data": 2}}
+TOLERANCE = 4 * 2**-9  # of the first losses, at equal weights: as `verify` allows in bfloat16
+WARM = 8  # slots that are not timed
+SLOTS = 48
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seconds", type=float, default=150)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--small", action="store_true", help="tiny shapes, on two simulated devices")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    shape, began = SMALL if options.small else SHAPE, time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="tensor_") as name, (options.out / "tensor.jsonl").open("a") as file:
+
+        def write(row: dict[str, Any]) -> None:
+            line = json.dumps(row)
+            print(line, flush=True)
+            file.write(line + "\n")
+            file.flush()
+
+        work = Path(name)
+        write({"section": "conditions", **_conditions(options.small), "layers": options.layers, "shape": shape})
+        write_base(work / "base", shape, 2 if options.small else options.layers)
+        _write_data(work, options.small)
+        for adapters in (4, 1):
+            first: dict[str, float] = {}
+            for mesh in MESHES:
+                if time.monotonic() - began > options.seconds:
+                    return 0
+                row, losses = _run(work, mesh, adapters, options.small)
+                first = first or losses
+                apart = max(abs(losses[adapter] - loss) / loss for adapter, loss in first.items())
+                assert apart < TOLERANCE, (mesh, losses, first)
+                write({"section": "run", "mesh": mesh, "adapters": adapters, "first_losses_apart": apart, **row})
+    return 0
+
+
+def _conditions(small: bool) -> dict[str, Any]:
+    """In a process of its own, which leaves the GPUs to the runs."""
+    program = "import json; from benchmarks.conditions import conditions; print(json.dumps(conditions()))"
+    done = subprocess.run([sys.executable, "-c", program], env=_environment(small), check=True, capture_output=True)
+    return json.loads(done.stdout)
+
+
+def _environment(small: bool) -> dict[str, str]:
+    return os.environ | ({"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"} if small else {})
+
+
+def _write_data(work: Path, small: bool) -> None:
+    """Rows of random tokens, 200 to 1800 of them, enough for the slots of four adapters."""
+    tokenizer = Path(__file__).parent.parent / "examples" / "base"
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (work / "base" / name).write_bytes((tokenizer / name).read_bytes())
+    draw, scale = np.random.default_rng(0), 0.04 if small else 1.0
+    rows = SLOTS * 8 // 4
+    for number in range(4):
+        lengths = draw.integers(round(200 * scale), round(1800 * scale), rows)
+        tokens = [draw.integers(300, 3000, length).tolist() for length in lengths]
+        lines = [json.dumps({"input_ids": ids, "labels": ids}) + "\n" for ids in tokens]
+        (work / f"a{number}.jsonl").write_text("".join(lines))
+
+
+def _job(mesh: str, adapters: int, small: bool) -> dict[str, Any]:
+    longest = 128 if small else 2048
+    return {
+        "base": {"model": "base"},
+        "data": {"max_length": longest},
+        "batch": {"capacity_tokens": 4 * longest, "tile_tokens": 16 if small else 128, "global_samples": 16},
+        "mesh": MESHES[mesh],
+        "train": {"log_every_s": 0, "remat": "gemm_inputs"},
+        "save": {"every_minutes": None},
+        "lora": {"rank": 16, "dropout": 0.1},
+        "adapters": [
+            {"name": f"a{n}", "data": {"train": f"a{n}.jsonl"}, "epochs": 4 // adapters} for n in range(adapters)
+        ],
+    }  # fmt: skip
+
+
+def _run(work: Path, mesh: str, adapters: int, small: bool) -> tuple[dict[str, Any], dict[str, float]]:
+    """Returns what a run took, and the first loss of each adapter."""
+    jobs, out = work / f"{mesh}_{adapters}.yaml", work / f"run_{mesh}_{adapters}"
+    jobs.write_text(yaml.safe_dump(_job(mesh, adapters, small)))
+    command = [sys.executable, "-m", "lorafusion_jax", "train", str(jobs), "--out", str(out)]
+    began = time.monotonic()
+    subprocess.run(command, env=_environment(small), check=True, stdout=subprocess.DEVNULL)
+    seconds, run = time.monotonic() - began, RunFolder(out)
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    losses = {row["adapter"]: row["loss"] for row in reversed(rows) if row["kind"] == "step"}
+    ended = {row["slot"]: row["time"] for row in rows if row["kind"] == "slot"}
+    plan = run.read_plan()
+    tokens = [sum(plan.job_of[ref.adapter].sample_tokens[ref.sample] for ref in slot.samples) for slot in plan.slots]
+    last = max(ended)
+    timed = ended[last] - ended[WARM]
+    events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
+    peak = next((event.get("peak_bytes") for event in events if event["kind"] == "finished"), None)
+    config = load_config(jobs, ())
+    model = ModelConfig.from_hf(work / "base")
+    statistics = plan_statistics(plan, predicted_costs(config, model, "cpu" if small else "h200"))
+    return {
+        "slots": len(plan.slots),
+        "tokens_per_s": round(sum(tokens[WARM:last]) / timed, 1),
+        "predicted_tokens_per_s": round(statistics.tokens_per_s, 1),
+        "slot_ms": round(1000 * timed / (last - WARM), 2),
+        "peak_bytes": peak,
+        "predicted_bytes": max(stage.total for stage in predicted_memory(config, model, None).stages),
+        "last_losses": {row["adapter"]: row["loss"] for row in rows if row["kind"] == "step"},
+        "command_s": round(seconds, 1),
+    }, losses
+
+
+if __name__ == "__main__":
+    sys.exit(main())
