@@ -78,7 +78,8 @@ def mlp_is_one_op(problem: MemoryProblem, layer: Layer) -> bool:
     changed = any(
         name in spec.targets and adapter_kind(spec.kind).changes_columns for spec in problem.adapters for name in inside
     )
-    if not kernels_run(problem) or not layer.mlp.as_one_op or changed:
+    cut = problem.tensor > 1 and any(spec.dropout for spec in problem.adapters)  # the op counts columns from 0
+    if not kernels_run(problem) or not layer.mlp.as_one_op or changed or cut:
         return False
     number = problem.device_model.layers.index(layer)
     gate_up, down = (site_shape(problem, site, number) for site in ("gate_up", "down"))
