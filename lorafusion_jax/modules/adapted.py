@@ -10,7 +10,6 @@ from functools import cache
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jaxtyping import Array
 
@@ -18,7 +17,7 @@ from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.errors import RunError
 from lorafusion_jax.modules.context import LoRAContext
 from lorafusion_jax.modules.linear import Linear
-from lorafusion_jax.modules.lora_product import Leaves, lora_product
+from lorafusion_jax.modules.lora_product import Leaves, expert_products, lora_product
 from lorafusion_jax.modules.plan import LoRAPlan
 from lorafusion_jax.modules.product import Product, Result, Stored, exchange_product, unsupported_linear
 from lorafusion_jax.modules.tree import Path, dotted
@@ -54,15 +53,10 @@ def call_adapted(layer: Any, *args: Any, **options: Any) -> Any:
         if inside != known:
             raise unsupported_linear(plan.path, f"its call sums over axes {inside} of the weight, not {known}")
         bank = Leaves(names=plan.names, numbers=plan.numbers, leaves=leaves, rank=plan.rank)
-        options = {"context": context, "where": plan.path}
-        if not experts or isinstance(w, Stored):
-            return lora_product(x, w, bank, inside, result, site=site, **options)
-        sizes = plan.linear.stack[-experts:]
-        ys = [
-            lora_product(x[n], w[n], bank.at(n), plan.linear.inside, result, site=site[n], **options)
-            for n in np.ndindex(*sizes)
-        ]
-        return jnp.stack(ys).reshape(*sizes, *ys[0].shape)
+        options = {"context": context, "site": site, "where": plan.path}
+        if result.experts and not isinstance(w, Stored):
+            return expert_products(x, w, bank, inside, result, **options)
+        return lora_product(x, w, bank, inside, result, **options)
 
     return call_exchanged(layer, plan.linear, product, plan.path, args, options)
 

@@ -34,8 +34,8 @@ from lorafusion_jax.modules.linen_layers import (
 from lorafusion_jax.modules.linen_quantised import check_plain, quantise_params
 from lorafusion_jax.modules.linen_report import report_ran
 from lorafusion_jax.modules.linen_tree import copy_dicts, node_at
-from lorafusion_jax.modules.lora_product import Leaves, lora_product
-from lorafusion_jax.modules.match import name_matches
+from lorafusion_jax.modules.lora_product import Leaves, expert_products, lora_product
+from lorafusion_jax.modules.match import EXPERTS, name_matches
 from lorafusion_jax.modules.merging import merged_weight
 from lorafusion_jax.modules.plan import LoRAPlan
 from lorafusion_jax.modules.product import Result
@@ -54,7 +54,8 @@ from lorafusion_jax.modules.weights import (
 class LinenLoRA:
     """Adapters for a Linen model. The model and checkpoints of its base do not change.
 
-    Layers may run under `nn.scan`, `nn.vmap`, `nn.remat` and `nn.jit`. A stack of layers has stacked adapters.
+    Layers may run under `nn.scan`, `nn.vmap`, `nn.remat` and `nn.jit`. A stack of layers has stacked adapters. So has
+    a layer with a weight for each expert ("ebd,edf->ebf"), which takes adapters if a target names it.
 
     Args:
         adapters: in stacking order.
@@ -160,12 +161,13 @@ class LinenLoRA:
             ran.append(module)
             path, leaves = self._adapters_of(module)
             linear = LinenLayer(weight="", shape=w.shape, inside=inside, scope=path, path=path, kind="")
+            multiply_by = expert_products if result.experts else lora_product
             plan = LoRAPlan.of(".".join(path), linear, self.adapters, self._members(path))
             if leaves is None or any(name not in leaves for name in plan.leaf_names):
                 raise _missing_collection(module)
             bank = Leaves(names=plan.names, numbers=plan.numbers, leaves=leaves, rank=plan.rank)
             site = leaves[SITE] if SITE in leaves else int(plan.sites)
-            return lora_product(x, w, bank, inside, result, context=context, site=site, where=plan.path)
+            return multiply_by(x, w, bank, inside, result, context=context, site=site, where=plan.path)
 
         with traced_anew(), intercept(self._modules, wanted, multiply, axes=self._axes):
             yield
@@ -319,7 +321,7 @@ class LinenLoRA:
         return LoRAPlan.of(layer.name, layer, self.adapters, members) if members else None
 
     def _is_stored(self, layer: LinenLayer) -> bool:
-        return not layer.is_head or bool(self._members(layer.path, layer))
+        return not layer.experts and (not layer.is_head or bool(self._members(layer.path, layer)))
 
     def _adapters_of(self, module: nn.Module) -> tuple[tuple[str, ...], Mapping[str, Array] | None]:
         return adapters_of(module, weight_of(module, self._modules) or "")
@@ -343,20 +345,22 @@ class LinenLoRA:
 
     def _matches(self, target: str, path: tuple[str, ...], layer: LinenLayer | None) -> bool:
         if target == ALL_LINEAR:
-            return layer is None or not layer.is_head
+            return layer is None or not (layer.is_head or layer.experts)
         return name_matches(target, ".".join(path))
 
     def _check_targets(self, ran: Ran) -> None:
-        left_out = {}
+        left_out: dict[str, tuple[str, str, str]] = {}
         for target in dict.fromkeys(target for targets in self.targets.values() for target in targets):
             others = [module for module in ran.others if target == ALL_LINEAR and not module.is_table]
             others += [module for module in ran.others if target != ALL_LINEAR and name_matches(target, module.name)]
             if not any(self._matches(target, layer.path, layer) for layer in ran.layers):
                 refused = [(module.name, module.kind, module.why) for module in (others or ran.others)]
                 raise unknown_target(target, [layer.name for layer in ran.layers], refused)
-            left_out |= {module.path: module for module in others}
+            left_out |= {module.name: (module.name, module.kind, module.why) for module in others}
+            if target == ALL_LINEAR:
+                left_out |= {layer.name: (layer.name, layer.kind, EXPERTS) for layer in ran.layers if layer.experts}
         if left_out:
-            rows = [(module.name, module.kind, module.why) for module in left_out.values()]
+            rows = list(left_out.values())
             warnings.warn(describe_left_out(rows), UserWarning, stacklevel=4)
 
 

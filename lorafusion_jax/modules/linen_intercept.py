@@ -82,7 +82,8 @@ def intercept(
             return multiply(module, x, w, inside, result)
 
         try:
-            return exchange_product(call_with, w, product, where=".".join(module.path), inputs=(args, options))
+            where = ".".join(module.path)
+            return exchange_product(call_with, w, product, where=where, inputs=(args, options), experts=None)
         except Exception as problem:
             if otherwise is None or is_listed(module, kinds):
                 raise

@@ -91,12 +91,19 @@ def find_layers(
     def note(module: nn.Module, x: Array, w: Array, inside: tuple[int, ...], result: Result) -> Array:
         path, weight = tuple(module.path), weight_of(module, kinds) or ""
         stored = getattr(_subtree(params, path).get(weight), "shape", ())
-        stack = tuple(stored[: len(stored) - w.ndim])
+        stack, experts = tuple(stored[: len(stored) - w.ndim]), result.experts
         if stored[len(stack) :] != w.shape:
             why = f"its weight {list(stored)} is cut into {list(w.shape)}, not along its first axes"
             raise unsupported_linear(".".join(path), why, "nn.scan and nn.vmap with variable_axes={'params': 0}")
         noted[path, weight] = LinenLayer(
-            scope=path, path=path, weight=weight, shape=w.shape, inside=inside, stack=stack, kind=type(module).__name__
+            scope=path,
+            path=path,
+            weight=weight,
+            shape=w.shape[experts:],
+            inside=tuple(axis - experts for axis in inside),
+            stack=(*stack, *w.shape[:experts]),
+            experts=experts,
+            kind=type(module).__name__,
         )
         return frozen_multiply(x, w, inside, result)
 
@@ -143,6 +150,8 @@ def frozen_multiply(x: Array, w: Array | StoredWeight, inside: tuple[int, ...], 
     if isinstance(w, StoredWeight):
         return w.multiply(x, inside, result)
     axes = tuple(range(x.ndim - len(inside), x.ndim)), inside
+    if experts := tuple(range(result.experts)):
+        return jax.lax.dot_general(x, w, (axes, (experts, experts)), preferred_element_type=result.dtype)
     return jnp.tensordot(x, w, axes=axes, preferred_element_type=result.dtype, out_sharding=result.sharding)
 
 

@@ -10,6 +10,7 @@ from flax import linen as nn
 
 from lorafusion_jax.modules.linen_layers import LinenLayer, Ran
 from lorafusion_jax.modules.linen_tree import copy_dicts, node_at
+from lorafusion_jax.modules.match import EXPERTS
 from lorafusion_jax.modules.plan import LoRAPlan
 from lorafusion_jax.modules.report import HEAD, UNTARGETED, AdaptedRow, LoRAReport, SkippedRow
 from lorafusion_jax.modules.stored_weight import StoredWeight
@@ -22,7 +23,7 @@ def report_ran(ran: Ran, plans: Mapping[tuple[str, ...], LoRAPlan | None], param
     for layer in ran.layers:
         plan = plans[layer.path]
         if plan is None:
-            why = HEAD if layer.is_head else UNTARGETED
+            why = HEAD if layer.is_head else EXPERTS if layer.experts else UNTARGETED
             skipped.append(SkippedRow(path=layer.name, kind=layer.kind, why=why))
             continue
         adapted.append(_row(layer, plan, params))

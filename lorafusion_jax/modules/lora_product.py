@@ -86,6 +86,20 @@ def lora_product(
     return result.place(bank.finish(y, table, None).reshape(*rows, *(w.shape[axis] for axis in free)))
 
 
+def expert_products(
+    x: Array, w: Array, adapters: Leaves, inside: tuple[int, ...], result: Result, *, context: LoRAContext, site: Any,
+    where: str,
+) -> Array:  # fmt: skip
+    """`lora_product` of each expert: x, w, tensors and sites begin with `result.experts` axes of experts."""
+    sizes, single = w.shape[: result.experts], replace(result, experts=0)
+    inside = tuple(axis - result.experts for axis in inside)
+    ys = [
+        lora_product(x[n], w[n], adapters.at(n), inside, single, context=context, site=site[n], where=where)
+        for n in np.ndindex(*sizes)
+    ]
+    return jnp.stack(ys).reshape(*sizes, *ys[0].shape)
+
+
 def _check_split(w: Array | Stored, inside: Sequence[int], free: Sequence[int], where: str) -> None:
     """Checks that explicit mesh axes split the first of the axes that become one, so that features stay neighbours."""
     if isinstance(w, Stored):

@@ -56,10 +56,12 @@ class Result:
     Args:
         dtype: may be wider than that of x.
         sharding: the one that the layer's call sets with `out_sharding`; None: it sets none.
+        experts: number of leading axes that x, the weight and the product have in common.
     """
 
     dtype: Any
     sharding: NamedSharding | None = None
+    experts: int = 0
 
     def place(self, y: Array) -> Array:
         """Gives y its sharding."""
@@ -97,7 +99,7 @@ def exchange_product(
     where: str,
     inside: tuple[int, ...] = (),
     inputs: Any = (),
-    experts: int = 0,
+    experts: int | None = 0,
 ) -> Any:
     """Runs `call(weight)` with its product with the weight replaced.
 
@@ -109,7 +111,7 @@ def exchange_product(
         where: path of the layer, for errors.
         inside: axes of the weight that the product sums over; they may be split over a mesh.
         inputs: what `call` multiplies with the weight; mesh axes that split it may split the weight, too.
-        experts: number of leading axes of the weight that x and the product have, too.
+        experts: number of leading axes of the weight that x and the product have, too; None: any number.
 
     Raises:
         ConfigError: `lora.unsupported-linear`, the call uses the weight in another way.
@@ -166,7 +168,7 @@ class _Run:
 
     product: Product
     where: str
-    experts: int = 0
+    experts: int | None = 0
     products: int = 0
 
     def evaluate(self, jaxpr: Jaxpr, values: list[Any], weights: dict[int, tuple[int, ...]]):
@@ -214,7 +216,8 @@ class _Run:
         contract, batch = eqn.params["dimension_numbers"]
         pairs = sorted(zip((order[axis] for axis in contract[side]), contract[1 - side], strict=True))
         shared = sorted(zip((order[axis] for axis in batch[side]), batch[1 - side], strict=True))
-        if [axis for axis, _ in shared] != list(range(self.experts)):
+        experts = len(shared) if self.experts is None else self.experts
+        if [axis for axis, _ in shared] != list(range(experts)):
             raise unsupported_linear(self.where, "its product shares a batch axis between the input and the weight")
         self._check_precision(eqn.params["precision"])
         self.products += 1
@@ -230,14 +233,17 @@ class _Run:
         rows = [axis for axis in range(x.ndim) if axis not in apart]
         x = jnp.transpose(x, [*(axis for _, axis in shared), *rows, *(axis for _, axis in pairs)]).astype(dtype)
         inside = tuple(axis for axis, _ in pairs)
-        free = [axis for axis in range(self.experts, w.ndim) if axis not in inside]
+        free = [axis for axis in range(experts, w.ndim) if axis not in inside]
         traced = [axis for axis in order if axis in free]  # their order in the traced call
-        numbers = [self.experts + number for number in range(len(rows))]
-        columns = [self.experts + len(rows) + free.index(axis) for axis in traced]
-        experts = [order[axis] for axis in batch[side]]
-        back = [*experts, *columns, *numbers] if side == 0 else [*experts, *numbers, *columns]
-        sharding = self._sharding(eqn.params.get("out_sharding"), back)
-        return jnp.transpose(self.product(x, w, inside, Result(dtype=result, sharding=sharding)), back)
+        numbers = [experts + number for number in range(len(rows))]
+        columns = [experts + len(rows) + free.index(axis) for axis in traced]
+        first = [order[axis] for axis in batch[side]]
+        back = [*first, *columns, *numbers] if side == 0 else [*first, *numbers, *columns]
+        sharding = eqn.params.get("out_sharding")
+        if sharding is not None and experts:
+            raise unsupported_linear(self.where, "it has a weight for each expert and sets out_sharding")
+        made = Result(dtype=result, sharding=self._sharding(sharding, back), experts=experts)
+        return jnp.transpose(self.product(x, w, inside, made), back)
 
     def _check_precision(self, precision: Any) -> None:
         """Our products of float32 have the highest precision, and bfloat16 ones sums in float32: at least any other."""
@@ -252,8 +258,6 @@ class _Run:
             return None
         if sharding.spec.unreduced:
             raise unsupported_linear(self.where, "its out_sharding leaves the sum over devices to later products")
-        if self.experts:
-            raise unsupported_linear(self.where, "it has a weight for each expert and sets out_sharding")
         spec = [*sharding.spec, *(None,) * (len(back) - len(sharding.spec))]
         return sharding.update(spec=P(*(spec[back.index(axis)] for axis in range(len(back)))))
 
