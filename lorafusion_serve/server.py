@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import logging
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -14,13 +13,13 @@ from lorafusion_jax.errors import ConfigError, RunError
 from lorafusion_jax.files import replace_text
 from lorafusion_serve.api.access import Service
 from lorafusion_serve.api.app import LOCAL_NAMES, make_app
+from lorafusion_serve.api.connections import allow_files, server_config
 from lorafusion_serve.control.controller import Controller
 from lorafusion_serve.settings import Settings
 from lorafusion_serve.store.database import Database
 from lorafusion_serve.store.keys import has_keys
 
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
-SLOW_S = 30
 
 
 def open_database(settings: Settings) -> Database:
@@ -65,18 +64,8 @@ def run_server(
         resources.callback(controller.close)
         names = (*LOCAL_NAMES, host, *host_names)
         app = make_app(Service(settings, db, controller), names=names)
-        config = uvicorn.Config(
-            app,
-            host=host,
-            port=port,
-            log_level=logging.WARNING,
-            access_log=False,
-            timeout_keep_alive=15,
-            timeout_graceful_shutdown=3,
-            limit_concurrency=1000,
-            h11_max_incomplete_event_size=64 << 10,
-            server_header=False,
-        )
+        allow_files()
+        config = server_config(app, host=host, port=port, timeout_graceful_shutdown=3)
 
         def started(url: str) -> None:
             replace_text(settings.home / "address", url)

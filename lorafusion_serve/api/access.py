@@ -14,6 +14,7 @@ from fastapi import Depends, Header, Request, Response
 from fastapi.responses import JSONResponse
 from sqlalchemy import select
 
+from lorafusion_serve.api.news import News
 from lorafusion_serve.api.problems import ApiError
 from lorafusion_serve.control.controller import Controller
 from lorafusion_serve.settings import Settings
@@ -25,7 +26,7 @@ from lorafusion_serve.store.keys import LOCAL, Owner, find_owner, has_keys
 COOKIE = "lorafusion_key"
 RATE, BURST = 100.0, 200.0  # requests a second of one key, and at once
 DAY = 86400.0
-MOST_STREAMS = 50
+MOST_STREAMS, MOST_OF_ALL = 50, 1000  # streams of a key, and of all together
 
 
 class Service:
@@ -35,6 +36,7 @@ class Service:
         self.settings, self.db, self.controller, self.jobs = settings, db, controller, Jobs(db)
         self.limits = Limits()
         self.streams: dict[str, int] = {}
+        self.news = News(db)
         self.datasets = threading.Lock()  # their rows and folders change together
 
 

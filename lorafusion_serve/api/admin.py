@@ -25,8 +25,8 @@ from lorafusion_serve.api.access import (
     ServiceOf,
     once,
 )
-from lorafusion_serve.api.jobs import send_adapter
-from lorafusion_serve.api.problems import ApiError, not_found
+from lorafusion_serve.api.jobs import Tar, send_adapter
+from lorafusion_serve.api.problems import BESIDE_FILES, ApiError, not_found
 from lorafusion_serve.states import ON_WORKER
 from lorafusion_serve.store import tables as t
 from lorafusion_serve.store.keys import SCOPES, USER, Owner, add_key, find_owner, list_keys, revoke_key
@@ -81,7 +81,7 @@ def adapters(service: ServiceOf, owner: AdaptersRead) -> dict[str, Any]:
         return {"items": [{k: v for k, v in row.items() if k != "path"} for row in rows]}
 
 
-@router.get("/adapters/{adapter}", tags=["adapters"])
+@router.get("/adapters/{adapter}", tags=["adapters"], response_class=Tar, responses=BESIDE_FILES)
 def adapter(adapter: Name, request: Request, service: ServiceOf, owner: AdaptersRead) -> Response:
     """One adapter: a tar of its PEFT folder."""
     return send_adapter(_find_adapter(service, adapter, owner), request)

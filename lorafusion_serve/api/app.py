@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import re
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,8 @@ from lorafusion_serve.api import admin, datasets, jobs, mlora, problems, streams
 from lorafusion_serve.api.access import Service
 
 LARGEST_BODY = 1 << 20  # but for data sets
-DEEPEST = 32
+BODY_S = 30  # for it to arrive
+DEEPEST, BRACKETS = 32, re.compile(rb"[\[\]{}]")
 PAGE = Path(__file__).parents[1] / "page"
 FILES = {"/": "index.html", "/app.js": "app.js", "/charts.js": "charts.js", "/style.css": "style.css"}
 LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
@@ -43,8 +46,9 @@ def make_app(service: Service | None = None, *, names: Sequence[str] = LOCAL_NAM
     )
     app.state.service = service
     problems.install(app)
-    for router in (jobs.router, datasets.router, streams.router, admin.router, admin.open_router):
-        app.include_router(router)
+    for router in (jobs.router, datasets.router, streams.router, admin.router):
+        app.include_router(router, responses=problems.ANSWERS)
+    app.include_router(admin.open_router, responses={status: problems.ANSWERS[status] for status in (403, 503)})
     uploads = {"/v1/datasets"}
     if service is not None and service.settings.mlora_compat:
         app.include_router(mlora.router)
@@ -85,7 +89,12 @@ class Guard:
             return
         is_upload = scope["path"].rstrip("/") in self._uploads
         if not is_upload and scope["method"] in ("POST", "PUT", "PATCH", "DELETE"):
-            body = await _read(receive, headers.get(b"content-length", b""))
+            try:
+                async with asyncio.timeout(BODY_S):
+                    body = await _read(receive, headers.get(b"content-length", b""))
+            except TimeoutError:
+                await _refuse(408, "api.slow", f"a body takes at most {BODY_S} s.")(scope, receive, send)
+                return
             if body is None:
                 await _refuse(413, "api.too-large", f"a body has at most {LARGEST_BODY} bytes.")(scope, receive, send)
                 return
@@ -109,16 +118,16 @@ async def _read(receive: Receive, length: bytes) -> bytes | None:
     """Returns the body; None if it is too large."""
     if length.isdigit() and int(length) > LARGEST_BODY:
         return None
-    parts: list[bytes] = []
+    body = bytearray()
     while True:
         message = await receive()
         if message["type"] != "http.request":
-            return b"".join(parts)
-        parts.append(message.get("body", b""))
-        if sum(map(len, parts)) > LARGEST_BODY:
+            return bytes(body)
+        body += message.get("body", b"")
+        if len(body) > LARGEST_BODY:
             return None
         if not message.get("more_body"):
-            return b"".join(parts)
+            return bytes(body)
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
@@ -135,14 +144,15 @@ def _replay(body: bytes, receive: Receive) -> Receive:
 
 
 def _depth(body: bytes) -> int:
-    """Returns how deep brackets are nested; those in texts count, too, which no honest request notices."""
+    """Returns how deep brackets are nested, if that can be too deep; those in texts count, too."""
+    if body.count(b"[") + body.count(b"{") <= DEEPEST:
+        return 0
     deepest = depth = 0
-    for byte in body:
-        if byte in b"[{":
-            depth += 1
-            deepest = max(deepest, depth)
-        elif byte in b"]}":
-            depth -= 1
+    for bracket in BRACKETS.finditer(body):
+        depth += 1 if bracket[0] in (b"[", b"{") else -1
+        deepest = max(deepest, depth)
+        if deepest > DEEPEST:
+            break
     return deepest
 
 

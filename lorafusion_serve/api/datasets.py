@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import os
 import secrets
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,6 +29,7 @@ from lorafusion_serve.store.keys import Owner
 router = APIRouter(prefix="/v1", tags=["data"])
 FORMATS = ("jsonl", "json", "csv", "parquet")
 Dataset = Annotated[str, Field(max_length=80)]
+SILENT_S, SLOWEST = 60, 1024  # seconds without a byte, and bytes a second after the first minute
 NAME = r"^[a-z0-9][a-z0-9._-]{0,62}$"
 
 
@@ -140,8 +142,9 @@ async def _receive(request: Request, file: Path, most: int) -> tuple[str, int]:
     """Writes the body to a file part by part, durably. Returns its digest and size."""
     sha, size = hashlib.sha256(), 0
     try:
+        parts, began = aiter(request.stream()), time.monotonic()
         with file.open("wb") as stream:
-            async for part in request.stream():
+            while part := await _next_part(parts, size, began):
                 size += len(part)
                 if size > most:
                     raise _too_large(most)
@@ -152,6 +155,26 @@ async def _receive(request: Request, file: Path, most: int) -> tuple[str, int]:
     except ClientDisconnect:
         raise ApiError(400, "data.incomplete", "the upload was broken off.") from None
     return sha.hexdigest(), size
+
+
+async def _next_part(parts: AsyncIterator[bytes], size: int, began: float) -> bytes:
+    """Returns the next part of a body; empty at its end.
+
+    Raises:
+        ApiError: 408, `data.slow`: the client holds a connection and sends next to nothing.
+    """
+    try:
+        async with asyncio.timeout(SILENT_S):
+            part = b""
+            while not part:
+                part = await anext(parts)
+    except StopAsyncIteration:
+        return b""
+    except TimeoutError:
+        raise ApiError(408, "data.slow", f"nothing came for {SILENT_S} s.", fix="upload it again") from None
+    if size < SLOWEST * (time.monotonic() - began - SILENT_S):
+        raise ApiError(408, "data.slow", f"an upload has at least {SLOWEST} bytes a second.", fix="upload it again")
+    return part
 
 
 def keep(service: Service, owner: Owner, draft: Path, name: str, sha: str, size: int) -> Response:

@@ -19,7 +19,7 @@ from sqlalchemy import select
 
 from lorafusion_jax.config.references import BASE, START
 from lorafusion_serve.api.access import AdaptersRead, IdempotencyKey, JobsRead, JobsWrite, Service, ServiceOf, once
-from lorafusion_serve.api.problems import ApiError, not_found, problems_answer
+from lorafusion_serve.api.problems import BESIDE_FILES, ApiError, not_found, problems_answer
 from lorafusion_serve.control.check import describe
 from lorafusion_serve.control.spec import JobSpec, examine
 from lorafusion_serve.states import LIVE, STATES
@@ -29,6 +29,12 @@ from lorafusion_serve.store.keys import Owner
 
 router = APIRouter(prefix="/v1", tags=["jobs"])
 Name = Annotated[str, Field(max_length=64)]
+
+
+class Tar(StreamingResponse):
+    """A tar of a PEFT folder."""
+
+    media_type = "application/x-tar"
 
 
 class Change(BaseModel):
@@ -99,16 +105,25 @@ def change_job(job: Name, change: Change, service: ServiceOf, owner: JobsWrite) 
         return show(service.jobs.get(connection, job))
 
 
-@router.post("/jobs/{job}/{action}", status_code=202)
-def ask(
-    job: Name,
-    action: Literal["cancel", "pause", "continue"],
-    service: ServiceOf,
-    owner: JobsWrite,
-    idempotency_key: IdempotencyKey = None,
-) -> Response:
-    """Cancels, pauses or continues a job. Asking again changes nothing."""
+@router.post("/jobs/{job}/cancel", status_code=202)
+def cancel(job: Name, service: ServiceOf, owner: JobsWrite, idempotency_key: IdempotencyKey = None) -> Response:
+    """Cancels a job. Asking again changes nothing."""
+    return _ask(service, owner, job, "cancel", idempotency_key)
 
+
+@router.post("/jobs/{job}/pause", status_code=202)
+def pause(job: Name, service: ServiceOf, owner: JobsWrite, idempotency_key: IdempotencyKey = None) -> Response:
+    """Pauses a job: its place is free, its state on the disk. Asking again changes nothing."""
+    return _ask(service, owner, job, "pause", idempotency_key)
+
+
+@router.post("/jobs/{job}/continue", status_code=202)
+def resume(job: Name, service: ServiceOf, owner: JobsWrite, idempotency_key: IdempotencyKey = None) -> Response:
+    """Continues a paused job. Asking again changes nothing."""
+    return _ask(service, owner, job, "continue", idempotency_key)
+
+
+def _ask(service: Service, owner: Owner, job: str, action: str, idempotency_key: str | None) -> Response:
     def act(connection: Any) -> tuple[int, Any]:
         _find(service, connection, job, owner)
         return 202, show(service.jobs.ask(connection, job, action, actor=owner.name))
@@ -143,7 +158,7 @@ def metrics(
         return {"items": _finite(service.jobs.metrics(connection, job, from_step, every))}
 
 
-@router.get("/jobs/{job}/log", response_class=PlainTextResponse)
+@router.get("/jobs/{job}/log", response_class=PlainTextResponse, responses=BESIDE_FILES)
 def log(
     job: Name, service: ServiceOf, owner: JobsRead, tail: Annotated[int, Query(ge=1, le=10000)] = 200
 ) -> PlainTextResponse:
@@ -169,7 +184,7 @@ def timeline(job: Name, service: ServiceOf, owner: JobsRead) -> dict[str, Any]:
         return {"placements": places, "transitions": service.jobs.transitions(connection, job)}
 
 
-@router.get("/jobs/{job}/adapter")
+@router.get("/jobs/{job}/adapter", response_class=Tar, responses=BESIDE_FILES)
 def adapter(job: Name, request: Request, service: ServiceOf, owner: AdaptersRead) -> Response:
     """The trained adapter: a tar of its PEFT folder with digests."""
     with service.db.read() as connection:
@@ -186,7 +201,7 @@ def send_adapter(row: dict[str, Any], request: Request) -> Response:
     if request.headers.get("if-none-match") == tag:
         return Response(status_code=304, headers={"ETag": tag})
     headers = {"ETag": tag, "Content-Disposition": f'attachment; filename="{row["job"]}-step-{row["step"]}.tar"'}
-    return StreamingResponse(_tar(Path(row["path"])), media_type="application/x-tar", headers=headers)
+    return Tar(_tar(Path(row["path"])), headers=headers)
 
 
 def show(job: Job) -> dict[str, Any]:

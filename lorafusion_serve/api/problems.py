@@ -7,7 +7,9 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
+from starlette.routing import Match, Route
 
 from lorafusion_jax.errors import LoraFusionError
 from lorafusion_serve.control.spec import NOT_SERVED, RUN
@@ -15,6 +17,46 @@ from lorafusion_serve.states import StateError
 from lorafusion_serve.store.database import StoreError
 
 KEYS = ("code", "what", "where", "why", "fix")
+
+
+class Problem(BaseModel):
+    """One mistake: a stable code, what is wrong and where, why, and what to do."""
+
+    code: str
+    what: str
+    where: str = ""
+    why: str = ""
+    fix: str = ""
+
+
+class Problems(BaseModel):
+    """An answer that is no success; `problems` has every mistake of a job or of values."""
+
+    error: Problem
+    problems: list[Problem] | None = None
+
+
+MEANINGS = {
+    400: "the request cannot be read",
+    401: "no valid key",
+    403: "the key lacks a scope, or another page writes with a cookie",
+    404: "there is no such thing, or it belongs to somebody else",
+    409: "its state does not allow it",
+    413: "the body is too large",
+    422: "wrong values: every problem is named",
+    429: "too many requests, streams or live jobs; see Retry-After",
+    503: "the database is busy; see Retry-After",
+    507: "the disk is full",
+}
+ANSWERS: dict[int | str, dict[str, Any]] = {
+    status: {"model": Problems, "description": meaning} for status, meaning in MEANINGS.items()
+}
+
+_SCHEMA = {"$ref": f"#/components/schemas/{Problems.__name__}"}
+BESIDE_FILES: dict[int | str, dict[str, Any]] = {  # of routes whose good answer is not JSON
+    status: {"description": meaning, "content": {"application/json": {"schema": _SCHEMA}}}
+    for status, meaning in MEANINGS.items()
+}
 
 
 class ApiError(Exception):
@@ -56,12 +98,13 @@ def install(app: FastAPI) -> None:
         return problems_answer([_of_pydantic(dict(detail)) for detail in problem.errors()])
 
     @app.exception_handler(HTTPException)
-    async def _http(_: Request, problem: HTTPException) -> JSONResponse:
+    async def _http(request: Request, problem: HTTPException) -> JSONResponse:
+        headers = dict(problem.headers or {}) | ({"Allow": _methods(request)} if problem.status_code == 405 else {})
         what = {404: "there is no such path.", 405: "the path does not take this method."}
         return _answer(
             problem.status_code,
             {"code": f"api.http-{problem.status_code}", "what": what.get(problem.status_code, str(problem.detail))},
-            dict(problem.headers or {}),
+            headers,
         )
 
     @app.exception_handler(Exception)
@@ -78,6 +121,13 @@ def problems_answer(problems: list[dict[str, str]]) -> JSONResponse:
 
 def _answer(status: int, error: dict[str, str], headers: dict[str, str] | None = None) -> JSONResponse:
     return JSONResponse({"error": dict.fromkeys(KEYS, "") | error}, status, headers)
+
+
+def _methods(request: Request) -> str:
+    """The methods of a path. Each of its routes knows its own only."""
+    routes = [route for route in request.app.routes if isinstance(route, Route)]
+    matching = [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]
+    return ", ".join(sorted({method for route in matching for method in route.methods or ()}))
 
 
 def _describe(problem: LoraFusionError) -> dict[str, str]:

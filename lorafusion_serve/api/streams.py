@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 from collections.abc import AsyncIterator
@@ -14,14 +13,14 @@ from pydantic import Field
 from sqlalchemy import select
 from starlette.concurrency import run_in_threadpool
 
-from lorafusion_serve.api.access import MOST_STREAMS, JobsRead, Service, ServiceOf
+from lorafusion_serve.api.access import MOST_OF_ALL, MOST_STREAMS, JobsRead, Service, ServiceOf
 from lorafusion_serve.api.problems import ApiError, not_found
 from lorafusion_serve.states import ENDED
 from lorafusion_serve.store import tables as t
 from lorafusion_serve.store.keys import Owner
 
 router = APIRouter(prefix="/v1", tags=["events"])
-LOOK_S, COMMENT_S = 0.1, 15.0
+COMMENT_S = 15.0
 AT_ONCE = 500
 LastEvent = Annotated[str | None, Header(max_length=20)]
 After = Annotated[int | None, Query(ge=0, le=2**53, description="as Last-Event-ID")]
@@ -55,8 +54,10 @@ def _answer(
 ) -> StreamingResponse:
     start = int(last_event_id) if last_event_id and last_event_id.isdigit() else after
     name = owner.key or owner.name
-    if service.streams.get(name, 0) >= MOST_STREAMS:
-        raise ApiError(429, "api.streams", f"a key has at most {MOST_STREAMS} streams.", headers={"Retry-After": "15"})
+    for count, most in ((service.streams.get(name, 0), MOST_STREAMS), (sum(service.streams.values()), MOST_OF_ALL)):
+        if count >= most:
+            what = f"a key has at most {MOST_STREAMS} streams, and all together {MOST_OF_ALL}."
+            raise ApiError(429, "api.streams", what, headers={"Retry-After": "15"})
     first = service.db.last_event if start is None else start
     return StreamingResponse(
         _stream(service, owner, job, first, name),
@@ -67,26 +68,27 @@ def _answer(
 
 async def _stream(service: Service, owner: Owner, job: str | None, seq: int, name: str) -> AsyncIterator[str]:
     service.streams[name] = service.streams.get(name, 0) + 1
-    silent_s, seen = 0.0, -1
+    news, scope = service.news, job or owner.sees
     try:
         yield ": connected\n\n"
+        more = True  # there may be events that it has not read
         while True:
-            newest = service.db.last_event
-            if newest != seen:
+            seen = news.at
+            if more or news.newest(scope) > seq:
                 rows = await run_in_threadpool(_events, service, owner, job, seq)
-                seen = newest if len(rows) < AT_ONCE else -1
                 for row in rows:
-                    seq, silent_s = row["seq"], 0.0
+                    seq = row["seq"]
                     yield _text(row)
-                if job is not None and len(rows) < AT_ONCE and await run_in_threadpool(_has_ended, service, job):
+                more = len(rows) == AT_ONCE
+                if job is not None and not more and await run_in_threadpool(_has_ended, service, job):
                     return
-            if silent_s >= COMMENT_S:
-                silent_s = 0.0
+                seq = seq if more else max(seq, seen)
+            if not more and not await news.changed(seen, COMMENT_S):
                 yield ": still here\n\n"
-            await asyncio.sleep(LOOK_S)
-            silent_s += LOOK_S
     finally:
         service.streams[name] -= 1
+        if not service.streams[name]:
+            del service.streams[name]
 
 
 def _events(service: Service, owner: Owner, job: str | None, seq: int) -> list[dict[str, Any]]:

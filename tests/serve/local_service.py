@@ -12,6 +12,7 @@ import uvicorn
 
 from lorafusion_serve.api.access import Service
 from lorafusion_serve.api.app import make_app
+from lorafusion_serve.api.connections import server_config
 from lorafusion_serve.client import Client
 from lorafusion_serve.control.controller import Controller
 from lorafusion_serve.server import open_database
@@ -35,9 +36,14 @@ class Running:
 
 
 def start_service(
-    home: Path, base: Path, *, owners: tuple[str, ...] = ("ana", "ben"), **more: Any
-) -> tuple[Running, Callable[[], None]]:
-    """Starts a service. Returns it, and what ends it."""
+    home: Path, base: Path, *, owners: tuple[str, ...] = ("ana", "ben"),
+    wrap: Callable[[Any], Any] = lambda app: app, **more: Any,
+) -> tuple[Running, Callable[[], None]]:  # fmt: skip
+    """Starts a service. Returns it, and what ends it.
+
+    Args:
+        wrap: (application) → what is served.
+    """
     batch = {"capacity_tokens": 128, "tile_tokens": 16}
     settings = Settings(home=home, bases={"tiny": base}, places={4: 2, 8: 1}, batch=batch, **more)
     db = open_database(settings)
@@ -49,7 +55,7 @@ def start_service(
     controller = Controller(settings, db, with_worker=False)
     controller.start()
     service = Service(settings, db, controller)
-    config = uvicorn.Config(make_app(service), port=0, log_level="error", timeout_graceful_shutdown=1)
+    config = server_config(wrap(make_app(service)), timeout_graceful_shutdown=1)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()

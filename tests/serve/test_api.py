@@ -270,6 +270,16 @@ def test_hosts_bodies_and_writes_of_other_pages_are_refused(running):
     assert raw(running.url, "POST", "/v1/jobs/x/cancel", b"", **foreign)[0] == 403
 
 
+def test_a_path_names_all_its_methods(running):
+    connection = http.client.HTTPConnection(running.url.removeprefix("http://"), timeout=20)
+    for path, methods in (("/v1/jobs", "GET, POST"), ("/v1/jobs/x", "DELETE, GET, PATCH"), ("/v1/jobs/x/log", "GET")):
+        connection.request("OPTIONS", path)
+        answer = connection.getresponse()
+        answer.read()
+        assert (answer.status, answer.headers["Allow"]) == (405, methods)
+    connection.close()
+
+
 @pytest.mark.parametrize("path", ["/../../etc/passwd", "/v1/jobs/..%2f..%2fservice.db", "/v1/datasets/%2e%2e", "//etc"])
 def test_paths_reach_no_file(running, path):
     status, answer = raw(running.url, "GET", path, x_api_key=running.keys["ana"])
@@ -302,10 +312,16 @@ def test_the_description_names_every_path_and_its_errors():
     paths = describe()["paths"]
     wanted = {
         "/v1/datasets", "/v1/datasets/{dataset}", "/v1/datasets/{dataset}/preview", "/v1/bases", "/v1/jobs",
-        "/v1/jobs/{job}", "/v1/jobs/{job}/{action}", "/v1/jobs/{job}/metrics", "/v1/jobs/{job}/events", "/v1/events",
+        "/v1/jobs/{job}", "/v1/jobs/{job}/cancel", "/v1/jobs/{job}/pause",
+        "/v1/jobs/{job}/continue", "/v1/jobs/{job}/metrics", "/v1/jobs/{job}/events", "/v1/events",
         "/v1/jobs/{job}/log", "/v1/jobs/{job}/timeline", "/v1/jobs/{job}/adapter", "/v1/adapters",
         "/v1/adapters/{adapter}", "/v1/cluster", "/v1/decisions", "/v1/workers/{worker}/{action}", "/v1/me", "/v1/keys",
         "/v1/keys/{key}", "/healthz", "/readyz", "/metrics",
     }  # fmt: skip
     assert set(paths) == wanted
+    for path, methods in paths.items():
+        answers = {status for operation in methods.values() for status in operation["responses"]}
+        assert answers >= ({"401", "403", "404", "409", "422", "429", "503"} if path.startswith("/v1") else {"200"}), (
+            path
+        )
     assert all(operation["description"] for methods in paths.values() for operation in methods.values())

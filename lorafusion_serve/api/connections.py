@@ -1,0 +1,93 @@
+"""How connections are served: limits of their number and of the time that a client may take."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+from typing import Any
+
+import h11
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+HEAD_S = 15  # for the head of a request
+MOST, FILES = 4096, 8192  # connections, and files that may be open
+LARGEST_HEAD = 64 << 10
+REST, REST_S = 4 << 20, 5  # bytes and seconds of a refused body that are still read, so that the client sees the answer
+
+
+def server_config(app: Any, *, host: str = "127.0.0.1", port: int = 0, **more: Any) -> uvicorn.Config:
+    """Settings of the HTTP server."""
+    return uvicorn.Config(
+        app,
+        host=host,
+        port=port,
+        http=PatientProtocol,
+        log_level=logging.WARNING,
+        access_log=False,
+        timeout_keep_alive=15,
+        limit_concurrency=MOST,
+        h11_max_incomplete_event_size=LARGEST_HEAD,
+        server_header=False,
+        **more,
+    )
+
+
+def allow_files() -> None:
+    """Raises the number of files that this process may open to what so many connections take, if it is allowed to."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+class PatientProtocol(H11Protocol):
+    """Closes connections whose head does not arrive in time, or whose body goes on after the answer.
+
+    uvicorn itself waits forever for a first request and the rest of a head, and reads a refused body to its end.
+    """
+
+    _late: asyncio.TimerHandle | None = None  # closes the connection
+    _rest = 0  # bytes of the body after the answer
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._look()
+
+    def data_received(self, data: bytes) -> None:
+        if self._answered_early():
+            self._rest += len(data)
+            if self._rest > REST:
+                self.transport.close()
+                return
+        super().data_received(data)
+        self._look()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._answered_early():
+            self._rest = 0
+            self._close_after(REST_S)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop()
+        super().connection_lost(exc)
+
+    def _answered_early(self) -> bool:
+        return self.conn.their_state is h11.SEND_BODY and self.conn.our_state is h11.DONE
+
+    def _look(self) -> None:
+        if self.conn.their_state is h11.IDLE:
+            self._close_after(HEAD_S)
+        elif not self._answered_early():
+            self._stop()
+
+    def _close_after(self, seconds: float) -> None:
+        if self._late is None:
+            self._late = self.loop.call_later(seconds, self.transport.close)
+
+    def _stop(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None

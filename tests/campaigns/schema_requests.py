@@ -1,0 +1,98 @@
+"""schemathesis against a service without a worker: requests from its OpenAPI description, one by one and in sequences.
+
+    pip install schemathesis    # in any environment
+    PYTHONPATH=tests:tests/serve python -m campaigns.schema_requests --program schemathesis \\
+        --out benchmarks/results/schemathesis_cpu_DATE --examples 40
+
+The number of requests is bounded by the examples of each operation. Two users and an administrator send them. A row of
+each: requests and answers by status, as the server counted them. A defect is printed with a request that shows it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+CHECKS = (
+    "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance,"
+    "negative_data_rejection,unsupported_method,use_after_free,ignored_auth"
+)
+
+
+class Counting:
+    """Counts answers by status."""
+
+    def __init__(self, app: ASGIApp, statuses: Counter[int]):
+        self._app, self._statuses = app, statuses
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._statuses[message["status"]] += 1
+            await send(message)
+
+        await self._app(scope, receive, counted)
+
+
+def attack(running: Any, owner: str, program: str, *, examples: int, seed: int, checks: str = CHECKS) -> int:
+    """Runs schemathesis with the key of an owner. Returns its exit code.
+
+    Args:
+        running: a `Running` service.
+    """
+    command = [program, "run", f"{running.url}/openapi.json", "-H", f"X-API-Key: {running.keys[owner]}"]
+    command += ["--phases", "examples,coverage,fuzzing,stateful", "--max-examples", str(examples), "--seed", str(seed)]
+    command += ["--checks", checks, "--exclude-path-regex", "events$|^/readyz$", "--suppress-health-check", "all"]
+    command += ["--continue-on-failure", "--no-shrink", "--warnings", "off", "--request-timeout", "60"]
+    return subprocess.run(command, check=False).returncode
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--program", default="schemathesis", help="its command")
+    parser.add_argument("--examples", type=int, default=40, help="of each operation, by each user")
+    parser.add_argument("--users", nargs="+", default=["ana", "ben", "admin"])
+    parser.add_argument("--checks", default=CHECKS)
+    options = parser.parse_args()
+    from campaigns.hostile_requests import files
+    from campaigns.tiny_run import write_base
+    from local_service import start_service
+
+    from benchmarks.csv_rows import append_row
+
+    options.out.mkdir(parents=True, exist_ok=True)
+    failed = 0
+    for seed, owner in enumerate(options.users):
+        statuses: Counter[int] = Counter()
+        with tempfile.TemporaryDirectory(prefix="schema-") as folder:
+            home = Path(folder) / "home"
+            running, end = start_service(
+                home, write_base(Path(folder) / "base"), wrap=lambda app, counts=statuses: Counting(app, counts)
+            )
+            running.service.limits.take = lambda key: True  # the limit has a test of its own
+            before = files(Path(folder)) - files(home)
+            try:
+                code = attack(
+                    running, owner, options.program, examples=options.examples, seed=seed, checks=options.checks
+                )
+            finally:
+                end()
+            assert files(Path(folder)) - files(home) == before
+        failed += bool(code) or any(status >= 500 and status != 503 for status in statuses)
+        row = {"user": owner, "requests": statuses.total()}
+        row["statuses"] = " ".join(f"{status}:{count}" for status, count in sorted(statuses.items()))
+        append_row(options.out / "schemathesis.csv", row)
+        print(row, flush=True)
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
