@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import typer
 
-from lorafusion_serve.cli import jobs, keys, serve
+from lorafusion_serve.cli import backup, jobs, keys, serve
 
 
 def add_to(app: typer.Typer) -> None:
     """Adds the commands."""
     app.command("serve")(serve.command)
+    app.command("backup")(backup.command)
     app.add_typer(jobs.app, name="jobs")
     app.add_typer(keys.app, name="keys")

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from lorafusion_jax.errors import ConfigError
 from lorafusion_jax.report.console import out, plain_table
+
+if TYPE_CHECKING:
+    from lorafusion_serve.store.database import Database
 
 app = typer.Typer(no_args_is_help=True, help="Keys of a service, by its home.")
 Home = Annotated[Path, typer.Option(help="home of the service")]
@@ -30,7 +33,7 @@ def add(
     """
     from lorafusion_serve.store.keys import SCOPES, USER, add_key
 
-    db = _open(home, new=True)
+    db = open_home(home, new=True)
     with db.write() as connection:
         _, key = add_key(connection, owner, SCOPES if admin else tuple(scope or USER), days=days)
     db.close()
@@ -45,7 +48,7 @@ def list_all(home: Home = HOME) -> None:
     """
     from lorafusion_serve.store.keys import list_keys
 
-    db = _open(home)
+    db = open_home(home)
     table = plain_table(("key", "owner", "scopes", "created", "state"), ())
     with db.read() as connection:
         for row in list_keys(connection):
@@ -68,7 +71,7 @@ def revoke(
     """
     from lorafusion_serve.store.keys import revoke_key
 
-    db = _open(home)
+    db = open_home(home)
     with db.write() as connection:
         known = revoke_key(connection, key)
     db.close()
@@ -77,7 +80,15 @@ def revoke(
     print(f"{key} revoked")
 
 
-def _open(home: Path, *, new: bool = False) -> Any:
+def open_home(home: Path, *, new: bool = False) -> Database:
+    """Opens the database of a home.
+
+    Args:
+        new: make it if it is not there.
+
+    Raises:
+        ConfigError: `keys.home`.
+    """
     from lorafusion_serve.server import open_database
     from lorafusion_serve.settings import Settings
 

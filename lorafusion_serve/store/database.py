@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 import threading
 import time
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from sqlalchemy import Connection, create_engine, event, func, select
 from sqlalchemy.exc import DatabaseError, OperationalError
 
 from lorafusion_jax.errors import LoraFusionError, RunError
+from lorafusion_jax.files import PART, sync
 from lorafusion_serve.store import tables as t
 
 BUSY_S = 5
@@ -82,6 +84,27 @@ class Database:
     def add_event(self, connection: Connection, kind: str, owner: str, job: str | None, data: dict[str, Any]) -> None:
         row = {"kind": kind, "owner": owner, "job": job, "at": time.time(), "data": data}
         connection.execute(t.events.insert().values(row))
+
+    def copy(self, file: Path) -> None:
+        """Writes a whole and consistent copy, while others read and write.
+
+        Raises:
+            StoreError: `store.no-space`, `store.failed`; an older copy of this name stays.
+        """
+        file.parent.mkdir(parents=True, exist_ok=True)
+        part = file.with_name(f".{file.name}{PART}")
+        part.unlink(missing_ok=True)
+        try:
+            part.touch(mode=0o600)
+            with _reporting(), self._engine.connect() as connection:
+                connection.connection.driver_connection.execute("VACUUM INTO ?", (str(part),))
+            sync(part)
+            part.replace(file)
+        except sqlite3.Error as problem:
+            raise StoreError("store.failed", f"{file} cannot be written.", why=str(problem)) from None
+        finally:
+            part.unlink(missing_ok=True)
+        sync(file.parent)
 
     def close(self) -> None:
         self._engine.dispose()
