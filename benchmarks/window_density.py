@@ -2,9 +2,9 @@
 
     python -m benchmarks.window_density --out benchmarks/results/window_density_DATE    # a minute on a CPU
 
-Jobs have log-normal lengths like those of `place_starts.py` and `live.py`. Each row is a mix of batch sizes over several
-draws: mean and standard error of the density of six windows of 48 slots, and of an offline plan of the rows that they
-ran; the least quotient of both; processor seconds of a window. Everything but the seconds is counted.
+Jobs have log-normal lengths like those of `place_starts.py` and `live.py`. Each row is a mix of batch sizes over
+several draws: mean and standard error of the density of six windows of 48 slots, and of an offline plan of the rows
+that they ran; the least quotient of both; processor seconds of a window. All but the seconds is counted.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def draw_densities(mix: tuple[int, ...], stages: int, seed: int) -> tuple[float,
         AdapterJob(cursor.job.name, rows[: max(1, cursor.batch) * size], size)
         for cursor, rows, size in zip(cursors, lengths, mix, strict=True)
     ]
-    offline = make_plan(ran, capacity_tokens=CAPACITY, num_stages=stages, tile_tokens=TILE, search_evaluations=2000)
+    offline = make_plan(ran, capacity_tokens=CAPACITY, num_stages=stages, tile_tokens=TILE)
     return tokens / slots / CAPACITY, offline.density, seconds
 
 

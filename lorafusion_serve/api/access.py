@@ -80,7 +80,9 @@ def owner_of(request: Request, service: ServiceOf) -> Owner:
     if request.method not in ("GET", "HEAD"):
         _check_origin(request, by_cookie)
     if not service.limits.take(owner.key or owner.name):
-        raise ApiError(429, "api.rate", f"more than {RATE:g} requests a second.", headers={"Retry-After": "1"})
+        raise ApiError(
+            429, "api.rate", f"more than {RATE:g} requests a second.", fix="wait a second", headers={"Retry-After": "1"}
+        )
     return owner
 
 
@@ -103,7 +105,8 @@ def _check_origin(request: Request, by_cookie: bool) -> None:
     origin = request.headers.get("origin")
     foreign = origin is not None and urlsplit(origin).netloc != request.headers.get("host")
     if foreign or (by_cookie and "x-requested-with" not in request.headers):
-        raise ApiError(403, "api.csrf", "a write with a cookie needs the header X-Requested-With, from this page.")
+        what = "a write with a cookie needs the header X-Requested-With, from this page."
+        raise ApiError(403, "api.csrf", what, fix="send a key instead of the cookie: Authorization: Bearer tml-lf_…")
 
 
 def needs(scope: str) -> Callable[..., Owner]:
@@ -115,7 +118,8 @@ def needs(scope: str) -> Callable[..., Owner]:
 
     def allowed(owner: Annotated[Owner, Depends(owner_of)]) -> Owner:
         if scope not in owner.scopes and "admin" not in owner.scopes:
-            raise ApiError(403, "api.scope", f"the key lacks the scope {scope}.")
+            fix = f"a key with it: lorafusion keys add {owner.name} --scope {scope}"
+            raise ApiError(403, "api.scope", f"the key lacks the scope {scope}.", fix=fix)
         return owner
 
     return allowed
@@ -152,7 +156,8 @@ def once(
             row = connection.execute(select(t.idempotency).where(*where)).mappings().one_or_none()
             if row is not None:
                 if (row["route"], row["body_sha"]) != (route, sha):
-                    raise ApiError(409, "api.idempotency", "this Idempotency-Key was used for another request.")
+                    what = "this Idempotency-Key was used for another request."
+                    raise ApiError(409, "api.idempotency", what, fix="a new key for each request")
                 return _response(row["status"], row["response"])
         status, answer = act(connection)
         if key is not None:

@@ -97,7 +97,8 @@ def delete_adapter(
     def act(connection: Any) -> tuple[int, Any]:
         row = _find_adapter(service, adapter, owner)
         if live := service.jobs.using(connection, adapter):
-            raise ApiError(409, "adapter.in-use", f"{len(live)} live jobs use the adapter.", where=live[0])
+            what, fix = f"{len(live)} live jobs use the adapter.", "cancel them, or wait for their end"
+            raise ApiError(409, "adapter.in-use", what, where=live[0], fix=fix)
         deleted.append(row["job"])
         connection.execute(t.artifacts.delete().where(t.artifacts.c.id == adapter))
         return 204, None
@@ -211,7 +212,7 @@ def login(given: Login, service: ServiceOf) -> Response:
     with service.db.read() as connection:
         owner = find_owner(connection, given.key)
     if owner is None:
-        raise ApiError(401, "api.key", "the key is not valid.")
+        raise ApiError(401, "api.key", "the key is not valid.", fix="lorafusion keys add makes one")
     answer = JSONResponse({"owner": owner.name})
     answer.set_cookie(COOKIE, given.key, max_age=HALF_DAY, httponly=True, samesite="strict", path="/")
     return answer
@@ -244,7 +245,7 @@ def readyz(service: ServiceOf) -> Response:
 def prometheus(request: Request, service: ServiceOf) -> Response:
     """Metrics for Prometheus; for this machine only."""
     if request.client is None or request.client.host not in ("127.0.0.1", "::1"):
-        raise ApiError(403, "api.local", "metrics are for this machine only.")
+        raise ApiError(403, "api.local", "metrics are for this machine only.", fix="ask at 127.0.0.1")
     return Response(_metrics(service), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 

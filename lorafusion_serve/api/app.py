@@ -89,17 +89,9 @@ class Guard:
             return
         is_upload = scope["path"].rstrip("/") in self._uploads
         if not is_upload and scope["method"] in ("POST", "PUT", "PATCH", "DELETE"):
-            try:
-                async with asyncio.timeout(BODY_S):
-                    body = await _read(receive, headers.get(b"content-length", b""))
-            except TimeoutError:
-                await _refuse(408, "api.slow", f"a body takes at most {BODY_S} s.")(scope, receive, send)
-                return
-            if body is None:
-                await _refuse(413, "api.too-large", f"a body has at most {LARGEST_BODY} bytes.")(scope, receive, send)
-                return
-            if _depth(body) > DEEPEST:
-                await _refuse(422, "api.depth", f"a body is nested at most {DEEPEST} deep.")(scope, receive, send)
+            body = await _checked_body(receive, headers.get(b"content-length", b""))
+            if isinstance(body, JSONResponse):
+                await body(scope, receive, send)
                 return
             receive = _replay(body, receive)
         await self._app(scope, receive, _with_headers(send))
@@ -110,8 +102,22 @@ def _without_port(host: str) -> str:
     return name if colon and port.isdigit() else host
 
 
-def _refuse(status: int, code: str, what: str, fix: str = "") -> JSONResponse:
+def _refuse(status: int, code: str, what: str, fix: str) -> JSONResponse:
     return JSONResponse({"error": {"code": code, "what": what, "where": "", "why": "", "fix": fix}}, status)
+
+
+async def _checked_body(receive: Receive, length: bytes) -> bytes | JSONResponse:
+    """Returns the body, or why it is refused."""
+    try:
+        async with asyncio.timeout(BODY_S):
+            body = await _read(receive, length)
+    except TimeoutError:
+        return _refuse(408, "api.slow", f"a body takes at most {BODY_S} s.", "send it faster")
+    if body is None:
+        return _refuse(413, "api.too-large", f"a body has at most {LARGEST_BODY} bytes.", "data goes to /v1/datasets")
+    if _depth(body) > DEEPEST:
+        return _refuse(422, "api.depth", f"a body is nested at most {DEEPEST} deep.", "flatter values")
+    return body
 
 
 async def _read(receive: Receive, length: bytes) -> bytes | None:

@@ -98,7 +98,7 @@ def change_job(job: Name, change: Change, service: ServiceOf, owner: JobsWrite) 
     with service.db.write() as connection:
         row = _find(service, connection, job, owner)
         if row["state"] not in LIVE:
-            raise ApiError(409, "job.state", f"a job that is {row['state']} does not change.")
+            raise ApiError(409, "job.state", f"a job that is {row['state']} does not change.", fix="submit a new job")
         if values:
             service.jobs.set(connection, job, **values)
             service.db.add_event(connection, "changed", row["owner"], job, values)

@@ -62,15 +62,17 @@ BESIDE_FILES: dict[int | str, dict[str, Any]] = {  # of routes whose good answer
 class ApiError(Exception):
     """An answer that is no success."""
 
-    def __init__(self, status: int, code: str, what: str, *, headers: dict[str, str] | None = None, **more: str):
+    def __init__(
+        self, status: int, code: str, what: str, *, fix: str, headers: dict[str, str] | None = None, **more: str
+    ):
         super().__init__(what)
         self.status, self.headers = status, headers
-        self.error = dict.fromkeys(KEYS, "") | {"code": code, "what": what} | more
+        self.error = dict.fromkeys(KEYS, "") | {"code": code, "what": what, "fix": fix} | more
 
 
 def not_found(what: str) -> ApiError:
     """Also for things of other owners: nobody learns that they exist."""
-    return ApiError(404, "api.not-found", f"there is no {what}.")
+    return ApiError(404, "api.not-found", f"there is no {what}.", fix="an id of the list of yours, see /openapi.json")
 
 
 def install(app: FastAPI) -> None:
@@ -101,16 +103,15 @@ def install(app: FastAPI) -> None:
     async def _http(request: Request, problem: HTTPException) -> JSONResponse:
         headers = dict(problem.headers or {}) | ({"Allow": _methods(request)} if problem.status_code == 405 else {})
         what = {404: "there is no such path.", 405: "the path does not take this method."}
-        return _answer(
-            problem.status_code,
-            {"code": f"api.http-{problem.status_code}", "what": what.get(problem.status_code, str(problem.detail))},
-            headers,
-        )
+        error = {"what": what.get(problem.status_code, str(problem.detail)), "fix": "see /openapi.json"}
+        error |= {"code": f"api.http-{problem.status_code}", "where": f"{request.method} {request.url.path[:200]}"}
+        return _answer(problem.status_code, error, headers)
 
     @app.exception_handler(Exception)
     async def _unknown(_: Request, problem: Exception) -> JSONResponse:
         del problem  # the log has it
-        return _answer(500, {"code": "api.internal", "what": "the server has a defect; its log says more."})
+        fix = "report it with the log"
+        return _answer(500, {"code": "api.internal", "what": "the server has a defect; its log says more.", "fix": fix})
 
 
 def problems_answer(problems: list[dict[str, str]]) -> JSONResponse:
@@ -146,4 +147,5 @@ def _of_pydantic(detail: dict[str, Any]) -> dict[str, str]:
     what = {"missing": f"{where} is missing.", "extra_forbidden": f"there is no key {where}."}.get(
         kind, f"{where}: {detail['msg']}."
     )
-    return {"code": code, "what": what[:500], "where": where[:200]}
+    fix = {"missing": "add it", "extra_forbidden": "leave it out"}.get(kind, "see /openapi.json")
+    return {"code": code, "what": what[:500], "where": where[:200], "fix": fix}

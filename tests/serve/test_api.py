@@ -270,6 +270,33 @@ def test_hosts_bodies_and_writes_of_other_pages_are_refused(running):
     assert raw(running.url, "POST", "/v1/jobs/x/cancel", b"", **foreign)[0] == 403
 
 
+def test_every_refusal_says_what_to_do(running, job):
+    """Codes are stable, and each comes with what is wrong and a fix."""
+    key = {"x_api_key": running.keys["ana"], "content_type": "application/json"}
+    reader = {"x_api_key": running.keys["reader"], "content_type": "application/json"}
+    asked = [
+        ("GET", "/v1/me", None, {}, "api.key"),
+        ("GET", "/v1/nothing", None, key, "api.http-404"),
+        ("PUT", "/v1/jobs", None, key, "api.http-405"),
+        ("GET", "/v1/jobs/job-0", None, key, "api.not-found"),
+        ("GET", "/v1/jobs?limit=0", None, key, "api.value"),
+        ("POST", "/v1/jobs", b"{}", key, "api.missing"),
+        ("POST", "/v1/jobs", b"{", key, "api.json"),
+        ("POST", "/v1/jobs", json.dumps(job | {"lr": 1}).encode(), key, "api.unknown-key"),
+        ("POST", "/v1/jobs", json.dumps(job).encode(), reader, "api.scope"),
+        ("POST", "/v1/jobs", b"[" * 99, key, "api.depth"),
+        ("POST", "/v1/jobs", b" " * (2 << 20), key, "api.too-large"),
+        ("POST", "/v1/datasets?name=a.csv", b"", key, "data.empty-file"),
+        ("GET", "/v1/me", None, key | {"host": "evil.example"}, "api.host"),
+    ]
+    for method, path, body, headers, code in asked:
+        status, answer = raw(running.url, method, path, body, **headers)
+        error = json.loads(answer)["error"]
+        assert (status >= 400, error["code"]) == (True, code), answer
+        assert error["what"].endswith(".")
+        assert error["fix"], answer
+
+
 def test_a_path_names_all_its_methods(running):
     connection = http.client.HTTPConnection(running.url.removeprefix("http://"), timeout=20)
     for path, methods in (("/v1/jobs", "GET, POST"), ("/v1/jobs/x", "DELETE, GET, PATCH"), ("/v1/jobs/x/log", "GET")):
