@@ -22,6 +22,7 @@ DEEPEST, BRACKETS = 32, re.compile(rb"[\[\]{}]")
 PAGE = Path(__file__).parents[1] / "page"
 FILES = {"/": "index.html", "/app.js": "app.js", "/charts.js": "charts.js", "/style.css": "style.css"}
 LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
+ROUTERS = (jobs.router, datasets.router, streams.router, admin.router)
 SECURE = {
     "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'self'",
     "X-Content-Type-Options": "nosniff",
@@ -45,8 +46,7 @@ def make_app(service: Service | None = None, *, names: Sequence[str] = LOCAL_NAM
         redirect_slashes=False,
     )
     app.state.service = service
-    problems.install(app)
-    for router in (jobs.router, datasets.router, streams.router, admin.router):
+    for router in ROUTERS:
         app.include_router(router, responses=problems.ANSWERS)
     app.include_router(admin.open_router, responses={status: problems.ANSWERS[status] for status in (403, 503)})
     uploads = {"/v1/datasets"}
@@ -54,6 +54,8 @@ def make_app(service: Service | None = None, *, names: Sequence[str] = LOCAL_NAM
         app.include_router(mlora.router)
         app.add_exception_handler(mlora.Refused, mlora.answer_refused)
         uploads |= set(mlora.UPLOADS)
+    routers = (*ROUTERS, admin.open_router, mlora.router)
+    problems.install(app, [route for router in routers for route in router.routes])
     for path, file in FILES.items():
         app.add_api_route(path, _sender(PAGE / file), include_in_schema=False)
     app.add_middleware(Guard, names=names, uploads=uploads)

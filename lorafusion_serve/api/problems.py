@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -9,7 +10,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
-from starlette.routing import Match, Route
+from starlette.routing import BaseRoute, Match
 
 from lorafusion_jax.errors import LoraFusionError
 from lorafusion_serve.control.spec import NOT_SERVED, RUN
@@ -75,8 +76,12 @@ def not_found(what: str) -> ApiError:
     return ApiError(404, "api.not-found", f"there is no {what}.", fix="an id of the list of yours, see /openapi.json")
 
 
-def install(app: FastAPI) -> None:
-    """Answers every error in one form. Nothing of the inside reaches a client."""
+def install(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
+    """Answers every error in one form. Nothing of the inside reaches a client.
+
+    Args:
+        routes: of the application, for the methods of a path.
+    """
 
     @app.exception_handler(ApiError)
     async def _api(_: Request, problem: ApiError) -> JSONResponse:
@@ -101,7 +106,9 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def _http(request: Request, problem: HTTPException) -> JSONResponse:
-        headers = dict(problem.headers or {}) | ({"Allow": _methods(request)} if problem.status_code == 405 else {})
+        headers = dict(problem.headers or {}) | (
+            {"Allow": _methods(routes, request)} if problem.status_code == 405 else {}
+        )
         what = {404: "there is no such path.", 405: "the path does not take this method."}
         error = {"what": what.get(problem.status_code, str(problem.detail)), "fix": "see /openapi.json"}
         error |= {"code": f"api.http-{problem.status_code}", "where": f"{request.method} {request.url.path[:200]}"}
@@ -124,11 +131,10 @@ def _answer(status: int, error: dict[str, str], headers: dict[str, str] | None =
     return JSONResponse({"error": dict.fromkeys(KEYS, "") | error}, status, headers)
 
 
-def _methods(request: Request) -> str:
+def _methods(routes: Sequence[BaseRoute], request: Request) -> str:
     """The methods of a path. Each of its routes knows its own only."""
-    routes = [route for route in request.app.routes if isinstance(route, Route)]
     matching = [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]
-    return ", ".join(sorted({method for route in matching for method in route.methods or ()}))
+    return ", ".join(sorted({method for route in matching for method in getattr(route, "methods", ())}))
 
 
 def _describe(problem: LoraFusionError) -> dict[str, str]:
