@@ -16,7 +16,7 @@ from lorafusion_serve.states import STATES
 from lorafusion_serve.store import tables as t
 from lorafusion_serve.store.database import Database
 from lorafusion_serve.store.jobs import Jobs
-from scheduling.online.policies.grouped import Packing
+from scheduling.online.policies.baselines import Packing
 
 NEW_COLUMNS = {"groups": ("opens", "host"), "artifacts": ("url", "problem")}  # that version 2 did not have
 PLACED = ("accept", "place", "started")
