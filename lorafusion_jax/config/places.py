@@ -1,6 +1,7 @@
 """Places for adapters: how large the adapters in them may be. A live session has them, and a run that reserves some.
 
-A place has a kind of adapters, a largest rank and all targets. Programs are compiled for these. What differs by adapter
+A place has a kind of adapters, a largest rank and all targets; those of experts only if it is of the kind "experts",
+because they take memory for every expert. Programs are compiled for these. What differs by adapter
 (columns, rank, scale, dropout, objective) goes to the devices with every microbatch, so a place changes its adapter
 without compiling.
 """
@@ -12,12 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from lorafusion_jax.adapters.kind import Head
-from lorafusion_jax.adapters.spec import AdapterSpec
+from lorafusion_jax.adapters.spec import ALL_EXPERTS, AdapterSpec
 from lorafusion_jax.adapters.table import PLAIN, unknown_kind
 from lorafusion_jax.errors import ConfigError
 from lorafusion_jax.objective.choose import known_heads
 
 MOST_PLACES, MOST_RANK = 256, 1024
+ON_EXPERTS = ALL_EXPERTS  # kind of places
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +28,7 @@ class Places:
 
     Args:
         ranks: largest rank of each place, ascending.
-        kinds: kind of adapters of each place.
+        kinds: kind of adapters of each place, see `place_kind`.
         dropout: whether adapters may use dropout.
         heads: of objectives that every place can train.
 
@@ -82,13 +84,12 @@ class Places:
 
     def refuses(self, spec: AdapterSpec) -> str:
         """Says why no place of the session can ever hold an adapter; empty if one can."""
-        largest = max((rank for rank, kind in zip(self.ranks, self.kinds, strict=True) if kind == spec.kind), default=0)
+        wanted = place_kind(spec)
+        largest = max((rank for rank, kind in zip(self.ranks, self.kinds, strict=True) if kind == wanted), default=0)
         if not largest:
-            return f"the session has no place for kind {spec.kind}, only for {', '.join(sorted(set(self.kinds)))}"
+            return f"the session has no place for kind {wanted}, only for {', '.join(sorted(set(self.kinds)))}"
         if spec.rank > largest:
             return f"rank {spec.rank} is above the largest place, {largest}"
-        if spec.on_experts:
-            return "adapters of experts need a run of their own: the places of a session have none"
         if spec.tokens is not None:
             return "trainable tokens need a run of their own: the places of a session have no rows of the embedding"
         if self.lacks_head(spec):
@@ -100,6 +101,11 @@ class Places:
         """Whether places do not have the head of an adapter's objective."""
         needed = set() if spec.head is None else set(spec.head.by_key)
         return not needed <= {key for head in self.heads for key in head.by_key}
+
+
+def place_kind(spec: AdapterSpec) -> str:
+    """Kind of the places that can hold an adapter: its own kind, or "experts" for those that adapt experts."""
+    return ON_EXPERTS if spec.on_experts else spec.kind
 
 
 def class_name(kind: str, rank: int) -> str:
@@ -114,5 +120,6 @@ def class_name(kind: str, rank: int) -> str:
 def _parse_class(name: int | str) -> tuple[int, str] | None:
     kind, _, rank = str(name).rpartition(":")
     kind = kind or PLAIN
-    known = rank.isdecimal() and len(rank) < 5 and 0 < int(rank) <= MOST_RANK and unknown_kind(kind) is None
+    exists = kind == ON_EXPERTS or unknown_kind(kind) is None
+    known = rank.isdecimal() and len(rank) < 5 and 0 < int(rank) <= MOST_RANK and exists
     return (int(rank), kind) if known else None

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from lorafusion_jax.adapters.kind import Head
-from lorafusion_jax.adapters.spec import AdapterSpec
+from lorafusion_jax.adapters.spec import ALL_EXPERTS, ALL_LINEAR, AdapterSpec
 from lorafusion_jax.adapters.table import adapter_kind
-from lorafusion_jax.config.places import Places
+from lorafusion_jax.config.places import ON_EXPERTS, Places, place_kind
 from lorafusion_jax.config.schema import (
     AdapterConfig,
     BaseSettings,
@@ -85,7 +85,7 @@ def stack_of(config: JobConfig) -> Stack:
         if not adapter.joined:
             continue
         spec = adapter_spec(adapter, available)
-        place = None if places.refuses(spec) else places.find(spec.kind, spec.rank, taken)
+        place = None if places.refuses(spec) else places.find(place_kind(spec), spec.rank, taken)
         if place is None:
             index[adapter.name] = len(stacked)
             stacked.append(adapter)
@@ -142,8 +142,11 @@ def place_name(place: int) -> str:
 
 def _stand_ins(places: Places) -> list[AdapterConfig]:
     def stand_in(place: int, rank: int, kind: str) -> AdapterConfig:
-        dropout = 0.05 if places.dropout and adapter_kind(kind).dropout else 0.0
-        lora = LoraSettings(kind=kind, rank=rank, dropout=dropout)
+        if kind == ON_EXPERTS:
+            lora = LoraSettings(rank=rank, dropout=0.0, targets=[ALL_LINEAR, ALL_EXPERTS])
+        else:
+            dropout = 0.05 if places.dropout and adapter_kind(kind).dropout else 0.0
+            lora = LoraSettings(kind=kind, rank=rank, dropout=dropout)
         return AdapterConfig(name=place_name(place), data=DataSettings.model_validate({"train": "-"}), lora=lora)
 
     return [stand_in(place, *sizes) for place, sizes in enumerate(zip(places.ranks, places.kinds, strict=True))]

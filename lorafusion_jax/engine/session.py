@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import jax
 
 from lorafusion_jax.adapters.spec import AdapterSpec
-from lorafusion_jax.config.places import Places
+from lorafusion_jax.config.places import Places, place_kind
 from lorafusion_jax.config.references import reference_of
 from lorafusion_jax.config.schema import (
     BaseSettings,
@@ -157,7 +157,7 @@ class LiveSession:
 
     def find_place(self, spec: AdapterSpec) -> int | None:
         """Returns a free place for an adapter; None if there is none now."""
-        return self.places.find(spec.kind, spec.rank, self.tasks.keys())
+        return self.places.find(place_kind(spec), spec.rank, self.tasks.keys())
 
     def start(self, place: int, task: Task, state: AdapterState | None = None) -> None:
         """Starts an adapter in a free place. Others train on; nothing compiles for known shapes of adapters.

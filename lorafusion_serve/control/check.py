@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lorafusion_jax.adapters.spec import AdapterSpec
-from lorafusion_jax.config.places import Places, class_name
+from lorafusion_jax.config.places import ON_EXPERTS, Places, class_name, place_kind
 from lorafusion_jax.config.specs import adapter_specs
 from lorafusion_jax.errors import LoraFusionError
 from lorafusion_jax.planning.checks import checked_data, layer_problems
@@ -45,10 +45,13 @@ def check(values: dict[str, Any], places: dict[str, int]) -> dict[str, Any]:
 
 def _place_problem(layout: Places, spec: AdapterSpec, why: str) -> Problem:
     """Says why no place can hold an adapter. Other places may be large enough; some adapters need a run."""
-    larger = f"start the service with --places {class_name(spec.kind, spec.rank)}:1"
-    if spec.kind not in layout.kinds:
+    kind = place_kind(spec)
+    larger = f"start the service with --places {class_name(kind, spec.rank)}:1"
+    if kind == ON_EXPERTS and kind not in layout.kinds:
+        code, where, fix = "job.kind", "lora.targets", f"other lora.targets, or {larger}"
+    elif kind not in layout.kinds:
         code, where, fix = "job.kind", "lora.kind", f"another lora.kind, or {larger}"
-    elif not layout.holds(spec.kind, spec.rank):
+    elif not layout.holds(kind, spec.rank):
         code, where, fix = "job.rank", "lora.rank", f"a smaller lora.rank, or {larger}"
     elif layout.lacks_head(spec):
         code, where, fix = "job.objective", "objective", "its default options, or train it in a run: lorafusion train"

@@ -8,13 +8,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from lorafusion_jax.adapters.spec import spelled
 from lorafusion_jax.adapters.table import BIASED, PLAIN
 from lorafusion_jax.config.load import examine_source
+from lorafusion_jax.config.places import ON_EXPERTS
 from lorafusion_jax.config.read import source_of
 from lorafusion_jax.config.references import BASE, START
 from lorafusion_jax.config.schema import JobConfig, ObjectiveSettings, OptimSettings
 from lorafusion_jax.config.values import Count, Positive
 from lorafusion_jax.errors import LoraFusionError
+from lorafusion_jax.layout.layer import EXPERTS
 
 JOB_NAME = r"^[a-z0-9][a-z0-9._-]{0,62}$"
 DATASET = r"^sha256-[0-9a-f]{64}$"
@@ -24,7 +27,6 @@ MOST_PATTERNS, MOST_LAYERS = 64, 999  # each pattern is matched with every proje
 RUN = "train it in a run: lorafusion train"
 NOT_SERVED = {  # keys of a job file that a place of a live session does not have → why
     "lora.trainable_tokens": "a place has no rows of the embedding",
-    "lora.target_parameters": "a place has no adapters of experts",
     "early_stop": "a job of a service trains all its steps, until it is cancelled",
     "halving": "jobs of a service do not know of each other",
 }
@@ -146,8 +148,12 @@ def kind_of(spec: dict[str, Any]) -> str:
 
     >>> kind_of({"lora": {"kind": "lora", "lora_bias": True}})
     'lora-bias'
+    >>> kind_of({"lora": {"targets": ["q_proj", "mlp.experts.down_proj"]}})
+    'experts'
     """
     lora = spec.get("lora", {})
+    if any(name in EXPERTS for name in spelled(lora.get("targets", ()), ())):
+        return ON_EXPERTS
     return BIASED if lora.get("lora_bias") else lora.get("kind", PLAIN)
 
 

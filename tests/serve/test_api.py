@@ -72,10 +72,10 @@ def test_every_problem_is_named_at_once(running, job):
 
 
 def test_what_needs_a_run_is_refused_by_its_name(running, job):
-    """Experts and tokens: places do not have them, and the job is not accepted first."""
-    lora = {"rank": 4, "trainable_tokens": [1], "target_parameters": ["mlp.experts"]}
+    """Tokens: places do not have them, and the job is not accepted first."""
+    lora = {"rank": 4, "trainable_tokens": [1]}
     problem = refused(lambda: running.client("ana").submit(job | {"lora": lora, "early_stop": {"patience": 2}}))
-    wanted = {"lora.trainable_tokens", "lora.target_parameters", "early_stop"}
+    wanted = {"lora.trainable_tokens", "early_stop"}
     assert {entry["where"] for entry in problem.problems if entry["code"] == "job.not-served"} == wanted
     assert all(entry["why"] and "lorafusion train" in entry["fix"] for entry in problem.problems)
 
@@ -85,7 +85,7 @@ def test_what_needs_a_run_is_refused_by_its_name(running, job):
     [
         ({"rank": 9}, "job.rank", "lora.rank"),
         ({"kind": "dora"}, "job.kind", "lora.kind"),
-        ({"on_experts": ("mlp.experts.gate_up_proj",)}, "job.not-served", "lora"),
+        ({"on_experts": True}, "job.kind", "lora.targets"),
         ({"tokens": object()}, "job.not-served", "lora"),
     ],
 )

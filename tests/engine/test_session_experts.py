@@ -1,0 +1,128 @@
+"""Adapters of experts in places of their own, beside adapters of other projections."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from more_cases import nightly
+from safetensors.numpy import load_file
+from small_jobs import exported, write_job, write_rows
+
+from lorafusion_jax.config import load_config
+from lorafusion_jax.data.prepare import prepare
+from lorafusion_jax.engine import AdapterState, LiveSession, Places, Task
+from lorafusion_jax.engine.export import export_task
+from lorafusion_jax.errors import LoraFusionError
+from lorafusion_jax.families.experts import Experts, Router
+from lorafusion_jax.pipeline.compiles import CompileCounter
+from lorafusion_jax.training import train
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
+ADAPTERS = {
+    "ore": {"rank": 2, "dropout": 0, "targets": "experts"},
+    "salt": {"rank": 3, "dropout": 0, "targets": ["o_proj", "mlp.experts.down_proj"]},
+    "clay": {"rank": 4, "dropout": 0.1, "targets": ["o_proj", "v_proj"]},
+}
+
+
+@pytest.fixture(scope="module")
+def configure(make_base, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("jobs")
+    experts = Experts(width=32, inner=12, count=5, active=2, router=Router(normalise=False))
+    base = make_base(folder / "base", family="qwen3_moe", qk_norm=True, experts=experts)
+
+    def make(name: str):
+        entry = {"name": name, "lora": ADAPTERS[name], "batch": {"global_samples": 4}, "seed": len(name)}
+        entry["data"] = {"train": write_rows(folder, name, 10, longest=8)}
+        optim = {"lr": 5e-3, "schedule": "constant", "warmup": 0, "eps": 1e-4}
+        return load_config(write_job(folder, base, [entry], optim=optim))
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def session(configure):
+    config = configure("clay")
+    places = Places.of({"experts:3": 2, 4: 1})
+    opened = LiveSession.open(
+        config.base, config.mesh, places, batch=config.batch, train=config.train, directory=config.directory,
+        reproducible=True,
+    )  # fmt: skip
+    yield opened
+    opened.close()
+
+
+@pytest.fixture(scope="module")
+def task(configure):
+    def make(name: str) -> Task:
+        config = configure(name)
+        return Task.of(config, prepare(config))
+
+    return make
+
+
+def start(session: LiveSession, task: Task, state: AdapterState | None = None) -> int:
+    free_place = session.find_place(task.spec)
+    assert free_place is not None
+    session.start(free_place, task, state)
+    return free_place
+
+
+def run(session: LiveSession) -> dict[str, AdapterState]:
+    states = {}
+    while session.tasks:
+        session.run(session.plan(4))
+        session.drain()
+        for place, running in list(session.tasks.items()):
+            if running.status != "running":
+                assert running.status == "done", running.reason
+                states[running.name] = session.stop(place)
+    return states
+
+
+@pytest.fixture(scope="module")
+def alone(session, task) -> dict[str, AdapterState]:
+    states = {}
+    for name in ADAPTERS:
+        start(session, task(name))
+        states |= run(session)
+    return states
+
+
+def test_company_and_moves_change_no_bit_and_compile_nothing(session, task, alone):
+    with CompileCounter() as programs:
+        first = start(session, task("salt"))
+        start(session, task("clay"))
+        session.run(session.plan(2))
+        state = session.stop(first)
+        assert start(session, task("ore")) == first
+        assert start(session, task("salt"), state) != first
+        ended = run(session)
+    assert ended.keys() == alone.keys()
+    for name, other in alone.items():
+        assert ended[name].weights.keys() == other.weights.keys()
+        changed = [
+            leaf for leaf, values in other.weights.items() if not np.array_equal(ended[name].weights[leaf], values)
+        ]
+        assert changed == []
+    assert programs.compiled + programs.from_cache == 0
+
+
+@pytest.mark.parametrize("name", ["salt", nightly("ore")])
+def test_each_equals_one_of_a_run(configure, task, alone, tmp_path, name):
+    assert train(configure(name), tmp_path / "run").exit_code == 0
+    folder = export_task(task(name), alone[name], tmp_path / "session")
+    ours, theirs = load_file(folder / "adapter_model.safetensors"), exported(tmp_path / "run", name)
+    assert ours.keys() == theirs.keys()
+    assert any("experts" in key and array.any() for key, array in theirs.items())
+    for key, array in theirs.items():
+        assert np.linalg.norm(ours[key] - array) <= 1e-5 * np.linalg.norm(array), key
+
+
+def test_places_of_one_kind_hold_no_other(session, task):
+    assert session.free == {"experts:3": 2, "4": 1}
+    assert Places.of({4: 1}).refuses(task("ore").spec) == "the session has no place for kind experts, only for lora"
+    assert "rank 3 is above" in Places.of({"experts:2": 1, 8: 1}).refuses(task("salt").spec)
+    with pytest.raises(LoraFusionError, match=r"places\.classes"):
+        Places.of({"experts:0": 1})
