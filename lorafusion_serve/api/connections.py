@@ -7,7 +7,6 @@ import logging
 import resource
 from typing import Any
 
-import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -75,10 +74,10 @@ class PatientProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def _answered_early(self) -> bool:
-        return self.conn.their_state is h11.SEND_BODY and self.conn.our_state is h11.DONE
+        return (str(self.conn.their_state), str(self.conn.our_state)) == ("SEND_BODY", "DONE")  # of h11
 
     def _look(self) -> None:
-        if self.conn.their_state is h11.IDLE:
+        if str(self.conn.their_state) == "IDLE":
             self._close_after(HEAD_S)
         elif not self._answered_early():
             self._stop()

@@ -61,8 +61,8 @@ async def upload(
             raise ApiError(422, "data.empty-file", "the body is empty.", fix="send the bytes of the file as the body")
         return await run_in_threadpool(keep, service, owner, draft, name, sha, size)
     except OSError as problem:
-        what, why = "the file could not be stored.", problem.strerror or ""
-        raise ApiError(507, "store.no-space", what, why=why, fix="try again later") from None
+        message, why = "the file could not be stored.", problem.strerror or ""
+        raise ApiError(507, "store.no-space", message, why=why, fix="try again later") from None
     finally:
         shutil.rmtree(draft, ignore_errors=True)
 
@@ -127,8 +127,8 @@ def delete_dataset(
     def act(connection: Any) -> tuple[int, Any]:
         _find(service, dataset, owner)
         if live := service.jobs.using(connection, dataset):
-            what, fix = f"{len(live)} live jobs use the data set.", "cancel them, or wait for their end"
-            raise ApiError(409, "data.in-use", what, where=live[0], fix=fix)
+            message, fix = f"{len(live)} live jobs use the data set.", "cancel them, or wait for their end"
+            raise ApiError(409, "data.in-use", message, where=live[0], fix=fix)
         connection.execute(t.datasets.delete().where(t.datasets.c.id == dataset))
         deleted.append(service.settings.datasets / dataset)
         return 204, None

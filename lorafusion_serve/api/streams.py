@@ -56,8 +56,8 @@ def _answer(
     name = owner.key or owner.name
     for count, most in ((service.streams.get(name, 0), MOST_STREAMS), (sum(service.streams.values()), MOST_OF_ALL)):
         if count >= most:
-            what = f"a key has at most {MOST_STREAMS} streams, and all together {MOST_OF_ALL}."
-            raise ApiError(429, "api.streams", what, fix="close some, or wait", headers={"Retry-After": "15"})
+            message = f"a key has at most {MOST_STREAMS} streams, and all together {MOST_OF_ALL}."
+            raise ApiError(429, "api.streams", message, fix="close some, or wait", headers={"Retry-After": "15"})
     first = service.db.last_event if start is None else start
     return StreamingResponse(
         _stream(service, owner, job, first, name),
