@@ -35,7 +35,7 @@ ADAPTERS = {
     "prefers": {"lora": {"rank": 3, "dropout": 0.1}, "objective": {"name": "dpo", "beta": 0.3, "sft": 0.1}},
     "judged": {"lora": {"kind": "dora", "rank": 3}, "objective": {"name": "kto", "group": 2}},
     "scores": {  # its gradient is a difference of two texts, which has more rounding: eps above it, see below
-        "lora": {"rank": 2, "targets": ["v_proj", "up_proj"]},
+        "lora": {"rank": 2, "targets": ["down_proj"]},
         "objective": {"name": "reward", "center": 0.02},
         "optim": {"lr": 5e-3, "schedule": "constant", "warmup": 0, "eps": 1e-2},
     },
@@ -82,7 +82,7 @@ def configure(folder, tiny_base):
 def session(configure):
     """Its places have the targets of these adapters only; those of test_session.py have all, as users' have."""
     config = configure("plain")
-    few_targets = partial(LoraSettings, targets=("q_proj", "v_proj", "up_proj", "down_proj"))
+    few_targets = partial(LoraSettings, targets=("q_proj", "down_proj"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lorafusion_jax.config.stack.LoraSettings", few_targets)
         opened = LiveSession.open(
