@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from scheduling import AdapterJob, Plan, simulate
 from scheduling.online import ChangeCosts, Job, Rates, Worker, simulate_cluster
@@ -38,7 +39,7 @@ class Arrival:
 
 
 def simulated_ends(
-    arrivals: Sequence[Arrival], sizes: Mapping[str, int], offline: Plan, *, slot_s: float, places: int
+    arrivals: Sequence[Arrival], sizes: Mapping[str, Any], offline: Plan, *, slot_s: float, places: int
 ) -> dict[str, float]:
     """Returns when the simulator says that each job ends, seconds since the first came.
 

@@ -97,7 +97,9 @@ class Database:
         try:
             part.touch(mode=0o600)
             with _reporting(), self._engine.connect() as connection:
-                connection.connection.driver_connection.execute("VACUUM INTO ?", (str(part),))
+                raw = connection.connection.driver_connection
+                assert raw is not None
+                raw.execute("VACUUM INTO ?", (str(part),))  # outside of any transaction
             sync(part)
             part.replace(file)
         except sqlite3.Error as problem:

@@ -73,7 +73,7 @@ def test_a_home_of_the_version_before_goes_on(tmp_path, tiny_base):
         with service.db.read() as connection:
             assert connection.exec_driver_sql("SELECT number FROM version").scalar() == t.VERSION
             epoch = connection.scalar(select(t.epochs.c.last).where(t.epochs.c.group == "old:1"))
-            assert epoch > 5  # its session goes on with another worker
+            assert (epoch or 0) > 5  # its session goes on with another worker
             kept = service.jobs.transitions(connection, jobs["running"])
         assert [row["event"] for row in kept[:4]] == ["submit", "accept", "place", "started"]
     finally:
