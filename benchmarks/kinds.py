@@ -5,10 +5,10 @@
     python -m benchmarks.kinds --out /tmp/try --small      # in miniature on a CPU
 
 A run computes DoRA's norms once per optimizer step, so "dora" has them as inputs; "dora, norms in the call" does not.
-Norms are first compared with those of W + scale · A B. One layer of Llama-3.1-8B's shape, 8192 tokens in eight samples,
-four adapters of rank 16 without dropout, bfloat16, forward and backward. A mixed microbatch has one adapter of each
-kind. VeRA also runs at PEFT's default rank of 256. Variants compile side by side and are timed in turns. Writes
-kinds.jsonl.
+Norms are first compared with those of W + scale · A B, and the gate's kernel with XLA. One layer of Llama-3.1-8B's
+shape, 8192 tokens in eight samples, four adapters of rank 16 without dropout, bfloat16, forward and backward. A mixed
+microbatch has one adapter of each kind. VeRA also runs at PEFT's default rank of 256. Variants compile side by side and
+are timed in turns. Writes kinds.jsonl.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from lorafusion_jax.models.forward import layer_inputs
 from lorafusion_jax.models.layer import DecoderLayer
 from lorafusion_jax.modules import LoRAContext
 from lorafusion_jax.modules.lora import LoRALinear
+from pallas_kernels.mlp.scaled_gate import scaled_silu_gate
 
 ADAPTERS, ROUNDS, CALLS = 4, 5, 10
 NEEDED = ("lora", "dora", "vera")
@@ -79,6 +80,7 @@ def main() -> None:
                 rows.append({"variant": name, "failed": str(problem).splitlines()[0][:200]})
     rows.append({"section": "compiled", "programs": len(runs), "seconds": round(time.perf_counter() - began, 1)})
     _check_forms(runs)
+    _check_gate(T, config.layer(0).mlp.inner)
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(ROUNDS):
         for name, run in runs.items():
@@ -152,6 +154,24 @@ def _check_forms(runs: dict[str, Callable[[], Any]]) -> None:
     outputs = [runs[name]()[0].astype(jnp.float32) for name in runs if name.startswith("dora")]
     apart = max((float(jnp.abs(output - outputs[0]).max()) for output in outputs), default=0.0)
     assert apart <= 2**-6 * float(jnp.abs(outputs[0]).max() if outputs else 0.0), f"the forms of DoRA differ by {apart}"
+
+
+def _check_gate(T: int, F: int) -> None:
+    """The device's gate of scaled columns has the values and gradients of plain XLA."""
+    keys = jax.random.split(jax.random.key(5), 5)
+    gate, up, dh = (jax.random.normal(key, (T, F), jnp.bfloat16) for key in keys[:3])
+    f, f_up = (jax.random.uniform(key, (64, F), minval=0.5, maxval=2.0) for key in keys[3:])
+
+    def slopes(implementation: str | None) -> Any:
+        def both(dh: Any, *given: Any) -> Any:
+            y, pullback = jax.vjp(partial(scaled_silu_gate, implementation=implementation), *given)
+            return y, pullback(dh)
+
+        return jax.tree.leaves(jax.jit(both)(dh, gate, up, f, f_up))
+
+    for ours, plain in zip(slopes(None), slopes("xla"), strict=True):
+        apart, largest = (float(jnp.abs(value.astype(jnp.float32)).max()) for value in (ours - plain, plain))
+        assert apart <= 2**-7 * largest, f"the gate's kernel differs from XLA by {apart} of {largest}"
 
 
 def _seconds(run: Callable[[], Any]) -> float:
