@@ -136,6 +136,13 @@ def stage_meshes(stages: int = 1, data: int = 1, fsdp: int = 1, tensor: int = 1)
             fix="lower mesh.stages, mesh.data, mesh.fsdp or mesh.tensor, or start more processes"
             + f"; to try it on a CPU: JAX_NUM_CPU_DEVICES={needed} lorafusion …" * (devices[0].platform == "cpu"),
         )
+    if tensor > 1 and processes > 1:
+        raise ConfigError(
+            "mesh.processes",
+            f"mesh.tensor={tensor} needs a run of one process, and there are {processes}.",
+            why="sending what devices of a layer share between processes is not implemented",
+            fix="mesh.tensor: 1, with mesh.stages or mesh.fsdp, or one process",
+        )
     by_data = math.gcd(data, processes)  # groups of processes with the same replicas
     by_stage = processes // by_data
     if stages % by_stage:

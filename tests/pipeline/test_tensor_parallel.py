@@ -231,6 +231,12 @@ def test_what_cannot_be_split_is_refused_by_name(sections, fields, tensor, says,
     assert all(problem.fix for problem in problems)
 
 
+def test_several_processes_are_refused(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(ConfigError, match=r"mesh\.tensor=2 needs a run of one process"):
+        stage_meshes(tensor=2, data=2)
+
+
 def _fields(model: ModelConfig) -> dict:
     return {name: getattr(model, name) for name in model.__dataclass_fields__}
 
