@@ -78,7 +78,11 @@ def job(tmp_path_factory, tiny_base):
             for number, objective in enumerate(objectives)
         ]
         optim = {"lr": 1e-2, "schedule": "constant", "warmup": 0}
-        base = {"optim": optim, "lora": {"rank": 4}, "batch": {"capacity_tokens": 256, "tile_tokens": 16}}
+        base = {
+            "optim": optim,
+            "lora": {"rank": 4, "targets": ["q_proj"]},
+            "batch": {"capacity_tokens": 256, "tile_tokens": 16},
+        }
         return str(small_jobs.write_job(folder, tiny_base, entries, **(base | sections)))
 
     return make
