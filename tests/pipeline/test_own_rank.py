@@ -211,7 +211,7 @@ def test_a_pass_costs_what_the_adapters_in_it_cost():
         kinds = {"row_key": np.uint32, "weights": np.float32}
         batch = Microbatch(
             **{name: whole((1, sizes.get(name, T)), kinds.get(name, np.int32)) for name in Microbatch._fields}
-        )._replace(samples=None, lora=None)
+        )._replace(samples=None, lora=None, balance=None)
         lora = {name: whole(shape, jnp.float32) for name, shape in parts.leaves.lora_shapes(1).items()}
         frozen = ({name: whole(shape, jnp.float32) for name, shape in parts.frozen_shapes().items()},)
         inputs = jax.eval_shape(programs.layers.inputs, batch)
