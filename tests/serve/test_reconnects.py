@@ -220,8 +220,8 @@ def test_a_place_is_free_once_its_job_has_left(bench):
     leaving = bench.job("running", place=0)
     with bench.db.write() as connection:
         bench.jobs.ask(connection, leaving, "pause", actor="ana")
-    bench.job("running", place=1)
-    held = [{"job": leaving, "epoch": 1}]
+    stays = bench.job("running", place=1)
+    held = [{"job": job, "epoch": 1} for job in (leaving, stays)]
     link = bench.connect(lambda: held)
     other = bench.job("queued", priority=9)
     bench.serve().start()
