@@ -47,8 +47,6 @@ TRANSITIONS: dict[tuple[str, str], State] = {
     ("cancelled", "delete"): "deleted",
     ("rejected", "delete"): "deleted",
 }
-# What is asked of a draining job happens once it is queued again: it is paused, cancelled, or stays queued.
-AFTER_DRAIN = ("pause", "cancel", "preempt")
 
 
 class StateError(LoraFusionError, ValueError):

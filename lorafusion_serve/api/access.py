@@ -75,8 +75,8 @@ def owner_of(request: Request, service: ServiceOf) -> Owner:
         owner = find_owner(connection, key) if key else without
     if owner is None:
         fix = "send a key: Authorization: Bearer tml-lf_…; lorafusion keys add makes one"
-        what = "the key is not valid." if key else "this service wants a key."
-        raise ApiError(401, "api.key", what, fix=fix, headers={"WWW-Authenticate": "Bearer"})
+        message = "the key is not valid." if key else "this service wants a key."
+        raise ApiError(401, "api.key", message, fix=fix, headers={"WWW-Authenticate": "Bearer"})
     if request.method not in ("GET", "HEAD"):
         _check_origin(request, by_cookie)
     if not service.limits.take(owner.key or owner.name):
@@ -90,8 +90,8 @@ def _key(request: Request) -> tuple[str, bool]:
     bearer = request.headers.get("authorization", "")
     if bearer.lower().startswith("bearer "):
         return bearer[7:].strip(), False
-    if given := request.headers.get("x-api-key"):
-        return given, False
+    if api_key := request.headers.get("x-api-key"):
+        return api_key, False
     cookie = request.cookies.get(COOKIE, "")
     return cookie, bool(cookie)
 
@@ -105,8 +105,8 @@ def _check_origin(request: Request, by_cookie: bool) -> None:
     origin = request.headers.get("origin")
     foreign = origin is not None and urlsplit(origin).netloc != request.headers.get("host")
     if foreign or (by_cookie and "x-requested-with" not in request.headers):
-        what = "a write with a cookie needs the header X-Requested-With, from this page."
-        raise ApiError(403, "api.csrf", what, fix="send a key instead of the cookie: Authorization: Bearer tml-lf_…")
+        message = "a write with a cookie needs the header X-Requested-With, from this page."
+        raise ApiError(403, "api.csrf", message, fix="send a key instead of the cookie: Authorization: Bearer tml-lf_…")
 
 
 def needs(scope: str) -> Callable[..., Owner]:
@@ -156,8 +156,8 @@ def once(
             row = connection.execute(select(t.idempotency).where(*where)).mappings().one_or_none()
             if row is not None:
                 if (row["route"], row["body_sha"]) != (route, sha):
-                    what = "this Idempotency-Key was used for another request."
-                    raise ApiError(409, "api.idempotency", what, fix="a new key for each request")
+                    message = "this Idempotency-Key was used for another request."
+                    raise ApiError(409, "api.idempotency", message, fix="a new key for each request")
                 return _response(row["status"], row["response"])
         status, answer = act(connection)
         if key is not None:

@@ -97,8 +97,8 @@ def delete_adapter(
     def act(connection: Any) -> tuple[int, Any]:
         row = _find_adapter(service, adapter, owner)
         if live := service.jobs.using(connection, adapter):
-            what, fix = f"{len(live)} live jobs use the adapter.", "cancel them, or wait for their end"
-            raise ApiError(409, "adapter.in-use", what, where=live[0], fix=fix)
+            message, fix = f"{len(live)} live jobs use the adapter.", "cancel them, or wait for their end"
+            raise ApiError(409, "adapter.in-use", message, where=live[0], fix=fix)
         deleted.append(row["job"])
         connection.execute(t.artifacts.delete().where(t.artifacts.c.id == adapter))
         return 204, None
@@ -207,14 +207,14 @@ def delete_key(key: Name, service: ServiceOf, owner: Admin) -> Response:
 
 
 @router.post("/login", tags=["keys"], include_in_schema=False)
-def login(given: Login, service: ServiceOf) -> Response:
+def login(typed: Login, service: ServiceOf) -> Response:
     """Keeps a key as a cookie for 12 h, for the page."""
     with service.db.read() as connection:
-        owner = find_owner(connection, given.key)
+        owner = find_owner(connection, typed.key)
     if owner is None:
         raise ApiError(401, "api.key", "the key is not valid.", fix="lorafusion keys add makes one")
     answer = JSONResponse({"owner": owner.name})
-    answer.set_cookie(COOKIE, given.key, max_age=HALF_DAY, httponly=True, samesite="strict", path="/")
+    answer.set_cookie(COOKIE, typed.key, max_age=HALF_DAY, httponly=True, samesite="strict", path="/")
     return answer
 
 

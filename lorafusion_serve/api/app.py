@@ -86,8 +86,8 @@ class Guard:
         headers = dict(scope["headers"])
         host = headers.get(b"host", b"").decode("latin-1")
         if "*" not in self._names and _without_port(host) not in self._names:
-            what, fix = "this host name is not answered.", "lorafusion serve --host-name NAME, or use localhost"
-            await _refuse(421, "api.host", what, fix)(scope, receive, send)
+            message, fix = "this host name is not answered.", "lorafusion serve --host-name NAME, or use localhost"
+            await _refuse(421, "api.host", message, fix)(scope, receive, send)
             return
         is_upload = scope["path"].rstrip("/") in self._uploads
         if not is_upload and scope["method"] in ("POST", "PUT", "PATCH", "DELETE"):
@@ -104,8 +104,8 @@ def _without_port(host: str) -> str:
     return name if colon and port.isdigit() else host
 
 
-def _refuse(status: int, code: str, what: str, fix: str) -> JSONResponse:
-    return JSONResponse({"error": {"code": code, "what": what, "where": "", "why": "", "fix": fix}}, status)
+def _refuse(status: int, code: str, message: str, fix: str) -> JSONResponse:
+    return JSONResponse({"error": {"code": code, "what": message, "where": "", "why": "", "fix": fix}}, status)
 
 
 async def _checked_body(receive: Receive, length: bytes) -> bytes | JSONResponse:
@@ -141,14 +141,14 @@ async def _read(receive: Receive, length: bytes) -> bytes | None:
 def _replay(body: bytes, receive: Receive) -> Receive:
     sent = False
 
-    async def again() -> Message:
+    async def replayed() -> Message:
         nonlocal sent
         if sent:
             return await receive()
         sent = True
         return {"type": "http.request", "body": body, "more_body": False}
 
-    return again
+    return replayed
 
 
 def _depth(body: bytes) -> int:

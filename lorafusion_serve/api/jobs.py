@@ -222,14 +222,14 @@ def find_problems(service: Service, owner: Owner, spec: JobSpec) -> list[dict[st
             dataset = getattr(spec.data, key)
             where = [t.datasets.c.id == dataset] + ([] if owner.sees is None else [t.datasets.c.owner == owner.sees])
             if dataset and connection.execute(select(t.datasets.c.id).where(*where)).first() is None:
-                what, fix = "there is no such data set.", "upload it first: POST /v1/datasets"
-                problems.append({"code": "job.dataset", "where": f"data.{key}", "what": what, "fix": fix})
+                message, fix = "there is no such data set.", "upload it first: POST /v1/datasets"
+                problems.append({"code": "job.dataset", "where": f"data.{key}", "what": message, "fix": fix})
         reference = None if spec.objective.reference in (BASE, START) else spec.objective.reference
         for key_path, adapter in (("init_from", spec.init_from), ("objective.reference", reference)):
             where = [t.artifacts.c.id == adapter, t.artifacts.c.owner == owner.name]
             if adapter and connection.execute(select(t.artifacts.c.id).where(*where)).first() is None:
-                what, fix = "there is no such adapter.", "an id of GET /v1/adapters"
-                problems.append({"code": "job.adapter", "where": key_path, "what": what, "fix": fix})
+                message, fix = "there is no such adapter.", "an id of GET /v1/adapters"
+                problems.append({"code": "job.adapter", "where": key_path, "what": message, "fix": fix})
     if problems:
         return problems
     job = {"spec": spec.model_dump(mode="json"), "base": spec.base, "id": spec.name}
