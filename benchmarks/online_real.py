@@ -159,7 +159,7 @@ class Real:
         stage.start(lora)
         steps = {name: plan.job_of[name].num_batches for name in names}
         late = {change.job for change in changes if change.action == "add"}
-        progress = Progress.first({name: steps[name] for name in names if name not in late}, replicas=1, plan="")
+        progress = Progress.first({name: steps[name] for name in names if name not in late}, stage_devices=1, plan="")
         plan_changes = [
             training.Change(slot=c.slot, adapter=c.job, action=c.action, steps=steps[c.job]) for c in changes
         ]
