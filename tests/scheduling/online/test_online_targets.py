@@ -75,12 +75,12 @@ def test_a_fault_loses_only_progress_since_the_last_save():
 
 
 def test_a_decision_among_a_thousand_running_and_a_thousand_waiting_jobs_is_quick(benchmark):
-    """Counted, so that a busy machine changes nothing: 40 ms and 1.2 s where an addition in a loop takes 113 ns."""
+    """Counted, so that a busy machine changes nothing: 28 ms and 0.7 s where an addition in a loop takes 50 ns."""
     row = benchmark.time_decision(repeats=1)
     print(row)
     assert row["running"] + row["waiting"] == 2000
-    assert row["warm_calls"] < 200_000
-    assert row["cold_calls"] < 2_500_000
+    assert row["warm_calls"] < 90_000
+    assert row["cold_calls"] < 1_700_000
 
 
 def test_the_replay_shows_every_group_and_decision(runs):

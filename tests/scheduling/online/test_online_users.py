@@ -58,6 +58,17 @@ def test_long_jobs_start_while_another_user_floods_the_cluster(gpus, flood):
     assert result.refusals == ()
 
 
+@pytest.mark.parametrize("wide", [13, 15])
+def test_a_sweep_of_wide_jobs_does_not_hold_back_another_users_only_job(wide):
+    """Ann's jobs would fill all GPUs more than three times. Bob's waited until its patience ended, 3.6 fair times."""
+    tall = replace(MODEL, base="llama-3.1-70b")
+    steps = round(6000.0 / RATES.best_isolated_rate(tall, KIND).gpu_s(1))
+    jobs = [replace(tall, name=f"a{i}", steps=steps) for i in range(wide)] + [lasting("b", "bob", 850.0, 600.0)]
+    result = simulate_cluster(jobs, [Worker("host0", 8)], rates=RATES)
+    assert result.user_ratio["bob"] <= 1.6
+    assert result.refusals == ()
+
+
 def state_of(*jobs, users=(), gpus=8, now=0.0):
     return ClusterState(
         time_s=now,

@@ -39,7 +39,7 @@ from scheduling.online.state import ClusterState, JobState, UserState
 QUEUE = 2.0  # for every job that waits, one more comes before the queue is gone
 URGENT = 30.0  # claim of an urgent job, in multiples of the largest claim
 PRIORITY = 100.0  # the same per level of priority
-FLOOD = 4.0  # times that the jobs of one user would fill all GPUs, beyond which the others are protected
+FLOOD = 3.0  # times that the jobs of one user would fill all GPUs, beyond which the others are protected
 LATE = 1.25  # a protected job goes first if it would end after this multiple of its fair time
 SIMILAR = 0.8  # ratio of sizes within which jobs of users within their share come first
 OWED = 0.5  # share of a job's work that its user has to be owed
