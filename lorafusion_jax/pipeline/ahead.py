@@ -12,6 +12,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -30,6 +31,7 @@ from lorafusion_jax.pipeline.stage_weights import layer_kind
 PROGRAMS = ("forward", "backward", "evaluate")
 LONGEST_S = 900.0  # a process that hangs may not hold the run for ever
 CORES = 4  # of the machine for each process, or they would slow each other down
+MOST_SAID = 2000
 WORKER = "lorafusion_jax.pipeline.ahead_worker"
 
 type Shape = list  # [sizes, dtype]
@@ -86,17 +88,54 @@ class Request:
         return cls(**values | {"rows": [Rows(**rows) for rows in values["rows"]]})
 
 
+class Worker:
+    """A process that compiles one program."""
+
+    def __init__(self) -> None:
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the process
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", WORKER], stdin=subprocess.PIPE, stdout=self._output, stderr=self._output, text=True
+        )
+
+    def send(self, line: str) -> None:
+        assert self._process.stdin is not None
+        with suppress(OSError):  # it has failed
+            self._process.stdin.write(line)
+            self._process.stdin.close()
+
+    def wait(self) -> str | None:
+        """Waits for its end; what it said last if it failed."""
+        try:
+            if self._process.wait(LONGEST_S) == 0:
+                return None
+        except subprocess.TimeoutExpired:
+            return f"not done after {LONGEST_S:.0f} s"
+        self._output.seek(0)
+        lines = self._output.read().decode(errors="replace").strip().splitlines()
+        return (lines or ["it said nothing"])[-1][:MOST_SAID]
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._output.close()
+        if self._process.stdin is not None:
+            with suppress(OSError):
+                self._process.stdin.close()
+
+
 class Ahead:
     """The processes of a start. They import what they need until `compile` tells them what to do.
 
     Attributes:
         times: start and end of every program that a process has made, by `time.perf_counter`.
+        failures: last line of what a process said that failed, by program.
     """
 
-    def __init__(self, workers: Sequence[subprocess.Popen[str]] = ()):
-        self._idle, self._busy = list(workers), dict[tuple[int, str], subprocess.Popen[str]]()
+    def __init__(self, workers: Sequence[Worker] = ()):
+        self._idle, self._busy = list(workers), dict[tuple[int, str], Worker]()
         self._began = 0.0
         self.times: dict[str, tuple[float, float]] = {}
+        self.failures: dict[str, str] = {}
 
     def compile(self, requests: Callable[[], Sequence[Request]]) -> None:
         """Sends each request to a process; those for which there is none are left to the run."""
@@ -105,27 +144,24 @@ class Ahead:
         self._began = time.perf_counter()
         for request in requests()[: len(self._idle)]:
             worker = self._idle.pop()
-            assert worker.stdin is not None
-            with suppress(OSError):  # it has failed
-                worker.stdin.write(request.line())
-                worker.stdin.close()
+            worker.send(request.line())
             self._busy[request.stage, request.program] = worker
 
     def wait(self, stage: int, *programs: str) -> None:
         """Waits for processes that compile programs of a stage."""
         for program in programs:
-            worker = self._busy.get((stage, program))
-            if worker is not None and _succeeds(worker):
-                self.times[f"{program} of stage {stage} ahead"] = (self._began, time.perf_counter())
+            if (worker := self._busy.get((stage, program))) is None:
+                continue
+            name, problem = f"{program} of stage {stage} ahead", worker.wait()
+            if problem is None:
+                self.times[name] = (self._began, time.perf_counter())
+            else:
+                self.failures[name] = problem
 
     def close(self) -> None:
         """Ends all processes."""
         for worker in (*self._idle, *self._busy.values()):
-            worker.kill()
-            worker.wait()
-            if worker.stdin is not None:
-                with suppress(OSError):
-                    worker.stdin.close()
+            worker.close()
 
 
 @contextmanager
@@ -140,7 +176,7 @@ def compile_ahead(config: JobConfig, *, platform: str | None = None) -> Iterator
     single = is_alone() and mesh.replicas == mesh.tensor == 1  # only programs of one device are kept
     if cold and single and (platform or jax.default_backend()) == "gpu":
         count = min(mesh.stages * len(PROGRAMS), (os.cpu_count() or 1) // CORES)
-    ahead = Ahead([_worker() for _ in range(count)])
+    ahead = Ahead([Worker() for _ in range(count)])
     try:
         yield ahead
         lowered.mark_start(facts)
@@ -186,18 +222,3 @@ def _blocks(stage: Stage) -> list[list[tuple[int, dict[str, Any]]]]:
 
 def _shapes(arrays: Any) -> Any:
     return jax.tree.map(lambda leaf: [list(leaf.shape), str(leaf.dtype)], arrays)
-
-
-def _succeeds(worker: subprocess.Popen[str]) -> bool:
-    try:
-        return worker.wait(LONGEST_S) == 0
-    except subprocess.TimeoutExpired:
-        worker.kill()
-        return False
-
-
-def _worker() -> subprocess.Popen[str]:
-    quiet = subprocess.DEVNULL
-    return subprocess.Popen(
-        [sys.executable, "-m", WORKER], stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, text=True
-    )

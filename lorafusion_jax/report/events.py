@@ -80,6 +80,7 @@ class StartedUp(RunEvent):
         compiled, from_cache: programs that the compilation cache lacked and had; none is counted without a cache.
         lowering_s, compiling_s: seconds of Python that lowered programs, and of XLA; those of threads add up.
         base_from_cache: whether the kernels of the base were quantised by an earlier run.
+        ahead_failures: programs that a process of their own could not compile, and why. The run compiled them.
     """
 
     kind = "started-up"
@@ -90,6 +91,7 @@ class StartedUp(RunEvent):
     lowering_s: float
     compiling_s: float
     base_from_cache: bool = False
+    ahead_failures: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

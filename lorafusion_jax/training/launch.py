@@ -135,6 +135,7 @@ def _finish_loading(
         lowering_s=round(programs.lowering_s, 3),
         compiling_s=round(programs.compiling_s, 3),
         base_from_cache=session.reading.from_cache,
+        ahead_failures=ahead.failures,
     )
     notices = [dataclasses.replace(notice, slot=slot) for notice in session.reading.take_notices()]
     compiled = [interval for name, interval in parts.items() if name != BASE]

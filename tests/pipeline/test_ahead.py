@@ -1,6 +1,5 @@
 """Processes that compile while a run starts: the run finds what they made, and goes on without it."""
 
-import io
 import json
 
 import jax
@@ -13,28 +12,26 @@ from lorafusion_jax.training import launch
 
 
 class Inside:
-    """A process that does its work in this one, once its input ends."""
+    """A process that does its work in this one."""
 
-    def __init__(self, code=0):
-        self.stdin, self.code, self.requests = io.StringIO(), code, []
-        self.stdin.close = self.work
+    def __init__(self, problem=None):
+        self.problem, self.requests = problem, []
 
-    def work(self):
-        for line in self.stdin.getvalue().splitlines():
-            self.requests.append(ahead.Request.read(line))
-            for rows in self.requests[-1].rows if self.code == 0 else ():
-                ahead_worker.compile_program(self.requests[-1], rows)
+    def send(self, line):
+        self.requests.append(ahead.Request.read(line))
+        for rows in self.requests[-1].rows if self.problem is None else ():
+            ahead_worker.compile_program(self.requests[-1], rows)
 
-    def wait(self, limit=None):
-        return self.code
+    def wait(self):
+        return self.problem
 
-    def kill(self):
+    def close(self):
         pass
 
 
 @pytest.fixture
 def start(tmp_path, monkeypatch):
-    """start(job, run, code) → the row "started-up" and the processes, which end with that code."""
+    """start(job, run, problem) → the row "started-up" and the processes, which fail with that problem."""
     shared, update = jax.config.jax_compilation_cache_dir, jax.config.update
     update("jax_compilation_cache_dir", str(tmp_path / "programs"))
     compilation_cache.reset_cache()
@@ -43,9 +40,9 @@ def start(tmp_path, monkeypatch):
     compile_ahead = ahead.compile_ahead
     monkeypatch.setattr(launch, "compile_ahead", lambda config: compile_ahead(config, platform="gpu"))
 
-    def begin(job, name, code=0):
+    def begin(job, name, problem=None):
         made = []
-        monkeypatch.setattr(ahead, "_worker", lambda: made.append(Inside(code)) or made[-1])
+        monkeypatch.setattr(ahead, "Worker", lambda: made.append(Inside(problem)) or made[-1])
         assert run(["train", str(job), "--out", str(tmp_path / name)]) == 0
         rows = [json.loads(line) for line in (tmp_path / name / "events.jsonl").read_text().splitlines()]
         return next(row for row in rows if row["kind"] == "started-up"), made
@@ -79,6 +76,14 @@ def test_a_run_lowers_nothing_that_processes_have_made(start, job, monkeypatch):
 
 
 def test_a_process_that_fails_costs_no_run(start, job):
-    started, workers = start(job, "run", code=1)
+    started, workers = start(job, "run", problem="no memory")
     assert len(workers) == 3
     assert not any("ahead" in part for part in started["parts"])
+    assert started["ahead_failures"] == {f"{program} of stage 0 ahead": "no memory" for program in ahead.PROGRAMS}
+
+
+def test_what_a_process_said_last_is_told():
+    worker = ahead.Worker()
+    worker.send("no request\n")
+    assert "JSONDecodeError" in worker.wait()
+    worker.close()
