@@ -1,9 +1,10 @@
 """Processes that compile the programs of layers while a run starts.
 
 A cold start waits for Python and for Mosaic: lowering holds Python's lock, and Mosaic compiles one kernel of a process
-at a time. So forward, backward and evaluation of each stage compile in a process each. What they make is in the
-folders of lowered and of compiled programs, where the run finds it. They get shapes only and hold no weights. A process
-that fails costs time, no more: the run compiles then.
+at a time. So backward and evaluation of each stage compile in a process each, while the run compiles forward. What they
+make is in the folders of lowered and of compiled programs, where the run finds it. They get shapes only and hold no
+weights, and each takes half a gigabyte of a GPU's memory for its context. A process that fails, as for lack of memory,
+costs time, no more: the run compiles then, and says so.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from lorafusion_jax.pipeline.processes import is_alone
 from lorafusion_jax.pipeline.stage import Stage
 from lorafusion_jax.pipeline.stage_weights import layer_kind
 
-PROGRAMS = ("forward", "backward", "evaluate")
+PROGRAMS = ("backward", "evaluate")
 LONGEST_S = 900.0  # a process that hangs may not hold the run for ever
 CORES = 4  # of the machine for each process, or they would slow each other down
 MOST_SAID = 2000

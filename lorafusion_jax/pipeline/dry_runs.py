@@ -19,7 +19,9 @@ from lorafusion_jax.pipeline.stage import Stage
 NO_SLOT = -1  # slot of a pass outside of a plan
 
 
-def time_passes(stage: Stage, batch: Microbatch) -> tuple[float, float]:
+def time_passes(
+    stage: Stage, batch: Microbatch, before_backward: Callable[[], None] = lambda: None
+) -> tuple[float, float]:
     """Runs forward and backward without the other stages, with random inputs, and waits for them.
 
     The inputs are not zeros: products of zeros draw so little power that an H200 keeps a higher clock, and stages
@@ -36,6 +38,7 @@ def time_passes(stage: Stage, batch: Microbatch) -> tuple[float, float]:
     began = time.perf_counter()
     jax.block_until_ready(stage.forward(NO_SLOT, batch, sent))
     forward_s = time.perf_counter() - began
+    before_backward()
     began = time.perf_counter()
     jax.block_until_ready(stage.backward(NO_SLOT, received))
     return forward_s, time.perf_counter() - began

@@ -63,10 +63,9 @@ def compile_stages(
 
 
 def _run_training(stage: Stage, num_stages: int, rows: Sequence[Microbatch], wait_for: Callable[..., None]) -> None:
-    compile_steps(stage, num_stages)
-    wait_for("forward", "backward")
     for microbatch in rows:  # in turn: the sums of a stage go from one pass to the next
-        time_passes(stage, to_stage(microbatch, stage.mesh))
+        time_passes(stage, to_stage(microbatch, stage.mesh), partial(wait_for, "backward"))
+    compile_steps(stage, num_stages)
 
 
 def _run_evaluation(stage: Stage, rows: Microbatch, wait_for: Callable[..., None]) -> None:

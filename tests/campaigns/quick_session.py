@@ -23,6 +23,7 @@ from lorafusion_jax.checkpoint.new_folder import new_folder
 from lorafusion_jax.config.schema import AdapterConfig, JobConfig
 from lorafusion_jax.data.assemble import Microbatch, Weights, assemble, num_segments, pieces_of_slot
 from lorafusion_jax.data.prepare import AdapterData, Prepared
+from lorafusion_jax.pipeline.ahead import Ahead
 from lorafusion_jax.pipeline.evaluation import Evaluation
 from lorafusion_jax.training.job import step_rates
 from scheduling import Plan, SampleRef
@@ -206,7 +207,7 @@ class QuickSession:
         self._config, self._prepared = config, prepared
         self._start(config)
 
-    def finish_loading(self, rows: Sequence[Microbatch], report: Callable[[str], None]) -> dict[str, Any]:
+    def finish_loading(self, rows: Sequence[Microbatch], report: Callable[[str], None], ahead: Ahead) -> dict[str, Any]:
         return {"base": (0.0, 0.0)}
 
     def load_state(self, restore: Callable[[Any], dict[str, Any]], replicas: int) -> None:

@@ -305,7 +305,7 @@ def test_a_mesh_that_the_machine_does_not_have(lorafusion, job, nothing_read):
     settings = ["mesh.stages=2", "mesh.data=8"]
     outcome = lorafusion("train", job.path, "--out", job.folder / "run", *settings)
     assert (outcome.code, outcome.errors) == (2, ["mesh.devices"])
-    assert "lower mesh.stages, mesh.data or mesh.fsdp" in outcome.err
+    assert "lower mesh.stages, mesh.data, mesh.fsdp or mesh.tensor" in outcome.err
     assert not (job.folder / "run").exists()
     checked = lorafusion("check", job.path, *settings)  # asks no device: it may be another machine
     assert checked.code == 0, checked.err

@@ -87,6 +87,7 @@ def test_every_op_has_the_same_files(op):
         "mesh",
         "passes",
         "rows",
+        "scaled_gate",
         "sizes",
         "split_graph",
     }
