@@ -41,11 +41,11 @@ def test_stages_compile_side_by_side_while_the_base_is_read(config, tmp_path, mo
     both, compiling, in_time, seen = threading.Barrier(2), threading.Event(), [], []
     time_passes, read_tensor = warm_up.time_passes, loading._read_tensor
 
-    def together(stage, batch):
+    def together(stage, batch, before_backward):
         both.wait(PATIENCE_S)
         seen.append(run_numbers(tmp_path / "run"))
         compiling.set()
-        return time_passes(stage, batch)
+        return time_passes(stage, batch, before_backward)
 
     def late(tensor, *arguments):
         if tensor.leaf_name == "norm.weight":
