@@ -30,7 +30,7 @@ from lorafusion_jax.pipeline.stage import Stage
 from lorafusion_jax.pipeline.stage_weights import layer_kind
 
 PROGRAMS = ("backward", "evaluate")
-LONGEST_S = 900.0  # a process that hangs may not hold the run for ever
+LONGEST_S = 900.0  # after that, a process hangs and the run goes on without it
 CORES = 4  # of the machine for each process, or they would slow each other down
 MOST_SAID = 2000
 WORKER = "lorafusion_jax.pipeline.ahead_worker"
