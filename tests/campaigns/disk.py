@@ -39,6 +39,8 @@ class Disk:
         self.calls, self.killed = 0, False
         self._active = False
         sys.addaudithook(self._hook)
+        others = threading.excepthook  # a thread that was killed is no error
+        threading.excepthook = lambda end: None if end.exc_type is Killed else others(end)
 
     @contextmanager
     def watch(
