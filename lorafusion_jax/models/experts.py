@@ -69,7 +69,8 @@ class MixtureOfExperts(nnx.Module):
     ) -> tuple[Float[Array, "T D"], Float[Array, "2 M E"]]:
         """Like a call, and returns `count_choices` of each sequence."""
         logits_TE, expert_Tk, weight_Tk = self._route(x_TD)
-        choices_2ME = count_choices(logits_TE, expert_Tk, inside_MT)
+        # Computed again in backward, which is otherwise given the rows of every sequence with all experts, [M, T, E].
+        choices_2ME = jax.checkpoint(count_choices, prevent_cse=False)(logits_TE, expert_Tk, inside_MT)
         return self._run(x_TD, expert_Tk, weight_Tk, lora), choices_2ME
 
     def _route(self, x_TD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -235,6 +235,9 @@ def test_what_does_not_fit_is_refused(session, task, config, alone, tmp_path):
     assert Places.of({8: 1}, dropout=False).refuses(lung.spec) == "the session was opened without dropout"
     with pytest.raises(LoraFusionError, match=r"places\.classes"):
         Places.of({})
+    balanced = config.train.model_copy(update={"router_aux": 0.001})
+    with pytest.raises(LoraFusionError, match=r"session\.router-aux.* no loss of routers"):
+        LiveSession.open(config.base, config.mesh, Places.of({4: 1}), train=balanced, directory=config.directory)
 
 
 @pytest.mark.nightly

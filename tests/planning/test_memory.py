@@ -303,7 +303,7 @@ def real_kept(wanted, half=None):
     from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
     from lorafusion_jax.config.schema import TrainSettings
-    from lorafusion_jax.data.assemble import Microbatch
+    from lorafusion_jax.data.assemble import BalanceRows, Microbatch
     from lorafusion_jax.pipeline.parts import Parts
     from lorafusion_jax.pipeline.remat import Split
 
@@ -322,7 +322,8 @@ def real_kept(wanted, half=None):
     sizes = {"segment_offsets": 9, "segment_lengths": 8, "tile_adapter": T // 128, "adapters": count}
     kinds = {"row_key": jnp.uint32, "weights": jnp.float32}
     rows = {name: whole((sizes.get(name, T),), kinds.get(name, jnp.int32)) for name in Microbatch._fields}
-    batch = Microbatch(**rows | {"lora": None, "balance": None})
+    counted = BalanceRows(whole((8,), jnp.int32), whole((8,), jnp.float32)) if wanted.balanced else None
+    batch = Microbatch(**rows | {"lora": None, "balance": counted})
 
     def forward(frozen, lora, x, batch):
         run = lambda given, lora, x: parts.layer(given[0], lora, x, given[1], given[2])  # noqa: E731
@@ -330,10 +331,11 @@ def real_kept(wanted, half=None):
         return split.forward((frozen, parts.inputs.of_batch(batch, dropout=True), jnp.int32(0)), lora, x)
 
     x = whole((T, wanted.model.hidden_size), jnp.bfloat16)
+    carried = x if counted is None else (x, whole((2, 8, wanted.model.experts.count), jnp.float32))
     h200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
     on_hopper = mock.patch.object(import_module("lorafusion_jax.models.attention.api"), "on_hopper", return_value=True)
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=h200)), on_hopper:  # it asks the real device
-        _, kept = jax.eval_shape(forward, frozen, lora, x, batch)
+        _, kept = jax.eval_shape(forward, frozen, lora, carried, batch)
     return sum(prod(leaf.shape) * leaf.dtype.itemsize for leaf in (x, *kept))
 
 
@@ -507,3 +509,27 @@ def test_layers_of_other_families_save_the_counted_bytes(name, remat):
         assert sum(kept_per_layer(wanted, half).values()) == pytest.approx(
             real_kept(wanted, half), rel=0.05 if name == "experts" else 0.02
         ), half
+
+
+@pytest.mark.parametrize("remat", ["gemm_inputs", "everything"])
+def test_a_loss_of_routers_keeps_and_computes_arrays_of_rows_and_experts(remat):
+    """Sums over the rows of each sequence are computed again: all rows of every sequence would be kept otherwise."""
+    adapters = tuple(replace(spec, targets=("q_proj",)) for spec in FOUR)
+    model = replace(WIDE, **STRANGE["wide experts"])
+    plain = problem(model, adapters, tokens=1024, remat=remat, implementation="xla", attention="xla")
+    balanced = replace(plain, balanced=True)
+    rows_and_experts = 4 * 1024 * 8
+    assert real_kept(balanced) - real_kept(plain) == rows_and_experts
+    assert sum(kept_per_layer(balanced).values()) - sum(kept_per_layer(plain).values()) == rows_and_experts
+    more, less = working_memory(balanced, 0), working_memory(plain, 0)
+    for name in ("forward", "backward"):
+        assert more[name] - less[name] == 3 * rows_and_experts
+    dense = replace(balanced, model=WIDE)
+    assert working_memory(dense, 0) == working_memory(replace(dense, balanced=False), 0)
+
+
+def test_the_job_says_whether_routers_have_a_loss():
+    adapters = ({"name": "law", "data": {"train": "x"}},)
+    for factor in (0.0, 0.001):
+        config = JobConfig(base={"model": "random"}, adapters=adapters, train={"router_aux": factor})
+        assert memory_problem(config, LLAMA_8B).balanced == (factor > 0)

@@ -44,6 +44,7 @@ class MemoryProblem:
         tile_tokens: rows of a tile.
         loss_chunk: as in `objective.token_losses`.
         teacher: whether an objective compares distributions: microbatches then have the states of a teacher.
+        balanced: whether the routers have a loss.
     """
 
     model: ModelConfig
@@ -64,6 +65,7 @@ class MemoryProblem:
     tile_tokens: int = 128
     loss_chunk: int = DEFAULT_CHUNK
     teacher: bool = False
+    balanced: bool = False
 
     @property
     def device_model(self) -> ModelConfig:
@@ -112,4 +114,5 @@ def memory_problem(config: JobConfig, model: ModelConfig) -> MemoryProblem:
         attention=train.attention,
         loss_chunk=train.loss_chunk,
         teacher=any(DIVERGENCE in adapter.objective.chosen.needs for adapter in config.adapters),
+        balanced=train.router_aux > 0,
     )

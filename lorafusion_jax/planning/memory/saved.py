@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lorafusion_jax.families.experts import Experts
 from lorafusion_jax.families.layer import Layer
 from lorafusion_jax.layout.layer import HALVES, Half, SavedTensor
 from lorafusion_jax.planning.memory.calls import (
@@ -47,6 +48,8 @@ def _saved_tensors(problem: MemoryProblem, layer: Layer, half: Half, *, alone: b
         if tensor.half == half and wanted and not left_out:
             item = FLOAT32 if tensor.float32 else problem.item
             kept[tensor.name] = item * _rows(problem, tensor) * tensor.width
+    if problem.balanced and half == "mlp" and isinstance(layer.mlp, Experts):
+        kept["router, for its loss"] = FLOAT32 * problem.capacity_tokens * layer.mlp.count
     return kept
 
 

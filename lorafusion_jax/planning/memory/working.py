@@ -10,6 +10,7 @@ from math import prod
 
 from lorafusion_jax.adapters.spec import bank_columns, bank_rank
 from lorafusion_jax.adapters.table import leaves_of
+from lorafusion_jax.families.experts import Experts
 from lorafusion_jax.families.layer import Layer
 from lorafusion_jax.objective.chunks import chunk_rows
 from lorafusion_jax.planning.blocks import block_layers
@@ -61,11 +62,17 @@ def _layer_work(problem: MemoryProblem, stage: int, number: int) -> dict[str, in
     gathered = layer_bytes(problem, number=number) if problem.fsdp > 1 else 0
     dequantised = dequantised_bytes(problem, number)  # one layer at a time, because layers depend on each other
     together = block_layers(problem.block_layers, len(problem.layers[stage].pieces), fsdp=problem.fsdp)
-    once = hand_over + made_again + dequantised
+    once = hand_over + made_again + dequantised + _balance_bytes(problem, layer)
     return {
         "forward": once + view + gathered,
         "backward": once + max(mlp, attention) + _tile_sums(problem, layer) + 2 * view + together * gathered,
     }
+
+
+def _balance_bytes(problem: MemoryProblem, layer: Layer) -> int:
+    """What the loss of a router computes of every row and expert: choices, softmax, and its gradient, in float32."""
+    mlp = layer.mlp
+    return 3 * FLOAT32 * problem.capacity_tokens * mlp.count if problem.balanced and isinstance(mlp, Experts) else 0
 
 
 def _view_bytes(problem: MemoryProblem, layer: Layer) -> int:
