@@ -122,7 +122,7 @@ def test_interrupt_saves_and_resume_continues_bitwise(lorafusion, long_job):
     assert lorafusion("train", long_job.path, "--out", whole).code == 0
     with started(long_job.path, parts) as process:
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=240)
     assert process.returncode == 130, err
     assert "the state is saved" in err
     assert out.rstrip().splitlines()[-1] == f"next: lorafusion resume {parts}"

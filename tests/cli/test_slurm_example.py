@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "slurm.sbatch"
-PATIENCE_S = 20
+PATIENCE_S = 120
 
 
 @pytest.fixture

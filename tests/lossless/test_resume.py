@@ -60,7 +60,7 @@ def reachable_loop(monkeypatch):
     monkeypatch.setattr(Loop, "__init__", init)
 
 
-PATIENCE_S = 30
+PATIENCE_S = 300
 
 
 class SlowDisk:

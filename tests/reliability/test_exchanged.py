@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import time
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -313,18 +312,20 @@ def test_a_hub_base_is_pinned_to_its_commit(unfinished, tmp_path, monkeypatch):
     assert asked == [("org/tiny", None), ("org/tiny", commit)]
 
 
-def test_status_of_a_long_run_is_quick(tmp_path):
-    """64 adapters and 2000 steps take a fifth of what 10 000 may: less than a fifth of a second of one quiet core."""
+def test_status_of_a_long_run_is_quick(tmp_path, monkeypatch):
+    """Of 64 adapters and 2000 steps it parses the last rows only: 0.2 s of a quiet core."""
     from lorafusion_jax.log_file import encode_row
-    from lorafusion_jax.report.summary import read_summary
+    from lorafusion_jax.report import summary as module
+
+    parsed, parse_row = [], module.parse_row
+    monkeypatch.setattr(module, "parse_row", lambda line: parsed.append(line) or parse_row(line))
 
     row = {"kind": "step", "grad_norm": 0.123456789, "lr": 1e-4, "loss_tokens": 1234, "time": 1.5}
     with (tmp_path / "metrics.jsonl").open("wb") as file:
         for step in range(1, 2001):
             for number in range(64):
                 file.write(encode_row(row | {"slot": step, "adapter": f"a{number}", "step": step, "loss": 1 / step}))
-    began = time.process_time()
-    summary = read_summary(tmp_path)
-    assert time.process_time() - began < 1.0  # five times what it takes on a quiet core
+    summary = module.read_summary(tmp_path)
+    assert len(parsed) == 64 * module.SPARE
     assert len(summary.adapters) == 64
     assert {row["step"] for row in summary.adapters.values()} == {2000}

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from lorafusion_jax.signals import GRACE_S, deferred_stop, stop_if_asked, stop_signals
+from lorafusion_jax.signals import deferred_stop, stop_if_asked, stop_signals
 
 # The command line, held up in C without a bytecode, as a long compilation does.
 COMPILING = """
@@ -37,13 +37,12 @@ def test_the_first_signal_is_acknowledged_and_the_second_ends_a_process_that_com
             assert process.stderr is not None
             assert process.stdout.readline() == "compiling\n"
             time.sleep(0.2)
-            began = time.monotonic()
             process.send_signal(signal.SIGTERM)
             assert "a second signal stops at once" in process.stderr.readline()
-            assert time.monotonic() - began < GRACE_S  # at once, and not when it gives up
+            assert process.poll() is None  # at once, and not when it gives up
             process.send_signal(signal.SIGINT)
             assert process.stderr.readline() == "stopping at once\n"
-            assert process.wait(timeout=GRACE_S + 5) == 130
+            assert process.wait(timeout=60) == 130
         finally:
             process.kill()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import queue
 import threading
@@ -17,7 +18,13 @@ STEP_S = 0.01
 
 
 class SimulatedProcess:
-    """What the server sees as a worker."""
+    """What the server sees as a worker.
+
+    Attributes:
+        most_steps: where jobs wait.
+    """
+
+    most_steps: ClassVar[float] = math.inf
 
     def __init__(self, server: str, group: str, epoch: int, places: int, poison: str = "", secret: str = ""):
         self._poison = poison
@@ -94,7 +101,7 @@ class SimulatedProcess:
             self._stop(name)
 
     def _step(self, name: str, job: dict[str, Any]) -> None:
-        if time.monotonic() < job.get("next", 0.0):
+        if time.monotonic() < job.get("next", 0.0) or job["step"] >= self.most_steps:
             return
         job["step"], job["next"] = job["step"] + 1, time.monotonic() + STEP_S
         row = {"kind": "step", "step": job["step"], "loss": 1.0 / job["step"]}

@@ -28,7 +28,7 @@ def refused(act) -> ServiceError:
 
 def raw(url: str, method: str, path: str, body: bytes | None = None, **headers: str) -> tuple[int, bytes]:
     """Sends a request as it is."""
-    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=20)
+    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=120)
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     connection.request(method, path, body, named)
     answer = connection.getresponse()
@@ -298,7 +298,7 @@ def test_every_refusal_says_what_to_do(running, job):
 
 
 def test_a_path_names_all_its_methods(running):
-    connection = http.client.HTTPConnection(running.url.removeprefix("http://"), timeout=20)
+    connection = http.client.HTTPConnection(running.url.removeprefix("http://"), timeout=120)
     for path, methods in (("/v1/jobs", "GET, POST"), ("/v1/jobs/x", "DELETE, GET, PATCH"), ("/v1/jobs/x/log", "GET")):
         connection.request("OPTIONS", path)
         answer = connection.getresponse()

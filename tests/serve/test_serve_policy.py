@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from typing import Any
 
 import pytest
 from simulated_service import Service, wait_for
-from simulated_worker import SimulatedLauncher
+from simulated_worker import SimulatedLauncher, SimulatedProcess
 from sqlalchemy import select
 
 from lorafusion_serve.control.scheduler import PolicyScheduler, plan_of_row
@@ -98,12 +99,14 @@ class Moves:
 def test_a_job_moves_to_a_session_of_its_own(serve, monkeypatch):
     monkeypatch.setattr("lorafusion_serve.control.scheduler.REPORT_S", 0.05)
     monkeypatch.setattr("lorafusion_serve.control.scheduler.TICK_S", 0.1)
+    monkeypatch.setattr(SimulatedProcess, "most_steps", 30)  # jobs wait for the move
     service = serve(Moves(), gpus=2)
     first = service.submit("one", "red", steps=60)
     second = service.submit("two", "red", steps=60)
     wait_for(lambda: service.show(second)["step"] > 8)
     service.submit("three", "red")  # its arrival is when the policy is asked again; it waits
     wait_for(lambda: sessions(service, second)[-1:] == ["two"])
+    monkeypatch.setattr(SimulatedProcess, "most_steps", math.inf)
     service.wait(first, second)
     assert sessions(service, first) == ["all"]
     assert sessions(service, second) == ["all", "two"]
@@ -158,20 +161,20 @@ class Sleeper(Packing):
     """Takes longer than a lease."""
 
     def decide(self, state, now):
-        time.sleep(1.5)
+        time.sleep(1.9)
         return super().decide(state, now)
 
 
 def test_a_policy_that_sleeps_delays_decisions_and_nothing_else(serve):
     """Workers train on, their events are taken, and none of them counts as lost."""
-    service = serve(Sleeper, lease_s=0.8)
+    service = serve(Sleeper, lease_s=1.5)
     job = service.submit("one", "red", steps=200)
     wait_for(lambda: service.show(job)["step"] >= 3)
     before, began = service.show(job)["step"], time.monotonic()
     other = service.submit("two", "blue", steps=20)  # the policy is asked, and sleeps
     wait_for(lambda: service.show(job)["step"] > before + 10)
     service.wait(job, other)
-    assert time.monotonic() - began > 1.5
+    assert time.monotonic() - began > 1.9
     assert [service.show(name)["tries"] for name in (job, other)] == [0, 0]
 
 

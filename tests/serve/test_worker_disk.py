@@ -115,7 +115,7 @@ def worker(tmp_path, monkeypatch):
 
     yield start, line, disk
     running.stop.set()
-    thread.join(30)
+    thread.join(120)
     assert not thread.is_alive()
 
 

@@ -14,7 +14,7 @@ from lorafusion_jax.report.recorder import read_rows
 from lorafusion_jax.training import RunFolder, train
 from lorafusion_jax.training.adapter_writer import AdapterWriter
 
-PATIENCE_S = 30
+PATIENCE_S = 300
 
 
 @pytest.fixture

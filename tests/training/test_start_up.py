@@ -16,7 +16,7 @@ from lorafusion_jax.pipeline.compiles import CompileCounter
 from lorafusion_jax.report.recorder import read_rows
 from lorafusion_jax.training import train
 
-PATIENCE_S = 60
+PATIENCE_S = 300
 
 
 @pytest.fixture
