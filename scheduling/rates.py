@@ -25,16 +25,17 @@ def _from_sheet(peak_flops: float, memory_bytes: float, link_bytes: float) -> _R
 
 # H200: fitted to whole training runs. The GEMM rate is that of the head. The width rate covers LoRA's passes, norms,
 # gate and lower clocks of an 8B layer at 8192 tokens. Attention counts causal FLOPs. The link rate is device_put over
-# NVLink. H100: same chip, 5 % lower clocks under load, 0.7 of the memory bandwidth. CPU: order of magnitude of two
-# cores in float32. Others: never measured; from data sheets, with dense bfloat16 products, memory
-# bandwidth, and what a link between two devices carries in one direction.
+# NVLink. H100: the same chip, so the same products; the width rate is fitted to a run of five jobs
+# (`benchmarks/results/online_real_h100_2026-11-24`). CPU: order of magnitude of two cores in float32. Others: never
+# measured; from data sheets, with dense bfloat16 products, memory bandwidth, and what a link between two devices
+# carries in one direction.
 _RATES = {
     "a100": _from_sheet(312e12, 2.04e12, 75e9),
     "l40s": _from_sheet(362e12, 0.864e12, 25e9),
     "a6000": _from_sheet(155e12, 0.768e12, 25e9),
     "rtx6000-ada": _from_sheet(364e12, 0.96e12, 25e9),
     "h200": _Rates(716e12, 18e-12, 600e12, 112e9, 200),
-    "h100": _Rates(680e12, 26e-12, 570e12, 112e9, 200),
+    "h100": _Rates(716e12, 22e-12, 600e12, 112e9, 200),
     "cpu": _Rates(55e9, 0.0, 20e9, 5e9, 20),
 }
 MLP_OVER_MODEL_WIDTH = 3.5  # as in Llama 3

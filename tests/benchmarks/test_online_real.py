@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
+from argparse import Namespace
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +20,7 @@ QUARTER = ModelShape(  # of Llama-3.1-8B
 )
 COSTS = stage_costs(QUARTER, "h200", 1)
 CAPACITY = 8192
+RESULTS = Path(online_real.__file__).parent / "results"
 
 
 def read(file):
@@ -75,6 +78,21 @@ def test_the_simulator_agrees_with_the_plan(scenario):
     assert result.makespan_s == pytest.approx(timeline.duration_s, rel=0.05)
     assert sum(errors) / len(errors) <= 0.05
     assert max(errors) <= 0.12
+
+
+@pytest.mark.parametrize("device", ["h100", "h200"])
+def test_the_rates_of_a_card_predict_what_was_measured_on_it(device, tmp_path):
+    """Published completion times, at the default costs of that card."""
+    options = Namespace(layers=8, device=device, small=False, again=None, out=tmp_path)
+    real, model = online_real.Real(options), online_real.ModelConfig(**online_real.SHAPES["8b"] | {"num_layers": 8})
+    (folder,) = RESULTS.glob(f"online_real_{device}_2026-11-24")
+    costs = online_real.predicted_costs(real.config("joins"), model, device)
+    jobs = draw_jobs("joins", model, costs, CAPACITY)
+    result, _ = simulated(jobs, real.worker, costs, CAPACITY)
+    measured = {row["job"]: float(row["measured_s"]) for row in read(folder / "jobs.csv") if row["scenario"] == "joins"}
+    assert len(measured) == 5
+    for job in jobs:
+        assert result.finish_s[job.name] - job.arrival_s == pytest.approx(measured[job.name], rel=0.10)
 
 
 def test_a_tiny_run_writes_what_was_predicted_and_measured(tmp_path):
