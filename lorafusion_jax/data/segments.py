@@ -169,8 +169,9 @@ def _sample(chosen: Chosen, members: Sequence[_OneRow]) -> RowSample:
 def _left_over(members: Sequence[_OneRow], size: int) -> list[str]:
     if not members:
         return []
-    numbers = first_few([member.number for member in members], 5)
-    return [f"[data.group-rest] {len(members)} rows at the end are no whole group of {size}: row {numbers}"]
+    rows = [*dict.fromkeys(member.number for member in members)]
+    which = f"row{'s'[: len(rows) > 1]} {first_few(rows, 5)}"
+    return [f"[data.group-rest] left out at the end, no whole group of {size}: {which}"]
 
 
 def _no_group(rows: Rows, size: int, count: int, adapter: str) -> DataError:

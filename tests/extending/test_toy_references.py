@@ -228,7 +228,7 @@ def test_a_group_of_rows_is_one_sample(joint):
     data = prepare(config).adapters["rank"]
     assert len(data.train) == 4  # 14 rows
     assert data.train.numbers["grade"].shape == (4, 3)
-    assert "no whole group of 3: row 12, 13" in " ".join(data.train.report.notes)
+    assert "no whole group of 3: rows 12, 13" in " ".join(data.train.report.notes)
     grades = [row["grade"] for row in map(json.loads, Path(config.directory, "rank.jsonl").read_text().splitlines())]
     assert data.train.numbers["grade"][1].tolist() == grades[3:6]
     assert data.train.segment_lengths.shape == (4, 6)
