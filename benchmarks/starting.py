@@ -1,13 +1,15 @@
 """How long from the command to the first optimizer step? Without a compilation cache, and with one.
 
     python -m benchmarks.starting --out results/starting --work /dev/shm --layers 36 8 --quantize none fp8
+    python -m benchmarks.starting --out results/starting --work /dev/shm --ahead with without --until-first-step
     python -m benchmarks.starting --out results/starting --stages 2 --shape mistral-24b    # two GPUs, 50 GB of files
     python -m benchmarks.starting --out /tmp/try --small                     # in miniature on a CPU, to try the script
 
 Writes a model: one layer is drawn, the others have the same bytes under their own names. The files are in the page
 cache then. The same job starts twice with a cache of its own, which is empty at first, for each number of layers and
 each way to store the base. `starting.jsonl` has the seconds of each command until its first optimizer step, and what
-the run says about its parts. Variants that would begin after `--seconds` are left out.
+the run says about its parts. Variants that would begin after `--seconds` are left out. With `--ahead with without` the
+cold start is repeated without the processes that compile beside the run, and a table of phases follows each start.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -28,6 +31,8 @@ from safetensors.numpy import load_file, save_file
 
 from benchmarks.conditions import conditions
 from benchmarks.random_job import SMALL, WRITE, write_data
+from lorafusion_jax.checkpoint.begun_folder import read_start
+from lorafusion_jax.signals import INTERRUPTED
 
 SHAPES = {
     "qwen3-8b": {
@@ -41,6 +46,10 @@ SHAPES = {
 }  # fmt: skip
 NAMES = ("a", "b", "c", "d")
 FIRST = "model.layers.0."
+WITHOUT = (
+    "from lorafusion_jax.pipeline import ahead; ahead.CORES = 10**6; from lorafusion_jax.__main__ import main; main()"
+)
+POLL_S = 0.05
 
 
 def main() -> int:
@@ -52,6 +61,8 @@ def main() -> int:
     parser.add_argument("--layers", type=int, nargs="*", help="numbers of layers, as many as the model has or fewer")
     parser.add_argument("--quantize", nargs="*", default=["none"])
     parser.add_argument("--seconds", type=float, default=600)
+    parser.add_argument("--ahead", nargs="*", choices=("with", "without"), default=["with"], help="of cold starts")
+    parser.add_argument("--until-first-step", action="store_true", help="stop each run then")
     parser.add_argument("--small", action="store_true")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
@@ -63,12 +74,16 @@ def main() -> int:
             size_gb = round(sum(file.stat().st_size for file in (work / "base").glob("*.safetensors")) / 1e9, 2)
             for quantize in options.quantize:
                 write_job(work, options, quantize)
-                for cache in ("empty", "filled"):
+                cold = [("empty", ahead) for ahead in options.ahead]
+                for cache, ahead in [*cold, ("filled", options.ahead[-1])]:  # the last cold start has filled it
                     if time.monotonic() - began > options.seconds:
                         return 0
                     row = {"shape": options.shape, "layers": layers, "stages": options.stages, "quantize": quantize}
-                    row |= {"cache": cache, "gb": size_gb}
-                    row |= start(work, f"run_{quantize}_{cache}", work / f"cache_{quantize}") | conditions()
+                    row |= {"cache": cache, "ahead": ahead, "gb": size_gb}
+                    run, folder = work / f"run_{quantize}_{cache}_{ahead}", work / f"cache_{quantize}_{ahead}"
+                    row |= start(work / "jobs.yaml", run, folder, ahead=ahead, stop=options.until_first_step)
+                    row |= conditions()
+                    print(phase_table(row), flush=True)
                     with (options.out / "starting.jsonl").open("a", encoding="utf-8") as file:
                         file.write(json.dumps(row) + "\n")
                     print(json.dumps(row), flush=True)
@@ -118,19 +133,58 @@ def write_job(work: Path, options: argparse.Namespace, quantize: str) -> None:
     (work / "jobs.yaml").write_text(yaml.safe_dump(job))
 
 
-def start(work: Path, run: str, cache: Path) -> dict:
-    """Runs the command with a cache of its own."""
+def start(job: Path, run: Path, cache: Path, *, ahead: str, stop: bool) -> dict:
+    """Runs the command with a cache of its own; `stop` ends it after the first optimizer step."""
     environment = os.environ | {"XDG_CACHE_HOME": str(cache)}
-    began = time.time()
-    command = [sys.executable, "-m", "lorafusion_jax", "train", str(work / "jobs.yaml"), "--out", str(work / run)]
-    done = subprocess.run(command, env=environment)
-    if done.returncode:
-        return {"exit_code": done.returncode}
-    read = [json.loads(line) for line in (work / run / "metrics.jsonl").read_text().splitlines()]
-    steps = [row["time"] for row in read if row["kind"] == "step"]
-    events = [json.loads(line) for line in (work / run / "events.jsonl").read_text().splitlines()]
+    program = ["-m", "lorafusion_jax"] if ahead == "with" else ["-c", WITHOUT]
+    began, phases, stopped = time.time(), {}, False
+    process = subprocess.Popen(
+        [sys.executable, *program, "train", str(job), "--out", str(run)],
+        env=environment,
+        stdout=subprocess.DEVNULL,
+    )
+    while process.poll() is None:
+        if (begun := read_start(run)) is not None:
+            phases.setdefault(begun["phase"], round(begun["phase_began"] - began, 2))
+        elif stop and not stopped and _steps(run):
+            process.send_signal(signal.SIGINT)
+            stopped = True
+        time.sleep(POLL_S)
+    if process.returncode not in (0, INTERRUPTED):
+        return {"exit_code": process.returncode, "phases": phases}
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     (started,) = (event for event in events if event["kind"] == "started-up")
-    return {"first_step_s": round(min(steps) - began, 1), "command_s": round(time.time() - began, 1), "parts": started}
+    return {
+        "first_step_s": round(min(_steps(run)) - began, 1),
+        "command_s": round(time.time() - began, 1),
+        "start_up_began_s": round(started["time"] - began - started["seconds"], 2),
+        "phases": phases,
+        "parts": started,
+    }
+
+
+def _steps(run: Path) -> list[float]:
+    """When the optimizer steps of a run were."""
+    try:
+        lines = (run / "metrics.jsonl").read_text().splitlines()
+        return [row["time"] for row in map(json.loads, lines) if row["kind"] == "step"]
+    except (OSError, ValueError):  # not there yet, or its last line is being written
+        return []
+
+
+def phase_table(row: dict) -> str:
+    """The phases and parts of a start, in seconds from the command."""
+    title = f"{row['cache']} cache, {row['ahead']} processes beside the run"
+    if "exit_code" in row:
+        return f"{title}: exit code {row['exit_code']}"
+    first, parts = row["start_up_began_s"], row["parts"]
+    lines = [(at, None, text) for text, at in row["phases"].items()]
+    lines += [(first + begin, first + end, name) for name, (begin, end) in parts["parts"].items()]
+    lines.append((row["first_step_s"], None, "first optimizer step"))
+    lines.sort(key=lambda line: line[0])
+    shown = [f"  {at:7.2f} {'' if end is None else f'{end:7.2f}':7}  {text}" for at, end, text in lines]
+    counts = {name: parts[name] for name in ("compiled", "from_cache", "lowering_s", "compiling_s")}
+    return "\n".join([title, *shown, f"  {counts}", f"  failed beside the run: {parts.get('ahead_failures', {})}"])
 
 
 if __name__ == "__main__":
