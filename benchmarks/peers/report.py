@@ -15,11 +15,11 @@ LABELS = {
     "single_sizes": "ours, one after another, four sizes of microbatch",
     "lorafusion_full": "LoRAFusion's kernels, every microbatch full",
     "lorafusion": "LoRAFusion's kernels, one adapter",
-    "compiled_full": "PEFT + Liger, every microbatch full, torch.compile",
+    "compiled_full": "PEFT + Liger's loss, every microbatch full, torch.compile",
     "packed_full": "PEFT + Liger, every microbatch full",
     "packed": "PEFT + Liger, no padding, one adapter",
     "nf4": "PEFT + Liger, no padding, base in nf4",
-    "compiled": "PEFT + Liger, no padding, torch.compile",
+    "compiled": "PEFT + Liger's loss, no padding, torch.compile",
     "default": "transformers + PEFT, defaults",
     "checkpointed": "transformers + PEFT, checkpointing",
 }

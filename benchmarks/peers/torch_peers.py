@@ -11,7 +11,8 @@ said.
     packed        samples of a batch packed without padding, variable-length flash attention, Liger's norms, rotary
                   embedding, SwiGLU and fused loss
     packed_full   the same, every microbatch filled as if several adapters shared it: an upper bound
-    compiled, compiled_full   packed and packed_full, decoder layers through torch.compile with dynamic lengths
+    compiled, compiled_full   packed and packed_full, decoder layers through torch.compile with dynamic lengths,
+                              Liger for the loss alone
     checkpointed_packed   packed, with gradient checkpointing: for long samples (`--sample TOKENS`)
     nf4           packed, on a base in bitsandbytes' nf4 with double quantisation (QLoRA)
     lorafusion, lorafusion_full   packed and packed_full with LoRAFusion's kernels (`--lorafusion CHECKOUT`)
@@ -94,15 +95,20 @@ def quantise(base: Any) -> None:
     base.is_loaded_in_4bit = True  # PEFT asks for it
 
 
-def build(shape: dict[str, Any], attention: str, liger: bool, device: str, *, nf4: bool = False) -> Any:
-    """The base with random weights, and one adapter whose B is not zero, as after some training."""
+def build(shape: dict[str, Any], attention: str, liger: str, device: str, *, nf4: bool = False) -> Any:
+    """The base with random weights, and one adapter whose B is not zero, as after some training.
+
+    Args:
+        liger: "all" of Liger's kernels, its "loss" alone, or "" for none.
+    """
     from peft import LoraConfig, get_peft_model
     from transformers import LlamaConfig, LlamaForCausalLM
 
     if liger:
         from liger_kernel.transformers import apply_liger_kernel_to_llama
 
-        apply_liger_kernel_to_llama(rope=True, rms_norm=True, swiglu=True, fused_linear_cross_entropy=True)
+        layers = liger == "all"
+        apply_liger_kernel_to_llama(rope=layers, rms_norm=layers, swiglu=layers, fused_linear_cross_entropy=True)
     config = LlamaConfig(
         vocab_size=shape["vocab_size"], hidden_size=shape["hidden_size"], intermediate_size=shape["intermediate_size"],
         num_hidden_layers=shape["num_layers"], num_attention_heads=shape["num_heads"],
@@ -192,7 +198,9 @@ def run(options: argparse.Namespace) -> dict:
     documents = Documents()
     if packs:
         register_packed_attention(documents)
-    model = build(shape, "packed" if packs else "sdpa", packs, options.device, nf4=variant == "nf4")
+    # torch.compile cannot trace Liger's norm (an assertion of torch 2.11), and fuses norms, rope and gates itself.
+    liger = "" if not packs else "loss" if variant.startswith("compiled") else "all"
+    model = build(shape, "packed" if packs else "sdpa", liger, options.device, nf4=variant == "nf4")
     if variant.startswith("checkpointed"):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.enable_input_require_grads()

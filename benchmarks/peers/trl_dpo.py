@@ -73,7 +73,7 @@ def run(options: argparse.Namespace) -> dict:
     pairs = pair_lengths(
         options.workload, steps * options.batch, TINY_SCALE if tiny else 1, TINY_LONGEST if tiny else LONGEST
     )
-    model = build(shape, "sdpa", False, options.device)
+    model = build(shape, "sdpa", "", options.device)
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
