@@ -24,3 +24,8 @@ def append_row(file: Path, row: Mapping[str, Any]) -> None:
         if new:
             table.writeheader()
         table.writerow(row)
+
+
+def read_rows(file: Path) -> list[dict[str, str]]:
+    with file.open(newline="", encoding="utf-8") as stream:
+        return list(csv.DictReader(stream))

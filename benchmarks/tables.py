@@ -1,4 +1,4 @@
-"""Generates every published table from the raw rows: CSV files, plots, and the tables in the documents.
+"""Generates every published table from the raw rows: CSV files, plots, and tables and figures in the documents.
 
     python -m benchmarks.tables           # the same as `make tables`
     python -m benchmarks.tables --check   # writes nothing; exits 1 and names outdated files
@@ -7,6 +7,8 @@ In a document, a table of `published.py` is between two comments, whose content 
 
     <!-- table: ratios -->
     <!-- end of table -->
+
+Numbers of sentences and of small tables are those of `figures.py`.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks import end_to_end_report, kernel_report, published
+from benchmarks.figures import with_figures
 from benchmarks.peers import report as peer_report
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -62,11 +65,11 @@ def write_tables(folder: Path) -> list[Path]:
 
 
 def filled() -> Iterator[tuple[Path, str]]:
-    """Every document with tables, with up-to-date tables."""
+    """Every document with tables or figures, up to date."""
     for file in (ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
         text = file.read_text(encoding="utf-8")
-        if PLACE.search(text):
-            yield file, PLACE.sub(lambda match: f"{match[1]}{published.TABLES[match[2]]()}\n{match[3]}", text)
+        made = PLACE.sub(lambda match: f"{match[1]}{published.TABLES[match[2]]()}\n{match[3]}", text)
+        yield file, with_figures(file.relative_to(ROOT).as_posix(), made)
 
 
 if __name__ == "__main__":

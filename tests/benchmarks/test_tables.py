@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 from more_cases import nightly
 
-from benchmarks import published, tables
+from benchmarks import figures, published, tables
 from benchmarks.published import RESULTS, pairs
 
 LOG = (RESULTS.parent / "LOG.md").read_text(encoding="utf-8")
 USERS = ("benchmarks", "docs", "lorafusion_jax", "pallas_kernels", "scheduling", "tests")
-FOLDERS = (Path(tables.__file__).parent, Path(__file__).parents[1] / "campaigns")
+FOLDERS = (RESULTS.parent, Path(__file__).parents[1] / "campaigns")
 SCRIPTS = {file.stem for folder in FOLDERS for file in folder.glob("*.py")} | {"peers"}
 
 
@@ -27,6 +27,7 @@ def test_outdated_tables_are_named(monkeypatch, tmp_path, change):
     monkeypatch.setattr(tables.end_to_end_report, "write", lambda *_: [])
     monkeypatch.setattr(tables.peer_report, "report", lambda *_: [])
     made = tables.write_tables(tables.FOLDER)
+    monkeypatch.setattr(tables, "with_figures", lambda document, text: text)
     text = "before\n<!-- table: slower -->\n<!-- end of table -->\nafter\n"
     (tmp_path / "README.md").write_text(tables.PLACE.sub(lambda p: f"{p[1]}{published.slower()}\n{p[3]}", text))
     (tmp_path / "benchmarks" / "README.md").write_text("no tables")
@@ -39,6 +40,33 @@ def test_outdated_tables_are_named(monkeypatch, tmp_path, change):
     readme = tmp_path / "README.md"
     readme.write_text(readme.read_text().replace("2 of 240", "none of 240"))
     assert tables.outdated() == ["benchmarks/tables/kernels_h200_bytes.csv", "README.md"]
+
+
+def test_numbers_of_sentences_come_from_rows(monkeypatch):
+    monkeypatch.setattr(
+        figures, "FIGURES", [figures.Figure("a.md", "takes {} ms, or {} with it", lambda: ("1 234", "0.5"))]
+    )
+    assert figures.with_figures("a.md", "It takes 7\nms, or 12 with\nit.") == "It takes 1 234\nms, or 0.5 with\nit."
+    assert figures.with_figures("b.md", "It takes 7 ms") == "It takes 7 ms"
+    with pytest.raises(ValueError, match="0 times"):
+        figures.with_figures("a.md", "It took 7 ms, or 12 with it.")
+
+
+def test_rows_that_a_page_names_are_what_its_numbers_are_made_of():
+    """A page that names a folder of rows has numbers of it, and `make tables` makes them."""
+    root = RESULTS.parents[1]
+    named = {
+        name
+        for file in (root / "README.md", *(root / "docs").rglob("*.md"))
+        for name in re.findall(r"\w+_\d{4}-\d\d-\d\d\w*", file.read_text(encoding="utf-8"))
+        if (RESULTS / name).is_dir()
+    }
+    code = "\n".join(file.read_text(encoding="utf-8") for folder in FOLDERS for file in folder.glob("*.py"))
+    known = set(re.findall(r"\w+_\d{4}-\d\d-\d\d\w*", code))
+    campaigns = {
+        name for name in named if "_cpu_" in name
+    }  # collected by their names: tests/campaigns/reliability_table.py
+    assert named - known - campaigns == set()
 
 
 def row(variant, tokens, density, run):

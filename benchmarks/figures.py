@@ -1,0 +1,381 @@
+"""Figures in sentences and hand-made tables of the documents: each is computed from raw rows and put where it stands.
+
+`FIGURES` has a document, a text with a `{}` for each number, and the numbers. `make tables` writes them, a test fails
+if a document has others, and a text that a document no longer has is an error.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.csv_rows import read_rows
+
+Row = dict[str, Any]
+RESULTS = Path(__file__).parent / "results"
+NUMBER = r"\d(?:[\d. ]*\d)?"
+
+
+class Figure(NamedTuple):
+    """A text of a document whose numbers come from rows.
+
+    Args:
+        document: path in the repository.
+        text: as in the document, but for line breaks; `{}` stands for a number.
+        values: the numbers, as they are shown.
+    """
+
+    document: str
+    text: str
+    values: Callable[[], Iterable[str]]
+
+
+def with_figures(document: str, text: str) -> str:
+    """Returns the text of a document with the numbers of its figures.
+
+    Raises:
+        ValueError: a figure is not there exactly once.
+    """
+    for figure in FIGURES:
+        if figure.document == document:
+            pattern = re.compile(r"\s+".join(map(_pattern, figure.text.split())))
+            values = tuple(figure.values())
+            count = len(pattern.findall(text))
+            if count != 1 or pattern.groups != len(values):
+                raise ValueError(f"{document} has {count} times: {figure.text}")
+            text = pattern.sub(lambda match, values=values: _replaced(match, values), text)
+    return text
+
+
+def _pattern(word: str) -> str:
+    return f"({NUMBER})".join(map(re.escape, word.split("{}")))
+
+
+def _replaced(match: re.Match[str], values: tuple[str, ...]) -> str:
+    shown, at = [], match.start()
+    for number, value in enumerate(values, 1):
+        shown += [match.string[at : match.start(number)], value]
+        at = match.end(number)
+    return "".join([*shown, match.string[at : match.end()]])
+
+
+@cache
+def rows(name: str) -> list[Row]:
+    """The rows of a file of results, JSON lines or CSV."""
+    file = RESULTS / name
+    if file.suffix == ".csv":
+        return read_rows(file)
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def pick(file: str, /, **fields: Any) -> Row:
+    """The only row with these fields."""
+    (row,) = (row for row in rows(file) if all(row.get(key) == value for key, value in fields.items()))
+    return row
+
+
+def k(tokens_per_s: float) -> str:
+    return f"{tokens_per_s / 1000:.1f}"
+
+
+def ms(us: float) -> str:
+    return f"{us / 1000:.{2 if us < 5000 else 1}f}"
+
+
+# --- whole runs ---
+
+FP8 = "end_to_end_h200_2026-11-23d/end_to_end.jsonl"
+FP8_RUN = {"run": "2026-11-23 17:46:28"}
+
+
+def own_fp8() -> list[str]:
+    ours, frozen = (pick(FP8, variant=name, **FP8_RUN)["useful_tokens_per_s"] for name in ("ours_fp8", "frozen"))
+    return [k(ours), k(frozen), f"{ours / frozen:.2f}"]
+
+
+def speed_and_peak(name: str, **fields: Any) -> list[str]:
+    row = pick(name, **fields)
+    return [k(row["useful_tokens_per_s"]), f"{row['peak_gb'][0]:.0f}"]
+
+
+def small_nf4() -> list[str]:
+    row = pick(FP8, variant="ours_nf4")
+    return [f"{row['peak_gb'][0]:.1f}", k(row["useful_tokens_per_s"])]
+
+
+def long_sample() -> list[str]:
+    ours, peer = (rows(f"long_samples_h200_2026-11-23/{name}.jsonl")[0] for name in ("long_samples", "peers"))
+    speeds = [f"{value / 1000:.2f}" for value in (ours["tokens_per_s"], peer["useful_tokens_per_s"])]
+    return [speeds[0], f"{ours['peak_gib']:.1f}", speeds[1]]
+
+
+GPT_OSS = ("end_to_end_h200_2026-11-24_gpt_oss", "end_to_end_h100_2026-11-24_gpt_oss")
+
+
+def gpt_oss(folder: str) -> list[str]:
+    (row,) = rows(f"{folder}/end_to_end.jsonl")
+    return [f"{row['peak_gb'][0]:.1f}", f"{row['predicted_gb'][0]:.1f}"]
+
+
+def dpo(which: str) -> list[str]:
+    """The best of TRL's variants is the one to compare with."""
+    trl = max(row["useful_tokens_per_s"] for row in rows("end_to_end_h200_2026-11-24/peers.jsonl"))
+    speed = trl
+    if which != "trl":
+        speed = pick("end_to_end_h200_2026-11-24/end_to_end.jsonl", variant=which)["useful_tokens_per_s"]
+    return [k(speed), f"{speed / trl:.2f}"]
+
+
+# --- layers and kernels ---
+
+
+def fp8_layer() -> list[str]:
+    """Our products with the fused gate in the first run, the default in the second."""
+    first = [row for row in rows(f"{QUANTISED}/first.jsonl") if row.get("case") == "fp8 own, gate"]
+    second = [row for row in rows(f"{QUANTISED}/quantised_layer.jsonl") if row.get("case") == "fp8"]
+    ratios = [next(row["over_frozen_bf16"] for row in run if "over_frozen_bf16" in row) for run in (first, second)]
+    return [f"{ratio:.2f}" for ratio in ratios]
+
+
+QUANTISED = "quantised_layer_h200_2026-11-23b"
+
+
+def over_rank_16(name: str) -> list[str]:
+    return [f"{pick('ranks_h200_2026-11-24/ranks.jsonl', part='microbatch', name=name)['over_r16']:.2f}"]
+
+
+def experts(tokens: int, adapters_on: str) -> list[str]:
+    name, fields = "experts_h200_2026-11-24/experts.jsonl", {"tokens": tokens, "adapters_on": adapters_on}
+    ours, peft = (pick(name, section=section, **fields) for section in ("layer", "peft"))
+    return [f"{ours['of_frozen']:.2f}", f"{ours['tokens_per_s'] / peft['tokens_per_s']:.1f}"]
+
+
+def experts_ms(adapters_on: str) -> list[str]:
+    row = pick("experts_h200_2026-11-24/experts.jsonl", section="layer", tokens=8192, adapters_on=adapters_on)
+    return [f"{row['ms']:.1f}"]
+
+
+def mixer_ms(mixer: str) -> list[str]:
+    return [f"{pick(DELTA_NET, section='layer', mixer=mixer)['adapted_ms']:.1f}"]
+
+
+DELTA_NET = "delta_net_h200_2026-11-24/delta_net.jsonl"
+
+
+def delta_net() -> list[str]:
+    layer = pick(DELTA_NET, section="layer", mixer="gated delta net")
+    rule = pick(DELTA_NET, section="mixer", mixer="rule", samples=1)
+    times = [*mixer_ms("gated delta net"), *mixer_ms("gated attention")]
+    return [f"{layer['over_frozen']:.2f}", *times, f"{rule['both_us'] / 1000:.1f}"]
+
+
+def attention(rule: str, *implementations: str, width: int = 128) -> list[str]:
+    picked = [
+        pick("families_h200_2026-11-24/families.jsonl", rule=rule, width=width, samples=1, implementation=name)["us"]
+        for name in implementations
+    ]
+    return [ms(us) for us in picked]
+
+
+def wide_attention() -> list[str]:
+    full, near = ("full", "window 1024")
+    values = attention(full, "pallas_triton", "cudnn", width=256) + attention(near, "pallas_triton", width=256)
+    values += [*attention(full, "xla", width=256), *attention(near, "xla", width=256)]
+    return [f"{float(value):.1f}" for value in values]
+
+
+def gemma_layer() -> list[str]:
+    return [f"{pick('families_h100_2026-11-24/layer.jsonl', layer=name)['over_frozen']:.2f}" for name in LAYERS]
+
+
+LAYERS = ("window", "full")
+
+
+def kinds() -> list[str]:
+    over = (pick("kinds_h100_2026-11-24b/kinds.jsonl", variant=name)["over_lora"] for name in ("dora", "vera"))
+    return [f"{ratio:.3f}" for ratio in over]
+
+
+# --- generation, starts, services ---
+
+
+def generation(section: str) -> list[str]:
+    speed = pick("generate_h200_2026-11-24/generate.jsonl", section=section)["tokens_per_s"]
+    return [f"{speed:,.0f}".replace(",", " ")]
+
+
+def generation_pass() -> list[str]:
+    row = pick("generate_h200_2026-11-24/generate.jsonl", section="ours")
+    return [f"{row[key]:.1f}" for key in ("step_ms", "bound_ms")]
+
+
+def addition() -> list[str]:
+    without, place = rows("additions_cpu_2026-11-24/additions.jsonl")
+    return [f"{without['cpu_seconds']:.1f}", str(without["programs"]), f"{place['cpu_seconds']:.1f}"]
+
+
+def first_step() -> list[str]:
+    found = (pick("starting_h200_2026-11-24/starting.jsonl", cache=cache) for cache in ("empty", "filled"))
+    return [f"{row['first_step_s']:.1f}" for row in found]
+
+
+def place_starts() -> list[str]:
+    starts = [row for row in rows("place_starts_h200_2026-11-24/place_starts.jsonl") if "start_s" in row]
+    first = [row["first_step_s"] for row in starts]
+    return [
+        *(f"{bound(row['start_s'] for row in starts):.1f}" for bound in (min, max)),
+        f"{min(first):.1f}",
+        f"{max(first):.0f}",
+    ]
+
+
+def window_density(batches: str, decimals: bool) -> list[str]:
+    row = pick("window_density_2026-11-24/density.csv", batches=batches, stages="1")
+    error = [f"{float(row['windows_se']):.3f}"] if decimals else []
+    return [
+        f"{float(row['windows']):.3f}",
+        *error,
+        *(f"{float(row[key]):.3f}" for key in ("offline", "least_quotient")),
+    ]
+
+
+REAL, REAL_H100 = "online_real_h200_2026-11-24", "online_real_h100_2026-11-24"
+
+
+def simulated_jobs(folder: str) -> list[float]:
+    return [float(row["simulated_error"]) for row in rows(f"{folder}/jobs.csv")]
+
+
+def simulated_on_its_card() -> list[str]:
+    errors = [abs(error) for error in simulated_jobs(REAL)]
+    makespans = [float(row["makespan_simulated_error"]) for row in rows(f"{REAL}/runs.csv")]
+    return [f"{100 * value:.0f}" for value in (sum(errors) / len(errors), max(errors), *makespans)]
+
+
+def simulated_on_another() -> list[str]:
+    return [f"{100 * bound(simulated_jobs(REAL_H100)):.0f}" for bound in (min, max)]
+
+
+def _of(values: Callable[..., list[str]], *given: Any, **named: Any) -> Callable[[], list[str]]:
+    return lambda: values(*given, **named)
+
+
+README, PAGES = "README.md", "docs/pages"
+QUANTISED_PAGE, MODELS, PLANNING = f"{PAGES}/quantised.md", f"{PAGES}/models.md", f"{PAGES}/planning.md"
+KERNELS, OBJECTIVES, SERVICE = f"{PAGES}/kernels.md", f"{PAGES}/objectives.md", f"{PAGES}/service.md"
+GENERATE, ONLINE, RUN_FOLDER = f"{PAGES}/generate.md", f"{PAGES}/online.md", f"{PAGES}/run-folder.md"
+ALL = ("pallas_mosaic_gpu", "pallas_triton", "cudnn", "xla")
+NO_CUDNN = ("pallas_mosaic_gpu", "pallas_triton", "xla")
+FIGURES = (
+    Figure(README, "With our own fp8 products {} k, against {} k of the frozen model in one process: {} ×.", own_fp8),
+    Figure(QUANTISED_PAGE, "takes {} to {} of the time of the frozen bfloat16 layer", fp8_layer),
+    Figure(
+        QUANTISED_PAGE,
+        "A whole run does {} k useful tokens/s next to {} k of the frozen bfloat16 model in the same process: {} ×",
+        own_fp8,
+    ),
+    Figure(
+        QUANTISED_PAGE,
+        "Qwen2.5-32B's shape at {} k useful tokens/s, peak {} GB",
+        _of(speed_and_peak, "end_to_end_h200_2026-11-23e/end_to_end.jsonl"),
+    ),
+    Figure(
+        QUANTISED_PAGE,
+        "Llama-3.1-70B's at {} k in microbatches of 4096 tokens, peak {} GB",
+        _of(speed_and_peak, "end_to_end_h200_2026-11-23c/end_to_end.jsonl"),
+    ),
+    Figure(QUANTISED_PAGE, "8B in nf4 trains within 24 GB: peak {} GB and {} k useful tokens/s", small_nf4),
+    Figure(
+        PLANNING,
+        "run at {} k tokens/s with a peak of {} GiB. A step of PEFT + Liger + flash attention with gradient "
+        "checkpointing does {} k",
+        long_sample,
+    ),
+    Figure(PLANNING, "| Qwen3-30B-A3B's shape | attention | 6.1 | {} |", _of(experts_ms, "attention")),
+    Figure(
+        PLANNING, "| Qwen3-30B-A3B's shape | attention and experts | 6.1 | {} |", _of(experts_ms, "attention, experts")
+    ),
+    Figure(
+        PLANNING,
+        "| Qwen3.5-9B's shape, gated delta net | all projections | 27.3 | {} |",
+        _of(mixer_ms, "gated delta net"),
+    ),
+    Figure(
+        PLANNING, "| Qwen3.5-9B's shape, attention | all projections | 14.1 | {} |", _of(mixer_ms, "gated attention")
+    ),
+    Figure(KERNELS, "| three adapters of rank 16, one of 128 | {} |", _of(over_rank_16, "3 x r16, r128")),
+    Figure(KERNELS, "| four of rank 128 | {} |", _of(over_rank_16, "4 x r128")),
+    Figure(KERNELS, "| four of rank 256 | {} |", _of(over_rank_16, "4 x r256")),
+    Figure(MODELS, "six of its layers took {} GB at most where {} were predicted", _of(gpt_oss, GPT_OSS[0])),
+    Figure(MODELS, "on an H100 the six layers took {} GB where {} were predicted", _of(gpt_oss, GPT_OSS[1])),
+    Figure(MODELS, "| 8 192 | attention | {} | {} |", _of(experts, 8192, "attention")),
+    Figure(MODELS, "| 8 192 | attention and experts | {} | {} |", _of(experts, 8192, "attention, experts")),
+    Figure(MODELS, "| 16 384 | attention | {} | {} |", _of(experts, 16384, "attention")),
+    Figure(MODELS, "| 16 384 | attention and experts | {} | {} |", _of(experts, 16384, "attention, experts")),
+    Figure(
+        MODELS,
+        "takes {} of the frozen layer's time at 8 192 tokens on one H200, and twice the time of a layer with "
+        "attention: {} and {} ms, of which the rule itself takes {} ms",
+        delta_net,
+    ),
+    Figure(MODELS, "| full | {} | {} | {} | {} |", _of(attention, "full", *ALL)),
+    Figure(MODELS, "| window of 4096 | {} | {} | – | {} |", _of(attention, "window 4096", *NO_CUDNN)),
+    Figure(MODELS, "| window of 1024 | {} | {} | – | {} |", _of(attention, "window 1024", *NO_CUDNN)),
+    Figure(MODELS, "| window of 512 | {} | {} | – | {} |", _of(attention, "window 512", *NO_CUDNN)),
+    Figure(MODELS, "| soft cap | – | {} | – | {} |", _of(attention, "cap", "pallas_triton", "xla")),
+    Figure(
+        MODELS,
+        "| soft cap, window of 1024 | – | {} | – | {} |",
+        _of(attention, "cap, window 1024", "pallas_triton", "xla"),
+    ),
+    Figure(
+        MODELS,
+        "Triton {} and cuDNN {} for full attention, Triton {} with a window of 1024, XLA {} and {}.",
+        wide_attention,
+    ),
+    Figure(MODELS, "takes {} (window) and {} (full) times its frozen layer on an H100", gemma_layer),
+    Figure(OBJECTIVES, "| four `dpo` adapters together | {} k | {} |", _of(dpo, "ours")),
+    Figure(OBJECTIVES, "| four `dpo` adapters one after another, our kernels | {} k | {} |", _of(dpo, "single")),
+    Figure(OBJECTIVES, "| TRL 1.16's DPOTrainer, PEFT and Liger, one pair a microbatch | {} k | {} |", _of(dpo, "trl")),
+    Figure(f"{PAGES}/kinds.md", "`dora` takes {} of LoRA's time, `vera` {}", kinds),
+    Figure(GENERATE, "| all 64 sequences in one batch, prompts included | {} |", _of(generation, "ours")),
+    Figure(
+        GENERATE,
+        "| transformers with PEFT, one adapter after another, four sequences each | {} |",
+        _of(generation, "peft"),
+    ),
+    Figure(GENERATE, "A pass takes {} ms; reading weights, adapters and cache once takes {} ms", generation_pass),
+    Figure(
+        ONLINE,
+        "simulated completion times are off by {} % in the mean and {} % at worst, the makespans of the two "
+        "scenarios by {} and {} %",
+        simulated_on_its_card,
+    ),
+    Figure(ONLINE, "at rates from data sheets they were {} to {} % too long", simulated_on_another),
+    Figure(
+        RUN_FOLDER,
+        "the processor worked {} s from the request to the first step of the new adapter without a place, for {} "
+        "programs, and {} s with a place",
+        addition,
+    ),
+    Figure(
+        RUN_FOLDER,
+        "makes its first step {} s after the command with empty caches and {} s with filled ones",
+        first_step,
+    ),
+    Figure(
+        SERVICE,
+        "in a free place in {} to {} s, and nothing is compiled. Its first step is read {} to {} s later",
+        place_starts,
+    ),
+    Figure(SERVICE, "| 4, 8, 16 | {} ± {} | {} | {} |", _of(window_density, "4 8 16", True)),
+    Figure(SERVICE, "| 8, 8, 8 | {} | {} | {} |", _of(window_density, "8 8 8", False)),
+    Figure(SERVICE, "| 4, 8 | {} ± {} | {} | {} |", _of(window_density, "4 8", True)),
+    Figure(SERVICE, "| 4, 8, 16, 4 | {} | {} | {} |", _of(window_density, "4 8 16 4", False)),
+    Figure(SERVICE, "| 4, 8, 16, 32, 4, 8 | {} | {} | {} |", _of(window_density, "4 8 16 32 4 8", False)),
+    Figure(SERVICE, "| 4, 8, 16, 4, 8, 16, 4, 8 | {} | {} | {} |", _of(window_density, "4 8 16 4 8 16 4 8", False)),
+)
