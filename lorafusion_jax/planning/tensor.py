@@ -70,7 +70,9 @@ def _odd_sizes(model: ModelConfig, tensor: int) -> list[str]:
 
 
 def _of_adapter(adapter: AdapterConfig) -> Iterator[tuple[str, str]]:
-    if not adapter_kind(adapter.lora.kind).splits:
+    if adapter.lora.lora_bias:
+        yield "it cannot split lora.lora_bias", "lora.lora_bias: false"
+    elif not adapter_kind(adapter.lora.kind).splits:
         yield f"it cannot split adapters of lora.kind: {adapter.lora.kind}", "lora.kind: lora"
     if adapter.lora.trainable_tokens:
         yield "it cannot split lora.trainable_tokens", "leave out lora.trainable_tokens"

@@ -215,6 +215,7 @@ REFUSED = {  # what is wrong, the key and value of the job, the base's fields, w
     "norms over heads": ({}, {"qk_norm": "full"}, 2, "it cannot split norms over all heads of q and k"),
     "quantised": ({"base": {"quantize": "nf4"}}, {}, 2, "it cannot split base.quantize: nf4"),
     "a kind": ({"lora": {"kind": "dora"}}, {}, 2, "tax: it cannot split adapters of lora.kind: dora"),
+    "a bias": ({"lora": {"lora_bias": True}}, {}, 2, "tax: it cannot split lora.lora_bias"),
     "tokens": ({"lora": {"trainable_tokens": [3]}}, {}, 2, "tax: it cannot split lora.trainable_tokens"),
     "texts": ({"train": {"samples": 1}}, {}, 2, "makes no text during training"),
 }
