@@ -159,7 +159,16 @@ class LiveSession:
         """Returns a free place for an adapter; None if there is none now."""
         return self.places.find(place_kind(spec), spec.rank, self.tasks.keys())
 
-    def start(self, place: int, task: Task, state: AdapterState | None = None) -> None:
+    def draw(self, task: Task) -> PlaceWeights:
+        """Draws an adapter's first weights, or reads those of `lora.init_from`; from any thread.
+
+        Those of an 8B take most of a second, in which the devices would wait if `start` drew them.
+        """
+        return self._writer.first_weights(task)
+
+    def start(
+        self, place: int, task: Task, state: AdapterState | None = None, first: PlaceWeights | None = None
+    ) -> None:
         """Starts an adapter in a free place. Others train on; nothing compiles for known shapes of adapters.
 
         The first adapter of other rank, targets or optimizer compiles its own step: a second or two; the first of
@@ -168,6 +177,7 @@ class LiveSession:
 
         Args:
             state: continue from there (None: from initial weights, or `lora.init_from`).
+            first: what `draw` returned (None: it is called if it is needed).
 
         Raises:
             RunError: `session.place`, it is taken or too small; `session.segments`.
@@ -176,12 +186,15 @@ class LiveSession:
         if place not in range(len(self.places.ranks)) or place in self.tasks or task.name in self._index:
             raise RunError("session.place", f"{task.name} cannot start in place {place}: it is taken.")
         self._writer.check(place, task, self._tail.most_segments)
-        first = weights = self._writer.first_weights(task)
+        reference = reference_of(task.adapter, [task.name]) if task.references is None else None
+        if first is None and (state is None or reference is not None):
+            first = self._writer.first_weights(task)
+        weights = first
         if state is not None:
             check_state(task, state)
             weights = PlaceWeights(spec=task.spec, leaves=state.weights, optimizer=state.optimizer)
-        reference = reference_of(task.adapter, [task.name]) if task.references is None else None
-        compared = self._writer.reference_weights(place, task, reference, first)
+        assert weights is not None
+        compared = self._writer.reference_weights(place, task, reference, first or weights)
         number = self._writer.number_objective(task)
         task.restart(0 if state is None else state.step)
         self.tasks[place], self._index[task.name] = task, place
@@ -212,20 +225,33 @@ class LiveSession:
 
     def read(self, place: int) -> AdapterState:
         """Returns the state after an adapter's last step. Waits for the slots that were issued."""
-        assert place not in self._references, "the place may hold the weights of a reference"
         self.drain()
+        return self.start_reading(place)()
+
+    def start_reading(self, place: int) -> Callable[[], AdapterState]:
+        """Returns a function that waits for the state of an adapter, from any thread; others train on meanwhile.
+
+        The adapter is done, or does not train until the function has returned.
+        """
+        assert place not in self._references, "the place may hold the weights of a reference"
         task = self.tasks[place]
-        parts = self._executor.read_all(lambda stage: (stage.adapter(place), stage.optimizers[task.name]))
-        return AdapterState(
-            step=task.step,
-            data=task.data.digest,
-            weights=adapter_arrays([leaves for leaves, _ in parts]),
-            optimizer=joined_states([state for _, state in parts]),
-        )
+        step, parts = task.step, self._executor.read(lambda stage: (stage.adapter(place), stage.optimizers[task.name]))
+
+        def wait() -> AdapterState:
+            states = [part.result() for part in parts]
+            return AdapterState(
+                step=step,
+                data=task.data.digest,
+                weights=adapter_arrays([leaves for leaves, _ in states]),
+                optimizer=joined_states([state for _, state in states]),
+            )
+
+        return wait
 
     def forget(self, place: int) -> None:
-        """Frees a place without reading its state."""
-        self.drain()
+        """Frees a place without reading its state. Waits for the slots that were issued, unless its adapter is done."""
+        if self.tasks[place].status != "done":
+            self.drain()
         self._references.drop(place)
         task = self.tasks.pop(place)
         del self._index[task.name]
@@ -294,10 +320,10 @@ class LiveSession:
 
     def evaluate(self, place: int) -> Evaluation | None:
         """Evaluates an adapter on its held-out data; None if it has none. Waits for the slots that were issued."""
-        self.drain()
         task = self.tasks[place]
         if task.data.eval is None:
             return None
+        self.drain()
         sums = dict.fromkeys(("loss", *metric_names([task.chosen])), 0.0)
         with self._executor.blaming(None, None, [task.name]):
             for rows in self._assembler.held_out(task):

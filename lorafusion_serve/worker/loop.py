@@ -5,8 +5,8 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from lorafusion_jax.config.read import source_of
 from lorafusion_jax.data.prepare import prepare
 from lorafusion_jax.engine import AdapterState, LiveSession, Task
 from lorafusion_jax.engine.export import export_task
+from lorafusion_jax.engine.starting import PlaceWeights
 from lorafusion_jax.errors import CheckpointError, LoraFusionError
 from lorafusion_jax.report.events import RunEvent
 from lorafusion_serve.state_folders import state_folder, states_before
@@ -25,6 +26,7 @@ from lorafusion_serve.worker.references import read_references, write_references
 HORIZON = 48  # slots of a window
 REPORT_S = 0.2  # between two messages about steps
 SERVER_GONE_S = 60.0
+IDLE_S = 0.05  # between two looks for commands while nothing trains
 NO_SPACE, AGAIN_S = "save.no-space", 5.0  # a full disk, and when to try again
 
 
@@ -35,12 +37,14 @@ class Loaded:
     Args:
         path: of its state (None: it starts from the beginning).
         damage: what is wrong with the state that it should have started from.
+        first: weights that it starts from, if there is no state.
     """
 
     task: Task
     state: AdapterState | None
     path: Path | None
     damage: str = ""
+    first: PlaceWeights | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -49,9 +53,11 @@ class Held:
 
     Attributes:
         state: newest state on the disk, of step `kept`.
+        loading: None once it has started, because what was read takes memory.
         saved: last step whose state was read; it may not be on the disk yet.
         place: None until it has started.
         saving: the newest save of its state, which may be under way.
+        export: that of a job that is done: its step and folder.
         announced: whether it trains; until then its reference is computed.
         new_references: they are not in its folder yet.
     """
@@ -62,8 +68,9 @@ class Held:
     folder: Path
     wanted_place: int
     state: Path | None
-    loading: Future[Loaded]
+    loading: Future[Loaded] | None
     saving: Future[None] | None = None
+    export: Future[tuple[int, Path]] | None = None
     kept: int = 0
     saved: int = 0
     place: int | None = None
@@ -74,6 +81,9 @@ class Held:
 
 class WorkerLoop:
     """Runs until the server says `close`, refuses the worker, or is gone for a minute.
+
+    Devices do not wait for jobs that come and go: data and first weights are read by a thread, and adapters that are
+    done are read and written by another, while the slots that were issued run.
 
     Args:
         save_s: seconds between two saves of the states of all jobs.
@@ -91,16 +101,15 @@ class WorkerLoop:
 
     def run(self) -> None:
         while not (self._closing or self.stop.is_set() or self._link.refused):
-            self._execute_commands(wait_s=0.0 if self._session.tasks and not self._waits_for_disk() else 0.05)
+            trains = any(task.status in ("running", "preparing") for task in self._session.tasks.values())
+            self._execute_commands(wait_s=0.0 if trains else IDLE_S)
             self._start_loaded()
             self._announce()
             window = self._session.plan(HORIZON)
             self._session.run(window, self._listen, self._must_pause)
-            ends = any(cursor.is_finished for cursor in window.cursors) or self._waits_for_disk()
-            ends |= any(task.status in ("done", "failed") for task in self._session.tasks.values())
-            if not window.slots or self._must_pause() or ends:
+            if not window.slots:
                 self._session.drain()
-                self._end_finished()
+            self._end_finished()
             self._report(now=not window.slots)
             if time.monotonic() - self._saved_at > self._save_s:
                 self._save_all()
@@ -112,14 +121,19 @@ class WorkerLoop:
         self._writer.shutdown(wait=True)
         self._readers.shutdown(wait=False, cancel_futures=True)
 
-    def _waits_for_disk(self) -> bool:
-        return any(held.not_before for held in self._held.values())
-
     def _must_pause(self) -> bool:
         self._report()
         due = time.monotonic() - self._saved_at > self._save_s
-        loaded = any(held.place is None and held.loading.done() for held in self._held.values())
-        return due or loaded or not self._link.commands.empty() or self.stop.is_set() or bool(self._link.refused)
+        changed = due or any(self._is_ready(held) for held in self._held.values())
+        return changed or not self._link.commands.empty() or self.stop.is_set() or bool(self._link.refused)
+
+    def _is_ready(self, held: Held) -> bool:
+        """Whether a job can start now, or end."""
+        if held.place is None:
+            return held.loading is not None and held.loading.done()
+        if held.export is not None:
+            return held.export.done()
+        return self._session.tasks[held.place].status in ("done", "failed") and time.monotonic() >= held.not_before
 
     def _execute_commands(self, wait_s: float) -> None:
         while True:
@@ -161,22 +175,27 @@ class WorkerLoop:
             folder=Path(command["folder"]),
             wanted_place=command["place"],
             state=state,
-            loading=self._readers.submit(_load, job, command["values"], state, Path(command["folder"])),
+            loading=self._readers.submit(self._read, job, command["values"], state, Path(command["folder"])),
         )
 
+    def _read(self, job: str, values: dict[str, Any], state: Path | None, folder: Path) -> Loaded:
+        loaded = _load(job, values, state, folder)
+        return replace(loaded, first=self._session.draw(loaded.task)) if loaded.state is None else loaded
+
     def _start_loaded(self) -> None:
-        for held in [held for held in self._held.values() if held.place is None and held.loading.done()]:
+        for held in [held for held in self._held.values() if held.place is None and self._is_ready(held)]:
+            assert held.loading is not None
             if (problem := held.loading.exception()) is not None:  # whatever it is, others do not fail with it
                 self._end(held, "failed", step=held.saved, reason=str(problem) or type(problem).__name__)
                 continue
             loaded = held.loading.result()
             task = loaded.task
             try:
-                self._session.start(held.wanted_place, task, loaded.state)
+                self._session.start(held.wanted_place, task, loaded.state, loaded.first)
             except LoraFusionError as problem:
                 self._end(held, "failed", step=held.saved, reason=str(problem))
                 continue
-            held.place, held.saved, held.kept = held.wanted_place, task.step, task.step
+            held.place, held.saved, held.kept, held.loading = held.wanted_place, task.step, task.step, None
             if loaded.damage:
                 held.state = loaded.path
                 path, reason = None if loaded.path is None else str(loaded.path), loaded.damage
@@ -198,35 +217,47 @@ class WorkerLoop:
                 self._evaluate(held, task)
 
     def _end_finished(self) -> None:
-        for held in list(self._held.values()):
-            if held.place is None:
-                continue
+        for held in [held for held in self._held.values() if held.place is not None and self._is_ready(held)]:
+            assert held.place is not None
             task = self._session.tasks[held.place]
             if task.status == "failed":
                 state = self._session.stop(held.place)
                 self._end(held, "failed", step=state.step, reason=task.reason)
-            elif task.status == "done" and time.monotonic() >= held.not_before:
-                self._finish(held, task)
+            elif held.export is None:
+                self._begin_export(held, task)
+            else:
+                self._end_exported(held, held.place, held.export)
 
-    def _finish(self, held: Held, task: Task) -> None:
-        """Exports an adapter that has taken its last step. While the disk is full, it stays in its place."""
+    def _begin_export(self, held: Held, task: Task) -> None:
+        """Exports an adapter that has taken its last step, in the thread of the saves. It stays in its place."""
         assert held.place is not None
         if not held.not_before:
             self._evaluate(held, task)
-        state = self._session.read(held.place)
-        target = held.folder / "adapter" / f"step-{state.step}-e{held.epoch}"  # no older writer writes there
-        try:
+        read = self._session.start_reading(held.place)
+
+        def export() -> tuple[int, Path]:
+            state = read()
+            target = held.folder / "adapter" / f"step-{state.step}-e{held.epoch}"  # no older writer writes there
             export_task(task, state, target, name=held.name)
+            return state.step, target
+
+        held.export = self._writer.submit(export)
+
+    def _end_exported(self, held: Held, place: int, export: Future[tuple[int, Path]]) -> None:
+        """Frees the place of an exported adapter. While the disk is full, it keeps its place."""
+        try:
+            step, target = export.result()
         except LoraFusionError as problem:
             if problem.code == NO_SPACE:
                 self._not_saved(held, problem)
-                held.not_before = time.monotonic() + AGAIN_S
+                held.export, held.not_before = None, time.monotonic() + AGAIN_S
                 return
-            self._session.forget(held.place)
-            self._end(held, "failed", step=state.step, reason=str(problem))
+            step = self._session.tasks[place].step
+            self._session.forget(place)
+            self._end(held, "failed", step=step, reason=str(problem))
             return
-        self._session.forget(held.place)
-        self._end(held, "finished", step=state.step, path=str(target))
+        self._session.forget(place)
+        self._end(held, "finished", step=step, path=str(target))
 
     def _evaluate(self, held: Held, task: Task) -> None:
         assert held.place is not None
@@ -246,11 +277,15 @@ class WorkerLoop:
     def _stop(self, held: Held) -> None:
         """Stops a job after its last step; its begun batch runs again later."""
         if held.place is None:
-            held.loading.cancel()
+            if held.loading is not None:
+                held.loading.cancel()
             self._end(held, "stopped", step=held.saved, path=None if held.state is None else str(held.state))
             return
         self._session.drain()
         self._end_finished()  # it may have just ended
+        if held.export is not None:
+            wait([held.export])
+            self._end_finished()
         if held.job not in self._held:
             return
         state = self._session.stop(held.place)
@@ -270,7 +305,10 @@ class WorkerLoop:
         states = [
             (held, self._session.read(held.place))
             for held in self._held.values()
-            if held.announced and held.place is not None and self._session.tasks[held.place].step > held.saved
+            if held.announced
+            and held.place is not None
+            and held.export is None
+            and self._session.tasks[held.place].step > held.saved
         ]
         self._report(now=True)  # the steps of a state do not run again, so the server has to know their rows
         for held, state in states:

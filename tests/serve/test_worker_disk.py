@@ -45,8 +45,11 @@ class Bench:
 
     def __init__(self):
         self.tasks: dict[int, Adapter] = {}
+        self.drained = 0
 
-    def start(self, place, task, state):
+    def draw(self, task): ...
+
+    def start(self, place, task, state, first):
         self.tasks[place] = task
 
     def plan(self, horizon):
@@ -62,12 +65,16 @@ class Bench:
             listener(SimpleNamespace(kind="step", row=row.copy))
         time.sleep(0.002)
 
-    def drain(self): ...
+    def drain(self):
+        self.drained += 1
 
     def evaluate(self, place): ...
 
     def read(self, place):
         return copy(self.tasks[place])
+
+    def start_reading(self, place):
+        return lambda: self.read(place)
 
     def forget(self, place):
         del self.tasks[place]
@@ -94,7 +101,11 @@ def worker(tmp_path, monkeypatch):
     """A worker in a thread, its line, and the disk."""
     disk, line = {"full": False}, Line()
 
+    disk["slow"] = threading.Event()
+    disk["slow"].set()
+
     def export(task, state, target, *, name):
+        assert disk["slow"].wait(60)
         if disk["full"]:
             raise FULL
 
@@ -104,7 +115,8 @@ def worker(tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "export_task", export)
     monkeypatch.setattr(loop, "_load", read)
     monkeypatch.setattr(loop, "AGAIN_S", 0.05)
-    running = loop.WorkerLoop(Bench(), line, {}, save_s=0.05)
+    disk["session"] = Bench()
+    running = loop.WorkerLoop(disk["session"], line, {}, save_s=0.05)
     thread = threading.Thread(target=running.run, daemon=True)
     thread.start()
 
@@ -150,6 +162,25 @@ def test_an_adapter_that_is_done_waits_for_the_disk_while_others_train(worker):
     wait_for(lambda: line.of("finished"))
     assert [event["job"] for event in line.of("finished")] == ["fern"]
     assert line.of("failed") == []
+
+
+def test_others_train_without_a_pause_while_jobs_come_and_go(worker):
+    start, line, disk = worker
+    start("moss", 10**6, 1)
+    wait_for(lambda: line.of("stepped"))
+    disk["slow"].clear()
+    before = disk["session"].drained
+    start("fern", 3, 0)
+    start("reed", 3, 2)
+    wait_for(lambda: [task.status for task in disk["session"].tasks.values()].count("done") == 2)
+    step = disk["session"].tasks[1].step
+    wait_for(lambda: disk["session"].tasks[1].step > step + 5)
+    assert sorted(disk["session"].tasks) == [0, 1, 2]
+    assert line.of("finished") == []
+    disk["slow"].set()
+    wait_for(lambda: len(line.of("finished")) == 2)
+    assert disk["session"].drained == before
+    assert sorted(disk["session"].tasks) == [1]
 
 
 def test_a_state_comes_after_the_rows_of_its_steps(worker):
