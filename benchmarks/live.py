@@ -1,25 +1,30 @@
 """How do jobs of several clients fare that come over five minutes, against an offline plan of the same rows?
 
-    python -m benchmarks.live --out results/live --work /dev/shm --rows 320 --over 300    # 8B, about eight minutes
-    python -m benchmarks.live --out results/live --work /dev/shm --over 60 --most 240     # four minutes at most
+    python -m benchmarks.live --out results/live --work /dev/shm --over 30 --most 280   # an H100 or H200, four minutes
+    python -m benchmarks.live --out results/live --work /dev/shm --rows 320                  # five minutes of jobs
     python -m benchmarks.live --out /tmp/try --small                 # in miniature on a CPU, a minute
 
 Writes a model of Llama-3.1-8B's shape with random weights and starts `lorafusion serve` with it: 49 GiB of a GPU by the
-memory model. 8 clients submit 32 jobs at times drawn from one seed. Checks that every job ends with all its steps, each
-once. 96 rows of each are 1.5 million tokens, which an H200 trains in 80 s: to compare tokens per second, jobs must come
-faster than they end. `live.jsonl` has a row with
+memory model, and 0.7 more for each place beyond eight. 8 clients submit 32 jobs at times drawn from one seed. Checks
+that every job ends with all its steps, each once. 96 rows of each job are 2.2 million tokens, 274 slots of an offline
+plan, which an H200 trains in 117 s: to compare tokens per second, jobs must come faster than they end. `jobs.json` has
+what the service said of the jobs, and `live.jsonl` a row with
 
-* seconds from submission to the first step, and from the decision for a free place to the start in it;
+* seconds from submission to the first step: of all jobs, and of those for which a place was free;
+* seconds from the decision for a free place to the start in it, and the programs compiled since the service was ready;
 * tokens per slot and per second while jobs trained, beside those of an offline plan of all rows at the same seconds per
   slot, which come from the slots and times of the steps;
-* completion times over those of the simulator, which gets the same arrivals and the same seconds per slot.
+* completion times over those of the simulator, which gets the same seconds per slot and the same arrivals, once as jobs
+  were submitted, and once later by the median of the seconds that it took from there to a start in a free place.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
+import re
 import shutil
 import statistics
 import subprocess
@@ -27,6 +32,7 @@ import sys
 import tempfile
 import threading
 import time
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -43,6 +49,7 @@ from lorafusion_serve.client import Client, Job
 from scheduling import AdapterJob, Plan, make_plan
 
 CLIENTS = 8
+FREE_S = 1.0  # between two transitions of a job that waits for nobody
 START_S = 300.0
 
 
@@ -53,6 +60,7 @@ def main() -> int:
     parser.add_argument("--over", type=float, help="seconds over which jobs come (default: 300, or 15 with --small)")
     parser.add_argument("--most", type=float, default=1800.0, help="seconds after which the script gives up")
     parser.add_argument("--rows", type=int, help="samples of a job (default: 96, or 24 with --small)")
+    parser.add_argument("--places", type=int, help="of the session (default: 16, or 4 with --small)")
     parser.add_argument("--small", action="store_true")
     options = parser.parse_args()
     until = time.monotonic() + options.most
@@ -66,7 +74,9 @@ def main() -> int:
         rows = options.rows or (24 if small else 96)
         specs = [make_spec(work, number, rows, small) for number in range(6 if small else 32)]
         over_s = options.over or (15.0 if small else 300.0)
-        row = run(work, specs, over_s=over_s, until=until, small=small) | {"over_s": over_s}
+        places = options.places or (4 if small else 16)
+        row = run(work, specs, options.out, places, over_s=over_s, until=until, small=small)
+        row |= {"over_s": over_s, "rows": rows, "places": places}
     print(json.dumps(row, indent=1))
     with (options.out / "live.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps(row | {"small": small} | conditions()) + "\n")
@@ -88,7 +98,9 @@ def make_spec(work: Path, number: int, rows: int, small: bool) -> dict:
     }
 
 
-def run(work: Path, specs: list[dict], *, over_s: float, until: float, small: bool) -> dict[str, object]:
+def run(
+    work: Path, specs: list[dict], out: Path, places: int, *, over_s: float, until: float, small: bool
+) -> dict[str, object]:
     """Serves the jobs and returns the measurements.
 
     Raises:
@@ -97,20 +109,31 @@ def run(work: Path, specs: list[dict], *, over_s: float, until: float, small: bo
     capacity, tile = (256, 16) if small else (8192, 128)
     settings = [f"batch.capacity_tokens={capacity}", f"batch.tile_tokens={tile}"]
     settings += ["base.dtype=float32", "train.block_layers=1"] if small else []
-    home, rank, places = work / "home", *((4, 4) if small else (16, 8))
+    home, rank = work / "home", 4 if small else 16
     command = [sys.executable, "-m", "lorafusion_jax", "serve", "--home", str(home), "--base", f"base={work / 'base'}"]
     with (work / "server.txt").open("wb") as log:
         server = subprocess.Popen(
-            [*command, "--places", f"{rank}:{places}", "--port", "0", *settings], stdout=log, stderr=log
+            [*command, "--places", f"{rank}:{places}", "--port", "0", *settings],
+            stdout=log,
+            stderr=log,
+            env=os.environ | {"JAX_LOG_COMPILES": "1"},
         )
+    began = time.monotonic()
     try:
         client = wait_ready(home)
+        ready_s, programs = time.monotonic() - began, len(compiled(home))
+        print(f"ready after {ready_s:.1f} s, {programs} programs", flush=True)
         jobs = submit_over(client, specs, over_s)
-        for job in jobs:
-            job.wait(max(1.0, until - time.monotonic()))
         planned = [planner_job(work, spec, capacity, tile) for spec in specs]
         offline = make_plan(planned, capacity_tokens=capacity, num_stages=1, tile_tokens=tile)
-        return measure(jobs, planned, offline, SMALL if small else SHAPE, rank=rank, places=places)
+        try:
+            for job in jobs:
+                job.wait(max(1.0, until - time.monotonic()))
+        finally:
+            told = [{"job": job.show(), "rows": list(job.metrics())} for job in jobs]
+            (out / "jobs.json").write_text(json.dumps(told), encoding="utf-8")
+        row = measure(told, planned, offline, SMALL if small else SHAPE, rank=rank, places=places)
+        return row | {"ready_s": round(ready_s, 1), "compiled_since_ready": compiled(home)[programs:]}
     finally:
         server.terminate()
         server.wait(120)
@@ -125,6 +148,12 @@ def wait_ready(home: Path) -> Client:
             if client.request("GET", "/v1/bases")["items"][0]["warm"]:
                 return client
     raise RuntimeError("the service was not ready in time")
+
+
+def compiled(home: Path) -> list[str]:
+    """Programs that the worker has asked a compiler or a cache for."""
+    logs = (home / "workers").glob("*/log.txt")
+    return [name for log in logs for name in re.findall(r"Compiling (\S+) with", log.read_text(errors="replace"))]
 
 
 def submit_over(client: Client, specs: list[dict], over_s: float) -> list[Job]:
@@ -147,28 +176,39 @@ def submit_over(client: Client, specs: list[dict], over_s: float) -> list[Job]:
 
 
 def measure(
-    jobs: list[Job], planned: list[AdapterJob], offline: Plan, sizes: dict, *, rank: int, places: int
+    told: list[dict], planned: list[AdapterJob], offline: Plan, sizes: dict, *, rank: int, places: int
 ) -> dict[str, object]:
-    waits, starts, points, arrivals = [], [], [], []
-    shown = [job.show() for job in jobs]
-    first = min(job["created"] for job in shown)
-    for job, row, planned_job in zip(jobs, shown, planned, strict=True):
-        steps = [step for step in job.metrics() if step["kind"] == "step"]
+    waits, free_waits, starts, delays, points, arrivals = [], [], [], [], [], []
+    first = min(entry["job"]["created"] for entry in told)
+    for entry, planned_job in zip(told, planned, strict=True):
+        row, steps = entry["job"], [step for step in entry["rows"] if step["kind"] == "step"]
         assert [step["step"] for step in steps] == list(range(1, row["steps"] + 1)), row
+        at = {transition["after"]: transition["at"] for transition in row["transitions"]}
         waits.append(steps[0]["time"] - row["created"])
-        starts.append(start_seconds(row["transitions"]))
+        starts.append(at["running"] - at["starting"])
+        if at["starting"] - at["queued"] < FREE_S:
+            free_waits.append(waits[-1])
+            delays.append(at["running"] - row["created"])
         points += [(step["slot"], step["time"]) for step in steps]
         arrivals.append(
             Arrival(job=planned_job, came_s=row["created"] - first, ended_s=steps[-1]["time"] - first, rank=rank)
         )
     tokens = sum(sum(job.sample_tokens) for job in planned)
     slots, seconds, slot_s = slot_seconds(points)
-    simulated = simulated_ends(arrivals, sizes, offline, slot_s=slot_s, places=places)
-    ratios = [(a.ended_s - a.came_s) / (simulated[a.job.name] - a.came_s) for a in arrivals]
+
+    def over_simulated(delay_s: float) -> dict[str, float]:
+        later = [replace(arrival, came_s=arrival.came_s + delay_s) for arrival in arrivals]
+        ends = simulated_ends(later, sizes, offline, slot_s=slot_s, places=places)
+        ratios = [(a.ended_s - a.came_s) / (ends[a.job.name] - a.came_s) for a in arrivals]
+        return summary(ratios) | {"mean": round(statistics.mean(ratios), 3), "end_s": round(max(ends.values()), 2)}
+
+    delay_s = statistics.median(delays) if delays else 0.0
     return {
         "what": "live",
-        "jobs": len(jobs),
+        "jobs": len(told),
         "first_step_s": summary(waits),
+        "free": len(free_waits),
+        "first_step_free_s": summary(free_waits or waits),
         "start_s": summary(starts),
         "tokens": tokens,
         "slots": slots,
@@ -177,16 +217,12 @@ def measure(
         "tokens_per_s": round(tokens / seconds, 1),
         "offline_tokens_per_s": round(tokens / (len(offline.slots) * slot_s), 1),
         "share_of_offline": round(len(offline.slots) * slot_s / seconds, 4),
-        "over_simulated": summary(ratios) | {"mean": round(statistics.mean(ratios), 3)},
+        "slots_of_offline": round(len(offline.slots) / slots, 4),
         "end_s": round(max(a.ended_s for a in arrivals), 2),
-        "simulated_end_s": round(max(simulated.values()), 2),
+        "over_simulated": over_simulated(0.0),
+        "delay_s": round(delay_s, 2),
+        "over_simulated_delayed": over_simulated(delay_s),
     }
-
-
-def start_seconds(transitions: list[dict]) -> float:
-    """Seconds from the decision for a free place until the job trains in it."""
-    at = {row["after"]: row["at"] for row in transitions}
-    return at["running"] - at["starting"]
 
 
 def summary(values: list[float]) -> dict[str, float]:

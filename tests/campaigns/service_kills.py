@@ -1,7 +1,7 @@
 """Do jobs of a service end as if nothing had happened, whatever is killed?
 
     PYTHONPATH=tests python -m campaigns.service_kills --out benchmarks/results/service_kills_cpu_DATE \\
-        --kills 100 --shards 16 --seconds 300       # 16 cores, five minutes
+        --server 100 --worker 100 --stop 20 --shards 16 --seconds 400       # 16 cores, six minutes
 
 Each shard runs `lorafusion serve` with a tiny base: first two jobs alone, then the same two jobs together again and
 again, while at random moments the server is killed (SIGKILL, and started again), its worker is killed, or its worker is
@@ -29,7 +29,7 @@ from safetensors.numpy import load_file
 from benchmarks.csv_rows import append_row
 from lorafusion_serve.client import Client, Job, ServiceError
 
-KINDS = ("server", "worker", "worker", "stop")  # one is drawn; a worker takes longest to come back
+KINDS = ("server", "worker", "stop")
 LEASE_S = 4.0
 EPOCHS = 60
 SLACK_S = 45.0  # before the end: no more jobs are started
@@ -39,7 +39,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--work", type=Path, help="folder of the services (default: a temporary one)")
-    parser.add_argument("--kills", type=int, default=100, help="in all shards together")
+    parser.add_argument("--server", type=int, default=40, help="kills of the server, in all shards together")
+    parser.add_argument("--worker", type=int, default=40, help="kills of the worker")
+    parser.add_argument("--stop", type=int, default=20, help="workers that are stopped until their lease is over")
     parser.add_argument("--shards", type=int, default=1, help="side by side; each takes about a core")
     parser.add_argument("--seconds", type=float, default=300.0)
     parser.add_argument("--shard", type=int, help="run this one only")
@@ -62,7 +64,7 @@ def run_shard(options: argparse.Namespace) -> int:
     until = time.monotonic() + options.seconds
     draw, work = free_seed(options.shard), Path(tempfile.mkdtemp(prefix=f"shard-{options.shard}-", dir=options.work))
     file, kills, failures = options.out / f"shard-{options.shard:02}.csv", Counter[str](), 0
-    share = -(-options.kills // options.shards)
+    todo = Counter({kind: share(getattr(options, kind), options) for kind in KINDS})
     server = Server(work / "home", options.work / "base", save_s=0.3, lease_s=LEASE_S)
     server.start()
     try:
@@ -71,27 +73,33 @@ def run_shard(options: argparse.Namespace) -> int:
         for number, (owner, spec) in enumerate(asked):
             job = Client(server.url, server.keys[owner]).submit(spec).wait(options.seconds, every_s=0.1)
             alone.append(load_file(job.adapter(work / f"alone-{number}") / "adapter_model.safetensors"))
-        while kills.total() < share and time.monotonic() < until - SLACK_S:
+        while todo.total() and time.monotonic() < until - SLACK_S:
             made = Counter[str]()
             jobs = [(owner, Client(server.url, server.keys[owner]).submit(spec).id) for owner, spec in asked]
             while any(state_of(server, *job) not in ("done", "failed") for job in jobs):
-                if kills.total() + made.total() < share and time.monotonic() < until - SLACK_S:
-                    time.sleep(draw.uniform(0.2, 4.0))
-                    kind = draw.choice(KINDS)
+                if todo.total() and time.monotonic() < until - SLACK_S:
+                    time.sleep(draw.uniform(0.1, 3.0))
+                    kind = draw.choice(sorted(todo.elements()))
                     kill(server, kind)
                     made[kind] += 1
+                    todo[kind] -= 1
                 time.sleep(0.1)
             same = [is_same(server, *job, weights, work) for job, weights in zip(jobs, alone, strict=True)]
             kills, failures = kills + made, failures + same.count(False)
             tries = sum(Job(Client(server.url, server.keys[owner]), job).show()["tries"] for owner, job in jobs)
-            row = {"shard": options.shard, **{kind: made[kind] for kind in dict.fromkeys(KINDS)}, "tries": tries}
+            row = {"shard": options.shard, **{kind: made[kind] for kind in KINDS}, "tries": tries}
             append_row(file, row | {"adapters": len(same), "same": sum(same)})
             print(row | {"same": sum(same), "of": len(same)}, flush=True)
     finally:
         with suppress(ProcessLookupError):
             server.end(signal.SIGTERM)
     print(f"shard {options.shard}: {dict(kills)}, {failures} failures", flush=True)
-    return int(failures > 0 or not kills)
+    return int(failures > 0 or todo.total() > 0)
+
+
+def share(count: int, options: argparse.Namespace) -> int:
+    """Returns how many of all kills a shard makes."""
+    return count // options.shards + (options.shard < count % options.shards)
 
 
 def kill(server: Server, kind: str) -> None:
