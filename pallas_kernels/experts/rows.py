@@ -61,7 +61,7 @@ def sort_rows(
 
     >>> rows = sort_rows(jnp.array([[1, 0], [0, 2]]), jnp.array([1, 0]), experts=3, adapters=2, tile=2)
     >>> rows.source.tolist(), rows.tile_expert.tolist()
-    ([2, 1, 0, -1, 3, -1, -1, -1], [0, 1, 2, -1])
+    ([2, 1, 0, -1, 3, -1], [0, 1, 2])
     """
     num_rows, active = expert.shape
     tile = tile_rows(num_rows, active, experts) if tile is None else tile

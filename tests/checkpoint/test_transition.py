@@ -64,3 +64,11 @@ def test_a_change_is_there_or_whole_at_every_call(run, disk):
         assert not [left for left in run.glob(".*") if left.suffix == ".next"]
     assert seen == {"old plan", "new plan"}
     assert calls == 8  # three files are opened and renamed, and two take their places
+
+
+def test_new_files_are_on_the_disk_before_they_are_named(run, monkeypatch):
+    """After a power cut run.json may name files, which then have to be there."""
+    order = []
+    monkeypatch.setattr("lorafusion_jax.checkpoint.transition.sync", lambda folder: order.append("synced"))
+    change_files(run, NEW, digests(NEW), lambda: order.append("named"))
+    assert order[:2] == ["synced", "named"]

@@ -166,6 +166,8 @@ def test_long_prompts_take_several_passes(monkeypatch):
     assert passes[1].tile_place.tolist() == [-1, -1, -1]
     assert passes[1].sequence_T[[0, 299, 300]].tolist() == [2, 2, 4]
     assert passes[0].segments.lengths[:3].tolist() == [100, 100, 56]
+    equal = pack_prompts(dict.fromkeys(range(5), [1] * TILE), make_places({0: 8}))
+    assert [len(prompts.tokens_T) for prompts in equal] == [2 * TILE, 2 * TILE, TILE]
 
 
 def test_wrong_requests_are_reported_together(model):

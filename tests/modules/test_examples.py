@@ -2,46 +2,26 @@
 
 import doctest
 from importlib import import_module
+from pathlib import Path
 
 import pytest
+from more_cases import mostly_nightly
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("lorafusion_jax", "lorafusion_serve", "pallas_kernels", "scheduling")
+DEAR = {  # programs of a second and more
+    "lorafusion_jax.models.attention.api", "lorafusion_jax.models.decoder", "pallas_kernels.delta_rule.api",
+    "pallas_kernels.experts.rows", "pallas_kernels.quantised.fp8",
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "api.curves",
-        "api.jobs",
-        "modules.apply",
-        "modules.context",
-        "adapters.init",
-        "modules.linear",
-        "modules.linen",
-        "modules.lora",
-        "modules.product",
-        "modules.quantised_base",
-        "modules.report",
-        "adapters.spec",
-        "modules.tree",
-        "modules.use",
-        "checkpoint.digests",
-        "checkpoint.new_folder",
-        "config.peft_config",
-        "checkpoint.run_lock",
-        "files",
-        "objective.loss",
-        "objective.protocol",
-        "planning.blocks",
-        "layout.extent",
-        "optim.per_adapter",
-        "pipeline.failures",
-        "planning.stages",
-        "planning.rebalance",
-        "report.ranking",
-        "report.summary",
-        "report.trackers.series",
-    ],
-)
+def modules() -> list[str]:
+    """All modules with examples."""
+    files = (file for package in PACKAGES for file in sorted((ROOT / package).rglob("*.py")))
+    paths = [file.relative_to(ROOT).with_suffix("") for file in files if ">>> " in file.read_text(encoding="utf-8")]
+    return [".".join(path.parts).removesuffix(".__init__") for path in paths]
+
+
+@pytest.mark.parametrize("name", mostly_nightly(modules(), [name for name in modules() if name not in DEAR]))
 def test_examples_of(name):
-    failed, attempted = doctest.testmod(import_module(f"lorafusion_jax.{name}"))
-    assert attempted
-    assert not failed
+    assert not doctest.testmod(import_module(name)).failed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import numpy as np
 import pytest
 
@@ -125,3 +126,31 @@ def test_grpo_adds_the_divergence_from_the_reference():
     assert loss_of("grpo", sample, **given)[0] == pytest.approx(losses.sum() * 0.2, rel=1e-6)
     by_length = loss_of("grpo", sample, **given, loss="dr_grpo", completion_tokens=10)[0]
     assert by_length == pytest.approx(losses.sum() / 10, rel=1e-6)
+
+
+def test_metrics_of_grpo_count_clipped_tokens_and_sequences_leave_padding_out():
+    chosen = choose("grpo", {"ratio": "sequence"})
+    padded = tokens()._replace(logprobs=np.float32([-0.5, -1.0, -2.0, -0.9, -0.9]))
+    metrics = chosen.objective.loss(padded, chosen.options)[1]
+    assert float(metrics["ratio"]) == pytest.approx(np.exp((0.2 - 0.6 + 1.0) / 3), rel=1e-6)
+    by_token = choose("grpo", {"epsilon_high": 0.3})
+    metrics = by_token.objective.loss(tokens(), by_token.options)[1]  # of +20, -45 and +170 % the last two are outside
+    assert float(metrics["clip_ratio"]) == pytest.approx(2 / 3, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "weights"),
+    [("cispo", [np.exp(0.2), -np.exp(-0.6), 2 * 1.5]), ("dft", np.exp([-0.5, -1.0, -2.0]))],
+)
+def test_weights_of_log_likelihoods_have_no_gradient(name, weights):
+    chosen = choose(name, {"epsilon_high": 1.5} if name == "cispo" else {})
+    loss = lambda logprobs: chosen.objective.loss(tokens()._replace(logprobs=logprobs), chosen.options)[0]  # noqa: E731
+    value, gradient = jax.value_and_grad(loss)(tokens().logprobs)
+    assert float(value) == pytest.approx(-0.2 * np.dot(weights, [-0.5, -1.0, -2.0]), rel=1e-6)
+    np.testing.assert_allclose(gradient, [*(-0.2 * np.asarray(weights)), 0, 0], rtol=1e-6)
+
+
+def test_a_margin_raises_what_a_chosen_answer_should_have_more():
+    sample = pair(score=np.float32([1.5, 0.25]), numbers={"margin": np.float32(0.5)})
+    wanted = -log_sigmoid(1.5 - 0.25 - 0.5) + 0.1 * 1.75**2
+    assert loss_of("reward", sample, center=0.1)[0] == pytest.approx(wanted, rel=1e-6)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -177,3 +178,10 @@ def test_kernels_are_lowered_for_a_gpu():
     pairs = low(adapters, experts, 2048, 8), low(adapters, experts, 8, 1536)
     text = lowered(H200, run, *integers, half(tokens, 2048), half(experts * 2048, 1536), *pairs)
     assert num_kernels(text) == (6, 0)  # S and y; dS, dx, dA and dB
+
+
+def test_an_adapter_beyond_the_last_one_is_none():
+    expert, beyond, none = (jnp.array(values) for values in ([[0], [1], [1]], [0, 2, 1], [0, -1, 1]))
+    in_order = jax.jit(partial(sort_rows, experts=2, adapters=2, tile=2))
+    rows = [in_order(expert, adapter) for adapter in (beyond, none)]
+    assert [part.tolist() for part in rows[0]] == [part.tolist() for part in rows[1]]

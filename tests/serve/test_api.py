@@ -12,6 +12,7 @@ import pytest
 
 from lorafusion_jax.config.places import Places
 from lorafusion_serve.api.app import describe
+from lorafusion_serve.api.streams import _events
 from lorafusion_serve.client import Client, ServiceError, _parse_events
 from lorafusion_serve.control.check import _place_problem
 from lorafusion_serve.store import keys as k
@@ -244,7 +245,7 @@ def test_pages_follow_cursors(running, job):
     assert {row["state"] for row in ana.jobs(state="cancelled")} == {"cancelled"}
 
 
-def test_a_stream_resumes_after_the_last_event(running, job):
+def test_a_stream_resumes_after_the_last_event(running, job, monkeypatch):
     ana = running.client("ana")
     made = ana.submit(job)
     wait_state(ana, made.id, "queued")
@@ -254,6 +255,11 @@ def test_a_stream_resumes_after_the_last_event(running, job):
     assert [event["after"] for event in made.events(after=events[0]["seq"])] == ["queued", "cancelled"]
     with ana.stream("/v1/events", {"Last-Event-ID": str(events[0]["seq"])}) as answer:
         assert next(_parse_events(answer))["seq"] == events[1]["seq"]
+    owners = [k.Owner(name=name, scopes=k.USER) for name in ("ana", "ben")]
+    seen = [[row["job"] for row in _events(running.service, owner, None, 0)] for owner in owners]
+    assert (made.id in seen[0], made.id in seen[1]) == (True, False)
+    monkeypatch.setattr("lorafusion_serve.api.streams.AT_ONCE", 2)
+    assert [event["after"] for event in made.events()] == ["checking", "queued", "cancelled"]
     assert refused(lambda: list(running.client("ben").job(made.id).events())).status == 404
 
 

@@ -8,6 +8,7 @@ import time
 import pytest
 from sqlalchemy import select
 
+from lorafusion_jax.checkpoint.digests import write_digests
 from lorafusion_serve.control.controller import GROUP, Controller
 from lorafusion_serve.control.hub import Hub
 from lorafusion_serve.server import open_database
@@ -169,10 +170,27 @@ def test_a_worker_of_another_machine_needs_the_secret(tmp_path):
     again.close()
 
 
-def test_an_adapter_that_is_not_intact_fails_its_job(service, tmp_path):
+@pytest.mark.parametrize("what", ["missing", "damaged"])
+def test_an_adapter_that_is_not_intact_fails_its_job(service, tmp_path, what):
     db, jobs, _, connect = service
-    job = running_job(db, jobs)
-    connect().emit("finished", job=job, epoch=1, step=9, path=str(tmp_path / "missing"))
+    job, folder = running_job(db, jobs), tmp_path / "adapter"
+    if what == "damaged":
+        folder.mkdir()
+        (folder / "adapter_model.safetensors").write_bytes(b"good")
+        write_digests(folder)
+        (folder / "adapter_model.safetensors").write_bytes(b"evil")
+    connect().emit("finished", job=job, epoch=1, step=9, path=str(folder))
     wait_for(lambda: state_of(db, jobs, job)["state"] == "failed")
     with db.read() as connection:
         assert connection.execute(select(t.artifacts)).first() is None
+
+
+def test_an_older_state_takes_the_place_of_no_newer_one(service, tmp_path):
+    db, jobs, controller, connect = service
+    job = running_job(db, jobs)
+    worker = connect()
+    for step in (5, 3):
+        worker.emit("saved", job=job, epoch=1, step=step, path=str(tmp_path / f"e1-s{step}"))
+    worker.emit("stepped", job=job, epoch=1, rows=[{"kind": "step", "step": 6, "loss": 1.0}])
+    wait_for(lambda: state_of(db, jobs, job)["step"] == 6)
+    assert (state_of(db, jobs, job)["state_step"], controller.refused_events) == (5, 0)

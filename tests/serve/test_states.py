@@ -8,7 +8,8 @@ from lorafusion_serve.settings import Settings
 from lorafusion_serve.state_folders import states_before
 from lorafusion_serve.states import ENDED, LIVE, NEW, ON_WORKER, STATES, TRANSITIONS, StateError, next_state
 from lorafusion_serve.store.database import Database
-from lorafusion_serve.store.jobs import MOST_TRIES, Jobs
+from lorafusion_serve.store.jobs import MOST_TRIES, PROGRESS, SUSPECT_TRIES, Jobs, is_suspect
+from lorafusion_serve.store.keys import add_key, find_owner, revoke_key
 
 EVENTS = sorted({event for _, event in TRANSITIONS})
 
@@ -156,3 +157,28 @@ def test_a_state_that_was_not_told_of_yet_is_not_removed(tmp_path):
         (tmp_path / name).mkdir()
     older = [folder.name for folder in states_before(tmp_path / "e2-s8")]
     assert older == ["e2-s4", "e1-s12"]  # newest first
+
+
+def test_keys_end(store):
+    db, _ = store
+    with db.write() as connection:
+        made = [add_key(connection, "ana", days=days) for days in (None, 1.0, -1.0)]
+        assert [find_owner(connection, key) is not None for _, key in made] == [True, True, False]
+        assert revoke_key(connection, made[0][0])
+        assert find_owner(connection, made[0][1]) is None
+
+
+def test_rows_after_the_state_from_which_a_job_goes_on_are_removed(store):
+    db, jobs = store
+    job = submitted(db, jobs, "accept")
+    with db.write() as connection:
+        jobs.add_metrics(connection, job, [{"kind": "step", "step": step} for step in range(1, 6)])
+        jobs.restart(connection, job, step=3, path="/state")
+        assert [row["step"] for row in jobs.metrics(connection, job, 0, 1)] == [1, 2, 3]
+
+
+def test_a_job_that_went_on_since_its_losses_is_no_suspect():
+    job = {"tries": SUSPECT_TRIES, "tries_step": 10, "step": 10 + PROGRESS}
+    assert not is_suspect(job)
+    assert is_suspect(job | {"step": 9 + PROGRESS})
+    assert not is_suspect(job | {"step": 10, "tries": SUSPECT_TRIES - 1})
