@@ -2,6 +2,8 @@
 
     python -m benchmarks.flax_model --out $OUT/flax_model                  # one GPU, 100 s
     python -m benchmarks.flax_model --qwen3 --seconds 150 --out $OUT/flax_qwen3
+    python -m benchmarks.flax_model --qwen3 --no-check --profile --variants frozen "ours 4" --out $OUT/flax_qwen3
+    python -m benchmarks.flax_model --qwen3 --no-check --tune --variants frozen "ours 4" --out $OUT/flax_qwen3_tuned
     python -m benchmarks.flax_model --mesh --out $OUT/flax_model_mesh      # two GPUs, 100 s
     python -m benchmarks.flax_model --mesh --quantize fp8 nf4 --seconds 160 --out $OUT/flax_model_mesh
     JAX_NUM_CPU_DEVICES=2 python -m benchmarks.flax_model --small --mesh --quantize fp8 --out /tmp/x
@@ -11,7 +13,9 @@ it is installed, by qwix; with ours for one and four adapters. With --qwen3 the 
 billion parameters, and ours also runs on a base in fp8. Two GPUs: frozen and ours with four adapters, on a mesh
 of two data and of two tensor devices, and the collectives of each compiled program; with --quantize on a stored base,
 too. First the results are compared
-with `nnx.LoRA`. Variants are timed in turn; writes rows.jsonl, a row after each case.
+with `nnx.LoRA`. Variants are timed in turn; writes rows.jsonl, a row after each case. The last word of a variant may be
+an implementation (`ours 4 xla`). With --profile a step of each variant is profiled after the times, and its kernels are
+compared with the frozen step's. With --tune tile sizes of the layers' own shapes are measured first.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ import json
 import random
 import re
 import statistics
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -39,9 +44,13 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks.conditions import conditions
+from benchmarks.end_to_end import kernel_times
 from benchmarks.flax_qwen3 import EinsumLoRA, Qwen3Layer, rotate
 from lorafusion_jax.modules import AdapterSpec, apply_lora, lora_report, quantize_base, use_adapters
-from pallas_kernels import compiler_options
+from pallas_kernels import compiler_options, config_store
+from pallas_kernels.arg_specs import LinearSpec
+from pallas_kernels.policy import IMPLEMENTATIONS
+from pallas_kernels.tuning.tune import tune
 
 PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
 COLUMN, ROW = P(None, "tensor"), P("tensor", None)  # of a kernel [in, out]
@@ -51,6 +60,8 @@ SHAPE = re.compile(r"(pred|[a-z]+\d+)\[([\d,]*)\]")
 VARIANTS = ["frozen", "nnx.LoRA", "qwix", "ours 1", "ours 4", "ours 4 dropout 0.1"]
 QWEN3_VARIANTS = ["frozen", "nnx.LoRA", "qwix", "ours 1", "ours 4", "ours 1 fp8", "ours 4 fp8"]
 STORED = ("fp8", "int8", "nf4")  # kinds of quantize_base
+BY_NAME = [f"ours 4 {implementation}" for implementation in IMPLEMENTATIONS]
+TOP = 25  # kernels of a profile to print
 ROUNDS, STEPS = 5, 4  # turns of each variant, timed steps of a turn
 RESERVE = 0.75  # of the time; no variant is compiled after that
 AGREE = 2e-2  # relative, of gradients in bfloat16: one rounding is 2^-8, sums come in another order
@@ -173,7 +184,7 @@ def specs_of(count: int, size: Size, dropout: float = 0.0) -> list[AdapterSpec]:
     ]
 
 
-def make_step(specs: list[AdapterSpec] | None, wrt: type) -> Callable[..., Any]:
+def make_step(specs: list[AdapterSpec] | None, wrt: type, implementation: Any = None) -> Callable[..., Any]:
     """The training step that a user writes."""
     meshed = not jax.sharding.get_abstract_mesh().empty
 
@@ -182,7 +193,7 @@ def make_step(specs: list[AdapterSpec] | None, wrt: type) -> Callable[..., Any]:
             if specs is None:
                 logits = model(tokens)
             else:
-                with use_adapters(specs, table, step=number):
+                with use_adapters(specs, table, step=number, implementation=implementation):
                     logits = model(tokens)
             return optax.softmax_cross_entropy_with_integer_labels(
                 logits[:, :-1].astype(jnp.float32), tokens[:, 1:]
@@ -231,7 +242,8 @@ def make_variant(name: str, base: nnx.Module, size: Size, tokens: jax.Array) -> 
     wrt = Probe if name == "frozen" else nnx.LoRAParam
     optimizer = nnx.Optimizer(model, optax.adamw(1e-4), wrt=wrt)
     trains = nnx.filterlib.Any(wrt, nnx.OptState)
-    return Variant(name=name, model=model, optimizer=optimizer, step=make_step(specs, wrt), trains=trains)
+    named = name.split()[-1] if name in BY_NAME else None
+    return Variant(name=name, model=model, optimizer=optimizer, step=make_step(specs, wrt, named), trains=trains)
 
 
 def batch(size: Size, adapters: int) -> tuple[jax.Array, jax.Array]:
@@ -357,7 +369,53 @@ def compile_all(rows: Rows, cases: dict[str, Callable[[], Made]]) -> dict[str, R
     return ready
 
 
-def one_gpu(rows: Rows, size: Size, names: list[str]) -> None:
+def profile(rows: Rows, variants: list[Ready]) -> None:
+    """Times of the kernels of a step, those that the frozen step has not or has shorter first."""
+    spent: dict[str, dict[str, list[float]]] = {}
+    for variant, compiled, arguments in variants:
+        with tempfile.TemporaryDirectory() as folder:
+            with jax.profiler.trace(folder):
+                for _ in range(STEPS):
+                    value = variant.run(compiled, arguments)
+                jax.block_until_ready(value)
+            kernels: dict[str, list[float]] = {}
+            for name, calls, ms in kernel_times(Path(folder)):
+                entry = kernels.setdefault(re.sub(r"[._]\d+$", "", name), [0.0, 0.0])
+                entry[0] += calls / STEPS
+                entry[1] += ms / STEPS
+        spent[variant.name] = kernels
+        frozen = spent.get("frozen", {})
+        total = sum(ms for _, ms in kernels.values())
+        rows.add(case="profile", variant=variant.name, kernels=len(kernels), busy_ms=round(total, 3))
+        more = {name: ms - frozen.get(name, [0, 0.0])[1] for name, (_, ms) in kernels.items()}
+        for name in sorted(more, key=lambda name: -more[name])[:TOP]:
+            calls, ms = kernels[name]
+            rows.add(
+                case="kernel",
+                variant=variant.name,
+                kernel=name,
+                calls=round(calls, 1),
+                ms=round(ms, 3),
+                more_than_frozen_ms=round(more[name], 3),
+            )
+
+
+def tune_layers(rows: Rows, size: Size, path: Path) -> None:
+    """Measures tile sizes of the projections' shapes and uses them from here on."""
+    head = size.width // size.heads
+    into = {(size.width, columns) for columns in (size.width, size.kv_heads * head, size.hidden)}
+    tokens = size.examples * size.positions
+    specs = [
+        LinearSpec(tokens=tokens, in_features=inner, out_features=outer, rank=size.rank, adapters=4)
+        for inner, outer in sorted({*into, (size.hidden, size.width)})
+    ]
+    began = time.perf_counter()
+    table = tune(specs, path, quick=True)
+    config_store.use(path)
+    rows.add(case="tuned", entries=len(table.entries), seconds=round(time.perf_counter() - began, 1))
+
+
+def one_gpu(rows: Rows, size: Size, names: list[str], *, profiled: bool = False) -> None:
     tokens, table = batch(size, 4)
     base = Model(size, nnx.Rngs(0))
     parameters = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(base, nnx.Param)))
@@ -373,6 +431,10 @@ def one_gpu(rows: Rows, size: Size, names: list[str]) -> None:
 
     ready = compile_all(rows, {name: partial(make, name) for name in names})
     measure(rows, list(ready.values()), tokens.size, parameters=parameters)
+    if profiled:
+        rows.attempt(
+            "profile", lambda: profile(rows, sorted(ready.values(), key=lambda made: made[0].name != "frozen"))
+        )
 
 
 def two_gpus(rows: Rows, size: Size, stored: list[str]) -> None:
@@ -440,7 +502,9 @@ def main() -> int:
     parser.add_argument("--qwen3", action="store_true", help="layers of Bonsai's Qwen3, a billion parameters")
     parser.add_argument("--small", action="store_true", help="tiny shapes, to try the script on a CPU")
     parser.add_argument("--quantize", nargs="*", choices=STORED, default=[], help="on a mesh, a base stored so, too")
-    parser.add_argument("--variants", nargs="+", choices={*VARIANTS, *QWEN3_VARIANTS}, help="of one GPU")
+    parser.add_argument("--variants", nargs="+", choices={*VARIANTS, *QWEN3_VARIANTS, *BY_NAME}, help="of one GPU")
+    parser.add_argument("--profile", action="store_true", help="of one GPU: the kernels of a step of each variant")
+    parser.add_argument("--tune", action="store_true", help="of one GPU: measure tile sizes of these layers first")
     parser.add_argument("--layers", type=int, help="fewer compile sooner")
     parser.add_argument("--no-check", action="store_true", help="where the results were compared in another run")
     parser.add_argument("--seconds", type=float, default=100, help="no variant is compiled after three quarters of it")
@@ -451,7 +515,10 @@ def main() -> int:
     names = args.variants or (QWEN3_VARIANTS if args.qwen3 else VARIANTS)
     if not args.no_check:
         rows.attempt("check", lambda: check(rows, size))
-    rows.attempt("steps", lambda: two_gpus(rows, size, args.quantize) if args.mesh else one_gpu(rows, size, names))
+    if args.tune:
+        rows.attempt("tune", lambda: tune_layers(rows, size, args.out / "tiles.json"))
+    one = partial(one_gpu, rows, size, names, profiled=args.profile)
+    rows.attempt("steps", lambda: two_gpus(rows, size, args.quantize) if args.mesh else one())
     return 0
 
 
