@@ -181,7 +181,7 @@ def test_kernels_are_lowered_for_a_gpu():
 
 
 def test_an_adapter_beyond_the_last_one_is_none():
-    expert, beyond, none = (jnp.array(values) for values in ([[0], [1], [1]], [0, 2, 1], [0, -1, 1]))
+    expert, beyond, none = (jnp.array(values) for values in ([[0], [0], [1]], [0, 3, 1], [0, -1, 1]))
     in_order = jax.jit(partial(sort_rows, experts=2, adapters=2, tile=2))
     rows = [in_order(expert, adapter) for adapter in (beyond, none)]
     assert [part.tolist() for part in rows[0]] == [part.tolist() for part in rows[1]]
