@@ -6,8 +6,9 @@
 | campaign | a case |
 |---|---|
 | `sequences` | a random sequence of commands, kills, signals and one damaged file |
-| `kills_of_changes` | SIGKILL before one call of a run that begins, is extended, moves, loses adapters or gets some |
-| `write_errors` | one of five errors of a disk at one call of these, once or from then on |
+| `kills_of_changes` | SIGKILL before some calls of a run that begins, is extended, moves, loses adapters or gets some |
+| `several_processes` | the same of a run of two processes, which one process resumes |
+| `write_errors` | some errors of a disk, of five, each at one call of these, once or from then on |
 | `exports` | the same kills and errors of `lorafusion export`, also with `--merge` |
 | `hostile` | damaged and strange input of every reader, with limits of processor time and memory |
 
@@ -42,6 +43,7 @@ from campaigns.exports import Exports
 from campaigns.hostile import Hostile
 from campaigns.kills_of_changes import KillsOfChanges
 from campaigns.sequences import Sequences
+from campaigns.several_processes import SeveralProcesses
 from campaigns.write_errors import WriteErrors
 
 import lorafusion_jax.training  # noqa: F401
@@ -51,6 +53,7 @@ from benchmarks.csv_rows import write_rows
 CAMPAIGNS: dict[str, Callable[[argparse.Namespace], Campaign]] = {
     "sequences": lambda options: Sequences(range(*options.seeds)),
     "kills_of_changes": lambda options: KillsOfChanges(),
+    "several_processes": lambda options: SeveralProcesses(),
     "write_errors": lambda options: WriteErrors(),
     "exports": lambda options: Exports(),
     "hostile": lambda options: Hostile(),

@@ -1,4 +1,4 @@
-/* Ends the process before its n-th call that changes a folder, or makes that call fail.
+/* Ends the process before its n-th call that changes a folder, or makes that call fail, or copies the folder.
 
    cc -shared -fPIC -O1 -o disk_calls.so disk_calls.c -ldl
    LD_PRELOAD=./disk_calls.so program
@@ -6,10 +6,12 @@
    Counts calls of all threads and libraries, also of those without Python. Nothing is counted before watch_calls. */
 
 #define _GNU_SOURCE
+#include <dirent.h>
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <limits.h>
+#include <pthread.h>
 #include <signal.h>
 #include <stdarg.h>
 #include <stdatomic.h>
@@ -28,6 +30,9 @@ static long at = 0, last = 0;
 static int failure = 0;
 static char below[PATH_MAX] = "";
 static char kinds[MOST_KINDS + 1] = "";
+static char copies[PATH_MAX] = "";
+static pthread_mutex_t one_call = PTHREAD_MUTEX_INITIALIZER;
+static __thread int inside = 0, held = 0;
 
 /* Counts calls about what is below a folder: names, contents and what makes them durable. With an empty folder, calls
    about names and durability anywhere. The n-th call kills the process; if error is an errno, the calls from the n-th
@@ -35,7 +40,7 @@ static char kinds[MOST_KINDS + 1] = "";
 void watch_calls(const char *folder, long n, long to, int error) {
     atomic_store(&watching, 0);
     strncpy(below, folder, PATH_MAX - 1);
-    at = n, last = to, failure = error;
+    at = n, last = to, failure = error, *copies = 0;
     memset(kinds, 0, sizeof kinds);
     atomic_store(&seen, 0);
     atomic_store(&watching, n >= 0);
@@ -43,6 +48,14 @@ void watch_calls(const char *folder, long n, long to, int error) {
 
 /* A letter for every call: n of a name, s that makes something durable, w that opens or writes a file. */
 const char *calls_seen(void) { return kinds; }
+
+/* As watch_calls, but nothing is killed: before each of the calls from the n-th to the last, the folder is copied to a
+   folder in `into` that has the call's number for a name. One call is made at a time, so what is copied is what SIGKILL
+   would leave. Starts no count of its own: call watch_calls with n = 0 before. */
+void copy_at_calls(const char *into, long n, long to) {
+    at = n, last = to;
+    strncpy(copies, into, PATH_MAX - 1);
+}
 
 /* In a program that nobody else arms: KILL_AT_CALL=n, and KILL_BELOW=folder. */
 __attribute__((constructor)) static void arm_from_environment(void) {
@@ -74,10 +87,58 @@ static int counts(int folder, const char *name) {
     return is_below(path);
 }
 
+static void copy_file(const char *from, const char *to, const struct stat *about) {
+    char bytes[1 << 16];
+    int source = open(from, O_RDONLY), target = open(to, O_WRONLY | O_CREAT | O_TRUNC, about->st_mode);
+    for (ssize_t size; (size = read(source, bytes, sizeof bytes)) > 0;)
+        if (write(target, bytes, size) != size) abort();
+    struct timespec times[2] = {about->st_atim, about->st_mtim};
+    futimens(target, times);
+    close(source), close(target);
+}
+
+static void copy_folder(const char *from, const char *to) {
+    char source[PATH_MAX], target[PATH_MAX];
+    DIR *folder = opendir(from);
+    if (!folder) return;
+    mkdir(to, 0777);
+    for (struct dirent *entry; (entry = readdir(folder));) {
+        struct stat about;
+        if (!strcmp(entry->d_name, ".") || !strcmp(entry->d_name, "..")) continue;
+        if (snprintf(source, PATH_MAX, "%s/%s", from, entry->d_name) >= PATH_MAX) abort();
+        if (snprintf(target, PATH_MAX, "%s/%s", to, entry->d_name) >= PATH_MAX) abort();
+        if (lstat(source, &about)) continue;
+        if (S_ISDIR(about.st_mode)) copy_folder(source, target);
+        if (S_ISREG(about.st_mode)) copy_file(source, target, &about);
+        if (S_ISLNK(about.st_mode)) {
+            char link[PATH_MAX] = "";
+            if (readlink(source, link, PATH_MAX - 1) < 0 || symlink(link, target)) abort();
+        }
+    }
+    closedir(folder);
+}
+
+static void copy_before(long n) {
+    char target[2 * PATH_MAX];
+    if (n < at || n > last) return;
+    inside = 1;
+    snprintf(target, sizeof target, "%s/%ld", copies, n);
+    copy_folder(below, target);
+    inside = 0;
+}
+
+/* After a call that counted while folders are copied: the next one may be made. */
+static void release(void) {
+    if (held && !inside) held = 0, pthread_mutex_unlock(&one_call);
+}
+
 /* Whether the call is to fail. */
 static int strike(char kind, const char *call, const char *what) {
+    if (inside) return 0;
+    if (*copies) held = 1, pthread_mutex_lock(&one_call);
     long n = atomic_fetch_add(&seen, 1) + 1;
     if (n <= MOST_KINDS) kinds[n - 1] = kind;
+    if (*copies) return copy_before(n), 0;
     if (!at || n < at || (failure && n > last)) return 0;
     if (n == at) dprintf(2, "%s before call %ld: %s %s\n", failure ? "failure" : "killed", n, call, what);
     if (!failure) kill(getpid(), SIGKILL);
@@ -104,12 +165,16 @@ static int strike_file(const char *call, int file, int writes) {
 #define NAMED(name, parameters, arguments, folder, path, other, to)                \
     int name parameters {                                                          \
         NEXT(int, #name, parameters)                                               \
-        return strike_name('n', #name, folder, path, other, to) ? -1 : next arguments;  \
+        int result = strike_name('n', #name, folder, path, other, to) ? -1 : next arguments;  \
+        release();                                                                 \
+        return result;                                                             \
     }
 #define FILED(type, name, writes, parameters, arguments)              \
     type name parameters {                                            \
         NEXT(type, #name, parameters)                                 \
-        return strike_file(#name, d, writes) ? -1 : next arguments;   \
+        type result = strike_file(#name, d, writes) ? -1 : next arguments;   \
+        release();                                                    \
+        return result;                                                \
     }
 
 NAMED(rename, (const char *a, const char *b), (a, b), AT_FDCWD, a, AT_FDCWD, b)
@@ -156,13 +221,17 @@ static int opens_to_write(const char *call, int folder, const char *path, int fl
     int name(const char *path, int flags, ...) {                                                \
         NEXT(int, #name, (const char *, int, ...))                                              \
         MODE(flags)                                                                             \
-        return opens_to_write(#name, AT_FDCWD, path, flags) ? -1 : next(path, flags, mode);     \
+        int file = opens_to_write(#name, AT_FDCWD, path, flags) ? -1 : next(path, flags, mode); \
+        release();                                                                              \
+        return file;                                                                            \
     }
 #define OPENAT(name)                                                                            \
     int name(int folder, const char *path, int flags, ...) {                                    \
         NEXT(int, #name, (int, const char *, int, ...))                                         \
         MODE(flags)                                                                             \
-        return opens_to_write(#name, folder, path, flags) ? -1 : next(folder, path, flags, mode); \
+        int file = opens_to_write(#name, folder, path, flags) ? -1 : next(folder, path, flags, mode); \
+        release();                                                                              \
+        return file;                                                                            \
     }
 
 OPEN(open)

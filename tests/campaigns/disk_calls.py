@@ -1,4 +1,4 @@
-"""Kills this process, or fails its calls, at a call that changes a folder: of Python and of all libraries.
+"""Kills this process, fails its calls, or copies a folder at a call that changes it: of Python and of all libraries.
 
 disk_calls.c says how. `preload` starts a program anew with it; processes that are forked from there arm it.
 """
@@ -65,3 +65,17 @@ def watched(folder: Path | str, *, at: int = 0, error: int = 0, lasting: bool = 
     finally:
         seen.calls = library.calls_seen().decode()
         library.watch_calls(b"", ctypes.c_long(NO_COUNT), ctypes.c_long(0), ctypes.c_int(0))
+
+
+@contextmanager
+def copied(folder: Path, into: Path, first: int = 1, last: int = ALL) -> Iterator[SimpleNamespace]:
+    """Copies the folder before each of its calls from `first` to `last`; what is copied is what SIGKILL would leave.
+
+    A copy has the number of its call for a name, and is not there if the folder was not. Yields as `watched`.
+
+    Args:
+        into: an existing folder elsewhere.
+    """
+    with watched(folder) as seen:
+        ctypes.CDLL(None).copy_at_calls(os.fsencode(into), ctypes.c_long(first), ctypes.c_long(last))
+        yield seen

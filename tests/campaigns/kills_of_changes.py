@@ -1,29 +1,33 @@
 """A run that changes is killed before every call of the change that touches its folder.
 
 A run begins, or it stands still and adapters are to join it, to be extended or dropped, or it is to move to another
-mesh: the changes of `changing_runs`. The command is killed by SIGKILL just before one of its calls, also of libraries
-without Python. Then the run is resumed to its end, and every adapter must be where it would be undisturbed. Runs are
-of `quick_session`, without devices: all else is as it is.
+mesh: the changes of `changing_runs`. What SIGKILL would leave before a call, also of libraries without Python, is the
+folder as it is then. So the folder is copied before every call of one undisturbed command, while all other calls wait,
+and each copy is resumed to its end: every adapter must be where it would be undisturbed. Copies that equal the one
+before are not resumed again: the call between them made something durable, or opened a file. Runs are of
+`quick_session`, without devices: all else is as it is.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
-import signal
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
 from campaigns import tiny_run
+from campaigns.batches import Item, tried
 from campaigns.cases import Case, Row, in_any_order
 from campaigns.changing_runs import CHANGES, ask, assert_nothing_lost, stop_after_a_step, write_jobs
-from campaigns.disk_calls import watched
+from campaigns.disk_calls import ALL, copied, watched
 from campaigns.forked import Child
 from campaigns.quick_runs import Said, command, quick_runs
 
 BEGIN = "begin"
 ENDED = (0, 3)
+CALLS = 60
 
 
 def prepare_changes(home: Path) -> None:
@@ -46,11 +50,6 @@ def prepare_changes(home: Path) -> None:
 def calls_of_changes(home: Path) -> dict[str, str]:
     """What `watched` saw of every change."""
     return json.loads((home / "calls.json").read_text(encoding="utf-8"))
-
-
-def calls_of_kinds(calls: str, kinds: str) -> list[int]:
-    """Numbers of the calls of these kinds."""
-    return [number for number, kind in enumerate(calls, 1) if kind in kinds]
 
 
 def asked(home: Path, change: str) -> Path:
@@ -98,25 +97,53 @@ class KillsOfChanges:
         prepare_changes(home)
 
     def cases(self, home: Path) -> Iterable[Case]:
-        """Calls of names first; a kill before a call that makes something durable leaves what one after it leaves."""
-        calls = calls_of_changes(home)
-        for kinds in ("n", "w", "s"):
-            cases = [
-                Case(name=f"{change} @ {call}", run=partial(self._kill, home, change, call))
-                for change in calls
-                for call in calls_of_kinds(calls[change], kinds)
-            ]
-            yield from in_any_order(cases, f"{self.name} {kinds}")
+        """Each of `CALLS` calls of a command; the last of a command has all that are left."""
+        cases = []
+        for change, calls in calls_of_changes(home).items():
+            starts = range(1, len(calls) + 1, CALLS)
+            ends = [start - 1 for start in starts[1:]] + [ALL]
+            for first, last in zip(starts, ends, strict=True):
+                kill = partial(self._kill, home, change, first, last)
+                cases.append(Case(name=f"{change} from {first}", run=kill))
+        return in_any_order(cases, self.name)
 
     @staticmethod
     @quick_runs()
-    def _kill(home: Path, change: str, call: int, work: Path) -> Row:
+    def _kill(home: Path, change: str, first: int, last: int, work: Path) -> list[Row]:
         run = copy_of(home, change, work / "run")
-        outcome = in_a_process(*arguments_of(home, change, run), folder=run, log=work / "killed.log", at=call)
-        assert outcome.code in (-signal.SIGKILL, *ENDED), outcome.text
-        try:
-            assert_it_goes_on(home, run, change)
-        except BaseException as problem:
-            problem.add_note(outcome.text[-1000:])
-            raise
-        return {"part": change, "code": outcome.code}
+        (copies := work / "copies").mkdir()
+        with copied(run, copies, first, last) as seen:
+            outcome = command(*arguments_of(home, change, run))
+        assert outcome.code in ENDED, outcome.text
+        return resumed(
+            copies,
+            range(first, min(last, len(seen.calls)) + 1),
+            change,
+            lambda left: assert_it_goes_on(home, left, change),
+        )
+
+
+def resumed(copies: Path, calls: Iterable[int], part: str, check: Callable[[Path], object]) -> list[Row]:
+    """A row for every call before which the folder was copied: `check` gets the copies that differ from one before."""
+    rows: list[Row] = []
+    content, result = None, {}
+    for call in calls:
+        left = copies / str(call)
+        if content != (content := contents(left)) or not rows:
+            (result,) = tried([Item(name="", run=lambda _, left=left: {"kind": str(check(left) or "")})], copies.parent)
+            result |= {"resumed": 1}
+        else:
+            result = result | {"resumed": 0, "cpu_s": 0.0}
+        rows.append(result | {"part": part, "call": call, "item": f"{part} @ {call}"})
+        shutil.rmtree(left, ignore_errors=True)
+    return rows
+
+
+def contents(folder: Path) -> dict[str, bytes | str | None]:
+    """All that is in a folder: of files their bytes, of links where they lead."""
+    return {
+        str(path.relative_to(folder)): os.readlink(path)
+        if path.is_symlink()
+        else (path.read_bytes() if path.is_file() else None)
+        for path in folder.rglob("*")
+    }

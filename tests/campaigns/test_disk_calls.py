@@ -14,13 +14,15 @@ from pathlib import Path
 import pytest
 from campaigns import disk_calls
 from campaigns.cases import HELD, LOST, Case, shards
+from campaigns.kills_of_changes import contents
 
 PATHS = [str(Path(__file__).parents[number]) for number in (1, 2)]  # of tests, and of the checkout
 
+COPIES = -1
 PROGRAM = """
 import sys
 from pathlib import Path
-from campaigns.disk_calls import watched
+from campaigns.disk_calls import copied, watched
 from lorafusion_jax.files import replace_text
 
 folder, at, error = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
@@ -30,6 +32,10 @@ with watched(sys.argv[4], at=at, error=error) as seen:
     except OSError as problem:
         print(problem.errno, problem.filename)
 print(seen.calls)
+if error < 0:  # copies instead
+    (folder / "note.txt").write_text("old")
+    with copied(folder, Path(sys.argv[5])):
+        replace_text(folder / "note.txt", "new")
 """
 
 
@@ -41,10 +47,10 @@ def library(tmp_path_factory):
 
 
 def run(
-    library: Path, folder: Path, at: int, error: int = 0, watched: Path | None = None
+    library: Path, folder: Path, at: int, error: int = 0, watched: Path | None = None, copies: Path | None = None
 ) -> subprocess.CompletedProcess:
     environment = os.environ | {"LD_PRELOAD": str(library), "PYTHONPATH": os.pathsep.join(PATHS)}
-    arguments = [sys.executable, "-c", PROGRAM, str(folder), str(at), str(error), str(watched or folder)]
+    arguments = [sys.executable, "-c", PROGRAM, str(folder), str(at), str(error), str(watched or folder), str(copies)]
     return subprocess.run(arguments, env=environment, capture_output=True, text=True)
 
 
@@ -65,6 +71,20 @@ def test_calls_are_counted_failed_and_killed_at(library, tmp_path):
         assert note.read_text() == "old"
     assert run(library, tmp_path, 5).returncode == 0
     assert note.read_text() == "new"
+
+
+def test_a_copy_before_a_call_is_what_a_kill_leaves(library, tmp_path):
+    (folder := tmp_path / "folder").mkdir()
+    (copies := tmp_path / "copies").mkdir()
+    run(library, folder, 0, COPIES, copies=copies)
+    assert contents(folder)["note.txt"] == b"new"
+    for call in range(1, 5):
+        shutil.rmtree(folder)
+        folder.mkdir()
+        (folder / "note.txt").write_text("old")
+        assert run(library, folder, call).returncode == -signal.SIGKILL
+        assert contents(copies / str(call)) == contents(folder), call
+    assert sorted(path.name for path in copies.iterdir()) == ["1", "2", "3", "4"]
 
 
 POOL = """

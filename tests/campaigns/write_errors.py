@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import errno
 import json
+import random
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import product
 from pathlib import Path
 
-from campaigns.cases import Case, Row, in_any_order
+from campaigns.batches import Item, in_batches
+from campaigns.cases import Case, Row
 from campaigns.changing_runs import ADD_TAX, CHANGES, assert_nothing_lost
 from campaigns.disk_calls import watched
 from campaigns.kills_of_changes import (
@@ -23,9 +25,7 @@ from campaigns.kills_of_changes import (
     arguments_of,
     assert_it_goes_on,
     calls_of_changes,
-    calls_of_kinds,
     copy_of,
-    in_a_process,
     prepare_changes,
 )
 from campaigns.quick_runs import Said, command, quick_runs
@@ -34,6 +34,8 @@ from lorafusion_jax.checkpoint.requests import request_files
 
 ERRORS = (errno.ENOSPC, errno.EIO, errno.EROFS, errno.EDQUOT, errno.EACCES)
 ASK = "ask to add"
+FIRST = (BEGIN, ASK, "add")
+ITEMS = 25  # of a process
 
 
 class WriteErrors:
@@ -57,35 +59,42 @@ class WriteErrors:
         (home / "calls.json").write_text(json.dumps(calls | {ASK: seen.calls}), encoding="utf-8")
 
     def cases(self, home: Path) -> Iterable[Case]:
-        """First every call with one of the errors, then with another, until it had all."""
-        calls = calls_of_changes(home)
-        for shift in range(len(ERRORS)):
-            cases = [
-                self._case(home, part, call, ERRORS[(call + shift) % len(ERRORS)], lasting)
-                for part, lasting in product(self._parts, (False, True))
-                for call in calls_of_kinds(calls[part], "nws")
-            ]
-            yield from in_any_order(cases, f"{self.name} {shift}")
+        """Of a run that begins and of an addition first; every call with one error, then with another, until all."""
+        for parts in (FIRST, [part for part in self._parts if part not in FIRST]):
+            for shift in range(len(ERRORS)):
+                items = self._items(home, [part for part in parts if part in self._parts], shift)
+                random.Random(f"{self.name} {shift}").shuffle(items)
+                yield from in_batches(items, f"{'first' if parts is FIRST else 'others'} {shift}:", ITEMS)
 
-    def _case(self, home: Path, part: str, call: int, error: int, lasting: bool) -> Case:
+    def _items(self, home: Path, parts: Iterable[str], shift: int) -> list[Item]:
+        calls = calls_of_changes(home)
+        return [
+            self._item(home, part, call, ERRORS[(call + shift) % len(ERRORS)], lasting)
+            for part, lasting in product(parts, (False, True))
+            for call in range(1, len(calls[part]) + 1)
+        ]
+
+    def _item(self, home: Path, part: str, call: int, error: int, lasting: bool) -> Item:
         name = f"{part} @ {call} {errno.errorcode[error]} {'lasting' if lasting else 'once'}"
         fail = self._fail_request if part == ASK else partial(self._fail_change, change=part)
-        return Case(name=name, run=partial(fail, home, call, error, lasting))
+        return Item(name=name, run=partial(fail, home, call, error, lasting))
 
     @staticmethod
     @quick_runs()
     def _fail_change(home: Path, call: int, error: int, lasting: bool, work: Path, change: str) -> Row:
         run = copy_of(home, change, work / "run")
-        arguments, log = arguments_of(home, change, run), work / "failed.log"
-        outcome = in_a_process(*arguments, folder=run, log=log, at=call, error=error, lasting=lasting)
-        return checked(change, outcome, lambda: assert_it_goes_on(home, run, change))
+        with watched(run, at=call, error=error, lasting=lasting) as seen:
+            outcome = command(*arguments_of(home, change, run))
+        row = checked(change, outcome, lambda: assert_it_goes_on(home, run, change))
+        return row | {"failed": int(len(seen.calls) >= call)}
 
     @staticmethod
     @quick_runs()
     def _fail_request(home: Path, call: int, error: int, lasting: bool, work: Path) -> Row:
-        run, log = copy_of(home, "move", work / "run"), work / "failed.log"
+        run = copy_of(home, "move", work / "run")
         arguments = [ADD_TAX[0], run, home / ADD_TAX[1]]
-        outcome = in_a_process(*arguments, folder=run, log=log, at=call, error=error, lasting=lasting)
+        with watched(run, at=call, error=error, lasting=lasting) as seen:
+            outcome = command(*arguments)
 
         def check() -> None:
             if not request_files(run):
@@ -93,7 +102,7 @@ class WriteErrors:
                 assert command(*arguments).code == 0
             assert_nothing_lost(run, "add")
 
-        return checked(ASK, outcome, check)
+        return checked(ASK, outcome, check) | {"failed": int(len(seen.calls) >= call)}
 
 
 def checked(part: str, outcome: Said, check: Callable[[], None]) -> Row:
