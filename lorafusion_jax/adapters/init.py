@@ -87,8 +87,13 @@ def init_layers(
         Leaf → float32 array; for LoRA "lora_a" [L, K, r] and "lora_b" [L, r, N].
     """
     sizes = in_features, out_features, experts
-    layers = [init_adapter(spec, _layer_path(path, layer), *sizes) for layer in numbers]
-    return {leaf: np.stack([layer[leaf] for layer in layers]) for leaf in layers[0]}
+    drawn: dict[str, np.ndarray] = {}
+    for row, number in enumerate(numbers):  # layer by layer: memory of one is used again for the next
+        for leaf, array in init_adapter(spec, _layer_path(path, number), *sizes).items():
+            if leaf not in drawn:
+                drawn[leaf] = np.empty((len(numbers), *array.shape), array.dtype)
+            drawn[leaf][row] = array
+    return drawn
 
 
 def init_bank(
@@ -190,4 +195,7 @@ def _uniform(seed: int, path: str, count: int) -> np.ndarray:
     """Draws float32 in [0, 1) from raw Philox output: numpy may change its distributions, not its bit generators."""
     key = int.from_bytes(hashlib.sha256(f"{seed} {path}".encode()).digest()[:16], "little")
     raw = np.random.Philox(key=key).random_raw(-(-count // 2)).view(np.uint32)[:count]
-    return (raw >> np.uint32(8)).astype(np.float32) * np.float32(2**-24)
+    raw >>= np.uint32(8)  # in place, as below: an 8B model draws a hundred million numbers
+    drawn = raw.astype(np.float32)
+    drawn *= np.float32(2**-24)
+    return drawn

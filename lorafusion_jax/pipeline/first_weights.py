@@ -5,6 +5,9 @@ L layers · K in features · r rank · D model width
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,8 +15,16 @@ import numpy as np
 from lorafusion_jax.adapters.init import draw_leaf, init_layers, init_shared
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.adapters.tokens import TABLES
+from lorafusion_jax.layout.layer import Linear
 from lorafusion_jax.pipeline.leaf_layout import LeafLayout
 from lorafusion_jax.pipeline.leaves import HEAD, LAYERS, SHARED, TOKENS
+
+
+def first_weights_of(layout: LeafLayout, specs: Sequence[AdapterSpec]) -> dict[str, dict[str, Any]]:
+    """Returns `first_weights` of adapters by name, drawn side by side: numpy draws without Python's lock."""
+    with ThreadPoolExecutor() as threads:
+        drawn = threads.map(partial(first_weights, layout), specs)
+        return dict(zip((spec.name for spec in specs), drawn, strict=True))
 
 
 def first_weights(layout: LeafLayout, spec: AdapterSpec) -> dict[str, Any]:
@@ -21,18 +32,18 @@ def first_weights(layout: LeafLayout, spec: AdapterSpec) -> dict[str, Any]:
 
     Those that depend on the frozen kernels are not final, see `StageState.start_from_base`.
     """
-    model = layout.model
-    drawn = {
-        f"{path}.{leaf}": array
-        for linear in model.linears
-        if linear.name in spec.targets
-        for path in (f"{LAYERS}{linear.path}",)
-        for leaf, array in init_layers(
-            spec, path, *linear.shape, model.layers_with(linear.path), experts=linear.experts
-        ).items()
-    }
+    linears = [linear for linear in layout.model.linears if linear.name in spec.targets]
+    with ThreadPoolExecutor() as threads:
+        by_linear = threads.map(partial(_first_layers, layout, spec), linears)
+        drawn = {name: array for leaves in by_linear for name, array in leaves.items()}
     shared = {f"{SHARED}{leaf}": array[None] for leaf, array in init_shared(spec, *layout.largest).items()}
     return drawn | shared | _first_head(layout, spec) | _first_rows(layout, spec)
+
+
+def _first_layers(layout: LeafLayout, spec: AdapterSpec, linear: Linear) -> dict[str, Any]:
+    path, numbers = f"{LAYERS}{linear.path}", layout.model.layers_with(linear.path)
+    leaves = init_layers(spec, path, *linear.shape, numbers, experts=linear.experts)
+    return {f"{path}.{leaf}": array for leaf, array in leaves.items()}
 
 
 def _first_head(layout: LeafLayout, spec: AdapterSpec) -> dict[str, Any]:

@@ -35,7 +35,7 @@ from lorafusion_jax.pipeline.base_cache import BaseFiles
 from lorafusion_jax.pipeline.distant_stage import AnyStage, local_stages
 from lorafusion_jax.pipeline.evaluation import Evaluation, Evaluator
 from lorafusion_jax.pipeline.executor import Executor
-from lorafusion_jax.pipeline.first_weights import first_weights
+from lorafusion_jax.pipeline.first_weights import first_weights_of
 from lorafusion_jax.pipeline.growth import fill_place, grow_stages
 from lorafusion_jax.pipeline.leaves import HEAD_ROWS, Leaves
 from lorafusion_jax.pipeline.place_table import PlaceTable
@@ -168,8 +168,7 @@ class Session:
         """
         parts, occupied = self._stages[0].parts, dict(self._stages[0].occupied)
         specs = [occupied[self._stack.index[name]] for name in self.names]
-        first = {spec.name: first_weights(parts.leaves, spec) for spec in specs}
-        lora = start_from(first, weights, specs, parts.model.some_layers)
+        lora = start_from(first_weights_of(parts.leaves, specs), weights, specs, parts.model.some_layers)
         for stage in self.executor.local_stages.values():
             stage.start(lora)
         self._unstarted = [self._stack.index[name] for number, name in enumerate(self.names) if number not in weights]

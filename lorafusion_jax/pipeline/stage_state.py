@@ -21,7 +21,7 @@ from lorafusion_jax.objective.protocol import Chosen
 from lorafusion_jax.optim.step import Hyper, unchanging_hyper
 from lorafusion_jax.pipeline import leaves as lv
 from lorafusion_jax.pipeline.adapter_step import Totals
-from lorafusion_jax.pipeline.first_weights import first_weights
+from lorafusion_jax.pipeline.first_weights import first_weights_of
 from lorafusion_jax.pipeline.leaves import Leaves
 from lorafusion_jax.pipeline.mesh import StageMesh
 from lorafusion_jax.pipeline.move import replicate, to_host
@@ -143,7 +143,7 @@ class StageState:
 
     def first_lora(self) -> dict[str, dict[str, np.ndarray]]:
         """Returns the initial weights of each adapter in all layers of the model."""
-        return {spec.name: first_weights(self.parts.leaves, spec) for spec in self.parts.specs}
+        return first_weights_of(self.parts.leaves, self.parts.specs)
 
     def start(self, lora: Mapping[str, Mapping[str, np.ndarray]]) -> None:
         """Sets each adapter's initial weights, given for all layers of the model, and resets all other state."""
