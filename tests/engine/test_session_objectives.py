@@ -66,16 +66,33 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def configure(folder, tiny_base):
-    def make(name: str, **changes):
-        entry = {"name": name, "batch": {"global_samples": 3}} | ADAPTERS[name] | changes
-        if "data" not in entry:
-            entry["data"] = {"train": DATA[entry["objective"]["name"]]}
+def write_config(folder, tiny_base):
+    """write_config(entries) → the job of some adapters."""
+
+    def write(entries: list[dict]):
         # eps: of a tiny gradient, Adam makes a whole step in the direction of its rounding, which processors differ in
         optim = {"lr": 5e-3, "schedule": "constant", "warmup": 0, "eps": 1e-4}
-        return load_config(write_job(folder, tiny_base, [entry], optim=optim, batch={"capacity_tokens": 256}))
+        return load_config(write_job(folder, tiny_base, entries, optim=optim, batch={"capacity_tokens": 256}))
 
-    return make
+    return write
+
+
+@pytest.fixture(scope="module")
+def configure(write_config):
+    """configure(name, **changes) → the job of one adapter."""
+    return lambda name, **changes: write_config([entry_of(name, **changes)])
+
+
+def entry_of(name: str, **changes) -> dict:
+    """An adapter of a job file."""
+    entry = {"name": name, "batch": {"global_samples": 3}} | ADAPTERS[name] | changes
+    return {"data": {"train": DATA[entry["objective"]["name"]]}} | entry if "data" not in entry else entry
+
+
+def evaluated(name: str) -> dict:
+    """Data of an adapter that is evaluated on what it trains on."""
+    rows = DATA[ADAPTERS[name]["objective"]["name"]]
+    return {"train": rows, "eval": rows}
 
 
 @pytest.fixture(scope="module")
@@ -140,13 +157,27 @@ def assert_same(state: AdapterState, other: AdapterState) -> None:
         assert np.linalg.norm(state.weights[name] - leaf) <= 1e-5 * np.linalg.norm(leaf), name
 
 
-def assert_equals_run(task: Task, state: AdapterState, folder: Path) -> None:
+def assert_equals_run(task: Task, state: AdapterState, trained: Path, folder: Path) -> None:
     """Compares exported files; sums may have another order, because programs differ in their shapes."""
     ours = load_file(export_task(task, state, folder / "session") / "adapter_model.safetensors")
-    theirs = exported(folder / "run", task.name)
+    theirs = exported(trained, task.name)
     assert ours.keys() == theirs.keys()
     for key, array in theirs.items():
         assert np.linalg.norm(ours[key] - array) <= 1e-5 * np.linalg.norm(array), key
+
+
+TOGETHER = ("judged", "scores")  # every run of one adapter would compile passes of its own
+
+
+@pytest.fixture(scope="module")
+def joint(configure, write_config, alone, tmp_path_factory):
+    """A run of those `TOGETHER` and of `prefers` with a folder as reference: its configuration and its folder."""
+    out = tmp_path_factory.mktemp("joint")
+    reference = export_task(task_of(configure("plain")), alone["plain"], out / "other")
+    prefers = entry_of("prefers", objective={"name": "dpo", "beta": 0.3, "reference": str(reference)})
+    config = write_config([prefers, *(entry_of(name, data=evaluated(name)) for name in TOGETHER)])
+    assert train(config, out / "run").exit_code == 0
+    return config, out / "run"
 
 
 def test_kinds_and_objectives_train_together_as_alone(session, configure, alone):
@@ -198,13 +229,17 @@ def test_one_that_prepares_can_leave_and_come_back(session, configure, alone):
 
 # test_a_reference_may_be_another_adapter compares `prefers` to a run
 @pytest.mark.parametrize("name", [nightly("prefers"), "judged", "scores", nightly("folded")])
-def test_each_equals_one_of_a_run(session, configure, alone, folder, tmp_path, name):
-    data = {"train": DATA[ADAPTERS[name]["objective"]["name"]]}
-    config = configure(name, data=data | {"eval": data["train"]})
-    assert train(config, tmp_path / "run").exit_code == 0
+def test_each_equals_one_of_a_run(session, configure, alone, joint, tmp_path, name):
+    if name in TOGETHER:
+        config, trained = joint
+        config = select_adapters(config, [name])
+    else:
+        config, trained = configure(name, data=evaluated(name)), tmp_path / "run"
+        assert train(config, trained).exit_code == 0
     task = task_of(config)
-    assert_equals_run(task, alone[name], tmp_path)
-    last = [row for row in read_rows(tmp_path / "run" / "metrics.jsonl") if row["kind"] == "eval"][-1]
+    assert_equals_run(task, alone[name], trained, tmp_path)
+    rows = read_rows(trained / "metrics.jsonl")
+    last = [row for row in rows if row["kind"] == "eval" and row["adapter"] == name][-1]
     place_index = start(session, task)
     while session.tasks[place_index].status == "preparing":
         session.run(session.plan(1))
@@ -219,18 +254,15 @@ def test_each_equals_one_of_a_run(session, configure, alone, folder, tmp_path, n
         assert value == pytest.approx(wanted[key], rel=1e-4, abs=1e-5), key
 
 
-def test_a_reference_may_be_another_adapter(session, configure, alone, tmp_path):
+def test_a_reference_may_be_another_adapter(session, configure, alone, joint, tmp_path):
     """A folder of another rank is in the place while its log-probabilities are computed."""
-    wide = configure("plain", lora={"rank": 4, "dropout": 0.1})
-    folder = export_task(task_of(wide), alone["plain"], tmp_path / "other")
-    config = configure("prefers", objective={"name": "dpo", "beta": 0.3, "reference": str(folder)})
-    task = task_of(config)
+    config, trained = joint
+    task = task_of(select_adapters(config, ["prefers"]))
     start(session, task)
     start(session, task_of(configure("folded")))
     ended = run(session)
     assert_same(ended["folded"], alone["folded"])
-    assert train(config, tmp_path / "run").exit_code == 0
-    assert_equals_run(task, ended["prefers"], tmp_path)
+    assert_equals_run(task, ended["prefers"], trained, tmp_path)
 
 
 def test_what_no_place_holds_is_refused(session, configure):
