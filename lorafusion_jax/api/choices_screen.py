@@ -25,7 +25,7 @@ def show_choices(console: Console, compared: Choices) -> None:
     )
     for index, choice in enumerate(compared.choices[:MOST_ROWS]):
         style = "bold green" if index == 0 and choice.fits is not False else "dim" if choice.fits is False else None
-        table.add_row(*_cells(choice, stored=stored), style=style)
+        table.add_row(*_cells(choice, stored=stored, shared=shared), style=style)
     console.print(table)
     if (left := len(compared.choices) - MOST_ROWS) > 0:
         say(console, f"{left} more are slower or do not fit")
@@ -35,13 +35,13 @@ def show_choices(console: Console, compared: Choices) -> None:
         say(console, "\nnothing fits; more devices, or shorter samples", style="yellow")
 
 
-def _cells(choice: Choice, *, stored: bool) -> list[str]:
+def _cells(choice: Choice, *, stored: bool, shared: bool) -> list[str]:
     memory = f"{choice.memory_bytes / GIB:.1f} GiB" + (" too much" if choice.fits is False else "")
     times = (
         ["–", "–", "–"]
         if choice.seconds is None or choice.tokens_per_s is None
         else [count(choice.tokens_per_s), percent(choice.bubble_share or 0.0), duration(choice.seconds)]
     )
-    mesh = f"{choice.stages} × {choice.data} × {choice.fsdp}" + (f" × {choice.tensor}" if choice.tensor > 1 else "")
+    mesh = f"{choice.stages} × {choice.data} × {choice.fsdp}" + (f" × {choice.tensor}" if shared else "")
     kind = (choice.quantize,) if stored else ()
     return [mesh, exact(choice.capacity_tokens), *kind, choice.remat, memory, *times]

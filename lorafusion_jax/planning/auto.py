@@ -18,7 +18,13 @@ GIB = 2**30
 
 
 def resolve_auto(
-    config: JobConfig, prepared: Prepared, *, device: str, gpus: int = 1, memory_bytes: int | None = None
+    config: JobConfig,
+    prepared: Prepared,
+    *,
+    device: str,
+    gpus: int = 1,
+    memory_bytes: int | None = None,
+    processes: int = 1,
 ) -> tuple[JobConfig, str]:
     """Returns the job with a value for each `auto`, and a sentence that says what was chosen and why.
 
@@ -26,6 +32,7 @@ def resolve_auto(
         device: whose rates predict, one of `DEVICES`.
         gpus: number of devices, for `mesh: auto`.
         memory_bytes: of a device (None: of its data sheet).
+        processes: that share the devices.
 
     Raises:
         ConfigError: `auto.memory`, nothing fits.
@@ -35,7 +42,14 @@ def resolve_auto(
         return config, ""
     model = ModelConfig.from_hf(base_directory(config))
     compared = compare_choices(
-        config, model, prepared, device=device, gpus=gpus, vary=config.auto, memory_bytes=memory_bytes
+        config,
+        model,
+        prepared,
+        device=device,
+        gpus=gpus,
+        vary=config.auto,
+        memory_bytes=memory_bytes,
+        processes=processes,
     )
     best = compared.best
     if best is None:
@@ -54,8 +68,7 @@ def with_choice(config: JobConfig, choice: Choice) -> JobConfig:
     """Returns the job with the values of a choice for each `auto`."""
     update: dict[str, Any] = {"auto": ()}
     if MESH in config.auto:
-        mesh = {"stages": choice.stages, "data": choice.data, "fsdp": choice.fsdp, "layers": None}
-        update["mesh"] = config.mesh.model_copy(update=mesh)
+        update["mesh"] = config.mesh.model_copy(update=choice.mesh._asdict() | {"layers": None})
     if CAPACITY in config.auto:
         update["batch"] = config.batch.model_copy(update={"capacity_tokens": choice.capacity_tokens})
     if QUANTIZE in config.auto:
@@ -74,6 +87,6 @@ def device_for_rates(kind: str) -> str:
 
 
 def _values(choice: Choice, config: JobConfig) -> Mapping[str, object]:
-    mesh = f"{choice.stages} × {choice.data} × {choice.fsdp}"
+    mesh = f"{choice.stages} × {choice.data} × {choice.fsdp}" + (f" × {choice.tensor}" if choice.tensor > 1 else "")
     values = {CAPACITY: choice.capacity_tokens, MESH: mesh, QUANTIZE: choice.quantize}
     return {key: value for key, value in values.items() if key in config.auto}

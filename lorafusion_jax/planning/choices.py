@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from lorafusion_jax.config.auto import CAPACITY, MESH, QUANTIZE
 from lorafusion_jax.config.job_checks import largest_sample
@@ -14,6 +14,7 @@ from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.errors import ConfigError
 from lorafusion_jax.planning.prediction import adapter_tokens, memory_of, predicted_costs, predicted_memory
+from lorafusion_jax.planning.tensor import tensor_problems
 from lorafusion_jax.planning.training_plan import train_jobs
 from lorafusion_jax.weights.table import NONE
 from scheduling import AdapterJob, make_plan, plan_statistics
@@ -24,6 +25,7 @@ STORED = ("fp8", "nf4")  # tried where no mesh holds the base as it is
 MOST_SAMPLES = 400  # of each adapter that are planned: rates need no more
 EFFORT_S = 0.05  # of the planner's search
 CLOSE = 1.01  # times within this factor are equal
+MOST_TENSOR = 8  # devices that compute a layer together: more are not on one host
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,13 +60,31 @@ class Choice:
     @property
     def settings(self) -> list[str]:
         """The overrides of a command line that make this choice."""
-        mesh = {"stages": self.stages, "data": self.data, "fsdp": self.fsdp}
+        mesh = {"stages": self.stages, "data": self.data, "fsdp": self.fsdp, "tensor": self.tensor}
         chosen = [f"mesh.{name}={count}" for name, count in mesh.items() if count > 1]
         stored = [] if self.quantize == NONE else [f"base.quantize={self.quantize}"]
         return [*chosen, f"batch.capacity_tokens={self.capacity_tokens}", *stored]
 
+    @property
+    def mesh(self) -> Mesh:
+        return Mesh(self.stages, self.data, self.fsdp, self.tensor)
+
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self) | {"settings": self.settings}
+
+
+class Mesh(NamedTuple):
+    """Devices on the axes of a mesh."""
+
+    stages: int
+    data: int
+    fsdp: int
+    tensor: int
+
+    @staticmethod
+    def of(config: JobConfig) -> Mesh:
+        mesh = config.mesh
+        return Mesh(mesh.stages, mesh.data, mesh.fsdp, mesh.tensor)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,16 +114,19 @@ def compare_choices(
     gpus: int,
     vary: Collection[str] = (CAPACITY, MESH, QUANTIZE),
     memory_bytes: int | None = None,
+    processes: int = 1,
 ) -> Choices:
     """Compares every mesh of `gpus` devices at several capacities.
 
-    Devices of `mesh.tensor` are as many as the job says: what their sums take is not measured.
+    Devices of `mesh.tensor` are as many as the job says. If it says nothing, 2, 4 and 8 are compared where they can
+    share the layers, without `mesh.fsdp`; what their sums take is predicted from the rate of the links.
     A part of each adapter's samples is planned and simulated at the device's rates. The base is quantised only if it
     fits on no mesh as the job stores it.
 
     Args:
         vary: what is compared; the rest is as in the job.
         memory_bytes: of a device (None: of its data sheet).
+        processes: that share the devices; devices of `mesh.tensor` are all in one.
 
     Raises:
         ConfigError: `plan.no-mesh`, the model has too few layers for any mesh of so many devices.
@@ -111,15 +134,15 @@ def compare_choices(
     jobs, tokens = _sample(train_jobs(config, prepared)), sum(adapter_tokens(prepared).values())
     memory_bytes = memory_of(device) if memory_bytes is None else memory_bytes
     stored = [config.base.quantize, *(STORED if config.base.quantize == NONE and QUANTIZE in vary else ())]
-    mesh = config.mesh
-    meshes = list(_meshes(gpus, model.num_layers, config)) if MESH in vary else [(mesh.stages, mesh.data, mesh.fsdp)]
+    meshes = list(_meshes(gpus, model, config, processes)) if MESH in vary else [Mesh.of(config)]
     sizes = _sizes(config) if CAPACITY in vary else [config.batch.capacity_tokens]
     choices: list[Choice] = []
     for quantize in stored:
+        ways = [_with(config, mesh, size, quantize) for mesh in meshes for size in sizes]
         choices += [
-            _measure(_with(config, mesh, size, quantize), model, prepared, jobs, tokens, device, memory_bytes)
-            for mesh in meshes
-            for size in sizes
+            _measure(way, model, prepared, jobs, tokens, device, memory_bytes)
+            for way in ways
+            if way.mesh.tensor == config.mesh.tensor or not tensor_problems(way, model)
         ]
         if any(choice.fits is not False for choice in choices):
             break
@@ -128,7 +151,7 @@ def compare_choices(
             "plan.no-mesh",
             f"no mesh of {gpus} devices is possible.",
             why=f"the model has {model.num_layers} layers, every replica needs samples of each global batch"
-            + (f", and the job has mesh.tensor={mesh.tensor}" if mesh.tensor > 1 else ""),
+            + (f", and the job has mesh.tensor={config.mesh.tensor}" if config.mesh.tensor > 1 else ""),
             fix="fewer --gpus",
         )
     ordered = sorted(choices, key=lambda choice: (choice.fits is False, choice.seconds or choice.memory_bytes))
@@ -141,15 +164,16 @@ def compare_choices(
     )
 
 
-def _meshes(gpus: int, layers: int, config: JobConfig) -> Iterator[tuple[int, int, int]]:
-    """(stages, data, fsdp) with `gpus` devices, of which the job's `mesh.tensor` compute each layer."""
-    if gpus % config.mesh.tensor:
-        return
-    gpus //= config.mesh.tensor
-    for stages in _divisors(gpus):
-        for data in _divisors(gpus // stages):
-            if stages <= layers:
-                yield stages, data, gpus // stages // data
+def _meshes(gpus: int, model: ModelConfig, config: JobConfig, processes: int) -> Iterator[Mesh]:
+    """Meshes with `gpus` devices; `mesh.tensor` is the job's, or compared where it has none."""
+    wanted = config.mesh.tensor
+    compared = [count for count in (2, 4, MOST_TENSOR) if wanted == processes == 1]
+    for tensor in (wanted, *compared):
+        for stages in _divisors(gpus // tensor) if gpus % tensor == 0 else ():
+            for data in _divisors(gpus // tensor // stages):
+                fsdp = gpus // tensor // stages // data
+                if stages <= model.num_layers and (fsdp == 1 or tensor == wanted):
+                    yield Mesh(stages, data, fsdp, tensor)
 
 
 def _divisors(number: int) -> list[int]:
@@ -187,13 +211,11 @@ def _thinned(job: AdapterJob) -> AdapterJob:
     return dataclasses.replace(job, sample_tokens=tuple(picked), cuts=())
 
 
-def _with(config: JobConfig, mesh: tuple[int, int, int], size: int | tuple[int, ...], quantize: str) -> JobConfig:
-    stages, data, fsdp = mesh
-    same = mesh == (config.mesh.stages, config.mesh.data, config.mesh.fsdp)
-    layers = config.mesh.layers if same else None
+def _with(config: JobConfig, mesh: Mesh, size: int | tuple[int, ...], quantize: str) -> JobConfig:
+    layers = config.mesh.layers if mesh == Mesh.of(config) else None
     return config.model_copy(
         update={
-            "mesh": config.mesh.model_copy(update={"stages": stages, "data": data, "fsdp": fsdp, "layers": layers}),
+            "mesh": config.mesh.model_copy(update=mesh._asdict() | {"layers": layers}),
             "batch": config.batch.model_copy(update={"capacity_tokens": size}),
             "base": config.base.model_copy(update={"quantize": quantize}),
         }
@@ -211,10 +233,7 @@ def _measure(
 ) -> Choice:
     memory, mesh = predicted_memory(config, model, memory_bytes), config.mesh
     choice = Choice(
-        stages=mesh.stages,
-        data=mesh.data,
-        fsdp=mesh.fsdp,
-        tensor=mesh.tensor,
+        **Mesh.of(config)._asdict(),
         capacity_tokens=config.batch.largest,
         quantize=config.base.quantize,
         remat=memory.remat,
@@ -243,13 +262,14 @@ def _measure(
 
 
 def _prefer_simple(ordered: Sequence[Choice]) -> list[Choice]:
-    """Moves the choice with the fewest stages, then the least memory, to the front of those that are as fast."""
+    """Moves the choice with the fewest devices to a layer and stages, then the least memory, to the front of those that
+    are as fast."""
     if not ordered or ordered[0].seconds is None:
         return list(ordered)
     fastest = ordered[0].seconds
     equal = [choice for choice in ordered if choice.seconds is not None and choice.seconds <= CLOSE * fastest]
     rest = [choice for choice in ordered if choice not in equal]
-    return [*sorted(equal, key=lambda choice: (choice.stages, choice.fsdp, choice.memory_bytes)), *rest]
+    return [*sorted(equal, key=lambda choice: (choice.tensor, choice.stages, choice.fsdp, choice.memory_bytes)), *rest]
 
 
 def _reason(ordered: Sequence[Choice]) -> str:
@@ -257,18 +277,17 @@ def _reason(ordered: Sequence[Choice]) -> str:
     if best.seconds is None:
         return ""
     stored = "" if best.quantize == NONE else f", stored as {best.quantize},"
-    if best.stages == best.fsdp == 1:
+    if best.tensor > 1:
+        split = "" if best.stages == 1 else f", in {best.stages} stages"
+        where = f"{best.tensor} devices compute each layer{split}, and adding up their results costs less than waiting"
+    elif best.stages == best.fsdp == 1:
         where = f"the base{stored} fits on one device" + ("" if best.data == 1 else ", and replicas wait for nothing")
     elif best.fsdp > 1:
         where = f"replicas share the base{stored}, and gathering it costs less than a pipeline"
     else:
         where = f"the base{stored} is split over {best.stages} stages, idle {best.bubble_share or 0:.1%} of the time"
-    others = [choice for choice in ordered if _mesh_of(choice) != _mesh_of(best) and choice.seconds]
+    others = [choice for choice in ordered if choice.mesh != best.mesh and choice.seconds]
     if not others:
-        return f"{where}; no other mesh fits" if len({_mesh_of(choice) for choice in ordered}) > 1 else where
+        return f"{where}; no other mesh fits" if len({choice.mesh for choice in ordered}) > 1 else where
     times = min(choice.seconds or 0 for choice in others) / best.seconds
     return f"{where}; the next best mesh takes {times:.2f} × the time"
-
-
-def _mesh_of(choice: Choice) -> tuple[int, int, int]:
-    return choice.stages, choice.data, choice.fsdp

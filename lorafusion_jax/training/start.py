@@ -106,7 +106,9 @@ def _with_choices(config: JobConfig, prepared: Prepared, emit: Listener) -> tupl
     if not config.auto:
         return config, ""
     device, memory = device_for_rates(device_kind()), device_bytes()
-    config, why = resolve_auto(config, prepared, device=device, gpus=jax.device_count(), memory_bytes=memory)
+    config, why = resolve_auto(
+        config, prepared, device=device, gpus=jax.device_count(), memory_bytes=memory, processes=jax.process_count()
+    )
     check_mesh(config)
     emit(PhaseBegun(text=f"chosen {why}"))
     return config, why

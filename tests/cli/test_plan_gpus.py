@@ -36,12 +36,17 @@ def compare(lorafusion, *arguments):
 
 def test_every_mesh_of_all_devices_is_there_and_the_fastest_that_fits_is_first(lorafusion, large):
     compared = compare(lorafusion, large, "--gpus", 4, "--device", "h200")
-    meshes = {(row["stages"], row["data"], row["fsdp"]) for row in compared["choices"]}
+    rows = compared["choices"]
+    meshes = {(row["stages"], row["data"], row["fsdp"]) for row in rows if row["tensor"] == 1}
     assert meshes == {(4, 1, 1), (2, 2, 1), (2, 1, 2), (1, 4, 1), (1, 2, 2), (1, 1, 4)}
+    shared = {(row["stages"], row["data"], row["fsdp"], row["tensor"]) for row in rows if row["tensor"] > 1}
+    assert shared == {(2, 1, 1, 2), (1, 2, 1, 2), (1, 1, 1, 4)}
     fitting = [row for row in compared["choices"] if row["fits"]]
     assert compared["choices"][: len(fitting)] == fitting
     assert fitting[0]["seconds"] <= 1.01 * min(row["seconds"] for row in fitting)
-    assert not any(row["fits"] for row in compared["choices"] if row["stages"] * row["fsdp"] == 1)  # 138 GB of weights
+    assert not any(
+        row["fits"] for row in compared["choices"] if row["stages"] * row["fsdp"] * row["tensor"] == 1
+    )  # 138 GB of weights
     assert {row["quantize"] for row in compared["choices"]} == {"none"}
     assert "next best mesh takes" in compared["why"]
     assert "a smaller data.max_length" in compared["why"]  # rows have 60 tokens, the job allows 256
@@ -64,6 +69,19 @@ def test_devices_of_a_layer_are_as_the_job_says(lorafusion, large):
     assert "mesh.tensor=2" in odd.err
 
 
+def test_devices_share_layers_where_a_pipeline_would_wait(lorafusion, large):
+    """One adapter with one sample in a batch: neither replicas nor stages have anything to do beside each other."""
+    compared = compare(lorafusion, large, "batch.global_samples=1", "--gpus", 4, "--device", "h200")
+    best, rest = compared["choices"][0], compared["choices"][1:]
+    assert (best["stages"], best["tensor"]) == (1, 4)
+    assert best["settings"][0] == "mesh.tensor=4"
+    assert compared["why"].startswith("4 devices compute each layer, and adding up their results costs less than")
+    stages = [row["seconds"] for row in rest if row["stages"] == 4 and row["seconds"]]
+    assert best["seconds"] < min(stages)
+    planned = json.loads(lorafusion("plan", large, *best["settings"], "--device", "h200", "--json").out)
+    assert max(stage["total"] for stage in planned["memory"]["stages"]) == best["memory_bytes"]
+
+
 def test_the_base_is_quantised_only_if_it_fits_nowhere(lorafusion, large):
     compared = compare(lorafusion, large, "--gpus", 1, "--device", "l40s")
     first = compared["choices"][0]
@@ -79,4 +97,4 @@ def test_screen_ends_with_a_command(lorafusion, large):
     outcome = lorafusion("plan", large, "--gpus", 2, "--device", "h200")
     lines = outcome.out.strip().splitlines()
     assert lines[0] == "2 × h200, default rates, nothing measured"
-    assert lines[-1].startswith(f"next: lorafusion train {large} mesh.stages=2 ")
+    assert lines[-1].startswith(f"next: lorafusion train {large} mesh.tensor=2 ")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 
 import jsonschema
 import pytest
@@ -18,6 +19,7 @@ from lorafusion_jax.data.prepare import prepare
 from lorafusion_jax.errors import LoraFusionError
 from lorafusion_jax.planning.auto import resolve_auto
 from lorafusion_jax.planning.choices import compare_choices
+from lorafusion_jax.planning.prediction import predicted_costs
 from lorafusion_jax.training import resume, train
 
 LARGE = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
@@ -59,12 +61,49 @@ def test_auto_takes_what_the_comparison_proposes(write):
     )
     best = compared.best
     assert (chosen.mesh.stages, chosen.mesh.data, chosen.mesh.fsdp) == (best.stages, best.data, best.fsdp)
-    assert chosen.mesh.stages * chosen.mesh.replicas == 4
+    assert chosen.mesh.stages * chosen.mesh.stage_devices == 4
     assert chosen.batch.capacity_tokens == best.capacity_tokens
     assert chosen.base.quantize == "none"
     assert chosen.auto == ()
     assert why.startswith(f"batch.capacity_tokens={best.capacity_tokens}, mesh={best.stages} × ")
     assert why.endswith(f"{compared.why} (predicted)")
+
+
+def test_auto_lets_devices_share_layers_in_one_process_only(write):
+    job = write(True, mesh="auto", batch={"capacity_tokens": 1024, "global_samples": 1})
+    _, chosen, why = resolved(job, device="h200", gpus=4)
+    assert (chosen.mesh.stages, chosen.mesh.tensor) == (1, 4)
+    assert "mesh=1 × 1 × 1 × 4: 4 devices compute each layer" in why
+    assert resolved(job, device="h200", gpus=4, processes=2)[1].mesh.tensor == 1
+
+
+@pytest.mark.parametrize("keys", [{"num_key_value_heads": 1}, {"num_attention_heads": 63, "num_key_value_heads": 63}])
+def test_layers_that_devices_cannot_share_have_no_such_mesh(write, keys):
+    job = write(True, mesh="auto", batch={"capacity_tokens": 1024, "global_samples": 1})
+    config = load_config(job)
+    model = ModelConfig.from_hf(base_directory(config))
+    odd = replace(model, num_heads=keys.get("num_attention_heads", 64), num_kv_heads=keys["num_key_value_heads"])
+    compared = [compare_choices(config, model, prepare(config), device="h200", gpus=4) for model in (model, odd)]
+    assert [max(choice.tensor for choice in found.choices) for found in compared] == [4, 1]
+
+
+def test_devices_of_a_layer_add_up_their_results_over_the_link(write, monkeypatch):
+    """Two all-reduces of a row in each pass of a layer: of two devices, each sends and receives a whole row in one."""
+    config = load_config(write(True, mesh={"tensor": 2}))
+    model = ModelConfig.from_hf(base_directory(config))
+    costs = predicted_costs(config, model, "h200")
+    monkeypatch.setattr("lorafusion_jax.planning.prediction.shared_parts", lambda parts, devices: parts)
+    alone = predicted_costs(config, model, "h200")
+    row_s = 2 * LARGE["hidden_size"] / 112e9
+    assert costs.stages[0].backward.token_s - alone.stages[0].backward.token_s == pytest.approx(80 * 2 * row_s)
+    assert costs.stages[0].forward.token_s - alone.stages[0].forward.token_s == pytest.approx((80 * 2 + 2) * row_s)
+
+
+def test_a_quantised_base_is_on_no_such_mesh(write):
+    config = load_config(write(True, mesh="auto", base={"quantize": "nf4"}, batch={"capacity_tokens": 1024}))
+    model = ModelConfig.from_hf(base_directory(config))
+    compared = compare_choices(config, model, prepare(config), device="h200", gpus=4)
+    assert {choice.tensor for choice in compared.choices} == {1}
 
 
 def test_only_what_is_auto_is_chosen(write):
