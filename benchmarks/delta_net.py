@@ -1,16 +1,19 @@
 """A gated delta net over its frozen layer and beside gated full attention, of Qwen3.5-9B's shape.
 
-    python benchmarks/delta_net.py --out DIR [--budget 90] [--small]
+    python benchmarks/delta_net.py --out DIR [--budget 150] [--small]
 
-Checks the rule in chunks against the rule row by row before it times it. Prints conditions and a row per variant; rows
-are also written to DIR/delta_net.jsonl. All variants run in one process; times are of forward and backward.
+Checks the rule in chunks, by XLA and by the kernels, against the rule row by row before it times it. Prints conditions
+and a row per variant; rows are also written to DIR/delta_net.jsonl. All variants run in one process; times are of
+forward and backward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from itertools import product
+from typing import Any, get_args
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -28,8 +31,14 @@ from lorafusion_jax.models.forward import layer_inputs
 from lorafusion_jax.models.layer import DecoderLayer
 from lorafusion_jax.modules import LoRAContext
 from pallas_kernels.delta_rule import gated_delta_rule
+from pallas_kernels.delta_rule.api import DeltaRuleImplementation
 from pallas_kernels.delta_rule.inverse import inverse_of_unit_lower
 from pallas_kernels.delta_rule.reference import delta_rule_by_rows
+from pallas_kernels.delta_rule.triton import WalkConfig, walk
+from pallas_kernels.delta_rule.xla import scan_chunks
+from pallas_kernels.device import interprets
+
+IMPLEMENTATIONS: tuple[DeltaRuleImplementation, ...] = get_args(DeltaRuleImplementation)
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 4096,
@@ -40,24 +49,29 @@ SHAPE: dict[str, Any] = {
 }
 SMALL: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
 NET = DeltaNet(width=4096, key_heads=16, value_heads=32, key_dim=128, value_dim=128)
-SMALL_NET = DeltaNet(width=64, key_heads=2, value_heads=4, key_dim=8, value_dim=8)
+SMALL_NET = DeltaNet(width=64, key_heads=2, value_heads=4, key_dim=16, value_dim=16)
 ADAPTERS, RANK, REPEATS = 4, 16, 5
 
 
 def main() -> int:
-    return write_within_budget("delta_net", __doc__ or "", 90, _rows)
+    return write_within_budget("delta_net", __doc__ or "", 150, _rows)
 
 
 def _rows(small: bool) -> Iterator[dict[str, Any]]:
     yield {"section": "conditions", **conditions()}
     net, shape, tokens = (SMALL_NET, SMALL, 128) if small else (NET, SHAPE, 8192)
-    yield _checked(net, 100 if small else 512)
+    for implementation in IMPLEMENTATIONS:
+        yield _checked(net, 100 if small else 512, implementation)
     config = ModelConfig(
         family="qwen3_5_text", vocab_size=256, num_layers=2, qk_norm=True, norm_offset=1.0, attention_gate=True,
         delta_net=net, pattern=(LayerType(linear=True), LayerType(rope=Rope(channels=shape["head_dim"] // 4))), **shape,
     )  # fmt: skip
-    yield from _layer_rows(config, tokens)
     yield from _rule_rows(net, config, tokens)
+    for implementation in IMPLEMENTATIONS:
+        rule = partial(gated_delta_rule, implementation=implementation)
+        with mock.patch("lorafusion_jax.models.delta_net.gated_delta_rule", rule):
+            yield from (row | {"rule": implementation} for row in _layer_rows(config, tokens))
+    yield from _walk_rows(net, tokens)
     yield from _inverse_rows(net, tokens)
 
 
@@ -72,7 +86,7 @@ def _drawn(net: DeltaNet, tokens: int, dtype: Any) -> tuple[jax.Array, ...]:
     return *(x.astype(dtype) for x in (q * net.key_dim**-0.5, k, v)), decay, beta
 
 
-def _checked(net: DeltaNet, tokens: int) -> dict[str, Any]:
+def _checked(net: DeltaNet, tokens: int, implementation: DeltaRuleImplementation) -> dict[str, Any]:
     """Outputs and gradients of two samples, of float32 and of the rounded inputs of bfloat16."""
     segments = jax.tree.map(jnp.asarray, Segments.from_lengths([tokens // 3], tokens))
     errors = {}
@@ -80,16 +94,17 @@ def _checked(net: DeltaNet, tokens: int) -> dict[str, Any]:
         given = _drawn(net, tokens, dtype)
         wide = tuple(x.astype(jnp.float32) for x in given)
         wanted = jax.jit(partial(_passes, partial(delta_rule_by_rows, ids_T=segments.ids)))(*wide)
-        actual = jax.jit(partial(_passes, partial(_rule, segments)))(*given)
+        actual = jax.jit(partial(_passes, partial(_rule, segments, implementation)))(*given)
         errors[jnp.dtype(dtype).name] = error = max(map(difference, actual, wanted))
         assert error < bound, (dtype, error)
-    return {"section": "check", "tokens": tokens, **errors}
+    return {"section": "check", "rule": implementation, "tokens": tokens, **errors}
 
 
-def _rule(segments: Segments, *rows: jax.Array) -> jax.Array:
+def _rule(segments: Segments, implementation: DeltaRuleImplementation, *rows: jax.Array) -> jax.Array:
     q, k, v, decay, beta = rows
     ids, offsets, lengths = map(jnp.asarray, (segments.ids, segments.offsets, segments.lengths))
-    return gated_delta_rule(q, k, v, decay, beta, ids=ids, offsets=offsets, lengths=lengths)
+    where = {"ids": ids, "offsets": offsets, "lengths": lengths}
+    return gated_delta_rule(q, k, v, decay, beta, **where, implementation=implementation)
 
 
 def _passes(function: Callable[..., jax.Array], *given: jax.Array) -> tuple[jax.Array, ...]:
@@ -106,7 +121,8 @@ def _rule_rows(net: DeltaNet, config: ModelConfig, tokens: int) -> Iterator[dict
     for samples in (1, 8):
         segments = jax.tree.map(jnp.asarray, Segments.from_lengths([tokens // samples] * samples, tokens))
         for name, run, operands in (
-            ("rule", partial(_rule, segments), given),
+            ("rule", partial(_rule, segments, "xla"), given),
+            ("rule, pallas_triton", partial(_rule, segments, "pallas_triton"), given),
             ("attention", lambda q, k, v, segments=segments: attention(q, k, v, segments), (q, k, v)),
         ):
             row = {"section": "mixer", "mixer": name, "tokens": tokens, "samples": samples}
@@ -114,6 +130,36 @@ def _rule_rows(net: DeltaNet, config: ModelConfig, tokens: int) -> Iterator[dict
                 function = jax.jit(run if passes == "forward" else partial(_passes, run))
                 row[f"{passes}_us"] = 1e6 * _seconds(partial(function, *operands))
             yield row
+
+
+def _walk_rows(net: DeltaNet, tokens: int) -> Iterator[dict[str, Any]]:
+    """The steps from chunk to chunk alone: XLA's loop, and the kernels as they may be compiled."""
+    chunks, rows, keys = tokens // 64, (net.value_heads, 64), jax.random.split(jax.random.key(4), 4)
+    u, w, late = (
+        0.05 * jax.random.normal(key, (chunks, *rows, width))
+        for key, width in zip(keys, (net.value_dim, net.key_dim, net.key_dim), strict=False)
+    )
+    given = u, w, late, jax.random.uniform(keys[3], (chunks, net.value_heads)), jnp.arange(chunks) % 16 == 0
+
+    def time_of(walk: Callable[..., Any]) -> dict[str, float]:
+        def both(*given: jax.Array) -> Any:
+            y, pullback = jax.vjp(lambda *wide: walk(*wide, given[-1]), *given[:-1])
+            return y, pullback(y)
+
+        return {
+            f"{name}_us": 1e6 * _seconds(partial(jax.jit(f), *given)) for name, f in (("forward", walk), ("both", both))
+        }
+
+    yield {"section": "walk", "by": "xla", **time_of(scan_chunks)}
+    for columns, warps, stages in product((16, 32, 64, 128), (4, 8), (1, 2, 3)):
+        if columns > net.value_dim:
+            continue
+        config = WalkConfig(columns=columns, num_warps=warps, num_stages=stages)
+        row = {"section": "walk", "by": "pallas_triton", "columns": columns, "warps": warps, "stages": stages}
+        try:
+            yield row | time_of(lambda *given, config=config: walk(*given, None, config, interprets()))
+        except jax.errors.JaxRuntimeError as problem:  # no room for it in shared memory
+            yield row | {"error": str(problem).splitlines()[0][:120]}
 
 
 def _inverse_rows(net: DeltaNet, tokens: int) -> Iterator[dict[str, Any]]:

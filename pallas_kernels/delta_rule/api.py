@@ -5,12 +5,18 @@ T rows · H value heads · K key heads · C key width · V value width · M segm
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.delta_rule.chunks import make_chunks, to_chunks, to_rows
-from pallas_kernels.delta_rule.xla import delta_rule_in_chunks
+from pallas_kernels.delta_rule.chunks import chunk_rows, make_chunks, to_chunks, to_rows
+from pallas_kernels.delta_rule.xla import Walk, delta_rule_in_chunks
+from pallas_kernels.device import interprets
+
+DeltaRuleImplementation = Literal["xla", "pallas_triton"]
 
 
 def gated_delta_rule(
@@ -23,6 +29,7 @@ def gated_delta_rule(
     ids: Int[Array, " T"],
     offsets: Int[Array, " M+1"],
     lengths: Int[Array, " M"],
+    implementation: DeltaRuleImplementation | None = None,
 ) -> Float[Array, "T H V"]:
     """Reads a memory S [C, V] per head, which each row first lets decay and then corrects, from empty in each segment.
 
@@ -37,6 +44,10 @@ def gated_delta_rule(
         beta: 0 to 1, how much of the error is corrected.
         ids: number of the segment of each row.
         offsets, lengths: first row and number of rows of each segment, -1 in unused slots.
+        implementation: of the steps from chunk to chunk. "xla" is the default on every device.
+
+    Raises:
+        NotImplementedError: the named kernels cannot serve these widths.
 
     Example:
         >>> one = jnp.ones((3, 1, 2)) * 0.5**0.5
@@ -47,12 +58,27 @@ def gated_delta_rule(
         [2.0, 4.0, 6.0]
     """
     precision = "highest" if v.dtype == jnp.float32 else None
+    walk = _kernel_walk(q, v, precision) if implementation == "pallas_triton" else None
 
     @jax.checkpoint
     def rule(*rows: jax.Array) -> jax.Array:
         chunks = make_chunks(ids, offsets, lengths)
         q, k, v, decay, beta = (to_chunks(x, chunks).astype(jnp.float32) for x in rows)
-        o_NBHV = delta_rule_in_chunks(q, k, v, decay, beta, chunks.first_N, precision=precision)
+        o_NBHV = delta_rule_in_chunks(q, k, v, decay, beta, chunks.first_N, precision=precision, walk=walk)
         return to_rows(o_NBHV, chunks).astype(rows[2].dtype)
 
     return rule(q, k, v, decay, beta)
+
+
+def _kernel_walk(q: jax.Array, v: jax.Array, precision: str | None) -> Walk:
+    from pallas_kernels.delta_rule import triton  # loads Pallas
+
+    if reason := triton.unsupported_reason(chunk_rows(len(q)), q.shape[-1], v.shape[-1]):
+        raise NotImplementedError(f"gated_delta_rule by pallas_triton: {reason}")
+    return partial(_run_walk, precision, interprets())
+
+
+def _run_walk(precision: str | None, interpret: bool, *operands: jax.Array) -> tuple[jax.Array, jax.Array]:
+    from pallas_kernels.delta_rule import triton
+
+    return triton.walk(*operands, precision, triton.WalkConfig(), interpret)

@@ -9,12 +9,17 @@ N chunks · B rows of a chunk · K key heads · G value heads of a key head · C
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from pallas_kernels.delta_rule.inverse import inverse_of_unit_lower
+
+Walk = Callable[..., tuple[jax.Array, jax.Array]]
 
 
 def delta_rule_in_chunks(
@@ -26,11 +31,16 @@ def delta_rule_in_chunks(
     first_N: Bool[Array, " N"],
     *,
     precision: str | None = None,
+    walk: Walk | None = None,
 ) -> Float[Array, "N B H V"]:
     """Computes the rule on chunks in order; a chunk that is first of its segment starts from an empty memory.
 
     All arrays are float32. Rows without content have zeros everywhere.
+
+    Args:
+        walk: (u, w, late k, decay of a chunk, first) → (memory before each chunk, changes); None: `scan_chunks`.
     """
+    walk = walk or partial(scan_chunks, precision=precision)
 
     def dot(equation: str, *operands: jax.Array) -> jax.Array:
         return jnp.einsum(equation, *operands, precision=precision)
@@ -48,16 +58,32 @@ def delta_rule_in_chunks(
     w = dot("nkgij,nkgjc->nkgic", x, k[:, :, None] * (beta * jnp.exp(c))[..., None])
     late_k = k[:, :, None] * jnp.exp(c[..., -1:] - c)[..., None]
 
-    def step(memory: jax.Array, chunk: tuple[jax.Array, ...]) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        u, w, late_k, chunk_decay, first = chunk
-        memory = jnp.where(first, 0.0, memory)
-        changes = u - dot("kgic,kgcv->kgiv", w, memory)
-        after = memory * chunk_decay[..., None, None] + dot("kgic,kgiv->kgcv", late_k, changes)
-        return after, (memory, changes)
-
-    start = jnp.zeros((*u.shape[1:3], k.shape[-1], u.shape[-1]), u.dtype)
-    _, (memory, changes) = lax.scan(step, start, (u, w, late_k, jnp.exp(c[..., -1]), first_N))
+    by_head = (u, w, late_k, jnp.exp(c[..., -1]))
+    memory, changes = walk(*(x.reshape(N, -1, *x.shape[3:]) for x in by_head), first_N)
+    memory, changes = (x.reshape(*u.shape[:3], *x.shape[2:]) for x in (memory, changes))
     inside = dot("nkic,nkjc->nkij", q, k)[:, :, None] * between
     o = dot("nkgic,nkgcv->nkgiv", q[:, :, None] * jnp.exp(c)[..., None], memory)
     o = o + dot("nkgij,nkgjv->nkgiv", inside, changes)
     return o.transpose(0, 3, 1, 2, 4).reshape(v_NBHV.shape)
+
+
+def scan_chunks(
+    u_NHBV: Float[Array, "N H B V"],
+    w_NHBC: Float[Array, "N H B C"],
+    late_NHBC: Float[Array, "N H B C"],
+    decay_NH: Float[Array, "N H"],
+    first_N: Bool[Array, " N"],
+    *,
+    precision: str | None = None,
+) -> tuple[Float[Array, "N H C V"], Float[Array, "N H B V"]]:
+    """Computes `triton.walk` with one step of a loop per chunk."""
+
+    def step(memory: jax.Array, chunk: tuple[jax.Array, ...]) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        u, w, late, decay, first = chunk
+        memory = jnp.where(first, 0.0, memory)
+        changes = u - jnp.einsum("hbc,hcv->hbv", w, memory, precision=precision)
+        after = memory * decay[:, None, None] + jnp.einsum("hbc,hbv->hcv", late, changes, precision=precision)
+        return after, (memory, changes)
+
+    start = jnp.zeros((u_NHBV.shape[1], w_NHBC.shape[-1], u_NHBV.shape[-1]), u_NHBV.dtype)
+    return lax.scan(step, start, (u_NHBV, w_NHBC, late_NHBC, decay_NH, first_N))[1]

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cuda_lowering import A100, H200, lowered, num_kernels
 from more_cases import nightly
 
 from pallas_kernels.delta_rule import gated_delta_rule
@@ -40,10 +41,14 @@ def rows(seed=0, total=T, key_heads=2, heads=6, key=6, value=10, dtype=jnp.float
     return tuple(jnp.asarray(x, dtype) for x in (q, k, v)) + tuple(jnp.asarray(x, jnp.float32) for x in (decay, beta))
 
 
-@jax.jit
-def computed(given, weight, where):
+WIDE = {"heads": 4, "key": 16, "value": 64}  # which the kernels serve, in two blocks of columns
+BOTH = pytest.mark.parametrize(("implementation", "shape"), [("xla", {}), ("pallas_triton", WIDE)])
+
+
+@partial(jax.jit, static_argnames="implementation")
+def computed(given, weight, where, implementation="xla"):
     """The values and the gradients of all arguments: one program for all tests of a shape."""
-    value, pullback = jax.vjp(partial(gated_delta_rule, **where), *given)
+    value, pullback = jax.vjp(partial(gated_delta_rule, **where, implementation=implementation), *given)
     return value, *pullback(weight)
 
 
@@ -51,8 +56,11 @@ def differ(actual, wanted):
     return float(jnp.abs(actual - wanted).max() / jnp.abs(wanted).max())
 
 
-@pytest.mark.parametrize("shape", [{}, nightly({"key_heads": 1, "heads": 1, "key": 3, "value": 2})])
-def test_chunks_compute_the_rule_and_its_gradient(shape):
+@pytest.mark.parametrize(
+    ("shape", "implementation"),
+    [({}, "xla"), nightly({"key_heads": 1, "heads": 1, "key": 3, "value": 2}, "xla"), (WIDE, "pallas_triton")],
+)
+def test_chunks_compute_the_rule_and_its_gradient(shape, implementation):
     given, where = rows(**shape), segments(LENGTHS)
     weight = jnp.asarray(np.random.default_rng(1).standard_normal(given[2].shape), jnp.float32)
 
@@ -61,29 +69,31 @@ def test_chunks_compute_the_rule_and_its_gradient(shape):
         value, pullback = jax.vjp(partial(delta_rule_by_rows, ids_T=where["ids"]), *given)
         return value, *pullback(weight)
 
-    (wanted, *slopes), (actual, *ours) = by_rows(given), computed(given, weight, where)
+    (wanted, *slopes), (actual, *ours) = by_rows(given), computed(given, weight, where, implementation)
     assert differ(actual, wanted) < FORWARD
     assert max(map(differ, ours, slopes)) < BACKWARD
 
 
-def test_a_packed_sample_is_bitwise_the_sample_alone():
-    given = rows()
-    packed, start = computed(given, given[2], segments(LENGTHS))[0], 0
+@BOTH
+def test_a_packed_sample_is_bitwise_the_sample_alone(implementation, shape):
+    given = rows(**shape)
+    packed, start = computed(given, given[2], segments(LENGTHS), implementation)[0], 0
     for length in LENGTHS:
         alone = tuple(jnp.concatenate([x[start : start + length], x[: T - length]]) for x in given)
         np.testing.assert_array_equal(
             packed[start : start + length],
-            computed(alone, given[2], segments((length,)))[0][:length],
+            computed(alone, given[2], segments((length,)), implementation)[0][:length],
             err_msg=str(length),
         )
         start += length
 
 
-def test_nan_stays_in_its_own_sample():
-    given, where = rows(), segments(LENGTHS)
+@BOTH
+def test_nan_stays_in_its_own_sample(implementation, shape):
+    given, where = rows(**shape), segments(LENGTHS)
     broken = tuple(x.at[70:80].set(jnp.nan) for x in given)  # of the third sample
     weight = jnp.ones_like(given[2])
-    for clean, dirty in zip(computed(given, weight, where), computed(broken, weight, where), strict=True):
+    for clean, dirty in zip(*(computed(x, weight, where, implementation) for x in (given, broken)), strict=True):
         np.testing.assert_array_equal(clean[:66], dirty[:66])
         np.testing.assert_array_equal(clean[196:], dirty[196:])
         assert not np.isfinite(dirty[66:196]).all()
@@ -97,6 +107,24 @@ def test_equal_keys_do_not_cancel():
     kept, all_of_it = jnp.zeros((total, 1)), jnp.ones((total, 1))
     rule = jax.jit(gated_delta_rule)  # op by op it would be a hundred programs
     np.testing.assert_allclose(rule(one, one, v, kept, all_of_it, **segments((), total)), v, rtol=1e-5)
+
+
+@pytest.mark.parametrize("device", [A100, H200])
+def test_the_kernels_lower_for_gpus(device):
+    """Forward, forward again in backward, and backward; of Qwen3.5-9B's heads."""
+    given = rows(total=1024, key_heads=16, heads=32, key=128, value=128, dtype=jnp.bfloat16)
+    where = segments((400, 600), 1024)
+
+    def both(given):
+        value, pullback = jax.vjp(partial(gated_delta_rule, **where, implementation="pallas_triton"), *given)
+        return value, *pullback(value)
+
+    assert num_kernels(lowered(device, both, given)) == (3, 0)
+
+
+def test_widths_that_the_kernels_do_not_serve_are_named():
+    with pytest.raises(NotImplementedError, match="powers of two from 16 on, not 64, 6, 10"):
+        gated_delta_rule(*rows(), **segments(LENGTHS), implementation="pallas_triton")
 
 
 @pytest.mark.parametrize("size", [1, 2, 16, 64])
