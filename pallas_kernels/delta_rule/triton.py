@@ -99,7 +99,8 @@ def _backward(precision, config, interpret, kept, slopes):
     """Walks back for the gradients of d, which are those of u, and of S after each chunk. The others are products of
     these and of what forward made, for all chunks at once."""
     w, late, decay, first, memory, changes = kept
-    du, after = _walk_back(*slopes, w, late, decay, first, precision, config, interpret)
+    dmemory, dchanges = slopes
+    du, after = _walk_back(dmemory, dchanges, w, late, decay, first, precision, config, interpret)
     by_chunk = partial(jnp.einsum, precision=precision)
     dw = -by_chunk("nhbv,nhcv->nhbc", du, memory)
     dlate = by_chunk("nhbv,nhcv->nhbc", changes, after)

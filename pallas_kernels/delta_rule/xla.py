@@ -40,7 +40,7 @@ def delta_rule_in_chunks(
     Args:
         walk: (u, w, late k, decay of a chunk, first) → (memory before each chunk, changes); None: `scan_chunks`.
     """
-    walk = walk or partial(scan_chunks, precision=precision)
+    run_chunks: Walk = walk or partial(scan_chunks, precision=precision)
 
     def dot(equation: str, *operands: jax.Array) -> jax.Array:
         return jnp.einsum(equation, *operands, precision=precision)
@@ -58,8 +58,8 @@ def delta_rule_in_chunks(
     w = dot("nkgij,nkgjc->nkgic", x, k[:, :, None] * (beta * jnp.exp(c))[..., None])
     late_k = k[:, :, None] * jnp.exp(c[..., -1:] - c)[..., None]
 
-    by_head = (u, w, late_k, jnp.exp(c[..., -1]))
-    memory, changes = walk(*(x.reshape(N, -1, *x.shape[3:]) for x in by_head), first_N)
+    by_head = [x.reshape(N, -1, *x.shape[3:]) for x in (u, w, late_k, jnp.exp(c[..., -1]))]
+    memory, changes = run_chunks(by_head[0], by_head[1], by_head[2], by_head[3], first_N)
     memory, changes = (x.reshape(*u.shape[:3], *x.shape[2:]) for x in (memory, changes))
     inside = dot("nkic,nkjc->nkij", q, k)[:, :, None] * between
     o = dot("nkgic,nkgcv->nkgiv", q[:, :, None] * jnp.exp(c)[..., None], memory)

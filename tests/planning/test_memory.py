@@ -3,6 +3,7 @@
 from dataclasses import replace
 from importlib import import_module
 from math import prod
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -533,3 +534,25 @@ def test_the_job_says_whether_routers_have_a_loss():
     for factor in (0.0, 0.001):
         config = JobConfig(base={"model": "random"}, adapters=adapters, train={"router_aux": factor})
         assert memory_problem(config, LLAMA_8B).balanced == (factor > 0)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "meshes"),
+    [
+        (131072, {"": 82, "tensor 2": 62, "tensor 4": 52, "tensor 8": 48, "stages 4": 68}),
+        (262144, {"": 146, "tensor 2": 114, "tensor 4": 99, "tensor 8": 91, "stages 4": 132}),
+        (393216, {"": 210, "tensor 2": 167, "tensor 4": 145, "tensor 8": 134, "stages 4": 195}),
+    ],
+)
+def test_devices_that_share_layers_hold_longer_samples(tokens, meshes):
+    """The table of docs/pages/several-gpus.md."""
+    page = (Path(__file__).parents[2] / "docs/pages/several-gpus.md").read_text()
+    peaks = {}
+    for name in meshes:
+        axis, _, count = name.partition(" ")
+        mesh = {axis: int(count)} if name else {}
+        peaks[name] = max(
+            stage.total for stage in stage_memory(problem(LLAMA_8B, FOUR, tokens=tokens, remat="nothing", **mesh))
+        )
+    assert {name: round(peak / GIB) for name, peak in peaks.items()} == meshes
+    assert f"| {tokens:,} | ".replace(",", " ") + " | ".join(map(str, meshes.values())) + " |" in page
