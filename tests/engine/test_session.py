@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from live_sessions import assert_same, open_session, run, start
 from more_cases import mostly_nightly
 from small_jobs import exported, write_job, write_rows
 
@@ -17,7 +18,7 @@ from lorafusion_jax.config.data_sources import read_sources
 from lorafusion_jax.config.join import select_adapters
 from lorafusion_jax.config.schema import ObjectiveSettings
 from lorafusion_jax.data.prepare import prepare
-from lorafusion_jax.engine import AdapterState, LiveSession, Places, Task
+from lorafusion_jax.engine import AdapterState, Places, Task
 from lorafusion_jax.errors import LoraFusionError
 from lorafusion_jax.pipeline.compiles import CompileCounter
 from lorafusion_jax.training import train
@@ -51,15 +52,7 @@ def config(tmp_path_factory, tiny_base):
 
 @pytest.fixture(scope="module")
 def session(config):
-    opened = LiveSession.open(
-        config.base,
-        config.mesh,
-        Places.of({6: 1, 3: 2}),
-        batch=config.batch,
-        train=config.train,
-        directory=config.directory,
-        reproducible=True,
-    )
+    opened = open_session(config, {6: 1, 3: 2}, reproducible=True)
     yield opened
     opened.close()
 
@@ -73,26 +66,6 @@ def task(config):
     return made
 
 
-def start(session: LiveSession, task: Task, state: AdapterState | None = None) -> int:
-    free_place = session.find_place(task.spec)
-    assert free_place is not None
-    session.start(free_place, task, state)
-    return free_place
-
-
-def run(session: LiveSession, slots: int = 1000, events: list | None = None) -> dict[str, AdapterState]:
-    """Runs up to so many slots; adapters that end leave. Returns their states."""
-    ended = {}
-    while slots > 0 and session.tasks:
-        window = session.plan(min(slots, 4))
-        slots -= session.run(window, (lambda event: None) if events is None else events.append)
-        session.drain()
-        for place_index, running in list(session.tasks.items()):
-            if running.status in ("done", "failed"):
-                ended[running.name] = session.stop(place_index)
-    return ended
-
-
 @pytest.fixture(scope="module")
 def alone(session, task):
     """Each adapter trained alone in the session."""
@@ -101,12 +74,6 @@ def alone(session, task):
         start(session, task(name))
         states |= run(session)
     return states
-
-
-def assert_same(a: AdapterState, b: AdapterState) -> None:
-    assert a.step == b.step
-    assert a.weights.keys() == b.weights.keys()
-    assert [name for name in a.weights if not np.array_equal(a.weights[name], b.weights[name])] == []
 
 
 def test_company_places_and_moves_change_no_bit(session, task, alone, tmp_path):
@@ -169,7 +136,7 @@ def test_a_failing_adapter_leaves_the_others_alone(session, task, alone):
     events: list = []
     start(session, task("sick"))
     start(session, task("tort"))
-    ended = run(session, events=events)
+    ended = run(session, on_event=events.append, may_fail=True)
     failed = [event for event in events if event.kind == "adapter-failed"]
     assert [event.adapter for event in failed] == ["sick"]
     assert ended["sick"].step == failed[0].kept_step
@@ -244,9 +211,7 @@ def test_what_does_not_fit_is_refused(session, task, config, alone, tmp_path):
 def test_stages_and_replicas_give_the_same_adapter(config, task, alone):
     """On another mesh: equal to rounding, as in CONTRIBUTING.md."""
     mesh = config.mesh.model_copy(update={"stages": 2, "data": 2})
-    wide = LiveSession.open(
-        config.base, mesh, Places.of({5: 2}), batch=config.batch, train=config.train, directory=config.directory
-    )
+    wide = open_session(config.model_copy(update={"mesh": mesh}), {5: 2})
     try:
         start(wide, task("tort"))
         run(wide, 2)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from live_sessions import assert_same, open_session, run, start
 from more_cases import nightly
 from safetensors.numpy import load_file
 from small_jobs import exported, write_job, write_rows
 
 from lorafusion_jax.config import load_config
 from lorafusion_jax.data.prepare import prepare
-from lorafusion_jax.engine import AdapterState, LiveSession, Places, Task
+from lorafusion_jax.engine import AdapterState, Places, Task
 from lorafusion_jax.engine.export import export_task
 from lorafusion_jax.errors import LoraFusionError
 from lorafusion_jax.families.experts import Experts, Router
@@ -43,12 +44,7 @@ def configure(make_base, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def session(configure):
-    config = configure("clay")
-    places = Places.of({"experts:3": 2, 4: 1})
-    opened = LiveSession.open(
-        config.base, config.mesh, places, batch=config.batch, train=config.train, directory=config.directory,
-        reproducible=True,
-    )  # fmt: skip
+    opened = open_session(configure("clay"), {"experts:3": 2, 4: 1}, reproducible=True)
     yield opened
     opened.close()
 
@@ -60,25 +56,6 @@ def task(configure):
         return Task.of(config, prepare(config))
 
     return make
-
-
-def start(session: LiveSession, task: Task, state: AdapterState | None = None) -> int:
-    free_place = session.find_place(task.spec)
-    assert free_place is not None
-    session.start(free_place, task, state)
-    return free_place
-
-
-def run(session: LiveSession) -> dict[str, AdapterState]:
-    states = {}
-    while session.tasks:
-        session.run(session.plan(4))
-        session.drain()
-        for place, running in list(session.tasks.items()):
-            if running.status != "running":
-                assert running.status == "done", running.reason
-                states[running.name] = session.stop(place)
-    return states
 
 
 @pytest.fixture(scope="module")
@@ -101,11 +78,7 @@ def test_company_and_moves_change_no_bit_and_compile_nothing(session, task, alon
         ended = run(session)
     assert ended.keys() == alone.keys()
     for name, other in alone.items():
-        assert ended[name].weights.keys() == other.weights.keys()
-        changed = [
-            leaf for leaf, values in other.weights.items() if not np.array_equal(ended[name].weights[leaf], values)
-        ]
-        assert changed == []
+        assert_same(ended[name], other)
     assert programs.compiled + programs.from_cache == 0
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
+from live_sessions import open_session, run, start
 from more_cases import nightly
 from safetensors.numpy import load_file
 from small_jobs import WORDS, exported, write_job
@@ -18,9 +18,8 @@ from lorafusion_jax.adapters.kind import Head
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.config import load_config
 from lorafusion_jax.config.join import select_adapters
-from lorafusion_jax.config.schema import LoraSettings
 from lorafusion_jax.data.prepare import prepare
-from lorafusion_jax.engine import AdapterState, LiveSession, Places, Task
+from lorafusion_jax.engine import AdapterState, Places, Task
 from lorafusion_jax.engine.export import export_task
 from lorafusion_jax.errors import LoraFusionError
 from lorafusion_jax.objective.reward import REWARD
@@ -98,18 +97,7 @@ def evaluated(name: str) -> dict:
 @pytest.fixture(scope="module")
 def session(configure):
     """Its places have the targets of these adapters only; those of test_session.py have all, as users' have."""
-    config = configure("plain")
-    few_targets = partial(LoraSettings, targets=("q_proj", "down_proj"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lorafusion_jax.config.stack.LoraSettings", few_targets)
-        opened = LiveSession.open(
-            config.base,
-            config.mesh,
-            Places.of({4: 3, "dora:4": 1, "vera:6": 1}),
-            batch=config.batch,
-            train=config.train,
-            directory=config.directory,
-        )
+    opened = open_session(configure("plain"), {4: 3, "dora:4": 1, "vera:6": 1}, ["q_proj", "down_proj"])
     yield opened
     opened.close()
 
@@ -118,26 +106,6 @@ def task_of(config, references=None) -> Task:
     (adapter,) = config.adapters
     own_config = select_adapters(config, [adapter.name])
     return Task.of(own_config, prepare(own_config), references)
-
-
-def start(session: LiveSession, task: Task, state: AdapterState | None = None) -> int:
-    free_place = session.find_place(task.spec)
-    assert free_place is not None
-    session.start(free_place, task, state)
-    return free_place
-
-
-def run(session: LiveSession, slots: int = 1000, events: list | None = None) -> dict[str, AdapterState]:
-    ended: dict[str, AdapterState] = {}
-    while slots > 0 and session.tasks:
-        window = session.plan(min(slots, 4))
-        slots -= max(session.run(window, (lambda event: None) if events is None else events.append), 1)
-        session.drain()
-        for place_index, task in list(session.tasks.items()):
-            if task.status in ("done", "failed"):
-                assert task.status == "done", task.reason
-                ended[task.name] = session.stop(place_index)
-    return ended
 
 
 @pytest.fixture(scope="module")
@@ -185,13 +153,13 @@ def test_kinds_and_objectives_train_together_as_alone(session, configure, alone)
     events: list = []
     plain, *others = (task_of(configure(name)) for name in ADAPTERS)
     start(session, plain)
-    run(session, 1, events)
+    run(session, 1, events.append)
     for task in others:
         start(session, task)
     assert [task.status for task in others] == ["preparing", "preparing", "running", "running"]
-    run(session, 1, events)
+    run(session, 1, events.append)
     assert others[1].status == "preparing"
-    ended = run(session, events=events)
+    ended = run(session, on_event=events.append)
     assert ended.keys() == alone.keys()
     for name, state in ended.items():
         assert_same(state, alone[name])

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 
 import numpy as np
 import pytest
+from live_sessions import assert_same, open_session, run, start
 from more_cases import nightly
 from safetensors.numpy import load_file
 from small_jobs import exported, write_job, write_rows
 
 from lorafusion_jax.config import load_config
-from lorafusion_jax.config.schema import LoraSettings
 from lorafusion_jax.data.prepare import prepare
-from lorafusion_jax.engine import AdapterState, LiveSession, Places, Task
+from lorafusion_jax.engine import AdapterState, Task
 from lorafusion_jax.engine.export import export_task
 from lorafusion_jax.pipeline.compiles import CompileCounter
 from lorafusion_jax.training import train
@@ -68,39 +67,9 @@ def configure(tmp_path_factory, tiny_base):
 
 @pytest.fixture(scope="module")
 def session(configure):
-    config = configure("even")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lorafusion_jax.config.stack.LoraSettings", partial(LoraSettings, targets=tuple(TARGETS)))
-        opened = LiveSession.open(
-            config.base,
-            config.mesh,
-            Places.of({"dora:3": 1, 5: 2, "lora-bias:4": 1}),
-            batch=config.batch,
-            train=config.train,
-            directory=config.directory,
-            reproducible=True,
-        )
+    opened = open_session(configure("even"), {"dora:3": 1, 5: 2, "lora-bias:4": 1}, TARGETS, reproducible=True)
     yield opened
     opened.close()
-
-
-def start(session: LiveSession, task: Task, state: AdapterState | None = None) -> int:
-    free_place = session.find_place(task.spec)
-    assert free_place is not None
-    session.start(free_place, task, state)
-    return free_place
-
-
-def run(session: LiveSession) -> dict[str, AdapterState]:
-    states = {}
-    while session.tasks:
-        session.run(session.plan(4))
-        session.drain()
-        for place, task in list(session.tasks.items()):
-            if task.status != "running":
-                assert task.status == "done", task.reason
-                states[task.name] = session.stop(place)
-    return states
 
 
 @pytest.fixture(scope="module")
@@ -120,11 +89,6 @@ def alone(session, task) -> dict[str, AdapterState]:
         start(session, task(name))
         states |= run(session)
     return states
-
-
-def assert_same(a: AdapterState, b: AdapterState) -> None:
-    assert a.weights.keys() == b.weights.keys()
-    assert [name for name, leaf in b.weights.items() if not np.array_equal(a.weights[name], leaf)] == []
 
 
 def test_company_and_moves_change_no_bit_and_compile_nothing(session, task, alone, tmp_path):

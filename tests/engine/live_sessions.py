@@ -1,0 +1,66 @@
+"""What tests of live sessions share: opening one, starting adapters, running until they end, comparing states."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+from lorafusion_jax.config.job import JobConfig
+
+from lorafusion_jax.config.schema import LoraSettings
+from lorafusion_jax.engine import AdapterState, LiveSession, Places, Task
+from lorafusion_jax.report.events import Listener
+
+
+def open_session(
+    config: JobConfig, places: Mapping[Any, int], targets: Sequence[str] = (), **options: bool
+) -> LiveSession:
+    """Opens a session for adapters of a job. Its places have all targets, as users' have, or a few."""
+    with pytest.MonkeyPatch.context() as patch:
+        if targets:
+            patch.setattr("lorafusion_jax.config.stack.LoraSettings", partial(LoraSettings, targets=tuple(targets)))
+        return LiveSession.open(
+            config.base,
+            config.mesh,
+            Places.of(places),
+            batch=config.batch,
+            train=config.train,
+            directory=config.directory,
+            **options,
+        )
+
+
+def start(session: LiveSession, task: Task, state: AdapterState | None = None) -> int:
+    """Starts an adapter in a free place; returns its number."""
+    free_place = session.find_place(task.spec)
+    assert free_place is not None
+    session.start(free_place, task, state)
+    return free_place
+
+
+def run(
+    session: LiveSession,
+    slots: int = 1000,
+    on_event: Listener = lambda event: None,
+    may_fail: bool = False,
+) -> dict[str, AdapterState]:
+    """Runs up to so many slots. Adapters that end leave; returns their states."""
+    ended: dict[str, AdapterState] = {}
+    while slots > 0 and session.tasks:
+        slots -= max(session.run(session.plan(min(slots, 4)), on_event), 1)
+        session.drain()
+        for place, task in list(session.tasks.items()):
+            if task.status in ("done", "failed"):
+                assert may_fail or task.status == "done", task.reason
+                ended[task.name] = session.stop(place)
+    return ended
+
+
+def assert_same(state: AdapterState, other: AdapterState) -> None:
+    """Equal in every bit."""
+    assert state.step == other.step
+    assert state.weights.keys() == other.weights.keys()
+    assert [name for name, leaf in other.weights.items() if not np.array_equal(state.weights[name], leaf)] == []
