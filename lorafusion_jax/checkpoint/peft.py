@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypedDict, Unpack
 
 import ml_dtypes
 import numpy as np
@@ -39,6 +39,24 @@ OVER_HEADS = {"q_proj": "N", "k_proj": "N", "v_proj": "N", "o_proj": "K"}  # the
 AXES = ("K", "N", "R", "E", "D", "V", "M")  # the others are numbers
 
 
+class FileOptions(TypedDict, total=False):
+    """How the files of an adapter are written.
+
+    Attributes:
+        dtype: dtype of the tensors [default: float32].
+        base_quantize: storage of the base in training, see `weights.table`; written to adapter_config.json.
+        base_revision: commit of a base model on the hub.
+        replace: replace an existing folder.
+        finish: called with the temporary folder before it is renamed, e.g. to add a model card and tokenizer files.
+    """
+
+    dtype: Literal["float32", "bfloat16"]
+    base_quantize: str
+    base_revision: str | None
+    replace: bool
+    finish: Callable[[Path], None] | None
+
+
 def export_adapter(
     lora_leaves: Leaves,
     spec: AdapterSpec,
@@ -46,13 +64,9 @@ def export_adapter(
     base_name: str,
     to_dir: str | Path,
     *,
-    dtype: Literal["float32", "bfloat16"] = "float32",
-    base_quantize: str = NONE,
-    base_revision: str | None = None,
-    replace: bool = False,
-    finish: Callable[[Path], None] | None = None,
     shapes: Mapping[str, tuple[int, int]] | None = None,
     layers: SomeLayers | None = None,
+    **options: Unpack[FileOptions],
 ) -> Path:
     """Writes one adapter as a PEFT folder atomically, and compares what it reads back.
 
@@ -64,13 +78,9 @@ def export_adapter(
         index: its place among the stacked adapters.
         base_name: name or path of the base model for users of the adapter.
         to_dir: new or empty folder.
-        dtype: dtype of the tensors.
-        base_quantize: storage of the base in training, see `weights.table`; written to adapter_config.json.
-        base_revision: commit of a base model on the hub.
-        replace: replace an existing folder.
-        finish: called with the temporary folder before it is renamed, e.g. to add a model card and tokenizer files.
         shapes: in and out features by target; needed if projections share tensors.
         layers: see `take_adapter`.
+        **options: see `FileOptions`.
 
     Returns:
         The folder.
@@ -80,44 +90,26 @@ def export_adapter(
         RunError: `save.no-space`, `save.failed`, or `export.differs` when the folder reads back differently.
     """
     spec, arrays = as_exported(spec, take_adapter(lora_leaves, spec, index, layers), shapes)
-    return write_adapter(
-        arrays,
-        spec,
-        base_name,
-        to_dir,
-        dtype=dtype,
-        base_quantize=base_quantize,
-        base_revision=base_revision,
-        replace=replace,
-        finish=finish,
-    )
+    return write_adapter(arrays, spec, base_name, to_dir, **options)
 
 
 def write_adapter(
-    arrays: Arrays,
-    spec: AdapterSpec,
-    base_name: str,
-    to_dir: str | Path,
-    *,
-    dtype: Literal["float32", "bfloat16"] = "float32",
-    base_quantize: str = NONE,
-    base_revision: str | None = None,
-    replace: bool = False,
-    finish: Callable[[Path], None] | None = None,
+    arrays: Arrays, spec: AdapterSpec, base_name: str, to_dir: str | Path, **options: Unpack[FileOptions]
 ) -> Path:
     """Writes the tensors of an adapter of a kind that PEFT has; see `export_adapter`."""
     check_finite(arrays, spec)
-    kept = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float32
+    kept = ml_dtypes.bfloat16 if options.get("dtype") == "bfloat16" else np.float32
     tensors = {
         key: array.astype(kept, copy=False)
         for key, array in peft_tensors(arrays, spec.kind, spec.head, spec.tokens).items()
     }
-    with new_folder(to_dir, replace=replace) as folder:
-        settings = json.dumps(config_of(spec, base_name, base_quantize, base_revision, list(arrays)), indent=2)
+    quantize, revision = options.get("base_quantize", NONE), options.get("base_revision")
+    with new_folder(to_dir, replace=options.get("replace", False)) as folder:
+        settings = json.dumps(config_of(spec, base_name, quantize, revision, list(arrays)), indent=2)
         (folder / CONFIG_FILE).write_text(settings + "\n", encoding="utf-8")
         write_tensors(folder / TENSOR_FILE, to_file(tensors))
         _check_copy(folder, spec, tensors)
-        if finish is not None:
+        if finish := options.get("finish"):
             finish(folder)
     return Path(to_dir)
 

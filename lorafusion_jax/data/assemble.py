@@ -257,62 +257,104 @@ def assemble(
     Raises:
         ValueError: the samples or adapters do not fit (the plan is not for this capacity).
     """
-    tokens, targets, positions = (np.zeros(capacity_tokens, np.int32) for _ in range(3))
-    row_key = np.zeros(capacity_tokens, np.uint32)
-    weights = np.zeros(capacity_tokens, np.float32)
-    row_adapter = np.full(capacity_tokens, -1, np.int32)
+    starts = _starts(pieces, capacity_tokens, tile_tokens)
+    rows = _Rows.empty(capacity_tokens)
+    for piece, start in zip(pieces, starts, strict=True):
+        rows.put(piece, start, tile_tokens)
+    end = starts[-1] + len(pieces[-1].tokens) if pieces else 0
+    filled = -(-end // tile_tokens) * tile_tokens
+    offsets = [start + first for piece, start in zip(pieces, starts, strict=True) for first, _ in piece.segments()]
+    offsets += [filled] if filled < capacity_tokens else []
+    ids, segment_offsets, lengths = _segments(offsets, capacity_tokens, max_segments)
+    return Microbatch(
+        rows.tokens,
+        rows.targets,
+        rows.positions,
+        ids,
+        segment_offsets,
+        lengths,
+        rows.adapter[::tile_tokens].copy(),
+        rows.adapter,
+        rows.key,
+        rows.weights,
+        _present_adapters(pieces, max_adapters),
+        None if table is None else _filled_table(pieces, starts, table, capacity_tokens, state),
+        balance=_balance_rows(pieces, max_segments) if balanced else None,
+    )
+
+
+class _Rows(NamedTuple):
+    """Arrays of a microbatch that have one entry a row; see `Microbatch`."""
+
+    tokens: np.ndarray
+    targets: np.ndarray
+    positions: np.ndarray
+    key: np.ndarray
+    weights: np.ndarray
+    adapter: np.ndarray
+
+    @classmethod
+    def empty(cls, capacity_tokens: int) -> _Rows:
+        tokens, targets, positions = (np.zeros(capacity_tokens, np.int32) for _ in range(3))
+        key, weights = np.zeros(capacity_tokens, np.uint32), np.zeros(capacity_tokens, np.float32)
+        return cls(tokens, targets, positions, key, weights, np.full(capacity_tokens, -1, np.int32))
+
+    def put(self, piece: Piece, start: int, tile_tokens: int) -> None:
+        """Writes a sample's rows. Its adapter also has the rest of the last tile, until another sample begins there."""
+        stop = start + len(piece.tokens)
+        self.tokens[start:stop] = piece.tokens
+        self.adapter[start : -(-stop // tile_tokens) * tile_tokens] = piece.adapter
+        for segment, (first, last) in enumerate(piece.segments()):
+            span, before_last = slice(start + first, start + last), slice(start + first, start + last - 1)
+            self.targets[before_last] = piece.tokens[first + 1 : last]
+            self.positions[span] = np.arange(last - first)
+            self.key[span] = row_keys(segment_key(piece.key, segment), last - first)
+            self.weights[before_last] = piece.loss_mask[first + 1 : last] * np.float32(piece.weight)
+
+
+def _starts(pieces: Sequence[Piece], capacity_tokens: int, tile_tokens: int) -> list[int]:
+    """Returns the first row of each sample: right after the one before, or at the next tile for another adapter."""
     starts: list[int] = []
-    samples = None if table is None else empty_table(table, capacity_tokens, state)
-    balance = BalanceRows(np.zeros(max_segments, np.int32), np.zeros(max_segments, np.float32)) if balanced else None
-    filled_places, end = 0, 0
+    end = 0
     for number, piece in enumerate(pieces):
         if number and pieces[number - 1].adapter != piece.adapter:
             end = -(-end // tile_tokens) * tile_tokens
-        stop = end + len(piece.tokens)
-        if stop > capacity_tokens:
-            raise ValueError(f"{stop} rows do not fit into a microbatch of {capacity_tokens} tokens")
-        tokens[end:stop] = piece.tokens
-        row_adapter[end : -(-stop // tile_tokens) * tile_tokens] = piece.adapter
-        if samples is not None and piece.table is not None:
+        starts.append(end)
+        end += len(piece.tokens)
+        if end > capacity_tokens:
+            raise ValueError(f"{end} rows do not fit into a microbatch of {capacity_tokens} tokens")
+    return starts
+
+
+def _filled_table(
+    pieces: Sequence[Piece], starts: Sequence[int], shape: TableShape, capacity_tokens: int, state: State | None
+) -> SampleTable:
+    samples = empty_table(shape, capacity_tokens, state)
+    filled_places, num_segments_before = 0, 0
+    for piece, start in zip(pieces, starts, strict=True):
+        lengths = piece.lengths or (len(piece.tokens),)
+        if piece.table is not None:
             fill_place(
                 samples,
                 filled_places,
                 piece.table,
                 adapter=piece.adapter,
-                first_segment=len(starts),
-                start=end,
-                lengths=piece.lengths or (len(piece.tokens),),
+                first_segment=num_segments_before,
+                start=start,
+                lengths=lengths,
                 learned=piece.loss_mask,
             )
             filled_places += 1
-        for segment, (first, last) in enumerate(piece.segments()):
-            span, before_last = slice(end + first, end + last), slice(end + first, end + last - 1)
-            targets[before_last] = piece.tokens[first + 1 : last]
-            positions[span] = np.arange(last - first)
-            row_key[span] = row_keys(segment_key(piece.key, segment), last - first)
-            weights[before_last] = piece.loss_mask[first + 1 : last] * np.float32(piece.weight)
-            if balance is not None:
-                balance.length[len(starts)], balance.weight[len(starts)] = last - first, piece.sequence
-            starts.append(end + first)
-        end = stop
-    filled = -(-end // tile_tokens) * tile_tokens
-    starts += [filled] if filled < capacity_tokens else []
-    ids, offsets, lengths = _segments(starts, capacity_tokens, max_segments)
-    return Microbatch(
-        tokens,
-        targets,
-        positions,
-        ids,
-        offsets,
-        lengths,
-        row_adapter[::tile_tokens].copy(),
-        row_adapter,
-        row_key,
-        weights,
-        _present_adapters(pieces, max_adapters),
-        samples,
-        balance=balance,
-    )
+        num_segments_before += len(lengths)
+    return samples
+
+
+def _balance_rows(pieces: Sequence[Piece], max_segments: int) -> BalanceRows:
+    rows = BalanceRows(np.zeros(max_segments, np.int32), np.zeros(max_segments, np.float32))
+    segments = [(last - first, piece.sequence) for piece in pieces for first, last in piece.segments()]
+    for number, (length, weight) in enumerate(segments):
+        rows.length[number], rows.weight[number] = length, weight
+    return rows
 
 
 def stacked(rows: Sequence[Microbatch]) -> Microbatch:

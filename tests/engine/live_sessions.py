@@ -16,7 +16,7 @@ from lorafusion_jax.report.events import Listener
 
 
 def open_session(
-    config: JobConfig, places: Mapping[Any, int], targets: Sequence[str] = (), **options: bool
+    config: JobConfig, places: Mapping[Any, int], targets: Sequence[str] = (), reproducible: bool = False
 ) -> LiveSession:
     """Opens a session for adapters of a job. Its places have all targets, as users' have, or a few."""
     with pytest.MonkeyPatch.context() as patch:
@@ -29,7 +29,7 @@ def open_session(
             batch=config.batch,
             train=config.train,
             directory=config.directory,
-            **options,
+            reproducible=reproducible,
         )
 
 

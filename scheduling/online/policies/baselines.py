@@ -124,16 +124,27 @@ class Srtf(Baseline):
     def decide(self, state: ClusterState, now: float) -> list[Decision]:
         state.check_clock(now)
         draft = Draft(state)
-        left = {name: self._left_s(draft, job, now) for name, job in state.jobs.items()}
+        self._start_shortest(draft, now)
+        return draft.decisions()
+
+    def _start_shortest(self, draft: Draft, now: float) -> None:
+        """Starts waiting jobs, shortest first, until one finds no GPUs and cannot preempt a longer job."""
+        left = {name: self._left_s(draft, job, now) for name, job in draft.state.jobs.items()}
         for job in sorted(draft.waiting(), key=lambda job: (left[job.job.name], job.job.name)):
             if not self._isolated_rates(draft, job.job):
                 continue
             why = f"{left[job.job.name]:.0f} s left, the least of all waiting jobs"
-            if self._open_single(draft, job, why) is None:
+            while not (opened := self._open_single(draft, job, why)) and self._shrink_another(draft):
+                pass
+            if not opened:
                 if not self._make_room(draft, job, left):
                     break
                 self._open_single(draft, job, why)
-        return draft.decisions()
+
+    def _shrink_another(self, draft: Draft) -> bool:
+        """Takes GPUs from a job that runs on, for one that waits; meshes of this policy never shrink."""
+        del draft  # unused
+        return False
 
     def _make_room(self, draft: Draft, job: JobState, left: dict[str, float]) -> bool:
         """Frees the block whose shortest job is longest, if each has more left than this job and its start."""
@@ -168,23 +179,13 @@ class ElasticSrtf(Srtf):
     def decide(self, state: ClusterState, now: float) -> list[Decision]:
         state.check_clock(now)
         draft = Draft(state)
-        left = {name: self._left_s(draft, job, now) for name, job in state.jobs.items()}
-        for job in sorted(draft.waiting(), key=lambda job: (left[job.job.name], job.job.name)):
-            if not self._isolated_rates(draft, job.job):
-                continue
-            why = f"{left[job.job.name]:.0f} s left, the least of all waiting jobs"
-            while not (opened := self._open_single(draft, job, why)) and self._halve_widest(draft):
-                pass
-            if not opened:
-                if not self._make_room(draft, job, left):
-                    break
-                self._open_single(draft, job, why)
+        self._start_shortest(draft, now)
         if not draft.waiting():
             while self._double(draft, now):
                 pass
         return draft.decisions()
 
-    def _halve_widest(self, draft: Draft) -> bool:
+    def _shrink_another(self, draft: Draft) -> bool:
         """Halves the mesh of the job that has most GPUs beyond its best mesh."""
         spare: list[tuple[float, str, DraftGroup, IsolatedRate]] = []
         for group in draft.groups.values():
