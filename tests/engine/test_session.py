@@ -18,7 +18,7 @@ from lorafusion_jax.config.data_sources import read_sources
 from lorafusion_jax.config.join import select_adapters
 from lorafusion_jax.config.schema import ObjectiveSettings
 from lorafusion_jax.data.prepare import prepare
-from lorafusion_jax.engine import AdapterState, Places, Task
+from lorafusion_jax.engine import AdapterState, LiveSession, Places, Task
 from lorafusion_jax.errors import LoraFusionError
 from lorafusion_jax.pipeline.compiles import CompileCounter
 from lorafusion_jax.training import train
