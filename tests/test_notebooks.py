@@ -20,6 +20,8 @@ SHORTER = {  # fewer steps, and adapters of fewer kernels: compiling is most of 
         "max_steps: 20": "max_steps: 3",
         "targets: [q_proj, v_proj, up_proj, down_proj]": "targets: [q_proj]",
         "rank: 16, alpha: 32": "rank: 8, alpha: 16",
+        'range(len(prepared.adapters["ask"].eval))': "range(8)",
+        "in held_out[:4]:": "in held_out[:1]:",
     },
     "06_a_sweep_in_one_run": {TWO_TARGETS: ONE_TARGET},
     "11_preferences": {TWO_TARGETS: ONE_TARGET},

@@ -6,14 +6,13 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
 from cli_helpers import weights
+from forked_commands import Command
 
 from lorafusion_jax.report.recorder import read_rows
 from lorafusion_jax.training.loop import Loop
@@ -96,14 +95,11 @@ main()
 
 
 @contextmanager
-def started(job_path, run) -> Iterator[subprocess.Popen]:
+def started(job_path, run) -> Iterator[Command]:
     """A process that trains and has taken a step; killed at the end."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", COMMAND_LINE, "train", str(job_path), "--out", str(run)],
-        env=os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "JAX_NUM_CPU_DEVICES": "8"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+    process = Command(
+        ["-c", COMMAND_LINE, "train", str(job_path), "--out", str(run)],
+        os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "JAX_NUM_CPU_DEVICES": "8"},
     )
     with process:
         try:

@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from lorafusion_jax.config.job import JobConfig
 
-from lorafusion_jax.config.schema import LoraSettings
+from lorafusion_jax.config.schema import JobConfig, LoraSettings
 from lorafusion_jax.engine import AdapterState, LiveSession, Places, Task
 from lorafusion_jax.report.events import Listener
 
