@@ -10,6 +10,7 @@ import json
 import os
 import runpy
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -109,20 +110,27 @@ def _server() -> str:
     server = subprocess.Popen(
         [sys.executable, __file__, str(path)], env=clean, stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
+    assert server.stdin is not None
     assert server.stdout is not None
     assert server.stdout.readline() == b"ready\n"
-    atexit.register(server.kill)
+    atexit.register(server.stdin.close)
     return str(path)
 
 
 def serve(path: str) -> dict:
-    """Forks for each request, for as long as the first process lives; returns in the fork, with its request."""
+    """Forks for each request until its input closes, as it does when the first process ends, however that ends.
+
+    Returns in the fork, with its request.
+    """
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(path)
         listener.listen()
         print("ready", flush=True)
         while True:
+            if sys.stdin in select.select([listener, sys.stdin], [], [])[0]:
+                shutil.rmtree(Path(path).parent)
+                os._exit(0)
             link, _ = listener.accept()
             if os.fork() == 0:
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)

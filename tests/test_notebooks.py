@@ -30,6 +30,7 @@ SHORTER = {  # fewer steps, and adapters of fewer kernels: compiling is most of 
         '"targets": ["q_proj", "v_proj", "down_proj"]': ONE_TARGET,
     },
 }
+ON_A_TINY_BASE = ("06_a_sweep_in_one_run", "11_preferences")  # the steps of a run are the same on any base
 NIGHTLY = ("04_timeline", "12_a_service")  # cli/test_profile_timeline.py and serve/test_acceptance.py do the same
 
 
@@ -60,7 +61,7 @@ def run_in_kernel(path: Path) -> None:
 @pytest.mark.parametrize(
     "path", [nightly(path) if path.stem in NIGHTLY else path for path in NOTEBOOKS], ids=lambda path: path.stem
 )
-def test_notebook_runs(path, monkeypatch):
+def test_notebook_runs(path, tiny_base, monkeypatch):
     """In a kernel where it sets jax up; otherwise in this process, which has imported and compiled much of it."""
     cells = code_of(path)
     assert cells
@@ -68,7 +69,8 @@ def test_notebook_runs(path, monkeypatch):
     if any("jax.config.update" in cell for cell in cells):
         run_in_kernel(path)
         return
-    for shown, instead in SHORTER.get(path.stem, {}).items():
+    smaller = {'examples / "base"': f"Path({str(tiny_base)!r})"} if path.stem in ON_A_TINY_BASE else {}
+    for shown, instead in (SHORTER.get(path.stem, {}) | smaller).items():
         assert sum(cell.count(shown) for cell in cells) == 1
         cells = [cell.replace(shown, instead) for cell in cells]
     monkeypatch.chdir(path.parent)

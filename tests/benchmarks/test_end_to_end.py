@@ -5,12 +5,11 @@ from __future__ import annotations
 import csv
 import json
 import os
-import subprocess
-import sys
 from argparse import Namespace
 from pathlib import Path
 
 import pytest
+from forked_commands import Command
 from more_cases import nightly
 
 from benchmarks.end_to_end import VARIANTS, Bench, grown
@@ -37,12 +36,12 @@ def folder(case, tmp_path_factory):
     (variants, stages, slots), out = case, tmp_path_factory.mktemp("end_to_end")
     sizes = SMALL | {"layers": stages, "stages": stages, "slots": slots}
     small = " ".join(f"--{name} {value}" for name, value in sizes.items()) + " --no-profile"
-    subprocess.run(
-        [sys.executable, "-m", "benchmarks.end_to_end", *small.split(), "--variants", *variants, "--out", out],
-        env=os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"},
-        check=True,
-        cwd=ROOT,
+    command = Command(
+        ["-m", "benchmarks.end_to_end", *small.split(), "--variants", *variants, "--out", str(out)],
+        os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"},
     )
+    _, err = command.communicate()
+    assert command.returncode == 0, err
     return out
 
 
