@@ -110,11 +110,16 @@ def _server() -> str:
     server = subprocess.Popen(
         [sys.executable, __file__, str(path)], env=clean, stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
-    assert server.stdin is not None
     assert server.stdout is not None
     assert server.stdout.readline() == b"ready\n"
-    atexit.register(server.stdin.close)
+    atexit.register(_end, server)
     return str(path)
+
+
+def _end(server: subprocess.Popen) -> None:
+    assert server.stdin is not None
+    server.stdin.close()
+    server.wait()
 
 
 def serve(path: str) -> dict:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+from more_cases import mostly_nightly
 
 from lorafusion_jax.models import Segments, attention
 from lorafusion_jax.models.attention import default_implementation
@@ -66,7 +67,7 @@ RULES = {  # T is a multiple of Triton's blocks; windows end inside and on borde
 
 
 @pytest.mark.parametrize("implementation", ["xla", "pallas_triton"])
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", mostly_nightly(RULES, set(RULES) - {"window within a block"}))
 def test_windows_and_soft_caps_match_the_definition(name, implementation):
     rng, T, wide = np.random.default_rng(1), 320, 16
     q, k, v, do = (jnp.asarray(rng.normal(size=(T, heads, wide)), jnp.float32) for heads in (4, 2, 2, 4))
