@@ -173,6 +173,7 @@ def cases(gpu: Gpu) -> Iterator[tuple[str, int, Callable[[], None]]]:
         yield f"experts r{rank} A{adapters}", 0, partial(experts, rank, adapters)
     yield "attention", ATTENTION_SPILLS, attention
     yield "norm with residual", 0, norm
+    yield "delta rule", 0, delta_rule
 
 
 def linear(backend: str, rank: int, adapters: int, rate: float, gpu: Gpu = GPUS["h200"]) -> None:
@@ -303,6 +304,30 @@ def triton_attention(width: int, gpu: Gpu) -> None:
     )
 
 
+def delta_rule() -> None:
+    """The steps from chunk to chunk of 8192 rows in eight samples, with the heads of Qwen3.5-9B."""
+    import jax
+    import jax.numpy as jnp
+
+    from pallas_kernels.delta_rule import triton
+
+    def step(u, w, late, decay, first):
+        out, vjp = jax.vjp(lambda *wide: triton.walk(*wide, first), u, w, late, decay)
+        return vjp(out)
+
+    chunks, heads = 135, 32
+    compile_for(
+        GPUS["h200"],
+        step,
+        lambda: (
+            *(jnp.zeros((chunks, heads, 64, 128), jnp.float32) for _ in range(3)),
+            jnp.zeros((chunks, heads), jnp.float32),
+            jnp.zeros(chunks, bool),
+        ),
+        unpack=True,
+    )
+
+
 def norm(implementation: Any = None, gpu: Gpu = GPUS["h200"]) -> None:
     import jax
     import jax.numpy as jnp
@@ -360,7 +385,7 @@ def assembled(
         text = subprocess.run(command, capture_output=True, text=True, check=True).stderr
         entry = r"Compiling entry function '(\S+)'.*?(\d+) bytes spill stores.*?Used (\d+) registers"
         for name, spilled, registers in re.findall(entry, text, re.S):
-            if name.startswith(("lora_", "rms_norm", "attention", "experts")) or "mosaic" in name:
+            if name.startswith(("lora_", "rms_norm", "attention", "experts", "delta_rule")) or "mosaic" in name:
                 moves = None
                 if nvdisasm and name == PRODUCT:
                     code = subprocess.run([nvdisasm, "-c", str(binary)], capture_output=True, text=True, check=True)
