@@ -95,6 +95,17 @@ def learning_rates(settings: OptimizerSettings, num_steps: int) -> np.ndarray:
     left = num_steps - warm
     body = schedule(settings.schedule).build(settings.lr, settings.min_lr_ratio, max(left, 1))
     rising = settings.lr * np.arange(1, warm + 1) / max(warm, 1)
-    falling = np.asarray(body(jax.device_put(np.arange(left, dtype=np.int32)))) * np.ones(left)
+    with jax.default_device(_host()):  # a live session's devices are busy with others
+        falling = np.asarray(body(jax.device_put(np.arange(left, dtype=np.int32)))) * np.ones(left)
     with np.errstate(over="ignore"):
         return np.concatenate([rising, falling]).astype(np.float32)
+
+
+def _host() -> Any:
+    """The processor as a device of jax; None where there are none of its platform."""
+    import jax
+
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError:
+        return None
