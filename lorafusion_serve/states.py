@@ -68,6 +68,6 @@ def next_state(state: str, event: str) -> State:
         raise StateError(
             "job.state",
             f"a job that is {state} cannot take '{event}'.",
-            fix=f"possible now: {', '.join(possible)}" if possible else "",
+            fix=f"possible now: {', '.join(possible)}" if possible else "submit a new job",
         )
     return reached

@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lorafusion_serve.api import admin, datasets, jobs, mlora, problems, streams
 from lorafusion_serve.api.access import Service
+from lorafusion_serve.refusals import completed
 
 LARGEST_BODY = 1 << 20  # but for data sets
 BODY_S = 30  # for it to arrive
@@ -87,7 +88,7 @@ class Guard:
         host = headers.get(b"host", b"").decode("latin-1")
         if "*" not in self._names and _without_port(host) not in self._names:
             message, fix = "this host name is not answered.", "lorafusion serve --host-name NAME, or use localhost"
-            await _refuse(421, "api.host", message, fix)(scope, receive, send)
+            await _refuse(421, "api.host", "Host", message, fix)(scope, receive, send)
             return
         is_upload = scope["path"].rstrip("/") in self._uploads
         if not is_upload and scope["method"] in ("POST", "PUT", "PATCH", "DELETE"):
@@ -104,8 +105,8 @@ def _without_port(host: str) -> str:
     return name if colon and port.isdigit() else host
 
 
-def _refuse(status: int, code: str, message: str, fix: str) -> JSONResponse:
-    return JSONResponse({"error": {"code": code, "what": message, "where": "", "why": "", "fix": fix}}, status)
+def _refuse(status: int, code: str, where: str, message: str, fix: str) -> JSONResponse:
+    return JSONResponse({"error": completed({"code": code, "what": message, "where": where, "fix": fix})}, status)
 
 
 async def _checked_body(receive: Receive, length: bytes) -> bytes | JSONResponse:
@@ -114,11 +115,13 @@ async def _checked_body(receive: Receive, length: bytes) -> bytes | JSONResponse
         async with asyncio.timeout(BODY_S):
             body = await _read(receive, length)
     except TimeoutError:
-        return _refuse(408, "api.slow", f"a body takes at most {BODY_S} s.", "send it faster")
+        return _refuse(408, "api.slow", "body", f"a body takes at most {BODY_S} s.", "send it faster")
     if body is None:
-        return _refuse(413, "api.too-large", f"a body has at most {LARGEST_BODY} bytes.", "data goes to /v1/datasets")
+        return _refuse(
+            413, "api.too-large", "body", f"it has at most {LARGEST_BODY} bytes.", "data goes to /v1/datasets"
+        )
     if _depth(body) > DEEPEST:
-        return _refuse(422, "api.depth", f"a body is nested at most {DEEPEST} deep.", "flatter values")
+        return _refuse(422, "api.depth", "body", f"a body is nested at most {DEEPEST} deep.", "flatter values")
     return body
 
 

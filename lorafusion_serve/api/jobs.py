@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import math
+import re
 import tarfile
 import time
 from collections.abc import Iterator
@@ -234,7 +235,17 @@ def find_problems(service: Service, owner: Owner, spec: JobSpec) -> list[dict[st
         return problems
     job = {"spec": spec.model_dump(mode="json"), "base": spec.base, "id": spec.name}
     _, errors = examine(service.controller.values(job))
-    return [describe(error) | {"where": error.where.removeprefix("job")} for error in errors]
+    return [describe(error) | {"where": error.where.removeprefix("job") or _key_in(error.what)} for error in errors]
+
+
+def _key_in(text: str) -> str:
+    """The key of a job file that a message names, as a job of the API has it.
+
+    >>> _key_in("'adapters[0].lora.kind' must be one of lora, dora.")
+    'lora.kind'
+    """
+    key = re.search(r"'adapters\[0\]\.([\w.]+)'", text)
+    return key[1] if key else ""
 
 
 def _find(service: Service, connection: Any, job: str, owner: Owner) -> Job:

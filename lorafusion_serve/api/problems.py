@@ -14,10 +14,9 @@ from starlette.routing import BaseRoute, Match
 
 from lorafusion_jax.errors import LoraFusionError
 from lorafusion_serve.control.spec import NOT_SERVED, RUN
+from lorafusion_serve.refusals import KEYS, completed
 from lorafusion_serve.states import StateError
 from lorafusion_serve.store.database import StoreError
-
-KEYS = ("code", "what", "where", "why", "fix")
 
 
 class Problem(BaseModel):
@@ -84,17 +83,17 @@ def install(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
     """
 
     @app.exception_handler(ApiError)
-    async def _api(_: Request, problem: ApiError) -> JSONResponse:
-        return _answer(problem.status, problem.error, problem.headers)
+    async def _api(request: Request, problem: ApiError) -> JSONResponse:
+        return _answer(request, problem.status, problem.error, problem.headers)
 
     @app.exception_handler(StateError)
-    async def _state(_: Request, problem: StateError) -> JSONResponse:
-        return _answer(409, _describe(problem))
+    async def _state(request: Request, problem: StateError) -> JSONResponse:
+        return _answer(request, 409, _describe(problem))
 
     @app.exception_handler(StoreError)
-    async def _store(_: Request, problem: StoreError) -> JSONResponse:
+    async def _store(request: Request, problem: StoreError) -> JSONResponse:
         full = problem.code == "store.no-space"
-        return _answer(507 if full else 503, _describe(problem), {} if full else {"Retry-After": "5"})
+        return _answer(request, 507 if full else 503, _describe(problem), {} if full else {"Retry-After": "5"})
 
     @app.exception_handler(LoraFusionError)
     async def _known(_: Request, problem: LoraFusionError) -> JSONResponse:
@@ -111,24 +110,28 @@ def install(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
         )
         what = {404: "there is no such path.", 405: "the path does not take this method."}
         error = {"what": what.get(problem.status_code, str(problem.detail)), "fix": "see /openapi.json"}
-        error |= {"code": f"api.http-{problem.status_code}", "where": f"{request.method} {request.url.path[:200]}"}
-        return _answer(problem.status_code, error, headers)
+        error |= {"code": f"api.http-{problem.status_code}"}
+        return _answer(request, problem.status_code, error, headers)
 
     @app.exception_handler(Exception)
-    async def _unknown(_: Request, problem: Exception) -> JSONResponse:
+    async def _unknown(request: Request, problem: Exception) -> JSONResponse:
         del problem  # the log has it
-        fix = "report it with the log"
-        return _answer(500, {"code": "api.internal", "what": "the server has a defect; its log says more.", "fix": fix})
+        fix, error = "report it with the log", "the server has a defect; its log says more."
+        return _answer(request, 500, {"code": "api.internal", "what": error, "fix": fix})
 
 
 def problems_answer(problems: list[dict[str, str]]) -> JSONResponse:
     """422 with every problem."""
-    problems = [dict.fromkeys(KEYS, "") | problem for problem in problems]
+    problems = [completed(problem) for problem in problems]
     return JSONResponse({"error": problems[0], "problems": problems}, 422)
 
 
-def _answer(status: int, error: dict[str, str], headers: dict[str, str] | None = None) -> JSONResponse:
-    return JSONResponse({"error": dict.fromkeys(KEYS, "") | error}, status, headers)
+def _answer(
+    request: Request, status: int, error: dict[str, str], headers: dict[str, str] | None = None
+) -> JSONResponse:
+    where = f"{request.method} {request.url.path[:200]}"
+    why = MEANINGS.get(status, "the server does not take such requests")
+    return JSONResponse({"error": completed(error, where, why, "see /openapi.json")}, status, headers)
 
 
 def _methods(routes: Sequence[BaseRoute], request: Request) -> str:

@@ -14,6 +14,8 @@ import threading
 from contextlib import suppress
 from typing import Any, Literal
 
+from lorafusion_serve.refusals import completed
+
 LIMIT_S = 900
 MOST_REQUESTS = 200  # of one child: what its libraries keep in memory goes with it
 log = logging.getLogger("lorafusion.child")
@@ -31,13 +33,13 @@ class Child:
         """Returns the answer; a child that fails is a problem of the request."""
         with self._lock:
             try:
-                return self._ask({"what": question} | request)
+                answer = self._ask({"what": question} | request)
+                return answer | {"problems": [completed(problem) for problem in answer["problems"]]}
             except (OSError, ValueError) as problem:
                 log.warning("%s failed: %s", question, problem)
                 self._end()
         text = "the data could not be read: it took too much memory or time."
-        problem = {"code": "data.check", "where": "data", "what": text, "why": "", "fix": "smaller data"}
-        return {"problems": [problem]}
+        return {"problems": [completed({"code": "data.check", "where": "data", "what": text, "fix": "smaller data"})]}
 
     def close(self) -> None:
         """Ends the child."""

@@ -35,6 +35,7 @@ from lorafusion_serve.control.session import Session, SessionPlan
 from lorafusion_serve.control.spec import job_values, kind_of
 from lorafusion_serve.control.sweep import Sweeper
 from lorafusion_serve.control.worker_events import WorkerEvents
+from lorafusion_serve.refusals import completed
 from lorafusion_serve.settings import ONE_SESSION, Settings
 from lorafusion_serve.states import ON_WORKER, StateError
 from lorafusion_serve.store import tables as t
@@ -259,7 +260,7 @@ class Controller:
         except Exception as problem:
             log.exception("the check of %s failed", job["id"])
             message = f"the job could not be checked: {problem}"
-            verdict = {"problems": [{"code": "job.check", "where": "", "what": message, "why": "", "fix": ""}]}
+            verdict = {"problems": [completed({"code": "job.check", "what": message})]}
         try:
             with self._db.write() as connection:
                 if verdict["problems"]:
@@ -280,7 +281,7 @@ class Controller:
         verdict = self.child.ask("check", {"values": self.values(job), "places": dict(self._settings.places)})
         if not verdict["problems"] and (why := self._scheduler.refuses(_row_of(job, verdict))):
             fix = "fewer tokens in data.max_length, or a machine with more GPUs or memory"
-            verdict["problems"] = [{"code": "job.too-large", "where": "base", "what": why, "why": "", "fix": fix}]
+            verdict["problems"] = [completed({"code": "job.too-large", "where": "base", "what": why, "fix": fix})]
         home = str(self._settings.home)
         verdict["problems"] = [{k: v.replace(home, "") for k, v in entry.items()} for entry in verdict["problems"]]
         return verdict

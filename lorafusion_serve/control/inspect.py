@@ -39,7 +39,7 @@ def preview(values: dict[str, Any], row: int) -> dict[str, Any]:
     samples = prepared.adapters[config.adapters[0].name].train
     if row >= len(samples):
         message = f"the data set has {len(samples)} samples."
-        return {"problems": [{"code": "data.row", "where": "row", "what": message, "why": "", "fix": ""}]}
+        return {"problems": [{"code": "data.row", "where": "row", "what": message}]}
     file = io.StringIO()
     Console(file=file, width=120).print(render_preview(samples, prepared.tokenizer, rows=[row], title="preview"))
     tokens, mask = samples.sample(row)

@@ -52,4 +52,4 @@ def _render_row(template: str, row: Any, kind: str) -> dict[str, str]:
 
 
 def _refuse(message: str) -> dict[str, Any]:
-    return {"problems": [{"code": "mlora.rows", "where": "", "what": message, "why": "", "fix": ""}]}
+    return {"problems": [{"code": "mlora.rows", "where": "rows", "what": message}]}

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+import lorafusion_serve
 from lorafusion_jax.config.places import Places
 from lorafusion_serve.api.app import describe
 from lorafusion_serve.api.streams import _events
 from lorafusion_serve.client import Client, ServiceError, _parse_events
 from lorafusion_serve.control.check import _place_problem
+from lorafusion_serve.refusals import FIXES, KEYS, WHYS, completed
 from lorafusion_serve.store import keys as k
 from lorafusion_serve.store import tables as t
 
 ID = "sha256-" + "0" * 64
+CODES = r'"((?:adapter|api|data|job|keys|mlora|store)\.[a-z][a-z-]*[a-z])"'
 
 
 def refused(act) -> ServiceError:
@@ -277,7 +281,7 @@ def test_hosts_bodies_and_writes_of_other_pages_are_refused(running):
 
 
 def test_every_refusal_says_what_to_do(running, job):
-    """Codes are stable, and each comes with what is wrong and a fix."""
+    """Codes are stable, and each comes with what is wrong, where, why, and a fix."""
     key = {"x_api_key": running.keys["ana"], "content_type": "application/json"}
     reader = {"x_api_key": running.keys["reader"], "content_type": "application/json"}
     asked = [
@@ -294,13 +298,34 @@ def test_every_refusal_says_what_to_do(running, job):
         ("POST", "/v1/jobs", b" " * (2 << 20), key, "api.too-large"),
         ("POST", "/v1/datasets?name=a.csv", b"", key, "data.empty-file"),
         ("GET", "/v1/me", None, key | {"host": "evil.example"}, "api.host"),
+        ("POST", "/v1/datasets?name=a.xyz", b"a", key, "data.unknown-kind"),
+        ("GET", "/v1/jobs?after=x", None, key, "api.cursor"),
+        ("POST", "/v1/jobs", json.dumps(job | {"base": "huge"}).encode(), key, "job.base"),
+        ("POST", "/v1/jobs", json.dumps(job | {"data": {"train": ID}}).encode(), key, "job.dataset"),
+        ("POST", "/v1/jobs", json.dumps(job | {"init_from": "adapter-0123456789ab"}).encode(), key, "job.adapter"),
+        ("POST", "/v1/jobs", json.dumps(job | {"early_stop": {}}).encode(), key, "job.not-served"),
+        ("POST", "/v1/jobs?dry_run=1", json.dumps(job | {"lora": {"rank": 64}}).encode(), key, "job.rank"),
+        ("POST", "/v1/jobs?dry_run=1", json.dumps(job | {"lora": {"kind": "dora"}}).encode(), key, "job.kind"),
+        ("POST", "/v1/jobs", json.dumps(job | {"lora": {"kind": "lara"}}).encode(), key, "config.value"),
+        ("GET", f"/v1/datasets/{job['data']['train']}/preview?row=999&base=tiny", None, key, "data.row"),
     ]
     for method, path, body, headers, code in asked:
         status, answer = raw(running.url, method, path, body, **headers)
         error = json.loads(answer)["error"]
         assert (status >= 400, error["code"]) == (True, code), answer
         assert error["what"].endswith(".")
-        assert error["fix"], answer
+        assert all(entry[key] for entry in [error, *json.loads(answer).get("problems", ())] for key in KEYS), answer
+
+
+def test_every_code_has_a_reason():
+    """The table has all codes that the service answers with, and no others."""
+    rooms = [Path(lorafusion_serve.__file__).with_name(name) for name in ("api", "control", "states.py", "store")]
+    texts = [file.read_text() for room in rooms for file in (room.rglob("*.py") if room.is_dir() else [room])]
+    named = {code for text in texts for code in re.findall(CODES, text)} - {"data.jsonl"}  # a file
+    assert {code for code in named if not code.startswith("keys.")} == set(WHYS)
+    assert set(FIXES) <= set(WHYS)
+    for code in WHYS:
+        assert all(completed({"code": code, "what": "it is wrong."}, "POST /v1/jobs").values())
 
 
 def test_a_path_names_all_its_methods(running):

@@ -1,0 +1,87 @@
+"""What every refusal says: a stable code, what is wrong, where, why, and what to do.
+
+The tables have the reasons of all codes of the service, and what to do where that does not depend on the values. Where
+a request is refused, more may be known: then that is said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+KEYS = ("code", "what", "where", "why", "fix")
+Problem = dict[str, str]
+
+WHYS: Mapping[str, str] = {
+    "adapter.in-use": "a job that is moved reads the adapter again",
+    "api.csrf": "a page of another site can make a browser send its cookie",
+    "api.cursor": "a page continues from the last row of the one before",
+    "api.depth": "reading it would take too much of the server",
+    "api.host": "a page of another site can point a name of its own to this machine",
+    "api.idempotency": "a repeated request gets the first answer, so it must be the same request",
+    "api.internal": "something happened that the program does not expect",
+    "api.json": "the body is no JSON",
+    "api.key": "jobs, data and adapters belong to the owner of a key",
+    "api.local": "they tell of all owners",
+    "api.missing": "it has no default",
+    "api.not-found": "no thing of yours has this name; what others own is not shown",
+    "api.rate": "one key must not take the server from the others",
+    "api.scope": "a key may do what its scopes name",
+    "api.slow": "a connection that waits takes memory of the server",
+    "api.streams": "every stream takes memory of the server",
+    "api.too-large": "bodies are kept in memory",
+    "api.unknown-key": "a key that is not known may be a typing mistake",
+    "api.value": "it is outside of what the key allows",
+    "data.check": "a limit of the process that reads data ended it",
+    "data.empty-file": "there are no rows in it",
+    "data.in-use": "a job that is moved reads its data again",
+    "data.incomplete": "the connection ended before the body did",
+    "data.row": "rows are counted from 0",
+    "data.slow": "a connection that waits takes memory of the server",
+    "data.too-large": "the administrator has set this limit",
+    "data.unknown-kind": "the ending of the name says how the file is read",
+    "job.adapter": "it does not exist, was deleted, or belongs to somebody else",
+    "job.base": "the service has the bases only that it was started with",
+    "job.check": "the check itself failed, and an unchecked job does not train",
+    "job.dataset": "it does not exist, was deleted, or belongs to somebody else",
+    "job.kind": "places are made for kinds of adapters when a session is opened",
+    "job.limit": "live jobs of one owner are limited, so that others have a turn",
+    "job.no-adapter": "an adapter is exported after the last step of its job",
+    "job.not-served": "it is part of the programs of a run, which a session compiles once for all jobs",
+    "job.objective": "the head of an objective is made when a session is opened",
+    "job.rank": "places are made for a largest rank when a session is opened",
+    "job.state": "the event has no meaning in this state",
+    "job.too-large": "no session of this machine would hold it",
+    "mlora.rows": "prompts are rendered when the data set is used",
+    "store.busy": "another process holds its lock",
+    "store.damaged": "its pages are not what was written",
+    "store.failed": "the system refused to write",
+    "store.no-space": "the disk is full",
+    "store.version": "its tables are those of another version of the program",
+}
+FIXES: Mapping[str, str] = {
+    "data.row": "a smaller row",
+    "job.check": "submit it again; if it fails again, report it with the log of the server",
+    "mlora.rows": "mend the data or the prompt, and upload it again",
+    "store.busy": "try again in a few seconds",
+    "store.failed": "make room on the disk of the home folder, and try again",
+}
+DATA_WHY, JOB_WHY = "a job trains on rows that can be read only", "a job must be able to train before it waits"
+JOB_FIX = "correct the value; the page on the job file has its meaning and limits"
+
+
+def completed(problem: Mapping[str, str], where: str = "job", why: str = JOB_WHY, fix: str = JOB_FIX) -> Problem:
+    """Returns a refusal in which nothing is empty.
+
+    Args:
+        where, why, fix: of a refusal that names none, and whose code has none in the tables.
+
+    >>> completed({"code": "api.json", "what": "it cannot be read."}, "POST /v1/jobs")["why"]
+    'the body is no JSON'
+    """
+    code = problem["code"]
+    of_code = {
+        "where": where,
+        "why": WHYS.get(code, DATA_WHY if code.startswith("data.") else why),
+        "fix": FIXES.get(code, fix),
+    }
+    return {key: problem.get(key) or of_code.get(key, "") for key in KEYS}
