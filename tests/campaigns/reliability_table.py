@@ -21,6 +21,7 @@ ACTIONS = ("pause", "continue", "cancel", "finish", "extend", "weight", "add", "
 SIDE_BY_SIDE = {
     "sequences": "more such sequences, with a seed each",
     "kills_of_changes": "SIGKILL before any call of a run that begins or changes, also before writes and syncs",
+    "several_processes": "the same of the first of two processes, resumed by one, and kills of either",
     "write_errors": "ENOSPC, EIO, EROFS, EDQUOT or EACCES at a call of these, once or from then on",
     "exports": "the same kills and errors of `lorafusion export`, also with `--merge`",
     "hostile": "hostile inputs, fuzzed and by hand",
