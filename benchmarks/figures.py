@@ -151,8 +151,8 @@ def joint_layer() -> list[str]:
     return [f"{float(line.split(' | ')[5]):.2f}"]
 
 
-def over_rank_16(name: str) -> list[str]:
-    return [f"{pick('ranks_h200_2026-11-24/ranks.jsonl', part='microbatch', name=name)['over_r16']:.2f}"]
+def over_rank_16(name: str, file: str = "ranks") -> list[str]:
+    return [f"{pick(f'ranks_h200_2026-11-24/{file}.jsonl', part='microbatch', name=name)['over_r16']:.2f}"]
 
 
 def experts(tokens: int, adapters_on: str) -> list[str]:
@@ -322,6 +322,11 @@ FIGURES = (
         PLANNING, "| Qwen3.5-9B's shape, attention | all projections | 14.1 | {} |", _of(mixer_ms, "gated attention")
     ),
     Figure(KERNELS, "| three adapters of rank 16, one of 128 | {} |", _of(over_rank_16, "3 x r16, r128")),
+    Figure(
+        KERNELS,
+        "An earlier measurement with these gave {}; gradients",
+        _of(over_rank_16, "3 x r16, r128", "first_microbatches"),
+    ),
     Figure(KERNELS, "| four of rank 128 | {} |", _of(over_rank_16, "4 x r128")),
     Figure(KERNELS, "| four of rank 256 | {} |", _of(over_rank_16, "4 x r256")),
     Figure(MODELS, "six of its layers took {} GB at most where {} were predicted", _of(gpt_oss, GPT_OSS[0])),

@@ -1,12 +1,15 @@
 """Conditions of a measurement describe the measured GPU."""
 
 import json
+import re
+import tomllib
 
 import jax
 import pytest
 
 from benchmarks import measured_code, published
 from benchmarks.conditions import conditions
+from benchmarks.published import RESULTS
 
 SMI = """#!/bin/sh
 for word in "$@"; do
@@ -58,3 +61,18 @@ def test_a_table_says_which_rows_are_older_than_the_code(tmp_path, monkeypatch):
     monkeypatch.setattr(published, "RESULTS", tmp_path)
     monkeypatch.setattr(published, "AGES", (rows.name,))
     assert published.ages().splitlines()[-1] == f"| `{rows.name}` | ababababab | pallas_kernels |"
+
+
+def test_the_cuda_extras_and_readme_name_the_jax_of_the_rows_of_gpus():
+    """What runs on a GPU was measured with one version, so the extras install no newer one."""
+    device = re.compile(r'"device": "NVIDIA[^{}]*?"jax": "([\d.]+)"')
+    files = [file for file in RESULTS.rglob("*.jsonl") if "_h" in file.parent.name]
+    measured = {version for file in files for version in device.findall(file.read_text(encoding="utf-8"))}
+    (version,) = measured
+    assert f"of jax {version}." in (RESULTS.parents[1] / "README.md").read_text(encoding="utf-8")
+    extras = tomllib.loads((RESULTS.parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"][
+        "optional-dependencies"
+    ]
+    major, minor, _ = version.split(".")
+    for name in ("cuda12", "cuda13"):
+        assert [entry.partition(",")[2] for entry in extras[name]] == [f"<{major}.{int(minor) + 1}"]
