@@ -32,7 +32,7 @@ class Differences:
     def pytest_runtest_logreport(self, report) -> None:
         if report.when == "call":
             dtype = report.nodeid.rpartition("[")[2].removesuffix("]")
-            self.rows += [{"dtype": dtype} | row for row in dict(report.user_properties)["differences"]]
+            self.rows += [{"dtype": dtype} | row for row in dict(report.user_properties).get("differences", [])]
 
 
 def main() -> int:
@@ -43,6 +43,8 @@ def main() -> int:
     found = Differences()
     chosen = f"{CASE} and {options.dtype}" if options.dtype else CASE
     code = pytest.main([str(ROOT / TEST), "-q", "-m", "gpu", "-k", chosen], plugins=[found])
+    if not found.rows:
+        return int(code) or 1
     options.out.mkdir(parents=True, exist_ok=True)
     facts = {key: value for key, value in conditions().items() if key != "code"}
     write_rows(options.out / "joint_alone.csv", [row | facts for row in found.rows])
