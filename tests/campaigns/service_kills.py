@@ -80,9 +80,9 @@ def run_shard(options: argparse.Namespace) -> int:
                 if todo.total() and time.monotonic() < until - SLACK_S:
                     time.sleep(draw.uniform(0.1, 3.0))
                     kind = draw.choice(sorted(todo.elements()))
-                    kill(server, kind)
-                    made[kind] += 1
-                    todo[kind] -= 1
+                    if kill(server, kind):
+                        made[kind] += 1
+                        todo[kind] -= 1
                 time.sleep(0.1)
             same = [is_same(server, *job, weights, work) for job, weights in zip(jobs, alone, strict=True)]
             kills, failures = kills + made, failures + same.count(False)
@@ -102,14 +102,23 @@ def share(count: int, options: argparse.Namespace) -> int:
     return count // options.shards + (options.shard < count % options.shards)
 
 
-def kill(server: Server, kind: str) -> None:
-    """Kills the server and starts it again, or kills or stops its worker."""
+def kill(server: Server, kind: str) -> bool:
+    """Kills the server and starts it again, or kills or stops its worker. Returns whether it was there."""
     if kind == "server":
         server.end(signal.SIGKILL)
         server.start()
-        return
-    with suppress(ProcessLookupError):  # it may have ended by itself
-        os.kill(server.worker(), signal.SIGSTOP if kind == "stop" else signal.SIGKILL)
+        return True
+    pid = server.worker()
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    if state in ("Z", "X", "T"):  # it has ended, or was stopped before
+        return False
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGSTOP if kind == "stop" else signal.SIGKILL)
+        return True
+    return False
 
 
 def state_of(server: Server, owner: str, job: str) -> str:
