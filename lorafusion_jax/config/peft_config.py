@@ -48,6 +48,7 @@ _NEUTRAL = frozenset(
         "rank_pattern",
         "alpha_pattern",
         "init_lora_weights",
+        "init_weights",  # the same of VeRA, true or false
         "bias",  # looked at below, as modules_to_save
         "eva_config",
         "lora_ga_config",

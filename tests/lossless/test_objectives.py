@@ -125,6 +125,8 @@ def test_all_objectives_meet_in_a_microbatch_and_learn(joint):
     assert {"kl", "rewards/chosen"} <= steps(joint, "kto")[0].keys()
     assert {"accuracy", "margin", "mean_reward"} <= steps(joint, "reward")[0].keys()
     assert steps(joint, "grpo")[0]["kl"] == pytest.approx(0, abs=1e-6)
+    judge = json.loads((joint / "adapters" / "reward" / "latest" / "adapter_config.json").read_text())
+    assert (judge["task_type"], judge["modules_to_save"]) == ("SEQ_CLS", ["score"])
 
 
 def test_an_exported_folder_has_the_held_out_loss_of_the_end(joint):

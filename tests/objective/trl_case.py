@@ -32,7 +32,9 @@ WORDS = (
 KINDS = {
     "lora": {},
     "dora": {"use_dora": True},
-    "vera": {"peft_type": "VERA", "save_projection": True, "projection_prng_key": 5, "d_initial": 0.1},
+    "vera": {
+        "peft_type": "VERA", "save_projection": True, "projection_prng_key": 5, "d_initial": 0.1, "init_weights": True,
+    },
     "fa": {},
     "bias": {"lora_bias": True},
     "patterns": {

@@ -1,4 +1,7 @@
-"""Folders of trained adapters of every kind, loaded by PEFT: log p of every token is that of our own adapter."""
+"""Folders of trained adapters of every kind, loaded by PEFT: log p of every token is that of our own adapter.
+
+PEFT trains them further and saves them, and we read its folders.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +52,7 @@ LOGITS = 1e-4  # float32, another library's order of sums through all layers
 
 @pytest.fixture(scope="module")
 def both(make_base, tmp_path_factory):
-    """log p of all tokens: ours, and PEFT's from the folders of our run."""
+    """log p of all tokens: ours of our folders and of PEFT's, and PEFT's of the same."""
     home = tmp_path_factory.mktemp("kinds")
     base = make_base(home / "base")
     rows = small_jobs.write_rows(home, "rows", 8, longest=12)
@@ -62,20 +65,22 @@ def both(make_base, tmp_path_factory):
     assert train(config, home / "run").exit_code == 0
     folders = {name: str(home / "run" / "adapters" / name / "latest") for name in ADAPTERS}
     texts = prepare(config).adapters["plain"].train
-    job = {"base": str(base), "adapters": folders}
+    job = {"base": str(base), "adapters": folders, "trained": str(home / "trained")}
     job["texts"] = [texts.sample(number)[0].tolist() for number in range(len(texts))]
     (home / "job.json").write_text(json.dumps(job))
     script = [PEERS, str(Path(__file__).parent / "peft_logprobs.py"), str(home / "job.json"), str(home / "theirs.npz")]
     done = subprocess.run(script, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    return ours_of(config, home / "run"), np.load(home / "theirs.npz")
+    further = {name: home / "trained" / name for name in ADAPTERS}
+    ours = ours_of(config, {name: Path(folder) for name, folder in folders.items()})
+    ours |= {f"{name} trained": values for name, values in ours_of(config, further).items()}
+    return ours, np.load(home / "theirs.npz")
 
 
-def ours_of(config, run: Path) -> dict[str, np.ndarray]:
+def ours_of(config, folders: dict[str, Path]) -> dict[str, np.ndarray]:
     """log p under the folders' weights, computed by a session of the run's adapters."""
     prepared, exported = prepare(config), [exported_spec(spec) for spec in adapter_specs(config)]
-    latest = {index: run / "adapters" / spec.name / "latest" for index, spec in enumerate(exported)}
-    starts = {index: read_adapter(folder, exported[index].kind)[1] for index, folder in latest.items()}
+    starts = {index: read_adapter(folders[spec.name], spec.kind)[1] for index, spec in enumerate(exported)}
     session = Session.open(config, prepared, exported)
     try:
         session.start(starts)
@@ -105,6 +110,13 @@ def test_peft_computes_what_we_trained(name, both):
     ours, theirs = both
     assert np.abs(theirs[name] - theirs["base"]).max() > 100 * LOGITS  # the adapter has an effect
     np.testing.assert_allclose(ours[name], theirs[name], atol=LOGITS)
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_we_compute_what_peft_trained_further(name, both):
+    ours, theirs = both
+    assert np.abs(theirs[f"{name} trained"] - theirs[name]).max() > 100 * LOGITS
+    np.testing.assert_allclose(ours[f"{name} trained"], theirs[f"{name} trained"], atol=LOGITS)
 
 
 def test_every_built_in_kind_is_among_them():
