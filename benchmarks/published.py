@@ -49,6 +49,7 @@ KERNEL_FILES = (  # a row of a later file replaces the same row of an earlier on
     "kernels_h200_2026-11-22e/bytes.jsonl",
 )
 END_TO_END = "end_to_end_h200_2026-11-22h/end_to_end.jsonl"
+COMPILED_PEERS = "peers_h200_2026-11-26"
 PEERS, SIZES = "peers_h200_2026-11-23", "end_to_end_h200_2026-11-23b/end_to_end.jsonl"
 FLAX_MODEL, ADAPTER_COUNTS = (
     "flax_model_h200_2026-11-23b/rows.jsonl",
@@ -65,7 +66,7 @@ PLANNER, ORDERS, SCALING = "planner_2026-11-22", "planner_2026-11-23", "scaling_
 AGES = tuple(
     dict.fromkeys(
         name.partition("/")[0]
-        for name in (*KERNEL_FILES, END_TO_END, PEERS, SIZES, FLAX_MODEL, ADAPTER_COUNTS, *LOSS, DEPTH)
+        for name in (*KERNEL_FILES, END_TO_END, PEERS, COMPILED_PEERS, SIZES, FLAX_MODEL, ADAPTER_COUNTS, *LOSS, DEPTH)
     )
 )
 NAMES = {"8b": "Llama-3.1-8B", "32b": "Qwen2.5-32B", "70b": "Llama-3.1-70B"}
@@ -338,16 +339,18 @@ README_PEERS = {
     "single_sizes": "lorafusion-jax, one adapter after another, four sizes of microbatch",
     "lorafusion_full": "PEFT with LoRAFusion's kernels, every microbatch full: an upper bound",
     "lorafusion": "PEFT with LoRAFusion's kernels, Liger and padding-free attention, one adapter after another",
+    "compiled_full": "PEFT with `torch.compile`, every microbatch full: an upper bound (another run, over its own frozen model)",
     "packed": "PEFT with Liger and padding-free attention, one adapter after another",
     "default": "transformers and PEFT with their defaults",
 }
 
 
 def peers_in_short() -> str:
-    rows = {row["variant"]: row for row in peer_report.table(peer_report.rows_of(RESULTS / PEERS))}
+    rows = {row["variant"]: row for row in _of_peers(PEERS)}
     alone = {row["variant"]: row for row in read_jsonl(SIZES)}  # of another run, ten minutes later
     rate, floor = (alone[variant]["useful_tokens_per_s"] for variant in ("single_sizes", "frozen"))
     rows["single_sizes"] = {"useful_tokens_per_s": rate, "over_floor": rate / floor}
+    rows |= {row["variant"]: row for row in _of_peers(COMPILED_PEERS) if row["variant"].startswith("compiled")}
     lines = [
         (label, f"{rows[variant]['useful_tokens_per_s'] / 1e3:.1f} k", f"{rows[variant]['over_floor']:.2f}")
         for variant, label in README_PEERS.items()
@@ -355,7 +358,11 @@ def peers_in_short() -> str:
     return markdown(("", "useful tokens/s", "of the frozen model"), lines)
 
 
-def peers() -> str:
+def _of_peers(folder: str) -> list[dict]:
+    return peer_report.table(peer_report.rows_of(RESULTS / folder))
+
+
+def peers(folder: str = PEERS) -> str:
     lines = [
         (
             peer_report.LABELS[row["variant"]],
@@ -363,9 +370,13 @@ def peers() -> str:
             f"{row['over_floor']:.3f}",
             f"{row['peak_gb']:.0f} GB" if row["peak_gb"] else "",
         )
-        for row in peer_report.table(peer_report.rows_of(RESULTS / PEERS))
+        for row in _of_peers(folder)
     ]
     return markdown(("program", "useful tok/s", "processed tok/s", "of the frozen model", "peak memory"), lines)
+
+
+def peers_compiled() -> str:
+    return peers(COMPILED_PEERS)
 
 
 def sizes() -> str:
@@ -462,7 +473,7 @@ TABLES: dict[str, Callable[[], str]] = {
     function.__name__: function
     for function in (
         layers, siblings, ops, slower, moved, training, ratios, workloads, idle, batch_sizes, scaling, planner,
-        pipelines, ages, quantised_bases, peers_in_short, peers, sizes, flax_model, adapter_counts,
+        pipelines, ages, quantised_bases, peers_in_short, peers, peers_compiled, sizes, flax_model, adapter_counts,
         quantised_loss, quantised_depth, online_targets, online_held_out, online_large, online_queue, online_ideas,
         online_throughput, online_rates, online_decision, online_mutants,
     )
