@@ -62,7 +62,7 @@ LOSS = (
 DEPTH = "quantised_depth_cpu_2026-11-23/quantised_depth.csv"
 PIPELINES = "pipelines_2026-11-24"
 PLANNED = "planner_2026-11-24"  # with counted budgets; those of PLANNER were of wall time, on a quiet machine
-PLANNER, ORDERS, SCALING = "planner_2026-11-22", "planner_2026-11-23", "scaling_2026-11-22"
+PLANNER, ORDERS, SCALING = "planner_2026-11-22", "planner_2026-11-26", "scaling_2026-11-22"
 AGES = tuple(
     dict.fromkeys(
         name.partition("/")[0]
