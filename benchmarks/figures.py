@@ -384,8 +384,8 @@ FIGURES = (
     ),
     Figure(
         RUN_FOLDER,
-        "makes its first step {} s after the command with empty caches, {} s without these processes, and {} s with filled "
-        "caches",
+        "makes its first step {} s after the command with empty caches, {} s without these processes, and {} s "
+        "with filled caches",
         first_step,
     ),
     Figure(
