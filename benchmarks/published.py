@@ -339,7 +339,7 @@ README_PEERS = {
     "single_sizes": "lorafusion-jax, one adapter after another, four sizes of microbatch",
     "lorafusion_full": "PEFT with LoRAFusion's kernels, every microbatch full: an upper bound",
     "lorafusion": "PEFT with LoRAFusion's kernels, Liger and padding-free attention, one adapter after another",
-    "compiled_full": "PEFT with `torch.compile`, every microbatch full: an upper bound (over a frozen model of its own)",
+    "compiled_full": "PEFT with `torch.compile`, every microbatch full: an upper bound (over its own frozen model)",
     "packed": "PEFT with Liger and padding-free attention, one adapter after another",
     "default": "transformers and PEFT with their defaults",
 }
