@@ -27,7 +27,6 @@ from lorafusion_jax.generation.sources import find_source
 from lorafusion_jax.machine import prepare_machine
 from lorafusion_jax.report.console import out, say
 
-NAME = "chat"
 HELP = "/adapter NAME changes the adapter, /new starts again, /exit ends"
 
 

@@ -33,8 +33,6 @@ from lorafusion_jax.weights.table import NONE
 if TYPE_CHECKING:
     from lorafusion_jax.training.base_loss import BaseLoss
 
-NAME = "check"
-
 
 def command(
     jobs: JobFile,

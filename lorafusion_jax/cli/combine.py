@@ -13,8 +13,6 @@ from lorafusion_jax.config.peft_config import CONFIG_FILE
 from lorafusion_jax.errors import CheckpointError, ConfigError
 from lorafusion_jax.report.console import out, say
 
-NAME = "combine"
-
 
 def command(
     adapters: Annotated[

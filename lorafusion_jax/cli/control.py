@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -24,7 +23,7 @@ from lorafusion_jax.report.data_notes import data_notes
 Adapter = Annotated[str, typer.Argument(metavar="ADAPTER", help="name of the adapter")]
 
 
-def cancel(run: RunPath, adapter: Adapter) -> None:
+def cancel_adapter(run: RunPath, adapter: Adapter) -> None:
     """Ends an adapter at once. Its last step stays as a PEFT folder; the others get its slots.
 
     Example: lorafusion cancel runs/exp1 law
@@ -32,7 +31,7 @@ def cancel(run: RunPath, adapter: Adapter) -> None:
     _send_request(run, "cancel", adapter)
 
 
-def pause(run: RunPath, adapter: Adapter) -> None:
+def pause_adapter(run: RunPath, adapter: Adapter) -> None:
     """Pauses an adapter until it is continued. The others get its slots.
 
     Example: lorafusion pause runs/exp1 law
@@ -48,7 +47,7 @@ def continue_adapter(run: RunPath, adapter: Adapter) -> None:
     _send_request(run, "continue", adapter)
 
 
-def finish(run: RunPath, adapter: Adapter) -> None:
+def finish_adapter(run: RunPath, adapter: Adapter) -> None:
     """Ends an adapter after its optimizer step in progress.
 
     Example: lorafusion finish runs/exp1 law
@@ -56,7 +55,7 @@ def finish(run: RunPath, adapter: Adapter) -> None:
     _send_request(run, "finish", adapter)
 
 
-def weight(
+def weight_adapter(
     run: RunPath, adapter: Adapter, value: Annotated[float, typer.Argument(metavar="WEIGHT", help="above 0")]
 ) -> None:
     """Changes an adapter's share of the devices relative to the others.
@@ -68,7 +67,7 @@ def weight(
     _send_request(run, "weight", adapter, value)
 
 
-def extend(
+def extend_adapter(
     run: RunPath,
     adapter: Adapter,
     epochs: Annotated[int | None, typer.Option(help="more passes over its data")] = None,
@@ -93,7 +92,7 @@ def extend(
     _send_request(run, "extend", adapter, **{key: value for key, value in more.items() if value is not None})
 
 
-def add(run: RunPath, jobs: JobFile, overrides: Overrides = None) -> None:
+def add_adapter(run: RunPath, jobs: JobFile, overrides: Overrides = None) -> None:
     """Adds the adapters of another job file to a run.
 
     The file says what is their own: data, rank, targets, optimizer … What all adapters of a run share is the run's; the
@@ -111,17 +110,6 @@ def add(run: RunPath, jobs: JobFile, overrides: Overrides = None) -> None:
     warn(out(), ineffective(new) + data_notes(new, prepared))
     write_addition(run, adapters)
     _say_asked(run, f"add {', '.join(adapter.name for adapter in adapters)}")
-
-
-COMMANDS: dict[Action, Callable] = {
-    "cancel": cancel,
-    "pause": pause,
-    "continue": continue_adapter,
-    "finish": finish,
-    "weight": weight,
-    "extend": extend,
-    "add": add,
-}
 
 
 def _send_request(run: Path, action: Action, adapter: str, value: float | None = None, **options: int) -> None:

@@ -15,8 +15,6 @@ from lorafusion_jax.machine import prepare_machine
 from lorafusion_jax.report.console import out, plain_table, say
 from lorafusion_jax.report.format import count, duration, percent
 
-NAME = "demo"
-
 
 def command(
     out_dir: Annotated[Path | None, typer.Option("--out", help="run folder; default runs/demo, runs/demo-2, …")] = None,

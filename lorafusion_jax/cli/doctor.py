@@ -27,7 +27,6 @@ from lorafusion_jax.report.format import count
 from lorafusion_jax.report.record import versions
 from lorafusion_jax.tuning_table import use_tables
 
-NAME = "doctor"
 EXTRAS = {
     "hf": "datasets",
     "tensorboard": "tensorboardX",

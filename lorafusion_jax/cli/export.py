@@ -29,7 +29,6 @@ from lorafusion_jax.report.card_results import results
 from lorafusion_jax.report.console import out, say
 from lorafusion_jax.weights.table import NONE
 
-NAME = "export"
 DTYPES = ("float32", "bfloat16")
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 

@@ -20,7 +20,6 @@ from lorafusion_jax.machine import prepare_machine
 from lorafusion_jax.report.console import out, say
 from lorafusion_jax.report.generated import show_texts
 
-NAME = "generate"
 STDIN = "-"
 
 SourceArgument = Annotated[

@@ -15,8 +15,6 @@ from lorafusion_jax.config.read import read_source
 from lorafusion_jax.config.reference import reference
 from lorafusion_jax.errors import ConfigError
 
-NAME = "init"
-
 TEXT = """\
 # lorafusion job file. Every key except base.model, adapters[].name and data.train has a default. Common keys are shown
 # with their defaults; lorafusion init --all shows all keys.

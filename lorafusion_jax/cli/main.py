@@ -15,71 +15,37 @@ from typing import Annotated
 
 import typer
 
-from lorafusion_jax.cli import (
-    chat,
-    check,
-    combine,
-    control,
-    data,
-    demo,
-    doctor,
-    export,
-    generate,
-    init,
-    plan,
-    profile,
-    report,
-    resume,
-    simulate,
-    status,
-    timeline,
-    train,
-    tune,
-    verify,
-)
+from lorafusion_jax import __version__
+from lorafusion_jax.cli.on_demand import add_names, group_of
 from lorafusion_jax.errors import ConfigError, LoraFusionError, RunError
 from lorafusion_jax.plugins import plugin_fault
 from lorafusion_jax.report.console import errors_to
-from lorafusion_jax.report.record import versions
 from lorafusion_jax.signals import INTERRUPTED, stop_signals
-from scheduling import PlanError
 
 SERVICE = "lorafusion_serve"
 DISK = (errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG, errno.ESTALE)  # also of files that are open
 
+FILES = (
+    *("demo", "init", "check", "plan", "train", "resume", "status", "timeline", "report", "generate", "chat", "export"),
+    *("combine", "verify", "profile", "tune", "doctor", "simulate"),
+)
+CONTROLS = ("cancel", "pause", "continue", "finish", "weight", "extend", "add")
+COMMANDS = {
+    **{name: f"lorafusion_jax.cli.{name}:command" for name in FILES},
+    **{name: f"lorafusion_jax.cli.control:{name}_adapter" for name in CONTROLS},
+    "data": "lorafusion_jax.cli.data:app",
+}
+if find_spec(SERVICE) is not None:  # by name: this package does not depend on it
+    COMMANDS |= import_module(f"{SERVICE}.cli.commands").COMMANDS
 app = typer.Typer(
+    cls=group_of(COMMANDS),
     no_args_is_help=True,
     invoke_without_command=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     help="Trains several LoRA adapters of one base model together. Start with: lorafusion demo",
 )
-for command in (
-    demo,
-    init,
-    check,
-    plan,
-    train,
-    resume,
-    status,
-    timeline,
-    report,
-    generate,
-    chat,
-    export,
-    combine,
-    verify,
-    profile,
-    tune,
-    doctor,
-    simulate,
-):
-    app.command(command.NAME)(command.command)
-for name, asked in control.COMMANDS.items():
-    app.command(name)(asked)
-app.add_typer(data.app, name="data")
-if find_spec(SERVICE) is not None:  # by name: this package does not depend on it
-    import_module(f"{SERVICE}.cli.commands").add_to(app)
+add_names(app, COMMANDS)
 
 
 @app.callback()
@@ -87,7 +53,7 @@ def _options(
     version: Annotated[bool, typer.Option("--version", help="print the version and exit", is_eager=True)] = False,
 ) -> None:
     if version:
-        print(f"lorafusion-jax {versions()['lorafusion-jax']}")
+        print(f"lorafusion-jax {__version__}")
         raise typer.Exit
 
 
@@ -109,9 +75,9 @@ def run(arguments: list[str] | None = None) -> int:
         _refuse_empty(sys.argv[1:] if arguments is None else arguments)
         with stop_signals():
             return app(arguments, standalone_mode=False, prog_name="lorafusion") or 0
-    except (LoraFusionError, PlanError) as problem:
+    except LoraFusionError as problem:
         _print_error(problem)
-        return getattr(problem, "exit_code", 2)
+        return problem.exit_code
     except typer.TyperException as problem:  # unknown command or option, missing argument
         problem.show()  # pyright: ignore[reportAttributeAccessIssue]
         return problem.exit_code
@@ -121,6 +87,11 @@ def run(arguments: list[str] | None = None) -> int:
     except BrokenPipeError:  # `lorafusion init | head`
         return 0
     except Exception as problem:
+        from scheduling import PlanError  # not before an error: it needs numpy
+
+        if isinstance(problem, PlanError):
+            _print_error(problem)
+            return 2
         if (fault := plugin_fault(problem)) is not None:
             _print_error(fault)
             return fault.exit_code

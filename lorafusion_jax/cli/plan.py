@@ -27,8 +27,6 @@ from lorafusion_jax.planning.prediction import PredictedMemory, this_device
 from lorafusion_jax.report.console import out, say, warn
 from lorafusion_jax.report.trackers import missing_packages
 
-NAME = "plan"
-
 
 def command(
     jobs: JobFile,

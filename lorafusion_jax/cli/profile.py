@@ -16,8 +16,6 @@ from lorafusion_jax.report.console import out, plain_table, say
 from lorafusion_jax.report.events import PhaseBegun
 from lorafusion_jax.report.format import better_layers, duration, percent
 
-NAME = "profile"
-
 
 def command(
     jobs: JobFile,

@@ -16,7 +16,6 @@ from lorafusion_jax.files import replace_text
 from lorafusion_jax.report.console import out, say
 from lorafusion_jax.report.page.build import ReportedRun, report_page
 
-NAME = "report"
 WATCH_S = 10
 
 

@@ -12,8 +12,6 @@ from lorafusion_jax.cli.processes import Coordinator, Distributed, NumProcesses,
 from lorafusion_jax.machine import prepare_machine
 from lorafusion_jax.report.console import out
 
-NAME = "resume"
-
 Where = Annotated[
     list[str] | None,
     typer.Argument(

@@ -24,7 +24,6 @@ from scheduling.online import (
 )
 from scheduling.online.replay import COLUMNS, completion_svg, format_figure, replay_html
 
-NAME = "simulate"
 HOST_GPUS = 8
 EXAMPLE_JOBS = 60
 

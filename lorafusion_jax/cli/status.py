@@ -15,7 +15,6 @@ from lorafusion_jax.cli.common import Json, RunPath, next_command
 from lorafusion_jax.report.console import out
 from lorafusion_jax.report.ranking import adapter_to_export
 
-NAME = "status"
 SILENT_S = 120.0  # a run of another host that is silent for this long may have ended
 
 

@@ -24,8 +24,6 @@ from lorafusion_jax.report.measured import read_timeline, settled_slots
 from lorafusion_jax.report.recorder import read_rows
 from scheduling import Timeline, compare_timelines, simulate, timeline_html, to_perfetto
 
-NAME = "timeline"
-
 
 def command(
     run: RunPath,

@@ -16,8 +16,6 @@ from lorafusion_jax.config.read import read_source
 from lorafusion_jax.machine import prepare_machine
 from lorafusion_jax.report.console import out, warn
 
-NAME = "train"
-
 
 def command(
     jobs: JobFile,

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from pallas_kernels.tuning.store import Table
     from pallas_kernels.tuning.tune import Failure
 
-NAME = "tune"
 SHOWN = 5  # failures to show
 
 

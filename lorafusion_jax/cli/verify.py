@@ -15,7 +15,6 @@ from lorafusion_jax.machine import prepare_machine
 from lorafusion_jax.report.console import errors_to, out, plain_table, say
 from lorafusion_jax.report.format import exact
 
-NAME = "verify"
 DAMAGED, DIFFERENT = 2, 1
 SHOWN = 6  # tensors of a comparison
 

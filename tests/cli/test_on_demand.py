@@ -1,0 +1,54 @@
+"""The list of commands, which imports none of them."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+
+import pytest
+
+from lorafusion_jax.cli.main import COMMANDS, run
+from lorafusion_jax.cli.on_demand import documentation, imported
+
+DEAR = (
+    "lorafusion_jax.config.schema",
+    "numpy",
+    "jinja2",
+    "tokenizers",
+    "scheduling",
+    "jax",
+    "fastapi",
+    "lorafusion_jax.cli.train",
+)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["pasue"]])
+def test_what_runs_no_command_imports_none(arguments):
+    code = f"""
+import sys
+from lorafusion_jax.cli.main import run
+run({arguments!r})
+print([name for name in {DEAR!r} if name in sys.modules])
+"""
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert told.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_list_shows_the_text_of_the_command_itself(name, capsys):
+    command = imported(name, COMMANDS[name])
+    assert documentation(COMMANDS[name]) == inspect.cleandoc(command.help)
+    assert run(["--help"]) == 0
+    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert " ".join(command.help.split("\n\n")[0].split()) in shown
+
+
+def test_a_group_shows_its_commands(capsys):
+    assert run(["data", "--help"]) == 0
+    assert "Shows tokens coloured by loss mask." in capsys.readouterr().out
+
+
+def test_a_wrong_name_is_answered_with_the_right_one(capsys):
+    assert run(["pasue"]) == 2
+    assert "Did you mean 'pause'?" in capsys.readouterr().err
