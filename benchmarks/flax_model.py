@@ -14,8 +14,9 @@ billion parameters, and ours also runs on a base in fp8. Two GPUs: frozen and ou
 of two data and of two tensor devices, and the collectives of each compiled program; with --quantize on a stored base,
 too. First the results are compared
 with `nnx.LoRA`. Variants are timed in turn; writes rows.jsonl, a row after each case. The last word of a variant may be
-an implementation (`ours 4 xla`). With --profile a step of each variant is profiled after the times, and its kernels are
-compared with the frozen step's. With --tune tile sizes of the layers' own shapes are measured first.
+an implementation (`ours 4 xla`); with `shared`, projections of one input share the reads of it. With --profile a step
+of each variant is profiled after the times, and its kernels are compared with the frozen step's. With --tune tile sizes
+of the layers' own shapes are measured first.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from jax.sharding import PartitionSpec as P
 from benchmarks.conditions import conditions
 from benchmarks.end_to_end import kernel_times
 from benchmarks.flax_qwen3 import EinsumLoRA, Qwen3Layer, rotate
-from lorafusion_jax.modules import AdapterSpec, apply_lora, lora_report, quantize_base, use_adapters
+from lorafusion_jax.modules import AdapterSpec, apply_lora, lora_report, quantize_base, share_inputs, use_adapters
 from pallas_kernels import compiler_options, config_store
 from pallas_kernels.arg_specs import LinearSpec
 from pallas_kernels.policy import IMPLEMENTATIONS
@@ -60,6 +61,7 @@ SHAPE = re.compile(r"(pred|[a-z]+\d+)\[([\d,]*)\]")
 VARIANTS = ["frozen", "nnx.LoRA", "qwix", "ours 1", "ours 4", "ours 4 dropout 0.1"]
 QWEN3_VARIANTS = ["frozen", "nnx.LoRA", "qwix", "ours 1", "ours 4", "ours 1 fp8", "ours 4 fp8"]
 STORED = ("fp8", "int8", "nf4")  # kinds of quantize_base
+SHARED = ["ours 4 shared", "ours 4 shared fp8"]
 BY_NAME = [f"ours 4 {implementation}" for implementation in IMPLEMENTATIONS]
 TOP = 25  # kernels of a profile to print
 ROUNDS, STEPS = 5, 4  # turns of each variant, timed steps of a turn
@@ -239,6 +241,7 @@ def make_variant(name: str, base: nnx.Module, size: Size, tokens: jax.Array) -> 
     elif name != "frozen":
         specs = specs_of(int(name.split()[1]), size, dropout=0.1 if "dropout" in name else 0.0)
         model = apply_lora(model, specs, targets=PROJECTIONS)
+        model = share_inputs(model) if "shared" in name else model
     wrt = Probe if name == "frozen" else nnx.LoRAParam
     optimizer = nnx.Optimizer(model, optax.adamw(1e-4), wrt=wrt)
     trains = nnx.filterlib.Any(wrt, nnx.OptState)
@@ -502,7 +505,9 @@ def main() -> int:
     parser.add_argument("--qwen3", action="store_true", help="layers of Bonsai's Qwen3, a billion parameters")
     parser.add_argument("--small", action="store_true", help="tiny shapes, to try the script on a CPU")
     parser.add_argument("--quantize", nargs="*", choices=STORED, default=[], help="on a mesh, a base stored so, too")
-    parser.add_argument("--variants", nargs="+", choices={*VARIANTS, *QWEN3_VARIANTS, *BY_NAME}, help="of one GPU")
+    parser.add_argument(
+        "--variants", nargs="+", choices={*VARIANTS, *QWEN3_VARIANTS, *BY_NAME, *SHARED}, help="of one GPU"
+    )
     parser.add_argument("--profile", action="store_true", help="of one GPU: the kernels of a step of each variant")
     parser.add_argument("--tune", action="store_true", help="of one GPU: measure tile sizes of these layers first")
     parser.add_argument("--layers", type=int, help="fewer compile sooner")

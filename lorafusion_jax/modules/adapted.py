@@ -5,8 +5,7 @@ K in · N out · R padded rank · A adapters
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -16,10 +15,12 @@ from jaxtyping import Array
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.errors import RunError
 from lorafusion_jax.modules.context import LoRAContext
+from lorafusion_jax.modules.exchanged_class import exchanged_class, own_class
 from lorafusion_jax.modules.linear import Linear
 from lorafusion_jax.modules.lora_product import Leaves, expert_products, lora_product
 from lorafusion_jax.modules.plan import LoRAPlan
 from lorafusion_jax.modules.product import Product, Result, Stored, exchange_product, unsupported_linear
+from lorafusion_jax.modules.siblings import Call, product_beside_siblings
 from lorafusion_jax.modules.tree import Path, dotted
 from lorafusion_jax.modules.use import context_of
 
@@ -39,7 +40,8 @@ def call_adapted(layer: Any, *args: Any, **options: Any) -> Any:
     the adapter's x.
     """
     plan: LoRAPlan = layer.lora_plan
-    context = context_of(len(plan.adapters)) or _default(layer, plan)
+    chosen = context_of(len(plan.adapters))
+    context = chosen or _default(layer, plan)
     leaves = {leaf.name: getattr(layer, leaf.name)[...] for leaf in plan.leaves}
     experts = plan.linear.experts
     if any(leaves[leaf.name].ndim != 1 + len(leaf.axes) + experts for leaf in plan.leaves):
@@ -52,6 +54,9 @@ def call_adapted(layer: Any, *args: Any, **options: Any) -> Any:
         known = tuple(axis + experts for axis in plan.linear.inside)
         if inside != known:
             raise unsupported_linear(plan.path, f"its call sums over axes {inside} of the weight, not {known}")
+        call = Call(layer=layer, x=x, inside=inside, result=result, context=chosen)
+        if (y := product_beside_siblings(call)) is not None:
+            return y
         bank = Leaves(names=plan.names, numbers=plan.numbers, leaves=leaves, rank=plan.rank)
         options = {"context": context, "site": site, "where": plan.path}
         if result.experts and not isinstance(w, Stored):
@@ -119,17 +124,6 @@ def adapt(
 def adapted_class(cls: type) -> type:
     """Returns the class of a layer with adapters."""
     return exchanged_class(cls, "LoRA", call_adapted)
-
-
-@cache
-def exchanged_class(cls: type, prefix: str, call: Callable[..., Any]) -> type:
-    """Returns a subclass of a layer's class that is called otherwise: `isinstance` still holds."""
-    return type(f"{prefix}{cls.__name__}", (cls,), {"__call__": call, "lora_class": cls, "__module__": cls.__module__})
-
-
-def own_class(layer: nnx.Module) -> type:
-    """Returns the class of a layer before its product was exchanged."""
-    return getattr(type(layer), "lora_class", type(layer))
 
 
 def _default(layer: Any, plan: LoRAPlan) -> LoRAContext:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +16,12 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array
 
-from lorafusion_jax.adapters.bank import make_bank
+from lorafusion_jax.adapters.bank import Bank, make_bank
 from lorafusion_jax.errors import RunError
 from lorafusion_jax.modules.context import LoRAContext
 from lorafusion_jax.modules.product import Result, Stored, unsupported_linear
-from pallas_kernels import multi_lora_linear
+from pallas_kernels import multi_lora_linear, multi_lora_linears
+from pallas_kernels.frozen_weight import FrozenWeight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +38,35 @@ class Leaves:
         return replace(self, leaves={name: leaf[number] for name, leaf in self.leaves.items()})
 
 
+class Operands(NamedTuple):
+    """A weight and its adapters, as the ops take them."""
+
+    w_KN: FrozenWeight
+    bank: Bank
+    free: tuple[int, ...]  # sizes of the other axes of the weight
+
+
+def operands_of(
+    w: Array | Stored, adapters: Leaves, inside: tuple[int, ...], context: LoRAContext, dtype: Any, where: str
+) -> Operands:
+    """Flattens a weight to [K, N] and computes what its adapters need."""
+    free = [axis for axis in range(w.ndim) if axis not in inside]
+    shape = math.prod(w.shape[axis] for axis in inside), math.prod(w.shape[axis] for axis in free)
+    _check_split(w, inside, free, where)
+    w_KN = w.operand() if isinstance(w, Stored) else jnp.transpose(w, [*inside, *free]).reshape(shape)
+    bank = make_bank(
+        adapters.names,
+        adapters.numbers,
+        adapters.leaves,
+        shape=shape,
+        rank=adapters.rank,
+        scale_A=context.scale,
+        kernel=w_KN,
+        dtype=dtype,
+    )
+    return Operands(w_KN, bank, tuple(w.shape[axis] for axis in free))
+
+
 def lora_product(
     x: Array,
     w: Array | Stored,
@@ -49,20 +79,7 @@ def lora_product(
     where: str,
 ) -> Array:
     """Multiplies x [rows, contracted axes] by a weight with each row's adapter → [rows, other axes of w]."""
-    rows, free = x.shape[: x.ndim - len(inside)], [axis for axis in range(w.ndim) if axis not in inside]
-    shape = math.prod(w.shape[axis] for axis in inside), math.prod(w.shape[axis] for axis in free)
-    _check_split(w, inside, free, where)
-    w_KN = w.operand() if isinstance(w, Stored) else jnp.transpose(w, [*inside, *free]).reshape(shape)
-    bank = make_bank(
-        adapters.names,
-        adapters.numbers,
-        adapters.leaves,
-        shape=shape,
-        rank=adapters.rank,
-        scale_A=context.scale,
-        kernel=w_KN,
-        dtype=x.dtype,
-    )
+    rows, part = x.shape[: x.ndim - len(inside)], operands_of(w, adapters, inside, context, x.dtype, where)
     if context.draw is not None and context.draw.examples is None and _is_mapped(x):
         raise RunError(
             "lora.vmap-dropout",
@@ -71,10 +88,10 @@ def lora_product(
         )
     table, dropout = context.at_rows(rows, site)
     y = multi_lora_linear(
-        x.reshape(*rows, shape[0]),
-        w_KN,
-        bank.a_AKC,
-        bank.b_ACN,
+        x.reshape(*rows, part.w_KN.shape[0]),
+        part.w_KN,
+        part.bank.a_AKC,
+        part.bank.b_ACN,
         tile_adapter=table,
         scale=context.scale,
         ranks=context.ranks,
@@ -83,7 +100,24 @@ def lora_product(
         out_sharding=result.flat(len(rows)),
         preferred_element_type=None if result.dtype == x.dtype else result.dtype,
     )
-    return result.place(bank.finish(y, table, None).reshape(*rows, *(w.shape[axis] for axis in free)))
+    return result.place(part.bank.finish(y, table, None).reshape(*rows, *part.free))
+
+
+def lora_products(x: Array, inside: int, parts: Sequence[Operands], context: LoRAContext) -> list[Array]:
+    """`lora_product` of several weights, without dropout: x [rows, `inside` contracted axes] is read once."""
+    rows = x.shape[: x.ndim - inside]
+    table, _ = context.at_rows(rows, 0)
+    ys = multi_lora_linears(
+        x.reshape(*rows, parts[0].w_KN.shape[0]),
+        [part.w_KN for part in parts],
+        [part.bank.a_AKC for part in parts],
+        [part.bank.b_ACN for part in parts],
+        tile_adapter=table,
+        scale=context.scale,
+        ranks=context.ranks,
+        implementation=context.implementation,
+    )
+    return [part.bank.finish(y, table, None).reshape(*rows, *part.free) for part, y in zip(parts, ys, strict=True)]
 
 
 def expert_products(

@@ -57,11 +57,13 @@ class Result:
         dtype: may be wider than that of x.
         sharding: the one that the layer's call sets with `out_sharding`; None: it sets none.
         experts: number of leading axes that x, the weight and the product have in common.
+        casts: dtypes that the weight takes one after another; None: it is changed otherwise, too.
     """
 
     dtype: Any
     sharding: NamedSharding | None = None
     experts: int = 0
+    casts: tuple[Any, ...] | None = ()
 
     def place(self, y: Array) -> Array:
         """Gives y its sharding."""
@@ -170,6 +172,7 @@ class _Run:
     where: str
     experts: int | None = 0
     products: int = 0
+    casts: tuple[Any, ...] | None = ()
 
     def evaluate(self, jaxpr: Jaxpr, values: list[Any], weights: dict[int, tuple[int, ...]]):
         """Returns the outputs, and which of them are the weight itself."""
@@ -208,6 +211,7 @@ class _Run:
         if name == "transpose":
             return self._rearranged(jaxpr, eqn, operands), {0: tuple(order[axis] for axis in eqn.params["permutation"])}
         if name in _SAME_AXES:
+            self._follow(eqn)
             return self._rearranged(jaxpr, eqn, operands), {0: order}
         raise self._unsupported(name)
 
@@ -242,8 +246,14 @@ class _Run:
         sharding = eqn.params.get("out_sharding")
         if sharding is not None and experts:
             raise unsupported_linear(self.where, "it has a weight for each expert and sets out_sharding")
-        made = Result(dtype=result, sharding=self._sharding(sharding, back), experts=experts)
+        casts = None if self.casts is None else (*self.casts, dtype)
+        made = Result(dtype=result, sharding=self._sharding(sharding, back), experts=experts, casts=casts)
         return jnp.transpose(self.product(x, w, inside, made), back)
+
+    def _follow(self, eqn: JaxprEqn) -> None:
+        """Notes what happens to the weight before its product."""
+        cast = (eqn.params["new_dtype"],) if eqn.primitive.name == "convert_element_type" else None
+        self.casts = None if self.casts is None or cast is None else (*self.casts, *cast)
 
     def _check_precision(self, precision: Any) -> None:
         """Our products of float32 have the highest precision, and bfloat16 ones sums in float32: at least any other."""

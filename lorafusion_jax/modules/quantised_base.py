@@ -11,7 +11,8 @@ from flax import nnx
 from jaxtyping import Array
 
 from lorafusion_jax.errors import ConfigError
-from lorafusion_jax.modules.adapted import call_exchanged, exchanged_class
+from lorafusion_jax.modules.adapted import call_exchanged
+from lorafusion_jax.modules.exchanged_class import exchanged_class
 from lorafusion_jax.modules.linear import Linear
 from lorafusion_jax.modules.match import Candidate, find_candidates, is_experts
 from lorafusion_jax.modules.product import Result

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import jax
 from flax import nnx
 
-from lorafusion_jax.modules.adapted import own_class
+from lorafusion_jax.modules.exchanged_class import own_class
 from lorafusion_jax.modules.linear import Linear
 from lorafusion_jax.modules.match import check_model, find_candidates, is_experts
 from lorafusion_jax.modules.quantised_base import stored_weight

@@ -19,7 +19,8 @@ from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.adapters.table import adapter_kind
 from lorafusion_jax.errors import CheckpointError, ConfigError
 from lorafusion_jax.files import replace_bytes
-from lorafusion_jax.modules.adapted import adapted_class, own_class
+from lorafusion_jax.modules.adapted import adapted_class
+from lorafusion_jax.modules.exchanged_class import own_class
 from lorafusion_jax.modules.linen_held import LinenAdapters
 from lorafusion_jax.modules.merging import merged_weight
 from lorafusion_jax.modules.plan import LoRAPlan
