@@ -30,7 +30,7 @@ class Settings:
         workers_at: host and port where workers of other machines reach the server (None: they are on this machine).
         mlora_compat: mount mLoRA's routes, which have no users.
         artifacts: URL of fsspec below which finished adapters are published, too.
-        save_s: seconds between two saves of the states of all jobs.
+        save_s: seconds between two saves of the state of a job.
         lease_s: seconds without a sign of a worker after which its jobs go back to the queue.
         most_upload, most_jobs: bytes of a data set, and live jobs of an owner.
     """

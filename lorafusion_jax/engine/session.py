@@ -7,8 +7,10 @@ without adapters waits. One process; the mesh may have several stages and replic
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
+import numpy as np
 
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.config.places import Places, place_kind
@@ -31,13 +33,14 @@ from lorafusion_jax.engine.stepping import Steps
 from lorafusion_jax.engine.task import Task
 from lorafusion_jax.errors import RunError
 from lorafusion_jax.objective.batch import metric_names
-from lorafusion_jax.pipeline.base import check_tables, open_base
+from lorafusion_jax.pipeline.base import check_tables, has_room_for_a_state, open_base
 from lorafusion_jax.pipeline.base_cache import BaseFiles
 from lorafusion_jax.pipeline.batches import mask_adapters
+from lorafusion_jax.pipeline.device_copy import InParts
 from lorafusion_jax.pipeline.distant_stage import local_stages
 from lorafusion_jax.pipeline.evaluation import Evaluation, finish_evaluation
 from lorafusion_jax.pipeline.executor import Executor
-from lorafusion_jax.pipeline.move import to_local
+from lorafusion_jax.pipeline.move import to_host, to_local
 from lorafusion_jax.pipeline.place_table import PlaceTable
 from lorafusion_jax.pipeline.reading import Reading
 from lorafusion_jax.pipeline.stage import Stage
@@ -71,8 +74,10 @@ class LiveSession:
         *,
         most_segments: int,
         reproducible: bool = False,
+        has_room: bool = True,
     ):
         self.config, self.places, self.slot = config, places, 0
+        self._has_room = has_room  # for a copy of the largest state, while all places train
         self.tasks: dict[int, Task] = {}
         self._reading = reading
         self._executor = Executor(stages, [place_name(place) for place in range(len(places.ranks))])
@@ -137,7 +142,15 @@ class LiveSession:
         opened = open_base(config, None, place_specs(config, places.heads), base_files=base_files)
         stages = list(local_stages(opened.stages).values())
         most = most_segments or num_segments(max(1, batch.largest // TOKENS_OF_A_SEGMENT)) - 1
-        session = cls(config, places, Reading(opened), stages, most_segments=most, reproducible=reproducible)
+        session = cls(
+            config,
+            places,
+            Reading(opened),
+            stages,
+            most_segments=most,
+            reproducible=reproducible,
+            has_room=has_room_for_a_state(config, stages[0].parts.model, stages[0].remat),
+        )
         try:
             session._compile(on_progress)
         except BaseException:
@@ -229,16 +242,23 @@ class LiveSession:
         return self.start_reading(place)()
 
     def start_reading(self, place: int) -> Callable[[], AdapterState]:
-        """Returns a function that waits for the state of an adapter, from any thread; others train on meanwhile.
+        """Returns a function that waits for the state of an adapter, from any thread; all train on meanwhile.
 
-        The adapter is done, or does not train until the function has returned.
+        The state is that after the last step that was issued: it counts once `Task.step` has come to its step, and not
+        if the adapter fails before. The devices copy it. Call the function before you start to read another state,
+        because devices have memory for one. If they lack even that, this waits for the slots that were issued, and
+        reads the state itself.
         """
         assert place not in self._references, "the place may hold the weights of a reference"
         task = self.tasks[place]
-        step, parts = task.step, self._executor.read(lambda stage: (stage.adapter(place), stage.optimizers[task.name]))
+        if not self._has_room and task.status != "done":
+            self.drain()
+        step = task.step + self._steps.waiting(place)
+        parts = self._executor.read(lambda stage: self._read_stage(stage, place, task))
 
         def wait() -> AdapterState:
-            states = [part.result() for part in parts]
+            states = [jax.tree.map(_on_host, part.result()) for part in parts]
+            parts.clear()
             return AdapterState(
                 step=step,
                 data=task.data.digest,
@@ -246,7 +266,14 @@ class LiveSession:
                 optimizer=joined_states([state for _, state in states]),
             )
 
-        return wait
+        if self._has_room or task.status == "done":
+            return wait
+        state = wait()
+        return lambda: state
+
+    def _read_stage(self, stage: Stage, place: int, task: Task) -> tuple[Any, Any]:
+        """Returns leaves and optimizer state of an adapter on a stage."""
+        return stage.copy_state(place) if self._has_room else (stage.adapter(place), stage.optimizers[task.name])
 
     def forget(self, place: int) -> None:
         """Frees a place without reading its state. Waits for the slots that were issued, unless its adapter is done."""
@@ -371,3 +398,7 @@ class LiveSession:
             for slot in self._executor.completed_slots():
                 self._steps.read(slot + 1)
         self._executor.issue(event, tuple(names))
+
+
+def _on_host(leaf: Any) -> np.ndarray:
+    return leaf.read() if isinstance(leaf, InParts) else to_host(leaf)

@@ -78,7 +78,7 @@ class PlaceWriter:
         for place, *_ in self._places.classes.values():
             for stage in self._stages:
                 stage.write(place, zeros[place_name(place)])
-                stage.adapter(place)
+                stage.copy_state(place)
                 if adapter_kind(specs[place].kind).start is not None:
                     stage.start_from_base(place)
             self._compiled.add(_steps_of(specs[place], self._config.adapters[place].optim))
@@ -159,7 +159,7 @@ class PlaceWriter:
         steps = _steps_of(weights.spec, task.adapter.optim)
         if steps not in self._compiled:
             compile_steps(stage, len(self._stages), place)
-            stage.adapter(place)
+            stage.copy_state(place)
             if stage is self._stages[-1]:
                 self._compiled.add(steps)
 

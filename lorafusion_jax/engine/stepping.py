@@ -40,10 +40,13 @@ class Steps:
     def issue(self, place: int, slot: int) -> None:
         """Issues the step of an adapter whose global batch is complete."""
         task = self._tasks[place]
-        waiting = sum(issued.place == place for issued in self._issued)
-        number = task.step + waiting
+        number = task.step + self.waiting(place)
         result = self._executor.step(place_name(place), hyper(task.adapter.optim, float(task.rates[number])))
         self._issued.append(_Issued(place=place, task=task, step=number + 1, slot=slot, result=result))
+
+    def waiting(self, place: int) -> int:
+        """Number of steps of an adapter whose results were not read yet."""
+        return sum(issued.place == place for issued in self._issued)
 
     def read(self, slots_done: int) -> None:
         """Reads the results of steps in slots below `slots_done`."""

@@ -19,6 +19,7 @@ from lorafusion_jax.optim.step import Hyper, transformation, zero_hyper
 from lorafusion_jax.pipeline import adapter_step
 from lorafusion_jax.pipeline import leaves as lv
 from lorafusion_jax.pipeline.adapter_step import BatchSummary, Totals
+from lorafusion_jax.pipeline.device_copy import InParts, cut, find_cuts
 from lorafusion_jax.pipeline.leaves import Leaves, Own, Place
 from lorafusion_jax.pipeline.mesh import StageMesh
 from lorafusion_jax.pipeline.stage_columns import StageColumns
@@ -38,6 +39,7 @@ class AdapterPrograms:
     def __init__(self, stage: StageMesh, columns: StageColumns):
         self._stage, self._columns = stage, columns
         self.compiled: dict[tuple[Hashable, ...], Any] = {}
+        self._copied: dict[tuple[Hashable, ...], Any] = {}  # shapes of what `copy_state` copies
 
     def _jit(
         self, key: tuple[Hashable, ...], function: Callable, *, donate: tuple[int, ...] = (), out: Any = None
@@ -126,6 +128,25 @@ class AdapterPrograms:
         )
         return program(adapter, lora)
 
+    def copy_state(self, own_columns: Own, adapter: Place, leaves: Leaves, optimizer: Any) -> tuple[Any, Any]:
+        """Copies one adapter's leaves and its optimizer state, each array as `InParts`."""
+        columns = self._columns.all
+
+        def state(adapter: Place, leaves: Leaves, optimizer: Any) -> tuple[Any, Any]:
+            return lv.take(leaves, columns, own_columns, adapter.first), optimizer
+
+        def copy(*arguments: Any) -> Any:
+            taken, optimizer = state(*arguments)
+            parts = {name: cut(leaf, *_cuts(leaf)) if _cuts(leaf)[1] > 1 else [leaf] for name, leaf in taken.items()}
+            return parts, jax.tree.map(lambda leaf: cut(leaf, *_cuts(leaf)), optimizer)
+
+        arguments = adapter, leaves, optimizer
+        key = ("copy", own_columns, jax.tree.structure(optimizer))
+        if key not in self._copied:
+            self._copied[key] = jax.eval_shape(state, *arguments)
+        parts = self._jit(key, copy)(*arguments)
+        return jax.tree.map(lambda leaf, pieces: InParts(leaf.shape, pieces, _cuts(leaf)[0]), self._copied[key], parts)
+
     def put(self, leaves: Leaves, first: Array, adapter_leaves: Leaves) -> Leaves:
         """Writes some leaves of one adapter, trainable or constant ones."""
         columns = self._columns.all
@@ -153,3 +174,8 @@ class AdapterPrograms:
         trained = self._columns.trained
         optimizer = transformation(optim, zero_hyper(optim), adapter_step.groups(trained, own_columns))
         return optimizer.init(lv.take(lora, trained, own_columns, adapter.first))
+
+
+def _cuts(leaf: Any) -> tuple[int, int]:
+    """How an array that every device has whole is cut."""
+    return find_cuts(leaf.shape, leaf.shape, leaf.dtype.itemsize)

@@ -263,6 +263,13 @@ def _has_room_to_start(config: JobConfig, model: ModelConfig, remat: RematPolicy
     return size is None or fits(problem, size, usable=ALLOCATOR_USABLE - STAND_INS)
 
 
+def has_room_for_a_state(config: JobConfig, model: ModelConfig, remat: RematPolicy) -> bool:
+    """Whether devices have memory for a copy of one adapter's state while all train, by count."""
+    size = device_bytes()
+    problem = replace(memory_problem_here(config, model), remat=remat, copied_state=True)
+    return size is None or fits(problem, size, usable=ALLOCATOR_USABLE)
+
+
 def memory_warning(config: JobConfig, model: ModelConfig, remat: RematPolicy) -> str | None:
     """Returns a warning, with advice, if memory on this machine will probably not suffice."""
     size, problem = device_bytes(), replace(memory_problem_here(config, model), remat=remat)

@@ -2,25 +2,20 @@
 
 The devices copy the state, which takes milliseconds, and the copy is transferred to the host later. If a device lacks
 memory for the copy, the state is transferred while training waits.
-
-The copy is made of parts, which are transferred in turn to pinned memory and copied from there. XLA would transfer an
-array to other memory through pinned memory of its size, from which a callback of CUDA copies it. Other callbacks,
-without which no microbatch gets to the device, wait meanwhile. On an H200 arrays of 700 MB delayed microbatches by 1 s.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from math import ceil, prod
+from math import prod
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
+from lorafusion_jax.pipeline.device_copy import InParts, cut, find_cuts
 from lorafusion_jax.pipeline.distant_stage import AnyStage, local_stages
 from lorafusion_jax.pipeline.links import Links
 from lorafusion_jax.pipeline.processes import any_process
@@ -29,8 +24,6 @@ from lorafusion_jax.pipeline.state import gather
 
 CHANGING = ("lora", "sums", "totals", "alive")  # attributes of a stage with arrays of all adapters
 SPARE = 0.03  # share of a device's memory to leave free, because of fragmentation
-PINNED = "pinned_host"
-PART = 64 * 2**20  # bytes of a part on one device
 
 
 class Snapshot:
@@ -56,24 +49,6 @@ class Snapshot:
     def adapter(self, name: str) -> dict[str, np.ndarray]:
         """Returns an adapter's weights after `state` was called: "layers.self_attn.q_proj.lora_a" → [L, K, r]."""
         return self._weights[name]
-
-
-@dataclass(frozen=True, slots=True)
-class InParts:
-    """An array that was cut along an axis. Not a pytree."""
-
-    shape: tuple[int, ...]
-    parts: list[jax.Array]
-    axis: int
-
-    def read(self) -> np.ndarray:
-        array = np.empty(self.shape, self.parts[0].dtype)
-        places = np.array_split(array, len(self.parts), self.axis) if len(self.parts) > 1 else [array]
-        for part, target in zip(self.parts, places, strict=True):
-            for shard in part.addressable_shards:
-                if shard.replica_id == 0:
-                    target[shard.index] = _transfer(shard.data)  # in turn, so that they share pinned memory
-        return array
 
 
 class Snapshots:
@@ -135,7 +110,7 @@ class Snapshots:
             # A function of its own: jax keeps programs of a function for as long as the function lives.
             def copies(tree: Any) -> Any:
                 pairs = zip(jax.tree.leaves(tree), cuts, strict=True)
-                return structure.unflatten([_cut(leaf, axis, count) for leaf, (axis, count) in pairs])
+                return structure.unflatten([cut(leaf, axis, count) for leaf, (axis, count) in pairs])
 
             program = jax.jit(copies, out_shardings=structure.unflatten(places))
             self._programs[key] = program.lower(arrays).compile()
@@ -149,25 +124,7 @@ def _copied_together(stage: Stage) -> list[Any]:
 
 
 def _cuts(leaf: jax.Array) -> tuple[int, int]:
-    """Returns along which axis, and into how many parts, an array is cut: the longest that each device has whole."""
-    shard_shape = leaf.sharding.shard_shape(leaf.shape)
-    unsplit = [axis for axis in range(leaf.ndim) if shard_shape[axis] == leaf.shape[axis]]
-    if not unsplit:
-        return 0, 1
-    axis = max(unsplit, key=lambda axis: shard_shape[axis])
-    return axis, max(1, min(shard_shape[axis], ceil(prod(shard_shape) * leaf.dtype.itemsize / PART)))
-
-
-def _cut(leaf: jax.Array, axis: int, count: int) -> list[jax.Array]:
-    return jnp.array_split(leaf, count, axis) if count > 1 else [jnp.copy(leaf)]
-
-
-def _transfer(data: jax.Array) -> np.ndarray:
-    """Reads an array of one device, through pinned memory if the device can."""
-    (device,) = data.sharding.device_set
-    if any(memory.kind == PINNED for memory in device.addressable_memories()):
-        data = jax.device_put(data, data.sharding.with_memory_kind(PINNED))
-    return np.asarray(data)
+    return find_cuts(leaf.shape, leaf.sharding.shard_shape(leaf.shape), leaf.dtype.itemsize)
 
 
 def _device_bytes(arrays: Any) -> int:

@@ -241,11 +241,20 @@ class StageState:
 
     def adapter(self, index: int) -> Leaves:
         """Copies one adapter's leaves. Later steps do not change the copy."""
+        return self.programs.adapters.take(*self._where(index), self.lora | self.constants)
+
+    def copy_state(self, index: int) -> tuple[Any, Any]:
+        """Copies one adapter's leaves and its optimizer state, as `InParts`. Later steps do not change the copy."""
+        optimizer = self.optimizers[self._specs[index].name]
+        return self.programs.adapters.copy_state(*self._where(index), self.lora | self.constants, optimizer)
+
+    def _where(self, index: int) -> tuple[lv.Own, lv.Place]:
+        """Returns what an adapter has of the leaves, constant ones included, and where."""
         columns = self.programs.columns.trained | self.programs.columns.constants
         adapter, spec = self.places[index], self._specs[index]
         if self.constants:
             adapter = replicate(lv.place_of(columns, index, spec), self.mesh)
-        return self.programs.adapters.take(lv.own_columns(columns, index, spec), adapter, self.lora | self.constants)
+        return lv.own_columns(columns, index, spec), adapter
 
     def assign(self, index: int, adapter: AdapterConfig, spec: AdapterSpec) -> None:
         """Gives a place to another adapter, of at most the rank and targets that the place was made for."""

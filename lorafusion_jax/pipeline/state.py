@@ -146,7 +146,7 @@ def joined_states(states: Sequence[Any]) -> dict[str, np.ndarray]:
 
     Copies: a host array may be a view of a device array, which the next step overwrites.
     """
-    parts = [{path: to_host(leaf) for path, leaf in lv.by_path(state).items()} for state in states]
+    parts = [host_leaves(lv.by_path(state)) for state in states]
     return {path: np.array(leaf) for path, leaf in _join(parts, lv.leaf_of).items()}
 
 

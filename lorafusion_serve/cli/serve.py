@@ -53,7 +53,7 @@ def command(
     mlora_compat: Annotated[
         bool, typer.Option("--mlora-compat", help="also serve mLoRA's 17 routes, to this machine and without keys")
     ] = False,
-    save_s: Annotated[float, typer.Option(min=0.1, help="seconds between two saves of all jobs")] = 60.0,
+    save_s: Annotated[float, typer.Option(min=0.1, help="seconds between two saves of a job")] = 60.0,
     lease_s: Annotated[float, typer.Option(min=0.5, help="seconds without a sign after which a worker is lost")] = 30.0,
     ray: Annotated[
         str | None, typer.Option(metavar="ADDRESS", help="run workers on a Ray cluster: auto, or HOST:PORT")

@@ -58,6 +58,7 @@ class Held:
         place: None until it has started.
         saving: the newest save of its state, which may be under way.
         export: that of a job that is done: its step and folder.
+        read_at: when its state was last read, or when it started.
         announced: whether it trains; until then its reference is computed.
         new_references: they are not in its folder yet.
     """
@@ -74,19 +75,29 @@ class Held:
     kept: int = 0
     saved: int = 0
     place: int | None = None
+    read_at: float = 0.0
     not_before: float = 0.0  # when a full disk is tried again
     announced: bool = False
     new_references: bool = False
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """A state that is being read, while its job trains on."""
+
+    held: Held
+    state: Future[AdapterState]
+
+
 class WorkerLoop:
     """Runs until the server says `close`, refuses the worker, or is gone for a minute.
 
-    Devices do not wait for jobs that come and go: data and first weights are read by a thread, and adapters that are
-    done are read and written by another, while the slots that were issued run.
+    Devices do not wait for jobs that come and go: data and first weights are read by a thread, and states are read and
+    written by another, while slots run. States are read one after another, because each is copied on the devices, and
+    over the whole of `save_s`.
 
     Args:
-        save_s: seconds between two saves of the states of all jobs.
+        save_s: seconds between two saves of the state of a job.
     """
 
     def __init__(self, session: LiveSession, link: Link, held: dict[str, Held], *, save_s: float):
@@ -95,7 +106,9 @@ class WorkerLoop:
         self._writer = ThreadPoolExecutor(1, "states")
         self._rows: dict[tuple[str, int], list[dict[str, Any]]] = {}
         self._newest: dict[str, int] = {}  # job → its newest epoch here; a placement starts once
-        self._reported = self._saved_at = time.monotonic()
+        self._reported = self._read_at = time.monotonic()
+        self._reading: Reading | None = None
+        self._written: Future[Any] | None = None  # the newest work of the writer for a job that trains or is done
         self._closing = False
         self.stop = threading.Event()  # set by a signal
 
@@ -111,8 +124,7 @@ class WorkerLoop:
                 self._session.drain()
             self._end_finished()
             self._report(now=not window.slots)
-            if time.monotonic() - self._saved_at > self._save_s:
-                self._save_all()
+            self._advance_saves()
             if self._link.silent_s > SERVER_GONE_S:
                 break
         if not self._link.refused:
@@ -123,8 +135,8 @@ class WorkerLoop:
 
     def _must_pause(self) -> bool:
         self._report()
-        due = time.monotonic() - self._saved_at > self._save_s
-        changed = due or any(self._is_ready(held) for held in self._held.values())
+        self._advance_saves()
+        changed = any(self._is_ready(held) for held in self._held.values())
         return changed or not self._link.commands.empty() or self.stop.is_set() or bool(self._link.refused)
 
     def _is_ready(self, held: Held) -> bool:
@@ -133,7 +145,8 @@ class WorkerLoop:
             return held.loading is not None and held.loading.done()
         if held.export is not None:
             return held.export.done()
-        return self._session.tasks[held.place].status in ("done", "failed") and time.monotonic() >= held.not_before
+        status = self._session.tasks[held.place].status
+        return status == "failed" or (status == "done" and self._can_read and time.monotonic() >= held.not_before)
 
     def _execute_commands(self, wait_s: float) -> None:
         while True:
@@ -196,6 +209,7 @@ class WorkerLoop:
                 self._end(held, "failed", step=held.saved, reason=str(problem))
                 continue
             held.place, held.saved, held.kept, held.loading = held.wanted_place, task.step, task.step, None
+            held.read_at = time.monotonic()
             if loaded.damage:
                 held.state = loaded.path
                 path, reason = None if loaded.path is None else str(loaded.path), loaded.damage
@@ -217,16 +231,20 @@ class WorkerLoop:
                 self._evaluate(held, task)
 
     def _end_finished(self) -> None:
-        for held in [held for held in self._held.values() if held.place is not None and self._is_ready(held)]:
-            assert held.place is not None
-            task = self._session.tasks[held.place]
-            if task.status == "failed":
-                state = self._session.stop(held.place)
-                self._end(held, "failed", step=state.step, reason=task.reason)
-            elif held.export is None:
-                self._begin_export(held, task)
-            else:
-                self._end_exported(held, held.place, held.export)
+        for held in [held for held in self._held.values() if held.place is not None]:
+            self._end_if_finished(held)
+
+    def _end_if_finished(self, held: Held) -> None:
+        if held.place is None or not self._is_ready(held):
+            return
+        task = self._session.tasks[held.place]
+        if task.status == "failed":
+            state = self._session.stop(held.place)
+            self._end(held, "failed", step=state.step, reason=task.reason)
+        elif held.export is None:
+            self._begin_export(held, task)
+        else:
+            self._end_exported(held, held.place, held.export)
 
     def _begin_export(self, held: Held, task: Task) -> None:
         """Exports an adapter that has taken its last step, in the thread of the saves. It stays in its place."""
@@ -241,7 +259,7 @@ class WorkerLoop:
             export_task(task, state, target, name=held.name)
             return state.step, target
 
-        held.export = self._writer.submit(export)
+        held.export = self._written = self._writer.submit(export)
 
     def _end_exported(self, held: Held, place: int, export: Future[tuple[int, Path]]) -> None:
         """Frees the place of an exported adapter. While the disk is full, it keeps its place."""
@@ -282,10 +300,12 @@ class WorkerLoop:
             self._end(held, "stopped", step=held.saved, path=None if held.state is None else str(held.state))
             return
         self._session.drain()
-        self._end_finished()  # it may have just ended
-        if held.export is not None:
-            wait([held.export])
-            self._end_finished()
+        if self._session.tasks[held.place].status in ("done", "failed"):  # it may have just ended
+            self._wait_for_writer()
+            self._end_if_finished(held)
+            if held.export is not None:
+                wait([held.export])
+                self._end_if_finished(held)
         if held.job not in self._held:
             return
         state = self._session.stop(held.place)
@@ -301,20 +321,53 @@ class WorkerLoop:
             return
         self._end(held, "stopped", step=state.step, path=path)
 
-    def _save_all(self) -> None:
-        states = [
-            (held, self._session.read(held.place))
-            for held in self._held.values()
-            if held.announced
-            and held.place is not None
-            and held.export is None
-            and self._session.tasks[held.place].step > held.saved
-        ]
-        self._report(now=True)  # the steps of a state do not run again, so the server has to know their rows
-        for held, state in states:
+    @property
+    def _can_read(self) -> bool:
+        """Whether no state is being read or written. The devices, the host and the disk have one at a time."""
+        return self._reading is None and (self._written is None or self._written.done())
+
+    def _wait_for_writer(self) -> None:
+        if self._reading is not None:
+            wait([self._reading.state])
+            self._advance_saves()
+        self._reading = None
+        if self._written is not None:
+            wait([self._written])
+
+    def _advance_saves(self) -> None:
+        """Writes the state that was read, or begins to read the next one."""
+        if self._reading is not None:
+            self._write_read(self._reading)
+        elif self._can_read and (held := self._next_to_save()) is not None:
+            assert held.place is not None
+            held.read_at = self._read_at = time.monotonic()
+            read = self._session.start_reading(held.place)
+            self._reading = Reading(held=held, state=self._writer.submit(read))
+
+    def _next_to_save(self) -> Held | None:
+        """Returns the job whose state is the oldest, once in a while: each of them once in `save_s`."""
+        now = time.monotonic()
+        jobs = [held for held in self._held.values() if held.announced and held.export is None]
+        if now - self._read_at <= self._save_s / max(len(jobs), 1):
+            return None
+        tasks = self._session.tasks
+        changed = [held for held in jobs if held.place is not None and tasks[held.place].step > held.saved]
+        old = [held for held in changed if now - held.read_at > self._save_s / 2]
+        return min(old, key=lambda held: held.read_at, default=None)
+
+    def _write_read(self, reading: Reading) -> None:
+        """Has a state written that was read, once its job has come to its step: the step may still be refused."""
+        if not reading.state.done():
+            return
+        held, state = reading.held, reading.state.result()
+        task = self._session.tasks.get(-1 if held.place is None else held.place)
+        if self._held.get(held.job) is not held or task is None or task.status == "failed":
+            self._reading = None
+        elif task.step >= state.step:
+            self._report(now=True)  # the steps of a state do not run again, so the server has to know their rows
             held.saved = state.step
-            held.saving = self._writer.submit(self._save, held, state)
-        self._saved_at = time.monotonic()
+            held.saving = self._written = self._writer.submit(self._save, held, state)
+            self._reading = None
 
     def _save(self, held: Held, state: AdapterState) -> None:
         try:

@@ -121,6 +121,33 @@ def test_starting_and_stopping_compiles_nothing(session, task, alone):
     assert programs.compiled + programs.from_cache == 0
 
 
+@pytest.mark.parametrize("has_room", [True, False])
+def test_a_state_is_read_while_all_train(session, task, alone, monkeypatch, has_room):
+    """Slots run between the beginning and the end of a read. The state is that of a step: it continues as if alone."""
+    monkeypatch.setattr(session, "_has_room", has_room)
+    reading = task("tort")
+    place = start(session, reading)
+    start(session, task("news"))
+    reads, issued = [], []
+
+    def pause() -> bool:
+        if session._steps.waiting(place) and not reads:
+            reads.append(session.start_reading(place))
+        elif reads:
+            issued.append(reading.step)
+        return False
+
+    while len(issued) < 3:
+        session.run(session.plan(8), pause=pause)
+    session.drain()
+    state = reads[0]()
+    assert 0 < state.step < reading.step
+    ended = run(session)
+    start(session, task("tort"), state)
+    for name, last in (ended | run(session)).items():
+        assert_same(last, alone[name])
+
+
 @pytest.mark.parametrize("name", mostly_nightly(["tort", "lung"], ["tort"]))
 def test_an_adapter_equals_one_of_a_run(config, alone, task, tmp_path, name):
     """As in joint and separate training: the programs differ in their shapes, so sums may have another order."""
@@ -213,10 +240,19 @@ def test_stages_and_replicas_give_the_same_adapter(config, task, alone):
     mesh = config.mesh.model_copy(update={"stages": 2, "data": 2})
     wide = open_session(config.model_copy(update={"mesh": mesh}), {5: 2})
     try:
-        start(wide, task("tort"))
+        reading, reads = task("tort"), []
+        place = start(wide, reading)
         run(wide, 2)
         start(wide, task("lung"))
-        for name, state in run(wide).items():
+        while not reads:
+            wide.run(wide.plan(4), pause=lambda: bool(wide._steps.waiting(place)))
+            reads = [wide.start_reading(place)] if wide._steps.waiting(place) else []
+        ended = run(wide, 4)
+        state = reads[0]()
+        ended |= run(wide)
+        start(wide, task("tort"), state)
+        assert_same(run(wide)["tort"], ended["tort"])
+        for name, state in ended.items():
             assert state.step == alone[name].step
             for leaf, array in alone[name].weights.items():
                 assert np.linalg.norm(state.weights[leaf] - array) <= 1e-5 * np.linalg.norm(array), leaf

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from lorafusion_jax.data.prepare import prepare
-from lorafusion_jax.pipeline import snapshot
+from lorafusion_jax.pipeline import device_copy, snapshot
 from lorafusion_jax.pipeline.links import Links
 from lorafusion_jax.pipeline.session import Session
 from lorafusion_jax.pipeline.state import gather
@@ -17,7 +17,7 @@ PART = 512  # bytes; the largest array has ten times as many
 
 @pytest.fixture
 def session(mixed_job, monkeypatch):
-    monkeypatch.setattr(snapshot, "PART", PART)
+    monkeypatch.setattr(device_copy, "PART", PART)
     config = mixed_job(names=("law", "med"), held_out=(), mesh={"stages": 2, "data": 2})
     opened = Session.open(config, prepare(config))
     opened.start({})
@@ -38,8 +38,8 @@ def test_a_copy_in_parts_holds_the_state_of_its_moment(session, monkeypatch):
     for stage in stages:
         jax.tree.map(lambda leaf: leaf.delete(), [stage.sums, stage.optimizers, stage.lora])
     transferred = []
-    transfer = snapshot._transfer
-    monkeypatch.setattr(snapshot, "_transfer", lambda data: (transferred.append(data.nbytes), transfer(data))[1])
+    transfer = device_copy._transfer
+    monkeypatch.setattr(device_copy, "_transfer", lambda data: (transferred.append(data.nbytes), transfer(data))[1])
     state = taken.state()
     assert jax.tree.structure(state) == jax.tree.structure(expected)
     jax.tree.map(np.testing.assert_array_equal, state, expected)

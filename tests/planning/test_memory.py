@@ -126,6 +126,14 @@ def test_optimizers_see_an_adapter_at_its_own_rank():
     assert stage.optimizers == 2 * law + med
 
 
+def test_a_live_session_has_the_largest_state_twice():
+    """Weights and optimizer state of one adapter, which are read while all train."""
+    (stage,), (live,) = stage_memory(problem()), stage_memory(problem(copied_state=True))
+    law = 5 * 4 * 4 * sum((24 + 32, 24 + 16, 24 + 16, 32 + 24, 24 + 40, 24 + 40, 40 + 24))
+    assert stage.copies == 0
+    assert live.copies == live.total - stage.total == 3 * law
+
+
 def test_stages_share_the_layers_and_a_tied_table_lies_at_both_ends():
     (single,), three = stage_memory(problem()), stage_memory(problem(stages=3))
     table = 2 * 96 * 24

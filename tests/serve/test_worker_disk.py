@@ -46,6 +46,9 @@ class Bench:
     def __init__(self):
         self.tasks: dict[int, Adapter] = {}
         self.drained = 0
+        self.reading: list[Adapter] = []  # states whose reading has begun
+        self.reads = threading.Event()
+        self.reads.set()
 
     def draw(self, task): ...
 
@@ -58,6 +61,7 @@ class Bench:
         return SimpleNamespace(slots=running, cursors=cursors)
 
     def run(self, window, listener, pause):
+        pause()
         for task in window.slots:
             task.step += 1
             task.status = "done" if task.step == task.steps else "running"
@@ -70,11 +74,15 @@ class Bench:
 
     def evaluate(self, place): ...
 
-    def read(self, place):
-        return copy(self.tasks[place])
-
     def start_reading(self, place):
-        return lambda: self.read(place)
+        state, reads = copy(self.tasks[place]), self.reads
+        self.reading.append(state)
+
+        def read():
+            assert reads.wait(60)
+            return state
+
+        return read
 
     def forget(self, place):
         del self.tasks[place]
@@ -196,6 +204,54 @@ def test_a_state_comes_after_the_rows_of_its_steps(worker):
             reported[data["job"]] = data["rows"][-1]["step"]
         elif kind == "saved":
             assert data["step"] <= reported[data["job"]]
+
+
+def test_jobs_train_while_their_state_is_read(worker):
+    """One state at a time is read; what is saved is the state of the step at which reading began."""
+    start, line, disk = worker
+    session = disk["session"]
+    session.reads.clear()
+    start("fern", 10**6, 0)
+    start("moss", 10**6, 2)
+    wait_for(lambda: session.reading)
+    (state,) = session.reading
+    before = {place: task.step for place, task in session.tasks.items()}
+    wait_for(lambda: all(session.tasks[place].step > step + 20 for place, step in before.items()))
+    assert session.reading == [state]
+    assert line.of("saved") == []
+    session.reads.set()
+    wait_for(lambda: len({event["job"] for event in line.of("saved")}) == 2)
+    first = line.of("saved")[0]
+    assert (first["job"], first["step"]) == (state.name, state.step)
+    assert Path(first["path"]).name == f"e1-s{state.step}"
+    assert not session.drained
+
+
+def test_states_of_jobs_are_read_in_turn(worker):
+    start, line, disk = worker
+    for place in range(4):
+        start(f"job{place}", 10**6, place)
+    wait_for(lambda: len(line.of("started")) == 4)
+    before = len(disk["session"].reading)
+    wait_for(lambda: len(line.of("saved")) > before + 12)
+    turns = [state.name for state in disk["session"].reading][before : before + 12]
+    assert all(len(set(turns[at : at + 4])) == 4 for at in range(9))
+
+
+def test_a_state_of_a_refused_step_is_not_saved(worker):
+    """The devices may refuse a step after its state was copied: nothing of it gets to the disk."""
+    start, line, disk = worker
+    session = disk["session"]
+    session.reads.clear()
+    start("fern", 10**6, 0)
+    wait_for(lambda: session.reading)
+    session.reading[0].step += 10**6  # issued, not taken
+    session.reads.set()
+    before = session.tasks[0].step
+    wait_for(lambda: session.tasks[0].step > before + 20)
+    session.tasks[0].status = "failed"
+    wait_for(lambda: line.of("failed"))
+    assert line.of("saved") == []
 
 
 def test_a_placement_starts_once(worker):

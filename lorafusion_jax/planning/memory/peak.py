@@ -27,6 +27,7 @@ class StageMemory:
     kept: int
     batches: int
     working: int
+    copies: int = 0
 
     @property
     def total(self) -> int:
@@ -61,7 +62,17 @@ def _stage(problem: MemoryProblem, stage: int) -> StageMemory:
         kept=in_flight * kept + slopes,
         batches=in_flight * problem.capacity_tokens * _row_bytes(problem),
         working=max(working_memory(problem, stage).values()),
+        copies=max(_state_bytes(problem, stage), default=0) if problem.copied_state else 0,
     )
+
+
+def _state_bytes(problem: MemoryProblem, stage: int) -> list[int]:
+    """Bytes of each adapter's weights and optimizer state."""
+    trained, constant = (adapter_bytes(problem, stage, trainable=trainable) for trainable in (True, False))
+    return [
+        round((1 + optimizer(name).states_per_weight) * size) + unchanged
+        for name, size, unchanged in zip(problem.optimizers, trained, constant, strict=True)
+    ]
 
 
 def _row_bytes(problem: MemoryProblem) -> int:

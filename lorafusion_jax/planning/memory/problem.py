@@ -45,6 +45,7 @@ class MemoryProblem:
         loss_chunk: as in `objective.token_losses`.
         teacher: whether an objective compares distributions: microbatches then have the states of a teacher.
         balanced: whether the routers have a loss.
+        copied_state: whether the state of one adapter is copied while all train, as in a live session.
     """
 
     model: ModelConfig
@@ -66,6 +67,7 @@ class MemoryProblem:
     loss_chunk: int = DEFAULT_CHUNK
     teacher: bool = False
     balanced: bool = False
+    copied_state: bool = False
 
     @property
     def device_model(self) -> ModelConfig:
