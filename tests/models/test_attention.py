@@ -21,6 +21,7 @@ SHAPES = {
     "many short": (300, 4, 2, [7, 1, 120, 64, 40]),
     "segment borders on block borders": (384, 4, 1, [128, 256]),
     "less than a block": (20, 2, 1, [5, 9]),
+    "all rows in one block": (200, 4, 2, [7, 1, 120, 30]),
 }
 
 
@@ -66,12 +67,13 @@ RULES = {  # T is a multiple of Triton's blocks; windows end inside and on borde
 }
 
 
-@pytest.mark.parametrize("implementation", ["xla", "pallas_triton"])
+@pytest.mark.parametrize(("implementation", "T"), [("xla", 320), ("xla", 200), ("pallas_triton", 320)])
 @pytest.mark.parametrize("name", mostly_nightly(RULES, set(RULES) - {"window within a block"}))
-def test_windows_and_soft_caps_match_the_definition(name, implementation):
-    rng, T, wide = np.random.default_rng(1), 320, 16
+def test_windows_and_soft_caps_match_the_definition(name, implementation, T):
+    rng, wide = np.random.default_rng(1), 16
     q, k, v, do = (jnp.asarray(rng.normal(size=(T, heads, wide)), jnp.float32) for heads in (4, 2, 2, 4))
-    segments, rule = Segments.from_lengths([150, 1, 80, 40], T), {"scale": wide**-0.5} | RULES[name]
+    lengths = [150, 1, 80, 40] if T == 320 else [110, 1, 60]
+    segments, rule = Segments.from_lengths(lengths, T), {"scale": wide**-0.5} | RULES[name]
 
     @jax.jit
     def passes(q, k, v, do):
@@ -110,10 +112,11 @@ def test_bfloat16_inputs_give_bfloat16_results_near_the_definition():
         np.testing.assert_allclose(got.astype(np.float32), wanted, atol=2**-6 * np.abs(wanted).max())
 
 
+@pytest.mark.parametrize("shape", ["many short", "all rows in one block"])
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("where", ["q", "k", "v", "do"])
-def test_nan_stays_in_its_segment(where, bad):
-    arrays, segments = inputs(*SHAPES["many short"])
+def test_nan_stays_in_its_segment(where, bad, shape):
+    arrays, segments = inputs(*SHAPES[shape])
     clean = run(*arrays, segments)
     spoiled = dict(zip(("q", "k", "v", "do"), arrays, strict=True))
     row = 50  # in the third segment
@@ -143,8 +146,9 @@ def test_nan_stays_in_its_segment_in_triton_kernels(where, bad):
     assert all(np.isnan(grad).any() for grad in own_grads)
 
 
-def test_nan_does_not_reach_earlier_rows_in_forward():
-    arrays, segments = inputs(*SHAPES["many short"])
+@pytest.mark.parametrize("shape", ["many short", "all rows in one block"])
+def test_nan_does_not_reach_earlier_rows_in_forward(shape):
+    arrays, segments = inputs(*SHAPES[shape])
     clean = run(*arrays, segments)[0]
     arrays[2] = arrays[2].at[50].set(np.nan)
     o = run(*arrays, segments)[0]
@@ -221,8 +225,8 @@ def checkpointed(policy, implementation):
 def test_policy_that_keeps_attention_does_not_run_it_again():
     rng = np.random.default_rng(2)
     args = (
-        *(jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((64, C), (C, 3 * C))),
-        Segments.from_lengths([20, 44], 64),
+        *(jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((320, C), (C, 3 * C))),
+        Segments.from_lengths([120, 200], 320),  # several blocks: visited in loops
     )
     policies = {"keep": KEEP_ATTENTION, "everything": jax.checkpoint_policies.everything_saveable, "nothing": None}
     gradients = {

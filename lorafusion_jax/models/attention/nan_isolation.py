@@ -15,6 +15,7 @@ from jax import lax
 
 from lorafusion_jax.models.attention.checkpoint_names import checkpointed
 
+ALL_PAIRS = 256  # rows of which every pair is compared: a cumulative maximum is four kernels of a program, this is one
 Forward = Callable[..., tuple[jax.Array, Any]]  # q, k, v, segments, rule -> o [T, H·C], residuals
 Backward = Callable[..., tuple[jax.Array, jax.Array, jax.Array]]  # residuals, do [T, H, C], rule -> dq, dk, dv
 
@@ -52,10 +53,15 @@ def _fill_nan(x_THC: jax.Array, bad_T: jax.Array) -> jax.Array:
 
 def _affected_rows(bad_T: jax.Array, ids_T: jax.Array) -> jax.Array:
     """Rows at or after a bad row of their segment. Ids increase, so the id of the last bad row decides."""
+    if len(bad_T) <= ALL_PAIRS:
+        rows = jnp.arange(len(bad_T))
+        return (bad_T & (ids_T[:, None] == ids_T) & (rows[:, None] >= rows)).any(1)
     return lax.cummax(jnp.where(bad_T, jnp.asarray(ids_T), -1)) == ids_T
 
 
 def _whole_segment(bad_T: jax.Array, ids_T: jax.Array) -> jax.Array:
+    if len(bad_T) <= ALL_PAIRS:
+        return (bad_T & (ids_T[:, None] == ids_T)).any(1)
     after = _affected_rows(bad_T, ids_T)
     top = jnp.iinfo(jnp.int32).max
     before = lax.cummin(jnp.where(bad_T, jnp.asarray(ids_T), top), reverse=True) == ids_T
