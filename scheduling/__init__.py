@@ -29,6 +29,7 @@ from scheduling.cost_parts import read_cost_model as read_cost_model
 from scheduling.cost_parts import shared_parts as shared_parts
 from scheduling.cost_parts import stages_from_parts as stages_from_parts
 from scheduling.errors import PlanError as PlanError
+from scheduling.links import LinkCost as LinkCost
 from scheduling.pipeline import Event as Event
 from scheduling.pipeline import Program as Program
 from scheduling.pipeline import forward_then_backward as forward_then_backward

@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from scheduling.errors import PlanError
+from scheduling.links import LinkCost
 
 SCHEMA = "lorafusion.cost/1"
 
@@ -61,6 +62,7 @@ class CostModel:
         stages: one entry per stage. A single entry serves any number of stages.
         transfer_s: fixed part of sending activations to the next stage.
         transfer_token_s: part per token of the microbatch.
+        links: from each stage to the next, where they differ (empty: all take the two above).
         source: origin of the figures, shown with every prediction.
         capacity_tokens: sizes of the measured microbatches (None: any size). Measurements of one size cannot separate
             fixed costs from costs per token, so they serve that size only; those of several serve all between them.
@@ -76,6 +78,7 @@ class CostModel:
     capacity_tokens: int | tuple[int, ...] | None = None
     layers: tuple[float, ...] | None = None
     measured_with: dict[str, str | int] = field(default_factory=dict[str, str | int], hash=False)  # unhashable
+    links: tuple[LinkCost, ...] = ()
 
     def __post_init__(self):
         _check_costs(self)
@@ -85,13 +88,17 @@ class CostModel:
     def stage(self, index: int) -> StageCost:
         return self.stages[index % len(self.stages)]
 
+    def link(self, stage: int) -> LinkCost:
+        """The link from a stage to the next."""
+        return self.links[stage] if self.links else LinkCost(fixed_s=self.transfer_s, token_s=self.transfer_token_s)
+
     def check_stages(self, num_stages: int) -> None:
         """Checks that the costs serve this number of stages.
 
         Raises:
             PlanError: `plan.cost`.
         """
-        if len(self.stages) not in (1, num_stages):
+        if len(self.stages) not in (1, num_stages) or (self.links and len(self.links) != num_stages - 1):
             raise PlanError(
                 "plan.cost",
                 f"the costs are for {len(self.stages)} stages, the plan has {num_stages}",
@@ -151,7 +158,10 @@ class CostModel:
             )
 
     def to_json(self) -> str:
-        return json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1, allow_nan=False) + "\n"
+        values = asdict(self)
+        if not self.links:
+            del values["links"]
+        return json.dumps({"schema": SCHEMA, **values}, indent=1, allow_nan=False) + "\n"
 
     @staticmethod
     def from_json(text: str) -> CostModel:
@@ -169,7 +179,15 @@ class CostModel:
             layers = None if layers is None else tuple(layers)
             sizes: Any = data.pop("capacity_tokens", None)
             sizes = sizes if sizes is None or isinstance(sizes, int) else tuple(map(int, sizes))
-            return CostModel(stages=stages, layers=layers, measured_with=measured_with, capacity_tokens=sizes, **data)
+            links = tuple(LinkCost(**link) for link in data.pop("links", ()))
+            return CostModel(
+                stages=stages,
+                layers=layers,
+                measured_with=measured_with,
+                capacity_tokens=sizes,
+                links=links,
+                **data,
+            )
         except PlanError:
             raise
         except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:

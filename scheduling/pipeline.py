@@ -32,6 +32,7 @@ class Stream(Protocol):
 
 
 Program = tuple[tuple[Event, ...], ...]  # per stage, in order
+Transfer = Callable[[int, int], tuple[float, float]]
 Order = Callable[[Sequence[int], int], Iterator[tuple[Kind, int]]]  # (slots of a group, stages after this one)
 
 
@@ -102,18 +103,22 @@ _UNITS = {"forward": 1.0, "backward": 1.0, "update": 0.0}
 
 
 def play(
-    program: Program, seconds: Callable[[Event], float], transfer_s: Callable[[int], float] = lambda slot: 0.0
+    program: Program,
+    seconds: Callable[[Event], float],
+    transfer: Transfer = lambda stage, slot: (0.0, 0.0),
 ) -> Iterator[tuple[Event, float, float]]:
     """Yields (event, start, end), where each stage runs its events in order and as early as their inputs arrive.
 
     Args:
-        transfer_s: of a slot's activations from a stage to the next.
+        transfer: (stage, slot) → seconds of the slot's activations, or of their gradients, over the link between the
+            stage and the next, and those in which they occupy it in their direction, see `LinkCost`.
 
     Raises:
         PlanError: `plan.deadlock`, after all events that can run.
     """
     num_stages = len(program)
-    ends: dict[tuple[Kind, int, int], float] = {}
+    arrivals: dict[tuple[Kind, int, int], float] = {}
+    links = _Links(transfer)
     clock, position = [0.0] * num_stages, [0] * num_stages
     waiting = list(range(num_stages))
     while waiting:
@@ -121,19 +126,37 @@ def play(
         moved = False
         while position[stage] < len(program[stage]):
             event = program[stage][position[stage]]
-            arrival = _arrival(event, num_stages, ends, transfer_s(event.slot))
+            arrival = _arrival(event, arrivals)
             if arrival is None:
                 break
             start = max(clock[stage], arrival)
             end = start + seconds(event)
             yield event, start, end
-            ends[event.kind, stage, event.slot] = clock[stage] = end
+            clock[stage] = end
+            if (reader := _reader(event, num_stages)) is not None:
+                arrivals[reader] = end if reader[1] == stage else links.arrival(event, reader[1], end)
             position[stage] += 1
             moved = True
         if moved:
             waiting += [near for near in (stage - 1, stage + 1) if 0 <= near < num_stages and near not in waiting]
     if any(done < len(events) for done, events in zip(position, program, strict=True)):
         raise PlanError("plan.deadlock", "the events wait for each other", where=f"positions {position}")
+
+
+class _Links:
+    """The links between stages, each of which sends one message at a time in each direction."""
+
+    def __init__(self, transfer: Transfer):
+        self._transfer = transfer
+        self._free: dict[tuple[Kind, int], float] = {}  # when a link has sent what it was given, by direction
+
+    def arrival(self, event: Event, target: int, end: float) -> float:
+        """Time at which what an event computed until `end` is on another stage."""
+        link = min(event.stage, target)
+        begin = max(end, self._free.get((event.kind, link), 0.0))
+        takes_s, occupied_s = self._transfer(link, event.slot)
+        self._free[event.kind, link] = begin + occupied_s
+        return begin + takes_s
 
 
 def _program(plan: Stream, groups: Sequence[tuple[range, Order]]) -> Program:
@@ -189,18 +212,18 @@ def _groups(plan: Stream) -> list[range]:
     return groups
 
 
-def _arrival(
-    event: Event, num_stages: int, ends: dict[tuple[Kind, int, int], float], transfer_s: float
-) -> float | None:
+def _arrival(event: Event, arrivals: dict[tuple[Kind, int, int], float]) -> float | None:
     """Time at which the event's input arrives; None if it is not known yet."""
-    if event.kind == "update":
+    if event.kind == "update" or (event.kind == "forward" and event.stage == 0):
         return 0.0
+    return arrivals.pop((event.kind, event.stage, event.slot), None)
+
+
+def _reader(event: Event, num_stages: int) -> tuple[Kind, int, int] | None:
+    """The pass that reads what an event computes; None if no pass does."""
     if event.kind == "forward":
-        if event.stage == 0:
-            return 0.0
-        sent = ends.get(("forward", event.stage - 1, event.slot))
-    elif event.stage == num_stages - 1:
-        return ends.get(("forward", event.stage, event.slot))
-    else:
-        sent = ends.get(("backward", event.stage + 1, event.slot))
-    return None if sent is None else sent + transfer_s
+        last = event.stage == num_stages - 1
+        return ("backward", event.stage, event.slot) if last else ("forward", event.stage + 1, event.slot)
+    if event.kind == "backward" and event.stage > 0:
+        return "backward", event.stage - 1, event.slot
+    return None

@@ -15,8 +15,8 @@ def simulate(plan: Plan, cost_model: CostModel, *, program: Program | None = Non
     """Predicts the timeline of a plan.
 
     A forward waits for the activations of the previous stage, a backward for the gradients of the next stage, and every
-    event for its predecessor on its stage. Shapes are static, so a microbatch costs as much as a full one of its
-    capacity. Replicas wait for the slowest of them.
+    event for its predecessor on its stage. A link sends one message at a time in each direction. Shapes are static, so
+    a microbatch costs as much as a full one of its capacity. Replicas wait for the slowest of them.
 
     Args:
         program: events of each stage, in order (None: 1F1B of this plan).
@@ -32,12 +32,12 @@ def simulate(plan: Plan, cost_model: CostModel, *, program: Program | None = Non
     loads = _loads(plan)
     capacities = plan.slot_capacities
 
-    def transfer_s(slot: int) -> float:
-        return cost_model.transfer_s + cost_model.transfer_token_s * capacities[slot]
+    def transfer(stage: int, slot: int) -> tuple[float, float]:
+        return cost_model.link(stage).seconds(capacities[slot])
 
     spans = [
         Span(event.kind, event.stage, event.slot, start, end, event.adapters)
-        for event, start, end in play(program, lambda event: _seconds(event, cost_model, loads), transfer_s)
+        for event, start, end in play(program, lambda event: _seconds(event, cost_model, loads), transfer)
     ]
     return Timeline(
         spans=tuple(spans),

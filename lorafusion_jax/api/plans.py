@@ -17,6 +17,7 @@ from lorafusion_jax.errors import CheckpointError, raise_all
 from lorafusion_jax.files import replace_text
 from lorafusion_jax.planning.auto import resolve_auto
 from lorafusion_jax.planning.checks import checked_data, layer_problems
+from lorafusion_jax.planning.network import network_of
 from lorafusion_jax.planning.planned import Planned, make_planned
 from lorafusion_jax.planning.prediction import this_device
 from lorafusion_jax.report.console import warn
@@ -78,6 +79,7 @@ def plan(
     device: str | None = None,
     device_memory: float | None = None,
     cost_model: str | Path | None = None,
+    processes: int = 1,
 ) -> JobPlan:
     """Plans a job: reads its data, decides what runs when, predicts times and memory. Touches no device.
 
@@ -87,6 +89,7 @@ def plan(
         device: device for predictions, "h200", "h100" or "cpu" (None: that of this machine).
         device_memory: GiB per device (None: that of the device).
         cost_model: measured costs, from `lorafusion profile`.
+        processes: of the run, one on each host.
 
     Raises:
         LoraFusionError: the errors of `lorafusion plan`, in settings, data or base model.
@@ -94,10 +97,16 @@ def plan(
     config = job_of(job).config
     raise_all(layer_problems(config)[1])
     config, prepared = checked_data(config, [])
-    config, _ = resolve_auto(config, prepared, device=device or this_device())
-    costs = None if cost_model is None else Path(cost_model)
+    network = network_of(device or this_device(), processes)
+    config, _ = resolve_auto(config, prepared, device=device or this_device(), network=network)
     return JobPlan(
         planned=make_planned(
-            config, prepared, device=device, device_memory=device_memory, cost_model=costs, compare=compare
+            config,
+            prepared,
+            device=device,
+            device_memory=device_memory,
+            cost_model=None if cost_model is None else Path(cost_model),
+            compare=compare,
+            network=network,
         )
     )

@@ -22,6 +22,7 @@ from lorafusion_jax.files import replace_text
 from lorafusion_jax.planning.auto import GIB, resolve_auto
 from lorafusion_jax.planning.checks import checked_data, layer_problems
 from lorafusion_jax.planning.choices import compare_choices
+from lorafusion_jax.planning.network import Network, network_of
 from lorafusion_jax.planning.planned import make_planned
 from lorafusion_jax.planning.prediction import PredictedMemory, this_device
 from lorafusion_jax.report.console import out, say, warn
@@ -46,6 +47,11 @@ def command(
         int | None,
         typer.Option(min=1, max=1024, help="compare all meshes of so many devices, and sizes of microbatches"),
     ] = None,
+    processes: Annotated[int, typer.Option(min=1, max=1024, help="processes of the run, one on each host")] = 1,
+    link_gb: Annotated[
+        float | None, typer.Option(min=0.001, help="GB/s that a host sends to another; default by device")
+    ] = None,
+    link_us: Annotated[float | None, typer.Option(min=0, help="latency between hosts in µs; default 200")] = None,
     as_json: Json = False,
 ) -> None:
     """Plans a run: rows, tokens, steps, microbatches, predicted times, memory per stage.
@@ -54,17 +60,27 @@ def command(
 
     Example: lorafusion plan jobs.yaml -o plan.json
     """
+    network = network_of(device or this_device(), processes, gigabytes=link_gb, microseconds=link_us)
     if gpus is not None:
-        _compare(jobs, overrides, gpus, device or this_device(), as_json=as_json)
+        _compare(jobs, overrides, gpus, device or this_device(), network, as_json=as_json)
         return
     if timeline:
         ends_in(timeline, ".html")
     config, errors = examine_config(jobs, overrides or ())
     layers = layer_problems(config)[1] if config else []  # checks before planning
     config, prepared = checked_data(config, [*errors, *layers])
-    config, why = resolve_auto(config, prepared, device=device or this_device(), memory_bytes=_bytes(device_memory))
+    memory_bytes = None if device_memory is None else int(device_memory * GIB)
+    config, why = resolve_auto(
+        config, prepared, device=device or this_device(), memory_bytes=memory_bytes, network=network
+    )
     planned = make_planned(
-        config, prepared, device=device, device_memory=device_memory, cost_model=cost_model, compare=compare
+        config,
+        prepared,
+        device=device,
+        device_memory=device_memory,
+        cost_model=cost_model,
+        compare=compare,
+        network=network,
     )
     if output:
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -90,15 +106,11 @@ def command(
     next_command(console, f"lorafusion train {typed(jobs, overrides)} --out runs/{jobs.stem}{saved_plan}")
 
 
-def _bytes(device_memory: float | None) -> int | None:
-    return None if device_memory is None else int(device_memory * GIB)
-
-
-def _compare(jobs: Path, overrides: Overrides, gpus: int, device: str, *, as_json: bool) -> None:
+def _compare(jobs: Path, overrides: Overrides, gpus: int, device: str, network: Network, *, as_json: bool) -> None:
     """Shows every mesh of so many devices; reads no timeline and writes no plan."""
     config, prepared = checked_data(*examine_config(jobs, overrides or ()))
     model = ModelConfig.from_hf(base_directory(config))
-    compared = compare_choices(config, model, prepared, device=device, gpus=gpus)
+    compared = compare_choices(config, model, prepared, device=device, gpus=gpus, network=network)
     if as_json:
         choices = [choice.to_json() for choice in compared.choices]
         print(json.dumps({"device": device, "gpus": gpus, "choices": choices, "why": compared.why}))

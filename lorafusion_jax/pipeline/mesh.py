@@ -8,7 +8,6 @@ R replicas = data · fsdp
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from lorafusion_jax.errors import ConfigError
 from lorafusion_jax.modules.tensor_sums import TENSOR
+from lorafusion_jax.planning.network import sharing
 
 REPLICAS = ("data", "fsdp")
 AXES = (*REPLICAS, TENSOR)
@@ -118,8 +118,7 @@ class StageMesh:
 def stage_meshes(stages: int = 1, data: int = 1, fsdp: int = 1, tensor: int = 1) -> list[StageMesh]:
     """Uses the first stages · data · fsdp · tensor devices.
 
-    Several processes share the replicas first, because an all-reduce per step takes less time than activations per
-    microbatch, and then the stages. Every process holds the same number of whole replicas of the same number of stages.
+    Several processes share them as `planning.network.sharing` says.
 
     Raises:
         ConfigError: `mesh.devices`, there are fewer devices; `mesh.processes`, processes cannot share the mesh evenly.
@@ -136,22 +135,7 @@ def stage_meshes(stages: int = 1, data: int = 1, fsdp: int = 1, tensor: int = 1)
             fix="lower mesh.stages, mesh.data, mesh.fsdp or mesh.tensor, or start more processes"
             + f"; to try it on a CPU: JAX_NUM_CPU_DEVICES={needed} lorafusion …" * (devices[0].platform == "cpu"),
         )
-    if tensor > 1 and processes > 1:
-        raise ConfigError(
-            "mesh.processes",
-            f"mesh.tensor={tensor} needs a run of one process, and there are {processes}.",
-            why="sending what devices of a layer share between processes is not implemented",
-            fix="mesh.tensor: 1, with mesh.stages or mesh.fsdp, or one process",
-        )
-    by_data = math.gcd(data, processes)  # groups of processes with the same replicas
-    by_stage = processes // by_data
-    if stages % by_stage:
-        raise ConfigError(
-            "mesh.processes",
-            f"{processes} processes cannot share mesh.stages={stages} and mesh.data={data} equally.",
-            why="every process holds the same number of whole stages of the same number of replicas",
-            fix=f"mesh.data: {processes} or mesh.stages: {processes}, or multiples whose product {processes} divides",
-        )
+    by_data, by_stage = sharing(processes, stages=stages, data=data, tensor=tensor)
     per_process = needed // processes
     chosen: list = []
     for process in range(processes):

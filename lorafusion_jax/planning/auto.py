@@ -12,6 +12,7 @@ from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.errors import ConfigError
 from lorafusion_jax.planning.choices import Choice, compare_choices
+from lorafusion_jax.planning.network import Network
 from lorafusion_jax.planning.prediction import DEVICES, this_device
 
 GIB = 2**30
@@ -24,7 +25,7 @@ def resolve_auto(
     device: str,
     gpus: int = 1,
     memory_bytes: int | None = None,
-    processes: int = 1,
+    network: Network | None = None,
 ) -> tuple[JobConfig, str]:
     """Returns the job with a value for each `auto`, and a sentence that says what was chosen and why.
 
@@ -32,7 +33,7 @@ def resolve_auto(
         device: whose rates predict, one of `DEVICES`.
         gpus: number of devices, for `mesh: auto`.
         memory_bytes: of a device (None: of its data sheet).
-        processes: that share the devices.
+        network: of the processes that share the devices (None: one process).
 
     Raises:
         ConfigError: `auto.memory`, nothing fits.
@@ -49,7 +50,7 @@ def resolve_auto(
         gpus=gpus,
         vary=config.auto,
         memory_bytes=memory_bytes,
-        processes=processes,
+        network=network,
     )
     best = compared.best
     if best is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.errors import ConfigError
+from lorafusion_jax.planning.network import Network
 from lorafusion_jax.planning.prediction import adapter_tokens, memory_of, predicted_costs, predicted_memory
 from lorafusion_jax.planning.tensor import tensor_problems
 from lorafusion_jax.planning.training_plan import train_jobs
@@ -114,7 +116,7 @@ def compare_choices(
     gpus: int,
     vary: Collection[str] = (CAPACITY, MESH, QUANTIZE),
     memory_bytes: int | None = None,
-    processes: int = 1,
+    network: Network | None = None,
 ) -> Choices:
     """Compares every mesh of `gpus` devices at several capacities.
 
@@ -126,7 +128,7 @@ def compare_choices(
     Args:
         vary: what is compared; the rest is as in the job.
         memory_bytes: of a device (None: of its data sheet).
-        processes: that share the devices; devices of `mesh.tensor` are all in one.
+        network: of the processes that share the devices (None: one process); devices of `mesh.tensor` are all in one.
 
     Raises:
         ConfigError: `plan.no-mesh`, the model has too few layers for any mesh of so many devices.
@@ -134,13 +136,17 @@ def compare_choices(
     jobs, tokens = _sample(train_jobs(config, prepared)), sum(adapter_tokens(prepared).values())
     memory_bytes = memory_of(device) if memory_bytes is None else memory_bytes
     stored = [config.base.quantize, *(STORED if config.base.quantize == NONE and QUANTIZE in vary else ())]
-    meshes = list(_meshes(gpus, model, config, processes)) if MESH in vary else [Mesh.of(config)]
+    meshes = (
+        list(_meshes(gpus, model, config, 1 if network is None else network.processes))
+        if MESH in vary
+        else [Mesh.of(config)]
+    )
     sizes = _sizes(config) if CAPACITY in vary else [config.batch.capacity_tokens]
     choices: list[Choice] = []
     for quantize in stored:
         ways = [_with(config, mesh, size, quantize) for mesh in meshes for size in sizes]
         choices += [
-            _measure(way, model, prepared, jobs, tokens, device, memory_bytes)
+            _measure(way, model, prepared, jobs, tokens, device, memory_bytes, network)
             for way in ways
             if way.mesh.tensor == config.mesh.tensor or not tensor_problems(way, model)
         ]
@@ -172,7 +178,8 @@ def _meshes(gpus: int, model: ModelConfig, config: JobConfig, processes: int) ->
         for stages in _divisors(gpus // tensor) if gpus % tensor == 0 else ():
             for data in _divisors(gpus // tensor // stages):
                 fsdp = gpus // tensor // stages // data
-                if stages <= model.num_layers and (fsdp == 1 or tensor == wanted):
+                shared = stages % (processes // math.gcd(data, processes)) == 0
+                if shared and stages <= model.num_layers and (fsdp == 1 or tensor == wanted):
                     yield Mesh(stages, data, fsdp, tensor)
 
 
@@ -230,6 +237,7 @@ def _measure(
     tokens: int,
     device: str,
     memory_bytes: int | None,
+    network: Network | None,
 ) -> Choice:
     memory, mesh = predicted_memory(config, model, memory_bytes), config.mesh
     choice = Choice(
@@ -252,7 +260,7 @@ def _measure(
         time_limit_s=EFFORT_S,
     )
     known = config.model_copy(update={"train": config.train.model_copy(update={"remat": memory.remat})})
-    statistics = plan_statistics(plan, predicted_costs(known, model, device, adapter_tokens(prepared)))
+    statistics = plan_statistics(plan, predicted_costs(known, model, device, adapter_tokens(prepared), network))
     return dataclasses.replace(
         choice,
         tokens_per_s=statistics.tokens_per_s,

@@ -15,6 +15,7 @@ from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.errors import CheckpointError
 from lorafusion_jax.planning.comparison import plans_one_after_another
 from lorafusion_jax.planning.floor import plan_floor_s
+from lorafusion_jax.planning.network import Network
 from lorafusion_jax.planning.pauses import LEFT_OUT, Pauses, predicted_pauses
 from lorafusion_jax.planning.prediction import (
     PredictedMemory,
@@ -165,14 +166,19 @@ def make_planned(
     device_memory: float | None = None,
     cost_model: Path | None = None,
     compare: bool = False,
+    network: Network | None = None,
 ) -> Planned:
-    """Plans a job and predicts its times and memory; the arguments are the options of `lorafusion plan`."""
+    """Plans a job and predicts its times and memory; the arguments are the options of `lorafusion plan`.
+
+    Args:
+        network: of the run's processes (None: one process).
+    """
     plan = plan_training(config, prepared)
     kind = device or this_device()
     model, problem = _base_model(config)
-    costs = None if model is None else predicted_costs(config, model, kind, adapter_tokens(prepared))
+    costs = None if model is None else predicted_costs(config, model, kind, adapter_tokens(prepared), network)
     if cost_model:
-        costs = measured_costs(config, model, cost_model)
+        costs = measured_costs(config, model, cost_model, network)
     statistics = None if costs is None else plan_statistics(plan, costs)
     times = parameters = memory = floor_s = None
     if costs is not None and statistics is not None:

@@ -17,6 +17,7 @@ from lorafusion_jax.layout.extent import Extent, counts_of
 from lorafusion_jax.layout.layer import RematPolicy
 from lorafusion_jax.planning import memory, ranks
 from lorafusion_jax.planning.memory.problem import FLOAT32
+from lorafusion_jax.planning.network import Network, network_of, with_network
 from lorafusion_jax.planning.part_work import attention_elements, mean_over_layers, row_weights
 from lorafusion_jax.planning.pauses import Pauses, predicted_pauses
 from lorafusion_jax.planning.rebalance import Moved, rebalanced
@@ -53,12 +54,17 @@ def memory_of(device: str) -> int | None:
 
 
 def predicted_costs(
-    config: JobConfig, model: ModelConfig, device: str, tokens: Mapping[str, int] | None = None
+    config: JobConfig,
+    model: ModelConfig,
+    device: str,
+    tokens: Mapping[str, int] | None = None,
+    network: Network | None = None,
 ) -> CostModel:
     """Default costs of a job's stages on a device, from its rates.
 
     Args:
         tokens: of each adapter's samples (None: as many of each). Rows of large ranks cost more.
+        network: of the run's processes (None: one process).
     """
     mesh, problem = config.mesh, memory.memory_problem(config, model)
     table, part = problem.vocabulary * model.hidden_size, problem.device_model
@@ -73,10 +79,11 @@ def predicted_costs(
     layers = stage_layers(model, mesh.stages, mesh.layers, capacity_tokens=config.batch.largest)
     costs = stages_from_parts(parts, worth_in_layers(model, layers), gather=gather if mesh.fsdp > 1 else None)
     devices = f"one {device}" if mesh.tensor == 1 else f"{mesh.tensor} {device}"
-    return dataclasses.replace(
+    costs = dataclasses.replace(
         costs,
         source=f"default rates of {devices} per stage, {count(model.num_parameters)} parameters, nothing measured",
     )
+    return with_network(costs, mesh, network, token_bytes=_token_bytes(config, model))
 
 
 def predicted_parts(model: ModelConfig, device: str, quantize: str = NONE, *, table: int | None = None) -> CostParts:
@@ -126,8 +133,10 @@ def adapter_tokens(prepared: Prepared) -> dict[str, int]:
     return {name: int(data.stream_tokens().sum()) for name, data in prepared.adapters.items()}
 
 
-def measured_costs(config: JobConfig, model: ModelConfig | None, file: Path) -> CostModel:
-    """Reads costs from a file of `lorafusion profile` and checks that they are for this job.
+def measured_costs(
+    config: JobConfig, model: ModelConfig | None, file: Path, network: Network | None = None
+) -> CostModel:
+    """Reads costs from a file of `lorafusion profile`, of one host, and checks that they are for this job.
 
     Raises:
         PlanError: the file is not a cost model, or was measured with other layers, capacity, model, `mesh.fsdp`,
@@ -151,7 +160,12 @@ def measured_costs(config: JobConfig, model: ModelConfig | None, file: Path) -> 
             remat=None if config.train.remat == "auto" else config.train.remat,
         )
     )
-    return costs
+    return costs if model is None else with_network(costs, mesh, network, token_bytes=_token_bytes(config, model))
+
+
+def _token_bytes(config: JobConfig, model: ModelConfig) -> int:
+    """Bytes of a token's activations between layers."""
+    return (4 if config.base.dtype == "float32" else 2) * model.hidden_size
 
 
 def read_costs(file: Path, layers: Sequence[float]) -> CostModel:
@@ -236,10 +250,10 @@ class RunPrediction:
         return {name: round(seconds, 3) for name, seconds in seconds_of.items()}
 
 
-def predicted_run(config: JobConfig, prepared: Prepared, plan: Plan) -> RunPrediction:
+def predicted_run(config: JobConfig, prepared: Prepared, plan: Plan, *, processes: int = 1) -> RunPrediction:
     """What `lorafusion plan` says on this machine. Takes 0.06 ms a slot of four stages."""
     model, device = ModelConfig.from_hf(base_directory(config)), this_device()
-    costs = predicted_costs(config, model, device, adapter_tokens(prepared))
+    costs = predicted_costs(config, model, device, adapter_tokens(prepared), network_of(device, processes))
     timeline = simulate(plan, costs)
     pauses = predicted_pauses(config, model, prepared, plan, costs, duration_s=timeline.duration_s, device=device)
     bubbles = timeline.bubble_share if plan.num_stages > 1 else None

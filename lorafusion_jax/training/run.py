@@ -7,6 +7,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from threading import Event
 
+import jax
+
 from lorafusion_jax.checkpoint.digests import is_intact
 from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.checkpoint.store import StateStore
@@ -224,7 +226,8 @@ class Run:
         predicted = None
         if is_first():
             self._folder.write_record(self._folder.read_record() | session.device)
-            predicted = predicted_run(self._job.config, self._job.prepared, self._job.plan)
+            job = self._job
+            predicted = predicted_run(job.config, job.prepared, job.plan, processes=jax.process_count())
         self._listener(
             RunStarted(
                 slot=self._progress.slot,

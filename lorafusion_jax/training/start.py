@@ -23,6 +23,7 @@ from lorafusion_jax.errors import CheckpointError, raise_all
 from lorafusion_jax.pipeline.base import check_mesh, device_bytes
 from lorafusion_jax.pipeline.processes import barrier, is_first
 from lorafusion_jax.planning.auto import device_for_rates, resolve_auto
+from lorafusion_jax.planning.network import network_of
 from lorafusion_jax.planning.training_plan import plan_training, train_jobs
 from lorafusion_jax.report.events import Listener, PhaseBegun
 from lorafusion_jax.report.record import make_record
@@ -106,8 +107,9 @@ def _with_choices(config: JobConfig, prepared: Prepared, emit: Listener) -> tupl
     if not config.auto:
         return config, ""
     device, memory = device_for_rates(device_kind()), device_bytes()
+    network = network_of(device, jax.process_count())
     config, why = resolve_auto(
-        config, prepared, device=device, gpus=jax.device_count(), memory_bytes=memory, processes=jax.process_count()
+        config, prepared, device=device, gpus=jax.device_count(), memory_bytes=memory, network=network
     )
     check_mesh(config)
     emit(PhaseBegun(text=f"chosen {why}"))

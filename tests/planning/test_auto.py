@@ -19,6 +19,7 @@ from lorafusion_jax.data.prepare import prepare
 from lorafusion_jax.errors import LoraFusionError
 from lorafusion_jax.planning.auto import resolve_auto
 from lorafusion_jax.planning.choices import compare_choices
+from lorafusion_jax.planning.network import network_of
 from lorafusion_jax.planning.prediction import predicted_costs
 from lorafusion_jax.training import resume, train
 
@@ -74,7 +75,7 @@ def test_auto_lets_devices_share_layers_in_one_process_only(write):
     _, chosen, why = resolved(job, device="h200", gpus=4)
     assert (chosen.mesh.stages, chosen.mesh.tensor) == (1, 4)
     assert "mesh=1 × 1 × 1 × 4: 4 devices compute each layer" in why
-    assert resolved(job, device="h200", gpus=4, processes=2)[1].mesh.tensor == 1
+    assert resolved(job, device="h200", gpus=4, network=network_of("h200", 2))[1].mesh.tensor == 1
 
 
 @pytest.mark.parametrize("keys", [{"num_key_value_heads": 1}, {"num_attention_heads": 63, "num_key_value_heads": 63}])

@@ -5,8 +5,10 @@ import pytest
 from scheduling import (
     AdapterJob,
     CostModel,
+    LinkCost,
     Measurement,
     PassCost,
+    PlanError,
     StageCost,
     default_cost_model,
     default_cost_parts,
@@ -42,6 +44,29 @@ def test_two_stages_by_hand():
         ("backward", 0, 1): (8, 10),
         ("update", 0, 1): (10, 10.25),
     }
+
+
+def test_a_link_sends_one_message_at_a_time_by_hand():
+    """The message of slot 1 leaves when that of slot 0 has left; gradients go the other way at the same time."""
+    plan = make_plan([AdapterJob("a", [128, 128], 2)], capacity_tokens=128, num_stages=2)
+    costs = CostModel(stages=(stage(1, 2), stage(1, 2)), links=(LinkCost(fixed_s=0.5, token_s=4 / 128),))
+    spans = {(s.kind, s.stage, s.slot): (s.start_s, s.end_s) for s in simulate(plan, costs).spans}
+    assert [spans["forward", 0, slot] for slot in (0, 1)] == [(0, 1), (1, 2)]
+    assert [spans["forward", 1, slot] for slot in (0, 1)] == [(5.5, 6.5), (9.5, 10.5)]  # sent in 1 to 5 and 5 to 9
+    assert [spans["backward", 1, slot] for slot in (0, 1)] == [(6.5, 8.5), (10.5, 12.5)]
+    assert [spans["backward", 0, slot] for slot in (0, 1)] == [
+        (13, 15),
+        (17, 19),
+    ]  # sent from 8.5 and from 12.5
+
+
+def test_links_are_part_of_the_costs():
+    costs = CostModel(stages=(stage(1, 2), stage(1, 2)), links=(LinkCost(fixed_s=0.5, token_s=4.0),))
+    assert CostModel.from_json(costs.to_json()) == costs
+    with pytest.raises(PlanError, match="stages"):
+        costs.check_stages(3)
+    with pytest.raises(PlanError, match="token_s of a link"):
+        LinkCost(token_s=-1.0)
 
 
 def test_static_shapes_cost_their_capacity_and_squares_their_samples():
