@@ -10,6 +10,7 @@ import time
 
 import pytest
 import yaml
+from idle_units import idle_share
 from mixed import WORDS, assert_equal, read_trained, write_mixed_job
 from more_cases import nightly
 from test_processes import BITWISE, EQUAL, signal_under_way, start, wait
@@ -19,7 +20,7 @@ from lorafusion_jax.config.run_sections import MeshSettings
 from lorafusion_jax.pipeline.processes import LEAVE_S
 from lorafusion_jax.planning.network import Network, with_network
 from lorafusion_jax.training import RunFolder, resume, train
-from scheduling import CostModel, PassCost, StageCost, simulate
+from scheduling import AdapterJob, CostModel, PassCost, StageCost, make_plan, one_forward_one_backward, simulate
 from scheduling.timeline import Timeline
 
 MESH = ("mesh.stages=2", "mesh.layers=[1.5, 3.5]")
@@ -69,57 +70,42 @@ def test_a_killed_process_ends_all_and_one_process_goes_on_bitwise(killed, job_n
     assert_equal(one_process(job, *settings), read_trained(run), BITWISE)
 
 
-def idle_share(orders, latency):
-    """Counts the units in which a stage has no pass, between its first backward and its last forward.
-
-    Every pass takes one unit, and a message between the two stages `latency` units.
-    """
-    ends, position, idle, steady, now = {}, [0, 0], 0, 0, 0
-    kinds = [[kind for kind, _ in order] for order in orders]
-    first = [of.index("backward") for of in kinds]
-    last = [len(of) - 1 - of[::-1].index("forward") for of in kinds]
-
-    def ready(stage, kind, slot):
-        if (stage, kind) == (0, "forward"):
-            return True
-        turns = (stage, kind) == (1, "backward")
-        source = (1, "forward", slot) if turns else (1 - stage, kind, slot)
-        return source in ends and ends[source] + (0 if turns else latency) <= now
-
-    while any(at < len(order) for at, order in zip(position, orders, strict=True)):
-        running = []
-        for stage in (0, 1):
-            at = position[stage]
-            runs = at < len(orders[stage]) and ready(stage, *orders[stage][at])
-            inside = first[stage] < at <= last[stage] or (at == first[stage] and runs)
-            idle, steady = idle + (inside and not runs), steady + inside
-            running += [stage] * runs
-        now += 1
-        for stage in running:
-            ends[stage, *orders[stage][position[stage]]] = now
-            position[stage] += 1
-    return idle / steady
+def assert_idle_as_predicted(plan, orders):
+    """Compares the prediction with counted units, where messages take none, one and three."""
+    unit = PassCost(fixed_s=1.0)
+    costs = CostModel(stages=(StageCost(forward=unit, backward=unit),) * 2)
+    shares = []
+    for latency in (0, 1, 3):
+        network = Network(processes=2, bytes_per_s=1e30, latency_s=float(latency))
+        predicted = simulate(plan, with_network(costs, MeshSettings(stages=2), network, token_bytes=4)).bubble_share
+        assert predicted == pytest.approx(idle_share(orders, latency), abs=1e-9)
+        shares.append(predicted)
+    assert shares == sorted(shares)
+    assert shares[0] < shares[-1]
 
 
+def test_idle_units_of_a_plan_are_as_predicted():
+    plan = make_plan(
+        [AdapterJob("law", [90, 60, 30] * 6, 3), AdapterJob("med", [70] * 8, 4)], capacity_tokens=128, num_stages=2
+    )
+    orders = [
+        [(event.kind, event.slot) for event in events if event.kind != "update"]
+        for events in one_forward_one_backward(plan)
+    ]
+    assert_idle_as_predicted(plan, orders)
+
+
+@pytest.mark.nightly
 def test_two_processes_are_idle_as_predicted(small_job, tmp_path):
-    """In units of passes, in the order in which they issued them: no load of the machine changes it."""
-    run, mesh = tmp_path / "run", MeshSettings(stages=2)
+    """In the order in which they issued their passes: no load of the machine changes it."""
+    run = tmp_path / "run"
     left = wait(start(2, 1, "train", str(small_job), "--out", str(run), *WHOLE))
     assert [process.code for process in left] == [0, 0], left[0].err + left[1].err
     plan = RunFolder(run).read_plan()
     issued = sorted(Timeline.from_json((run / "timeline.json").read_text()).host, key=lambda span: span.start_s)
     orders = [[(s.kind, s.slot) for s in issued if s.stage == stage and s.kind != "update"] for stage in (0, 1)]
     assert [len(order) for order in orders] == [2 * (plan.num_slots - plan.num_noops)] * 2
-    unit = PassCost(fixed_s=1.0)
-    costs = CostModel(stages=(StageCost(forward=unit, backward=unit),) * 2)
-    shares = []
-    for latency in (0, 1, 3):
-        network = Network(processes=2, bytes_per_s=1e30, latency_s=float(latency))
-        predicted = simulate(plan, with_network(costs, mesh, network, token_bytes=4)).bubble_share
-        assert predicted == pytest.approx(idle_share(orders, latency), abs=1e-9)
-        shares.append(predicted)
-    assert shares == sorted(shares)
-    assert shares[0] < shares[-1]
+    assert_idle_as_predicted(plan, orders)
 
 
 @pytest.mark.nightly
