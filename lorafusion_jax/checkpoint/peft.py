@@ -29,7 +29,7 @@ from lorafusion_jax.checkpoint.peft_leaves import take_adapter as take_adapter
 from lorafusion_jax.config.peft_config import CONFIG_FILE, Described, config_of, describe, kind_of, read_config
 from lorafusion_jax.config.peft_folder import KEY, PREFIX, ROOT, TENSOR_FILE, plain_name
 from lorafusion_jax.errors import CheckpointError, RunError
-from lorafusion_jax.layout.layer import BESIDE, EXPERTS, LINEAR_ATTENTION, MIXERS, PATHS
+from lorafusion_jax.layout.layer import BESIDE, EXPERTS, LINEAR_ATTENTION, MIXERS, PARALLEL, PATHS
 from lorafusion_jax.readable import check_regular
 from lorafusion_jax.tensor_file import write_tensors
 from lorafusion_jax.weights.table import NONE
@@ -315,8 +315,8 @@ def _of_experts(path: str) -> bool:
 
 
 def _path_in(layer: int, name: str, paths: Collection[str]) -> str:
-    """Where a projection is in a layer: of an MLP beside experts if tensors speak of it."""
-    beside = [f"layers.{layer}.{module}.{name}" for module in BESIDE]
+    """Where a projection is in a layer: beside experts, or in experts beside an MLP, if tensors speak of it."""
+    beside = [f"layers.{layer}.{module}.{name}" for module in (*BESIDE, PARALLEL)]
     return next((path for path in beside if path in paths), f"layers.{layer}.{PATHS[name]}")
 
 

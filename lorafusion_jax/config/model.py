@@ -21,6 +21,7 @@ from lorafusion_jax.families.latent_attention import LatentAttention
 from lorafusion_jax.families.layer import Layer
 from lorafusion_jax.families.mlp import Activation, Mlp
 from lorafusion_jax.families.norm import Norms, Place
+from lorafusion_jax.families.parallel_experts import ParallelExperts
 from lorafusion_jax.families.pattern import LayerType
 from lorafusion_jax.families.read import translate
 from lorafusion_jax.families.rope import Rope, RopeScaling
@@ -44,7 +45,8 @@ class ModelConfig:
         embedding_scale: factor of the embeddings, rounded to their dtype.
         residual_scale: factor of what attention and the MLP add.
         logit_scale, final_soft_cap: logits are soft_cap · tanh(logit_scale · head(x) / soft_cap).
-        experts: instead of an MLP, but in layers of `pattern` that say otherwise (None: there are none).
+        experts: instead of an MLP, or beside it if they are `ParallelExperts`, but in layers of `pattern` that say
+            otherwise (None: there are none).
         attention_sinks, attention_gate: see `families.attention.Attention`.
         v_norm: see `families.attention.Attention`.
         layer_scalar: see `families.layer.Layer.scaled`.
@@ -233,10 +235,12 @@ class ModelConfig:
         )
         around = Norms(width=self.hidden_size, position=self.norms, offset=self.norm_offset, eps=self.norm_eps)
         experts = None if kind.dense else self.experts
+        beside = experts if isinstance(experts, ParallelExperts) else None
         return Layer(
             attention=mixer,
-            mlp=experts or mlp,
+            mlp=experts if experts and not beside else mlp,
             around=around,
+            beside=beside,
             residual=self.residual_scale,
             scaled=self.layer_scalar,
         )
@@ -310,11 +314,13 @@ class ModelConfig:
             ConfigError: `train.router-aux`.
         """
         if factor and (self.experts is None or not self.experts.router.has_balance_loss):
-            kind = "has no experts" if self.experts is None else "has routers that score by sigmoid"
+            scaled = self.experts is not None and self.experts.router.scaled
+            routers = "has routers with factors of each expert" if scaled else "has routers that score by sigmoid"
+            kind = "has no experts" if self.experts is None else routers
             raise ConfigError(
                 "train.router-aux",
                 f"train.router_aux={factor:g}, and this base ({self.family}) {kind}.",
-                why="transformers has this loss for routers with a softmax only",
+                why="transformers has this loss for other routers, with a softmax, only",
                 fix="train.router_aux: 0",
             )
 

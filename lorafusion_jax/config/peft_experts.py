@@ -4,7 +4,9 @@ PEFT wraps the module of the experts once for each parameter. The first wrapper 
 which parameters an adapter has: `mlp.experts.base_layer.lora_A.weight` of gate and up, `mlp.experts.lora_A.weight` of
 down, and the latter also of the only one.
 
-Where a layer has an MLP beside its experts, PEFT reads the names of its projections as those of experts, so an adapter
+Experts that are no part of the layer's MLP are `experts` in place of `mlp.experts`.
+
+Where an MLP has an MLP beside its experts, PEFT reads the names of its projections as those of experts, so an adapter
 names their weights as parameters, too: `mlp.shared_experts.gate_proj.weight`.
 """
 
@@ -15,10 +17,10 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from lorafusion_jax.adapters.spec import spelled
-from lorafusion_jax.layout.layer import BESIDE, EXPERTS, PATHS
+from lorafusion_jax.layout.layer import BESIDE, EXPERTS, PARALLEL, PATHS
 
-_THEIRS = re.compile(r"(.*layers\.\d{1,6}\.)mlp\.experts\.(base_layer\.)*(lora_\w+\.weight)")
-_OURS = re.compile(rf"(.*layers\.\d{{1,6}}\.)mlp\.({'|'.join(EXPERTS)})\.(.+)")
+_THEIRS = re.compile(r"(.*layers\.\d{1,6}\.)(mlp\.)?experts\.(base_layer\.)*(lora_\w+\.weight)")
+_OURS = re.compile(rf"(.*layers\.\d{{1,6}}\.)(mlp|{PARALLEL})\.({'|'.join(EXPERTS)})\.(.+)")
 
 
 def named_in_peft(targets: Sequence[str], paths: Collection[str]) -> tuple[list[str], list[str]]:
@@ -30,8 +32,9 @@ def named_in_peft(targets: Sequence[str], paths: Collection[str]) -> tuple[list[
     >>> named_in_peft(["q_proj", "up_proj"], ["layers.0.mlp.up_proj", "layers.1.mlp.shared_experts.up_proj"])
     (['q_proj'], ['mlp.up_proj.weight', 'mlp.shared_experts.up_proj.weight'])
     """
-    parameters = [path for name, path in EXPERTS.items() if name in targets]
     inside = [path.split(".", 2)[-1] for path in paths]
+    parallel = any(path.startswith(f"{PARALLEL}.") for path in inside)
+    parameters = [path.removeprefix("mlp." * parallel) for name, path in EXPERTS.items() if name in targets]
     if any(path.startswith(tuple(f"{module}." for module in BESIDE)) for path in inside):
         dense = [path for path in inside if path.startswith("mlp.") and path.rpartition(".")[2] not in EXPERTS]
         parameters += [f"{path}.weight" for path in dict.fromkeys(dense)]
@@ -55,8 +58,8 @@ def our_key(key: str, targets: Sequence[str]) -> str:
     if match is None or not targets:
         return key
     present = [name for name in EXPERTS if name in targets]
-    name = present[0] if match[2] else present[-1]
-    return f"{match[1]}{PATHS[name]}.{match[3]}"
+    name = present[0] if match[3] else present[-1]
+    return f"{match[1]}{PATHS[name] if match[2] else f'{PARALLEL}.{name}'}.{match[4]}"
 
 
 def their_key(key: str, targets: Collection[str]) -> str:
@@ -65,8 +68,9 @@ def their_key(key: str, targets: Collection[str]) -> str:
     if match is None:
         return key
     present = [name for name in EXPERTS if name in targets]
-    inside = "base_layer." if match[2] != present[-1] else ""
-    return f"{match[1]}mlp.experts.{inside}{match[3]}"
+    module = "experts" if match[2] == PARALLEL else "mlp.experts"
+    inside = "base_layer." if match[3] != present[-1] else ""
+    return f"{match[1]}{module}.{inside}{match[4]}"
 
 
 def _short(name: Any) -> str:
@@ -74,4 +78,5 @@ def _short(name: Any) -> str:
     text = str(name).removesuffix(".weight")
     if text != name:
         return text.rpartition(".")[2]
-    return next((path for path in EXPERTS.values() if f".{text}".endswith(f".{path}")), text)
+    ends = {path.removeprefix("mlp."): path for path in EXPERTS.values()}  # "experts.down_proj"
+    return next((path for end, path in ends.items() if f".{text}".endswith(f".{end}")), text)

@@ -15,13 +15,13 @@ from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.peft_config import CONFIG_FILE, SAVED, Described, describe, kind_of, read_config
 from lorafusion_jax.config.peft_experts import our_key, targets_of
 from lorafusion_jax.errors import CheckpointError, LoraFusionError
-from lorafusion_jax.layout.layer import BESIDE, PATHS, saved_path
+from lorafusion_jax.layout.layer import BESIDE, PARALLEL, PATHS, saved_path
 from lorafusion_jax.readable import check_regular
 
 TENSOR_FILE = "adapter_model.safetensors"
 ROOT = "base_model."
 PREFIX = f"{ROOT}model.model."
-_MODULES = (*BESIDE, *dict.fromkeys(path.partition(".")[0] for path in PATHS.values()))  # longer ones first
+_MODULES = (*BESIDE, PARALLEL, *dict.fromkeys(path.partition(".")[0] for path in PATHS.values()))  # longer ones first
 _MATRICES = ("lora_A", "lora_B")  # they are modules with a weight; others are parameters
 _IN_MEMORY = re.compile(r"\.((?:lora|vera)_\w+)\.default(\.weight)?$")
 KEY = re.compile(re.escape(PREFIX) + rf"(layers\.(\d{{1,6}})\.(?:{'|'.join(_MODULES)})\.(\w+))\.([\w.]+)")

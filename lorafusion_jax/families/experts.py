@@ -14,6 +14,7 @@ from lorafusion_jax.layout.layer import EXPERTS, FrozenArray, Linear, Norm, Save
 MODULE = "mlp"
 GATE_UP, DOWN = EXPERTS
 CORRECTION = "e_score_correction_bias"
+INPUT_SCALE, EXPERT_SCALE = "scale", "per_expert_scale"  # of a router
 Score = Literal["softmax", "sigmoid", "softmax_of_chosen"]
 
 
@@ -31,6 +32,8 @@ class Router:
         correction: whether there is an offset of each expert that is used to choose, but not to weigh.
         groups, top_groups: experts come in groups, and only those of the best groups can be chosen. The value of a
             group is the sum of its two best experts.
+        scaled: x is normalised, without a weight, and multiplied by frozen factors over √D, and each expert has a
+            frozen factor of its weights.
     """
 
     score: Score = "softmax"
@@ -40,11 +43,12 @@ class Router:
     correction: bool = False
     groups: int = 1
     top_groups: int = 1
+    scaled: bool = False
 
     @property
     def has_balance_loss(self) -> bool:
-        """Whether transformers has a load-balancing loss for it: its scores are a softmax."""
-        return self.score != "sigmoid"
+        """Whether transformers has a load-balancing loss for it."""
+        return self.score != "sigmoid" and not self.scaled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +66,7 @@ class Experts:
             None: act(gate) · up.
         shared: an MLP of all rows.
         shared_gate: whether what it adds is multiplied by σ(x w), a frozen gate; otherwise gate is 1.
+        module: part of the layer that owns them.
     """
 
     width: int
@@ -75,6 +80,7 @@ class Experts:
     limit: float | None = None
     shared: Mlp | None = None
     shared_gate: bool = False
+    module: str = MODULE
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -93,11 +99,12 @@ class Experts:
         shapes = {"weight": (self.count, self.width)}
         shapes |= {"bias": (self.count,)} if self.router.bias else {}
         shapes |= {CORRECTION: (self.count,)} if self.router.correction else {}
+        shapes |= {INPUT_SCALE: (self.width,), EXPERT_SCALE: (self.count,)} if self.router.scaled else {}
         router = [
-            FrozenArray(path=f"{MODULE}.router.{name}", half="mlp", shape=shape, float32=name == CORRECTION)
+            FrozenArray(path=f"{self.module}.router.{name}", half="mlp", shape=shape, float32=name == CORRECTION)
             for name, shape in shapes.items()
         ]
-        gate = FrozenArray(path=f"{MODULE}.shared_expert_gate.weight", half="mlp", shape=(1, self.width))
+        gate = FrozenArray(path=f"{self.module}.shared_expert_gate.weight", half="mlp", shape=(1, self.width))
         return (*router, *([gate] if self.shared_gate else []))
 
     @property
@@ -134,7 +141,7 @@ class Experts:
     def _linear(self, name: str, site: str, inputs: int, outputs: int) -> Linear:
         return Linear(
             name=name,
-            module=MODULE,
+            module=self.module,
             half="mlp",
             site=site,
             in_features=inputs,

@@ -10,6 +10,7 @@ from lorafusion_jax.families.experts import Experts
 from lorafusion_jax.families.latent_attention import LatentAttention
 from lorafusion_jax.families.mlp import Mlp
 from lorafusion_jax.families.norm import Norms
+from lorafusion_jax.families.parallel_experts import ParallelExperts
 from lorafusion_jax.layout.layer import FrozenArray, LayerSpec, Linear, Mechanism, Norm, SavedTensor
 
 SCALAR = "layer_scalar"
@@ -23,6 +24,7 @@ class Layer(LayerSpec):
 
     Args:
         around: norms of attention's and the MLP's inputs and outputs.
+        beside: experts beside the MLP.
         residual: factor of what attention and the MLP add.
         scaled: whether the layer's output is multiplied by a frozen number, `layer_scalar`.
 
@@ -36,6 +38,7 @@ class Layer(LayerSpec):
     attention: Attention | DeltaNet | LatentAttention
     mlp: Mlp | Experts
     around: Norms
+    beside: ParallelExperts | None = None
     residual: float = 1.0
     scaled: bool = False
     linears: tuple[Linear, ...] = field(init=False, repr=False, compare=False)
@@ -53,8 +56,19 @@ class Layer(LayerSpec):
         assert isinstance(self.attention, Attention), self.uncached
         return self.attention.cache_shapes(tokens)
 
+    @property
+    def row_elements(self) -> int:
+        """Elements per row of the gradients in backward of the MLP and of experts beside it."""
+        return self.mlp.row_elements + (0 if self.beside is None else self.beside.row_elements)
+
+    @property
+    def gated_elements(self) -> int:
+        """Elements per row of act(gate) · up."""
+        return self.mlp.gated_elements + (0 if self.beside is None else self.beside.gated_elements)
+
     def __post_init__(self) -> None:
-        mechanisms: tuple[Mechanism, ...] = (self.attention, self.mlp, self.around)
+        beside = () if self.beside is None else (self.beside,)
+        mechanisms: tuple[Mechanism, ...] = (self.attention, self.mlp, *beside, self.around)
         for name in ("linears", "norms", "saved", "arrays"):
             parts = tuple(part for mechanism in mechanisms for part in getattr(mechanism, name))
             object.__setattr__(self, name, parts)

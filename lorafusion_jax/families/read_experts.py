@@ -7,6 +7,7 @@ from dataclasses import replace
 from lorafusion_jax.families.experts import Experts, Router
 from lorafusion_jax.families.hf_config import HFConfig
 from lorafusion_jax.families.mlp import Activation, Mlp
+from lorafusion_jax.families.parallel_experts import ParallelExperts
 from lorafusion_jax.families.table import Family
 from lorafusion_jax.layout.layer import BESIDE
 
@@ -15,16 +16,21 @@ def read_experts(
     hf: HFConfig, family: Family, activation: Activation, malformed: list[str], unsupported: list[str]
 ) -> Experts | None:
     """The experts of a model whose family has some."""
-    if family.experts is None:
+    if family.experts is None or ("enable_moe_block" in family.reads and not hf.enable_moe_block):
         return None
     count, active = hf.num_experts or 0, hf.num_experts_per_tok or 0
     if not count or not active:
-        malformed.append(f"{family.key_of('num_experts')} or num_experts_per_tok is missing")
+        malformed.append(f"{family.key_of('num_experts')} or {family.key_of('num_experts_per_tok')} is missing")
     elif active > count:
-        malformed.append(f"num_experts_per_tok={active} is more than {family.key_of('num_experts')}={count}")
+        malformed.append(
+            f"{family.key_of('num_experts_per_tok')}={active} is more than {family.key_of('num_experts')}={count}"
+        )
     if hf.swiglu_alpha not in (None, 1.702):
         unsupported.append(f"swiglu_alpha={hf.swiglu_alpha} (known: 1.702)")
-    experts = Experts(
+    kind = ParallelExperts if "enable_moe_block" in family.reads else Experts
+    if kind is ParallelExperts and hf.moe_intermediate_size is None:
+        malformed.append("moe_intermediate_size is missing")
+    experts = kind(
         width=hf.hidden_size or 1,
         inner=hf.moe_intermediate_size or hf.intermediate_size or 1,
         count=count,

@@ -48,8 +48,6 @@ def check_full_layers(hf: HFConfig, family: Family, full: Sequence[int], count: 
     if crossing:
         values = ", ".join(f"{key}={value}" for key, value in crossing.items())
         unsupported.append(f"{values}: layers that read keys or inputs of other layers")
-    if hf.enable_moe_block:
-        unsupported.append("enable_moe_block=True: experts that read another norm than the MLP beside them")
     if hf.use_bidirectional_attention not in (None, "vision"):  # text is causal in models of images, too
         unsupported.append(f"use_bidirectional_attention={shortened(hf.use_bidirectional_attention)}")
 

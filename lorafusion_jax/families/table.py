@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from lorafusion_jax.families.experts import Router
 from lorafusion_jax.families.hf_config import COMMON
-from lorafusion_jax.layout.layer import GLOBAL_ATTENTION
+from lorafusion_jax.layout.layer import GLOBAL_ATTENTION, PARALLEL
 from lorafusion_jax.plugins import find, known_names
 
 GROUP = "lorafusion_jax.families"
@@ -45,13 +45,14 @@ class Family:
             MLP instead.
         expert_names: tensors of the experts in a checkpoint, "{}" for the number of the layer's expert: of gate and of
             up [F, D] and of down [D, F]; or two tensors of all experts, [E, in, out].
+        experts_transposed: these two are [E, out, in].
         delta_net: fields of `DeltaNet` that all models of the family have in common; None: it has no such layers. The
             keys `linear_…` say the others, and `layer_types` or `full_attention_interval` which layers have it.
         latent: attention has latents; the keys `q_lora_rank`, `kv_lora_rank`, `qk_…` and `v_head_dim` say their widths.
         known_of_rope: keys of `rope_parameters` that do not change what is computed of text.
         ignored: beginnings of the names of a checkpoint's tensors that are left out.
-        modules: Llama's module → the family's module, e.g. {"model.embed_tokens": "tokens", "model.layers": "blocks",
-            "self_attn.q_proj": "attention.query"}. Adapters are saved under Llama's names.
+        modules: Llama's module, or a tensor of it → the family's, e.g. {"model.embed_tokens": "tokens",
+            "model.layers": "blocks", "self_attn.q_proj": "attention.query"}. Adapters are saved under Llama's names.
     """
 
     architectures: tuple[str, ...]
@@ -63,6 +64,7 @@ class Family:
     scaled_layers: Literal["all", "full_attention"] = "all"
     experts: Mapping[str, Any] | None = None
     expert_names: tuple[str, ...] = ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj")
+    experts_transposed: bool = False
     delta_net: Mapping[str, Any] | None = None
     latent: bool = False
     known_of_rope: tuple[str, ...] = ()
@@ -92,7 +94,8 @@ class Family:
         if inside is None:
             return f"{self.modules.get(path, path)}.{leaf}"
         number, module = inside.groups()
-        return f"{self.modules.get(_LAYERS, _LAYERS)}.{number}.{self.modules.get(module, module)}.{leaf}"
+        inside = self.modules.get(f"{module}.{leaf}", f"{self.modules.get(module, module)}.{leaf}")
+        return f"{self.modules.get(_LAYERS, _LAYERS)}.{number}.{inside}"
 
 
 _GEMMA = {
@@ -108,7 +111,7 @@ _GEMMA_ACTIVATION = {
     "known": ("hidden_act", "_sliding_window_pattern"),
 }
 # Gemma 4: heads of full layers have other widths, and their keys may be their values.
-_GEMMA_4 = {
+_GEMMA_4: dict[str, Any] = {
     "windows": 6, "scaled_layers": "full_attention", "keys": {"hidden_activation": "hidden_act"},
     "fields": {
         "norms": "sandwich", "embedding_scale": "sqrt", "qk_norm": True, "v_norm": True, "layer_scalar": True,
@@ -129,6 +132,14 @@ _GEMMA_4_KEYS = {
     "rope_parameters": {
         "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
         "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+    },
+}  # fmt: skip
+_PARALLEL = {  # experts beside the MLP
+    "keys": _GEMMA_4["keys"] | {"num_experts": "num_experts", "top_k_experts": "num_experts_per_tok"},
+    "modules": _GEMMA_4["modules"] | {
+        f"{PARALLEL}.router": "router", f"{PARALLEL}.router.weight": "router.proj.weight",
+        f"{PARALLEL}.mlp_norm": "post_feedforward_layernorm_1", f"{PARALLEL}.input_norm": "pre_feedforward_layernorm_2",
+        f"{PARALLEL}.output_norm": "post_feedforward_layernorm_2",
     },
 }  # fmt: skip
 _GEMMA_4_KNOWN = ("hidden_act", "use_double_wide_mlp")  # only layers that share keys have a wider MLP
@@ -316,9 +327,14 @@ FAMILIES: dict[str, Family] = {
         **_GEMMA_ACTIVATION,
     ),
     "gemma4_text": Family(
-        architectures=("Gemma4ForCausalLM",), **_GEMMA_4,
-        reads=_GEMMA_4_KEYS | {"hidden_size_per_layer_input": 256, "enable_moe_block": False},
-        known=(*_GEMMA_4_KNOWN, "vocab_size_per_layer_input", "num_experts", "top_k_experts", "moe_intermediate_size"),
+        architectures=("Gemma4ForCausalLM",), **_GEMMA_4 | _PARALLEL,
+        reads=_GEMMA_4_KEYS | {
+            "hidden_size_per_layer_input": 256, "enable_moe_block": False, "num_experts": None,
+            "num_experts_per_tok": None, "moe_intermediate_size": None,
+        },
+        known=(*_GEMMA_4_KNOWN, "vocab_size_per_layer_input"),
+        experts={"router": Router(scaled=True)}, expert_names=("experts.gate_up_proj", "experts.down_proj"),
+        experts_transposed=True,
     ),
     "gemma4_unified_text": Family(
         architectures=("Gemma4UnifiedForCausalLM",), **_GEMMA_4, known=_GEMMA_4_KNOWN,

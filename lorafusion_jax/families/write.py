@@ -9,6 +9,7 @@ from lorafusion_jax.families.pattern import DENSE, SPARSE, LayerType
 from lorafusion_jax.families.read_rope import FULL, LINEAR, SLIDING
 from lorafusion_jax.families.rope import Rope
 from lorafusion_jax.families.table import Family, family_named
+from lorafusion_jax.layout.layer import PARALLEL
 
 _ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu2": "relu2"}
 
@@ -66,6 +67,7 @@ def _experts(model: Any) -> dict[str, Any]:
         return {}
     dense = [number for number, kind in enumerate(model.pattern) if kind.dense]
     return {
+        "enable_moe_block": experts.module == PARALLEL,
         "num_experts": experts.count,
         "num_experts_per_tok": experts.active,
         "moe_intermediate_size": experts.inner,

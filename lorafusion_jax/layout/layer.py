@@ -22,6 +22,7 @@ LORA_CHECKPOINTS = ("lora_s", "lora_bits", "unscaled")
 # Paths of the projections of all families, by name.
 LINEAR_ATTENTION = "linear_attn"
 GLOBAL_ATTENTION = "global_attn"  # attention of other widths than that of most layers; "self_attn" in files
+PARALLEL = "parallel"  # experts beside an MLP, with norms of their own; "experts" in files
 MIXERS = ("self_attn", LINEAR_ATTENTION)  # modules in files of which a layer has one
 PATHS: Mapping[str, str] = {
     name: f"{module}.{name}"

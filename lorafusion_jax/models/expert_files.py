@@ -65,7 +65,9 @@ def expert_parts(family: Family, linear: Linear, layer: int) -> tuple[Part, ...]
     prefix = f"model.layers.{layer}."
     if len(family.expert_names) == len(EXPERTS):
         name = family.expert_names[list(EXPERTS).index(linear.name)]
-        return (Part(name=family.tensor_name(prefix + name), shape=(linear.experts, *linear.shape)),)
+        transposed = family.experts_transposed
+        shape = (linear.experts, *(linear.shape[::-1] if transposed else linear.shape))
+        return (Part(name=family.tensor_name(prefix + name), shape=shape, transposed=transposed),)
     gate, up, down = family.expert_names
     names = (gate, up) if linear.name == GATE_UP else (down,)
     num_in, num_out = linear.in_features, linear.out_features // len(names)
@@ -124,8 +126,8 @@ def write_part(part: Part, kernel_NEK: np.ndarray) -> np.ndarray:
     values = kernel_NEK[part.row : part.row + rows, part.column : part.column + columns]
     if len(part.shape) == 2:
         return values
-    experts, num_in, num_out = part.shape
-    return values.reshape(num_out, experts, num_in).transpose(1, 2, 0)
+    whole = values.reshape(rows, part.shape[0], -1)
+    return whole.transpose(1, 0, 2) if part.transposed else whole.transpose(1, 2, 0)
 
 
 def _read(part: Part, stored: Mapping[str, Stored], rows: slice, columns: slice) -> np.ndarray:

@@ -14,7 +14,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
-from lorafusion_jax.families.experts import DOWN, GATE_UP, Experts, Router
+from lorafusion_jax.families.experts import DOWN, EXPERT_SCALE, GATE_UP, INPUT_SCALE, Experts, Router
 from lorafusion_jax.families.mlp import Mlp
 from lorafusion_jax.models.balance import count_choices
 from lorafusion_jax.models.build import Builder
@@ -23,6 +23,7 @@ from lorafusion_jax.models.mlp import MLP
 from lorafusion_jax.modules import LoRAContext
 from pallas_kernels.experts.rows import ExpertRows, collect_rows, sort_rows, spread_copies, spread_rows
 from pallas_kernels.mlp.xla import gate_with
+from pallas_kernels.norm import rms_norm
 from pallas_kernels.tiles import spread
 
 STEEPNESS = 1.702  # of the sigmoid in a limited gate
@@ -34,12 +35,15 @@ class FrozenArrays(nnx.Module):
     weight: nnx.Param
     bias: nnx.Param
     e_score_correction_bias: nnx.Param
+    scale: nnx.Param
+    per_expert_scale: nnx.Param
 
     def __init__(self, spec: Experts, name: str, *, dtype: Any, rngs: nnx.Rngs):
         for array in spec.arrays:
             *_, module, leaf = array.path.split(".")
             if module == name:
                 values = jax.random.normal(rngs.params(), array.shape, jnp.float32) * spec.width**-0.5
+                values = jnp.ones_like(values) if leaf in (INPUT_SCALE, EXPERT_SCALE) else values
                 setattr(self, leaf, nnx.Param(values.astype(jnp.float32 if array.float32 else dtype)))
 
 
@@ -51,7 +55,7 @@ class MixtureOfExperts(nnx.Module):
     experts_down_proj: ExpertLinear
 
     def __init__(self, build: Builder, spec: Experts):
-        self.spec = spec
+        self.spec, self.norm_eps = spec, build.layer.around.eps
         self.router = FrozenArrays(spec, "router", dtype=build.dtype, rngs=build.rngs)
         for name in (GATE_UP, DOWN):
             setattr(self, name, build.experts(name))
@@ -76,7 +80,10 @@ class MixtureOfExperts(nnx.Module):
     def _route(self, x_TD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns the router's logits, and experts and weights of each row."""
         logits_TE = checkpoint_name(self._logits(x_TD), "router")  # backward must choose the same experts
-        return logits_TE, *choose_experts(logits_TE, self.spec, self._correction)
+        expert_Tk, weight_Tk = choose_experts(logits_TE, self.spec, self._correction)
+        if self.spec.router.scaled:
+            weight_Tk = weight_Tk * self.router.per_expert_scale[...].astype(jnp.float32)[expert_Tk]
+        return logits_TE, expert_Tk, weight_Tk
 
     def _run(
         self, x_TD: jax.Array, expert_Tk: jax.Array, weight_Tk: jax.Array, lora: LoRAContext | None
@@ -107,8 +114,10 @@ class MixtureOfExperts(nnx.Module):
 
     def _logits(self, x_TD: jax.Array) -> Float[Array, "T E"]:
         """The router's product in float32, so that the choice of experts has the fewest ties."""
-        weight_ED = self.router.weight[...].astype(jnp.float32)
-        logits = jnp.einsum("td,ed->te", x_TD.astype(jnp.float32), weight_ED, precision="highest")
+        weight_ED, h_TD = self.router.weight[...].astype(jnp.float32), x_TD.astype(jnp.float32)
+        if self.spec.router.scaled:
+            h_TD = rms_norm(h_TD, self.router.scale[...].astype(jnp.float32), eps=self.norm_eps) * self.spec.width**-0.5
+        logits = jnp.einsum("td,ed->te", h_TD, weight_ED, precision="highest")
         return logits + self.router.bias[...].astype(jnp.float32) if self.spec.router.bias else logits
 
     @property

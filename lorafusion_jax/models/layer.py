@@ -30,6 +30,7 @@ from lorafusion_jax.models.inputs import LayerInputs
 from lorafusion_jax.models.latent_attention import LatentSelfAttention
 from lorafusion_jax.models.mlp import MLP
 from lorafusion_jax.models.norm import RMSNorm
+from lorafusion_jax.models.parallel_experts import ParallelMixture
 from lorafusion_jax.models.self_attention import SelfAttention
 from lorafusion_jax.modules.tensor_sums import added_up, copied
 
@@ -78,6 +79,7 @@ class DecoderLayer(nnx.Module):
                 setattr(self, mixer.module, SelfAttention(build, mixer))
         if half != "attention":
             self.mlp = MixtureOfExperts(build, spec.mlp) if isinstance(spec.mlp, Experts) else MLP(build, spec.mlp)
+            self.parallel = nnx.data(None) if spec.beside is None else ParallelMixture(build, spec.beside)
             self.layer_scalar = nnx.Param(jnp.ones((1,), dtype)) if spec.scaled else nnx.data(None)
 
     def __call__(
@@ -134,21 +136,27 @@ class DecoderLayer(nnx.Module):
         """Runs the layer or half layer; `mix` is its attention, and `feed` its MLP (None: as it is)."""
         feed = self._whole(feed or (lambda h_TD: self.mlp(h_TD, inputs.lora)))
         if self.half == "mlp":
-            x_TD, h_TD = self._enter("mlp", x_TD)
-            return self._scaled(x_TD + self._leave("mlp", feed(h_TD)))
+            return self._end(*self._enter("mlp", x_TD), feed, inputs)
         x_TD, h_TD = self._enter("attention", x_TD)
         o_TD = self._whole(mix)(h_TD)
         if self.half == "attention":
             return x_TD + self._leave("attention", o_TD)
         x_TD, h_TD = self._enter("mlp", x_TD, self._leave("attention", checkpoint_name(o_TD, "o_out")))
-        return self._scaled(x_TD + self._leave("mlp", feed(h_TD)))
+        return self._end(x_TD, h_TD, feed, inputs)
+
+    def _end(
+        self, x_TD: jax.Array, h_TD: jax.Array, feed: Callable[[jax.Array], jax.Array], inputs: LayerInputs
+    ) -> jax.Array:
+        """Runs the MLP on h, and adds its output to x."""
+        y_TD = feed(h_TD)
+        if self.parallel is not None:
+            y_TD = self.parallel.beside(y_TD, x_TD, inputs.lora)
+        x_TD = x_TD + self._leave("mlp", y_TD)
+        return x_TD if self.layer_scalar is None else x_TD * self.layer_scalar[...]
 
     def _whole(self, half: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
         """Adds up what the devices of a parted layer compute."""
         return (lambda h_TD: added_up(half(copied(h_TD)))) if self.parted else half
-
-    def _scaled(self, x_TD: jax.Array) -> jax.Array:
-        return x_TD if self.layer_scalar is None else x_TD * self.layer_scalar[...]
 
     @property
     def _attention(self) -> SelfAttention | LatentSelfAttention:

@@ -76,7 +76,7 @@ def _layers_floor_s(model: ModelConfig, stage: Extent, by_kind: Sequence[Mapping
 def _half_floor_s(
     problem: MemoryProblem, layer: Layer, half: Half, ceilings: Ceilings, shares: Sequence[float] | None
 ) -> float:
-    if half == "mlp" and layer.mlp.as_one_op:
+    if half == "mlp" and layer.mlp.as_one_op and layer.beside is None:
         return _mlp(problem, layer, shares).floor_s(ceilings)
     sites = [site for site in layer.sites.values() if site[0].half == half]
     return sum(_siblings(problem, site, shares).floor_s(ceilings) for site in sites)

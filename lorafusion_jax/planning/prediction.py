@@ -101,7 +101,7 @@ def predicted_parts(model: ModelConfig, device: str, quantize: str = NONE, *, ta
         table_parameters=model.vocab_size * model.hidden_size if table is None else table,
         hidden_size=model.hidden_size,
         attention_width=_attention_width(model),
-        mlp_width=round(sum(layer.mlp.gated_elements for layer in model.layers) / model.num_layers),
+        mlp_width=round(sum(layer.gated_elements for layer in model.layers) / model.num_layers),
     )
 
 

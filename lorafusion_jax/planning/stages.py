@@ -186,7 +186,7 @@ def modelled_costs(model: ModelConfig, *, sample_tokens: float = SAMPLE_TOKENS, 
     """
     reach = mean_over_layers(model, lambda layer: attention_elements(layer, sample_tokens))
     weights = {half: mean_over_layers(model, partial(row_weights, half=half)) for half in HALVES}
-    mlp = 4 * weights["mlp"] + PASSES * mean_over_layers(model, lambda layer: layer.mlp.gated_elements)
+    mlp = 4 * weights["mlp"] + PASSES * mean_over_layers(model, lambda layer: layer.gated_elements)
     attention = 4 * weights["attention"] + 7 * reach + PASSES * model.hidden_size
     return PartCosts(
         layer=attention + mlp, attention=attention, head=4 * model.hidden_size * model.vocab_size * loss_share

@@ -49,7 +49,7 @@ def _of_layer(layer: Layer, tensor: int) -> Iterator[str]:
             yield "it cannot split a fused qkv_proj"
         if attention.qk_norm == "full":
             yield "it cannot split norms over all heads of q and k"
-    if not isinstance(mlp, Mlp):
+    if not isinstance(mlp, Mlp) or layer.beside is not None:
         yield "it cannot split experts"
     elif mlp.fused:
         yield "it cannot split a fused gate_up_proj"

@@ -13,6 +13,7 @@ from lorafusion_jax.errors import ConfigError, ErrorList
 from lorafusion_jax.families.delta_net import DeltaNet
 from lorafusion_jax.families.experts import Experts, Router
 from lorafusion_jax.families.latent_attention import LatentAttention
+from lorafusion_jax.families.parallel_experts import ParallelExperts
 from lorafusion_jax.families.pattern import LayerType
 from lorafusion_jax.families.rope import Rope
 from lorafusion_jax.layout.layer import EXPERTS, FUSED, HALVES, PATHS, TARGETS, saved_path
@@ -60,6 +61,7 @@ WIDE = replace(
         LayerType(window=3, rope=Rope()),
     ),
 )  # fmt: skip
+BESIDE = replace(WIDE, experts=ParallelExperts(width=24, inner=10, count=3, active=2, router=Router(scaled=True)))
 OTHERS = tuple(name for name in PATHS if name not in EXPERTS)
 ADAPTERS = (
     AdapterSpec(name="law", rank=2, alpha=4, dropout=0.1, targets=OTHERS),
@@ -76,7 +78,7 @@ def leaves(config, half, kind):
 @pytest.mark.parametrize("half", [None, *HALVES])
 @pytest.mark.parametrize(
     "config",
-    [PLAIN, EVERYTHING, STRANGE, POST, MIXED, DELTA, GROUPED, GATED, LATENT, ONE_LATENT, WIDE],
+    [PLAIN, EVERYTHING, STRANGE, POST, MIXED, DELTA, GROUPED, GATED, LATENT, ONE_LATENT, WIDE, BESIDE],
     ids=[
         "plain",
         "everything",
@@ -89,6 +91,7 @@ def leaves(config, half, kind):
         "latent",
         "one latent",
         "wide",
+        "beside",
     ],
 )
 def test_a_layer_has_the_leaves_of_its_description(config, half):

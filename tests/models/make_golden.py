@@ -219,6 +219,32 @@ CASES = {
             "rope_parameters": {FULL: plain(300.0), SLIDING: {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e3}},
         },
     ),
+    "gemma4_experts": (
+        "Gemma4",
+        {
+            "head_dim": 6, "global_head_dim": 10, "num_global_key_value_heads": 1, "attention_k_eq_v": True,
+            "sliding_window": 6, "num_hidden_layers": 3, "layer_types": [SLIDING, FULL, FULL],
+            "tie_word_embeddings": True, "final_logit_softcapping": 4.0, "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 10,
+        },
+    ),
+    "gemma4_experts_biased": (
+        "Gemma4",
+        {
+            "head_dim": 8, "global_head_dim": 4, "sliding_window": 30, "attention_bias": True, "rms_norm_eps": 1e-3,
+            "num_key_value_heads": 4, "layer_types": [SLIDING, FULL], "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True, "num_experts": 4, "top_k_experts": 4, "moe_intermediate_size": 7,
+            "hidden_activation": "gelu",
+        },
+    ),
+    "gemma4_experts_one": (
+        "Gemma4",
+        {
+            "head_dim": 12, "global_head_dim": 6, "sliding_window": 3, "num_key_value_heads": 1,
+            "layer_types": [SLIDING, FULL], "hidden_size_per_layer_input": 0, "hidden_activation": "silu",
+            "enable_moe_block": True, "num_experts": 3, "top_k_experts": 1, "moe_intermediate_size": 24,
+        },
+    ),
     "olmo2": ("Olmo2", {}),
     "olmo2_biased": ("Olmo2", {"attention_bias": True, "num_key_value_heads": 1, "rope_parameters": plain(77.0)}),
     "olmo2_tied": ("Olmo2", {"tie_word_embeddings": True, "num_key_value_heads": 4, "rms_norm_eps": 1e-3}),
@@ -516,6 +542,8 @@ def write_model(case: str, out: Path) -> None:
         }
         parameters = EXPERTS + sorted(f"{path}.weight" for path in mlp)
         targets = [target for target in targets if target not in {path.rsplit(".", 1)[-1] for path in mlp}]
+    elif "experts" in modules:
+        parameters = [path.removeprefix("mlp.") for path in EXPERTS]
     lora = peft.LoraConfig(r=2, lora_alpha=3, target_modules=targets, target_parameters=parameters, lora_dropout=0.0)
     adapted = peft.get_peft_model(model, lora)
     with torch.no_grad():

@@ -591,6 +591,18 @@ SERVED |= {
         "router_aux_loss_coef": 0.001,
     },
     "gemma-4-31B": _gemma4(5376, 21504, 60, 32, 16, num_global_key_value_heads=4),
+    "gemma-4-26B-A4B": _gemma4(
+        2816,
+        2112,
+        30,
+        16,
+        8,
+        num_global_key_value_heads=2,
+        enable_moe_block=True,
+        num_experts=128,
+        top_k_experts=8,
+        moe_intermediate_size=704,
+    ),
     "GLM-4.7-Flash": _deepseek(
         2048,
         10240,
@@ -680,10 +692,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         | {"hidden_size_per_layer_input": 256, "num_kv_shared_layers": 20, "use_double_wide_mlp": True},
         "num_kv_shared_layers=20, hidden_size_per_layer_input=256",
     ),
-    "gemma-4-26B-A4B": (
-        SERVED["gemma-4-31B"]
-        | {"enable_moe_block": True, "num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704},
-        "enable_moe_block=True",
+    "gemma-4-26B-A4B with the loss of its routers": (
+        SERVED["gemma-4-26B-A4B"] | {"output_router_logits": True},
+        "output_router_logits=True",
     ),
     "gemma-4-31B that looks ahead": (
         SERVED["gemma-4-31B"] | {"use_bidirectional_attention": "all"},

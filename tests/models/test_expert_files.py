@@ -37,7 +37,17 @@ def copy(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "case", ["qwen3_moe", "mixtral", "gpt_oss", "glm4_moe_groups", "qwen2_moe", "glm4_moe_lite_groups", "gemma4"]
+    "case",
+    [
+        "qwen3_moe",
+        "mixtral",
+        "gpt_oss",
+        "glm4_moe_groups",
+        "qwen2_moe",
+        "glm4_moe_lite_groups",
+        "gemma4",
+        "gemma4_experts",
+    ],
 )
 def test_a_saved_model_has_the_tensors_it_was_loaded_from(case, tmp_path):
     save_decoder(load_decoder(GOLDEN / case, dtype=jnp.float32), tmp_path / "out")
@@ -78,7 +88,9 @@ def test_mxfp4_is_dequantised(tmp_path):
         np.testing.assert_array_equal(weights[name], kernel)
 
 
-@pytest.mark.parametrize("case", ["qwen3_moe", "mixtral_window", "gpt_oss", "glm4_moe", "qwen2_moe_sparse"])
+@pytest.mark.parametrize(
+    "case", ["qwen3_moe", "mixtral_window", "gpt_oss", "glm4_moe", "qwen2_moe_sparse", "gemma4_experts"]
+)
 def test_an_adapter_that_peft_wrote_is_written_again_bit_for_bit(case, tmp_path):
     spec, arrays = read_adapter(GOLDEN / case / "adapter")
     assert spec.on_experts

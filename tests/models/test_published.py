@@ -31,6 +31,7 @@ BILLION = {
     "DeepSeek-V3 in bfloat16": 671.0,
     "Kimi-K2 in bfloat16": 1026.0,
     "gemma-4-31B": 30.7,
+    "gemma-4-26B-A4B": 25.2,
     "GLM-4.7-Flash": 29.9,
     "Qwen3.5-35B-A3B": 34.7,
     "Qwen3.5-27B": 26.9,

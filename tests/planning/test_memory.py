@@ -13,9 +13,10 @@ from benchmarks.end_to_end_inputs import GPT_OSS_20B
 from lorafusion_jax.adapters.spec import TARGETS, AdapterSpec
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.families.delta_net import DeltaNet
-from lorafusion_jax.families.experts import Experts
+from lorafusion_jax.families.experts import Experts, Router
 from lorafusion_jax.families.latent_attention import LatentAttention
 from lorafusion_jax.families.mlp import Mlp
+from lorafusion_jax.families.parallel_experts import ParallelExperts
 from lorafusion_jax.families.pattern import LayerType
 from lorafusion_jax.layout.extent import Extent, extents
 from lorafusion_jax.layout.layer import EXPERTS, PATHS, REMAT_POLICIES
@@ -497,6 +498,12 @@ STRANGE = {
         "experts": Experts(
             width=WIDE.hidden_size, inner=512, count=8, active=4, bias=True, interleaved=True, limit=7.0
         )
+    },
+    "experts beside an MLP": {
+        "norms": "sandwich", "activation": "gelu_tanh", "qk_norm": False,
+        "experts": ParallelExperts(
+            width=WIDE.hidden_size, inner=512, count=8, active=4, router=Router(scaled=True), activation="gelu_tanh"
+        ),
     },
 }  # fmt: skip
 

@@ -50,7 +50,7 @@ def _layer_work(problem: MemoryProblem, stage: int, number: int) -> dict[str, in
     made_again = sum(everything.values()) - sum(kept_per_layer(problem, number=number).values())
     if mlp_is_one_op(problem, layer):
         made_again += item * T * F  # silu(gate) · up: down reads it, nobody keeps it
-    mlp = item * T * layer.mlp.row_elements
+    mlp = item * T * layer.row_elements
     down = site_shape(problem, "down", number) if "down" in layer.sites else None
     if down is not None and runs_on_hopper(problem, down) and policy.has_extra_ranks(down):
         mlp += item * T * F  # silu(gate) · up once more, for their gradient; or their part of the gradient of it
