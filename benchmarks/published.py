@@ -59,6 +59,7 @@ LOSS = (
     "quantised_loss_h200_2026-11-23/quantised_loss_means.csv",
     "quantised_loss_h200_2026-11-23b/quantised_loss_means.csv",
 )
+TENSOR = "tensor_h200_2026-11-27/tensor.jsonl"
 DEPTH = "quantised_depth_cpu_2026-11-23/quantised_depth.csv"
 PIPELINES = "pipelines_2026-11-24"
 PLANNED = "planner_2026-11-24"  # with counted budgets; those of PLANNER were of wall time, on a quiet machine
@@ -392,6 +393,24 @@ def sizes() -> str:
     return markdown(("microbatches", "density", "useful tok/s", "of the frozen model"), lines)
 
 
+def tensor() -> str:
+    """Two GPUs that compute each layer together, beside one GPU and two stages."""
+    rows = [row for row in read_jsonl(TENSOR) if row["section"] == "run"]
+    one = {row["adapters"]: row["tokens_per_s"] for row in rows if row["mesh"] == "one"}
+    lines = [
+        (
+            row["adapters"],
+            "one GPU" if row["mesh"] == "one" else f"`{row['mesh']}: 2`",
+            f"{row['tokens_per_s'] / 1e3:.1f} k",
+            f"{row['tokens_per_s'] / one[row['adapters']]:.2f}",
+            f"{row['predicted_tokens_per_s'] / 1e3:.1f} k",
+            f"{row['predicted_tokens_per_s'] / row['tokens_per_s'] - 1:+.1%}",
+        )
+        for row in rows
+    ]
+    return markdown(("adapters", "mesh", "tokens/s", "over one GPU", "predicted", "prediction off by"), lines)
+
+
 def flax_model() -> str:
     """A step of a user's own NNX model under `nnx.jit`."""
     rows = [row for row in read_jsonl(FLAX_MODEL) if row.get("case") == "step"]
@@ -475,6 +494,6 @@ TABLES: dict[str, Callable[[], str]] = {
         layers, siblings, ops, slower, moved, training, ratios, workloads, idle, batch_sizes, scaling, planner,
         pipelines, ages, quantised_bases, peers_in_short, peers, peers_compiled, sizes, flax_model, adapter_counts,
         quantised_loss, quantised_depth, online_targets, online_held_out, online_large, online_queue, online_ideas,
-        online_throughput, online_rates, online_decision, online_mutants,
+        online_throughput, online_rates, online_decision, online_mutants, tensor,
     )
 }  # fmt: skip
