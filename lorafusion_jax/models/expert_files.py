@@ -126,8 +126,8 @@ def write_part(part: Part, kernel_NEK: np.ndarray) -> np.ndarray:
     values = kernel_NEK[part.row : part.row + rows, part.column : part.column + columns]
     if len(part.shape) == 2:
         return values
-    whole = values.reshape(rows, part.shape[0], -1)
-    return whole.transpose(1, 0, 2) if part.transposed else whole.transpose(1, 2, 0)
+    order = (1, 0, 2) if part.transposed else (1, 2, 0)
+    return values.reshape(rows, part.shape[0], -1).transpose(order)
 
 
 def _read(part: Part, stored: Mapping[str, Stored], rows: slice, columns: slice) -> np.ndarray:
