@@ -104,6 +104,8 @@ def test_every_key_that_changes_alone_is_followed_or_refused(case):
         "use_sliding_window", "sliding_window", "max_window_layers", "no_rope_layer_interval",
         "original_max_position_embeddings", "model_type", "first_k_dense_replace",
     }  # fmt: skip
+    if raw.get("enable_moe_block") is False:
+        idle |= {"num_experts", "top_k_experts", "moe_intermediate_size"}
     types = raw.get("layer_types") or []
     if len({*types}) == 1 and "full_attention" in raw.get("rope_parameters", {}):  # nor ropes of no layer
         idle |= {"rope_parameters"}
