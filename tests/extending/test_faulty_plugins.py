@@ -12,8 +12,7 @@ from lorafusion_jax.cli.main import run
 SOURCE = """
 import optax
 
-from lorafusion_jax.extend import AdapterKind, Objective, Optimizer, Schedule, Segment
-from lorafusion_jax.adapters.lora import LORA_A, LORA_B
+from lorafusion_jax.extend import AdapterKind, Leaf, Objective, Optimizer, Schedule, Segment
 
 PROBLEM = {problem}
 
@@ -30,7 +29,7 @@ BUILD = Optimizer(build=fail, states_per_weight=0)
 INIT = Optimizer(build=lambda *of: optax.GradientTransformation(fail, fail), states_per_weight=0)
 SCHEDULE = Schedule(build=fail)
 STEP = Schedule(build=lambda lr, ratio, steps: fail)
-KIND = AdapterKind(leaves=(LORA_A, LORA_B), low_rank=fail, peft={})
+KIND = AdapterKind(leaves=(Leaf(name="down", axes=("K", "R"), init=fail),), low_rank=fail, peft={})
 SEGMENTS = Objective(segments=fail, num_segments=1, columns=("prompt", "completion"), loss=fail)
 LOSS = Objective(segments=segments, num_segments=1, columns=("prompt", "completion"), loss=fail)
 """

@@ -1,5 +1,6 @@
-"""A model family from another package that is no Llama: norms before and after, GeGLU, soft caps, scaled embeddings,
-windows in turn, and other keys and tensor names. transformers' Gemma-2 computes the same, under its own names."""
+"""Model families from another package that are no Llamas: norms before and after, GeGLU, soft caps, scaled embeddings,
+windows in turn; a mixture of experts; and other keys and tensor names. transformers' Gemma-2 and Qwen3-MoE compute the
+same, under their own names."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from lorafusion_jax.families.rope import Rope
 from lorafusion_jax.models import ModelConfig, Segments, load_decoder, save_decoder
 
 SOURCE = """
-from lorafusion_jax.families.table import Family
+from lorafusion_jax.extend import Family
 
 TOY = Family(
     architectures=("ToyForCausalLM",),
@@ -47,6 +48,15 @@ TOY = Family(
         "lm_head": "words",
     },
 )
+CROWD = Family(
+    architectures=("CrowdForCausalLM",),
+    keys={"crowd": "num_experts", "chosen": "num_experts_per_tok", "breadth": "moe_intermediate_size"},
+    reads={"head_dim": 8, "attention_bias": False, "norm_topk_prob": True},
+    fields={"qk_norm": True},
+    experts={},
+    expert_names=("crowd.{}.open", "crowd.{}.up", "crowd.{}.close"),
+    modules={"mlp.router": "crowd.choice", "self_attn.q_norm": "self_attn.even"},
+)
 NOTHING = 5
 """
 TENSORS = {
@@ -68,18 +78,28 @@ KEYS = {
     "query_pre_attn_scalar": "score_divisor",
     "sliding_window": "near",
 }
-GEMMA = Path(__file__).parents[1] / "models" / "golden" / "gemma2_untied"
+CROWD_TENSORS = {
+    "mlp.gate.": "crowd.choice.",
+    "mlp.experts.": "crowd.",
+    ".gate_proj.": ".open.",
+    ".up_proj.": ".up.",
+    ".down_proj.": ".close.",
+    ".q_norm.": ".even.",
+}
+CROWD_KEYS = {"num_local_experts": "crowd", "num_experts_per_tok": "chosen", "moe_intermediate_size": "breadth"}
+GOLDEN = Path(__file__).parents[1] / "models" / "golden"
+GEMMA = GOLDEN / "gemma2_untied"
 
 
-def disguise(source: Path, directory: Path, **changes) -> Path:
-    """Writes a Gemma-2 folder under the toy's names, by hand."""
+def disguise(source: Path, directory: Path, keys=KEYS, tensor_names=TENSORS, without=(), **changes) -> Path:
+    """Writes a folder of transformers under a toy's names, by hand."""
     config = json.loads((source / "config.json").read_text())
-    config = {KEYS.get(key, key): value for key, value in config.items()}
+    config = {keys.get(key, key): value for key, value in config.items() if key not in without}
     config |= {"architectures": ["ToyForCausalLM"], "model_type": "toy"} | changes
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(config))
     tensors = load_file(source / "model.safetensors")
-    for ours, theirs in TENSORS.items():
+    for ours, theirs in tensor_names.items():
         tensors = {name.replace(ours, theirs): tensor for name, tensor in tensors.items()}
     save_file(tensors, directory / "model.safetensors")
     return directory
@@ -87,7 +107,9 @@ def disguise(source: Path, directory: Path, **changes) -> Path:
 
 @pytest.fixture
 def toy(install):
-    return install("toy_family", SOURCE, {"lorafusion_jax.families": {"toy": "TOY", "nothing": "NOTHING"}})
+    return install(
+        "toy_family", SOURCE, {"lorafusion_jax.families": {"toy": "TOY", "crowd": "CROWD", "nothing": "NOTHING"}}
+    )
 
 
 @pytest.fixture
@@ -110,13 +132,26 @@ def job(base, tmp_path, write_rows):
     return str(small_jobs.write_job(tmp_path, base, [adapter]))
 
 
-def test_it_computes_what_transformers_does(toy, tmp_path):
-    folder = disguise(GEMMA, tmp_path / "toy", colour="blue")
-    model, expected = load_decoder(folder, dtype=jnp.float32), load_file(GEMMA / "expected.safetensors")
+def assert_logits(folder: Path, golden: Path) -> None:
+    model, expected = load_decoder(folder, dtype=jnp.float32), load_file(golden / "expected.safetensors")
     rows = np.arange(len(expected["tokens"]))
     logits = jax.jit(lambda tokens: model(tokens, rows, Segments.from_lengths([len(rows)], len(rows))))
     wanted = expected["logits"]
     assert np.abs(logits(expected["tokens"]) - wanted).max() <= 1e-5 * np.abs(wanted).max()
+
+
+def test_it_computes_what_transformers_does(toy, tmp_path):
+    assert_logits(disguise(GEMMA, tmp_path / "toy", colour="blue"), GEMMA)
+
+
+def test_experts_compute_what_transformers_does(toy, tmp_path):
+    unread = ("decoder_sparse_step", "mlp_only_layers", "router_aux_loss_coef", "sliding_window", "use_sliding_window")
+    names = {"architectures": ["CrowdForCausalLM"], "model_type": "crowd"}
+    golden = GOLDEN / "qwen3_moe"
+    folder = disguise(
+        golden, tmp_path / "crowd", CROWD_KEYS, CROWD_TENSORS, (*unread, "max_position_embeddings"), **names
+    )
+    assert_logits(folder, golden)
 
 
 def test_it_trains_on_one_device_and_on_several_to_the_same_peft_folder(job, tmp_path, capsys):

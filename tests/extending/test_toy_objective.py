@@ -25,7 +25,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from lorafusion_jax.objective import Objective, Segment
+from lorafusion_jax.extend import Objective, Segment
 
 
 @dataclass(frozen=True)

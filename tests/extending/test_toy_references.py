@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from lorafusion_jax.objective import Objective, Segment
+from lorafusion_jax.extend import Objective, Segment
 
 
 # A reply should become `lift` nats per token likelier than it was; rows that are trusted count more.
