@@ -1,31 +1,23 @@
-"""The memory model against real arrays and hand-computed sizes, and its advice."""
+"""The memory model of weights and stages against real arrays and hand-computed sizes, and its advice."""
 
 from dataclasses import replace
-from importlib import import_module
 from math import prod
 from pathlib import Path
-from unittest import mock
 
 import pytest
+from memory_problems import ADAPTERS, FOUR, HOPPER, TINY, problem
 from shapes import LLAMA_8B, LLAMA_70B
 
 from benchmarks.end_to_end_inputs import GPT_OSS_20B
 from lorafusion_jax.adapters.spec import TARGETS, AdapterSpec
 from lorafusion_jax.config.schema import JobConfig
-from lorafusion_jax.families.delta_net import DeltaNet
-from lorafusion_jax.families.experts import Experts, Router
-from lorafusion_jax.families.latent_attention import LatentAttention
-from lorafusion_jax.families.mlp import Mlp
-from lorafusion_jax.families.parallel_experts import ParallelExperts
-from lorafusion_jax.families.pattern import LayerType
 from lorafusion_jax.layout.extent import Extent, extents
-from lorafusion_jax.layout.layer import EXPERTS, PATHS, REMAT_POLICIES
+from lorafusion_jax.layout.layer import REMAT_POLICIES
 from lorafusion_jax.models import ModelConfig
 from lorafusion_jax.planning.memory import (
     ALLOCATOR_USABLE,
     DEVICE_BYTES,
     GIB,
-    MemoryProblem,
     advice,
     choose_remat,
     fits,
@@ -37,35 +29,6 @@ from lorafusion_jax.planning.memory import (
     trainable_parameters,
     working_memory,
 )
-from lorafusion_jax.planning.stages import split_layers
-
-TINY = ModelConfig(
-    family="qwen3",
-    vocab_size=96,
-    hidden_size=24,
-    intermediate_size=40,
-    num_layers=5,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    qk_norm=True,
-    qkv_bias=True,
-    o_bias=True,
-    tie_embeddings=True,
-)
-ADAPTERS = (
-    AdapterSpec(name="law", rank=4, alpha=8, dropout=0.1),
-    AdapterSpec(name="med", rank=2, alpha=8, targets=("q_proj", "down_proj")),
-)
-FOUR = tuple(AdapterSpec(name=f"a{i}", rank=16, alpha=32, dropout=0.1) for i in range(4))
-
-HOPPER = "pallas_mosaic_gpu"
-
-
-def problem(model=TINY, adapters=ADAPTERS, stages=1, tokens=64, **changes):
-    settings = {"optimizers": ("adamw",) * len(adapters), "item": 2, "remat": "gemm_inputs"} | changes
-    layers = split_layers(model.num_layers, stages)
-    return MemoryProblem(model=model, adapters=adapters, layers=layers, capacity_tokens=tokens, **settings)
 
 
 def real_sizes(item):
@@ -215,184 +178,11 @@ def test_fsdp_programs_leave_a_margin():
     assert choose_remat(less, allocator, usable=ALLOCATOR_USABLE) == "gemm_inputs"
 
 
-S_COLUMNS = {"qkv": 64, "o": 16, "gate_up": 32, "down": 16}
-
-
-def test_kept_tensors_by_hand():
-    T = 64
-    nothing = {"x_in": 2 * T * 24}
-    gemm_inputs = nothing | {
-        "q, k before their norms": 2 * T * 48,
-        "q": 2 * T * 32,
-        "k": 2 * T * 16,
-        "v": 2 * T * 16,
-        "attention": 2 * T * 32,
-        "attention log-sum-exp": 4 * T * 4,
-        "o_out": 2 * T * 24,
-        "gate": 2 * T * 40,
-        "up": 2 * T * 40,
-        # each projection's rank is padded to 16, and their sum to a power of two
-        **{f"S of {site}": 2 * T * columns for site, columns in S_COLUMNS.items()},
-        **{f"dropout bits of {site}": T * 32 for site in ("qkv", "o", "gate_up", "down")},
-    }
-    assert kept_per_layer(problem(remat="nothing")) == nothing
-    assert kept_per_layer(problem()) == gemm_inputs
-    more = kept_per_layer(problem(remat="everything"))
-    assert {name: size for name, size in more.items() if name not in gemm_inputs} == {
-        "attention, for o_proj": 2 * T * 32,
-        "input_layernorm out": 2 * T * 24,
-        "input_layernorm scale": 4 * T,
-        "post_attention_layernorm out": 2 * T * 24,
-        "post_attention_layernorm scale": 4 * T,
-        "silu(gate) · up": 2 * T * 40,  # the kernels do not serve an MLP as small as that
-        "scales of their norms": 4 * T * 6,
-    }
-
-
-def test_gated_array_is_saved_unless_the_mlp_is_one_op():
-    T, F = 8192, LLAMA_8B.intermediate_size
-
-    def gated(**changes):
-        kept = kept_per_layer(problem(LLAMA_8B, tokens=T, remat="everything", **changes), "mlp")
-        return kept.get("silu(gate) · up")
-
-    assert gated() is None
-    assert gated(hopper=False) == 2 * T * F
-    assert gated(item=4) == 4 * T * F
-    for left_out in ("gate_proj", "up_proj", "down_proj"):
-        targets = tuple(name for name in ("gate_proj", "up_proj", "down_proj") if name != left_out)
-        some, rest = (AdapterSpec(name=name, rank=4, alpha=8, targets=targets) for name in "ab")
-        assert gated(adapters=(some, rest)) == 2 * T * F
-        rest = replace(rest, targets=(left_out,))
-        assert gated(adapters=(some, rest)) is None  # together they have all three
-    # 33: gate and up are called one by one; 256: plain products
-    for ranks, size in (((32,), None), ((33,), 2 * T * F), ((16, 256), None), ((256, 256), 2 * T * F)):
-        adapters = tuple(AdapterSpec(name=f"a{rank}", rank=rank, alpha=8) for rank in ranks)
-        assert gated(adapters=adapters) == size
-
-
-@pytest.mark.parametrize(("implementation", "arrays"), [(None, 1), ("pallas_triton", 0)])
-def test_extra_ranks_make_the_gated_array_again_for_their_gradient(implementation, arrays):
-    """Triton's kernels take all ranks: they have no extra ones."""
-
-    def backward(rank):
-        specs = tuple(AdapterSpec(name=f"a{rank_of}", rank=rank_of, alpha=8) for rank_of in (16, rank))
-        given = problem(LLAMA_8B, tokens=8192, adapters=specs, implementation=implementation)
-        return working_memory(given, 0)["backward"]
-
-    per_rank = (backward(256) - backward(128)) / 128  # of a rank: its gradients
-    assert backward(128) - backward(32) - 96 * per_rank == arrays * 2 * 8192 * LLAMA_8B.intermediate_size
-
-
-@pytest.mark.parametrize(("implementation", "columns"), [(None, 16 + 64), ("pallas_triton", 128)])
-def test_saved_s_has_the_columns_of_its_kernels(implementation, columns):
-    specs = tuple(AdapterSpec(name=f"a{rank}", rank=rank, alpha=8) for rank in (16, 80))
-    given = problem(LLAMA_8B, tokens=8192, adapters=specs, implementation=implementation, remat="everything")
-    assert kept_per_layer(given)["S of down"] == 2 * 8192 * columns
-
-
-def test_the_gated_array_is_working_memory_where_it_is_not_kept():
-    def of(remat, **changes):
-        return problem(LLAMA_8B, tokens=8192, remat=remat, **changes)
-
-    gated, hand_over = 2 * 8192 * LLAMA_8B.intermediate_size, 2 * 2 * 8192 * LLAMA_8B.hidden_size
-    hand_over += (
-        4 * 2 * 4 * sum(map(sum, LLAMA_8B.layer(0).linear_shapes().values()))
-    )  # both adapters, padded to rank 4
-    everything = sum(kept_per_layer(of("everything")).values())
-    for remat in REMAT_POLICIES:
-        again = everything - sum(kept_per_layer(of(remat)).values())
-        assert working_memory(of(remat), 0)["forward"] == hand_over + again + gated
-    assert working_memory(of("everything", hopper=False), 0)["forward"] == hand_over
-
-
-def real_kept(wanted, half=None):
-    """Bytes that the executor's forward pass of one layer returns, and the layer's input; from shapes alone."""
-    import jax
-    import jax.numpy as jnp
-    from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
-
-    from lorafusion_jax.config.schema import TrainSettings
-    from lorafusion_jax.data.assemble import BalanceRows, Microbatch
-    from lorafusion_jax.pipeline.parts import Parts
-    from lorafusion_jax.pipeline.remat import Split
-
-    T = wanted.capacity_tokens
-    settings = TrainSettings(implementation=wanted.implementation, attention=wanted.attention)
-    parts = Parts(model=wanted.model, specs=wanted.adapters, settings=settings, dtype=jnp.bfloat16)
-    whole = jax.ShapeDtypeStruct
-    frozen = {name: whole(shape, jnp.bfloat16) for name, shape in parts.frozen_shapes(half).items()}
-    count, rank = len(wanted.adapters), max(spec.rank for spec in wanted.adapters)
-    lora = {}
-    for linear in wanted.model.layer(0).linears_of(half):
-        k, n = linear.shape
-        stack = (count, linear.experts) if linear.experts else (count,)
-        lora |= {f"{linear.path}.lora_a": (*stack, k, rank), f"{linear.path}.lora_b": (*stack, rank, n)}
-    lora = {name: whole(shape, jnp.float32) for name, shape in lora.items()}
-    sizes = {"segment_offsets": 9, "segment_lengths": 8, "tile_adapter": T // 128, "adapters": count}
-    kinds = {"row_key": jnp.uint32, "weights": jnp.float32}
-    rows = {name: whole((sizes.get(name, T),), kinds.get(name, jnp.int32)) for name in Microbatch._fields}
-    counted = BalanceRows(whole((8,), jnp.int32), whole((8,), jnp.float32)) if wanted.balanced else None
-    batch = Microbatch(**rows | {"lora": None, "balance": counted})
-
-    def forward(frozen, lora, x, batch):
-        run = lambda given, lora, x: parts.layer(given[0], lora, x, given[1], given[2])  # noqa: E731
-        split = Split(run, wanted.remat, wanted.model.layer(0).checkpoints)
-        return split.forward((frozen, parts.inputs.of_batch(batch, dropout=True), jnp.int32(0)), lora, x)
-
-    x = whole((T, wanted.model.hidden_size), jnp.bfloat16)
-    carried = x if counted is None else (x, whole((2, 8, wanted.model.experts.count), jnp.float32))
-    h200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
-    on_hopper = mock.patch.object(import_module("lorafusion_jax.models.attention.api"), "on_hopper", return_value=True)
-    with use_abstract_mesh(AbstractMesh((), (), abstract_device=h200)), on_hopper:  # it asks the real device
-        _, kept = jax.eval_shape(forward, frozen, lora, carried, batch)
-    return sum(prod(leaf.shape) * leaf.dtype.itemsize for leaf in (x, *kept))
-
-
-WIDE = replace(LLAMA_8B, hidden_size=1024, intermediate_size=2048, num_heads=8, num_kv_heads=4, qk_norm=True)
-
-
-@pytest.mark.parametrize(
-    ("implementation", "attention"), [("xla", "xla"), (HOPPER, "xla"), (HOPPER, HOPPER), (HOPPER, None)]
-)
-@pytest.mark.parametrize("remat", REMAT_POLICIES)
-def test_a_real_layer_saves_the_counted_bytes(remat, implementation, attention):
-    """Within 0.1 %: rows marked bad and dropout's keys, a few bytes a row, are not in the table."""
-    wanted = problem(WIDE, FOUR, tokens=1024, remat=remat, implementation=implementation, attention=attention)
-    assert sum(kept_per_layer(wanted).values()) == pytest.approx(real_kept(wanted), rel=1e-3)
-
-
-@pytest.mark.parametrize("half", ["attention", "mlp"])
-def test_half_a_real_layer_saves_the_counted_bytes(half):
-    wanted = problem(WIDE, FOUR, tokens=1024, remat="everything", implementation=HOPPER)
-    assert sum(kept_per_layer(wanted, half).values()) == pytest.approx(real_kept(wanted, half), rel=1e-3)
-
-
-def test_other_attention_implementations_save_the_result_twice():
-    def again(model=LLAMA_8B, tokens=1024, **changes):
-        return "attention, for o_proj" in kept_per_layer(problem(model, tokens=tokens, remat="everything", **changes))
-
-    assert not again()
-    assert not again(hopper=False, attention=HOPPER)
-    assert again(hopper=False)
-    assert again(attention="cudnn")
-    assert again(item=4)
-    assert again(tokens=1024 + 64)
-    assert again(replace(LLAMA_8B, head_dim=96))
-
-
 def test_the_job_says_which_attention():
     config = JobConfig(
         base={"model": "random"}, adapters=({"name": "law", "data": {"train": "x"}},), train={"attention": "cudnn"}
     )
     assert memory_problem(config, LLAMA_8B).attention == "cudnn"
-
-
-def test_unused_tensors_are_not_saved():
-    plain = (AdapterSpec(name="law", rank=4, alpha=8, targets=("down_proj",)),)
-    names = kept_per_layer(problem(adapters=plain))
-    assert {name for name in names if name.startswith(("S of", "dropout"))} == {"S of down"}
-    assert not any(name.startswith("dropout") for name in kept_per_layer(problem(hopper=False)))
 
 
 def test_earlier_stages_hold_more_microbatches():
@@ -467,81 +257,6 @@ def test_gpt_oss_20b_trains_on_a_gpu_of_80_gb():
     (stage,) = stage_memory(whole)
     assert stage.frozen / 1e9 == pytest.approx(41.8, abs=0.1)
     assert choose_remat(whole, 74 * GIB) != "nothing"
-
-
-STRANGE = {
-    "sandwich, GeGLU, caps": {
-        "norms": "sandwich", "activation": "gelu_tanh", "attention_soft_cap": 20.0, "norm_offset": 1.0, "qk_norm": False
-    },
-    "fused, partial": {"fused": True, "qk_norm": False, "rope_channels": 64},
-    "norms after, over all heads": {"norms": "post", "qk_norm": "full", "sliding_window": 128},
-    "scaled sums": {"residual_scale": 0.22, "qk_norm": False},
-    "latent attention": {
-        "latent": LatentAttention(
-            width=WIDE.hidden_size, heads=8, q_rank=384, kv_rank=256, plain_dim=64, rotary_dim=32, value_dim=64
-        ),
-        "head_dim": 32, "qk_norm": False,
-    },
-    "gated attention": {"attention_gate": True, "qk_norm": True},
-    "gated delta net": {
-        "delta_net": DeltaNet(width=WIDE.hidden_size, key_heads=4, value_heads=8, key_dim=64, value_dim=64),
-        "pattern": (LayerType(linear=True),) * WIDE.num_layers, "qk_norm": False,
-    },
-    "experts": {
-        "experts": Experts(
-            width=WIDE.hidden_size, inner=64, count=6, active=2, shared_gate=True,
-            shared=Mlp(width=WIDE.hidden_size, inner=96, module="mlp.shared_expert"),
-        )
-    },
-    "wide experts": {"experts": Experts(width=WIDE.hidden_size, inner=512, count=8, active=4)},
-    "limited experts with biases": {
-        "experts": Experts(
-            width=WIDE.hidden_size, inner=512, count=8, active=4, bias=True, interleaved=True, limit=7.0
-        )
-    },
-    "experts beside an MLP": {
-        "norms": "sandwich", "activation": "gelu_tanh", "qk_norm": False,
-        "experts": ParallelExperts(
-            width=WIDE.hidden_size, inner=512, count=8, active=4, router=Router(scaled=True), activation="gelu_tanh"
-        ),
-    },
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", STRANGE)
-@pytest.mark.parametrize("remat", ["gemm_inputs", "everything"])
-def test_layers_of_other_families_save_the_counted_bytes(name, remat):
-    """Within 2 %: "everything" has temporaries of a few rows that XLA may drop; of narrow experts, 5 %."""
-    others = tuple(target for target in PATHS if target not in EXPERTS)
-    on_experts = name in ("experts", "limited experts with biases")  # else what only their adapters need is not saved
-    adapters = tuple(
-        replace(spec, targets=tuple(PATHS), dropout=0.0) if on_experts else replace(spec, targets=others)
-        for spec in FOUR
-    )
-    wanted = problem(
-        replace(WIDE, **STRANGE[name]), adapters, tokens=1024, remat=remat, implementation="xla", attention="xla"
-    )
-    for half in (None, "attention", "mlp"):
-        assert sum(kept_per_layer(wanted, half).values()) == pytest.approx(
-            real_kept(wanted, half), rel=0.05 if name == "experts" else 0.02
-        ), half
-
-
-@pytest.mark.parametrize("remat", ["gemm_inputs", "everything"])
-def test_a_loss_of_routers_keeps_and_computes_arrays_of_rows_and_experts(remat):
-    """Sums over the rows of each sequence are computed again: all rows of every sequence would be kept otherwise."""
-    adapters = tuple(replace(spec, targets=("q_proj",)) for spec in FOUR)
-    model = replace(WIDE, **STRANGE["wide experts"])
-    plain = problem(model, adapters, tokens=1024, remat=remat, implementation="xla", attention="xla")
-    balanced = replace(plain, balanced=True)
-    rows_and_experts = 4 * 1024 * 8
-    assert real_kept(balanced) - real_kept(plain) == rows_and_experts
-    assert sum(kept_per_layer(balanced).values()) - sum(kept_per_layer(plain).values()) == rows_and_experts
-    more, less = working_memory(balanced, 0), working_memory(plain, 0)
-    for name in ("forward", "backward"):
-        assert more[name] - less[name] == 3 * rows_and_experts
-    dense = replace(balanced, model=WIDE)
-    assert working_memory(dense, 0) == working_memory(replace(dense, balanced=False), 0)
 
 
 def test_the_job_says_whether_routers_have_a_loss():
