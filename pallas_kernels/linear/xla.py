@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels.checkpoint_names import named_s
 from pallas_kernels.dropout import inverse_keep, keep_words, unpack
@@ -122,7 +123,9 @@ def _keep_tiles(static: Static, ops: Operands) -> jax.Array | None:
         return None
     rows = row_adapter(ops.tile_adapter, static.tile)
     columns = ops.x.shape[1]
-    return _tiles(static, unpack(keep_words(ops.dropout, rows, columns), columns))
+    # Without a barrier XLA computes all bits of a word again for each of its elements, in every kernel that masks.
+    words = lax.optimization_barrier(keep_words(ops.dropout, rows, columns))
+    return _tiles(static, unpack(words, columns))
 
 
 def _tiles(static: Static, values: jax.Array) -> jax.Array:
