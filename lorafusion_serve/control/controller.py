@@ -20,6 +20,7 @@ from sqlalchemy import select
 from lorafusion_jax.config.places import Places
 from lorafusion_jax.errors import ConfigError
 from lorafusion_serve.control.child import Child
+from lorafusion_serve.control.daily_copy import DailyCopy
 from lorafusion_serve.control.hub import Connection, Hub
 from lorafusion_serve.control.launch import Launcher, LocalLauncher
 from lorafusion_serve.control.publish import Publisher
@@ -75,7 +76,7 @@ class Controller:
         self._scheduler = scheduler or make_scheduler(settings)
         self._sessions: dict[str, Session] = {}
         self.child = Child()
-        self.sweeper = Sweeper(settings, db)
+        self.sweeper, self.daily_copy = Sweeper(settings, db), DailyCopy(db)
         self._publisher = Publisher(settings.artifacts, db) if settings.artifacts else None
         self._checks = ThreadPoolExecutor(1, "check")
         self._checking: set[str] = set()
@@ -101,6 +102,7 @@ class Controller:
                 session.stop()
         self._hub.close()
         self._checks.shutdown(wait=False, cancel_futures=True)
+        self.daily_copy.close()
         if self._publisher is not None:
             self._publisher.close()
         self.child.close()
@@ -154,6 +156,7 @@ class Controller:
             try:
                 self._check_new()
                 self.sweeper.work()
+                self.daily_copy.look()
                 if self._publisher is not None:
                     self._publisher.look()
                 if self._with_worker:

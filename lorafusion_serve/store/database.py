@@ -81,6 +81,11 @@ class Database:
                 newest = connection.scalar(select(func.max(t.events.c.seq))) or 0
             self.last_event = newest
 
+    @property
+    def daily_copy(self) -> Path:
+        """Where a service keeps a copy of the day, see `control.daily_copy`."""
+        return _daily_copy(self.file)
+
     def add_event(self, connection: Connection, kind: str, owner: str, job: str | None, data: dict[str, Any]) -> None:
         row = {"kind": kind, "owner": owner, "job": job, "at": time.time(), "data": data}
         connection.execute(t.events.insert().values(row))
@@ -162,5 +167,10 @@ def _reporting() -> Iterator[None]:
         raise StoreError(code, "the database cannot be used now.", why=text, fix=fix) from None
 
 
+def _daily_copy(file: Path) -> Path:
+    return file.with_name(f"{file.stem}.copy{file.suffix}")
+
+
 def _damaged(file: Path, why: str) -> RunError:
-    return RunError("store.damaged", f"{file} is damaged.", why=why, fix=f"{RESTORE}: states and adapters are in jobs/")
+    copies = f"{RESTORE}, such as {_daily_copy(file).name} beside it: states and adapters are in jobs/"
+    return RunError("store.damaged", f"{file} is damaged.", why=why, fix=copies)

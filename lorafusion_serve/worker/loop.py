@@ -27,7 +27,7 @@ HORIZON = 48  # slots of a window
 REPORT_S = 0.2  # between two messages about steps
 SERVER_GONE_S = 60.0
 IDLE_S = 0.05  # between two looks for commands while nothing trains
-NO_SPACE, AGAIN_S = "save.no-space", 5.0  # a full disk, and when to try again
+DISK, AGAIN_S = ("save.no-space", "save.failed"), 5.0  # a disk that takes nothing now, and when to try again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +76,7 @@ class Held:
     saved: int = 0
     place: int | None = None
     read_at: float = 0.0
-    not_before: float = 0.0  # when a full disk is tried again
+    not_before: float = 0.0  # when the disk is tried again
     announced: bool = False
     new_references: bool = False
 
@@ -262,11 +262,11 @@ class WorkerLoop:
         held.export = self._written = self._writer.submit(export)
 
     def _end_exported(self, held: Held, place: int, export: Future[tuple[int, Path]]) -> None:
-        """Frees the place of an exported adapter. While the disk is full, it keeps its place."""
+        """Frees the place of an exported adapter. While the disk takes nothing, it keeps its place."""
         try:
             step, target = export.result()
         except LoraFusionError as problem:
-            if problem.code == NO_SPACE:
+            if problem.code in DISK:
                 self._not_saved(held, problem)
                 held.export, held.not_before = None, time.monotonic() + AGAIN_S
                 return

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -34,10 +34,11 @@ class Server:
 
     Attributes:
         keys: owner → key.
+        more: further options.
     """
 
-    def __init__(self, home: Path, base: Path, *, save_s: float = 0.5, lease_s: float = 60.0):
-        self.home, self._base, self._save_s, self._lease_s = home, base, save_s, lease_s
+    def __init__(self, home: Path, base: Path, *, save_s: float = 0.5, lease_s: float = 60.0, more: Sequence[str] = ()):
+        self.home, self._base, self._save_s, self._lease_s, self.more = home, base, save_s, lease_s, more
         self._process: subprocess.Popen | None = None
         home.mkdir()
         with self._database().write() as connection:
@@ -46,7 +47,8 @@ class Server:
     def start(self) -> None:
         (self.home / "address").unlink(missing_ok=True)
         options = ["--home", str(self.home), "--base", f"tiny={self._base}", "--places", "4:3", "--port", "0"]
-        options += ["--reproducible", "--save-s", str(self._save_s), "--lease-s", str(self._lease_s), *SETTINGS]
+        options += ["--save-s", str(self._save_s), "--lease-s", str(self._lease_s), *self.more]
+        options += ["--reproducible", *SETTINGS]
         with (self.home / "server.txt").open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "lorafusion_jax", "serve", *options],

@@ -5,16 +5,18 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import socket
 import sqlite3
 import threading
 import time
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from simulated_service import Service, wait_for
 from simulated_worker import SimulatedLauncher, SimulatedProcess
-from sqlalchemy import select
+from sqlalchemy import event, select
 from sqlalchemy.exc import DatabaseError
 
 from lorafusion_jax.errors import LoraFusionError
@@ -23,6 +25,7 @@ from lorafusion_serve.control import session
 from lorafusion_serve.store import database
 from lorafusion_serve.store import tables as t
 from lorafusion_serve.store.database import Database, StoreError
+from lorafusion_serve.wire import connect
 from scheduling.online.policies.baselines import Packing
 
 
@@ -54,6 +57,63 @@ def test_a_frozen_worker_is_replaced(serve):
     service.wait(job)
     assert frozen.ended.is_set()
     assert service.show(job)["tries"] >= 1
+
+
+class Network:
+    """What is between a worker and the server. While it is cut nothing arrives, and no side learns that."""
+
+    def __init__(self, server: str):
+        self.is_whole, self._server = threading.Event(), server
+        self.is_whole.set()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"tcp:127.0.0.1:{self._listener.getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                worker, _ = self._listener.accept()
+                self.is_whole.wait()
+                ends = worker, connect(self._server)
+                for pair in (ends, ends[::-1]):
+                    threading.Thread(target=self._carry, args=pair, daemon=True).start()
+
+    def _carry(self, source: socket.socket, target: socket.socket) -> None:
+        with source, target, suppress(OSError):
+            part = b" "
+            while part:
+                part = source.recv(1 << 16)
+                self.is_whole.wait()
+                target.sendall(part)
+            target.shutdown(socket.SHUT_RDWR)
+
+
+def test_a_cut_network_leaves_one_writer(serve, monkeypatch):
+    """A worker that nobody reaches trains on: its job goes on in another one, and it is told to end when it is back."""
+    networks: list[Network] = []
+    start = SimulatedLauncher.start
+
+    def start_behind(self, arguments, log):
+        networks.append(Network(arguments["server"]))
+        return start(self, arguments | {"server": networks[-1].address}, log)
+
+    monkeypatch.setattr(SimulatedLauncher, "start", start_behind)
+    monkeypatch.setattr(SimulatedProcess, "kill", lambda self: None)
+    service = serve(lease_s=1.0, gpus=1, workers_at=("127.0.0.1", 0))
+    job = service.submit("one", "red", steps=120)
+    wait_for(lambda: service.show(job)["step"] >= 3)
+    networks[0].is_whole.clear()
+    lost = first_process()
+    service.wait(job, service.submit("two", "red", steps=5))
+    assert [placement["epoch"] for placement in service.placed(job)] == [1, 2]
+    assert lost.link.untaken > 0
+    assert not lost.link.refused
+    done = service.show(job)
+    networks[0].is_whole.set()
+    wait_for(lambda: lost.link.refused)
+    service.wait(job)
+    assert service.show(job) == done
+    lost.crash()
 
 
 def test_a_poison_job_fails_alone(serve):
@@ -302,3 +362,39 @@ def test_a_full_disk_refuses_uploads_and_leaves_nothing(running, tmp_path, monke
     assert [path for path in running.settings.datasets.iterdir() if path.name.startswith(".upload")] == []
     monkeypatch.undo()
     assert running.client("ana").upload(file)["rows"] == 1
+
+
+@pytest.mark.parametrize(
+    ("refused", "taken", "answer"),
+    [
+        ("max_page_count = 1", "max_page_count = 1000000", (507, "store.no-space")),
+        ("query_only = ON", "query_only = OFF", (503, "store.failed")),
+    ],
+    ids=["full", "read-only"],
+)
+def test_a_database_that_takes_nothing_leaves_nothing(running, job, monkeypatch, refused, taken, answer):
+    """Its disk is full or read-only: a job is there or refused, and later it is accepted."""
+    client, engine, pragma = running.client("ana"), running.db._engine, [refused]
+    monkeypatch.setattr("lorafusion_serve.client.TRIES", 1)
+
+    def limit(connection, *_):
+        connection.execute(f"PRAGMA {pragma[0]}")
+
+    event.listen(engine, "checkout", limit)
+    try:
+        there, problem = [], None
+        while problem is None:
+            try:
+                there.append(client.submit(job).id)
+            except ServiceError as refusal:
+                problem = refusal
+        assert (problem.status, problem.problems[0]["code"]) == answer
+        listed = {row["id"] for row in client.request("GET", "/v1/jobs?limit=200")["items"]}
+        assert listed >= set(there)
+        pragma[0] = taken
+        assert client.submit(job).id not in listed
+        assert len(client.request("GET", "/v1/jobs?limit=200")["items"]) == len(listed) + 1
+    finally:
+        pragma[0] = taken
+        with running.db.read():
+            event.remove(engine, "checkout", limit)

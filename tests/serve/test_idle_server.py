@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+ABSENT = ("jaxlib", "pyarrow", "ray")  # libraries of workers and checks, which take seconds and most of the memory
 MOST_MB, MOST_CPU_S = 150, 6.0  # 2 s on a core of its own; slower and shared ones count more
 
 
@@ -40,6 +41,8 @@ def test_an_idle_server_is_small_and_starts_quickly(tmp_path, tiny_base):
         time.sleep(1.0)  # ten rounds of the controller
         assert resident_mb(server.pid) <= MOST_MB
         assert started_s <= MOST_CPU_S
+        libraries = {line.rpartition(" ")[2] for line in Path(f"/proc/{server.pid}/maps").read_text().splitlines()}
+        assert [path for path in sorted(libraries) if any(f"/{name}/" in path for name in ABSENT)] == []
         assert cpu_seconds(server.pid) - started_s < 0.3
         assert not (home / "workers").exists()
     finally:

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import time
 from importlib.util import find_spec
 
 import pytest
+from campaigns.node_kills import Nodes
+from campaigns.service_kills import is_same
+from campaigns.service_process import Server, specs
 from safetensors.numpy import load_file
 from small_jobs import write_rows
+
+from lorafusion_serve.client import Client, Job
 
 # Ray leaves files open, and forks beside the threads of jax.
 pytestmark = [
@@ -116,3 +122,35 @@ def test_a_job_survives_its_node_and_a_restart_of_the_server(cluster, tmp_path, 
         for job in (moved, alone)
     )
     assert [key for key in ours if not (ours[key] == theirs[key]).all()] == []
+
+
+def test_jobs_survive_the_head_of_the_cluster(tmp_path, tiny_base):
+    """Without it no worker starts, and jobs are accepted and wait; a server with another cluster ends them."""
+    nodes = Nodes()
+    server = Server(tmp_path / "home", tiny_base, save_s=0.3, lease_s=4.0, more=options(nodes))
+    server.start()
+    ((owner, spec),) = specs(tmp_path, 1, epochs=60)
+    client = Client(server.url, server.keys[owner])
+    alone = client.submit(spec).wait(PATIENCE_S)
+    weights = load_file(alone.adapter(tmp_path / "alone") / "adapter_model.safetensors")
+    moved = client.submit(spec)
+    wait_for(lambda: moved.show()["step"] >= 1)
+    nodes.close()
+    wait_for(lambda: moved.show()["state"] == "queued")
+    later = client.submit(spec)
+    wait_for(lambda: later.show()["state"] == "queued")
+    server.end(signal.SIGKILL)  # Ray would end it after a minute without a head
+    other = Nodes()
+    server.more = options(other)
+    server.start()
+    try:
+        for job in (moved, later):
+            Job(Client(server.url, server.keys[owner]), job.id).wait(PATIENCE_S)
+            assert is_same(server, owner, job.id, weights, tmp_path)
+    finally:
+        server.end(signal.SIGTERM)
+        other.close()
+
+
+def options(nodes: Nodes) -> tuple[str, ...]:
+    return "--ray", nodes.address, "--workers-at", "127.0.0.1:17072", "--gpus", "0"

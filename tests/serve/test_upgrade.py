@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import sqlite3
 import threading
 import time
 
+import pytest
 from simulated_service import ID, Service, wait_for
 from sqlalchemy import select
 
 from lorafusion_jax.cli.main import run
+from lorafusion_jax.errors import LoraFusionError
+from lorafusion_serve.control import daily_copy
 from lorafusion_serve.server import open_database
 from lorafusion_serve.settings import Settings
 from lorafusion_serve.states import STATES
@@ -124,3 +129,31 @@ def test_a_copy_that_fails_leaves_the_older_one(tmp_path, capsys):
     with sqlite3.connect(copy) as connection:
         assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
     connection.close()
+
+
+def test_a_damaged_database_is_replaced_by_the_copy_of_its_day(tmp_path, tiny_base, monkeypatch):
+    """Jobs of the copy are there and continue; its fix names the copy, which is made once a day."""
+    service = Service(tmp_path / "home", tiny_base, Packing)
+    copy = service.db.daily_copy
+    job = service.submit("one", "red", steps=20)
+    monkeypatch.setattr(daily_copy, "LOOK_S", 0.0)
+    wait_for(copy.exists)
+    made = copy.stat().st_mtime_ns
+    service.wait(job)
+    assert copy.stat().st_mtime_ns == made
+    os.utime(copy, (0, 0))
+    wait_for(lambda: copy.stat().st_mtime_ns > made)
+    os.utime(copy, ns=(made, made))
+    service.close()
+    service.db.file.write_bytes(b"no database" * 1000)
+    with pytest.raises(LoraFusionError, match=r"store\.damaged") as problem:
+        open_database(service.settings)
+    assert copy.name in problem.value.fix
+    for file in copy.parent.glob("service.db*"):
+        file.unlink()
+    shutil.copyfile(copy, service.db.file)
+    again = Service(tmp_path / "home", tiny_base, Packing)
+    try:
+        again.wait(job)
+    finally:
+        again.close()

@@ -16,6 +16,7 @@ from lorafusion_jax.errors import CheckpointError, RunError
 from lorafusion_serve.worker import loop
 
 FULL = RunError("save.no-space", "the disk is full.")
+READ_ONLY = RunError("save.failed", "it cannot be written.", why="Read-only file system")
 
 
 @dataclass
@@ -36,7 +37,7 @@ class Adapter:
 
     def write(self, folder: Path) -> Path:
         if self.disk["full"]:
-            raise FULL
+            raise self.disk["full"]
         return folder
 
 
@@ -107,7 +108,7 @@ class Line:
 @pytest.fixture
 def worker(tmp_path, monkeypatch):
     """A worker in a thread, its line, and the disk."""
-    disk, line = {"full": False}, Line()
+    disk, line = {"full": None}, Line()
 
     disk["slow"] = threading.Event()
     disk["slow"].set()
@@ -115,7 +116,7 @@ def worker(tmp_path, monkeypatch):
     def export(task, state, target, *, name):
         assert disk["slow"].wait(60)
         if disk["full"]:
-            raise FULL
+            raise disk["full"]
 
     def read(job, values, state, folder):
         return loop.Loaded(task=Adapter(job, values["steps"], disk), state=None, path=None)
@@ -146,11 +147,12 @@ def wait_for(there) -> None:
         time.sleep(0.005)
 
 
-def test_a_job_that_leaves_a_full_disk_keeps_its_newest_state(worker):
+@pytest.mark.parametrize("why", [FULL, READ_ONLY], ids=["full", "read-only"])
+def test_a_job_that_leaves_a_full_disk_keeps_its_newest_state(worker, why):
     start, line, disk = worker
     start("moss", 10**6, 0)
     wait_for(lambda: line.of("saved"))
-    disk["full"] = True
+    disk["full"] = why
     wait_for(lambda: line.of("not-saved"))
     line.commands.put({"command": "stop", "job": "moss", "epoch": 1})
     wait_for(lambda: line.of("stopped"))
@@ -159,14 +161,15 @@ def test_a_job_that_leaves_a_full_disk_keeps_its_newest_state(worker):
     assert line.of("failed") == []
 
 
-def test_an_adapter_that_is_done_waits_for_the_disk_while_others_train(worker):
+@pytest.mark.parametrize("why", [FULL, READ_ONLY], ids=["full", "read-only"])
+def test_an_adapter_that_is_done_waits_for_the_disk_while_others_train(worker, why):
     start, line, disk = worker
-    disk["full"] = True
+    disk["full"] = why
     start("fern", 4, 0)
     start("moss", 10**6, 1)
     wait_for(lambda: line.of("not-saved"))
     assert line.of("finished") == []
-    disk["full"] = False
+    disk["full"] = None
     wait_for(lambda: line.of("finished"))
     assert [event["job"] for event in line.of("finished")] == ["fern"]
     assert line.of("failed") == []

@@ -1,0 +1,43 @@
+"""Copies the database once a day, in the background, to go on from where its file is damaged or lost."""
+
+from __future__ import annotations
+
+import logging
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from lorafusion_serve.store.database import Database, StoreError
+
+DAY_S, LOOK_S = 86_400.0, 600.0
+log = logging.getLogger("lorafusion.control")
+
+
+class DailyCopy:
+    """Replaces the copy beside the file once it is a day old. A copy that fails leaves the older one.
+
+    Args:
+        db: what is copied.
+    """
+
+    def __init__(self, db: Database):
+        self._db, self._pool = db, ThreadPoolExecutor(1, "copy")  # starts with the first copy
+        self._looked = time.monotonic()
+        self._copying: Future[None] | None = None
+
+    def look(self) -> None:
+        """Begins a copy if there is none of today."""
+        if time.monotonic() - self._looked < LOOK_S or (self._copying is not None and not self._copying.done()):
+            return
+        self._looked = time.monotonic()
+        file = self._db.daily_copy
+        if not file.exists() or abs(time.time() - file.stat().st_mtime) > DAY_S:
+            self._copying = self._pool.submit(self._copy)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=True)
+
+    def _copy(self) -> None:
+        try:
+            self._db.copy(self._db.daily_copy)
+        except (StoreError, OSError) as problem:
+            log.warning("the database was not copied: %s", problem)
