@@ -76,31 +76,27 @@ class Parts:
         object.__setattr__(
             self, "head", LossHead(layout=layout, settings=self.settings, dtype=self.dtype, tensor=self.tensor)
         )
-        object.__setattr__(self, "_modules", self._split_modules())
+        object.__setattr__(self, "_modules", {})
+        for kind in range(len(self.model.kinds)):
+            self._module(kind, None)
 
-    def _split_modules(self) -> dict[tuple[int, Half | None], tuple]:
-        """Returns the layers of each kind, whole and in halves, split into structure and states."""
-        numbers = [self.model.layers.index(layer) for layer in self.model.kinds]
-        model, parted = self.model.part_of(self.tensor), self.tensor > 1
-        of_adapters = nnx.filterlib.Any(nnx.LoRAParam, LoRAConstant)
-
-        def module(number: int, half: Half | None) -> DecoderLayer:
-            return DecoderLayer(
-                model,
+    def _module(self, layer_kind: int, half: Half | None) -> tuple:
+        """Returns a layer of a kind, or a half of it, split into structure and states: half layers when asked for."""
+        if (layer_kind, half) not in self._modules:
+            layer = partial(
+                DecoderLayer,
+                self.model.part_of(self.tensor),
                 self.specs,
-                number=number,
+                number=self.model.layers.index(self.model.kinds[layer_kind]),
                 half=half,
                 dtype=self.dtype,
-                rngs=nnx.Rngs(0),
                 prepared=True,
-                parted=parted,
+                parted=self.tensor > 1,
             )
-
-        return {
-            (kind, half): nnx.split(nnx.eval_shape(partial(module, number, half)), of_adapters, LoRAKinds, ...)
-            for kind, number in enumerate(numbers)
-            for half in (None, *HALVES)
-        }
+            shapes = nnx.eval_shape(lambda: layer(rngs=nnx.Rngs(0)))
+            of_adapters = nnx.filterlib.Any(nnx.LoRAParam, LoRAConstant)
+            self._modules[layer_kind, half] = nnx.split(shapes, of_adapters, LoRAKinds, ...)
+        return self._modules[layer_kind, half]
 
     def frozen_shapes(self, half: Half | None = None, layer_kind: int = 0) -> dict[str, tuple[int, ...]]:
         """Returns the shapes of the frozen tensors of a layer of one kind, or of a half layer."""
@@ -167,7 +163,7 @@ class Parts:
 
     def _filled(self, frozen: Weights, lora: Weights, inputs: Inputs, number: Array) -> DecoderLayer:
         """Returns a layer or half layer with these tensors."""
-        graph, lora_state, kind_state, frozen_state = self._modules[layer_kind(frozen), self.half(frozen)]
+        graph, lora_state, kind_state, frozen_state = self._module(layer_kind(frozen), self.half(frozen))
         shared = {name.removeprefix(SHARED): leaf for name, leaf in lora.items() if name.startswith(SHARED)}
         names = _names(lora_state)
         leaves = {name: lora[name] if name in lora else shared[name.rpartition(".")[2]] for name in names}
