@@ -1,6 +1,6 @@
 """Layers on one GPU beside layers that two GPUs compute together (`mesh.tensor`), and beside two pipeline stages.
 
-    python -m benchmarks.tensor --out OUT [--seconds 150] [--layers 8] [--small]
+    python -m benchmarks.tensor --out OUT [--seconds 150] [--layers 8] [--adapters 1] [--small]
 
 Writes a random base with layers of an 8B model in bfloat16 and runs `lorafusion train` on it: four adapters together,
 then one alone. The first losses of every mesh must be those of one GPU to rounding before any rate is printed. A row
@@ -41,6 +41,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=150)
     parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--adapters", type=int, nargs="+", default=[4, 1], help="that train together, at most 4")
     parser.add_argument("--small", action="store_true", help="tiny shapes, on two simulated devices")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
@@ -57,7 +58,7 @@ def main() -> int:
         write({"section": "conditions", **_conditions(options.small), "layers": options.layers, "shape": shape})
         write_base(work / "base", shape, 2 if options.small else options.layers)
         _write_data(work, options.small)
-        for adapters in (4, 1):
+        for adapters in options.adapters:
             first: dict[str, float] = {}
             for mesh in MESHES:
                 if time.monotonic() - began > options.seconds:
