@@ -108,6 +108,7 @@ class WorkerLoop:
         self._newest: dict[str, int] = {}  # job → its newest epoch here; a placement starts once
         self._reported = self._read_at = time.monotonic()
         self._reading: Reading | None = None
+        self._copy: Future[AdapterState] | None = None  # the newest state that was read, or is
         self._written: Future[Any] | None = None  # the newest work of the writer for a job that trains or is done
         self._closing = False
         self.stop = threading.Event()  # set by a signal
@@ -146,7 +147,11 @@ class WorkerLoop:
         if held.export is not None:
             return held.export.done()
         status = self._session.tasks[held.place].status
-        return status == "failed" or (status == "done" and self._can_read and time.monotonic() >= held.not_before)
+        return status == "failed" or (self._waits_for_export(held) and self._can_read)
+
+    def _waits_for_export(self, held: Held) -> bool:
+        done = held.place is not None and self._session.tasks[held.place].status == "done"
+        return done and held.export is None and time.monotonic() >= held.not_before
 
     def _execute_commands(self, wait_s: float) -> None:
         while True:
@@ -251,10 +256,10 @@ class WorkerLoop:
         assert held.place is not None
         if not held.not_before:
             self._evaluate(held, task)
-        read = self._session.start_reading(held.place)
+        reading = self._begin_reading(held.place)
 
         def export() -> tuple[int, Path]:
-            state = read()
+            state = reading.result()
             target = held.folder / "adapter" / f"step-{state.step}-e{held.epoch}"  # no older writer writes there
             export_task(task, state, target, name=held.name)
             return state.step, target
@@ -323,8 +328,12 @@ class WorkerLoop:
 
     @property
     def _can_read(self) -> bool:
-        """Whether no state is being read or written. The devices, the host and the disk have one at a time."""
-        return self._reading is None and (self._written is None or self._written.done())
+        """Whether the devices hold no copy of a state: they have memory for one."""
+        return self._copy is None or self._copy.done()
+
+    def _begin_reading(self, place: int) -> Future[AdapterState]:
+        self._copy = self._writer.submit(self._session.start_reading(place))
+        return self._copy
 
     def _wait_for_writer(self) -> None:
         if self._reading is not None:
@@ -341,19 +350,26 @@ class WorkerLoop:
         elif self._can_read and (held := self._next_to_save()) is not None:
             assert held.place is not None
             held.read_at = self._read_at = time.monotonic()
-            read = self._session.start_reading(held.place)
-            self._reading = Reading(held=held, state=self._writer.submit(read))
+            self._reading = Reading(held=held, state=self._begin_reading(held.place))
 
     def _next_to_save(self) -> Held | None:
-        """Returns the job whose state is the oldest, once in a while: each of them once in `save_s`."""
+        """Returns the job whose state is the oldest, once in a while: each of them once in `save_s`.
+
+        Adapters that are done come first, since others wait for their places.
+        """
+        writes = self._written is not None and not self._written.done()
+        if writes or any(map(self._waits_for_export, self._held.values())):
+            return None
         now = time.monotonic()
         jobs = [held for held in self._held.values() if held.announced and held.export is None]
         if now - self._read_at <= self._save_s / max(len(jobs), 1):
             return None
-        tasks = self._session.tasks
-        changed = [held for held in jobs if held.place is not None and tasks[held.place].step > held.saved]
-        old = [held for held in changed if now - held.read_at > self._save_s / 2]
+        old = [held for held in jobs if self._has_new_steps(held) and now - held.read_at > self._save_s / 2]
         return min(old, key=lambda held: held.read_at, default=None)
+
+    def _has_new_steps(self, held: Held) -> bool:
+        task = None if held.place is None else self._session.tasks[held.place]
+        return task is not None and task.status == "running" and task.step > held.saved
 
     def _write_read(self, reading: Reading) -> None:
         """Has a state written that was read, once its job has come to its step: the step may still be refused."""

@@ -69,6 +69,7 @@ class Bench:
             row = {"adapter": task.name, "kind": "step", "step": task.step}
             listener(SimpleNamespace(kind="step", row=row.copy))
         time.sleep(0.002)
+        pause()
 
     def drain(self):
         self.drained += 1
@@ -228,6 +229,22 @@ def test_jobs_train_while_their_state_is_read(worker):
     assert (first["job"], first["step"]) == (state.name, state.step)
     assert Path(first["path"]).name == f"e1-s{state.step}"
     assert not session.drained
+
+
+def test_adapters_that_are_done_come_before_saves(worker):
+    """A done adapter is read once, to be exported: until then it keeps a place that others wait for."""
+    start, line, disk = worker
+    session = disk["session"]
+    session.reads.clear()
+    start("moss", 10**6, 3)
+    wait_for(lambda: session.reading)
+    for place, name in enumerate(("fern", "reed", "sage")):
+        start(name, 3, place)
+    wait_for(lambda: [task.status for task in session.tasks.values()].count("done") == 3)
+    session.reads.set()
+    wait_for(lambda: len(line.of("finished")) == 3)
+    assert sorted(state.name for state in session.reading[1:4]) == ["fern", "reed", "sage"]
+    assert {state.name for state in session.reading[4:]} <= {"moss"}
 
 
 def test_states_of_jobs_are_read_in_turn(worker):
