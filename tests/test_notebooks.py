@@ -17,6 +17,7 @@ SECONDS_A_CELL = 300
 TWO_TARGETS, ONE_TARGET = '"targets": ["q_proj", "v_proj"]', '"targets": ["q_proj"]'
 SHORTER = {  # fewer steps, and adapters of fewer kernels: compiling is most of the time
     "01_quickstart": {
+        "capacity_tokens: 512": "capacity_tokens: 256",
         "max_steps: 20": "max_steps: 3",
         "targets: [q_proj, v_proj, up_proj, down_proj]": "targets: [q_proj]",
         "rank: 16, alpha: 32": "rank: 8, alpha: 16",
@@ -30,7 +31,12 @@ SHORTER = {  # fewer steps, and adapters of fewer kernels: compiling is most of 
         '"targets": ["q_proj", "v_proj", "down_proj"]': ONE_TARGET,
     },
 }
-ON_A_TINY_BASE = ("06_a_sweep_in_one_run", "11_preferences")  # the steps of a run are the same on any base
+BASE = 'examples / "base"'
+ON_A_TINY_BASE = {  # the steps of a run are the same on any base
+    "01_quickstart": ("{examples}/base", f"merge_adapter({BASE}", f"in ({BASE}"),
+    "06_a_sweep_in_one_run": (BASE,),
+    "11_preferences": (BASE,),
+}
 NIGHTLY = ("04_timeline", "12_a_service")  # cli/test_profile_timeline.py and serve/test_acceptance.py do the same
 
 
@@ -69,7 +75,13 @@ def test_notebook_runs(path, tiny_base, monkeypatch):
     if any("jax.config.update" in cell for cell in cells):
         run_in_kernel(path)
         return
-    smaller = {'examples / "base"': f"Path({str(tiny_base)!r})"} if path.stem in ON_A_TINY_BASE else {}
+    tiny = {"{examples}/base": str(tiny_base), BASE: f"Path({str(tiny_base)!r})"}
+    smaller = {
+        shown: shown.replace(base, tiny[base])
+        for shown in ON_A_TINY_BASE.get(path.stem, ())
+        for base in tiny
+        if base in shown
+    }
     for shown, instead in (SHORTER.get(path.stem, {}) | smaller).items():
         assert sum(cell.count(shown) for cell in cells) == 1
         cells = [cell.replace(shown, instead) for cell in cells]

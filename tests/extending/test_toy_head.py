@@ -113,7 +113,7 @@ def folder(tmp_path_factory) -> Path:
     passages = [{"passage": text(5), "question": text(3)} for _ in range(12)]
     for name, rows in {"essays": essays, "held": essays[:4], "passages": passages}.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    small_jobs.write_rows(folder, "law", 12, longest=20)
+    small_jobs.write_rows(folder, "law", 12, longest=10)
     return folder
 
 
@@ -140,7 +140,8 @@ def job(folder, tiny_base):
         chosen = [{"name": name, **entries[name], **(changes if name == "grade" else {})} for name in names]
         usual = {
             "optim": {"lr": 2e-3, "schedule": "constant", "warmup": 0},
-            "batch": {"capacity_tokens": 512, "tile_tokens": 16},
+            "batch": {"capacity_tokens": 256, "tile_tokens": 16},
+            "data": {"max_length": 40},  # six texts of a group fit
             "lora": {"rank": 4, "dropout": 0.0, "targets": ["q_proj"]},
         }
         return str(small_jobs.write_job(folder, tiny_base, chosen, **usual | (sections or {})))

@@ -109,7 +109,7 @@ def job(folder, tiny_base):
             fields = {"name": name, "data": data, "lora": LORA, **OWN[name]}
             entries.append(fields | (changes if name == "pref" else {}))
         optim = {"lr": 2e-3, "schedule": "constant", "warmup": 0}
-        batch = {"capacity_tokens": 512, "tile_tokens": 16}
+        batch = {"capacity_tokens": 256, "tile_tokens": 16}
         usual = {"optim": optim, "batch": batch}
         return str(small_jobs.write_job(folder, tiny_base, entries, **usual | (sections or {})))
 

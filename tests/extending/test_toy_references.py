@@ -120,7 +120,7 @@ def folder(tmp_path_factory) -> Path:
     write_lifts(folder, "lift.jsonl", 10)
     write_lifts(folder, "held.jsonl", 4)
     write_grades(folder, "rank.jsonl", 14)
-    small_jobs.write_rows(folder, "law", 12, longest=20)
+    small_jobs.write_rows(folder, "law", 12, longest=10)
     return folder
 
 
@@ -145,10 +145,9 @@ def job(folder, tiny_base):
     def make(names=("lift", "rank", "law"), sections=None, **changes) -> str:
         chosen = [{"name": name, **entries[name], **(changes if name == "lift" else {})} for name in names]
         optim = {"lr": 2e-3, "schedule": "constant", "warmup": 0}
-        batch = {"capacity_tokens": 512, "tile_tokens": 16}
-        return str(
-            small_jobs.write_job(folder, tiny_base, chosen, **({"optim": optim, "batch": batch} | (sections or {})))
-        )
+        batch = {"capacity_tokens": 256, "tile_tokens": 16}
+        usual = {"optim": optim, "batch": batch, "data": {"max_length": 40}}  # six texts of a group fit
+        return str(small_jobs.write_job(folder, tiny_base, chosen, **usual | (sections or {})))
 
     return make
 
