@@ -127,7 +127,7 @@ def both(forward: Callable, backward: Callable, q, k, v, do, segments):
 
 
 def through_facade(implementation: str, q, k, v, do, segments):
-    o, pullback = jax.vjp(lambda *qkv: attention(*qkv, segments, implementation=implementation), q, k, v)
+    o, pullback = jax.vjp(lambda q, k, v: attention(q, k, v, segments, implementation=implementation), q, k, v)
     return o, *pullback(do)
 
 

@@ -56,6 +56,7 @@ class Draw:
 
     def __call__(self, name: str, shape: tuple[int, ...]) -> jax.Array:
         self._key += 1
+        num_in = shape[0]
         kind = (name.rsplit(".", 1)[-1] if len(shape) < 2 else "kernel", shape)
         if kind not in self._made:
             target = self._stage.weight(shape)
@@ -64,7 +65,7 @@ class Draw:
                 if kind[0] != "kernel":
                     return jnp.full(shape, 0.0 if kind[0] == "bias" else 1.0, self._dtype)
                 key = jax.random.wrap_key_data(jnp.full(4, seed, jnp.uint32), impl="unsafe_rbg")
-                return jax.random.normal(key, shape, self._dtype) * jnp.asarray(shape[0] ** -0.5, self._dtype)
+                return jax.random.normal(key, shape, self._dtype) * jnp.asarray(num_in**-0.5, self._dtype)
 
             self._made[kind] = jax.jit(make, out_shardings=target)
         return self._made[kind](self._key)

@@ -84,7 +84,7 @@ def _attention_rows(width: int, T: int, heads: int, key_heads: int) -> Iterator[
 
 
 def _passes(q, k, v, do, segments, *, implementation: str, **rule: Any):
-    o, pullback = jax.vjp(lambda *qkv: attention(*qkv, segments, implementation=implementation, **rule), q, k, v)
+    o, pullback = jax.vjp(lambda q, k, v: attention(q, k, v, segments, implementation=implementation, **rule), q, k, v)
     return o, *pullback(do)
 
 

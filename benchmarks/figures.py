@@ -7,32 +7,10 @@ if a document has others, and a text that a document no longer has is an error.
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable, Iterable
-from functools import cache
-from pathlib import Path
-from typing import Any, NamedTuple
 
-from benchmarks import published
-from benchmarks.csv_rows import read_rows
-
-Row = dict[str, Any]
-RESULTS = Path(__file__).parent / "results"
-NUMBER = r"\d(?:[\d. ]*\d)?"
-
-
-class Figure(NamedTuple):
-    """A text of a document whose numbers come from rows.
-
-    Args:
-        document: path in the repository.
-        text: as in the document, but for line breaks; `{}` stands for a number.
-        values: the numbers, as they are shown.
-    """
-
-    document: str
-    text: str
-    values: Callable[[], Iterable[str]]
+from benchmarks import predicted, published
+from benchmarks.figure import RESULTS, Figure, of, pattern, pick, replaced, rows
+from benchmarks.figures_computed import COMPUTED
 
 
 def with_figures(document: str, text: str) -> str:
@@ -43,40 +21,12 @@ def with_figures(document: str, text: str) -> str:
     """
     for figure in FIGURES:
         if figure.document == document:
-            pattern = re.compile(r"\s+".join(map(_pattern, figure.text.split())))
-            values = tuple(figure.values())
-            count = len(pattern.findall(text))
-            if count != 1 or pattern.groups != len(values):
+            shape, values = pattern(figure), tuple(figure.values())
+            count = len(shape.findall(text))
+            if count != 1 or shape.groups != len(values):
                 raise ValueError(f"{document} has {count} times: {figure.text}")
-            text = pattern.sub(lambda match, values=values: _replaced(match, values), text)
+            text = shape.sub(lambda match, values=values: replaced(match, values), text)
     return text
-
-
-def _pattern(word: str) -> str:
-    return f"({NUMBER})".join(map(re.escape, word.split("{}")))
-
-
-def _replaced(match: re.Match[str], values: tuple[str, ...]) -> str:
-    shown, at = [], match.start()
-    for number, value in enumerate(values, 1):
-        shown += [match.string[at : match.start(number)], value]
-        at = match.end(number)
-    return "".join([*shown, match.string[at : match.end()]])
-
-
-@cache
-def rows(name: str) -> list[Row]:
-    """The rows of a file of results, JSON lines or CSV."""
-    file = RESULTS / name
-    if file.suffix == ".csv":
-        return read_rows(file)
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-
-
-def pick(file: str, /, **fields: Any) -> Row:
-    """The only row with these fields."""
-    (row,) = (row for row in rows(file) if all(row.get(key) == value for key, value in fields.items()))
-    return row
 
 
 def k(tokens_per_s: float) -> str:
@@ -122,6 +72,45 @@ def gpt_oss(folder: str) -> list[str]:
     return [f"{row['peak_gb'][0]:.1f}", f"{row['predicted_gb'][0]:.1f}"]
 
 
+def attention_of_documents() -> list[str]:
+    """As `lorafusion tune` timed them."""
+    tuned = json.loads((RESULTS / "attention_h200_2026-11-23" / "tune.json").read_text(encoding="utf-8"))["ops"]
+    (times,) = (op["median_us"] for op in tuned if op["call"]["op"] == "attention")
+    return [f"{times[name] / 1000:.2f}" for name in ("pallas_triton", "cudnn", "pallas_mosaic_gpu")]
+
+
+def saves() -> list[str]:
+    """Pauses, times of writing and lost seconds of two runs' first saves; how long a second save waited."""
+    runs = [pick(f"saving_h200_{date}/saving.jsonl", case="saving") for date in ("2026-11-23b", "2026-11-24")]
+    first = [run["saves"][0] for run in runs]
+    lost = (runs[0]["lost_share"] * runs[0]["wall_s"], runs[1]["lost_s"])
+    return [
+        *(f"{1000 * save['paused_s']:.0f}" for save in first),
+        *(f"{save['seconds']:.0f}" for save in first),
+        *(f"{seconds:.1f}" for seconds in lost),
+        f"{runs[1]['saves'][1]['paused_s']:.0f}",
+    ]
+
+
+DPO = "end_to_end_h200_2026-11-24"
+
+
+def trl_with_more_rows(pairs: int) -> list[str]:
+    speeds = {row["rows"]: row["useful_tokens_per_s"] for row in rows(f"{DPO}/peers.jsonl")}
+    return [k(speeds[pairs]), f"{speeds[pairs] / max(speeds.values()):.2f}"]
+
+
+def dpo_together() -> list[str]:
+    """Over one after another, how full microbatches of both are, and what full ones would make."""
+    ours, single = (pick(f"{DPO}/end_to_end.jsonl", variant=name) for name in ("ours", "single"))
+    return [
+        f"{ours['useful_tokens_per_s'] / single['useful_tokens_per_s']:.2f}",
+        f"{100 * single['density']:.0f}",
+        f"{100 * ours['density']:.0f}",
+        f"{1 / single['density']:.2f}",
+    ]
+
+
 def dpo(which: str) -> list[str]:
     """The best of TRL's variants is the one to compare with."""
     trl = max(row["useful_tokens_per_s"] for row in rows("end_to_end_h200_2026-11-24/peers.jsonl"))
@@ -145,6 +134,48 @@ def fp8_layer() -> list[str]:
 QUANTISED = "quantised_layer_h200_2026-11-23b"
 
 
+def cells(table: str, *start: str) -> list[str]:
+    """Cells of the only line of a table that starts like this."""
+    (line,) = (line for line in table.splitlines() if line.startswith("| " + " | ".join(start) + " |"))
+    return line.strip("| ").split(" | ")
+
+
+def option_against_triton() -> list[str]:
+    over = float(cells(published.layers(), "8B", "frozen layer, XLA's default options")[-2])
+    return [f"{100 * (over - 1):.1f}"]
+
+
+def our_ops_on_xla() -> list[str]:
+    return [f"{100 / float(cells(published.layers(), '8B', 'our ops on XLA', '4', '0.1')[-1]) - 100:.0f}"]
+
+
+def played_again() -> list[str]:
+    models = (("Qwen2.5-32B", "2"), ("Llama-3.1-70B", "4"))
+    return [cells(published.pipelines(), *model, "ours")[-1] for model in models]
+
+
+def profiles_apart() -> list[str]:
+    """By how much times by a profile over measured ones differ between two orders at 70B, in %."""
+    orders = ("mLoRA's order, our kernels", "ours")
+    mlora, ours = (float(cells(published.pipelines(), "Llama-3.1-70B", "4", order)[-2]) for order in orders)
+    return [f"{100 * (mlora / ours - 1):.0f}"]
+
+
+def padding_of_mlora() -> list[str]:
+    row = pick(published.END_TO_END, model="70b", variant="mlora")
+    return [f"{100 * (1 - row['density']):.0f}"]
+
+
+def fill_of_one_size() -> list[str]:
+    density = float(cells(published.workloads(), "mix")[2].removesuffix("%"))
+    return [f"{density:.0f}"]
+
+
+def gain_of_groups() -> list[str]:
+    factors = [float(cells(published.online_ideas(), gpus)[2].split()[0]) for gpus in ("1", "8")]
+    return [f"{100 * (factor - 1):.0f}" for factor in factors]
+
+
 def joint_layer() -> list[str]:
     """Our kernels with four adapters and dropout, over the frozen layer of 8B."""
     (line,) = (line for line in published.layers().splitlines() if line.startswith("| 8B | our kernels | 4 | 0.1 |"))
@@ -163,7 +194,11 @@ def experts(tokens: int, adapters_on: str) -> list[str]:
 
 def experts_ms(adapters_on: str) -> list[str]:
     row = pick("experts_h200_2026-11-24/experts.jsonl", section="layer", tokens=8192, adapters_on=adapters_on)
-    return [f"{row['ms']:.1f}"]
+    return [*predicted.layer_of_experts(), f"{row['ms']:.1f}"]
+
+
+def predicted_and_measured(mixer: str) -> list[str]:
+    return [*predicted.layer_of_hybrid(mixer), *mixer_ms(mixer)]
 
 
 def mixer_ms(mixer: str) -> list[str]:
@@ -269,17 +304,42 @@ def simulated_on_another() -> list[str]:
     return [f"{100 * bound(simulated_jobs(REAL_H100)):.0f}" for bound in (min, max)]
 
 
-def _of(values: Callable[..., list[str]], *given: Any, **named: Any) -> Callable[[], list[str]]:
-    return lambda: values(*given, **named)
-
-
 README, PAGES = "README.md", "docs/pages"
 QUANTISED_PAGE, MODELS, PLANNING = f"{PAGES}/quantised.md", f"{PAGES}/models.md", f"{PAGES}/planning.md"
 KERNELS, OBJECTIVES, SERVICE = f"{PAGES}/kernels.md", f"{PAGES}/objectives.md", f"{PAGES}/service.md"
 GENERATE, ONLINE, RUN_FOLDER = f"{PAGES}/generate.md", f"{PAGES}/online.md", f"{PAGES}/run-folder.md"
 ALL = ("pallas_mosaic_gpu", "pallas_triton", "cudnn", "xla")
 NO_CUDNN = ("pallas_mosaic_gpu", "pallas_triton", "xla")
+BENCHMARKS = "benchmarks/README.md"
 FIGURES = (
+    *COMPUTED,
+    Figure(BENCHMARKS, "which is {} % slower than the best plain XLA form there", our_ops_on_xla),
+    Figure(BENCHMARKS, "which is worth {} % of the frozen layer", option_against_triton),
+    Figure(BENCHMARKS, "it plays measured passes again in {} and {} of their time", played_again),
+    Figure(BENCHMARKS, "Predictions from a profile of the run were {} % apart at 70B", profiles_apart),
+    Figure(BENCHMARKS, "and {} % of the rows of mLoRA's order are padding", padding_of_mlora),
+    Figure(PLANNING, "fill microbatches of one size to {} %", fill_of_one_size),
+    Figure(ONLINE, "Groups bring {} to {} % on one and eight GPUs", gain_of_groups),
+    Figure(
+        KERNELS,
+        "of eight documents in 8192 rows take {} ms, cuDNN {} and Hopper's kernels {}.",
+        attention_of_documents,
+    ),
+    Figure(
+        RUN_FOLDER,
+        "training waited {} and {} ms for the first save of two runs, which was written in {} and {} s to a disk in "
+        "memory and cost {} and {} s in all. In the second of them the next save came before that one was written and "
+        "stopped training for {} s",
+        saves,
+    ),
+    Figure(OBJECTIVES, "| the same, two pairs a microbatch | {} k | {} |", of(trl_with_more_rows, 2)),
+    Figure(OBJECTIVES, "| the same, eight pairs, gradient checkpointing | {} k | {} |", of(trl_with_more_rows, 8)),
+    Figure(
+        OBJECTIVES,
+        "Together the adapters are {} times as fast as one after another with our kernels, whose microbatches are {} % "
+        "full instead of {} %: full ones would make {}.",
+        dpo_together,
+    ),
     Figure(README, "With our own fp8 products {} k, against {} k of the frozen model in one process: {} ×.", own_fp8),
     Figure(QUANTISED_PAGE, "takes {} to {} of the time of the frozen bfloat16 layer", fp8_layer),
     Figure(QUANTISED_PAGE, "where it takes {} on a bfloat16 base", joint_layer),
@@ -296,12 +356,12 @@ FIGURES = (
     Figure(
         QUANTISED_PAGE,
         "Qwen2.5-32B's shape at {} k useful tokens/s, peak {} GB",
-        _of(speed_and_peak, "end_to_end_h200_2026-11-23e/end_to_end.jsonl"),
+        of(speed_and_peak, "end_to_end_h200_2026-11-23e/end_to_end.jsonl"),
     ),
     Figure(
         QUANTISED_PAGE,
         "Llama-3.1-70B's at {} k in microbatches of 4096 tokens, peak {} GB",
-        _of(speed_and_peak, "end_to_end_h200_2026-11-23c/end_to_end.jsonl"),
+        of(speed_and_peak, "end_to_end_h200_2026-11-23c/end_to_end.jsonl"),
     ),
     Figure(QUANTISED_PAGE, "8B in nf4 trains within 24 GB: peak {} GB and {} k useful tokens/s", small_nf4),
     Figure(
@@ -310,47 +370,49 @@ FIGURES = (
         "checkpointing does {} k",
         long_sample,
     ),
-    Figure(PLANNING, "| Qwen3-30B-A3B's shape | attention | 6.1 | {} |", _of(experts_ms, "attention")),
+    Figure(PLANNING, "| Qwen3-30B-A3B's shape | attention | {} | {} |", of(experts_ms, "attention")),
     Figure(
-        PLANNING, "| Qwen3-30B-A3B's shape | attention and experts | 6.1 | {} |", _of(experts_ms, "attention, experts")
+        PLANNING, "| Qwen3-30B-A3B's shape | attention and experts | {} | {} |", of(experts_ms, "attention, experts")
     ),
     Figure(
         PLANNING,
-        "| Qwen3.5-9B's shape, gated delta net | all projections | 27.3 | {} |",
-        _of(mixer_ms, "gated delta net"),
+        "| Qwen3.5-9B's shape, gated delta net | all projections | {} | {} |",
+        of(predicted_and_measured, "gated delta net"),
     ),
     Figure(
-        PLANNING, "| Qwen3.5-9B's shape, attention | all projections | 14.1 | {} |", _of(mixer_ms, "gated attention")
+        PLANNING,
+        "| Qwen3.5-9B's shape, attention | all projections | {} | {} |",
+        of(predicted_and_measured, "gated attention"),
     ),
-    Figure(KERNELS, "| three adapters of rank 16, one of 128 | {} |", _of(over_rank_16, "3 x r16, r128")),
+    Figure(KERNELS, "| three adapters of rank 16, one of 128 | {} |", of(over_rank_16, "3 x r16, r128")),
     Figure(
         KERNELS,
         "An earlier measurement with these gave {}; gradients",
-        _of(over_rank_16, "3 x r16, r128", "first_microbatches"),
+        of(over_rank_16, "3 x r16, r128", "first_microbatches"),
     ),
-    Figure(KERNELS, "| four of rank 128 | {} |", _of(over_rank_16, "4 x r128")),
-    Figure(KERNELS, "| four of rank 256 | {} |", _of(over_rank_16, "4 x r256")),
-    Figure(MODELS, "six of its layers took {} GB at most where {} were predicted", _of(gpt_oss, GPT_OSS[0])),
-    Figure(MODELS, "on an H100 the six layers took {} GB where {} were predicted", _of(gpt_oss, GPT_OSS[1])),
-    Figure(MODELS, "| 8 192 | attention | {} | {} |", _of(experts, 8192, "attention")),
-    Figure(MODELS, "| 8 192 | attention and experts | {} | {} |", _of(experts, 8192, "attention, experts")),
-    Figure(MODELS, "| 16 384 | attention | {} | {} |", _of(experts, 16384, "attention")),
-    Figure(MODELS, "| 16 384 | attention and experts | {} | {} |", _of(experts, 16384, "attention, experts")),
+    Figure(KERNELS, "| four of rank 128 | {} |", of(over_rank_16, "4 x r128")),
+    Figure(KERNELS, "| four of rank 256 | {} |", of(over_rank_16, "4 x r256")),
+    Figure(MODELS, "six of its layers took {} GB at most where {} were predicted", of(gpt_oss, GPT_OSS[0])),
+    Figure(MODELS, "on an H100 the six layers took {} GB where {} were predicted", of(gpt_oss, GPT_OSS[1])),
+    Figure(MODELS, "| 8 192 | attention | {} | {} |", of(experts, 8192, "attention")),
+    Figure(MODELS, "| 8 192 | attention and experts | {} | {} |", of(experts, 8192, "attention, experts")),
+    Figure(MODELS, "| 16 384 | attention | {} | {} |", of(experts, 16384, "attention")),
+    Figure(MODELS, "| 16 384 | attention and experts | {} | {} |", of(experts, 16384, "attention, experts")),
     Figure(
         MODELS,
         "takes {} of the frozen layer's time at 8 192 tokens on one H200, and twice the time of a layer with "
         "attention: {} and {} ms, of which the rule itself takes {} ms",
         delta_net,
     ),
-    Figure(MODELS, "| full | {} | {} | {} | {} |", _of(attention, "full", *ALL)),
-    Figure(MODELS, "| window of 4096 | {} | {} | – | {} |", _of(attention, "window 4096", *NO_CUDNN)),
-    Figure(MODELS, "| window of 1024 | {} | {} | – | {} |", _of(attention, "window 1024", *NO_CUDNN)),
-    Figure(MODELS, "| window of 512 | {} | {} | – | {} |", _of(attention, "window 512", *NO_CUDNN)),
-    Figure(MODELS, "| soft cap | – | {} | – | {} |", _of(attention, "cap", "pallas_triton", "xla")),
+    Figure(MODELS, "| full | {} | {} | {} | {} |", of(attention, "full", *ALL)),
+    Figure(MODELS, "| window of 4096 | {} | {} | – | {} |", of(attention, "window 4096", *NO_CUDNN)),
+    Figure(MODELS, "| window of 1024 | {} | {} | – | {} |", of(attention, "window 1024", *NO_CUDNN)),
+    Figure(MODELS, "| window of 512 | {} | {} | – | {} |", of(attention, "window 512", *NO_CUDNN)),
+    Figure(MODELS, "| soft cap | – | {} | – | {} |", of(attention, "cap", "pallas_triton", "xla")),
     Figure(
         MODELS,
         "| soft cap, window of 1024 | – | {} | – | {} |",
-        _of(attention, "cap, window 1024", "pallas_triton", "xla"),
+        of(attention, "cap, window 1024", "pallas_triton", "xla"),
     ),
     Figure(
         MODELS,
@@ -358,15 +420,15 @@ FIGURES = (
         wide_attention,
     ),
     Figure(MODELS, "takes {} (window) and {} (full) times its frozen layer on an H100", gemma_layer),
-    Figure(OBJECTIVES, "| four `dpo` adapters together | {} k | {} |", _of(dpo, "ours")),
-    Figure(OBJECTIVES, "| four `dpo` adapters one after another, our kernels | {} k | {} |", _of(dpo, "single")),
-    Figure(OBJECTIVES, "| TRL 1.16's DPOTrainer, PEFT and Liger, one pair a microbatch | {} k | {} |", _of(dpo, "trl")),
+    Figure(OBJECTIVES, "| four `dpo` adapters together | {} k | {} |", of(dpo, "ours")),
+    Figure(OBJECTIVES, "| four `dpo` adapters one after another, our kernels | {} k | {} |", of(dpo, "single")),
+    Figure(OBJECTIVES, "| TRL 1.16's DPOTrainer, PEFT and Liger, one pair a microbatch | {} k | {} |", of(dpo, "trl")),
     Figure(f"{PAGES}/kinds.md", "`dora` takes {} of LoRA's time, `vera` {}", kinds),
-    Figure(GENERATE, "| all 64 sequences in one batch, prompts included | {} |", _of(generation, "ours")),
+    Figure(GENERATE, "| all 64 sequences in one batch, prompts included | {} |", of(generation, "ours")),
     Figure(
         GENERATE,
         "| transformers with PEFT, one adapter after another, four sequences each | {} |",
-        _of(generation, "peft"),
+        of(generation, "peft"),
     ),
     Figure(GENERATE, "A pass takes {} ms; reading weights, adapters and cache once takes {} ms", generation_pass),
     Figure(
@@ -393,10 +455,10 @@ FIGURES = (
         "in a free place in {} to {} s, and nothing is compiled. Its first step is read {} to {} s later",
         place_starts,
     ),
-    Figure(SERVICE, "| 4, 8, 16 | {} ± {} | {} | {} |", _of(window_density, "4 8 16", True)),
-    Figure(SERVICE, "| 8, 8, 8 | {} | {} | {} |", _of(window_density, "8 8 8", False)),
-    Figure(SERVICE, "| 4, 8 | {} ± {} | {} | {} |", _of(window_density, "4 8", True)),
-    Figure(SERVICE, "| 4, 8, 16, 4 | {} | {} | {} |", _of(window_density, "4 8 16 4", False)),
-    Figure(SERVICE, "| 4, 8, 16, 32, 4, 8 | {} | {} | {} |", _of(window_density, "4 8 16 32 4 8", False)),
-    Figure(SERVICE, "| 4, 8, 16, 4, 8, 16, 4, 8 | {} | {} | {} |", _of(window_density, "4 8 16 4 8 16 4 8", False)),
+    Figure(SERVICE, "| 4, 8, 16 | {} ± {} | {} | {} |", of(window_density, "4 8 16", True)),
+    Figure(SERVICE, "| 8, 8, 8 | {} | {} | {} |", of(window_density, "8 8 8", False)),
+    Figure(SERVICE, "| 4, 8 | {} ± {} | {} | {} |", of(window_density, "4 8", True)),
+    Figure(SERVICE, "| 4, 8, 16, 4 | {} | {} | {} |", of(window_density, "4 8 16 4", False)),
+    Figure(SERVICE, "| 4, 8, 16, 32, 4, 8 | {} | {} | {} |", of(window_density, "4 8 16 32 4 8", False)),
+    Figure(SERVICE, "| 4, 8, 16, 4, 8, 16, 4, 8 | {} | {} | {} |", of(window_density, "4 8 16 4 8 16 4 8", False)),
 )

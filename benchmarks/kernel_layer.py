@@ -100,7 +100,7 @@ def run(recorder, tiny: bool, only: Sequence[str] = (), kinds: Sequence[str] = (
         only: names of shapes and groups ("32B", "q,k,v"); empty: all.
         kinds: of variants ("frozen", "ours"); empty: all.
     """
-    parts = []
+    parts: list[tuple[Shape, str, list[Variant], Callable]] = []
     for number, shape in enumerate((TINY,) if tiny else SHAPES):
         if not only or shape.name in only:
             parts.append((shape, f"layer {shape.name}", list(variants(number == 0)), layer))
@@ -116,7 +116,7 @@ def run(recorder, tiny: bool, only: Sequence[str] = (), kinds: Sequence[str] = (
                 chosen = [v for v in chosen if v.kind == "frozen" or (v.rate and v.adapters == 4)]
                 parts.append((shape, ",".join(group), chosen, siblings))
     if kinds:
-        parts = [(*before, [v for v in chosen if v.kind in kinds], body) for *before, chosen, body in parts]
+        parts = [(shape, part, [v for v in some if v.kind in kinds], body) for shape, part, some, body in parts]
     for _, part, chosen, _ in parts:
         recorder.plan(part, (f"{part} {variant.name}" for variant in chosen))
     for part in parts:

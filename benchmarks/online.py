@@ -215,7 +215,7 @@ def time_decision(hosts: int = 160, jobs: int = 1000, repeats: int = 25) -> dict
         group_of = {name: group.name for group in groups.values() for name in group.members}
         states = {name: JobState(state.job, group=group_of.get(name)) for name, state in state.jobs.items()}
         state = replace(state, jobs=states, groups=groups)
-    state = replace(state, jobs=state.jobs | {job.name: JobState(job) for job in drawn[jobs:]})
+    state = replace(state, jobs=dict(state.jobs) | {job.name: JobState(job) for job in drawn[jobs:]})
     policy.decide(state, 0.0)  # fills the caches, as the decisions before would have
     cold = [Ours(Rates()) for _ in range(2)]
     running = sum(state.group is not None for state in state.jobs.values())

@@ -26,6 +26,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.exact_solver import solve_exactly
+from benchmarks.measured_code import code, commit
 from scheduling import (
     AdapterJob,
     Plan,
@@ -52,6 +53,7 @@ Order = Callable[[Plan], Program]
 HERE = Path(__file__).parent
 LIMITS = {"capacity_tokens": 6144, "num_stages": 4}
 CAPACITIES = (2048, 2560, 3072, 3584, 4096, 4608, 5120, 5632, 6144, 7168, 8192)
+FOUR_SIZES = (3072, 4096, 6144, 8192)
 TARGET = {8: 1.045, 16: 1.018}
 LENGTHS = {"xsum": (540, 380), "cnn": (950, 430), "wiki": (1900, 900)}  # mean and spread of tokens
 
@@ -274,6 +276,26 @@ def batch_sizes() -> list[dict]:
     return rows
 
 
+def sizes() -> list[dict]:
+    """Useful tokens/s of one adapter by global batch: the fastest size of microbatch, and four sizes.
+
+    Predicted for 8B with default rates of an H200; the four adapters of `mix`, one after another.
+    """
+    costs = default_cost_model("h200", num_stages=1, parameters=8e9, num_layers=32, hidden_size=4096)
+    limits = {"num_stages": 1, "search_evaluations": 20_000}
+    rows = []
+    for size in (8, 16, 32, 64):
+        seconds, tokens = {"one_size": 0.0, "four_sizes": 0.0}, 0
+        for job in _drawn("mix", size, [2026, size, 0]):
+            one = tuned(make_plan, [job], capacities=CAPACITIES, cost_model=costs, **limits)
+            several = make_plan([job], capacity_tokens=FOUR_SIZES, cost_model=costs, **limits)
+            for name, plan in (("one_size", one), ("four_sizes", several)):
+                seconds[name] += simulate(plan, costs).duration_s
+            tokens += sum(job.sample_tokens)
+        rows.append({"global_batch": size} | {name: round(tokens / took, 1) for name, took in seconds.items()})
+    return rows
+
+
 def timeline() -> str:
     """Writes the page of the screenshot `timeline.png`."""
     jobs = [
@@ -343,11 +365,13 @@ def _conditions(part: str, seconds: float, folder: Path) -> None:
         "cores": os.cpu_count(),
         "load_average_at_end": [round(load, 1) for load in os.getloadavg()],
         "seconds": round(seconds),
+        "commit": commit(),
+        "code": {"scheduling": code()["scheduling"]},
     }
     path.write_text(json.dumps(known, indent=1) + "\n")
 
 
-PARTS = {part.__name__: part for part in (workloads, heldout, growth, exact, bubbles, batch_sizes, timeline)}
+PARTS = {part.__name__: part for part in (workloads, heldout, growth, exact, bubbles, batch_sizes, sizes, timeline)}
 
 
 def main() -> None:

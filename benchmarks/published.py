@@ -14,6 +14,7 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks import kernel_report
+from benchmarks.agreement import joint_alone, parity
 from benchmarks.end_to_end_rows import LABELS, WORKLOADS, age, devices_of, newest
 from benchmarks.measured_code import code
 from benchmarks.online_report import (
@@ -28,6 +29,7 @@ from benchmarks.online_report import (
     online_throughput,
 )
 from benchmarks.peers import report as peer_report
+from benchmarks.predicted import long_samples, longer_samples
 from benchmarks.quantised_plan import quantised_bases
 from benchmarks.replayed import replayed_over_measured
 
@@ -494,6 +496,7 @@ TABLES: dict[str, Callable[[], str]] = {
         layers, siblings, ops, slower, moved, training, ratios, workloads, idle, batch_sizes, scaling, planner,
         pipelines, ages, quantised_bases, peers_in_short, peers, peers_compiled, sizes, flax_model, adapter_counts,
         quantised_loss, quantised_depth, online_targets, online_held_out, online_large, online_queue, online_ideas,
-        online_throughput, online_rates, online_decision, online_mutants, tensor,
+        online_throughput, online_rates, online_decision, online_mutants, long_samples, longer_samples, parity,
+        joint_alone, tensor,
     )
 }  # fmt: skip

@@ -111,12 +111,16 @@ def assert_same_values(case: str, distances: dict[str, float]) -> None:
 
 
 @pytest.mark.parametrize("case", EACH)
-def test_a_family_computes_what_transformers_and_peft_do(case):
+def test_a_family_computes_what_transformers_and_peft_do(case, record_property):
+    """`benchmarks/parity.py` writes the differences."""
     wanted = load_file(GOLDEN / case / "expected.safetensors")
     assert wanted.keys() - {"tokens"} == computed(case).keys()
     distances = differences(computed(case), wanted)
     assert_same_values(case, distances)
     gradients = {name: error for name, error in distances.items() if name.startswith("grad")}
+    for key, value in {"case": case, "family": CASES[case][0], "gradients": max(gradients.values())}.items():
+        record_property(key, value)
+    record_property("results", max(error for name, error in distances.items() if name not in gradients))
     assert max(gradients.values()) < GRADIENTS, gradients
 
 

@@ -1,0 +1,51 @@
+"""Figures that code computes, and those that were measured on a CPU."""
+
+from __future__ import annotations
+
+import json
+
+from benchmarks import predicted
+from benchmarks.figure import RESULTS, Figure, of, pick, rows
+
+PAGES = "docs/pages"
+
+
+def page(name: str) -> str:
+    return f"{PAGES}/{name}.md"
+
+
+def exports_beside_peft() -> list[str]:
+    """The largest difference of any logits, relative."""
+    proof = json.loads((RESULTS / "peft_proof_2026-11-21" / "peft_proof.json").read_text(encoding="utf-8"))
+    errors = [row[key] for row in proof["rows"] for key in row if key.endswith("_error")]
+    return [f"{max(errors):.0e}".replace("e-0", "e-")]
+
+
+def windows_of_stages() -> list[str]:
+    quotients = [row["least_quotient"] for row in rows("window_density_2026-11-24/density.csv") if row["stages"] == "4"]
+    return [f"{min(map(float, quotients)):.3f}"]
+
+
+def sizes_over_one(*batches: int) -> list[str]:
+    gains = [pick("planner_2026-11-27/sizes.csv", global_batch=str(batch)) for batch in batches]
+    return [f"{float(row['four_sizes']) / float(row['one_size']):.2f}" for row in gains]
+
+
+COMPUTED = (
+    Figure(page("planning"), "by default {} GiB for 131 072 tokens", predicted.loss_of_long_sample),
+    Figure(page("several-gpus"), "inputs of all layers, {} GiB of the last row", predicted.inputs_of_layers),
+    Figure(page("models"), "rank 8 on all experts of Qwen3-30B-A3B is {} billion", predicted.parameters_of_experts),
+    Figure(
+        page("models"),
+        "2 bytes a weight: {} GB for gpt-oss-20b. With four adapters of rank 16 on attention and microbatches of 8 192 "
+        "tokens, `plan` predicts {} GB in all, without products that are computed twice, and {} GB with everything saved",
+        predicted.gpt_oss_20b,
+    ),
+    Figure(page("lossless"), "beside `transformers` and `peft` themselves it was {} |", exports_beside_peft),
+    Figure(page("service"), "the quotients are {} and more", windows_of_stages),
+    Figure(
+        page("planning"),
+        "with default rates of an H200: {} at a global batch of 8, {} at 16, {} at 32 and {} at 64",
+        of(sizes_over_one, 8, 16, 32, 64),
+    ),
+)

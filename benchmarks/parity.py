@@ -1,0 +1,49 @@
+"""How far are models of every family from transformers and PEFT, in logits, losses and gradients?
+
+    python -m benchmarks.parity --out benchmarks/results/parity_cpu_DATE    # ten minutes
+
+Runs the comparisons with stored results of `tests/models/test_parity.py`, nightly ones too, and writes a row for each
+model: the largest difference of logits and loss, and of the gradients of an adapter's tensors, relative.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.conditions import conditions
+from benchmarks.csv_rows import write_rows
+
+ROOT = Path(__file__).resolve().parents[1]
+TESTS, CASE = "tests/models/test_parity.py", "test_a_family_computes_what_transformers_and_peft_do"
+
+
+class Differences:
+    """A plugin of pytest that keeps what the test compared."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict] = []
+
+    def pytest_runtest_logreport(self, report) -> None:
+        if report.when == "call" and "results" in (compared := dict(report.user_properties)):
+            self.rows.append(compared)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    options = parser.parse_args()
+    found = Differences()
+    chosen = f"{CASE} and {options.only}" if options.only else CASE
+    code = pytest.main([str(ROOT / TESTS), "-q", "-m", "not gpu", "-k", chosen], plugins=[found])
+    options.out.mkdir(parents=True, exist_ok=True)
+    write_rows(options.out / "parity.csv", [row | conditions() for row in found.rows])
+    return int(code)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

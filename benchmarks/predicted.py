@@ -1,0 +1,123 @@
+"""What the product predicts for the documents: memory and times of shapes that no run is needed for.
+
+Computed by the code whenever tables are made, so these numbers are never older than it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from benchmarks import delta_net, experts
+from benchmarks.end_to_end_inputs import GPT_OSS_20B
+from benchmarks.workloads import SHAPES
+from lorafusion_jax.adapters.spec import AdapterSpec
+from lorafusion_jax.config.model import ModelConfig
+from lorafusion_jax.families.pattern import LayerType
+from lorafusion_jax.families.rope import Rope
+from lorafusion_jax.layout.layer import EXPERTS, REMAT_POLICIES
+from lorafusion_jax.planning.memory import (
+    DEVICE_BYTES,
+    GIB,
+    MemoryProblem,
+    choose_remat,
+    stage_memory,
+    trainable_parameters,
+    working_memory,
+)
+from lorafusion_jax.planning.prediction import predicted_parts
+from lorafusion_jax.planning.stages import split_layers
+
+FOUR = tuple(AdapterSpec(name=f"a{i}", rank=16, alpha=32, dropout=0.1) for i in range(4))
+LENGTHS = (32768, 65536, 131072)
+LONGER = (131072, 262144, 393216)
+MESHES: dict[str, dict[str, int]] = {
+    "one GPU": {}, "`tensor: 2`": {"tensor": 2}, "`tensor: 4`": {"tensor": 4}, "`tensor: 8`": {"tensor": 8},
+    "`stages: 4`": {"stages": 4},
+}  # fmt: skip
+LLAMA = ModelConfig(**SHAPES["8b"])
+MOE = ModelConfig(
+    family="qwen3_moe", vocab_size=256, intermediate_size=6144, num_layers=1, qk_norm=True, experts=experts.EXPERTS,
+    **experts.SHAPE,
+)  # fmt: skip
+
+
+def problem(model: ModelConfig, adapters: tuple[AdapterSpec, ...], tokens: int, **settings: Any) -> MemoryProblem:
+    """Memory of a job with AdamW and bfloat16 weights on a mesh."""
+    layers = split_layers(model.num_layers, settings.pop("stages", 1))
+    names = ("adamw",) * len(adapters)
+    return MemoryProblem(
+        model=model, adapters=adapters, optimizers=names, layers=layers, capacity_tokens=tokens, **settings
+    )
+
+
+def peak(job: MemoryProblem) -> int:
+    return max(stage.total for stage in stage_memory(job))
+
+
+def spaced(number: int) -> str:
+    return f"{number:,}".replace(",", " ")
+
+
+def long_samples() -> str:
+    """GiB of one sample in a microbatch by `train.remat`, and what `auto` takes on an H200."""
+    lines = ["| tokens | `everything` | `gemm_inputs` | `nothing` | `train.remat: auto` |", "|---|---|---|---|---|"]
+    for tokens in LENGTHS:
+        job = problem(LLAMA, FOUR, tokens)
+        peaks = (f"{peak(replace(job, remat=remat)) / GIB:.0f} GiB" for remat in REMAT_POLICIES)
+        lines.append(f"| {spaced(tokens)} | {' | '.join(peaks)} | `{choose_remat(job, DEVICE_BYTES['h200'])}` |")
+    return "\n".join(lines)
+
+
+def longer_samples() -> str:
+    """GiB of the fullest GPU by mesh, saving only the layers' inputs."""
+    lines = [f"| tokens of a sample | {' | '.join(MESHES)} |", "|---" * (1 + len(MESHES)) + "|"]
+    for tokens in LONGER:
+        peaks = (peak(problem(LLAMA, FOUR, tokens, remat="nothing", **mesh)) / GIB for mesh in MESHES.values())
+        lines.append(f"| {spaced(tokens)} | {' | '.join(f'{each:.0f}' for each in peaks)} |")
+    return "\n".join(lines)
+
+
+def inputs_of_layers() -> list[str]:
+    """GiB of the inputs of all layers and of the last norm, of the longest sample, in bfloat16."""
+    return [f"{2 * LONGER[-1] * LLAMA.hidden_size * (LLAMA.num_layers + 1) / GIB:.0f}"]
+
+
+def loss_of_long_sample() -> list[str]:
+    """GiB of the loss of a whole sample: logits in chunks, their gradient, rows."""
+    return [f"{working_memory(problem(LLAMA, FOUR, LENGTHS[-1]), 0)['loss'] / GIB:.0f}"]
+
+
+def gpt_oss_20b() -> list[str]:
+    """GB of the weights, and of a job with four adapters of attention: no product computed twice, all saved."""
+    attention = tuple(replace(spec, targets=("q_proj", "k_proj", "v_proj", "o_proj")) for spec in FOUR)
+    job = problem(ModelConfig(**GPT_OSS_20B), attention, 8192, implementation="xla", attention="xla")
+    (stage,) = stage_memory(job)
+    peaks = (peak(replace(job, remat=remat)) for remat in ("gemm_inputs", "everything"))
+    return [f"{size / 1e9:.0f}" for size in (stage.frozen, *peaks)]
+
+
+def layer_of_experts() -> list[str]:
+    return [_ms(MOE, [1024] * 8)]
+
+
+def layer_of_hybrid(mixer: str) -> list[str]:
+    """With a gated delta net, or with gated attention."""
+    kind = LayerType(linear=True) if mixer == "gated delta net" else LayerType(rope=Rope(channels=64))
+    model = ModelConfig(
+        family="qwen3_5_text", vocab_size=256, num_layers=1, qk_norm=True, norm_offset=1.0, attention_gate=True,
+        delta_net=delta_net.NET, pattern=(kind,), **delta_net.SHAPE,
+    )  # fmt: skip
+    return [_ms(model, [2730, 5462])]
+
+
+def _ms(model: ModelConfig, lengths: list[int]) -> str:
+    """Forward and backward of 8 192 tokens on an H200."""
+    layer, squares = predicted_parts(model, "h200").layer, sum(length**2 for length in lengths)
+    return f"{1e3 * (layer.forward.seconds(8192, squares) + layer.backward.seconds(8192, squares)):.1f}"
+
+
+def parameters_of_experts() -> list[str]:
+    """Numbers, in billions, of an adapter of rank 8 on all experts of Qwen3-30B-A3B."""
+    spec = AdapterSpec(name="a", rank=8, alpha=8, targets=tuple(EXPERTS))
+    return [f"{trainable_parameters(problem(replace(MOE, num_layers=48), (spec,), 8192)) / 1e9:.2f}"]
