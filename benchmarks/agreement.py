@@ -1,4 +1,4 @@
-"""Tables of how near results are to those that they should equal: joint and separate training, transformers and PEFT."""
+"""Tables of how near results are to what they should equal: joint and separate training, transformers and PEFT."""
 
 from __future__ import annotations
 

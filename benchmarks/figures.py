@@ -7,6 +7,7 @@ if a document has others, and a text that a document no longer has is an error.
 from __future__ import annotations
 
 import json
+from typing import Any
 
 from benchmarks import predicted, published
 from benchmarks.figure import RESULTS, Figure, of, pattern, pick, replaced, rows
@@ -137,7 +138,7 @@ QUANTISED = "quantised_layer_h200_2026-11-23b"
 def cells(table: str, *start: str) -> list[str]:
     """Cells of the only line of a table that starts like this."""
     (line,) = (line for line in table.splitlines() if line.startswith("| " + " | ".join(start) + " |"))
-    return line.strip("| ").split(" | ")
+    return line[2:-2].split(" | ")
 
 
 def option_against_triton() -> list[str]:
@@ -437,7 +438,7 @@ FIGURES = (
         "scenarios by {} and {} %",
         simulated_on_its_card,
     ),
-    Figure(ONLINE, "at rates from data sheets they were {} to {} % too long", simulated_on_another),
+    Figure(ONLINE, "at rates from data sheets were {} to {} % too long", simulated_on_another),
     Figure(
         RUN_FOLDER,
         "the processor worked {} s from the request to the first step of the new adapter without a place, for {} "

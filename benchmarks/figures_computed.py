@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from benchmarks import predicted
+from benchmarks import agreement, predicted
 from benchmarks.figure import RESULTS, Figure, of, pick, rows
 
 PAGES = "docs/pages"
@@ -31,14 +31,35 @@ def sizes_over_one(*batches: int) -> list[str]:
     return [f"{float(row['four_sizes']) / float(row['one_size']):.2f}" for row in gains]
 
 
+def loss_by_fp8() -> list[str]:
+    """The least and the largest loss of a data set, in % of that on the bfloat16 base, without training."""
+    starts = [row for row in rows("quantised_loss_h200_2026-11-23/quantised_loss.csv") if row["base"] == "examples"]
+    shares = []
+    for adapter in {row["adapter"] for row in starts}:
+        plain, rounded = (
+            sum(float(row["before"]) for row in starts if (row["kind"], row["adapter"]) == (kind, adapter))
+            for kind in ("none", "fp8")
+        )
+        shares.append(100 * (rounded / plain - 1))
+    return [f"{min(shares):.1f}", f"{max(shares):.1f}"]
+
+
 COMPUTED = (
+    Figure(page("quantised"), "loses {} to {} % of its held-out loss on the four data sets below", loss_by_fp8),
+    Figure(page("quantised"), "about {} % of a row's norm each", predicted.rounding_to_fp8),
+    Figure(
+        page("lossless"),
+        "is {} of its bound in bfloat16, and {} and {} in two runs of float32",
+        agreement.most_of_bound,
+    ),
     Figure(page("planning"), "by default {} GiB for 131 072 tokens", predicted.loss_of_long_sample),
     Figure(page("several-gpus"), "inputs of all layers, {} GiB of the last row", predicted.inputs_of_layers),
     Figure(page("models"), "rank 8 on all experts of Qwen3-30B-A3B is {} billion", predicted.parameters_of_experts),
     Figure(
         page("models"),
         "2 bytes a weight: {} GB for gpt-oss-20b. With four adapters of rank 16 on attention and microbatches of 8 192 "
-        "tokens, `plan` predicts {} GB in all, without products that are computed twice, and {} GB with everything saved",
+        "tokens, `plan` predicts {} GB in all, without products that are computed twice, and {} GB with everything "
+        "saved",
         predicted.gpt_oss_20b,
     ),
     Figure(page("lossless"), "beside `transformers` and `peft` themselves it was {} |", exports_beside_peft),

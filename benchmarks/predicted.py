@@ -8,6 +8,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
+
 from benchmarks import delta_net, experts
 from benchmarks.end_to_end_inputs import GPT_OSS_20B
 from benchmarks.workloads import SHAPES
@@ -27,6 +30,7 @@ from lorafusion_jax.planning.memory import (
 )
 from lorafusion_jax.planning.prediction import predicted_parts
 from lorafusion_jax.planning.stages import split_layers
+from pallas_kernels.quantised import fp8
 
 FOUR = tuple(AdapterSpec(name=f"a{i}", rank=16, alpha=32, dropout=0.1) for i in range(4))
 LENGTHS = (32768, 65536, 131072)
@@ -121,3 +125,11 @@ def parameters_of_experts() -> list[str]:
     """Numbers, in billions, of an adapter of rank 8 on all experts of Qwen3-30B-A3B."""
     spec = AdapterSpec(name="a", rank=8, alpha=8, targets=tuple(EXPERTS))
     return [f"{trainable_parameters(problem(replace(MOE, num_layers=48), (spec,), 8192)) / 1e9:.2f}"]
+
+
+def rounding_to_fp8() -> list[str]:
+    """Distance of normal numbers from what e4m3 with a scale keeps of them, in % of the norm."""
+    kernel = np.random.default_rng(0).standard_normal((4096, 64)).astype(np.float32)
+    kept = fp8.dequantise(fp8.quantise(jnp.asarray(kernel)), jnp.dtype(jnp.float32))
+    errors = np.linalg.norm(np.asarray(kept) - kernel, axis=0) / np.linalg.norm(kernel, axis=0)
+    return [f"{100 * errors.mean():.1f}"]

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from more_cases import mostly_nightly
+from more_cases import mostly_nightly, nightly
+from planted_scale import scale_a_row_of_each_tile
 from random_sweeps import NAMES, random_sweep
 
 from lorafusion_jax.checkpoint.folder import RunFolder
@@ -250,3 +251,12 @@ def test_planted_faults_are_found(fault, sessions, monkeypatch, record_property)
     differences = compare(followed, alone.run(followed), otherwise.run(followed), ROUNDING["float32"])
     record(record_property, differences[0])
     assert (differences[0].excess > 1) == (fault is not None), differences[:3]
+
+
+@pytest.mark.parametrize("factor", [nightly(0.9)])
+def test_a_wrong_dropout_scale_in_a_few_rows_is_found(factor, tmp_path, tiny_base, monkeypatch):
+    """One row of every tile, where adapters share a microbatch."""
+    config, prepared, plan = random_sweep(tmp_path, tiny_base, 3)
+    assert config.adapter(NAME).lora.dropout > 0
+    scale_a_row_of_each_tile(monkeypatch, factor)
+    assert compare_job(config, prepared, plan, NAME, 2).differences[0].excess > 10
