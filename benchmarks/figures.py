@@ -80,9 +80,12 @@ def attention_of_documents() -> list[str]:
     return [f"{times[name] / 1000:.2f}" for name in ("pallas_triton", "cudnn", "pallas_mosaic_gpu")]
 
 
+SAVING = ("saving_h200_2026-11-23b", "saving_h200_2026-11-24")
+
+
 def saves() -> list[str]:
     """Pauses, times of writing and lost seconds of two runs' first saves; how long a second save waited."""
-    runs = [pick(f"saving_h200_{date}/saving.jsonl", case="saving") for date in ("2026-11-23b", "2026-11-24")]
+    runs = [pick(f"{folder}/saving.jsonl", case="saving") for folder in SAVING]
     first = [run["saves"][0] for run in runs]
     lost = (runs[0]["lost_share"] * runs[0]["wall_s"], runs[1]["lost_s"])
     return [

@@ -46,7 +46,9 @@ def test_numbers_of_sentences_come_from_rows(monkeypatch):
     monkeypatch.setattr(
         figures, "FIGURES", [figures.Figure("a.md", "takes {} ms, or {} with it", lambda: ("1 234", "5e-7"))]
     )
-    assert figures.with_figures("a.md", "It takes 7\nms, or 1.2e-6 with\nit.") == "It takes 1 234\nms, or 5e-7 with\nit."
+    assert (
+        figures.with_figures("a.md", "It takes 7\nms, or 1.2e-6 with\nit.") == "It takes 1 234\nms, or 5e-7 with\nit."
+    )
     assert figures.with_figures("b.md", "It takes 7 ms") == "It takes 7 ms"
     with pytest.raises(ValueError, match="0 times"):
         figures.with_figures("a.md", "It took 7 ms, or 12 with it.")
