@@ -46,6 +46,8 @@ def loss_by_fp8() -> list[str]:
 
 COMPUTED = (
     Figure(page("quantised"), "loses {} to {} % of its held-out loss on the four data sets below", loss_by_fp8),
+    Figure(page("quantised"), "| `nf4` | {} | is dequantised", of(predicted.bytes_a_weight, "nf4")),
+    Figure(page("quantised"), "`nf4_single` | 1, {} | is dequantised", of(predicted.bytes_a_weight, "nf4_single")),
     Figure(page("quantised"), "about {} % of a row's norm each", predicted.rounding_to_fp8),
     Figure(
         page("lossless"),
@@ -53,6 +55,16 @@ COMPUTED = (
         agreement.most_of_bound,
     ),
     Figure(page("planning"), "by default {} GiB for 131 072 tokens", predicted.loss_of_long_sample),
+    Figure(
+        page("planning"),
+        "memory/stage s0 {} s1 {} s2 {} s3 {} GiB of 140 fits",
+        of(predicted.stages_of_70b, "gemm_inputs"),
+    ),
+    Figure(
+        page("planning"),
+        "memory/stage s0 {} s1 {} s2 {} s3 {} GiB of 140 does not fit to make it fit: batch.capacity_tokens: {} or",
+        of(predicted.stages_of_70b, "everything", suggestion=True),
+    ),
     Figure(page("several-gpus"), "inputs of all layers, {} GiB of the last row", predicted.inputs_of_layers),
     Figure(page("models"), "rank 8 on all experts of Qwen3-30B-A3B is {} billion", predicted.parameters_of_experts),
     Figure(

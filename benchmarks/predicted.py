@@ -5,6 +5,7 @@ Computed by the code whenever tables are made, so these numbers are never older 
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from benchmarks.end_to_end_inputs import GPT_OSS_20B
 from benchmarks.workloads import SHAPES
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.config.model import ModelConfig
+from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.families.pattern import LayerType
 from lorafusion_jax.families.rope import Rope
 from lorafusion_jax.layout.layer import EXPERTS, REMAT_POLICIES
@@ -24,12 +26,15 @@ from lorafusion_jax.planning.memory import (
     GIB,
     MemoryProblem,
     choose_remat,
+    largest_capacity,
+    memory_problem,
     stage_memory,
     trainable_parameters,
     working_memory,
 )
 from lorafusion_jax.planning.prediction import predicted_parts
 from lorafusion_jax.planning.stages import split_layers
+from lorafusion_jax.weights.table import stored_kind
 from pallas_kernels.quantised import fp8
 
 FOUR = tuple(AdapterSpec(name=f"a{i}", rank=16, alpha=32, dropout=0.1) for i in range(4))
@@ -92,6 +97,16 @@ def loss_of_long_sample() -> list[str]:
     return [f"{working_memory(problem(LLAMA, FOUR, LENGTHS[-1]), 0)['loss'] / GIB:.0f}"]
 
 
+def stages_of_70b(remat: str, *, suggestion: bool = False) -> list[str]:
+    """GiB of each of four stages, as `plan` splits the layers; and the largest microbatch that fits."""
+    adapters = [{"name": spec.name, "data": {"train": "-"}, "lora": {"rank": 16, "dropout": 0.1}} for spec in FOUR]
+    sections = {"base": {"model": "70b"}, "batch": {"capacity_tokens": 6144}, "mesh": {"stages": 4}}
+    config = JobConfig.model_validate(sections | {"adapters": adapters})
+    job = replace(memory_problem(config, ModelConfig(**SHAPES["70b"])), remat=remat)
+    peaks = [f"{stage.total / GIB:.1f}" for stage in stage_memory(job)]
+    return [*peaks, str(largest_capacity(job, DEVICE_BYTES["h200"]))] if suggestion else peaks
+
+
 def gpt_oss_20b() -> list[str]:
     """GB of the weights, and of a job with four adapters of attention: no product computed twice, all saved."""
     attention = tuple(replace(spec, targets=("q_proj", "k_proj", "v_proj", "o_proj")) for spec in FOUR)
@@ -133,3 +148,13 @@ def rounding_to_fp8() -> list[str]:
     kept = fp8.dequantise(fp8.quantise(jnp.asarray(kernel)), jnp.dtype(jnp.float32))
     errors = np.linalg.norm(np.asarray(kept) - kernel, axis=0) / np.linalg.norm(kernel, axis=0)
     return [f"{100 * errors.mean():.1f}"]
+
+
+def bytes_a_weight(*kinds: str) -> list[str]:
+    """With scales, of a kernel of 4096 x 4096."""
+    sizes = []
+    for name in kinds:
+        kind = stored_kind(name)
+        assert kind is not None, name
+        sizes.append(sum(math.prod(array.shape) * array.dtype.itemsize for array in kind.arrays(4096, 4096).values()))
+    return [f"{size / 4096**2:.2f}" for size in sizes]
