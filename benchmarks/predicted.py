@@ -156,5 +156,7 @@ def bytes_a_weight(*kinds: str) -> list[str]:
     for name in kinds:
         kind = stored_kind(name)
         assert kind is not None, name
-        sizes.append(sum(math.prod(array.shape) * array.dtype.itemsize for array in kind.arrays(4096, 4096).values()))
+        sizes.append(
+            sum(math.prod(array.shape) * jnp.dtype(array.dtype).itemsize for array in kind.arrays(4096, 4096).values())
+        )
     return [f"{size / 4096**2:.2f}" for size in sizes]

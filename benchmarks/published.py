@@ -14,9 +14,9 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks import kernel_report
+from benchmarks.ages import ages
 from benchmarks.agreement import joint_alone, parity
 from benchmarks.end_to_end_rows import LABELS, WORKLOADS, age, devices_of, newest
-from benchmarks.measured_code import code
 from benchmarks.online_report import (
     online_decision,
     online_held_out,
@@ -66,12 +66,6 @@ DEPTH = "quantised_depth_cpu_2026-11-23/quantised_depth.csv"
 PIPELINES = "pipelines_2026-11-24"
 PLANNED = "planner_2026-11-24"  # with counted budgets; those of PLANNER were of wall time, on a quiet machine
 PLANNER, ORDERS, SCALING = "planner_2026-11-22", "planner_2026-11-26", "scaling_2026-11-22"
-AGES = tuple(
-    dict.fromkeys(
-        name.partition("/")[0]
-        for name in (*KERNEL_FILES, END_TO_END, PEERS, COMPILED_PEERS, SIZES, FLAX_MODEL, ADAPTER_COUNTS, *LOSS, DEPTH)
-    )
-)
 NAMES = {"8b": "Llama-3.1-8B", "32b": "Qwen2.5-32B", "70b": "Llama-3.1-70B"}
 LAYER_FORMS = {
     "frozen": "frozen layer, no LoRA, compiled as ours: the floor",
@@ -290,23 +284,6 @@ def pipeline_rows() -> dict[tuple[str, int], list[Row]]:
         if row["mesh"]["stages"] > 1:
             by_pipeline.setdefault((row["model"], row["mesh"]["stages"]), []).append(row)
     return by_pipeline
-
-
-def ages() -> str:
-    """The code that published rows measured."""
-    lines = []
-    for name in AGES:
-        folder = RESULTS / name
-        rows = [json.loads(line) for file in sorted(folder.glob("*.jsonl")) for line in file.read_text().splitlines()]
-        described = [row for row in rows if isinstance(row, dict) and "commit" in row]
-        commit = described[-1]["commit"][:10] if described else "not recorded"
-        changed = (
-            [package for package, digest in code().items() if digest != described[-1]["code"].get(package)]
-            if (described)
-            else list(code())
-        )
-        lines.append((f"`{name}`", commit, ", ".join(changed) or "–"))
-    return markdown(("rows", "commit", "changed since, or not known"), lines)
 
 
 def batch_sizes() -> str:

@@ -16,9 +16,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks.ages import PLACE
 from benchmarks.figure import pattern
 from benchmarks.figures import FIGURES
-from benchmarks.tables import PLACE
 
 ROOT = Path(__file__).resolve().parents[1]
 STATED = ROOT / "benchmarks" / "data" / "stated_numbers.csv"
