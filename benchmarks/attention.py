@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.measured_code import write_measured
 from lorafusion_jax.models import Segments, attention
 from lorafusion_jax.models.attention.cudnn import cudnn_backward, cudnn_forward
 from lorafusion_jax.models.attention.pallas import pallas_backward, pallas_forward
@@ -108,7 +109,7 @@ def main() -> None:
     args = parser.parse_args()
     stop = time.monotonic() + args.budget
     device = jax.devices()[0].device_kind
-    args.out.mkdir(parents=True, exist_ok=True)
+    write_measured(args.out)
     with (args.out / "attention.jsonl").open("a") as file:
         for name in args.sections.split(","):
             for record in SECTIONS[name]():

@@ -44,7 +44,33 @@ def loss_by_fp8() -> list[str]:
     return [f"{min(shares):.1f}", f"{max(shares):.1f}"]
 
 
+def counted(key: str, *files: str) -> list[str]:
+    return [predicted.spaced(sum(int(row[key]) for file in files for row in rows(file)))]
+
+
+def service_kills() -> list[str]:
+    return [number for kind in ("server", "worker", "stop") for number in counted(kind, SERVICE_KILLS)]
+
+
+SERVICE_KILLS = "service_kills_cpu_2026-11-27/service_kills.csv"
+HOSTILE = (
+    "hostile_cpu_2026-11-24/shard-00.csv",
+    "hostile_cpu_2026-11-24b/shard-00.csv",
+    "hostile_cpu_2026-11-24b/shard-01.csv",
+)
+SCHEMA = "schema_requests_cpu_2026-11-24/schemathesis.csv"
 COMPUTED = (
+    Figure(
+        page("reliability"),
+        "`campaigns/service_kills.py`: {} kills of servers, {} of workers and {} stops",
+        service_kills,
+    ),
+    Figure(page("reliability"), "`campaigns/hostile_requests.py`: {} requests;", of(counted, "requests", *HOSTILE)),
+    Figure(
+        page("reliability"),
+        "`campaigns/schema_requests.py`: {} requests of three users",
+        of(counted, "requests", SCHEMA),
+    ),
     Figure(page("quantised"), "loses {} to {} % of its held-out loss on the four data sets below", loss_by_fp8),
     Figure(page("quantised"), "| `nf4` | {} | is dequantised", of(predicted.bytes_a_weight, "nf4")),
     Figure(page("quantised"), "`nf4_single` | 1, {} | is dequantised", of(predicted.bytes_a_weight, "nf4_single")),

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.measured_code import write_measured
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -50,7 +52,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
+    write_measured(options.out)
     # A file with a missing package (notebooks need a few) is recorded and does not stop the others.
     arguments = [str(ROOT / "tests"), "-m", "gpu", "--continue-on-collection-errors"]
     return pytest.main(arguments, plugins=[Ends(options.out / "gpu_tests.jsonl")])

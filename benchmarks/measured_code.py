@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import shutil
 import subprocess
+from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 
@@ -37,3 +39,10 @@ def commit() -> str:
 
     revision = ask("rev-parse", "HEAD")
     return f"{revision}+" if revision and ask("status", "--porcelain", "--untracked-files=no") else revision
+
+
+def write_measured(folder: Path) -> None:
+    """Makes a folder of rows, and writes into it which code they measure."""
+    folder.mkdir(parents=True, exist_ok=True)
+    facts = {"commit": commit(), "date": datetime.now(UTC).date().isoformat(), "code": code()}
+    (folder / "measured.json").write_text(json.dumps(facts) + "\n", encoding="utf-8")

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from benchmarks.csv_rows import write_rows
 from benchmarks.end_to_end import VARIANTS, Bench
+from benchmarks.measured_code import write_measured
 from benchmarks.published import newest, pipeline_rows
 from lorafusion_jax.config.schema import MeshSettings
 from lorafusion_jax.planning.prediction import predicted_costs
@@ -27,7 +28,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     out = parser.parse_args().out
-    out.mkdir(parents=True, exist_ok=True)
+    write_measured(out)
     rows = []
     for (model, stages), measured in pipeline_rows().items():
         for (_, variant), row in newest(measured).items():

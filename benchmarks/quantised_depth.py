@@ -23,6 +23,7 @@ import optax
 from flax import nnx
 
 from benchmarks.csv_rows import append_row
+from benchmarks.measured_code import write_measured
 from benchmarks.quantised_loss import FORMS, SPECS, stored
 from lorafusion_jax.models import Decoder, ModelConfig, Segments
 from lorafusion_jax.modules import LoRAContext
@@ -40,7 +41,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=64, help="tokens of each of the four adapters")
     parser.add_argument("--small", action="store_true")
     given = parser.parse_args()
-    given.out.mkdir(parents=True, exist_ok=True)
+    write_measured(given.out)
     shape = SMALL if given.small else WIDE
     config = ModelConfig(family="llama", vocab_size=VOCABULARY, num_layers=given.layers, **shape)
     graph, lora, frozen = nnx.split(Decoder(config, SPECS, dtype=jnp.float32), nnx.LoRAParam, ...)

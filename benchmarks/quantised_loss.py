@@ -41,6 +41,7 @@ from flax import nnx
 from tokenizers import Tokenizer
 
 from benchmarks.csv_rows import append_row
+from benchmarks.measured_code import write_measured
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.examples import examples_directory
 from lorafusion_jax.models import Segments, load_decoder
@@ -81,7 +82,7 @@ def main() -> None:
     for name, value in Sizes()._asdict().items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), help=f"default: {value}")
     given = parser.parse_args()
-    given.out.mkdir(parents=True, exist_ok=True)
+    write_measured(given.out)
     sizes, began = SMALL if given.small else Sizes(), time.monotonic()
     sizes = sizes._replace(**{name: value for name in sizes._fields if (value := getattr(given, name)) is not None})
     forms = ("none", *given.kinds)

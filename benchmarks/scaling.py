@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.measured_code import write_measured
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.models import ModelConfig
 from lorafusion_jax.planning.memory import DEVICE_BYTES, MemoryProblem, choose_remat, fits, stage_memory
@@ -308,7 +309,7 @@ def main() -> None:
 
 def write(rows: list[dict], folder: Path) -> None:
     """Writes the table, the assumptions, and the plot."""
-    folder.mkdir(parents=True, exist_ok=True)
+    write_measured(folder)
     with (folder / "scaling.csv").open("w", newline="") as stream:
         writer = csv.DictWriter(stream, rows[0].keys())
         writer.writeheader()

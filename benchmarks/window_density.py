@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.csv_rows import append_row
+from benchmarks.measured_code import write_measured
 from scheduling import AdapterJob, make_plan
 from scheduling.types import Limits
 from scheduling.window import Cursor, Tail, plan_window
@@ -33,7 +34,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--draws", type=int, default=8)
     options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
+    write_measured(options.out)
     for stages in (1, 4):
         for mix in MIXES:
             row = measure(mix, stages, options.draws)

@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from benchmarks.measured_code import write_measured
 from benchmarks.peers.report import report
 from benchmarks.workloads import WORKLOADS
 
@@ -41,7 +42,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="no program starts after this long")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
+    write_measured(options.out)
     began, failed = time.perf_counter(), 0
     for command in commands(options):
         if time.perf_counter() - began > options.seconds:

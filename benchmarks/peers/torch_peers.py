@@ -32,6 +32,7 @@ from typing import Any
 import torch
 from torch.nn.attention.varlen import varlen_attn
 
+from benchmarks.measured_code import write_measured
 from benchmarks.peers import lorafusion
 from benchmarks.peers.packing import Microbatch, full_steps, global_batches, pack, padded
 from benchmarks.workloads import LONGEST, SHAPES, WORKLOADS
@@ -242,7 +243,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path, required=True, help="folder; the row is appended to peers.jsonl")
     options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
+    write_measured(options.out)
     row = {
         "variant": options.variant, "workload": options.workload, "global_batch": options.batch, "model": options.model,
         "sample": options.sample,

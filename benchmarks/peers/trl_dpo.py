@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.measured_code import write_measured
 from benchmarks.peers.torch_peers import TINY_LONGEST, TINY_SCALE, WARM_UP, build
 from benchmarks.workloads import LONGEST, SHAPES, WORKLOADS, sample_lengths
 
@@ -139,7 +140,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path, required=True, help="folder; the row is appended to peers.jsonl")
     options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
+    write_measured(options.out)
     row: dict[str, Any] = {
         "variant": "trl_dpo" + ("_checkpointed" if options.checkpointing else ""), "workload": options.workload,
         "global_batch": options.batch, "model": options.model,

@@ -88,3 +88,24 @@ def test_the_cuda_extras_and_readme_name_the_jax_of_the_rows_of_gpus():
     major, minor, _ = version.split(".")
     for name in ("cuda12", "cuda13"):
         assert [entry.partition(",")[2] for entry in extras[name]] == [f"<{major}.{int(minor) + 1}"]
+
+
+def test_every_script_of_rows_says_which_code_they_measured():
+    scripts = [
+        *(measured_code.ROOT / "benchmarks").rglob("*.py"), *(measured_code.ROOT / "tests" / "campaigns").glob("*.py")
+    ]  # fmt: skip
+    texts = {file.name: file.read_text(encoding="utf-8") for file in scripts}
+    writers = {name for name, text in texts.items() if '"--out", type=Path, required=True' in text}
+    told = {
+        name
+        for name, text in texts.items()
+        if re.search(r"\b(conditions|commit|write_measured|write_within_budget)\(", text)
+    }
+    assert writers - told == {"kernel_report.py", "end_to_end_report.py", "tiny_run.py"}, "these measure nothing"
+
+
+def test_a_folder_of_rows_is_told_of_the_code(tmp_path):
+    measured_code.write_measured(tmp_path / "new")
+    told = json.loads((tmp_path / "new" / "measured.json").read_text())
+    assert told["code"] == measured_code.code()
+    assert told["commit"] == measured_code.commit()

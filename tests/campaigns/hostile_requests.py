@@ -25,6 +25,7 @@ from urllib.parse import quote
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
+from benchmarks.measured_code import write_measured
 from lorafusion_serve.api.app import describe
 
 PATHS = [
@@ -115,7 +116,7 @@ def main() -> int:
     parser.add_argument("--shards", type=int, default=1, help="side by side; each takes about a core")
     parser.add_argument("--shard", type=int, help="run this one only")
     options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
+    write_measured(options.out)
     if options.shard is not None:
         return run_shard(options)
     arguments = [sys.executable, "-m", "campaigns.hostile_requests", *sys.argv[1:]]

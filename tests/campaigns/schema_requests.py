@@ -20,6 +20,8 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from benchmarks.measured_code import write_measured
+
 CHECKS = (
     "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance,"
     "negative_data_rejection,unsupported_method,use_after_free,ignored_auth"
@@ -68,7 +70,7 @@ def main() -> int:
 
     from benchmarks.csv_rows import append_row
 
-    options.out.mkdir(parents=True, exist_ok=True)
+    write_measured(options.out)
     failed = 0
     for seed, owner in enumerate(options.users):
         statuses: Counter[int] = Counter()
