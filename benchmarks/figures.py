@@ -227,6 +227,19 @@ def attention(rule: str, *implementations: str, width: int = 128) -> list[str]:
     return [ms(us) for us in picked]
 
 
+def peak_of_tensor() -> list[str]:
+    """GB of a table, of the process on one GPU, and predicted for training."""
+    row = pick(published.TENSOR, section="run", mesh="one", adapters=4)
+    shape = pick(published.TENSOR, section="conditions")["shape"]
+    table = 2 * shape["vocab_size"] * shape["hidden_size"]
+    return [f"{table / 1e9:.2f}", *(f"{row[key] / 1e9:.1f}" for key in ("peak_bytes", "predicted_bytes"))]
+
+
+def first_losses_of_tensor() -> list[str]:
+    apart = max(row["first_losses_apart"] for row in rows(published.TENSOR) if row["section"] == "run")
+    return [f"{apart:.0e}".replace("e-0", "e-")]
+
+
 def wide_attention() -> list[str]:
     full, near = ("full", "window 1024")
     values = attention(full, "pallas_triton", "cudnn", width=256) + attention(near, "pallas_triton", width=256)
@@ -322,6 +335,8 @@ FIGURES = (
     Figure(BENCHMARKS, "it plays measured passes again in {} and {} of their time", played_again),
     Figure(BENCHMARKS, "Predictions from a profile of the run were {} % apart at 70B", profiles_apart),
     Figure(BENCHMARKS, "and {} % of the rows of mLoRA's order are padding", padding_of_mlora),
+    Figure(PLANNING, "two tables of {} GB took {} GB on one H200 where {} are predicted", peak_of_tensor),
+    Figure(f"{PAGES}/several-gpus.md", "First losses are equal to {}.", first_losses_of_tensor),
     Figure(PLANNING, "fill microbatches of one size to {} %", fill_of_one_size),
     Figure(ONLINE, "Groups bring {} to {} % on one and eight GPUs", gain_of_groups),
     Figure(

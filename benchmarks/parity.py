@@ -1,6 +1,7 @@
 """How far are models of every family from transformers and PEFT, in logits, losses and gradients?
 
     python -m benchmarks.parity --out benchmarks/results/parity_cpu_DATE    # ten minutes
+    python -m benchmarks.parity --out FOLDER --only gemma4                  # some models; the rows of others stay
 
 Runs the comparisons with stored results of `tests/models/test_parity.py`, nightly ones too, and writes a row for each
 model: the largest difference of logits and loss, and of the gradients of an adapter's tensors, relative.
@@ -15,10 +16,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks.conditions import conditions
-from benchmarks.csv_rows import write_rows
+from benchmarks.csv_rows import read_rows, write_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 TESTS, CASE = "tests/models/test_parity.py", "test_a_family_computes_what_transformers_and_peft_do"
+COLUMNS = ("case", "family", "results", "gradients", "device", "jax", "jaxlib", "date", "commit", "code")
 
 
 class Differences:
@@ -41,7 +43,10 @@ def main() -> int:
     chosen = f"{CASE} and {options.only}" if options.only else CASE
     code = pytest.main([str(ROOT / TESTS), "-q", "-m", "not gpu", "-k", chosen], plugins=[found])
     options.out.mkdir(parents=True, exist_ok=True)
-    write_rows(options.out / "parity.csv", [row | conditions() for row in found.rows])
+    file, new = options.out / "parity.csv", [row | conditions() for row in found.rows]
+    cases = {row["case"] for row in new}
+    kept = [row for row in read_rows(file) if row["case"] not in cases] if file.exists() else []
+    write_rows(file, [{key: row[key] for key in COLUMNS} for row in (*kept, *new)])
     return int(code)
 
 

@@ -14,6 +14,8 @@ from make_golden import CASES, GOLDEN
 from more_cases import nightly
 from safetensors.numpy import load_file
 
+from benchmarks.agreement import PARITY
+from benchmarks.figure import rows
 from lorafusion_jax.checkpoint.peft import put_adapter, read_adapter
 from lorafusion_jax.checkpoint.peft_experts import to_file
 from lorafusion_jax.layout.layer import saved_path
@@ -122,6 +124,12 @@ def test_a_family_computes_what_transformers_and_peft_do(case, record_property):
         record_property(key, value)
     record_property("results", max(error for name, error in distances.items() if name not in gradients))
     assert max(gradients.values()) < GRADIENTS, gradients
+
+
+def test_the_published_table_has_every_model():
+    """`python -m benchmarks.parity --out FOLDER --only CASE` adds the rows of a new one."""
+    published = {row["case"]: row["family"] for row in rows(PARITY)}
+    assert published == {case: family for case, (family, _) in CASES.items()}
 
 
 @pytest.mark.parametrize("case", FORWARD)
