@@ -70,6 +70,7 @@ class Conversation:
         self._model, self._sampling, self._system, self._console = model, sampling, system, console
         self._names = list(model.asked)
         self._messages: dict[str, list[dict[str, str]]] = {name: [] for name in self._names}
+        self._caches: Any = None
 
     def run(self) -> None:
         while (line := self._read()) is not None and line != "/exit":
@@ -104,8 +105,10 @@ class Conversation:
             self._messages.setdefault(name, [])
 
     def _answer(self, line: str) -> None:
+        from lorafusion_jax.generation.conversation import Conversation as Caches
         from lorafusion_jax.generation.text import PromptRow
 
+        self._caches = self._caches or Caches()
         asked = {name: [*self._messages[name], {"role": "user", "content": line}] for name in self._names}
         plain = self._model.tokenizer.chat_template is None
         rows = [
@@ -113,7 +116,7 @@ class Conversation:
             for name, messages in asked.items()
         ]
         alone = _Stream(self._console) if len(rows) == 1 else None
-        texts = self._model(rows, system=None if plain else self._system, on_text=alone)
+        texts = self._model(rows, system=None if plain else self._system, on_text=alone, conversation=self._caches)
         for generated in texts:
             if alone is None:
                 self._console.print(f"{generated.adapter}: ", end="", style="bold")

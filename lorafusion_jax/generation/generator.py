@@ -12,7 +12,8 @@ import numpy as np
 from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.errors import CheckpointError, ConfigError, LoraFusionError, RunError, raise_all
 from lorafusion_jax.generation.choose import NOT_FINITE, Choices, Chosen
-from lorafusion_jax.generation.packing import pack_prompts
+from lorafusion_jax.generation.conversation import Conversation
+from lorafusion_jax.generation.packing import PromptPass, continue_prompt, pack_prompts
 from lorafusion_jax.generation.passes import Batch
 from lorafusion_jax.generation.places import BASE, bucket, make_places, share_rows
 from lorafusion_jax.generation.programs import GenerationPrograms
@@ -90,12 +91,14 @@ class Generator:
         on_tokens: Callable[[int, Answer], None] = lambda index, answer: None,
         *,
         most: int = MOST_SEQUENCES,
+        conversation: Conversation | None = None,
     ) -> list[Answer]:
         """Generates an answer to each request.
 
         Args:
             on_tokens: called with the index of a request and its answer so far, whenever it has grown or ended.
             most: sequences at a time.
+            conversation: caches of the last call, for one request of each adapter; the weights must be the same.
 
         Raises:
             LoraFusionError: see `check_requests`; `generate.not-finite`, logits of an adapter are not numbers.
@@ -106,7 +109,7 @@ class Generator:
         for start in range(0, len(adapters), most):
             chosen = {*adapters[start : start + most]}
             numbers = [index for index, request in enumerate(requests) if request.adapter in chosen]
-            _Rows(self, requests, answers, numbers, on_tokens, most).run()
+            _Rows(self, requests, answers, numbers, on_tokens, most, conversation).run()
         return answers
 
     def open_batch(self, places, tokens: int) -> Batch:
@@ -135,7 +138,16 @@ class Generator:
 class _Rows:
     """The requests of some adapters, in the rows of one batch."""
 
-    def __init__(self, generator: Generator, requests, answers, numbers: Sequence[int], on_tokens, most: int):
+    def __init__(
+        self,
+        generator: Generator,
+        requests,
+        answers,
+        numbers: Sequence[int],
+        on_tokens,
+        most: int,
+        conversation: Conversation | None,
+    ):
         self._generator, self._requests, self._answers, self._on_tokens = generator, requests, answers, on_tokens
         waiting = Counter(requests[number].adapter for number in numbers)
         self._places = make_places(share_rows(waiting, most))
@@ -154,18 +166,27 @@ class _Rows:
         chosen = [requests[number] for number in numbers]
         self._mode = max((request.sampling.mode for request in chosen), key=MODES.index)
         longest = max(len(request.tokens) + request.sampling.max_tokens for request in chosen)
-        self._batch = generator.open_batch(self._places, bucket(min(longest, model.positions), SHORTEST_CACHE))
+        self._conversation, room = conversation, bucket(min(longest, model.positions), SHORTEST_CACHE)
+        self._written: dict[int, list[int]] = {}  # tokens in the cache of each row
+        taken = None if conversation is None else conversation.take(self._places, room)
+        if conversation is not None and taken is None:
+            room = bucket(min(2 * longest, model.positions), SHORTEST_CACHE)  # for turns to come
+        self._batch, self._room = taken or (generator.open_batch(self._places, room), room)
 
     def run(self) -> None:
         while self._fill():
             steps = min(CHUNK, max(self._left(row) for row in self._used))
             if steps:
+                used, before = self._used, self._tokens.copy()
                 chosen = self._batch.next_tokens(
                     steps, self._tokens, self._position, self._number, self._choices, self._mode
                 )
-                used = self._used
+                for row in used:
+                    self._written[row] += [int(before[row]), *(int(step.tokens_B[row]) for step in chosen[:-1])]
                 self._position[used] += steps
                 self._take(used, chosen)
+        if self._conversation is not None:
+            self._conversation.keep(self._batch, self._places, self._room, self._written)
 
     @property
     def _used(self) -> list[int]:
@@ -178,12 +199,23 @@ class _Rows:
     def _fill(self) -> bool:
         """Gives free rows to waiting requests and reads their prompts. Returns whether rows are in use."""
         while started := self._start_requests():
-            prompts = {row: self._requests[self._request[row]].tokens for row in started}
             chosen = self._batch.read_prompts(
-                pack_prompts(prompts, self._places), self._tokens, self._number, self._choices, self._mode
+                self._pack(started), self._tokens, self._number, self._choices, self._mode
             )
             self._take(started, [chosen])
         return bool(self._used)
+
+    def _pack(self, rows: Sequence[int]) -> list[PromptPass]:
+        """Packs the prompts of some rows without the tokens that are in their caches."""
+        prompts = {row: self._requests[self._request[row]].tokens for row in rows}
+        self._written |= {row: list(prompt) for row, prompt in prompts.items()}
+        passes = []
+        if self._conversation is not None:
+            model = self._generator._model
+            for row, prompt in list(prompts.items()):
+                if kept := self._conversation.kept(row, prompt, model):
+                    passes += continue_prompt(row, prompts.pop(row), kept, self._places)
+        return [*passes, *(pack_prompts(prompts, self._places) if prompts else ())]
 
     def _start_requests(self) -> list[int]:
         started = []

@@ -6,7 +6,7 @@ T rows of a pass · B sequences
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from lorafusion_jax.models.segments import Segments
 
 TILE = 128  # rows of a tile, which belong to one place; those of a training run
 MOST_ROWS = 8192  # of a pass, but for a longer prompt
+MOST_CONTINUED = 512  # rows of a pass that continues a prompt: each has a score for every slot of the cache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +28,7 @@ class PromptPass:
         length_T: int32, length of its prompt.
         tile_place: int32 [T / TILE], -1 for tiles of padding.
         last_B: int32, the row of the last token of each sequence's prompt; -1 for sequences without one here.
+        continued: see `CachedRows`.
     """
 
     tokens_T: np.ndarray
@@ -36,6 +38,7 @@ class PromptPass:
     segments: Segments
     tile_place: np.ndarray
     last_B: np.ndarray
+    continued: bool = False
 
 
 def pack_prompts(prompts: Mapping[int, Sequence[int]], places: Places) -> list[PromptPass]:
@@ -52,6 +55,28 @@ def pack_prompts(prompts: Mapping[int, Sequence[int]], places: Places) -> list[P
         else:
             groups[-1] = joined
     return [_pack(group, places) for group in groups]
+
+
+def continue_prompt(sequence: int, tokens: Sequence[int], kept: int, places: Places) -> list[PromptPass]:
+    """Packs the rest of a prompt whose first `kept` tokens are in the sequence's cache already."""
+    passes = []
+    for start in range(kept, len(tokens), MOST_CONTINUED):
+        part = tokens[start : start + MOST_CONTINUED]
+        packed, stop = _pack({sequence: part}, places), start + len(part)
+        segments = replace(packed.segments, lengths=np.where(packed.segments.lengths < 0, -1, stop))  # for their ropes
+        last_B = packed.last_B if stop == len(tokens) else np.full_like(packed.last_B, -1)
+        position_T, length_T = packed.position_T + start, np.where(packed.length_T > 0, stop, 0)
+        passes.append(
+            replace(
+                packed,
+                position_T=position_T.astype(np.int32),
+                length_T=length_T.astype(np.int32),
+                segments=segments,
+                last_B=last_B,
+                continued=True,
+            )
+        )
+    return passes
 
 
 def _num_rows(prompts: Mapping[int, Sequence[int]], places: Places) -> int:

@@ -53,7 +53,11 @@ class StagePasses:
     def read_prompts(self, prompts: PromptPass, x: Array | None) -> Array:
         """Runs prompts through the stage and fills its caches. The first stage begins with their tokens."""
         rows = CachedRows(
-            sequence_T=prompts.sequence_T, position_T=prompts.position_T, length_T=prompts.length_T, decoding=False
+            sequence_T=prompts.sequence_T,
+            position_T=prompts.position_T,
+            length_T=prompts.length_T,
+            decoding=False,
+            continued=prompts.continued,
         )
         rows, segments, table = replicate((rows, prompts.segments, prompts.tile_place), self.stage.mesh)
         inputs = self._programs.prompt_inputs(rows, segments, (self._adapters, table))

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from lorafusion_jax.data.tokenizer import Tokenizer, load_tokenizer
+from lorafusion_jax.generation.conversation import Conversation
 from lorafusion_jax.generation.generator import MOST_SEQUENCES, Answer, End, Generator, Request
 from lorafusion_jax.generation.load import load_stage
 from lorafusion_jax.generation.places import BASE
@@ -97,6 +98,7 @@ class TextGenerator:
         system: str | None = None,
         most: int = MOST_SEQUENCES,
         on_text: Callable[[int, str], None] | None = None,
+        conversation: Conversation | None = None,
     ) -> list[Generated]:
         """Generates a text for each row.
 
@@ -104,6 +106,7 @@ class TextGenerator:
             raw, system: see `prompt_tokens`.
             most: sequences at a time.
             on_text: called with the index of a row and its text so far, whenever it has grown.
+            conversation: caches of the last call: rows read only what follows the tokens of their last turn.
 
         Raises:
             LoraFusionError: see `prompt_tokens` and `Generator`; `generate.unknown-adapter`.
@@ -117,7 +120,7 @@ class TextGenerator:
             )
             for row in rows
         ]
-        answers = self._generator(requests, on_text, most=most)
+        answers = self._generator(requests, on_text, most=most, conversation=conversation)
         return [
             Generated(
                 adapter=row.adapter,
@@ -158,12 +161,13 @@ class TokenGenerator:
         on_text: Callable[[int, str], None] | None = None,
         *,
         most: int = MOST_SEQUENCES,
+        conversation: Conversation | None = None,
     ) -> list[Answer]:
         def on_tokens(index: int, answer: Answer) -> None:
             if on_text is not None:
                 on_text(index, self.text(requests[index], answer))
 
-        return self._generator(requests, on_tokens, most=most)
+        return self._generator(requests, on_tokens, most=most, conversation=conversation)
 
     def text(self, request: Request, answer: Answer) -> str:
         """The text of an answer, without what ended it."""

@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from lorafusion_jax.families.attention import Attention
 from lorafusion_jax.models.attention import AttentionImplementation, attention
 from lorafusion_jax.models.build import Builder
-from lorafusion_jax.models.cache import Cache, cached_attention, store
+from lorafusion_jax.models.cache import Cache, cached_attention, continued_attention, store
 from lorafusion_jax.models.inputs import LayerInputs
 from lorafusion_jax.models.rope import apply_rope
 from lorafusion_jax.modules import LoRALinear, lora_siblings
@@ -58,16 +58,19 @@ class SelfAttention(nnx.Module):
     ) -> tuple[jax.Array, Cache]:
         """Like a call, and returns the cache with the keys and values of these rows.
 
-        Rows of prompts attend to each other, as in training. A row of a decoding pass attends to its sequence's cache.
+        Rows of prompts attend to each other, as in training. A row of a decoding pass attends to its sequence's cache,
+        and those of a continued prompt to both.
         """
         rows = inputs.cached
         assert rows is not None
         q, k, v, gate_TD = self._heads(x_TD, inputs)
-        cache = {"keys": store(cache["keys"], k, rows), "values": store(cache["values"], v, rows)}
+        before, cache = cache, {"keys": store(cache["keys"], k, rows), "values": store(cache["values"], v, rows)}
         options = {"scale": self.spec.scale, "window": self.spec.window, "soft_cap": self.spec.soft_cap}
         options |= {"sinks": None if self.sinks is None else self.sinks[...]}
         if rows.decoding:
             o_TD = cached_attention(q, cache["keys"], cache["values"], jnp.asarray(rows.position_T), **options)
+        elif rows.continued:
+            o_TD = continued_attention(q, k, v, before, rows, **options)
         else:
             o_TD = attention(q, k, v, inputs.segments, implementation=implementation, flat=True, **options)
         return self._out(o_TD, gate_TD, inputs), cache

@@ -18,8 +18,10 @@ from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.schema import TrainSettings
 from lorafusion_jax.errors import ErrorList, LoraFusionError, RunError
 from lorafusion_jax.generation import packing
+from lorafusion_jax.generation.conversation import Conversation
 from lorafusion_jax.generation.generator import Generator, Request, check_caches
 from lorafusion_jax.generation.packing import TILE, pack_prompts
+from lorafusion_jax.generation.passes import Batch
 from lorafusion_jax.generation.places import BASE, make_places
 from lorafusion_jax.generation.sampling import Sampling
 from lorafusion_jax.models import open_frozen
@@ -219,3 +221,60 @@ def test_trained_rows_of_tokens_are_those_of_a_model_with_these_rows():
 def test_a_mechanism_without_a_cache_is_refused_by_name():
     with pytest.raises(LoraFusionError, match=r"generate.no-cache\][^\n]*DeltaNet"):
         check_caches(ModelConfig.from_hf(MODEL.parent / "qwen3_5"))
+
+
+def turns(generator, conversation, first, more):
+    """Answers of two turns, each prompt of the second being all of the first and `more`."""
+    answers = generator(first, conversation=conversation)
+    second = [
+        replace(request, tokens=[*request.tokens, *answer.tokens, *more])
+        for request, answer in zip(first, answers, strict=True)
+    ]
+    return answers, generator(second, conversation=conversation), second
+
+
+def read_rows(monkeypatch) -> list[int]:
+    """Counts the rows of each prompt pass."""
+    counts, read = [], Batch.read_prompts
+
+    def counted(self, passes, *args):
+        counts.append(sum(int((prompts.sequence_T < self._count).sum()) for prompts in passes))
+        return read(self, passes, *args)
+
+    monkeypatch.setattr(Batch, "read_prompts", counted)
+    return counts
+
+
+def test_a_second_turn_reads_only_new_tokens(model, monkeypatch):
+    counts = read_rows(monkeypatch)
+    first = [replace(r, tokens=r.tokens[:12], sampling=Sampling(max_tokens=9)) for r in requests(4)]
+    _, kept, second = turns(model, Conversation(), first, [5, 7, 11])
+    # The last token of an answer has not been in a pass yet.
+    assert counts == [sum(len(request.tokens) for request in first), 4 * (1 + 3)]
+    assert [answer.tokens for answer in kept] == [answer.tokens for answer in model(second)]
+    assert counts[2] == sum(len(request.tokens) for request in second)
+
+
+def test_long_messages_are_read_in_parts(model, monkeypatch):
+    monkeypatch.setattr(packing, "MOST_CONTINUED", 16)
+    request = replace(requests(8)[2], tokens=[3, 1, 4, 15, 9], sampling=Sampling(max_tokens=5))
+    _, kept, second = turns(model, Conversation(), [request], [(7 * n) % 48 for n in range(1, 40)])
+    assert [answer.tokens for answer in kept] == [answer.tokens for answer in model(second)]
+
+
+def test_a_changed_conversation_is_read_from_where_it_differs(model):
+    """What is in slots of a window's earlier tokens is gone, and all is read again."""
+    shape, prompt = model._model, list(range(20))
+    for known, kept in ([*prompt[:5]], 5), ([*prompt[:3], 40], 3), ([*prompt[:9], 40], 0), ([40], 0), (prompt, 0):
+        conversation = Conversation()
+        conversation.keep(None, None, 64, {0: known})
+        assert conversation.kept(0, prompt, shape) == kept
+    conversation.keep(None, None, 8, {0: prompt[:9]})  # more than there is room for: the first slots are gone
+    assert conversation.kept(0, prompt, shape) == 0
+
+
+def test_other_adapters_and_a_longer_conversation_get_new_caches(model):
+    conversation = Conversation()
+    (first, other) = (replace(r, sampling=Sampling(max_tokens=4)) for r in requests(8)[1:3])
+    for request in first, other, replace(other, tokens=[*other.tokens] * 20), first:
+        assert model([request], conversation=conversation)[0].tokens == model([request])[0].tokens
