@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
+from lorafusion_jax.data.json_blocks import json_blocks
 from lorafusion_jax.data.row_files import bad_csv, bad_parquet, csv_options, decode, parse_jsonl, without_nulls
 from lorafusion_jax.data.rows import Rows
 from lorafusion_jax.errors import DataError
@@ -118,8 +119,14 @@ def _parquet_blocks(name: str, path: Path) -> Iterator[Rows]:
         raise bad_parquet(name, problem) from None
 
 
+def _json_blocks(name: str, path: Path) -> Iterator[Rows]:
+    with open_unpacked(path, text=True) as file:
+        yield from json_blocks(name, file, BLOCK_BYTES)
+
+
 LARGE: dict[str, Callable[[str, Path], Iterator[Rows]]] = {
     "jsonl": _jsonl_blocks,
+    "json": _json_blocks,
     "csv": _csv_blocks,
     "parquet": _parquet_blocks,
 }

@@ -46,7 +46,7 @@ def parse_jsonl(name: str, text: str, *, first_row: int = 0, first_line: int = 1
         except (ValueError, RecursionError) as problem:
             broken.append((number, _json_problem(problem)))
             continue
-        if HALF in line.lower() and (key := _half_key(value)) is not None:
+        if HALF in line.lower() and (key := half_key(value)) is not None:
             broken.append((number, f"the key {key} has half a character (a lone surrogate)"))
         elif isinstance(value, dict):
             values.append(value)
@@ -76,7 +76,7 @@ def _bad_lines(code: str, message: str, name: str, problems: list[tuple[int, str
     )
 
 
-def _half_key(value: object) -> str | None:
+def half_key(value: object) -> str | None:
     """Returns a key with half a surrogate pair, as ASCII: nothing can encode it."""
     left = [value]
     while left:
@@ -102,36 +102,56 @@ def parse_json(name: str, text: str) -> Rows:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as problem:
-        line = getattr(problem, "lineno", 1)
-        raise DataError(
-            "data.bad-json",
-            f"{name} is not JSON.",
-            where=f"{name}, line {line}",
-            why=_json_problem(problem),
-            fix="one object per line belongs into a .jsonl file",
-        ) from None
-    if HALF in text.lower() and (key := _half_key(value)) is not None:
-        why = f"the key {key} has half a character (a lone surrogate)"
-        raise DataError("data.bad-json", f"{name} is not JSON that can be read.", where=name, why=why)
+        raise bad_json(name, getattr(problem, "lineno", 1), problem) from None
+    if HALF in text.lower() and (key := half_key(value)) is not None:
+        raise half_problem(name, key)
     if isinstance(value, dict) and isinstance(value.get("data"), list):
         value = value["data"]
     if not isinstance(value, list):
-        raise DataError(
-            "data.bad-row",
-            f"{name} is not a list of rows.",
-            where=name,
-            why=f"it holds {type_name(value)}",
-            fix='[{...}, {...}] or {"data": [{...}, {...}]}',
-        )
-    odd = [row for row, item in enumerate(value) if not isinstance(item, dict)]
-    if odd:
+        raise not_a_list(name, value)
+    check_objects(name, value)
+    return Rows(source=name, values=value)
+
+
+def bad_json(name: str, line: int, problem: Exception, row: int | None = None) -> DataError:
+    """The error of a file, or of a row of it, that cannot be parsed."""
+    return DataError(
+        "data.bad-json",
+        f"{name} is not JSON.",
+        where=f"{name}, line {line}" + ("" if row is None else f", row {row}"),
+        why=_json_problem(problem),
+        fix="one object per line belongs into a .jsonl file",
+    )
+
+
+def half_problem(name: str, key: str) -> DataError:
+    why = f"the key {key} has half a character (a lone surrogate)"
+    return DataError("data.bad-json", f"{name} is not JSON that can be read.", where=name, why=why)
+
+
+def not_a_list(name: str, value: object) -> DataError:
+    return DataError(
+        "data.bad-row",
+        f"{name} is not a list of rows.",
+        where=name,
+        why=f"it holds {type_name(value)}",
+        fix='[{...}, {...}] or {"data": [{...}, {...}]}',
+    )
+
+
+def check_objects(name: str, values: list, first: int = 0) -> None:
+    """Checks that rows of a list, of which this is a part, are objects.
+
+    Raises:
+        DataError: `data.bad-row`.
+    """
+    if odd := [row for row, item in enumerate(values) if not isinstance(item, dict)]:
         raise DataError(
             "data.bad-row",
             f"{len(odd)} rows of {name} are not objects.",
-            where=Rows(source=name, values=[]).places(odd),
-            why=f"row {odd[0]} is {type_name(value[odd[0]])}",
+            where=Rows(source=name, values=[], first=first).places(odd),
+            why=f"row {first + odd[0]} is {type_name(values[odd[0]])}",
         )
-    return Rows(source=name, values=value)
 
 
 def parse_csv(name: str, text: str) -> Rows:

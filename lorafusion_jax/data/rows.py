@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,9 +18,10 @@ class RawSource:
     Attributes:
         name: the source as the job file spells it.
         kind: jsonl, json, csv, parquet or hub.
-        content: bytes of the file, or rows of a hub data set; None for a large file, which is read in blocks.
+        content: bytes of the file, or rows of a hub data set; None for a large one, which is read in blocks.
         digest: SHA-256 of the content.
         path: of a file.
+        table: a large data set of a hub: it gives its rows again and again.
     """
 
     name: str
@@ -28,6 +29,7 @@ class RawSource:
     content: bytes | list[dict] | None
     digest: str
     path: Path | None = None
+    table: Iterable[dict] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import glob
-import hashlib
 import importlib
-import json
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
+from lorafusion_jax.data.hub_blocks import read_table, table_blocks
 from lorafusion_jax.data.row_blocks import BLOCK_BYTES, LARGE, open_unpacked, packing_of, read_and_hash
 from lorafusion_jax.data.row_files import decode, parse_csv, parse_json, parse_jsonl, parse_parquet, without_nulls
 from lorafusion_jax.data.rows import SHOWN, RawSource, Rows
@@ -43,7 +42,7 @@ def open_source(source: str, base_dir: Path) -> RawSource:
             where=str(path),
             fix="one of " + " ".join(KINDS) + ", with or without .gz or .zst, or hf:org/set[:split]",
         )
-    unsplit = kind == "json" or (kind == "parquet" and packing_of(path))  # these cannot be read in parts
+    unsplit = kind == "parquet" and packing_of(path)  # it begins at its end
     try:
         with open_unpacked(path, text=kind != "parquet") as file:
             content, digest = read_and_hash(file, None if unsplit else BLOCK_BYTES)
@@ -125,7 +124,7 @@ def parse_rows(raw: RawSource) -> Rows:
     Raises:
         DataError: data.bad-json (names the lines), data.not-utf8, data.bad-row, data.bad-table, data.empty-file.
     """
-    (rows,) = row_blocks(raw)
+    (rows,) = row_blocks(raw, one_block=True)
     return rows
 
 
@@ -135,12 +134,17 @@ def row_blocks(raw: RawSource, *, one_block: bool = False) -> Iterator[Rows]:
     Args:
         one_block: one block, for samples of several rows.
     """
+    if raw.content is None and one_block and raw.table is not None:
+        raw = dataclasses.replace(raw, content=[without_nulls(row) for row in raw.table])
     if raw.content is None and one_block:
         assert raw.path is not None
         with open_unpacked(raw.path, text=raw.kind != "parquet") as file:
             raw = dataclasses.replace(raw, content=file.read())
     if raw.content is not None:
         yield _with_rows(_parse(raw), raw)
+        return
+    if raw.table is not None:
+        yield from table_blocks(raw.name, raw.table)
         return
     assert raw.path is not None
     try:
@@ -205,7 +209,8 @@ def _open_hub(source: str) -> RawSource:
             "data.hub-extra", f"{source} needs the hf extra.", fix='pip install "lorafusion-jax[hf]"'
         ) from None
     try:
-        rows = [without_nulls(row) for row in datasets.load_dataset(name, split=split or "train")]
+        table = datasets.load_dataset(name, split=split or "train")  # its files are mapped, not read
+        content, digest = read_table(table)
     except Exception as problem:  # the hub client raises many types; each means that there are no rows
         raise DataError(
             "data.hub",
@@ -214,5 +219,4 @@ def _open_hub(source: str) -> RawSource:
             why=f"{type(problem).__name__}: {problem}",
             fix="hf:org/set:split, with a split that it has",
         ) from None
-    digest = hashlib.sha256(json.dumps(rows, sort_keys=True, default=str).encode()).hexdigest()
-    return RawSource(name=source, kind="hub", content=rows, digest=digest)
+    return RawSource(name=source, kind="hub", content=content, digest=digest, table=table if content is None else None)

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
+import io
+import itertools
 import json
 import os
 import subprocess
 import sys
 import textwrap
+import tracemalloc
+import types
 
 import numpy as np
 import pyarrow as pa
@@ -20,6 +25,9 @@ import lorafusion_jax.data.tokenized as tokenized
 from lorafusion_jax.config.schema import DataSettings
 from lorafusion_jax.data import disk_arrays, row_blocks, sources
 from lorafusion_jax.data.hold_out import hold_out
+from lorafusion_jax.data.hub_blocks import read_table
+from lorafusion_jax.data.json_blocks import json_blocks
+from lorafusion_jax.data.row_files import parse_json
 from lorafusion_jax.errors import LoraFusionError
 
 ROWS = [{"prompt": f"number {n}?", "completion": "yes " * (n % 7 + 1)} for n in range(300)]
@@ -52,6 +60,9 @@ def written(folder, kind):
         arrow_csv.write_csv(pa.Table.from_pylist(ROWS), path)
     elif kind == "parquet":
         parquet.write_table(pa.Table.from_pylist(ROWS), path, row_group_size=64)
+    elif kind in ("json", "json.gz"):
+        text = "\ufeff" + json.dumps({"version": [1, {"data": 2}], "data": ROWS} if kind == "json" else ROWS, indent=1)
+        path.write_bytes(gzip.compress(text.encode()) if kind == "json.gz" else text.encode())
     elif kind == "jsonl.gz":
         path.write_bytes(gzip.compress(lines(ROWS).encode()))
     else:
@@ -74,7 +85,7 @@ def load_file(tmp_path, tokenizer):
     return load
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "csv", "parquet"])
+@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "csv", "parquet", "json", "json.gz"])
 def test_blocks_give_the_set_that_memory_holds(load, load_file, tmp_path, make_blocks_small, kind, monkeypatch):
     whole = load(ROWS, name="whole.jsonl")
     assert not isinstance(whole.tokens, np.memmap)
@@ -124,6 +135,105 @@ def test_bad_rows_of_all_blocks_are_named_by_their_lines(load, small_blocks):
     text = str(caught.value)
     for line in (8, 101, 252):
         assert f"line {line}" in text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '[{"a": "\u00fc\u20ac\U0001f600\ufeff \\ud83d\\ude00 \\n]"},'
+        ' {"b": [1, {"c": null}]},\n {"d": -1.5e-7, "e": NaN}]',
+        ' {"x": 12345, "y": [true, []], "data": [ {} , {"a": {"b": {"c": "}]"}}} ] , "z": "end"}\n',
+    ],
+)
+def test_a_list_is_parsed_the_same_wherever_its_blocks_end(text):
+    expected = parse_json("a.json", text).values
+    for size in range(1, 24):
+        blocks = list(json_blocks("a.json", io.BytesIO(text.encode()), size))
+        assert repr([row for rows in blocks for row in rows.values]) == repr(expected)
+        assert [rows.first for rows in blocks] == list(
+            itertools.accumulate((len(rows.values) for rows in blocks[:-1]), initial=0)
+        )
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "where", "why"),
+    [
+        ('[{"a": 1},\n{"a": oops}]', "data.bad-json", "line 2, row 1", "Expecting value"),
+        ('[{"a": 1},\n{"a": 2},]', "data.bad-json", "line 2, row 2", "Expecting value"),
+        ('[{"a": 1}\n{"a": 2}]', "data.bad-json", "line 2", "Expecting ',' or ']'"),
+        ('[{"a": 1},\n{"a": "no end', "data.bad-json", "line 2, row 1", "Unterminated string"),
+        ('[{"a": 1}', "data.bad-json", "line 1", "Expecting ',' or ']'"),
+        ('[{"a": 1}] [2]', "data.bad-json", "line 1", "end of the file"),
+        ('[{"a": 1}, 2, {}, "x"]', "data.bad-row", "a.json, row", "row 1 is a number"),
+        ('[{"a": 1}, {"\\ud800": 2}]', "data.bad-json", "a.json", "half a character"),
+        ('{"a": [{}]}', "data.bad-row", "a.json", "an object"),
+        ('{"data": [{}], "data": [{}]}', "data.bad-json", "line 1", "not two"),
+        ('{"data": [{}] "b": 1}', "data.bad-json", "line 1", "Expecting ',' or '}'"),
+        ('{"data": [{}], 5: 1}', "data.bad-json", "line 1", "property name"),
+        ("17", "data.bad-row", "a.json", "a number"),
+        ("[" * 100_000, "data.bad-json", "line 1, row 0", "nested too deeply"),
+    ],
+)
+def test_errors_of_a_list_name_file_and_row(text, code, where, why):
+    for size in (1, 5, 1000):
+        with pytest.raises(LoraFusionError) as caught:
+            for _ in json_blocks("a.json", io.BytesIO(text.encode()), size):
+                pass
+        problem = caught.value
+        assert (problem.code, where in problem.where, why in problem.why) == (code, True, True), str(problem)
+
+
+class Table:
+    """A data set of a hub: its rows exist while they are read."""
+
+    def __init__(self, count):
+        self.count = count
+
+    def __iter__(self):
+        return (ROWS[number % 300] | {"id": number, "none": None} for number in range(self.count))
+
+
+def peak_of_blocks(raw):
+    """Most bytes of Python objects while the rows of a source are read, and their number."""
+    tracemalloc.start()
+    count = sum(len(rows.values) for rows in sources.row_blocks(raw))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return peak, count
+
+
+@pytest.mark.parametrize("kind", ["json", "hub"])
+def test_memory_holds_a_block_however_long_a_set_is(tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(row_blocks, "BLOCK_BYTES", 20_000)
+    monkeypatch.setattr(sources, "BLOCK_BYTES", 20_000)
+    hub = types.ModuleType("datasets")
+    hub.load_dataset = lambda name, split: Table(int(name))
+    monkeypatch.setitem(sys.modules, "datasets", hub)
+    peaks = []
+    for count in (2000, 16_000):
+        name = f"hf:{count}"
+        if kind == "json":
+            name = f"{count}.json"
+            (tmp_path / name).write_text(json.dumps(list(Table(count))))
+        raw = sources.open_source(name, tmp_path)
+        assert raw.content is None
+        peak, rows = peak_of_blocks(raw)
+        assert rows == count
+        peaks.append(peak)
+    assert peaks[1] < 1.2 * peaks[0] < 1_000_000
+
+
+def test_a_set_of_a_hub_is_the_same_in_blocks(load, load_file, make_blocks_small, monkeypatch):
+    whole = load(list(Table(300)), name="whole.jsonl")
+    make_blocks_small()
+    hub = types.ModuleType("datasets")
+    hub.load_dataset = lambda name, split: Table(300)
+    monkeypatch.setitem(sys.modules, "datasets", hub)
+    large = load_file("hf:org/set")
+    rows = list(Table(300))
+    assert read_table(Table(300)) == (None, hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest())
+    assert isinstance(large.tokens, np.memmap)
+    assert all(np.array_equal(getattr(large, name), getattr(whole, name)) for name in ARRAYS)
 
 
 def test_a_disk_without_room_is_an_error_that_says_so(load, small_blocks, tmp_path):
