@@ -21,6 +21,7 @@ from lorafusion_jax.checkpoint.hub_upload import hub, upload
 from lorafusion_jax.checkpoint.new_folder import new_folder
 from lorafusion_jax.checkpoint.peft_leaves import exported_spec
 from lorafusion_jax.cli.common import RunPath, next_command
+from lorafusion_jax.cli.other_programs import commands
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.config.specs import adapter_spec
 from lorafusion_jax.errors import CheckpointError, ConfigError, raise_all
@@ -30,6 +31,7 @@ from lorafusion_jax.report.console import out, say
 from lorafusion_jax.weights.table import NONE
 
 DTYPES = ("float32", "bfloat16")
+MOST_COMMANDS = 3
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 
@@ -70,6 +72,11 @@ def command(
         export.merge(console) if merge else export.copy(console, dtype)
         if push is not None:
             upload(targets[name], f"{push}-{name}" if all_adapters else push)
+    if not merge:
+        specs = {name: exported_spec(adapter_spec(config.adapter(name))) for name in sources}
+        base = config.base.hub_id or str(config.base.model)
+        for line in commands(base, {name: (specs[name], targets[name]) for name in sources})[:MOST_COMMANDS]:
+            console.print(f"  {line}", style="dim", highlight=False, markup=False, soft_wrap=True)
     first = next(iter(sources), "")
     if merge:
         load = f"from transformers import AutoModelForCausalLM as M; M.from_pretrained('{to}')"

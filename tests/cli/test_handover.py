@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from safetensors import safe_open
 
+from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.checkpoint.digests import is_intact
 from lorafusion_jax.checkpoint.peft import read_adapter
+from lorafusion_jax.cli.other_programs import commands
 
 
 def dtypes(folder) -> set[str]:
@@ -23,6 +27,9 @@ def test_all_adapters_are_exported_at_once_in_another_dtype(lorafusion, finished
     outcome = lorafusion("export", run, "--all", "--dtype", "bfloat16", "--to", tmp_path / "out")
     assert outcome.code == 0, outcome.err
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["law", "med"]
+    modules = f"law={tmp_path / 'out/law'} med={tmp_path / 'out/med'}"
+    assert f"--max-lora-rank 8 --lora-modules {modules}" in outcome.out
+    assert "convert_lora_to_gguf.py --base" in outcome.out
     for name in ("law", "med"):
         folder = tmp_path / "out" / name
         assert dtypes(folder) == {"bfloat16"}
@@ -86,3 +93,14 @@ def test_adapters_of_a_run_are_combined(lorafusion, finished, tmp_path):
     for arguments in (("law",), ("law", "law=2"), ("law", "nobody"), ("law", "med=much")):
         assert lorafusion("combine", *arguments, "--run", run, "--to", tmp_path / "new").errors == ["combine.adapters"]
     assert not (tmp_path / "new").exists()
+
+
+def test_other_programs_are_named_where_they_keep_the_meaning_of_an_adapter():
+    plain = AdapterSpec(name="law", rank=16, alpha=32)
+    folder = Path("out/law")
+    assert len(commands("base", {"law": (plain, folder)})) == 2
+    assert [line.split()[0] for line in commands("base", {"law": (replace(plain, rslora=True), folder)})] == ["vllm"]
+    assert [line.split()[0] for line in commands("base", {"law": (replace(plain, rank=600), folder)})] == ["python"]
+    assert commands("base", {"law": (replace(plain, kind="dora"), folder)}) == []
+    mixed = commands("base", {"law": (plain, folder), "med": (replace(plain, kind="dora"), Path("out/med"))})
+    assert "med" not in mixed[0]

@@ -1,0 +1,42 @@
+"""Commands of other programs that load exported adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from lorafusion_jax.adapters.spec import AdapterSpec
+from lorafusion_jax.adapters.table import PLAIN
+
+VLLM_RANKS = (8, 16, 32, 64, 128, 256, 512)  # that `--max-lora-rank` takes
+
+
+def commands(base: str, folders: Mapping[str, tuple[AdapterSpec, Path]]) -> list[str]:
+    """Returns the commands that load PEFT folders with the meaning that they were trained with.
+
+    Both programs know one alpha of an adapter, and llama.cpp divides it by the rank even with rsLoRA.
+
+    Args:
+        base: folder or hub name of the base model.
+        folders: the exported adapters by name.
+
+    >>> commands("org/base", {"law": (AdapterSpec(name="law", rank=12, alpha=24), Path("out/law"))})[0]
+    'vllm serve org/base --enable-lora --max-lora-rank 16 --lora-modules law=out/law'
+    """
+    plain = {name: pair for name, pair in folders.items() if _is_plain(pair[0])}
+    lines = []
+    if plain and (rank := _served_rank(max(spec.rank for spec, _ in plain.values()))) is not None:
+        modules = " ".join(f"{name}={folder}" for name, (_, folder) in plain.items())
+        lines.append(f"vllm serve {base} --enable-lora --max-lora-rank {rank} --lora-modules {modules}")
+    lines += [
+        f"python convert_lora_to_gguf.py --base {base} {folder}" for spec, folder in plain.values() if not spec.rslora
+    ]
+    return lines
+
+
+def _is_plain(spec: AdapterSpec) -> bool:
+    return spec.kind == PLAIN and spec.patterns is None and spec.head is None and spec.tokens is None
+
+
+def _served_rank(rank: int) -> int | None:
+    return next((served for served in VLLM_RANKS if served >= rank), None)
