@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import yaml
 from safetensors import safe_open
 
 from lorafusion_jax.adapters.spec import AdapterSpec
@@ -104,3 +105,15 @@ def test_other_programs_are_named_where_they_keep_the_meaning_of_an_adapter():
     assert commands("base", {"law": (replace(plain, kind="dora"), folder)}) == []
     mixed = commands("base", {"law": (plain, folder), "med": (replace(plain, kind="dora"), Path("out/med"))})
     assert "med" not in mixed[0]
+
+
+def test_an_export_names_no_folder_of_its_run_and_its_card_is_one_for_the_hub(lorafusion, finished, tmp_path):
+    _, run = finished
+    assert lorafusion("export", run, "--all", "--to", tmp_path / "out").code == 0
+    files = [file for file in sorted((tmp_path / "out").rglob("*")) if file.is_file()]
+    folders = [str(folder).encode() for folder in (run, run.parent, tmp_path)]
+    assert not [file.name for file in files if any(folder in file.read_bytes() for folder in folders)]
+    for name in ("law", "med"):
+        _, block, text = (tmp_path / "out" / name / "README.md").read_text().split("---\n", 2)
+        assert yaml.safe_load(block) == {"library_name": "peft", "tags": ["lora"]}  # the keys that the hub knows
+        assert f"# {name}" in text

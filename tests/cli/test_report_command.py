@@ -6,6 +6,9 @@ import json
 import re
 import shutil
 
+import pytest
+from browser import PROGRAM, Browser
+
 import lorafusion_jax as lf
 from lorafusion_jax.log_file import encode_row
 
@@ -71,8 +74,10 @@ def test_watch_ends_with_the_run(lorafusion, finished, tmp_path):
     assert "http-equiv" not in (tmp_path / "page.html").read_text()
 
 
-def test_a_sweep_of_sixteen_stays_small_and_tells_its_adapters_apart(finished, tmp_path):
-    """Sixteen adapters or more with 3 000 steps each, in a few runs."""
+@pytest.fixture(scope="module")
+def sweep(finished, tmp_path_factory):
+    """The page of sixteen adapters or more with 3 000 steps each, in a few runs."""
+    tmp_path = tmp_path_factory.mktemp("sweep")
     names, folders = list(lf.open_run(finished[1]).adapters), []
     for number in range(-(-16 // len(names))):
         folders.append(tmp_path / f"sweep-{number}")
@@ -83,8 +88,27 @@ def test_a_sweep_of_sixteen_stays_small_and_tells_its_adapters_apart(finished, t
                 for name in names:
                     loss = 3 / (step**0.5 + number)
                     file.write(encode_row(numbers | {"slot": step, "adapter": name, "step": step, "loss": loss}))
-    page = lf.make_report(folders).save(tmp_path / "page.html")
-    data = page_data(page)
+    return lf.make_report(folders).save(tmp_path / "page.html")
+
+
+def test_a_sweep_of_sixteen_stays_small_and_tells_its_adapters_apart(sweep):
+    data = page_data(sweep)
     assert len(data["adapters"]) >= 16
     assert len({row["color"] for row in data["adapters"]}) == len(data["adapters"])
-    assert page.stat().st_size < 300_000
+    assert sweep.stat().st_size < 300_000
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(PROGRAM is None, reason="no Chromium is installed")
+@pytest.mark.parametrize("width", [390, 1440])
+def test_the_page_of_a_sweep_fits_its_window(sweep, tmp_path, width):
+    browser = Browser()
+    try:
+        browser.resize(width, 900)
+        browser.open(sweep.as_uri())
+        browser.wait("document.querySelectorAll('table tr').length > 16")
+        browser.picture(tmp_path / f"sweep-{width}.png")
+        assert browser.value("document.documentElement.scrollWidth") <= width
+        assert browser.value("document.querySelectorAll('svg path, canvas').length") > 0
+    finally:
+        browser.close()
