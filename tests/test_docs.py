@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import re
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from acceptance import CHECKS
 
 from lorafusion_jax.config.load import parse_config
 from lorafusion_jax.config.read import read_source
@@ -125,6 +127,17 @@ def test_named_files_exist(page):
         page.read_text(encoding="utf-8"),
     )
     assert [name for name in names if not (ROOT / name).exists()] == []
+
+
+def test_every_promise_has_tests_that_exist():
+    functions = {}
+    assert list(CHECKS) == ["A1", "A2", "A3", "A4", "B1", "C1", "C2", "C3", "D1", "D2", "D3", "E1", "E2", "E3", "E4"]
+    for _, nodes in CHECKS.values():
+        for file, _, name in (node.partition("::") for node in nodes):
+            if file not in functions:
+                tree = ast.parse((ROOT / "tests" / file).read_text(encoding="utf-8"))
+                functions[file] = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+            assert name in functions[file], f"{file} has no {name}"
 
 
 def test_the_readme_is_short():

@@ -377,6 +377,7 @@ def test_resume_on_another_mesh(lorafusion, finished, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(finished[1], run, symlinks=True)
     assert lorafusion("resume", run, "batch.capacity_tokens=8").errors == ["resume.fixed"]
+    assert "fix: lorafusion extend RUN" in lorafusion("resume", run, "train.max_steps=99").err
     resumed = lorafusion("resume", run, "mesh.data=2", "train.remat=nothing")
     assert resumed.code == 0, resumed.err
     assert weights(run) == weights(finished[1])
