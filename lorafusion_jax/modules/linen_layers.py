@@ -131,18 +131,28 @@ def find_layers(
     widths = [(layer.path, layer.out_features, bool(layer.stack)) for layer in layers]
     head_paths = find_heads(widths, tables, heads)
     layers = [replace(layer, is_head=layer.path in head_paths) for layer in layers]
-    linear = {layer.scope for layer in layers}
     others = [
         OtherModule(
             path=path,
             kind=type(module).__name__,
-            why=_why(module, list(shapes), problems.get(path)),
-            is_table=_is_table(module, shapes),
+            why=_why(module, list(left), problems.get(path), adapted=bool(times[path])),
+            is_table=_is_table(module, left),
         )
         for path, (module, shapes) in watched.items()
-        if path not in linear and _is_of(params, module)
+        if (left := _left_out(module, shapes, [layer.weight for layer in layers if layer.scope == path]))
+        and _is_of(params, module)
     ]
     return Ran(layers=layers, others=others)
+
+
+def _left_out(
+    module: nn.Module, shapes: Mapping[str, tuple[int, ...]], weights: Sequence[str]
+) -> dict[str, tuple[int, ...]]:
+    """Returns the matrices of a module that takes no LoRA, and of one of another package those beside its weight."""
+    if weights and type(module).__module__.startswith("flax."):
+        return {}
+    left = {name: shape for name, shape in shapes.items() if name not in weights}
+    return left if not weights or plausible_weights(left) else {}
 
 
 def frozen_multiply(x: Array, w: Array | StoredWeight, inside: tuple[int, ...], result: Result) -> Array:
@@ -161,7 +171,7 @@ def has_stored_weight(module: nn.Module, kinds: Kinds) -> bool:
     return weight is not None and isinstance(module.variables.get("params", {}).get(weight), StoredWeight)
 
 
-def _why(module: nn.Module, names: Sequence[str], problem: str | None) -> str:
+def _why(module: nn.Module, names: Sequence[str], problem: str | None, *, adapted: bool) -> str:
     kind = type(module).__name__
     if is_embedding(module):
         return "an embedding"
@@ -169,6 +179,8 @@ def _why(module: nn.Module, names: Sequence[str], problem: str | None) -> str:
         return problem
     if type(module).__module__.startswith("flax."):
         return f"an nn.{kind} is not a product with a weight"
+    if adapted:
+        return f"its {', '.join(names)} is beside the weight that takes LoRA"
     if not plausible_weights(dict.fromkeys(names, ())):
         return f"its {', '.join(names)} is no weight of a product"
     if len(names) > 1:

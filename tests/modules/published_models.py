@@ -231,6 +231,10 @@ LINEN_STRUCTURES = {
         ("big_vision_scan", models.BigVisionViT, IMAGES),
         ("openpi_pi0", models.Pi0, IDS),
     )
+} | {
+    "openpi_pi0_down": lambda: LinenCase(
+        model=models.Pi0(), args=(IDS,), options={}, output=lambda it: it, modules=((models.PiFeedForward, "linear"),)
+    )
 }
 PEFT_KEYS = {  # one key of each model that Hugging Face has, too
     "bonsai_qwen3": "model.layers.1.self_attn.q_proj",

@@ -180,3 +180,18 @@ def test_a_model_is_exported_with_a_symbolic_batch():
     for count in (1, 3):
         x, table = jax.random.normal(jax.random.key(1), (count, 5, 8)), jnp.arange(count) % 2
         assert jnp.allclose(exported.call(state, x, table), forward(state, x, table), atol=1e-5)
+
+
+def test_a_weight_beside_the_one_that_takes_lora_is_named():
+    class FeedForward(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            gating = self.param("gating", nn.initializers.ones, (2, 4, 8))
+            return (x @ gating[0] * (x @ gating[1])) @ self.param("down", nn.initializers.ones, (8, 4))
+
+    model, x = FeedForward(), jnp.ones((2, 4))
+    variables = model.init(jax.random.key(0), x)
+    lora = LinenLoRA([LAW], targets="all-linear", modules=[(FeedForward, "down")])
+    with pytest.warns(UserWarning, match=r"FeedForward.*: its gating is beside the weight that takes LoRA"):
+        adapters = lora.init(model, variables, x)
+    assert adapters["lora_a"].shape == (1, 8, LAW.rank)
