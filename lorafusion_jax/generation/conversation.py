@@ -48,10 +48,6 @@ class Conversation:
         windows = [window for layer in model.kinds if (window := getattr(layer.attention, "window", None)) is not None]
         if same < len(known) > min(windows, default=len(known)):
             return 0  # later tokens lie in slots of a window's earlier ones
-        turned = [rope.scaling.original_max_positions for rope in model.ropes if _turns(rope)]
+        scalings = [rope.scaling for rope in model.ropes if rope.scaling and rope.scaling.kind == "longrope"]
+        turned = [scaling.original_max_positions for scaling in scalings]  # longer sequences turn all keys otherwise
         return 0 if any(same <= most < len(prompt) for most in turned) else same
-
-
-def _turns(rope) -> bool:
-    """Whether keys have other angles in a longer sequence."""
-    return rope.scaling is not None and rope.scaling.kind == "longrope"
