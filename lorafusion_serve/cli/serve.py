@@ -25,51 +25,64 @@ SECTIONS = ("base", "mesh", "batch", "train")
 DEMO = {"places": "16:2,64:1", "batch.capacity_tokens": 512, "base.dtype": "float32"}
 
 
+SessionSettings = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="KEY=VALUE", help="settings of the session as in a job file, e.g. batch.capacity_tokens=4096"
+    ),
+]
+Bases = Annotated[list[str] | None, typer.Option(help="base model, FOLDER or NAME=FOLDER")]
+Home = Annotated[Path, typer.Option(help="folder of the database, data, jobs and adapters")]
+PlaceCounts = Annotated[str, typer.Option(help="places of a session, RANK:NUMBER,… or KIND:RANK:NUMBER")]
+Policy = Annotated[
+    str | None, typer.Option(help="who decides which jobs train together; default ours with several bases or GPUs")
+]
+Gpus = Annotated[int, typer.Option(min=0, max=1024, help="GPUs of this machine or cluster, for the policy; 0: the CPU")]
+GpuMemory = Annotated[float, typer.Option(min=1, help="memory of each GPU")]
+Host = Annotated[str, typer.Option(help="address to listen on; other than this machine needs a key")]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="0: any free one")]
+HostNames = Annotated[list[str] | None, typer.Option(help="further name under which it is reached")]
+Reproducible = Annotated[
+    bool, typer.Option("--reproducible", help="an adapter does not depend on other jobs by a single bit; less dense")
+]
+MloraRoutes = Annotated[
+    bool, typer.Option("--mlora-compat", help="also serve mLoRA's 17 routes, to this machine and without keys")
+]
+SaveSeconds = Annotated[float, typer.Option(min=0.1, help="seconds between two saves of a job")]
+LeaseSeconds = Annotated[float, typer.Option(min=0.5, help="seconds without a sign after which a worker is lost")]
+Ray = Annotated[str | None, typer.Option(metavar="ADDRESS", help="run workers on a Ray cluster: auto, or HOST:PORT")]
+WorkersAt = Annotated[
+    str | None,
+    typer.Option(metavar="HOST:PORT", help="with --ray: where workers reach this server; all nodes share --home"),
+]
+Hosts = Annotated[int, typer.Option(min=1, max=1024, help="with --ray: nodes with --gpus each, for the policy")]
+Artifacts = Annotated[
+    str | None,
+    typer.Option(metavar="URL", help="publish finished adapters there, too: s3://…, gs://…, file:///…; needs fsspec"),
+]
+Demo = Annotated[bool, typer.Option("--demo", help="a tiny base and three jobs of two users, on the CPU")]
+
+
 def command(
-    settings: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="KEY=VALUE", help="settings of the session as in a job file, e.g. batch.capacity_tokens=4096"
-        ),
-    ] = None,
-    base: Annotated[list[str] | None, typer.Option(help="base model, FOLDER or NAME=FOLDER")] = None,
-    home: Annotated[Path, typer.Option(help="folder of the database, data, jobs and adapters")] = Path("service"),
-    places: Annotated[str, typer.Option(help="places of a session, RANK:NUMBER,… or KIND:RANK:NUMBER")] = "16:8,64:2",
-    policy: Annotated[
-        str | None,
-        typer.Option(help="who decides which jobs train together; default ours with several bases or GPUs"),
-    ] = None,
-    gpus: Annotated[
-        int, typer.Option(min=0, max=1024, help="GPUs of this machine or cluster, for the policy; 0: the CPU")
-    ] = 1,
-    memory_gib: Annotated[float, typer.Option(min=1, help="memory of each GPU")] = 140.0,
-    host: Annotated[str, typer.Option(help="address to listen on; other than this machine needs a key")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one")] = 7070,
-    host_name: Annotated[list[str] | None, typer.Option(help="further name under which it is reached")] = None,
-    reproducible: Annotated[
-        bool,
-        typer.Option("--reproducible", help="an adapter does not depend on other jobs by a single bit; less dense"),
-    ] = False,
-    mlora_compat: Annotated[
-        bool, typer.Option("--mlora-compat", help="also serve mLoRA's 17 routes, to this machine and without keys")
-    ] = False,
-    save_s: Annotated[float, typer.Option(min=0.1, help="seconds between two saves of a job")] = 60.0,
-    lease_s: Annotated[float, typer.Option(min=0.5, help="seconds without a sign after which a worker is lost")] = 30.0,
-    ray: Annotated[
-        str | None, typer.Option(metavar="ADDRESS", help="run workers on a Ray cluster: auto, or HOST:PORT")
-    ] = None,
-    workers_at: Annotated[
-        str | None,
-        typer.Option(metavar="HOST:PORT", help="with --ray: where workers reach this server; all nodes share --home"),
-    ] = None,
-    hosts: Annotated[int, typer.Option(min=1, max=1024, help="with --ray: nodes with --gpus each, for the policy")] = 1,
-    artifacts: Annotated[
-        str | None,
-        typer.Option(
-            metavar="URL", help="publish finished adapters there, too: s3://…, gs://…, file:///…; needs fsspec"
-        ),
-    ] = None,
-    demo: Annotated[bool, typer.Option("--demo", help="a tiny base and three jobs of two users, on the CPU")] = False,
+    settings: SessionSettings = None,
+    base: Bases = None,
+    home: Home = Path("service"),
+    places: PlaceCounts = "16:8,64:2",
+    policy: Policy = None,
+    gpus: Gpus = 1,
+    memory_gib: GpuMemory = 140.0,
+    host: Host = "127.0.0.1",
+    port: Port = 7070,
+    host_name: HostNames = None,
+    reproducible: Reproducible = False,
+    mlora_compat: MloraRoutes = False,
+    save_s: SaveSeconds = 60.0,
+    lease_s: LeaseSeconds = 30.0,
+    ray: Ray = None,
+    workers_at: WorkersAt = None,
+    hosts: Hosts = 1,
+    artifacts: Artifacts = None,
+    demo: Demo = False,
 ) -> None:
     """Runs a training service: jobs in, adapters out, over REST and a web page.
 
@@ -84,29 +97,16 @@ def command(
         base, places = base or [f"tiny={examples_directory() / 'base'}"], DEMO["places"]
         chosen = {key: value for key, value in DEMO.items() if "." in key} | chosen
     sections = _sections(chosen)
-    made = Settings(
-        home=home.absolute(),
-        bases=_bases(base or []),
-        places=read_places(places),
-        hosts=read_hosts(hosts, ray),
-        gpus=gpus,
-        memory_gib=memory_gib,
-        policy=read_policy(policy, several=gpus * hosts > 1 or len(base or []) > 1),
-        reproducible=reproducible,
-        ray=ray,
-        workers_at=read_workers_at(workers_at, ray),
-        mlora_compat=mlora_compat,
-        artifacts=artifacts,
-        save_s=save_s,
-        lease_s=lease_s,
-        base=sections["base"],
-        mesh=sections["mesh"],
-        batch=sections["batch"],
-        train=sections["train"],
-    )
+    read = Settings(
+        home=home.absolute(), bases=_bases(base or []), places=read_places(places), hosts=read_hosts(hosts, ray),
+        gpus=gpus, memory_gib=memory_gib, policy=read_policy(policy, several=gpus * hosts > 1 or len(base or []) > 1),
+        reproducible=reproducible, ray=ray, workers_at=read_workers_at(workers_at, ray), mlora_compat=mlora_compat,
+        artifacts=artifacts, save_s=save_s, lease_s=lease_s, base=sections["base"],
+        mesh=sections["mesh"], batch=sections["batch"], train=sections["train"],
+    )  # fmt: skip
     from lorafusion_serve.server import run_server
 
-    run_server(made, host=host, port=port, host_names=host_name or (), on_start=partial(_announce, made, demo))
+    run_server(read, host=host, port=port, host_names=host_name or (), on_start=partial(_announce, read, demo))
 
 
 def _announce(settings: Settings, demo: bool, url: str) -> None:
