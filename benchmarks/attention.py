@@ -23,9 +23,8 @@ import numpy as np
 from benchmarks.measured_code import write_measured
 from lorafusion_jax.models import Segments, attention
 from lorafusion_jax.models.attention.cudnn import cudnn_backward, cudnn_forward
-from lorafusion_jax.models.attention.pallas import pallas_backward, pallas_forward
+from lorafusion_jax.models.attention.kernels import hopper_backward, hopper_forward, triton_backward, triton_forward
 from lorafusion_jax.models.attention.rule import ScoreRule
-from lorafusion_jax.models.attention.triton import triton_backward, triton_forward
 from pallas_kernels.attention import AttentionConfig, attention_backward, attention_forward, document_rows
 from pallas_kernels.attention.hopper.blocks import key_blocks, query_blocks
 from pallas_kernels.attention.hopper.config import TILE, Units
@@ -135,7 +134,7 @@ def through_facade(implementation: str, q, k, v, do, segments):
 RAW = {
     "cudnn": (cudnn_forward, cudnn_backward),
     "triton": (triton_forward, triton_backward),
-    "pallas": (pallas_forward, pallas_backward),  # isolated by itself
+    "pallas": (hopper_forward, hopper_backward),  # isolated by itself
 }
 
 

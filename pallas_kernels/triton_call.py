@@ -14,7 +14,21 @@ from jax import lax
 
 from pallas_kernels.cost import Cost
 from pallas_kernels.dropout import BLOCK, WORDS
-from pallas_kernels.first_order import first_order
+
+
+@jax.custom_jvp
+def first_order(arrays: Any) -> Any:
+    """Returns the arrays. Kernels have no derivatives of their own: who asks for one gets an error that says more."""
+    return arrays
+
+
+@first_order.defjvp
+def _jvp_rule(primals, tangents):
+    del primals, tangents
+    raise NotImplementedError(
+        "the Triton kernels have first derivatives in reverse mode only (jax.grad, jax.vjp): for second derivatives, "
+        'jax.jvp, jax.hessian or jax.linearize pass implementation="xla"'
+    )
 
 
 def call(

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
+from rich.console import Console
 
-from lorafusion_jax.api.choices_screen import show_choices
 from lorafusion_jax.api.plan_screen import show_plan
 from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.cli.common import JobFile, Json, Overrides, ends_in, next_command, typed
@@ -21,12 +21,16 @@ from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.files import replace_text
 from lorafusion_jax.planning.auto import GIB, resolve_auto
 from lorafusion_jax.planning.checks import checked_data, layer_problems
-from lorafusion_jax.planning.choices import compare_choices
+from lorafusion_jax.planning.choices import Choice, Choices, compare_choices
 from lorafusion_jax.planning.network import Network, network_of
 from lorafusion_jax.planning.planned import make_planned
 from lorafusion_jax.planning.prediction import PredictedMemory, this_device
-from lorafusion_jax.report.console import out, say, warn
+from lorafusion_jax.report.console import out, plain_table, say, warn
+from lorafusion_jax.report.format import count, duration, exact, percent
 from lorafusion_jax.report.trackers import missing_packages
+from lorafusion_jax.weights.table import NONE
+
+MOST_ROWS = 12  # of compared meshes
 
 
 def command(
@@ -116,7 +120,7 @@ def _compare(jobs: Path, overrides: Overrides, gpus: int, device: str, network: 
         print(json.dumps({"device": device, "gpus": gpus, "choices": choices, "why": compared.why}))
         return
     console = out()
-    show_choices(console, compared)
+    _show_choices(console, compared)
     if compared.best is not None:
         settings = [*(overrides or ()), *compared.best.settings]
         next_command(console, f"lorafusion train {typed(jobs, settings)} --out runs/{jobs.stem}")
@@ -129,3 +133,37 @@ def _setting_to_try(config: JobConfig, memory: PredictedMemory) -> str:
         stages, fsdp = 2 * config.mesh.stages, 2 * config.mesh.fsdp
         return f"mesh.stages={stages}" if stages <= sum(memory.layers) else f"mesh.fsdp={fsdp}"
     return advice.split(" or ")[-1].replace(": ", "=")
+
+
+def _show_choices(console: Console, compared: Choices) -> None:
+    """Prints the table, the fastest first, and why the first one is proposed."""
+    devices = f"{compared.gpus} × {compared.device}" if compared.gpus > 1 else f"one {compared.device}"
+    say(console, f"{devices}, default rates, nothing measured\n", style="bold")
+    stored = any(choice.quantize != NONE for choice in compared.choices)
+    shared = any(choice.tensor > 1 for choice in compared.choices)
+    table = plain_table(
+        ("stages × data × fsdp" + " × tensor" * shared, "capacity", *(("base as",) if stored else ()), "remat"),
+        ("memory", "useful tok/s", "bubbles", "time"),
+    )
+    for index, choice in enumerate(compared.choices[:MOST_ROWS]):
+        style = "bold green" if index == 0 and choice.fits is not False else "dim" if choice.fits is False else None
+        table.add_row(*_cells_of_choice(choice, stored=stored, shared=shared), style=style)
+    console.print(table)
+    if (left := len(compared.choices) - MOST_ROWS) > 0:
+        say(console, f"{left} more are slower or do not fit")
+    if compared.why:
+        say(console, f"\n{compared.why}")
+    else:
+        say(console, "\nnothing fits; more devices, or shorter samples", style="yellow")
+
+
+def _cells_of_choice(choice: Choice, *, stored: bool, shared: bool) -> list[str]:
+    memory = f"{choice.memory_bytes / GIB:.1f} GiB" + (" too much" if choice.fits is False else "")
+    times = (
+        ["–", "–", "–"]
+        if choice.seconds is None or choice.tokens_per_s is None
+        else [count(choice.tokens_per_s), percent(choice.bubble_share or 0.0), duration(choice.seconds)]
+    )
+    mesh = f"{choice.stages} × {choice.data} × {choice.fsdp}" + (f" × {choice.tensor}" if shared else "")
+    kind = (choice.quantize,) if stored else ()
+    return [mesh, exact(choice.capacity_tokens), *kind, choice.remat, memory, *times]

@@ -1,4 +1,4 @@
-"""Table of the optimizers. Never imports jax, because planning needs names, options and state sizes.
+"""Table of the optimizers, built from optax. Imports jax and optax on use: planning needs names, options and sizes.
 
 To add one, add a row to the table. Other packages can install an entry point of the group `lorafusion_jax.optimizers`
 that loads an `Optimizer`.
@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lorafusion_jax.optim import builtin
 from lorafusion_jax.plugins import find, not_known
 
 GROUP = "lorafusion_jax.optimizers"
@@ -40,11 +39,41 @@ class Optimizer:
     per_layer: bool = False
 
 
+def _adamw(lr: Any, weight_decay: Any, numbers: Mapping[str, Any]) -> Any:
+    import optax
+
+    return optax.adamw(lr, b1=numbers["b1"], b2=numbers["b2"], eps=numbers["eps"], weight_decay=weight_decay)
+
+
+def _sgd(lr: Any, weight_decay: Any, numbers: Mapping[str, Any]) -> Any:
+    import optax
+
+    return optax.chain(optax.add_decayed_weights(weight_decay), optax.sgd(lr, momentum=numbers["momentum"]))
+
+
+def _adafactor(lr: Any, weight_decay: Any, numbers: Mapping[str, Any]) -> Any:
+    """Adafactor without momentum and without scaling by parameter norms, because B starts at zero and would stay zero.
+
+    Weight decay is multiplied by the learning rate, as in the other optimizers here and in transformers' Adafactor.
+    optax's `weight_decay_rate` is not.
+    """
+    import optax
+
+    del numbers  # unused
+    return optax.adafactor(lr, multiply_by_parameter_scale=False, weight_decay_rate=lr * weight_decay)
+
+
+def _lion(lr: Any, weight_decay: Any, numbers: Mapping[str, Any]) -> Any:
+    import optax
+
+    return optax.lion(lr, b1=numbers["b1"], b2=numbers["b2"], weight_decay=weight_decay)
+
+
 OPTIMIZERS: Mapping[str, Optimizer] = {
-    "adamw": Optimizer(build=builtin.adamw, states_per_weight=2, options={"b1": 0.9, "b2": 0.999, "eps": 1e-8}),
-    "sgd": Optimizer(build=builtin.sgd, states_per_weight=1, options={"momentum": 0.0}),
-    "adafactor": Optimizer(build=builtin.adafactor, states_per_weight=1, per_layer=True),
-    "lion": Optimizer(build=builtin.lion, states_per_weight=1, options={"b1": 0.9, "b2": 0.99}),
+    "adamw": Optimizer(build=_adamw, states_per_weight=2, options={"b1": 0.9, "b2": 0.999, "eps": 1e-8}),
+    "sgd": Optimizer(build=_sgd, states_per_weight=1, options={"momentum": 0.0}),
+    "adafactor": Optimizer(build=_adafactor, states_per_weight=1, per_layer=True),
+    "lion": Optimizer(build=_lion, states_per_weight=1, options={"b1": 0.9, "b2": 0.99}),
 }
 
 

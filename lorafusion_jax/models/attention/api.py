@@ -13,10 +13,9 @@ from jaxtyping import Array, Float
 
 from lorafusion_jax.models.attention.cudnn import cudnn_backward, cudnn_forward, on_hopper
 from lorafusion_jax.models.attention.cudnn import unsupported_reason as cudnn_unsupported_reason
+from lorafusion_jax.models.attention.kernels import hopper_backward, hopper_forward, triton_backward, triton_forward
 from lorafusion_jax.models.attention.nan_isolation import Backward, Forward, isolated
-from lorafusion_jax.models.attention.pallas import pallas_backward, pallas_forward
 from lorafusion_jax.models.attention.rule import ScoreRule
-from lorafusion_jax.models.attention.triton import triton_backward, triton_forward
 from lorafusion_jax.models.attention.xla import xla_backward, xla_forward
 from lorafusion_jax.models.segments import Segments
 from pallas_kernels import config_store
@@ -137,7 +136,7 @@ _KERNELS: dict[str, tuple[Forward, Backward]] = {
     "xla": isolated(xla_forward, xla_backward),
     "cudnn": isolated(cudnn_forward, cudnn_backward),
     "pallas_triton": isolated(triton_forward, triton_backward),
-    "pallas_mosaic_gpu": (pallas_forward, pallas_backward),
+    "pallas_mosaic_gpu": (hopper_forward, hopper_backward),
 }
 
 
