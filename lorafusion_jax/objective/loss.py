@@ -102,31 +102,6 @@ def token_divergences(
     return _divergences(rule, hidden, teacher.astype(hidden.dtype), head.T, weights, betas, temperatures)
 
 
-def adapter_losses(
-    hidden: Float[Array, "T D"],
-    head: Float[Array, "D V"],
-    targets: Int[Array, " T"],
-    weights: Float[Array, " T"],
-    row_adapter: Int[Array, " T"],
-    num_adapters: int,
-    *,
-    chunk: int = DEFAULT_CHUNK,
-) -> Float[Array, " A"]:
-    """Sums the token losses of each adapter's rows. Rows of adapter -1 are ignored.
-
-    Arguments are those of `token_losses`.
-
-    Example:
-        >>> row_adapter = jnp.array([0, 0, 1, -1])
-        >>> losses = adapter_losses(jnp.zeros((4, 2)), jnp.ones((2, 8)), jnp.arange(4), jnp.ones(4), row_adapter, 2)
-        >>> [round(float(loss), 4) for loss in losses]  # 2 log 8, log 8
-        [4.1589, 2.0794]
-    """
-    row_adapter = jnp.asarray(row_adapter)
-    weights = jnp.where(row_adapter >= 0, jnp.asarray(weights, jnp.float32), 0.0)
-    return sum_by(token_losses(hidden, head, targets, weights, chunk=chunk), row_adapter, num_adapters)
-
-
 def sum_by(values: Float[Array, " T"], owner: Int[Array, " T"], num_owners: int) -> Float[Array, " N"]:
     """Sums the values of each owner 0 … N - 1. NaN affects only its own owner, in values and gradients.
 

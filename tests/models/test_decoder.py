@@ -14,7 +14,7 @@ from lorafusion_jax.models import Decoder, ModelConfig, Segments
 from lorafusion_jax.models.layer import DecoderLayer, LayerInputs
 from lorafusion_jax.models.rope import rope_tables
 from lorafusion_jax.modules import LoRAContext
-from lorafusion_jax.objective.loss import adapter_losses
+from lorafusion_jax.objective.loss import sum_by, token_losses
 
 CONFIG = ModelConfig(
     family="qwen3", vocab_size=40, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2,
@@ -74,7 +74,8 @@ def step(graph, frozen, *, dropout=True, implementation="xla"):
         model = nnx.merge(graph, lora, frozen)
         ctx = LoRAContext.of(ADAPTERS, row_adapter[::TILE], row_key=row_key, train=dropout)
         hidden = model.hidden(fields["tokens"], fields["positions"], segments, ctx, attention=implementation)
-        losses_A = adapter_losses(hidden, model.head(), fields["targets"], weights, row_adapter, len(ADAPTERS))
+        losses_T = token_losses(hidden, model.head(), fields["targets"], jnp.where(row_adapter >= 0, weights, 0.0))
+        losses_A = sum_by(losses_T, row_adapter, len(ADAPTERS))
         return losses_A.sum(), losses_A
 
     return jax.jit(jax.value_and_grad(losses, has_aux=True))

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lorafusion_jax.objective.loss import adapter_losses, chunk_rows, token_losses
+from lorafusion_jax.objective.loss import chunk_rows, sum_by, token_losses
 
 A = 3
 
@@ -37,6 +37,11 @@ def meaning(hidden, head, targets, weights, row_adapter):
     losses = np.array([(-log_p[rows, targets] * weights)[row_adapter == k].sum() for k in range(A)])
     factor = weights * (np.maximum(row_adapter, 0) + 1)
     return losses, ((np.exp(log_p) - np.eye(head.shape[1])[targets]) * factor[:, None]) @ head.T
+
+
+def adapter_losses(hidden, head, targets, weights, row_adapter, num_adapters, **options):
+    weights = jnp.where(row_adapter >= 0, weights, 0.0)
+    return sum_by(token_losses(hidden, head, targets, weights, **options), row_adapter, num_adapters)
 
 
 def total(hidden, *rest, chunk=16384):
