@@ -4,11 +4,11 @@
     python -m benchmarks.before_after --before ../before --out benchmarks/results/before_after_2026-11-23
     python -m benchmarks.before_after --before ../before --parts layer training --out …      # one GPU
 
-Parts: `job` runs the demo's job for some steps on one device and on 2 stages x 2 replicas, on CPUs; losses and exported
-adapters must be bitwise equal. The others run on a GPU, in bfloat16 and fp8: `layer` is a decoder layer of
-Llama-3.1-8B's shape, forward and backward, in two processes that take turns of 0.1 s; `training` is the same model on
-the workload `mix`, where the checkouts run in turn. Compiled programs and the algorithms that XLA chose are kept
-between the runs, so that both checkouts take the same for the same product. Writes rows.jsonl.
+Parts: `job` runs the demo's job as it was before for some steps on one device and on 2 stages x 2 replicas, on CPUs;
+losses and exported adapters must be bitwise equal. The others run on a GPU, in bfloat16 and fp8: `layer` is a decoder
+layer of Llama-3.1-8B's shape, forward and backward, in two processes that take turns of 0.1 s; `training` is the same
+model on the workload `mix`, where the checkouts run in turn. Compiled programs and the algorithms that XLA chose are
+kept between the runs, so that both checkouts take the same for the same product. Writes rows.jsonl.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ def job(args: argparse.Namespace) -> Iterator[dict]:
     """Trains the demo's job in both checkouts and compares losses and adapters bitwise."""
     for mesh, overrides in MESHES.items():
         with tempfile.TemporaryDirectory() as folder:
-            runs = {name: _train(tree, Path(folder) / name, overrides, args.steps) for name, tree in _trees(args)}
+            demo = args.before.resolve() / "examples" / "demo.yaml"
+            runs = {name: _train(tree, demo, Path(folder) / name, overrides, args.steps) for name, tree in _trees(args)}
             adapters = {name: _adapters(run) for name, run in runs.items()}
             losses = {name: _losses(run) for name, run in runs.items()}
         yield {
@@ -185,8 +186,8 @@ def _environment(tree: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join([str(tree), os.environ.get("PYTHONPATH", "")])}
 
 
-def _train(tree: Path, out: Path, overrides: list[str], steps: int) -> Path:
-    command = ["-m", "lorafusion_jax", "train", "examples/demo.yaml", "--out", str(out), f"train.max_steps={steps}"]
+def _train(tree: Path, job: Path, out: Path, overrides: list[str], steps: int) -> Path:
+    command = ["-m", "lorafusion_jax", "train", str(job), "--out", str(out), f"train.max_steps={steps}"]
     _run(tree, [*command, *overrides], JAX_PLATFORMS="cpu", JAX_NUM_CPU_DEVICES="4")
     return out
 

@@ -24,7 +24,7 @@ def command(
     Example: lorafusion demo
     """
     from lorafusion_jax.api.watch import watch
-    from lorafusion_jax.planning.comparison import slots_one_after_another
+    from lorafusion_jax.planning.planned import plans_one_after_another
     from lorafusion_jax.training import train
     from lorafusion_jax.training.verify import verify_exports
 
@@ -40,7 +40,7 @@ def command(
     result = watch(console, folder, config, lambda listeners: train(config, folder, listeners=listeners))
     checks = verify_exports(folder)
     _table(console, config, result, checks)
-    alone = slots_one_after_another(result.plan)
+    alone = sum(plan.num_slots for plan in plans_one_after_another(result.plan))  # all cost the same
     _totals(console, result, alone)
     if bad := [name for name, check in checks.items() if not check.same]:
         console.print(f"[red]exported folders differ from the trained weights: {', '.join(bad)}[/red]")

@@ -13,7 +13,6 @@ from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.schema import AdapterConfig, JobConfig
 from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.errors import CheckpointError
-from lorafusion_jax.planning.comparison import plans_one_after_another
 from lorafusion_jax.planning.floor import plan_floor_s
 from lorafusion_jax.planning.network import Network
 from lorafusion_jax.planning.pauses import LEFT_OUT, Pauses, predicted_pauses
@@ -30,7 +29,7 @@ from lorafusion_jax.planning.prediction import (
 )
 from lorafusion_jax.planning.training_plan import plan_training, slots_of_sizes
 from lorafusion_jax.report.data_notes import data_notes
-from scheduling import CostModel, Plan, PlanStatistics, plan_statistics, simulate, timeline_html
+from scheduling import CostModel, Plan, PlanStatistics, make_plan, plan_statistics, simulate, timeline_html
 
 GIB = 2**30
 
@@ -256,3 +255,19 @@ def _one_after_another(plan: Plan, costs: CostModel | None) -> OneAfterAnother:
         slots=sum(single.num_slots for single in alone),
         seconds=sum(simulate(single, costs).duration_s for single in alone) if costs else None,
     )
+
+
+def plans_one_after_another(plan: Plan) -> list[Plan]:
+    """Plans every adapter separately, with the same planner, capacities and stages as `plan`."""
+    return [
+        make_plan(
+            [job],
+            capacity_tokens=plan.sizes,
+            num_stages=plan.num_stages,
+            data_parallel=plan.data_parallel,
+            tile_tokens=plan.tile_tokens,
+            time_limit_s=0.2,
+            seed=plan.seed,
+        )
+        for job in plan.jobs
+    ]
