@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-import numpy as np
 
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.config.places import Places, place_kind
@@ -36,7 +35,7 @@ from lorafusion_jax.objective.batch import metric_names
 from lorafusion_jax.pipeline.base import check_tables, has_room_for_a_state, open_base
 from lorafusion_jax.pipeline.base_cache import BaseFiles
 from lorafusion_jax.pipeline.batches import mask_adapters
-from lorafusion_jax.pipeline.device_copy import InParts
+from lorafusion_jax.pipeline.device_copy import InParts, read_together
 from lorafusion_jax.pipeline.distant_stage import local_stages
 from lorafusion_jax.pipeline.evaluation import Evaluation, finish_evaluation
 from lorafusion_jax.pipeline.executor import Executor
@@ -241,23 +240,26 @@ class LiveSession:
         self.drain()
         return self.start_reading(place)()
 
-    def start_reading(self, place: int) -> Callable[[], AdapterState]:
+    def start_reading(self, place: int, *, optimizer: bool = True) -> Callable[[], AdapterState]:
         """Returns a function that waits for the state of an adapter, from any thread; all train on meanwhile.
 
         The state is that after the last step that was issued: it counts once `Task.step` has come to its step, and not
         if the adapter fails before. The devices copy it. Call the function before you start to read another state,
         because devices have memory for one. If they lack even that, this waits for the slots that were issued, and
         reads the state itself.
+
+        Args:
+            optimizer: False: without its state, a third of the copy and of what is transferred.
         """
         assert place not in self._references, "the place may hold the weights of a reference"
         task = self.tasks[place]
         if not self._has_room and task.status != "done":
             self.drain()
         step = task.step + self._steps.waiting(place)
-        parts = self._executor.read(lambda stage: self._read_stage(stage, place, task))
+        parts = self._executor.read(lambda stage: self._read_stage(stage, place, task, optimizer))
 
         def wait() -> AdapterState:
-            states = [jax.tree.map(_on_host, part.result()) for part in parts]
+            states = [_on_host(part.result()) for part in parts]
             parts.clear()
             return AdapterState(
                 step=step,
@@ -271,9 +273,12 @@ class LiveSession:
         state = wait()
         return lambda: state
 
-    def _read_stage(self, stage: Stage, place: int, task: Task) -> tuple[Any, Any]:
+    def _read_stage(self, stage: Stage, place: int, task: Task, optimizer: bool) -> tuple[Any, Any]:
         """Returns leaves and optimizer state of an adapter on a stage."""
-        return stage.copy_state(place) if self._has_room else (stage.adapter(place), stage.optimizers[task.name])
+        if optimizer and self._has_room:
+            return stage.copy_state(place)
+        leaves = {name: InParts(leaf.shape, [leaf], 0) for name, leaf in stage.adapter(place).items()}
+        return leaves, stage.optimizers[task.name] if optimizer else {}
 
     def forget(self, place: int) -> None:
         """Frees a place without reading its state. Waits for the slots that were issued, unless its adapter is done."""
@@ -400,5 +405,7 @@ class LiveSession:
         self._executor.issue(event, tuple(names))
 
 
-def _on_host(leaf: Any) -> np.ndarray:
-    return leaf.read() if isinstance(leaf, InParts) else to_host(leaf)
+def _on_host(tree: Any) -> Any:
+    leaves, structure = jax.tree.flatten(tree)
+    copies = iter(read_together([leaf for leaf in leaves if isinstance(leaf, InParts)]))
+    return structure.unflatten([next(copies) if isinstance(leaf, InParts) else to_host(leaf) for leaf in leaves])

@@ -79,6 +79,7 @@ class PlaceWriter:
             for stage in self._stages:
                 stage.write(place, zeros[place_name(place)])
                 stage.copy_state(place)
+                stage.adapter(place)
                 if adapter_kind(specs[place].kind).start is not None:
                     stage.start_from_base(place)
             self._compiled.add(_steps_of(specs[place], self._config.adapters[place].optim))
@@ -160,6 +161,7 @@ class PlaceWriter:
         if steps not in self._compiled:
             compile_steps(stage, len(self._stages), place)
             stage.copy_state(place)
+            stage.adapter(place)
             if stage is self._stages[-1]:
                 self._compiled.add(steps)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, prod
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ import numpy as np
 
 PINNED = "pinned_host"
 PART = 64 * 2**20  # bytes of a part on one device
+GROUP = 4 * PART  # bytes of parts that are transferred together
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,27 @@ class InParts:
         return array
 
 
+def read_together(arrays: Sequence[InParts]) -> list[np.ndarray]:
+    """Reads arrays in groups of parts, so that a group waits once for a device that is busy, and not each array."""
+    targets = [np.empty(array.shape, array.parts[0].dtype) for array in arrays]
+    group: list[tuple[jax.Array, np.ndarray, Any]] = []
+    for array, target in zip(arrays, targets, strict=True):
+        count = len(array.parts)
+        places = np.array_split(target, count, array.axis) if count > 1 else [target]
+        for part, place in zip(array.parts, places, strict=True):
+            group += [(shard.data, place, shard.index) for shard in part.addressable_shards if shard.replica_id == 0]
+            if sum(data.nbytes for data, _, _ in group) >= GROUP:
+                _transfer_group(group)
+                group = []
+    _transfer_group(group)
+    return targets
+
+
+def _transfer_group(group: Sequence[tuple[jax.Array, np.ndarray, Any]]) -> None:
+    for data, (_, target, index) in zip([_pinned(data) for data, _, _ in group], group, strict=True):
+        target[index] = np.asarray(data)
+
+
 def find_cuts(shape: Sequence[int], shard_shape: Sequence[int], item: int) -> tuple[int, int]:
     """Returns along which axis, and into how many parts, an array is cut: the longest that each device has whole."""
     unsplit = [axis for axis in range(len(shape)) if shard_shape[axis] == shape[axis]]
@@ -53,7 +76,12 @@ def cut(leaf: jax.Array, axis: int, count: int) -> list[jax.Array]:
 
 def _transfer(data: jax.Array) -> np.ndarray:
     """Reads an array of one device, through pinned memory if the device can."""
+    return np.asarray(_pinned(data))
+
+
+def _pinned(data: jax.Array) -> jax.Array:
+    """Begins to transfer an array of one device to pinned memory, if the device can."""
     (device,) = data.sharding.device_set
     if any(memory.kind == PINNED for memory in device.addressable_memories()):
-        data = jax.device_put(data, data.sharding.with_memory_kind(PINNED))
-    return np.asarray(data)
+        return jax.device_put(data, data.sharding.with_memory_kind(PINNED))
+    return data

@@ -27,6 +27,7 @@ HORIZON = 48  # slots of a window
 REPORT_S = 0.2  # between two messages about steps
 SERVER_GONE_S = 60.0
 IDLE_S = 0.05  # between two looks for commands while nothing trains
+MOST_READS = 3  # of adapters that are done at a time: an optimizer has two moments
 DISK, AGAIN_S = ("save.no-space", "save.failed"), 5.0  # a disk that takes nothing now, and when to try again
 
 
@@ -92,9 +93,9 @@ class Reading:
 class WorkerLoop:
     """Runs until the server says `close`, refuses the worker, or is gone for a minute.
 
-    Devices do not wait for jobs that come and go: data and first weights are read by a thread, and states are read and
-    written by another, while slots run. States are read one after another, because each is copied on the devices, and
-    over the whole of `save_s`.
+    Devices do not wait for jobs that come and go: threads read data and first weights, read and write states, and
+    export adapters, while slots run. What is read is copied on the devices, which have memory for one state: that of
+    one job, or the weights of `MOST_READS` adapters that are done, which come first. Saves are spread over `save_s`.
 
     Args:
         save_s: seconds between two saves of the state of a job.
@@ -103,13 +104,15 @@ class WorkerLoop:
     def __init__(self, session: LiveSession, link: Link, held: dict[str, Held], *, save_s: float):
         self._session, self._link, self._held, self._save_s = session, link, held, save_s
         self._readers = ThreadPoolExecutor(1, "data")
-        self._writer = ThreadPoolExecutor(1, "states")
+        self._reader = ThreadPoolExecutor(1, "states")  # in turn, because they share pinned memory
+        self._writer = ThreadPoolExecutor(1, "saves")
+        self._exporters = ThreadPoolExecutor(MOST_READS, "exports")
         self._rows: dict[tuple[str, int], list[dict[str, Any]]] = {}
         self._newest: dict[str, int] = {}  # job → its newest epoch here; a placement starts once
         self._reported = self._read_at = time.monotonic()
         self._reading: Reading | None = None
-        self._copy: Future[AdapterState] | None = None  # the newest state that was read, or is
-        self._written: Future[Any] | None = None  # the newest work of the writer for a job that trains or is done
+        self._written: Future[None] | None = None  # the newest save
+        self._weights: list[Future[AdapterState]] = []  # of adapters that are done, which are being read
         self._closing = False
         self.stop = threading.Event()  # set by a signal
 
@@ -131,7 +134,8 @@ class WorkerLoop:
         if not self._link.refused:
             for held in list(self._held.values()):
                 self._stop(held)
-        self._writer.shutdown(wait=True)
+        for pool in (self._reader, self._writer, self._exporters):
+            pool.shutdown(wait=True)
         self._readers.shutdown(wait=False, cancel_futures=True)
 
     def _must_pause(self) -> bool:
@@ -144,14 +148,22 @@ class WorkerLoop:
         """Whether a job can start now, or end."""
         if held.place is None:
             return held.loading is not None and held.loading.done()
-        if held.export is not None:
-            return held.export.done()
-        status = self._session.tasks[held.place].status
-        return status == "failed" or (self._waits_for_export(held) and self._can_read)
+        if held.export is not None:  # nothing is written into the folder of a job that has ended
+            return held.export.done() and (held.saving is None or held.saving.done() or held.saving.cancel())
+        failed = self._session.tasks[held.place].status == "failed"
+        return failed or (self._waits_for_export(held) and self._can_export)
 
     def _waits_for_export(self, held: Held) -> bool:
-        done = held.place is not None and self._session.tasks[held.place].status == "done"
-        return done and held.export is None and time.monotonic() >= held.not_before
+        if held.place is None or held.export is not None or time.monotonic() < held.not_before:
+            return False
+        return self._session.tasks[held.place].status == "done"
+
+    @property
+    def _can_export(self) -> bool:
+        """Whether the devices have memory for a copy of the weights of another adapter that is done."""
+        self._weights = [read for read in self._weights if not read.done()]
+        reads_none = self._reading is None or self._reading.state.done()
+        return reads_none and len(self._weights) < MOST_READS
 
     def _execute_commands(self, wait_s: float) -> None:
         while True:
@@ -252,19 +264,20 @@ class WorkerLoop:
             self._end_exported(held, held.place, held.export)
 
     def _begin_export(self, held: Held, task: Task) -> None:
-        """Exports an adapter that has taken its last step, in the thread of the saves. It stays in its place."""
+        """Exports an adapter that has taken its last step, while others train. It stays in its place."""
         assert held.place is not None
         if not held.not_before:
             self._evaluate(held, task)
-        reading = self._begin_reading(held.place)
+        weights = self._reader.submit(self._session.start_reading(held.place, optimizer=False))
+        self._weights.append(weights)
 
         def export() -> tuple[int, Path]:
-            state = reading.result()
+            state = weights.result()
             target = held.folder / "adapter" / f"step-{state.step}-e{held.epoch}"  # no older writer writes there
             export_task(task, state, target, name=held.name)
             return state.step, target
 
-        held.export = self._written = self._writer.submit(export)
+        held.export = self._exporters.submit(export)
 
     def _end_exported(self, held: Held, place: int, export: Future[tuple[int, Path]]) -> None:
         """Frees the place of an exported adapter. While the disk takes nothing, it keeps its place."""
@@ -306,10 +319,11 @@ class WorkerLoop:
             return
         self._session.drain()
         if self._session.tasks[held.place].status in ("done", "failed"):  # it may have just ended
-            self._wait_for_writer()
+            self._wait_for_reads()
             self._end_if_finished(held)
             if held.export is not None:
                 wait([held.export])
+                wait([] if held.saving is None else [held.saving])
                 self._end_if_finished(held)
         if held.job not in self._held:
             return
@@ -326,40 +340,32 @@ class WorkerLoop:
             return
         self._end(held, "stopped", step=state.step, path=path)
 
-    @property
-    def _can_read(self) -> bool:
-        """Whether the devices hold no copy of a state: they have memory for one."""
-        return self._copy is None or self._copy.done()
-
-    def _begin_reading(self, place: int) -> Future[AdapterState]:
-        self._copy = self._writer.submit(self._session.start_reading(place))
-        return self._copy
-
-    def _wait_for_writer(self) -> None:
+    def _wait_for_reads(self) -> None:
         if self._reading is not None:
             wait([self._reading.state])
-            self._advance_saves()
+            self._write_read(self._reading)
         self._reading = None
-        if self._written is not None:
-            wait([self._written])
+        wait(self._weights)
 
     def _advance_saves(self) -> None:
         """Writes the state that was read, or begins to read the next one."""
         if self._reading is not None:
             self._write_read(self._reading)
-        elif self._can_read and (held := self._next_to_save()) is not None:
+        elif self._can_save and (held := self._next_to_save()) is not None:
             assert held.place is not None
             held.read_at = self._read_at = time.monotonic()
-            self._reading = Reading(held=held, state=self._begin_reading(held.place))
+            read = self._session.start_reading(held.place)
+            self._reading = Reading(held=held, state=self._reader.submit(read))
+
+    @property
+    def _can_save(self) -> bool:
+        """Whether nothing is being read or has to be read first. The disk has one save at a time."""
+        is_written = self._written is None or self._written.done()
+        waiting = any(map(self._waits_for_export, self._held.values()))
+        return is_written and not waiting and all(read.done() for read in self._weights)
 
     def _next_to_save(self) -> Held | None:
-        """Returns the job whose state is the oldest, once in a while: each of them once in `save_s`.
-
-        Adapters that are done come first, since others wait for their places.
-        """
-        writes = self._written is not None and not self._written.done()
-        if writes or any(map(self._waits_for_export, self._held.values())):
-            return None
+        """Returns the job whose state is the oldest, once in a while: each of them once in `save_s`."""
         now = time.monotonic()
         jobs = [held for held in self._held.values() if held.announced and held.export is None]
         if now - self._read_at <= self._save_s / max(len(jobs), 1):

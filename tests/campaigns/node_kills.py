@@ -4,10 +4,10 @@
         --shards 8 --seconds 1500       # 16 cores, 25 minutes; needs pip install "lorafusion-jax[ray]"
 
 Each shard has a cluster of its own on this machine: a head without processors, and a node with one, on which the worker
-runs. First two jobs alone, then the same two together again and again, while at random moments the node of the worker
-is killed (SIGKILL to all that Ray runs there) and another one is there instead. A kill counts if the worker was alive
-before and is gone after it. Rows as those of `service_kills`: after each pair of jobs, whether both adapters are
-bitwise those of the undisturbed jobs, with every step recorded once.
+runs. First two jobs alone, then the same two together again and again, while at random moments, once both train, the
+node of the worker is killed (SIGKILL to all that Ray runs there) and another one is there instead. A kill counts if
+the worker was alive before and is gone after it. Rows as those of `service_kills`: after each pair of jobs, whether
+both adapters are bitwise those of the undisturbed jobs, with every step recorded once.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from benchmarks.csv_rows import append_row
 from lorafusion_serve.client import Client, Job
 
 EPOCHS = 60
+WAITING = ("checking", "queued", "starting", "away")  # for a worker, which would be killed before it trains
 FIRST_PORT = 17100  # where workers of the first shard connect
 
 
@@ -101,7 +102,7 @@ def run_shard(options: argparse.Namespace) -> int:
             jobs = [(owner, Client(server.url, server.keys[owner]).submit(spec).id) for owner, spec in asked]
             while any(state_of(server, *job) not in ("done", "failed") for job in jobs):
                 if todo and time.monotonic() < until - SLACK_S:
-                    wait_for(lambda asked=jobs: all(state_of(server, *job) != "starting" for job in asked))
+                    wait_for(lambda asked=jobs: all(state_of(server, *job) not in WAITING for job in asked))
                     time.sleep(draw.uniform(0.1, 3.0))
                     hit = lose_worker(nodes, server)
                     made, todo = made + hit, todo - hit
