@@ -51,10 +51,10 @@ def main() -> int:
 
 def _rows(small: bool) -> Iterator[dict[str, Any]]:
     yield {"section": "conditions", **conditions()}
-    for width in (16,) if small else (128, 256):
-        yield from _attention_rows(width, 256 if small else 8192, *((2, 1) if small else (16, 8)))
     for adapters in (1, 4):
         yield from _layer_rows(SMALL if small else GEMMA2_9B, 256 if small else 8192, adapters)
+    for width in (16,) if small else (128, 256):
+        yield from _attention_rows(width, 256 if small else 8192, *((2, 1) if small else (16, 8)))
 
 
 def _attention_rows(width: int, T: int, heads: int, key_heads: int) -> Iterator[dict[str, Any]]:
