@@ -127,7 +127,7 @@ def layer_of_hybrid(mixer: str) -> list[str]:
         family="qwen3_5_text", vocab_size=256, num_layers=1, qk_norm=True, norm_offset=1.0, attention_gate=True,
         delta_net=delta_net.NET, pattern=(kind,), **delta_net.SHAPE,
     )  # fmt: skip
-    return [_ms(model, [2730, 5462])]
+    return [_ms(model, [1024] * 8)]
 
 
 def _ms(model: ModelConfig, lengths: list[int]) -> str:

@@ -14,6 +14,8 @@ from scheduling.errors import PlanError
 SCHEMA = "lorafusion.cost-parts/1"
 Part = Literal["embed", "layer", "head"]
 PARTS: tuple[Part, ...] = ("embed", "layer", "head")
+# Fitted to two H200s over NVLink (`benchmarks/results/tensor_h200_2026-11-27`); rates of links are those of copies.
+SUM_SPEED = 1.5
 NOTHING = StageCost(forward=PassCost(), backward=PassCost())
 
 
@@ -120,7 +122,7 @@ class GatherCost:
         return replace(cost, fixed_s=cost.fixed_s + seconds)
 
 
-def shared_parts(parts: CostParts, devices: int, *, call_s: float = 2e-5) -> CostParts:
+def shared_parts(parts: CostParts, devices: int, *, call_s: float = 2e-5, speed: float = SUM_SPEED) -> CostParts:
     """Adds what devices that compute every layer together (tensor parallelism) take to add up their results.
 
     An all-reduce of a row of activations moves 2 (n - 1) / n of it over each device's link. There are two per layer in
@@ -130,12 +132,13 @@ def shared_parts(parts: CostParts, devices: int, *, call_s: float = 2e-5) -> Cos
         parts: costs of one device's share of the computation; rows cross its link in `transfer_token_s`.
         devices: n.
         call_s: fixed time of an all-reduce (default: not measured, of the order of NCCL's small messages).
+        speed: of an all-reduce, over the link's rate.
 
-    >>> one = shared_parts(CostParts(layer=NOTHING, transfer_token_s=1.0), 2, call_s=0.5).layer.forward
+    >>> one = shared_parts(CostParts(layer=NOTHING, transfer_token_s=1.0), 2, call_s=0.5, speed=1).layer.forward
     >>> one.token_s, one.fixed_s
     (2.0, 1.0)
     """
-    token_s = 2 * (devices - 1) / devices * parts.transfer_token_s
+    token_s = 2 * (devices - 1) / devices * parts.transfer_token_s / speed
 
     def with_sums(cost: PassCost, count: int) -> PassCost:
         return replace(cost, fixed_s=cost.fixed_s + count * call_s, token_s=cost.token_s + count * token_s)

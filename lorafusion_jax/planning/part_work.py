@@ -1,7 +1,7 @@
 """Work of a layer's parts, in weights that a row is multiplied by: 2 FLOPs each in forward, and again in backward.
 
 Some parts take longer than their FLOPs at the rate of a device's large products. They count as more weights, as
-measured on one H200 (`benchmarks/results/experts_h200_2026-11-24/` and `delta_net_h200_2026-11-24/`).
+measured on one H200 (`benchmarks/results/experts_h200_2026-11-24/` and `delta_net_h200_2026-11-27/`).
 """
 
 from __future__ import annotations
@@ -15,13 +15,18 @@ from lorafusion_jax.families.layer import Layer
 from lorafusion_jax.layout.layer import Half
 
 EXPERTS = 2.0  # products of experts: rows are sorted and padded, and tiles are small
-RULE = 108.0  # the gated delta rule in XLA's form: float32, and one step per chunk; forward and backward on average
+# The gated delta rule: float32, and one step per chunk, forward and backward on average; by kernels and in XLA's form.
+RULE, XLA_RULE = 46.0, 108.0
 
 
-def row_weights(layer: Layer, half: Half | None = None) -> float:
-    """Weights of a layer or half that a row passes through."""
+def row_weights(layer: Layer, half: Half | None = None, *, hopper: bool = True) -> float:
+    """Weights of a layer or half that a row passes through.
+
+    Args:
+        hopper: whether the devices are Hopper GPUs, which have kernels for the gated delta rule.
+    """
     products = sum(prod(linear.row_shape) * (EXPERTS if linear.experts else 1) for linear in layer.linears_of(half))
-    return products + (_rule(layer.attention) if half != "mlp" else 0)
+    return products + (_rule(layer.attention, hopper) if half != "mlp" else 0)
 
 
 def attention_elements(layer: Layer, sample_tokens: float) -> float:
@@ -36,5 +41,6 @@ def mean_over_layers(model: ModelConfig, value: Callable[[Layer], float]) -> flo
     return sum(by_kind[model.kind_of(number)] for number in range(model.num_layers)) / model.num_layers
 
 
-def _rule(mixer: object) -> float:
-    return RULE * mixer.reach(1) * mixer.queries if isinstance(mixer, DeltaNet) else 0.0
+def _rule(mixer: object, hopper: bool) -> float:
+    rule = RULE if hopper else XLA_RULE
+    return rule * mixer.reach(1) * mixer.queries if isinstance(mixer, DeltaNet) else 0.0

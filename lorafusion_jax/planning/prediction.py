@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ from scheduling import (
     stages_from_parts,
 )
 
+HOPPERS = ("h200", "h100")
 DEVICES = ("h200", "h100", "a100", "l40s", "a6000", "rtx6000-ada", "cpu")
 ROOMY = 0.9  # share of a device's memory
 
@@ -97,7 +99,7 @@ def predicted_parts(model: ModelConfig, device: str, quantize: str = NONE, *, ta
     speed = 1.0 if kind is None or device == "cpu" else kind.product_speed
     return default_cost_parts(
         device,
-        layer_parameters=mean_over_layers(model, row_weights) / speed,
+        layer_parameters=mean_over_layers(model, partial(row_weights, hopper=device in HOPPERS)) / speed,
         table_parameters=model.vocab_size * model.hidden_size if table is None else table,
         hidden_size=model.hidden_size,
         attention_width=_attention_width(model),

@@ -14,9 +14,10 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.delta_rule.chunks import chunk_rows, make_chunks, to_chunks, to_rows
 from pallas_kernels.delta_rule.xla import Walk, delta_rule_in_chunks
-from pallas_kernels.device import interprets
+from pallas_kernels.device import interprets, is_hopper
 
 DeltaRuleImplementation = Literal["xla", "pallas_triton"]
+WIDEST = 128  # head width up to which the kernels are the default
 
 
 def gated_delta_rule(
@@ -44,7 +45,8 @@ def gated_delta_rule(
         beta: 0 to 1, how much of the error is corrected.
         ids: number of the segment of each row.
         offsets, lengths: first row and number of rows of each segment, -1 in unused slots.
-        implementation: of the steps from chunk to chunk. "xla" is the default on every device.
+        implementation: of the steps from chunk to chunk. By default the kernels where they were measured, on Hopper
+            GPUs below float32, and XLA elsewhere.
 
     Raises:
         NotImplementedError: the named kernels cannot serve these widths.
@@ -58,6 +60,7 @@ def gated_delta_rule(
         [2.0, 4.0, 6.0]
     """
     precision = "highest" if v.dtype == jnp.float32 else None
+    implementation = implementation or _preferred(q, v)
     walk = _kernel_walk(q, v, precision) if implementation == "pallas_triton" else None
 
     @jax.checkpoint
@@ -68,6 +71,17 @@ def gated_delta_rule(
         return to_rows(o_NBHV, chunks).astype(rows[2].dtype)
 
     return rule(q, k, v, decay, beta)
+
+
+def _preferred(q: jax.Array, v: jax.Array) -> DeltaRuleImplementation:
+    """The fastest implementation. Wider heads would need more of the shared memory than was tried."""
+    measured = is_hopper() and v.dtype != jnp.float32 and max(q.shape[-1], v.shape[-1]) <= WIDEST
+    if not measured:
+        return "xla"
+    from pallas_kernels.delta_rule import triton  # loads Pallas
+
+    unsupported = triton.unsupported_reason(chunk_rows(len(q)), q.shape[-1], v.shape[-1])
+    return "xla" if unsupported else "pallas_triton"
 
 
 def _kernel_walk(q: jax.Array, v: jax.Array, precision: str | None) -> Walk:

@@ -24,7 +24,7 @@ LEAST = 16  # rows and columns of an operand of Triton's products
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WalkConfig:
-    """How the kernels are compiled.
+    """How the kernels are compiled. The defaults are the fastest of 23 on an H200, heads of 128.
 
     Attributes:
         columns: of the memory in a program, at most.
@@ -32,7 +32,7 @@ class WalkConfig:
 
     columns: int = 32
     num_warps: int = 4
-    num_stages: int = 2
+    num_stages: int = 3
 
 
 DEFAULT = WalkConfig()

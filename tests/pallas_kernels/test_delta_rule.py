@@ -9,7 +9,7 @@ import pytest
 from cuda_lowering import A100, H200, lowered, num_kernels
 from more_cases import nightly
 
-from pallas_kernels.delta_rule import gated_delta_rule
+from pallas_kernels.delta_rule import api, gated_delta_rule
 from pallas_kernels.delta_rule.chunks import make_chunks, to_chunks, to_rows
 from pallas_kernels.delta_rule.inverse import inverse_of_unit_lower
 from pallas_kernels.delta_rule.reference import delta_rule_by_rows
@@ -147,3 +147,19 @@ def test_rows_come_back_from_chunks():
     assert (jax.vjp(to_chunks, x, chunks)[1](to_chunks(x, chunks))[0] == x).all()
     held = np.asarray(to_chunks(where["ids"] + 1, chunks))
     assert all(len(set(row[row > 0])) <= 1 for row in held)  # no chunk has two samples
+
+
+@pytest.mark.parametrize(
+    ("hopper", "dtype", "width", "wanted"),
+    [
+        (True, jnp.bfloat16, 128, "pallas_triton"),
+        (True, jnp.float32, 128, "xla"),
+        (True, jnp.bfloat16, 256, "xla"),  # not measured
+        (True, jnp.bfloat16, 96, "xla"),  # not served
+        (False, jnp.bfloat16, 128, "xla"),
+    ],
+)
+def test_kernels_are_the_default_where_they_were_measured(hopper, dtype, width, wanted, monkeypatch):
+    monkeypatch.setattr(api, "is_hopper", lambda: hopper)
+    rows = jnp.zeros((64, 1, width), dtype)
+    assert api._preferred(rows, rows) == wanted

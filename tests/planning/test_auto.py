@@ -22,6 +22,7 @@ from lorafusion_jax.planning.choices import compare_choices
 from lorafusion_jax.planning.network import network_of
 from lorafusion_jax.planning.prediction import predicted_costs
 from lorafusion_jax.training import resume, train
+from scheduling.cost_parts import SUM_SPEED
 
 LARGE = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
          "num_key_value_heads": 8, "head_dim": 128}  # fmt: skip
@@ -95,7 +96,7 @@ def test_devices_of_a_layer_add_up_their_results_over_the_link(write, monkeypatc
     costs = predicted_costs(config, model, "h200")
     monkeypatch.setattr("lorafusion_jax.planning.prediction.shared_parts", lambda parts, devices: parts)
     alone = predicted_costs(config, model, "h200")
-    row_s = 2 * LARGE["hidden_size"] / 112e9
+    row_s = 2 * LARGE["hidden_size"] / 112e9 / SUM_SPEED
     assert costs.stages[0].backward.token_s - alone.stages[0].backward.token_s == pytest.approx(80 * 2 * row_s)
     assert costs.stages[0].forward.token_s - alone.stages[0].forward.token_s == pytest.approx((80 * 2 + 2) * row_s)
 
