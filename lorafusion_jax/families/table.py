@@ -34,6 +34,7 @@ class Family:
         keys: a key of this family's config.json → transformers' spelling, e.g. {"n_embd": "hidden_size"}. These keys
             are read.
         known: keys of config.json that do not change the computation.
+        meant: values that stand for others in this family, by key.
         fields: fields of `ModelConfig` that all models of the family have in common, e.g. {"norms": "sandwich"}. An
             embedding_scale of "sqrt" is the root of the model's width.
         windows: layers with `sliding_window` if config.json has no `layer_types`: none, all, those from
@@ -59,6 +60,7 @@ class Family:
     reads: Mapping[str, Any] = field(default_factory=dict)
     keys: Mapping[str, str] = field(default_factory=dict)
     known: tuple[str, ...] = ()
+    meant: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     fields: Mapping[str, Any] = field(default_factory=dict)
     windows: Literal["never", "all", "switched", "unrotated"] | int = "never"
     scaled_layers: Literal["all", "full_attention"] = "all"
@@ -81,6 +83,9 @@ class Family:
         values = {self.keys.get(key, key): value for key, value in raw.items() if key in self.read_keys}
         if values.get("use_sliding_window") is False and values.get("sliding_window") == 0:
             values["sliding_window"] = None  # transformers writes 0 where windows are off
+        for key, others in self.meant.items():
+            if isinstance(value := values.get(key), str):
+                values[key] = others.get(value, value)
         return dict(self.reads) | values
 
     def key_of(self, key: str) -> str:
@@ -310,6 +315,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "gemma": Family(
         architectures=("GemmaForCausalLM",), reads=_GEMMA, known=("hidden_activation",),
+        meant={"hidden_act": {"gelu": "gelu_pytorch_tanh"}},  # as transformers reads the first published files
         fields={"norm_offset": 1.0, "embedding_scale": "sqrt"},
     ),
     "gemma2": Family(

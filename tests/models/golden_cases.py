@@ -109,6 +109,17 @@ CASES = {
         "Ministral",
         {"head_dim": 10, "sliding_window": 9, "num_hidden_layers": 4, "layer_types": [SLIDING, SLIDING, FULL, SLIDING]},
     ),
+    "ministral_yarn": ("Ministral", {
+        "head_dim": 6, "sliding_window": 5, "tie_word_embeddings": True, "num_key_value_heads": 1,
+        "rope_parameters": YARN,
+    }),
+    "ministral_full": ("Ministral", {
+        "head_dim": 4, "layer_types": [FULL] * 2, "hidden_act": "gelu", "num_key_value_heads": 4, "rms_norm_eps": 1e-3,
+    }),
+    "ministral3_tied": ("Ministral3", {
+        "head_dim": 6, "tie_word_embeddings": True, "num_key_value_heads": 1, "hidden_act": "gelu",
+        "rope_parameters": YARN | {"llama_4_scaling_beta": 0.2},
+    }),
     "ministral3": (
         "Ministral3",
         {
@@ -137,7 +148,19 @@ CASES = {
             "rope_parameters": YARN,
         },
     ),
+    "qwen3_one_head": ("Qwen3", {
+        "head_dim": 6, "num_key_value_heads": 1, "num_hidden_layers": 3, "rms_norm_eps": 1e-3,
+        "hidden_act": "gelu", "rope_parameters": plain(33.0),
+    }),
     "gemma": ("Gemma", {"head_dim": 8, "tie_word_embeddings": True}),
+    "gemma_untied": ("Gemma", {
+        "head_dim": 6, "tie_word_embeddings": False, "attention_bias": True, "num_key_value_heads": 1,
+        "num_hidden_layers": 3,
+    }),
+    "gemma_gelu": ("Gemma", {  # transformers writes the approximation by tanh
+        "head_dim": 10, "tie_word_embeddings": True, "hidden_act": "gelu", "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-3, "rope_parameters": plain(60.0),
+    }),
     "gemma2": (
         "Gemma2",
         {"head_dim": 10, "query_pre_attn_scalar": 7, "sliding_window": 6, "tie_word_embeddings": True},
@@ -205,32 +228,23 @@ CASES = {
             "rope_parameters": {FULL: plain(300.0), SLIDING: {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e3}},
         },
     ),
-    "gemma4_experts": (
-        "Gemma4",
-        {
-            "head_dim": 6, "global_head_dim": 10, "num_global_key_value_heads": 1, "attention_k_eq_v": True,
-            "sliding_window": 6, "num_hidden_layers": 3, "layer_types": [SLIDING, FULL, FULL],
-            "tie_word_embeddings": True, "final_logit_softcapping": 4.0, "hidden_size_per_layer_input": 0,
-            "enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 10,
-        },
-    ),
-    "gemma4_experts_biased": (
-        "Gemma4",
-        {
-            "head_dim": 8, "global_head_dim": 4, "sliding_window": 30, "attention_bias": True, "rms_norm_eps": 1e-3,
-            "num_key_value_heads": 4, "layer_types": [SLIDING, FULL], "hidden_size_per_layer_input": 0,
-            "enable_moe_block": True, "num_experts": 4, "top_k_experts": 4, "moe_intermediate_size": 7,
-            "hidden_activation": "gelu",
-        },
-    ),
-    "gemma4_experts_one": (
-        "Gemma4",
-        {
-            "head_dim": 12, "global_head_dim": 6, "sliding_window": 3, "num_key_value_heads": 1,
-            "layer_types": [SLIDING, FULL], "hidden_size_per_layer_input": 0, "hidden_activation": "silu",
-            "enable_moe_block": True, "num_experts": 3, "top_k_experts": 1, "moe_intermediate_size": 24,
-        },
-    ),
+    "gemma4_experts": ("Gemma4", {
+        "head_dim": 6, "global_head_dim": 10, "num_global_key_value_heads": 1, "attention_k_eq_v": True,
+        "sliding_window": 6, "num_hidden_layers": 3, "layer_types": [SLIDING, FULL, FULL],
+        "tie_word_embeddings": True, "final_logit_softcapping": 4.0, "hidden_size_per_layer_input": 0,
+        "enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 10,
+    }),
+    "gemma4_experts_biased": ("Gemma4", {
+        "head_dim": 8, "global_head_dim": 4, "sliding_window": 30, "attention_bias": True,
+        "rms_norm_eps": 1e-3, "num_key_value_heads": 4, "layer_types": [SLIDING, FULL],
+        "hidden_size_per_layer_input": 0, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 4,
+        "moe_intermediate_size": 7, "hidden_activation": "gelu",
+    }),
+    "gemma4_experts_one": ("Gemma4", {
+        "head_dim": 12, "global_head_dim": 6, "sliding_window": 3, "num_key_value_heads": 1,
+        "layer_types": [SLIDING, FULL], "hidden_size_per_layer_input": 0, "hidden_activation": "silu",
+        "enable_moe_block": True, "num_experts": 3, "top_k_experts": 1, "moe_intermediate_size": 24,
+    }),
     "olmo2": ("Olmo2", {}),
     "olmo2_biased": ("Olmo2", {"attention_bias": True, "num_key_value_heads": 1, "rope_parameters": plain(77.0)}),
     "olmo2_tied": ("Olmo2", {"tie_word_embeddings": True, "num_key_value_heads": 4, "rms_norm_eps": 1e-3}),
@@ -340,6 +354,12 @@ CASES = {
             "moe_intermediate_size": 7, "shared_expert_intermediate_size": 9, "norm_topk_prob": True,
         },
     ),
+    "qwen3_next_tied": ("Qwen3Next", {
+        "head_dim": 10, "layer_types": [LINEAR, FULL], "tie_word_embeddings": True, "attention_bias": True,
+        "num_key_value_heads": 1, "linear_num_key_heads": 1, "linear_num_value_heads": 3,
+        "linear_key_head_dim": 7, "linear_value_head_dim": 6, "num_experts": 3, "num_experts_per_tok": 1,
+        "moe_intermediate_size": 10, "shared_expert_intermediate_size": 6,
+    }),
     "qwen3_next_dense": (
         "Qwen3Next",
         {
@@ -441,6 +461,11 @@ CASES = {
             "num_experts": 5, "num_experts_per_tok": 2, "mlp_only_layers": [1],
         },
     ),
+    "qwen2_moe_one": ("Qwen2Moe", {
+        "moe_intermediate_size": 9, "shared_expert_intermediate_size": 13, "num_experts": 3,
+        "num_experts_per_tok": 1, "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1,
+        "hidden_act": "gelu", "num_key_value_heads": 4,
+    }),
     "qwen2_moe_sparse": (
         "Qwen2Moe",
         {

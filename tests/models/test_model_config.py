@@ -179,6 +179,13 @@ def test_unsupported_settings_are_errors(changes, message):
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize(("family", "activation"), [("gemma", "gelu_tanh"), ("llama", "gelu")])
+def test_a_gemma_that_says_gelu_means_its_approximation(family, activation):
+    """As in the first files of Gemma, and as transformers reads them."""
+    raw = json.loads((GOLDEN / ("gemma" if family == "gemma" else "llama2") / "config.json").read_text())
+    assert ModelConfig.from_hf(raw | {"hidden_act": "gelu"}).activation == activation
+
+
 def test_all_problems_come_in_one_message():
     with pytest.raises(CheckpointError) as caught:
         read(architectures=["MambaForCausalLM"], hidden_act="relu", vocab_size=0, rope_scaling={"type": "dynamic"})
