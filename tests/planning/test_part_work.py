@@ -71,6 +71,8 @@ def test_other_devices_have_no_kernels_of_the_delta_rule():
         next(row["adapted_ms"] for row in rows("delta_net_h200_2026-11-27") if row["rule"] == rule)
         for rule in ("xla", "pallas_triton")
     )
+    before = {row["mixer"]: row["adapted_ms"] for row in rows("delta_net_h200_2026-11-24")}
+    assert xla == pytest.approx(before["gated delta net"], rel=0.02), "XLA's form has changed"
     assert spared == pytest.approx((xla - kernels) / kernels, rel=0.3)  # a layer's time is not of its products alone
 
 
