@@ -19,6 +19,8 @@ from lorafusion_jax.errors import CheckpointError, LoraFusionError
 from lorafusion_jax.readable import RECORD, read_text
 
 _HUB = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+_OTHER_NAME = "if it is the same one under another name: lora.same_base: true"
+_STORED_OTHERWISE = f"if this one has the same weights, stored otherwise: name it in the folder's {CONFIG_FILE}"
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
@@ -30,7 +32,8 @@ def check_start_bases(config: JobConfig) -> list[LoraFusionError]:
         try:
             if _digests(folder) and not now:
                 now = base_digests(base_directory(config))
-            why = _contradiction(folder, config, now, same_base=config.adapter(name).lora.same_base)
+            same_base = config.adapter(name).lora.same_base
+            why = _contradiction(folder, config, now, same_base=same_base)
         except LoraFusionError:  # no such base or folder: reading them reports that
             continue
         if why:
@@ -41,7 +44,7 @@ def check_start_bases(config: JobConfig) -> list[LoraFusionError]:
                     where=f"adapters.{name}.lora.init_from={config.adapter(name).lora.init_from}, "
                     f"{folder / CONFIG_FILE}",
                     why=why,
-                    fix="use that base model; if it is the same one under another name: lora.same_base: true",
+                    fix="use that base model; " + (_STORED_OTHERWISE if same_base else _OTHER_NAME),
                 )
             )
     return errors

@@ -22,7 +22,6 @@ from lorafusion_jax.errors import DataError
 
 # Message keys that link tool results to tool calls. Templates use either them or the order of messages.
 AFTER_PROMPT = "after prompt"
-MOST_MESSAGES = 1000
 TIES = frozenset({"id", "name", "tool_call_id"})
 
 
@@ -103,8 +102,6 @@ def _render_all(chats: Sequence[Chat], template: ChatTemplate, rows: Rows, adapt
 
 
 def _by_template(chat: Chat, template: ChatTemplate, loss: str) -> Rendered:
-    if len(chat.messages) > MOST_MESSAGES:  # the time to find the answers grows with the square
-        raise TemplateProblem(f"it has {len(chat.messages)} messages, and a conversation has {MOST_MESSAGES} at most")
     extras = {"tools": chat.tools, "variables": chat.variables}
     if loss == "all":
         if chat.muted:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -122,12 +124,12 @@ class Tokenizer:
         return Encoded(encoded.tokens, mask)
 
     def _with_loss_mask(self, sample: Rendered, encoding: tokenizers.Encoding) -> Encoded:
-        mask = np.zeros(len(encoding.ids), bool)
+        mask, offsets = np.zeros(len(encoding.ids), bool), encoding.offsets  # a new list at every access
         for start, stop in sample.answers:
-            first, end = _token_at(encoding, start, len(sample.text)), _token_at(encoding, stop, len(sample.text))
-            if first < len(mask) and encoding.offsets[first][0] < start:
+            first, end = _token_at(offsets, start), _token_at(offsets, stop)
+            if first < len(mask) and offsets[first][0] < start:
                 return self._in_pieces(sample)
-            if end < len(mask) and encoding.offsets[end][0] < stop:
+            if end < len(mask) and offsets[end][0] < stop:
                 end += 1  # the answer's last characters share a token with what follows
             mask[first:end] = True
         return Encoded(np.asarray(encoding.ids, np.int32), mask)
@@ -146,13 +148,12 @@ class Tokenizer:
         return Encoded(np.asarray(tokens + tail, np.int32), np.asarray(mask + [False] * len(tail), bool))
 
 
-def _token_at(encoding: tokenizers.Encoding, position: int, length: int) -> int:
-    while position < length:
-        token = encoding.char_to_token(position)
-        if token is not None:
-            return token
-        position += 1  # some tokenizers exclude spaces from the character ranges of tokens
-    return len(encoding.ids)
+def _token_at(offsets: Sequence[tuple[int, int]], position: int) -> int:
+    """Returns the first token that ends after a character: some tokenizers exclude spaces from the ranges of tokens."""
+    token = bisect_right(offsets, position, key=itemgetter(1))
+    while token < len(offsets) and offsets[token][0] == offsets[token][1]:
+        token += 1  # it has no characters
+    return token
 
 
 def load_tokenizer(model_dir: str | Path) -> Tokenizer:

@@ -92,10 +92,14 @@ def main() -> int:
 
 
 def write_summary(rows: Rows, file: Path) -> None:
-    """A line for each part of a campaign; only at the end, as a process that has started a device cannot be forked."""
+    """A line for each part of a campaign; only at the end, as a process that has started a device cannot be forked.
+
+    A run makes some calls more at one time than at another, so a late kill or error may meet none: it does not count.
+    """
     parts = defaultdict(list)
     for row in rows.rows:
-        parts[row["campaign"], row.get("part", "")].append(row)
+        if row.get("failed", 1) or row["result"] == LOST:
+            parts[row["campaign"], row.get("part", "")].append(row)
     facts = conditions()
     lines = [
         {

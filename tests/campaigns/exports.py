@@ -84,7 +84,7 @@ def _disturb(home: Path, kind: str, call: int, error: int, lasting: bool, work: 
         return checked(kind, outcome, check)
     assert outcome.code in (0, -signal.SIGKILL), outcome.text
     check()
-    return {"part": kind, "code": outcome.code}
+    return {"part": kind, "code": outcome.code, "failed": int(outcome.code != 0)}
 
 
 def contents(folder: Path) -> dict[str, bytes]:

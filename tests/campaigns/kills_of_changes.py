@@ -97,10 +97,13 @@ class KillsOfChanges:
         prepare_changes(home)
 
     def cases(self, home: Path) -> Iterable[Case]:
-        """Each of `CALLS` calls of a command; the last of a command has all that are left."""
+        """Each of `CALLS` calls of a command; the last of a command has all that are left.
+
+        A command makes some calls more at one time than at another, so the last case begins well before the end.
+        """
         cases = []
         for change, calls in calls_of_changes(home).items():
-            starts = range(1, len(calls) + 1, CALLS)
+            starts = range(1, max(len(calls) - CALLS, 1) + 1, CALLS)
             ends = [start - 1 for start in starts[1:]] + [ALL]
             for first, last in zip(starts, ends, strict=True):
                 kill = partial(self._kill, home, change, first, last)

@@ -67,14 +67,16 @@ def alone(session, task) -> dict[str, AdapterState]:
     return states
 
 
-def test_company_and_moves_change_no_bit_and_compile_nothing(session, task, alone):
+def test_company_and_moves_change_no_bit_and_compile_nothing(session, task, alone, tmp_path):
+    """`salt` waits on the disk, between two places of experts."""
     with CompileCounter() as programs:
         first = start(session, task("salt"))
         start(session, task("clay"))
         session.run(session.plan(2))
-        state = session.stop(first)
+        saved = session.stop(first).write(tmp_path / "state")
         assert start(session, task("ore")) == first
-        assert start(session, task("salt"), state) != first
+        again = task("salt")
+        assert start(session, again, AdapterState.read(saved, again.adapter)) != first
         ended = run(session)
     assert ended.keys() == alone.keys()
     for name, other in alone.items():

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from adapter_folders import distance, weights
 from small_jobs import write_job, write_rows
+from watched_runs import crash_after
 
 from lorafusion_jax.config import load_config
 from lorafusion_jax.errors import ConfigError
@@ -14,7 +15,7 @@ from lorafusion_jax.families.pattern import LayerType
 from lorafusion_jax.families.rope import Rope
 from lorafusion_jax.planning.checks import layer_problems
 from lorafusion_jax.report.recorder import read_rows
-from lorafusion_jax.training import RunFolder, train
+from lorafusion_jax.training import RunFolder, resume, train
 
 TOLERANCE = 1e-5  # sums of float32 in another order, carried along by a few steps
 FACTOR = 3.0  # large, so that it decides what is learned
@@ -23,15 +24,18 @@ MESH = {"stages": 2}  # the second one has no router, and the loss of the first
 
 @pytest.fixture(scope="module")
 def run(make_base, tmp_path_factory):
-    """run(names, factor, rates, **sections) → the folder of a run on a layer with experts and one with an MLP."""
+    """run(names, factor, rates, **sections) → the folder of a run on a layer with experts and one with an MLP.
+
+    With `cut_after` it ends as by a kill after so many events of a kind, and is resumed.
+    """
     folder = tmp_path_factory.mktemp("balanced")
     experts = Experts(width=32, inner=12, count=5, active=2, router=Router(normalise=False))
     pattern = (LayerType(rope=Rope()), LayerType(rope=Rope(), dense=True))
     base = make_base(folder / "base", family="qwen3_moe", qk_norm=True, experts=experts, pattern=pattern)
     done: dict[str, RunFolder] = {}
 
-    def run(names=("oak", "elm"), factor=FACTOR, rates=None, **sections) -> RunFolder:
-        if (key := str((names, factor, rates, sections))) not in done:
+    def run(names=("oak", "elm"), factor=FACTOR, rates=None, cut_after=None, **sections) -> RunFolder:
+        if (key := str((names, factor, rates, cut_after, sections))) not in done:
             adapters = [
                 {
                     "name": name,
@@ -44,7 +48,11 @@ def run(make_base, tmp_path_factory):
             ]
             config = load_config(write_job(folder, base, adapters, train={"router_aux": factor}, **sections))
             out = folder / f"run-{len(done)}"
-            assert train(config, out).exit_code == (3 if rates else 0)
+            if cut_after is not None:
+                with pytest.raises(KeyboardInterrupt):
+                    train(config, out, listeners=[crash_after(*cut_after)])
+            result = train(config, out) if cut_after is None else resume(out)
+            assert result.exit_code == (3 if rates else 0)
             done[key] = RunFolder(out)
         return done[key]
 
@@ -73,6 +81,16 @@ def test_an_adapter_that_diverges_leaves_the_other_bitwise(run):
     broken, healthy = weights(run(mesh=MESH, rates={"oak": 1e37}), "elm"), weights(run(mesh=MESH), "elm")
     for key in healthy:
         np.testing.assert_array_equal(broken[key], healthy[key], err_msg=key)
+
+
+@pytest.mark.parametrize("cut_after", [("saved", 1), ("step", 3)], ids=["at a checkpoint", "after one"])
+def test_a_killed_run_resumes_bitwise(cut_after, run):
+    save = {"every_steps": 1}
+    whole, resumed = run(mesh=MESH, save=save), run(mesh=MESH, save=save, cut_after=cut_after)
+    for name in ("oak", "elm"):
+        assert losses(resumed, name) == losses(whole, name)
+        for key, array in weights(whole, name).items():
+            np.testing.assert_array_equal(weights(resumed, name)[key], array, err_msg=f"{name} {key}")
 
 
 @pytest.mark.parametrize("family", ["llama", "glm4_moe"])

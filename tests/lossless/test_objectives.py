@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import threading
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -17,10 +19,11 @@ from lorafusion_jax.checkpoint.requests import write_addition
 from lorafusion_jax.cli.main import run
 from lorafusion_jax.config import load_config
 from lorafusion_jax.config.join import read_joining
+from lorafusion_jax.pipeline.references import run_passes
 from lorafusion_jax.pipeline.session import Session
 from lorafusion_jax.report.measured import reference_share
 from lorafusion_jax.report.recorder import read_rows
-from lorafusion_jax.training import RunFolder, resume, train
+from lorafusion_jax.training import RunFolder, joining_references, resume, train
 from lorafusion_jax.training.verify import verify_exports
 
 TOLERANCE = 1e-5  # float32 sums in another order, carried along by Adam for a few steps
@@ -191,8 +194,23 @@ def test_resumed_run_is_the_unbroken_one(joint, job, tmp_path):
             np.testing.assert_array_equal(weights(tmp_path / "cut", name)[key], wanted)
 
 
+@contextmanager
+def cut_references():
+    """The process ends, as by a kill, when one microbatch of the references of a joining adapter is computed."""
+
+    def begin(passes, executor):
+        steps = run_passes(passes, executor)
+        next(steps)
+        yield
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(joining_references, "run_passes", begin)
+        yield
+
+
 def test_an_adapter_that_joins_gets_its_reference_while_others_train(joint, job, tmp_path, monkeypatch):
-    """The run is cut before the adapter has joined. The wait at a step makes the rest the same on any machine."""
+    """The run is cut twice before the adapter has joined. Waits at a step make the rest the same on any machine."""
     config = load_config(job(("law",), law={"epochs": 10}))
     joining = read_joining(job(("dpo",)), config)
     opened, open_passes = threading.Semaphore(0), Session.open_passes
@@ -223,6 +241,10 @@ def test_an_adapter_that_joins_gets_its_reference_while_others_train(joint, job,
             asked.clear()
             opened.acquire()
 
+    with cut_references(), pytest.raises(KeyboardInterrupt):
+        resume(tmp_path / "run", listeners=[wait_once])
+    assert not [row for row in read_rows(tmp_path / "run" / "events.jsonl") if row["kind"] == "references"]
+    asked.clear()
     assert resume(tmp_path / "run", listeners=[wait_once]).exit_code == 0
     assert_close(tmp_path / "run", joint, "dpo")
     assert json.loads((tmp_path / "run" / "run.json").read_text())["references"]["dpo"]["of"] == "the base"
@@ -237,6 +259,24 @@ def test_an_adapter_that_joins_gets_its_reference_while_others_train(joint, job,
     assert joined["slot"] > computed["slot"] - 2
     taken = [row["slot"] for row in steps(tmp_path / "run", "law")]
     assert sum(slot <= joined["slot"] for slot in taken) >= 4
+
+
+def test_a_kill_while_references_are_computed_changes_no_bit(job, tmp_path):
+    """The adapter joins a run that has ended, so that it joins at the same slot whenever its references are ready."""
+    config = load_config(job(("law",)))
+    joining = read_joining(job(("dpo",)), config)
+    assert train(config, tmp_path / "run").exit_code == 0
+    write_addition(tmp_path / "run", joining)
+    shutil.copytree(tmp_path / "run", tmp_path / "whole", symlinks=True)
+    assert resume(tmp_path / "whole").exit_code == 0
+    with cut_references(), pytest.raises(KeyboardInterrupt):
+        resume(tmp_path / "run")
+    assert [adapter.name for adapter in RunFolder(tmp_path / "run").read_config().adapters] == ["law"]
+    assert resume(tmp_path / "run").exit_code == 0
+    for name in ("law", "dpo"):
+        assert steps(tmp_path / "run", name) == steps(tmp_path / "whole", name) != []
+        for key, wanted in weights(tmp_path / "whole", name).items():
+            np.testing.assert_array_equal(weights(tmp_path / "run", name)[key], wanted)
 
 
 @pytest.mark.parametrize("quantize", [nightly("fp8"), nightly("nf4")])

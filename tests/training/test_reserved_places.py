@@ -24,6 +24,8 @@ from lorafusion_jax.training.verify import verify_exports
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
 LORA = {"rank": 3, "dropout": 0.1, "targets": ["up_proj", "k_proj"]}
+PATTERN = {"rank_pattern": {"0.self_attn.k_proj": 5}, "alpha_pattern": {"up_proj": 3}}  # its place is that of rank 5
+OPTIMIZER_STEP = {f"jit({name})" for name in ("write", "init_optimizer", "copies", "<lambda>", "close_batch", "step")}
 OPTIM = {"lr": 2e-3, "schedule": "constant", "warmup": 0.0}
 SHARED = {"optim": OPTIM, "data": {"max_length": 32}}
 
@@ -98,28 +100,33 @@ def assert_bitwise(run, other, names):
 
 @pytest.fixture(scope="module")
 def joined(folder, config, tmp_path_factory):
-    """A run that `coal` joins in a place of its rank, and what compiled from then on."""
+    """A run that `coal` and `peat` join in places of their ranks, and what compiled from then on."""
     run = tmp_path_factory.mktemp("joined") / "run"
-    with CompilesWhileJoining(run, joining(folder, config, "coal")) as compiles:
+    several = [*joining(folder, config, "coal"), *joining(folder, config, "peat", **PATTERN)]
+    with CompilesWhileJoining(run, several) as compiles:
         result = train(config, run, listeners=[compiles])
     assert {name: adapter.status for name, adapter in result.adapters.items()} == dict.fromkeys(
-        ("ore", "salt", "coal"), "done"
+        ("ore", "salt", "coal", "peat"), "done"
     )
+    assert stack_of(RunFolder(run).read_config()).index["peat"] == 3
     return run, compiles.names
 
 
 def test_an_adapter_in_a_free_place_compiles_nothing(joined):
-    assert joined[1] == Counter()
+    """`peat` has a rank that no other has, so its optimizer step is compiled, once; `coal` has programs of others."""
+    assert joined[1].keys() <= OPTIMIZER_STEP
+    assert max(joined[1].values()) == 1
 
 
-def test_it_trains_as_it_does_alone(joined, folder, config, tmp_path):
+@pytest.mark.parametrize(("name", "lora"), [("coal", {}), nightly("peat", PATTERN)])
+def test_it_trains_as_it_does_alone(name, lora, joined, folder, config, tmp_path):
     run, _ = joined
-    (coal,) = joining(folder, config, "coal")
-    alone = without_places(config.model_copy(update={"adapters": (coal,)}))
+    (adapter,) = joining(folder, config, name, **lora)
+    alone = without_places(config.model_copy(update={"adapters": (adapter,)}))
     train(alone, tmp_path / "alone")
-    for key, array in weights_of(run, "coal").items():
-        np.testing.assert_allclose(array, weights_of(tmp_path / "alone", "coal")[key], rtol=0, atol=2e-5)
-    assert verify_exports(run)["coal"].same
+    for key, array in weights_of(run, name).items():
+        np.testing.assert_allclose(array, weights_of(tmp_path / "alone", name)[key], rtol=0, atol=2e-5)
+    assert verify_exports(run)[name].same
 
 
 @pytest.mark.parametrize("checkpoints", [1, nightly(0), 4])
@@ -130,7 +137,7 @@ def test_a_run_resumes_bitwise_with_it(checkpoints, joined, tmp_path):
     for slot in slots[checkpoints:]:
         shutil.rmtree(run / "state" / str(slot))
     assert resume(run).exit_code == 0
-    assert_bitwise(run, joined[0], ("ore", "salt", "coal"))
+    assert_bitwise(run, joined[0], ("ore", "salt", "coal", "peat"))
 
 
 @pytest.mark.nightly  # compiles the run twice

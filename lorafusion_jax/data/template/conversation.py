@@ -18,6 +18,7 @@ from lorafusion_jax.data.template.compiled import TemplateProblem, compile_templ
 from lorafusion_jax.data.template.hooks import RESERVED
 from lorafusion_jax.data.template.marks import Marked, Span, read_marks, spans_by_message
 
+MOST_MESSAGES = 1000  # of a conversation in which each answer takes a render of all that is before it
 PROBE = "\ufdd4"  # a message content that cannot occur elsewhere in the text
 REASONING = ("reasoning_content", "thinking", "reasoning")
 
@@ -102,11 +103,14 @@ class Conversation:
         """Returns the ranges of the answers, by message."""
         if any(RESERVED.search(text) for text in _nested_texts([self._messages, self._tools])):
             raise TemplateProblem("a message holds one of the code points U+FDD0 to U+FDD3, which no text may use")
+        turns = [turn for turn, message in enumerate(self._messages) if message["role"] == "assistant"]
+        marks_answers = compile_template(self._source)[2]
+        if not marks_answers and not last_only:
+            self._check_length()
         text = self.text
         marked = self._render_marked(self._messages)
         exact = marked.text == text  # False if the template measures or trims its own output, marks included
-        turns = [turn for turn, message in enumerate(self._messages) if message["role"] == "assistant"]
-        if compile_template(self._source)[2]:
+        if marks_answers:
             if not exact:
                 raise TemplateProblem("the template changes the text of its generation blocks afterwards")
             by_turn = spans_by_message(marked, turns)
@@ -117,6 +121,13 @@ class Conversation:
         for turn, spans in by_turn.items():
             self._check_tool_calls(text, turn, spans)
         return by_turn
+
+    def _check_length(self) -> None:
+        if len(self._messages) > MOST_MESSAGES:
+            raise TemplateProblem(
+                f"it has {len(self._messages)} messages, and a conversation has {MOST_MESSAGES} at most where the "
+                "template does not mark the answers"
+            )
 
     def _answer_span(self, text: str, written: Mapping[int, list[Span]], turn: int) -> Span:
         if len(written.get(turn, ())) != 1:
@@ -225,12 +236,24 @@ def _tool_names(tools: Any) -> list[str]:
 
 
 def _first_omitted(text: str, messages: Sequence[dict]) -> int | None:
-    """Returns the first message with a line that is not in the text; skips tool results, often written as JSON."""
+    """Returns the first message with a line that is not in the text; skips tool results, often written as JSON.
+
+    A message is first looked for after the one before it: from the beginning, each would take as long as all of them.
+    """
+    before = 0
+
+    def find(part: str) -> int:
+        position = text.find(part, before)
+        return position if position >= 0 or part not in text else 0
+
     for turn, message in enumerate(messages):
         parts = [_text_of(message), *(message.get(key) for key in REASONING)]
-        for part in parts if message["role"] != "tool" else ():
-            if not isinstance(part, str) or part.strip() in text:
-                continue
-            if any(line.strip() not in text for line in part.split("\n")):
-                return turn
+        texts = [part for part in parts if isinstance(part, str)] if message["role"] != "tool" else []
+        positions = [before]
+        for part in texts:
+            position = find(part.strip())
+            positions += [position] if position >= 0 else [find(line.strip()) for line in part.split("\n")]
+        if min(positions) < 0:
+            return turn
+        before = max(positions)
     return None
