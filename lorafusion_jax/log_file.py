@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Iterator
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
-from lorafusion_jax.readable import LOG, open_regular
+from lorafusion_jax.readable import LOG, open_regular, open_text
 
 LONGEST_LINE = 64_000_000  # bytes; a longer one is damaged
 CRC = b', "crc": "'  # follows the row without its CRC; then 8 hex digits and '"}'
@@ -66,6 +67,17 @@ def damaged_lines(path: Path) -> list[int]:
     ]
 
 
+def open_log(path: Path) -> BufferedReader:
+    """Opens a log for reading.
+
+    Raises:
+        NotReadableError: it is a pipe, a device or a socket, or begins with zeros that are no line.
+        OSError: as `open`.
+    """
+    large = path.stat().st_size > LONGEST_LINE
+    return open_text(path, LOG) if large else open_regular(path, LOG)
+
+
 def split_lines(content: bytes) -> list[bytes]:
     """Splits at line feeds only and keeps them."""
     lines = [line + b"\n" for line in content.split(b"\n")]
@@ -74,7 +86,7 @@ def split_lines(content: bytes) -> list[bytes]:
 
 def _lines(path: Path) -> Iterator[bytes]:
     if path.exists():
-        with open_regular(path, LOG) as file:
+        with open_log(path) as file:
             while line := file.readline(LONGEST_LINE):
                 yield line
 

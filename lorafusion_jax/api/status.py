@@ -14,6 +14,7 @@ from rich.text import Text
 from lorafusion_jax.checkpoint.begun_folder import read_start
 from lorafusion_jax.checkpoint.folder import PLAN, RunFolder
 from lorafusion_jax.checkpoint.run_lock import held_by
+from lorafusion_jax.checkpoint.saved_states import read_position
 from lorafusion_jax.errors import CheckpointError, LoraFusionError
 from lorafusion_jax.log_file import read_rows
 from lorafusion_jax.report.console import plain_table
@@ -54,9 +55,8 @@ def run_numbers(run: Path) -> dict:
     began = next((event for event in reversed(events) if event["kind"] == "started"), {})
     changes = [event for event in events if event["kind"] in ("started", *STATES)]
     state, reason = _state(changes, holder)
-    for row in adapters.values():  # the event of its end may have been in a part of events.jsonl that was lost
-        if state == "finished" and row["status"] == "running" and row["step"] == row["steps"]:
-            row["status"] = "done"
+    if state == "finished":
+        _add_lost_ends(run, adapters)
     evaluated = {name: metrics.adapters.get(name, {}).get("evaluated", {}) for name in adapters}
     ranking, stops = _rank(folder, adapters, evaluated), early_stops(events)
     times = [metrics.time, *(row.get("time") for row in events[-1:])]
@@ -86,6 +86,18 @@ def run_numbers(run: Path) -> dict:
         "spared_slots": stops.spared,
         **_phase(holder, start),
     }
+
+
+def _add_lost_ends(run: Path, adapters: dict[str, dict]) -> None:
+    """Reads how adapters ended from the newest checkpoint, where the events of that are lost."""
+    lost = [name for name, row in adapters.items() if row["status"] == "running"]
+    if not lost:
+        return
+    with suppress(LoraFusionError):
+        position = read_position(run / "state") or {}
+        for name, ended in position.get("adapters", {}).items():
+            if name in lost:
+                adapters[name] |= {"status": ended["status"], "reason": ended.get("reason", "")}
 
 
 def _rank(folder: RunFolder, adapters: dict[str, dict], evaluated: dict[str, dict]) -> Ranking:

@@ -14,8 +14,8 @@ from __future__ import annotations
 import io
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -31,10 +31,10 @@ from lorafusion_jax.checkpoint.transition import change_files, complete_change, 
 from lorafusion_jax.config.resolved import dump_config, read_resolved
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.config.values import BEGUN
-from lorafusion_jax.errors import CheckpointError, ConfigError
+from lorafusion_jax.errors import CheckpointError, ConfigError, LoraFusionError, raise_all
 from lorafusion_jax.files import PART, remove_folder, replace_text
 from lorafusion_jax.readable import PLAN as MOST_PLAN
-from lorafusion_jax.readable import open_text
+from lorafusion_jax.readable import SETTINGS, open_text, read_text
 from scheduling import Plan, PlanOutline, outline_from_lines
 
 CONFIG, RECORD, TIMELINE, PLAN = "config.yaml", "run.json", "timeline.json", "plan.json"
@@ -161,6 +161,26 @@ class RunFolder:
     def read_config(self) -> JobConfig:
         self._require(CONFIG)
         return read_resolved(self._current(CONFIG))
+
+    @contextmanager
+    def naming_changed_settings(self) -> Iterator[None]:
+        """Adds to errors within that config.yaml is not as the run wrote it: they may come from damage.
+
+        Raises:
+            ErrorList: with `run.config-changed`.
+        """
+        try:
+            yield
+        except LoraFusionError as problem:
+            written = run_record.file_digest(self.read_record(), CONFIG)
+            if written is None or written == run_record.text_digest(read_text(self._current(CONFIG), SETTINGS)):
+                raise
+            changed = CheckpointError(
+                "run.config-changed",
+                f"{self.path / CONFIG} is not as this run wrote it.",
+                fix="restore it from a copy, unless you changed it and the errors above tell what is wrong",
+            )
+            raise_all([*getattr(problem, "errors", [problem]), changed])
 
     def write_config(self, config: JobConfig, record: dict) -> None:
         """Replaces run.json and the current settings, which it also holds, in one step."""
@@ -289,6 +309,20 @@ class RunFolder:
         for old in steps[:-keep]:
             if old != best:
                 remove_folder(old)
+
+    def remove_later(self, name: str, step: int) -> None:
+        """Removes exported folders of steps after the last one of an adapter.
+
+        A killed process left them after a checkpoint from which the adapter took fewer steps.
+        """
+        later = [folder for folder in self.exported(name) if step_of(folder) > step]
+        if not later:
+            return
+        if self.best(name) in later:
+            (self.path / "adapters" / name / BEST).unlink()
+        _link(self.adapter_step(name, step), LATEST)
+        for folder in later:
+            remove_folder(folder)
 
     def mark_best(self, name: str, step: int, keep: int) -> None:
         """Links `best` to an exported folder; then as `mark_latest`."""

@@ -56,7 +56,17 @@ def find_damage(file: Path) -> str | None:
 
 def with_file_digest(record: dict, name: str, text: str) -> dict:
     """Returns the record with the digest of a file of the run folder."""
-    return record | {"files": record.get("files", {}) | {name: hashlib.sha256(text.encode()).hexdigest()}}
+    return record | {"files": record.get("files", {}) | {name: text_digest(text)}}
+
+
+def file_digest(record: dict, name: str) -> str | None:
+    """Returns the digest that `with_file_digest` has written."""
+    digest = record.get("files", {}).get(name)
+    return digest if isinstance(digest, str) else None
+
+
+def text_digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def damaged(file: Path, why: str) -> CheckpointError:

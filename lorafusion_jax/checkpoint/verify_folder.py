@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from lorafusion_jax.checkpoint.requests import FOLDER as REQUESTS
 from lorafusion_jax.checkpoint.saved_states import checkpoint_damage, slots_of
 from lorafusion_jax.errors import CheckpointError, LoraFusionError, first_few
 from lorafusion_jax.log_file import damaged_lines, read_rows
-from lorafusion_jax.readable import PLAN, read_bytes
+from lorafusion_jax.readable import PLAN, RECORD, check_regular, read_bytes
 
 LOGS = ("metrics.jsonl", "events.jsonl")
 RUN_FILES = ("plan.json", "run.json", CONFIG)
@@ -84,6 +85,7 @@ def _plan_damage(folder: RunFolder) -> str | None:
 def _check_digest(folder: RunFolder, name: str) -> FileCheck:
     try:
         digest = folder.read_record().get("files", {}).get(name)
+        check_regular(folder.path / name, RECORD)
         actual = digests.digest_of(folder.path / name)
     except LoraFusionError as problem:
         return FileCheck(name=name, files=0, note=f"not compared: {problem.what}")
@@ -97,6 +99,8 @@ def _check_digest(folder: RunFolder, name: str) -> FileCheck:
 def _logs(folder: RunFolder) -> Iterator[FileCheck]:
     for name in LOGS:
         if not (folder.path / name).is_file():
+            if os.path.lexists(folder.path / name):
+                yield FileCheck(name=name, damage=(f"{name}: it is not a file",))
             continue
         short = _missing_rows(folder) if name == "metrics.jsonl" else ()
         lines = damaged_lines(folder.path / name)

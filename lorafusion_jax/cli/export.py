@@ -15,7 +15,7 @@ from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.checkpoint.base_files import base_digests, check_base
 from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.checkpoint.digests import FILE as SUMS
-from lorafusion_jax.checkpoint.digests import find_damage, has_digests, refuse_damage
+from lorafusion_jax.checkpoint.digests import Damage, find_damage, has_digests, refuse_damage
 from lorafusion_jax.checkpoint.folder import RunFolder, step_of
 from lorafusion_jax.checkpoint.hub_upload import hub, upload
 from lorafusion_jax.checkpoint.new_folder import new_folder
@@ -26,6 +26,7 @@ from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.config.specs import adapter_spec
 from lorafusion_jax.errors import CheckpointError, ConfigError, raise_all
 from lorafusion_jax.log_file import read_rows
+from lorafusion_jax.readable import RECORD, NotReadableError, check_regular
 from lorafusion_jax.report.card_results import results
 from lorafusion_jax.report.console import out, say
 from lorafusion_jax.weights.table import NONE
@@ -201,14 +202,18 @@ def _failure(folder: RunFolder, adapter: str) -> str | None:
 
 def _copy(source: Path, draft: Path) -> None:
     """Copies an exported folder and compares the copy with its digests."""
+    fix = f"--step another step; if you changed the file yourself, remove {source / SUMS}"
     for file in sorted(source.rglob("*")):
         target = draft / file.relative_to(source)
         if file.is_dir() and not file.is_symlink():
             target.mkdir()
-        else:
-            shutil.copyfile(file, target)
+            continue
+        try:
+            check_regular(file, RECORD if file.name == SUMS else None)
+        except NotReadableError as problem:
+            refuse_damage("export.damaged", [Damage(file=file, why=str(problem))], fix=fix)
+        shutil.copyfile(file, target)
     if has_digests(draft):
-        fix = f"--step another step; if you changed the file yourself, remove {source / SUMS}"
         refuse_damage("export.damaged", find_damage(draft), fix=fix)
 
 

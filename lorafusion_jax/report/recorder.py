@@ -19,9 +19,9 @@ import time
 from pathlib import Path
 
 from lorafusion_jax.files import naming, replace_bytes
-from lorafusion_jax.log_file import encode_row, parse_row, split_lines
+from lorafusion_jax.log_file import encode_row, open_log, parse_row, split_lines
 from lorafusion_jax.log_file import read_rows as read_rows
-from lorafusion_jax.readable import LOG, check_regular, read_bytes
+from lorafusion_jax.readable import LOG, read_bytes
 from lorafusion_jax.report.events import AdapterChanged, PhaseBegun, RunEvent, StateSaved
 
 METRICS = ("step", "eval", "slot")
@@ -45,7 +45,7 @@ class Recorder:
         self._metrics, self._events = directory / "metrics.jsonl", directory / "events.jsonl"
         for file in (self._metrics, self._events):
             if file.exists():
-                check_regular(file, LOG)  # a pipe would make the run wait
+                open_log(file).close()  # a pipe would make the run wait
         if resume_slot is not None:
             _cut_after(self._metrics, resume_slot)
             _drop_repeated(self._events, resume_slot)

@@ -10,8 +10,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from lorafusion_jax.log_file import LONGEST_LINE, parse_row, read_rows
-from lorafusion_jax.readable import LOG, open_regular
+from lorafusion_jax.log_file import LONGEST_LINE, open_log, parse_row, read_rows
 
 SLOT_ROWS = 1000  # newest rows for the rates: about half an hour
 SPARE = 3  # newest steps of an adapter, in case the last row is damaged
@@ -46,7 +45,7 @@ def read_summary(folder: Path) -> MetricsSummary:
     path = folder / "metrics.jsonl"
     if not path.exists():
         return summary
-    with open_regular(path, LOG) as file:
+    with open_log(path) as file:
         while line := file.readline(LONGEST_LINE):
             if line.startswith(STEP):
                 start = line.find(ADAPTER) + len(ADAPTER)

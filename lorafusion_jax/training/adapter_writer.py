@@ -46,7 +46,14 @@ class AdapterWriter:
         self._model = ModelConfig.from_hf(base_directory(job.config))
 
     def write(
-        self, name: str, step: int, weights: Mapping[str, np.ndarray], *, failure: str = "", best: bool = False
+        self,
+        name: str,
+        step: int,
+        weights: Mapping[str, np.ndarray],
+        *,
+        failure: str = "",
+        best: bool = False,
+        last: bool = False,
     ) -> Path:
         """Writes one adapter and returns its folder. Keeps a folder from this process or of an earlier step.
 
@@ -54,7 +61,14 @@ class AdapterWriter:
             weights: its weights, "layers.self_attn.q_proj.lora_a" → [L, K, r], and other leaves.
             failure: why the adapter failed after this step (empty: it did not); recorded in the folder.
             best: whether `best` links to the folder from here on.
+            last: whether the adapter is done at this step; folders of later steps are removed.
         """
+        target = self._write(name, step, weights, failure, best)
+        if last:
+            self._folder.remove_later(name, step)
+        return target
+
+    def _write(self, name: str, step: int, weights: Mapping[str, np.ndarray], failure: str, best: bool) -> Path:
         target = self._folder.adapter_step(name, step)
         keep = self._job.config.save.keep
         if target.exists() and not failure and (step < self._since.get(name, 0) or target in self._written):
@@ -63,13 +77,12 @@ class AdapterWriter:
             return target
         config = self._job.config
         spec = adapter_spec(config.adapter(name), model_targets(config), tokenizer_file(config))
-        new = not target.exists()
         self._export(spec, step, weights, target, failure)
         self._written.add(target)
         if best:
             self._folder.mark_best(name, step, keep)
-        elif new:
-            self._folder.mark_latest(name, keep)
+        else:
+            self._folder.mark_latest(name, keep)  # also of one that a killed process left without its link
         return target
 
     def _export(

@@ -59,7 +59,8 @@ def stopped_otherwise(plan: Plan, changes: Sequence[Change]) -> list[tuple[str, 
     """Returns adapters that the plan stops without a change: those dropped when the run was resumed."""
     changed: set[str] = set()
     for change in changes:
-        if change.action in ("cancel", "pause", "finish", "free", "stop"):
+        early = change.action in ("finish", "stop") and not change.steps  # others take their batch to its end
+        if change.action in ("cancel", "pause", "free") or early:
             changed.add(change.adapter)
         elif change.action == "continue":
             changed.discard(change.adapter)

@@ -48,7 +48,7 @@ class ExportQueue:
 
     def submit(self, adapter: AdapterProgress, slots_done: int) -> None:
         """Queues the folder of an adapter that has ended. `poll` reports when it is complete."""
-        name, step, failure = adapter.name, adapter.step, adapter.failure
+        name, step, failure, done = adapter.name, adapter.step, adapter.failure, adapter.status == "done"
         read_weights = self._read(name)
 
         def on_done(written: Path | Problem | None) -> None:
@@ -59,7 +59,7 @@ class ExportQueue:
             if adapter.status == "done":
                 self._listener(AdapterDone(slot=slots_done, adapter=name, step=step))
 
-        self._queue.submit(lambda: self._try_write(name, step, read_weights, failure), on_done)
+        self._queue.submit(lambda: self._try_write(name, step, read_weights, failure, last=done), on_done)
 
     def submit_best(self, adapter: AdapterProgress, slots_done: int) -> None:
         """Queues the folder of the current step, to which `best` links then. Only errors are reported."""
@@ -73,12 +73,12 @@ class ExportQueue:
         self._queue.submit(lambda: self._try_write(name, step, read_weights, "", best=True), on_done)
 
     def _try_write(
-        self, name: str, step: int, read_weights: Weights, failure: str, *, best: bool = False
+        self, name: str, step: int, read_weights: Weights, failure: str, *, best: bool = False, last: bool = False
     ) -> Path | Problem | None:
         if not is_first():
             return None
         try:
-            return self._writer.write(name, step, read_weights(), failure=failure, best=best)
+            return self._writer.write(name, step, read_weights(), failure=failure, best=best, last=last)
         except (LoraFusionError, OSError) as problem:
             if _disk_is_full(problem):
                 raise

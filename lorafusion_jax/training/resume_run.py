@@ -89,12 +89,14 @@ def _continue_run(
     has_requests = any_process(bool(request_files(folder.path) or damaged_exports))
     nothing_left = checkpoint.slot == before.num_slots and not has_requests
     if nothing_left and not (progress := Progress.of(checkpoint.position)).unwritten:
+        folder.check_record_file()
         if is_first():  # a kill may have come before the links
             folder.mark_exports(config.save.keep)
         return _complete_result(folder, before, progress, listeners)
     with fail_together():
-        check_mesh(config)
-        prepared = prepare(config)
+        with folder.naming_changed_settings():
+            check_mesh(config)
+            prepared = prepare(config)
         stop_if_asked()
         check_record(record, prepared, before, checkpoint.position.get("plan"))
         check_settings(folder.recorded_config(), settings)
@@ -113,6 +115,8 @@ def _continue_run(
     for notice in _folder_notices(folder, checkpoint, record, damaged_exports):
         fan_out(all_listeners)(notice)
     record["base_files"] = base_files
+    if is_first():  # a kill may have come before the links
+        folder.mark_exports(config.save.keep)
     return launch(config, prepared, plan, folder, record, all_listeners, checkpoint=checkpoint, before=before)
 
 

@@ -28,6 +28,7 @@ from campaigns.quick_session import QuickExecutor, alone
 
 from lorafusion_jax.api.status import run_numbers
 from lorafusion_jax.checkpoint.folder import RunFolder
+from lorafusion_jax.checkpoint.verify_folder import verify_folder
 from lorafusion_jax.config import load_config
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.data.prepare import prepare
@@ -235,6 +236,8 @@ class Sequence:
         """A run that has ended reads fewer files when it is resumed than other commands do: they may ask for a copy."""
         if self.damaged is None:
             return
+        if self.damaged == self.run / "config.yaml" and any(check.damage for check in verify_folder(self.run)):
+            self.damaged.write_bytes(self.content)
         try:
             run_numbers(self.run)
             RunFolder(self.run).read_config()

@@ -9,7 +9,13 @@ from campaigns.sequences import Sequence, link_rows, prepare_rows
 from more_cases import nightly
 
 FEW, MANY, A_TEST = 6, 2000, 50
-ONCE_LOST = [1013]  # dropped before the run's first checkpoint
+ONCE_LOST = [
+    1013,  # dropped before the run's first checkpoint
+    789,  # dropped while it finished its batch
+    942,  # finished at an earlier step than that of a folder which a kill had left
+    620,  # the event of its end was damaged
+    251,  # config.yaml was cut to settings that can be read
+]
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +34,11 @@ def disk():
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # a kill ends all threads
 @pytest.mark.parametrize(
     "seeds",
-    [range(FEW), ONCE_LOST, *(nightly(range(first, first + A_TEST)) for first in range(FEW, MANY, A_TEST))],
+    [
+        range(FEW),
+        *([seed] for seed in ONCE_LOST),
+        *(nightly(range(first, first + A_TEST)) for first in range(FEW, MANY, A_TEST)),
+    ],
     ids=str,
 )
 def test_nothing_is_lost(seeds, prepared_home, disk, tmp_path):

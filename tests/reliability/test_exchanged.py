@@ -22,7 +22,7 @@ from lorafusion_jax.cli.main import run as lorafusion
 from lorafusion_jax.config import load_config
 from lorafusion_jax.errors import CheckpointError
 from lorafusion_jax.report.recorder import read_rows
-from lorafusion_jax.training import RunFolder
+from lorafusion_jax.training import RunFolder, resume
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +60,13 @@ def unfinished(whole_run, tmp_path) -> Unfinished:
 def resumed(unfinished, capsys):
     """resumed(*settings) → (exit code, errors, output) of resuming the run."""
 
-    def resume(*settings):
+    def resume_it(*settings):
         capsys.readouterr()
         code = lorafusion(["resume", str(unfinished.run), *settings])
         shown = capsys.readouterr()
         return code, shown.err, shown.out
 
-    return resume
+    return resume_it
 
 
 def test_a_moved_run_goes_on(unfinished, resumed, whole_run):
@@ -97,6 +97,35 @@ def test_edited_settings_are_refused_with_the_difference(unfinished, resumed):
     assert code == 2
     assert "error[run.config-changed]" in err
     assert f"adapters.law.optim.lr was {before} and is 0.5" in err
+
+
+def test_errors_of_settings_that_are_not_the_runs_say_so(unfinished, resumed):
+    """A cut or a flip may leave settings that can be read, as of data in another folder."""
+    unfinished.edit_config(base__model=str(unfinished.home / "nowhere"))
+    code, err, _ = resumed()
+    assert code == 2
+    assert "error[model.missing]" in err
+    assert "config.yaml is not as this run wrote it" in err
+    assert "restore it" in err
+
+
+def test_a_finished_run_whose_record_is_damaged_is_refused(copied):
+    file = copied().run / "run.json"
+    text = file.read_text()
+    file.write_text(text.replace('"versions"', '"Versions"', 1))
+    with pytest.raises(CheckpointError, match=r"run\.record"):
+        resume(file.parent)
+    file.write_text(text)
+    assert resume(file.parent).exit_code == 0
+
+
+def test_a_link_that_a_kill_cost_is_there_after_a_resume(unfinished, resumed):
+    link = unfinished.run / "adapters" / "law" / "latest"
+    link.unlink()
+    code, err, _ = resumed()
+    assert code == 0, err
+    assert link.is_symlink()
+    assert link.is_dir()
 
 
 def test_settings_that_resume_may_change_are_noted(unfinished, resumed):

@@ -1,0 +1,76 @@
+"""Files of a run folder that are pipes, devices, folders or gigabytes of zeros: every command says so, and at once."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+
+import limits
+import pytest
+import small_jobs
+from campaigns.quick_runs import command, listening, quick_runs
+from more_cases import mostly_nightly
+
+FILES = ("config.yaml", "events.jsonl", "metrics.jsonl", "plan.json", "run.json", "run.lock", "adapters/law/latest/*")
+COMMANDS = ("status", "verify", "resume", "report", "export")
+
+
+def pipe(path):
+    os.mkfifo(path)
+
+
+def device(path):
+    path.symlink_to("/dev/zero")
+
+
+def folder(path):
+    path.mkdir()
+
+
+def zeros(path):
+    with path.open("wb") as file:
+        file.truncate(20 * 10**9)
+
+
+STRANGE = {"a pipe": pipe, "a device": device, "a folder": folder, "20 GB of zeros": zeros}
+CASES = [(file, what) for file in FILES for what in STRANGE]
+ALWAYS = [("events.jsonl", "20 GB of zeros"), ("metrics.jsonl", "a pipe"), ("adapters/law/latest/*", "a pipe")]
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory, tiny_base):
+    """A run that stands still after its first step, when its adapter has been exported."""
+    home = tmp_path_factory.mktemp("hostile")
+    entry = {"name": "law", "data": {"train": small_jobs.write_rows(home, "law", 6)}, "batch": {"global_samples": 2}}
+    small_jobs.write_job(home, tiny_base, [entry], save={"every_steps": 1})
+
+    def stop(event):
+        if event.kind == "step":
+            signal.raise_signal(signal.SIGTERM)
+
+    with quick_runs():
+        with listening(stop):
+            assert command("train", home / "jobs.yaml", "--out", home / "run").code == 130
+        yield home / "run"
+
+
+@pytest.mark.parametrize(("file", "what"), mostly_nightly(CASES, ALWAYS))
+def test_every_command_says_so(file, what, stopped, tmp_path):
+    for name in COMMANDS:
+        run = tmp_path / name
+        shutil.copytree(stopped, run, symlinks=True)
+        spoilt = [path for path in run.glob(file) if path.is_file()]
+        assert spoilt
+        if len(spoilt) > 1 and what == "20 GB of zeros":
+            spoilt = [path for path in spoilt if path.name == "SHA256SUMS"]  # others are compared byte by byte
+        for path in spoilt:
+            path.unlink()
+            STRANGE[what](path)
+        arguments = [run, "law", "--to", tmp_path / "exported"] if name == "export" else [run]
+        with limits.limited():
+            outcome = command(name, *arguments)
+        assert outcome.code in (0, 1, 2, 3), (name, outcome.text[-2000:])
+        assert "Traceback" not in outcome.text, name
+        assert name != "verify" or file == "run.lock" or outcome.code, "a damaged file is not noticed"
+        shutil.rmtree(tmp_path / "exported", ignore_errors=True)
