@@ -125,7 +125,7 @@ def test_a_job_survives_its_node_and_a_restart_of_the_server(cluster, tmp_path, 
 
 
 def test_jobs_survive_the_head_of_the_cluster(tmp_path, tiny_base):
-    """Without it no worker starts, and jobs are accepted and wait; a server with another cluster ends them."""
+    """Ray may end a server that is without it; one that starts with another cluster ends all jobs."""
     nodes = Nodes()
     server = Server(tmp_path / "home", tiny_base, save_s=0.3, lease_s=4.0, more=options(nodes))
     server.start()
@@ -135,11 +135,9 @@ def test_jobs_survive_the_head_of_the_cluster(tmp_path, tiny_base):
     weights = load_file(alone.adapter(tmp_path / "alone") / "adapter_model.safetensors")
     moved = client.submit(spec)
     wait_for(lambda: moved.show()["step"] >= 1)
-    nodes.close()
-    wait_for(lambda: moved.show()["state"] == "queued")
     later = client.submit(spec)
-    wait_for(lambda: later.show()["state"] == "queued")
-    server.end(signal.SIGKILL)  # Ray would end it after a minute without a head
+    nodes.close()
+    server.end(signal.SIGKILL)  # if it lives
     other = Nodes()
     server.more = options(other)
     server.start()
