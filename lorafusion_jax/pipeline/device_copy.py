@@ -45,9 +45,9 @@ def read_together(arrays: Sequence[InParts]) -> list[np.ndarray]:
     group: list[tuple[jax.Array, np.ndarray, Any]] = []
     for array, target in zip(arrays, targets, strict=True):
         count = len(array.parts)
-        places = np.array_split(target, count, array.axis) if count > 1 else [target]
-        for part, place in zip(array.parts, places, strict=True):
-            group += [(shard.data, place, shard.index) for shard in part.addressable_shards if shard.replica_id == 0]
+        pieces = np.array_split(target, count, array.axis) if count > 1 else [target]
+        for part, piece in zip(array.parts, pieces, strict=True):
+            group += [(shard.data, piece, shard.index) for shard in part.addressable_shards if shard.replica_id == 0]
             if sum(data.nbytes for data, _, _ in group) >= GROUP:
                 _transfer_group(group)
                 group = []

@@ -30,6 +30,7 @@ from campaigns.tiny_run import write_base
 from safetensors.numpy import load_file
 
 from benchmarks.csv_rows import append_row
+from benchmarks.measured_code import write_measured
 from lorafusion_serve.client import Client, Job
 
 EPOCHS = 60
@@ -69,6 +70,7 @@ def main() -> int:
     parser.add_argument("--shard", type=int, help="run this one only")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
+    write_measured(options.out)
     if options.shard is not None:
         return run_shard(options)
     if options.work is None:
