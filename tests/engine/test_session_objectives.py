@@ -29,14 +29,20 @@ from lorafusion_jax.training import train
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
+# A gradient that is a difference of two texts has more rounding: eps is above it, see `write_config`.
+DIFFERENCE = {"lr": 5e-3, "schedule": "constant", "warmup": 0, "eps": 1e-2}
 ADAPTERS = {
     "plain": {"lora": {"rank": 4, "dropout": 0.1}, "data": {"train": "texts.jsonl"}},
-    "prefers": {"lora": {"rank": 3, "dropout": 0.1}, "objective": {"name": "dpo", "beta": 0.3, "sft": 0.1}},
+    "prefers": {
+        "lora": {"rank": 3, "dropout": 0.1},
+        "objective": {"name": "dpo", "beta": 0.3, "sft": 0.1},
+        "optim": DIFFERENCE,
+    },
     "judged": {"lora": {"kind": "dora", "rank": 3}, "objective": {"name": "kto", "group": 2}},
-    "scores": {  # its gradient is a difference of two texts, which has more rounding: eps above it, see below
+    "scores": {
         "lora": {"rank": 2, "targets": ["down_proj"]},
         "objective": {"name": "reward", "center": 0.02},
-        "optim": {"lr": 5e-3, "schedule": "constant", "warmup": 0, "eps": 1e-2},
+        "optim": DIFFERENCE,
     },
     "folded": {"lora": {"kind": "vera", "rank": 5, "dropout": 0.0}, "objective": {"name": "orpo"}},
 }

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -11,11 +13,14 @@ from lorafusion_jax import plugins
 from lorafusion_jax.errors import ConfigError
 
 GROUP = "lorafusion_jax.numbers"
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
 def reads(monkeypatch):
-    """How often installed packages were read."""
+    """How often installed packages were read. Other tests write into the folders of the repository meanwhile."""
+    outside = [path for path in sys.path if "site-packages" in path or not Path(path).resolve().is_relative_to(ROOT)]
+    monkeypatch.setattr(sys, "path", outside)
     readings = []
     monkeypatch.setattr(plugins, "entry_points", lambda: readings.append(1) or importlib.metadata.entry_points())
     return readings

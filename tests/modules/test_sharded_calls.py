@@ -7,7 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cuda_lowering import H200, num_kernels
 from flax import nnx
+from jax.sharding import AbstractMesh, AxisType, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
 from more_cases import mostly_nightly
 
@@ -155,6 +157,35 @@ def test_a_model_for_an_explicit_mesh_trains_as_on_one_device_and_moves_no_more_
     np.testing.assert_allclose(loss, want_loss, rtol=1e-6)  # sums in another order
     for ours, theirs in zip(jax.tree.leaves(gradients), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5 * np.abs(theirs).max())
+
+
+@pytest.mark.nightly  # eight seconds for ten kernels of Mosaic
+def test_the_same_model_is_lowered_for_cuda(monkeypatch):
+    """In bfloat16 and at a width that kernels are for, each layer has Mosaic's products forward and backward."""
+    for name, size in {"D": 2048, "F": 4096, "HEADS": 16, "C": 128}.items():
+        monkeypatch.setitem(globals(), name, size)
+    explicit, axes = (AxisType.Explicit, AxisType.Explicit), LAYOUTS["fsdp and tensor"]
+    mesh = AbstractMesh((2, 2), ("fsdp", "tp"), axis_types=explicit, abstract_device=H200)
+    with use_abstract_mesh(mesh):
+        model = nnx.eval_shape(lambda: apply_lora(Net(axes, nnx.Rngs(0)), SPECS, targets="all-linear"))
+        graph, state = nnx.split(model)
+        state = jax.tree.map(lambda leaf: in_bfloat16(leaf) if leaf.dtype == jnp.float32 else leaf, state)
+        spec = jax.NamedSharding(mesh, axes("rows", None, "features"))
+        x = jax.ShapeDtypeStruct((8, 1024, D), jnp.bfloat16, sharding=spec)
+
+        def loss(state, x):
+            with use_adapters(SPECS, TABLE):
+                return jnp.mean(nnx.merge(graph, state)(x) ** 2)
+
+        traced = jax.jit(jax.grad(loss, allow_int=True)).trace(state, x)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    _, mosaic = num_kernels(text)
+    assert mosaic == 2 * 5
+    assert text.count("manual_computation") == 2 * 5  # each layer computes what a device has
+
+
+def in_bfloat16(leaf):
+    return jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16, sharding=leaf.sharding)
 
 
 def test_a_merged_model_on_a_mesh_computes_what_its_adapter_computes(axes):

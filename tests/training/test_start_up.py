@@ -52,6 +52,7 @@ def test_stages_compile_side_by_side_while_the_base_is_read(config, tmp_path, mo
             in_time.append(compiling.wait(PATIENCE_S))
         return read_tensor(tensor, *arguments)
 
+    jax.clear_caches()  # what an earlier test has compiled is not on the disk where that test kept nothing
     with monkeypatch.context() as patch:
         patch.setattr(warm_up, "time_passes", together)
         patch.setattr(loading, "_read_tensor", late)
