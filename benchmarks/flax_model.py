@@ -28,7 +28,6 @@ import re
 import statistics
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -44,9 +43,11 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from benchmarks.collectives import collectives
 from benchmarks.conditions import conditions
 from benchmarks.end_to_end import kernel_times
 from benchmarks.flax_qwen3 import EinsumLoRA, Qwen3Layer, rotate
+from benchmarks.flax_sizes import QWEN3, SMALL, Size
 from lorafusion_jax.modules import AdapterSpec, apply_lora, lora_report, quantize_base, share_inputs, use_adapters
 from pallas_kernels import compiler_options, config_store
 from pallas_kernels.arg_specs import LinearSpec
@@ -56,8 +57,6 @@ from pallas_kernels.tuning.tune import tune
 PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
 COLUMN, ROW = P(None, "tensor"), P("tensor", None)  # of a kernel [in, out]
 TENSOR = {name: ROW if name in ("o", "down") else COLUMN for name in PROJECTIONS}
-COLLECTIVE = re.compile(r" (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(-start)?\(")
-SHAPE = re.compile(r"(pred|[a-z]+\d+)\[([\d,]*)\]")
 VARIANTS = ["frozen", "nnx.LoRA", "qwix", "ours 1", "ours 4", "ours 4 dropout 0.1"]
 QWEN3_VARIANTS = ["frozen", "nnx.LoRA", "qwix", "ours 1", "ours 4", "ours 1 fp8", "ours 4 fp8"]
 STORED = ("fp8", "int8", "nf4")  # kinds of quantize_base
@@ -67,27 +66,6 @@ TOP = 25  # kernels of a profile to print
 ROUNDS, STEPS = 5, 4  # turns of each variant, timed steps of a turn
 RESERVE = 0.75  # of the time; no variant is compiled after that
 AGREE = 2e-2  # relative, of gradients in bfloat16: one rounding is 2^-8, sums come in another order
-
-
-@dataclass(frozen=True, kw_only=True)
-class Size:
-    """Dimensions of the model and of a batch."""
-
-    vocabulary: int = 16_384
-    width: int = 4096
-    hidden: int = 14_336
-    layers: int = 4
-    heads: int = 32
-    kv_heads: int = 8
-    examples: int = 4
-    positions: int = 2048
-    rank: int = 16
-    dtype: Any = jnp.bfloat16
-    qwen3: bool = False  # layers as Bonsai's Qwen3 has them
-
-
-QWEN3 = Size(vocabulary=32_768, width=2048, hidden=6144, layers=18, heads=16, kv_heads=8, qwen3=True)
-SMALL = Size(vocabulary=64, width=64, hidden=96, heads=4, kv_heads=2, layers=2, positions=16, rank=4, dtype=jnp.float32)
 
 
 class Probe(nnx.Variable):
@@ -479,24 +457,6 @@ def put_on_mesh(variant: Variant, mesh: jax.sharding.Mesh) -> None:
 
 def spec_of(path: tuple) -> P:
     return TENSOR.get(path[-2], P()) if len(path) > 1 and path[-1] == "kernel" and "opt_state" not in path else P()
-
-
-def collectives(text: str) -> dict[str, dict[str, Any]]:
-    """Of each kind of collective in a compiled program: how many there are, bytes and shapes of their results."""
-    kinds: dict[str, dict[str, Any]] = {}
-    for line in text.splitlines():
-        if (match := COLLECTIVE.search(line)) is None or " = " not in line[: match.start()]:
-            continue
-        kind = kinds.setdefault(match[1], {"count": 0, "bytes": 0, "shapes": Counter()})
-        kind["count"] += 1
-        for dtype, dims in SHAPE.findall(line[: match.start()].split(" = ", 1)[1]):
-            kind["shapes"][f"{dtype}[{dims}]"] += 1
-            kind["bytes"] += _bytes(dtype) * int(np.prod([int(number) for number in dims.split(",") if number]))
-    return kinds
-
-
-def _bytes(dtype: str) -> int:
-    return max(int(re.sub(r"\D", "", dtype) or 8) // 8, 1)
 
 
 def main() -> int:

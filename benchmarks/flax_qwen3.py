@@ -8,9 +8,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from benchmarks.flax_sizes import Size
+
 
 class Qwen3Layer(nnx.Module):
-    def __init__(self, size: Any, rngs: nnx.Rngs):
+    def __init__(self, size: Size, rngs: nnx.Rngs):
         head = size.width // size.heads
         kind = {"dtype": size.dtype, "param_dtype": size.dtype, "rngs": rngs}
         into = {"q": size.heads, "k": size.kv_heads, "v": size.kv_heads}

@@ -30,32 +30,32 @@ class InParts:
     axis: int
 
     def read(self) -> np.ndarray:
-        array = np.empty(self.shape, self.parts[0].dtype)
-        places = np.array_split(array, len(self.parts), self.axis) if len(self.parts) > 1 else [array]
-        for part, target in zip(self.parts, places, strict=True):
-            for shard in part.addressable_shards:
-                if shard.replica_id == 0:
-                    target[shard.index] = _transfer(shard.data)  # in turn, so that they share pinned memory
-        return array
+        """Reads its parts in turn, so that they share pinned memory."""
+        return read_together([self], most=1)[0]
 
 
-def read_together(arrays: Sequence[InParts]) -> list[np.ndarray]:
-    """Reads arrays in groups of parts, so that a group waits once for a device that is busy, and not each array."""
+def read_together(arrays: Sequence[InParts], *, most: int = GROUP) -> list[np.ndarray]:
+    """Reads arrays in groups of parts, so that a group waits once for a device that is busy, and not each array.
+
+    Args:
+        most: bytes with which a group ends.
+    """
     targets = [np.empty(array.shape, array.parts[0].dtype) for array in arrays]
     group: list[tuple[jax.Array, np.ndarray, Any]] = []
     for array, target in zip(arrays, targets, strict=True):
         count = len(array.parts)
         pieces = np.array_split(target, count, array.axis) if count > 1 else [target]
         for part, piece in zip(array.parts, pieces, strict=True):
-            group += [(shard.data, piece, shard.index) for shard in part.addressable_shards if shard.replica_id == 0]
-            if sum(data.nbytes for data, _, _ in group) >= GROUP:
-                _transfer_group(group)
-                group = []
-    _transfer_group(group)
+            for shard in (shard for shard in part.addressable_shards if shard.replica_id == 0):
+                group.append((shard.data, piece, shard.index))
+                if sum(data.nbytes for data, _, _ in group) >= most:
+                    _transfer(group)
+                    group = []
+    _transfer(group)
     return targets
 
 
-def _transfer_group(group: Sequence[tuple[jax.Array, np.ndarray, Any]]) -> None:
+def _transfer(group: Sequence[tuple[jax.Array, np.ndarray, Any]]) -> None:
     for data, (_, target, index) in zip([_pinned(data) for data, _, _ in group], group, strict=True):
         target[index] = np.asarray(data)
 
@@ -72,11 +72,6 @@ def find_cuts(shape: Sequence[int], shard_shape: Sequence[int], item: int) -> tu
 def cut(leaf: jax.Array, axis: int, count: int) -> list[jax.Array]:
     """Copies an array, as parts."""
     return jnp.array_split(leaf, count, axis) if count > 1 else [jnp.copy(leaf)]
-
-
-def _transfer(data: jax.Array) -> np.ndarray:
-    """Reads an array of one device, through pinned memory if the device can."""
-    return np.asarray(_pinned(data))
 
 
 def _pinned(data: jax.Array) -> jax.Array:

@@ -39,7 +39,12 @@ def test_a_copy_in_parts_holds_the_state_of_its_moment(session, monkeypatch):
         jax.tree.map(lambda leaf: leaf.delete(), [stage.sums, stage.optimizers, stage.lora])
     transferred = []
     transfer = device_copy._transfer
-    monkeypatch.setattr(device_copy, "_transfer", lambda data: (transferred.append(data.nbytes), transfer(data))[1])
+
+    def noted(group):
+        transferred.append(sum(data.nbytes for data, _, _ in group))
+        transfer(group)
+
+    monkeypatch.setattr(device_copy, "_transfer", noted)
     state = taken.state()
     assert jax.tree.structure(state) == jax.tree.structure(expected)
     jax.tree.map(np.testing.assert_array_equal, state, expected)

@@ -6,7 +6,6 @@ Each is tried by a command in this process. What is not read within its limits w
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from datetime import datetime, timedelta
 
@@ -14,6 +13,7 @@ import pyarrow as pa
 import pytest
 import small_jobs
 from pyarrow import parquet
+from strange_files import STRANGE
 
 from lorafusion_jax.cli.main import run
 
@@ -41,25 +41,7 @@ def refused(home, capfd, *arguments):
     return text
 
 
-def pipe(path):
-    os.mkfifo(path)
-
-
-def device(path):
-    path.symlink_to("/dev/zero")
-
-
-def folder(path):
-    path.mkdir()
-
-
-def zeros(path):
-    with path.open("wb") as file:
-        file.truncate(20 * 10**9)
-
-
 FILES = ("jobs.yaml", "law.jsonl", "base/config.json", "base/model.safetensors", "base/tokenizer.json")
-STRANGE = {"a pipe": pipe, "a device": device, "a folder": folder, "20 GB of zeros": zeros}
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
 
@@ -11,29 +10,12 @@ import pytest
 import small_jobs
 from campaigns.quick_runs import command, listening, quick_runs
 from more_cases import mostly_nightly
+from strange_files import STRANGE
 
 FILES = ("config.yaml", "events.jsonl", "metrics.jsonl", "plan.json", "run.json", "run.lock", "adapters/law/latest/*")
 COMMANDS = ("status", "verify", "resume", "report", "export")
 
 
-def pipe(path):
-    os.mkfifo(path)
-
-
-def device(path):
-    path.symlink_to("/dev/zero")
-
-
-def folder(path):
-    path.mkdir()
-
-
-def zeros(path):
-    with path.open("wb") as file:
-        file.truncate(20 * 10**9)
-
-
-STRANGE = {"a pipe": pipe, "a device": device, "a folder": folder, "20 GB of zeros": zeros}
 CASES = [(file, what) for file in FILES for what in STRANGE]
 ALWAYS = [("events.jsonl", "20 GB of zeros"), ("metrics.jsonl", "a pipe"), ("adapters/law/latest/*", "a pipe")]
 

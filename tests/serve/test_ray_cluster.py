@@ -10,8 +10,8 @@ from importlib.util import find_spec
 
 import pytest
 from campaigns.node_kills import Nodes
-from campaigns.service_kills import is_same
 from campaigns.service_process import Server, specs
+from campaigns.service_trials import is_same
 from safetensors.numpy import load_file
 from small_jobs import write_rows
 
