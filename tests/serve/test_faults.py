@@ -386,8 +386,8 @@ def test_a_database_that_takes_nothing_leaves_nothing(running, job, monkeypatch,
         while problem is None:
             try:
                 there.append(client.submit(job).id)
-            except ServiceError as refusal:
-                problem = refusal
+            except ServiceError as error:
+                problem = error
         assert (problem.status, problem.problems[0]["code"]) == answer
         listed = {row["id"] for row in client.request("GET", "/v1/jobs?limit=200")["items"]}
         assert listed >= set(there)
