@@ -326,7 +326,7 @@ class Controller:
             on_worker = self._jobs.in_states(connection, *ON_WORKER)  # also those that leave, to pause or to end
         taken: dict[str, set[int]] = {}
         for job in on_worker:
-            taken.setdefault(job["group"], set()).add(job["place"])
+            taken.setdefault(job["group"], set()).add(job["place"])  # None: it is being written
         tried = jobs_tried_alone(rows, wanted.group)
         layouts = {name: Places.of(session.plan.places) for name, session in self._sessions.items() if session.trains}
         for job in rows:
@@ -399,7 +399,9 @@ def jobs_tried_alone(rows: Sequence[Job], group: Mapping[str, str]) -> dict[str,
 
 
 def _may_run(job: Job) -> bool:
-    """Whether a job trains or waits to train, rather than to be paused or cancelled."""
+    """Whether a job trains or waits to train, rather than to be paused, cancelled or written."""
+    if job["state"] == "running" and job["place"] is None:
+        return is_suspect(job)  # its export may be what ends its worker
     return job["state"] != "draining" or job["after_drain"] in (None, "preempt")
 
 

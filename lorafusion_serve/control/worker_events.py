@@ -84,6 +84,8 @@ class WorkerEvents:
             case "started":
                 if job["state"] in ("starting", "draining"):
                     self._jobs.change(connection, name, "started", actor=actor, steps=event.get("steps", job["steps"]))
+            case "vacated":  # its last step is taken; it is done once its adapter is on the disk
+                self._jobs.set(connection, name, place=None)
             case "stepped":
                 self._take_rows(connection, job, event["rows"])
             case "saved":

@@ -14,12 +14,12 @@ from lorafusion_jax.config.load import parse_config
 from lorafusion_jax.config.read import source_of
 from lorafusion_jax.data.prepare import prepare
 from lorafusion_jax.engine import AdapterState, LiveSession, Task
-from lorafusion_jax.engine.export import export_task
 from lorafusion_jax.engine.starting import PlaceWeights
 from lorafusion_jax.errors import CheckpointError, LoraFusionError
 from lorafusion_jax.report.events import RunEvent
 from lorafusion_serve.state_folders import state_folder, states_before
 from lorafusion_serve.wire import Message
+from lorafusion_serve.worker.exports import Export
 from lorafusion_serve.worker.link import Link
 from lorafusion_serve.worker.references import read_references, write_references
 
@@ -28,6 +28,7 @@ REPORT_S = 0.2  # between two messages about steps
 SERVER_GONE_S = 60.0
 IDLE_S = 0.05  # between two looks for commands while nothing trains
 MOST_READS = 3  # of adapters that are done at a time: an optimizer has two moments
+MOST_EXPORTS = 16  # adapters that are done and not on the disk: the host has memory for their weights
 DISK, AGAIN_S = ("save.no-space", "save.failed"), 5.0  # a disk that takes nothing now, and when to try again
 
 
@@ -56,9 +57,10 @@ class Held:
         state: newest state on the disk, of step `kept`.
         loading: None once it has started, because what was read takes memory.
         saved: last step whose state was read; it may not be on the disk yet.
-        place: None until it has started.
+        place: None until it has started, and once it has left.
         saving: the newest save of its state, which may be under way.
-        export: that of a job that is done: its step and folder.
+        export: that of a job that is done. It has no place any more once its weights are read.
+        leaves: whether the server asked for it back while it was being exported.
         read_at: when its state was last read, or when it started.
         announced: whether it trains; until then its reference is computed.
         new_references: they are not in its folder yet.
@@ -72,12 +74,12 @@ class Held:
     state: Path | None
     loading: Future[Loaded] | None
     saving: Future[None] | None = None
-    export: Future[tuple[int, Path]] | None = None
+    export: Export | None = None
+    leaves: bool = False
     kept: int = 0
     saved: int = 0
     place: int | None = None
     read_at: float = 0.0
-    not_before: float = 0.0  # when the disk is tried again
     announced: bool = False
     new_references: bool = False
 
@@ -95,7 +97,8 @@ class WorkerLoop:
 
     Devices do not wait for jobs that come and go: threads read data and first weights, read and write states, and
     export adapters, while slots run. What is read is copied on the devices, which have memory for one state: that of
-    one job, or the weights of `MOST_READS` adapters that are done, which come first. Saves are spread over `save_s`.
+    one job, or the weights of `MOST_READS` adapters that are done, which come first. An adapter that is read leaves
+    its place to the next job, and is written from the host's copy. Saves are spread over `save_s`.
 
     Args:
         save_s: seconds between two saves of the state of a job.
@@ -146,24 +149,32 @@ class WorkerLoop:
 
     def _is_ready(self, held: Held) -> bool:
         """Whether a job can start now, or end."""
+        if held.export is not None:
+            return self._can_advance(held, held.export)
         if held.place is None:
             return held.loading is not None and held.loading.done()
-        if held.export is not None:  # nothing is written into the folder of a job that has ended
-            return held.export.done() and (held.saving is None or held.saving.done() or held.saving.cancel())
         failed = self._session.tasks[held.place].status == "failed"
         return failed or (self._waits_for_export(held) and self._can_export)
 
+    def _can_advance(self, held: Held, export: Export) -> bool:
+        """Whether an adapter that is done can leave its place, or end. Nothing is written into its folder then."""
+        if held.place is not None:
+            return export.is_read
+        is_saved = held.saving is None or held.saving.done() or held.saving.cancel()
+        return export.is_due or (export.has_ended and is_saved)
+
     def _waits_for_export(self, held: Held) -> bool:
-        if held.place is None or held.export is not None or time.monotonic() < held.not_before:
+        if held.place is None or held.export is not None:
             return False
         return self._session.tasks[held.place].status == "done"
 
     @property
     def _can_export(self) -> bool:
-        """Whether the devices have memory for a copy of the weights of another adapter that is done."""
+        """Whether devices and host have memory for a copy of the weights of another adapter that is done."""
         self._weights = [read for read in self._weights if not read.done()]
         reads_none = self._reading is None or self._reading.state.done()
-        return reads_none and len(self._weights) < MOST_READS
+        exports = sum(held.export is not None for held in self._held.values())
+        return reads_none and len(self._weights) < MOST_READS and exports < MOST_EXPORTS
 
     def _execute_commands(self, wait_s: float) -> None:
         while True:
@@ -183,6 +194,8 @@ class WorkerLoop:
             self._begin_loading(command, held)
         elif held is None or held.epoch != command["epoch"]:
             self._link.emit("gone", job=job, epoch=command["epoch"])
+        elif kind == "stop" and held.export is not None:
+            held.leaves = True  # others train on until it ends
         elif kind == "stop":
             self._stop(held)
         elif kind == "weight" and held.place is not None:
@@ -213,7 +226,7 @@ class WorkerLoop:
         return replace(loaded, first=self._session.draw(loaded.task)) if loaded.state is None else loaded
 
     def _start_loaded(self) -> None:
-        for held in [held for held in self._held.values() if held.place is None and self._is_ready(held)]:
+        for held in [held for held in self._held.values() if held.loading is not None and self._is_ready(held)]:
             assert held.loading is not None
             if (problem := held.loading.exception()) is not None:  # whatever it is, others do not fail with it
                 self._end(held, "failed", step=held.saved, reason=str(problem) or type(problem).__name__)
@@ -248,52 +261,63 @@ class WorkerLoop:
                 self._evaluate(held, task)
 
     def _end_finished(self) -> None:
-        for held in [held for held in self._held.values() if held.place is not None]:
+        for held in [held for held in self._held.values() if held.loading is None]:
             self._end_if_finished(held)
 
     def _end_if_finished(self, held: Held) -> None:
-        if held.place is None or not self._is_ready(held):
+        if not self._is_ready(held):
             return
+        if held.export is not None:
+            self._advance_export(held, held.export)
+            return
+        assert held.place is not None
         task = self._session.tasks[held.place]
         if task.status == "failed":
-            state = self._session.stop(held.place)
-            self._end(held, "failed", step=state.step, reason=task.reason)
-        elif held.export is None:
-            self._begin_export(held, task)
+            self._session.forget(held.place)
+            self._end(held, "failed", step=task.step, reason=task.reason)
         else:
-            self._end_exported(held, held.place, held.export)
+            self._begin_export(held, held.place, task)
 
-    def _begin_export(self, held: Held, task: Task) -> None:
-        """Exports an adapter that has taken its last step, while others train. It stays in its place."""
-        assert held.place is not None
-        if not held.not_before:
-            self._evaluate(held, task)
-        weights = self._reader.submit(self._session.start_reading(held.place, optimizer=False))
+    def _begin_export(self, held: Held, place: int, task: Task) -> None:
+        """Reads and exports an adapter that has taken its last step, while others train."""
+        self._evaluate(held, task)
+        weights = self._reader.submit(self._session.start_reading(place, optimizer=False))
         self._weights.append(weights)
+        target = held.folder / "adapter" / f"step-{task.step}-e{held.epoch}"  # no older writer writes there
+        held.export = Export(task, weights, target, name=held.name, pool=self._exporters)
 
-        def export() -> tuple[int, Path]:
-            state = weights.result()
-            target = held.folder / "adapter" / f"step-{state.step}-e{held.epoch}"  # no older writer writes there
-            export_task(task, state, target, name=held.name)
-            return state.step, target
+    def _advance_export(self, held: Held, export: Export) -> None:
+        """Frees the place of an adapter that is read, and ends its job once it is written.
 
-        held.export = self._exporters.submit(export)
+        While the disk takes nothing, the adapter stays in memory. A job that is asked for then loses the steps since
+        its newest state, which run again.
+        """
+        if held.place is not None:
+            export.check_read()
+            self._session.forget(held.place)
+            held.place = None
+            self._link.emit("vacated", job=held.job, epoch=held.epoch)
+        elif export.is_due:
+            export.write()
+        elif (problem := export.problem) is None:
+            self._end(held, "finished", step=export.step, path=str(export.target))
+        elif problem.code not in DISK:
+            self._end(held, "failed", step=export.step, reason=str(problem))
+        elif held.leaves:
+            self._end_with_newest_state(held, problem)
+        else:
+            self._not_saved(held, problem)
+            export.write_later(AGAIN_S)
 
-    def _end_exported(self, held: Held, place: int, export: Future[tuple[int, Path]]) -> None:
-        """Frees the place of an exported adapter. While the disk takes nothing, it keeps its place."""
-        try:
-            step, target = export.result()
-        except LoraFusionError as problem:
-            if problem.code in DISK:
-                self._not_saved(held, problem)
-                held.export, held.not_before = None, time.monotonic() + AGAIN_S
-                return
-            step = self._session.tasks[place].step
-            self._session.forget(place)
-            self._end(held, "failed", step=step, reason=str(problem))
-            return
-        self._session.forget(place)
-        self._end(held, "finished", step=step, path=str(target))
+    def _finish_export(self, held: Held, export: Export) -> None:
+        """Waits until an adapter that is done has been written, or cannot be."""
+        held.leaves = True
+        if export.waits:
+            export.write()
+        while held.job in self._held:
+            export.wait()
+            wait([] if held.saving is None else [held.saving])
+            self._advance_export(held, export)
 
     def _evaluate(self, held: Held, task: Task) -> None:
         assert held.place is not None
@@ -312,33 +336,40 @@ class WorkerLoop:
 
     def _stop(self, held: Held) -> None:
         """Stops a job after its last step; its begun batch runs again later."""
-        if held.place is None:
-            if held.loading is not None:
-                held.loading.cancel()
+        if held.loading is not None:
+            held.loading.cancel()
             self._end(held, "stopped", step=held.saved, path=None if held.state is None else str(held.state))
             return
-        self._session.drain()
-        if self._session.tasks[held.place].status in ("done", "failed"):  # it may have just ended
-            self._wait_for_reads()
-            self._end_if_finished(held)
-            if held.export is not None:
-                wait([held.export])
-                wait([] if held.saving is None else [held.saving])
+        if held.place is not None and held.export is None:
+            self._session.drain()
+            task = self._session.tasks[held.place]
+            if task.status == "failed":  # it may have just ended
                 self._end_if_finished(held)
-        if held.job not in self._held:
-            return
-        state = self._session.stop(held.place)
+                return
+            if task.status != "done":
+                self._stop_training(held, held.place)
+                return
+            self._wait_for_reads()
+            self._begin_export(held, held.place, task)
+        assert held.export is not None
+        self._finish_export(held, held.export)
+
+    def _stop_training(self, held: Held, place: int) -> None:
+        state = self._session.stop(place)
         if not state.step:
             self._end(held, "stopped", step=0, path=None)
             return
         try:  # on the thread of the saves: one of the same step may be under way
             path = self._writer.submit(self._write, held, state).result()
-        except LoraFusionError as problem:  # the steps since the newest state run again
-            self._not_saved(held, problem)
-            kept = None if held.state is None else str(held.state)
-            self._end(held, "stopped", step=held.kept, path=kept)
+        except LoraFusionError as problem:
+            self._end_with_newest_state(held, problem)
             return
         self._end(held, "stopped", step=state.step, path=path)
+
+    def _end_with_newest_state(self, held: Held, problem: LoraFusionError) -> None:
+        """Ends a job of which the disk takes nothing: the steps since its newest state run again."""
+        self._not_saved(held, problem)
+        self._end(held, "stopped", step=held.kept, path=None if held.state is None else str(held.state))
 
     def _wait_for_reads(self) -> None:
         if self._reading is not None:

@@ -11,7 +11,7 @@ from simulated_worker import SimulatedLauncher
 from sqlalchemy import select
 
 from lorafusion_serve.control.controller import Controller
-from lorafusion_serve.control.scheduler import PolicyScheduler
+from lorafusion_serve.control.scheduler import OneSession, PolicyScheduler
 from lorafusion_serve.server import open_database
 from lorafusion_serve.settings import Settings
 from lorafusion_serve.store import tables as t
@@ -22,7 +22,11 @@ ID = "sha256-" + "0" * 64
 
 
 class Service:
-    """A controller with simulated workers."""
+    """A controller with simulated workers.
+
+    Args:
+        policy: None: one session has all jobs.
+    """
 
     def __init__(self, home: Path, base: Path, policy: Any, *, gpus: int = 2, **more: Any):
         bases = {"red": base, "blue": base}
@@ -32,7 +36,9 @@ class Service:
         self.jobs = Jobs(self.db)
         rates = Rates(ChangeCosts(start_s=0.1, change_s=0.01, compile_s=0.01, move_s=0.01))
         chosen = policy(rates) if callable(policy) else policy
-        self.scheduler = PolicyScheduler(self.settings, chosen, rates=rates)
+        self.scheduler = (
+            OneSession(self.settings) if policy is None else PolicyScheduler(self.settings, chosen, rates=rates)
+        )
         SimulatedLauncher.made, SimulatedLauncher.plans = {}, {}
         self.controller = Controller(self.settings, self.db, scheduler=self.scheduler, launcher=SimulatedLauncher())
         self.controller.start()

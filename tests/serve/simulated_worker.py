@@ -22,9 +22,12 @@ class SimulatedProcess:
 
     Attributes:
         most_steps: where jobs wait.
+        writes: adapters that are done are written while it is set.
     """
 
     most_steps: ClassVar[float] = math.inf
+    writes: ClassVar[threading.Event] = threading.Event()
+    writes.set()
 
     def __init__(self, server: str, group: str, epoch: int, places: int, poison: str = "", secret: str = ""):
         self._poison = poison
@@ -95,26 +98,37 @@ class SimulatedProcess:
             step = 0 if command["state"] is None else int(Path(command["state"]).name.rpartition("s")[2])
             self.jobs[name] = command | {"step": step, "steps": command["values"]["train"]["max_steps"]}
             self.trained.add(name)
-            self.most_together = max(self.most_together, len(self.jobs))
+            trains = sum(job["place"] is not None for job in self.jobs.values())
+            self.most_together = max(self.most_together, trains)
             self.link.emit("started", job=name, epoch=command["epoch"], steps=self.jobs[name]["steps"])
         elif command["command"] == "stop" and name in self.jobs:
             self._stop(name)
 
     def _step(self, name: str, job: dict[str, Any]) -> None:
+        if job["place"] is None:
+            self._write(name, job)
+            return
         if time.monotonic() < job.get("next", 0.0) or job["step"] >= self.most_steps:
             return
         job["step"], job["next"] = job["step"] + 1, time.monotonic() + STEP_S
         row = {"kind": "step", "step": job["step"], "loss": 1.0 / job["step"]}
         self.link.emit("stepped", job=name, epoch=job["epoch"], rows=[row])
         if job["step"] == job["steps"]:
-            del self.jobs[name]
+            job["place"] = None
+            self.link.emit("vacated", job=name, epoch=job["epoch"])
+
+    def _write(self, name: str, job: dict[str, Any]) -> None:
+        if self.writes.is_set():
             folder = Path(job["folder"]) / "adapter" / f"step-{job['step']}-e{job['epoch']}"
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "adapter_model.safetensors").write_bytes(os.urandom(8))
             write_digests(folder)
             self.link.emit("finished", job=name, epoch=job["epoch"], step=job["step"], path=str(folder))
+            del self.jobs[name]
 
     def _stop(self, name: str) -> None:
+        if self.jobs[name]["place"] is None:
+            return  # it ends once it is written
         job = self.jobs.pop(name)
         path = Path(job["folder"]) / "state" / f"e{job['epoch']}-s{job['step']}"
         path.mkdir(parents=True, exist_ok=True)

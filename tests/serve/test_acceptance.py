@@ -19,6 +19,19 @@ from safetensors.numpy import load_file
 
 from lorafusion_serve.client import Client, Job
 
+GATE = """
+import sys
+if "lorafusion_serve.worker" in sys.orig_argv:
+    import pathlib, time
+    from lorafusion_serve.worker import exports
+    export = exports.export_task
+    def export_later(*given, **more):
+        while not pathlib.Path({gate!r}).exists():
+            time.sleep(0.02)
+        return export(*given, **more)
+    exports.export_task = export_later
+"""
+
 
 @contextmanager
 def served(home: Path, base: Path) -> Iterator[Server]:
@@ -77,3 +90,42 @@ def test_jobs_end_as_if_nothing_had_happened(quick_compiles, tiny_base, tmp_path
             assert [key for key in ours if not (ours[key] == theirs[key]).all()] == []
             steps = [row["step"] for row in again(number).metrics() if row["kind"] == "step"]
             assert steps == list(range(1, again(number).show()["steps"] + 1))  # each once, whatever ran twice
+
+
+@pytest.mark.nightly
+def test_a_worker_that_is_killed_between_the_last_step_and_the_export_loses_nothing(
+    quick_compiles, tiny_base, tmp_path, monkeypatch
+):
+    """Its place trains another job by then. The adapter is bitwise that of an undisturbed job, and is written once."""
+    gate = tmp_path / "gate"
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(GATE.format(gate=str(gate)))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"), prepend=os.pathsep)
+    asked = list(specs(tmp_path, 4))
+    for _, spec in asked[1:]:
+        spec["epochs"] *= 20
+    with served(tmp_path / "home", tiny_base) as server:
+
+        def submit(number: int) -> Job:
+            owner, spec = asked[number]
+            return Client(server.url, server.keys[owner]).submit(spec)
+
+        first = submit(0)
+        wait_for(lambda: first.show()["state"] == "running" and first.show()["place"] is None)
+        others = [submit(number) for number in (1, 2, 3)]  # as many as there are places
+        wait_for(lambda: all(step(other) >= 1 for other in others))
+        shown = first.show()
+        assert (shown["state"], shown["step"]) == ("running", shown["steps"])
+        os.kill(server.worker(), signal.SIGKILL)
+        wait_for(lambda: first.show()["tries"] == 1)
+        gate.touch()
+        for other in others:
+            other.cancel()
+        moved = first.wait(PATIENCE_S).adapter(tmp_path / "moved")
+        alone = submit(0).wait(PATIENCE_S).adapter(tmp_path / "alone")
+        ours, theirs = (load_file(folder / "adapter_model.safetensors") for folder in (moved, alone))
+        assert [key for key in ours if not (ours[key] == theirs[key]).all()] == []
+        steps = [row["step"] for row in first.metrics() if row["kind"] == "step"]
+        assert steps == list(range(1, shown["steps"] + 1))
+        written = list((tmp_path / "home" / "jobs" / first.id / "adapter").iterdir())
+        assert [folder.name for folder in written] == [f"step-{shown['steps']}-e2"]

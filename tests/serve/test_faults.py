@@ -147,6 +147,45 @@ def test_a_poison_job_takes_no_company_with_it(serve):
     assert service.show(bad)["tries"] == 4
 
 
+@pytest.fixture
+def slow_writes():
+    SimulatedProcess.writes.clear()
+    yield SimulatedProcess.writes
+    SimulatedProcess.writes.set()
+
+
+@pytest.mark.parametrize("lost", [False, True], ids=["written", "killed before"])
+def test_the_next_job_trains_while_an_adapter_is_written(serve, slow_writes, lost):
+    """Its place is free once it is read. A worker that is killed before it is written costs steps, and no job."""
+    service = serve(None, gpus=1, places={4: 1})
+    first, second = (service.submit(name, "red", steps=60) for name in ("one", "two"))
+    wait_for(lambda: service.show(second)["step"] >= 3)
+    shown = service.show(first)
+    assert (shown["state"], shown["step"], shown["place"]) == ("running", 60, None)
+    with service.db.read() as connection:
+        assert connection.execute(select(t.artifacts)).all() == []
+    if lost:
+        first_process().crash()
+    slow_writes.set()
+    service.wait(first, second)
+    with service.db.read() as connection:
+        artifacts = connection.execute(select(t.artifacts.c.job, t.artifacts.c.path)).all()
+    assert sorted(job for job, _ in artifacts) == sorted([first, second])
+    assert all(Path(path).name == f"step-60-e{1 + lost}" for _, path in artifacts)
+    assert [placement["epoch"] for placement in service.placed(first)] == list(range(1, 2 + lost))
+
+
+def test_a_job_that_is_being_written_is_done_whatever_is_asked_of_it(serve, slow_writes):
+    service = serve(None, gpus=1, places={4: 1})
+    jobs = [service.submit(str(number), "red", steps=5) for number in range(2)]
+    wait_for(lambda: [service.show(job)["step"] for job in jobs] == [5, 5])
+    for job, asked in zip(jobs, ("pause", "cancel"), strict=True):
+        with service.db.write() as connection:
+            service.jobs.ask(connection, job, asked, actor="ana")
+    slow_writes.set()
+    service.wait(*jobs)
+
+
 def test_a_service_with_fewer_bases_runs_what_it_can(serve):
     """Jobs of a base that is not served now wait for it; they hold up no others."""
     service = serve()

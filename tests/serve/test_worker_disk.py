@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from lorafusion_jax.errors import CheckpointError, RunError
-from lorafusion_serve.worker import loop
+from lorafusion_serve.worker import exports, loop
 
 FULL = RunError("save.no-space", "the disk is full.")
 READ_ONLY = RunError("save.failed", "it cannot be written.", why="Read-only file system")
@@ -126,11 +126,11 @@ def worker(tmp_path, monkeypatch):
     def read(job, values, state, folder):
         return loop.Loaded(task=Adapter(job, values["steps"], disk), state=None, path=None)
 
-    monkeypatch.setattr(loop, "export_task", export)
+    monkeypatch.setattr(exports, "export_task", export)
     monkeypatch.setattr(loop, "_load", read)
     monkeypatch.setattr(loop, "AGAIN_S", 0.05)
     disk["session"] = Bench()
-    running = loop.WorkerLoop(disk["session"], line, {}, save_s=0.05)
+    running = disk["loop"] = loop.WorkerLoop(disk["session"], line, {}, save_s=0.05)
     thread = threading.Thread(target=running.run, daemon=True)
     thread.start()
 
@@ -181,6 +181,7 @@ def test_an_adapter_that_is_done_waits_for_the_disk_while_others_train(worker, w
 
 
 def test_others_train_without_a_pause_while_jobs_come_and_go(worker):
+    """The next job trains in the place of one that is being exported."""
     start, line, disk = worker
     start("moss", 10**6, 1)
     wait_for(lambda: line.of("stepped"))
@@ -188,15 +189,54 @@ def test_others_train_without_a_pause_while_jobs_come_and_go(worker):
     before = disk["session"].drained
     start("fern", 3, 0)
     start("reed", 3, 2)
-    wait_for(lambda: [task.status for task in disk["session"].tasks.values()].count("done") == 2)
+    wait_for(lambda: len(line.of("vacated")) == 2)
+    assert sorted(disk["session"].tasks) == [1]
+    start("sage", 10**6, 0)
+    wait_for(lambda: any(event["job"] == "sage" for event in line.of("stepped")))
+    line.commands.put({"command": "stop", "job": "reed", "epoch": 1})  # it ends by itself
     step = disk["session"].tasks[1].step
     wait_for(lambda: disk["session"].tasks[1].step > step + 5)
-    assert sorted(disk["session"].tasks) == [0, 1, 2]
     assert line.of("finished") == []
     disk["slow"].set()
     wait_for(lambda: len(line.of("finished")) == 2)
     assert disk["session"].drained == before
-    assert sorted(disk["session"].tasks) == [1]
+    assert sorted(disk["session"].tasks) == [0, 1]
+
+
+def test_adapters_keep_their_places_when_many_wait_for_the_disk(worker, monkeypatch):
+    monkeypatch.setattr(loop, "MOST_EXPORTS", 1)
+    start, line, disk = worker
+    disk["slow"].clear()
+    start("fern", 3, 0)
+    wait_for(lambda: line.of("vacated"))
+    start("reed", 3, 1)
+    start("moss", 10**6, 2)
+    wait_for(lambda: 1 in disk["session"].tasks and disk["session"].tasks[1].status == "done")
+    step = disk["session"].tasks[2].step
+    wait_for(lambda: disk["session"].tasks[2].step > step + 20)
+    assert [event["job"] for event in line.of("vacated")] == ["fern"]
+    disk["slow"].set()
+    wait_for(lambda: len(line.of("finished")) == 2)
+
+
+@pytest.mark.parametrize("asked", ["job", "worker"])
+def test_a_job_that_cannot_be_exported_goes_back_to_its_newest_state(worker, asked):
+    start, line, disk = worker
+    start("moss", 10**6, 1)
+    start("fern", 400, 0)
+    wait_for(lambda: any(event["job"] == "fern" for event in line.of("saved")))
+    disk["full"] = FULL
+    wait_for(lambda: any(event["job"] == "fern" for event in line.of("vacated")))
+    wait_for(lambda: any(event["job"] == "fern" for event in line.of("not-saved")))
+    if asked == "job":
+        line.commands.put({"command": "stop", "job": "fern", "epoch": 1})
+    else:
+        disk["loop"].stop.set()
+    wait_for(lambda: any(event["job"] == "fern" for event in line.of("stopped")))
+    (stopped,) = (event for event in line.of("stopped") if event["job"] == "fern")
+    saved = [event for event in line.of("saved") if event["job"] == "fern"][-1]
+    assert (stopped["step"], stopped["path"]) == (saved["step"], saved["path"])
+    assert line.of("finished") == []
 
 
 def test_a_state_comes_after_the_rows_of_its_steps(worker):
