@@ -240,23 +240,39 @@ class LiveSession:
         self.drain()
         return self.start_reading(place)()
 
+    def end_training(self, place: int) -> int:
+        """Ends the training of an adapter after its last step that was issued; a begun batch is dropped.
+
+        It keeps its place until `forget`. Others train on, also while it is read.
+
+        Returns:
+            The step that it comes to, unless the adapter fails before.
+        """
+        task = self.tasks[place]
+        self._references.drop(place)
+        if task.status in ("preparing", "running"):
+            task.status = "leaving"
+        return task.step + self._steps.waiting(place)
+
     def start_reading(self, place: int, *, optimizer: bool = True) -> Callable[[], AdapterState]:
         """Returns a function that waits for the state of an adapter, from any thread; all train on meanwhile.
 
         The state is that after the last step that was issued: it counts once `Task.step` has come to its step, and not
         if the adapter fails before. The devices copy it. Call the function before you start to read another state,
         because devices have memory for one. If they lack even that, this waits for the slots that were issued, and
-        reads the state itself.
+        reads the state itself. Of an adapter that does not train any more they copy the weights alone.
 
         Args:
             optimizer: False: without its state, a third of the copy and of what is transferred.
         """
         assert place not in self._references, "the place may hold the weights of a reference"
         task = self.tasks[place]
-        if not self._has_room and task.status != "done":
+        trains = task.status not in ("done", "leaving")
+        if trains and not self._has_room:
             self.drain()
         step = task.step + self._steps.waiting(place)
-        parts = self._executor.read(lambda stage: self._read_stage(stage, place, task, optimizer))
+        copies = trains and self._has_room
+        parts = self._executor.read(lambda stage: self._read_stage(stage, place, task, optimizer, copies))
 
         def wait() -> AdapterState:
             states = [_on_host(part.result()) for part in parts]
@@ -268,21 +284,21 @@ class LiveSession:
                 optimizer=joined_states([state for _, state in states]),
             )
 
-        if self._has_room or task.status == "done":
+        if self._has_room or not trains:
             return wait
         state = wait()
         return lambda: state
 
-    def _read_stage(self, stage: Stage, place: int, task: Task, optimizer: bool) -> tuple[Any, Any]:
+    def _read_stage(self, stage: Stage, place: int, task: Task, optimizer: bool, copies: bool) -> tuple[Any, Any]:
         """Returns leaves and optimizer state of an adapter on a stage."""
-        if optimizer and self._has_room:
+        if optimizer and copies:
             return stage.copy_state(place)
-        leaves = {name: InParts(leaf.shape, [leaf], 0) for name, leaf in stage.adapter(place).items()}
-        return leaves, stage.optimizers[task.name] if optimizer else {}
+        state = stage.adapter(place), stage.optimizers[task.name] if optimizer else {}
+        return jax.tree.map(lambda leaf: InParts(leaf.shape, [leaf], 0), state)
 
     def forget(self, place: int) -> None:
-        """Frees a place without reading its state. Waits for the slots that were issued, unless its adapter is done."""
-        if self.tasks[place].status != "done":
+        """Frees a place without reading its state. Waits for the slots that were issued while its adapter trains."""
+        if self.tasks[place].status not in ("done", "leaving") or self._steps.waiting(place):
             self.drain()
         self._references.drop(place)
         task = self.tasks.pop(place)

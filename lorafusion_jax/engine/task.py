@@ -20,7 +20,8 @@ from lorafusion_jax.training.job import step_rates
 from scheduling import AdapterJob
 from scheduling.window import Cursor
 
-Status = Literal["preparing", "running", "done", "failed"]  # preparing: its reference is being computed
+# preparing: its reference is being computed; leaving: it takes no more steps
+Status = Literal["preparing", "running", "leaving", "done", "failed"]
 
 
 @dataclass(slots=True, kw_only=True)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +16,13 @@ from lorafusion_jax.config.load import parse_config
 from lorafusion_jax.config.read import source_of
 from lorafusion_jax.data.prepare import prepare
 from lorafusion_jax.engine import AdapterState, LiveSession, Task
+from lorafusion_jax.engine.export import export_task
 from lorafusion_jax.engine.starting import PlaceWeights
 from lorafusion_jax.errors import CheckpointError, LoraFusionError
 from lorafusion_jax.report.events import RunEvent
 from lorafusion_serve.state_folders import state_folder, states_before
 from lorafusion_serve.wire import Message
-from lorafusion_serve.worker.exports import Export
+from lorafusion_serve.worker.departure import Departure
 from lorafusion_serve.worker.link import Link
 from lorafusion_serve.worker.references import read_references, write_references
 
@@ -27,8 +30,9 @@ HORIZON = 48  # slots of a window
 REPORT_S = 0.2  # between two messages about steps
 SERVER_GONE_S = 60.0
 IDLE_S = 0.05  # between two looks for commands while nothing trains
-MOST_READS = 3  # of adapters that are done at a time: an optimizer has two moments
-MOST_EXPORTS = 16  # adapters that are done and not on the disk: the host has memory for their weights
+WAIT_S = 0.005  # between two looks for the end of jobs that leave
+MOST_READS = 3  # of adapters that leave at a time: their weights are copied, and an optimizer has two moments
+MOST_DEPARTURES = 16  # adapters that leave and are not on the disk: the host has memory for them
 DISK, AGAIN_S = ("save.no-space", "save.failed"), 5.0  # a disk that takes nothing now, and when to try again
 
 
@@ -59,8 +63,8 @@ class Held:
         saved: last step whose state was read; it may not be on the disk yet.
         place: None until it has started, and once it has left.
         saving: the newest save of its state, which may be under way.
-        export: that of a job that is done. It has no place any more once its weights are read.
-        leaves: whether the server asked for it back while it was being exported.
+        departure: of a job that is done or stopped. It has no place any more once its adapter is read.
+        leaves: whether the server has asked for it back.
         read_at: when its state was last read, or when it started.
         announced: whether it trains; until then its reference is computed.
         new_references: they are not in its folder yet.
@@ -74,7 +78,7 @@ class Held:
     state: Path | None
     loading: Future[Loaded] | None
     saving: Future[None] | None = None
-    export: Export | None = None
+    departure: Departure | None = None
     leaves: bool = False
     kept: int = 0
     saved: int = 0
@@ -97,8 +101,8 @@ class WorkerLoop:
 
     Devices do not wait for jobs that come and go: threads read data and first weights, read and write states, and
     export adapters, while slots run. What is read is copied on the devices, which have memory for one state: that of
-    one job, or the weights of `MOST_READS` adapters that are done, which come first. An adapter that is read leaves
-    its place to the next job, and is written from the host's copy. Saves are spread over `save_s`.
+    one job, or the weights of `MOST_READS` adapters that are done or stopped, which come first. An adapter that is
+    read leaves its place to the next job, and is written from the host's copy. Saves are spread over `save_s`.
 
     Args:
         save_s: seconds between two saves of the state of a job.
@@ -115,7 +119,7 @@ class WorkerLoop:
         self._reported = self._read_at = time.monotonic()
         self._reading: Reading | None = None
         self._written: Future[None] | None = None  # the newest save
-        self._weights: list[Future[AdapterState]] = []  # of adapters that are done, which are being read
+        self._weights: list[Future[AdapterState]] = []  # of adapters that leave, which are being read
         self._closing = False
         self.stop = threading.Event()  # set by a signal
 
@@ -135,8 +139,7 @@ class WorkerLoop:
             if self._link.silent_s > SERVER_GONE_S:
                 break
         if not self._link.refused:
-            for held in list(self._held.values()):
-                self._stop(held)
+            self._stop_and_wait(list(self._held.values()))
         for pool in (self._reader, self._writer, self._exporters):
             pool.shutdown(wait=True)
         self._readers.shutdown(wait=False, cancel_futures=True)
@@ -149,32 +152,33 @@ class WorkerLoop:
 
     def _is_ready(self, held: Held) -> bool:
         """Whether a job can start now, or end."""
-        if held.export is not None:
-            return self._can_advance(held, held.export)
+        if held.departure is not None:
+            return self._can_advance(held, held.departure)
         if held.place is None:
             return held.loading is not None and held.loading.done()
         failed = self._session.tasks[held.place].status == "failed"
-        return failed or (self._waits_for_export(held) and self._can_export)
+        return failed or (self._waits_to_leave(held) and self._can_read)
 
-    def _can_advance(self, held: Held, export: Export) -> bool:
-        """Whether an adapter that is done can leave its place, or end. Nothing is written into its folder then."""
-        if held.place is not None:
-            return export.is_read
+    def _can_advance(self, held: Held, departure: Departure) -> bool:
+        """Whether an adapter can leave its place, or its job end. Nothing is written into its folder then."""
+        if held.place is not None:  # the devices may still refuse the last step
+            task = self._session.tasks[held.place]
+            return departure.read.done() and (task.step >= departure.step or task.status == "failed")
         is_saved = held.saving is None or held.saving.done() or held.saving.cancel()
-        return export.is_due or (export.has_ended and is_saved)
+        return departure.is_due or (departure.has_ended and is_saved)
 
-    def _waits_for_export(self, held: Held) -> bool:
-        if held.place is None or held.export is not None:
+    def _waits_to_leave(self, held: Held) -> bool:
+        if held.place is None or held.departure is not None:
             return False
-        return self._session.tasks[held.place].status == "done"
+        return self._session.tasks[held.place].status in ("done", "leaving")
 
     @property
-    def _can_export(self) -> bool:
-        """Whether devices and host have memory for a copy of the weights of another adapter that is done."""
+    def _can_read(self) -> bool:
+        """Whether devices and host have memory for a copy of another adapter that leaves."""
         self._weights = [read for read in self._weights if not read.done()]
         reads_none = self._reading is None or self._reading.state.done()
-        exports = sum(held.export is not None for held in self._held.values())
-        return reads_none and len(self._weights) < MOST_READS and exports < MOST_EXPORTS
+        departures = sum(held.departure is not None for held in self._held.values())
+        return reads_none and len(self._weights) < MOST_READS and departures < MOST_DEPARTURES
 
     def _execute_commands(self, wait_s: float) -> None:
         while True:
@@ -194,8 +198,6 @@ class WorkerLoop:
             self._begin_loading(command, held)
         elif held is None or held.epoch != command["epoch"]:
             self._link.emit("gone", job=job, epoch=command["epoch"])
-        elif kind == "stop" and held.export is not None:
-            held.leaves = True  # others train on until it ends
         elif kind == "stop":
             self._stop(held)
         elif kind == "weight" and held.place is not None:
@@ -208,7 +210,7 @@ class WorkerLoop:
                 self._link.emit("started", job=held.job, epoch=held.epoch)
             return
         if held is not None:
-            self._stop(held)
+            self._stop_and_wait([held])
         self._newest[job] = epoch
         state = None if command["state"] is None else Path(command["state"])
         self._held[job] = Held(
@@ -267,57 +269,73 @@ class WorkerLoop:
     def _end_if_finished(self, held: Held) -> None:
         if not self._is_ready(held):
             return
-        if held.export is not None:
-            self._advance_export(held, held.export)
+        if held.departure is not None:
+            self._advance_departure(held, held.departure)
             return
         assert held.place is not None
         task = self._session.tasks[held.place]
         if task.status == "failed":
-            self._session.forget(held.place)
-            self._end(held, "failed", step=task.step, reason=task.reason)
+            self._end_failed(held, held.place, task)
+        elif task.status == "done":
+            self._evaluate(held, task)
+            held.departure = self._export(held, task, self._start_reading(held.place, optimizer=False))
         else:
-            self._begin_export(held, held.place, task)
+            step = self._session.end_training(held.place)
+            target, write = state_folder(held.folder, held.epoch, step), partial(self._write, held)
+            read = self._start_reading(held.place)  # on the thread of the saves: one of the same step may be under way
+            held.departure = Departure("stopped", step, target, read, write, self._writer)
 
-    def _begin_export(self, held: Held, place: int, task: Task) -> None:
-        """Reads and exports an adapter that has taken its last step, while others train."""
-        self._evaluate(held, task)
-        weights = self._reader.submit(self._session.start_reading(place, optimizer=False))
-        self._weights.append(weights)
+    def _end_failed(self, held: Held, place: int, task: Task) -> None:
+        self._session.forget(place)
+        self._end(held, "failed", step=task.step, reason=task.reason)
+
+    def _start_reading(self, place: int, *, optimizer: bool = True) -> Future[AdapterState]:
+        """Begins to read an adapter that leaves, while others train."""
+        read = self._reader.submit(self._session.start_reading(place, optimizer=optimizer))
+        self._weights.append(read)
+        return read
+
+    def _export(self, held: Held, task: Task, read: Future[AdapterState]) -> Departure:
         target = held.folder / "adapter" / f"step-{task.step}-e{held.epoch}"  # no older writer writes there
-        held.export = Export(task, weights, target, name=held.name, pool=self._exporters)
 
-    def _advance_export(self, held: Held, export: Export) -> None:
+        def write(state: AdapterState) -> None:
+            export_task(task, state, target, name=held.name)
+
+        return Departure("finished", task.step, target, read, write, self._exporters)
+
+    def _advance_departure(self, held: Held, departure: Departure) -> None:
         """Frees the place of an adapter that is read, and ends its job once it is written.
 
-        While the disk takes nothing, the adapter stays in memory. A job that is asked for then loses the steps since
-        its newest state, which run again.
+        While the disk takes nothing, an adapter that is done stays in memory. A job that is asked for then loses the
+        steps since its newest state, which run again.
         """
         if held.place is not None:
-            export.check_read()
-            self._session.forget(held.place)
-            held.place = None
-            self._link.emit("vacated", job=held.job, epoch=held.epoch)
-        elif export.is_due:
-            export.write()
-        elif (problem := export.problem) is None:
-            self._end(held, "finished", step=export.step, path=str(export.target))
-        elif problem.code not in DISK:
-            self._end(held, "failed", step=export.step, reason=str(problem))
+            self._vacate(held, held.place, departure)
+        elif departure.is_due:
+            departure.write()
+        elif (problem := departure.problem) is None:
+            self._end(held, departure.ends_as, step=departure.step, path=str(departure.target))
+        elif departure.ends_as == "finished" and problem.code not in DISK:
+            self._end(held, "failed", step=departure.step, reason=str(problem))
         elif held.leaves:
-            self._end_with_newest_state(held, problem)
+            self._not_saved(held, problem)
+            self._end_with_newest_state(held)
         else:
             self._not_saved(held, problem)
-            export.write_later(AGAIN_S)
+            departure.write_later(AGAIN_S)
 
-    def _finish_export(self, held: Held, export: Export) -> None:
-        """Waits until an adapter that is done has been written, or cannot be."""
-        held.leaves = True
-        if export.waits:
-            export.write()
-        while held.job in self._held:
-            export.wait()
-            wait([] if held.saving is None else [held.saving])
-            self._advance_export(held, export)
+    def _vacate(self, held: Held, place: int, departure: Departure) -> None:
+        task = self._session.tasks[place]
+        if task.status == "failed":
+            self._end_failed(held, place, task)
+            return
+        if task.status == "done" and departure.ends_as == "stopped":  # its last step was its last of all
+            self._evaluate(held, task)
+            held.departure = departure = self._export(held, task, departure.read)
+        self._session.forget(place)
+        held.place = None
+        self._link.emit("vacated", job=held.job, epoch=held.epoch)
+        departure.write()
 
     def _evaluate(self, held: Held, task: Task) -> None:
         assert held.place is not None
@@ -335,48 +353,30 @@ class WorkerLoop:
         del self._held[held.job]  # last: what a worker neither holds nor told of is lost
 
     def _stop(self, held: Held) -> None:
-        """Stops a job after its last step; its begun batch runs again later."""
+        """Stops a job after the last step that was issued; its begun batch runs again later. Others train on."""
+        held.leaves = True
         if held.loading is not None:
             held.loading.cancel()
             self._end(held, "stopped", step=held.saved, path=None if held.state is None else str(held.state))
             return
-        if held.place is not None and held.export is None:
+        if held.place is None or self._session.tasks[held.place].status in ("done", "failed"):
+            return  # it ends by itself
+        if self._session.end_training(held.place) == held.kept:
+            self._session.forget(held.place)
+            self._end_with_newest_state(held)
+
+    def _stop_and_wait(self, jobs: Sequence[Held]) -> None:
+        for held in jobs:
+            self._stop(held)
+        while any(self._held.get(held.job) is held for held in jobs):
             self._session.drain()
-            task = self._session.tasks[held.place]
-            if task.status == "failed":  # it may have just ended
-                self._end_if_finished(held)
-                return
-            if task.status != "done":
-                self._stop_training(held, held.place)
-                return
-            self._wait_for_reads()
-            self._begin_export(held, held.place, task)
-        assert held.export is not None
-        self._finish_export(held, held.export)
+            self._end_finished()
+            self._advance_saves()
+            time.sleep(WAIT_S)
 
-    def _stop_training(self, held: Held, place: int) -> None:
-        state = self._session.stop(place)
-        if not state.step:
-            self._end(held, "stopped", step=0, path=None)
-            return
-        try:  # on the thread of the saves: one of the same step may be under way
-            path = self._writer.submit(self._write, held, state).result()
-        except LoraFusionError as problem:
-            self._end_with_newest_state(held, problem)
-            return
-        self._end(held, "stopped", step=state.step, path=path)
-
-    def _end_with_newest_state(self, held: Held, problem: LoraFusionError) -> None:
-        """Ends a job of which the disk takes nothing: the steps since its newest state run again."""
-        self._not_saved(held, problem)
+    def _end_with_newest_state(self, held: Held) -> None:
+        """Ends a job; steps since its newest state run again."""
         self._end(held, "stopped", step=held.kept, path=None if held.state is None else str(held.state))
-
-    def _wait_for_reads(self) -> None:
-        if self._reading is not None:
-            wait([self._reading.state])
-            self._write_read(self._reading)
-        self._reading = None
-        wait(self._weights)
 
     def _advance_saves(self) -> None:
         """Writes the state that was read, or begins to read the next one."""
@@ -392,13 +392,13 @@ class WorkerLoop:
     def _can_save(self) -> bool:
         """Whether nothing is being read or has to be read first. The disk has one save at a time."""
         is_written = self._written is None or self._written.done()
-        waiting = any(map(self._waits_for_export, self._held.values()))
+        waiting = any(map(self._waits_to_leave, self._held.values()))
         return is_written and not waiting and all(read.done() for read in self._weights)
 
     def _next_to_save(self) -> Held | None:
         """Returns the job whose state is the oldest, once in a while: each of them once in `save_s`."""
         now = time.monotonic()
-        jobs = [held for held in self._held.values() if held.announced and held.export is None]
+        jobs = [held for held in self._held.values() if held.announced and held.departure is None]
         if now - self._read_at <= self._save_s / max(len(jobs), 1):
             return None
         old = [held for held in jobs if self._has_new_steps(held) and now - held.read_at > self._save_s / 2]
@@ -414,7 +414,7 @@ class WorkerLoop:
             return
         held, state = reading.held, reading.state.result()
         task = self._session.tasks.get(-1 if held.place is None else held.place)
-        if self._held.get(held.job) is not held or task is None or task.status == "failed":
+        if self._held.get(held.job) is not held or task is None or task.status in ("failed", "leaving"):
             self._reading = None
         elif task.step >= state.step:
             self._report(now=True)  # the steps of a state do not run again, so the server has to know their rows

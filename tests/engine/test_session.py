@@ -148,6 +148,32 @@ def test_a_state_is_read_while_all_train(session, task, alone, monkeypatch, has_
         assert_same(last, alone[name])
 
 
+@pytest.mark.parametrize("has_room", [True, False])
+def test_an_adapter_leaves_while_others_train(session, task, alone, monkeypatch, has_room):
+    """It leaves in the middle of a batch. What is read is its state after its last step, and others do not wait."""
+    monkeypatch.setattr(session, "_has_room", has_room)
+    leaving = task("tort")
+    place = start(session, leaving)
+    start(session, task("lung"))
+    with CompileCounter() as programs:
+        session.run(session.plan(8), pause=lambda: bool(session._steps.waiting(place)))
+        step = session.end_training(place)
+        assert step > leaving.step
+        read = session.start_reading(place)
+        assert session.run(session.plan(2)) == 2
+        state = read()
+        session.drain()
+        assert leaving.step == state.step == step
+        session.forget(place)
+        session.start(place, task("news"))
+        ended = run(session)
+        start(session, task("tort"), state)
+        ended |= run(session)
+    for name, last in ended.items():
+        assert_same(last, alone[name])
+    assert programs.compiled + programs.from_cache == 0
+
+
 @pytest.mark.parametrize("name", mostly_nightly(["tort", "lung"], ["tort"]))
 def test_an_adapter_equals_one_of_a_run(config, alone, task, tmp_path, name):
     """As in joint and separate training: the programs differ in their shapes, so sums may have another order."""

@@ -23,13 +23,13 @@ GATE = """
 import sys
 if "lorafusion_serve.worker" in sys.orig_argv:
     import pathlib, time
-    from lorafusion_serve.worker import exports
-    export = exports.export_task
+    from lorafusion_serve.worker import loop
+    export = loop.export_task
     def export_later(*given, **more):
         while not pathlib.Path({gate!r}).exists():
             time.sleep(0.02)
         return export(*given, **more)
-    exports.export_task = export_later
+    loop.export_task = export_later
 """
 
 

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from lorafusion_jax.errors import CheckpointError, RunError
-from lorafusion_serve.worker import exports, loop
+from lorafusion_serve.worker import loop
 
 FULL = RunError("save.no-space", "the disk is full.")
 READ_ONLY = RunError("save.failed", "it cannot be written.", why="Read-only file system")
@@ -91,8 +91,9 @@ class Bench:
     def forget(self, place):
         del self.tasks[place]
 
-    def stop(self, place):
-        return self.tasks.pop(place)
+    def end_training(self, place):
+        self.tasks[place].status = "leaving"
+        return self.tasks[place].step
 
 
 class Line:
@@ -126,7 +127,7 @@ def worker(tmp_path, monkeypatch):
     def read(job, values, state, folder):
         return loop.Loaded(task=Adapter(job, values["steps"], disk), state=None, path=None)
 
-    monkeypatch.setattr(exports, "export_task", export)
+    monkeypatch.setattr(loop, "export_task", export)
     monkeypatch.setattr(loop, "_load", read)
     monkeypatch.setattr(loop, "AGAIN_S", 0.05)
     disk["session"] = Bench()
@@ -204,7 +205,7 @@ def test_others_train_without_a_pause_while_jobs_come_and_go(worker):
 
 
 def test_adapters_keep_their_places_when_many_wait_for_the_disk(worker, monkeypatch):
-    monkeypatch.setattr(loop, "MOST_EXPORTS", 1)
+    monkeypatch.setattr(loop, "MOST_DEPARTURES", 1)
     start, line, disk = worker
     disk["slow"].clear()
     start("fern", 3, 0)
@@ -339,6 +340,59 @@ def test_a_state_of_a_refused_step_is_not_saved(worker):
     session.tasks[0].status = "failed"
     wait_for(lambda: line.of("failed"))
     assert line.of("saved") == []
+
+
+def test_others_train_while_a_stopped_job_is_read_and_written(worker):
+    """Its place is free once it is read; it has stopped once it is on the disk."""
+    start, line, disk = worker
+    session = disk["session"]
+    start("moss", 10**6, 1)
+    start("fern", 10**6, 0)
+    wait_for(lambda: 0 in session.tasks and session.tasks[0].step > 3)
+    session.reads.clear()
+    disk["saves"].clear()
+    before = session.drained
+    line.commands.put({"command": "stop", "job": "fern", "epoch": 1})
+    wait_for(lambda: session.tasks[0].status == "leaving")
+    step = session.tasks[0].step
+
+    def trains_on() -> None:
+        others = session.tasks[1].step
+        wait_for(lambda: session.tasks[1].step > others + 20)
+
+    trains_on()
+    assert line.of("vacated") == []
+    session.reads.set()
+    wait_for(lambda: line.of("vacated"))
+    start("reed", 10**6, 0)
+    wait_for(lambda: any(event["job"] == "reed" for event in line.of("stepped")))
+    trains_on()
+    assert line.of("stopped") == []
+    disk["saves"].set()
+    wait_for(lambda: line.of("stopped"))
+    (stopped,) = line.of("stopped")
+    assert (stopped["job"], stopped["step"], Path(stopped["path"]).name) == ("fern", step, f"e1-s{step}")
+    assert session.drained == before
+
+
+def test_a_stopped_job_whose_last_step_is_refused_fails(worker):
+    """The step was issued when the job was stopped, and counts once it was read."""
+    start, line, disk = worker
+    session = disk["session"]
+    start("moss", 10**6, 1)
+    start("fern", 10**6, 0)
+    wait_for(lambda: 0 in session.tasks and session.tasks[0].step > 3)
+    ahead = session.end_training
+    session.end_training = lambda place: ahead(place) + 1
+    line.commands.put({"command": "stop", "job": "fern", "epoch": 1})
+    wait_for(lambda: session.tasks[0].status == "leaving")
+    others = session.tasks[1].step
+    wait_for(lambda: session.tasks[1].step > others + 20)
+    assert line.of("vacated") == []
+    session.end_training = ahead
+    session.tasks[0].status = "failed"
+    wait_for(lambda: line.of("failed"))
+    assert line.of("stopped") == []
 
 
 def test_a_placement_starts_once(worker):
