@@ -191,7 +191,7 @@ def over_rank_16(name: str, file: str = "ranks") -> list[str]:
 
 
 def experts(tokens: int, adapters_on: str) -> list[str]:
-    name, fields = "experts_h200_2026-11-24/experts.jsonl", {"tokens": tokens, "adapters_on": adapters_on}
+    name, fields = "experts_h200_2026-11-27/experts.jsonl", {"tokens": tokens, "adapters_on": adapters_on}
     ours, peft = (pick(name, section=section, **fields) for section in ("layer", "peft"))
     return [f"{ours['of_frozen']:.2f}", f"{ours['tokens_per_s'] / peft['tokens_per_s']:.1f}"]
 

@@ -91,14 +91,24 @@ def forget_garbage() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="module")
+def forget_programs():
+    """forget_programs(): whatever a test runs next is traced again, as code that it has changed must be."""
+
+    def forget():
+        import jax
+
+        KEPT.clear()
+        jax.clear_caches()
+
+    return forget
+
+
 @pytest.fixture(scope="module", autouse=True)
-def _forget_programs():
+def _forget_programs(forget_programs):
     """Compiled programs of a module are of no use to the next one, and make a process grow to gigabytes."""
     yield
-    import jax
-
-    KEPT.clear()
-    jax.clear_caches()
+    forget_programs()
     forget_garbage()
 
 

@@ -105,12 +105,13 @@ def test_a_wrong_dropout_in_a_few_rows_is_found(job, monkeypatch):
     assert not compare_job(*job, "law", 2).good
 
 
-def test_a_wrong_dropout_scale_in_a_few_rows_is_found(job, monkeypatch):
+def test_a_wrong_dropout_scale_in_a_few_rows_is_found(job, monkeypatch, forget_programs):
     """One row of 128 in the joint training, by XLA's form, and in float32: bfloat16 rounds by more than that."""
     config, prepared, plan = job
     if config.base.dtype != "float32":
         pytest.skip("rounding hides a row of 128")
     config = config.model_copy(update={"train": config.train.model_copy(update={"implementation": "xla"})})
     assert compare_job(config, prepared, plan, "law", 2).good
+    forget_programs()  # the fault is in code that was traced for the comparison above
     scale_a_row_of_each_tile(monkeypatch, 0.9)
     assert not compare_job(config, prepared, plan, "law", 2).good
