@@ -22,7 +22,7 @@ from lorafusion_jax.adapters.table import adapter_kind, leaves_of
 from lorafusion_jax.errors import ConfigError, RunError
 from lorafusion_jax.modules.context import LoRAContext
 from lorafusion_jax.modules.linen_held import HeldLayer, LinenAdapters
-from lorafusion_jax.modules.linen_intercept import COLLECTION, SITE, Kinds, adapters_of, intercept, weight_of
+from lorafusion_jax.modules.linen_intercept import COLLECTION, SITE, Kinds, adapters_of, intercept, weights_of
 from lorafusion_jax.modules.linen_layers import (
     KERNELS,
     LinenLayer,
@@ -61,9 +61,10 @@ class LinenLoRA:
         adapters: in stacking order.
         targets: targets for all adapters, instead of their own: "all-linear" (every linear layer but the output head),
             names, globs or regular expressions of whole paths ("block_0.attn.query").
-        modules: linear modules that are not recognised: pairs of a class and the name of its weight, or a function from
-            a module to that name. They must multiply by this weight once. `Dense`, `DenseGeneral` and `Einsum` are
-            known, and so is a module of any other class whose call is one product with its only matrix.
+        modules: linear modules that are not recognised: pairs of a class and the name of its weight, the names of
+            several, or a function from a module to them. They must multiply by each weight once, or by each of its
+            parts `w[0]`, `w[1]` once, whose adapters are stacked. `Dense`, `DenseGeneral` and `Einsum` are known, and
+            so is a module of any other class whose call is one product with its only matrix.
         heads: names of the output heads, which "all-linear" leaves out (None: the last layer as wide as the vocabulary;
             in a model without embeddings, a layer that is called head, lm_head, logits or classifier).
 
@@ -147,24 +148,28 @@ class LinenLoRA:
         context, staged, ran = LoRAContext.of(self.adapters, table, **options), staging(), []
 
         def wanted(module: nn.Module) -> bool:
-            return has_adapters(module) or has_stored_weight(module, self._modules)
+            names = weights_of(module, self._modules)
+            return any(has_adapters(module, name) for name in names) or has_stored_weight(module, self._modules)
 
-        def has_adapters(module: nn.Module) -> bool:
+        def has_adapters(module: nn.Module, weight: str) -> bool:
             # A module that is applied separately to shared weights has no path in the tree, so it has no adapters.
-            path, leaves = self._adapters_of(module)
+            path, leaves = adapters_of(module, weight)
             return leaves is not None or (bool(path) and path in self._plans)
 
-        def multiply(module: nn.Module, x: Array, w: Array, inside: tuple[int, ...], result: Result) -> Array:
-            if not has_adapters(module):
+        def multiply(
+            module: nn.Module, weight: str, x: Array, w: Array, inside: tuple[int, ...], result: Result
+        ) -> Array:
+            if not has_adapters(module, weight):
                 return frozen_multiply(x, w, inside, result)
             check_inside(staged)
             ran.append(module)
-            path, leaves = self._adapters_of(module)
+            path, leaves = adapters_of(module, weight)
             linear = LinenLayer(weight="", shape=w.shape, inside=inside, scope=path, path=path, kind="")
             multiply_by = expert_products if result.experts else lora_product
             plan = LoRAPlan.of(".".join(path), linear, self.adapters, self._members(path))
             if leaves is None or any(name not in leaves for name in plan.leaf_names):
                 raise _missing_collection(module)
+            leaves = {name: leaf[result.part] for name, leaf in leaves.items()}
             bank = Leaves(names=plan.names, numbers=plan.numbers, leaves=leaves, rank=plan.rank)
             site = leaves[SITE] if SITE in leaves else int(plan.sites)
             return multiply_by(x, w, bank, inside, result, context=context, site=site, where=plan.path)
@@ -321,10 +326,7 @@ class LinenLoRA:
         return LoRAPlan.of(layer.name, layer, self.adapters, members) if members else None
 
     def _is_stored(self, layer: LinenLayer) -> bool:
-        return not layer.experts and (not layer.is_head or bool(self._members(layer.path, layer)))
-
-    def _adapters_of(self, module: nn.Module) -> tuple[tuple[str, ...], Mapping[str, Array] | None]:
-        return adapters_of(module, weight_of(module, self._modules) or "")
+        return not (layer.experts or layer.parts) and (not layer.is_head or bool(self._members(layer.path, layer)))
 
     def _number(self, name: str) -> int:
         names = [spec.name for spec in self.adapters]

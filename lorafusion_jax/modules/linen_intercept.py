@@ -16,14 +16,17 @@ from flax import linen as nn
 from jaxtyping import Array
 
 from lorafusion_jax.modules.plan import dropout_sites
-from lorafusion_jax.modules.product import Result, exchange_product, unsupported_linear
+from lorafusion_jax.modules.product import Result, exchange_products, unsupported_linear
 
 COLLECTION = "LoRAParam"
 SITE = "lora_site"  # dropout sites of stacked layers, beside their tensors
-type Weight = str | Callable[[nn.Module], str]  # name of a module's weight, or a function from the module to it
+# name of a module's weight, the names of several, or a function from the module to them
+type Names = str | Sequence[str]
+type Weight = Names | Callable[[nn.Module], Names]
 type Kinds = Sequence[tuple[type[nn.Module], Weight]]
-# module, x [rows, contracted axes], weight, contracted axes of the weight, type of the result → the product
-type Multiply = Callable[[nn.Module, Array, Array, tuple[int, ...], Result], Array]
+# module, name of the weight, x [rows, contracted axes], weight, contracted axes of the weight, type of the result → the
+# product
+type Multiply = Callable[[nn.Module, str, Array, Array, tuple[int, ...], Result], Array]
 type Call = Callable[[], Any]
 
 
@@ -55,35 +58,33 @@ def intercept(
         if not joined and module.scope.parent is None and COLLECTION in module.variables:
             joined = True
             try:
-                return _call_joined(module, axes, lambda: call(*args, **options))
+                return _call_joined(module, axes, lambda: interceptor(call, args, options, context))
             finally:
                 joined = False
         if watch is not None:
             watch(module)
-        weight = weight_of(module, kinds) if context.method_name == "__call__" else None
-        if weight is None or not wanted(module):
+        names = weights_of(module, kinds) if context.method_name == "__call__" else ()
+        if not names or not wanted(module):
             return call(*args, **options)
-        params = params_of(module)
-        if weight not in params:
-            raise unsupported_linear(
-                ".".join(module.path), f"it has no parameter '{weight}' yet", "init the base model first"
-            )
-        w = nn.meta.unbox(params[weight])
+        params, where = params_of(module), ".".join(module.path)
+        for name in names:
+            if name not in params:
+                raise unsupported_linear(where, f"it has no parameter '{name}' yet", "init the base model first")
 
-        def call_with(w: Array) -> Any:
+        def call_with(weights: Mapping[str, Any]) -> Any:
             nonlocal inner
             inner = True
             try:
-                return module.clone(parent=None).apply({"params": {**params, weight: w}}, *args, **options)
+                return module.clone(parent=None).apply({"params": {**params, **weights}}, *args, **options)
             finally:
                 inner = False
 
-        def product(x: Array, w: Array, inside: tuple[int, ...], result: Result) -> Array:
-            return multiply(module, x, w, inside, result)
+        def product(name: str, x: Array, w: Array, inside: tuple[int, ...], result: Result) -> Array:
+            return multiply(module, name, x, w, inside, result)
 
         try:
-            where = ".".join(module.path)
-            return exchange_product(call_with, w, product, where=where, inputs=(args, options), experts=None)
+            weights = {name: nn.meta.unbox(params[name]) for name in names}
+            return exchange_products(call_with, weights, product, where=where, inputs=(args, options))
         except Exception as problem:
             if otherwise is None or is_listed(module, kinds):
                 raise
@@ -94,22 +95,21 @@ def intercept(
         yield
 
 
-def weight_of(module: nn.Module, kinds: Kinds) -> str | None:
-    """Returns the name of a linear module's weight.
+def weights_of(module: nn.Module, kinds: Kinds) -> tuple[str, ...]:
+    """Returns the names of a linear module's weights.
 
-    That of a listed class, or the only matrix of a module of another package that has no submodules; None if there is
-    none.
+    Those of a listed class, or the only matrix of a module of another package that has no submodules.
     """
-    weight = next((weight for cls, weight in kinds if isinstance(module, cls)), None)
-    if weight is not None:
-        return weight(module) if callable(weight) else weight
+    listed = next((weight for cls, weight in kinds if isinstance(module, cls)), None)
+    if listed is not None:
+        names = listed(module) if callable(listed) else listed
+        return (names,) if isinstance(names, str) else tuple(names)
     if type(module).__module__.startswith("flax."):
-        return None
+        return ()
     params = params_of(module)
     matrices = matrices_of(params)
-    return (
-        matrices[0] if len(matrices) == 1 and not any(isinstance(value, Mapping) for value in params.values()) else None
-    )
+    is_linear = len(matrices) == 1 and not any(isinstance(value, Mapping) for value in params.values())
+    return tuple(matrices) if is_linear else ()
 
 
 def is_listed(module: nn.Module, kinds: Kinds) -> bool:
@@ -131,12 +131,12 @@ def matrices_of(params: Mapping[str, Any]) -> list[str]:
 
 
 def adapters_of(module: nn.Module, weight: str) -> tuple[tuple[str, ...], Mapping[str, Array] | None]:
-    """Returns path and tensors of a module's adapters. If modules share a scope, the path ends with the weight."""
+    """Returns path and tensors of a weight's adapters. If weights share a scope, the path ends with the weight."""
     path, joined = tuple(module.path), module.variables.get("params", {}).get(COLLECTION)
     if joined is not None and isinstance(joined.get(weight), Mapping):
         return (*path, weight), joined[weight]
     if joined is not None and any(isinstance(value, Mapping) for value in joined.values()):
-        return path, None  # of another module in this scope
+        return path, None  # of another weight in this scope
     return path, joined
 
 
@@ -157,7 +157,7 @@ def _join(params: Any, adapters: Mapping[str, Any], path: tuple[str, ...], axes:
     for name, value in adapters.items():
         if isinstance(value, Mapping) and isinstance(tree.get(name), Mapping):
             tree[name] = _join(tree[name], value, (*path, name), axes)
-        elif isinstance(value, Mapping):  # a layer that shares its scope, by the name of its weight
+        elif isinstance(value, Mapping):  # a weight that shares its scope
             leaves[name] = _with_sites(value, (*path, name), axes)
         else:
             leaves[name] = value

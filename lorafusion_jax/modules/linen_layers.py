@@ -17,7 +17,7 @@ from jaxtyping import Array
 
 from lorafusion_jax.modules.heads import find_heads, is_embedding
 from lorafusion_jax.modules.linear import Linear
-from lorafusion_jax.modules.linen_intercept import Kinds, intercept, matrices_of, params_of, weight_of
+from lorafusion_jax.modules.linen_intercept import Kinds, intercept, matrices_of, params_of, weights_of
 from lorafusion_jax.modules.product import Result, unsupported_linear
 from lorafusion_jax.modules.stored_weight import StoredWeight
 from lorafusion_jax.modules.unmatched import plausible_weights
@@ -32,14 +32,16 @@ class LinenLayer(Linear):
 
     Args:
         scope: path of its parameters in their tree.
-        path: path of its adapters: the scope, followed by the weight's name if modules share a scope.
+        path: path of its adapters: the scope, followed by the weight's name if weights share a scope.
         kind: name of its class.
+        parts: how many axes of the stack, the last ones, the call takes by index: `w[0]`.
         is_head: whether "all-linear" leaves it out.
     """
 
     scope: tuple[str, ...]
     path: tuple[str, ...]
     kind: str
+    parts: int = 0
     is_head: bool = False
 
     @property
@@ -88,14 +90,14 @@ def find_layers(
     problems: dict[tuple[str, ...], str] = {}
     params = nn.meta.unbox(variables)["params"]
 
-    def note(module: nn.Module, x: Array, w: Array, inside: tuple[int, ...], result: Result) -> Array:
-        path, weight = tuple(module.path), weight_of(module, kinds) or ""
+    def note(module: nn.Module, weight: str, x: Array, w: Array, inside: tuple[int, ...], result: Result) -> Array:
+        path = tuple(module.path)
         stored = getattr(_subtree(params, path).get(weight), "shape", ())
         stack, experts = tuple(stored[: len(stored) - w.ndim]), result.experts
         if stored[len(stack) :] != w.shape:
             why = f"its weight {list(stored)} is cut into {list(w.shape)}, not along its first axes"
             raise unsupported_linear(".".join(path), why, "nn.scan and nn.vmap with variable_axes={'params': 0}")
-        noted[path, weight] = LinenLayer(
+        layer = LinenLayer(
             scope=path,
             path=path,
             weight=weight,
@@ -104,7 +106,12 @@ def find_layers(
             stack=(*stack, *w.shape[:experts]),
             experts=experts,
             kind=type(module).__name__,
+            parts=len(result.part),
         )
+        if result.part and noted.setdefault((path, weight), layer) != layer:
+            why = f"its call sums over other axes of {weight}[{result.part[0]}] than of the parts before"
+            raise unsupported_linear(".".join(path), why)
+        noted[path, weight] = layer
         return frozen_multiply(x, w, inside, result)
 
     def watch(module: nn.Module) -> None:
@@ -167,8 +174,8 @@ def frozen_multiply(x: Array, w: Array | StoredWeight, inside: tuple[int, ...], 
 
 def has_stored_weight(module: nn.Module, kinds: Kinds) -> bool:
     """Whether a module's weight is stored in fewer bytes."""
-    weight = weight_of(module, kinds)
-    return weight is not None and isinstance(module.variables.get("params", {}).get(weight), StoredWeight)
+    params = module.variables.get("params", {})
+    return any(isinstance(params.get(weight), StoredWeight) for weight in weights_of(module, kinds))
 
 
 def _why(module: nn.Module, names: Sequence[str], problem: str | None, *, adapted: bool) -> str:
@@ -184,7 +191,9 @@ def _why(module: nn.Module, names: Sequence[str], problem: str | None, *, adapte
     if not plausible_weights(dict.fromkeys(names, ())):
         return f"its {', '.join(names)} is no weight of a product"
     if len(names) > 1:
-        return f"{kind} holds several weights ({', '.join(names)}); LoRA needs a module for each"
+        quoted = ", ".join(f'"{name}"' for name in sorted(names))
+        several = f"{kind} holds several weights; if it multiplies by each of them once, or by each of their parts w[0]"
+        return f"{several}, say so with LinenLoRA(…, modules=[({kind}, ({quoted}))])"
     return f"{kind} does not multiply by its {names[0]} in its own call"
 
 

@@ -9,9 +9,10 @@ K in · N out
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -57,12 +58,14 @@ class Result:
         dtype: may be wider than that of x.
         sharding: the one that the layer's call sets with `out_sharding`; None: it sets none.
         experts: number of leading axes that x, the weight and the product have in common.
+        part: the leading indices of the weight that the call took first, `w[0]`.
         casts: dtypes that the weight takes one after another; None: it is changed otherwise, too.
     """
 
     dtype: Any
     sharding: NamedSharding | None = None
     experts: int = 0
+    part: tuple[int, ...] = ()
     casts: tuple[Any, ...] | None = ()
 
     def place(self, y: Array) -> Array:
@@ -79,6 +82,7 @@ class Result:
 
 # x [rows, contracted axes], W, contracted axes of W, type of the result → product with the weight and its adapters
 type Product = Callable[[Array, Any, tuple[int, ...], Result], Array]
+type NamedProduct = Callable[[str, Array, Any, tuple[int, ...], Result], Array]  # with the weight's name before
 _SAME_AXES = frozenset(
     {
         "convert_element_type",
@@ -122,11 +126,74 @@ def exchange_product(
     >>> exchange_product(lambda w: jnp.ones((3, 2)) @ w + 1, jnp.ones((2, 4)), double, where="up").tolist()[0]
     [5.0, 5.0, 5.0, 5.0]
     """
-    closed, shapes = jax.make_jaxpr(call, return_shape=True)(_abstract_weight(weight, inside, inputs))
-    run = _Run(product=product, where=where, experts=experts)
-    outputs, _ = run.evaluate(closed.jaxpr, [*closed.consts, weight], {len(closed.consts): tuple(range(weight.ndim))})
-    if run.products != 1:
-        raise unsupported_linear(where, f"its call multiplies by the weight {run.products} times, not once")
+
+    def named(_name: str, x: Array, w: Any, axes: tuple[int, ...], result: Result) -> Array:
+        return product(x, w, axes, result)
+
+    weights = {"weight": _Used(weight, inside)}
+    return _exchange(lambda taken: call(taken["weight"]), weights, named, where, inputs, experts, may_cut=False)
+
+
+def exchange_products(
+    call: Callable[[dict[str, Any]], Any],
+    weights: Mapping[str, Array | Stored],
+    product: NamedProduct,
+    *,
+    where: str,
+    inputs: Any = (),
+) -> Any:
+    """Runs `call(weights)` with its product with each of the weights replaced.
+
+    A weight may hold several matrices, of which the call takes each by its index: `x @ w[0]`. They have any number of
+    axes of experts.
+
+    Args:
+        call: uses each weight, or each part of it, in exactly one product.
+        weights: its arguments, by name.
+        product: as in `exchange_product`, with the name of the weight before.
+        where: path of the layer, for errors.
+        inputs: as in `exchange_product`.
+
+    Raises:
+        ConfigError: `lora.unsupported-linear`, the call uses a weight in another way.
+
+    >>> double = lambda name, x, w, axes, _: 2 * jnp.tensordot(x, w, axes=(tuple(range(-len(axes), 0)), axes))
+    >>> gated = lambda w: (jnp.ones((3, 2)) @ w["up"][0]) * (jnp.ones((3, 2)) @ w["up"][1])
+    >>> exchange_products(gated, {"up": jnp.ones((2, 2, 4))}, double, where="mlp").tolist()[0]
+    [16.0, 16.0, 16.0, 16.0]
+    """
+    return _exchange(call, {name: _Used(w) for name, w in weights.items()}, product, where, inputs, None, may_cut=True)
+
+
+class _Used(NamedTuple):
+    """A weight, and the axes of it that the product sums over, as far as they are known before."""
+
+    weight: Array | Stored
+    inside: tuple[int, ...] = ()
+
+
+def _exchange(
+    call: Callable[[dict[str, Any]], Any],
+    weights: Mapping[str, _Used],
+    product: NamedProduct,
+    where: str,
+    inputs: Any,
+    experts: int | None,
+    *,
+    may_cut: bool,
+) -> Any:
+    names = list(weights)
+    types = [_abstract_weight(weight, inside, inputs) for weight, inside in weights.values()]
+    closed, shapes = jax.make_jaxpr(lambda *taken: call(dict(zip(names, taken, strict=True))), return_shape=True)(
+        *types
+    )
+    run = _Run(product=product, where=where, experts=experts, may_cut=may_cut)
+    first = len(closed.consts)
+    held = {first + n: _Held(name, tuple(range(used.weight.ndim))) for n, (name, used) in enumerate(weights.items())}
+    values = [*closed.consts, *(used.weight for used in weights.values())]
+    outputs, _ = run.evaluate(closed.jaxpr, values, held)
+    for name in names:
+        run.check_used_once(name)
     return jax.tree.unflatten(jax.tree.structure(shapes), outputs)
 
 
@@ -164,59 +231,110 @@ def unsupported_linear(where: str, why: str, fix: str = "leave it out of targets
     return ConfigError("lora.unsupported-linear", "this layer cannot carry LoRA.", where=where, why=why, fix=fix)
 
 
-@dataclass(slots=True)
-class _Run:
-    """One evaluation of a jaxpr. `axes` maps a variable that is the weight to the weight's axis of each of its axes."""
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """What a variable of the traced call holds of a weight.
 
-    product: Product
-    where: str
-    experts: int | None = 0
-    products: int = 0
+    Args:
+        name: that of the weight.
+        order: the weight's axis of each of its axes, counted without the axes of `part`.
+        part: the leading indices that were taken.
+        cut: the next of them, while its axis of size 1 is still there.
+        casts: dtypes that it took; None: it was changed otherwise, too.
+    """
+
+    name: str
+    order: tuple[int, ...]
+    part: tuple[int, ...] = ()
+    cut: int | None = None
     casts: tuple[Any, ...] | None = ()
 
-    def evaluate(self, jaxpr: Jaxpr, values: list[Any], weights: dict[int, tuple[int, ...]]):
-        """Returns the outputs, and which of them are the weight itself."""
+    def squeezed(self, index: int) -> _Held:
+        """Without its first axis, of which it has this index."""
+        order = tuple(axis - 1 for axis in self.order if axis)
+        return replace(self, order=order, part=(*self.part, index), cut=None)
+
+    def cast(self, eqn: JaxprEqn) -> _Held:
+        """Notes what an equation that keeps the axes makes of it."""
+        cast = (eqn.params["new_dtype"],) if eqn.primitive.name == "convert_element_type" else None
+        return replace(self, casts=None if self.casts is None or cast is None else (*self.casts, *cast))
+
+
+@dataclass(slots=True)
+class _Run:
+    """One evaluation of a jaxpr, which follows the weights from variable to variable."""
+
+    product: NamedProduct
+    where: str
+    experts: int | None
+    may_cut: bool
+    products: Counter[tuple[str, tuple[int, ...]]] = field(default_factory=Counter)
+
+    def check_used_once(self, name: str) -> None:
+        """Checks that a weight, or each part of it that the call takes, was in one product."""
+        parts = {part: times for (used, part), times in self.products.items() if used == name}
+        whole = sum(parts.values())
+        if not parts or max(parts.values()) > 1 or len({len(part) for part in parts}) > 1:
+            raise unsupported_linear(self.where, f"its call multiplies by the weight {whole} times, not once")
+
+    def evaluate(self, jaxpr: Jaxpr, values: list[Any], weights: dict[int, _Held]):
+        """Returns the outputs, and which of them are weights themselves."""
         inputs = [*jaxpr.constvars, *jaxpr.invars]
         env = dict(zip(inputs, values, strict=True))
-        axes = {inputs[index]: order for index, order in weights.items()}
+        known = {inputs[index]: held for index, held in weights.items()}
 
         def read(atom):
             return atom.val if isinstance(atom, Literal) else env[atom]
 
-        def axes_of(atom):
-            return None if isinstance(atom, Literal) else axes.get(atom)
+        def held_in(atoms):
+            held = {index: known.get(atom) for index, atom in enumerate(atoms) if not isinstance(atom, Literal)}
+            return {index: weight for index, weight in held.items() if weight is not None}
 
         for eqn in jaxpr.eqns:
-            weights_in = {index: order for index, atom in enumerate(eqn.invars) if (order := axes_of(atom)) is not None}
             operands = [read(atom) for atom in eqn.invars]
-            outputs, orders = self._step(jaxpr, eqn, operands, weights_in)
+            outputs, weights_out = self._step(jaxpr, eqn, operands, held_in(eqn.invars))
             env.update(zip(eqn.outvars, outputs, strict=True))
-            axes.update({eqn.outvars[index]: order for index, order in orders.items()})
-        ends = {index: order for index, atom in enumerate(jaxpr.outvars) if (order := axes_of(atom)) is not None}
-        return [read(atom) for atom in jaxpr.outvars], ends
+            known.update({eqn.outvars[index]: held for index, held in weights_out.items()})
+        return [read(atom) for atom in jaxpr.outvars], held_in(jaxpr.outvars)
 
-    def _step(self, jaxpr: Jaxpr, eqn: JaxprEqn, operands: list[Any], weights: dict[int, tuple[int, ...]]):
+    def _step(self, jaxpr: Jaxpr, eqn: JaxprEqn, operands: list[Any], weights: dict[int, _Held]):
         name = eqn.primitive.name
         if not weights:
             return _bind(jaxpr, eqn, operands), {}
         if name in _CALLS:
             inner = eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["call_jaxpr"]
-            shifted = {len(inner.consts) + index: order for index, order in weights.items()}
+            shifted = {len(inner.consts) + index: held for index, held in weights.items()}
             return self.evaluate(inner.jaxpr, [*inner.consts, *operands], shifted)
         if name == "dot_general" and len(weights) == 1:
             return [self._multiply(eqn, operands, weights)], {}
-        order = weights.get(0)
-        if order is None or len(eqn.outvars) != 1:
+        held = weights.get(0)
+        if held is None:
             raise self._unsupported(name)
         if name == "transpose":
-            return self._rearranged(jaxpr, eqn, operands), {0: tuple(order[axis] for axis in eqn.params["permutation"])}
-        if name in _SAME_AXES:
-            self._follow(eqn)
-            return self._rearranged(jaxpr, eqn, operands), {0: order}
+            order = tuple(held.order[axis] for axis in eqn.params["permutation"])
+            return self._rearranged(jaxpr, eqn, operands), {0: replace(held, order=order)}
+        if name in _SAME_AXES and len(eqn.outvars) == 1:
+            return self._rearranged(jaxpr, eqn, operands), {0: held.cast(eqn)}
+        parts = self._cut(eqn, operands[0], held)
+        return _bind(jaxpr, eqn, operands), parts
+
+    def _cut(self, eqn: JaxprEqn, w: Any, held: _Held) -> dict[int, _Held]:
+        """Follows `w[0]`, a slice whose axis is squeezed afterwards, and `for part in w`."""
+        name, first = eqn.primitive.name, held.order.index(0)
+        if self.may_cut and not isinstance(w, Stored):
+            if name == "unstack" and eqn.params["axis"] == first and held.cut is None:
+                return {index: held.squeezed(index) for index in range(len(eqn.outvars))}
+            if name == "squeeze" and eqn.params["dimensions"] == (first,) and held.cut is not None:
+                return {0: held.squeezed(held.cut)}
+            if name == "slice" and held.cut is None and (start := _only_index(eqn, w.shape, first)) is not None:
+                return {0: replace(held, cut=start)}
         raise self._unsupported(name)
 
-    def _multiply(self, eqn: JaxprEqn, operands: list[Any], weights: dict[int, tuple[int, ...]]) -> Array:
-        ((side, order),) = weights.items()
+    def _multiply(self, eqn: JaxprEqn, operands: list[Any], weights: dict[int, _Held]) -> Array:
+        ((side, held),) = weights.items()
+        order = held.order
+        if held.cut is not None:
+            raise self._unsupported("slice")
         contract, batch = eqn.params["dimension_numbers"]
         pairs = sorted(zip((order[axis] for axis in contract[side]), contract[1 - side], strict=True))
         shared = sorted(zip((order[axis] for axis in batch[side]), batch[1 - side], strict=True))
@@ -224,7 +342,7 @@ class _Run:
         if [axis for axis, _ in shared] != list(range(experts)):
             raise unsupported_linear(self.where, "its product shares a batch axis between the input and the weight")
         self._check_precision(eqn.params["precision"])
-        self.products += 1
+        self.products[held.name, held.part] += 1
         result, dtype = jnp.result_type(eqn.outvars[0].aval), jnp.promote_types(*map(_dtype, eqn.invars))
         if not jnp.issubdtype(dtype, jnp.floating) or not jnp.issubdtype(result, jnp.floating):
             raise unsupported_linear(self.where, f"its product is of {dtype} and gives {result}")
@@ -246,14 +364,10 @@ class _Run:
         sharding = eqn.params.get("out_sharding")
         if sharding is not None and experts:
             raise unsupported_linear(self.where, "it has a weight for each expert and sets out_sharding")
-        casts = None if self.casts is None else (*self.casts, dtype)
-        made = Result(dtype=result, sharding=self._sharding(sharding, back), experts=experts, casts=casts)
-        return jnp.transpose(self.product(x, w, inside, made), back)
-
-    def _follow(self, eqn: JaxprEqn) -> None:
-        """Notes what happens to the weight before its product."""
-        cast = (eqn.params["new_dtype"],) if eqn.primitive.name == "convert_element_type" else None
-        self.casts = None if self.casts is None or cast is None else (*self.casts, *cast)
+        casts = None if held.casts is None else (*held.casts, dtype)
+        placed = self._sharding(sharding, back)
+        made = Result(dtype=result, sharding=placed, experts=experts, part=held.part, casts=casts)
+        return jnp.transpose(self.product(held.name, x, w, inside, made), back)
 
     def _check_precision(self, precision: Any) -> None:
         """Our products of float32 have the highest precision, and bfloat16 ones sums in float32: at least any other."""
@@ -277,6 +391,15 @@ class _Run:
 
     def _unsupported(self, primitive: str) -> ConfigError:
         return unsupported_linear(self.where, f"its call does more with the weight than one product ({primitive})")
+
+
+def _only_index(eqn: JaxprEqn, shape: tuple[int, ...], axis: int) -> int | None:
+    """Returns the index of a slice that takes one of an axis and all of the others, otherwise None."""
+    start, limit, strides = (eqn.params[name] for name in ("start_indices", "limit_indices", "strides"))
+    index = start[axis]
+    expected = tuple(index + 1 if other == axis else size for other, size in enumerate(shape))
+    whole = all(number == (index if other == axis else 0) for other, number in enumerate(start))
+    return index if strides is None and whole and tuple(limit) == expected else None
 
 
 def _dtype(atom: Any) -> Any:

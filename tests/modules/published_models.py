@@ -232,8 +232,12 @@ LINEN_STRUCTURES = {
         ("openpi_pi0", models.Pi0, IDS),
     )
 } | {
-    "openpi_pi0_down": lambda: LinenCase(
-        model=models.Pi0(), args=(IDS,), options={}, output=lambda it: it, modules=((models.PiFeedForward, "linear"),)
+    "openpi_pi0_mlp": lambda: LinenCase(
+        model=models.Pi0(),
+        args=(IDS,),
+        options={},
+        output=lambda it: it,
+        modules=((models.PiFeedForward, ("gating_einsum", "linear")),),
     )
 }
 PEFT_KEYS = {  # one key of each model that Hugging Face has, too
