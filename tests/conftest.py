@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
+import covered_cases
 import hypothesis
 import pytest
 import shape_checks
@@ -76,8 +77,10 @@ def pytest_xdist_auto_num_workers() -> int:
     return (os.cpu_count() or 1) + 1
 
 
+@pytest.hookimpl(tryfirst=True)  # before marks select
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files of long tests first: begun last, one of them would keep a worker busy while the others wait."""
+    covered_cases.mark_covered(items)
     items.sort(key=lambda item: item.path.stem not in LONGEST)
 
 
