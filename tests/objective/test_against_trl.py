@@ -32,16 +32,11 @@ QUICK = {
 }
 ALWAYS = (
     "dpo",
-    "mpo",
     "kto",
     "grpo",
     "reward_margin",
     "dora",
     "vera",
-    "fa",
-    "bias",
-    "patterns",
-    "dora_layers",
     "tokens",
     "pissa",
 )

@@ -19,7 +19,7 @@ from limits import limited
 from lorafusion_jax.errors import LoraFusionError
 from scheduling import PlanError
 
-CI_CASES, UNSET = 200, 100
+CI_CASES, UNSET = 80, 100
 
 
 def cases[F: Callable[..., None]](test: F) -> F:

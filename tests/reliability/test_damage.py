@@ -19,7 +19,7 @@ from lorafusion_jax.errors import CheckpointError
 from lorafusion_jax.report.recorder import read_rows
 from lorafusion_jax.training import resume
 
-FLIPS, CUTS = 160, 20
+FLIPS, CUTS = 40, 10
 
 
 def flip(file, seed):
@@ -40,7 +40,7 @@ def test_every_flip_and_cut_of_a_run_folder_is_named(copied):
 def test_every_flip_and_cut_of_an_exported_folder_is_named(whole_run, tmp_path):
     assert lorafusion(["export", str(whole_run.run), "law", "--to", str(tmp_path / "law")]) == 0
     assert lorafusion(["verify", str(tmp_path / "law")]) == 0
-    missed = [attempt for attempt in attempts(tmp_path / "law", 40, 20) if not attempt.named]
+    missed = [attempt for attempt in attempts(tmp_path / "law", 20, 10) if not attempt.named]
     assert not missed
 
 

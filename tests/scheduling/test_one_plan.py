@@ -44,7 +44,7 @@ def random_plans():
 def test_load_does_not_change_a_plan():
     """Other processes get the cores, and another hash seed gets the order of sets."""
     quiet = [plan.digest for plan in random_plans()]
-    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(os.cpu_count() or 1)]
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(min(2, os.cpu_count() or 1))]
     try:
         loaded = subprocess.run(
             [sys.executable, __file__],
