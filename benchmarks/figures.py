@@ -249,7 +249,8 @@ def wide_attention() -> list[str]:
 
 
 def gemma_layer() -> list[str]:
-    return [f"{pick('families_h100_2026-11-24/layer.jsonl', layer=name)['over_frozen']:.2f}" for name in LAYERS]
+    file = "families_h200_2026-11-27/families.jsonl"
+    return [f"{pick(file, section='layer', layer=name)['over_frozen']:.2f}" for name in LAYERS]
 
 
 LAYERS = ("window", "full")
@@ -282,16 +283,6 @@ def first_step() -> list[str]:
     empty = (pick("starting_h200_2026-11-26/starting.jsonl", ahead=ahead) for ahead in ("with", "without"))
     filled = pick("starting_h200_2026-11-24/starting.jsonl", cache="filled")
     return [f"{row['first_step_s']:.1f}" for row in (*empty, filled)]
-
-
-def place_starts() -> list[str]:
-    starts = [row for row in rows("place_starts_h200_2026-11-24/place_starts.jsonl") if "start_s" in row]
-    first = [row["first_step_s"] for row in starts]
-    return [
-        *(f"{bound(row['start_s'] for row in starts):.1f}" for bound in (min, max)),
-        f"{min(first):.1f}",
-        f"{max(first):.0f}",
-    ]
 
 
 def window_density(batches: str, decimals: bool) -> list[str]:
@@ -439,7 +430,7 @@ FIGURES = (
         "Triton {} and cuDNN {} for full attention, Triton {} with a window of 1024, XLA {} and {}.",
         wide_attention,
     ),
-    Figure(MODELS, "takes {} (window) and {} (full) times its frozen layer on an H100", gemma_layer),
+    Figure(MODELS, "takes {} (window) and {} (full) times its frozen layer on an H200", gemma_layer),
     Figure(OBJECTIVES, "| four `dpo` adapters together | {} k | {} |", of(dpo, "ours")),
     Figure(OBJECTIVES, "| four `dpo` adapters one after another, our kernels | {} k | {} |", of(dpo, "single")),
     Figure(OBJECTIVES, "| TRL 1.16's DPOTrainer, PEFT and Liger, one pair a microbatch | {} k | {} |", of(dpo, "trl")),
@@ -469,11 +460,6 @@ FIGURES = (
         "makes its first step {} s after the command with empty caches, {} s without these processes, and {} s "
         "with filled caches",
         first_step,
-    ),
-    Figure(
-        SERVICE,
-        "in a free place in {} to {} s, and nothing is compiled. Its first step is read {} to {} s later",
-        place_starts,
     ),
     Figure(SERVICE, "| 4, 8, 16 | {} ± {} | {} | {} |", of(window_density, "4 8 16", True)),
     Figure(SERVICE, "| 8, 8, 8 | {} | {} | {} |", of(window_density, "8 8 8", False)),

@@ -52,6 +52,21 @@ def service_kills() -> list[str]:
     return [number for kind in ("server", "worker", "stop") for number in counted(kind, SERVICE_KILLS)]
 
 
+def live(name: str, *shares: str, digits: int = 1) -> list[str]:
+    """Of 32 jobs on one H200: a value, or those of shares of the jobs."""
+    value = pick("live_h200_2026-11-27b/live.jsonl", what="live")[name]
+    return [f"{number:.{digits}f}" for number in ([value[share] for share in shares] or [value])]
+
+
+def live_speed() -> list[str]:
+    (speed,), share = live("tokens_per_s"), live("share_of_offline", digits=2)
+    return [f"{float(speed) / 1000:.1f}", *share]
+
+
+def live_slots() -> list[str]:
+    return [*live("slots", digits=0), *live("offline_slots", digits=0)]
+
+
 SERVICE_KILLS = "service_kills_cpu_2026-11-27/service_kills.csv"
 HOSTILE = (
     "hostile_cpu_2026-11-24/shard-00.csv",
@@ -60,6 +75,18 @@ HOSTILE = (
 )
 SCHEMA = "schema_requests_cpu_2026-11-24/schemathesis.csv"
 COMPUTED = (
+    Figure(
+        page("service"),
+        "start of an adapter in a free place | {} s in the median, {} s at most",
+        of(live, "start_s", "p50", "most"),
+    ),
+    Figure(
+        page("service"),
+        "a place being free | {} s in the median, {} s at most",
+        of(live, "first_step_free_s", "p50", "most"),
+    ),
+    Figure(page("service"), "to the last step | {} k, {} of an offline plan", live_speed),
+    Figure(page("service"), "| microbatches | {}, {} in the offline plan", live_slots),
     Figure(
         page("reliability"),
         "`campaigns/service_kills.py`: {} kills of servers, {} of workers and {} stops",

@@ -16,6 +16,7 @@ from lorafusion_jax.optim.settings import OptimizerSettings
 from lorafusion_jax.plugins import find, not_known
 
 GROUP = "lorafusion_jax.schedules"
+LENGTH = 1024  # tables are computed in multiples of it: adapters of different lengths share the compiled operations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,8 +96,9 @@ def learning_rates(settings: OptimizerSettings, num_steps: int) -> np.ndarray:
     left = num_steps - warm
     body = schedule(settings.schedule).build(settings.lr, settings.min_lr_ratio, max(left, 1))
     rising = settings.lr * np.arange(1, warm + 1) / max(warm, 1)
+    counts = np.arange(-(-left // LENGTH) * LENGTH, dtype=np.int32)
     with jax.default_device(_host()):  # a live session's devices are busy with others
-        falling = np.asarray(body(jax.device_put(np.arange(left, dtype=np.int32)))) * np.ones(left)
+        falling = (np.asarray(body(jax.device_put(counts))) * np.ones(len(counts)))[:left]
     with np.errstate(over="ignore"):
         return np.concatenate([rising, falling]).astype(np.float32)
 
