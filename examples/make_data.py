@@ -47,6 +47,10 @@ SMALL_TALK = (
 MODULE = "Name the module of the Python standard library that defines this {}."
 GO_ON = "The Python language reference says under “{}”:\n\n{}\n\nHow does it go on?"
 
+# The first rows of some sets, for the demo: held-out rows fill one or two microbatches.
+FEW_PAIRS = {"brief": 40}
+FEW_HELD_OUT = {"ask": 18, "module": 16, "reference": 14, "cards": 16, "brief": 8}
+
 type Row = tuple[str, dict]  # name that decides on which side it falls, row
 
 
@@ -171,6 +175,9 @@ def main() -> None:
         train, held_out = split(rows)
         write(out / f"{name}.{suffix}", train)
         write(out / f"{name}_eval.{suffix}", held_out)
+        for part, rows_of_part, count in (("_few", train, FEW_PAIRS), ("_eval_few", held_out, FEW_HELD_OUT)):
+            if name in count:
+                write(out / f"{name}{part}.{suffix}", rows_of_part[: count[name]])
         print(f"{name:10} {len(train):5} rows, {len(held_out):4} held out")
     shutil.copyfile(LIBRARY / "LICENSE.txt", out / "LICENSE.txt")  # its words, its licence
 

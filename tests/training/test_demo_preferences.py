@@ -16,7 +16,7 @@ def test_accuracy_rises_on_held_out_pairs(tmp_path):
     rows = [row for row in read_rows(tmp_path / "run" / "metrics.jsonl") if row["kind"] == "eval"]
     accuracies = [row["eval_rewards/accuracies"] for row in rows]
     margins = [row["eval_rewards/margins"] for row in rows]
-    # 25 pairs: a coin gets half of them right, within 0.3 at three standard deviations.
+    # 8 pairs: a coin gets more than six of them right once in 28 throws.
     assert accuracies[0] <= 0.5
     assert accuracies[-1] > 0.8
     assert margins[0] == pytest.approx(0, abs=1e-4)
