@@ -10,21 +10,27 @@ import pytest
 TESTS = Path(__file__).resolve().parent
 
 
-def read_cases() -> dict[str, str]:
-    """Covered case, test or file → the case of every run that covers it."""
-    cases, covering = {}, ""
+def read_cases() -> dict[str, tuple[str, ...]]:
+    """Covered case, test or file → the cases of every run that cover it."""
+    cases: dict[str, tuple[str, ...]] = {}
+    covering: tuple[str, ...] = ()
+    indented = False
     for line in (TESTS / "covered_cases.txt").read_text(encoding="utf-8").splitlines():
         if line.startswith("    "):
             cases[line.strip()] = covering
         elif line and not line.startswith("#"):
-            covering = line
+            covering = (line,) if indented else (*covering, line)
+        indented = line.startswith("    ")
     return cases
+
+
+def read_covering() -> set[str]:
+    return {case for covering in read_cases().values() for case in covering}
 
 
 def mark_covered(items: Iterable[pytest.Item]) -> None:
     """Marks covered cases `nightly`."""
-    cases = read_cases()
-    covering = set(cases.values())
+    cases, covering = read_cases(), read_covering()
     families = tuple(case[:-1] for case in cases if case.endswith("*"))
     for item in items:
         file = item.path.relative_to(TESTS).as_posix() if item.path.is_relative_to(TESTS) else ""
