@@ -184,7 +184,10 @@ def kept_programs(quick_compiles):
     def programs(parts, *arguments):
         what = repr(parts), *arguments
         known = KEPT.pop(what, None)
-        if known is None or known.layers.forward._cache_size() != known.layers.backward._cache_size():
+        layers = None if known is None else known.layers
+        if layers is None or layers.forward._cache_size() != sum(
+            backward._cache_size() for backward in (layers.backward, layers.backward_giving)
+        ):
             known = StagePrograms(parts, *arguments)
         KEPT[what] = known
         if len(KEPT) > MOST_KEPT:

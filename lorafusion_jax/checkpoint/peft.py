@@ -35,7 +35,9 @@ from lorafusion_jax.tensor_file import write_tensors
 from lorafusion_jax.weights.table import NONE
 
 TRANSPOSED_ROWS = 64
+KEYS = ("k_proj", "v_proj")
 OVER_HEADS = {"q_proj": "N", "k_proj": "N", "v_proj": "N", "o_proj": "K"}  # the axis over heads
+OVER_MLP = {"gate_proj": "N", "up_proj": "N", "down_proj": "K"}  # in some models twice as wide in some layers
 AXES = ("K", "N", "R", "E", "D", "V", "M")  # the others are numbers
 
 
@@ -273,9 +275,8 @@ def _problems(tensors: dict[str, np.ndarray], paths: Sequence[str], described: D
         }
         known |= {"M": len(rows[leaf.name])} if path == TOKENS else {}
         sizes = shape if len(shape) == len(axes) else (0,) * len(axes)
-        free = OVER_HEADS.get(projection.rpartition(".")[2])  # what heads make wide may differ between layers
         expected = tuple(
-            known[axis] if axis in known else size if axis == free else widths.setdefault((projection, axis), size)
+            known[axis] if axis in known else _expected_width(projection, axis, size, widths)
             for axis, size in zip(axes, sizes, strict=True)
         )
         if shape != expected:
@@ -283,6 +284,15 @@ def _problems(tensors: dict[str, np.ndarray], paths: Sequence[str], described: D
         elif not np.isfinite(tensors[key].astype(np.float32, copy=False)).all():
             problems.append(f"not finite: {key}")
     return problems
+
+
+def _expected_width(projection: str, axis: Axis, size: int, widths: dict[tuple[str, Axis], int]) -> int:
+    """The width of a projection that fits those of other layers, in `widths`: `size` if that may be."""
+    name = projection.rpartition(".")[2]
+    if axis == OVER_HEADS.get(name):  # what heads make wide may differ between layers
+        return size
+    first = widths.setdefault((projection, axis), size)
+    return size if axis == OVER_MLP.get(name) and size in (2 * first, first / 2) else first
 
 
 def _wanted_paths(paths: Sequence[str], described: Described) -> Iterable[str]:
@@ -297,13 +307,17 @@ def _wanted_paths(paths: Sequence[str], described: Described) -> Iterable[str]:
         for name in described.spec.targets
         for layer in (sorted(with_experts) if with_experts and name in EXPERTS else layers)
     )
-    modules = {path.rpartition(".")[0] for path in paths}
+    modules, layer_of = {path.rpartition(".")[0] for path in paths}, lambda path: int(path.split(".")[1])
     mixed = any(path.split(".")[2] == LINEAR_ATTENTION for path in paths)  # layers have one mixer or the other
 
     def may_lack(path: str) -> bool:
         module, _, name = path.rpartition(".")
-        if name == "v_proj" and path not in paths and module in modules:
-            return True  # the values of a layer may be its keys
+        if name in KEYS and path not in paths:
+            with_keys = [layer_of(other) for other in paths if other.endswith(f".{name}")]
+            if with_keys and layer_of(path) > max(with_keys):
+                return True  # the last layers may read keys and values of earlier ones
+            if name == "v_proj" and module in modules:
+                return True  # the values of a layer may be its keys
         return mixed and module not in modules and module.split(".")[2] in MIXERS
 
     return [path for path in every if described.spec.has(path) and not may_lack(path)]

@@ -10,6 +10,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,15 +20,17 @@ from lorafusion_jax.families.delta_net import DeltaNet
 from lorafusion_jax.families.experts import Experts
 from lorafusion_jax.families.latent_attention import LatentAttention
 from lorafusion_jax.families.layer import Layer
+from lorafusion_jax.families.mlp import MODULE as MLP
 from lorafusion_jax.families.mlp import Activation, Mlp
 from lorafusion_jax.families.norm import Norms, Place
 from lorafusion_jax.families.parallel_experts import ParallelExperts
 from lorafusion_jax.families.pattern import LayerType
+from lorafusion_jax.families.per_layer_input import MIX, MIX_NORM, TABLE, PerLayerInput
 from lorafusion_jax.families.read import translate
 from lorafusion_jax.families.rope import Rope, RopeScaling
 from lorafusion_jax.families.table import known_models
 from lorafusion_jax.families.write import config_json
-from lorafusion_jax.layout.layer import GLOBAL_ATTENTION, Half, Linear, saved_path
+from lorafusion_jax.layout.layer import GLOBAL_ATTENTION, WIDE_MLP, Half, Linear, saved_path
 from lorafusion_jax.readable import SETTINGS, read_text
 
 
@@ -52,6 +55,8 @@ class ModelConfig:
         layer_scalar: see `families.layer.Layer.scaled`.
         delta_net: instead of attention, in the layers of `pattern` that say so.
         latent: attention of all layers, but for its rope (None: it has no latents).
+        input_width, input_vocab: width of the inputs that layers have of their own, and rows of their table (0: there
+            are none), see `families.per_layer_input`.
         pattern: type of each layer; empty if all layers are alike.
         wrapper: model_type of a multimodal model of which this is the text part, see `families.multimodal`.
 
@@ -99,6 +104,8 @@ class ModelConfig:
     layer_scalar: bool = False
     delta_net: DeltaNet | None = None
     latent: LatentAttention | None = None
+    input_width: int = 0
+    input_vocab: int = 0
     pattern: tuple[LayerType, ...] = ()
     checkpoint_format: str | None = None
     wrapper: str = ""
@@ -180,7 +187,7 @@ class ModelConfig:
     @cached_property
     def saved_shapes(self) -> Mapping[str, tuple[int, int]]:
         """(in, out) of the projections by name; by path in PEFT, too, where layers have other widths."""
-        wide = [linear for linear in self.linears if linear.module == GLOBAL_ATTENTION]
+        wide = [linear for linear in self.linears if linear.module in (GLOBAL_ATTENTION, WIDE_MLP)]
         by_path = {
             f"layers.{layer}.{saved_path(linear.path)}": linear.shape
             for linear in wide
@@ -228,10 +235,11 @@ class ModelConfig:
         mixer = self.delta_net if kind.linear and self.delta_net else self._attention(kind)
         mlp = Mlp(
             width=self.hidden_size,
-            inner=self.intermediate_size,
+            inner=self.intermediate_size * (2 if kind.wide else 1),
             activation=self.activation,
             bias=self.mlp_bias,
             fused=self.fused,
+            module=WIDE_MLP if kind.wide else MLP,
         )
         around = Norms(width=self.hidden_size, position=self.norms, offset=self.norm_offset, eps=self.norm_eps)
         experts = None if kind.dense else self.experts
@@ -241,9 +249,41 @@ class ModelConfig:
             mlp=experts if experts and not beside else mlp,
             around=around,
             beside=beside,
+            own_input=self._own_input,
             residual=self.residual_scale,
             scaled=self.layer_scalar,
         )
+
+    @property
+    def _own_input(self) -> PerLayerInput | None:
+        if not self.input_width:
+            return None
+        return PerLayerInput(width=self.hidden_size, inner=self.input_width, activation=self.activation)
+
+    @property
+    def crossing(self) -> str | None:
+        """What its layers have of earlier ones beside x, for messages; None: nothing."""
+        reads = any(kind.sharing == "reads" for kind in self.pattern)
+        what = {"keys of earlier layers": reads, "inputs of their own": bool(self.input_width)}
+        return " and ".join(name for name, present in what.items() if present) or None
+
+    @cached_property
+    def shared_width(self) -> int:
+        """Elements per row of the keys and values that layers give to later ones."""
+        layers = [layer.attention for layer in self.layers]
+        return sum(2 * mixer.keys for mixer in layers if isinstance(mixer, Attention) and mixer.sharing == "gives")
+
+    @cached_property
+    def input_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the frozen tensors that make the layers' own inputs, by leaf name."""
+        if not self.input_width:
+            return {}
+        together = self.num_layers * self.input_width
+        return {
+            TABLE: (self.input_vocab, together),
+            MIX: (together, self.hidden_size),
+            MIX_NORM: (self.input_width,),
+        }
 
     def _attention(self, kind: LayerType) -> Attention | LatentAttention:
         if self.latent is not None:
@@ -265,6 +305,7 @@ class ModelConfig:
             gated=self.attention_gate,
             v_norm=self.v_norm,
             k_is_v=kind.k_is_v,
+            sharing=kind.sharing,
             module=MODULE if kind.head_dim is None else GLOBAL_ATTENTION,
         )
 
@@ -282,7 +323,8 @@ class ModelConfig:
     def num_parameters(self) -> int:
         """Parameters of the base model; a tied head counts once."""
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
-        return embeddings + sum(layer.num_parameters for layer in self.layers) + self.hidden_size
+        others = self.hidden_size + sum(map(prod, self.input_shapes.values()))
+        return embeddings + sum(layer.num_parameters for layer in self.layers) + others
 
     def check_length(self, longest: int, *, where: str = "", sample: str = "the longest sample") -> None:
         """Checks that samples are within the model's positions.

@@ -15,16 +15,18 @@ from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.peft_config import CONFIG_FILE, SAVED, Described, describe, kind_of, read_config
 from lorafusion_jax.config.peft_experts import our_key, targets_of
 from lorafusion_jax.errors import CheckpointError, LoraFusionError
-from lorafusion_jax.layout.layer import BESIDE, PARALLEL, PATHS, saved_path
+from lorafusion_jax.layout.layer import BESIDE, PARALLEL, PATHS, PER_LAYER_NAMES, saved_path
 from lorafusion_jax.readable import check_regular
 
 TENSOR_FILE = "adapter_model.safetensors"
 ROOT = "base_model."
 PREFIX = f"{ROOT}model.model."
-_MODULES = (*BESIDE, PARALLEL, *dict.fromkeys(path.partition(".")[0] for path in PATHS.values()))  # longer ones first
+_MODULES = dict.fromkeys(path.partition(".")[0] for path in PATHS.values() if "." in path)
+_IN_LAYER = "|".join(rf"{name}\." for name in (*BESIDE, PARALLEL, *_MODULES))  # longer ones first
+_OF_LAYER = "|".join(rf"{name}\." for name in PER_LAYER_NAMES)  # projections without a module
 _MATRICES = ("lora_A", "lora_B")  # they are modules with a weight; others are parameters
 _IN_MEMORY = re.compile(r"\.((?:lora|vera)_\w+)\.default(\.weight)?$")
-KEY = re.compile(re.escape(PREFIX) + rf"(layers\.(\d{{1,6}})\.(?:{'|'.join(_MODULES)})\.(\w+))\.([\w.]+)")
+KEY = re.compile(re.escape(PREFIX) + rf"(layers\.(\d{{1,6}})\.(?:{_IN_LAYER}|(?={_OF_LAYER}))(\w+))\.([\w.]+)")
 
 
 def describe_folder(folder: Path, kind: str | None = None) -> Described:

@@ -80,6 +80,13 @@ def unusable_rows(name: str, rows: TokenRows, model: ModelConfig) -> Iterator[Lo
             why="a row that trains must exist",
             fix="resize the base's embedding first (resize_token_embeddings of transformers), and save it",
         )
+    if model.input_width:
+        yield ConfigError(
+            CODE,
+            f"{name}: trainable_tokens, and the layers of this base ({model.family}) have inputs of their own.",
+            why="these are made of the embeddings, too, without a gradient",
+            fix="leave lora.trainable_tokens out",
+        )
     if rows.head and model.tie_embeddings:
         yield ConfigError(
             CODE,

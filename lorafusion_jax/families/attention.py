@@ -12,6 +12,7 @@ from lorafusion_jax.families.rope import Rope
 from lorafusion_jax.layout.layer import FrozenArray, Linear, Norm, SavedTensor
 
 QKNorm = Literal["none", "head", "full"]
+Sharing = Literal["none", "gives", "reads"]
 MODULE = "self_attn"
 
 
@@ -35,6 +36,9 @@ class Attention:
             its queries, then its gates.
         v_norm: whether each head of v is normalised, without a weight.
         k_is_v: v is k before its norm, and there is no `v_proj`.
+        sharing: "gives": later layers read its keys and values. "reads": its keys and values are those of the last
+            layer before it that has this module and gives them, and it has no projections and norms of its own for
+            them.
         module: name of this part of the layer; layers with projections of other shapes have another.
     """
 
@@ -54,6 +58,7 @@ class Attention:
     gated: bool = False
     v_norm: bool = False
     k_is_v: bool = False
+    sharing: Sharing = "none"
     module: str = MODULE
 
     @property
@@ -67,6 +72,11 @@ class Attention:
         return self.kv_heads * self.head_dim
 
     @property
+    def reads(self) -> bool:
+        """Whether keys and values are those of another layer."""
+        return self.sharing == "reads"
+
+    @property
     def norm_widths(self) -> tuple[int, int] | None:
         """Widths of the norms of q and of k."""
         widths = {"none": None, "head": (self.head_dim, self.head_dim), "full": (self.queries, self.keys)}
@@ -77,6 +87,8 @@ class Attention:
         outputs = {"q_proj": self.queries * (2 if self.gated else 1), "k_proj": self.keys}
         if not self.k_is_v:
             outputs["v_proj"] = self.keys
+        if self.reads:
+            outputs = {"q_proj": outputs["q_proj"]}
         if self.fused:
             outputs = {"qkv_proj": sum(outputs.values())}
         return (
@@ -88,7 +100,7 @@ class Attention:
     def norms(self) -> tuple[Norm, ...]:
         if self.norm_widths is None:
             return ()
-        names = zip(("q_norm", "k_norm"), self.norm_widths, strict=True)
+        names = [*zip(("q_norm", "k_norm"), self.norm_widths, strict=True)][: 1 if self.reads else 2]
         return tuple(Norm(path=f"{self.module}.{name}", half="attention", width=width) for name, width in names)
 
     @property
@@ -110,6 +122,10 @@ class Attention:
         if self.gated:
             tensors.append(_saved("gate of attention", self.queries, "attention_gate"))
             tensors.append(_saved("gated attention, for o_proj", self.queries))
+        if self.reads:
+            tensors.append(_saved("q before its norm", self.queries, "qk_in"))
+            tensors.append(_saved("scales of its norm", self.heads, float32=True))
+            return tuple(tensors)
         if self.qk_norm != "none":
             scales = 2 if self.qk_norm == "full" else self.heads + self.kv_heads
             tensors.append(_saved("q, k before their norms", self.queries + self.keys, "qk_in"))
@@ -122,11 +138,13 @@ class Attention:
     def cache_shapes(self, tokens: int) -> dict[str, tuple[int, ...]]:
         """Shapes of what one sequence of up to `tokens` tokens keeps for its next tokens: [K, slots, C].
 
-        With a window, the keys and values of token t lie in slot t mod slots.
+        With a window, the keys and values of token t lie in slot t mod slots. A layer that reads others' keeps nothing.
 
         >>> Attention(width=8, heads=2, kv_heads=1, head_dim=4, window=16).cache_shapes(64)
         {'keys': (1, 16, 4), 'values': (1, 16, 4)}
         """
+        if self.reads:
+            return {}
         slots = tokens if self.window is None else min(self.window, tokens)
         return dict.fromkeys(("keys", "values"), (self.kv_heads, slots, self.head_dim))
 

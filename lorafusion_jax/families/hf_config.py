@@ -91,7 +91,9 @@ class HFConfig(BaseModel):
     per_layer_config: dict[str, Any] | None = None
     use_bidirectional_attention: str | None = None
     num_kv_shared_layers: Annotated[int, Field(ge=0)] | None = None
-    hidden_size_per_layer_input: Annotated[int, Field(ge=0)] | None = None
+    hidden_size_per_layer_input: Annotated[int, Field(ge=0, le=2**20)] | None = None
+    vocab_size_per_layer_input: Entries | None = None
+    use_double_wide_mlp: bool | None = None
     enable_moe_block: bool | None = None
     swiglu_limit: Positive | None = None
     swiglu_alpha: Positive | None = None

@@ -11,6 +11,7 @@ from lorafusion_jax.families.latent_attention import LatentAttention
 from lorafusion_jax.families.mlp import Mlp
 from lorafusion_jax.families.norm import Norms
 from lorafusion_jax.families.parallel_experts import ParallelExperts
+from lorafusion_jax.families.per_layer_input import PerLayerInput
 from lorafusion_jax.layout.layer import FrozenArray, LayerSpec, Linear, Mechanism, Norm, SavedTensor
 
 SCALAR = "layer_scalar"
@@ -25,6 +26,7 @@ class Layer(LayerSpec):
     Args:
         around: norms of attention's and the MLP's inputs and outputs.
         beside: experts beside the MLP.
+        own_input: an input of this layer, beside x, added after the MLP.
         residual: factor of what attention and the MLP add.
         scaled: whether the layer's output is multiplied by a frozen number, `layer_scalar`.
 
@@ -39,6 +41,7 @@ class Layer(LayerSpec):
     mlp: Mlp | Experts
     around: Norms
     beside: ParallelExperts | None = None
+    own_input: PerLayerInput | None = None
     residual: float = 1.0
     scaled: bool = False
     linears: tuple[Linear, ...] = field(init=False, repr=False, compare=False)
@@ -50,6 +53,11 @@ class Layer(LayerSpec):
     def uncached(self) -> str | None:
         """The name of the mechanism that keeps nothing for next tokens, so that generation is not possible."""
         return None if hasattr(self.attention, "cache_shapes") else type(self.attention).__name__
+
+    @property
+    def gives_keys(self) -> bool:
+        """Whether later layers read its keys and values."""
+        return isinstance(self.attention, Attention) and self.attention.sharing == "gives"
 
     def cache_shapes(self, tokens: int) -> dict[str, tuple[int, ...]]:
         """Shapes of what one sequence of up to `tokens` tokens keeps in the layer, by name."""
@@ -67,8 +75,8 @@ class Layer(LayerSpec):
         return self.mlp.gated_elements + (0 if self.beside is None else self.beside.gated_elements)
 
     def __post_init__(self) -> None:
-        beside = () if self.beside is None else (self.beside,)
-        mechanisms: tuple[Mechanism, ...] = (self.attention, self.mlp, *beside, self.around)
+        others = tuple(part for part in (self.beside, self.own_input) if part is not None)
+        mechanisms: tuple[Mechanism, ...] = (self.attention, self.mlp, *others, self.around)
         for name in ("linears", "norms", "saved", "arrays"):
             parts = tuple(part for mechanism in mechanisms for part in getattr(mechanism, name))
             object.__setattr__(self, name, parts)

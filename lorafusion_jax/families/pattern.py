@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from lorafusion_jax.families.attention import Sharing
 from lorafusion_jax.families.hf_config import HFConfig, shortened
-from lorafusion_jax.families.read_full_layers import check_full_layers, read_full_sizes
+from lorafusion_jax.families.read_full_layers import check_full_layers, read_full_sizes, read_sharing
 from lorafusion_jax.families.read_rope import FULL, LAYER_TYPES, LINEAR, SLIDING
 from lorafusion_jax.families.rope import Rope
 from lorafusion_jax.families.table import Family
@@ -24,7 +25,8 @@ class LayerType:
         linear: a gated delta net instead of attention.
         dense: an MLP in a model of experts.
         head_dim, kv_heads: of attention, where they are not those of the model (None: they are).
-        k_is_v: see `families.attention.Attention`.
+        k_is_v, sharing: see `families.attention.Attention`.
+        wide: an MLP of twice the width.
     """
 
     window: int | None = None
@@ -34,6 +36,8 @@ class LayerType:
     head_dim: int | None = None
     kv_heads: int | None = None
     k_is_v: bool = False
+    sharing: Sharing = "none"
+    wide: bool = False
 
 
 def read_pattern(
@@ -58,16 +62,19 @@ def read_pattern(
     full = [number for number, name in enumerate(names) if name == FULL]
     check_full_layers(hf, family, full, len(names), unsupported)
     sizes = {FULL: read_full_sizes(hf, family)}
-    types = zip(names, turns, _dense(hf, family, count), strict=False)
+    sharing = read_sharing(hf, family, names, unsupported)
+    types = zip(names, turns, _dense(hf, family, count), sharing, strict=False)
     return tuple(
         LayerType(
             window=windows.get(name),
             rope=ropes.get(name) if turn else None,
             linear=name == LINEAR,
             dense=dense,
+            sharing=shares,
+            wide=shares == "reads" and bool(hf.use_double_wide_mlp),
             **sizes.get(name, {}),
         )
-        for name, turn, dense in types
+        for name, turn, dense, shares in types
     )
 
 

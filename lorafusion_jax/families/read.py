@@ -76,6 +76,8 @@ def translate(raw: dict[str, Any], malformed: list[str], unsupported: list[str])
             "experts": experts,
             "delta_net": delta_net,
             "latent": latent,
+            "input_width": hf.hidden_size_per_layer_input or 0,
+            "input_vocab": (hf.hidden_size_per_layer_input and hf.vocab_size_per_layer_input) or 0,
         }
     )
 

@@ -7,9 +7,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from lorafusion_jax.families.attention import Sharing
 from lorafusion_jax.families.hf_config import HFConfig, shortened
 from lorafusion_jax.families.table import Family
 
+SHARED = "num_kv_shared_layers"
 KEY = "global_head_dim"  # families that read it have such layers
 _SIZES = {"head_dim": "head_dim", "num_key_value_heads": "kv_heads"}
 
@@ -42,14 +44,32 @@ def check_full_layers(hf: HFConfig, family: Family, full: Sequence[int], count: 
         unsupported.append(f"per_layer_config={shortened(layers)}: other sizes than one for all full layers")
     if count and full[-1:] != [count - 1]:
         unsupported.append("layer_types: the last layer of this family is full_attention")
-    crossing = {
-        key: getattr(hf, key) for key in ("num_kv_shared_layers", "hidden_size_per_layer_input") if getattr(hf, key)
-    }
-    if crossing:
-        values = ", ".join(f"{key}={value}" for key, value in crossing.items())
-        unsupported.append(f"{values}: layers that read keys or inputs of other layers")
+    if (hf.vocab_size_per_layer_input or 0) < (hf.vocab_size or 0) and hf.hidden_size_per_layer_input:
+        unsupported.append(
+            f"vocab_size_per_layer_input={hf.vocab_size_per_layer_input}: fewer than vocab_size={hf.vocab_size}"
+        )
     if hf.use_bidirectional_attention not in (None, "vision"):  # text is causal in models of images, too
         unsupported.append(f"use_bidirectional_attention={shortened(hf.use_bidirectional_attention)}")
+
+
+def read_sharing(hf: HFConfig, family: Family, names: Sequence[str], unsupported: list[str]) -> list[Sharing]:
+    """Which layers give their keys and values to later ones, and which read them.
+
+    Args:
+        names: types of the layers.
+    """
+    count = hf.num_kv_shared_layers if SHARED in family.reads else 0
+    first = len(names) - (count or 0)
+    if not count:
+        return ["none"] * len(names)
+    if not {*names[first:]} <= {*names[: max(first, 0)]}:
+        unsupported.append(f"{SHARED}={count}: no earlier layer of the same type has keys")
+        return ["none"] * len(names)
+    if not hf.hidden_size_per_layer_input:  # transformers 5.23 does not compute such a model
+        unsupported.append(f"{SHARED}={count}: layers that read keys of others without inputs of their own")
+    latest = {name: number for number, name in enumerate(names[:first])}
+    giving = {number for name, number in latest.items() if name in names[first:]}
+    return ["reads" if number >= first else "gives" if number in giving else "none" for number in range(len(names))]
 
 
 def _known(layers: dict[str, Any]) -> bool:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from lorafusion_jax.families.experts import Router
 from lorafusion_jax.families.hf_config import COMMON
-from lorafusion_jax.layout.layer import GLOBAL_ATTENTION, PARALLEL
+from lorafusion_jax.layout.layer import GLOBAL_ATTENTION, PARALLEL, PER_LAYER, PER_LAYER_NAMES, WIDE_MLP
 from lorafusion_jax.plugins import find, known_names
 
 GROUP = "lorafusion_jax.families"
@@ -127,6 +127,11 @@ _GEMMA_4: dict[str, Any] = {
         for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
     },
 }  # fmt: skip
+_PER_LAYER = {  # layers with inputs of their own, and layers without keys, which may have a wider MLP
+    **{f"{WIDE_MLP}.{name}": f"mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")},
+    **{f"{PER_LAYER}.{name}": name for name in PER_LAYER_NAMES},
+    f"{PER_LAYER}.norm": "post_per_layer_input_norm",
+}  # fmt: skip
 _GEMMA_4_KEYS = {
     "vocab_size": 262144, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30,
     "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh",
@@ -145,9 +150,9 @@ _PARALLEL = {  # experts beside the MLP
         f"{PARALLEL}.router": "router", f"{PARALLEL}.router.weight": "router.proj.weight",
         f"{PARALLEL}.mlp_norm": "post_feedforward_layernorm_1", f"{PARALLEL}.input_norm": "pre_feedforward_layernorm_2",
         f"{PARALLEL}.output_norm": "post_feedforward_layernorm_2",
-    },
+    } | _PER_LAYER,
 }  # fmt: skip
-_GEMMA_4_KNOWN = ("hidden_act", "use_double_wide_mlp")  # only layers that share keys have a wider MLP
+_GEMMA_4_KNOWN = ("hidden_act",)
 # Qwen3-Next and later: a gated delta net in three of four layers. The tensors of "mtp" predict further tokens.
 _DELTA = {
     "head_dim": 256, "max_position_embeddings": 32768, "attention_bias": False, "partial_rotary_factor": 0.25,
@@ -335,15 +340,16 @@ FAMILIES: dict[str, Family] = {
     "gemma4_text": Family(
         architectures=("Gemma4ForCausalLM",), **_GEMMA_4 | _PARALLEL,
         reads=_GEMMA_4_KEYS | {
-            "hidden_size_per_layer_input": 256, "enable_moe_block": False, "num_experts": None,
+            "use_double_wide_mlp": False, "hidden_size_per_layer_input": 256,
+            "vocab_size_per_layer_input": 262144, "enable_moe_block": False, "num_experts": None,
             "num_experts_per_tok": None, "moe_intermediate_size": None,
         },
-        known=(*_GEMMA_4_KNOWN, "vocab_size_per_layer_input"),
+        known=_GEMMA_4_KNOWN,
         experts={"router": Router(scaled=True)}, expert_names=("experts.gate_up_proj", "experts.down_proj"),
         experts_transposed=True,
     ),
     "gemma4_unified_text": Family(
-        architectures=("Gemma4UnifiedForCausalLM",), **_GEMMA_4, known=_GEMMA_4_KNOWN,
+        architectures=("Gemma4UnifiedForCausalLM",), **_GEMMA_4, known=(*_GEMMA_4_KNOWN, "use_double_wide_mlp"),
         reads=_GEMMA_4_KEYS | {"sliding_window": 1024},
     ),
     "olmo2": Family(

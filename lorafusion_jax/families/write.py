@@ -134,8 +134,10 @@ def _full_layers(model: Any) -> dict[str, Any]:
         "global_head_dim": full.head_dim,
         "num_global_key_value_heads": full.kv_heads,
         "attention_k_eq_v": full.k_is_v,
-        "num_kv_shared_layers": 0,
-        "hidden_size_per_layer_input": 0,
+        "num_kv_shared_layers": sum(kind.sharing == "reads" for kind in model.pattern),
+        "use_double_wide_mlp": any(kind.wide for kind in model.pattern),
+        "hidden_size_per_layer_input": model.input_width,
+        "vocab_size_per_layer_input": model.input_vocab or model.vocab_size,
     }
 
 

@@ -78,6 +78,7 @@ def _leaves(parts: Parts, adapters: Sequence[tuple[AdapterSpec, Arrays]]) -> dic
     shapes, leaves = parts.leaves.own_shapes(), {}
     for spec, arrays in adapters:
         zeros = {name: np.zeros(shape, np.float32) for name, shape in shapes[spec.name].items()}
-        put = put_adapter(with_adapter_axis(zeros), 0, arrays, spec.kind, None, spec.patterns)
+        some_layers = parts.model.some_layers
+        put = put_adapter(with_adapter_axis(zeros), 0, arrays, spec.kind, None, spec.patterns, some_layers)
         leaves[spec.name] = {name: array[:, 0] for name, array in put.items()}
     return leaves

@@ -6,6 +6,7 @@ B sequences · P places
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -17,6 +18,8 @@ from lorafusion_jax.generation.packing import PromptPass
 from lorafusion_jax.generation.places import Places
 from lorafusion_jax.generation.programs import GenerationPrograms, PlacedAdapters
 from lorafusion_jax.models.cache import CachedRows
+from lorafusion_jax.models.stream import activations, joined
+from lorafusion_jax.pipeline.inputs import Inputs
 from lorafusion_jax.pipeline.leaves import EMBED_ROWS, HEAD_ROWS
 from lorafusion_jax.pipeline.move import replicate, transfer
 from lorafusion_jax.pipeline.stage import Stage
@@ -63,7 +66,9 @@ class StagePasses:
         inputs = self._programs.prompt_inputs(rows, segments, (self._adapters, table))
         if self.stage.weights.embed is not None:
             tokens, adapter = prompts.tokens_T, self._adapter_of[prompts.sequence_T]
-            x = self._embed(*replicate((tokens, adapter), self.stage.mesh))
+            tokens, adapter = replicate((tokens, adapter), self.stage.mesh)
+            x = self._embed(tokens, adapter)
+            inputs = self._with_own_inputs(inputs, tokens, x)
         return self._run(x, inputs)
 
     def next_tokens(self, tokens_B: Array, position_B: Array, x: Array | None) -> tuple[Array, Array]:
@@ -71,7 +76,14 @@ class StagePasses:
         inputs, after_B = self._programs.next_inputs(position_B, self._adapters)
         if self.stage.weights.embed is not None:
             x = self._embed(tokens_B, self._adapters.adapter_B)
+            inputs = self._with_own_inputs(inputs, tokens_B, x)
         return self._run(x, inputs), after_B
+
+    def _with_own_inputs(self, inputs: Inputs, tokens_T: Array, x: Array) -> Inputs:
+        weights = self.stage.weights.own_inputs
+        if not weights:
+            return inputs
+        return inputs._replace(layers=replace(inputs.layers, of_layers=self._programs.own_inputs(weights, tokens_T, x)))
 
     def _embed(self, tokens_T: Array, adapter_T: Array) -> Array:
         rows = self.stage.all_leaves.get(EMBED_ROWS)
@@ -89,8 +101,9 @@ class StagePasses:
     def _run(self, x: Any, inputs: Any) -> Array:
         blocks = zip(self._weights, self._leaves, self._numbers, strict=True)
         for index, (weights, leaves, number) in enumerate(blocks):
-            x, self._caches[index] = self._programs.run_block(weights, leaves, self._caches[index], number, x, inputs)
-        return x
+            new, self._caches[index] = self._programs.run_block(weights, leaves, self._caches[index], number, x, inputs)
+            x = joined(new, x)
+        return activations(x)
 
 
 class Batch:

@@ -9,7 +9,7 @@ T rows of a pass · B sequences · P places · D model width · V vocabulary
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,11 +21,14 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 
 from lorafusion_jax.adapters.table import PLAIN
+from lorafusion_jax.families.per_layer_input import TABLE
 from lorafusion_jax.generation.choose import Choices, Chosen, choose_tokens, token_logprobs
 from lorafusion_jax.layout.layer import Half
 from lorafusion_jax.models.cache import Cache, CachedRows
 from lorafusion_jax.models.forward import embed, final_norm, layer_inputs, logits, scaled_embedding
+from lorafusion_jax.models.per_layer_input import own_inputs
 from lorafusion_jax.models.segments import Segments
+from lorafusion_jax.models.stream import Stream, added
 from lorafusion_jax.modules import LoRAContext
 from lorafusion_jax.objective.replaced_rows import ReplacedRows, replace_rows, replaced_tokens
 from lorafusion_jax.pipeline import leaves as lv
@@ -67,6 +70,12 @@ class GenerationPrograms:
         self._plain = all(spec.kind == PLAIN for spec in self._parts.specs)
         table = P(*self._mesh.split((self._parts.model.vocab_size, self._parts.model.hidden_size)))
         self.embed = self._jit(self._embed, (table, *(EVERYWHERE,) * 3))
+        ends = stage.programs.ends
+        self._input_axes = ends.input_axes
+        input_specs = {
+            name: P() if axis is None else P(*[None] * axis, "fsdp") for name, axis in self._input_axes.items()
+        }
+        self.own_inputs = self._jit(self._own_inputs, (input_specs, *(EVERYWHERE,) * 2))
         self.prompt_inputs = self._jit(self._prompt_inputs, (EVERYWHERE,) * 3)
         self.next_inputs = self._jit(self._next_inputs, (EVERYWHERE,) * 2)
         self._layer = jax.jit(self._run_layer)  # like layers of a block are traced and lowered once
@@ -148,6 +157,10 @@ class GenerationPrograms:
             x_TD = replace_rows(x_TD, tokens_T, ReplacedRows(rows[0], self._layout.token_columns("embed"), adapter_T))
         return scaled_embedding(x_TD, scale)
 
+    def _own_inputs(self, weights: Mapping[str, Array], tokens_T: Array, x_TD: Array) -> Array:
+        gathered = {name: gather(leaf, self._input_axes[name]) for name, leaf in weights.items()}
+        return own_inputs(gathered.pop(TABLE)[tokens_T], x_TD, gathered, self._parts.model)
+
     def _prompt_inputs(self, rows: CachedRows, segments: Segments, placed: tuple[PlacedAdapters, Array]) -> Inputs:
         adapters, tile_place = placed
         return self._inputs(rows, segments, adapters, tile_place)
@@ -176,16 +189,18 @@ class GenerationPrograms:
         lora: Sequence[Weights],
         caches: Sequence[Cache],
         number: Array,
-        x: Array,
+        x: Array | Stream,
         inputs: Inputs,
-    ) -> tuple[Array, list[Cache]]:
-        written = []
+    ) -> tuple[Array | Stream, list[Cache]]:
+        written, first = [], x
         for offset, (stored, leaves, cache) in enumerate(zip(frozen, lora, caches, strict=True)):
             x, cache = self._layer(stored, leaves, cache, number + offset, x, inputs)
             written.append(cache)
-        return x, written
+        return added(x, first), written
 
-    def _run_layer(self, stored: StoredWeights, leaves: Weights, cache: Cache, number: Array, x: Array, inputs: Inputs):
+    def _run_layer(
+        self, stored: StoredWeights, leaves: Weights, cache: Cache, number: Array, x: Array | Stream, inputs: Inputs
+    ):
         layers = inputs.layers
         if layers.lora is not None and layers.cached is not None and layers.cached.decoding:
             table = np.arange(len(layers.lora.scale), dtype=np.int32)  # a constant: the ops gather no A and B

@@ -23,6 +23,10 @@ LORA_CHECKPOINTS = ("lora_s", "lora_bits", "unscaled")
 LINEAR_ATTENTION = "linear_attn"
 GLOBAL_ATTENTION = "global_attn"  # attention of other widths than that of most layers; "self_attn" in files
 PARALLEL = "parallel"  # experts beside an MLP, with norms of their own; "experts" in files
+WIDE_MLP = "wide_mlp"  # an MLP of another width than that of most layers; "mlp" in files
+PER_LAYER = "per_layer"  # what adds a layer's input of its own; its projections are the layer's in files
+PER_LAYER_NAMES = ("per_layer_input_gate", "per_layer_projection")
+_SAVED = {f"{GLOBAL_ATTENTION}.": "self_attn.", f"{WIDE_MLP}.": "mlp.", f"{PER_LAYER}.": ""}
 MIXERS = ("self_attn", LINEAR_ATTENTION)  # modules in files of which a layer has one
 PATHS: Mapping[str, str] = {
     name: f"{module}.{name}"
@@ -37,7 +41,7 @@ PATHS: Mapping[str, str] = {
         "mlp": ("gate_proj", "up_proj", "gate_up_proj", "down_proj", "experts_gate_up_proj", "experts_down_proj"),
     }.items()
     for name in names
-}  # fmt: skip
+} | {name: name for name in PER_LAYER_NAMES}  # fmt: skip
 SUMMED_SITES = ("o", "down")  # tensor parallelism adds up the outputs of their projections over devices
 FUSED = ("qkv_proj", "gate_up_proj")
 BESIDE = ("mlp.shared_experts", "mlp.shared_expert")  # modules of an MLP beside the experts of a layer
@@ -52,10 +56,12 @@ TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 def saved_path(path: str) -> str:
     """Returns the path of a projection in PEFT.
 
-    >>> saved_path("layers.5.global_attn.q_proj"), saved_path("self_attn.q_proj")
-    ('layers.5.self_attn.q_proj', 'self_attn.q_proj')
+    >>> saved_path("layers.5.global_attn.q_proj"), saved_path("per_layer.per_layer_projection")
+    ('layers.5.self_attn.q_proj', 'per_layer_projection')
     """
-    return path.replace(f"{GLOBAL_ATTENTION}.", "self_attn.", 1)
+    for module, saved in _SAVED.items():
+        path = path.replace(module, saved, 1)
+    return path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

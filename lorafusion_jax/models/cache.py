@@ -14,6 +14,9 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 type Cache = dict[str, jax.Array]  # of one layer, by name, [B, …]; shapes: `cache_shapes` of its mechanism
+# What layers read of an earlier layer: of a decoding pass its cache "after", otherwise its "rows" and, where the prompt
+# goes on, its cache "before" them.
+type CachedKeys = dict[str, Cache]
 _MASKED = float("-inf")
 
 

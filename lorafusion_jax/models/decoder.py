@@ -6,6 +6,7 @@ Dims: `T` packed tokens · `D` model width · `V` vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -18,11 +19,14 @@ from jaxtyping import Array, Float, Int
 from lorafusion_jax.adapters.init import init_leaves
 from lorafusion_jax.adapters.spec import AdapterSpec, refuse_only_in_runs
 from lorafusion_jax.config.model import ModelConfig
+from lorafusion_jax.families.per_layer_input import TABLE
 from lorafusion_jax.models.attention import AttentionImplementation
 from lorafusion_jax.models.forward import embed, final_norm, layer_inputs, logits, run_layer
 from lorafusion_jax.models.layer import DecoderLayer
 from lorafusion_jax.models.norm import RMSNorm
+from lorafusion_jax.models.per_layer_input import own_inputs
 from lorafusion_jax.models.segments import Segments
+from lorafusion_jax.models.stream import activations
 from lorafusion_jax.modules import LoRAContext
 
 
@@ -66,6 +70,10 @@ class Decoder(nnx.Module):
         rngs = nnx.Rngs(0) if rngs is None else rngs
         self.config = config
         self.embed_tokens = Table(config.vocab_size, config.hidden_size, dtype=dtype, rngs=rngs)
+        if config.input_width:
+            for name, shape in config.input_shapes.items():
+                table = RMSNorm(*shape, eps=config.norm_eps, dtype=dtype) if len(shape) == 1 else None
+                setattr(self, name.partition(".")[0], table or Table(*shape, dtype=dtype, rngs=rngs))
         refuse_only_in_runs(adapters)
         layers = [DecoderLayer(config, adapters, number=n, dtype=dtype, rngs=rngs) for n in range(config.num_layers)]
         self.layers = nnx.List(layers)
@@ -94,9 +102,17 @@ class Decoder(nnx.Module):
         """
         inputs = layer_inputs(self.config, positions, segments, ctx)
         x_TD = embed(self.embed_tokens.weight[...], tokens, self.config.embedding_scale)
+        if self.config.input_width:
+            inputs = replace(inputs, of_layers=self._own_inputs(tokens, x_TD))
+        carried: Any = x_TD
         for number, layer in enumerate(self.layers):
-            x_TD = run_layer(layer, x_TD, inputs, number, attention)
-        return final_norm(x_TD, self.norm.weight[...], self.config)
+            carried = run_layer(layer, carried, inputs, number, attention)
+        return final_norm(activations(carried), self.norm.weight[...], self.config)
+
+    def _own_inputs(self, tokens: Int[Array, " T"], x_TD: Float[Array, "T D"]) -> Float[Array, "L T P"]:
+        weights = {name: getattr(self, name.partition(".")[0]).weight[...] for name in self.config.input_shapes}
+        looked_up = embed(weights[TABLE], tokens)
+        return own_inputs(looked_up, x_TD, weights, self.config)
 
     def head(self) -> Float[Array, "D V"]:
         """The output projection; a tied one is a transposed view of the embedding."""

@@ -17,6 +17,7 @@ from lorafusion_jax.models.layer import DecoderLayer
 from lorafusion_jax.models.norm import shifted
 from lorafusion_jax.models.rope import query_scale, rope_tables
 from lorafusion_jax.models.segments import Segments
+from lorafusion_jax.models.stream import Stream
 from lorafusion_jax.modules import LoRAContext
 from pallas_kernels.norm import rms_norm
 
@@ -53,18 +54,21 @@ def scaled_embedding(x_TD: Float[Array, "T D"], scale: float) -> Float[Array, "T
 
 def run_layer(
     layer: DecoderLayer,
-    x_TD: Float[Array, "T D"],
+    carried: Stream | Float[Array, "T D"],
     inputs: LayerInputs,
     number: int | jax.Array,
     implementation: AttentionImplementation | None,
-) -> Float[Array, "T D"]:
+) -> Stream | Float[Array, "T D"]:
     """Runs a layer or one half of it.
 
     Args:
+        carried: what the layer before passes on.
         number: index of the layer in the model; dropout depends on it.
         implementation: attention implementation.
     """
-    return layer(x_TD, inputs.at_layer(number), implementation)
+    if isinstance(carried, Stream) or layer.spec.gives_keys:
+        return layer.with_keys(carried, inputs.at_layer(number), implementation)
+    return layer(carried, inputs.at_layer(number), implementation)
 
 
 def final_norm(x_TD: Float[Array, "T D"], weight_D: Float[Array, " D"], config: ModelConfig) -> Float[Array, "T D"]:

@@ -22,6 +22,7 @@ class LayerInputs:
         cached: where the rows lie in the layers' caches (None: the layers keep nothing).
         inside: whether a row is one of each sequence's, [M, T], where choices of routers are counted (None: they are
             not).
+        of_layers: inputs that layers have of their own, [L, T, P], or of one layer, [T, P] (None: they have none).
     """
 
     ropes: tuple[tuple[jax.Array, jax.Array], ...]
@@ -30,7 +31,13 @@ class LayerInputs:
     query_scales: tuple[jax.Array, ...] | None = None
     cached: CachedRows | None = None
     inside: jax.Array | None = None
+    of_layers: jax.Array | None = None
 
     def at_layer(self, number: int | jax.Array) -> LayerInputs:
         """The inputs of one layer, with its own dropout."""
+        if self.of_layers is not None:
+            return replace(self, of_layers=self.of_layers[number])._dropped(number)
+        return self._dropped(number)
+
+    def _dropped(self, number: int | jax.Array) -> LayerInputs:
         return self if self.lora is None else replace(self, lora=self.lora.at_layer(number))

@@ -31,7 +31,9 @@ from lorafusion_jax.models.latent_attention import LatentSelfAttention
 from lorafusion_jax.models.mlp import MLP
 from lorafusion_jax.models.norm import RMSNorm
 from lorafusion_jax.models.parallel_experts import ParallelMixture
+from lorafusion_jax.models.per_layer_input import OwnInput
 from lorafusion_jax.models.self_attention import SelfAttention
+from lorafusion_jax.models.stream import Stream
 from lorafusion_jax.modules.tensor_sums import added_up, copied
 
 
@@ -78,8 +80,11 @@ class DecoderLayer(nnx.Module):
             else:
                 setattr(self, mixer.module, SelfAttention(build, mixer))
         if half != "attention":
-            self.mlp = MixtureOfExperts(build, spec.mlp) if isinstance(spec.mlp, Experts) else MLP(build, spec.mlp)
+            mlp = MixtureOfExperts(build, spec.mlp) if isinstance(spec.mlp, Experts) else MLP(build, spec.mlp)
+            setattr(self, spec.mlp.module, mlp)
             self.parallel = nnx.data(None) if spec.beside is None else ParallelMixture(build, spec.beside)
+            if spec.own_input is not None:
+                setattr(self, spec.own_input.module, OwnInput(build, spec.own_input))
             self.layer_scalar = nnx.Param(jnp.ones((1,), dtype)) if spec.scaled else nnx.data(None)
 
     def __call__(
@@ -87,22 +92,50 @@ class DecoderLayer(nnx.Module):
     ) -> Float[Array, "T D"]:
         return self._run(x_TD, inputs, lambda h_TD: self._mix(h_TD, inputs, implementation))
 
+    def with_keys(
+        self,
+        carried: Stream | Float[Array, "T D"],
+        inputs: LayerInputs,
+        implementation: AttentionImplementation | None = None,
+    ) -> Stream:
+        """Like a call, of a layer that gives keys and values to later ones, or after such a layer."""
+        x_TD, shared = (carried.x_TD, carried.shared) if isinstance(carried, Stream) else (carried, {})
+        spec, shared_after = self.spec.attention, dict(shared)
+        if not isinstance(spec, Attention) or spec.sharing == "none":
+            return Stream(self(x_TD, inputs, implementation), shared)
+
+        def mix(h_TD: jax.Array) -> jax.Array:
+            attention = self._attention
+            assert isinstance(attention, SelfAttention)
+            before = shared[spec.module] if spec.reads else None
+            o_TD, shared_after[spec.module] = attention.with_keys(h_TD, before, inputs, implementation)
+            return o_TD
+
+        return Stream(self._run(x_TD, inputs, mix), shared_after)
+
     def with_cache(
         self,
-        x_TD: Float[Array, "T D"],
+        carried: Stream | Float[Array, "T D"],
         inputs: LayerInputs,
         cache: Cache,
         implementation: AttentionImplementation | None = None,
-    ) -> tuple[Float[Array, "T D"], Cache]:
+    ) -> tuple[Stream | Float[Array, "T D"], Cache]:
         """Like a call, and returns the cache with these rows, see `models.cache`. The MLP's half has none."""
-        caches = [cache]
+        x_TD, shared = (carried.x_TD, carried.shared) if isinstance(carried, Stream) else (carried, {})
+        spec, shared_after, caches = self.spec.attention, dict(shared), [cache]
 
         def mix(h_TD: jax.Array) -> jax.Array:
-            assert isinstance(self._attention, SelfAttention), self.spec.uncached
-            o_TD, caches[0] = self._attention.with_cache(h_TD, inputs, cache, implementation)
+            attention = self._attention
+            assert isinstance(attention, SelfAttention), self.spec.uncached
+            assert isinstance(spec, Attention)
+            before = shared[spec.module] if spec.reads else None
+            o_TD, caches[0], keys = attention.with_cache(h_TD, inputs, cache, implementation, before)
+            if spec.sharing == "gives":
+                shared_after[spec.module] = keys
             return o_TD
 
-        return self._run(x_TD, inputs, mix), caches[0]
+        y_TD = self._run(x_TD, inputs, mix)
+        return (Stream(y_TD, shared_after) if shared_after else y_TD), caches[0]
 
     def with_choices(
         self, x_TD: Float[Array, "T D"], inputs: LayerInputs, implementation: AttentionImplementation | None = None
@@ -111,9 +144,10 @@ class DecoderLayer(nnx.Module):
         choices: list[jax.Array] = []
 
         def feed(h_TD: jax.Array) -> jax.Array:
-            assert isinstance(self.mlp, MixtureOfExperts)
+            mlp = self._mlp
+            assert isinstance(mlp, MixtureOfExperts)
             assert inputs.inside is not None, "these inputs do not say whose choices are counted"
-            y_TD, counted = self.mlp.with_choices(h_TD, inputs.lora, inputs.inside)
+            y_TD, counted = mlp.with_choices(h_TD, inputs.lora, inputs.inside)
             choices.append(counted)
             return y_TD
 
@@ -134,7 +168,7 @@ class DecoderLayer(nnx.Module):
         feed: Callable[[jax.Array], jax.Array] | None = None,
     ) -> jax.Array:
         """Runs the layer or half layer; `mix` is its attention, and `feed` its MLP (None: as it is)."""
-        feed = self._whole(feed or (lambda h_TD: self.mlp(h_TD, inputs.lora)))
+        feed = self._whole(feed or (lambda h_TD: self._mlp(h_TD, inputs.lora)))
         if self.half == "mlp":
             return self._end(*self._enter("mlp", x_TD), feed, inputs)
         x_TD, h_TD = self._enter("attention", x_TD)
@@ -152,6 +186,9 @@ class DecoderLayer(nnx.Module):
         if self.parallel is not None:
             y_TD = self.parallel.beside(y_TD, x_TD, inputs.lora)
         x_TD = x_TD + self._leave("mlp", y_TD)
+        if self.spec.own_input is not None:
+            assert inputs.of_layers is not None, "these inputs have none of the layer's own"
+            x_TD = getattr(self, self.spec.own_input.module)(x_TD, inputs.of_layers, inputs.lora)
         return x_TD if self.layer_scalar is None else x_TD * self.layer_scalar[...]
 
     def _whole(self, half: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
@@ -162,6 +199,10 @@ class DecoderLayer(nnx.Module):
     def _attention(self) -> SelfAttention | LatentSelfAttention:
         mixer = self.spec.attention
         return getattr(self, mixer.module if isinstance(mixer, Attention) else "self_attn")
+
+    @property
+    def _mlp(self) -> MLP | MixtureOfExperts:
+        return getattr(self, self.spec.mlp.module)
 
     def _enter(self, half: Half, x_TD: jax.Array, delta_TD: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
         """Returns x + delta, and what a half reads: this sum, or its norm."""

@@ -9,6 +9,7 @@ from typing import Any
 from flax import nnx
 
 from lorafusion_jax.config.model import ModelConfig
+from lorafusion_jax.families.attention import Attention
 from lorafusion_jax.families.table import PREDICTORS, Family, family_named
 from lorafusion_jax.layout.layer import EXPERTS
 from lorafusion_jax.models.decoder import Decoder
@@ -80,6 +81,7 @@ def _is_float32(config: ModelConfig, number: int, path: str) -> bool:
 
 
 _LAYER = re.compile(r"model\.layers\.(\d{1,6})\..+")
+_KEYS = re.compile(r"(?:.+\.)?layers\.(\d{1,6})\.self_attn\.(?:k_proj|v_proj|k_norm|v_norm)\..+")
 
 
 def is_ignored(name: str, config: ModelConfig) -> bool:
@@ -87,8 +89,18 @@ def is_ignored(name: str, config: ModelConfig) -> bool:
     family = family_named(config.family)
     layer = _LAYER.fullmatch(name)
     return (
-        bool(re.search(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$", name))
+        _is_unread_key(name, config)
+        or bool(re.search(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$", name))
         or (config.tie_embeddings and name == family.tensor_name("lm_head.weight"))
         or (layer is not None and int(layer[1]) >= config.num_layers and PREDICTORS[0] in family.known)
         or name.startswith(family.ignored)
     )
+
+
+def _is_unread_key(name: str, config: ModelConfig) -> bool:
+    """Whether a tensor makes keys or values in a layer that reads those of another; published files have some."""
+    inside = _KEYS.fullmatch(name)
+    if inside is None or int(inside[1]) >= config.num_layers:
+        return False
+    attention = config.layer(int(inside[1])).attention
+    return isinstance(attention, Attention) and attention.reads

@@ -13,9 +13,10 @@ from jax.ad_checkpoint import checkpoint_name
 from lorafusion_jax.families.attention import Attention
 from lorafusion_jax.models.attention import AttentionImplementation, attention
 from lorafusion_jax.models.build import Builder
-from lorafusion_jax.models.cache import Cache, cached_attention, continued_attention, store
+from lorafusion_jax.models.cache import Cache, CachedKeys, cached_attention, continued_attention, store
 from lorafusion_jax.models.inputs import LayerInputs
 from lorafusion_jax.models.rope import apply_rope
+from lorafusion_jax.models.stream import KeysAndValues
 from lorafusion_jax.modules import LoRALinear, lora_siblings
 from pallas_kernels.norm import rms_norm
 
@@ -23,6 +24,7 @@ from pallas_kernels.norm import rms_norm
 class SelfAttention(nnx.Module):
     """o_proj(attention(rope(norm(q_proj x)), rope(norm(k_proj x)), v_proj x)); see `families.attention.Attention`."""
 
+    q_proj: LoRALinear
     o_proj: LoRALinear
 
     def __init__(self, build: Builder, spec: Attention):
@@ -38,7 +40,24 @@ class SelfAttention(nnx.Module):
     def __call__(
         self, x_TD: jax.Array, inputs: LayerInputs, implementation: AttentionImplementation | None
     ) -> jax.Array:
-        q, k, v, gate_TD = self._heads(x_TD, inputs)
+        return self.with_keys(x_TD, None, inputs, implementation)[0]
+
+    def with_keys(
+        self,
+        x_TD: jax.Array,
+        keys: KeysAndValues | None,
+        inputs: LayerInputs,
+        implementation: AttentionImplementation | None,
+    ) -> tuple[jax.Array, KeysAndValues]:
+        """Like a call, and returns the keys and values.
+
+        Args:
+            keys: those of another layer (None: it has its own).
+        """
+        if keys is None:
+            q, k, v, gate_TD = self._heads(x_TD, inputs)
+        else:
+            (q, gate_TD), (k, v) = self._queries(x_TD, inputs), keys
         o_TD = attention(
             q,
             k,
@@ -51,29 +70,45 @@ class SelfAttention(nnx.Module):
             soft_cap=self.spec.soft_cap,
             sinks=None if self.sinks is None else self.sinks[...],
         )
-        return self._out(o_TD, gate_TD, inputs)
+        return self._out(o_TD, gate_TD, inputs), (k, v)
 
     def with_cache(
-        self, x_TD: jax.Array, inputs: LayerInputs, cache: Cache, implementation: AttentionImplementation | None
-    ) -> tuple[jax.Array, Cache]:
-        """Like a call, and returns the cache with the keys and values of these rows.
+        self,
+        x_TD: jax.Array,
+        inputs: LayerInputs,
+        cache: Cache,
+        implementation: AttentionImplementation | None,
+        keys: CachedKeys | None = None,
+    ) -> tuple[jax.Array, Cache, CachedKeys]:
+        """Like a call, and returns the cache with the keys and values of these rows, and what other layers read.
 
         Rows of prompts attend to each other, as in training. A row of a decoding pass attends to its sequence's cache,
         and those of a continued prompt to both.
+
+        Args:
+            keys: those of another layer (None: it has its own).
         """
         rows = inputs.cached
         assert rows is not None
-        q, k, v, gate_TD = self._heads(x_TD, inputs)
-        before, cache = cache, {"keys": store(cache["keys"], k, rows), "values": store(cache["values"], v, rows)}
+        if keys is None:
+            q, k, v, gate_TD = self._heads(x_TD, inputs)
+            before, cache = cache, {"keys": store(cache["keys"], k, rows), "values": store(cache["values"], v, rows)}
+            keys = {"after": cache} if rows.decoding else {"rows": {"keys": k, "values": v}}
+            keys |= {"before": before} if rows.continued else {}
+        else:
+            q, gate_TD = self._queries(x_TD, inputs)
         options = {"scale": self.spec.scale, "window": self.spec.window, "soft_cap": self.spec.soft_cap}
         options |= {"sinks": None if self.sinks is None else self.sinks[...]}
         if rows.decoding:
-            o_TD = cached_attention(q, cache["keys"], cache["values"], jnp.asarray(rows.position_T), **options)
-        elif rows.continued:
-            o_TD = continued_attention(q, k, v, before, rows, **options)
+            after = keys["after"]
+            o_TD = cached_attention(q, after["keys"], after["values"], jnp.asarray(rows.position_T), **options)
+            return self._out(o_TD, gate_TD, inputs), cache, keys
+        k, v = keys["rows"]["keys"], keys["rows"]["values"]
+        if rows.continued:
+            o_TD = continued_attention(q, k, v, keys["before"], rows, **options)
         else:
             o_TD = attention(q, k, v, inputs.segments, implementation=implementation, flat=True, **options)
-        return self._out(o_TD, gate_TD, inputs), cache
+        return self._out(o_TD, gate_TD, inputs), cache, keys
 
     def _out(self, o_TD: jax.Array, gate_TD: jax.Array | None, inputs: LayerInputs) -> jax.Array:
         o_TD = o_TD if gate_TD is None else _gated(o_TD, gate_TD)
@@ -97,6 +132,16 @@ class SelfAttention(nnx.Module):
         if inputs.query_scales is not None and self.rope is not None:
             q = q * inputs.query_scales[self.rope].astype(q.dtype)
         return q, k, v, gate_TD
+
+    def _queries(self, x_TD: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, jax.Array | None]:
+        """Like `_heads`, without keys and values."""
+        q, gate_TD = self._split_gate(self.q_proj(x_TD, inputs.lora, site=self.sites[0]))
+        q = q.reshape(len(q), -1, self.spec.head_dim)
+        if self.q_norm is not None:
+            q = self.q_norm(checkpoint_name(q, "qk_in"))
+        if self.rope is not None:
+            q = apply_rope(q, inputs.ropes[self.rope])
+        return q, gate_TD
 
     def _split(self, outputs: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         if self.spec.k_is_v:

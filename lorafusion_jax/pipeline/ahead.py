@@ -197,7 +197,8 @@ def requests_of(
     for number, stage in stages.items():
         for program in PROGRAMS:
             batches = rows if program != "evaluate" else [] if held_out is None else [held_out]
-            if batches and batches[0].balance is None:  # with it, more than activations goes through the layers
+            alone = stage.parts.model.crossing is None and all(batch.balance is None for batch in batches)
+            if batches and alone:  # otherwise more than activations goes through the layers
                 requests.append(
                     Request(
                         config=config.model_dump(mode="json"),

@@ -18,6 +18,7 @@ from lorafusion_jax.config.stack import place_specs, stack_of
 from lorafusion_jax.data.model_fit import longest_texts
 from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.errors import RunError, raise_all
+from lorafusion_jax.families.per_layer_input import TABLE as INPUT_TABLE
 from lorafusion_jax.layout.extent import Extent
 from lorafusion_jax.layout.layer import REMAT_POLICIES, RematPolicy
 from lorafusion_jax.models import ModelConfig, open_frozen
@@ -144,7 +145,8 @@ def open_base(
         return len(meshes) - 1 if stage not in local and shared and name.startswith(EMBEDDING) else stage
 
     def sharding_of(name: str, shape: tuple[int, ...]):
-        return meshes[stage_of(name)].weight(shape, _tensor_axis(name, model))
+        mesh = meshes[stage_of(name)]
+        return mesh.columns(shape) if name == INPUT_TABLE else mesh.weight(shape, _tensor_axis(name, model))
 
     def parted(frozen: Mapping[str, Weight]) -> list[StageWeights]:
         weights = cut(frozen, model, layers, only=local)
@@ -321,7 +323,7 @@ def _stage_of(name: str, model: ModelConfig, layers: Sequence[Extent]) -> int:
         number, _, leaf = rest.partition(".")
         half = model.layer(int(number)).half_of(leaf)
         return next(stage for stage, extent in enumerate(layers) if extent.holds(int(number), half))
-    return 0 if head == EMBEDDING else len(layers) - 1
+    return 0 if head == EMBEDDING or name in model.input_shapes else len(layers) - 1
 
 
 def _tensor_axis(name: str, model: ModelConfig) -> int | None:

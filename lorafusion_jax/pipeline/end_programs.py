@@ -5,7 +5,7 @@ A adapters · C columns of all adapters · D model width · R replicas · T pack
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import jax
@@ -13,7 +13,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from lorafusion_jax.data.assemble import Microbatch
+from lorafusion_jax.families.per_layer_input import TABLE as INPUT_TABLE
 from lorafusion_jax.models.forward import embed, scaled_embedding
+from lorafusion_jax.models.per_layer_input import own_inputs
+from lorafusion_jax.models.stream import activations
 from lorafusion_jax.modules.tensor_sums import TENSOR, on_first, part_start
 from lorafusion_jax.objective.protocol import Chosen
 from lorafusion_jax.objective.replaced_rows import ReplacedRows, replace_rows, row_gradients
@@ -35,6 +38,7 @@ class EndPrograms:
 
     Attributes:
         table_axis: axis of the tables [V, D] that is split over fsdp.
+        input_axes: the same of what makes the inputs that layers have of their own.
     """
 
     def __init__(self, parts: Parts, stage: StageMesh, columns: StageColumns):
@@ -43,6 +47,11 @@ class EndPrograms:
         self._table_spec = stage.split((parts.model.vocab_size, parts.model.hidden_size), VOCABULARY)
         self.table_axis = split_axis(self._table_spec)
         self.embed = self._jit(self._embed, (self._table_spec, ROWS), ROWS)
+        input_specs = {name: stage.split(shape) for name, shape in parts.model.input_shapes.items()}
+        if INPUT_TABLE in input_specs:
+            input_specs[INPUT_TABLE] = stage.columns(parts.model.input_shapes[INPUT_TABLE]).spec
+        self.input_axes = {name: split_axis(spec) for name, spec in input_specs.items()}
+        self.own_inputs = self._jit(self._own_inputs, (input_specs, ROWS, ROWS), ROWS)
         self.no_choices = self._jit(self._no_choices, (ROWS,), ROWS)
         self.embed_rows = self._jit(self._embed_rows, (self._table_spec, ROWS, ROWS, REPLICATED), ROWS)
         self.add_row_gradients = self._jit(self._add_row_gradients, (ROWS, ROWS, ROWS, DEVICES), DEVICES, donate=(3,))
@@ -76,6 +85,17 @@ class EndPrograms:
         x_TD = jnp.where(mine[:, None], embed(table, jnp.where(mine, rows, 0)), 0)
         return lax.psum(x_TD, TENSOR)
 
+    def _own_inputs(self, weights: Mapping[str, Array], tokens: Array, x: Array) -> Array:
+        """Returns the inputs that layers have of their own, [1, L, T, P]."""
+        others = {name: gather(leaf, self.input_axes[name]) for name, leaf in weights.items() if name != INPUT_TABLE}
+        table = weights[INPUT_TABLE]
+        if self.input_axes[INPUT_TABLE] is None:
+            return own_inputs(table[tokens[0]], x[0], others, self._parts.model)[None]
+        # Devices look up their columns for all tokens, and exchange them: the table is never gathered.
+        columns_FTC = table[lax.all_gather(tokens[0], "fsdp")]
+        rows = lax.all_to_all(columns_FTC, "fsdp", split_axis=0, concat_axis=2, tiled=True)[0]
+        return own_inputs(rows, x[0], others, self._parts.model)[None]
+
     def _no_choices(self, lengths: Array) -> Array:
         """Returns the choices of the routers before the first layer, zeros [1, 2, M, E]."""
         experts = self._parts.model.experts
@@ -107,7 +127,7 @@ class EndPrograms:
         constant = {name: leaf for name, leaf in heads.items() if name in self._columns.constants}
 
         def loss(x: Carried, trained: Leaves):
-            x_TD, choices = x if isinstance(x, tuple) else (x, None)
+            x_TD, choices = x if isinstance(x, tuple) else (activations(x), None)
             totals = self._parts.head.totals(norm, table, x_TD, batch, trained | constant, chosen)
             if choices is not None:
                 totals["loss"] += self._parts.head.balance(choices, batch)

@@ -20,6 +20,7 @@ from lorafusion_jax.adapters.table import KINDS as ADAPTER_KINDS
 from lorafusion_jax.data.assemble import Microbatch
 from lorafusion_jax.layout.extent import Extent
 from lorafusion_jax.layout.layer import RematPolicy
+from lorafusion_jax.models.stream import added, joined
 from lorafusion_jax.pipeline import leaves as lv
 from lorafusion_jax.pipeline.inputs import Inputs
 from lorafusion_jax.pipeline.layer_operands import LayerOperands, scaled
@@ -43,8 +44,10 @@ class LayerPrograms:
 
     Attributes:
         inputs, inputs_without_dropout: microbatch → what its layers share.
-        forward: (weights of a block, leaves, first layer, x, inputs) → (y, residuals).
+        forward: (weights of a block, leaves, first layer, x, inputs) → (y, residuals); of keys that later layers read,
+            y has those that the block adds, see `stream.added`.
         backward: the same, residuals, the gradient of y and the sums → (gradient of x, sums).
+        backward_giving: of a block that adds keys for later ones: it donates no gradient of y, as x has none of it.
         evaluate: as forward → y.
     """
 
@@ -62,7 +65,8 @@ class LayerPrograms:
         block = (operands.specs_of_block, REPLICATED, REPLICATED, ROWS, ROWS)
         layers = partial(jit, options=kernels, identity=self._identity())
         self.forward = layers(self._forward, block, (ROWS, DEVICES))
-        self.backward = layers(self._backward, (*block, DEVICES, ROWS, DEVICES), (ROWS, DEVICES), donate=(6, 7))
+        backward = partial(layers, self._backward, (*block, DEVICES, ROWS, DEVICES), (ROWS, DEVICES))
+        self.backward, self.backward_giving = backward(donate=(6, 7)), backward(donate=(7,))
         self.evaluate = layers(self._evaluate, block, ROWS)
 
     def _identity(self) -> str | None:
@@ -78,6 +82,10 @@ class LayerPrograms:
         sizes = (parts.model, specs, columns, str(parts.dtype), parts.quantize)
         return repr((*sizes, settings.implementation, settings.attention, self._extent, self._remat))
 
+    def backward_of(self, x: Carried, dy: Carried) -> Any:
+        """Returns the backward pass of a block that makes y of x."""
+        return self.backward if jax.tree.structure(x) == jax.tree.structure(dy) else self.backward_giving
+
     def residuals(self, *operands: Any) -> Any:
         """Returns the shapes of what `forward` keeps for `backward`; lowers nothing."""
         return jax.eval_shape(self._forward, *operands)[1]
@@ -87,12 +95,12 @@ class LayerPrograms:
 
     def _forward(self, frozen: Sequence[StoredWeights], lora: Leaves, number: Array, x: Carried, inputs: Any):
         x, inputs = row_of_device(x), row_of_device(inputs)
-        residuals = []
+        residuals, first = [], x
         for offset, weights in enumerate(frozen):
             before = x
             x, rest = self._forward_layer(weights, lora, number + offset, x, inputs)
-            residuals.append(((before,) if offset else (), rest))
-        return _row(x), _row(residuals)
+            residuals.append(((added(before, first),) if offset else (), rest))
+        return _row(added(x, first)), _row(residuals)
 
     def _backward(
         self, frozen: Sequence[StoredWeights], lora: Leaves, number: Array, x: Carried, inputs: Any, residuals: Any,
@@ -101,15 +109,16 @@ class LayerPrograms:
         x, inputs, residuals, dy = map(row_of_device, (x, inputs, residuals, dy))
         for offset in reversed(range(len(frozen))):
             before, rest = residuals[offset]
-            entered = before[0] if offset else x
+            entered = joined(before[0], x) if offset else x
             dy, sums = self._backward_layer(frozen[offset], lora, number + offset, entered, inputs, rest, dy, sums)
         return _row(dy), sums
 
     def _evaluate(self, frozen: Sequence[StoredWeights], lora: Leaves, number: Array, x: Carried, inputs: Any):
         x, inputs = row_of_device(x), row_of_device(inputs)
+        first = x
         for offset, weights in enumerate(frozen):
             x = self._evaluate_layer(weights, lora, number + offset, x, inputs)
-        return _row(x)
+        return _row(added(x, first))
 
     # The next three are jitted: like layers of a program are traced and lowered once, and XLA inlines the calls.
 

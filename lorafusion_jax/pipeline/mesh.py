@@ -98,6 +98,10 @@ class StageMesh:
         """Sharding of a frozen tensor, see `split`."""
         return NamedSharding(self.mesh, self.split(shape, axis))
 
+    def columns(self, shape: Sequence[int]) -> NamedSharding:
+        """Sharding of a table whose columns are split over `fsdp`; copies where they do not divide."""
+        return NamedSharding(self.mesh, P(None, "fsdp") if self.fsdp > 1 and shape[1] % self.fsdp == 0 else P())
+
     def split(self, shape: Sequence[int], axis: int | None = None) -> P:
         """Splits a frozen tensor over `tensor` along `axis`, and over `fsdp` along its first other axis that divides.
 

@@ -23,6 +23,7 @@ from lorafusion_jax.models.cache import Cache
 from lorafusion_jax.models.forward import run_layer
 from lorafusion_jax.models.layer import DecoderLayer
 from lorafusion_jax.models.loading import Weight
+from lorafusion_jax.models.stream import Stream
 from lorafusion_jax.modules.adapted import LoRAConstant
 from lorafusion_jax.modules.lora import LoRAKinds
 from lorafusion_jax.objective.protocol import SFT, Chosen
@@ -34,8 +35,9 @@ from lorafusion_jax.pipeline.stage_weights import LayerWeights, StoredWeights, W
 from lorafusion_jax.weights.table import NONE, stored_kind
 from pallas_kernels.frozen_weight import FrozenWeight
 
-# What layers pass on: x [T, D]; with a loss of the routers, also the choices of the layers before, [2, M, E].
-type Carried = Array | tuple[Array, Array]
+# What layers pass on: x [T, D]; with keys that later layers read, or with a loss of the routers, also the choices of
+# the layers before, [2, M, E].
+type Carried = Array | Stream | tuple[Array, Array]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,11 +157,11 @@ class Parts:
         return y_TD, choices_2ME if counted is None else choices_2ME + counted
 
     def layer_with_cache(
-        self, frozen: Weights, lora: Weights, x_TD: Array, inputs: Inputs, number: Array, cache: Cache
-    ) -> tuple[Array, Cache]:
+        self, frozen: Weights, lora: Weights, x: Array | Stream, inputs: Inputs, number: Array, cache: Cache
+    ) -> tuple[Array | Stream, Cache]:
         """Like `layer`, and returns the layer's cache with these rows, see `models.cache`."""
         module = self._filled(frozen, lora, inputs, number)
-        return module.with_cache(x_TD, inputs.layers.at_layer(number), cache, self.settings.attention)
+        return module.with_cache(x, inputs.layers.at_layer(number), cache, self.settings.attention)
 
     def _filled(self, frozen: Weights, lora: Weights, inputs: Inputs, number: Array) -> DecoderLayer:
         """Returns a layer or half layer with these tensors."""

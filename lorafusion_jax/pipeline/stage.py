@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 from jax import Array
 
 from lorafusion_jax.data.assemble import Microbatch
+from lorafusion_jax.models.stream import activations, joined
 from lorafusion_jax.optim.step import Hyper
 from lorafusion_jax.pipeline import leaves as lv
 from lorafusion_jax.pipeline.adapter_step import BatchSummary, Totals
 from lorafusion_jax.pipeline.end_programs import of_heads
+from lorafusion_jax.pipeline.inputs import Inputs
 from lorafusion_jax.pipeline.leaves import Leaves
 from lorafusion_jax.pipeline.move import first_of, replicate
 from lorafusion_jax.pipeline.parts import Carried
@@ -37,15 +40,16 @@ class Stage(StageState):
             What the next stage's layers read; on the last stage the loss sums [R, A] of the microbatch.
         """
         programs, weights = self.programs, self.weights
-        inputs = programs.layers.inputs(batch)
         hidden = self._entered(batch, x)
+        inputs = self._with_own_inputs(programs.layers.inputs(batch), batch, hidden)
         if batch.balance is not None and self.weights.embed is not None:
             hidden = hidden, programs.ends.no_choices(batch.balance.length)
         xs: list[Carried] = []
         residuals: list[Any] = []
         for block, number in zip(self.blocks, self.numbers, strict=True):
             xs.append(hidden)
-            hidden, rest = programs.layers.forward(block, self.all_leaves, number, hidden, inputs)
+            passed_on, rest = programs.layers.forward(block, self.all_leaves, number, hidden, inputs)
+            hidden = joined(passed_on, hidden)
             residuals.append(rest)
         rows = (batch.tokens, batch.row_adapter) if lv.EMBED_ROWS in self.lora else None
         if weights.head is None:
@@ -57,6 +61,14 @@ class Stage(StageState):
         self.sums = self.sums | sums
         self._in_flight[slot] = InFlight(inputs, xs, residuals, dy, rows)
         return losses
+
+    def _with_own_inputs(self, inputs: Inputs, batch: Microbatch, hidden: Any) -> Inputs:
+        """Adds the inputs that layers have of their own, if they have some."""
+        weights = self.weights.own_inputs
+        if not weights:
+            return inputs
+        of_layers = self.programs.ends.own_inputs(weights, batch.tokens, hidden)
+        return inputs._replace(layers=replace(inputs.layers, of_layers=of_layers))
 
     def _entered(self, batch: Microbatch, x: Carried | None) -> Any:
         """Returns what enters the first layer: activations of the stage before, or the embeddings."""
@@ -75,8 +87,10 @@ class Stage(StageState):
         assert gradient is not None, "a stage that is not the last waits for the gradient of the next"
         del loss_gradient  # donated below
         for block, number in zip(reversed(self.blocks), reversed(self.numbers), strict=True):
-            gradient, self.sums = self.programs.layers.backward(
-                block, self.all_leaves, number, xs.pop(), inputs, residuals.pop(), gradient, self.sums
+            x = xs.pop()
+            backward = self.programs.layers.backward_of(x, gradient)
+            gradient, self.sums = backward(
+                block, self.all_leaves, number, x, inputs, residuals.pop(), gradient, self.sums
             )
         if rows is not None:
             sums = self.programs.ends.add_row_gradients(first_of(gradient), *rows, self.sums[lv.EMBED_ROWS])
@@ -172,8 +186,8 @@ class Stage(StageState):
 
     def _run_forward(self, batch: Microbatch, x: Array | None) -> Any:
         programs = self.programs
-        inputs = programs.layers.inputs_without_dropout(batch)
         hidden = self._entered(batch, x)
+        inputs = self._with_own_inputs(programs.layers.inputs_without_dropout(batch), batch, hidden)
         for block, number in zip(self.blocks, self.numbers, strict=True):
-            hidden = programs.layers.evaluate(block, self.all_leaves, number, hidden, inputs)
-        return hidden
+            hidden = joined(programs.layers.evaluate(block, self.all_leaves, number, hidden, inputs), hidden)
+        return activations(hidden)

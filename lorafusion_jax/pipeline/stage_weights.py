@@ -6,7 +6,7 @@ D model width · V vocabulary
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -58,17 +58,19 @@ class StageWeights:
         extent: its layers.
         pieces: weights by name, for each of its layers or half layers.
         embed: [V, D], on the first stage.
+        own_inputs: by name, what makes the inputs that layers have of their own, on the first stage.
         norm, head: final norm [D] and [V, D] table, on the last stage.
     """
 
     extent: Extent
     pieces: list[StoredWeights]
     embed: Array | None = None
+    own_inputs: dict[str, Array] = field(default_factory=dict)
     norm: Array | None = None
     head: Array | None = None
 
     def arrays(self) -> list[Any]:
-        return [self.pieces, self.embed, self.norm, self.head]
+        return [self.pieces, self.embed, self.own_inputs, self.norm, self.head]
 
 
 def cut(
@@ -87,6 +89,7 @@ def cut(
             extent=extent,
             pieces=[_weights(frozen, model, number, half) for number, half in extent.pieces],
             embed=embed if stage == 0 else None,
+            own_inputs={name: frozen[name] for name in model.input_shapes} if stage == 0 else {},
             norm=frozen["norm.weight"] if stage == last else None,
             head=head if stage == last else None,
         )

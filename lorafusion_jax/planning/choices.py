@@ -179,7 +179,7 @@ def _meshes(gpus: int, model: ModelConfig, config: JobConfig, processes: int) ->
             for data in _divisors(gpus // tensor // stages):
                 fsdp = gpus // tensor // stages // data
                 shared = stages % (processes // math.gcd(data, processes)) == 0
-                if shared and stages <= model.num_layers and (fsdp == 1 or tensor == wanted):
+                if shared and stages <= (1 if model.crossing else model.num_layers) and (fsdp == 1 or tensor == wanted):
                     yield Mesh(stages, data, fsdp, tensor)
 
 

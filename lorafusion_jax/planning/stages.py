@@ -50,8 +50,15 @@ def stage_layers(
     """Layers of each stage: the job's own numbers, or the optimum for modelled costs.
 
     Raises:
-        ConfigError: `mesh.layers` or `mesh.stages`, numbers that do not fit the model.
+        ConfigError: `mesh.layers` or `mesh.stages`, numbers that do not fit the model, or a model that has one stage.
     """
+    if num_stages > 1 and model.crossing:
+        raise ConfigError(
+            "mesh.stages",
+            f"mesh.stages={num_stages}, and the layers of this base ({model.family}) have {model.crossing}.",
+            why="stages pass on activations only",
+            fix="mesh.stages: 1, and mesh.data or mesh.fsdp for more devices",
+        )
     if wanted is not None:
         return check_layers(wanted, num_layers=model.num_layers, num_stages=num_stages)
     costs = modelled_costs(model, sample_tokens=min(SAMPLE_TOKENS, capacity_tokens))

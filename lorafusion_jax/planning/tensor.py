@@ -42,6 +42,8 @@ def splits(model: ModelConfig, tensor: int) -> bool:
 
 def _of_layer(layer: Layer, tensor: int) -> Iterator[str]:
     attention, mlp = layer.attention, layer.mlp
+    if layer.own_input is not None:
+        yield "it cannot split layers with inputs of their own"
     if not isinstance(attention, Attention):
         yield f"it cannot split {type(attention).__name__} layers"
     else:

@@ -62,6 +62,13 @@ WIDE = replace(
     ),
 )  # fmt: skip
 BESIDE = replace(WIDE, experts=ParallelExperts(width=24, inner=10, count=3, active=2, router=Router(scaled=True)))
+OWN_INPUTS = replace(
+    WIDE, input_width=6, input_vocab=32,
+    pattern=(
+        LayerType(rope=Rope(), head_dim=10, sharing="reads", wide=True),
+        LayerType(rope=Rope(), head_dim=10, sharing="gives"),
+    ),
+)  # fmt: skip
 OTHERS = tuple(name for name in PATHS if name not in EXPERTS)
 ADAPTERS = (
     AdapterSpec(name="law", rank=2, alpha=4, dropout=0.1, targets=OTHERS),
@@ -78,7 +85,7 @@ def leaves(config, half, kind):
 @pytest.mark.parametrize("half", [None, *HALVES])
 @pytest.mark.parametrize(
     "config",
-    [PLAIN, EVERYTHING, STRANGE, POST, MIXED, DELTA, GROUPED, GATED, LATENT, ONE_LATENT, WIDE, BESIDE],
+    [PLAIN, EVERYTHING, STRANGE, POST, MIXED, DELTA, GROUPED, GATED, LATENT, ONE_LATENT, WIDE, BESIDE, OWN_INPUTS],
     ids=[
         "plain",
         "everything",
@@ -92,6 +99,7 @@ def leaves(config, half, kind):
         "one latent",
         "wide",
         "beside",
+        "own inputs",
     ],
 )
 def test_a_layer_has_the_leaves_of_its_description(config, half):
@@ -141,7 +149,7 @@ def test_targets_are_the_projections():
     assert resolve_targets(["all-linear", "mlp.experts.down_proj"], MIXED.targets)[4:] == ("experts_down_proj",)
     with pytest.raises(ErrorList, match="no projection 'experts_gate_up_proj'"):
         resolve_targets("experts", PLAIN.targets)
-    for model in (PLAIN, STRANGE, MIXED, DELTA, GROUPED, LATENT, ONE_LATENT, WIDE):
+    for model in (PLAIN, STRANGE, MIXED, DELTA, GROUPED, LATENT, ONE_LATENT, WIDE, OWN_INPUTS):
         assert {linear.name: saved_path(linear.path) for linear in model.layer(0).linears}.items() <= PATHS.items()
     assert {*TARGETS, *FUSED, *EXPERTS} < {*PATHS}
 

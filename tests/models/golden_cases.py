@@ -245,6 +245,28 @@ CASES = {
         "layer_types": [SLIDING, FULL], "hidden_size_per_layer_input": 0, "hidden_activation": "silu",
         "enable_moe_block": True, "num_experts": 3, "top_k_experts": 1, "moe_intermediate_size": 24,
     }),
+    "gemma4_shared": ("Gemma4", {
+        "head_dim": 10, "global_head_dim": 12, "sliding_window": 6, "num_hidden_layers": 5, "num_kv_shared_layers": 3,
+        "layer_types": [SLIDING, FULL, SLIDING, SLIDING, FULL], "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": SMALL["vocab_size"],
+        "tie_word_embeddings": True, "final_logit_softcapping": 4.0, "rms_norm_eps": 1e-3,
+    }),
+    "gemma4_per_layer": ("Gemma4", {
+        "head_dim": 8, "global_head_dim": 4, "sliding_window": 30, "attention_bias": True, "rms_norm_eps": 1e-3,
+        "num_key_value_heads": 4, "layer_types": [SLIDING, FULL], "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 5, "vocab_size_per_layer_input": SMALL["vocab_size"] + 3,
+    }),
+    "gemma4_shared_values": ("Gemma4", {
+        "head_dim": 12, "global_head_dim": 16, "num_global_key_value_heads": 2, "attention_k_eq_v": True,
+        "num_key_value_heads": 1, "sliding_window": 3, "num_hidden_layers": 5, "num_kv_shared_layers": 2,
+        "layer_types": [FULL, SLIDING, FULL, SLIDING, FULL], "hidden_activation": "gelu", "attention_bias": True,
+        "hidden_size_per_layer_input": 7, "vocab_size_per_layer_input": SMALL["vocab_size"],
+    }),
+    "gemma4_shared_one": ("Gemma4", {
+        "head_dim": 6, "global_head_dim": 8, "sliding_window": 9, "num_hidden_layers": 4, "num_kv_shared_layers": 3,
+        "layer_types": [FULL, FULL, FULL, FULL], "use_double_wide_mlp": True, "hidden_activation": "silu",
+        "hidden_size_per_layer_input": 9, "vocab_size_per_layer_input": SMALL["vocab_size"],
+    }),
     "olmo2": ("Olmo2", {}),
     "olmo2_biased": ("Olmo2", {"attention_bias": True, "num_key_value_heads": 1, "rope_parameters": plain(77.0)}),
     "olmo2_tied": ("Olmo2", {"tie_word_embeddings": True, "num_key_value_heads": 4, "rms_norm_eps": 1e-3}),

@@ -22,6 +22,7 @@ TARGETS = [
     "q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj",
     "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj",
     "in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj",
+    "per_layer_input_gate", "per_layer_projection",
 ]  # fmt: skip
 TEXT_PARTS = ("Gemma3", "Gemma4", "Gemma4Unified", "Qwen3_5", "Qwen3_5Moe")  # their config is that of the text part
 LONG = {"Qwen3_5": 90, "Qwen3_5Moe": 90, "Qwen3Next": 90}  # tokens: more than a chunk of the gated delta rule

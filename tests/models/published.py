@@ -18,6 +18,7 @@ from published_configs import (
     gemma,
     gemma2,
     gemma4,
+    gemma4_small,
     glm4_moe,
     gpt_oss,
     granite,
@@ -376,6 +377,8 @@ SERVED |= {
         top_k_experts=8,
         moe_intermediate_size=704,
     ),
+    "gemma-4-E2B": gemma4_small(1536, 6144, 35, 8, 1, every=5, num_kv_shared_layers=20, use_double_wide_mlp=True),
+    "gemma-4-E4B": gemma4_small(2560, 10240, 42, 8, 2, every=6, num_kv_shared_layers=18),
     "GLM-4.7-Flash": deepseek(
         2048,
         10240,
@@ -460,10 +463,17 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         SERVED["gemma-3-1b"] | {"use_bidirectional_attention": True},
         "use_bidirectional_attention=True",
     ),
-    "gemma-4-E2B": (
-        SERVED["gemma-4-31B"]
-        | {"hidden_size_per_layer_input": 256, "num_kv_shared_layers": 20, "use_double_wide_mlp": True},
-        "num_kv_shared_layers=20, hidden_size_per_layer_input=256",
+    "gemma-4-E2B without inputs of its layers": (
+        SERVED["gemma-4-E2B"] | {"hidden_size_per_layer_input": 0},
+        "num_kv_shared_layers=20",
+    ),
+    "gemma-4-E2B with a small table of inputs": (
+        SERVED["gemma-4-E2B"] | {"vocab_size_per_layer_input": 262143},
+        "vocab_size_per_layer_input=262143",
+    ),
+    "gemma-4-E4B of which all layers read keys": (
+        SERVED["gemma-4-E4B"] | {"num_kv_shared_layers": 42},
+        "num_kv_shared_layers=42",
     ),
     "gemma-4-26B-A4B with the loss of its routers": (
         SERVED["gemma-4-26B-A4B"] | {"output_router_logits": True},

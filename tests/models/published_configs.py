@@ -129,6 +129,16 @@ def gemma4(*sizes: int, **more: Any) -> dict[str, Any]:
     return COMMON | sizes_of(*sizes, 262144, 262144) | named | plain | more
 
 
+def gemma4_small(*sizes: int, every: int, **more: Any) -> dict[str, Any]:
+    """Models whose layers have inputs of their own; each n-th layer is a full one."""
+    types = ["sliding_attention" if (number + 1) % every else "full_attention" for number in range(sizes[2])]
+    plain = {
+        "layer_types": types, "attention_k_eq_v": False, "sliding_window": 512, "hidden_size_per_layer_input": 256,
+        "use_bidirectional_attention": None, "num_global_key_value_heads": None, "max_position_embeddings": 131072,
+    }  # fmt: skip
+    return gemma4(*sizes, **(plain | more))
+
+
 def phi(*sizes: int, **more: Any) -> dict[str, Any]:
     plain = {
         "resid_pdrop": 0.0,

@@ -36,7 +36,7 @@ DIFFERENTIATED = (
 FORWARD = (  # of every other family; the others of a family differ by numbers and run nightly
     "mistral_window", "ministral3", "qwen2_window", "qwen3_window_yarn", "gemma", "gemma3", "olmo2", "olmo3_yarn",
     "smollm3", "granite", "seed_oss_biased", "mixtral_window", "qwen2_moe", "glm4_moe_groups", "glm4_moe_lite_groups",
-    "qwen3_next", "gemma4_experts",
+    "qwen3_next", "gemma4_experts", "gemma4_shared",
 )  # fmt: skip
 EACH = [case if case in DIFFERENTIATED else nightly(case) for case in CASES]
 
@@ -153,7 +153,7 @@ def test_stored_results_are_those_of_installed_transformers(case, tmp_path):
 PACKED = (
     "mistral_window", "gemma4", "phi3_long", "qwen3_moe_unnormalised", "gemma3", "glm4_moe_groups", "olmo3_yarn",
     "ministral3", "smollm3_window", "mixtral_window", "gpt_oss_unbiased", "qwen2_moe", "qwen3_5", "deepseek_v3_experts",
-    "gemma4_experts",
+    "gemma4_experts", "gemma4_shared",
 )  # fmt: skip
 
 

@@ -106,6 +106,10 @@ def test_every_key_that_changes_alone_is_followed_or_refused(case):
     }  # fmt: skip
     if raw.get("enable_moe_block") is False:
         idle |= {"num_experts", "top_k_experts", "moe_intermediate_size"}
+    if not raw.get("hidden_size_per_layer_input"):
+        idle |= {"vocab_size_per_layer_input"}
+    if not raw.get("num_kv_shared_layers"):  # only layers that read keys have a wider MLP
+        idle |= {"use_double_wide_mlp"}
     types = raw.get("layer_types") or []
     if len({*types}) == 1 and "full_attention" in raw.get("rope_parameters", {}):  # nor ropes of no layer
         idle |= {"rope_parameters"}

@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 from memory_problems import FOUR, HOPPER, WIDE, problem
-from shapes import LLAMA_8B
+from shapes import GEMMA_4_E2B, LLAMA_8B
 
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.families.delta_net import DeltaNet
@@ -16,9 +16,11 @@ from lorafusion_jax.families.latent_attention import LatentAttention
 from lorafusion_jax.families.mlp import Mlp
 from lorafusion_jax.families.parallel_experts import ParallelExperts
 from lorafusion_jax.families.pattern import LayerType
+from lorafusion_jax.families.rope import Rope
 from lorafusion_jax.layout.layer import EXPERTS, PATHS, REMAT_POLICIES
 from lorafusion_jax.planning.memory import (
     kept_per_layer,
+    stage_memory,
     working_memory,
 )
 
@@ -121,6 +123,7 @@ def real_kept(wanted, half=None):
 
     from lorafusion_jax.config.schema import TrainSettings
     from lorafusion_jax.data.assemble import BalanceRows, Microbatch
+    from lorafusion_jax.models.stream import Stream
     from lorafusion_jax.pipeline.parts import Parts
     from lorafusion_jax.pipeline.remat import Split
 
@@ -142,17 +145,23 @@ def real_kept(wanted, half=None):
     counted = BalanceRows(whole((8,), jnp.int32), whole((8,), jnp.float32)) if wanted.balanced else None
     batch = Microbatch(**rows | {"lora": None, "balance": counted})
 
-    def forward(frozen, lora, x, batch):
+    def forward(frozen, lora, x, batch, of_layers):
         run = lambda given, lora, x: parts.layer(given[0], lora, x, given[1], given[2])  # noqa: E731
         split = Split(run, wanted.remat, wanted.model.layer(0).checkpoints)
-        return split.forward((frozen, parts.inputs.of_batch(batch, dropout=True), jnp.int32(0)), lora, x)
+        inputs = parts.inputs.of_batch(batch, dropout=True)
+        inputs = inputs._replace(layers=replace(inputs.layers, of_layers=of_layers))
+        return split.forward((frozen, inputs, jnp.int32(0)), lora, x)
 
-    x = whole((T, wanted.model.hidden_size), jnp.bfloat16)
+    x, own = whole((T, wanted.model.hidden_size), jnp.bfloat16), wanted.model.input_width
+    of_layers = whole((wanted.model.num_layers, T, own), jnp.bfloat16) if own else None
     carried = x if counted is None else (x, whole((2, 8, wanted.model.experts.count), jnp.float32))
+    if (mixer := wanted.model.layer(0).attention) and getattr(mixer, "sharing", "none") == "reads":
+        pair = (whole((T, mixer.kv_heads, mixer.head_dim), jnp.bfloat16),) * 2
+        carried = Stream(x, {mixer.module: pair})
     h200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
     on_hopper = mock.patch.object(import_module("lorafusion_jax.models.attention.api"), "on_hopper", return_value=True)
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=h200)), on_hopper:  # it asks the real device
-        _, kept = jax.eval_shape(forward, frozen, lora, carried, batch)
+        _, kept = jax.eval_shape(forward, frozen, lora, carried, batch, of_layers)
     return sum(prod(leaf.shape) * leaf.dtype.itemsize for leaf in (x, *kept))
 
 
@@ -222,6 +231,10 @@ STRANGE = {
             width=WIDE.hidden_size, inner=512, count=8, active=4, bias=True, interleaved=True, limit=7.0
         )
     },
+    "inputs of their own": {
+        "norms": "sandwich", "activation": "gelu_tanh", "qk_norm": True, "v_norm": True, "layer_scalar": True,
+        "input_width": 256, "input_vocab": 512,
+    },
     "experts beside an MLP": {
         "norms": "sandwich", "activation": "gelu_tanh", "qk_norm": False,
         "experts": ParallelExperts(
@@ -248,6 +261,43 @@ def test_layers_of_other_families_save_the_counted_bytes(name, remat):
         assert sum(kept_per_layer(wanted, half).values()) == pytest.approx(
             real_kept(wanted, half), rel=0.05 if name == "experts" else 0.02
         ), half
+
+
+@pytest.mark.parametrize("sharing", ["gives", "reads"])
+@pytest.mark.parametrize("remat", ["gemm_inputs", "everything"])
+def test_layers_that_share_keys_save_the_counted_bytes(sharing, remat):
+    """A reader keeps keys and values as attention takes them; the plan counts what passes between layers apart."""
+    kinds = {
+        name: LayerType(rope=Rope(), head_dim=128, sharing=name, wide=name == "reads") for name in ("gives", "reads")
+    }
+    others = [kind for name, kind in kinds.items() if name != sharing]
+    pattern = (kinds[sharing], *others, *[LayerType(rope=Rope(), head_dim=128)] * (WIDE.num_layers - 2))
+    model = replace(WIDE, **STRANGE["inputs of their own"] | {"pattern": pattern})
+    others = tuple(replace(spec, targets=model.targets) for spec in FOUR)
+    wanted = problem(model, others, tokens=1024, remat=remat, implementation="xla", attention="xla")
+    assert sum(kept_per_layer(wanted).values()) == pytest.approx(real_kept(wanted), rel=0.02)
+
+
+def test_keys_that_layers_share_and_their_inputs_are_counted_once():
+    model = GEMMA_4_E2B
+    wanted = problem(model, (FOUR[0],), tokens=4096)
+    (stage,), rows = stage_memory(wanted), 2 * 4096
+    table, mix, norm = 262144 * 35 * 256, 35 * 256 * 1536, 256
+    assert model.num_parameters == sum(layer.num_parameters for layer in model.layers) + (
+        table + mix + norm + 262144 * 1536 + 1536
+    )
+    assert stage.frozen == 2 * model.num_parameters
+    keys = rows * 2 * (256 + 512)  # of a layer with a window and of a full one, each with one key head
+    alone = stage_memory(replace(wanted, model=_without_sharing(model)))[0]
+    kept = [sum(kept_per_layer(wanted, number=number).values()) for number in range(35)]
+    assert stage.kept == sum(kept) + keys + rows * 1536 + keys  # between layers, and their gradients
+    assert stage.batches - alone.batches == rows * 35 * 256
+    assert working_memory(wanted, 0)["inputs"] == 2 * rows * 35 * 256
+
+
+def _without_sharing(model):
+    pattern = [replace(kind, sharing="none", wide=False) for kind in model.pattern]
+    return replace(model, pattern=tuple(pattern), input_width=0, input_vocab=0)
 
 
 @pytest.mark.parametrize("remat", ["gemm_inputs", "everything"])

@@ -50,7 +50,9 @@ def _stage(problem: MemoryProblem, stage: int) -> StageMemory:
         for piece, number in problem.pieces(stage)
     )
     adapters = adapter_bytes(problem, stage)
-    slopes = problem.item * problem.capacity_tokens * problem.model.hidden_size if problem.is_last(stage) else 0
+    row = problem.item * problem.capacity_tokens
+    shared = row * problem.model.shared_width  # keys and values that later layers read
+    slopes = row * problem.model.hidden_size + shared if problem.is_last(stage) else 0
     return StageMemory(
         frozen=frozen_bytes(problem, stage),
         adapters=sum(adapters) + constant_bytes(problem, stage),
@@ -59,7 +61,7 @@ def _stage(problem: MemoryProblem, stage: int) -> StageMemory:
             round(optimizer(name).states_per_weight * size)
             for name, size in zip(problem.optimizers, adapters, strict=True)
         ),
-        kept=in_flight * kept + slopes,
+        kept=in_flight * (kept + shared) + slopes,
         batches=in_flight * problem.capacity_tokens * _row_bytes(problem),
         working=max(working_memory(problem, stage).values()),
         copies=max(_state_bytes(problem, stage), default=0) if problem.copied_state else 0,
@@ -76,9 +78,10 @@ def _state_bytes(problem: MemoryProblem, stage: int) -> list[int]:
 
 
 def _row_bytes(problem: MemoryProblem) -> int:
-    """Bytes of a row of a microbatch: eight int32 or float32, rotary tables, and the state of a teacher."""
+    """Bytes of a row of a microbatch: eight int32 or float32, rotary tables, layers' inputs, a teacher's state."""
     state = problem.item * problem.model.hidden_size if problem.teacher else 0
-    return FLOAT32 * (8 + 2 * _rope_channels(problem.model)) + state
+    own_inputs = problem.item * problem.model.num_layers * problem.model.input_width
+    return FLOAT32 * (8 + 2 * _rope_channels(problem.model)) + state + own_inputs
 
 
 def _rope_channels(model: ModelConfig) -> int:

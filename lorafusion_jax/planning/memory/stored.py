@@ -42,7 +42,8 @@ def frozen_bytes(problem: MemoryProblem, stage: int) -> int:
         number * layer_bytes(problem, piece.half, problem.fsdp, piece.layer) for piece, number in problem.pieces(stage)
     )
     norm = m.hidden_size if problem.is_last(stage) else 0
-    return layers + problem.item * (tables * table + norm)
+    own_inputs = sum(_share(shape, problem.fsdp) for shape in m.input_shapes.values()) if stage == 0 else 0
+    return layers + problem.item * (tables * table + norm + own_inputs)
 
 
 def dequantised_bytes(problem: MemoryProblem, number: int) -> int:

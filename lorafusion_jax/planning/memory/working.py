@@ -28,6 +28,10 @@ def working_memory(problem: MemoryProblem, stage: int) -> dict[str, int]:
     kinds = {problem.model.kind_of(piece.layer): piece.layer for piece, _ in problem.pieces(stage)}
     by_kind = [_layer_work(problem, stage, number) for number in kinds.values()]
     programs = {name: max(work[name] for work in by_kind) for name in ("forward", "backward")}
+    if m.input_width:  # looked up and projected, before they are added up; whole, and once more where it is exchanged
+        together = m.num_layers * m.input_width
+        gathered = item * together * (D + T) if problem.fsdp > 1 else 0
+        programs["inputs"] = 2 * item * T * together + gathered
     programs["update"] = 5 * max(adapter_bytes(problem, stage), default=0)  # gradient, changes, weights, states
     if stage == problem.num_stages - 1:
         rows = chunk_rows(T, V, problem.loss_chunk)
