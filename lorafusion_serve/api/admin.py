@@ -133,6 +133,7 @@ def cluster(service: ServiceOf, owner: ClusterRead) -> dict[str, Any]:
         "gpus": service.settings.gpus,
         "policy": service.settings.policy,
         "refused_decisions": controller.refused_decisions,
+        "problem": controller.problem,
     }
 
 

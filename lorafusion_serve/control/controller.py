@@ -72,7 +72,7 @@ class Controller:
         self._with_worker = with_worker
         self._settings, self._db, self._jobs = settings, db, Jobs(db)
         self._events = WorkerEvents(settings, db, self._jobs)
-        self.refused_decisions = 0
+        self.refused_decisions, self._problem = 0, ""
         self._scheduler = scheduler or make_scheduler(settings)
         self._sessions: dict[str, Session] = {}
         self.child = Child()
@@ -105,6 +105,7 @@ class Controller:
         self.daily_copy.close()
         if self._publisher is not None:
             self._publisher.close()
+        self._launcher.close()
         self.child.close()
 
     @property
@@ -172,6 +173,7 @@ class Controller:
             rows = [job for job in self._jobs.in_states(connection, "queued", *ON_WORKER) if _may_run(job)]
         wanted = self._scheduler.decide(rows, {name: session.trains for name, session in self._sessions.items()})
         self._record(wanted)
+        self._record_problem()
         self._arrange_sessions(wanted)
         self._preempt(rows, wanted)
         self._place(rows, wanted)
@@ -188,6 +190,21 @@ class Controller:
             for row in rows:
                 connection.execute(t.decisions.insert().values(at=time.time(), **row))
 
+    @property
+    def problem(self) -> str:
+        """Why no worker can be started now."""
+        return self._launcher.problem
+
+    def _record_problem(self) -> None:
+        """Records that the cluster is away, or back."""
+        if (problem := self.problem) == self._problem:
+            return
+        text = f"jobs wait: {problem}" if problem else "the cluster is back"
+        log.warning("%s", text)
+        with self._db.write() as connection:
+            connection.execute(t.decisions.insert().values(at=time.time(), text=text))
+        self._problem = problem
+
     def _arrange_sessions(self, wanted: Configuration) -> None:
         for name in [name for name in self._sessions if wanted.sessions.get(name) != self._sessions[name].plan]:
             if self._drain(name):
@@ -201,7 +218,9 @@ class Controller:
                 session.watch()
             except StoreError:
                 raise
-            except Exception:  # the cluster is away; sessions elsewhere go on
+            except ConnectionError as problem:  # the cluster is away
+                log.warning("no worker of %s can be started: %s", name, problem)
+            except Exception:  # sessions elsewhere go on
                 log.exception("the worker of %s cannot be watched or started", name)
 
     def _new_session(self, name: str, plan: SessionPlan) -> Session:

@@ -38,11 +38,19 @@ class Worker(Protocol):
 class Launcher(Protocol):
     """Starts workers. A group has one worker at a time, and each has a higher epoch than the one before."""
 
+    @property
+    def problem(self) -> str:
+        """Why no worker can be started now; empty if there is no reason."""
+        ...
+
     def start(self, arguments: Message, log: Path) -> Worker:
         """Starts `python -m lorafusion_serve.worker ARGUMENTS`, which writes to a log.
 
         Args:
             arguments: with the group, its epoch, and numbers of its GPUs.
+
+        Raises:
+            ConnectionError: as `problem` says.
         """
         ...
 
@@ -53,6 +61,9 @@ class Launcher(Protocol):
             pid: of its process, if it has connected.
         """
         ...
+
+    def close(self) -> None:
+        """Lets go of workers, which live on."""
 
 
 class LocalWorker:
@@ -102,6 +113,8 @@ class LocalLauncher:
         server: where its workers connect: workers of other services have another one.
     """
 
+    problem = ""
+
     def __init__(self, server: str):
         self._server = server
 
@@ -121,6 +134,9 @@ class LocalLauncher:
     def find(self, group: str, epoch: int, pid: int | None) -> LocalWorker | None:
         identity = (self._server, group, epoch)
         return LocalWorker(pid, identity) if pid is not None and identity_of(pid) == identity else None
+
+    def close(self) -> None:
+        pass
 
 
 def identity_of(pid: int) -> Identity | None:

@@ -1,77 +1,54 @@
 """Workers on the nodes of a Ray cluster: Ray finds a node with free GPUs, starts a worker there, and sees nodes die.
 
-A worker is the child of a detached actor in a placement group of one bundle, so all its GPUs are of one node. Ray does
-not restart actors: the server starts another worker with a higher epoch, from the states of its jobs. The worker
-connects to the server over TCP, and both see the same home folder.
+The server starts another worker with a higher epoch, from the states of its jobs. The worker connects to the server
+over TCP, and both see the same home folder. A process of its own talks to Ray, see `ray_process`: without its cluster
+it ends, the server says so and goes on, and another one connects when the cluster is back.
 """
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import json
-import signal
+import logging
 import subprocess
 import sys
+import threading
+from collections.abc import Sequence
 from contextlib import suppress
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from lorafusion_serve.wire import Message
 
-NAMESPACE = "lorafusion"
-DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG
-FINDS_S = 5.0  # to ask whether an actor lives
-
-
-class Supervisor:
-    """The actor: runs a worker as its child."""
-
-    def __init__(self, arguments: str, log: str):
-        Path(log).parent.mkdir(parents=True, exist_ok=True)
-        with open(log, "ab") as output:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "lorafusion_serve.worker", arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                preexec_fn=lambda: ctypes.CDLL(None).prctl(DIES_WITH_PARENT, signal.SIGKILL),
-            )
-
-    def wait(self) -> int:
-        """Waits for the end of the worker."""
-        return self._process.wait()
-
-    def pid(self) -> int:
-        return self._process.pid
-
-    def terminate(self) -> None:
-        self._process.terminate()
+DRIVER = (sys.executable, "-m", "lorafusion_serve.control.ray_process")
+CONNECT_S, ANSWER_S = 120.0, 30.0  # that the driver has
+AGAIN_S, MOST_AGAIN_S = 2.0, 60.0  # between two attempts to connect
+log = logging.getLogger("lorafusion.control")
 
 
 class RayWorker:
-    """A worker on some node."""
+    """A worker on some node. While the cluster is away its connection alone tells whether it lives."""
 
-    def __init__(self, ray: Any, name: str, actor: Any):
-        self._ray, self.name, self.actor, self._ended = ray, name, actor, actor.wait.remote()
+    def __init__(self, launcher: RayLauncher, name: str):
+        self._launcher, self.name = launcher, name
 
     def has_ended(self) -> bool:
-        """Whether the worker, its actor or its node has ended."""
-        return self.wait(0)
+        """Whether the worker, its actor or its node is known to have ended."""
+        return self.wait(0.0)
 
     def terminate(self) -> None:
-        self.actor.terminate.remote()
+        with suppress(ConnectionError):
+            self._launcher.ask("terminate", name=self.name)
 
     def wait(self, seconds: float) -> bool:
-        ended, _ = self._ray.wait([self._ended], timeout=seconds)
-        return bool(ended)
+        try:
+            return self._launcher.ask("wait", limit_s=seconds + ANSWER_S, name=self.name, seconds=seconds)
+        except ConnectionError:
+            return False
 
     def kill(self) -> None:
-        self._ray.kill(self.actor, no_restart=True)
-        util = import_module("ray.util")
-        with suppress(ValueError):
-            util.remove_placement_group(util.get_placement_group(self.name))
+        with suppress(ConnectionError):  # its epoch is over, and the start of its successor ends it
+            self._launcher.ask("kill", name=self.name)
 
 
 class RayLauncher:
@@ -81,46 +58,126 @@ class RayLauncher:
         address: of the cluster, as `ray.init` takes it: "auto", HOST:PORT, or ray://HOST:PORT.
         home: folder of the service, on a disk that all nodes share.
         gpus: of a worker whose arguments name none.
+        driver: command of the process that talks to the cluster.
+
+    Attributes:
+        problem: why the cluster cannot be used now.
+
+    Raises:
+        ConnectionError: the cluster cannot be reached.
     """
 
-    def __init__(self, address: str, home: Path, gpus: int):
-        self._ray = import_module("ray")
-        if not self._ray.is_initialized():
-            self._ray.init(address=address, namespace=NAMESPACE, log_to_driver=False)
-        self._service, self._gpus = hashlib.sha256(str(home).encode()).hexdigest()[:8], gpus
+    def __init__(self, address: str, home: Path, gpus: int, *, driver: Sequence[str] = DRIVER):
+        self._address, self._gpus, self._driver, self.problem = address, gpus, driver, ""
+        self._service = hashlib.sha256(str(home).encode()).hexdigest()[:8]
+        self._asking, self._closed = threading.Lock(), threading.Event()
+        self._process: subprocess.Popen[str] | None = self._connect()
 
     def start(self, arguments: Message, log: Path) -> RayWorker:
         name = self._name(arguments["group"], arguments["epoch"])
-        gpus = len(arguments["gpus"]) or self._gpus
-        needed = {"CPU": 1.0} | ({"GPU": float(gpus)} if gpus else {})
-        room = import_module("ray.util").placement_group(
-            [needed], strategy="STRICT_PACK", name=name, lifetime="detached"
+        self.ask(
+            "start",
+            name=name,
+            earlier=self._name(arguments["group"], ""),
+            gpus=len(arguments["gpus"]) or self._gpus,
+            arguments=json.dumps(arguments | {"gpus": []}),  # Ray says which GPUs the worker sees
+            log=str(log),
         )
-        strategies = import_module("ray.util.scheduling_strategies")
-        actor = (
-            self._ray.remote(Supervisor)
-            .options(
-                name=name,
-                namespace=NAMESPACE,
-                lifetime="detached",
-                max_restarts=0,
-                max_concurrency=4,  # a call that waits, and others
-                num_cpus=1,
-                num_gpus=gpus,
-                scheduling_strategy=strategies.PlacementGroupSchedulingStrategy(placement_group=room),
-            )
-            .remote(json.dumps(arguments | {"gpus": []}), str(log))  # Ray says which GPUs the worker sees
-        )
-        return RayWorker(self._ray, name, actor)
+        return RayWorker(self, name)
 
     def find(self, group: str, epoch: int, pid: int | None) -> RayWorker | None:
         name = self._name(group, epoch)
         try:
-            actor = self._ray.get_actor(name, namespace=NAMESPACE)
-            self._ray.get(actor.pid.remote(), timeout=FINDS_S)
-        except (ValueError, self._ray.exceptions.RayError):
+            return RayWorker(self, name) if self.ask("find", name=name) else None
+        except ConnectionError:
             return None
-        return RayWorker(self._ray, name, actor)
 
-    def _name(self, group: str, epoch: int) -> str:
+    def close(self) -> None:
+        """Ends the driver. Workers live on."""
+        self._closed.set()
+        with self._asking:
+            if self._process is not None:
+                _end(self._process)
+            self._process = None
+
+    def ask(self, call: str, *, limit_s: float = ANSWER_S, **values: Any) -> Any:
+        """Returns what a method of `ray_process.Driver` does.
+
+        Raises:
+            ConnectionError: the cluster is away.
+            RuntimeError: what Ray says.
+        """
+        with self._asking:
+            if self._process is None:
+                raise ConnectionError(self.problem or "the connection to the cluster was closed")
+            answer = _exchange(self._process, {"call": call} | values, limit_s)
+            if answer is None:
+                self._lose(self._process)
+                raise ConnectionError(self.problem)
+        if "problem" in answer:
+            raise RuntimeError(answer["problem"])
+        return answer["value"]
+
+    def _lose(self, process: subprocess.Popen[str]) -> None:
+        """Notes that the cluster is away, and connects again in the background."""
+        _end(process)
+        self._process, self.problem = None, f"the Ray cluster {self._address} cannot be reached."
+        threading.Thread(target=self._connect_again, name="ray", daemon=True).start()
+
+    def _connect_again(self) -> None:
+        pause_s = AGAIN_S
+        while not self._closed.wait(pause_s):
+            try:
+                process = self._connect()
+            except ConnectionError as problem:
+                log.warning("%s", problem)
+                pause_s = min(2 * pause_s, MOST_AGAIN_S)
+                continue
+            with self._asking:
+                if not self._closed.is_set():
+                    self._process, self.problem = process, ""
+                    return
+            _end(process)
+
+    def _connect(self) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [*self._driver, self._address],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # Ctrl+C is for the server, which ends it after its workers
+        )
+        answer = _exchange(process, None, CONNECT_S)
+        if answer is None or "problem" in answer:
+            _end(process)
+            raise ConnectionError("its head does not answer" if answer is None else answer["problem"])
+        return process
+
+    def _name(self, group: str, epoch: int | str) -> str:
         return f"lorafusion-{self._service}-{group}-e{epoch}"
+
+
+def _exchange(process: subprocess.Popen[str], request: Message | None, limit_s: float) -> Message | None:
+    """Sends a request and returns the answer; None if the process has ended, or does not answer in time."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    late = threading.Timer(limit_s, process.kill)
+    late.start()
+    try:
+        if request is not None:
+            process.stdin.write(json.dumps(request) + "\n")
+            process.stdin.flush()
+        return json.loads(process.stdout.readline())
+    except (OSError, ValueError):
+        return None
+    finally:
+        late.cancel()
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        with suppress(OSError):
+            if pipe is not None:
+                pipe.close()

@@ -139,6 +139,8 @@ class Session:
             return False  # it starts, or connects again
         if (died or self._worker is None) and time.monotonic() < self._not_before:
             return False  # it ended before it was ready, or could not be started: not again at once
+        if self._failed_starts and self._launcher.problem:
+            return False  # its jobs wait in the queue
         adopted = self._worker is None and connection is None and self._adoptable()
         if adopted and silent_s <= self._settings.lease_s:
             return False  # a worker of an earlier server, which will connect

@@ -132,7 +132,7 @@ async function job(id) {
 }
 
 async function cluster() {
-  const [{workers, policy, refused_decisions: refused}, {items}] = await Promise.all([api("/v1/cluster"), api("/v1/jobs?limit=50")]);
+  const [{workers, policy, refused_decisions: refused, problem}, {items}] = await Promise.all([api("/v1/cluster"), api("/v1/jobs?limit=50")]);
   const parts = workers.map((worker) => [
     el("h3", {}, `${worker.id} · ${worker.base} · ${worker.gpus.length ? `GPU ${worker.gpus.join(", ")} · ` : ""}${worker.device || "opening"}`),
     el("p", {}, `epoch ${worker.epoch}, `, state(worker.connected ? worker.state : "away"), worker.drained ? " drained" : ""),
@@ -143,7 +143,7 @@ async function cluster() {
   ]);
   const details = await Promise.all(items.slice(0, 12).map((one) => api(`/v1/jobs/${one.id}`)));
   const spans = details.reverse().flatMap((one) => spansOf(one).filter((s) => ["queued", "running", "paused"].includes(s.kind)).map((s) => ({...s, row: one.name})));
-  const policyLine = `Policy: ${policy}${refused ? `, ${refused} refused decisions` : ""}`;
+  const policyLine = `Policy: ${policy}${refused ? `, ${refused} refused decisions` : ""}${problem ? `. Jobs wait: ${problem}` : ""}`;
   return [el("h2", {}, "Cluster"), el("p", {}, policyLine), ...(parts.length ? parts.flat() : [el("p", {class: "empty"}, "No session is open.")]), el("h3", {}, "Jobs over time"), timeline(spans, "states of the newest jobs over time") || el("p", {class: "empty"}, "Nothing has run yet.")];
 }
 

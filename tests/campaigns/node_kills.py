@@ -29,12 +29,15 @@ FIRST_PORT = 17100  # where workers of the first shard connect
 
 
 class Nodes:
-    """A cluster of a head and a node."""
+    """A cluster of a head and a node.
 
-    def __init__(self) -> None:
-        self._cluster: Any = import_module("ray.cluster_utils").Cluster(
-            initialize_head=True, head_node_args={"num_cpus": 0}
-        )
+    Args:
+        port: of the head (None: any that is free).
+    """
+
+    def __init__(self, port: int | None = None):
+        head = {"num_cpus": 0} | ({} if port is None else {"gcs_server_port": port})
+        self._cluster: Any = import_module("ray.cluster_utils").Cluster(initialize_head=True, head_node_args=head)
         self._node = self._cluster.add_node(num_cpus=1)
 
     @property

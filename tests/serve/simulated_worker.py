@@ -142,8 +142,10 @@ class SimulatedLauncher:
     Attributes:
         poison: a job that ends its worker.
         made, plans: all workers and their places, by session.
+        problem: why none can be started.
     """
 
+    problem: ClassVar[str] = ""
     made: ClassVar[dict[str, list[SimulatedProcess]]] = {}
     poison: ClassVar[str] = ""
     plans: ClassVar[dict[str, list[dict[str, int]]]] = {}
@@ -160,3 +162,6 @@ class SimulatedLauncher:
 
     def find(self, group: str, epoch: int, pid: int | None) -> None:
         return None
+
+    def close(self) -> None:
+        pass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import shutil
 import socket
@@ -226,6 +227,38 @@ def test_a_cluster_that_is_gone_leaves_jobs_in_the_queue(serve, monkeypatch):
     gone.clear()
     service.wait(running, waiting)
     assert service.show(running)["tries"] == 0
+
+
+def test_a_cluster_without_its_head_is_tried_again_once_it_is_back(serve, monkeypatch):
+    """Workers are lost with it. Jobs are accepted and wait; what is away, and since when, is among the decisions."""
+    monkeypatch.setattr(session, "MOST_BACKOFF_S", 0.1)
+    service, starts, rounds = serve(), [], []
+    start, decide = SimulatedLauncher.start, service.scheduler.decide
+
+    def start_if_there(self, *given):
+        starts.append(len(rounds))
+        if SimulatedLauncher.problem:
+            raise ConnectionError(SimulatedLauncher.problem)
+        return start(self, *given)
+
+    monkeypatch.setattr(SimulatedProcess, "most_steps", 3)
+    running = service.submit("one", "red")
+    wait_for(lambda: service.show(running)["step"] == 3)
+    monkeypatch.setattr(SimulatedLauncher, "start", start_if_there)
+    monkeypatch.setattr(service.scheduler, "decide", lambda *given: (rounds.append(None), decide(*given))[1])
+    monkeypatch.setattr(SimulatedLauncher, "problem", "its head is gone.")
+    first_process().crash()
+    wait_for(lambda: service.show(running)["state"] == "queued")
+    assert service.controller.problem == "its head is gone."
+    before = len(rounds)
+    wait_for(lambda: len(rounds) > before + 15)
+    assert len(starts) == 1
+    monkeypatch.setattr(SimulatedProcess, "most_steps", math.inf)
+    monkeypatch.setattr(SimulatedLauncher, "problem", "")
+    service.wait(running)
+    assert service.show(running)["tries"] == 1
+    texts = [row["text"] for row in service.decisions()]
+    assert texts.index("jobs wait: its head is gone.") < texts.index("the cluster is back")
 
 
 @pytest.mark.parametrize("step_s", [3600.0, -3600.0])

@@ -48,6 +48,8 @@ class Lives:
 class Finds:
     """Finds that worker; another one cannot be started."""
 
+    problem = ""
+
     def __init__(self, worker: Lives):
         self.worker = worker
 
@@ -56,6 +58,8 @@ class Finds:
 
     def start(self, arguments, log):
         return Lives()
+
+    def close(self): ...
 
 
 class Bench:
