@@ -85,3 +85,10 @@ def completed(problem: Mapping[str, str], where: str = "job", why: str = JOB_WHY
         "fix": FIXES.get(code, fix),
     }
     return {key: problem.get(key) or of_code.get(key, "") for key in KEYS}
+
+
+def describe(problem: Exception) -> Problem:
+    """Returns an error as the API shows it."""
+    return {key: str(getattr(problem, key, "")) for key in ("code", "where", "what", "why", "fix")} | (
+        {} if hasattr(problem, "what") else {"what": str(problem).splitlines()[0]}
+    )

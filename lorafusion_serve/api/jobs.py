@@ -21,8 +21,8 @@ from sqlalchemy import select
 from lorafusion_jax.config.references import BASE, START
 from lorafusion_serve.api.access import AdaptersRead, IdempotencyKey, JobsRead, JobsWrite, Service, ServiceOf, once
 from lorafusion_serve.api.problems import BESIDE_FILES, ApiError, not_found, problems_answer
-from lorafusion_serve.control.check import describe
 from lorafusion_serve.control.spec import JobSpec, examine
+from lorafusion_serve.refusals import describe
 from lorafusion_serve.states import LIVE, STATES
 from lorafusion_serve.store import tables as t
 from lorafusion_serve.store.jobs import SHOWN, Job

@@ -18,7 +18,6 @@ from lorafusion_jax.errors import ConfigError
 from lorafusion_jax.examples import examples_directory
 from lorafusion_jax.report.console import out
 from lorafusion_serve.settings import ONE_SESSION, Settings
-from scheduling.online import POLICIES
 
 NEEDED = ("fastapi", "uvicorn", "sqlalchemy", "prometheus_client")
 SECTIONS = ("base", "mesh", "batch", "train")
@@ -178,6 +177,8 @@ def read_policy(name: str | None, *, several: bool) -> str:
     """
     if name is None:
         return "ours" if several else ONE_SESSION
+    from scheduling.online import POLICIES
+
     known = [*POLICIES] if several else [ONE_SESSION, *POLICIES]
     if name not in known:
         raise ConfigError("serve.policy", f"--policy {name} is none of this service.", fix=f"one of {', '.join(known)}")

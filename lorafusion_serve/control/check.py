@@ -11,6 +11,7 @@ from lorafusion_jax.errors import LoraFusionError
 from lorafusion_jax.planning.checks import checked_data, layer_problems
 from lorafusion_jax.planning.training_plan import train_jobs
 from lorafusion_serve.control.spec import examine
+from lorafusion_serve.refusals import describe
 from scheduling import PlanError
 from scheduling.checks import check_jobs
 
@@ -58,10 +59,3 @@ def _place_problem(layout: Places, spec: AdapterSpec, why: str) -> Problem:
     else:
         code, where, fix = "job.not-served", "lora", "train it in a run: lorafusion train"
     return {"code": code, "where": where, "what": f"{why}.", "why": "", "fix": fix}
-
-
-def describe(problem: Exception) -> Problem:
-    """Returns an error as the API shows it."""
-    return {key: str(getattr(problem, key, "")) for key in ("code", "where", "what", "why", "fix")} | (
-        {} if hasattr(problem, "what") else {"what": str(problem).splitlines()[0]}
-    )

@@ -24,14 +24,7 @@ from lorafusion_serve.control.daily_copy import DailyCopy
 from lorafusion_serve.control.hub import Connection, Hub
 from lorafusion_serve.control.launch import Launcher, LocalLauncher
 from lorafusion_serve.control.publish import Publisher
-from lorafusion_serve.control.scheduler import (
-    GROUP,
-    Configuration,
-    PolicyScheduler,
-    Scheduler,
-    make_scheduler,
-    plan_of_row,
-)
+from lorafusion_serve.control.scheduler import GROUP, Configuration, OneSession, Scheduler, plan_of_row
 from lorafusion_serve.control.session import Session, SessionPlan
 from lorafusion_serve.control.spec import job_values, kind_of
 from lorafusion_serve.control.sweep import Sweeper
@@ -255,8 +248,7 @@ class Controller:
         with self._db.read() as connection:
             groups = [dict(row) for row in connection.execute(select(t.groups)).mappings()]
             rows = [job for job in self._jobs.in_states(connection, "queued", *ON_WORKER) if _may_run(job)]
-        if isinstance(self._scheduler, PolicyScheduler):
-            self._scheduler.adopt(groups, rows)
+        self._scheduler.adopt(groups, rows)
         for name, plan in self._scheduler.decide(rows, {}).sessions.items():
             self._sessions[name] = self._new_session(name, plan)
         for row in groups:
@@ -373,6 +365,15 @@ class Controller:
                 self._hub.send(source.group, {"command": "stop", "job": job, "epoch": event["epoch"]})
         elif event["event"] == "ready" and source.group in self._sessions:
             self._sessions[source.group].started()
+
+
+def make_scheduler(settings: Settings) -> Scheduler:
+    """Returns the scheduler that the settings name."""
+    if settings.policy == ONE_SESSION:
+        return OneSession(settings)
+    from lorafusion_serve.control.policy_scheduler import PolicyScheduler  # imports take a while
+
+    return PolicyScheduler(settings, settings.policy)
 
 
 def make_launcher(settings: Settings, server: str) -> Launcher:

@@ -14,7 +14,7 @@ from lorafusion_jax.data.prepare import prepare
 from lorafusion_jax.data.preview import render_preview
 from lorafusion_jax.data.sources import read_rows
 from lorafusion_jax.errors import LoraFusionError
-from lorafusion_serve.control.check import describe
+from lorafusion_serve.refusals import describe
 
 MOST_COLUMNS = 100
 

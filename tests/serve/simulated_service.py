@@ -11,7 +11,8 @@ from simulated_worker import SimulatedLauncher
 from sqlalchemy import select
 
 from lorafusion_serve.control.controller import Controller
-from lorafusion_serve.control.scheduler import OneSession, PolicyScheduler
+from lorafusion_serve.control.policy_scheduler import PolicyScheduler
+from lorafusion_serve.control.scheduler import OneSession
 from lorafusion_serve.server import open_database
 from lorafusion_serve.settings import Settings
 from lorafusion_serve.store import tables as t

@@ -25,6 +25,15 @@ def resident_mb(pid: int) -> float:
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmRSS"))
 
 
+def test_a_server_of_one_session_imports_no_policy_and_no_checks():
+    """They are a third of what its start takes of the processor; a child process checks jobs."""
+    code = "import sys, lorafusion_jax.cli.main, lorafusion_serve.server; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
+    assert "lorafusion_serve.control.controller" in loaded
+    unwanted = ("scheduling.online", "lorafusion_jax.planning", "lorafusion_jax.data.prepare", "jax", "ray")
+    assert [name for name in unwanted if name in loaded] == []
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_an_idle_server_is_small_and_starts_quickly(tmp_path, tiny_base):
     """A policy opens no session before there is a job. Seconds are of the processor: another load changes nothing."""
