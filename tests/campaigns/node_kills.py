@@ -7,7 +7,8 @@ Each shard has a cluster of its own on this machine: a head without processors, 
 runs. First two jobs alone, then the same two together again and again, while at random moments, once both train, the
 node of the worker is killed (SIGKILL to all that Ray runs there) and another one is there instead. A kill counts if
 the worker was alive before and is gone after it. Rows as those of `service_kills`: after each pair of jobs, whether
-both adapters are bitwise those of the undisturbed jobs, with every step recorded once.
+both adapters are bitwise those of the undisturbed jobs, with every step recorded once. Ray gives a node 30 s to
+start: a machine that is too busy for that ends the shard, and rows of whole pairs stay.
 """
 
 from __future__ import annotations
