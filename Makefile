@@ -2,12 +2,13 @@
 PYTHON ?= python3
 BIN := .venv/bin
 LOCK := requirements.lock
+RUN_LOCK := requirements.run.lock   # its part that the product needs: make demo waits for no tools of a checkout
 PROGRAMS := $(CURDIR)/build/test-programs   # programs that tests have compiled: a later run of the suite takes half the time
 PARALLEL := -n auto --maxprocesses 8 --dist worksteal   # how many: tests/conftest.py; most of the time is compiling
 
 .PHONY: demo test test-loaded test-models test-peers test-oldest test-nightly lint format docs tables gpu-test ptxas lock clean
 
-demo: .venv/.ready
+demo: .venv/.runs
 	@$(BIN)/lorafusion demo
 
 test: .venv/.ready
@@ -67,6 +68,10 @@ ptxas:
 # The newest version of everything that pyproject.toml allows, with hashes.
 lock: .venv/.ready
 	$(BIN)/uv pip compile -q --upgrade --universal --generate-hashes --no-emit-index-url --no-annotate --no-header --group dev pyproject.toml -o $(LOCK)
+	$(BIN)/uv pip compile -q --universal --generate-hashes --no-emit-index-url --no-annotate --no-header --constraint $(LOCK) pyproject.toml -o $(RUN_LOCK)
+
+.venv/.runs: $(RUN_LOCK) pyproject.toml .ci/setup.py
+	@$(PYTHON) .ci/setup.py --venv .venv --only-run
 
 .venv/.ready: $(LOCK) pyproject.toml .ci/setup.py
 	@$(PYTHON) .ci/setup.py --venv .venv

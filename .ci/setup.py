@@ -10,8 +10,10 @@ import subprocess
 import sys
 
 NEEDED = (3, 12)
+LOCK, RUN_LOCK = "requirements.lock", "requirements.run.lock"  # of a checkout; what the product needs of it
 NEEDED_GB = 3
 AGAIN = "run the same command again."
+IMPORTS = "import lorafusion_jax.cli.demo, lorafusion_jax.api.watch, lorafusion_jax.training.verify"
 
 
 def fail(message):
@@ -49,26 +51,40 @@ def explain(output):
 
 def uv_of_lock():
     """The locked uv, so that everybody installs with the same one."""
-    with open("requirements.lock") as lock:
+    with open(LOCK) as lock:
         return next((line.split()[0] for line in lock if line.startswith("uv==")), "uv")
 
 
-def install(venv, oldest, group):
+def install_uv(venv, python):
+    """Installs uv by the pip of this Python, if it is there and knows how: a pip of the environment's own takes 5 s."""
+    wanted = ("install", "--quiet", "--disable-pip-version-check", uv_of_lock())
+    run(sys.executable, "-m", "venv", "--clear", "--without-pip", venv)
+    by_pip = (sys.executable, "-m", "pip", "--python", python)
+    if subprocess.run((*by_pip, *wanted), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).returncode:
+        run(sys.executable, "-m", "venv", "--clear", venv)
+        run(python, "-m", "pip", *wanted)
+
+
+def install(venv, oldest, group, only_run):
     python, uv = os.path.join(venv, "bin", "python"), os.path.join(venv, "bin", "uv")
     if not os.path.exists(uv):  # nothing there, or a set-up that was broken off
-        run(sys.executable, "-m", "venv", "--clear", venv)
-        run(python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", uv_of_lock())
+        install_uv(venv, python)
     pip = (uv, "pip", "--quiet")
     # Compiling 7600 files takes 10 s, once. Importing jax, flax and the rest takes a process 7.4 s of CPU without it,
-    # 2.1 s with it; where Python is told to write no bytecode, every process would pay.
-    into = ("--python", python, "--compile-bytecode")
+    # 2.1 s with it. The product alone imports a fifth of them, which its first process compiles and keeps.
+    into = ("--python", python) if only_run else ("--python", python, "--compile-bytecode")
     if oldest:
         run(*pip, "install", *into, "--resolution", "lowest-direct", "--upgrade", "--editable", ".", "--group", "dev")
     else:
-        run(*pip, "sync", *into, "--require-hashes", "requirements.lock")
+        # `sync` removes what is not in the file, `install` leaves it: the rest of a checkout may be there already.
+        packages = ("install", "--requirement", RUN_LOCK) if only_run else ("sync", LOCK)
+        run(*pip, packages[0], *into, "--require-hashes", *packages[1:])
         run(*pip, "install", *into, "--no-deps", "--editable", ".")
     if group:
         run(*pip, "install", *into, "--group", group)
+    if only_run and sys.dont_write_bytecode:  # every process would compile what it imports
+        kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+        subprocess.run((python, "-c", IMPORTS), env=kept, check=False)
 
 
 def main():
@@ -76,6 +92,7 @@ def main():
     parser.add_argument("--venv", default=".venv")
     parser.add_argument("--oldest", action="store_true", help="the oldest supported packages")
     parser.add_argument("--group", help="a dependency group of pyproject.toml, too")
+    parser.add_argument("--only-run", action="store_true", help="what the product needs, without tests and tools")
     options = parser.parse_args()
     if sys.version_info < NEEDED:
         fail(
@@ -85,15 +102,17 @@ def main():
         )
     if shutil.disk_usage(".").free < NEEDED_GB * 10**9:
         fail("less than {} GB are free here; free some space and {}".format(NEEDED_GB, AGAIN))
-    print("setup: installing into {} (once, about a minute)".format(options.venv), flush=True)
+    length = "half a minute" if options.only_run else "about a minute"
+    print("setup: installing into {} (once, {})".format(options.venv, length), flush=True)
     try:
-        install(options.venv, options.oldest, options.group)
+        install(options.venv, options.oldest, options.group, options.only_run)
     except OSError as problem:
         explain(str(problem))
     except KeyboardInterrupt:
         fail("broken off; to go on, " + AGAIN)
-    with open(os.path.join(options.venv, ".ready"), "w") as mark:
-        mark.write("ok\n")
+    for name in (".runs",) if options.only_run else (".ready", ".runs"):
+        with open(os.path.join(options.venv, name), "w") as mark:
+            mark.write("ok\n")
 
 
 if __name__ == "__main__":
