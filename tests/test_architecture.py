@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
@@ -73,13 +74,19 @@ FORBIDDEN_IMPORTS = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shel
 FORBIDDEN_CALLS = {"eval", "exec"}
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb"}
 
-SOURCES = {
-    path.relative_to(ROOT): ast.parse(path.read_text(encoding="utf-8"))
-    for package in PACKAGES
-    for path in sorted((ROOT / package).rglob("*.py"))
-}
-NODES = {path: list(ast.walk(tree)) for path, tree in SOURCES.items()}
-INITS = [".".join(path.parent.parts) for path in SOURCES if path.name == "__init__.py"]
+PATHS = [path.relative_to(ROOT) for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
+INITS = [".".join(path.parent.parts) for path in PATHS if path.name == "__init__.py"]
+
+
+@cache
+def trees() -> dict[Path, ast.Module]:
+    """Parsed where they are looked at, not by every worker that collects this file."""
+    return {path: ast.parse((ROOT / path).read_text(encoding="utf-8")) for path in PATHS}
+
+
+@cache
+def nodes_of_files() -> dict[Path, list[ast.AST]]:
+    return {path: list(ast.walk(tree)) for path, tree in trees().items()}
 
 
 def imported(nodes: list[ast.AST]) -> set[str]:
@@ -95,7 +102,7 @@ def imported(nodes: list[ast.AST]) -> set[str]:
 
 def places(find) -> list[str]:
     """file:line of every node that `find` picks."""
-    return [f"{path}:{node.lineno}" for path, nodes in NODES.items() for node in nodes if find(node)]
+    return [f"{path}:{node.lineno}" for path, nodes in nodes_of_files().items() for node in nodes if find(node)]
 
 
 def fresh(code: str) -> str:
@@ -107,15 +114,15 @@ def fresh(code: str) -> str:
 def test_lower_packages_import_only_what_they_may(package):
     extra = {
         str(path): names
-        for path, nodes in NODES.items()
+        for path, nodes in nodes_of_files().items()
         if path.parts[0] == package and (names := imported(nodes) - MAY_IMPORT[package])
     }
     assert not extra
 
 
 def test_plans_do_not_depend_on_a_clock():
-    planners = [path for path in SOURCES if path.parts[0] == "scheduling" or path.parts[1] == "planning"]
-    clocks = [(path, node) for path in planners for node in NODES[path] if _imports(node, "time")]
+    planners = [path for path in PATHS if path.parts[0] == "scheduling" or path.parts[1] == "planning"]
+    clocks = [(path, node) for path in planners for node in nodes_of_files()[path] if _imports(node, "time")]
     assert planners
     assert [f"{path}:{node.lineno}" for path, node in clocks] == []
 
@@ -141,7 +148,7 @@ print(json.dumps(with_jax))
 
 def test_imports_start_no_backend_and_leave_the_settings_of_jax_alone():
     modules = [
-        ".".join(path.with_suffix("").parts).removesuffix(".__init__") for path in SOURCES if path.name != "__main__.py"
+        ".".join(path.with_suffix("").parts).removesuffix(".__init__") for path in PATHS if path.name != "__main__.py"
     ]
     code = f"""
 import importlib, json, jax
@@ -158,15 +165,15 @@ print(json.dumps([changed, list(xla_bridge._backends)]))
 
 
 def test_every_folder_is_a_package_that_says_what_it_is():
-    folders = {path.parent for path in SOURCES}
-    assert [str(folder) for folder in sorted(folders) if folder / "__init__.py" not in SOURCES] == []
+    folders = {path.parent for path in PATHS}
+    assert [str(folder) for folder in sorted(folders) if folder / "__init__.py" not in PATHS] == []
     assert [
-        str(path) for path, tree in SOURCES.items() if path.name == "__init__.py" and not ast.get_docstring(tree)
+        str(path) for path, tree in trees().items() if path.name == "__init__.py" and not ast.get_docstring(tree)
     ] == []
 
 
 def test_no_pickle_eval_or_exec():
-    assert {str(path) for path, nodes in NODES.items() if imported_all(nodes) & FORBIDDEN_IMPORTS} == set()
+    assert {str(path) for path, nodes in nodes_of_files().items() if imported_all(nodes) & FORBIDDEN_IMPORTS} == set()
     assert (
         places(
             lambda node: isinstance(node, ast.Call)
@@ -218,7 +225,7 @@ def test_variables_name_the_thing():
     """Fields of records are read with their owner, as `error.what`, and those of errors are parameters, too."""
     fields = {
         id(statement.target)
-        for nodes in NODES.values()
+        for nodes in nodes_of_files().values()
         for node in nodes
         if isinstance(node, ast.ClassDef)
         for statement in node.body
@@ -253,7 +260,7 @@ def test_public_names_are_documented(package):
 def public_names(package: str) -> Iterator[str]:
     """Names that an `__init__` offers: its `__all__`, and what it imports under its own name ("x as x")."""
     yield from getattr(importlib.import_module(package), "__all__", ())
-    yield from public_names_of(SOURCES[Path(*package.split("."), "__init__.py")])
+    yield from public_names_of(trees()[Path(*package.split("."), "__init__.py")])
 
 
 def public_names_of(tree: ast.Module) -> Iterator[str]:
@@ -272,7 +279,7 @@ IMPORTED_BY_JAX = {"flatbuffers"}  # where this package calls it
 
 def test_dependencies_are_what_is_imported_or_recorded_with_a_run():
     def needed(service: bool) -> set[str]:
-        files = [nodes for path, nodes in NODES.items() if (path.parts[0] == SERVICE) == service]
+        files = [nodes for path, nodes in nodes_of_files().items() if (path.parts[0] == SERVICE) == service]
         used = set().union(*map(imported, files)) - set(PACKAGES) - OPTIONAL - NOTEBOOK
         return {normal(owners[name][0]) for name in used}
 
@@ -336,5 +343,5 @@ def test_what_packages_extend_is_in_one_module():
         "Segment",
         "StoredKind",
     }
-    assert set(public_names_of(SOURCES[Path("lorafusion_jax/extend.py")])) >= names
+    assert set(public_names_of(trees()[Path("lorafusion_jax/extend.py")])) >= names
     assert all(inspect.isclass(getattr(extend, name)) for name in names)

@@ -18,7 +18,7 @@ SPECS = [
     AdapterSpec(name="law", rank=8, alpha=16, dropout=0.3, seed=1),
     AdapterSpec(name="med", rank=3, alpha=6, dropout=0.1, seed=2),
 ]
-X = jax.random.normal(jax.random.key(7), (4, 5, 6))
+X = jnp.asarray(np.random.default_rng(7).normal(size=(4, 5, 6)), jnp.float32)
 TABLE = jnp.array([0, 1, 1, 0])
 
 

@@ -10,7 +10,7 @@ from lorafusion_jax.modules import AdapterSpec, apply_lora, quantize_base, share
 
 SPECS = [AdapterSpec(name="law", rank=2, alpha=4), AdapterSpec(name="med", rank=3, alpha=3, seed=5)]
 TABLE = jnp.array([0, 1, 1, 0])
-X, OTHER = (jax.random.normal(jax.random.key(seed), (4, 3, 8)) for seed in (0, 1))
+X, OTHER = (jnp.asarray(np.random.default_rng(seed).normal(size=(4, 3, 8)), jnp.float32) for seed in (0, 1))
 
 
 class Layer(nnx.Module):
