@@ -53,7 +53,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.conditions import conditions
-from benchmarks.end_to_end_inputs import GPT_OSS_20B, random_base, random_data, random_pairs
+from benchmarks.end_to_end_inputs import GEMMA_4_E2B, GPT_OSS_20B, random_base, random_data, random_pairs
 from benchmarks.end_to_end_report import report
 from benchmarks.frozen import FrozenStage, without_lora, without_updates
 from benchmarks.gpu_state import GpuState
@@ -100,7 +100,7 @@ from scheduling.comparison import host_wait_s
 from scheduling.pipeline import Program, one_forward_one_backward
 
 SIZES = (0.375, 0.5, 0.75, 1.0)  # of the capacity, for single_sizes
-MODELS = SHAPES | {"gpt-oss-20b": GPT_OSS_20B}
+MODELS = SHAPES | {"gpt-oss-20b": GPT_OSS_20B, "gemma-4-e2b": GEMMA_4_E2B}
 CAPACITIES = (2048, 3072, 4096, 4608, 5120, 5632, 6144, 7168, 8192)
 
 

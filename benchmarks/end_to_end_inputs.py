@@ -36,6 +36,23 @@ GPT_OSS_20B: dict[str, Any] = {
     ),
 }  # fmt: skip
 
+GEMMA_4_E2B: dict[str, Any] = {
+    "family": "gemma4_text", "vocab_size": 262144, "hidden_size": 1536, "intermediate_size": 6144, "num_layers": 35,
+    "num_heads": 8, "num_kv_heads": 1, "head_dim": 256, "norms": "sandwich", "embedding_scale": 1536**0.5,
+    "qk_norm": True, "v_norm": True, "layer_scalar": True, "attention_scale": 1.0, "activation": "gelu_tanh",
+    "tie_embeddings": True, "final_soft_cap": 30.0, "max_positions": 131072, "input_width": 256, "input_vocab": 262144,
+    "pattern": tuple(
+        LayerType(
+            rope=Rope() if (number + 1) % 5 else Rope(theta=1e6, channels=512, share=0.25),
+            window=512 if (number + 1) % 5 else None,
+            head_dim=None if (number + 1) % 5 else 512,
+            sharing="reads" if number >= 15 else "gives" if number >= 13 else "none",
+            wide=number >= 15,
+        )
+        for number in range(35)
+    ),
+}  # fmt: skip
+
 
 class Draw:
     """Random tensors of a stage: norms 1, biases 0, kernels scaled by their input size."""
@@ -88,6 +105,7 @@ def random_base(config: JobConfig, model: ModelConfig, dtype: Any) -> list[tuple
                 for kind, half in ((model.kind_of(piece.layer), piece.half) for piece in extent.pieces)
             ],
             embed=draw("embed.kernel", table) if stage == 0 else None,
+            own_inputs={n: draw(n, s) for n, s in model.input_shapes.items()} if stage == 0 else {},
             norm=draw("norm.weight", table[1:]) if stage == len(layers) - 1 else None,
             head=draw("head.kernel", table) if stage == len(layers) - 1 else None,
         )

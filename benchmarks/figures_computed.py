@@ -127,6 +127,12 @@ COMPUTED = (
         "saved",
         predicted.gpt_oss_20b,
     ),
+    Figure(
+        page("models"),
+        "the table of inputs ({} GB of E2B's {} in bfloat16) is split by columns",
+        predicted.inputs_of_gemma_4_e2b,
+    ),
+    Figure(page("models"), "inputs of a microbatch ({} kB a token of E2B)", predicted.row_of_gemma_4_e2b),
     Figure(page("lossless"), "beside `transformers` and `peft` themselves it was {} |", exports_beside_peft),
     Figure(page("service"), "the quotients are {} and more", windows_of_stages),
     Figure(

@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import delta_net, experts
-from benchmarks.end_to_end_inputs import GPT_OSS_20B
+from benchmarks.end_to_end_inputs import GEMMA_4_E2B, GPT_OSS_20B
 from benchmarks.workloads import SHAPES
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.families.pattern import LayerType
+from lorafusion_jax.families.per_layer_input import TABLE as INPUT_TABLE
 from lorafusion_jax.families.rope import Rope
 from lorafusion_jax.layout.layer import EXPERTS, REMAT_POLICIES
 from lorafusion_jax.planning.memory import (
@@ -114,6 +116,18 @@ def gpt_oss_20b() -> list[str]:
     (stage,) = stage_memory(job)
     peaks = (peak(replace(job, remat=remat)) for remat in ("gemm_inputs", "everything"))
     return [f"{size / 1e9:.0f}" for size in (stage.frozen, *peaks)]
+
+
+def inputs_of_gemma_4_e2b() -> list[str]:
+    """GB of the table of its layers' inputs and of all weights."""
+    model = ModelConfig(**GEMMA_4_E2B)
+    return [f"{2 * size / 1e9:.1f}" for size in (prod(model.input_shapes[INPUT_TABLE]), model.num_parameters)]
+
+
+def row_of_gemma_4_e2b() -> list[str]:
+    """Bytes of a token's inputs of all layers, in thousands."""
+    model = ModelConfig(**GEMMA_4_E2B)
+    return [f"{2 * model.num_layers * model.input_width / 1e3:.0f}"]
 
 
 def layer_of_experts() -> list[str]:

@@ -18,6 +18,7 @@ from scheduling.online.facts import recomputed
 from scheduling.online.shapes import LINEARS
 
 OPTIMIZER = "adamw"  # of a job whose settings the scheduler does not know
+TOO_MUCH = 1e30  # bytes
 FEW, MANY = 2048, 8192  # tokens of two microbatches: bytes per token are those of the difference
 
 
@@ -41,7 +42,9 @@ class ModelFacts:
         return stages_from_parts(recomputed(parts) if recompute else parts, layers)
 
     def stage_bytes(self, job: Job, num_stages: int, recompute: bool) -> StageBytes:
-        """Bytes of the fullest stage; see `Facts`."""
+        """Bytes of the fullest stage; see `Facts`. No microbatch fits where the base cannot be cut into stages."""
+        if self._is_uncut(job, num_stages):
+            return StageBytes(fixed=TOO_MUCH, token=1.0)
         remat: RematPolicy = "nothing" if recompute else "gemm_inputs"
         few, many = (self._fullest(job.base_name, num_stages, remat, tokens) for tokens in (FEW, MANY))
         token = (many - few) / (MANY - FEW)
@@ -49,9 +52,14 @@ class ModelFacts:
 
     def trainable_bytes(self, job: Job, num_stages: int) -> float:
         """Bytes of the job's weights, gradient and optimizer state on the stage that has most of them."""
+        if self._is_uncut(job, num_stages):
+            return TOO_MUCH
         spec = _spec(job, self._models[job.base_name])
         stages = stage_memory(self._problem(job.base_name, num_stages, "gemm_inputs", FEW, (spec,)))
         return max(stage.adapters + stage.sums + stage.optimizers for stage in stages)
+
+    def _is_uncut(self, job: Job, num_stages: int) -> bool:
+        return num_stages > 1 and self._models[job.base_name].crossing is not None
 
     def _fullest_stage(self, base: str, num_stages: int, remat: RematPolicy, tokens: int) -> int:
         """Bytes without the weights that train; the working memory is that of an adapter of rank 16 on everything."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import pytest
+from shapes import GEMMA_4_E2B
 
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.config.model import ModelConfig
@@ -63,6 +64,15 @@ def test_a_plain_decoder_is_known_by_its_sizes_as_well():
     assert step_s[0] == pytest.approx(step_s[1], rel=0.02)
     gib = [rates.memory_gib([law], KIND, mesh) for rates in (ours, sizes)]
     assert gib[0] == pytest.approx(gib[1], rel=0.1)
+
+
+def test_a_base_that_has_one_stage_is_never_cut():
+    """Neither where a device is too small for it, nor for samples that are longer than usual."""
+    small = job(shape_of(GEMMA_4_E2B, "small"))
+    rates = Rates(facts=ModelFacts({"small": GEMMA_4_E2B}))
+    assert rates.isolated_rate(small, KIND, 4).mesh.stages == 1
+    assert rates.isolated_rate(job(small.base, lengths=[12000]), KIND, 4).mesh.stages == 1
+    assert rates.isolated_rate(small, ("h200", 8.0), 4) is None
 
 
 def test_a_window_makes_long_samples_cheaper():
