@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax import export
 from jaxtyping import Array, Float
 
 type KeysAndValues = tuple[Float[Array, "T K C"], Float[Array, "T K C"]]
@@ -24,6 +25,16 @@ class Stream:
 
     x_TD: Float[Array, "T D"]
     shared: dict[str, Any]  # `KeysAndValues`; in generation `cache.CachedKeys`
+
+
+# Programs in lowered form are kept between starts, see `pipeline.lowered`, with the trees of their results.
+export.register_pytree_node_serialization(
+    Stream,
+    serialized_name="lorafusion_jax.models.stream.Stream",
+    serialize_auxdata=lambda static: b"",
+    deserialize_auxdata=lambda text: (),
+    from_children=lambda aux_data, children: Stream(*children),
+)
 
 
 def activations(carried: Any) -> Any:

@@ -17,6 +17,7 @@ from lorafusion_jax.config.schema import TrainSettings
 from lorafusion_jax.data.assemble import assemble, stacked
 from lorafusion_jax.layout.extent import Extent
 from lorafusion_jax.models import ModelConfig
+from lorafusion_jax.models.stream import Stream
 from lorafusion_jax.pipeline import lowered
 from lorafusion_jax.pipeline.layer_programs import LayerPrograms
 from lorafusion_jax.pipeline.mesh import stage_meshes
@@ -58,6 +59,17 @@ def test_a_later_process_traces_nothing(folder):
     again, later = traced(factor=3.0)  # what a changed source would compute is not looked at: the identity is the same
     chex.assert_trees_all_equal(again(jnp.arange(4.0), (jnp.int32(3),)), made)
     assert (traces.traces, later.traces, len(list(folder.iterdir()))) == (1, 0, 1)
+
+
+def test_keys_that_layers_pass_on_are_part_of_a_program(folder):
+    def double(carried):
+        return Stream(2 * carried.x_TD, dict(carried.shared))
+
+    carried = Stream(jnp.ones((4, 2)), {"self_attn": (jnp.ones((4, 1, 2)), jnp.zeros((4, 1, 2)))})
+    made, again = (jax.jit(lowered.kept(double, "same"))(carried) for _ in range(2))
+    chex.assert_trees_all_equal(again, made)
+    assert isinstance(again, Stream)
+    assert len(list(folder.iterdir())) == 1
 
 
 def test_anything_else_is_another_program(folder):
