@@ -264,8 +264,8 @@ class ModelConfig:
     def crossing(self) -> str | None:
         """What its layers have of earlier ones beside x, for messages; None: nothing."""
         reads = any(kind.sharing == "reads" for kind in self.pattern)
-        what = {"keys of earlier layers": reads, "inputs of their own": bool(self.input_width)}
-        return " and ".join(name for name, present in what.items() if present) or None
+        crossing = {"keys of earlier layers": reads, "inputs of their own": bool(self.input_width)}
+        return " and ".join(name for name, present in crossing.items() if present) or None
 
     @cached_property
     def shared_width(self) -> int:

@@ -273,9 +273,9 @@ class _Run:
     def check_used_once(self, name: str) -> None:
         """Checks that a weight, or each part of it that the call takes, was in one product."""
         parts = {part: times for (used, part), times in self.products.items() if used == name}
-        whole = sum(parts.values())
+        uses = sum(parts.values())
         if not parts or max(parts.values()) > 1 or len({len(part) for part in parts}) > 1:
-            raise unsupported_linear(self.where, f"its call multiplies by the weight {whole} times, not once")
+            raise unsupported_linear(self.where, f"its call multiplies by the weight {uses} times, not once")
 
     def evaluate(self, jaxpr: Jaxpr, values: list[Any], weights: dict[int, _Held]):
         """Returns the outputs, and which of them are weights themselves."""
@@ -398,8 +398,8 @@ def _only_index(eqn: JaxprEqn, shape: tuple[int, ...], axis: int) -> int | None:
     start, limit, strides = (eqn.params[name] for name in ("start_indices", "limit_indices", "strides"))
     index = start[axis]
     expected = tuple(index + 1 if other == axis else size for other, size in enumerate(shape))
-    whole = all(number == (index if other == axis else 0) for other, number in enumerate(start))
-    return index if strides is None and whole and tuple(limit) == expected else None
+    from_start = all(number == (index if other == axis else 0) for other, number in enumerate(start))
+    return index if strides is None and from_start and tuple(limit) == expected else None
 
 
 def _dtype(atom: Any) -> Any:
