@@ -48,7 +48,7 @@ MODULE = "Name the module of the Python standard library that defines this {}."
 GO_ON = "The Python language reference says under “{}”:\n\n{}\n\nHow does it go on?"
 
 # The first rows of some sets, for the demo: held-out rows fill one or two microbatches.
-FEW_PAIRS = {"brief": 40}
+FEW_PAIRS = {"brief": 16}
 FEW_HELD_OUT = {"ask": 18, "module": 16, "reference": 14, "cards": 16, "brief": 8}
 
 type Row = tuple[str, dict]  # name that decides on which side it falls, row
