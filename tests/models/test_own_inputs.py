@@ -12,6 +12,7 @@ from make_golden import GOLDEN
 from safetensors.numpy import load_file, save_file
 
 from lorafusion_jax.checkpoint.peft import read_adapter
+from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.errors import CheckpointError, ConfigError, ErrorList
 from lorafusion_jax.generation import packing
 from lorafusion_jax.generation.conversation import Conversation
@@ -20,6 +21,7 @@ from lorafusion_jax.generation.load import load_stage
 from lorafusion_jax.generation.sampling import Sampling
 from lorafusion_jax.generation.sources import AdapterSource, Source
 from lorafusion_jax.models import ModelConfig, open_frozen
+from lorafusion_jax.planning.choices import _meshes
 from lorafusion_jax.planning.stages import stage_layers
 
 SOURCE = GOLDEN / "gemma4_shared"
@@ -100,6 +102,8 @@ def test_an_adapter_of_what_makes_the_inputs_is_refused(tmp_path):
 def test_such_a_model_has_one_stage():
     model = ModelConfig.from_hf(SOURCE)
     assert len(stage_layers(model, 1)) == 1
+    job = JobConfig.model_validate({"base": {"model": "-"}, "adapters": [{"name": "a", "data": {"train": "-"}}]})
+    assert {mesh.stages for mesh in _meshes(8, model, job, 1)} == {1}
     with pytest.raises(ConfigError, match=r"mesh\.stages=2.*keys of earlier layers and inputs of their own"):
         stage_layers(model, 2)
 
