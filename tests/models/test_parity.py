@@ -153,7 +153,7 @@ def test_stored_results_are_those_of_installed_transformers(case, tmp_path):
 PACKED = (
     "mistral_window", "gemma4", "phi3_long", "qwen3_moe_unnormalised", "gemma3", "glm4_moe_groups", "olmo3_yarn",
     "ministral3", "smollm3_window", "mixtral_window", "gpt_oss_unbiased", "qwen2_moe", "qwen3_5", "deepseek_v3_experts",
-    "gemma4_experts", "gemma4_shared",
+    "gemma4_experts", "gemma4_shared_values",
 )  # fmt: skip
 
 
