@@ -84,12 +84,21 @@ class Disk:
                 return
             self._local.inside = True
             try:
-                if os.path.isdir(self._folder):
-                    shutil.copytree(self._folder, self._copy, symlinks=True)
+                self._keep_copy()
             finally:
                 self._local.inside = False
             self.killed = True
             raise Killed
+
+    def _keep_copy(self) -> None:
+        """Copies the folder as it is at a kill. Another thread may be within a call that it began before."""
+        while os.path.isdir(self._folder):
+            try:
+                shutil.copytree(self._folder, self._copy, symlinks=True)
+            except (shutil.Error, FileNotFoundError):  # a file vanished meanwhile
+                shutil.rmtree(self._copy, ignore_errors=True)
+            else:
+                return
 
     def _is_below(self, arguments: tuple[Any, ...]) -> bool:
         """Whether a call is about the folder. A name relative to an open folder belongs to `shutil.rmtree`."""
