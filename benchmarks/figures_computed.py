@@ -63,6 +63,15 @@ def live_speed() -> list[str]:
     return [f"{float(speed) / 1000:.1f}", *share]
 
 
+def gemma4_e2b() -> list[str]:
+    """Tokens/s of four adapters, over the frozen model; GB at most, and predicted."""
+    file = "end_to_end_h200_2026-11-27_gemma4_e2b/end_to_end.jsonl"
+    ours, frozen = (pick(file, variant=name) for name in ("ours", "frozen"))
+    speed, floor = (row["useful_tokens_per_s"] for row in (ours, frozen))
+    gigabytes = [f"{ours[name][0]:.1f}" for name in ("peak_gb", "predicted_gb")]
+    return [f"{speed / 1000:.1f}", f"{speed / floor:.2f}", *gigabytes]
+
+
 def live_slots() -> list[str]:
     return [*live("slots", digits=0), *live("offline_slots", digits=0)]
 
@@ -75,6 +84,11 @@ HOSTILE = (
 )
 SCHEMA = "schema_requests_cpu_2026-11-24/schemathesis.csv"
 COMPUTED = (
+    Figure(
+        page("models"),
+        "{} k tokens/s, {} of the frozen model, and {} GB at most where {} were predicted",
+        gemma4_e2b,
+    ),
     Figure(
         page("service"),
         "start of an adapter in a free place | {} s in the median, {} s at most",

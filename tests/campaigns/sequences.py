@@ -247,13 +247,15 @@ class Sequence:
             self.damaged.write_bytes(self.content)
 
     def _unanswered(self) -> Iterator[str]:
-        """Yields requests that were neither done nor refused."""
+        """Yields requests that were neither done nor refused; those of an adapter that was dropped since are void."""
         events = read_rows(self.run / "events.jsonl")
         refused = Counter(
             tuple(row["text"].split(":")[0].split()[:2]) for row in events if row["kind"] == "request-refused"
         )
         done = Counter((row["action"], row["adapter"]) for row in events if row["kind"] == "adapter-changed")
         for what, count in self.asked.items():
+            if what[1] in self.dropped:
+                continue
             if done[what] + refused[what] < count and what[0] in ("add", "extend"):
                 yield f"{what} was asked {count} times, done {done[what]} times and refused {refused[what]} times"
 
