@@ -6,14 +6,12 @@ replaced.
 
 from __future__ import annotations
 
-import json
 import logging
-import subprocess
 import sys
 import threading
-from contextlib import suppress
 from typing import Any, Literal
 
+from lorafusion_serve.control.answering import AnsweringProcess
 from lorafusion_serve.refusals import completed
 
 LIMIT_S = 900
@@ -26,7 +24,7 @@ class Child:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[str] | None = None
+        self._process: AnsweringProcess | None = None
         self._served = 0
 
     def ask(self, question: Literal["check", "count", "preview", "render"], request: dict[str, Any]) -> dict[str, Any]:
@@ -50,30 +48,11 @@ class Child:
         if self._served >= MOST_REQUESTS:
             self._end()
         if self._process is None:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "lorafusion_serve.control.child_process"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-        process, self._served = self._process, self._served + 1
-        assert process.stdin is not None
-        assert process.stdout is not None
-        late = threading.Timer(LIMIT_S, process.kill)
-        late.start()
-        try:
-            process.stdin.write(json.dumps(request) + "\n")
-            process.stdin.flush()
-            return json.loads(process.stdout.readline())
-        finally:
-            late.cancel()
+            self._process = AnsweringProcess([sys.executable, "-m", "lorafusion_serve.control.child_process"])
+        self._served += 1
+        return self._process.ask(request, LIMIT_S)
 
     def _end(self) -> None:
         process, self._process, self._served = self._process, None, 0
         if process is not None:
-            process.kill()
-            process.wait()
-            for pipe in (process.stdin, process.stdout):
-                with suppress(OSError):
-                    if pipe is not None:
-                        pipe.close()
+            process.end()

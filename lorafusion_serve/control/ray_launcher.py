@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import subprocess
 import sys
 import threading
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from lorafusion_serve.control.answering import AnsweringProcess
 from lorafusion_serve.wire import Message
 
 DRIVER = (sys.executable, "-m", "lorafusion_serve.control.ray_process")
@@ -71,7 +71,7 @@ class RayLauncher:
         self._address, self._gpus, self._driver, self.problem = address, gpus, driver, ""
         self._service = hashlib.sha256(str(home).encode()).hexdigest()[:8]
         self._asking, self._closed = threading.Lock(), threading.Event()
-        self._process: subprocess.Popen[str] | None = self._connect()
+        self._process: AnsweringProcess | None = self._connect()
 
     def start(self, arguments: Message, log: Path) -> RayWorker:
         name = self._name(arguments["group"], arguments["epoch"])
@@ -97,7 +97,7 @@ class RayLauncher:
         self._closed.set()
         with self._asking:
             if self._process is not None:
-                _end(self._process)
+                self._process.end()
             self._process = None
 
     def ask(self, call: str, *, limit_s: float = ANSWER_S, **values: Any) -> Any:
@@ -110,7 +110,7 @@ class RayLauncher:
         with self._asking:
             if self._process is None:
                 raise ConnectionError(self.problem or "the connection to the cluster was closed")
-            answer = _exchange(self._process, {"call": call} | values, limit_s)
+            answer = _answer(self._process, {"call": call} | values, limit_s)
             if answer is None:
                 self._lose(self._process)
                 raise ConnectionError(self.problem)
@@ -118,9 +118,9 @@ class RayLauncher:
             raise RuntimeError(answer["problem"])
         return answer["value"]
 
-    def _lose(self, process: subprocess.Popen[str]) -> None:
+    def _lose(self, process: AnsweringProcess) -> None:
         """Notes that the cluster is away, and connects again in the background."""
-        _end(process)
+        process.end()
         self._process, self.problem = None, f"the Ray cluster {self._address} cannot be reached."
         threading.Thread(target=self._connect_again, name="ray", daemon=True).start()
 
@@ -137,19 +137,13 @@ class RayLauncher:
                 if not self._closed.is_set():
                     self._process, self.problem = process, ""
                     return
-            _end(process)
+            process.end()
 
-    def _connect(self) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [*self._driver, self._address],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,  # Ctrl+C is for the server, which ends it after its workers
-        )
-        answer = _exchange(process, None, CONNECT_S)
+    def _connect(self) -> AnsweringProcess:
+        process = AnsweringProcess([*self._driver, self._address], apart=True)  # the server ends it after its workers
+        answer = _answer(process, None, CONNECT_S)
         if answer is None or "problem" in answer:
-            _end(process)
+            process.end()
             raise ConnectionError("its head does not answer" if answer is None else answer["problem"])
         return process
 
@@ -157,27 +151,9 @@ class RayLauncher:
         return f"lorafusion-{self._service}-{group}-e{epoch}"
 
 
-def _exchange(process: subprocess.Popen[str], request: Message | None, limit_s: float) -> Message | None:
-    """Sends a request and returns the answer; None if the process has ended, or does not answer in time."""
-    assert process.stdin is not None
-    assert process.stdout is not None
-    late = threading.Timer(limit_s, process.kill)
-    late.start()
+def _answer(process: AnsweringProcess, request: Message | None, limit_s: float) -> Message | None:
+    """Returns an answer; None if the process has ended, or does not answer in time."""
     try:
-        if request is not None:
-            process.stdin.write(json.dumps(request) + "\n")
-            process.stdin.flush()
-        return json.loads(process.stdout.readline())
+        return process.ask(request, limit_s)
     except (OSError, ValueError):
         return None
-    finally:
-        late.cancel()
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    process.kill()
-    process.wait()
-    for pipe in (process.stdin, process.stdout):
-        with suppress(OSError):
-            if pipe is not None:
-                pipe.close()

@@ -342,6 +342,12 @@ def test_a_state_of_a_refused_step_is_not_saved(worker):
     assert line.of("saved") == []
 
 
+def wait_for_others(session) -> None:
+    """Waits until the job in place 1 has taken twenty steps more."""
+    others = session.tasks[1].step
+    wait_for(lambda: session.tasks[1].step > others + 20)
+
+
 def test_others_train_while_a_stopped_job_is_read_and_written(worker):
     """Its place is free once it is read; it has stopped once it is on the disk."""
     start, line, disk = worker
@@ -355,18 +361,13 @@ def test_others_train_while_a_stopped_job_is_read_and_written(worker):
     line.commands.put({"command": "stop", "job": "fern", "epoch": 1})
     wait_for(lambda: session.tasks[0].status == "leaving")
     step = session.tasks[0].step
-
-    def trains_on() -> None:
-        others = session.tasks[1].step
-        wait_for(lambda: session.tasks[1].step > others + 20)
-
-    trains_on()
+    wait_for_others(session)
     assert line.of("vacated") == []
     session.reads.set()
     wait_for(lambda: line.of("vacated"))
     start("reed", 10**6, 0)
     wait_for(lambda: any(event["job"] == "reed" for event in line.of("stepped")))
-    trains_on()
+    wait_for_others(session)
     assert line.of("stopped") == []
     disk["saves"].set()
     wait_for(lambda: line.of("stopped"))
@@ -386,8 +387,7 @@ def test_a_stopped_job_whose_last_step_is_refused_fails(worker):
     session.end_training = lambda place: ahead(place) + 1
     line.commands.put({"command": "stop", "job": "fern", "epoch": 1})
     wait_for(lambda: session.tasks[0].status == "leaving")
-    others = session.tasks[1].step
-    wait_for(lambda: session.tasks[1].step > others + 20)
+    wait_for_others(session)
     assert line.of("vacated") == []
     session.end_training = ahead
     session.tasks[0].status = "failed"
