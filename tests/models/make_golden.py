@@ -13,7 +13,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from golden_cases import CASES, SMALL
+from golden_cases import CASES
+from golden_parts import SMALL
 
 GOLDEN = Path(__file__).parent / "golden"
 TOKENS = 40
