@@ -28,6 +28,7 @@ HOPPER = {
 }  # fmt: skip
 
 _keep_mask = jax.jit(keep_mask, static_argnums=2)  # one program, because a mask takes hundreds of operations
+_threshold = jax.jit(threshold)
 
 
 def draw(seed, dtypes, tiles, most_tiles, ranks, features, projections):
@@ -48,9 +49,9 @@ def draw(seed, dtypes, tiles, most_tiles, ranks, features, projections):
         return None if without[i] else values
 
     dropout = pk.Dropout(
-        rate=jnp.asarray(random.choice([0.0, 0.1, 0.5, 0.9], adapters), jnp.float32),
-        key=jnp.asarray(random.integers(0, 2**32, adapters), jnp.uint32),
-        row_key=jnp.asarray(random.integers(0, 2**32, rows), jnp.uint32),
+        rate=_on_device(random.choice([0.0, 0.1, 0.5, 0.9], adapters), jnp.float32),
+        key=_on_device(random.integers(0, 2**32, adapters), jnp.uint32),
+        row_key=_on_device(random.integers(0, 2**32, rows), jnp.uint32),
     )
     arguments = {
         "x": normal(rows, num_in),
@@ -58,8 +59,8 @@ def draw(seed, dtypes, tiles, most_tiles, ranks, features, projections):
         "as_": [bank(i, num_in, r, scale=num_in**-0.5) for i, r in enumerate(ranks)],
         "bs": [bank(i, r, n, scale=r**-0.5) for i, (r, n) in enumerate(zip(ranks, widths, strict=True))],
         "biases": [normal(n) if random.random() < 0.5 else None for n in widths],
-        "tile_adapter": jnp.asarray(table, jnp.int32),
-        "scale": jnp.asarray(random.uniform(0.25, 4, adapters), jnp.float32),
+        "tile_adapter": _on_device(table, jnp.int32),
+        "scale": _on_device(random.uniform(0.25, 4, adapters), jnp.float32),
         "dropout": None if seed % 4 == 3 else dropout,
     }
     return arguments, [normal(rows, n) for n in widths]
@@ -82,9 +83,9 @@ def draw_case(
     dropout = None
     if rate:
         dropout = pk.Dropout(
-            rate=jnp.asarray(rate * (np.arange(adapters) % 3 if adapters > 1 else np.full(1, 2)) / 2, jnp.float32),
-            key=jnp.arange(adapters, dtype=jnp.uint32),
-            row_key=jnp.asarray(random.integers(0, 2**32, rows), jnp.uint32),
+            rate=_on_device(rate * (np.arange(adapters) % 3 if adapters > 1 else np.full(1, 2)) / 2, jnp.float32),
+            key=_on_device(np.arange(adapters), np.uint32),
+            row_key=_on_device(random.integers(0, 2**32, rows), jnp.uint32),
         )
     sizes = list(zip(ranks, widths, strict=True))
     inside = [None if r is None else np.arange(r) < np.array([own_ranks or (r,) * adapters]).T for r in ranks]  # [A, R]
@@ -92,18 +93,18 @@ def draw_case(
         "x": normal(rows, num_in),
         "ws": [normal(num_in, n, scale=num_in**-0.5) for n in widths],
         "as_": [
-            None if r is None else normal(adapters, num_in, r, scale=num_in**-0.5) * used[:, None]
+            None if r is None else normal(adapters, num_in, r, scale=num_in**-0.5 * used[:, None])
             for r, used in zip(ranks, inside, strict=True)
         ],
         "bs": [
-            None if r is None else normal(adapters, r, n, scale=r**-0.5) * used[:, :, None]
+            None if r is None else normal(adapters, r, n, scale=r**-0.5 * used[:, :, None])
             for (r, n), used in zip(sizes, inside, strict=True)
         ],
         "biases": [normal(n) if bias else None for n in widths],
-        "tile_adapter": None if single else jnp.asarray(table, jnp.int32),
-        "scale": jnp.linspace(0.5, 2.0, adapters),
+        "tile_adapter": None if single else _on_device(table, jnp.int32),
+        "scale": _on_device(np.linspace(0.5, 2.0, adapters), np.float32),
         "dropout": dropout,
-        "ranks": None if own_ranks is None else jnp.asarray(own_ranks, jnp.int32),
+        "ranks": None if own_ranks is None else _on_device(own_ranks, jnp.int32),
     }
     return arguments, [normal(rows, n) for n in widths]
 
@@ -137,8 +138,8 @@ def formula(arguments, dys):
     x, dropout, owner = wide["x"], arguments["dropout"], owners(arguments)
     factor = np.ones_like(x)
     if dropout is not None:
-        keep = 1 - np.asarray(threshold(dropout.rate), np.float64) / 65536
-        mask = np.asarray(_keep_mask(dropout, jnp.asarray(owner), x.shape[1]))
+        keep = 1 - np.asarray(_threshold(dropout.rate), np.float64) / 65536
+        mask = np.asarray(_keep_mask(dropout, owner, x.shape[1]))
         factor = mask / keep[np.maximum(owner, 0)][:, None]
     ys, dx, das, dbs = [], np.zeros_like(x), [], []
     for w, a, b, bias, dy in zip(*(wide[name] for name in ("ws", "as_", "bs", "biases", "dys")), strict=True):
@@ -171,4 +172,8 @@ def relative(got, want) -> float:
 
 
 def _normal(random, *shape, scale=1.0, dtype):
-    return jnp.asarray(random.normal(size=shape) * scale, jnp.float32).astype(dtype)
+    return _on_device((random.normal(size=shape) * scale).astype(np.float32), dtype)
+
+
+def _on_device(values, dtype):
+    return jax.device_put(np.asarray(values, dtype))  # jnp would compile a program for each shape

@@ -1,16 +1,27 @@
 """Small random calls that the tests of this folder share."""
 
+from functools import cache, partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+from host_arrays import on_device
 
 import pallas_kernels as pk
+from pallas_kernels import dropout
+from pallas_kernels.linear import chunks
 
 TILE = 32
+TABLE = [1, -1, 0, 1, 2, 0]  # with `draw`'s other sizes the same programs in all files
+
+# Whole programs: operation by operation each would be thirty.
+keep_mask = jax.jit(dropout.keep_mask, static_argnums=2)
+keep_words = jax.jit(dropout.keep_words, static_argnums=2)
+make_chunks = jax.jit(chunks.make_chunks, static_argnums=(1, 2), static_argnames="single")
 
 
 def normal(random, *shape, scale=1.0, dtype=jnp.float32):
-    return jnp.asarray(random.normal(size=shape) * scale, jnp.float32).astype(dtype)
+    return on_device((random.normal(size=shape) * scale).astype(np.float32), dtype)
 
 
 def draw(
@@ -22,9 +33,9 @@ def draw(
     dropout = None
     if rates is not None:
         dropout = pk.Dropout(
-            rate=jnp.asarray(rates, jnp.float32),
-            key=jnp.asarray(random.integers(0, 2**32, adapters), jnp.uint32),
-            row_key=jnp.asarray(random.integers(0, 2**32, rows), jnp.uint32),
+            rate=on_device(rates, np.float32),
+            key=on_device(random.integers(0, 2**32, adapters), np.uint32),
+            row_key=on_device(random.integers(0, 2**32, rows), np.uint32),
         )
     arguments = {
         "x": normal(random, rows, k, dtype=dtype),
@@ -32,8 +43,8 @@ def draw(
         "as_": [None if r is None else normal(random, adapters, k, r, scale=k**-0.5) for r in ranks],
         "bs": [None if r is None else normal(random, adapters, r, n) for r, n in zip(ranks, widths, strict=True)],
         "biases": [normal(random, n, dtype=dtype) if bias else None for n in widths],
-        "tile_adapter": jnp.asarray(table, jnp.int32),
-        "scale": jnp.linspace(0.5, 2.0, adapters),
+        "tile_adapter": on_device(table, np.int32),
+        "scale": on_device(np.linspace(0.5, 2.0, adapters), np.float32),
         "dropout": dropout,
     }
     return arguments, [normal(random, rows, n, dtype=dtype) for n in widths]
@@ -44,12 +55,22 @@ def relative(got, want) -> float:
     return float(np.linalg.norm(got - want) / max(np.linalg.norm(want), 1e-30))
 
 
+@cache
 def ours(backend):
+    """One function for each backend, so that equal calls compile once."""
+
     def layer(arguments, x, as_, bs):
         rest = {name: arguments[name] for name in ("tile_adapter", "scale", "dropout", "biases")}
         return pk.multi_lora_linears(x, arguments["ws"], as_, bs, implementation=backend, **rest)
 
     return layer
+
+
+@partial(jax.jit, static_argnums=0)
+def ops_and_gradients(layer, arguments, dys):
+    """ys, dx, dAs, dBs."""
+    ys, vjp = jax.vjp(partial(layer, arguments), *(arguments[name] for name in ("x", "as_", "bs")))
+    return ys, *vjp(tuple(dys))
 
 
 def new_residuals(layer, arguments, names) -> list[tuple[int, ...]]:

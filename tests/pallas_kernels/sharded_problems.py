@@ -3,6 +3,7 @@
 import re
 
 import jax
+import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -16,7 +17,7 @@ def mesh_of(kind: str, **axes: int):
 
 
 def put(mesh, value, *spec):
-    return jax.device_put(value, NamedSharding(mesh, P(*spec)))
+    return jax.device_put(np.asarray(value), NamedSharding(mesh, P(*spec)))  # of a device, jax cuts it by programs
 
 
 def collectives(compiled) -> list[tuple[str, tuple[int, ...]]]:

@@ -1,23 +1,20 @@
 """Values and gradients of the ops against the plain formula, by backend, and what they promise beside values."""
 
-from functools import cache, partial
 from itertools import product
 
 import jax
 import jax.numpy as jnp
-import kernel_problems
 import numpy as np
 import pytest
+from host_arrays import changed, on_device
 from jax.sharding import PartitionSpec as P
-from kernel_problems import TILE, draw, new_residuals, relative
+from kernel_problems import TABLE, TILE, draw, new_residuals, ops_and_gradients, ours, relative
 from more_cases import mostly_nightly, nightly
 
 import pallas_kernels as pk
 from pallas_kernels.linear.reference import reference_multi_lora_linear
 
 BACKENDS = ["xla", "pallas_triton"]
-ours = cache(kernel_problems.ours)  # one function a backend, so that equal calls compile once
-TABLE = [1, -1, 0, 1, 2, 0]
 # float32 sums of a few hundred terms differ by their order: about 1e-7 each; bfloat16 rounds y, S and dS to 8 bits
 FLOAT32, BFLOAT16 = 1e-5, 1e-2
 
@@ -28,13 +25,6 @@ CASES = {
     "ranks": {"ranks": (20,)},
     "siblings": {"widths": (64, 128, 64), "ranks": (8, None, 16), "rates": [0.2, 0.0, 0.1]},
 }
-
-
-@partial(jax.jit, static_argnums=0)
-def ops_and_gradients(layer, arguments, dys):
-    """ys, dx, dAs, dBs."""
-    ys, vjp = jax.vjp(partial(layer, arguments), *(arguments[name] for name in ("x", "as_", "bs")))
-    return ys, *vjp(tuple(dys))
 
 
 def reference(arguments, x, as_, bs):
@@ -67,8 +57,8 @@ def test_values_and_gradients(backend, case):
 def test_half_precision_input_with_float32_adapters(backend):
     arguments, dys = draw(table=TABLE, rates=[0.0, 0.1, 0.5], dtype=jnp.bfloat16)
     got = ops_and_gradients(ours(backend), arguments, dys)
-    wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32) if leaf.dtype == jnp.bfloat16 else leaf, arguments)
-    want = ops_and_gradients(reference, wide, [dy.astype(jnp.float32) for dy in dys])
+    wide = jax.tree.map(lambda leaf: np.asarray(leaf, np.float32) if leaf.dtype == jnp.bfloat16 else leaf, arguments)
+    want = ops_and_gradients(reference, wide, [np.asarray(dy, np.float32) for dy in dys])
     for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert relative(g, w) < BFLOAT16
     ys, dx, das, dbs = got
@@ -78,17 +68,17 @@ def test_half_precision_input_with_float32_adapters(backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_nan_of_one_adapter_changes_no_bit_of_another(backend):
     arguments, dys = draw(table=TABLE, rates=[0.0, 0.1, 0.5])
-    clean = ops_and_gradients(ours(backend), arguments, dys)
+    clean = jax.device_get(ops_and_gradients(ours(backend), arguments, dys))
     sick = 1
     rows = np.repeat(TABLE, TILE) == sick
-    poison = jnp.asarray(rows)[:, None]
     bad = {
         **arguments,
-        "x": jnp.where(poison, jnp.nan, arguments["x"]),
-        "as_": [arguments["as_"][0].at[sick].set(jnp.inf)],
-        "bs": [arguments["bs"][0].at[sick].set(jnp.nan)],
+        "x": changed(arguments["x"], rows, np.nan),
+        "as_": [changed(arguments["as_"][0], sick, np.inf)],
+        "bs": [changed(arguments["bs"][0], sick, np.nan)],
     }
-    ys, dx, das, dbs = ops_and_gradients(ours(backend), bad, [jnp.where(poison, jnp.nan, dy) for dy in dys])
+    bad_dys = [changed(dy, rows, np.nan) for dy in dys]
+    ys, dx, das, dbs = jax.device_get(ops_and_gradients(ours(backend), bad, bad_dys))
     others = np.array([0, 2])
     np.testing.assert_array_equal(ys[0][~rows], clean[0][0][~rows])
     np.testing.assert_array_equal(dx[~rows], clean[1][~rows])
@@ -102,11 +92,11 @@ def test_nan_of_one_adapter_changes_no_bit_of_another(backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_nan_in_padding_rows_reaches_nobody(backend):
     arguments, dys = draw(table=TABLE, rates=[0.1, 0.1, 0.1])
-    clean = ops_and_gradients(ours(backend), arguments, dys)
+    clean = jax.device_get(ops_and_gradients(ours(backend), arguments, dys))
     rows = np.repeat(TABLE, TILE) == -1
-    poison = jnp.asarray(rows)[:, None]
-    bad = {**arguments, "x": jnp.where(poison, jnp.nan, arguments["x"])}
-    ys, _, das, dbs = ops_and_gradients(ours(backend), bad, [jnp.where(poison, jnp.nan, dy) for dy in dys])
+    bad = {**arguments, "x": changed(arguments["x"], rows, np.nan)}
+    bad_dys = [changed(dy, rows, np.nan) for dy in dys]
+    ys, _, das, dbs = jax.device_get(ops_and_gradients(ours(backend), bad, bad_dys))
     np.testing.assert_array_equal(ys[0][~rows], clean[0][0][~rows])
     np.testing.assert_array_equal(das[0], clean[2][0])
     np.testing.assert_array_equal(dbs[0], clean[3][0])
@@ -115,15 +105,15 @@ def test_nan_in_padding_rows_reaches_nobody(backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_company_does_not_change_an_adapter(backend):
     """Adapter 1 beside others, and the same rows alone: another T may cut sums differently, so equal to rounding."""
-    arguments, dys = draw(table=TABLE, rates=[0.0, 0.1, 0.5])
-    together = ops_and_gradients(ours(backend), arguments, dys)
+    arguments, dys = jax.device_get(draw(table=TABLE, rates=[0.0, 0.1, 0.5]))
+    together = jax.device_get(ops_and_gradients(ours(backend), arguments, dys))
     rows = np.repeat(TABLE, TILE) == 1
     alone = {
         **arguments,
         "x": arguments["x"][rows],
         "as_": [arguments["as_"][0][1:2]],
         "bs": [arguments["bs"][0][1:2]],
-        "tile_adapter": jnp.zeros(TABLE.count(1), jnp.int32),
+        "tile_adapter": np.zeros(TABLE.count(1), np.int32),
         "scale": arguments["scale"][1:2],
         "dropout": pk.Dropout(
             rate=arguments["dropout"].rate[1:2],
@@ -139,16 +129,17 @@ def test_company_does_not_change_an_adapter(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("table", [[1, 0, 2, 1, -1, 2], [1, -1, -1, 1, -1, -1], [1, 4, 3, 1, 3, 0]])
-def test_who_owns_the_other_tiles_changes_no_bit_of_an_adapter(backend, table):
-    arguments, dys = draw(table=TABLE, adapters=5, rates=[0.0, 0.1, 0.5, 0.3, 0.9])
-    once = ops_and_gradients(ours(backend), arguments, dys)
-    again = ops_and_gradients(ours(backend), {**arguments, "tile_adapter": jnp.asarray(table, jnp.int32)}, dys)
+def test_who_owns_the_other_tiles_changes_no_bit_of_an_adapter(backend):
+    arguments, dys = draw(table=TABLE, rates=[0.0, 0.1, 0.5])
     rows = np.repeat(TABLE, TILE) == 1
-    mine = [(ys[0][rows], dx[rows], das[0][1], dbs[0][1]) for ys, dx, das, dbs in (once, again)]
-    for want, got in zip(*mine, strict=True):
-        np.testing.assert_array_equal(got, want)
-    assert (again[0][0][~rows] != once[0][0][~rows]).any()
+    once = jax.device_get(ops_and_gradients(ours(backend), arguments, dys))
+    for table in ([1, 0, 2, 1, -1, 2], [1, -1, -1, 1, -1, -1], [1, 2, 0, 1, 0, -1]):
+        owned = {**arguments, "tile_adapter": on_device(table, np.int32)}
+        again = jax.device_get(ops_and_gradients(ours(backend), owned, dys))
+        mine = [(ys[0][rows], dx[rows], das[0][1], dbs[0][1]) for ys, dx, das, dbs in (once, again)]
+        for want, got in zip(*mine, strict=True):
+            np.testing.assert_array_equal(got, want)
+        assert (again[0][0][~rows] != once[0][0][~rows]).any()
 
 
 @pytest.mark.nightly  # test_random_calls.py has values and gradients of it
@@ -283,10 +274,12 @@ def test_names_and_shapes_are_checked():
     with pytest.raises(NotImplementedError, match="Hopper"):
         pk.multi_lora_linear(x, w, a, b, **rest, implementation="pallas_mosaic_gpu")
     with pytest.raises(ValueError, match=r"b of projection 0 .*; scale has shape \(2,\), expected \(3,\)"):
-        pk.multi_lora_linear(x, w, a, b[:, :4], tile_adapter=rest["tile_adapter"], scale=jnp.ones(2))
+        pk.multi_lora_linear(
+            x, w, a, b[:, :4], tile_adapter=rest["tile_adapter"], scale=on_device(np.ones(2, np.float32))
+        )
     with pytest.raises(ValueError, match="must split into that many equal tiles"):
-        pk.multi_lora_linear(x, w, a, b, tile_adapter=jnp.zeros(5, jnp.int32), scale=rest["scale"])
-    table = jnp.zeros(24, jnp.int32)
+        pk.multi_lora_linear(x, w, a, b, tile_adapter=on_device(np.zeros(5, np.int32)), scale=rest["scale"])
+    table = on_device(np.zeros(24, np.int32))
     with pytest.raises(NotImplementedError, match="multiple of 16"):
         pk.multi_lora_linear(x, w, a, b, tile_adapter=table, scale=rest["scale"], implementation="pallas_triton")
 
@@ -298,24 +291,24 @@ def test_no_rows_and_scales_of_other_shapes(backend):
     x, w, a, b = arguments["x"], arguments["ws"][0], arguments["as_"][0], arguments["bs"][0]
     table, scale = arguments["tile_adapter"], arguments["scale"]
 
-    def op(x=x, **changed):
-        rest = {"tile_adapter": table, "scale": scale, **changed}
+    def op(x=x, **others):
+        rest = {"tile_adapter": table, "scale": scale, **others}
         return pk.multi_lora_linear(x, w, a, b, **rest, implementation=backend)
 
-    for number in (0.5, jnp.array(0.5), jnp.ones((3, 1))):
+    for number in (0.5, on_device(0.5), on_device(np.ones((3, 1), np.float32))):
         with pytest.raises(ValueError, match=r"scale has shape .*, expected \[A\]: one number per adapter"):
             op(scale=number)
     with pytest.raises(ValueError, match=r"scale has shape \(3,\), expected one number"):
         pk.lora_linear(x, w, a[0], b[0], scale=scale, implementation=backend)
     for shape in ((0, 128), (2, 0, 128)):
         with pytest.raises(ValueError, match=r"x has shape .*0, 128\), expected \[..., K\] with at least one row"):
-            op(jnp.ones(shape))
+            op(on_device(np.ones(shape, np.float32)))
     with pytest.raises(ValueError, match="at least one row"):
         pk.lora_linear(x[:0], w, a[0], b[0], scale=0.5, implementation=backend)
     np.testing.assert_array_equal(op(scale=scale.tolist()), op())
 
 
-@pytest.mark.parametrize("backend", [nightly("xla"), "pallas_triton"])
+@pytest.mark.parametrize("backend", ["xla", nightly("pallas_triton")])  # the rule is one of all backends
 def test_scale_gets_a_zero_gradient(backend):
     arguments, _ = draw(table=TABLE)
 
@@ -330,16 +323,17 @@ def test_scale_gets_a_zero_gradient(backend):
 def test_ranks_change_nothing_where_the_other_columns_are_zero(backend):
     arguments, _ = draw(table=TABLE)
     ranks = (8, 3, 5)
-    in_rank = jnp.arange(8) < jnp.asarray(ranks)[:, None]
+    in_rank = np.arange(8) < np.array(ranks)[:, None]
     rest = {name: arguments[name] for name in ("tile_adapter", "scale")}
+    a = on_device(arguments["as_"][0] * in_rank[:, None, :], np.float32)
+    b = on_device(arguments["bs"][0] * in_rank[:, :, None], np.float32)
 
     def op(**options):
-        a, b = arguments["as_"][0] * in_rank[:, None, :], arguments["bs"][0] * in_rank[:, :, None]
         return pk.multi_lora_linear(arguments["x"], arguments["ws"][0], a, b, **rest, implementation=backend, **options)
 
-    np.testing.assert_array_equal(op(ranks=ranks), op())
-    traced = jax.jit(lambda ranks: op(ranks=ranks))(jnp.asarray(ranks))
-    np.testing.assert_array_equal(traced, jax.jit(op)())
+    want = op()
+    np.testing.assert_array_equal(op(ranks=ranks), want)
+    np.testing.assert_array_equal(jax.jit(lambda ranks: op(ranks=ranks))(on_device(ranks)), want)
 
 
 @pytest.mark.wrong_types
@@ -357,8 +351,13 @@ def test_ranks_of_other_kinds_are_named():
 
 @pytest.mark.wrong_types
 def test_what_is_of_another_kind_is_named():
-    x, w, a, b = jnp.ones((4, 8)), jnp.ones((8, 6)), jnp.ones((2, 8, 4)), jnp.zeros((2, 4, 6))
-    table, scale = jnp.array([0, 1]), jnp.array([2.0, 1.0])
+    x, w, a, b = (
+        on_device(np.ones((4, 8), np.float32)),
+        on_device(np.ones((8, 6), np.float32)),
+        on_device(np.ones((2, 8, 4), np.float32)),
+        on_device(np.zeros((2, 4, 6), np.float32)),
+    )
+    table, scale = on_device([0, 1]), on_device([2.0, 1.0])
 
     def call(x=x, a=a, b=b, tile_adapter=table, scale=scale, dropout=None):
         return pk.multi_lora_linear(x, w, a, b, tile_adapter=tile_adapter, scale=scale, dropout=dropout)
@@ -366,7 +365,7 @@ def test_what_is_of_another_kind_is_named():
     assert call().shape == (4, 6)
     assert call(tile_adapter=[0, 1], scale=[2.0, 1.0]).shape == (4, 6)
     with pytest.raises(ValueError, match=r"^scale has shape \(3,\), expected \(2,\)$"):  # a and b are as they should be
-        call(scale=jnp.ones(3))
+        call(scale=on_device(np.ones(3, np.float32)))
     with pytest.raises(ValueError, match="no adapter"):
         call(a=a[:0], b=b[:0], scale=scale[:0])
     with pytest.raises(TypeError, match=r"dropout is 0\.1, expected None or a Dropout"):
@@ -375,13 +374,13 @@ def test_what_is_of_another_kind_is_named():
         pk.lora_linear(x, w, a[0], b[0], scale=2.0, dropout=0.1)
     with pytest.raises(TypeError, match="x is a list, expected an array"):
         call(x=[[1.0] * 8] * 4)
-    for wrong in (jnp.array([0.0, 1.0]), jnp.array([False, True])):
+    for wrong in (on_device([0.0, 1.0]), on_device([False, True])):
         with pytest.raises(TypeError, match=r"tile_adapter is (float32|bool), expected int32"):
             call(tile_adapter=wrong)
 
 
 @pytest.mark.wrong_types
-@pytest.mark.parametrize("backend", [nightly("xla"), "pallas_triton"])
+@pytest.mark.parametrize("backend", ["xla", nightly("pallas_triton")])  # lists are arrays before a backend sees them
 def test_dropout_takes_lists_and_one_adapter_takes_one_rate(backend):
     arguments, _ = draw(table=TABLE, rates=[0.0, 0.1, 0.5])
     x, w, a, b = arguments["x"], arguments["ws"][0], arguments["as_"][0], arguments["bs"][0]
@@ -395,6 +394,6 @@ def test_dropout_takes_lists_and_one_adapter_takes_one_rate(backend):
         pk.lora_linear(x, w, a[0], b[0], scale=0.5, dropout=drop, implementation=backend)
     settings = {"w": w, "a": a[0], "b": b[0], "scale": 0.5, "implementation": backend}
     by_number = pk.Dropout(rate=0.1, key=2**32 - 1, row_key=drop.row_key)
-    by_array = pk.Dropout(rate=jnp.array([0.1]), key=jnp.array([2**32 - 1], jnp.uint32), row_key=drop.row_key)
+    by_array = pk.Dropout(rate=on_device([0.1]), key=on_device([2**32 - 1], jnp.uint32), row_key=drop.row_key)
     got, want = (pk.lora_linear(x, **settings, dropout=dropout) for dropout in (by_number, by_array))
     np.testing.assert_array_equal(got, want)

@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from host_arrays import changed
 from jax.sharding import PartitionSpec as P
-from kernel_problems import TILE, draw, relative
+from kernel_problems import TILE, draw, keep_mask, normal, relative
 from more_cases import mostly_nightly, nightly
 from sharded_problems import KINDS, collectives, gathered, mesh_of, put
 
 import pallas_kernels as pk
-from pallas_kernels.dropout import keep_mask, keep_words, unpack
 
 # XLA partitions its own form on automatic axes, so little of that is ours: a case of it stands in the first test.
 WAYS = [("explicit", "xla"), ("explicit", "pallas_triton"), ("automatic", "pallas_triton")]
@@ -50,8 +50,12 @@ def value_and_gradients(layer):
 
 @cache
 def siblings_and_gradients(implementation):
-    """Tests of one shape share the program of one device."""
     return value_and_gradients(siblings(implementation))
+
+
+def on_one_device(arguments):
+    """By XLA, whose program compiles fast and is one for all tests of a shape; test_ops.py compares the backends."""
+    return siblings_and_gradients("xla")(*split(arguments))
 
 
 def siblings(implementation):
@@ -98,9 +102,9 @@ def assert_equal_trees(got, want, bound=1e-6):
 def test_a_mesh_changes_no_result_and_gathers_nothing_but_fsdp_weights(case, kind, backend):
     axes, x, w, a, b = MESHES[case]
     arguments, _ = draw(table=TABLE, k=K, widths=(N,), rates=RATES, bias=True)
-    step = siblings_and_gradients(backend)
-    want = step(*split(arguments))
+    want = on_one_device(arguments)
     sharded = split(put_on_mesh(mesh_of(kind, **axes), arguments, x, [w], a, b))
+    step = siblings_and_gradients(backend)
     compiled = step.lower(*sharded).compile()
     assert_equal_trees(compiled(*sharded), want)
     sent = collectives(compiled)
@@ -118,7 +122,7 @@ def test_a_plain_product_gathers_the_same_weights():
     """What `halves` above allows is what XLA does with x @ W."""
     axes, x, w, _, _ = MESHES["columns-fsdp"]
     mesh = mesh_of("automatic", **axes)
-    operands = put(mesh, jnp.ones((ROWS, K)), *x), put(mesh, jnp.ones((K, N)), *w)
+    operands = put(mesh, np.ones((ROWS, K), np.float32), *x), put(mesh, np.ones((K, N), np.float32), *w)
     compiled = jax.jit(lambda x, w: x @ w).lower(*operands).compile()
     assert gathered(collectives(compiled)) == [(K, N // 2)]
 
@@ -130,19 +134,19 @@ def test_projections_on_different_axes_share_a_call(kind):
     step = siblings_and_gradients("pallas_triton")
     mesh = mesh_of(kind, data=4, tensor=2)
     sharded = split(put_on_mesh(mesh, arguments, ("data",), [(None, "tensor"), (), (None, "tensor")], (), ()))
-    assert_equal_trees(step(*sharded), step(*split(arguments)))
+    assert_equal_trees(step(*sharded), on_one_device(arguments))
 
 
 @pytest.mark.parametrize(("kind", "backend"), mostly_nightly(WAYS, WAYS[:1]))
 def test_leading_dimensions_may_each_be_split_and_tiles_need_not_divide(kind, backend):
     """[2, 128, K] with both leading dimensions split; one tile of 128 rows lies on four devices."""
-    arguments, _ = draw(table=[0, 2], k=K, widths=(N,), rates=RATES, tile=128)
-    step = siblings_and_gradients(backend)
-    want = step(*split(arguments))
+    arguments, _ = draw(table=[0] * 4 + [2] * 4, k=K, widths=(N,), rates=RATES, bias=True)
+    want = on_one_device(arguments)
     mesh = mesh_of(kind, data=2, sequence=4)
     on_mesh = put_on_mesh(mesh, arguments, (), [()], (), ())
-    on_mesh["x"] = put(mesh, arguments["x"].reshape(2, 128, K), "data", "sequence")
-    (value, ys), gradients = step(*split(on_mesh))
+    on_mesh["tile_adapter"] = put(mesh, np.array([0, 2], np.int32))
+    on_mesh["x"] = put(mesh, np.asarray(arguments["x"]).reshape(2, 128, K), "data", "sequence")
+    (value, ys), gradients = jax.device_get(siblings_and_gradients(backend)(*split(on_mesh)))
     gradients = gradients[0].reshape(-1, K), *gradients[1:]
     assert_equal_trees(((value, [y.reshape(-1, N) for y in ys]), gradients), want)
 
@@ -169,11 +173,11 @@ def test_a_single_adapter_without_a_table(kind, backend):
 
 @pytest.mark.parametrize(("kind", "backend"), mostly_nightly(WAYS, WAYS[:1]))
 def test_the_mlp_column_then_row_parallel(kind, backend):
-    random = jax.random.split(jax.random.key(0), 12)
+    random = np.random.default_rng(0)
     shapes = [(K, N), (K, N), (N, K)]
-    ws = [jax.random.normal(random[i], s) * s[0] ** -0.5 for i, s in enumerate(shapes)]
-    as_ = [jax.random.normal(random[3 + i], (ADAPTERS, s[0], RANK)) * s[0] ** -0.5 for i, s in enumerate(shapes)]
-    bs = [jax.random.normal(random[6 + i], (ADAPTERS, RANK, s[1])) for i, s in enumerate(shapes)]
+    ws = [normal(random, *s, scale=s[0] ** -0.5) for s in shapes]
+    as_ = [normal(random, ADAPTERS, s[0], RANK, scale=s[0] ** -0.5) for s in shapes]
+    bs = [normal(random, ADAPTERS, RANK, s[1]) for s in shapes]
     arguments, _ = draw(table=TABLE, k=K, rates=RATES)
 
     @jax.jit
@@ -195,26 +199,27 @@ def test_the_mlp_column_then_row_parallel(kind, backend):
     assert_equal_trees(step(*sharded), want)
 
 
-@pytest.mark.parametrize("first", [0, 8, 100, 256, 300, 511])
-def test_keep_bits_of_a_shard_are_those_of_its_columns(first):
+def test_keep_bits_of_a_shard_are_those_of_its_columns():
     dropout = pk.Dropout(
-        rate=jnp.array([0.5, 0.1]), key=jnp.array([3, 4], jnp.uint32), row_key=jnp.arange(6, dtype=jnp.uint32)
+        rate=np.float32([0.5, 0.1]), key=np.array([3, 4], np.uint32), row_key=np.arange(6, dtype=np.uint32)
     )
-    rows, columns = jnp.array([0, 1, 0, 1, 1, 0]), 300
-    whole = keep_mask(dropout, rows, 1024)
-    part = dataclasses.replace(dropout, first_column=jnp.int32(first))
-    words = jax.jit(keep_words, static_argnums=2)(part, rows, columns)
-    assert (unpack(words, columns) == whole[:, first : first + columns]).all()
+    rows, columns = np.array([0, 1, 0, 1, 1, 0]), 300
+    whole = np.asarray(keep_mask(dropout, rows, 1024))
+    for first in (0, 8, 100, 256, 300, 511):
+        part = dataclasses.replace(dropout, first_column=np.int32(first))
+        kept = np.asarray(keep_mask(part, rows, columns))
+        np.testing.assert_array_equal(kept, whole[:, first : first + columns], err_msg=str(first))
 
 
 @pytest.mark.parametrize(("kind", "backend"), WAYS)
 def test_dropout_draws_the_same_bits_on_a_mesh(kind, backend):
     """With W = 0, A and B ones and x = 1, y counts the kept columns of a row: equal numbers, exactly."""
     arguments, _ = draw(table=TABLE, k=512, widths=(16,), rates=[0.5, 0.25, 0.0])
-    arguments |= {"x": jnp.ones_like(arguments["x"]), "ws": [jnp.zeros((512, 16))], "scale": jnp.ones(ADAPTERS)}
-    powers = 2.0 ** (jnp.arange(512) % 16)  # not only how many: which ones
-    arguments["as_"] = [jnp.broadcast_to(powers[None, :, None], (ADAPTERS, 512, RANK))]
-    arguments["bs"] = [jnp.ones((ADAPTERS, RANK, 16))]
+    arguments |= {"x": np.ones((ROWS, 512)), "ws": [np.zeros((512, 16))], "scale": np.ones(ADAPTERS)}
+    powers = 2.0 ** (np.arange(512) % 16)  # not only how many: which ones
+    arguments["as_"] = [np.broadcast_to(powers[None, :, None], (ADAPTERS, 512, RANK))]
+    arguments["bs"] = [np.ones((ADAPTERS, RANK, 16))]
+    arguments = jax.tree.map(lambda leaf: np.float32(leaf) if leaf.dtype == np.float64 else leaf, arguments)
     x, as_, bs, rest = split(arguments)
     (want,) = jax.jit(siblings("xla"))(x, as_, bs, rest)
     mesh = mesh_of(kind, data=2, tensor=4)
@@ -226,7 +231,7 @@ def test_dropout_draws_the_same_bits_on_a_mesh(kind, backend):
 @pytest.mark.parametrize("kind", ["explicit", nightly("automatic")])
 def test_nan_of_one_adapter_stays_its_own_on_a_mesh(kind):
     arguments, _ = draw(table=TABLE, k=K, widths=(N,), rates=RATES)
-    sick = arguments | {"as_": [arguments["as_"][0].at[1].set(jnp.nan)]}
+    sick = arguments | {"as_": [changed(arguments["as_"][0], 1, np.nan)]}
     step = siblings_and_gradients("pallas_triton")
     mesh = mesh_of(kind, data=4, tensor=2)
     got = step(*split(put_on_mesh(mesh, sick, ("data",), [(None, "tensor")], (), ())))
