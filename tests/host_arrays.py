@@ -18,3 +18,8 @@ def changed(array: jax.Array, index: Any, value: Any) -> jax.Array:
     values = np.array(array)
     values[index] = value
     return jax.device_put(values)
+
+
+def filled(value: float, *shape: int) -> jax.Array:
+    """What jnp.full(shape, value) is, in float32, by numpy."""
+    return jax.device_put(np.full(shape, value, np.float32))

@@ -6,6 +6,7 @@ import sys
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
+from host_arrays import on_device
 from jax._src import config as jax_config
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
@@ -29,7 +30,7 @@ def interpreted():
 
 
 def normal(seed, *shape):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.bfloat16)
+    return on_device(np.random.default_rng(seed).normal(size=shape), jnp.bfloat16)
 
 
 def by_adapter(partials, chunks, adapter):

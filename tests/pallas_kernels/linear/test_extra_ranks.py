@@ -11,9 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from host_arrays import changed, filled, on_device
+from kernel_problems import keep_mask
 from more_cases import nightly
 
-from pallas_kernels.dropout import Dropout, inverse_keep, keep_mask, keep_words
+from pallas_kernels.dropout import Dropout, inverse_keep, keep_words
 from pallas_kernels.linear import passes
 from pallas_kernels.linear.extra_ranks import split_ranks
 from pallas_kernels.linear.hopper import backend
@@ -41,21 +43,21 @@ def drawn(ranks, seed=0):
 
     def fit_rank(bank, axis):
         number = np.arange(bank.shape[axis]).reshape((1, 1, -1) if axis == 2 else (1, -1, 1))
-        return jnp.asarray(np.where(number < np.array(ranks)[:, None, None], bank, 0))
+        return on_device(np.where(number < np.array(ranks)[:, None, None], bank, 0))
 
     ops = Operands(
-        x=jnp.asarray(normal(rows, K)), ws=tuple(jnp.zeros((K, n)) for n in WIDTHS),
+        x=on_device(normal(rows, K)), ws=tuple(filled(0.0, K, n) for n in WIDTHS),
         as_=tuple(fit_rank(normal(count, K, rank), 2) for rank in largest),
         bs=tuple(fit_rank(normal(count, rank, n), 1) for rank, n in zip(largest, WIDTHS, strict=True)),
         biases=(None,) * 3,
-        tile_adapter=jnp.asarray(table, jnp.int32), scale=jnp.asarray(1 + random.random(count), jnp.float32),
+        tile_adapter=on_device(table, np.int32), scale=on_device(1 + random.random(count), np.float32),
         dropout=Dropout(
-            rate=jnp.asarray(0.5 * random.random(count), jnp.float32), key=jnp.arange(count, dtype=jnp.uint32),
-            row_key=jnp.arange(rows, dtype=jnp.uint32),
+            rate=on_device(0.5 * random.random(count), np.float32), key=on_device(np.arange(count), np.uint32),
+            row_key=on_device(np.arange(rows), np.uint32),
         ),
-        ranks=jnp.asarray(ranks, jnp.int32),
+        ranks=on_device(ranks, np.int32),
     )  # fmt: skip
-    dys = tuple(jnp.asarray(normal(rows, n)) for n in WIDTHS)
+    dys = tuple(on_device(normal(rows, n)) for n in WIDTHS)
     return Static(tile=TILE, num_adapters=count, single=False, interpret=True), ops, dys
 
 
@@ -78,7 +80,7 @@ def formula(ops, dys, first=FIRST):
     wide = functools.partial(np.asarray, dtype=np.float64)
     rows = np.repeat(np.asarray(ops.tile_adapter), TILE)
     owner, member = np.maximum(rows, 0), (rows[:, None] == np.arange(len(ops.scale))).astype(np.float64)
-    factor = wide(inverse_keep(ops.dropout.rate))[owner][:, None] * wide(keep_mask(ops.dropout, rows, K))
+    factor = wide(jax.jit(inverse_keep)(ops.dropout.rate))[owner][:, None] * wide(keep_mask(ops.dropout, rows, K))
     scale, has = wide(ops.scale)[owner][:, None], (rows >= 0)[:, None]
     ys, dx, das, dbs = [np.zeros_like(dy) for dy in dys], np.zeros(ops.x.shape), {}, {}
     for i in range(2):
@@ -121,7 +123,7 @@ def test_what_an_adapter_gets_does_not_depend_on_the_others(implementation):
     static, ops, dys = drawn(SEVERAL)
     sick = 5
     rows = np.repeat(np.asarray(ops.tile_adapter) != sick, TILE)
-    broken = {name: tuple(bank.at[sick].set(jnp.nan) for bank in getattr(ops, name)) for name in ("as_", "bs")}
+    broken = {name: tuple(changed(bank, sick, np.nan) for bank in getattr(ops, name)) for name in ("as_", "bs")}
     before = evaluated(implementation, static, ops, dys)
     after = evaluated(implementation, static, ops.__class__(**{**fields(ops), **broken}), dys)
     for old, new in zip([*before["y"], before["dx"]], [*after["y"], after["dx"]], strict=True):
@@ -138,11 +140,11 @@ def test_rows_of_small_adapters_are_not_visited(implementation):
     static, ops, dys = drawn(SEVERAL)
     small = [k for k, rank in enumerate(SEVERAL) if rank <= FIRST]
     wrong = {
-        "as_": tuple(a.at[jnp.array(small), :, FIRST:].set(jnp.nan) for a in ops.as_),
-        "bs": tuple(b.at[jnp.array(small), FIRST:].set(jnp.nan) for b in ops.bs),
+        "as_": tuple(changed(a, np.s_[small, :, FIRST:], np.nan) for a in ops.as_),
+        "bs": tuple(changed(b, np.s_[small, FIRST:], np.nan) for b in ops.bs),
     }
-    changed = evaluated(implementation, static, ops.__class__(**{**fields(ops), **wrong}), dys)
-    jax.tree.map(np.testing.assert_array_equal, changed, evaluated(implementation, static, ops, dys))
+    again = evaluated(implementation, static, ops.__class__(**{**fields(ops), **wrong}), dys)
+    jax.tree.map(np.testing.assert_array_equal, again, evaluated(implementation, static, ops, dys))
 
 
 @pytest.mark.parametrize(
@@ -155,10 +157,10 @@ def test_a_call_of_large_ranks_alone_is_plain_products_that_add_them(name, ranks
     static = dataclasses.replace(static, ranks=ranks)
     if len(ranks) == 1:
         static = dataclasses.replace(static, single=True, tile=len(ops.x))
-        ops = dataclasses.replace(ops, tile_adapter=jnp.zeros(len(ops.tile_adapter), jnp.int32), ranks=None)
+        ops = dataclasses.replace(ops, tile_adapter=on_device(np.zeros(len(ops.tile_adapter), np.int32)), ranks=None)
     random = np.random.default_rng(1)
-    ws = tuple(jnp.asarray(random.normal(size=(K, n)), jnp.float32) for n in WIDTHS)
-    biases = (jnp.asarray(random.normal(size=WIDTHS[0]), jnp.float32), None, None)
+    ws = tuple(on_device(random.normal(size=(K, n)), np.float32) for n in WIDTHS)
+    biases = (on_device(random.normal(size=WIDTHS[0]), np.float32), None, None)
     without = {name: (*getattr(ops, name)[:2], None) for name in ("as_", "bs")}  # the third has no LoRA
     ops = dataclasses.replace(ops, ws=ws, biases=biases, **without)
     assert first_ranks(linear_shape(static, ops)) == (0, 0, 0)

@@ -7,14 +7,13 @@ import pytest
 from cuda_lowering import H200, lowered
 from gpu_interpreter import needs_gpu_interpreter
 from hopper_problems import ADAPTERS, BF16, BLOCKS, COLUMNS, OWNER, RANK, by_adapter, interpreted, normal
+from host_arrays import changed, on_device
 from jax.sharding import AbstractMesh, use_abstract_mesh
-from kernel_problems import draw, relative
+from kernel_problems import draw, keep_mask, keep_words, make_chunks, relative
 from more_cases import nightly
 
 import pallas_kernels as pk
 from pallas_kernels.arg_specs import LinearSpec, make_arrays
-from pallas_kernels.dropout import keep_mask, keep_words
-from pallas_kernels.linear.chunks import make_chunks
 from pallas_kernels.linear.hopper import backend
 from pallas_kernels.linear.hopper.da import LOW_RANK, DropDaConfig, drop_da
 from pallas_kernels.linear.hopper.down import DropDownConfig, drop_down
@@ -24,20 +23,24 @@ from pallas_kernels.linear.passes.pallas.join import join
 from pallas_kernels.problem import KernelConfigs, Operands, Static
 
 
+def in_float32(array):
+    return on_device(array, np.float32)
+
+
 @pytest.fixture(scope="module")
 def problem():
     rows = OWNER.size
     drop = pk.Dropout(
-        rate=jnp.array([0.1, 0.5]), key=jnp.array([1, 2], jnp.uint32), row_key=jnp.arange(rows, dtype=jnp.uint32) * 7
+        rate=on_device([0.1, 0.5]), key=on_device([1, 2], np.uint32), row_key=on_device(np.arange(rows) * 7, np.uint32)
     )
-    adapter_rows = jnp.minimum(OWNER, ADAPTERS - 1)
+    adapter_rows = np.minimum(OWNER, ADAPTERS - 1)
     return {
         "x": normal(0, rows, COLUMNS),
-        "bank": normal(1, ADAPTERS + 1, RANK, COLUMNS).at[ADAPTERS].set(0),
+        "bank": changed(normal(1, ADAPTERS + 1, RANK, COLUMNS), ADAPTERS, 0),
         "drop": drop,
         "words": keep_words(drop, adapter_rows, COLUMNS),
         "keep": np.asarray(keep_mask(drop, adapter_rows, COLUMNS)),
-        "chunks": make_chunks(jnp.where(BLOCKS == ADAPTERS, -1, BLOCKS), ADAPTERS, 2, single=False),
+        "chunks": make_chunks(np.where(BLOCKS == ADAPTERS, -1, BLOCKS), ADAPTERS, 2, single=False),
     }
 
 
@@ -47,7 +50,7 @@ def problem():
 )
 def test_s_and_the_keep_bits_come_out_of_one_pass(problem, config):
     with interpreted():
-        s, bits = drop_down(problem["x"], problem["bank"], jnp.asarray(BLOCKS), problem["drop"], config=config)
+        s, bits = drop_down(problem["x"], problem["bank"], on_device(BLOCKS), problem["drop"], config=config)
         s, bits = np.asarray(s, np.float32), np.asarray(bits)
     dropped = np.where(problem["keep"], np.asarray(problem["x"], np.float32), 0)
     assert relative(s, np.einsum("tk,trk->tr", dropped, np.asarray(problem["bank"], np.float32)[OWNER])) < BF16
@@ -59,10 +62,10 @@ def test_s_and_the_keep_bits_come_out_of_one_pass(problem, config):
 def test_da_and_the_masked_low_rank_part_of_dx(problem, with_low):
     chunks, ds = problem["chunks"], normal(2, OWNER.size, RANK)
     more = LOW_RANK - RANK if with_low else 0
-    bank = jnp.pad(problem["bank"], ((0, 0), (0, more), (0, 0))) if with_low else None
+    bank = on_device(np.pad(problem["bank"], ((0, 0), (0, more), (0, 0)))) if with_low else None
     with interpreted():
         config = DropDaConfig(blocks_per_chunk=2, stages=2)
-        ds_transposed = jnp.pad(ds.T, ((0, more), (0, 0)))
+        ds_transposed = on_device(np.pad(np.asarray(ds).T, ((0, more), (0, 0))))
         args = (problem["x"], ds_transposed, problem["words"], chunks, bank)
         partials, low = jax.tree.map(np.asarray, drop_da(*args, rank=RANK, config=config))
     keep, ds = problem["keep"], np.asarray(ds, np.float32)
@@ -78,10 +81,10 @@ def test_da_and_the_masked_low_rank_part_of_dx(problem, with_low):
 def test_ds_and_db_of_one_pass_and_a_nan_stays_with_its_adapter(problem):
     chunks, sick = problem["chunks"], 0
     dy, s = normal(3, OWNER.size, COLUMNS), normal(4, OWNER.size, 2 * RANK)
-    dy = jnp.where(jnp.asarray(sick == OWNER)[:, None], jnp.nan, dy)
+    dy = changed(dy, sick == OWNER, np.nan)
     with interpreted():
         config = WideDsdbConfig(blocks_per_chunk=2, stages=2, split_n=2)
-        s_transposed = jnp.pad(s.T, ((0, 0), (0, 64)))
+        s_transposed = on_device(np.pad(np.asarray(s).T, ((0, 0), (0, 64))))
         ds, partials = wide_dsdb(dy, s_transposed, problem["bank"], chunks, rank_offset=RANK, config=config)
         ds, partials = np.asarray(ds).sum(0), np.asarray(partials)
     dy, s = np.asarray(dy, np.float32), np.asarray(s, np.float32)[:, RANK:]
@@ -94,10 +97,11 @@ def test_ds_and_db_of_one_pass_and_a_nan_stays_with_its_adapter(problem):
 
 
 def test_transposed_bank_lays_projections_below_each_other_and_ends_in_a_zero_adapter():
-    pieces = [normal(5, 2, 128, 32).astype(jnp.float32), normal(6, 2, 128, 16).at[1].set(jnp.nan)]
-    factor = jnp.array([2.0, 0.5])
+    pieces = [in_float32(normal(5, 2, 128, 32)), changed(normal(6, 2, 128, 16), 1, np.nan)]
+    factor = on_device([2.0, 0.5])
     got = transposed_bank(pieces, factor, 64, jnp.bfloat16, interpret=True)
-    want = jnp.concatenate([piece.astype(jnp.float32) for piece in pieces], 2).swapaxes(1, 2) * factor[:, None, None]
+    want = np.concatenate([np.asarray(piece, np.float32) for piece in pieces], 2).swapaxes(1, 2)
+    want = want * np.asarray(factor)[:, None, None]
     got, want = (np.asarray(value, np.float32) for value in (got, want.astype(jnp.bfloat16)))
     np.testing.assert_array_equal(got[:2, :48], want)
     assert (got[:2, 48:] == 0).all()
@@ -108,20 +112,21 @@ def test_transposed_bank_lays_projections_below_each_other_and_ends_in_a_zero_ad
 @pytest.mark.parametrize("num_rows", [48, 256])
 def test_join_adds_up_casts_and_lays_projections_side_by_side(columns, rows, num_rows):
     single = normal(9, 1, num_rows, 16)  # of one part, it comes rounded
-    pieces = [normal(7, 8, num_rows, 16).astype(jnp.float32), normal(8, 3, num_rows, 16).astype(jnp.float32), single]
+    pieces = [in_float32(normal(7, 8, num_rows, 16)), in_float32(normal(8, 3, num_rows, 16)), single]
     got = join(pieces, jnp.bfloat16, columns=columns, rows=rows, interpret=True)
 
-    want = jnp.concatenate([piece.sum(0).astype(jnp.bfloat16) for piece in pieces], axis=1)
-    joined = [jnp.pad(want, ((0, 0), (0, columns - 48)))] if columns else []
-    transposed = [jnp.pad(want.T, ((0, rows - 48), (0, 0)))] if rows else []
+    want = np.concatenate([np.asarray(piece).sum(0).astype(jnp.bfloat16) for piece in pieces], axis=1)
+    joined = [np.pad(want, ((0, 0), (0, columns - 48)))] if columns else []
+    transposed = [np.pad(want.T, ((0, rows - 48), (0, 0)))] if rows else []
     for ours, plain in zip(got, joined + transposed, strict=True):
         np.testing.assert_array_equal(ours, plain)
 
 
 def test_join_takes_projections_of_different_ranks():
-    pieces = [normal(7, 2, 64, 128).astype(jnp.float32), normal(8, 4, 64, 16).astype(jnp.float32)]
+    pieces = [in_float32(normal(7, 2, 64, 128)), in_float32(normal(8, 4, 64, 16))]
     (got,) = join(pieces, jnp.float32, rows=256, interpret=True)
-    np.testing.assert_array_equal(got[:144], jnp.concatenate([piece.sum(0) for piece in pieces], axis=1).T)
+    got, want = np.asarray(got), np.concatenate([np.asarray(piece).sum(0) for piece in pieces], axis=1).T
+    np.testing.assert_array_equal(got[:144], want)
     assert (got[144:] == 0).all()
 
 
@@ -160,7 +165,7 @@ def test_large_ranks_with_dropout_fit_into_shared_memory(rank, siblings):
 def test_tiles_too_large_for_shared_memory_are_refused(config, reason):
     arguments, _ = draw(table=[0, 1], k=1024, widths=(1024,), ranks=(64,), adapters=2, rates=[0.1, 0.1], tile=64)
     lists = {name: tuple(arguments.pop(name)) for name in ("ws", "as_", "bs", "biases")}
-    ops = Operands(x=arguments.pop("x").astype(jnp.bfloat16), **lists, **arguments)
+    ops = Operands(x=on_device(arguments.pop("x"), jnp.bfloat16), **lists, **arguments)
     static = Static(tile=64, num_adapters=2, single=False, config=config)
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
         unsupported = backend.unsupported_reason(static, ops)

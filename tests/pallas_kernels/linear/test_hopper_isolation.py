@@ -6,12 +6,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gpu_interpreter import needs_gpu_interpreter
+from host_arrays import changed, on_device
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+from kernel_problems import keep_words, make_chunks
 from more_cases import mostly_nightly, nightly
 
 import pallas_kernels as pk
-from pallas_kernels.dropout import keep_words, unpack
-from pallas_kernels.linear.chunks import make_chunks
+from pallas_kernels.dropout import unpack
 from pallas_kernels.linear.hopper.da import LOW_RANK, DropDaConfig, drop_da
 from pallas_kernels.linear.hopper.down import DropDownConfig, drop_down
 from pallas_kernels.linear.hopper.gemm import GemmConfig, gemm
@@ -29,23 +30,23 @@ every_poison = pytest.mark.parametrize("poison", mostly_nightly(POISONS, ["both"
 
 
 def normal(seed, *shape):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.bfloat16)
+    return on_device(np.random.default_rng(seed).normal(size=shape), jnp.bfloat16)
 
 
 def poisons(poison, values, axis):
     """Alternating along an axis of the values."""
-    return jnp.resize(jnp.array(POISONS[poison], values.dtype), values.shape[axis])
+    return np.resize(np.array(POISONS[poison], values.dtype), values.shape[axis])
 
 
 def rows_poisoned(values, poison):
     """The sick adapter's rows, all of them that poison."""
     if poison is None:
         return values
-    return jnp.where(jnp.asarray(OWNER == SICK)[:, None], poisons(poison, values, 0)[:, None], values)
+    return changed(values, OWNER == SICK, poisons(poison, values, 0)[OWNER == SICK, None])
 
 
 def bank_poisoned(bank, poison):
-    return bank if poison is None else bank.at[SICK].set(poisons(poison, bank, -1))
+    return bank if poison is None else changed(bank, SICK, poisons(poison, bank, -1))
 
 
 def interpreted(kernel, *arguments, **options):
@@ -67,7 +68,7 @@ def finite(values):
 @pytest.fixture(scope="module")
 def dropout():
     rows = np.arange(OWNER.size, dtype=np.uint32)
-    return pk.Dropout(rate=jnp.array([0.1, 0.5]), key=jnp.array([1, 2], jnp.uint32), row_key=jnp.asarray(rows * 7))
+    return pk.Dropout(rate=on_device([0.1, 0.5]), key=on_device([1, 2], np.uint32), row_key=on_device(rows * 7))
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +82,7 @@ def test_products(mode, poison, words):
     transposed, depth = mode != "forward", 128
     shape = (COLUMNS, RANK) if transposed else (RANK, COLUMNS)
     rhs = normal(1, COLUMNS, depth) if transposed else normal(1, depth, COLUMNS)
-    bank = normal(3, ADAPTERS + 1, *shape).at[ADAPTERS].set(0)
+    bank = changed(normal(3, ADAPTERS + 1, *shape), ADAPTERS, 0)
 
     def run(poison):
         lhs, low = (
@@ -90,7 +91,7 @@ def test_products(mode, poison, words):
         )
         options = {"transposed": transposed, "bits": words if mode.endswith("dropout") else None}
         config = GemmConfig(tile_m=64, tile_n=128, stages=2, split_n=False)
-        blocks = jnp.asarray(BLOCKS)
+        blocks = on_device(BLOCKS)
         return interpreted(
             gemm, lhs, rhs, low, bank_poisoned(bank, poison), blocks, config=config, num_sms=2, **options
         )
@@ -106,10 +107,10 @@ def test_products(mode, poison, words):
 @pytest.mark.parametrize("split_k", [nightly(1), 2])
 def test_s_of_dropped_x(split_k, poison, dropout):
     columns = COLUMNS * split_k
-    x, bank = normal(4, OWNER.size, columns), normal(5, ADAPTERS + 1, RANK, columns).at[ADAPTERS].set(0)
+    x, bank = normal(4, OWNER.size, columns), changed(normal(5, ADAPTERS + 1, RANK, columns), ADAPTERS, 0)
 
     def run(poison):
-        arguments = rows_poisoned(x, poison), bank_poisoned(bank, poison), jnp.asarray(BLOCKS), dropout
+        arguments = rows_poisoned(x, poison), bank_poisoned(bank, poison), on_device(BLOCKS), dropout
         return interpreted(drop_down, *arguments, config=DropDownConfig(split_k=split_k))
 
     s, bits = run(None)
@@ -124,13 +125,15 @@ def test_s_of_dropped_x(split_k, poison, dropout):
 @pytest.mark.parametrize("with_low", [True, nightly(False)])
 def test_da_and_the_low_rank_part_of_dx(with_low, poison, words):
     """In chunks of two blocks: the last one of the well adapter is half empty, and the sick one's follows it."""
-    chunks = make_chunks(jnp.where(BLOCKS == ADAPTERS, -1, BLOCKS), ADAPTERS, 2, single=False)
+    chunks = make_chunks(np.where(BLOCKS == ADAPTERS, -1, BLOCKS), ADAPTERS, 2, single=False)
     x, ds = normal(6, OWNER.size, COLUMNS), normal(7, OWNER.size, RANK)
     more = LOW_RANK - RANK if with_low else 0
-    bank = jnp.pad(normal(8, ADAPTERS + 1, RANK, COLUMNS).at[ADAPTERS].set(0), ((0, 0), (0, more), (0, 0)))
+    bank = np.array(normal(8, ADAPTERS + 1, RANK, COLUMNS))
+    bank[ADAPTERS] = 0
+    bank = on_device(np.pad(bank, ((0, 0), (0, more), (0, 0))))
 
     def run(poison):
-        ds_transposed = jnp.pad(rows_poisoned(ds, poison).T, ((0, more), (0, 0)))
+        ds_transposed = on_device(np.pad(np.asarray(rows_poisoned(ds, poison)).T, ((0, more), (0, 0))))
         arguments = [rows_poisoned(x, poison), ds_transposed, words, chunks]
         arguments += [bank_poisoned(bank, poison)] if with_low else []
         return interpreted(drop_da, *arguments, rank=RANK, config=DropDaConfig(blocks_per_chunk=2, stages=2))

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from host_arrays import filled, on_device
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from kernel_problems import TILE, draw, ours
 
@@ -26,8 +27,8 @@ def test_a_rank_of_zero_is_the_frozen_layer(backend, ranks):
         ys, vjp = jax.vjp(partial(ours(backend), arguments), x, as_, bs)
         return ys, *vjp(tuple(dys))
 
-    ys, dx, das, dbs = both_ways(*(arguments[name] for name in ("x", "as_", "bs")))
-    np.testing.assert_allclose(ys[0], arguments["x"] @ arguments["ws"][0], rtol=1e-5, atol=1e-5)
+    ys, dx, das, dbs = jax.device_get(both_ways(*(arguments[name] for name in ("x", "as_", "bs"))))
+    np.testing.assert_allclose(ys[0], np.asarray(arguments["x"]) @ np.asarray(arguments["ws"][0]), rtol=1e-5, atol=1e-5)
     assert (das[0].shape, dbs[0].shape) == ((3, 128, 0), (3, 0, 64))
     assert np.isfinite(dx).all()
     if len(ranks) > 1:
@@ -58,19 +59,20 @@ def test_a_traced_tile_of_an_adapter_that_does_not_exist_is_nobodys(backend):
     def run(table):
         return ours(backend)(arguments | {"tile_adapter": table}, *(arguments[n] for n in ("x", "as_", "bs")))[0]
 
-    got, want = run(jnp.array([0, 7, 3, 0])), run(jnp.array([0, -1, -1, 0]))
+    tables = [0, 7, 3, 0], [0, -1, -1, 0], [0, 1, 2, 0]
+    got, want, theirs = (np.asarray(run(on_device(table, np.int32))) for table in tables)
     np.testing.assert_array_equal(got, want)
-    assert (got[TILE : 3 * TILE] != run(jnp.array([0, 1, 2, 0]))[TILE : 3 * TILE]).any()
+    assert (got[TILE : 3 * TILE] != theirs[TILE : 3 * TILE]).any()
 
 
 @pytest.mark.wrong_types
 def test_values_out_of_range_are_named():
-    x, w, a, b = jnp.ones((4, 8)), jnp.ones((8, 6)), jnp.ones((2, 8, 4)), jnp.zeros((2, 4, 6))
+    x, w, a, b = filled(1.0, 4, 8), filled(1.0, 8, 6), filled(1.0, 2, 8, 4), filled(0.0, 2, 4, 6)
 
     def call(tile_adapter=(0, 1), rate=(0.1, 0.0)):
-        key, row_key = jnp.zeros(2, jnp.uint32), jnp.zeros(4, jnp.uint32)
-        drop = pk.Dropout(rate=jnp.array(rate), key=key, row_key=row_key)
-        return pk.multi_lora_linear(x, w, a, b, tile_adapter=jnp.array(tile_adapter), scale=[1.0, 1.0], dropout=drop)
+        key, row_key = on_device(np.zeros(2, np.uint32)), on_device(np.zeros(4, np.uint32))
+        drop = pk.Dropout(rate=on_device(rate), key=key, row_key=row_key)
+        return pk.multi_lora_linear(x, w, a, b, tile_adapter=on_device(tile_adapter), scale=[1.0, 1.0], dropout=drop)
 
     assert call(tile_adapter=(-1, 1)).shape == (4, 6)
     for number in (2, -2):
@@ -85,8 +87,8 @@ def test_values_out_of_range_are_named():
 
 @pytest.mark.wrong_types
 def test_what_is_no_array_is_named():
-    x, w, a, b = jnp.ones((4, 8)), jnp.ones((8, 6)), jnp.ones((8, 4)), jnp.zeros((4, 6))
-    rest = {"tile_adapter": jnp.array([0]), "scale": jnp.ones(1)}
+    x, w, a, b = filled(1.0, 4, 8), filled(1.0, 8, 6), filled(1.0, 8, 4), filled(0.0, 4, 6)
+    rest = {"tile_adapter": on_device([0]), "scale": on_device([1.0])}
     with pytest.raises(TypeError, match=r"^a is a list, expected an array: jnp.asarray\(a\)$"):
         pk.lora_linear(x, w, a.tolist(), b, scale=1.0)
     with pytest.raises(TypeError, match=r"^w of projection 0 is a list, expected an array"):
@@ -105,8 +107,8 @@ def test_float64_is_refused_as_sums_are_in_float32():
 
 @pytest.mark.wrong_types
 def test_the_shapes_of_one_adapter_are_told_as_they_were_given():
-    x, w, a, b = jnp.ones((4, 8)), jnp.ones((8, 6)), jnp.ones((8, 4)), jnp.zeros((4, 6))
+    x, w, a, b = filled(1.0, 4, 8), filled(1.0, 8, 6), filled(1.0, 8, 4), filled(0.0, 4, 6)
     with pytest.raises(ValueError, match=r"^a has shape \(9, 4\), expected \(8, 4\)$"):
-        pk.lora_linear(x, w, jnp.ones((9, 4)), b, scale=1.0)
+        pk.lora_linear(x, w, filled(1.0, 9, 4), b, scale=1.0)
     with pytest.raises(ValueError, match=r"^b has shape \(1, 4, 6\), expected \[R, N\]$"):
         pk.lora_linear(x, w, a, b[None], scale=1.0)

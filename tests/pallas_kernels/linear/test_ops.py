@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from host_arrays import changed, on_device
+from host_arrays import changed, filled, on_device
 from jax.sharding import PartitionSpec as P
 from kernel_problems import TABLE, TILE, draw, new_residuals, ops_and_gradients, ours, relative
 from more_cases import mostly_nightly, nightly
@@ -274,9 +274,7 @@ def test_names_and_shapes_are_checked():
     with pytest.raises(NotImplementedError, match="Hopper"):
         pk.multi_lora_linear(x, w, a, b, **rest, implementation="pallas_mosaic_gpu")
     with pytest.raises(ValueError, match=r"b of projection 0 .*; scale has shape \(2,\), expected \(3,\)"):
-        pk.multi_lora_linear(
-            x, w, a, b[:, :4], tile_adapter=rest["tile_adapter"], scale=on_device(np.ones(2, np.float32))
-        )
+        pk.multi_lora_linear(x, w, a, b[:, :4], tile_adapter=rest["tile_adapter"], scale=filled(1.0, 2))
     with pytest.raises(ValueError, match="must split into that many equal tiles"):
         pk.multi_lora_linear(x, w, a, b, tile_adapter=on_device(np.zeros(5, np.int32)), scale=rest["scale"])
     table = on_device(np.zeros(24, np.int32))
@@ -295,14 +293,14 @@ def test_no_rows_and_scales_of_other_shapes(backend):
         rest = {"tile_adapter": table, "scale": scale, **others}
         return pk.multi_lora_linear(x, w, a, b, **rest, implementation=backend)
 
-    for number in (0.5, on_device(0.5), on_device(np.ones((3, 1), np.float32))):
+    for number in (0.5, on_device(0.5), filled(1.0, 3, 1)):
         with pytest.raises(ValueError, match=r"scale has shape .*, expected \[A\]: one number per adapter"):
             op(scale=number)
     with pytest.raises(ValueError, match=r"scale has shape \(3,\), expected one number"):
         pk.lora_linear(x, w, a[0], b[0], scale=scale, implementation=backend)
     for shape in ((0, 128), (2, 0, 128)):
         with pytest.raises(ValueError, match=r"x has shape .*0, 128\), expected \[..., K\] with at least one row"):
-            op(on_device(np.ones(shape, np.float32)))
+            op(filled(1.0, *shape))
     with pytest.raises(ValueError, match="at least one row"):
         pk.lora_linear(x[:0], w, a[0], b[0], scale=0.5, implementation=backend)
     np.testing.assert_array_equal(op(scale=scale.tolist()), op())
@@ -351,12 +349,7 @@ def test_ranks_of_other_kinds_are_named():
 
 @pytest.mark.wrong_types
 def test_what_is_of_another_kind_is_named():
-    x, w, a, b = (
-        on_device(np.ones((4, 8), np.float32)),
-        on_device(np.ones((8, 6), np.float32)),
-        on_device(np.ones((2, 8, 4), np.float32)),
-        on_device(np.zeros((2, 4, 6), np.float32)),
-    )
+    x, w, a, b = filled(1.0, 4, 8), filled(1.0, 8, 6), filled(1.0, 2, 8, 4), filled(0.0, 2, 4, 6)
     table, scale = on_device([0, 1]), on_device([2.0, 1.0])
 
     def call(x=x, a=a, b=b, tile_adapter=table, scale=scale, dropout=None):
@@ -365,7 +358,7 @@ def test_what_is_of_another_kind_is_named():
     assert call().shape == (4, 6)
     assert call(tile_adapter=[0, 1], scale=[2.0, 1.0]).shape == (4, 6)
     with pytest.raises(ValueError, match=r"^scale has shape \(3,\), expected \(2,\)$"):  # a and b are as they should be
-        call(scale=on_device(np.ones(3, np.float32)))
+        call(scale=filled(1.0, 3))
     with pytest.raises(ValueError, match="no adapter"):
         call(a=a[:0], b=b[:0], scale=scale[:0])
     with pytest.raises(TypeError, match=r"dropout is 0\.1, expected None or a Dropout"):
