@@ -39,6 +39,7 @@ from lorafusion_jax.pipeline.mesh import stage_meshes
 from lorafusion_jax.pipeline.move import to_stage
 from lorafusion_jax.pipeline.parts import Parts
 from lorafusion_jax.pipeline.programs import StagePrograms
+from lorafusion_jax.pipeline.stage_columns import Position
 from lorafusion_jax.planning.memory import DEVICE_BYTES, MemoryProblem, fits, stage_memory
 
 PARTS = ("memory", "lower", "run")
@@ -111,7 +112,7 @@ def lower(tokens: int, remat: str) -> dict[str, Any]:
     sums = {name: whole((1, *leaf.shape), leaf.dtype) for name, leaf in lora.items()}
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
         inputs = jax.eval_shape(programs.layers.inputs, _shapes(tokens))
-        block = (frozen, lora, whole((), np.int32), x, inputs)
+        block = (frozen, lora, Position(*(whole((), np.int32),) * 3), x, inputs)
         y, kept = jax.eval_shape(programs.layers.forward, *block)
         traced = (programs.layers.forward.trace(*block), programs.layers.backward.trace(*block, kept, y, sums))
         text = "".join(program.lower(lowering_platforms=("cuda",)).as_text() for program in traced)

@@ -23,6 +23,7 @@ from lorafusion_jax.pipeline.mesh import StageMesh, stage_meshes
 from lorafusion_jax.pipeline.parts import Parts
 from lorafusion_jax.pipeline.place_table import PlaceTable
 from lorafusion_jax.pipeline.programs import StagePrograms
+from lorafusion_jax.pipeline.stage_columns import Position
 from lorafusion_jax.pipeline.stage_weights import LayerWeights
 from lorafusion_jax.planning.stages import stage_layers
 
@@ -51,11 +52,12 @@ def compile_program(request: Request, rows: Rows) -> None:
     make_inputs = layers.inputs_without_dropout if request.program == "evaluate" else layers.inputs
     leaves, sums = _arrays(request.leaves, stage), _arrays(request.sums, stage)
     number = _array([[], "int32"], stage)
+    position = Position(number, number, number)
     x = _array([[1, rows.capacity_tokens, model.hidden_size], str(parts.dtype)], stage)
     inputs = _placed(jax.eval_shape(make_inputs, _microbatch(config, parts, rows)), stage)
     for block in request.blocks:
         weights = tuple(LayerWeights(_arrays(shapes, stage), kind) for kind, shapes in block)
-        operands = (weights, leaves, number, x, inputs)
+        operands = (weights, leaves, position, x, inputs)
         if request.program == "backward":
             residuals = _placed(layers.residuals(*operands), stage)
             layers.backward.lower(*operands, residuals, x, sums).compile()

@@ -21,6 +21,7 @@ from lorafusion_jax.models.loading import Weight
 from lorafusion_jax.pipeline.inputs import layer_ratios
 from lorafusion_jax.pipeline.layer_operands import LayerOperands
 from lorafusion_jax.pipeline.leaves import LAYERS, SHARED, Leaves
+from lorafusion_jax.pipeline.stage_columns import Position
 from lorafusion_jax.pipeline.stage_jit import REPLICATED, jit_on_stage
 from lorafusion_jax.pipeline.stage_weights import StoredWeights, layer_kind
 
@@ -55,14 +56,14 @@ class KindPrograms:
         return self._compiled[key](kernel, tensors, np.float32(spec.scale))
 
     def prepare(
-        self, spec: AdapterSpec, block: Sequence[StoredWeights], leaves: Leaves, number: Array, index: Array,
+        self, spec: AdapterSpec, block: Sequence[StoredWeights], leaves: Leaves, position: Position, index: Array,
         prepared: Leaves,
     ) -> Leaves:  # fmt: skip
         """Computes what an adapter's kind prepares in the layers of a block. That of other adapters does not change.
 
         Args:
             leaves: of all adapters.
-            number: first layer of the block.
+            position: of the first layer of the block.
             index: the adapter's place.
             prepared: leaves of all adapters that kinds prepare.
         """
@@ -72,16 +73,16 @@ class KindPrograms:
             program = partial(self._prepare, spec.kind, spec.targets, spec.rank)
             self._compiled[key] = jit_on_stage(self._operands.stage, program, operands, REPLICATED)
         ratio = layer_ratios(self._parts.model, spec)
-        return self._compiled[key](block, leaves, number, index, ratio, np.float32(spec.scale), prepared)
+        return self._compiled[key](block, leaves, position, index, ratio, np.float32(spec.scale), prepared)
 
     def _prepare(
         self, kind_name: str, targets: Sequence[str], rank: int, block: Sequence[StoredWeights], leaves: Leaves,
-        number: Array, index: Array, ratio: Array, scale: Array, prepared: Leaves,
+        position: Position, index: Array, ratio: Array, scale: Array, prepared: Leaves,
     ) -> Leaves:  # fmt: skip
         kind, inputs, changed = adapter_kind(kind_name), self._parts.inputs.of_adapter(index, ratio), dict(prepared)
         for offset, stored in enumerate(block):
             weights, scale = self._operands.materialize(stored, scale)
-            trained, constant = self._operands.views(leaves, stored, number + offset, inputs)
+            trained, constant = self._operands.views(leaves, stored, position.plus(offset), inputs)
             views: dict[str, Any] = trained | constant
             layer = self._parts.model.kinds[layer_kind(stored)]
             for linear in layer.linears_of(self._parts.half(stored)):
@@ -96,7 +97,7 @@ class KindPrograms:
                 kernel = weights[f"{linear.path}.kernel"]
                 for leaf, value in prepare_tensors(kind, kernel, tensors, size, scale, self._parts.dtype).items():
                     name = f"{LAYERS}{linear.path}.{leaf}"
-                    _, row, window = self._operands.columns.windows_of(name, number + offset, inputs)
+                    _, row, window = self._operands.columns.windows_of(name, position.plus(offset), inputs)
                     start = (row, window[0, 0], *(0 for _ in value.shape))
                     changed[name] = lax.dynamic_update_slice(changed[name], value[None, None], start)
         return changed

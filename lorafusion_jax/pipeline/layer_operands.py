@@ -15,7 +15,7 @@ from lorafusion_jax.pipeline.inputs import Inputs
 from lorafusion_jax.pipeline.leaves import LAYERS, SHARED, Leaves, path_of
 from lorafusion_jax.pipeline.mesh import StageMesh
 from lorafusion_jax.pipeline.parts import Parts
-from lorafusion_jax.pipeline.stage_columns import StageColumns
+from lorafusion_jax.pipeline.stage_columns import Position, StageColumns
 from lorafusion_jax.pipeline.stage_jit import gather, split_axis
 from lorafusion_jax.pipeline.stage_weights import LayerWeights, StoredWeights, Weights, layer_kind
 
@@ -40,7 +40,7 @@ class LayerOperands:
         ]
 
     def of_layer[X](
-        self, weights: StoredWeights, lora: Leaves, number: Array, inputs: Inputs, x: X
+        self, weights: StoredWeights, lora: Leaves, position: Position, inputs: Inputs, x: X
     ) -> tuple[tuple, Weights, X]:
         """Reads a layer that runs on x, see `materialize`.
 
@@ -48,10 +48,12 @@ class LayerOperands:
             ((weights, inputs, number, constant leaves), trainable leaves, x)
         """
         usable, x = self.materialize(weights, x)
-        views, constant = self.views(lora, weights, number, inputs)
-        return (usable, inputs, number, constant), views, x
+        views, constant = self.views(lora, weights, position, inputs)
+        return (usable, inputs, position.layer, constant), views, x
 
-    def views(self, lora: Leaves, weights: StoredWeights, number: Array, inputs: Inputs) -> tuple[Weights, Weights]:
+    def views(
+        self, lora: Leaves, weights: StoredWeights, position: Position, inputs: Inputs
+    ) -> tuple[Weights, Weights]:
         """Returns the leaves of the microbatch's adapters in the layer or half layer of `weights`.
 
         Names are relative to the layer, but for those of shared leaves.
@@ -64,8 +66,8 @@ class LayerOperands:
         views = {
             name: scaled(
                 name,
-                lv.view(leaf, *self.columns.windows_of(name, number, inputs), self.part_of(name)),
-                number,
+                lv.view(leaf, *self.columns.windows_of(name, position, inputs), self.part_of(name)),
+                position.layer,
                 inputs,
             )
             for name, leaf in lora.items()

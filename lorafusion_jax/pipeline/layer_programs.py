@@ -14,11 +14,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
 
 from lorafusion_jax.adapters.table import KINDS as ADAPTER_KINDS
 from lorafusion_jax.data.assemble import Microbatch
-from lorafusion_jax.layout.extent import Extent
 from lorafusion_jax.layout.layer import RematPolicy
 from lorafusion_jax.models.stream import added, joined
 from lorafusion_jax.pipeline import leaves as lv
@@ -27,6 +25,7 @@ from lorafusion_jax.pipeline.layer_operands import LayerOperands, scaled
 from lorafusion_jax.pipeline.leaves import LAYERS, Leaves
 from lorafusion_jax.pipeline.parts import Carried
 from lorafusion_jax.pipeline.remat import Split
+from lorafusion_jax.pipeline.stage_columns import Position
 from lorafusion_jax.pipeline.stage_jit import DEVICES, REPLICATED, ROWS, jit_on_stage, row_of_device
 from lorafusion_jax.pipeline.stage_weights import StoredWeights, Weights, layer_kind
 from lorafusion_jax.weights.table import KINDS as STORED_KINDS
@@ -39,20 +38,19 @@ class LayerPrograms:
 
     Args:
         operands: reads layers inside programs.
-        extent: the layers of the stage.
         remat: rematerialisation policy.
 
     Attributes:
         inputs, inputs_without_dropout: microbatch → what its layers share.
-        forward: (weights of a block, leaves, first layer, x, inputs) → (y, residuals); of keys that later layers read,
-            y has those that the block adds, see `stream.added`.
+        forward: (weights of a block, leaves, position of its first layer, x, inputs) → (y, residuals); of keys that
+            later layers read, y has those that the block adds, see `stream.added`.
         backward: the same, residuals, the gradient of y and the sums → (gradient of x, sums).
         backward_giving: of a block that adds keys for later ones: it donates no gradient of y, as x has none of it.
         evaluate: as forward → y.
     """
 
-    def __init__(self, operands: LayerOperands, extent: Extent, remat: RematPolicy):
-        self._operands, self._parts, self._extent = operands, operands.parts, extent
+    def __init__(self, operands: LayerOperands, remat: RematPolicy):
+        self._operands, self._parts = operands, operands.parts
         self._remat: RematPolicy = remat
         self._splits: dict[tuple, Split] = {}  # by kind, half, and shapes of the microbatch
         self._forward_layer = jax.jit(self._run_forward_layer)
@@ -80,7 +78,7 @@ class LayerPrograms:
         specs = [replace(spec, name="", seed=0, head=None, spare_heads=(), tokens=None) for spec in parts.specs]
         columns = [(name, at.first, at.width) for name, at in parts.leaves.columns.items()]
         sizes = (parts.model, specs, columns, str(parts.dtype), parts.quantize)
-        return repr((*sizes, settings.implementation, settings.attention, self._extent, self._remat))
+        return repr((*sizes, settings.implementation, settings.attention, self._remat))
 
     def backward_of(self, x: Carried, dy: Carried) -> Any:
         """Returns the backward pass of a block that makes y of x."""
@@ -93,58 +91,60 @@ class LayerPrograms:
     def _inputs(self, batch: Microbatch, *, dropout: bool) -> Any:
         return _row(self._parts.inputs.of_batch(row_of_device(batch), dropout=dropout))
 
-    def _forward(self, frozen: Sequence[StoredWeights], lora: Leaves, number: Array, x: Carried, inputs: Any):
+    def _forward(self, frozen: Sequence[StoredWeights], lora: Leaves, position: Position, x: Carried, inputs: Any):
         x, inputs = row_of_device(x), row_of_device(inputs)
         residuals, first = [], x
         for offset, weights in enumerate(frozen):
             before = x
-            x, rest = self._forward_layer(weights, lora, number + offset, x, inputs)
+            x, rest = self._forward_layer(weights, lora, position.plus(offset), x, inputs)
             residuals.append(((added(before, first),) if offset else (), rest))
         return _row(added(x, first)), _row(residuals)
 
     def _backward(
-        self, frozen: Sequence[StoredWeights], lora: Leaves, number: Array, x: Carried, inputs: Any, residuals: Any,
-        dy: Carried, sums: Leaves,
+        self, frozen: Sequence[StoredWeights], lora: Leaves, position: Position, x: Carried, inputs: Any,
+        residuals: Any, dy: Carried, sums: Leaves,
     ):  # fmt: skip
         x, inputs, residuals, dy = map(row_of_device, (x, inputs, residuals, dy))
         for offset in reversed(range(len(frozen))):
             before, rest = residuals[offset]
             entered = joined(before[0], x) if offset else x
-            dy, sums = self._backward_layer(frozen[offset], lora, number + offset, entered, inputs, rest, dy, sums)
+            dy, sums = self._backward_layer(
+                frozen[offset], lora, position.plus(offset), entered, inputs, rest, dy, sums
+            )
         return _row(dy), sums
 
-    def _evaluate(self, frozen: Sequence[StoredWeights], lora: Leaves, number: Array, x: Carried, inputs: Any):
+    def _evaluate(self, frozen: Sequence[StoredWeights], lora: Leaves, position: Position, x: Carried, inputs: Any):
         x, inputs = row_of_device(x), row_of_device(inputs)
         first = x
         for offset, weights in enumerate(frozen):
-            x = self._evaluate_layer(weights, lora, number + offset, x, inputs)
+            x = self._evaluate_layer(weights, lora, position.plus(offset), x, inputs)
         return _row(added(x, first))
 
     # The next three are jitted: like layers of a program are traced and lowered once, and XLA inlines the calls.
 
-    def _run_forward_layer(self, weights: StoredWeights, lora: Leaves, number: Array, x: Carried, inputs: Inputs):
-        frozen, views, x = self._operands.of_layer(weights, lora, number, inputs, x)
+    def _run_forward_layer(self, weights: StoredWeights, lora: Leaves, position: Position, x: Carried, inputs: Inputs):
+        frozen, views, x = self._operands.of_layer(weights, lora, position, inputs, x)
         return self._split(weights, inputs).forward(frozen, views, x)
 
     def _run_backward_layer(
-        self, weights: StoredWeights, lora: Leaves, number: Array, x: Carried, inputs: Inputs, rest: Any, dy: Carried,
-        sums: Leaves,
+        self, weights: StoredWeights, lora: Leaves, position: Position, x: Carried, inputs: Inputs, rest: Any,
+        dy: Carried, sums: Leaves,
     ):  # fmt: skip
-        frozen, views, dy = self._operands.of_layer(weights, lora, number, inputs, dy)
+        frozen, views, dy = self._operands.of_layer(weights, lora, position, inputs, dy)
         gradient, dy = self._split(weights, inputs).backward(frozen, views, x, rest, dy)
         added = {f"{LAYERS}{short}": leaf for short, leaf in gradient.items()}
         return dy, sums | {
             name: lv.add(
                 sums[name],
-                *self._operands.columns.windows_of(name, number, inputs),
-                scaled(name, leaf, number, inputs),
+                *self._operands.columns.windows_of(name, position, inputs),
+                scaled(name, leaf, position.layer, inputs),
                 self._operands.part_of(name),
             )
             for name, leaf in added.items()
         }
 
-    def _run_evaluate_layer(self, weights: StoredWeights, lora: Leaves, number: Array, x: Carried, inputs: Inputs):
-        frozen, views, x = self._operands.of_layer(weights, lora, number, inputs, x)
+    def _run_evaluate_layer(self, weights: StoredWeights, lora: Leaves, position: Position, x: Carried, inputs: Inputs):
+        frozen, views, x = self._operands.of_layer(weights, lora, position, inputs, x)
         return self._layer(frozen, views, x)
 
     def _split(self, weights: StoredWeights, inputs: Inputs) -> Split:

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from jax import Array
 
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.adapters.table import adapter_kind
@@ -14,6 +13,7 @@ from lorafusion_jax.pipeline.kind_programs import KindPrograms
 from lorafusion_jax.pipeline.leaves import Leaves, Place
 from lorafusion_jax.pipeline.mesh import StageMesh
 from lorafusion_jax.pipeline.move import replicate
+from lorafusion_jax.pipeline.stage_columns import Position
 from lorafusion_jax.pipeline.stage_weights import StoredWeights
 
 
@@ -44,7 +44,7 @@ class PreparedLeaves:
         specs: Sequence[AdapterSpec],
         leaves: Leaves,
         blocks: Sequence[Sequence[StoredWeights]],
-        numbers: Sequence[Array],
+        positions: Sequence[Position],
         places: Sequence[Place],
     ) -> Leaves:
         """Returns the prepared leaves of all adapters.
@@ -53,16 +53,16 @@ class PreparedLeaves:
             specs: the adapters, in stacking order.
             leaves: what their kinds prepare from.
             blocks: weights of the layers of each program.
-            numbers: first layer of each block.
+            positions: of the first layer of each block.
             places: of the adapters.
         """
         with self._lock:
             for index in sorted(self._changed):
                 if adapter_kind(specs[index].kind).prepare is None:
                     continue
-                for block, number in zip(blocks, numbers, strict=True):
+                for block, position in zip(blocks, positions, strict=True):
                     self._leaves = self._programs.prepare(
-                        specs[index], block, leaves, number, places[index].index, self._leaves
+                        specs[index], block, leaves, position, places[index].index, self._leaves
                     )
             self._changed.clear()
             return self._leaves

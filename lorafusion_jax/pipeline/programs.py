@@ -35,7 +35,7 @@ class StagePrograms:
     def __init__(self, parts: Parts, stage: StageMesh, extent: Extent, remat: RematPolicy):
         self.columns = StageColumns(parts.leaves, extent)
         self.operands = LayerOperands(parts, stage, self.columns)
-        self.layers = LayerPrograms(self.operands, extent, remat)
+        self.layers = LayerPrograms(self.operands, remat)
         self.ends = EndPrograms(parts, stage, self.columns)
         self.kinds = KindPrograms(self.operands)
         self.adapters = AdapterPrograms(stage, self.columns)

@@ -46,9 +46,9 @@ class Stage(StageState):
             hidden = hidden, programs.ends.no_choices(batch.balance.length)
         xs: list[Carried] = []
         residuals: list[Any] = []
-        for block, number in zip(self.blocks, self.numbers, strict=True):
+        for block, position in zip(self.blocks, self.positions, strict=True):
             xs.append(hidden)
-            passed_on, rest = programs.layers.forward(block, self.all_leaves, number, hidden, inputs)
+            passed_on, rest = programs.layers.forward(block, self.all_leaves, position, hidden, inputs)
             hidden = joined(passed_on, hidden)
             residuals.append(rest)
         rows = (batch.tokens, batch.row_adapter) if lv.EMBED_ROWS in self.lora else None
@@ -86,11 +86,11 @@ class Stage(StageState):
         gradient: Any = loss_gradient if dy is None else dy
         assert gradient is not None, "a stage that is not the last waits for the gradient of the next"
         del loss_gradient  # donated below
-        for block, number in zip(reversed(self.blocks), reversed(self.numbers), strict=True):
+        for block, position in zip(reversed(self.blocks), reversed(self.positions), strict=True):
             x = xs.pop()
             backward = self.programs.layers.backward_of(x, gradient)
             gradient, self.sums = backward(
-                block, self.all_leaves, number, x, inputs, residuals.pop(), gradient, self.sums
+                block, self.all_leaves, position, x, inputs, residuals.pop(), gradient, self.sums
             )
         if rows is not None:
             sums = self.programs.ends.add_row_gradients(first_of(gradient), *rows, self.sums[lv.EMBED_ROWS])
@@ -188,6 +188,6 @@ class Stage(StageState):
         programs = self.programs
         hidden = self._entered(batch, x)
         inputs = self._with_own_inputs(programs.layers.inputs_without_dropout(batch), batch, hidden)
-        for block, number in zip(self.blocks, self.numbers, strict=True):
-            hidden = joined(programs.layers.evaluate(block, self.all_leaves, number, hidden, inputs), hidden)
+        for block, position in zip(self.blocks, self.positions, strict=True):
+            hidden = joined(programs.layers.evaluate(block, self.all_leaves, position, hidden, inputs), hidden)
         return activations(hidden)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -10,6 +12,22 @@ from lorafusion_jax.layout.extent import Extent
 from lorafusion_jax.pipeline.inputs import Inputs
 from lorafusion_jax.pipeline.leaf_layout import LeafLayout
 from lorafusion_jax.pipeline.leaves import EMBED_ROWS, HEAD_ROWS, LAYERS, Columns, on_stage, path_of
+
+
+class Position(NamedTuple):
+    """A layer of a stage. Programs take these numbers, so that equal stages have equal programs."""
+
+    layer: Any  # its number in the model
+    attention: Any  # number of the first layer whose attention the stage has
+    mlp: Any  # the same of MLPs
+
+    @classmethod
+    def of(cls, extent: Extent, layer: int) -> Position:
+        firsts = (extent.layers_of(half).start for half in ("attention", "mlp"))
+        return cls(*map(np.int32, (layer, *firsts)))
+
+    def plus(self, layers: int) -> Position:
+        return self._replace(layer=self.layer + layers)
 
 
 class StageColumns:
@@ -42,10 +60,16 @@ class StageColumns:
         self.all = self.trained | self.constants | self.prepared
         self.twins = frozenset({EMBED_ROWS, HEAD_ROWS} if layout.model.tie_embeddings else ())
 
-    def windows_of(self, name: str, number: Array, inputs: Inputs) -> tuple[Columns, Array, Array]:
+    def windows_of(self, name: str, position: Position, inputs: Inputs) -> tuple[Columns, Array, Array]:
         """Returns a leaf's columns, the layer's index on this stage and the windows of the microbatch's adapters."""
-        layer = number - self._leaf_rows[name].start if name.startswith(LAYERS) else jnp.int32(0)
-        if (numbers := self._model.some_layers.get(path_of(name))) is not None:
-            index_L = np.searchsorted(numbers, np.arange(self._model.num_layers)).astype(np.int32)
-            layer = jnp.asarray(index_L)[number] - self._leaf_rows[name].start
-        return self.all[name], layer, inputs.windows[self._rows[name]]
+        return self.all[name], self._row_of(name, position), inputs.windows[self._rows[name]]
+
+    def _row_of(self, name: str, position: Position) -> Array:
+        if not name.startswith(LAYERS):
+            return jnp.int32(0)
+        first = getattr(position, self._model.half_of(name))
+        numbers = self._model.some_layers.get(path_of(name))
+        if numbers is None:
+            return position.layer - first
+        index_L = jnp.asarray(np.searchsorted(numbers, np.arange(self._model.num_layers)).astype(np.int32))
+        return index_L[position.layer] - index_L[first]

@@ -28,6 +28,7 @@ from lorafusion_jax.pipeline.move import replicate, to_host
 from lorafusion_jax.pipeline.parts import Carried, Parts
 from lorafusion_jax.pipeline.prepared_leaves import PreparedLeaves
 from lorafusion_jax.pipeline.programs import StagePrograms
+from lorafusion_jax.pipeline.stage_columns import Position
 from lorafusion_jax.pipeline.stage_weights import StageWeights
 
 
@@ -55,7 +56,7 @@ class StageState:
     Attributes:
         settings, own_columns, places: of each adapter: its settings, its trainable leaves, and where they are.
         blocks: weights of the layers of each program.
-        numbers: first layer of each block.
+        positions: of the first layer of each block.
         lora: trainable leaves of all adapters.
         constants: leaves that training does not change.
         sums: of gradients, since each adapter's last step.
@@ -81,7 +82,7 @@ class StageState:
         self.settings, self._specs = list(adapters), list(parts.specs)
         self._groups = _groups(weights.extent.pieces, block)
         firsts = [weights.extent.pieces[group[0]].layer for group in self._groups]
-        self.numbers = [replicate(np.int32(first), mesh) for first in firsts]
+        self.positions = [replicate(Position.of(weights.extent, first), mesh) for first in firsts]
         trained = self.programs.columns.trained
         self.own_columns = [lv.own_columns(trained, index, spec) for index, spec in enumerate(parts.specs)]
         self.places = [replicate(lv.place_of(trained, index, spec), mesh) for index, spec in enumerate(parts.specs)]
@@ -237,7 +238,7 @@ class StageState:
     def all_leaves(self) -> Leaves:
         """The leaves of all adapters on this stage, with what their kinds prepare."""
         trained = self.lora | self.constants
-        return trained | self._prepared.read(self._specs, trained, self.blocks, self.numbers, self.places)
+        return trained | self._prepared.read(self._specs, trained, self.blocks, self.positions, self.places)
 
     def adapter(self, index: int) -> Leaves:
         """Copies one adapter's leaves. Later steps do not change the copy."""

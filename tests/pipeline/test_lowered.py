@@ -23,6 +23,7 @@ from lorafusion_jax.pipeline.layer_programs import LayerPrograms
 from lorafusion_jax.pipeline.mesh import stage_meshes
 from lorafusion_jax.pipeline.parts import Parts
 from lorafusion_jax.pipeline.programs import StagePrograms
+from lorafusion_jax.pipeline.stage_columns import Position
 from lorafusion_jax.pipeline.stage_weights import LayerWeights
 
 LAYERS, TOKENS = 2, 32
@@ -138,6 +139,9 @@ def stage(model=MODEL, specs=SPECS):
     return parts, StagePrograms(parts, stage_meshes()[0], Extent(0, 2 * LAYERS), "gemm_inputs")
 
 
+FIRST = Position.of(Extent(0, 2 * LAYERS), 0)
+
+
 def run(parts, programs):
     """Outputs of the programs of a block of layers, on random arrays."""
     layers = programs.layers
@@ -156,9 +160,9 @@ def run(parts, programs):
     )
     x, dy = (jnp.asarray(draw.normal(size=(1, TOKENS, MODEL.hidden_size)), jnp.float32) for _ in range(2))
     inputs = layers.inputs(stacked([batch]))
-    y, residuals = layers.forward(frozen, lora, jnp.int32(0), x, inputs)
-    dx, total = layers.backward(frozen, lora, jnp.int32(0), x, inputs, residuals, dy, sums)
-    held_out = layers.evaluate(frozen, lora, jnp.int32(0), x, layers.inputs_without_dropout(stacked([batch])))
+    y, residuals = layers.forward(frozen, lora, FIRST, x, inputs)
+    dx, total = layers.backward(frozen, lora, FIRST, x, inputs, residuals, dy, sums)
+    held_out = layers.evaluate(frozen, lora, FIRST, x, layers.inputs_without_dropout(stacked([batch])))
     return jax.device_get((y, dx, total, held_out))
 
 

@@ -27,6 +27,7 @@ from lorafusion_jax.pipeline.leaves import LAYERS, add, all_columns, stack_adapt
 from lorafusion_jax.pipeline.mesh import stage_meshes
 from lorafusion_jax.pipeline.parts import Parts
 from lorafusion_jax.pipeline.programs import StagePrograms
+from lorafusion_jax.pipeline.stage_columns import Position
 from lorafusion_jax.planning.prediction import predicted_parameters
 from lorafusion_jax.training import resume, train
 from lorafusion_jax.training.state import Progress
@@ -215,7 +216,8 @@ def test_a_pass_costs_what_the_adapters_in_it_cost():
         lora = {name: whole(shape, jnp.float32) for name, shape in parts.leaves.lora_shapes(1).items()}
         frozen = ({name: whole(shape, jnp.float32) for name, shape in parts.frozen_shapes().items()},)
         inputs = jax.eval_shape(programs.layers.inputs, batch)
-        block = (frozen, lora, whole((), np.int32), whole((1, T, 16), jnp.float32), inputs)
+        position = Position(*(whole((), np.int32),) * 3)
+        block = (frozen, lora, position, whole((1, T, 16), jnp.float32), inputs)
         y, kept = jax.eval_shape(programs.layers.forward, *block)
         sums = {name: whole((1, *leaf.shape), leaf.dtype) for name, leaf in lora.items()}
         passes = (programs.layers.forward.lower(*block), programs.layers.backward.lower(*block, kept, y, sums))

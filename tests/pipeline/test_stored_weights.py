@@ -20,6 +20,7 @@ from lorafusion_jax.models import ModelConfig
 from lorafusion_jax.pipeline.mesh import stage_meshes
 from lorafusion_jax.pipeline.parts import Parts
 from lorafusion_jax.pipeline.programs import StagePrograms
+from lorafusion_jax.pipeline.stage_columns import Position
 from lorafusion_jax.weights.table import stored_kind
 
 T, LAYERS = 16, 2
@@ -32,7 +33,7 @@ LAYER_BYTES = 4 * sum(map(prod, MODEL.layer(0).kernel_shapes().values()))
 
 
 def operands(parts, replicas):
-    """Shapes of what a block of all layers takes: (frozen, lora, number, x, inputs)."""
+    """Shapes of what a block of all layers takes: (frozen, lora, position, x, inputs)."""
     whole, kind = jax.ShapeDtypeStruct, stored_kind(parts.quantize)
     frozen = {name: whole(shape, jnp.float32) for name, shape in parts.frozen_shapes().items()}
     if kind is not None:
@@ -44,16 +45,17 @@ def operands(parts, replicas):
     kinds = {"row_key": np.uint32, "weights": np.float32}
     needed = [name for name in Microbatch._fields if name not in Microbatch._field_defaults]
     batch = Microbatch(**{name: whole((replicas, sizes.get(name, T)), kinds.get(name, np.int32)) for name in needed})
-    return (frozen,) * LAYERS, lora, whole((), np.int32), whole((replicas, T, MODEL.hidden_size), np.float32), batch
+    position = Position(*(whole((), np.int32),) * 3)
+    return (frozen,) * LAYERS, lora, position, whole((replicas, T, MODEL.hidden_size), np.float32), batch
 
 
 def blocks(quantize, remat, fsdp=1):
     """Programs of all layers in one, what they take, and the shapes of what forward leaves for backward."""
     parts = Parts(model=MODEL, specs=SPECS, settings=TrainSettings(), dtype=jnp.float32, quantize=quantize)
     programs = StagePrograms(parts, stage_meshes(fsdp=fsdp)[0], Extent(0, 2 * LAYERS), remat)
-    frozen, lora, number, x, batch = operands(parts, fsdp)
+    frozen, lora, position, x, batch = operands(parts, fsdp)
     inputs = jax.eval_shape(programs.layers.inputs, batch)
-    block = (frozen, lora, number, x, inputs)
+    block = (frozen, lora, position, x, inputs)
     y, kept = jax.eval_shape(programs.layers.forward, *block)
     sums = {name: jax.ShapeDtypeStruct((fsdp, *leaf.shape), leaf.dtype) for name, leaf in lora.items()}
     return programs, block, (*block, kept, y, sums), kept

@@ -26,6 +26,7 @@ from lorafusion_jax.objective.loss import token_losses
 from lorafusion_jax.pipeline.mesh import stage_meshes
 from lorafusion_jax.pipeline.parts import Parts
 from lorafusion_jax.pipeline.programs import StagePrograms
+from lorafusion_jax.pipeline.stage_columns import Position
 from lorafusion_jax.planning.memory import MemoryProblem, kept_per_layer, stage_memory
 from lorafusion_jax.planning.tensor import tensor_problems
 from lorafusion_jax.training import RunFolder, resume, train
@@ -146,7 +147,8 @@ def layer_programs(tensor: int, remat: str):
     needed = [name for name in Microbatch._fields if name not in Microbatch._field_defaults]
     batch = Microbatch(**{name: shape((1, sizes.get(name, T)), kinds.get(name, np.int32)) for name in needed})
     inputs = jax.eval_shape(programs.layers.inputs, batch)
-    block = ((frozen,), lora, shape((), np.int32), shape((1, T, MODEL.hidden_size), jnp.float32), inputs)
+    position = Position(*(shape((), np.int32),) * 3)
+    block = ((frozen,), lora, position, shape((1, T, MODEL.hidden_size), jnp.float32), inputs)
     return programs.layers, block, *jax.eval_shape(programs.layers.forward, *block)
 
 
