@@ -10,6 +10,7 @@ import signal
 import pytest
 import small_jobs
 from campaigns.quick_runs import command, damage, listening, losses, quick_runs
+from more_cases import mostly_nightly
 from watched_runs import events_of
 
 from lorafusion_jax.checkpoint import requests
@@ -109,7 +110,19 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("what", HOSTILE)
+ALWAYS = (
+    "weight 10^400",
+    "epochs 2^31",
+    "action as a list",
+    "an adapter of pipes",
+    "deep",
+    "20 GB",
+    "a pipe",
+    "a folder",
+)
+
+
+@pytest.mark.parametrize("what", mostly_nightly(HOSTILE, ALWAYS))  # all of them at once: below, in every run
 def test_it_is_refused_and_the_run_goes_on(what, run):
     HOSTILE[what](run / "control" / "0-evil.json")
     outcome = command("resume", run)
@@ -138,6 +151,9 @@ def test_all_at_once_and_one_that_is_good(run):
     assert max(len(row["text"]) for row in refused) < MOST_SHOWN + 10
     assert [row["action"] for row in events_of(run, "adapter-changed")] == ["extend"]
     assert request_files(run) == []
+    put_away = {path.name for path in (run / "control" / "refused").iterdir()}
+    assert put_away == {f"{number:02}.json" for number in range(len(HOSTILE))} | {"\udcff.json"}
+    assert command("verify", run).code == 0
 
 
 def test_one_that_cannot_be_moved_away_is_refused_once(run, monkeypatch):

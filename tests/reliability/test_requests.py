@@ -30,12 +30,13 @@ ONE_DEVICE = {"stages": 1, "data": 1}
 TWO_BY_TWO = {"stages": 2, "data": 2}
 MESHES = pytest.mark.parametrize("mesh", [ONE_DEVICE, nightly(TWO_BY_TWO)], ids=["one device", "two by two"])
 LORA = {"rank": 2, "dropout": 0.1, "targets": ["q_proj", "down_proj"]}
+OFTEN = {"every_steps": 2, "keep": 20}  # of runs that are cut
 SICK = settings("adamw lr 1e38", lr=1e38)
 
 
 @pytest.fixture(scope="module")
 def make_config(tmp_path_factory, tiny_base):
-    """make_config(mesh, optim, **train) → three adapters of six steps each; optim is of the one in the middle."""
+    """make_config(mesh, optim, save, **train) → three adapters of six steps each; optim is of the one in the middle."""
     folder = tmp_path_factory.mktemp("job")
     draw = random.Random(3)
     for name in NAMES:
@@ -46,7 +47,7 @@ def make_config(tmp_path_factory, tiny_base):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     entries = [{"name": n, "data": {"train": f"{n}.jsonl"}, "lora": LORA, "seed": s} for s, n in enumerate(NAMES)]
 
-    def make(mesh, optim=None, **train):
+    def make(mesh, optim=None, save=None, **train):
         config = load_config(
             small_jobs.write_job(
                 folder,
@@ -56,7 +57,7 @@ def make_config(tmp_path_factory, tiny_base):
                 batch={"capacity_tokens": 32, "tile_tokens": 16, "global_samples": 2},
                 data={"max_length": 32},
                 optim={"lr": 1e-3},
-                save={"every_steps": 2, "keep": 20},
+                save=save or {"every_steps": 100},
                 train={"log_every_s": 0, "plan_seconds": 0.1, **train},
             )
         )
@@ -68,7 +69,7 @@ def make_config(tmp_path_factory, tiny_base):
 @MESHES
 def test_slots_of_a_failed_adapter_are_free_where_the_job_says_so(mesh, make_config, healthy, tmp_path):
     kept = train(make_config(mesh, SICK.optim), tmp_path / "kept")
-    freed = train(make_config(mesh, SICK.optim, on_failed="replan"), tmp_path / "freed")
+    freed = train(make_config(mesh, SICK.optim, OFTEN, on_failed="replan"), tmp_path / "freed")
     assert kept.exit_code == freed.exit_code == 3
     assert freed.plan.num_slots < kept.plan.num_slots
     assert statuses(freed) == {"law": "done", "bad": "failed", "med": "done"}
@@ -166,7 +167,7 @@ def test_a_weight_changes_who_is_first(make_config, healthy, tmp_path):
 )  # fmt: skip
 def test_a_request_outlives_a_kill_and_is_carried_out_once(kind, action, make_config, healthy, tmp_path):
     straight, killed = tmp_path / "straight", tmp_path / "killed"
-    config = make_config(ONE_DEVICE)
+    config = make_config(ONE_DEVICE, save=OFTEN)
     requests = [("bad", 2, "bad", action)] + ([("law", 5, "bad", "continue")] if action == "pause" else [])
     expected = train(config, straight, listeners=[asks(straight, *requests)])
     listeners = [asks(killed, *requests), crash_after(kind, 3 if kind == "saved" else 1)]
@@ -188,7 +189,7 @@ def test_a_change_after_the_checkpoint_comes_with_what_is_asked_before_the_resum
     run = tmp_path / "run"
     listeners = [asks(run, ("bad", 3, "bad", "cancel")), crash_after("adapter-changed")]
     with pytest.raises(KeyboardInterrupt):
-        train(make_config(ONE_DEVICE), run, listeners=listeners)
+        train(make_config(ONE_DEVICE, save=OFTEN), run, listeners=listeners)
     (before,) = [change for move in RunFolder(run).moves() for change in move["changes"]]
     newest = max(int(slot.name) for slot in (run / "state").iterdir())
     if newest == before["slot"]:
@@ -240,7 +241,7 @@ def test_a_kill_while_a_request_is_carried_out(left, make_config, healthy, tmp_p
 
             patch.setattr(Revisions, "_remove_requests", killed)
         with pytest.raises(KeyboardInterrupt):
-            train(make_config(ONE_DEVICE), run, listeners=[asks(run, ("bad", 2, "bad", "cancel"))])
+            train(make_config(ONE_DEVICE, save=OFTEN), run, listeners=[asks(run, ("bad", 2, "bad", "cancel"))])
     assert len(request_files(run)) == 1
     result = resume(run)
     assert statuses(result) == {"law": "done", "bad": "cancelled", "med": "done"}
@@ -254,7 +255,7 @@ def test_a_run_moves_to_other_devices_after_a_request(make_config, healthy, tmp_
     run = tmp_path / "run"
     listeners = [asks(run, ("bad", 2, "bad", "pause")), crash_after("saved", 4)]
     with pytest.raises(KeyboardInterrupt):
-        train(make_config(ONE_DEVICE), run, listeners=listeners)
+        train(make_config(ONE_DEVICE, save=OFTEN), run, listeners=listeners)
     for slot in sorted(int(slot.name) for slot in (run / "state").iterdir())[1:]:  # back to before the request
         shutil.rmtree(run / "state" / str(slot))
     assert statuses(resume(run, ["mesh.stages=2", "mesh.data=2"])) == {"law": "done", "bad": "paused", "med": "done"}
