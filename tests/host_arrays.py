@@ -23,3 +23,8 @@ def changed(array: jax.Array, index: Any, value: Any) -> jax.Array:
 def filled(value: float, *shape: int) -> jax.Array:
     """What jnp.full(shape, value) is, in float32, by numpy."""
     return jax.device_put(np.full(shape, value, np.float32))
+
+
+def normal(seed: int, shape: tuple[int, ...], scale: float = 1.0) -> jax.Array:
+    """Normal numbers in float32, by numpy."""
+    return jax.device_put((np.random.default_rng(seed).normal(size=shape) * scale).astype(np.float32))

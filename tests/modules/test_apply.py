@@ -6,7 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from drawn_models import draw_module
 from flax import nnx
+from host_arrays import normal, on_device
 
 from lorafusion_jax.errors import ConfigError, ErrorList, RunError
 from lorafusion_jax.modules import AdapterSpec, LoRAContext, apply_lora, use_adapters
@@ -41,7 +43,7 @@ class Net(nnx.Module):
 
 @pytest.fixture(scope="module")
 def x():
-    return jax.random.normal(jax.random.key(0), (4, 3, 8))
+    return normal(0, (4, 3, 8))
 
 
 def paths(model):
@@ -55,13 +57,13 @@ def randomize(model):
             node = model
             for part in path[:-1]:
                 node = node[part] if isinstance(part, int) or part in ("mix", "price") else getattr(node, part)
-            used = jnp.any(node.lora_a[...] != 0, axis=1)[:, :, None]
-            node.lora_b[...] = jnp.where(used, jax.random.normal(jax.random.key(len(path)), leaf.shape), 0)
+            used = np.any(np.asarray(node.lora_a[...]) != 0, axis=1)[:, :, None]
+            node.lora_b[...] = on_device(np.where(used, normal(len(path), leaf.shape), 0))
     return model
 
 
 def test_all_linear_reaches_every_container_shares_kernels_and_changes_no_output(x):
-    model = Net()
+    model = draw_module(Net)
     before, kernels = model(x), [model.pair[0].kernel, model.blocks[1].down.kernel]
     assert apply_lora(model, [LAW], targets="all-linear") is model
     assert paths(model) == {
@@ -81,52 +83,48 @@ def test_all_linear_reaches_every_container_shares_kernels_and_changes_no_output
 
 
 def test_adapters_keep_their_own_targets_and_ranks():
-    model = apply_lora(Net(), [LAW, MED])
+    model = apply_lora(draw_module(Net), [LAW, MED])
     up, down = model.blocks[0].up, model.blocks[0].down
     assert up.lora_a.shape == (2, 8, 3)
     assert down.lora_b.shape == (2, 2, 8)
     assert not up.lora_a[...][0, :, 2:].any()
     assert up.lora_a[...][1].all()
     assert not down.lora_a[...][1].any()
-    alone = apply_lora(Net(), [LAW])
+    alone = apply_lora(draw_module(Net), [LAW])
     np.testing.assert_array_equal(alone.blocks[0].up.lora_a[...][0], up.lora_a[...][0, :, :2])
 
 
 def test_rows_follow_the_table(x):
     specs = [LAW, MED]
-    joint, alone = randomize(apply_lora(Net(), specs)), {}
+    joint, alone = randomize(apply_lora(draw_module(Net), specs)), {}
     for index, spec in enumerate(specs):
-        alone[index] = apply_lora(Net(), [spec], targets=("up", "down"))
+        alone[index] = apply_lora(draw_module(Net), [spec], targets=("up", "down"))
         for block, source in zip(alone[index].blocks, joint.blocks, strict=True):
             for name in ("up", "down"):
-                a, b = getattr(source, name).lora_a[...], getattr(source, name).lora_b[...]
-                getattr(block, name).lora_a[...] = (
-                    jnp.zeros((1, a.shape[1], spec.rank))
-                    .at[:, :, : a.shape[2]]
-                    .set(a[index : index + 1, :, : spec.rank])
-                )
-                getattr(block, name).lora_b[...] = (
-                    jnp.zeros((1, spec.rank, b.shape[2])).at[:, : b.shape[1]].set(b[index : index + 1, : spec.rank])
-                )
+                layer, banks = getattr(block, name), getattr(source, name)
+                a, b = np.asarray(banks.lora_a[...])[index], np.asarray(banks.lora_b[...])[index]
+                missing = max(0, spec.rank - a.shape[1])
+                layer.lora_a[...] = on_device(np.pad(a[None, :, : spec.rank], ((0, 0), (0, 0), (0, missing))))
+                layer.lora_b[...] = on_device(np.pad(b[None, : spec.rank], ((0, 0), (0, missing), (0, 0))))
 
     @nnx.jit
     def forward(model, x, table):
         with use_adapters(LoRAContext.of(specs, table)):
             return model(x)
 
+    expected = [np.asarray(nnx.jit(lambda model, x: model(x))(alone[index], x)) for index in range(2)]
     for table in ([0, 1, 1, 0], [1, 1, 0, 0]):
-        mixed = forward(joint, x, jnp.array(table))
+        mixed = np.asarray(forward(joint, x, on_device(table, np.int32)))
         for example, index in enumerate(table):
             # same arithmetic on padded and unpadded ranks, summed in float32
-            np.testing.assert_allclose(mixed[example], alone[index](x)[example], rtol=1e-4, atol=1e-5)
+            np.testing.assert_allclose(mixed[example], expected[index][example], rtol=1e-4, atol=1e-5)
     for name, index in (("law", 0), ("med", 1)):
-        expected = alone[index](x)
         with use_adapters(specs, only=name):
-            np.testing.assert_allclose(joint(x), expected, rtol=1e-4, atol=1e-5)
+            np.testing.assert_allclose(joint(x), expected[index], rtol=1e-4, atol=1e-5)
 
 
 def test_split_and_optax_train_the_adapters_and_nothing_else(x):
-    model = apply_lora(Net(), [LAW], targets="all-linear")
+    model = apply_lora(draw_module(Net), [LAW], targets="all-linear")
     frozen_before = jax.tree.map(np.asarray, nnx.state(model, nnx.Not(nnx.LoRAParam)))
     optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.LoRAParam)
 
@@ -168,7 +166,7 @@ def refused(model, **more):
 
 
 def test_a_target_that_matches_nothing_is_told_with_the_names_there_are():
-    (error,) = refused(Net(), targets=["up", "q_proj"])
+    (error,) = refused(draw_module(Net), targets=["up", "q_proj"])
     assert error.code == "lora.unknown-target"
     assert "'q_proj'" in error.what
     assert "down" in error.fix
@@ -182,7 +180,7 @@ def test_a_model_without_linear_layers_is_told_to_have_none():
 
 
 def test_a_target_in_some_layers_only_is_an_error_unless_allowed():
-    model = Net()
+    model = draw_module(Net)
     (error,) = refused(model, targets=r"blocks\.0\.up")
     assert error.code == "lora.partial-target"
     assert "blocks.1.up" in error.where
@@ -191,13 +189,15 @@ def test_a_target_in_some_layers_only_is_an_error_unless_allowed():
 
 
 def test_layers_that_compute_otherwise_are_refused_by_name():
-    model = nnx.Dict(
-        table=nnx.Embed(8, 4, rngs=nnx.Rngs(0)),
-        filter=nnx.Conv(8, 4, (3,), rngs=nnx.Rngs(0)),
-        batched=nnx.LinearGeneral(8, 4, batch_axis={0: 2}, rngs=nnx.Rngs(0)),
-        experts=nnx.Einsum("bed,def->bef", (8, 2, 4), rngs=nnx.Rngs(0)),
-    )
-    errors = refused(model, targets=["table", "filter", "batched", "experts"])
+    def make():
+        return nnx.Dict(
+            table=nnx.Embed(8, 4, rngs=nnx.Rngs(0)),
+            filter=nnx.Conv(8, 4, (3,), rngs=nnx.Rngs(0)),
+            batched=nnx.LinearGeneral(8, 4, batch_axis={0: 2}, rngs=nnx.Rngs(0)),
+            experts=nnx.Einsum("bed,def->bef", (8, 2, 4), rngs=nnx.Rngs(0)),
+        )
+
+    errors = refused(draw_module(make), targets=["table", "filter", "batched", "experts"])
     whys = {error.where.split()[0]: error.why for error in errors if error.code == "lora.unsupported-linear"}
     assert "embedding" in whys["table"]
     assert "Conv" in whys["filter"]
@@ -206,18 +206,18 @@ def test_layers_that_compute_otherwise_are_refused_by_name():
 
 
 def test_second_applications_are_refused():
-    (error,) = refused(apply_lora(Net(), [LAW], targets=["up"]), targets=["up"])
+    (error,) = refused(apply_lora(draw_module(Net), [LAW], targets=["up"]), targets=["up"])
     assert "already" in error.why
     assert error.where == "blocks.0.up and 1 more (Linear)"
 
 
 def test_adapters_need_different_names():
-    assert refused(Net(), adapters=[LAW, LAW])[0].code == "lora.adapters"
-    assert refused(Net(), adapters=[])[0].code == "lora.adapters"
+    assert refused(draw_module(Net), adapters=[LAW, LAW])[0].code == "lora.adapters"
+    assert refused(draw_module(Net), adapters=[])[0].code == "lora.adapters"
 
 
 def test_a_context_of_other_adapters_is_refused(x):
-    model = apply_lora(Net(), [LAW, MED], targets=["up"])
+    model = apply_lora(draw_module(Net), [LAW, MED], targets=["up"])
     with pytest.raises(RunError, match="1 adapters, but the model has 2"), use_adapters(LoRAContext.of([LAW], [0])):
         model(x)
 
@@ -230,7 +230,7 @@ def test_a_table_names_adapters_that_there_are(table):
 
 
 def test_a_table_around_a_jitted_function_is_refused_in_both_of_its_lives(x):
-    model = apply_lora(Net(), [LAW], targets=["up"])
+    model = apply_lora(draw_module(Net), [LAW], targets=["up"])
     forward = nnx.jit(lambda model, x: model(x))
     with pytest.raises(RunError, match="outside-jit"), use_adapters(LoRAContext.of([LAW], [0])):
         forward(model, x)

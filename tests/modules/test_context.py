@@ -1,10 +1,11 @@
 """One context, right by default: tables, dropout and steps."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from drawn_models import draw_module
 from flax import nnx
+from host_arrays import filled, normal, on_device
 
 from lorafusion_jax.errors import ConfigError, RunError
 from lorafusion_jax.modules import AdapterSpec, LoRAContext, apply_lora, use_adapters
@@ -14,14 +15,15 @@ DROPPING = [AdapterSpec(name="law", rank=2, alpha=4, dropout=0.5), AdapterSpec(n
 
 
 def model_of(specs, **more):
-    model = apply_lora(nnx.Dict(up=nnx.Linear(64, 4, rngs=nnx.Rngs(0)), **more), specs, targets="up")
-    model.up.lora_b[...] = jnp.ones_like(model.up.lora_b[...])
+    make = lambda: nnx.Dict(up=nnx.Linear(64, 4, rngs=nnx.Rngs(0)), **more)  # noqa: E731
+    model = apply_lora(draw_module(make), specs, targets="up")
+    model.up.lora_b[...] = filled(1.0, *model.up.lora_b.shape)
     return model
 
 
 @pytest.fixture(scope="module")
 def x():
-    return jax.random.normal(jax.random.key(0), (8, 6, 64))
+    return normal(0, (8, 6, 64))
 
 
 def run(model, x, specs, table=None, **options):
@@ -106,7 +108,7 @@ def test_dropout_is_drawn_from_the_step_for_adapters_that_have_it(x):
 
 def test_every_example_and_position_draws_its_own():
     model = model_of(DROPPING[:1])
-    same = jnp.broadcast_to(jax.random.normal(jax.random.key(1), (64,)), (8, 6, 64))
+    same = on_device(np.broadcast_to(normal(1, (64,)), (8, 6, 64)))
     rows = run(model, same, DROPPING[:1], only="law", step=1).reshape(48, 4)
     assert len({row.tobytes() for row in rows}) == 48
 
@@ -115,7 +117,8 @@ def test_examples_keep_their_draw_wherever_they_stand(x):
     model, order = model_of(DROPPING), np.array([3, 1, 7, 0, 2, 6, 5, 4])
     table = np.array([0, 1, 0, 0, 1, 0, 1, 0])
     first = run(model, x, DROPPING, table, step=1, examples=np.arange(100, 108))
-    moved = run(model, x[order], DROPPING, table[order], step=1, examples=np.arange(100, 108)[order])
+    x_moved, examples = on_device(np.asarray(x)[order]), np.arange(100, 108)[order]
+    moved = run(model, x_moved, DROPPING, table[order], step=1, examples=examples)
     np.testing.assert_allclose(moved, first[order], rtol=1e-6, atol=1e-6)
     assert (run(model, x, DROPPING, table, step=1)[table == 0] != first[table == 0]).any()
     with pytest.raises(RunError, match="examples has 3 entries"):
@@ -124,13 +127,15 @@ def test_examples_keep_their_draw_wherever_they_stand(x):
 
 def test_layers_draw_different_masks_of_equal_inputs(x):
     specs = [AdapterSpec(name="law", rank=2, alpha=4, dropout=0.5)]
-    pair = nnx.Dict(up=nnx.Linear(64, 4, rngs=nnx.Rngs(0)), down=nnx.Linear(64, 4, rngs=nnx.Rngs(0)))
+    layer = lambda: nnx.Linear(64, 4, rngs=nnx.Rngs(0))  # noqa: E731
+    pair = draw_module(lambda: nnx.Dict(up=layer(), down=layer()))
+    pair.down.kernel[...] = pair.up.kernel[...]
     model = apply_lora(pair, specs, targets=["up", "down"])
     model.down.lora_a[...] = model.up.lora_a[...]
     for layer in (model.up, model.down):
-        layer.lora_b[...] = jnp.ones_like(layer.lora_b[...])
+        layer.lora_b[...] = filled(1.0, *layer.lora_b.shape)
     with use_adapters(specs, only="law", step=0):
-        assert (model.up(x) != model.down(x)).any()
+        assert (np.asarray(model.up(x)) != np.asarray(model.down(x))).any()
     with use_adapters(specs, only="law", train=False):
         np.testing.assert_array_equal(model.up(x), model.down(x))
 
@@ -144,8 +149,8 @@ def test_the_step_may_be_traced_and_does_not_compile_again(x):
         with use_adapters(DROPPING, table, step=step):
             return model.up(x)
 
-    table = jnp.array([0, 1] * 4)
-    outputs = [forward(model, x, table, jnp.uint32(step)) for step in range(3)]
+    table = on_device([0, 1] * 4, np.int32)
+    outputs = [forward(model, x, table, on_device(step, np.uint32)) for step in range(3)]
     assert len(traces) == 1
     np.testing.assert_allclose(outputs[1], run(model, x, DROPPING, table, step=1), rtol=1e-6, atol=1e-6)
 
@@ -167,4 +172,4 @@ def test_ranks_of_a_microbatch_are_known_where_all_adapters_have_the_same():
         assert known == (100, 100)
         return LoRAContext.of(PLAIN, [0, 1, 1]).in_places(places).ranks
 
-    assert ranks(jnp.array([1, 0])).tolist() == [3, 2]
+    assert ranks(on_device([1, 0], np.int32)).tolist() == [3, 2]

@@ -1,32 +1,32 @@
 """Adapted layers under jax's transformations: gradients of each against formulas in float64, or refused by name."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from drawn_models import draw_module
 from flax import nnx
+from host_arrays import changed, filled, normal, on_device
 from jax.sharding import PartitionSpec as P
 
 from lorafusion_jax.errors import RunError
 from lorafusion_jax.modules import AdapterSpec, apply_lora, use_adapters
 
 SPECS = [AdapterSpec(name="law", rank=2, alpha=4), AdapterSpec(name="med", rank=3, alpha=3, seed=5)]
-TABLE = jnp.array([0, 1, 1, 0])
+TABLE = on_device([0, 1, 1, 0], np.int32)
 TOLERANCE = 1e-5  # relative to the largest value, float32: sums in another order
 
 
 @pytest.fixture(scope="module")
 def layer():
-    layer = apply_lora(nnx.Linear(8, 6, rngs=nnx.Rngs(0)), SPECS, targets=".*")
+    layer = apply_lora(draw_module(lambda: nnx.Linear(8, 6, rngs=nnx.Rngs(0))), SPECS, targets=".*")
     for index, spec in enumerate(SPECS):
-        b = jax.random.normal(jax.random.key(index), (spec.rank, 6))
-        layer.lora_b[...] = layer.lora_b[...].at[index, : spec.rank].set(b)
+        layer.lora_b[...] = changed(layer.lora_b[...], np.s_[index, : spec.rank], normal(index, (spec.rank, 6)))
     return layer
 
 
 @pytest.fixture(scope="module")
 def x():
-    return jax.random.normal(jax.random.key(3), (4, 5, 8))
+    return normal(3, (4, 5, 8))
 
 
 @pytest.fixture(scope="module")
@@ -111,17 +111,20 @@ def test_gradients_are_those_of_the_formula(form, layer, x, reference):
 
 def test_dropout_of_mapped_examples_is_that_of_the_batch_and_is_never_shared(x):
     specs = [AdapterSpec(name="law", rank=2, alpha=4, dropout=0.5)]
-    layer = apply_lora(nnx.Linear(8, 6, rngs=nnx.Rngs(0)), specs, targets=".*")
-    layer.lora_b[...] = jnp.ones_like(layer.lora_b[...])
-    same = jnp.broadcast_to(x[:1], x.shape)
+    layer = apply_lora(draw_module(lambda: nnx.Linear(8, 6, rngs=nnx.Rngs(0))), specs, targets=".*")
+    layer.lora_b[...] = filled(1.0, *layer.lora_b.shape)
+    same = on_device(np.broadcast_to(np.asarray(x)[:1], x.shape))
 
     def mask_of(x, number):
         with use_adapters(specs, only="law", step=3, examples=number):
             return layer(x)
 
-    rows = jax.vmap(mask_of)(same, jnp.arange(4))
-    with use_adapters(specs, jnp.zeros(4, jnp.int32), step=3):
-        np.testing.assert_allclose(rows, layer(same), rtol=1e-5, atol=1e-6)
+    def masks_of(x):
+        with use_adapters(specs, on_device(np.zeros(4, np.int32)), step=3):
+            return layer(x)
+
+    rows = jax.jit(jax.vmap(mask_of))(same, on_device(np.arange(4, dtype=np.int32)))
+    np.testing.assert_allclose(rows, jax.jit(masks_of)(same), rtol=1e-5, atol=1e-6)
     assert len({row.tobytes() for row in np.asarray(rows)}) == 4
 
     def careless(x):

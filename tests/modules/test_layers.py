@@ -7,7 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from drawn_models import draw_module
 from flax import nnx
+from host_arrays import filled, normal, on_device
 
 from lorafusion_jax.errors import ConfigError
 from lorafusion_jax.modules import AdapterSpec, apply_lora, lora_report, register_linear, use_adapters
@@ -15,7 +17,7 @@ from lorafusion_jax.modules import AdapterSpec, apply_lora, lora_report, registe
 LAW = AdapterSpec(name="law", rank=2, alpha=4)
 MED = AdapterSpec(name="med", rank=3, alpha=3, seed=5)
 SPECS = [LAW, MED]
-TABLE = jnp.array([0, 1, 1, 0])
+TABLE = on_device([0, 1, 1, 0], np.int32)
 
 
 class Einsum(nnx.Module):
@@ -76,13 +78,13 @@ def randomize(model, seed=0):
         for index in module.lora_plan.members:
             rank = SPECS[index].rank
             b[..., index, :rank, :] = rng.normal(size=b[..., index, :rank, :].shape)
-        module.lora_b[...] = jnp.asarray(b)
+        module.lora_b[...] = on_device(b)
     return model
 
 
 def merged(make, model, index):
     """The plain model with the weights of one adapter added in float64: what the layers must compute."""
-    plain = make()
+    plain = draw_module(make)
     for path, module in adapted(model).items():
         target = plain
         for part in path:
@@ -95,22 +97,22 @@ def merged(make, model, index):
         back = np.argsort([*linear.inside, *outside])
         moved = delta.transpose(*range(len(linear.stack)), *(len(linear.stack) + axis for axis in back))
         variable = getattr(target, linear.weight)
-        variable[...] = jnp.asarray(np.asarray(variable[...], np.float64) + moved, jnp.float32)
+        variable[...] = on_device(np.asarray(variable[...], np.float64) + moved, np.float32)
     return plain
 
 
 def check(make, *inputs, targets="all-linear", call=lambda model, *inputs: model(*inputs)):
     """A mixed batch equals each example in the model with its adapter merged."""
-    model = randomize(apply_lora(make(), SPECS, targets=targets))
+    model = randomize(apply_lora(draw_module(make), SPECS, targets=targets))
 
     @nnx.jit
     def forward(model, table, *inputs):
         with use_adapters(SPECS, table):
             return call(model, *inputs)
 
-    actual, plain = forward(model, TABLE, *inputs), nnx.jit(lambda model, *inputs: call(model, *inputs))
+    actual, plain = np.asarray(forward(model, TABLE, *inputs)), nnx.jit(lambda model, *inputs: call(model, *inputs))
     for index in range(2):
-        expected = plain(merged(make, model, index), *inputs)
+        expected = np.asarray(plain(merged(make, model, index), *inputs))
         rows = np.flatnonzero(np.asarray(TABLE) == index)
         # sums in another order in every layer; the CPU's matrix products differ by 1e-6
         np.testing.assert_allclose(actual[rows], expected[rows], rtol=1e-4, atol=2e-5)
@@ -119,7 +121,7 @@ def check(make, *inputs, targets="all-linear", call=lambda model, *inputs: model
 
 @pytest.fixture(scope="module")
 def x():
-    return jax.random.normal(jax.random.key(0), (4, 5, 8))
+    return normal(0, (4, 5, 8))
 
 
 class Attention(nnx.Module):
@@ -157,7 +159,7 @@ def test_the_output_head_takes_lora_when_it_is_named(x):
 def test_einsums_over_features(equation, kernel, bias, shape):
     check(
         lambda: nnx.Dict(mix=nnx.Einsum(equation, kernel, bias, rngs=nnx.Rngs(0))),
-        jax.random.normal(jax.random.key(1), shape),
+        normal(1, shape),
         call=lambda model, x: model.mix(x),
     )
 
@@ -165,13 +167,13 @@ def test_einsums_over_features(equation, kernel, bias, shape):
 def test_linear_general_over_inner_axes():
     check(
         lambda: nnx.Dict(mix=nnx.LinearGeneral((3, 2), (4, 2), axis=(1, 3), rngs=nnx.Rngs(0))),
-        jax.random.normal(jax.random.key(1), (4, 3, 5, 2)),
+        normal(1, (4, 3, 5, 2)),
         call=lambda model, x: model.mix(x),
     )
 
 
 def test_a_class_of_a_package_needs_one_line():
-    tokens = jax.random.randint(jax.random.key(2), (4, 6), 0, 32)
+    tokens = on_device(np.random.default_rng(2).integers(0, 32, (4, 6)), np.int32)
     model = check(lambda: Qwen3(nnx.Rngs(3)), tokens)
     assert len(adapted(model)) == 2 * 6
     assert isinstance(model.layers[0].q_proj, Einsum)
@@ -200,16 +202,21 @@ def test_experts_take_lora_if_a_target_names_them(x, shape):
             return self.mix(rows).reshape(*x.shape[:2], -1)
 
     with pytest.warns(UserWarning, match=r"mix \(Einsum\): a weight for each expert: .* name it"):
-        model = apply_lora(Experts(), SPECS, targets="all-linear")
+        model = apply_lora(draw_module(Experts), SPECS, targets="all-linear")
     assert {path[-1] for path in adapted(model)} == {"up"}
     assert "for each expert" in next(row.why for row in lora_report(model).skipped if row.path == "mix")
-    model = randomize(apply_lora(Experts(), SPECS, targets=["mix", "up"]))
+    model = randomize(apply_lora(draw_module(Experts), SPECS, targets=["mix", "up"]))
     assert model.mix.lora_a.shape == (*shape[:-2], 2, 8, 3)
-    table = jnp.repeat(TABLE, 5)  # an entry for each row of an expert
-    with use_adapters(SPECS, table):
-        y = model(x)
+    table = on_device(np.repeat(TABLE, 5))  # an entry for each row of an expert
+
+    @nnx.jit
+    def forward(model, x):
+        with use_adapters(SPECS, table):
+            return model(x)
+
+    y, plain = np.asarray(forward(model, x)), nnx.jit(lambda model, x: model(x))
     for index in range(2):
-        expected = merged(Experts, model, index)(x)
+        expected = np.asarray(plain(merged(Experts, model, index), x))
         rows = np.flatnonzero(np.asarray(TABLE) == index)
         np.testing.assert_allclose(y[rows], expected[rows], rtol=1e-4, atol=2e-5)
 
@@ -229,10 +236,10 @@ def test_a_class_that_nobody_registered_is_named_with_the_line_that_registers_it
 
     make = lambda: nnx.Dict(up=nnx.Linear(8, 8, rngs=nnx.Rngs(0)), mix=nnx.List([Plain(nnx.Rngs(n)) for n in (1, 2)]))  # noqa: E731
     with pytest.warns(UserWarning, match=r"mix\.0 and 1 more \(Plain\): not known to be linear") as caught:
-        apply_lora(make(), SPECS, targets="all-linear")
+        apply_lora(draw_module(make), SPECS, targets="all-linear")
     line = str(caught[0].message).partition("say so with ")[2].strip()
     with pytest.raises(ConfigError, match="register_linear"):
-        apply_lora(make(), SPECS, targets=r"mix\.\d")
+        apply_lora(draw_module(make), SPECS, targets=r"mix\.\d")
     exec(line, {"register_linear": register_linear, "Plain": Plain})  # as a user pastes it
     try:
         check(make, x, call=lambda model, x: model.mix[1](model.mix[0](model.up(x))))
@@ -246,11 +253,11 @@ def test_a_call_that_differs_from_what_was_registered_is_refused(x):
             return super().__call__(x) + jnp.sum(self.w[...])
 
     register_linear(Twice, weight="w", equation="btd,df->btf")
-    model = apply_lora(Twice("btd,df->btf", (8, 4), rngs=nnx.Rngs(0)), [LAW], targets="all-linear")
+    model = apply_lora(draw_module(lambda: Twice("btd,df->btf", (8, 4), rngs=nnx.Rngs(0))), [LAW], targets="all-linear")
     with pytest.raises(ConfigError, match="more with the weight than one product"):
         model(x)
     register_linear(Twice, weight="w", equation="btf,df->btd")
-    other = apply_lora(Twice("btd,df->btf", (8, 4), rngs=nnx.Rngs(0)), [LAW], targets="all-linear")
+    other = apply_lora(draw_module(lambda: Twice("btd,df->btf", (8, 4), rngs=nnx.Rngs(0))), [LAW], targets="all-linear")
     with pytest.raises(ConfigError, match=r"sums over axes \(0,\) of the weight, not \(1,\)"):
         other(x)
 
@@ -265,7 +272,7 @@ def test_a_class_with_its_own_arithmetic_computes_what_merged_weights_would(x):
 
 def test_computes_in_the_type_of_the_layer(x):
     make = lambda: nnx.Dict(up=nnx.Linear(8, 4, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))  # noqa: E731
-    model = apply_lora(make(), [LAW], targets="up")
+    model = apply_lora(draw_module(make), [LAW], targets="up")
     assert model.up(x).dtype == jnp.bfloat16
     assert model.up.lora_a.dtype == jnp.float32
 
@@ -281,8 +288,9 @@ def test_a_layer_with_a_precision(x, precision):
 
 
 def test_an_algorithm_for_the_product_is_refused_by_name(x):
-    layer = nnx.Linear(8, 4, precision=jax.lax.DotAlgorithmPreset.TF32_TF32_F32, rngs=nnx.Rngs(0))
-    model = apply_lora(nnx.Dict(up=layer), [LAW], targets="up")
+    precision = jax.lax.DotAlgorithmPreset.TF32_TF32_F32
+    make = lambda: nnx.Dict(up=nnx.Linear(8, 4, precision=precision, rngs=nnx.Rngs(0)))  # noqa: E731
+    model = apply_lora(draw_module(make), [LAW], targets="up")
     with pytest.raises(ConfigError, match=r"at up: .*precision=TF32_TF32_F32|TF32_TF32_F32"):
         model.up(x)
 
@@ -291,23 +299,22 @@ def test_an_algorithm_for_the_product_is_refused_by_name(x):
 def test_half_operands_with_sums_that_stay_in_float32(x, options):
     """The result keeps what a rounding to bfloat16 would lose, and so does its merged model."""
     dtype = {"dtype": jnp.bfloat16} if "dot_general" not in options else {}
-    layer = nnx.Linear(8, 4, use_bias=False, **dtype, **options, rngs=nnx.Rngs(0))
-    model = randomize(apply_lora(nnx.Dict(up=layer), SPECS, targets="up"))
-    with use_adapters(SPECS, TABLE):
-        y = model.up(x)
+    make = lambda: nnx.Dict(up=nnx.Linear(8, 4, use_bias=False, **dtype, **options, rngs=nnx.Rngs(0)))  # noqa: E731
+    model = randomize(apply_lora(draw_module(make), SPECS, targets="up"))
+    y = nnx.jit(call_with)(model, x)
     a, b, w, rows = (
-        np.asarray(jnp.asarray(leaf, jnp.bfloat16), np.float64)
+        np.asarray(np.asarray(leaf, jnp.bfloat16), np.float64)
         for leaf in (model.up.lora_a[...], model.up.lora_b[...], model.up.kernel[...], x)
     )
     s = np.einsum("btk,bkr->btr", rows, a[np.asarray(TABLE)])
-    s = np.asarray(jnp.asarray(s, jnp.bfloat16), np.float64)  # S is kept in the type of x
+    s = np.asarray(np.asarray(s, jnp.bfloat16), np.float64)  # S is kept in the type of x
     scale = np.asarray([spec.scale for spec in SPECS])[np.asarray(TABLE), None, None]
     want = rows @ w + scale * np.einsum("btr,brn->btn", s, b[np.asarray(TABLE)])
     assert y.dtype == jnp.float32
     # a sum of bfloat16 products in float32; rounded to bfloat16 it would differ by 2e-3
     np.testing.assert_allclose(y, want, rtol=0, atol=1e-4 * np.abs(want).max())
     wrt = nnx.DiffState(0, nnx.LoRAParam)
-    grads = nnx.grad(lambda model: jnp.sum(jnp.sin(call_with(model, x))), argnums=wrt)(model)
+    grads = nnx.jit(nnx.grad(lambda model: jnp.sum(jnp.sin(call_with(model, x))), argnums=wrt))(model)
     assert np.asarray(grads["up"]["lora_a"][...]).any()
 
 
@@ -320,7 +327,8 @@ def test_a_product_that_rounds_its_weight_is_refused_by_name(x):
     def rounded(x, w, dims, **options):
         return jax.lax.dot_general(x, jnp.round(w * 8) / 8, dims)
 
-    model = apply_lora(nnx.Dict(up=nnx.Linear(8, 4, dot_general=rounded, rngs=nnx.Rngs(0))), [LAW], targets="up")
+    make = lambda: nnx.Dict(up=nnx.Linear(8, 4, dot_general=rounded, rngs=nnx.Rngs(0)))  # noqa: E731
+    model = apply_lora(draw_module(make), [LAW], targets="up")
     with pytest.raises(ConfigError, match=r"more with the weight than one product \(mul\)"):
         model.up(x)
 
@@ -356,7 +364,7 @@ class MLP(nnx.Module):
 def test_layers_stacked_by_vmap_and_run_by_scan(x):
     model = check(Deep, x)
     assert model.layers.up.lora_a.shape == (3, 2, 8, 3)
-    first, second = model.layers.up.lora_a[...][:2]
+    first, second = np.asarray(model.layers.up.lora_a[...])[:2]
     assert (first != second).any()
     assert lora_report(model).adapted[0].layers == 3
 
@@ -364,7 +372,7 @@ def test_layers_stacked_by_vmap_and_run_by_scan(x):
 def test_stacked_layers_draw_different_dropout(x):
     """With equal weights in all layers, equal masks would give equal layers."""
     specs = [AdapterSpec(name="law", rank=2, alpha=4, dropout=0.5, targets=("up",))]
-    model = apply_lora(Deep(), specs)
+    model = apply_lora(draw_module(Deep), specs)
     sites = model.layers.up.lora_site[...]
     assert len(set(np.asarray(sites).tolist())) == 3
 
@@ -373,15 +381,15 @@ def test_stacked_layers_draw_different_dropout(x):
         with use_adapters(specs, only="law", step=step):
             return model(x)
 
-    model.layers.up.lora_b[...] = jnp.ones_like(model.layers.up.lora_b[...])
-    before = forward(model, x, 1)
-    model.layers.up.lora_site[...] = sites[::-1]
-    assert (forward(model, x, 1) != before).any()
+    model.layers.up.lora_b[...] = filled(1.0, *model.layers.up.lora_b.shape)
+    before = np.asarray(forward(model, x, 1))
+    model.layers.up.lora_site[...] = on_device(np.asarray(sites)[::-1])
+    assert (np.asarray(forward(model, x, 1)) != before).any()
 
 
 def test_gradients_of_all_leaves_agree_with_the_slope():
-    tokens = jax.random.randint(jax.random.key(2), (4, 6), 0, 32)
-    model = randomize(apply_lora(Qwen3(nnx.Rngs(3)), SPECS, targets="all-linear"))
+    tokens = on_device(np.random.default_rng(2).integers(0, 32, (4, 6)), np.int32)
+    model = randomize(apply_lora(draw_module(lambda: Qwen3(nnx.Rngs(3))), SPECS, targets="all-linear"))
     graph, lora, frozen = nnx.split(model, nnx.LoRAParam, ...)
 
     @jax.jit
@@ -406,8 +414,8 @@ def test_gradients_of_all_leaves_agree_with_the_slope():
 
 
 def test_trains_under_nnx_optimizer():
-    tokens = jax.random.randint(jax.random.key(2), (4, 6), 0, 32)
-    model = apply_lora(Qwen3(nnx.Rngs(3)), SPECS, targets="all-linear")
+    tokens = on_device(np.random.default_rng(2).integers(0, 32, (4, 6)), np.int32)
+    model = apply_lora(draw_module(lambda: Qwen3(nnx.Rngs(3))), SPECS, targets="all-linear")
     optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.LoRAParam)
 
     @nnx.jit
@@ -434,26 +442,31 @@ def test_two_compiled_functions_over_one_rematerialised_block(x):
         def __call__(self, x):
             return nnx.remat(MLP.__call__)(self.mlp, x)
 
-    model = randomize(apply_lora(Remat(), SPECS, targets="all-linear"))
+    model = randomize(apply_lora(draw_module(Remat), SPECS, targets="all-linear"))
 
     def forward(model, x, table):
         with use_adapters(SPECS, table):
             return model(x)
 
     first = nnx.jit(forward)(model, x, TABLE)
-    second = nnx.jit(lambda *inputs: forward(*inputs) + 0)(model, x, 1 - TABLE)
-    with use_adapters(SPECS, TABLE):
-        np.testing.assert_allclose(first, model.mlp(x), rtol=1e-5, atol=1e-5)
-    with use_adapters(SPECS, 1 - TABLE):
-        np.testing.assert_allclose(second, model.mlp(x), rtol=1e-5, atol=1e-5)
+    other = on_device(1 - np.asarray(TABLE))
+    second = nnx.jit(lambda *inputs: forward(*inputs) + 0)(model, x, other)
+
+    @nnx.jit
+    def without_remat(model, x, table):
+        with use_adapters(SPECS, table):
+            return model.mlp(x)
+
+    np.testing.assert_allclose(first, without_remat(model, x, TABLE), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(second, without_remat(model, x, other), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("pattern", "count"), [("layers.*.q_proj", 2), (r"layers\.\d\.(q|k)_proj", 4), ("*_proj", 12)])
 def test_targets_by_glob_or_regular_expression(pattern, count):
-    assert len(adapted(apply_lora(Qwen3(nnx.Rngs(0)), [LAW], targets=pattern))) == count
+    assert len(adapted(apply_lora(draw_module(lambda: Qwen3(nnx.Rngs(0))), [LAW], targets=pattern))) == count
 
 
 def test_a_pattern_that_matches_nothing_lists_near_misses():
     with pytest.raises(ConfigError, match=r"did you mean 'q_proj'") as caught:
-        apply_lora(Qwen3(nnx.Rngs(0)), [LAW], targets=["q_prj"])
+        apply_lora(draw_module(lambda: Qwen3(nnx.Rngs(0))), [LAW], targets=["q_prj"])
     assert caught.value.code == "lora.unknown-target"

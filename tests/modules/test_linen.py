@@ -4,7 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from drawn_models import draw_params
 from flax import linen as nn
+from host_arrays import changed, normal, on_device
 
 from lorafusion_jax.errors import ConfigError, RunError
 from lorafusion_jax.modules import AdapterSpec, LinenLoRA
@@ -12,7 +14,7 @@ from lorafusion_jax.modules import AdapterSpec, LinenLoRA
 LAW = AdapterSpec(name="law", rank=2, alpha=4)
 MED = AdapterSpec(name="med", rank=4, alpha=4, seed=5)
 SPECS = [LAW, MED]
-TABLE = jnp.array([0, 1, 1, 0])
+TABLE = on_device([0, 1, 1, 0], np.int32)
 
 
 class Mix(nn.Module):
@@ -37,12 +39,12 @@ class Net(nn.Module):
 
 @pytest.fixture(scope="module")
 def x():
-    return jax.random.normal(jax.random.key(0), (4, 5, 8))
+    return normal(0, (4, 5, 8))
 
 
 @pytest.fixture(scope="module")
 def params(x):
-    return Net().init(jax.random.key(1), x)["params"]
+    return draw_params(Net(), x)
 
 
 def make(params, x, specs=SPECS, **more):
@@ -54,7 +56,7 @@ def make(params, x, specs=SPECS, **more):
         b = np.zeros(leaf.shape, np.float32)
         for index, spec in enumerate(specs):
             b[index, : spec.rank] = rng.normal(size=b[index, : spec.rank].shape)
-        return jnp.asarray(b) if path[-1].key == "lora_b" else leaf
+        return on_device(b) if path[-1].key == "lora_b" else leaf
 
     return lora, jax.tree_util.tree_map_with_path(fill, adapters)
 
@@ -66,6 +68,11 @@ def apply(lora, params, adapters, x, table=TABLE, **options):
             return Net().apply({"params": params, "LoRAParam": adapters}, x)
 
     return forward(adapters, table)
+
+
+@jax.jit
+def plain(params, x):
+    return Net().apply({"params": params}, x)
 
 
 def test_every_adapter_has_its_own_rank(params, x):
@@ -83,7 +90,7 @@ def test_all_linear_reaches_attention_and_own_modules_but_not_the_head(params, x
 
 def test_a_mixed_batch_equals_merged_weights(params, x):
     lora, adapters = make(params, x)
-    actual = apply(lora, params, adapters, x)
+    actual = np.asarray(apply(lora, params, adapters, x))
     inside = {"query": 1, "key": 1, "value": 1, "out": 2, "up": 1, "down": 1}
     for index, spec in enumerate(SPECS):
         flat = {tuple(part.key for part in path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
@@ -97,7 +104,7 @@ def test_a_mixed_batch_equals_merged_weights(params, x):
             else:
                 assert len(weight.shape) > inside[path[-1]]
                 delta = delta.reshape(weight.shape)
-            flat[*path, name] = jnp.asarray(weight + delta, jnp.float32)
+            flat[*path, name] = on_device(weight + delta, np.float32)
         tree = {}
         for path, leaf in flat.items():
             node = tree
@@ -106,7 +113,7 @@ def test_a_mixed_batch_equals_merged_weights(params, x):
             node[path[-1]] = leaf
         rows = np.flatnonzero(np.asarray(TABLE) == index)
         # sums in another order in six layers
-        np.testing.assert_allclose(actual[rows], Net().apply({"params": tree}, x)[rows], rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(actual[rows], np.asarray(plain(tree, x))[rows], rtol=1e-4, atol=1e-4)
 
 
 def test_rank_padding_gets_no_gradient_and_stays_zero(params, x):
@@ -115,7 +122,7 @@ def test_rank_padding_gets_no_gradient_and_stays_zero(params, x):
     def loss(adapters):
         return jnp.sum(apply(lora, params, adapters, x) ** 2)
 
-    grads = jax.grad(loss)(adapters)
+    grads = jax.device_get(jax.jit(jax.grad(loss))(adapters))
     assert grads["up"]["lora_a"][0, :, :2].any()
     assert not grads["up"]["lora_a"][0, :, 2:].any()
     assert not grads["up"]["lora_b"][0, 2:].any()
@@ -125,19 +132,22 @@ def test_checkpoints_of_the_base_load_unchanged(params, x):
     fresh = LinenLoRA(SPECS, targets="all-linear", modules=[(Mix, "w")])
     adapters = fresh.init(Net(), {"params": params}, x)
     # B is zero: what the base computes, up to the order of sums
-    np.testing.assert_allclose(apply(fresh, params, adapters, x), Net().apply({"params": params}, x), atol=1e-5)
+    np.testing.assert_allclose(apply(fresh, params, adapters, x), plain(params, x), atol=1e-5)
 
 
 def test_dropout_needs_a_step_and_follows_it(params, x):
     specs = [AdapterSpec(name="law", rank=2, alpha=4, dropout=0.5)]
     lora, adapters = make(params, x, specs)
-    table = jnp.zeros(4, jnp.int32)
+    table = on_device(np.zeros(4, np.int32))
     with pytest.raises(ConfigError, match=r"dropout=0\.5"):
         apply(lora, params, adapters, x, table)
-    still, first, again, two = (
-        np.asarray(apply(lora, params, adapters, x, table, **options))
-        for options in ({"train": False}, {"step": 1}, {"step": 1}, {"step": 2})
-    )
+
+    @jax.jit
+    def at_step(step):
+        return apply(lora, params, adapters, x, table, step=step)
+
+    first, again, two = (np.asarray(at_step(step)) for step in (1, 1, 2))
+    still = np.asarray(apply(lora, params, adapters, x, table, train=False))
     np.testing.assert_array_equal(first, again)
     assert (first != two).all()
     assert (first != still).all()
@@ -156,10 +166,9 @@ def test_a_target_that_matches_nothing_names_the_layers(params, x):
 
 def test_merged_parameters_compute_what_the_adapter_computes(params, x):
     lora, adapters = make(params, x)
-    with lora.use(only="med"):
-        expected = Net().apply({"params": params, "LoRAParam": adapters}, x)
+    expected = apply(lora, params, adapters, x, None, only="med")
     merged = lora.merge(Net(), {"params": params}, adapters, "med", x)
-    np.testing.assert_allclose(Net().apply({"params": merged}, x), expected, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(plain(merged, x), expected, rtol=1e-4, atol=1e-4)
     assert jax.tree.structure(merged) == jax.tree.structure(params)
     with pytest.raises(ConfigError, match=r"lora\.unknown-adapter"):
         lora.merge(Net(), {"params": params}, adapters, "mde", x)
@@ -194,8 +203,8 @@ class Named(nn.Module):
 
 
 def test_a_head_applied_to_shared_weights_is_left_out():
-    tokens = jnp.zeros((4, 3), jnp.int32)
-    params = Tied().init(jax.random.key(0), tokens)["params"]
+    tokens = on_device(np.zeros((4, 3), np.int32))
+    params = draw_params(Tied(), tokens)
     lora = LinenLoRA(SPECS, targets="all-linear", modules=[(Named, lambda module: module.weight_name)])
     adapters = lora.init(Tied(), {"params": params}, tokens)
     assert list(adapters) == ["mix"]
@@ -217,11 +226,11 @@ class Gated(nn.Module):
 
 
 def test_modules_that_share_a_scope_have_adapters_each(x):
-    params = Gated().init(jax.random.key(0), x)["params"]
+    params = draw_params(Gated(), x)
     lora = LinenLoRA(SPECS, targets=["out"], modules=[(Named, lambda module: module.weight_name)])
     adapters = lora.init(Gated(), {"params": params}, x)
     assert list(adapters) == ["out"]
-    adapters["out"]["lora_b"] = adapters["out"]["lora_b"].at[0, :2].set(0.5)
+    adapters["out"]["lora_b"] = changed(adapters["out"]["lora_b"], np.s_[0, :2], 0.5)
     with lora.use(only="law"):
         y = Gated().apply({"params": params, "LoRAParam": adapters}, x)
     a, b = adapters["out"]["lora_a"][0], adapters["out"]["lora_b"][0]
@@ -242,16 +251,17 @@ class Jitted(nn.Module):
 
 
 def test_a_model_that_jits_itself_never_keeps_another_table(x):
-    params = Jitted().init(jax.random.key(0), x)["params"]
+    params = draw_params(Jitted(), x)
     lora = LinenLoRA(SPECS, targets="all-linear")
     adapters = lora.init(Jitted(), {"params": params}, x)
-    adapters["up"]["lora_b"] = adapters["up"]["lora_b"].at[0, :2].set(0.5)
+    adapters["up"]["lora_b"] = changed(adapters["up"]["lora_b"], np.s_[0, :2], 0.5)
 
     def outputs(adapters, table):
         with lora.use(table):
             return Jitted().apply({"params": params, "LoRAParam": adapters}, x)
 
-    first, law = (jax.jit(outputs)(adapters, jnp.full(4, number)) for number in (1, 0))
+    jitted = jax.jit(outputs)
+    first, law = (np.asarray(jitted(adapters, on_device([number] * 4, np.int32))) for number in (1, 0))
     np.testing.assert_allclose(first, Jitted().apply({"params": params}, x), rtol=1e-5, atol=1e-6)
     assert np.abs(law - first).max() > 0.1
     grads = jax.jit(jax.grad(lambda adapters: outputs(adapters, TABLE).sum()))(adapters)

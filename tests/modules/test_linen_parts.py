@@ -8,7 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from drawn_models import draw_params
 from flax import linen as nn
+from host_arrays import filled, normal, on_device
 
 import lorafusion_jax as lf
 from lorafusion_jax import AdapterSpec, LinenLoRA
@@ -18,8 +20,8 @@ SPECS = [
     AdapterSpec(name="law", rank=8, alpha=16, dropout=0.3, seed=1),
     AdapterSpec(name="med", rank=3, alpha=6, dropout=0.1, seed=2),
 ]
-X = jnp.asarray(np.random.default_rng(7).normal(size=(4, 5, 6)), jnp.float32)
-TABLE = jnp.array([0, 1, 1, 0])
+X = normal(7, (4, 5, 6))
+TABLE = on_device([0, 1, 1, 0], np.int32)
 
 
 class ThreeInOne(nn.Module):
@@ -55,7 +57,7 @@ class Odd(nn.Module):
 
 
 def setup(model, names, targets="all-linear"):
-    params = model.init(jax.random.key(0), X)["params"]
+    params = draw_params(model, X)
     lora = LinenLoRA(SPECS, targets=targets, modules=[(type(model), names)])
     adapters, draw = lora.init(model, {"params": params}, X), np.random.default_rng(3)
     for spec in SPECS:
@@ -66,8 +68,12 @@ def setup(model, names, targets="all-linear"):
 
 
 def run(lora, model, params, adapters, table=None, **options):
-    with lora.use(table, **options):
-        return model.apply({"params": params, "LoRAParam": adapters}, X)
+    @jax.jit
+    def forward(adapters):
+        with lora.use(table, **options):
+            return model.apply({"params": params, "LoRAParam": adapters}, X)
+
+    return np.asarray(forward(adapters))
 
 
 @pytest.mark.parametrize("loop", [False, True])
@@ -77,9 +83,10 @@ def test_each_part_has_an_adapter_of_its_own(loop):
     assert adapters["mixed"]["lora_a"].shape == (3, 2, 6, 8)
     assert adapters["back"]["lora_b"].shape == (2, 8, 6)
     merged = lora.merge(model, {"params": params}, adapters, "med", X)
+    adapters, params = jax.device_get((adapters, params))
     for part in range(3):
         low_rank = adapters["mixed"]["lora_a"][part, 1, :, :3] @ adapters["mixed"]["lora_b"][part, 1, :3]
-        np.testing.assert_allclose(merged["mixed"][part] - params["mixed"][part], 2 * low_rank, atol=1e-5)
+        np.testing.assert_allclose(np.asarray(merged["mixed"])[part] - params["mixed"][part], 2 * low_rank, atol=1e-5)
     alone = run(lora, model, params, adapters, only="med", train=False)
     np.testing.assert_allclose(model.apply({"params": merged}, X), alone, atol=1e-4)
     joint = run(lora, model, params, adapters, TABLE, train=False)
@@ -89,12 +96,12 @@ def test_each_part_has_an_adapter_of_its_own(loop):
 def test_parts_draw_dropout_of_their_own_and_the_same_in_every_mixture():
     model = ThreeInOne()
     lora, params, adapters = setup(model, ("mixed", "back"))
-    options = {"step": jnp.uint32(4), "examples": jnp.arange(4)}
+    options = {"step": on_device(4, np.uint32), "examples": on_device(np.arange(4), np.int32)}
     joint = run(lora, model, params, adapters, TABLE, **options)
-    alone = run(lora, model, params, adapters, jnp.zeros(4, int), **options)
-    np.testing.assert_allclose(joint[TABLE == 0], alone[TABLE == 0], atol=1e-5)
+    alone = run(lora, model, params, adapters, on_device(np.zeros(4, np.int32)), **options)
+    np.testing.assert_allclose(joint[np.asarray(TABLE) == 0], alone[np.asarray(TABLE) == 0], atol=1e-5)
     # Equal matrices and adapters: what differs between x @ first and x @ third is their dropout alone.
-    same = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf[:1], leaf.shape), adapters["mixed"])
+    same = jax.tree.map(lambda leaf: np.broadcast_to(np.asarray(leaf)[:1], leaf.shape), adapters["mixed"])
 
     class Watched(ThreeInOne):
         @nn.compact
@@ -102,7 +109,7 @@ def test_parts_draw_dropout_of_their_own_and_the_same_in_every_mixture():
             mixed = self.param("mixed", nn.initializers.lecun_normal(in_axis=-2), (3, 6, 10))
             return jnp.stack([x @ mixed[0], x @ mixed[1], x @ mixed[2]])
 
-    params = {"mixed": jnp.broadcast_to(params["mixed"][:1], (3, 6, 10))}
+    params = {"mixed": on_device(np.broadcast_to(np.asarray(params["mixed"])[:1], (3, 6, 10)))}
     lora = LinenLoRA(SPECS, targets="all-linear", modules=[(Watched, "mixed")])
     lora.init(Watched(), {"params": params}, X)
     seen = run(lora, Watched(), params, same, TABLE, **options)
@@ -133,7 +140,7 @@ def test_peft_folders_name_the_parts(tmp_path):
     model = ThreeInOne()
     lora, _, adapters = setup(model, ("mixed", "back"))
     lf.save_peft(lora.hold(adapters), "law", tmp_path / "law")
-    held = lora.hold(jax.tree.map(jnp.zeros_like, adapters))
+    held = lora.hold(jax.tree.map(lambda leaf: filled(0.0, *leaf.shape), adapters))
     lf.load_peft(held, "law", tmp_path / "law")
     for key, array in lora.adapter_arrays(held.tree(), "law").items():
         np.testing.assert_array_equal(array, lora.adapter_arrays(adapters, "law")[key])
@@ -160,7 +167,7 @@ def test_the_warning_prints_the_line_that_adapts_the_module():
         def __call__(self, x):
             return nn.Dense(6)(ThreeInOne()(x))
 
-    params = Outer().init(jax.random.key(0), X)["params"]
+    params = draw_params(Outer(), X)
     with pytest.warns(UserWarning, match=r'modules=\[\(ThreeInOne, \("back", "mixed"\)\)\]'):
         LinenLoRA(SPECS, targets="all-linear").init(Outer(), {"params": params}, X)
     lora = LinenLoRA(SPECS, targets="all-linear", modules=[(ThreeInOne, ("mixed", "back"))])

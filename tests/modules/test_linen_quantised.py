@@ -4,8 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from drawn_models import draw_params
 from flax import linen as nn
 from flax.errors import ScopeParamShapeError
+from host_arrays import normal
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -36,12 +38,12 @@ class Net(nn.Module):
 
 
 IN_AXES = {"query": 1, "out": 2, "up": 1}  # of a kernel, its first ones
-X = jnp.asarray(np.random.default_rng(0).normal(size=(4, 5, 64)), jnp.float32)
+X = normal(0, (4, 5, 64))
 
 
 @pytest.fixture(scope="module")
 def params():
-    return Net().init(jax.random.key(1), X)["params"]
+    return draw_params(Net(), X)
 
 
 @pytest.fixture(scope="module")
@@ -53,22 +55,27 @@ def lora():
 def adapters(lora, params):
     drawn = lora.init(Net(), {"params": params}, X)
     for number, name in enumerate(("query", "mix")):  # B is zero at first
-        drawn[name]["lora_b"] = jax.random.normal(jax.random.key(number), drawn[name]["lora_b"].shape) / 8
+        drawn[name]["lora_b"] = normal(number, drawn[name]["lora_b"].shape, 1 / 8)
     return drawn
 
 
 def rounded(params, kind):
     """The same tree with arrays that have the values of the stored weights."""
 
-    def values(matrix):
+    @jax.jit
+    def stored(matrix):
         return KINDS[kind].dequantise(KINDS[kind].quantise(matrix), jnp.float32)
 
+    def values(matrix):
+        return np.asarray(stored(matrix))
+
+    params = jax.device_get(params)
     tree = {name: dict(layer) for name, layer in params.items()}
     for name, count in IN_AXES.items():
         kernel = params[name]["kernel"]
         tree[name]["kernel"] = values(kernel.reshape(np.prod(kernel.shape[:count]), -1)).reshape(kernel.shape)
     tree["mix"]["w"] = values(params["mix"]["w"].T).T
-    return tree
+    return jax.device_put(tree)
 
 
 def outputs_and_gradients(lora, params, adapters):
@@ -110,8 +117,9 @@ def test_the_given_parameters_do_not_change(lora, params):
 
 def test_weights_on_a_mesh_are_stored_there(lora, params):
     mesh = jax.make_mesh((2,), ("tensor",))
-    whole = jax.device_put(params, NamedSharding(mesh, P()))
-    whole["query"]["kernel"] = jax.device_put(params["query"]["kernel"], NamedSharding(mesh, P(None, "tensor")))
+    whole = jax.device_put(jax.device_get(params), NamedSharding(mesh, P()))
+    kernel = np.asarray(params["query"]["kernel"])
+    whole["query"]["kernel"] = jax.device_put(kernel, NamedSharding(mesh, P(None, "tensor")))
     stored = lora.quantize_base(Net(), {"params": whole}, "nf4", X)["query"]["kernel"]
     assert stored.arrays["codes"].sharding.spec == P("tensor", None)
     assert stored.arrays["first_block"].sharding.spec == P("tensor")
@@ -121,7 +129,7 @@ def test_misuse_is_refused_by_name(lora, params, adapters):
     stored = lora.quantize_base(Net(), {"params": params}, "int8", X)
     with pytest.raises(ConfigError) as caught:
         lora.quantize_base(Net(), {"params": stored}, "int8", X)
-    assert (caught.value.code, caught.value.where) == ("lora.quantized", "query")
+    assert (caught.value.code, caught.value.where) == ("lora.quantized", "mix")  # the first of the tree
     with pytest.raises(ConfigError) as caught:
         lora.merge(Net(), {"params": stored}, adapters, "law", X)
     assert caught.value.code == "lora.merge-quantized"

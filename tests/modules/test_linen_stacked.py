@@ -5,8 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from drawn_models import draw_params
 from flax import linen as nn
 from flax.core import freeze
+from host_arrays import filled, normal, on_device
 from safetensors.numpy import load_file
 
 import lorafusion_jax as lf
@@ -17,7 +19,7 @@ from lorafusion_jax.optim.per_adapter import active_adapters, per_adapter
 LAW = AdapterSpec(name="law", rank=2, alpha=4)
 MED = AdapterSpec(name="med", rank=3, alpha=3, seed=5)
 SPECS = [LAW, MED]
-TABLE = jnp.array([0, 1, 1, 0])
+TABLE = on_device([0, 1, 1, 0], np.int32)
 D, VOCABULARY = 8, 40
 
 
@@ -73,12 +75,12 @@ MODEL = Model()
 
 @pytest.fixture(scope="module")
 def tokens():
-    return jax.random.randint(jax.random.key(0), (4, 5), 0, VOCABULARY)
+    return on_device(np.random.default_rng(0).integers(0, VOCABULARY, (4, 5)), np.int32)
 
 
 @pytest.fixture(scope="module")
 def params(tokens):
-    return MODEL.init(jax.random.key(1), tokens)["params"]
+    return draw_params(MODEL, tokens)
 
 
 @pytest.fixture(scope="module")
@@ -103,14 +105,19 @@ def outputs(lora, params, adapters, tokens, **options):
     return forward(adapters)
 
 
+@jax.jit
+def plain(params, tokens):
+    return MODEL.apply({"params": params}, tokens)
+
+
 def test_a_mixed_batch_computes_what_merged_parameters_compute(lora, params, tokens):
     lora, adapters = lora
     assert adapters["layers"]["attention"]["query"]["lora_a"].shape == (3, 2, D, 3)
     assert adapters["layers"]["experts"]["wide"]["lora_b"].shape == (3, 2, 2, 3, D)
-    mixed = outputs(lora, params, adapters, tokens, table=TABLE)
+    mixed = np.asarray(outputs(lora, params, adapters, tokens, table=TABLE))
     for number, spec in enumerate(SPECS):
         merged = lora.merge(MODEL, {"params": params}, adapters, spec.name, tokens)
-        expected = MODEL.apply({"params": merged}, tokens)
+        expected = np.asarray(plain(merged, tokens))
         rows = np.flatnonzero(np.asarray(TABLE) == number)
         np.testing.assert_allclose(mixed[rows], expected[rows], rtol=1e-4, atol=1e-4)  # sums in another order
         alone, its_tree = lora.only_adapter(adapters, spec.name)
@@ -167,19 +174,19 @@ def test_each_adapter_has_its_own_optimizer_and_its_own_dropout_in_each_layer(pa
         updates, state = optimizer.update(grads, state, adapters, active=active_adapters(table, 2))
         return optax.apply_updates(adapters, updates), state, value, grads
 
-    after, _, value, grads = step(adapters, optimizer.init(adapters), jnp.zeros(4, jnp.int32), 1)
+    after, _, value, grads = step(adapters, optimizer.init(adapters), on_device(np.zeros(4, np.int32)), 1)
     arrays = lora.adapter_arrays(after, "med")
     for key, array in lora.adapter_arrays(adapters, "med").items():
         np.testing.assert_array_equal(arrays[key], array)
     assert all(np.asarray(grads["layers"]["mix"]["lora_b"][layer, 0]).any() for layer in range(3))
     # equal layers with equal inputs would have equal gradients if they drew equal masks
-    again = step(adapters, optimizer.init(adapters), jnp.zeros(4, jnp.int32), 1)
+    again = step(adapters, optimizer.init(adapters), on_device(np.zeros(4, np.int32)), 1)
     np.testing.assert_array_equal(again[2], value)
 
 
 def test_adapters_are_saved_and_loaded_in_every_format(lora, params, tokens, tmp_path):
     lora, adapters = lora
-    empty = jax.tree.map(jnp.zeros_like, adapters)
+    empty = jax.tree.map(lambda leaf: filled(0.0, *leaf.shape), adapters)
     before = lora.adapter_arrays(adapters, "med")
     lora.save_adapter(adapters, "med", tmp_path / "own")
     lf.save_peft(lora.hold(adapters), "med", tmp_path / "peft", base_name="org/base")
@@ -228,8 +235,8 @@ class Block(nn.Module):
 
 
 def test_layers_stacked_along_another_axis_are_refused_by_name():
-    x = jnp.ones((2, D))
-    params = Second().init(jax.random.key(0), x)["params"]
+    x = filled(1.0, 2, D)
+    params = draw_params(Second(), x)
     with pytest.raises(ConfigError, match=r"at its first axes|not along its first axes") as caught:
         LinenLoRA(SPECS, targets="all-linear").init(Second(), {"params": params}, x)
     assert "layers.up" in str(caught.value)
@@ -262,8 +269,8 @@ class Mixtures(nn.Module):
 
 def test_experts_take_lora_if_a_target_names_them(tmp_path):
     """Each expert has an adapter of its own, in a layer of a scan and beside it."""
-    model, x = Mixtures(), jax.random.normal(jax.random.key(4), (4, 5, D))
-    params = model.init(jax.random.key(1), x)["params"]
+    model, x = Mixtures(), normal(4, (4, 5, D))
+    params = draw_params(model, x)
     everything = LinenLoRA(SPECS, targets="all-linear")
     with pytest.warns(UserWarning, match=r"layers.bank.*\(Bank\): a weight for each expert: .* name it"):
         assert everything.init(model, {"params": params}, x).keys() == {"last"}
@@ -293,6 +300,7 @@ def test_experts_take_lora_if_a_target_names_them(tmp_path):
         own = lora.adapter_arrays(slopes, spec.name)  # only rows of the first adapter are in the loss
         assert all(bool(np.any(slope != 0)) == (number == 0) for slope in own.values())
     lf.save_peft(lora.hold(adapters), "law", tmp_path / "law")
-    lf.load_peft(held := lora.hold(jax.tree.map(jnp.zeros_like, adapters)), "law", tmp_path / "law")
+    empty = jax.tree.map(lambda leaf: filled(0.0, *leaf.shape), adapters)
+    lf.load_peft(held := lora.hold(empty), "law", tmp_path / "law")
     for key, array in lora.adapter_arrays(held.tree(), "law").items():
         np.testing.assert_array_equal(array, lora.adapter_arrays(adapters, "law")[key])

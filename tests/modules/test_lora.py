@@ -7,6 +7,7 @@ import optax
 import pytest
 from flax import nnx
 from flax.nnx import bridge
+from host_arrays import filled, normal, on_device
 from more_cases import mostly_nightly
 
 from lorafusion_jax.errors import ConfigError
@@ -23,31 +24,31 @@ ADAPTED = ("gate up down", "gate up", "gate", "up down", "down", "", "no context
 def layer_of(name, *, out_features=6, seed=0, **more):
     layer = LoRALinear(8, out_features, num_adapters=2, rank=4, rngs=nnx.Rngs(seed), **more)
     a, b = init_bank(SPECS, f"layers.0.self_attn.{name}", 8, out_features, rank=4).values()
-    layer.lora_a[...], layer.lora_b[...] = jnp.asarray(a), jnp.asarray(b)
+    layer.lora_a[...], layer.lora_b[...] = on_device(a), on_device(b)
     return layer
 
 
 @pytest.fixture(scope="module")
 def x():
-    return jax.random.normal(jax.random.key(1), (12, 8))
+    return normal(1, (12, 8))
 
 
 def with_b(layer):
     """Gives B numbers where the adapters have rank."""
-    used = jnp.any(layer.lora_a[...] != 0, axis=1)[:, :, None]
-    layer.lora_b[...] = jnp.where(used, jax.random.normal(jax.random.key(2), layer.lora_b.shape), 0)
+    used = np.any(np.asarray(layer.lora_a[...]) != 0, axis=1)[:, :, None]
+    layer.lora_b[...] = on_device(np.where(used, normal(2, layer.lora_b.shape), 0))
     return layer
 
 
 def test_each_row_gets_its_own_adapter(x):
     layer = with_b(layer_of("k_proj", use_bias=True))
-    layer.bias[...] = jnp.arange(6.0)
+    layer.bias[...] = on_device(np.arange(6.0), np.float32)
     expected = np.asarray(x, np.float64) @ np.asarray(layer.kernel[...], np.float64) + np.arange(6.0)
     for tile, adapter in enumerate(TABLE):
         if adapter >= 0:
             rows = slice(3 * tile, 3 * tile + 3)
-            low = np.asarray(x[rows], np.float64) @ np.asarray(layer.lora_a[...][adapter], np.float64)
-            expected[rows] += SPECS[adapter].scale * low @ np.asarray(layer.lora_b[...][adapter], np.float64)
+            a, b = (np.asarray(bank[...], np.float64)[adapter] for bank in (layer.lora_a, layer.lora_b))
+            expected[rows] += SPECS[adapter].scale * np.asarray(x, np.float64)[rows] @ a @ b
     # float32 sums of 8 products each: a few units of 2^-24 relative to values of about 10
     np.testing.assert_allclose(layer(x, LoRAContext.of(SPECS, TABLE)), expected, rtol=1e-5, atol=1e-5)
 
@@ -78,7 +79,7 @@ def test_siblings_equal_separate_layers_bit_for_bit(x):
         LoRALinear(8, 4, num_adapters=2, rank=0, rngs=nnx.Rngs(2)),
     )
     specs = [AdapterSpec(name=spec.name, rank=spec.rank, alpha=spec.alpha, dropout=0.25) for spec in SPECS]
-    context = LoRAContext.of(specs, TABLE, row_key=jnp.arange(12, dtype=jnp.uint32))
+    context = LoRAContext.of(specs, TABLE, row_key=on_device(np.arange(12), np.uint32))
     for together, linear in zip(lora_siblings(x, layers, context, site=2), layers, strict=True):
         np.testing.assert_array_equal(together, linear(x, context, site=2))
 
@@ -100,7 +101,7 @@ def test_mlp_equals_separate_layers_bit_for_bit(x, adapted, dropout):
     }
     layers = {name: with_b(layer) if ranks[name] else layer for name, layer in layers.items()}
     specs = [AdapterSpec(name=spec.name, rank=4, alpha=8, dropout=0.25) for spec in SPECS]
-    row_key = jnp.arange(12, dtype=jnp.uint32) if dropout else None
+    row_key = on_device(np.arange(12), np.uint32) if dropout else None
     context = None if adapted == "no context" else LoRAContext.of(specs, TABLE, row_key=row_key, train=dropout)
     graph, lora, frozen = nnx.split(nnx.Dict(layers), nnx.LoRAParam, ...)
 
@@ -116,7 +117,7 @@ def test_mlp_equals_separate_layers_bit_for_bit(x, adapted, dropout):
             y = mlp(**nnx.merge(graph, lora, frozen))
             return jnp.sum(y**2), y
 
-        return jax.tree.leaves(jax.grad(loss, has_aux=True)(lora))
+        return jax.tree.leaves(jax.grad(loss, has_aux=True)(lora))  # operation by operation: equal to the last bit
 
     for got, want in zip(run(together), run(one_by_one), strict=True):
         np.testing.assert_array_equal(got, want)
@@ -138,7 +139,7 @@ def test_factors_of_columns_are_applied_with_the_gate(x, kinds, scaled, use_bias
     context = LoRAContext.of(specs, [-1, 0, 1, 0])
     for name in scaled.split():
         layers[name] = with_b(layers[name])
-        layers[name].magnitude[...] = layers[name].magnitude[...] * 1.25
+        layers[name].magnitude[...] = on_device(np.asarray(layers[name].magnitude[...]) * np.float32(1.25))
     graph, lora, frozen = nnx.split(nnx.Dict(layers), nnx.LoRAParam, ...)
 
     def one_by_one(gate, up, down):
@@ -168,8 +169,8 @@ def test_policies_find_what_enters_the_gate(x, context):
 def test_dropout_differs_between_layers_and_sites_and_repeats(x):
     layer = with_b(layer_of("k_proj"))
     specs = [AdapterSpec(name=name, rank=4, alpha=8, dropout=0.5) for name in "ab"]
-    context = LoRAContext.of(specs, [0, 1, 0, 1], row_key=jnp.arange(12, dtype=jnp.uint32))
-    draws = [layer(x, context.at_layer(number), site=site) for number, site in ((0, 0), (1, 0), (0, 1))]
+    context = LoRAContext.of(specs, [0, 1, 0, 1], row_key=on_device(np.arange(12), np.uint32))
+    draws = [np.asarray(layer(x, context.at_layer(number), site=site)) for number, site in ((0, 0), (1, 0), (0, 1))]
     assert all((draws[i] != draws[j]).any() for i, j in ((0, 1), (0, 2), (1, 2)))
     np.testing.assert_array_equal(draws[0], layer(x, context.at_layer(jnp.int32(0)), site=0))
 
@@ -219,7 +220,7 @@ def test_linen_users_wrap_it_and_find_adapters_in_their_own_collection(x):
 
 def test_linen_adapters_of_different_rank_are_trained_at_their_own():
     specs = [AdapterSpec(name="wide", rank=8, alpha=16), AdapterSpec(name="thin", rank=4, alpha=4)]
-    layer, x = bridge.to_linen(LoRALinear, 8, 4, adapters=specs), jnp.ones((2, 3, 8))
+    layer, x = bridge.to_linen(LoRALinear, 8, 4, adapters=specs), filled(1.0, 2, 3, 8)
     context = LoRAContext.of(specs, [0, 1])
     variables = layer.init(jax.random.key(0), x, context)
     lora = dict(variables["LoRAParam"])

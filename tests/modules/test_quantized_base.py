@@ -6,7 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from drawn_models import draw_module
 from flax import nnx
+from host_arrays import normal, on_device
 
 from lorafusion_jax.errors import ConfigError
 from lorafusion_jax.modules import (
@@ -25,7 +27,7 @@ from lorafusion_jax.weights.table import KINDS
 LAW = AdapterSpec(name="law", rank=2, alpha=4)
 MED = AdapterSpec(name="med", rank=3, alpha=3, seed=5)
 SPECS = [LAW, MED]
-TABLE = jnp.array([0, 1, 1, 0])
+TABLE = on_device([0, 1, 1, 0], np.int32)
 
 
 class Tied(nnx.Module):
@@ -59,23 +61,30 @@ class Net(nnx.Module):
 
 
 def adapted():
-    model = apply_lora(Net(), SPECS, targets=("query", "layers", "tied"))
+    model = apply_lora(draw_module(Net), SPECS, targets=("query", "layers", "tied"))
     for number, layer in enumerate((model.query, model.layers, model.tied)):  # B is zero at first
-        layer.lora_b[...] = jax.random.normal(jax.random.key(number), layer.lora_b.shape) / 8
+        layer.lora_b[...] = normal(number, layer.lora_b.shape, 1 / 8)
     return model
 
 
 def rounded(model, kind):
     """The same model with arrays that have the values of the stored weights."""
 
-    def values(kernel):
-        arrays = KINDS[kind].quantise(kernel.astype(jnp.float32))
-        return KINDS[kind].dequantise(arrays, jnp.float32)
+    @jax.jit
+    def stored(kernel):
+        return KINDS[kind].dequantise(KINDS[kind].quantise(kernel), jnp.float32)
 
-    model.query.kernel[...] = values(model.query.kernel[...].reshape(64, 64)).reshape(64, 2, 32)
-    model.layers.kernel[...] = jnp.stack([values(kernel) for kernel in model.layers.kernel[...]])
-    model.tied.w[...] = values(model.tied.w[...].T).T
-    model.down.kernel[...] = values(model.down.kernel[...])
+    def values(kernel):
+        return np.asarray(stored(kernel))
+
+    query, layers, tied, down = (
+        np.asarray(leaf[...], np.float32)
+        for leaf in (model.query.kernel, model.layers.kernel, model.tied.w, model.down.kernel)
+    )
+    model.query.kernel[...] = on_device(values(query.reshape(64, 64)).reshape(64, 2, 32))
+    model.layers.kernel[...] = on_device(np.stack([values(kernel) for kernel in layers]))
+    model.tied.w[...] = on_device(values(tied.T).T)
+    model.down.kernel[...] = on_device(values(down))
     return model
 
 
@@ -92,7 +101,7 @@ def outputs_and_gradients(model, x):
 
 @pytest.fixture(scope="module")
 def x():
-    return jax.random.normal(jax.random.key(0), (4, 3, 64))
+    return normal(0, (4, 3, 64))
 
 
 @pytest.mark.parametrize("kind", [pytest.param("int8", marks=pytest.mark.nightly), "nf4"])
@@ -166,7 +175,7 @@ def test_a_stack_without_adapters_is_stored_too(x):
             return model(x)
 
     def only_query():
-        return apply_lora(Net(), [LAW], targets=("query",))
+        return apply_lora(draw_module(Net), [LAW], targets=("query",))
 
     want = nnx.jit(outputs)(rounded(only_query(), "nf4"))
     np.testing.assert_allclose(nnx.jit(outputs)(quantize_base(only_query(), "nf4")), want, rtol=1e-5, atol=1e-6)
@@ -183,7 +192,7 @@ def test_layers_of_one_shape_are_converted_by_one_program():
     kind = dataclasses.replace(KINDS["nf4"], quantise=lambda kernel: traced.append(1) or KINDS["nf4"].quantise(kernel))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lorafusion_jax.modules.storing.form_of", lambda name, on_mesh: kind)
-        quantize_base(apply_lora(Twins(), SPECS, targets="all-linear"), "nf4")
+        quantize_base(apply_lora(draw_module(Twins), SPECS, targets="all-linear"), "nf4")
     assert len(traced) == 1
 
 
@@ -199,8 +208,8 @@ def test_misuse_is_refused_by_name():
             quantize_base(model, kind)
         return caught.value.code
 
-    assert code(Net(), "nf4") == "lora.quantize-first"
+    assert code(draw_module(Net), "nf4") == "lora.quantize-first"
     assert code(quantize_base(adapted(), "nf4"), "nf4") == "lora.quantized"
     assert code(adapted(), "nf5") == "plugin.unknown"
-    odd = nnx.Dict(up=nnx.Linear(63, 8, rngs=nnx.Rngs(0)))
+    odd = draw_module(lambda: nnx.Dict(up=nnx.Linear(63, 8, rngs=nnx.Rngs(0))))
     assert code(apply_lora(odd, [LAW], targets="up"), "nf4") == "base.quantize-shape"

@@ -4,10 +4,11 @@ import re
 from functools import cache
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from drawn_models import draw_module
 from flax import nnx
+from host_arrays import filled, normal, on_device
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from more_cases import mostly_nightly
@@ -52,9 +53,9 @@ class Net(nnx.Module):
 
 
 def adapted():
-    model = apply_lora(Net(), SPECS, targets=("query", "layers"))
+    model = apply_lora(draw_module(Net), SPECS, targets=("query", "layers"))
     for number, layer in enumerate((model.query, model.layers)):  # B is zero at first
-        layer.lora_b[...] = jax.random.normal(jax.random.key(number), layer.lora_b.shape) / 8
+        layer.lora_b[...] = normal(number, layer.lora_b.shape, 1 / 8)
     return model
 
 
@@ -79,7 +80,7 @@ def step(model, x, table):
 
 
 def inputs():
-    return jax.random.normal(jax.random.key(0), (4, 3, 256)), jnp.asarray(TABLE)
+    return normal(0, (4, 3, 256)), on_device(TABLE, np.int32)
 
 
 @cache
@@ -122,8 +123,8 @@ def test_a_mesh_changes_no_result_and_gathers_stored_bytes_only(kind, mesh, axes
 )
 def test_what_a_mesh_cannot_hold_is_refused_by_name(kind, shape, spec, why):
     mesh = jax.make_mesh((4,), ("tensor",)) if kind == "nf4" else jax.make_mesh((2,), ("tensor",))
-    model = nnx.Dict(up=nnx.LinearGeneral(*shape, rngs=nnx.Rngs(0)))
-    model["up"].kernel = nnx.Param(jax.device_put(model["up"].kernel[...], NamedSharding(mesh, spec)))
+    model = draw_module(lambda: nnx.Dict(up=nnx.LinearGeneral(*shape, rngs=nnx.Rngs(0))))
+    model["up"].kernel = nnx.Param(jax.device_put(np.asarray(model["up"].kernel[...]), NamedSharding(mesh, spec)))
     with pytest.raises(ConfigError, match=why) as caught:
         quantize_base(apply_lora(model, SPECS, targets="up"), kind)
     assert (caught.value.code, caught.value.where) == ("lora.quantize-mesh", "up")
@@ -133,8 +134,8 @@ def test_what_a_mesh_cannot_hold_is_refused_by_name(kind, shape, spec, why):
 
 @pytest.mark.parametrize("kind", ["int8", "nf4"])
 def test_a_base_that_was_stored_on_one_device_runs_on_a_mesh_or_says_how(kind):
-    model = apply_lora(nnx.Dict(up=nnx.Linear(64, 8, rngs=nnx.Rngs(0))), SPECS[:1], targets="up")
-    x, mesh = jnp.ones((2, 64)), jax.make_mesh((2,), ("data",))
+    model = apply_lora(draw_module(lambda: nnx.Dict(up=nnx.Linear(64, 8, rngs=nnx.Rngs(0)))), SPECS[:1], targets="up")
+    x, mesh = filled(1.0, 2, 64), jax.make_mesh((2,), ("data",))
     want = quantize_base(model, kind)["up"](x)
     with jax.set_mesh(mesh):
         moved, x = placed(model, mesh, {}), jax.device_put(x, P("data"))
@@ -147,7 +148,8 @@ def test_a_base_that_was_stored_on_one_device_runs_on_a_mesh_or_says_how(kind):
 
 @pytest.mark.parametrize("kind", ["fp8", "nf4"])
 def test_a_part_of_a_stored_weight_inside_shard_map_is_refused_by_name(kind):
-    model = apply_lora(nnx.Dict(up=nnx.Linear(64, 8, use_bias=False, rngs=nnx.Rngs(0))), SPECS[:1], targets="up")
+    make = lambda: nnx.Dict(up=nnx.Linear(64, 8, use_bias=False, rngs=nnx.Rngs(0)))  # noqa: E731
+    model = apply_lora(draw_module(make), SPECS[:1], targets="up")
     mesh = jax.make_mesh((2,), ("tensor",))
     with jax.set_mesh(mesh):
         model = quantize_base(placed(model, mesh, {"up": P(None, "tensor")}), kind)
@@ -159,14 +161,15 @@ def test_a_part_of_a_stored_weight_inside_shard_map_is_refused_by_name(kind):
             return nnx.merge(graph, state)["up"](x)
 
         with pytest.raises(RunError, match=r"shard_map") as caught:
-            local(state, jnp.ones((2, 64)))
+            local(state, filled(1.0, 2, 64))
     assert caught.value.code == "lora.quantized-part"
 
 
 def test_layers_of_a_plain_base_over_fsdp_run_on_explicit_axes():
     """A weight that lies on the axis of the rows is gathered, so its product is split as its rows are."""
-    model = apply_lora(nnx.Dict(up=nnx.Linear(8, 16, use_bias=False, rngs=nnx.Rngs(0))), SPECS[:1], targets="up")
-    x = jax.random.normal(jax.random.key(0), (4, 8))
+    make = lambda: nnx.Dict(up=nnx.Linear(8, 16, use_bias=False, rngs=nnx.Rngs(0)))  # noqa: E731
+    model = apply_lora(draw_module(make), SPECS[:1], targets="up")
+    x = normal(0, (4, 8))
     want, mesh = model["up"](x), jax.make_mesh((4,), ("fsdp",))
     with jax.set_mesh(mesh):
         y = placed(model, mesh, {"up": P(None, "fsdp")})["up"](jax.device_put(x, P("fsdp")))

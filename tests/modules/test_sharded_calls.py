@@ -8,7 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cuda_lowering import H200, num_kernels
+from drawn_models import draw_module
 from flax import nnx
+from host_arrays import filled, normal, on_device
 from jax.sharding import AbstractMesh, AxisType, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
 from more_cases import mostly_nightly
@@ -17,7 +19,7 @@ from lorafusion_jax.errors import ConfigError
 from lorafusion_jax.modules import AdapterSpec, apply_lora, merge_adapter, register_linear, use_adapters
 
 SPECS = [AdapterSpec(name="law", rank=4, alpha=8), AdapterSpec(name="med", rank=2, alpha=4)]
-TABLE = jnp.array([0, 1, 1, 0, 0, 1, 0, 1])
+TABLE = on_device([0, 1, 1, 0, 0, 1, 0, 1], np.int32)
 D, F, HEADS, C = 32, 48, 4, 12
 MOVED = re.compile(r"= \w+\[([\d,]+)\]\S* (all-gather|collective-permute|all-to-all)")
 
@@ -95,16 +97,16 @@ class Net(nnx.Module):
 
 
 def inputs(axes):
-    x = jax.random.normal(jax.random.key(1), (8, 6, D))
-    return jax.device_put(x, axes("rows", None, "features"))
+    return jax.device_put(np.asarray(normal(1, (8, 6, D))), axes("rows", None, "features"))
 
 
 def with_adapters(model):
     model = apply_lora(model, SPECS, targets="all-linear")
     for number, (_, layer) in enumerate(nnx.iter_modules(model)):
         if hasattr(layer, "lora_plan"):
-            b = jax.random.normal(jax.random.key(number), layer.lora_b.shape) * 0.1
-            layer.lora_b[...] = b.at[1, 2:].set(0)
+            b = np.array(normal(number, layer.lora_b.shape, 0.1))
+            b[1, 2:] = 0
+            layer.lora_b[...] = jax.device_put(b, layer.lora_b[...].sharding)
     return model
 
 
@@ -124,7 +126,7 @@ def step_of(specs, wrt):
 
 @pytest.fixture(scope="module")
 def reference():
-    model = with_adapters(Net(ALONE, nnx.Rngs(0)))
+    model = with_adapters(draw_module(lambda: Net(ALONE, nnx.Rngs(0))))
     return jax.device_get(step_of(SPECS, nnx.LoRAParam)(model, inputs(ALONE), TABLE))
 
 
@@ -145,7 +147,7 @@ def received(program):
 
 
 def test_a_model_for_an_explicit_mesh_trains_as_on_one_device_and_moves_no_more_than_without_lora(reference, axes):
-    model, x = Net(axes, nnx.Rngs(0)), inputs(axes)
+    model, x = draw_module(lambda: Net(axes, nnx.Rngs(0))), inputs(axes)
     without = step_of(None, Probe).lower(model, x, TABLE).compile().as_text()
     model = with_adapters(model)
     compiled = (step := step_of(SPECS, nnx.LoRAParam)).lower(model, x, TABLE).compile().as_text()
@@ -189,7 +191,7 @@ def in_bfloat16(leaf):
 
 
 def test_a_merged_model_on_a_mesh_computes_what_its_adapter_computes(axes):
-    model, x = with_adapters(Net(axes, nnx.Rngs(0))), inputs(axes)
+    model, x = with_adapters(draw_module(lambda: Net(axes, nnx.Rngs(0)))), inputs(axes)
 
     @nnx.jit
     def adapted(model, x):
@@ -206,9 +208,11 @@ def test_a_layer_gives_the_sharding_that_its_call_asks_for():
     """A replicated result, rows split by positions, and a sum that is split over them: weights of all kinds."""
     mesh = jax.make_mesh((2, 4), ("data", "model"))
     with jax.set_mesh(mesh):
-        layer = nnx.Linear(D, F, rngs=nnx.Rngs(0))
-        plain = jax.random.normal(jax.random.key(2), (8, 4, D))
-        want = (with_adapters(nnx.Dict(up=nnx.clone(layer))).up, TABLE, plain)
+        layer = draw_module(lambda: nnx.Linear(D, F, rngs=nnx.Rngs(0)))
+        plain = normal(2, (8, 4, D))
+        alone = with_adapters(nnx.Dict(up=nnx.clone(layer)))
+        with use_adapters(SPECS, TABLE):
+            want = np.asarray(alone.up(plain)) + 1
         for kernel, bias, x_spec, y_spec in (
             (P(None, "model"), P(), P("data"), P("data")),
             (P("model"), P(), P("data", None, "model"), P("data", "model", None)),
@@ -216,9 +220,9 @@ def test_a_layer_gives_the_sharding_that_its_call_asks_for():
             (P("model", "data"), P(), P(None, None, "model"), P(("data", "model"))),
         ):
             model = nnx.Dict(up=nnx.clone(layer))
-            model.up.kernel = nnx.Param(jax.device_put(layer.kernel[...], kernel))
-            model.up.bias = nnx.Param(jax.device_put(layer.bias[...] + 1, bias))
-            model, x = with_adapters(model), jax.device_put(plain, x_spec)
+            model.up.kernel = nnx.Param(jax.device_put(np.asarray(layer.kernel[...]), kernel))
+            model.up.bias = nnx.Param(jax.device_put(np.asarray(layer.bias[...]) + 1, bias))
+            model, x = with_adapters(model), jax.device_put(np.asarray(plain), x_spec)
 
             @jax.jit
             def call(x, model=model, y_spec=y_spec):
@@ -227,8 +231,7 @@ def test_a_layer_gives_the_sharding_that_its_call_asks_for():
 
             y = call(x)
             assert y.sharding.is_equivalent_to(jax.NamedSharding(mesh, y_spec), 3)
-            with use_adapters(SPECS, TABLE):
-                np.testing.assert_allclose(y, want[0](plain) + 1, rtol=1e-5, atol=1e-5)
+            np.testing.assert_allclose(y, want, rtol=1e-5, atol=1e-5)
 
 
 def test_what_cannot_be_kept_is_refused_by_name():
@@ -236,6 +239,6 @@ def test_what_cannot_be_kept_is_refused_by_name():
         heads = nnx.Einsum("btd,dhc->bthc", (D, HEADS, C), kernel_metadata={"out_sharding": P(None, None, "model")},
                            rngs=nnx.Rngs(0))  # fmt: skip
         model = with_adapters(nnx.Dict(query=heads))
-        x = jax.device_put(jnp.ones((8, 6, D)), P("data"))
+        x = jax.device_put(filled(1.0, 8, 6, D), P("data"))
         with use_adapters(SPECS, TABLE), pytest.raises(ConfigError, match=r"no device has neighbouring out features"):
             model.query(x)

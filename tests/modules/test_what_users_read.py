@@ -4,10 +4,13 @@ import warnings
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from drawn_models import draw_module
 from flax import linen as nn
 from flax import nnx
 from flax.nnx import bridge
+from host_arrays import changed, filled, normal, on_device
 
 import lorafusion_jax as lf
 from lorafusion_jax.errors import ConfigError
@@ -73,7 +76,7 @@ def test_models_that_are_none_of_nnx_are_shown_the_way():
 def test_a_linen_module_inside_an_nnx_model_is_named():
     inner = nn.Sequential([nn.Dense(8), nn.relu])
     model = Mixed(inner=inner, rngs=nnx.Rngs(0))
-    bridge.lazy_init(model.vision, jnp.ones((2, 8)))
+    bridge.lazy_init(model.vision, filled(1.0, 2, 8))
     with pytest.warns(UserWarning, match=r"1 layer .* has no adapters:\n  vision \(ToNNX\): .*Sequential.*LinenLoRA"):
         apply_lora(model, [LAW], targets="all-linear")
     assert "LinenLoRA" in next(row.why for row in lora_report(model).skipped if row.path == "vision")
@@ -111,7 +114,8 @@ def test_heads_are_found_by_the_width_of_the_vocabulary_or_named():
         )
 
     def adapted(**options):
-        return {row.path for row in lora_report(apply_lora(make(), [LAW], targets="all-linear", **options)).adapted}
+        model = apply_lora(draw_module(make), [LAW], targets="all-linear", **options)
+        return {row.path for row in lora_report(model).adapted}
 
     assert adapted() == {"layers.0.up", "layers.0.classifier"}
     assert adapted(heads=["layers.0.up"]) == {"layers.0.classifier", "ff_out"}
@@ -132,7 +136,7 @@ def test_linen_texts_are_those_of_nnx():
             x = Table(name="table")(x)
             return nn.Dense(4, name="up")(x) if self.linear else x
 
-    x = jnp.ones((2, 3, 8))
+    x = filled(1.0, 2, 3, 8)
     for linear, targets, match in (
         (False, "all-linear", r"the model has none\.\n  because .*table \(Table\)"),
         (True, "upp", r"did you mean 'up'"),
@@ -165,8 +169,9 @@ def test_peft_keys_are_never_renamed_but_for_a_decoder_s_own_layers(path, key):
 
 def test_a_model_is_exported_with_a_symbolic_batch():
     specs = [LAW, AdapterSpec(name="med", rank=4, alpha=4)]
-    model = apply_lora(nnx.Dict(up=nnx.LinearGeneral(8, (2, 3), rngs=nnx.Rngs(0))), specs, targets="up")
-    model.up.lora_b[...] = jax.random.normal(jax.random.key(0), model.up.lora_b.shape).at[0, 2:].set(0)
+    make = lambda: nnx.Dict(up=nnx.LinearGeneral(8, (2, 3), rngs=nnx.Rngs(0)))  # noqa: E731
+    model = apply_lora(draw_module(make), specs, targets="up")
+    model.up.lora_b[...] = changed(normal(0, model.up.lora_b.shape), np.s_[0, 2:], 0)
     graph, state = nnx.split(model)
 
     def forward(state, x, table):
@@ -178,8 +183,8 @@ def test_a_model_is_exported_with_a_symbolic_batch():
     types = (jax.ShapeDtypeStruct((b, s, 8), jnp.float32), jax.ShapeDtypeStruct((b,), jnp.int32))
     exported = jax.export.export(jax.jit(forward))(shapes, *types)
     for count in (1, 3):
-        x, table = jax.random.normal(jax.random.key(1), (count, 5, 8)), jnp.arange(count) % 2
-        assert jnp.allclose(exported.call(state, x, table), forward(state, x, table), atol=1e-5)
+        x, table = normal(1, (count, 5, 8)), on_device(np.arange(count) % 2, np.int32)
+        np.testing.assert_allclose(exported.call(state, x, table), jax.jit(forward)(state, x, table), atol=1e-5)
 
 
 def test_a_weight_beside_the_one_that_takes_lora_is_named():
@@ -189,7 +194,7 @@ def test_a_weight_beside_the_one_that_takes_lora_is_named():
             gating = self.param("gating", nn.initializers.ones, (2, 4, 8))
             return (x @ gating[0] * (x @ gating[1])) @ self.param("down", nn.initializers.ones, (8, 4))
 
-    model, x = FeedForward(), jnp.ones((2, 4))
+    model, x = FeedForward(), filled(1.0, 2, 4)
     variables = model.init(jax.random.key(0), x)
     lora = LinenLoRA([LAW], targets="all-linear", modules=[(FeedForward, "down")])
     with pytest.warns(UserWarning, match=r"FeedForward.*: its gating is beside the weight that takes LoRA"):
