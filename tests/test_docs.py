@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 from acceptance import CHECKS
+from small_jobs import write_rows
 
 from lorafusion_jax.config.load import parse_config
 from lorafusion_jax.config.read import read_source
@@ -35,12 +36,29 @@ NAMES_OF_JOBS = {
 }
 
 
+# The runs of these pages on a base and in microbatches whose programs tests of commands need as well.
+QUICKER = {
+    "python.md": {
+        'examples_directory() / "base"': "TINY_BASE",
+        'examples_directory() / "data"': "ROWS",
+        '"max_length": 256': '"max_length": 64',
+        '"capacity_tokens": 512, "tile_tokens": 32': '"capacity_tokens": 64, "tile_tokens": 16',
+    }
+}
+
+
 @pytest.mark.parametrize("page", [path for path in PAGES if blocks(path, "python")], ids=lambda path: path.name)
-def test_python_runs(page, tmp_path, monkeypatch):
+def test_python_runs(page, tmp_path, monkeypatch, tiny_base):
     """Blocks of a page share one namespace, as a reader would type them."""
     monkeypatch.chdir(tmp_path)
-    names = {"__name__": __name__}  # a module that exists: dataclasses look theirs up
-    for number, text in enumerate(blocks(page, "python")):
+    names = {"__name__": __name__, "TINY_BASE": tiny_base, "ROWS": tmp_path}  # dataclasses look up a module that exists
+    for name in ("ask", "cards"):
+        write_rows(tmp_path, name, 8, longest=8)
+    texts = blocks(page, "python")
+    for shown, instead in QUICKER.get(page.name, {}).items():
+        assert sum(text.count(shown) for text in texts) == 1
+        texts = [text.replace(shown, instead) for text in texts]
+    for number, text in enumerate(texts):
         exec(compile(text, f"{page.name}, python block {number}", "exec"), names)
 
 

@@ -16,15 +16,18 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 SECONDS_A_CELL = 300
 TWO_TARGETS, ONE_TARGET = '"targets": ["q_proj", "v_proj"]', '"targets": ["q_proj"]'
 SHORTER = {  # fewer steps, and adapters of fewer kernels: compiling is most of the time
-    "01_quickstart": {
-        "capacity_tokens: 512": "capacity_tokens: 256",
+    "01_quickstart": {  # programs as of `small_jobs.two_adapters`
+        "capacity_tokens: 512, tile_tokens: 32": "capacity_tokens: 128, tile_tokens: 16",
+        "max_length: 128": "max_length: 64, on_long: drop",
         "max_steps: 20": "max_steps: 3",
-        "targets: [q_proj, v_proj, up_proj, down_proj]": "targets: [q_proj]",
-        "rank: 16, alpha: 32": "rank: 8, alpha: 16",
+        "targets: [q_proj, v_proj, up_proj, down_proj]": "targets: [q_proj, down_proj]",
+        "rank: 8, alpha: 16": "rank: 2, alpha: 32",
+        "rank: 16, alpha: 32": "rank: 4, alpha: 32",
         'range(len(prepared.adapters["ask"].eval))': "range(8)",
         "in held_out[:4]:": "in held_out[:1]:",
     },
     "06_a_sweep_in_one_run": {TWO_TARGETS: ONE_TARGET},
+    "07_your_nnx_model": {"steps=60": "steps=6"},
     "11_preferences": {TWO_TARGETS: ONE_TARGET},
     "13_reinforcement_learning": {
         "rounds, samples = 5, 16": "rounds, samples = 2, 16",
