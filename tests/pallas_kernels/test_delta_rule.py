@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cuda_lowering import A100, H200, lowered, num_kernels
+from host_arrays import changed, filled, normal, on_device
 from more_cases import nightly
 
 from pallas_kernels.delta_rule import api, gated_delta_rule
@@ -25,9 +26,9 @@ def segments(lengths, total=T):
     starts = np.cumsum([0, *runs[:-1]])
     unused = [-1] * (8 - len(runs))
     return {
-        "ids": jnp.array(np.repeat(np.arange(len(runs)), runs)),
-        "offsets": jnp.array([*starts, *unused, -1]),
-        "lengths": jnp.array([*runs, *unused]),
+        "ids": on_device(np.repeat(np.arange(len(runs)), runs), np.int32),
+        "offsets": on_device([*starts, *unused, -1], np.int32),
+        "lengths": on_device([*runs, *unused], np.int32),
     }
 
 
@@ -38,7 +39,7 @@ def rows(seed=0, total=T, key_heads=2, heads=6, key=6, value=10, dtype=jnp.float
     v = rng.standard_normal((total, heads, value))
     decay = -np.exp(rng.uniform(-6, 2, (total, heads)))
     beta = rng.uniform(0, 1, (total, heads))
-    return tuple(jnp.asarray(x, dtype) for x in (q, k, v)) + tuple(jnp.asarray(x, jnp.float32) for x in (decay, beta))
+    return tuple(on_device(x, dtype) for x in (q, k, v)) + tuple(on_device(x, np.float32) for x in (decay, beta))
 
 
 WIDE = {"heads": 4, "key": 16, "value": 64}  # which the kernels serve, in two blocks of columns
@@ -53,7 +54,8 @@ def computed(given, weight, where, implementation="xla"):
 
 
 def differ(actual, wanted):
-    return float(jnp.abs(actual - wanted).max() / jnp.abs(wanted).max())
+    actual, wanted = np.asarray(actual), np.asarray(wanted)
+    return float(np.abs(actual - wanted).max() / np.abs(wanted).max())
 
 
 @pytest.mark.parametrize(
@@ -62,7 +64,7 @@ def differ(actual, wanted):
 )
 def test_chunks_compute_the_rule_and_its_gradient(shape, implementation):
     given, where = rows(**shape), segments(LENGTHS)
-    weight = jnp.asarray(np.random.default_rng(1).standard_normal(given[2].shape), jnp.float32)
+    weight = normal(1, given[2].shape)
 
     @jax.jit
     def by_rows(given):
@@ -77,12 +79,13 @@ def test_chunks_compute_the_rule_and_its_gradient(shape, implementation):
 @BOTH
 def test_a_packed_sample_is_bitwise_the_sample_alone(implementation, shape):
     given = rows(**shape)
-    packed, start = computed(given, given[2], segments(LENGTHS), implementation)[0], 0
+    packed, start = np.asarray(computed(given, given[2], segments(LENGTHS), implementation)[0]), 0
+    host = jax.device_get(given)
     for length in LENGTHS:
-        alone = tuple(jnp.concatenate([x[start : start + length], x[: T - length]]) for x in given)
+        alone = tuple(on_device(np.concatenate([x[start : start + length], x[: T - length]])) for x in host)
         np.testing.assert_array_equal(
             packed[start : start + length],
-            computed(alone, given[2], segments((length,)), implementation)[0][:length],
+            np.asarray(computed(alone, given[2], segments((length,)), implementation)[0])[:length],
             err_msg=str(length),
         )
         start += length
@@ -91,9 +94,10 @@ def test_a_packed_sample_is_bitwise_the_sample_alone(implementation, shape):
 @BOTH
 def test_nan_stays_in_its_own_sample(implementation, shape):
     given, where = rows(**shape), segments(LENGTHS)
-    broken = tuple(x.at[70:80].set(jnp.nan) for x in given)  # of the third sample
-    weight = jnp.ones_like(given[2])
-    for clean, dirty in zip(*(computed(x, weight, where, implementation) for x in (given, broken)), strict=True):
+    broken = tuple(changed(x, slice(70, 80), np.nan) for x in given)  # of the third sample
+    weight = filled(1.0, *given[2].shape)
+    both = (jax.device_get(computed(x, weight, where, implementation)) for x in (given, broken))
+    for clean, dirty in zip(*both, strict=True):
         np.testing.assert_array_equal(clean[:66], dirty[:66])
         np.testing.assert_array_equal(clean[196:], dirty[196:])
         assert not np.isfinite(dirty[66:196]).all()
@@ -102,9 +106,9 @@ def test_nan_stays_in_its_own_sample(implementation, shape):
 def test_equal_keys_do_not_cancel():
     """L has ones everywhere: its powers reach 1e18, and the memory simply holds the last value."""
     total = 64
-    one = jnp.ones((total, 1, 4)) / 2
-    v = jnp.arange(1.0, total + 1)[:, None, None]
-    kept, all_of_it = jnp.zeros((total, 1)), jnp.ones((total, 1))
+    one = filled(0.5, total, 1, 4)
+    v = on_device(np.arange(1.0, total + 1)[:, None, None], np.float32)
+    kept, all_of_it = filled(0.0, total, 1), filled(1.0, total, 1)
     rule = jax.jit(gated_delta_rule)  # op by op it would be a hundred programs
     np.testing.assert_allclose(rule(one, one, v, kept, all_of_it, **segments((), total)), v, rtol=1e-5)
 
@@ -131,9 +135,9 @@ def test_widths_that_the_kernels_do_not_serve_are_named():
 def test_the_inverse_of_a_unit_lower_matrix(size):
     lower = np.tril(np.random.default_rng(size).uniform(-0.4, 0.4, (3, size, size)), -1).astype(np.float32)
     whole = np.eye(size) + lower.astype(np.float64)
-    inverse = inverse_of_unit_lower(jnp.asarray(lower))
+    inverse = jax.jit(inverse_of_unit_lower)(lower)
     np.testing.assert_allclose(whole @ inverse, np.broadcast_to(np.eye(size), whole.shape), atol=1e-4)
-    slope = jax.grad(lambda x: (inverse_of_unit_lower(x) ** 2).sum())(jnp.asarray(lower))
+    slope = jax.jit(jax.grad(lambda x: (inverse_of_unit_lower(x) ** 2).sum()))(lower)
     wanted = np.linalg.inv(whole)
     wanted = -np.tril(wanted.swapaxes(1, 2) @ (2 * wanted) @ wanted.swapaxes(1, 2), -1)
     np.testing.assert_allclose(slope, wanted, rtol=1e-3, atol=1e-3 * np.abs(wanted).max())
@@ -141,11 +145,17 @@ def test_the_inverse_of_a_unit_lower_matrix(size):
 
 def test_rows_come_back_from_chunks():
     where = segments(LENGTHS)
-    chunks = make_chunks(where["ids"], where["offsets"], where["lengths"])
-    x = jnp.arange(1.0, T + 1)
-    assert (to_rows(to_chunks(x, chunks), chunks) == x).all()
-    assert (jax.vjp(to_chunks, x, chunks)[1](to_chunks(x, chunks))[0] == x).all()
-    held = np.asarray(to_chunks(where["ids"] + 1, chunks))
+    x = np.arange(1.0, T + 1, dtype=np.float32)
+
+    @jax.jit
+    def there_and_back(x, numbers, ids, offsets, lengths):
+        chunks = make_chunks(ids, offsets, lengths)
+        back = jax.vjp(lambda x: to_chunks(x, chunks), x)[1](to_chunks(x, chunks))[0]
+        return to_rows(to_chunks(x, chunks), chunks), back, to_chunks(numbers, chunks)
+
+    *again, held = jax.device_get(there_and_back(x, np.asarray(where["ids"]) + 1, **where))
+    for rows_ in again:
+        np.testing.assert_array_equal(rows_, x)
     assert all(len(set(row[row > 0])) <= 1 for row in held)  # no chunk has two samples
 
 

@@ -10,11 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cuda_lowering import H200, lowered, num_kernels
+from host_arrays import changed, filled, on_device
 
 from pallas_kernels.experts.api import Lora, expert_linear
 from pallas_kernels.experts.rows import collect_rows, sort_rows, spread_copies, spread_rows
 
 T, ACTIVE, E, A, K, N, R = 37, 2, 5, 3, 32, 64, 4
+in_order = jax.jit(sort_rows, static_argnames=("experts", "adapters", "tile"))
 IMPLEMENTATIONS = ("xla", "pallas_triton")
 
 
@@ -33,23 +35,28 @@ class Case(NamedTuple):
 @pytest.fixture(scope="module")
 def case():
     rng = np.random.default_rng(0)
-    normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
+    normal = lambda *shape: on_device(rng.normal(size=shape), np.float32)  # noqa: E731
     expert = np.stack([rng.permutation(E)[:ACTIVE] for _ in range(T)]).astype(np.int32)
     expert = np.where(expert == 3, 4 - (expert[:, ::-1] == 4) * 4, expert)  # nobody chooses expert 3
     return Case(
-        expert=jnp.asarray(expert),
-        adapter=jnp.asarray(rng.integers(-1, A, T), jnp.int32),
+        expert=on_device(expert),
+        adapter=on_device(rng.integers(-1, A, T), np.int32),
         x=normal(T, K),
         w=normal(E * K, N),
         a=normal(A, E, K, R),
         b=normal(A, E, R, N),
-        scale=jnp.array([1.0, 2.0, 0.5]),
-        weight=jnp.asarray(rng.random((T, ACTIVE)), jnp.float32),
+        scale=on_device([1.0, 2.0, 0.5]),
+        weight=on_device(rng.random((T, ACTIVE)), np.float32),
         dy=normal(T, N),
     )
 
 
 def computed(case, implementation, lora=True):
+    return jax.device_get(run_sorted(case, implementation, lora))
+
+
+@partial(jax.jit, static_argnums=(1, 2))
+def run_sorted(case, implementation, lora):
     """y and the gradients of x, A, B and the weights."""
 
     def run(x, a, b, weight):
@@ -62,6 +69,7 @@ def computed(case, implementation, lora=True):
     return (y, *pullback(case.dy))
 
 
+@partial(jax.jit, static_argnums=1)
 def formula(case, lora=True):
     """The same, row by row and without sorting."""
     owner = jnp.maximum(case.adapter, 0)[:, None]
@@ -81,33 +89,32 @@ def formula(case, lora=True):
 @pytest.mark.parametrize("lora", [True, False])
 def test_sorted_products_are_those_of_each_row(case, implementation, lora):
     for actual, wanted in zip(computed(case, implementation, lora), formula(case, lora), strict=True):
-        largest = max(float(jnp.abs(wanted).max()), 1e-9)
+        largest = max(float(np.abs(wanted).max()), 1e-9)
         np.testing.assert_allclose(actual, wanted, rtol=0, atol=1e-5 * largest)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_bad_rows_and_weights_of_an_adapter_reach_no_other(case, implementation):
-    bad = case.adapter == 1
+    bad = np.asarray(case.adapter) == 1
     broken = case._replace(
-        x=jnp.where(bad[:, None], jnp.nan, case.x),
-        a=case.a.at[1].set(jnp.inf),
-        b=case.b.at[1, 2].set(jnp.nan),
-        dy=jnp.where(bad[:, None], jnp.inf, case.dy),
+        x=changed(case.x, bad, np.nan),
+        a=changed(case.a, 1, np.inf),
+        b=changed(case.b, (1, 2), np.nan),
+        dy=changed(case.dy, bad, np.inf),
     )
     y, dx, da, db, dweight = computed(case, implementation)
     again = computed(broken, implementation)
-    others = np.asarray(~bad)
     for actual, wanted in zip((again[0], again[1], again[4]), (y, dx, dweight), strict=True):
-        np.testing.assert_array_equal(np.asarray(actual)[others], np.asarray(wanted)[others])
+        np.testing.assert_array_equal(actual[~bad], wanted[~bad])
     for actual, wanted in zip(again[2:4], (da, db), strict=True):
-        np.testing.assert_array_equal(np.asarray(actual)[[0, 2]], np.asarray(wanted)[[0, 2]])
+        np.testing.assert_array_equal(actual[[0, 2]], wanted[[0, 2]])
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_a_bad_weight_shows_in_the_rows_that_it_multiplies(case, implementation, value):
-    broken = case._replace(b=case.b.at[1, 2, 0, 7].set(value))
-    y = np.asarray(computed(broken, implementation)[0])
+    broken = case._replace(b=changed(case.b, (1, 2, 0, 7), value))
+    y = computed(broken, implementation)[0]
     hit = (np.asarray(case.adapter) == 1) & (np.asarray(case.expert) == 2).any(1)
     assert hit.any()
     np.testing.assert_array_equal(~np.isfinite(y[:, 7]), hit)
@@ -118,17 +125,17 @@ def test_a_bad_weight_shows_in_the_rows_that_it_multiplies(case, implementation,
 def test_where_an_adapter_sends_its_rows_changes_no_other(case, implementation):
     """Rows of the others move within tiles and between them."""
     bad = np.asarray(case.adapter) == 1
-    moved = case._replace(expert=jnp.where(bad[:, None], jnp.array([0, 2]), case.expert))
+    moved = case._replace(expert=changed(case.expert, bad, [0, 2]))
     first, again = computed(case, implementation), computed(moved, implementation)
     for actual, wanted in zip((again[0], again[1], again[4]), (first[0], first[1], first[4]), strict=True):
-        np.testing.assert_array_equal(np.asarray(actual)[~bad], np.asarray(wanted)[~bad])
+        np.testing.assert_array_equal(actual[~bad], wanted[~bad])
     for actual, wanted in zip(again[2:4], first[2:4], strict=True):
-        np.testing.assert_array_equal(np.asarray(actual)[[0, 2]], np.asarray(wanted)[[0, 2]])
+        np.testing.assert_array_equal(actual[[0, 2]], wanted[[0, 2]])
 
 
 @pytest.mark.parametrize("tile", [4, 16])
 def test_rows_are_sorted_and_segments_are_the_parts_of_an_adapter_in_a_tile(case, tile):
-    rows = jax.tree.map(np.asarray, sort_rows(case.expert, case.adapter, experts=E, adapters=A, tile=tile))
+    rows = jax.device_get(in_order(case.expert, case.adapter, experts=E, adapters=A, tile=tile))
     experts, adapters = np.asarray(case.expert).reshape(-1), np.asarray(case.adapter)
     sizes = np.bincount(experts, minlength=E)
     assert len(rows.tile_expert[rows.tile_expert >= 0]) == sum(-(-sizes // tile)), "padding of experts alone"
@@ -153,10 +160,10 @@ def test_rows_are_sorted_and_segments_are_the_parts_of_an_adapter_in_a_tile(case
 
 
 def test_a_shape_without_a_kernel_is_refused_by_name(case):
-    rows = sort_rows(case.expert, case.adapter, experts=E, adapters=A)
-    x = jnp.zeros((len(rows.source), 24))
+    rows = in_order(case.expert, case.adapter, experts=E, adapters=A, tile=16)
+    x = filled(0.0, len(rows.source), 24)
     with pytest.raises(NotImplementedError, match="kernels of 24 x 64: it needs multiples of 32"):
-        expert_linear(x, jnp.zeros((E * 24, N)), rows, experts=E, implementation="pallas_triton")
+        expert_linear(x, filled(0.0, E * 24, N), rows, experts=E, implementation="pallas_triton")
 
 
 def test_kernels_are_lowered_for_a_gpu():
@@ -181,7 +188,6 @@ def test_kernels_are_lowered_for_a_gpu():
 
 
 def test_an_adapter_beyond_the_last_one_is_none():
-    expert, beyond, none = (jnp.array(values) for values in ([[0], [0], [1]], [0, 3, 1], [0, -1, 1]))
-    in_order = jax.jit(partial(sort_rows, experts=2, adapters=2, tile=2))
-    rows = [in_order(expert, adapter) for adapter in (beyond, none)]
+    expert, beyond, none = (on_device(values, np.int32) for values in ([[0], [0], [1]], [0, 3, 1], [0, -1, 1]))
+    rows = [in_order(expert, adapter, experts=2, adapters=2, tile=2) for adapter in (beyond, none)]
     assert [part.tolist() for part in rows[0]] == [part.tolist() for part in rows[1]]

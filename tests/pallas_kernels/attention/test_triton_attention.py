@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cuda_lowering import A10, A100, L40, lowered, num_kernels
+from host_arrays import changed, on_device
 
 from pallas_kernels.attention import document_rows
 from pallas_kernels.attention.reference import attention_reference
@@ -31,13 +32,24 @@ POISONED = "documents that straddle tiles"
 def rows_of(lengths, T):
     lengths = np.array([*lengths, T - sum(lengths)] if sum(lengths) < T else lengths, np.int32)
     ids = np.repeat(np.arange(len(lengths)), lengths).astype(np.int32)
-    return document_rows(ids, np.cumsum(lengths) - lengths, lengths)
+    return rows_of_documents(ids, np.cumsum(lengths) - lengths, lengths)
+
+
+rows_of_documents = jax.jit(document_rows)
+
+
+@jax.jit
+def definition(q, k, v, do, first):
+    """o and the gradients, in float32."""
+    q, k, v, do = (x.astype(jnp.float32) for x in (q, k, v, do))
+    o, pullback = jax.vjp(lambda *x: attention_reference(*x, first), q, k, v)
+    return o, *pullback(do)
 
 
 def inputs(case, dtype=jnp.float32):
     T, H, K, C, lengths, _ = CASES[case]
     random = np.random.default_rng(0)
-    arrays = [jnp.asarray(random.normal(size=(T, heads, C)), dtype) for heads in (H, K, K, H)]
+    arrays = [on_device(random.normal(size=(T, heads, C)), dtype) for heads in (H, K, K, H)]
     return arrays, rows_of(lengths, T)
 
 
@@ -61,9 +73,9 @@ def run(case, arrays, rows):
 @pytest.mark.parametrize("case", CASES)
 def test_output_and_gradients_match_the_definition(case):
     (q, k, v, do), (first, end) = inputs(case)
-    o, pullback = jax.vjp(lambda *x: attention_reference(*x, first), q, k, v)
+    wanted_of_all = definition(q, k, v, do, first)
     for name, got, wanted in zip(
-        ("o", "dq", "dk", "dv"), run(case, (q, k, v, do), (first, end)), (o, *pullback(do)), strict=True
+        ("o", "dq", "dk", "dv"), run(case, (q, k, v, do), (first, end)), wanted_of_all, strict=True
     ):
         # float32 sums of at most 256 terms: 1e-6 of the largest, five times that for room
         np.testing.assert_allclose(got, wanted, atol=5e-6 * np.abs(wanted).max(), err_msg=name)
@@ -71,22 +83,21 @@ def test_output_and_gradients_match_the_definition(case):
 
 def test_bfloat16_is_near_the_definition():
     (q, k, v, do), (first, end) = inputs(POISONED, jnp.bfloat16)
-    o, pullback = jax.vjp(lambda *x: attention_reference(*x, first), *(x.astype(jnp.float32) for x in (q, k, v)))
     outputs = passes(POISONED)(q, k, v, do, first, end)
     assert {x.dtype for x in outputs} == {jnp.dtype(jnp.bfloat16)}
-    for got, wanted in zip(outputs, (o, *pullback(do.astype(jnp.float32))), strict=True):
+    for got, wanted in zip(outputs, definition(q, k, v, do, first), strict=True):
         # weights, their gradients and the result are rounded to 8 bits
-        np.testing.assert_allclose(got.astype(np.float32), wanted, atol=2**-6 * np.abs(wanted).max())
+        np.testing.assert_allclose(np.asarray(got, np.float32), wanted, atol=2**-6 * np.abs(wanted).max())
 
 
 @pytest.mark.parametrize("where", range(4), ids=["q", "k", "v", "do"])
 def test_other_documents_do_not_change_a_bit(where):
     arrays, rows = inputs(POISONED)
     before = run(POISONED, arrays, rows)
-    changed = list(arrays)
-    changed[where] = changed[where].at[70:170].multiply(1e4)  # the second document
+    larger = list(arrays)
+    larger[where] = changed(arrays[where], slice(70, 170), 1e4 * np.asarray(arrays[where])[70:170])  # of the second
     others = np.r_[0:70, 170:256]
-    for got, wanted in zip(run(POISONED, changed, rows), before, strict=True):
+    for got, wanted in zip(run(POISONED, larger, rows), before, strict=True):
         np.testing.assert_array_equal(got[others], wanted[others])
 
 
