@@ -1,11 +1,14 @@
 """Dropout masks: rate, independence, purity. All draws are fixed, so the tests are deterministic."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from host_arrays import on_device
+from kernel_problems import keep_mask, keep_words
 
 import pallas_kernels as pk
-from pallas_kernels.dropout import inverse_keep, keep_mask, keep_words, row_state, threshold, unpack
+from pallas_kernels.dropout import inverse_keep, row_state, threshold, unpack
 
 ROWS, COLUMNS = 1024, 2048
 
@@ -13,9 +16,9 @@ ROWS, COLUMNS = 1024, 2048
 def mask(rate=0.1, key=5, row_key=None, columns=COLUMNS):
     row_key = np.arange(ROWS) if row_key is None else row_key
     drop = pk.Dropout(
-        rate=jnp.array([rate]), key=jnp.array([key], jnp.uint32), row_key=jnp.asarray(row_key, jnp.uint32)
+        rate=on_device([rate], np.float32), key=on_device([key], np.uint32), row_key=on_device(row_key, np.uint32)
     )
-    return np.asarray(keep_mask(drop, jnp.zeros(len(row_key), jnp.int32), columns))
+    return np.asarray(keep_mask(drop, np.zeros(len(row_key), np.int32), columns))
 
 
 def standardised(keep, rate):
@@ -66,12 +69,14 @@ def test_rates_are_rounded_to_the_nearest_threshold():
 
 def test_keys_of_neighbouring_adapters_and_projections_all_differ():
     """As if 64 adapters were keyed by their number: no two masks of 64 projections are the same."""
-    keys = np.stack([pk.fold_key(jnp.arange(64, dtype=jnp.uint32), site) for site in range(64)])
+    fold_key = jax.jit(pk.fold_key)
+    keys = np.stack([fold_key(np.arange(64, dtype=np.uint32), site) for site in range(64)])
     assert len(np.unique(keys)) == keys.size
 
 
 def test_layers_are_independent():
-    keys = [int(pk.fold_key(jnp.array([5], jnp.uint32), site)[0]) for site in range(64)]
+    fold_key = jax.jit(pk.fold_key)
+    keys = [int(np.asarray(fold_key(np.array([5], np.uint32), site))[0]) for site in range(64)]
     assert len(set(keys)) == 64
     product = standardised(mask(0.1, keys[0]), 0.1) * standardised(mask(0.1, keys[1]), 0.1)
     assert abs(product.sum()) / np.sqrt(product.size) < 5
@@ -95,9 +100,10 @@ def test_rate_zero_keeps_everything_and_scale_is_exact():
 
 
 def test_packed_words_hold_column_8j_plus_c_in_bit_j_of_word_c():
-    drop = pk.Dropout(rate=jnp.array([0.3]), key=jnp.array([1], jnp.uint32), row_key=jnp.arange(4, dtype=jnp.uint32))
-    words = keep_words(drop, jnp.zeros(4, jnp.int32), 512)
-    keep = np.asarray(unpack(words, 512))
+    rows = np.arange(4, dtype=np.uint32)
+    drop = pk.Dropout(rate=on_device([0.3], np.float32), key=on_device([1], np.uint32), row_key=on_device(rows))
+    words = keep_words(drop, np.zeros(4, np.int32), 512)
+    keep = np.asarray(jax.jit(unpack, static_argnums=1)(words, 512))
     for column in (0, 7, 8, 255, 256, 300, 511):
         block, inside = divmod(column, 256)
         bit = (np.asarray(words)[:, block, inside % 8] >> (inside // 8)) & 1
@@ -106,6 +112,6 @@ def test_packed_words_hold_column_8j_plus_c_in_bit_j_of_word_c():
 
 def test_counters_of_rows_do_not_repeat():
     """An odd stride visits all 2^32 numbers; an even one repeats its words after a part of them."""
-    keys = jnp.arange(4096, dtype=jnp.uint32)
-    _, strides = row_state(keys * 77, keys)
+    keys = np.arange(4096, dtype=np.uint32)
+    _, strides = jax.jit(row_state)(keys * np.uint32(77), keys)
     assert (np.asarray(strides) % 2 == 1).all()

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cuda_lowering import H200, lowered, num_kernels
+from host_arrays import changed, normal, on_device
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
 from sharded_problems import mesh_of, put
@@ -21,15 +22,14 @@ from pallas_kernels.quantised.passes import pallas, xla
 from pallas_kernels.quantised.rows import E4M3, round_rows
 
 T, K, N, R, TILE = 64, 96, 80, 4, 16
-TABLE, SCALE = jnp.array([0, 1, -1, 0]), jnp.array([2.0, 0.5])
+TABLE, SCALE = on_device([0, 1, -1, 0], np.int32), on_device([2.0, 0.5], np.float32)
 HALF_STEP = 2.0**-4  # e4m3 keeps three bits of mantissa
 
 
 @pytest.fixture(scope="module")
 def arrays():
-    keys = jax.random.split(jax.random.key(0), 5)
-    x, w, dy = (jax.random.normal(key, shape) for key, shape in zip(keys, ((T, K), (K, N), (T, N)), strict=False))
-    a, b = jax.random.normal(keys[3], (2, K, R)) * 0.1, jax.random.normal(keys[4], (2, R, N)) * 0.1
+    x, w, dy = (normal(seed, shape) for seed, shape in enumerate(((T, K), (K, N), (T, N))))
+    a, b = normal(3, (2, K, R), 0.1), normal(4, (2, R, N), 0.1)
     return {"x": x, "w": fp8.quantise(w), "a": a, "b": b, "dy": dy}
 
 
@@ -44,18 +44,18 @@ def step(x, w, a, b, dy):
 
 
 def wide(array) -> np.ndarray:
-    return np.asarray(array.astype(jnp.float32), np.float64)
+    return np.asarray(np.asarray(array, np.float32), np.float64)
 
 
 def rounded(rows_TK) -> np.ndarray:
-    values, scales = round_rows(rows_TK)
+    values, scales = jax.jit(round_rows)(rows_TK)
     return wide(values) * np.float64(scales)
 
 
 def test_a_weight_is_rounded_to_half_a_step(arrays):
-    w = jax.random.normal(jax.random.key(7), (K, N)) * jnp.exp(jnp.arange(N) / 8 - 5)
+    w = on_device(np.asarray(normal(7, (K, N))) * np.exp(np.arange(N) / 8 - 5), np.float32)
     error = np.abs(wide(fp8.dequantise(fp8.quantise(w), jnp.float32)) - wide(w))
-    smallest = wide(jnp.abs(w).max(0)) * 2.0**-15  # below it steps are even
+    smallest = np.abs(wide(w)).max(0) * 2.0**-15  # below it steps are even
     assert (error <= np.maximum(HALF_STEP * np.abs(wide(w)), smallest)).all()
 
 
@@ -65,7 +65,7 @@ def test_the_op_is_exact_for_rounded_rows_in_float64(arrays):
     x, dy, a, b = (wide(arrays[name]) for name in ("x", "dy", "a", "b"))
     w = wide(fp8.dequantise(arrays["w"], jnp.float32))
     y = rounded(arrays["x"]) @ w
-    dx = rounded(arrays["dy"] * arrays["w"].scales) @ wide(arrays["w"].values)
+    dx = rounded(on_device(np.asarray(arrays["dy"]) * np.asarray(arrays["w"].scales))) @ wide(arrays["w"].values)
     da, db = np.zeros_like(a), np.zeros_like(b)
     for tile, adapter in enumerate(TABLE.tolist()):
         if adapter < 0:
@@ -83,11 +83,12 @@ def test_the_op_is_exact_for_rounded_rows_in_float64(arrays):
 def test_rows_do_not_see_each_other(arrays):
     """Other rows a hundred times as large, or full of NaN: the same bits."""
     before = step(**arrays)
-    for spoil in (lambda rows_TK: rows_TK * 100, lambda rows_TK: rows_TK * jnp.nan):
-        other = {name: arrays[name].at[TILE:].set(spoil(arrays[name][TILE:])) for name in ("x", "dy")}
+    for spoil in (lambda rows_TK: rows_TK * 100, lambda rows_TK: rows_TK * np.nan):
+        rest = slice(TILE, None)
+        other = {name: changed(arrays[name], rest, spoil(np.asarray(arrays[name])[rest])) for name in ("x", "dy")}
         after = step(**arrays | other)
         for name in ("y", "dx"):
-            np.testing.assert_array_equal(after[name][:TILE], before[name][:TILE])
+            np.testing.assert_array_equal(np.asarray(after[name])[:TILE], np.asarray(before[name])[:TILE])
 
 
 def test_siblings_and_layers_without_adapters_take_them_too(arrays):
@@ -109,22 +110,23 @@ def test_weights_in_both_orders_multiply_alike(arrays):
 @pytest.mark.parametrize("factor", [False, True])
 @pytest.mark.parametrize("columns", [96, 384])
 def test_the_passes_round_as_the_formula_does(passes, factor, columns):
-    x = jax.random.normal(jax.random.key(1), (32, columns), jnp.bfloat16).at[0].set(0).at[1, 5].set(3e38)
-    f = jnp.exp(jax.random.normal(jax.random.key(2), (columns,))) if factor else None
+    x = changed(changed(on_device(normal(1, (32, columns)), jnp.bfloat16), 0, 0), (1, 5), 3e38)
+    f = on_device(np.exp(normal(2, (columns,)))) if factor else None
     got = passes.round_rows(x, f, interpret=True)
-    wanted = round_rows(x.astype(jnp.float32) if f is None else x.astype(jnp.float32) * f)
+    x = np.asarray(x, np.float32)
+    f = np.float32(1) if f is None else np.asarray(f)
+    wanted = round_rows(jax.jit(jnp.multiply)(x, f))
     for actual, other in zip(got, wanted, strict=True):
         np.testing.assert_array_equal(wide(actual), wide(other))
 
 
 @pytest.mark.parametrize("passes", [pallas, xla])
 def test_the_last_step_of_a_product_adds_each_blocks_adapter(passes):
-    keys = jax.random.split(jax.random.key(3), 4)
-    sums, s = jax.random.normal(keys[0], (64, 128)), jax.random.normal(keys[1], (64, 48))
-    bank, scales = jax.random.normal(keys[2], (3, 16, 128)), jnp.exp(jax.random.normal(keys[3], (64, 1)))
-    columns = jnp.arange(1.0, 129.0)
-    got = passes.finish(sums, scales, columns, s, bank, jnp.array([2, 0, 0, 1]), rank_offset=32, interpret=True)
-    low = np.concatenate([wide(s[i * 16 : i * 16 + 16, 32:]) @ wide(bank[k]) for i, k in enumerate((2, 0, 0, 1))])
+    sums, s, bank = normal(10, (64, 128)), normal(11, (64, 48)), normal(12, (3, 16, 128))
+    scales, columns = on_device(np.exp(normal(13, (64, 1)))), on_device(np.arange(1.0, 129.0), np.float32)
+    owners = on_device([2, 0, 0, 1], np.int32)
+    got = passes.finish(sums, scales, columns, s, bank, owners, rank_offset=32, interpret=True)
+    low = np.concatenate([wide(s)[i * 16 : i * 16 + 16, 32:] @ wide(bank)[k] for i, k in enumerate((2, 0, 0, 1))])
     np.testing.assert_allclose(got, wide(sums) * wide(scales) * wide(columns) + low, rtol=1e-5, atol=1e-4)
 
 
