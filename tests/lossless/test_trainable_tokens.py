@@ -26,11 +26,11 @@ TOKENS = {"law": [61, "<|end|>", 40], "med": [40, 99], "tax": None}
 LORA = {"law": {}, "med": {"kind": "dora", "rank": 3}, "tax": {}}
 
 
-def entries(rows: dict[str, str], tokens: dict, **changes) -> list[dict]:
+def entries(rows: dict[str, str], tokens: dict, held_out: bool, **changes) -> list[dict]:
     return [
         {
             "name": name,
-            "data": {"train": rows[name], "eval": rows[name]},
+            "data": {"train": rows[name]} | ({"eval": rows[name]} if held_out else {}),
             "batch": {"global_samples": 4},
             "lora": {"rank": 2, "dropout": 0.0, "targets": ["q_proj"], **LORA[name], "trainable_tokens": tokens[name]},
             "optim": {"lr": 0.02, "schedule": "constant", "clip": 0.5} | changes.get(name, {}),
@@ -42,13 +42,13 @@ def entries(rows: dict[str, str], tokens: dict, **changes) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory, tiny_base):
-    """job(names, base, tokens, sections, **optim of an adapter) → job file."""
+    """job(names, base, tokens, sections, held_out, **optim of an adapter) → job file."""
     folder = tmp_path_factory.mktemp("job")
     rows = {name: small_jobs.write_rows(folder, name, 9, longest=12) for name in TOKENS}
 
-    def make(names=tuple(TOKENS), base=tiny_base, tokens=TOKENS, sections=None, **changes):
-        chosen = [entry for entry in entries(rows, tokens, **changes) if entry["name"] in names]
-        return small_jobs.write_job(folder, base, chosen, **{"save": {"every_steps": 1}} | (sections or {}))
+    def make(names=tuple(TOKENS), base=tiny_base, tokens=TOKENS, sections=None, held_out=True, **changes):
+        chosen = [entry for entry in entries(rows, tokens, held_out, **changes) if entry["name"] in names]
+        return small_jobs.write_job(folder, base, chosen, **(sections or {}))
 
     return make
 
@@ -85,11 +85,12 @@ def test_folders_hold_the_rows_in_the_order_of_their_ids(joint, tiny_base):
     ids=str,
 )
 def test_joint_equals_alone(joint, job, tmp_path, names, sections):
-    assert run(["train", str(job(names, sections=sections)), "--out", str(tmp_path / "alone")]) == 0
+    """A folder has one row for both uses; losses tell whether the stages that have one each hold the same."""
+    file = job(names, sections=sections, held_out=False)
+    assert run(["train", str(file), "--out", str(tmp_path / "alone")]) == 0
     for name in names:
         assert largest_difference(exported(joint, name), exported(tmp_path / "alone", name)) < 1e-5
-    if sections:  # a folder has one row for both uses, and the stages that have one each hold the same
-        assert all(check.same for check in verify_exports(tmp_path / "alone").values())
+        np.testing.assert_allclose(losses(joint, name), losses(tmp_path / "alone", name), rtol=1e-5)
 
 
 def test_what_one_does_changes_no_bit_of_the_others(joint, job, tmp_path, capsys):
@@ -109,7 +110,7 @@ def test_resumed_run_equals_uninterrupted_run(joint, job, tmp_path, stages):
         if event.kind == "step" and event.adapter == "law" and event.step == 2:
             raise RuntimeError("power cut")
 
-    file = job(sections={"mesh": {"stages": stages}})
+    file = job(sections={"mesh": {"stages": stages}, "save": {"every_steps": 1}})
     whole = joint
     if stages > 1:
         whole = tmp_path / "whole"
@@ -121,6 +122,11 @@ def test_resumed_run_equals_uninterrupted_run(joint, job, tmp_path, stages):
         ours, theirs = exported(tmp_path / "cut", name), exported(whole, name)
         for key in theirs:
             np.testing.assert_array_equal(ours[key], theirs[key])
+
+
+def losses(run_folder, name: str) -> list[float]:
+    rows = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
+    return [row["loss"] for row in rows if row["kind"] == "step" and row["adapter"] == name]
 
 
 def eval_losses(run_folder) -> list[float]:
@@ -140,7 +146,7 @@ def test_a_merged_model_and_a_continued_folder_have_the_rows(shape, tokens, job,
     base, short = make_base(tmp_path / "base", **shape), {"train": {"max_steps": 2}}
     file = job(("law",), base, {"law": tokens}, short)
     assert run(["train", str(file), "--out", str(tmp_path / "run")]) == 0
-    trained, losses = exported(tmp_path / "run", "law"), eval_losses(tmp_path / "run")
+    trained, held_out = exported(tmp_path / "run", "law"), eval_losses(tmp_path / "run")
     assert (HEAD in trained) == isinstance(tokens, dict)
     assert config_of(tmp_path / "run", "law")["trainable_token_indices"] == tokens
     assert run(["export", str(tmp_path / "run"), "law", "--to", str(tmp_path / "merged"), "--merge"]) == 0
@@ -151,14 +157,14 @@ def test_a_merged_model_and_a_continued_folder_have_the_rows(shape, tokens, job,
         np.testing.assert_array_equal(merged["lm_head.weight"][tokens["lm_head"]], trained[HEAD])
     again = job(("law",), tmp_path / "merged", {"law": tokens}, short)  # equal shapes: the programs of the first run
     assert run(["train", str(again), "--out", str(tmp_path / "of-merged")]) == 0
-    assert eval_losses(tmp_path / "of-merged")[0] == pytest.approx(losses[-1], rel=1e-5)
+    assert eval_losses(tmp_path / "of-merged")[0] == pytest.approx(held_out[-1], rel=1e-5)
     settings = json.loads(file.read_text())
     settings["base"]["model"] = str(base)
     settings["adapters"][0]["lora"] = {"init_from": str(tmp_path / "run/adapters/law/latest"), "dropout": 0.0}
     file.write_text(json.dumps(settings))
     assert run(["train", str(file), "--out", str(tmp_path / "more")]) == 0
     assert config_of(tmp_path / "more", "law")["trainable_token_indices"] == tokens
-    assert eval_losses(tmp_path / "more")[0] == pytest.approx(losses[-1], rel=1e-6)
+    assert eval_losses(tmp_path / "more")[0] == pytest.approx(held_out[-1], rel=1e-6)
     settings["adapters"][0]["lora"]["trainable_tokens"] = [5]
     file.write_text(json.dumps(settings))
     assert run(["check", str(file)]) == 2

@@ -24,7 +24,7 @@ from scheduling import AdapterJob, CostModel, PassCost, StageCost, make_plan, on
 from scheduling.timeline import Timeline
 
 MESH = ("mesh.stages=2", "mesh.layers=[1.5, 3.5]")
-WHOLE = ("mesh.stages=2", "mesh.layers=[2, 3]")  # no programs of half layers: every process compiles its own
+WHOLE = ("mesh.stages=2",)  # no programs of half layers: every process compiles its own
 LONG = ("epochs=12",)  # a signal finds it under way
 
 
@@ -36,8 +36,8 @@ def job(tmp_path_factory, deep_base):
 
 
 @pytest.fixture(scope="module")
-def small_job(tmp_path_factory, deep_base):
-    return write_mixed_job(tmp_path_factory.mktemp("small"), deep_base(True), ("law",), (), save={"every_steps": 2})
+def small_job(tmp_path_factory, tiny_base):
+    return write_mixed_job(tmp_path_factory.mktemp("small"), tiny_base, ("law",), (), save={"every_steps": 10})
 
 
 @pytest.fixture(scope="module")

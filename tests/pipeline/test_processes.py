@@ -36,7 +36,6 @@ from scheduling.pipeline import Event
 TOLERANCE = 1e-5  # as in test_layouts
 BITWISE = 0.0  # on one mesh, whichever processes it is spread over
 TIME_LIMIT_S = 240  # all processes start jax and compile on the cores of one
-NAMES = ("law",)
 MIXED = ("law", "chat")  # one ends before the other
 FIRST_PORT = 2**16 - 2**12  # of those from which jax picks by a job's number
 EQUAL = (  # to law, so that they share programs
@@ -48,15 +47,16 @@ GLOO = re.compile(r"\[Gloo\]|peer ranks")  # its threads write into each other's
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory, deep_base) -> Path:
+def job(tmp_path_factory, tiny_base) -> Path:
+    """Every process compiles the programs of every stage, so both adapters share theirs, see `EQUAL`."""
     folder = tmp_path_factory.mktemp("job")
-    return write_mixed_job(folder, deep_base(True), NAMES, held_out=(), save={"every_steps": 2})
+    return write_mixed_job(folder, tiny_base, MIXED, (), save={"every_steps": 10}, batch={"capacity_tokens": 128})
 
 
 @pytest.fixture(scope="module")
-def mixed_job(tmp_path_factory, deep_base) -> Path:
-    """Every process compiles the programs of every stage, so both adapters share theirs, and one is evaluated."""
-    return write_mixed_job(tmp_path_factory.mktemp("mixed"), deep_base(False), MIXED, held_out=NAMES)
+def mixed_job(tmp_path_factory, tiny_base) -> Path:
+    """One adapter is evaluated."""
+    return write_mixed_job(tmp_path_factory.mktemp("mixed"), tiny_base, MIXED, held_out=("law",))
 
 
 @pytest.fixture(scope="module")
@@ -135,11 +135,15 @@ def finish(process: Command, deadline: float) -> tuple[str, str]:
     return process.communicate(timeout=max(1.0, deadline - time.monotonic()))
 
 
-def signal_under_way(processes: list[Command], run: Path, number: signal.Signals, to: int = -1) -> None:
-    """Sends a signal to a process once the run has made a step."""
+def steps_of(run: Path) -> list[dict]:
+    return [row for row in read_rows(run / "metrics.jsonl") if row["kind"] == "step"]
+
+
+def signal_under_way(processes: list[Command], run: Path, number: signal.Signals, to: int = -1, after: int = 0) -> None:
+    """Sends a signal to a process once the run has made a step, or more than so many."""
     deadline = time.monotonic() + TIME_LIMIT_S
     try:
-        while not any(row["kind"] == "step" for row in read_rows(run / "metrics.jsonl")):
+        while len(steps_of(run)) <= after:
             assert all(process.poll() is None for process in processes), processes[0].stderr.read()
             assert time.monotonic() < deadline
             time.sleep(0.01)
@@ -151,7 +155,7 @@ def signal_under_way(processes: list[Command], run: Path, number: signal.Signals
 
 
 def test_processes_do_not_change_the_run(mixed_job, one_device, tmp_path):
-    mesh = ("mesh.data=2", "mesh.stages=2", "mesh.fsdp=2", "mesh.layers=[2, 3]")  # half a layer is a program of its own
+    mesh = ("mesh.data=2", "mesh.stages=2", "mesh.fsdp=2")
     arguments = ("train", str(mixed_job), "--out", str(tmp_path / "run"), *mesh, *EQUAL)
     left = wait(start(2, 4, *arguments, launcher=slurm))
     assert [process.code for process in left] == [0, 0], left[0].err + left[1].err
@@ -165,7 +169,7 @@ def test_processes_do_not_change_the_run(mixed_job, one_device, tmp_path):
         assert told == steps, "one process writes the run"
 
 
-SETTINGS = ("mesh.data=2", "epochs=12")  # a signal finds it under way
+SETTINGS = ("mesh.data=2", "epochs=16", *EQUAL)  # a signal finds it under way
 
 
 @pytest.fixture(scope="module")
@@ -175,37 +179,48 @@ def uncut(job, kept_programs, tmp_path_factory):
     return read_trained(folder)
 
 
+@pytest.fixture(scope="module")
+def stopped(job, tmp_path_factory):
+    """stopped(settings, number, to) → what two processes left that a signal to one of them ended, and the folder."""
+    runs = {}
+
+    def make(settings, number, to):
+        if (settings, number, to) not in runs:
+            run = tmp_path_factory.mktemp("stopped") / "run"
+            processes = start(2, 1, "train", str(job), "--out", str(run), *settings)
+            signal_under_way(processes, run, number, to)
+            runs[settings, number, to] = wait(processes), run
+        return runs[settings, number, to]
+
+    return make
+
+
 @pytest.mark.parametrize(
     ("number", "to"),
     [(signal.SIGTERM, 1), nightly(signal.SIGTERM, 0), nightly(signal.SIGINT, 0), nightly(signal.SIGINT, 1)],
 )
-def test_a_signal_to_one_process_stops_all_and_one_or_both_go_on(number, to, job, uncut, tmp_path):
-    run = tmp_path / "run"
-    processes = start(2, 1, "train", str(job), "--out", str(run), *SETTINGS)
-    signal_under_way(processes, run, number, to)
-    left = wait(processes)
+def test_a_signal_to_one_process_stops_all_and_one_goes_on(number, to, stopped, uncut, tmp_path):
+    left, run = stopped(SETTINGS, number, to)
     assert [process.code for process in left] == [130, 130], left[0].err + left[1].err
     assert "the state is saved" in left[0].err
     events = [row["kind"] for row in read_rows(run / "events.jsonl")]
     assert events[-1] == "interrupted"
     again = shutil.copytree(run, tmp_path / "again", symlinks=True)
-    assert resume(run).exit_code == 0
-    assert_equal(uncut, read_trained(run), BITWISE)
-    left = wait(start(2, 1, "resume", str(again)))
-    assert [process.code for process in left] == [0, 0], left[0].err + left[1].err
-    assert_equal(uncut, read_trained(again), TOLERANCE)
+    assert resume(again).exit_code == 0
+    assert_equal(uncut, read_trained(again), BITWISE)
 
 
-@pytest.mark.parametrize("mesh", [("mesh.data=2",), nightly(("mesh.stages=2", "mesh.layers=[1.5, 3.5]"))])
-def test_requests_are_carried_out_by_all(mesh, tmp_path, deep_base):
+@pytest.mark.parametrize("mesh", [("mesh.data=2",), nightly(("mesh.stages=2",))])
+def test_both_go_on_and_carry_out_requests(mesh, stopped, uncut, job, tmp_path):
     """The adapter that joins has a reference, which all compute while the others train."""
-    run, capacity = tmp_path / "run", {"capacity_tokens": 128}
-    job = write_mixed_job(tmp_path / "job", deep_base(True), MIXED, held_out=(), batch=capacity)
+    settings = (*mesh, *SETTINGS[1:])
+    _, before = stopped(settings, signal.SIGTERM, 1)
+    run = shutil.copytree(before, tmp_path / "run", symlinks=True)
     pairs = [{"prompt": "a b c", "chosen": f"d e {n}", "rejected": f"{n} f g h"} for n in range(6)]
     (job.parent / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
-    settings = (*mesh, "epochs=24", *EQUAL)
-    processes = start(2, 1, "train", str(job), "--out", str(run), *settings)
-    signal_under_way(processes, run, signal.SIGCONT)  # changes nothing
+    begun = steps_of(run)
+    processes = start(2, 1, "resume", str(run))
+    signal_under_way(processes, run, signal.SIGCONT, after=len(begun))  # changes nothing
     write_request(run, "cancel", "chat")
     content = json.loads(job.read_text())
     law = next(adapter for adapter in content["adapters"] if adapter["name"] == "law")
@@ -224,13 +239,12 @@ def test_requests_are_carried_out_by_all(mesh, tmp_path, deep_base):
     assert adapters["law"]["step"] == adapters["law"]["steps"]
     assert 0 < adapters["chat"]["step"] < adapters["chat"]["steps"]
     assert RunFolder(run).adapter_step("chat", adapters["chat"]["step"]).is_dir()
+    assert_equal(uncut.of(("law",)), read_trained(run).of(("law",)), TOLERANCE)
     events = read_rows(run / "events.jsonl")
     (computed,) = [row for row in events if row["kind"] == "references"]
     assert computed["adapters"] == ["late"]
     assert computed["beside_s"] > 0, "the others waited"
-    first = next(
-        row for row in read_rows(run / "metrics.jsonl") if row.get("adapter") == "late" and row["kind"] == "step"
-    )
+    first = next(row for row in steps_of(run) if row["adapter"] == "late")
     assert abs(first["rewards/chosen"]) <= TOLERANCE * abs(
         first["logps/chosen"]
     )  # it starts as the base, the reference
@@ -299,8 +313,7 @@ main()
 
 def test_a_stage_that_fails_in_one_process_ends_all_with_an_error_each(job, tmp_path):
     run, began = tmp_path / "run", time.monotonic()
-    arguments = ("train", str(job), "--out", str(run), "mesh.data=2", "epochs=12")
-    processes = start(2, 1, *arguments, program=("-c", FAILING))
+    processes = start(2, 1, "train", str(job), "--out", str(run), *SETTINGS, program=("-c", FAILING))
     while not any(row["slot"] > 6 for row in read_rows(run / "metrics.jsonl")):
         assert time.monotonic() - began < TIME_LIMIT_S
         time.sleep(0.1)
@@ -309,7 +322,7 @@ def test_a_stage_that_fails_in_one_process_ends_all_with_an_error_each(job, tmp_
     assert time.monotonic() - failing < LEAVE_S, "they waited for each other"
     assert [process.code for process in left] == [1, 1], left[0].err + left[1].err
     assert "error[train.process-lost]" in left[0].err
-    assert "error[train.out-of-memory] the device has no memory left at stage 0, slot 9 (law)" in left[1].err
+    assert "error[train.out-of-memory] the device has no memory left at stage 0, slot 9 (" in left[1].err
     assert not any("stack trace" in process.err for process in left)
     assert [row["kind"] for row in read_rows(run / "events.jsonl")][-1] == "stopped"
 
