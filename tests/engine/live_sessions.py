@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
+from narrow_places import narrow_places
 
-from lorafusion_jax.config.schema import JobConfig, LoraSettings
+from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.engine import AdapterState, LiveSession, Places, Task
 from lorafusion_jax.report.events import Listener
 
@@ -20,7 +20,7 @@ def open_session(
     """Opens a session for adapters of a job. Its places have all targets, as users' have, or a few."""
     with pytest.MonkeyPatch.context() as patch:
         if targets:
-            patch.setattr("lorafusion_jax.config.stack.LoraSettings", partial(LoraSettings, targets=tuple(targets)))
+            narrow_places(patch, targets)
         return LiveSession.open(
             config.base,
             config.mesh,

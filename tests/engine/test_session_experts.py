@@ -21,8 +21,8 @@ from lorafusion_jax.training import train
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 ADAPTERS = {
-    "ore": {"rank": 2, "dropout": 0, "targets": "experts"},
-    "salt": {"rank": 3, "dropout": 0, "targets": ["o_proj", "mlp.experts.down_proj"]},
+    "ore": {"rank": 3, "dropout": 0, "targets": ["o_proj", "v_proj", "experts"]},  # all of its place: shared programs
+    "salt": {"rank": 2, "dropout": 0, "targets": ["o_proj", "mlp.experts.down_proj"]},
     "clay": {"rank": 4, "dropout": 0.1, "targets": ["o_proj", "v_proj"]},
 }
 
@@ -44,7 +44,7 @@ def configure(make_base, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def session(configure):
-    opened = open_session(configure("clay"), {"experts:3": 2, 4: 1}, reproducible=True)
+    opened = open_session(configure("clay"), {"experts:3": 2, 4: 1}, ["o_proj", "v_proj"], reproducible=True)
     yield opened
     opened.close()
 
@@ -98,6 +98,6 @@ def test_each_equals_one_of_a_run(configure, task, alone, tmp_path, name):
 def test_places_of_one_kind_hold_no_other(session, task):
     assert session.free == {"experts:3": 2, "4": 1}
     assert Places.of({4: 1}).refuses(task("ore").spec) == "the session has no place for kind experts, only for lora"
-    assert "rank 3 is above" in Places.of({"experts:2": 1, 8: 1}).refuses(task("salt").spec)
+    assert "rank 3 is above" in Places.of({"experts:2": 1, 8: 1}).refuses(task("ore").spec)
     with pytest.raises(LoraFusionError, match=r"places\.classes"):
         Places.of({"experts:0": 1})

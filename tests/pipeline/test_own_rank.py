@@ -50,7 +50,7 @@ def write(tmp_path_factory, tiny_base, kept_programs):
     folder = tmp_path_factory.mktemp("ranks")
     rows = {name: small_jobs.write_rows(folder, name, 5, longest=8) for name in RANKS}
 
-    def job(names):
+    def job(names, **sections):
         adapters = [
             {
                 "name": name, "data": {"train": rows[name]}, "batch": {"global_samples": 3}, "seed": seed,
@@ -61,7 +61,7 @@ def write(tmp_path_factory, tiny_base, kept_programs):
             if name in names
         ]  # fmt: skip
         batch = {"capacity_tokens": 64, "tile_tokens": 16}
-        return small_jobs.write_job(folder, tiny_base, adapters, batch=batch, save={"every_steps": 1})
+        return small_jobs.write_job(folder, tiny_base, adapters, batch=batch, **sections)
 
     return job
 
@@ -83,7 +83,7 @@ def runs(write, tmp_path_factory, saves_wait):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StateStore, "save", noted)
         with pytest.raises(PowerCut):
-            train(load_config(write(RANKS)), folder / "cut", listeners=[cut])
+            train(load_config(write(RANKS, save={"every_steps": 1})), folder / "cut", listeners=[cut])
     assert train(load_config(write(RANKS)), folder / "whole").exit_code == 0
     assert any(leaf.any() for sums in saved[0]["sums"].values() for leaf in sums.values()), "no sums are under way"
     return folder / "whole", folder / "cut", saved[0]

@@ -22,12 +22,16 @@ def config(write_job, write_rows):
     """law is done long before med."""
     rows = {"law": 2, "med": 24}
     adapters = [
-        {"name": name, "data": {"train": write_rows(name, count, longest=8)}, "batch": {"global_samples": 2}}
+        {
+            "name": name,
+            "data": {"train": write_rows(name, count, longest=8)},
+            "batch": {"global_samples": 2},
+            "lora": {"rank": 4, "dropout": 0.1},
+        }
         for name, count in rows.items()
     ]
-    return load_config(
-        write_job(adapters, mesh={"stages": 2}, lora={"rank": 4}, batch={"capacity_tokens": 64, "tile_tokens": 16})
-    )
+    batch = {"capacity_tokens": 64, "tile_tokens": 16}  # programs as those of test_compiles.py
+    return load_config(write_job(adapters, batch=batch))
 
 
 def around_export(monkeypatch, before) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import small_jobs
 from more_cases import nightly
+from narrow_places import narrow_places
 
 from lorafusion_jax.checkpoint.peft import read_adapter
 from lorafusion_jax.checkpoint.requests import write_addition
@@ -28,6 +29,13 @@ PATTERN = {"rank_pattern": {"0.self_attn.k_proj": 5}, "alpha_pattern": {"up_proj
 OPTIMIZER_STEP = {f"jit({name})" for name in ("write", "init_optimizer", "copies", "<lambda>", "close_batch", "step")}
 OPTIM = {"lr": 2e-3, "schedule": "constant", "warmup": 0.0}
 SHARED = {"optim": OPTIM, "data": {"max_length": 32}}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _few_targets():
+    with pytest.MonkeyPatch.context() as patch:
+        narrow_places(patch, LORA["targets"])
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +153,7 @@ def test_a_narrower_adapter_takes_the_next_place_and_a_wider_one_makes_room(fold
     run = tmp_path / "run"
     several = [
         *joining(folder, config, "thin", rank=2),
-        *joining(folder, config, "middle", rank=4, targets=["v_proj"]),
+        *joining(folder, config, "middle", rank=4, targets=["k_proj"]),
         *joining(folder, config, "wide", rank=6),
     ]
     with CompilesWhileJoining(run, several) as compiles:

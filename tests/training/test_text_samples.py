@@ -18,7 +18,9 @@ def runs(tmp_path_factory, tiny_base, kept_programs) -> dict[str, lf.Run]:
     """The same job with and without texts."""
     folder = tmp_path_factory.mktemp("samples")
     rows = {name: small_jobs.write_rows(folder, name, 8) for name in ("law", "med")}
-    job = small_jobs.write_job(folder, tiny_base, small_jobs.two_adapters(rows))
+    adapters = small_jobs.two_adapters(rows)
+    adapters[1]["lora"] |= {"rank": 2}  # equal ranks share programs
+    job = small_jobs.write_job(folder, tiny_base, adapters)
     settings = {"without": [], "with": [f"train.samples={json.dumps(PROMPTS)}", "train.sample_tokens=5"]}
     return {
         name: lf.train(lf.load_job(job, ["train.eval_every_steps=1", *overrides]), folder / name, progress=False)
