@@ -17,7 +17,7 @@ FEWER = ("law", "chat")  # every stage compiles the steps of every adapter
 SIMILAR = (  # to law: they share programs
     "adapters.chat.lora.rank=4",
     "adapters.chat.lora.targets=[q_proj, down_proj]",
-    "adapters.chat.optim.name=adamw",
+    "adapters.chat.optim={name: adamw, lr: 0.01, eps: 0.001, clip: 0.1}",
 )
 LAYOUTS = {  # tied embeddings, mesh, train, capacity
     "3 uneven stages, blocks and a rest, some slots empty": (
