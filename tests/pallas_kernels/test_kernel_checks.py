@@ -5,8 +5,10 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from cuda_lowering import H200
+from host_arrays import on_device
 from jax.sharding import AbstractMesh, use_abstract_mesh
 from more_cases import nightly
 
@@ -20,7 +22,9 @@ from benchmarks.kernel_calls import formula, gradients
     [("pallas_mosaic_gpu", False), *(nightly(backend, True) for backend in kernel_checks.BACKENDS)],
 )
 def test_unsupported_cases_on_h200_are_the_expected_ones(backend, served, monkeypatch):
-    monkeypatch.setattr(kernel_calls, "_normal", lambda random, *shape, dtype, **_: jnp.zeros(shape, dtype))  # shapes
+    monkeypatch.setattr(
+        kernel_calls, "_normal", lambda random, *shape, dtype, **_: on_device(np.zeros(shape), dtype)
+    )  # shapes
     names = [name for other, name in kernel_checks.pairs() if other == backend]
     wrong = {}
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):

@@ -3,17 +3,18 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+from host_arrays import normal, on_device
 
 from pallas_kernels.mlp.hopper.rounding import of_gradients, of_h, with_low_rank
 
 T, F, R, LARGEST = 128, 96, 4, 448.0
-OWNERS = jnp.array([1, 0])
+OWNERS = on_device([1, 0], np.int32)
 
 
 def draw(seed, *shape):
     """Normal numbers, with rows of very different sizes."""
-    values = jax.random.normal(jax.random.key(seed), shape)
-    return values * jnp.exp(jax.random.normal(jax.random.key(seed + 50), (shape[0], *[1] * (len(shape) - 1))) * 4)
+    sizes = np.exp(normal(seed + 50, (shape[0], *[1] * (len(shape) - 1)), 4.0))
+    return on_device(np.asarray(normal(seed, shape)) * sizes)
 
 
 def largest(array):
