@@ -133,25 +133,19 @@ def _imports(node: ast.AST, module: str) -> bool:
     return isinstance(node, ast.ImportFrom) and node.module == module
 
 
-def test_what_planning_needs_does_not_import_jax():
-    """One after another in one interpreter: the first module that does is the first in the list."""
+@cache
+def imports() -> dict[str, list[str]]:
+    """What one interpreter tells of importing everything: first what planning needs, then the rest."""
+    modules = [
+        ".".join(path.with_suffix("").parts).removesuffix(".__init__") for path in PATHS if path.name != "__main__.py"
+    ]
     code = f"""
 import importlib, json, sys
 with_jax = []
 for name in {NO_JAX!r}:
     importlib.import_module(name)
     with_jax += [name] if {{"jax", "flax"}} & set(sys.modules) else []
-print(json.dumps(with_jax))
-"""
-    assert json.loads(fresh(code)) == []
-
-
-def test_imports_start_no_backend_and_leave_the_settings_of_jax_alone():
-    modules = [
-        ".".join(path.with_suffix("").parts).removesuffix(".__init__") for path in PATHS if path.name != "__main__.py"
-    ]
-    code = f"""
-import importlib, json, jax
+import jax
 import flax.nnx, optax, orbax.checkpoint  # what others change is not our doing
 before = dict(jax.config.values)
 for name in {modules!r}:
@@ -159,9 +153,19 @@ for name in {modules!r}:
 from jax.extend.backend import backends as _
 from jax._src import xla_bridge
 changed = [key for key, value in jax.config.values.items() if before.get(key) != value]
-print(json.dumps([changed, list(xla_bridge._backends)]))
+print(json.dumps({{"with jax": with_jax, "changed": changed, "backends": list(xla_bridge._backends)}}))
 """
-    assert json.loads(fresh(code)) == [[], []]
+    return json.loads(fresh(code))
+
+
+def test_what_planning_needs_does_not_import_jax():
+    """One after another: the first module that does is the first in the list."""
+    assert imports()["with jax"] == []
+
+
+def test_imports_start_no_backend_and_leave_the_settings_of_jax_alone():
+    assert imports()["changed"] == []
+    assert imports()["backends"] == []
 
 
 def test_every_folder_is_a_package_that_says_what_it_is():

@@ -6,11 +6,14 @@ import io
 import json
 import shutil
 import sys
+from itertools import product
 
 import pytest
 
 import lorafusion_jax as lf
+from lorafusion_jax.generation.sampling import Sampling
 from lorafusion_jax.generation.sources import find_source
+from lorafusion_jax.generation.text import rows_for
 
 QUICK = ("--max-tokens", "6", "--dtype", "float32")
 
@@ -43,7 +46,7 @@ def test_adapters_of_a_run_answer_the_rows_of_a_file(lorafusion, finished, tmp_p
     assert find_source(law).base == find_source(copy, base=base).base  # a folder of a run knows the run's base
     opened = lf.open_generator(copy, adapters=["base", f"again={law}", "copied law"], base=base, dtype="float32")
     assert opened.adapters == ("copied law", "again", "base")
-    texts = opened.generate(["cat dog", "oak"], max_tokens=6)
+    texts = opened.generate(["cat dog", "oak", "moon"], max_tokens=6)  # as many as above for one adapter: equal shapes
     assert texts.of("again") == texts.of("copied law")
     by_adapter = {answer["adapter"]: answer["text"] for answer in answers if answer["prompt"] == "cat dog"}
     assert texts.of("copied law")[0] == by_adapter["law"]
@@ -54,11 +57,17 @@ def test_adapters_of_a_run_answer_the_rows_of_a_file(lorafusion, finished, tmp_p
     (cut,) = opened.generate("cat dog", adapters="base", max_tokens=6, stop=stop)
     assert (stop not in cut.text, cut.end) == (True, "stop")
     assert opened.generate([5, 6, 7], adapters="base", max_tokens=2)[0].prompt == [5, 6, 7]
-    drawn = opened.generate(["oak", "cat dog"], adapters="base", max_tokens=6, temperature=2.0, samples=3, seed=4)
-    assert [text.prompt for text in drawn] == ["oak"] * 3 + ["cat dog"] * 3
+    drawn = opened.generate("oak", max_tokens=6, temperature=2.0, samples=3, seed=4)
+    assert [text.adapter for text in drawn] == ["base"] * 3 + ["again"] * 3 + ["copied law"] * 3
     assert len({text.tokens for text in drawn[:3]}) > 1
     (alone,) = opened.generate("oak", adapters="base", max_tokens=6, temperature=2.0, seed=6)
     assert drawn[2].tokens == alone.tokens
+
+
+def test_samples_of_a_prompt_stand_together():
+    rows = rows_for(["oak", "cat dog"], ["base", "law"], Sampling(seed=4), 2)
+    asked = [(row.prompt, row.adapter, row.sampling.seed) for row in rows]
+    assert asked == list(product(["oak", "cat dog"], ["base", "law"], [4, 5]))
 
 
 def test_a_conversation_goes_on_until_the_end_of_input(lorafusion, finished, monkeypatch):

@@ -22,9 +22,9 @@ from lorafusion_jax.training.adapter_writer import AdapterWriter
 
 @pytest.fixture
 def make_config(write_job, write_rows):
-    def make(lora=None, longest=8, **optim):
+    def make(lora=None, **optim):
         entries = [
-            {"name": name, "data": {"train": write_rows(name, 6, longest=longest)}, "batch": {"global_samples": 2}}
+            {"name": name, "data": {"train": write_rows(name, 6)}, "batch": {"global_samples": 2}}
             for name in ("law", "med")
         ]
         entries[0] |= {"optim": optim} if optim else {}
@@ -118,7 +118,7 @@ def test_slots_of_failed_adapters_only_are_not_computed(make_config, tmp_path, m
         original(self, event, adapters)
 
     monkeypatch.setattr(Executor, "issue", issue)
-    config = make_config(lr=1e38, schedule="constant", clip=0, longest=24)
+    config = make_config(lr=1e38, schedule="constant", clip=0)
     result = train(config, tmp_path / "run")
     assert {name: adapter.status for name, adapter in result.adapters.items()} == {"law": "failed", "med": "done"}
     failed = next(row for row in read_rows(tmp_path / "run" / "events.jsonl") if row["kind"] == "adapter-failed")
