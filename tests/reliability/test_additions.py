@@ -34,7 +34,7 @@ ROWS = {"law": 5, "med": 10, "tax": 6}  # the last global batch of law has one s
 SAME = {"optim": {"lr": 1e-3, "schedule": "constant", "warmup": 0.0}, "data": {"max_length": 32}}
 LORA = {"rank": 2, "dropout": 0.1, "targets": ["q_proj", "down_proj"]}
 TAX = {"rank": 4, "dropout": 0.1, "targets": ["q_proj", "v_proj"]}  # a larger rank, and a projection that is new
-OFTEN = {"every_steps": 2, "keep": 20}
+OFTEN = {"every_steps": 2, "keep": 20}  # of runs that are cut
 
 
 @pytest.fixture(scope="module")
@@ -48,13 +48,14 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def make_config(folder, tiny_base):
-    """make_config(mesh, epochs of med) → law and med."""
+    """make_config(mesh, epochs of med, save) → law and med."""
 
-    def make(mesh, epochs=1):
+    def make(mesh, epochs=1, save=None):
         entries = [{"name": n, "data": {"train": f"{n}.jsonl"}, "lora": LORA, "seed": s} for s, n in enumerate(FIRST)]
         entries[1]["epochs"] = epochs
         batch = {"capacity_tokens": 32, "tile_tokens": 16, "global_samples": 2}
-        return load_config(small_jobs.write_job(folder, tiny_base, entries, mesh=mesh, batch=batch, save=OFTEN, **SAME))
+        sections = SAME | {"mesh": mesh, "batch": batch, "save": save or {"every_steps": 100}}
+        return load_config(small_jobs.write_job(folder, tiny_base, entries, **sections))
 
     return make
 
@@ -72,7 +73,7 @@ def tax(folder, make_config):
 def asked(make_config, tax, tmp_path_factory):
     """A run that tax joins, in which law is extended when it is done; whoever uses it takes a copy."""
     run = tmp_path_factory.mktemp("asked") / "run"
-    assert train(make_config(ONE_DEVICE), run, listeners=[asks(run, *requests(tax))]).exit_code == 0
+    assert train(make_config(ONE_DEVICE, save=OFTEN), run, listeners=[asks(run, *requests(tax))]).exit_code == 0
     return run
 
 
@@ -145,7 +146,7 @@ def test_an_addition_outlives_a_kill(kind, count, make_config, tax, asked, tmp_p
     run = tmp_path / "run"
     ask = asks(run, *requests(tax))
     with pytest.raises(KeyboardInterrupt):
-        train(make_config(ONE_DEVICE), run, listeners=[ask, crash_after(kind, count)])
+        train(make_config(ONE_DEVICE, save=OFTEN), run, listeners=[ask, crash_after(kind, count)])
     assert statuses(resume(run, listeners=[ask])) == dict.fromkeys(ROWS, "done")
     assert_bitwise(run, asked, ROWS)
     told = [(row["slot"], row["adapter"], row["action"]) for row in events_of(run, "adapter-changed")]
@@ -170,7 +171,8 @@ def test_what_joins_after_the_checkpoint_begins_with_what_it_began_with(make_con
         adapter.model_copy(update={"lora": adapter.lora.model_copy(update={"init_from": str(start)})})
         for adapter in tax
     ]
-    assert train(make_config(ONE_DEVICE), run, listeners=[asks(run, ("law", 3, warm, "add"))]).exit_code == 0
+    config = make_config(ONE_DEVICE, save=OFTEN)
+    assert train(config, run, listeners=[asks(run, ("law", 3, warm, "add"))]).exit_code == 0
     before = weights_of(run, "tax")
     cut_to(run, 1)
     settings = start / "adapter_config.json"
