@@ -329,9 +329,9 @@ def test_ranks_change_nothing_where_the_other_columns_are_zero(backend):
     def op(**options):
         return pk.multi_lora_linear(arguments["x"], arguments["ws"][0], a, b, **rest, implementation=backend, **options)
 
-    want = op()
-    np.testing.assert_array_equal(op(ranks=ranks), want)
-    np.testing.assert_array_equal(jax.jit(lambda ranks: op(ranks=ranks))(on_device(ranks)), want)
+    np.testing.assert_array_equal(op(ranks=ranks), op())
+    traced = jax.jit(lambda ranks: op(ranks=ranks))(on_device(ranks))
+    np.testing.assert_array_equal(traced, jax.jit(op)())  # one program and single operations round apart on some CPUs
 
 
 @pytest.mark.wrong_types
