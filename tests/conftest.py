@@ -182,14 +182,14 @@ def kept_programs(quick_compiles):
     from lorafusion_jax.pipeline.programs import StagePrograms
 
     def programs(parts, *arguments):
-        what = repr(parts), *arguments
-        known = KEPT.pop(what, None)
+        key = repr(parts), *arguments
+        known = KEPT.pop(key, None)
         layers = None if known is None else known.layers
         if layers is None or layers.forward._cache_size() != sum(
             backward._cache_size() for backward in (layers.backward, layers.backward_giving)
         ):
             known = StagePrograms(parts, *arguments)
-        KEPT[what] = known
+        KEPT[key] = known
         if len(KEPT) > MOST_KEPT:
             del KEPT[next(iter(KEPT))]
         return known

@@ -108,8 +108,8 @@ def install(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
         headers = dict(problem.headers or {}) | (
             {"Allow": _methods(routes, request)} if problem.status_code == 405 else {}
         )
-        what = {404: "there is no such path.", 405: "the path does not take this method."}
-        error = {"what": what.get(problem.status_code, str(problem.detail)), "fix": "see /openapi.json"}
+        sentences = {404: "there is no such path.", 405: "the path does not take this method."}
+        error = {"what": sentences.get(problem.status_code, str(problem.detail)), "fix": "see /openapi.json"}
         error |= {"code": f"api.http-{problem.status_code}"}
         return _answer(request, problem.status_code, error, headers)
 
@@ -148,13 +148,13 @@ def _of_pydantic(detail: dict[str, Any]) -> dict[str, str]:
     where = ".".join(str(part) for part in detail["loc"] if part not in ("body", "query", "path"))
     kind = detail["type"]
     if kind == "extra_forbidden" and where in NOT_SERVED:
-        what = f"a service does not take {where}."
-        return {"code": "job.not-served", "what": what, "where": where, "why": NOT_SERVED[where], "fix": RUN}
+        sentence = f"a service does not take {where}."
+        return {"code": "job.not-served", "what": sentence, "where": where, "why": NOT_SERVED[where], "fix": RUN}
     code = {"missing": "api.missing", "extra_forbidden": "api.unknown-key", "json_invalid": "api.json"}.get(
         kind, "api.value"
     )
-    what = {"missing": f"{where} is missing.", "extra_forbidden": f"there is no key {where}."}.get(
+    sentence = {"missing": f"{where} is missing.", "extra_forbidden": f"there is no key {where}."}.get(
         kind, f"{where}: {detail['msg']}."
     )
     fix = {"missing": "add it", "extra_forbidden": "leave it out"}.get(kind, "see /openapi.json")
-    return {"code": code, "what": what[:500], "where": where[:200], "fix": fix}
+    return {"code": code, "what": sentence[:500], "where": where[:200], "fix": fix}
