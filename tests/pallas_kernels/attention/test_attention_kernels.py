@@ -12,6 +12,7 @@ from host_arrays import changed, on_device
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
 from more_cases import mostly_nightly, nightly
+from packed_documents import POISONED, definition, inputs, rows_of
 
 from pallas_kernels.attention import (
     AttentionConfig,
@@ -21,7 +22,6 @@ from pallas_kernels.attention import (
     unsupported_reason,
 )
 from pallas_kernels.attention.hopper.blocks import key_blocks, query_blocks
-from pallas_kernels.attention.reference import attention_reference
 
 INTERPRETED = AttentionConfig(through_smem=True)
 # rows, query heads, key heads, width, documents (the rest of the rows is one more), multiprocessors
@@ -31,31 +31,6 @@ CASES = {
     "one document": (256, 2, 2, 64, [256], 3),
     "less than a tile of most documents": (128, 2, 1, 64, [1, 126], 5),
 }
-POISONED = "documents that straddle tiles"
-
-
-def inputs(case, dtype=jnp.bfloat16):
-    T, H, K, C, lengths, _ = CASES[case]
-    random = np.random.default_rng(0)
-    arrays = [on_device(random.normal(size=(T, heads, C)), dtype) for heads in (H, K, K, H)]
-    return arrays, rows_of(lengths, T)
-
-
-rows_of_documents = jax.jit(document_rows)
-
-
-@jax.jit
-def definition(q, k, v, do, first):
-    """o and the gradients, in float32."""
-    q, k, v, do = (x.astype(jnp.float32) for x in (q, k, v, do))
-    o, pullback = jax.vjp(lambda *x: attention_reference(*x, first), q, k, v)
-    return o, *pullback(do)
-
-
-def rows_of(lengths, T):
-    lengths = np.array([*lengths, T - sum(lengths)] if sum(lengths) < T else lengths, np.int32)
-    ids = np.repeat(np.arange(len(lengths)), lengths).astype(np.int32)
-    return rows_of_documents(ids, np.cumsum(lengths) - lengths, lengths)
 
 
 @functools.cache
@@ -79,13 +54,13 @@ def run(case, arrays, rows):
 
 @functools.cache
 def clean(case):
-    return run(case, *inputs(case))
+    return run(case, *inputs(CASES[case], jnp.bfloat16))
 
 
 @needs_gpu_interpreter
 @pytest.mark.parametrize("case", mostly_nightly(CASES, [*CASES][:2]))
 def test_output_and_gradients_match_the_definition(case):
-    arrays, (first, _) = inputs(case)
+    arrays, (first, _) = inputs(CASES[case], jnp.bfloat16)
     for name, got, wanted in zip(("o", "dq", "dk", "dv"), clean(case), definition(*arrays, first), strict=True):
         # bfloat16 keeps 8 bits: 2e-3 of rounding in p, ds and the result
         assert np.linalg.norm(got - wanted) / np.linalg.norm(wanted) < 5e-3, name
@@ -104,7 +79,7 @@ PLACES = ("q", "k", "v", "do")
     ids=str,
 )
 def test_what_is_not_finite_stays_in_its_document(bad):
-    arrays, rows = inputs(POISONED)
+    arrays, rows = inputs(CASES[POISONED], jnp.bfloat16)
     spoiled = [
         changed(array, (100, 0, 3), bad[name]) if name in bad else array
         for name, array in zip(PLACES, arrays, strict=True)

@@ -7,10 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cuda_lowering import A10, A100, L40, lowered, num_kernels
-from host_arrays import changed, on_device
+from host_arrays import changed
+from packed_documents import POISONED, definition, inputs
 
-from pallas_kernels.attention import document_rows
-from pallas_kernels.attention.reference import attention_reference
 from pallas_kernels.attention.triton.api import (
     triton_attention_backward,
     triton_attention_forward,
@@ -26,31 +25,6 @@ CASES = {
     "documents of two rows": (64, 2, 1, 16, [2] * 32, (16, 16)),
     "wide tiles": (128, 2, 2, 16, [3, 60, 64], (16, 64)),
 }
-POISONED = "documents that straddle tiles"
-
-
-def rows_of(lengths, T):
-    lengths = np.array([*lengths, T - sum(lengths)] if sum(lengths) < T else lengths, np.int32)
-    ids = np.repeat(np.arange(len(lengths)), lengths).astype(np.int32)
-    return rows_of_documents(ids, np.cumsum(lengths) - lengths, lengths)
-
-
-rows_of_documents = jax.jit(document_rows)
-
-
-@jax.jit
-def definition(q, k, v, do, first):
-    """o and the gradients, in float32."""
-    q, k, v, do = (x.astype(jnp.float32) for x in (q, k, v, do))
-    o, pullback = jax.vjp(lambda *x: attention_reference(*x, first), q, k, v)
-    return o, *pullback(do)
-
-
-def inputs(case, dtype=jnp.float32):
-    T, H, K, C, lengths, _ = CASES[case]
-    random = np.random.default_rng(0)
-    arrays = [on_device(random.normal(size=(T, heads, C)), dtype) for heads in (H, K, K, H)]
-    return arrays, rows_of(lengths, T)
 
 
 @functools.cache
@@ -72,7 +46,7 @@ def run(case, arrays, rows):
 
 @pytest.mark.parametrize("case", CASES)
 def test_output_and_gradients_match_the_definition(case):
-    (q, k, v, do), (first, end) = inputs(case)
+    (q, k, v, do), (first, end) = inputs(CASES[case], jnp.float32)
     wanted_of_all = definition(q, k, v, do, first)
     for name, got, wanted in zip(
         ("o", "dq", "dk", "dv"), run(case, (q, k, v, do), (first, end)), wanted_of_all, strict=True
@@ -82,7 +56,7 @@ def test_output_and_gradients_match_the_definition(case):
 
 
 def test_bfloat16_is_near_the_definition():
-    (q, k, v, do), (first, end) = inputs(POISONED, jnp.bfloat16)
+    (q, k, v, do), (first, end) = inputs(CASES[POISONED], jnp.bfloat16)
     outputs = passes(POISONED)(q, k, v, do, first, end)
     assert {x.dtype for x in outputs} == {jnp.dtype(jnp.bfloat16)}
     for got, wanted in zip(outputs, definition(q, k, v, do, first), strict=True):
@@ -92,7 +66,7 @@ def test_bfloat16_is_near_the_definition():
 
 @pytest.mark.parametrize("where", range(4), ids=["q", "k", "v", "do"])
 def test_other_documents_do_not_change_a_bit(where):
-    arrays, rows = inputs(POISONED)
+    arrays, rows = inputs(CASES[POISONED], jnp.float32)
     before = run(POISONED, arrays, rows)
     larger = list(arrays)
     larger[where] = changed(arrays[where], slice(70, 170), 1e4 * np.asarray(arrays[where])[70:170])  # of the second
