@@ -32,17 +32,20 @@ from lorafusion_jax.pipeline.stage import Stage
 from lorafusion_jax.pipeline.stage_weights import cut
 from lorafusion_jax.planning.stages import stage_layers
 
-MODEL = Path(__file__).parents[1] / "models/golden/qwen2_window"  # windows of 6: slots of a cache are used again
+# Batches of these tests have four adapters, with a row each, or one: a program of layers compiles for each shape.
+MODEL = Path(__file__).parents[1] / "models/golden/qwen2_window"
 SPECS = (  # other kinds, ranks and targets, in no order
     AdapterSpec(name="wide", rank=6, alpha=9, targets=("down_proj", "q_proj")),
-    AdapterSpec(name="dora", rank=2, alpha=4, targets=("o_proj", "up_proj"), kind="dora"),
-    AdapterSpec(name="narrow", rank=1, alpha=3, targets=("v_proj", "gate_proj", "q_proj")),
+    AdapterSpec(name="dora", rank=2, alpha=4, targets=("down_proj",), kind="dora"),
+    AdapterSpec(name="narrow", rank=1, alpha=3, targets=("q_proj",)),
 )
+LENGTHS = (1, 7, 12, 19, 5, 17, 2, 11)  # of answers: of the first four, each ends in another look at their tokens
 
 
-def stages(**mesh: int) -> list[Stage]:
-    """The model with adapters of random weights."""
-    model, meshes = ModelConfig.from_hf(MODEL), stage_meshes(**mesh)
+def stages(*, layers: int = 2, **mesh: int) -> list[Stage]:
+    """The model with adapters of random weights: a full layer, and windows of 6, which use slots of a cache again."""
+    whole, meshes = ModelConfig.from_hf(MODEL), stage_meshes(**mesh)
+    model = replace(whole, num_layers=layers, pattern=whole.pattern[:layers], max_positions=64)
     extents = stage_layers(model, len(meshes), [1.5, 1.5] if len(meshes) == 2 else None)
     frozen = open_frozen(MODEL, dtype=jnp.float32, sharding=lambda name, shape: meshes[0].weight(shape)).read()
     parts = Parts(model=model, specs=SPECS, settings=TrainSettings(), dtype=jnp.float32)
@@ -70,7 +73,7 @@ def requests(count: int, **sampling) -> list[Request]:
         Request(
             tokens=draw.integers(0, 48, draw.integers(1, 30)).tolist(),
             adapter=(number % 4) - 1,
-            sampling=Sampling(max_tokens=int(draw.integers(1, 20)), seed=number, **sampling),
+            sampling=Sampling(max_tokens=LENGTHS[number], seed=number, **sampling),
             where=f"prompt {number}",
         )
         for number in range(count)
@@ -83,15 +86,20 @@ def model() -> Generator:
 
 
 @pytest.fixture(scope="module")
-def greedy(model) -> list[list[int]]:
-    return [answer.tokens for answer in model(requests(8))]
+def alone(model) -> list[list[int]]:
+    return [model([request])[0].tokens for request in requests(8)]
 
 
-def test_a_batch_of_adapters_is_as_each_alone(model, greedy):
+def test_a_batch_of_adapters_is_as_each_alone(model, alone):
+    """And rows are used again by requests that wait."""
+    grown: list[int] = []
+    answers = model(requests(8), lambda index, answer: grown.append(index), most=4)
     # Products of other heights sum in another order: tokens are compared, whose logits differ by far more.
-    assert [model([request])[0].tokens for request in requests(8)[2:5]] == greedy[2:5]
-    assert [len(tokens) for tokens in greedy] == [request.sampling.max_tokens for request in requests(8)]
-    assert len({tuple(tokens) for tokens in greedy}) == 8
+    assert [answer.tokens for answer in answers] == alone
+    assert tuple(map(len, alone)) == LENGTHS
+    assert len({tuple(tokens) for tokens in alone}) == 8
+    assert set(grown) == set(range(8))
+    assert all(answer.end == "length" for answer in answers)
 
 
 def test_log_likelihoods_of_an_answer_are_those_after_a_longer_prompt(model):
@@ -106,14 +114,6 @@ def test_log_likelihoods_of_an_answer_are_those_after_a_longer_prompt(model):
     np.testing.assert_allclose([single.logprobs[0] for single in again], answer.logprobs, rtol=1e-4)
 
 
-def test_rows_are_used_again_by_requests_that_wait(model, greedy):
-    grown: list[int] = []
-    answers = model(requests(8), lambda index, answer: grown.append(index), most=4)
-    assert [answer.tokens for answer in answers] == greedy
-    assert set(grown) == set(range(8))
-    assert all(answer.end == "length" for answer in answers)
-
-
 def test_draws_depend_on_the_request_only(model):
     drawn = requests(6, temperature=1.5, top_k=30, top_p=0.9)
     together = [answer.tokens for answer in model(drawn)]
@@ -125,34 +125,40 @@ def test_draws_depend_on_the_request_only(model):
     assert mixed == [together[0], undrawn[1], *together[2:]]
 
 
-def test_other_prompts_compile_nothing(model, greedy):
+def test_other_prompts_compile_nothing(model, alone):
     def compiled() -> list[int]:
         (programs,) = model._programs
         jitted = [programs.run_block, programs.embed, programs.next_inputs, programs.prompt_inputs]
         return [program._cache_size() for program in (*jitted, *programs.head.values())]
 
+    model(requests(8), most=4)
     before = compiled()
     others = [
         Request(tokens=[*request.tokens[1:], 3, 9], adapter=request.adapter, sampling=request.sampling)
         for request in requests(8)
     ]
-    assert [answer.tokens for answer in model(others)] != greedy
+    assert [answer.tokens for answer in model(others, most=4)] != alone
     assert compiled() == before
 
 
 @pytest.mark.parametrize("mesh", [{"stages": 2}, more_cases.nightly({"data": 2, "fsdp": 2})], ids=str)
-def test_stages_and_shards_generate_the_same(mesh, greedy):
-    assert [answer.tokens for answer in Generator(stages(**mesh))(requests(8))] == greedy
+def test_stages_and_shards_generate_the_same(mesh):
+    """Half a layer on each of two stages, too."""
+    wanted, answer = (Generator(stages(layers=3, **on))([requests(8)[5]])[0] for on in ({}, mesh))
+    assert len(answer.tokens) == LENGTHS[5]
+    assert answer.tokens == wanted.tokens
 
 
-def test_an_answer_ends_with_a_stop_token_or_at_the_last_position(model, greedy):
-    stopping, request = Generator(model._stages, [greedy[0][2]]), requests(8)[0]
+def test_an_answer_ends_with_a_stop_token_or_at_the_last_position(model, alone):
+    request, tokens = requests(8)[2], alone[2]
+    stopping = Generator(model._stages, [tokens[2]])
+    stopping._programs = model._programs  # traced already
     answer = stopping([request])[0]
-    assert (answer.tokens, answer.end) == (greedy[0][: greedy[0].index(greedy[0][2])], "stop")
+    assert (answer.tokens, answer.end) == (tokens[: tokens.index(tokens[2])], "stop")
     (unstopped,) = model([request])  # in which the token is one of the text
-    assert (answer.end_token, unstopped.end_token, unstopped.end_logprob) == (greedy[0][2], None, None)
+    assert (answer.end_token, unstopped.end_token, unstopped.end_logprob) == (tokens[2], None, None)
     assert answer.end_logprob == unstopped.logprobs[len(answer.tokens)]
-    long = Request(tokens=[7] * 250, sampling=Sampling(max_tokens=50))
+    long = Request(tokens=[7] * 58, sampling=Sampling(max_tokens=50))
     answer = model([long])[0]
     assert (len(answer.tokens), answer.end) == (6, "context")
 
@@ -173,7 +179,7 @@ def test_long_prompts_take_several_passes(monkeypatch):
 
 
 def test_wrong_requests_are_reported_together(model):
-    wrong = [Request(tokens=[], where="row 1"), Request(tokens=[1] * 256, where="row 2")]
+    wrong = [Request(tokens=[], where="row 1"), Request(tokens=[1] * 64, where="row 2")]
     with pytest.raises(ErrorList) as caught:
         model(wrong)
     assert [error.code for error in caught.value.errors] == ["generate.empty-prompt", "generate.too-long"]
@@ -185,37 +191,39 @@ def test_wrong_requests_are_reported_together(model):
 def test_weights_that_are_not_numbers_name_their_adapter(model):
     (stage,) = model._stages
     name, whole = "layers.mlp.down_proj.lora_a", dict(stage.lora)
+    assert stage.all_leaves  # the norms that other tests read are of these weights, not of the next
     stage.lora = whole | {name: whole[name] * jnp.nan}
     try:
         with pytest.raises(RunError, match=r"generate.not-finite\] wide"):
-            model([Request(tokens=[1, 2], adapter=0)])
+            model([Request(tokens=[1, 2], adapter=0, sampling=Sampling(max_tokens=2))])
     finally:
         stage.lora = whole
 
 
-def test_trained_rows_of_tokens_are_those_of_a_model_with_these_rows():
-    stage, tokens = stages()[0], (3, 17, 41)
+def test_trained_rows_of_tokens_are_those_of_a_model_with_these_rows(alone):
+    stage, tokens = stages()[0], (3, 17, 29, 41)
     rows = np.random.default_rng(2).normal(size=(len(tokens), stage.parts.model.hidden_size)).astype(np.float32)
     trained = replace(SPECS[0], tokens=TokenRows(embed=tokens, head=tokens))
-    values = {name: np.asarray(leaf) for name, leaf in stage.adapter(0).items()}
+    values = {spec.name: jax.device_get(stage.adapter(number)) for number, spec in enumerate(SPECS)}
 
     def model_with(spec: AdapterSpec, leaves, weights) -> Generator:
-        parts = Parts(model=stage.parts.model, specs=(spec,), settings=TrainSettings(), dtype=jnp.float32)
+        parts = Parts(model=stage.parts.model, specs=(spec, *SPECS[1:]), settings=TrainSettings(), dtype=jnp.float32)
         made = Stage(parts, weights, stage.mesh, [], remat="everything", block=1)
-        made.take_weights({spec.name: leaves})
+        made.take_weights(values | {spec.name: values[spec.name] | leaves})
         return Generator([made])
 
     changed = copy(stage.weights)
     for name in ("embed", "head"):
-        setattr(changed, name, getattr(changed, name).at[jnp.array(tokens)].set(rows))
-    asked = [replace(request, adapter=0) for request in requests(4)]
-    base = [replace(request, adapter=BASE) for request in requests(4)]
+        table = np.array(getattr(changed, name))
+        table[list(tokens)] = rows
+        setattr(changed, name, jnp.asarray(table))
+    of_base, short, of_dora, longest = requests(4)
+    asked = [of_base, replace(longest, adapter=0), of_dora, replace(short, adapter=2)]
+    (wanted,) = model_with(SPECS[0], {}, changed)(asked[1:2])
+    assert any(token in wanted.tokens for token in tokens)
     token_leaves = {f"tokens.{table}": rows.T[None] for table in ("embed", "head")}
-    model = model_with(trained, values | token_leaves, stage.weights)
-    wanted = [answer.tokens for answer in model_with(SPECS[0], values, changed)(asked)]
-    assert [answer.tokens for answer in model(asked + base)[:4]] == wanted
-    assert [answer.tokens for answer in model(base)] == [answer.tokens for answer in Generator([stage])(base)]
-    assert any(token in answer for token in tokens for answer in wanted)
+    answers = model_with(trained, token_leaves, stage.weights)(asked)
+    assert [answer.tokens for answer in answers[:3]] == [alone[0], wanted.tokens, alone[2]]
 
 
 def test_a_mechanism_without_a_cache_is_refused_by_name():
@@ -257,8 +265,8 @@ def test_a_second_turn_reads_only_new_tokens(model, monkeypatch):
 
 def test_long_messages_are_read_in_parts(model, monkeypatch):
     monkeypatch.setattr(packing, "MOST_CONTINUED", 16)
-    request = replace(requests(8)[2], tokens=[3, 1, 4, 15, 9], sampling=Sampling(max_tokens=5))
-    _, kept, second = turns(model, Conversation(), [request], [(7 * n) % 48 for n in range(1, 40)])
+    first = [replace(r, tokens=r.tokens[:5], sampling=Sampling(max_tokens=5)) for r in requests(4)]
+    _, kept, second = turns(model, Conversation(), first, [(7 * n) % 48 for n in range(1, 40)])
     assert [answer.tokens for answer in kept] == [answer.tokens for answer in model(second)]
 
 
@@ -273,8 +281,15 @@ def test_a_changed_conversation_is_read_from_where_it_differs(model):
     assert conversation.kept(0, prompt, shape) == 0
 
 
-def test_other_adapters_and_a_longer_conversation_get_new_caches(model):
-    conversation = Conversation()
-    (first, other) = (replace(r, sampling=Sampling(max_tokens=4)) for r in requests(8)[1:3])
-    for request in first, other, replace(other, tokens=[*other.tokens] * 20), first:
-        assert model([request], conversation=conversation)[0].tokens == model([request])[0].tokens
+def test_other_adapters_get_new_caches(model, alone):
+    conversation, asked = Conversation(), requests(3)
+    for number in 1, 2, 1:
+        assert model([asked[number]], conversation=conversation)[0].tokens == alone[number]
+
+
+def test_a_longer_conversation_gets_new_caches():
+    places, conversation = make_places({0: 1}), Conversation()
+    for wanted, tokens, caches in (places, 64, ("caches", 64)), (places, 65, None), (make_places({1: 1}), 64, None):
+        conversation.keep("caches", places, 64, {0: [1]})
+        assert conversation.take(wanted, tokens) == caches
+        assert conversation.take(wanted, tokens) is None
