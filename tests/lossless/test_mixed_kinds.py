@@ -19,6 +19,8 @@ from lorafusion_jax.training.verify import verify_exports
 pytestmark = pytest.mark.usefixtures("kept_programs")
 Q = {"targets": ["q_proj"]}  # each program of an adapter compiles kernels for all of its leaves
 KINDS = {
+    "plain": {},
+    "dora": {"kind": "dora"} | Q,
     "vera": {"kind": "vera"} | Q,
     "fa": {"kind": "lora-fa"} | Q,
     "pissa": {"kind": "pissa"} | Q,
@@ -35,7 +37,7 @@ KINDS = {
 @pytest.fixture(scope="module")
 def job(tmp_path_factory, tiny_base):
     folder = tmp_path_factory.mktemp("job")
-    rows = {name: small_jobs.write_rows(folder, name, 8, longest=12) for name in (*KINDS, "plain")}
+    rows = {name: small_jobs.write_rows(folder, name, 8, longest=12) for name in KINDS}
 
     def make(*names: str, **sections):
         adapters = [
@@ -43,8 +45,8 @@ def job(tmp_path_factory, tiny_base):
                 "name": name,
                 "data": {"train": rows[name], "eval": rows[name]},
                 "batch": {"global_samples": 4},
-                "lora": {"rank": 3, **KINDS.get(name, {})},
-                "optim": {"lr": 0.02, "schedule": "constant"} | ({"lr_ratio": 4} if name == "bias" else {}),
+                "lora": {"rank": 3, **KINDS[name]},
+                "optim": {"lr": 0.02, "schedule": "constant"} | ({"lr_ratio": 4} if name == "plain" else {}),
             }
             for name in names
         ]
@@ -69,7 +71,7 @@ def test_all_begin_at_the_base_and_folders_hold_what_was_trained(joint):
         assert check.delta < 1e-6 * check.trained
     configs = {name: json.loads((joint / f"adapters/{name}/latest/adapter_config.json").read_text()) for name in KINDS}
     assert {name for name in KINDS if configs[name]["peft_type"] != "LORA"} == {"vera"}
-    assert {name for name in KINDS if configs[name].get("use_dora")} == {"some"}
+    assert {name for name in KINDS if configs[name].get("use_dora")} == {"dora", "some"}
     assert {name for name in KINDS if configs[name].get("lora_bias")} == {"bias"}
     assert (configs["some"]["layers_to_transform"], configs["some"]["exclude_modules"]) == ([1], ["self_attn.q_proj"])
     assert {key: configs["pattern"][key] for key in ("r", "rank_pattern", "alpha_pattern", "exclude_modules")} == {
@@ -145,7 +147,7 @@ def test_patterns_without_effect_are_errors(changes, says, job, capsys):
 
 def test_resumed_run_equals_uninterrupted_run(joint, job, tmp_path):
     def power_cut(event) -> None:
-        if event.kind == "step" and event.adapter == "some" and event.step == 2:
+        if event.kind == "step" and event.adapter == "dora" and event.step == 2:
             raise RuntimeError("power cut")
 
     with pytest.raises(RuntimeError, match="power cut"):
@@ -166,4 +168,4 @@ def test_norms_are_computed_once_for_each_step(alone):
 
 
 def test_dora_starts_without_dropout(job):
-    assert load_config(job("some"), ["adapters.some.lora={kind: dora}"]).adapters[0].lora.dropout == 0
+    assert load_config(job("dora")).adapters[0].lora.dropout == 0
