@@ -78,19 +78,20 @@ def evaluated(name, static, ops, dys):
 def formula(ops, dys, first=FIRST):
     """The same in float64."""
     wide = functools.partial(np.asarray, dtype=np.float64)
-    rows = np.repeat(np.asarray(ops.tile_adapter), TILE)
-    owner, member = np.maximum(rows, 0), (rows[:, None] == np.arange(len(ops.scale))).astype(np.float64)
-    factor = wide(jax.jit(inverse_keep)(ops.dropout.rate))[owner][:, None] * wide(keep_mask(ops.dropout, rows, K))
-    scale, has = wide(ops.scale)[owner][:, None], (rows >= 0)[:, None]
-    ys, dx, das, dbs = [np.zeros_like(dy) for dy in dys], np.zeros(ops.x.shape), {}, {}
+    owner = np.repeat(np.asarray(ops.tile_adapter), TILE)
+    rate = wide(jax.jit(inverse_keep)(ops.dropout.rate))[np.maximum(owner, 0)][:, None]
+    factor = rate * wide(keep_mask(ops.dropout, owner, K))
+    x, scale = factor * wide(ops.x), wide(ops.scale)
+    ys, dx, das, dbs = [np.zeros(dy.shape) for dy in dys], np.zeros(x.shape), {}, {}
     for i in range(2):
-        a, b, dy = wide(ops.as_[i])[:, :, first:], wide(ops.bs[i])[:, first:], wide(dys[i])
-        s = has * np.einsum("tk,tkr->tr", factor * wide(ops.x), a[owner])
-        ds = has * scale * np.einsum("tn,trn->tr", dy, b[owner])
-        ys[i] = scale * np.einsum("tr,trn->tn", s, b[owner])
-        dx = dx + factor * np.einsum("tr,tkr->tk", ds, a[owner])
-        das[i] = np.einsum("ta,tk,tr->akr", member, factor * wide(ops.x), ds, optimize=True)
-        dbs[i] = np.einsum("ta,tr,tn->arn", member, scale * s, dy, optimize=True)
+        as_, bs, dy = wide(ops.as_[i])[:, :, first:], wide(ops.bs[i])[:, first:], wide(dys[i])
+        das[i], dbs[i] = np.zeros(as_.shape), np.zeros(bs.shape)
+        for adapter, (a, b) in enumerate(zip(as_, bs, strict=True)):
+            rows = owner == adapter
+            s, ds = x[rows] @ a, scale[adapter] * dy[rows] @ b.T
+            ys[i][rows] = scale[adapter] * s @ b
+            dx[rows] += factor[rows] * (ds @ a.T)
+            das[i][adapter], dbs[i][adapter] = x[rows].T @ ds, scale[adapter] * s.T @ dy[rows]
     return {"y": ys, "dx": dx, "da": das, "db": dbs}
 
 
