@@ -148,12 +148,15 @@ for name in {NO_JAX!r}:
 import jax
 import flax.nnx, optax, orbax.checkpoint  # what others change is not our doing
 before = dict(jax.config.values)
+import lorafusion_jax.training
+language = "jax.experimental.pallas.mosaic_gpu" in sys.modules
 for name in {modules!r}:
     importlib.import_module(name)
 from jax.extend.backend import backends as _
 from jax._src import xla_bridge
 changed = [key for key, value in jax.config.values.items() if before.get(key) != value]
-print(json.dumps({{"with jax": with_jax, "changed": changed, "backends": list(xla_bridge._backends)}}))
+backends = list(xla_bridge._backends)
+print(json.dumps({{"with jax": with_jax, "language of kernels": language, "changed": changed, "backends": backends}}))
 """
     return json.loads(fresh(code))
 
@@ -161,6 +164,11 @@ print(json.dumps({{"with jax": with_jax, "changed": changed, "backends": list(xl
 def test_what_planning_needs_does_not_import_jax():
     """One after another: the first module that does is the first in the list."""
     assert imports()["with jax"] == []
+
+
+def test_what_trains_imports_no_language_of_kernels_before_it_needs_one():
+    """Mosaic GPU takes a quarter of a second to import, in every command and on every device."""
+    assert not imports()["language of kernels"]
 
 
 def test_imports_start_no_backend_and_leave_the_settings_of_jax_alone():

@@ -95,6 +95,7 @@ def test_every_op_has_the_same_files(op):
 
 BLOCKED = """
 import sys
+sys.path.append("tests")
 class Blocked:
     def find_spec(self, name, path=None, target=None):
         if {condition}:
@@ -102,8 +103,8 @@ class Blocked:
 sys.meta_path.insert(0, Blocked())
 import warnings
 import jax, jax.numpy as jnp
-from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 import pallas_kernels as pk
+from cuda_lowering import H200, chosen_kernels, lowered, num_kernels
 from pallas_kernels.norm import rms_norm
 
 def step(x, w, a, b, table, scale, rate, key, row_key, weight):
@@ -115,44 +116,38 @@ def step(x, w, a, b, table, scale, rate, key, row_key, weight):
     return vjp(y)
 
 shape = jax.ShapeDtypeStruct
-device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
 arguments = (
     shape((2048, 4096), jnp.bfloat16), shape((4096, 4096), jnp.bfloat16), shape((2, 4096, 8), jnp.float32),
     shape((2, 8, 4096), jnp.float32), shape((16,), jnp.int32), shape((2,), jnp.float32), shape((2,), jnp.float32),
     shape((2,), jnp.uint32), shape((2048,), jnp.uint32), shape((4096,), jnp.bfloat16),
 )
-with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)), warnings.catch_warnings(record=True) as told:
+with warnings.catch_warnings(record=True) as told:
     warnings.simplefilter("always")
-    text = jax.jit(step).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    kernels = {kernels}
 ours = [name for name in sys.modules if name.startswith("pallas_kernels") and "triton" in name.split(".")]
-print(text.count("__gpu$xla.gpu.triton"), text.count("mosaic_gpu_v2"), len(ours),
-      sum("are slower" in str(warning.message) for warning in told))
+print(*kernels, len(ours), sum("are slower" in str(warning.message) for warning in told))
 """
+TRACED = "chosen_kernels(H200, step, *arguments)"
+LOWERED = "num_kernels(lowered(H200, step, *arguments))"
 
 
-def kernels_of_a_layer(condition: str) -> list[int]:
+def kernels_of_a_layer(condition: str, kernels: str) -> list[int]:
     """Triton's and Mosaic's kernels of a norm and a layer for an H200, modules of `triton/` folders, and warnings."""
-    code = BLOCKED.format(condition=condition)
+    code = BLOCKED.format(condition=condition, kernels=kernels)
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     return [int(number) for number in done.stdout.split()]
 
 
-def test_what_trains_imports_no_language_of_kernels_before_it_needs_one():
-    """Mosaic GPU takes a quarter of a second to import, in every command and on every device."""
-    code = "import sys, lorafusion_jax.training; print('jax.experimental.pallas.mosaic_gpu' in sys.modules)"
-    assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True) == "False\n"
-
-
 def test_hopper_works_without_the_triton_folders():
     blocked = 'name.startswith("pallas_kernels.") and "triton" in name.split(".")'
-    triton, mosaic, modules, warned = kernels_of_a_layer(blocked)
+    triton, mosaic, modules, warned = kernels_of_a_layer(blocked, TRACED)
     assert (mosaic, modules) == (4, 0)
     assert triton == 5  # the small passes stay kernels
     assert warned == 1  # the norm falls back to XLA and says so
 
 
 def test_hopper_works_without_the_triton_lowering_of_jax():
-    triton, mosaic, _, warned = kernels_of_a_layer('name == "jax.experimental.pallas.triton"')
+    triton, mosaic, _, warned = kernels_of_a_layer('name == "jax.experimental.pallas.triton"', LOWERED)
     assert (triton, mosaic) == (0, 4)
     assert warned == 2  # the small passes and the norm

@@ -17,7 +17,7 @@ import pallas_kernels as pk
 from pallas_kernels.dropout import unpack
 from pallas_kernels.linear.hopper import backend
 
-D, TILE, TABLE = 256, 64, [1, -1, 0]
+D, TILE, TABLE = 128, 64, [1, -1, 0]
 RANKS = (
     (8, 20, 12),  # padded to 16, 32 and 16: up comes first in S, and gate and up together are padded to 64
     (8, 16, 12),  # padded to 16: one pass makes all gradients around the gate
