@@ -47,7 +47,7 @@ def make_config(tmp_path_factory, tiny_base):
                 "prompt": " ".join(draw.choices(words, k=asked)),
                 "completion": " " + " ".join(draw.choices(words, k=said)),
             }
-            for _ in range(6)
+            for _ in range(9)
         ]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     entries = [
@@ -57,7 +57,8 @@ def make_config(tmp_path_factory, tiny_base):
 
     def make(mesh, optim=None, kind="none"):
         sections = {
-            "batch": {"capacity_tokens": 64, "tile_tokens": 16, "global_samples": 2},  # programs as in tests/cli
+            # programs as in tests/cli; of three samples, one shares a microbatch of two replicas with the other adapter
+            "batch": {"capacity_tokens": 64, "tile_tokens": 16, "global_samples": 3},
             "optim": {"lr": 1e-3},
             "save": {"every_steps": 1 if mesh == TWO_BY_TWO else 2, "keep": 20},
         }
