@@ -12,8 +12,7 @@ import pytest
 import yaml
 from idle_units import idle_share
 from mixed import WORDS, assert_equal, read_trained, write_mixed_job
-from more_cases import nightly
-from test_processes import BITWISE, EQUAL, signal_under_way, start, wait
+from test_processes import BITWISE, EQUAL, STAGES, assert_lost, signal_under_way, start, wait, write_equals
 
 from lorafusion_jax.config import load_config
 from lorafusion_jax.config.run_sections import MeshSettings
@@ -55,17 +54,24 @@ def one_process(kept_programs, tmp_path_factory):
     return trained
 
 
-@pytest.mark.parametrize(("killed", "job_name"), [(1, "small_job"), nightly(0, "job")])
-def test_a_killed_process_ends_all_and_one_process_goes_on_bitwise(killed, job_name, one_process, tmp_path, request):
-    run, job = tmp_path / "run", request.getfixturevalue(job_name)
-    settings = (*WHOLE, *LONG) if job_name == "small_job" else (*MESH, *EQUAL, *LONG)
-    processes = start(2, 1, "train", str(job), "--out", str(run), *settings)
-    signal_under_way(processes, run, signal.SIGKILL, to=killed)
+def test_a_killed_process_ends_the_other(tiny_base, tmp_path):
+    """It waits for activations, not for a sum of replicas."""
+    run, job = tmp_path / "run", write_equals(tmp_path, tiny_base)
+    processes = start(2, 2, "train", str(job), "--out", str(run), *STAGES)
+    signal_under_way(processes, run, signal.SIGKILL, to=1)
     began = time.monotonic()
     left = wait(processes)
     assert time.monotonic() - began < LEAVE_S, "the other waited for the lost one"
-    assert left[1 - killed].code == 1, left[1 - killed].err
-    assert left[1 - killed].err.count("error[train.process-lost]") == 1
+    assert_lost(left, 1)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_killed_process_ends_all_and_one_process_goes_on_bitwise(killed, job, one_process, tmp_path):
+    run, settings = tmp_path / "run", (*MESH, *EQUAL, *LONG)
+    processes = start(2, 1, "train", str(job), "--out", str(run), *settings)
+    signal_under_way(processes, run, signal.SIGKILL, to=killed)
+    assert_lost(wait(processes), killed)
     assert resume(run).exit_code == 0
     assert_equal(one_process(job, *settings), read_trained(run), BITWISE)
 

@@ -30,7 +30,7 @@ LAYOUTS = {  # tied embeddings, mesh, train, capacity
     "2 stages x 2 data x 2 fsdp": (False, {"stages": 2, "data": 2, "fsdp": 2}, {}, 128),
 }  # fmt: skip
 
-# test_processes.py has every axis at once; test_resume_layouts.py has halves of layers
+# test_processes.py has stages and replicas; test_resume_layouts.py has halves of layers
 ALWAYS = ["3 uneven stages, blocks and a rest, some slots empty"]
 
 

@@ -9,8 +9,6 @@ import re
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -48,22 +46,14 @@ GLOO = re.compile(r"\[Gloo\]|peer ranks")  # its threads write into each other's
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory, tiny_base) -> Path:
-    """Every process compiles the programs of every stage, so both adapters share theirs, see `EQUAL`."""
-    folder = tmp_path_factory.mktemp("job")
-    return write_mixed_job(folder, tiny_base, MIXED, (), save={"every_steps": 10}, batch={"capacity_tokens": 128})
-
-
-@pytest.fixture(scope="module")
-def mixed_job(tmp_path_factory, tiny_base) -> Path:
     """One adapter is evaluated."""
-    return write_mixed_job(tmp_path_factory.mktemp("mixed"), tiny_base, MIXED, held_out=("law",))
+    return write_equals(tmp_path_factory.mktemp("job"), tiny_base)
 
 
-@pytest.fixture(scope="module")
-def one_device(mixed_job, tmp_path_factory, kept_programs):
-    folder = tmp_path_factory.mktemp("one") / "run"
-    assert train(load_config(mixed_job, EQUAL), folder).exit_code == 0
-    return read_trained(folder)
+def write_equals(folder: Path, base: Path) -> Path:
+    """Every process compiles the programs of every stage, so both adapters share theirs, see `EQUAL`."""
+    sections = {"save": {"every_steps": 10}, "batch": {"capacity_tokens": 128}}
+    return write_mixed_job(folder, base, MIXED, ("law",), **sections)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,88 +144,61 @@ def signal_under_way(processes: list[Command], run: Path, number: signal.Signals
         raise
 
 
-def test_processes_do_not_change_the_run(mixed_job, one_device, tmp_path):
-    mesh = ("mesh.data=2", "mesh.stages=2", "mesh.fsdp=2")
-    arguments = ("train", str(mixed_job), "--out", str(tmp_path / "run"), *mesh, *EQUAL)
-    left = wait(start(2, 4, *arguments, launcher=slurm))
-    assert [process.code for process in left] == [0, 0], left[0].err + left[1].err
-    assert_equal(one_device, read_trained(tmp_path / "run"), TOLERANCE)
-    assert "next: lorafusion export" in left[0].out
-    screens = [{line for line in process.out.splitlines() if line and not GLOO.search(line)} for process in left]
-    assert all(screens[0].isdisjoint(other) for other in screens[1:]), "one process shows the run"
-    rows = read_rows(tmp_path / "run" / "metrics.jsonl")
-    for name, steps in (("law", [1, 2, 3]), ("chat", [1, 2])):
-        told = [row["step"] for row in rows if row["kind"] == "step" and row["adapter"] == name]
-        assert told == steps, "one process writes the run"
-
-
 SETTINGS = ("mesh.data=2", "epochs=16", *EQUAL)  # a signal finds it under way
+STAGES = ("mesh.stages=2", *SETTINGS)  # one for each process
 
 
 @pytest.fixture(scope="module")
 def uncut(job, kept_programs, tmp_path_factory):
+    """What one process with two devices trains."""
     folder = tmp_path_factory.mktemp("uncut") / "run"
     assert train(load_config(job, SETTINGS), folder).exit_code == 0
     return read_trained(folder)
 
 
-@pytest.fixture(scope="module")
-def stopped(job, tmp_path_factory):
-    """stopped(settings, number, to) → what two processes left that a signal to one of them ended, and the folder."""
-    runs = {}
-
-    def make(settings, number, to):
-        if (settings, number, to) not in runs:
-            run = tmp_path_factory.mktemp("stopped") / "run"
-            processes = start(2, 1, "train", str(job), "--out", str(run), *settings)
-            signal_under_way(processes, run, number, to)
-            runs[settings, number, to] = wait(processes), run
-        return runs[settings, number, to]
-
-    return make
+@pytest.mark.nightly
+def test_every_axis_at_once_does_not_change_the_run(job, uncut, tmp_path):
+    settings = (*STAGES, "mesh.fsdp=2")
+    left = wait(start(2, 4, "train", str(job), "--out", str(tmp_path / "run"), *settings, launcher=slurm))
+    assert [process.code for process in left] == [0, 0], left[0].err + left[1].err
+    assert_equal(uncut, read_trained(tmp_path / "run"), TOLERANCE)
 
 
-@pytest.mark.parametrize(
-    ("number", "to"),
-    [(signal.SIGTERM, 1), nightly(signal.SIGTERM, 0), nightly(signal.SIGINT, 0), nightly(signal.SIGINT, 1)],
-)
-def test_a_signal_to_one_process_stops_all_and_one_goes_on(number, to, stopped, uncut, tmp_path):
-    left, run = stopped(SETTINGS, number, to)
-    assert [process.code for process in left] == [130, 130], left[0].err + left[1].err
-    assert "the state is saved" in left[0].err
-    events = [row["kind"] for row in read_rows(run / "events.jsonl")]
-    assert events[-1] == "interrupted"
-    again = shutil.copytree(run, tmp_path / "again", symlinks=True)
-    assert resume(again).exit_code == 0
-    assert_equal(uncut, read_trained(again), BITWISE)
-
-
-@pytest.mark.parametrize("mesh", [("mesh.data=2",), nightly(("mesh.stages=2",))])
-def test_both_go_on_and_carry_out_requests(mesh, stopped, uncut, job, tmp_path):
+def test_processes_do_not_change_the_run_and_carry_out_requests(job, uncut, tmp_path):
     """The adapter that joins has a reference, which all compute while the others train."""
-    settings = (*mesh, *SETTINGS[1:])
-    _, before = stopped(settings, signal.SIGTERM, 1)
-    run = shutil.copytree(before, tmp_path / "run", symlinks=True)
+    run = tmp_path / "run"
     pairs = [{"prompt": "a b c", "chosen": f"d e {n}", "rejected": f"{n} f g h"} for n in range(6)]
     (job.parent / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
-    begun = steps_of(run)
-    processes = start(2, 1, "resume", str(run))
-    signal_under_way(processes, run, signal.SIGCONT, after=len(begun))  # changes nothing
+    processes = start(2, 2, "train", str(job), "--out", str(run), *STAGES, launcher=slurm)
+    signal_under_way(processes, run, signal.SIGCONT)  # changes nothing
     write_request(run, "cancel", "chat")
     content = json.loads(job.read_text())
     law = next(adapter for adapter in content["adapters"] if adapter["name"] == "law")
-    late = law | {"name": "late", "seed": 5, "objective": {"name": "dpo"}, "data": {"train": "pairs.jsonl"}}
+    late = law | {
+        "name": "late",
+        "seed": 5,
+        "epochs": 1,
+        "objective": {"name": "dpo"},
+        "data": {"train": "pairs.jsonl"},
+    }
     joining = job.with_name("late.yaml")
     joining.write_text(json.dumps(content | {"adapters": [late]}))
-    write_addition(run, read_joining(joining, load_config(job, settings)))
+    write_addition(run, read_joining(joining, load_config(job, STAGES)))
     left = wait(processes)
     assert [process.code for process in left] == [0, 0], left[0].err + left[1].err
+    assert "next: lorafusion export" in left[0].out
+    screens = [{line for line in process.out.splitlines() if line and not GLOO.search(line)} for process in left]
+    assert all(screens[0].isdisjoint(other) for other in screens[1:]), "one process shows the run"
     adapters = run_numbers(run)["adapters"]
     assert {name: process["status"] for name, process in adapters.items()} == {
         "law": "done",
         "chat": "cancelled",
         "late": "done",
     }
+    steps = steps_of(run)
+    for name in adapters:
+        told = [row["step"] for row in steps if row["adapter"] == name]
+        assert told == [*range(1, adapters[name]["step"] + 1)], "one process writes the run"
     assert adapters["law"]["step"] == adapters["law"]["steps"]
     assert 0 < adapters["chat"]["step"] < adapters["chat"]["steps"]
     assert RunFolder(run).adapter_step("chat", adapters["chat"]["step"]).is_dir()
@@ -244,33 +207,74 @@ def test_both_go_on_and_carry_out_requests(mesh, stopped, uncut, job, tmp_path):
     (computed,) = [row for row in events if row["kind"] == "references"]
     assert computed["adapters"] == ["late"]
     assert computed["beside_s"] > 0, "the others waited"
-    first = next(row for row in steps_of(run) if row["adapter"] == "late")
+    first = next(row for row in steps if row["adapter"] == "late")
     assert abs(first["rewards/chosen"]) <= TOLERANCE * abs(
         first["logps/chosen"]
     )  # it starts as the base, the reference
 
 
+@pytest.fixture(scope="module")
+def stopped(job, tmp_path_factory):
+    """stopped(number, to) → what two processes left that a signal to one of them ended, and the folder."""
+    runs = {}
+
+    def make(number, to):
+        if (number, to) not in runs:
+            run = tmp_path_factory.mktemp("stopped") / "run"
+            processes = start(2, 1, "train", str(job), "--out", str(run), *SETTINGS)
+            signal_under_way(processes, run, number, to)
+            runs[number, to] = wait(processes), run
+        return runs[number, to]
+
+    return make
+
+
 @pytest.mark.parametrize(
-    ("count", "killed"), [(2, 0), pytest.param(3, 2, marks=pytest.mark.nightly)], ids=["the first", "another"]
+    ("number", "to"),
+    [(signal.SIGTERM, 1), nightly(signal.SIGTERM, 0), nightly(signal.SIGINT, 0), nightly(signal.SIGINT, 1)],
 )
-def test_those_who_lose_a_process_say_so_and_end_without_it(count, killed, job, uncut, tmp_path):
-    """What they leave goes on bitwise on the same mesh."""
-    run, settings = tmp_path / "run", (f"mesh.data={count}", *SETTINGS[1:])
-    processes = start(count, 1, "train", str(job), "--out", str(run), *settings)
-    signal_under_way(processes, run, signal.SIGKILL, to=killed)
-    began = time.monotonic()
-    left = wait(processes)
-    assert time.monotonic() - began < LEAVE_S, "they waited for the lost one"
-    others = [process for number, process in enumerate(left) if number != killed]
-    for process in others:
+def test_a_signal_to_one_process_stops_all(number, to, stopped):
+    left, run = stopped(number, to)
+    assert [process.code for process in left] == [130, 130], left[0].err + left[1].err
+    assert "the state is saved" in left[0].err
+    events = [row["kind"] for row in read_rows(run / "events.jsonl")]
+    assert events[-1] == "interrupted"
+
+
+def assert_lost(left: list[Left], killed: int) -> None:
+    """All but the one that was killed say that it is lost, and where to look."""
+    for process in left[:killed] + left[killed + 1 :]:
         assert process.code == 1, process.err
         assert process.err.count("error[train.process-lost]") == 1
         assert killed == 0 or "stack trace" not in process.err  # jax prints its own where the first is lost
+
+
+def test_a_stopped_run_outlives_the_first_process(stopped, uncut, tmp_path):
+    """Two processes go on with it, the first is killed, and one process goes on bitwise on the same mesh."""
+    run = shutil.copytree(stopped(signal.SIGTERM, 1)[1], tmp_path / "run", symlinks=True)
+    processes = start(2, 1, "resume", str(run))
+    signal_under_way(processes, run, signal.SIGKILL, to=0, after=len(steps_of(run)))
+    began = time.monotonic()
+    left = wait(processes)
+    assert time.monotonic() - began < LEAVE_S, "the other waited for the lost one"
+    assert_lost(left, 0)
     assert resume(run).exit_code == 0
-    if count != 2:  # `uncut` is of two replicas
-        assert train(load_config(job, settings), tmp_path / "whole").exit_code == 0
-        uncut = read_trained(tmp_path / "whole")
     assert_equal(uncut, read_trained(run), BITWISE)
+
+
+@pytest.mark.nightly
+def test_those_who_lose_a_process_end_without_it(job, tmp_path):
+    """What they leave goes on bitwise on the same mesh."""
+    run, settings = tmp_path / "run", ("mesh.data=3", *SETTINGS[1:])
+    processes = start(3, 1, "train", str(job), "--out", str(run), *settings)
+    signal_under_way(processes, run, signal.SIGKILL, to=2)
+    began = time.monotonic()
+    left = wait(processes)
+    assert time.monotonic() - began < LEAVE_S, "they waited for the lost one"
+    assert_lost(left, 2)
+    assert resume(run).exit_code == 0
+    assert train(load_config(job, settings), tmp_path / "whole").exit_code == 0
+    assert_equal(read_trained(tmp_path / "whole"), read_trained(run), BITWISE)
 
 
 @pytest.mark.nightly
@@ -390,16 +394,11 @@ def test_hosts_that_would_not_train_the_same_end_before_the_first_step(job, tmp_
 
 def test_a_process_that_nobody_tells_where_the_others_are(job, tmp_path):
     clean = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "OMPI_", "JAX_"))}
-    done = subprocess.run(
-        [sys.executable, "-m", "lorafusion_jax", "train", str(job), "--out", str(tmp_path / "run"), "--distributed"],
-        env=clean,
-        capture_output=True,
-        text=True,
-        timeout=TIME_LIMIT_S,
-    )
-    assert done.returncode == 1
-    assert "error[processes.join]" in done.stderr
-    assert "--coordinator" in done.stderr
+    words = ("-m", "lorafusion_jax", "train", str(job), "--out", str(tmp_path / "run"), "--distributed")
+    (left,) = wait([Command(words, clean)])
+    assert left.code == 1
+    assert "error[processes.join]" in left.err
+    assert "--coordinator" in left.err
 
 
 def test_one_that_waits_for_the_others_says_so_and_can_be_ended(job, tmp_path):
