@@ -15,7 +15,9 @@ import covered_cases
 import hypothesis
 import pytest
 import shape_checks
+from _pytest import runner
 from cpu_seconds import CpuSeconds
+from deep_calls import with_room
 
 shape_checks.install()
 
@@ -69,6 +71,11 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo):
     if report.skipped and item.config.getoption("--no-skips"):
         report.outcome = "failed"
     return report
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool:
+    return with_room(partial(runner.pytest_runtest_protocol, item, nextitem))
 
 
 @pytest.hookimpl(optionalhook=True)  # tests run without xdist, too
