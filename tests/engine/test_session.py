@@ -25,10 +25,11 @@ from lorafusion_jax.training import train
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
+TARGETS = ["q_proj", "v_proj", "down_proj"]
 ADAPTERS = {
     "tort": {"lora": {"rank": 3, "alpha": 8, "dropout": 0.1}, "seed": 1},
     "lung": {
-        "lora": {"rank": 5, "rslora": True, "dropout": 0.3, "targets": "all-linear"},
+        "lora": {"rank": 5, "rslora": True, "dropout": 0.3, "targets": TARGETS},
         "optim": {"lr": 3e-3, "weight_decay": 0.1},
         "batch": {"global_samples": 5},
         "seed": 2,
@@ -52,7 +53,7 @@ def config(tmp_path_factory, tiny_base):
 
 @pytest.fixture(scope="module")
 def session(config):
-    opened = open_session(config, {6: 1, 3: 2}, reproducible=True)
+    opened = open_session(config, {6: 1, 3: 2}, TARGETS, reproducible=True)
     yield opened
     opened.close()
 

@@ -44,7 +44,8 @@ def configure(make_base, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def session(configure):
-    opened = open_session(configure("clay"), {"experts:3": 2, 4: 1}, ["o_proj", "v_proj"], reproducible=True)
+    """Every place compiles programs of its own, so there is one of experts."""
+    opened = open_session(configure("clay"), {"experts:3": 1, 4: 1}, ["o_proj", "v_proj"])
     yield opened
     opened.close()
 
@@ -58,17 +59,24 @@ def task(configure):
     return make
 
 
-@pytest.fixture(scope="module")
-def alone(session, task) -> dict[str, AdapterState]:
+def train_alone(session, task, names) -> dict[str, AdapterState]:
     states = {}
-    for name in ADAPTERS:
+    for name in names:
         start(session, task(name))
         states |= run(session)
     return states
 
 
-def test_company_and_moves_change_no_bit_and_compile_nothing(session, task, alone, tmp_path):
+@pytest.fixture
+def wide(configure):
+    opened = open_session(configure("clay"), {"experts:3": 2, 4: 1}, ["o_proj", "v_proj"], reproducible=True)
+    yield opened
+    opened.close()
+
+
+def test_company_and_moves_change_no_bit_and_compile_nothing(wide, task, tmp_path):
     """`salt` waits on the disk, between two places of experts."""
+    session, alone = wide, train_alone(wide, task, ADAPTERS)
     with CompileCounter() as programs:
         first = start(session, task("salt"))
         start(session, task("clay"))
@@ -85,9 +93,12 @@ def test_company_and_moves_change_no_bit_and_compile_nothing(session, task, alon
 
 
 @pytest.mark.parametrize("name", ["salt", nightly("ore")])
-def test_each_equals_one_of_a_run(configure, task, alone, tmp_path, name):
+def test_each_equals_one_of_a_run(session, configure, task, tmp_path, name):
+    """In the session it trains beside an adapter of another place."""
     assert train(configure(name), tmp_path / "run").exit_code == 0
-    folder = export_task(task(name), alone[name], tmp_path / "session")
+    start(session, task("clay"))
+    start(session, task(name))
+    folder = export_task(task(name), run(session)[name], tmp_path / "session")
     ours, theirs = load_file(folder / "adapter_model.safetensors"), exported(tmp_path / "run", name)
     assert ours.keys() == theirs.keys()
     assert any("experts" in key and array.any() for key, array in theirs.items())
@@ -96,7 +107,7 @@ def test_each_equals_one_of_a_run(configure, task, alone, tmp_path, name):
 
 
 def test_places_of_one_kind_hold_no_other(session, task):
-    assert session.free == {"experts:3": 2, "4": 1}
+    assert session.free == {"experts:3": 1, "4": 1}
     assert Places.of({4: 1}).refuses(task("ore").spec) == "the session has no place for kind experts, only for lora"
     assert "rank 3 is above" in Places.of({"experts:2": 1, 8: 1}).refuses(task("ore").spec)
     with pytest.raises(LoraFusionError, match=r"places\.classes"):

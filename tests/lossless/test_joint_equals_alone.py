@@ -50,10 +50,7 @@ ADAPTERS = {
 }
 
 PAIR = ("chat", "code")
-LARGE = {
-    "batch": {"capacity_tokens": 512, "tile_tokens": 32},
-    "train": {"block_layers": 2, "remat": "nothing"},
-}
+LARGE = {"batch": {"capacity_tokens": 512, "tile_tokens": 32}, "train": {"remat": "nothing"}}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +97,7 @@ def worst_difference(a: dict, b: dict) -> float:
     [("med", LARGE), *(nightly(name, {}) for name in ADAPTERS), *(nightly(name, LARGE) for name in PAIR)],
 )
 def test_joint_equals_separate_training(run, name, sections):
-    """Whoever shares a microbatch, whatever backward computes again, and however many layers a program has."""
+    """Whoever shares a microbatch, and whatever backward computes again."""
     joint, alone = run(ADAPTERS), run([name], **sections)
     assert worst_difference(joint.weights[name], alone.weights[name]) < TOLERANCE
     learnt = max(float(np.abs(b).max()) for _, b in joint.weights[name].values())
