@@ -68,7 +68,8 @@ def whole_run(tmp_path_factory, tiny_base, kept_programs) -> Iterator[Finished]:
         for name in ("law", "med")
     ]
     batch = {"capacity_tokens": 64, "tile_tokens": 16}  # programs as those of tests/cli, which are on the disk
-    job = small_jobs.write_job(home, Path("base"), adapters, lora={"rank": 4}, batch=batch, save={"every_steps": 2})
+    lora = {"rank": 4, "dropout": 0.1}
+    job = small_jobs.write_job(home, Path("base"), adapters, lora=lora, batch=batch, save={"every_steps": 2})
     assert train(load_config(job), home / "run").exit_code == 0
     return Finished(home=home)
 

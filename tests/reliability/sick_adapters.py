@@ -13,7 +13,7 @@ import numpy as np
 from lorafusion_jax.pipeline.batches import Batches
 from lorafusion_jax.pipeline.stage import Stage
 
-SICK = 1  # place of the sick adapter among the three
+SICK = 0  # place of the sick adapter of two
 NAN, INF = float("nan"), float("inf")
 
 Wound = Callable[[Stage, Any], Any]  # (stage, its microbatch) → the microbatch
@@ -27,7 +27,7 @@ class Case:
         name: of the case.
         optim: optimizer settings of the sick adapter; they need not be ones that a job file may have.
         wound: changes arrays of a stage just before its forward pass of slot `at`.
-        at: slot; 5 belongs to its first batch on one device, and to its second on two by two.
+        at: slot; 4 belongs to its second batch, on one device and on two by two.
         stage: where, of two; with one stage, there.
         rows: changes the sick adapter's rows of a microbatch on the host: (name of the array, value).
         reason: part of what the run says of it.
@@ -37,7 +37,7 @@ class Case:
     name: str
     optim: Mapping[str, Any] = field(default_factory=dict)
     wound: Wound | None = None
-    at: int = 5
+    at: int = 4
     stage: int = 0
     rows: tuple[str, float] | None = None
     reason: str = "not finite"

@@ -31,9 +31,9 @@ ONE_DEVICE = {"stages": 1, "data": 1}
 TWO_BY_TWO = {"stages": 2, "data": 2}
 FIRST = ("law", "med")
 ROWS = {"law": 5, "med": 10, "tax": 6}  # the last global batch of law has one sample
-SAME = {"optim": {"lr": 1e-3, "schedule": "constant", "warmup": 0.0}, "data": {"max_length": 32}}
-LORA = {"rank": 2, "dropout": 0.1, "targets": ["q_proj", "down_proj"]}
-TAX = {"rank": 4, "dropout": 0.1, "targets": ["q_proj", "v_proj"]}  # a larger rank, and a projection that is new
+SAME = {"optim": {"lr": 1e-3, "schedule": "constant", "warmup": 0.0}, "data": {"max_length": 64}}
+LORA = {"rank": 4, "dropout": 0.1}
+TAX = {"rank": 8, "dropout": 0.1, "targets": ["q_proj", "v_proj"]}  # a larger rank, and a projection that is new
 OFTEN = {"every_steps": 2, "keep": 20}  # of runs that are cut
 
 
@@ -53,7 +53,7 @@ def make_config(folder, tiny_base):
     def make(mesh, epochs=1, save=None):
         entries = [{"name": n, "data": {"train": f"{n}.jsonl"}, "lora": LORA, "seed": s} for s, n in enumerate(FIRST)]
         entries[1]["epochs"] = epochs
-        batch = {"capacity_tokens": 32, "tile_tokens": 16, "global_samples": 2}
+        batch = {"capacity_tokens": 64, "tile_tokens": 16, "global_samples": 2}  # programs as in tests/cli
         sections = SAME | {"mesh": mesh, "batch": batch, "save": save or {"every_steps": 100}}
         return load_config(small_jobs.write_job(folder, tiny_base, entries, **sections))
 
@@ -78,14 +78,12 @@ def asked(make_config, tax, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def alone(make_config, tax, tmp_path_factory):
-    """A run of tax only."""
-    run = tmp_path_factory.mktemp("alone") / "run"
-    (own_adapter,) = tax
-    own_adapter = own_adapter.model_copy(
-        update={"data": own_adapter.data.model_copy(update={"eval": None})}
-    )  # compiles no evaluation
-    train(make_config(ONE_DEVICE).model_copy(update={"adapters": (own_adapter,)}), run)
+def with_tax(make_config, tax, tmp_path_factory):
+    """A run that has tax from the start: the programs of one that it joins."""
+    run, config = tmp_path_factory.mktemp("three") / "run", make_config(ONE_DEVICE)
+    (joining,) = tax
+    joining = joining.model_copy(update={"data": joining.data.model_copy(update={"eval": None})})
+    train(config.model_copy(update={"adapters": (*config.adapters, joining)}), run)
     return run
 
 
@@ -112,12 +110,12 @@ def assert_bitwise(run, expected, names):
 
 
 @pytest.mark.parametrize("mesh", [ONE_DEVICE, nightly(TWO_BY_TWO)], ids=["one device", "two by two"])
-def test_an_adapter_joins_while_others_train(mesh, make_config, tax, healthy, alone, tmp_path):
+def test_an_adapter_joins_while_others_train(mesh, make_config, tax, healthy, with_tax, tmp_path):
     run = tmp_path / "run"
     result = train(make_config(mesh), run, listeners=[asks(run, ("law", 1, tax, "add"))])
     assert (result.exit_code, statuses(result)) == (0, dict.fromkeys(ROWS, "done"))
     assert_same_numbers(run, healthy(ONE_DEVICE), FIRST)
-    assert_same_numbers(run, alone, ["tax"])
+    assert_same_numbers(run, with_tax, ["tax"])
     (news,) = events_of(run, "adapter-changed")
     assert (news["action"], news["adapter"], news["num_steps"]) == ("add", "tax", 3)
     if mesh == ONE_DEVICE:
@@ -163,9 +161,9 @@ def test_a_run_comes_to_its_additions_again(kept, asked, tmp_path):
     assert_bitwise(run, asked, ROWS)
 
 
-def test_what_joins_after_the_checkpoint_begins_with_what_it_began_with(make_config, tax, alone, tmp_path):
+def test_what_joins_after_the_checkpoint_begins_with_what_it_began_with(make_config, tax, with_tax, tmp_path):
     run, start = tmp_path / "run", tmp_path / "start"
-    shutil.copytree(RunFolder(alone).latest("tax"), start)
+    shutil.copytree(RunFolder(with_tax).latest("tax"), start)
     (start / "SHA256SUMS").unlink()  # edits are allowed
     warm = [
         adapter.model_copy(update={"lora": adapter.lora.model_copy(update={"init_from": str(start)})})

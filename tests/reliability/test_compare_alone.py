@@ -9,13 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import small_jobs
 from more_cases import mostly_nightly, nightly
 from planted_scale import scale_a_row_of_each_tile
 from random_sweeps import NAMES, random_sweep
 
 from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.cli.main import run as lorafusion
-from lorafusion_jax.data.prepare import Prepared
+from lorafusion_jax.config import load_config
+from lorafusion_jax.data.prepare import Prepared, prepare
 from lorafusion_jax.pipeline import batches
 from lorafusion_jax.pipeline.executor import Executor
 from lorafusion_jax.pipeline.stage import Stage
@@ -118,8 +120,17 @@ def record(record_property, worst):
 
 @pytest.fixture(scope="module")
 def sessions(tmp_path_factory, tiny_base, kept_programs):
-    """Three sessions of one sweep: jointly, alone, alone and packed otherwise."""
-    config, prepared, plan = random_sweep(tmp_path_factory.mktemp("sweep"), tiny_base, 3)
+    """Three sessions of one job, with the programs of `whole_run`: jointly, alone, alone and packed otherwise."""
+    folder = tmp_path_factory.mktemp("sweep")
+    entries = [
+        {"name": name, "data": {"train": small_jobs.write_rows(folder, name, 16, longest=4)}, "epochs": 2, "seed": seed}
+        for seed, name in enumerate((NAME, "rye"))
+    ]
+    batch = {"capacity_tokens": 64, "tile_tokens": 16, "global_samples": 5}
+    lora, optim = {"rank": 4, "dropout": 0.3}, {"lr": 1e-2, "weight_decay": 0.1}
+    config = load_config(small_jobs.write_job(folder, tiny_base, entries, batch=batch, lora=lora, optim=optim))
+    prepared = prepare(config)
+    plan = plan_training(config, prepared)
     own_config = config.model_copy(update={"adapters": (config.adapter(NAME),)})
     own_data = Prepared(tokenizer=prepared.tokenizer, adapters={NAME: prepared.adapters[NAME]})
     alone = first_steps(plan_training(own_config, own_data), NAME, STEPS)

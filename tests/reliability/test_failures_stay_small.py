@@ -32,8 +32,8 @@ def make_config(write_job, write_rows):
         return load_config(
             write_job(
                 entries,
-                lora={"rank": 2, "targets": ["q_proj"]},
-                batch={"capacity_tokens": 64, "tile_tokens": 16},
+                lora={"rank": 4, "dropout": 0.1},
+                batch={"capacity_tokens": 64, "tile_tokens": 16},  # programs as in tests/cli
                 save={"every_steps": 2, "keep": 9},
             )
         )

@@ -20,11 +20,11 @@ from lorafusion_jax.errors import ConfigError
 from lorafusion_jax.report.recorder import read_rows
 from lorafusion_jax.training import RunFolder, resume, train
 
-NAMES = ("law", "bad", "med")
-WELL = ("law", "med")
+NAMES = ("bad", "law")
 ONE_DEVICE = {"stages": 1, "data": 1}
 TWO_BY_TWO = {"stages": 2, "data": 2}
-LORA = {"rank": 2, "dropout": 0.1, "targets": ["q_proj", "down_proj"]}  # few leaves: they compile quickly
+LORA = {"rank": 4, "dropout": 0.1}
+WORDS_OF = {"bad": (1, 2), "law": (8, 9)}  # of a prompt and a completion: a tile, and the three that are left
 
 
 def of(cases, always):
@@ -35,15 +35,19 @@ def of(cases, always):
 
 @pytest.fixture(scope="module")
 def make_config(tmp_path_factory, tiny_base):
-    """make_config(mesh, optim, kind) → the job, with these optimizer settings of the adapter in the middle, and its
-    base stored so."""
+    """make_config(mesh, optim, kind) → the job, with these optimizer settings of the sick adapter, and its base
+    stored so."""
     folder = tmp_path_factory.mktemp("job")
     for name in NAMES:
         draw = random.Random(name)
-        words = (*small_jobs.WORDS, *["numbers"] * 5) if name == "bad" else small_jobs.WORDS
+        asked, said = WORDS_OF[name]
+        words = (*small_jobs.WORDS, *["numbers"] * 20) if name == "bad" else small_jobs.WORDS
         rows = [
-            {"prompt": " ".join(draw.choices(words, k=4)), "completion": " " + " ".join(draw.choices(words, k=6))}
-            for _ in range(6)
+            {
+                "prompt": " ".join(draw.choices(words, k=asked)),
+                "completion": " " + " ".join(draw.choices(words, k=said)),
+            }
+            for _ in range(9)
         ]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     entries = [
@@ -53,8 +57,8 @@ def make_config(tmp_path_factory, tiny_base):
 
     def make(mesh, optim=None, kind="none"):
         sections = {
-            "batch": {"capacity_tokens": 32, "tile_tokens": 16, "global_samples": 2},  # programs as in test_requests
-            "data": {"max_length": 32},
+            # programs as in tests/cli; of three samples, one shares a microbatch of two replicas with the other adapter
+            "batch": {"capacity_tokens": 64, "tile_tokens": 16, "global_samples": 3},
             "optim": {"lr": 1e-3},
             "save": {"every_steps": 1 if mesh == TWO_BY_TWO else 2, "keep": 20},
         }
@@ -76,22 +80,20 @@ def steps_of(run, name):
     return [{key: value for key, value in row.items() if key != "time"} for row in rows]
 
 
-def assert_others_are_well(run, reference):
-    for name in WELL:
-        weights, expected = weights_of(run, name), weights_of(reference, name)
-        assert weights.keys() == expected.keys()
-        for key, array in expected.items():
-            np.testing.assert_array_equal(weights[key], array, err_msg=f"{name} {key}")
-        assert steps_of(run, name) == steps_of(reference, name)
-        assert len(steps_of(run, name)) == 3
+def assert_the_other_is_well(run, reference):
+    weights, expected = weights_of(run, "law"), weights_of(reference, "law")
+    assert weights.keys() == expected.keys()
+    for key, array in expected.items():
+        np.testing.assert_array_equal(weights[key], array, err_msg=key)
+    assert steps_of(run, "law") == steps_of(reference, "law")
+    assert len(steps_of(run, "law")) == 3
 
 
 def assert_failed_alone(result, case: Case):
     assert result.exit_code == 3
     assert {name: adapter.status for name, adapter in result.adapters.items()} == {
-        "law": "done",
         "bad": "failed",
-        "med": "done",
+        "law": "done",
     }
     bad = result.adapters["bad"]
     assert case.reason in bad.reason
@@ -112,7 +114,7 @@ def test_one_device(case, make_config, healthy, tmp_path, monkeypatch):
     install(monkeypatch, case)
     run = tmp_path / "run"
     assert_failed_alone(train(make_config(ONE_DEVICE, case.optim), run), case)
-    assert_others_are_well(run, reference)
+    assert_the_other_is_well(run, reference)
 
 
 @pytest.mark.parametrize("case", of(CASES, ALWAYS_ON_A_MESH))
@@ -122,7 +124,7 @@ def test_two_stages_by_two_replicas(case, make_config, healthy, tmp_path, monkey
     run = tmp_path / "run"
     result = train(make_config(TWO_BY_TWO, case.optim), run)
     assert_failed_alone(result, case)
-    assert_others_are_well(run, reference)
+    assert_the_other_is_well(run, reference)
     step = result.adapters["bad"].step
     if case.wound is not None and case.at:  # no stage has a step that another refused
         assert step == 1
@@ -155,7 +157,7 @@ def test_quantised_base(kind, case, make_config, healthy_on, tmp_path, monkeypat
     install(monkeypatch, case)
     run = tmp_path / "run"
     assert_failed_alone(train(make_config(ONE_DEVICE, case.optim, kind), run), case)
-    assert_others_are_well(run, reference)
+    assert_the_other_is_well(run, reference)
 
 
 @pytest.mark.parametrize("mesh", [nightly(ONE_DEVICE), TWO_BY_TWO], ids=["one device", "two by two"])
@@ -170,7 +172,7 @@ def test_a_run_goes_on_after_a_failure(mesh, make_config, healthy, tmp_path):
         result = resume(run)
         assert result.exit_code == 3
         assert result.adapters["bad"].status == "failed"
-        assert_others_are_well(run, reference)
+        assert_the_other_is_well(run, reference)
 
 
 def test_a_failed_adapter_can_be_dropped(make_config, healthy, tmp_path):
@@ -185,10 +187,9 @@ def test_a_failed_adapter_can_be_dropped(make_config, healthy, tmp_path):
     assert result.plan.num_slots < before.num_slots
     assert result.plan.slots[: slots[0]] == before.slots[: slots[0]]
     assert not any(ref.adapter == "bad" for slot in result.plan.slots[slots[0] :] for ref in slot.samples)
-    for name in WELL:
-        assert result.adapters[name].status == "done"
-        for key, array in weights_of(healthy(ONE_DEVICE), name).items():
-            np.testing.assert_allclose(weights_of(run, name)[key], array, rtol=0, atol=2e-5)
+    assert result.adapters["law"].status == "done"
+    for key, array in weights_of(healthy(ONE_DEVICE), "law").items():
+        np.testing.assert_allclose(weights_of(run, "law")[key], array, rtol=0, atol=2e-5)
     assert resume(run).exit_code == 3  # nothing left to do, nothing forgotten
 
 
@@ -202,7 +203,7 @@ def test_an_adapter_that_still_trains_can_be_dropped(make_config, tmp_path):
     bad = result.adapters["bad"]
     assert (bad.status, bad.reason) == ("failed", f"dropped by hand at slot {slots[0]}")
     assert bad.step < 3
-    assert {result.adapters[name].status for name in WELL} == {"done"}
+    assert result.adapters["law"].status == "done"
     told = [row for row in read_rows(run / "events.jsonl") if row["kind"] == "adapter-failed"]
     assert [row["adapter"] for row in told] == ["bad"]
 
