@@ -149,14 +149,12 @@ TOGETHER = ("judged", "scores")  # every run of one adapter would compile passes
 
 
 @pytest.fixture(scope="module")
-def joint(configure, write_config, alone, tmp_path_factory):
-    """A run of those `TOGETHER` and of `prefers` with a folder as reference: its configuration and its folder."""
-    out = tmp_path_factory.mktemp("joint")
-    reference = export_task(task_of(configure("plain")), alone["plain"], out / "other")
-    prefers = entry_of("prefers", objective={"name": "dpo", "beta": 0.3, "reference": str(reference)})
-    config = write_config([prefers, *(entry_of(name, data=evaluated(name)) for name in TOGETHER)])
-    assert train(config, out / "run").exit_code == 0
-    return config, out / "run"
+def joint(write_config, tmp_path_factory):
+    """A run of those `TOGETHER`: its configuration and its folder."""
+    out = tmp_path_factory.mktemp("joint") / "run"
+    config = write_config([entry_of(name, data=evaluated(name)) for name in TOGETHER])
+    assert train(config, out).exit_code == 0
+    return config, out
 
 
 def test_kinds_and_objectives_train_together_as_alone(session, configure, alone):
@@ -233,10 +231,13 @@ def test_each_equals_one_of_a_run(session, configure, alone, joint, tmp_path, na
         assert value == pytest.approx(wanted[key], rel=1e-4, abs=1e-5), key
 
 
-def test_a_reference_may_be_another_adapter(session, configure, alone, joint, tmp_path):
+def test_a_reference_may_be_another_adapter(session, configure, alone, tmp_path):
     """A folder of another rank is in the place while its log-probabilities are computed."""
-    config, trained = joint
-    task = task_of(select_adapters(config, ["prefers"]))
+    reference = export_task(task_of(configure("plain")), alone["plain"], tmp_path / "other")
+    config = configure("prefers", objective={"name": "dpo", "beta": 0.3, "reference": str(reference)})
+    trained = tmp_path / "run"
+    assert train(config, trained).exit_code == 0
+    task = task_of(config)
     start(session, task)
     start(session, task_of(configure("folded")))
     ended = run(session)

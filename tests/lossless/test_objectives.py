@@ -264,7 +264,8 @@ def test_an_adapter_that_joins_gets_its_reference_while_others_train(joint, job,
 def test_a_kill_while_references_are_computed_changes_no_bit(job, tmp_path):
     """The adapter joins a run that has ended, so that it joins at the same slot whenever its references are ready."""
     config = load_config(job(("law",)))
-    joining = read_joining(job(("dpo",)), config)
+    plain = {"objective": {"name": "dpo"}, "lora": {}, "data": {"train": "dpo.jsonl"}}
+    joining = read_joining(job(("dpo",), dpo=plain), config)
     assert train(config, tmp_path / "run").exit_code == 0
     write_addition(tmp_path / "run", joining)
     shutil.copytree(tmp_path / "run", tmp_path / "whole", symlinks=True)

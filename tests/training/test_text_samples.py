@@ -14,33 +14,40 @@ PROMPTS = ["adapter base", "<b>kernel</b>"]
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory, tiny_base, kept_programs) -> dict[str, lf.Run]:
-    """The same job with and without texts."""
+def train(tmp_path_factory, tiny_base, kept_programs):
+    """train(name, *overrides) → the run of a job."""
     folder = tmp_path_factory.mktemp("samples")
     rows = {name: small_jobs.write_rows(folder, name, 8) for name in ("law", "med")}
     adapters = small_jobs.two_adapters(rows)
     adapters[1]["lora"] |= {"rank": 2}  # equal ranks share programs
     job = small_jobs.write_job(folder, tiny_base, adapters)
-    settings = {"without": [], "with": [f"train.samples={json.dumps(PROMPTS)}", "train.sample_tokens=5"]}
-    return {
-        name: lf.train(lf.load_job(job, ["train.eval_every_steps=1", *overrides]), folder / name, progress=False)
-        for name, overrides in settings.items()
-    }
+
+    def train(name: str, *overrides: str) -> lf.Run:
+        return lf.train(lf.load_job(job, ["train.eval_every_steps=1", *overrides]), folder / name, progress=False)
+
+    return train
 
 
-def test_training_is_bitwise_the_same(runs):
+@pytest.fixture(scope="module")
+def with_texts(train) -> lf.Run:
+    return train("with", f"train.samples={json.dumps(PROMPTS)}", "train.sample_tokens=5")
+
+
+def test_training_is_bitwise_the_same(train, with_texts, tmp_path):
+    runs = with_texts, train("without")
+    assert all(not adapter["texts"] for adapter in shown(runs[1], tmp_path)["adapters"])
     for name in ("law", "med"):
-        exported = [small_jobs.exported(run.folder, name) for run in runs.values()]
+        exported = [small_jobs.exported(run.folder, name) for run in runs]
         assert all((exported[0][key] == exported[1][key]).all() for key in exported[0])
     losses = [
         [(row["adapter"], row["step"], row.get("loss"), row.get("eval_loss")) for row in rows if row["kind"] != "slot"]
-        for rows in (read_rows(run.folder / "metrics.jsonl") for run in runs.values())
+        for rows in (read_rows(run.folder / "metrics.jsonl") for run in runs)
     ]
     assert losses[0] == losses[1]
 
 
-def test_texts_are_in_the_run_and_change_as_the_adapter_learns(runs):
-    events = [row for row in read_rows(runs["with"].folder / "events.jsonl") if row["kind"] == "sample"]
+def test_texts_are_in_the_run_and_change_as_the_adapter_learns(with_texts):
+    events = [row for row in read_rows(with_texts.folder / "events.jsonl") if row["kind"] == "sample"]
     by_adapter = {name: [row for row in events if row["adapter"] == name] for name in ("law", "med")}
     for rows in by_adapter.values():
         assert [row["step"] for row in rows] == [0, 1, 2]
@@ -48,20 +55,19 @@ def test_texts_are_in_the_run_and_change_as_the_adapter_learns(runs):
         assert len({tuple(row["texts"]) for row in rows}) > 1
     assert by_adapter["law"][0]["texts"] == by_adapter["med"][0]["texts"]  # of the base, at the start
     # The last texts are those of the exported adapter.
-    last = lf.generate(runs["with"], PROMPTS, adapters="law", max_tokens=5)
+    last = lf.generate(with_texts, PROMPTS, adapters="law", max_tokens=5)
     assert [text.text for text in last] == by_adapter["law"][-1]["texts"]
 
 
-def test_the_report_shows_each_prompt_with_its_texts(runs, tmp_path):
-    page = runs["with"].report().save(tmp_path / "page.html").read_text()
-    assert "<b>kernel" not in page
-    data = json.loads(page.partition("const data = ")[2].partition(";\n")[0])
+def test_the_report_shows_each_prompt_with_its_texts(with_texts, tmp_path):
+    data = shown(with_texts, tmp_path)
     law = next(adapter for adapter in data["adapters"] if adapter["name"] == "law")
     assert [entry["step"] for entry in law["texts"]] == [0, 1, 2]
     assert law["texts"][0]["pairs"][0][0] == PROMPTS[0]
-    assert all(not adapter["texts"] for adapter in json_of(runs["without"], tmp_path)["adapters"])
 
 
-def json_of(run: lf.Run, folder) -> dict:
-    page = run.report().save(folder / "other.html").read_text()
+def shown(run: lf.Run, folder) -> dict:
+    """Data of the run's page."""
+    page = run.report().save(folder / "page.html").read_text()
+    assert "<b>kernel" not in page
     return json.loads(page.partition("const data = ")[2].partition(";\n")[0])
