@@ -90,7 +90,7 @@ def make_job(folder: Path, base: Path) -> Job:
             "data": {"max_length": 48},
             "batch": {"capacity_tokens": 64, "tile_tokens": 16},
             "train": {"log_every_s": 0, "plan_seconds": 0.1, "block_layers": 1},
-            "lora": {"rank": 4, "alpha": 8, "dropout": 0.1, "targets": ["q_proj", "down_proj"]},
+            "lora": {"rank": 4, "dropout": 0.1, "targets": ["q_proj", "down_proj"]},
             "save": {"every_steps": 2},
             "adapters": [
                 {

@@ -16,6 +16,11 @@ def _quick(kept_programs):
     """Every test here runs programs of a tiny model."""
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _forget_programs():
+    """The programs of a module are those of the next one: nearly all train one job."""
+
+
 @pytest.fixture
 def lorafusion(capsys) -> Callable[..., Outcome]:
     """Runs the command line inside this process."""

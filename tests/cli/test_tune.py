@@ -32,6 +32,13 @@ SMALL = LayerCalls(
 )  # fmt: skip
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _forget_programs(forget_programs):
+    """What is traced here does not know that it is interpreted."""
+    yield
+    forget_programs()
+
+
 @pytest.fixture(autouse=True)
 def no_table():
     """No test leaves its table in use."""

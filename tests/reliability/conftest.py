@@ -51,6 +51,11 @@ def _quick(kept_programs):
     """Every test here runs programs of a tiny model."""
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _forget_programs():
+    """The programs of a module are those of the next one: nearly all train one job."""
+
+
 @pytest.fixture(scope="session")
 def whole_run(tmp_path_factory, tiny_base, kept_programs) -> Iterator[Finished]:
     """The finished run; nobody changes it."""

@@ -28,7 +28,7 @@ from lorafusion_jax.training.job import Job
 from lorafusion_jax.training.watched_steps import Watched, WatchedSession
 from scheduling import verify_plan
 
-NAME, STEPS = "tea", 3  # adamw at a rate of 1e-2, dropout, batches of several samples
+NAME, STEPS = "law", 3  # adamw at a rate of 1e-2, dropout, batches of several samples
 
 
 def test_an_adapter_of_a_run_is_what_it_is_alone(whole_run, capsys):
@@ -123,11 +123,11 @@ def sessions(tmp_path_factory, tiny_base, kept_programs):
     """Three sessions of one job, with the programs of `whole_run`: jointly, alone, alone and packed otherwise."""
     folder = tmp_path_factory.mktemp("sweep")
     entries = [
-        {"name": name, "data": {"train": small_jobs.write_rows(folder, name, 16, longest=4)}, "epochs": 2, "seed": seed}
-        for seed, name in enumerate((NAME, "rye"))
+        {"name": name, "data": {"train": small_jobs.write_rows(folder, name, 16, longest=4)}, "epochs": 2}
+        for name in (NAME, "med")
     ]
     batch = {"capacity_tokens": 64, "tile_tokens": 16, "global_samples": 5}
-    lora, optim = {"rank": 4, "dropout": 0.3}, {"lr": 1e-2, "weight_decay": 0.1}
+    lora, optim = {"rank": 4, "dropout": 0.1}, {"lr": 1e-2, "weight_decay": 0.1}
     config = load_config(small_jobs.write_job(folder, tiny_base, entries, batch=batch, lora=lora, optim=optim))
     prepared = prepare(config)
     plan = plan_training(config, prepared)
@@ -265,9 +265,11 @@ def test_planted_faults_are_found(fault, sessions, monkeypatch, record_property)
 
 
 @pytest.mark.parametrize("factor", [nightly(0.9)])
-def test_a_wrong_dropout_scale_in_a_few_rows_is_found(factor, tmp_path, tiny_base, monkeypatch):
+def test_a_wrong_dropout_scale_in_a_few_rows_is_found(factor, tmp_path, tiny_base, monkeypatch, forget_programs):
     """One row of every tile, where adapters share a microbatch."""
     config, prepared, plan = random_sweep(tmp_path, tiny_base, 3)
-    assert config.adapter(NAME).lora.dropout > 0
+    assert config.adapter("tea").lora.dropout > 0
     scale_a_row_of_each_tile(monkeypatch, factor)
-    assert compare_job(config, prepared, plan, NAME, 2).differences[0].excess > 10
+    forget_programs()
+    assert compare_job(config, prepared, plan, "tea", 2).differences[0].excess > 10
+    forget_programs()

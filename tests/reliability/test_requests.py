@@ -24,7 +24,7 @@ from lorafusion_jax.config import load_config
 from lorafusion_jax.training import RunFolder, resume, train
 from lorafusion_jax.training.revisions import Revisions
 
-NAMES = ("law", "bad")
+NAMES = ("bad", "law")
 WELL = ("law",)
 ONE_DEVICE = {"stages": 1, "data": 1}
 TWO_BY_TWO = {"stages": 2, "data": 2}
@@ -36,7 +36,7 @@ SICK = settings("adamw lr 1e38", lr=1e38)
 
 @pytest.fixture(scope="module")
 def make_config(tmp_path_factory, tiny_base):
-    """make_config(mesh, optim, save, **train) → two adapters of six steps each; optim is of the second."""
+    """make_config(mesh, optim, save, **train) → two adapters of six steps each; optim is of the first."""
     folder = tmp_path_factory.mktemp("job")
     draw = random.Random(3)
     for name in NAMES:
