@@ -34,7 +34,7 @@ tables: .venv/.ready
 
 # What plans, waits or reads a clock, beside two processes that want every core: results may not depend on load. The
 # tests get a third of a core; test_one_plan.py of the suite makes a load of its own.
-LOADED := $(addprefix tests/scheduling/test_, planner.py balance_work.py issue_order.py several_sizes.py) \
+LOADED := $(addprefix tests/scheduling/test_, planner.py one_plan.py balance_work.py issue_order.py several_sizes.py) \
   tests/report/test_meter.py tests/pipeline/test_spans.py tests/pipeline/test_spans_pauses.py \
   tests/training/test_prefetch.py tests/serve/test_fences.py
 test-loaded: .venv/.ready

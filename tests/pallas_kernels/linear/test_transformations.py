@@ -102,8 +102,8 @@ def test_forward_mode_is_refused():
 @pytest.mark.parametrize(
     ("kind", "backend"),
     [
-        nightly(None, "pallas_triton"), ("automatic", "pallas_triton"), ("explicit", "xla"), nightly(None, "xla"),
-        nightly("automatic", "xla"), nightly("explicit", "pallas_triton"),
+        nightly(None, "pallas_triton"), ("automatic", "pallas_triton"), nightly("explicit", "xla"),
+        nightly(None, "xla"), nightly("automatic", "xla"), nightly("explicit", "pallas_triton"),
     ],
 )  # fmt: skip
 def test_layers_in_a_scan_with_rematerialisation(kind, backend):
