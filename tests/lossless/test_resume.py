@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
+from small_jobs import write_job, write_rows
 
 from lorafusion_jax.checkpoint.peft import read_adapter
 from lorafusion_jax.checkpoint.store import StateStore
@@ -25,18 +29,23 @@ ADAPTERS = {
 }
 
 
-@pytest.fixture
-def config(write_job, write_rows):
+@pytest.fixture(scope="module")
+def config(tmp_path_factory, tiny_base):
+    folder = tmp_path_factory.mktemp("job")
+    write = partial(write_rows, folder, longest=10)
     entries = [
-        {
-            "name": name,
-            "data": {"train": write_rows(name, 10, longest=10), "eval": write_rows(f"{name}_eval", 3, longest=10)},
-            **rest,
-        }
+        {"name": name, "data": {"train": write(name, 10), "eval": write(f"{name}_eval", 3)}, **rest}
         for name, rest in ADAPTERS.items()
     ]
     batch = {"capacity_tokens": 64, "tile_tokens": 16}
-    return load_config(write_job(entries, batch=batch, save={"every_steps": 2, "keep": 2}))
+    return load_config(write_job(folder, tiny_base, entries, batch=batch, save={"every_steps": 2, "keep": 2}))
+
+
+@pytest.fixture(scope="module")
+def whole(config, kept_programs, tmp_path_factory):
+    """The folder of a run that nothing ended, and its result."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    return folder, train(config, folder)
 
 
 def stop_after(slots: int):
@@ -49,15 +58,31 @@ def stop_after(slots: int):
     return listen
 
 
-@pytest.fixture
-def reachable_loop(monkeypatch):
+@pytest.fixture(scope="module")
+def reachable_loop():
     original = Loop.__init__
 
     def init(self, *arguments, **named):
         original(self, *arguments, **named)
         stop_after.loop = self
 
-    monkeypatch.setattr(Loop, "__init__", init)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Loop, "__init__", init)
+        yield
+
+
+@pytest.fixture(scope="module")
+def stopped(config, reachable_loop, kept_programs, tmp_path_factory):
+    """The folder of a run that was stopped at its second slot."""
+    folder = tmp_path_factory.mktemp("stopped") / "run"
+    with pytest.raises(Interrupted):
+        train(config, folder, listeners=[stop_after(1)])
+    return folder
+
+
+@pytest.fixture
+def stopped_copy(stopped, tmp_path):
+    return shutil.copytree(stopped, tmp_path / "stopped", symlinks=True)
 
 
 PATIENCE_S = 300
@@ -114,30 +139,28 @@ def assert_same_run(actual_run, other):
     assert rows_of(actual_run) == rows_of(other)
 
 
-def test_stopped_and_resumed_equals_uninterrupted(config, tmp_path, reachable_loop):
+def test_stopped_and_resumed_equals_uninterrupted(config, whole, stopped_copy, tmp_path):
     """Stops twice; then a run that crashes between two checkpoints: its later metrics are written again, not twice."""
 
     def crash(event):
         if event.kind == "step" and event.step == 4:
             raise RuntimeError("power cut")
 
-    train(config, tmp_path / "whole")
     with pytest.raises(Interrupted):
-        train(config, tmp_path / "stopped", listeners=[stop_after(1)])
-    with pytest.raises(Interrupted):
-        resume(tmp_path / "stopped", listeners=[stop_after(4)])
-    assert resume(tmp_path / "stopped").exit_code == 0
-    assert_same_run(tmp_path / "whole", tmp_path / "stopped")
+        resume(stopped_copy, listeners=[stop_after(4)])
+    assert resume(stopped_copy).exit_code == 0
+    assert_same_run(whole[0], stopped_copy)
 
     with pytest.raises(RuntimeError, match="power cut"):
         train(config, tmp_path / "crashed", listeners=[crash])
     assert resume(tmp_path / "crashed").exit_code == 0
-    assert_same_run(tmp_path / "whole", tmp_path / "crashed")
+    assert_same_run(whole[0], tmp_path / "crashed")
 
 
 @pytest.mark.parametrize("roomy", [True, False], ids=["copied on the devices", "copied to the host"])
-def test_a_checkpoint_that_is_written_while_training_goes_on_holds_its_own_slot(config, tmp_path, monkeypatch, roomy):
-    train(config, tmp_path / "whole")
+def test_a_checkpoint_that_is_written_while_training_goes_on_holds_its_own_slot(
+    config, whole, tmp_path, monkeypatch, roomy
+):
     with monkeypatch.context() as patch:
         if not roomy:
             patch.setattr(snapshot_module, "_never_used_bytes", lambda device: 0.0)
@@ -147,38 +170,37 @@ def test_a_checkpoint_that_is_written_while_training_goes_on_holds_its_own_slot(
     assert disk.in_time == [True, True], "training has to go on while a checkpoint is written"
     assert disk.stacked == [False, False], "a second save waits for the first"
     assert resume(tmp_path / "crashed").exit_code == 0
-    assert_same_run(tmp_path / "whole", tmp_path / "crashed")
+    assert_same_run(whole[0], tmp_path / "crashed")
 
 
-def test_a_finished_run_has_nothing_left_to_do(config, tmp_path, monkeypatch):
+def test_a_finished_run_has_nothing_left_to_do(whole, monkeypatch):
     """The model is not even loaded; and a run that ended before it could say so says so now."""
-    out = tmp_path / "run"
-    whole, files = train(config, out), snapshot(out)
+    out, result = whole
+    files = snapshot(out)
     monkeypatch.setattr(Session, "open", None)
-    assert resume(out) == whole
-    assert resume(out, ["mesh.stages=1"]).adapters == whole.adapters
+    assert resume(out) == result
+    assert resume(out, ["mesh.stages=1"]).adapters == result.adapters
     assert snapshot(out) == files
     events = (out / "events.jsonl").read_text().splitlines(keepends=True)
     (out / "events.jsonl").write_text("".join(events[:-1]))
-    assert resume(out) == whole
+    assert resume(out) == result
     assert [row["kind"] for row in read_rows(out / "events.jsonl")][-2:] == ["saved", "finished"]
 
 
-def test_changed_data_is_refused_and_nothing_is_lost(config, tmp_path, write_rows, reachable_loop):
-    with pytest.raises(Interrupted):
-        train(config, tmp_path / "run", listeners=[stop_after(2)])
-    before = sorted(path.name for path in (tmp_path / "run" / "state").iterdir())
-    write_rows("law", 10, seed=1, longest=10)
-    with pytest.raises(CheckpointError, match=r"run\.data-changed") as caught:
-        resume(tmp_path / "run")
+def test_changed_data_is_refused_and_nothing_is_lost(config, stopped_copy):
+    before = sorted(path.name for path in (stopped_copy / "state").iterdir())
+    write_rows(Path(config.directory), "law", 10, seed=1, longest=10)
+    try:
+        with pytest.raises(CheckpointError, match=r"run\.data-changed") as caught:
+            resume(stopped_copy)
+    finally:
+        write_rows(Path(config.directory), "law", 10, longest=10)
     assert "law" in str(caught.value)
-    assert sorted(path.name for path in (tmp_path / "run" / "state").iterdir()) == before
+    assert sorted(path.name for path in (stopped_copy / "state").iterdir()) == before
 
 
-def test_another_plan_is_refused(config, tmp_path, reachable_loop):
-    with pytest.raises(Interrupted):
-        train(config, tmp_path / "run", listeners=[stop_after(2)])
-    record = json.loads((tmp_path / "run" / "run.json").read_text())
-    (tmp_path / "run" / "run.json").write_text(json.dumps(record | {"plan": "another"}))
+def test_another_plan_is_refused(stopped_copy):
+    record = json.loads((stopped_copy / "run.json").read_text())
+    (stopped_copy / "run.json").write_text(json.dumps(record | {"plan": "another"}))
     with pytest.raises(CheckpointError, match=r"run\.other-plan"):
-        resume(tmp_path / "run")
+        resume(stopped_copy)

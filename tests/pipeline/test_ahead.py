@@ -32,9 +32,6 @@ class Inside:
 @pytest.fixture
 def start(tmp_path, monkeypatch):
     """start(job, run, problem) → the row "started-up" and the processes, which fail with that problem."""
-    shared, update = jax.config.jax_compilation_cache_dir, jax.config.update
-    update("jax_compilation_cache_dir", str(tmp_path / "programs"))
-    compilation_cache.reset_cache()
     monkeypatch.setattr(lowered, "lowered_folder", lambda: tmp_path / "programs" / "lowered")
     monkeypatch.setattr(ahead, "CORES", 0.25)
     compile_ahead = ahead.compile_ahead
@@ -47,7 +44,16 @@ def start(tmp_path, monkeypatch):
         rows = [json.loads(line) for line in (tmp_path / name / "events.jsonl").read_text().splitlines()]
         return next(row for row in rows if row["kind"] == "started-up"), made
 
-    yield begin
+    return begin
+
+
+@pytest.fixture
+def empty_cache(tmp_path):
+    """Nothing of what other tests have compiled."""
+    shared, update = jax.config.jax_compilation_cache_dir, jax.config.update
+    update("jax_compilation_cache_dir", str(tmp_path / "programs"))
+    compilation_cache.reset_cache()
+    yield
     update("jax_compilation_cache_dir", shared)
     compilation_cache.reset_cache()
 
@@ -57,12 +63,12 @@ def job(write_job, write_rows):
     rows = {name: write_rows(name, 6, longest=9) for name in ("yew", "fir")}
     adapters = [
         {"name": "yew", "data": {"train": rows["yew"], "eval": rows["fir"]}, "lora": {"rank": 3, "dropout": 0.1}},
-        {"name": "fir", "data": {"train": rows["fir"]}, "lora": {"rank": 5, "targets": ["v_proj"]}},
+        {"name": "fir", "data": {"train": rows["fir"]}, "lora": {"rank": 3, "dropout": 0.1}},
     ]
     return write_job(adapters, train={"max_steps": 1, "log_every_s": 0, "block_layers": 1})
 
 
-def test_a_run_lowers_nothing_that_processes_have_made(start, job, monkeypatch):
+def test_a_run_lowers_nothing_that_processes_have_made(empty_cache, start, job, monkeypatch):
     lower, by_run = lowered._lower, []
     monkeypatch.setattr(lowered, "_lower", lambda *call: by_run.append(call) or lower(*call))
     started, workers = start(job, "run")
