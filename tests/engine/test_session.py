@@ -25,9 +25,9 @@ from lorafusion_jax.training import train
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
-TARGETS = ["q_proj", "v_proj", "down_proj"]
+TARGETS = ["q_proj", "down_proj"]
 ADAPTERS = {
-    "tort": {"lora": {"rank": 3, "alpha": 8, "dropout": 0.1}, "seed": 1},
+    "tort": {"lora": {"rank": 3, "alpha": 8, "dropout": 0.1, "targets": ["down_proj"]}, "seed": 1},
     "lung": {
         "lora": {"rank": 5, "rslora": True, "dropout": 0.3, "targets": TARGETS},
         "optim": {"lr": 3e-3, "weight_decay": 0.1},

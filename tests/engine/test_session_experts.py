@@ -21,9 +21,9 @@ from lorafusion_jax.training import train
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 ADAPTERS = {
-    "ore": {"rank": 3, "dropout": 0, "targets": ["o_proj", "v_proj", "experts"]},  # all of its place: shared programs
+    "ore": {"rank": 3, "dropout": 0, "targets": ["o_proj", "experts"]},  # all of its place: shared programs
     "salt": {"rank": 2, "dropout": 0, "targets": ["o_proj", "mlp.experts.down_proj"]},
-    "clay": {"rank": 4, "dropout": 0.1, "targets": ["o_proj", "v_proj"]},
+    "clay": {"rank": 4, "dropout": 0.1, "targets": ["o_proj"]},
 }
 
 
@@ -45,7 +45,7 @@ def configure(make_base, tmp_path_factory):
 @pytest.fixture(scope="module")
 def session(configure):
     """Every place compiles programs of its own, so there is one of experts."""
-    opened = open_session(configure("clay"), {"experts:3": 1, 4: 1}, ["o_proj", "v_proj"])
+    opened = open_session(configure("clay"), {"experts:3": 1, 4: 1}, ["o_proj"])
     yield opened
     opened.close()
 
@@ -69,7 +69,7 @@ def train_alone(session, task, names) -> dict[str, AdapterState]:
 
 @pytest.fixture
 def wide(configure):
-    opened = open_session(configure("clay"), {"experts:3": 2, 4: 1}, ["o_proj", "v_proj"], reproducible=True)
+    opened = open_session(configure("clay"), {"experts:3": 2, 4: 1}, ["o_proj"], reproducible=True)
     yield opened
     opened.close()
 

@@ -31,6 +31,7 @@ pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 # A gradient that is a difference of two texts has more rounding: eps is above it, see `write_config`.
 DIFFERENCE = {"lr": 5e-3, "schedule": "constant", "warmup": 0, "eps": 1e-2}
+TARGETS = ["down_proj"]  # each place compiles kernels for all of its leaves
 ADAPTERS = {
     "plain": {"lora": {"rank": 4, "dropout": 0.1}, "data": {"train": "texts.jsonl"}},
     "prefers": {
@@ -40,7 +41,7 @@ ADAPTERS = {
     },
     "judged": {"lora": {"kind": "dora", "rank": 3}, "objective": {"name": "kto", "group": 2}},
     "scores": {
-        "lora": {"rank": 2, "targets": ["down_proj"]},
+        "lora": {"rank": 2},
         "objective": {"name": "reward", "center": 0.02},
         "optim": DIFFERENCE,
     },
@@ -77,7 +78,8 @@ def write_config(folder, tiny_base):
     def write(entries: list[dict]):
         # eps: of a tiny gradient, Adam makes a whole step in the direction of its rounding, which processors differ in
         optim = {"lr": 5e-3, "schedule": "constant", "warmup": 0, "eps": 1e-4}
-        return load_config(write_job(folder, tiny_base, entries, optim=optim, batch={"capacity_tokens": 256}))
+        sections = {"optim": optim, "batch": {"capacity_tokens": 256}, "lora": {"targets": TARGETS}}
+        return load_config(write_job(folder, tiny_base, entries, **sections))
 
     return write
 
@@ -103,7 +105,7 @@ def evaluated(name: str) -> dict:
 @pytest.fixture(scope="module")
 def session(configure):
     """Its places have the targets of these adapters only; those of test_session.py have all, as users' have."""
-    opened = open_session(configure("plain"), {4: 3, "dora:4": 1, "vera:6": 1}, ["q_proj", "down_proj"])
+    opened = open_session(configure("plain"), {4: 3, "dora:4": 1, "vera:6": 1}, TARGETS)
     yield opened
     opened.close()
 

@@ -35,25 +35,23 @@ def entries(write_rows, breaking_lr):
     return [
         {"name": "law", "data": {"train": write_rows("law", 12, longest=10)}, **HEALTHY},
         {"name": "bad", "data": {"train": write_rows("bad", 12, longest=10)}, **broken},
-        {"name": "med", "data": {"train": write_rows("med", 12, longest=10)}, **HEALTHY},
     ]
 
 
 def test_only_the_diverging_adapter_stops(write_job, write_rows, tmp_path):
-    healthy = train(load_config(write_job(entries(write_rows, 1e-3))), tmp_path / "healthy")
-    broken = train(load_config(write_job(entries(write_rows, 1e30))), tmp_path / "broken")
+    batch = {"capacity_tokens": 64, "tile_tokens": 16}  # programs as those of test_resume.py
+    healthy = train(load_config(write_job(entries(write_rows, 1e-3), batch=batch)), tmp_path / "healthy")
+    broken = train(load_config(write_job(entries(write_rows, 1e30), batch=batch)), tmp_path / "broken")
     assert healthy.exit_code == 0
     assert broken.exit_code == 3
     assert {name: adapter.status for name, adapter in broken.adapters.items()} == {
         "law": "done",
         "bad": "failed",
-        "med": "done",
     }
-    for name in ("law", "med"):
-        from_healthy, other = (read_adapter(RunFolder(tmp_path / run).latest(name))[1] for run in ("healthy", "broken"))
-        for path in from_healthy:
-            for a, b in zip(from_healthy[path], other[path], strict=True):
-                np.testing.assert_array_equal(a, b)
+    from_healthy, other = (read_adapter(RunFolder(tmp_path / run).latest("law"))[1] for run in ("healthy", "broken"))
+    for path in from_healthy:
+        for a, b in zip(from_healthy[path], other[path], strict=True):
+            np.testing.assert_array_equal(a, b)
     failed = [row for row in read_rows(tmp_path / "broken" / "events.jsonl") if row["kind"] == "adapter-failed"]
     assert [row["adapter"] for row in failed] == ["bad"]
     assert "not finite" in failed[0]["reason"]
@@ -82,11 +80,9 @@ def two():
     parts = Parts(model=model, specs=tuple(map(adapter_spec, configs)), settings=TrainSettings(), dtype=jnp.float32)
     shapes = parts.leaves.lora_shapes(model.num_layers)
     assert shapes == {Q + "lora_a": (2, 8, 5), Q + "lora_b": (2, 5, 8)}
-    keys = jax.random.split(jax.random.key(0), 4)
-    lora = {name: jax.random.normal(key, shape) for (name, shape), key in zip(shapes.items(), keys, strict=False)}
-    grads = {
-        name: jax.random.normal(key, (1, *shape)) for (name, shape), key in zip(shapes.items(), keys[2:], strict=True)
-    }
+    draw = np.random.default_rng(0)
+    lora = {name: draw.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    grads = {name: draw.normal(size=(1, *shape)).astype(np.float32) for name, shape in shapes.items()}
     everything = Extent(0, 2 * model.num_layers)
     return StagePrograms(parts, stage_meshes()[0], everything, "everything"), lora, grads, configs
 
@@ -135,7 +131,8 @@ def test_a_step_touches_its_own_adapter_only(two):
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
 def test_a_gradient_that_is_not_finite_changes_no_weight_and_no_moment(two, poison):
     programs, lora, grads, configs = two
-    bad = {name: leaf.at[0, 0, 0, 0].set(poison) if name.endswith("lora_b") else leaf for name, leaf in grads.items()}
+    bad = {name: leaf.copy() for name, leaf in grads.items()}
+    bad[Q + "lora_b"][0, 0, 0, 0] = poison
     law, trained = adapter_spec(configs[0]), programs.columns.trained
     state = programs.adapters.init_optimizer(
         own_columns(trained, 0, law), configs[0].optim, place_of(trained, 0, law), lora

@@ -18,7 +18,8 @@ PART = 512  # bytes; the largest array has ten times as many
 @pytest.fixture
 def session(mixed_job, monkeypatch):
     monkeypatch.setattr(device_copy, "PART", PART)
-    config = mixed_job(names=("law", "med"), held_out=(), mesh={"stages": 2, "data": 2})
+    few = ("adapters.med.lora.targets=[q_proj]", "adapters.med.lora.rank=4")
+    config = mixed_job(names=("law", "med"), held_out=(), overrides=few, mesh={"stages": 2, "data": 2})
     opened = Session.open(config, prepare(config))
     opened.start({})
     opened.finish_loading()

@@ -19,8 +19,10 @@ def train(tmp_path_factory, tiny_base, kept_programs):
     folder = tmp_path_factory.mktemp("samples")
     rows = {name: small_jobs.write_rows(folder, name, 8) for name in ("law", "med")}
     adapters = small_jobs.two_adapters(rows)
-    adapters[1]["lora"] |= {"rank": 2}  # equal ranks share programs
-    job = small_jobs.write_job(folder, tiny_base, adapters)
+    for adapter in adapters:
+        adapter["lora"] |= {"rank": 4}
+    batch = {"capacity_tokens": 64, "tile_tokens": 16}  # programs as those of lossless/test_resume.py
+    job = small_jobs.write_job(folder, tiny_base, adapters, batch=batch)
 
     def train(name: str, *overrides: str) -> lf.Run:
         return lf.train(lf.load_job(job, ["train.eval_every_steps=1", *overrides]), folder / name, progress=False)
