@@ -1,7 +1,8 @@
 """Objectives and kinds against TRL's trainers and PEFT: losses of 20 AdamW steps, first gradients, adapters at the end.
 
-All cases of a base are adapters of one job, so this also shows that they do not disturb each other. golden/trl.npz is
-made by make_trl_golden.py, which has the versions.
+All cases of a base are adapters of one job, so this also shows that they do not disturb each other. Cases of kinds have
+rows of tokens, which no template changes, so that they share the base of the others. golden/trl.npz is made by
+make_trl_golden.py, which has the versions.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import pytest
 import trl_case as case
 from more_cases import nightly
 from safetensors.numpy import load_file
+from tokenizers import Tokenizer
 
 from lorafusion_jax.cli.main import run
 from lorafusion_jax.examples import examples_directory
@@ -48,24 +50,44 @@ def golden():
     return np.load(GOLDEN)
 
 
+def has_template(name: str) -> bool:
+    """Whether the base of a case has a chat template."""
+    _, template, objective = case.CASES[name]
+    return template or objective["name"] == "sft"
+
+
+def tokens_of(rows: list[dict]) -> list[dict]:
+    """Prompts and completions as TRL gives them to a model without a template."""
+    folder = examples_directory() / "base"
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    end = tokenizer.token_to_id(json.loads((folder / "tokenizer_config.json").read_text())["eos_token"])
+    samples = []
+    for row in rows:
+        prompt, answer = (
+            tokenizer.encode(row[name], add_special_tokens=False).ids for name in ("prompt", "completion")
+        )
+        learned = [*answer, end]
+        samples.append({"input_ids": prompt + learned, "labels": [-100] * len(prompt) + learned})
+    return samples
+
+
 @pytest.fixture(scope="module")
-def runs(request, tmp_path_factory):
+def runs(request, tmp_path_factory, kept_programs):
     """Runs of the cases that are tested: 20 steps of AdamW, and one step along the gradient; with their start."""
     items = [item for item in request.session.items if item.path == Path(__file__) and hasattr(item, "callspec")]
     tested = {item.callspec.params["name"] for item in items}
     folder = tmp_path_factory.mktemp("trl")
     made = {}
     for template in (True, False):
-        names = [
-            name for name, (_, case_template, _) in case.CASES.items() if case_template == template and name in tested
-        ]
+        names = [name for name in case.CASES if has_template(name) == template and name in tested]
         if not names:
             continue
         base = case.write_model(folder / f"base-{template}", examples_directory() / "base", template=template)
         entries = []
         for name in names:
-            rows, _, objective = case.CASES[name]
-            (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows()))
+            rows_of, text_template, objective = case.CASES[name]
+            rows = rows_of() if text_template == template else tokens_of(rows_of())
+            (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
             entries.append(
                 {
                     "name": name, "data": {"train": f"{name}.jsonl"}, "objective": objective,
@@ -102,12 +124,12 @@ def lora_of(name: str, folder: Path, base: Path) -> dict:
 
 
 def end(runs, name: str, kind: str) -> dict[str, np.ndarray]:
-    folder = runs[case.CASES[name][1]] / f"{kind}-{case.CASES[name][1]}"
+    folder = runs[has_template(name)] / f"{kind}-{has_template(name)}"
     return load_file(folder / "adapters" / name / "latest" / "adapter_model.safetensors")
 
 
 def start(runs, name: str) -> dict[str, np.ndarray]:
-    return load_file(runs[case.CASES[name][1]] / f"start-{name}" / "adapter_model.safetensors")
+    return load_file(runs[has_template(name)] / f"start-{name}" / "adapter_model.safetensors")
 
 
 def plain(key: str) -> str:
@@ -116,7 +138,7 @@ def plain(key: str) -> str:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_loss_and_the_adapter_are_those_of_trl(name, runs, golden):
-    folder = runs[case.CASES[name][1]] / f"steps-{case.CASES[name][1]}"
+    folder = runs[has_template(name)] / f"steps-{has_template(name)}"
     rows = [row for row in read_rows(folder / "metrics.jsonl") if row["kind"] == "step" and row["adapter"] == name]
     losses, wanted = np.array([row["loss"] for row in rows]), golden[f"{name}/losses"]
     np.testing.assert_allclose(losses[0], wanted[0], rtol=FIRST_LOSS)
