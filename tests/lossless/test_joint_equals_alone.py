@@ -22,12 +22,6 @@ from lorafusion_jax.training import RunFolder, train
 TOLERANCE = 1e-5
 
 ADAPTERS = {
-    "law": {
-        "lora": {"rank": 4, "alpha": 8, "dropout": 0.1, "targets": ["q_proj", "down_proj"]},
-        "optim": {"lr": 1e-3},
-        "batch": {"global_samples": 3},
-        "seed": 1,
-    },
     "med": {  # on all linears
         "lora": {"rank": 7, "alpha": 7, "dropout": 0.3, "rslora": True, "targets": "all-linear"},
         "optim": {"lr": 3e-3, "weight_decay": 0.1},
