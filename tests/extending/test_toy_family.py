@@ -127,7 +127,7 @@ def base(toy, make_base, tmp_path):
 def job(base, tmp_path, write_rows):
     adapter = {
         "name": "law", "data": {"train": write_rows("law.jsonl", 8, 0, 20)}, "batch": {"global_samples": 4},
-        "lora": {"dropout": 0.1},
+        "lora": {"rank": 2, "dropout": 0.1},
     }  # fmt: skip
     return str(small_jobs.write_job(tmp_path, base, [adapter]))
 

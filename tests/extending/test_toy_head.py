@@ -231,7 +231,7 @@ def test_what_one_does_changes_no_bit_of_the_others(joint, job, tmp_path, capsys
 def test_the_head_learns_and_is_continued(joint, job, tmp_path, capsys):
     start = str(joint / "adapters" / "grade" / "latest")
     more = {"lora": {"init_from": start, "dropout": 0.0}, "epochs": 4, "optim": {"lr": 2e-3, "lr_ratio": {"marks": 5}}}
-    out = trained(job(("grade",), {"save": {"every_steps": 3}}, **more), tmp_path / "more")
+    out = trained(job(sections={"save": {"every_steps": 3}}, **more), tmp_path / "more")  # programs of the joint run
     evals = [row["eval_loss"] for row in steps(out, "grade", "eval")]
     assert evals[0] == pytest.approx(steps(joint, "grade", "eval")[-1]["eval_loss"], rel=1e-6)
     assert evals[-1] < evals[0] / 2

@@ -39,7 +39,10 @@ def job(install, write_rows, write_job):
     install("toy_optimizer", SOURCE, POINTS)
 
     def make(optim: dict):
-        fields = {"data": {"train": write_rows("law.jsonl", 12, 0, 20)}, "batch": {"global_samples": 4}}
+        fields = {
+            "data": {"train": write_rows("law.jsonl", 12, 0, 20)}, "batch": {"global_samples": 4},
+            "lora": {"rank": 4, "targets": ["q_proj"]},
+        }  # fmt: skip
         plain = {"name": "sgd", "schedule": "constant", "warmup": 0, "lr": 0.05, "clip": 0}
         return write_job([{"name": "law", **fields, "optim": optim}, {"name": "plain", **fields, "optim": plain}])
 

@@ -282,8 +282,7 @@ def test_a_resumed_run_keeps_the_reference_of_its_start(joint, job, tmp_path, ca
 def test_references_are_other_adapters_or_folders(joint, job, tmp_path, capsys):
     trained_before = str(joint / "adapters" / "rank" / "latest")
     objective = {"name": "lift", "reference": trained_before}
-    alone = job(("lift",), {"mesh": TWO_STAGES}, objective=objective, data=NOT_HELD_OUT)
-    of_folder = trained(alone, tmp_path / "folder", capsys)
+    of_folder = trained(job(objective=objective), tmp_path / "folder", capsys)
     assert abs(steps(of_folder, "lift")[0]["gain"]) > 1e-4
     for reference, says in (("bse", "did you mean 'base'"), ("gone/folder", "no PEFT folder")):
         assert run(["check", job(("lift",), objective={"name": "lift", "reference": reference})]) == 2
