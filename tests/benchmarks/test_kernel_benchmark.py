@@ -3,10 +3,12 @@
 import argparse
 import csv
 import json
+import os
 import subprocess
 import sys
 
 import pytest
+from forked_commands import Command
 
 from benchmarks import kernel_bytes, kernels
 
@@ -75,21 +77,11 @@ def test_a_section_that_is_killed_at_its_deadline_fails(monkeypatch, tmp_path):
     ("chosen", "rows"), [((), 15), (("--variants", "frozen", "xla", "--matching", "^frozen|A4_p0$"), 2)]
 )
 def test_running_out_of_time_fails_and_names_the_rows(tmp_path, chosen, rows):
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.kernels",
-        "--tiny",
-        "--sections",
-        "ops",
-        "--budget",
-        "1",
-        "--out",
-        str(tmp_path),
-    ]
-    done = subprocess.run([*command, *chosen], capture_output=True, text=True, check=False)
-    assert done.returncode == 1, done.stderr
-    assert f"MISSING: no time was left for\n  ops, 256x256->512: {rows} of {rows} rows: all" in done.stdout
+    words = ["-m", "benchmarks.kernels", "--tiny", "--sections", "ops", "--budget", "1", "--out"]
+    command = Command([*words, str(tmp_path), *chosen], os.environ)
+    out, err = command.communicate()
+    assert command.returncode == 1, err
+    assert f"MISSING: no time was left for\n  ops, 256x256->512: {rows} of {rows} rows: all" in out
 
 
 def test_bytes_are_skipped_without_a_profiler(monkeypatch, count_bytes, tmp_path, capsys):

@@ -14,6 +14,7 @@ from pathlib import Path
 import jax
 import pytest
 from cli_helpers import make_rows, snapshot, weights, write_rows_to
+from forked_commands import Command
 
 from lorafusion_jax.checkpoint.peft import read_adapter
 from lorafusion_jax.cli import init
@@ -419,8 +420,9 @@ import jax
 from jax._src import xla_bridge
 assert not xla_bridge._backends
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
+    command = Command(["-c", code], os.environ)
+    _, err = command.communicate()
+    assert command.returncode == 0, err
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def test_chunks_hold_every_block_once_and_one_adapter_each(seed, size):
 @pytest.mark.parametrize(
     ("mode", "split_n"),
     [
-        ("forward", True), nightly("forward", False), ("backward", False), nightly("backward", True),
+        nightly("forward", True), nightly("forward", False), ("backward", False), nightly("backward", True),
         ("backward with dropout", True), nightly("backward with dropout", False),
     ],
 )  # fmt: skip
