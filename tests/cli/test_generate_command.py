@@ -53,15 +53,15 @@ def test_adapters_of_a_run_answer_the_rows_of_a_file(lorafusion, finished, tmp_p
     assert texts.of("law") == []
     assert [text.adapter for text in texts[:3]] == ["base", "again", "copied law"]
     assert "cat dog" in str(texts)
-    stop = texts.of("base")[0].strip()[:2]
-    (cut,) = opened.generate("cat dog", adapters="base", max_tokens=6, stop=stop)
-    assert (stop not in cut.text, cut.end) == (True, "stop")
-    assert opened.generate([5, 6, 7], adapters="base", max_tokens=2)[0].prompt == [5, 6, 7]
+    stop = texts.of("base")[0].strip()[:2]  # all calls have nine rows, whose programs are one
+    cut, *_ = opened.generate(["cat dog", "oak", "moon"], max_tokens=6, stop=stop)
+    assert (cut.adapter, stop not in cut.text, cut.end) == ("base", True, "stop")
+    assert opened.generate([[5, 6, 7], [5], [6]], max_tokens=2)[0].prompt == [5, 6, 7]
     drawn = opened.generate("oak", max_tokens=6, temperature=2.0, samples=3, seed=4)
     assert [text.adapter for text in drawn] == ["base"] * 3 + ["again"] * 3 + ["copied law"] * 3
     assert len({text.tokens for text in drawn[:3]}) > 1
-    (alone,) = opened.generate("oak", adapters="base", max_tokens=6, temperature=2.0, seed=6)
-    assert drawn[2].tokens == alone.tokens
+    elsewhere, *_ = opened.generate(["oak", "cat dog", "moon"], max_tokens=6, temperature=2.0, seed=6)
+    assert drawn[2].tokens == elsewhere.tokens
 
 
 def test_samples_of_a_prompt_stand_together():
@@ -73,7 +73,7 @@ def test_samples_of_a_prompt_stand_together():
 def test_a_conversation_goes_on_until_the_end_of_input(lorafusion, finished, monkeypatch):
     lines = "cat\n\n/help\n/adapter law base\ndog\n/adapter nobody\n/new\n" + "oak " * 4000 + "\n"
     monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
-    outcome = lorafusion("chat", finished[1], "-a", "law", *QUICK)
+    outcome = lorafusion("chat", finished[1], "-a", "law", "-a", "med", *QUICK)  # two rows, as later
     assert outcome.code == 0, outcome.err
     assert "/adapter NAME" in outcome.out
     assert "law: " in outcome.out
