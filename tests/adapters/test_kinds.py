@@ -46,14 +46,15 @@ def test_prepared_norms_are_those_of_each_call():
     tensors = {"lora_a": A, "lora_b": B, "magnitude": RNG.normal(size=10).astype(np.float32)}
     for layer in layers:
         for name, array in tensors.items():
-            getattr(layer, name)[...] = jnp.stack([jnp.asarray(array)] * 2)
+            getattr(layer, name)[...] = jnp.asarray(np.stack([array] * 2))
     kernel = layers[0].kernel[...]
-    layers[1].column_norm[...] = jnp.stack([DORA.prepare(kernel, tensors, SIZES)["column_norm"], jnp.zeros(10)])
+    norm = np.asarray(DORA.prepare(kernel, tensors, SIZES)["column_norm"])
+    layers[1].column_norm[...] = jnp.asarray(np.stack([norm, np.zeros_like(norm)]))
     x, context = jnp.asarray(RNG.normal(size=(32, 12)), jnp.float32), LoRAContext.of(specs, [0, 1])
 
     def results(layer: LoRALinear):
         graph, lora, rest = nnx.split(layer, nnx.LoRAParam, ...)
-        return jax.value_and_grad(lambda lora: (nnx.merge(graph, lora, rest)(x, context) ** 2).sum())(lora)
+        return jax.jit(jax.value_and_grad(lambda lora: (nnx.merge(graph, lora, rest)(x, context) ** 2).sum()))(lora)
 
     (ours, gradient), (wanted, gradients) = results(layers[1]), results(layers[0])
     np.testing.assert_allclose(ours, wanted, rtol=1e-6)
@@ -76,7 +77,8 @@ def test_doras_dropout_is_pefts():
         getattr(layer, name)[...] = jnp.asarray(array)
     x = jnp.asarray(RNG.normal(size=(32, 12)), jnp.float32)
     context = LoRAContext.of(specs, [0, 1], row_key=jnp.arange(32, dtype=jnp.uint32), implementation="xla")
-    actual = layer(x, context, site=3)
+    computed = nnx.jit(lambda layer, x, context, site: layer(x, context, site=site), static_argnames="site")
+    actual = computed(layer, x, context, site=3)
     dropout = context.at_site(3)
     owner = jnp.repeat(jnp.array([0, 1]), 16)
     kept = np.where(
@@ -90,9 +92,12 @@ def test_doras_dropout_is_pefts():
     np.testing.assert_allclose(actual, wanted, rtol=1e-4, atol=1e-4)
     without = LoRAContext.of([replace(spec, dropout=0.0) for spec in specs], [0, 1])
     assert not without.drops_columns
-    plain = np.float64(x[:16]) @ w
+    plain = np.float64(x)[:16] @ w
     np.testing.assert_allclose(
-        layer(x, without)[:16], f * (plain + 2 * np.float64(x[:16]) @ a[0] @ b[0]), rtol=1e-4, atol=1e-4
+        np.asarray(computed(layer, x, without, site=0))[:16],
+        f * (plain + 2 * np.float64(x)[:16] @ a[0] @ b[0]),
+        rtol=1e-4,
+        atol=1e-4,
     )
 
 

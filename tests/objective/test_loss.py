@@ -1,5 +1,7 @@
 """The chunked loss against its definition in float64 numpy."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -44,12 +46,21 @@ def adapter_losses(hidden, head, targets, weights, row_adapter, num_adapters, **
     return sum_by(token_losses(hidden, head, targets, weights, **options), row_adapter, num_adapters)
 
 
+losses_of_all = jax.jit(partial(adapter_losses, num_adapters=A))
+
+
 def total(hidden, *rest, chunk=16384):
     losses = adapter_losses(hidden, *rest, A, chunk=chunk)
     return (losses * jnp.arange(1, A + 1)).sum(), losses
 
 
 value_and_grad = jax.jit(jax.value_and_grad(total, has_aux=True), static_argnames="chunk")
+
+
+@jax.jit
+@jax.grad
+def scaled_grad(hidden, scale, *rest):
+    return scale * total(hidden, *rest)[0]
 
 
 @pytest.mark.parametrize("T", [300, 256, 7], ids=["partial last chunk", "whole chunks", "less than a chunk"])
@@ -64,26 +75,26 @@ def test_losses_and_gradient_match_the_definition(T):
 
 def test_loss_without_gradient_is_the_same_number():
     inputs = problem()
-    np.testing.assert_array_equal(adapter_losses(*inputs, A), value_and_grad(*inputs)[0][1])
+    np.testing.assert_array_equal(losses_of_all(*inputs), value_and_grad(*inputs)[0][1])
 
 
 def test_large_logits_do_not_overflow():
     hidden, head, *rest = problem()
     (_, losses), grad = value_and_grad(hidden * 1e4, head, *rest)
     np.testing.assert_allclose(losses, meaning(hidden * 1e4, head, *rest)[0], rtol=1e-5)
-    assert np.isfinite(grad).all()
+    assert np.isfinite(np.asarray(grad)).all()
 
 
 def test_bfloat16_products_add_up_in_float32():
     hidden, head, *rest = problem(D=64)
-    low = (jnp.asarray(hidden, jnp.bfloat16), jnp.asarray(head, jnp.bfloat16))
+    low = (hidden.astype(jnp.bfloat16), head.astype(jnp.bfloat16))
     (_, losses), grad = value_and_grad(*low, *rest)
     wanted, wanted_grad = meaning(*(np.asarray(x, np.float64) for x in low), *rest)
     # Exact inputs, exact products: only the float32 sums round in the loss.
     np.testing.assert_allclose(losses, wanted, rtol=1e-5)
     assert grad.dtype == jnp.bfloat16
     # slope and result are rounded to 8 bits each: 2^-8, four times for the sum over the vocabulary.
-    np.testing.assert_allclose(grad.astype(np.float32), wanted_grad, atol=2**-6 * np.abs(wanted_grad).max())
+    np.testing.assert_allclose(np.asarray(grad, np.float32), wanted_grad, atol=2**-6 * np.abs(wanted_grad).max())
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -94,11 +105,12 @@ def test_nan_stays_in_its_adapter(bad):
     spoiled[185] = bad
     (_, losses), grad = value_and_grad(spoiled, head, targets, weights, row_adapter)
     (_, clean), clean_grad = value_and_grad(hidden, head, targets, weights, row_adapter)
+    losses, clean, grad, clean_grad = map(np.asarray, (losses, clean, grad, clean_grad))
     assert not np.isfinite(losses[1])
-    np.testing.assert_array_equal(losses[np.array([0, 2])], clean[np.array([0, 2])])
+    np.testing.assert_array_equal(losses[[0, 2]], clean[[0, 2]])
     others = (row_adapter != 1) | (weights == 0)
     np.testing.assert_array_equal(grad[others], clean_grad[others])
-    assert np.isnan(np.asarray(grad)[120:130][weights[120:130] > 0]).any()
+    assert np.isnan(grad[120:130][weights[120:130] > 0]).any()
 
 
 def test_rows_of_weight_zero_have_zero_gradient():
@@ -111,15 +123,17 @@ def test_no_learned_rows_give_zero_without_compute():
     hidden, head, targets, weights, row_adapter = problem()
     (_, losses), grad = value_and_grad(hidden * np.nan, head, targets, weights * 0, row_adapter)
     assert losses.tolist() == [0.0] * A
-    assert not grad.any()
+    assert not np.asarray(grad).any()
 
 
 def test_loss_does_not_depend_on_the_position_in_the_microbatch():
     hidden, head, targets, weights, row_adapter = problem()
     mine = row_adapter == 1
-    alone = adapter_losses(hidden[mine], head, targets[mine], weights[mine], row_adapter[mine] * 0, 1)
-    together = adapter_losses(hidden, head, targets, weights, row_adapter, A)
-    np.testing.assert_allclose(alone[0], together[1], rtol=1e-6)
+    alone = jax.jit(partial(adapter_losses, num_adapters=1))(
+        hidden[mine], head, targets[mine], weights[mine], row_adapter[mine] * 0
+    )
+    together = losses_of_all(hidden, head, targets, weights, row_adapter)
+    np.testing.assert_allclose(np.asarray(alone)[0], np.asarray(together)[1], rtol=1e-6)
 
 
 def test_each_row_has_its_own_loss_and_gradient():
@@ -135,9 +149,9 @@ def test_each_row_has_its_own_loss_and_gradient():
         losses = jnp.where(weights != 0, -log_p[jnp.arange(100), targets], 0)
         return (losses.reshape(10, 10).sum(1) ** 2).sum()
 
-    loss, grad = jax.value_and_grad(squares)(hidden)
+    loss, grad = jax.jit(jax.value_and_grad(squares))(hidden)
     with jax.enable_x64(True):
-        wanted, wanted_grad = jax.value_and_grad(plainly)(hidden.astype(np.float64))
+        wanted, wanted_grad = jax.jit(jax.value_and_grad(plainly))(hidden.astype(np.float64))
     np.testing.assert_allclose(loss, wanted, rtol=1e-5)
     np.testing.assert_allclose(grad, wanted_grad, atol=1e-5 * np.abs(wanted_grad).max())
 
@@ -149,9 +163,9 @@ def test_float16_gradients_of_large_batches_do_not_underflow(tokens):
     The backward pass gets the gradient of `scale` · loss, so that the result itself is in the range of float16.
     """
     hidden, head, targets, weights, row_adapter = problem(D=64)
-    low = (jnp.asarray(hidden / 4, jnp.float16), jnp.asarray(head / 4, jnp.float16))
+    low = ((hidden / 4).astype(np.float16), (head / 4).astype(np.float16))
     weights = np.where(weights > 0, np.float32(1 / tokens), 0)
-    grad = jax.grad(lambda hidden: tokens * total(hidden, low[1], targets, weights, row_adapter)[0])(low[0])
+    grad = scaled_grad(low[0], np.float32(tokens), low[1], targets, weights, row_adapter)
     wanted = tokens * meaning(*(np.asarray(x, np.float64) for x in low), targets, weights, row_adapter)[1]
     error = np.linalg.norm(np.asarray(grad, np.float64) - wanted) / np.linalg.norm(wanted)
     assert error < 2**-10  # two roundings to 11 bits
