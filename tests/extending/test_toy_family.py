@@ -105,6 +105,9 @@ def disguise(source: Path, directory: Path, keys=KEYS, tensor_names=TENSORS, wit
     return directory
 
 
+TWO_STAGES = ("mesh.stages=2", "mesh.layers=[1, 1]")
+
+
 @pytest.fixture
 def toy(install):
     return install(
@@ -154,15 +157,21 @@ def test_experts_compute_what_transformers_does(toy, tmp_path):
     assert_logits(folder, golden)
 
 
-def test_it_trains_on_one_device_and_on_several_to_the_same_peft_folder(job, tmp_path, capsys):
-    folders = []
-    for number, changes in enumerate([[], ["mesh.stages=2", "mesh.layers=[1, 1]"]]):
-        out = tmp_path / f"run-{number}"
-        assert run(["train", job, *changes, "--out", str(out)]) == 0, capsys.readouterr().err
-        folders.append(load_file(out / "adapters" / "law" / "latest" / "adapter_model.safetensors"))
-    single, several = folders
-    assert {name.split(".")[-3] for name in single} >= {"q_proj", "down_proj"}  # saved under Llama's names
-    assert any(np.any(tensor) for name, tensor in single.items() if "lora_B" in name)
+def trained(job, out, capsys, *changes) -> dict[str, np.ndarray]:
+    assert run(["train", job, *changes, "--out", str(out)]) == 0, capsys.readouterr().err
+    return load_file(out / "adapters" / "law" / "latest" / "adapter_model.safetensors")
+
+
+def test_it_trains_on_several_devices_to_a_peft_folder(job, tmp_path, capsys):
+    several = trained(job, tmp_path / "several", capsys, *TWO_STAGES)
+    assert {name.split(".")[-3] for name in several} >= {"q_proj", "down_proj"}  # saved under Llama's names
+    assert any(np.any(tensor) for name, tensor in several.items() if "lora_B" in name)
+
+
+@pytest.mark.nightly
+def test_one_device_and_several_train_to_the_same_peft_folder(job, tmp_path, capsys):
+    single = trained(job, tmp_path / "single", capsys)
+    several = trained(job, tmp_path / "several", capsys, *TWO_STAGES)
     for name, tensor in single.items():
         assert np.linalg.norm(several[name] - tensor) <= 1e-5 * np.linalg.norm(tensor), name
 
