@@ -130,7 +130,8 @@ def test_an_adapter_in_a_free_place_compiles_nothing(joined):
 def test_it_trains_as_it_does_alone(name, lora, joined, folder, config, tmp_path):
     run, _ = joined
     (adapter,) = joining(folder, config, name, **lora)
-    alone = without_places(config.model_copy(update={"adapters": (adapter,)}))
+    unevaluated = adapter.model_copy(update={"data": adapter.data.model_copy(update={"eval": None})})
+    alone = without_places(config.model_copy(update={"adapters": (unevaluated,)}))
     train(alone, tmp_path / "alone")
     for key, array in weights_of(run, name).items():
         np.testing.assert_allclose(array, weights_of(tmp_path / "alone", name)[key], rtol=0, atol=2e-5)
