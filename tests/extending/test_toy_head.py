@@ -131,7 +131,7 @@ def job(folder, tiny_base):
         },
         "find": {
             "data": {"train": "passages.jsonl"}, "objective": {"name": "find"}, "batch": {"global_samples": 2},
-            "seed": 2, "lora": {"kind": "dora"},
+            "seed": 2,
         },
         "law": {"data": {"train": "law.jsonl"}, "batch": {"global_samples": 4}, "seed": 3},
     }  # fmt: skip
