@@ -202,9 +202,13 @@ def test_a_decoder_takes_a_folder_in_and_computes_with_it(tmp_path):
     def leaves_of(model):
         return {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.LoRAParam))}
 
+    @nnx.jit
+    def computed(model, context):
+        return model(np.arange(6), np.arange(6), Segments.from_lengths([6], 6), context)
+
     def logits(model, scale):
-        context = LoRAContext(tile_adapter=jnp.array([0]), scale=jnp.array([scale]))
-        return model(jnp.arange(6), jnp.arange(6), Segments.from_lengths([6], 6), context)
+        context = LoRAContext(tile_adapter=np.array([0]), scale=np.array([scale], np.float32))
+        return np.asarray(computed(model, context))
 
     trained = Decoder(config, [WIDE], dtype=jnp.float32)
     for leaf in leaves_of(trained).values():
