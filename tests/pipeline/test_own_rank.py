@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections import Counter
 
 import jax
@@ -67,26 +66,19 @@ def write(tmp_path_factory, tiny_base, kept_programs):
 
 
 @pytest.fixture(scope="module")
-def runs(write, tmp_path_factory, saves_wait):
-    """(run that went through, run that was cut after its first checkpoint, the arrays of that checkpoint)."""
-    folder, saved = tmp_path_factory.mktemp("runs"), []
-    save = StateStore.save
+def trained(write, tmp_path_factory):
+    """A run, and the arrays of its first checkpoint."""
+    run, saved, save = tmp_path_factory.mktemp("whole") / "run", [], StateStore.save
 
     def noted(self, slot, arrays, position):
         saved.append(jax.tree.map(np.array, arrays))
         save(self, slot, arrays, position)
 
-    def cut(event):
-        if event.kind == "step" and saved:
-            raise PowerCut
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StateStore, "save", noted)
-        with pytest.raises(PowerCut):
-            train(load_config(write(RANKS, save={"every_steps": 1})), folder / "cut", listeners=[cut])
-    assert train(load_config(write(RANKS)), folder / "whole").exit_code == 0
+        assert train(load_config(write(RANKS, save={"every_steps": 1})), run).exit_code == 0
     assert any(leaf.any() for sums in saved[0]["sums"].values() for leaf in sums.values()), "no sums are under way"
-    return folder / "whole", folder / "cut", saved[0]
+    return run, saved[0]
 
 
 def own_parameters(shape) -> int:
@@ -94,10 +86,10 @@ def own_parameters(shape) -> int:
     return shape.num_layers * sum(RANKS[name] * sum(widths[target] for target in TARGETS[name]) for name in RANKS)
 
 
-def test_what_is_stored_is_their_own(runs, write):
+def test_what_is_stored_is_their_own(trained, write):
     config = load_config(write(RANKS))
     model = ModelConfig.from_hf(base_directory(config))
-    expected, numbers = own_parameters(model), run_numbers(runs[0])
+    expected, numbers = own_parameters(model), run_numbers(trained[0])
     assert numbers["own_parameters"] == expected
     assert numbers["stored"] == {"weights": expected, "gradients": expected, "moments": 2 * expected}
     assert numbers["stored_parameters"] <= 1.05 * expected
@@ -105,23 +97,29 @@ def test_what_is_stored_is_their_own(runs, write):
     assert predicted == {key: numbers[key] for key in predicted}
 
 
-def test_a_checkpoint_holds_their_own_numbers_only(runs, tiny_base):
-    size = sum(leaf.nbytes for leaf in jax.tree.leaves(runs[2]))
+def test_a_checkpoint_holds_their_own_numbers_only(trained, tiny_base):
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(trained[1]))
     assert size <= 1.01 * 4 * 4 * own_parameters(ModelConfig.from_hf(tiny_base))  # weights, sums and two moments
 
 
-def test_joint_is_alone(runs, write, tmp_path):
+def test_joint_is_alone(trained, write, tmp_path):
     """Another packing, so sums come in another order."""
     assert train(load_config(write(["middle"])), tmp_path / "alone").exit_code == 0
-    assert_equal(read_trained(runs[0]).of(["middle"]), read_trained(tmp_path / "alone"), 1e-5)
+    assert_equal(read_trained(trained[0]).of(["middle"]), read_trained(tmp_path / "alone"), 1e-5)
 
 
-def test_a_run_goes_on_bitwise(runs, tmp_path):
-    whole, cut, _ = runs
-    run = tmp_path / "cut"
-    shutil.copytree(cut, run, symlinks=True)
-    assert resume(run).exit_code == 0
-    assert_equal(read_trained(whole), read_trained(run), 0.0)
+def test_a_run_goes_on_bitwise(trained, write, tmp_path, saves_wait):
+    events = []
+
+    def cut(event):
+        events.append(event.kind)
+        if event.kind == "step" and "saved" in events:
+            raise PowerCut
+
+    with pytest.raises(PowerCut):
+        train(load_config(write(RANKS, save={"every_steps": 1})), tmp_path / "cut", listeners=[cut])
+    assert resume(tmp_path / "cut").exit_code == 0
+    assert_equal(read_trained(trained[0]), read_trained(tmp_path / "cut"), 0.0)
 
 
 @pytest.mark.parametrize("form", [1, 3])
