@@ -168,7 +168,6 @@ def test_it_trains_on_several_devices_to_a_peft_folder(job, tmp_path, capsys):
     assert any(np.any(tensor) for name, tensor in several.items() if "lora_B" in name)
 
 
-@pytest.mark.nightly
 def test_one_device_and_several_train_to_the_same_peft_folder(job, tmp_path, capsys):
     single = trained(job, tmp_path / "single", capsys)
     several = trained(job, tmp_path / "several", capsys, *TWO_STAGES)
