@@ -26,6 +26,7 @@ def export_task(task: Task, state: AdapterState, target: Path, *, name: str = ""
         RunError: `save.no-space`, `save.failed`.
     """
     base, revision = exported_base(task.config)
+    model = ModelConfig.from_hf(base_directory(task.config))
     return export_adapter(
         {leaf: array[:, None] for leaf, array in state.weights.items()},
         task.spec,
@@ -36,7 +37,8 @@ def export_task(task: Task, state: AdapterState, target: Path, *, name: str = ""
         base_revision=revision,
         replace=True,
         finish=lambda draft: _describe(draft, task, state, name or task.name),
-        layers=ModelConfig.from_hf(base_directory(task.config)).some_layers,
+        shapes=model.saved_shapes,
+        layers=model.some_layers,
     )
 
 

@@ -206,6 +206,13 @@ def test_one_that_prepares_can_leave_and_come_back(session, configure, alone):
     assert_same(run(session)["prefers"], alone["prefers"])
 
 
+def test_shared_matrices_of_a_folder_have_the_sizes_of_its_targets(alone, configure, tmp_path):
+    """PEFT takes no others. A session holds them at the largest sizes of the model."""
+    folder = export_task(task_of(configure("folded")), alone["folded"], tmp_path / "folder")
+    shapes = {key: array.shape for key, array in load_file(folder / "adapter_model.safetensors").items()}
+    assert (shapes["base_model.vera_A"], shapes["base_model.vera_B"]) == ((5, 48), (32, 5))
+
+
 # test_a_reference_may_be_another_adapter compares `prefers` to a run
 @pytest.mark.parametrize("name", [nightly("prefers"), "judged", "scores", nightly("folded")])
 def test_each_equals_one_of_a_run(session, configure, alone, joint, tmp_path, name):
