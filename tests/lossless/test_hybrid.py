@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from adapter_folders import distance, weights
+from more_cases import nightly
 from small_jobs import write_job, write_rows
 
 from lorafusion_jax.checkpoint.merge import merge_adapter
@@ -25,14 +26,20 @@ LAYERS = {"law": (0, 1), "med": (0,)}  # where each has tensors
 
 
 @pytest.fixture(scope="module")
-def base(make_base, tmp_path_factory):
-    """Cut in two, its first stage has no attention."""
-    return make_base(
+def write_hybrid(make_base, tmp_path_factory):
+    """write_hybrid(*types) → a base with layers of these types."""
+    return lambda *types: make_base(
         tmp_path_factory.mktemp("base") / "hybrid",
-        family="qwen3_5_text", num_layers=2, qk_norm=True, norm_offset=1.0, attention_gate=True,
+        family="qwen3_5_text", num_layers=len(types), qk_norm=True, norm_offset=1.0, attention_gate=True,
         delta_net=DeltaNet(width=32, key_heads=2, value_heads=4, key_dim=6, value_dim=8),
-        pattern=(LINEAR, FULL),
+        pattern=types,
     )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def base(write_hybrid):
+    """Cut in two, its first stage has no attention."""
+    return write_hybrid(LINEAR, FULL)
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +47,8 @@ def run(base, tmp_path_factory):
     """run(names, **sections) → the folder of a run with these adapters; `others` have another seed."""
     runs: dict[str, RunFolder] = {}
 
-    def run(names=tuple(TARGETS), breaking=(), others=(), **sections):
-        key = str((names, breaking, others, sections))
+    def run(names=tuple(TARGETS), breaking=(), others=(), model=base, **sections):
+        key = str((names, breaking, others, model, sections))
         if key not in runs:
             folder = tmp_path_factory.mktemp("job")
             adapters = [
@@ -60,7 +67,7 @@ def run(base, tmp_path_factory):
                 for number, name in enumerate(TARGETS)
                 if name in names
             ]
-            config = load_config(write_job(folder, base, adapters, **sections))
+            config = load_config(write_job(folder, model, adapters, **sections))
             assert train(config, folder / "run").exit_code == (3 if breaking else 0)
             runs[key] = RunFolder(folder / "run")
         return runs[key]
@@ -75,7 +82,7 @@ MESH = {"stages": 2}
 def test_company_does_not_change_an_adapter(run, name):
     """The other begins otherwise and has its rows in another order, so that this one's lie elsewhere in microbatches.
 
-    Both runs share programs. Stages of different layers are those of test_experts.py.
+    Both runs share programs.
     """
     joint = weights(run(), name)
     others = tuple(TARGETS.keys() - {name})
@@ -83,8 +90,7 @@ def test_company_does_not_change_an_adapter(run, name):
     assert all(joint[key].any() for key in joint if key.endswith(" 1")), "B is zero: nothing was learned"
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize("name", [nightly("law"), "med"])
 def test_joint_training_equals_separate_training_on_a_mesh(run, name):
     """Every stage compiles the step of every adapter, so the run on a mesh is that of one adapter."""
     joint = weights(run(), name)
@@ -108,10 +114,11 @@ def test_a_folder_numbers_layers_as_the_model_does(run, base, tmp_path):
 
 
 @pytest.mark.nightly
-def test_a_stage_boundary_may_be_within_a_layer(run):
+def test_a_stage_boundary_may_be_within_a_layer(run, write_hybrid):
+    three = write_hybrid(LINEAR, FULL, LINEAR)
+    cut = run(model=three, mesh={"stages": 2, "layers": [1.5, 1.5]})
     for name in TARGETS:
-        cut = run(mesh={"stages": 2, "layers": [0.5, 1.5]})
-        assert distance(weights(cut, name), weights(run(mesh=MESH), name)) < TOLERANCE
+        assert distance(weights(cut, name), weights(run(model=three), name)) < TOLERANCE
 
 
 @pytest.mark.nightly

@@ -8,7 +8,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import small_jobs
-from more_cases import nightly
+from more_cases import mostly_nightly
 from small_jobs import exported, largest_difference
 
 from lorafusion_jax.cli.main import run
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("kept_programs")
 Q = {"targets": ["q_proj"]}  # each program of an adapter compiles kernels for all of its leaves
 KINDS = {
     "vera": {"kind": "vera"} | Q,
-    "fa": {"kind": "lora-fa"} | Q,
+    "fa": {"kind": "lora-fa", "targets": ["down_proj"]},  # gradients of q_proj cancel to less than the tolerance
     "pissa": {"kind": "pissa"} | Q,
     "bias": {"lora_bias": True, "targets": ["down_proj"]},
     "some": {"kind": "dora", "dropout": 0.2, "layers_to_transform": 1, "exclude": ["self_attn.q_proj"]},
@@ -101,8 +101,10 @@ def test_all_begin_at_the_base_and_folders_hold_what_was_trained(joint):
     assert {key for key in exported(joint, "vera") if "layers" not in key} == {"base_model.vera_A", "base_model.vera_B"}
 
 
-@pytest.mark.parametrize("mesh", [nightly({}), nightly({"stages": 2, "data": 2})], ids=str)
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    mostly_nightly([(name, mesh) for mesh in ({}, {"stages": 2, "data": 2}) for name in KINDS], [("some", {})]),
+)
 def test_joint_equals_alone(joint, job, tmp_path, name, mesh):
     assert run(["train", str(job(name, mesh=mesh)), "--out", str(tmp_path / "alone")]) == 0
     assert largest_difference(exported(joint, name), exported(tmp_path / "alone", name)) < 1e-5

@@ -84,8 +84,7 @@ def test_company_does_not_change_an_adapter(small, kind):
     assert largest_difference(exported(small.trained(kind), "med"), exported(other, "med")) > 1e-3
 
 
-@pytest.mark.nightly
-@EVERY
+@pytest.mark.parametrize("kind", ["fp8", nightly("nf4"), nightly("int8")])
 def test_joint_is_alone(small, kind):
     """Alone, the same samples lie in other rows of other microbatches: float32 sums come in another order."""
     alone = small.train(f"{kind}-alone", small.job(kind, ["law"]), "adapters.law.data.eval=null")
