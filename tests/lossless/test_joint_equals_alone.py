@@ -65,16 +65,16 @@ def run(tmp_path_factory, tiny_base) -> Callable[..., Done]:
     folder, done = tmp_path_factory.mktemp("runs"), {}
 
     def trained(names, **sections) -> Done:
-        what = str((*names, sections))
-        if what not in done:
+        key = str((*names, sections))
+        if key not in done:
             entries = [
                 {"name": name, "data": {"train": write_rows(folder, name, 14)}, **ADAPTERS[name]} for name in names
             ]
             out = folder / f"run-{len(done)}"
             assert train(load_config(write_job(folder, tiny_base, entries, **sections)), out).exit_code == 0
             weights = {name: read_adapter(RunFolder(out).latest(name))[1] for name in names}
-            done[what] = Done(folder=out, weights=weights)
-        return done[what]
+            done[key] = Done(folder=out, weights=weights)
+        return done[key]
 
     return trained
 

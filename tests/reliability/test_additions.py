@@ -51,7 +51,7 @@ def make_config(folder, tiny_base):
     """make_config(mesh, epochs of med, save) → law and med."""
 
     def make(mesh, epochs=1, save=None):
-        entries = [{"name": n, "data": {"train": f"{n}.jsonl"}, "lora": LORA} for n in FIRST]
+        entries = [{"name": n, "data": {"train": f"{n}.jsonl"}, "lora": LORA, "seed": s} for s, n in enumerate(FIRST)]
         entries[1]["epochs"] = epochs
         batch = {"capacity_tokens": 64, "tile_tokens": 16, "global_samples": 2}  # programs as in tests/cli
         sections = SAME | {"mesh": mesh, "batch": batch, "save": save or {"every_steps": 100}}
