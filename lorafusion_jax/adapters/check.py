@@ -53,7 +53,7 @@ def check_kind(name: str, sizes: Iterable[Size] = ()) -> None:
             "kind.no-peft",
             f"adapters of kind '{name}' cannot be exported.",
             where=origin(GROUP, name),
-            why="PEFT has no such kind, and it is no low-rank product that LoRA could hold",
+            why="PEFT has no such kind, and it shifts outputs, which neither LoRA nor a merged weight could hold",
             fix="lora.kind: lora; or the kind's package says what adapter_config.json calls it: AdapterKind(peft=…)",
         )
 

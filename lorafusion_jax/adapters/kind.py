@@ -24,6 +24,7 @@ from lorafusion_jax.layout.layer import EXPERTS
 type Axis = Literal["K", "N", "R", "E", "D", "V", "M"] | int
 type Draw = Callable[[int], np.ndarray]
 type Tensors = Mapping[str, Any]  # leaf name -> array
+PRIVATE = "lorafusion:"  # begins the type of a folder that PEFT cannot read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,8 +172,10 @@ class AdapterKind:
             that name none have the same rank and alpha in all projections.
         scale: (alpha, rank, rslora) → factor of the low-rank product (None: alpha / r, or alpha / sqrt(r)).
         peft: what adapter_config.json says of this kind, e.g. {"use_dora": True}; all leaves need their `peft_name`.
-            None: PEFT has no such kind. It is exported as LoRA, which is exact if it has no `column_scale`. A function
-            of the specification stands for a value that may differ in a folder that is read.
+            None: PEFT has no such kind. Its folders hold LoRA, which is exact without `column_scale`; with one they
+            hold its own tensors, which only this program reads and can merge. A function of the specification stands
+            for a value that may differ in a folder that is read. Rank, alpha, rslora, patterns and dropout are
+            written for every kind.
         dropout: whether it may have dropout of A's input.
         splits: whether `low_rank` of a part of K or N of all leaves is that part of A or B, so that devices may share a
             projection (`mesh.tensor`).
@@ -209,8 +212,26 @@ class AdapterKind:
 
     @property
     def exportable(self) -> bool:
-        """Whether an adapter can be written as a PEFT folder that computes the same."""
+        """Whether an adapter can be written as a folder or a merged model that computes the same."""
         return self.in_peft or not self.changes_columns
+
+    @property
+    def merge_only(self) -> bool:
+        """Whether PEFT has nothing that computes the same: its folders are for this program alone."""
+        return str((self.peft or {}).get("peft_type", "")).startswith(PRIVATE)
+
+    @property
+    def alpha_matters(self) -> bool:
+        """Whether alpha and rslora change the factor of the low-rank product, so that a folder must say them."""
+        scale = self.scale
+        return scale is None or len({scale(alpha, 2, rslora) for alpha in (2.0, 6.0) for rslora in (False, True)}) > 1
+
+    def with_form(self, name: str) -> AdapterKind:
+        """The kind with names for the tensors of its folders, where PEFT has neither the kind nor the same as LoRA."""
+        if self.exportable or self.shift is not None:
+            return self
+        leaves = tuple(replace(leaf, peft_name=leaf.peft_name or leaf.name) for leaf in self.leaves)
+        return replace(self, leaves=leaves, peft={"peft_type": f"{PRIVATE}{name}"})
 
     @property
     def changes_columns(self) -> bool:

@@ -34,7 +34,7 @@ def adapter_kind(name: str) -> AdapterKind:
     Raises:
         ConfigError: `plugin.unknown`, `plugin.broken`.
     """
-    return find(GROUP, KINDS, name, AdapterKind)
+    return find(GROUP, KINDS, name, AdapterKind).with_form(name)
 
 
 def unknown_kind(name: str) -> str | None:

@@ -74,9 +74,11 @@ def save_peft(
 
     Raises:
         ConfigError: `lora.unknown-adapter`; `peft.keys`, two layers have the same name, or a layer has none.
-        CheckpointError: `export.exists`, `export.not-finite`.
+        CheckpointError: `export.exists`, `export.not-finite`, `peft.kind`.
     """
     spec, arrays = as_exported(adapter_spec(model, name), *_arrays(model, name))
+    if adapter_kind(spec.kind).merge_only:
+        raise CheckpointError("peft.kind", f"{name}: an adapter of kind {spec.kind} has no form in PEFT.")
     check_finite(arrays, spec)
     names = _names([path for path in arrays if path != SHARED], keys)
     tensors = _tensors(arrays, spec.kind, names)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Literal, TypedDict, Unpack
 
 import ml_dtypes
@@ -16,20 +17,22 @@ from safetensors import SafetensorError, safe_open
 
 from lorafusion_jax.adapters.init import SHARED
 from lorafusion_jax.adapters.kind import AdapterKind, Axis, Head, Leaf
+from lorafusion_jax.adapters.patterns import Patterns
 from lorafusion_jax.adapters.spec import AdapterSpec
-from lorafusion_jax.adapters.table import PLAIN, adapter_kind
+from lorafusion_jax.adapters.table import GROUP, PLAIN, adapter_kind
 from lorafusion_jax.adapters.tokens import TokenRows
 from lorafusion_jax.checkpoint import digests
 from lorafusion_jax.checkpoint.digests import find_damage, refuse_damage
 from lorafusion_jax.checkpoint.new_folder import new_folder
 from lorafusion_jax.checkpoint.peft_experts import from_file, to_file
-from lorafusion_jax.checkpoint.peft_leaves import HEAD, TOKENS, Arrays, Leaves, SomeLayers, as_exported
+from lorafusion_jax.checkpoint.peft_leaves import HEAD, TOKENS, Arrays, Leaves, SomeLayers, as_exported, tensors_at
 from lorafusion_jax.checkpoint.peft_leaves import put_adapter as put_adapter
 from lorafusion_jax.checkpoint.peft_leaves import take_adapter as take_adapter
 from lorafusion_jax.config.peft_config import CONFIG_FILE, Described, config_of, describe, kind_of, read_config
 from lorafusion_jax.config.peft_folder import KEY, PREFIX, ROOT, TENSOR_FILE, plain_name
-from lorafusion_jax.errors import CheckpointError, RunError
+from lorafusion_jax.errors import CheckpointError, ConfigError, LoraFusionError, RunError
 from lorafusion_jax.layout.layer import BESIDE, EXPERTS, LINEAR_ATTENTION, MIXERS, PARALLEL, PATHS
+from lorafusion_jax.plugins import origin
 from lorafusion_jax.readable import check_regular
 from lorafusion_jax.tensor_file import write_tensors
 from lorafusion_jax.weights.table import NONE
@@ -114,6 +117,55 @@ def write_adapter(
         if finish := options.get("finish"):
             finish(folder)
     return Path(to_dir)
+
+
+def check_folder_of(kind: str) -> None:
+    """Checks on small tensors that a folder of a kind says all of an adapter: what is read back merges the same.
+
+    Raises:
+        ConfigError: `kind.broken`.
+    """
+    table = adapter_kind(kind)
+    if table.in_peft and (wrong := _lost_in_folder(kind, table)):
+        raise ConfigError(
+            "kind.broken",
+            f"folders of the adapter kind '{kind}' do not say all of an adapter.",
+            where=origin(GROUP, kind),
+            why=f"a small adapter with rsLoRA, patterns and dropout reads back {wrong}",
+            fix="update or repair its package: AdapterKind(peft=…) must not say another rank, alpha or pattern",
+        )
+
+
+def _lost_in_folder(kind: str, table: AdapterKind) -> str:
+    patterns = Patterns(rank=3, alpha=5, ranks=(("up_proj", 2),), alphas=(("up_proj", 7),)) if table.scaled else None
+    dropout, targets = (0.25 if table.dropout else 0.0), ("q_proj", "up_proj")
+    spec = AdapterSpec(
+        name="small", rank=3, alpha=5, rslora=True, dropout=dropout, targets=targets, kind=kind, patterns=patterns
+    )
+    sizes, draw, paths = (
+        {"K": 5, "N": 4},
+        np.random.default_rng(0),
+        ("layers.0.self_attn.q_proj", "layers.0.mlp.up_proj"),
+    )
+
+    def drawn(leaves: Sequence[Leaf], rank: int) -> tuple[np.ndarray, ...]:
+        return tuple(draw.random(leaf.shape_in(sizes | {"R": rank}), np.float32) for leaf in leaves)
+
+    arrays = {path: drawn(table.leaves_at(path), spec.rank_at(path)) for path in paths}
+    arrays |= {SHARED: drawn(table.shared, spec.rank)} if table.shared else {}
+    try:
+        with TemporaryDirectory() as folder:
+            described, copy = read_described(write_adapter(arrays, spec, "base", Path(folder) / "small"), kind)
+    except LoraFusionError as problem:
+        return f"with an error: {problem}"
+    w_KN = draw.random((sizes["K"], sizes["N"]), np.float32)
+
+    def merged(spec: AdapterSpec, arrays: Arrays, path: str) -> np.ndarray:
+        return np.asarray(table.merge(w_KN, *tensors_at(spec, arrays, path, w_KN.shape)))
+
+    if any((merged(spec, arrays, path) != merged(described.spec, copy, path)).any() for path in paths):
+        return "with other weights"
+    return "" if described.spec.dropout == dropout else f"with dropout {described.spec.dropout:g}, not {dropout:g}"
 
 
 def read_adapter(folder: str | Path, kind: str | None = None, head: Head | None = None) -> tuple[AdapterSpec, Arrays]:

@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 
 from lorafusion_jax.adapters.spec import AdapterSpec
+from lorafusion_jax.adapters.table import adapter_kind
 from lorafusion_jax.checkpoint.base_files import base_digests, check_base
 from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.checkpoint.digests import FILE as SUMS
@@ -61,6 +62,8 @@ def command(
         hub()
     chosen = [name for name in names if folder.latest(name) is not None] if all_adapters else [adapter or ""]
     sources = {name: _source(folder, names, name, step) for name in chosen}
+    if not merge:
+        _refuse_merge_only(config, list(sources))
     for source in sources.values():
         _no_link(folder.path, source)
     targets = {name: to / name if all_adapters else to for name in sources}
@@ -188,6 +191,22 @@ def _source(folder: RunFolder, names: list[str], adapter: str, step: int | None)
             fix=f"--step {' or '.join(map(str, steps))}" if steps else f"lorafusion resume {folder.path}",
         )
     return source
+
+
+def _refuse_merge_only(config: JobConfig, names: list[str]) -> None:
+    kinds = {name: config.adapter(name).lora.adapter_kind for name in names}
+    raise_all(
+        [
+            CheckpointError(
+                "peft.kind",
+                f"{name}: an adapter of kind {kind} has no form in PEFT.",
+                why="it scales the columns of a projection, which LoRA cannot hold",
+                fix=f"lorafusion export RUN {name} --merge --to FOLDER, which is exact",
+            )
+            for name, kind in kinds.items()
+            if adapter_kind(kind).merge_only
+        ]
+    )
 
 
 def _failure(folder: RunFolder, adapter: str) -> str | None:

@@ -75,7 +75,7 @@ class Described:
         ranks: path of a projection, e.g. "layers.0.self_attn.q_proj" → its own rank.
         layers: that carry the adapter; None: all, or those that the tensors speak of.
         some_layers: the adapter may be on some layers or projections of a layer only.
-        has_scale: whether the file says alpha and rslora; some types of adapters have none.
+        has_scale: whether alpha and rslora mean anything; they do not for some kinds.
         base: name or path of the base model, "" where the file does not say.
         revision: of the base model.
     """
@@ -147,11 +147,12 @@ def config_of(
         config[TRAINED_TOKENS] = spec.tokens.peft
     if spec.patterns is not None:
         config |= _some_projections(spec.patterns)
-    peft_entries = adapter_kind(spec.kind).peft or {}
-    more = _of_lora(spec) if peft_entries.get("peft_type", LORA) == LORA else {}
+    kind = adapter_kind(spec.kind)
+    more = _usual_settings(spec, kind) | (_of_lora() if _peft_type(kind) == LORA else {})
     if parameters:
-        more |= {"target_parameters": parameters} | ({"lora_dropout": 0.0} if "lora_dropout" in more else {})
-    return config | more | {key: value(spec) if callable(value) else value for key, value in peft_entries.items()}
+        more |= {"target_parameters": parameters, _dropout_key(kind): 0.0}
+    entries = (kind.peft or {}).items()
+    return config | more | {key: value(spec) if callable(value) else value for key, value in entries}
 
 
 def _some_projections(patterns: Patterns) -> dict[str, Any]:
@@ -162,16 +163,21 @@ def _some_projections(patterns: Patterns) -> dict[str, Any]:
     }
 
 
-def _of_lora(spec: AdapterSpec) -> dict[str, Any]:
-    return {
-        "lora_alpha": int(spec.alpha) if float(spec.alpha).is_integer() else spec.alpha,
-        "lora_dropout": spec.dropout,
-        "use_rslora": spec.rslora,
-        "init_lora_weights": True,
-        "rank_pattern": {} if spec.patterns is None else dict(spec.patterns.ranks),
-        "alpha_pattern": {} if spec.patterns is None else dict(spec.patterns.alphas),
-        "use_dora": False,
-    }
+def _usual_settings(spec: AdapterSpec, kind: AdapterKind) -> dict[str, Any]:
+    """What every kind of adapter may have, of whatever type: without it a folder would have another scale."""
+    settings: dict[str, Any] = {_dropout_key(kind): spec.dropout}
+    if kind.alpha_matters:
+        alpha = int(spec.alpha) if float(spec.alpha).is_integer() else spec.alpha
+        settings |= {"lora_alpha": alpha, "use_rslora": spec.rslora}
+    if kind.scaled or _peft_type(kind) == LORA:
+        patterns = spec.patterns
+        settings["rank_pattern"] = {} if patterns is None else dict(patterns.ranks)
+        settings["alpha_pattern"] = {} if patterns is None else dict(patterns.alphas)
+    return settings
+
+
+def _of_lora() -> dict[str, Any]:
+    return {"init_lora_weights": True, "use_dora": False}
 
 
 def kind_of(raw: Mapping[str, Any]) -> str:
@@ -247,9 +253,11 @@ def describe(
     targets = _targets(raw, sorted({path.rsplit(".", 1)[-1] for path in paths}), where, errors, known)
     layers = _layers(raw, where, errors)
     rank = int(_number(raw, "r", None, where, errors))
-    has_scale = _peft_type(adapter_kind(kind)) == LORA or "lora_alpha" in raw
-    alpha = float(_number(raw, "lora_alpha", None if has_scale else rank, where, errors))
-    dropout = float(_number(raw, _dropout_key(raw), 0.0, where, errors))
+    has_scale, of_lora = adapter_kind(kind).alpha_matters, _peft_type(adapter_kind(kind)) == LORA
+    if has_scale and not of_lora:
+        errors += [_no_scale(key, kind, where) for key in ("lora_alpha", "use_rslora") if key not in raw]
+    alpha = float(_number(raw, "lora_alpha", None if of_lora else rank, where, errors))
+    dropout = float(_number(raw, _dropout_key(adapter_kind(kind)), 0.0, where, errors))
     patterns = _patterns(raw, rank, alpha, layers, where, errors)
     tokens = _tokens(raw, adapter_kind(kind), name, where, errors)
     raise_all(errors)
@@ -311,9 +319,19 @@ def _other_head(saved: Any, head: Head | None, where: str) -> CheckpointError:
     )
 
 
-def _dropout_key(raw: Mapping[str, Any]) -> str:
-    """PEFT's name of dropout: lora_dropout, or that of another type of adapter."""
-    return next((key for key in raw if key.endswith("_dropout") and key != "lora_dropout"), "lora_dropout")
+def _dropout_key(kind: AdapterKind) -> str:
+    """PEFT's name of dropout: lora_dropout, or what the kind writes from the specification."""
+    named = (key for key, value in (kind.peft or {}).items() if key.endswith("_dropout") and callable(value))
+    return next(named, "lora_dropout")
+
+
+def _no_scale(key: str, kind: str, where: str) -> CheckpointError:
+    return CheckpointError(
+        "peft.bad-config",
+        f"the file has no {key}, without which the scale of an adapter of kind {kind} is not known.",
+        where=where,
+        fix=f"add {key} as the adapter was trained, or export the adapter again",
+    )
 
 
 def _unsupported_options(raw: Mapping[str, Any], kind: AdapterKind) -> list[str]:
@@ -456,7 +474,8 @@ def _number(
     elif good:
         good = 0 < value <= (MOST_RANK if is_rank else 1e30) and (not is_rank or value == int(value))
     if not good:
-        message = f"{key}={shortened(value)} is not a number that can be used."
+        needed = "in [0, 1)" if key.endswith("_dropout") else "a whole number from 1" if is_rank else "above 0"
+        message = f"{key}={shortened(value)} cannot be used: it must be {needed}."
         errors.append(CheckpointError("peft.bad-config", message, where=where))
         return 1
     return value

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from lorafusion_jax.adapters.check import check_kind
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.checkpoint.base_model import base_directory
+from lorafusion_jax.checkpoint.peft import check_folder_of
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.config.specs import adapter_specs
 from lorafusion_jax.config.stack import place_specs, stack_of
@@ -185,6 +186,7 @@ def check_adapters(config: JobConfig, prepared: Prepared) -> None:
         sizes_of.setdefault(spec.kind, {}).update(dict.fromkeys((*shape, spec.rank) for shape in shapes))
     for kind, shapes_of_kind in sizes_of.items():
         check_kind(kind, shapes_of_kind)
+        check_folder_of(kind)
     longest = max(int(longest_texts(prepared.adapters[adapter.name].train).max()) for adapter in config.adapters)
     model.check_length(longest, where=str(directory))
 

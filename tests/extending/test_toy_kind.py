@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -62,13 +63,15 @@ def nothing(its, sizes):
     return sizes.np.zeros((sizes.K, sizes.R)), sizes.np.zeros((sizes.R, sizes.N))
 
 
-# No low-rank part: columns are louder by what is trained, times their norm in W. It starts from W, too.
+# Beside A B, columns are louder by what is trained, times their norm in W. It starts from W, too.
 def louder(kernel, its, sizes):
     return 1 + (its["loud"] - its["first"]) * (kernel * kernel).sum(0) ** 0.5
 
 
 LOUD = Leaf(name="loud", axes=("N",), init=zeros, peft_name="loud_vector")
 FIRST = Leaf(name="first", axes=("N",), init=zeros, trainable=False, peft_name="loud_first.vector")
+FALL = Leaf(name="fall", axes=("K", "R"), init=spread, peft_name="fall.weight")
+RISE = Leaf(name="rise", axes=("R", "N"), init=zeros, peft_name="rise.weight")
 
 
 def start(kernel, its, sizes):
@@ -76,9 +79,14 @@ def start(kernel, its, sizes):
 
 
 GAIN = AdapterKind(
-    leaves=(LOUD, FIRST), low_rank=nothing, column_scale=louder, start=start, peft={"peft_type": "GAIN", "gain_of": "W"}
+    leaves=(LOUD, FIRST, FALL, RISE), low_rank=lambda its, sizes: (its["fall"], its["rise"]), column_scale=louder,
+    start=start, scaled=("rise",),
+    peft={"peft_type": "GAIN", "gain_of": "W", "gain_dropout": lambda spec: spec.dropout},
 )
-NO_PEFT = AdapterKind(leaves=(LOUD,), low_rank=nothing, column_scale=lambda kernel, its, sizes: 1 + its["loud"])
+MERGED = AdapterKind(
+    leaves=(LOUD, FALL, RISE), low_rank=GAIN.low_rank, column_scale=lambda kernel, its, sizes: 1 + its["loud"]
+)
+NO_PEFT = AdapterKind(leaves=(LOUD,), low_rank=nothing, shift=lambda its, sizes: its["loud"])
 WRONG = {
     "raises": AdapterKind(leaves=(LOUD,), low_rank=lambda its, sizes: (its["quiet"], its["loud"])),
     "misshapen": AdapterKind(leaves=BENT.leaves, low_rank=lambda its, sizes: (its["down"].T, its["up"])),
@@ -87,15 +95,27 @@ WRONG = {
     "padding": AdapterKind(
         leaves=BENT.leaves, low_rank=lambda its, sizes: (its["down"] + 1.0, its["up"] + its["diag"][:, None] + 1.0)
     ),
+    "halved": AdapterKind(
+        leaves=(FALL, RISE), low_rank=GAIN.low_rank,
+        peft={"peft_type": "HALF", "lora_alpha": lambda spec: spec.alpha / 2},
+    ),
 }
-RAISES, MISSHAPEN, TAKEN, SHARED, PADDING = WRONG.values()
+RAISES, MISSHAPEN, TAKEN, SHARED, PADDING, HALVED = WRONG.values()
 """
 GROUP = "lorafusion_jax.adapter_kinds"
-KINDS = {"bent": "BENT", "lean": "LEAN", "gain": "GAIN", "no_peft": "NO_PEFT"}
-WRONG = ("raises", "misshapen", "taken", "shared", "padding")
-TOYS = ("bent", "lean", "gain")
+KINDS = {"bent": "BENT", "lean": "LEAN", "gain": "GAIN", "merged": "MERGED", "no_peft": "NO_PEFT"}
+WRONG = ("raises", "misshapen", "taken", "shared", "padding", "halved")
+TOYS = ("bent", "lean", "gain", "merged")
 TWO_BY_TWO = {"stages": 2, "data": 2}
-RANKS = {"bent": 3, "lean": 5, "gain": 2, "plain": 4}
+RANKS = {"bent": 3, "lean": 5, "gain": 2, "merged": 2, "plain": 4}
+SCALES = {
+    "gain": {
+        "rslora": True,
+        "alpha": 3,
+        "alpha_pattern": {"1.self_attn.q_proj": 5},
+        "rank_pattern": {"1.self_attn.q_proj": 1},
+    }
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -116,7 +136,8 @@ def job(tmp_path_factory, tiny_base):
                 "data": {"train": rows[name], "eval": rows[name]},
                 "batch": {"global_samples": 4},
                 "lora": {"kind": "lora" if name == "plain" else name, "rank": RANKS.get(name, 2), "dropout": 0.1}
-                | ({"targets": ["q_proj"]} if name in ("gain", "plain") else {}),
+                | ({"targets": ["q_proj"]} if name in ("gain", "merged", "plain") else {})
+                | SCALES.get(name, {}),
                 "optim": {"lr": 0.02, "schedule": "constant", "weight_decay": 0.1}
                 | ({"lr_ratio": {"down": 2}} if name == "bent" else {}),
             }
@@ -166,11 +187,20 @@ def test_a_kind_with_a_form_in_peft_writes_its_own_tensors(joint):
         "W",
         False,
     )
+    # what gives it its scale and its dropout, as of LoRA
+    lora = SCALES["gain"]
+    assert [adapter_config[key] for key in ("r", "lora_alpha", "use_rslora", "gain_dropout")] == [2, 3, True, 0.1]
+    assert [adapter_config[key] for key in ("alpha_pattern", "rank_pattern")] == [
+        lora["alpha_pattern"],
+        lora["rank_pattern"],
+    ]
     prefix = "base_model.model.model.layers.0.self_attn.q_proj"
     tensors = exported(joint, "gain")
     assert {key.removeprefix(prefix) for key in tensors if key.startswith(prefix)} == {
         ".loud_vector",
         ".loud_first.vector",
+        ".fall.weight",
+        ".rise.weight",
     }
     assert tensors[f"{prefix}.loud_vector"].shape == tensors[f"{prefix}.loud_first.vector"].shape
 
@@ -254,18 +284,62 @@ def test_merged_weights_compute_the_same(joint, tiny_base, tmp_path):
     key = "model.layers.1.self_attn.q_proj"
     w_KN = np.float64(before[f"{key}.weight"]).T
     louder = tensors[f"base_model.model.{key}.loud_vector"] - tensors[f"base_model.model.{key}.loud_first.vector"]
-    want_KN = w_KN * (1 + louder * np.sqrt((w_KN**2).sum(0)))
+    low = np.float64(tensors[f"base_model.model.{key}.rise.weight"]) @ tensors[f"base_model.model.{key}.fall.weight"]
+    want_KN = (w_KN + 5 / 1**0.5 * low.T) * (1 + louder * np.sqrt((w_KN**2).sum(0)))
+    assert np.abs(low).max() > 1e-4  # so that the scale shows
     np.testing.assert_allclose(np.float64(after[f"{key}.weight"]).T, want_KN, rtol=1e-5, atol=1e-7)
     np.testing.assert_array_equal(
         before["model.layers.1.mlp.up_proj.weight"], after["model.layers.1.mlp.up_proj.weight"]
     )
 
 
+def test_a_kind_that_only_a_merge_can_hold_is_merged_and_not_exported(joint, job, tiny_base, tmp_path, capsys):
+    assert run(["export", str(joint), "merged", "--to", str(tmp_path / "folder")]) == 2
+    assert "error[peft.kind]" in capsys.readouterr().err
+    assert run(["export", str(joint), "merged", "--merge", "--to", str(tmp_path / "model")]) == 0
+    capsys.readouterr()
+    before, after = load_file(tiny_base / "model.safetensors"), load_file(tmp_path / "model" / "model.safetensors")
+    tensors = exported(joint, "merged")
+    for layer in range(2):
+        key = f"model.layers.{layer}.self_attn.q_proj"
+        loud, fall, rise = (
+            np.float64(tensors[f"base_model.model.{key}.{name}"])
+            for name in ("loud_vector", "fall.weight", "rise.weight")
+        )
+        want_NK = (np.float64(before[f"{key}.weight"]) + 32 / 2 * rise @ fall) * (1 + loud)[:, None]
+        np.testing.assert_allclose(np.float64(after[f"{key}.weight"]), want_NK, rtol=1e-5, atol=1e-6)
+    latest = joint / "adapters" / "merged" / "latest"  # training goes on from it, too
+    settings = [
+        f"adapters.merged.lora.init_from={latest}",
+        "adapters.merged.lora.alpha=5",
+        "adapters.merged.data.eval=null",
+    ]
+    assert run(["train", str(job("merged")), "--out", str(tmp_path / "other"), *settings]) == 2
+    assert "error[peft.other-settings]" in capsys.readouterr().err
+
+
+def test_a_folder_without_its_scale_is_refused(joint, tmp_path):
+    from lorafusion_jax.checkpoint.peft import read_adapter
+    from lorafusion_jax.errors import LoraFusionError
+
+    latest = joint / "adapters" / "gain" / "latest"
+    assert read_adapter(latest, "gain")[0].scale_at("layers.0.self_attn.q_proj") == pytest.approx(3 / 2**0.5)
+    for key in ("lora_alpha", "use_rslora"):
+        folder = tmp_path / key
+        shutil.copytree(latest, folder)
+        (folder / "SHA256SUMS").unlink()
+        settings = json.loads((folder / "adapter_config.json").read_text())
+        del settings[key]
+        (folder / "adapter_config.json").write_text(json.dumps(settings))
+        with pytest.raises(LoraFusionError, match=f"has no {key}"):
+            read_adapter(folder, "gain")
+
+
 def test_a_layer_of_its_own_and_an_nnx_model_compute_the_kind():
     specs = [
         AdapterSpec(name="bent", rank=2, alpha=4, kind="bent", targets=(".*",)),
         AdapterSpec(name="plain", rank=3, alpha=3, targets=(".*",)),
-        AdapterSpec(name="gain", rank=1, alpha=1, kind="gain", targets=(".*",)),
+        AdapterSpec(name="gain", rank=1, alpha=3, kind="gain", targets=(".*",)),
     ]
     model = apply_lora(nnx.Linear(8, 6, rngs=nnx.Rngs(0)), specs)
     layer = LoRALinear(8, 6, adapters=specs, use_bias=True, rngs=nnx.Rngs(0))
@@ -274,8 +348,9 @@ def test_a_layer_of_its_own_and_an_nnx_model_compute_the_kind():
     model.up[...] = jax.random.normal(next(keys), (3, 3, 6)).at[0, 2:].set(0).at[1:].set(0)
     model.lora_b[...] = jax.random.normal(next(keys), (3, 3, 6)).at[0].set(0).at[2].set(0)
     model.loud[...] = model.loud[...].at[2].add(jax.random.normal(next(keys), (6,)))
+    model.rise[...] = model.rise[...].at[2, :1].set(jax.random.normal(next(keys), (1, 6)))
     model.diag[...] = model.diag[...].at[0, :2].set(jnp.array([0.5, -2.0]))
-    for name in ("up", "diag", "down", "lora_a", "lora_b", "loud", "first"):
+    for name in ("up", "diag", "down", "lora_a", "lora_b", "loud", "first", "fall", "rise"):
         getattr(layer, name)[...] = getattr(model, name)[...]
     x, table = jax.random.normal(next(keys), (6, 8)), jnp.array([0, 1, 2, 0, 1, 2])
     leaves = {name: np.float64(getattr(model, name)[...]) for name in ("up", "diag", "down", "lora_a", "lora_b")}
@@ -284,7 +359,7 @@ def test_a_layer_of_its_own_and_an_nnx_model_compute_the_kind():
     low = {
         0: 2 * (leaves["down"][0] * leaves["diag"][0]) @ leaves["up"][0],
         1: leaves["lora_a"][1] @ leaves["lora_b"][1],
-        2: w * (louder - 1),
+        2: (w + 3 * np.float64(model.fall[...])[2] @ np.float64(model.rise[...])[2]) * louder - w,
     }
     want = np.stack([row @ (w + low[k]) for row, k in zip(np.float64(x), table.tolist(), strict=True)])
 
@@ -329,6 +404,7 @@ def test_only_trained_tensors_have_gradients_and_optimizer_states(job, capsys):
         ("taken", "lora_a is the name of another tensor in a built-in kind"),
         ("shared", "all is shared and trainable"),
         ("padding", "beyond an adapter's rank"),
+        ("halved", "do not say all of an adapter"),
     ],
 )
 def test_a_broken_kind_is_named_before_anything_is_loaded(job, tmp_path, capsys, kind, words):
