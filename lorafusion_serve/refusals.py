@@ -13,6 +13,7 @@ Problem = dict[str, str]
 
 WHYS: Mapping[str, str] = {
     "adapter.in-use": "a job that is moved reads the adapter again",
+    "api.bodies": "bodies are kept in memory, and one owner must not take all of it",
     "api.csrf": "a page of another site can make a browser send its cookie",
     "api.cursor": "a page continues from the last row of the one before",
     "api.depth": "reading it would take too much of the server",
@@ -21,6 +22,7 @@ WHYS: Mapping[str, str] = {
     "api.internal": "something happened that the program does not expect",
     "api.json": "the body is no JSON",
     "api.key": "jobs, data and adapters belong to the owner of a key",
+    "api.last-admin": "nobody could administer the service from elsewhere any more",
     "api.local": "they tell of all owners",
     "api.missing": "it has no default",
     "api.not-found": "no thing of yours has this name; what others own is not shown",
@@ -30,6 +32,7 @@ WHYS: Mapping[str, str] = {
     "api.streams": "every stream takes memory of the server",
     "api.too-large": "bodies are kept in memory",
     "api.unknown-key": "a key that is not known may be a typing mistake",
+    "api.values": "reading it would take too much of the server",
     "api.value": "it is outside of what the key allows",
     "data.check": "a limit of the process that reads data ended it",
     "data.empty-file": "there are no rows in it",

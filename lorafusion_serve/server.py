@@ -17,7 +17,7 @@ from lorafusion_serve.api.connections import allow_files, server_config
 from lorafusion_serve.control.controller import Controller
 from lorafusion_serve.settings import Settings
 from lorafusion_serve.store.database import Database
-from lorafusion_serve.store.keys import has_keys
+from lorafusion_serve.store.keys import restore_revocations
 
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
 
@@ -46,19 +46,20 @@ def run_server(
         db = open_database(settings)
         resources.callback(db.close)
         _hold(settings, resources)
-        with db.read() as connection:
-            if settings.mlora_compat and (host not in LOCAL_HOSTS or has_keys(connection)):
-                raise ConfigError(
-                    "serve.mlora",
-                    "mLoRA's routes have no users: they are served to this machine only, without keys.",
-                    fix="leave --mlora-compat or --host out, or use a --home without keys",
-                )
-            if host not in LOCAL_HOSTS and not has_keys(connection):
-                raise ConfigError(
-                    "serve.host",
-                    f"without a key the service listens on this machine only, not on {host}.",
-                    fix=f"lorafusion keys add admin --admin --home {settings.home}",
-                )
+        with db.write() as connection:
+            had_keys = restore_revocations(connection)
+        if settings.mlora_compat and (host not in LOCAL_HOSTS or had_keys):
+            raise ConfigError(
+                "serve.mlora",
+                "mLoRA's routes have no users: they are served to this machine only, without keys.",
+                fix="leave --mlora-compat or --host out, or use a --home that never had a key",
+            )
+        if host not in LOCAL_HOSTS and not had_keys:
+            raise ConfigError(
+                "serve.host",
+                f"without a key the service listens on this machine only, not on {host}.",
+                fix=f"lorafusion keys add admin --admin --home {settings.home}",
+            )
         controller = Controller(settings, db)
         controller.start()
         resources.callback(controller.close)

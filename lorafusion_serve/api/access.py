@@ -21,9 +21,17 @@ from lorafusion_serve.settings import Settings
 from lorafusion_serve.store import tables as t
 from lorafusion_serve.store.database import Database
 from lorafusion_serve.store.jobs import Jobs
-from lorafusion_serve.store.keys import LOCAL, Owner, find_owner, has_keys
+from lorafusion_serve.store.keys import (
+    LOCAL,
+    Owner,
+    find_owner,
+    find_session,
+    had_keys,
+    is_valid,
+    restore_revocations,
+)
 
-COOKIE = "lorafusion_key"
+COOKIE = "lorafusion_session"
 RATE, BURST = 100.0, 200.0  # requests a second of one key, and at once
 DAY = 86400.0
 MOST_STREAMS, MOST_OF_ALL = 50, 1000  # streams of a key, and of all together
@@ -34,7 +42,7 @@ class Service:
 
     def __init__(self, settings: Settings, db: Database, controller: Controller):
         self.settings, self.db, self.controller, self.jobs = settings, db, controller, Jobs(db)
-        self.limits = Limits()
+        self.access, self.limits = Access(db), Limits()
         self.streams: dict[str, int] = {}
         self.news = News(db)
         self.datasets = threading.Lock()  # their rows and folders change together
@@ -56,47 +64,82 @@ class Limits:
             return left >= 1
 
 
-def service_of(request: Request) -> Service:
+class Access:
+    """Finds who asks. It runs on the event loop of the server: nobody waits for a thread to have a key checked.
+
+    A service is open to everybody on its machine if it never had a key. That is decided when it starts; the first key
+    closes it, and nothing opens it again.
+    """
+
+    def __init__(self, db: Database):
+        self._db = db
+        with db.write() as connection:
+            self._is_open = not restore_revocations(connection)
+
+    def find(self, key: str, session: str) -> Owner | None:
+        """Returns the owner of a key or, without one, of a session of the page."""
+        with self._db.glance() as connection:
+            self._is_open = self._is_open and not had_keys(connection)
+            if key:
+                return find_owner(connection, key)
+            return (find_session(connection, session) if session else None) or (LOCAL if self._is_open else None)
+
+    def is_valid(self, owner: Owner) -> bool:
+        """Returns whether somebody who asked before may still ask."""
+        with self._db.glance() as connection:
+            self._is_open = self._is_open and not had_keys(connection)
+            return is_valid(connection, owner) if owner.key else self._is_open
+
+
+async def service_of(request: Request) -> Service:
     return request.app.state.service
 
 
 ServiceOf = Annotated[Service, Depends(service_of)]
 
 
-def owner_of(request: Request, service: ServiceOf) -> Owner:
-    """Finds the owner of a request.
+async def owner_of(request: Request, service: ServiceOf) -> Owner:
+    """Returns the owner of a request, see `identify`."""
+    return identify(request, service)
+
+
+def identify(request: Request, service: Service) -> Owner:
+    """Finds the owner of a request, once. Only its head is looked at.
 
     Raises:
         ApiError: 401, no valid key; 403, a write by cookie from another page; 429.
     """
-    key, by_cookie = _key(request)
-    with service.db.read() as connection:
-        without = None if has_keys(connection) else LOCAL
-        owner = find_owner(connection, key) if key else without
+    if (known := getattr(request.state, "owner", None)) is not None:
+        return known
+    key = sent_key(request)
+    owner = service.access.find(key, request.cookies.get(cookie_name(request), ""))
     if owner is None:
         fix = "send a key: Authorization: Bearer tml-lf_…; lorafusion keys add makes one"
         message = "the key is not valid." if key else "this service wants a key."
         raise ApiError(401, "api.key", message, fix=fix, headers={"WWW-Authenticate": "Bearer"})
     if request.method not in ("GET", "HEAD"):
-        _check_origin(request, by_cookie)
+        check_origin(request, by_cookie=bool(owner.session))
     if not service.limits.take(owner.key or owner.name):
         raise ApiError(
             429, "api.rate", f"more than {RATE:g} requests a second.", fix="wait a second", headers={"Retry-After": "1"}
         )
+    request.state.owner = owner
     return owner
 
 
-def _key(request: Request) -> tuple[str, bool]:
+def sent_key(request: Request) -> str:
     bearer = request.headers.get("authorization", "")
     if bearer.lower().startswith("bearer "):
-        return bearer[7:].strip(), False
-    if api_key := request.headers.get("x-api-key"):
-        return api_key, False
-    cookie = request.cookies.get(COOKIE, "")
-    return cookie, bool(cookie)
+        return bearer[7:].strip()
+    return request.headers.get("x-api-key", "")
 
 
-def _check_origin(request: Request, by_cookie: bool) -> None:
+def cookie_name(request: Request) -> str:
+    """A browser sends the one of an encrypted connection to this host and port alone."""
+    return f"__Host-{COOKIE}" if request.url.scheme == "https" else COOKIE
+
+
+def check_origin(request: Request, *, by_cookie: bool) -> None:
     """Refuses writes that a page of another site makes a browser send.
 
     Raises:

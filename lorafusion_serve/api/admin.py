@@ -13,7 +13,6 @@ from pydantic import BaseModel, ConfigDict, Field
 from sqlalchemy import select
 
 from lorafusion_serve.api.access import (
-    COOKIE,
     AdaptersRead,
     AdaptersWrite,
     Admin,
@@ -23,17 +22,29 @@ from lorafusion_serve.api.access import (
     JobsRead,
     Service,
     ServiceOf,
+    check_origin,
+    cookie_name,
     once,
 )
 from lorafusion_serve.api.jobs import Tar, send_adapter
 from lorafusion_serve.api.problems import BESIDE_FILES, ApiError, not_found
 from lorafusion_serve.states import ON_WORKER
 from lorafusion_serve.store import tables as t
-from lorafusion_serve.store.keys import SCOPES, USER, Owner, add_key, find_owner, list_keys, revoke_key
+from lorafusion_serve.store.keys import (
+    SCOPES,
+    SESSION_S,
+    USER,
+    Owner,
+    add_key,
+    close_session,
+    is_last_admin,
+    list_keys,
+    open_session,
+    revoke_key,
+)
 
 router = APIRouter(prefix="/v1")
 open_router = APIRouter()
-HALF_DAY = 12 * 3600
 Name = Annotated[str, Field(max_length=64)]
 
 
@@ -47,7 +58,7 @@ class NewKey(BaseModel):
 
 
 class Login(BaseModel):
-    """A key, to be kept as a cookie of the page."""
+    """A key, for which a session of the page starts."""
 
     model_config = ConfigDict(extra="forbid")
     key: Annotated[str, Field(max_length=200)]
@@ -189,57 +200,69 @@ def keys(service: ServiceOf, owner: Admin) -> dict[str, Any]:
 
 
 @router.post("/keys", status_code=201, tags=["keys"])
-def new_key(new: NewKey, service: ServiceOf, owner: Admin) -> dict[str, Any]:
-    """Adds a key. It is shown this once."""
-    del owner
-    with service.db.write() as connection:
+def new_key(new: NewKey, service: ServiceOf, owner: Admin, idempotency_key: IdempotencyKey = None) -> Response:
+    """Adds a key. It is shown this once; the answer to a repeated request has an empty one."""
+    shown: list[str] = []
+
+    def act(connection: Any) -> tuple[int, Any]:
         name, key = add_key(connection, new.owner, new.scopes, days=new.days)
-    return {"id": name, "key": key, "owner": new.owner, "scopes": new.scopes}
+        shown.append(key)
+        return 201, {"id": name, "key": "", "owner": new.owner, "scopes": new.scopes}
+
+    answer = once(service, owner, idempotency_key, "POST /v1/keys", new.model_dump(), act)
+    return JSONResponse(json.loads(bytes(answer.body)) | {"key": shown[0]}, 201) if shown else answer
 
 
 @router.delete("/keys/{key}", status_code=204, tags=["keys"])
 def delete_key(key: Name, service: ServiceOf, owner: Admin) -> Response:
-    """Revokes a key."""
+    """Revokes a key. The last one that administers the service is revoked on its machine only."""
     del owner
     with service.db.write() as connection:
+        if is_last_admin(connection, key):
+            fix = f"another admin key first, or on the machine of the service: lorafusion keys revoke {key}"
+            raise ApiError(409, "api.last-admin", "no other valid key administers the service.", fix=fix)
         if not revoke_key(connection, key):
             raise not_found("such key")
     return Response(status_code=204)
 
 
 @router.post("/login", tags=["keys"], include_in_schema=False)
-def login(typed: Login, service: ServiceOf) -> Response:
-    """Keeps a key as a cookie for 12 h, for the page."""
-    with service.db.read() as connection:
-        owner = find_owner(connection, typed.key)
+def login(typed: Login, request: Request, service: ServiceOf) -> Response:
+    """Starts a session of the page for 12 h. The cookie has its secret, not the key."""
+    check_origin(request, by_cookie=False)
+    owner = service.access.find(typed.key, "") if typed.key else None
     if owner is None:
         raise ApiError(401, "api.key", "the key is not valid.", fix="lorafusion keys add makes one")
-    answer = JSONResponse({"owner": owner.name})
-    answer.set_cookie(COOKIE, typed.key, max_age=HALF_DAY, httponly=True, samesite="strict", path="/")
+    with service.db.write() as connection:
+        secret = open_session(connection, owner)
+    answer, secure = JSONResponse({"owner": owner.name}), request.url.scheme == "https"
+    answer.set_cookie(cookie_name(request), secret, max_age=SESSION_S, httponly=True, samesite="strict", secure=secure)
     return answer
 
 
 @router.post("/logout", tags=["keys"], include_in_schema=False)
-def logout() -> Response:
-    """Forgets the cookie."""
-    answer = JSONResponse({})
-    answer.delete_cookie(COOKIE, path="/")
+def logout(request: Request, service: ServiceOf) -> Response:
+    """Ends the session of the page."""
+    name, answer = cookie_name(request), JSONResponse({})
+    if secret := request.cookies.get(name):
+        check_origin(request, by_cookie=True)
+        with service.db.write() as connection:
+            close_session(connection, secret)
+    answer.delete_cookie(name, httponly=True, samesite="strict", secure=request.url.scheme == "https")
     return answer
 
 
 @open_router.get("/healthz", tags=["health"])
-def healthz() -> dict[str, str]:
-    """The process answers."""
+async def healthz() -> dict[str, str]:
+    """The process answers. It waits for nothing."""
     return {"status": "ok"}
 
 
 @open_router.get("/readyz", tags=["health"])
-def readyz(service: ServiceOf) -> Response:
-    """The database can be written and a worker is ready."""
-    with service.db.write():
-        pass
-    ready = service.controller.ready and service.controller.connected
-    return JSONResponse({"status": "ready" if ready else "no worker is ready"}, 200 if ready else 503)
+async def readyz(service: ServiceOf) -> Response:
+    """A worker is ready, and the database could be used in the last round of the controller."""
+    problem = service.controller.not_ready
+    return JSONResponse({"status": problem or "ready"}, 503 if problem else 200)
 
 
 @open_router.get("/metrics", tags=["health"], response_class=PlainTextResponse)

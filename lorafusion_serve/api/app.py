@@ -5,19 +5,25 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from fastapi.responses import FileResponse, JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lorafusion_serve.api import admin, datasets, jobs, mlora, problems, streams
-from lorafusion_serve.api.access import Service
+from lorafusion_serve.api.access import Service, identify
+from lorafusion_serve.api.problems import ApiError
 from lorafusion_serve.refusals import completed
+from lorafusion_serve.store.database import StoreError
 
-LARGEST_BODY = 1 << 20  # but for data sets
+LARGEST_BODY, LARGEST_LOGIN = 1 << 20, 4 << 10  # but for data sets
+BODIES, BODIES_OF_OWNER = 48 << 20, 16 << 20  # bytes of bodies in memory
+WITHOUT_KEY = ("/v1/login", "/v1/logout")
+MOST_VALUES = 10_000  # of a body, counted by its commas and brackets: a job has fewer than 1 000
 BODY_S = 30  # for it to arrive
 DEEPEST, BRACKETS = 32, re.compile(rb"[\[\]{}]")
 PAGE = Path(__file__).parents[1] / "page"
@@ -59,7 +65,7 @@ def make_app(service: Service | None = None, *, names: Sequence[str] = LOCAL_NAM
     problems.install(app, [route for router in routers for route in router.routes])
     for path, file in FILES.items():
         app.add_api_route(path, _sender(PAGE / file), include_in_schema=False)
-    app.add_middleware(Guard, names=names, uploads=uploads)
+    app.add_middleware(Guard, service=service, names=names, uploads=uploads)
     return app
 
 
@@ -70,34 +76,79 @@ def _sender(file: Path) -> Callable[[], Awaitable[FileResponse]]:
     return send
 
 
+class Bodies:
+    """Bytes of all bodies that are in memory. Every owner has a share of them."""
+
+    def __init__(self) -> None:
+        self._bytes: Counter[str] = Counter()
+
+    def take(self, owner: str, count: int) -> bool:
+        if self._bytes[owner] + count > BODIES_OF_OWNER or self._bytes.total() + count > BODIES:
+            return False
+        self._bytes[owner] += count
+        return True
+
+    def give_back(self, owner: str, count: int) -> None:
+        self._bytes[owner] -= count
+        if not self._bytes[owner]:
+            del self._bytes[owner]
+
+
 class Guard:
-    """Refuses foreign hosts, large and deeply nested bodies before a route sees them; adds security headers.
+    """Refuses foreign hosts, unknown keys, large and deep bodies before a route sees them; adds security headers.
+
+    No byte of a body is read before its key is known, but for that of the page's login.
 
     Args:
         uploads: paths whose routes limit their bodies themselves.
     """
 
-    def __init__(self, app: ASGIApp, names: Sequence[str], uploads: Collection[str]):
-        self._app, self._names, self._uploads = app, tuple(names), frozenset(uploads)
+    def __init__(self, app: ASGIApp, service: Service | None, names: Sequence[str], uploads: Collection[str]):
+        self._app, self._service, self._names, self._uploads = app, service, tuple(names), frozenset(uploads)
+        self._bodies = Bodies()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        send = _with_headers(send)
         headers = dict(scope["headers"])
         host = headers.get(b"host", b"").decode("latin-1")
         if "*" not in self._names and _without_port(host) not in self._names:
             message, fix = "this host name is not answered.", "lorafusion serve --host-name NAME, or use localhost"
             await _refuse(421, "api.host", "Host", message, fix)(scope, receive, send)
             return
-        is_upload = scope["path"].rstrip("/") in self._uploads
-        if not is_upload and scope["method"] in ("POST", "PUT", "PATCH", "DELETE"):
-            body = await _checked_body(receive, headers.get(b"content-length", b""))
+        if scope["method"] not in ("POST", "PUT", "PATCH", "DELETE"):
+            await self._app(scope, receive, send)
+            return
+        owner, largest = "", LARGEST_LOGIN
+        if scope["path"] not in WITHOUT_KEY:
+            assert self._service is not None
+            request = Request(scope)
+            try:
+                found = identify(request, self._service)
+            except (ApiError, StoreError) as problem:
+                await problems.answer_problem(request, problem)(scope, receive, send)
+                return
+            owner, largest = found.key or found.name, LARGEST_BODY
+        if scope["path"].rstrip("/") in self._uploads:
+            await self._app(scope, receive, send)
+            return
+        sizes: list[int] = []
+
+        def take(count: int) -> bool:
+            allowed = self._bodies.take(owner, count)
+            sizes.extend([count] if allowed else [])
+            return allowed
+
+        try:
+            body = await _checked_body(receive, headers.get(b"content-length", b""), largest, take)
             if isinstance(body, JSONResponse):
                 await body(scope, receive, send)
-                return
-            receive = _replay(body, receive)
-        await self._app(scope, receive, _with_headers(send))
+            else:
+                await self._app(scope, _replay(body, receive), send)
+        finally:
+            self._bodies.give_back(owner, sum(sizes))
 
 
 def _without_port(host: str) -> str:
@@ -105,38 +156,53 @@ def _without_port(host: str) -> str:
     return name if colon and port.isdigit() else host
 
 
-def _refuse(status: int, code: str, where: str, message: str, fix: str) -> JSONResponse:
-    return JSONResponse({"error": completed({"code": code, "what": message, "where": where, "fix": fix})}, status)
+def _refuse(
+    status: int, code: str, where: str, message: str, fix: str, headers: dict[str, str] | None = None
+) -> JSONResponse:
+    error = completed({"code": code, "what": message, "where": where, "fix": fix})
+    return JSONResponse({"error": error}, status, headers)
 
 
-async def _checked_body(receive: Receive, length: bytes) -> bytes | JSONResponse:
-    """Returns the body, or why it is refused."""
+async def _checked_body(
+    receive: Receive, length: bytes, largest: int, take: Callable[[int], bool]
+) -> bytes | JSONResponse:
+    """Returns the body, or how it is refused."""
     try:
         async with asyncio.timeout(BODY_S):
-            body = await _read(receive, length)
+            body = await _read(receive, length, largest, take)
     except TimeoutError:
         return _refuse(408, "api.slow", "body", f"a body takes at most {BODY_S} s.", "send it faster")
+    except BlockingIOError:
+        message = f"the bodies of one owner have at most {BODIES_OF_OWNER} bytes together, and all {BODIES}."
+        return _refuse(429, "api.bodies", "body", message, "send fewer at once", {"Retry-After": "1"})
     if body is None:
-        return _refuse(
-            413, "api.too-large", "body", f"it has at most {LARGEST_BODY} bytes.", "data goes to /v1/datasets"
-        )
+        return _refuse(413, "api.too-large", "body", f"it has at most {largest} bytes.", "data goes to /v1/datasets")
+    if sum(map(body.count, (b"[", b"{", b","))) > MOST_VALUES:
+        return _refuse(422, "api.values", "body", f"a body has at most {MOST_VALUES} values.", "fewer values")
     if _depth(body) > DEEPEST:
         return _refuse(422, "api.depth", "body", f"a body is nested at most {DEEPEST} deep.", "flatter values")
     return body
 
 
-async def _read(receive: Receive, length: bytes) -> bytes | None:
-    """Returns the body; None if it is too large."""
-    if length.isdigit() and int(length) > LARGEST_BODY:
+async def _read(receive: Receive, length: bytes, largest: int, take: Callable[[int], bool]) -> bytes | None:
+    """Returns the body; None if it is too large.
+
+    Raises:
+        BlockingIOError: there is no memory for it now.
+    """
+    if length.isdigit() and int(length) > largest:
         return None
     body = bytearray()
     while True:
         message = await receive()
         if message["type"] != "http.request":
             return bytes(body)
-        body += message.get("body", b"")
-        if len(body) > LARGEST_BODY:
+        part = message.get("body", b"")
+        if len(body) + len(part) > largest:
             return None
+        if not take(len(part)):
+            raise BlockingIOError
+        body += part
         if not message.get("more_body"):
             return bytes(body)
 

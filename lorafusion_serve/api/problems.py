@@ -36,6 +36,7 @@ class Problems(BaseModel):
     problems: list[Problem] | None = None
 
 
+MOST_PROBLEMS = 100  # of values, in one answer
 MEANINGS = {
     400: "the request cannot be read",
     401: "no valid key",
@@ -84,7 +85,7 @@ def install(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
 
     @app.exception_handler(ApiError)
     async def _api(request: Request, problem: ApiError) -> JSONResponse:
-        return _answer(request, problem.status, problem.error, problem.headers)
+        return answer_problem(request, problem)
 
     @app.exception_handler(StateError)
     async def _state(request: Request, problem: StateError) -> JSONResponse:
@@ -92,8 +93,7 @@ def install(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
 
     @app.exception_handler(StoreError)
     async def _store(request: Request, problem: StoreError) -> JSONResponse:
-        full = problem.code == "store.no-space"
-        return _answer(request, 507 if full else 503, _describe(problem), {} if full else {"Retry-After": "5"})
+        return answer_problem(request, problem)
 
     @app.exception_handler(LoraFusionError)
     async def _known(_: Request, problem: LoraFusionError) -> JSONResponse:
@@ -101,7 +101,7 @@ def install(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def _validation(_: Request, problem: RequestValidationError) -> JSONResponse:
-        return problems_answer([_of_pydantic(dict(detail)) for detail in problem.errors()])
+        return problems_answer([_of_pydantic(dict(detail)) for detail in problem.errors()[:MOST_PROBLEMS]])
 
     @app.exception_handler(HTTPException)
     async def _http(request: Request, problem: HTTPException) -> JSONResponse:
@@ -118,6 +118,14 @@ def install(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
         del problem  # the log has it
         fix, error = "report it with the log", "the server has a defect; its log says more."
         return _answer(request, 500, {"code": "api.internal", "what": error, "fix": fix})
+
+
+def answer_problem(request: Request, problem: ApiError | StoreError) -> JSONResponse:
+    """Answers a request that is refused, or for which the database cannot be used."""
+    if isinstance(problem, ApiError):
+        return _answer(request, problem.status, problem.error, problem.headers)
+    full = problem.code == "store.no-space"
+    return _answer(request, 507 if full else 503, _describe(problem), {} if full else {"Retry-After": "5"})
 
 
 def problems_answer(problems: list[dict[str, str]]) -> JSONResponse:

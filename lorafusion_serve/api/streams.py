@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
@@ -43,9 +44,8 @@ async def job_events(
     after: After = None,
 ) -> StreamingResponse:
     """Events of one job, from its beginning or after `Last-Event-ID`. The stream ends with the job."""
-    with service.db.read() as connection:
-        if service.jobs.find(connection, job, owner.sees) is None:
-            raise not_found("such job")
+    if not await run_in_threadpool(_exists, service, job, owner):
+        raise not_found("such job")
     return _answer(service, owner, job, last_event_id, 0 if after is None else after)
 
 
@@ -68,11 +68,16 @@ def _answer(
 
 async def _stream(service: Service, owner: Owner, job: str | None, seq: int, name: str) -> AsyncIterator[str]:
     service.streams[name] = service.streams.get(name, 0) + 1
-    news, scope = service.news, job or owner.sees
+    news, scope, clock = service.news, job or owner.sees, time.monotonic
     try:
         yield ": connected\n\n"
-        more = True  # there may be events that it has not read
+        more, looked = True, clock()  # there may be events that it has not read
         while True:
+            if clock() - looked >= COMMENT_S:  # its key may be revoked meanwhile, or its session over
+                if not service.access.is_valid(owner):
+                    return
+                looked = clock()
+                yield ": still here\n\n"
             seen = news.at
             if more or news.newest(scope) > seq:
                 rows = await run_in_threadpool(_events, service, owner, job, seq)
@@ -83,12 +88,17 @@ async def _stream(service: Service, owner: Owner, job: str | None, seq: int, nam
                 if job is not None and not more and await run_in_threadpool(_has_ended, service, job):
                     return
                 seq = seq if more else max(seq, seen)
-            if not more and not await news.changed(seen, COMMENT_S):
-                yield ": still here\n\n"
+            if not more:
+                await news.changed(seen, max(0.0, looked + COMMENT_S - clock()))
     finally:
         service.streams[name] -= 1
         if not service.streams[name]:
             del service.streams[name]
+
+
+def _exists(service: Service, job: str, owner: Owner) -> bool:
+    with service.db.read() as connection:
+        return service.jobs.find(connection, job, owner.sees) is not None
 
 
 def _events(service: Service, owner: Owner, job: str | None, seq: int) -> list[dict[str, Any]]:

@@ -38,6 +38,7 @@ from lorafusion_serve.store.jobs import Job, Jobs, is_suspect
 from lorafusion_serve.wire import Message
 
 ROUND_S = 0.1
+WRITE_S, SILENT_S = 5.0, 60.0  # between two looks whether the database takes writes; of no round, which is a failure
 log = logging.getLogger("lorafusion.control")
 
 
@@ -66,6 +67,7 @@ class Controller:
         self._settings, self._db, self._jobs = settings, db, Jobs(db)
         self._events = WorkerEvents(settings, db, self._jobs)
         self.refused_decisions, self._problem = 0, ""
+        self._round_at, self._written_at, self._trouble = time.monotonic(), -WRITE_S, ""
         self._scheduler = scheduler or make_scheduler(settings)
         self._sessions: dict[str, Session] = {}
         self.child = Child()
@@ -116,6 +118,13 @@ class Controller:
         waits = not self._sessions and self._with_worker and self._settings.policy != ONE_SESSION
         return waits or any(session.trains for session in list(self._sessions.values()))
 
+    @property
+    def not_ready(self) -> str:
+        """What its last round saw that keeps jobs from training, or nothing."""
+        if time.monotonic() - self._round_at > SILENT_S:
+            return f"the controller has not answered for {SILENT_S:g} s"
+        return self._trouble or ("" if self.ready and self.connected else "no worker is ready")
+
     def is_connected(self, group: str) -> bool:
         return group in self._hub.connections
 
@@ -148,6 +157,7 @@ class Controller:
     def _loop(self) -> None:
         while not self._ended.wait(ROUND_S):
             try:
+                self._look_at_database()
                 self._check_new()
                 self.sweeper.work()
                 self.daily_copy.look()
@@ -155,10 +165,19 @@ class Controller:
                     self._publisher.look()
                 if self._with_worker:
                     self._arrange()
+                self._trouble = ""
             except StoreError as problem:  # busy or full: the next round tries again
                 log.warning("%s", problem)
+                self._trouble, self._written_at = f"{problem.what} {problem.why}", -WRITE_S
             except Exception:
                 log.exception("a round of the controller failed")
+                self._trouble = "a round of the controller failed, see the log"
+            self._round_at = time.monotonic()
+
+    def _look_at_database(self) -> None:
+        if time.monotonic() - self._written_at >= WRITE_S:
+            with self._db.write():
+                self._written_at = time.monotonic()
 
     def _arrange(self) -> None:
         """Makes sessions and placements what the scheduler wants."""

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, create_engine, event, func, select
+from sqlalchemy import Connection, Engine, StaticPool, create_engine, event, func, select
 from sqlalchemy.exc import DatabaseError, OperationalError
 
 from lorafusion_jax.errors import LoraFusionError, RunError
@@ -18,6 +18,8 @@ from lorafusion_jax.files import PART, sync
 from lorafusion_serve.store import tables as t
 
 BUSY_S = 5
+GLANCE_S = 0.1  # that the event loop of the server may wait
+WAITED = f"others have waited for it for {BUSY_S} s"
 DAMAGE = ("malformed", "not a database")
 RESTORE = "stop the service, and restore the file from a copy"
 CAUSES = (
@@ -45,10 +47,9 @@ class Database:
             RunError: `store.damaged`, `store.version`.
             StoreError: `store.busy`, another process holds the file.
         """
-        self.file, self._writing = file, threading.Lock()
-        self._engine = create_engine(f"sqlite:///{file}", connect_args={"timeout": BUSY_S})
-        event.listen(self._engine, "connect", _configure)
-        event.listen(self._engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN"))
+        self.file, self._writing, self._glancing = file, threading.Lock(), threading.Lock()
+        self._engine = _engine(file, BUSY_S)
+        self._glances = _engine(file, GLANCE_S, poolclass=StaticPool)
         try:
             with _reporting():
                 self._prepare()
@@ -68,18 +69,32 @@ class Database:
             yield connection
 
     @contextmanager
+    def glance(self) -> Iterator[Connection]:
+        """A view for a row or two, on a connection of its own: it waits for no other reader and no writer."""
+        with self._glancing, _reporting(), self._glances.connect() as connection, connection.begin():
+            yield connection
+
+    @contextmanager
     def write(self) -> Iterator[Connection]:
         """One transaction, on the disk when the block ends; nothing of it if the block raises.
 
         Raises:
-            StoreError: `store.busy`, another process holds the file.
+            StoreError: `store.busy`, another process holds the file, or others wait for it to be written.
         """
-        with self._writing, _reporting(), self._engine.connect() as connection:
-            with connection.begin():
-                connection.exec_driver_sql("UPDATE version SET number = number")  # takes the lock before reading
-                yield connection
-                newest = connection.scalar(select(func.max(t.events.c.seq))) or 0
-            self.last_event = newest
+        until = time.monotonic() + BUSY_S
+        if not self._writing.acquire(timeout=BUSY_S):
+            raise StoreError("store.busy", "the database cannot be used now.", why=WAITED, fix="try again")
+        try:
+            with _reporting(), self._engine.connect() as connection:
+                _wait_until(connection, until)
+                with connection.begin():
+                    connection.exec_driver_sql("UPDATE version SET number = number")  # takes the lock before reading
+                    _wait_until(connection, time.monotonic() + BUSY_S)
+                    yield connection
+                    newest = connection.scalar(select(func.max(t.events.c.seq))) or 0
+                self.last_event = newest
+        finally:
+            self._writing.release()
 
     @property
     def daily_copy(self) -> Path:
@@ -115,6 +130,7 @@ class Database:
 
     def close(self) -> None:
         self._engine.dispose()
+        self._glances.dispose()
 
     def _prepare(self) -> None:
         with self._engine.connect() as connection, connection.begin():
@@ -144,12 +160,26 @@ class Database:
         connection.exec_driver_sql(f"UPDATE version SET number = {t.VERSION}")
 
 
-def _configure(connection: Any, _: Any) -> None:
-    connection.isolation_level = None  # transactions begin where `begin` says
-    cursor = connection.cursor()
-    for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON", f"busy_timeout={BUSY_S * 1000}"):
-        cursor.execute(f"PRAGMA {pragma}")
-    cursor.close()
+def _wait_until(connection: Connection, until: float) -> None:
+    """Limits how long the next statements wait for another process."""
+    raw = connection.connection.driver_connection
+    assert raw is not None
+    raw.execute(f"PRAGMA busy_timeout={max(0, int(1000 * (until - time.monotonic())))}")
+
+
+def _engine(file: Path, busy_s: float, **options: Any) -> Engine:
+    engine = create_engine(f"sqlite:///{file}", connect_args={"timeout": busy_s, "check_same_thread": False}, **options)
+
+    def configure(connection: Any, _: Any) -> None:
+        connection.isolation_level = None  # transactions begin where `begin` says
+        cursor = connection.cursor()
+        for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON", f"busy_timeout={busy_s * 1000:g}"):
+            cursor.execute(f"PRAGMA {pragma}")
+        cursor.close()
+
+    event.listen(engine, "connect", configure)
+    event.listen(engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN"))
+    return engine
 
 
 @contextmanager

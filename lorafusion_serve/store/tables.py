@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from sqlalchemy import JSON, Boolean, Column, Float, ForeignKey, Index, Integer, MetaData, String, Table, Text
 
-VERSION = 3
+VERSION = 4
 MIGRATIONS: dict[int, tuple[str, ...]] = {  # version → what makes the next one of it
     2: (
         "ALTER TABLE groups ADD COLUMN opens VARCHAR NOT NULL DEFAULT ''",
         "ALTER TABLE groups ADD COLUMN host VARCHAR NOT NULL DEFAULT ''",
         "ALTER TABLE artifacts ADD COLUMN url VARCHAR NOT NULL DEFAULT ''",
         "ALTER TABLE artifacts ADD COLUMN problem TEXT NOT NULL DEFAULT ''",
+    ),
+    3: (
+        "CREATE TABLE IF NOT EXISTS page_sessions"
+        " (sha256 VARCHAR NOT NULL PRIMARY KEY, key VARCHAR NOT NULL, expires FLOAT NOT NULL)",
+        "CREATE INDEX IF NOT EXISTS idempotency_by_time ON idempotency (at)",
+        "CREATE INDEX IF NOT EXISTS idempotency_by_owner ON idempotency (owner, at)",
     ),
 }
 meta = MetaData()
@@ -26,6 +32,13 @@ keys = Table(
     Column("used", Float),
     Column("expires", Float),
     Column("revoked", Boolean, nullable=False, default=False),
+)
+page_sessions = Table(
+    "page_sessions",
+    meta,
+    Column("sha256", String, primary_key=True),
+    Column("key", String, nullable=False),
+    Column("expires", Float, nullable=False),
 )
 datasets = Table(
     "datasets",
@@ -176,3 +189,5 @@ idempotency = Table(
     Column("response", JSON, nullable=False),
     Column("at", Float, nullable=False),
 )
+Index("idempotency_by_time", idempotency.c.at)
+Index("idempotency_by_owner", idempotency.c.owner, idempotency.c.at)
