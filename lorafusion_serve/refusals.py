@@ -12,6 +12,7 @@ KEYS = ("code", "what", "where", "why", "fix")
 Problem = dict[str, str]
 
 WHYS: Mapping[str, str] = {
+    "adapter.gone": "a part of the home was not restored, or somebody has removed it",
     "adapter.in-use": "a job that is moved reads the adapter again",
     "api.bodies": "bodies are kept in memory, and one owner must not take all of it",
     "api.csrf": "a page of another site can make a browser send its cookie",

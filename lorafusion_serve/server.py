@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 import uvicorn
 
@@ -16,16 +16,20 @@ from lorafusion_serve.api.app import LOCAL_NAMES, make_app
 from lorafusion_serve.api.connections import allow_files, server_config
 from lorafusion_serve.control.controller import Controller
 from lorafusion_serve.settings import Settings
-from lorafusion_serve.store.database import Database
+from lorafusion_serve.store.database import Database, OtherVersion
 from lorafusion_serve.store.keys import restore_revocations
 
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
 
 
-def open_database(settings: Settings) -> Database:
-    """Opens the database of a home, which only its owner can read."""
+def open_database(settings: Settings, *, other_version: OtherVersion = "migrate") -> Database:
+    """Opens the database of a home, which only its owner can read.
+
+    Args:
+        other_version: see `Database`; who migrates holds the home.
+    """
     settings.home.mkdir(parents=True, exist_ok=True, mode=0o700)
-    return Database(settings.database)
+    return Database(settings.database, other_version=other_version)
 
 
 def run_server(
@@ -43,9 +47,9 @@ def run_server(
         RunError: `serve.in-use`, `store.damaged`.
     """
     with ExitStack() as resources:
+        resources.enter_context(hold(settings))
         db = open_database(settings)
         resources.callback(db.close)
-        _hold(settings, resources)
         with db.write() as connection:
             had_keys = restore_revocations(connection)
         if settings.mlora_compat and (host not in LOCAL_HOSTS or had_keys):
@@ -87,13 +91,20 @@ class _Server(uvicorn.Server):
             self._on_start(f"http://{self.config.host}:{port}")
 
 
-def _hold(settings: Settings, resources: ExitStack) -> None:
-    """Prevents a second server on the same home. The lock ends with its process."""
-    file = resources.enter_context((settings.home / "server.lock").open("a+"))
-    os.set_inheritable(file.fileno(), False)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise RunError(
-            "serve.in-use", f"another server uses {settings.home}.", fix="stop it, or choose another --home"
-        ) from None
+@contextmanager
+def hold(settings: Settings) -> Iterator[None]:
+    """Prevents a second server on the same home. The lock ends with its process.
+
+    Raises:
+        RunError: `serve.in-use`.
+    """
+    settings.home.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with (settings.home / "server.lock").open("a+") as file:
+        os.set_inheritable(file.fileno(), False)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunError(
+                "serve.in-use", f"another server uses {settings.home}.", fix="stop it, or choose another --home"
+            ) from None
+        yield

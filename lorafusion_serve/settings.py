@@ -18,7 +18,8 @@ class Settings:
     """Settings of `lorafusion serve`.
 
     Args:
-        home: folder of the database, data sets, jobs and logs.
+        home: folder of the database, data sets, jobs and logs. It is resolved, so that it has one name however it is
+            written.
         bases: name → folder of a base model.
         places: class → number of places of a session.
         hosts: number of equal hosts, for a policy.
@@ -57,6 +58,9 @@ class Settings:
     most_upload: int = 2 << 30
     most_jobs: int = 1000
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "home", self.home.resolve())
+
     @property
     def database(self) -> Path:
         return self.home / "service.db"
@@ -64,6 +68,10 @@ class Settings:
     @property
     def datasets(self) -> Path:
         return self.home / "datasets"
+
+    def path(self, stored: str) -> Path:
+        """The file or folder of a path of the database, which is relative to the home."""
+        return self.home / stored
 
     def job(self, job: str) -> Path:
         return self.home / "jobs" / job

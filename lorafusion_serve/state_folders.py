@@ -1,11 +1,22 @@
-"""Folders of the states of jobs: `state/eEPOCH-sSTEP` in the folder of a job."""
+"""Folders of the states and adapters of jobs: `state/eEPOCH-sSTEP` and `adapter/step-STEP-eEPOCH` in that of a job."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-NAME = re.compile(r"e(\d+)-s(\d+)")
+JOB = re.compile(r"job-[0-9a-f]{12}")
+NAME, ADAPTER = re.compile(r"e(\d+)-s(\d+)"), re.compile(r"step-(\d+)-e(\d+)")
+
+
+def adapter_number(name: str) -> tuple[int, int] | None:
+    """Epoch and step of an adapter, from the name of its folder; None if it is no such name.
+
+    >>> adapter_number("step-40-e2")
+    (2, 40)
+    """
+    match = ADAPTER.fullmatch(name)
+    return None if match is None else (int(match[2]), int(match[1]))
 
 
 def state_folder(job: Path, epoch: int, step: int) -> Path:
@@ -20,6 +31,12 @@ def state_folder(job: Path, epoch: int, step: int) -> Path:
 def states_before(state: Path) -> list[Path]:
     """The older states beside a state, newest first. A newer one may be there whose event has not come yet."""
     return [folder for folder in states_in(state.parent) if _number(folder) < _number(state)]
+
+
+def states_replaced_by(state: Path) -> list[Path]:
+    """Older states that a state makes superfluous, newest first. One of a later step holds work that it does not."""
+    step = _number(state)[1]
+    return [folder for folder in states_before(state) if _number(folder)[1] <= step]
 
 
 def states_in(folder: Path) -> list[Path]:

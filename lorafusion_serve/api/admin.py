@@ -95,7 +95,7 @@ def adapters(service: ServiceOf, owner: AdaptersRead) -> dict[str, Any]:
 @router.get("/adapters/{adapter}", tags=["adapters"], response_class=Tar, responses=BESIDE_FILES)
 def adapter(adapter: Name, request: Request, service: ServiceOf, owner: AdaptersRead) -> Response:
     """One adapter: a tar of its PEFT folder."""
-    return send_adapter(_find_adapter(service, adapter, owner), request)
+    return send_adapter(service, _find_adapter(service, adapter, owner), request)
 
 
 @router.delete("/adapters/{adapter}", status_code=204, tags=["adapters"])
@@ -112,6 +112,7 @@ def delete_adapter(
             raise ApiError(409, "adapter.in-use", message, where=live[0], fix=fix)
         deleted.append(row["job"])
         connection.execute(t.artifacts.delete().where(t.artifacts.c.id == adapter))
+        connection.execute(t.removals.insert().prefix_with("OR IGNORE").values(path=row["path"]))
         return 204, None
 
     answer = once(service, owner, idempotency_key, f"DELETE /v1/adapters/{adapter}", {}, act)

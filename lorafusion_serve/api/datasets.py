@@ -122,7 +122,7 @@ def delete_dataset(
     dataset: Dataset, service: ServiceOf, owner: DataWrite, idempotency_key: IdempotencyKey = None
 ) -> Response:
     """Deletes a data set that no live job uses."""
-    deleted: list[Path] = []
+    deleted: list[str] = []
 
     def act(connection: Any) -> tuple[int, Any]:
         _find(service, dataset, owner)
@@ -130,13 +130,15 @@ def delete_dataset(
             message, fix = f"{len(live)} live jobs use the data set.", "cancel them, or wait for their end"
             raise ApiError(409, "data.in-use", message, where=live[0], fix=fix)
         connection.execute(t.datasets.delete().where(t.datasets.c.id == dataset))
-        deleted.append(service.settings.datasets / dataset)
+        deleted.append(f"datasets/{dataset}")
+        connection.execute(t.removals.insert().prefix_with("OR IGNORE").values(path=deleted[0]))
         return 204, None
 
     with service.datasets:
         answer = once(service, owner, idempotency_key, f"DELETE /v1/datasets/{dataset}", {}, act)
-        for folder in deleted:
-            shutil.rmtree(folder, ignore_errors=True)
+        for path in deleted:
+            shutil.rmtree(service.settings.path(path), ignore_errors=True)
+            service.controller.sweeper.remove(path)
     return answer
 
 
@@ -206,11 +208,12 @@ def keep(service: Service, owner: Owner, draft: Path, name: str, sha: str, size:
     with service.datasets:
         if (known := _known(service, dataset)) is not None:  # uploaded twice at once
             return JSONResponse(known, 201)
-        if target.exists():  # a row that was lost with its transaction
-            shutil.rmtree(target)
+        if target.exists():  # of a database that was lost
+            service.controller.sweeper.put_aside(target)
         draft.rename(target)
         sync(target.parent)
         with service.db.write() as connection:
+            connection.execute(t.removals.delete().where(t.removals.c.path == f"datasets/{dataset}"))
             connection.execute(t.datasets.insert().values(row))
     return JSONResponse(row, 201)
 

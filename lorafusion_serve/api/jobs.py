@@ -18,6 +18,8 @@ from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 from sqlalchemy import select
 
+from lorafusion_jax.checkpoint.digests import FILE as DIGESTS
+from lorafusion_jax.checkpoint.digests import digest_of, read_digests
 from lorafusion_jax.config.references import BASE, START
 from lorafusion_serve.api.access import AdaptersRead, IdempotencyKey, JobsRead, JobsWrite, Service, ServiceOf, once
 from lorafusion_serve.api.problems import BESIDE_FILES, ApiError, not_found, problems_answer
@@ -193,16 +195,35 @@ def adapter(job: Name, request: Request, service: ServiceOf, owner: AdaptersRead
         row = connection.execute(select(t.artifacts).where(t.artifacts.c.job == job)).mappings().one_or_none()
     if row is None:
         raise ApiError(404, "job.no-adapter", "the job has no adapter yet.", fix="wait until it is done")
-    return send_adapter(dict(row), request)
+    return send_adapter(service, dict(row), request)
 
 
-def send_adapter(row: dict[str, Any], request: Request) -> Response:
-    """Streams a PEFT folder as a tar; its ETag is the digest of the digests."""
+def send_adapter(service: Service, row: dict[str, Any], request: Request) -> Response:
+    """Streams a PEFT folder as a tar; its ETag is the digest of the digests.
+
+    Raises:
+        ApiError: 410, `adapter.gone`: files of the adapter are missing.
+    """
+    folder = service.settings.path(row["path"])
+    if why := _missing(folder, row["sha256"]):
+        fix = "restore the folder jobs/ of the home from a copy, or train the job again"
+        raise ApiError(410, "adapter.gone", "the files of the adapter are not there any more.", why=why, fix=fix)
     tag = f'"{row["sha256"]}"'
     if request.headers.get("if-none-match") == tag:
         return Response(status_code=304, headers={"ETag": tag})
     headers = {"ETag": tag, "Content-Disposition": f'attachment; filename="{row["job"]}-step-{row["step"]}.tar"'}
-    return Tar(_tar(Path(row["path"])), headers=headers)
+    return Tar(_tar(folder), headers=headers)
+
+
+def _missing(folder: Path, sha: str) -> str:
+    """Why a folder is not the adapter that was written; empty if its files are there."""
+    try:
+        if digest_of(folder / DIGESTS) != sha:
+            return f"{DIGESTS} is not that of the adapter"
+        absent = [name for name in read_digests(folder) if not (folder / name).is_file()]
+    except (OSError, ValueError):
+        return f"the folder {folder.parent.parent.name}/adapter/{folder.name} is not there, or cannot be read"
+    return f"{absent[0]} is not there" if absent else ""
 
 
 def show(job: Job) -> dict[str, Any]:

@@ -43,6 +43,7 @@ MEANINGS = {
     403: "the key lacks a scope, or another page writes with a cookie",
     404: "there is no such thing, or it belongs to somebody else",
     409: "its state does not allow it",
+    410: "its files are not there any more",
     413: "the body is too large",
     422: "wrong values: every problem is named",
     429: "too many requests, streams or live jobs; see Retry-After",

@@ -18,7 +18,7 @@ def command(
 
     Example: lorafusion backup backups/service.db --home service
     """
-    db = open_home(home)
+    db = open_home(home, other_version="read")
     try:
         db.copy(to.absolute())
     finally:

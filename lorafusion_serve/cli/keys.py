@@ -12,7 +12,7 @@ from lorafusion_jax.errors import ConfigError
 from lorafusion_jax.report.console import out, plain_table
 
 if TYPE_CHECKING:
-    from lorafusion_serve.store.database import Database
+    from lorafusion_serve.store.database import Database, OtherVersion
 
 app = typer.Typer(no_args_is_help=True, help="Keys of a service, by its home.")
 Home = Annotated[Path, typer.Option(help="home of the service")]
@@ -80,11 +80,12 @@ def revoke(
     print(f"{key} revoked")
 
 
-def open_home(home: Path, *, new: bool = False) -> Database:
+def open_home(home: Path, *, new: bool = False, other_version: OtherVersion = "refuse") -> Database:
     """Opens the database of a home.
 
     Args:
         new: make it if it is not there.
+        other_version: what to do with a database of another version, see `Database`; only a server migrates.
 
     Raises:
         ConfigError: `keys.home`.
@@ -95,4 +96,4 @@ def open_home(home: Path, *, new: bool = False) -> Database:
     settings = Settings(home=home.absolute(), bases={}, places={})
     if not new and not settings.database.is_file():
         raise ConfigError("keys.home", f"{home} is not the home of a service.", fix="--home FOLDER")
-    return open_database(settings)
+    return open_database(settings, other_version=other_version)

@@ -72,7 +72,7 @@ class Controller:
         self._sessions: dict[str, Session] = {}
         self.child = Child()
         self.sweeper, self.daily_copy = Sweeper(settings, db), DailyCopy(db)
-        self._publisher = Publisher(settings.artifacts, db) if settings.artifacts else None
+        self._publisher = Publisher(settings.artifacts, db, settings.home) if settings.artifacts else None
         self._checks = ThreadPoolExecutor(1, "check")
         self._checking: set[str] = set()
         self._ended = threading.Event()
@@ -331,7 +331,7 @@ class Controller:
             start, reference = spec.get("init_from"), spec.get("objective", {}).get("reference")
             for adapter in filter(None, (start, reference)):
                 path = connection.scalar(select(t.artifacts.c.path).where(t.artifacts.c.id == adapter))
-                folders |= {} if path is None else {adapter: Path(path)}
+                folders |= {} if path is None else {adapter: settings.path(path)}
         sections = {"base": settings.base, "batch": settings.batch, "mesh": settings.mesh, "train": settings.train}
         session = {name: dict(values) for name, values in sections.items()}
         base = settings.bases[job["base"]]

@@ -26,13 +26,14 @@ class Publisher:
 
     Args:
         url: adapters go to `URL/OWNER/JOB/step-STEP`.
+        home: of the service.
 
     Raises:
         ConfigError: `serve.artifacts`, the URL has no file system.
     """
 
-    def __init__(self, url: str, db: Database):
-        self._url, self._db = url.rstrip("/"), db
+    def __init__(self, url: str, db: Database, home: Path = Path()):
+        self._url, self._db, self._home = url.rstrip("/"), db, home
         self._pool = ThreadPoolExecutor(1, "publish")
         self._lock = threading.Lock()
         self._busy: set[str] = set()
@@ -58,7 +59,7 @@ class Publisher:
     def _publish(self, row: dict[str, Any]) -> None:
         target, problem = f"{self._url}/{row['owner']}/{row['job']}/step-{row['step']}", ""
         try:
-            copy_folder(Path(row["path"]), target)
+            copy_folder(self._home / row["path"], target)
         except Exception as failure:  # stores have errors of their own kinds
             problem = f"{type(failure).__name__}: {failure}"
             log.warning("%s was not published to %s: %s", row["id"], target, problem)

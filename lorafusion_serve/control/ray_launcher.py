@@ -69,9 +69,14 @@ class RayLauncher:
 
     def __init__(self, address: str, home: Path, gpus: int, *, driver: Sequence[str] = DRIVER):
         self._address, self._gpus, self._driver, self.problem = address, gpus, driver, ""
-        self._service = hashlib.sha256(str(home).encode()).hexdigest()[:8]
+        self._service = self.service_of(home)
         self._asking, self._closed = threading.Lock(), threading.Event()
         self._process: AnsweringProcess | None = self._connect()
+
+    @staticmethod
+    def service_of(home: Path) -> str:
+        """What tells the actors of services apart. A home is the same one however it is written."""
+        return hashlib.sha256(str(home.resolve()).encode()).hexdigest()[:8]
 
     def start(self, arguments: Message, log: Path) -> RayWorker:
         name = self._name(arguments["group"], arguments["epoch"])

@@ -164,7 +164,7 @@ class Session:
                     name=job["name"],
                     place=job["place"],
                     values=self._values(job),
-                    state=job["state_path"],
+                    state=None if job["state_path"] is None else str(self._settings.path(job["state_path"])),
                     folder=str(self._settings.job(job["id"])),
                 )
             if job["state"] == "running" and self._weights.get((job["id"], job["epoch"])) != job["weight"]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import shutil
 import time
 from pathlib import Path
@@ -13,7 +14,8 @@ from sqlalchemy import select
 from lorafusion_jax.checkpoint.digests import digest_of, is_intact
 from lorafusion_serve.control.hub import Connection
 from lorafusion_serve.settings import Settings
-from lorafusion_serve.state_folders import states_before
+from lorafusion_serve.state_folders import ADAPTER, JOB, states_in, states_replaced_by
+from lorafusion_serve.state_folders import NAME as STATE
 from lorafusion_serve.states import ON_WORKER
 from lorafusion_serve.store import tables as t
 from lorafusion_serve.store.database import Database, StoreError
@@ -43,7 +45,7 @@ class WorkerEvents:
         kind, job = event["event"], event.get("job")
         try:
             if kind == "finished":  # every byte is read, before the database is held
-                event = event | {"intact": is_intact(Path(event["path"]))}
+                event = event | {"intact": self._is_intact(event)}
             unneeded = self._take_now(source, event)
         except StoreError:
             raise
@@ -55,6 +57,12 @@ class WorkerEvents:
         for folder in unneeded:
             shutil.rmtree(folder, ignore_errors=True)
         return True
+
+    def _is_intact(self, event: Message) -> bool:
+        try:
+            return is_intact(self._settings.path(_stored("adapter", ADAPTER, event["job"], event["path"])))
+        except ValueError:  # refused with its event
+            return False
 
     def _take_now(self, source: Connection, event: Message) -> list[Path]:
         """Returns folders that nobody needs once the transaction is on the disk."""
@@ -91,7 +99,8 @@ class WorkerEvents:
             case "saved":
                 return self._keep_state(connection, job, event)
             case "damaged":  # it has started from an earlier state
-                self._jobs.restart(connection, name, step=event["step"], path=event["path"])
+                path = None if event["path"] is None else _stored("state", STATE, name, event["path"])
+                self._jobs.restart(connection, name, step=event["step"], path=path)
                 self._db.add_event(connection, "damaged", job["owner"], name, {"reason": event["reason"]})
             case "not-saved":
                 self._db.add_event(connection, "not-saved", job["owner"], name, {"reason": event["reason"]})
@@ -127,11 +136,14 @@ class WorkerEvents:
         if event["path"] is None or event["step"] < job["state_step"]:
             return []
         step = max(event["step"], job["step"])  # steps after the state may have been told of before it
-        self._jobs.set(connection, job["id"], state_path=event["path"], state_step=event["step"], step=step)
-        return [folder for folder in states_before(Path(event["path"])) if str(folder) != job["state_path"]]
+        path = _stored("state", STATE, job["id"], event["path"])
+        self._jobs.set(connection, job["id"], state_path=path, state_step=event["step"], step=step)
+        folder, before = self._settings.path(path), self._settings.path(job["state_path"] or path)
+        return [older for older in states_replaced_by(folder) if older != before] if folder.is_dir() else []
 
     def _take_adapter(self, connection: Any, job: Job, event: Message) -> list[Path]:
-        folder, actor = Path(event["path"]), f"worker {job['group']}"
+        path, actor = _stored("adapter", ADAPTER, job["id"], event["path"]), f"worker {job['group']}"
+        folder = self._settings.path(path)
         if not event["intact"]:
             why = f"{folder.name} was exported and is damaged"
             self._jobs.change(connection, job["id"], "failed", actor=actor, why=why, step=event["step"])
@@ -141,14 +153,26 @@ class WorkerEvents:
             "job": job["id"],
             "owner": job["owner"],
             "step": event["step"],
-            "path": str(folder),
+            "path": path,
             "sha256": digest_of(folder / "SHA256SUMS"),
             "created": time.time(),
         }
         connection.execute(t.artifacts.delete().where(t.artifacts.c.id == row["id"]))
         connection.execute(t.artifacts.insert().values(row))
         self._jobs.change(connection, job["id"], "finished", actor=actor, step=event["step"], state_path=None)
-        return [self._settings.job(job["id"]) / "state"]
+        return states_in(self._settings.job(job["id"]) / "state")  # the adapter was read: it is whole
+
+
+def _stored(kind: str, form: re.Pattern[str], job: str, path: str) -> str:
+    """Returns the path for the database of a folder that a worker wrote, which may know the home by another name.
+
+    Raises:
+        ValueError: it is no name that a worker gives.
+    """
+    name = Path(path).name
+    if JOB.fullmatch(job) is None or form.fullmatch(name) is None:
+        raise ValueError(f"{name} is no name of a folder in {kind} of a job")
+    return f"jobs/{job}/{kind}/{name}"
 
 
 def _named(event: Message) -> Message:

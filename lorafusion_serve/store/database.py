@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from sqlalchemy import Connection, Engine, StaticPool, create_engine, event, func, select
 from sqlalchemy.exc import DatabaseError, OperationalError
@@ -33,32 +33,37 @@ class StoreError(LoraFusionError, RuntimeError):
     """The database cannot be used now."""
 
 
+type OtherVersion = Literal["migrate", "refuse", "read"]
+
+
 class Database:
     """The file of a service.
+
+    Args:
+        other_version: what is done with a file of another version: bring an earlier one up to date after a copy of it,
+            refuse it, or read it. Who migrates has to hold the home, because a server of that version may use it.
 
     Attributes:
         last_event: number of the newest event; readers of streams look at it.
     """
 
-    def __init__(self, file: Path):
+    def __init__(self, file: Path, *, other_version: OtherVersion = "migrate"):
         """Opens or creates the file.
 
         Raises:
             RunError: `store.damaged`, `store.version`.
-            StoreError: `store.busy`, another process holds the file.
+            StoreError: `store.busy`, another process holds the file; `store.no-space`, no room for a copy.
         """
         self.file, self._writing, self._glancing = file, threading.Lock(), threading.Lock()
         self._engine = _engine(file, BUSY_S)
         self._glances = _engine(file, GLANCE_S, poolclass=StaticPool)
-        try:
-            with _reporting():
-                self._prepare()
-        except StoreError as problem:
-            if problem.code == "store.busy":
-                raise
-            raise _damaged(file, problem.why) from None
-        except DatabaseError as problem:
-            raise _damaged(file, str(problem.orig)) from None
+        with _naming_damage(file):
+            version = self._version()
+        if version is not None and version != t.VERSION and other_version != "read":
+            self._check_version(version, other_version)
+            self.copy(file.with_name(f"{file.stem}.version-{version}{file.suffix}"))
+        with _naming_damage(file):
+            self._prepare(other_version)
         with self.read() as connection:
             self.last_event = connection.scalar(select(func.max(t.events.c.seq))) or 0
 
@@ -123,7 +128,8 @@ class Database:
             sync(part)
             part.replace(file)
         except sqlite3.Error as problem:
-            raise StoreError("store.failed", f"{file} cannot be written.", why=str(problem)) from None
+            fix = "make room on the disk of the copy, and try again"
+            raise StoreError("store.failed", f"{file} cannot be written.", why=str(problem), fix=fix) from None
         finally:
             part.unlink(missing_ok=True)
         sync(file.parent)
@@ -132,32 +138,42 @@ class Database:
         self._engine.dispose()
         self._glances.dispose()
 
-    def _prepare(self) -> None:
+    def _prepare(self, other_version: OtherVersion) -> None:
         with self._engine.connect() as connection, connection.begin():
-            state = connection.exec_driver_sql("PRAGMA quick_check").scalar()
-            if state != "ok":
-                raise _damaged(self.file, str(state))
             connection.exec_driver_sql("CREATE TABLE IF NOT EXISTS version (number INTEGER NOT NULL)")
             version = connection.exec_driver_sql("SELECT number FROM version").scalar()
             if version is None:
                 t.meta.create_all(connection)
                 connection.exec_driver_sql(f"INSERT INTO version VALUES ({t.VERSION})")
-            elif version != t.VERSION:
-                self._migrate(connection, version)
+            elif version != t.VERSION and other_version == "migrate":
+                for earlier in range(version, t.VERSION):
+                    for statement in t.MIGRATIONS[earlier]:
+                        connection.exec_driver_sql(statement)
+                connection.exec_driver_sql(f"UPDATE version SET number = {t.VERSION}")
 
-    def _migrate(self, connection: Connection, version: int) -> None:
-        """Makes the tables of this version of those of an earlier one, in the transaction that opens the file."""
-        for earlier in range(version, t.VERSION):
-            for statement in t.MIGRATIONS.get(earlier, ()):
-                connection.exec_driver_sql(statement)
-        if version > t.VERSION or any(earlier not in t.MIGRATIONS for earlier in range(version, t.VERSION)):
-            raise RunError(
-                "store.version",
-                f"{self.file} has version {version}; this program reads version {t.VERSION}.",
-                why="nothing was changed",
-                fix="start the version of lorafusion-jax that wrote it",
-            )
-        connection.exec_driver_sql(f"UPDATE version SET number = {t.VERSION}")
+    def _version(self) -> int | None:
+        """Returns the version of the file; None if it is new."""
+        with self._engine.connect() as connection:
+            state = connection.exec_driver_sql("PRAGMA quick_check").scalar()
+            if state != "ok":
+                raise _damaged(self.file, str(state))
+            if connection.exec_driver_sql("SELECT 1 FROM sqlite_master WHERE name = 'version'").first() is None:
+                return None
+            return connection.exec_driver_sql("SELECT number FROM version").scalar()
+
+    def _check_version(self, version: int, other_version: OtherVersion) -> None:
+        """Raises `store.version` for a file that this program does not bring up to date."""
+        is_known = all(earlier in t.MIGRATIONS for earlier in range(version, t.VERSION)) and version < t.VERSION
+        if is_known and other_version == "migrate":
+            return
+        raise RunError(
+            "store.version",
+            f"{self.file} has version {version}; this program reads version {t.VERSION}.",
+            why="nothing was changed",
+            fix="stop its server and start `lorafusion serve` of this program, which brings it up to date"
+            if is_known
+            else "start the version of lorafusion-jax that wrote it",
+        )
 
 
 def _wait_until(connection: Connection, until: float) -> None:
@@ -195,6 +211,20 @@ def _reporting() -> Iterator[None]:
             if word in text:
                 code, fix = code_of_word, fix_of_word
         raise StoreError(code, "the database cannot be used now.", why=text, fix=fix) from None
+
+
+@contextmanager
+def _naming_damage(file: Path) -> Iterator[None]:
+    """What cannot be read of a file that is opened is damaged."""
+    try:
+        with _reporting():
+            yield
+    except StoreError as problem:
+        if problem.code in ("store.busy", "store.no-space"):
+            raise
+        raise _damaged(file, problem.why) from None
+    except DatabaseError as problem:
+        raise _damaged(file, str(problem.orig)) from None
 
 
 def _daily_copy(file: Path) -> Path:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from sqlalchemy import JSON, Boolean, Column, Float, ForeignKey, Index, Integer, MetaData, String, Table, Text
 
-VERSION = 4
+VERSION = 5
+NAME_OF_PATH = "replace({0}, rtrim({0}, replace({0}, '/', '')), '')"  # what comes after the last slash
 MIGRATIONS: dict[int, tuple[str, ...]] = {  # version → what makes the next one of it
     2: (
         "ALTER TABLE groups ADD COLUMN opens VARCHAR NOT NULL DEFAULT ''",
@@ -17,6 +18,11 @@ MIGRATIONS: dict[int, tuple[str, ...]] = {  # version → what makes the next on
         " (sha256 VARCHAR NOT NULL PRIMARY KEY, key VARCHAR NOT NULL, expires FLOAT NOT NULL)",
         "CREATE INDEX IF NOT EXISTS idempotency_by_time ON idempotency (at)",
         "CREATE INDEX IF NOT EXISTS idempotency_by_owner ON idempotency (owner, at)",
+    ),
+    4: (  # paths become relative to the home, by the names below it: it may have been moved since they were written
+        f"UPDATE jobs SET state_path = 'jobs/' || id || '/state/' || {NAME_OF_PATH.format('state_path')}",
+        f"UPDATE artifacts SET path = 'jobs/' || job || '/adapter/' || {NAME_OF_PATH.format('path')}",
+        "CREATE TABLE IF NOT EXISTS removals (path VARCHAR NOT NULL PRIMARY KEY)",
     ),
 }
 meta = MetaData()
@@ -72,7 +78,7 @@ jobs = Table(
     Column("rank", Integer),
     Column("lengths", JSON, nullable=False, default=list),  # tokens of some samples, for predictions
     Column("loss", Float),
-    Column("state_path", String),
+    Column("state_path", String),  # relative to the home, as all paths
     Column("state_step", Integer, nullable=False, default=0),
     Column("tries", Integer, nullable=False, default=0),  # lost workers without 20 steps of progress between
     Column("tries_step", Integer, nullable=False, default=0),
@@ -128,6 +134,11 @@ artifacts = Table(
     Column("created", Float, nullable=False),
     Column("url", String, nullable=False, default=""),  # where it was published, too
     Column("problem", Text, nullable=False, default=""),  # why it was not
+)
+removals = Table(  # what was deleted and may still be on the disk
+    "removals",
+    meta,
+    Column("path", String, primary_key=True),  # relative to the home
 )
 groups = Table(
     "groups",

@@ -68,8 +68,12 @@ def test_an_adapter_is_published_whole(serve, tmp_path, kind):
     assert (row["url"], row["problem"]) == (f"{root}/ana/{job}/step-3", "")
     system, folder = fsspec.core.url_to_fs(row["url"])
     names = {Path(path).name for path in system.find(folder)}
-    assert names == {path.name for path in Path(row["path"]).iterdir()} == {"SHA256SUMS", "adapter_model.safetensors"}
-    for path in Path(row["path"]).iterdir():
+    assert (
+        names
+        == {path.name for path in Path(service.settings.home, row["path"]).iterdir()}
+        == {"SHA256SUMS", "adapter_model.safetensors"}
+    )
+    for path in Path(service.settings.home, row["path"]).iterdir():
         assert system.cat_file(f"{folder}/{path.name}") == path.read_bytes()
     assert kinds(service) == ["published"]
 
@@ -85,7 +89,7 @@ def test_a_store_that_fails_keeps_the_adapter_and_says_so(serve, monkeypatch, mo
     row = artifact(service)
     assert said in row["problem"]
     assert row["url"] == ""
-    assert Path(row["path"], "adapter_model.safetensors").exists()
+    assert Path(service.settings.home, row["path"], "adapter_model.safetensors").exists()
     monkeypatch.setattr(Moody, "mood", "good")
     wait_for(lambda: artifact(service)["url"])
     assert kinds(service) == ["not-published", "published"]  # each once, however often it was tried

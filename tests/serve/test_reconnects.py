@@ -328,6 +328,6 @@ def test_rows_after_the_state_from_which_a_job_goes_on_are_removed(bench):
     link.emit("damaged", job=job, epoch=1, step=2, path=earlier, reason="a byte differs")
     wait_for(lambda: not link.untaken)
     shown = bench.show(job)
-    assert (shown["step"], shown["state_step"], shown["state_path"]) == (2, 2, earlier)
+    assert (shown["step"], shown["state_step"], shown["state_path"]) == (2, 2, f"jobs/{job}/state/e1-s2")
     with bench.db.read() as connection:
         assert [row["step"] for row in bench.jobs.metrics(connection, job, 0, 1)] == [1, 2]

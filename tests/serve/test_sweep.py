@@ -10,7 +10,6 @@ from sqlalchemy import select
 from lorafusion_serve.control.sweep import AT_ONCE, Sweeper
 from lorafusion_serve.server import open_database
 from lorafusion_serve.settings import Settings
-from lorafusion_serve.state_folders import state_folder
 from lorafusion_serve.store import tables as t
 from lorafusion_serve.store.jobs import Jobs
 
@@ -33,12 +32,16 @@ class Home:
                 self.jobs.change(connection, job, event, actor="test")
             if state == "deleted":
                 self.jobs.change(connection, job, "delete", actor="test")
-            path = state_folder(self.settings.job(job), 2, 9)
-            self.jobs.set(connection, job, state_path=str(path))
+            self.jobs.set(connection, job, state_path=f"jobs/{job}/state/e2-s9")
             self.jobs.add_metrics(connection, job, [{"kind": "step", "step": 1, "loss": 1.0}])
-            kept = self.settings.job(job) / "adapter" / "step-9-e2"
             if adapter:
-                row = {"id": f"adapter-{job[4:]}", "job": job, "owner": "ana", "step": 9, "path": str(kept)}
+                row = {
+                    "id": f"adapter-{job[4:]}",
+                    "job": job,
+                    "owner": "ana",
+                    "step": 9,
+                    "path": f"jobs/{job}/adapter/step-9-e2",
+                }
                 connection.execute(t.artifacts.insert().values(row | {"sha256": "", "created": time.time()}))
         for name in (
             "state/e1-s3",
@@ -49,6 +52,7 @@ class Home:
             "references",
         ):
             self.write(job, f"{name}/file")
+        self.write(job, "adapter/step-9-e2/SHA256SUMS")
         self.write(job, "adapter/.step-9-e3.gone/file")
         self.write(job, ".references.json.part")
         return job
@@ -78,7 +82,7 @@ def home(tmp_path):
 def test_a_deleted_job_leaves_its_adapter_until_that_is_deleted(home):
     job, other = home.job("deleted", adapter=True), home.job("deleted")
     home.sweep()
-    assert home.files(job) == {"adapter/step-9-e2/file"}
+    assert home.files(job) == {"adapter/step-9-e2/file", "adapter/step-9-e2/SHA256SUMS"}
     assert not home.settings.job(other).exists()
     with home.db.write() as connection:
         assert connection.execute(select(t.metrics)).all() == []
@@ -96,9 +100,10 @@ def test_live_and_ended_jobs_keep_what_they_need(home):
     home.sweep()
     assert before - home.files(live) == {"state/e1-s3/file"}
     assert home.files(ended) == {
-        "state/e1-s3/file", "state/e2-s6/file", "state/e2-s9/file", "adapter/step-9-e2/file", "references/file"
+        "state/e1-s3/file", "state/e2-s6/file", "state/e2-s9/file", "adapter/step-9-e2/file",
+        "adapter/step-9-e2/SHA256SUMS", "references/file",
     }  # fmt: skip
-    assert home.files(done) == {"adapter/step-9-e2/file"}
+    assert home.files(done) == {"adapter/step-9-e2/file", "adapter/step-9-e2/SHA256SUMS"}
 
 
 def test_what_the_service_did_not_write_stays(home, tmp_path):
@@ -123,8 +128,9 @@ def test_what_the_service_did_not_write_stays(home, tmp_path):
 
 
 def test_uploads_that_were_broken_off_go_at_the_start(home):
+    """A data set that the database does not know stays: the database may be an older copy."""
     data = home.settings.datasets
-    named = {"sha256-" + "a" * 64: True, "sha256-" + "b" * 64: False, ".upload-0123456789abcdef": False, "mine": True}
+    named = {"sha256-" + "a" * 64: True, "sha256-" + "b" * 64: True, ".upload-0123456789abcdef": False, "mine": True}
     for name in named:
         (data / name).mkdir(parents=True)
     with home.db.write() as connection:
@@ -146,7 +152,7 @@ def test_work_is_counted_and_a_killed_server_finishes_later(home, monkeypatch):
         raise OSError(30, "read-only", str(path))
 
     with monkeypatch.context() as patch:
-        patch.setattr("lorafusion_serve.control.sweep.shutil.rmtree", fails)
+        patch.setattr("lorafusion_serve.control.sweep.Path.rename", fails)
         home.sweeper.work()
     assert "state/e2-s9/file" in home.files(left)
     again = Sweeper(home.settings, home.db)

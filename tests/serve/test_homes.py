@@ -1,0 +1,290 @@
+"""A home under any name keeps what is in it: moved, linked, restored, with an older database or without one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sqlite3
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from local_service import start_service
+from sqlalchemy import select
+
+from lorafusion_jax.checkpoint.digests import digest_of, write_digests
+from lorafusion_jax.cli.main import run
+from lorafusion_jax.errors import RunError
+from lorafusion_serve import server
+from lorafusion_serve.client import ServiceError
+from lorafusion_serve.control.ray_launcher import RayLauncher
+from lorafusion_serve.control.sweep import DAY_S, Sweeper
+from lorafusion_serve.server import open_database
+from lorafusion_serve.settings import Settings
+from lorafusion_serve.state_folders import states_replaced_by
+from lorafusion_serve.store import tables as t
+from lorafusion_serve.store.jobs import Jobs
+
+DATASET = "sha256-" + "d" * 64
+EVENTS = {"done": ("accept", "place", "started", "finished"), "paused": ("accept", "pause")}
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """A home with a finished job and a paused one, a data set, and what each downloads."""
+
+    folder: Path
+    done: str
+    paused: str
+
+    def files(self, folder: Path) -> dict[str, bytes]:
+        return {
+            path.relative_to(folder).as_posix(): path.read_bytes()
+            for parent in ("datasets", "jobs")
+            for path in (folder / parent).rglob("*")
+            if path.is_file()
+        }
+
+
+def settings_of(home: Path) -> Settings:
+    return Settings(home=home, bases={}, places={4: 1})
+
+
+def add_job(db, settings: Settings, state: str) -> str:
+    jobs = Jobs(db)
+    with db.write() as connection:
+        job = jobs.submit(connection, "ana", {"name": "law", "base": "tiny", "data": {"train": DATASET}})["id"]
+        for event in EVENTS[state]:
+            jobs.change(connection, job, event, actor="test")
+        path = f"jobs/{job}/" + ("adapter/step-9-e1" if state == "done" else "state/e1-s5")
+        folder = settings.path(path)
+        folder.mkdir(parents=True)
+        (folder / "adapter_model.safetensors").write_bytes(os.urandom(3000))
+        write_digests(folder)
+        if state == "paused":
+            jobs.set(connection, job, state_path=path, state_step=5, step=5)
+            return job
+        row = {"id": f"adapter-{job[4:]}", "job": job, "owner": "ana", "step": 9, "path": path, "created": 0.0}
+        connection.execute(t.artifacts.insert().values(row | {"sha256": digest_of(folder / "SHA256SUMS")}))
+    return job
+
+
+@pytest.fixture
+def home(tmp_path) -> Home:
+    settings = settings_of(tmp_path / "home")
+    db = open_database(settings)
+    (settings.datasets / DATASET).mkdir(parents=True)
+    (settings.datasets / DATASET / "data.csv").write_text("prompt,completion\na,b\n")
+    with db.write() as connection:
+        row = {"id": DATASET, "owner": "ana", "name": "a", "sha256": "", "format": "csv", "rows": 1}
+        connection.execute(t.datasets.insert().values(row | {"columns": [], "bytes": 1, "created": 0.0}))
+    done, paused = (add_job(db, settings, state) for state in EVENTS)
+    db.close()
+    return Home(settings.home, done, paused)
+
+
+def move(home: Home) -> Path:
+    return home.folder.rename(home.folder.with_name("elsewhere"))
+
+
+def link(home: Home) -> Path:
+    linked = home.folder.with_name("link")
+    linked.symlink_to(home.folder)
+    return linked
+
+
+def climb(home: Home) -> Path:
+    (home.folder.parent / "below").mkdir()
+    return home.folder.parent / "below" / ".." / "home"
+
+
+def mount(home: Home) -> Path:
+    """The parent has another name, and a link leads from the old one to it."""
+    other = home.folder.parent.with_name(home.folder.parent.name + "-disk")
+    home.folder.parent.rename(other)
+    home.folder.parent.symlink_to(other)
+    return home.folder
+
+
+def restore(home: Home) -> Path:
+    """As the documentation says: the copy of the database, data sets and jobs in an empty home."""
+    other = home.folder.with_name("restored")
+    assert run(["backup", str(other / "service.db"), "--home", str(home.folder)]) == 0
+    for folder in ("datasets", "jobs"):
+        shutil.copytree(home.folder / folder, other / folder)
+    shutil.rmtree(home.folder)
+    return other
+
+
+def relative(home: Home) -> Path:
+    os.chdir(home.folder.parent)
+    return Path("home")
+
+
+@pytest.mark.parametrize("name", [move, link, climb, mount, restore, relative])
+@pytest.mark.parametrize("version", [3, t.VERSION])
+def test_a_home_with_another_name_keeps_everything(home, tiny_base, monkeypatch, name, version):
+    """Also if it got its other name before its database was brought up to date."""
+    monkeypatch.chdir(home.folder)
+    before = home.files(home.folder)
+    if version == 3:
+        make_version_3(home)
+    folder = name(home)
+    running, end = start_service(folder, tiny_base, owners=("ana",))
+    try:
+        running.service.controller.sweeper.work(100)
+        ana = running.client("ana")
+        target = ana.job(home.done).adapter(running.settings.home.parent / "downloaded")
+        assert home.files(folder) == before
+        for file in target.iterdir():
+            assert file.read_bytes() == before[f"jobs/{home.done}/adapter/step-9-e1/{file.name}"]
+        with running.db.read() as connection:
+            row = Jobs(running.db).get(connection, home.paused)
+        assert (running.settings.path(row["state_path"]) / "SHA256SUMS").is_file()
+        assert running.settings.home == folder.resolve()
+    finally:
+        end()
+
+
+def make_version_3(home: Home) -> None:
+    with sqlite3.connect(home.folder / "service.db") as connection:
+        connection.execute("UPDATE jobs SET state_path = ? || '/' || state_path", (str(home.folder),))
+        connection.execute("UPDATE artifacts SET path = ? || '/' || path", (str(home.folder),))
+        connection.execute("DROP TABLE removals")
+        connection.execute("UPDATE version SET number = 3")
+    connection.close()
+
+
+@pytest.mark.parametrize("database", ["none", "older", "earlier state"])
+def test_a_database_that_knows_less_removes_nothing(home, database):
+    """The moment between the two steps of a repair, a copy of before, and a job whose copy is at an earlier state."""
+    settings, copy = settings_of(home.folder), home.folder.parent / "copy.db"
+    if database == "older":
+        with sqlite3.connect(settings.database) as connection:
+            for table in ("artifacts", "transitions", "jobs", "datasets"):
+                connection.execute(f"DELETE FROM {table}")
+        connection.close()
+    else:
+        assert run(["backup", str(copy), "--home", str(home.folder)]) == 0
+    for file in home.folder.glob("service.db*") if database == "none" else ():
+        file.unlink()
+    newer = settings.job(home.paused) / "state" / "e3-s40"
+    newer.mkdir()
+    (newer / "file").write_text("x")
+    before = home.files(home.folder)
+    db = open_database(settings)
+    sweeper = Sweeper(settings, db)
+    sweeper.begin()
+    sweeper.work(100)
+    db.close()
+    assert home.files(home.folder) == before
+
+
+def test_a_job_that_goes_on_from_an_older_copy_keeps_later_states_until_it_is_there(home):
+    states = home.folder / "jobs" / home.paused / "state"
+    for name in ("e3-s40", "e5-s12", "e6-s7"):
+        (states / name).mkdir()
+    assert [path.name for path in states_replaced_by(states / "e6-s7")] == ["e1-s5"]
+    assert [path.name for path in states_replaced_by(states / "e7-s40")] == ["e6-s7", "e5-s12", "e3-s40", "e1-s5"]
+
+
+def test_what_is_deleted_is_put_aside_for_a_day(home, tiny_base, monkeypatch):
+    running, end = start_service(home.folder, tiny_base, owners=("ana",))
+    before = home.files(home.folder)
+    sweeper, ana = running.service.controller.sweeper, running.client("ana")
+    try:
+        ana.job(home.paused).cancel()
+        for path in (f"/v1/adapters/adapter-{home.done[4:]}", f"/v1/datasets/{DATASET}"):
+            assert ana.request("DELETE", path) is None
+        for job in (home.done, home.paused):
+            assert ana.request("DELETE", f"/v1/jobs/{job}")["state"] == "deleted"
+    finally:
+        end()
+    sweeper.work(100)
+    jobs = home.folder / "jobs"
+    assert [path.name for path in jobs.iterdir()] == [".removed"]
+    assert list((home.folder / "datasets").iterdir()) == []  # its owner may need the room
+    aside = home.files(home.folder)
+    assert sorted(aside.values()) == sorted(content for name, content in before.items() if name.startswith("jobs/"))
+    now = sweeper._emptied
+    monkeypatch.setattr("lorafusion_serve.control.sweep.time.time", lambda: 2e9 + DAY_S)
+    monkeypatch.setattr("lorafusion_serve.control.sweep.time.monotonic", lambda: now + 1e6)
+    sweeper.work()
+    assert home.files(home.folder) == {}
+
+
+def test_a_deletion_that_was_broken_off_goes_on_and_an_upload_takes_it_back(home):
+    """The server is killed after its transaction, and before the files are put aside."""
+    settings = settings_of(home.folder)
+    db = open_database(settings)
+    adapter, data = f"jobs/{home.done}/adapter/step-9-e1", f"datasets/{DATASET}"
+    with db.write() as connection:
+        connection.execute(t.artifacts.delete())
+        connection.execute(t.removals.insert(), [{"path": adapter}, {"path": data}])  # `data` is there again
+    sweeper = Sweeper(settings, db)
+    sweeper.begin()
+    sweeper.work(100)
+    with db.read() as connection:
+        assert connection.execute(select(t.removals.c.path)).scalars().all() == [data]
+    db.close()
+    assert not settings.path(adapter).exists()
+    assert settings.path(data).is_dir()
+
+
+@pytest.mark.parametrize("absent", ["", "SHA256SUMS", "adapter_model.safetensors"])
+def test_an_adapter_whose_files_are_gone_is_410(home, tiny_base, absent, tmp_path):
+    path = home.folder / "jobs" / home.done / "adapter" / "step-9-e1" / absent
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    running, end = start_service(home.folder, tiny_base, owners=("ana",))
+    try:
+        with pytest.raises(ServiceError, match=r"adapter\.gone") as problem:
+            running.client("ana").job(home.done).adapter(tmp_path / "to")
+    finally:
+        end()
+    assert problem.value.status == 410
+    assert all(problem.value.problems[0].values())
+    assert str(home.folder) not in str(problem.value)
+
+
+def test_names_beside_the_home_follow_its_resolved_path(home):
+    linked = link(home)
+    assert settings_of(linked).socket == settings_of(home.folder).socket
+    long = home.folder.parent / ("deep" * 30)
+    long.symlink_to(home.folder)
+    assert settings_of(long).socket == home.folder / "control.sock"
+    names = {RayLauncher.service_of(settings_of(path).home) for path in (home.folder, linked, climb(home))}
+    assert len(names) == 1
+
+
+def test_a_newer_version_changes_nothing_of_a_home_in_use(home, tiny_base, monkeypatch):
+    """It refuses before it migrates; commands other than `serve` never do. Then it migrates, and leaves a copy."""
+    settings = settings_of(home.folder)
+    running, end = start_service(home.folder, tiny_base, owners=())
+    migrations = t.MIGRATIONS | {t.VERSION: ("ALTER TABLE jobs RENAME COLUMN weight TO share",)}
+    try:
+        with server.hold(settings), monkeypatch.context() as newer:
+            newer.setattr(t, "VERSION", t.VERSION + 1)
+            newer.setattr(t, "MIGRATIONS", migrations)
+            with pytest.raises(RunError, match=r"serve\.in-use"):
+                server.run_server(settings, port=0)
+            for command in (["keys", "add", "ana"], ["keys", "ls"], ["keys", "revoke", "abcdefgh"]):
+                assert run([*command, "--home", str(home.folder)]) == 1
+            assert run(["backup", str(home.folder / "backup.db"), "--home", str(home.folder)]) == 0
+        with running.db.read() as connection:
+            assert Jobs(running.db).get(connection, home.done)["weight"] == 1.0
+    finally:
+        end()
+    with monkeypatch.context() as newer:
+        newer.setattr(t, "VERSION", t.VERSION + 1)
+        newer.setattr(t, "MIGRATIONS", migrations)
+        open_database(settings).close()
+    with pytest.raises(RunError, match=r"store\.version") as problem:
+        open_database(settings)
+    assert "version of lorafusion-jax that wrote it" in problem.value.fix
+    for file in home.folder.glob("service.db*"):
+        file.unlink()
+    (home.folder / f"service.version-{t.VERSION}.db").rename(settings.database)
+    db = open_database(settings)
+    with db.read() as connection:
+        assert Jobs(db).get(connection, home.done)["weight"] == 1.0
+    db.close()
