@@ -29,10 +29,10 @@ from benchmarks.stages import draw_adapter, full_microbatch, random_stage
 from lorafusion_jax.config.schema import AdapterConfig, DataSettings, LoraSettings
 from lorafusion_jax.data.assemble import Microbatch
 from lorafusion_jax.models import ModelConfig
-from lorafusion_jax.pipeline.dry_runs import time_passes
-from lorafusion_jax.pipeline.leaves import SUMS, own_columns, place_of, take
-from lorafusion_jax.pipeline.move import to_stage
-from lorafusion_jax.pipeline.stage import Stage
+from lorafusion_jax.session.dry_runs import time_passes
+from lorafusion_jax.session.leaves import SUMS, own_columns, place_of, take
+from lorafusion_jax.session.move import to_stage
+from lorafusion_jax.session.stage import Stage
 
 LAYERS, TOGETHER, DROPOUT, TOLERANCE = 2, 4, 0.1, 1e-5
 

@@ -16,10 +16,10 @@ from lorafusion_jax.families.experts import Experts, Router
 from lorafusion_jax.families.pattern import LayerType
 from lorafusion_jax.families.rope import Rope
 from lorafusion_jax.models import ModelConfig
-from lorafusion_jax.pipeline.mesh import StageMesh, stage_meshes
-from lorafusion_jax.pipeline.parts import Parts
-from lorafusion_jax.pipeline.stage_weights import LayerWeights, StageWeights
 from lorafusion_jax.planning.stages import stage_layers
+from lorafusion_jax.session.mesh import StageMesh, stage_meshes
+from lorafusion_jax.session.parts import Parts
+from lorafusion_jax.session.stage_weights import LayerWeights, StageWeights
 from lorafusion_jax.weights.table import NONE, stored_kind
 from scheduling import AdapterJob
 

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from lorafusion_jax.adapters.spec import AdapterSpec
-from lorafusion_jax.pipeline.stage import Stage
+from lorafusion_jax.session.stage import Stage
 from scheduling.pipeline import Program
 
 

@@ -34,10 +34,10 @@ from lorafusion_jax.generation.places import BASE
 from lorafusion_jax.generation.sampling import Sampling
 from lorafusion_jax.layout.extent import Extent
 from lorafusion_jax.models import Decoder, ModelConfig, Segments
-from lorafusion_jax.pipeline.mesh import stage_meshes
-from lorafusion_jax.pipeline.parts import Parts
-from lorafusion_jax.pipeline.stage import Stage
-from lorafusion_jax.pipeline.stage_weights import LayerWeights, StageWeights
+from lorafusion_jax.session.mesh import stage_meshes
+from lorafusion_jax.session.parts import Parts
+from lorafusion_jax.session.stage import Stage
+from lorafusion_jax.session.stage_weights import LayerWeights, StageWeights
 
 SHAPE = {
     "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "num_layers": 36, "num_heads": 32,

@@ -34,13 +34,13 @@ from lorafusion_jax.data.assemble import Microbatch, Piece, assemble, num_segmen
 from lorafusion_jax.layout.extent import Extent, extents
 from lorafusion_jax.layout.layer import REMAT_POLICIES
 from lorafusion_jax.models import ModelConfig
-from lorafusion_jax.pipeline.dry_runs import time_passes
-from lorafusion_jax.pipeline.mesh import stage_meshes
-from lorafusion_jax.pipeline.move import to_stage
-from lorafusion_jax.pipeline.parts import Parts
-from lorafusion_jax.pipeline.programs import StagePrograms
-from lorafusion_jax.pipeline.stage_columns import Position
 from lorafusion_jax.planning.memory import DEVICE_BYTES, MemoryProblem, fits, stage_memory
+from lorafusion_jax.session.dry_runs import time_passes
+from lorafusion_jax.session.mesh import stage_meshes
+from lorafusion_jax.session.move import to_stage
+from lorafusion_jax.session.parts import Parts
+from lorafusion_jax.session.programs import StagePrograms
+from lorafusion_jax.session.stage_columns import Position
 
 PARTS = ("memory", "lower", "run")
 LENGTHS = (32768, 65536, 131072)

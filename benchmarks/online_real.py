@@ -49,17 +49,17 @@ from lorafusion_jax.config.specs import adapter_specs
 from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.machine import prepare_machine
 from lorafusion_jax.models import ModelConfig
-from lorafusion_jax.pipeline.base import fitting_remat
-from lorafusion_jax.pipeline.batches import Batches
-from lorafusion_jax.pipeline.executor import Executor
-from lorafusion_jax.pipeline.mesh import StageMesh
-from lorafusion_jax.pipeline.parts import Parts
-from lorafusion_jax.pipeline.profile import profile_stages
-from lorafusion_jax.pipeline.spans import Spans
-from lorafusion_jax.pipeline.stage import Stage
-from lorafusion_jax.pipeline.stage_weights import StageWeights
 from lorafusion_jax.planning.auto import device_for_rates
 from lorafusion_jax.planning.prediction import DEVICES, memory_of, predicted_costs
+from lorafusion_jax.session.base import fitting_remat
+from lorafusion_jax.session.batches import Batches
+from lorafusion_jax.session.executor import Executor
+from lorafusion_jax.session.mesh import StageMesh
+from lorafusion_jax.session.parts import Parts
+from lorafusion_jax.session.profile import profile_stages
+from lorafusion_jax.session.spans import Spans
+from lorafusion_jax.session.stage import Stage
+from lorafusion_jax.session.stage_weights import StageWeights
 from lorafusion_jax.training import changes as training
 from lorafusion_jax.training.hooks import Hooks
 from lorafusion_jax.training.job import Job as Training

@@ -29,10 +29,10 @@ from lorafusion_jax.config.load import parse_config
 from lorafusion_jax.config.read import source_of
 from lorafusion_jax.config.schema import BaseSettings, BatchSettings, MeshSettings
 from lorafusion_jax.data.prepare import prepare
-from lorafusion_jax.engine import AdapterState, LiveSession, Places, Task
 from lorafusion_jax.examples import examples_directory
 from lorafusion_jax.machine import prepare_machine
-from lorafusion_jax.pipeline.compiles import CompileCounter
+from lorafusion_jax.session import AdapterState, LiveSession, Places, Task
+from lorafusion_jax.session.compiles import CompileCounter
 from scheduling import make_plan
 
 CHECK_STEPS = 3

@@ -38,9 +38,9 @@ from benchmarks.conditions import conditions
 from benchmarks.stages import draw_adapter, full_microbatch, random_stage
 from lorafusion_jax.config.schema import AdapterConfig, DataSettings, LoraSettings
 from lorafusion_jax.models import ModelConfig
-from lorafusion_jax.pipeline.dry_runs import time_passes
-from lorafusion_jax.pipeline.move import to_stage
-from lorafusion_jax.pipeline.stage import Stage
+from lorafusion_jax.session.dry_runs import time_passes
+from lorafusion_jax.session.move import to_stage
+from lorafusion_jax.session.stage import Stage
 from pallas_kernels import policy
 from pallas_kernels.dropout import mix32
 from pallas_kernels.mlp.xla import silu_gate

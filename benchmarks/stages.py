@@ -13,10 +13,10 @@ from lorafusion_jax.config.specs import adapter_spec
 from lorafusion_jax.data.assemble import Microbatch, Piece, assemble, num_segments, sample_key, stacked
 from lorafusion_jax.layout.extent import Extent
 from lorafusion_jax.models import ModelConfig
-from lorafusion_jax.pipeline.mesh import stage_meshes
-from lorafusion_jax.pipeline.parts import Parts
-from lorafusion_jax.pipeline.stage import Stage
-from lorafusion_jax.pipeline.stage_weights import StageWeights
+from lorafusion_jax.session.mesh import stage_meshes
+from lorafusion_jax.session.parts import Parts
+from lorafusion_jax.session.stage import Stage
+from lorafusion_jax.session.stage_weights import StageWeights
 
 
 def random_stage(model: ModelConfig, adapters: Sequence[AdapterConfig], dtype: jnp.dtype) -> Stage:

@@ -47,7 +47,7 @@ SHAPES = {
 NAMES = ("a", "b", "c", "d")
 FIRST = "model.layers.0."
 WITHOUT = (
-    "from lorafusion_jax.pipeline import ahead; ahead.CORES = 10**6; from lorafusion_jax.__main__ import main; main()"
+    "from lorafusion_jax.session import ahead; ahead.CORES = 10**6; from lorafusion_jax.__main__ import main; main()"
 )
 POLL_S = 0.05
 

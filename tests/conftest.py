@@ -172,7 +172,7 @@ def quick_compiles(tmp_path_factory):
         for name, value in shared.items():
             jax.config.update(name, value)
             patch.setenv(name.upper(), str(value))
-        patch.setattr("lorafusion_jax.pipeline.lowered.lowered_folder", lambda: None)  # tests replace functions
+        patch.setattr("lorafusion_jax.session.lowered.lowered_folder", lambda: None)  # tests replace functions
         if jax.default_backend() == "cpu":
             one_compile.share_programs(patch)
         yield
@@ -185,8 +185,8 @@ def kept_programs(quick_compiles):
     Whatever a run changes is an argument of them. Only a trace of backward needs what the trace of forward just left,
     so programs of a run that ended between the two are not used again.
     """
-    from lorafusion_jax.pipeline import stage_state
-    from lorafusion_jax.pipeline.programs import StagePrograms
+    from lorafusion_jax.session import stage_state
+    from lorafusion_jax.session.programs import StagePrograms
 
     def programs(parts, *arguments):
         key = repr(parts), *arguments

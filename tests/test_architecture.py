@@ -64,10 +64,9 @@ ERRORS = (
     "lorafusion_serve/api/problems.py",
 )  # what, where, why, fix
 PLACES = (  # the fixed places of a session, in which adapters start and stop: a term, and so a noun of these rooms
-    "lorafusion_jax/engine",
+    "lorafusion_jax/session",
     "lorafusion_jax/config/places",
     "lorafusion_jax/config/stack",
-    "lorafusion_jax/pipeline/place_table",
     "lorafusion_serve",
 )
 FORBIDDEN_IMPORTS = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
@@ -221,7 +220,7 @@ def test_no_behaviour_by_environment_variable():
     assert [line for line in uses if '"XLA_FLAGS"' not in lines[line][int(line.partition(":")[2]) - 1]] == []
     assert {line.partition(":")[0] for line in uses} == {
         "lorafusion_jax/machine.py",
-        "lorafusion_jax/pipeline/stage_jit.py",
+        "lorafusion_jax/session/stage_jit.py",
     }
 
 

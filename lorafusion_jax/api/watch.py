@@ -9,10 +9,10 @@ from pathlib import Path
 from rich.console import Console
 
 from lorafusion_jax.config.schema import JobConfig
-from lorafusion_jax.pipeline.processes import is_first
 from lorafusion_jax.report.events import Listener
 from lorafusion_jax.report.screen import LINE_EVERY_S, Screen
 from lorafusion_jax.report.trackers import trackers
+from lorafusion_jax.session.processes import is_first
 from lorafusion_jax.training import RunResult
 
 

@@ -53,6 +53,6 @@ def join_processes(
                 fix="--distributed, or start a single process",
             )
         return
-    from lorafusion_jax.pipeline.processes import join
+    from lorafusion_jax.session.processes import join
 
     join(mesh.stages * mesh.replicas, coordinator=coordinator, num_processes=num_processes, process=process_id)

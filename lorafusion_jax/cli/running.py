@@ -12,14 +12,6 @@ from lorafusion_jax.cli.common import next_command
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.errors import CheckpointError, LoraFusionError, RunError
 from lorafusion_jax.log_file import read_rows
-from lorafusion_jax.pipeline.failures import PROCESS_LOST
-from lorafusion_jax.pipeline.processes import (
-    exit_after_failure,
-    exit_after_peer_loss,
-    is_first,
-    stop_all,
-    stopped_elsewhere,
-)
 from lorafusion_jax.readable import PLAN, read_text
 from lorafusion_jax.report.console import errors_to, plain_table, say
 from lorafusion_jax.report.early_stops import early_stops
@@ -28,6 +20,14 @@ from lorafusion_jax.report.format import duration, exact
 from lorafusion_jax.report.measured import reference_share
 from lorafusion_jax.report.ranking import adapter_to_export, measures_of, rank
 from lorafusion_jax.report.summary import final_rows, got_worse, throughput
+from lorafusion_jax.session.failures import PROCESS_LOST
+from lorafusion_jax.session.processes import (
+    exit_after_failure,
+    exit_after_peer_loss,
+    is_first,
+    stop_all,
+    stopped_elsewhere,
+)
 from lorafusion_jax.signals import INTERRUPTED
 from lorafusion_jax.training import Interrupted, RunFolder, RunResult
 from scheduling import Plan

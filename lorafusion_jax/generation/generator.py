@@ -18,7 +18,7 @@ from lorafusion_jax.generation.passes import Batch
 from lorafusion_jax.generation.places import BASE, bucket, make_places, share_rows
 from lorafusion_jax.generation.programs import GenerationPrograms
 from lorafusion_jax.generation.sampling import GREEDY, MODES, Sampling
-from lorafusion_jax.pipeline.stage import Stage
+from lorafusion_jax.session.stage import Stage
 
 MOST_SEQUENCES = 64  # that are generated at a time
 CHUNK = 8  # passes between two looks at their tokens

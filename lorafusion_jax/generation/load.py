@@ -17,11 +17,11 @@ from lorafusion_jax.config.schema import TrainSettings
 from lorafusion_jax.errors import CheckpointError, LoraFusionError, raise_all
 from lorafusion_jax.generation.sources import AdapterSource, Source
 from lorafusion_jax.models import open_frozen
-from lorafusion_jax.pipeline.mesh import stage_meshes
-from lorafusion_jax.pipeline.parts import Parts
-from lorafusion_jax.pipeline.stage import Stage
-from lorafusion_jax.pipeline.stage_weights import cut
 from lorafusion_jax.planning.stages import stage_layers
+from lorafusion_jax.session.mesh import stage_meshes
+from lorafusion_jax.session.parts import Parts
+from lorafusion_jax.session.stage import Stage
+from lorafusion_jax.session.stage_weights import cut
 
 
 def load_stage(source: Source) -> Stage:

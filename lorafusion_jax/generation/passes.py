@@ -19,10 +19,10 @@ from lorafusion_jax.generation.places import Places
 from lorafusion_jax.generation.programs import GenerationPrograms, PlacedAdapters
 from lorafusion_jax.models.cache import CachedRows
 from lorafusion_jax.models.stream import activations, joined
-from lorafusion_jax.pipeline.inputs import Inputs
-from lorafusion_jax.pipeline.leaves import EMBED_ROWS, HEAD_ROWS
-from lorafusion_jax.pipeline.move import replicate, transfer
-from lorafusion_jax.pipeline.stage import Stage
+from lorafusion_jax.session.inputs import Inputs
+from lorafusion_jax.session.leaves import EMBED_ROWS, HEAD_ROWS
+from lorafusion_jax.session.move import replicate, transfer
+from lorafusion_jax.session.stage import Stage
 
 BLOCK = 4  # layers of a program: few calls per token, and a program that compiles in seconds
 

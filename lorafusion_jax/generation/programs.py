@@ -31,12 +31,12 @@ from lorafusion_jax.models.segments import Segments
 from lorafusion_jax.models.stream import Stream, added
 from lorafusion_jax.modules import LoRAContext
 from lorafusion_jax.objective.replaced_rows import ReplacedRows, replace_rows, replaced_tokens
-from lorafusion_jax.pipeline import leaves as lv
-from lorafusion_jax.pipeline.inputs import Inputs
-from lorafusion_jax.pipeline.leaves import LAYERS, SHARED, Leaves, path_of
-from lorafusion_jax.pipeline.stage import Stage
-from lorafusion_jax.pipeline.stage_jit import gather
-from lorafusion_jax.pipeline.stage_weights import StoredWeights, Weights
+from lorafusion_jax.session import leaves as lv
+from lorafusion_jax.session.inputs import Inputs
+from lorafusion_jax.session.leaves import LAYERS, SHARED, Leaves, path_of
+from lorafusion_jax.session.stage import Stage
+from lorafusion_jax.session.stage_jit import gather
+from lorafusion_jax.session.stage_weights import StoredWeights, Weights
 
 EVERYWHERE = P()
 

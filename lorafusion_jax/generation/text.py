@@ -13,7 +13,7 @@ from lorafusion_jax.generation.places import BASE
 from lorafusion_jax.generation.prompts import Prompt, prompt_tokens, stop_tokens
 from lorafusion_jax.generation.sampling import GREEDY, MOST_SEED, Sampling
 from lorafusion_jax.generation.sources import BASE_NAME, Source, unknown_adapter
-from lorafusion_jax.pipeline.stage import Stage
+from lorafusion_jax.session.stage import Stage
 
 LAST_TOKENS = 64  # whose text is searched for the texts that end an answer, beside those of the texts themselves
 

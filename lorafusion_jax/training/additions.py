@@ -16,9 +16,9 @@ from lorafusion_jax.config.join import add_adapters, check_names, select_adapter
 from lorafusion_jax.config.schema import AdapterConfig, Extension, JobConfig
 from lorafusion_jax.data.prepare import Prepared, in_order, prepare
 from lorafusion_jax.errors import RunError, raise_all
-from lorafusion_jax.pipeline.base import check_adapters
 from lorafusion_jax.planning.training_plan import train_jobs
 from lorafusion_jax.report.record import compared_by, eval_digests
+from lorafusion_jax.session.base import check_adapters
 from lorafusion_jax.training.job import Job
 from scheduling.checks import check_jobs
 

@@ -20,8 +20,8 @@ from lorafusion_jax.config.schema import AdapterConfig, JobConfig
 from lorafusion_jax.config.values import BEGUN
 from lorafusion_jax.data.prepare import Prepared, prepare
 from lorafusion_jax.errors import CheckpointError, LoraFusionError, first_few
-from lorafusion_jax.pipeline.processes import answers_of_all, is_alone, same_on_all, text_of_first
 from lorafusion_jax.report.record import eval_digests, versions
+from lorafusion_jax.session.processes import answers_of_all, is_alone, same_on_all, text_of_first
 from lorafusion_jax.training.relayout import is_place
 from scheduling import Plan
 

@@ -13,7 +13,7 @@ from lorafusion_jax.config.specs import adapter_specs
 from lorafusion_jax.config.stack import without_places
 from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.data.references import with_references
-from lorafusion_jax.pipeline.session import Session
+from lorafusion_jax.session.session import Session
 from lorafusion_jax.weights.table import NONE
 
 

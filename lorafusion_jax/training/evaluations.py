@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 
 from lorafusion_jax.config.schema import HELD_OUT_LOSS
-from lorafusion_jax.pipeline.session import Session
 from lorafusion_jax.report.events import AdapterEvaluated, Listener, PhaseBegun
+from lorafusion_jax.session.session import Session
 from lorafusion_jax.signals import stop_if_asked
 from lorafusion_jax.training.job import Job
 from lorafusion_jax.training.text_samples import TextSamples

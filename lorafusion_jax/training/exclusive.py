@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.checkpoint.requests import remove_parts
 from lorafusion_jax.errors import CheckpointError, LoraFusionError
-from lorafusion_jax.pipeline.processes import any_process, is_first
+from lorafusion_jax.session.processes import any_process, is_first
 
 
 @contextmanager

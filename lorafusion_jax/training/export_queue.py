@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from lorafusion_jax.errors import ErrorList, LoraFusionError
-from lorafusion_jax.pipeline.processes import is_first
 from lorafusion_jax.report.events import AdapterDone, AdapterExported, AdapterFailed, ExportFailed, Listener
+from lorafusion_jax.session.processes import is_first
 from lorafusion_jax.training.adapter_writer import AdapterWriter
 from lorafusion_jax.training.background import BackgroundQueue
 from lorafusion_jax.training.state import AdapterProgress

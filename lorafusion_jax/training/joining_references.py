@@ -22,11 +22,11 @@ from lorafusion_jax.config.values import BEGUN
 from lorafusion_jax.data.prepare import Prepared, prepare
 from lorafusion_jax.data.references import SetReferences
 from lorafusion_jax.errors import RunError
-from lorafusion_jax.pipeline.failures import is_of_devices
-from lorafusion_jax.pipeline.processes import answers_of_all, is_alone, text_of_first
-from lorafusion_jax.pipeline.references import SetPass, finish, run_passes
-from lorafusion_jax.pipeline.session import Session
 from lorafusion_jax.report.events import Listener, PhaseBegun, ReferencesComputed
+from lorafusion_jax.session.failures import is_of_devices
+from lorafusion_jax.session.processes import answers_of_all, is_alone, text_of_first
+from lorafusion_jax.session.references import SetPass, finish, run_passes
+from lorafusion_jax.session.session import Session
 
 type References = dict[str, SetReferences]
 

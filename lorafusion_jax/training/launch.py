@@ -20,12 +20,6 @@ from lorafusion_jax.data.assemble import Microbatch
 from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.data.references import with_references
 from lorafusion_jax.errors import RunError
-from lorafusion_jax.pipeline.ahead import Ahead, compile_ahead
-from lorafusion_jax.pipeline.batches import Batches
-from lorafusion_jax.pipeline.compiles import CompileCounter
-from lorafusion_jax.pipeline.processes import barrier, is_alone, is_first
-from lorafusion_jax.pipeline.reading import BASE
-from lorafusion_jax.pipeline.session import Session
 from lorafusion_jax.report.events import (
     Listener,
     PhaseBegun,
@@ -35,11 +29,18 @@ from lorafusion_jax.report.events import (
     RunStarted,
     StartedUp,
 )
+from lorafusion_jax.session.ahead import Ahead, compile_ahead
+from lorafusion_jax.session.batches import Batches
+from lorafusion_jax.session.compiles import CompileCounter
+from lorafusion_jax.session.processes import barrier, is_alone, is_first
+from lorafusion_jax.session.reading import BASE
+from lorafusion_jax.session.session import Session
+from lorafusion_jax.session.task import first_steps
 from lorafusion_jax.signals import stop_if_asked
 from lorafusion_jax.training.agreement import check_agreement
 from lorafusion_jax.training.changes import Change, recorded_changes
 from lorafusion_jax.training.exclusive import fail_together
-from lorafusion_jax.training.job import Job, first_steps
+from lorafusion_jax.training.job import Job
 from lorafusion_jax.training.outcome import RunResult
 from lorafusion_jax.training.run import Run, StartUp
 from lorafusion_jax.training.state import Progress

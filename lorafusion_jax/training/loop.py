@@ -14,19 +14,19 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 
 from lorafusion_jax.data.assemble import Microbatch
-from lorafusion_jax.pipeline.batches import mask_adapters
-from lorafusion_jax.pipeline.executor import Executor
-from lorafusion_jax.pipeline.processes import any_process, is_alone
-from lorafusion_jax.pipeline.release import release_unused
 from lorafusion_jax.planning.pauses import evaluations
 from lorafusion_jax.report.events import Listener, PhaseBegun, ProgramCompiled, SlotDone
+from lorafusion_jax.session.batches import mask_adapters
+from lorafusion_jax.session.executor import Executor
+from lorafusion_jax.session.prefetch import prefetch
+from lorafusion_jax.session.processes import any_process, is_alone
+from lorafusion_jax.session.release import release_unused
 from lorafusion_jax.signals import deferred_stop
 from lorafusion_jax.training.changes import Change, apply, cap_slots
 from lorafusion_jax.training.hooks import Hooks
 from lorafusion_jax.training.job import Job
 from lorafusion_jax.training.meter import COMPILING, SAVING, Meter
 from lorafusion_jax.training.plan_tables import PlanTables
-from lorafusion_jax.training.prefetch import prefetch
 from lorafusion_jax.training.state import AdapterProgress, Progress
 from lorafusion_jax.training.steps import Steps
 from scheduling import issue_order

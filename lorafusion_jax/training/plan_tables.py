@@ -8,8 +8,9 @@ import numpy as np
 
 from lorafusion_jax.config.stack import stack_of
 from lorafusion_jax.data.prepare import Prepared
-from lorafusion_jax.pipeline.batches import Batches
-from lorafusion_jax.training.job import Job, step_rates
+from lorafusion_jax.session.batches import Batches
+from lorafusion_jax.session.task import step_rates
+from lorafusion_jax.training.job import Job
 from scheduling import Plan
 
 

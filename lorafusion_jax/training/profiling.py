@@ -16,14 +16,14 @@ from lorafusion_jax.config.specs import adapter_specs
 from lorafusion_jax.config.stack import without_places
 from lorafusion_jax.data.prepare import prepare
 from lorafusion_jax.models import ModelConfig
-from lorafusion_jax.pipeline.base import check_mesh, device_bytes, load_stages
-from lorafusion_jax.pipeline.batches import Batches
-from lorafusion_jax.pipeline.executor import Executor
-from lorafusion_jax.pipeline.profile import Load, profile_stages
 from lorafusion_jax.planning.prediction import better_layout, measured_with
 from lorafusion_jax.planning.rebalance import Moved
 from lorafusion_jax.planning.training_plan import plan_training
 from lorafusion_jax.report.events import Listener, PhaseBegun
+from lorafusion_jax.session.base import check_mesh, device_bytes, load_stages
+from lorafusion_jax.session.batches import Batches
+from lorafusion_jax.session.executor import Executor
+from lorafusion_jax.session.profile import Load, profile_stages
 from scheduling import CostModel, Plan, StageCost
 
 

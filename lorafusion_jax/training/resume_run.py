@@ -18,11 +18,11 @@ from lorafusion_jax.config.join import select_adapters
 from lorafusion_jax.config.references import adapters_with_references
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.data.prepare import prepare
-from lorafusion_jax.pipeline.base import check_mesh
-from lorafusion_jax.pipeline.processes import any_process, is_first
 from lorafusion_jax.report.events import CheckSkipped, FilesDamaged, Listener, RunEvent
 from lorafusion_jax.report.record import check_record, other_table, other_versions
 from lorafusion_jax.report.recorder import Recorder, read_rows
+from lorafusion_jax.session.base import check_mesh
+from lorafusion_jax.session.processes import any_process, is_first
 from lorafusion_jax.signals import stop_if_asked
 from lorafusion_jax.training.agreement import check_agreement, job_facts, run_facts
 from lorafusion_jax.training.changes import apply, recorded_changes, stopped_otherwise

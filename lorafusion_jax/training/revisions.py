@@ -11,8 +11,8 @@ from lorafusion_jax.config.join import select_adapters
 from lorafusion_jax.config.schema import AdapterConfig
 from lorafusion_jax.data.references import SetReferences
 from lorafusion_jax.errors import ErrorList, LoraFusionError, shortened_text
-from lorafusion_jax.pipeline.processes import any_process, is_first
 from lorafusion_jax.report.events import Listener, PhaseBegun, PlanRevised, RequestRefused
+from lorafusion_jax.session.processes import any_process, is_first
 from lorafusion_jax.training.additions import LacksMemory, new_record_entries, reread, with_request
 from lorafusion_jax.training.agreement import disagreement_on
 from lorafusion_jax.training.changes import Change, cap_slots, check_request, recorded_changes, revise

@@ -17,8 +17,6 @@ from lorafusion_jax.config.join import select_adapters
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.data.references import with_references
 from lorafusion_jax.errors import RunError
-from lorafusion_jax.pipeline.processes import any_process, barrier, is_first
-from lorafusion_jax.pipeline.session import Session
 from lorafusion_jax.planning.prediction import predicted_run
 from lorafusion_jax.planning.training_plan import slots_of_sizes
 from lorafusion_jax.report.data_notes import data_notes
@@ -30,6 +28,8 @@ from lorafusion_jax.report.events import (
     RunInterrupted,
     RunStarted,
 )
+from lorafusion_jax.session.processes import any_process, barrier, is_first
+from lorafusion_jax.session.session import Session
 from lorafusion_jax.signals import deferred_stop
 from lorafusion_jax.training.adapter_writer import AdapterWriter
 from lorafusion_jax.training.background import BackgroundQueue

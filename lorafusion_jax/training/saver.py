@@ -11,9 +11,9 @@ from functools import partial
 from pathlib import Path
 
 from lorafusion_jax.checkpoint.store import StateStore
-from lorafusion_jax.pipeline.processes import barrier, is_first
-from lorafusion_jax.pipeline.session import Session
 from lorafusion_jax.report.events import Listener, PhaseBegun, StateSaved
+from lorafusion_jax.session.processes import barrier, is_first
+from lorafusion_jax.session.session import Session
 from lorafusion_jax.training.background import BackgroundQueue
 from lorafusion_jax.training.export_queue import ExportQueue
 from lorafusion_jax.training.state import Progress

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from lorafusion_jax.objective.batch import finished_metrics
 from lorafusion_jax.optim.step import hyper
-from lorafusion_jax.pipeline.executor import Executor, StepResult
 from lorafusion_jax.report.events import AdapterFailed, Listener, StepTaken
+from lorafusion_jax.session.executor import Executor, StepResult
 from lorafusion_jax.training.hooks import Hooks
 from lorafusion_jax.training.job import Job
 from lorafusion_jax.training.meter import EVALUATING, Meter

@@ -12,8 +12,8 @@ from lorafusion_jax.generation.generator import Request, check_caches
 from lorafusion_jax.generation.prompts import prompt_tokens, stop_tokens
 from lorafusion_jax.generation.sampling import Sampling
 from lorafusion_jax.generation.text import TokenGenerator
-from lorafusion_jax.pipeline.session import Session
 from lorafusion_jax.report.events import AdapterSampled, Listener
+from lorafusion_jax.session.session import Session
 from lorafusion_jax.training.job import Job
 
 FIRST_TOKENS = 16  # of a sample that is learned from its first token on

@@ -12,8 +12,8 @@ from lorafusion_jax.config.references import adapters_with_references
 from lorafusion_jax.config.specs import adapter_specs
 from lorafusion_jax.config.stack import without_places
 from lorafusion_jax.data.prepare import prepare
-from lorafusion_jax.pipeline.session import Session
 from lorafusion_jax.report.summary import final_rows
+from lorafusion_jax.session.session import Session
 from lorafusion_jax.training.stored_references import read_references
 
 

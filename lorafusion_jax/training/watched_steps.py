@@ -14,12 +14,12 @@ from functools import partial
 import numpy as np
 
 from lorafusion_jax.checkpoint.warm_start import read_warm_starts
-from lorafusion_jax.pipeline.base import check_mesh
-from lorafusion_jax.pipeline.session import Session
-from lorafusion_jax.pipeline.stage import Stage
-from lorafusion_jax.pipeline.state import adapter_arrays
-from lorafusion_jax.pipeline.step_result import ClosedBatch
 from lorafusion_jax.report.events import RunEvent, StepTaken
+from lorafusion_jax.session.base import check_mesh
+from lorafusion_jax.session.session import Session
+from lorafusion_jax.session.stage import Stage
+from lorafusion_jax.session.state import adapter_arrays
+from lorafusion_jax.session.step_result import ClosedBatch
 from lorafusion_jax.training.hooks import Hooks
 from lorafusion_jax.training.job import Job
 from lorafusion_jax.training.loop import Loop

@@ -49,7 +49,7 @@ def main() -> int:
 
         jax.config.update("jax_cuda_visible_devices", ",".join(map(str, settings["gpus"])))
     from lorafusion_jax.config.schema import BaseSettings, BatchSettings, MeshSettings, TrainSettings
-    from lorafusion_jax.engine import LiveSession, Places
+    from lorafusion_jax.session import LiveSession, Places
     from lorafusion_serve.worker.loop import WorkerLoop
 
     try:

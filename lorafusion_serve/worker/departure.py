@@ -8,8 +8,8 @@ from concurrent.futures import Executor, Future
 from pathlib import Path
 from typing import Literal
 
-from lorafusion_jax.engine import AdapterState
 from lorafusion_jax.errors import LoraFusionError
+from lorafusion_jax.session import AdapterState
 
 
 class Departure:

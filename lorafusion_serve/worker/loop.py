@@ -15,11 +15,11 @@ from typing import Any
 from lorafusion_jax.config.load import parse_config
 from lorafusion_jax.config.read import source_of
 from lorafusion_jax.data.prepare import prepare
-from lorafusion_jax.engine import AdapterState, LiveSession, Task
-from lorafusion_jax.engine.export import export_task
-from lorafusion_jax.engine.starting import PlaceWeights
 from lorafusion_jax.errors import CheckpointError, LoraFusionError
 from lorafusion_jax.report.events import RunEvent
+from lorafusion_jax.session import AdapterState, LiveSession, Task
+from lorafusion_jax.session.export import export_task
+from lorafusion_jax.session.places import PlaceWeights
 from lorafusion_serve.state_folders import state_folder, states_before
 from lorafusion_serve.wire import Message
 from lorafusion_serve.worker.departure import Departure

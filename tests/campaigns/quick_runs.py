@@ -27,8 +27,8 @@ from lorafusion_jax.data.prepare import prepare
 from lorafusion_jax.log_file import read_rows
 from lorafusion_jax.optim.schedules import learning_rates
 from lorafusion_jax.report.recorder import Recorder
-from lorafusion_jax.training import job, launch
-from lorafusion_jax.training.adapter_writer import AdapterWriter
+from lorafusion_jax.session import task
+from lorafusion_jax.training import adapter_writer, launch
 
 ENDED = ("done", "cancelled", "failed")
 MOST_RESUMES = 25
@@ -40,10 +40,10 @@ def quick_runs() -> Iterator[pytest.MonkeyPatch]:
     """Runs of this process need no devices."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "Session", QuickSession)
-        patch.setattr(AdapterWriter, "_export", export)
+        patch.setattr(adapter_writer, "write_adapter", export)
         patch.setattr(yaml, "SafeLoader", yaml.CSafeLoader)  # this and what follows is nearly all time of a tiny run
         patch.setattr(typer.main, "get_command", cache(typer.main.get_command))
-        patch.setattr(job, "learning_rates", _kept(learning_rates))
+        patch.setattr(task, "learning_rates", _kept(learning_rates))
         yield patch
 
 

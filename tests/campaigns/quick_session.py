@@ -23,9 +23,9 @@ from lorafusion_jax.checkpoint.new_folder import new_folder
 from lorafusion_jax.config.schema import AdapterConfig, JobConfig
 from lorafusion_jax.data.assemble import Microbatch, Weights, assemble, num_segments, pieces_of_slot
 from lorafusion_jax.data.prepare import AdapterData, Prepared
-from lorafusion_jax.pipeline.ahead import Ahead
-from lorafusion_jax.pipeline.evaluation import Evaluation
-from lorafusion_jax.training.job import step_rates
+from lorafusion_jax.session.ahead import Ahead
+from lorafusion_jax.session.evaluation import Evaluation
+from lorafusion_jax.session.task import step_rates
 from scheduling import Plan, SampleRef
 from scheduling.pipeline import Event
 from scheduling.timeline import Timeline
@@ -251,8 +251,11 @@ class QuickSession:
         pass
 
 
-def export(writer: Any, spec: Any, step: int, leaves: Mapping[str, np.ndarray], target: Any, failure: str) -> None:
-    """As `AdapterWriter._export`: a folder with digests, but without the files of PEFT."""
+def export(
+    config: Any, adapter: Any, spec: Any, leaves: Mapping[str, np.ndarray], target: Any, record: dict, *, plan: str
+) -> None:
+    """As `write_adapter`: a folder with digests, but without the files of PEFT."""
     with new_folder(target, replace=True) as folder:
         np.save(folder / WEIGHTS, leaves["w"])
-        (folder / "run.json").write_text(f'{{"step": {step}, "failed": "{failure}"}}', encoding="utf-8")
+        text = f'{{"step": {record["step"]}, "failed": "{record["failed"] or ""}"}}'
+        (folder / "run.json").write_text(text, encoding="utf-8")

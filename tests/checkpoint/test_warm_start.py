@@ -15,8 +15,8 @@ from lorafusion_jax.checkpoint.peft import read_adapter
 from lorafusion_jax.checkpoint.warm_start_base import check_start_bases, unproven_bases
 from lorafusion_jax.config import load_config
 from lorafusion_jax.errors import LoraFusionError
+from lorafusion_jax.session.export import model_card
 from lorafusion_jax.training import train
-from lorafusion_jax.training.adapter_writer import model_card
 
 COMMIT, OTHER = "0123456789abcdef0123456789abcdef01234567", "f" * 40
 

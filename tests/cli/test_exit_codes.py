@@ -88,7 +88,7 @@ def long_job(job):
 # The command line in a process that compiles nothing: it traces as this process does, whose programs are on the disk.
 COMMAND_LINE = """
 from lorafusion_jax.__main__ import main
-from lorafusion_jax.pipeline import lowered
+from lorafusion_jax.session import lowered
 lowered.lowered_folder = lambda: None
 main()
 """
@@ -150,7 +150,7 @@ def test_interrupt_before_the_first_microbatch(lorafusion, job, monkeypatch, kin
         os.kill(os.getpid(), kind)
         time.sleep(10)
 
-    monkeypatch.setattr("lorafusion_jax.pipeline.base.open_frozen", interrupted)
+    monkeypatch.setattr("lorafusion_jax.session.base.open_frozen", interrupted)
     outcome = lorafusion("train", job.path, "--out", job.folder / "run")
     assert outcome.code == 130
     assert outcome.last_line.startswith("next: lorafusion train")

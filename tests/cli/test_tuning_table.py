@@ -15,9 +15,9 @@ from lorafusion_jax.config import load_config
 from lorafusion_jax.errors import RunError
 from lorafusion_jax.machine import prepare_machine
 from lorafusion_jax.models import ModelConfig
-from lorafusion_jax.pipeline import base
 from lorafusion_jax.planning.memory import kernels_run, memory_problem
 from lorafusion_jax.report.record import other_table
+from lorafusion_jax.session import base
 from lorafusion_jax.tuning_table import table_folder, table_path, use_tables
 from pallas_kernels import config_store
 from pallas_kernels.measured import OpRow

@@ -10,8 +10,8 @@ import pytest
 from narrow_places import narrow_places
 
 from lorafusion_jax.config.schema import JobConfig
-from lorafusion_jax.engine import AdapterState, LiveSession, Places, Task
 from lorafusion_jax.report.events import Listener
+from lorafusion_jax.session import AdapterState, LiveSession, Places, Task
 
 
 def open_session(

@@ -18,9 +18,9 @@ from lorafusion_jax.config.data_sources import read_sources
 from lorafusion_jax.config.join import select_adapters
 from lorafusion_jax.config.schema import ObjectiveSettings
 from lorafusion_jax.data.prepare import prepare
-from lorafusion_jax.engine import AdapterState, LiveSession, Places, Task
 from lorafusion_jax.errors import LoraFusionError
-from lorafusion_jax.pipeline.compiles import CompileCounter
+from lorafusion_jax.session import AdapterState, LiveSession, Places, Task
+from lorafusion_jax.session.compiles import CompileCounter
 from lorafusion_jax.training import train
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
@@ -290,7 +290,7 @@ def test_folder_of_a_state_is_written_whole(alone, tmp_path, monkeypatch):
     def full(*_: object) -> None:
         raise OSError(28, "no space")
 
-    monkeypatch.setattr("lorafusion_jax.engine.state.write_tensors", full)
+    monkeypatch.setattr("lorafusion_jax.session.adapter_state.write_tensors", full)
     with pytest.raises(LoraFusionError, match=r"save\.no-space"):
         alone["tort"].write(tmp_path / "state")
     assert list(Path(tmp_path).iterdir()) == []

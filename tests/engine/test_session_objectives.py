@@ -19,12 +19,12 @@ from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.config import load_config
 from lorafusion_jax.config.join import select_adapters
 from lorafusion_jax.data.prepare import prepare
-from lorafusion_jax.engine import AdapterState, Places, Task
-from lorafusion_jax.engine.export import export_task
 from lorafusion_jax.errors import LoraFusionError
 from lorafusion_jax.objective.reward import REWARD
-from lorafusion_jax.pipeline.compiles import CompileCounter
 from lorafusion_jax.report.recorder import read_rows
+from lorafusion_jax.session import AdapterState, Places, Task
+from lorafusion_jax.session.compiles import CompileCounter
+from lorafusion_jax.session.export import export_task
 from lorafusion_jax.training import train
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")

@@ -13,9 +13,9 @@ from small_jobs import exported, write_job, write_rows
 
 from lorafusion_jax.config import load_config
 from lorafusion_jax.data.prepare import prepare
-from lorafusion_jax.engine import AdapterState, Task
-from lorafusion_jax.engine.export import export_task
-from lorafusion_jax.pipeline.compiles import CompileCounter
+from lorafusion_jax.session import AdapterState, Task
+from lorafusion_jax.session.compiles import CompileCounter
+from lorafusion_jax.session.export import export_task
 from lorafusion_jax.training import train
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")

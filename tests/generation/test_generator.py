@@ -25,12 +25,12 @@ from lorafusion_jax.generation.passes import Batch
 from lorafusion_jax.generation.places import BASE, make_places
 from lorafusion_jax.generation.sampling import Sampling
 from lorafusion_jax.models import open_frozen
-from lorafusion_jax.pipeline.mesh import stage_meshes
-from lorafusion_jax.pipeline.move import transfer
-from lorafusion_jax.pipeline.parts import Parts
-from lorafusion_jax.pipeline.stage import Stage
-from lorafusion_jax.pipeline.stage_weights import cut
 from lorafusion_jax.planning.stages import stage_layers
+from lorafusion_jax.session.mesh import stage_meshes
+from lorafusion_jax.session.move import transfer
+from lorafusion_jax.session.parts import Parts
+from lorafusion_jax.session.stage import Stage
+from lorafusion_jax.session.stage_weights import cut
 
 # Batches of these tests have four adapters, with a row each, or one: a program of layers compiles for each shape.
 MODEL = Path(__file__).parents[1] / "models/golden/qwen2_window"

@@ -10,8 +10,8 @@ from small_jobs import write_job, write_rows
 from lorafusion_jax.checkpoint.peft import read_adapter
 from lorafusion_jax.config import load_config
 from lorafusion_jax.data.prepare import prepare
-from lorafusion_jax.pipeline import batches
 from lorafusion_jax.planning.training_plan import plan_training
+from lorafusion_jax.session import batches
 from lorafusion_jax.training import RunFolder, train
 from lorafusion_jax.training.compare_alone import compare_job
 

@@ -15,11 +15,11 @@ from lorafusion_jax.config.specs import adapter_spec
 from lorafusion_jax.layout.extent import Extent
 from lorafusion_jax.models import ModelConfig
 from lorafusion_jax.optim.step import hyper
-from lorafusion_jax.pipeline.leaves import own_columns, place_of
-from lorafusion_jax.pipeline.mesh import stage_meshes
-from lorafusion_jax.pipeline.parts import Parts
-from lorafusion_jax.pipeline.programs import StagePrograms
 from lorafusion_jax.report.recorder import read_rows
+from lorafusion_jax.session.leaves import own_columns, place_of
+from lorafusion_jax.session.mesh import stage_meshes
+from lorafusion_jax.session.parts import Parts
+from lorafusion_jax.session.programs import StagePrograms
 from lorafusion_jax.training import RunFolder, train
 
 Q = "layers.self_attn.q_proj."

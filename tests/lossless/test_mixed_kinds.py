@@ -13,7 +13,7 @@ from small_jobs import exported, largest_difference
 
 from lorafusion_jax.cli.main import run
 from lorafusion_jax.config import load_config
-from lorafusion_jax.pipeline.kind_programs import KindPrograms
+from lorafusion_jax.session.kind_programs import KindPrograms
 from lorafusion_jax.training import train
 from lorafusion_jax.training.verify import verify_exports
 

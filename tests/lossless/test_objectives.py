@@ -19,10 +19,10 @@ from lorafusion_jax.checkpoint.requests import write_addition
 from lorafusion_jax.cli.main import run
 from lorafusion_jax.config import load_config
 from lorafusion_jax.config.join import read_joining
-from lorafusion_jax.pipeline.references import run_passes
-from lorafusion_jax.pipeline.session import Session
 from lorafusion_jax.report.measured import reference_share
 from lorafusion_jax.report.recorder import read_rows
+from lorafusion_jax.session.references import run_passes
+from lorafusion_jax.session.session import Session
 from lorafusion_jax.training import RunFolder, joining_references, resume, train
 from lorafusion_jax.training.verify import verify_exports
 

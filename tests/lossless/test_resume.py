@@ -16,10 +16,10 @@ from lorafusion_jax.checkpoint.peft import read_adapter
 from lorafusion_jax.checkpoint.store import StateStore
 from lorafusion_jax.config import load_config
 from lorafusion_jax.errors import CheckpointError
-from lorafusion_jax.pipeline import snapshot as snapshot_module
-from lorafusion_jax.pipeline.session import Session
-from lorafusion_jax.pipeline.snapshot import Snapshots
 from lorafusion_jax.report.recorder import read_rows
+from lorafusion_jax.session import snapshot as snapshot_module
+from lorafusion_jax.session.session import Session
+from lorafusion_jax.session.snapshot import Snapshots
 from lorafusion_jax.training import Interrupted, RunFolder, resume, train
 from lorafusion_jax.training.loop import Loop
 

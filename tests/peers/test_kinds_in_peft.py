@@ -20,8 +20,8 @@ from lorafusion_jax.checkpoint.peft_leaves import exported_spec
 from lorafusion_jax.config import load_config
 from lorafusion_jax.config.specs import adapter_specs
 from lorafusion_jax.data.prepare import prepare
-from lorafusion_jax.pipeline.references import SetPass, finish
-from lorafusion_jax.pipeline.session import Session
+from lorafusion_jax.session.references import SetPass, finish
+from lorafusion_jax.session.session import Session
 from lorafusion_jax.training import train
 
 PEERS = os.environ.get("LORAFUSION_PEERS", "")

@@ -27,8 +27,8 @@ def record(folder: Path, base: Path) -> dict[str, str]:
     from small_jobs import two_adapters, write_job, write_rows
 
     from lorafusion_jax import train
-    from lorafusion_jax.pipeline import lowered, stage_state
-    from lorafusion_jax.pipeline.programs import StagePrograms
+    from lorafusion_jax.session import lowered, stage_state
+    from lorafusion_jax.session.programs import StagePrograms
 
     texts: dict[str, str] = {}
 

@@ -7,7 +7,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from lorafusion_jax.cli.main import run
-from lorafusion_jax.pipeline import ahead, ahead_worker, lowered
+from lorafusion_jax.session import ahead, ahead_worker, lowered
 from lorafusion_jax.training import launch
 
 

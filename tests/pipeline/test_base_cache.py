@@ -19,8 +19,8 @@ from lorafusion_jax.checkpoint import weight_cache
 from lorafusion_jax.config.schema import BaseSettings
 from lorafusion_jax.errors import CheckpointError
 from lorafusion_jax.models import load_frozen, open_frozen
-from lorafusion_jax.pipeline.base_cache import open_cache
-from lorafusion_jax.pipeline.mesh import stage_meshes
+from lorafusion_jax.session.base_cache import open_cache
+from lorafusion_jax.session.mesh import stage_meshes
 from lorafusion_jax.weights import entry as entry_module
 from lorafusion_jax.weights.entry import INDEX, WEIGHTS
 from lorafusion_jax.weights.table import INT8, ArraySpec

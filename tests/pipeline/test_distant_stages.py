@@ -16,8 +16,8 @@ from test_processes import BITWISE, EQUAL, STAGES, assert_lost, signal_under_way
 
 from lorafusion_jax.config import load_config
 from lorafusion_jax.config.run_sections import MeshSettings
-from lorafusion_jax.pipeline.processes import LEAVE_S
 from lorafusion_jax.planning.network import Network, with_network
+from lorafusion_jax.session.processes import LEAVE_S
 from lorafusion_jax.training import RunFolder, resume, train
 from scheduling import AdapterJob, CostModel, PassCost, StageCost, make_plan, one_forward_one_backward, simulate
 from scheduling.timeline import Timeline

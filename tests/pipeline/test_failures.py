@@ -17,9 +17,9 @@ from more_cases import nightly
 from lorafusion_jax.checkpoint.store import StateStore
 from lorafusion_jax.config import load_config
 from lorafusion_jax.errors import RunError
-from lorafusion_jax.pipeline.batches import Batches
-from lorafusion_jax.pipeline.stage import Stage
 from lorafusion_jax.report.recorder import read_rows
+from lorafusion_jax.session.batches import Batches
+from lorafusion_jax.session.stage import Stage
 from lorafusion_jax.training import RunFolder, resume, train
 
 NAMES = ("law", "med")

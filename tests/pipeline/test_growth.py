@@ -12,10 +12,10 @@ import small_jobs
 from lorafusion_jax.config import load_config
 from lorafusion_jax.config.join import select_adapters
 from lorafusion_jax.data.prepare import prepare
-from lorafusion_jax.pipeline import session, stage_state
-from lorafusion_jax.pipeline.programs import StagePrograms
-from lorafusion_jax.pipeline.release import release_unused
-from lorafusion_jax.pipeline.session import Session
+from lorafusion_jax.session import session, stage_state
+from lorafusion_jax.session.programs import StagePrograms
+from lorafusion_jax.session.release import release_unused
+from lorafusion_jax.session.session import Session
 
 NAMES = ("a", "b", "c", "d", "e")
 

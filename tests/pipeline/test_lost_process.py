@@ -9,10 +9,10 @@ import jax
 import pytest
 
 from lorafusion_jax.errors import RunError
-from lorafusion_jax.pipeline import processes
-from lorafusion_jax.pipeline.executor import Executor
-from lorafusion_jax.pipeline.failures import stage_failed
 from lorafusion_jax.plugins import plugin_fault
+from lorafusion_jax.session import processes
+from lorafusion_jax.session.executor import Executor
+from lorafusion_jax.session.failures import stage_failed
 
 GLOO = "UNKNOWN: Gloo AllGather failed: [transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.7]:50075"
 NCCL = "INTERNAL: NCCL operation async_err failed: remote process exited or there was a network error"

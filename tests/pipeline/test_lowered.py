@@ -18,13 +18,13 @@ from lorafusion_jax.data.assemble import assemble, stacked
 from lorafusion_jax.layout.extent import Extent
 from lorafusion_jax.models import ModelConfig
 from lorafusion_jax.models.stream import Stream
-from lorafusion_jax.pipeline import lowered
-from lorafusion_jax.pipeline.layer_programs import LayerPrograms
-from lorafusion_jax.pipeline.mesh import stage_meshes
-from lorafusion_jax.pipeline.parts import Parts
-from lorafusion_jax.pipeline.programs import StagePrograms
-from lorafusion_jax.pipeline.stage_columns import Position
-from lorafusion_jax.pipeline.stage_weights import LayerWeights
+from lorafusion_jax.session import lowered
+from lorafusion_jax.session.layer_programs import LayerPrograms
+from lorafusion_jax.session.mesh import stage_meshes
+from lorafusion_jax.session.parts import Parts
+from lorafusion_jax.session.programs import StagePrograms
+from lorafusion_jax.session.stage_columns import Position
+from lorafusion_jax.session.stage_weights import LayerWeights
 
 LAYERS, TOKENS = 2, 32
 MODEL = ModelConfig(
@@ -106,7 +106,7 @@ def test_a_program_of_a_gpu_finds_the_runtimes_of_its_kernels(tmp_path):
     file = tmp_path / "add.program"
     lowered._write(file, program)
     code = (
-        "import sys, pathlib; from lorafusion_jax.pipeline.lowered import read_program;"
+        "import sys, pathlib; from lorafusion_jax.session.lowered import read_program;"
         "loaded = lambda: {'jax.experimental.mosaic.gpu', 'jax.experimental.pallas.triton'} <= set(sys.modules);"
         f"print(loaded(), read_program(pathlib.Path({str(file)!r})).platforms, loaded())"
     )
@@ -204,5 +204,5 @@ def test_programs_with_code_of_other_packages_are_not_kept(monkeypatch):
     identity = programs.layers._identity()
     assert identity is not None
     assert " at 0x" not in identity  # another process would never find its files
-    monkeypatch.setattr("lorafusion_jax.pipeline.layer_programs.ADAPTER_KINDS", {"theirs": None})
+    monkeypatch.setattr("lorafusion_jax.session.layer_programs.ADAPTER_KINDS", {"theirs": None})
     assert programs.layers._identity() is None

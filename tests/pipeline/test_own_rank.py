@@ -21,13 +21,13 @@ from lorafusion_jax.data.assemble import Microbatch
 from lorafusion_jax.errors import CheckpointError
 from lorafusion_jax.layout.extent import Extent
 from lorafusion_jax.models import ModelConfig
-from lorafusion_jax.pipeline import leaves
-from lorafusion_jax.pipeline.leaves import LAYERS, add, all_columns, stack_adapters, take_adapter, view, windows
-from lorafusion_jax.pipeline.mesh import stage_meshes
-from lorafusion_jax.pipeline.parts import Parts
-from lorafusion_jax.pipeline.programs import StagePrograms
-from lorafusion_jax.pipeline.stage_columns import Position
 from lorafusion_jax.planning.prediction import predicted_parameters
+from lorafusion_jax.session import leaves
+from lorafusion_jax.session.leaves import LAYERS, add, all_columns, stack_adapters, take_adapter, view, windows
+from lorafusion_jax.session.mesh import stage_meshes
+from lorafusion_jax.session.parts import Parts
+from lorafusion_jax.session.programs import StagePrograms
+from lorafusion_jax.session.stage_columns import Position
 from lorafusion_jax.training import resume, train
 from lorafusion_jax.training.state import Progress
 

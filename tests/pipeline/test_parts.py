@@ -13,8 +13,8 @@ from lorafusion_jax.layout.extent import extents
 from lorafusion_jax.models import Decoder, ModelConfig, Segments
 from lorafusion_jax.models.forward import embed, final_norm
 from lorafusion_jax.modules import LoRAContext
-from lorafusion_jax.pipeline.parts import Parts
-from lorafusion_jax.pipeline.stage_weights import cut
+from lorafusion_jax.session.parts import Parts
+from lorafusion_jax.session.stage_weights import cut
 
 MODEL = ModelConfig(
     family="qwen3", vocab_size=40, hidden_size=32, intermediate_size=48, num_layers=3, num_heads=4, num_kv_heads=2,

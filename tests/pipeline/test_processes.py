@@ -25,9 +25,9 @@ from lorafusion_jax.api.status import run_numbers
 from lorafusion_jax.checkpoint.requests import write_addition, write_request
 from lorafusion_jax.config import load_config
 from lorafusion_jax.config.join import read_joining
-from lorafusion_jax.pipeline import executor
-from lorafusion_jax.pipeline.processes import LEAVE_S
 from lorafusion_jax.report.recorder import read_rows
+from lorafusion_jax.session import executor
+from lorafusion_jax.session.processes import LEAVE_S
 from lorafusion_jax.training import RunFolder, resume, train
 from scheduling.pipeline import Event
 
@@ -302,7 +302,7 @@ def test_a_kill_before_a_call_of_one_process(killed, call, job, uncut, tmp_path)
 FAILING = """
 import os, sys, jax
 from lorafusion_jax.cli.main import main
-from lorafusion_jax.pipeline.stage import Stage
+from lorafusion_jax.session.stage import Stage
 
 backward = Stage.backward
 

@@ -10,10 +10,10 @@ from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.config.schema import TrainSettings
 from lorafusion_jax.layout.extent import Extent
 from lorafusion_jax.models import ModelConfig
-from lorafusion_jax.pipeline import stage_jit
-from lorafusion_jax.pipeline.mesh import stage_meshes
-from lorafusion_jax.pipeline.parts import Parts
-from lorafusion_jax.pipeline.programs import StagePrograms
+from lorafusion_jax.session import stage_jit
+from lorafusion_jax.session.mesh import stage_meshes
+from lorafusion_jax.session.parts import Parts
+from lorafusion_jax.session.programs import StagePrograms
 
 MODEL = ModelConfig(
     family="llama", vocab_size=32, hidden_size=16, intermediate_size=32, num_layers=2, num_heads=2, num_kv_heads=1,

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from lorafusion_jax.data.prepare import prepare
-from lorafusion_jax.pipeline import device_copy, snapshot
-from lorafusion_jax.pipeline.links import Links
-from lorafusion_jax.pipeline.session import Session
-from lorafusion_jax.pipeline.state import gather
+from lorafusion_jax.session import device_copy, snapshot
+from lorafusion_jax.session.links import Links
+from lorafusion_jax.session.session import Session
+from lorafusion_jax.session.state import gather
 
 PART = 512  # bytes; the largest array has ten times as many
 

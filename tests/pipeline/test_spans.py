@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from virtual_clock import VirtualClock
 
-from lorafusion_jax.pipeline.spans import RECENT, Spans
+from lorafusion_jax.session.spans import RECENT, Spans
 from scheduling import AdapterJob, Plan, issue_order, make_plan
 from scheduling.pipeline import Event, one_forward_one_backward
 
@@ -56,7 +56,7 @@ def test_a_failure_is_found_where_nothing_is_recorded_any_more(clock, monkeypatc
         def block_until_ready(self):
             raise RuntimeError("a device that computes wrongly")
 
-    monkeypatch.setattr("lorafusion_jax.pipeline.spans.MOST", 10)
+    monkeypatch.setattr("lorafusion_jax.session.spans.MOST", 10)
     plan, spans = plan_of(20, 2), Spans(2)
     play(clock, spans, plan)
     failing = Event("backward", 1, 19, ("law",))
@@ -67,7 +67,7 @@ def test_a_failure_is_found_where_nothing_is_recorded_any_more(clock, monkeypatc
 @pytest.mark.parametrize("most", [10, 31, 32, 33, 34, 35])
 def test_a_slot_of_which_a_part_is_missing_is_left_out(most, clock, monkeypatch):
     """As after a failure, or when a run is too long to be recorded to its end."""
-    monkeypatch.setattr("lorafusion_jax.pipeline.spans.MOST", most)
+    monkeypatch.setattr("lorafusion_jax.session.spans.MOST", most)
     plan, spans = plan_of(20, 2), Spans(2)
     play(clock, spans, plan)
     timeline = spans.close(plan)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from virtual_clock import VirtualClock
 
-from lorafusion_jax.pipeline.spans import Spans
+from lorafusion_jax.session.spans import Spans
 from scheduling import AdapterJob, Plan, issue_order, make_plan
 from scheduling.pipeline import Event, one_forward_one_backward
 

@@ -17,10 +17,10 @@ from lorafusion_jax.data.assemble import Microbatch
 from lorafusion_jax.layout.extent import Extent
 from lorafusion_jax.layout.layer import REMAT_POLICIES
 from lorafusion_jax.models import ModelConfig
-from lorafusion_jax.pipeline.mesh import stage_meshes
-from lorafusion_jax.pipeline.parts import Parts
-from lorafusion_jax.pipeline.programs import StagePrograms
-from lorafusion_jax.pipeline.stage_columns import Position
+from lorafusion_jax.session.mesh import stage_meshes
+from lorafusion_jax.session.parts import Parts
+from lorafusion_jax.session.programs import StagePrograms
+from lorafusion_jax.session.stage_columns import Position
 from lorafusion_jax.weights.table import stored_kind
 
 T, LAYERS = 16, 2

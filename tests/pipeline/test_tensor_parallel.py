@@ -23,12 +23,12 @@ from lorafusion_jax.errors import ConfigError, ErrorList
 from lorafusion_jax.layout.extent import Extent
 from lorafusion_jax.models import ModelConfig
 from lorafusion_jax.objective.loss import token_losses
-from lorafusion_jax.pipeline.mesh import stage_meshes
-from lorafusion_jax.pipeline.parts import Parts
-from lorafusion_jax.pipeline.programs import StagePrograms
-from lorafusion_jax.pipeline.stage_columns import Position
 from lorafusion_jax.planning.memory import MemoryProblem, kept_per_layer, stage_memory
 from lorafusion_jax.planning.tensor import tensor_problems
+from lorafusion_jax.session.mesh import stage_meshes
+from lorafusion_jax.session.parts import Parts
+from lorafusion_jax.session.programs import StagePrograms
+from lorafusion_jax.session.stage_columns import Position
 from lorafusion_jax.training import RunFolder, resume, train
 
 TOLERANCE = 1e-5  # as in test_layouts: sums over devices come in another order

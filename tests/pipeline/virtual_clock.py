@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from lorafusion_jax.pipeline import spans as module
-from lorafusion_jax.pipeline.spans import Issued, Spans
+from lorafusion_jax.session import spans as module
+from lorafusion_jax.session.spans import Issued, Spans
 
 
 class Later:

@@ -38,7 +38,7 @@ def real_sizes(item):
 
     from lorafusion_jax.config.schema import TrainSettings
     from lorafusion_jax.models import Decoder
-    from lorafusion_jax.pipeline.parts import Parts
+    from lorafusion_jax.session.parts import Parts
 
     dtype = {2: jnp.bfloat16, 4: jnp.float32}[item]
     model = nnx.eval_shape(lambda: Decoder(TINY, ADAPTERS, dtype=dtype, rngs=nnx.Rngs(0)))

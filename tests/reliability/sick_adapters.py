@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from lorafusion_jax.pipeline.batches import Batches
-from lorafusion_jax.pipeline.stage import Stage
+from lorafusion_jax.session.batches import Batches
+from lorafusion_jax.session.stage import Stage
 
 SICK = 0  # place of the sick adapter of two
 NAN, INF = float("nan"), float("inf")

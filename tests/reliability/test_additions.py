@@ -22,8 +22,8 @@ from lorafusion_jax.config import load_config
 from lorafusion_jax.config.data_sources import read_sources
 from lorafusion_jax.config.join import read_joining
 from lorafusion_jax.errors import LoraFusionError
-from lorafusion_jax.pipeline.session import Session
 from lorafusion_jax.report.recorder import read_rows
+from lorafusion_jax.session.session import Session
 from lorafusion_jax.training import RunFolder, resume, train
 from lorafusion_jax.training.verify import verify_exports
 

@@ -18,10 +18,10 @@ from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.cli.main import run as lorafusion
 from lorafusion_jax.config import load_config
 from lorafusion_jax.data.prepare import Prepared, prepare
-from lorafusion_jax.pipeline import batches
-from lorafusion_jax.pipeline.executor import Executor
-from lorafusion_jax.pipeline.stage import Stage
 from lorafusion_jax.planning.training_plan import plan_training
+from lorafusion_jax.session import batches
+from lorafusion_jax.session.executor import Executor
+from lorafusion_jax.session.stage import Stage
 from lorafusion_jax.training import compare_alone
 from lorafusion_jax.training.compare_alone import ROUNDING, compare, compare_job, first_steps, packed_otherwise
 from lorafusion_jax.training.job import Job

@@ -16,7 +16,7 @@ PROGRAM = """
 import os, sys
 import jax, jax.numpy as jnp
 from lorafusion_jax.machine import prepare_machine
-from lorafusion_jax.pipeline.compiles import CompileCounter
+from lorafusion_jax.session.compiles import CompileCounter
 for _ in sys.stdin:
     if os.fork():
         os.wait()

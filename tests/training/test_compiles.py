@@ -4,8 +4,8 @@ import pytest
 from more_cases import nightly
 
 from lorafusion_jax.config import load_config
-from lorafusion_jax.pipeline import stage_state
-from lorafusion_jax.pipeline.programs import StagePrograms
+from lorafusion_jax.session import stage_state
+from lorafusion_jax.session.programs import StagePrograms
 from lorafusion_jax.training import train
 
 LAYERS, ENDS = ("inputs", "forward", "backward", "inputs_without_dropout", "evaluate"), ("embed", "head", "totals")

@@ -9,7 +9,7 @@ from lorafusion_jax.config.schema import AdapterConfig, DataSettings, Extension,
 from lorafusion_jax.data.mix import Mix
 from lorafusion_jax.data.prepare import AdapterData, sample_order
 from lorafusion_jax.optim.schedules import learning_rates
-from lorafusion_jax.training.job import first_steps, step_rates
+from lorafusion_jax.session.task import first_steps, step_rates
 
 MIX = Mix(parts=None, num_samples=10, weights=(1.0,), seed=0)
 

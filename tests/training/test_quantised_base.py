@@ -26,9 +26,9 @@ from lorafusion_jax.config.peft_config import config_of
 from lorafusion_jax.config.specs import adapter_specs
 from lorafusion_jax.data.prepare import prepare
 from lorafusion_jax.models import ModelConfig, load_frozen
-from lorafusion_jax.pipeline.base import load_stages
 from lorafusion_jax.report.recorder import read_rows
 from lorafusion_jax.report.summary import final_rows
+from lorafusion_jax.session.base import load_stages
 from lorafusion_jax.training.verify import verify_exports
 from lorafusion_jax.weights.table import KINDS
 

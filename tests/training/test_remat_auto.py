@@ -14,8 +14,8 @@ from lorafusion_jax.config.schema import (
     LoraSettings,
 )
 from lorafusion_jax.models import ModelConfig
-from lorafusion_jax.pipeline import base
 from lorafusion_jax.planning.memory import memory_problem, stage_memory
+from lorafusion_jax.session import base
 
 MODEL = ModelConfig(
     family="llama", vocab_size=32000, hidden_size=2048, intermediate_size=8192, num_layers=16, num_heads=16,

@@ -11,9 +11,9 @@ import pytest
 from lorafusion_jax.api.status import run_numbers
 from lorafusion_jax.config import load_config
 from lorafusion_jax.models import loading
-from lorafusion_jax.pipeline import warm_up
-from lorafusion_jax.pipeline.compiles import CompileCounter
 from lorafusion_jax.report.recorder import read_rows
+from lorafusion_jax.session import warm_up
+from lorafusion_jax.session.compiles import CompileCounter
 from lorafusion_jax.training import train
 
 PATIENCE_S = 300

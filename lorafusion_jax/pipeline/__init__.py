@@ -1,1 +1,0 @@
-"""The base model cut into stages, and a plan executed on them; one stage is plain single-device training."""

@@ -1,0 +1,181 @@
+"""The compiled programs of one adapter: the end of its global batch, its step, and what reads or writes its leaves.
+
+Adapters of equal shapes share programs, see `leaves`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from lorafusion_jax.config.schema import OptimSettings
+from lorafusion_jax.optim.step import Hyper, transformation, zero_hyper
+from lorafusion_jax.session import adapter_step
+from lorafusion_jax.session import leaves as lv
+from lorafusion_jax.session.adapter_step import BatchSummary, Totals
+from lorafusion_jax.session.device_copy import InParts, cut, find_cuts
+from lorafusion_jax.session.leaves import Leaves, Own, Place
+from lorafusion_jax.session.mesh import StageMesh
+from lorafusion_jax.session.stage_columns import StageColumns
+
+
+class AdapterPrograms:
+    """Jitted functions of one adapter on a stage. `own_columns` are its trainable leaves, see `leaves.own_columns`.
+
+    Args:
+        stage: devices of the stage.
+        columns: leaves of the stage.
+
+    Attributes:
+        compiled: the programs in use, by name and by what they depend on.
+    """
+
+    def __init__(self, stage: StageMesh, columns: StageColumns):
+        self._stage, self._columns = stage, columns
+        self.compiled: dict[tuple[Hashable, ...], Any] = {}
+        self._copied: dict[tuple[Hashable, ...], Any] = {}  # shapes of what `copy_state` copies
+
+    def _jit(
+        self, key: tuple[Hashable, ...], function: Callable, *, donate: tuple[int, ...] = (), out: Any = None
+    ) -> Any:
+        """Returns the program of a key; its results are on all devices, or as `out` says."""
+        if key not in self.compiled:
+            out = self._stage.everywhere if out is None else out
+            self.compiled[key] = jax.jit(function, donate_argnums=donate, out_shardings=out)
+        return self.compiled[key]
+
+    def close_batch(self, own_columns: Own, adapter: Place, sums: Leaves, totals: Totals | None, alive: Array):
+        """Extracts an adapter's gradient from the sums and adds it up over replicas. Reads only its own columns.
+
+        Returns:
+            (gradient, BatchSummary, finite per leaf in order of names, sums and totals with the adapter's part cleared)
+        """
+        close = partial(adapter_step.close_batch, self._columns.trained, own_columns, self._columns.twins)
+        everywhere, rows, devices = self._stage.everywhere, self._stage.by_replica, self._stage.by_device
+        out = (everywhere, everywhere, everywhere, devices, rows)
+        program = self._jit(("close", own_columns), close, donate=(1, 2), out=out)
+        return program(adapter, sums, totals, alive)
+
+    def join_twins(self, embed: Array, head: Array, summary: BatchSummary) -> tuple[Array, BatchSummary]:
+        """Adds up the gradients of trained rows as embedding and as head, which is all of their gradient.
+
+        Returns:
+            (the sum; the summary of a stage with its part)
+        """
+        return self._jit(("join",), adapter_step.join_twins)(embed, head, summary)
+
+    def step(
+        self, own_columns: Own, optim: OptimSettings, adapter: Place, lora: Leaves, gradient: Leaves, optimizer: Any,
+        alive: Array, summaries: Sequence[BatchSummary], numbers: Hyper,
+    ):  # fmt: skip
+        """Steps one adapter. Other adapters do not change.
+
+        This step and all later ones are refused if a gradient, the loss or the norm is not finite on any stage, or if
+        this stage would write a number that is not finite. What other stages would write is not known here. So with
+        several stages the caller also gets the arrays from before the step, see `put_back`.
+
+        Returns:
+            (lora, optimizer, alive, finite per written leaf in order of names and for the optimizer state, the
+            adapter's weights before the step; None with one stage)
+        """
+        alone = len(summaries) == 1
+        key = ("step", own_columns, optim.name, optim.clip > 0, *optim.lr_ratios, alone)
+        step = partial(adapter_step.step, self._columns.trained, own_columns, optim)
+        # `alive` is not donated: it is a few bytes, and others wait for it to know that the step is done
+        program = self._jit(key, step, donate=(1, 3) if alone else (1,))
+        return program(adapter, lora, gradient, optimizer, alive, tuple(summaries), numbers)
+
+    def put_back(self, adapter: Place, lora: Leaves, earlier: Leaves, alive: Array):
+        """Restores earlier weights of an adapter and marks it as not alive, so that later steps are refused.
+
+        Returns:
+            (lora, alive)
+        """
+        key = ("put back", tuple(earlier), tuple(leaf.shape for leaf in earlier.values()))
+        program = self._jit(key, partial(adapter_step.put_back, self._columns.trained), donate=(1,))
+        return program(adapter, lora, earlier, alive)
+
+    def write(
+        self, own_columns: Own, adapter: Place, lora: Leaves, sums: Leaves, totals: Totals | None, alive: Array,
+        new_weights: Leaves,
+    ):  # fmt: skip
+        """Writes an adapter's trainable leaves and clears its sums. Other adapters do not change.
+
+        Returns:
+            (lora, sums, totals, alive)
+        """
+        write = partial(adapter_step.write, self._columns.trained, own_columns)
+        everywhere, rows, devices = self._stage.everywhere, self._stage.by_replica, self._stage.by_device
+        out = (everywhere, devices, rows, everywhere)
+        program = self._jit(("write", own_columns), write, donate=(1, 2, 3), out=out)
+        return program(adapter, lora, sums, totals, alive, new_weights)
+
+    def take(self, own_columns: Own, adapter: Place, lora: Leaves) -> Leaves:
+        """Copies one adapter's leaves.
+
+        One program serves all leaves, and all adapters of a shape. Slicing leaf by leaf compiled 45 programs for four
+        adapters on two stages.
+        """
+        columns = self._columns.all
+        program = self._jit(
+            ("take", own_columns), lambda adapter, lora: lv.take(lora, columns, own_columns, adapter.first)
+        )
+        return program(adapter, lora)
+
+    def copy_state(self, own_columns: Own, adapter: Place, leaves: Leaves, optimizer: Any) -> tuple[Any, Any]:
+        """Copies one adapter's leaves and its optimizer state, each array as `InParts`."""
+        columns = self._columns.all
+
+        def state(adapter: Place, leaves: Leaves, optimizer: Any) -> tuple[Any, Any]:
+            return lv.take(leaves, columns, own_columns, adapter.first), optimizer
+
+        def copy(*arguments: Any) -> Any:
+            taken, optimizer = state(*arguments)
+            parts = {name: cut(leaf, *_cuts(leaf)) if _cuts(leaf)[1] > 1 else [leaf] for name, leaf in taken.items()}
+            return parts, jax.tree.map(lambda leaf: cut(leaf, *_cuts(leaf)), optimizer)
+
+        arguments = adapter, leaves, optimizer
+        key = ("copy", own_columns, jax.tree.structure(optimizer))
+        if key not in self._copied:
+            self._copied[key] = jax.eval_shape(state, *arguments)
+        parts = self._jit(key, copy)(*arguments)
+        return jax.tree.map(lambda leaf, pieces: InParts(leaf.shape, pieces, _cuts(leaf)[0]), self._copied[key], parts)
+
+    def put(self, leaves: Leaves, first: Array, adapter_leaves: Leaves) -> Leaves:
+        """Writes some leaves of one adapter, trainable or constant ones."""
+        columns = self._columns.all
+        program = self._jit(
+            ("put",), lambda leaves, first, adapter_leaves: lv.put(leaves, columns, first, adapter_leaves)
+        )
+        return program(leaves, first, adapter_leaves)
+
+    def zeros(self, own_columns: Own, adapter: Place, lora: Leaves) -> Leaves:
+        """Returns zeros for an adapter's trainable leaves."""
+        return jax.tree.map(jnp.zeros_like, self.take(own_columns, adapter, lora))
+
+    def first_rows(self, table: Array, tokens: Sequence[int]) -> Array:
+        """Returns rows of a token table, which an adapter starts from, float32 [1, D, C]."""
+        program = self._jit(("rows", len(tokens)), lambda table, tokens: table[tokens].T.astype(jnp.float32)[None])
+        return program(table, np.array(tokens, np.int32))
+
+    def first_optimizer(self, own_columns: Own, optim: OptimSettings, adapter: Place, lora: Leaves) -> Any:
+        """Computes the initial optimizer state of one adapter with a compiled program."""
+        key = ("first optimizer", own_columns, optim.name, *optim.lr_ratios)
+        return self._jit(key, partial(self.init_optimizer, own_columns, optim))(adapter, lora)
+
+    def init_optimizer(self, own_columns: Own, optim: OptimSettings, adapter: Place, lora: Leaves) -> Any:
+        """Returns the initial optimizer state of one adapter."""
+        trained = self._columns.trained
+        optimizer = transformation(optim, zero_hyper(optim), adapter_step.groups(trained, own_columns))
+        return optimizer.init(lv.take(lora, trained, own_columns, adapter.first))
+
+
+def _cuts(leaf: Any) -> tuple[int, int]:
+    """How an array that every device has whole is cut."""
+    return find_cuts(leaf.shape, leaf.shape, leaf.dtype.itemsize)

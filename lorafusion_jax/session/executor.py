@@ -1,0 +1,493 @@
+"""Executes events on stages: the caller issues them in one order, and a thread per stage dispatches them.
+
+A device queues at most 32 programs; then dispatch blocks. With one thread for all stages, a full queue of one stage
+delays the others: two stages of a 32B model on H200s were idle 11 to 14 % of the time. The input of an event is the
+future of an event issued earlier, so there are no deadlocks.
+
+Several processes must dispatch programs with collectives across processes in the same order. Otherwise they deadlock (a
+run of two stages on two processes of CPU devices did). Each process then has one thread for all its stages.
+
+Stages may be in other processes. All processes issue the same events in the same order. Each runs those of its stages,
+and receives what its stages need of the others.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from jax import Array
+
+from lorafusion_jax.data.assemble import Microbatch
+from lorafusion_jax.optim.step import Hyper
+from lorafusion_jax.session.ahead import Ahead
+from lorafusion_jax.session.batch_end import BatchEnd
+from lorafusion_jax.session.distant_stage import AnyStage, DistantStage, RowsShape, local_stages, receive_activations
+from lorafusion_jax.session.failures import is_of_devices, place_of, stage_failed
+from lorafusion_jax.session.links import Announcement, Link, Links
+from lorafusion_jax.session.move import first_of, to_stage, transfer
+from lorafusion_jax.session.parts import Carried
+from lorafusion_jax.session.processes import is_alone
+from lorafusion_jax.session.spans import Spans
+from lorafusion_jax.session.stage import Stage, Stepped
+from lorafusion_jax.session.step_result import ClosedBatch, StepResult, in_order, not_finite
+from lorafusion_jax.session.warm_up import compile_stages
+from scheduling.pipeline import Event
+
+AHEAD = 1  # slots queued beyond those in the pipeline: devices need not wait for the host, and memory is bounded
+
+
+# (adapter, its closed global batch on every stage) -> the closed global batch to step with
+type BeforeStep = Callable[[str, list[Future[ClosedBatch]]], list[Future[ClosedBatch]]]
+
+
+class _FailedEvent(Exception):
+    """An exception, with the event during which it was raised."""
+
+    def __init__(self, problem: Exception, stage: int, slot: int | None, adapters: Sequence[str]):
+        super().__init__(str(problem))
+        self.problem, self.stage, self.slot, self.adapters = problem, stage, slot, adapters
+
+
+def _lanes(stages: Sequence[AnyStage], *, ordered: bool) -> list[ThreadPoolExecutor]:
+    """Returns for each stage the thread that dispatches its work, or receives that of other processes.
+
+    Args:
+        ordered: whether stages of this process share a thread.
+    """
+    together, others = ThreadPoolExecutor(1, "stages"), ThreadPoolExecutor(1, "receive")  # start with their first work
+    return [
+        others if isinstance(stage, DistantStage) else together if ordered else ThreadPoolExecutor(1, f"stage-{index}")
+        for index, stage in enumerate(stages)
+    ]
+
+
+@jax.jit
+def _first_number(array: Array) -> Array:
+    return array[(..., *[0] * array.ndim)]
+
+
+def _shapes(rows: Microbatch) -> list[tuple[int, ...]]:
+    return [np.shape(leaf) for leaf in jax.tree.leaves(rows)]
+
+
+@dataclass(slots=True, kw_only=True)
+class _InFlight:
+    """A microbatch between its admission and the end of its last backward pass.
+
+    Attributes:
+        batches: its arrays on the devices of each local stage; the last one's forward pass drops them.
+        rows: decides the shape of what stages pass on.
+        adapters: for error messages.
+        inputs: (kind, stage) → what an event needs from the stage before it.
+        done: result of its last event; None until that is issued.
+    """
+
+    batches: dict[int, Any]
+    rows: RowsShape
+    adapters: Sequence[str] = ()
+    inputs: dict[tuple[str, int], Future[Carried]] = field(default_factory=dict)
+    done: Future[Carried] | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class _EndingBatch:
+    """An adapter's global batch whose last slot is known, until its step.
+
+    Attributes:
+        slot: the slot that completed it.
+        stages: those that have closed it.
+        closed: by stage of this process.
+    """
+
+    slot: int
+    stages: set[int] = field(default_factory=set)
+    closed: dict[int, Future[ClosedBatch]] = field(default_factory=dict)
+
+
+class Executor:
+    """Runs the events of a plan.
+
+    Methods return at once unless their docstring says that they wait. Stages belong to their threads while events are
+    in flight: call `wait_dispatched` before you access them from outside.
+
+    Args:
+        stages: in order.
+        names: names of the adapters, in stacking order.
+        spans: records when each event ran.
+
+    Attributes:
+        links: the ways between stages.
+        local_stages: those of this process, by number.
+        before_step: called before every step that is issued.
+        describe: adds what microbatches say of adapters in places, see `PlaceTable.describe`.
+    """
+
+    def __init__(self, stages: Sequence[AnyStage], names: Sequence[str], spans: Spans | None = None):
+        self.stages, self._spans = tuple(stages), spans
+        self.local_stages = local_stages(stages)
+        self.links = Links([stage.mesh for stage in stages])
+        self._ordered = not is_alone() and any(stage.mesh.spans_processes for stage in self.local_stages.values())
+        self._lanes = _lanes(self.stages, ordered=self._ordered)
+        self._index = {name: number for number, name in enumerate(names)}
+        self._in_flight: dict[int, _InFlight] = {}  # by slot
+        self._issued: deque[int] = deque()  # slots in flight whose events have all been issued, in this order
+        self._completed: list[int] = []  # finished slots that `completed_slots` has not returned yet
+        self._ending: dict[int, _EndingBatch] = {}  # by number of the adapter
+        self._failure: _FailedEvent | None = None  # the first failure; later work is not run
+        self._failing = threading.Lock()
+        self._warm: list[list[tuple[int, ...]]] = []  # shapes of the microbatches that programs were compiled for
+        self.before_step: BeforeStep = lambda adapter, closed: closed
+        self.describe: Callable[[Microbatch], Microbatch] = lambda rows: rows
+
+    @property
+    def local_replicas(self) -> list[int]:
+        """Replicas whose microbatches this process provides."""
+        return next(iter(self.local_stages.values())).mesh.local_replicas
+
+    def replace_stages(self, stages: Sequence[AnyStage]) -> None:
+        """Replaces the stages, on the same devices. No event may be in flight."""
+        assert not self._in_flight
+        assert len(stages) == len(self.stages)
+        self.stages, self.local_stages, self._warm = tuple(stages), local_stages(stages), []
+
+    def number_adapters(self, index: Mapping[str, int]) -> None:
+        """Says at which position each adapter is."""
+        self._index = dict(index)
+
+    def warm_up(
+        self,
+        rows: Sequence[Microbatch],
+        held_out: Microbatch | None = None,
+        on_progress: Callable[[Sequence[str]], None] = lambda left: None,
+        ahead: Ahead | None = None,
+    ) -> dict[str, tuple[float, float]]:
+        """Compiles what all stages run, see `compile_stages`. Does nothing if programs for these shapes are compiled.
+
+        Args:
+            rows: padding only, [replicas of this process, ...]; one of each capacity.
+            held_out: the same of an evaluation.
+            on_progress: called with what still compiles, whenever that changes.
+            ahead: processes that compile programs of layers meanwhile.
+
+        Returns:
+            What was compiled → start and end by `time.perf_counter`.
+        """
+        if self.is_warm(rows):
+            return {}
+        times = compile_stages(
+            self.local_stages,
+            len(self.stages),
+            list(map(self.describe, rows)),
+            None if held_out is None else self.describe(held_out),
+            in_turn=self._ordered,
+            blaming=self.blaming,
+            on_progress=on_progress,
+            ahead=Ahead() if ahead is None else ahead,
+        )
+        self._warm += map(_shapes, rows)
+        return times
+
+    def is_warm(self, rows: Sequence[Microbatch]) -> bool:
+        """Whether what microbatches of these shapes run is compiled."""
+        return all(_shapes(microbatch) in self._warm for microbatch in rows)
+
+    def admit(self, slot: int, rows: Microbatch) -> None:
+        """Puts a microbatch on the devices. Waits until there is room for it in the queue.
+
+        Args:
+            slot: slot of the plan.
+            rows: [replicas of this process, ...].
+        """
+        while len(self._issued) > AHEAD:
+            self._wait_oldest()
+        batches, rows = {}, self.describe(rows)
+        for index, stage in self.local_stages.items():
+            with self.blaming(index, slot):
+                batches[index] = to_stage(rows, stage.mesh)
+        self._in_flight[slot] = _InFlight(batches=batches, rows=RowsShape.of(rows))
+
+    def issue(self, event: Event, adapters: Sequence[str] = ()) -> None:
+        """Issues a forward or backward pass on its stage.
+
+        Args:
+            event: see `scheduling.pipeline`.
+            adapters: adapters of its slot, for error messages.
+
+        Raises:
+            RunError: `train.out-of-memory`, `train.process-lost` or `train.stage-failed`, of this or an earlier event.
+        """
+        if self._failure is not None:
+            with self.blaming(None, None):
+                raise self._failure
+        flight = self._in_flight[event.slot]
+        flight.adapters = adapters
+        target = event.stage + (1 if event.kind == "forward" else -1)
+        link = self.links.link(event.stage, target) if 0 <= target < len(self.stages) else None
+        needed = flight.inputs.pop((event.kind, event.stage), None)
+        work: Callable[[], Carried] | None = None
+        if event.stage in self.local_stages:
+            run = self._forward if event.kind == "forward" else self._backward
+            work = partial(run, event, flight, needed, link)
+        elif link is not None:
+            work = partial(receive_activations, self.stages[target], flight.rows, link)
+        if work is not None:
+            done = self._submit(event.stage, event.slot, adapters, work)
+            if link is not None:
+                flight.inputs[event.kind, target] = done
+            if event.kind == "backward" and event.stage in self.local_stages:
+                flight.done = done
+        if event.kind == "backward" and not event.stage:
+            self._issued.append(event.slot)
+
+    def close_batch(self, event: Event, adapter: str) -> bool:
+        """Closes an adapter's global batch on the stage of an update event. Returns whether all stages closed it."""
+        number = self._index[adapter]
+        event = event._replace(adapters=(adapter,))  # batches of other adapters may end in this slot, too
+        batch = self._ending.setdefault(number, _EndingBatch(slot=event.slot))
+        batch.slot = event.slot
+        batch.stages.add(event.stage)
+        stage = self.local_stages.get(event.stage)
+        if stage is not None:
+
+            def run() -> ClosedBatch:
+                with self._record_event(event) as record:
+                    summary, finite = stage.close_batch(number)
+                    record(summary.squares)
+                return ClosedBatch(event.stage, summary, finite)
+
+            batch.closed[event.stage] = self._submit(event.stage, event.slot, [adapter], run)
+        return len(batch.stages) == len(self.stages)
+
+    def step(self, adapter: str, numbers: Hyper) -> StepResult:
+        """Steps an adapter on all stages. The gradient norm for clipping is over all stages."""
+        number = self._index[adapter]
+        batch = self._ending.pop(number)
+
+        def submit[T](index: int, work: Callable[[], T]) -> Future[T]:
+            return self._submit(index, batch.slot, [adapter], work)
+
+        end = BatchEnd(
+            number=number,
+            closed=batch.closed,
+            stages=self.stages,
+            local_stages=self.local_stages,
+            links=self.links,
+            submit=submit,
+        )
+        closed = end.of_all_stages()
+        used = self.before_step(adapter, closed)
+
+        def run(index: int, announcement: Announcement) -> Stepped:
+            stage = self.stages[index]
+            if isinstance(stage, DistantStage):
+                return announcement.receive(stage.stepped_like(number))
+            summaries = [transfer(closed.summary.without_metrics, stage.mesh) for closed in in_order(used)]
+            with self._record_event(Event("update", index, batch.slot, (adapter,)), stepping=True) as record:
+                stepped = stage.step(number, summaries, numbers)
+                record(stepped.alive)
+            announcement.send((stepped.alive, stepped.finite))
+            return stepped
+
+        stepped = [
+            submit(index, partial(run, index, self.links.announcement(index))) for index in range(len(self.stages))
+        ]
+        return StepResult(number, closed, stepped)
+
+    def put_back(self, adapter: str, result: StepResult) -> None:
+        """Restores an adapter on every stage to its state before a step that some stage refused.
+
+        Stages step without knowing the results of the others, so that no stage waits for another. Later steps of the
+        adapter do not count either: after a refused step, every stage refuses all later ones.
+        """
+        stepped = result.stepped
+        for index, stage in self.local_stages.items():
+            if (before := stepped[index].before) is not None:
+                self._submit(index, None, [adapter], partial(stage.put_back, self._index[adapter], before))
+
+    def read[T](self, work: Callable[[Stage], T]) -> list[Future[T]]:
+        """Reads from every stage of this process, after all work issued so far."""
+        return [self._submit(index, None, (), partial(work, stage)) for index, stage in self.local_stages.items()]
+
+    def read_all[T](self, work: Callable[[Stage], T]) -> list[T]:
+        """Returns what `read` promises, by stage. Waits for it."""
+        return [done.result() for done in self.read(work)]
+
+    def wait_dispatched(self) -> None:
+        """Waits until all work is dispatched. Then the stages' arrays may be read; reading waits for their values."""
+        for index in range(len(self.stages)):  # those of other processes, too: their results have been asked for then
+            with self.blaming(index, None):
+                self._submit(index, None, (), lambda: None).result()
+
+    @contextmanager
+    def blaming(self, stage: int | None, slot: int | None, adapters: Sequence[str] = ()) -> Iterator[None]:
+        """Turns exceptions of jax in the body into one error.
+
+        A failed program raises where its result is used next, and the spans know which event failed first. Without
+        spans, the error names the stage, slot and adapters given here.
+
+        Raises:
+            RunError: `train.out-of-memory`, `train.process-lost` or `train.stage-failed`.
+            Exception: any other exception of a stage's thread, unchanged.
+        """
+        try:
+            yield
+        except Exception as problem:
+            if not isinstance(problem, _FailedEvent) and not is_of_devices(problem):
+                raise
+            for lane in set(self._lanes):
+                lane.shutdown(wait=True, cancel_futures=True)
+            if isinstance(problem, _FailedEvent):
+                stage, slot, adapters = problem.stage, problem.slot, problem.adapters
+            first = None if self._spans is None else self._spans.first_failure()
+            if first is not None:
+                stage, slot = first.stage, first.slot
+                flight = self._in_flight.get(first.slot)
+                adapters = first.adapters or (adapters if flight is None else flight.adapters)
+            cause = problem.problem if isinstance(problem, _FailedEvent) else problem
+            if not is_of_devices(cause):
+                cause.add_note(f"raised{place_of(stage, slot, adapters)}; lorafusion resume RUN continues from before")
+                raise cause from None
+            raise stage_failed(
+                cause, stage, slot, adapters, remat=next((part.remat for part in self.stages), None)
+            ) from cause
+
+    def completed_slots(self) -> list[int]:
+        """Returns the slots that were found to be done since the last call, in order."""
+        slots, self._completed = self._completed, []
+        return slots
+
+    def close(self) -> None:
+        """Ends the threads of the stages after the work that was issued."""
+        for lane in set(self._lanes):
+            lane.shutdown(wait=True)
+
+    def wait_all(self) -> None:
+        """Waits until all issued work is done."""
+        while self._issued:
+            self._wait_oldest()
+
+    def not_finite(self, adapter: str, result: StepResult) -> str | None:
+        """Describes what was not finite in a refused step; see `step_result.not_finite`."""
+        return not_finite(self.stages, self._index[adapter], result)
+
+    def evaluate(self, rows: Microbatch, adapters: Sequence[str] = ()) -> Future[dict[str, Array]]:
+        """Issues a held-out microbatch. Returns sums of loss and metrics of each adapter, [A]."""
+        last, result = len(self.stages) - 1, self.run_forward(Stage.evaluate, self.describe(rows), adapters)
+        announcement = self.links.announcement(last)
+
+        def share() -> Any:
+            stage = self.stages[last]
+            if isinstance(stage, DistantStage):
+                return announcement.receive(stage.totals_like())
+            return announcement.send(result.result())
+
+        return self._submit(last, None, adapters, share) if self.links.apart else result
+
+    def run_forward(
+        self,
+        run: Callable[[Stage, Microbatch, Array | None], Any],
+        rows: Microbatch,
+        adapters: Sequence[str] = (),
+        stages: Sequence[AnyStage] | None = None,
+    ) -> Future[Any]:
+        """Issues a pass without gradients through all stages, e.g. `Stage.token_logprobs`.
+
+        Args:
+            stages: others on the same devices, whose time counts apart (None: those of the session).
+
+        Returns:
+            The result of the last stage, on the process that holds it.
+        """
+        used = self.stages if stages is None else stages
+        local = local_stages(used)
+
+        def run_stage(index: int, before: Future[Any] | None, link: Link | None) -> Any:
+            stage, x = local[index], None if before is None else before.result()
+            began = time.perf_counter()
+            result = run(stage, to_stage(rows, stage.mesh), x)
+            if self._spans is not None and stages is not None and index == 0:
+                self._spans.follow_pass(began, result)
+            return result if link is None else link.send(result)
+
+        done: Future[Any] | None = None
+        for index in range(len(used)):
+            link = self.links.link(index, index + 1) if index + 1 < len(used) else None
+            if index in local:
+                done = self._submit(index, None, adapters, partial(run_stage, index, done, link))
+            elif link is not None:
+                receive = partial(receive_activations, used[index + 1], RowsShape.of(rows), link)
+                done = self._submit(index, None, adapters, receive)
+        assert done is not None
+        return done
+
+    def _wait_oldest(self) -> None:
+        slot = self._issued[0]
+        flight = self._in_flight[slot]
+        assert flight.done is not None
+        with self.blaming(None, slot, flight.adapters):
+            jax.block_until_ready(flight.done.result())
+        self._issued.popleft()
+        del self._in_flight[slot]
+        self._completed.append(slot)
+
+    def _submit[T](self, stage: int, slot: int | None, adapters: Sequence[str], work: Callable[[], T]) -> Future[T]:
+        """Runs work on a stage's thread, after all work issued before."""
+
+        def run() -> T:
+            if self._failure is not None:
+                raise self._failure
+            try:
+                return work()
+            except Exception as problem:  # an error of jax or a bug; either way later work cannot run
+                with self._failing:
+                    self._failure = self._failure or _FailedEvent(problem, stage, slot, adapters)
+                raise self._failure from problem
+
+        return self._lanes[stage].submit(run)
+
+    def _forward(self, event: Event, flight: _InFlight, needed: Future[Carried] | None, link: Link | None) -> Carried:
+        x = None if needed is None else needed.result()
+        with self._record_event(event, needed=self._arriving(event.stage - 1, x)) as record:
+            batch = flight.batches[event.stage]
+            if event.stage == max(self.local_stages):
+                flight.batches = {}  # frees the device memory of all stages' copies once they are used
+            result = self.local_stages[event.stage].forward(event.slot, batch, x)
+            record(first_of(result))
+            return result if link is None else link.send(result)
+
+    def _backward(self, event: Event, flight: _InFlight, needed: Future[Carried] | None, link: Link | None) -> Carried:
+        del flight
+        dy = None if needed is None else needed.result()
+        with self._record_event(event, needed=self._arriving(event.stage + 1, dy)) as record:
+            dx = self.local_stages[event.stage].backward(event.slot, dy)
+            record(first_of(dx))
+            return dx if link is None else link.send(dx)
+
+    def _arriving(self, source: int, arrays: Carried | None) -> Array | None:
+        """Returns something that is ready when arrays of another process have arrived. They may be donated."""
+        return None if arrays is None or source in self.local_stages else _first_number(first_of(arrays))
+
+    @contextmanager
+    def _record_event(
+        self, event: Event, *, stepping: bool = False, needed: Array | None = None
+    ) -> Iterator[Callable[[Array], None]]:
+        """Yields a function that records the event's result for the spans.
+
+        Args:
+            needed: ready when the input of the event is, if the spans do not know it.
+        """
+        issued = None if self._spans is None else self._spans.issued(event, stepping=stepping)
+        results: list[Array] = []
+        yield results.append
+        if self._spans is not None and issued is not None:
+            self._spans.follow(issued, *results, needed=needed)

@@ -1,0 +1,128 @@
+"""Writes an adapter as a PEFT folder: tensors, tokenizer, model card and a record of how it was trained."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lorafusion_jax.adapters.spec import AdapterSpec
+from lorafusion_jax.checkpoint.base_model import base_directory, exported_base
+from lorafusion_jax.checkpoint.peft import export_adapter
+from lorafusion_jax.checkpoint.peft_leaves import with_adapter_axis
+from lorafusion_jax.config.model import ModelConfig
+from lorafusion_jax.config.schema import AdapterConfig, JobConfig
+from lorafusion_jax.report.record import versions
+from lorafusion_jax.session.adapter_state import AdapterState
+from lorafusion_jax.session.task import Task
+from lorafusion_jax.weights.table import NONE
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+
+
+def export_task(task: Task, state: AdapterState, target: Path, *, name: str = "") -> Path:
+    """Writes the state of a task as a new folder; see `write_adapter`.
+
+    Args:
+        name: name of the adapter in its files, if another one than in the session.
+    """
+    adapter = task.adapter.model_copy(update={"name": name or task.name})
+    record = {"step": state.step, "data": state.data, "versions": versions()}
+    return write_adapter(task.config, adapter, task.spec, state.weights, target, record)
+
+
+def write_adapter(
+    config: JobConfig,
+    adapter: AdapterConfig,
+    spec: AdapterSpec,
+    weights: Mapping[str, np.ndarray],
+    target: Path,
+    record: dict[str, Any],
+    *,
+    plan: str = "",
+) -> Path:
+    """Writes a new folder atomically: PEFT files, tokenizer, model card, run.json and digests.
+
+    Args:
+        config: gives the base.
+        weights: "layers.self_attn.q_proj.lora_a" → [L, K, r], and other leaves.
+        record: content of run.json; `step` and, if the adapter has failed, `failed` are also in the model card.
+        plan: digest of the plan, for the model card.
+
+    Raises:
+        CheckpointError: `export.not-finite`.
+        RunError: `save.no-space`, `save.failed`.
+    """
+    base, revision = exported_base(config)
+    model = ModelConfig.from_hf(base_directory(config))
+    record = record | {"adapter": adapter.model_dump(mode="json"), "base": base}
+    card = model_card(adapter, record["step"], config, plan=plan, failure=record.get("failed") or "")
+    return export_adapter(
+        with_adapter_axis(weights),
+        spec,
+        0,
+        base,
+        target,
+        base_quantize=config.base.quantize,
+        base_revision=revision,
+        replace=True,
+        finish=partial(_describe, base=base_directory(config), record=record, card=card),
+        shapes=model.saved_shapes,
+        layers=model.some_layers,
+    )
+
+
+def _describe(folder: Path, base: Path, record: dict[str, Any], card: str) -> None:
+    for file in TOKENIZER_FILES:
+        if (base / file).is_file():
+            shutil.copyfile(base / file, folder / file)
+    (folder / "run.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
+    (folder / "README.md").write_text(card, encoding="utf-8")
+
+
+def model_card(adapter: AdapterConfig, step: int, config: JobConfig, *, plan: str = "", failure: str = "") -> str:
+    """Returns the README.md of an adapter folder."""
+    lora, optim, settings = adapter.lora, adapter.optim, config.base
+    base, revision = exported_base(config)
+    at = f', revision="{revision}"' if revision else ""
+    longer = "".join(f" and {part.samples} samples" for part in adapter.extended)
+    planned = f"\n| plan | {plan} |" if plan else ""
+    stored = "" if settings.quantize == NONE else f", quantised as {settings.quantize}"
+    chosen = adapter.objective.chosen
+    scored = chosen.head is not None and chosen.objective.task == "SEQ_CLS"
+    model = "AutoModelForSequenceClassification" if scored else "AutoModelForCausalLM"
+    labels = f", num_labels={chosen.head.leaves[0].axes[-1]}" if scored and chosen.head else ""
+    belongs = f"""
+The base was quantised as `{settings.quantize}` in training, and the adapter belongs to that base: on the original
+weights its outputs differ a little.
+"""
+    warning = f"\n**Training failed after this step**: {failure}. These are the last good weights.\n" if failure else ""
+    on_hub = f"base_model: {base}\n" if "/" in base else ""
+    loaded = base if on_hub else f"path/to/{base}"
+    return f"""---
+{on_hub}library_name: peft
+tags: [lora]
+---
+# {adapter.name}
+
+LoRA adapter of `{base}`{stored}, {step} optimizer steps. Trained with lorafusion-jax.
+{warning}{belongs if stored else ""}
+| | |
+|---|---|
+| rank, alpha, dropout | {lora.rank}, {lora.alpha:g}{" (rsLoRA)" if lora.rslora else ""}, {lora.dropout:g} |
+| optimizer | {optim.name}, lr {optim.lr:g}, {optim.schedule}, warm-up {optim.warmup:g} |
+| global batch, epochs, seed | {adapter.global_samples}, {adapter.epochs}{longer}, {adapter.seed} |{planned}
+
+`run.json` holds the complete record.
+
+```python
+from peft import PeftModel
+from transformers import {model}
+model = PeftModel.from_pretrained({model}.from_pretrained("{loaded}"{at}{labels}), "path/to/this/folder")
+```
+"""

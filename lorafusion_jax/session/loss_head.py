@@ -1,0 +1,136 @@
+"""The end of the decoder: the final norm, the head, and the losses and metrics of each adapter.
+
+T packed tokens · D model width · V vocabulary · A adapters · N samples · C columns of all adapters
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from lorafusion_jax.adapters.bank import rows_of
+from lorafusion_jax.config.schema import TrainSettings
+from lorafusion_jax.models.balance import balance_losses
+from lorafusion_jax.models.forward import final_norm
+from lorafusion_jax.modules.tensor_sums import TENSOR
+from lorafusion_jax.objective.batch import divergence_rows, totals_of
+from lorafusion_jax.objective.loss import token_divergences, token_losses
+from lorafusion_jax.objective.protocol import DIVERGENCE, HIDDEN, SCORE, Chosen
+from lorafusion_jax.objective.replaced_rows import ReplacedRows
+from lorafusion_jax.session.leaf_layout import LeafLayout
+from lorafusion_jax.session.leaves import HEAD, HEAD_ROWS
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossHead:
+    """Losses and metrics from the activations of the last layer.
+
+    Args:
+        layout: the leaves of the adapters.
+        settings: the loss chunk.
+        dtype: of the states.
+        tensor: devices that split the vocabulary, if it divides.
+    """
+
+    layout: LeafLayout
+    settings: TrainSettings
+    dtype: Any
+    tensor: int = 1
+
+    def totals(
+        self, norm: Array, head: Array, x_TD: Array, batch: Any, heads: Mapping[str, Array], chosen: Sequence[Chosen]
+    ) -> dict[str, Array]:  # Microbatch of tracers
+        """Computes sums of loss and metrics of each adapter, float32 [A].
+
+        Args:
+            heads: leaves of the objectives' heads by name, [1, C, ...], and of trained rows of the head.
+            chosen: as in `totals_of`.
+        """
+        weights = jnp.where(batch.row_adapter >= 0, batch.weights, 0.0)
+        hidden = final_norm(x_TD, norm, self.layout.model)
+        rows = heads.get(HEAD_ROWS)
+        losses_T = self._token_losses(hidden, head, batch, weights, rows)
+        needed = frozenset().union(*(objective.needs for objective in chosen))
+        divergence_T = self._divergences(hidden, head, batch, chosen) if DIVERGENCE in needed else None
+        of_samples = {} if batch.samples is None else heads  # a session has heads before an objective needs them
+        return totals_of(
+            losses_T,
+            batch,
+            chosen,
+            None if needed.isdisjoint({HIDDEN, SCORE}) else hidden,
+            divergence_T,
+            {
+                name.removeprefix(HEAD): self._of_samples(name, leaf, batch)
+                for name, leaf in of_samples.items()
+                if name != HEAD_ROWS
+            },
+        )
+
+    def balance(self, choices_2ME: Array, batch: Any) -> Array:
+        """Computes the weighted sum of the routers' losses over the sequences of each adapter, float32 [A].
+
+        Sequences are selected, so that NaN stays with its adapter.
+        """
+        length_M, weight_M = batch.balance
+        loss_M = balance_losses(choices_2ME, length_M, self.layout.model.num_routers) * weight_M
+        adapter_M = jnp.where(length_M > 0, batch.row_adapter[batch.segment_offsets[:-1]], -1)
+        of_adapter_AM = jnp.arange(len(self.layout.specs))[:, None] == adapter_M
+        return jnp.where(of_adapter_AM, loss_M, 0.0).sum(-1)
+
+    def states(self, norm: Array, x_TD: Array) -> Array:
+        """Computes the states after the final norm, [T, D]."""
+        return final_norm(x_TD, norm, self.layout.model).astype(self.dtype)
+
+    def token_logprobs(self, norm: Array, head: Array, x_TD: Array, batch: Any, heads: Mapping[str, Array]) -> Array:
+        """Computes log p of the learned target of each row, float32 [T]; 0 where nothing is learned."""
+        hidden, learned = final_norm(x_TD, norm, self.layout.model), (batch.weights != 0).astype(jnp.float32)
+        return -self._token_losses(hidden, head, batch, learned, heads.get(HEAD_ROWS))
+
+    def _of_samples(self, name: str, leaf: Array, batch: Any) -> Array:
+        """Returns the tensor of each sample's adapter, [N, ...]; any for samples of others."""
+        at, adapter_N = self.layout.columns[name], batch.samples.adapter
+        column_A = jnp.array([first if width else -1 for first, width in zip(at.first, at.width, strict=True)])
+        return rows_of(leaf[0], jnp.where(adapter_N >= 0, column_A[jnp.maximum(adapter_N, 0)], -1))
+
+    def _divergences(self, hidden: Array, head: Array, batch: Any, chosen: Sequence[Chosen]) -> Array:
+        weights, betas, temperatures = divergence_rows(batch, chosen)
+        return token_divergences(
+            hidden,
+            batch.samples.teacher,
+            head.T,
+            weights,
+            betas,
+            temperatures,
+            chunk=self.settings.loss_chunk,
+            soft_cap=self.layout.model.final_soft_cap,
+            logit_scale=self.layout.model.logit_scale,
+        )
+
+    @property
+    def _axis(self) -> str | None:
+        """The mesh axis that splits the vocabulary."""
+        return TENSOR if self.tensor > 1 and self.layout.model.vocab_size % self.tensor == 0 else None
+
+    def _token_losses(self, hidden: Array, head: Array, batch: Any, weights: Array, rows: Array | None) -> Array:
+        """Computes the token losses.
+
+        Args:
+            rows: trained rows of the head, [1, D, C].
+        """
+        columns = self.layout.token_columns("head")
+        replaced = None if rows is None else ReplacedRows(rows[0], columns, batch.row_adapter)
+        return token_losses(
+            hidden,
+            head.T,
+            batch.targets,
+            weights,
+            chunk=self.settings.loss_chunk,
+            soft_cap=self.layout.model.final_soft_cap,
+            logit_scale=self.layout.model.logit_scale,
+            replaced=replaced,
+            axis=self._axis,
+        )

@@ -1,0 +1,188 @@
+"""Writes adapters into the places of a live session: what fits, with which weights, and what it compiles."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from lorafusion_jax.adapters.spec import AdapterSpec
+from lorafusion_jax.adapters.table import adapter_kind
+from lorafusion_jax.checkpoint.warm_start import read_warm_starts, start_from
+from lorafusion_jax.config.places import Places
+from lorafusion_jax.config.references import ReferenceWeights
+from lorafusion_jax.config.schema import JobConfig, OptimSettings
+from lorafusion_jax.config.specs import adapter_specs
+from lorafusion_jax.config.stack import place_name
+from lorafusion_jax.data.sample_table import State
+from lorafusion_jax.errors import CheckpointError, RunError
+from lorafusion_jax.objective.protocol import SFT, Chosen
+from lorafusion_jax.session.adapter_state import AdapterState
+from lorafusion_jax.session.batches import teacher_state
+from lorafusion_jax.session.dry_runs import compile_steps
+from lorafusion_jax.session.executor import Executor
+from lorafusion_jax.session.first_weights import first_weights
+from lorafusion_jax.session.place_table import PlaceTable
+from lorafusion_jax.session.references import read_reference_folder
+from lorafusion_jax.session.stage import Stage
+from lorafusion_jax.session.task import Task
+from lorafusion_jax.session.window_batches import Assembler
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlaceWeights:
+    """What a place gets.
+
+    Args:
+        leaves: for all layers.
+        optimizer: its state by path, for all layers (None: the initial one).
+        fresh: initial values may depend on the base.
+    """
+
+    spec: AdapterSpec
+    leaves: Mapping[str, np.ndarray]
+    optimizer: Mapping[str, np.ndarray] | None = None
+    fresh: bool = False
+
+
+class PlaceWriter:
+    """Puts adapters into places, after all work issued so far.
+
+    Args:
+        table: what microbatches say of places; it is told of every adapter.
+    """
+
+    def __init__(
+        self,
+        config: JobConfig,
+        places: Places,
+        executor: Executor,
+        assembler: Assembler,
+        table: PlaceTable,
+    ):
+        self._config, self._places = config, places
+        self._executor, self._stages = executor, tuple(executor.local_stages.values())
+        self._assembler, self._table = assembler, table
+        self._objectives: list[Chosen] = [SFT]
+        self._compiled: set[tuple] = set()
+
+    def write_zeros(self) -> None:
+        """Makes the arrays of all places, with an adapter of zeros in each."""
+        for stage in self._stages:
+            stage.start(self._zeros())
+
+    def compile_classes(self) -> None:
+        """Compiles the steps of the largest adapters of each class of places."""
+        zeros, specs = self._zeros(), adapter_specs(self._config)
+        for place, *_ in self._places.classes.values():
+            for stage in self._stages:
+                stage.write(place, zeros[place_name(place)])
+                stage.copy_state(place)
+                stage.adapter(place)
+                if adapter_kind(specs[place].kind).start is not None:
+                    stage.start_from_base(place)
+            self._compiled.add(_steps_of(specs[place], self._config.adapters[place].optim))
+        for stage in self._stages:
+            stage.optimizers.clear()
+
+    def check(self, place: int, task: Task, most_segments: int) -> None:
+        """Raises `session.place` or `session.segments` if a task does not fit into a place."""
+        why = self._places.refuses(task.spec)
+        if why or task.spec.rank > self._places.ranks[place]:
+            raise RunError(
+                "session.place",
+                f"{task.name} does not fit into place {place}.",
+                why=why or f"rank {task.spec.rank} is above {self._places.ranks[place]}",
+            )
+        if task.chosen.num_segments > most_segments:
+            raise RunError(
+                "session.segments",
+                f"a sample of {task.name} has {task.chosen.num_segments} segments.",
+                why=f"microbatches of the session have places for {most_segments}",
+                fix="a smaller group, or a session of a larger batch.capacity_tokens",
+            )
+
+    def first_weights(self, task: Task) -> PlaceWeights:
+        """Returns initial weights, or those of `lora.init_from`."""
+        parts = self._stages[0].parts
+        first, layers = {task.name: first_weights(parts.leaves, task.spec)}, parts.model.some_layers
+        leaves = start_from(first, read_warm_starts(task.config), [task.spec], layers)[task.name]
+        return PlaceWeights(spec=task.spec, leaves=leaves, fresh=task.adapter.lora.init_from is None)
+
+    def reference_weights(
+        self, place: int, task: Task, reference: ReferenceWeights | None, first: PlaceWeights
+    ) -> PlaceWeights | None:
+        """Returns the weights that a place holds while a reference is computed; None: those that train."""
+        if reference is None or reference.kind == "base":
+            return None
+        if reference.kind == "adapter":
+            return first
+        described, arrays = read_reference_folder(task.config, reference)
+        spec = replace(described, name=task.name)
+        if why := self._places.refuses(spec) or (spec.rank > self._places.ranks[place] and f"rank {spec.rank}"):
+            raise RunError(
+                "session.reference", f"the reference of {task.name} does not fit into place {place}.", why=why
+            )
+        parts = self._stages[0].parts
+        drawn = {task.name: first_weights(parts.leaves, spec)}
+        leaves = start_from(drawn, {0: arrays}, [spec], parts.model.some_layers)
+        return PlaceWeights(spec=spec, leaves=leaves[task.name])
+
+    def number_objective(self, task: Task) -> int:
+        """Returns the number of a task's objective in the session, which learns it if it is new."""
+        chosen = task.chosen
+        self._assembler.add_objective(task, self.teacher_state(task))
+        known = (number for number, other in enumerate(self._objectives) if chosen.same_as(other))
+        if (number := next(known, None)) is not None:
+            return number
+        self._objectives.append(chosen)
+        objectives = tuple(self._objectives)
+        self._executor.read_all(lambda stage: stage.replace_objectives(objectives))
+        return len(objectives) - 1
+
+    def teacher_state(self, task: Task) -> State | None:
+        """Returns the state of a teacher's tokens, if the task's objective compares distributions."""
+        return teacher_state(self._config.model_copy(update={"adapters": (task.adapter,)}))
+
+    def write(self, place: int, task: Task, weights: PlaceWeights, objective: int) -> None:
+        """Writes weights and optimizer state into a place. `objective` is its number in the session."""
+        self._table.assign(place, weights.spec, objective)
+        for done in self._executor.read(lambda stage: self._write_stage(stage, place, task, weights)):
+            with self._executor.blaming(None, None, [task.name]):
+                done.result()
+
+    def _write_stage(self, stage: Stage, place: int, task: Task, weights: PlaceWeights) -> None:
+        stage.assign(place, task.adapter, weights.spec)
+        stage.write(place, weights.leaves, weights.optimizer)
+        if weights.fresh and adapter_kind(weights.spec.kind).start is not None:
+            stage.start_from_base(place)
+        steps = _steps_of(weights.spec, task.adapter.optim)
+        if steps not in self._compiled:
+            compile_steps(stage, len(self._stages), place)
+            stage.copy_state(place)
+            stage.adapter(place)
+            if stage is self._stages[-1]:
+                self._compiled.add(steps)
+
+    def _zeros(self) -> dict[str, dict[str, np.ndarray]]:
+        shapes = self._stages[0].parts.leaves.own_shapes()
+        return {
+            name: {leaf: np.zeros(shape, np.float32) for leaf, shape in leaf_shapes.items()}
+            for name, leaf_shapes in shapes.items()
+        }
+
+
+def _steps_of(spec: AdapterSpec, optim: OptimSettings) -> tuple:
+    """What decides the programs of an adapter's steps: adapters that agree in it share them."""
+    return spec.kind, spec.rank, spec.targets, optim.name, optim.clip > 0, *optim.lr_ratios
+
+
+def check_state(task: Task, state: AdapterState) -> None:
+    """Raises `state.data` if a state was trained on other data than the task's."""
+    if state.data != task.data.digest:
+        raise CheckpointError(
+            "state.data",
+            f"the state of {task.name} was trained on other data, or in another order.",
+            fix="restore the data, or start the adapter from the beginning",
+        )

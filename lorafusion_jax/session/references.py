@@ -1,0 +1,280 @@
+"""Computes what the references of adapters say of their samples: one forward pass over each set, before it is trained.
+
+Each set is packed alone, so the result does not depend on the other adapters of the job.
+R replicas · T packed tokens
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax import Array
+
+from lorafusion_jax.adapters.spec import AdapterSpec
+from lorafusion_jax.checkpoint.peft import Arrays, read_described
+from lorafusion_jax.checkpoint.warm_start import start_from
+from lorafusion_jax.config.references import ReferenceWeights, reference_of
+from lorafusion_jax.config.schema import AdapterConfig, JobConfig
+from lorafusion_jax.config.stack import stack_of, without_places
+from lorafusion_jax.data.assemble import EACH_ONE, Microbatch, assemble, num_segments, piece_of, stacked
+from lorafusion_jax.data.prepare import Prepared
+from lorafusion_jax.data.references import STATES, SetReferences, sets_of
+from lorafusion_jax.data.sample_table import State
+from lorafusion_jax.data.tokenized_set import TokenizedSet
+from lorafusion_jax.errors import CheckpointError
+from lorafusion_jax.objective.protocol import DIVERGENCE
+from lorafusion_jax.planning.training_plan import plan_of_set
+from lorafusion_jax.report.format import count
+from lorafusion_jax.session.base import stages_for
+from lorafusion_jax.session.batches import teacher_state
+from lorafusion_jax.session.distant_stage import AnyStage, local_stages
+from lorafusion_jax.session.executor import Executor
+from lorafusion_jax.session.move import to_local, to_stage, transfer
+from lorafusion_jax.session.stage import Stage
+from scheduling import SampleRef
+
+type Replicas = Sequence[Sequence[SampleRef]]  # samples of a microbatch, by replica
+BASE_ALONE = -1  # place of rows without an adapter
+
+
+def _unchanged(rows: Microbatch) -> Microbatch:
+    return rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetPass:
+    """A forward pass over one set of samples of an adapter, under the adapter's reference.
+
+    Args:
+        adapter: its name.
+        key: of the result among the adapter's `SetReferences`.
+        config: a job with this adapter alone.
+        stages: that hold the reference.
+        position: of the reference on the stages; -1: the base alone.
+        state: of a teacher's tokens, if the objective compares distributions.
+        describe: adds what microbatches say of adapters in places, see `PlaceTable.describe`.
+    """
+
+    adapter: str
+    key: str
+    config: JobConfig
+    samples: TokenizedSet
+    stages: Sequence[AnyStage]
+    position: int
+    state: State | None
+    describe: Callable[[Microbatch], Microbatch]
+
+    def run(self, executor: Executor) -> Generator[None, None, np.ndarray]:
+        """Issues a microbatch at each step; see `run_set`. Collective over processes."""
+        links = executor.links
+        has_result = links.is_local(len(self.stages) - 1)
+
+        def issue(rows: Microbatch) -> Callable[[], Array] | None:
+            done = executor.run_forward(self._of_stage, rows, [self.adapter], self.stages)
+            return done.result if has_result else None
+
+        slots, microbatch = self._packed()
+        result = yield from run_set(self.samples, slots, microbatch, issue, self.state, len(self.stages))
+        return links.share({stage: {"result": result} for stage in links.local})[-1]["result"]
+
+    def compile(self) -> None:
+        """Runs the first microbatch once. Waits; may run in any thread if other work uses other stages."""
+        slots, microbatch = self._packed()
+        for replicas in slots[:1]:
+            rows, x = microbatch(replicas), None
+            for stage in local_stages(self.stages).values():
+                x = self._of_stage(stage, to_stage(rows, stage.mesh), None if x is None else transfer(x, stage.mesh))
+            jax.block_until_ready(x)
+
+    def _of_stage(self, stage: Stage, rows: Microbatch, x: Array | None) -> Array:
+        return stage.token_logprobs(rows, x) if self.state is None else stage.states(rows, x)
+
+    def _packed(self) -> tuple[list[Replicas], Callable[[Replicas], Microbatch]]:
+        """Packs the set alone."""
+        samples, batch = self.samples, self.config.batch
+        plan = plan_of_set(self.config, self.adapter, samples.lengths)
+        width = 1 if samples.segment_lengths is None else samples.segment_lengths.shape[1]
+        most = max(len(part) for slot in plan.slots for part in slot.replicas) * width
+
+        def microbatch(replicas: Replicas) -> Microbatch:
+            rows = stacked(
+                [
+                    assemble(
+                        [piece_of(samples, ref.sample, self.position, EACH_ONE, key=0) for ref in replicas[replica]],
+                        capacity_tokens=batch.largest,
+                        tile_tokens=batch.tile_tokens,
+                        max_segments=num_segments(most),
+                        max_adapters=1,
+                    )
+                    for replica in next(iter(local_stages(self.stages).values())).mesh.local_replicas
+                ]
+            )
+            return self.describe(rows)
+
+        return [slot.replicas for slot in plan.slots], microbatch
+
+
+def reference_passes(
+    config: JobConfig,
+    prepared: Prepared,
+    stages: Sequence[AnyStage],
+    names: Sequence[str],
+    describe: Callable[[Microbatch], Microbatch] = _unchanged,
+) -> Iterator[SetPass]:
+    """Yields the passes that compute the references of some adapters.
+
+    Args:
+        config: of the adapters on the stages. Those that are references must be at their first step.
+        describe: see `SetPass`; of the stages.
+
+    Raises:
+        CheckpointError: a folder cannot be read or belongs to another base.
+    """
+    places = stack_of(config).index
+    for name in names:
+        reference = reference_of(config.adapter(name), places)
+        assert reference is not None
+        used, position, describes = list(stages), BASE_ALONE, describe
+        if reference.kind == "adapter":
+            position = places[reference.name]
+        elif reference.kind == "folder":
+            used, position = _stages_of_folder(config, config.adapter(name), stages, reference), 0
+            describes = _unchanged
+        own_config = config.model_copy(update={"adapters": (config.adapter(name),)})
+        state = teacher_state(own_config)
+        for key, samples in sets_of(prepared.adapters[name]).items():
+            yield SetPass(
+                adapter=name,
+                key=key if state is None else f"{key}{STATES}",
+                config=own_config,
+                samples=samples,
+                stages=used,
+                position=position,
+                state=state,
+                describe=describes,
+            )
+
+
+def run_passes(
+    passes: Iterable[SetPass], executor: Executor, on_progress: Callable[[str], None] = lambda text: None
+) -> Generator[None, None, dict[str, SetReferences]]:
+    """Runs passes one after another, a microbatch at each step of the generator.
+
+    Args:
+        on_progress: called with what is computed.
+
+    Returns:
+        The references of each adapter.
+    """
+    made: dict[str, SetReferences] = {}
+    for pass_of_set in passes:
+        name, tokens = pass_of_set.adapter, count(len(pass_of_set.samples.tokens))
+        on_progress(f"computing the reference of {name}, {tokens} tokens")
+        values = yield from pass_of_set.run(executor)
+        made[name] = {**made.get(name, {}), pass_of_set.key: values}
+    return made
+
+
+def finish[T](steps: Generator[None, None, T]) -> T:
+    """Runs a generator to its end. Returns its result."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as done:
+            return done.value
+
+
+def read_reference_folder(config: JobConfig, reference: ReferenceWeights) -> tuple[AdapterSpec, Arrays]:
+    """Reads the PEFT folder of a reference.
+
+    Raises:
+        CheckpointError, ErrorList: see `read_described`; `reference.tokens`, a teacher has trainable tokens.
+    """
+    described, arrays = read_described(Path(config.directory) / reference.name)
+    compares = any(DIVERGENCE in adapter.objective.chosen.needs for adapter in config.adapters)
+    if compares and described.spec.tokens is not None:
+        raise CheckpointError(
+            "reference.tokens",
+            f"the reference {reference.name} has trainable tokens.",
+            why="a teacher's distribution over the vocabulary is that of the base's head",
+        )
+    return described.spec, arrays
+
+
+def _stages_of_folder(
+    config: JobConfig, adapter: AdapterConfig, stages: Sequence[AnyStage], reference: ReferenceWeights
+) -> list[AnyStage]:
+    """Returns stages on the same base whose only adapter is that of a PEFT folder."""
+    spec, arrays = read_reference_folder(config, reference)
+    own_config = without_places(config.model_copy(update={"adapters": (adapter,)}))
+    own_stages = stages_for(stages, own_config, [spec])
+    local = list(local_stages(own_stages).values())
+    lora = start_from(local[0].first_lora(), {0: arrays}, [spec], local[0].parts.model.some_layers)
+    for stage in local:
+        stage.take_weights(lora)
+    return own_stages
+
+
+def run_set(
+    samples: TokenizedSet,
+    slots: Iterable[Replicas],
+    microbatch: Callable[[Replicas], Microbatch],
+    issue: Callable[[Microbatch], Callable[[], Array] | None],
+    state: State | None,
+    ahead: int,
+) -> Generator[None, None, np.ndarray]:
+    """Runs a set forward, a microbatch at each step of the generator.
+
+    Args:
+        slots: samples of each microbatch.
+        issue: issues a microbatch; its result, called, waits for log p [R, T], or for the states [R, T, D]. None: they
+            are on another process, and the result here is 0.
+        state: width and dtype of the states, if they are wanted.
+        ahead: microbatches that are issued before the first is read.
+
+    Returns:
+        log p of the learned tokens [T], or the states that predict them [learned tokens, D].
+    """
+    of_learned = state is not None
+    shape = (int(samples.loss_mask.sum()), state.width) if state is not None else samples.tokens.shape
+    result = np.zeros(shape, np.float32 if state is None else state.dtype)
+    in_flight: deque[tuple[Replicas, Callable[[], Array] | None]] = deque()
+
+    def read_oldest() -> None:
+        replicas, values = in_flight.popleft()
+        if values is None:
+            return
+        for part, row in zip(replicas, to_local(values()), strict=True):
+            for tokens, rows in _learned_rows(samples, part, of_learned):
+                result[tokens] = row[rows]
+
+    for replicas in slots:
+        if len(in_flight) > ahead:
+            read_oldest()
+        in_flight.append((replicas, issue(microbatch(replicas))))
+        yield
+    while in_flight:
+        read_oldest()
+    return result
+
+
+def _learned_rows(
+    samples: TokenizedSet, part: Sequence[SampleRef], of_learned: bool
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yields the learned tokens of each sample of a microbatch, in the set, and the rows that predict them.
+
+    Args:
+        of_learned: number the tokens among the learned ones of the set.
+    """
+    end = 0
+    for ref in part:
+        _, learned = samples.sample(ref.sample)
+        (tokens,) = np.nonzero(learned)
+        begin = samples.learned_before[ref.sample] if of_learned else samples.offsets[ref.sample]
+        yield int(begin) + (np.arange(len(tokens)) if of_learned else tokens), end + tokens - 1
+        end += len(learned)

@@ -1,0 +1,193 @@
+"""One stage of the pipeline: the effect of each event on its arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax import Array
+
+from lorafusion_jax.data.assemble import Microbatch
+from lorafusion_jax.models.stream import activations, joined
+from lorafusion_jax.optim.step import Hyper
+from lorafusion_jax.session import leaves as lv
+from lorafusion_jax.session.adapter_step import BatchSummary, Totals
+from lorafusion_jax.session.end_programs import of_heads
+from lorafusion_jax.session.inputs import Inputs
+from lorafusion_jax.session.leaves import Leaves
+from lorafusion_jax.session.move import first_of, replicate
+from lorafusion_jax.session.parts import Carried
+from lorafusion_jax.session.stage_state import InFlight, StageState
+
+
+class Stepped(NamedTuple):
+    """Result of an adapter's step on one stage."""
+
+    alive: Array  # [A], whether each adapter's last step was taken; ready when the step is done
+    finite: Array  # whether the new values are finite: per leaf in order of `leaf_names`, then the optimizer state
+    before: tuple[Leaves, Any] | None  # weights and optimizer state before the step; None with one stage
+
+
+class Stage(StageState):
+    """One stage of the pipeline. Methods dispatch and return at once unless their docstring says that they wait."""
+
+    def forward(self, slot: int, batch: Microbatch, x: Carried | None) -> Carried:
+        """Runs a microbatch through this stage.
+
+        Returns:
+            What the next stage's layers read; on the last stage the loss sums [R, A] of the microbatch.
+        """
+        programs, weights = self.programs, self.weights
+        hidden = self._entered(batch, x)
+        inputs = self._with_own_inputs(programs.layers.inputs(batch), batch, hidden)
+        if batch.balance is not None and self.weights.embed is not None:
+            hidden = hidden, programs.ends.no_choices(batch.balance.length)
+        xs: list[Carried] = []
+        residuals: list[Any] = []
+        for block, position in zip(self.blocks, self.positions, strict=True):
+            xs.append(hidden)
+            passed_on, rest = programs.layers.forward(block, self.all_leaves, position, hidden, inputs)
+            hidden = joined(passed_on, hidden)
+            residuals.append(rest)
+        rows = (batch.tokens, batch.row_adapter) if lv.EMBED_ROWS in self.lora else None
+        if weights.head is None:
+            self._in_flight[slot] = InFlight(inputs, xs, residuals, None, rows)
+            return hidden
+        dy, losses, self.totals, sums = programs.ends.head(
+            weights.norm, weights.head, hidden, batch, of_heads(self.all_leaves), self.totals, of_heads(self.sums)
+        )
+        self.sums = self.sums | sums
+        self._in_flight[slot] = InFlight(inputs, xs, residuals, dy, rows)
+        return losses
+
+    def _with_own_inputs(self, inputs: Inputs, batch: Microbatch, hidden: Any) -> Inputs:
+        """Adds the inputs that layers have of their own, if they have some."""
+        weights = self.weights.own_inputs
+        if not weights:
+            return inputs
+        of_layers = self.programs.ends.own_inputs(weights, batch.tokens, hidden)
+        return inputs._replace(layers=replace(inputs.layers, of_layers=of_layers))
+
+    def _entered(self, batch: Microbatch, x: Carried | None) -> Any:
+        """Returns what enters the first layer: activations of the stage before, or the embeddings."""
+        table = self.weights.embed
+        if table is None:
+            assert x is not None, "only the first stage begins with tokens"
+            return x
+        if lv.EMBED_ROWS in self.lora:
+            return self.programs.ends.embed_rows(table, batch.tokens, batch.row_adapter, self.lora[lv.EMBED_ROWS])
+        return self.programs.ends.embed(table, batch.tokens)
+
+    def backward(self, slot: int, dy: Carried | None) -> Carried:
+        """Adds a microbatch's gradients to the sums and returns the gradient of its input."""
+        inputs, xs, residuals, loss_gradient, rows = self._in_flight.pop(slot)
+        gradient: Any = loss_gradient if dy is None else dy
+        assert gradient is not None, "a stage that is not the last waits for the gradient of the next"
+        del loss_gradient  # donated below
+        for block, position in zip(reversed(self.blocks), reversed(self.positions), strict=True):
+            x = xs.pop()
+            backward = self.programs.layers.backward_of(x, gradient)
+            gradient, self.sums = backward(
+                block, self.all_leaves, position, x, inputs, residuals.pop(), gradient, self.sums
+            )
+        if rows is not None:
+            sums = self.programs.ends.add_row_gradients(first_of(gradient), *rows, self.sums[lv.EMBED_ROWS])
+            self.sums = self.sums | {lv.EMBED_ROWS: sums}
+        return gradient
+
+    def close_batch(self, index: int) -> tuple[BatchSummary, Array]:
+        """Closes an adapter's global batch: moves its gradient from the sums to where `step` takes it.
+
+        Returns:
+            (BatchSummary, finite per leaf in order of `leaf_names`)
+        """
+        self._gradients[index], summary, finite, self.sums, self.totals = self.programs.adapters.close_batch(
+            self.own_columns[index], self.places[index], self.sums, self.totals, self.alive
+        )
+        return summary, finite
+
+    @property
+    def with_twins(self) -> set[int]:
+        """The adapters that train rows of a table that is both embedding and head."""
+        if not self.programs.columns.twins:
+            return set()
+        return {index for index, spec in enumerate(self._specs) if spec.tokens is not None}
+
+    def twin_gradient(self, index: int, name: str) -> Array:
+        """Returns this stage's part of the gradient of trained rows of a tied table."""
+        return self._gradients[index][name]
+
+    def join_twins(self, index: int, embed: Array, head: Array, summary: BatchSummary) -> BatchSummary:
+        """Gives the next step of an adapter the whole gradient of its trained rows, see `AdapterPrograms.join_twins`.
+
+        Returns:
+            The summary of this stage. Only the first stage counts these rows.
+        """
+        total, counted = self.programs.adapters.join_twins(embed, head, summary)
+        gradient = self._gradients[index]
+        self._gradients[index] = gradient | dict.fromkeys(self.programs.columns.twins & gradient.keys(), total)
+        return counted if self.weights.embed is not None else summary
+
+    def gradient(self, index: int) -> Leaves:
+        """Returns the gradient of an adapter whose global batch is closed, until its next step."""
+        return self._gradients[index]
+
+    def replace_gradient(self, index: int, gradient: Mapping[str, np.ndarray]) -> None:
+        """Gives the next step of an adapter another gradient, in all layers of the model."""
+        stage_gradient = {
+            name: leaf[self.layers_of(name)] for name, leaf in gradient.items() if name in self.programs.columns.trained
+        }
+        self._gradients[index] = replicate(stage_gradient, self.mesh)
+
+    def step(self, index: int, summaries: Sequence[BatchSummary], numbers: Hyper) -> Stepped:
+        """Steps an adapter whose global batch is closed on every stage."""
+        spec, optim = self._specs[index], self.settings[index].optim
+        state = self.optimizers[spec.name]
+        self.lora, self.optimizers[spec.name], self.alive, finite, previous = self.programs.adapters.step(
+            self.own_columns[index],
+            optim,
+            self.places[index],
+            self.lora,
+            self._gradients.pop(index),
+            state,
+            self.alive,
+            summaries,
+            numbers,
+        )
+        self._prepared.mark(index)
+        return Stepped(self.alive, finite, None if previous is None else (previous, state))
+
+    def put_back(self, index: int, before: tuple[Leaves, Any]) -> None:
+        """Undoes a step that another stage refused, and all later steps of the adapter."""
+        previous, self.optimizers[self._specs[index].name] = before
+        self.lora, self.alive = self.programs.adapters.put_back(self.places[index], self.lora, previous, self.alive)
+        self._prepared.mark(index)
+
+    def evaluate(self, batch: Microbatch, x: Array | None) -> Array | Totals:
+        """Runs a held-out microbatch without dropout. The last stage returns sums [A] over all replicas."""
+        hidden, weights = self._run_forward(batch, x), self.weights
+        if weights.head is None:
+            return hidden
+        return self.programs.ends.totals(weights.norm, weights.head, hidden, batch, of_heads(self.all_leaves))
+
+    def token_logprobs(self, batch: Microbatch, x: Array | None) -> Array:
+        """Like `evaluate`; the last stage returns log p of the learned targets of all replicas, [R, T]."""
+        hidden, weights = self._run_forward(batch, x), self.weights
+        if weights.head is None:
+            return hidden
+        return self.programs.ends.token_logprobs(weights.norm, weights.head, hidden, batch, of_heads(self.all_leaves))
+
+    def states(self, batch: Microbatch, x: Array | None) -> Array:
+        """Like `evaluate`; the last stage returns the final-normed states of all replicas, [R, T, D]."""
+        hidden, weights = self._run_forward(batch, x), self.weights
+        return hidden if weights.head is None else self.programs.ends.states(weights.norm, hidden)
+
+    def _run_forward(self, batch: Microbatch, x: Array | None) -> Any:
+        programs = self.programs
+        hidden = self._entered(batch, x)
+        inputs = self._with_own_inputs(programs.layers.inputs_without_dropout(batch), batch, hidden)
+        for block, position in zip(self.blocks, self.positions, strict=True):
+            hidden = joined(programs.layers.evaluate(block, self.all_leaves, position, hidden, inputs), hidden)
+        return activations(hidden)

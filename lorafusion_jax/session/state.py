@@ -1,0 +1,224 @@
+"""Gathers the trainable state of a pipeline to host arrays of the whole model, and scatters it onto any layout.
+
+This is the content of a checkpoint. Each adapter has separate arrays at its own rank and targets, independent of the
+other adapters.
+L layers · A adapters · R devices of a stage · r an adapter's rank
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lorafusion_jax.adapters.spec import AdapterSpec
+from lorafusion_jax.session import leaves as lv
+from lorafusion_jax.session.distant_stage import AnyStage, local_stages
+from lorafusion_jax.session.links import Links
+from lorafusion_jax.session.move import replicate, to_devices, to_host, to_stage
+from lorafusion_jax.session.stage import Stage
+
+type Read = Callable[[Any], np.ndarray]
+type Own = dict[str, dict[str, np.ndarray]]  # adapter -> leaf -> array
+
+
+def gather(stages: Sequence[AnyStage], links: Links, *, read: Read = to_host) -> dict[str, Any]:
+    """Collects leaves, sums and optimizers of all stages on every process. Collective over processes.
+
+    Args:
+        read: returns an array of a stage on the host, but for constants. Called for one array after another.
+
+    Returns:
+        By adapter: lora [L, K, r] by leaf, constant ones included; sums [R, L, K, r] by leaf; arrays of optimizers by
+        their path. loss [R, A], alive [A]; metrics [R, A] by name, if an objective has any. Of the devices of a replica
+        the first one has the replica's loss and metrics, and the others zeros.
+    """
+    columns = stages[0].parts.leaves.columns
+    parts = links.share({index: _on_host(stage, read) for index, stage in local_stages(stages).items()})
+    optimizers = [part.get("optimizers", {}) for part in parts]
+    tensor = stages[0].mesh.tensor
+    loss, metrics = _split_loss({name: _by_device(rows, tensor) for name, rows in parts[-1]["totals"].items()})
+    arrays = {
+        "lora": _own_arrays(stages[0].occupied, columns, [part.get("leaves", {}) for part in parts], lv.WEIGHTS),
+        "sums": _own_arrays(stages[0].occupied, columns, [part.get("sums", {}) for part in parts], lv.SUMS),
+        "loss": loss,
+        "alive": parts[0]["alive"],
+        "optimizers": {
+            name: _join([by_name.get(name, {}) for by_name in optimizers], lv.leaf_of) for name in stages[0].names
+        },
+    }
+    return arrays | ({"metrics": metrics} if metrics else {})
+
+
+def _on_host(stage: Stage, read: Read) -> dict[str, Any]:
+    first = {} if stage.extent.start else {"alive": read(stage.alive)}  # equal on all stages
+    return first | {
+        "leaves": jax.tree.map(read, stage.lora) | jax.tree.map(to_host, stage.constants),
+        "sums": jax.tree.map(read, stage.sums),
+        "optimizers": _flat_optimizers(jax.tree.map(read, stage.optimizers)),
+        "totals": jax.tree.map(read, stage.totals or {}),
+    }
+
+
+def scatter(stages: Sequence[AnyStage], arrays: dict[str, Any]) -> None:
+    """Gives the stages of this process the result of `gather`, on this or another layout.
+
+    With another number of devices, partial sums are added up on the first device.
+    """
+    tensor, devices = stages[0].mesh.tensor, stages[0].mesh.mesh.size
+    totals = {"loss": arrays["loss"], **arrays.get("metrics", {})}
+    totals = {name: _spread_rows(leaf, devices)[::tensor] for name, leaf in totals.items()}
+    for stage in local_stages(stages).values():
+        mesh, columns = stage.mesh, stage.programs.columns.trained
+        mine, mine_of_devices = np.asarray(mesh.local_replicas), np.asarray(mesh.local_devices)
+        sums = [
+            {
+                name: _spread_rows(leaf, devices)[mine_of_devices][:, stage.layers_of(name)]
+                for name, leaf in arrays["sums"].get(adapter, {}).items()
+                if name in columns
+            }
+            for adapter in stage.all_names
+        ]
+        shapes = {name: (len(mine_of_devices), *shape) for name, shape in stage.leaf_shapes.items()}
+        stage.take_weights(arrays["lora"])
+        stage.sums = to_devices(lv.stack_adapters(columns, sums, shapes, lead=lv.SUMS), mesh)
+        before, optimizers = stage.optimizers, arrays["optimizers"]
+        of_stage = {name: stage.part_of_state(state, optimizers[name]) for name, state in before.items()}
+        stage.optimizers = replicate(of_stage, mesh)
+        stage.alive = replicate(np.asarray(arrays["alive"]), mesh)
+        if stage.totals is not None:
+            stage.totals = to_stage({name: leaf[mine] for name, leaf in totals.items()}, mesh)
+
+
+def abstract_state(stages: Sequence[AnyStage], links: Links, devices: int) -> dict[str, Any]:
+    """Returns shapes and dtypes of the result of `gather` with so many devices a stage. Collective over processes."""
+    parts, occupied = stages[0].parts, stages[0].occupied
+    described = links.by_stage({index: _described(stage) for index, stage in local_stages(stages).items()})
+    names, num_places = described[-1]["totals"], len(stages[0].parts.specs)
+    row = jax.ShapeDtypeStruct((devices, num_places), jnp.float32)
+    shapes_by_name = parts.leaves.own_shapes(occupied)
+    trained = {
+        adapter: {name: shape for name, shape in shapes.items() if parts.leaves.columns[name].leaf.trainable}
+        for adapter, shapes in shapes_by_name.items()
+    }
+    optimizers = [
+        {name: {path: jax.ShapeDtypeStruct(*leaf) for path, leaf in state.items()} for name, state in states.items()}
+        for states in (part["optimizers"] for part in described)
+    ]
+    arrays = {
+        "lora": _structs(shapes_by_name),
+        "sums": _structs(trained, devices),
+        "loss": row,
+        "alive": jax.ShapeDtypeStruct((num_places,), jnp.bool_),
+        "optimizers": {
+            name: _join([states[name] for states in optimizers], lv.leaf_of, _struct) for name in stages[0].names
+        },
+    }
+    metrics = [name for name in names if name != "loss"]
+    return arrays | ({"metrics": dict.fromkeys(metrics, row)} if metrics else {})
+
+
+def _described(stage: Stage) -> dict[str, Any]:
+    """Describes the state of a stage: the names of its sums, and shapes and dtypes of its optimizers."""
+    optimizers = {
+        name: {path: (leaf.shape, leaf.dtype.name) for path, leaf in state.items()}
+        for name, state in _flat_optimizers(stage.optimizers).items()
+    }
+    return {"totals": list(stage.totals or {}), "optimizers": optimizers}
+
+
+def adapter_arrays(parts: Sequence[Mapping[str, Any]]) -> dict[str, np.ndarray]:
+    """Joins an adapter's parts (`Stage.adapter`) on the host: "layers.self_attn.q_proj.lora_a" → [L, K, r]."""
+    return _join([host_leaves(part) for part in parts], lambda name: name)
+
+
+def host_leaves(part: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Returns arrays of a stage on the host."""
+    return {name: leaf if isinstance(leaf, np.ndarray) else to_host(leaf) for name, leaf in part.items()}
+
+
+def joined_states(states: Sequence[Any]) -> dict[str, np.ndarray]:
+    """Joins the parts of an adapter's optimizer state, by path; see `StageState.part_of_state` for the inverse.
+
+    Copies: a host array may be a view of a device array, which the next step overwrites.
+    """
+    parts = [host_leaves(lv.by_path(state)) for state in states]
+    return {path: np.array(leaf) for path, leaf in _join(parts, lv.leaf_of).items()}
+
+
+def _own_arrays(
+    adapters: Sequence[tuple[int, AdapterSpec]],
+    columns: Mapping[str, lv.Columns],
+    hosts: Sequence[Mapping[str, np.ndarray]],
+    lead: int,
+) -> Own:
+    parts = [{name: at for name, at in columns.items() if name in host} for host in hosts]
+
+    def of_adapter(index: int, spec: AdapterSpec) -> dict[str, np.ndarray]:
+        taken = [
+            lv.take_adapter(part, host, index, lv.own_columns(part, index, spec), lead=lead)
+            for part, host in zip(parts, hosts, strict=True)
+        ]
+        return _join(taken, lambda name: name, partial(np.concatenate, axis=lead - 1))
+
+    return {spec.name: of_adapter(index, spec) for index, spec in adapters}
+
+
+def _join(
+    parts: Sequence[Mapping[str, Any]],
+    leaf_of: Callable[[str], str | None],
+    concatenate: Callable[[list[Any]], Any] = np.concatenate,
+) -> dict[str, Any]:
+    """Joins the arrays of the stages by name, along their layers. What is not of layers is equal on all stages."""
+    joined: dict[str, Any] = {}
+    for name in dict.fromkeys(name for part in parts for name in part):
+        held = [part[name] for part in parts if name in part]
+        of_layers = (leaf_of(name) or "").startswith(lv.LAYERS)
+        joined[name] = concatenate(held) if of_layers else concatenate(held[:1]) if held[0].ndim else held[0]
+    return joined
+
+
+def _struct(leaves: list[Any]) -> jax.ShapeDtypeStruct:
+    layers = sum(leaf.shape[0] for leaf in leaves)
+    return jax.ShapeDtypeStruct((layers, *leaves[0].shape[1:]), leaves[0].dtype)
+
+
+def _structs(shapes: Mapping[str, Mapping[str, tuple[int, ...]]], *front: int) -> dict[str, Any]:
+    return {
+        name: {leaf: jax.ShapeDtypeStruct((*front, *shape), jnp.float32) for leaf, shape in leaf_shapes.items()}
+        for name, leaf_shapes in shapes.items()
+    }
+
+
+def _split_loss(totals: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Returns the loss, which every checkpoint has, and the metrics of objectives."""
+    return totals["loss"], {name: total for name, total in totals.items() if name != "loss"}
+
+
+def _flat_optimizers(optimizers: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Returns adapter → path of an array in its state, such as "0/mu/layers.self_attn.q_proj.lora_a" → array.
+
+    States of stages have different trees if only one stage has some leaf.
+    """
+    return {name: lv.by_path(state) for name, state in optimizers.items()}
+
+
+def _by_device(rows: Any, tensor: int) -> np.ndarray:
+    """Returns rows of replicas as rows of devices."""
+    rows = np.asarray(rows)
+    spread = np.zeros((tensor * len(rows), *rows.shape[1:]), rows.dtype)
+    spread[::tensor] = rows
+    return spread
+
+
+def _spread_rows(rows: Any, devices: int) -> np.ndarray:
+    rows = np.asarray(rows)
+    if rows.shape[0] == devices:
+        return rows
+    spread = np.zeros((devices, *rows.shape[1:]), rows.dtype)
+    spread[0] = rows.sum(0)
+    return spread

@@ -1,0 +1,134 @@
+"""An adapter that trains in a live session: its data, its position and its schedule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import numpy as np
+
+from lorafusion_jax.adapters.spec import AdapterSpec
+from lorafusion_jax.config.schema import AdapterConfig, JobConfig
+from lorafusion_jax.config.specs import adapter_spec, model_targets, tokenizer_file
+from lorafusion_jax.data.assemble import Weights, batch_loss_tokens
+from lorafusion_jax.data.prepare import AdapterData, Prepared
+from lorafusion_jax.data.references import SetReferences, add_references
+from lorafusion_jax.objective.protocol import Chosen
+from lorafusion_jax.optim.schedules import learning_rates
+from lorafusion_jax.planning.training_plan import train_jobs
+from lorafusion_jax.session.batches import batch_weights
+from scheduling import AdapterJob
+from scheduling.window import Cursor
+
+# preparing: its reference is being computed; leaving: it takes no more steps
+Status = Literal["preparing", "running", "leaving", "done", "failed"]
+
+
+@dataclass(slots=True, kw_only=True)
+class Task:
+    """One adapter of a session. The session changes step, cursor, status and reason.
+
+    Attributes:
+        config: job of this adapter alone; its base, batch capacity and mesh are those of the session.
+        job: its samples for the planner.
+        rates: learning rate of each step.
+        weights: factors of the mean over each global batch.
+        references: what its reference says of its samples; None: there is none, or it is not computed yet.
+        step: number of steps taken.
+        cursor: next samples.
+    """
+
+    config: JobConfig
+    data: AdapterData
+    spec: AdapterSpec
+    job: AdapterJob
+    rates: np.ndarray
+    loss_tokens: list[int]
+    weights: list[Weights]
+    references: SetReferences | None = None
+    step: int = 0
+    cursor: Cursor = field(init=False)
+    status: Status = "running"
+    reason: str = ""
+
+    def __post_init__(self):
+        self.restart(self.step)
+        if self.references is not None:
+            self.data = add_references(self.data, self.references)
+
+    @classmethod
+    def of(cls, config: JobConfig, prepared: Prepared, references: SetReferences | None = None) -> Task:
+        """Builds the task of a job with one adapter."""
+        (adapter,) = config.adapters
+        data = prepared.adapters[adapter.name]
+        (job,) = train_jobs(config, prepared)
+        loss_tokens = batch_loss_tokens(data, adapter.global_samples).tolist()
+        return cls(
+            config=config,
+            data=data,
+            spec=adapter_spec(adapter, model_targets(config), tokenizer_file(config)),
+            job=job,
+            rates=step_rates(adapter, data),
+            loss_tokens=loss_tokens,
+            weights=list(batch_weights(adapter, data)),
+            references=references,
+        )
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def adapter(self) -> AdapterConfig:
+        return self.config.adapters[0]
+
+    @property
+    def chosen(self) -> Chosen:
+        """Its objective with its settings."""
+        return self.adapter.objective.chosen
+
+    @property
+    def num_steps(self) -> int:
+        return self.job.num_batches
+
+    def take_references(self, references: SetReferences) -> None:
+        """Adds what was computed of its samples; the task can train now."""
+        self.references, self.data = references, add_references(self.data, references)
+        self.status = self._status()
+
+    def reweight(self, weight: float) -> None:
+        """Changes the share of the session relative to other adapters."""
+        self.job = replace(self.job, weight=weight)
+        self.cursor = replace(self.cursor, job=self.job)
+
+    def restart(self, step: int) -> None:
+        """Sets the position after a step; samples of a begun batch run again."""
+        self.step, self.cursor = step, Cursor(job=self.job, batch=step, segments=self.chosen.num_segments)
+        self.status = self._status()
+
+    def _status(self) -> Status:
+        return "done" if self.step >= self.num_steps else "running"
+
+
+def first_steps(adapter: AdapterConfig, data: AdapterData) -> int:
+    """Returns the number of optimizer steps of an adapter before extensions."""
+    return _steps(adapter, len(data.order if data.first is None else data.first))
+
+
+def step_rates(adapter: AdapterConfig, data: AdapterData) -> np.ndarray:
+    """Returns the learning rate of each step of an adapter, float32.
+
+    Each extension has its own schedule, warm-up included, so a rate does not depend on when the extension was
+    requested. A part that was ended early keeps the schedule of its planned length.
+    """
+    first = data.order if data.first is None else data.first
+    planned = [len(first), *(part.samples for part in adapter.extended)]
+    taken = np.diff([0, *data.cuts, len(data.order)])
+    rates = [learning_rates(adapter.optim, _steps(adapter, samples)) for samples in planned]
+    return np.concatenate(
+        [of_part[: _steps(adapter, count)] for of_part, count in zip(rates, taken.tolist(), strict=True)]
+    )
+
+
+def _steps(adapter: AdapterConfig, samples: int) -> int:
+    return -(-samples // adapter.global_samples)
