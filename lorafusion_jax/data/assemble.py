@@ -60,7 +60,7 @@ class Microbatch(NamedTuple):
     positions: np.ndarray  # int32 [T], within the segment
     segment_ids: np.ndarray  # int32 [T]
     segment_offsets: np.ndarray  # int32 [M + 1], -1 where unused
-    segment_lengths: np.ndarray  # int32 [M], -1 where unused
+    segment_lengths: np.ndarray  # int32 [M], with the padding of a tile, so not those of samples; -1 where unused
     tile_adapter: np.ndarray  # int32 [T / tile], -1 for padding
     row_adapter: np.ndarray  # int32 [T], -1 for padding
     row_key: np.ndarray  # uint32 [T], dropout key of each row

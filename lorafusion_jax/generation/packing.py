@@ -63,7 +63,6 @@ def continue_prompt(sequence: int, tokens: Sequence[int], kept: int, places: Pla
     for start in range(kept, len(tokens), MOST_CONTINUED):
         part = tokens[start : start + MOST_CONTINUED]
         packed, stop = _pack({sequence: part}, places), start + len(part)
-        segments = replace(packed.segments, lengths=np.where(packed.segments.lengths < 0, -1, stop))  # for their ropes
         last_B = packed.last_B if stop == len(tokens) else np.full_like(packed.last_B, -1)
         position_T, length_T = packed.position_T + start, np.where(packed.length_T > 0, stop, 0)
         passes.append(
@@ -71,7 +70,6 @@ def continue_prompt(sequence: int, tokens: Sequence[int], kept: int, places: Pla
                 packed,
                 position_T=position_T.astype(np.int32),
                 length_T=length_T.astype(np.int32),
-                segments=segments,
                 last_B=last_B,
                 continued=True,
             )

@@ -66,12 +66,15 @@ def rope_tables(
 ) -> tuple[Float[Array, "T 1 C"], Float[Array, "T 1 C"]]:
     """Cosines and signed sines of every position, computed once per forward pass for all layers.
 
-    The length of its own sample chooses longrope's factors of a row, so a packed sample is computed as alone.
+    The length of its own sample chooses longrope's factors of a row, so a packed sample is computed as alone. Segments
+    may end in rows of padding, whose positions are 0, so the largest position says how long the sample is.
     """
     frequencies = inverse_frequencies(rope, head_dim)
     scaling = rope.scaling
     if scaling is not None and scaling.kind == "longrope":
-        lengths_T1 = jnp.asarray(segments.lengths)[jnp.asarray(segments.ids)][:, None]
+        ids = jnp.asarray(segments.ids)
+        last_M = jax.ops.segment_max(positions_T, ids, len(segments.lengths), indices_are_sorted=True)
+        lengths_T1 = 1 + last_M[ids][:, None]
         long = inverse_frequencies(rope, head_dim, long=True)
         frequencies = jnp.where(lengths_T1 > scaling.original_max_positions, long, frequencies)
     angle = positions_T.astype(jnp.float32)[:, None] * frequencies

@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 from flax import nnx
 from make_golden import CASES, GOLDEN
-from more_cases import nightly
+from more_cases import mostly_nightly, nightly
 from safetensors.numpy import load_file
 
 from benchmarks.agreement import PARITY
 from benchmarks.figure import rows
 from lorafusion_jax.checkpoint.peft import put_adapter, read_adapter
 from lorafusion_jax.checkpoint.peft_experts import to_file
+from lorafusion_jax.data.assemble import Piece, assemble
 from lorafusion_jax.layout.layer import saved_path
 from lorafusion_jax.models import Segments, load_decoder
 from lorafusion_jax.models.forward import logits
@@ -180,3 +181,25 @@ def test_packed_samples_are_computed_as_alone(case):
         places = np.concatenate([np.arange(length), np.arange(len(tokens) - length)])
         alone = run(padded, places, Segments.from_lengths([length], len(tokens)))[:length]
         np.testing.assert_allclose(packed[start:stop], alone, rtol=0, atol=2e-6 * np.abs(alone).max())
+
+
+def padded(case: str, tile: int, capacity: int, length: int) -> np.ndarray:
+    """Logits of the first tokens of a case, as a sample whose adapter has the rest of its last tile."""
+    tokens = load_file(GOLDEN / case / "expected.safetensors")["tokens"][:length].astype(np.int32)
+    piece = Piece(0, tokens, np.ones(length, bool), 1.0, 0)
+    batch = assemble([piece], capacity_tokens=capacity, tile_tokens=tile, max_segments=8, max_adapters=1)
+    segments = Segments(ids=batch.segment_ids, offsets=batch.segment_offsets, lengths=batch.segment_lengths)
+    run, leaves = program(case, gradients=case in DIFFERENTIATED)
+    return np.asarray(run(leaves, batch.tokens, batch.positions, segments)[0][1][:length])
+
+
+@pytest.mark.parametrize("case", mostly_nightly(CASES, (*DIFFERENTIATED, *FORWARD)))
+@pytest.mark.parametrize("capacities", [1, nightly(2)])
+def test_neither_tile_nor_capacity_reach_a_sample(case, capacities):
+    """Rows that pad a sample to a tile are in its segment, but are no part of its length."""
+    most = len(load_file(GOLDEN / case / "expected.safetensors")["tokens"])
+    length = 13  # within the original context of longrope, which a tile of all rows exceeds
+    wanted = padded(case, 1, most, length)
+    for tile in (2, most):
+        actual = padded(case, tile, most * capacities, length)
+        np.testing.assert_allclose(actual, wanted, rtol=0, atol=4e-6 * np.abs(wanted).max())
