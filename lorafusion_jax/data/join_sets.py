@@ -26,8 +26,8 @@ class SetBuilder:
         self._arrays = GrowingArrays(folder)
         self._lengths: list[np.ndarray] = []
         self._first: TokenizedSet | None = None
-        self._tokens = 0
-        self._values: list[str] = []
+        self._tokens, self._samples = 0, 0
+        self._named: dict[str, tuple[int, ...]] = {}  # arrays of numbers and values: their shape of a sample or token
         self._has_answer = False
 
     def append(self, samples: TokenizedSet, part: int | None = None) -> None:
@@ -49,15 +49,26 @@ class SetBuilder:
             append("segment_lengths", samples.segment_lengths)
             append("answer", samples.loss_mask if samples.answer is None else samples.answer)
             self._has_answer |= samples.answer is not None
-        for name, array in samples.numbers.items():
-            append(f"{OF_SAMPLES}{name}", array)
-        for name in dict.fromkeys((*self._values, *samples.values)):
-            if name not in self._values:
-                self._values.append(name)
-                append(f"{OF_TOKENS}{name}", np.zeros(self._tokens, np.float32))
-            missing = np.zeros(len(samples.tokens), np.float32)
-            append(f"{OF_TOKENS}{name}", samples.values.get(name, missing))
+        self._append_named(samples)
         self._tokens += len(samples.tokens)
+        self._samples += len(samples)
+
+    def _append_named(self, samples: TokenizedSet) -> None:
+        """Adds numbers and values. Samples without have NaN: what other sets hold must not reach them."""
+        arrays = {f"{OF_SAMPLES}{name}": array for name, array in samples.numbers.items()}
+        arrays |= {f"{OF_TOKENS}{name}": array for name, array in samples.values.items()}
+
+        def missing(name: str, num_samples: int, tokens: int) -> np.ndarray:
+            count = tokens if name.startswith(OF_TOKENS) else num_samples
+            return np.full((count, *self._named[name]), np.nan, np.float32)
+
+        for name, array in arrays.items():
+            if name not in self._named:
+                self._named[name] = array.shape[1:]
+                self._arrays.append(name, missing(name, self._samples, self._tokens))
+        for name in self._named:
+            array = arrays.get(name)
+            self._arrays.append(name, missing(name, len(samples), len(samples.tokens)) if array is None else array)
 
     def finish(self, report: DataReport) -> tuple[TokenizedSet, Path | None]:
         """Returns the joined set, and the folder of its arrays if they are on disk."""

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lorafusion_jax.data.tokenized_set import TokenizedSet
+from lorafusion_jax.data.tokenized_set import Fields, TokenizedSet
 from lorafusion_jax.objective.protocol import DIVERGENCE, HIDDEN, LOGPROBS, REFERENCE, SCORE, Chosen
 
 
@@ -32,6 +32,7 @@ class SampleTable(NamedTuple):
     values: Mapping[str, np.ndarray] = {}  # name -> float32 [T]
     last: np.ndarray | None = None  # int32 [N, S], row of each segment's last token
     teacher: np.ndarray | None = None  # [T, D], final-normed state of the reference
+    fields: Mapping[Fields, np.ndarray] = {}  # -> bool [N], the samples that have just these numbers and values
 
 
 class State(NamedTuple):
@@ -53,6 +54,7 @@ class TableShape(NamedTuple):
     reference: bool = False
     last: bool = False
     teacher: bool = False
+    fields: frozenset[Fields] = frozenset()
 
     def union(self, other: TableShape) -> TableShape:
         """Returns a shape with room for the tables of both."""
@@ -66,6 +68,7 @@ class TableShape(NamedTuple):
             self.reference or other.reference,
             self.last or other.last,
             self.teacher or other.teacher,
+            self.fields | other.fields,
         )
 
 
@@ -85,6 +88,7 @@ class PieceTable(NamedTuple):
     reference_logprobs: np.ndarray | None = None
     values: Mapping[str, np.ndarray] = {}
     teacher: np.ndarray | None = None  # [learned tokens, D]
+    fields: Fields | None = None
 
 
 def table_shape(samples: int, members: Iterable[tuple[Chosen, TokenizedSet]]) -> TableShape | None:
@@ -104,6 +108,7 @@ def table_shape(samples: int, members: Iterable[tuple[Chosen, TokenizedSet]]) ->
             REFERENCE in needs,
             HIDDEN in needs or SCORE in needs,
             DIVERGENCE in needs,
+            data.fields if chosen.objective.segments is not None else frozenset(),
         )
         shape = needed if shape is None else shape.union(needed)
     return shape
@@ -111,16 +116,17 @@ def table_shape(samples: int, members: Iterable[tuple[Chosen, TokenizedSet]]) ->
 
 def piece_table(data: TokenizedSet, sample: int, weight: float, token_weight: Sequence[float]) -> PieceTable:
     """Looks up a sample."""
-    tokens = slice(int(data.offsets[sample]), int(data.offsets[sample + 1]))
+    tokens, fields = slice(int(data.offsets[sample]), int(data.offsets[sample + 1])), data.fields_of(sample)
     return PieceTable(
         weight,
         token_weight,
-        numbers={name: np.atleast_1d(array[sample]) for name, array in data.numbers.items()},
+        numbers={name: np.atleast_1d(data.numbers[name][sample]) for name in fields.numbers},
         reference=None if data.reference is None else data.reference_nll[sample],
         answer=None if data.answer is None else data.answer[tokens],
         reference_logprobs=None if data.reference is None else data.reference[tokens],
-        values={name: array[tokens] for name, array in data.values.items()},
+        values={name: data.values[name][tokens] for name in fields.values},
         teacher=None if data.teacher is None else data.teacher[slice(*data.learned_before[sample : sample + 2])],
+        fields=fields,
     )
 
 
@@ -145,6 +151,7 @@ def empty_table(shape: TableShape, tokens: int, state: State | None = None) -> S
         values={name: np.zeros(tokens, np.float32) for name in sorted(shape.values)},
         last=np.zeros((N, S), np.int32) if shape.last else None,
         teacher=np.zeros((tokens, state.width), state.dtype) if shape.teacher and state is not None else None,
+        fields={fields: np.zeros(N, bool) for fields in sorted(shape.fields)},
     )
 
 
@@ -164,6 +171,8 @@ def fill_place(
     table.segments[number, :S] = range(first_segment, first_segment + S)
     table.adapter[number], table.weight[number] = adapter, piece.weight
     table.token_weight[number, :S] = piece.token_weight
+    if piece.fields is not None and piece.fields in table.fields:
+        table.fields[piece.fields][number] = True
     for name, numbers in piece.numbers.items():
         table.numbers[name][number, : len(numbers)] = numbers
     if table.reference is not None and piece.reference is not None:

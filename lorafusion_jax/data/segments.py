@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,7 +46,7 @@ def read_samples(
 
     Raises:
         DataError, ErrorList: data.missing-column, data.unknown-role; data.bad-row, with the rows and the reason;
-            data.no-group; and `rows.problems`.
+            data.partial-column; data.no-group; and `rows.problems`.
     """
     renamed = columns_of(rows, chosen, columns)
     bad: list[tuple[int, str]] = []
@@ -59,7 +59,9 @@ def read_samples(
         except Exception as problem:  # code of another package may raise anything
             bad.append((number, _reason(chosen, problem)))
     size = chosen.group or 1
-    grouped = [single[start : start + size] for start in range(0, len(single) - size + 1, size)] if not bad else []
+    partial = partial_columns(rows, [(member.number, member.numbers) for member in single], renamed, adapter)
+    starts = () if bad or partial else range(0, len(single) - size + 1, size)
+    grouped = [single[start : start + size] for start in starts]
     samples: list[RowSample] = []
     for members in grouped:
         try:
@@ -68,11 +70,45 @@ def read_samples(
             bad.append((members[0].number, f"it has no '{renamed.get(missing.args[0], missing.args[0])}'"))
         except Exception as problem:
             bad.append((members[0].number, _reason(chosen, problem)))
+    width = chosen.objective.num_segments
+    for position in range(width):
+        values = [
+            (row, segment.values)
+            for sample in samples
+            for row, segment in zip(sample.rows, sample.segments[position::width], strict=True)
+        ]
+        partial += partial_columns(rows, values, renamed, adapter)
     errors = [] if not bad else [_bad_rows(rows, bad, adapter, chosen)]
-    raise_all([*rows.problems, *errors])
+    raise_all([*rows.problems, *errors, *partial])
     if not samples:
         raise _no_group(rows, size, len(single), adapter)
     return samples, _left_over(single[len(grouped) * size :], size)
+
+
+def partial_columns(
+    rows: Rows, names_of: Sequence[tuple[int, Iterable[str]]], renamed: Mapping[str, str], adapter: str
+) -> list[DataError]:
+    """Returns an error for each optional number or value that only some rows have.
+
+    Args:
+        names_of: row, and the names that it has.
+        renamed: name → its column, where they differ.
+    """
+    errors = []
+    for name in dict.fromkeys(name for _, names in names_of for name in names):
+        has = {row: name in names for row, names in names_of}
+        if without := [row for row in has if not has[row]]:
+            example, column = next(row for row in has if has[row]), renamed.get(name, name)
+            why = f"it has no '{column}', and {rows.locate(example)} has"
+            errors.append(
+                rows.refuse(
+                    "data.partial-column",
+                    f"{adapter}: {len(without)} of {len(has)} rows have no '{column}', the others have.",
+                    [(row, why) for row in without],
+                    fix=f"'{column}' in all rows of the file or in none; rows without may be in a file of their own",
+                )
+            )
+    return errors
 
 
 def _reason(chosen: Chosen, problem: Exception) -> str:
@@ -157,8 +193,6 @@ def _sample(chosen: Chosen, members: Sequence[_OneRow]) -> RowSample:
         wanted = wanted if chosen.group is None else f"{len(members)} × {wanted}"
         raise ValueError(f"objective {chosen.name} returns {len(segments)} segments for it, but declares {wanted}")
     names = members[0].numbers.keys()
-    if any(member.numbers.keys() != names for member in members):
-        raise ValueError(f"objective {chosen.name} returns other numbers for it than for the rows before")
     return RowSample(
         tuple(member.number for member in members),
         segments,

@@ -19,7 +19,7 @@ from lorafusion_jax.data.segments import code_of
 from lorafusion_jax.data.sources import open_source, row_blocks
 from lorafusion_jax.data.token_rows import FORMAT, LABELS, parse_token_rows
 from lorafusion_jax.data.tokenized_segments import tokenize_segments
-from lorafusion_jax.data.tokenized_set import DataReport, TokenizedSet, quantiles
+from lorafusion_jax.data.tokenized_set import DataReport, Fields, TokenizedSet, quantiles
 from lorafusion_jax.data.tokenizer import Tokenizer
 from lorafusion_jax.errors import DataError, ErrorList, raise_all
 from lorafusion_jax.objective.protocol import SFT, Chosen
@@ -85,6 +85,7 @@ def _tokenize_blocks(
         entry: where the set is cached (None: nowhere).
     """
     builder, reports, problems = SetBuilder(folder), [], []
+    fields: frozenset[Fields] = frozenset()
     try:
         for rows in row_blocks(raw, one_block=objective.group is not None):
             first = reports[0] if reports else None
@@ -98,6 +99,10 @@ def _tokenize_blocks(
             except ErrorList as problem:
                 problems += problem.errors
             else:
+                if reports and (problem := _unlike_before(rows, samples, fields, reports[0], adapter)) is not None:
+                    problems.append(problem)
+                    break
+                fields = samples.fields
                 builder.append(samples)
                 reports.append(samples.report)
             if len(problems) > MOST_PROBLEMS:
@@ -111,6 +116,22 @@ def _tokenize_blocks(
     finally:
         builder.discard()
     return samples
+
+
+def _unlike_before(
+    rows: Rows, samples: TokenizedSet, before: frozenset[Fields], first: DataReport, adapter: str
+) -> DataError | None:
+    """Returns an error if a block of rows has other optional columns than the rows before it."""
+    names, earlier = ({*fields.numbers, *fields.values} for (fields,) in (samples.fields, before))
+    if differing := sorted(names ^ earlier):
+        name, has = differing[0], differing[0] in names
+    elif samples.report.loss != first.loss:
+        name, has = LABELS, LABELS in samples.report.columns
+    else:
+        return None
+    why = f"it has {'a' if has else 'no'} '{name}', and the rows before {'have none' if has else 'have'}"
+    fix = f"'{name}' in all rows of the file or in none; rows without may be in a file of their own"
+    return rows.refuse("data.partial-column", f"{adapter}: only some rows have '{name}'.", [(0, why)], fix=fix)
 
 
 def _tokenize(

@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,6 +17,14 @@ from lorafusion_jax.data.disk_arrays import blocks, release
 
 SUMMED_SAMPLES = 1024  # at once
 QUANTILES = (0.5, 0.9, 0.98, 1.0)
+
+
+class Fields(NamedTuple):
+    """Names of the numbers and values of a sample. Optional ones are in the samples of some files only."""
+
+    objective: str
+    numbers: tuple[str, ...]
+    values: tuple[str, ...]
 
 
 def quantiles(lengths: Sequence[int]) -> tuple[int, ...]:
@@ -82,8 +91,8 @@ class TokenizedSet:
         rows: int64 [n], row of the source, from 0.
         segment_lengths: int64 [n, S], tokens of each segment of a sample (None: one segment per sample). A sample of a
             group has the segments of its first row, then those of the second.
-        numbers: name → float32 [n] or, for groups of G rows, [n, G]: numbers of the rows.
-        values: name → float32 [T], numbers of the tokens; 0 outside of answers.
+        numbers: name → float32 [n] or, for groups of G rows, [n, G]: numbers of the rows; NaN in samples without.
+        values: name → float32 [T], numbers of the tokens; 0 outside of answers, NaN in samples without.
         answer: bool [T], whether the token belongs to an answer (None: as `loss_mask`).
         group: rows of a sample.
         parts: int32 [n], number of the source of each sample (None: there is one).
@@ -153,6 +162,22 @@ class TokenizedSet:
     def segment_lengths_of(self, index: int) -> tuple[int, ...] | None:
         """Returns the length of each segment of a sample; None if samples have one segment."""
         return None if self.segment_lengths is None else tuple(self.segment_lengths[index].tolist())
+
+    def fields_of(self, index: int) -> Fields:
+        """Returns which numbers and values a sample has."""
+        numbers = (name for name, array in self.numbers.items() if not np.isnan(array[index]).any())
+        values = (name for name, array in self.values.items() if not np.isnan(array[self.offsets[index]]))
+        return Fields(self.report.format, tuple(sorted(numbers)), tuple(sorted(values)))
+
+    @cached_property
+    def fields(self) -> frozenset[Fields]:
+        """The fields of all samples."""
+        if not self.numbers and not self.values:
+            return frozenset([Fields(self.report.format, (), ())])
+        columns = [array.reshape(len(self), -1)[:, 0] for array in self.numbers.values()]
+        columns += [array[self.offsets[:-1]] for array in self.values.values()]
+        _, examples = np.unique(np.isnan(np.stack(columns, axis=1)), axis=0, return_index=True)
+        return frozenset(self.fields_of(int(index)) for index in examples)
 
     @cached_property
     def segment_starts(self) -> np.ndarray:

@@ -8,7 +8,7 @@ T packed tokens · A adapters · M places for segments · N places for samples �
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -67,7 +67,7 @@ def totals_of(
         everything = _with_tokens(everything, losses_T, batch)
     everything = everything._replace(head=heads)
     for first, is_member in groups:
-        for name, sums in _of_samples(first, is_member, everything, table, alone=batch.lora is not None).items():
+        for name, sums in _of_objective(first, is_member, everything, table, alone=batch.lora is not None).items():
             before = totals.get(name, jnp.zeros(A, jnp.float32))
             totals[name] = jnp.where(is_member, sums, before)
     return totals
@@ -145,13 +145,34 @@ def _with_tokens(everything: Sample, losses_T: Array, batch: Any) -> Sample:
     )
 
 
-def _of_samples(chosen: Chosen, is_member: Array, everything: Sample, table: Any, *, alone: bool) -> dict[str, Array]:
+def _of_objective(chosen: Chosen, is_member: Array, everything: Sample, table: Any, *, alone: bool) -> dict[str, Array]:
     """Computes loss and metrics of the adapters of one objective.
+
+    Which optional numbers and values a loss gets is a fact of each sample, whatever others have. So the loss is traced
+    once for each set of names that occurs.
 
     Args:
         alone: compile the loss apart from everything else, so that its bits do not depend on the other objectives.
     """
     mine_N = (table.adapter >= 0) & is_member[table.adapter]
+    sums = partial(_of_samples, chosen, len(is_member), table=table, alone=alone)
+    if not table.fields or chosen.objective.segments is None:
+        return sums(everything, mine_N)
+    of_fields = [(fields, has_N) for fields, has_N in table.fields.items() if fields.objective == chosen.name]
+    totals = dict.fromkeys(["loss", *metric_names([chosen])], jnp.zeros(len(is_member), jnp.float32))
+    for fields, has_N in of_fields:  # none where no data of the objective is in these microbatches
+        named = everything._replace(
+            numbers={name: everything.numbers[name] for name in fields.numbers},
+            values={name: array for name, array in everything.values.items() if name in fields.values},
+        )
+        part = sums(named, mine_N if len(of_fields) == 1 else mine_N & has_N)
+        totals = part if len(of_fields) == 1 else {name: totals[name] + part[name] for name in part}
+    return totals
+
+
+def _of_samples(
+    chosen: Chosen, num_adapters: int, everything: Sample, mine_N: Array, *, table: Any, alone: bool
+) -> dict[str, Array]:
     # Samples of other groups are replaced before the loss, which also blocks their gradients.
     samples = _own_samples(chosen, everything, mine_N)
     if alone:
@@ -163,7 +184,7 @@ def _of_samples(chosen: Chosen, is_member: Array, everything: Sample, table: Any
     owner_N = jnp.where(mine_N, table.adapter, -1)
 
     def mean(values_N: Array) -> Array:
-        return sum_by(jnp.where(mine_N, table.weight * values_N, 0.0), owner_N, len(is_member))
+        return sum_by(jnp.where(mine_N, table.weight * values_N, 0.0), owner_N, num_adapters)
 
     return {name: mean(values) for name, values in {"loss": loss_N, **metrics}.items()}
 
@@ -229,13 +250,11 @@ def _score(chosen: Chosen, sample: Sample) -> Array:
     return score[..., 0] if weight.shape[1] == 1 else score
 
 
-def sample_shapes(
-    chosen: Chosen, numbers: Mapping[str, Any], values: Mapping[str, Any], sizes: Mapping[str, int]
-) -> Sample:
+def sample_shapes(chosen: Chosen, numbers: Iterable[str], values: Iterable[str], sizes: Mapping[str, int]) -> Sample:
     """Returns the shapes of what a loss gets.
 
     Args:
-        numbers, values: of the rows and tokens, by name.
+        numbers, values: names of those of the rows and tokens.
         sizes: D and V.
     """
 
@@ -295,8 +314,8 @@ def check_head(chosen: Chosen) -> None:
 def check_loss(
     chosen: Chosen,
     *,
-    numbers: Mapping[str, Any] | None = None,
-    values: Mapping[str, Any] | None = None,
+    numbers: Iterable[str] = (),
+    values: Iterable[str] = (),
     sizes: Mapping[str, int] = {"D": 8, "V": 16},
 ) -> None:
     """Traces an objective's loss on shapes, before anything is loaded or written; arguments are of `sample_shapes`.
@@ -308,7 +327,7 @@ def check_loss(
         return
     try:
         check_head(chosen)
-        shapes = sample_shapes(chosen, numbers or {}, values or {}, sizes)
+        shapes = sample_shapes(chosen, numbers, values, sizes)
         loss, metrics = jax.eval_shape(partial(_loss, chosen), shapes)
         arrays = {name: value.shape for name, value in {"loss": loss, **metrics}.items() if value.shape != ()}
         wrong = f"these are no scalars: {arrays}" if arrays else ""

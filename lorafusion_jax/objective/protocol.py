@@ -42,7 +42,8 @@ class Segment:
         prompt_messages: number of messages before the answer (None: the answer is the last message of the assistant).
         template: whether the chat template formats prompt and answer; else they are joined as they are.
         learn: which tokens have a log-likelihood: those of the answer, all, or none.
-        values: name → numbers of the answer's tokens: one for all of them, or a list with one for each.
+        values: name → numbers of the answer's tokens: one for all of them, or a list with one for each. All rows of a
+            file have the same names.
     """
 
     name: str
@@ -78,14 +79,14 @@ class Sample(NamedTuple):
         tokens: [S], number of learned tokens.
         token_weight: [S], (samples of the global batch) / (learned tokens of this segment in the global batch): the
             mean over samples of nll · token_weight is the mean over the tokens of the global batch.
-        numbers: the numbers of the row, scalars.
+        numbers: the numbers of the row, scalars; only those that it has, whatever other rows and adapters have.
         reference_nll: [S], `nll` under the reference: data, without a gradient. Needs "reference".
         logprobs: [L], log p. Needs "logprobs".
         mask: [L], bool. Needs "logprobs".
         answer: [L], bool, whether the token belongs to the answer; differs from `mask` with `learn="all"` only.
         segment: [L], number of the token's segment, in a group row · S + segment.
         reference_logprobs: [L]; needs both.
-        values: name → [L], from `Segment.values`; 0 outside of the answer.
+        values: name → [L], from `Segment.values`; 0 outside of the answer. Only those that the row has.
         hidden: [S, D], final-normed state of the last token of each segment. Needs "hidden".
         divergence: [S], Σ over the learned tokens of the divergence of the adapter's distribution over the vocabulary
             from the reference's, as `Objective.divergence` says. Needs "divergence".
@@ -148,7 +149,7 @@ class Objective:
         num_segments: S, of a row.
         columns: columns that `segments` needs; `data.columns` may rename them.
         optional_columns: columns that it reads where they exist.
-        numbers: row → numbers that the loss needs, by name; the same names for every row.
+        numbers: row → numbers that the loss needs, by name; the same names for every row of a file.
         expand: row of the file → the rows that it stands for; raises ValueError.
         group: number of consecutive rows of the file that form one sample, or options → this number. The planner keeps
             them together, and samples are counted in groups. None: every row is a sample.
@@ -159,7 +160,7 @@ class Objective:
             and PEFT folders have them in `modules_to_save`, by their `peft_name`, such as "score.weight".
         task: PEFT's name of the task in adapter_config.json.
         review: (numbers of all samples by name, options) → notes for the user; raises ValueError if the data cannot be
-            used.
+            used. A number is NaN in the samples of files without it.
         defaults: defaults of the job file for adapters with this objective, e.g. {"lora.dropout": 0.0}.
 
     Example:

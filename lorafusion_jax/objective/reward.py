@@ -39,14 +39,14 @@ def reward_segments(row: Mapping[str, Any]) -> tuple[Segment, Segment]:
 
 
 def margin_of(row: Mapping[str, Any]) -> dict[str, float]:
-    """Returns by how much the chosen answer of a row should at least be better; 0 if the row does not say.
+    """Returns by how much the chosen answer of a row should at least be better, if the row says so.
 
     Raises:
         ValueError: the margin is no number.
     """
     margin = row.get(MARGIN)
     if margin is None:
-        return {MARGIN: 0.0}
+        return {}
     if isinstance(margin, bool) or not isinstance(margin, int | float):
         raise ValueError(f"its margin is no number, but {type(margin).__name__}")
     return {MARGIN: float(margin)}
@@ -57,7 +57,7 @@ def reward_loss(sample: Sample, options: RewardOptions) -> tuple[Any, dict[str, 
     import jax
 
     chosen, rejected = sample.score
-    loss = -jax.nn.log_sigmoid(chosen - rejected - sample.numbers[MARGIN])
+    loss = -jax.nn.log_sigmoid(chosen - rejected - sample.numbers.get(MARGIN, 0.0))
     if options.center:
         loss += options.center * (chosen + rejected) ** 2
     return loss, {

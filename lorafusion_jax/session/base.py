@@ -178,8 +178,9 @@ def check_adapters(config: JobConfig, prepared: Prepared) -> None:
     model = ModelConfig.from_hf(directory)
     sizes = {"D": model.hidden_size, "V": model.vocab_size}
     for adapter in config.adapters:
-        train = prepared.adapters[adapter.name].train
-        check_loss(adapter.objective.chosen, numbers=train.numbers, values=train.values, sizes=sizes)
+        data = prepared.adapters[adapter.name]
+        for fields in sorted(data.train.fields | (data.eval.fields if data.eval else frozenset())):
+            check_loss(adapter.objective.chosen, numbers=fields.numbers, values=fields.values, sizes=sizes)
     sizes_of: dict[str, dict] = {}
     for spec in adapter_specs(config):
         shapes = [linear.shape for linear in model.linears if linear.name in spec.targets]

@@ -47,7 +47,8 @@ ADAPTERS = {
     },
     "folded": {"lora": {"kind": "vera", "rank": 5, "dropout": 0.0}, "objective": {"name": "orpo"}},
 }
-DATA = {"reward": "pairs.jsonl", "dpo": "pairs.jsonl", "orpo": "pairs.jsonl", "kto": "labelled.jsonl"}
+SAMPLED = {"lora": {"rank": 3, "dropout": 0.0}, "objective": {"name": "grpo"}}
+DATA = dict.fromkeys(("reward", "dpo", "orpo"), "pairs.jsonl") | {"kto": "labelled.jsonl", "grpo": "sampled.jsonl"}
 COUNT = 10
 
 
@@ -60,7 +61,10 @@ def write_data(folder: Path) -> None:
     pairs = [{"prompt": text(), "chosen": text(), "rejected": text() + " bad"} for _ in range(COUNT)]
     labelled = [{"prompt": text(), "completion": text(), "label": number % 3 > 0} for number in range(COUNT)]
     texts = [{"prompt": text(), "completion": text()} for _ in range(2 * COUNT)]
-    for name, rows in {"pairs": pairs, "labelled": labelled, "texts": texts}.items():
+    sampled = [row | {"advantage": draw.gauss(0, 1)} for row in texts[:COUNT]]
+    of_sampler = [row | {"old_logprobs": -2.5} for row in sampled]
+    files = {"pairs": pairs, "labelled": labelled, "texts": texts, "sampled": sampled, "of_sampler": of_sampler}
+    for name, rows in files.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -275,3 +279,25 @@ def test_a_head_of_another_size_is_refused():
     assert "head" in Places.of({4: 1}).refuses(wide)
     usual = replace(wide, head=Head(name="reward", leaves=REWARD.head, task="SEQ_CLS"))
     assert Places.of({4: 1}).refuses(usual) == ""
+
+
+@pytest.mark.nightly
+def test_columns_of_one_adapter_do_not_reach_another(session, configure, monkeypatch):
+    """Of two with an objective, one says how likely its tokens were; the other's ratio stays 1."""
+    monkeypatch.setitem(ADAPTERS, "sampled", SAMPLED)
+    monkeypatch.setitem(ADAPTERS, "off", SAMPLED | {"data": {"train": "of_sampler.jsonl"}})
+    tasks = {name: task_of(configure(name)) for name in ("sampled", "off")}
+    start(session, tasks["sampled"])
+    alone = run(session)["sampled"]
+    ratios: dict[str, list[float]] = {name: [] for name in tasks}
+
+    def listen(event) -> None:
+        if event.kind == "step":
+            ratios[event.adapter].append(event.metrics["ratio"])
+
+    for task in tasks.values():
+        start(session, task_of(configure(task.name)))
+    states = run(session, on_event=listen)
+    assert_same(states["sampled"], alone)
+    assert ratios["sampled"] == pytest.approx([1.0] * len(ratios["sampled"]), abs=1e-5)
+    assert abs(ratios["off"][0] - 1) > 0.1
