@@ -167,5 +167,6 @@ def _size(entry: Path) -> int:
 
 @functools.cache
 def _code_digest() -> str:
-    files = sorted(Path(__file__).parent.glob("*.py"))
+    package = Path(__file__).parent.parent
+    files = sorted([*(package / "data").rglob("*.py"), *(package / "objective").glob("*.py")])
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]

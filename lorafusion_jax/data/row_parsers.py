@@ -10,11 +10,16 @@ from lorafusion_jax.data.example import Chat, Example, Pair, Text
 from lorafusion_jax.data.messages import BadRow, checked_text, parse_message, parse_messages, says_something
 from lorafusion_jax.data.rows import type_name
 from lorafusion_jax.data.template.chat import RESERVED_NAMES
+from lorafusion_jax.objective.pairs import split_conversation
 
 
 def _prompt(row: dict, columns: dict[str, str], need_answer: bool) -> Example:
     prompt, completion = row.get(columns["prompt"]), row.get(columns["completion"])
     if isinstance(prompt, list) or isinstance(completion, list):
+        try:
+            prompt, completion = split_conversation("completion", prompt, completion)
+        except ValueError as problem:
+            raise BadRow("data.bad-type", f"{problem}") from None
         return _conversation(row, columns, need_answer, _turns(prompt, "user"), _turns(completion, "assistant"))
     pair = Pair(_string(row, columns["prompt"]), _answer(row, columns["completion"]))
     return _with_chat_columns(pair, row, columns)

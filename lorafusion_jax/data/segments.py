@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -50,14 +51,17 @@ def read_samples(
     """
     renamed = columns_of(rows, chosen, columns)
     bad: list[tuple[int, str]] = []
-    single: list[_OneRow] = []
+    made: list[list[_OneRow]] = []  # of each row
     for number, row in enumerate(rows.values):
         try:
-            single += _expanded(chosen, number, {role: row[name] for role, name in renamed.items() if name in row})
+            values = {role: row[name] for role, name in renamed.items() if name in row}
+            made.append(_expanded(chosen, number, values))
         except KeyError as missing:
             bad.append((number, f"it has no '{renamed.get(missing.args[0], missing.args[0])}'"))
         except Exception as problem:  # code of another package may raise anything
             bad.append((number, _reason(chosen, problem)))
+    parts = itertools.zip_longest(*made) if chosen.objective.by_part else made
+    single = [member for part in parts for member in part if member is not None]
     size = chosen.group or 1
     partial = partial_columns(rows, [(member.number, member.numbers) for member in single], renamed, adapter)
     starts = () if bad or partial else range(0, len(single) - size + 1, size)

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from lorafusion_jax.objective.fields import NotNegative, Positive
-from lorafusion_jax.objective.pairs import prompt_and_answer
+from lorafusion_jax.objective.pairs import prompt_and_answer, split_conversation
 from lorafusion_jax.objective.protocol import HIDDEN, Objective, Sample, Segment
 
 
@@ -38,10 +38,11 @@ def cit_segments(rows: Sequence[Mapping[str, Any]]) -> list[tuple[Segment, Segme
     for row in rows:
         if not row.get("paraphrase") or row["paraphrase"] == row.get("prompt"):
             raise ValueError("it has no paraphrase" if not row.get("paraphrase") else "its paraphrase is its prompt")
+        prompt, completion = split_conversation("completion", row.get("prompt"), row.get("completion"))
         parts.append(
             (
-                prompt_and_answer("completion", row.get("prompt"), row.get("completion")),
-                prompt_and_answer("completion", row["paraphrase"], row.get("completion")),
+                prompt_and_answer("completion", prompt, completion),
+                prompt_and_answer("completion", row["paraphrase"], completion),
             )
         )
     return parts

@@ -1,7 +1,8 @@
 """Kahneman-Tversky optimisation: answers that are good or bad on their own, without pairs. Never imports jax.
 
-A sample is a group of consecutive rows of the file. Their completions, each after the prompt of the next row, give the
-estimate of how far the adapter is from the reference: TRL's mismatched texts, with the group for its batch.
+A sample is a group of consecutive rows of the file. Of pairs, all chosen answers come before all rejected ones, as in
+TRL. Their completions, each after the prompt of another row, give the estimate of how far the adapter is from the reference:
+TRL's mismatched texts, with the group for its batch.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from lorafusion_jax.objective.fields import PREFERENCE_DEFAULTS, Positive
-from lorafusion_jax.objective.pairs import chosen_and_rejected, prompt_and_answer
+from lorafusion_jax.objective.pairs import chosen_and_rejected, prompt_and_answer, split_conversation
 from lorafusion_jax.objective.protocol import REFERENCE, Objective, Sample, Segment
 
 BALANCED = (1.0, 4 / 3)  # the weights of good rows over those of bad rows, as the paper advises
@@ -52,16 +53,31 @@ def rows_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
         raise ValueError("it has neither a label that is true or false nor a chosen and a rejected answer")
     if not row.get("completion"):
         raise ValueError("it has no completion")
-    return [{"prompt": row.get("prompt"), "completion": row["completion"], "label": bool(row["label"])}]
+    prompt, completion = split_conversation("completion", row.get("prompt"), row["completion"])
+    return [{"prompt": prompt, "completion": completion, "label": bool(row["label"])}]
 
 
 def kto_segments(rows: Sequence[Mapping[str, Any]]) -> list[tuple[Segment, Segment]]:
-    """Returns, for each row of a group, its text and its prompt with the completion of the row before."""
+    """Returns, for each row of a group, its text and its prompt with the completion of a row before.
+
+    That row is the last one with another prompt, in a circle: several answers of one prompt may follow each other.
+
+    Raises:
+        ValueError: the group has one prompt only.
+    """
     texts = [_parts(row) for row in rows]
-    return [
-        (_segment("completion", prompt, completion, raw), _segment("mismatched", prompt, texts[number - 1][1], raw))
-        for number, (prompt, completion, raw) in enumerate(texts)
-    ]
+    segments = []
+    for number, (prompt, completion, raw) in enumerate(texts):
+        before = [*texts[number + 1 :], *texts[:number]]
+        others = [other for other_prompt, other, _ in before if other_prompt != prompt]
+        if not others:
+            raise ValueError(
+                f"all {len(rows)} rows of its group have the same prompt, so no answer is one to another prompt: "
+                "shuffle the rows of the file, or set a larger objective.group"
+            )
+        mismatched = _segment("mismatched", prompt, others[-1], raw)
+        segments.append((_segment("completion", prompt, completion, raw), mismatched))
+    return segments
 
 
 def kto_loss(samples: Sample, options: KTOOptions) -> tuple[Any, dict[str, Any]]:
@@ -134,6 +150,7 @@ KTO = Objective(
     optional_columns=("prompt", "completion", "label", "chosen", "rejected"),
     numbers=lambda row: {"label": float(row["label"])},
     expand=rows_of,
+    by_part=True,
     group=lambda options: options.group,
     loss=kto_loss,
     metrics={

@@ -1,7 +1,7 @@
 """Reads rows with a chosen and a rejected answer, as TRL's data sets have them. Never imports jax.
 
 A row has `chosen` and `rejected`, as texts or as lists of messages, with a `prompt` or without. Without one, it is what
-both begin with.
+both begin with. Conversations may stand beside the prompt that they begin with, as in ultrafeedback_binarized.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ from typing import Any
 from lorafusion_jax.objective.protocol import Learn, Segment
 
 COLUMNS, OPTIONAL = ("chosen", "rejected"), ("prompt",)
+ASKING = ("user", "human", "system", "developer")  # roles whose turns are part of no answer
 
 
 def chosen_and_rejected(row: Mapping[str, Any]) -> tuple[Segment, Segment]:
     """Returns both answers of a row.
 
     Raises:
-        ValueError: an answer is missing or empty, both are equal, or they have no prompt in common.
+        ValueError: an answer is missing or empty, both are equal, they have no prompt in common, or they begin with
+            turns of the user that `prompt` does not say.
 
     >>> [segment.answer for segment in chosen_and_rejected({"prompt": "2 + 2 =", "chosen": " 4", "rejected": " 5"})]
     [' 4', ' 5']
@@ -33,9 +35,11 @@ def chosen_and_rejected(row: Mapping[str, Any]) -> tuple[Segment, Segment]:
         raise ValueError("its chosen and rejected answers are equal")
     if isinstance(chosen, list) != isinstance(rejected, list):
         raise ValueError("one of its answers is a text and the other a list of messages")
-    if not prompt:
-        template = isinstance(chosen, list)
+    if not prompt or (isinstance(prompt, str) and asks(chosen) and asks(rejected)):
+        template, stated = isinstance(chosen, list), prompt
         prompt, chosen, rejected = _split_prompt(chosen, rejected)
+        if stated and not any(_turn(message)[1] == stated.strip() for message in prompt if asks([message])):
+            raise ValueError("its answers are conversations that begin with something else than its prompt")
         if not chosen or not rejected:
             raise ValueError(f"its {'rejected' if chosen else 'chosen'} answer is the beginning of the other one")
         return _pair(prompt, chosen, rejected, template=template)
@@ -48,10 +52,11 @@ def prompt_and_answer(
     """Returns a segment of a prompt and an answer, each a text or a list of messages.
 
     Raises:
-        ValueError: one of them is empty.
+        ValueError: one of them is empty, or see `split_conversation`.
     """
     if not answer:
         raise ValueError(f"it has no {name} answer")
+    prompt, answer = split_conversation(name, prompt, answer)
     if isinstance(answer, list) or isinstance(prompt, list):
         before = _messages(prompt or [], "user")
         if not before:
@@ -59,6 +64,44 @@ def prompt_and_answer(
         messages = [*before, *_messages(answer, "assistant")]
         return Segment(name=name, messages=messages, prompt_messages=len(before), learn=learn, values=values)
     return Segment(name=name, prompt=prompt or "", answer=answer, template=template, learn=learn, values=values)
+
+
+def split_conversation(name: str, prompt: Any, answer: Any) -> tuple[Any, Any]:
+    """Returns prompt and answer, where the answer may be a conversation that begins with the prompt.
+
+    Raises:
+        ValueError: it begins with turns of the user that are not the prompt.
+
+    >>> hello, reply = {"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}
+    >>> split_conversation("completion", "hello", [hello, reply]) == ([hello], [reply])
+    True
+    """
+    if not prompt or not asks(answer):
+        return prompt, answer
+    turns, length = [_turn(message) for message in answer], 0
+    if isinstance(prompt, list) and turns[: len(prompt)] == [_turn(message) for message in prompt]:
+        length = len(prompt)
+    elif isinstance(prompt, str):
+        asked = [asks([message]) and turn[1] == prompt.strip() for message, turn in zip(answer, turns, strict=True)]
+        length = max((number for number, says_so in enumerate(asked, 1) if says_so), default=0)
+    if not length or asks(answer[length:]):
+        raise ValueError(f"its {name} answer begins with a turn of the user, which is not its prompt")
+    return answer[:length], answer[length:]
+
+
+def asks(answer: Any) -> bool:
+    """Whether messages begin with a turn that is part of no answer."""
+    first = answer[0] if isinstance(answer, list) and answer else None
+    role = first.get("role") or first.get("from") if isinstance(first, Mapping) else None
+    return isinstance(role, str) and role.lower() in ASKING
+
+
+def _turn(message: Any) -> Any:
+    """Returns role and content of a message in any of the layouts, to compare them."""
+    if not isinstance(message, Mapping):
+        return message
+    role, content = message.get("role") or message.get("from"), message.get("content", message.get("value"))
+    return role, content.strip() if isinstance(content, str) else content
 
 
 def _pair(prompt: Any, chosen: Any, rejected: Any, *, template: bool) -> tuple[Segment, Segment]:

@@ -151,6 +151,7 @@ class Objective:
         optional_columns: columns that it reads where they exist.
         numbers: row → numbers that the loss needs, by name; the same names for every row of a file.
         expand: row of the file → the rows that it stands for; raises ValueError.
+        by_part: the first rows that all rows of the file stand for come before all second ones, and so on.
         group: number of consecutive rows of the file that form one sample, or options → this number. The planner keeps
             them together, and samples are counted in groups. None: every row is a sample.
         options: frozen dataclass of the settings: the keys of `objective` in a job file except `name`, `reference`.
@@ -179,6 +180,7 @@ class Objective:
     optional_columns: tuple[str, ...] = ()
     numbers: Callable[[Row], Mapping[str, float]] | None = None
     expand: Callable[[Row], Sequence[Row]] | None = None
+    by_part: bool = False
     group: int | Callable[[Any], int] | None = None
     options: type = NoOptions
     needs: frozenset[str] | Callable[[Any], frozenset[str]] = frozenset()
@@ -196,6 +198,8 @@ class Objective:
             raise ValueError("give segments, columns and num_segments together")
         if self.segments is None and (self.numbers or self.expand or self.group is not None):
             raise ValueError("numbers, expand and group need segments")
+        if self.by_part and self.expand is None:
+            raise ValueError("by_part needs expand")
         if undeclared := self.ratios - set(self.metrics):
             raise ValueError(f"ratios that are no metrics: {', '.join(sorted(undeclared))}")
         if taken := set(self.metrics) & set(TAKEN):

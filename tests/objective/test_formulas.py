@@ -6,8 +6,11 @@ import jax
 import numpy as np
 import pytest
 
+from lorafusion_jax.data.rows import Rows
+from lorafusion_jax.data.segments import read_samples
 from lorafusion_jax.objective.choose import choose
-from lorafusion_jax.objective.kto import kto_segments
+from lorafusion_jax.objective.kto import KTO, kto_segments
+from lorafusion_jax.objective.pairs import chosen_and_rejected, prompt_and_answer
 from lorafusion_jax.objective.protocol import Sample
 
 
@@ -78,6 +81,61 @@ def test_a_mismatched_text_has_the_completion_of_the_row_before():
     matched, mismatched = zip(*kto_segments(rows), strict=True)
     assert [(segment.prompt, segment.answer) for segment in matched] == [("p0", "c0"), ("p1", "c1"), ("p2", "c2")]
     assert [(segment.prompt, segment.answer) for segment in mismatched] == [("p0", "c2"), ("p1", "c0"), ("p2", "c1")]
+
+
+def texts_of(segments) -> list[str]:
+    return [f"{segment.prompt}{segment.answer}" for segment in segments]
+
+
+def test_several_answers_of_a_prompt_are_no_mismatched_texts():
+    """Sorted by prompt, as files with several answers are; TRL would take a prompt's own answers."""
+    rows = [{"prompt": prompt, "completion": f"{n}", "label": n % 2} for n, prompt in enumerate("aabbbc")]
+    _, mismatched = zip(*kto_segments(rows), strict=True)
+    assert texts_of(mismatched) == ["a5", "a5", "b1", "b1", "b1", "c4"]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_pairs_are_taken_apart_as_trl_does(size):
+    """All chosen answers of the file, then all rejected ones; each prompt with the completion of the row before."""
+    rows = Rows(source="x.jsonl", values=[{"prompt": p, "chosen": f"c{p}", "rejected": f"r{p}"} for p in "ABC"])
+    samples, _ = read_samples(rows, choose("kto", {"group": size}), {}, adapter="a")
+    unpaired = [f"{p}c{p}" for p in "ABC"] + [f"{p}r{p}" for p in "ABC"]
+    for number, sample in enumerate(samples):
+        group = unpaired[number * size : number * size + size]
+        before = [group[-1], *group[:-1]]
+        assert texts_of(sample.segments[::2]) == group
+        assert texts_of(sample.segments[1::2]) == [
+            text[0] + other[1:] for text, other in zip(group, before, strict=True)
+        ]
+    assert [sample.rows for sample in samples] == {2: [(0, 1), (2, 0), (1, 2)], 3: [(0, 1, 2), (0, 1, 2)]}[size]
+
+
+SYSTEM = {"role": "system", "content": "brief"}
+ASKED, NEXT = {"role": "user", "content": "where "}, {"from": "human", "value": "when"}
+REPLIES = [{"role": "assistant", "content": text} for text in ("here", "there", "now")]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "before"),
+    [
+        ("where", [ASKED]),
+        ("where", [SYSTEM, ASKED]),
+        ("when", [ASKED, REPLIES[2], NEXT]),
+        ([ASKED], [ASKED]),
+        ([SYSTEM, ASKED], [SYSTEM, ASKED]),
+        (None, [ASKED]),
+    ],
+)
+def test_conversations_beside_a_prompt_are_split_where_it_ends(prompt, before):
+    answers = [[*before, REPLIES[0]], [*before, REPLIES[1]]]
+    segments = chosen_and_rejected({"prompt": prompt, "chosen": answers[0], "rejected": answers[1]})
+    for segment, reply in zip(segments, REPLIES[:2], strict=True):
+        assert (list(segment.messages), segment.prompt_messages) == ([*before, reply], len(before))
+    if prompt is not None:
+        segment = prompt_and_answer("completion", prompt, answers[0])
+        assert (list(segment.messages), segment.prompt_messages) == (answers[0], len(before))
+        (row,) = KTO.expand({"prompt": prompt, "completion": answers[0], "label": True})
+        assert (row["prompt"], row["completion"]) == (before, [REPLIES[0]])
 
 
 @pytest.mark.parametrize("limit", [0.5, 100.0])

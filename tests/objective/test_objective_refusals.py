@@ -12,7 +12,9 @@ from lorafusion_jax.cli.main import run
 PAIR = {"prompt": "one", "chosen": " two", "rejected": " three"}
 LABELLED = {"prompt": "one", "completion": " two", "label": True}
 SAMPLED = {"prompt": "one", "completion": " two", "advantage": 0.5}
+ASKED, REPLIED = {"role": "user", "content": "where"}, {"role": "assistant", "content": "here"}
 IDS = {"prompt_ids": [5, 6], "completion_ids": [7, 8], "advantage": 0.5, "old_logprobs": [-1.0, -2.0]}
+SYSTEM = {"role": "system", "content": "brief"}
 OTHER = {"label": False}
 DPO, KTO, GRPO, CISPO, REWARD, CIT = ({"name": name} for name in ("dpo", "kto", "grpo", "cispo", "reward", "cit"))
 PARAPHRASED = {"prompt": "one", "paraphrase": "first", "completion": " two"}
@@ -36,7 +38,16 @@ ROWS = [  # what is wrong, the objective, the rows, the code and what the messag
      "neither a label that is true or false"),
     ("no label", KTO, [{"prompt": "one", "completion": " two"}], "data.bad-row", "neither a label that"),
     ("no completion", KTO, [{**LABELLED, "completion": ""}], "data.bad-row", "it has no completion"),
-    ("labels of one class", KTO, [LABELLED] * 4, "objective.data", "all 4 labels are true"),
+    ("labels of one class", KTO, [{**LABELLED, "prompt": f"one {n}"} for n in range(4)], "objective.data",
+     "all 4 labels are true"),
+    ("answers of one prompt only", KTO, [{**LABELLED, "completion": f" two {n}"} for n in range(4)], "data.bad-row",
+     "all 4 rows of its group have the same prompt"),
+    ("a conversation that is not about the prompt", KTO, [{**LABELLED, "completion": [ASKED, REPLIED]}] * 4,
+     "data.bad-row", "begins with a turn of the user, which is not its prompt"),
+    ("conversations that are not about the prompt", DPO, [{"prompt": "one", "chosen": [ASKED, REPLIED], "rejected":
+     [ASKED, {**REPLIED, "content": "no"}]}], "data.bad-row", "begin with something else than its prompt"),
+    ("answers to different questions", DPO, [{"chosen": [SYSTEM, ASKED, REPLIED], "rejected": [SYSTEM, {**ASKED,
+     "content": "when"}, REPLIED]}], "data.bad-row", "begins with a turn of the user"),
     ("fewer rows than a group", KTO, [LABELLED, {**LABELLED, **OTHER}], "data.no-group", "2 rows are fewer than one"),
     ("no advantage", GRPO, [{"prompt": "one", "completion": " two"}], "data.bad-row", "it has no advantage"),
     ("two kinds of advantages", GRPO, [{**SAMPLED, "advantages": [1.0]}], "data.bad-row", "both an advantage and"),

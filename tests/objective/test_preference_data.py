@@ -17,14 +17,15 @@ PAIR = {"prompt": "one two", "chosen": " three four five six seven eight", "reje
 def job(tmp_path_factory, tiny_base):
     folder = tmp_path_factory.mktemp("preferences")
     pairs = [PAIR | {"chosen": f"{PAIR['chosen']} {number}"} for number in range(401)]
+    questions = [row | {"prompt": f"one {number}"} for number, row in enumerate(pairs)]
     pairs[4] = {"prompt": LONG, "chosen": " a", "rejected": " b"}
-    labelled = [{"prompt": "one", "completion": f" two {number}", "label": number % 2} for number in range(7)]
-    for name, rows in {"pairs": pairs, "labelled": labelled}.items():
+    labelled = [{"prompt": f"one {number}", "completion": " two", "label": number % 2} for number in range(7)]
+    for name, rows in {"pairs": pairs, "questions": questions, "labelled": labelled}.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     entries = [
         {"name": "dpo", "data": {"train": "pairs.jsonl"}, "objective": {"name": "dpo"}, "lora": {"dropout": 0.1}},
         {"name": "kto", "data": {"train": "labelled.jsonl"}, "objective": {"name": "kto", "group": 3}},
-        {"name": "halves", "data": {"train": "pairs.jsonl"}, "objective": {"name": "kto", "group": 4}},
+        {"name": "halves", "data": {"train": "questions.jsonl"}, "objective": {"name": "kto", "group": 4}},
         {"name": "judge", "data": {"train": "pairs.jsonl", "max_length": 60}, "objective": {"name": "reward"}},
     ]
     sections = {"data": {"max_length": 14}, "batch": {"capacity_tokens": 512, "tile_tokens": 16}}
@@ -39,7 +40,7 @@ def test_check_says_what_is_cut_left_out_and_what_dropout_means(job, capsys):
     assert "dpo: 1 of 401 rows (0.2 %) have no token to learn from and are left out: row 4" in shown
     assert "judge: 1 of 401 rows (0.2 %) exceed 60 tokens and are left out: row 4" in shown  # a cut text ends elsewhere
     assert "left out at the end, no whole group of 3: row 6" in shown
-    assert "left out at the end, no whole group of 4: row 400" in shown  # a pair is two rows of a group
+    assert "left out at the end, no whole group of 4: rows 399, 400" in shown  # 802 answers
 
 
 def test_more_rows_without_room_than_a_few_are_an_error(job, capsys):
