@@ -1,6 +1,7 @@
 """Ranks, alphas and layers that differ between the projections of an adapter, in PEFT's words.
 
-A path is that of a projection in PEFT's model, "model.layers.3.self_attn.q_proj".
+A path is that of a projection in PEFT's model, "model.layers.3.self_attn.q_proj", or of the text part of a multimodal
+model, "model.language_model.layers.3.self_attn.q_proj".
 """
 
 from __future__ import annotations
@@ -8,7 +9,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-ROOT = "model."  # of a path; an adapter's own paths begin with "layers."
+# Of a path, in models of text and in multimodal ones, now and before transformers 5; our paths begin with "layers."
+ROOTS = ("model.", "model.language_model.", "language_model.model.")
 MOST_LETTERS, MOST_REPEATS = 500, 3  # of a pattern: matching takes a time that grows with a power of the repeats
 
 
@@ -22,6 +24,7 @@ class Patterns:
             without parts of the path before it, or a regular expression.
         layers: that have the adapter (None: all).
         exclude: projections without it: names or ends of paths; or a regular expression for whole paths.
+        roots: of the paths that patterns speak of; a folder has one.
 
     Example:
         >>> patterns = Patterns(rank=8, alpha=16, ranks=(("0.self_attn.q_proj", 2), (".*_proj", 4)), layers=(0, 2))
@@ -36,20 +39,21 @@ class Patterns:
     alphas: tuple[tuple[str, float], ...] = ()
     layers: tuple[int, ...] | None = None
     exclude: str | tuple[str, ...] = ()
+    roots: tuple[str, ...] = ROOTS
 
     def has(self, path: str) -> bool:
         """Whether a projection has the adapter."""
         if self.layers is not None and int(path.split(".")[1]) not in self.layers:
             return False
         if isinstance(self.exclude, str):
-            return re.fullmatch(self.exclude, f"{ROOT}{path}") is None
-        return not any(f".{ROOT}{path}".endswith(f".{name}") for name in self.exclude)
+            return not any(re.fullmatch(self.exclude, f"{root}{path}") for root in self.roots)
+        return not any(f".{root}{path}".endswith(f".{name}") for name in self.exclude for root in self.roots)
 
     def rank_of(self, path: str) -> int:
-        return next((rank for pattern, rank in self.ranks if matches(pattern, path)), self.rank)
+        return next((rank for pattern, rank in self.ranks if matches(pattern, path, self.roots)), self.rank)
 
     def alpha_of(self, path: str) -> float:
-        return next((alpha for pattern, alpha in self.alphas if matches(pattern, path)), self.alpha)
+        return next((alpha for pattern, alpha in self.alphas if matches(pattern, path, self.roots)), self.alpha)
 
     @property
     def largest_rank(self) -> int:
@@ -57,13 +61,13 @@ class Patterns:
         return max([self.rank, *(rank for _, rank in self.ranks)])
 
 
-def matches(pattern: str, path: str) -> bool:
+def matches(pattern: str, path: str, roots: tuple[str, ...] = ROOTS) -> bool:
     """Whether a pattern names a projection, as in PEFT.
 
     >>> matches("q_proj", "layers.0.self_attn.q_proj"), matches("proj", "layers.0.self_attn.q_proj")
     (True, False)
     """
-    return re.match(rf"(.*\.)?({pattern})$", f"{ROOT}{path}") is not None
+    return any(re.match(rf"(.*\.)?({pattern})$", f"{root}{path}") for root in roots)
 
 
 def unusable_pattern(pattern: str) -> str | None:

@@ -19,6 +19,7 @@ from lorafusion_jax.checkpoint.peft import read_described, write_adapter
 from lorafusion_jax.checkpoint.peft_leaves import Arrays
 from lorafusion_jax.config.peft_config import Described
 from lorafusion_jax.errors import CheckpointError, ConfigError, LoraFusionError, raise_all
+from lorafusion_jax.families.multimodal import TEXT_ROOT
 
 Method = Literal["linear", "cat", "ties", "magnitude_prune", "dare_linear", "dare_ties"]
 Majority = Literal["total", "frequency"]
@@ -92,7 +93,8 @@ def combine_adapters(
     targets = tuple(dict.fromkeys(name for entry, _ in described for name in entry.spec.targets))
     spec = AdapterSpec(name=Path(to).name, rank=rank, alpha=rank, targets=targets)
     first = described[0][0]
-    return write_adapter(arrays, spec, first.base, to, base_revision=first.revision)
+    multimodal = any(entry.root != TEXT_ROOT for entry, _ in described)
+    return write_adapter(arrays, spec, first.base, to, base_revision=first.revision, multimodal=multimodal)
 
 
 def combined_arrays(

@@ -1,14 +1,14 @@
-"""Merges an adapter into its base: writes a full Hugging Face directory, with one tensor in memory at a time.
+"""Merges an adapter into its base: writes a full Hugging Face directory, with one kernel in memory at a time.
 
-K in · N out · r an adapter's rank
+K in · N out · E experts · r an adapter's rank
 """
 
 from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO
@@ -24,12 +24,17 @@ from lorafusion_jax.checkpoint.peft import read_adapter
 from lorafusion_jax.checkpoint.peft_leaves import NOT_PROJECTIONS, TOKENS, Arrays, tensors_at
 from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.errors import CheckpointError, LoraFusionError, raise_all
+from lorafusion_jax.families.multimodal import stored_names
+from lorafusion_jax.families.table import family_named
+from lorafusion_jax.layout.layer import EXPERTS
 from lorafusion_jax.models.checkpoint import Stored, list_tensors
+from lorafusion_jax.models.expert_files import Part, as_stored, expert_parts
 
 _EXPORT = "export without --merge; PEFT merges the folder into the model that this base was made of"
 _COPIED = (".json", ".jinja", ".txt", ".model")  # configuration, tokenizer, chat template
 _TABLES: dict[Table, str] = {"embed": "model.embed_tokens.weight", "head": "lm_head.weight"}
 type Rows = tuple[tuple[int, ...], np.ndarray]  # tokens, and their rows as columns [D, M]
+type Merge = Callable[[np.ndarray], np.ndarray]  # a kernel [K, N] → the merged one
 _DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
 
 
@@ -95,17 +100,11 @@ def merge_arrays(
         raise CheckpointError(
             "merge.kind", f"{spec.name}: an adapter of kind {spec.kind} has biases, which the base has no place for."
         )
-    if spec.on_experts:
-        raise CheckpointError(
-            "merge.experts",
-            f"{spec.name}: adapters of experts are not merged.",
-            fix="export without --merge; PEFT merges the folder",
-        )
     base_dir = Path(base_dir)
-    places = _places(base_dir)
-    targets = {f"model.{path}.weight": path for path in arrays if path not in NOT_PROJECTIONS}
-    rows = _token_rows(spec, arrays, places)
-    raise_all(_misfits(places, targets, rows, spec, arrays, base_dir))
+    places, config = _places(base_dir), ModelConfig.from_hf(base_dir)
+    parts = _parts(config, arrays, places)
+    rows = _token_rows(spec, arrays, places, config)
+    raise_all(_misfits(places, parts, rows, spec, arrays, base_dir))
     deltas: dict[str, float] = {}
     max_rounding = 0.0
     with new_folder(to_dir) as folder:
@@ -113,29 +112,81 @@ def merge_arrays(
         for file in sorted({stored.file for stored in places.values()}):
             shutil.copyfile(file, folder / file.name)
             with (folder / file.name).open("r+b") as stream:
-                for name in (name for name in targets if places[name].file == file):
-                    num_out, num_in = places[name].shape
-                    tensors, sizes = tensors_at(spec, arrays, targets[name], (num_in, num_out))
-                    merge = partial(adapter_kind(spec.kind).merge, tensors=tensors, sizes=sizes)
-                    deltas[name], rounding = _merge(stream, places[name], merge)
-                    max_rounding = max(max_rounding, rounding)
-                for name in (name for name in rows if places[name].file == file):
-                    deltas[name], rounding = _merge(stream, places[name], partial(_replaced, rows=rows[name]))
-                    max_rounding = max(max_rounding, rounding)
+                for name in (name for name in (*parts, *rows) if places[name].file == file):
+                    for kernel, in_rows, merge in _kernels(name, places[name], parts, rows, spec, arrays):
+                        delta, rounding = _merge(stream, kernel, merge, in_rows=in_rows)
+                        deltas[name], max_rounding = max(deltas.get(name, 0.0), delta), max(max_rounding, rounding)
         if finish is not None:
             finish(folder)
     return MergeReport(deltas=deltas, max_rounding=max_rounding)
 
 
-def _token_rows(spec: AdapterSpec, arrays: Arrays, places: Mapping[str, Stored]) -> dict[str, Rows]:
+def _parts(config: ModelConfig, arrays: Arrays, places: Mapping[str, Stored]) -> dict[str, tuple[str, Part]]:
+    """Returns tensor of the checkpoint → the adapter's projection, and the part of its kernel [N, E · K] there."""
+    family, parts = family_named(config.family), {}
+    for path in (path for path in arrays if path not in NOT_PROJECTIONS):
+        name, layer = path.rpartition(".")[2], int(path.split(".")[1])
+        if name in EXPERTS and layer < config.num_layers and name in config.layer(layer).targets:
+            parts[path] = expert_parts(family, config.layer(layer).linear(name), layer)
+        else:
+            parts[path] = (Part(name=family.tensor_name(f"model.{path}.weight"), shape=()),)
+    names = _names(config, [part.name for listed in parts.values() for part in listed], places)
+    renamed = {path: tuple(replace(part, name=names[part.name]) for part in listed) for path, listed in parts.items()}
+    return {part.name: (path, part) for path, listed in renamed.items() for part in as_stored(listed, places)}
+
+
+def _names(config: ModelConfig, names: Sequence[str], places: Mapping[str, Stored]) -> Mapping[str, str]:
+    """Returns the names in the checkpoint, which may be of a multimodal model."""
+    if not config.wrapper:
+        return {name: name for name in names}
+    every = [family_named(config.family).tensor_name(table) for table in _TABLES.values()]
+    return stored_names([*every, *names], places.keys())[0]  # a checkpoint has the tables, however it stores experts
+
+
+def _kernels(
+    name: str,
+    stored: Stored,
+    parts: Mapping[str, tuple[str, Part]],
+    rows: Mapping[str, Rows],
+    spec: AdapterSpec,
+    arrays: Arrays,
+) -> Iterator[tuple[Stored, bool, Merge]]:
+    """Yields the kernels of a tensor, whether they are [K, N] there, and what to do with each [K, N]."""
+    if name in rows:
+        yield stored, False, partial(_replaced, rows=rows[name])
+        return
+    path, part = parts[name]
+    merge = adapter_kind(spec.kind).merge
+    if path.rpartition(".")[2] not in EXPERTS:
+        tensors, sizes = tensors_at(spec, arrays, path, (stored.shape[1], stored.shape[0]))
+        yield stored, False, partial(merge, tensors=tensors, sizes=sizes)
+        return
+    tensors, sizes = tensors_at(spec, arrays, path)
+    columns = slice(part.row, part.row + part.rectangle[0])  # of B: gate or up, or both
+    stacked = len(part.shape) == 3
+    experts = range(part.shape[0]) if stacked else [part.column // sizes.K]
+    size = (stored.stop - stored.start) // len(experts)
+    for index, expert in enumerate(experts):
+        start = stored.start + index * size
+        kernel = replace(stored, shape=stored.shape[-2:], start=start, stop=start + size)
+        of_expert = {"lora_a": tensors["lora_a"][expert], "lora_b": tensors["lora_b"][expert][:, columns]}
+        yield kernel, stacked and not part.transposed, partial(merge, tensors=of_expert, sizes=sizes)
+
+
+def _token_rows(
+    spec: AdapterSpec, arrays: Arrays, places: Mapping[str, Stored], config: ModelConfig
+) -> dict[str, Rows]:
     """Returns trained rows by their tensor. A tied head may have a tensor, too, with the same rows."""
     if spec.tokens is None:
         return {}
+    family = family_named(config.family)
+    llama = {table: family.tensor_name(name) for table, name in _TABLES.items()}
+    names = _names(config, list(llama.values()), places)
     stored = dict(zip(spec.tokens.stored.items(), arrays[TOKENS], strict=True))
-    rows: dict[str, Rows] = {_TABLES[table]: (ids, array) for (table, ids), array in stored.items()}
-    head = _TABLES["head"]
-    if head in places and head not in rows and _is_tied(places):
-        rows[head] = rows[_TABLES["embed"]]
+    rows: dict[str, Rows] = {names[llama[table]]: (ids, array) for (table, ids), array in stored.items()}
+    head, embed = names[llama["head"]], names[llama["embed"]]
+    if head in places and head not in rows and config.tie_embeddings:
+        rows[head] = rows[embed]
     return rows
 
 
@@ -146,22 +197,20 @@ def _replaced(w_DV: np.ndarray, rows: Rows) -> np.ndarray:
     return replaced
 
 
-def _is_tied(places: Mapping[str, Stored]) -> bool:
-    """Whether the embedding and a head that is stored, too, are one table by the model's configuration."""
-    folder = places[_TABLES["embed"]].file.parent
-    return ModelConfig.from_hf(folder).tie_embeddings
+def _merge(stream: BinaryIO, stored: Stored, merge: Merge, *, in_rows: bool) -> tuple[float, float]:
+    """Merges into one kernel in place: its dtype and shape do not change.
 
-
-def _merge(stream: BinaryIO, stored: Stored, merge: Callable[[np.ndarray], np.ndarray]) -> tuple[float, float]:
-    """Merges into one tensor in place: its dtype and shape do not change."""
+    Args:
+        in_rows: it is [K, N] in the file, otherwise [N, K].
+    """
     stream.seek(stored.start)
     dtype = _DTYPES[stored.dtype]
-    before_NK = np.frombuffer(stream.read(stored.stop - stored.start), dtype).reshape(stored.shape).astype(np.float32)
-    w_NK = np.asarray(merge(before_NK.T).T, np.float32)
-    delta_NK = w_NK - before_NK
+    before = np.frombuffer(stream.read(stored.stop - stored.start), dtype).reshape(stored.shape).astype(np.float32)
+    merged = np.asarray(merge(before) if in_rows else merge(before.T).T, np.float32)
+    delta = merged - before
     with np.errstate(over="ignore"):
-        rounded_NK = w_NK.astype(dtype)
-    if not np.isfinite(rounded_NK).all():
+        rounded = merged.astype(dtype)
+    if not np.isfinite(rounded).all():
         raise CheckpointError(
             "merge.not-finite",
             "a merged weight is not a finite number.",
@@ -170,25 +219,30 @@ def _merge(stream: BinaryIO, stored: Stored, merge: Callable[[np.ndarray], np.nd
             fix="merge into a float32 or bfloat16 copy of the base",
         )
     stream.seek(stored.start)
-    stream.write(rounded_NK.tobytes())
-    return float(np.abs(delta_NK).max()), float(np.abs(rounded_NK.astype(np.float32) - w_NK).max())
+    stream.write(rounded.tobytes())
+    return float(np.abs(delta).max()), float(np.abs(rounded.astype(np.float32) - merged).max())
 
 
 def _misfits(
     places: Mapping[str, Stored],
-    targets: Mapping[str, str],
+    parts: Mapping[str, tuple[str, Part]],
     rows: Mapping[str, Rows],
     spec: AdapterSpec,
     arrays: Arrays,
     base_dir: Path,
 ) -> list[LoraFusionError]:
     problems = [problem for name in rows if (problem := _misfit_of_rows(name, rows[name], places))]
-    for name, path in targets.items():
+    problems += _misfits_of_experts(parts, spec, arrays)
+    for name, (path, part) in parts.items():
         sizes = tensors_at(spec, arrays, path)[1]
         shape = places[name].shape if name in places else ()
-        if len(shape) == 2:  # a kind may not know both sizes, which then fit
+        if part.shape:
+            shape = part.shape
+        elif len(shape) == 2:  # a kind may not know both sizes, which then fit
             shape = (sizes.N or shape[0], sizes.K or shape[1])
-        if name not in places:
+        if part.packed:
+            problems.append(f"quantised: {name} is MXFP4, only {', '.join(_DTYPES)} can be merged into")
+        elif name not in places:
             problems.append(f"missing: {name}")
         elif places[name].dtype not in _DTYPES:
             problems.append(f"quantised: {name} is {places[name].dtype}, only {', '.join(_DTYPES)} can be merged into")
@@ -208,6 +262,23 @@ def _misfits(
         if problems
         else []
     )
+
+
+def _misfits_of_experts(parts: Mapping[str, tuple[str, Part]], spec: AdapterSpec, arrays: Arrays) -> list[str]:
+    """Compares adapters of experts with the kernels [N, E · K] of the base."""
+    of_path: dict[str, list[Part]] = {}
+    for path, part in parts.values():
+        if part.shape:
+            of_path.setdefault(path, []).append(part)
+    problems = []
+    for path, listed in of_path.items():
+        sizes, experts = tensors_at(spec, arrays, path)[1], len(arrays[path][0])
+        rows = max(part.row + part.rectangle[0] for part in listed)
+        columns = max(part.column + part.rectangle[1] for part in listed)
+        if (rows, columns) != (sizes.N, experts * sizes.K):
+            shape = f"{experts} experts of {sizes.K} → {sizes.N}"
+            problems.append(f"misshapen: the adapter of {path} has {shape}, which the base's tensors do not fit")
+    return problems
 
 
 def _misfit_of_rows(name: str, rows: Rows, places: Mapping[str, Stored]) -> str:

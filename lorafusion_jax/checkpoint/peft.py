@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Literal, TypedDict, Unpack
@@ -25,11 +26,20 @@ from lorafusion_jax.checkpoint import digests
 from lorafusion_jax.checkpoint.digests import find_damage, refuse_damage
 from lorafusion_jax.checkpoint.new_folder import new_folder
 from lorafusion_jax.checkpoint.peft_experts import from_file, to_file
-from lorafusion_jax.checkpoint.peft_leaves import HEAD, TOKENS, Arrays, Leaves, SomeLayers, as_exported, tensors_at
+from lorafusion_jax.checkpoint.peft_leaves import (
+    HEAD,
+    NOT_PROJECTIONS,
+    TOKENS,
+    Arrays,
+    Leaves,
+    SomeLayers,
+    as_exported,
+    tensors_at,
+)
 from lorafusion_jax.checkpoint.peft_leaves import put_adapter as put_adapter
 from lorafusion_jax.checkpoint.peft_leaves import take_adapter as take_adapter
 from lorafusion_jax.config.peft_config import CONFIG_FILE, Described, config_of, describe, kind_of, read_config
-from lorafusion_jax.config.peft_folder import KEY, PREFIX, ROOT, TENSOR_FILE, plain_name
+from lorafusion_jax.config.peft_folder import KEY, PREFIX, ROOT, TENSOR_FILE, plain_name, root_of, text_name, whole_name
 from lorafusion_jax.errors import CheckpointError, ConfigError, LoraFusionError, RunError
 from lorafusion_jax.layout.layer import BESIDE, EXPERTS, LINEAR_ATTENTION, MIXERS, PARALLEL, PATHS
 from lorafusion_jax.plugins import origin
@@ -51,6 +61,7 @@ class FileOptions(TypedDict, total=False):
         dtype: dtype of the tensors [default: float32].
         base_quantize: storage of the base in training, see `weights.table`; written to adapter_config.json.
         base_revision: commit of a base model on the hub.
+        multimodal: the base is a multimodal model: the folder has the names of the whole model, not of its text part.
         replace: replace an existing folder.
         finish: called with the temporary folder before it is renamed, e.g. to add a model card and tokenizer files.
     """
@@ -58,6 +69,7 @@ class FileOptions(TypedDict, total=False):
     dtype: Literal["float32", "bfloat16"]
     base_quantize: str
     base_revision: str | None
+    multimodal: bool
     replace: bool
     finish: Callable[[Path], None] | None
 
@@ -109,10 +121,16 @@ def write_adapter(
         for key, array in peft_tensors(arrays, spec.kind, spec.head, spec.tokens).items()
     }
     quantize, revision = options.get("base_quantize", NONE), options.get("base_revision")
+    paths, multimodal = [path for path in arrays if path not in NOT_PROJECTIONS], options.get("multimodal", False)
+    if multimodal:  # its file lists projections, so a target of which patterns leave none is not in it
+        present = {path.rpartition(".")[2] for path in paths}
+        spec = replace(spec, targets=tuple(name for name in spec.targets if name in present))
     with new_folder(to_dir, replace=options.get("replace", False)) as folder:
-        settings = json.dumps(config_of(spec, base_name, quantize, revision, list(arrays)), indent=2)
+        settings = json.dumps(config_of(spec, base_name, quantize, revision, paths, multimodal), indent=2)
         (folder / CONFIG_FILE).write_text(settings + "\n", encoding="utf-8")
-        write_tensors(folder / TENSOR_FILE, to_file(tensors))
+        in_file = to_file(tensors)
+        named = {whole_name(key): array for key, array in in_file.items()} if multimodal else in_file
+        write_tensors(folder / TENSOR_FILE, named)
         _check_copy(folder, spec, tensors)
         if finish := options.get("finish"):
             finish(folder)
@@ -208,17 +226,21 @@ def read_described(folder: Path, kind: str | None = None, head: Head | None = No
 def _read(folder: Path, kind: str | None = None, head: Head | None = None) -> tuple[Described, dict[str, np.ndarray]]:
     """Returns the description of a folder and its tensors, which fit it."""
     check_digests(folder)
-    raw = read_config(folder)
-    tensors = from_file(read_tensors(folder), raw, str(folder / TENSOR_FILE))
+    raw, stored, where = read_config(folder), read_tensors(folder), str(folder / TENSOR_FILE)
+    named = {text_name(key)[0]: array for key, array in stored.items()}
+    if len(named) < len(stored):
+        why = "the text part of a multimodal model has two names in it"
+        raise CheckpointError("peft.tensors", f"{TENSOR_FILE} does not hold one adapter.", where=where, why=why)
+    tensors = from_file(named, raw, where)
     kind = kind_of(raw) if kind is None else kind
-    paths = _paths(tensors, adapter_kind(kind))
-    described = describe(raw, paths, folder.resolve().name, str(folder / CONFIG_FILE), kind=kind, head=head)
+    paths, name, settings = _paths(tensors, adapter_kind(kind)), folder.resolve().name, str(folder / CONFIG_FILE)
+    described = describe(raw, paths, name, settings, kind=kind, head=head, root=root_of(stored))
     problems = _problems(tensors, paths, described)
     if problems:
         raise CheckpointError(
             "peft.tensors",
             f"{TENSOR_FILE} does not hold this adapter.",
-            where=f"{folder / TENSOR_FILE}\n    " + "\n    ".join(problems),
+            where=f"{where}\n    " + "\n    ".join(problems),
         )
     return described, tensors
 

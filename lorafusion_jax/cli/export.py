@@ -23,9 +23,11 @@ from lorafusion_jax.checkpoint.new_folder import new_folder
 from lorafusion_jax.checkpoint.peft_leaves import exported_spec
 from lorafusion_jax.cli.common import RunPath, next_command
 from lorafusion_jax.cli.other_programs import commands
+from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.config.specs import adapter_spec
 from lorafusion_jax.errors import CheckpointError, ConfigError, raise_all
+from lorafusion_jax.families.multimodal import auto_class
 from lorafusion_jax.log_file import read_rows
 from lorafusion_jax.readable import RECORD, NotReadableError, check_regular
 from lorafusion_jax.report.card_results import results
@@ -83,7 +85,8 @@ def command(
             console.print(f"  {line}", style="dim", highlight=False, markup=False, soft_wrap=True)
     first = next(iter(sources), "")
     if merge:
-        load = f"from transformers import AutoModelForCausalLM as M; M.from_pretrained('{to}')"
+        wrapper = ModelConfig.from_hf(base_directory(config)).wrapper
+        load = f"from transformers import {auto_class(wrapper)} as M; M.from_pretrained('{to}')"
         next_command(console, f'python -c "{load}"')
     elif all_adapters:
         next_command(console, f"lorafusion generate {run} 'a prompt'")

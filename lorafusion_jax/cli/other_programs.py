@@ -7,6 +7,7 @@ from pathlib import Path
 
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.adapters.table import PLAIN
+from lorafusion_jax.layout.layer import EXPERTS
 
 VLLM_RANKS = (8, 16, 32, 64, 128, 256, 512)  # that `--max-lora-rank` takes
 
@@ -14,7 +15,8 @@ VLLM_RANKS = (8, 16, 32, 64, 128, 256, 512)  # that `--max-lora-rank` takes
 def commands(base: str, folders: Mapping[str, tuple[AdapterSpec, Path]]) -> list[str]:
     """Returns the commands that load PEFT folders with the meaning that they were trained with.
 
-    Both programs know one alpha of an adapter, and llama.cpp divides it by the rank even with rsLoRA.
+    Both programs know one alpha of an adapter, and llama.cpp divides it by the rank even with rsLoRA. vLLM tells the
+    projections of experts apart in a folder that has both; llama.cpp does not in all families.
 
     Args:
         base: folder or hub name of the base model.
@@ -29,13 +31,17 @@ def commands(base: str, folders: Mapping[str, tuple[AdapterSpec, Path]]) -> list
         modules = " ".join(f"{name}={folder}" for name, (_, folder) in plain.items())
         lines.append(f"vllm serve {base} --enable-lora --max-lora-rank {rank} --lora-modules {modules}")
     lines += [
-        f"python convert_lora_to_gguf.py --base {base} {folder}" for spec, folder in plain.values() if not spec.rslora
+        f"python convert_lora_to_gguf.py --base {base} {folder}"
+        for spec, folder in plain.values()
+        if not spec.rslora and not spec.on_experts
     ]
     return lines
 
 
 def _is_plain(spec: AdapterSpec) -> bool:
-    return spec.kind == PLAIN and spec.patterns is None and spec.head is None and spec.tokens is None
+    experts = [name for name in EXPERTS if name in spec.targets]
+    others = spec.patterns is None and spec.head is None and spec.tokens is None
+    return spec.kind == PLAIN and others and len(experts) in (0, len(EXPERTS))
 
 
 def _served_rank(rank: int) -> int | None:

@@ -18,6 +18,7 @@ from lorafusion_jax.config.peft_experts import named_in_peft, targets_of
 from lorafusion_jax.config.token_rows import check_tokens, token_rows
 from lorafusion_jax.errors import CheckpointError, LoraFusionError, raise_all
 from lorafusion_jax.families.hf_config import shortened
+from lorafusion_jax.families.multimodal import IN_PEFT, TEXT_ROOT
 from lorafusion_jax.layout.layer import PATHS
 from lorafusion_jax.readable import SETTINGS, read_text
 from lorafusion_jax.weights.table import NONE
@@ -76,6 +77,7 @@ class Described:
         layers: that carry the adapter; None: all, or those that the tensors speak of.
         some_layers: the adapter may be on some layers or projections of a layer only.
         has_scale: whether alpha and rslora mean anything; they do not for some kinds.
+        root: what the folder calls the text part's "model.": other words in adapters of a multimodal model.
         base: name or path of the base model, "" where the file does not say.
         revision: of the base model.
     """
@@ -85,6 +87,7 @@ class Described:
     layers: tuple[int, ...] | None
     some_layers: bool
     has_scale: bool
+    root: str
     base: str
     revision: str | None
 
@@ -114,11 +117,14 @@ def config_of(
     base_quantize: str = NONE,
     revision: str | None = None,
     paths: Collection[str] = (),
+    multimodal: bool = False,
 ) -> dict[str, Any]:
     """Says in PEFT's words what an adapter is.
 
     Args:
         paths: its projections, "layers.0.self_attn.q_proj"; needed where a layer may have an MLP beside experts.
+        multimodal: it is for a multimodal model, whose towers may have projections of the same names: the file lists
+            the adapter's by their paths.
 
     PEFT has no word for a base that was stored in another form. Where it was, `base_quantize` names the form; PEFT
     ignores keys that it does not know, with a warning.
@@ -152,7 +158,26 @@ def config_of(
     if parameters:
         more |= {"target_parameters": parameters, _dropout_key(kind): 0.0}
     entries = (kind.peft or {}).items()
-    return config | more | {key: value(spec) if callable(value) else value for key, value in entries}
+    config |= more | {key: value(spec) if callable(value) else value for key, value in entries}
+    return config | _one_by_one(spec, config, paths) if multimodal else config
+
+
+def _one_by_one(spec: AdapterSpec, config: Mapping[str, Any], paths: Collection[str]) -> dict[str, Any]:
+    """Settings that name each projection by its path in a multimodal model, in place of names and patterns."""
+    named = {path: f"{IN_PEFT}{path}" for path in paths}
+    modules = [named[path] for path in paths if path.rpartition(".")[2] in config["target_modules"]]
+    weights = {f"{path}.weight" for path in named.values()}
+    parameters = [
+        full
+        for name in config.get("target_parameters") or []
+        for full in (sorted(path for path in weights if path.endswith(f".{name}")) or [name])
+    ]
+    ranks = {named[path]: rank for path in paths if (rank := spec.rank_at(path)) != config["r"]}
+    alphas = {} if spec.patterns is None else {named[path]: spec.patterns.alpha_of(path) for path in paths}
+    alphas = {path: alpha for path, alpha in alphas.items() if alpha != spec.alpha}
+    settings = {"target_modules": modules, "layers_to_transform": None, "exclude_modules": None}
+    settings |= {"target_parameters": parameters} if parameters else {}
+    return settings | ({"rank_pattern": ranks, "alpha_pattern": alphas} if "rank_pattern" in config else {})
 
 
 def _some_projections(patterns: Patterns) -> dict[str, Any]:
@@ -226,6 +251,7 @@ def describe(
     known: Sequence[str] = tuple(PATHS),
     kind: str = PLAIN,
     head: Head | None = None,
+    root: str = TEXT_ROOT,
 ) -> Described:
     """Reads what an adapter is.
 
@@ -237,6 +263,7 @@ def describe(
         known: projections that there can be.
         kind: name of its adapter kind.
         head: that it may have.
+        root: see `Described`.
 
     Raises:
         CheckpointError, ErrorList: every option that is not supported (`peft.unsupported`) and every value that is
@@ -258,7 +285,7 @@ def describe(
         errors += [_no_scale(key, kind, where) for key in ("lora_alpha", "use_rslora") if key not in raw]
     alpha = float(_number(raw, "lora_alpha", None if of_lora else rank, where, errors))
     dropout = float(_number(raw, _dropout_key(adapter_kind(kind)), 0.0, where, errors))
-    patterns = _patterns(raw, rank, alpha, layers, where, errors)
+    patterns = _patterns(raw, rank, alpha, layers, where, errors, root)
     tokens = _tokens(raw, adapter_kind(kind), name, where, errors)
     raise_all(errors)
     ranks = dict.fromkeys(paths, rank) if patterns is None else {path: patterns.rank_of(path) for path in paths}
@@ -280,6 +307,7 @@ def describe(
         layers=layers,
         some_layers=_some_layers(raw),
         has_scale=has_scale,
+        root=root,
         base=base if isinstance(base, str) else "",
         revision=revision if isinstance(revision, str) else None,
     )
@@ -386,6 +414,7 @@ def _patterns(
     layers: tuple[int, ...] | None,
     where: str,
     errors: list[LoraFusionError],
+    root: str,
 ) -> Patterns | None:
     """Returns what differs between projections; None if nothing does."""
     ranks, alphas = (_pattern(raw, key, where, errors) for key in ("rank_pattern", "alpha_pattern"))
@@ -404,6 +433,7 @@ def _patterns(
         alphas=alphas,
         layers=layers,
         exclude=exclude if isinstance(exclude, str) else tuple(names),
+        roots=(root,),
     )
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.peft_config import CONFIG_FILE, SAVED, Described, describe, kind_of, read_config
 from lorafusion_jax.config.peft_experts import our_key, targets_of
 from lorafusion_jax.errors import CheckpointError, LoraFusionError
+from lorafusion_jax.families.multimodal import IN_PEFT, TEXT_ROOT
 from lorafusion_jax.layout.layer import BESIDE, PARALLEL, PATHS, PER_LAYER_NAMES, saved_path
 from lorafusion_jax.readable import check_regular
 
@@ -26,6 +28,10 @@ _IN_LAYER = "|".join(rf"{name}\." for name in (*BESIDE, PARALLEL, *_MODULES))  #
 _OF_LAYER = "|".join(rf"{name}\." for name in PER_LAYER_NAMES)  # projections without a module
 _MATRICES = ("lora_A", "lora_B")  # they are modules with a weight; others are parameters
 _IN_MEMORY = re.compile(r"\.((?:lora|vera)_\w+)\.default(\.weight)?$")
+# The text part of a multimodal model, as transformers 5 and earlier versions name it.
+_WHOLE = re.compile(
+    rf"{re.escape(ROOT)}model\.((?:model\.)?language_model\.(?:model\.)?)(layers|embed_tokens|lm_head)\."
+)
 KEY = re.compile(re.escape(PREFIX) + rf"(layers\.(\d{{1,6}})\.(?:{_IN_LAYER}|(?={_OF_LAYER}))(\w+))\.([\w.]+)")
 
 
@@ -42,8 +48,8 @@ def describe_folder(folder: Path, kind: str | None = None) -> Described:
     biased = kind == PLAIN and raw.get("lora_bias") is True
     kind = kind_of(raw) if kind is None else BIASED if biased else kind
     names = {leaf.peft_name for leaf in adapter_kind(kind).of_projections}
-    paths = _projections(folder, names, targets_of(raw))
-    return describe(raw, paths, folder.resolve().name, str(folder / CONFIG_FILE), kind=kind)
+    paths, root = _projections(folder, names, targets_of(raw))
+    return describe(raw, paths, folder.resolve().name, str(folder / CONFIG_FILE), kind=kind, root=root)
 
 
 def plain_name(key: str) -> str:
@@ -59,6 +65,33 @@ def plain_name(key: str) -> str:
         return f".{match[1]}{(match[2] or '') if match[1] in _MATRICES else ''}"
 
     return _IN_MEMORY.sub(of_folder, key)
+
+
+def text_name(key: str) -> tuple[str, str]:
+    """The name of a tensor in a folder of the text part alone, and what PEFT calls the text part's "model.".
+
+    >>> text_name("base_model.model.model.language_model.layers.0.self_attn.q_proj.lora_A.weight")
+    ('base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight', 'model.language_model.')
+    """
+    match = _WHOLE.match(key)
+    if match is None:
+        return key, TEXT_ROOT
+    part = "lm_head" if match[2] == "lm_head" else f"{TEXT_ROOT}{match[2]}"
+    return f"{ROOT}model.{part}.{key[match.end() :]}", match[1]
+
+
+def whole_name(key: str) -> str:
+    """The name of a tensor in a folder for a multimodal model; the inverse of `text_name`.
+
+    >>> whole_name("base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight")
+    'base_model.model.model.language_model.layers.0.self_attn.q_proj.lora_A.weight'
+    """
+    return f"{ROOT}model.{IN_PEFT}{key.removeprefix(PREFIX)}" if key.startswith(PREFIX) else key
+
+
+def root_of(keys: Iterable[str]) -> str:
+    """What a folder calls the text part's "model."."""
+    return next((root for key in keys if (root := text_name(key)[1]) != TEXT_ROOT), TEXT_ROOT)
 
 
 def lora_settings(folder: Path, kind: str | None = None, model: ModelConfig | None = None) -> dict[str, Any]:
@@ -101,7 +134,9 @@ def _let_out(described: Described, model: ModelConfig) -> dict[str, Any]:
         for layer in model.layers_with(linear.path)
     ]
     if all(path in described.ranks for path in every if described.spec.has(path)):
-        return {}
+        patterns = described.spec.patterns
+        only_others = patterns is not None and all(replace(patterns, layers=None).has(path) for path in every)
+        return {"exclude": []} if only_others else {}  # exclude_modules may name a tower only
     layers = sorted({_layer_of(path) for path in described.ranks})
     absent = [path for path in every if path not in described.ranks and _layer_of(path) in layers]
     return {"layers_to_transform": layers, "exclude": absent}
@@ -111,13 +146,14 @@ def _layer_of(path: str) -> int:
     return int(path.split(".")[1])
 
 
-def _projections(folder: Path, names: Collection[str | None], experts: Sequence[str]) -> list[str]:
+def _projections(folder: Path, names: Collection[str | None], experts: Sequence[str]) -> tuple[list[str], str]:
     file = folder / TENSOR_FILE
     try:
         check_regular(file)
         with safe_open(file, "np") as opened:
-            matches = [KEY.fullmatch(our_key(plain_name(key), experts)) for key in opened.keys()]  # noqa: SIM118
-        return list(dict.fromkeys(match[1] for match in matches if match and match[4] in names))
+            keys = list(opened.keys())
+        matches = [KEY.fullmatch(our_key(text_name(plain_name(key))[0], experts)) for key in keys]
+        return list(dict.fromkeys(match[1] for match in matches if match and match[4] in names)), root_of(keys)
     except (SafetensorError, OSError) as problem:
         raise CheckpointError(
             "peft.damaged", f"{TENSOR_FILE} cannot be read.", where=str(file), why=str(problem)

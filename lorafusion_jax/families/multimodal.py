@@ -17,6 +17,9 @@ WRAPPERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "mistral3": ("Mistral3ForConditionalGeneration", ("mistral", "ministral3")),
 }
 TEXT = "text_config"
+SCORED = ("gemma3", "qwen3_5")  # of which transformers 5.23 has models with a score in place of the head
+TEXT_ROOT = "model."  # of the names of a model of text
+IN_PEFT = "model.language_model."  # of those of the text part, for transformers 5, PEFT and vLLM
 _SHARED = ("tie_word_embeddings", "quantization_config")  # keys that the whole model may have for its text part
 # Llama's prefix → that in the checkpoint, as published and as transformers 5 names modules.
 _LAYOUTS: tuple[Mapping[str, str], ...] = (
@@ -42,6 +45,23 @@ def text_part(raw: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     shared = {key: raw[key] for key in _SHARED if key in raw and key not in text}
     known = FAMILIES[family].architectures[:1] if family in families else [str(family)]
     return shared | text | {"architectures": list(known), "model_type": family}, wrapper
+
+
+def auto_class(wrapper: str, *, scored: bool = False) -> str:
+    """The class of transformers that loads a model as it is published.
+
+    Args:
+        wrapper: model_type of a multimodal model ("": it has text only).
+        scored: whether an adapter has a score in place of the head.
+    """
+    if scored:
+        return "AutoModelForSequenceClassification"
+    return "AutoModelForImageTextToText" if wrapper else "AutoModelForCausalLM"
+
+
+def loads_whole(wrapper: str, *, scored: bool) -> bool:
+    """Whether a class of transformers loads a multimodal model with what an adapter needs; if not, its text part."""
+    return bool(wrapper) and (not scored or wrapper in SCORED)
 
 
 def stored_names(names: Collection[str], stored: Collection[str]) -> tuple[dict[str, str], list[str]]:

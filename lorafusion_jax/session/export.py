@@ -12,11 +12,13 @@ from typing import Any
 import numpy as np
 
 from lorafusion_jax.adapters.spec import AdapterSpec
+from lorafusion_jax.adapters.table import adapter_kind
 from lorafusion_jax.checkpoint.base_model import base_directory, exported_base
 from lorafusion_jax.checkpoint.peft import export_adapter
 from lorafusion_jax.checkpoint.peft_leaves import with_adapter_axis
 from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.schema import AdapterConfig, JobConfig
+from lorafusion_jax.families.multimodal import auto_class, loads_whole
 from lorafusion_jax.report.record import versions
 from lorafusion_jax.session.adapter_state import AdapterState
 from lorafusion_jax.session.task import Task
@@ -73,6 +75,7 @@ def write_adapter(
         replace=True,
         finish=partial(_describe, base=base_directory(config), record=record, card=card),
         shapes=model.saved_shapes,
+        multimodal=loads_whole(model.wrapper, scored=_is_scored(adapter)),
         layers=model.some_layers,
     )
 
@@ -94,8 +97,9 @@ def model_card(adapter: AdapterConfig, step: int, config: JobConfig, *, plan: st
     planned = f"\n| plan | {plan} |" if plan else ""
     stored = "" if settings.quantize == NONE else f", quantised as {settings.quantize}"
     chosen = adapter.objective.chosen
-    scored = chosen.head is not None and chosen.objective.task == "SEQ_CLS"
-    model = "AutoModelForSequenceClassification" if scored else "AutoModelForCausalLM"
+    scored = _is_scored(adapter)
+    wrapper = ModelConfig.from_hf(base_directory(config)).wrapper
+    model = auto_class(wrapper, scored=scored)
     labels = f", num_labels={chosen.head.leaves[0].axes[-1]}" if scored and chosen.head else ""
     belongs = f"""
 The base was quantised as `{settings.quantize}` in training, and the adapter belongs to that base: on the original
@@ -119,10 +123,29 @@ LoRA adapter of `{base}`{stored}, {step} optimizer steps. Trained with lorafusio
 | global batch, epochs, seed | {adapter.global_samples}, {adapter.epochs}{longer}, {adapter.seed} |{planned}
 
 `run.json` holds the complete record.
+{_loading(adapter, model, f'"{loaded}"{at}{labels}', in_whole=not wrapper or loads_whole(wrapper, scored=scored))}"""
 
+
+def _is_scored(adapter: AdapterConfig) -> bool:
+    chosen = adapter.objective.chosen
+    return chosen.head is not None and chosen.objective.task == "SEQ_CLS"
+
+
+def _loading(adapter: AdapterConfig, model: str, base: str, *, in_whole: bool) -> str:
+    kind = adapter.lora.adapter_kind
+    if adapter_kind(kind).merge_only:
+        return f"""
+PEFT has no adapters of kind `{kind}`; `lorafusion export RUN {adapter.name} --merge` writes the model with it.
+"""
+    part = (
+        ""
+        if in_whole
+        else "\ntransformers has no class with a score for this base: the adapter is for its text part.\n"
+    )
+    return f"""{part}
 ```python
 from peft import PeftModel
 from transformers import {model}
-model = PeftModel.from_pretrained({model}.from_pretrained("{loaded}"{at}{labels}), "path/to/this/folder")
+model = PeftModel.from_pretrained({model}.from_pretrained({base}), "path/to/this/folder")
 ```
 """

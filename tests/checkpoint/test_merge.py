@@ -13,6 +13,10 @@ from lorafusion_jax.errors import CheckpointError, RunError
 
 SPEC = AdapterSpec(name="law", rank=2, alpha=3, rslora=True, targets=("q_proj",))
 NAME = "model.layers.{}.self_attn.q_proj.weight"
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "vocab_size": 5, "hidden_size": 8, "intermediate_size": 8,
+    "num_hidden_layers": 2, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 4,
+}  # fmt: skip
 
 
 def weights(dtype, num_layers=2):
@@ -36,7 +40,7 @@ def arrays():
 
 def write_base(folder, tensors, *, shards=1):
     folder.mkdir()
-    (folder / "config.json").write_text("{}")
+    (folder / "config.json").write_text(json.dumps(CONFIG))
     (folder / "tokenizer.json").write_text('{"a": 1}')
     (folder / "training_args.bin").write_bytes(b"not copied")
     names = sorted(tensors)

@@ -1,14 +1,16 @@
-"""A base with fused projections and windows through the command line: its own targets, in PEFT's names."""
+"""Other bases through the command line: fused projections and windows; the text part of a multimodal model."""
 
 from __future__ import annotations
 
 import json
+import shutil
 
 import numpy as np
 import pytest
 import small_jobs
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
+from lorafusion_jax.checkpoint.peft import read_adapter
 from lorafusion_jax.cli.main import run
 
 
@@ -43,3 +45,50 @@ def test_projections_of_other_families_are_refused(base, tmp_path, capsys):
     output = " ".join(capsys.readouterr().err.split())
     assert "there is no projection 'q_proj'" in output
     assert "qkv_proj, o_proj, gate_up_proj, down_proj" in output
+
+
+@pytest.fixture
+def multimodal(tiny_base, tmp_path):
+    """The tiny base as the text part of a published Mistral Small 3.1, with a tower that has a q_proj, too."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    for file in tiny_base.iterdir():
+        if file.suffix in (".json", ".jinja") and file.name != "config.json":
+            shutil.copyfile(file, folder / file.name)
+    text = json.loads((tiny_base / "config.json").read_text()) | {"model_type": "mistral"}
+    del text["architectures"]
+    whole = {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3", "text_config": text}
+    (folder / "config.json").write_text(json.dumps(whole))
+    tensors = {f"language_model.{name}": array for name, array in load_file(tiny_base / "model.safetensors").items()}
+    tower = {"vision_tower.transformer.layers.0.attention.q_proj.weight": np.ones((4, 4), np.float32)}
+    save_file(tensors | tower, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.filterwarnings("ignore:only the text part is loaded")
+def test_an_adapter_of_a_multimodal_base_leaves_and_enters_under_the_names_of_the_whole(multimodal, tmp_path, capsys):
+    job = write_job(tmp_path, multimodal, "law", ["q_proj", "down_proj"], rank=2)
+    assert run(["train", job, "train.max_steps=1", "--out", str(tmp_path / "run")]) == 0, capsys.readouterr().err
+    out = tmp_path / "law"
+    assert run(["export", str(tmp_path / "run"), "law", "--to", str(out)]) == 0, capsys.readouterr().err
+    assert f"vllm serve {multimodal} --enable-lora" in capsys.readouterr().out
+    tensors = load_file(out / "adapter_model.safetensors")
+    assert all(key.startswith("base_model.model.model.language_model.layers.") for key in tensors)
+    assert np.any(tensors["base_model.model.model.language_model.layers.1.self_attn.q_proj.lora_B.weight"])
+    targets = json.loads((out / "adapter_config.json").read_text())["target_modules"]
+    assert "model.language_model.layers.0.self_attn.q_proj" in targets
+    assert "AutoModelForImageTextToText.from_pretrained(" in (out / "README.md").read_text()
+    assert run(["verify", str(tmp_path / "run"), "law"]) == 0, capsys.readouterr().err
+    assert run(["export", str(tmp_path / "run"), "law", "--merge", "--to", str(tmp_path / "merged")]) == 0
+    assert "from transformers import AutoModelForImageTextToText" in capsys.readouterr().out
+    merged, before = (load_file(folder / "model.safetensors") for folder in (tmp_path / "merged", multimodal))
+    changed = {name for name in before if not np.array_equal(merged[name], before[name])}
+    paths = ("self_attn.q_proj", "mlp.down_proj")
+    assert changed == {f"language_model.model.layers.{layer}.{path}.weight" for layer in range(2) for path in paths}
+
+    started = [f"adapters.law.lora.init_from={out}", "adapters.law.optim.lr=1e-9", "train.max_steps=1"]
+    assert run(["train", job, "--out", str(tmp_path / "next"), *started]) == 0, capsys.readouterr().err
+    ours, theirs = (read_adapter(folder)[1] for folder in (tmp_path / "next/adapters/law/latest", out))
+    for path, pair in ours.items():
+        for tensor, wanted in zip(pair, theirs[path], strict=True):
+            np.testing.assert_allclose(tensor, wanted, rtol=1e-5, atol=1e-7)

@@ -9,13 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from make_golden import GOLDEN
+from more_cases import nightly
 from safetensors.numpy import load_file, save_file
 
-from lorafusion_jax.checkpoint.merge import merge_adapter
+from lorafusion_jax.checkpoint.merge import merge_adapter, merge_arrays
 from lorafusion_jax.checkpoint.peft import export_adapter, read_adapter
 from lorafusion_jax.errors import CheckpointError
 from lorafusion_jax.families.experts import Experts, Router
-from lorafusion_jax.models import Decoder, ModelConfig, load_decoder, load_frozen, save_decoder
+from lorafusion_jax.models import Decoder, ModelConfig, Segments, load_decoder, load_frozen, save_decoder
+from lorafusion_jax.models.forward import logits
 
 FILE = "model.safetensors"
 VALUES = (0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6)  # of E2M1
@@ -108,8 +110,76 @@ def test_an_adapter_that_peft_wrote_is_written_again_bit_for_bit(case, tmp_path)
     peft = json.loads((GOLDEN / case / "adapter" / "adapter_config.json").read_text())
     for key in ("target_modules", "target_parameters"):
         assert sorted(settings[key]) == sorted(peft[key])
-    with pytest.raises(CheckpointError, match="adapters of experts are not merged"):
-        merge_adapter(GOLDEN / case, folder, tmp_path / "merged")
+
+
+EXPERTS_OF = {  # in PEFT's names: the module, and which wrapper has which projection
+    "gate_up": ("base_layer.lora_{}", "experts_gate_up_proj"),
+    "down": ("lora_{}", "experts_down_proj"),
+}
+MERGED = (  # one of each layout of files: of every expert, of all, with and without others beside, interleaved, packed
+    "qwen3_moe", "mixtral_window", "gpt_oss", "glm4_moe", "qwen2_moe_sparse", "gemma4_experts", "deepseek_v3_experts",
+    "qwen3_5_moe", "qwen3_next", "glm4_moe_lite_groups",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MERGED)
+def test_merged_experts_change_by_what_peft_adds(case, tmp_path):
+    """PEFT's `ParamWrapper.get_delta_weight`: [N, r, E] × [E, r, K], times alpha / r."""
+    report = merge_adapter(GOLDEN / case, GOLDEN / case / "adapter", tmp_path / "out")
+    settings = json.loads((GOLDEN / case / "adapter" / "adapter_config.json").read_text())
+    tensors, rank = load_file(GOLDEN / case / "adapter" / "adapter_model.safetensors"), settings["r"]
+    before, after = (load_frozen(folder, dtype=jnp.float32) for folder in (GOLDEN / case, tmp_path / "out"))
+    stems = {key.rpartition("experts.")[0] + "experts." for key in tensors if "experts." in key and "shared" not in key}
+    stems = {stem for stem in stems if f"{stem}lora_A.weight" in tensors}
+    assert stems
+    changed = {}
+    for stem in stems:
+        module = stem.removeprefix("base_model.model.model.").removesuffix("experts.")
+        module = module if module.endswith("mlp.") else f"{module}parallel."
+        for form, target in EXPERTS_OF.values():
+            a, b = (np.float64(tensors[f"{stem}{form.format(matrix)}.weight"]) for matrix in "AB")
+            b_NrE = b.reshape(len(b), rank, -1)
+            a_ErK = a.reshape(b_NrE.shape[2], rank, -1)
+            delta_EKN = settings["lora_alpha"] / rank * np.einsum("nre,erk->ekn", b_NrE, a_ErK)
+            changed[f"{module}{target}.kernel"] = delta_EKN.reshape(-1, len(b))
+    for name, delta in changed.items():
+        moved = np.float64(after[name]) - np.float64(before[name])
+        np.testing.assert_allclose(moved, delta, rtol=1e-3, atol=1e-6)  # one rounding of the sum
+        assert np.abs(delta).max() > 1e-3
+    kernels = {name for name in before if not np.array_equal(before[name], after[name])}
+    assert changed.keys() <= kernels
+    assert report.max_delta > 1e-3
+
+
+@pytest.mark.parametrize(
+    "case", [case if case == "gpt_oss" else nightly(case) for case in MERGED]
+)  # the others differ by their layout of files, which is read as it is written
+def test_a_merged_model_has_the_logits_that_peft_has(case, tmp_path):
+    merge_adapter(GOLDEN / case, GOLDEN / case / "adapter", tmp_path / "out")
+    wanted = load_file(GOLDEN / case / "expected.safetensors")
+    model, tokens = load_decoder(tmp_path / "out", dtype=jnp.float32), jnp.asarray(wanted["tokens"])
+    segments = Segments.from_lengths([len(tokens)], len(tokens))
+    hidden = model.hidden(tokens, jnp.arange(len(tokens)), segments)
+    scale = np.abs(wanted["adapted"]).max()
+    assert np.abs(wanted["adapted"] - wanted["logits"]).max() > 0.01 * scale
+    np.testing.assert_allclose(logits(hidden, model.head(), model.config) / scale, wanted["adapted"] / scale, atol=2e-5)
+
+
+def test_experts_that_cannot_be_merged_are_named(copy, tmp_path):
+    spec, arrays = read_adapter(GOLDEN / "gpt_oss" / "adapter")
+    fewer = {path: tuple(array[:2] for array in pair) if "experts" in path else pair for path, pair in arrays.items()}
+    with pytest.raises(CheckpointError, match=r"2 experts of \d+ → \d+, which the base's tensors do not fit"):
+        merge_arrays(GOLDEN / "gpt_oss", spec, fewer, tmp_path / "out")
+    beyond = {path.replace("layers.1.", "layers.9."): pair for path, pair in arrays.items()}
+    with pytest.raises(CheckpointError, match=r"missing: model.layers.9.mlp.experts_down_proj.weight"):
+        merge_arrays(GOLDEN / "gpt_oss", spec, beyond, tmp_path / "out")
+    stem = "model.layers.0.mlp.experts.down_proj"
+    shape = load_file(GOLDEN / "gpt_oss" / FILE)[stem].shape
+    blocks = np.zeros((shape[0], shape[2], max(1, shape[1] // 32), 16), np.uint8)
+    packed = copy("gpt_oss", **{stem: None, f"{stem}_blocks": blocks, f"{stem}_scales": blocks[..., 0]})
+    with pytest.raises(CheckpointError, match=rf"quantised: {stem} is MXFP4") as caught:
+        merge_arrays(packed, spec, arrays, tmp_path / "out")
+    assert "export without --merge" in str(caught.value.fix)
 
 
 def test_layers_that_predict_further_tokens_are_left_out(copy):

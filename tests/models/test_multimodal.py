@@ -1,4 +1,4 @@
-"""Text parts of multimodal checkpoints: loaded as the text model, the towers left out and said."""
+"""Text parts of multimodal checkpoints: loaded as the text model, and adapters under the names of the whole model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,15 @@ from flax import nnx
 from make_golden import GOLDEN
 from safetensors.numpy import load_file, save_file
 
+from lorafusion_jax.adapters.patterns import Patterns
+from lorafusion_jax.adapters.spec import AdapterSpec
+from lorafusion_jax.adapters.tokens import TokenRows
+from lorafusion_jax.checkpoint.combine import combine_adapters
+from lorafusion_jax.checkpoint.merge import merge_arrays
+from lorafusion_jax.checkpoint.peft import read_adapter, read_described, write_adapter
+from lorafusion_jax.config.peft_folder import lora_settings
 from lorafusion_jax.errors import CheckpointError
+from lorafusion_jax.families.multimodal import WRAPPERS
 from lorafusion_jax.models import ModelConfig, load_decoder, save_decoder
 
 SOURCE = GOLDEN / "gemma3_untied"
@@ -78,3 +86,154 @@ def test_missing_text_tensors_are_named(tmp_path):
         pytest.raises(CheckpointError, match=r"missing: language_model\.model\.layers\.1"),
     ):
         load_decoder(folder, dtype=jnp.float32)
+
+
+# What PEFT calls the projections of a Gemma 3 with a tower, and vLLM's names of those of its text part.
+TOWER = [f"model.vision_tower.vision_model.encoder.layers.{layer}.self_attn.q_proj" for layer in range(2)]
+TEXT = "model.language_model.layers.{}.{}"
+# `hf_to_vllm_mapper` of the multimodal models of vLLM 0.33: prefixes that are replaced one after the other.
+TEXT_PART = {"model.language_model.": "language_model.model.", "lm_head.": "language_model.lm_head."}
+PROJECTED = {"model.vision_tower.": "vision_tower.", "model.multi_modal_projector.": "multi_modal_projector."}
+EMBEDDED = {"model.embed_vision": "embed_vision", "model.embed_audio.": "embed_audio."}
+QWEN = {"model.visual.": "visual."} | TEXT_PART
+VLLM = {
+    "gemma3": TEXT_PART | PROJECTED,
+    "mistral3": TEXT_PART | PROJECTED | {"model.": "language_model.model."},
+    "gemma4": EMBEDDED | {"model.audio_tower.": "audio_tower."} | TEXT_PART | {"model": "language_model.model"},
+    "gemma4_unified": EMBEDDED | TEXT_PART | {"model": "language_model.model"},
+    "qwen3_5": QWEN,
+    "qwen3_5_moe": QWEN,
+}
+SPEC = AdapterSpec(name="law", rank=3, alpha=4, targets=("q_proj", "up_proj"))
+
+
+def drawn(spec=SPEC, layers=(0, 1)):
+    config, draw = ModelConfig.from_hf(SOURCE), np.random.default_rng(0)
+    arrays = {}
+    for layer in layers:
+        for linear in (linear for linear in config.layer(layer).linears if linear.name in spec.targets):
+            if spec.has(path := f"layers.{layer}.{linear.path}"):
+                shapes = (linear.in_features, spec.rank_at(path)), (spec.rank_at(path), linear.out_features)
+                arrays[path] = tuple(draw.standard_normal(shape).astype(np.float32) for shape in shapes)
+    return arrays
+
+
+def same(ours, others):
+    assert ours.keys() == others.keys()
+    for path, tensors in ours.items():
+        for tensor, other in zip(tensors, others[path], strict=True):
+            np.testing.assert_array_equal(tensor, other)
+
+
+def renamed(folder, to, old, new):
+    """A copy of an adapter's folder whose tensors have other names."""
+    to.mkdir()
+    (to / "adapter_config.json").write_bytes((folder / "adapter_config.json").read_bytes())
+    tensors = load_file(folder / "adapter_model.safetensors")
+    assert all(old in key for key in tensors)
+    save_file({key.replace(old, new): array for key, array in tensors.items()}, to / "adapter_model.safetensors")
+    return to
+
+
+def test_a_folder_for_the_whole_model_reaches_its_text_part_only(tmp_path):
+    arrays = drawn()
+    folder = write_adapter(arrays, SPEC, "base", tmp_path / "law", multimodal=True)
+    keys = load_file(folder / "adapter_model.safetensors")
+    assert {key.split(".layers.")[0] for key in keys} == {"base_model.model.model.language_model"}
+    targets = json.loads((folder / "adapter_config.json").read_text())["target_modules"]
+    modules = {TEXT.format(layer, path) for layer in (0, 1) for path in ("self_attn.q_proj", "mlp.up_proj")}
+    others = [*TOWER, TEXT.format(0, "self_attn.k_proj")]
+    matched = {name for name in (*modules, *others) if any(f".{name}".endswith(f".{target}") for target in targets)}
+    assert matched == modules
+    described, copy = read_described(folder)
+    assert described.same_settings(SPEC)
+    same(copy, arrays)
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_vllm_finds_every_tensor(wrapper, tmp_path):
+    folder = write_adapter(drawn(), SPEC, "base", tmp_path / "law", multimodal=True)
+    for key in load_file(folder / "adapter_model.safetensors"):
+        name = key.removeprefix("base_model.model.")
+        for old, new in VLLM[wrapper].items():
+            name = name.replace(old, new, 1) if name.startswith(old) else name
+        module, matrix, leaf = name.rsplit(".", 2)
+        assert (matrix in ("lora_A", "lora_B"), leaf) == (True, "weight")
+        assert module in {
+            f"language_model.model.layers.{layer}.{path}"
+            for layer in (0, 1)
+            for path in ("self_attn.q_proj", "mlp.up_proj")
+        }
+
+
+def test_patterns_and_tokens_have_the_names_of_the_whole_model(tmp_path):
+    patterns = Patterns(
+        rank=2, alpha=4, ranks=(("0.self_attn.q_proj", 5),), alphas=(("up_proj", 7), ("q_proj", 3)), exclude=".*1.mlp.*"
+    )
+    rows = TokenRows(embed=(1, 3))
+    spec = AdapterSpec(name="law", rank=5, alpha=4, targets=SPEC.targets, patterns=patterns, tokens=rows)
+    arrays = drawn(spec) | {"tokens": (np.ones((16, 2), np.float32),)}
+    folder = write_adapter(arrays, spec, "base", tmp_path / "law", multimodal=True)
+    settings = json.loads((folder / "adapter_config.json").read_text())
+    assert settings["rank_pattern"] == {TEXT.format(0, "self_attn.q_proj"): 5}
+    assert settings["alpha_pattern"] == {
+        TEXT.format(0, "self_attn.q_proj"): 3, TEXT.format(0, "mlp.up_proj"): 7, TEXT.format(1, "self_attn.q_proj"): 3,
+    }  # fmt: skip
+    table = "base_model.model.model.language_model.embed_tokens.token_adapter.trainable_tokens_delta"
+    assert table in load_file(folder / "adapter_model.safetensors")
+    described, copy = read_described(folder)
+    assert described.same_settings(spec)
+    same(copy, arrays)
+    lora = lora_settings(folder, model=ModelConfig.from_hf(SOURCE))
+    assert (lora["rank"], lora["layers_to_transform"], lora["exclude"]) == (2, [0, 1], ["layers.1.mlp.up_proj"])
+
+
+@pytest.mark.parametrize("root", ["model.model", "model.language_model.model", "model.model.language_model.model"])
+def test_folders_of_others_and_older_ones_are_read(root, tmp_path):
+    arrays = drawn()
+    folder = write_adapter(arrays, SPEC, "base", tmp_path / "law", multimodal=True)
+    other = renamed(folder, tmp_path / "other", "model.model.language_model", root)
+    settings = json.loads((other / "adapter_config.json").read_text())
+    settings |= {"target_modules": ".*language_model.*(q_proj|up_proj)", "exclude_modules": ["vision_tower.x"]}
+    (other / "adapter_config.json").write_text(json.dumps(settings))
+    same(read_adapter(other)[1], arrays)
+    lora = lora_settings(other, model=ModelConfig.from_hf(SOURCE))
+    assert (set(lora["targets"]), lora["exclude"]) == ({"q_proj", "up_proj"}, [])
+
+
+def test_tensors_of_a_tower_and_of_two_names_are_refused(tmp_path):
+    folder = write_adapter(drawn(), SPEC, "base", tmp_path / "law", multimodal=True)
+    file = folder / "adapter_model.safetensors"
+    tensors, key = load_file(file), "base_model.model.{}layers.0.self_attn.q_proj.lora_A.weight"
+    (folder / "SHA256SUMS").unlink(missing_ok=True)
+    save_file(tensors | {key.format("model.vision_tower."): np.zeros((3, 8), np.float32)}, file)
+    with pytest.raises(CheckpointError, match=r"extra: .*vision_tower"):
+        read_adapter(folder)
+    save_file(tensors | {key.format("language_model.model."): np.zeros((3, 32), np.float32)}, file)
+    with pytest.raises(CheckpointError, match="two names"):
+        read_adapter(folder)
+
+
+def test_combined_folders_keep_the_names_of_the_whole_model(tmp_path):
+    folders = [
+        write_adapter(drawn(), SPEC, "base", tmp_path / name, multimodal=name == "new") for name in ("old", "new")
+    ]
+    both = combine_adapters(dict.fromkeys(folders, 0.5), tmp_path / "both")
+    assert all(".model.language_model." in key for key in load_file(both / "adapter_model.safetensors"))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_merging_into_the_whole_model_is_merging_into_its_text_part(layout, tmp_path):
+    spec = AdapterSpec(name="law", rank=3, alpha=4, targets=SPEC.targets, tokens=TokenRows(embed=(1,), head=(2,)))
+    row = np.full((16, 1), 0.5, np.float32)
+    arrays = drawn() | {"tokens": (row, row)}
+    merge_arrays(SOURCE, spec, arrays, tmp_path / "text")
+    report = merge_arrays(write(tmp_path / "whole", layout), spec, arrays, tmp_path / "merged")
+    text, whole = (load_file(tmp_path / name / "model.safetensors") for name in ("text", "merged"))
+    before, names = load_file(SOURCE / "model.safetensors"), LAYOUTS[layout]
+    assert report.num_changed == 6
+    for name, tensor in text.items():
+        new = next((new + name.removeprefix(old) for old, new in names.items() if name.startswith(old)), name)
+        np.testing.assert_array_equal(whole[new], tensor)
+        assert np.array_equal(tensor, before[name]) == (new not in report.deltas)
+    assert (tmp_path / "merged" / "config.json").read_bytes() == (tmp_path / "whole" / "config.json").read_bytes()
