@@ -91,7 +91,7 @@ from lorafusion_jax.session.stage import Stage
 from lorafusion_jax.session.stage_weights import StageWeights
 from lorafusion_jax.training.hooks import Hooks
 from lorafusion_jax.training.job import Job
-from lorafusion_jax.training.loop import Loop
+from lorafusion_jax.training.loop import PlanRun
 from lorafusion_jax.training.state import AdapterProgress, Progress
 from lorafusion_jax.weights.table import NONE
 from scheduling import AdapterJob, Plan, make_plan, simulate
@@ -394,7 +394,7 @@ class Bench:
                 stage.start(lora)
         nothing = Hooks(save=lambda wait: None, evaluate=lambda *_: None, finish=lambda *_: None)
         job = Job(config=config, prepared=prepared, plan=plan)
-        Loop(job, executor, progress, listen, nothing, program).run()
+        PlanRun(job, executor, progress, listen, nothing, program).run()
         timeline = spans.close(plan)
         if variant.frozen and not np.isfinite(np.asarray(stages[-1].totals["loss"])).all():  # no step checks it
             raise FloatingPointError("the loss of the frozen base is not finite")

@@ -63,7 +63,7 @@ from lorafusion_jax.session.stage_weights import StageWeights
 from lorafusion_jax.training import changes as training
 from lorafusion_jax.training.hooks import Hooks
 from lorafusion_jax.training.job import Job as Training
-from lorafusion_jax.training.loop import Loop
+from lorafusion_jax.training.loop import PlanRun
 from lorafusion_jax.training.state import Progress
 from pallas_kernels.device import device_kind
 from scheduling import CostModel, Plan, Timeline, simulate
@@ -165,7 +165,7 @@ class Real:
         ]
         hooks = Hooks(save=lambda wait: None, evaluate=lambda *_: None, finish=lambda *_: None)
         job = Training(config=config, prepared=prepared, plan=plan)
-        Loop(job, executor, progress, lambda event: None, hooks, changes=plan_changes).run()
+        PlanRun(job, executor, progress, lambda event: None, hooks, changes=plan_changes).run()
         measured = spans.close(plan)
         (self.out / f"timeline_{name}.json").write_text(measured.to_json())
         ended = {job: progress.adapters[job].status for job in names if job in progress.adapters}

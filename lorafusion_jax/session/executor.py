@@ -138,7 +138,7 @@ class Executor:
         self.links = Links([stage.mesh for stage in stages])
         self._ordered = not is_alone() and any(stage.mesh.spans_processes for stage in self.local_stages.values())
         self._lanes = _lanes(self.stages, ordered=self._ordered)
-        self._index = {name: number for number, name in enumerate(names)}
+        self._index: Mapping[str, int] = {name: number for number, name in enumerate(names)}
         self._in_flight: dict[int, _InFlight] = {}  # by slot
         self._issued: deque[int] = deque()  # slots in flight whose events have all been issued, in this order
         self._completed: list[int] = []  # finished slots that `completed_slots` has not returned yet
@@ -161,8 +161,8 @@ class Executor:
         self.stages, self.local_stages, self._warm = tuple(stages), local_stages(stages), []
 
     def number_adapters(self, index: Mapping[str, int]) -> None:
-        """Says at which position each adapter is."""
-        self._index = dict(index)
+        """Says at which position each adapter is. The mapping may change between slots."""
+        self._index = index
 
     def warm_up(
         self,

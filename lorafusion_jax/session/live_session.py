@@ -6,7 +6,7 @@ without adapters waits. One process; the mesh may have several stages and replic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,8 +21,8 @@ from lorafusion_jax.config.schema import (
     MeshSettings,
     TrainSettings,
 )
-from lorafusion_jax.config.stack import place_name, place_specs, session_config
-from lorafusion_jax.data.assemble import Microbatch, num_segments
+from lorafusion_jax.config.stack import place_specs, session_config
+from lorafusion_jax.data.assemble import num_segments
 from lorafusion_jax.data.references import SetReferences
 from lorafusion_jax.errors import RunError
 from lorafusion_jax.objective.batch import metric_names
@@ -30,24 +30,23 @@ from lorafusion_jax.report.events import Listener
 from lorafusion_jax.session.adapter_state import AdapterState
 from lorafusion_jax.session.base import check_tables, has_room_for_a_state, open_base
 from lorafusion_jax.session.base_cache import BaseFiles
-from lorafusion_jax.session.batches import mask_adapters
 from lorafusion_jax.session.device_copy import InParts, read_together
 from lorafusion_jax.session.distant_stage import local_stages
 from lorafusion_jax.session.evaluation import Evaluation, finish_evaluation
 from lorafusion_jax.session.executor import Executor
-from lorafusion_jax.session.live_steps import Steps
+from lorafusion_jax.session.loop import Loop, SlotHooks
 from lorafusion_jax.session.move import to_host, to_local
 from lorafusion_jax.session.place_table import PlaceTable
 from lorafusion_jax.session.places import PlaceWeights, PlaceWriter, check_state
-from lorafusion_jax.session.prefetch import prefetch
 from lorafusion_jax.session.reading import Reading
 from lorafusion_jax.session.reference_queue import ReferenceQueue
 from lorafusion_jax.session.stage import Stage
 from lorafusion_jax.session.state import adapter_arrays, joined_states
+from lorafusion_jax.session.steps import Steps
 from lorafusion_jax.session.task import Task
 from lorafusion_jax.session.window_batches import Assembler, Shape
 from scheduling import issue_order
-from scheduling.pipeline import Event, one_forward_one_backward
+from scheduling.pipeline import one_forward_one_backward
 from scheduling.types import Limits
 from scheduling.window import Tail, Window, advance, plan_window
 
@@ -79,9 +78,10 @@ class LiveSession:
         self._has_room = has_room  # for a copy of the largest state, while all places train
         self.tasks: dict[int, Task] = {}
         self._reading = reading
-        self._executor = Executor(stages, [place_name(place) for place in range(len(places.ranks))])
+        self._executor = Executor(stages, ())
         table = PlaceTable(stages[0].parts.leaves, len(places.ranks))
         self._index: dict[str, int] = {}
+        self._executor.number_adapters(self._index)
         self._tail = Tail(
             limits=Limits(
                 capacity_tokens=config.batch.largest,
@@ -96,7 +96,11 @@ class LiveSession:
         self._assembler = Assembler(config, self._shape(), table, self._index)
         self._references = ReferenceQueue(self._executor, self._assembler)
         self._writer = PlaceWriter(config, places, self._executor, self._assembler, table)
-        self._steps = Steps(self._executor, self.tasks)
+        self._by_name: dict[str, Task] = {}
+        self._steps = Steps(self._executor, self._by_name)
+        hooks = SlotHooks(must_pause=self._must_pause)
+        self._loop = Loop(self._executor, self._steps, self._index, hooks)
+        self._pause: Callable[[], bool] = lambda: False
 
     @classmethod
     def open(
@@ -209,7 +213,8 @@ class LiveSession:
         compared = self._writer.reference_weights(place, task, reference, first or weights)
         number = self._writer.number_objective(task)
         task.restart(0 if state is None else state.step)
-        self.tasks[place], self._index[task.name] = task, place
+        self.tasks[place] = self._by_name[task.name] = task
+        self._index[task.name] = place
         self._writer.write(place, task, compared or weights, number)
         if reference is None:
             return
@@ -252,7 +257,7 @@ class LiveSession:
         self._references.drop(place)
         if task.status in ("preparing", "running"):
             task.status = "leaving"
-        return task.step + self._steps.waiting(place)
+        return task.step + self._steps.num_waiting(task.name)
 
     def start_reading(self, place: int, *, optimizer: bool = True) -> Callable[[], AdapterState]:
         """Returns a function that waits for the state of an adapter, from any thread; all train on meanwhile.
@@ -270,7 +275,7 @@ class LiveSession:
         trains = task.status not in ("done", "leaving")
         if trains and not self._has_room:
             self.drain()
-        step = task.step + self._steps.waiting(place)
+        step = task.step + self._steps.num_waiting(task.name)
         copies = trains and self._has_room
         parts = self._executor.read(lambda stage: self._read_stage(stage, place, task, optimizer, copies))
 
@@ -298,11 +303,12 @@ class LiveSession:
 
     def forget(self, place: int) -> None:
         """Frees a place without reading its state. Waits for the slots that were issued while its adapter trains."""
-        if self.tasks[place].status not in ("done", "leaving") or self._steps.waiting(place):
+        task = self.tasks[place]
+        if task.status not in ("done", "leaving") or self._steps.num_waiting(task.name):
             self.drain()
         self._references.drop(place)
-        task = self.tasks.pop(place)
-        del self._index[task.name]
+        del self.tasks[place]
+        del self._index[task.name], self._by_name[task.name]
         self._executor.read_all(lambda stage: stage.optimizers.pop(task.name, None))
 
     def plan(self, horizon: int) -> Window:
@@ -327,44 +333,31 @@ class LiveSession:
         Returns:
             Number of slots run.
         """
-        self._steps.listener = listener
+        self._steps.listener, self._pause = listener, pause
         if not window.slots:
             while len(self._references) and not self._references.step() and not pause():
                 pass
             return 0
-        before = {task.name: task.cursor for task in self.tasks.values()}
-        todo = issue_order(one_forward_one_backward(window), window.num_stages)
-        entering = [event.slot for event in todo if event.kind == "forward" and event.stage == 0]
-        by_name = {task.name: task for task in self.tasks.values()}
-        batches = prefetch(lambda slot: self._assembler.slot(window.slots[slot].replicas, by_name), entering)
-        end = len(window.slots)
-        failed: dict[int, frozenset[int]] = {}
-        try:
-            with self._executor.blaming(None, None):
-                for event in todo:
-                    if event.slot >= end:
-                        continue
-                    if event.kind == "forward" and event.stage == 0:
-                        ready = self._references.step()
-                        if event.slot and (ready or pause()):
-                            end = event.slot
-                            continue
-                        failed[event.slot] = self._steps.failed()
-                    self._run_event(event, window, batches, failed[event.slot])
-        finally:
-            batches.close()
+        before = {name: task.cursor for name, task in self._by_name.items()}
+        tasks, first = dict(self._by_name), self.slot
+        events = issue_order(one_forward_one_backward(window), window.num_stages)
+        with self._executor.blaming(None, None):
+            later = self._loop.run(
+                [event._replace(slot=first + event.slot) for event in events],
+                lambda slot: window.slots[slot - first],
+                lambda slot: self._assembler.slot(window.slots[slot - first].replicas, tasks),
+            )
+        end = later[0].slot - first if later else len(window.slots)
         if end < len(window.slots):
             window = advance([before[cursor.job.name] for cursor in window.cursors], self._tail, window.slots[:end])
         self._tail, self.slot = window.tail, self.slot + end
         for cursor in window.cursors:
-            by_name[cursor.job.name].cursor = cursor
+            self._by_name[cursor.job.name].cursor = cursor
         return end
 
     def drain(self) -> None:
         """Waits for all slots that were issued, and reads the results of their steps."""
-        self._executor.wait_all()
-        self._executor.completed_slots()
-        self._steps.read(self.slot)
+        self._loop.drain()
 
     def evaluate(self, place: int) -> Evaluation | None:
         """Evaluates an adapter on its held-out data; None if it has none. Waits for the slots that were issued."""
@@ -403,22 +396,10 @@ class LiveSession:
         self._reading.finish()
         self._writer.compile_classes()
 
-    def _run_event(self, event: Event, window: Window, batches: Iterator[Microbatch], failed: frozenset[int]) -> None:
-        names = dict.fromkeys(ref.adapter for ref in window.slots[event.slot].samples)
-        event = event._replace(slot=self.slot + event.slot)
-        if event.kind == "update":
-            for name in event.adapters:
-                if (place := self._index[name]) not in failed and self._executor.close_batch(event, place_name(place)):
-                    self._steps.issue(place, event.slot)
-            return
-        batch = next(batches) if event.kind == "forward" and event.stage == 0 else None
-        if failed.issuperset(self._index[name] for name in names):
-            return
-        if batch is not None:
-            self._executor.admit(event.slot, mask_adapters(batch, failed))
-            for slot in self._executor.completed_slots():
-                self._steps.read(slot + 1)
-        self._executor.issue(event, tuple(names))
+    def _must_pause(self, slot: int) -> bool:
+        """Whether a window ends before a slot. Its first slot is always run."""
+        ready = self._references.step()
+        return slot > self.slot and (ready or self._pause())
 
 
 def _on_host(tree: Any) -> Any:

@@ -1,4 +1,4 @@
-"""An adapter that trains in a live session: its data, its position and its schedule."""
+"""An adapter that trains in a session: its data, its position and its schedule."""
 
 from __future__ import annotations
 
@@ -21,12 +21,50 @@ from scheduling import AdapterJob
 from scheduling.window import Cursor
 
 # preparing: its reference is being computed; leaving: it takes no more steps
-Status = Literal["preparing", "running", "leaving", "done", "failed"]
+Status = Literal["preparing", "running", "leaving", "paused", "done", "cancelled", "failed"]
+
+
+@dataclass(slots=True, kw_only=True)
+class AdapterProgress:
+    """Progress of one adapter.
+
+    Attributes:
+        step: number of optimizer steps taken.
+        num_steps: number of steps in the plan.
+        reason: why it failed, was cancelled or was stopped early.
+        stop: why it should be stopped early; empty if it should not.
+        best_step, best: the step with the best held-out result so far, and the result.
+        stale: evaluations in a row that were no better.
+        compared: step of successive halving → result, None for one that is not finite.
+        passed: the last of these steps at which it was compared with others.
+    """
+
+    name: str
+    num_steps: int
+    step: int = 0
+    status: Status = "running"
+    reason: str = ""
+    stop: str = ""
+    best_step: int = 0
+    best: float | None = None
+    stale: int = 0
+    compared: dict[str, float | None] = field(default_factory=dict)
+    passed: int = 0
+
+    @property
+    def stop_pending(self) -> bool:
+        """Whether it should be stopped early and its plan does not stop it yet."""
+        return bool(self.stop) and self.status == "running" and not self.reason
+
+    @property
+    def failure(self) -> str:
+        """Why the adapter failed; empty if it did not."""
+        return self.reason if self.status == "failed" else ""
 
 
 @dataclass(slots=True, kw_only=True)
 class Task:
-    """One adapter of a session. The session changes step, cursor, status and reason.
+    """One adapter of a session.
 
     Attributes:
         config: job of this adapter alone; its base, batch capacity and mesh are those of the session.
@@ -34,8 +72,8 @@ class Task:
         rates: learning rate of each step.
         weights: factors of the mean over each global batch.
         references: what its reference says of its samples; None: there is none, or it is not computed yet.
-        step: number of steps taken.
-        cursor: next samples.
+        clock: its progress, which the session changes.
+        cursor: next samples of a stream that is planned in windows.
     """
 
     config: JobConfig
@@ -45,20 +83,28 @@ class Task:
     rates: np.ndarray
     loss_tokens: list[int]
     weights: list[Weights]
+    clock: AdapterProgress
     references: SetReferences | None = None
-    step: int = 0
     cursor: Cursor = field(init=False)
-    status: Status = "running"
-    reason: str = ""
 
     def __post_init__(self):
-        self.restart(self.step)
+        self._rewind()
         if self.references is not None:
             self.data = add_references(self.data, self.references)
 
     @classmethod
-    def of(cls, config: JobConfig, prepared: Prepared, references: SetReferences | None = None) -> Task:
-        """Builds the task of a job with one adapter."""
+    def of(
+        cls,
+        config: JobConfig,
+        prepared: Prepared,
+        references: SetReferences | None = None,
+        clock: AdapterProgress | None = None,
+    ) -> Task:
+        """Builds the task of a job with one adapter.
+
+        Args:
+            clock: its progress (None: it starts).
+        """
         (adapter,) = config.adapters
         data = prepared.adapters[adapter.name]
         (job,) = train_jobs(config, prepared)
@@ -70,8 +116,9 @@ class Task:
             job=job,
             rates=step_rates(adapter, data),
             loss_tokens=loss_tokens,
-            weights=list(batch_weights(adapter, data)),
+            weights=list(batch_weights(adapter, data, config.train.router_aux)),
             references=references,
+            clock=clock or AdapterProgress(name=adapter.name, num_steps=job.num_batches),
         )
 
     @property
@@ -89,12 +136,30 @@ class Task:
 
     @property
     def num_steps(self) -> int:
-        return self.job.num_batches
+        return self.clock.num_steps
+
+    @property
+    def step(self) -> int:
+        """Number of steps taken."""
+        return self.clock.step
+
+    @property
+    def reason(self) -> str:
+        """Why it has failed."""
+        return self.clock.reason
+
+    @property
+    def status(self) -> Status:
+        return self.clock.status
+
+    @status.setter
+    def status(self, status: Status) -> None:
+        self.clock.status = status
 
     def take_references(self, references: SetReferences) -> None:
         """Adds what was computed of its samples; the task can train now."""
         self.references, self.data = references, add_references(self.data, references)
-        self.status = self._status()
+        self._update_status()
 
     def reweight(self, weight: float) -> None:
         """Changes the share of the session relative to other adapters."""
@@ -103,11 +168,15 @@ class Task:
 
     def restart(self, step: int) -> None:
         """Sets the position after a step; samples of a begun batch run again."""
-        self.step, self.cursor = step, Cursor(job=self.job, batch=step, segments=self.chosen.num_segments)
-        self.status = self._status()
+        self.clock.step = step
+        self._rewind()
+        self._update_status()
 
-    def _status(self) -> Status:
-        return "done" if self.step >= self.num_steps else "running"
+    def _rewind(self) -> None:
+        self.cursor = Cursor(job=self.job, batch=self.step, segments=self.chosen.num_segments)
+
+    def _update_status(self) -> None:
+        self.status = "done" if self.step >= self.num_steps else "running"
 
 
 def first_steps(adapter: AdapterConfig, data: AdapterData) -> int:

@@ -1,9 +1,7 @@
-"""Executes a plan: issues its events in order, steps adapters whose global batch is complete, and saves.
+"""Executes a plan, and saves.
 
-The devices always have the next microbatch queued. The rows of a failed adapter become padding in place, so results of
-the others do not change. A slot with only such rows is skipped. Once all adapters have stopped, the rest of the plan is
-skipped. Before a save the pipeline is drained: no slot enters until those in the pipeline are done. At such a drain
-point the rest of the plan may be replaced, and adapters may join.
+Once all adapters have stopped, the rest of the plan is skipped. Before a save the pipeline is drained: no slot enters
+until those in the pipeline are done. At such a drain point the rest of the plan may be replaced, and adapters may join.
 """
 
 from __future__ import annotations
@@ -11,24 +9,24 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-from lorafusion_jax.data.assemble import Microbatch
 from lorafusion_jax.planning.pauses import evaluations
 from lorafusion_jax.report.events import Listener, PhaseBegun, ProgramCompiled, SlotDone
-from lorafusion_jax.session.batches import mask_adapters
 from lorafusion_jax.session.executor import Executor
-from lorafusion_jax.session.prefetch import prefetch
+from lorafusion_jax.session.loop import Loop, SlotHooks
 from lorafusion_jax.session.processes import any_process, is_alone
 from lorafusion_jax.session.release import release_unused
+from lorafusion_jax.session.steps import StepHooks, Steps
+from lorafusion_jax.session.task import AdapterProgress, Task
 from lorafusion_jax.signals import deferred_stop
 from lorafusion_jax.training.changes import Change, apply, cap_slots
 from lorafusion_jax.training.hooks import Hooks
 from lorafusion_jax.training.job import Job
-from lorafusion_jax.training.meter import COMPILING, SAVING, Meter
+from lorafusion_jax.training.meter import COMPILING, EVALUATING, SAVING, Meter
 from lorafusion_jax.training.plan_tables import PlanTables
-from lorafusion_jax.training.state import AdapterProgress, Progress
-from lorafusion_jax.training.steps import Steps
+from lorafusion_jax.training.selection import Selection
+from lorafusion_jax.training.state import Progress
 from scheduling import issue_order
 from scheduling import pipeline as schedule
 
@@ -40,7 +38,7 @@ class Interrupted(Exception):
     """The run was stopped by a signal and has saved its state."""
 
 
-class Loop:
+class PlanRun:
     """Runs the plan of a job from `progress.slot` to the end. Updates `progress` in place.
 
     Args:
@@ -60,10 +58,27 @@ class Loop:
     ):
         self._job, self._executor, self._progress, self._emit, self._hooks = job, executor, progress, emit, hooks
         self._program, self._changes = program, deque(changes)
-        self._failed_at_entry: dict[int, frozenset[str]] = {}  # slot -> adapters that had failed when it entered
-        self._tables = PlanTables(job, executor.local_replicas)
+        self._tables = PlanTables(job, progress, executor.local_replicas)
         self._meter = Meter([], [], {}, progress.slot)
-        self._steps = Steps(job, self._tables, executor, progress, self._meter, emit, hooks)
+        self._selection = Selection(job, progress)
+        self._steps = Steps(
+            executor,
+            self._tables.tasks,
+            emit,
+            StepHooks(is_urgent=self._is_urgent, on_step=self._evaluate_if_due, on_end=self._end),
+        )
+        self._loop = Loop(
+            executor,
+            self._steps,
+            self._tables.index,
+            SlotHooks(
+                must_pause=self._pause_due,
+                on_entry=hooks.before_slot,
+                on_done=self._count_slots,
+                on_read=self._log_progress,
+            ),
+        )
+        self._steps_saved = 0  # number of steps that were issued before the last save
         self._start_plan()
         self._seconds_before = progress.seconds  # of earlier processes of this run
         self._saved_at, self._logged_at = time.monotonic(), 0.0
@@ -82,7 +97,7 @@ class Loop:
                 self._compile_missing()
             while todo and not stopped:
                 todo = self._issue_until_pause(todo)
-                self._drain()
+                self._loop.drain()
                 self._progress.slot = todo[0].slot if todo else self._job.plan.num_slots
                 stopped = any_process(self._stop.is_set())
                 todo = self._update_plan(todo, revise=not stopped)
@@ -116,7 +131,7 @@ class Loop:
         """Continues with the job's plan, which is equal to the one before in all slots that are done."""
         self._progress.plan = self._job.plan.digest
         self._meter.replan(self._tables.slot_tokens, self._tables.slot_rows, self._tables.last_slot)
-        for name in self._failed_adapters():
+        for name in self._steps.failed():
             self._meter.drop(name, self._progress.slot)
 
     def _apply_changes(self) -> None:
@@ -136,63 +151,50 @@ class Loop:
     def _evaluate_and_export(self, adapter: AdapterProgress) -> None:
         """Evaluates and exports an adapter that a change has ended or paused."""
         # Otherwise it was evaluated after its step.
-        if adapter.status == "done" and not self._steps.evaluates_between(adapter.step):
-            self._steps.evaluate(adapter.name, adapter.step, self._progress.slot)
+        if adapter.status == "done" and not self._selection.evaluates_between(adapter.step):
+            self._evaluate(adapter.name, adapter.step, self._progress.slot)
         if adapter.status != "running":
             self._meter.drop(adapter.name, self._progress.slot)
             self._hooks.finish(adapter.name, self._progress.slot)
 
     def _issue_until_pause(self, todo: list[schedule.Event]) -> list[schedule.Event]:
         """Issues events in order until a pause is due. Returns the events of slots that did not enter."""
-        slots = [event.slot for event in todo if event.kind == "forward" and event.stage == 0]
-        batches = prefetch(self._tables.batches.of, slots)
-        later: list[schedule.Event] = []
-        try:
-            for event in todo:
-                if (later and event.slot >= later[0].slot) or (
-                    event.kind == "forward" and event.stage == 0 and self._pause_due(event.slot)
-                ):
-                    later.append(event)
-                else:
-                    self._run_event(event, batches)
-        finally:
-            batches.close()
-        return later
+        return self._loop.run(todo, self._job.plan.slots.__getitem__, self._tables.batches.of)
 
-    def _run_event(self, event: schedule.Event, batches: Iterator[Microbatch]) -> None:
-        enters = event.kind == "forward" and event.stage == 0
-        if enters:  # fixed per slot: all its events, on every process, leave out the same adapters
-            self._failed_at_entry[event.slot] = self._failed_adapters()
-            self._hooks.before_slot(event.slot)
-        failed, tokens = self._failed_at_entry[event.slot], self._tables.slot_tokens[event.slot]
-        if event.kind == "update":
-            for name in event.adapters:
-                if name not in failed and self._executor.close_batch(event, name):
-                    self._steps.take(name, event.slot)
-            return
-        batch = next(batches) if enters else None
-        if failed.issuperset(tokens):
-            return
-        if batch is not None:
-            self._executor.admit(event.slot, mask_adapters(batch, [self._tables.index[name] for name in failed]))
-            self._read_results(self._executor.completed_slots())
-        self._executor.issue(event, tuple(tokens))
-
-    def _failed_adapters(self) -> frozenset[str]:
-        return frozenset(name for name, adapter in self._progress.adapters.items() if adapter.status == "failed")
-
-    def _read_results(self, slots: list[int]) -> None:
-        """Counts finished slots and reads the results of their steps."""
+    def _count_slots(self, slots: list[int]) -> None:
         self._meter.slots_done(slots)
-        for slot in slots:
-            self._steps.read_until(slot + 1)
-            self._log_progress(slot + 1)
         self._hooks.finished()
 
-    def _drain(self) -> None:
-        self._executor.wait_all()
-        self._read_results(self._executor.completed_slots())
-        self._steps.read_all()
+    def _is_urgent(self, name: str, step: int) -> bool:
+        """Whether a step is read at once.
+
+        An evaluation needs the weights of its step; those of the last step stay. What decides about other adapters is
+        read at once, so that it is read at the same slot in every run.
+        """
+        last = step == self._progress.adapters[name].num_steps
+        return self._needs_evaluation(name, step) and (not last or self._selection.stops_adapters)
+
+    def _needs_evaluation(self, name: str, step: int) -> bool:
+        """Whether the adapter is evaluated after this step."""
+        last = step == self._progress.adapters[name].num_steps
+        has_held_out = self._job.prepared.adapters[name].eval is not None
+        return has_held_out and (last or self._selection.evaluates_between(step))
+
+    def _evaluate_if_due(self, task: Task, slots_done: int) -> None:
+        if self._needs_evaluation(task.name, task.step):
+            self._evaluate(task.name, task.step, slots_done)
+
+    def _evaluate(self, name: str, step: int, slots_done: int) -> None:
+        """Evaluates an adapter. The meter counts the time as a pause."""
+        with self._meter.paused(EVALUATING):
+            metrics = self._hooks.evaluate(name, step, slots_done)
+        if metrics is not None and self._selection.take(name, step, metrics):
+            self._hooks.keep_best(name, slots_done)
+
+    def _end(self, task: Task, slots_done: int) -> None:
+        if task.status == "failed":
+            self._meter.drop(task.name, slots_done)
+        self._hooks.finish(task.name, slots_done)
 
     def _compile_missing(self) -> None:
         """Compiles what the start has not."""
@@ -229,12 +231,12 @@ class Loop:
         if not self._any_running() or (self._changes and self._changes[0].slot <= slot):
             return True
         stopped = dict(self._job.plan.stopped)
-        if self._job.config.train.on_failed == "replan" and not self._failed_adapters() <= stopped.keys():
+        if self._job.config.train.on_failed == "replan" and not self._steps.failed() <= stopped.keys():
             return True
         if any(adapter.stop_pending for adapter in self._progress.adapters.values()):
             return True
         save = self._job.config.save
-        if save.every_steps is not None and self._steps.since_save >= save.every_steps:
+        if save.every_steps is not None and self._steps.num_issued - self._steps_saved >= save.every_steps:
             return True
         wanted = self._stop.is_set() or self._hooks.wants_revision()
         wanted |= save.every_minutes is not None and time.monotonic() - self._saved_at > 60 * save.every_minutes
@@ -244,7 +246,7 @@ class Loop:
         self._progress.seconds = self._seconds_before + self._meter.seconds
         with self._meter.paused(SAVING):
             self._hooks.save(wait)
-        self._steps.since_save, self._saved_at = 0, time.monotonic()
+        self._steps_saved, self._saved_at = self._steps.num_issued, time.monotonic()
 
     def _progress_event(self, slots_done: int) -> SlotDone:
         figures = self._meter.snapshot(slots_done, self._evaluations_left_s())

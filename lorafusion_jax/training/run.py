@@ -39,7 +39,7 @@ from lorafusion_jax.training.export_queue import ExportQueue
 from lorafusion_jax.training.hooks import Hooks
 from lorafusion_jax.training.job import Job
 from lorafusion_jax.training.joining_references import JoiningReferences
-from lorafusion_jax.training.loop import Interrupted, Loop
+from lorafusion_jax.training.loop import Interrupted, PlanRun
 from lorafusion_jax.training.outcome import RunResult, stop_event
 from lorafusion_jax.training.revisions import Revisions
 from lorafusion_jax.training.saver import Saver
@@ -143,7 +143,7 @@ class Run:
             )
             return result
 
-    def _make_loop(self) -> Loop:
+    def _make_loop(self) -> PlanRun:
         hooks = Hooks(
             save=lambda wait: self._saver.save(self._progress, wait=wait),
             evaluate=self._evaluations.evaluate,
@@ -157,7 +157,7 @@ class Run:
             bubble_share=self._session.spans.bubble_share,
             evaluation_s=self._evaluations.expected_s,
         )
-        return Loop(
+        return PlanRun(
             self._job,
             self._session.executor,
             self._progress,

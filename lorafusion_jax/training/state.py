@@ -3,51 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from lorafusion_jax.errors import CheckpointError
+from lorafusion_jax.session.task import AdapterProgress
 
 FORM = 2  # format of a checkpoint's arrays: every adapter at its own rank
-Status = Literal["running", "paused", "done", "cancelled", "failed"]
-
-
-@dataclass(slots=True, kw_only=True)
-class AdapterProgress:
-    """Progress of one adapter.
-
-    Attributes:
-        step: number of optimizer steps taken.
-        num_steps: number of steps in the plan.
-        reason: why it failed, was cancelled or was stopped early.
-        stop: why it should be stopped early; empty if it should not.
-        best_step, best: the step with the best held-out result so far, and the result.
-        stale: evaluations in a row that were no better.
-        compared: step of successive halving → result, None for one that is not finite.
-        passed: the last of these steps at which it was compared with others.
-    """
-
-    name: str
-    num_steps: int
-    step: int = 0
-    status: Status = "running"
-    reason: str = ""
-    stop: str = ""
-    best_step: int = 0
-    best: float | None = None
-    stale: int = 0
-    compared: dict[str, float | None] = field(default_factory=dict)
-    passed: int = 0
-
-    @property
-    def stop_pending(self) -> bool:
-        """Whether it should be stopped early and its plan does not stop it yet."""
-        return bool(self.stop) and self.status == "running" and not self.reason
-
-    @property
-    def failure(self) -> str:
-        """Why the adapter failed; empty if it did not."""
-        return self.reason if self.status == "failed" else ""
 
 
 @dataclass(slots=True, kw_only=True)

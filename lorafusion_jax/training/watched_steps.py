@@ -22,7 +22,7 @@ from lorafusion_jax.session.state import adapter_arrays
 from lorafusion_jax.session.step_result import ClosedBatch
 from lorafusion_jax.training.hooks import Hooks
 from lorafusion_jax.training.job import Job
-from lorafusion_jax.training.loop import Loop
+from lorafusion_jax.training.loop import PlanRun
 from lorafusion_jax.training.state import AdapterProgress, Progress
 
 type Tensors = Mapping[str, np.ndarray]  # leaf -> array of all layers
@@ -87,7 +87,7 @@ class WatchedSession:
         first = session.read(name)()
         session.executor.before_step = before_step
         hooks = Hooks(save=lambda wait: None, evaluate=lambda *_: None, finish=lambda *_: None)
-        Loop(self._job, session.executor, progress, emit, hooks).run()
+        PlanRun(self._job, session.executor, progress, emit, hooks).run()
         losses += [np.nan] * (len(gradients) - len(losses))  # of a step that was refused
         return Watched(losses=losses, gradients=gradients, closed=batches, first=first, last=session.read(name)())
 

@@ -15,7 +15,7 @@ from cli_helpers import weights
 from forked_commands import Command
 
 from lorafusion_jax.report.recorder import read_rows
-from lorafusion_jax.training.loop import Loop
+from lorafusion_jax.training.loop import PlanRun
 
 DIVERGING = {
     "name": "sgd",
@@ -181,7 +181,7 @@ def test_second_signal_stops_at_once(lorafusion, job, monkeypatch):
 
     out = job.folder / "run"
     with monkeypatch.context() as patch:
-        patch.setattr(Loop, "run", interrupted)
+        patch.setattr(PlanRun, "run", interrupted)
         outcome = lorafusion("train", job.path, "--out", out)
     assert outcome.code == 130
     assert "stopped at once" in outcome.err

@@ -132,7 +132,7 @@ def test_a_state_is_read_while_all_train(session, task, alone, monkeypatch, has_
     reads, issued = [], []
 
     def pause() -> bool:
-        if session._steps.waiting(place) and not reads:
+        if session._steps.num_waiting(session.tasks[place].name) and not reads:
             reads.append(session.start_reading(place))
         elif reads:
             issued.append(reading.step)
@@ -157,7 +157,7 @@ def test_an_adapter_leaves_while_others_train(session, task, alone, monkeypatch,
     place = start(session, leaving)
     start(session, task("lung"))
     with CompileCounter() as programs:
-        session.run(session.plan(8), pause=lambda: bool(session._steps.waiting(place)))
+        session.run(session.plan(8), pause=lambda: bool(session._steps.num_waiting(session.tasks[place].name)))
         step = session.end_training(place)
         assert step > leaving.step
         read = session.start_reading(place)
@@ -272,8 +272,8 @@ def test_stages_and_replicas_give_the_same_adapter(config, task, alone):
         run(wide, 2)
         start(wide, task("lung"))
         while not reads:
-            wide.run(wide.plan(4), pause=lambda: bool(wide._steps.waiting(place)))
-            reads = [wide.start_reading(place)] if wide._steps.waiting(place) else []
+            wide.run(wide.plan(4), pause=lambda: bool(wide._steps.num_waiting(wide.tasks[place].name)))
+            reads = [wide.start_reading(place)] if wide._steps.num_waiting(wide.tasks[place].name) else []
         ended = run(wide, 4)
         state = reads[0]()
         ended |= run(wide)

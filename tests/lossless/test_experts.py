@@ -18,7 +18,7 @@ from lorafusion_jax.families.rope import Rope
 from lorafusion_jax.models import ModelConfig
 from lorafusion_jax.report.recorder import read_rows
 from lorafusion_jax.training import Interrupted, RunFolder, resume, train
-from lorafusion_jax.training.loop import Loop
+from lorafusion_jax.training.loop import PlanRun
 from lorafusion_jax.weights.table import check_kernels
 
 TOLERANCE = 1e-5  # sums of float32 in another order, carried along by a few steps of Adam
@@ -132,13 +132,13 @@ def test_a_folder_names_parameters_as_peft_does(run):
 
 def test_a_resumed_run_equals_one_without_a_break(job, run, monkeypatch):
     """Its checkpoint holds the adapters of all experts."""
-    original, loops = Loop.__init__, []
+    original, loops = PlanRun.__init__, []
 
     def init(self, *arguments, **named):
         original(self, *arguments, **named)
         loops.append(self)
 
-    monkeypatch.setattr(Loop, "__init__", init)
+    monkeypatch.setattr(PlanRun, "__init__", init)
     config, folder = job()
     stop = lambda event: event.kind == "slot" and event.slot == 1 and loops[-1]._stop.set()  # noqa: E731
     with pytest.raises(Interrupted):

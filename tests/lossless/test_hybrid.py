@@ -14,7 +14,7 @@ from lorafusion_jax.families.delta_net import DeltaNet
 from lorafusion_jax.families.pattern import LayerType
 from lorafusion_jax.families.rope import Rope
 from lorafusion_jax.training import Interrupted, RunFolder, resume, train
-from lorafusion_jax.training.loop import Loop
+from lorafusion_jax.training.loop import PlanRun
 
 TOLERANCE = 1e-5  # sums of float32 in another order, carried along by a few steps
 LINEAR, FULL = LayerType(linear=True), LayerType(rope=Rope(theta=100.0, channels=4))
@@ -139,13 +139,13 @@ def test_a_policy_that_saves_more_or_less_changes_no_result(run, remat):
 
 @pytest.mark.nightly
 def test_a_resumed_run_equals_one_without_a_break(base, tmp_path, monkeypatch):
-    original, loops = Loop.__init__, []
+    original, loops = PlanRun.__init__, []
 
     def init(self, *arguments, **named):
         original(self, *arguments, **named)
         loops.append(self)
 
-    monkeypatch.setattr(Loop, "__init__", init)
+    monkeypatch.setattr(PlanRun, "__init__", init)
     adapters = [
         {
             "name": "law",

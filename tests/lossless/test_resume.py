@@ -21,7 +21,7 @@ from lorafusion_jax.session import snapshot as snapshot_module
 from lorafusion_jax.session.session import Session
 from lorafusion_jax.session.snapshot import Snapshots
 from lorafusion_jax.training import Interrupted, RunFolder, resume, train
-from lorafusion_jax.training.loop import Loop
+from lorafusion_jax.training.loop import PlanRun
 
 ADAPTERS = {
     "law": {"batch": {"global_samples": 5}, "lora": {"rank": 4, "dropout": 0.2}},
@@ -60,14 +60,14 @@ def stop_after(slots: int):
 
 @pytest.fixture(scope="module")
 def reachable_loop():
-    original = Loop.__init__
+    original = PlanRun.__init__
 
     def init(self, *arguments, **named):
         original(self, *arguments, **named)
         stop_after.loop = self
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Loop, "__init__", init)
+        patch.setattr(PlanRun, "__init__", init)
         yield
 
 

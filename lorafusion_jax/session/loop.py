@@ -1,0 +1,110 @@
+"""The loop of training: the five acts of a step in their order.
+
+The devices always have the next microbatch queued. The rows of a failed adapter become padding in place, so results of
+the others do not change. A slot with only such rows is skipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from lorafusion_jax.data.assemble import Microbatch
+from lorafusion_jax.session.batches import mask_adapters
+from lorafusion_jax.session.executor import Executor
+from lorafusion_jax.session.prefetch import prefetch
+from lorafusion_jax.session.steps import Steps
+from scheduling import Slot
+from scheduling.pipeline import Event
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotHooks:
+    """Called between slots.
+
+    Attributes:
+        must_pause: (slot) asked before a slot enters; if True, neither it nor a later one enters.
+        on_entry: (slot) called before a slot enters: may issue work that the devices run before it.
+        on_done: called with slots that are done, before the results of their steps are read.
+        on_read: (slots done) called after the results of the steps in these slots were read.
+    """
+
+    must_pause: Callable[[int], bool] = lambda slot: False
+    on_entry: Callable[[int], None] = lambda slot: None
+    on_done: Callable[[list[int]], None] = lambda slots: None
+    on_read: Callable[[int], None] = lambda slots_done: None
+
+
+class Loop:
+    """Runs slots of a plan, or of a window of a stream.
+
+    Args:
+        index: position of each adapter on the devices.
+    """
+
+    def __init__(self, executor: Executor, steps: Steps, index: Mapping[str, int], hooks: SlotHooks | None = None):
+        self._executor, self._steps, self._index, self._hooks = executor, steps, index, hooks or SlotHooks()
+
+    def run(
+        self, events: Sequence[Event], slot_of: Callable[[int], Slot], assemble: Callable[[int], Microbatch]
+    ) -> list[Event]:
+        """Issues events in order, until a pause is due.
+
+        Args:
+            slot_of: returns the slot of a number.
+            assemble: returns the microbatch of a slot.
+
+        Returns:
+            The events of slots that did not enter.
+        """
+        executor, steps, hooks = self._executor, self._steps, self._hooks
+        microbatches = prefetch(assemble, [event.slot for event in events if _enters(event)])
+        failed_at_entry: dict[int, frozenset[str]] = {}
+        later: list[Event] = []
+        try:
+            for event in events:
+                slot = event.slot
+                if (later and slot >= later[0].slot) or (_enters(event) and hooks.must_pause(slot)):
+                    later.append(event)
+                    continue
+                if _enters(event):  # 1. the next microbatch
+                    # Fixed for the slot: all its events, on every process, leave out the same adapters.
+                    failed_at_entry[slot] = steps.failed()
+                    hooks.on_entry(slot)
+                failed, names = failed_at_entry[slot], _adapters_of(slot_of(slot))
+                if event.kind == "update":
+                    for name in event.adapters:
+                        if name not in failed and executor.close_batch(event, name):  # 3. the batch ends
+                            steps.issue(name, slot)  # 4. its step
+                    continue
+                rows = next(microbatches) if _enters(event) else None
+                if failed.issuperset(names):
+                    continue
+                if rows is not None:
+                    executor.admit(slot, mask_adapters(rows, [self._index[name] for name in failed]))
+                    self.report(executor.completed_slots())  # 5. results of earlier slots
+                executor.issue(event, names)  # 2. forward and backward
+        finally:
+            microbatches.close()
+        return later
+
+    def report(self, slots: list[int]) -> None:
+        """Reports slots that are done, and the results of their steps."""
+        self._hooks.on_done(slots)
+        for slot in slots:
+            self._steps.read(slot + 1)
+            self._hooks.on_read(slot + 1)
+
+    def drain(self) -> None:
+        """Waits for all slots that were issued, and reads the results of their steps."""
+        self._executor.wait_all()
+        self.report(self._executor.completed_slots())
+        self._steps.read_all()
+
+
+def _enters(event: Event) -> bool:
+    return event.kind == "forward" and event.stage == 0
+
+
+def _adapters_of(slot: Slot) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(ref.adapter for ref in slot.samples))

@@ -1,0 +1,147 @@
+"""Optimizer steps: issued once a global batch is complete, and read when its slot is done.
+
+Meanwhile the devices compute the next microbatches. A step that is not finite changes nothing: the adapter stops with
+its last good weights.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from lorafusion_jax.objective.batch import finished_metrics
+from lorafusion_jax.optim.step import hyper
+from lorafusion_jax.report.events import AdapterFailed, Listener, StepTaken
+from lorafusion_jax.session.executor import Executor, StepResult
+from lorafusion_jax.session.task import Task
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepHooks:
+    """Called when the results of steps are read.
+
+    Attributes:
+        is_urgent: (adapter, step) whether a step is read as soon as it is issued.
+        on_step: (task, slots done) after a step was reported, before its task may be done.
+        on_end: (task, slots done) after a task is done or has failed.
+    """
+
+    is_urgent: Callable[[str, int], bool] = lambda name, step: False
+    on_step: Callable[[Task, int], None] = lambda task, slots_done: None
+    on_end: Callable[[Task, int], None] = lambda task, slots_done: None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Issued:
+    """An optimizer step whose result was not read yet."""
+
+    task: Task
+    step: int
+    slots_done: int
+    result: StepResult
+
+    @property
+    def lr(self) -> float:
+        return float(self.task.rates[self.step - 1])
+
+
+class Steps:
+    """Issues steps and reports their results to a listener, in the order of issue.
+
+    Args:
+        tasks: by name, as the session or run keeps them.
+
+    Attributes:
+        num_issued: number of all steps.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        tasks: Mapping[str, Task],
+        listener: Listener = lambda event: None,
+        hooks: StepHooks | None = None,
+    ):
+        self._executor, self._tasks = executor, tasks
+        self.listener, self._hooks = listener, hooks or StepHooks()
+        self._issued: deque[_Issued] = deque()
+        self.num_issued = 0
+
+    def issue(self, name: str, slot: int) -> None:
+        """Issues the step of an adapter whose global batch ends in a slot."""
+        task = self._tasks[name]
+        step = task.step + self.num_waiting(name) + 1
+        result = self._executor.step(name, hyper(task.adapter.optim, float(task.rates[step - 1])))
+        self.num_issued += 1
+        self._issued.append(_Issued(task=task, step=step, slots_done=slot + 1, result=result))
+        if self._hooks.is_urgent(name, step):
+            self.read_all()
+
+    def num_waiting(self, name: str) -> int:
+        """Number of steps of an adapter whose results were not read yet."""
+        return sum(issued.task.name == name for issued in self._issued)
+
+    def failed(self) -> frozenset[str]:
+        """Adapters that have failed."""
+        return frozenset(name for name, task in self._tasks.items() if task.status == "failed")
+
+    def read(self, slots_done: int) -> None:
+        """Reads the results of the steps in the first `slots_done` slots, which are done."""
+        while self._issued and self._issued[0].slots_done <= slots_done:
+            self._read_step(self._issued.popleft())
+
+    def read_all(self) -> None:
+        """Waits for all steps and reads their results."""
+        while self._issued:
+            self._read_step(self._issued.popleft())
+
+    def _read_step(self, issued: _Issued) -> None:
+        task, result = issued.task, issued.result
+        if task.status == "failed":  # the devices have refused this step, too
+            return
+        with self._executor.blaming(None, issued.slots_done - 1, [task.name]):
+            loss, norm = result.loss, result.grad_norm
+            metrics = result.metrics if task.chosen.objective.metrics else {}
+        if not result.healthy:
+            self._fail(issued)
+            return
+        task.clock.step = issued.step
+        self.listener(
+            StepTaken(
+                slot=issued.slots_done,
+                adapter=task.name,
+                step=issued.step,
+                loss=loss,
+                grad_norm=norm,
+                lr=issued.lr,
+                loss_tokens=task.loss_tokens[issued.step - 1],
+                metrics=finished_metrics(task.chosen, metrics),
+            )
+        )
+        self._hooks.on_step(task, issued.slots_done)
+        if task.step == task.num_steps:
+            task.status = "done"
+            self._hooks.on_end(task, issued.slots_done)
+
+    def _fail(self, issued: _Issued) -> None:
+        task = issued.task
+        self._executor.put_back(task.name, issued.result)
+        cause = self._executor.not_finite(task.name, issued.result) or self._loss_not_finite
+        task.status = "failed"
+        task.clock.reason = f"{cause} at step {issued.step}, slot {issued.slots_done - 1}"
+        self.listener(
+            AdapterFailed(
+                slot=issued.slots_done,
+                adapter=task.name,
+                step=issued.step,
+                reason=task.reason,
+                kept_step=task.step,
+            )
+        )
+        self._hooks.on_end(task, issued.slots_done)
+
+    @property
+    def _loss_not_finite(self) -> str:
+        last = len(self._executor.stages) - 1
+        return "loss not finite" + (f" (stage {last})" if last else "")
