@@ -34,7 +34,8 @@ LORA = AdapterKind(
 )
 
 # y + scale · bias: PEFT adds the bias of its second linear layer to the product before the scale.
-BIAS = Leaf(name="lora_bias", axes=("N",), init=zeros, lr_group="b", peft_name="lora_B.bias")
+# Weight decay leaves it alone, as that of transformers' Trainer leaves every bias.
+BIAS = Leaf(name="lora_bias", axes=("N",), init=zeros, decay=False, lr_group="b", peft_name="lora_B.bias")
 LORA_BIASED = AdapterKind(
     leaves=(LORA_A, LORA_B, BIAS),
     low_rank=lambda tensors, sizes: (tensors["lora_a"], tensors["lora_b"]),

@@ -18,6 +18,7 @@ from lorafusion_jax.errors import CheckpointError, ConfigError
 from lorafusion_jax.families.attention import MODULE, Attention
 from lorafusion_jax.families.delta_net import DeltaNet
 from lorafusion_jax.families.experts import Experts
+from lorafusion_jax.families.hf_config import shortened
 from lorafusion_jax.families.latent_attention import LatentAttention
 from lorafusion_jax.families.layer import Layer
 from lorafusion_jax.families.mlp import MODULE as MLP
@@ -58,6 +59,7 @@ class ModelConfig:
         input_width, input_vocab: width of the inputs that layers have of their own, and rows of their table (0: there
             are none), see `families.per_layer_input`.
         pattern: type of each layer; empty if all layers are alike.
+        dropouts: rates of dropout inside the base, by key of config.json, which are not applied.
         wrapper: model_type of a multimodal model of which this is the text part, see `families.multimodal`.
 
     Example:
@@ -108,6 +110,7 @@ class ModelConfig:
     input_vocab: int = 0
     pattern: tuple[LayerType, ...] = ()
     checkpoint_format: str | None = None
+    dropouts: tuple[tuple[str, float], ...] = ()
     wrapper: str = ""
 
     @classmethod
@@ -130,14 +133,15 @@ class ModelConfig:
                 "model.bad-config",
                 "config.json cannot be used: " + _sentence(malformed),
                 where=where,
-                fix="download the file again",
+                fix="correct these keys, or download the file again",
             )
+        quantised = any("quanti" in problem for problem in unsupported)
         raise CheckpointError(
             "model.unsupported",
             "this model is not supported: " + _sentence([*unsupported, *malformed]),
             where=where,
             why=f"supported families: {known_models()}",
-            fix="choose a base model of these families, or a copy of it that is not quantised",
+            fix="choose a base model of these families" + (", or a copy of it that is not quantised" * quantised),
         )
 
     def to_hf(self) -> dict[str, Any]:
@@ -389,7 +393,7 @@ def _part_of(model: ModelConfig, tensor: int) -> ModelConfig:
 def _read(path: Path) -> tuple[dict[str, Any], str]:
     file = path / "config.json" if path.is_dir() or path.suffix != ".json" else path
     try:
-        raw = json.loads(read_text(file, SETTINGS))
+        raw = json.loads(read_text(file, SETTINGS), object_pairs_hook=_object)
     except FileNotFoundError:
         raise CheckpointError(
             "model.not-found",
@@ -404,6 +408,14 @@ def _read(path: Path) -> tuple[dict[str, Any], str]:
     if not isinstance(raw, dict):
         raise CheckpointError("model.bad-config", "config.json is not a JSON object.", where=str(file))
     return raw, str(file)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    for key, value in pairs:
+        if value != values[key]:
+            raise ValueError(f"the key {shortened(key)} is there twice, with different values")
+    return values
 
 
 def _sentence(problems: list[str]) -> str:

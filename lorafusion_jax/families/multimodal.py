@@ -20,7 +20,7 @@ TEXT = "text_config"
 SCORED = ("gemma3", "qwen3_5")  # of which transformers 5.23 has models with a score in place of the head
 TEXT_ROOT = "model."  # of the names of a model of text
 IN_PEFT = "model.language_model."  # of those of the text part, for transformers 5, PEFT and vLLM
-_SHARED = ("tie_word_embeddings", "quantization_config")  # keys that the whole model may have for its text part
+SHARED = ("tie_word_embeddings", "quantization_config")  # keys that the whole model may have for its text part
 # Llama's prefix → that in the checkpoint, as published and as transformers 5 names modules.
 _LAYOUTS: tuple[Mapping[str, str], ...] = (
     {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."},
@@ -38,13 +38,16 @@ def text_part(raw: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     architectures, text = raw.get("architectures"), raw.get(TEXT)
     names = architectures if isinstance(architectures, list) else []
     wrapper = next((name for name, (architecture, _) in WRAPPERS.items() if architecture in names), "")
+    if not names and isinstance(raw.get("model_type"), str) and raw["model_type"] in WRAPPERS:
+        wrapper = raw["model_type"]
     if not wrapper or not isinstance(text, dict):
         return dict(raw), ""
     families = WRAPPERS[wrapper][1]
     family = text.get("model_type", families[0])
-    shared = {key: raw[key] for key in _SHARED if key in raw and key not in text}
-    known = FAMILIES[family].architectures[:1] if family in families else [str(family)]
-    return shared | text | {"architectures": list(known), "model_type": family}, wrapper
+    shared = {key: raw[key] for key in SHARED if raw.get(key) is not None and text.get(key) is None}
+    known = [FAMILIES[family].architectures[0]] if family in families else [str(family)]
+    names = (text.get("architectures") if family in families else None) or known
+    return text | shared | {"architectures": names, "model_type": family}, wrapper
 
 
 def auto_class(wrapper: str, *, scored: bool = False) -> str:

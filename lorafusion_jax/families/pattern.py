@@ -52,7 +52,7 @@ def read_pattern(
         if len(values) != count:
             malformed.append(f"{key} has {len(values)} entries, and there are {count} layers")
     known = (*LAYER_TYPES, LINEAR) if family.delta_net is not None else LAYER_TYPES
-    if "mlp_layer_types" in family.reads:
+    if "mlp_layer_types" in family.meanings:
         unsupported += _unread_mlp_types(hf)
     unknown = [name for name in dict.fromkeys(names) if name not in known]
     unsupported += [f"layers of type {shortened(name)} (known: {', '.join(known)})" for name in unknown]
@@ -79,7 +79,7 @@ def read_pattern(
 
 
 def _layer_types(hf: HFConfig, family: Family, count: int) -> list[str]:
-    reads, window = family.reads, hf.sliding_window
+    reads, window = family.meanings, hf.sliding_window
     if family.delta_net is not None and hf.layer_types is None:
         every = hf.full_attention_interval or 1
         return [FULL if (number + 1) % every == 0 else LINEAR for number in range(count)]
@@ -93,6 +93,9 @@ def _layer_types(hf: HFConfig, family: Family, count: int) -> list[str]:
     if family.windows == "switched":
         first = hf.max_window_layers or 0
         return [SLIDING if number >= first else FULL for number in range(count)]
+    if family.windows == "first":
+        first = hf.max_window_layers or 0
+        return [SLIDING if number % 2 == 0 and number < first else FULL for number in range(count)]
     if family.windows == "unrotated":
         return [FULL if turns else SLIDING for turns in _turns(hf, family, count)]
     every = hf.sliding_window_pattern or family.windows
@@ -101,9 +104,9 @@ def _layer_types(hf: HFConfig, family: Family, count: int) -> list[str]:
 
 def _turns(hf: HFConfig, family: Family, count: int) -> list[bool]:
     """Whether q and k of each layer rotate."""
-    if hf.no_rope_layers is not None and "no_rope_layers" in family.reads:
+    if hf.no_rope_layers is not None and "no_rope_layers" in family.meanings:
         return [bool(turns) for turns in hf.no_rope_layers]
-    every = hf.no_rope_layer_interval if "no_rope_layer_interval" in family.reads else None
+    every = hf.no_rope_layer_interval if "no_rope_layer_interval" in family.meanings else None
     return [every is None or (number + 1) % every != 0 for number in range(count)]
 
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
+from lorafusion_jax.families.agreement import contradictions, outside_text
 from lorafusion_jax.families.hf_config import HFConfig, parse_part, shortened, unread_keys
 from lorafusion_jax.families.mlp import Activation
-from lorafusion_jax.families.multimodal import text_part
+from lorafusion_jax.families.multimodal import SHARED, TEXT, text_part
 from lorafusion_jax.families.pattern import LayerType, read_pattern
 from lorafusion_jax.families.quantised import UnknownFormat, format_name
 from lorafusion_jax.families.read_delta_net import read_delta_net
 from lorafusion_jax.families.read_experts import read_experts
 from lorafusion_jax.families.read_latent import read_latent
 from lorafusion_jax.families.read_rope import read_ropes
-from lorafusion_jax.families.table import Family, family_named, find_family, known_models
+from lorafusion_jax.families.rope import Rope
+from lorafusion_jax.families.table import Family, family_named, find_families, known_models
 
 _COUNTS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 _ACTIVATIONS: dict[str | None, Activation] = {
@@ -30,14 +33,18 @@ _ACTIVATIONS: dict[str | None, Activation] = {
 
 def translate(raw: dict[str, Any], malformed: list[str], unsupported: list[str]) -> dict[str, Any] | None:
     """Returns the fields of a `ModelConfig`, or None if a problem was added to one of the lists."""
-    raw, wrapper = text_part(raw)
-    name = _family(raw, malformed, unsupported)
+    root = raw
+    raw, wrapper = text_part(root)
+    different = _names_of_whole(root, wrapper)
+    name = _family(raw, malformed, different, unsupported)
     family = Family(architectures=()) if name is None else family_named(name)
     malformed.clear()
+    malformed += different
+    if name is not None:
+        malformed += contradictions(raw, family)
+        malformed += outside_text(root, root[TEXT], SHARED, family) if wrapper else []
     hf = parse_part(HFConfig, family.canonical(raw), malformed)
     malformed += _missing(hf, family, malformed)
-    if name is not None:
-        _refuse_unread(raw, family, unsupported)
     heads, hidden = hf.num_attention_heads or 0, hf.hidden_size or 0
     kv_heads = hf.num_key_value_heads or heads
     head_dim = hf.head_dim or hidden // max(heads, 1)
@@ -57,6 +64,11 @@ def translate(raw: dict[str, Any], malformed: list[str], unsupported: list[str])
     latent = read_latent(hf, family, numbers["qkv_bias"], malformed, unsupported)
     checkpoint_format = _checkpoint_format(hf, family, unsupported)
     _refuse_other_options(hf, raw, family, unsupported)
+    dropouts = _dropouts(raw, family, malformed)
+    for problems in (malformed, unsupported):
+        problems[:] = [_in_spelling_of(raw, family, problem) for problem in problems]
+    if name is not None:
+        _refuse_unread(raw, family, unsupported)
     if name is None or malformed or unsupported:
         return None
     return (
@@ -73,6 +85,7 @@ def translate(raw: dict[str, Any], malformed: list[str], unsupported: list[str])
             "num_kv_heads": kv_heads,
             "head_dim": head_dim,
             "checkpoint_format": checkpoint_format,
+            "dropouts": dropouts,
             "experts": experts,
             "delta_net": delta_net,
             "latent": latent,
@@ -82,15 +95,41 @@ def translate(raw: dict[str, Any], malformed: list[str], unsupported: list[str])
     )
 
 
-def _family(raw: dict[str, Any], malformed: list[str], unsupported: list[str]) -> str | None:
+def _names_of_whole(root: Mapping[str, Any], wrapper: str) -> list[str]:
+    """What the names of a multimodal model contradict."""
+    name = root.get("model_type")
+    if not wrapper or name in (None, wrapper):
+        return []
+    return [_different_names(root["architectures"], name)]
+
+
+def _different_names(architectures: object, model_type: object) -> str:
+    return (
+        f"architectures={shortened(architectures)} and model_type={shortened(model_type)} name different models "
+        "(transformers loads by model_type): keep those of these weights"
+    )
+
+
+def _in_spelling_of(raw: Mapping[str, Any], family: Family, problem: str) -> str:
+    """A message, with the names that its keys have in this config.json."""
+    names = {key: name for name, key in family.keys.items() if name in raw and key not in raw}
+    named = [f"{key} is {name} here" for key, name in names.items() if re.search(rf"\b{key}\b", problem)]
+    return f"{problem} ({', '.join(named)})" if named else problem
+
+
+def _family(raw: dict[str, Any], malformed: list[str], different: list[str], unsupported: list[str]) -> str | None:
     names_part = parse_part(
         HFConfig, {key: raw[key] for key in ("architectures", "model_type") if key in raw}, malformed
     )
     if malformed:
         return None
     names = names_part.architectures or []
-    if (family := find_family(names, names_part.model_type)) is not None:
-        return family
+    families = find_families(names, names_part.model_type)
+    if len(families) == 1:
+        return families.pop()
+    if families:
+        different.append(_different_names(names, names_part.model_type))
+        return None
     architecture = shortened(", ".join(names)).strip("'") if names else f"model_type {shortened(names_part.model_type)}"
     unsupported.append(f"unknown architecture {architecture} (known: {known_models()})")
     return None
@@ -103,8 +142,16 @@ def _missing(hf: HFConfig, family: Family, malformed: list[str]) -> list[str]:
 
 
 def _refuse_unread(raw: dict[str, Any], family: Family, unsupported: list[str]) -> None:
-    unread = unread_keys(raw, family.read_keys, family.known)
+    unread = unread_keys(raw, family.read_keys, {*family.known, *family.dropouts})
     unsupported += [f"{key}: this key is not read, and it may change what the model computes" for key in unread]
+
+
+def _dropouts(raw: Mapping[str, Any], family: Family, malformed: list[str]) -> tuple[tuple[str, float], ...]:
+    """Dropout inside the base, which is not applied."""
+    rates = {key: default if raw.get(key) is None else raw[key] for key, default in family.dropouts.items()}
+    wrong = [key for key, rate in rates.items() if type(rate) not in (int, float) or not 0 <= rate < 1]
+    malformed += [f"{key}={shortened(rates[key])} is not a number from 0 to 1" for key in wrong]
+    return tuple((key, float(rate)) for key, rate in rates.items() if key not in wrong)
 
 
 def _numbers(hf: HFConfig, family: Family) -> dict[str, Any]:
@@ -134,15 +181,17 @@ def _numbers(hf: HFConfig, family: Family) -> dict[str, Any]:
 
 
 def _types(pattern: tuple[LayerType, ...]) -> dict[str, Any]:
-    """One window and one rope for all layers, or the type of each."""
-    rope = pattern[0].rope
-    if len(set(pattern)) > 1 or rope is None or rope.query_beta or pattern[0].dense:
+    """One window and one rope for all layers where these say everything, or the type of each."""
+    first = pattern[0]
+    rope = first.rope or Rope()
+    plain = Rope(theta=rope.theta, scaling=rope.scaling, channels=rope.channels)
+    if {*pattern} != {LayerType(window=first.window, rope=plain)}:
         return {"pattern": pattern}
     return {
         "rope_theta": rope.theta,
         "rope_scaling": rope.scaling,
         "rope_channels": rope.channels,
-        "sliding_window": pattern[0].window,
+        "sliding_window": first.window,
     }
 
 

@@ -16,7 +16,7 @@ def read_experts(
     hf: HFConfig, family: Family, activation: Activation, malformed: list[str], unsupported: list[str]
 ) -> Experts | None:
     """The experts of a model whose family has some."""
-    if family.experts is None or ("enable_moe_block" in family.reads and not hf.enable_moe_block):
+    if family.experts is None or ("enable_moe_block" in family.meanings and not hf.enable_moe_block):
         return None
     count, active = hf.num_experts or 0, hf.num_experts_per_tok or 0
     if not count or not active:
@@ -27,7 +27,7 @@ def read_experts(
         )
     if hf.swiglu_alpha not in (None, 1.702):
         unsupported.append(f"swiglu_alpha={hf.swiglu_alpha} (known: 1.702)")
-    kind = ParallelExperts if "enable_moe_block" in family.reads else Experts
+    kind = ParallelExperts if "enable_moe_block" in family.meanings else Experts
     if kind is ParallelExperts and hf.moe_intermediate_size is None:
         malformed.append("moe_intermediate_size is missing")
     experts = kind(

@@ -18,7 +18,7 @@ _SIZES = {"head_dim": "head_dim", "num_key_value_heads": "kv_heads"}
 
 def read_full_sizes(hf: HFConfig, family: Family) -> dict[str, Any]:
     """Fields of `LayerType` of the full layers; none where all layers have the same sizes."""
-    if KEY not in family.reads:
+    if KEY not in family.meanings:
         return {}
     sizes = {"head_dim": hf.global_head_dim}
     if hf.attention_k_eq_v:
@@ -35,11 +35,13 @@ def check_full_layers(hf: HFConfig, family: Family, full: Sequence[int], count: 
     Args:
         full: numbers of the full layers.
     """
-    if KEY not in family.reads:
+    if KEY not in family.meanings:
         return
-    layers = hf.per_layer_config
-    if layers is not None and (
-        {*layers} != {*map(str, full)} or len({repr(sizes) for sizes in layers.values()}) > 1 or not _known(layers)
+    layers = hf.per_layer_config  # none where no layer differs; transformers fills its numbers with zeros
+    if layers and (
+        {key.lstrip("0") or "0" for key in layers} != {*map(str, full)}
+        or len({repr(sizes) for sizes in layers.values()}) > 1
+        or not _known(layers)
     ):
         unsupported.append(f"per_layer_config={shortened(layers)}: other sizes than one for all full layers")
     if count and full[-1:] != [count - 1]:
@@ -58,7 +60,7 @@ def read_sharing(hf: HFConfig, family: Family, names: Sequence[str], unsupported
     Args:
         names: types of the layers.
     """
-    count = hf.num_kv_shared_layers if SHARED in family.reads else 0
+    count = hf.num_kv_shared_layers if SHARED in family.meanings else 0
     first = len(names) - (count or 0)
     if not count:
         return ["none"] * len(names)

@@ -35,15 +35,28 @@ def read_ropes(
 ) -> dict[str, Rope | None]:
     """The rope of each type of layer, from `rope_parameters`, or from `rope_theta` and `rope_scaling`."""
     settings = hf.rope_parameters or hf.rope_scaling or {}
-    thetas = {FULL: hf.rope_theta or _THETA, SLIDING: hf.rope_local_base_freq or hf.rope_theta or _THETA}
+    theta = hf.rope_theta or family.reads.get("rope_theta", _THETA)
+    thetas = {FULL: theta, SLIDING: theta}
+    if family.scaled_layers == FULL:  # `rope_theta` is that of full layers
+        local = family.reads.get("rope_local_base_freq") or family.reads.get("rope_theta", _THETA)
+        thetas[SLIDING] = hf.rope_local_base_freq or local
     nested = {key: value for key, value in settings.items() if isinstance(value, dict)}
     if nested:
-        if nested.keys() != settings.keys() or not nested.keys() <= {*LAYER_TYPES} or "layer_types" not in family.reads:
+        if (
+            nested.keys() != settings.keys()
+            or not nested.keys() <= {*LAYER_TYPES}
+            or "layer_types" not in family.meanings
+        ):
             unsupported.append("rope parameters differ between layers")
             return {}
         by_type: Mapping[str, Any] = {name: nested.get(name, {}) for name in LAYER_TYPES}
     elif family.scaled_layers == FULL:
-        by_type = {FULL: settings, SLIDING: {"rope_theta": settings["rope_theta"]} if "rope_theta" in settings else {}}
+        if settings and (hf.rope_parameters or isinstance(family.reads.get("rope_parameters"), dict)):
+            key = "rope_parameters" if hf.rope_parameters else "rope_scaling"
+            unsupported.append(f"{key} of all layers together: this family has rope_parameters.{FULL} and .{SLIDING}")
+        if settings.get("type") is not None and settings.get("rope_type") is None:
+            unsupported.append("rope_scaling.type: this family has rope_scaling.rope_type")  # so in transformers
+        by_type = {FULL: settings, SLIDING: {}}
     else:
         by_type = dict.fromkeys(LAYER_TYPES, settings)
     head_dims = {FULL: read_full_sizes(hf, family).get("head_dim"), SLIDING: None}
@@ -83,7 +96,7 @@ class _Reader:
         ]
         if missing:
             problems.append(f"rope_type {kind!r} lacks {', '.join(missing)}")
-        beta = ("llama_4_scaling_beta",) if "llama_4_scaling_beta" in self.family.reads else ()
+        beta = ("llama_4_scaling_beta",) if "llama_4_scaling_beta" in self.family.meanings else ()
         known = {*_ALWAYS, *_LENGTHS, *needs, *_MAY.get(kind, ()), *beta, *self.family.known_of_rope}
         others = [key for key, value in raw.items() if key not in known and value is not None and not problems]
         unread = [f"rope parameter {shortened(key)} of {kind}" for key in others]
@@ -106,8 +119,8 @@ class _Reader:
         if share is None or share == 1:
             return None
         channels = int(self.head_dim * share)
-        if "partial_rotary_factor" not in self.family.reads or self.family.latent:
-            self._add(self.unsupported, ["partial_rotary_factor is not 1"])
+        if "partial_rotary_factor" not in self.family.meanings or self.family.latent:
+            self._add(self.unsupported, [f"partial_rotary_factor={share} is not 1"])
         elif channels < 2 or channels % 2:
             self._add(self.unsupported, [f"partial_rotary_factor={share} rotates {channels} channels of a head"])
         return channels

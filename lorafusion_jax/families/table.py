@@ -7,7 +7,7 @@ that loads a `Family`; its name is the `model_type` of config.json.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -29,16 +29,20 @@ class Family:
 
     Args:
         architectures: names in config.json; the first one is written.
+        model_types: further names in `model_type` of config.json.
         reads: keys of config.json that this family reads beyond those of every model (`hf_config.COMMON`), in the
             spelling of transformers, each with its value where config.json does not have it (None: none).
         keys: a key of this family's config.json → transformers' spelling, e.g. {"n_embd": "hidden_size"}. These keys
             are read.
         known: keys of config.json that do not change the computation.
+        dropouts: keys of dropout inside the base, each with its value where config.json does not have it. It is not
+            applied, and a note says so.
         meant: values that stand for others in this family, by key.
         fields: fields of `ModelConfig` that all models of the family have in common, e.g. {"norms": "sandwich"}. An
             embedding_scale of "sqrt" is the root of the model's width.
         windows: layers with `sliding_window` if config.json has no `layer_types`: none, all, those from
-            `max_window_layers` on or those without rotary embeddings if `use_sliding_window`, or all but each n-th.
+            `max_window_layers` on, every second one before it, or those without rotary embeddings if
+            `use_sliding_window`, or all but each n-th.
         scaled_layers: layers whose rotary embeddings `rope_scaling` scales.
         experts: fields of `Experts` that all models of the family have in common; None: it has no experts. The keys
             `num_experts`, `num_experts_per_tok`, `moe_intermediate_size`, `norm_topk_prob` and those of `read_experts`
@@ -57,12 +61,14 @@ class Family:
     """
 
     architectures: tuple[str, ...]
+    model_types: tuple[str, ...] = ()
     reads: Mapping[str, Any] = field(default_factory=dict)
     keys: Mapping[str, str] = field(default_factory=dict)
     known: tuple[str, ...] = ()
+    dropouts: Mapping[str, float] = field(default_factory=dict)
     meant: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     fields: Mapping[str, Any] = field(default_factory=dict)
-    windows: Literal["never", "all", "switched", "unrotated"] | int = "never"
+    windows: Literal["never", "all", "switched", "first", "unrotated"] | int = "never"
     scaled_layers: Literal["all", "full_attention"] = "all"
     experts: Mapping[str, Any] | None = None
     expert_names: tuple[str, ...] = ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj")
@@ -78,15 +84,25 @@ class Family:
         """The keys of config.json that are read, in this family's spelling."""
         return {*COMMON, *self.reads, *self.keys} - ({*self.keys.values(), *self.known} - self.keys.keys())
 
+    @property
+    def meanings(self) -> set[str]:
+        """The keys of config.json that are read, in transformers' spelling."""
+        return {self.keys.get(key, key) for key in self.read_keys}
+
     def canonical(self, raw: Mapping[str, Any]) -> dict[str, Any]:
         """Returns what a config.json of this family says, and the values of missing keys, in transformers' spelling."""
-        values = {self.keys.get(key, key): value for key, value in raw.items() if key in self.read_keys}
+        present = [key for key in raw if key in self.read_keys]
+        present.sort(key=lambda key: raw[key] is not None)  # of two spellings, a null says nothing
+        values = {self.keys.get(key, key): raw[key] for key in present}
+        if not values.get("rope_parameters"):  # as missing; the older spelling counts before the family's default
+            values |= {"rope_parameters": None if values.get("rope_scaling") else self.reads.get("rope_parameters")}
+        values = dict(self.reads) | values
         if values.get("use_sliding_window") is False and values.get("sliding_window") == 0:
             values["sliding_window"] = None  # transformers writes 0 where windows are off
         for key, others in self.meant.items():
             if isinstance(value := values.get(key), str):
                 values[key] = others.get(value, value)
-        return dict(self.reads) | values
+        return values
 
     def key_of(self, key: str) -> str:
         """The family's spelling of a key of transformers."""
@@ -180,21 +196,35 @@ _OF_DEEPSEEK = (
     "topk_method", "router_aux_loss_coef", "aux_loss_alpha", "seq_aux",
 )  # fmt: skip
 
+# Where config.json has neither spelling, transformers' Gpt-oss and Ministral 3 have these.
+_GPT_OSS_ROPE = {
+    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    "original_max_position_embeddings": 4096,
+}  # fmt: skip
+_MINISTRAL_3_ROPE = {
+    "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384,
+    "beta_fast": 32.0, "beta_slow": 1.0, "mscale_all_dim": 1.0, "mscale": 1.0, "llama_4_scaling_beta": 0.1,
+}  # fmt: skip
+
 FAMILIES: dict[str, Family] = {
     "llama": Family(
-        architectures=("LlamaForCausalLM",), reads={"attention_bias": False, "mlp_bias": False},
+        architectures=("LlamaForCausalLM",), model_types=("internlm3", "iquestcoder"),
+        reads={"attention_bias": False, "mlp_bias": False},
     ),
     "mistral": Family(
         architectures=("MistralForCausalLM",), windows="all",
-        reads={"max_position_embeddings": 131072, "sliding_window": 4096},
+        reads={"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
     ),
     "qwen2": Family(
         architectures=("Qwen2ForCausalLM",), windows="switched", fields={"qkv_bias": True},
-        reads={"max_position_embeddings": 32768, **_SWITCHED},
+        reads={"num_key_value_heads": 32, "max_position_embeddings": 32768, **_SWITCHED},
     ),
     "qwen3": Family(
         architectures=("Qwen3ForCausalLM",), windows="switched", fields={"qk_norm": True},
-        reads={"head_dim": 128, "max_position_embeddings": 32768, "attention_bias": False, **_SWITCHED},
+        reads={
+            "num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 32768, "attention_bias": False,
+            **_SWITCHED,
+        },
     ),
     "qwen3_5_text": Family(
         architectures=("Qwen3_5ForCausalLM",), fields=_DELTA_FIELDS, delta_net={}, **_DELTA_NAMES,
@@ -208,11 +238,12 @@ FAMILIES: dict[str, Family] = {
         architectures=("Qwen3NextForCausalLM",), fields=_DELTA_FIELDS, delta_net={"grouped": True}, **_DELTA_NAMES,
         experts={"shared_gate": True},
         reads=_DELTA | {
+            "num_key_value_heads": 2,
             "num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 512,
             "shared_expert_intermediate_size": 512, "norm_topk_prob": True, "decoder_sparse_step": 1,
             "mlp_only_layers": None,
         },
-        keys={"num_local_experts": "num_experts", "num_experts": "num_experts"}, known=("router_aux_loss_coef",),
+        known=("num_local_experts", "router_aux_loss_coef"),
         modules={"mlp.router": "mlp.gate"},
     ),
     "qwen3_5_moe_text": Family(
@@ -223,14 +254,16 @@ FAMILIES: dict[str, Family] = {
             "num_attention_heads": 16, "num_key_value_heads": 2, "num_experts": 256, "num_experts_per_tok": 8,
             "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
         },
-        keys={"num_local_experts": "num_experts", "num_experts": "num_experts"},
+        
         known=(
-            *_MTP, "router_aux_loss_coef", "intermediate_size", "norm_topk_prob", "decoder_sparse_step",
+            *_MTP, "num_local_experts", "router_aux_loss_coef", "intermediate_size", "norm_topk_prob",
+            "decoder_sparse_step",
         ),
     ),
     "qwen3_moe": Family(
         architectures=("Qwen3MoeForCausalLM",), windows="all", fields={"qk_norm": True}, experts={},
         reads={
+            "num_key_value_heads": 4,
             "max_position_embeddings": 32768, "attention_bias": False, "use_sliding_window": False,
             "sliding_window": 4096, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
             "norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": None,
@@ -241,6 +274,7 @@ FAMILIES: dict[str, Family] = {
     "mixtral": Family(
         architectures=("MixtralForCausalLM",), windows="all", experts={},
         reads={
+            "num_key_value_heads": 8,
             "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "sliding_window": None, "rope_theta": 1e6,
             "num_experts": 8, "num_experts_per_tok": 2,
         },
@@ -251,34 +285,37 @@ FAMILIES: dict[str, Family] = {
     "gpt_oss": Family(
         architectures=("GptOssForCausalLM",), windows=2, fields={"attention_sinks": True},
         reads={
+            "num_key_value_heads": 8,
             "vocab_size": 201088, "head_dim": 64, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072,
-            "rope_theta": 150000.0, "attention_bias": True, "sliding_window": 128, "layer_types": None,
+            "rope_theta": 150000.0, "rope_parameters": _GPT_OSS_ROPE, "attention_bias": True, "sliding_window": 128,
+            "layer_types": None,
             "num_experts": 128, "num_experts_per_tok": 4, "swiglu_limit": 7.0, "swiglu_alpha": 1.702,
         },
         keys={
             "num_local_experts": "num_experts", "num_experts_per_tok": "num_experts_per_tok",
-            "experts_per_token": "num_experts_per_tok",
         },
-        known=("router_aux_loss_coef", "initial_context_length"),
+        known=("router_aux_loss_coef", "initial_context_length", "experts_per_token"),
         experts={
             "router": Router(score="softmax_of_chosen", bias=True), "bias": True, "interleaved": True,
         },
         expert_names=("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
     ),
     "qwen2_moe": Family(
-        architectures=("Qwen2MoeForCausalLM",), windows="switched",
+        architectures=("Qwen2MoeForCausalLM",), windows="first",
         experts={"shared_gate": True},
         reads={
+            "num_key_value_heads": 16,
             "max_position_embeddings": 32768, **_SWITCHED, "num_experts": 60, "num_experts_per_tok": 4,
             "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632, "norm_topk_prob": False,
             "decoder_sparse_step": 1, "mlp_only_layers": None, "qkv_bias": True,
         },
-        keys={"num_local_experts": "num_experts", "num_experts": "num_experts"},
-        known=("router_aux_loss_coef",), modules={"mlp.router": "mlp.gate"},
+        
+        known=("num_local_experts", "router_aux_loss_coef"), modules={"mlp.router": "mlp.gate"},
     ),
     "glm4_moe": Family(
         architectures=("Glm4MoeForCausalLM",), fields={"o_bias": False}, experts={"router": _SIGMOID},
         reads=_GROUPS | {
+            "num_key_value_heads": 8,
             "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "attention_bias": False, "use_qk_norm": False,
             "partial_rotary_factor": 0.5, "num_experts": 128, "moe_intermediate_size": 1408,
             "first_k_dense_replace": 1,
@@ -286,8 +323,9 @@ FAMILIES: dict[str, Family] = {
         keys=_GROUP_KEYS, known=PREDICTORS, modules={"mlp.router": "mlp.gate"},
     ),
     "deepseek_v3": Family(
-        architectures=("DeepseekV3ForCausalLM",), latent=True, experts={"router": _SIGMOID},
+        architectures=("DeepseekV3ForCausalLM",), model_types=("kimi_k2",), latent=True, experts={"router": _SIGMOID},
         reads=_GROUPS | {
+            "num_key_value_heads": 128,
             "max_position_embeddings": 4096, "attention_bias": False, "q_lora_rank": 1536, "kv_lora_rank": 512,
             "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "rope_interleave": True,
             "num_experts": 256, "moe_intermediate_size": 2048, "first_k_dense_replace": 3,
@@ -299,6 +337,7 @@ FAMILIES: dict[str, Family] = {
     "glm4_moe_lite": Family(
         architectures=("Glm4MoeLiteForCausalLM",), latent=True, experts={"router": _SIGMOID},
         reads=_GROUPS | {
+            "num_key_value_heads": 20,
             "rms_norm_eps": 1e-5, "max_position_embeddings": 202752, "attention_bias": False, "q_lora_rank": 768,
             "kv_lora_rank": 512, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256,
             "rope_interleave": True, "num_experts": 64, "moe_intermediate_size": 1536, "num_experts_per_tok": 4,
@@ -309,23 +348,26 @@ FAMILIES: dict[str, Family] = {
     ),
     "ministral": Family(
         architectures=("MinistralForCausalLM",), windows="all",
-        reads={"max_position_embeddings": 131072, "sliding_window": 4096, "layer_types": None},
+        reads={
+            "num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096, "layer_types": None,
+        },
     ),
     "ministral3": Family(
         architectures=("Ministral3ForCausalLM",), windows="all",
         reads={
+            "num_key_value_heads": 8,
             "head_dim": 128, "rms_norm_eps": 1e-5, "max_position_embeddings": 262144, "sliding_window": None,
-            "llama_4_scaling_beta": None,
+            "llama_4_scaling_beta": None, "rope_parameters": _MINISTRAL_3_ROPE,
         },
     ),
     "gemma": Family(
-        architectures=("GemmaForCausalLM",), reads=_GEMMA, known=("hidden_activation",),
+        architectures=("GemmaForCausalLM",), reads=_GEMMA | {"num_key_value_heads": 16}, known=("hidden_activation",),
         meant={"hidden_act": {"gelu": "gelu_pytorch_tanh"}},  # as transformers reads the first published files
         fields={"norm_offset": 1.0, "embedding_scale": "sqrt"},
     ),
     "gemma2": Family(
         architectures=("Gemma2ForCausalLM",), windows=2, fields=_SANDWICH, **_GEMMA_ACTIVATION,
-        reads=_GEMMA_2 | {"final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0},
+        reads=_GEMMA_2 | {"num_key_value_heads": 4, "final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0},
     ),
     "gemma3_text": Family(
         architectures=("Gemma3ForCausalLM",), windows=6, fields=_SANDWICH | {"qk_norm": True},
@@ -350,7 +392,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "gemma4_unified_text": Family(
         architectures=("Gemma4UnifiedForCausalLM",), **_GEMMA_4, known=(*_GEMMA_4_KNOWN, "use_double_wide_mlp"),
-        reads=_GEMMA_4_KEYS | {"sliding_window": 1024},
+        reads=_GEMMA_4_KEYS | {"sliding_window": 1024, "max_position_embeddings": 262144},
     ),
     "olmo2": Family(
         architectures=("Olmo2ForCausalLM",), reads={"attention_bias": False, "rms_norm_eps": 1e-5},
@@ -367,6 +409,7 @@ FAMILIES: dict[str, Family] = {
     "smollm3": Family(
         architectures=("SmolLM3ForCausalLM",), windows="unrotated",
         reads={
+            "num_key_value_heads": 4,
             "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": True, "rope_theta": 2e6,
             "max_position_embeddings": 32768, "use_sliding_window": False, "sliding_window": None, "layer_types": None,
             "no_rope_layers": None, "no_rope_layer_interval": 4,
@@ -390,9 +433,11 @@ FAMILIES: dict[str, Family] = {
     "seed_oss": Family(
         architectures=("SeedOssForCausalLM",),
         reads={
+            "num_key_value_heads": 8,
             "head_dim": 128, "attention_bias": True, "attention_out_bias": False, "mlp_bias": False,
             "max_position_embeddings": 524288,
         },
+        dropouts={"attention_dropout": 0.1, "residual_dropout": 0.1},
     ),
 }  # fmt: skip
 
@@ -406,20 +451,27 @@ def family_named(name: str) -> Family:
     return find(GROUP, FAMILIES, name, Family)
 
 
-def find_family(architectures: list[str] | None, model_type: str | None) -> str | None:
-    """Finds the name of the family of a config.json; None if it is unknown.
+def find_families(architectures: Sequence[str], model_type: str | None) -> set[str | None]:
+    """Finds the families of a config.json: none if it is unknown, several if its keys contradict each other.
+
+    transformers loads by `model_type`. One that no family has (None in the result) contradicts known architectures.
 
     Raises:
         ConfigError: `plugin.broken`, an installed family does not load.
     """
-    for name in architectures or ():
-        for family, row in FAMILIES.items():
-            if name in row.architectures:
-                return family
-    if model_type not in known_names(GROUP, FAMILIES):
-        return None
-    wanted = family_named(model_type).architectures
-    return model_type if not architectures or set(architectures) & set(wanted) else None
+    by_name = {
+        name: {family for family, row in FAMILIES.items() if name in row.architectures} for name in architectures
+    }
+    known = {name: families for name, families in by_name.items() if families}
+    typed = next((name for name, row in FAMILIES.items() if model_type in row.model_types), model_type)
+    if typed is None or typed not in known_names(GROUP, FAMILIES):
+        others: set[str | None] = {None} if typed is not None and known else set()
+        return others.union(*known.values())
+    of_type = family_named(typed).architectures
+    if architectures and not known and not {*architectures} & {*of_type}:
+        return set()
+    families: set[str | None] = {typed}
+    return families.union(*(others for name, others in known.items() if name not in of_type))
 
 
 def known_models() -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from lorafusion_jax.families.pattern import DENSE, SPARSE, LayerType
+from lorafusion_jax.families.pattern import DENSE, SPARSE
 from lorafusion_jax.families.read_rope import FULL, LINEAR, SLIDING
 from lorafusion_jax.families.rope import Rope
 from lorafusion_jax.families.table import Family, family_named
@@ -39,8 +39,8 @@ def config_json(model: Any) -> dict[str, Any]:  # a ModelConfig
         | _delta_net(model)
         | _latent(model)
     )
-    out |= {key: value for key, value in optional.items() if key in family.reads or key in family.keys.values()}
-    return {family.key_of(key): value for key, value in out.items()}
+    out |= {key: value for key, value in optional.items() if key in family.meanings}
+    return {family.key_of(key): value for key, value in out.items()} | dict(model.dropouts)
 
 
 def _common(model: Any, family: Family) -> dict[str, Any]:
@@ -143,14 +143,12 @@ def _full_layers(model: Any) -> dict[str, Any]:
 
 def _ropes(model: Any, family: Family) -> dict[str, Any]:
     """Both formats, for old and new readers, where one rope serves all layers; else the newer one."""
-    if len(model.ropes) > 1 or _full_layers(model):
-        by_type: dict[str, LayerType] = {FULL if kind.window is None else SLIDING: kind for kind in model.pattern}
-        return {"rope_parameters": {name: _rope(kind.rope or Rope(), model, family) for name, kind in by_type.items()}}
+    if len(model.ropes) > 1 or family.scaled_layers == FULL:
+        by_type = {FULL if layer.attention.window is None else SLIDING: layer.attention.rope for layer in model.layers}
+        return {"rope_parameters": {name: _rope(rope or Rope(), model, family) for name, rope in by_type.items()}}
     rope = _rope(model.ropes[0] if model.ropes else Rope(), model, family)
     scaled = rope["rope_type"] != "default" or len(rope) > 2
     old = {key: value for key, value in rope.items() if key != "rope_theta"} if scaled else None
-    if family.scaled_layers == FULL and scaled:
-        raise ValueError("one scaled rope for all layers cannot be written for this family")
     return {"rope_theta": rope["rope_theta"], "rope_scaling": old, "rope_parameters": rope}
 
 
@@ -158,7 +156,7 @@ def _rope(rope: Rope, model: Any, family: Family) -> dict[str, Any]:
     out: dict[str, Any] = {"rope_type": "default", "rope_theta": rope.theta}
     if rope.share != 1:
         return out | {"rope_type": "proportional", "partial_rotary_factor": rope.share} | _factor(rope)
-    if "global_head_dim" in family.reads:
+    if "global_head_dim" in family.meanings:
         pass  # all channels of a head, whose number depends on the layer
     elif rope.channels is not None or family.reads.get("partial_rotary_factor", 1) != 1:
         out["partial_rotary_factor"] = (rope.channels or model.head_dim) / model.head_dim

@@ -7,10 +7,13 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.checkpoint.warm_start_base import unproven_bases
+from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.schema import AdapterConfig, DataSettings, JobConfig
 from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.data.tokenized_set import DataReport, TokenizedSet
+from lorafusion_jax.errors import LoraFusionError
 from lorafusion_jax.report.format import exact, percent
 
 SHOWN = 5
@@ -24,8 +27,20 @@ def data_notes(config: JobConfig, prepared: Prepared) -> list[str]:
         for who, samples in ((adapter.name, data.train), (f"{adapter.name} (held-out)", data.eval)):
             if samples is not None:
                 notes += _notes_of_set(who, samples, adapter.data, config.batch.tile_tokens)
-    notes += [*_length_notes(config, prepared), *unproven_bases(config)]
+    notes += [*_length_notes(config, prepared), *unproven_bases(config), *_base_notes(config)]
     return list(dict.fromkeys(notes))  # adapters may share a file
+
+
+def _base_notes(config: JobConfig) -> list[str]:
+    """Warnings about what the base has and training leaves out."""
+    try:
+        dropouts = ModelConfig.from_hf(base_directory(config)).dropouts
+    except LoraFusionError:  # who needs the base says so
+        return []
+    rates = ", ".join(f"{key}={rate:g}" for key, rate in dropouts if rate)
+    if not rates:
+        return []
+    return [f"base: {rates} of its config.json not applied: adapters train on the model as it is evaluated"]
 
 
 def _notes_of_set(who: str, samples: TokenizedSet, settings: DataSettings, tile: int) -> Iterator[str]:

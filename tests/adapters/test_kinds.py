@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import jax
@@ -16,8 +17,10 @@ from lorafusion_jax.adapters.kind import Sizes
 from lorafusion_jax.adapters.pissa import PISSA
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.adapters.table import KINDS
+from lorafusion_jax.adapters.tokens import LEAVES as TOKEN_ROWS
 from lorafusion_jax.modules import LoRAContext
 from lorafusion_jax.modules.lora import LoRALinear
+from lorafusion_jax.objective.table import OBJECTIVES
 from pallas_kernels.dropout import inverse_keep, keep_mask
 
 RNG = np.random.default_rng(0)
@@ -28,6 +31,20 @@ SIZES = Sizes(K=12, N=10, R=3, scale=np.float32(2.0), np=jnp)
 @pytest.mark.parametrize("name", KINDS)
 def test_the_kinds_keep_their_contract(name):
     check_kind(name)
+
+
+NO_DECAY = (
+    r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)"  # parameters that transformers' Trainer leaves alone
+)
+
+
+def test_weight_decay_is_that_of_transformers_trainer():
+    leaves = [*(leaf for kind in KINDS.values() for leaf in kind.leaves), *TOKEN_ROWS.values()]
+    leaves += [leaf for row in OBJECTIVES.values() for leaf in row.head]
+    trained = [leaf for leaf in leaves if leaf.trainable]
+    assert {leaf.decay for leaf in trained} == {True, False}
+    for leaf in trained:
+        assert leaf.decay is not bool(re.search(NO_DECAY, (leaf.peft_name or "lora_" + leaf.name).lower())), leaf.name
 
 
 def test_doras_factor_is_the_magnitude_over_the_norm_of_the_sum():

@@ -249,7 +249,7 @@ SERVED: dict[str, dict[str, Any]] = {
         4096, 12800, 40, 32, 8, 49155, 131072, logits_scaling=16.0, attention_multiplier=0.0078125
     ),
     "granite-3.1-2b": granite(2048, 8192, 40, 32, 8, 49155, 131072),
-    "Seed-OSS-36B without its dropout": config_of(
+    "Seed-OSS-36B": config_of(
         "SeedOssForCausalLM",
         "seed_oss",
         5120,
@@ -263,7 +263,8 @@ SERVED: dict[str, dict[str, Any]] = {
         attention_bias=True,
         attention_out_bias=False,
         mlp_bias=False,
-        residual_dropout=0.0,
+        attention_dropout=0.1,
+        residual_dropout=0.1,
         rope_theta=1e7,
         pretraining_tp=1,
         rope_scaling={"rope_type": "default"},
@@ -458,7 +459,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         llama(4096, 14336, 32, 32, 8, 128256, 8192, rope_scaling={"type": "dynamic", "factor": 2.0}),
         "dynamic",
     ),
-    "Seed-OSS-36B": (SERVED["Seed-OSS-36B without its dropout"] | {"attention_dropout": 0.1}, "attention_dropout=0.1"),
+    "Llama-3-8B with dropout": (SERVED["Meta-Llama-3-8B"] | {"attention_dropout": 0.1}, "attention_dropout=0.1"),
     "embeddinggemma": (
         SERVED["gemma-3-1b"] | {"use_bidirectional_attention": True},
         "use_bidirectional_attention=True",

@@ -47,8 +47,7 @@ def test_published_models_are_read_and_written(name):
     assert len(config.layers) == SERVED[name]["num_hidden_layers"]
     if name in BILLION:
         assert config.num_parameters / 1e9 == pytest.approx(BILLION[name], rel=0.01)
-    if config.family not in ("olmo3",):  # one scaled rope by type of layer is written in the newer format only
-        assert ModelConfig.from_hf(config.to_hf()) == config
+    assert ModelConfig.from_hf(config.to_hf()) == config
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -102,7 +101,7 @@ def test_every_key_that_changes_alone_is_followed_or_refused(case):
     # What transformers does not use in this state of the others.
     idle = {
         "use_sliding_window", "sliding_window", "max_window_layers", "no_rope_layer_interval",
-        "original_max_position_embeddings", "model_type", "first_k_dense_replace",
+        "original_max_position_embeddings", "first_k_dense_replace",
     }  # fmt: skip
     if raw.get("enable_moe_block") is False:
         idle |= {"num_experts", "top_k_experts", "moe_intermediate_size"}

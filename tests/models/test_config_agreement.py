@@ -1,0 +1,177 @@
+"""Two keys of a config.json that say one thing: equal, or an error that names both."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from test_saved_configs import DEFAULTS
+
+from lorafusion_jax.errors import CheckpointError
+from lorafusion_jax.families.multimodal import WRAPPERS
+from lorafusion_jax.families.table import FAMILIES
+from lorafusion_jax.models import ModelConfig
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+PLAIN = {"rope_type": "default", "rope_theta": 1e6}
+NESTED = {
+    "full_attention": YARN | {"rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+CONTEXT, DEEP = "original_max_position_embeddings", "qk_nope_head_dim"
+OLDER = {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 8.0}}
+
+
+def refusal(raw) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        ModelConfig.from_hf(raw)
+    return caught.value.what
+
+
+def names_differ(raw) -> bool:
+    try:
+        ModelConfig.from_hf(raw)
+    except CheckpointError as error:
+        return "name different models" in error.what
+    return False
+
+
+@pytest.mark.parametrize("model_type", [*FAMILIES, *WRAPPERS, "kimi_k2", "cohere", "my-llama"])
+def test_architectures_and_model_type_name_one_family(model_type):
+    for family, row in FAMILIES.items():
+        for architecture in row.architectures:
+            raw = DEFAULTS[family] | {"architectures": [architecture], "model_type": model_type}
+            same = model_type == family or model_type in row.model_types
+            assert names_differ(raw) is not same, architecture
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_of_both_names_is_enough_and_two_architectures_are_too_many(family):
+    config, other = DEFAULTS[family], "GemmaForCausalLM" if family != "gemma" else "LlamaForCausalLM"
+    for left_out in ("architectures", "model_type"):
+        short = {key: value for key, value in config.items() if key != left_out}
+        assert ModelConfig.from_hf(short) == ModelConfig.from_hf(config)
+    assert names_differ(config | {"architectures": [*config["architectures"], other]})
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_names_of_multimodal_models_agree_and_so_do_those_of_their_text(wrapper):
+    architecture, families = WRAPPERS[wrapper]
+    whole = {"architectures": [architecture], "model_type": wrapper, "text_config": DEFAULTS[families[0]]}
+    config = ModelConfig.from_hf(whole)
+    assert ModelConfig.from_hf({key: value for key, value in whole.items() if key != "architectures"}) == config
+    for other in {*WRAPPERS, *FAMILIES} - {wrapper}:
+        assert names_differ(whole | {"model_type": other}), other
+    assert names_differ(whole | {"text_config": whole["text_config"] | {"architectures": ["GraniteForCausalLM"]}})
+
+
+PAIRS = [  # family, keys of which the first two differ
+    ("llama", {"dtype": "float16", "torch_dtype": "bfloat16"}),
+    ("qwen3_moe", {"num_experts": 128, "num_local_experts": 64}),
+    ("qwen2_moe", {"num_experts": 60, "num_local_experts": 64}),
+    ("qwen3_next", {"num_local_experts": 64, "num_experts": None}),
+    ("glm4_moe", {"n_routed_experts": 128, "num_local_experts": 64}),
+    ("deepseek_v3", {"num_nextn_predict_layers": 1, "num_mtp_layers": 2}),
+    ("gpt_oss", {"num_experts_per_tok": 4, "experts_per_token": 2}),
+    ("gpt_oss", {"experts_per_token": 2, "num_experts_per_tok": None}),
+    ("gemma2", {"hidden_act": "silu", "hidden_activation": "gelu_pytorch_tanh"}),
+    ("gemma3_text", {"hidden_act": "silu", "hidden_activation": None}),
+    ("gemma", {"hidden_act": "gelu", "hidden_activation": "silu"}),
+    ("deepseek_v3", {"head_dim": 128, "qk_rope_head_dim": 64}),
+    ("glm4_moe_lite", {"qk_head_dim": 192, DEEP: 192}),
+    ("gemma4_text", {"global_head_dim": 256, "per_layer_config": {str(n): {"head_dim": 512} for n in range(5, 30, 6)}}),
+    ("gemma4_text", {
+        "num_global_key_value_heads": 1, "attention_k_eq_v": True,
+        "per_layer_config": {str(n): {"head_dim": 512, "num_key_value_heads": 2} for n in range(5, 30, 6)},
+    }),
+    ("qwen3", {"rope_scaling": YARN, "rope_parameters": PLAIN}),
+    ("smollm3", {"rope_scaling": LINEAR, "rope_parameters": YARN}),
+    ("granite", {"rope_scaling": {"rope_type": "default"}, "rope_parameters": LINEAR}),
+    ("llama", {"rope_scaling": YARN | {"factor": 8.0}, "rope_parameters": YARN}),
+    ("mistral", {"rope_scaling": LINEAR, "rope_parameters": LINEAR | {"rope_theta": 5e5}, "rope_theta": None}),
+    ("olmo3", {"rope_scaling": LINEAR, "rope_parameters": NESTED}),
+    ("qwen2", {"rope_theta": 1e4, "rope_parameters": PLAIN}),
+    ("olmo2", {"rope_theta": 1e4, "rope_scaling": LINEAR | {"rope_theta": 1e6}, "rope_parameters": None}),
+    ("ministral3", {"rope_theta": 1e4, "rope_parameters": None}),
+    ("gemma3_text", {"rope_theta": 1e5, "rope_parameters": NESTED}),
+    ("gemma3_text", {"rope_local_base_freq": 1e5, "rope_parameters": NESTED}),
+    ("gemma4_text", {"rope_theta": 1e4}),
+    ("llama", {"rope_parameters": {"rope_type": "yarn", "type": "linear", "factor": 4.0}, "rope_scaling": None}),
+    ("qwen3_5_text", {"partial_rotary_factor": 0.5, "rope_parameters": PLAIN | {"partial_rotary_factor": 0.25}}),
+    ("phi3", {CONTEXT: 2048, "rope_parameters": PLAIN | {CONTEXT: 4096}}),
+    ("ministral3", {"max_position_embeddings": 4096, "rope_parameters": YARN | {"max_position_embeddings": 8192}}),
+    ("gpt_oss", {"initial_context_length": 2048, "rope_parameters": None}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "keys"), PAIRS, ids=[f"{family}-{next(iter(keys))}" for family, keys in PAIRS])
+def test_spellings_of_one_thing_that_differ_are_refused_by_name(family, keys):
+    message = refusal(DEFAULTS[family] | keys)
+    assert next(iter(keys)) in message
+    assert "differ" in message
+
+
+EQUAL = [
+    ("llama", {"dtype": "bfloat16", "torch_dtype": "torch.bfloat16"}, {}),
+    ("qwen3_moe", {"num_experts": 16, "num_local_experts": 16}, {"num_experts": 16, "num_local_experts": None}),
+    ("gpt_oss", {"experts_per_token": 4}, {}),
+    ("gemma", {"hidden_act": "gelu", "hidden_activation": "gelu_pytorch_tanh"}, {}),
+    ("deepseek_v3", {"head_dim": 64, "qk_head_dim": 192}, {}),
+    ("gpt_oss", {"initial_context_length": 4096, "rope_parameters": None}, {}),
+    ("qwen3", {"rope_scaling": YARN | {"type": "yarn"}, "rope_parameters": YARN}, {"rope_parameters": YARN}),
+    ("llama", {"rope_scaling": LINEAR | {"factor": 2}, "rope_parameters": LINEAR}, {"rope_parameters": LINEAR}),
+    ("gemma3_text", {"rope_scaling": YARN, "rope_parameters": NESTED, "rope_theta": 1e6}, {"rope_parameters": NESTED}),
+    ("olmo3", {"rope_scaling": YARN, "rope_parameters": None, "rope_theta": 1e6}, {
+        "rope_parameters": {"full_attention": YARN | {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 5e5}},
+    }),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "twice", "once"), EQUAL, ids=[f"{row[0]}-{next(iter(row[1]))}" for row in EQUAL])
+def test_equal_spellings_are_read_as_one(family, twice, once):
+    assert ModelConfig.from_hf(DEFAULTS[family] | twice) == ModelConfig.from_hf(DEFAULTS[family] | once)
+
+
+@pytest.mark.parametrize(("family", "keys", "words"), [
+    ("gemma3_text", {"rope_parameters": PLAIN}, "rope_parameters of all layers together"),
+    ("olmo3", {"rope_parameters": YARN}, "rope_parameters of all layers together"),
+    ("gemma4_text", {"rope_parameters": PLAIN}, "rope_parameters of all layers together"),
+    ("gemma4_unified_text", {"rope_parameters": None, "rope_scaling": LINEAR}, "rope_scaling of all layers together"),
+    ("gemma3_text", OLDER, "rope_scaling.rope_type"),
+])  # fmt: skip
+def test_ropes_that_transformers_does_not_read_are_refused(family, keys, words):
+    assert words in refusal(DEFAULTS[family] | keys)
+
+
+@pytest.mark.parametrize("keys", [
+    {"rope_parameters": {"rope_type": ["yarn"], "type": {}}},
+    {"rope_scaling": [1], "rope_parameters": {"a": {"b": []}}},
+    {"dtype": {}, "torch_dtype": []}, {"model_type": {"llama": 1}},
+    {"rope_theta": "x", "rope_scaling": {"rope_theta": []}},
+    {"text_config": [], "architectures": ["Gemma3ForConditionalGeneration"]}, {"model_type": []},
+])  # fmt: skip
+def test_values_of_wrong_types_end_in_a_named_error(keys):
+    assert refusal(DEFAULTS["llama"] | keys)
+
+
+@pytest.mark.parametrize(("keys", "words"), [
+    ({"hidden_size": 64}, "hidden_size=64 and text_config.hidden_size=2304 differ"),
+    ({"tie_word_embeddings": False}, "tie_word_embeddings=False and text_config.tie_word_embeddings=True differ"),
+    ({"attention_bias": True}, "attention_bias=True and text_config.attention_bias=False differ"),
+    ({"rope_scaling": LINEAR}, "belongs into text_config"),
+])  # fmt: skip
+def test_keys_beside_the_text_part_are_refused_unless_they_are_equal(keys, words):
+    whole = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": DEFAULTS["gemma3_text"]}
+    assert words in refusal(whole | keys)
+    equal = {"hidden_size": 2304, "tie_word_embeddings": True, "boi_token_index": 5, "dtype": "float32"}
+    assert ModelConfig.from_hf(whole | equal) == ModelConfig.from_hf(whole)
+
+
+def test_a_key_that_is_there_twice_has_one_value(tmp_path):
+    text = json.dumps(DEFAULTS["llama"])
+    (tmp_path / "config.json").write_text(text[:-1] + ', "vocab_size": 32000}')
+    ModelConfig.from_hf(tmp_path)
+    (tmp_path / "config.json").write_text(text[:-1] + ', "model_type": "gemma"}')
+    with pytest.raises(CheckpointError, match="'model_type' is there twice"):
+        ModelConfig.from_hf(tmp_path)
