@@ -29,7 +29,7 @@ RETRY_S = 1.0  # after a decision that was refused
 REPORT_S = 5.0  # between two reports of progress to the policy
 QUICK_S = 0.2  # that a round waits for a policy
 PATIENCE_S = 60.0  # for one decision; then another policy decides for good
-SLOW = "packing"  # that policy
+SLOW = "elastic-srtf"  # that policy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from scheduling.online.patience import (
     users_above_share,
     worker_sizes,
 )
-from scheduling.online.policies.baselines import Packing
+from scheduling.online.policies.baselines import ElasticSrtf
 from scheduling.online.rates import MESHES, Rates
 from scheduling.online.state import ClusterState, Decision, GroupState, Policy, Traits, after, held_gpus
 from scheduling.online.types import Job
@@ -135,7 +135,7 @@ def _group(state: ClusterState, group: GroupState, rates: Rates, most: float) ->
     if needed is None:
         yield f"{group.name} needs more than {kind[1]:g} GiB a GPU"
         return
-    rate = rates.on_mesh(jobs, kind, group.mesh)
+    rate = rates.formed(jobs, kind, group.mesh)
     if rate is None:
         yield f"{group.name} has microbatches shorter than a sample"
     elif rate.excess > most + BOUND_SLACK and len(jobs) > 1:
@@ -187,7 +187,23 @@ def _quotas(state: ClusterState, groups: dict[str, GroupState]) -> Iterator[str]
             yield f"{user} holds {now[user]:.2f} GPUs and has a quota of {most:g}"
 
 
+SETTLE_S = 60.0  # of training before which the fallback takes nothing from a group
 REFUSALS_IN_A_ROW = 3  # after which the simpler policy decides
+
+
+def _check_settled(state: ClusterState, decisions: Sequence[Decision], policy: Policy, now: float) -> None:
+    """Checks that a fallback leaves groups alone that have just begun: the policy, or it, had a reason for them.
+
+    Raises:
+        PlanError: `online.decision`.
+    """
+    groups = after(state, decisions)
+    for name, group in state.groups.items():
+        left = groups.get(name)
+        taken = set(group.members) - (set(left.members) if left is not None and left.gpus == group.gpus else set())
+        if taken and group.ready_s + SETTLE_S > now:
+            what = f"it takes {', '.join(sorted(taken))} from {name}, which has not trained for {SETTLE_S:g} s"
+            raise PlanError("online.decision", f"{Traits.of(policy).name}: {what}", problems=(what,))
 
 
 class Refusal(NamedTuple):
@@ -202,12 +218,12 @@ class CheckedPolicy:
     """Calls a policy and checks what it decides, for callers that must never stop.
 
     A refused decision changes nothing. From the third refusal in a row on, `fallback` decides as well, until the policy
-    succeeds again.
+    succeeds again. It takes no GPUs and no member from a group that has trained for less than a minute.
 
     Args:
         policy: makes the decisions.
         rates: the checker's predictions.
-        fallback: a simpler policy (None: `packing`).
+        fallback: a simpler policy (None: `elastic-srtf`).
         tolerance: share by which a predicted slowdown may exceed its bound, where the checker's predictions are others.
         strict: raise on a refusal instead.
 
@@ -236,7 +252,7 @@ class CheckedPolicy:
         traits = Traits.of(policy)
         self.name, self.mixes, self.promises = traits.name, traits.mixes, traits.promises
         self.policy, self.rates, self.tolerance, self.strict = policy, rates, tolerance, strict
-        self.fallback = fallback or Packing(rates)
+        self.fallback = fallback or ElasticSrtf(rates, settle_s=SETTLE_S)
         self.refusals: list[Refusal] = []
         self.refused_in_a_row = 0
 
@@ -256,6 +272,8 @@ class CheckedPolicy:
         """The policy's decisions; None if they are refused, or if it failed."""
         try:
             decisions = policy.decide(state, now)
+            if decisions and policy is self.fallback:
+                _check_settled(state, decisions, policy, now)
             if decisions:
                 check_decisions(state, decisions, self.rates, policy, now, tolerance=self.tolerance)
             return decisions

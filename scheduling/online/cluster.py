@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from math import inf
 
 from scheduling.errors import PlanError
 from scheduling.online.check import WRONG, CheckedPolicy
@@ -49,6 +50,7 @@ def simulate_cluster(
     rates: Rates | None = None,
     truth: Rates | None = None,
     ends: Sequence[End] = (),
+    late: float = 0.0,
 ) -> ClusterResult:
     """Simulates jobs that arrive over time on a cluster until all are done. The result is deterministic.
 
@@ -62,10 +64,14 @@ def simulate_cluster(
         truth: how fast groups really train (None: as predicted). The checker knows the truth, and forgives a slowdown
             that is a quarter above its bound.
         ends: jobs that stop early, fail or are cancelled; the policy does not know before.
+        late: every job ends so much later than its steps say (0.3: by 30 %; below 0: earlier), which the policy does
+            not know either.
 
     Raises:
         PlanError: bad input, a job that no worker has the memory for, or a decision that breaks a rule.
     """
+    if not -1.0 < late < inf:
+        raise PlanError("online.late", f"late must be above -1, not {late!r}", fix="late=0.01: one per cent later")
     rates = rates or Rates()
     tolerance = WRONG if truth else 0.0
     chosen = make_policy(policy, rates) if isinstance(policy, str) else policy
@@ -75,7 +81,7 @@ def simulate_cluster(
     with few_collections():
         predicted = rates if truth else None
         simulator = Simulator(
-            jobs, workers, chosen, truth or rates, predicted=predicted, users=users, faults=events, ends=ends
+            jobs, workers, chosen, truth or rates, predicted=predicted, users=users, faults=events, ends=ends, late=late
         )
         return simulator.run()
 

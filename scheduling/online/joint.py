@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import NamedTuple
 
 from scheduling.online.costs import SlotCost
@@ -101,16 +102,18 @@ def _fill(rooms: list[int], left: list[int]) -> list[int]:
     """Takes the samples that fit off `left`, longest first, into the fullest microbatch that holds them."""
     packed: list[int] = []
     rest: list[int] = []
-    used = [0] * len(rooms)
-    for length in left:
-        fitting = [index for index, room in enumerate(rooms) if room - used[index] >= length]
-        if fitting:
-            index = min(fitting, key=lambda index: rooms[index] - used[index])
-            used[index] += length
+    free = list(rooms)
+    for length in left:  # without min(): a decision asks for hundreds of thousands of samples
+        fullest, least = -1, inf
+        for index, room in enumerate(free):
+            if length <= room < least:
+                fullest, least = index, room
+        if fullest >= 0:
+            free[fullest] -= length
             packed.append(length)
         else:
             rest.append(length)
-    for index, tokens in enumerate(used):
-        rooms[index] -= -(-tokens // TILE) * TILE
+    for index, room in enumerate(free):
+        rooms[index] -= -(-(rooms[index] - room) // TILE) * TILE
     left[:] = rest
     return packed

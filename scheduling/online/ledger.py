@@ -91,6 +91,11 @@ class Ledger:
             self.users[user.name] = user
             self.got[user.name] = self.entitled[user.name] = 0.0
 
+    def set_user(self, user: User) -> None:
+        """Sets weight and quota of a user; its account stays."""
+        self.add_user(user)
+        self.users[user.name], self.shares = user, None
+
     def arrive(self, job: Job) -> None:
         self._count(job, 1)
 

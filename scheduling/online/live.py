@@ -77,6 +77,28 @@ class LiveCluster:
         self.jobs[job.name] = JobState(job, done_steps=done_steps, at_s=now, ahead_s=ahead_s)
         self._ledger.arrive(job)
 
+    def revise(self, job: Job, now: float) -> None:
+        """Replaces what is known of a job that is there, such as its weight, priority, deadline or bound.
+
+        It keeps its arrival, its progress and its place.
+        """
+        self._advance(now)
+        state = self.jobs[job.name]
+        revised = replace(job, arrival_s=state.job.arrival_s)
+        if revised == state.job:
+            return
+        self._ledger.leave(state.job)
+        self._specs[job.name] = revised
+        self.jobs[job.name] = replace(state, job=revised)
+        self._ledger.arrive(revised)
+        if state.group is not None:
+            self._set_group(self.groups[state.group], now)
+
+    def set_user(self, user: User, now: float) -> None:
+        """Sets a user's weight and quota from now on."""
+        self._advance(now)
+        self._ledger.set_user(user)
+
     def leave(self, name: str, now: float) -> None:
         """Removes a job: it has ended, or may not run for now. Others of its group train on."""
         self._advance(now)

@@ -77,7 +77,7 @@ class Columns(NamedTuple):
         """As `JobState.left_steps`."""
         since = now - self.at_s
         done = np.where(since > 0.0, self.done_steps + self.steps_per_s * since, self.done_steps)
-        return np.where(done < self.steps, self.steps - done, 0.0)
+        return np.maximum(self.steps - done, 1.0)
 
     def waited_s(self, now: float) -> Floats:
         """As `JobState.waited`."""

@@ -18,6 +18,7 @@ from scheduling.online.types import Job
 MESHES = (1, 2, 4, 8)  # GPUs of a group
 USUAL_CAPACITY = 8192  # larger microbatches are barely cheaper per token
 EMPTY = 0.5  # density below which larger microbatches are not tried
+LEAST_SHARE = 1e-6  # of a GPU: a job of little weight has a slowdown above 0
 MOST_KNOWN = 300_000  # groups in a cache
 PROFILE = ("profile",)  # of a job, in its cache
 Kind = tuple[str, float]  # kind of worker: device, GiB of a GPU
@@ -56,6 +57,7 @@ class Rates:
         self.key = self._jobs.key  # jobs with equal keys have equal rates
         self._known: dict[tuple[Any, ...], Any] = {}
         self._groups: dict[tuple[tuple[int, ...], Kind, int], GroupRate | None] = {}
+        self._ranked: dict[tuple[tuple[int, ...], Kind, int], list[GroupRate]] = {}
         self._on_meshes: dict[tuple[tuple[int, ...], Kind, Mesh], GroupRate | None] = {}
         self._formed: dict[tuple[tuple[int, ...], Kind, Mesh], GroupRate | None] = {}
 
@@ -106,6 +108,17 @@ class Rates:
             rate = self._groups[asked] = rate.reordered(ranking) if rate is not None else None
         return rate
 
+    def ranked(self, members: Sequence[Job], kind: Kind, gpus: int, most: int) -> list[GroupRate]:
+        """The rates on the best meshes on which the jobs are within their bounds, most tokens per second first."""
+        key = (tuple(map(self.key, members)), kind, gpus)
+        if key not in self._ranked:
+            self._make_room(self._ranked)
+            known = self._members(members, kind, gpus)
+            slots = [share_slots(known, mesh, cost) for mesh, cost in self._meshes(members, kind, gpus).options]
+            rates = (of.rate(known) for of in sorted(slots, key=lambda of: -of.tokens_per_s))
+            self._ranked[key] = [rate for rate in rates if rate.within_bounds]
+        return self._ranked[key][:most]
+
     def known_group(self, keys: tuple[int, ...], kind: Kind, gpus: int) -> GroupRate | None:
         """What `group` found before for jobs of these keys; None if it was not asked or if they fit on no mesh."""
         return self._groups.get((keys, kind, gpus))
@@ -113,6 +126,10 @@ class Rates:
     def known_on_mesh(self, keys: tuple[int, ...], kind: Kind, mesh: Mesh) -> GroupRate | None:
         """The same of `on_mesh`."""
         return self._on_meshes.get((keys, kind, mesh))
+
+    def known_formed(self, keys: tuple[int, ...], kind: Kind, mesh: Mesh) -> GroupRate | None:
+        """The same of `formed`, for several jobs."""
+        return self._formed.get((keys, kind, mesh))
 
     def on_mesh(self, members: Sequence[Job], kind: Kind, mesh: Mesh) -> GroupRate | None:
         """The rate of these jobs on this mesh; None if they do not fit."""
@@ -246,7 +263,10 @@ class Rates:
         return Members(
             profiles=[self.profile(job) for job in members],
             weights=weights,
-            fair=[self.fair_steps_per_s(job, kind, round(gpus_per_weight * job.weight, 6)) for job in members],
+            fair=[
+                self.fair_steps_per_s(job, kind, max(LEAST_SHARE, round(gpus_per_weight * job.weight, 6)))
+                for job in members
+            ],
             bounds=[job.max_slowdown for job in members],
         )
 

@@ -125,7 +125,8 @@ class ClusterResult:
         order = np.argsort(times, kind="stable")
         times, present = times[order], np.cumsum(np.repeat([1.0, -1.0], len(jobs))[order])
         until = np.concatenate([[0.0], np.cumsum(present[:-1] * np.diff(times))])  # job-seconds until each time
-        crowd = (np.interp(finish, times, until) - np.interp(arrival, times, until)) / (finish - arrival)
+        crowd = np.interp(finish, times, until) - np.interp(arrival, times, until)
+        crowd /= np.where(finish > arrival, finish - arrival, 1.0)  # a job may be cancelled as it arrives
         fairness: dict[str, float] = {}
         around = {job.name: others for job, others in zip(jobs, crowd.tolist(), strict=True)}
         for job in self.completed:
@@ -156,6 +157,7 @@ class ClusterResult:
         jct = np.array(list(self.jct_s.values())) if self.completed else np.zeros(1)
         slow = np.array(list(self.slowdown.values())) if self.slowdown else np.ones(1)
         finish = np.array(list(self.finish_time_fairness.values())) if self.completed else np.ones(1)
+        bounds = {job.name: job.max_slowdown for job in self.jobs if job.name in self.slowdown}
         deadlines = [self.finish_s[job.name] <= job.deadline_s for job in self.completed if job.deadline_s is not None]
         return {
             "jct_mean_s": float(jct.mean()),
@@ -168,6 +170,7 @@ class ClusterResult:
             "overall_utilisation": self.overall_utilisation,
             "slowdown_p99": float(np.percentile(slow, 99)),
             "slowdown_max": float(slow.max()),
+            "bounds_broken": float(sum(self.slowdown[name] > bound + 1e-9 for name, bound in bounds.items())),
             "fairness": self.fairness,
             "worst_user": max(self.user_ratio.values(), default=1.0),
             "finish_fairness_mean": float(finish.mean()),

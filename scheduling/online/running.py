@@ -50,6 +50,7 @@ class Running:
     Args:
         mixes: whether a microbatch may hold samples of several jobs.
         ends: per job, an end that the policy does not foresee.
+        late: share of its steps that every job takes in addition, or does not take, before it ends.
         predicted: the policy's own predictions, if they are others than `rates`.
         expect: called with (seconds, group, version) of the next finish of a group; it counts while the group has
             this version.
@@ -69,11 +70,12 @@ class Running:
         *,
         mixes: bool,
         ends: Mapping[str, End],
+        late: float = 0.0,
         predicted: Rates | None = None,
         expect: Callable[[float, str, int], None],
     ):
         self.jobs, self.workers, self.rates, self.ledger = jobs, workers, rates, ledger
-        self.mixes, self.predicted, self.expect = mixes, predicted, expect
+        self.mixes, self.predicted, self.expect, self.late = mixes, predicted, expect, late
         self.unfinished: dict[str, JobState] = {}
         self.groups: dict[str, LiveGroup] = {}
         self.spans: list[Span] = []
@@ -118,9 +120,9 @@ class Running:
             self._leave(live, [name], now)
         return True
 
-    def _last_step(self, name: str) -> int:
+    def _last_step(self, name: str) -> float:
         end = self._ends.get(name)
-        return self.jobs[name].steps if end is None or end.step is None else end.step
+        return self.jobs[name].steps * (1.0 + self.late) if end is None or end.step is None else end.step
 
     def _end(self, name: str, how: str, now: float) -> None:
         state = self.unfinished.pop(name)
@@ -246,7 +248,7 @@ class Running:
         """Measured over predicted steps per second of a group's members, as a live run reports them."""
         if self.predicted is None or live.rate is None:
             return {}
-        rate = self.predicted.on_mesh(jobs, self.workers[live.state.worker].kind, live.state.mesh)
+        rate = self.predicted.formed(jobs, self.workers[live.state.worker].kind, live.state.mesh)
         if rate is None:
             return {}
         pairs = zip(live.state.members, live.rate.steps_per_s, rate.steps_per_s, strict=True)

@@ -34,7 +34,7 @@ class Simulator:
     """Simulates a cluster; `run` returns the result.
 
     Args:
-        jobs, workers, users, faults, ends: as in `simulate_cluster`.
+        jobs, workers, users, faults, ends, late: as in `simulate_cluster`.
         policy: makes the decisions. A `CheckedPolicy` goes on after a refusal; any other policy's refusal is raised.
         rates: how fast groups train.
         predicted: the policy's own predictions, if they are others. The simulator then reports measured speeds.
@@ -51,6 +51,7 @@ class Simulator:
         users: Sequence[User] = (),
         faults: Sequence[Fault] = (),
         ends: Sequence[End] = (),
+        late: float = 0.0,
     ):
         check_input(jobs, workers, faults, ends)
         self.policy = policy if isinstance(policy, CheckedPolicy) else CheckedPolicy(policy, rates, strict=True)
@@ -70,6 +71,7 @@ class Simulator:
             self.ledger,
             mixes=self.traits.mixes,
             ends={end.job: end for end in ends},
+            late=late,
             predicted=predicted,
             expect=self._expect,
         )

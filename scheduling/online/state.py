@@ -39,9 +39,10 @@ class JobState:
     ahead_s: float = 0.0
 
     def left_steps(self, now: float) -> float:
+        """Predicted; at least one, for a job that is later than predicted has not ended."""
         since = now - self.at_s  # without max(): a decision asks for every job
         done = self.done_steps + self.steps_per_s * since if since > 0.0 else self.done_steps
-        return self.job.steps - done if done < self.job.steps else 0.0
+        return self.job.steps - done if done + 1.0 < self.job.steps else 1.0
 
     def waited(self, now: float) -> float:
         """Seconds without a group since arrival."""

@@ -117,7 +117,13 @@ class _Block(NamedTuple):
 
 
 class Srtf(Baseline):
-    """Shortest remaining time first; every job has its own mesh, and a shorter job preempts longer ones."""
+    """Shortest remaining time first; every job has its own mesh, and a shorter job preempts longer ones.
+
+    A job of a higher priority comes before all of a lower one.
+
+    Args:
+        settle_s: seconds of training before which a group is neither preempted nor changed.
+    """
 
     name = "srtf"
 
@@ -127,29 +133,38 @@ class Srtf(Baseline):
         self._start_shortest(draft, now)
         return draft.decisions()
 
+    def __init__(self, rates: Rates, settle_s: float = 0.0):
+        super().__init__(rates)
+        self.settle_s = settle_s
+
     def _start_shortest(self, draft: Draft, now: float) -> None:
         """Starts waiting jobs, shortest first, until one finds no GPUs and cannot preempt a longer job."""
         left = {name: self._left_s(draft, job, now) for name, job in draft.state.jobs.items()}
-        for job in sorted(draft.waiting(), key=lambda job: (left[job.job.name], job.job.name)):
+        for job in sorted(draft.waiting(), key=lambda job: (-job.job.priority, left[job.job.name], job.job.name)):
             if not self._isolated_rates(draft, job.job):
                 continue
             why = f"{left[job.job.name]:.0f} s left, the least of all waiting jobs"
-            while not (opened := self._open_single(draft, job, why)) and self._shrink_another(draft):
+            while not (opened := self._open_single(draft, job, why)) and self._shrink_another(draft, now):
                 pass
             if not opened:
-                if not self._make_room(draft, job, left):
+                if not self._make_room(draft, job, left, now):
                     break
                 self._open_single(draft, job, why)
 
-    def _shrink_another(self, draft: Draft) -> bool:
+    def settled(self, group: DraftGroup, now: float) -> bool:
+        """Whether a group has trained for so long that it may be preempted."""
+        return group.is_new or group.ready_s + self.settle_s <= now or not self.settle_s
+
+    def _shrink_another(self, draft: Draft, now: float) -> bool:
         """Takes GPUs from a job that runs on, for one that waits; meshes of this policy never shrink."""
-        del draft  # unused
+        del draft, now  # unused
         return False
 
-    def _make_room(self, draft: Draft, job: JobState, left: dict[str, float]) -> bool:
+    def _make_room(self, draft: Draft, job: JobState, left: dict[str, float], now: float) -> bool:
         """Frees the block whose shortest job is longest, if each has more left than this job and its start."""
         own_left_s = left[job.job.name] + self.rates.changes.open_s(job.job.shape)
-        best, best_left = None, own_left_s
+        best, last = None, (-job.job.priority, own_left_s)
+        rank = {name: (-state.job.priority, left[name]) for name, state in draft.state.jobs.items()}
         rate, kind = self._isolated_rates(draft, job.job)[0]
         for worker in draft.state.workers.values():
             if worker.kind != kind:
@@ -159,9 +174,9 @@ class Srtf(Baseline):
                 groups = [
                     g for g in draft.groups.values() if g.members and g.worker == worker.name and inside & set(g.gpus)
                 ]
-                shortest = min((left[name] for group in groups for name in group.members), default=0.0)
-                if shortest > best_left and all(set(group.gpus) <= inside for group in groups):
-                    best, best_left = groups, shortest
+                first = min((rank[name] for group in groups for name in group.members), default=last)
+                if first > last and all(set(group.gpus) <= inside and self.settled(group, now) for group in groups):
+                    best, last = groups, first
         for group in best or ():
             draft.empty(group, "a shorter job preempts it")
         return best is not None
@@ -185,11 +200,11 @@ class ElasticSrtf(Srtf):
                 pass
         return draft.decisions()
 
-    def _shrink_another(self, draft: Draft) -> bool:
+    def _shrink_another(self, draft: Draft, now: float) -> bool:
         """Halves the mesh of the job that has most GPUs beyond its best mesh."""
         spare: list[tuple[float, str, DraftGroup, IsolatedRate]] = []
         for group in draft.groups.values():
-            if group.members and len(group.gpus) > 1:
+            if len(group.members) == 1 and len(group.gpus) > 1 and self.settled(group, now):
                 job, kind, half = draft.state.jobs[group.members[0]].job, draft.kind(group), len(group.gpus) // 2
                 best, rate = self.rates.best_isolated_rate(job, kind), self.rates.isolated_rate(job, kind, half)
                 if best and rate and half >= best.mesh.gpus:
@@ -208,9 +223,10 @@ class ElasticSrtf(Srtf):
         for group in draft.groups.values():
             size = 2 * len(group.gpus)
             first = group.gpus[0] // size * size
-            if not group.members or size > MESHES[-1] or first + size > len(draft.free[group.worker]):
+            if len(group.members) != 1 or size > MESHES[-1] or first + size > len(draft.free[group.worker]):
                 continue
-            if draft.groups_on(group.worker, range(first, first + size)) != [group]:
+            alone = draft.groups_on(group.worker, range(first, first + size)) == [group]
+            if not alone or not self.settled(group, now):
                 continue
             state, kind = draft.state.jobs[group.members[0]], draft.kind(group)
             rate, before = (self.rates.isolated_rate(state.job, kind, gpus) for gpus in (size, len(group.gpus)))

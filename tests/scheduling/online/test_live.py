@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -108,7 +109,7 @@ class Odd:
         raise (ValueError, KeyError, ZeroDivisionError)[self.calls % 3]("no idea")
 
 
-def test_a_policy_that_fails_changes_nothing_until_packing_decides():
+def test_a_policy_that_fails_changes_nothing_until_the_fallback_decides():
     cluster = LiveCluster([Worker("one", 1)], Rates(), policy=Odd())
     cluster.arrive(Job("j", "ann", "llama-3.1-8b", 0.0, [300], 4, 50), 5.0)
     assert cluster.decide(5.0) == cluster.decide(6.0) == []
@@ -143,3 +144,23 @@ def test_what_happens_to_jobs_and_groups_is_in_the_state():
         cluster.leave("b", 100.0)
     with pytest.raises(PlanError, match=r"online\.job-too-large"):
         cluster.arrive(Job("huge", "ann", "llama-3.1-70b", 0.0, [400], 8, 10), 180.0)
+
+
+def test_what_a_user_changes_reaches_the_policy():
+    """A waiting job of another base is given a priority, and takes the GPU; a member's weight changes its rate."""
+    cluster = LiveCluster([Worker("one", 1)], Rates())
+    jobs = [Job(name, "ann", base, 0.0, [400, 900], 8, 20_000) for name, base in
+            (("a", "llama-3.2-3b"), ("b", "llama-3.2-3b"), ("c", "qwen2.5-0.5b"))]  # fmt: skip
+    for job in jobs:
+        cluster.arrive(job, 0.0)
+    cluster.decide(0.0)
+    cluster.ready(*cluster.groups, 40.0)
+    (group,) = cluster.groups.values()
+    waiting = next(name for name in "abc" if name not in group.members)
+    assert cluster.decide(700.0) == []
+    cluster.revise(replace(cluster.jobs[waiting].job, priority=50), 701.0)
+    assert [decision.members for decision in cluster.decide(701.0) if decision.members] == [(waiting,)]
+    assert cluster.jobs[waiting].job.arrival_s == 0.0
+    cluster.revise(replace(cluster.jobs[waiting].job, weight=3.0), 702.0)
+    assert cluster.jobs[waiting].job.weight == 3.0
+    assert cluster.refusals == []

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import product
+from typing import NamedTuple
 
 import pytest
 from more_cases import nightly
@@ -9,12 +10,15 @@ from more_cases import nightly
 from scheduling import PlanError
 from scheduling.cost_model import PassCost, StageCost
 from scheduling.online import (
+    POLICIES,
     TRACES,
     CheckedPolicy,
     ClusterState,
     Decision,
+    GroupState,
     Job,
     JobState,
+    LiveCluster,
     Mesh,
     Ours,
     Rates,
@@ -99,8 +103,93 @@ def test_errors_of_the_caller_are_raised():
     assert policy.refusals == []
 
 
+@pytest.mark.parametrize("late", [0.01, -0.01, 0.3])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_jobs_may_end_later_or_earlier_than_predicted(policy, late):
+    """No decision fails, and no session of ours is closed before it trains."""
+    small = {"llama-3.1-8b": 0.5, "qwen2.5-14b": 0.5}
+    for gpus in (1, 4):
+        workers = [Worker("one", gpus)]
+        jobs = generate_trace("sweeps", jobs=40, workers=workers, load=1.3, seed=2, bases=small, rates=RATES)
+        result = simulate_cluster(jobs, workers, policy, rates=RATES, late=late)
+        assert len(result.finish_s) == 40
+        assert result.refusals == ()
+        if policy == "ours":
+            assert [session for session in sessions_of(result) if not session.trains_s] == []
+
+
+class Session(NamedTuple):
+    group: str
+    base: str
+    gpus: tuple[int, ...]
+    trains_s: float
+    end_s: float
+
+
+def sessions_of(result):
+    """Spans of a group on the same GPUs, joined."""
+    sessions = []
+    for span in sorted(result.accounts.groups, key=lambda span: (span.group, span.start_s)):
+        same = span.group, span.base, span.gpus
+        trains_s, before = span.end_s - span.ready_s, sessions[-1] if sessions else None
+        if before and before[:3] == same and before.end_s == span.start_s:
+            trains_s += sessions.pop().trains_s
+        sessions.append(Session(*same, trains_s, span.end_s))
+    return sessions
+
+
+@pytest.mark.parametrize("late_s", [0.5, 5.0, 60.0])
+@pytest.mark.parametrize("gpus", [1, 2, 8])
+def test_a_job_that_is_late_stops_nobody(late_s, gpus):
+    """It is past its predicted end while a job of another base waits for its GPUs."""
+    cluster = LiveCluster([Worker("one", gpus)], RATES)
+    cluster.arrive(Job("late", "ann", "llama-3.1-8b", 0.0, [512] * 50, 8, 100), 0.0)
+    cluster.decide(0.0)
+    cluster.ready(*cluster.groups, 30.0)
+    cluster.progress("late", 99, 100.0)
+    for number in range(2 * gpus):
+        cluster.arrive(Job(f"new{number}", "ann", "qwen3-8b", 100.0, [512] * 50, 8, 4000), 100.0)
+    opened = []
+    for second in range(90):
+        decisions = cluster.decide(100.0 + late_s + second)
+        opened += [decision.group for decision in decisions if decision.kind == "open"]
+    assert cluster.refusals == []
+    assert len(opened) == len(set(opened))
+
+
+def test_the_fallback_leaves_a_group_alone_that_has_just_begun():
+    """Elastic SRTF would preempt the long job for the short one; a minute after it began it does."""
+    jobs = [replace(JOBS[0], name="long", steps=40_000), replace(JOBS[1], name="short", base="llama-3.2-1b")]
+    opened = Decision(
+        kind="open", group="g", base="qwen2.5-0.5b", worker="h", gpus=(0,), mesh=Mesh(1, 1, 1024), members=("long",)
+    )
+    policy = Scripted([opened], *[[BAD]] * 9)
+    cluster = LiveCluster([Worker("h", 1)], RATES, policy=policy)
+    cluster.arrive(jobs[0], 0.0)
+    cluster.decide(0.0)
+    cluster.ready("g", 10.0)
+    cluster.arrive(jobs[1], 20.0)
+    assert [cluster.decide(now) for now in (21.0, 22.0, 23.0, 69.0)] == [[]] * 4
+    assert {decision.kind for decision in cluster.decide(71.0)} >= {"open"}
+    hasty = CheckedPolicy(Scripted(*[[BAD]] * 3), RATES, fallback=Scripted([Decision(kind="close", group="g")]))
+    state = ClusterState(
+        time_s=5.0,
+        workers={"h": Worker("h", 1)},
+        jobs={"long": JobState(jobs[0], group="g")},
+        groups={"g": GroupState("g", "qwen2.5-0.5b", "h", (0,), Mesh(1, 1, 1024), ("long",), ready_s=4.0)},
+    )
+    assert [hasty.decide(state, 5.0) for _ in range(3)] == [[]] * 3
+    assert "takes long from g" in hasty.refusals[-1].why
+
+
+@pytest.mark.parametrize("late", [-1.0, float("nan"), float("inf")])
+def test_a_job_cannot_end_before_it_starts(late):
+    with pytest.raises(PlanError, match="late must be above -1"):
+        simulate_cluster(JOBS, [Worker("h", 1)], late=late)
+
+
 def test_a_run_goes_on_after_refusals():
-    """Until packing decides, no job runs and no event comes, which is no standstill."""
+    """Until the fallback decides, no job runs and no event comes, which is no standstill."""
     broken = CheckedPolicy(type("Broken", (), {"decide": lambda *_: [BAD]})(), RATES)
     result = simulate_cluster(JOBS, [Worker("h", 2)], broken, rates=RATES)
     assert len(result.finish_s) == 2

@@ -77,7 +77,7 @@ def test_a_group_that_was_placed_because_it_waited_long_is_not_evicted_by_the_sa
     short = JobState(replace(job("short", 3_000), base="mistral-7b"), at_s=NOW)
     state = cluster(placed, short)
     search = Search(RATES, Settings(), state, NOW, weigh(state, NOW, Settings(), lambda some_job: StepCost(1.0, 1.0)))
-    search.collect_backlog()
+    search.begin(0)
     search.protected |= {"placed"} if protected else set()
     assert evict(search) != protected
 

@@ -2,11 +2,14 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
+from more_cases import nightly
 
 from scheduling.online import (
     POLICIES,
     ChangeCosts,
+    CheckedPolicy,
     ClusterState,
     Job,
     JobState,
@@ -80,6 +83,39 @@ def test_of_all_policies_only_ours_scales_a_job_out_for_its_deadline():
     assert all(result.refusals == () for result in results.values())
 
 
+@pytest.mark.parametrize(("count", "gpus"), [(3, 1), (60, 2), (1000, 64)])
+@pytest.mark.parametrize("priority", [100, -100, 7])
+def test_any_priority_goes_before_all_lower_ones(count, gpus, priority):
+    """Priorities are compared and never computed with, so none is too large."""
+    jobs = [lasting(f"j{i}", 400.0 + i, base=("llama-3.1-8b", "qwen3-8b")[i % 2]) for i in range(count)]
+    jobs.append(lasting("odd", 90_000.0, priority=priority, base="mistral-7b"))
+    workers = {f"h{host}": Worker(f"h{host}", min(gpus, 8)) for host in range(max(1, gpus // 8))}
+    state = ClusterState(time_s=0.0, workers=workers, jobs={job.name: JobState(job) for job in jobs})
+    policy = CheckedPolicy(Ours(RATES), RATES, strict=True)
+    placed = {name for decision in policy.decide(state, 0.0) for name in decision.members}
+    assert ("odd" in placed) == (priority > 0)
+    assert placed
+
+
+def test_a_job_keeps_its_session_from_one_of_a_lower_priority():
+    """A short job of another base would go first, and the long one come back after it."""
+    jobs = [lasting("long", 20_000.0, priority=1), lasting("short", 30.0, base="qwen3-8b", arrival_s=60.0)]
+    for priority, first in ((1, "long"), (0, "short")):
+        run = simulate_cluster([replace(jobs[0], priority=priority), jobs[1]], [Worker("one", 1)], rates=RATES)
+        assert min(run.finish_s, key=run.finish_s.get) == first
+
+
+def test_a_group_is_worth_what_each_of_its_members_adds():
+    """Beside a job of the highest priority, one of the lowest that costs it nothing still counts."""
+    claims = claims_of(lasting("a", 900.0, priority=100), lasting("b", 900.0), lasting("c", 900.0, priority=-100))
+    for priority in (100, 0, -100):
+        step = claims.at(priority).step
+        own = {100: "a", 0: "b", -100: "c"}[priority]
+        assert sum(step.values()) > sum(step.values()) - step[own]
+        assert step[own] == claims.step[own]
+    assert sorted("abc", key=claims.rank) == ["c", "b", "a"]
+
+
 def test_a_claim_is_what_a_jobs_work_brings_forward():
     """The first of three jobs delays two on two GPUs, and each counts twice, for those that will come."""
     jobs = [lasting("c", 3000.0), lasting("a", 1000.0), lasting("b", 2000.0)]
@@ -88,6 +124,21 @@ def test_a_claim_is_what_a_jobs_work_brings_forward():
     assert order == pytest.approx({"a": own_claim + 2 * 2 / 2, "b": own_claim + 2 * 1 / 2, "c": own_claim})
     in_turn = claims_of(*jobs, gpus=2, settings=Settings(short_first=False)).order
     assert sorted(in_turn, key=in_turn.get, reverse=True) == ["c", "a", "b"]
+
+
+@pytest.mark.parametrize("seed", [3, 9, nightly(1), nightly(4), nightly(5)])
+def test_a_bound_holds_from_the_first_step_to_the_last(seed):
+    """Long samples beside small batches of short ones mix as fluids, and wait for each other in microbatches."""
+    draw, jobs = np.random.default_rng(seed), []
+    for index in range(12):
+        middle, spread, longest, batch = ((1300, 0.7, 4000, 4), (280, 0.5, 900, 2))[index % 2]
+        lengths = np.clip(draw.lognormal(np.log(middle), spread, 64), 20, longest).astype(int).tolist()
+        shape = Job(f"j{index}", "ann", "qwen2.5-14b", 60.0 * index, lengths, batch, 1)
+        steps = round((1500 + 100 * index) / RATES.best_isolated_rate(shape, KIND, 1).step_s)
+        jobs.append(replace(shape, steps=steps))
+    result = simulate_cluster(jobs, [Worker("one", 1)], rates=RATES)
+    assert max(len(span.members) for span in result.accounts.groups) > 1
+    assert result.summary()["bounds_broken"] == 0
 
 
 def test_a_longer_queue_makes_jobs_share():

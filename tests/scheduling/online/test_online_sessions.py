@@ -72,7 +72,7 @@ def test_a_job_that_trained_joins_a_new_session_only_if_its_bound_pays_for_the_o
     )
     claims = weigh(state, 50.0, Settings(), lambda job: StepCost(1.0, 1.0))
     search = Search(rates, Settings(), state, 50.0, claims)
-    search.collect_backlog()
+    search.begin(0)
     search.close(search.draft.groups["h:0"])
     search.open("mistral-7b", ("h", 0), ["first"], rates.group([first], KIND, 1), "test")
     assert (join_or_swap(search), "mover" in search.draft.groups["h:0"].members) == (joins, joins)

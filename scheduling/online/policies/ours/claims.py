@@ -7,7 +7,8 @@ itself, which needs all of its best mesh, and every job that comes after it, beh
 
 With QUEUE = 1 this is the derivative of the sum of completion times, if no more jobs come. It prices order and sharing
 alike: a group of two gains if it does so much more work than its first member alone that the delay of that one is made
-up for. Urgent jobs and higher priorities claim more than all others.
+up for. Urgent jobs claim more than all others. Priorities are ordered: the policy decides for one after the other, the
+highest first, and what a job of a higher priority would lose outweighs all that others gain (`Claims.at`).
 
 The shortest jobs come first, and those of users who received less than their share somewhat sooner. While one user
 floods the cluster, jobs of users who ask for no more than their share go first as soon as they would end late.
@@ -16,7 +17,7 @@ floods the cluster, jobs of users who ask for no more than their share go first 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from math import inf
 
 import numpy as np
@@ -38,7 +39,7 @@ from scheduling.online.state import ClusterState, JobState, UserState
 
 QUEUE = 2.0  # for every job that waits, one more comes before the queue is gone
 URGENT = 30.0  # claim of an urgent job, in multiples of the largest claim
-PRIORITY = 100.0  # the same per level of priority
+ABOVE = 100.0  # claim of a higher priority, in multiples of the largest claim, while jobs of a lower one are placed
 FLOOD = 3.0  # times that the jobs of one user would fill all GPUs, beyond which the others are protected
 LATE = 1.25  # a protected job goes first if it would end after this multiple of its fair time
 SIMILAR = 0.8  # ratio of sizes within which jobs of users within their share come first
@@ -55,7 +56,8 @@ class Claims:
 
     Args:
         step: value of a step.
-        order: value of a GPU-second of work: the order of jobs.
+        order: value of a GPU-second of work: the order of jobs of one priority.
+        priority: of jobs with one that is not 0.
         urgent: waiting jobs to start as soon as possible, by arrival.
         overdue: those of them that no later job of their weight may overtake.
         pressed: names of all jobs, waiting or not, that have waited long or would miss their deadline soon.
@@ -68,6 +70,32 @@ class Claims:
     overdue: tuple[JobState, ...]
     pressed: frozenset[str]
     least_rate: Mapping[str, float]
+    priority: Mapping[str, int] = field(default_factory=dict[str, int])
+
+    def rank(self, name: str) -> tuple[int, float]:
+        """The order of all jobs: larger comes first."""
+        return self.priority.get(name, 0), self.order[name]
+
+    def outranks(self, name: str, other: str, margin: float) -> bool:
+        """Whether a job comes before another one, of the same priority by a margin."""
+        (priority, order), (others_priority, others_order) = self.rank(name), self.rank(other)
+        return priority > others_priority or (priority == others_priority and order > (1 + margin) * others_order)
+
+    def at(self, priority: int) -> Claims:
+        """The claims while jobs of a priority are placed: steps of higher ones are worth far more, of lower ones less.
+
+        Only three classes, so that sums over the members of a group keep what each of them adds.
+        """
+        if not self.priority:
+            return self
+        above = ABOVE * max(self.order.values())
+        classes = {-1: 1 / above, 0: 1.0, 1: above}
+
+        def scaled(name: str, value: float) -> float:
+            other = self.priority.get(name, 0)
+            return value * classes[(other > priority) - (other < priority)]
+
+        return replace(self, step={name: scaled(name, value) for name, value in self.step.items()})
 
 
 def weigh(state: ClusterState, now: float, settings: Settings, step_cost: StepCosts) -> Claims:
@@ -88,11 +116,9 @@ def weigh(state: ClusterState, now: float, settings: Settings, step_cost: StepCo
     pressed = _pressed(jobs, now, left_s, waited_s, longest_s) if settings.urgency else []
     pressed = [index for index in pressed if order[index]]
     order[pressed] = URGENT * largest
-    for index, job_state in enumerate(jobs.states):
-        if job_state.job.priority:
-            order[index] *= (PRIORITY * largest) ** job_state.job.priority
     urgent = [index for index in pressed if jobs.states[index].group is None]
     urgent.sort(key=lambda index: (jobs.states[index].job.arrival_s, jobs.names[index]))
+    priorities = {job_state.job.name: job_state.job.priority for job_state in jobs.states if job_state.job.priority}
     return Claims(
         step=jobs.by_name(order * jobs.gpu_s),
         order=jobs.by_name(order),
@@ -100,6 +126,7 @@ def weigh(state: ClusterState, now: float, settings: Settings, step_cost: StepCo
         overdue=tuple(jobs.states[index] for index in urgent if waited_s[index] > SPENT * patience_s[index]),
         pressed=frozenset(jobs.names[index] for index in pressed),
         least_rate=jobs.by_name(_least_rates(jobs, within)),
+        priority=priorities,
     )
 
 

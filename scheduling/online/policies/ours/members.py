@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Iterator
 
 from scheduling.online.policies.draft import DraftGroup
@@ -18,10 +19,9 @@ def repair(search: Search) -> None:
         kind, (members, best) = search.draft.kind(group), _tolerable(search, group)
         if best is None or (best.mesh == group.mesh and members == group.members):
             continue
-        now = appraiser.current_rate(group)
-        slow = now is None or not now.within_bounds
+        slow = not appraiser.keeps_bounds(group.members, kind, group.mesh)
         pays = slow or appraiser.worth(members, best) > REPAIR_GAIN * appraiser.of(group)
-        if not pays or not appraiser.tolerates(members, best, members, search.change_s(group, members, best)):
+        if not pays or not appraiser.tolerates(members, best, members, kind, search.change_s(group, members, best)):
             continue
         leave = ", ".join(name for name in group.members if name not in members)
         change = f"{leave} leaves, too slow here" if leave else "another mesh suits the remaining members"
@@ -33,17 +33,17 @@ def repair(search: Search) -> None:
 def _tolerable(search: Search, group: DraftGroup) -> tuple[list[str], GroupRate | None]:
     """The members that keep their bounds on some mesh, least valuable dropped first, and their rate."""
     members, kind = list(group.members), search.draft.kind(group)
-    rate = search.appraiser.rate(members, kind, len(group.gpus)) if members else None
+    rate = search.appraiser.packed_rate(members, kind, len(group.gpus)) if members else None
     while rate is None and len(members) > 1:
         members.remove(min(members, key=lambda name: search.claims.step[name]))
-        rate = search.appraiser.rate(members, kind, len(group.gpus))
+        rate = search.appraiser.packed_rate(members, kind, len(group.gpus))
     return members, rate
 
 
 def join_or_swap(search: Search) -> bool:
     """Makes the join or swap with the largest gain in worth that every member that trained tolerates."""
     best, chosen = None, None
-    waiting = {base: search.first_waiting(base) for base, names in search.backlog.items() if names}
+    waiting = {base: names for base in search.backlog if (names := search.first_waiting(base))}
     for group in search.poorest([group for group in search.draft.groups.values() if group.base in waiting]):
         known = search.options.setdefault(group.name, {})
         for name in waiting[group.base]:
@@ -51,10 +51,12 @@ def join_or_swap(search: Search) -> bool:
             if options is None:
                 options = known[name] = _options(search, group, name)
             while options and (best is None or options[0].gain > best.gain):
-                if _tolerated(search, options[0]):
-                    best, chosen = options[0], group
-                else:
-                    del options[0]
+                first = options.pop(0)
+                option = _tolerated(search, group, first)
+                if option is not None:
+                    insort(options, option, key=lambda option: -option.gain)
+                if option == first:
+                    best, chosen = option, group
     if best is None or chosen is None:
         return False
     joins = ", ".join(name for name in best.members if name not in chosen.members)
@@ -67,19 +69,32 @@ def join_or_swap(search: Search) -> bool:
 
 def _options(search: Search, group: DraftGroup, waiting: str) -> list[Option]:
     """The changes whose gain makes up for their stop, best first."""
-    options, worth = list[Option](), search.appraiser.of(group)
-    for members in _with_one_more(search, group, waiting):
-        for rate in _rates(search, group, members):
-            gained = search.appraiser.worth(members, rate)
-            if gained > worth:
-                stop_s = search.change_s(group, members, rate)
-                gain = gained - worth * (1 + stop_s / search.settings.horizon_s)
-                options += [Option(gain, members, rate, stop_s)] if gain > 0 else []
+    options = [
+        option
+        for members in _with_one_more(search, group, waiting)
+        for rate in _rates(search, group, members)
+        if (option := _option(search, group, members, rate))
+    ]
     return sorted(options, key=lambda option: -option.gain)
 
 
-def _tolerated(search: Search, option: Option) -> bool:
-    return search.appraiser.tolerates(search.trained, option.rate, option.members, option.stop_s)
+def _option(search: Search, group: DraftGroup, members: list[str], rate: GroupRate) -> Option | None:
+    gained, worth = search.appraiser.worth(members, rate), search.appraiser.of(group)
+    if gained <= worth:
+        return None
+    stop_s = search.change_s(group, members, rate)
+    gain = gained - worth * (1 + stop_s / search.settings.horizon_s)
+    return Option(gain, members, rate, stop_s) if gain > 0 else None
+
+
+def _tolerated(search: Search, group: DraftGroup, option: Option) -> Option | None:
+    """The option, or the same on another mesh, if all members stay within their bounds."""
+    kind, appraiser, members = search.draft.kind(group), search.appraiser, option.members
+    rate = appraiser.packed(members, kind, option.rate)
+    settled = option if rate is option.rate else _option(search, group, members, rate) if rate else None
+    if settled is None or not appraiser.tolerates(search.trained, settled.rate, members, kind, settled.stop_s):
+        return None
+    return settled
 
 
 def _rates(search: Search, group: DraftGroup, members: list[str]) -> list[GroupRate]:
@@ -94,10 +109,10 @@ def _rates(search: Search, group: DraftGroup, members: list[str]) -> list[GroupR
 
 def _with_one_more(search: Search, group: DraftGroup, waiting: str) -> Iterator[list[str]]:
     """Members with a waiting job in addition, or in the place of the last."""
-    settings, order = search.settings, search.claims.order
+    settings, claims = search.settings, search.claims
     if settings.grouping and len(group.members) < settings.largest_group:
         yield [*group.members, waiting]
-    last = min(group.members, key=lambda name: (name in search.protected, order[name]))
+    last = min(group.members, key=lambda name: (name in search.protected, claims.rank(name)))
     swaps = settings.preemption and last not in search.protected
-    if swaps and order[waiting] > (1 + settings.margin) * order[last]:
+    if swaps and claims.outranks(waiting, last, settings.margin):
         yield [member for member in group.members if member != last] + [waiting]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import islice, product
+from math import inf
 
 from scheduling.online.policies.draft import DraftGroup
 from scheduling.online.policies.ours.search import Pack, Search
@@ -18,7 +19,8 @@ def pack(search: Search, kind: Kind, gpus: int, waiting: Sequence[str]) -> Pack 
     """Collects waiting jobs, most valuable first, while each raises the worth of the group enough."""
     settings, appraiser = search.settings, search.appraiser
     largest = settings.largest_group if settings.grouping else 1
-    members, best, worth, misses = list[str](), None, 0.0, 0
+    members, worth, misses = list[str](), 0.0, 0
+    grown = list[tuple[list[str], GroupRate]]()
     for name in waiting:
         if misses >= settings.candidates or len(members) >= largest:
             break
@@ -26,19 +28,24 @@ def pack(search: Search, kind: Kind, gpus: int, waiting: Sequence[str]) -> Pack 
             continue
         more = [*members, name]
         rate = appraiser.rate(more, kind, gpus)
-        if rate is not None and not _may_move(search, more, rate):
+        if rate is not None and not _may_move(search, more, kind, rate):
             rate = None
         if rate is not None and (gained := appraiser.worth(more, rate)) > worth:
-            members, best, worth, misses = more, rate, gained, 0
+            members, worth, misses = more, gained, 0
+            grown.append((members, rate))
         else:
             misses += 1
-    return Pack(members, best, worth, search.lasts_s(members, best)) if best else None
+    for members, rate in reversed(grown):  # the largest whose bounds hold as batches are packed
+        packed = appraiser.packed(members, kind, rate)
+        if packed is not None and (packed is rate or _may_move(search, members, kind, packed)):
+            return Pack(members, packed, appraiser.worth(members, packed), search.lasts_s(members, packed))
+    return None
 
 
-def _may_move(search: Search, members: Sequence[str], rate: GroupRate) -> bool:
+def _may_move(search: Search, members: Sequence[str], kind: Kind, rate: GroupRate) -> bool:
     """Whether members that this decision takes out of other groups stay within their bounds while the session opens."""
     return search.trained.isdisjoint(members) or search.appraiser.tolerates(
-        search.trained, rate, members, search.open_s(members[0])
+        search.trained, rate, members, kind, search.open_s(members[0])
     )
 
 
@@ -91,7 +98,9 @@ def evict(search: Search) -> bool:
     free_s = _next_free_s(search)
     old = search.by_worth([group for group in search.draft.groups.values() if _may_go(search, group)])
     for base in bases:
-        for group in islice((group for group in old if group.base != base), VICTIMS):
+        first = search.backlog[base][0]
+        yielding = (group for group in old if group.base != base and _yields(search, group, first))
+        for group in islice(yielding, VICTIMS):
             pack = first_pack(search, base, search.draft.kind(group), len(group.gpus))
             if pack is None:
                 continue
@@ -113,6 +122,12 @@ def _may_go(search: Search, group: DraftGroup) -> bool:
     return bool(group.members) and not group.is_new and search.protected.isdisjoint(group.members)
 
 
+def _yields(search: Search, group: DraftGroup, waiting: str) -> bool:
+    """Whether a group ends for a waiting job: not for one of lower priority nor, until it trains, of an equal one."""
+    highest, other = search.highest(group.members), search.claims.priority.get(waiting, 0)
+    return other > highest or (other == highest and group.ready_s <= search.now)
+
+
 def _next_free_s(search: Search) -> float:
     """Seconds until the first group ends, at most the horizon: so long a job waits that replaces nobody."""
     groups = [group for group in search.draft.groups.values() if group.members]
@@ -124,8 +139,10 @@ def _exchange(search: Search, pack: Pack, group: DraftGroup, free_s: float) -> f
     """Gain per second if a short pack goes first and the group comes back after it.
 
     The pack ends sooner by the wait until GPUs are free. The group ends later by the pack and two starts, and all
-    others by one start more.
+    others by one start more. Seconds of a higher priority are not given for those of a lower one.
     """
+    if search.highest(group.members) > min(search.claims.priority.get(name, 0) for name in pack.members):
+        return -inf
     back_s = search.open_s(group.members[0])
     away_s = search.open_s(pack.members[0]) + pack.lasts_s + back_s
     others = sum(map(len, search.backlog.values())) - len(pack.members)

@@ -7,6 +7,8 @@ while groups stop for it.
 
 from __future__ import annotations
 
+from math import inf
+
 from scheduling.online.patience import Sizes, StepCost, step_cost, worker_sizes
 from scheduling.online.policies.ours.claims import weigh
 from scheduling.online.policies.ours.members import join_or_swap, repair
@@ -19,6 +21,7 @@ from scheduling.online.rates import Rates
 from scheduling.online.state import ClusterState, Decision
 from scheduling.online.types import Job
 
+MOST_PRIORITIES = 8  # that wait and are placed one after the other; jobs of all lower ones come with the last
 SPARE = 100  # jobs in the cache beyond twice those of a state
 
 
@@ -48,17 +51,26 @@ class Ours:
         claims = weigh(state, now, self.settings, lambda job: self._step_cost(job, sizes))
         search = Search(self.rates, self.settings, state, now, claims)
         repair(search)
-        search.collect_backlog()
+        priority = search.next_priority(inf)
+        for _ in range(MOST_PRIORITIES):
+            if priority is None:
+                break
+            search.begin(priority)
+            self._place(search)
+            priority = search.next_priority(priority)
+        for _ in range(self.settings.moves if self.settings.elasticity else 0):
+            if not grow(search):
+                break
+        return search.draft.decisions()
+
+    def _place(self, search: Search) -> None:
+        """Finds places for the jobs that wait."""
         place_urgent(search)
         for _ in range(self.settings.moves):
             while fill_free(search):
                 pass
             if not (join_or_swap(search) or split(search) or evict(search)):
                 break
-        for _ in range(self.settings.moves if self.settings.elasticity else 0):
-            if not grow(search):
-                break
-        return search.draft.decisions()
 
     def _forget_ended(self, state: ClusterState) -> None:
         """Keeps the cache about as small as the state: a service runs for months."""

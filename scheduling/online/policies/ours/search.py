@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from operator import truediv
 from typing import NamedTuple
 
@@ -18,6 +18,7 @@ from scheduling.online.sharing import GroupRate
 from scheduling.online.state import ClusterState
 from scheduling.online.types import Job
 
+LEAST_S = 1.0  # that a group is predicted to last; gains per second are divided by it
 MOST_GROUPS = 40  # groups that one decision considers for joins and splits
 Block = tuple[str, int]  # worker and first GPU
 
@@ -44,7 +45,8 @@ class Search:
     """What the moves share. Each move changes the draft through these methods, which keep the backlog up to date.
 
     Attributes:
-        backlog: waiting jobs of every base, most valuable first.
+        priority: of the jobs that are placed now; those of a higher one that still wait have found no place.
+        backlog: waiting jobs of every base, most valuable first, up to this priority.
         overdue: waiting jobs that no later job of their weight may overtake.
         trained: jobs that have a group in the state, whether or not the draft has taken them out of it.
         protected: jobs that this decision placed and that have waited long; no other of its moves removes them, for
@@ -55,6 +57,7 @@ class Search:
 
     def __init__(self, rates: Rates, settings: Settings, state: ClusterState, now: float, claims: Claims):
         self.rates, self.settings, self.state, self.now, self.claims = rates, settings, state, now, claims
+        self.priority, self._claims = 0, claims
         self.draft = Draft(state)
         self.appraiser = Appraiser(rates, settings, state, now, claims, self.draft)
         self.sizes = worker_sizes(state)
@@ -66,13 +69,26 @@ class Search:
         self.packs: dict[tuple[str, Kind, int], Pack | None] = {}
         self.options: dict[str, dict[str, list[Option]]] = {}
         self._open_s: dict[str, float] = {}  # per base
-        self._claimed = {name: (-order, name) for name, order in claims.order.items()}  # the most valuable first
+        first = claims.priority
+        self._claimed = {
+            name: (-first.get(name, 0) if first else 0, -order, name) for name, order in claims.order.items()
+        }
 
-    def collect_backlog(self) -> None:
-        """Sorts the jobs that wait in the draft."""
+    def next_priority(self, below: float) -> int | None:
+        """The highest priority of the jobs that wait in the draft, if it is less than `below`."""
+        priorities = {state.job.priority for state in self.draft.waiting()}
+        return max((priority for priority in priorities if priority < below), default=None)
+
+    def begin(self, priority: int) -> None:
+        """Places jobs of a priority from now on: claims are those at this priority, and so is the backlog."""
+        self.priority, self.claims = priority, self._claims.at(priority)
+        self.appraiser.use(self.claims)
+        self.packs.clear()
+        self.options.clear()
         self.backlog = {}
         for state in self.draft.waiting():
-            self.backlog.setdefault(state.job.base_name, []).append(state.job.name)
+            if state.job.priority <= priority:
+                self.backlog.setdefault(state.job.base_name, []).append(state.job.name)
         for names in self.backlog.values():
             names.sort(key=self._claimed.__getitem__)
 
@@ -97,9 +113,9 @@ class Search:
         return rank_class([self.state.jobs[name].job.rank for name in names])
 
     def lasts_s(self, members: Sequence[str], rate: GroupRate) -> float:
-        """Seconds until the last of these members ends."""
+        """Seconds until the last of these members ends, at least `LEAST_S`."""
         left = (self.state.jobs[name].left_steps(self.now) for name in members)
-        return max(map(truediv, left, rate.steps_per_s))
+        return max(LEAST_S, *map(truediv, left, rate.steps_per_s))
 
     def start_s(self, base: str, block: Block, gpus: int, name: str) -> float:
         """Seconds until a group trains on a free block: fewer if an idle session of its base and size is there."""
@@ -115,6 +131,10 @@ class Search:
             other.job.arrival_s < job_state.job.arrival_s and other.job.weight >= job_state.job.weight
             for other in self.overdue
         )
+
+    def highest(self, names: Iterable[str]) -> int:
+        """The highest priority of some jobs."""
+        return max(self.claims.priority.get(name, 0) for name in names)
 
     def first_waiting(self, base: str) -> list[str]:
         """The most valuable waiting jobs of a base, without those that may not start."""

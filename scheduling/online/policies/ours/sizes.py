@@ -7,6 +7,7 @@ from typing import NamedTuple
 from scheduling.online.policies.draft import DraftGroup
 from scheduling.online.policies.ours.packs import best_pack
 from scheduling.online.policies.ours.search import Block, Pack, Search
+from scheduling.online.rates import Kind
 from scheduling.online.sharing import GroupRate
 
 SPLIT_FROM = 8  # minimum GPUs of a group that may be split in two
@@ -45,7 +46,7 @@ def _split_of(search: Search, group: DraftGroup) -> _Split | None:
     if len(group.gpus) < SPLIT_FROM or group.is_new or group.ready_s > search.now:
         return None
     worth, kind = appraiser.of(group), search.draft.kind(group)
-    rate = appraiser.rate(group.members, kind, half)
+    rate = appraiser.packed_rate(group.members, kind, half)
     if rate is None or (rest := appraiser.worth(group.members, rate)) < LEAST_WORTH * worth:
         return None
     packed = best_pack(search, kind, half)
@@ -54,7 +55,7 @@ def _split_of(search: Search, group: DraftGroup) -> _Split | None:
     open_s, (base, pack) = search.open_s(group.members[0]), packed
     effect_s = min(search.settings.horizon_s, pack.lasts_s)
     gain = (rest + pack.worth) * (1 - open_s / effect_s) - worth * (1 + search.settings.margin)
-    if gain <= 0 or not appraiser.tolerates(group.members, rate, group.members, open_s):
+    if gain <= 0 or not appraiser.tolerates(group.members, rate, group.members, kind, open_s):
         return None
     return _Split(gain, group, rate, base, pack)
 
@@ -98,19 +99,22 @@ def _growth_of(search: Search, group: DraftGroup) -> _Growth | None:
             return None
         if other.name < group.name:
             return None  # the merger is found from the other group
+        if other.ready_s > search.now:
+            return None  # its session opens, or stops for a change
     members = [name for other in merged for name in other.members]
-    rate = search.appraiser.rate(members, search.draft.kind(group), size)
+    kind = search.draft.kind(group)
+    rate = search.appraiser.packed_rate(members, kind, size)
     if rate is None:
         return None
-    gain = _gain(search, merged, members, rate)
+    gain = _gain(search, merged, members, kind, rate)
     return _Growth(gain, merged, members, rate, (group.worker, first)) if gain is not None else None
 
 
-def _gain(search: Search, groups: list[DraftGroup], members: list[str], rate: GroupRate) -> float | None:
+def _gain(search: Search, groups: list[DraftGroup], members: list[str], kind: Kind, rate: GroupRate) -> float | None:
     """Gain in worth; None if it does not make up for the stop while the members last."""
     before, after = sum(map(search.appraiser.of, groups)), search.appraiser.worth(members, rate)
     open_s = search.open_s(members[0])
     lasts_s = min(search.settings.horizon_s * 2, search.lasts_s(members, rate))
     if after * (lasts_s - open_s) <= before * lasts_s * (1 + search.settings.margin):
         return None
-    return after - before if search.appraiser.tolerates(members, rate, members, open_s) else None
+    return after - before if search.appraiser.tolerates(members, rate, members, kind, open_s) else None

@@ -16,7 +16,7 @@ def place_urgent(search: Search) -> None:
     misses: dict[str, int] = {}  # per base, in a row: if the first jobs find no place, the many after them do not
     for state in search.claims.urgent:
         name, base = state.job.name, state.job.base_name
-        if misses.get(base, 0) >= search.settings.candidates:
+        if state.job.priority != search.priority or misses.get(base, 0) >= search.settings.candidates:
             continue
         if name not in search.backlog.get(base, ()) or not search.may_start(name):
             continue
@@ -57,7 +57,7 @@ def _open(search: Search, state: JobState, *, clear: bool = False) -> bool:
                 continue
             block = search.draft.block(base, size, kind)
             if block is None and clear:
-                block = _clear(search, size, kind, search.claims.order[name])
+                block = _clear(search, size, kind, search.claims.rank(name))
             if block is not None:
                 search.open(base, block, [name], rate, f"{name} has waited long")
                 return True
@@ -81,26 +81,27 @@ def _join(search: Search, state: JobState) -> bool:
 
 
 def _options(search: Search, group: DraftGroup, name: str) -> Iterator[Option]:
-    order, appraiser = search.claims.order, search.appraiser
+    rank, appraiser = search.claims.rank, search.appraiser
     safe = search.protected | search.claims.pressed  # they would displace others in turn
-    others = [member for member in group.members if order[member] < order[name] and member not in safe]
-    last = min(others, key=lambda member: order[member], default=None)
+    others = [member for member in group.members if rank(member) < rank(name) and member not in safe]
+    last = min(others, key=rank, default=None)
     for left_out in (None, last) if last is not None else (None,):
         members = [member for member in group.members if member != left_out] + [name]
-        rate = appraiser.rate(members, search.draft.kind(group), len(group.gpus))
+        kind = search.draft.kind(group)
+        rate = appraiser.packed_rate(members, kind, len(group.gpus))
         stop_s = search.change_s(group, members, rate) if rate else 0.0
-        if rate and appraiser.tolerates(members[:-1], rate, members, stop_s):
+        if rate and appraiser.tolerates(members[:-1], rate, members, kind, stop_s):
             yield Option(appraiser.worth(members, rate) - appraiser.of(group), members, rate, stop_s)
 
 
-def _clear(search: Search, size: int, kind: Kind, order: float) -> Block | None:
-    """Frees the block of this size whose groups are worth least, if all their members come after `order`."""
+def _clear(search: Search, size: int, kind: Kind, rank: tuple[int, float]) -> Block | None:
+    """Frees the block of this size whose groups are worth least, if all their members come after `rank`."""
     block, least = None, inf
     for worker in search.state.workers.values():
         for first in range(0, worker.gpus - size + 1, size) if worker.kind == kind else ():
             groups = search.draft.groups_on(worker.name, range(first, first + size))
             inside = (name for group in groups for name in group.members)
-            if any(search.claims.order[name] >= order or name in search.protected for name in inside):
+            if any(search.claims.rank(name) >= rank or name in search.protected for name in inside):
                 continue
             worth = sum(map(search.appraiser.of, groups))
             if worth < least:

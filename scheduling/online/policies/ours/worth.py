@@ -13,6 +13,8 @@ from scheduling.online.sharing import GroupRate, Mesh
 from scheduling.online.state import ClusterState, held_gpus
 from scheduling.online.types import Job
 
+MOST_MESHES = 8  # that are packed for a group, best first
+
 
 class Lazily[T](dict[str, T]):
     """Values by name that are computed when they are first asked for."""
@@ -37,6 +39,12 @@ class Appraiser:
         self._known: dict[str, float] = {}  # worth of groups of the draft
         self._per_gpu: dict[str, tuple[float, str]] = {}
         self._keys = Lazily(lambda name: rates.key(state.jobs[name].job))
+
+    def use(self, claims: Claims) -> None:
+        """Appraises by other claims from now on."""
+        self.claims = claims
+        self._known.clear()
+        self._per_gpu.clear()
 
     def jobs(self, names: Iterable[str]) -> list[Job]:
         return [self.state.jobs[name].job for name in names]
@@ -73,6 +81,33 @@ class Appraiser:
         """Whether the jobs of modest users train about as fast as alone."""
         return not any(map(lt, rate.steps_per_s, map(self.claims.least_rate.__getitem__, names)))
 
+    def packed(self, names: Sequence[str], kind: Kind, rate: GroupRate) -> GroupRate | None:
+        """The first rate, this one or the best on another mesh, of which the bounds hold as batches are packed, too.
+
+        It takes longer to compute than `rate`, so it is asked for groups that would be formed only.
+        """
+        if self.keeps_bounds(names, kind, rate.mesh):
+            return rate
+        others = self.rates.ranked(self.jobs(names), kind, rate.mesh.gpus, MOST_MESHES)
+        meshes = (other for other in others if other.mesh != rate.mesh and self.keeps_bounds(names, kind, other.mesh))
+        return self._allowed(names, next(meshes, None))
+
+    def packed_rate(self, names: Sequence[str], kind: Kind, gpus: int) -> GroupRate | None:
+        """`rate`, with bounds that hold as batches are packed, too."""
+        rate = self.rate(names, kind, gpus)
+        return self.packed(names, kind, rate) if rate else None
+
+    def keeps_bounds(self, names: Sequence[str], kind: Kind, mesh: Mesh) -> bool:
+        """Whether a group keeps the bounds of its members as their batches are packed; a job alone always does."""
+        if len(names) == 1:
+            return True
+        rate = self._formed(names, kind, mesh)
+        return rate is not None and rate.within_bounds and self._protects(names, rate)
+
+    def _formed(self, names: Sequence[str], kind: Kind, mesh: Mesh) -> GroupRate | None:
+        known = self.rates.known_formed(self._keys_of(names), kind, mesh)
+        return known or self.rates.formed(self.jobs(names), kind, mesh)
+
     def current_rate(self, group: DraftGroup) -> GroupRate | None:
         """The rate of a group of the draft on its mesh."""
         rate = self._on_mesh(group.members, self.draft.kind(group), group.mesh)
@@ -101,10 +136,16 @@ class Appraiser:
         self._known.pop(group.name, None)
         self._per_gpu.pop(group.name, None)
 
-    def tolerates(self, names: Container[str], rate: GroupRate, members: Sequence[str], stall_s: float) -> bool:
+    def tolerates(
+        self, names: Container[str], rate: GroupRate, members: Sequence[str], kind: Kind, stall_s: float
+    ) -> bool:
         """Whether every running member stays within its bound to its end, including this stop and all earlier ones."""
         if stall_s <= 0:
             return True
+        formed = self._formed(members, kind, rate.mesh)
+        if formed is None:
+            return False
+        rate = self._measured(members, formed) if self.measured else formed
         for name, slowdown, steps in zip(members, rate.slowdowns, rate.steps_per_s, strict=True):
             if name not in names:
                 continue
