@@ -61,6 +61,7 @@ def entry_path(
             tokenizer.template_hash,
             tokenizer.adds_bos,
             tokenizer.eos_id,
+            tokenizer.stop_ids,
             tokenizers.__version__,
             _code_digest(),
             reader,

@@ -8,7 +8,7 @@ a template.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -34,13 +34,14 @@ class EncodedRows:
 
 
 def encode_examples(
-    examples: Sequence[Example], tokenizer: Tokenizer, *, rows: Rows, adapter: str, loss: str
+    examples: Sequence[Example], tokenizer: Tokenizer, *, rows: Rows, adapter: str, loss: str, ends: bool = True
 ) -> EncodedRows:
     """Renders and tokenises samples.
 
     Args:
         loss: "assistant" (every answer), "completion" (the last answer, or those of the row's completion), "all", or
             "after prompt": the tokens after those that the text shares with its prompt, as TRL splits them.
+        ends: an answer ends with a token at which generation stops, even where the template writes none.
 
     Raises:
         DataError: data.no-template, data.template, data.template-limit (with the rows).
@@ -48,9 +49,9 @@ def encode_examples(
     template = tokenizer.chat_template
     if template is not None and not isinstance(examples[0], Text):
         chats = [_as_chat(example) for example in examples]
-        rendered = _render_all(chats, template, rows, adapter, loss)
+        rendered = _render_all(chats, template if ends else replace(template, stops=()), rows, adapter, loss)
         samples, twice = _end_once(tokenizer.encode_rendered(rendered), tokenizer, rows)
-        notes = (*_omissions(rendered, rows), *_unread_keys(chats, template), *twice)
+        notes = (*_omissions(rendered, rows), *_ends(rendered, rows, template), *_unread_keys(chats, template), *twice)
         return EncodedRows(samples=samples, notes=notes)
     chatting = [row for row, example in enumerate(examples) if isinstance(example, Chat)]
     if chatting:
@@ -133,6 +134,23 @@ def _omissions(rendered: Sequence[Rendered], rows: Rows) -> list[str]:
         notes.append(
             f"[data.template-tools] the chat template does not write the tools of {len(tools)} of {len(rendered)} "
             f"rows, first {rows.locate(tools[0])}"
+        )
+    return notes
+
+
+def _ends(rendered: Sequence[Rendered], rows: Rows, template: ChatTemplate) -> list[str]:
+    """Returns notes on answers whose ends are not those of generation."""
+    stops, notes = ", ".join(template.stops), []
+    if without := [row for row, sample in enumerate(rendered) if sample.unended is not None]:
+        notes.append(
+            f"[data.no-end] {len(without)} of {len(rendered)} rows have answers that do not end with a token at which "
+            f"generation stops ({stops}), first {rows.locate(without[0])}, message {rendered[without[0]].unended}: the "
+            "adapter does not learn to stop there. Put {{ eos_token }} after answers in the model's chat template"
+        )
+    if early := [row for row, sample in enumerate(rendered) if sample.ends_early is not None]:
+        notes.append(
+            f"[data.early-end] {len(early)} of {len(rendered)} rows have answers that hold a token at which generation "
+            f"stops ({stops}) before their end, first {rows.locate(early[0])}, message {rendered[early[0]].ends_early}"
         )
     return notes
 

@@ -164,11 +164,13 @@ def _encode(
         raise _bad_texts(rows, bad, adapter)
     notes: list[str] = []
     as_it_is = dataclasses.replace(tokenizer, chat_template=None)
-    for is_text, templated in itertools.product((False, True), (False, True)):
+    for is_text, templated, ends in itertools.product((False, True), (False, True), (False, True)):
         numbers = [
             number
             for number, example in examples.items()
-            if isinstance(example, Text) == is_text and segments[number].template == templated
+            if isinstance(example, Text) == is_text
+            and segments[number].template == templated
+            and (segments[number].learn != "nothing") == ends
         ]
         if numbers:
             rendered = encode_examples(
@@ -177,6 +179,7 @@ def _encode(
                 rows=rows.at(numbers),
                 adapter=adapter,
                 loss="all" if is_text else loss,
+                ends=ends,
             )
             encoded |= dict(zip(numbers, rendered.samples, strict=True))
             notes += rendered.notes

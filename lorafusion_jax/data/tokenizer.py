@@ -8,7 +8,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
@@ -17,7 +17,7 @@ import numpy as np
 import tokenizers
 
 from lorafusion_jax.config.read import has_half_character
-from lorafusion_jax.data.template.chat import ChatTemplate, check_template
+from lorafusion_jax.data.template.chat import ChatTemplate, check_template, end_of_turn
 from lorafusion_jax.data.template.conversation import Rendered
 from lorafusion_jax.errors import CheckpointError, shortened_text
 from lorafusion_jax.readable import SETTINGS, TEMPLATE, TOKENIZER, read_bytes, read_text
@@ -44,6 +44,8 @@ class Tokenizer:
         chat_template: None if the model has none.
         digest: hash of the vocabulary and its rules.
         special_tokens: bos_token, eos_token, … as text.
+        stop_ids: tokens at which generation stops: those that the model's files name, and the one that ends the answers
+            of its chat template.
     """
 
     backend: tokenizers.Tokenizer
@@ -53,6 +55,7 @@ class Tokenizer:
     bos_id: int | None
     eos_id: int | None
     adds_bos: bool
+    stop_ids: tuple[int, ...] = ()
 
     @property
     def vocab_size(self) -> int:
@@ -187,7 +190,11 @@ def load_tokenizer(model_dir: str | Path) -> Tokenizer:
     backend.no_padding()
     config = _read_json(folder / "tokenizer_config.json")
     special = _special_tokens(folder, config, backend)
-    template = _chat_template(folder, config, special)
+    template, stops = _chat_template(folder, config, special), _named_stops(folder, backend, special)
+    if template is not None:
+        texts = [token.content for token in backend.get_added_tokens_decoder().values() if token.special]
+        stops = [*stops, *filter(None, [end_of_turn(template, texts)])]
+        template = replace(template, stops=tuple(dict.fromkeys(stops)))
     ids = {name: backend.token_to_id(text) for name, text in special.items()}
     with _reporting_failures("a text"):
         probe = backend.encode("a", add_special_tokens=True).ids
@@ -200,6 +207,7 @@ def load_tokenizer(model_dir: str | Path) -> Tokenizer:
         digest=digest,
         bos_id=bos,
         eos_id=ids.get("eos_token"),
+        stop_ids=tuple(dict.fromkeys(number for text in stops if (number := backend.token_to_id(text)) is not None)),
         adds_bos=bos is not None and bool(config.get("add_bos_token", bool(probe) and probe[0] == bos)),
     )
 
@@ -265,6 +273,17 @@ def _special_tokens(folder: Path, config: dict, backend: tokenizers.Tokenizer) -
             if text is not None:
                 special.setdefault(name, text)
     return special
+
+
+def _named_stops(folder: Path, backend: tokenizers.Tokenizer, special: dict[str, str]) -> list[str]:
+    """Returns the tokens that the model's files name as ends: the tokenizer's EOS, and lists of ids."""
+    ids: list = []
+    for name in ("generation_config.json", "config.json"):
+        value = _read_json(folder / name).get("eos_token_id")
+        ids += value if isinstance(value, list) else [value]
+    ids = [number for number in ids if isinstance(number, int) and 0 <= number < 2**32]
+    texts = [special.get("eos_token"), *map(backend.id_to_token, ids)]
+    return [text for text in dict.fromkeys(texts) if text]
 
 
 def _chat_template(folder: Path, config: dict, special: dict[str, str]) -> ChatTemplate | None:

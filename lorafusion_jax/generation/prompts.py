@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 from lorafusion_jax.data.template.compiled import TemplateProblem
 from lorafusion_jax.data.tokenizer import Tokenizer
 from lorafusion_jax.errors import DataError
-from lorafusion_jax.readable import SETTINGS, read_text
 
 type Message = Mapping[str, Any]
 type Prompt = str | Sequence[Message] | Sequence[int]
@@ -53,26 +51,9 @@ def prompt_tokens(
 
 def stop_tokens(base: Path, tokenizer: Tokenizer) -> list[int]:
     """Returns the tokens that end an answer: those that the model's files name, and the one that ends the answers of
-    its chat template."""
-    tokens = [tokenizer.eos_id]
-    for name in ("generation_config.json", "config.json"):
-        file = base / name
-        value = json.loads(read_text(file, SETTINGS)).get("eos_token_id") if file.is_file() else None
-        tokens += value if isinstance(value, list) else [value]
-    tokens.append(_end_of_turn(tokenizer))
-    return [token for token in dict.fromkeys(tokens) if isinstance(token, int)]
-
-
-def _end_of_turn(tokenizer: Tokenizer) -> int | None:
-    """The special token that ends what is learned of an answer; None if there is none."""
-    if tokenizer.chat_template is None:
-        return None
-    try:
-        sample = tokenizer.render([{"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}])
-    except TemplateProblem:
-        return None
-    learned = sample.tokens[sample.mask]
-    return int(learned[-1]) if len(learned) and learned[-1] in tokenizer.special_ids else None
+    its chat template. Training lets every answer end with one of them."""
+    del base  # `load_tokenizer` has read its files
+    return list(tokenizer.stop_ids)
 
 
 def _with_begin(tokens: list[int], tokenizer: Tokenizer) -> list[int]:

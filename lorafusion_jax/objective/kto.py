@@ -1,8 +1,8 @@
 """Kahneman-Tversky optimisation: answers that are good or bad on their own, without pairs. Never imports jax.
 
 A sample is a group of consecutive rows of the file. Of pairs, all chosen answers come before all rejected ones, as in
-TRL. Their completions, each after the prompt of another row, give the estimate of how far the adapter is from the reference:
-TRL's mismatched texts, with the group for its batch.
+TRL. Their completions, each after the prompt of another row, give the estimate of how far the adapter is from the
+reference: TRL's mismatched texts, with the group for its batch.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ Templates come with models and run in `sandbox.Sandbox`; `conversation` says how
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -15,9 +16,12 @@ from typing import Any
 from jinja2 import TemplateSyntaxError
 
 from lorafusion_jax.data.template.compiled import PROBLEMS, TemplateLimit, TemplateProblem, compile_template
-from lorafusion_jax.data.template.conversation import REASONING, Conversation, Rendered
+from lorafusion_jax.data.template.conversation import REASONING, Conversation, Rendered, end_answers
 from lorafusion_jax.errors import CheckpointError
 
+ASKED, ANSWERED = {"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}
+CALL = {"type": "function", "id": "a", "function": {"name": "a", "arguments": {}}}
+CALLED = {"role": "assistant", "content": "", "tool_calls": [CALL]}
 RESERVED_NAMES = ("messages", "tools", "documents", "add_generation_prompt")
 
 
@@ -28,11 +32,13 @@ class ChatTemplate:
     Attributes:
         source: jinja source.
         special_tokens: bos_token, eos_token, …; variables of the template.
+        stops: texts of the tokens at which generation stops (empty: unknown).
         marks_answers: the template has generation blocks.
     """
 
     source: str
     special_tokens: Mapping[str, str] = field(default_factory=dict)
+    stops: tuple[str, ...] = ()
 
     @property
     def marks_answers(self) -> bool:
@@ -70,7 +76,9 @@ class ChatTemplate:
         self, messages: Sequence[dict], *, tools: list | None = None, variables: Mapping[str, Any] = {}
     ) -> Rendered:
         """Renders a conversation whose whole text is learned; see `render`."""
-        return self._attempt(messages, tools, variables, lambda chat: chat.rendered(((0, len(chat.text)),)))
+        return self._attempt(
+            messages, tools, variables, lambda chat: self._ended(chat.rendered(((0, len(chat.text)),)), messages)
+        )
 
     def render_answers(
         self,
@@ -97,25 +105,48 @@ class ChatTemplate:
 
         def find_answers(chat: Conversation) -> Rendered:
             answers = chat.answers(last_only)
-            spans = [
-                span
-                for turn, answer_spans in answers.items()
-                if learned is None or learned[turn]
-                for span in answer_spans
-            ]
-            return chat.rendered(tuple(spans))
+            turns = {turn: spans for turn, spans in answers.items() if spans and (learned is None or learned[turn])}
+            rendered = chat.rendered(tuple(span for spans in turns.values() for span in spans))
+            last = len(messages) - 1
+            marker = self._marker(bool(messages[last].get("tool_calls"))) if last in turns else None
+            return end_answers(rendered, turns, self.stops, marker) if self.stops else rendered
 
         return self._attempt(messages, tools, variables, find_answers)
 
     def render_after_prompt(
-        self, messages: Sequence[dict], first: int, *, tools: list | None = None, variables: Mapping[str, Any] = {}
+        self,
+        messages: Sequence[dict],
+        first: int,
+        *,
+        tools: list | None = None,
+        variables: Mapping[str, Any] = {},
+        ends: bool = True,
     ) -> Rendered:
-        """Renders a conversation and, as at inference, the prompt before message `first`; see `render`."""
+        """Renders a conversation and, as at inference, the prompt before message `first`; see `render`.
+
+        Args:
+            ends: the last answer ends with a token at which generation stops, whatever the template writes.
+        """
 
         def split(chat: Conversation) -> Rendered:
-            return dataclasses.replace(chat.rendered(()), prompt=chat.render_prompt(first))
+            rendered = dataclasses.replace(chat.rendered(()), prompt=chat.render_prompt(first))
+            return self._ended(rendered, messages) if ends else rendered
 
         return self._attempt(messages, tools, variables, split)
+
+    def _ended(self, rendered: Rendered, messages: Sequence[dict]) -> Rendered:
+        """Lets a text whose last answer is learned end as `end_answers` says."""
+        last = len(messages) - 1
+        if not self.stops or not messages or messages[last]["role"] != "assistant":
+            return rendered
+        marker = self._marker(bool(messages[last].get("tool_calls")))
+        ended = end_answers(rendered, {last: [(0, len(rendered.text))]}, self.stops, marker)
+        answers = ((0, len(ended.text)),) if rendered.answers else ()
+        return dataclasses.replace(ended, answers=answers, ends_early=None)  # the text holds earlier turns
+
+    def _marker(self, calls: bool) -> str | None:
+        """Returns the stop token that the template writes between an answer, or a call, and the next turn."""
+        return marker_after_answer(self.source, tuple(self.special_tokens.items()), self.stops, calls)
 
     def _attempt[R](
         self,
@@ -141,6 +172,45 @@ class ChatTemplate:
                     break
         assert last is not None
         raise last
+
+
+def end_of_turn(template: ChatTemplate, special: Sequence[str]) -> str | None:
+    """Returns the special token with which the template ends an answer; None if it writes none.
+
+    Args:
+        special: texts of all special tokens.
+    """
+    try:
+        rendered = template.render_answers([ASKED, ANSWERED])
+    except TemplateProblem:
+        return None
+    answer = "".join(rendered.text[start:stop] for start, stop in rendered.answers).rstrip()
+    return max((token for token in special if token and answer.endswith(token)), key=len, default=None)
+
+
+@functools.cache
+def marker_after_answer(
+    source: str, special_tokens: tuple[tuple[str, str], ...], stops: tuple[str, ...], calls: bool
+) -> str | None:
+    """Returns the token at which generation stops that begins the turn after an answer; None if there is none.
+
+    Args:
+        source, special_tokens: of the template.
+        stops: texts of the tokens at which generation stops.
+        calls: the answer calls a tool, and the result of the call follows.
+    """
+    bare = ChatTemplate(source=source, special_tokens=dict(special_tokens))
+    conversations = (
+        [[ASKED, CALLED, {"role": "tool", "content": "a", "name": "a", "tool_call_id": "a"}]] if calls else []
+    )
+    for messages in [*conversations, [ASKED, ANSWERED, ASKED]]:
+        try:
+            rendered = bare.render_answers(messages)
+        except TemplateProblem:
+            continue
+        tail = rendered.text[rendered.answers[-1][1] :].lstrip() if rendered.answers else ""
+        return next((stop for stop in stops if tail.startswith(stop)), None)
+    return None
 
 
 def _normalize(message: dict, absent: dict) -> dict:

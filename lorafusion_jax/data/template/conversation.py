@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import os.path
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lorafusion_jax.config.read import has_half_character
@@ -32,6 +32,8 @@ class Rendered:
             that prompt and text have in common.
         omits_message: the first message whose text the template omits, wholly or in part.
         omits_tools: the conversation has tools, but the text does not name any.
+        unended: the first learned message after which generation would not stop.
+        ends_early: the first learned message that holds a token at which generation stops before its end.
     """
 
     text: str
@@ -39,6 +41,8 @@ class Rendered:
     prompt: str | None = None
     omits_message: int | None = None
     omits_tools: bool = False
+    unended: int | None = None
+    ends_early: int | None = None
 
 
 class Conversation:
@@ -208,6 +212,43 @@ class Conversation:
         for name in _tool_names(self._messages[turn].get("tool_calls") or ()):
             if name not in written:
                 raise TemplateProblem(f"the template does not write the call of {name} in message {turn}")
+
+
+def end_answers(
+    rendered: Rendered, turns: Mapping[int, Sequence[Span]], stops: Sequence[str], marker: str | None
+) -> Rendered:
+    """Lets every answer end with a token at which generation stops.
+
+    Some templates write none: a model of theirs stops at the marker of the next role, which is then part of the answer.
+
+    Args:
+        turns: ranges of each learned answer, by message.
+        stops: texts of these tokens.
+        marker: the one that would follow the last answer (None: the template writes none there).
+    """
+    text, answers, unended, early = rendered.text, [], [], []
+    for turn, spans in turns.items():
+        start, stop = spans[-1]
+        tail = text[stop:]
+        end = next((end for end in stops if text[start:stop].rstrip().endswith(end)), None)
+        if end is None and (end := next((end for end in stops if tail.lstrip().startswith(end)), None)) is not None:
+            stop += len(tail) - len(tail.lstrip()) + len(end)
+        elif end is None and marker is not None and not tail.strip():
+            end, text = marker, text + marker
+            stop = len(text)
+        unended += [turn] if end is None else []
+        before = text[spans[0][0] : stop].rstrip()
+        while end and before.endswith(end):  # an answer may hold the end that the template adds
+            before = before.removesuffix(end).rstrip()
+        early += [turn] if any(other in before for other in stops) else []
+        answers += [*spans[:-1], (start, stop)]
+    return replace(
+        rendered,
+        text=text,
+        answers=tuple(answers),
+        unended=min(unended, default=None),
+        ends_early=min(early, default=None),
+    )
 
 
 def _text_of(message: dict) -> str:

@@ -1,0 +1,152 @@
+"""Every learned answer ends with a token at which generation stops, or a note says that it does not.
+
+The templates are written for these tests, in the manner of those whose name they have.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from data_helpers import chat, learned, write_model
+
+from lorafusion_jax.config.schema import DataSettings
+from lorafusion_jax.data.tokenized import load_samples
+from lorafusion_jax.data.tokenizer import load_tokenizer
+from lorafusion_jax.generation.prompts import stop_tokens
+from lorafusion_jax.objective.choose import choose
+
+TURNS = "{% for m in messages %}"
+ASK = "{% endfor %}{% if add_generation_prompt %}"
+MARKED = {  # the marker of the next role ends an answer
+    "glm4": TURNS + "<|{{ m.role }}|>\n{{ m.content }}" + ASK + "<|assistant|>{% endif %}",
+    "glm4-0414": TURNS
+    + "{% if m.role == 'assistant' %}<|assistant|>{% if m.tool_calls %}{{ m.tool_calls[0].function.name }}\n{{ "
+    "m.tool_calls[0].function.arguments }}{% else %}\n{{ m.content }}{% endif %}{% elif m.role == 'tool' %}"
+    "<|observation|>\n{{ m.content }}{% else %}<|{{ m.role }}|>\n{{ m.content }}{% endif %}"
+    + ASK
+    + "<|assistant|>{% endif %}",
+    "glm4.5": TURNS + "{% if m.role == 'assistant' %}<|assistant|>\n<think></think>\n{{ m.content.strip() }}{% else %}"
+    "<|{{ m.role }}|>\n{{ m.content }}{% endif %}" + ASK + "<|assistant|>\n<think></think>{% endif %}",
+    "glm4.7": TURNS
+    + "{% if m.role == 'assistant' %}<|assistant|></think>{{ m.content.strip() }}{% else %}<|{{ m.role }}|>"
+    "{{ m.content }}{% endif %}" + ASK + "<|assistant|><think>{% endif %}",
+    "marked": TURNS
+    + "<|{{ m.role }}|>\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
+    "{% else %}{{ m.content }}{% endif %}{{ '\\n' }}" + ASK + "<|assistant|>\n{% endif %}",
+}
+ENDLESS = {
+    "amberchat": TURNS
+    + "### {{ 'Human' if m.role == 'user' else 'Assistant' }}: {{ m.content }}\n"
+    + ASK
+    + "### Assistant:{% endif %}",
+    "chatqa": TURNS + "{{ m.role.title() }}: {{ m.content }}\n\n" + ASK + "Assistant:{% endif %}",
+    "falcon-instruct": TURNS
+    + "{{ '\n\n' if not loop.first }}{{ m.role.title() }}: {{ m.content }}"
+    + ASK
+    + "\n\nAssistant:{% endif %}",
+    "solar-instruct": TURNS + "### {{ m.role.title() }}:\n{{ m.content }}\n\n" + ASK + "### Assistant:\n{% endif %}",
+    "jamba": TURNS + "{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]{% else %} {{ m.content }}{% endif %}"
+    "{% endfor %}",
+    "llava": TURNS + "{{ m.role.upper() }}: {{ m.content }} " + ASK + "ASSISTANT:{% endif %}",
+}
+METHARME = (
+    TURNS
+    + "{{ '<|user|>' if m.role == 'user' else '<|model|>' }}{{ m.content }}"
+    + ("{% endfor %}{% if add_generation_prompt %}<|model|>{% else %}{{ eos_token }}{% endif %}")
+)
+CHATML = TURNS + "<|{{ m.role }}|>\n{{ m.content }}<|end|>\n" + ASK + "<|assistant|>\n{% endif %}"
+TWO_TURNS = {"messages": chat("hello", "first", "and", "second")}
+
+
+@pytest.fixture
+def read(tmp_path):
+    """read(template, rows, **settings) → (rows, tokenizer) of a model that stops at the next user, as GLM does."""
+
+    def load(template: str, rows: list[dict], objective: str = "sft", stops=("<|user|>", "<s>"), **settings):
+        base = write_model(tmp_path / "model", template, eos_token="<|end|>")
+        tokenizer = load_tokenizer(base)
+        ids = [tokenizer.backend.token_to_id(token) for token in stops]
+        (base / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+        tokenizer = load_tokenizer(base)
+        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        samples = load_samples(
+            "rows.jsonl",
+            settings=DataSettings(train=(), **settings),
+            tokenizer=tokenizer,
+            adapter="a",
+            base_dir=tmp_path,
+            cache_dir=tmp_path / "cache",
+            objective=choose(objective, {}),
+        )
+        assert tokenizer.eos_id in stop_tokens(base, tokenizer)
+        assert set(ids) <= set(stop_tokens(base, tokenizer))
+        return samples, tokenizer
+
+    return load
+
+
+@pytest.mark.parametrize("name", MARKED)
+def test_the_marker_of_the_next_role_ends_an_answer(name, read):
+    samples, tokenizer = read(MARKED[name], [TWO_TURNS])
+    texts = learned(samples, tokenizer)
+    assert [text.split("<|user|>")[0].split("</think>")[-1].strip() for text in texts] == ["first", "second"]
+    assert all(text.endswith("<|user|>") for text in texts)
+    tokens, _ = samples.sample(0)
+    text = tokenizer.decode(tokens.tolist())
+    assert text.count("<|user|>") == 3
+    assert not [note for note in samples.report.notes if "end]" in note]
+
+
+def test_a_call_ends_with_the_marker_of_its_result(read):
+    call = {
+        "role": "assistant",
+        "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}],
+    }
+    rows = [
+        {"messages": [*chat("hello"), call]},
+        {"messages": [*chat("hello"), call, {"role": "tool", "content": "yes"}, *chat("no", "four")[1:]]},
+    ]
+    stops = ("<|user|>", "<|system|>")
+    template = MARKED["glm4-0414"].replace("<|observation|>", "<|system|>")
+    samples, tokenizer = read(template, rows, stops=stops)
+    assert learned(samples, tokenizer, 0)[0].endswith("<|system|>")
+    first, last = learned(samples, tokenizer, 1)
+    assert first.endswith("<|system|>")
+    assert last.endswith("four<|user|>")
+
+
+@pytest.mark.parametrize("loss", ["all", "completion"])
+def test_other_losses_end_answers_too(loss, read):
+    samples, tokenizer = read(MARKED["glm4.5"], [TWO_TURNS], loss=loss)
+    assert learned(samples, tokenizer)[-1].endswith("second<|user|>")
+
+
+def test_both_answers_of_a_pair_end(read):
+    row = {"prompt": "hello", "chosen": chat("", "yes")[1:], "rejected": chat("", "no")[1:]}
+    samples, tokenizer = read(MARKED["glm4"], [row], "dpo")
+    assert [text[-8:] for text in learned(samples, tokenizer)] == ["<|user|>"] * 2
+    scored, _ = read(MARKED["glm4"], [row], "reward")  # the state of the last token of the answer is scored
+    assert len(scored.tokens) == len(samples.tokens) - 2
+
+
+@pytest.mark.parametrize("template", [*ENDLESS.values(), METHARME], ids=[*ENDLESS, "metharme"])
+def test_answers_without_an_end_are_noted(template, read):
+    samples, _ = read(template, [TWO_TURNS, TWO_TURNS], stops=("<s>",))
+    (note,) = [note for note in samples.report.notes if "data.no-end" in note]
+    assert "2 of 2 rows" in note
+    assert "message 1" in note
+
+
+def test_a_token_in_an_answer_at_which_generation_stops_is_noted(read):
+    samples, _ = read(CHATML, [TWO_TURNS, {"messages": chat("hello", "a <|user|> b")}])
+    (note,) = samples.report.notes
+    assert "[data.early-end] 1 of 2 rows" in note
+    assert "line 2, message 1" in note
+
+
+@pytest.mark.parametrize("row", [TWO_TURNS, {"prompt": "hello", "completion": "yes"}])
+def test_answers_that_end_are_as_they_were(row, read):
+    samples, tokenizer = read(CHATML, [row])
+    assert learned(samples, tokenizer)[-1].endswith("<|end|>")
+    assert samples.report.notes == ()
