@@ -86,7 +86,7 @@ def plan(
     Args:
         job: from `load_job`, or an argument of `load_job`.
         compare: also plan the adapters one after another.
-        device: device for predictions, "h200", "h100" or "cpu" (None: that of this machine).
+        device: device for predictions, one of those of `lorafusion plan --device` (None: that of this machine).
         device_memory: GiB per device (None: that of the device).
         cost_model: measured costs, from `lorafusion profile`.
         processes: of the run, one on each host.

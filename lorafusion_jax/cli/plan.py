@@ -24,7 +24,7 @@ from lorafusion_jax.planning.checks import checked_data, layer_problems
 from lorafusion_jax.planning.choices import Choice, Choices, compare_choices
 from lorafusion_jax.planning.network import Network, network_of
 from lorafusion_jax.planning.planned import make_planned
-from lorafusion_jax.planning.prediction import PredictedMemory, this_device
+from lorafusion_jax.planning.prediction import PredictedMemory, machine_note, this_device
 from lorafusion_jax.report.console import out, plain_table, say, warn
 from lorafusion_jax.report.format import count, duration, exact, percent
 from lorafusion_jax.report.trackers import missing_packages
@@ -41,7 +41,7 @@ def command(
     timeline: Annotated[Path | None, typer.Option(help="draw the predicted timeline as an .html page")] = None,
     device: Annotated[
         Literal["h200", "h100", "a100", "l40s", "a6000", "rtx6000-ada", "cpu"] | None,
-        typer.Option(help="device for predictions; default that of this machine"),
+        typer.Option(help="device for predictions; default that of this machine, which the plan names"),
     ] = None,
     device_memory: Annotated[float | None, typer.Option(min=0, help="GiB per device; default by device")] = None,
     cost_model: Annotated[
@@ -66,7 +66,7 @@ def command(
     """
     network = network_of(device or this_device(), processes, gigabytes=link_gb, microseconds=link_us)
     if gpus is not None:
-        _compare(jobs, overrides, gpus, device or this_device(), network, as_json=as_json)
+        _compare(jobs, overrides, gpus, device, network, as_json=as_json)
         return
     if timeline:
         ends_in(timeline, ".html")
@@ -110,8 +110,11 @@ def command(
     next_command(console, f"lorafusion train {typed(jobs, overrides)} --out runs/{jobs.stem}{saved_plan}")
 
 
-def _compare(jobs: Path, overrides: Overrides, gpus: int, device: str, network: Network, *, as_json: bool) -> None:
+def _compare(
+    jobs: Path, overrides: Overrides, gpus: int, chosen: str | None, network: Network, *, as_json: bool
+) -> None:
     """Shows every mesh of so many devices; reads no timeline and writes no plan."""
+    device = chosen or this_device()
     config, prepared = checked_data(*examine_config(jobs, overrides or ()))
     model = ModelConfig.from_hf(base_directory(config))
     compared = compare_choices(config, model, prepared, device=device, gpus=gpus, network=network)
@@ -121,6 +124,8 @@ def _compare(jobs: Path, overrides: Overrides, gpus: int, device: str, network: 
         return
     console = out()
     _show_choices(console, compared)
+    if chosen is None:
+        say(console, f"\n{machine_note()}")
     if compared.best is not None:
         settings = [*(overrides or ()), *compared.best.settings]
         next_command(console, f"lorafusion train {typed(jobs, settings)} --out runs/{jobs.stem}")

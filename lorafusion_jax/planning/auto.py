@@ -13,7 +13,7 @@ from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.errors import ConfigError
 from lorafusion_jax.planning.choices import Choice, compare_choices
 from lorafusion_jax.planning.network import Network
-from lorafusion_jax.planning.prediction import DEVICES, this_device
+from lorafusion_jax.planning.prediction import known_device, this_device
 
 GIB = 2**30
 
@@ -30,7 +30,7 @@ def resolve_auto(
     """Returns the job with a value for each `auto`, and a sentence that says what was chosen and why.
 
     Args:
-        device: whose rates predict, one of `DEVICES`.
+        device: whose rates predict, one of `prediction.DEVICES`.
         gpus: number of devices, for `mesh: auto`.
         memory_bytes: of a device (None: of its data sheet).
         network: of the processes that share the devices (None: one process).
@@ -83,8 +83,7 @@ def device_for_rates(kind: str) -> str:
     >>> device_for_rates("NVIDIA H100 80GB HBM3"), device_for_rates("NVIDIA RTX 6000 Ada Generation")
     ('h100', 'rtx6000-ada')
     """
-    name = kind.lower().replace("rtx 6000 ada", "rtx6000-ada")
-    return next((device for device in DEVICES if device in name), this_device())
+    return known_device(kind) or this_device()
 
 
 def _values(choice: Choice, config: JobConfig) -> Mapping[str, object]:

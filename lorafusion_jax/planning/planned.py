@@ -20,6 +20,7 @@ from lorafusion_jax.planning.prediction import (
     PredictedMemory,
     PredictedParameters,
     adapter_tokens,
+    machine_note,
     measured_costs,
     memory_of,
     predicted_costs,
@@ -176,6 +177,8 @@ def make_planned(
     kind = device or this_device()
     model, problem = _base_model(config)
     costs = None if model is None else predicted_costs(config, model, kind, adapter_tokens(prepared), network)
+    if costs is not None and device is None:
+        costs = dataclasses.replace(costs, source=f"{costs.source}; {machine_note()}")
     if cost_model:
         costs = measured_costs(config, model, cost_model, network)
     statistics = None if costs is None else plan_statistics(plan, costs)

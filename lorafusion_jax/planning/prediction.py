@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -42,12 +43,42 @@ from scheduling import (
 
 HOPPERS = ("h200", "h100")
 DEVICES = ("h200", "h100", "a100", "l40s", "a6000", "rtx6000-ada", "cpu")
+_DRIVER, _FIRST_GPU = Path("/proc/driver/nvidia"), Path("/dev/nvidia0")
 ROOMY = 0.9  # share of a device's memory
 
 
+def machine_gpu() -> str | None:
+    """What the driver calls this machine's first GPU, "" where it does not say; None without one. Starts no backend."""
+    for about in sorted(_DRIVER.glob("gpus/*/information")):
+        if (model := re.search(r"^Model:\s*(.+?)\s*$", about.read_text(errors="replace"), re.MULTILINE)) is not None:
+            return model[1]
+    return "" if _FIRST_GPU.exists() else None
+
+
+def known_device(gpu: str) -> str | None:
+    """The device of `DEVICES` that a driver's name belongs to; None: its rates are not known.
+
+    >>> [known_device(f"NVIDIA {name}") for name in ("H100 80GB HBM3", "RTX 6000 Ada Generation", "RTX A6000", "GH200")]
+    ['h100', 'rtx6000-ada', 'a6000', None]
+    """
+    words = re.sub(r"rtx 6000 ada", "rtx6000-ada", gpu.lower())
+    return next((device for device in DEVICES if re.search(rf"(?<![a-z0-9]){device}(?![a-z0-9])", words)), None)
+
+
 def this_device() -> str:
-    """The default device for predictions. Looks for a GPU driver without starting a backend."""
-    return "h200" if Path("/dev/nvidia0").exists() else "cpu"
+    """The default device for predictions: that of this machine, an H200 for a GPU whose rates are not known."""
+    gpu = machine_gpu()
+    return "cpu" if gpu is None else known_device(gpu) or DEVICES[0]
+
+
+def machine_note() -> str:
+    """What `this_device` saw, for a person."""
+    gpu = machine_gpu()
+    if gpu is None:
+        return "this machine has no NVIDIA GPU"
+    if known_device(gpu):
+        return f"this machine has {gpu}"
+    return f"this machine has {gpu or 'a GPU of unknown model'}, whose rates are not known: --device names another one"
 
 
 def memory_of(device: str) -> int | None:

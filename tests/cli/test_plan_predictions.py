@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+from typing import get_args, get_type_hints
 
 import pytest
 from shapes import LLAMA_8B, LLAMA_70B
 
+from lorafusion_jax.cli.plan import command
 from lorafusion_jax.log_file import read_rows
 from lorafusion_jax.models import ModelConfig
+from lorafusion_jax.planning import prediction
 from lorafusion_jax.planning.memory import GIB, USABLE, memory_problem, stage_memory
+from lorafusion_jax.planning.prediction import DEVICES
 from pallas_kernels.cost import H200
 from scheduling import CostModel, CostParts, PassCost, StageCost
 
@@ -222,3 +226,38 @@ def test_the_floor_is_shown_for_measured_devices_only(lorafusion, large):
     for device in ("h100", "cpu"):
         assert plan(lorafusion, large, "--device", device)["floor_s"] is None
         assert "at the least" not in lorafusion("plan", large.path, "--device", device).out
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_every_device_that_is_offered_has_plans(lorafusion, job, device):
+    planned = plan(lorafusion, job, "--device", device, "--compare", "save.every_steps=2")
+    assert planned["predicted"]["wall_s"] > planned["predicted"]["seconds"] > 0
+    assert planned["predicted"]["costs"].startswith(f"default rates of one {device}")
+    assert "this machine" not in planned["predicted"]["costs"]
+    compared = plan(lorafusion, job, "--device", device, "--gpus", "2")
+    assert compared["device"] == device
+    assert all(choice["seconds"] > 0 for choice in compared["choices"])
+
+
+def test_the_command_offers_the_known_devices():
+    offered = [get_args(part) for part in get_args(get_type_hints(command)["device"])]
+    assert DEVICES in offered
+
+
+@pytest.mark.parametrize(("driver", "device", "note"), [
+    ("NVIDIA L40S", "l40s", "this machine has NVIDIA L40S"),
+    ("NVIDIA B200", "h200", "this machine has NVIDIA B200, whose rates are not known"),
+    (None, "cpu", "this machine has no NVIDIA GPU"),
+])  # fmt: skip
+def test_a_plan_without_a_device_is_that_of_this_machine_and_names_it(
+    lorafusion, job, tmp_path, monkeypatch, driver, device, note
+):
+    if driver is not None:
+        gpu = tmp_path / "driver" / "gpus" / "0000:01:00.0"
+        gpu.mkdir(parents=True)
+        (gpu / "information").write_text(f"Model: \t\t {driver}\nIRQ:   \t\t 42\n")
+    monkeypatch.setattr(prediction, "_DRIVER", tmp_path / "driver")
+    monkeypatch.setattr(prediction, "_FIRST_GPU", tmp_path / "none")
+    costs = plan(lorafusion, job)["predicted"]["costs"]
+    assert costs.startswith(f"default rates of one {device} ")
+    assert note in costs
