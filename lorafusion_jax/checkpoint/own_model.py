@@ -16,6 +16,7 @@ from flax import nnx
 
 from lorafusion_jax.adapters.init import SHARED
 from lorafusion_jax.adapters.table import adapter_kind
+from lorafusion_jax.checkpoint.array_files import merged, plain_name
 from lorafusion_jax.checkpoint.new_folder import new_folder
 from lorafusion_jax.checkpoint.peft import TENSOR_FILE, check_digests, check_finite, read_tensors
 from lorafusion_jax.checkpoint.peft_leaves import Arrays, as_exported
@@ -155,8 +156,9 @@ def save_checkpoint(model: nnx.Module, folder: str | Path, adapters: Sequence[st
     folder = Path(folder).absolute()
     if folder.exists():
         raise CheckpointError("export.exists", f"{folder} exists already.", fix="choose another folder")
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(folder, {name: adapter_arrays(model, name) for name in names})
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with plain_name(folder.parent) as parent, ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(parent / folder.name, {name: adapter_arrays(model, name) for name in names})
     return folder
 
 
@@ -172,8 +174,8 @@ def load_checkpoint(model: nnx.Module, folder: str | Path, adapters: Sequence[st
     folder = Path(folder).absolute()
     if not folder.is_dir():
         raise CheckpointError("lora.no-file", "there is no checkpoint of adapters.", where=str(folder))
-    with ocp.StandardCheckpointer() as checkpointer:
-        saved: dict[str, Any] = checkpointer.restore(folder)
+    with plain_name(folder) as parent, merged(parent) as stored, ocp.StandardCheckpointer() as checkpointer:
+        saved: dict[str, Any] = checkpointer.restore(stored)
     names = adapter_names(model) if adapters is None else adapters
     if missing := [name for name in names if name not in saved]:
         raise CheckpointError(

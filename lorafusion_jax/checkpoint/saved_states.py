@@ -98,13 +98,11 @@ def _position(folder: Path) -> dict[str, Any]:
 
 
 def bad_state(directory: Path, slot: int, why: str) -> CheckpointError:
-    earlier = min(slots_of(directory), default=slot) < slot
+    """A checkpoint whose files are as they were written, and whose arrays are not those of this run."""
     return CheckpointError(
         "run.bad-state",
-        f"checkpoint {slot} does not fit this run or is damaged.",
+        f"checkpoint {slot} does not fit this run.",
         where=str(directory / str(slot)),
         why=why,
-        fix=f"remove {directory / str(slot)} to continue from the checkpoint before it"
-        if earlier
-        else f"remove {directory} to start again: there is no earlier checkpoint",
+        fix="resume the run with the version of lorafusion-jax that wrote it; its files are as they were written",
     )

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from lorafusion_jax.checkpoint.array_files import merged, plain_name, stored_count
 from lorafusion_jax.checkpoint.new_folder import new_folder
 from lorafusion_jax.checkpoint.quiet_orbax import quiet_orbax
 from lorafusion_jax.checkpoint.saved_states import POSITION, bad_state, slots_of
@@ -46,7 +47,9 @@ class StateStore:
         self.check_space(sum(leaf.nbytes for leaf in jax.tree.leaves(arrays)))
         try:
             with new_folder(self._directory / str(slot), replace=True) as folder, quiet_orbax():
-                self._arrays().save(folder.absolute() / ARRAYS, args=ocp.args.StandardSave(arrays))
+                with plain_name(folder.absolute()) as parent:
+                    self._arrays().save(parent / ARRAYS, args=ocp.args.StandardSave(arrays))
+                    _check_written(parent / ARRAYS, len(jax.tree.leaves(arrays)))
                 (folder / POSITION).parent.mkdir()
                 (folder / POSITION).write_text(json.dumps(position), encoding="utf-8")
         except Exception as problem:  # tensorstore reports a full disk as ValueError
@@ -78,7 +81,11 @@ class StateStore:
         like = jax.tree.map(lambda leaf: np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape), arrays_like)
         folder = self._directory / str(self._slot)
         try:
-            return self._arrays().restore(folder / ARRAYS, args=ocp.args.StandardRestore(like))
+            with plain_name(folder) as parent, merged(parent / ARRAYS) as stored:
+                checkpointer = self._arrays()
+                if not _has_nested_optimizers(stored):
+                    return checkpointer.restore(stored, args=ocp.args.StandardRestore(like))
+                return _flat_optimizers(checkpointer.restore(stored), like)
         except Exception as problem:
             raise bad_state(self._directory, self._slot, str(problem).splitlines()[0][:300]) from None
 
@@ -126,3 +133,39 @@ class StateStore:
         if slot is None:
             return f"{command} starts again: no checkpoint was written yet"
         return f"{command} continues: the checkpoint of slot {slot} is intact"
+
+
+def _check_written(folder: Path, count: int) -> None:
+    """Raises OSError unless all arrays of a checkpoint can be found, before the checkpoint gets its name."""
+    if (stored := stored_count(folder)) != count:
+        raise OSError(f"{stored} of {count} arrays can be found in what was written")
+
+
+def _has_nested_optimizers(folder: Path) -> bool:
+    """Whether the state of an optimizer is a tree, as in the first checkpoints of format 2, and no map of paths."""
+    paths = json.loads((folder / "_METADATA").read_text(encoding="utf-8"))["tree_metadata"].values()
+    keys = [[part["key"] for part in path["key_metadata"]] for path in paths]
+    return any(key[0] == "optimizers" and len(key) > 3 for key in keys)
+
+
+def _flat_optimizers(nested: Any, like: Any) -> Any:
+    """Returns arrays of the tree of `like`, whose paths are those of the nested tree.
+
+    Raises:
+        ValueError: arrays are missing, have other sizes, or are too many.
+    """
+    stored = {_joined(path): leaf for path, leaf in jax.tree.leaves_with_path(nested)}
+    shapes = {_joined(path): (leaf.shape, leaf.dtype) for path, leaf in jax.tree.leaves_with_path(like)}
+    if wrong := [path for path, sizes in shapes.items() if path not in stored or _sizes(stored[path]) != sizes]:
+        raise ValueError(f"{wrong[0]} is missing or has another size")
+    if others := stored.keys() - shapes.keys():
+        raise ValueError(f"{min(others)} is no array of this run")
+    return jax.tree.map_with_path(lambda path, _: np.asarray(stored[_joined(path)]), like)
+
+
+def _joined(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def _sizes(leaf: Any) -> tuple[tuple[int, ...], Any]:
+    return leaf.shape, leaf.dtype

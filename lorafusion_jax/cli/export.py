@@ -127,7 +127,7 @@ class Export:
             if dtype is not None:
                 cast_tensors(draft, dtype)
             spec, _ = read_adapter(draft, self.spec.kind, self.spec.head)
-        console.print(f"exported {self.name} (step {step_of(self.source)}): {self.to}", highlight=False)
+        console.print(f"exported {self.name} (step {step_of(self.source)}): {self.to}", highlight=False, markup=False)
         console.print(
             f"  re-read: rank {spec.rank}, alpha {spec.alpha:g}, targets {', '.join(spec.targets)}", highlight=False
         )
@@ -147,7 +147,11 @@ class Export:
         base = base_directory(self.config)
         check_base(self.folder.read_record()["base_files"], base_digests(base), base)
         report = merge_adapter(base, self.source, self.to, kind=self.spec.kind)
-        console.print(f"merged {self.name} (step {step_of(self.source)}) into a full model: {self.to}", highlight=False)
+        console.print(
+            f"merged {self.name} (step {step_of(self.source)}) into a full model: {self.to}",
+            highlight=False,
+            markup=False,
+        )
         if self.config.base.quantize != NONE:
             trained_on = f"{self.name} was trained on the base quantised as {self.config.base.quantize}"
             say(console, f"  {trained_on}; the original weights are merged, so outputs differ a little", "yellow")

@@ -65,7 +65,8 @@ def expand_source(source: str, base_dir: Path) -> list[str]:
     if path.is_dir():
         files, message = path.rglob("*"), f"the folder {source} has no data file"
     elif any(sign in source for sign in "*?["):
-        files, message = map(Path, glob.glob(str(path), recursive=True)), f"no data file matches {source}"
+        names = glob.glob(source, root_dir=base_dir, recursive=True)  # the folder of the job is no pattern
+        files, message = (base_dir / name for name in names), f"no data file matches {source}"
     else:
         return [source]  # reading it says that it is missing
     hidden = [part for part in path.parts if part.startswith(".")]

@@ -84,6 +84,7 @@ def layout(mesh: Mapping[str, int], layers: Sequence[int | float], remat: str) -
     >>> layout({"stages": 2, "data": 1, "fsdp": 1, "tensor": 4}, [17, 15], "everything")
     '2 stages (17 + 15 layers) × 4 devices per layer'
     """
+    mesh = {"stages": 1, "data": 1, "fsdp": 1, "tensor": 1} | dict(mesh)  # runs of before name fewer axes
     stages, replicas = mesh["stages"], mesh["data"] * mesh["fsdp"]
     parts = [f"{stages} stages ({' + '.join(map(str, layers))} layers)"] if stages > 1 else []
     parts += [f"{replicas} replicas"] if replicas > 1 else []

@@ -63,7 +63,8 @@ class AdapterState:
         """Reads a folder and compares it with its digests.
 
         Raises:
-            CheckpointError: `state.damaged`, or `state.mismatch` if it belongs to another optimizer.
+            CheckpointError: `state.damaged`; `state.version`, another version wrote it; `state.mismatch`, it belongs to
+                another optimizer.
         """
         fix = "start the adapter from an earlier state, or from the beginning"
         refuse_damage("state.damaged", find_damage(folder), fix)
@@ -71,6 +72,13 @@ class AdapterState:
             note, tensors = json.loads((folder / NOTE).read_text()), load_file(folder / TENSORS)
         except (OSError, ValueError, SafetensorError) as problem:
             raise CheckpointError("state.damaged", f"{folder} cannot be read.", why=str(problem), fix=fix) from None
+        if not isinstance(note, dict) or note.get("form") != FORM:
+            form = note.get("form") if isinstance(note, dict) else None
+            raise CheckpointError(
+                "state.version",
+                f"{folder} has format {form}; this version reads format {FORM}.",
+                fix="use the version of lorafusion-jax that wrote it",
+            )
         weights = {name.removeprefix(f"{WEIGHT}/"): t for name, t in tensors.items() if name.startswith(f"{WEIGHT}/")}
         return AdapterState(
             step=note["step"],

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.checkpoint.requests import Action
-from lorafusion_jax.errors import ConfigError
+from lorafusion_jax.errors import CheckpointError, ConfigError
 from lorafusion_jax.planning.training_plan import train_jobs
 from lorafusion_jax.report.events import AdapterChanged, AdapterEvent, AdapterFailed
 from lorafusion_jax.training.job import Job
@@ -46,8 +46,21 @@ class Change:
 
 
 def recorded_changes(folder: RunFolder) -> list[Change]:
-    """Returns all changes of a run that took effect, in order."""
-    return [Change(**row) for move in folder.moves() for row in move.get("changes", ())]
+    """Returns all changes of a run that took effect, in order.
+
+    Raises:
+        CheckpointError: `run.later-version`.
+    """
+    try:
+        return [Change(**row) for move in folder.moves() for row in move.get("changes", ())]
+    except TypeError as problem:
+        raise CheckpointError(
+            "run.later-version",
+            "run.json has changes with other fields than this version knows.",
+            where=str(folder.path),
+            why=str(problem),
+            fix="use the version of lorafusion-jax that wrote it",
+        ) from None
 
 
 def cap_slots(changes: Iterable[Change], slot: int) -> list[Change]:

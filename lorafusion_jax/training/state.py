@@ -9,7 +9,10 @@ from typing import Any
 from lorafusion_jax.errors import CheckpointError
 from lorafusion_jax.session.task import AdapterProgress
 
-FORM = 2  # format of a checkpoint's arrays: every adapter at its own rank
+# Format of a checkpoint: of its arrays, and of the fields below. 2 is also read: its first files said `replicas`, which
+# were all devices of a stage, and its later ones have the present fields (3 was never written).
+FORM, READ = 4, (2, 4)
+OTHER_VERSION = "resume the run with the version of lorafusion-jax that wrote it; its files are as they were written"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -67,23 +70,25 @@ class Progress:
         """Inverse of `position`.
 
         Raises:
-            CheckpointError: `run.bad-state`, keys are missing or unknown; `run.later-version`.
+            CheckpointError: `run.later-version`, another version wrote it: its format or its fields are not known.
         """
         form = position.get("form")
-        if form != FORM:
+        if form not in READ:
             raise CheckpointError(
                 "run.later-version",
-                f"checkpoint {position.get('slot')} has format {form}; this version reads format {FORM}.",
-                fix="resume the run with the version of lorafusion-jax that wrote it",
+                f"checkpoint {position.get('slot')} has format {form}; this version reads {READ[0]} and {READ[1]}.",
+                fix=OTHER_VERSION,
             )
+        fields = {key: value for key, value in position.items() if key != "form"}
+        if form == 2 and "replicas" in fields:
+            fields["stage_devices"] = fields.pop("replicas")
         try:
-            adapters = {name: AdapterProgress(**row) for name, row in position["adapters"].items()}
-            known = {key: value for key, value in position.items() if key != "form"}
-            return Progress(**(known | {"adapters": adapters}))
+            adapters = {name: AdapterProgress(**row) for name, row in fields["adapters"].items()}
+            return Progress(**(fields | {"adapters": adapters}))
         except (KeyError, TypeError, AttributeError) as problem:
             raise CheckpointError(
-                "run.bad-state",
-                f"the position of checkpoint {position.get('slot')} cannot be read.",
+                "run.later-version",
+                f"checkpoint {position.get('slot')} has other fields than this version knows.",
                 why=str(problem),
-                fix=f"remove state/{position.get('slot')} of the run folder to continue from the checkpoint before it",
+                fix=OTHER_VERSION,
             ) from None

@@ -93,7 +93,9 @@ def watch(job: Name, url: Url = LOCAL, key_file: Key = None) -> None:
             elif event["kind"] == "eval":
                 console.print(f"step {event['step']}  held-out loss {event['eval_loss']:.4f}", highlight=False)
             elif event["kind"] == "state":
-                console.print(f"{event['after']}{': ' + event['why'] if event['why'] else ''}", highlight=False)
+                console.print(
+                    f"{event['after']}{': ' + event['why'] if event['why'] else ''}", highlight=False, markup=False
+                )
 
 
 @app.command()

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 import yaml
+from rich.markup import escape
 
 from lorafusion_jax.config.places import Places
 from lorafusion_jax.config.sections import SHARED
@@ -110,7 +111,8 @@ def command(
 
 def _announce(settings: Settings, demo: bool, url: str) -> None:
     """Says where the service listens, and submits the jobs of the demo."""
-    out().print(f"serving {', '.join(settings.bases)} on [bold]{url}[/bold]  ·  home {settings.home}  ·  stop: Ctrl+C")
+    names, home = escape(", ".join(settings.bases)), escape(str(settings.home))
+    out().print(f"serving {names} on [bold]{url}[/bold]  ·  home {home}  ·  stop: Ctrl+C")
     if demo:
         from lorafusion_serve.demo import submit_demo
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-from sqlalchemy import Connection, Engine, StaticPool, create_engine, event, func, select
+from sqlalchemy import URL, Connection, Engine, StaticPool, create_engine, event, func, select
 from sqlalchemy.exc import DatabaseError, OperationalError
 
 from lorafusion_jax.errors import LoraFusionError, RunError
@@ -184,7 +184,11 @@ def _wait_until(connection: Connection, until: float) -> None:
 
 
 def _engine(file: Path, busy_s: float, **options: Any) -> Engine:
-    engine = create_engine(f"sqlite:///{file}", connect_args={"timeout": busy_s, "check_same_thread": False}, **options)
+    engine = create_engine(
+        URL.create("sqlite", database=str(file)),
+        connect_args={"timeout": busy_s, "check_same_thread": False},
+        **options,
+    )
 
     def configure(connection: Any, _: Any) -> None:
         connection.isolation_level = None  # transactions begin where `begin` says

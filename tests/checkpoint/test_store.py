@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import time
 
+import chex
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
+from lorafusion_jax.checkpoint.array_files import MANIFEST
 from lorafusion_jax.checkpoint.digests import find_damage, write_digests
 from lorafusion_jax.checkpoint.saved_states import POSITION, checkpoint_damage, find_checkpoint, slots_of
-from lorafusion_jax.checkpoint.store import StateStore
+from lorafusion_jax.checkpoint.store import ARRAYS, StateStore
 from lorafusion_jax.errors import RunError
 
 THREADS_END_S = 0.5  # those of the writer, after its error
@@ -63,3 +66,32 @@ def test_a_wanted_file_that_has_no_digest_is_damage(tmp_path):
     assert find_damage(tmp_path, ["weights"]) == []
     (damage,) = find_damage(tmp_path, ["weights", "late"])
     assert (damage.file.name, damage.why) == ("late", "SHA256SUMS does not list it")
+
+
+@pytest.mark.parametrize("name", ["law[0-9]", "a\\b", "every*?", "plain"])
+def test_a_folder_is_named_by_a_name_and_no_pattern(tmp_path, name):
+    arrays = {"one": np.arange(3.0), "two": {"three": np.ones((2, 2), np.float32)}}
+    state = tmp_path / name / "state"
+    state.parent.mkdir()
+    StateStore(state).save(4, arrays, {"slot": 4})
+    chex.assert_trees_all_equal(StateStore(state, slot=4).restore(arrays), arrays)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_what_orbax_left_unmerged_is_read(tmp_path):
+    """A checkpoint of before, in a folder whose name was taken for a pattern."""
+    arrays, state = {"one": np.arange(3.0)}, tmp_path / "law[0-9]" / "state"
+    (state / "4").mkdir(parents=True)
+    StateStore(state)._arrays().save(state / "4" / ARRAYS, args=ocp.args.StandardSave(arrays))
+    assert not (state / "4" / ARRAYS / MANIFEST).exists()
+    chex.assert_trees_all_equal(StateStore(state, slot=4).restore(arrays), arrays)
+
+
+def test_arrays_that_cannot_be_found_again_are_no_checkpoint(tmp_path, monkeypatch):
+    """What was written is opened before the checkpoint gets its name."""
+    monkeypatch.setattr("lorafusion_jax.checkpoint.array_files.SIGNS", frozenset())
+    state = tmp_path / "law[0-9]" / "state"
+    state.parent.mkdir()
+    with pytest.raises(RunError, match=r"save\.failed"):
+        StateStore(state).save(4, {"one": np.arange(3.0)}, {"slot": 4})
+    assert slots_of(state) == []

@@ -86,6 +86,17 @@ def test_kinds_may_be_mixed_and_packed(load_all, tmp_path):
     assert expand_source("mix", tmp_path) == [f"mix/{name}" for name in expand_names(tmp_path)]
 
 
+def test_the_folder_of_a_job_is_no_pattern(tmp_path):
+    folder = tmp_path / "jobs[1-2]*"
+    write(folder / "mix" / "a[1].jsonl", ROWS[:2])
+    write(folder / "mix" / "b.jsonl", ROWS[2:4])
+    assert expand_source("mix/*.jsonl", folder) == ["mix/a[1].jsonl", "mix/b.jsonl"]
+    assert expand_source("mix/a[1].jsonl", folder) == ["mix/a[1].jsonl"]
+    assert expand_source(str(folder / "mix"), folder) == [
+        str(folder / "mix" / name) for name in ("a[1].jsonl", "b.jsonl")
+    ]
+
+
 def expand_names(folder):
     return sorted(file.name for file in (folder / "mix").iterdir() if file.suffix != ".md" and file.name[0] != ".")
 

@@ -87,6 +87,11 @@ def move(home: Home) -> Path:
     return home.folder.rename(home.folder.with_name("elsewhere"))
 
 
+def rename(home: Home) -> Path:
+    """A name is no pattern and no address."""
+    return home.folder.rename(home.folder.with_name("home[1]?mode=ro#x%20*"))
+
+
 def link(home: Home) -> Path:
     linked = home.folder.with_name("link")
     linked.symlink_to(home.folder)
@@ -121,7 +126,7 @@ def relative(home: Home) -> Path:
     return Path("home")
 
 
-@pytest.mark.parametrize("name", [move, link, climb, mount, restore, relative])
+@pytest.mark.parametrize("name", [move, rename, link, climb, mount, restore, relative])
 @pytest.mark.parametrize("version", [3, t.VERSION])
 def test_a_home_with_another_name_keeps_everything(home, tiny_base, monkeypatch, name, version):
     """Also if it got its other name before its database was brought up to date."""
