@@ -68,6 +68,12 @@ class Tokenizer:
         return np.array([number for number, token in added.items() if token.special], np.int32)
 
     @property
+    def special_texts(self) -> dict[str, int]:
+        """The texts of the special tokens, each with its id."""
+        added = self.backend.get_added_tokens_decoder()
+        return {token.content: number for number, token in added.items() if token.special}
+
+    @property
     def template_hash(self) -> str:
         """Hash of the chat template; `plain` if there is none."""
         return self.chat_template.hash if self.chat_template else "plain"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Literal
 
 import numpy as np
@@ -68,6 +69,7 @@ class Generator:
         stages: with the model, whose adapters have weights.
         stop_tokens: tokens that end every answer.
         ends_with: (tokens, stop texts) → whether the tokens end with one of the texts.
+        special_texts: text → id of special tokens; one ends the answers that have its text as a stop text.
 
     Raises:
         ConfigError: `generate.no-cache`, a mechanism of the model keeps nothing for its next tokens.
@@ -78,12 +80,14 @@ class Generator:
         stages: Sequence[Stage],
         stop_tokens: Sequence[int] = (),
         ends_with: Callable[[Sequence[int], Sequence[str]], bool] = lambda tokens, texts: False,
+        special_texts: Mapping[str, int] = MappingProxyType({}),
     ):
         self._stages = tuple(stages)
         self._model, self._specs = stages[0].parts.model, stages[0].parts.specs
         check_caches(self._model)
         self._programs = [GenerationPrograms(stage) for stage in stages]
         self._stop_tokens, self._ends_with = frozenset(stop_tokens), ends_with
+        self._special_texts = special_texts
 
     def __call__(
         self,
@@ -121,12 +125,13 @@ class Generator:
             name = "the base" if request.adapter == BASE else self._specs[request.adapter].name
             message = f"{name}: the logits of a token are not numbers."
             raise RunError("generate.not-finite", message, where=request.where)
-        if token in self._stop_tokens:
+        stops = request.sampling.stop
+        if token in self._stop_tokens or any(self._special_texts.get(text) == token for text in stops):
             answer.end, answer.end_token, answer.end_logprob = "stop", token, logprob
             return True
         answer.tokens.append(token)
         answer.logprobs.append(logprob)
-        if request.sampling.stop and self._ends_with(answer.tokens, request.sampling.stop):
+        if stops and self._ends_with(answer.tokens, stops):
             answer.end = "stop"
         elif len(answer.tokens) == request.sampling.max_tokens:
             answer.end = "length"
@@ -264,10 +269,10 @@ def check_caches(model: ModelConfig) -> None:
 
 
 def check_requests(requests: Sequence[Request], model: ModelConfig) -> None:
-    """Checks the lengths of prompts.
+    """Checks the lengths and the tokens of prompts.
 
     Raises:
-        LoraFusionError, ErrorList: `generate.empty-prompt`, `generate.too-long`, `generate.longrope`.
+        LoraFusionError, ErrorList: `generate.empty-prompt`, `generate.token`, `generate.too-long`, `generate.longrope`.
     """
     errors: list[LoraFusionError] = []
     scalings = [rope.scaling for rope in model.ropes if rope.scaling and rope.scaling.kind == "longrope"]
@@ -276,6 +281,9 @@ def check_requests(requests: Sequence[Request], model: ModelConfig) -> None:
         if not length:
             message = f"{where} has no token."
             errors.append(ConfigError("generate.empty-prompt", message, fix="a text, or at least one message"))
+        elif outside := [token for token in request.tokens if not 0 <= token < model.vocab_size]:
+            message = f"{where} has the token {outside[0]}, and the model has tokens 0 to {model.vocab_size - 1}."
+            errors.append(ConfigError("generate.token", message, fix="the tokens of this base's tokenizer"))
         elif length >= model.positions:
             message = f"{where} has {length} tokens, and the model knows {model.positions} positions."
             errors.append(CheckpointError("generate.too-long", message, fix="a shorter prompt"))

@@ -6,9 +6,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from lorafusion_jax.data.template.compiled import TemplateProblem
 from lorafusion_jax.data.tokenizer import Tokenizer
 from lorafusion_jax.errors import DataError
+from lorafusion_jax.families.hf_config import shortened
 
 type Message = Mapping[str, Any]
 type Prompt = str | Sequence[Message] | Sequence[int]
@@ -25,10 +28,12 @@ def prompt_tokens(
         system: a system message before the prompt.
 
     Raises:
-        DataError: `generate.no-template`, `generate.template`.
+        DataError: `generate.prompt`, `generate.no-template`, `generate.template`.
     """
-    if not isinstance(prompt, str) and all(isinstance(token, int) for token in prompt):
-        return [int(token) for token in prompt]  # type: ignore[arg-type]
+    if not isinstance(prompt, str):
+        _check_items(prompt, where)
+        if not any(isinstance(item, Mapping) for item in prompt):
+            return [int(token) for token in prompt]  # type: ignore[arg-type]
     template = tokenizer.chat_template
     if isinstance(prompt, str) and (raw or template is None):
         if system is not None:
@@ -47,6 +52,16 @@ def prompt_tokens(
     except TemplateProblem as problem:
         message = f"the chat template cannot render {where}."
         raise DataError("generate.template", message, why=str(problem), fix="--raw: without the template") from None
+
+
+def _check_items(prompt: Sequence[object], where: str) -> None:
+    """Checks that a prompt that is no text has messages only, or token ids only."""
+    kinds = {"messages": Mapping, "token ids": (int, np.integer)}
+    whose = "messages" if any(isinstance(item, Mapping) for item in prompt) else "token ids"
+    for number, item in enumerate(prompt):
+        if isinstance(item, bool) or not isinstance(item, kinds[whose]):
+            message = f"{where} has {shortened(item)} among its {whose}, at {number}."
+            raise DataError("generate.prompt", message, fix="a text, a list of messages, or a list of token ids")
 
 
 def stop_tokens(base: Path, tokenizer: Tokenizer) -> list[int]:

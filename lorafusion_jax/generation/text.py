@@ -153,7 +153,8 @@ class TokenGenerator:
 
     def __init__(self, stages: Sequence[Stage], tokenizer: Tokenizer, stops: Sequence[int]):
         self._tokenizer = tokenizer
-        self._generator = Generator(stages, stops, self._ends_with)
+        self._special = tokenizer.special_texts
+        self._generator = Generator(stages, stops, self._ends_with, self._special)
 
     def __call__(
         self,
@@ -172,12 +173,27 @@ class TokenGenerator:
     def text(self, request: Request, answer: Answer) -> str:
         """The text of an answer, without what ended it."""
         text = self._tokenizer.text(answer.tokens)
-        ends = [text.find(stop) for stop in request.sampling.stop if stop in text]
-        return text[: min(ends)] if ends else text
+        ends = [text[: text.find(stop)] for stop in request.sampling.stop if stop in text]
+        with_special = [stop for stop in request.sampling.stop if self._has_special(stop)]
+        written = self._tokenizer.decode(answer.tokens) if with_special else ""
+        ends += [self._without_special(written[: written.find(stop)]) for stop in with_special if stop in written]
+        return min(ends, key=len, default=text)
 
     def _ends_with(self, tokens: Sequence[int], texts: Sequence[str]) -> bool:
-        tail = self._tokenizer.text(tokens[-LAST_TOKENS - max(map(len, texts)) :])
-        return any(text in tail for text in texts)
+        last = tokens[-LAST_TOKENS - max(map(len, texts)) :]
+        tail = self._tokenizer.text(last)
+        if any(text in tail for text in texts):
+            return True
+        with_special = [text for text in texts if self._has_special(text)]
+        return bool(with_special) and any(text in self._tokenizer.decode(last) for text in with_special)
+
+    def _has_special(self, text: str) -> bool:
+        return any(special in text for special in self._special)
+
+    def _without_special(self, text: str) -> str:
+        for special in self._special:
+            text = text.replace(special, "")
+        return text
 
 
 def rows_for(

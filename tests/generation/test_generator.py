@@ -11,19 +11,23 @@ import jax.numpy as jnp
 import more_cases
 import numpy as np
 import pytest
+import tokenizers
 
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.adapters.tokens import TokenRows
 from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.schema import TrainSettings
+from lorafusion_jax.data.tokenizer import load_tokenizer
 from lorafusion_jax.errors import ErrorList, LoraFusionError, RunError
 from lorafusion_jax.generation import packing
 from lorafusion_jax.generation.conversation import Conversation
-from lorafusion_jax.generation.generator import Generator, Request, check_caches
+from lorafusion_jax.generation.generator import Answer, Generator, Request, check_caches
 from lorafusion_jax.generation.packing import TILE, pack_prompts
 from lorafusion_jax.generation.passes import Batch
 from lorafusion_jax.generation.places import BASE, make_places
+from lorafusion_jax.generation.prompts import prompt_tokens
 from lorafusion_jax.generation.sampling import Sampling
+from lorafusion_jax.generation.text import TokenGenerator
 from lorafusion_jax.models import open_frozen
 from lorafusion_jax.planning.stages import stage_layers
 from lorafusion_jax.session.mesh import stage_meshes
@@ -158,6 +162,12 @@ def test_an_answer_ends_with_a_stop_token_or_at_the_last_position(model, alone):
     (unstopped,) = model([request])  # in which the token is one of the text
     assert (answer.end_token, unstopped.end_token, unstopped.end_logprob) == (tokens[2], None, None)
     assert answer.end_logprob == unstopped.logprobs[len(answer.tokens)]
+    special = Generator(model._stages, special_texts={"<|user|>": tokens[2], "<|other|>": tokens[0]})
+    special._programs = model._programs
+    for texts, end in (("none", "<|user|>"), "stop"), (("<|us",), "length"):
+        (by_text,) = special([replace(request, sampling=replace(request.sampling, stop=texts))])
+        assert by_text.end == end
+        assert by_text == answer or end == "length"
     long = Request(tokens=[7] * 58, sampling=Sampling(max_tokens=50))
     answer = model([long])[0]
     assert (len(answer.tokens), answer.end) == (6, "context")
@@ -183,6 +193,9 @@ def test_wrong_requests_are_reported_together(model):
     with pytest.raises(ErrorList) as caught:
         model(wrong)
     assert [error.code for error in caught.value.errors] == ["generate.empty-prompt", "generate.too-long"]
+    for token in (48, -1, 2**31, 10**30):
+        with pytest.raises(LoraFusionError, match=f"row 7 has the token {token}, and the model has tokens 0 to 47"):
+            model([Request(tokens=[3, token], where="row 7")])
     with pytest.raises(LoraFusionError) as settings:
         Sampling(max_tokens=0, temperature=float("nan"), top_p=0, top_k=-1, seed=-5, stop=("",))
     assert str(settings.value).count("generate.setting") == 6
@@ -293,3 +306,38 @@ def test_a_longer_conversation_gets_new_caches():
         conversation.keep("caches", places, 64, {0: [1]})
         assert conversation.take(wanted, tokens) == caches
         assert conversation.take(wanted, tokens) is None
+
+
+@pytest.fixture
+def special_tokenizer(tmp_path):
+    """Letters, and two special tokens: 26 is <|user|>, 27 <|end|>."""
+    words = {chr(97 + number): number for number in range(26)} | {"<|user|>": 26, "<|end|>": 27}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="a"))
+    backend.decoder = tokenizers.decoders.Fuse()
+    backend.add_special_tokens(["<|user|>", "<|end|>"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    return load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(("tokens", "stops", "ends", "text"), [
+    ([0, 1, 26], ("<|user|>",), True, "ab"),
+    ([0, 1, 26, 2], ("b<|user|>",), True, "a"),  # part text, part special
+    ([0, 26, 1, 27], ("<|user|>b<|end|>",), True, "a"),
+    ([0, 26, 1], ("ab",), True, ""),  # a text is looked for in what a person reads
+    ([0, 26, 1], ("user", "|>"), False, "ab"),  # and parts of special tokens are none
+    ([0, 27, 1], ("<|user|>", "b<|end|>"), False, "ab"),
+])  # fmt: skip
+def test_stop_texts_with_special_tokens_end_an_answer(model, special_tokenizer, tokens, stops, ends, text):
+    generator = TokenGenerator(model._stages, special_tokenizer, [])
+    assert generator._ends_with(tokens, stops) is ends
+    request = Request(tokens=[1], sampling=Sampling(stop=stops))
+    assert generator.text(request, Answer(tokens=tokens)) == text
+
+
+@pytest.mark.parametrize(
+    "prompt", [[1, True], [1, 2.5], [3, "a"], [{"role": "user", "content": "a"}, 4], [None], [[1]]]
+)
+def test_prompts_that_are_neither_messages_nor_token_ids_are_refused(special_tokenizer, prompt):
+    with pytest.raises(LoraFusionError, match=r"generate\.prompt.*prompt 2 has"):
+        prompt_tokens(prompt, special_tokenizer, where="prompt 2")
+    assert prompt_tokens(np.array([1, 2], np.int32), special_tokenizer) == [1, 2]  # type: ignore[arg-type]
