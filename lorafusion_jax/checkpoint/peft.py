@@ -38,7 +38,15 @@ from lorafusion_jax.checkpoint.peft_leaves import (
 )
 from lorafusion_jax.checkpoint.peft_leaves import put_adapter as put_adapter
 from lorafusion_jax.checkpoint.peft_leaves import take_adapter as take_adapter
-from lorafusion_jax.config.peft_config import CONFIG_FILE, Described, config_of, describe, kind_of, read_config
+from lorafusion_jax.config.peft_config import (
+    CONFIG_FILE,
+    Described,
+    config_of,
+    describe,
+    kind_of,
+    read_config,
+    without_absent,
+)
 from lorafusion_jax.config.peft_folder import KEY, PREFIX, ROOT, TENSOR_FILE, plain_name, root_of, text_name, whole_name
 from lorafusion_jax.errors import CheckpointError, ConfigError, LoraFusionError, RunError
 from lorafusion_jax.layout.layer import BESIDE, EXPERTS, LINEAR_ATTENTION, MIXERS, PARALLEL, PATHS
@@ -227,6 +235,7 @@ def _read(folder: Path, kind: str | None = None, head: Head | None = None) -> tu
     """Returns the description of a folder and its tensors, which fit it."""
     check_digests(folder)
     raw, stored, where = read_config(folder), read_tensors(folder), str(folder / TENSOR_FILE)
+    raw = without_absent(raw, stored)
     named = {text_name(key)[0]: array for key, array in stored.items()}
     if len(named) < len(stored):
         why = "the text part of a multimodal model has two names in it"

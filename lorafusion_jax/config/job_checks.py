@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
+from lorafusion_jax.adapters.patterns import matches
 from lorafusion_jax.adapters.spec import resolve_targets
 from lorafusion_jax.adapters.table import adapter_kind
 from lorafusion_jax.adapters.tokens import GROUP as TOKENS
 from lorafusion_jax.config import schema
 from lorafusion_jax.config.merge import Entry
+from lorafusion_jax.config.peft_folder import describe_folder
 from lorafusion_jax.config.read import Keys, Source
 from lorafusion_jax.config.references import reference_of, unknown_reference
 from lorafusion_jax.errors import ConfigError, LoraFusionError
@@ -209,7 +212,32 @@ def ineffective(config: schema.JobConfig) -> list[str]:
         chosen = adapter.objective.chosen
         if chosen.objective.defaults.get("lora.dropout") == 0 and adapter.lora.dropout > 0:
             notes.append(f"{adapter.name}: lora.dropout={adapter.lora.dropout:g}, {_dropout_effect(chosen)}")
+        notes += _overlapping(adapter, Path(config.directory))
     return list(dict.fromkeys(notes))
+
+
+def _overlapping(adapter: schema.AdapterConfig, directory: Path) -> Iterator[str]:
+    """Notes patterns of a folder of which PEFT may not have kept the order: `save_pretrained` sorts them."""
+    if adapter.lora.init_from is None:
+        return
+    try:
+        described = describe_folder(directory / adapter.lora.init_from, adapter.lora.adapter_kind)
+    except (LoraFusionError, OSError, ValueError):  # who reads the folder says why
+        return
+    patterns = described.spec.patterns
+    for key, named in (
+        () if patterns is None else (("rank_pattern", patterns.ranks), ("alpha_pattern", patterns.alphas))
+    ):
+        for path in described.ranks:
+            matched = {name: value for name, value in named if matches(name, path)}
+            if len(set(matched.values())) > 1:
+                both = " and ".join(map(repr, matched))
+                yield (
+                    f"{adapter.name}: {both} of {key} in {adapter.lora.init_from} match one projection ({path}). "
+                    "The first counts, but PEFT sorts patterns when it saves: the adapter may have been trained with "
+                    "another value"
+                )
+                break
 
 
 def _unscaled(adapter: schema.AdapterConfig) -> list[str]:

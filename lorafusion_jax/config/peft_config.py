@@ -25,7 +25,12 @@ from lorafusion_jax.weights.table import NONE
 
 CONFIG_FILE = "adapter_config.json"
 LORA = "LORA"  # PEFT's type
+LAYERS = "layers"  # of `layers_pattern`: modules of other names are not numbered here
 SAVED, TRAINED_TOKENS = "modules_to_save", "trainable_token_indices"
+ADDED = ("classifier", "score")  # to `modules_to_save` by PEFT, for the task SEQ_CLS
+REMEDIES = {  # an option of adapters is not supported → what to do
+    "save_projection": "load it with PEFT, set config.save_projection = True, and save it again: A and B are not in it",
+}
 # Options that do not change what a trained adapter computes. Every other option that is set is refused by name: PEFT
 # gains variants with every release, and an unknown one must not be dropped in silence.
 _NEUTRAL = frozenset(
@@ -206,17 +211,34 @@ def _of_lora() -> dict[str, Any]:
 
 
 def kind_of(raw: Mapping[str, Any]) -> str:
-    """Returns the built-in adapter kind that adapter_config.json describes; LoRA if there is none."""
-    fits = {
-        name: len(kind.peft)
+    """Returns the built-in adapter kind that adapter_config.json describes, or comes nearest to; LoRA if none does."""
+    of_type = {
+        name: kind.peft
         for name, kind in KINDS.items()
-        if kind.peft is not None and _peft_type(kind) == raw.get("peft_type") and _says(raw, kind.peft)
+        if kind.peft is not None and _peft_type(kind) == raw.get("peft_type")
     }
-    return max(fits, key=lambda name: fits[name], default=PLAIN)
+    fits = {name: len(entries) for name, entries in of_type.items() if _says(raw, entries)}
+    return max(fits, key=lambda name: fits[name], default=PLAIN if PLAIN in of_type else next(iter(of_type), PLAIN))
 
 
 def _says(raw: Mapping[str, Any], entries: Mapping[str, Any]) -> bool:
     return all(raw.get(key) == value for key, value in entries.items() if not callable(value))
+
+
+def without_absent(raw: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
+    """Takes out of `modules_to_save` what PEFT adds to it whether the model has it or not, and repetitions.
+
+    Args:
+        keys: of the tensors in the folder.
+
+    >>> without_absent({"modules_to_save": ["classifier", "score"]}, ["base_model.model.score.weight"])
+    {'modules_to_save': ['score']}
+    """
+    saved, keys = raw.get(SAVED), list(keys)
+    if not isinstance(saved, list):
+        return dict(raw)
+    absent = [name for name in ADDED if not any(f".{name}." in key for key in keys)]
+    return {**raw, SAVED: list(dict.fromkeys(name for name in map(str, saved) if name not in absent)) or None}
 
 
 def _peft_type(kind: AdapterKind) -> str:
@@ -271,7 +293,12 @@ def describe(
     """
     paths = sorted(paths)
     errors: list[LoraFusionError] = [
-        CheckpointError("peft.unsupported", f"this adapter uses {option}, which is not supported.", where=where)
+        CheckpointError(
+            "peft.unsupported",
+            f"this adapter uses {option}, which is not supported.",
+            where=where,
+            fix=REMEDIES.get(option.partition("=")[0], ""),
+        )
         for option in _unsupported_options(raw, adapter_kind(kind))
     ]
     saved = raw.get(SAVED) if raw.get(SAVED) not in _OFF else None
@@ -369,6 +396,7 @@ def _unsupported_options(raw: Mapping[str, Any], kind: AdapterKind) -> list[str]
         f"{key}={shortened(value)}"
         for key, value in raw.items()
         if key not in _NEUTRAL and value not in _OFF and key not in peft_entries
+        if key != "ensure_weight_tying" or raw.get(TRAINED_TOKENS) not in _OFF  # it is about embedding and head
     ]
     unsupported += [
         f"{key}={shortened(raw.get(key))}"
@@ -379,8 +407,11 @@ def _unsupported_options(raw: Mapping[str, Any], kind: AdapterKind) -> list[str]
     init = raw.get("init_lora_weights")
     unsupported += [f"init_lora_weights={shortened(init)}"] if init not in _PLAIN_INIT else []
     pattern = raw.get("layers_pattern")
-    unsupported += [f"layers_pattern={shortened(pattern)}"] if pattern not in (*_OFF, "", "layers", ["layers"]) else []
-    return unsupported
+    names = [pattern] if isinstance(pattern, str) else pattern
+    in_layers = isinstance(names, list) and LAYERS in names and all(str(name).isidentifier() for name in names)
+    return (
+        unsupported if in_layers or pattern in (*_OFF, "") else [*unsupported, f"layers_pattern={shortened(pattern)}"]
+    )
 
 
 def _some_layers(raw: Mapping[str, Any]) -> bool:

@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from lorafusion_jax.adapters.kind import Head
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.checkpoint.peft import export_adapter, put_adapter, read_adapter, take_adapter
 from lorafusion_jax.errors import CheckpointError, ErrorList
+from lorafusion_jax.objective.reward import REWARD
 
 SPEC = AdapterSpec(name="law", rank=2, alpha=4, targets=("q_proj", "v_proj"))
 KEY = "base_model.model.model.layers.{}.self_attn.{}.lora_{}.weight"
@@ -118,6 +120,61 @@ def test_options_that_change_nothing_are_accepted(folder):
         target_modules=r".*\.(q|v)_proj",
     )
     assert read_adapter(folder)[0] == SPEC
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"ensure_weight_tying": True},
+        {"layers_to_transform": [0, 1], "layers_pattern": ["layers", "h"]},
+        {"layers_to_transform": [0, 1], "layers_pattern": ["blocks", "layers"]},
+        {"modules_to_save": ["classifier", "score"]},  # PEFT adds both to every adapter that classifies
+    ],
+    ids=str,
+)
+def test_options_that_change_nothing_of_this_adapter_are_accepted(folder, option):
+    before = read_adapter(folder)
+    edit_config(folder, **option)
+    spec, arrays = read_adapter(folder)
+    assert [spec.has(path) for path in arrays] == [True] * 4
+    assert (spec.head, spec.scale) == (None, before[0].scale)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"ensure_weight_tying": True, "trainable_token_indices": [1]},
+        {"layers_to_transform": [0, 1], "layers_pattern": ["h"]},
+        {"layers_to_transform": [0, 1], "layers_pattern": ["layers", "(x)"]},
+        {"layers_to_transform": [0, 1], "layers_pattern": 5},
+        {"peft_type": "VERA", "save_projection": False},
+    ],
+    ids=str,
+)
+def test_options_that_may_change_it_are_refused_by_name(folder, option):
+    edit_config(folder, **option)
+    name = list(option)[-1] if "save_projection" in option or "layers_pattern" in option else "ensure_weight_tying"
+    assert f"this adapter uses {name}=" in " ".join(error.what for error in refused(folder))
+
+
+@pytest.mark.parametrize("saved", [["score"], ["classifier", "score"], ["score", "classifier", "score"]], ids=str)
+def test_a_score_that_peft_or_trl_wrote_is_continued(folder, saved):
+    """PEFT names what it saves of its own accord, too, and again each time it saves."""
+    head = Head(name="reward", leaves=REWARD.head, task="SEQ_CLS")
+    score = np.arange(8, dtype=np.float32)[None]
+    edit_config(folder, modules_to_save=saved, task_type="SEQ_CLS")
+    edit_tensors(folder, lambda tensors: tensors.update({"base_model.model.score.weight": score}))
+    spec, arrays = read_adapter(folder, head=head)
+    assert spec.head == head
+    np.testing.assert_array_equal(arrays["head"][0], score.T)
+    assert [error.code for error in refused(folder)] == ["peft.unsupported"]  # no objective here has a score
+
+
+@pytest.mark.parametrize(("key", "value"), [("lora_alpha", 0), ("lora_alpha", -4), ("r", 0), ("lora_dropout", 1)])
+def test_numbers_out_of_range_say_the_range(folder, key, value):
+    edit_config(folder, **{key: value})
+    (error,) = refused(folder)
+    assert f"{key}={value} cannot be used: it must be " in error.what
 
 
 def test_projections_of_different_scales_are_read(folder):

@@ -3,9 +3,14 @@
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
+import small_jobs
 import yaml
 
+from lorafusion_jax.adapters.patterns import Patterns
+from lorafusion_jax.adapters.spec import AdapterSpec
+from lorafusion_jax.checkpoint.peft import write_adapter
 from lorafusion_jax.config import dump_config, load_config, sweep
 from lorafusion_jax.config.job_checks import ineffective
 from lorafusion_jax.config.load import parse_config
@@ -309,3 +314,24 @@ def test_init_prints_a_valid_job(tmp_path):
 
     config = load_config(write(tmp_path, TEXT))
     assert [adapter.name for adapter in config.adapters] == ["law", "chat-lr1e-4", "chat-lr2e-4"]
+
+
+def test_patterns_that_peft_may_have_sorted_are_noted(tmp_path, tiny_base):
+    spec = AdapterSpec(
+        name="law", rank=2, alpha=4, targets=("q_proj", "v_proj"),
+        patterns=Patterns(rank=2, alpha=4, alphas=((r"0\..*_proj", 6.0), ("q_proj", 8.0), ("v_proj", 6.0))),
+    )  # fmt: skip
+    shapes = {"q_proj": (32, 32), "v_proj": (32, 16)}
+    arrays = {
+        f"layers.{layer}.self_attn.{name}": (np.ones((shape[0], 2), np.float32), np.ones((2, shape[1]), np.float32))
+        for layer in range(2)
+        for name, shape in shapes.items()
+    }
+    write_adapter(arrays, spec, "base", tmp_path / "start")
+    rows = small_jobs.write_rows(tmp_path, "law", 2)
+    adapter = {"name": "law", "data": {"train": rows}, "lora": {"init_from": "start", "dropout": 0}}
+    config = load_config(small_jobs.write_job(tmp_path, tiny_base, [adapter], lora={}))
+    (note,) = [note for note in ineffective(config) if "alpha_pattern" in note]
+    assert "'q_proj'" in note
+    assert "layers.0.self_attn.q_proj" in note
+    assert "'v_proj'" not in note  # both patterns say the same of it

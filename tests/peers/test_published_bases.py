@@ -1,0 +1,100 @@
+"""What leaves a run works with the base as it is published: every family, multimodal models included.
+
+The adapter of each golden model is written by us, loaded by the published class with PEFT, and merged by us. Logits are
+those of `expected.safetensors`, which the decoder gives, too (`models/test_parity.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from lorafusion_jax.checkpoint.merge import merge_arrays
+from lorafusion_jax.checkpoint.peft import read_adapter, write_adapter
+from lorafusion_jax.families.multimodal import WRAPPERS, auto_class
+from lorafusion_jax.families.table import FAMILIES
+from lorafusion_jax.models import ModelConfig
+
+GOLDEN = Path(__file__).parents[1] / "models" / "golden"
+PEERS = os.environ.get("LORAFUSION_PEERS", "")
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.skipif(not PEERS, reason="LORAFUSION_PEERS names no Python with torch and peft; make test-peers"),
+]
+TEXT = (
+    "llama3", "mistral_window", "ministral", "ministral3", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "gemma4",
+    "gemma4_shared", "gemma4_unified", "olmo2", "olmo3", "smollm3", "granite", "seed_oss", "phi3_long", "mixtral",
+    "gpt_oss", "qwen2_moe", "qwen3_moe", "glm4_moe", "glm4_moe_lite_groups", "deepseek_v3_experts", "qwen3_next",
+    "qwen3_5", "qwen3_5_moe",
+)  # fmt: skip
+WHOLE = {  # a multimodal model → the golden model that is its text part
+    "gemma3": "gemma3", "gemma3 windows": "gemma3_all_windows", "gemma4": "gemma4", "gemma4 experts": "gemma4_experts",
+    "gemma4 per layer": "gemma4_per_layer", "gemma4_unified": "gemma4_unified", "mistral3": "mistral_window",
+    "mistral3 ministral": "ministral3", "qwen3_5": "qwen3_5", "qwen3_5_moe": "qwen3_5_moe",
+}  # fmt: skip
+CASES = {case: case for case in TEXT} | {f"whole {name}": case for name, case in WHOLE.items()}
+LOGITS = 1e-4  # relative; float32, another library's order of sums through all layers
+
+
+def script(*arguments: object) -> None:
+    path = Path(__file__).parent / "published_bases.py"
+    done = subprocess.run([PEERS, str(path), *map(str, arguments)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    # PEFT says so where an adapter does not reach the model
+    assert "missing adapter keys" not in done.stderr, done.stderr[-3000:]
+
+
+@pytest.fixture(scope="module")
+def computed(tmp_path_factory):
+    home = tmp_path_factory.mktemp("published")
+    bases = {name: GOLDEN / case if name == case else home / "bases" / name for name, case in CASES.items()}
+    wholes = [
+        {"text": str(GOLDEN / case), "type": name.split()[1], "folder": str(bases[name])}
+        for name, case in CASES.items()
+        if name != case
+    ]
+    (home / "job.json").write_text(json.dumps({"wholes": wholes}))
+    script("make", home / "job.json")
+    runs = []
+    for name, case in CASES.items():
+        base, model = str(bases[name]), ModelConfig.from_hf(bases[name])
+        assert bool(model.wrapper) == (name != case)
+        spec, arrays = read_adapter(GOLDEN / case / "adapter")
+        folder = write_adapter(arrays, spec, base, home / "adapters" / name, multimodal=bool(model.wrapper))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the towers that are left out
+            merge_arrays(base, spec, arrays, home / "merged" / name)
+        tokens = load_file(GOLDEN / case / "expected.safetensors")["tokens"].tolist()
+        every = {"class": auto_class(model.wrapper), "tokens": tokens}
+        runs += [
+            every | {"name": f"{name} base", "base": base, "adapter": None},
+            every | {"name": name, "base": base, "adapter": str(folder)},
+            every | {"name": f"{name} merged", "base": str(home / "merged" / name), "adapter": None},
+        ]
+    (home / "job.json").write_text(json.dumps({"runs": runs}))
+    script("run", home / "job.json", home / "results.npz")
+    with np.load(home / "results.npz") as results:
+        return dict(results)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_adapter_changes_the_published_base_as_it_was_trained(name, computed):
+    wanted = load_file(GOLDEN / CASES[name] / "expected.safetensors")
+    scale = np.abs(wanted["adapted"]).max()
+    np.testing.assert_allclose(computed[f"{name} base"] / scale, wanted["logits"] / scale, atol=LOGITS)
+    assert np.abs(computed[name] - computed[f"{name} base"]).max() > 100 * LOGITS * scale
+    np.testing.assert_allclose(computed[name] / scale, wanted["adapted"] / scale, atol=LOGITS)
+    np.testing.assert_allclose(computed[f"{name} merged"] / scale, wanted["adapted"] / scale, atol=LOGITS)
+
+
+def test_every_family_and_every_multimodal_model_is_among_them():
+    families = {ModelConfig.from_hf(GOLDEN / case).family for case in CASES.values()}
+    assert families == set(FAMILIES)
+    assert {name.split()[0] for name in WHOLE} == set(WRAPPERS)
