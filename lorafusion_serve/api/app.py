@@ -126,11 +126,11 @@ class Guard:
             assert self._service is not None
             request = Request(scope)
             try:
-                found = identify(request, self._service)
+                asker = identify(request, self._service)
             except (ApiError, StoreError) as problem:
                 await problems.answer_problem(request, problem)(scope, receive, send)
                 return
-            owner, largest = found.key or found.name, LARGEST_BODY
+            owner, largest = asker.key or asker.name, LARGEST_BODY
         if scope["path"].rstrip("/") in self._uploads:
             await self._app(scope, receive, send)
             return
