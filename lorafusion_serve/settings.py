@@ -34,6 +34,7 @@ class Settings:
         save_s: seconds between two saves of the state of a job.
         lease_s: seconds without a sign of a worker after which its jobs go back to the queue.
         most_upload, most_jobs: bytes of a data set, and live jobs of an owner.
+        child_memory: bytes that the processes which read data may take together.
     """
 
     home: Path
@@ -57,6 +58,7 @@ class Settings:
     lease_s: float = 30.0
     most_upload: int = 2 << 30
     most_jobs: int = 1000
+    child_memory: int = 2 << 30
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "home", self.home.resolve())

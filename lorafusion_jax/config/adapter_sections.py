@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from functools import cached_property
 from typing import Annotated, Any, Literal, Self
@@ -68,7 +69,8 @@ TrainableTokens = Annotated[list[int | str] | dict[str, list[int | str]] | None,
 
 
 def _different(targets: str | list[str]) -> str | list[str]:
-    twice = sorted({name for name in targets if targets.count(name) > 1}) if isinstance(targets, list) else []
+    counts = Counter(targets if isinstance(targets, list) else ())
+    twice = sorted(name for name, count in counts.items() if count > 1)
     if twice:
         raise ValueError(f"a list of different names; {', '.join(twice)} stands there twice")
     return targets

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -47,8 +48,8 @@ def read_sources(value: object) -> Sources:
     if not 0 < len(entries) <= MOST_SOURCES:
         raise ValueError(f"a file, or a list of 1 to {MOST_SOURCES} files, not {shortened(value)}")
     sources = tuple(_source(entry) for entry in entries)
-    paths = [source.path for source in sources]
-    if twice := sorted({path for path in paths if paths.count(path) > 1}):
+    counts = Counter(source.path for source in sources)
+    if twice := sorted(path for path, count in counts.items() if count > 1):
         raise ValueError(f"a list of different files; {twice[0]} stands there twice: give it a weight of 2")
     return sources
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -101,7 +102,8 @@ def _ids(name: str, tokens: Tokens, tokenizer: Path | None) -> tuple[int, ...]:
     raise_all([_unknown(name, text, known) for text in texts if text not in known])
     ids = tuple(known[token] if isinstance(token, str) else token for token in tokens)
     if len(set(ids)) < len(ids):
-        twice = next(token for token, number in zip(tokens, ids, strict=True) if ids.count(number) > 1)
+        counts = Counter(ids)
+        twice = next(token for token, number in zip(tokens, ids, strict=True) if counts[number] > 1)
         raise ConfigError(CODE, f"{name}: trainable_tokens has '{twice}' twice, as a text and as an id.")
     return ids
 

@@ -9,7 +9,7 @@ import io
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 from lorafusion_jax.data.json_blocks import json_blocks
 from lorafusion_jax.data.row_files import bad_csv, bad_parquet, csv_options, decode, parse_jsonl, without_nulls
@@ -17,7 +17,11 @@ from lorafusion_jax.data.rows import Rows
 from lorafusion_jax.errors import DataError
 from lorafusion_jax.readable import DATA, open_regular, open_text
 
+if TYPE_CHECKING:
+    import pyarrow as pa
+
 BLOCK_BYTES = 8 << 20  # a tokenizer needs some hundred bytes for each token of a block
+BATCH_ROWS, ROW_BYTES = 64, 64  # of a Parquet file: rows that are unpacked at once, and the least that a row takes
 MOST_UNPACKED = 1 << 40
 PART = 1 << 20
 GZIP, ZSTD = ".gz", ".zst"
@@ -107,16 +111,68 @@ def _parquet_blocks(name: str, path: Path) -> Iterator[Rows]:
     import pyarrow as pa
     from pyarrow import parquet
 
-    first_row = 0
+    first_row, size, values = 0, 0, []
+    try:
+        with open_regular(path, DATA) as file, parquet.ParquetFile(file) as table:
+            for batch in table.iter_batches(batch_size=BATCH_ROWS):
+                values += [without_nulls(row) for row in batch.to_pylist()]
+                size += _batch_bytes(batch)
+                if size >= BLOCK_BYTES:
+                    yield Rows(source=name, values=values, first=first_row)
+                    first_row, size, values = first_row + len(values), 0, []
+            if values:
+                yield Rows(source=name, values=values, first=first_row)
+    except (pa.ArrowException, ValueError, OverflowError) as problem:
+        raise bad_parquet(name, problem) from None
+
+
+def unpacked_parquet_bytes(name: str, path: Path, most: int) -> int:
+    """Returns about how many bytes the rows of a Parquet file take; more than `most` if they take more.
+
+    The counts of the file itself are looked at first. They do not tell how often a value of a dictionary is repeated.
+
+    Raises:
+        DataError: `data.bad-table`.
+    """
+    import pyarrow as pa
+    from pyarrow import parquet
+
     try:
         with open_regular(path, DATA) as file, parquet.ParquetFile(file) as table:
             groups = [table.metadata.row_group(index) for index in range(table.num_row_groups)]
-            size = sum(group.total_byte_size for group in groups) / max(table.metadata.num_rows, 1)
-            for batch in table.iter_batches(batch_size=max(int(BLOCK_BYTES / max(size, 1)), 1)):
-                yield Rows(source=name, values=[without_nulls(row) for row in batch.to_pylist()], first=first_row)
-                first_row += batch.num_rows
+            size = max(sum(group.total_byte_size for group in groups), ROW_BYTES * table.metadata.num_rows)
+            if size > most:
+                return size
+            read = 0
+            for batch in table.iter_batches(batch_size=BATCH_ROWS):
+                read += _batch_bytes(batch)
+                if read > most:
+                    break
+            return max(size, read)
     except (pa.ArrowException, ValueError, OverflowError) as problem:
         raise bad_parquet(name, problem) from None
+
+
+def _batch_bytes(batch: pa.RecordBatch) -> int:
+    return sum(map(_unpacked_bytes, batch.columns)) + ROW_BYTES * batch.num_rows
+
+
+def _unpacked_bytes(array: pa.Array) -> int:
+    """Returns the bytes of an array with every value of a dictionary written out."""
+    import pyarrow as pa
+    from pyarrow import compute
+
+    kind = array.type
+    if isinstance(array, pa.DictionaryArray):
+        texts = isinstance(array.dictionary, pa.StringArray | pa.BinaryArray | pa.LargeStringArray)
+        if not texts:
+            return len(array) * (_unpacked_bytes(array.dictionary) // max(len(array.dictionary), 1))
+        lengths = compute.binary_length(array.dictionary)  # pyright: ignore[reportAttributeAccessIssue]
+        return compute.sum(lengths.take(array.indices)).as_py() or 0  # pyright: ignore[reportAttributeAccessIssue]
+    if pa.types.is_nested(kind):
+        parts = array.flatten()
+        return sum(map(_unpacked_bytes, parts if isinstance(parts, list) else [parts])) + 8 * len(array)
+    return array.nbytes
 
 
 def _json_blocks(name: str, path: Path) -> Iterator[Rows]:

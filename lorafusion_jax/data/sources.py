@@ -11,13 +11,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lorafusion_jax.data.hub_blocks import read_table, table_blocks
-from lorafusion_jax.data.row_blocks import BLOCK_BYTES, LARGE, open_unpacked, packing_of, read_and_hash
+from lorafusion_jax.data.row_blocks import (
+    BLOCK_BYTES,
+    LARGE,
+    open_unpacked,
+    packing_of,
+    read_and_hash,
+    unpacked_parquet_bytes,
+)
 from lorafusion_jax.data.row_files import decode, parse_csv, parse_json, parse_jsonl, parse_parquet, without_nulls
 from lorafusion_jax.data.rows import SHOWN, RawSource, Rows
 from lorafusion_jax.errors import DataError, first_few, raise_all
 
 KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 PROBLEMS = (OSError, EOFError, zlib.error)
+LARGEST_WHOLE = 8 * BLOCK_BYTES  # of unpacked rows that are parsed at once
 SHOWN_NAME = 100  # characters
 
 
@@ -48,6 +56,8 @@ def open_source(source: str, base_dir: Path) -> RawSource:
             content, digest = read_and_hash(file, None if unsplit else BLOCK_BYTES)
     except PROBLEMS as problem:
         raise _unreadable(source, path, problem) from None
+    if content is not None and kind == "parquet" and not unsplit and content.strip():
+        content = None if unpacked_parquet_bytes(source, path, LARGEST_WHOLE) > LARGEST_WHOLE else content
     if content is not None and not content.strip():
         raise DataError("data.empty-file", f"{source} is empty.", where=str(path), fix="a file with at least one row")
     return RawSource(name=source, kind=kind, content=content, digest=digest, path=path)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
@@ -16,6 +19,7 @@ from sqlalchemy import select
 
 from lorafusion_serve.api.news import News
 from lorafusion_serve.api.problems import ApiError
+from lorafusion_serve.control.child import MOST_WAITING, Question, TooManyWaiting
 from lorafusion_serve.control.controller import Controller
 from lorafusion_serve.settings import Settings
 from lorafusion_serve.store import tables as t
@@ -34,6 +38,7 @@ from lorafusion_serve.store.keys import (
 COOKIE = "lorafusion_session"
 RATE, BURST = 100.0, 200.0  # requests a second of one key, and at once
 DAY = 86400.0
+MOST_UPLOADS = 8  # of an owner at once
 MOST_STREAMS, MOST_OF_ALL = 50, 1000  # streams of a key, and of all together
 
 
@@ -44,6 +49,8 @@ class Service:
         self.settings, self.db, self.controller, self.jobs = settings, db, controller, Jobs(db)
         self.access, self.limits = Access(db), Limits()
         self.streams: dict[str, int] = {}
+        self.uploads = Places("uploads", MOST_UPLOADS)
+        self.forms = asyncio.Lock()
         self.news = News(db)
         self.datasets = threading.Lock()  # their rows and folders change together
 
@@ -62,6 +69,53 @@ class Limits:
             left = min(BURST, left + (now - at) * RATE)
             self._left[key] = (left - 1 if left >= 1 else left, now)
             return left >= 1
+
+
+class Places:
+    """How much each owner has of a kind of work under way."""
+
+    def __init__(self, kind: str, most: int):
+        self._kind, self._most, self._counts = kind, most, Counter[str]()
+
+    @contextmanager
+    def of(self, owner: str) -> Iterator[None]:
+        """Takes a place of an owner.
+
+        Raises:
+            ApiError: 429, `api.turns`.
+        """
+        if self._counts[owner] >= self._most:
+            raise too_many(owner, self._most, self._kind)
+        self._counts[owner] += 1
+        try:
+            yield
+        finally:
+            self._counts[owner] -= 1
+            if not self._counts[owner]:
+                del self._counts[owner]
+
+
+def too_many(owner: str, most: int, kind: str) -> ApiError:
+    headers = {"Retry-After": "5"}
+    return ApiError(429, "api.turns", f"{owner} has {most} {kind} under way.", fix="wait for them", headers=headers)
+
+
+async def ask_child(service: Service, owner: Owner, question: Question, request: dict[str, Any]) -> dict[str, Any]:
+    """Waits for the answer of a child process in the owner's turn, without a thread.
+
+    Raises:
+        ApiError: 429, `api.turns`; 503, `api.ends`.
+    """
+    try:
+        return await asyncio.wrap_future(service.controller.child.submit(owner.name, question, request))
+    except TooManyWaiting:
+        raise too_many(owner.name, MOST_WAITING, "requests that read data") from None
+    except asyncio.CancelledError:
+        if (task := asyncio.current_task()) is not None and task.cancelling():
+            raise
+        raise ApiError(
+            503, "api.ends", "the service ends.", fix="ask the next one", headers={"Retry-After": "5"}
+        ) from None
 
 
 class Access:

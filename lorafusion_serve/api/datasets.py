@@ -20,7 +20,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 
 from lorafusion_jax.files import sync
-from lorafusion_serve.api.access import DataRead, DataWrite, IdempotencyKey, Service, ServiceOf, once
+from lorafusion_serve.api.access import DataRead, DataWrite, IdempotencyKey, Service, ServiceOf, ask_child, once
 from lorafusion_serve.api.problems import ApiError, not_found, problems_answer
 from lorafusion_serve.control.spec import job_values
 from lorafusion_serve.store import tables as t
@@ -56,10 +56,12 @@ async def upload(
     draft = service.settings.datasets / f".upload-{secrets.token_hex(8)}"
     try:
         draft.mkdir()
-        sha, size = await _receive(request, draft / f"data.{ending}", most)
-        if not size:
-            raise ApiError(422, "data.empty-file", "the body is empty.", fix="send the bytes of the file as the body")
-        return await run_in_threadpool(keep, service, owner, draft, name, sha, size)
+        with service.uploads.of(owner.name):
+            sha, size = await _receive(request, draft / f"data.{ending}", most)
+            if not size:
+                fix = "send the bytes of the file as the body"
+                raise ApiError(422, "data.empty-file", "the body is empty.", fix=fix)
+            return await keep(service, owner, draft, name, sha, size)
     except OSError as problem:
         message, why = "the file could not be stored.", problem.strerror or ""
         raise ApiError(507, "store.no-space", message, why=why, fix="try again later") from None
@@ -83,7 +85,7 @@ def show_dataset(dataset: Dataset, service: ServiceOf, owner: DataRead) -> dict[
 
 
 @router.get("/datasets/{dataset}/preview")
-def preview(
+async def preview(
     dataset: Dataset,
     service: ServiceOf,
     owner: DataRead,
@@ -91,9 +93,12 @@ def preview(
     base: Annotated[str | None, Query(max_length=100)] = None,
 ) -> Response:
     """A row as the model sees it: ⟦ ⟧ around what is learned."""
-    stored, bases = _find(service, dataset, owner), service.settings.bases
+    stored, bases = await run_in_threadpool(_find, service, dataset, owner), service.settings.bases
     if base is not None and base not in bases:
         raise not_found("such base")
+    if row >= stored["rows"]:
+        message = f"the data set has {stored['rows']} rows."
+        raise ApiError(422, "data.row", message, where="row", fix="a smaller row")
     chosen = base or next(iter(bases))
     spec = {
         "data": {"train": dataset},
@@ -108,7 +113,7 @@ def preview(
     files = {dataset: service.settings.datasets / dataset / f"data.{stored['format']}"}
     session = {"base": {}, "batch": {}, "mesh": {}, "train": {}}
     values = job_values(spec, "preview", base=bases[chosen], files=files, session=session, start=None)
-    answer = service.controller.child.ask("preview", {"values": values, "row": row})
+    answer = await ask_child(service, owner, "preview", {"values": values, "row": row})
     problems = answer.pop("problems")
     if problems:
         path = str(service.settings.datasets / dataset)
@@ -181,16 +186,16 @@ async def _next_part(parts: AsyncIterator[bytes], size: int, began: float) -> by
     return part
 
 
-def keep(service: Service, owner: Owner, draft: Path, name: str, sha: str, size: int) -> Response:
+async def keep(service: Service, owner: Owner, draft: Path, name: str, sha: str, size: int) -> Response:
     """Reads an uploaded file in a child process; keeps it if it has rows.
 
     The id is the digest of owner and content, so nobody learns what others have uploaded.
     """
     (file,) = draft.iterdir()
     dataset = "sha256-" + hashlib.sha256(f"{owner.name}\n{sha}\n{file.suffix}".encode()).hexdigest()
-    if (known := _known(service, dataset)) is not None:
+    if (known := await run_in_threadpool(_known, service, dataset)) is not None:
         return JSONResponse(known, 201)
-    counts = service.controller.child.ask("count", {"file": str(file)})
+    counts = await ask_child(service, owner, "count", {"file": str(file), "most_bytes": service.settings.most_upload})
     if counts["problems"]:
         return problems_answer(counts["problems"])
     row = {
@@ -204,6 +209,11 @@ def keep(service: Service, owner: Owner, draft: Path, name: str, sha: str, size:
         "bytes": size,
         "created": time.time(),
     }
+    return await run_in_threadpool(_store, service, draft, row)
+
+
+def _store(service: Service, draft: Path, row: dict[str, Any]) -> Response:
+    dataset = row["id"]
     target = service.settings.datasets / dataset
     with service.datasets:
         if (known := _known(service, dataset)) is not None:  # uploaded twice at once

@@ -17,13 +17,23 @@ from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 from sqlalchemy import select
+from starlette.concurrency import run_in_threadpool
 
 from lorafusion_jax.checkpoint.digests import FILE as DIGESTS
 from lorafusion_jax.checkpoint.digests import digest_of, read_digests
 from lorafusion_jax.config.references import BASE, START
-from lorafusion_serve.api.access import AdaptersRead, IdempotencyKey, JobsRead, JobsWrite, Service, ServiceOf, once
+from lorafusion_serve.api.access import (
+    AdaptersRead,
+    IdempotencyKey,
+    JobsRead,
+    JobsWrite,
+    Service,
+    ServiceOf,
+    ask_child,
+    once,
+)
 from lorafusion_serve.api.problems import BESIDE_FILES, ApiError, not_found, problems_answer
-from lorafusion_serve.control.spec import JobSpec, examine
+from lorafusion_serve.control.spec import LONGEST_JOB, JobSpec, examine
 from lorafusion_serve.refusals import describe
 from lorafusion_serve.states import LIVE, STATES
 from lorafusion_serve.store import tables as t
@@ -49,15 +59,17 @@ class Change(BaseModel):
 
 
 @router.post("/jobs", status_code=201)
-def submit(
+async def submit(
     spec: JobSpec, service: ServiceOf, owner: JobsWrite, idempotency_key: IdempotencyKey = None, dry_run: bool = False
 ) -> Response:
     """Submits a job: 201 with the job, or 422 with every problem. Data and memory are checked next."""
     values = spec.model_dump(mode="json")
-    if problems := find_problems(service, owner, spec):
+    if problems := await run_in_threadpool(find_problems, service, owner, spec):
         return problems_answer(problems)
     if dry_run:
-        verdict = service.controller.run_check({"id": "dry-run", "spec": values, "base": spec.base})
+        job, controller = {"id": "dry-run", "spec": values, "base": spec.base}, service.controller
+        answer = await ask_child(service, owner, "check", await run_in_threadpool(controller.question, job))
+        verdict = await run_in_threadpool(controller.verdict, job, answer)
         return problems_answer(verdict["problems"]) if verdict["problems"] else JSONResponse(verdict)
 
     def act(connection: Any) -> tuple[int, Any]:
@@ -66,7 +78,7 @@ def submit(
             raise ApiError(429, "job.limit", f"{owner.name} has {live} live jobs already.", fix="cancel some, or wait")
         return 201, show(service.jobs.submit(connection, owner.name, values))
 
-    return once(service, owner, idempotency_key, "POST /v1/jobs", values, act)
+    return await run_in_threadpool(once, service, owner, idempotency_key, "POST /v1/jobs", values, act)
 
 
 @router.get("/jobs")
@@ -236,6 +248,9 @@ def show(job: Job) -> dict[str, Any]:
 def find_problems(service: Service, owner: Owner, spec: JobSpec) -> list[dict[str, str]]:
     """Everything that is wrong with a job before its data is read."""
     problems: list[dict[str, str]] = []
+    if len(spec.model_dump_json()) > LONGEST_JOB:
+        message, fix = f"the values of a job have at most {LONGEST_JOB} bytes.", "shorter lists and texts"
+        return [{"code": "job.too-long", "where": "job", "what": message, "fix": fix}]
     if spec.base not in service.settings.bases:
         fix = f"one of: {', '.join(service.settings.bases)}"
         problems.append({"code": "job.base", "where": "base", "what": f"there is no base {spec.base!r}.", "fix": fix})

@@ -6,10 +6,13 @@ data as `data_point`; it is rendered in the child process, in the sandbox of cha
 
 from __future__ import annotations
 
+import asyncio
 import json
+import math
 import secrets
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
 from email.parser import BytesParser
 from email.policy import HTTP
 from pathlib import Path
@@ -21,7 +24,8 @@ from sqlalchemy import Connection, select
 from starlette.concurrency import run_in_threadpool
 
 from lorafusion_jax.checkpoint.digests import digest_of
-from lorafusion_serve.api.access import JobsWrite, Service, ServiceOf
+from lorafusion_jax.config.read import has_half_character
+from lorafusion_serve.api.access import JobsWrite, Service, ServiceOf, ask_child
 from lorafusion_serve.api.datasets import keep
 from lorafusion_serve.api.jobs import find_problems
 from lorafusion_serve.control.spec import JobSpec
@@ -30,7 +34,8 @@ from lorafusion_serve.store.keys import Owner
 
 router = APIRouter(tags=["mlora"])
 UPLOADS = ("/data", "/prompt")
-MOST_BYTES = 256 << 20  # of an uploaded file, which is read into memory
+UPLOAD_S = 60.0
+MOST_BYTES = 64 << 20  # of an uploaded file, which is read into memory
 OBJECTIVES = {"train": "sft", "dpo": "dpo", "cpo": "cpo"}
 PROMPTS = {"train": "instruction", "dpo": "preference", "cpo": "preference"}
 KINDS = {"lora": "lora", "loraplus": "lora", "vera": "vera", "dora": "dora"}
@@ -41,7 +46,11 @@ STATES = {
     "rejected": "FAILED",
     "cancelled": "TERMINATED",
 }
-Name = Annotated[str, Query(max_length=100)]
+LONGEST_NAME = 100
+TEXTS = ("name", "data_name", "prompt_name", "prompt_type", "preprocess", "type", "dataset", "adapter", "reference")
+TEXTS += ("optimizer", "lrscheduler", "loss_type")
+WRONG = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError)  # of values; pydantic's is a ValueError
+Name = Annotated[str, Query(min_length=1, max_length=LONGEST_NAME)]
 Message = dict[str, str]
 
 
@@ -131,14 +140,12 @@ def delete_dataset(name: Name, service: ServiceOf, owner: JobsWrite) -> Message:
 
 
 @router.get("/showcase")
-def show_first_row(name: Name, service: ServiceOf, owner: JobsWrite) -> dict[str, Any]:
+async def show_first_row(name: Name, service: ServiceOf, owner: JobsWrite) -> dict[str, Any]:
     """The first row of a data set, rendered."""
-    del owner
-    with service.db.read() as connection:
-        dataset = _read(connection, "dataset", name)
+    dataset = await run_in_threadpool(_lookup, service, "dataset", name)
     if dataset is None:
         return _say("the dataset not exist")
-    answer = service.controller.child.ask("render", _rendering(service, dataset) | {"most": 1, "to": None})
+    answer = await ask_child(service, owner, "render", _rendering(service, dataset) | {"most": 1, "to": None})
     problems = answer["problems"]
     return (
         _say(problems[0]["what"])
@@ -194,7 +201,13 @@ def list_tasks(service: ServiceOf, owner: JobsWrite) -> list[str]:
 async def add_task(request: Request, service: ServiceOf, owner: JobsWrite) -> Message:
     """Submits a job."""
     fields = await _json(request, "name", "type", "dataset", "adapter", "batch_size", "num_epochs", "cutoff_len")
-    return await run_in_threadpool(_submit, service, owner, fields)
+    pair = await run_in_threadpool(_find_pair, service, fields)
+    try:
+        train = await _render(service, owner, pair.dataset)
+        spec = JobSpec.model_validate(_spec(service, fields, pair.adapter, train, pair.reference))
+    except WRONG as problem:
+        return _say(f"invalid: {problem}")
+    return await run_in_threadpool(_submit, service, owner, fields, spec)
 
 
 @router.delete("/task")
@@ -224,7 +237,16 @@ def show_dispatcher(service: ServiceOf, owner: JobsWrite) -> dict[str, Any]:
     return {"running": running, "ready": [task["name"] for task in tasks if task["state"] == "UNK"]}
 
 
-def _submit(service: Service, owner: Owner, fields: dict[str, Any]) -> Message:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pair:
+    """What a task names. `reference` is the id of a finished adapter."""
+
+    dataset: dict[str, Any]
+    adapter: dict[str, Any]
+    reference: str | None
+
+
+def _find_pair(service: Service, fields: dict[str, Any]) -> _Pair:
     with service.db.read() as connection:
         dataset, adapter = (
             _read(connection, "dataset", fields["dataset"]),
@@ -233,18 +255,17 @@ def _submit(service: Service, owner: Owner, fields: dict[str, Any]) -> Message:
         known, reference = _read(connection, "task", fields["name"]), fields.get("reference", "base")
         other = None if reference == "base" else _finished(service, connection, reference)
     if known is not None:
-        return _say("already exist")
+        raise Refused("already exist")
     if dataset is None or adapter is None:
-        return _say(f"can not found the {'dataset' if dataset is None else 'adapter'}")
+        raise Refused(f"can not found the {'dataset' if dataset is None else 'adapter'}")
     if reference != "base" and other is None:
-        return _say("can not found the reference adapter")
+        raise Refused("can not found the reference adapter")
     if PROMPTS.get(fields["type"]) != dataset["prompt_type"]:
-        return _say(f"a task of type {fields['type']} with prompts of type {dataset['prompt_type']} is not served")
-    try:
-        train = _render(service, owner, dataset)
-        spec = JobSpec.model_validate(_spec(service, fields, adapter, train, other))
-    except (ValueError, TypeError, KeyError, ZeroDivisionError) as problem:  # pydantic's is a ValueError
-        return _say(f"invalid: {problem}")
+        raise Refused(f"a task of type {fields['type']} with prompts of type {dataset['prompt_type']} is not served")
+    return _Pair(dataset=dataset, adapter=adapter, reference=other)
+
+
+def _submit(service: Service, owner: Owner, fields: dict[str, Any], spec: JobSpec) -> Message:
     if problems := find_problems(service, owner, spec):
         return _say("; ".join(problem["what"] for problem in problems))
 
@@ -291,17 +312,20 @@ def _spec(
     }
 
 
-def _render(service: Service, owner: Owner, dataset: dict[str, Any]) -> str:
+async def _render(service: Service, owner: Owner, dataset: dict[str, Any]) -> str:
     """Renders all rows of a data set and keeps them. Returns the id of the result."""
     service.settings.datasets.mkdir(parents=True, exist_ok=True)
     draft = service.settings.datasets / f".upload-{secrets.token_hex(8)}"
     file = draft / "data.jsonl"
     try:
         draft.mkdir()
-        answer = service.controller.child.ask("render", _rendering(service, dataset) | {"most": None, "to": str(file)})
+        answer = await ask_child(
+            service, owner, "render", _rendering(service, dataset) | {"most": None, "to": str(file)}
+        )
         if answer["problems"]:
             raise Refused(answer["problems"][0]["what"])
-        kept = keep(service, owner, draft, "rendered.jsonl", digest_of(file), file.stat().st_size)
+        sha = await run_in_threadpool(digest_of, file)
+        kept = await keep(service, owner, draft, "rendered.jsonl", sha, file.stat().st_size)
         row = json.loads(bytes(kept.body))
         if "id" not in row:
             raise Refused(row["error"]["what"] if "error" in row else "the rows cannot be used")
@@ -347,14 +371,28 @@ async def _json(request: Request, *needed: str) -> dict[str, Any]:
     """
     try:
         fields = json.loads(await request.body())
-    except ValueError:
+    except (ValueError, RecursionError):
         fields = None
     missing = [key for key in needed if not isinstance(fields, dict) or key not in fields]
     if missing or not isinstance(fields, dict):
         raise Refused(f"error parameters: {', '.join(missing)}")
-    if not isinstance(fields["name"], str) or not fields["name"]:
-        raise Refused("error parameters: name")
+    if wrong := [key for key, value in fields.items() if not _is_served(key, value)]:
+        raise Refused(f"error parameters: {', '.join(map(ascii, wrong))}")
     return fields
+
+
+def _is_served(key: str, value: Any) -> bool:
+    """Whether a field has the type of its name, and what a text or a number can hold."""
+    if has_half_character(key):
+        return False
+    if key in TEXTS:
+        return isinstance(value, str) and 0 < len(value) <= LONGEST_NAME and not has_half_character(value)
+    if key == "target_modules":
+        names = value if isinstance(value, dict) else {"": None}
+        return all(isinstance(is_target, bool) and not has_half_character(name) for name, is_target in names.items())
+    if isinstance(value, str):
+        return not has_half_character(value)
+    return not isinstance(value, dict | list) and not (isinstance(value, float) and not math.isfinite(value))
 
 
 async def _upload(service: Service, request: Request, kind: str, name: str) -> Message:
@@ -362,27 +400,45 @@ async def _upload(service: Service, request: Request, kind: str, name: str) -> M
     if not length.isdigit() or int(length) > MOST_BYTES:
         return _say("the file is too large")
     head = b"Content-Type: " + request.headers.get("content-type", "").encode("latin-1") + b"\r\n\r\n"
-    form = BytesParser(policy=HTTP).parsebytes(head + await request.body())
-    parts = [part for part in form.iter_parts() if part.get_filename()] if form.is_multipart() else []
-    if len(parts) != 1:
-        return _say("error file name")
-    ending = (parts[0].get_filename() or "").rpartition(".")[2]
+    try:
+        async with service.forms, asyncio.timeout(UPLOAD_S):  # one is in memory
+            ending, content = await run_in_threadpool(_read_form, head, await request.body())
+    except TimeoutError:
+        return _say("the upload is too slow")
     if ending not in ("json", "yaml"):
-        return _say("unsupport file type")
-    file, content = f"{secrets.token_hex(8)}.{ending}", parts[0].get_payload(decode=True)
+        return _say("unsupport file type" if content else "error file name")
+    file = f"{secrets.token_hex(8)}.{ending}"
 
     def add(connection: Connection) -> Message:
         _add(connection, kind, name, {"file": file}, "file already exist")
         folder = _folder(service)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / file).write_bytes(content if isinstance(content, bytes) else b"")
+        (folder / file).write_bytes(content)
         return _say("success")
 
     return await run_in_threadpool(_change, service, add)
 
 
+def _read_form(head: bytes, body: bytes) -> tuple[str, bytes]:
+    """Returns the ending and the content of the only file of a form; empty if it is none."""
+    try:
+        form = BytesParser(policy=HTTP).parsebytes(head + body)
+        parts = [part for part in form.iter_parts() if part.get_filename()] if form.is_multipart() else []
+        if len(parts) != 1:
+            return "", b""
+        content = parts[0].get_payload(decode=True)
+        return (parts[0].get_filename() or "").rpartition(".")[2], content if isinstance(content, bytes) else b""
+    except (ValueError, LookupError, TypeError, AttributeError):  # of headers that the library cannot read
+        return "", b""
+
+
 def _folder(service: Service) -> Path:
     return service.settings.home / "mlora"
+
+
+def _lookup(service: Service, kind: str, name: str) -> dict[str, Any] | None:
+    with service.db.read() as connection:
+        return _read(connection, kind, name)
 
 
 def _files(service: Service, kind: str) -> list[dict[str, str]]:

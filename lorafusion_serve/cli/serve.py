@@ -60,6 +60,7 @@ Artifacts = Annotated[
     str | None,
     typer.Option(metavar="URL", help="publish finished adapters there, too: s3://…, gs://…, file:///…; needs fsspec"),
 ]
+ChildMemory = Annotated[float, typer.Option(min=0.25, help="memory of the processes that read data, together")]
 Demo = Annotated[bool, typer.Option("--demo", help="a tiny base and three jobs of two users, on the CPU")]
 
 
@@ -82,6 +83,7 @@ def command(
     workers_at: WorkersAt = None,
     hosts: Hosts = 1,
     artifacts: Artifacts = None,
+    child_memory_gib: ChildMemory = 2.0,
     demo: Demo = False,
 ) -> None:
     """Runs a training service: jobs in, adapters out, over REST and a web page.
@@ -101,8 +103,8 @@ def command(
         home=home.absolute(), bases=_bases(base or []), places=read_places(places), hosts=read_hosts(hosts, ray),
         gpus=gpus, memory_gib=memory_gib, policy=read_policy(policy, several=gpus * hosts > 1 or len(base or []) > 1),
         reproducible=reproducible, ray=ray, workers_at=read_workers_at(workers_at, ray), mlora_compat=mlora_compat,
-        artifacts=artifacts, save_s=save_s, lease_s=lease_s, base=sections["base"],
-        mesh=sections["mesh"], batch=sections["batch"], train=sections["train"],
+        artifacts=artifacts, child_memory=int(child_memory_gib * 2**30), save_s=save_s, lease_s=lease_s,
+        base=sections["base"], mesh=sections["mesh"], batch=sections["batch"], train=sections["train"],
     )  # fmt: skip
     from lorafusion_serve.server import run_server
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from sqlalchemy import select
 
 from lorafusion_jax.config.places import Places
 from lorafusion_jax.errors import ConfigError
-from lorafusion_serve.control.child import Child
+from lorafusion_serve.control.child import Answer, Child
 from lorafusion_serve.control.daily_copy import DailyCopy
 from lorafusion_serve.control.hub import Connection, Hub
 from lorafusion_serve.control.launch import Launcher, LocalLauncher
@@ -38,6 +39,7 @@ from lorafusion_serve.store.jobs import Job, Jobs, is_suspect
 from lorafusion_serve.wire import Message
 
 ROUND_S = 0.1
+MOST_CHECKS = 8  # of the jobs of an owner that wait for a child
 WRITE_S, SILENT_S = 5.0, 60.0  # between two looks whether the database takes writes; of no round, which is a failure
 log = logging.getLogger("lorafusion.control")
 
@@ -70,11 +72,11 @@ class Controller:
         self._round_at, self._written_at, self._trouble = time.monotonic(), -WRITE_S, ""
         self._scheduler = scheduler or make_scheduler(settings)
         self._sessions: dict[str, Session] = {}
-        self.child = Child()
+        self.child = Child(settings.child_memory)
         self.sweeper, self.daily_copy = Sweeper(settings, db), DailyCopy(db)
         self._publisher = Publisher(settings.artifacts, db, settings.home) if settings.artifacts else None
         self._checks = ThreadPoolExecutor(1, "check")
-        self._checking: set[str] = set()
+        self._checking: dict[str, str] = {}  # jobs in the child → owner
         self._ended = threading.Event()
         self._hub = Hub(settings.socket, self._admit, self._take, tcp=settings.workers_at)
         self._launcher = launcher or make_launcher(settings, self._hub.address)
@@ -282,14 +284,25 @@ class Controller:
     def _check_new(self) -> None:
         with self._db.read() as connection:
             rows = self._jobs.in_states(connection, "checking")
-        new = [job for job in rows if job["id"] not in self._checking and job["base"] in self._settings.bases]
-        for job in new:
-            self._checking.add(job["id"])
-            self._checks.submit(self._check, job)
+        asked = Counter(self._checking.values())
+        for job in rows:
+            owner = job["owner"]
+            if job["id"] in self._checking or job["base"] not in self._settings.bases or asked[owner] >= MOST_CHECKS:
+                continue
+            asked[owner] += 1
+            self._checking[job["id"]] = owner
+            answer = self.child.submit(f"{owner}, jobs", "check", self.question(job), most=MOST_CHECKS)
+            answer.add_done_callback(lambda answer, job=job: self._on_check(job, answer))
 
-    def _check(self, job: Job) -> None:
+    def _on_check(self, job: Job, answer: Future[Answer]) -> None:
+        """Called by the thread of the child, which must not wait for the database."""
+        if not answer.cancelled():
+            with suppress(RuntimeError):  # the controller ends; the next server checks the job
+                self._checks.submit(self._judge, job, answer.result())
+
+    def _judge(self, job: Job, answer: Answer) -> None:
         try:
-            verdict: dict[str, Any] = self.run_check(job)
+            verdict: Answer = self.verdict(job, answer)
         except Exception as problem:
             log.exception("the check of %s failed", job["id"])
             message = f"the job could not be checked: {problem}"
@@ -306,18 +319,23 @@ class Controller:
                     self._jobs.change(connection, job["id"], "accept", actor="checker", **sizes)
         except StateError:
             pass  # cancelled meanwhile
-        except StoreError:
-            self._checking.discard(job["id"])  # it runs again
+        except StoreError as problem:
+            log.warning("%s", problem)  # it runs again
+        finally:
+            self._checking.pop(job["id"], None)
 
-    def run_check(self, job: Job) -> dict[str, Any]:
-        """Checks the data of a job in a child process: its problems, or its steps and tokens."""
-        verdict = self.child.ask("check", {"values": self.values(job), "places": dict(self._settings.places)})
-        if not verdict["problems"] and (why := self._scheduler.refuses(_row_of(job, verdict))):
+    def question(self, job: Job) -> dict[str, Any]:
+        """Returns what a child is asked to check a job."""
+        return {"values": self.values(job), "places": dict(self._settings.places)}
+
+    def verdict(self, job: Job, answer: Answer) -> Answer:
+        """Returns the problems of a job that a child has checked, or its steps and tokens."""
+        problems = answer["problems"]
+        if not problems and (why := self._scheduler.refuses(_row_of(job, answer))):
             fix = "fewer tokens in data.max_length, or a machine with more GPUs or memory"
-            verdict["problems"] = [completed({"code": "job.too-large", "where": "base", "what": why, "fix": fix})]
+            problems = [completed({"code": "job.too-large", "where": "base", "what": why, "fix": fix})]
         home = str(self._settings.home)
-        verdict["problems"] = [{k: v.replace(home, "") for k, v in entry.items()} for entry in verdict["problems"]]
-        return verdict
+        return answer | {"problems": [{k: v.replace(home, "") for k, v in entry.items()} for entry in problems]}
 
     def values(self, job: Job) -> dict[str, Any]:
         """Returns the job file of a job."""

@@ -24,6 +24,7 @@ DATASET = r"^sha256-[0-9a-f]{64}$"
 ARTIFACT = r"^adapter-[0-9a-f]{12}$"
 
 MOST_PATTERNS, MOST_LAYERS = 64, 999  # each pattern is matched with every projection
+MOST_TARGETS, LONGEST_JOB = 512, 32 << 10  # names, and bytes of all values as JSON: the server itself reads them
 RUN = "train it in a run: lorafusion train"
 NOT_SERVED = {  # keys of a job file that a place of a live session does not have → why
     "lora.trainable_tokens": "a place has no rows of the embedding",
@@ -42,7 +43,7 @@ class DataSpec(Part):
     train: Annotated[str, Field(pattern=DATASET, examples=["sha256-" + "0" * 64])]
     eval: Annotated[str, Field(pattern=DATASET)] | None = None
     format: str = "auto"
-    columns: dict[str, str] = {}
+    columns: Annotated[dict[str, str], Field(max_length=MOST_PATTERNS)] = {}
     max_length: Annotated[int, Field(ge=2, le=2**31 - 1)] = 4096
     on_long: Literal["cut", "drop", "error"] = "cut"
     loss: Literal["auto", "assistant", "completion", "all"] = "auto"
@@ -61,11 +62,14 @@ class LoraSpec(Part):
     rank: Annotated[int, Field(ge=1, le=1024)] = 16
     alpha: Positive = 32.0
     dropout: Annotated[float, Field(ge=0, lt=1)] | None = Field(default=None, description="default 0.05; dora has none")
-    targets: str | list[str] = "all-linear"
+    targets: str | Annotated[list[str], Field(max_length=MOST_TARGETS)] = "all-linear"
     rslora: bool = False
     rank_pattern: Annotated[dict[str, Annotated[int, Field(ge=1, le=1024)]], Field(max_length=MOST_PATTERNS)] = {}
     alpha_pattern: Annotated[dict[str, Positive], Field(max_length=MOST_PATTERNS)] = {}
-    layers_to_transform: Annotated[list[Annotated[int, Field(ge=0, le=MOST_LAYERS)]], Field(min_length=1)] | None = None
+    layers_to_transform: (
+        Annotated[list[Annotated[int, Field(ge=0, le=MOST_LAYERS)]], Field(min_length=1, max_length=MOST_LAYERS + 1)]
+        | None
+    ) = None
     exclude: str | Annotated[list[str], Field(max_length=MOST_PATTERNS)] = []
     lora_bias: bool = False
 

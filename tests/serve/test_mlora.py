@@ -164,3 +164,39 @@ def test_what_it_refuses_is_a_message(client):
     assert client.delete("prompt", "loop") == "delete success"
     assert client.delete("prompt", "loop") == "file not exist"
     assert sorted(client.table("data")) == ["sums"]
+
+
+HALF = "\ud83d"  # half a character
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        *({key: value} for key in ("type", "optimizer", "name") for value in ([], {}, None, HALF, "", "x" * 101, 1)),
+        *({"target_modules": value} for value in (["q_proj"], None, "q_proj", {HALF: True}, {"q_proj": [1]}, {})),
+        *({key: value} for key in ("r", "alpha", "lr", "dropout") for value in (float("inf"), "no", None, [], -1)),
+        {"r": 10**400},
+        {"lrscheduler": "cosine", "eta_min": {}},
+        {"extra": HALF},
+        {HALF: 1},
+    ],
+    ids=lambda changed: ascii(changed)[:40],
+)
+def test_every_value_of_an_adapter_is_answered_with_a_message(client, changed):
+    """By its own route, or by that of the task that uses it."""
+    values = adapter("strange") | changed
+    body = json.dumps(values).replace("Infinity", "1e400").encode()
+    assert isinstance(client.send("POST", "/adapter", body)["message"], str)
+    made = client.create("task", **task("strange", "train", "asked", "strange"))
+    assert made not in ("success", "already exist")
+    client.delete("adapter", "strange")
+
+
+@pytest.mark.parametrize(
+    "key", ["type", "dataset", "adapter", "batch_size", "num_epochs", "cutoff_len", "beta", "name"]
+)
+@pytest.mark.parametrize("value", [[], {}, None, HALF, 1e999, "", 10**400], ids=ascii)
+def test_every_value_of_a_task_is_answered_with_a_message(client, key, value):
+    body = json.dumps(task("odd", "dpo", "judged", "second", beta=0.1) | {key: value}).replace("Infinity", "1e400")
+    made = client.send("POST", "/task", body.encode())["message"]
+    assert made != "success"
