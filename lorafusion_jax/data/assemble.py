@@ -173,16 +173,6 @@ def pieces_of_slot(
     ]
 
 
-def pieces_of_evaluation(
-    samples: Sequence[SampleRef],
-    sets: Mapping[str, TokenizedSet],
-    index: Mapping[str, int],
-    weights: Mapping[str, Weights],
-) -> list[Piece]:
-    """Looks up held-out samples, with the weights of each adapter."""
-    return [piece_of(sets[ref.adapter], ref.sample, index[ref.adapter], weights[ref.adapter], key=0) for ref in samples]
-
-
 def piece_of(data: TokenizedSet, sample: int, adapter: int, weights: Weights, *, key: int) -> Piece:
     """Looks up one sample of a set."""
     table = None

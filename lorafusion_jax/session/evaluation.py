@@ -3,31 +3,23 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 from jax import Array
 
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.config.stack import stack_of
-from lorafusion_jax.data.assemble import (
-    EACH_ONE,
-    Microbatch,
-    Weights,
-    assemble,
-    pieces_of_evaluation,
-    segment_weights,
-    stacked,
-)
+from lorafusion_jax.data.assemble import Microbatch
 from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.data.tokenized_set import TokenizedSet
 from lorafusion_jax.objective.batch import finished_metrics, metric_names
 from lorafusion_jax.objective.protocol import Chosen
-from lorafusion_jax.planning.training_plan import plan_of_set
-from lorafusion_jax.session.batches import places, reserved_segments, teacher_state
+from lorafusion_jax.session.assembler import Assembler, Shape, pack_set, teacher_state
+from lorafusion_jax.session.batches import places, reserved_segments
 from lorafusion_jax.session.executor import Executor
 from lorafusion_jax.session.move import to_local
-from scheduling import Plan, SampleRef, Slot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +45,33 @@ def finish_evaluation(chosen: Chosen, samples: TokenizedSet, sums: Mapping[str, 
     return Evaluation(loss=means.pop("loss"), tokens=tokens, metrics=finished_metrics(chosen, means))
 
 
+def evaluate(
+    executor: Executor, name: str, place: int, chosen: Chosen, samples: TokenizedSet, slots: Iterable[Microbatch]
+) -> Evaluation:
+    """Evaluates an adapter on a set. Waits.
+
+    Args:
+        place: its place among the stacked adapters.
+        slots: the set, in microbatches.
+    """
+    in_flight: deque[Future[dict[str, Array]]] = deque()
+    sums = dict.fromkeys(("loss", *metric_names([chosen])), 0.0)
+
+    def add(totals: Mapping[str, Array]) -> None:
+        for key in sums:
+            sums[key] += float(to_local(totals[key])[place])
+
+    with executor.blaming(None, None, [name]):
+        for rows in slots:
+            # Enough in flight to keep every stage busy, but activations do not pile up between stages.
+            if len(in_flight) > len(executor.stages):
+                add(in_flight.popleft().result())
+            in_flight.append(executor.evaluate(rows, [name]))
+        for pending in in_flight:
+            add(pending.result())
+    return finish_evaluation(chosen, samples, sums)
+
+
 class Evaluator:
     """Evaluates the current weights of adapters on the run's stages."""
 
@@ -61,62 +80,26 @@ class Evaluator:
         held_out = {adapter.name: prepared.adapters[adapter.name].eval for adapter in config.adapters}
         self._sets = {name: samples for name, samples in held_out.items() if samples is not None}
         self._index = stack_of(config).index
-        self._plans = {name: plan_of_set(config, name, samples.lengths) for name, samples in self._sets.items()}
-        self._chosen = {adapter.name: adapter.objective.chosen for adapter in config.adapters}
-        self._weights = {
-            name: Weights(1.0, 1.0, segment_weights(samples)) if self._chosen[name].of_samples else EACH_ONE
-            for name, samples in self._sets.items()
-        }
-        parts = [
-            [ref.adapter for ref in part]
-            for plan in self._plans.values()
-            for slot in plan.slots
-            for part in slot.replicas
-        ]
-        self._state = teacher_state(config)
+        self._slots = {name: pack_set(config, name, samples) for name, samples in self._sets.items()}
+        parts = [[name] * len(part) for name, slots in self._slots.items() for replicas in slots for part in replicas]
         # One shape, so one compilation, for all adapters. The program computes the losses of all of them.
         data = {adapter.name: prepared.adapters[adapter.name].train for adapter in config.adapters} | self._sets
-        segments, self._table = places(config, data, parts)
-        self._segments = max(segments, reserved_segments(config, config.batch.largest))
+        segments, table = places(config, data, parts)
+        largest = config.batch.largest
+        self._shape = Shape(
+            capacity_tokens=largest,
+            segments=max(segments, reserved_segments(config, largest)),
+            adapters=1,
+            table=table,
+            state=teacher_state(config),
+        )
+        self._assembler = Assembler(config.batch.tile_tokens, executor.local_replicas, self._index)
 
     def __call__(self, name: str) -> Evaluation:
-        plan, index, chosen = self._plans[name], self._index[name], self._chosen[name]
-        in_flight = deque()
-        sums = dict.fromkeys(("loss", *metric_names([chosen])), 0.0)
-
-        def add(totals: Mapping[str, Array]) -> None:
-            for key in sums:
-                sums[key] += float(to_local(totals[key])[index])
-
-        with self._executor.blaming(None, None, [name]):
-            for slot in plan.slots:
-                # Enough in flight to keep every stage busy, but activations do not pile up between stages.
-                if len(in_flight) > len(self._executor.stages):
-                    add(in_flight.popleft().result())
-                in_flight.append(self._executor.evaluate(self._rows(plan, slot), [name]))
-            for pending in in_flight:
-                add(pending.result())
-        return finish_evaluation(chosen, self._sets[name], sums)
+        chosen, samples = self._config.adapter(name).objective.chosen, self._sets[name]
+        slots = self._assembler.held_out(self._shape, self._slots[name], name, samples, chosen)
+        return evaluate(self._executor, name, self._index[name], chosen, samples, slots)
 
     def empty(self) -> Microbatch | None:
         """Returns a microbatch of padding, for compilation; None if no adapter is evaluated."""
-        return self._assemble([() for _ in self._executor.local_replicas]) if self._sets else None
-
-    def _rows(self, plan: Plan, slot: Slot) -> Microbatch:
-        return self._assemble([slot.replicas[replica] for replica in self._executor.local_replicas])
-
-    def _assemble(self, replicas: Sequence[Sequence[SampleRef]]) -> Microbatch:
-        batch = self._config.batch
-        rows = [
-            assemble(
-                pieces_of_evaluation(samples, self._sets, self._index, self._weights),
-                capacity_tokens=batch.largest,
-                tile_tokens=batch.tile_tokens,
-                max_segments=self._segments,
-                max_adapters=1,
-                table=self._table,
-                state=self._state,
-            )
-            for samples in replicas
-        ]
-        return stacked(rows)
+        return self._assembler.padding(self._shape) if self._sets else None

@@ -7,6 +7,7 @@ without adapters waits. One process; the mesh may have several stages and replic
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -23,19 +24,28 @@ from lorafusion_jax.config.schema import (
 )
 from lorafusion_jax.config.stack import place_specs, session_config
 from lorafusion_jax.data.assemble import num_segments
-from lorafusion_jax.data.references import SetReferences
+from lorafusion_jax.data.references import SetReferences, sets_of
+from lorafusion_jax.data.sample_table import table_shape
+from lorafusion_jax.data.tokenized_set import TokenizedSet
 from lorafusion_jax.errors import RunError
-from lorafusion_jax.objective.batch import metric_names
 from lorafusion_jax.report.events import Listener
 from lorafusion_jax.session.adapter_state import AdapterState
+from lorafusion_jax.session.assembler import (
+    MOST_ADAPTERS,
+    TOKENS_OF_A_SEGMENT,
+    Assembler,
+    Replicas,
+    Shape,
+    pack_set,
+)
 from lorafusion_jax.session.base import check_tables, has_room_for_a_state, open_base
 from lorafusion_jax.session.base_cache import BaseFiles
 from lorafusion_jax.session.device_copy import InParts, read_together
 from lorafusion_jax.session.distant_stage import local_stages
-from lorafusion_jax.session.evaluation import Evaluation, finish_evaluation
+from lorafusion_jax.session.evaluation import Evaluation, evaluate
 from lorafusion_jax.session.executor import Executor
 from lorafusion_jax.session.loop import Loop, SlotHooks
-from lorafusion_jax.session.move import to_host, to_local
+from lorafusion_jax.session.move import to_host
 from lorafusion_jax.session.place_table import PlaceTable
 from lorafusion_jax.session.places import PlaceWeights, PlaceWriter, check_state
 from lorafusion_jax.session.reading import Reading
@@ -44,14 +54,10 @@ from lorafusion_jax.session.stage import Stage
 from lorafusion_jax.session.state import adapter_arrays, joined_states
 from lorafusion_jax.session.steps import Steps
 from lorafusion_jax.session.task import Task
-from lorafusion_jax.session.window_batches import Assembler, Shape
 from scheduling import issue_order
 from scheduling.pipeline import one_forward_one_backward
 from scheduling.types import Limits
 from scheduling.window import Tail, Window, advance, plan_window
-
-TOKENS_OF_A_SEGMENT = 256  # places for segments of a microbatch: one for as many tokens
-MOST_ADAPTERS = 8  # in one microbatch: its cost grows with this number
 
 
 class LiveSession:
@@ -80,6 +86,7 @@ class LiveSession:
         self._reading = reading
         self._executor = Executor(stages, ())
         table = PlaceTable(stages[0].parts.leaves, len(places.ranks))
+        self._executor.describe = table.describe
         self._index: dict[str, int] = {}
         self._executor.number_adapters(self._index)
         self._tail = Tail(
@@ -93,9 +100,14 @@ class LiveSession:
             most_adapters=1 if reproducible else min(len(places.ranks), MOST_ADAPTERS),
             reproducible=reproducible,
         )
-        self._assembler = Assembler(config, self._shape(), table, self._index)
+        self._assembler = Assembler(config.batch.tile_tokens, self._executor.local_replicas, self._index)
+        self._shape = Shape(
+            capacity_tokens=config.batch.largest,
+            segments=num_segments(most_segments),
+            adapters=self._tail.most_adapters,
+        )
         self._references = ReferenceQueue(self._executor, self._assembler)
-        self._writer = PlaceWriter(config, places, self._executor, self._assembler, table)
+        self._writer = PlaceWriter(config, places, self._executor, table)
         self._by_name: dict[str, Task] = {}
         self._steps = Steps(self._executor, self._by_name)
         hooks = SlotHooks(must_pause=self._must_pause)
@@ -211,6 +223,7 @@ class LiveSession:
             weights = PlaceWeights(spec=task.spec, leaves=state.weights, optimizer=state.optimizer)
         assert weights is not None
         compared = self._writer.reference_weights(place, task, reference, first or weights)
+        self._make_room(task)
         number = self._writer.number_objective(task)
         task.restart(0 if state is None else state.step)
         self.tasks[place] = self._by_name[task.name] = task
@@ -227,7 +240,8 @@ class LiveSession:
                 task.take_references(references)
 
         teacher = self._writer.teacher_state(task)
-        self._references.add(task, place, -1 if compared is None else place, teacher, finish)
+        weights_place = -1 if compared is None else place
+        self._references.add(task, place, weights_place, self._shape, partial(self._pack, task), teacher, finish)
 
     def stop(self, place: int) -> AdapterState:
         """Frees a place. Returns the state after the adapter's last step; a begun batch is dropped.
@@ -345,7 +359,7 @@ class LiveSession:
             later = self._loop.run(
                 [event._replace(slot=first + event.slot) for event in events],
                 lambda slot: window.slots[slot - first],
-                lambda slot: self._assembler.slot(window.slots[slot - first].replicas, tasks),
+                lambda slot: self._assembler.slot(self._shape, window.slots[slot - first].replicas, tasks),
             )
         end = later[0].slot - first if later else len(window.slots)
         if end < len(window.slots):
@@ -362,36 +376,36 @@ class LiveSession:
     def evaluate(self, place: int) -> Evaluation | None:
         """Evaluates an adapter on its held-out data; None if it has none. Waits for the slots that were issued."""
         task = self.tasks[place]
-        if task.data.eval is None:
+        samples = task.data.eval
+        if samples is None:
             return None
         self.drain()
-        sums = dict.fromkeys(("loss", *metric_names([task.chosen])), 0.0)
-        with self._executor.blaming(None, None, [task.name]):
-            for rows in self._assembler.held_out(task):
-                totals = self._executor.evaluate(rows, [task.name]).result()
-                for key in sums:
-                    sums[key] += float(to_local(totals[key])[place])
-        return finish_evaluation(task.chosen, task.data.eval, sums)
+        slots = self._assembler.held_out(self._shape, self._pack(task, samples), task.name, samples, task.chosen)
+        return evaluate(self._executor, task.name, place, task.chosen, samples, slots)
 
     def close(self) -> None:
         """Ends the threads of the session."""
         self._reading.cancel()
         self._executor.close()
 
-    def _shape(self) -> Shape:
-        batch = self.config.batch
-        return Shape(
-            capacity_tokens=batch.largest,
-            tile_tokens=batch.tile_tokens,
-            segments=num_segments(self._tail.most_segments),
-            adapters=self._tail.most_adapters,
-            replicas=self.config.mesh.replicas,
-        )
+    def _make_room(self, task: Task) -> None:
+        """Makes room for the samples of a task. It never shrinks, so that few shapes compile."""
+        sets = [(task.chosen, samples) for samples in sets_of(task.data).values()]
+        table = table_shape(self._shape.segments - 1, sets)
+        if table is not None and table.rows:
+            table = table._replace(rows=self._shape.capacity_tokens)
+        if table is not None:
+            self._shape = self._shape.with_table(table, self._writer.teacher_state(task))
+
+    def _pack(self, task: Task, samples: TokenizedSet) -> list[Replicas]:
+        """Packs a set of a task, for a pass over all of it."""
+        most_samples = (self._shape.segments - 1) // task.chosen.num_segments
+        return pack_set(self.config, task.name, samples, most_samples)
 
     def _compile(self, on_progress: Callable[[str], None]) -> None:
         """Compiles what all adapters share, and the steps of the largest adapters of each class."""
         self._writer.write_zeros()
-        rows = self._assembler.empty()
+        rows = self._assembler.padding(self._shape)
         self._executor.warm_up([rows], rows, lambda left: on_progress(f"compiling {', '.join(left)}"))
         self._reading.finish()
         self._writer.compile_classes()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lorafusion_jax.data.assemble import Microbatch
-from lorafusion_jax.session.batches import mask_adapters
+from lorafusion_jax.session.assembler import mask_adapters
 from lorafusion_jax.session.executor import Executor
 from lorafusion_jax.session.prefetch import prefetch
 from lorafusion_jax.session.steps import Steps

@@ -19,7 +19,7 @@ from lorafusion_jax.data.sample_table import State
 from lorafusion_jax.errors import CheckpointError, RunError
 from lorafusion_jax.objective.protocol import SFT, Chosen
 from lorafusion_jax.session.adapter_state import AdapterState
-from lorafusion_jax.session.batches import teacher_state
+from lorafusion_jax.session.assembler import teacher_state
 from lorafusion_jax.session.dry_runs import compile_steps
 from lorafusion_jax.session.executor import Executor
 from lorafusion_jax.session.first_weights import first_weights
@@ -27,7 +27,6 @@ from lorafusion_jax.session.place_table import PlaceTable
 from lorafusion_jax.session.references import read_reference_folder
 from lorafusion_jax.session.stage import Stage
 from lorafusion_jax.session.task import Task
-from lorafusion_jax.session.window_batches import Assembler
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,12 +57,11 @@ class PlaceWriter:
         config: JobConfig,
         places: Places,
         executor: Executor,
-        assembler: Assembler,
         table: PlaceTable,
     ):
         self._config, self._places = config, places
         self._executor, self._stages = executor, tuple(executor.local_stages.values())
-        self._assembler, self._table = assembler, table
+        self._table = table
         self._objectives: list[Chosen] = [SFT]
         self._compiled: set[tuple] = set()
 
@@ -132,7 +130,6 @@ class PlaceWriter:
     def number_objective(self, task: Task) -> int:
         """Returns the number of a task's objective in the session, which learns it if it is new."""
         chosen = task.chosen
-        self._assembler.add_objective(task, self.teacher_state(task))
         known = (number for number, other in enumerate(self._objectives) if chosen.same_as(other))
         if (number := next(known, None)) is not None:
             return number

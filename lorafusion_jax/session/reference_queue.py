@@ -12,11 +12,12 @@ from jax import Array
 from lorafusion_jax.data.assemble import Microbatch
 from lorafusion_jax.data.references import STATES, SetReferences, sets_of
 from lorafusion_jax.data.sample_table import State
+from lorafusion_jax.data.tokenized_set import TokenizedSet
+from lorafusion_jax.session.assembler import Assembler, Replicas, Shape
 from lorafusion_jax.session.executor import Executor
 from lorafusion_jax.session.references import run_set
 from lorafusion_jax.session.stage import Stage
 from lorafusion_jax.session.task import Task
-from lorafusion_jax.session.window_batches import Assembler
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +53,8 @@ class ReferenceQueue:
         task: Task,
         place: int,
         weights: int,
+        shape: Shape,
+        pack: Callable[[TokenizedSet], list[Replicas]],
         state: State | None,
         finish: Callable[[SetReferences | None], None],
     ) -> None:
@@ -59,9 +62,13 @@ class ReferenceQueue:
 
         Args:
             weights: place of the reference's weights; -1: the base alone.
+            shape: of the microbatches.
+            pack: packs a set of the task.
             state: of a teacher's tokens, if the objective compares distributions.
         """
-        self._waiting.append(_Waiting(place=place, passes=self._passes(task, weights, state), finish=finish))
+        self._waiting.append(
+            _Waiting(place=place, passes=self._passes(task, weights, shape, pack, state), finish=finish)
+        )
 
     def step(self) -> bool:
         """Issues one microbatch. Returns whether a task is complete now."""
@@ -83,18 +90,25 @@ class ReferenceQueue:
             waiting.passes.close()
             waiting.finish(None)
 
-    def _passes(self, task: Task, weights: int, state: State | None) -> Generator[None, None, SetReferences]:
+    def _passes(
+        self,
+        task: Task,
+        weights: int,
+        shape: Shape,
+        pack: Callable[[TokenizedSet], list[Replicas]],
+        state: State | None,
+    ) -> Generator[None, None, SetReferences]:
         run = Stage.token_logprobs if state is None else Stage.states
 
         def issue(rows: Microbatch) -> Callable[[], Array]:
-            return self._executor.run_forward(run, rows, [task.name]).result
+            return self._executor.run_forward(run, self._executor.describe(rows), [task.name]).result
 
         made: dict[str, np.ndarray] = {}
         for key, samples in sets_of(task.data).items():
             made[key if state is None else f"{key}{STATES}"] = yield from run_set(
                 samples,
-                self._assembler.slots_of(task, samples),
-                lambda replicas, samples=samples: self._assembler.without_objective(samples, replicas, weights),
+                pack(samples),
+                lambda replicas, samples=samples: self._assembler.without_objective(shape, replicas, samples, weights),
                 issue,
                 state,
                 len(self._executor.stages),

@@ -21,24 +21,22 @@ from lorafusion_jax.checkpoint.warm_start import start_from
 from lorafusion_jax.config.references import ReferenceWeights, reference_of
 from lorafusion_jax.config.schema import AdapterConfig, JobConfig
 from lorafusion_jax.config.stack import stack_of, without_places
-from lorafusion_jax.data.assemble import EACH_ONE, Microbatch, assemble, num_segments, piece_of, stacked
+from lorafusion_jax.data.assemble import Microbatch, num_segments
 from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.data.references import STATES, SetReferences, sets_of
 from lorafusion_jax.data.sample_table import State
 from lorafusion_jax.data.tokenized_set import TokenizedSet
 from lorafusion_jax.errors import CheckpointError
 from lorafusion_jax.objective.protocol import DIVERGENCE
-from lorafusion_jax.planning.training_plan import plan_of_set
 from lorafusion_jax.report.format import count
+from lorafusion_jax.session.assembler import Assembler, Replicas, Shape, pack_set, teacher_state
 from lorafusion_jax.session.base import stages_for
-from lorafusion_jax.session.batches import teacher_state
 from lorafusion_jax.session.distant_stage import AnyStage, local_stages
 from lorafusion_jax.session.executor import Executor
 from lorafusion_jax.session.move import to_local, to_stage, transfer
 from lorafusion_jax.session.stage import Stage
 from scheduling import SampleRef
 
-type Replicas = Sequence[Sequence[SampleRef]]  # samples of a microbatch, by replica
 BASE_ALONE = -1  # place of rows without an adapter
 
 
@@ -97,26 +95,17 @@ class SetPass:
     def _packed(self) -> tuple[list[Replicas], Callable[[Replicas], Microbatch]]:
         """Packs the set alone."""
         samples, batch = self.samples, self.config.batch
-        plan = plan_of_set(self.config, self.adapter, samples.lengths)
+        slots = pack_set(self.config, self.adapter, samples)
         width = 1 if samples.segment_lengths is None else samples.segment_lengths.shape[1]
-        most = max(len(part) for slot in plan.slots for part in slot.replicas) * width
+        most = max(len(part) for replicas in slots for part in replicas) * width
+        shape = Shape(capacity_tokens=batch.largest, segments=num_segments(most), adapters=1)
+        local_replicas = next(iter(local_stages(self.stages).values())).mesh.local_replicas
+        assembler = Assembler(batch.tile_tokens, local_replicas, {})
 
         def microbatch(replicas: Replicas) -> Microbatch:
-            rows = stacked(
-                [
-                    assemble(
-                        [piece_of(samples, ref.sample, self.position, EACH_ONE, key=0) for ref in replicas[replica]],
-                        capacity_tokens=batch.largest,
-                        tile_tokens=batch.tile_tokens,
-                        max_segments=num_segments(most),
-                        max_adapters=1,
-                    )
-                    for replica in next(iter(local_stages(self.stages).values())).mesh.local_replicas
-                ]
-            )
-            return self.describe(rows)
+            return self.describe(assembler.without_objective(shape, replicas, samples, self.position))
 
-        return [slot.replicas for slot in plan.slots], microbatch
+        return slots, microbatch
 
 
 def reference_passes(

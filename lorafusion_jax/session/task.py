@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -10,13 +11,12 @@ import numpy as np
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.config.schema import AdapterConfig, JobConfig
 from lorafusion_jax.config.specs import adapter_spec, model_targets, tokenizer_file
-from lorafusion_jax.data.assemble import Weights, batch_loss_tokens
+from lorafusion_jax.data.assemble import Weights, batch_loss_tokens, segment_weights
 from lorafusion_jax.data.prepare import AdapterData, Prepared
 from lorafusion_jax.data.references import SetReferences, add_references
 from lorafusion_jax.objective.protocol import Chosen
 from lorafusion_jax.optim.schedules import learning_rates
 from lorafusion_jax.planning.training_plan import train_jobs
-from lorafusion_jax.session.batches import batch_weights
 from scheduling import AdapterJob
 from scheduling.window import Cursor
 
@@ -179,6 +179,23 @@ class Task:
         self.status = "done" if self.step >= self.num_steps else "running"
 
 
+def tasks_of(
+    config: JobConfig, prepared: Prepared, clocks: Mapping[str, AdapterProgress] | None = None
+) -> dict[str, Task]:
+    """Returns the tasks of a job by name.
+
+    Args:
+        clocks: progress of those that have begun.
+    """
+    clocks = {} if clocks is None else clocks
+    return {
+        adapter.name: Task.of(
+            config.model_copy(update={"adapters": (adapter,)}), prepared, clock=clocks.get(adapter.name)
+        )
+        for adapter in config.adapters
+    }
+
+
 def first_steps(adapter: AdapterConfig, data: AdapterData) -> int:
     """Returns the number of optimizer steps of an adapter before extensions."""
     return _steps(adapter, len(data.order if data.first is None else data.first))
@@ -201,3 +218,20 @@ def step_rates(adapter: AdapterConfig, data: AdapterData) -> np.ndarray:
 
 def _steps(adapter: AdapterConfig, samples: int) -> int:
     return -(-samples // adapter.global_samples)
+
+
+def batch_weights(adapter: AdapterConfig, data: AdapterData, router_aux: float = 0.0) -> Iterator[Weights]:
+    """Yields the weights of each of an adapter's global batches.
+
+    Args:
+        router_aux: factor of the routers' loss, which is a mean over the sequences of the batch.
+    """
+    tokens = batch_loss_tokens(data, adapter.global_samples).tolist()
+    batches = np.split(data.order, data.batch_starts(adapter.global_samples)[1:])
+    segments = data.train.segment_tokens.shape[1]
+    for count, samples in zip(tokens, batches, strict=True):
+        sequence = router_aux / (len(samples) * segments)
+        if adapter.objective.chosen.of_samples:
+            yield Weights(1.0, 1.0 / len(samples), segment_weights(data.train, samples), sequence)
+        else:
+            yield Weights(1.0 / count, sequence=sequence)

@@ -63,14 +63,14 @@ class PlanRun:
         self._selection = Selection(job, progress)
         self._steps = Steps(
             executor,
-            self._tables.tasks,
+            self._tables.batches.tasks,
             emit,
             StepHooks(is_urgent=self._is_urgent, on_step=self._evaluate_if_due, on_end=self._end),
         )
         self._loop = Loop(
             executor,
             self._steps,
-            self._tables.index,
+            self._tables.batches.index,
             SlotHooks(
                 must_pause=self._pause_due,
                 on_entry=hooks.before_slot,

@@ -6,11 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from lorafusion_jax.config.join import select_adapters
-from lorafusion_jax.config.stack import stack_of
 from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.session.batches import Batches
-from lorafusion_jax.session.task import Task
 from lorafusion_jax.training.job import Job
 from lorafusion_jax.training.state import Progress
 from scheduling import Plan
@@ -20,37 +17,29 @@ class PlanTables:
     """Tables of the job's current plan. Call `renew` after the plan was replaced.
 
     Attributes:
-        tasks: the adapters of the job by name.
         batches: microbatches of the slots.
-        index: place of each adapter in the stack.
         slot_tokens: real tokens of every adapter in every slot.
         slot_rows: rows that every slot computes, of all replicas.
         last_slot: in which each adapter takes its last step; -1: none.
     """
 
     def __init__(self, job: Job, progress: Progress, local_replicas: Sequence[int]):
-        self._job, self._progress = job, progress
-        self.batches = Batches(job.config, job.prepared, job.plan, local_replicas)
-        self.tasks: dict[str, Task] = {}
-        self.index: dict[str, int] = {}
-        self.renew()
+        self._job = job
+        self.batches = Batches(job.config, job.prepared, job.plan, local_replicas, progress.adapters)
+        self._count()
 
     def renew(self) -> None:
         """Rebuilds the tables from the job. Microbatches keep their shape if the new samples fit into it."""
-        config, prepared, plan = self._job.config, self._job.prepared, self._job.plan
-        self.batches.take(config, prepared, plan)
-        self.index |= stack_of(config).index
-        self.tasks |= {
-            adapter.name: Task.of(
-                select_adapters(config, [adapter.name]), prepared, clock=self._progress.adapters.get(adapter.name)
-            )
-            for adapter in config.adapters
-        }
+        self.batches.replace_plan(self._job.config, self._job.prepared, self._job.plan)
+        self._count()
+
+    def _count(self) -> None:
+        plan, prepared = self._job.plan, self._job.prepared
         self.slot_tokens = slot_tokens(plan, prepared)
         self.slot_rows = [
             rows * len(slot.replicas) for slot, rows in zip(plan.slots, plan.slot_capacities, strict=True)
         ]
-        self.last_slot = dict.fromkeys(self.index, -1) | {name: slot for slot, name, _ in plan.batches_ending()}
+        self.last_slot = dict.fromkeys(self.batches.index, -1) | {name: slot for slot, name, _ in plan.batches_ending()}
 
 
 def slot_tokens(plan: Plan, prepared: Prepared) -> list[dict[str, int]]:

@@ -15,7 +15,7 @@ from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.data.references import SetReferences, reference_shapes, sets_of, with_references
 from lorafusion_jax.errors import CheckpointError, LoraFusionError, raise_all
 from lorafusion_jax.report.events import Listener, PhaseBegun, ReferencesComputed, RunEvent
-from lorafusion_jax.session.batches import teacher_state
+from lorafusion_jax.session.assembler import teacher_state
 from lorafusion_jax.session.session import Session
 
 

@@ -12,7 +12,7 @@ from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.data.references import SetReferences, reference_shapes
 from lorafusion_jax.errors import LoraFusionError
 from lorafusion_jax.files import replace_text
-from lorafusion_jax.session.batches import teacher_state
+from lorafusion_jax.session.assembler import teacher_state
 
 NAME, NOTE = "reference", "references.json"
 

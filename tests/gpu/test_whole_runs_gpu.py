@@ -11,7 +11,7 @@ from lorafusion_jax.checkpoint.peft import read_adapter
 from lorafusion_jax.config import load_config
 from lorafusion_jax.data.prepare import prepare
 from lorafusion_jax.planning.training_plan import plan_training
-from lorafusion_jax.session import batches
+from lorafusion_jax.session import assembler
 from lorafusion_jax.training import RunFolder, train
 from lorafusion_jax.training.compare_alone import compare_job
 
@@ -93,7 +93,7 @@ def test_a_wrong_dropout_in_a_few_rows_is_found(job, monkeypatch):
     """Eight rows of the joint training draw other masks; in bfloat16, where rounding hides few, an eighth."""
     config, *_ = job
     changed = 8 if config.base.dtype == "float32" else 256
-    original = batches.assemble
+    original = assembler.assemble
 
     def assemble(pieces, **sizes):
         batch = original(pieces, **sizes)
@@ -101,7 +101,7 @@ def test_a_wrong_dropout_in_a_few_rows_is_found(job, monkeypatch):
             return batch
         return batch._replace(row_key=np.append(batch.row_key[:changed] ^ 1, batch.row_key[changed:]))
 
-    monkeypatch.setattr(batches, "assemble", assemble)
+    monkeypatch.setattr(assembler, "assemble", assemble)
     assert not compare_job(*job, "law", 2).good
 
 

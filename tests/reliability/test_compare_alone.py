@@ -19,7 +19,7 @@ from lorafusion_jax.cli.main import run as lorafusion
 from lorafusion_jax.config import load_config
 from lorafusion_jax.data.prepare import Prepared, prepare
 from lorafusion_jax.planning.training_plan import plan_training
-from lorafusion_jax.session import batches
+from lorafusion_jax.session import assembler
 from lorafusion_jax.session.executor import Executor
 from lorafusion_jax.session.stage import Stage
 from lorafusion_jax.training import compare_alone
@@ -149,14 +149,14 @@ def of_piece(change):
     """Changes the last sample of the adapter in its first slot of two."""
 
     def plant(patch):
-        original = batches.pieces_of_slot
+        original = assembler.pieces_of_slot
 
         def pieces(samples, data, index, weights):
             originals = original(samples, data, index, weights)
             own_indices = [at for at, piece in enumerate(originals) if piece.adapter == index[NAME]]
             return change(originals, own_indices) if len(own_indices) > 1 else originals
 
-        patch.setattr(batches, "pieces_of_slot", pieces)
+        patch.setattr(assembler, "pieces_of_slot", pieces)
 
     return plant
 
@@ -172,13 +172,13 @@ def of_rows(change):
     """Changes arrays of every microbatch that holds the adapter."""
 
     def plant(patch):
-        original = batches.assemble
+        original = assembler.assemble
 
         def assemble(pieces, **sizes):
             batch = original(pieces, **sizes)
             return change(batch) if len({piece.adapter for piece in pieces}) > 1 else batch
 
-        patch.setattr(batches, "assemble", assemble)
+        patch.setattr(assembler, "assemble", assemble)
 
     return plant
 

@@ -14,7 +14,7 @@ from lorafusion_jax.config import load_config
 from lorafusion_jax.data.assemble import Microbatch
 from lorafusion_jax.errors import CheckpointError, LoraFusionError, RunError
 from lorafusion_jax.report.recorder import read_rows
-from lorafusion_jax.session.batches import mask_adapters
+from lorafusion_jax.session.assembler import mask_adapters
 from lorafusion_jax.session.executor import Executor
 from lorafusion_jax.training import RunFolder, resume, train
 from lorafusion_jax.training.adapter_writer import AdapterWriter
