@@ -23,6 +23,9 @@ ROLES = {
     "function": "tool",
     "observation": "tool",
 }
+LEARNED = ("train", "training", "trainable", "loss")  # of axolotl, ms-swift and others: true or false
+MUTED = ("masked", "mask")  # the opposite
+SCALED = ("loss_scale", "train_detail")  # weights that are no yes or no
 CALLING_ROLES = ("function_call", "tool_call")  # their content is a function call as JSON
 
 
@@ -72,14 +75,15 @@ def parse_message(item: object, number: int) -> tuple[dict, bool | None]:
 
 
 def _take_learned_flag(message: dict, role: str, number: int) -> bool | None:
-    """Removes OpenAI's `weight` and axolotl's `train` from a message and returns their meaning."""
-    flags = [(key, message.pop(key)) for key in ("weight", "train") if key in message]
+    """Removes the keys that say whether a message is learned, and returns their meaning."""
+    flags = [(key, message.pop(key)) for key in ("weight", *LEARNED, *MUTED, *SCALED) if key in message]
     for key, value in flags:
-        if value not in (0, 1) or (key == "train" and not isinstance(value, bool)):
+        if key in SCALED or value not in (0, 1) or (key != "weight" and not isinstance(value, bool)):
             raise BadRow("data.bad-weight", f"message {number} has {key}: {value!r}")
-    values = {bool(value) for _, value in flags}
+    values = {bool(value) != (key in MUTED) for key, value in flags}
     if len(values) == 2:
-        raise BadRow("data.bad-weight", f"message {number} has a weight and a train that contradict each other")
+        names = " and ".join(f"{key}: {value!r}" for key, value in flags)
+        raise BadRow("data.bad-weight", f"message {number} has {names}, which contradict each other")
     if True in values and role != "assistant":
         raise BadRow("data.bad-weight", f"message {number} is to be learned, but its role is {role}")
     return values.pop() if values else None

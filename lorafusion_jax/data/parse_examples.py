@@ -19,7 +19,7 @@ FIXES = {
     "data.bad-type": "text, or for messages a list of {role, content}",
     "data.bad-column": "repair these rows, or take the column out",
     "data.two-systems": "keep the system text in one place",
-    "data.bad-weight": "weight: 0 or 1, train: true or false, on messages of the assistant",
+    "data.bad-weight": "weight: 0 or 1; train, loss, masked and the like: true or false; on messages of the assistant",
     "data.large-row": "split the text into several rows, or take these rows out",
 }
 PROBLEMS = {

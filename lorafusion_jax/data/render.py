@@ -104,6 +104,7 @@ def _render_all(chats: Sequence[Chat], template: ChatTemplate, rows: Rows, adapt
 
 def _by_template(chat: Chat, template: ChatTemplate, loss: str) -> Rendered:
     extras = {"tools": chat.tools, "variables": chat.variables}
+    chat = chat._replace(messages=list(template.with_arguments(chat.messages, **extras)))
     if loss == "all":
         if chat.muted:
             raise TemplateProblem(
@@ -199,7 +200,9 @@ def _unread_keys(chats: Sequence[Chat], template: ChatTemplate) -> list[str]:
     if not unread:
         return []
     names = ", ".join(f"'{key}'" for key in unread)
-    return [f"[data.unused-key] the chat template does not use {names} of messages or chat_template_kwargs"]
+    flags = any(isinstance(message.get(key), bool) for chat in chats for message in chat.messages for key in unread)
+    learned = "; whatever they say, answers are learned: train: false leaves one out" if flags else ""
+    return [f"[data.unused-key] the chat template does not use {names} of messages or chat_template_kwargs{learned}"]
 
 
 def _render_plain(example: Example, loss: str) -> Rendered:

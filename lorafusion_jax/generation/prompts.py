@@ -48,7 +48,7 @@ def prompt_tokens(
     if not prompt:
         return []
     try:
-        return tokenizer.encode(template.render(messages, add_generation_prompt=True))
+        return tokenizer.encode(template.render(template.with_arguments(messages), add_generation_prompt=True))
     except TemplateProblem as problem:
         message = f"the chat template cannot render {where}."
         raise DataError("generate.template", message, why=str(problem), fix="--raw: without the template") from None

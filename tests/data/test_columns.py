@@ -11,6 +11,7 @@ from template_cases import WEATHER
 
 from lorafusion_jax.data import load_tokenizer
 from lorafusion_jax.errors import DataError, ErrorList
+from lorafusion_jax.generation.prompts import prompt_tokens
 
 TOOLS_TEMPLATE = (
     "{% if tools %}{% for t in tools %}{{ t | tojson }}{% endfor %}{% endif %}{% if mood %}<{{ mood }}>{% endif %}"
@@ -122,7 +123,18 @@ def test_a_history_of_another_shape_is_refused(load, history):
 
 
 @pytest.mark.parametrize(
-    "off", [{"weight": 0}, {"weight": 0.0}, {"train": False}, {"weight": 0, "train": False}], ids=str
+    "off",
+    [
+        {"weight": 0},
+        {"weight": 0.0},
+        {"train": False},
+        {"weight": 0, "train": False},
+        {"loss": False},
+        {"training": False},
+        {"trainable": False, "masked": True},
+        {"mask": True},
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("kind", ["tokenizer", "marked_tokenizer"])
 def test_messages_that_are_not_to_be_learned_are_context(load, request, kind, off):
@@ -147,6 +159,11 @@ def test_messages_that_are_not_to_be_learned_are_context(load, request, kind, of
         (1, {"weight": 1, "train": False}),
         (0, {"weight": 1}),
         (0, {"train": True}),
+        (1, {"loss": 0.3}),
+        (1, {"loss": 1}),
+        (1, {"loss_scale": 0}),
+        (1, {"masked": True, "loss": True}),
+        (0, {"masked": False}),
     ],
 )
 def test_other_words_about_the_loss_are_refused(load, turn, words):
@@ -313,3 +330,40 @@ def test_an_answer_that_ends_with_the_end_token_gets_one(load):
     assert load([{"prompt": "One?", "completion": "11"}]).report.notes == ()  # equal tokens of text are no ends
     asked = {"messages": [{"role": "user", "content": "One?<|end|>"}, {"role": "assistant", "content": "1"}]}
     assert load([asked]).report.notes == ()  # what is not learned teaches nothing
+
+
+def test_a_flag_that_nobody_reads_is_said_to_do_nothing(load):
+    (note,) = load([{"messages": [ASK, ANSWER | {"skip_me": True}]}]).report.notes
+    assert "'skip_me'" in note
+    assert "answers are learned" in note
+
+
+QUOTING = (
+    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content or '' }}{% for call in m.tool_calls or [] %}"
+    "{{ call.function.name }} {{ call.function.arguments | tojson }}{% endfor %}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+ITEMS = QUOTING.replace(
+    "{{ call.function.arguments | tojson }}",
+    "{% for k, v in call.function.arguments.items() %}{{ k }}={{ v }}{% endfor %}",
+)
+AS_TEXT = QUOTING.replace("{{ call.function.arguments | tojson }}", "{{ call.function.arguments + '' }}")
+
+
+@pytest.mark.parametrize(
+    ("template", "written"),
+    [(QUOTING, 'add {"a": "é", "b": [1]}'), (ITEMS, "add a=éb=[1]"), (AS_TEXT, 'add {"a":"é","b":[1]}')],
+    ids=["quoting", "items", "text"],
+)
+def test_arguments_that_are_a_json_text_are_encoded_once(template, written, load, tmp_path):
+    """As OpenAI writes them. Templates that take texts get them as they are."""
+    call = {"type": "function", "function": {"name": "add", "arguments": '{"a":"é","b":[1]}'}}
+    turns = [ASK, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    tokenizer = load_tokenizer(write_model(tmp_path / template[:1], template))
+    samples = load([{"messages": turns}], tokenizer=tokenizer)
+    assert learned(samples, tokenizer) == [f"{written}<|end|>"]
+    prompt = tokenizer.decode(prompt_tokens([*turns, {"role": "user", "content": "and?"}], tokenizer))
+    assert written in prompt
+    other = {"type": "function", "function": {"name": "add", "arguments": "no JSON"}}
+    if template != ITEMS:
+        load([{"messages": [ASK, {"role": "assistant", "content": None, "tool_calls": [other]}]}], tokenizer=tokenizer)

@@ -134,6 +134,27 @@ class ChatTemplate:
 
         return self._attempt(messages, tools, variables, split)
 
+    def with_arguments(
+        self, messages: Sequence[dict], *, tools: list | None = None, variables: Mapping[str, Any] = {}
+    ) -> Sequence[dict]:
+        """Returns messages whose calls have their arguments as this template wants them.
+
+        OpenAI writes arguments as JSON texts. Where a template fails on these, or writes them as quoted JSON, they are
+        parsed; other templates write the texts as they are.
+        """
+        parsed = [_parse_arguments(message) for message in messages]
+        if parsed == list(messages):
+            return messages
+        try:
+            text = self.render(messages, tools=tools, variables=variables)
+        except TemplateLimit:
+            raise
+        except TemplateProblem:
+            return parsed
+        arguments = [call.get("function", {}).get("arguments") for call in _calls(messages)]
+        quoted = [json.dumps(value, ensure_ascii=escapes) for value in arguments for escapes in (True, False)]
+        return parsed if any(value in text for value in quoted if value.startswith('"')) else messages
+
     def _ended(self, rendered: Rendered, messages: Sequence[dict]) -> Rendered:
         """Lets a text whose last answer is learned end as `end_answers` says."""
         last = len(messages) - 1
@@ -172,6 +193,30 @@ class ChatTemplate:
                     break
         assert last is not None
         raise last
+
+
+def _parse_arguments(message: dict) -> dict:
+    """Returns a message whose calls have their arguments as objects; OpenAI writes them as JSON texts."""
+
+    def parsed(call: Any) -> Any:
+        function = call.get("function") if isinstance(call, dict) else None
+        arguments = function.get("arguments") if isinstance(function, dict) else None
+        try:
+            value = json.loads(arguments) if isinstance(arguments, str) else None
+        except (ValueError, RecursionError):
+            return call
+        if not isinstance(function, dict) or not isinstance(value, dict):
+            return call
+        return call | {"function": function | {"arguments": value}}
+
+    calls = message.get("tool_calls")
+    return message | {"tool_calls": [parsed(call) for call in calls]} if isinstance(calls, list) else message
+
+
+def _calls(messages: Sequence[dict]) -> list[dict]:
+    """Returns all calls of functions that are written as such."""
+    calls = [call for message in messages for call in message.get("tool_calls") or () if isinstance(call, dict)]
+    return [call for call in calls if isinstance(call.get("function"), dict)]
 
 
 def end_of_turn(template: ChatTemplate, special: Sequence[str]) -> str | None:
