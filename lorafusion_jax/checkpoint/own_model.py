@@ -21,6 +21,7 @@ from lorafusion_jax.checkpoint.new_folder import new_folder
 from lorafusion_jax.checkpoint.peft import TENSOR_FILE, check_digests, check_finite, read_tensors
 from lorafusion_jax.checkpoint.peft_leaves import Arrays, as_exported
 from lorafusion_jax.config.peft_config import CONFIG_FILE, config_of, describe, read_config
+from lorafusion_jax.config.peft_folder import text_name
 from lorafusion_jax.errors import CheckpointError, ConfigError
 from lorafusion_jax.layout.layer import FUSED, PATHS, TARGETS
 from lorafusion_jax.modules.weights import adapter_arrays, adapter_names, adapter_spec, layer_shapes, put_adapter_arrays
@@ -110,9 +111,10 @@ def load_peft(model: nnx.Module, name: str, folder: str | Path, *, keys: Keys = 
     if not kind.in_peft:
         raise ConfigError("peft.kind", f"{name} is of kind {spec.kind}, whose tensors a PEFT folder does not hold.")
     check_digests(folder)
-    tensors = read_tensors(folder)
     arrays, _ = _arrays(model, name)
     names = _names([path for path in arrays if path != SHARED], keys)
+    wanted = _tensors(arrays, spec.kind, names)
+    tensors = {key if key in wanted else text_name(key)[0]: array for key, array in read_tensors(folder).items()}
     endings = [f".{leaf.peft_name}" for leaf in kind.of_projections]
     paths = list(
         dict.fromkeys(
@@ -121,7 +123,6 @@ def load_peft(model: nnx.Module, name: str, folder: str | Path, *, keys: Keys = 
     )
     present = tuple(dict.fromkeys(path.rsplit(".", 1)[-1] for path in paths))
     described = describe(read_config(folder), paths, name, str(folder / CONFIG_FILE), known=present, kind=spec.kind)
-    wanted = _tensors(arrays, spec.kind, names)
     problems = [
         f"{label} is {saved:g} there and {current:g} here"
         for label, saved, current in (

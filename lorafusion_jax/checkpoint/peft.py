@@ -39,6 +39,7 @@ from lorafusion_jax.checkpoint.peft_leaves import (
 from lorafusion_jax.checkpoint.peft_leaves import put_adapter as put_adapter
 from lorafusion_jax.checkpoint.peft_leaves import take_adapter as take_adapter
 from lorafusion_jax.config.peft_config import (
+    BY_PATH,
     CONFIG_FILE,
     Described,
     config_of,
@@ -49,6 +50,7 @@ from lorafusion_jax.config.peft_config import (
 )
 from lorafusion_jax.config.peft_folder import KEY, PREFIX, ROOT, TENSOR_FILE, plain_name, root_of, text_name, whole_name
 from lorafusion_jax.errors import CheckpointError, ConfigError, LoraFusionError, RunError
+from lorafusion_jax.families.multimodal import TEXT_ROOT
 from lorafusion_jax.layout.layer import BESIDE, EXPERTS, LINEAR_ATTENTION, MIXERS, PARALLEL, PATHS
 from lorafusion_jax.plugins import origin
 from lorafusion_jax.readable import check_regular
@@ -260,6 +262,19 @@ def cast_tensors(folder: Path, dtype: str) -> None:
     with safe_open(folder / TENSOR_FILE, "np") as opened:
         tensors = {key: opened.get_tensor(key).astype(to) for key in opened.keys()}  # noqa: SIM118 (no mapping)
     write_tensors(folder / TENSOR_FILE, tensors)
+
+
+def name_for_multimodal(folder: Path, kind: str, head: Head | None = None) -> None:
+    """Rewrites a folder that has the names of a text part alone, as earlier versions wrote it, for the whole model."""
+    described, arrays = read_described(folder, kind, head)
+    if described.root != TEXT_ROOT:
+        return
+    settings = read_config(folder)
+    paths = [path for path in arrays if path not in NOT_PROJECTIONS]
+    named = config_of(described.spec, described.base, NONE, described.revision, paths, multimodal=True)
+    text = json.dumps(settings | {key: named[key] for key in BY_PATH if key in named}, indent=2)
+    (folder / CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
+    write_tensors(folder / TENSOR_FILE, {whole_name(key): array for key, array in read_tensors(folder).items()})
 
 
 def check_digests(folder: Path) -> None:

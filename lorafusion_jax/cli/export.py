@@ -27,7 +27,7 @@ from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.config.specs import adapter_spec
 from lorafusion_jax.errors import CheckpointError, ConfigError, raise_all
-from lorafusion_jax.families.multimodal import auto_class
+from lorafusion_jax.families.multimodal import auto_class, loads_whole
 from lorafusion_jax.log_file import read_rows
 from lorafusion_jax.readable import RECORD, NotReadableError, check_regular
 from lorafusion_jax.report.card_results import results
@@ -115,15 +115,19 @@ class Export:
 
     def copy(self, console: Console, dtype: str | None) -> None:
         """Copies the folder, adds results to its card, and reads it back."""
-        from lorafusion_jax.checkpoint.peft import cast_tensors, read_adapter
+        from lorafusion_jax.checkpoint.peft import cast_tensors, name_for_multimodal, read_adapter
 
         self._warn(console)
         with new_folder(self.to) as draft:
             _copy(self.source, draft)
             (draft / SUMS).unlink(missing_ok=True)  # those of the new files are written at the end
-            card = draft / "README.md"
+            card, model = draft / "README.md", ModelConfig.from_hf(base_directory(self.config))
+            text = card.read_text("utf-8") + results(self.folder.path, self.name) if card.is_file() else ""
+            if loads_whole(model.wrapper, scored=self.spec.head is not None and self.spec.head.task == "SEQ_CLS"):
+                name_for_multimodal(draft, self.spec.kind, self.spec.head)
+                text = text.replace(auto_class(""), auto_class(model.wrapper))  # of a run of an earlier version
             if card.is_file():
-                card.write_text(card.read_text("utf-8") + results(self.folder.path, self.name), "utf-8")
+                card.write_text(text, "utf-8")
             if dtype is not None:
                 cast_tensors(draft, dtype)
             spec, _ = read_adapter(draft, self.spec.kind, self.spec.head)

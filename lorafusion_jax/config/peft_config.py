@@ -167,6 +167,11 @@ def config_of(
     return config | _one_by_one(spec, config, paths) if multimodal else config
 
 
+BY_PATH = (  # what names projections
+    "target_modules", "target_parameters", "layers_to_transform", "exclude_modules", "rank_pattern", "alpha_pattern",
+)  # fmt: skip
+
+
 def _one_by_one(spec: AdapterSpec, config: Mapping[str, Any], paths: Collection[str]) -> dict[str, Any]:
     """Settings that name each projection by its path in a multimodal model, in place of names and patterns."""
     named = {path: f"{IN_PEFT}{path}" for path in paths}

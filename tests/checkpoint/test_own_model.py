@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 import lorafusion_jax as lf
 from lorafusion_jax.errors import CheckpointError, ConfigError
@@ -129,3 +129,16 @@ def test_one_adapter_is_left_and_computes_what_it_did(model):
     np.testing.assert_allclose(model(x), before, rtol=1e-5, atol=1e-5)
     assert lf.lora_report(model).parameters.keys() == {"med"}
     assert jnp.shape(model.mix.lora_a[...]) == (3, 1, 8, 3)
+
+
+def test_a_folder_for_a_multimodal_model_is_loaded_into_its_text_part(model, tmp_path):
+    lf.save_peft(model, "law", tmp_path / "law")
+    file = tmp_path / "law" / "adapter_model.safetensors"
+    tensors = {key.replace(".model.model.layers", ".model.model.language_model.layers"): array
+               for key, array in load_file(file).items()}  # fmt: skip
+    assert any("language_model" in key for key in tensors)
+    save_file(tensors, file)
+    (tmp_path / "law" / "SHA256SUMS").unlink(missing_ok=True)
+    other = apply_lora(Net(), SPECS, targets="all-linear")
+    lf.load_peft(other, "law", tmp_path / "law")
+    same(adapter_arrays(other, "law"), adapter_arrays(model, "law"))

@@ -86,6 +86,19 @@ def test_an_adapter_of_a_multimodal_base_leaves_and_enters_under_the_names_of_th
     paths = ("self_attn.q_proj", "mlp.down_proj")
     assert changed == {f"language_model.model.layers.{layer}.{path}.weight" for layer in range(2) for path in paths}
 
+    # A folder of an earlier version, under the names of the text part, leaves as one for the whole model.
+    latest = (tmp_path / "run/adapters/law/latest").resolve()
+    (latest / "SHA256SUMS").unlink()
+    older = {key.replace(".language_model.", "."): array for key, array in tensors.items()}
+    save_file(older, latest / "adapter_model.safetensors")
+    settings = json.loads((latest / "adapter_config.json").read_text()) | {"target_modules": ["q_proj", "down_proj"]}
+    (latest / "adapter_config.json").write_text(json.dumps(settings))
+    assert run(["export", str(tmp_path / "run"), "law", "--to", str(tmp_path / "again")]) == 0, capsys.readouterr().err
+    again = load_file(tmp_path / "again" / "adapter_model.safetensors")
+    assert again.keys() == tensors.keys()
+    assert all(np.array_equal(again[key], tensors[key]) for key in tensors)
+    assert json.loads((tmp_path / "again" / "adapter_config.json").read_text())["target_modules"] == targets
+
     started = [f"adapters.law.lora.init_from={out}", "adapters.law.optim.lr=1e-9", "train.max_steps=1"]
     assert run(["train", job, "--out", str(tmp_path / "next"), *started]) == 0, capsys.readouterr().err
     ours, theirs = (read_adapter(folder)[1] for folder in (tmp_path / "next/adapters/law/latest", out))
