@@ -8,15 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby, islice
+from itertools import batched, groupby, islice
+from math import inf
+from operator import itemgetter
 
 from scheduling.errors import PlanError
-from scheduling.packing.greedy import Equal, greedy
-from scheduling.packing.problem import make_problem, to_slots, tokens_per_slot
+from scheduling.packing.fill import fill_best, memoised
+from scheduling.packing.greedy import Equal, Shares, greedy
+from scheduling.packing.problem import Filling, Problem, make_problem, to_slots, tokens_per_slot
 from scheduling.types import AdapterJob, Limits, SampleRef, Slot
 
 PartRefs = tuple[SampleRef, ...]
 NOTHING: frozenset[int] = frozenset()
+EQUAL: tuple[Equal, ...] = ("begun", "shortest")
+GAINS = (inf, 1.5, 1.1)  # of a slot, for leaving the fair order; the fairest first
+NEARLY = 0.95  # of the tokens of the fullest window: a fairer one with as many is taken
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +58,7 @@ class Tail:
     Args:
         limits: capacities, stages and replicas of the session.
         served: slots that each job has received beyond the one with the fewest, each by its weight.
+        idle: slots since the last slot of each job.
         ended: slots between the last slot of a job's latest complete batch and the window; 0 if it was the last slot.
         most_segments, most_adapters: places of a microbatch.
         reproducible: split each batch in one way whatever the company: the sums of a batch then have one order, and
@@ -60,6 +67,7 @@ class Tail:
 
     limits: Limits
     served: Mapping[str, float] = field(default_factory=dict[str, float])
+    idle: Mapping[str, int] = field(default_factory=dict[str, int])
     ended: Mapping[str, int] = field(default_factory=dict[str, int])
     most_segments: int = 1_000_000
     most_adapters: int = 1_000_000
@@ -107,9 +115,10 @@ class Window:
 def plan_window(cursors: Sequence[Cursor], tail: Tail, horizon: int) -> Window:
     """Plans the next slots of a stream and verifies them against the tail.
 
-    Jobs share the slots by their weights, to a few slots. Of two orders of equally served jobs, the one that fills the
-    window better is taken. A window ends after `horizon` slots, or where no samples are left. A batch
-    may continue in the next window. The same input gives the same window.
+    Jobs share the slots by their weights, to a few slots, as far as that leaves the machine busy: where another order
+    holds over 5 % more tokens, slots go to whoever fills them, and a job that was passed over for a while goes first. A
+    window ends after `horizon` slots, or where no samples are left. A batch may continue in the next window. The same
+    input gives the same window.
 
     Args:
         cursors: of the jobs that run.
@@ -174,10 +183,25 @@ def _plan_samples(
     cursors: Sequence[Cursor], tail: Tail, pools: Sequence[list[int]], ready: Sequence[int], horizon: int
 ) -> tuple[Slot, ...]:
     problem = make_problem([cursor.job for cursor in cursors], tail.limits, left=pools, ready=ready)
-    orders: tuple[Equal, ...] = ("begun", "shortest")
-    ahead = [-tail.served.get(cursor.job.name, 0.0) for cursor in cursors]
-    fillings = [greedy(problem, ahead=ahead, shares=equal, most_slots=horizon) for equal in orders]
-    return to_slots(problem, max(fillings, key=lambda filling: tokens_per_slot(problem, filling)))
+    return to_slots(problem, _fill(problem, tail, horizon))
+
+
+def _fill(problem: Problem, tail: Tail, horizon: int) -> Filling:
+    """Fills the slots of a window: the fairest filling that holds nearly as many tokens as the fullest."""
+    ahead = [-tail.served.get(job.name, 0.0) for job in problem.jobs]
+    idle = [tail.idle.get(job.name, 0) for job in problem.jobs]
+    choose = memoised(fill_best(problem))
+    fillings: list[tuple[float, Filling]] = []
+    for gain in GAINS:
+        for equal in EQUAL:
+            shares = Shares(equal=equal, gain=gain, idle=idle)
+            filling = greedy(problem, ahead=ahead, choose=choose, shares=shares, most_slots=horizon)
+            fillings.append((tokens_per_slot(problem, filling), filling))
+        if max(fillings, key=itemgetter(0))[0] >= NEARLY * problem.slot_tokens:
+            break
+    least = NEARLY * max(tokens for tokens, _ in fillings)
+    pairs = batched(fillings, len(EQUAL))
+    return next(filling for pair in pairs for tokens, filling in [max(pair, key=itemgetter(0))] if tokens >= least)
 
 
 def _plan_pieces(
@@ -198,8 +222,7 @@ def _plan_pieces(
     def refs(part: PartRefs) -> PartRefs:
         return tuple(by_name[ref.adapter].ref(at) for ref in part for at in pieces[ref.adapter][ref.sample])
 
-    ahead = [-tail.served.get(job.name, 0.0) for job in stand_ins]
-    slots = to_slots(problem, greedy(problem, ahead=ahead, shares="begun", most_slots=horizon))
+    slots = to_slots(problem, _fill(problem, tail, horizon))
     return tuple(replace(slot, replicas=tuple(map(refs, slot.replicas))) for slot in slots)
 
 
@@ -330,7 +353,9 @@ def advance(cursors: Sequence[Cursor], tail: Tail, slots: tuple[Slot, ...]) -> W
                     left[ref.adapter] = len(_positions(cursor.job, cursor.batch))
             after[ref.adapter] = cursor
     ends.sort()
-    tail = replace(tail, ended=ended, served=_served(after.values(), tail, tokens))
+    idle = {name: tail.idle.get(name, 0) + len(slots) for name in after}
+    idle |= {ref.adapter: len(slots) - 1 - index for index, slot in enumerate(slots) for ref in slot.samples}
+    tail = replace(tail, idle=idle, ended=ended, served=_served(after.values(), tail, tokens))
     return Window(slots=slots, ends=tuple(ends), cursors=tuple(after.values()), tail=tail)
 
 

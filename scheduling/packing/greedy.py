@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
-from math import floor
+from math import floor, inf
 from typing import Literal
 
 from scheduling.packing.fill import Choose, fill_best, fill_microbatch
@@ -17,6 +18,24 @@ Entry = tuple[float, ...]  # what jobs that may run are sorted by; the job is la
 # Order of jobs that were served equally, to a few slots: those whose batch is in progress first, or the shortest rests.
 Equal = Literal["begun", "shortest"]
 EQUAL_SLOTS = 4.0  # fewer leave microbatches of two or three jobs emptier: 0.955 of an offline plan with 1
+MOST_IDLE = 8  # slots in which a job of few may be passed over
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shares:
+    """How jobs share the slots by their weights, even if these are equal: the one that was served least goes first.
+
+    Args:
+        equal: which of equally served jobs goes first.
+        gain: another order is taken for a slot that it fills this many times fuller (inf: never). A sample as long as a
+            microbatch can run only where its job goes first; the others alone may leave the slot nearly empty.
+        idle: per job, slots since its last one. A job goes first after `MOST_IDLE` of them, or after as many as its
+            weight gives it one, if these are more.
+    """
+
+    equal: Equal
+    gain: float = inf
+    idle: Sequence[int]
 
 
 def greedy(
@@ -25,7 +44,7 @@ def greedy(
     ahead: Sequence[float] | None = None,
     choose: Choose | None = None,
     size: ChooseSize | None = None,
-    shares: Equal | None = None,
+    shares: Shares | None = None,
     most_slots: int | None = None,
 ) -> Filling:
     """Fills slot after slot until no sample is left. The result is valid.
@@ -35,7 +54,7 @@ def greedy(
             slots that it has received too few.
         choose: chooses a part of a batch (None: the subset that fills best).
         size: chooses the capacity of a slot (None: the largest).
-        shares: serve jobs by their weights even if these are equal; which of equally served jobs goes first.
+        shares: serve jobs by their weights even if these are equal.
         most_slots: stop after this many slots.
     """
     state = _State(problem, ahead or [0.0] * len(problem.jobs), choose or fill_best(problem), shares=shares)
@@ -51,11 +70,13 @@ class _State:
 
     Attributes:
         rank: order of service, smallest first: minus the slots left, or with weights, slots served per weight.
+        patience: with `shares`, slots in which the job may be passed over.
+        due: with `shares`, the slot in which the job goes first.
         free: sorted entries of jobs that may run.
         waiting: heap of (slot, job): the job may run from that slot on.
     """
 
-    def __init__(self, problem: Problem, ahead: Sequence[float], choose: Choose, *, shares: Equal | None = None):
+    def __init__(self, problem: Problem, ahead: Sequence[float], choose: Choose, *, shares: Shares | None = None):
         self.choose, self.shares = choose, shares
         self.size: ChooseSize | None = None
         self.batch = [0] * len(problem.jobs)
@@ -67,6 +88,13 @@ class _State:
         self.rank = [-left - more for left, more in zip(slots, ahead, strict=True)]
         if self.weighted:
             self.rank = [0.0] * len(slots) if shares is None else [-more for more in ahead]
+        self.due = self.patience = [0.0] * len(slots)
+        if shares is not None:
+            weights = [
+                job.weight if batches else 0.0 for job, batches in zip(problem.jobs, problem.batches, strict=True)
+            ]
+            self.patience = [max(MOST_IDLE, sum(weights) / job.weight) for job in problem.jobs]
+            self.due = [wait - idle for wait, idle in zip(self.patience, shares.idle, strict=True)]
         self.free: list[Entry] = []
         self.waiting = [(problem.ready[job], job) for job, batches in enumerate(problem.batches) if batches]
         heapify(self.waiting)
@@ -79,7 +107,12 @@ class _State:
         else:
             insort(
                 self.free,
-                (floor(rank / EQUAL_SLOTS), self.tokens[job] if self.shares == "shortest" else not begun, rank, job),
+                (
+                    floor(rank / EQUAL_SLOTS),
+                    self.tokens[job] if self.shares.equal == "shortest" else not begun,
+                    rank,
+                    job,
+                ),
             )
 
 
@@ -88,6 +121,8 @@ def _fill_slot(problem: Problem, state: _State, slot: int) -> tuple[Microbatch, 
         _, job = heappop(state.waiting)
         state.add_free(job, begun=False)
     order = [int(entry[-1]) for entry in state.free]
+    if state.shares is not None:
+        order = _shared_order(problem, state, state.shares, order, slot)
     before = list(state.tokens)
     tiles = problem.tiles if state.size is None or not order else _size(problem, state, order)
     replicas = tuple(
@@ -95,11 +130,13 @@ def _fill_slot(problem: Problem, state: _State, slot: int) -> tuple[Microbatch, 
         for _ in range(problem.data_parallel)
     )
     touched = {part[0] for parts in replicas for part in parts}
-    for entry in [state.free[index] for index in range(len(order)) if order[index] in touched]:
+    for entry in [entry for entry in state.free if entry[-1] in touched]:
         job = int(entry[-1])
         del state.free[bisect_left(state.free, entry)]
         served = (before[job] - state.tokens[job]) / state.slot_tokens
         state.rank[job] += served / problem.jobs[job].weight if state.weighted else served
+        if state.shares is not None:
+            state.due[job] = slot + 1 + state.patience[job]
         if state.mask[job]:
             state.add_free(job, begun=True)
         else:
@@ -107,14 +144,43 @@ def _fill_slot(problem: Problem, state: _State, slot: int) -> tuple[Microbatch, 
     return replicas
 
 
+def _shared_order(problem: Problem, state: _State, shares: Shares, order: list[int], slot: int) -> list[int]:
+    """The fair order, which is the given one with jobs that are due in front, or another that fills the slot better."""
+    due = [job for job in order if state.due[job] <= slot]
+    others = [job for job in order if state.due[job] > slot]
+    if shares.gain == inf or len(others) < 2:
+        return [*due, *others]
+
+    def longest(job: int) -> int:
+        return problem.batches[job][state.batch[job]].tokens[state.mask[job].bit_length() - 1]
+
+    def begun(job: int) -> bool:
+        return state.mask[job] != problem.batches[job][state.batch[job]].full_mask
+
+    fair, *orders = [
+        [*due, *others],
+        *([*due, *sorted(others, key=key, reverse=True)] for key in (state.tokens.__getitem__, longest, begun)),
+    ]
+    left = {tuple(some): sum(_left_after(problem, state, some, problem.tiles)) for some in (fair, *orders)}
+    fullest = min(orders, key=lambda some: left[tuple(some)])
+    tokens = sum(state.tokens)
+    return fullest if tokens - left[tuple(fullest)] > shares.gain * (tokens - left[tuple(fair)]) else fair
+
+
+def _left_after(problem: Problem, state: _State, order: Sequence[int], tiles: int) -> list[int]:
+    """Tokens of each job that a trial of the next slot leaves."""
+    mask, tokens = list(state.mask), list(state.tokens)
+    for _ in range(problem.data_parallel):
+        fill_microbatch(problem, order, state.batch, mask, tokens, state.choose, tiles)
+    return tokens
+
+
 def _size(problem: Problem, state: _State, order: list[int]) -> int:
     """The tiles of the next slot, after a trial with each capacity."""
     assert state.size is not None
 
     def left(tiles: int) -> list[int]:
-        mask, tokens = list(state.mask), list(state.tokens)
-        for _ in range(problem.data_parallel):
-            fill_microbatch(problem, order, state.batch, mask, tokens, state.choose, tiles)
+        tokens = _left_after(problem, state, order, tiles)
         return [tokens[job] for job in order]
 
     alone = len(order) == 1 and not state.waiting

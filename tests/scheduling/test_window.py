@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -139,6 +140,97 @@ def test_windows_of_few_jobs_are_as_dense_as_a_plan_of_the_same_rows(batches, ca
     assert sum(served.values()) / len(slots) / capacity >= 0.97 * offline
     if stages == 1 and max(batches) * 400 < capacity:  # no job waits for its own updates: shares are equal
         assert max(served.values()) - min(served.values()) <= 5 * capacity
+
+
+CLIPPED = [(2048, 4, 2), (2048, 8, 2), (2048, 16, 1), (4096, 8, 2), (4096, 16, 1), (8192, 8, 2), (8192, 16, 1)]
+
+
+def long_beside_short(capacity: int, long: int, short: int) -> list[AdapterJob]:
+    """A job of which some samples are cut at the capacity, and one of small batches of short samples."""
+    draw = np.random.default_rng(1)
+    cut = np.clip(draw.lognormal(np.log(capacity / 4), 0.9, 3000), 32, capacity).astype(int)
+    return [
+        AdapterJob("long", cut, long),
+        AdapterJob("short", np.clip(draw.lognormal(5, 0.7, 3000), 32, 512).astype(int), short),
+    ]
+
+
+def jobs_up_to_the_capacity(seed: int) -> tuple[list[AdapterJob], int, int]:
+    """Jobs of any mean length, with samples up to the capacity; capacity and stages."""
+    draw = np.random.default_rng([52, seed])
+    capacity, jobs = int(draw.choice([1024, 2048, 4096, 8192])), []
+    stages = int(draw.choice([1, 1, 1, 2, 4]))
+    for index in range(int(draw.integers(2, 6))):
+        mean = capacity * float(draw.choice([0.03, 0.06, 0.12, 0.25, 0.5]))
+        lengths = [
+            draw.lognormal(np.log(mean), 0.9, 6000),
+            draw.uniform(0.2 * mean, 1.8 * mean, 6000),
+            np.where(draw.random(6000) < 0.08, capacity - draw.integers(0, capacity // 16, 6000), mean),
+            (draw.pareto(1.5, 6000) + 1) * mean / 3,
+            np.full(6000, mean),
+        ][int(draw.integers(5))]
+        jobs.append(AdapterJob(f"j{index}", np.clip(lengths, 16, capacity).astype(int), int(2 ** draw.integers(0, 6))))
+    return jobs, capacity, stages
+
+
+def fill_and_pause(jobs: list[AdapterJob], tail: Tail, windows: int) -> tuple[float, float, int]:
+    """Density of windows of 48 slots, density of a plan of the same batches, and the longest pause of a job."""
+    cursors, slots = [Cursor(job=job) for job in jobs], []
+    for _ in range(windows):
+        window = plan_window(cursors, tail, 48)
+        cursors, tail = list(window.cursors), window.tail
+        slots += window.slots
+    assert not any(cursor.is_finished for cursor in cursors)
+    lengths = {job.name: job.sample_tokens for job in jobs}
+    tokens = sum(lengths[ref.adapter][ref.sample] for slot in slots for ref in slot.samples)
+    pauses = []
+    for job in jobs:
+        runs = [at for at, slot in enumerate(slots) if any(ref.adapter == job.name for ref in slot.samples)]
+        pauses.append(max(b - a for a, b in pairwise([-1, *runs, len(slots)])) - 1)
+    limits = {"capacity_tokens": tail.limits.capacity_tokens, "num_stages": tail.limits.num_stages}
+    ran = [replace(cursor.job, max_batches=cursor.batch) for cursor in cursors if cursor.batch]
+    density = make_plan(ran, **limits, search_evaluations=2000).density
+    return tokens / len(slots) / tail.limits.capacity_tokens, density, max(pauses)
+
+
+@pytest.mark.parametrize(("capacity", "long", "short"), CLIPPED)
+def test_a_job_with_samples_as_long_as_a_microbatch_neither_waits_nor_leaves_the_machine_idle(capacity, long, short):
+    jobs = long_beside_short(capacity, long, short)
+    tail = Tail(limits=Limits(capacity_tokens=capacity, num_stages=1))
+    fill, same_rows, pause = fill_and_pause(jobs, tail, 3)
+    equal_batches = make_plan([replace(job, max_batches=40) for job in jobs], capacity_tokens=capacity, num_stages=1)
+    assert fill >= 0.95 * same_rows
+    assert fill >= 0.9 * equal_batches.density  # the rows that windows ran may be bad ones: long batches left out
+    assert pause <= 12
+
+
+SESSION = {"most_segments": 16, "most_adapters": 4, "reproducible": True}  # as a session of a service
+
+
+def test_windows_of_whole_pieces_do_not_wait_for_a_long_sample():
+    jobs = long_beside_short(4096, 8, 2)
+    tail = Tail(limits=Limits(capacity_tokens=4096, num_stages=1), **SESSION)
+    fill, _, pause = fill_and_pause(jobs, tail, 3)
+    assert fill >= 0.75
+    assert pause <= 12
+
+
+@pytest.mark.parametrize(
+    "seed", [3, 10, *(pytest.param(n, marks=pytest.mark.nightly) for n in range(50) if n not in (3, 10))]
+)
+def test_windows_are_full_for_samples_of_any_length(seed):
+    jobs, capacity, stages = jobs_up_to_the_capacity(seed)
+    fill, same_rows, pause = fill_and_pause(jobs, Tail(limits=Limits(capacity_tokens=capacity, num_stages=stages)), 3)
+    assert fill >= 0.95 * same_rows
+    assert pause <= 12
+
+
+def test_a_job_of_little_weight_is_not_served_for_waiting():
+    """Each may wait as long as its weight gives it no slot."""
+    jobs = [AdapterJob("heavy", [500] * 4000, 64, weight=19.0), AdapterJob("light", [500] * 4000, 64)]
+    window = plan_window([Cursor(job=job) for job in jobs], Tail(limits=Limits(capacity_tokens=512, num_stages=1)), 200)
+    runs = Counter(ref.adapter for slot in window.slots for ref in slot.samples)
+    assert 6 <= runs["light"] <= 14
 
 
 def test_a_short_job_does_not_wait_for_long_ones():
