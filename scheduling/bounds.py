@@ -10,6 +10,9 @@ import numpy as np
 from scheduling.checks import check_sizes
 from scheduling.types import AdapterJob, Limits
 
+MOST_PARTS = 6  # of a microbatch, in bounds of its samples
+THRESHOLDS, MOST_WORK = 32, 4_000_000  # lengths that are tried, and their number times the samples
+
 
 def lower_bound(
     jobs: Sequence[AdapterJob],
@@ -22,7 +25,8 @@ def lower_bound(
     """Computes a lower bound on the number of slots: the largest of three relaxations. Of several capacities the
     largest counts.
 
-    * chain: Σ_batches n + (S - 1)·(batches - 1) of a single adapter, where its batch needs n slots without the others;
+    * chain: Σ_batches n + (S - 1)·(batches - 1) of a single adapter, where its batch needs n slots without the others,
+      by its tiles and by what fits beside its long samples;
     * long samples: those that cannot share a microbatch, plus slots for what does not fit next to them;
     * one machine: min head + ⌈Σ tiles / tiles of a slot⌉ + min tail over every set of batches, where a batch's head and
       tail are the slots that its adapter needs before and after it (solved exactly, as a preemptive schedule).
@@ -53,12 +57,13 @@ def bound_of_rest(jobs: Sequence[AdapterJob], left: Sequence[np.ndarray], ready:
         tokens = job.stream[positions]
         cuts = np.flatnonzero(np.diff(job.batch_of(positions), prepend=-1))
         tiles.append(-(-np.add.reduceat(tokens, cuts) // limits.tile_tokens))
-        halves = np.add.reduceat((2 * tokens > room).astype(np.int64), cuts)  # no two of these share a microbatch
         by_tiles = -(-tiles[-1] // limits.slot_tiles)
-        counts.append(np.maximum(1, np.maximum(by_tiles, -(-halves // limits.data_parallel))))
+        counts.append(np.maximum(by_tiles, -(-_bins_of_groups(tokens, cuts, room) // limits.data_parallel)))
         lengths.append(tokens)
         starts.append(first)
-    bins = -(-_bins_for(np.concatenate(lengths), room) // limits.data_parallel)
+    samples = np.concatenate(lengths)
+    joint = int(_bins_of_groups(samples, np.zeros(1, np.int64), room)[0]) if len(samples) else 0
+    bins = -(-max(joint, _bins_for(samples, room)) // limits.data_parallel)
     return max(bins, _one_machine(tiles, counts, starts, limits.slot_tiles, limits.num_stages))
 
 
@@ -75,6 +80,25 @@ def formula_bound(jobs: Sequence[AdapterJob], *, capacity_tokens: int, num_stage
 def batch_tokens(job: AdapterJob) -> np.ndarray:
     """Tokens of each global batch, int64[num_batches]."""
     return np.add.reduceat(job.stream, job.batch_starts())
+
+
+def _bins_of_groups(tokens: np.ndarray, starts: np.ndarray, room: int) -> np.ndarray:
+    """Microbatches that each group of samples needs by itself, from dual feasible functions of the lengths.
+
+    Such a function gives a microbatch at most 1 whatever it holds, so the sum over the samples is a bound. Those of
+    Fekete and Schepers: a length above m/(k + 1) of the room counts m/k; or those below a threshold count nothing and
+    those that leave no room for it a whole microbatch.
+    """
+    bins = np.ones(len(starts), np.int64)
+    for parts in range(1, MOST_PARTS + 1):
+        shares = ((parts + 1) * tokens - 1) // room
+        bins = np.maximum(bins, -(-np.add.reduceat(shares, starts) // parts))
+    shortest = np.unique(tokens[tokens * 2 <= room])
+    count = max(1, min(THRESHOLDS, MOST_WORK // len(tokens), shortest.size))
+    for threshold in shortest[np.linspace(0, shortest.size - 1, count).astype(int)] if shortest.size else ():
+        counted = np.where(tokens > room - threshold, room, np.where(tokens < threshold, 0, tokens))
+        bins = np.maximum(bins, -(-np.add.reduceat(counted, starts) // room))
+    return bins
 
 
 def _bins_for(lengths: np.ndarray, room: int) -> int:

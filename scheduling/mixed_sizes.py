@@ -12,9 +12,8 @@ from scheduling.bounds import bound_of_rest
 from scheduling.cost_model import CostModel
 from scheduling.packing.balance_tokens import balance_tokens
 from scheduling.packing.budget import Budget
-from scheduling.packing.greedy import greedy
 from scheduling.packing.problem import Filling, Problem, make_problem, to_plan
-from scheduling.packing.restarts import restart
+from scheduling.packing.restarts import first_filling, restart
 from scheduling.packing.search import search
 from scheduling.packing.sizes import Prices, candidates
 from scheduling.simulate import simulate
@@ -30,14 +29,14 @@ def fill_sizes(problem: Problem, left: Sequence[np.ndarray], budget: Budget, see
         left: per job, the positions of its stream that `problem` covers.
     """
     singles = [_with_capacity(problem, size, left) for size in _sizes_for_all(problem)]
-    first = [(greedy(single), single) for single in singles]
-    first += [(balance_tokens(single, filling), single) for filling, single in first]
-    timed = [(_predicted_s(problem, filling, costs), filling, single) for filling, single in first]
-    best_s, best, single = min(timed, key=lambda candidate: candidate[0])
+    first = [(*first_filling(single, 0), single) for single in singles]
+    first += [(balance_tokens(single, filling), by_chain, single) for filling, by_chain, single in first]
+    timed = [(_predicted_s(problem, candidate[0], costs), *candidate) for candidate in first]
+    best_s, best, by_chain, single = min(timed, key=lambda candidate: candidate[0])
     start = best
     for filling in chain(
         candidates(problem, _slot_prices(problem, costs), _take_half(budget), seed),
-        () if problem.weighted else _fewest_slots(single, start, left, budget, seed),
+        () if problem.weighted else _fewest_slots(single, start, by_chain, left, budget, seed),
     ):
         seconds = _predicted_s(problem, filling, costs)
         if seconds < best_s:
@@ -52,11 +51,11 @@ def _take_half(budget: Budget) -> Budget:
 
 
 def _fewest_slots(
-    single: Problem, incumbent: Filling, left: Sequence[np.ndarray], budget: Budget, seed: int
+    single: Problem, incumbent: Filling, by_chain: bool, left: Sequence[np.ndarray], budget: Budget, seed: int
 ) -> Iterator[Filling]:
     """Yields the filling of one capacity with the fewest slots, and the same with tokens balanced."""
     bound = bound_of_rest(single.jobs, left, single.ready, single.limits)
-    filling = restart(single, incumbent=incumbent, bound=bound, budget=budget, seed=seed)
+    filling = restart(single, incumbent=incumbent, by_chain=by_chain, bound=bound, budget=budget, seed=seed)
     filling = search(single, incumbent=filling, bound=bound, budget=budget, seed=seed)
     yield from (filling, balance_tokens(single, filling))
 

@@ -16,9 +16,8 @@ from scheduling.mixed_sizes import fill_sizes
 from scheduling.packing.balance_tokens import balance_tokens
 from scheduling.packing.balance_work import balance_work
 from scheduling.packing.budget import Budget
-from scheduling.packing.greedy import greedy
 from scheduling.packing.problem import Filling, Problem, make_problem, to_plan
-from scheduling.packing.restarts import restart
+from scheduling.packing.restarts import first_filling, restart
 from scheduling.packing.search import search
 from scheduling.plan import Plan
 from scheduling.rates import default_cost_model
@@ -126,9 +125,9 @@ def fill(
         effort.even.evaluations += max(0.0, effort.search.evaluations)
         return bound, balance_work(problem, filling, effort.even)
     budget, even = effort.search, effort.even
-    filling = greedy(problem)
+    filling, by_chain = first_filling(problem, bound)
     if not problem.weighted:
-        filling = restart(problem, incumbent=filling, bound=bound, budget=budget, seed=seed)
+        filling = restart(problem, incumbent=filling, by_chain=by_chain, bound=bound, budget=budget, seed=seed)
         filling = search(problem, incumbent=filling, bound=bound, budget=budget, seed=seed)
         filling = balance_tokens(problem, filling)
     even.evaluations += max(0.0, budget.evaluations)

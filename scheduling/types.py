@@ -65,9 +65,10 @@ class AdapterJob:
         """Positions in the stream that are trained on, over all epochs."""
         if self.max_batches is None:
             return self._full_length
-        if self.cuts:
-            return [*self._batch_starts(self._full_length), self._full_length][: self.max_batches + 1][-1]
-        return min(self._full_length, self.max_batches * self.global_batch)
+        try:
+            return self.batch_positions(self.max_batches - 1).stop
+        except IndexError:
+            return self._full_length
 
     @property
     def num_batches(self) -> int:
@@ -84,6 +85,17 @@ class AdapterJob:
     def batch_starts(self) -> list[int]:
         """First position of every batch."""
         return self._batch_starts(self.num_samples)
+
+    def batch_positions(self, batch: int) -> range:
+        """Positions of a batch in the stream. Costs as much as there are cuts, whatever the number of samples."""
+        first, before = 0, 0  # of the part of the stream between two cuts: its first position and batch
+        for end in (*self.cuts, self._full_length):
+            count = -(-(end - first) // self.global_batch)
+            if batch < before + count:
+                start = first + (batch - before) * self.global_batch
+                return range(start, min(start + self.global_batch, end))
+            first, before = end, before + count
+        raise IndexError(f"{self.name} has no batch {batch}")
 
     def batch_sizes(self) -> Iterator[tuple[int, int]]:
         """Yields (batch, samples in it); a batch before a cut and the last one may be short."""

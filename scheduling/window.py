@@ -47,7 +47,7 @@ class Cursor:
 
     def left(self, batch: int) -> list[int]:
         """Positions of a batch, from `batch` on, that have not run."""
-        positions = _positions(self.job, batch)
+        positions = self.job.batch_positions(batch)
         return [at for at in positions if at not in self.done] if batch == self.batch else list(positions)
 
 
@@ -233,7 +233,7 @@ def _pieces(cursor: Cursor, pool: Sequence[int], tail: Tail) -> list[list[int]]:
     fitted: list[list[int]] = []
     for batch in sorted({job.batch_of(at) for at in pool}):
         pieces: list[list[int]] = []
-        for at in sorted(_positions(job, batch), key=lambda at: -_tokens(job, [at])):
+        for at in sorted(job.batch_positions(batch), key=lambda at: -_tokens(job, [at])):
             fitting = (p for p in pieces if len(p) < most and _tokens(job, [*p, at]) <= room)
             if (piece := next(fitting, None)) is None:
                 pieces.append([at])
@@ -252,7 +252,7 @@ class _Open:
 
     def __init__(self, cursor: Cursor, ready: int):
         self.job, self.batch, self.segments = cursor.job, cursor.batch, cursor.segments
-        self.done: frozenset[int] = cursor.done
+        self.done, self.positions = set(cursor.done), _positions(cursor)
         self.first = 0 if cursor.done else ready
         self.last = -1
         self.ends: list[tuple[int, str, int]] = []
@@ -260,17 +260,19 @@ class _Open:
     def run(self, slot: int, ref: SampleRef) -> list[str]:
         position = ref.epoch * len(self.job.sample_tokens) + ref.sample
         where = f"slot {slot}: {ref.adapter}, position {position}"
-        if ref.batch != self.batch or position not in _positions(self.job, self.batch):
+        if ref.batch != self.batch or position not in self.positions:
             return [f"{where} is not in the open batch {self.batch}"]
         problems = [f"{where} runs twice"] if position in self.done else []
         problems += [f"{where} runs before slot {self.first}"] if slot < self.first else []
-        self.done, self.last = self.done | {position}, slot
+        self.done.add(position)
+        self.last = slot
         return problems
 
     def close(self, slot: int, stages: int) -> None:
-        if self.batch < self.job.num_batches and len(self.done) == len(_positions(self.job, self.batch)):
+        if self.batch < self.job.num_batches and len(self.done) == len(self.positions):
             self.ends.append((slot, self.job.name, self.batch))
-            self.batch, self.done, self.first = self.batch + 1, NOTHING, slot + stages
+            self.batch, self.done, self.first = self.batch + 1, set[int](), slot + stages
+            self.positions = _positions(Cursor(job=self.job, batch=self.batch))
 
 
 def _part_problems(slot: int, part: PartRefs, capacity: int, states: Mapping[str, _Open], tail: Tail) -> Iterable[str]:
@@ -335,23 +337,22 @@ def _cut(part: PartRefs, tail: Tail, segments: Mapping[str, int]) -> Iterable[Pa
 def advance(cursors: Sequence[Cursor], tail: Tail, slots: tuple[Slot, ...]) -> Window:
     """Builds the window of these slots: batches that end, and positions and tail after them."""
     after = {cursor.job.name: cursor for cursor in cursors}
-    left = {name: len(_positions(c.job, c.batch)) - len(c.done) for name, c in after.items() if not c.is_finished}
+    done = {name: set(cursor.done) for name, cursor in after.items()}
+    sizes = {name: len(_positions(cursor)) for name, cursor in after.items()}
     ended = {name: ago + len(slots) for name, ago in tail.ended.items() if name in after}
     ends: list[tuple[int, str, int]] = []
     tokens = dict.fromkeys(after, 0)
     for index, slot in enumerate(slots):
         for ref in slot.samples:
             cursor = after[ref.adapter]
-            cursor = replace(cursor, done=cursor.done | {ref.epoch * len(cursor.job.sample_tokens) + ref.sample})
-            left[ref.adapter] -= 1
+            done[ref.adapter].add(ref.epoch * len(cursor.job.sample_tokens) + ref.sample)
             tokens[ref.adapter] += cursor.job.sample_tokens[ref.sample]
-            if not left[ref.adapter]:
+            if len(done[ref.adapter]) == sizes[ref.adapter]:
                 ends.append((index, ref.adapter, cursor.batch))
                 ended[ref.adapter] = len(slots) - 1 - index
-                cursor = replace(cursor, batch=cursor.batch + 1, done=NOTHING)
-                if not cursor.is_finished:
-                    left[ref.adapter] = len(_positions(cursor.job, cursor.batch))
-            after[ref.adapter] = cursor
+                after[ref.adapter] = cursor = replace(cursor, batch=cursor.batch + 1)
+                done[ref.adapter], sizes[ref.adapter] = set(), len(_positions(cursor))
+    after = {name: replace(cursor, done=frozenset(done[name])) for name, cursor in after.items()}
     ends.sort()
     idle = {name: tail.idle.get(name, 0) + len(slots) for name in after}
     idle |= {ref.adapter: len(slots) - 1 - index for index, slot in enumerate(slots) for ref in slot.samples}
@@ -371,9 +372,6 @@ def _served(cursors: Iterable[Cursor], tail: Tail, tokens: Mapping[str, int]) ->
     return {name: slots - least for name, slots in served.items()}
 
 
-def _positions(job: AdapterJob, batch: int) -> range:
-    """Positions of a batch in the stream."""
-    if not job.cuts:
-        return range(batch * job.global_batch, min((batch + 1) * job.global_batch, job.num_samples))
-    starts = [*job.batch_starts(), job.num_samples]
-    return range(starts[batch], starts[batch + 1])
+def _positions(cursor: Cursor) -> range:
+    """Positions of the open batch."""
+    return range(0) if cursor.is_finished else cursor.job.batch_positions(cursor.batch)

@@ -6,9 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+import numpy as np
+
 from scheduling.plan import Plan
 from scheduling.types import AdapterJob, Limits, SampleRef, Slot
 
+MANY = 1 << 512  # masks above it are read by numpy
 Part = tuple[int, int, int]  # (job, batch, bit mask over the batch's samples in ascending order of length)
 Microbatch = tuple[Part, ...]
 Filling = list[tuple[Microbatch, ...]]  # per slot, per replica
@@ -180,4 +183,7 @@ def _refs(problem: Problem, parts: Microbatch) -> tuple[SampleRef, ...]:
 
 def bits(mask: int) -> list[int]:
     """Indices of the set bits, ascending."""
-    return [index for index, digit in enumerate(bin(mask)[:1:-1]) if digit == "1"]
+    if mask < MANY:
+        return [index for index, digit in enumerate(bin(mask)[:1:-1]) if digit == "1"]
+    digits = np.frombuffer(mask.to_bytes(-(-mask.bit_length() // 8), "little"), np.uint8)
+    return np.flatnonzero(np.unpackbits(digits, bitorder="little")).tolist()

@@ -22,7 +22,7 @@ from itertools import permutations, product
 from math import floor, ldexp
 
 from scheduling.packing.budget import Budget
-from scheduling.packing.fill import charged, fill_best, fill_microbatch, longest_first, memoised
+from scheduling.packing.fill import SAMPLES, charged, fill_best, fill_microbatch, longest_first, memoised
 from scheduling.packing.problem import Filling, Microbatch, Part, Problem, bits
 
 DOUBLES = 2.75  # slots of delay that double the penalty of a job; results are not sensitive to it
@@ -60,7 +60,9 @@ def search(problem: Problem, *, incumbent: Filling, bound: int, budget: Budget, 
     """Improves a plan until it reaches the bound or the budget is spent: a narrow beam first, then wider ones."""
     beam = _Beam(problem, budget, seed)
     best, width = incumbent, FIRST_WIDTH
-    if budget.evaluations < 2 * FIRST_WIDTH * beam.price * len(best):  # about two children per partial plan
+    batches = [batch for batches in problem.batches for batch in batches]
+    reading = sum(len(batch.tokens) for batch in batches) / len(batches) / 2 / SAMPLES  # a choice from half a batch
+    if budget.evaluations < 2 * FIRST_WIDTH * (beam.price + reading) * len(best):  # two children per partial plan
         return best
     while len(best) > bound and not budget.spent:
         better = beam.run(width, len(best))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from functools import lru_cache
 
 from scheduling.packing.problem import bits
@@ -15,20 +16,32 @@ def fullest(tokens: tuple[int, ...], mask: int, room: int) -> tuple[int, int]:
     Returns:
         (mask of the subset, its tokens).
     """
-    pending = [(bit, tokens[bit]) for bit in bits(mask) if tokens[bit] <= room]
+    pending = bits(mask & low_bits(bisect_right(tokens, room)))
     chosen, taken = 0, 0
-    while len(pending) > EXACT and pending[-1][1] * 4 <= room - taken:
-        bit, length = pending.pop()  # many samples: take long ones first, then search exactly
-        chosen, taken = chosen | 1 << bit, taken + length
+    while len(pending) > EXACT and tokens[pending[-1]] * 4 <= room - taken:
+        bit = pending.pop()  # many samples: take long ones first, then search exactly
+        chosen, taken = chosen | 1 << bit, taken + tokens[bit]
         room_left = room - taken
-        while pending and pending[-1][1] > room_left:
+        while pending and tokens[pending[-1]] > room_left:
             pending.pop()
-    pending = _spread(pending)
-    more, best = _exact(pending, room - taken)
+    more, best = _exact([(bit, tokens[bit]) for bit in _spread(pending)], room - taken)
     return chosen | more, taken + best
 
 
-def _spread(pending: list[tuple[int, int]]) -> list[tuple[int, int]]:
+def first_fit(tokens: tuple[int, ...], mask: int, room: int) -> tuple[int, int]:
+    """Takes the longest masked sample that still fits, again and again.
+
+    Returns:
+        (mask of the subset, its tokens).
+    """
+    chosen, taken = 0, 0
+    while fitting := mask & low_bits(bisect_right(tokens, room - taken)):
+        bit = fitting.bit_length() - 1
+        chosen, taken, mask = chosen | 1 << bit, taken + tokens[bit], mask ^ 1 << bit
+    return chosen, taken
+
+
+def _spread(pending: list[int]) -> list[int]:
     """At most EXACT samples, evenly spaced from short to long, including the longest."""
     if len(pending) <= EXACT:
         return pending

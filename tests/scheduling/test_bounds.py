@@ -41,6 +41,14 @@ def test_short_samples_in_the_room_next_to_long_ones():
     assert bound(AdapterJob("a", [600] * 5 + [500] * 4, 9)) == 7
 
 
+def test_a_chain_counts_the_microbatches_that_each_batch_needs():
+    # Two of 350 fit into 1024, so each batch of five needs three slots though its tokens need two.
+    assert bound(AdapterJob("a", [350] * 10, 5), num_stages=4) == 3 + 3 + 3
+    assert bound(AdapterJob("a", [350] * 10, 5), num_stages=4, data_parallel=2) == 2 + 3 + 2
+    # None of the 260s fits beside a 800, and three of them fill a microbatch.
+    assert bound(AdapterJob("a", [800] * 2 + [260] * 6 + [800] * 2 + [260] * 6, 8), num_stages=2) == 4 + 1 + 4
+
+
 def test_first_batches_compete_for_slots():
     # Alone, each needs 4 slots (a, 2 waits, b); the four first batches fill four slots, so the last starts late.
     jobs = [AdapterJob(f"a{i}", [1024, 128], 1) for i in range(4)]

@@ -2,10 +2,12 @@
 
 import cProfile
 import pstats
+import time
 from collections import Counter
 
 import numpy as np
 import pytest
+from more_cases import nightly
 
 from scheduling import AdapterJob, default_cost_model, make_plan, simulate, verify_plan
 from scheduling.packing.budget import Budget
@@ -146,3 +148,14 @@ def test_effort_is_counted():
     choose = charged(lambda *_: (0, 0), budget)
     choose(0, 0, 1, 100)
     assert budget.evaluations == 9
+    choose(0, 0, (1 << 512) - 1, 100)  # reads 512 samples
+    assert budget.evaluations == 6
+
+
+@pytest.mark.parametrize("samples", [6_000, nightly(20_000)])
+def test_a_batch_of_very_many_samples_is_planned_with_the_effort_that_was_asked_for(samples):
+    lengths = np.random.default_rng(1).integers(2000, 4300, samples)  # no plan reaches the bound
+    began = time.process_time()
+    plan = make_plan([AdapterJob("a", lengths, samples)], capacity_tokens=8192, num_stages=1)
+    assert time.process_time() - began < 10  # 0.5 and 4 s measured
+    assert plan.lower_bound < plan.num_slots <= 1.05 * plan.lower_bound
