@@ -298,4 +298,6 @@ def _reason(ordered: Sequence[Choice]) -> str:
     if not others:
         return f"{where}; no other mesh fits" if len({choice.mesh for choice in ordered}) > 1 else where
     times = min(choice.seconds or 0 for choice in others) / best.seconds
+    if times < 1:
+        return f"{where}; another mesh takes {times:.3f} × the time, and this one is simpler or needs less memory"
     return f"{where}; the next best mesh takes {times:.2f} × the time"

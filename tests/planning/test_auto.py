@@ -19,7 +19,7 @@ from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.data.prepare import prepare
 from lorafusion_jax.errors import LoraFusionError
 from lorafusion_jax.planning.auto import resolve_auto
-from lorafusion_jax.planning.choices import compare_choices
+from lorafusion_jax.planning.choices import CLOSE, Choice, Mesh, _reason, compare_choices
 from lorafusion_jax.planning.network import network_of
 from lorafusion_jax.planning.prediction import predicted_costs
 from lorafusion_jax.training import resume, train
@@ -154,3 +154,28 @@ def test_a_run_keeps_what_was_chosen(write, tmp_path, monkeypatch):
     monkeypatch.setattr("lorafusion_jax.training.start.resolve_auto", None)
     with quick_runs():
         assert resume(tmp_path / "run").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("other_s", "sentence"),
+    [
+        (10.2, "the next best mesh takes 1.02 × the time"),
+        (9.95, "another mesh takes 0.995 × the time, and this one is simpler"),
+    ],
+)
+def test_the_reason_does_not_call_a_faster_mesh_the_next_best(other_s, sentence):
+    """Of meshes that are as fast within a percent the simplest is proposed."""
+    assert CLOSE * other_s >= 10
+    simple, other = (
+        Choice(
+            **Mesh(stages, 1, 1, 1)._asdict(),
+            capacity_tokens=1024,
+            quantize="none",
+            remat="everything",
+            memory_bytes=stages,
+            fits=True,
+            seconds=seconds,
+        )
+        for stages, seconds in ((1, 10.0), (2, other_s))
+    )
+    assert sentence in _reason(sorted([simple, other], key=lambda choice: choice.seconds))
