@@ -19,7 +19,8 @@ Entry = tuple[float, ...]  # what jobs that may run are sorted by; the job is la
 Equal = Literal["begun", "shortest"]
 # Order without weights: batches in progress first, then the longest chain, or the reverse. With equal batches the first
 # is often shorter. With mixed ones it is not: a large batch, once begun, holds up the job with the longest chain.
-First = Literal["begun", "chain"]
+# "list" is the second without a look at what is begun.
+First = Literal["begun", "chain", "list"]
 EQUAL_SLOTS = 4.0  # fewer leave microbatches of two or three jobs emptier: 0.955 of an offline plan with 1
 MOST_IDLE = 8  # slots in which a job of few may be passed over
 
@@ -107,9 +108,9 @@ class _State:
 
     def add_free(self, job: int, *, begun: bool) -> None:
         rank = self.rank[job]
-        if self.first == "chain" and not self.weighted:
+        if self.first != "begun" and not self.weighted:
             slots = -(-self.tokens[job] // self.slot_tokens) + self.problem.batches[job][self.batch[job]].tail
-            insort(self.free, (-slots - self.ahead[job], not begun, job))
+            insort(self.free, (-slots - self.ahead[job], self.first == "chain" and not begun, job))
         elif self.shares is None:
             insort(self.free, (not begun or self.weighted, rank, job))
         else:

@@ -23,7 +23,7 @@ def first_filling(problem: Problem, bound: int) -> tuple[Filling, bool]:
     filling = greedy(problem)
     if len(filling) <= bound or problem.weighted:
         return filling, False
-    by_chain = greedy(problem, first="chain", choose=first_fit_decreasing(problem))
+    by_chain = greedy(problem, first="list", choose=first_fit_decreasing(problem))
     return (by_chain, True) if len(by_chain) < len(filling) else (filling, False)
 
 
