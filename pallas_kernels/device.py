@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import re
+from ctypes.util import find_library
+from importlib.util import find_spec
+from pathlib import Path
 
 import jax
+import jaxlib
 
 from pallas_kernels.policy import HOPPER_SMS
 
@@ -72,6 +77,21 @@ def has_fp8_products() -> bool:
     if capability is None:
         return is_hopper()
     return tuple(int(part) for part in capability.split(".")) >= (8, 9)
+
+
+@functools.cache
+def ignores_setmaxnreg() -> bool:
+    """Whether Mosaic's kernels cannot move registers between their warpgroups.
+
+    jax 0.12 assembles them by nvJitLink where that library is installed, as a unit that may be linked with others; for
+    such units the assembler ignores `setmaxnreg` (its message C7504). jax 0.11 calls ptxas, which obeys.
+    """
+    if tuple(int(part) for part in jaxlib.__version__.split(".")[:2]) < (0, 12):
+        return False
+    packages = find_spec("nvidia")
+    folders = [Path(folder) for folder in (packages.submodule_search_locations or () if packages else ())]
+    inside = any(next(folder.glob("*/lib/libnvJitLink.so.*"), None) for folder in folders)
+    return inside or find_library("nvJitLink") is not None
 
 
 def compiler_options() -> dict[str, bool]:

@@ -33,6 +33,7 @@ CUSTOM_CALLS = (
 )
 PACKAGES = (
     "jax", "jaxlib", "flax", "jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13",
+    "nvidia-nvjitlink", "nvidia-nvjitlink-cu12",
 )  # fmt: skip
 # Modules that set up what the custom calls of kernels need when they run. Whoever traces a kernel has imported them.
 KERNEL_RUNTIMES = ("jax.experimental.mosaic.gpu", "jax.experimental.pallas.triton")

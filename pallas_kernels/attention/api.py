@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import policy
 from pallas_kernels.attention.hopper.blocks import key_blocks, query_blocks
 from pallas_kernels.attention.hopper.config import TILE, AttentionConfig, Units
-from pallas_kernels.device import num_sms
+from pallas_kernels.device import ignores_setmaxnreg, num_sms
 
 type Described = jax.Array | jax.ShapeDtypeStruct
 
@@ -105,4 +105,4 @@ def _queries(first_T: jax.Array, q_THC: jax.Array, k_TKC: jax.Array) -> jax.Arra
 
 def _static(q_THC: jax.Array, scale: float | None, config: AttentionConfig | None) -> dict:
     scale = q_THC.shape[-1] ** -0.5 if scale is None else scale
-    return {"scale": scale, "sms": num_sms(), "config": config or AttentionConfig()}
+    return {"scale": scale, "sms": num_sms(), "config": config or AttentionConfig(apart=ignores_setmaxnreg())}

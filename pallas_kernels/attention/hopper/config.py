@@ -27,6 +27,7 @@ class AttentionConfig:
     compute_registers: int = 240
     memory_registers: int = 24
     through_smem: bool = False  # left operands of products go through shared memory; interpret mode needs it
+    apart: bool = False  # dK and dV by a launch each, which fits into 168 registers
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -60,18 +60,21 @@ def dkv(
     group, stages = q_THC.shape[1] // k_TKC.shape[1], config.dkv_stages
     static = static_of(q_THC, k_TKC, rows=KEYS, repeats=group, stages=stages, scale=scale, sms=sms, config=config)
     out = jax.ShapeDtypeStruct(k_TKC.shape, q_THC.dtype)
-    return launch(
-        static,
-        make_refs=_Refs,
-        stream=_stream,
-        compute=_compute,
-        operands={
-            "q_g": q_THC, "k_g": k_TKC, "v_g": v_TKC, "do_g": do_THC, "lse_g": lse2_HT, "delta_g": delta_HT,
-            "end_g": end_T, "table_g": table, "dirty_g": dirty,
-        },
-        results={"dk_g": out, "dv_g": out},
-        scratch=_scratch(static),
-    )  # fmt: skip
+    gradients: list[jax.Array] = []
+    for names in (("dk_g",), ("dv_g",)) if config.apart else (("dk_g", "dv_g"),):
+        gradients += launch(
+            static,
+            make_refs=_Refs,
+            stream=_stream,
+            compute=_compute,
+            operands={
+                "q_g": q_THC, "k_g": k_TKC, "v_g": v_TKC, "do_g": do_THC, "lse_g": lse2_HT, "delta_g": delta_HT,
+                "end_g": end_T, "table_g": table, "dirty_g": dirty,
+            },
+            results=dict.fromkeys(names, out),
+            scratch=_scratch(static),
+        )  # fmt: skip
+    return tuple(gradients)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,8 +90,8 @@ class _Refs:
     end_g: Any  # int32 [T], end of a row's document
     table_g: Any  # items of work
     dirty_g: Any  # int32 [1]
-    dk_g: Any
-    dv_g: Any
+    dk_g: Any = None  # None: another launch computes it
+    dv_g: Any = None
     k_s: Any  # [places, WARPGROUPS, 64, C], as is v: keys of a warpgroup, then their gradients
     v_s: Any
     q_s: Any  # [stages, 64, C], as is do
@@ -186,18 +189,22 @@ def _compute_item(static: Static, refs: _Refs, wg, is_dirty, item: Item) -> None
     k, v = refs.k_s.at[keys.slot, wg], refs.v_s.at[keys.slot, wg]
     plgpu.barrier_wait(refs.keys_bar.at[keys.barrier])  # K and V stay for all tiles of queries
     wide = plgpu.ACC((TILE, static.width), jnp.float32)
+    sums = {name: wide for name, out in (("dk", refs.dk_g), ("dv", refs.dv_g)) if out is not None}
 
-    @functools.partial(pl.run_scoped, dk=wide, dv=wide)
-    def _(dk, dv):
+    @functools.partial(pl.run_scoped, **sums)
+    def _(dk=None, dv=None):
         add_head = functools.partial(_add_head, static, refs, item, keys, (dk, dv))
         lax.fori_loop(0, static.group, add_head, None)
         # The gradients leave through the tiles of K and V, which nobody reads any more.
-        k[...] = (dk[...] * static.scale).astype(static.dtype)
-        v[...] = dv[...].astype(static.dtype)
+        if dk is not None:
+            k[...] = (dk[...] * static.scale).astype(static.dtype)
+        if dv is not None:
+            v[...] = dv[...].astype(static.dtype)
 
     plgpu.commit_smem()  # all warps have written before the copy engine reads
-    plgpu.copy_smem_to_gmem(k, refs.dk_g.at[rows(keys.row0), item.head])
-    plgpu.copy_smem_to_gmem(v, refs.dv_g.at[rows(keys.row0), item.head])
+    for gradient_s, gradient_g in ((k, refs.dk_g), (v, refs.dv_g)):
+        if gradient_g is not None:
+            plgpu.copy_smem_to_gmem(gradient_s, gradient_g.at[rows(keys.row0), item.head])
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     plgpu.barrier_arrive(refs.keys_free.at[keys.barrier])  # both are read: the slot can be filled again
 
@@ -244,25 +251,32 @@ def _add_tile(static: Static, refs: _Refs, keys: _Keys, sums, slot, tile_number)
     other_documents = query0 + (TILE - 1) >= keys.first_end
     unclean = keys.is_dirty & other_documents
 
-    @functools.partial(pl.run_scoped, s=plgpu.ACC(shape, jnp.float32), dp=plgpu.ACC(shape, jnp.float32))
-    def _(s, dp):
+    products = dict.fromkeys(("s",) if dk is None else ("s", "dp"), plgpu.ACC(shape, jnp.float32))
+
+    @functools.partial(pl.run_scoped, **products)
+    def _(s, dp=None):
         plgpu.barrier_wait(refs.q_bar.at[slot])  # q and lse have arrived; S does not wait for dO
         pl.when(unclean)(functools.partial(_zero_non_finite, q))
         plgpu.wgmma(s, k, q.transpose((1, 0)))
         plgpu.barrier_wait(refs.do_bar.at[slot])
         pl.when(unclean)(functools.partial(_zero_non_finite, do))
-        plgpu.wgmma(dp, v, do.transpose((1, 0)))
+        if dk is not None:
+            plgpu.wgmma(dp, v, do.transpose((1, 0)))
         lse = plgpu.load(refs.lse_s.at[slot], layout=BY_COLUMN)
-        scores = plgpu.wgmma_accumulator_load(s, wait_n=1)  # waits for S only: the softmax overlaps with dP
+        # waits for S only: the softmax overlaps with dP
+        scores = plgpu.wgmma_accumulator_load(s, wait_n=0 if dk is None else 1)
         p = jnp.exp2(scores * (static.scale * LOG2E) - broadcast(lse, shape, 1))
         masked = functools.partial(_apply_mask, keys, query0)
         p = lax.cond((tile_number == keys.first_tile) | other_documents, masked, lambda x: x, p)
-        multiply(dv, p.astype(static.dtype), do, refs.spare_p_s, keys.wg)
-        delta = plgpu.load(refs.delta_s.at[slot], layout=BY_COLUMN)
-        # wait_n=1: dP is complete, the product into dv may still run
-        ds = p * (plgpu.wgmma_accumulator_load(dp, wait_n=1) - broadcast(delta, shape, 1))
-        ds = lax.cond(unclean, functools.partial(_remask, p), lambda x: x, ds)
-        multiply(dk, ds.astype(static.dtype), q, refs.spare_ds_s, keys.wg)
+        if dv is not None:
+            multiply(dv, p.astype(static.dtype), do, refs.spare_p_s, keys.wg)
+        if dk is not None:
+            delta = plgpu.load(refs.delta_s.at[slot], layout=BY_COLUMN)
+            # wait_n=1: dP is complete, the product into dv may still run
+            dp_done = plgpu.wgmma_accumulator_load(dp, wait_n=0 if dv is None else 1)
+            ds = p * (dp_done - broadcast(delta, shape, 1))
+            ds = lax.cond(unclean, functools.partial(_remask, p), lambda x: x, ds)
+            multiply(dk, ds.astype(static.dtype), q, refs.spare_ds_s, keys.wg)
         plgpu.wgmma_wait(0)
 
     plgpu.barrier_arrive(refs.free_bar.at[slot])  # this warpgroup has read q, dO, lse and delta

@@ -1,5 +1,6 @@
 """Packed attention for Hopper in the GPU interpreter: values, gradients, isolation; and lowering for CUDA."""
 
+import dataclasses
 import functools
 
 import jax
@@ -34,19 +35,17 @@ CASES = {
 
 
 @functools.cache
-def passes(case):
+def passes(case, config):
     """Forward and backward as two programs of a case, each lowered once."""
-    return [
-        jax.jit(functools.partial(function, config=INTERPRETED)) for function in (attention_forward, attention_backward)
-    ]
+    return [jax.jit(functools.partial(function, config=config)) for function in (attention_forward, attention_backward)]
 
 
-def run(case, arrays, rows):
+def run(case, arrays, rows, config=INTERPRETED):
     q, k, v, do = arrays
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=CASES[case][-1], platform="gpu")
     mesh = use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
     with mesh, plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
-        forward, backward = passes(case)
+        forward, backward = passes(case, config)
         o, saved = forward(q, k, v, *rows)
         jax.block_until_ready(saved)
         return [np.asarray(x, np.float32) for x in (o, *backward(saved, do))]
@@ -64,6 +63,14 @@ def test_output_and_gradients_match_the_definition(case):
     for name, got, wanted in zip(("o", "dq", "dk", "dv"), clean(case), definition(*arrays, first), strict=True):
         # bfloat16 keeps 8 bits: 2e-3 of rounding in p, ds and the result
         assert np.linalg.norm(got - wanted) / np.linalg.norm(wanted) < 5e-3, name
+
+
+@needs_gpu_interpreter
+@pytest.mark.parametrize("case", mostly_nightly(CASES, ["less than a tile of most documents"]))
+def test_a_launch_for_each_gradient_sums_as_one_for_both(case):
+    apart = dataclasses.replace(INTERPRETED, apart=True)
+    for got, expected in zip(run(case, *inputs(CASES[case], jnp.bfloat16), apart), clean(case), strict=True):
+        np.testing.assert_array_equal(got, expected)
 
 
 PLACES = ("q", "k", "v", "do")
