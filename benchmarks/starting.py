@@ -62,6 +62,7 @@ def main() -> int:
     parser.add_argument("--quantize", nargs="*", default=["none"])
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--ahead", nargs="*", choices=("with", "without"), default=["with"], help="of cold starts")
+    parser.add_argument("--repeats", type=int, default=1, help="cold starts, each with an empty cache")
     parser.add_argument("--until-first-step", action="store_true", help="stop each run then")
     parser.add_argument("--small", action="store_true")
     options = parser.parse_args()
@@ -74,13 +75,15 @@ def main() -> int:
             size_gb = round(sum(file.stat().st_size for file in (work / "base").glob("*.safetensors")) / 1e9, 2)
             for quantize in options.quantize:
                 write_job(work, options, quantize)
-                cold = [("empty", ahead) for ahead in options.ahead]
-                for cache, ahead in [*cold, ("filled", options.ahead[-1])]:  # the last cold start has filled it
+                cold = [("empty", ahead, repeat) for repeat in range(options.repeats) for ahead in options.ahead]
+                filled = ("filled", options.ahead[-1], options.repeats - 1)  # by the last cold start
+                for cache, ahead, repeat in [*cold, filled]:
                     if time.monotonic() - began > options.seconds:
                         return 0
                     row = {"shape": options.shape, "layers": layers, "stages": options.stages, "quantize": quantize}
-                    row |= {"cache": cache, "ahead": ahead, "gb": size_gb}
-                    run, folder = work / f"run_{quantize}_{cache}_{ahead}", work / f"cache_{quantize}_{ahead}"
+                    row |= {"cache": cache, "ahead": ahead, "repeat": repeat, "gb": size_gb}
+                    run = work / f"run_{quantize}_{cache}_{ahead}_{repeat}"
+                    folder = work / f"cache_{quantize}_{ahead}_{repeat}"
                     row |= start(work / "jobs.yaml", run, folder, ahead=ahead, stop=options.until_first_step)
                     row |= conditions()
                     print(phase_table(row), flush=True)

@@ -11,7 +11,8 @@ import hashlib
 from pathlib import Path
 
 import jax
-from jax._src import compilation_cache
+import numpy as np
+from jax._src import cache_key, compilation_cache
 from jax._src.compilation_cache_interface import CacheInterface
 from jax._src.lru_cache import LRUCache
 
@@ -44,6 +45,25 @@ class SealedCache(CacheInterface):
 def seal_programs() -> None:
     """Makes jax seal what it writes to its cache from here on, and read what is sealed only."""
     compilation_cache.get_file_cache = _sealed_files
+
+
+class _Bytes(list):
+    """What a digest is made of."""
+
+    def update(self, value: bytes) -> None:
+        self.append(value)
+
+
+def topology() -> bytes:
+    """What keys of compiled programs say of the devices: also how many this process sees."""
+    described = _Bytes()
+    cache_key._hash_accelerator_config(described, np.array(jax.local_devices()[:1]))
+    return b"".join(described)
+
+
+def use_topology(described: bytes) -> None:
+    """Makes jax keep programs for a process whose `topology` this is, on a device of the same kind."""
+    cache_key._hash_accelerator_config = lambda digest, devices: digest.update(described)
 
 
 def _sealed_files(path: str) -> tuple[CacheInterface, str]:

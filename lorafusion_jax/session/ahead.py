@@ -3,8 +3,10 @@
 A cold start waits for Python and for Mosaic: lowering holds Python's lock, and Mosaic compiles one kernel of a process
 at a time. So backward and evaluation of each stage compile in a process each, while the run compiles forward. What they
 make is in the folders of lowered and of compiled programs, where the run finds it. They get shapes only and hold no
-weights, and each takes half a gigabyte of a GPU's memory for its context. A process that fails, as for lack of memory,
-costs time, no more: the run compiles then, and says so.
+weights. A process that fails, as for lack of memory, costs time, no more: the run compiles then, and says so.
+
+The run's pool leaves a twentieth of a card. Each process sees the card of its stage alone and has a budget there, and
+there are only as many as fit beside the run, which creates its own handles first.
 """
 
 from __future__ import annotations
@@ -21,10 +23,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.data.assemble import Microbatch
+from lorafusion_jax.sealed_programs import topology
 from lorafusion_jax.session import lowered
+from lorafusion_jax.session.mesh import stage_meshes
 from lorafusion_jax.session.processes import is_alone
 from lorafusion_jax.session.stage import Stage
 from lorafusion_jax.session.stage_weights import layer_kind
@@ -32,6 +37,10 @@ from lorafusion_jax.session.stage_weights import layer_kind
 PROGRAMS = ("backward", "evaluate")
 LONGEST_S = 900.0  # after that, a process hangs and the run goes on without it
 CORES = 4  # of the machine for each process, or they would slow each other down
+GIB = 2**30
+CONTEXT_BYTES = GIB // 2  # that CUDA takes of a card for each process
+TRIES_BYTES = 3 * GIB // 2  # for the products that XLA times before it chooses one: a process's whole pool
+RESERVE_BYTES = 3 * GIB // 2  # of a card beside the pool, for the run's own context and handles
 MOST_SAID = 2000
 WORKER = "lorafusion_jax.session.ahead_worker"
 
@@ -69,6 +78,8 @@ class Request:
         rows: the microbatches to compile for.
         blocks: of each sort of block its layers: (kind of layer, shapes by name; of a quantised kernel by array).
         leaves, sums: shapes of the adapters' leaves and of the sums of their gradients.
+        memory_fraction: of the card, the process's pool.
+        topology: what the run's keys of compiled programs say of its devices, in hexadecimal.
     """
 
     config: dict[str, Any]
@@ -79,6 +90,8 @@ class Request:
     blocks: list[list[tuple[int, dict[str, Any]]]]
     leaves: dict[str, Shape]
     sums: dict[str, Shape]
+    memory_fraction: float
+    topology: str
 
     def line(self) -> str:
         return json.dumps(asdict(self)) + "\n"
@@ -90,12 +103,17 @@ class Request:
 
 
 class Worker:
-    """A process that compiles one program."""
+    """A process that compiles one program, on one card."""
 
-    def __init__(self) -> None:
+    def __init__(self, card: Any) -> None:
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the process
         self._process = subprocess.Popen(
-            [sys.executable, "-m", WORKER], stdin=subprocess.PIPE, stdout=self._output, stderr=self._output, text=True
+            [sys.executable, "-m", WORKER],
+            stdin=subprocess.PIPE,
+            stdout=self._output,
+            stderr=self._output,
+            text=True,
+            env=os.environ | show_only(card),
         )
 
     def send(self, line: str) -> None:
@@ -132,21 +150,26 @@ class Ahead:
         failures: last line of what a process said that failed, by program.
     """
 
-    def __init__(self, workers: Sequence[Worker] = ()):
+    def __init__(self, workers: Sequence[tuple[int, Worker]] = (), cards: Sequence[Any] = ()):
+        """Takes the workers with their stages, and the cards of the run."""
         self._idle, self._busy = list(workers), dict[tuple[int, str], Worker]()
+        self._cards = cards
         self._began = 0.0
         self.times: dict[str, tuple[float, float]] = {}
         self.failures: dict[str, str] = {}
 
     def compile(self, requests: Callable[[], Sequence[Request]]) -> None:
-        """Sends each request to a process; those for which there is none are left to the run."""
+        """Sends each request to a process of its stage; those for which there is none are left to the run."""
         if not self._idle:
             return
         self._began = time.perf_counter()
-        for request in requests()[: len(self._idle)]:
-            worker = self._idle.pop()
-            worker.send(request.line())
-            self._busy[request.stage, request.program] = worker
+        create_handles(self._cards)
+        for request in requests():
+            index = next((index for index, (stage, _) in enumerate(self._idle) if stage == request.stage), None)
+            if index is not None:
+                _, worker = self._idle.pop(index)
+                worker.send(request.line())
+                self._busy[request.stage, request.program] = worker
 
     def wait(self, stage: int, *programs: str) -> None:
         """Waits for processes that compile programs of a stage."""
@@ -161,7 +184,7 @@ class Ahead:
 
     def close(self) -> None:
         """Ends all processes."""
-        for worker in (*self._idle, *self._busy.values()):
+        for worker in (*(worker for _, worker in self._idle), *self._busy.values()):
             worker.close()
 
 
@@ -175,14 +198,54 @@ def compile_ahead(config: JobConfig, *, platform: str | None = None) -> Iterator
     facts, count = json.dumps(config.model_dump(mode="json")), 0
     mesh, cold = config.mesh, lowered.lowered_folder() is not None and not lowered.started_before(facts)
     single = is_alone() and mesh.replicas == mesh.tensor == 1  # only programs of one device are kept
+    cards: list[Any] = []
     if cold and single and (platform or jax.default_backend()) == "gpu":
-        count = min(mesh.stages * len(PROGRAMS), (os.cpu_count() or 1) // CORES)
-    ahead = Ahead([Worker() for _ in range(count)])
+        count = int((os.cpu_count() or 1) // CORES)
+        cards = [stage.mesh.devices.item() for stage in stage_meshes(mesh.stages, mesh.data, mesh.fsdp)]
+    on_each_card = range(min(len(PROGRAMS), processes_beside(*pool_and_card())))
+    stages = [stage for _ in on_each_card for stage in range(len(cards))][:count]  # backward of every stage first
+    ahead = Ahead([(stage, Worker(cards[stage])) for stage in stages], cards)
     try:
         yield ahead
         lowered.mark_start(facts)
     finally:
         ahead.close()
+
+
+def pool_and_card() -> tuple[int, int] | tuple[None, None]:
+    """Bytes of a card that the run's pool may take, and of the card; None where they are unknown (CPU)."""
+    limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+    if limit is None:
+        return None, None
+    options = jax.config.jax_pjrt_client_create_options
+    fraction = options.get("memory_fraction") if isinstance(options, Mapping) else None
+    return limit, round(limit / float(fraction or os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", 0.75)))
+
+
+def processes_beside(pool: int | None, card: int | None) -> int:
+    """Number of processes for which a card has memory beside the run's pool; `PROGRAMS` if its size is unknown.
+
+    Example:
+        >>> processes_beside(pool=136 * GIB, card=143 * GIB), processes_beside(pool=22 * GIB, card=23 * GIB)
+        (2, 0)
+    """
+    if pool is None or card is None:
+        return len(PROGRAMS)
+    return max(0, (card - pool - RESERVE_BYTES) // (CONTEXT_BYTES + TRIES_BYTES))
+
+
+def show_only(card: Any) -> dict[str, str]:
+    """Returns the environment of a process that sees this one of the cards that this process sees."""
+    visible, number = os.environ.get("CUDA_VISIBLE_DEVICES"), card.local_hardware_id or 0
+    return {"CUDA_VISIBLE_DEVICES": visible.split(",")[number].strip() if visible else str(number)}
+
+
+def create_handles(cards: Sequence[Any]) -> None:
+    """Multiplies on each card by cuBLAS, which allocates what it needs outside of the pool at its first product."""
+    options = {"xla_gpu_enable_triton_gemm": False} if jax.default_backend() == "gpu" else {}
+    multiply = jax.jit(lambda x: x @ x, compiler_options=options)
+    for card in cards:
+        multiply(jax.device_put(jnp.ones((256, 256), jnp.bfloat16), card)).block_until_ready()
 
 
 def requests_of(
@@ -194,6 +257,7 @@ def requests_of(
         rows, held_out: as in `Executor.warm_up`.
     """
     requests = []
+    _, card = pool_and_card()
     for number, stage in stages.items():
         for program in PROGRAMS:
             batches = rows if program != "evaluate" else [] if held_out is None else [held_out]
@@ -209,6 +273,8 @@ def requests_of(
                         blocks=_blocks(stage),
                         leaves=_shapes(stage.all_leaves),
                         sums=_shapes(stage.sums),
+                        memory_fraction=TRIES_BYTES / card if card else 1.0,
+                        topology=topology().hex(),
                     )
                 )
     return requests

@@ -18,6 +18,7 @@ from lorafusion_jax.data.assemble import assemble, stacked
 from lorafusion_jax.machine import prepare_machine
 from lorafusion_jax.models import ModelConfig
 from lorafusion_jax.planning.stages import stage_layers
+from lorafusion_jax.sealed_programs import use_topology
 from lorafusion_jax.session.ahead import Request, Rows
 from lorafusion_jax.session.base import parts_of
 from lorafusion_jax.session.mesh import StageMesh, stage_meshes
@@ -33,9 +34,10 @@ def main() -> None:
     if not line:  # the run needs nothing
         return
     request = Request.read(line)
-    options = {"preallocate": False}  # the run has the memory; XLA tries a few products
+    options = {"preallocate": False, "memory_fraction": request.memory_fraction}  # the run has the memory
     jax.config.update("jax_pjrt_client_create_options", options)
     prepare_machine()
+    use_topology(bytes.fromhex(request.topology))
     for rows in request.rows:
         compile_program(request, rows)
 
@@ -45,7 +47,7 @@ def compile_program(request: Request, rows: Rows) -> None:
     config = JobConfig.model_validate(request.config, context=BEGUN)
     mesh = config.mesh
     model = ModelConfig.from_hf(base_directory(config))
-    stage = stage_meshes(mesh.stages, mesh.data, mesh.fsdp)[request.stage]
+    (stage,) = stage_meshes()  # of the only card that this process sees
     extents = stage_layers(model, mesh.stages, mesh.layers, capacity_tokens=config.batch.largest)
     parts = parts_of(config, model)
     layers = StagePrograms(parts, stage, extents[request.stage], request.remat).layers  # pyright: ignore[reportArgumentType]
