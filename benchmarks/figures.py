@@ -65,6 +65,17 @@ def long_sample() -> list[str]:
     return [speeds[0], f"{ours['peak_gib']:.1f}", speeds[1]]
 
 
+def newest_jax() -> list[str]:
+    """Tokens/s of jax 0.12 over those of 0.11, mean of two cards: bfloat16, 8-bit floats, frozen."""
+    table = rows("end_to_end_h200_2026-11-28_jax_0_12/end_to_end.jsonl")
+
+    def mean(variant: str, version: str) -> float:
+        speeds = [row["useful_tokens_per_s"] for row in table if row["variant"] == variant and row["jax"] == version]
+        return sum(speeds) / len(speeds)
+
+    return [f"{mean(name, '0.12.0.1') / mean(name, '0.11.2'):.3f}" for name in ("ours", "ours_fp8", "frozen")]
+
+
 GPT_OSS = ("end_to_end_h200_2026-11-24_gpt_oss", "end_to_end_h100_2026-11-24_gpt_oss")
 
 
@@ -440,6 +451,11 @@ FIGURES = (
         GENERATE,
         "| transformers with PEFT, one adapter after another, four sequences each | {} |",
         of(generation, "peft"),
+    ),
+    Figure(
+        "docs/pages/kernels.md",
+        "keeps {} of its tokens/s in bfloat16 and {} on an fp8 base, the frozen model {}",
+        newest_jax,
     ),
     Figure(GENERATE, "A pass takes {} ms; reading weights, adapters and cache once takes {} ms", generation_pass),
     Figure(
