@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -19,6 +20,8 @@ from lorafusion_serve.settings import Settings
 from lorafusion_serve.store.database import Database, OtherVersion
 from lorafusion_serve.store.keys import restore_revocations
 
+PRIVATE = ("service.db", "service.db-wal", "service.db-shm", "service.copy.db", "keys.log", "workers.secret")
+log = logging.getLogger("lorafusion.control")
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
 
 
@@ -28,8 +31,32 @@ def open_database(settings: Settings, *, other_version: OtherVersion = "migrate"
     Args:
         other_version: see `Database`; who migrates holds the home.
     """
-    settings.home.mkdir(parents=True, exist_ok=True, mode=0o700)
+    protect(settings)
     return Database(settings.database, other_version=other_version)
+
+
+def protect(settings: Settings) -> None:
+    """Makes a home that only its owner can use, or makes it so: keys and everybody's data are in it.
+
+    Raises:
+        ConfigError: `serve.home`, it belongs to somebody else.
+    """
+    home = settings.home
+    home.mkdir(parents=True, exist_ok=True, mode=0o700)
+    for path in (home, *(file for name in PRIVATE if (file := home / name).exists())):
+        mode = path.stat().st_mode
+        if not mode & 0o077:
+            continue
+        try:
+            path.chmod(mode & 0o700)
+        except PermissionError:
+            raise ConfigError(
+                "serve.home",
+                f"others can use {path} (mode {mode & 0o777:o}), and it does not belong to this user.",
+                why="keys, data and adapters of all users are in it",
+                fix=f"sudo chown -R $USER {home}, or another --home",
+            ) from None
+        log.warning("%s was open to others (mode %o): it is closed now", path, mode & 0o777)
 
 
 def run_server(
@@ -98,7 +125,7 @@ def hold(settings: Settings) -> Iterator[None]:
     Raises:
         RunError: `serve.in-use`.
     """
-    settings.home.mkdir(parents=True, exist_ok=True, mode=0o700)
+    protect(settings)
     with (settings.home / "server.lock").open("a+") as file:
         os.set_inheritable(file.fileno(), False)
         try:

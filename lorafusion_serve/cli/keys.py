@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -93,6 +94,7 @@ def open_home(home: Path, *, new: bool = False, other_version: OtherVersion = "r
     from lorafusion_serve.server import open_database
     from lorafusion_serve.settings import Settings
 
+    os.umask(0o077)
     settings = Settings(home=home.absolute(), bases={}, places={})
     if not new and not settings.database.is_file():
         raise ConfigError("keys.home", f"{home} is not the home of a service.", fix="--home FOLDER")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 import threading
 from functools import partial
@@ -93,6 +94,7 @@ def command(
     Example: lorafusion serve --demo
     """
     _check_installed()
+    os.umask(0o077)  # keys, data and adapters of all users are in the home
     chosen = dict(_setting(text) for text in settings or ())
     if demo:
         home = Path(tempfile.mkdtemp(prefix="lorafusion-serve-"))

@@ -39,6 +39,7 @@ from lorafusion_serve.store.jobs import Job, Jobs, is_suspect
 from lorafusion_serve.wire import Message
 
 ROUND_S = 0.1
+CLOSE_S = 5.0  # of the ten in which a server ends; requests have three before
 MOST_CHECKS = 8  # of the jobs of an owner that wait for a child
 WRITE_S, SILENT_S = 5.0, 60.0  # between two looks whether the database takes writes; of no round, which is a failure
 log = logging.getLogger("lorafusion.control")
@@ -90,20 +91,26 @@ class Controller:
         self._thread.start()
 
     def close(self, *, stop_worker: bool = True) -> None:
-        """Ends the controller. Workers save their jobs and end, or train on for a minute without a server."""
+        """Ends the controller. Workers save their jobs and end, or train on for a minute without a server.
+
+        Whatever is under way, it takes `CLOSE_S`: a worker that saves for longer goes on without the server.
+        """
         self._ended.set()
-        if self._thread.is_alive():
-            self._thread.join()
-        if stop_worker:
-            for session in self._sessions.values():
-                session.stop()
-        self._hub.close()
+        until = time.monotonic() + CLOSE_S
         self._checks.shutdown(wait=False, cancel_futures=True)
+        self.child.close()
+        if self._thread.is_alive():
+            self._thread.join(CLOSE_S)
+        sessions = list(self._sessions.values()) if stop_worker else []
+        for session in sessions:
+            session.terminate()
+        for session in sessions:
+            session.stop(max(0.0, until - time.monotonic()))
+        self._hub.close()
         self.daily_copy.close()
         if self._publisher is not None:
             self._publisher.close()
         self._launcher.close()
-        self.child.close()
 
     @property
     def connected(self) -> bool:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
 
 from lorafusion_serve.store.database import Database, StoreError
 
-DAY_S, LOOK_S = 86_400.0, 600.0
+DAY_S, LOOK_S, CLOSE_S = 86_400.0, 600.0, 1.0
 log = logging.getLogger("lorafusion.control")
 
 
@@ -20,21 +20,23 @@ class DailyCopy:
     """
 
     def __init__(self, db: Database):
-        self._db, self._pool = db, ThreadPoolExecutor(1, "copy")  # starts with the first copy
-        self._looked = time.monotonic()
-        self._copying: Future[None] | None = None
+        self._db, self._looked = db, time.monotonic()
+        self._copying: threading.Thread | None = None
 
     def look(self) -> None:
         """Begins a copy if there is none of today."""
-        if time.monotonic() - self._looked < LOOK_S or (self._copying is not None and not self._copying.done()):
+        if time.monotonic() - self._looked < LOOK_S or (self._copying is not None and self._copying.is_alive()):
             return
         self._looked = time.monotonic()
         file = self._db.daily_copy
         if not file.exists() or abs(time.time() - file.stat().st_mtime) > DAY_S:
-            self._copying = self._pool.submit(self._copy)
+            self._copying = threading.Thread(target=self._copy, name="copy", daemon=True)
+            self._copying.start()
 
     def close(self) -> None:
-        self._pool.shutdown(wait=True)
+        """Waits a moment for a copy that is under way; one that takes longer is made again another time."""
+        if self._copying is not None:
+            self._copying.join(CLOSE_S)
 
     def _copy(self) -> None:
         try:

@@ -10,7 +10,7 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
+from typing import IO, Any, Protocol
 
 from lorafusion_serve.wire import Message
 
@@ -121,13 +121,7 @@ class LocalLauncher:
     def start(self, arguments: Message, log: Path) -> LocalWorker:
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as output:
-            process = subprocess.Popen(
-                [sys.executable, "-m", WORKER, json.dumps(arguments)],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # it outlives a server that is killed
-            )
+            process = start_worker(arguments, output, start_new_session=True)  # it outlives a server that is killed
         identity = (arguments["server"], arguments["group"], arguments["epoch"])
         return LocalWorker(process.pid, identity, process)
 
@@ -137,6 +131,29 @@ class LocalLauncher:
 
     def close(self) -> None:
         pass
+
+
+def start_worker(arguments: Message, output: IO[bytes], **options: Any) -> subprocess.Popen[bytes]:
+    """Starts the process of a worker.
+
+    Its secret goes through a pipe: everybody on a machine sees the arguments of its processes.
+
+    Args:
+        options: of `subprocess.Popen`.
+    """
+    secret = arguments.get("secret", "")
+    process: subprocess.Popen[bytes] = subprocess.Popen(
+        [sys.executable, "-m", WORKER, json.dumps(arguments | {"secret": bool(secret)})],
+        bufsize=0,
+        stdin=subprocess.PIPE,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        **options,
+    )
+    assert process.stdin is not None
+    with suppress(BrokenPipeError), process.stdin as pipe:  # it may have ended
+        pipe.write(f"{secret}\n".encode())
+    return process
 
 
 def identity_of(pid: int) -> Identity | None:

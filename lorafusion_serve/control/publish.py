@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import queue
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from sqlalchemy import select
 
 from lorafusion_jax.checkpoint.digests import FILE as DIGESTS
 from lorafusion_jax.errors import ConfigError
+from lorafusion_serve.control.watched import start_watched
 from lorafusion_serve.store import tables as t
 from lorafusion_serve.store.database import Database, StoreError
 
@@ -34,7 +36,8 @@ class Publisher:
 
     def __init__(self, url: str, db: Database, home: Path = Path()):
         self._url, self._db, self._home = url.rstrip("/"), db, home
-        self._pool = ThreadPoolExecutor(1, "publish")
+        self._rows: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._ended, self._thread = threading.Event(), None
         self._lock = threading.Lock()
         self._busy: set[str] = set()
         self._not_before: dict[str, float] = {}
@@ -51,10 +54,17 @@ class Publisher:
                 if row["id"] in self._busy or time.monotonic() < self._not_before.get(row["id"], 0.0):
                     continue
                 self._busy.add(row["id"])
-            self._pool.submit(self._publish, row)
+            self._rows.put(row)
+            if self._thread is None:
+                self._thread = start_watched("publish", self._work, self._ended)
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        """Ends at once: what is under way is published again by the next server."""
+        self._ended.set()
+
+    def _work(self) -> None:
+        with suppress(queue.Empty):
+            self._publish(self._rows.get(timeout=1.0))
 
     def _publish(self, row: dict[str, Any]) -> None:
         target, problem = f"{self._url}/{row['owner']}/{row['job']}/step-{row['step']}", ""

@@ -150,6 +150,7 @@ class RayLauncher:
         if answer is None or "problem" in answer:
             process.end()
             raise ConnectionError("its head does not answer" if answer is None else answer["problem"])
+        _answer(process, {"call": "tidy", "earlier": f"lorafusion-{self._service}-"}, ANSWER_S)
         return process
 
     def _name(self, group: str, epoch: int | str) -> str:

@@ -10,12 +10,14 @@ import ctypes
 import json
 import os
 import signal
-import subprocess
 import sys
+import threading
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+from lorafusion_serve.control.launch import start_worker
 
 NAMESPACE = "lorafusion"
 DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG
@@ -23,18 +25,25 @@ FINDS_S = 5.0  # to ask whether an actor lives
 
 
 class Supervisor:
-    """The actor: runs a worker as its child."""
+    """The actor: runs a worker as its child, and leaves with it, whether or not there is a server then."""
 
     def __init__(self, arguments: str, log: str):
         Path(log).parent.mkdir(parents=True, exist_ok=True)
         with open(log, "ab") as output:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "lorafusion_serve.worker", arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
+            self._process = start_worker(
+                json.loads(arguments),
+                output,
                 preexec_fn=lambda: ctypes.CDLL(None).prctl(DIES_WITH_PARENT, signal.SIGKILL),
             )
+        threading.Thread(target=self._leave, args=(import_module("ray.util"),), daemon=True).start()
+
+    def _leave(self, util: Any) -> None:
+        """Gives back the placement group, and the actor in it, once the worker has ended."""
+        self._process.wait()
+        try:
+            util.remove_placement_group(util.get_current_placement_group())
+        finally:
+            os._exit(0)  # Ray does not start it again
 
     def wait(self) -> int:
         """Waits for the end of the worker."""
@@ -55,15 +64,26 @@ class Driver:
         self._ray.init(address=address, namespace=NAMESPACE, log_to_driver=False)
         self._util = import_module("ray.util")
 
+    def tidy(self, earlier: str) -> None:
+        """Removes placement groups of actors that have ended, such as those of nodes and servers that were lost.
+
+        Args:
+            earlier: what the names of the service's actors begin with.
+        """
+        for name in self._rooms(earlier):
+            try:
+                self._ray.get_actor(name, namespace=NAMESPACE)
+            except ValueError:
+                self._remove_room(name)
+
     def start(self, name: str, earlier: str, gpus: int, arguments: str, log: str) -> None:
         """Starts a worker.
 
         Args:
             earlier: what the names of its predecessors begin with. They may live if the cluster was away meanwhile.
         """
-        for group in self._util.placement_group_table().values():
-            if group["name"].startswith(earlier) and group["state"] != "REMOVED":
-                self._remove_room(group["name"])
+        for room in self._rooms(earlier):
+            self._remove_room(room)
         needed = {"CPU": 1.0} | ({"GPU": float(gpus)} if gpus else {})
         room = self._util.placement_group([needed], strategy="STRICT_PACK", name=name, lifetime="detached")
         strategies = import_module("ray.util.scheduling_strategies")
@@ -108,6 +128,10 @@ class Driver:
         if name in self._actors or self.find(name):
             self._ray.kill(self._actors.pop(name)[0], no_restart=True)
         self._remove_room(name)
+
+    def _rooms(self, earlier: str) -> list[str]:
+        groups = self._util.placement_group_table().values()
+        return [group["name"] for group in groups if group["name"].startswith(earlier) and group["state"] != "REMOVED"]
 
     def _remove_room(self, name: str) -> None:
         """Removes a placement group, and with it the actor in it."""

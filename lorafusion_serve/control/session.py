@@ -100,13 +100,23 @@ class Session:
         """Notes that the worker has opened its session."""
         self.ready, self._failed_starts = True, 0
 
-    def stop(self) -> None:
-        """Ends the worker, also one of an earlier server; its jobs are saved."""
+    def terminate(self) -> None:
+        """Asks the worker to save its jobs and to end; `stop` waits for it."""
+        if (worker := self._worker or self._recorded_worker()) is not None:
+            worker.terminate()
+
+    def stop(self, seconds: float = STOP_S) -> None:
+        """Ends the worker, also one of an earlier server; its jobs are saved.
+
+        Args:
+            seconds: to wait. A worker that takes longer goes on saving, and ends by itself.
+        """
         self.ready = False
         worker = self._worker or self._recorded_worker()
         if worker is not None:
             worker.terminate()
-            worker.wait(STOP_S)
+            if worker.wait(seconds):
+                worker.kill()  # what it held of a cluster is given back; one that still saves leaves by itself
             self._worker = None
 
     def remove(self, *, at_once: bool = False) -> None:

@@ -19,7 +19,9 @@ REFUSED = 3  # exit code
 
 
 def main() -> int:
+    os.umask(0o077)  # states and adapters belong to the owner of the home
     settings = json.loads(sys.argv[1])
+    secret = sys.stdin.readline().strip() if settings["secret"] else ""
     held: dict[str, Held] = {}
 
     def holds() -> list[Message]:
@@ -38,7 +40,7 @@ def main() -> int:
         settings["epoch"],
         settings["beat_s"],
         holds,
-        settings["secret"],
+        secret,
         on_refused=refused,
     )
     from lorafusion_jax.machine import prepare_machine

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import sqlite3
+import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,9 +16,10 @@ from sqlalchemy import select
 
 from lorafusion_jax.checkpoint.digests import digest_of, write_digests
 from lorafusion_jax.cli.main import run
-from lorafusion_jax.errors import RunError
+from lorafusion_jax.errors import ConfigError, RunError
 from lorafusion_serve import server
 from lorafusion_serve.client import ServiceError
+from lorafusion_serve.control import launch
 from lorafusion_serve.control.ray_launcher import RayLauncher
 from lorafusion_serve.control.sweep import DAY_S, Sweeper
 from lorafusion_serve.server import open_database
@@ -293,3 +296,38 @@ def test_a_newer_version_changes_nothing_of_a_home_in_use(home, tiny_base, monke
     with db.read() as connection:
         assert Jobs(db).get(connection, home.done)["weight"] == 1.0
     db.close()
+
+
+def test_a_home_that_others_can_use_is_closed(home, monkeypatch):
+    settings = settings_of(home.folder)
+    home.folder.chmod(0o755)
+    settings.database.chmod(0o644)
+    open_database(settings).close()
+    assert [path.stat().st_mode & 0o777 for path in (home.folder, settings.database)] == [0o700, 0o600]
+    home.folder.chmod(0o750)
+
+    def refuse(*_):
+        raise PermissionError
+
+    monkeypatch.setattr(Path, "chmod", refuse)  # it belongs to somebody else
+    with pytest.raises(ConfigError, match=r"serve\.home"):
+        open_database(settings)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_secret_of_a_worker_is_not_among_its_arguments(tmp_path, monkeypatch):
+    script = tmp_path / "python"
+    script.write_text('#!/bin/sh\nread secret; echo "got $secret"; exec sleep 60\n')
+    script.chmod(0o700)
+    monkeypatch.setattr(launch.sys, "executable", str(script))
+    worker = launch.LocalLauncher("tcp:here:1").start(
+        {"server": "tcp:here:1", "group": "g0", "epoch": 1, "secret": "fa11ab1e"}, tmp_path / "log.txt"
+    )
+    try:
+        while "got" not in (tmp_path / "log.txt").read_text():
+            time.sleep(0.01)
+        assert (tmp_path / "log.txt").read_text() == "got fa11ab1e\n"
+        for name in ("cmdline", "environ"):
+            assert b"fa11ab1e" not in Path(f"/proc/{worker._pid}/{name}").read_bytes()
+    finally:
+        worker.kill()

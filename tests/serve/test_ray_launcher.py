@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
+import threading
 import time
 
 import pytest
 
-from lorafusion_serve.control import ray_launcher
+from lorafusion_serve.control import ray_launcher, ray_process
 from lorafusion_serve.control.ray_launcher import RayLauncher
 
 DRIVER = """
@@ -73,3 +75,51 @@ def test_a_cluster_that_is_not_there_is_refused(launch, tmp_path):
     (tmp_path / "gone").touch()
     with pytest.raises(ConnectionError, match="no head"):
         launch(tmp_path / "gone")
+
+
+class Ray:
+    """What the driver and the actor use of Ray: placement groups and actors by name."""
+
+    def __init__(self, rooms, actors):
+        self.rooms, self.actors = dict.fromkeys(rooms, "CREATED"), actors
+        self.util, self.exceptions = self, self
+
+    def placement_group_table(self):
+        return {name: {"name": name, "state": state} for name, state in self.rooms.items()}
+
+    def get_actor(self, name, namespace):
+        if name not in self.actors:
+            raise ValueError(name)
+
+    def get_placement_group(self, name):
+        return name
+
+    def get_current_placement_group(self):
+        return next(iter(self.rooms))
+
+    def remove_placement_group(self, room):
+        self.rooms[room] = "REMOVED"
+
+    def init(self, **_):
+        pass
+
+
+def test_an_actor_leaves_with_its_worker(tmp_path, monkeypatch):
+    """Without a server, too: its placement group is gone and it ends."""
+    ray, ended = Ray(["lorafusion-a-g0-e1"], []), threading.Event()
+    monkeypatch.setattr(ray_process, "import_module", lambda name: ray)
+    monkeypatch.setattr(ray_process, "start_worker", lambda *_, **__: subprocess.Popen(["true"]))
+    monkeypatch.setattr(ray_process.os, "_exit", lambda code: ended.set())
+    actor = ray_process.Supervisor('{"secret": "x"}', str(tmp_path / "logs" / "log.txt"))
+    assert ended.wait(60)
+    assert ray.rooms == {"lorafusion-a-g0-e1": "REMOVED"}
+    assert actor.wait() == 0
+
+
+def test_a_server_that_starts_gives_back_what_nobody_uses(monkeypatch):
+    """Of its own service only: actors that live go on."""
+    names = ["lorafusion-a-g0-e1", "lorafusion-a-g1-e4", "lorafusion-b-g0-e1", "mine"]
+    ray = Ray(names, ["lorafusion-a-g1-e4"])
+    monkeypatch.setattr(ray_process, "import_module", lambda name: ray)
+    ray_process.Driver("auto").tidy("lorafusion-a-")
+    assert [name for name, state in ray.rooms.items() if state == "REMOVED"] == names[:1]
