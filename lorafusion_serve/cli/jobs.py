@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from http.client import HTTPException
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,6 +26,7 @@ app = typer.Typer(no_args_is_help=True, help="Jobs of a service that `lorafusion
 Url = Annotated[str, typer.Option(help="address of the service")]
 Key = Annotated[Path | None, typer.Option("--key-file", help="file with the key; default ~/.config/lorafusion/key")]
 Name = Annotated[str, typer.Argument(metavar="JOB", help="id of the job")]
+KEY = re.compile(rb"tml-lf_[a-z2-7]{8}_[A-Za-z0-9_-]{43}")
 LOCAL = "http://127.0.0.1:7070"
 
 
@@ -87,7 +90,9 @@ def watch(job: Name, url: Url = LOCAL, key_file: Key = None) -> None:
     """
     console = out()
     with _errors():
-        for event in _client(url, key_file).job(job).events():
+        followed = _client(url, key_file).job(job)
+        followed.show()  # refused at once, where there is no such job or service
+        for event in followed.events():
             if event["kind"] == "step":
                 console.print(f"step {event['step']}  loss {event['loss']:.4f}", highlight=False)
             elif event["kind"] == "eval":
@@ -125,7 +130,7 @@ def resume(job: Name, url: Url = LOCAL, key_file: Key = None) -> None:
     _ask(url, key_file, lambda client: client.job(job).resume())
 
 
-@app.command()
+@app.command(context_settings={"ignore_unknown_options": True})  # -1 is a number
 def weight(
     job: Name,
     value: Annotated[float, typer.Argument(metavar="WEIGHT", help="above 0")],
@@ -202,11 +207,17 @@ def _ask(url: str, key_file: Path | None, act: Callable[[Client], dict[str, Any]
 
 def _client(url: str, key_file: Path | None) -> Client:
     file = key_file or Path("~/.config/lorafusion/key").expanduser()
+    fix = "--key-file with what `lorafusion keys add` has printed, and nothing else"
     try:
-        key = file.read_text().strip() if key_file or file.is_file() else None
+        key = file.read_bytes().strip() if key_file or file.is_file() else None
     except OSError as problem:
-        raise ConfigError("jobs.key", f"{file} cannot be read.", why=os.strerror(problem.errno or 0)) from None
-    return Client(url, key)
+        raise ConfigError("jobs.key", f"{file} cannot be read.", why=os.strerror(problem.errno or 0), fix=fix) from None
+    if key is not None and KEY.fullmatch(key) is None:
+        raise ConfigError("jobs.key", f"{file} does not hold a key.", why="a key is one line, tml-lf_…", fix=fix)
+    try:
+        return Client(url, None if key is None else key.decode())
+    except ValueError as problem:
+        raise ConfigError("jobs.url", f"--url: {problem}.", fix="--url http://127.0.0.1:7070") from None
 
 
 @contextmanager
@@ -224,7 +235,10 @@ def _errors() -> Iterator[None]:
             why=first.get("why", "") + more,
             fix=first.get("fix", ""),
         ) from None
-    except ConnectionError as problem:
+    except (OSError, HTTPException, OverflowError) as problem:
+        if isinstance(problem, OSError) and problem.filename is not None:  # of this machine
+            raise
+        why = str(problem) or type(problem).__name__
         raise RunError(
-            "jobs.no-service", "there is no service at this address.", why=str(problem), fix="lorafusion serve; --url"
+            "jobs.no-service", "there is no service at this address.", why=why, fix="lorafusion serve; --url"
         ) from None

@@ -5,6 +5,10 @@ from __future__ import annotations
 import hashlib
 import http.client
 import json
+import re
+import shutil
+import socket
+import ssl
 import tarfile
 import time
 import urllib.parse
@@ -15,8 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+PLAIN = re.compile(r"[!-~]+")  # what a line of HTTP takes
 ENDED = ("done", "failed", "cancelled", "rejected", "deleted")
 TRIES = 5
+FOR_GOOD = (socket.gaierror, ssl.SSLError, http.client.InvalidURL)  # another try does not change them
 AGAIN_S = 0.5
 
 
@@ -43,10 +49,16 @@ class Client:
     """
 
     def __init__(self, url: str = "http://127.0.0.1:7070", key: str | None = None, *, timeout_s: float = 60.0):
-        parts = urllib.parse.urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        try:
+            parts = urllib.parse.urlsplit(url)
+            host, port = parts.hostname, parts.port
+        except ValueError:
+            host = port = None
+        if not host or parts.scheme not in ("http", "https") or PLAIN.fullmatch(host + parts.path) is None:
             raise ValueError(f"{url!r} is not a URL: http://HOST:PORT")
-        self._secure, self._host, self._port = parts.scheme == "https", parts.hostname, parts.port
+        if key is not None and PLAIN.fullmatch(key) is None:  # which is not shown
+            raise ValueError("this is no key: tml-lf_, 8 characters, _, and 43 characters")
+        self._secure, self._host, self._port = parts.scheme == "https", host, port
         self._prefix, self._timeout_s = parts.path.rstrip("/"), timeout_s
         self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
 
@@ -107,8 +119,8 @@ class Client:
         for attempt in range(TRIES):
             try:
                 status, content = self._once(method, path, data, headers)
-            except (OSError, http.client.HTTPException):
-                if attempt + 1 == TRIES:
+            except (OSError, http.client.HTTPException) as problem:
+                if attempt + 1 == TRIES or isinstance(problem, FOR_GOOD):
                     raise
                 time.sleep(AGAIN_S * 2**attempt)
                 if is_file:
@@ -121,7 +133,7 @@ class Client:
                 continue
             if status >= 400:
                 raise _error(status, content)
-            return json.loads(content) if content else None
+            return _read(status, content)
         raise AssertionError
 
     @contextmanager
@@ -161,7 +173,7 @@ class Job:
 
     def show(self) -> dict[str, Any]:
         """Returns its state and numbers."""
-        return self.client.request("GET", f"/v1/jobs/{self.id}")
+        return self.client.request("GET", self._path)
 
     def wait(self, timeout_s: float = float("inf"), *, every_s: float = 0.5) -> Job:
         """Waits until it is done.
@@ -197,18 +209,18 @@ class Job:
 
     def set_weight(self, weight: float) -> dict[str, Any]:
         """Changes its share of the session relative to other jobs."""
-        return self.client.request("PATCH", f"/v1/jobs/{self.id}", {"weight": weight})
+        return self.client.request("PATCH", self._path, {"weight": weight})
 
     def metrics(self, from_step: int = 0) -> list[dict[str, Any]]:
         """Returns the rows of its steps and evaluations."""
-        return self.client.request("GET", f"/v1/jobs/{self.id}/metrics?from_step={from_step}")["items"]
+        return self.client.request("GET", f"{self._path}/metrics?from_step={from_step}")["items"]
 
     def events(self, after: int = 0) -> Iterator[dict[str, Any]]:
         """Yields its events as they happen, until it has ended. A broken connection is continued."""
         while True:
             try:
                 headers = {"Last-Event-ID": str(after)}
-                with self.client.stream(f"/v1/jobs/{self.id}/events", headers) as answer:
+                with self.client.stream(f"{self._path}/events", headers) as answer:
                     for event in _parse_events(answer):
                         after = event["seq"]
                         yield event
@@ -221,17 +233,26 @@ class Job:
     def adapter(self, folder: str | Path) -> Path:
         """Downloads the trained adapter into a new folder and compares it with its digests."""
         target = Path(folder)
-        target.mkdir(parents=True, exist_ok=False)
-        with (
-            self.client.stream(f"/v1/jobs/{self.id}/adapter") as answer,
-            tarfile.open(fileobj=answer, mode="r|") as tar,
-        ):
-            tar.extractall(target, filter="data")
-        _check_digests(target)
+        with self.client.stream(f"{self._path}/adapter") as answer:
+            target.mkdir(parents=True, exist_ok=False)
+            try:
+                with tarfile.open(fileobj=answer, mode="r|") as tar:
+                    tar.extractall(target, filter="data")
+                _check_digests(target)
+            except BaseException as problem:  # the next attempt makes it again
+                shutil.rmtree(target, ignore_errors=True)
+                if isinstance(problem, tarfile.TarError):
+                    raise OSError(f"the download was broken off: {problem}") from None
+                raise
         return target
 
+    @property
+    def _path(self) -> str:
+        """Path of the API; an id is one part of it, whatever its signs are."""
+        return f"/v1/jobs/{urllib.parse.quote(self.id, safe='')}"
+
     def _ask(self, action: str) -> dict[str, Any]:
-        return self.client.request("POST", f"/v1/jobs/{self.id}/{action}")
+        return self.client.request("POST", f"{self._path}/{action}")
 
 
 def _parse_events(answer: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
@@ -251,6 +272,22 @@ def _check_digests(folder: Path) -> None:
         digest, _, name = line.partition("  ")
         if not line.startswith("#") and hashlib.sha256((folder / name).read_bytes()).hexdigest() != digest:
             raise OSError(f"{folder / name} was damaged on the way; download it again")
+
+
+def _read(status: int, content: bytes) -> Any:
+    """Returns the JSON of an answer.
+
+    Raises:
+        ServiceError: it is that of another server.
+    """
+    try:
+        answer = json.loads(content) if content else None
+        if status < 300 and (answer is None or isinstance(answer, dict)):
+            return answer
+    except ValueError:
+        pass
+    problem = {"code": "http.answer", "what": "what answers at this address is no service of lorafusion."}
+    raise ServiceError(status, [problem | {"fix": "--url of lorafusion serve, which it says when it starts"}])
 
 
 def _error(status: int, content: bytes) -> ServiceError:

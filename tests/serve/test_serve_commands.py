@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import threading
+from contextlib import nullcontext
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,7 @@ from small_jobs import write_job, write_rows
 from lorafusion_jax.cli.main import run
 from lorafusion_jax.errors import ConfigError
 from lorafusion_serve.cli.serve import read_places
+from lorafusion_serve.client import Client, Job
 from lorafusion_serve.store.keys import KEY
 
 
@@ -60,6 +64,83 @@ def test_what_the_service_refuses_is_an_error_of_the_command(call, tmp_path):
 def test_no_service_is_one_line(capsys):
     assert run(["jobs", "ls", "--url", "http://127.0.0.1:9"]) == 1
     assert "error[jobs.no-service]" in capsys.readouterr().err
+
+
+@pytest.fixture
+def stranger():
+    """URL of another program's server."""
+
+    class Page(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"<h1>hello</h1>")
+
+        def log_message(self, *_):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Page)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_address[1]}"
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.parametrize(
+    ("url", "code"),
+    [
+        ("127.0.0.1:7070", "jobs.url"),
+        ("http://127.0.0.1:99999", "jobs.url"),
+        ("http://[::1", "jobs.url"),
+        ("http://a b:1", "jobs.url"),
+        ("ftp://127.0.0.1", "jobs.url"),
+        ("http://nowhere.invalid", "jobs.no-service"),
+        ("STRANGER", "http.answer"),
+    ],
+)
+@pytest.mark.parametrize("command", [("ls",), ("watch", "job-0123456789ab")])
+def test_a_wrong_address_is_one_error(stranger, capsys, url, code, command):
+    assert run(["jobs", *command, "--url", stranger if url == "STRANGER" else url]) in (1, 2)
+    told = capsys.readouterr().err
+    assert f"error[{code}]" in told
+    assert "fix:" in told
+
+
+@pytest.mark.parametrize("content", ["KEY\nKEY", "KEY\n# mine", "", "kéy", "\x00\xff", "Bearer KEY"])
+def test_a_file_that_holds_no_key_is_an_error_that_does_not_show_it(running, tmp_path, capsys, content):
+    file = tmp_path / "key"
+    file.write_text(content.replace("KEY", running.keys["ana"]))
+    for command in (["ls"], ["show", "job-0123456789ab"]):
+        assert run(["jobs", *command, "--url", running.url, "--key-file", str(file)]) == 2
+        told = "".join(capsys.readouterr())
+        assert "error[jobs.key]" in told
+        assert running.keys["ana"][-20:] not in told
+
+
+@pytest.mark.parametrize("job", ["a b", "ö", "../../healthz", "%2e", "?x", "#", "a\nb"])
+@pytest.mark.parametrize("command", ["show", "cancel", "watch"])
+def test_an_id_is_a_name_whatever_its_signs_are(call, job, command):
+    code, _, told = call(command, job)
+    assert (code, "error[api." in told) == (2, True)
+
+
+def test_a_weight_below_zero_is_refused_by_its_rule(call):
+    code, _, told = call("weight", "job-0123456789ab", "-1")
+    assert code == 2
+    assert "No such option" not in told
+
+
+def test_a_download_that_breaks_can_be_repeated(running, tmp_path, monkeypatch):
+    class Cut:
+        def read(self, size=-1):
+            return b""
+
+    job, target = Job(running.client("ana"), "job-0123456789ab"), tmp_path / "law"
+    monkeypatch.setattr(Client, "stream", lambda *_: nullcontext(Cut()))
+    for _ in range(2):
+        with pytest.raises(OSError, match=r"broken off|SHA256SUMS"):
+            job.adapter(target)
+        assert not target.exists()
 
 
 def test_keys_are_added_shown_once_and_revoked(tmp_path, capsys):
