@@ -133,7 +133,7 @@ class LocalLauncher:
         pass
 
 
-def start_worker(arguments: Message, output: IO[bytes], **options: Any) -> subprocess.Popen[bytes]:
+def start_worker(arguments: Message, output: IO[bytes], **options: Any) -> subprocess.Popen:
     """Starts the process of a worker.
 
     Its secret goes through a pipe: everybody on a machine sees the arguments of its processes.
@@ -142,17 +142,17 @@ def start_worker(arguments: Message, output: IO[bytes], **options: Any) -> subpr
         options: of `subprocess.Popen`.
     """
     secret = arguments.get("secret", "")
-    process: subprocess.Popen[bytes] = subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, "-m", WORKER, json.dumps(arguments | {"secret": bool(secret)})],
-        bufsize=0,
         stdin=subprocess.PIPE,
         stdout=output,
         stderr=subprocess.STDOUT,
         **options,
     )
     assert process.stdin is not None
-    with suppress(BrokenPipeError), process.stdin as pipe:  # it may have ended
-        pipe.write(f"{secret}\n".encode())
+    with suppress(BrokenPipeError):  # it may have ended
+        os.write(process.stdin.fileno(), f"{secret}\n".encode())
+    process.stdin.close()
     return process
 
 
