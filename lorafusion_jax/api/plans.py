@@ -9,14 +9,23 @@ from typing import Any
 
 from rich.console import Console
 
+from lorafusion_jax.adapters.table import KINDS
 from lorafusion_jax.api.jobs import Job, job_of
 from lorafusion_jax.api.plan_screen import show_plan
 from lorafusion_jax.api.shown import Shown
 from lorafusion_jax.api.timelines import TimelineView
+from lorafusion_jax.checkpoint.base_model import base_directory
+from lorafusion_jax.config.model import ModelConfig
+from lorafusion_jax.config.schema import JobConfig
+from lorafusion_jax.data.model_fit import longest_texts
+from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.errors import CheckpointError, raise_all
 from lorafusion_jax.files import replace_text
+from lorafusion_jax.objective.table import OBJECTIVES
+from lorafusion_jax.optim.schedules import SCHEDULES
+from lorafusion_jax.optim.table import OPTIMIZERS
 from lorafusion_jax.planning.auto import resolve_auto
-from lorafusion_jax.planning.checks import checked_data, layer_problems
+from lorafusion_jax.planning.checks import base_problems, checked_data, layer_problems
 from lorafusion_jax.planning.network import network_of
 from lorafusion_jax.planning.planned import Planned, make_planned
 from lorafusion_jax.planning.prediction import this_device
@@ -95,8 +104,9 @@ def plan(
         LoraFusionError: the errors of `lorafusion plan`, in settings, data or base model.
     """
     config = job_of(job).config
-    raise_all(layer_problems(config)[1])
+    raise_all([*layer_problems(config)[1], *base_problems(config)])
     config, prepared = checked_data(config, [])
+    check_start(config, prepared)
     network = network_of(device or this_device(), processes)
     config, _ = resolve_auto(config, prepared, device=device or this_device(), network=network)
     return JobPlan(
@@ -110,3 +120,31 @@ def plan(
             network=network,
         )
     )
+
+
+def check_start(config: JobConfig, prepared: Prepared) -> None:
+    """Raises what a run would refuse at its start, beyond settings and data: texts longer than the base's positions,
+    and kinds, objectives, optimizers and schedules of other packages that do not work. Only these need jax.
+
+    Raises:
+        LoraFusionError: `model.positions`, `kind.broken`, `kind.no-peft`, `objective.broken`, `plugin.broken`.
+    """
+    try:
+        model = ModelConfig.from_hf(base_directory(config))
+    except CheckpointError:  # of no known kind: nothing is predicted, and a run says why
+        return
+    lengths = [longest_texts(prepared.adapters[adapter.name].train).max() for adapter in config.adapters]
+    model.check_length(int(max(lengths)), where=str(base_directory(config)))
+    builtin = all(
+        adapter.lora.adapter_kind in KINDS
+        and adapter.objective.chosen.name in OBJECTIVES
+        and adapter.optim.name in OPTIMIZERS
+        and adapter.optim.schedule in SCHEDULES
+        for adapter in config.adapters
+    )
+    if not builtin:
+        from lorafusion_jax.optim.check import check_optimizers
+        from lorafusion_jax.session.base import check_adapters
+
+        check_adapters(config, prepared)
+        check_optimizers([adapter.optim for adapter in config.adapters])

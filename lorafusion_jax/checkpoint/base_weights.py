@@ -13,10 +13,13 @@ from safetensors import SafetensorError, safe_open
 from lorafusion_jax.checkpoint.base_files import WHOLE_BYTES
 from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.errors import CheckpointError, LoraFusionError, first_few
+from lorafusion_jax.families.multimodal import stored_names
 from lorafusion_jax.families.table import family_named
+from lorafusion_jax.layout.layer import EXPERTS
 from lorafusion_jax.readable import RECORD, check_regular, open_regular, read_text
 
-INDEX = "model.safetensors.index.json"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_WEIGHTS = (".safetensors", ".bin", ".gguf", ".pt", ".pth", ".h5", ".msgpack")
 # NaN and infinity have all bits of the exponent set: (type of the bits, these bits). This 8-bit float has no infinity,
 # and one NaN, of all bits but the sign.
 _EXPONENTS = {
@@ -58,6 +61,86 @@ def weight_problems(directory: Path) -> list[LoraFusionError]:
     return problems or list(_tie_problems(directory, files))
 
 
+def has_weights(directory: Path) -> bool:
+    """Whether a folder holds weights, in a form that is read or not. A config.json alone is enough to plan with."""
+    return any(file.suffix in _WEIGHTS or file.name == INDEX for file in directory.iterdir())
+
+
+def header_problems(directory: Path, config: ModelConfig) -> list[LoraFusionError]:
+    """Finds names and shapes in the headers of the weights that are not those of config.json; none without weights.
+
+    Kernels of experts and shapes of quantised ones are checked where they are loaded, and so are tensors too many.
+    """
+    if not has_weights(directory):
+        return []
+    if not any((directory / name).is_file() for name in (SINGLE, INDEX)):
+        others = sorted(file.name for file in directory.iterdir() if file.suffix in _WEIGHTS)
+        return [
+            CheckpointError(
+                "model.no-weights",
+                f"there is neither {SINGLE} nor {INDEX}, and {first_few(others, _SHOWN)} is not read.",
+                where=str(directory),
+                fix="save the model with safetensors; shards need their index",
+            )
+        ]
+    try:
+        files = _listed_files(directory)
+        if absent := [file for file in files if not file.is_file()]:
+            message, fix = "a weight file is missing.", "download the model again"
+            return [CheckpointError("model.missing-file", message, where=str(file), fix=fix) for file in absent]
+        stored = {name: shape for file in files for name, shape in _shapes(file).items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return []  # `weight_problems` says so
+    expected = _expected_shapes(config)
+    names = stored_names(expected, stored)[0] if config.wrapper else dict(zip(expected, expected, strict=True))
+    problems = [
+        f"missing: {names[name]}" if names[name] not in stored
+        else f"wrong shape: {names[name]} is {list(stored[names[name]])}, config.json says {list(shape or ())}"
+        for name, shape in expected.items()
+        if names[name] not in stored or shape not in (None, stored[names[name]])
+    ]  # fmt: skip
+    if not problems:
+        return []
+    return [
+        CheckpointError(
+            "model.tensors-differ",
+            f"{len(problems)} tensors do not fit the model that config.json describes: {first_few(problems, _SHOWN)}.",
+            where=str(directory),
+            fix="use the config.json and the weights of the same model",
+        )
+    ]
+
+
+def _listed_files(directory: Path) -> list[Path]:
+    if not (directory / INDEX).is_file():
+        return [directory / SINGLE]
+    return [
+        directory / name for name in sorted({*json.loads(read_text(directory / INDEX, RECORD))["weight_map"].values()})
+    ]
+
+
+def _expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...] | None]:
+    """Name of each tensor in a checkpoint of text → its shape there; None: that depends on how it is quantised."""
+    name_of, width = family_named(config.family).tensor_name, config.hidden_size
+    shapes: dict[str, tuple[int, ...] | None] = {
+        "model.embed_tokens.weight": (config.vocab_size, width),
+        "model.norm.weight": (width,),
+        **({} if config.tie_embeddings else {"lm_head.weight": (config.vocab_size, width)}),
+        **{f"model.{name}": shape for name, shape in config.input_shapes.items()},
+    }
+    for number, layer in enumerate(config.layers):
+        for path, shape in layer.frozen_shapes().items():
+            *modules, leaf = path.split(".")
+            if modules and modules[-1] in EXPERTS:
+                continue
+            stem = ".".join(["model", "layers", str(number), *modules])
+            if leaf == "kernel":
+                shapes[f"{stem}.weight"] = None if config.checkpoint_format else shape[::-1]
+            else:
+                shapes[f"{stem}.{leaf}"] = shape
+    return {name_of(name): shape for name, shape in shapes.items()}
+
+
 def _tie_problems(directory: Path, files: Sequence[Path]) -> Iterator[LoraFusionError]:
     """Finds an output head that differs from the embedding although config.json says that they are one.
 
@@ -80,15 +163,25 @@ def _tie_problems(directory: Path, files: Sequence[Path]) -> Iterator[LoraFusion
         )
 
 
-def _entries(file: Path) -> dict[str, tuple[str, int, int]]:
-    """Reads the header: tensor → type, first and last byte in the file."""
+def _header(file: Path) -> tuple[dict[str, dict], int]:
+    """Reads the header: what it says of each tensor, and the first byte behind it."""
     with open_regular(file) as stream:
         length = int.from_bytes(stream.read(8), "little")
-        header, first = json.loads(stream.read(length)), 8 + length
+        header = json.loads(stream.read(length))
+    header.pop("__metadata__", None)
+    return header, 8 + length
+
+
+def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(entry["shape"]) for name, entry in _header(file)[0].items()}
+
+
+def _entries(file: Path) -> dict[str, tuple[str, int, int]]:
+    """Tensor → type, first and last byte in the file."""
+    header, first = _header(file)
     return {
         name: (entry["dtype"], first + entry["data_offsets"][0], first + entry["data_offsets"][1])
         for name, entry in header.items()
-        if name != "__metadata__"
     }
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from lorafusion_jax.api.plans import check_start
 from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.checkpoint.base_weights import weight_problems
 from lorafusion_jax.cli.common import JobFile, Json, Overrides, next_command, typed
@@ -21,9 +22,9 @@ from lorafusion_jax.config.overrides import unreached
 from lorafusion_jax.config.read import read_source
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.data.prepare import Prepared
-from lorafusion_jax.errors import CheckpointError, LoraFusionError
+from lorafusion_jax.errors import LoraFusionError, unique
 from lorafusion_jax.machine import prepare_machine
-from lorafusion_jax.planning.checks import checked_data, layer_problems
+from lorafusion_jax.planning.checks import checked_data, layer_problems, problems_of_base, weight_notes
 from lorafusion_jax.report.console import out, plain_table, say, warn
 from lorafusion_jax.report.data_notes import data_notes
 from lorafusion_jax.report.format import count, exact
@@ -55,10 +56,12 @@ def command(
     config, errors = examine_config(jobs, overrides or ())
     of_layers, more = layer_problems(config) if config else ([], [])
     config, prepared = checked_data(config, [*errors, *more, *_base_problems(config)])
+    check_start(config, prepared)
     notes = [
         *of_layers,
         *unreached(read_source(jobs), overrides or ()),
         *ineffective(config),
+        *weight_notes(config),
         *missing_packages(config.report),
         *data_notes(config, prepared),
     ]
@@ -131,12 +134,7 @@ def _base_problems(config: JobConfig | None) -> list[LoraFusionError]:
 
 
 def _of_model(directory: Path) -> list[LoraFusionError]:
-    problems = weight_problems(directory)
-    try:
-        ModelConfig.from_hf(directory)
-    except CheckpointError as problem:
-        problems += [problem] if problem.code == "model.unsupported" else []
-    return problems
+    return list(unique([*weight_problems(directory), *problems_of_base(directory)]))
 
 
 def summary(report) -> dict:

@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from lorafusion_jax.api.plan_screen import show_plan
+from lorafusion_jax.api.plans import check_start
 from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.cli.common import JobFile, Json, Overrides, ends_in, next_command, typed
 from lorafusion_jax.config.job_checks import ineffective
@@ -20,7 +21,7 @@ from lorafusion_jax.config.read import read_source
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.files import replace_text
 from lorafusion_jax.planning.auto import GIB, resolve_auto
-from lorafusion_jax.planning.checks import checked_data, layer_problems
+from lorafusion_jax.planning.checks import base_problems, checked_data, layer_problems, weight_notes
 from lorafusion_jax.planning.choices import Choice, Choices, compare_choices
 from lorafusion_jax.planning.network import Network, network_of
 from lorafusion_jax.planning.planned import make_planned
@@ -72,7 +73,8 @@ def command(
         ends_in(timeline, ".html")
     config, errors = examine_config(jobs, overrides or ())
     layers = layer_problems(config)[1] if config else []  # checks before planning
-    config, prepared = checked_data(config, [*errors, *layers])
+    config, prepared = checked_data(config, [*errors, *layers, *base_problems(config)])
+    check_start(config, prepared)
     memory_bytes = None if device_memory is None else int(device_memory * GIB)
     config, why = resolve_auto(
         config, prepared, device=device or this_device(), memory_bytes=memory_bytes, network=network
@@ -93,7 +95,8 @@ def command(
         timeline.parent.mkdir(parents=True, exist_ok=True)
         replace_text(timeline, planned.timeline_html())
     notes = [*unreached(read_source(jobs), overrides or ()), *ineffective(config)]
-    notes += [*missing_packages(config.report), *planned.notes, *([f"auto chose {why}"] if why else [])]
+    notes += [*missing_packages(config.report), *planned.notes, *weight_notes(config)]
+    notes += [f"auto chose {why}"] if why else []
     if as_json:
         print(json.dumps(planned.to_json() | {"warnings": notes}))
         return
@@ -115,7 +118,9 @@ def _compare(
 ) -> None:
     """Shows every mesh of so many devices; reads no timeline and writes no plan."""
     device = chosen or this_device()
-    config, prepared = checked_data(*examine_config(jobs, overrides or ()))
+    config, errors = examine_config(jobs, overrides or ())
+    config, prepared = checked_data(config, [*errors, *base_problems(config)])
+    check_start(config, prepared)
     model = ModelConfig.from_hf(base_directory(config))
     compared = compare_choices(config, model, prepared, device=device, gpus=gpus, network=network)
     if as_json:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from lorafusion_jax.adapters.spec import ALL_LINEAR, resolve_targets, spelled
 from lorafusion_jax.checkpoint.base_model import base_directory
+from lorafusion_jax.checkpoint.base_weights import has_weights, header_problems
 from lorafusion_jax.checkpoint.warm_start import read_warm_starts
 from lorafusion_jax.checkpoint.warm_start_base import check_start_bases
 from lorafusion_jax.config.model import ModelConfig
@@ -38,6 +40,34 @@ def checked_data(config: JobConfig | None, errors: Sequence[LoraFusionError]) ->
     raise_all(problems + check_start_bases(config))
     assert isinstance(prepared, Prepared)
     return config, prepared
+
+
+def base_problems(config: JobConfig | None) -> list[LoraFusionError]:
+    """What is wrong with the base's config.json and with the headers of its weights, where there are some.
+
+    A base of no known kind is planned without predictions.
+    """
+    try:
+        problems = [] if config is None else problems_of_base(base_directory(config))
+        return [problem for problem in problems if problem.code != "model.unsupported"]
+    except LoraFusionError:  # no base model: whoever reads its tokenizer says so
+        return []
+
+
+def problems_of_base(directory: Path) -> list[LoraFusionError]:
+    try:
+        return header_problems(directory, ModelConfig.from_hf(directory))
+    except LoraFusionError as problem:
+        return list(getattr(problem, "errors", [problem]))
+
+
+def weight_notes(config: JobConfig) -> list[str]:
+    """Says that a base has no weights, where only its config.json is there to plan with."""
+    try:
+        bare = not has_weights(base_directory(config))
+    except (LoraFusionError, OSError):  # who needs the base says so
+        return []
+    return ["base: no weights here: planned from config.json"] if bare else []
 
 
 def layer_problems(config: JobConfig) -> tuple[list[str], list[LoraFusionError]]:

@@ -293,12 +293,9 @@ def test_mesh_errors_on_resume_are_reported_before_data_is_read(lorafusion, fini
     assert lorafusion("resume", run, "mesh.data=16").errors == ["mesh.devices"]
 
 
-def test_stages_of_a_base_that_is_not_known_are_not_checked(lorafusion, job, own_base):
+def test_a_base_without_a_configuration_is_refused(lorafusion, job, own_base):
     (own_base.parent / "config.json").unlink()
-    outcome = lorafusion("check", job.path, "mesh.stages=4")
-    assert outcome.code == 0, outcome.err
-    assert "the layers of each stage are not checked: there is no model here" in outcome.out
-    assert "not checked" not in lorafusion("check", job.path).out
+    assert lorafusion("check", job.path, "mesh.stages=4").errors == ["model.not-found"]
 
 
 def test_a_mesh_that_the_machine_does_not_have(lorafusion, job, nothing_read):

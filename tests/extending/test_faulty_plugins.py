@@ -61,6 +61,11 @@ def test_whoever_raised_is_named(name, problem, install, write_rows, write_job, 
     code = run(["train", str(path), "--out", str(tmp_path / "run")])
     output = capsys.readouterr()
     assert code == 2, output.err
+    for early in ("check", "plan"):
+        assert run([early, str(path)]) == 2
+        refusal = capsys.readouterr().err
+        assert name in refusal
+        assert "Traceback" not in refusal
     assert "error[" in output.err
     assert name in output.err
     assert problem in output.err or "on purpose" in output.err
