@@ -7,7 +7,6 @@ without adapters waits. One process; the mesh may have several stages and replic
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -49,7 +48,7 @@ from lorafusion_jax.session.move import to_host
 from lorafusion_jax.session.place_table import PlaceTable
 from lorafusion_jax.session.places import PlaceWeights, PlaceWriter, check_state
 from lorafusion_jax.session.reading import Reading
-from lorafusion_jax.session.reference_queue import ReferenceQueue
+from lorafusion_jax.session.references import BASE_ALONE, ReferenceQueue, SetPass
 from lorafusion_jax.session.stage import Stage
 from lorafusion_jax.session.state import adapter_arrays, joined_states
 from lorafusion_jax.session.steps import Steps
@@ -106,7 +105,7 @@ class LiveSession:
             segments=num_segments(most_segments),
             adapters=self._tail.most_adapters,
         )
-        self._references = ReferenceQueue(self._executor, self._assembler)
+        self._references = ReferenceQueue(self._executor)
         self._writer = PlaceWriter(config, places, self._executor, table)
         self._by_name: dict[str, Task] = {}
         self._steps = Steps(self._executor, self._by_name)
@@ -239,9 +238,23 @@ class LiveSession:
             if references is not None:
                 task.take_references(references)
 
-        teacher = self._writer.teacher_state(task)
-        weights_place = -1 if compared is None else place
-        self._references.add(task, place, weights_place, self._shape, partial(self._pack, task), teacher, finish)
+        position = BASE_ALONE if compared is None else place
+        passes = (self._pass_over(task, key, samples, position) for key, samples in sets_of(task.data).items())
+        self._references.add(place, passes, finish)
+
+    def _pass_over(self, task: Task, key: str, samples: TokenizedSet, position: int) -> SetPass:
+        return SetPass(
+            adapter=task.name,
+            key=key,
+            samples=samples,
+            slots=self._pack(task, samples),
+            shape=self._shape,
+            tile_tokens=self.config.batch.tile_tokens,
+            stages=self._executor.stages,
+            position=position,
+            state=self._writer.teacher_state(task),
+            describe=self._executor.describe,
+        )
 
     def stop(self, place: int) -> AdapterState:
         """Frees a place. Returns the state after the adapter's last step; a begun batch is dropped.

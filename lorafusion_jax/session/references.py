@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -50,8 +52,11 @@ class SetPass:
 
     Args:
         adapter: its name.
-        key: of the result among the adapter's `SetReferences`.
-        config: a job with this adapter alone.
+        key: of the set, `TRAIN` or `EVAL`.
+        samples: the set.
+        slots: the set, packed.
+        shape: of its microbatches.
+        tile_tokens: rows of a tile.
         stages: that hold the reference.
         position: of the reference on the stages; -1: the base alone.
         state: of a teacher's tokens, if the objective compares distributions.
@@ -60,31 +65,76 @@ class SetPass:
 
     adapter: str
     key: str
-    config: JobConfig
     samples: TokenizedSet
+    slots: Sequence[Replicas]
+    shape: Shape
+    tile_tokens: int
     stages: Sequence[AnyStage]
     position: int
     state: State | None
     describe: Callable[[Microbatch], Microbatch]
 
+    @classmethod
+    def alone(cls, config: JobConfig, key: str, samples: TokenizedSet, **reference: Any) -> SetPass:
+        """Returns the pass of a job with one adapter, in microbatches of the smallest shape for it.
+
+        Args:
+            reference: the other fields.
+        """
+        (adapter,) = config.adapters
+        slots = pack_set(config, adapter.name, samples)
+        width = 1 if samples.segment_lengths is None else samples.segment_lengths.shape[1]
+        most = max(len(part) for replicas in slots for part in replicas) * width
+        shape = Shape(capacity_tokens=config.batch.largest, segments=num_segments(most), adapters=1)
+        return cls(
+            adapter=adapter.name,
+            key=key,
+            samples=samples,
+            slots=slots,
+            shape=shape,
+            tile_tokens=config.batch.tile_tokens,
+            **reference,
+        )
+
+    @property
+    def result_key(self) -> str:
+        """Key of the result among the adapter's `SetReferences`."""
+        return self.key if self.state is None else f"{self.key}{STATES}"
+
     def run(self, executor: Executor) -> Generator[None, None, np.ndarray]:
-        """Issues a microbatch at each step; see `run_set`. Collective over processes."""
-        links = executor.links
+        """Issues a microbatch at each step of the generator. Collective over processes.
+
+        Returns:
+            log p of the learned tokens [T], or the states that predict them [learned tokens, D].
+        """
+        samples, state, links = self.samples, self.state, executor.links
         has_result = links.is_local(len(self.stages) - 1)
+        shape = (int(samples.loss_mask.sum()), state.width) if state is not None else samples.tokens.shape
+        result = np.zeros(shape, np.float32 if state is None else state.dtype)
+        in_flight: deque[tuple[Replicas, Future[Array]]] = deque()
 
-        def issue(rows: Microbatch) -> Callable[[], Array] | None:
-            done = executor.run_forward(self._of_stage, rows, [self.adapter], self.stages)
-            return done.result if has_result else None
+        def read_oldest() -> None:
+            replicas, values = in_flight.popleft()
+            if not has_result:  # they are on another process
+                return
+            for part, row in zip(replicas, to_local(values.result()), strict=True):
+                for tokens, rows in _learned_rows(samples, part, state is not None):
+                    result[tokens] = row[rows]
 
-        slots, microbatch = self._packed()
-        result = yield from run_set(self.samples, slots, microbatch, issue, self.state, len(self.stages))
+        for replicas in self.slots:
+            if len(in_flight) > len(self.stages):
+                read_oldest()
+            rows = self._microbatch(replicas)
+            in_flight.append((replicas, executor.run_forward(self._of_stage, rows, [self.adapter], self.stages)))
+            yield
+        while in_flight:
+            read_oldest()
         return links.share({stage: {"result": result} for stage in links.local})[-1]["result"]
 
     def compile(self) -> None:
         """Runs the first microbatch once. Waits; may run in any thread if other work uses other stages."""
-        slots, microbatch = self._packed()
-        for replicas in slots[:1]:
-            rows, x = microbatch(replicas), None
+        for replicas in self.slots[:1]:
+            rows, x = self._microbatch(replicas), None
             for stage in local_stages(self.stages).values():
                 x = self._of_stage(stage, to_stage(rows, stage.mesh), None if x is None else transfer(x, stage.mesh))
             jax.block_until_ready(x)
@@ -92,20 +142,63 @@ class SetPass:
     def _of_stage(self, stage: Stage, rows: Microbatch, x: Array | None) -> Array:
         return stage.token_logprobs(rows, x) if self.state is None else stage.states(rows, x)
 
-    def _packed(self) -> tuple[list[Replicas], Callable[[Replicas], Microbatch]]:
-        """Packs the set alone."""
-        samples, batch = self.samples, self.config.batch
-        slots = pack_set(self.config, self.adapter, samples)
-        width = 1 if samples.segment_lengths is None else samples.segment_lengths.shape[1]
-        most = max(len(part) for replicas in slots for part in replicas) * width
-        shape = Shape(capacity_tokens=batch.largest, segments=num_segments(most), adapters=1)
+    def _microbatch(self, replicas: Replicas) -> Microbatch:
         local_replicas = next(iter(local_stages(self.stages).values())).mesh.local_replicas
-        assembler = Assembler(batch.tile_tokens, local_replicas, {})
+        assembler = Assembler(self.tile_tokens, local_replicas, {})
+        return self.describe(assembler.without_objective(self.shape, replicas, self.samples, self.position))
 
-        def microbatch(replicas: Replicas) -> Microbatch:
-            return self.describe(assembler.without_objective(shape, replicas, samples, self.position))
 
-        return slots, microbatch
+class ReferenceQueue:
+    """Adapters that wait in their places for their references, in order of arrival."""
+
+    def __init__(self, executor: Executor):
+        self._executor = executor
+        self._waiting: deque[_Waiting] = deque()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __contains__(self, place: int) -> bool:
+        return any(waiting.place == place for waiting in self._waiting)
+
+    def add(self, place: int, passes: Iterable[SetPass], finish: Callable[[SetReferences | None], None]) -> None:
+        """Adds the adapter of a place.
+
+        Args:
+            passes: over its sets.
+            finish: called with the references when they are complete, or with None if they are no longer needed.
+        """
+        self._waiting.append(_Waiting(place=place, steps=run_passes(passes, self._executor), finish=finish))
+
+    def step(self) -> bool:
+        """Issues one microbatch. Returns whether an adapter has its references now."""
+        if not self._waiting:
+            return False
+        first = self._waiting[0]
+        try:
+            next(first.steps)
+        except StopIteration as done:
+            self._waiting.popleft()
+            (references,) = done.value.values()
+            first.finish(references)
+            return True
+        return False
+
+    def drop(self, place: int) -> None:
+        """Forgets the adapter of a place."""
+        for waiting in [waiting for waiting in self._waiting if waiting.place == place]:
+            self._waiting.remove(waiting)
+            waiting.steps.close()
+            waiting.finish(None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Waiting:
+    """An adapter of a `ReferenceQueue`."""
+
+    place: int
+    steps: Generator[None, None, dict[str, SetReferences]]
+    finish: Callable[[SetReferences | None], None]
 
 
 def reference_passes(
@@ -137,15 +230,8 @@ def reference_passes(
         own_config = config.model_copy(update={"adapters": (config.adapter(name),)})
         state = teacher_state(own_config)
         for key, samples in sets_of(prepared.adapters[name]).items():
-            yield SetPass(
-                adapter=name,
-                key=key if state is None else f"{key}{STATES}",
-                config=own_config,
-                samples=samples,
-                stages=used,
-                position=position,
-                state=state,
-                describe=describes,
+            yield SetPass.alone(
+                own_config, key, samples, stages=used, position=position, state=state, describe=describes
             )
 
 
@@ -165,7 +251,7 @@ def run_passes(
         name, tokens = pass_of_set.adapter, count(len(pass_of_set.samples.tokens))
         on_progress(f"computing the reference of {name}, {tokens} tokens")
         values = yield from pass_of_set.run(executor)
-        made[name] = {**made.get(name, {}), pass_of_set.key: values}
+        made[name] = {**made.get(name, {}), pass_of_set.result_key: values}
     return made
 
 
@@ -207,49 +293,6 @@ def _stages_of_folder(
     for stage in local:
         stage.take_weights(lora)
     return own_stages
-
-
-def run_set(
-    samples: TokenizedSet,
-    slots: Iterable[Replicas],
-    microbatch: Callable[[Replicas], Microbatch],
-    issue: Callable[[Microbatch], Callable[[], Array] | None],
-    state: State | None,
-    ahead: int,
-) -> Generator[None, None, np.ndarray]:
-    """Runs a set forward, a microbatch at each step of the generator.
-
-    Args:
-        slots: samples of each microbatch.
-        issue: issues a microbatch; its result, called, waits for log p [R, T], or for the states [R, T, D]. None: they
-            are on another process, and the result here is 0.
-        state: width and dtype of the states, if they are wanted.
-        ahead: microbatches that are issued before the first is read.
-
-    Returns:
-        log p of the learned tokens [T], or the states that predict them [learned tokens, D].
-    """
-    of_learned = state is not None
-    shape = (int(samples.loss_mask.sum()), state.width) if state is not None else samples.tokens.shape
-    result = np.zeros(shape, np.float32 if state is None else state.dtype)
-    in_flight: deque[tuple[Replicas, Callable[[], Array] | None]] = deque()
-
-    def read_oldest() -> None:
-        replicas, values = in_flight.popleft()
-        if values is None:
-            return
-        for part, row in zip(replicas, to_local(values()), strict=True):
-            for tokens, rows in _learned_rows(samples, part, of_learned):
-                result[tokens] = row[rows]
-
-    for replicas in slots:
-        if len(in_flight) > ahead:
-            read_oldest()
-        in_flight.append((replicas, issue(microbatch(replicas))))
-        yield
-    while in_flight:
-        read_oldest()
-    return result
 
 
 def _learned_rows(

@@ -89,11 +89,10 @@ def ours_of(config, folders: dict[str, Path]) -> dict[str, np.ndarray]:
         for index, name in enumerate(ADAPTERS):
             alone = config.model_copy(update={"adapters": (config.adapter(name),)})
             samples = prepared.adapters[name].train
-            forward = SetPass(
-                adapter=name,
-                key="train",
-                config=alone,
-                samples=samples,
+            forward = SetPass.alone(
+                alone,
+                "train",
+                samples,
                 stages=session.executor.stages,
                 position=index,
                 state=None,
