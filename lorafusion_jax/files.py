@@ -46,6 +46,7 @@ def replace_bytes(path: Path, content: bytes) -> None:
                 file.flush()
                 os.fsync(file.fileno())
             part.replace(path)
+            sync(path.parent)
         except OSError:
             with suppress(OSError):
                 part.unlink()
@@ -58,6 +59,14 @@ def remove_folder(folder: Path) -> None:
     shutil.rmtree(gone, ignore_errors=True)
     folder.rename(gone)
     shutil.rmtree(gone)
+
+
+def make_folder(folder: Path) -> None:
+    """Makes a folder and those above it, durably: each is an entry of the one above."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in missing:
+        sync(path.parent)
 
 
 def sync(path: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from lorafusion_jax.checkpoint.digests import write_digests
 from lorafusion_jax.errors import CheckpointError, RunError
-from lorafusion_jax.files import GONE, PART, remove_folder, sync
+from lorafusion_jax.files import GONE, PART, make_folder, remove_folder, sync
 
 NEW, OLD = ".new", ".old"  # suffixes of hidden temporary folders
 
@@ -49,7 +49,7 @@ def new_folder(target: str | os.PathLike[str], *, replace: bool = False, digests
         )
     building = target.with_name(f".{target.name}{NEW}")
     with _reporting_write_errors(target):
-        building.mkdir(parents=True, exist_ok=True)
+        make_folder(building)
         with _only_one(building, target):
             try:
                 for left in building.iterdir():  # from a killed process

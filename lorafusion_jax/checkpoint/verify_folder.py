@@ -10,6 +10,7 @@ from pathlib import Path
 from lorafusion_jax.checkpoint import digests
 from lorafusion_jax.checkpoint.folder import CONFIG, TIMELINE, RunFolder
 from lorafusion_jax.checkpoint.requests import FOLDER as REQUESTS
+from lorafusion_jax.checkpoint.run_lock import held_by
 from lorafusion_jax.checkpoint.saved_states import checkpoint_damage, slots_of
 from lorafusion_jax.errors import CheckpointError, LoraFusionError, first_few
 from lorafusion_jax.log_file import damaged_lines, read_rows
@@ -142,12 +143,13 @@ def _with_digests(folder: Path, name: str, damage: list[str] | None = None) -> F
 
 def _other_files(path: Path) -> Iterator[FileCheck]:
     """Yields files that no result depends on, and temporary files of killed processes."""
+    is_written = bool(held_by(path).get("alive"))
+    half = "the run is writing it" if is_written else "left by a killed process: resume removes it"
     known = {*RUN_FILES, *LOGS, TIMELINE, REQUESTS, "state", "adapters"}
     for child in sorted(path.iterdir()):
         if child.name not in known:
-            note = "left by a killed process: resume removes it" if child.name.startswith(".") else "no result needs it"
+            note = half if child.name.startswith(".") else "no result needs it"
             yield FileCheck(name=child.name, files=0, note=f"not compared: {note}")
     for pattern in ("state", "adapters/*"):
         for left in sorted(path.glob(f"{pattern}/.*")):
-            note = "not compared: left by a killed process: resume removes it"
-            yield FileCheck(name=left.relative_to(path).as_posix(), files=0, note=note)
+            yield FileCheck(name=left.relative_to(path).as_posix(), files=0, note=f"not compared: {half}")

@@ -220,6 +220,7 @@ def _store(service: Service, draft: Path, row: dict[str, Any]) -> Response:
             return JSONResponse(known, 201)
         if target.exists():  # of a database that was lost
             service.controller.sweeper.put_aside(target)
+        sync(draft)
         draft.rename(target)
         sync(target.parent)
         with service.db.write() as connection:

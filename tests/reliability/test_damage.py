@@ -13,6 +13,7 @@ from more_cases import nightly
 
 from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.checkpoint.peft import read_adapter
+from lorafusion_jax.checkpoint.run_lock import run_lock
 from lorafusion_jax.checkpoint.verify_folder import verify_folder
 from lorafusion_jax.cli.main import run as lorafusion
 from lorafusion_jax.errors import CheckpointError
@@ -165,3 +166,13 @@ def test_an_error_at_any_call_of_an_export(stride, lasting, whole_run, tmp_path,
             assert lorafusion([*export, str(out)]) == 0
         assert contents(out) == expected
         assert [path.name for path in out.parent.iterdir()] == ["law"], f"call {call} of {calls}"
+
+
+def test_what_a_run_is_writing_is_not_called_left_by_a_killed_process(copied, capsys):
+    spoilt = copied()
+    (spoilt.run / "state" / ".9.new").mkdir()
+    with run_lock(spoilt.run):
+        assert lorafusion(["verify", str(spoilt.run)]) == 0
+        assert "the run is writing it" in " ".join(capsys.readouterr().out.split())
+    assert lorafusion(["verify", str(spoilt.run)]) == 0
+    assert "left by a killed process" in " ".join(capsys.readouterr().out.split())
