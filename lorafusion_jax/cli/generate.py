@@ -55,7 +55,7 @@ def command(
         str | None,
         typer.Option(
             "--file", "-f",
-            help="JSONL with a prompt or messages in each row, and as you like adapter, max_tokens, temperature, "
+            help="JSONL or CSV: a prompt or messages in each row, and as you like adapter, max_tokens, temperature, "
             "top_k, top_p, seed, stop; - for standard input",
         ),
     ] = None,

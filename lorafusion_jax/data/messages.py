@@ -101,9 +101,12 @@ def _calls(content: Any, number: int) -> list[dict]:
 
 
 def _joined_parts(parts: list, number: int) -> str:
-    if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
+    """Joins the parts of a content, {type: text, text: …}, or `value` for it."""
+    texts = [part.get("text", part.get("value")) for part in parts if isinstance(part, dict)]
+    joined = [text for text in texts if isinstance(text, str)]
+    if len(joined) < len(parts) or any(part.get("type", "text") != "text" for part in parts):
         raise BadRow("data.bad-type", f"message {number} has parts that are not text")
-    return "".join(part["text"] for part in parts)
+    return "".join(joined)
 
 
 def says_something(message: dict) -> bool:

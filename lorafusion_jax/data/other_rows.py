@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from lorafusion_jax.config.schema import DataSettings
-from lorafusion_jax.data.rows import Rows
-from lorafusion_jax.errors import DataError
+import json
+from collections.abc import Mapping
 
+from lorafusion_jax.config.schema import DataSettings
+from lorafusion_jax.data.rows import Rows, typed_row
+from lorafusion_jax.errors import DataError
+from lorafusion_jax.objective.protocol import CellType
+
+MEDIA = tuple((f"{kind}{s}", f"<{kind}>") for kind in ("image", "video", "audio") for s in ("s", ""))
+LABEL: Mapping[str, CellType] = {"label": "flag"}
 # columns of the rows → what they hold, an objective for them, and a way to train them with sft after all
 KINDS = (
     (
@@ -29,6 +35,7 @@ def refuse_other_rows(rows: Rows, settings: DataSettings, adapter: str, objectiv
     Raises:
         DataError: `data.other-objective`. A format or columns in the job file say that it is no mistake.
     """
+    refuse_media(rows, adapter)
     if settings.format != "auto" or settings.columns:
         return
     present = {key for row in rows.values for key in row}
@@ -44,5 +51,26 @@ def refuse_other_rows(rows: Rows, settings: DataSettings, adapter: str, objectiv
             )
 
 
+def refuse_media(rows: Rows, adapter: str) -> None:
+    """Checks that no text stands for an image or a sound that would be left out.
+
+    Raises:
+        DataError: `data.media`.
+    """
+    bad = [
+        (number, f"it has {name!r} and a text with {sign}")
+        for number, row in enumerate(rows.values)
+        for name, sign in MEDIA
+        if row.get(name) and sign in json.dumps(row, default=str)
+    ]
+    if bad:
+        message = f"{adapter}: {len(bad)} of {len(rows.values)} rows hold images, videos or sounds."
+        raise rows.refuse("data.media", message, bad, fix="rows of texts alone: only texts are trained here")
+
+
 def _are_labels(rows: Rows) -> bool:
-    return all(row.get("label") in (True, False) for row in rows.values if isinstance(row, dict))
+    try:
+        labels = [typed_row({"label": row.get("label")}, LABEL if rows.untyped else {}) for row in rows.values]
+    except ValueError:
+        return False
+    return all(row.get("label") in (True, False) for row in labels)

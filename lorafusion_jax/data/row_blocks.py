@@ -12,9 +12,16 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from lorafusion_jax.data.json_blocks import json_blocks
-from lorafusion_jax.data.row_files import bad_csv, bad_parquet, csv_options, decode, parse_jsonl, without_nulls
+from lorafusion_jax.data.row_files import (
+    bad_csv,
+    bad_parquet,
+    check_header,
+    csv_options,
+    decode,
+    parse_jsonl,
+    without_nulls,
+)
 from lorafusion_jax.data.rows import Rows
-from lorafusion_jax.errors import DataError
 from lorafusion_jax.readable import DATA, open_regular, open_text
 
 if TYPE_CHECKING:
@@ -94,14 +101,13 @@ def _csv_blocks(name: str, path: Path) -> Iterator[Rows]:
     with open_unpacked(path, text=True) as file:
         line = decode(name, file.readline())
         header = next(csv.reader(io.StringIO(line, newline="")), [])
-    if len(set(header)) != len(header):
-        raise DataError("data.bad-table", f"{name} names a column twice.", where=f"{name}, line 1")
+    check_header(name, header)
     first_row = 0
     with open_unpacked(path, text=True) as file:
         try:
             with arrow_csv.open_csv(pa.PythonFile(file, mode="r"), **csv_options(header, BLOCK_BYTES)) as batches:
                 for batch in batches:
-                    yield Rows(source=name, values=batch.to_pylist(), first=first_row)
+                    yield Rows(source=name, values=batch.to_pylist(), first=first_row, untyped=True)
                     first_row += batch.num_rows
         except pa.ArrowInvalid as problem:
             raise bad_csv(name, str(problem).splitlines()[0]) from None

@@ -53,6 +53,10 @@ def parse_jsonl(name: str, text: str, *, first_row: int = 0, first_line: int = 1
             lines.append(number)
         else:
             odd.append((number, f"a row must be an object, this is {type_name(value)}"))
+    if (broken or odd) and text.lstrip().startswith("[") and text.rstrip().endswith("]"):
+        message = "it begins with [, so it is one JSON list of rows, not one object per line"
+        fix = f"rename it to {name.removesuffix('.jsonl')}.json"
+        raise DataError("data.bad-json", f"{name} is not JSONL.", where=name, why=message, fix=fix)
     problems = [
         _bad_lines(code, message, name, rows)
         for code, message, rows in (
@@ -163,14 +167,29 @@ def parse_csv(name: str, text: str) -> Rows:
         header = next(csv.reader(io.StringIO(text, newline="")), [])
     except csv.Error as problem:
         raise bad_csv(name, str(problem)) from None
-    if len(set(header)) != len(header):
-        raise DataError("data.bad-table", f"{name} names a column twice.", where=f"{name}, line 1")
+    check_header(name, header)
     data = text.encode()
     try:  # pyarrow rather than csv.DictReader: no process-wide limit on field size, and 20 times as fast
         table = arrow_csv.read_csv(io.BytesIO(data), **csv_options(header, max(len(data), 1 << 20)))
     except pa.ArrowInvalid as problem:
         raise bad_csv(name, str(problem).splitlines()[0]) from None
-    return Rows(source=name, values=table.to_pylist())
+    return Rows(source=name, values=table.to_pylist(), untyped=True)
+
+
+def check_header(name: str, header: Sequence[str]) -> None:
+    """Checks the names of the columns of a CSV table.
+
+    Raises:
+        DataError: data.bad-table.
+    """
+    where = f"{name}, line 1"
+    if len(set(header)) != len(header):
+        raise DataError("data.bad-table", f"{name} names a column twice.", where=where)
+    separator = next((sign for sign in (";", "\t", "|") if len(header) == 1 and sign in header[0]), None)
+    if separator is not None:
+        why = f"its header has {separator!r} and no comma: {header[0][:SHOWN_WHY]!r}"
+        fix = "commas between cells"
+        raise DataError("data.bad-table", f"{name} is no table with commas.", where=where, why=why, fix=fix)
 
 
 def csv_options(header: Sequence[str], block_bytes: int) -> dict[str, Any]:

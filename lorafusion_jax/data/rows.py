@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from lorafusion_jax.errors import DataError, LoraFusionError, first_few
+from lorafusion_jax.objective.protocol import CellType
 
+FLAGS = {"true": True, "1": True, "false": False, "0": False}
+SHOWN_TEXT = 40  # characters of a cell
 SHOWN = 5  # rows that a message names before it counts the rest
 
 
@@ -42,6 +47,7 @@ class Rows:
         numbers: number of each row in the source (None: all rows in order).
         problems: lines that are not rows. The parser of the good rows raises them together with its own errors.
         first: number of the first row in the source.
+        untyped: every cell is a text (CSV); see `typed_row`.
     """
 
     source: str
@@ -50,6 +56,7 @@ class Rows:
     problems: tuple[LoraFusionError, ...] = ()
     numbers: tuple[int, ...] | None = None
     first: int = 0
+    untyped: bool = False
 
     def at(self, numbers: Sequence[int]) -> Rows:
         """Returns some rows, which keep their places; a row may occur several times."""
@@ -58,6 +65,7 @@ class Rows:
             values=[self.values[number] for number in numbers],
             lines=None if self.lines is None else tuple(self.lines[number] for number in numbers),
             numbers=tuple(self.number(number) for number in numbers),
+            untyped=self.untyped,
         )
 
     def locate(self, row: int) -> str:
@@ -79,6 +87,34 @@ class Rows:
     def number(self, row: int) -> int:
         """Number of a row in the source."""
         return self.first + row if self.numbers is None else self.numbers[row]
+
+
+def typed_row(row: Mapping[str, Any], types: Mapping[str, CellType]) -> dict[str, Any]:
+    """Returns a row whose cells are texts with the flags, numbers and lists of some columns. Empty cells are absent.
+
+    Raises:
+        ValueError: a cell cannot be read so.
+
+    >>> typed_row({"label": "True", "margin": "0.5", "note": "1"}, {"label": "flag", "margin": "number"})
+    {'label': True, 'margin': 0.5, 'note': '1'}
+    """
+    return {
+        key: _read_cell(key, value, types[key]) if key in types and isinstance(value, str) else value
+        for key, value in row.items()
+        if not (key in types and isinstance(value, str) and not value.strip())
+    }
+
+
+def _read_cell(name: str, text: str, kind: CellType) -> Any:
+    try:
+        if kind == "flag":
+            return FLAGS[text.strip().lower()]
+        if kind == "list" and text.strip().startswith("["):
+            return json.loads(text)
+        return int(text) if text.strip().lstrip("+-").isdigit() else float(text)
+    except (KeyError, ValueError, RecursionError):
+        wanted = {"flag": "true or false", "number": "a number", "list": "a number or a JSON list of numbers"}[kind]
+        raise ValueError(f"its {name} is {text[:SHOWN_TEXT]!r}, not {wanted}") from None
 
 
 def type_name(value: object) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from lorafusion_jax.data.rows import Rows
+from lorafusion_jax.data.rows import Rows, typed_row
 from lorafusion_jax.errors import DataError, LoraFusionError, did_you_mean, first_few, raise_all
 from lorafusion_jax.objective.protocol import Chosen, Segment
 
@@ -55,6 +55,7 @@ def read_samples(
     for number, row in enumerate(rows.values):
         try:
             values = {role: row[name] for role, name in renamed.items() if name in row}
+            values = typed_row(values, chosen.objective.types) if rows.untyped else values
             made.append(_expanded(chosen, number, values))
         except KeyError as missing:
             bad.append((number, f"it has no '{renamed.get(missing.args[0], missing.args[0])}'"))

@@ -6,8 +6,9 @@ import dataclasses
 import difflib
 import glob
 import importlib
+import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from lorafusion_jax.data.hub_blocks import read_table, table_blocks
@@ -27,6 +28,9 @@ KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".csv": "csv", 
 PROBLEMS = (OSError, EOFError, zlib.error)
 LARGEST_WHOLE = 8 * BLOCK_BYTES  # of unpacked rows that are parsed at once
 SHOWN_NAME = 100  # characters
+DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")  # of a set, no rows
+SPLIT = re.compile(r"(train|test|validation|valid|val|dev|eval)(?=[-_.]|$)")  # begins the name of a file or a folder
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 def open_source(source: str, base_dir: Path) -> RawSource:
@@ -56,6 +60,9 @@ def open_source(source: str, base_dir: Path) -> RawSource:
             content, digest = read_and_hash(file, None if unsplit else BLOCK_BYTES)
     except PROBLEMS as problem:
         raise _unreadable(source, path, problem) from None
+    if content is not None and content.startswith(LFS_POINTER):
+        why = "it is a pointer of Git LFS: the content was not downloaded"
+        raise DataError("data.unreadable", f"{source} holds no rows.", where=str(path), why=why, fix="git lfs pull")
     if content is not None and kind == "parquet" and not unsplit and content.strip():
         content = None if unpacked_parquet_bytes(source, path, LARGEST_WHOLE) > LARGEST_WHOLE else content
     if content is not None and not content.strip():
@@ -67,7 +74,7 @@ def expand_source(source: str, base_dir: Path) -> list[str]:
     """Returns the files of a folder or a glob, by name; a file or a data set of the hub is the only one.
 
     Raises:
-        DataError: data.missing-file, no file of rows is there.
+        DataError: data.missing-file, no file of rows is there; data.splits, a folder holds several splits of a set.
     """
     path = base_dir / source
     if source.startswith("hf:") or not _is_file_name(path) or path.is_file():
@@ -84,9 +91,52 @@ def expand_source(source: str, base_dir: Path) -> list[str]:
         (file for file in files if file.is_file() and kind_of(file) is not None and _visible(file, hidden)),
         key=lambda file: file.as_posix(),
     )
+    if path.is_dir():
+        chosen = [file for file in chosen if file.name not in DESCRIPTIONS]
+        _check_splits(source, path, chosen)
+    if not chosen and path.is_dir() and any(path.rglob("*.arrow")):
+        raise DataError(
+            "data.missing-file",
+            f"{message}.",
+            where=str(path),
+            why="it holds .arrow files, as save_to_disk of datasets writes them",
+            fix=f"datasets.load_from_disk({str(path)!r}).to_parquet('train.parquet'), for each split",
+        )
     if not chosen:
         raise DataError("data.missing-file", f"{message}.", where=str(path), fix="files with " + " ".join(KINDS))
     return [str(file if Path(source).is_absolute() else file.relative_to(base_dir)) for file in chosen]
+
+
+def _check_splits(source: str, path: Path, files: Sequence[Path]) -> None:
+    """Checks that a folder has one split: what is held out is never trained on by mistake.
+
+    Raises:
+        DataError: data.splits.
+    """
+    split_of = {file: _split(file.relative_to(path)) for file in files}
+    splits = sorted({split for split in split_of.values() if split is not None})
+    if len(splits) < 2:
+        return
+    chosen = "train" if "train" in splits else splits[0]
+    example = next(file for file in files if split_of[file] == chosen).relative_to(path)
+    suffix = "".join(example.suffixes[-2:]) if packing_of(example) else example.suffix
+    after = example.name[len(chosen)] if SPLIT.match(example.name) else ""
+    name = f"{chosen}{after}*{suffix}" if after in ("-", "_") else f"{chosen}{suffix}"
+    folders = [chosen if SPLIT.match(part) else part for part in example.parts[:-1]]
+    glob_of = "/".join([source.rstrip("/"), *folders, name if after else f"*{suffix}"])
+    raise DataError(
+        "data.splits",
+        f"the folder {source} holds several splits: {', '.join(splits)}.",
+        where=str(path),
+        why="all of its files would be read as one set",
+        fix=f"{glob_of}   names the files of one",
+    )
+
+
+def _split(file: Path) -> str | None:
+    """Returns the split that a file belongs to by its name, or that of a folder around it."""
+    parts = (file.name, *reversed(file.parts[:-1]))
+    return next((match.group(1) for part in parts if (match := SPLIT.match(part))), None)
 
 
 def _is_file_name(path: Path) -> bool:

@@ -13,6 +13,7 @@ from lorafusion_jax.config.schema import DataSettings
 from lorafusion_jax.data.example import Chat, Example, Pair, Text
 from lorafusion_jax.data.fit_length import fit_length
 from lorafusion_jax.data.messages import checked_text, parse_messages
+from lorafusion_jax.data.other_rows import refuse_media
 from lorafusion_jax.data.render import AFTER_PROMPT, encode_examples
 from lorafusion_jax.data.rows import RawSource, Rows
 from lorafusion_jax.data.segments import RowSample, columns_of, read_samples
@@ -48,6 +49,7 @@ def tokenize_segments(
     Raises:
         DataError, ErrorList: all problems of the source, with their rows.
     """
+    refuse_media(rows, adapter)
     samples, notes = read_samples(rows, chosen, settings.columns, adapter=adapter)
     loss = AFTER_PROMPT if settings.loss in ("auto", "completion") else settings.loss
     width = chosen.objective.num_segments
@@ -94,7 +96,7 @@ def tokenize_segments(
         uncut=quantiles(longest),
         template_hash=tokenizer.template_hash,
         data_hash=raw.digest[:16],
-        notes=tuple(dict.fromkeys([*_unused(rows, columns), *notes])),
+        notes=tuple(dict.fromkeys([*_unused(rows, columns, adapter), *notes])),
     )
     return _collect(parts, [samples[number] for number in order], rows, chosen, report)
 
@@ -239,18 +241,28 @@ def _example(segment: Segment) -> Example:
     return Pair(prompt, answer)
 
 
-def _unused(rows: Rows, columns: Mapping[str, str]) -> list[str]:
+def _unused(rows: Rows, columns: Mapping[str, str], adapter: str) -> list[str]:
+    """Returns a note on columns that are not used.
+
+    Raises:
+        DataError: `data.no-prompt`, no row has a prompt, and one of these columns is likely it.
+    """
     unused = list(dict.fromkeys(key for row in rows.values for key in row if key not in columns.values()))
     if not unused:
         return []
     names = ", ".join(f"'{column}'" for column in unused)
     prompts = [column for column in PROMPT_LIKE if column in unused]
-    guess = ""
     if prompts and PROMPT in columns and not any(row.get(columns[PROMPT]) for row in rows.values):
-        guess = f". The rows have no prompt: is it data.columns: {{prompt: {prompts[0]}}}?"
+        raise DataError(
+            "data.no-prompt",
+            f"{adapter}: no row of {rows.source} has a prompt.",
+            where=rows.source,
+            why=f"they have {names}",
+            fix=f"data.columns: {{prompt: {prompts[0]}}}; or take the column out, if answers need no prompt",
+        )
     return [
         f"[data.unused-column] the column{'s' if len(unused) > 1 else ''} {names} "
-        f"{'are' if len(unused) > 1 else 'is'} not used; data.columns can give a column a role{guess}"
+        f"{'are' if len(unused) > 1 else 'is'} not used; data.columns can give a column a role"
     ]
 
 

@@ -7,10 +7,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from lorafusion_jax.data.row_files import parse_csv
+from lorafusion_jax.data.rows import typed_row
 from lorafusion_jax.errors import DataError, LoraFusionError, raise_all
 from lorafusion_jax.generation.sampling import Sampling
 from lorafusion_jax.generation.text import PromptRow
+from lorafusion_jax.objective.protocol import CellType
 
+TYPES: Mapping[str, CellType] = dict.fromkeys(("max_tokens", "temperature", "top_k", "top_p", "seed"), "number")
 SETTINGS = tuple(field.name for field in fields(Sampling))
 
 
@@ -39,10 +43,11 @@ def read_rows(lines: Iterable[str], adapters: Sequence[str], sampling: Sampling,
         DataError, ErrorList: `generate.row`: rows that are no objects, or hold neither a prompt nor messages.
     """
     read, errors = [], []
-    for number, line in enumerate(lines, 1):
-        if line.strip():
+    rows = parse_csv(name, "".join(lines)).values if name.lower().endswith(".csv") else lines
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row, str) or row.strip():
             try:
-                read.append(_read_row(line, adapters, sampling, f"{name}, row {number}"))
+                read.append(_read_row(row, adapters, sampling, f"{name}, row {number}"))
             except LoraFusionError as problem:
                 errors.append(problem)
     raise_all(errors[:20])
@@ -51,7 +56,12 @@ def read_rows(lines: Iterable[str], adapters: Sequence[str], sampling: Sampling,
     return read
 
 
-def _read_row(line: str, adapters: Sequence[str], sampling: Sampling, where: str) -> FileRow:
+def _read_row(line: str | dict, adapters: Sequence[str], sampling: Sampling, where: str) -> FileRow:
+    if not isinstance(line, str):
+        try:
+            line = json.dumps(typed_row({key: text for key, text in line.items() if text}, TYPES))
+        except ValueError as problem:
+            raise DataError("generate.row", f"{where}: {problem}.") from None
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as problem:

@@ -148,6 +148,7 @@ KTO = Objective(
     segments=kto_segments,
     num_segments=2,
     optional_columns=("prompt", "completion", "label", "chosen", "rejected"),
+    types={"label": "flag"},
     numbers=lambda row: {"label": float(row["label"])},
     expand=rows_of,
     by_part=True,

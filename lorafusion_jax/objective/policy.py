@@ -14,11 +14,12 @@ from pydantic import Field
 
 from lorafusion_jax.objective.fields import NotNegative, Positive
 from lorafusion_jax.objective.pairs import prompt_and_answer
-from lorafusion_jax.objective.protocol import LOGPROBS, REFERENCE, Objective, Sample, Segment
+from lorafusion_jax.objective.protocol import LOGPROBS, REFERENCE, CellType, Objective, Sample, Segment
 
 ADVANTAGES, OLD = "advantages", "old_logprobs"
 TEXTS, IDS = ("prompt", "completion"), ("prompt_ids", "completion_ids")
 ROW = (*TEXTS, *IDS, "advantage", ADVANTAGES, OLD)
+TYPES: Mapping[str, CellType] = dict.fromkeys(("advantage", *IDS, ADVANTAGES, OLD), "list")
 
 
 def sampled_segments(row: Mapping[str, Any]) -> tuple[Segment]:
@@ -72,7 +73,7 @@ class GRPOOptions:
         loss: how tokens are averaged: dapo over those of the global batch, grpo over those of a completion and then
             over completions, dr_grpo over completions of `completion_tokens` each.
         epsilon, epsilon_high: the ratio is clipped to 1 - epsilon, 1 + epsilon_high (None: epsilon).
-        ratio: of each token, or one of the sequence (GSPO): the geometric mean over its tokens.
+        ratio: of each token, or one of the sequence: the geometric mean over its tokens (GSPO, with the loss grpo).
         beta: weight of the divergence from the reference; 0: there is no reference.
         completion_tokens: constant of dr_grpo.
     """
@@ -189,10 +190,22 @@ def _numbers(value: Any, name: str) -> Any:
     return value
 
 
+def review_ratio(numbers: Mapping[str, Any], options: GRPOOptions) -> list[str]:
+    """Returns a note where a ratio of sequences counts once for each token."""
+    del numbers  # unused
+    if options.ratio == "token" or options.loss == "grpo":
+        return []
+    return [
+        f"[objective.ratio] objective.ratio: sequence with loss: {options.loss} counts a completion's ratio once for "
+        "each of its tokens, so long ones weigh more; GSPO is ratio: sequence with loss: grpo"
+    ]
+
+
 _METRICS = {"ratio": "of probabilities", "logps": "nats per token"}
 IMPORTANCE_SAMPLING = Objective(
     segments=off_policy_segments,
     optional_columns=ROW,
+    types=TYPES,
     loss=importance_sampling_loss,
     metrics=_METRICS,
     options=SamplingOptions,
@@ -202,15 +215,18 @@ IMPORTANCE_SAMPLING = Objective(
 GRPO = Objective(
     segments=sampled_segments,
     optional_columns=ROW,
+    types=TYPES,
     loss=grpo_loss,
     metrics=_METRICS | {"clip_ratio": "share of tokens", "kl": "nats per token"},
     options=GRPOOptions,
+    review=review_ratio,
     needs=lambda options: frozenset({LOGPROBS, REFERENCE} if options.beta else {LOGPROBS}),
     defaults={"lora.dropout": 0.0, "optim.lr": 1e-5},
 )
 CISPO = Objective(
     segments=off_policy_segments,
     optional_columns=ROW,
+    types=TYPES,
     loss=cispo_loss,
     metrics=_METRICS | {"clip_ratio": "share of tokens"},
     options=CISPOOptions,

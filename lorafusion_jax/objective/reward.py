@@ -82,6 +82,7 @@ REWARD = Objective(
     num_segments=2,
     columns=COLUMNS,
     optional_columns=(*OPTIONAL, MARGIN),
+    types={MARGIN: "number"},
     numbers=margin_of,
     loss=reward_loss,
     metrics={

@@ -7,7 +7,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from lorafusion_jax.data.sources import open_source, parse_rows, read_rows
+from lorafusion_jax.data.sources import expand_source, open_source, parse_rows, read_rows
 from lorafusion_jax.errors import DataError
 
 ROWS = [{"prompt": 'a, "b"\nc', "completion": "é"}, {"prompt": "x\u2028y", "completion": "2"}]
@@ -215,3 +215,60 @@ def test_hub_failure_is_a_data_error(tmp_path, monkeypatch):
     hub.load_dataset = refuse
     monkeypatch.setitem(sys.modules, "datasets", hub)
     assert "no route" in fails("data.hub", "hf:org/set", tmp_path).why
+
+
+def hub_folder(tmp_path, *names: str) -> None:
+    for name in names:
+        path = tmp_path / "set" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text('{"text": "a"}\n' if path.suffix == ".jsonl" else "{}")
+
+
+def test_files_that_describe_a_set_are_no_rows(tmp_path):
+    hub_folder(tmp_path, "data/train-00000-of-00002.jsonl", "data/train-00001-of-00002.jsonl", "dataset_infos.json")
+    hub_folder(tmp_path, "state.json", "dataset_info.json", "dataset_dict.json")
+    names = [f"set/data/train-0000{number}-of-00002.jsonl" for number in range(2)]
+    assert expand_source("set", tmp_path) == names
+
+
+@pytest.mark.parametrize(
+    ("files", "named"),
+    [
+        (["data/train-0-of-1.jsonl", "data/test-0-of-1.jsonl"], "set/data/train-*.jsonl"),
+        (["train.jsonl", "validation.jsonl"], "set/train.jsonl"),
+        (["train/a.jsonl", "eval/a.jsonl"], "set/train/*.jsonl"),
+        (["test_1.jsonl", "validation_1.jsonl"], "set/test_*.jsonl"),
+    ],
+)
+def test_a_folder_with_several_splits_is_refused_and_the_fix_works(files, named, tmp_path):
+    hub_folder(tmp_path, *files, "testimony.jsonl")
+    with pytest.raises(DataError, match=r"data\.splits") as caught:
+        expand_source("set", tmp_path)
+    assert caught.value.fix.split()[0] == named
+    assert expand_source(named, tmp_path) == [f"set/{files[0]}"]
+
+
+def test_a_folder_of_save_to_disk_names_the_way_out(tmp_path):
+    hub_folder(tmp_path, "data-00000-of-00001.arrow", "state.json", "dataset_info.json")
+    with pytest.raises(DataError, match="load_from_disk"):
+        expand_source("set", tmp_path)
+
+
+@pytest.mark.parametrize("name", ["rows.parquet", "rows.jsonl", "rows.csv"])
+def test_pointers_of_git_lfs_are_named(name, tmp_path):
+    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 12\n")
+    with pytest.raises(DataError, match="git lfs pull"):
+        read_rows(name, tmp_path)
+
+
+@pytest.mark.parametrize("text", ['[{"text": "a"}, {"text": "b"}]', '[\n{"text": "a"},\n{"text": "b"}\n]\n'])
+def test_a_list_in_jsonl_is_named(text, tmp_path):
+    (tmp_path / "rows.jsonl").write_text(text)
+    with pytest.raises(DataError, match=r"rename it to rows\.json"):
+        read_rows("rows.jsonl", tmp_path)
+
+
+def test_semicolons_are_named(tmp_path):
+    (tmp_path / "rows.csv").write_text("prompt;completion\na;b\n")
+    with pytest.raises(DataError, match="';' and no comma"):
+        read_rows("rows.csv", tmp_path)

@@ -19,7 +19,7 @@ from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.schema import TrainSettings
 from lorafusion_jax.data.tokenizer import load_tokenizer
 from lorafusion_jax.errors import ErrorList, LoraFusionError, RunError
-from lorafusion_jax.generation import packing
+from lorafusion_jax.generation import packing, prompt_file
 from lorafusion_jax.generation.conversation import Conversation
 from lorafusion_jax.generation.generator import Answer, Generator, Request, check_caches
 from lorafusion_jax.generation.packing import TILE, pack_prompts
@@ -341,3 +341,14 @@ def test_prompts_that_are_neither_messages_nor_token_ids_are_refused(special_tok
     with pytest.raises(LoraFusionError, match=r"generate\.prompt.*prompt 2 has"):
         prompt_tokens(prompt, special_tokenizer, where="prompt 2")
     assert prompt_tokens(np.array([1, 2], np.int32), special_tokenizer) == [1, 2]  # type: ignore[arg-type]
+
+
+def test_rows_of_csv_have_numbers():
+    lines = ["prompt,max_tokens,temperature,adapter,note\n", "hello,5,0.5,law,1\n", "and,,,,\n"]
+    first, second = prompt_file.read_rows(lines, ["med"], Sampling(max_tokens=9), name="rows.csv")
+    (row,) = first.rows
+    assert (row.prompt, row.adapter, row.sampling) == ("hello", "law", Sampling(max_tokens=5, temperature=0.5))
+    assert first.others == {"note": "1"}
+    assert (second.rows[0].adapter, second.rows[0].sampling) == ("med", Sampling(max_tokens=9))
+    with pytest.raises(LoraFusionError, match=r"rows\.csv, row 1: its max_tokens is 'many', not a number"):
+        prompt_file.read_rows(["prompt,max_tokens\n", "hello,many\n"], [], Sampling(), name="rows.csv")

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 
 import pytest
 import small_jobs
 
 from lorafusion_jax.cli.main import run
+from lorafusion_jax.config.schema import DataSettings
+from lorafusion_jax.data.tokenized import load_samples
+from lorafusion_jax.data.tokenizer import load_tokenizer
+from lorafusion_jax.errors import LoraFusionError
+from lorafusion_jax.objective.choose import choose
 
 PAIR = {"prompt": "one", "chosen": " two", "rejected": " three"}
 LABELLED = {"prompt": "one", "completion": " two", "label": True}
@@ -128,12 +135,76 @@ def test_a_prompt_under_another_name_is_asked_for(tmp_path, tiny_base, capsys):
 
     def shown(columns: dict) -> str:
         entry = {"name": "one", "data": {"train": "rows.jsonl", "columns": columns}, "objective": DPO}
-        assert run(["check", str(small_jobs.write_job(tmp_path, tiny_base, [entry]))]) == 0
+        assert run(["check", str(small_jobs.write_job(tmp_path, tiny_base, [entry]))]) == (0 if columns else 2)
         return " ".join("".join(capsys.readouterr()).split())
 
-    assert "no prompt: is it data.columns: {prompt: query}?" in shown({})
+    assert "fix: data.columns: {prompt: query}" in shown({})
     assert "unused" not in shown({"prompt": "query"})
 
 
 def test_messages_are_all_different():
     assert len({says for *_, says in (*ROWS, *SETTINGS)}) >= 45
+
+
+TABLES = [  # objective, a CSV table, and the same rows in JSON
+    (KTO, "prompt,completion,label\na, x,True\nb, y,0\nc, z,false\nd, v,1\n", "label", [True, False, False, True]),
+    (REWARD, "prompt,chosen,margin,rejected\na, x,0.5, y\nb, y,-2, z\n", "margin", [0.5, -2]),
+    (GRPO, "prompt,completion,advantage,old_logprobs\na, x,-1.5,\nb, y,2,\n", "advantage", [-1.5, 2]),
+    (CISPO, 'prompt,completion,advantages,old_logprobs\na, x,1,-0.5\nb, y,-1,"-2.5"\n', "old_logprobs", [-0.5, -2.5]),
+]
+
+
+@pytest.mark.parametrize(("objective", "table", "column", "values"), TABLES, ids=[row[0]["name"] for row in TABLES])
+def test_csv_has_labels_and_numbers(objective, table, column, values, tiny_base, tmp_path):
+    """Every cell of CSV is a text; the tokens and numbers are those of JSON."""
+    rows = list(csv.DictReader(io.StringIO(table)))
+    typed = [
+        {
+            key: json.loads(cell) if key in ("advantages", column) and key != "label" else cell
+            for key, cell in row.items()
+            if cell
+        }
+        | {column: value}
+        for row, value in zip(rows, values, strict=True)
+    ]
+    (tmp_path / "rows.csv").write_text(table)
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in typed))
+
+    def load(kind: str):
+        return load_samples(
+            f"rows.{kind}",
+            settings=DataSettings(train=()),
+            tokenizer=load_tokenizer(tiny_base),
+            adapter="a",
+            base_dir=tmp_path,
+            cache_dir=tmp_path / "cache",
+            objective=choose(objective["name"], {"group": 2} if objective is KTO else {}),
+        )
+
+    assert load("csv").digest == load("jsonl").digest
+    (tmp_path / "rows.csv").write_text(table.replace("\nb, y,", "\nb, y,maybe "))
+    with pytest.raises(LoraFusionError, match=r"its .* is 'maybe"):
+        load("csv")
+
+
+MEDIA = [
+    ({"name": "sft"}, {"messages": [ASKED | {"content": "<image> what?"}, REPLIED], "images": ["a.png"]}),
+    (DPO, {**PAIR, "prompt": "<video> what?", "videos": ["a.mp4"]}),
+]
+
+
+@pytest.mark.parametrize(("objective", "row", "code"), [
+    *((objective, row, "data.media") for objective, row in MEDIA),
+    (DPO, {"question": "one", "chosen": " two", "rejected": " three"}, "data.no-prompt"),
+])  # fmt: skip
+def test_what_would_be_left_out_is_refused(objective, row, code, tiny_base, tmp_path, capsys):
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    entry = {"name": "a", "data": {"train": "rows.jsonl"}, "objective": objective}
+    assert run(["check", str(small_jobs.write_job(tmp_path, tiny_base, [entry]))]) == 2
+    assert f"error[{code}]" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("loss", "noted"), [("dapo", True), ("grpo", False)])
+def test_a_ratio_of_sequences_with_a_loss_of_tokens_is_noted(loss, noted):
+    chosen = choose("grpo", {"ratio": "sequence", "loss": loss})
+    assert bool(chosen.objective.review({}, chosen.options)) == noted
