@@ -85,8 +85,8 @@ class Decoder(nnx.Module):
     def hidden(
         self,
         tokens: Int[Array, " T"],
-        positions: Int[Array, " T"],
-        segments: Segments,
+        positions: Int[Array, " T"] | None = None,
+        segments: Segments | None = None,
         ctx: LoRAContext | None = None,
         *,
         attention: AttentionImplementation | None = None,
@@ -96,10 +96,15 @@ class Decoder(nnx.Module):
         Args:
             tokens: token ids.
             positions: position of each row in its sample, from 0.
-            segments: boundaries of the samples.
+            segments: boundaries of the samples. Without both, the rows are one text.
             ctx: adapter of each tile of rows; None runs the base model.
             attention: implementation, see `models.attention`.
         """
+        if (positions is None) != (segments is None):
+            raise ValueError("positions and segments belong together: give both, or neither for one text")
+        if positions is None or segments is None:
+            count = len(tokens)
+            positions, segments = jnp.arange(count, dtype=jnp.int32), Segments.from_lengths([count], count)
         inputs = layer_inputs(self.config, positions, segments, ctx)
         x_TD = embed(self.embed_tokens.weight[...], tokens, self.config.embedding_scale)
         if self.config.input_width:
@@ -122,13 +127,16 @@ class Decoder(nnx.Module):
     def __call__(
         self,
         tokens: Int[Array, " T"],
-        positions: Int[Array, " T"],
-        segments: Segments,
+        positions: Int[Array, " T"] | None = None,
+        segments: Segments | None = None,
         ctx: LoRAContext | None = None,
         *,
         attention: AttentionImplementation | None = None,
     ) -> Float[Array, "T V"]:
-        """Computes all logits in float32, for small models and tests; training uses `objective.token_losses`."""
+        """Computes all logits in float32, for small models and tests; training uses `objective.token_losses`.
+
+        `model(tokens)` takes the rows as one text; packed samples need `positions` and `segments`, see `hidden`.
+        """
         hidden_TD = self.hidden(tokens, positions, segments, ctx, attention=attention)
         return logits(hidden_TD, self.head(), self.config)
 

@@ -9,7 +9,7 @@ from test_saved_configs import DEFAULTS
 
 from lorafusion_jax.errors import CheckpointError
 from lorafusion_jax.families.multimodal import WRAPPERS
-from lorafusion_jax.families.table import FAMILIES
+from lorafusion_jax.families.table import FAMILIES, Family
 from lorafusion_jax.models import ModelConfig
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
@@ -175,3 +175,19 @@ def test_a_key_that_is_there_twice_has_one_value(tmp_path):
     (tmp_path / "config.json").write_text(text[:-1] + ', "model_type": "gemma"}')
     with pytest.raises(CheckpointError, match="'model_type' is there twice"):
         ModelConfig.from_hf(tmp_path)
+
+
+@pytest.mark.parametrize(("keys", "spelled"), [
+    ({"spin": "partial_rotary_factor"}, {"spin": 0.5}), ({"kinds": "layer_types"}, {"kinds": ["full_attention"] * 2}),
+    ({"bare": "no_rope_layers"}, {"bare": [1, 0]}),
+])  # fmt: skip
+def test_keys_that_a_family_renames_are_read_without_a_default(keys, spelled, monkeypatch):
+    row = Family(architectures=("SpinForCausalLM",), keys=keys, windows="unrotated" if "bare" in keys else "never")
+    monkeypatch.setitem(FAMILIES, "spin", row)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = ModelConfig.from_hf({"model_type": "spin", "vocab_size": 64, **sizes, **spelled})
+    assert ModelConfig.from_hf(config.to_hf()) == config
+    assert config.rope_channels == (4 if "spin" in keys else None)
+    assert [layer.attention.rope is None for layer in config.layers] == [False, "bare" in keys]
+    with pytest.raises(CheckpointError, match="is spin here" if "spin" in keys else "entries|layers of type|not"):
+        ModelConfig.from_hf({"model_type": "spin", "vocab_size": 64, **sizes, next(iter(keys)): 7})

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.errors import CheckpointError, ErrorList, RunError
-from lorafusion_jax.models import Decoder, ModelConfig, load_decoder, loading, save_decoder
+from lorafusion_jax.models import Decoder, ModelConfig, Segments, load_decoder, loading, save_decoder
 
 ADAPTERS = (
     AdapterSpec(name="a", rank=2, alpha=4),
@@ -242,3 +242,12 @@ def test_pickled_weights_are_refused(model_dir):
     (model_dir / "pytorch_model.bin").unlink()
     with pytest.raises(CheckpointError, match=r"neither model\.safetensors nor"):
         load_decoder(model_dir)
+
+
+@pytest.mark.parametrize("case", ["llama3", "gemma3"])
+def test_a_model_takes_one_text_without_positions_and_segments(case):
+    model, tokens = load_decoder(GOLDEN / case, dtype=jnp.float32), jnp.asarray([3, 1, 4, 1, 5], jnp.int32)
+    packed = model(tokens, jnp.arange(5), Segments.from_lengths([5], 5))
+    np.testing.assert_array_equal(model(tokens), packed)
+    with pytest.raises(ValueError, match="belong together"):
+        model(tokens, jnp.arange(5))
