@@ -77,7 +77,7 @@ def _wrong_leaves(kind: AdapterKind) -> Iterator[str]:
         if not leaf.name.isidentifier():
             yield f"'{leaf.name}' is not a name: letters, digits and underscores"
         if leaf.axes.count("R") > 1 or any(axis not in AXES and not isinstance(axis, int) for axis in leaf.axes):
-            yield f"{leaf.name} has the axes {leaf.axes}: K, N and numbers, and R at most once: cores of R × R are not served"
+            yield f"{leaf.name} has the axes {leaf.axes}: K, N and numbers, and R at most once (no R × R)"
         if leaf.shared and leaf.trainable:
             yield f"{leaf.name} is shared and trainable: shared tensors are constant, trainable=False"
         if leaf.name in known and (known[leaf.name].axes, known[leaf.name].trainable) != (leaf.axes, leaf.trainable):
