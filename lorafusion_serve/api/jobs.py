@@ -33,8 +33,9 @@ from lorafusion_serve.api.access import (
     once,
 )
 from lorafusion_serve.api.problems import BESIDE_FILES, ApiError, not_found, problems_answer
-from lorafusion_serve.control.spec import LONGEST_JOB, JobSpec, examine
+from lorafusion_serve.control.spec import LONGEST_JOB, Deadline, JobSpec, examine
 from lorafusion_serve.refusals import describe
+from lorafusion_serve.settings import ONE_SESSION
 from lorafusion_serve.states import LIVE, STATES
 from lorafusion_serve.store import tables as t
 from lorafusion_serve.store.jobs import SHOWN, Job
@@ -56,6 +57,7 @@ class Change(BaseModel):
     model_config = ConfigDict(extra="forbid")
     weight: Annotated[float, Field(gt=0, le=1000, allow_inf_nan=False)] | None = None
     priority: Annotated[int, Field(ge=-100, le=100)] | None = None
+    deadline: Deadline | None = None
 
 
 @router.post("/jobs", status_code=201)
@@ -108,7 +110,7 @@ def show_job(job: Name, service: ServiceOf, owner: JobsRead) -> dict[str, Any]:
 
 @router.patch("/jobs/{job}")
 def change_job(job: Name, change: Change, service: ServiceOf, owner: JobsWrite) -> dict[str, Any]:
-    """Changes weight or priority."""
+    """Changes weight, priority or deadline."""
     values = change.model_dump(exclude_none=True)
     with service.db.write() as connection:
         row = _find(service, connection, job, owner)
@@ -267,6 +269,9 @@ def find_problems(service: Service, owner: Owner, spec: JobSpec) -> list[dict[st
             if adapter and connection.execute(select(t.artifacts.c.id).where(*where)).first() is None:
                 message, fix = "there is no such adapter.", "an id of GET /v1/adapters"
                 problems.append({"code": "job.adapter", "where": key_path, "what": message, "fix": fix})
+    if spec.max_slowdown is not None and service.settings.policy == ONE_SESSION:
+        message, fix = "one session for all jobs bounds no slowdown.", "leave it out, or lorafusion serve --policy ours"
+        problems.append({"code": "job.max-slowdown", "where": "max_slowdown", "what": message, "fix": fix})
     if problems:
         return problems
     job = {"spec": spec.model_dump(mode="json"), "base": spec.base, "id": spec.name}

@@ -34,6 +34,7 @@ LOCAL = "http://127.0.0.1:7070"
 def submit(
     jobs: Annotated[Path, typer.Argument(metavar="JOBS", help="job file; each of its adapters becomes a job")],
     base: Annotated[str | None, typer.Option(help="name of the base; default the folder's name in the file")] = None,
+    priority: Annotated[int | None, typer.Option(min=-100, max=100, help="higher ones are placed first")] = None,
     url: Url = LOCAL,
     key_file: Key = None,
 ) -> None:
@@ -44,7 +45,8 @@ def submit(
     config, client = load_config(jobs), _client(url, key_file)
     for adapter in config.adapters:
         with _errors():
-            job = client.submit(job_of(config, adapter, base))
+            more = {} if priority is None else {"priority": priority}
+            job = client.submit(job_of(config, adapter, base) | more)
         print(f"{job.id}  {adapter.name}")
 
 
@@ -142,6 +144,20 @@ def weight(
     Example: lorafusion jobs weight job-0123456789ab 2
     """
     _ask(url, key_file, lambda client: client.job(job).set_weight(value))
+
+
+@app.command(context_settings={"ignore_unknown_options": True})
+def priority(
+    job: Name,
+    value: Annotated[int, typer.Argument(metavar="PRIORITY", help="-100 to 100; higher ones are placed first")],
+    url: Url = LOCAL,
+    key_file: Key = None,
+) -> None:
+    """Changes a job's priority. It takes the place of a job of a lower one if none is free.
+
+    Example: lorafusion jobs priority job-0123456789ab 10
+    """
+    _ask(url, key_file, lambda client: client.job(job).set_priority(value))
 
 
 @app.command()

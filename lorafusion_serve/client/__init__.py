@@ -211,6 +211,14 @@ class Job:
         """Changes its share of the session relative to other jobs."""
         return self.client.request("PATCH", self._path, {"weight": weight})
 
+    def set_priority(self, priority: int) -> dict[str, Any]:
+        """Changes its priority: jobs of higher ones are placed first, and take places of lower ones."""
+        return self.client.request("PATCH", f"/v1/jobs/{self.id}", {"priority": priority})
+
+    def set_deadline(self, deadline: float) -> dict[str, Any]:
+        """Changes the time, in seconds since 1970, by which it should end."""
+        return self.client.request("PATCH", f"/v1/jobs/{self.id}", {"deadline": deadline})
+
     def metrics(self, from_step: int = 0) -> list[dict[str, Any]]:
         """Returns the rows of its steps and evaluations."""
         return self.client.request("GET", f"{self._path}/metrics?from_step={from_step}")["items"]

@@ -28,7 +28,10 @@ TICK_S = 180.0  # between two decisions while jobs wait and nothing happens
 RETRY_S = 1.0  # after a decision that was refused
 REPORT_S = 5.0  # between two reports of progress to the policy
 QUICK_S = 0.2  # that a round waits for a policy
+PAST_S = 90 * 86400.0  # time of the policy's clock at which this server began: jobs may have come long before
+OPEN_S = 900.0  # for a session to become ready; then the policy decides anew where its jobs train
 PATIENCE_S = 60.0  # for one decision; then another policy decides for good
+MAX_SLOWDOWN = 1.3  # of a job that does not say
 SLOW = "elastic-srtf"  # that policy
 
 
@@ -65,7 +68,9 @@ class PolicyScheduler:
         ]
         chosen = make_policy(policy, rates) if isinstance(policy, str) else policy
         self._cluster = LiveCluster(self._workers, rates, policy=chosen)
-        self._settings, self._clock, self._began = settings, clock, clock()
+        self._settings, self._clock, self._began = settings, clock, clock() - PAST_S
+        self._epoch = time.time() - PAST_S  # wall clock of the policy's second 0
+        self._asked: dict[str, float] = {}  # session that is not ready → since when
         self._shapes = {name: _shape(name, model) for name, model in models.items()}
         self._rates = rates
         self._answer: Future[list[Decision]] | None = None  # of a policy that thinks
@@ -155,20 +160,35 @@ class PolicyScheduler:
         new = [row for name, row in present.items() if name not in self._rows]
         for row in sorted(new, key=lambda row: (row["created"], row["id"])):
             try:
-                self._cluster.arrive(self._job(row, now), now, row["step"])
+                waited_s = self._policy_s(time.time(), now) - self._policy_s(row["queued"], now)
+                self._cluster.arrive(self._job(row, now), now, row["step"], waited_s=waited_s)
             except PlanError:
                 del present[row["id"]]  # refused when it was checked, or the service has other GPUs now
+        changed = [row for name, row in present.items() if _asks(row) != _asks(self._rows.get(name, row))]
+        for row in changed:
+            self._cluster.revise(self._job(row, now), now)
         self._rows = present
-        return bool(gone or new)
+        return bool(gone or new or changed)
+
+    def _policy_s(self, at: float | None, now: float) -> float:
+        """A time of the wall clock on the policy's clock; now if there is none, or if it has not come."""
+        return now if at is None else min(now, max(0.0, at - self._epoch))
 
     def _tell_sessions(self, ready: Mapping[str, bool], now: float) -> bool:
         changed = False
         for name in list(self._cluster.groups):
             before, is_ready = self._ready.get(name, False), ready.get(name, False)
+            since = self._asked.setdefault(name, now)
+            if is_ready:
+                self._asked[name] = now
             if is_ready and not before:
                 self._cluster.ready(name, now)
                 changed = True
+            elif not is_ready and now - since > OPEN_S:  # its host may be gone
+                self._cluster.lose(name, now)
+                changed = True
             self._ready[name] = is_ready
+        self._asked = {name: since for name, since in self._asked.items() if name in self._cluster.groups}
         self._ready = {name: state for name, state in self._ready.items() if name in self._cluster.groups}
         return changed
 
@@ -176,11 +196,14 @@ class PolicyScheduler:
         spec = row["spec"]
         targets = spec["lora"].get("targets")
         named = tuple(name for name in LINEARS if name in targets) if isinstance(targets, list) else LINEARS
+        arrival_s, deadline = self._policy_s(row.get("created"), now), row.get("deadline")
+        deadline_s = None if deadline is None else max(arrival_s, deadline - self._epoch)
+        train = self._settings.train if spec["data"].get("eval") else {}
         return Job(
             row["id"],
             row["owner"],
             self._shapes[row["base"]],
-            now,
+            arrival_s,
             row["lengths"],
             spec["batch"]["global_samples"],
             row["steps"],
@@ -188,6 +211,9 @@ class PolicyScheduler:
             weight=row["weight"],
             targets=named or LINEARS,
             priority=row["priority"],
+            deadline_s=deadline_s,
+            max_slowdown=spec.get("max_slowdown") or MAX_SLOWDOWN,
+            eval_every=train.get("eval_every") or 0,
         )
 
     def _plan(self, group: GroupState) -> SessionPlan:
@@ -203,6 +229,11 @@ class PolicyScheduler:
             capacity_tokens=mesh.capacity_tokens,
             host=group.worker,
         )
+
+
+def _asks(row: Row) -> tuple[float, int, float | None]:
+    """What a user may change of a job that is there."""
+    return row["weight"], row["priority"], row.get("deadline")
 
 
 def _enlarged(classes: dict[str, int], rows: Sequence[Row]) -> dict[str, int]:

@@ -23,6 +23,7 @@ JOB_NAME = r"^[a-z0-9][a-z0-9._-]{0,62}$"
 DATASET = r"^sha256-[0-9a-f]{64}$"
 ARTIFACT = r"^adapter-[0-9a-f]{12}$"
 
+Deadline = Annotated[float, Field(ge=0, le=2**40, allow_inf_nan=False, description="seconds since 1970")]
 MOST_PATTERNS, MOST_LAYERS = 64, 999  # each pattern is matched with every projection
 MOST_TARGETS, LONGEST_JOB = 512, 32 << 10  # names, and bytes of all values as JSON: the server itself reads them
 RUN = "train it in a run: lorafusion train"
@@ -100,6 +101,10 @@ class JobSpec(Part):
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     weight: Annotated[float, Field(gt=0, le=1000, allow_inf_nan=False)] = 1.0
     priority: Annotated[int, Field(ge=-100, le=100)] = Field(default=0, description="higher ones are placed first")
+    deadline: Deadline | None = None
+    max_slowdown: Annotated[float, Field(ge=1, le=100, allow_inf_nan=False)] | None = Field(
+        default=None, description="bound on its time in a group over its time alone on its share; with a policy only"
+    )
     init_from: Annotated[str, Field(pattern=ARTIFACT)] | None = Field(
         default=None, description="id of an adapter of the same owner to continue from"
     )

@@ -58,8 +58,11 @@ class LiveCluster:
         """Decisions that did not take effect."""
         return self._policy.refusals
 
-    def arrive(self, job: Job, now: float, done_steps: float = 0.0) -> None:
+    def arrive(self, job: Job, now: float, done_steps: float = 0.0, *, waited_s: float = 0.0) -> None:
         """Adds a job that may run from now on.
+
+        Args:
+            waited_s: how long it has waited before, for example for an earlier server.
 
         Raises:
             PlanError: `online.job-too-large`, it fits on no worker.
@@ -74,7 +77,7 @@ class LiveCluster:
         self._ledger.add_user(User(job.user))
         ahead_s = work_ahead_s(self._state(now), job.user, now, self._rates)
         self._specs[job.name] = job
-        self.jobs[job.name] = JobState(job, done_steps=done_steps, at_s=now, ahead_s=ahead_s)
+        self.jobs[job.name] = JobState(job, done_steps=done_steps, at_s=now, waited_s=waited_s, ahead_s=ahead_s)
         self._ledger.arrive(job)
 
     def revise(self, job: Job, now: float) -> None:

@@ -10,8 +10,8 @@ alike: a group of two gains if it does so much more work than its first member a
 up for. Urgent jobs claim more than all others. Priorities are ordered: the policy decides for one after the other, the
 highest first, and what a job of a higher priority would lose outweighs all that others gain (`Claims.at`).
 
-The shortest jobs come first, and those of users who received less than their share somewhat sooner. While one user
-floods the cluster, jobs of users who ask for no more than their share go first as soon as they would end late.
+The shortest jobs come first, and those of users who received less than their share somewhat sooner. While some users
+flood the cluster, jobs of users who ask for no more than their share go first as soon as they would end late.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from scheduling.online.state import ClusterState, JobState, UserState
 QUEUE = 2.0  # for every job that waits, one more comes before the queue is gone
 URGENT = 30.0  # claim of an urgent job, in multiples of the largest claim
 ABOVE = 100.0  # claim of a higher priority, in multiples of the largest claim, while jobs of a lower one are placed
-FLOOD = 3.0  # times that the jobs of one user would fill all GPUs, beyond which the others are protected
+FLOOD = 3.0  # times that the jobs of users above their share would fill all GPUs; beyond it the others are protected
 LATE = 1.25  # a protected job goes first if it would end after this multiple of its fair time
 SIMILAR = 0.8  # ratio of sizes within which jobs of users within their share come first
 OWED = 0.5  # share of a job's work that its user has to be owed
@@ -184,9 +184,10 @@ def users_within_share(shares: Mapping[str, float], demand: Mapping[str, float])
 
 
 def _protected_users(state: ClusterState, demand: Mapping[str, float], within: frozenset[str]) -> frozenset[str]:
-    """Users within their share, while another one floods the cluster."""
+    """Users within their share, while the others flood the cluster together."""
     gpus = sum(worker.gpus for worker in state.workers.values())
-    return within if max(demand.values(), default=0.0) > FLOOD * gpus else frozenset()
+    others = sum(of_user for user, of_user in demand.items() if user not in within)
+    return within if others > FLOOD * gpus else frozenset()
 
 
 def _demand(jobs: Columns) -> dict[str, float]:
