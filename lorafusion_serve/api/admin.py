@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -34,18 +35,33 @@ from lorafusion_serve.store.keys import (
     SCOPES,
     SESSION_S,
     USER,
+    Limits,
     Owner,
     add_key,
     close_session,
     is_last_admin,
+    limits_of,
     list_keys,
     open_session,
     revoke_key,
+    set_limits,
 )
 
 router = APIRouter(prefix="/v1")
 open_router = APIRouter()
 Name = Annotated[str, Field(max_length=64)]
+
+
+class KeyLimits(BaseModel):
+    """What the owner of a key has a right to; of several keys of an owner the widest counts."""
+
+    model_config = ConfigDict(extra="forbid")
+    share: Annotated[float, Field(ge=0.001, le=1000, description="weight among the users who have work")] = 1.0
+    jobs: Annotated[int, Field(ge=0, le=2**62, description="most live jobs")] | None = None
+    places: Annotated[int, Field(ge=1, le=2**62, description="most places, with a policy GPUs, at once")] | None = None
+    bytes: Annotated[int, Field(ge=0, le=2**62, description="most bytes of data sets")] | None = None
+    priority: Annotated[int, Field(ge=-100, le=100, description="largest of a job")] = 100
+    weight: Annotated[float, Field(ge=0.001, le=1000, description="largest of a job")] = 1000.0
 
 
 class NewKey(BaseModel):
@@ -55,6 +71,7 @@ class NewKey(BaseModel):
     owner: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")]
     scopes: list[Literal[SCOPES]] = list(USER)  # type: ignore[valid-type]
     days: Annotated[float, Field(gt=0, le=36500)] | None = None
+    limits: KeyLimits | None = None
 
 
 class Login(BaseModel):
@@ -188,7 +205,9 @@ def drain(
 @router.get("/me", tags=["keys"])
 def me(service: ServiceOf, owner: Anybody) -> dict[str, Any]:
     """Who the key belongs to, and its limits."""
-    limits = {"live_jobs": service.settings.most_jobs, "upload_bytes": service.settings.most_upload}
+    limits: dict[str, Any] = {"live_jobs": service.settings.most_jobs, "upload_bytes": service.settings.most_upload}
+    with service.db.read() as connection:
+        limits |= asdict(limits_of(connection, owner.name))
     return {"owner": owner.name, "scopes": list(owner.scopes), "key": owner.key, "limits": limits}
 
 
@@ -206,12 +225,26 @@ def new_key(new: NewKey, service: ServiceOf, owner: Admin, idempotency_key: Idem
     shown: list[str] = []
 
     def act(connection: Any) -> tuple[int, Any]:
-        name, key = add_key(connection, new.owner, new.scopes, days=new.days)
+        name, key = add_key(connection, new.owner, new.scopes, days=new.days, limits=_limits(new.limits or KeyLimits()))
         shown.append(key)
         return 201, {"id": name, "key": "", "owner": new.owner, "scopes": new.scopes}
 
     answer = once(service, owner, idempotency_key, "POST /v1/keys", new.model_dump(), act)
     return JSONResponse(json.loads(bytes(answer.body)) | {"key": shown[0]}, 201) if shown else answer
+
+
+@router.put("/keys/{key}/limits", status_code=204, tags=["keys"])
+def change_limits(key: Name, limits: KeyLimits, service: ServiceOf, owner: Admin) -> Response:
+    """Sets the limits of a key; what is left out has its default."""
+    del owner
+    with service.db.write() as connection:
+        if not set_limits(connection, key, _limits(limits)):
+            raise not_found("such key")
+    return Response(status_code=204)
+
+
+def _limits(limits: KeyLimits) -> Limits:
+    return Limits(**limits.model_dump())
 
 
 @router.delete("/keys/{key}", status_code=204, tags=["keys"])

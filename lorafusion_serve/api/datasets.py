@@ -15,7 +15,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import Field
-from sqlalchemy import select
+from sqlalchemy import func, select
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 
@@ -24,7 +24,7 @@ from lorafusion_serve.api.access import DataRead, DataWrite, IdempotencyKey, Ser
 from lorafusion_serve.api.problems import ApiError, not_found, problems_answer
 from lorafusion_serve.control.spec import job_values
 from lorafusion_serve.store import tables as t
-from lorafusion_serve.store.keys import Owner
+from lorafusion_serve.store.keys import Owner, limits_of
 
 router = APIRouter(prefix="/v1", tags=["data"])
 FORMATS = ("jsonl", "json", "csv", "parquet")
@@ -48,7 +48,7 @@ async def upload(
     ending = name.rpartition(".")[2]
     if ending not in FORMATS:
         raise ApiError(422, "data.unknown-kind", f"{name} has no known ending.", fix=f"one of {', '.join(FORMATS)}")
-    most = service.settings.most_upload
+    most = min(service.settings.most_upload, await run_in_threadpool(_room, service, owner))
     length = request.headers.get("content-length", "")
     if length.isdigit() and int(length) > most:
         raise _too_large(most)
@@ -145,6 +145,21 @@ def delete_dataset(
             shutil.rmtree(service.settings.path(path), ignore_errors=True)
             service.controller.sweeper.remove(path)
     return answer
+
+
+def _room(service: Service, owner: Owner) -> int:
+    """Bytes that the owner may still upload.
+
+    Raises:
+        ApiError: 403, `data.over-limit`.
+    """
+    with service.db.read() as connection:
+        limit = limits_of(connection, owner.name).bytes
+        used = connection.scalar(select(func.sum(t.datasets.c.bytes)).where(t.datasets.c.owner == owner.name)) or 0
+    if limit is not None and used >= limit:
+        message = f"{owner.name} has {used} bytes of data sets, of at most {limit}."
+        raise ApiError(403, "data.over-limit", message, fix="delete some, or ask an administrator")
+    return 2**62 if limit is None else limit - used
 
 
 async def _receive(request: Request, file: Path, most: int) -> tuple[str, int]:

@@ -39,7 +39,7 @@ from lorafusion_serve.settings import ONE_SESSION
 from lorafusion_serve.states import LIVE, STATES
 from lorafusion_serve.store import tables as t
 from lorafusion_serve.store.jobs import SHOWN, Job
-from lorafusion_serve.store.keys import Owner
+from lorafusion_serve.store.keys import Limits, Owner, limits_of
 
 router = APIRouter(prefix="/v1", tags=["jobs"])
 Name = Annotated[str, Field(max_length=64)]
@@ -75,8 +75,9 @@ async def submit(
         return problems_answer(verdict["problems"]) if verdict["problems"] else JSONResponse(verdict)
 
     def act(connection: Any) -> tuple[int, Any]:
-        live = service.jobs.count_live(connection, owner.name)
-        if live >= service.settings.most_jobs:
+        live, limits = service.jobs.count_live(connection, owner.name), limits_of(connection, owner.name)
+        _check_shares(limits, values)
+        if live >= min(service.settings.most_jobs, limits.jobs if limits.jobs is not None else live + 1):
             raise ApiError(429, "job.limit", f"{owner.name} has {live} live jobs already.", fix="cancel some, or wait")
         return 201, show(service.jobs.submit(connection, owner.name, values))
 
@@ -102,10 +103,11 @@ def list_jobs(
 
 @router.get("/jobs/{job}")
 def show_job(job: Name, service: ServiceOf, owner: JobsRead) -> dict[str, Any]:
-    """A job with its transitions."""
+    """A job with its transitions; one that waits says for what, one that trains when it is expected to end."""
     with service.db.read() as connection:
         row = _find(service, connection, job, owner)
-        return show(row) | {"transitions": service.jobs.transitions(connection, job)}
+        outlook = _finite(service.controller.outlook(connection, row))
+        return show(row) | outlook | {"transitions": service.jobs.transitions(connection, job)}
 
 
 @router.patch("/jobs/{job}")
@@ -116,10 +118,24 @@ def change_job(job: Name, change: Change, service: ServiceOf, owner: JobsWrite) 
         row = _find(service, connection, job, owner)
         if row["state"] not in LIVE:
             raise ApiError(409, "job.state", f"a job that is {row['state']} does not change.", fix="submit a new job")
+        _check_shares(limits_of(connection, owner.name), values)
         if values:
             service.jobs.set(connection, job, **values)
             service.db.add_event(connection, "changed", row["owner"], job, values)
         return show(service.jobs.get(connection, job))
+
+
+def _check_shares(limits: Limits, values: dict[str, Any]) -> None:
+    """Checks that a user may ask for this priority and weight.
+
+    Raises:
+        ApiError: 403, `job.over-limit`.
+    """
+    for name in ("priority", "weight"):
+        value, most = values.get(name), getattr(limits, name)
+        if value is not None and value > most:
+            message, fix = f"{name} {value:g} is above {most:g}, which is the most for you.", f"{name}: {most:g}"
+            raise ApiError(403, "job.over-limit", message, where=name, fix=f"{fix}, or ask an administrator")
 
 
 @router.post("/jobs/{job}/cancel", status_code=202)

@@ -24,6 +24,7 @@ from lorafusion_serve.control.child import Answer, Child
 from lorafusion_serve.control.daily_copy import DailyCopy
 from lorafusion_serve.control.hub import Connection, Hub
 from lorafusion_serve.control.launch import Launcher, LocalLauncher
+from lorafusion_serve.control.pace import Pace
 from lorafusion_serve.control.publish import Publisher
 from lorafusion_serve.control.scheduler import GROUP, Configuration, OneSession, Scheduler, plan_of_row
 from lorafusion_serve.control.session import Session, SessionPlan
@@ -36,6 +37,7 @@ from lorafusion_serve.states import ON_WORKER, StateError
 from lorafusion_serve.store import tables as t
 from lorafusion_serve.store.database import Database, StoreError
 from lorafusion_serve.store.jobs import Job, Jobs, is_suspect
+from lorafusion_serve.store.keys import Limits, user_limits
 from lorafusion_serve.wire import Message
 
 ROUND_S = 0.1
@@ -77,6 +79,7 @@ class Controller:
         self.sweeper, self.daily_copy = Sweeper(settings, db), DailyCopy(db)
         self._publisher = Publisher(settings.artifacts, db, settings.home) if settings.artifacts else None
         self._checks = ThreadPoolExecutor(1, "check")
+        self._pace = Pace()
         self._checking: dict[str, str] = {}  # jobs in the child → owner
         self._ended = threading.Event()
         self._hub = Hub(settings.socket, self._admit, self._take, tcp=settings.workers_at)
@@ -163,6 +166,21 @@ class Controller:
         """Names of the sessions."""
         return list(self._sessions) or ([GROUP] if self._settings.policy == ONE_SESSION else [])
 
+    def outlook(self, connection: Any, job: Job) -> dict[str, Any]:
+        """Why a job waits and when it is expected to start, or how fast it trains and when it is expected to end."""
+        if job["state"] in ("starting", "running"):
+            return {"steps_per_s": self._pace.rate(job), "predicted_end": self._pace.end(job)}
+        if job["state"] != "queued":
+            return {}
+        rows = [row for row in self._jobs.in_states(connection, "queued", *ON_WORKER) if _may_run(row)]
+        limits = user_limits(connection)
+        order = self._scheduler.order(rows, limits)
+        position = next((at for at, row in enumerate(order) if row["id"] == job["id"]), len(order))
+        why = self.problem or ("" if self.ready else self.not_ready)
+        why = why or self._scheduler.full(job, rows, limits.get(job["owner"], Limits()))
+        start = self._pace.start(order[:position], [row for row in rows if row["state"] in ON_WORKER])
+        return {"waits": {"position": position + 1, "why": why, "expected_start": start}}
+
     def _loop(self) -> None:
         while not self._ended.wait(ROUND_S):
             try:
@@ -192,7 +210,10 @@ class Controller:
         """Makes sessions and placements what the scheduler wants."""
         with self._db.read() as connection:
             rows = [job for job in self._jobs.in_states(connection, "queued", *ON_WORKER) if _may_run(job)]
-        wanted = self._scheduler.decide(rows, {name: session.trains for name, session in self._sessions.items()})
+            limits = user_limits(connection)
+        ready = {name: session.trains for name, session in self._sessions.items()}
+        wanted = self._scheduler.decide(rows, ready, limits)
+        self._pace.note(rows)
         self._record(wanted)
         self._record_problem()
         self._arrange_sessions(wanted)

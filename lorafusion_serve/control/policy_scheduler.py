@@ -18,8 +18,9 @@ from lorafusion_serve.control.spec import kind_of
 from lorafusion_serve.settings import Settings
 from lorafusion_serve.states import ON_WORKER
 from lorafusion_serve.store.jobs import Job as Row
+from lorafusion_serve.store.keys import Limits
 from scheduling.errors import PlanError
-from scheduling.online import Decision, GroupState, Job, LiveCluster, Mesh, ModelShape, Policy, Rates, Worker
+from scheduling.online import Decision, GroupState, Job, LiveCluster, Mesh, ModelShape, Policy, Rates, User, Worker
 from scheduling.online.cluster import make_policy
 from scheduling.online.costs import rank_class
 from scheduling.online.shapes import LINEARS
@@ -70,6 +71,8 @@ class PolicyScheduler:
         self._cluster = LiveCluster(self._workers, rates, policy=chosen)
         self._settings, self._clock, self._began = settings, clock, clock() - PAST_S
         self._epoch = time.time() - PAST_S  # wall clock of the policy's second 0
+        self._limits: Mapping[str, Limits] = {}
+        self._users: dict[str, Limits] = {}  # as the policy knows them
         self._asked: dict[str, float] = {}  # session that is not ready → since when
         self._shapes = {name: _shape(name, model) for name, model in models.items()}
         self._rates = rates
@@ -88,8 +91,11 @@ class PolicyScheduler:
             return f"{row['base']} with samples of {max(job.lengths)} tokens fits on no GPUs of this machine"
         return ""
 
-    def decide(self, rows: Sequence[Row], ready: Mapping[str, bool]) -> Configuration:
+    def decide(
+        self, rows: Sequence[Row], ready: Mapping[str, bool], limits: Mapping[str, Limits] = {}
+    ) -> Configuration:
         now = self._clock() - self._began
+        self._limits = limits
         late: list[tuple[str, str]] = []
         if self._answer is not None and not self._answer.done() and now - self._tick > PATIENCE_S:
             late = [("the policy", f"it has not decided for {PATIENCE_S:g} s; {SLOW} decides from now on")]
@@ -104,7 +110,7 @@ class PolicyScheduler:
     def _ask(self, rows: Sequence[Row], ready: Mapping[str, bool], now: float) -> None:
         """Tells the policy what has happened, and asks it if that is a reason to."""
         cluster = self._cluster
-        changed = self._tell_jobs(rows, now) | self._tell_sessions(ready, now)
+        changed = self._tell_users(rows, now) | self._tell_jobs(rows, now) | self._tell_sessions(ready, now)
         if now - self._report >= REPORT_S:
             self._report = now
             for name, row in self._rows.items():
@@ -129,7 +135,8 @@ class PolicyScheduler:
     def _replace_policy(self, rows: Sequence[Row], now: float) -> None:
         """Goes on with a simpler policy. The earlier one may never answer, and nobody waits for it."""
         self._cluster = LiveCluster(self._workers, self._rates, policy=make_policy(SLOW, self._rates))
-        self._answer, self._told, self._rows, self._ready = None, 0, {}, {}
+        self._answer, self._told, self._rows, self._ready, self._users = None, 0, {}, {}, {}
+        self._tell_users(rows, now)
         self._tell_jobs(rows, now)
         for name, plan in self._sessions.items():
             members = tuple(job for job, group in self._members.items() if group == name and job in self._rows)
@@ -169,6 +176,26 @@ class PolicyScheduler:
             self._cluster.revise(self._job(row, now), now)
         self._rows = present
         return bool(gone or new or changed)
+
+    def _tell_users(self, rows: Sequence[Row], now: float) -> bool:
+        """Passes on what users have a right to; whether that has changed."""
+        limits = {row["owner"]: self._limits.get(row["owner"], Limits()) for row in rows}
+        changed = [name for name, of_user in limits.items() if self._users.get(name, Limits()) != of_user]
+        for name in changed:
+            self._users[name] = limits[name]
+            self._cluster.set_user(User(name, limits[name].share, limits[name].places), now)
+        return bool(changed)
+
+    def order(self, rows: Sequence[Row], limits: Mapping[str, Limits]) -> list[Row]:
+        return [row for row in rows if row["state"] == "queued"]
+
+    def full(self, row: Row, rows: Sequence[Row], limits: Limits) -> str:
+        groups = [*self._cluster.groups.values()]
+        used = sum(len(group.gpus) for group in groups if group.members)
+        gpus = sum(worker.gpus for worker in self._workers)
+        if row["id"] in self._members:
+            return f"its session {self._members[row['id']]} opens, or makes room for it"
+        return f"{used} of {gpus} GPUs train other jobs, which the policy holds to be worth more now"
 
     def _policy_s(self, at: float | None, now: float) -> float:
         """A time of the wall clock on the policy's clock; now if there is none, or if it has not come."""
@@ -213,7 +240,7 @@ class PolicyScheduler:
             priority=row["priority"],
             deadline_s=deadline_s,
             max_slowdown=spec.get("max_slowdown") or MAX_SLOWDOWN,
-            eval_every=train.get("eval_every") or 0,
+            eval_every=train.get("eval_every_steps") or 0,
         )
 
     def _plan(self, group: GroupState) -> SessionPlan:

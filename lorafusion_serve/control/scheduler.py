@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from lorafusion_jax.config.places import Places
 from lorafusion_serve.control.session import LOCAL, SessionPlan
+from lorafusion_serve.control.shares import Shares
 from lorafusion_serve.settings import Settings
 from lorafusion_serve.store.jobs import Job as Row
+from lorafusion_serve.store.keys import Limits
 
 GROUP = "g0"
 
@@ -33,13 +37,24 @@ class Configuration:
 class Scheduler(Protocol):
     """Called every round."""
 
-    def decide(self, rows: Sequence[Row], ready: Mapping[str, bool]) -> Configuration:
+    def decide(
+        self, rows: Sequence[Row], ready: Mapping[str, bool], limits: Mapping[str, Limits] = {}
+    ) -> Configuration:
         """Returns what shall be.
 
         Args:
             rows: jobs that may run, by priority and then arrival.
             ready: session → whether it trains.
+            limits: of users that have other ones than the default.
         """
+        ...
+
+    def order(self, rows: Sequence[Row], limits: Mapping[str, Limits]) -> list[Row]:
+        """Returns the jobs that wait, in the order in which they are expected to start."""
+        ...
+
+    def full(self, row: Row, rows: Sequence[Row], limits: Limits) -> str:
+        """Says what a job that waits is waiting for."""
         ...
 
     def refuses(self, row: Row) -> str:
@@ -52,14 +67,29 @@ class Scheduler(Protocol):
 
 
 class OneSession:
-    """One session of the only base, on all devices, for all jobs."""
+    """One session of the only base, on all devices. Users share its places.
 
-    def __init__(self, settings: Settings):
+    Args:
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, settings: Settings, *, clock: Callable[[], float] = time.monotonic):
         self._plan = SessionPlan(base=next(iter(settings.bases), ""), places=dict(settings.places))
+        self._shares, self._clock = Shares(Places.of(self._plan.places)), clock
 
-    def decide(self, rows: Sequence[Row], ready: Mapping[str, bool]) -> Configuration:
+    def decide(
+        self, rows: Sequence[Row], ready: Mapping[str, bool], limits: Mapping[str, Limits] = {}
+    ) -> Configuration:
         del ready
-        return Configuration(sessions={GROUP: self._plan}, group={row["id"]: GROUP for row in rows})
+        own_base = [row for row in rows if row["base"] == self._plan.base]
+        jobs = self._shares.choose(own_base, limits, self._clock())
+        return Configuration(sessions={GROUP: self._plan}, group=dict.fromkeys(jobs, GROUP))
+
+    def order(self, rows: Sequence[Row], limits: Mapping[str, Limits]) -> list[Row]:
+        return self._shares.order(rows, limits)
+
+    def full(self, row: Row, rows: Sequence[Row], limits: Limits) -> str:
+        return self._shares.full(row, rows, limits)
 
     def refuses(self, row: Row) -> str:
         del row

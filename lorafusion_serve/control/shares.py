@@ -17,6 +17,7 @@ from lorafusion_serve.states import ON_WORKER
 from lorafusion_serve.store.jobs import Job as Row
 from lorafusion_serve.store.keys import Limits
 
+ROUND_S = 1.0  # between two decisions while nothing changes
 SETTLE_S = 60.0  # in its place before a job leaves for one of equal priority
 HALF_LIFE_S = 3600.0  # after which what a user has received counts half
 
@@ -42,7 +43,8 @@ class Shares:
     layout: Places
     served: dict[str, float] = field(default_factory=dict[str, float])
     _since: dict[str, float] = field(default_factory=dict[str, float])  # job → when it was first seen in a place
-    _at: float | None = None
+    _at: float = -inf
+    _answer: tuple[list[object], list[str]] | None = None  # what was asked last, and the answer
 
     def choose(self, rows: Sequence[Row], limits: Mapping[str, Limits], now: float) -> list[str]:
         """Returns the jobs that shall have a place: some that have one, and queued ones for the places that are left.
@@ -51,6 +53,9 @@ class Shares:
             rows: jobs that may run, by priority and then arrival.
             limits: of users that have other ones than the default.
         """
+        asked = [limits, *((row["id"], row["state"], row["place"], row["priority"], row["deadline"]) for row in rows)]
+        if self._answer is not None and now < self._at + ROUND_S and asked == self._answer[0]:
+            return self._answer[1]
         users = {row["owner"]: _User(limits.get(row["owner"], Limits())) for row in rows}
         staying = [row for row in rows if row["state"] in ("starting", "running") and row["place"] is not None]
         self._account(rows, users, now)
@@ -60,14 +65,19 @@ class Shares:
         chosen = self._fill(rows, users, taken)
         if (leaving := self._leaving(rows, chosen, staying, users, taken, now)) is not None:
             staying.remove(leaving)
-        return [row["id"] for row in (*staying, *chosen)]
+        self._answer = asked, [row["id"] for row in (*staying, *chosen)]
+        return self._answer[1]
 
     def order(self, rows: Sequence[Row], limits: Mapping[str, Limits]) -> list[Row]:
         """The queued jobs in the order in which they would get places, if nobody came or ended."""
         users = {row["owner"]: _User(limits.get(row["owner"], Limits())) for row in rows}
         for row in rows:
             users[row["owner"]].held += row["state"] in ON_WORKER
-        return list(self._in_turn(rows, users, quotas=False))
+        ordered: list[Row] = []
+        for row in self._in_turn(rows, users, quotas=False):
+            users[row["owner"]].held += 1
+            ordered.append(row)
+        return ordered
 
     def full(self, row: Row, rows: Sequence[Row], limits: Limits) -> str:
         """What a queued job waits for."""
@@ -80,7 +90,7 @@ class Shares:
         return f"all {len(self.layout.ranks)} places that hold {kind_of(row['spec'])} of rank {row['rank']} are taken"
 
     def _account(self, rows: Iterable[Row], users: Mapping[str, _User], now: float) -> None:
-        seconds, self._at = now - (now if self._at is None else self._at), now
+        seconds, self._at = (now - self._at if self._at > -inf else 0.0), now
         fades = exp(-log(2) * seconds / HALF_LIFE_S)
         self.served = {user: value * fades for user, value in self.served.items() if value * fades > 1.0}
         held = {row["id"]: row["owner"] for row in rows if row["state"] in ON_WORKER}
@@ -89,7 +99,7 @@ class Shares:
         self._since = {job: self._since.get(job, now) for job in held}
 
     def _in_turn(self, rows: Sequence[Row], users: Mapping[str, _User], *, quotas: bool = True) -> Iterator[Row]:
-        """Queued jobs, one after the other; the caller notes in `users` what it places before it asks for the next."""
+        """Queued jobs, one after the other; the caller counts in `users` what it places before it asks for the next."""
         queues: dict[int, dict[str, list[Row]]] = {}
         for row in rows:
             if row["state"] == "queued":
@@ -100,20 +110,11 @@ class Shares:
                 queue.reverse()  # the next one is the last
             while by_user:
                 name = min(by_user, key=lambda name: (users[name].level(1), self.served.get(name, 0.0), name))
-                user, most = users[name], users[name].limits.places
-                if quotas and most is not None and user.held >= most:
+                most = users[name].limits.places if quotas else None
+                if not by_user[name] or (most is not None and users[name].held >= most):
                     del by_user[name]
-                    continue
-                before = user.held
-                yield by_user[name].pop()
-                user.held += not quotas
-                if not by_user[name] or (quotas and user.held == before and self._blocked(by_user[name])):
-                    del by_user[name]
-
-    @staticmethod
-    def _blocked(queue: list[Row]) -> bool:
-        """Drops the jobs that need what the last one did not find; whether none is left."""
-        return not queue
+                else:
+                    yield by_user[name].pop()
 
     def _fill(self, rows: Sequence[Row], users: Mapping[str, _User], taken: set[int]) -> list[Row]:
         """The queued jobs for the free places."""
@@ -142,20 +143,21 @@ class Shares:
         now: float,
     ) -> Row | None:
         """The job that leaves its place for one that found none."""
-        names = {row["id"] for row in chosen}
-        waiting = [row for row in rows if row["id"] not in names]
-        seen: set[tuple[str, int, str, int]] = set()
-        for row in self._in_turn(waiting, users):
+        names, first = {row["id"] for row in chosen}, dict[tuple[int, str, str, int], Row]()
+        for row in rows:
+            if row["state"] == "queued" and row["id"] not in names:
+                first.setdefault((row["priority"], row["owner"], str(row["spec"].get("lora")), row["rank"]), row)
+        for row in self._in_turn([*first.values()], users):
             needs = kind_of(row["spec"]), row["rank"]
-            if (*needs, row["owner"], row["priority"]) in seen:
-                continue
-            seen.add((*needs, row["owner"], row["priority"]))
             fits = (other for other in staying if self.layout.find(*needs, taken - {other["place"]}) is not None)
             yielding = [other for other in fits if self._yields(other, row, users, now)]
             if yielding:
-                last = (users, self._since)
-                return min(yielding, key=lambda other: (other["priority"], -users[other["owner"]].level(), -last[1][other["id"]]))
+                return min(yielding, key=lambda other: self._first_to_leave(other, users))
         return None
+
+    def _first_to_leave(self, row: Row, users: Mapping[str, _User]) -> tuple[int, float, float]:
+        """The lowest priority, then the user with most places, then the job that came last."""
+        return row["priority"], -users[row["owner"]].level(), -self._since[row["id"]]
 
     def _yields(self, row: Row, waiting: Row, users: Mapping[str, _User], now: float) -> bool:
         if row["priority"] != waiting["priority"]:

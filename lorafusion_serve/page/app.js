@@ -119,6 +119,9 @@ async function job(id) {
     actions(found),
     el("dl", {class: "facts"}, Object.entries(facts).map(([k, v]) => el("div", {}, el("dt", {}, k), el("dd", {}, v)))),
     found.reason ? el("p", {}, found.reason) : null,
+    found.waits ? el("p", {}, `Number ${found.waits.position} in the queue: ${found.waits.why}` +
+      (found.waits.expected_start ? `; expected to start ${moment(found.waits.expected_start)}` : "")) : null,
+    found.predicted_end ? el("p", {}, `${number(found.steps_per_s, 2)} steps/s, expected to end ${moment(found.predicted_end)}`) : null,
     problems.length ? table([["code"], ["where"], ["what"], ["fix"]], problems, "") : null,
     el("h3", {}, "Loss"),
     chart([{name: "training loss", points: steps}, ...(evals.length ? [{name: "held-out loss", points: evals, dots: true}] : [])], `loss of ${found.name} by step`) || el("p", {class: "empty"}, "No steps yet."),

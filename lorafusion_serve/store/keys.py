@@ -16,7 +16,7 @@ import re
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -67,29 +67,105 @@ class Owner:
         return None if "admin" in self.scopes else self.name
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What a user has a right to, as an administrator has set it for a key.
+
+    Attributes:
+        share: weight of the user among the users who have work.
+        jobs, places, bytes: most live jobs, places of sessions (with a policy: GPUs) at once, and bytes of data sets.
+        priority, weight: largest that the user may give a job.
+    """
+
+    share: float = 1.0
+    jobs: int | None = None
+    places: int | None = None
+    bytes: int | None = None
+    priority: int = 100
+    weight: float = 1000.0
+
+    def check(self) -> None:
+        """Checks values from outside.
+
+        Raises:
+            ConfigError: `keys.limit`.
+        """
+        least = {"share": 0.001, "jobs": 0, "places": 1, "bytes": 0, "priority": -100, "weight": 0.001}
+        most = {"share": 1000.0, "priority": 100, "weight": 1000.0}
+        for name, value in asdict(self).items():
+            if value is not None and not least[name] <= value <= most.get(name, 2**62):
+                top = f" and at most {most[name]:g}" if name in most else ""
+                raise ConfigError("keys.limit", f"{name} must be at least {least[name]:g}{top}, not {value}.")
+
+    @property
+    def set_ones(self) -> dict[str, Any]:
+        """Those that differ from the default."""
+        return {name: value for name, value in asdict(self).items() if value != getattr(Limits(), name)}
+
+
 LOCAL = Owner(name="local", scopes=SCOPES)  # without any key, everybody on this machine
 
 
 def add_key(
-    connection: Connection, owner: str, scopes: Sequence[str] = USER, *, days: float | None = None
+    connection: Connection,
+    owner: str,
+    scopes: Sequence[str] = USER,
+    *,
+    days: float | None = None,
+    limits: Limits | None = None,
 ) -> tuple[str, str]:
     """Adds a key. Returns its name and the key, which is not stored.
 
     Raises:
-        ConfigError: `keys.owner`, `keys.scope`.
+        ConfigError: `keys.owner`, `keys.scope`, `keys.limit`.
     """
     if not NAME.fullmatch(owner):
         raise ConfigError("keys.owner", f"{owner!r} is not a name.", fix="lower-case letters, digits, . _ - (up to 63)")
     if wrong := [scope for scope in scopes if scope not in SCOPES]:
         raise ConfigError("keys.scope", f"there is no scope {wrong[0]!r}.", fix=f"some of {', '.join(SCOPES)}")
+    limits = limits or Limits()
+    limits.check()
     name = base64.b32encode(secrets.token_bytes(5)).decode().lower()
     key = f"tml-lf_{name}_{secrets.token_urlsafe(32)}"
     now = time.time()
     row = {"id": name, "sha256": _digest(key), "owner": owner, "scopes": list(scopes), "created": now}
     expires = None if days is None else now + 86400 * days
     _log(connection, name, "added")
-    connection.execute(t.keys.insert().values(row | {"expires": expires, "revoked": False}))
+    connection.execute(t.keys.insert().values(row | {"expires": expires, "revoked": False, "limits": limits.set_ones}))
     return name, key
+
+
+def set_limits(connection: Connection, name: str, limits: Limits) -> bool:
+    """Sets the limits of a key; returns whether it exists.
+
+    Raises:
+        ConfigError: `keys.limit`.
+    """
+    limits.check()
+    values = {"limits": limits.set_ones}
+    return bool(connection.execute(t.keys.update().where(t.keys.c.id == name).values(values)).rowcount)
+
+
+def user_limits(connection: Connection) -> dict[str, Limits]:
+    """The limits of the users that have any. Of several valid keys the widest counts."""
+    of_user: dict[str, list[Limits]] = {}
+    for row in connection.execute(select(t.keys)).mappings():
+        if _is_valid(dict(row)):
+            of_user.setdefault(row["owner"], []).append(Limits(**row["limits"]))
+    return {user: widest for user, limits in of_user.items() if (widest := _widest(limits)) != Limits()}
+
+
+def limits_of(connection: Connection, owner: str) -> Limits:
+    """The limits of a user."""
+    return user_limits(connection).get(owner, Limits())
+
+
+def _widest(limits: Sequence[Limits]) -> Limits:
+    def most(name: str) -> Any:
+        values = [getattr(of_key, name) for of_key in limits]
+        return None if None in values else max(values)
+
+    return Limits(**{field.name: most(field.name) for field in fields(Limits)})
 
 
 def find_owner(connection: Connection, key: str) -> Owner | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sqlalchemy import JSON, Boolean, Column, Float, ForeignKey, Index, Integer, MetaData, String, Table, Text
 
-VERSION = 5
+VERSION = 6
 NAME_OF_PATH = "replace({0}, rtrim({0}, replace({0}, '/', '')), '')"  # what comes after the last slash
 MIGRATIONS: dict[int, tuple[str, ...]] = {  # version → what makes the next one of it
     2: (
@@ -24,6 +24,7 @@ MIGRATIONS: dict[int, tuple[str, ...]] = {  # version → what makes the next on
         f"UPDATE artifacts SET path = 'jobs/' || job || '/adapter/' || {NAME_OF_PATH.format('path')}",
         "CREATE TABLE IF NOT EXISTS removals (path VARCHAR NOT NULL PRIMARY KEY)",
     ),
+    5: ("ALTER TABLE keys ADD COLUMN limits JSON NOT NULL DEFAULT '{}'",),
 }
 meta = MetaData()
 
@@ -38,6 +39,7 @@ keys = Table(
     Column("used", Float),
     Column("expires", Float),
     Column("revoked", Boolean, nullable=False, default=False),
+    Column("limits", JSON, nullable=False, default=dict),  # see `keys.Limits`
 )
 page_sessions = Table(
     "page_sessions",

@@ -1,353 +1,203 @@
-"""What one owner or a stranger may take of a server: turns in the child, memory and time of it, bodies, threads."""
+"""Users share the places of one session: rows and a clock, without workers."""
 
 from __future__ import annotations
 
-import json
-import signal
-import socket
-import subprocess
-import sys
-import threading
-import time
-from concurrent.futures import CancelledError
-from contextlib import ExitStack
+from itertools import count
 
-import psutil
-import pyarrow as pa
 import pytest
-from pyarrow import parquet
-from test_api import raw, refused
-from test_rude_clients import address
 
-from lorafusion_jax.data.sources import open_source, row_blocks
-from lorafusion_serve.api import app
-from lorafusion_serve.control import child
-from lorafusion_serve.control.child import Child, TooManyWaiting
-from lorafusion_serve.control.inspect import _row, count
-from lorafusion_serve.control.watched import start_watched
-from lorafusion_serve.store import database
+from lorafusion_jax.errors import ConfigError
+from lorafusion_serve.control.pace import Pace
+from lorafusion_serve.control.scheduler import OneSession
+from lorafusion_serve.settings import Settings
+from lorafusion_serve.store.keys import Limits, add_key, limits_of, set_limits, user_limits
+
+PLACES = 4
 
 
-class FakeProcess:
-    """Answers when it is told to, and notes who asked."""
+class Session:
+    """A session whose jobs train a second a second, and leave their places at once."""
 
-    asked: list[str]
-    go: threading.Semaphore
+    def __init__(self, tmp_path, places=None, limits=None):
+        self.now, self.numbers, self.rows, self.ended = 0.0, count(), [], {}
+        settings = Settings(home=tmp_path, bases={"tiny": tmp_path}, places=places or {16: PLACES})
+        self.scheduler, self.limits = OneSession(settings, clock=lambda: self.now), limits or {}
+        self.left: dict[str, int] = {}
+        self.starts: dict[str, list[float]] = {}
 
-    def __init__(self, command):
-        del command
+    def submit(self, owner, seconds, *, priority=0, rank=16, deadline=None):
+        name = f"{owner}-{next(self.numbers)}"
+        spec = {"lora": {"kind": "lora", "rank": rank}}
+        row = {"id": name, "owner": owner, "base": "tiny", "spec": spec, "rank": rank, "state": "queued", "place": None}
+        row |= {"priority": priority, "deadline": deadline, "step": 0, "steps": seconds, "epoch": 1}
+        self.rows.append(row)
+        self.left[name] = seconds
+        return name
 
-    def ask(self, request, limit_s):
-        assert limit_s > 0
-        type(self).go.acquire()
-        type(self).asked.append(request["file"])
-        return {"problems": [], "rows": 1}
+    def run(self, seconds, step=1):
+        for _ in range(seconds // step):
+            self.rows.sort(key=lambda row: -row["priority"])
+            chosen = set(self.scheduler.decide(self.rows, {}, self.limits).group)
+            for row in self.rows:
+                if row["state"] == "running" and row["id"] not in chosen:
+                    row.update(state="queued", place=None)
+            taken = {row["place"] for row in self.rows} - {None}
+            for row in self.rows:
+                if row["state"] == "queued" and row["id"] in chosen:
+                    layout = self.scheduler._shares.layout
+                    place = layout.find("lora", row["rank"], taken)
+                    assert place is not None
+                    taken.add(place)
+                    row.update(state="running", place=place)
+                    self.starts.setdefault(row["id"], []).append(self.now)
+            self.now += step
+            for row in [row for row in self.rows if row["state"] == "running"]:
+                self.left[row["id"]] -= step
+                if self.left[row["id"]] <= 0:
+                    self.ended[row["id"]] = self.now
+                    self.rows.remove(row)
 
-    def kill(self):
-        type(self).go.release(100)
-
-    def end(self):
-        pass
-
-
-@pytest.fixture
-def fake(monkeypatch):
-    FakeProcess.asked, FakeProcess.go = [], threading.Semaphore(0)
-    monkeypatch.setattr(child, "AnsweringProcess", FakeProcess)
-    asking = Child()
-    yield asking
-    asking.close()
-
-
-def test_owners_take_turns_and_wait_without_threads(fake):
-    """Who asks for much waits for himself: others come after one of his, in a lane of its own kind at once."""
-    before = threading.active_count()
-    first = fake.submit("ana", "count", {"file": "ana"})
-    while not first.running():
-        time.sleep(0.01)
-    ana = [fake.submit("ana", "count", {"file": f"ana {n}"}) for n in range(child.MOST_WAITING)]
-    with pytest.raises(TooManyWaiting):
-        fake.submit("ana", "count", {"file": "too many"})
-    ben = fake.submit("ben", "count", {"file": "ben"})
-    assert threading.active_count() <= before + 1
-    for _ in range(4):
-        FakeProcess.go.release()
-    assert ana[1].result(10) == ben.result(10) == {"problems": [], "rows": 1}
-    assert FakeProcess.asked == ["ana", "ana 0", "ben", "ana 1"]
-    other = fake.submit("ana", "preview", {"file": "preview"})
-    FakeProcess.go.release(20)
-    assert other.result(10)["rows"] == 1
+    def held(self, owner):
+        return sum(row["owner"] == owner and row["place"] is not None for row in self.rows)
 
 
-def test_what_waits_is_cancelled_when_the_service_ends(fake):
-    answers = [fake.submit("ana", "check", {"file": str(n)}) for n in range(4)]
-    time.sleep(0.05)
-    began = time.monotonic()
-    fake.close()
-    assert time.monotonic() - began < 5
-    for answer in answers[1:]:
-        with pytest.raises(CancelledError):
-            answer.result(5)
+@pytest.mark.parametrize("seconds", [100, 600, 4000])
+def test_a_flood_leaves_another_user_an_equal_share(tmp_path, seconds):
+    """Ann has 1000 jobs of some seconds. Bob's four take half of the places: twice as long as one."""
+    session = Session(tmp_path)
+    for _ in range(1000):
+        session.submit("ann", seconds)
+    session.run(100, 20)
+    jobs, began = [session.submit("bob", 600) for _ in range(4)], session.now
+    session.run(1400, 20)
+    assert max(session.ended[name] for name in jobs) - began <= 1.15 * 2 * 600
+    assert session.held("bob") == 0
+    assert max(map(len, session.starts.values())) <= 3
 
 
-def test_a_preview_beyond_the_places_of_an_owner_is_told_to_wait(running, dataset, monkeypatch):
-    def full(*_, **__):
-        raise TooManyWaiting
-
-    monkeypatch.setattr(running.service.controller.child, "submit", full)
-    problem = refused(lambda: running.client("ana").request("GET", f"/v1/datasets/{dataset}/preview"))
-    assert (problem.status, problem.problems[0]["code"]) == (429, "api.turns")
-    assert running.client("ana").request("GET", "/v1/me")["owner"] == "ana"
-
-
-def write_bomb(file, rows: int, text: str) -> None:
-    table = pa.table({"text": pa.DictionaryArray.from_arrays(pa.array([0] * rows, pa.int32()), [text])})
-    parquet.write_table(table, file, compression="zstd")
+def test_several_floods_leave_a_small_user_a_share(tmp_path):
+    session = Session(tmp_path)
+    for user in "abc" * 100:
+        session.submit(user, 4000)
+    session.run(200, 20)
+    small = session.submit("small", 500)
+    session.run(700, 20)
+    assert session.ended[small] <= 200 + 1.3 * 500
 
 
-def test_a_parquet_bomb_is_refused_and_an_ordinary_file_is_not(tmp_path):
-    """Repeated values of a dictionary, and rows without any bytes."""
-    repeated, empty, honest = (tmp_path / f"{name}.parquet" for name in ("repeated", "empty", "honest"))
-    write_bomb(repeated, 200_000, "x" * 1000)
-    listed = tmp_path / "listed.parquet"
-    words = pa.DictionaryArray.from_arrays(pa.array([0] * 200_000, pa.int32()), ["x" * 1000])
-    lists = pa.ListArray.from_arrays(pa.array(range(0, 200_001, 10), pa.int32()), words)
-    parquet.write_table(pa.table({"text": lists}), listed, compression="zstd")
-    parquet.write_table(pa.table({"text": pa.nulls(3_000_000, pa.string())}), empty, compression="zstd")
-    parquet.write_table(pa.table({"text": [f"{n} and more" for n in range(20_000)]}), honest, compression="zstd")
-    for bomb in (repeated, listed, empty):
-        assert bomb.stat().st_size < 1 << 20
-        (problem,) = count(bomb, 2 << 30)["problems"]
-        assert problem["code"] == "data.unpacked"
-    assert count(honest, 2 << 30) == {"problems": [], "rows": 20_000, "columns": ["text"]}
-    (problem,) = count(honest, 1000)["problems"]
-    assert problem["code"] == "data.unpacked"
+def test_shares_follow_the_weights_of_users(tmp_path):
+    session = Session(tmp_path, limits={"bob": Limits(share=3.0)})
+    for user in "ann", "bob":
+        for _ in range(9):
+            session.submit(user, 5000)
+    session.run(300, 20)
+    assert (session.held("ann"), session.held("bob")) == (1, 3)
+    assert max(map(len, session.starts.values())) == 1
 
 
-def test_a_small_file_of_many_rows_is_read_in_blocks(tmp_path):
-    """A run reads what an upload has not looked at; it unpacks a part at a time."""
-    file = tmp_path / "repeated.parquet"
-    write_bomb(file, 80_000, "y" * 1000)
-    sizes = [len(block.values) for block in row_blocks(open_source(str(file), tmp_path))]
-    assert sum(sizes) == 80_000
-    assert max(sizes) < 16_000
+def test_a_quota_of_places_holds_while_others_are_free(tmp_path):
+    session = Session(tmp_path, limits={"ann": Limits(places=2)})
+    names = [session.submit("ann", 100) for _ in range(3)]
+    session.run(10)
+    assert session.held("ann") == 2
+    (waiting,) = [row for row in session.rows if row["state"] == "queued"]
+    assert waiting["id"] == names[2]
+    assert session.scheduler.full(waiting, session.rows, Limits(places=2)) == "ann has 2 places, of at most 2"
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "parquet"])
-def test_a_preview_reads_no_further_than_its_row(tmp_path, monkeypatch, kind):
-    """What comes after the first block of a file is not looked at."""
-    monkeypatch.setattr("lorafusion_jax.data.row_blocks.BLOCK_BYTES", 1 << 10)
-    rows = [{"text": f"row {n} " + "x" * 100} for n in range(400)]
-    file = tmp_path / f"rows.{kind}"
-    if kind == "parquet":
-        parquet.write_table(pa.Table.from_pylist(rows), file, row_group_size=64)
-        content = bytearray(file.read_bytes())
-        content[len(content) // 2 : len(content) // 2 + 64] = bytes(64)
-        file.write_bytes(content)
-    else:
-        lines = [json.dumps(row) for row in rows]
-        text = {"jsonl": "\n".join(lines), "json": f"[{','.join(lines)}]"}.get(kind)
-        text = text or "text\n" + "\n".join(row["text"] for row in rows)
-        file.write_text(text + "\n")
-        with file.open("ab") as broken:
-            broken.write(b"\xff\xfe")  # what reads it to its end says that it is no text
-    assert _row(file, 0) == rows[0]
-    assert _row(file, 3) == rows[3]
+def test_a_higher_priority_takes_the_place_of_a_lower_one(tmp_path):
+    """At once, also of the same user, but never of an equal or higher one."""
+    session = Session(tmp_path)
+    low = [session.submit("ann", 5000, priority=-1) for _ in range(2)] + [session.submit("ann", 5000) for _ in range(2)]
+    session.run(5)
+    high = session.submit("ann", 50, priority=50)
+    session.run(2)
+    running = {row["id"] for row in session.rows if row["state"] == "running"}
+    assert high in running
+    assert len(running & set(low[:2])) == 1
+    assert running > set(low[2:])
+    others = [session.submit("ann", 5000) for _ in range(4)]
+    session.run(5)
+    running = {row["id"] for row in session.rows if row["state"] == "running"}
+    assert running == {high, *low[2:], others[0]}
 
 
-def test_a_preview_names_the_row_that_was_asked_for(running, tmp_path):
-    ana = running.client("ana")
-    file = tmp_path / "mixed.jsonl"
-    file.write_text("".join(json.dumps({"prompt": f"word {n}", "completion": f" other {n}"}) + "\n" for n in range(8)))
-    shown = ana.request("GET", f"/v1/datasets/{ana.upload(file)['id']}/preview?row=6")
-    assert "row 6" in shown["text"]
-    assert "word" in shown["text"]
-    assert shown["tokens"] > shown["learned"] > 0
+def test_a_job_leaves_only_if_its_place_holds_the_other(tmp_path):
+    session = Session(tmp_path, places={16: 1, 64: 1})
+    large, small = session.submit("ann", 5000, rank=64), session.submit("bob", 5000)
+    session.run(3)
+    session.submit("cem", 100, rank=64, priority=3)
+    session.run(3)
+    running = {row["id"] for row in session.rows if row["state"] == "running"}
+    assert small in running
+    assert large not in running
 
 
-CHILD = [sys.executable, "-m", "lorafusion_serve.control.child_process"]
+def test_the_jobs_of_a_user_follow_their_deadlines(tmp_path):
+    session = Session(tmp_path, places={16: 1})
+    names = [
+        session.submit("ann", 20),
+        session.submit("ann", 20, deadline=900.0),
+        session.submit("ann", 20, deadline=500.0),
+    ]
+    session.run(60)
+    assert sorted(names, key=session.ended.get) == [names[2], names[1], names[0]]
 
 
-def test_a_child_has_limits_and_dies_with_its_parent(tmp_path):
-    file = tmp_path / "rows.jsonl"
-    file.write_text('{"text": "one"}\n')
-    request = {"what": "count", "file": str(file), "most_bytes": 1 << 30, "limits": {"seconds": 7, "bytes": 256 << 20}}
-    program = (
-        "import subprocess, sys, time\n"
-        f"child = subprocess.Popen({CHILD!r}, stdin=subprocess.PIPE, text=True)\n"
-        f"child.stdin.write({json.dumps(request)!r} + '\\n'); child.stdin.flush()\n"
-        "print(child.pid, flush=True); time.sleep(100)\n"
-    )
-    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
-    with parent:
-        pid = int(parent.stdout.readline())
-        assert json.loads(parent.stdout.readline())["rows"] == 1
-        process = psutil.Process(pid)
-        limits = {kind: process.rlimit(kind)[0] for kind in (psutil.RLIMIT_AS, psutil.RLIMIT_DATA, psutil.RLIMIT_CPU)}
-        assert 256 << 20 < limits[psutil.RLIMIT_DATA] < 3 << 30
-        assert limits[psutil.RLIMIT_AS] < 8 << 30
-        assert limits[psutil.RLIMIT_CPU] < 60
-        with open(f"/proc/{pid}/oom_score_adj") as score:
-            assert score.read().strip() == "1000"
-        parent.kill()
-        parent.wait()
-        until = time.monotonic() + 20
-        while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-            assert time.monotonic() < until
-            time.sleep(0.05)
+def test_a_waiting_job_knows_its_turn(tmp_path):
+    session = Session(tmp_path)
+    for _ in range(20):
+        session.submit("ann", 100)
+    session.run(1)
+    bob = session.submit("bob", 100)
+    order = session.scheduler.order(session.rows, {})
+    assert [row["id"] for row in order].index(bob) == 0
+    waiting = next(row for row in session.rows if row["id"] == bob)
+    assert session.scheduler.full(waiting, session.rows, Limits()) == "all 4 places that hold lora of rank 16 are taken"
 
 
-def test_data_that_takes_too_much_memory_ends_its_request_alone(tmp_path):
-    """The limit is small here; the next request has a new child."""
-    wide, small = tmp_path / "wide.json", tmp_path / "small.jsonl"
-    wide.write_text("[" + ",".join('{"text": {"a": [1, 2, 3]}}' for _ in range(250_000)) + "]")
-    small.write_text('{"text": "one"}\n')
-    asking = Child(memory_bytes=160 << 20)
-    try:
-        answers = [
-            asking.submit("ana", "count", {"file": str(file), "most_bytes": 1 << 30}).result(120)
-            for file in (wide, small)
-        ]
-    finally:
-        asking.close()
-    assert answers[0]["problems"][0]["code"] == "data.check"
-    assert answers[1]["rows"] == 1
+def test_a_decision_among_ten_thousand_waiting_jobs_looks_at_few(tmp_path, monkeypatch):
+    session, asked = Session(tmp_path), count()
+    for number in range(10_000):
+        session.submit(f"user{number % 7}", 500)
+    session.run(1)
+    find = type(session.scheduler._shares.layout).find
+    monkeypatch.setattr(type(session.scheduler._shares.layout), "find", lambda *of: [next(asked), find(*of)][1])
+    session.scheduler.decide(session.rows, {}, {})
+    assert next(asked) < 200
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"lora": {"targets": ["q_proj"] * 500}},
-        {"lora": {"targets": [f"layer{number}" for number in range(500)]}},
-        {"lora": {"targets": ["q_proj"] * 9000}},
-        {"lora": {"layers_to_transform": [0] * 2000}},
-        {"data": {"format": "x" * 900_000}},
-        {"data": {"columns": {str(number): "text" for number in range(5000)}}},
-    ],
-    ids=lambda changed: str(changed)[:24],
-)
-def test_the_server_takes_little_to_refuse_a_job(running, job, changed):
-    """The largest lists and texts that a body may have."""
-    for section, values in changed.items():
-        job = job | {section: job[section] | values}
-    began = time.process_time()
-    assert refused(lambda: running.client("ana").submit(job)).status == 422
-    assert time.process_time() - began < 2
+def test_pace_predicts_ends_and_starts(monkeypatch):
+    clock = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("time.time", lambda: 5000.0)
+    pace, job = Pace(), {"id": "a", "epoch": 1, "state": "running", "step": 10, "steps": 100}
+    pace.note([job])
+    assert pace.rate(job) is None
+    assert pace.start([], [job]) is None
+    clock[0], job["step"] = 110.0, 30
+    pace.note([job])
+    assert pace.rate(job) == 2.0
+    assert pace.end(job) == 5035.0
+    ahead = {"id": "b", "epoch": 0, "state": "queued", "step": 0, "steps": 40}
+    assert pace.start([], [job]) == 5035.0
+    assert pace.start([ahead], [job]) == 5055.0
+    pace.note([])
+    assert pace.rate(job) is None
 
 
-def test_bodies_of_brackets_are_refused_before_they_are_parsed(running):
-    headers = {"x_api_key": running.keys["ana"], "content_type": "application/json"}
-    for body in (b"[]" * (1 << 19), b"[" + b"1," * 300_000 + b"1]", b"{}" * 20_000):
-        began = time.process_time()
-        status, answer = raw(running.url, "POST", "/v1/jobs", body, **headers)
-        assert (status, json.loads(answer)["error"]["code"]) == (422, "api.values")
-        assert time.process_time() - began < 0.5
+def test_the_widest_of_a_users_keys_counts(tmp_path):
+    from lorafusion_serve.server import open_database
 
-
-def test_strangers_bodies_are_not_read(running):
-    """Connections that announce a body and hold it back get 401 at once; nothing of them stays in memory."""
-    with ExitStack() as stack:
-        for _ in range(40):
-            client = stack.enter_context(socket.create_connection(address(running), 20))
-            client.sendall(b"POST /v1/jobs HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\n{")
-            assert client.recv(100).startswith(b"HTTP/1.1 401")
-    connection = socket.create_connection(address(running), 20)
-    connection.sendall(b"POST /v1/login HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\n{")
-    assert connection.recv(100).startswith(b"HTTP/1.1 413")
-    connection.close()
-
-
-def test_bodies_have_one_budget_and_every_owner_a_share(running, monkeypatch):
-    monkeypatch.setattr(app, "BODIES_OF_OWNER", 100_000)
-    monkeypatch.setattr(app, "BODIES", 150_000)
-    head = "POST /v1/jobs HTTP/1.1\r\nHost: localhost\r\nX-API-Key: {}\r\nContent-Length: 90000\r\n\r\n"
-    with ExitStack() as stack:
-        slow = [stack.enter_context(socket.create_connection(address(running), 20)) for _ in range(2)]
-        slow[0].sendall(head.format(running.keys["ana"]).encode() + b" " * 60_000)
-        time.sleep(0.3)
-        answers = [
-            raw(running.url, "POST", "/v1/jobs", b" " * 50_000, x_api_key=running.keys[owner])[0]
-            for owner in ("ana", "ben")
-        ]
-        assert answers == [429, 422]
-        slow[1].sendall(head.format(running.keys["ben"]).encode() + b" " * 60_000)
-        time.sleep(0.3)
-        assert raw(running.url, "POST", "/v1/jobs", b" " * 50_000, x_api_key=running.keys["admin"])[0] == 429
-    time.sleep(0.3)  # the slow ones are gone, and their bytes with them
-    assert raw(running.url, "POST", "/v1/jobs", b" " * 50_000, x_api_key=running.keys["ana"])[0] == 422
-
-
-def test_health_and_keys_wait_for_no_thread(start_service, tmp_path, tiny_base):
-    """All threads of the server and the lock of its database are taken."""
-    running = start_service(tmp_path / "home", tiny_base)
-    threads = []
-    running.db._writing.acquire()
-    try:
-        for _ in range(45):
-            asked = (running.url, "POST", "/v1/jobs/x/cancel", b"")
-            ask = threading.Thread(target=raw, args=asked, kwargs={"x_api_key": running.keys["ben"]})
-            ask.start()
-            threads.append(ask)
-        time.sleep(1)
-        began = time.monotonic()
-        assert raw(running.url, "GET", "/healthz")[0] == 200
-        assert raw(running.url, "GET", "/readyz")[0] == 503
-        assert raw(running.url, "GET", "/v1/jobs")[0] == 401
-        assert raw(running.url, "POST", "/v1/jobs", b"{}", x_api_key="tml-lf_x")[0] == 401
-        assert time.monotonic() - began < 3
-    finally:
-        running.db._writing.release()
-        for thread in threads:
-            thread.join()
-
-
-def test_writers_in_a_line_are_busy_together(tmp_path, monkeypatch):
-    """Another process holds the database: each is told after its own wait, not after those before it."""
-    monkeypatch.setattr(database, "BUSY_S", 0.5)
-    db = database.Database(tmp_path / "service.db")
-    lock = subprocess.Popen(
-        [sys.executable, "-c", "import sqlite3, sys, time\n"
-         "c = sqlite3.connect(sys.argv[1], isolation_level=None); c.execute('BEGIN IMMEDIATE')\n"
-         "print('held', flush=True); time.sleep(60)", str(tmp_path / "service.db")],
-        stdout=subprocess.PIPE,
-    )  # fmt: skip
-    assert lock.stdout is not None
-    lock.stdout.readline()
-    waits, codes = [], []
-
-    def write() -> None:
-        began = time.monotonic()
-        try:
-            with db.write():
-                pass
-        except database.StoreError as problem:
-            codes.append(problem.code)
-        waits.append(time.monotonic() - began)
-
-    writers = [threading.Thread(target=write) for _ in range(8)]
-    for writer in writers:
-        writer.start()
-    for writer in writers:
-        writer.join()
-    lock.send_signal(signal.SIGKILL)
-    lock.wait()
-    lock.stdout.close()
-    assert codes == ["store.busy"] * 8
-    assert max(waits) < 0.5 * 4  # eight in turn would take 4 s
-    with db.write():
-        pass
+    db = open_database(Settings(home=tmp_path, bases={}, places={}))
+    with db.write() as connection:
+        first, _ = add_key(connection, "ann", limits=Limits(share=2.0, jobs=3, priority=0))
+        assert limits_of(connection, "ann") == Limits(share=2.0, jobs=3, priority=0)
+        add_key(connection, "ann", limits=Limits(share=1.0, jobs=9, priority=-5, places=1))
+        assert user_limits(connection) == {"ann": Limits(share=2.0, jobs=9, priority=0)}
+        assert set_limits(connection, first, Limits(priority=7))
+        assert limits_of(connection, "ann").priority == 7
+        assert not set_limits(connection, "nothing", Limits())
+        with pytest.raises(ConfigError, match="share must be at least"):
+            set_limits(connection, first, Limits(share=0.0))
     db.close()
-
-
-def test_a_watched_thread_goes_on_after_an_error():
-    ended, calls = threading.Event(), []
-
-    def work() -> None:
-        calls.append(len(calls))
-        if len(calls) < 3:
-            raise RuntimeError("can't start new thread")
-        ended.set()
-
-    start_watched("test", work, ended).join(10)
-    assert calls == [0, 1, 2]
