@@ -24,9 +24,9 @@ class Pace:
             first = self._first.setdefault(key, (now, job["step"]))
             if job["step"] != self._last.get(key, first)[1]:
                 self._last[key] = now, job["step"]
-        there = {(job["id"], job["epoch"]) for job in training}
-        self._first = {key: first for key, first in self._first.items() if key in there}
-        self._last = {key: last for key, last in self._last.items() if key in there}
+        present = {(job["id"], job["epoch"]) for job in training}
+        self._first = {key: first for key, first in self._first.items() if key in present}
+        self._last = {key: last for key, last in self._last.items() if key in present}
 
     def rate(self, job: Job) -> float | None:
         """Steps per second; None until it has taken some."""

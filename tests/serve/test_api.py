@@ -63,6 +63,37 @@ def wait_state(client: Client, job: str, *states: str) -> dict:
     return shown
 
 
+def test_an_administrator_limits_what_a_key_asks_for(running, job, tmp_path):
+    """Priority, weight, live jobs and bytes of data; a job that waits says why."""
+    with running.service.db.write() as connection:
+        name, key = k.add_key(connection, "lim", limits=k.Limits(priority=5, weight=2.0, jobs=1, share=2.0))
+    lim, file = Client(running.url, key), tmp_path / "rows.jsonl"
+    file.write_text('{"prompt": "some", "completion": " other"}\n' * 12)
+    job["data"] |= {"train": lim.upload(file)["id"]}
+    assert lim.request("GET", "/v1/me")["limits"]["share"] == 2.0
+    for more, where in (({"priority": 6}, "priority"), ({"weight": 3}, "weight")):
+        problem = refused(lambda more=more: lim.submit(job | more))
+        assert (problem.status, problem.problems[0]["code"]) == (403, "job.over-limit")
+        assert problem.problems[0]["where"] == where
+    made = lim.submit(job | {"priority": 5})
+    assert refused(lambda: lim.submit(job)).problems[0]["code"] == "job.limit"
+    shown = wait_state(lim, made.id, "queued")
+    waits = lim.request("GET", f"/v1/jobs/{made.id}")["waits"]
+    assert waits["position"] == 1
+    assert waits["why"]
+    assert waits["expected_start"] is None
+    assert (shown["priority"], made.set_priority(-100)["priority"]) == (5, -100)
+    assert made.set_deadline(4e9)["deadline"] == 4e9
+    assert refused(lambda: made.set_priority(6)).problems[0]["code"] == "job.over-limit"
+    with running.service.db.write() as connection:
+        k.set_limits(connection, name, k.Limits(bytes=0))
+    status, _ = raw(running.url, "POST", "/v1/datasets?name=a.jsonl", b"{}", Authorization=f"Bearer {key}")
+    assert status == 403
+    made.cancel()
+    problem = refused(lambda: lim.submit(job | {"max_slowdown": 1.2}))
+    assert problem.problems[0]["code"] == "job.max-slowdown"
+
+
 def test_a_job_is_checked_and_queued(running, job):
     ana = running.client("ana")
     made = ana.submit(job)

@@ -349,7 +349,14 @@ def make_version(file, version: int) -> None:
     with db.write() as connection:
         db.add_event(connection, "kept", "ana", None, {})
         connection.execute(t.groups.insert().values(id="g0", base="tiny", state="ready", places={"4": 1}))
-        for table, column in (("groups", "opens"), ("groups", "host"), ("artifacts", "url"), ("artifacts", "problem")):
+        newer = [
+            ("groups", "opens"),
+            ("groups", "host"),
+            ("artifacts", "url"),
+            ("artifacts", "problem"),
+            ("keys", "limits"),
+        ]
+        for table, column in newer:
             connection.exec_driver_sql(f"ALTER TABLE {table} DROP COLUMN {column}")
         connection.exec_driver_sql(f"UPDATE version SET number = {version}")
     db.close()

@@ -159,6 +159,7 @@ def make_version_3(home: Home) -> None:
         connection.execute("UPDATE jobs SET state_path = ? || '/' || state_path", (str(home.folder),))
         connection.execute("UPDATE artifacts SET path = ? || '/' || path", (str(home.folder),))
         connection.execute("DROP TABLE removals")
+        connection.execute("ALTER TABLE keys DROP COLUMN limits")
         connection.execute("UPDATE version SET number = 3")
     connection.close()
 

@@ -188,10 +188,10 @@ def test_a_worker_that_connects_while_a_server_starts_gets_jobs(bench, monkeypat
     admit, decide = Controller._admit, OneSession.decide
     monkeypatch.setattr(Controller, "_admit", lambda self, hello: (admit(self, hello), admitted.set())[0])
 
-    def slow(self, rows, ready):
+    def slow(self, rows, ready, *limits):
         if not ready:  # at the start of the server
             admitted.wait(0.3)
-        return decide(self, rows, ready)
+        return decide(self, rows, ready, *limits)
 
     monkeypatch.setattr(OneSession, "decide", slow)
     job, link = bench.job("queued"), bench.connect()

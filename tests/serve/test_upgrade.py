@@ -23,7 +23,11 @@ from lorafusion_serve.store.database import Database
 from lorafusion_serve.store.jobs import Jobs
 from scheduling.online.policies.baselines import Packing
 
-NEW_COLUMNS = {"groups": ("opens", "host"), "artifacts": ("url", "problem")}  # that version 2 did not have
+NEW_COLUMNS = {
+    "groups": ("opens", "host"),
+    "artifacts": ("url", "problem"),
+    "keys": ("limits",),
+}  # that version 2 did not have
 PLACED = ("accept", "place", "started")
 EVENTS = {
     "checking": (), "queued": ("accept",), "starting": PLACED[:2], "running": PLACED, "draining": (*PLACED, "drain"),
