@@ -6,6 +6,7 @@ import json
 import socket
 import struct
 import threading
+import time
 from contextlib import suppress
 from typing import Any
 
@@ -60,17 +61,17 @@ class Wire:
 
         Args:
             largest: bytes of a message.
-            timeout_s: seconds without a byte after which the other side counts as gone.
+            timeout_s: seconds for the whole message, after which the other side counts as gone.
 
         Raises:
             Closed: the other side is gone, or sends something else.
         """
-        self._socket.settimeout(timeout_s)
-        (size,) = struct.unpack(">I", self._exactly(4))
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        (size,) = struct.unpack(">I", self._exactly(4, until))
         if size > largest:
             raise Closed
         try:
-            return json.loads(self._exactly(size))
+            return json.loads(self._exactly(size, until))
         except ValueError as problem:
             raise Closed from problem
 
@@ -79,10 +80,11 @@ class Wire:
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
-    def _exactly(self, size: int) -> bytes:
+    def _exactly(self, size: int, until: float | None) -> bytes:
         parts: list[bytes] = []
         while size:
             try:
+                self._socket.settimeout(None if until is None else max(0.001, until - time.monotonic()))
                 part = self._socket.recv(min(size, 1 << 16))
             except OSError as problem:
                 raise Closed from problem

@@ -38,6 +38,7 @@ from lorafusion_serve.store.keys import (
 COOKIE = "lorafusion_session"
 RATE, BURST = 100.0, 200.0  # requests a second of one key, and at once
 DAY = 86400.0
+MOST_REPEATABLE = 10_000  # requests of an owner whose answers are kept
 MOST_UPLOADS = 8  # of an owner at once
 MOST_STREAMS, MOST_OF_ALL = 50, 1000  # streams of a key, and of all together
 
@@ -231,7 +232,10 @@ AdaptersWrite = Annotated[Owner, Depends(needs("adapters:write"))]
 ClusterRead = Annotated[Owner, Depends(needs("cluster:read"))]
 Admin = Annotated[Owner, Depends(needs("admin"))]
 Anybody = Annotated[Owner, Depends(owner_of)]
-IdempotencyKey = Annotated[str | None, Header(max_length=200, description="a repeated request acts once, for 24 h")]
+IdempotencyKey = Annotated[
+    str | None,
+    Header(max_length=200, description="a repeated request acts once, for 24 h and 10 000 requests of its owner"),
+]
 
 
 def once(
@@ -258,6 +262,10 @@ def once(
                 return _response(row["status"], row["response"])
         status, answer = act(connection)
         if key is not None:
+            of_owner = t.idempotency.c.owner == owner.name
+            newest = select(t.idempotency.c.at).where(of_owner).order_by(t.idempotency.c.at.desc())
+            older = newest.offset(MOST_REPEATABLE - 1).limit(1).scalar_subquery()
+            connection.execute(t.idempotency.delete().where(of_owner, t.idempotency.c.at <= older))
             row = {"owner": owner.name, "key": key, "route": route, "body_sha": sha, "status": status}
             connection.execute(t.idempotency.insert().values(row | {"response": answer, "at": time.time()}))
     return _response(status, answer)

@@ -11,7 +11,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEAD_S = 15  # for the head of a request
-MOST, FILES = 4096, 8192  # connections, and files that may be open
+MOST, FILES, RESERVED = 4096, 8192, 256  # connections, files that may be open, and files that are none of them
 LARGEST_HEAD = 64 << 10
 REST, REST_S = 4 << 20, 5  # bytes and seconds of a refused body that are still read, so that the client sees the answer
 
@@ -26,7 +26,7 @@ def server_config(app: Any, *, host: str = "127.0.0.1", port: int = 0, **more: A
         log_level=logging.WARNING,
         access_log=False,
         timeout_keep_alive=15,
-        limit_concurrency=MOST,
+        limit_concurrency=most_connections(),
         h11_max_incomplete_event_size=LARGEST_HEAD,
         server_header=False,
         **more,
@@ -41,6 +41,12 @@ def allow_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
+def most_connections() -> int:
+    """Returns how many connections leave files for the database, workers and children."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MOST if soft == resource.RLIM_INFINITY else max(16, min(MOST, soft - RESERVED))
+
+
 class PatientProtocol(H11Protocol):
     """Closes connections whose head does not arrive in time, or whose body goes on after the answer.
 
@@ -49,10 +55,26 @@ class PatientProtocol(H11Protocol):
 
     _late: asyncio.TimerHandle | None = None  # closes the connection
     _rest = 0  # bytes of the body after the answer
+    _since, _is_closing = 0.0, False  # when its last request ended, or it was made
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        self._since = self.loop.time()
+        if self.limit_concurrency is not None and len(self.connections) > self.limit_concurrency * 7 // 8:
+            self._close_idlest()
         self._look()
+
+    def _close_idlest(self) -> None:
+        """Makes room: closes the connection that has been without a request for longest, before anybody is refused."""
+        others = (other for other in self.connections if isinstance(other, PatientProtocol) and other.is_idle)
+        if (idlest := min(others, key=lambda other: other._since, default=None)) is not None:
+            idlest._is_closing = True
+            idlest.transport.close()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it waits for a request, or for the rest of a head."""
+        return not self._is_closing and (self.cycle is None or self.cycle.response_complete)
 
     def data_received(self, data: bytes) -> None:
         if self._answered_early():
@@ -65,6 +87,7 @@ class PatientProtocol(H11Protocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        self._since = self.loop.time()
         if self._answered_early():
             self._rest = 0
             self._close_after(REST_S)

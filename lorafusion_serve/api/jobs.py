@@ -84,21 +84,21 @@ async def submit(
     return await run_in_threadpool(once, service, owner, idempotency_key, "POST /v1/jobs", values, act)
 
 
-@router.get("/jobs")
+@router.get("/jobs", response_model=dict[str, Any])
 def list_jobs(
     service: ServiceOf,
     owner: JobsRead,
     state: Annotated[list[Literal[STATES]] | None, Query()] = None,  # type: ignore[valid-type]
     after: Annotated[str | None, Query(max_length=200)] = None,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
-) -> dict[str, Any]:
+) -> Response:
     """Jobs, newest first; `next` of the answer is `after` of the next request."""
     with service.db.read() as connection:
         rows = service.jobs.page(
             connection, owner=owner.sees, states=state or (), after=_cursor(after), limit=limit + 1
         )
     more = _next(rows[limit - 1]) if len(rows) > limit else None
-    return {"items": [show(row) for row in rows[:limit]], "next": more}
+    return JSONResponse({"items": [show(row) for row in rows[:limit]], "next": more})  # its values are JSON already
 
 
 @router.get("/jobs/{job}")
@@ -177,18 +177,18 @@ def delete_job(job: Name, service: ServiceOf, owner: JobsWrite) -> dict[str, Any
     return show(row)
 
 
-@router.get("/jobs/{job}/metrics")
+@router.get("/jobs/{job}/metrics", response_model=dict[str, Any])
 def metrics(
     job: Name,
     service: ServiceOf,
     owner: JobsRead,
     from_step: Annotated[int, Query(ge=0, le=2**31)] = 0,
     every: Annotated[int, Query(ge=1, le=2**31)] = 1,
-) -> dict[str, Any]:
+) -> Response:
     """Rows as in `metrics.jsonl` of a run."""
     with service.db.read() as connection:
         _find(service, connection, job, owner)
-        return {"items": _finite(service.jobs.metrics(connection, job, from_step, every))}
+        return JSONResponse({"items": _finite(service.jobs.metrics(connection, job, from_step, every))})
 
 
 @router.get("/jobs/{job}/log", response_class=PlainTextResponse, responses=BESIDE_FILES)

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from lorafusion_serve.control.answering import AnsweringProcess
-from lorafusion_serve.control.watched import start_watched
 from lorafusion_serve.refusals import completed
+from lorafusion_serve.watched import start_watched
 
 Question = Literal["check", "count", "preview", "render"]
 Answer = dict[str, Any]

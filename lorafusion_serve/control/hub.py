@@ -17,9 +17,11 @@ from pathlib import Path
 
 from lorafusion_jax.files import replace_text
 from lorafusion_serve.store.database import StoreError
+from lorafusion_serve.watched import start_watched
 from lorafusion_serve.wire import Closed, Message, Wire
 
-LARGEST_HELLO, HELLO_S = 1 << 20, 10.0
+LARGEST_HELLO, HELLO_S = 1 << 20, 10.0  # bytes, and seconds for all of them
+MOST_GREETING, PAUSE_S = 64, 0.1  # connections without a hello; pause while descriptors or threads are exhausted
 log = logging.getLogger("lorafusion.control")
 
 
@@ -74,13 +76,15 @@ class Hub:
         self._admit, self._take = admit, take
         self.connections: dict[str, Connection] = {}
         self._changing = threading.Lock()  # the connections
+        self._ended, self._numbers = threading.Event(), itertools.count()
+        self._greeting: dict[int, Wire] = {}  # those that have not said hello, the oldest first
         self.secret = "" if tcp is None else _kept_secret(path.with_name("workers.secret"))
         self._listener = _listen_unix(path) if tcp is None else socket.create_server(tcp)
         host, port = (tcp[0], self._listener.getsockname()[1]) if tcp is not None else ("", 0)
         self.address = f"unix:{path}" if tcp is None else f"tcp:{host}:{port}"
 
     def start(self) -> None:
-        threading.Thread(target=self._accept, name="hub", daemon=True).start()
+        start_watched("hub", self._accept, self._ended)
 
     def send(self, group: str, message: Message) -> bool:
         """Sends to a worker. Returns whether it is connected."""
@@ -100,6 +104,7 @@ class Hub:
             connection.wire.close()
 
     def close(self) -> None:
+        self._ended.set()
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts, so that the port is free
         self._listener.close()
@@ -107,17 +112,36 @@ class Hub:
             self.drop(group)
 
     def _accept(self) -> None:
-        for number in itertools.count():
+        while not self._ended.is_set():
             try:
                 accepted, _ = self._listener.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._serve, args=(Wire(accepted), number), name="worker", daemon=True).start()
+            except OSError as problem:  # no descriptors are left; a connection ended before it was accepted
+                self._pause(problem)
+                continue
+            number, wire = next(self._numbers), Wire(accepted)
+            self._greeting[number] = wire
+            for oldest in list(self._greeting)[:-MOST_GREETING]:  # a worker says hello at once; these have not
+                if (silent := self._greeting.pop(oldest, None)) is not None:
+                    silent.close()
+            try:
+                threading.Thread(target=self._serve, args=(wire, number), name="worker", daemon=True).start()
+            except RuntimeError as problem:  # no threads are left
+                self._greeting.pop(number, None)
+                wire.close()
+                self._pause(problem)
+
+    def _pause(self, problem: Exception) -> None:
+        if not self._ended.is_set():
+            log.warning("no worker can connect now: %s", problem)
+            self._ended.wait(PAUSE_S)
 
     def _serve(self, wire: Wire, number: int) -> None:
         connection: Connection | None = None
         try:
-            connection = self._greet(wire, number)
+            try:
+                connection = self._greet(wire, number)
+            finally:
+                self._greeting.pop(number, None)
             while connection is not None:
                 message = wire.receive()
                 connection.contact = time.monotonic()

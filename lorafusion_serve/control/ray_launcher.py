@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lorafusion_serve.control.answering import AnsweringProcess
+from lorafusion_serve.watched import start_watched
 from lorafusion_serve.wire import Message
 
 DRIVER = (sys.executable, "-m", "lorafusion_serve.control.ray_process")
@@ -127,7 +128,7 @@ class RayLauncher:
         """Notes that the cluster is away, and connects again in the background."""
         process.end()
         self._process, self.problem = None, f"the Ray cluster {self._address} cannot be reached."
-        threading.Thread(target=self._connect_again, name="ray", daemon=True).start()
+        start_watched("ray", self._connect_again, self._closed)
 
     def _connect_again(self) -> None:
         pause_s = AGAIN_S

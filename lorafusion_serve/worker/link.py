@@ -15,6 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+from lorafusion_serve.watched import start_watched
 from lorafusion_serve.wire import Closed, Message, Wire, connect
 
 AGAIN_S = 0.25
@@ -58,7 +59,7 @@ class Link:
         self._contact = time.monotonic()
         self._ended = threading.Event()
         for name, work in (("link", self._connect), ("events", self._send)):
-            threading.Thread(target=work, name=name, daemon=True).start()
+            start_watched(name, work, self._ended)
 
     @property
     def silent_s(self) -> float:

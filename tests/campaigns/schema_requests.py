@@ -4,16 +4,19 @@
     PYTHONPATH=tests:tests/serve python -m campaigns.schema_requests --program schemathesis \\
         --out benchmarks/results/schemathesis_cpu_DATE --examples 40
 
-The number of requests is bounded by the examples of each operation. Two users and an administrator send them. A row of
+The number of requests is bounded by the examples of each operation; with `--minutes` they are repeated with other seeds
+until the time is over. Two users and an administrator send them. A row of
 each: requests and answers by status, as the server counted them. A defect is printed with a request that shows it.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -43,8 +46,17 @@ class Counting:
         await self._app(scope, receive, counted)
 
 
-def attack(running: Any, owner: str, program: str, *, examples: int, seed: int, checks: str = CHECKS) -> int:
-    """Runs schemathesis with the key of an owner. Returns its exit code.
+def attack(
+    running: Any,
+    owner: str,
+    program: str,
+    *,
+    examples: int,
+    seed: int,
+    checks: str = CHECKS,
+    limit_s: float | None = None,
+) -> int:
+    """Runs schemathesis with the key of an owner. Returns its exit code; 0 if its time was over.
 
     Args:
         running: a `Running` service.
@@ -53,7 +65,10 @@ def attack(running: Any, owner: str, program: str, *, examples: int, seed: int, 
     command += ["--phases", "examples,coverage,fuzzing,stateful", "--max-examples", str(examples), "--seed", str(seed)]
     command += ["--checks", checks, "--exclude-path-regex", "events$|^/readyz$", "--suppress-health-check", "all"]
     command += ["--continue-on-failure", "--no-shrink", "--warnings", "off", "--request-timeout", "60"]
-    return subprocess.run(command, check=False).returncode
+    try:
+        return subprocess.run(command, check=False, timeout=limit_s).returncode
+    except subprocess.TimeoutExpired:
+        return 0  # the answers were counted
 
 
 def main() -> int:
@@ -61,6 +76,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--program", default="schemathesis", help="its command")
     parser.add_argument("--examples", type=int, default=40, help="of each operation, by each user")
+    parser.add_argument("--minutes", type=float, help="repeat until so much time is over")
     parser.add_argument("--users", nargs="+", default=["ana", "ben", "admin"])
     parser.add_argument("--checks", default=CHECKS)
     options = parser.parse_args()
@@ -71,8 +87,9 @@ def main() -> int:
     from benchmarks.csv_rows import append_row
 
     write_measured(options.out)
-    failed = 0
-    for seed, owner in enumerate(options.users):
+    failed, until = 0, None if options.minutes is None else time.monotonic() + 60 * options.minutes
+    users = enumerate(options.users if until is None else itertools.cycle(options.users))
+    for seed, owner in itertools.takewhile(lambda _: until is None or time.monotonic() < until, users):
         statuses: Counter[int] = Counter()
         with tempfile.TemporaryDirectory(prefix="schema-") as folder:
             home = Path(folder) / "home"
@@ -83,8 +100,9 @@ def main() -> int:
             before = files(Path(folder)) - files(home)
             try:
                 code = attack(
-                    running, owner, options.program, examples=options.examples, seed=seed, checks=options.checks
-                )
+                    running, owner, options.program, examples=options.examples, seed=seed, checks=options.checks,
+                    limit_s=None if until is None else max(1.0, until - time.monotonic()),
+                )  # fmt: skip
             finally:
                 end()
             assert files(Path(folder)) - files(home) == before

@@ -11,15 +11,16 @@ log = logging.getLogger("lorafusion.control")
 
 
 def start_watched(name: str, work: Callable[[], None], ended: threading.Event) -> threading.Thread:
-    """Starts a thread that does its work until it is ended. Work that raises or returns before begins again."""
+    """Starts a thread. Work that raises begins again after a moment, until it is ended; work that returns is done."""
 
     def repeat() -> None:
         while not ended.is_set():
             try:
                 work()
+                return
             except Exception:
                 log.exception("the thread %s failed; it goes on", name)
-            ended.wait(AGAIN_S)
+                ended.wait(AGAIN_S)
 
     thread = threading.Thread(target=repeat, name=name, daemon=True)
     thread.start()
