@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sqlalchemy import JSON, Boolean, Column, Float, ForeignKey, Index, Integer, MetaData, String, Table, Text
 
-VERSION = 6
+VERSION = 7
 NAME_OF_PATH = "replace({0}, rtrim({0}, replace({0}, '/', '')), '')"  # what comes after the last slash
 MIGRATIONS: dict[int, tuple[str, ...]] = {  # version → what makes the next one of it
     2: (
@@ -25,6 +25,7 @@ MIGRATIONS: dict[int, tuple[str, ...]] = {  # version → what makes the next on
         "CREATE TABLE IF NOT EXISTS removals (path VARCHAR NOT NULL PRIMARY KEY)",
     ),
     5: ("ALTER TABLE keys ADD COLUMN limits JSON NOT NULL DEFAULT '{}'",),
+    6: ("CREATE INDEX IF NOT EXISTS jobs_of_owner ON jobs (owner, created, id)",),
 }
 meta = MetaData()
 
@@ -95,6 +96,7 @@ jobs = Table(
     Column("ended", Float),
 )
 Index("jobs_by_time", jobs.c.created, jobs.c.id)
+Index("jobs_of_owner", jobs.c.owner, jobs.c.created, jobs.c.id)
 transitions = Table(
     "transitions",
     meta,

@@ -375,7 +375,7 @@ def test_the_hub_goes_on_when_descriptors_and_threads_are_exhausted(tmp_path, mo
                 raise failures.pop()
             return accept()
 
-    listener, hub._listener = hub._listener, Listener()
+    listener, hub._listener = hub._listener, Listener()  # pyright: ignore[reportAttributeAccessIssue]
     start, refusals = threading.Thread.start, [1, 1]
 
     def start_or_refuse(thread):
