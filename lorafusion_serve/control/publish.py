@@ -15,9 +15,9 @@ from sqlalchemy import select
 
 from lorafusion_jax.checkpoint.digests import FILE as DIGESTS
 from lorafusion_jax.errors import ConfigError
-from lorafusion_serve.control.watched import start_watched
 from lorafusion_serve.store import tables as t
 from lorafusion_serve.store.database import Database, StoreError
+from lorafusion_serve.watched import start_watched
 
 AGAIN_S = 60.0  # after a store that failed
 log = logging.getLogger("lorafusion.control")
@@ -63,8 +63,9 @@ class Publisher:
         self._ended.set()
 
     def _work(self) -> None:
-        with suppress(queue.Empty):
-            self._publish(self._rows.get(timeout=1.0))
+        while not self._ended.is_set():
+            with suppress(queue.Empty):
+                self._publish(self._rows.get(timeout=1.0))
 
     def _publish(self, row: dict[str, Any]) -> None:
         target, problem = f"{self._url}/{row['owner']}/{row['job']}/step-{row['step']}", ""
