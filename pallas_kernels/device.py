@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 import re
 from ctypes.util import find_library
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
 import jax
-import jaxlib
 
 from pallas_kernels.policy import HOPPER_SMS
 
@@ -86,7 +86,7 @@ def ignores_setmaxnreg() -> bool:
     jax 0.12 assembles them by nvJitLink where that library is installed, as a unit that may be linked with others; for
     such units the assembler ignores `setmaxnreg` (its message C7504). jax 0.11 calls ptxas, which obeys.
     """
-    if tuple(int(part) for part in jaxlib.__version__.split(".")[:2]) < (0, 12):
+    if tuple(int(part) for part in version("jaxlib").split(".")[:2]) < (0, 12):
         return False
     packages = find_spec("nvidia")
     folders = [Path(folder) for folder in (packages.submodule_search_locations or () if packages else ())]

@@ -40,6 +40,7 @@ CORES = 4  # of the machine for each process, or they would slow each other down
 GIB = 2**30
 CONTEXT_BYTES = GIB // 2  # that CUDA takes of a card for each process
 TRIES_BYTES = 3 * GIB // 2  # for the products that XLA times before it chooses one: a process's whole pool
+JAX_FRACTION = 0.75  # of a card that the pool takes if nobody told jax otherwise
 RESERVE_BYTES = 3 * GIB // 2  # of a card beside the pool, for the run's own context and handles
 MOST_SAID = 2000
 WORKER = "lorafusion_jax.session.ahead_worker"
@@ -113,7 +114,7 @@ class Worker:
             stdout=self._output,
             stderr=self._output,
             text=True,
-            env=os.environ | show_only(card),
+            env=environment_of(card),
         )
 
     def send(self, line: str) -> None:
@@ -219,7 +220,7 @@ def pool_and_card() -> tuple[int, int] | tuple[None, None]:
         return None, None
     options = jax.config.jax_pjrt_client_create_options
     fraction = options.get("memory_fraction") if isinstance(options, Mapping) else None
-    return limit, round(limit / float(fraction or os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", 0.75)))
+    return limit, round(limit / (fraction or JAX_FRACTION))
 
 
 def processes_beside(pool: int | None, card: int | None) -> int:
@@ -234,10 +235,11 @@ def processes_beside(pool: int | None, card: int | None) -> int:
     return max(0, (card - pool - RESERVE_BYTES) // (CONTEXT_BYTES + TRIES_BYTES))
 
 
-def show_only(card: Any) -> dict[str, str]:
+def environment_of(card: Any) -> dict[str, str]:
     """Returns the environment of a process that sees this one of the cards that this process sees."""
     visible, number = os.environ.get("CUDA_VISIBLE_DEVICES"), card.local_hardware_id or 0
-    return {"CUDA_VISIBLE_DEVICES": visible.split(",")[number].strip() if visible else str(number)}
+    seen = visible.split(",")[number].strip() if visible else str(number)
+    return os.environ | {"CUDA_VISIBLE_DEVICES": seen}
 
 
 def create_handles(cards: Sequence[Any]) -> None:

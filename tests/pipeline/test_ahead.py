@@ -108,7 +108,7 @@ def test_a_process_sees_the_card_of_its_stage(monkeypatch, visible, shown):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert ahead.show_only(SimpleNamespace(local_hardware_id=1)) == {"CUDA_VISIBLE_DEVICES": shown}
+    assert ahead.environment_of(SimpleNamespace(local_hardware_id=1))["CUDA_VISIBLE_DEVICES"] == shown
 
 
 def test_handles_are_there_before_a_process_hears_of_its_program(monkeypatch):
