@@ -34,7 +34,7 @@ def _step(setting: OptimizerSettings, weights):
     return built.update(weights, built.init(weights), weights)
 
 
-def _traced(what: str, name: str, function, shapes) -> None:
+def _traced(kind: str, name: str, function, shapes) -> None:
     try:
         jax.eval_shape(function, shapes)
     except LoraFusionError:
@@ -42,7 +42,7 @@ def _traced(what: str, name: str, function, shapes) -> None:
     except Exception as problem:  # code of another package may raise anything
         raise ConfigError(
             "plugin.broken",
-            f"the {what} '{name}' cannot be used.",
+            f"the {kind} '{name}' cannot be used.",
             why=f"{type(problem).__name__}: {str(problem).partition(chr(10))[0]}",
             fix="update or repair the package that it comes from",
         ) from None

@@ -202,8 +202,8 @@ def _check_settled(state: ClusterState, decisions: Sequence[Decision], policy: P
         left = groups.get(name)
         taken = set(group.members) - (set(left.members) if left is not None and left.gpus == group.gpus else set())
         if taken and group.ready_s + SETTLE_S > now:
-            what = f"it takes {', '.join(sorted(taken))} from {name}, which has not trained for {SETTLE_S:g} s"
-            raise PlanError("online.decision", f"{Traits.of(policy).name}: {what}", problems=(what,))
+            problem = f"it takes {', '.join(sorted(taken))} from {name}, which has not trained for {SETTLE_S:g} s"
+            raise PlanError("online.decision", f"{Traits.of(policy).name}: {problem}", problems=(problem,))
 
 
 class Refusal(NamedTuple):
