@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import stat
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from lorafusion_jax.errors import ConfigError
 
 ONE_SESSION = "one-session"  # instead of a policy: one session of one base for all jobs
 LONGEST_SOCKET = 100  # bytes of a path that every system takes
@@ -83,9 +88,30 @@ class Settings:
 
     @property
     def socket(self) -> Path:
-        """Socket of the workers; a short path elsewhere if that of the home is too long for the system."""
+        """Socket of the workers; in a folder of this user if the path of the home is too long for the system."""
         direct = self.home / "control.sock"
         if len(str(direct).encode()) <= LONGEST_SOCKET:
             return direct
         name = hashlib.sha256(str(self.home).encode()).hexdigest()[:16]
-        return Path(tempfile.gettempdir()) / f"lorafusion-{name}.sock"
+        return Path(tempfile.gettempdir()) / f"lorafusion-{os.getuid()}" / f"{name}.sock"
+
+    def make_socket_folder(self) -> None:
+        """Makes the folder of a socket that is not in the home. All users may write beside it.
+
+        Raises:
+            ConfigError: `serve.socket`, somebody else made it, or can use it.
+        """
+        folder = self.socket.parent
+        if folder == self.home or self.workers_at is not None:
+            return
+        with suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+        status = folder.lstat()
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+            raise ConfigError(
+                "serve.socket",
+                f"{folder} is not a folder that only this user can use.",
+                where=f"the path of the home {self.home} is too long for a socket",
+                why="whoever can replace the socket could answer in place of the server",
+                fix=f"choose a --home with a shorter path, or remove {folder}",
+            )

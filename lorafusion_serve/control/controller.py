@@ -82,6 +82,7 @@ class Controller:
         self._pace = Pace()
         self._checking: dict[str, str] = {}  # jobs in the child → owner
         self._ended = threading.Event()
+        settings.make_socket_folder()
         self._hub = Hub(settings.socket, self._admit, self._take, tcp=settings.workers_at)
         self._launcher = launcher or make_launcher(settings, self._hub.address)
         self._thread = threading.Thread(target=self._loop, name="controller", daemon=True)

@@ -6,6 +6,7 @@ import os
 import shutil
 import sqlite3
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -263,6 +264,30 @@ def test_names_beside_the_home_follow_its_resolved_path(home):
     assert settings_of(long).socket == home.folder / "control.sock"
     names = {RayLauncher.service_of(settings_of(path).home) for path in (home.folder, linked, climb(home))}
     assert len(names) == 1
+
+
+@pytest.mark.parametrize("taken", ["file", "link", "open", "foreign"])
+def test_the_socket_of_a_long_home_is_in_a_folder_of_its_user(tmp_path, monkeypatch, taken):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    settings = settings_of(tmp_path / ("deep" * 30))
+    folder = settings.socket.parent
+    settings.make_socket_folder()
+    settings.make_socket_folder()  # by another server of this user
+    assert folder.parent == tmp_path
+    assert folder.stat().st_mode & 0o777 == 0o700
+    if taken == "open":
+        folder.chmod(0o711)
+    elif taken == "foreign":
+        monkeypatch.setattr(
+            Path, "lstat", lambda path: os.stat_result((0o40700, 1, 1, 1, os.getuid() + 1, 0, 0, 0, 0, 0))
+        )
+    else:
+        folder.rmdir()
+        folder.write_text("") if taken == "file" else folder.symlink_to(tmp_path)
+    with pytest.raises(ConfigError, match=r"serve\.socket.*only this user") as problem:
+        settings.make_socket_folder()
+    assert str(folder) in str(problem.value)
+    settings_of(tmp_path / "home").make_socket_folder()  # has its socket inside
 
 
 def test_a_newer_version_changes_nothing_of_a_home_in_use(home, tiny_base, monkeypatch):
