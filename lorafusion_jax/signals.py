@@ -1,17 +1,20 @@
 """SIGINT and SIGTERM: none is lost, the first is acknowledged at once, the second ends the process.
 
-Python calls handlers between two bytecodes of the main thread: not while XLA compiles, and an exception that a handler
-raises inside a garbage collector's callback is dropped. So a signal is remembered besides being raised, and a thread
-that the interpreter wakes directly acknowledges it and ends a process that does not end by itself.
+Python calls handlers between two bytecodes of the main thread: not while XLA compiles, and it prints and drops what a
+handler raises inside a finalizer or a garbage collector's callback, such as jax's, which would end half-way. So nothing
+is raised there, a signal is remembered besides being raised, and a thread that the interpreter wakes directly
+acknowledges it and ends a process that does not end by itself.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
@@ -44,7 +47,7 @@ class StopSignals:
         self.asked.set()
         if self.watched:  # the process may end before the thread has its turn
             self._report(1 if first else 2)
-        if not (self.ending or (self._deferring and first)):
+        if not (self.ending or (self._deferring and first) or _in_callback(frame)):
             raise KeyboardInterrupt
 
     @contextmanager
@@ -116,9 +119,20 @@ def deferred_stop() -> Iterator[threading.Event]:
 
 
 def stop_if_asked() -> None:
-    """Raises KeyboardInterrupt if a signal came whose own exception was lost; nothing within `deferred_stop`."""
+    """Raises KeyboardInterrupt if a signal came that could not be raised; nothing within `deferred_stop`."""
     if (handler := _current_handler()) is not None:
         handler.raise_again()
+
+
+def _in_callback(frame: FrameType | None) -> bool:
+    """Whether the interpreter itself called what runs, so that an exception reaches nobody."""
+    collecting = {code for call in gc.callbacks if (code := getattr(call, "__code__", None)) is not None}
+    while frame is not None:
+        code = frame.f_code
+        if code in collecting or code.co_name == "__del__" or code.co_filename == weakref.__file__:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _current_handler() -> StopSignals | None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
 import sys
 import time
+import weakref
 
 import pytest
+from jax._src import lib as jax_library
 
 from lorafusion_jax.signals import deferred_stop, stop_if_asked, stop_signals
 
@@ -58,22 +61,63 @@ def test_a_signal_among_the_imports_ends_the_process_with_its_message():
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_whose_exception_was_dropped_is_not_lost(number, monkeypatch):
-    dropped = []
-    monkeypatch.setattr(sys, "unraisablehook", lambda what: dropped.append(what.exc_type))
+def interrupt(number: int, ended: list[str]) -> None:
+    os.kill(os.getpid(), number)
+    for _ in range(1000):  # Python calls the handler in here
+        pass
+    ended.append("whole")
 
-    class Dropped:
+
+def finalize(number: int, ended: list[str]) -> None:
+    class Finalized:
         def __del__(self):
-            os.kill(os.getpid(), number)
-            for _ in range(1000):  # the handler raises in here, and Python drops it
-                pass
+            interrupt(number, ended)
 
+    Finalized()
+
+
+def collect(number: int, ended: list[str]) -> None:
+    def callback(phase: str, info: dict) -> None:
+        if phase == "start":
+            interrupt(number, ended)
+
+    gc.callbacks.append(callback)
+    try:
+        gc.collect()
+    finally:
+        gc.callbacks.remove(callback)
+
+
+def finalize_weakly(number: int, ended: list[str]) -> None:
+    class Referred:
+        pass
+
+    weakref.finalize(Referred(), interrupt, number, ended)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("callback", [finalize, collect, finalize_weakly])
+def test_a_signal_inside_a_callback_lets_it_end_and_is_not_lost(number, callback, monkeypatch):
+    dropped, ended = [], []
+    monkeypatch.setattr(sys, "unraisablehook", lambda what: dropped.append(what.exc_type))
     with stop_signals():
-        Dropped()
-        assert dropped == [KeyboardInterrupt]
+        callback(number, ended)
+        assert ended == ["whole"]
+        assert not dropped
         with pytest.raises(KeyboardInterrupt):
             stop_if_asked()
+
+
+def test_a_second_signal_inside_the_callback_of_jax_prints_nothing(monkeypatch):
+    """Training has heard the first one; the thread of signals ends the process after the second."""
+    dropped = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda what: dropped.append(what.exc_type))
+    monkeypatch.setattr(jax_library._jax, "collect_garbage", lambda: signal.raise_signal(signal.SIGTERM))
+    with deferred_stop() as asked:
+        gc.collect()  # the callback runs before and after
+        assert asked.is_set()
+    assert jax_library._xla_gc_callback in gc.callbacks
+    assert not dropped
 
 
 def test_training_is_asked_once_and_stopped_by_the_second_signal():
