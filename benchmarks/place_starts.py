@@ -140,7 +140,7 @@ def densities(session: LiveSession, tasks: list[Task]) -> dict[str, object]:
     session.drain()
     slot_s = (time.perf_counter() - began) / max(slots, 1)
     plan = make_plan(
-        [task.job for task in tasks], capacity_tokens=batch.largest, num_stages=1, tile_tokens=batch.tile_tokens
+        [task.source.job for task in tasks], capacity_tokens=batch.largest, num_stages=1, tile_tokens=batch.tile_tokens
     )
     return {"what": "density", "window": window.density, "offline": plan.density, "slot_s": round(slot_s, 4)}
 

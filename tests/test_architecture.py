@@ -9,6 +9,7 @@ import json
 import re
 import subprocess
 import sys
+import textwrap
 import tomllib
 from collections.abc import Iterator
 from functools import cache
@@ -225,6 +226,32 @@ def test_no_behaviour_by_environment_variable():
         "lorafusion_jax/session/ahead.py",
         "lorafusion_jax/session/stage_jit.py",
     }
+
+
+def test_one_short_function_shows_the_acts_of_a_step_in_order():
+    from lorafusion_jax.session.loop import Loop
+
+    (function,) = ast.parse(textwrap.dedent(inspect.getsource(Loop.run))).body
+    assert isinstance(function, ast.FunctionDef)
+    statements = function.body[1:]  # after its docstring
+    assert statements[-1].end_lineno - statements[0].lineno < 40
+    calls = [node.func for node in ast.walk(function) if isinstance(node, ast.Call)]
+    acts = {call.attr for call in calls if isinstance(call, ast.Attribute)}
+    assert acts >= {"admit", "issue", "close_batch", "report"}
+
+
+def test_the_worker_has_no_training_loop_of_its_own():
+    """It drives a session; the loop and the steps are those of runs."""
+    worker = [path for path in PATHS if path.parent.parts[-1] == "worker"]
+    assert worker
+    rooms = ("lorafusion_jax.training", "lorafusion_jax.session.loop", "lorafusion_jax.session.executor")
+    imports = [
+        (path, node.module or "")
+        for path in worker
+        for node in nodes_of_files()[path]
+        if isinstance(node, ast.ImportFrom)
+    ]
+    assert [f"{path}: {module}" for path, module in imports if module.startswith(rooms)] == []
 
 
 def test_imports_are_absolute():

@@ -6,7 +6,7 @@ T packed tokens · A adapters · M segments, P adapters (static sizes)
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -145,31 +145,16 @@ def row_keys(key: int, length: int) -> np.ndarray:
     return ((value ^ (value >> np.uint64(31))) >> np.uint64(32)).astype(np.uint32)
 
 
-def pieces_of_slot(
-    samples: Sequence[SampleRef],
-    data: Mapping[str, AdapterData],
-    index: Mapping[str, int],
-    weights: Mapping[tuple[str, int], Weights],
-) -> list[Piece]:
-    """Looks up the samples of a training slot.
+def pieces_of(samples: Sequence[SampleRef], data: AdapterData, place: int, weights: Sequence[Weights]) -> list[Piece]:
+    """Looks up training samples of an adapter.
 
     Args:
-        samples: samples of the slot.
-        data: samples and order of each adapter.
-        index: position of each adapter in the stacked weights.
-        weights: weights of each (adapter, batch).
+        place: position of the adapter in the stacked weights.
+        weights: of each of its global batches.
     """
+    rows = [(ref, *data.sample_at(ref.sample)) for ref in samples]
     return [
-        piece_of(
-            stream.train,
-            row,
-            index[ref.adapter],
-            weights[ref.adapter, ref.batch],
-            key=sample_key(epoch, row),
-        )
-        for ref in samples
-        for stream in [data[ref.adapter]]
-        for epoch, row in [stream.sample_at(ref.sample)]
+        piece_of(data.train, row, place, weights[ref.batch], key=sample_key(epoch, row)) for ref, epoch, row in rows
     ]
 
 

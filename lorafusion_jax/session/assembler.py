@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +19,6 @@ from lorafusion_jax.data.assemble import (
     Weights,
     assemble,
     piece_of,
-    pieces_of_slot,
     segment_weights,
     stacked,
 )
@@ -83,12 +83,12 @@ class Assembler:
 
     def slot(self, shape: Shape, replicas: Replicas, tasks: Mapping[str, Task]) -> Microbatch:
         """Assembles a slot of training."""
-        refs = {(ref.adapter, ref.batch) for part in replicas for ref in part}
-        weights = {(name, batch): tasks[name].weights[batch] for name, batch in refs}
-        data = {name: tasks[name].data for name, _ in refs}
-        return self._stacked(
-            shape, [pieces_of_slot(part, data, self._index, weights) for part in self._local(replicas)]
-        )
+        return self._stacked(shape, [self.pieces(part, tasks) for part in self._local(replicas)])
+
+    def pieces(self, part: Sequence[SampleRef], tasks: Mapping[str, Task]) -> list[Piece]:
+        """Looks up the samples of a microbatch, which are grouped by adapter."""
+        groups = [(name, list(samples)) for name, samples in groupby(part, key=lambda ref: ref.adapter)]
+        return [piece for name, samples in groups for piece in tasks[name].source.pieces(samples, self._index[name])]
 
     def padding(self, shape: Shape) -> Microbatch:
         """Returns a microbatch of padding: it adds zero to every sum."""

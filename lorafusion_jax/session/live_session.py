@@ -23,7 +23,7 @@ from lorafusion_jax.config.schema import (
 )
 from lorafusion_jax.config.stack import place_specs, session_config
 from lorafusion_jax.data.assemble import num_segments
-from lorafusion_jax.data.references import SetReferences, sets_of
+from lorafusion_jax.data.references import EVAL, SetReferences
 from lorafusion_jax.data.sample_table import table_shape
 from lorafusion_jax.data.tokenized_set import TokenizedSet
 from lorafusion_jax.errors import RunError
@@ -239,7 +239,7 @@ class LiveSession:
                 task.take_references(references)
 
         position = BASE_ALONE if compared is None else place
-        passes = (self._pass_over(task, key, samples, position) for key, samples in sets_of(task.data).items())
+        passes = (self._pass_over(task, key, samples, position) for key, samples in task.source.sets.items())
         self._references.add(place, passes, finish)
 
     def _pass_over(self, task: Task, key: str, samples: TokenizedSet, position: int) -> SetPass:
@@ -311,7 +311,7 @@ class LiveSession:
             parts.clear()
             return AdapterState(
                 step=step,
-                data=task.data.digest,
+                data=task.source.digest,
                 weights=adapter_arrays([leaves for leaves, _ in states]),
                 optimizer=joined_states([state for _, state in states]),
             )
@@ -389,7 +389,7 @@ class LiveSession:
     def evaluate(self, place: int) -> Evaluation | None:
         """Evaluates an adapter on its held-out data; None if it has none. Waits for the slots that were issued."""
         task = self.tasks[place]
-        samples = task.data.eval
+        samples = task.source.sets.get(EVAL)
         if samples is None:
             return None
         self.drain()
@@ -403,7 +403,7 @@ class LiveSession:
 
     def _make_room(self, task: Task) -> None:
         """Makes room for the samples of a task. It never shrinks, so that few shapes compile."""
-        sets = [(task.chosen, samples) for samples in sets_of(task.data).values()]
+        sets = [(task.chosen, samples) for samples in task.source.sets.values()]
         table = table_shape(self._shape.segments - 1, sets)
         if table is not None and table.rows:
             table = table._replace(rows=self._shape.capacity_tokens)

@@ -177,7 +177,7 @@ def _steps_of(spec: AdapterSpec, optim: OptimSettings) -> tuple:
 
 def check_state(task: Task, state: AdapterState) -> None:
     """Raises `state.data` if a state was trained on other data than the task's."""
-    if state.data != task.data.digest:
+    if state.data != task.source.digest:
         raise CheckpointError(
             "state.data",
             f"the state of {task.name} was trained on other data, or in another order.",

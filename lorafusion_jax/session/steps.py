@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from lorafusion_jax.objective.batch import finished_metrics
-from lorafusion_jax.optim.step import hyper
 from lorafusion_jax.report.events import AdapterFailed, Listener, StepTaken
 from lorafusion_jax.session.executor import Executor, StepResult
 from lorafusion_jax.session.task import Task
@@ -41,10 +40,6 @@ class _Issued:
     slots_done: int
     result: StepResult
 
-    @property
-    def lr(self) -> float:
-        return float(self.task.rates[self.step - 1])
-
 
 class Steps:
     """Issues steps and reports their results to a listener, in the order of issue.
@@ -72,7 +67,7 @@ class Steps:
         """Issues the step of an adapter whose global batch ends in a slot."""
         task = self._tasks[name]
         step = task.step + self.num_waiting(name) + 1
-        result = self._executor.step(name, hyper(task.adapter.optim, float(task.rates[step - 1])))
+        result = self._executor.step(name, task.source.hyper(step))
         self.num_issued += 1
         self._issued.append(_Issued(task=task, step=step, slots_done=slot + 1, result=result))
         if self._hooks.is_urgent(name, step):
@@ -114,8 +109,8 @@ class Steps:
                 step=issued.step,
                 loss=loss,
                 grad_norm=norm,
-                lr=issued.lr,
-                loss_tokens=task.loss_tokens[issued.step - 1],
+                lr=float(task.source.hyper(issued.step).lr),
+                loss_tokens=task.source.num_loss_tokens(issued.step),
                 metrics=finished_metrics(task.chosen, metrics),
             )
         )

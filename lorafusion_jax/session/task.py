@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.config.schema import AdapterConfig, JobConfig
 from lorafusion_jax.config.specs import adapter_spec, model_targets, tokenizer_file
-from lorafusion_jax.data.assemble import Weights, batch_loss_tokens, segment_weights
+from lorafusion_jax.data.assemble import Piece, Weights, batch_loss_tokens, pieces_of, segment_weights
 from lorafusion_jax.data.prepare import AdapterData, Prepared
-from lorafusion_jax.data.references import SetReferences, add_references
+from lorafusion_jax.data.references import SetReferences, add_references, sets_of
+from lorafusion_jax.data.tokenized_set import TokenizedSet
 from lorafusion_jax.objective.protocol import Chosen
 from lorafusion_jax.optim.schedules import learning_rates
+from lorafusion_jax.optim.step import Hyper, hyper
 from lorafusion_jax.planning.training_plan import train_jobs
-from scheduling import AdapterJob
+from scheduling import AdapterJob, SampleRef
 from scheduling.window import Cursor
 
 # preparing: its reference is being computed; leaving: it takes no more steps
@@ -62,27 +64,110 @@ class AdapterProgress:
         return self.reason if self.status == "failed" else ""
 
 
+class Source(Protocol):
+    """Where the next rows of a task come from, and the numbers of its steps, which count from 1.
+
+    `Samples` is known to its end. A source without an end has rows as they arrive: its cursor ends at the last of them.
+    """
+
+    @property
+    def digest(self) -> str:
+        """Of its rows and their order."""
+        ...
+
+    @property
+    def sets(self) -> Mapping[str, TokenizedSet]:
+        """Rows that are known from the start, by name (`TRAIN`, `EVAL`)."""
+        ...
+
+    def cursor(self, step: int) -> Cursor:
+        """Returns the position after a step, for windows."""
+        ...
+
+    def pieces(self, samples: Sequence[SampleRef], place: int) -> list[Piece]:
+        """Looks up rows, for the adapter in a place."""
+        ...
+
+    def hyper(self, step: int) -> Hyper: ...
+    def num_loss_tokens(self, step: int) -> int: ...
+    def reweight(self, weight: float) -> None: ...
+    def take_references(self, references: SetReferences) -> None: ...
+
+
+@dataclass(slots=True, kw_only=True)
+class Samples:
+    """The samples of a job's adapter, in their order: a source that is known to its end.
+
+    Attributes:
+        job: the samples for the planner.
+        rates: learning rate of each step.
+        loss_tokens: number of loss tokens of each global batch.
+        weights: factors of the mean over each global batch.
+    """
+
+    adapter: AdapterConfig
+    data: AdapterData
+    job: AdapterJob
+    rates: np.ndarray
+    loss_tokens: Sequence[int]
+    weights: Sequence[Weights]
+
+    @classmethod
+    def of(cls, config: JobConfig, prepared: Prepared) -> Samples:
+        """Builds the source of a job with one adapter."""
+        (adapter,), (job,) = config.adapters, train_jobs(config, prepared)
+        data = prepared.adapters[adapter.name]
+        return cls(
+            adapter=adapter,
+            data=data,
+            job=job,
+            rates=step_rates(adapter, data),
+            loss_tokens=batch_loss_tokens(data, adapter.global_samples).tolist(),
+            weights=list(batch_weights(adapter, data, config.train.router_aux)),
+        )
+
+    @property
+    def digest(self) -> str:
+        return self.data.digest
+
+    @property
+    def sets(self) -> Mapping[str, TokenizedSet]:
+        return sets_of(self.data)
+
+    def cursor(self, step: int) -> Cursor:
+        return Cursor(job=self.job, batch=step, segments=self.adapter.objective.chosen.num_segments)
+
+    def pieces(self, samples: Sequence[SampleRef], place: int) -> list[Piece]:
+        return pieces_of(samples, self.data, place, self.weights)
+
+    def hyper(self, step: int) -> Hyper:
+        return hyper(self.adapter.optim, float(self.rates[step - 1]))
+
+    def num_loss_tokens(self, step: int) -> int:
+        return self.loss_tokens[step - 1]
+
+    def reweight(self, weight: float) -> None:
+        self.job = replace(self.job, weight=weight)
+
+    def take_references(self, references: SetReferences) -> None:
+        self.data = add_references(self.data, references)
+
+
 @dataclass(slots=True, kw_only=True)
 class Task:
     """One adapter of a session.
 
     Attributes:
         config: job of this adapter alone; its base, batch capacity and mesh are those of the session.
-        job: its samples for the planner.
-        rates: learning rate of each step.
-        weights: factors of the mean over each global batch.
-        references: what its reference says of its samples; None: there is none, or it is not computed yet.
+        source: gives its rows.
         clock: its progress, which the session changes.
+        references: what its reference says of its samples; None: there is none, or it is not computed yet.
         cursor: next samples of a stream that is planned in windows.
     """
 
     config: JobConfig
-    data: AdapterData
     spec: AdapterSpec
-    job: AdapterJob
-    rates: np.ndarray
-    loss_tokens: list[int]
-    weights: list[Weights]
+    source: Source
     clock: AdapterProgress
     references: SetReferences | None = None
     cursor: Cursor = field(init=False)
@@ -90,7 +175,7 @@ class Task:
     def __post_init__(self):
         self._rewind()
         if self.references is not None:
-            self.data = add_references(self.data, self.references)
+            self.source.take_references(self.references)
 
     @classmethod
     def of(
@@ -105,20 +190,13 @@ class Task:
         Args:
             clock: its progress (None: it starts).
         """
-        (adapter,) = config.adapters
-        data = prepared.adapters[adapter.name]
-        (job,) = train_jobs(config, prepared)
-        loss_tokens = batch_loss_tokens(data, adapter.global_samples).tolist()
+        (adapter,), source = config.adapters, Samples.of(config, prepared)
         return cls(
             config=config,
-            data=data,
             spec=adapter_spec(adapter, model_targets(config), tokenizer_file(config)),
-            job=job,
-            rates=step_rates(adapter, data),
-            loss_tokens=loss_tokens,
-            weights=list(batch_weights(adapter, data, config.train.router_aux)),
+            source=source,
             references=references,
-            clock=clock or AdapterProgress(name=adapter.name, num_steps=job.num_batches),
+            clock=clock or AdapterProgress(name=adapter.name, num_steps=source.job.num_batches),
         )
 
     @property
@@ -158,13 +236,14 @@ class Task:
 
     def take_references(self, references: SetReferences) -> None:
         """Adds what was computed of its samples; the task can train now."""
-        self.references, self.data = references, add_references(self.data, references)
+        self.references = references
+        self.source.take_references(references)
         self._update_status()
 
     def reweight(self, weight: float) -> None:
         """Changes the share of the session relative to other adapters."""
-        self.job = replace(self.job, weight=weight)
-        self.cursor = replace(self.cursor, job=self.job)
+        self.source.reweight(weight)
+        self.cursor = replace(self.cursor, job=replace(self.cursor.job, weight=weight))
 
     def restart(self, step: int) -> None:
         """Sets the position after a step; samples of a begun batch run again."""
@@ -173,7 +252,7 @@ class Task:
         self._update_status()
 
     def _rewind(self) -> None:
-        self.cursor = Cursor(job=self.job, batch=self.step, segments=self.chosen.num_segments)
+        self.cursor = self.source.cursor(self.step)
 
     def _update_status(self) -> None:
         self.status = "done" if self.step >= self.num_steps else "running"

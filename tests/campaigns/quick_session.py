@@ -21,7 +21,7 @@ import numpy as np
 
 from lorafusion_jax.checkpoint.new_folder import new_folder
 from lorafusion_jax.config.schema import AdapterConfig, JobConfig
-from lorafusion_jax.data.assemble import Microbatch, Weights, assemble, num_segments, pieces_of_slot
+from lorafusion_jax.data.assemble import Microbatch, Weights, assemble, num_segments, pieces_of
 from lorafusion_jax.data.prepare import AdapterData, Prepared
 from lorafusion_jax.session.ahead import Ahead
 from lorafusion_jax.session.evaluation import Evaluation
@@ -53,11 +53,11 @@ def alone(adapter: AdapterConfig, data: AdapterData) -> list[int]:
     rates, history = step_rates(adapter, data), [adapter.seed]
     for batch, (start, end) in enumerate(zip(starts, ends, strict=True)):
         masks = [data.train.sample(int(data.order[index]))[1] for index in range(start, end)]
-        weights = {(adapter.name, batch): Weights(1.0 / sum(int(mask.sum()) for mask in masks))}
+        weights = [Weights(1.0 / sum(int(mask.sum()) for mask in masks))]
         total = 0
         for index in range(start, end):
-            ref = SampleRef(adapter=adapter.name, epoch=0, batch=batch, sample=index)
-            pieces = pieces_of_slot([ref], {adapter.name: data}, {adapter.name: 0}, weights)
+            ref = SampleRef(adapter=adapter.name, epoch=0, batch=0, sample=index)
+            pieces = pieces_of([ref], data, 0, weights)
             size = len(pieces[0].tokens)
             rows = assemble(
                 pieces, capacity_tokens=size, tile_tokens=size, max_segments=num_segments(1), max_adapters=1

@@ -11,7 +11,7 @@ from lorafusion_jax.data.assemble import (
     Weights,
     assemble,
     num_segments,
-    pieces_of_slot,
+    pieces_of,
     row_keys,
     sample_key,
     segment_key,
@@ -106,11 +106,11 @@ def test_every_epoch_of_a_sample_draws_its_own_masks():
             return None
 
     with shape_checks.off():
-        data = {"law": AdapterData(train=Train(), eval=None, order=np.array([1, 0, 0, 1]))}
-    weights = {("law", batch): Weights(1.0) for batch in range(4)}
+        data = AdapterData(train=Train(), eval=None, order=np.array([1, 0, 0, 1]))
+    weights = [Weights(1.0)] * 4
 
     def keys_of(refs):
-        return [piece.key for piece in pieces_of_slot(refs, data, {"law": 0}, weights)]
+        return [piece.key for piece in pieces_of(refs, data, 0, weights)]
 
     with shape_checks.off():
         refs = [SampleRef("law", 0, batch, sample) for batch, sample in enumerate((0, 1, 2, 3))]

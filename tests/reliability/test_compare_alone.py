@@ -149,14 +149,14 @@ def of_piece(change):
     """Changes the last sample of the adapter in its first slot of two."""
 
     def plant(patch):
-        original = assembler.pieces_of_slot
+        original = assembler.Assembler.pieces
 
-        def pieces(samples, data, index, weights):
-            originals = original(samples, data, index, weights)
-            own_indices = [at for at, piece in enumerate(originals) if piece.adapter == index[NAME]]
+        def pieces(self, part, tasks):
+            originals = original(self, part, tasks)
+            own_indices = [at for at, piece in enumerate(originals) if piece.adapter == self._index[NAME]]
             return change(originals, own_indices) if len(own_indices) > 1 else originals
 
-        patch.setattr(assembler, "pieces_of_slot", pieces)
+        patch.setattr(assembler.Assembler, "pieces", pieces)
 
     return plant
 
