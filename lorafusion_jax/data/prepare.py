@@ -101,6 +101,8 @@ def prepare(config: JobConfig, *, progress: Callable[[str], None] = lambda text:
         raise_all([problem, *missing_files(config)])
         raise
     tokenizer, model = load_tokenizer(directory), read_shape(directory)
+    if config.train.samples:
+        tokenizer.require()  # rows of tokens need none, the texts of samples do
     errors: list[LoraFusionError] = []
     adapters: dict[str, AdapterData] = {}
     for adapter in config.adapters:

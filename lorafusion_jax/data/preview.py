@@ -65,7 +65,7 @@ def _sample(samples: TokenizedSet, index: int, tokenizer: Tokenizer) -> Iterator
 
 
 def _tokens(tokens: np.ndarray, mask: np.ndarray, tokenizer: Tokenizer) -> Text:
-    added = set(tokenizer.backend.get_added_tokens_decoder())
+    added = tokenizer.added_ids
     text, inside = Text(), False
     for number, (piece, first, learned) in enumerate(_pieces(tokens, mask, tokenizer)):
         if learned != inside:

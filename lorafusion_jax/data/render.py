@@ -45,7 +45,9 @@ def encode_examples(
 
     Raises:
         DataError: data.no-template, data.template, data.template-limit (with the rows).
+        CheckpointError: tokenizer.missing.
     """
+    tokenizer.require()
     template = tokenizer.chat_template
     if template is not None and not isinstance(examples[0], Text):
         chats = [_as_chat(example) for example in examples]

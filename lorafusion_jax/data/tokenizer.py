@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn, cast
 
 import numpy as np
 import tokenizers
@@ -27,6 +27,20 @@ SHOWN_WHY = 300  # characters of a library's reason
 MOST_INSERTED = 1000  # characters
 INSERTED = re.compile(rb'"(prepend|content|replacement)"\s*:\s*"(?:[^"\\]|\\.){%d}' % (MOST_INSERTED + 1))
 BATCH_ROWS = 512  # bounds memory: all encodings of one call exist at once, about 100 bytes per token
+
+
+class _NoRules:
+    """Stands for the rules of a folder without tokenizer.json: rows of tokens need none.
+
+    Raises:
+        CheckpointError: tokenizer.missing, on use.
+    """
+
+    def __init__(self, missing: CheckpointError):
+        self.missing = missing
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise self.missing
 
 
 class Encoded(NamedTuple):
@@ -58,6 +72,20 @@ class Tokenizer:
     stop_ids: tuple[int, ...] = ()
 
     @property
+    def is_there(self) -> bool:
+        """Whether the model's folder has a tokenizer.json."""
+        return not isinstance(self.backend, _NoRules)
+
+    def require(self) -> None:
+        """Checks that texts can be encoded.
+
+        Raises:
+            CheckpointError: tokenizer.missing.
+        """
+        if isinstance(self.backend, _NoRules):
+            raise self.backend.missing
+
+    @property
     def vocab_size(self) -> int:
         return self.backend.get_vocab_size(with_added_tokens=True)
 
@@ -66,6 +94,11 @@ class Tokenizer:
         """Ids of the special tokens, which no text is split into."""
         added = self.backend.get_added_tokens_decoder()
         return np.array([number for number, token in added.items() if token.special], np.int32)
+
+    @property
+    def added_ids(self) -> frozenset[int]:
+        """Ids of the tokens that were added to the vocabulary."""
+        return frozenset(self.backend.get_added_tokens_decoder() if self.is_there else ())
 
     @property
     def special_texts(self) -> dict[str, int]:
@@ -92,7 +125,9 @@ class Tokenizer:
         return self.backend.decode([int(i) for i in ids], skip_special_tokens=True)
 
     def piece(self, token: int) -> str:
-        """Returns the text of one token; `�` for part of a character."""
+        """Returns the text of one token; `�` for part of a character, the id where no text is known."""
+        if not self.is_there:
+            return f"{token} "
         text, raw = self.decode([token]), self.backend.id_to_token(int(token)) or ""
         return (
             " " + text if raw.startswith("▁") and not text.startswith(" ") else text
@@ -168,20 +203,16 @@ def _token_at(offsets: Sequence[tuple[int, int]], position: int) -> int:
 def load_tokenizer(model_dir: str | Path) -> Tokenizer:
     """Loads the tokenizer of an HF model directory.
 
-    Reads tokenizer.json, tokenizer_config.json (special tokens, chat_template) and chat_template.jinja.
+    Reads tokenizer.json, tokenizer_config.json (special tokens, chat_template) and chat_template.jinja. Without
+    tokenizer.json every use of it is an error, tokenizer.missing.
 
     Raises:
-        CheckpointError: tokenizer.missing, tokenizer.broken, tokenizer.template.
+        CheckpointError: tokenizer.broken, tokenizer.template.
     """
     folder = Path(model_dir)
     path = folder / "tokenizer.json"
     if not path.is_file():
-        raise CheckpointError(
-            "tokenizer.missing",
-            f"{folder} has no tokenizer.json.",
-            where=str(folder),
-            fix="AutoTokenizer.from_pretrained(...).save_pretrained(...) of transformers writes one",
-        )
+        return _without_rules(folder)
     try:
         content = read_bytes(path, TOKENIZER)
         _check_inserted_texts(content)
@@ -218,13 +249,35 @@ def load_tokenizer(model_dir: str | Path) -> Tokenizer:
     )
 
 
+def _without_rules(folder: Path) -> Tokenizer:
+    """Returns the tokenizer of a folder without tokenizer.json, of which only the ids of ends are known."""
+    missing = CheckpointError(
+        "tokenizer.missing",
+        f"{folder} has no tokenizer.json.",
+        where=str(folder),
+        fix="AutoTokenizer.from_pretrained(...).save_pretrained(...) of transformers writes one; or rows of tokens, "
+        "data.format: tokens, which need none",
+    )
+    stops = tuple(dict.fromkeys(_named_stop_ids(folder)))
+    return Tokenizer(
+        backend=cast(tokenizers.Tokenizer, _NoRules(missing)),
+        special_tokens={},
+        chat_template=None,
+        digest="none",
+        bos_id=None,
+        eos_id=stops[0] if stops else None,
+        adds_bos=False,
+        stop_ids=stops,
+    )
+
+
 @contextmanager
 def _reporting_failures(input_name: str) -> Iterator[None]:
     """Turns failures of the tokenizer in the body into an error."""
     try:
         yield
     except BaseException as problem:
-        if not _is_failure(problem):
+        if not _is_failure(problem) or isinstance(problem, CheckpointError):
             raise
         raise CheckpointError(
             "tokenizer.broken",
@@ -283,13 +336,17 @@ def _special_tokens(folder: Path, config: dict, backend: tokenizers.Tokenizer) -
 
 def _named_stops(folder: Path, backend: tokenizers.Tokenizer, special: dict[str, str]) -> list[str]:
     """Returns the tokens that the model's files name as ends: the tokenizer's EOS, and lists of ids."""
+    texts = [special.get("eos_token"), *map(backend.id_to_token, _named_stop_ids(folder))]
+    return [text for text in dict.fromkeys(texts) if text]
+
+
+def _named_stop_ids(folder: Path) -> list[int]:
+    """Returns the ids that the model's files name as ends."""
     ids: list = []
     for name in ("generation_config.json", "config.json"):
         value = _read_json(folder / name).get("eos_token_id")
         ids += value if isinstance(value, list) else [value]
-    ids = [number for number in ids if isinstance(number, int) and 0 <= number < 2**32]
-    texts = [special.get("eos_token"), *map(backend.id_to_token, ids)]
-    return [text for text in dict.fromkeys(texts) if text]
+    return [number for number in ids if type(number) is int and 0 <= number < 2**32]
 
 
 def _chat_template(folder: Path, config: dict, special: dict[str, str]) -> ChatTemplate | None:

@@ -82,6 +82,7 @@ class TextGenerator:
 
     def __init__(self, source: Source):
         self.tokenizer: Tokenizer = load_tokenizer(source.base)
+        self.tokenizer.require()
         self.asked = source.asked
         self._names = [adapter.name for adapter in source.adapters]
         self._generator = TokenGenerator([load_stage(source)], self.tokenizer, stop_tokens(source.base, self.tokenizer))

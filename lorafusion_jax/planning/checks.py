@@ -37,7 +37,7 @@ def checked_data(config: JobConfig | None, errors: Sequence[LoraFusionError]) ->
             prepared = read(config)
         except LoraFusionError as problem:
             problems += getattr(problem, "errors", [problem])
-    raise_all(problems + check_start_bases(config))
+    raise_all(unique([*problems, *check_start_bases(config)]))  # both read the base
     assert isinstance(prepared, Prepared)
     return config, prepared
 

@@ -106,3 +106,27 @@ def test_columns_that_are_not_used_are_named_by_check_and_train(lorafusion, own_
     outcome = run(lorafusion, own_job, ("train", "--out", "run"), monkeypatch)
     assert outcome.code == 0
     assert warning in outcome.out
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, ("data", "preview")], ids=lambda command: command[-1])
+def test_rows_of_tokens_need_no_tokenizer(lorafusion, own_job, own_base, command, monkeypatch):
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (own_base / name).unlink(missing_ok=True)
+    for name in ("law.jsonl", "med.jsonl", "law_eval.jsonl"):
+        write_rows_to(own_job.folder / name, [{"input_ids": [3, 11, 13], "labels": [-100, 11, 13]}] * 4)
+    monkeypatch.chdir(own_job.folder)
+    words = (*command, own_job.path) if command[0] == "data" else (command[0], own_job.path, *command[1:])
+    outcome = lorafusion(*words)
+    assert outcome.code == 0, outcome.err
+    if command[0] == "data":
+        assert "3 ⟦11 13 ⟧" in outcome.out
+
+
+def test_texts_need_a_tokenizer(lorafusion, own_job, own_base):
+    (own_base / "tokenizer.json").unlink()
+    assert lorafusion("check", own_job.path).errors == ["tokenizer.missing"]
+    for name in ("law.jsonl", "med.jsonl", "law_eval.jsonl"):
+        write_rows_to(own_job.folder / name, [{"input_ids": [3, 11, 13]}] * 4)
+    own_job.values["train"] = own_job.values.get("train", {}) | {"samples": ["Two?"]}
+    own_job.write()
+    assert lorafusion("check", own_job.path).errors == ["tokenizer.missing"]

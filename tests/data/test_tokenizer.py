@@ -114,7 +114,14 @@ def test_special_tokens_as_objects_and_in_other_files(tmp_path):
 
 
 def test_folder_without_tokenizer(tmp_path):
-    assert "save_pretrained" in fails(tmp_path, "tokenizer.missing").fix
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
+    tokenizer = load_tokenizer(tmp_path)
+    for use in (tokenizer.require, lambda: tokenizer.encode("a"), lambda: tokenizer.text([1])):
+        with pytest.raises(CheckpointError) as caught:
+            use()
+        assert caught.value.code == "tokenizer.missing"
+        assert "save_pretrained" in caught.value.fix
+    assert tokenizer.stop_ids == (7, 9)
 
 
 @pytest.mark.parametrize("key", ["eos_token", "chat_template"])
