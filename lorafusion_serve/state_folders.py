@@ -39,6 +39,11 @@ def states_replaced_by(state: Path) -> list[Path]:
     return [folder for folder in states_before(state) if _number(folder)[1] <= step]
 
 
+def states_beyond(folder: Path, step: int) -> list[Path]:
+    """States of later steps, newest first: a database that is older than they are does not know them."""
+    return [state for state in states_in(folder) if _number(state)[1] > step]
+
+
 def states_in(folder: Path) -> list[Path]:
     """All states of a folder, newest first."""
     return sorted((path for path in folder.glob("e*-s*") if NAME.fullmatch(path.name)), key=_number, reverse=True)

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from sqlalchemy import select
 from starlette.concurrency import run_in_threadpool
 
+from lorafusion_jax.adapters.table import adapter_kind
 from lorafusion_jax.checkpoint.digests import FILE as DIGESTS
 from lorafusion_jax.checkpoint.digests import digest_of, read_digests
 from lorafusion_jax.config.references import BASE, START
@@ -291,7 +292,11 @@ def find_problems(service: Service, owner: Owner, spec: JobSpec) -> list[dict[st
     if problems:
         return problems
     job = {"spec": spec.model_dump(mode="json"), "base": spec.base, "id": spec.name}
-    _, errors = examine(service.controller.values(job))
+    config, errors = examine(service.controller.values(job))
+    if config is not None and not errors and adapter_kind(kind := config.adapters[0].lora.adapter_kind).merge_only:
+        message, why = f"an adapter of kind {kind} has no form in PEFT.", "a service gives adapters out as PEFT folders"
+        fix = "train it in a run: lorafusion train, then lorafusion export RUN ADAPTER --merge --to FOLDER"
+        return [{"code": "job.not-served", "where": "lora.kind", "what": message, "why": why, "fix": fix}]
     return [describe(error) | {"where": error.where.removeprefix("job") or _key_in(error.what)} for error in errors]
 
 

@@ -33,6 +33,7 @@ from lorafusion_serve.control.sweep import Sweeper
 from lorafusion_serve.control.worker_events import WorkerEvents
 from lorafusion_serve.refusals import completed
 from lorafusion_serve.settings import ONE_SESSION, Settings
+from lorafusion_serve.state_folders import states_beyond
 from lorafusion_serve.states import ON_WORKER, StateError
 from lorafusion_serve.store import tables as t
 from lorafusion_serve.store.database import Database, StoreError
@@ -418,8 +419,13 @@ class Controller:
             place = layouts[group].find(kind_of(job["spec"]), job["rank"], taken.get(group, set()))
             if place is None:
                 continue
+            later = states_beyond(self._settings.job(job["id"]) / "state", job["state_step"])
             with self._db.write() as connection, suppress(StateError):
                 self._jobs.place(connection, job["id"], group=group, place=place)
+                if later:
+                    reason = f"the database knows the state of step {job['state_step']}, but not {later[0].name}"
+                    data = {"step": job["state_step"], "reason": reason}
+                    self._db.add_event(connection, "earlier-state", job["owner"], job["id"], data)
                 text = f"{job['id']} ({job['name']} of {job['owner']}) starts in place {place} of {group}"
                 connection.execute(t.decisions.insert().values(at=time.time(), text=text))
                 taken.setdefault(group, set()).add(place)

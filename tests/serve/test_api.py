@@ -6,12 +6,16 @@ import http.client
 import json
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import jax
 import pytest
 
 import lorafusion_serve
+from lorafusion_jax.adapters.kind import Leaf
+from lorafusion_jax.adapters.table import KINDS
 from lorafusion_jax.config.places import Places
 from lorafusion_serve.api.app import describe
 from lorafusion_serve.api.streams import _events
@@ -126,6 +130,23 @@ def test_what_needs_a_run_is_refused_by_its_name(running, job):
     wanted = {"lora.trainable_tokens", "early_stop"}
     assert {entry["where"] for entry in problem.problems if entry["code"] == "job.not-served"} == wanted
     assert all(entry["why"] and "lorafusion train" in entry["fix"] for entry in problem.problems)
+
+
+def test_a_kind_without_a_form_in_peft_is_refused_at_submission(running, job, monkeypatch):
+    """Its download would be a folder that PEFT does not read; one that multiplies the low-rank product is LoRA."""
+    leaves = (*KINDS["lora"].leaves, Leaf(name="louder", axes=("N",), init=jax.nn.initializers.zeros))
+    columns = replace(
+        KINDS["lora"], leaves=leaves, column_scale=lambda kernel, its, sizes: 1 + its["louder"], peft=None
+    )
+    monkeypatch.setitem(KINDS, "columns", columns)
+    ana = running.client("ana")
+    problem = refused(lambda: ana.submit(job | {"lora": {"rank": 4, "kind": "columns"}}))
+    (entry,) = problem.problems
+    assert (problem.status, entry["code"], entry["where"]) == (422, "job.not-served", "lora.kind")
+    assert "columns" in entry["what"]
+    assert "--merge" in entry["fix"]
+    monkeypatch.setitem(KINDS, "columns", replace(columns, column_scale=None))
+    ana.submit(job | {"lora": {"rank": 4, "kind": "columns"}})
 
 
 @pytest.mark.parametrize(
@@ -417,7 +438,7 @@ def test_the_description_names_every_path_and_its_errors():
         "/v1/jobs/{job}/continue", "/v1/jobs/{job}/metrics", "/v1/jobs/{job}/events", "/v1/events",
         "/v1/jobs/{job}/log", "/v1/jobs/{job}/timeline", "/v1/jobs/{job}/adapter", "/v1/adapters",
         "/v1/adapters/{adapter}", "/v1/cluster", "/v1/decisions", "/v1/workers/{worker}/{action}", "/v1/me", "/v1/keys",
-        "/v1/keys/{key}", "/healthz", "/readyz", "/metrics",
+        "/v1/keys/{key}", "/v1/keys/{key}/limits", "/healthz", "/readyz", "/metrics",
     }  # fmt: skip
     assert set(paths) == wanted
     for path, methods in paths.items():

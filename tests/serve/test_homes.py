@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from local_service import start_service
+from simulated_service import Service, wait_for
 from sqlalchemy import select
 
 from lorafusion_jax.checkpoint.digests import digest_of, write_digests
@@ -196,6 +197,28 @@ def test_a_job_that_goes_on_from_an_older_copy_keeps_later_states_until_it_is_th
         (states / name).mkdir()
     assert [path.name for path in states_replaced_by(states / "e6-s7")] == ["e1-s5"]
     assert [path.name for path in states_replaced_by(states / "e7-s40")] == ["e6-s7", "e5-s12", "e3-s40", "e1-s5"]
+
+
+@pytest.mark.parametrize("later", [[], ["e1-s3"], ["e2-s40", "e4-s9"]])
+def test_a_job_whose_database_is_older_than_its_states_says_where_it_goes_on(tmp_path, tiny_base, later):
+    service = Service(tmp_path / "home", tiny_base, None, places={4: 1})
+    try:
+        other, job = (service.submit(name, "red", steps=steps) for name, steps in (("other", 400), ("law", 12)))
+        folder = service.settings.job(job) / "state"
+        with service.db.write() as connection:  # it waits for the only place
+            service.jobs.set(connection, job, state_path=f"jobs/{job}/state/e1-s5", state_step=5, step=5)
+        for name in ("e1-s5", *later):
+            (folder / name).mkdir(parents=True)
+        with service.db.write() as connection:
+            service.jobs.ask(connection, other, "cancel", actor="test")
+        wait_for(lambda: service.placed(job) != [])
+        with service.db.read() as connection:
+            query = select(t.events.c.data).where(t.events.c.job == job, t.events.c.kind == "earlier-state")
+            said = connection.execute(query).scalars().all()
+    finally:
+        service.close()
+    reasons = [f"the database knows the state of step 5, but not {name}" for name in later if name == "e4-s9"]
+    assert said == [{"step": 5, "reason": reason} for reason in reasons]
 
 
 def test_what_is_deleted_is_put_aside_for_a_day(home, tiny_base, monkeypatch):
