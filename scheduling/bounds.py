@@ -62,7 +62,7 @@ def bound_of_rest(jobs: Sequence[AdapterJob], left: Sequence[np.ndarray], ready:
         lengths.append(tokens)
         starts.append(first)
     samples = np.concatenate(lengths)
-    joint = int(_bins_of_groups(samples, np.zeros(1, np.int64), room)[0]) if len(samples) else 0
+    joint = int(_bins_by_parts(samples, np.zeros(1, np.int64), room)[0]) if len(samples) else 0
     bins = -(-max(joint, _bins_for(samples, room)) // limits.data_parallel)
     return max(bins, _one_machine(tiles, counts, starts, limits.slot_tiles, limits.num_stages))
 
@@ -86,14 +86,11 @@ def _bins_of_groups(tokens: np.ndarray, starts: np.ndarray, room: int) -> np.nda
     """Microbatches that each group of samples needs by itself, from dual feasible functions of the lengths.
 
     Such a function gives a microbatch at most 1 whatever it holds, so the sum over the samples is a bound. Those of
-    Fekete and Schepers: a length above m/(k + 1) of the room counts m/k; or those below a threshold count nothing and
-    those that leave no room for it a whole microbatch.
+    Fekete and Schepers: see `_bins_by_parts`; or lengths below a threshold count nothing and those that leave no room
+    for it a whole microbatch, which is more than the tokens only where there are some of these.
     """
-    bins = np.ones(len(starts), np.int64)
-    for parts in range(1, MOST_PARTS + 1):
-        shares = ((parts + 1) * tokens - 1) // room
-        bins = np.maximum(bins, -(-np.add.reduceat(shares, starts) // parts))
-    shortest = np.unique(tokens[tokens * 2 <= room])
+    bins = _bins_by_parts(tokens, starts, room)
+    shortest = np.unique(tokens[(tokens * 2 <= room) & (tokens + tokens.max() > room)])
     count = max(1, min(THRESHOLDS, MOST_WORK // len(tokens), shortest.size))
     for threshold in shortest[np.linspace(0, shortest.size - 1, count).astype(int)] if shortest.size else ():
         counted = np.where(tokens > room - threshold, room, np.where(tokens < threshold, 0, tokens))
@@ -101,22 +98,29 @@ def _bins_of_groups(tokens: np.ndarray, starts: np.ndarray, room: int) -> np.nda
     return bins
 
 
+def _bins_by_parts(tokens: np.ndarray, starts: np.ndarray, room: int) -> np.ndarray:
+    """The same where a length above m/(k + 1) of the room counts m/k."""
+    bins, fewest = np.ones(len(starts), np.int64), room // int(tokens.max())  # fewer parts count nothing
+    for parts in range(max(1, fewest), MOST_PARTS + 1):
+        shares = ((parts + 1) * tokens - 1) // room
+        bins = np.maximum(bins, -(-np.add.reduceat(shares, starts) // parts))
+    return bins
+
+
 def _bins_for(lengths: np.ndarray, room: int) -> int:
     """Martello and Toth's bin-packing bound L2: microbatches that these samples need in any order."""
     ordered = np.sort(lengths)
-    prefix = np.r_[0, np.cumsum(ordered)]
+    prefix: np.ndarray = np.r_[0, np.cumsum(ordered)]
     shortest = np.unique(ordered[ordered * 2 <= room])
     if shortest.size > 256:  # any subset of thresholds gives a valid bound
         shortest = shortest[np.linspace(0, shortest.size - 1, 256).astype(int)]
-    best = int((ordered * 2 > room).sum())
-    for threshold in [0, *shortest.tolist()]:
-        small = int(np.searchsorted(ordered, threshold))  # shorter than the threshold: left out
-        half = int(np.searchsorted(ordered, room // 2, side="right"))
-        large = int(np.searchsorted(ordered, room - threshold, side="right"))  # no room left for a middle one
-        room_left = (large - half) * room - (prefix[large] - prefix[half])
-        excess = int(prefix[half] - prefix[small] - room_left)
-        best = max(best, int(len(ordered) - half) + max(0, -(-excess // room)))
-    return best
+    thresholds: np.ndarray = np.r_[0, shortest]
+    half = int(np.searchsorted(ordered, room // 2, side="right"))
+    small = np.searchsorted(ordered, thresholds)  # shorter than the threshold: left out
+    large = np.searchsorted(ordered, room - thresholds, side="right")  # no room left for a middle one
+    room_left = (large - half) * room - (prefix[large] - prefix[half])
+    excess = prefix[half] - prefix[small] - room_left
+    return len(ordered) - half + max(0, -(-int(excess.max()) // room))
 
 
 def _one_machine(
