@@ -159,7 +159,7 @@ def _encode(
             if segment.prompt_ids is not None:
                 encoded[number] = _given_ids(segment)
             else:
-                examples[number] = _example(segment)
+                examples[number] = _example(segment, loss)
         except (ValueError, TypeError, OverflowError) as problem:
             bad.append((number, str(problem)))
     if bad:
@@ -231,10 +231,17 @@ def _given_ids(segment: Segment) -> Encoded:
     return Encoded(np.concatenate(parts), np.repeat([False, True], [len(part) for part in parts]))
 
 
-def _example(segment: Segment) -> Example:
+def _example(segment: Segment, loss: str) -> Example:
     if segment.messages is not None:
         messages, muted = parse_messages(list(segment.messages))
-        return Chat(messages, muted=muted, answer_from=segment.prompt_messages or 0)
+        first = segment.prompt_messages or 0
+        in_answer = [turn for turn in sorted(muted) if turn >= first]
+        if in_answer and loss == AFTER_PROMPT and segment.learn != "nothing":
+            raise ValueError(
+                f"message {in_answer[0] - first} of its {segment.name} answer is excluded from the loss, but all "
+                "behind the prompt counts: data.loss: assistant counts the assistant's other messages alone"
+            )
+        return Chat(messages, muted=muted, answer_from=first)
     if segment.text is not None:
         return Text(checked_text(segment.text, f"segment '{segment.name}'"))
     prompt, answer = (checked_text(part, f"segment '{segment.name}'") for part in (segment.prompt, segment.answer))

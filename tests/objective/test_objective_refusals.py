@@ -39,6 +39,8 @@ ROWS = [  # what is wrong, the objective, the rows, the code and what the messag
      "its rejected answer is the beginning of the other one"),
     ("an unknown role", DPO, [{**PAIR, "chosen": [{"role": "oracle", "content": "a"}], "rejected": [{"role": "oracle",
      "content": "b"}]}], "data.bad-row", "has the role 'oracle'"),
+    ("a message that is not to be learned", DPO, [{"prompt": [ASKED], "chosen": [REPLIED], "rejected": [REPLIED, ASKED,
+     {**REPLIED, "masked": True}]}], "data.bad-row", "message 2 of its rejected answer is excluded from the loss"),
     ("rows of plain examples", DPO, [{"prompt": "one", "completion": " two"}], "data.missing-column",
      "no column 'chosen', which objective dpo needs"),
     ("a label that is a text", KTO, [{**LABELLED, "label": "good"}], "data.bad-row",
