@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from lorafusion_jax.data.rows import Rows
 from lorafusion_jax.data.token_rows import ATTENTION, FORMAT, IDS, LABELS
 from lorafusion_jax.errors import DataError, LoraFusionError, did_you_mean, raise_all
+from lorafusion_jax.objective.protocol import CellType
 
 CHAT_COLUMNS = ("system", "tools", "chat_template_kwargs")
 # format → (required columns, optional columns), in the order in which formats are tried
@@ -18,6 +19,10 @@ FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "instruction": (("instruction", "output"), ("input", "history", *CHAT_COLUMNS)),
     "text": (("text",), ()),
     FORMAT: ((IDS,), (LABELS, ATTENTION)),
+}
+TYPES: Mapping[str, CellType] = {
+    **dict.fromkeys(("messages", "conversations", "prompt", "completion"), "messages"),
+    **dict.fromkeys((IDS, LABELS, ATTENTION), "list"),
 }
 PROBED_ROWS = 20
 
@@ -33,6 +38,11 @@ class Layout:
     format: str
     columns: dict[str, str]
     unused: tuple[str, ...] = ()
+
+    @property
+    def types(self) -> dict[str, CellType]:
+        """What the cells of a table without types hold, by column."""
+        return {column: TYPES[role] for role, column in self.columns.items() if role in TYPES}
 
 
 def detect_layout(rows: Rows, *, format: str = "auto", columns: Mapping[str, str] = {}) -> Layout:

@@ -12,15 +12,19 @@ from lorafusion_jax.objective.protocol import CellType
 
 MEDIA = tuple((f"{kind}{s}", f"<{kind}>") for kind in ("image", "video", "audio") for s in ("s", ""))
 LABEL: Mapping[str, CellType] = {"label": "flag"}
+PROMPTS = ("prompt", "messages", "conversations", "instruction", "question")
 # columns of the rows → what they hold, an objective for them, and a way to train them with sft after all
 KINDS = (
     (
         ("chosen", "rejected"),
         "chosen and rejected answers",
         "dpo",
-        "data.columns: {prompt: prompt, completion: chosen}",
+        "data.columns: {prompt: PROMPT, completion: chosen}",
     ),
-    (("completion", "label"), "answers that are labelled good or bad", "kto", "data.format: prompt"),
+    *(
+        ((column, "label"), "answers that are labelled good or bad", "kto", f"data.format: {format}")
+        for column, format in (("completion", "prompt"), ("messages", "messages"), ("conversations", "conversations"))
+    ),
     (("completion", "advantage"), "sampled answers with their advantage", "grpo", "data.format: prompt"),
     (("completion", "advantages"), "sampled answers with their advantages", "grpo", "data.format: prompt"),
 )
@@ -41,13 +45,15 @@ def refuse_other_rows(rows: Rows, settings: DataSettings, adapter: str, objectiv
     present = {key for row in rows.values for key in row}
     for columns, content, wanted, otherwise in KINDS:
         if present.issuperset(columns) and (wanted != "kto" or _are_labels(rows)):
+            prompt = next((name for name in PROMPTS if name in present), PROMPTS[0])
+            plain = otherwise.replace("PROMPT", prompt)
             raise DataError(
                 "data.other-objective",
                 f"{adapter}: its rows hold {content}, and its objective is {objective}.",
                 where=rows.source,
                 why=f"their columns are {', '.join(sorted(present))}; {objective} would ignore "
                 f"{' and '.join(columns[-1:])}",
-                fix=f"objective: {{name: {wanted}}}   or, to train with {objective}, {otherwise}",
+                fix=f"objective: {{name: {wanted}}}   or, to train with {objective}, {plain}",
             )
 
 
@@ -61,7 +67,7 @@ def refuse_media(rows: Rows, adapter: str) -> None:
         (number, f"it has {name!r} and a text with {sign}")
         for number, row in enumerate(rows.values)
         for name, sign in MEDIA
-        if row.get(name) and sign in json.dumps(row, default=str)
+        if row.get(name) and sign in json.dumps({**row, name: None}, default=lambda value: None)
     ]
     if bad:
         message = f"{adapter}: {len(bad)} of {len(rows.values)} rows hold images, videos or sounds."

@@ -9,7 +9,7 @@ from lorafusion_jax.data.example import Chat, Example, Pair, Text
 from lorafusion_jax.data.formats import Layout
 from lorafusion_jax.data.messages import ROLES, BadRow
 from lorafusion_jax.data.row_parsers import PARSERS
-from lorafusion_jax.data.rows import Rows
+from lorafusion_jax.data.rows import Rows, typed_row
 from lorafusion_jax.errors import LoraFusionError, raise_all
 
 LARGEST_ROW = 4 << 20  # characters; a tokenizer takes about 100 bytes and 1 µs for each
@@ -85,7 +85,8 @@ def parse_examples(
     problems = _Problems()
     for number, row in enumerate(rows.values):
         try:
-            example = parse(row, layout.columns, need_answer)
+            typed = typed_row(row, layout.types) if rows.untyped else row
+            example = parse(typed, layout.columns, need_answer)
             examples.append(_within_size(example, cut_at))
             if examples[-1] is not example:
                 shortened.append(number)

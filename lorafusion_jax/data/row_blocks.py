@@ -9,7 +9,7 @@ import io
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 from lorafusion_jax.data.json_blocks import json_blocks
 from lorafusion_jax.data.row_files import (
@@ -19,7 +19,7 @@ from lorafusion_jax.data.row_files import (
     csv_options,
     decode,
     parse_jsonl,
-    without_nulls,
+    table_rows,
 )
 from lorafusion_jax.data.rows import Rows
 from lorafusion_jax.readable import DATA, open_regular, open_text
@@ -121,7 +121,7 @@ def _parquet_blocks(name: str, path: Path) -> Iterator[Rows]:
     try:
         with open_regular(path, DATA) as file, parquet.ParquetFile(file) as table:
             for batch in table.iter_batches(batch_size=BATCH_ROWS):
-                values += [without_nulls(row) for row in batch.to_pylist()]
+                values += table_rows(batch)
                 size += _batch_bytes(batch)
                 if size >= BLOCK_BYTES:
                     yield Rows(source=name, values=values, first=first_row)
@@ -175,10 +175,23 @@ def _unpacked_bytes(array: pa.Array) -> int:
             return len(array) * (_unpacked_bytes(array.dictionary) // max(len(array.dictionary), 1))
         lengths = compute.binary_length(array.dictionary)  # pyright: ignore[reportAttributeAccessIssue]
         return compute.sum(lengths.take(array.indices)).as_py() or 0  # pyright: ignore[reportAttributeAccessIssue]
+    if isinstance(array, pa.ExtensionArray):
+        return _unpacked_bytes(array.storage)
     if pa.types.is_nested(kind):
-        parts = array.flatten()
-        return sum(map(_unpacked_bytes, parts if isinstance(parts, list) else [parts])) + 8 * len(array)
+        return sum(map(_unpacked_bytes, _parts(array))) + 8 * len(array)
     return array.nbytes
+
+
+def _parts(array: Any) -> list[pa.Array]:
+    """Returns the arrays that a nested one consists of."""
+    import pyarrow as pa
+
+    if pa.types.is_map(array.type):  # it has no kernel to flatten
+        return [array.keys, array.items]
+    if pa.types.is_union(array.type):
+        return [array.field(index) for index in range(array.type.num_fields)]
+    parts = array.flatten()
+    return parts if isinstance(parts, list) else [parts]
 
 
 def _json_blocks(name: str, path: Path) -> Iterator[Rows]:

@@ -6,11 +6,14 @@ import csv
 import io
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lorafusion_jax.config.read import has_half_character
-from lorafusion_jax.data.rows import SHOWN, Rows, type_name
+from lorafusion_jax.data.rows import SHOWN, Rows, Unreadable, type_name
 from lorafusion_jax.errors import DataError, first_few, shortened_text
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 SHOWN_WHY = 500  # characters of a library's reason
 HALF = "\\ud"  # how JSON begins half of a surrogate pair
@@ -223,24 +226,51 @@ def parse_parquet(name: str, content: bytes) -> Rows:
     from pyarrow import parquet
 
     try:
-        values = parquet.read_table(pa.BufferReader(content)).to_pylist()
+        values = table_rows(parquet.ParquetFile(pa.BufferReader(content)).read())
     except (pa.ArrowException, OSError, ValueError, OverflowError) as problem:
         raise bad_parquet(name, problem) from None
-    return Rows(source=name, values=[without_nulls(row) for row in values])
+    return Rows(source=name, values=values)
+
+
+def table_rows(table: pa.Table | pa.RecordBatch) -> list[dict]:
+    """Returns the rows of a table. Values that Python cannot hold are `Unreadable`: the column may not be used.
+
+    Raises:
+        ValueError: it names a column twice.
+    """
+    names = table.schema.names
+    if len(set(names)) != len(names):
+        raise ValueError(f"it names the column '{next(name for name in names if names.count(name) > 1)}' twice")
+    columns = [_values(column) for column in table.columns]
+    return [without_nulls(dict(zip(names, row, strict=True))) for row in zip(*columns, strict=True)]
+
+
+def _values(column: pa.ChunkedArray | pa.Array) -> list:
+    try:
+        return column.to_pylist()
+    except Exception:  # a text that is not UTF-8, a time beyond Python's or in a zone that is not there: many types
+        return [_value(scalar) for scalar in column]
+
+
+def _value(scalar: pa.Scalar) -> Any:
+    try:
+        return scalar.as_py()
+    except Exception as problem:
+        return Unreadable(f"{scalar.type}: {shortened_text(str(problem).partition('\n')[0], SHOWN_WHY)}")
 
 
 def bad_parquet(name: str, problem: Exception) -> DataError:
     """The error of a file whose values cannot be read."""
     import pyarrow as pa
 
-    # a text or a name may not be UTF-8; times may be beyond Python's, or finer
+    # a name may not be UTF-8
     message = "is not a Parquet file" if isinstance(problem, pa.ArrowInvalid) else "holds values that cannot be read"
     return DataError(
         "data.bad-table",
         f"{name} {message}.",
         where=name,
         why=shortened_text(str(problem).partition("\n")[0], SHOWN_WHY),
-        fix="columns of texts, numbers, lists and structs; times as texts",
+        fix="columns of texts, numbers, lists and structs, each once",
     )
 
 

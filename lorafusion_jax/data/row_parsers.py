@@ -15,6 +15,7 @@ from lorafusion_jax.objective.pairs import split_conversation
 
 def _prompt(row: dict, columns: dict[str, str], need_answer: bool) -> Example:
     prompt, completion = row.get(columns["prompt"]), row.get(columns["completion"])
+    completion = [completion] if isinstance(completion, dict) else completion
     if isinstance(prompt, list) or isinstance(completion, list):
         try:
             prompt, completion = split_conversation("completion", prompt, completion)
@@ -48,7 +49,8 @@ def _chat(row: dict, columns: dict[str, str], need_answer: bool) -> Example:
     column = columns.get("messages") or columns["conversations"]
     listed = row.get(column)
     if not isinstance(listed, list):
-        raise BadRow("data.bad-type", f"'{column}' is {type_name(listed)}, not a list of messages")
+        wanted = "a list of messages" + (", which is JSON in a CSV file" if isinstance(listed, str) else "")
+        raise BadRow("data.bad-type", f"'{column}' is {type_name(listed)}, not {wanted}")
     return _conversation(row, columns, need_answer, [], listed)
 
 

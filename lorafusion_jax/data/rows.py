@@ -16,6 +16,13 @@ SHOWN_TEXT = 40  # characters of a cell
 SHOWN = 5  # rows that a message names before it counts the rest
 
 
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """A value of a table that Python cannot hold. Only a column that is used needs its values."""
+
+    why: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RawSource:
     """A source that is read and hashed but not parsed, which is enough for a cache lookup.
@@ -90,7 +97,9 @@ class Rows:
 
 
 def typed_row(row: Mapping[str, Any], types: Mapping[str, CellType]) -> dict[str, Any]:
-    """Returns a row whose cells are texts with the flags, numbers and lists of some columns. Empty cells are absent.
+    """Returns a row whose cells are texts with the flags, numbers, lists and messages of some columns.
+
+    Empty cells of flags, numbers and lists are absent.
 
     Raises:
         ValueError: a cell cannot be read so.
@@ -101,11 +110,13 @@ def typed_row(row: Mapping[str, Any], types: Mapping[str, CellType]) -> dict[str
     return {
         key: _read_cell(key, value, types[key]) if key in types and isinstance(value, str) else value
         for key, value in row.items()
-        if not (key in types and isinstance(value, str) and not value.strip())
+        if types.get(key, "messages") == "messages" or not isinstance(value, str) or value.strip()
     }
 
 
 def _read_cell(name: str, text: str, kind: CellType) -> Any:
+    if kind == "messages":
+        return _messages_or_text(text)
     try:
         if kind == "flag":
             return FLAGS[text.strip().lower()]
@@ -117,7 +128,20 @@ def _read_cell(name: str, text: str, kind: CellType) -> Any:
         raise ValueError(f"its {name} is {text[:SHOWN_TEXT]!r}, not {wanted}") from None
 
 
+def _messages_or_text(text: str) -> list | dict | str:
+    """Returns the messages, or the message, that a text holds as JSON; another text as it is."""
+    try:
+        value = json.loads(text) if text.lstrip()[:1] in ("[", "{") else None
+    except (ValueError, RecursionError):
+        return text
+    messages = value if isinstance(value, list) else [value]
+    are_messages = messages and all(isinstance(item, dict) and {"role", "from"} & item.keys() for item in messages)
+    return value if are_messages else text  # pyright: ignore[reportReturnType]
+
+
 def type_name(value: object) -> str:
     """Returns the name of a JSON value's type for messages."""
+    if isinstance(value, Unreadable):
+        return f"a value that cannot be read ({value.why})"
     names = {dict: "an object", list: "a list", str: "a text", int: "a number", float: "a number", bool: "true/false"}
     return names.get(type(value), "nothing" if value is None else type(value).__name__)

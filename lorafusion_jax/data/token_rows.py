@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from lorafusion_jax.data.rows import Rows
+from lorafusion_jax.data.rows import Rows, typed_row
 from lorafusion_jax.data.tokenizer import Encoded
 
 IDS, LABELS, ATTENTION = "input_ids", "labels", "attention_mask"
@@ -26,7 +26,8 @@ def parse_token_rows(rows: Rows, columns: Mapping[str, str], *, adapter: str, lo
     bad: list[tuple[int, str]] = []
     for number, row in enumerate(rows.values):
         try:
-            samples.append(_sample(row, columns, loss))
+            typed = typed_row(row, dict.fromkeys(columns.values(), "list")) if rows.untyped else row
+            samples.append(_sample(typed, columns, loss))
         except ValueError as problem:
             bad.append((number, str(problem)))
     if bad:

@@ -14,7 +14,10 @@ from lorafusion_jax.generation.sampling import Sampling
 from lorafusion_jax.generation.text import PromptRow
 from lorafusion_jax.objective.protocol import CellType
 
-TYPES: Mapping[str, CellType] = dict.fromkeys(("max_tokens", "temperature", "top_k", "top_p", "seed"), "number")
+TYPES: Mapping[str, CellType] = {
+    **dict.fromkeys(("max_tokens", "temperature", "top_k", "top_p", "seed"), "number"),
+    **dict.fromkeys(("prompt", "messages"), "messages"),
+}
 SETTINGS = tuple(field.name for field in fields(Sampling))
 
 
@@ -76,7 +79,6 @@ def _read_row(line: str | dict, adapters: Sequence[str], sampling: Sampling, whe
     if not (adapter is None or isinstance(adapter, str)):
         raise DataError("generate.row", f"{where}: 'adapter' is not a text.", fix='"adapter": "NAME"')
     options = {key: row[key] for key in SETTINGS if key in row}
-    options |= {"stop": tuple(options["stop"])} if isinstance(options.get("stop"), list) else {}
     try:
         settings = replace(sampling, **options)
     except (LoraFusionError, TypeError) as problem:

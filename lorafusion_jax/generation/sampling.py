@@ -35,8 +35,8 @@ class Sampling:
     stop: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):  # otherwise its letters would be the texts
-            object.__setattr__(self, "stop", (self.stop,))
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop  # otherwise its letters would be the texts
+        object.__setattr__(self, "stop", tuple(stop) if isinstance(stop, list) else stop)
         raise_all(list(self._errors()))
 
     @property
@@ -53,7 +53,7 @@ class Sampling:
             ("top_k", _is_int(self.top_k) and self.top_k >= 0, "a whole number from 0 (0: off)"),
             ("top_p", _is_number(self.top_p) and 0 < self.top_p <= 1, "a number above 0, at most 1"),
             ("seed", _is_int(self.seed) and 0 <= self.seed <= MOST_SEED, f"a whole number from 0 to {MOST_SEED}"),
-            ("stop", all(isinstance(text, str) and text for text in self.stop), "texts that are not empty"),
+            ("stop", _are_texts(self.stop), "a text or texts that are not empty"),
         )
         for name, holds, wanted in checks:
             if not holds:
@@ -62,6 +62,10 @@ class Sampling:
 
 
 MODES = ("greedy", "sampled", "filtered")  # a later one serves the settings of those before it
+
+
+def _are_texts(value: object) -> bool:
+    return isinstance(value, tuple) and all(isinstance(text, str) and text for text in value)
 
 
 def _is_int(value: object) -> bool:

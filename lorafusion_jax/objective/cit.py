@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from lorafusion_jax.objective.fields import NotNegative, Positive
-from lorafusion_jax.objective.pairs import prompt_and_answer, split_conversation
+from lorafusion_jax.objective.pairs import prompt_and_answer, split_conversation, with_system
 from lorafusion_jax.objective.protocol import HIDDEN, Objective, Sample, Segment
 
 
@@ -38,11 +38,13 @@ def cit_segments(rows: Sequence[Mapping[str, Any]]) -> list[tuple[Segment, Segme
     for row in rows:
         if not row.get("paraphrase") or row["paraphrase"] == row.get("prompt"):
             raise ValueError("it has no paraphrase" if not row.get("paraphrase") else "its paraphrase is its prompt")
-        prompt, completion = split_conversation("completion", row.get("prompt"), row.get("completion"))
+        paraphrase, *_ = with_system(row.get("system"), row["paraphrase"])
+        prompt, completion = with_system(row.get("system"), row.get("prompt"), row.get("completion"))
+        prompt, completion = split_conversation("completion", prompt, completion)
         parts.append(
             (
                 prompt_and_answer("completion", prompt, completion),
-                prompt_and_answer("completion", row["paraphrase"], completion),
+                prompt_and_answer("completion", paraphrase, completion),
             )
         )
     return parts
@@ -75,6 +77,8 @@ CIT = Objective(
     segments=cit_segments,
     num_segments=2,
     columns=("prompt", "paraphrase", "completion"),
+    optional_columns=("system",),
+    types=dict.fromkeys(("prompt", "paraphrase", "completion"), "messages"),
     group=lambda options: options.group,
     loss=cit_loss,
     metrics={"contrastive": "nats", "similarity": "cosine", "nll_loss": "nats per token"},

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from lorafusion_jax.objective.dpo import METRICS
 from lorafusion_jax.objective.fields import PREFERENCE_DEFAULTS, NotNegative, Positive, Smoothing
-from lorafusion_jax.objective.pairs import COLUMNS, OPTIONAL, chosen_and_rejected
+from lorafusion_jax.objective.pairs import COLUMNS, OPTIONAL, STAND_INS, TYPES, chosen_and_rejected
 from lorafusion_jax.objective.protocol import LOGPROBS, Objective, Sample, Segment
 
 
@@ -139,6 +139,8 @@ CPO = Objective(
     num_segments=2,
     columns=COLUMNS,
     optional_columns=OPTIONAL,
+    types=TYPES,
+    stand_ins=STAND_INS,
     loss=cpo_loss,
     metrics=METRICS | {"nll_loss": "nats per token"},
     options=CPOOptions,

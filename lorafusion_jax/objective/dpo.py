@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import BeforeValidator
 
 from lorafusion_jax.objective.fields import PREFERENCE_DEFAULTS, NotNegative, Positive, Smoothing, as_tuple
-from lorafusion_jax.objective.pairs import COLUMNS, OPTIONAL, chosen_and_rejected
+from lorafusion_jax.objective.pairs import COLUMNS, OPTIONAL, STAND_INS, TYPES, chosen_and_rejected
 from lorafusion_jax.objective.protocol import REFERENCE, Objective, Sample
 
 type Loss = Literal["sigmoid", "hinge", "ipo", "robust", "sigmoid_norm", "bco_pair", "apo_zero", "apo_down", "sft"]
@@ -168,6 +168,8 @@ DPO = Objective(
     num_segments=2,
     columns=COLUMNS,
     optional_columns=OPTIONAL,
+    types=TYPES,
+    stand_ins=STAND_INS,
     loss=preference_loss,
     metrics=METRICS,
     options=DPOOptions,

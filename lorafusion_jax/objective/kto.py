@@ -14,7 +14,15 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from lorafusion_jax.objective.fields import PREFERENCE_DEFAULTS, Positive
-from lorafusion_jax.objective.pairs import chosen_and_rejected, prompt_and_answer, split_conversation
+from lorafusion_jax.objective.pairs import (
+    STAND_INS,
+    TYPES,
+    asks,
+    chosen_and_rejected,
+    prompt_and_answer,
+    split_conversation,
+    with_system,
+)
 from lorafusion_jax.objective.protocol import REFERENCE, Objective, Sample, Segment
 
 BALANCED = (1.0, 4 / 3)  # the weights of good rows over those of bad rows, as the paper advises
@@ -51,9 +59,13 @@ def rows_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
         ]
     if row.get("label") not in (True, False):  # 0 and 1 are equal to them
         raise ValueError("it has neither a label that is true or false nor a chosen and a rejected answer")
-    if not row.get("completion"):
+    prompt, completion = row.get("prompt"), row.get("completion")
+    if completion is None and isinstance(prompt, list):  # a conversation that ends with it, as LLaMA-Factory has
+        prompt, completion = prompt[:-1], [] if asks(prompt[-1:]) else prompt[-1:]
+    if not completion:
         raise ValueError("it has no completion")
-    prompt, completion = split_conversation("completion", row.get("prompt"), row["completion"])
+    prompt, completion = with_system(row.get("system"), prompt, completion)
+    prompt, completion = split_conversation("completion", prompt, completion)
     return [{"prompt": prompt, "completion": completion, "label": bool(row["label"])}]
 
 
@@ -147,8 +159,9 @@ def _segment(name: str, prompt: Any, completion: Any, raw: bool) -> Segment:
 KTO = Objective(
     segments=kto_segments,
     num_segments=2,
-    optional_columns=("prompt", "completion", "label", "chosen", "rejected"),
-    types={"label": "flag"},
+    optional_columns=("prompt", "completion", "label", "chosen", "rejected", "system"),
+    types={**TYPES, "label": "flag"},
+    stand_ins=STAND_INS,
     numbers=lambda row: {"label": float(row["label"])},
     expand=rows_of,
     by_part=True,

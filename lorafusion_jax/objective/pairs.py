@@ -1,7 +1,8 @@
 """Reads rows with a chosen and a rejected answer, as TRL's data sets have them. Never imports jax.
 
 A row has `chosen` and `rejected`, as texts or as lists of messages, with a `prompt` or without. Without one, it is what
-both begin with. Conversations may stand beside the prompt that they begin with, as in ultrafeedback_binarized.
+both begin with. Conversations may stand beside the prompt that they begin with, as in ultrafeedback_binarized. LLaMA-
+Factory names the prompt `messages` or `conversations`, with one message as each answer. A `system` text begins each.
 """
 
 from __future__ import annotations
@@ -10,9 +11,12 @@ from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
-from lorafusion_jax.objective.protocol import Learn, Segment
+from lorafusion_jax.objective.protocol import CellType, Learn, Segment
 
-COLUMNS, OPTIONAL = ("chosen", "rejected"), ("prompt",)
+COLUMNS, OPTIONAL = ("chosen", "rejected"), ("prompt", "system")
+STAND_INS: Mapping[str, tuple[str, ...]] = {"prompt": ("messages", "conversations")}
+TYPES: Mapping[str, CellType] = dict.fromkeys(("prompt", "chosen", "rejected", "completion"), "messages")
+SYSTEM = ("system", "developer")
 ASKING = ("user", "human", "system", "developer")  # roles whose turns are part of no answer
 
 
@@ -21,7 +25,7 @@ def chosen_and_rejected(row: Mapping[str, Any]) -> tuple[Segment, Segment]:
 
     Raises:
         ValueError: an answer is missing or empty, both are equal, they have no prompt in common, or they begin with
-            turns of the user that `prompt` does not say.
+            turns of the user that `prompt` does not say; the row has two different system texts.
 
     >>> [segment.answer for segment in chosen_and_rejected({"prompt": "2 + 2 =", "chosen": " 4", "rejected": " 5"})]
     [' 4', ' 5']
@@ -31,6 +35,9 @@ def chosen_and_rejected(row: Mapping[str, Any]) -> tuple[Segment, Segment]:
             raise ValueError(f"it has no {name} answer")
     chosen, rejected = (_answer(row[name], name) for name in COLUMNS)
     prompt = row.get("prompt")
+    if isinstance(prompt, list) and prompt == chosen:
+        prompt = None  # the chosen conversation once more
+    prompt, chosen, rejected = with_system(row.get("system"), prompt, chosen, rejected)
     if chosen == rejected:
         raise ValueError("its chosen and rejected answers are equal")
     if isinstance(chosen, list) != isinstance(rejected, list):
@@ -64,6 +71,36 @@ def prompt_and_answer(
         messages = [*before, *_messages(answer, "assistant")]
         return Segment(name=name, messages=messages, prompt_messages=len(before), learn=learn, values=values)
     return Segment(name=name, prompt=prompt or "", answer=answer, template=template, learn=learn, values=values)
+
+
+def with_system(system: Any, prompt: Any, *answers: Any) -> tuple[Any, ...]:
+    """Returns prompt and answers, of which the conversation begins with a system text.
+
+    Raises:
+        ValueError: it is no text, there is no prompt that it could precede, or the conversation has another one.
+
+    >>> with_system("Be brief.", "2 + 2 =", "4")[0]
+    [{'role': 'system', 'content': 'Be brief.'}, {'role': 'user', 'content': '2 + 2 ='}]
+    """
+    if system is None or system == "":
+        return prompt, *answers
+    if not isinstance(system, str):
+        raise ValueError("its 'system' is not a text")
+    if answers and all(map(asks, answers)):  # they begin with the prompt
+        begun = [_after_system(system, answer) for answer in answers]
+        return (_after_system(system, prompt) if isinstance(prompt, list) and prompt else prompt), *begun
+    if not prompt:
+        raise ValueError("it has a 'system' text, but no prompt")
+    return _after_system(system, _messages(prompt, "user")), *answers
+
+
+def _after_system(system: str, messages: list) -> list:
+    role, content = _turn(messages[0]) if isinstance(messages[0], Mapping) else (None, None)
+    if not isinstance(role, str) or role.lower() not in SYSTEM:
+        return [{"role": "system", "content": system}, *messages]
+    if content != system.strip():
+        raise ValueError("its 'system' differs from the system message of its conversation")
+    return messages
 
 
 def split_conversation(name: str, prompt: Any, answer: Any) -> tuple[Any, Any]:

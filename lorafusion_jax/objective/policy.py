@@ -13,13 +13,16 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from lorafusion_jax.objective.fields import NotNegative, Positive
-from lorafusion_jax.objective.pairs import prompt_and_answer
+from lorafusion_jax.objective.pairs import prompt_and_answer, with_system
 from lorafusion_jax.objective.protocol import LOGPROBS, REFERENCE, CellType, Objective, Sample, Segment
 
 ADVANTAGES, OLD = "advantages", "old_logprobs"
-TEXTS, IDS = ("prompt", "completion"), ("prompt_ids", "completion_ids")
-ROW = (*TEXTS, *IDS, "advantage", ADVANTAGES, OLD)
-TYPES: Mapping[str, CellType] = dict.fromkeys(("advantage", *IDS, ADVANTAGES, OLD), "list")
+TEXTS, IDS, SYSTEM = ("prompt", "completion"), ("prompt_ids", "completion_ids"), "system"
+ROW = (*TEXTS, *IDS, "advantage", ADVANTAGES, OLD, SYSTEM)
+TYPES: Mapping[str, CellType] = {
+    **dict.fromkeys(TEXTS, "messages"),
+    **dict.fromkeys(("advantage", *IDS, ADVANTAGES, OLD), "list"),
+}
 
 
 def sampled_segments(row: Mapping[str, Any]) -> tuple[Segment]:
@@ -41,9 +44,12 @@ def sampled_segments(row: Mapping[str, Any]) -> tuple[Segment]:
         for name in IDS:
             if not isinstance(row.get(name), list):
                 raise ValueError(f"its {name} is no list of token ids")
+        if row.get(SYSTEM):
+            raise ValueError(f"it has a '{SYSTEM}' text, and its {IDS[0]} hold the whole prompt")
         ids = Segment(name="completion", prompt_ids=row[IDS[0]], answer_ids=row[IDS[1]], values=values)
         return (ids,)
-    return (prompt_and_answer("completion", row.get("prompt"), row.get("completion"), values=values),)
+    prompt, completion = with_system(row.get(SYSTEM), row.get("prompt"), row.get("completion"))
+    return (prompt_and_answer("completion", prompt, completion, values=values),)
 
 
 def off_policy_segments(row: Mapping[str, Any]) -> tuple[Segment]:

@@ -26,7 +26,7 @@ TAKEN = (
 MOST_IN_GROUP = 1024
 DEFAULTED = ("lora.dropout", "optim.lr", "data.max_length", "data.on_long")
 type Learn = Literal["answer", "all", "nothing"]
-type CellType = Literal["flag", "number", "list"]
+type CellType = Literal["flag", "number", "list", "messages"]
 type Row = Mapping[str, Any]
 
 
@@ -151,7 +151,8 @@ class Objective:
         columns: columns that `segments` needs; `data.columns` may rename them.
         optional_columns: columns that it reads where they exist.
         types: column → its type, for files whose cells are all texts (CSV): "flag" is true, false, 1 or 0, "list" a
-            number or a JSON list.
+            number or a JSON list, "messages" a JSON list of messages or a text.
+        stand_ins: column → columns that hold the same and are read where it is absent, the first that is there.
         numbers: row → numbers that the loss needs, by name; the same names for every row of a file.
         expand: row of the file → the rows that it stands for; raises ValueError.
         by_part: the first rows that all rows of the file stand for come before all second ones, and so on.
@@ -182,6 +183,7 @@ class Objective:
     columns: tuple[str, ...] = ()
     optional_columns: tuple[str, ...] = ()
     types: Mapping[str, CellType] = field(default_factory=dict)
+    stand_ins: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     numbers: Callable[[Row], Mapping[str, float]] | None = None
     expand: Callable[[Row], Sequence[Row]] | None = None
     by_part: bool = False

@@ -14,7 +14,7 @@ import numpy as np
 
 from lorafusion_jax.adapters.kind import Draw, Leaf
 from lorafusion_jax.objective.fields import NotNegative
-from lorafusion_jax.objective.pairs import COLUMNS, OPTIONAL, chosen_and_rejected
+from lorafusion_jax.objective.pairs import COLUMNS, OPTIONAL, STAND_INS, TYPES, chosen_and_rejected
 from lorafusion_jax.objective.protocol import SCORE, Objective, Sample, Segment
 
 MARGIN = "margin"
@@ -82,7 +82,8 @@ REWARD = Objective(
     num_segments=2,
     columns=COLUMNS,
     optional_columns=(*OPTIONAL, MARGIN),
-    types={MARGIN: "number"},
+    types={**TYPES, MARGIN: "number"},
+    stand_ins=STAND_INS,
     numbers=margin_of,
     loss=reward_loss,
     metrics={

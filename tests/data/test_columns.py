@@ -1,5 +1,6 @@
 """Columns and keys of messages: each is used, refused by name, or named in a note."""
 
+import csv
 import json
 
 import numpy as np
@@ -9,9 +10,11 @@ from data_helpers import TEMPLATE, chat, learned, write_model
 from pyarrow import parquet
 from template_cases import WEATHER
 
-from lorafusion_jax.data import load_tokenizer
+from lorafusion_jax.config.schema import DataSettings
+from lorafusion_jax.data import load_samples, load_tokenizer
 from lorafusion_jax.errors import DataError, ErrorList
 from lorafusion_jax.generation.prompts import prompt_tokens
+from lorafusion_jax.objective.choose import choose
 
 TOOLS_TEMPLATE = (
     "{% if tools %}{% for t in tools %}{{ t | tojson }}{% endfor %}{% endif %}{% if mood %}<{{ mood }}>{% endif %}"
@@ -367,3 +370,102 @@ def test_arguments_that_are_a_json_text_are_encoded_once(template, written, load
     other = {"type": "function", "function": {"name": "add", "arguments": "no JSON"}}
     if template != ITEMS:
         load([{"messages": [ASK, {"role": "assistant", "content": None, "tool_calls": [other]}]}], tokenizer=tokenizer)
+
+
+HUMAN, GPT = {"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "four"}
+BRIEF = {"role": "system", "content": "Be brief."}
+WRONG, OTHER = {"role": "assistant", "content": "five"}, {"role": "user", "content": "3+3?"}
+PAIRED = {"prompt": [ASK], "chosen": [ANSWER], "rejected": [WRONG]}
+LABELLED = {"prompt": [ASK], "completion": [ANSWER], "label": True}
+SECOND = {"prompt": [OTHER], "completion": [{"role": "assistant", "content": "two"}], "label": False}
+LAYOUTS = [  # objective, a row of another program, the same row as ours, columns that are not used
+    ("dpo", {"conversations": [HUMAN], "chosen": GPT, "rejected": {"from": "gpt", "value": "five"}}, PAIRED, ""),
+    ("orpo", {"messages": [ASK], "chosen": ANSWER, "rejected": WRONG}, PAIRED, ""),
+    ("reward", PAIRED | {"messages": [ASK, ANSWER]}, PAIRED, "messages"),
+    ("simpo", {"messages": [ASK, ANSWER], "chosen": [ASK, ANSWER], "rejected": [ASK, WRONG]}, PAIRED, ""),
+    ("kto", {"messages": [ASK, ANSWER], "label": True}, LABELLED, ""),
+    ("kto", {"conversations": [HUMAN, GPT], "label": True}, LABELLED, ""),
+    ("dpo", PAIRED | {"system": "Be brief."}, PAIRED | {"prompt": [BRIEF, ASK]}, ""),
+    ("cpo", PAIRED | {"prompt": "2+2?", "system": "Be brief."}, PAIRED | {"prompt": [BRIEF, ASK]}, ""),
+    ("dpo", {"chosen": [ASK, ANSWER], "rejected": [ASK, WRONG], "system": "Be brief."},
+     PAIRED | {"prompt": [BRIEF, ASK]}, ""),
+    ("dpo", PAIRED | {"prompt": [BRIEF, ASK], "system": "Be brief."}, PAIRED | {"prompt": [BRIEF, ASK]}, ""),
+    ("kto", LABELLED | {"system": "Be brief."}, LABELLED | {"prompt": [BRIEF, ASK]}, ""),
+    ("grpo", {"prompt": "2+2?", "completion": "four", "advantage": 1, "system": "Be brief."},
+     {"prompt": [BRIEF, ASK], "completion": "four", "advantage": 1}, ""),
+    ("cit", {"prompt": "2+2?", "paraphrase": "2 and 2?", "completion": "four", "system": "Be brief."},
+     {"prompt": [BRIEF, ASK], "paraphrase": [BRIEF, ASK | {"content": "2 and 2?"}], "completion": "four"}, ""),
+]  # fmt: skip
+SECONDS = {"kto": SECOND, "cit": {"prompt": [OTHER], "paraphrase": [ASK], "completion": "six"}}
+
+
+def write_csv(path, rows: list[dict]) -> None:
+    with path.open("w", newline="") as file:
+        table = csv.DictWriter(file, list(dict.fromkeys(key for row in rows for key in row)))
+        table.writeheader()
+        for row in rows:
+            table.writerow({key: cell if isinstance(cell, str) else json.dumps(cell) for key, cell in row.items()})
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "csv"])
+@pytest.mark.parametrize(("objective", "row", "same", "unused"), LAYOUTS)
+def test_layouts_of_preferences_give_the_same_samples(objective, row, same, unused, suffix, tmp_path, tokenizer):
+    def read(name: str, row: dict):
+        second = SECONDS.get(objective)
+        if second is not None and "prompt" not in row:
+            second = {next(iter(row)): [*second["prompt"], *second["completion"]], "label": False}
+        rows = [row] if second is None else [row, second]
+        if name.endswith("csv"):
+            write_csv(tmp_path / name, rows)
+        else:
+            (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return load_samples(
+            name,
+            settings=DataSettings(train=name),
+            tokenizer=tokenizer,
+            adapter="a",
+            base_dir=tmp_path,
+            cache_dir=tmp_path / "cache",
+            objective=choose(objective, {"group": 2} if objective in SECONDS else {}),
+        )
+
+    samples = read(f"row.{suffix}", row)
+    assert text_of(samples, tokenizer) == text_of(read("same.jsonl", same), tokenizer)
+    assert samples.digest == read("same.jsonl", same).digest
+    notes = [note for note in samples.report.notes if "unused" in note]
+    assert [unused in note for note in notes] == ([True] if unused else [])
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        FORMS["messages"] | {"system": "Be brief."},
+        FORMS["conversations"],
+        FORMS["lists"],
+        {"prompt": "[1, 2] + [3]", "completion": '[{"a": 1}]'},
+        {"input_ids": [5, 6, 7], "labels": [-100, 6, 7], "attention_mask": [1, 1, 0]},
+        {"input_ids": [5, 6, 7]},
+    ],
+)
+def test_cells_of_csv_hold_lists_as_json(row, load, tmp_path, tokenizer):
+    expected = load([row])
+    write_csv(tmp_path / "rows.csv", [row])
+    samples = load((tmp_path / "rows.csv").read_text(), name="rows.csv")
+    assert samples.digest == expected.digest
+    assert learned(samples, tokenizer) == learned(expected, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("table", "code", "says"),
+    [
+        ("messages\nhello\n", "data.bad-type", "'messages' is a text, not a list of messages, which is JSON in a CSV"),
+        ('messages\n"[{""role"": "\n', "data.bad-type", "'messages' is a text"),
+        ("input_ids\n1 2 3\n", "data.bad-tokens", "its input_ids is '1 2 3', not a number or a JSON list"),
+        ("input_ids\n5\n", "data.bad-tokens", "'input_ids' is not a list of whole numbers"),
+    ],
+)
+def test_cells_of_csv_that_hold_no_lists_are_named(table, code, says, load):
+    with pytest.raises(DataError) as caught:
+        load(table, name="rows.csv")
+    assert caught.value.code == code
+    assert says in caught.value.why

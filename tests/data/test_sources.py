@@ -1,3 +1,4 @@
+import decimal
 import gzip
 import json
 import sys
@@ -7,6 +8,8 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
+from lorafusion_jax.config.schema import DataSettings
+from lorafusion_jax.data import load_samples
 from lorafusion_jax.data.sources import expand_source, open_source, parse_rows, read_rows
 from lorafusion_jax.errors import DataError
 
@@ -176,12 +179,62 @@ def test_parquet_that_is_none(tmp_path):
     fails("data.bad-table", "a.parquet", tmp_path)
 
 
-def test_parquet_with_a_text_that_is_not_utf8(tmp_path):
+def test_parquet_with_a_name_that_is_not_utf8(tmp_path):
     parquet.write_table(pa.table({"text": ["one two"]}), tmp_path / "a.parquet", compression="none")
     content = (tmp_path / "a.parquet").read_bytes()
-    for name in (b"one two", b"text"):  # a cell, a column
-        (tmp_path / "a.parquet").write_bytes(content.replace(name, b"\xe3" + name[1:]))
-        fails("data.bad-table", "a.parquet", tmp_path)
+    (tmp_path / "a.parquet").write_bytes(content.replace(b"text", b"\xe3ext"))
+    fails("data.bad-table", "a.parquet", tmp_path)
+
+
+def test_parquet_with_a_column_twice(tmp_path):
+    table = pa.Table.from_arrays([pa.array(["one"]), pa.array(["two"])], ["text", "text"])
+    parquet.write_table(table, tmp_path / "a.parquet")
+    assert "'text' twice" in fails("data.bad-table", "a.parquet", tmp_path).why
+
+
+ODD = {  # values that Python can hold, and some that it cannot
+    "struct": pa.array([{"a": 1, "b": None}] * 2),
+    "list": pa.array([[1, None], []]),
+    "map": pa.array([[("k", 1)]] * 2, pa.map_(pa.string(), pa.int64())),
+    "image": pa.array([{"bytes": b"\x89PNG", "path": None}] * 2),
+    "binary": pa.array([b"\xff\x00"] * 2),
+    "decimal": pa.array([decimal.Decimal("1.5")] * 2),
+    "nanoseconds": pa.array([[1234567890123456789]] * 2, pa.list_(pa.timestamp("ns"))),
+    "far date": pa.array([2**30] * 2, pa.date32()),
+    "no zone": pa.array([5] * 2, pa.timestamp("us", tz="Nowhere/Land")),
+    "no text": pa.array([b"\xff"] * 2).view(pa.string()),
+    "label": pa.array(["a", "b"]).dictionary_encode(),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_a_column_that_is_not_used_may_hold_anything(name, tmp_path, tokenizer):
+    columns = {"prompt": ["2+2?", "3+3?"], "completion": ["four", "six"]}
+    parquet.write_table(pa.table({**columns, name: ODD[name]}), tmp_path / "odd.parquet")
+    parquet.write_table(pa.table(columns), tmp_path / "even.parquet")
+
+    def tokens(file: str):
+        settings = DataSettings(train=file)
+        read = load_samples(
+            file, settings=settings, tokenizer=tokenizer, adapter="a", base_dir=tmp_path, cache_dir=tmp_path / "c"
+        )
+        return read.tokens.tolist(), read.report.notes
+
+    expected, _ = tokens("even.parquet")
+    got, notes = tokens("odd.parquet")
+    assert got == expected
+    assert f"'{name}'" in notes[0]
+
+
+def test_a_column_that_is_used_and_cannot_be_read_is_named_with_its_row(tmp_path, tokenizer):
+    texts = pa.array([b"one", b"\xff"]).view(pa.string())
+    parquet.write_table(pa.table({"text": texts}), tmp_path / "a.parquet")
+    with pytest.raises(DataError) as caught:
+        load_samples(
+            "a.parquet", settings=DataSettings(train="a.parquet"), tokenizer=tokenizer, adapter="a", base_dir=tmp_path
+        )
+    assert (caught.value.code, caught.value.where) == ("data.bad-type", "a.parquet, row 1")
+    assert "cannot be read" in caught.value.why
 
 
 @pytest.mark.parametrize("text", ["pro\rmpt,completion\ntwo,four\n", "p" * 200_000 + ",completion\na,b\n"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from lorafusion_jax.adapters.tokens import TokenRows
 from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.schema import TrainSettings
 from lorafusion_jax.data.tokenizer import load_tokenizer
-from lorafusion_jax.errors import ErrorList, LoraFusionError, RunError
+from lorafusion_jax.errors import DataError, ErrorList, LoraFusionError, RunError
 from lorafusion_jax.generation import packing, prompt_file
 from lorafusion_jax.generation.conversation import Conversation
 from lorafusion_jax.generation.generator import Answer, Generator, Request, check_caches
@@ -352,3 +353,23 @@ def test_rows_of_csv_have_numbers():
     assert (second.rows[0].adapter, second.rows[0].sampling) == ("med", Sampling(max_tokens=9))
     with pytest.raises(LoraFusionError, match=r"rows\.csv, row 1: its max_tokens is 'many', not a number"):
         prompt_file.read_rows(["prompt,max_tokens\n", "hello,many\n"], [], Sampling(), name="rows.csv")
+
+
+@pytest.mark.parametrize(("stop", "read"), [("hello", ("hello",)), (["a", "bc"], ("a", "bc")), ([], ())])
+def test_a_stop_text_of_a_row_is_one(stop, read):
+    lines = [json.dumps({"prompt": "hi", "stop": stop})]
+    (row,) = prompt_file.read_rows(lines, ["med"], Sampling(stop=("other",)), name="rows.jsonl")
+    assert row.rows[0].sampling.stop == read
+
+
+@pytest.mark.parametrize("stop", [5, None, {"a": 1}, [""], ["a", 1], ""])
+def test_a_stop_that_is_no_text_is_refused(stop):
+    with pytest.raises(DataError, match="stop must be a text or texts"):
+        prompt_file.read_rows([json.dumps({"prompt": "hi", "stop": stop})], ["med"], Sampling(), name="rows.jsonl")
+
+
+def test_messages_in_a_cell_of_csv_are_json():
+    lines = ["messages,stop\n", '"[{""role"": ""user"", ""content"": ""hi""}]",###\n']
+    (row,) = prompt_file.read_rows(lines, ["med"], Sampling(), name="rows.csv")
+    assert row.rows[0].prompt == [{"role": "user", "content": "hi"}]
+    assert row.rows[0].sampling.stop == ("###",)
