@@ -11,6 +11,8 @@ from typing import Any
 
 from lorafusion_serve.wire import Message
 
+END_S = 1.0
+
 
 class AnsweringProcess:
     """Asks one request at a time.
@@ -50,7 +52,8 @@ class AnsweringProcess:
 
     def end(self) -> None:
         self._process.kill()
-        self._process.wait()
+        with suppress(subprocess.TimeoutExpired):  # it hangs in a call of the system
+            self._process.wait(END_S)
         for pipe in (self._input, self._output):
             with suppress(OSError):
                 pipe.close()

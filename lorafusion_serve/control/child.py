@@ -27,6 +27,7 @@ Answer = dict[str, Any]
 MOST_WAITING = 8  # requests of an owner in a lane
 MOST_REQUESTS = 200  # of one child: what its libraries keep in memory goes with it
 IDLE_S = 300.0  # after which a child ends
+CLOSE_S = 5.0
 log = logging.getLogger("lorafusion.child")
 
 
@@ -85,10 +86,17 @@ class Child:
         lane = "count" if question == "render" and request["most"] is None else question
         return self._lanes["preview" if lane == "render" else lane].submit(owner, {"what": question} | request, most)
 
-    def close(self) -> None:
-        """Ends the children at once; what waits is cancelled."""
+    def close(self, seconds: float = CLOSE_S) -> None:
+        """Ends the children at once; what waits is cancelled.
+
+        Args:
+            seconds: to wait for them. One that hangs in a read of a disk or a network ends when the system lets it.
+        """
+        until = time.monotonic() + seconds
         for lane in self._lanes.values():
-            lane.close()
+            lane.end()
+        for lane in self._lanes.values():
+            lane.join(max(0.0, until - time.monotonic()))
 
 
 class _Lane:
@@ -114,7 +122,7 @@ class _Lane:
             self._changed.notify()
         return request.answer
 
-    def close(self) -> None:
+    def end(self) -> None:
         with self._changed:
             self._ended.set()
             waiting, self._waiting = self._waiting, {}
@@ -124,9 +132,12 @@ class _Lane:
                 request.answer.cancel()
         if (process := self._process) is not None:
             process.kill()  # its reader sees the end of it
+
+    def join(self, seconds: float) -> None:
         if self._thread is not None:
-            self._thread.join()
-        self._end()
+            self._thread.join(seconds)
+        if self._thread is None or not self._thread.is_alive():
+            self._end()
 
     def _work(self) -> None:
         while not self._ended.is_set():

@@ -102,17 +102,21 @@ class Controller:
         """
         self._ended.set()
         until = time.monotonic() + CLOSE_S
+
+        def left_s() -> float:
+            return max(0.0, until - time.monotonic())
+
         self._checks.shutdown(wait=False, cancel_futures=True)
-        self.child.close()
+        self.child.close(left_s() / 2)
         if self._thread.is_alive():
-            self._thread.join(CLOSE_S)
+            self._thread.join(left_s())
         sessions = list(self._sessions.values()) if stop_worker else []
         for session in sessions:
             session.terminate()
         for session in sessions:
-            session.stop(max(0.0, until - time.monotonic()))
+            session.stop(left_s())
         self._hub.close()
-        self.daily_copy.close()
+        self.daily_copy.close(left_s())
         if self._publisher is not None:
             self._publisher.close()
         self._launcher.close()

@@ -8,7 +8,7 @@ import time
 
 from lorafusion_serve.store.database import Database, StoreError
 
-DAY_S, LOOK_S, CLOSE_S = 86_400.0, 600.0, 1.0
+DAY_S, LOOK_S = 86_400.0, 600.0
 log = logging.getLogger("lorafusion.control")
 
 
@@ -33,10 +33,10 @@ class DailyCopy:
             self._copying = threading.Thread(target=self._copy, name="copy", daemon=True)
             self._copying.start()
 
-    def close(self) -> None:
-        """Waits a moment for a copy that is under way; one that takes longer is made again another time."""
+    def close(self, seconds: float) -> None:
+        """Waits for a copy that is under way; one that takes longer is made again another time."""
         if self._copying is not None:
-            self._copying.join(CLOSE_S)
+            self._copying.join(seconds)
 
     def _copy(self) -> None:
         try:

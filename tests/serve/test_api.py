@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import jax
+import numpy as np
 import pytest
 
 import lorafusion_serve
@@ -134,7 +134,7 @@ def test_what_needs_a_run_is_refused_by_its_name(running, job):
 
 def test_a_kind_without_a_form_in_peft_is_refused_at_submission(running, job, monkeypatch):
     """Its download would be a folder that PEFT does not read; one that multiplies the low-rank product is LoRA."""
-    leaves = (*KINDS["lora"].leaves, Leaf(name="louder", axes=("N",), init=jax.nn.initializers.zeros))
+    leaves = (*KINDS["lora"].leaves, Leaf(name="louder", axes=("N",), init=lambda draw, shape: np.zeros(shape)))
     columns = replace(
         KINDS["lora"], leaves=leaves, column_scale=lambda kernel, its, sizes: 1 + its["louder"], peft=None
     )
