@@ -9,14 +9,14 @@ from benchmarks.measured_code import code
 
 RESULTS = Path(__file__).parent / "results"
 PRODUCT = ("lorafusion_jax", "pallas_kernels", "scheduling")
-KERNELS, PLANS, SERVICE = ("pallas_kernels",), ("scheduling",), (*PRODUCT, "lorafusion_serve")
+KERNELS, PLANS = ("pallas_kernels",), ("scheduling",)
 MEASURED = {
     "attention": KERNELS, "kernels": KERNELS, "online": PLANS, "pipelines": PLANS, "planner": PLANS, "scaling": PLANS,
-    "window_density": PLANS, "live": SERVICE, "schema_requests": SERVICE, "service_kills": SERVICE,
+    "window_density": PLANS,
 }  # fmt: skip
 PLACE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end of table -->)", re.DOTALL)  # of a table in a document
 # In JSON and in CSV, where quotes may be doubled; a row of CSV without digests has the commit alone.
-DIGEST = re.compile(r"""['"]+(lorafusion_jax|lorafusion_serve|pallas_kernels|scheduling)['"]+: ['"]+([0-9a-f]{16})\b""")
+DIGEST = re.compile(r"""['"]+(lorafusion_jax|pallas_kernels|scheduling)['"]+: ['"]+([0-9a-f]{16})\b""")
 COMMIT = re.compile(r"(?<![0-9a-f])([0-9a-f]{40})(?![0-9a-f])|,([0-9a-f]{8}),2\d{3}-")
 
 

@@ -45,7 +45,7 @@ from lorafusion_jax.config.read import source_of
 from lorafusion_jax.data.prepare import prepare
 from lorafusion_jax.examples import examples_directory
 from lorafusion_jax.planning.training_plan import train_jobs
-from lorafusion_serve.client import Client, Job
+from lorafusion_jax.serve.client import Client, Job
 from scheduling import AdapterJob, Plan, make_plan
 
 CLIENTS = 8

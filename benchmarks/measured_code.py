@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("lorafusion_jax", "lorafusion_serve", "pallas_kernels", "scheduling")
+PACKAGES = ("lorafusion_jax", "pallas_kernels", "scheduling")
 
 
 @cache

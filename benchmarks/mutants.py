@@ -37,7 +37,7 @@ from benchmarks.measured_code import code, commit
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = ROOT / "benchmarks" / "data" / "mutants.csv"
 COPIED = (
-    "scheduling", "pallas_kernels", "lorafusion_jax", "lorafusion_serve", "tests", "benchmarks", "examples", "docs",
+    "scheduling", "pallas_kernels", "lorafusion_jax", "tests", "benchmarks", "examples", "docs",
 )  # fmt: skip
 LIBRARIES = ("numpy", "hypothesis", "pytest", "jax", "flax", "optax", "chex", "pydantic", "yaml", "safetensors")
 LIMIT_S = 600.0  # of one mutant; a test that never ends has noticed it

@@ -20,7 +20,7 @@ from benchmarks.ages import PLACE, ages  # noqa: E402
 from lorafusion_jax.config.schema import AdapterConfig  # noqa: E402
 from lorafusion_jax.config.sections import DEFAULTS, SHARED, SINGLE_DEFAULTS  # noqa: E402
 from lorafusion_jax.objective.table import OBJECTIVES  # noqa: E402
-from lorafusion_serve.api.app import describe  # noqa: E402
+from lorafusion_jax.serve.api.app import describe  # noqa: E402
 
 MARK = re.compile(r"^<!-- generated: ([\w-]+) -->$", re.MULTILINE)
 

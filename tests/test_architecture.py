@@ -19,8 +19,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("scheduling", "pallas_kernels", "lorafusion_jax", "lorafusion_serve")
-SERVICE = "lorafusion_serve"
+PACKAGES = ("scheduling", "pallas_kernels", "lorafusion_jax")
+SERVICE = ("lorafusion_jax", "serve")
 MAY_IMPORT = {  # besides the standard library
     "scheduling": {"scheduling", "numpy"},
     "pallas_kernels": {"pallas_kernels", "jax", "jaxtyping", "numpy"},
@@ -43,9 +43,9 @@ NO_JAX = (
     "lorafusion_jax.planning.training_plan",
     "lorafusion_jax.cli.main",
     "lorafusion_jax.api.plans",
-    "lorafusion_serve.server",
-    "lorafusion_serve.control.check",
-    "lorafusion_serve.client",
+    "lorafusion_jax.serve.server",
+    "lorafusion_jax.serve.control.check",
+    "lorafusion_jax.serve.client",
 )
 OPTIONAL = {
     "huggingface_hub",
@@ -62,13 +62,13 @@ FILLERS |= {"given", "whole", "there", "again", "ours", "theirs"}
 ERRORS = (
     "lorafusion_jax/errors.py",
     "scheduling/errors.py",
-    "lorafusion_serve/api/problems.py",
+    "lorafusion_jax/serve/api/problems.py",
 )  # what, where, why, fix
 PLACES = (  # the fixed places of a session, in which adapters start and stop: a term, and so a noun of these rooms
     "lorafusion_jax/session",
     "lorafusion_jax/config/places",
     "lorafusion_jax/config/stack",
-    "lorafusion_serve",
+    "lorafusion_jax/serve",
 )
 FORBIDDEN_IMPORTS = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 FORBIDDEN_CALLS = {"eval", "exec"}
@@ -320,7 +320,7 @@ IMPORTED_BY_JAX = {"flatbuffers"}  # where this package calls it
 
 def test_dependencies_are_what_is_imported_or_recorded_with_a_run():
     def needed(service: bool) -> set[str]:
-        files = [nodes for path, nodes in nodes_of_files().items() if (path.parts[0] == SERVICE) == service]
+        files = [nodes for path, nodes in nodes_of_files().items() if (path.parts[:2] == SERVICE) == service]
         used = set().union(*map(imported, files)) - set(PACKAGES) - OPTIONAL - NOTEBOOK
         return {normal(owners[name][0]) for name in used}
 

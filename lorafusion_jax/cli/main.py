@@ -10,7 +10,6 @@ import re
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Annotated
 
 import typer
@@ -22,7 +21,6 @@ from lorafusion_jax.plugins import plugin_fault
 from lorafusion_jax.report.console import errors_to
 from lorafusion_jax.signals import INTERRUPTED, stop_signals
 
-SERVICE = "lorafusion_serve"
 DISK = (errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG, errno.ESTALE)  # also of files that are open
 
 FILES = (
@@ -35,8 +33,7 @@ COMMANDS = {
     **{name: f"lorafusion_jax.cli.control:{name}_adapter" for name in CONTROLS},
     "data": "lorafusion_jax.cli.data:app",
 }
-if find_spec(SERVICE) is not None:  # by name: this package does not depend on it
-    COMMANDS |= import_module(f"{SERVICE}.cli.commands").COMMANDS
+COMMANDS |= import_module("lorafusion_jax.serve.cli.commands").COMMANDS  # by name: its rooms are above this one
 app = typer.Typer(
     cls=group_of(COMMANDS),
     no_args_is_help=True,

@@ -26,7 +26,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from benchmarks.measured_code import write_measured
-from lorafusion_serve.api.app import describe
+from lorafusion_jax.serve.api.app import describe
 
 PATHS = [
     (path, method.upper(), operation)

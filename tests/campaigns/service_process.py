@@ -16,10 +16,10 @@ from pathlib import Path
 from small_jobs import write_rows
 from sqlalchemy import select
 
-from lorafusion_serve.settings import Settings
-from lorafusion_serve.store import tables as t
-from lorafusion_serve.store.database import Database
-from lorafusion_serve.store.keys import add_key
+from lorafusion_jax.serve.settings import Settings
+from lorafusion_jax.serve.store import tables as t
+from lorafusion_jax.serve.store.database import Database
+from lorafusion_jax.serve.store.keys import add_key
 
 SETTINGS = ("base.dtype=float32", "batch.capacity_tokens=128", "batch.tile_tokens=16", "train.block_layers=1")
 OWNERS = ("ana", "ben", "cleo")

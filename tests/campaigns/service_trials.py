@@ -19,7 +19,7 @@ from safetensors.numpy import load_file
 
 from benchmarks.csv_rows import append_row
 from benchmarks.measured_code import write_measured
-from lorafusion_serve.client import Client, Job, ServiceError
+from lorafusion_jax.serve.client import Client, Job, ServiceError
 
 type Jobs = list[tuple[str, str]]  # owner and id of each
 type Strike = Callable[[Jobs, Counter[str]], str | None]  # what was hit, of what is left to do; None: nothing

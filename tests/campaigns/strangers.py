@@ -37,8 +37,8 @@ def serve(home: Path, base: Path, jobs: int, link: Any) -> None:
     """The process of the server."""
     from local_service import start_service
 
-    from lorafusion_serve.control.spec import JobSpec
-    from lorafusion_serve.store import tables as t
+    from lorafusion_jax.serve.control.spec import JobSpec
+    from lorafusion_jax.serve.store import tables as t
 
     running, end = start_service(home, base)
     spec = JobSpec.model_validate({"name": "law", "base": "gone", "data": {"train": "sha256-" + "0" * 64}, "lora": {}})
@@ -83,7 +83,7 @@ def attack(name: str, url: str, key: str, folder: Path, seconds: float, link: An
             parquet.write_table(pa.table({"text": words}), folder / "bomb.parquet", compression="zstd")
             files.append((folder / "bomb.parquet").read_bytes())
     if name == "previews":
-        from lorafusion_serve.client import Client
+        from lorafusion_jax.serve.client import Client
 
         (folder / "rows.jsonl").write_text("".join(f'{{"text": "row {n} of many"}}\n' for n in range(500_000)))
         dataset = Client(url, key).upload(folder / "rows.jsonl")["id"]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("lorafusion_jax", "lorafusion_serve", "pallas_kernels", "scheduling")
+PACKAGES = ("lorafusion_jax", "lorafusion_jax.serve", "pallas_kernels", "scheduling")
 TABLES = ("adapters/table.py", "families/table.py", "objective/table.py")
 ROW = re.compile(r"\| [^|]+ \| `(test_toy_\w+\.py)`: `([A-Z]+)` \| (`[^|]+`) \|")
 

@@ -10,15 +10,15 @@ from typing import Any
 
 import uvicorn
 
-from lorafusion_serve.api.access import Service
-from lorafusion_serve.api.app import make_app
-from lorafusion_serve.api.connections import server_config
-from lorafusion_serve.client import Client
-from lorafusion_serve.control.controller import Controller
-from lorafusion_serve.server import open_database
-from lorafusion_serve.settings import Settings
-from lorafusion_serve.store.database import Database
-from lorafusion_serve.store.keys import SCOPES, USER, add_key
+from lorafusion_jax.serve.api.access import Service
+from lorafusion_jax.serve.api.app import make_app
+from lorafusion_jax.serve.api.connections import server_config
+from lorafusion_jax.serve.client import Client
+from lorafusion_jax.serve.control.controller import Controller
+from lorafusion_jax.serve.server import open_database
+from lorafusion_jax.serve.settings import Settings
+from lorafusion_jax.serve.store.database import Database
+from lorafusion_jax.serve.store.keys import SCOPES, USER, add_key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

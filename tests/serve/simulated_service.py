@@ -10,13 +10,13 @@ from typing import Any
 from simulated_worker import SimulatedLauncher
 from sqlalchemy import select
 
-from lorafusion_serve.control.controller import Controller
-from lorafusion_serve.control.policy_scheduler import PolicyScheduler
-from lorafusion_serve.control.scheduler import OneSession
-from lorafusion_serve.server import open_database
-from lorafusion_serve.settings import Settings
-from lorafusion_serve.store import tables as t
-from lorafusion_serve.store.jobs import Jobs
+from lorafusion_jax.serve.control.controller import Controller
+from lorafusion_jax.serve.control.policy_scheduler import PolicyScheduler
+from lorafusion_jax.serve.control.scheduler import OneSession
+from lorafusion_jax.serve.server import open_database
+from lorafusion_jax.serve.settings import Settings
+from lorafusion_jax.serve.store import tables as t
+from lorafusion_jax.serve.store.jobs import Jobs
 from scheduling.online import ChangeCosts, Rates
 
 ID = "sha256-" + "0" * 64

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from lorafusion_jax.checkpoint.digests import write_digests
-from lorafusion_serve.worker.link import Link
+from lorafusion_jax.serve.worker.link import Link
 
 STEP_S = 0.01
 

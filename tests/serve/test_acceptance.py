@@ -17,13 +17,13 @@ from campaigns.service_process import PATIENCE_S, Server, specs, wait_for
 from more_cases import nightly
 from safetensors.numpy import load_file
 
-from lorafusion_serve.client import Client, Job
+from lorafusion_jax.serve.client import Client, Job
 
 GATE = """
 import sys
-if "lorafusion_serve.worker" in sys.orig_argv:
+if "lorafusion_jax.serve.worker" in sys.orig_argv:
     import pathlib, time
-    from lorafusion_serve.worker import loop
+    from lorafusion_jax.serve.worker import loop
     export = loop.export_task
     def export_later(*given, **more):
         while not pathlib.Path({gate!r}).exists():

@@ -12,12 +12,12 @@ from local_service import Running
 from test_api import login, raw, refused
 
 from lorafusion_jax.cli.main import run
-from lorafusion_serve.api import streams
-from lorafusion_serve.api.access import Access, Service
-from lorafusion_serve.client import Client
-from lorafusion_serve.store import keys as k
-from lorafusion_serve.store import tables as t
-from lorafusion_serve.store.database import Database
+from lorafusion_jax.serve.api import streams
+from lorafusion_jax.serve.api.access import Access, Service
+from lorafusion_jax.serve.client import Client
+from lorafusion_jax.serve.store import keys as k
+from lorafusion_jax.serve.store import tables as t
+from lorafusion_jax.serve.store.database import Database
 
 
 def status(running: Running, path: str = "/v1/me", **headers) -> int:

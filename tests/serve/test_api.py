@@ -13,17 +13,17 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-import lorafusion_serve
+import lorafusion_jax.serve
 from lorafusion_jax.adapters.kind import Leaf
 from lorafusion_jax.adapters.table import KINDS
 from lorafusion_jax.config.places import Places
-from lorafusion_serve.api.app import describe
-from lorafusion_serve.api.streams import _events
-from lorafusion_serve.client import Client, ServiceError, _parse_events
-from lorafusion_serve.control.check import _place_problem
-from lorafusion_serve.refusals import FIXES, KEYS, WHYS, completed
-from lorafusion_serve.store import keys as k
-from lorafusion_serve.store import tables as t
+from lorafusion_jax.serve.api.app import describe
+from lorafusion_jax.serve.api.streams import _events
+from lorafusion_jax.serve.client import Client, ServiceError, _parse_events
+from lorafusion_jax.serve.control.check import _place_problem
+from lorafusion_jax.serve.refusals import FIXES, KEYS, WHYS, completed
+from lorafusion_jax.serve.store import keys as k
+from lorafusion_jax.serve.store import tables as t
 
 ID = "sha256-" + "0" * 64
 CODES = r'"((?:adapter|api|data|job|keys|mlora|store)\.[a-z][a-z-]*[a-z])"'
@@ -326,7 +326,7 @@ def test_a_stream_resumes_after_the_last_event(running, job, monkeypatch):
     owners = [k.Owner(name=name, scopes=k.USER) for name in ("ana", "ben")]
     seen = [[row["job"] for row in _events(running.service, owner, None, 0)] for owner in owners]
     assert (made.id in seen[0], made.id in seen[1]) == (True, False)
-    monkeypatch.setattr("lorafusion_serve.api.streams.AT_ONCE", 2)
+    monkeypatch.setattr("lorafusion_jax.serve.api.streams.AT_ONCE", 2)
     assert [event["after"] for event in made.events()] == ["checking", "queued", "cancelled"]
     assert refused(lambda: list(running.client("ben").job(made.id).events())).status == 404
 
@@ -383,7 +383,7 @@ def test_every_refusal_says_what_to_do(running, job):
 
 def test_every_code_has_a_reason():
     """The table has all codes that the service answers with, and no others."""
-    rooms = [Path(lorafusion_serve.__file__).with_name(name) for name in ("api", "control", "states.py", "store")]
+    rooms = [Path(lorafusion_jax.serve.__file__).with_name(name) for name in ("api", "control", "states.py", "store")]
     texts = [file.read_text() for room in rooms for file in (room.rglob("*.py") if room.is_dir() else [room])]
     named = {code for text in texts for code in re.findall(CODES, text)} - {"data.jsonl"}  # a file
     assert {code for code in named if not code.startswith("keys.")} == set(WHYS)

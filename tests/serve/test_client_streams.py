@@ -6,7 +6,7 @@ import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from lorafusion_serve.client import Client
+from lorafusion_jax.serve.client import Client
 
 
 class Ends(BaseHTTPRequestHandler):

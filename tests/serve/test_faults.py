@@ -21,12 +21,12 @@ from sqlalchemy import event, select
 from sqlalchemy.exc import DatabaseError
 
 from lorafusion_jax.errors import LoraFusionError
-from lorafusion_serve.client import ServiceError
-from lorafusion_serve.control import session
-from lorafusion_serve.store import database
-from lorafusion_serve.store import tables as t
-from lorafusion_serve.store.database import Database, StoreError
-from lorafusion_serve.wire import connect
+from lorafusion_jax.serve.client import ServiceError
+from lorafusion_jax.serve.control import session
+from lorafusion_jax.serve.store import database
+from lorafusion_jax.serve.store import tables as t
+from lorafusion_jax.serve.store.database import Database, StoreError
+from lorafusion_jax.serve.wire import connect
 from scheduling.online.policies.baselines import Packing
 
 
@@ -420,7 +420,7 @@ def test_a_data_set_that_is_uploaded_while_it_is_deleted_is_there(running, tmp_p
             uploads[0].join(0.5)
         remove(path, **options)
 
-    monkeypatch.setattr("lorafusion_serve.api.datasets.shutil.rmtree", slow)
+    monkeypatch.setattr("lorafusion_jax.serve.api.datasets.shutil.rmtree", slow)
     client.request("DELETE", f"/v1/datasets/{name}")
     uploads[0].join()
     assert client.request("GET", f"/v1/datasets/{name}")["id"] == name
@@ -434,7 +434,7 @@ def test_a_full_disk_refuses_uploads_and_leaves_nothing(running, tmp_path, monke
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("lorafusion_serve.api.datasets.os.fsync", full)
+    monkeypatch.setattr("lorafusion_jax.serve.api.datasets.os.fsync", full)
     with pytest.raises(ServiceError) as problem:
         running.client("ana").upload(file)
     assert (problem.value.status, problem.value.problems[0]["code"]) == (507, "store.no-space")
@@ -454,7 +454,7 @@ def test_a_full_disk_refuses_uploads_and_leaves_nothing(running, tmp_path, monke
 def test_a_database_that_takes_nothing_leaves_nothing(running, job, monkeypatch, refused, taken, answer):
     """Its disk is full or read-only: a job is there or refused, and later it is accepted."""
     client, engine, pragma = running.client("ana"), running.db._engine, [refused]
-    monkeypatch.setattr("lorafusion_serve.client.TRIES", 1)
+    monkeypatch.setattr("lorafusion_jax.serve.client.TRIES", 1)
 
     def limit(connection, *_):
         connection.execute(f"PRAGMA {pragma[0]}")

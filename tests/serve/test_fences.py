@@ -9,14 +9,14 @@ import pytest
 from sqlalchemy import select
 
 from lorafusion_jax.checkpoint.digests import write_digests
-from lorafusion_serve.control.controller import GROUP, Controller
-from lorafusion_serve.control.hub import Hub
-from lorafusion_serve.server import open_database
-from lorafusion_serve.settings import Settings
-from lorafusion_serve.store import tables as t
-from lorafusion_serve.store.jobs import Jobs
-from lorafusion_serve.wire import Wire
-from lorafusion_serve.worker.link import Link
+from lorafusion_jax.serve.control.controller import GROUP, Controller
+from lorafusion_jax.serve.control.hub import Hub
+from lorafusion_jax.serve.server import open_database
+from lorafusion_jax.serve.settings import Settings
+from lorafusion_jax.serve.store import tables as t
+from lorafusion_jax.serve.store.jobs import Jobs
+from lorafusion_jax.serve.wire import Wire
+from lorafusion_jax.serve.worker.link import Link
 
 EPOCH = 7
 

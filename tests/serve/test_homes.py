@@ -19,16 +19,16 @@ from sqlalchemy import select
 from lorafusion_jax.checkpoint.digests import digest_of, write_digests
 from lorafusion_jax.cli.main import run
 from lorafusion_jax.errors import ConfigError, RunError
-from lorafusion_serve import server
-from lorafusion_serve.client import ServiceError
-from lorafusion_serve.control import launch
-from lorafusion_serve.control.ray_launcher import RayLauncher
-from lorafusion_serve.control.sweep import DAY_S, Sweeper
-from lorafusion_serve.server import open_database
-from lorafusion_serve.settings import Settings
-from lorafusion_serve.state_folders import states_replaced_by
-from lorafusion_serve.store import tables as t
-from lorafusion_serve.store.jobs import Jobs
+from lorafusion_jax.serve import server
+from lorafusion_jax.serve.client import ServiceError
+from lorafusion_jax.serve.control import launch
+from lorafusion_jax.serve.control.ray_launcher import RayLauncher
+from lorafusion_jax.serve.control.sweep import DAY_S, Sweeper
+from lorafusion_jax.serve.server import open_database
+from lorafusion_jax.serve.settings import Settings
+from lorafusion_jax.serve.state_folders import states_replaced_by
+from lorafusion_jax.serve.store import tables as t
+from lorafusion_jax.serve.store.jobs import Jobs
 
 DATASET = "sha256-" + "d" * 64
 EVENTS = {"done": ("accept", "place", "started", "finished"), "paused": ("accept", "pause")}
@@ -240,8 +240,8 @@ def test_what_is_deleted_is_put_aside_for_a_day(home, tiny_base, monkeypatch):
     aside = home.files(home.folder)
     assert sorted(aside.values()) == sorted(content for name, content in before.items() if name.startswith("jobs/"))
     now = sweeper._emptied
-    monkeypatch.setattr("lorafusion_serve.control.sweep.time.time", lambda: 2e9 + DAY_S)
-    monkeypatch.setattr("lorafusion_serve.control.sweep.time.monotonic", lambda: now + 1e6)
+    monkeypatch.setattr("lorafusion_jax.serve.control.sweep.time.time", lambda: 2e9 + DAY_S)
+    monkeypatch.setattr("lorafusion_jax.serve.control.sweep.time.monotonic", lambda: now + 1e6)
     sweeper.work()
     assert home.files(home.folder) == {}
 

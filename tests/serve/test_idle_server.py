@@ -27,9 +27,9 @@ def resident_mb(pid: int) -> float:
 
 def test_a_server_of_one_session_imports_no_policy_and_no_checks():
     """They are a third of what its start takes of the processor; a child process checks jobs."""
-    code = "import sys, lorafusion_jax.cli.main, lorafusion_serve.server; print(*sys.modules)"
+    code = "import sys, lorafusion_jax.cli.main, lorafusion_jax.serve.server; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
-    assert "lorafusion_serve.control.controller" in loaded
+    assert "lorafusion_jax.serve.control.controller" in loaded
     unwanted = ("scheduling.online", "lorafusion_jax.planning", "lorafusion_jax.data.prepare", "jax", "ray")
     assert [name for name in unwanted if name in loaded] == []
 

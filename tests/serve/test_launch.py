@@ -9,17 +9,17 @@ import time
 
 import pytest
 
-from lorafusion_serve.control.launch import LocalLauncher, identity_of
+from lorafusion_jax.serve.control.launch import WORKERS, LocalLauncher, identity_of
 
 SERVER, OTHER = "unix:/srv/ours/control.sock", "unix:/srv/theirs/control.sock"
 
 
-@pytest.fixture
-def process():
+@pytest.fixture(params=WORKERS)
+def process(request):
     """A process with the arguments of a worker of session g4, epoch 7; it only waits."""
     settings = json.dumps({"server": SERVER, "group": "g4", "epoch": 7})
     wait = "import sys; sys.stdin.read()"
-    started = subprocess.Popen([sys.executable, "-c", wait, "lorafusion_serve.worker", settings], stdin=subprocess.PIPE)
+    started = subprocess.Popen([sys.executable, "-c", wait, request.param, settings], stdin=subprocess.PIPE)
     until = time.monotonic() + 60
     while identity_of(started.pid) is None:
         assert time.monotonic() < until
@@ -41,7 +41,7 @@ def test_a_number_that_went_to_another_process_is_left_alone(process, monkeypatc
     worker = LocalLauncher(SERVER).find("g4", 7, process.pid)
     assert worker is not None
     assert not worker.has_ended()
-    monkeypatch.setattr("lorafusion_serve.control.launch.identity_of", lambda pid: (OTHER, "g4", 7))
+    monkeypatch.setattr("lorafusion_jax.serve.control.launch.identity_of", lambda pid: (OTHER, "g4", 7))
     assert worker.has_ended()
     worker.terminate()
     worker.kill()
@@ -52,7 +52,7 @@ def test_a_number_that_went_to_another_process_is_left_alone(process, monkeypatc
     assert worker.wait(60)
 
 
-@pytest.mark.parametrize("words", [[], ["lorafusion_serve.worker"], ["lorafusion_serve.worker", "[]"]])
+@pytest.mark.parametrize("words", [[], ["lorafusion_jax.serve.worker"], ["lorafusion_jax.serve.worker", "[]"]])
 def test_other_processes_are_no_workers(words):
     wait = [sys.executable, "-c", "import sys; sys.stdin.read()", *words]
     with subprocess.Popen(wait, stdin=subprocess.PIPE) as started:

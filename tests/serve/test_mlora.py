@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lorafusion_serve.client import Client
+from lorafusion_jax.serve.client import Client
 
 ROWS = [
     {"instruction": f"add {n}", "input": f"{n} + 1", "chosen": f"it is {n + 1}", "reject": f"it is {n}"}

@@ -8,8 +8,8 @@ import time
 import pytest
 from browser import PROGRAM, Browser
 
-from lorafusion_serve.store import tables as t
-from lorafusion_serve.store.jobs import Jobs
+from lorafusion_jax.serve.store import tables as t
+from lorafusion_jax.serve.store.jobs import Jobs
 
 pytestmark = [pytest.mark.nightly, pytest.mark.skipif(PROGRAM is None, reason="no Chromium is installed")]
 

@@ -11,8 +11,8 @@ from simulated_service import Service, wait_for
 from sqlalchemy import select
 
 from lorafusion_jax.errors import ConfigError
-from lorafusion_serve.control import publish
-from lorafusion_serve.store import tables as t
+from lorafusion_jax.serve.control import publish
+from lorafusion_jax.serve.store import tables as t
 from scheduling.online.policies.baselines import Packing
 
 

@@ -15,7 +15,7 @@ from campaigns.service_trials import is_same
 from safetensors.numpy import load_file
 from small_jobs import write_rows
 
-from lorafusion_serve.client import Client
+from lorafusion_jax.serve.client import Client
 
 # Ray leaves files open, and forks beside the threads of jax.
 pytestmark = [
@@ -51,9 +51,9 @@ def wait_for(there) -> None:
 
 
 def serve(home, base, address):
-    from lorafusion_serve.control.controller import Controller
-    from lorafusion_serve.server import open_database
-    from lorafusion_serve.settings import Settings
+    from lorafusion_jax.serve.control.controller import Controller
+    from lorafusion_jax.serve.server import open_database
+    from lorafusion_jax.serve.settings import Settings
 
     settings = Settings(
         home=home,
@@ -74,7 +74,7 @@ def serve(home, base, address):
 
 
 def submit(db, name: str) -> str:
-    from lorafusion_serve.store.jobs import Jobs
+    from lorafusion_jax.serve.store.jobs import Jobs
 
     spec = {
         "name": name, "base": "tiny", "data": {"train": "rows", "max_length": 32, "on_long": "drop"}, "seed": 3,
@@ -86,7 +86,7 @@ def submit(db, name: str) -> str:
 
 
 def show(db, job: str) -> dict:
-    from lorafusion_serve.store.jobs import Jobs
+    from lorafusion_jax.serve.store.jobs import Jobs
 
     with db.read() as connection:
         row = Jobs(db).get(connection, job)

@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from lorafusion_serve.control import ray_launcher, ray_process
-from lorafusion_serve.control.ray_launcher import RayLauncher
+from lorafusion_jax.serve.control import ray_launcher, ray_process
+from lorafusion_jax.serve.control.ray_launcher import RayLauncher
 
 DRIVER = """
 import json, os, pathlib, sys

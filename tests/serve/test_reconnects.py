@@ -11,17 +11,17 @@ from sqlalchemy import event as sql_event
 from sqlalchemy import select
 
 from lorafusion_jax.checkpoint.digests import write_digests
-from lorafusion_serve.control.controller import GROUP, Controller
-from lorafusion_serve.control.hub import Hub
-from lorafusion_serve.control.scheduler import OneSession
-from lorafusion_serve.control.session import Session
-from lorafusion_serve.control.worker_events import WorkerEvents
-from lorafusion_serve.server import open_database
-from lorafusion_serve.settings import Settings
-from lorafusion_serve.store import tables as t
-from lorafusion_serve.store.database import StoreError
-from lorafusion_serve.store.jobs import Jobs
-from lorafusion_serve.worker.link import Link
+from lorafusion_jax.serve.control.controller import GROUP, Controller
+from lorafusion_jax.serve.control.hub import Hub
+from lorafusion_jax.serve.control.scheduler import OneSession
+from lorafusion_jax.serve.control.session import Session
+from lorafusion_jax.serve.control.worker_events import WorkerEvents
+from lorafusion_jax.serve.server import open_database
+from lorafusion_jax.serve.settings import Settings
+from lorafusion_jax.serve.store import tables as t
+from lorafusion_jax.serve.store.database import StoreError
+from lorafusion_jax.serve.store.jobs import Jobs
+from lorafusion_jax.serve.worker.link import Link
 
 EPOCH = 3
 

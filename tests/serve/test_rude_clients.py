@@ -17,8 +17,8 @@ import pytest
 from local_service import start_service
 from more_cases import nightly
 
-from lorafusion_serve.api import access, app, connections, datasets
-from lorafusion_serve.client import _parse_events
+from lorafusion_jax.serve.api import access, app, connections, datasets
+from lorafusion_jax.serve.client import _parse_events
 
 GB = 2**30
 PART = b"x" * (1 << 20)

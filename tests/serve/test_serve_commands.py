@@ -13,9 +13,9 @@ from small_jobs import write_job, write_rows
 
 from lorafusion_jax.cli.main import run
 from lorafusion_jax.errors import ConfigError
-from lorafusion_serve.cli.serve import read_places
-from lorafusion_serve.client import Client, Job
-from lorafusion_serve.store.keys import KEY
+from lorafusion_jax.serve.cli.serve import read_places
+from lorafusion_jax.serve.client import Client, Job
+from lorafusion_jax.serve.store.keys import KEY
 
 
 @pytest.fixture

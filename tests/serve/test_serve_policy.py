@@ -12,9 +12,9 @@ from simulated_service import Service, wait_for
 from simulated_worker import SimulatedLauncher, SimulatedProcess
 from sqlalchemy import select
 
-from lorafusion_serve.control.policy_scheduler import PolicyScheduler
-from lorafusion_serve.control.scheduler import plan_of_row
-from lorafusion_serve.store import tables as t
+from lorafusion_jax.serve.control.policy_scheduler import PolicyScheduler
+from lorafusion_jax.serve.control.scheduler import plan_of_row
+from lorafusion_jax.serve.store import tables as t
 from scheduling.online import Decision, Mesh
 from scheduling.online.policies.baselines import Packing
 
@@ -98,8 +98,8 @@ class Moves:
 
 
 def test_a_job_moves_to_a_session_of_its_own(serve, monkeypatch):
-    monkeypatch.setattr("lorafusion_serve.control.policy_scheduler.REPORT_S", 0.05)
-    monkeypatch.setattr("lorafusion_serve.control.policy_scheduler.TICK_S", 0.1)
+    monkeypatch.setattr("lorafusion_jax.serve.control.policy_scheduler.REPORT_S", 0.05)
+    monkeypatch.setattr("lorafusion_jax.serve.control.policy_scheduler.TICK_S", 0.1)
     monkeypatch.setattr(SimulatedProcess, "most_steps", 30)  # jobs wait for the move
     service = serve(Moves(), gpus=2)
     first = service.submit("one", "red", steps=60)
@@ -129,7 +129,7 @@ class Broken:
 
 def test_what_a_policy_gets_wrong_is_counted_shown_and_changes_nothing(serve, monkeypatch):
     """From the third refusal on a simpler policy decides, so jobs end."""
-    monkeypatch.setattr("lorafusion_serve.control.policy_scheduler.TICK_S", 0.1)
+    monkeypatch.setattr("lorafusion_jax.serve.control.policy_scheduler.TICK_S", 0.1)
     service = serve(Broken())
     job = service.submit("one", "blue")
     service.wait(job)
@@ -151,7 +151,7 @@ class Liar:
 
 
 def test_decisions_that_cannot_be_are_refused(serve, monkeypatch):
-    monkeypatch.setattr("lorafusion_serve.control.policy_scheduler.TICK_S", 0.1)
+    monkeypatch.setattr("lorafusion_jax.serve.control.policy_scheduler.TICK_S", 0.1)
     service = serve(Liar())
     service.wait(service.submit("one", "red"))
     assert service.controller.refused_decisions >= 3
@@ -208,7 +208,7 @@ def test_jobs_are_stopped_and_lost_workers_replaced_while_a_policy_thinks(serve,
 
 
 def test_another_policy_decides_after_one_that_never_does(serve, monkeypatch):
-    monkeypatch.setattr("lorafusion_serve.control.policy_scheduler.PATIENCE_S", 0.5)
+    monkeypatch.setattr("lorafusion_jax.serve.control.policy_scheduler.PATIENCE_S", 0.5)
     monkeypatch.setattr(Dreamer, "wake", threading.Event())
     service = serve(Dreamer)
     first = service.submit("one", "red", steps=200)

@@ -23,18 +23,18 @@ from test_api import raw, refused
 from test_rude_clients import address
 
 from lorafusion_jax.data.sources import open_source, row_blocks
-from lorafusion_serve.api import access, app, connections
-from lorafusion_serve.control import child
-from lorafusion_serve.control import hub as hub_module
-from lorafusion_serve.control.child import Child, TooManyWaiting
-from lorafusion_serve.control.hub import Hub
-from lorafusion_serve.control.inspect import _row, count
-from lorafusion_serve.control.spec import JobSpec
-from lorafusion_serve.store import database
-from lorafusion_serve.store import tables as t
-from lorafusion_serve.store.jobs import Jobs
-from lorafusion_serve.watched import start_watched
-from lorafusion_serve.worker.link import Link
+from lorafusion_jax.serve.api import access, app, connections
+from lorafusion_jax.serve.control import child
+from lorafusion_jax.serve.control import hub as hub_module
+from lorafusion_jax.serve.control.child import Child, TooManyWaiting
+from lorafusion_jax.serve.control.hub import Hub
+from lorafusion_jax.serve.control.inspect import _row, count
+from lorafusion_jax.serve.control.spec import JobSpec
+from lorafusion_jax.serve.store import database
+from lorafusion_jax.serve.store import tables as t
+from lorafusion_jax.serve.store.jobs import Jobs
+from lorafusion_jax.serve.watched import start_watched
+from lorafusion_jax.serve.worker.link import Link
 
 
 class FakeProcess:
@@ -174,7 +174,7 @@ def test_a_preview_names_the_row_that_was_asked_for(running, tmp_path):
     assert shown["tokens"] > shown["learned"] > 0
 
 
-CHILD = [sys.executable, "-m", "lorafusion_serve.control.child_process"]
+CHILD = [sys.executable, "-m", "lorafusion_jax.serve.control.child_process"]
 
 
 def test_a_child_has_limits_and_dies_with_its_parent(tmp_path):

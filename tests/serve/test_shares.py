@@ -7,10 +7,10 @@ from itertools import count
 import pytest
 
 from lorafusion_jax.errors import ConfigError
-from lorafusion_serve.control.pace import Pace
-from lorafusion_serve.control.scheduler import OneSession
-from lorafusion_serve.settings import Settings
-from lorafusion_serve.store.keys import Limits, add_key, limits_of, set_limits, user_limits
+from lorafusion_jax.serve.control.pace import Pace
+from lorafusion_jax.serve.control.scheduler import OneSession
+from lorafusion_jax.serve.settings import Settings
+from lorafusion_jax.serve.store.keys import Limits, add_key, limits_of, set_limits, user_limits
 
 PLACES = 4
 
@@ -187,7 +187,7 @@ def test_pace_predicts_ends_and_starts(monkeypatch):
 
 
 def test_the_widest_of_a_users_keys_counts(tmp_path):
-    from lorafusion_serve.server import open_database
+    from lorafusion_jax.serve.server import open_database
 
     db = open_database(Settings(home=tmp_path, bases={}, places={}))
     with db.write() as connection:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from lorafusion_serve.settings import Settings
-from lorafusion_serve.state_folders import states_before
-from lorafusion_serve.states import ENDED, LIVE, NEW, ON_WORKER, STATES, TRANSITIONS, StateError, next_state
-from lorafusion_serve.store.database import Database
-from lorafusion_serve.store.jobs import MOST_TRIES, PROGRESS, SUSPECT_TRIES, Jobs, is_suspect
-from lorafusion_serve.store.keys import add_key, find_owner, revoke_key
+from lorafusion_jax.serve.settings import Settings
+from lorafusion_jax.serve.state_folders import states_before
+from lorafusion_jax.serve.states import ENDED, LIVE, NEW, ON_WORKER, STATES, TRANSITIONS, StateError, next_state
+from lorafusion_jax.serve.store.database import Database
+from lorafusion_jax.serve.store.jobs import MOST_TRIES, PROGRESS, SUSPECT_TRIES, Jobs, is_suspect
+from lorafusion_jax.serve.store.keys import add_key, find_owner, revoke_key
 
 EVENTS = sorted({event for _, event in TRANSITIONS})
 
@@ -142,7 +142,7 @@ def test_jobs_wait_in_the_order_of_their_arrival_whatever_the_clock_says(store, 
     db, jobs = store
     arrived = []
     for clock in (2e9, 2e9 - 3600, 2e9 + 3600, 2e9 - 7200):
-        monkeypatch.setattr("lorafusion_serve.store.jobs.time.time", lambda clock=clock: clock)
+        monkeypatch.setattr("lorafusion_jax.serve.store.jobs.time.time", lambda clock=clock: clock)
         arrived.append(submitted(db, jobs, "accept"))
     with db.write() as connection:
         jobs.set(connection, arrived[2], priority=5)

@@ -7,11 +7,11 @@ import time
 import pytest
 from sqlalchemy import select
 
-from lorafusion_serve.control.sweep import AT_ONCE, Sweeper
-from lorafusion_serve.server import open_database
-from lorafusion_serve.settings import Settings
-from lorafusion_serve.store import tables as t
-from lorafusion_serve.store.jobs import Jobs
+from lorafusion_jax.serve.control.sweep import AT_ONCE, Sweeper
+from lorafusion_jax.serve.server import open_database
+from lorafusion_jax.serve.settings import Settings
+from lorafusion_jax.serve.store import tables as t
+from lorafusion_jax.serve.store.jobs import Jobs
 
 ENDS = {"cancelled": ("cancel",), "done": ("accept", "place", "started", "finished"), "queued": ("accept",)}
 
@@ -152,7 +152,7 @@ def test_work_is_counted_and_a_killed_server_finishes_later(home, monkeypatch):
         raise OSError(30, "read-only", str(path))
 
     with monkeypatch.context() as patch:
-        patch.setattr("lorafusion_serve.control.sweep.Path.rename", fails)
+        patch.setattr("lorafusion_jax.serve.control.sweep.Path.rename", fails)
         home.sweeper.work()
     assert "state/e2-s9/file" in home.files(left)
     again = Sweeper(home.settings, home.db)

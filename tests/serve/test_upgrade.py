@@ -14,13 +14,13 @@ from sqlalchemy import select
 
 from lorafusion_jax.cli.main import run
 from lorafusion_jax.errors import LoraFusionError
-from lorafusion_serve.control import daily_copy
-from lorafusion_serve.server import open_database
-from lorafusion_serve.settings import Settings
-from lorafusion_serve.states import STATES
-from lorafusion_serve.store import tables as t
-from lorafusion_serve.store.database import Database
-from lorafusion_serve.store.jobs import Jobs
+from lorafusion_jax.serve.control import daily_copy
+from lorafusion_jax.serve.server import open_database
+from lorafusion_jax.serve.settings import Settings
+from lorafusion_jax.serve.states import STATES
+from lorafusion_jax.serve.store import tables as t
+from lorafusion_jax.serve.store.database import Database
+from lorafusion_jax.serve.store.jobs import Jobs
 from scheduling.online.policies.baselines import Packing
 
 NEW_COLUMNS = {

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from lorafusion_jax.errors import CheckpointError, RunError
-from lorafusion_serve.worker import loop
+from lorafusion_jax.serve.worker import loop
 
 FULL = RunError("save.no-space", "the disk is full.")
 READ_ONLY = RunError("save.failed", "it cannot be written.", why="Read-only file system")

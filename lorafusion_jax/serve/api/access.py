@@ -1,0 +1,275 @@
+"""Who asks: keys, scopes, limits of requests, and repeated requests."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
+from urllib.parse import urlsplit
+
+from fastapi import Depends, Header, Request, Response
+from fastapi.responses import JSONResponse
+from sqlalchemy import select
+
+from lorafusion_jax.serve.api.news import News
+from lorafusion_jax.serve.api.problems import ApiError
+from lorafusion_jax.serve.control.child import MOST_WAITING, Question, TooManyWaiting
+from lorafusion_jax.serve.control.controller import Controller
+from lorafusion_jax.serve.settings import Settings
+from lorafusion_jax.serve.store import tables as t
+from lorafusion_jax.serve.store.database import Database
+from lorafusion_jax.serve.store.jobs import Jobs
+from lorafusion_jax.serve.store.keys import (
+    LOCAL,
+    Owner,
+    find_owner,
+    find_session,
+    had_keys,
+    is_valid,
+    restore_revocations,
+)
+
+COOKIE = "lorafusion_session"
+RATE, BURST = 100.0, 200.0  # requests a second of one key, and at once
+DAY = 86400.0
+MOST_REPEATABLE = 10_000  # requests of an owner whose answers are kept
+MOST_UPLOADS = 8  # of an owner at once
+MOST_STREAMS, MOST_OF_ALL = 50, 1000  # streams of a key, and of all together
+
+
+class Service:
+    """What the routes share."""
+
+    def __init__(self, settings: Settings, db: Database, controller: Controller):
+        self.settings, self.db, self.controller, self.jobs = settings, db, controller, Jobs(db)
+        self.access, self.limits = Access(db), Limits()
+        self.streams: dict[str, int] = {}
+        self.uploads = Places("uploads", MOST_UPLOADS)
+        self.forms = asyncio.Lock()
+        self.news = News(db)
+        self.datasets = threading.Lock()  # their rows and folders change together
+
+
+class Limits:
+    """Token buckets by key."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._left: dict[str, tuple[float, float]] = {}
+
+    def take(self, key: str) -> bool:
+        now = time.monotonic()
+        with self._lock:
+            left, at = self._left.get(key, (BURST, now))
+            left = min(BURST, left + (now - at) * RATE)
+            self._left[key] = (left - 1 if left >= 1 else left, now)
+            return left >= 1
+
+
+class Places:
+    """How much each owner has of a kind of work under way."""
+
+    def __init__(self, kind: str, most: int):
+        self._kind, self._most, self._counts = kind, most, Counter[str]()
+
+    @contextmanager
+    def of(self, owner: str) -> Iterator[None]:
+        """Takes a place of an owner.
+
+        Raises:
+            ApiError: 429, `api.turns`.
+        """
+        if self._counts[owner] >= self._most:
+            raise too_many(owner, self._most, self._kind)
+        self._counts[owner] += 1
+        try:
+            yield
+        finally:
+            self._counts[owner] -= 1
+            if not self._counts[owner]:
+                del self._counts[owner]
+
+
+def too_many(owner: str, most: int, kind: str) -> ApiError:
+    headers = {"Retry-After": "5"}
+    return ApiError(429, "api.turns", f"{owner} has {most} {kind} under way.", fix="wait for them", headers=headers)
+
+
+async def ask_child(service: Service, owner: Owner, question: Question, request: dict[str, Any]) -> dict[str, Any]:
+    """Waits for the answer of a child process in the owner's turn, without a thread.
+
+    Raises:
+        ApiError: 429, `api.turns`; 503, `api.ends`.
+    """
+    try:
+        return await asyncio.wrap_future(service.controller.child.submit(owner.name, question, request))
+    except TooManyWaiting:
+        raise too_many(owner.name, MOST_WAITING, "requests that read data") from None
+    except asyncio.CancelledError:
+        if (task := asyncio.current_task()) is not None and task.cancelling():
+            raise
+        raise ApiError(
+            503, "api.ends", "the service ends.", fix="ask the next one", headers={"Retry-After": "5"}
+        ) from None
+
+
+class Access:
+    """Finds who asks. It runs on the event loop of the server: nobody waits for a thread to have a key checked.
+
+    A service is open to everybody on its machine if it never had a key. That is decided when it starts; the first key
+    closes it, and nothing opens it again.
+    """
+
+    def __init__(self, db: Database):
+        self._db = db
+        with db.write() as connection:
+            self._is_open = not restore_revocations(connection)
+
+    def find(self, key: str, session: str) -> Owner | None:
+        """Returns the owner of a key or, without one, of a session of the page."""
+        with self._db.glance() as connection:
+            self._is_open = self._is_open and not had_keys(connection)
+            if key:
+                return find_owner(connection, key)
+            return (find_session(connection, session) if session else None) or (LOCAL if self._is_open else None)
+
+    def is_valid(self, owner: Owner) -> bool:
+        """Returns whether somebody who asked before may still ask."""
+        with self._db.glance() as connection:
+            self._is_open = self._is_open and not had_keys(connection)
+            return is_valid(connection, owner) if owner.key else self._is_open
+
+
+async def service_of(request: Request) -> Service:
+    return request.app.state.service
+
+
+ServiceOf = Annotated[Service, Depends(service_of)]
+
+
+async def owner_of(request: Request, service: ServiceOf) -> Owner:
+    """Returns the owner of a request, see `identify`."""
+    return identify(request, service)
+
+
+def identify(request: Request, service: Service) -> Owner:
+    """Finds the owner of a request, once. Only its head is looked at.
+
+    Raises:
+        ApiError: 401, no valid key; 403, a write by cookie from another page; 429.
+    """
+    if (known := getattr(request.state, "owner", None)) is not None:
+        return known
+    key = sent_key(request)
+    owner = service.access.find(key, request.cookies.get(cookie_name(request), ""))
+    if owner is None:
+        fix = "send a key: Authorization: Bearer tml-lf_…; lorafusion keys add makes one"
+        message = "the key is not valid." if key else "this service wants a key."
+        raise ApiError(401, "api.key", message, fix=fix, headers={"WWW-Authenticate": "Bearer"})
+    if request.method not in ("GET", "HEAD"):
+        check_origin(request, by_cookie=bool(owner.session))
+    if not service.limits.take(owner.key or owner.name):
+        raise ApiError(
+            429, "api.rate", f"more than {RATE:g} requests a second.", fix="wait a second", headers={"Retry-After": "1"}
+        )
+    request.state.owner = owner
+    return owner
+
+
+def sent_key(request: Request) -> str:
+    bearer = request.headers.get("authorization", "")
+    if bearer.lower().startswith("bearer "):
+        return bearer[7:].strip()
+    return request.headers.get("x-api-key", "")
+
+
+def cookie_name(request: Request) -> str:
+    """A browser sends the one of an encrypted connection to this host and port alone."""
+    return f"__Host-{COOKIE}" if request.url.scheme == "https" else COOKIE
+
+
+def check_origin(request: Request, *, by_cookie: bool) -> None:
+    """Refuses writes that a page of another site makes a browser send.
+
+    Raises:
+        ApiError: 403, `api.csrf`.
+    """
+    origin = request.headers.get("origin")
+    foreign = origin is not None and urlsplit(origin).netloc != request.headers.get("host")
+    if foreign or (by_cookie and "x-requested-with" not in request.headers):
+        message = "a write with a cookie needs the header X-Requested-With, from this page."
+        raise ApiError(403, "api.csrf", message, fix="send a key instead of the cookie: Authorization: Bearer tml-lf_…")
+
+
+def needs(scope: str) -> Callable[..., Owner]:
+    """Returns the dependency that finds an owner with a scope.
+
+    Raises:
+        ApiError: 403, `api.scope`.
+    """
+
+    def allowed(owner: Annotated[Owner, Depends(owner_of)]) -> Owner:
+        if scope not in owner.scopes and "admin" not in owner.scopes:
+            fix = f"a key with it: lorafusion keys add {owner.name} --scope {scope}"
+            raise ApiError(403, "api.scope", f"the key lacks the scope {scope}.", fix=fix)
+        return owner
+
+    return allowed
+
+
+JobsRead = Annotated[Owner, Depends(needs("jobs:read"))]
+JobsWrite = Annotated[Owner, Depends(needs("jobs:write"))]
+DataRead = Annotated[Owner, Depends(needs("data:read"))]
+DataWrite = Annotated[Owner, Depends(needs("data:write"))]
+AdaptersRead = Annotated[Owner, Depends(needs("adapters:read"))]
+AdaptersWrite = Annotated[Owner, Depends(needs("adapters:write"))]
+ClusterRead = Annotated[Owner, Depends(needs("cluster:read"))]
+Admin = Annotated[Owner, Depends(needs("admin"))]
+Anybody = Annotated[Owner, Depends(owner_of)]
+IdempotencyKey = Annotated[
+    str | None,
+    Header(max_length=200, description="a repeated request acts once, for 24 h and 10 000 requests of its owner"),
+]
+
+
+def once(
+    service: Service, owner: Owner, key: str | None, route: str, body: Any, act: Callable[[Any], tuple[int, Any]]
+) -> Response:
+    """Acts in one transaction; a repeated request with the same key gets the first answer.
+
+    Args:
+        act: (connection) → (status, answer); 204 has no answer.
+
+    Raises:
+        ApiError: 409, `api.idempotency`: the key was used for another request.
+    """
+    sha = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+    with service.db.write() as connection:
+        if key is not None:
+            connection.execute(t.idempotency.delete().where(t.idempotency.c.at < time.time() - DAY))
+            where = (t.idempotency.c.owner == owner.name, t.idempotency.c.key == key)
+            row = connection.execute(select(t.idempotency).where(*where)).mappings().one_or_none()
+            if row is not None:
+                if (row["route"], row["body_sha"]) != (route, sha):
+                    message = "this Idempotency-Key was used for another request."
+                    raise ApiError(409, "api.idempotency", message, fix="a new key for each request")
+                return _response(row["status"], row["response"])
+        status, answer = act(connection)
+        if key is not None:
+            of_owner = t.idempotency.c.owner == owner.name
+            newest = select(t.idempotency.c.at).where(of_owner).order_by(t.idempotency.c.at.desc())
+            older = newest.offset(MOST_REPEATABLE - 1).limit(1).scalar_subquery()
+            connection.execute(t.idempotency.delete().where(of_owner, t.idempotency.c.at <= older))
+            row = {"owner": owner.name, "key": key, "route": route, "body_sha": sha, "status": status}
+            connection.execute(t.idempotency.insert().values(row | {"response": answer, "at": time.time()}))
+    return _response(status, answer)
+
+
+def _response(status: int, answer: Any) -> Response:
+    return Response(status_code=204) if status == 204 else JSONResponse(answer, status)

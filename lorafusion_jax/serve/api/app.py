@@ -1,0 +1,248 @@
+"""The application: routes, limits of every request, and the page."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections import Counter
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import FileResponse, JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from lorafusion_jax.serve.api import admin, datasets, jobs, mlora, problems, streams
+from lorafusion_jax.serve.api.access import Service, identify
+from lorafusion_jax.serve.api.problems import ApiError
+from lorafusion_jax.serve.refusals import completed
+from lorafusion_jax.serve.store.database import StoreError
+
+LARGEST_BODY, LARGEST_LOGIN = 1 << 20, 4 << 10  # but for data sets
+BODIES, BODIES_OF_OWNER = 48 << 20, 16 << 20  # bytes of bodies in memory
+WITHOUT_KEY = ("/v1/login", "/v1/logout")
+MOST_VALUES = 10_000  # of a body, counted by its commas and brackets: a job has fewer than 1 000
+BODY_S = 30  # for it to arrive
+DEEPEST, BRACKETS = 32, re.compile(rb"[\[\]{}]")
+PAGE = Path(__file__).parents[1] / "page"
+FILES = {"/": "index.html", "/app.js": "app.js", "/charts.js": "charts.js", "/style.css": "style.css"}
+LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
+ROUTERS = (jobs.router, datasets.router, streams.router, admin.router)
+SECURE = {
+    "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'self'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+}
+
+
+def make_app(service: Service | None = None, *, names: Sequence[str] = LOCAL_NAMES) -> FastAPI:
+    """Builds the application.
+
+    Args:
+        service: what the routes share (None: only the description of the API is wanted).
+        names: values of the header Host that are answered; others may be a page that rebinds a name to this machine.
+    """
+    app = FastAPI(
+        title="lorafusion-jax",
+        version="1",
+        description="Jobs in, adapters out: fine-tunes LoRA adapters of one base model together.",
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+    )
+    app.state.service = service
+    for router in ROUTERS:
+        app.include_router(router, responses=problems.ANSWERS)
+    app.include_router(admin.open_router, responses={status: problems.ANSWERS[status] for status in (403, 503)})
+    uploads = {"/v1/datasets"}
+    if service is not None and service.settings.mlora_compat:
+        app.include_router(mlora.router)
+        app.add_exception_handler(mlora.Refused, mlora.answer_refused)
+        uploads |= set(mlora.UPLOADS)
+    routers = (*ROUTERS, admin.open_router, mlora.router)
+    problems.install(app, [route for router in routers for route in router.routes])
+    for path, file in FILES.items():
+        app.add_api_route(path, _sender(PAGE / file), include_in_schema=False)
+    app.add_middleware(Guard, service=service, names=names, uploads=uploads)
+    return app
+
+
+def _sender(file: Path) -> Callable[[], Awaitable[FileResponse]]:
+    async def send() -> FileResponse:
+        return FileResponse(file, headers={"Cache-Control": "no-cache"})
+
+    return send
+
+
+class Bodies:
+    """Bytes of all bodies that are in memory. Every owner has a share of them."""
+
+    def __init__(self) -> None:
+        self._bytes: Counter[str] = Counter()
+
+    def take(self, owner: str, count: int) -> bool:
+        if self._bytes[owner] + count > BODIES_OF_OWNER or self._bytes.total() + count > BODIES:
+            return False
+        self._bytes[owner] += count
+        return True
+
+    def give_back(self, owner: str, count: int) -> None:
+        self._bytes[owner] -= count
+        if not self._bytes[owner]:
+            del self._bytes[owner]
+
+
+class Guard:
+    """Refuses foreign hosts, unknown keys, large and deep bodies before a route sees them; adds security headers.
+
+    No byte of a body is read before its key is known, but for that of the page's login.
+
+    Args:
+        uploads: paths whose routes limit their bodies themselves.
+    """
+
+    def __init__(self, app: ASGIApp, service: Service | None, names: Sequence[str], uploads: Collection[str]):
+        self._app, self._service, self._names, self._uploads = app, service, tuple(names), frozenset(uploads)
+        self._bodies = Bodies()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        send = _with_headers(send)
+        headers = dict(scope["headers"])
+        host = headers.get(b"host", b"").decode("latin-1")
+        if "*" not in self._names and _without_port(host) not in self._names:
+            message, fix = "this host name is not answered.", "lorafusion serve --host-name NAME, or use localhost"
+            await _refuse(421, "api.host", "Host", message, fix)(scope, receive, send)
+            return
+        if scope["method"] not in ("POST", "PUT", "PATCH", "DELETE"):
+            await self._app(scope, receive, send)
+            return
+        owner, largest = "", LARGEST_LOGIN
+        if scope["path"] not in WITHOUT_KEY:
+            assert self._service is not None
+            request = Request(scope)
+            try:
+                asker = identify(request, self._service)
+            except (ApiError, StoreError) as problem:
+                await problems.answer_problem(request, problem)(scope, receive, send)
+                return
+            owner, largest = asker.key or asker.name, LARGEST_BODY
+        if scope["path"].rstrip("/") in self._uploads:
+            await self._app(scope, receive, send)
+            return
+        sizes: list[int] = []
+
+        def take(count: int) -> bool:
+            allowed = self._bodies.take(owner, count)
+            sizes.extend([count] if allowed else [])
+            return allowed
+
+        try:
+            body = await _checked_body(receive, headers.get(b"content-length", b""), largest, take)
+            if isinstance(body, JSONResponse):
+                await body(scope, receive, send)
+            else:
+                await self._app(scope, _replay(body, receive), send)
+        finally:
+            self._bodies.give_back(owner, sum(sizes))
+
+
+def _without_port(host: str) -> str:
+    name, colon, port = host.rpartition(":")
+    return name if colon and port.isdigit() else host
+
+
+def _refuse(
+    status: int, code: str, where: str, message: str, fix: str, headers: dict[str, str] | None = None
+) -> JSONResponse:
+    error = completed({"code": code, "what": message, "where": where, "fix": fix})
+    return JSONResponse({"error": error}, status, headers)
+
+
+async def _checked_body(
+    receive: Receive, length: bytes, largest: int, take: Callable[[int], bool]
+) -> bytes | JSONResponse:
+    """Returns the body, or how it is refused."""
+    try:
+        async with asyncio.timeout(BODY_S):
+            body = await _read(receive, length, largest, take)
+    except TimeoutError:
+        return _refuse(408, "api.slow", "body", f"a body takes at most {BODY_S} s.", "send it faster")
+    except BlockingIOError:
+        message = f"the bodies of one owner have at most {BODIES_OF_OWNER} bytes together, and all {BODIES}."
+        return _refuse(429, "api.bodies", "body", message, "send fewer at once", {"Retry-After": "1"})
+    if body is None:
+        return _refuse(413, "api.too-large", "body", f"it has at most {largest} bytes.", "data goes to /v1/datasets")
+    if sum(map(body.count, (b"[", b"{", b","))) > MOST_VALUES:
+        return _refuse(422, "api.values", "body", f"a body has at most {MOST_VALUES} values.", "fewer values")
+    if _depth(body) > DEEPEST:
+        return _refuse(422, "api.depth", "body", f"a body is nested at most {DEEPEST} deep.", "flatter values")
+    return body
+
+
+async def _read(receive: Receive, length: bytes, largest: int, take: Callable[[int], bool]) -> bytes | None:
+    """Returns the body; None if it is too large.
+
+    Raises:
+        BlockingIOError: there is no memory for it now.
+    """
+    if length.isdigit() and int(length) > largest:
+        return None
+    body = bytearray()
+    while True:
+        message = await receive()
+        if message["type"] != "http.request":
+            return bytes(body)
+        part = message.get("body", b"")
+        if len(body) + len(part) > largest:
+            return None
+        if not take(len(part)):
+            raise BlockingIOError
+        body += part
+        if not message.get("more_body"):
+            return bytes(body)
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    sent = False
+
+    async def replayed() -> Message:
+        nonlocal sent
+        if sent:
+            return await receive()
+        sent = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return replayed
+
+
+def _depth(body: bytes) -> int:
+    """Returns how deep brackets are nested, if that can be too deep; those in texts count, too."""
+    if body.count(b"[") + body.count(b"{") <= DEEPEST:
+        return 0
+    deepest = depth = 0
+    for bracket in BRACKETS.finditer(body):
+        depth += 1 if bracket[0] in (b"[", b"{") else -1
+        deepest = max(deepest, depth)
+        if deepest > DEEPEST:
+            break
+    return deepest
+
+
+def _with_headers(send: Send) -> Send:
+    async def sender(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            extra = [(name.lower().encode(), value.encode()) for name, value in SECURE.items()]
+            message = {**message, "headers": [*message["headers"], *extra]}
+        await send(message)
+
+    return sender
+
+
+def describe() -> dict[str, Any]:
+    """Returns the OpenAPI description."""
+    return json.loads(json.dumps(make_app().openapi()))

@@ -1,0 +1,260 @@
+"""lorafusion jobs …: submit, list, show, watch, cancel, pause, continue, weight, download."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.client import HTTPException
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from pydantic import BaseModel
+
+from lorafusion_jax.config.load import load_config
+from lorafusion_jax.config.references import BASE, START
+from lorafusion_jax.config.schema import AdapterConfig, JobConfig
+from lorafusion_jax.errors import ConfigError, RunError
+from lorafusion_jax.report.console import out, plain_table
+from lorafusion_jax.serve.client import Client, ServiceError
+from lorafusion_jax.serve.control.spec import LoraSpec
+
+app = typer.Typer(no_args_is_help=True, help="Jobs of a service that `lorafusion serve` runs.")
+Url = Annotated[str, typer.Option(help="address of the service")]
+Key = Annotated[Path | None, typer.Option("--key-file", help="file with the key; default ~/.config/lorafusion/key")]
+Name = Annotated[str, typer.Argument(metavar="JOB", help="id of the job")]
+KEY = re.compile(rb"tml-lf_[a-z2-7]{8}_[A-Za-z0-9_-]{43}")
+LOCAL = "http://127.0.0.1:7070"
+
+
+@app.command()
+def submit(
+    jobs: Annotated[Path, typer.Argument(metavar="JOBS", help="job file; each of its adapters becomes a job")],
+    base: Annotated[str | None, typer.Option(help="name of the base; default the folder's name in the file")] = None,
+    priority: Annotated[int | None, typer.Option(min=-100, max=100, help="higher ones are placed first")] = None,
+    url: Url = LOCAL,
+    key_file: Key = None,
+) -> None:
+    """Submits the adapters of a job file and uploads their data.
+
+    Example: lorafusion jobs submit jobs.yaml
+    """
+    config, client = load_config(jobs), _client(url, key_file)
+    for adapter in config.adapters:
+        with _errors():
+            more = {} if priority is None else {"priority": priority}
+            job = client.submit(job_of(config, adapter, base) | more)
+        print(f"{job.id}  {adapter.name}")
+
+
+@app.command("ls")
+def list_jobs(
+    state: Annotated[list[str] | None, typer.Option(help="only jobs in this state")] = None,
+    url: Url = LOCAL,
+    key_file: Key = None,
+    as_json: Annotated[bool, typer.Option("--json", help="machine-readable output")] = False,
+) -> None:
+    """Lists jobs, newest first.
+
+    Example: lorafusion jobs ls --state running
+    """
+    with _errors():
+        rows = list(_client(url, key_file).jobs(**({"state": state} if state else {})))
+    if as_json:
+        print(json.dumps(rows))
+        return
+    table = plain_table(("job", "name", "owner", "state"), ("step", "loss", "weight"))
+    for row in rows:
+        loss = "–" if row["loss"] is None else f"{row['loss']:.3f}"
+        step = f"{row['step']}/{row['steps'] or '?'}"
+        table.add_row(row["id"], row["name"], row["owner"], row["state"], step, loss, f"{row['weight']:g}")
+    out().print(table)
+
+
+@app.command()
+def show(job: Name, url: Url = LOCAL, key_file: Key = None) -> None:
+    """Shows a job as JSON, with its transitions and problems.
+
+    Example: lorafusion jobs show job-0123456789ab
+    """
+    with _errors():
+        print(json.dumps(_client(url, key_file).job(job).show(), indent=1))
+
+
+@app.command()
+def watch(job: Name, url: Url = LOCAL, key_file: Key = None) -> None:
+    """Follows a job until it has ended.
+
+    Example: lorafusion jobs watch job-0123456789ab
+    """
+    console = out()
+    with _errors():
+        followed = _client(url, key_file).job(job)
+        followed.show()  # refused at once, where there is no such job or service
+        for event in followed.events():
+            if event["kind"] == "step":
+                console.print(f"step {event['step']}  loss {event['loss']:.4f}", highlight=False)
+            elif event["kind"] == "eval":
+                console.print(f"step {event['step']}  held-out loss {event['eval_loss']:.4f}", highlight=False)
+            elif event["kind"] == "state":
+                console.print(
+                    f"{event['after']}{': ' + event['why'] if event['why'] else ''}", highlight=False, markup=False
+                )
+
+
+@app.command()
+def cancel(job: Name, url: Url = LOCAL, key_file: Key = None) -> None:
+    """Cancels a job.
+
+    Example: lorafusion jobs cancel job-0123456789ab
+    """
+    _ask(url, key_file, lambda client: client.job(job).cancel())
+
+
+@app.command()
+def pause(job: Name, url: Url = LOCAL, key_file: Key = None) -> None:
+    """Pauses a job; others get its place.
+
+    Example: lorafusion jobs pause job-0123456789ab
+    """
+    _ask(url, key_file, lambda client: client.job(job).pause())
+
+
+@app.command("continue")
+def resume(job: Name, url: Url = LOCAL, key_file: Key = None) -> None:
+    """Continues a paused job where it stopped.
+
+    Example: lorafusion jobs continue job-0123456789ab
+    """
+    _ask(url, key_file, lambda client: client.job(job).resume())
+
+
+@app.command(context_settings={"ignore_unknown_options": True})  # -1 is a number
+def weight(
+    job: Name,
+    value: Annotated[float, typer.Argument(metavar="WEIGHT", help="above 0")],
+    url: Url = LOCAL,
+    key_file: Key = None,
+) -> None:
+    """Changes a job's share of the session relative to other jobs.
+
+    Example: lorafusion jobs weight job-0123456789ab 2
+    """
+    _ask(url, key_file, lambda client: client.job(job).set_weight(value))
+
+
+@app.command(context_settings={"ignore_unknown_options": True})
+def priority(
+    job: Name,
+    value: Annotated[int, typer.Argument(metavar="PRIORITY", help="-100 to 100; higher ones are placed first")],
+    url: Url = LOCAL,
+    key_file: Key = None,
+) -> None:
+    """Changes a job's priority. It takes the place of a job of a lower one if none is free.
+
+    Example: lorafusion jobs priority job-0123456789ab 10
+    """
+    _ask(url, key_file, lambda client: client.job(job).set_priority(value))
+
+
+@app.command()
+def download(
+    job: Name,
+    to: Annotated[Path, typer.Option("--to", help="new folder")],
+    url: Url = LOCAL,
+    key_file: Key = None,
+) -> None:
+    """Downloads a trained adapter as a PEFT folder and checks its digests.
+
+    Example: lorafusion jobs download job-0123456789ab --to adapters/law
+    """
+    with _errors():
+        print(_client(url, key_file).job(job).adapter(to))
+
+
+def job_of(config: JobConfig, adapter: AdapterConfig, base: str | None) -> dict[str, Any]:
+    """Converts an adapter of a job file to a job of the service.
+
+    Raises:
+        ConfigError: `jobs.not-served`, the file asks for something that a service does not do.
+    """
+    directory = Path(config.directory)
+    not_served = {
+        "objective.reference: a folder or an adapter": adapter.objective.reference not in (None, BASE, START),
+        "lora.init_from (use init_from of the service)": adapter.lora.init_from is not None,
+        "early_stop.patience": adapter.early_stop.patience is not None,
+        "halving": config.halving.first_step is not None,
+        "data.train: hf:…": any(source.path.startswith("hf:") for source in adapter.data.train),
+        "data.train: a list": len(adapter.data.train) > 1 or any(source.weight != 1 for source in adapter.data.train),
+        "data.eval: a list": isinstance(adapter.data.eval, tuple) and len(adapter.data.eval) > 1,
+    } | {f"lora.{key}": True for key in _changed(adapter.lora) - {"init_from"} - set(LoraSpec.model_fields)}
+    if wrong := [name for name, is_set in not_served.items() if is_set]:
+        raise ConfigError("jobs.not-served", f"{adapter.name}: a service does not take {', '.join(wrong)}.")
+    data = adapter.data.model_dump(mode="json", exclude_none=True)
+    data |= {key: str(directory / data[key]) for key in ("train", "eval") if isinstance(data.get(key), str)}
+    lora = adapter.lora.model_dump(mode="json", exclude_none=True, include=set(LoraSpec.model_fields))
+    return {
+        "name": adapter.name.lower().replace("=", "-").replace("@", "-").replace("+", "-"),
+        "base": base or Path(config.base.model).name,
+        "data": data,
+        "lora": lora,
+        "objective": adapter.objective.model_dump(mode="json", exclude_none=True),
+        "optim": adapter.optim.model_dump(mode="json", exclude_none=True),
+        "batch": {"global_samples": adapter.global_samples},
+        "epochs": adapter.epochs,
+        "seed": adapter.seed,
+        "weight": adapter.weight,
+    } | ({"steps": config.train.max_steps} if config.train.max_steps else {})
+
+
+def _changed(settings: BaseModel) -> set[str]:
+    """Keys whose values are not the defaults."""
+    return set(settings.model_dump(exclude_defaults=True))
+
+
+def _ask(url: str, key_file: Path | None, act: Callable[[Client], dict[str, Any]]) -> None:
+    with _errors():
+        answer = act(_client(url, key_file))
+    print(f"{answer['id']}  {answer['state']}")
+
+
+def _client(url: str, key_file: Path | None) -> Client:
+    file = key_file or Path("~/.config/lorafusion/key").expanduser()
+    fix = "--key-file with what `lorafusion keys add` has printed, and nothing else"
+    try:
+        key = file.read_bytes().strip() if key_file or file.is_file() else None
+    except OSError as problem:
+        raise ConfigError("jobs.key", f"{file} cannot be read.", why=os.strerror(problem.errno or 0), fix=fix) from None
+    if key is not None and KEY.fullmatch(key) is None:
+        raise ConfigError("jobs.key", f"{file} does not hold a key.", why="a key is one line, tml-lf_…", fix=fix)
+    try:
+        return Client(url, None if key is None else key.decode())
+    except ValueError as problem:
+        raise ConfigError("jobs.url", f"--url: {problem}.", fix="--url http://127.0.0.1:7070") from None
+
+
+@contextmanager
+def _errors() -> Iterator[None]:
+    """Shows what the service refused in the form of our own errors."""
+    try:
+        yield
+    except ServiceError as problem:
+        first = problem.problems[0]
+        more = "".join(f"; also {entry['what']}" for entry in problem.problems[1:])
+        raise ConfigError(
+            first.get("code", "jobs.refused"),
+            first.get("what", ""),
+            where=first.get("where", ""),
+            why=first.get("why", "") + more,
+            fix=first.get("fix", ""),
+        ) from None
+    except (OSError, HTTPException, OverflowError) as problem:
+        if isinstance(problem, OSError) and problem.filename is not None:  # of this machine
+            raise
+        why = str(problem) or type(problem).__name__
+        raise RunError(
+            "jobs.no-service", "there is no service at this address.", why=why, fix="lorafusion serve; --url"
+        ) from None

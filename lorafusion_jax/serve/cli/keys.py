@@ -1,0 +1,142 @@
+"""lorafusion keys …: add, list and revoke keys, on the machine of the service."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from lorafusion_jax.errors import ConfigError
+from lorafusion_jax.report.console import out, plain_table
+
+if TYPE_CHECKING:
+    from lorafusion_jax.serve.store.database import Database, OtherVersion
+
+app = typer.Typer(no_args_is_help=True, help="Keys of a service, by its home.")
+Home = Annotated[Path, typer.Option(help="home of the service")]
+HOME = Path("service")
+Share = Annotated[float, typer.Option(help="weight of the user among those who have work")]
+Jobs = Annotated[int | None, typer.Option("--most-jobs", help="live jobs of the user")]
+Places = Annotated[int | None, typer.Option("--most-places", help="places, with a policy GPUs, of the user at once")]
+Bytes = Annotated[int | None, typer.Option("--most-bytes", help="bytes of the user's data sets")]
+Priority = Annotated[int, typer.Option("--most-priority", help="largest priority that the user gives a job")]
+Weight = Annotated[float, typer.Option("--most-weight", help="largest weight that the user gives a job")]
+
+
+@app.command()
+def add(
+    owner: Annotated[str, typer.Argument(metavar="OWNER", help="who the key belongs to")],
+    scope: Annotated[list[str] | None, typer.Option(help="what it may do; default all but admin")] = None,
+    admin: Annotated[bool, typer.Option("--admin", help="everything, also what belongs to others")] = False,
+    days: Annotated[float | None, typer.Option(min=0.001, help="how long it is valid")] = None,
+    share: Share = 1.0,
+    jobs: Jobs = None,
+    places: Places = None,
+    data_bytes: Bytes = None,
+    priority: Priority = 100,
+    weight: Weight = 1000.0,
+    home: Home = HOME,
+) -> None:
+    """Adds a key and prints it. It is not stored and cannot be shown again.
+
+    Example: lorafusion keys add ana --home service --share 2 --most-jobs 100
+    """
+    from lorafusion_jax.serve.store.keys import SCOPES, USER, Limits, add_key
+
+    limits = Limits(share=share, jobs=jobs, places=places, bytes=data_bytes, priority=priority, weight=weight)
+    limits.check()
+    db = open_home(home, new=True)
+    with db.write() as connection:
+        _, key = add_key(connection, owner, SCOPES if admin else tuple(scope or USER), days=days, limits=limits)
+    db.close()
+    print(key)
+
+
+@app.command("limits")
+def change_limits(
+    key: Annotated[str, typer.Argument(metavar="KEY", help="its name, the 8 characters after tml-lf_")],
+    share: Share = 1.0,
+    jobs: Jobs = None,
+    places: Places = None,
+    data_bytes: Bytes = None,
+    priority: Priority = 100,
+    weight: Weight = 1000.0,
+    home: Home = HOME,
+) -> None:
+    """Sets what the owner of a key has a right to; what is left out has its default.
+
+    Example: lorafusion keys limits abcdefgh --share 2 --most-priority 0
+    """
+    from lorafusion_jax.serve.store.keys import Limits, set_limits
+
+    db = open_home(home)
+    with db.write() as connection:
+        limits = Limits(share=share, jobs=jobs, places=places, bytes=data_bytes, priority=priority, weight=weight)
+        known = set_limits(connection, key, limits)
+    db.close()
+    if not known:
+        raise ConfigError("keys.unknown", f"there is no key {key}.", fix=f"lorafusion keys ls --home {home}")
+    print(f"{key} changed")
+
+
+@app.command("ls")
+def list_all(home: Home = HOME) -> None:
+    """Lists keys, without their secrets.
+
+    Example: lorafusion keys ls --home service
+    """
+    from lorafusion_jax.serve.store.keys import list_keys
+
+    db = open_home(home)
+    table = plain_table(("key", "owner", "scopes", "created", "state"), ())
+    with db.read() as connection:
+        for row in list_keys(connection):
+            created = time.strftime("%Y-%m-%d %H:%M", time.localtime(row["created"]))
+            expired = row["expires"] is not None and row["expires"] < time.time()
+            state = "revoked" if row["revoked"] else "expired" if expired else "valid"
+            table.add_row(row["id"], row["owner"], " ".join(row["scopes"]), created, state)
+    db.close()
+    out().print(table)
+
+
+@app.command()
+def revoke(
+    key: Annotated[str, typer.Argument(metavar="KEY", help="its name, the 8 characters after tml-lf_")],
+    home: Home = HOME,
+) -> None:
+    """Revokes a key at once.
+
+    Example: lorafusion keys revoke abcdefgh --home service
+    """
+    from lorafusion_jax.serve.store.keys import revoke_key
+
+    db = open_home(home)
+    with db.write() as connection:
+        known = revoke_key(connection, key)
+    db.close()
+    if not known:
+        raise ConfigError("keys.unknown", f"there is no key {key}.", fix=f"lorafusion keys ls --home {home}")
+    print(f"{key} revoked")
+
+
+def open_home(home: Path, *, new: bool = False, other_version: OtherVersion = "refuse") -> Database:
+    """Opens the database of a home.
+
+    Args:
+        new: make it if it is not there.
+        other_version: what to do with a database of another version, see `Database`; only a server migrates.
+
+    Raises:
+        ConfigError: `keys.home`.
+    """
+    from lorafusion_jax.serve.server import open_database
+    from lorafusion_jax.serve.settings import Settings
+
+    os.umask(0o077)
+    settings = Settings(home=home.absolute(), bases={}, places={})
+    if not new and not settings.database.is_file():
+        raise ConfigError("keys.home", f"{home} is not the home of a service.", fix="--home FOLDER")
+    return open_database(settings, other_version=other_version)

@@ -1,0 +1,243 @@
+"""lorafusion serve: a training service on this machine."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+from rich.markup import escape
+
+from lorafusion_jax.config.places import Places
+from lorafusion_jax.config.sections import SHARED
+from lorafusion_jax.errors import ConfigError
+from lorafusion_jax.examples import examples_directory
+from lorafusion_jax.report.console import out
+from lorafusion_jax.serve.settings import ONE_SESSION, Settings
+
+NEEDED = ("fastapi", "uvicorn", "sqlalchemy", "prometheus_client")
+SECTIONS = ("base", "mesh", "batch", "train")
+DEMO = {"places": "16:2,64:1", "batch.capacity_tokens": 512, "base.dtype": "float32"}
+
+
+SessionSettings = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="KEY=VALUE", help="settings of the session as in a job file, e.g. batch.capacity_tokens=4096"
+    ),
+]
+Bases = Annotated[list[str] | None, typer.Option(help="base model, FOLDER or NAME=FOLDER")]
+Home = Annotated[Path, typer.Option(help="folder of the database, data, jobs and adapters")]
+PlaceCounts = Annotated[str, typer.Option(help="places of a session, RANK:NUMBER,… or KIND:RANK:NUMBER")]
+Policy = Annotated[
+    str | None, typer.Option(help="who decides which jobs train together; default ours with several bases or GPUs")
+]
+Gpus = Annotated[int, typer.Option(min=0, max=1024, help="GPUs of this machine or cluster, for the policy; 0: the CPU")]
+GpuMemory = Annotated[float, typer.Option(min=1, help="memory of each GPU")]
+Host = Annotated[str, typer.Option(help="address to listen on; other than this machine needs a key")]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="0: any free one")]
+HostNames = Annotated[list[str] | None, typer.Option(help="further name under which it is reached")]
+Reproducible = Annotated[
+    bool, typer.Option("--reproducible", help="an adapter does not depend on other jobs by a single bit; less dense")
+]
+MloraRoutes = Annotated[
+    bool, typer.Option("--mlora-compat", help="also serve mLoRA's 17 routes, to this machine and without keys")
+]
+SaveSeconds = Annotated[float, typer.Option(min=0.1, help="seconds between two saves of a job")]
+LeaseSeconds = Annotated[float, typer.Option(min=0.5, help="seconds without a sign after which a worker is lost")]
+Ray = Annotated[str | None, typer.Option(metavar="ADDRESS", help="run workers on a Ray cluster: auto, or HOST:PORT")]
+WorkersAt = Annotated[
+    str | None,
+    typer.Option(metavar="HOST:PORT", help="with --ray: where workers reach this server; all nodes share --home"),
+]
+Hosts = Annotated[int, typer.Option(min=1, max=1024, help="with --ray: nodes with --gpus each, for the policy")]
+Artifacts = Annotated[
+    str | None,
+    typer.Option(metavar="URL", help="publish finished adapters there, too: s3://…, gs://…, file:///…; needs fsspec"),
+]
+ChildMemory = Annotated[float, typer.Option(min=0.25, help="memory of the processes that read data, together")]
+Demo = Annotated[bool, typer.Option("--demo", help="a tiny base and three jobs of two users, on the CPU")]
+
+
+def command(
+    settings: SessionSettings = None,
+    base: Bases = None,
+    home: Home = Path("service"),
+    places: PlaceCounts = "16:8,64:2",
+    policy: Policy = None,
+    gpus: Gpus = 1,
+    memory_gib: GpuMemory = 140.0,
+    host: Host = "127.0.0.1",
+    port: Port = 7070,
+    host_name: HostNames = None,
+    reproducible: Reproducible = False,
+    mlora_compat: MloraRoutes = False,
+    save_s: SaveSeconds = 60.0,
+    lease_s: LeaseSeconds = 30.0,
+    ray: Ray = None,
+    workers_at: WorkersAt = None,
+    hosts: Hosts = 1,
+    artifacts: Artifacts = None,
+    child_memory_gib: ChildMemory = 2.0,
+    demo: Demo = False,
+) -> None:
+    """Runs a training service: jobs in, adapters out, over REST and a web page.
+
+    Example: lorafusion serve --base models/llama-3.1-8b --places 16:8,64:2
+
+    Example: lorafusion serve --demo
+    """
+    _check_installed()
+    os.umask(0o077)  # keys, data and adapters of all users are in the home
+    chosen = dict(_setting(text) for text in settings or ())
+    if demo:
+        home = Path(tempfile.mkdtemp(prefix="lorafusion-serve-"))
+        base, places = base or [f"tiny={examples_directory() / 'base'}"], DEMO["places"]
+        chosen = {key: value for key, value in DEMO.items() if "." in key} | chosen
+    sections = _sections(chosen)
+    read = Settings(
+        home=home.absolute(), bases=_bases(base or []), places=read_places(places), hosts=read_hosts(hosts, ray),
+        gpus=gpus, memory_gib=memory_gib, policy=read_policy(policy, several=gpus * hosts > 1 or len(base or []) > 1),
+        reproducible=reproducible, ray=ray, workers_at=read_workers_at(workers_at, ray), mlora_compat=mlora_compat,
+        artifacts=artifacts, child_memory=int(child_memory_gib * 2**30), save_s=save_s, lease_s=lease_s,
+        base=sections["base"], mesh=sections["mesh"], batch=sections["batch"], train=sections["train"],
+    )  # fmt: skip
+    from lorafusion_jax.serve.server import run_server
+
+    run_server(read, host=host, port=port, host_names=host_name or (), on_start=partial(_announce, read, demo))
+
+
+def _announce(settings: Settings, demo: bool, url: str) -> None:
+    """Says where the service listens, and submits the jobs of the demo."""
+    names, home = escape(", ".join(settings.bases)), escape(str(settings.home))
+    out().print(f"serving {names} on [bold]{url}[/bold]  ·  home {home}  ·  stop: Ctrl+C")
+    if demo:
+        from lorafusion_jax.serve.demo import submit_demo
+
+        threading.Thread(target=submit_demo, args=(url, settings), name="demo", daemon=True).start()
+
+
+def read_places(text: str) -> dict[str, int]:
+    """Reads RANK:NUMBER,… or KIND:RANK:NUMBER,…
+
+    Raises:
+        ConfigError: `serve.places`.
+
+    >>> read_places("16:8,dora:64:2")
+    {'16': 8, 'dora:64': 2}
+    """
+    parts = [part.strip().rpartition(":") for part in text.split(",")]
+    try:
+        counts = {name: int(count) for name, _, count in parts}
+        Places.of(counts)
+    except (ValueError, ConfigError):
+        fix = "--places 16:8,64:2,dora:16:1"
+        raise ConfigError("serve.places", f"--places {text} is not RANK:NUMBER,…", fix=fix) from None
+    return counts
+
+
+def read_workers_at(text: str | None, ray: str | None) -> tuple[str, int] | None:
+    """Reads HOST:PORT, an address of this machine that the nodes of a cluster reach.
+
+    Raises:
+        ConfigError: `serve.workers-at`.
+
+    >>> read_workers_at("10.0.0.5:7071", "auto")
+    ('10.0.0.5', 7071)
+    """
+    if text is None and ray is None:
+        return None
+    host, _, port = (text or "").rpartition(":")
+    if ray is None or not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        message = (
+            f"--workers-at {text} is not HOST:PORT." if ray else "--workers-at is for --ray: other workers are here."
+        )
+        fix = "--ray auto --workers-at 10.0.0.5:7071, with an address of this machine that the nodes reach"
+        raise ConfigError("serve.workers-at", message, why="workers on other nodes connect to it", fix=fix)
+    return host, int(port)
+
+
+def read_hosts(hosts: int, ray: str | None) -> int:
+    """Returns the number of hosts; without a cluster there is one.
+
+    Raises:
+        ConfigError: `serve.hosts`.
+    """
+    if hosts > 1 and ray is None:
+        message, fix = "--hosts is for --ray: other workers are on this machine.", "--ray auto --workers-at HOST:PORT"
+        raise ConfigError("serve.hosts", message, fix=fix)
+    return hosts
+
+
+def read_policy(name: str | None, *, several: bool) -> str:
+    """Returns the policy; with several GPUs or bases, one session for all jobs is no choice.
+
+    Raises:
+        ConfigError: `serve.policy`.
+    """
+    if name is None:
+        return "ours" if several else ONE_SESSION
+    from scheduling.online import POLICIES
+
+    known = [*POLICIES] if several else [ONE_SESSION, *POLICIES]
+    if name not in known:
+        raise ConfigError("serve.policy", f"--policy {name} is none of this service.", fix=f"one of {', '.join(known)}")
+    return name
+
+
+def _check_installed() -> None:
+    missing = [name for name in NEEDED if find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            "serve.missing",
+            f"a service needs {', '.join(missing)}.",
+            fix='pip install "lorafusion-jax[serve]"',
+        )
+
+
+def _bases(bases: list[str]) -> dict[str, Path]:
+    if not bases:
+        message, fix = (
+            "a service needs a base model.",
+            "--base models/llama-3.1-8b, or --base NAME=FOLDER, once or more",
+        )
+        raise ConfigError("serve.base", message, fix=fix)
+    paths = {}
+    for text in bases:
+        name, is_named, folder = text.partition("=")
+        path = Path(folder if is_named else text).absolute()
+        if not (path / "config.json").is_file():
+            raise ConfigError("serve.base", f"{path} is not the folder of a model.", fix="a folder with config.json")
+        key = name if is_named else path.name
+        if key in paths:
+            raise ConfigError("serve.base", f"two bases are called {key}.", fix=f"--base OTHER={path}")
+        paths[key] = path
+    return paths
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    key, is_setting, value = text.partition("=")
+    section, _, name = key.partition(".")
+    if not is_setting or section not in SECTIONS or name not in SHARED[section].model_fields or key == "base.model":
+        raise ConfigError(
+            "serve.setting",
+            f"{text!r} is not a setting of a session.",
+            fix=f"KEY=VALUE with a key of {', '.join(SECTIONS)} of a job file",
+        )
+    return key, yaml.safe_load(value)
+
+
+def _sections(settings: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    sections: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
+    for key, value in settings.items():
+        section, _, name = key.partition(".")
+        sections[section][name] = value
+    for name, values in sections.items():
+        SHARED[name].model_validate(({"model": "-"} if name == "base" else {}) | values)
+    return sections

@@ -1,0 +1,111 @@
+"""Decides which sessions there are and which job trains in which: one session for all, or a policy of the cluster."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from lorafusion_jax.config.places import Places
+from lorafusion_jax.serve.control.session import LOCAL, SessionPlan
+from lorafusion_jax.serve.control.shares import Shares
+from lorafusion_jax.serve.settings import Settings
+from lorafusion_jax.serve.store.jobs import Job as Row
+from lorafusion_jax.serve.store.keys import Limits
+
+GROUP = "g0"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Configuration:
+    """What shall be.
+
+    Args:
+        sessions: by name.
+        group: job → its session; other jobs wait.
+        decisions: text of what was decided since the last round.
+        refused: (policy, why) of decisions that did not take effect.
+    """
+
+    sessions: Mapping[str, SessionPlan]
+    group: Mapping[str, str]
+    decisions: Sequence[str] = ()
+    refused: Sequence[tuple[str, str]] = ()
+
+
+class Scheduler(Protocol):
+    """Called every round."""
+
+    def decide(
+        self, rows: Sequence[Row], ready: Mapping[str, bool], limits: Mapping[str, Limits] = {}
+    ) -> Configuration:
+        """Returns what shall be.
+
+        Args:
+            rows: jobs that may run, by priority and then arrival.
+            ready: session → whether it trains.
+            limits: of users that have other ones than the default.
+        """
+        ...
+
+    def order(self, rows: Sequence[Row], limits: Mapping[str, Limits]) -> list[Row]:
+        """Returns the jobs that wait, in the order in which they are expected to start."""
+        ...
+
+    def full(self, row: Row, rows: Sequence[Row], limits: Limits) -> str:
+        """Says what a job that waits is waiting for."""
+        ...
+
+    def refuses(self, row: Row) -> str:
+        """Says why a job can never run; empty if it can."""
+        ...
+
+    def adopt(self, rows: Sequence[Mapping[str, Any]], jobs: Sequence[Row]) -> None:
+        """Goes on with the sessions of an earlier server, rows of `groups`, and the jobs in them."""
+        ...
+
+
+class OneSession:
+    """One session of the only base, on all devices. Users share its places.
+
+    Args:
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, settings: Settings, *, clock: Callable[[], float] = time.monotonic):
+        self._plan = SessionPlan(base=next(iter(settings.bases), ""), places=dict(settings.places))
+        self._shares, self._clock = Shares(Places.of(self._plan.places)), clock
+
+    def decide(
+        self, rows: Sequence[Row], ready: Mapping[str, bool], limits: Mapping[str, Limits] = {}
+    ) -> Configuration:
+        del ready
+        own_base = [row for row in rows if row["base"] == self._plan.base]
+        jobs = self._shares.choose(own_base, limits, self._clock())
+        return Configuration(sessions={GROUP: self._plan}, group=dict.fromkeys(jobs, GROUP))
+
+    def order(self, rows: Sequence[Row], limits: Mapping[str, Limits]) -> list[Row]:
+        return self._shares.order(rows, limits)
+
+    def full(self, row: Row, rows: Sequence[Row], limits: Limits) -> str:
+        return self._shares.full(row, rows, limits)
+
+    def refuses(self, row: Row) -> str:
+        del row
+        return ""
+
+    def adopt(self, rows: Sequence[Mapping[str, Any]], jobs: Sequence[Row]) -> None:
+        del rows, jobs
+
+
+def plan_of_row(row: Mapping[str, Any]) -> SessionPlan:
+    """Returns the session of a row of `groups`."""
+    return SessionPlan(
+        base=row["base"],
+        places=row["places"],
+        gpus=tuple(row["gpus"]),
+        mesh=row["mesh"],
+        capacity_tokens=row["capacity"],
+        host=row["host"] or LOCAL,
+    )

@@ -1,0 +1,39 @@
+"""The demo: three jobs of two users on the tiny base of the package."""
+
+from __future__ import annotations
+
+from lorafusion_jax.examples import examples_directory
+from lorafusion_jax.report.console import out
+from lorafusion_jax.serve.client import Client
+from lorafusion_jax.serve.server import open_database
+from lorafusion_jax.serve.settings import Settings
+from lorafusion_jax.serve.store.keys import SCOPES, add_key
+
+JOBS = (
+    ("ana", "ask", "ask.jsonl", "ask_eval.jsonl", {"rank": 16}, 4),
+    ("ben", "cards", "cards.jsonl", "cards_eval.jsonl", {"rank": 8, "alpha": 16.0}, 2),
+    ("ana", "module", "module.csv", "module_eval.csv", {"rank": 32, "targets": ["q_proj", "v_proj"]}, 8),
+)
+
+
+def submit_demo(url: str, settings: Settings) -> None:
+    """Adds keys for two users and one for the page, and submits the jobs."""
+    data = examples_directory() / "data"
+    db = open_database(settings)
+    with db.write() as connection:
+        keys = {owner: add_key(connection, owner)[1] for owner in ("ana", "ben")}
+        admin = add_key(connection, "admin", SCOPES)[1]
+    db.close()
+    out().print(f"key of the page: [bold]{admin}[/bold]", highlight=False)
+    for owner, name, train, held_out, lora, batch in JOBS:
+        job = {
+            "name": name,
+            "base": next(iter(settings.bases)),
+            "data": {"train": str(data / train), "eval": str(data / held_out), "max_length": 512},
+            "lora": lora,
+            "optim": {"lr": 2e-3},
+            "batch": {"global_samples": batch},
+            "epochs": 2,
+        }
+        made = Client(url, keys[owner]).submit(job)
+        out().print(f"{made.id}: {name} of {owner}", highlight=False)

@@ -1,0 +1,197 @@
+"""Jobs: every change of state is a row of `jobs`, a row of `transitions` and an event, in one transaction."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from sqlalchemy import Connection, and_, func, or_, select, text, tuple_
+
+from lorafusion_jax.serve.states import ENDED, LIVE, NEW, next_state
+from lorafusion_jax.serve.store import tables as t
+from lorafusion_jax.serve.store.database import Database
+
+Job = dict[str, Any]
+MOST_TRIES = 4  # lost workers of a job without progress
+SUSPECT_TRIES = 2  # after which it trains alone until it has made progress
+PROGRESS = 20  # steps after which earlier losses are forgotten
+SHOWN = tuple(c.name for c in t.jobs.c if c.name not in ("state_path", "tries_step", "lengths"))
+
+
+class Jobs:
+    """Reads and changes jobs."""
+
+    def __init__(self, db: Database):
+        self._db = db
+
+    def submit(self, connection: Connection, owner: str, spec: dict[str, Any]) -> Job:
+        """Adds a job in state `checking`."""
+        row = {
+            "id": "job-" + secrets.token_hex(6),
+            "owner": owner,
+            "name": spec["name"],
+            "base": spec["base"],
+            "spec": spec,
+            "state": "checking",
+            "weight": spec.get("weight", 1.0),
+            "priority": spec.get("priority", 0),
+            "deadline": spec.get("deadline"),
+            "created": time.time(),
+        }
+        connection.execute(t.jobs.insert().values(row))
+        self._note(connection, row["id"], owner, NEW, "checking", "submit", actor=owner, why="")
+        return self.get(connection, row["id"])
+
+    def change(self, connection: Connection, job: str, event: str, *, actor: str, why: str = "", **values: Any) -> Job:
+        """Applies an event of the table of states, and sets columns with it.
+
+        Raises:
+            StateError: the state does not allow it; nothing changed.
+        """
+        before = self.get(connection, job)
+        after = next_state(before["state"], event)
+        now = time.time()
+        values |= {"state": after}
+        if event in ("failed", "reject", "refused", "lost", "poison"):
+            values.setdefault("reason", why)
+        if after == "queued":
+            values |= {"queued": now, "group": None, "place": None}
+        if after == "running" and before["started"] is None:
+            values["started"] = now
+        if after in ENDED or after == "paused":
+            values |= {"group": None, "place": None} | ({"ended": now} if after in ENDED else {})
+        connection.execute(t.jobs.update().where(t.jobs.c.id == job).values(values))
+        self._note(connection, job, before["owner"], before["state"], after, event, actor=actor, why=why)
+        changed = self.get(connection, job)
+        if after == "queued" and (asked := changed["after_drain"]):
+            connection.execute(t.jobs.update().where(t.jobs.c.id == job).values(after_drain=None))
+            if asked in ("pause", "cancel"):
+                return self.change(connection, job, asked, actor=actor, why="asked for while it ran")
+            return self.get(connection, job)
+        return changed
+
+    def ask(self, connection: Connection, job: str, event: str, *, actor: str, why: str = "") -> Job:
+        """Pauses, cancels or continues a job. A job on a worker is drained first. Repeating it changes nothing."""
+        before = self.get(connection, job)
+        reached = {"pause": "paused", "cancel": "cancelled"}.get(event)
+        waits = event == "continue" and before["state"] in ("queued", "starting", "running")
+        if before["state"] == reached or waits or (before["state"] == "draining" and before["after_drain"] == event):
+            return before
+        if before["state"] in ("starting", "running", "draining") and event in ("pause", "cancel", "preempt"):
+            return self.change(connection, job, "drain", actor=actor, why=why or event, after_drain=event)
+        return self.change(connection, job, event, actor=actor, why=why)
+
+    def lost(self, connection: Connection, job: str, *, why: str) -> Job:
+        """Returns a job of a lost worker to the queue; fails it after `MOST_TRIES` losses without progress."""
+        row = self.get(connection, job)
+        progressed = row["step"] - row["tries_step"] >= PROGRESS
+        tries = 1 if progressed else row["tries"] + 1
+        values = {"tries": tries, "tries_step": row["step"] if progressed or tries == 1 else row["tries_step"]}
+        self.restart(connection, job, step=row["state_step"], path=row["state_path"])
+        changed = self.change(connection, job, "lost", actor="controller", why=why, **values)
+        if tries >= MOST_TRIES and changed["state"] == "queued":
+            reason = f"its worker was lost {tries} times within {PROGRESS} steps"
+            return self.change(connection, job, "poison", actor="controller", why=reason)
+        return changed
+
+    def restart(self, connection: Connection, job: str, *, step: int, path: str | None) -> None:
+        """Sets the state from which a job goes on. Later steps run again, so their rows are removed."""
+        self.set(connection, job, step=step, state_step=step, state_path=path)
+        connection.execute(t.metrics.delete().where(t.metrics.c.job == job, t.metrics.c.step > step))
+
+    def set(self, connection: Connection, job: str, **values: Any) -> None:
+        """Sets columns that are no states."""
+        connection.execute(t.jobs.update().where(t.jobs.c.id == job).values(values))
+
+    def get(self, connection: Connection, job: str) -> Job:
+        row = connection.execute(select(t.jobs).where(t.jobs.c.id == job)).mappings().one()
+        return dict(row)
+
+    def find(self, connection: Connection, job: str, owner: str | None, *, deleted: bool = False) -> Job | None:
+        """Returns a job of an owner (None: of anybody); one that is deleted only if asked to."""
+        where = [t.jobs.c.id == job] + ([] if deleted else [t.jobs.c.state != "deleted"])
+        where += [] if owner is None else [t.jobs.c.owner == owner]
+        row = connection.execute(select(t.jobs).where(*where)).mappings().one_or_none()
+        return None if row is None else dict(row)
+
+    def page(
+        self,
+        connection: Connection,
+        *,
+        owner: str | None,
+        states: Sequence[str] = (),
+        after: tuple[float, str] | None = None,
+        limit: int = 100,
+    ) -> list[Job]:
+        """Jobs, newest first, after a cursor (created, id)."""
+        where = [t.jobs.c.state != "deleted"]
+        where += [] if owner is None else [t.jobs.c.owner == owner]
+        where += [t.jobs.c.state.in_(states)] if states else []
+        where += [] if after is None else [tuple_(t.jobs.c.created, t.jobs.c.id) < after]
+        order = (t.jobs.c.created.desc(), t.jobs.c.id.desc())
+        return [
+            dict(r) for r in connection.execute(select(t.jobs).where(*where).order_by(*order).limit(limit)).mappings()
+        ]
+
+    def in_states(self, connection: Connection, *states: str) -> list[Job]:
+        """Jobs in these states: by priority, then in order of arrival, which no step of the clock changes."""
+        order = (t.jobs.c.priority.desc(), text("jobs.rowid"))
+        query = select(t.jobs).where(t.jobs.c.state.in_(states)).order_by(*order)
+        return [dict(row) for row in connection.execute(query).mappings()]
+
+    def transitions(self, connection: Connection, job: str) -> list[dict[str, Any]]:
+        query = select(t.transitions).where(t.transitions.c.job == job).order_by(t.transitions.c.number)
+        return [
+            {k: v for k, v in row.items() if k not in ("job", "number")} for row in connection.execute(query).mappings()
+        ]
+
+    def count_live(self, connection: Connection, owner: str) -> int:
+        query = select(func.count()).select_from(t.jobs).where(t.jobs.c.owner == owner, t.jobs.c.state.in_(LIVE))
+        return connection.scalar(query) or 0
+
+    def using(self, connection: Connection, thing: str) -> list[str]:
+        """Live jobs that use a data set, or an adapter to start from or to compare with."""
+        rows = connection.execute(select(t.jobs.c.id, t.jobs.c.spec).where(t.jobs.c.state.in_(LIVE))).all()
+        return [job for job, spec in rows if thing in _used(spec)]
+
+    def place(self, connection: Connection, job: str, *, group: str, place: int) -> Job:
+        """Writes a new placement of a queued job: its epoch grows, and earlier writers are refused from now on."""
+        epoch = self.get(connection, job)["epoch"] + 1
+        row = {"job": job, "epoch": epoch, "group": group, "place": place, "at": time.time()}
+        connection.execute(t.placements.insert().values(row))
+        return self.change(connection, job, "place", actor="controller", epoch=epoch, group=group, place=place)
+
+    def add_metrics(self, connection: Connection, job: str, rows: Sequence[dict[str, Any]]) -> None:
+        """Adds rows of metrics; those of a step that ran before are replaced."""
+        for row in rows:
+            key = and_(t.metrics.c.job == job, t.metrics.c.kind == row["kind"], t.metrics.c.step == row["step"])
+            connection.execute(t.metrics.delete().where(key))
+            connection.execute(t.metrics.insert().values(job=job, kind=row["kind"], step=row["step"], row=row))
+
+    def metrics(self, connection: Connection, job: str, from_step: int, every: int) -> list[dict[str, Any]]:
+        chosen = or_(t.metrics.c.kind != "step", t.metrics.c.step % every == 0)
+        query = (
+            select(t.metrics.c.row)
+            .where(t.metrics.c.job == job, t.metrics.c.step >= from_step, chosen)
+            .order_by(t.metrics.c.step, t.metrics.c.kind)
+        )
+        return list(connection.execute(query).scalars())
+
+    def _note(
+        self, connection: Connection, job: str, owner: str, before: str, after: str, event: str, *, actor: str, why: str
+    ) -> None:
+        row = {"job": job, "before": before, "after": after, "event": event, "at": time.time(), "actor": actor}
+        connection.execute(t.transitions.insert().values(row | {"why": why}))
+        self._db.add_event(connection, "state", owner, job, {"before": before, "after": after, "why": why})
+
+
+def _used(spec: dict[str, Any]) -> tuple[str | None, ...]:
+    data, objective = spec["data"], spec.get("objective", {})
+    return data.get("train"), data.get("eval"), spec.get("init_from"), objective.get("reference")
+
+
+def is_suspect(job: Job) -> bool:
+    """Whether a job may be what ended its workers."""
+    return job["tries"] >= SUSPECT_TRIES and job["step"] - job["tries_step"] < PROGRESS

@@ -1,0 +1,473 @@
+"""The loop of a worker: executes commands between slots, trains windows, saves states, exports what is done."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lorafusion_jax.config.load import parse_config
+from lorafusion_jax.config.read import source_of
+from lorafusion_jax.data.prepare import prepare
+from lorafusion_jax.errors import CheckpointError, LoraFusionError
+from lorafusion_jax.report.events import RunEvent
+from lorafusion_jax.serve.state_folders import state_folder, states_before
+from lorafusion_jax.serve.wire import Message
+from lorafusion_jax.serve.worker.departure import Departure
+from lorafusion_jax.serve.worker.link import Link
+from lorafusion_jax.serve.worker.references import read_references, write_references
+from lorafusion_jax.session import AdapterState, LiveSession, Task
+from lorafusion_jax.session.export import export_task
+from lorafusion_jax.session.places import PlaceWeights
+
+HORIZON = 48  # slots of a window
+REPORT_S = 0.2  # between two messages about steps
+SERVER_GONE_S = 60.0
+IDLE_S = 0.05  # between two looks for commands while nothing trains
+WAIT_S = 0.005  # between two looks for the end of jobs that leave
+MOST_READS = 3  # of adapters that leave at a time: their weights are copied, and an optimizer has two moments
+MOST_DEPARTURES = 16  # adapters that leave and are not on the disk: the host has memory for them
+DISK, AGAIN_S = ("save.no-space", "save.failed"), 5.0  # a disk that takes nothing now, and when to try again
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """What was read of a job.
+
+    Args:
+        path: of its state (None: it starts from the beginning).
+        damage: what is wrong with the state that it should have started from.
+        first: weights that it starts from, if there is no state.
+    """
+
+    task: Task
+    state: AdapterState | None
+    path: Path | None
+    damage: str = ""
+    first: PlaceWeights | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Held:
+    """A job in the session, or on its way into it.
+
+    Attributes:
+        state: newest state on the disk, of step `kept`.
+        loading: None once it has started, because what was read takes memory.
+        saved: last step whose state was read; it may not be on the disk yet.
+        place: None until it has started, and once it has left.
+        saving: the newest save of its state, which may be under way.
+        departure: of a job that is done or stopped. It has no place any more once its adapter is read.
+        leaves: whether the server has asked for it back.
+        read_at: when its state was last read, or when it started.
+        announced: whether it trains; until then its reference is computed.
+        new_references: they are not in its folder yet.
+    """
+
+    job: str
+    epoch: int
+    name: str
+    folder: Path
+    wanted_place: int
+    state: Path | None
+    loading: Future[Loaded] | None
+    saving: Future[None] | None = None
+    departure: Departure | None = None
+    leaves: bool = False
+    kept: int = 0
+    saved: int = 0
+    place: int | None = None
+    read_at: float = 0.0
+    announced: bool = False
+    new_references: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """A state that is being read, while its job trains on."""
+
+    held: Held
+    state: Future[AdapterState]
+
+
+class WorkerLoop:
+    """Runs until the server says `close`, refuses the worker, or is gone for a minute.
+
+    Devices do not wait for jobs that come and go: threads read data and first weights, read and write states, and
+    export adapters, while slots run. What is read is copied on the devices, which have memory for one state: that of
+    one job, or the weights of `MOST_READS` adapters that are done or stopped, which come first. An adapter that is
+    read leaves its place to the next job, and is written from the host's copy. Saves are spread over `save_s`.
+
+    Args:
+        save_s: seconds between two saves of the state of a job.
+    """
+
+    def __init__(self, session: LiveSession, link: Link, held: dict[str, Held], *, save_s: float):
+        self._session, self._link, self._held, self._save_s = session, link, held, save_s
+        self._readers = ThreadPoolExecutor(1, "data")
+        self._reader = ThreadPoolExecutor(1, "states")  # in turn, because they share pinned memory
+        self._writer = ThreadPoolExecutor(1, "saves")
+        self._exporters = ThreadPoolExecutor(MOST_READS, "exports")
+        self._rows: dict[tuple[str, int], list[dict[str, Any]]] = {}
+        self._newest: dict[str, int] = {}  # job → its newest epoch here; a placement starts once
+        self._reported = self._read_at = time.monotonic()
+        self._reading: Reading | None = None
+        self._written: Future[None] | None = None  # the newest save
+        self._weights: list[Future[AdapterState]] = []  # of adapters that leave, which are being read
+        self._closing = False
+        self.stop = threading.Event()  # set by a signal
+
+    def run(self) -> None:
+        while not (self._closing or self.stop.is_set() or self._link.refused):
+            trains = any(task.status in ("running", "preparing") for task in self._session.tasks.values())
+            self._execute_commands(wait_s=0.0 if trains else IDLE_S)
+            self._start_loaded()
+            self._announce()
+            window = self._session.plan(HORIZON)
+            self._session.run(window, self._listen, self._must_pause)
+            if not window.slots:
+                self._session.drain()
+            self._end_finished()
+            self._report(now=not window.slots)
+            self._advance_saves()
+            if self._link.silent_s > SERVER_GONE_S:
+                break
+        if not self._link.refused:
+            self._stop_and_wait(list(self._held.values()))
+        for pool in (self._reader, self._writer, self._exporters):
+            pool.shutdown(wait=True)
+        self._readers.shutdown(wait=False, cancel_futures=True)
+
+    def _must_pause(self) -> bool:
+        self._report()
+        self._advance_saves()
+        changed = any(self._is_ready(held) for held in self._held.values())
+        return changed or not self._link.commands.empty() or self.stop.is_set() or bool(self._link.refused)
+
+    def _is_ready(self, held: Held) -> bool:
+        """Whether a job can start now, or end."""
+        if held.departure is not None:
+            return self._can_advance(held, held.departure)
+        if held.place is None:
+            return held.loading is not None and held.loading.done()
+        failed = self._session.tasks[held.place].status == "failed"
+        return failed or (self._waits_to_leave(held) and self._can_read)
+
+    def _can_advance(self, held: Held, departure: Departure) -> bool:
+        """Whether an adapter can leave its place, or its job end. Nothing is written into its folder then."""
+        if held.place is not None:  # the devices may still refuse the last step
+            task = self._session.tasks[held.place]
+            return departure.read.done() and (task.step >= departure.step or task.status == "failed")
+        is_saved = held.saving is None or held.saving.done() or held.saving.cancel()
+        return departure.is_due or (departure.has_ended and is_saved)
+
+    def _waits_to_leave(self, held: Held) -> bool:
+        if held.place is None or held.departure is not None:
+            return False
+        return self._session.tasks[held.place].status in ("done", "leaving")
+
+    @property
+    def _can_read(self) -> bool:
+        """Whether devices and host have memory for a copy of another adapter that leaves."""
+        self._weights = [read for read in self._weights if not read.done()]
+        reads_none = self._reading is None or self._reading.state.done()
+        departures = sum(held.departure is not None for held in self._held.values())
+        return reads_none and len(self._weights) < MOST_READS and departures < MOST_DEPARTURES
+
+    def _execute_commands(self, wait_s: float) -> None:
+        while True:
+            try:
+                command = self._link.commands.get(timeout=wait_s) if wait_s else self._link.commands.get_nowait()
+            except queue.Empty:
+                return
+            wait_s = 0.0
+            self._execute(command)
+
+    def _execute(self, command: Message) -> None:
+        kind, job = command["command"], command.get("job", "")
+        held = self._held.get(job)
+        if kind == "close":
+            self._closing = True
+        elif kind == "start":
+            self._begin_loading(command, held)
+        elif held is None or held.epoch != command["epoch"]:
+            self._link.emit("gone", job=job, epoch=command["epoch"])
+        elif kind == "stop":
+            self._stop(held)
+        elif kind == "weight" and held.place is not None:
+            self._session.tasks[held.place].reweight(command["weight"])
+
+    def _begin_loading(self, command: Message, held: Held | None) -> None:
+        job, epoch = command["job"], command["epoch"]
+        if epoch <= self._newest.get(job, 0):  # asked again after a connection was lost; it may have ended since
+            if held is not None and held.announced:
+                self._link.emit("started", job=held.job, epoch=held.epoch)
+            return
+        if held is not None:
+            self._stop_and_wait([held])
+        self._newest[job] = epoch
+        state = None if command["state"] is None else Path(command["state"])
+        self._held[job] = Held(
+            job=job,
+            epoch=epoch,
+            name=command["name"],
+            folder=Path(command["folder"]),
+            wanted_place=command["place"],
+            state=state,
+            loading=self._readers.submit(self._read, job, command["values"], state, Path(command["folder"])),
+        )
+
+    def _read(self, job: str, values: dict[str, Any], state: Path | None, folder: Path) -> Loaded:
+        loaded = _load(job, values, state, folder)
+        return replace(loaded, first=self._session.draw(loaded.task)) if loaded.state is None else loaded
+
+    def _start_loaded(self) -> None:
+        for held in [held for held in self._held.values() if held.loading is not None and self._is_ready(held)]:
+            assert held.loading is not None
+            if (problem := held.loading.exception()) is not None:  # whatever it is, others do not fail with it
+                self._end(held, "failed", step=held.saved, reason=str(problem) or type(problem).__name__)
+                continue
+            loaded = held.loading.result()
+            task = loaded.task
+            try:
+                self._session.start(held.wanted_place, task, loaded.state, loaded.first)
+            except LoraFusionError as problem:
+                self._end(held, "failed", step=held.saved, reason=str(problem))
+                continue
+            held.place, held.saved, held.kept, held.loading = held.wanted_place, task.step, task.step, None
+            held.read_at = time.monotonic()
+            if loaded.damage:
+                held.state = loaded.path
+                path, reason = None if loaded.path is None else str(loaded.path), loaded.damage
+                self._link.emit("damaged", job=held.job, epoch=held.epoch, step=task.step, path=path, reason=reason)
+            if task.status == "preparing":
+                held.new_references = True
+
+    def _announce(self) -> None:
+        """Says which jobs train now: all that have their references."""
+        for held in self._held.values():
+            task = None if held.place is None else self._session.tasks[held.place]
+            if task is None or held.announced or task.status == "preparing":
+                continue
+            held.announced = True
+            if held.new_references and task.references is not None:
+                self._writer.submit(write_references, held.folder, task.references)
+            self._link.emit("started", job=held.job, epoch=held.epoch, steps=task.num_steps)
+            if not task.step:
+                self._evaluate(held, task)
+
+    def _end_finished(self) -> None:
+        for held in [held for held in self._held.values() if held.loading is None]:
+            self._end_if_finished(held)
+
+    def _end_if_finished(self, held: Held) -> None:
+        if not self._is_ready(held):
+            return
+        if held.departure is not None:
+            self._advance_departure(held, held.departure)
+            return
+        assert held.place is not None
+        task = self._session.tasks[held.place]
+        if task.status == "failed":
+            self._end_failed(held, held.place, task)
+        elif task.status == "done":
+            self._evaluate(held, task)
+            held.departure = self._export(held, task, self._start_reading(held.place, optimizer=False))
+        else:
+            step = self._session.end_training(held.place)
+            target, write = state_folder(held.folder, held.epoch, step), partial(self._write, held)
+            read = self._start_reading(held.place)  # on the thread of the saves: one of the same step may be under way
+            held.departure = Departure("stopped", step, target, read, write, self._writer)
+
+    def _end_failed(self, held: Held, place: int, task: Task) -> None:
+        self._session.forget(place)
+        self._end(held, "failed", step=task.step, reason=task.reason)
+
+    def _start_reading(self, place: int, *, optimizer: bool = True) -> Future[AdapterState]:
+        """Begins to read an adapter that leaves, while others train."""
+        read = self._reader.submit(self._session.start_reading(place, optimizer=optimizer))
+        self._weights.append(read)
+        return read
+
+    def _export(self, held: Held, task: Task, read: Future[AdapterState]) -> Departure:
+        target = held.folder / "adapter" / f"step-{task.step}-e{held.epoch}"  # no older writer writes there
+
+        def write(state: AdapterState) -> None:
+            export_task(task, state, target, name=held.name)
+
+        return Departure("finished", task.step, target, read, write, self._exporters)
+
+    def _advance_departure(self, held: Held, departure: Departure) -> None:
+        """Frees the place of an adapter that is read, and ends its job once it is written.
+
+        While the disk takes nothing, an adapter that is done stays in memory. A job that is asked for then loses the
+        steps since its newest state, which run again.
+        """
+        if held.place is not None:
+            self._vacate(held, held.place, departure)
+        elif departure.is_due:
+            departure.write()
+        elif (problem := departure.problem) is None:
+            self._end(held, departure.ends_as, step=departure.step, path=str(departure.target))
+        elif departure.ends_as == "finished" and problem.code not in DISK:
+            self._end(held, "failed", step=departure.step, reason=str(problem))
+        elif held.leaves:
+            self._not_saved(held, problem)
+            self._end_with_newest_state(held)
+        else:
+            self._not_saved(held, problem)
+            departure.write_later(AGAIN_S)
+
+    def _vacate(self, held: Held, place: int, departure: Departure) -> None:
+        task = self._session.tasks[place]
+        if task.status == "failed":
+            self._end_failed(held, place, task)
+            return
+        if task.status == "done" and departure.ends_as == "stopped":  # its last step was its last of all
+            self._evaluate(held, task)
+            held.departure = departure = self._export(held, task, departure.read)
+        self._session.forget(place)
+        held.place = None
+        self._link.emit("vacated", job=held.job, epoch=held.epoch)
+        departure.write()
+
+    def _evaluate(self, held: Held, task: Task) -> None:
+        assert held.place is not None
+        evaluation = self._session.evaluate(held.place)
+        if evaluation is not None:
+            row = {"kind": "eval", "step": task.step, "eval_loss": evaluation.loss, "eval_tokens": evaluation.tokens}
+            row |= {f"eval_{name}": value for name, value in evaluation.metrics.items()}
+            self._rows.setdefault((held.job, held.epoch), []).append(row | {"time": round(time.time(), 3)})
+
+    def _end(self, held: Held, kind: str, **data: Any) -> None:
+        if held.saving is not None and not held.saving.cancel():
+            held.saving.result()  # nothing is written into the folder of a job that has ended
+        self._report(now=True)
+        self._link.emit(kind, job=held.job, epoch=held.epoch, **data)
+        del self._held[held.job]  # last: what a worker neither holds nor told of is lost
+
+    def _stop(self, held: Held) -> None:
+        """Stops a job after the last step that was issued; its begun batch runs again later. Others train on."""
+        held.leaves = True
+        if held.loading is not None:
+            held.loading.cancel()
+            self._end(held, "stopped", step=held.saved, path=None if held.state is None else str(held.state))
+            return
+        if held.place is None or self._session.tasks[held.place].status in ("done", "failed"):
+            return  # it ends by itself
+        if self._session.end_training(held.place) == held.kept:
+            self._session.forget(held.place)
+            self._end_with_newest_state(held)
+
+    def _stop_and_wait(self, jobs: Sequence[Held]) -> None:
+        for held in jobs:
+            self._stop(held)
+        while any(self._held.get(held.job) is held for held in jobs):
+            self._session.drain()
+            self._end_finished()
+            self._advance_saves()
+            time.sleep(WAIT_S)
+
+    def _end_with_newest_state(self, held: Held) -> None:
+        """Ends a job; steps since its newest state run again."""
+        self._end(held, "stopped", step=held.kept, path=None if held.state is None else str(held.state))
+
+    def _advance_saves(self) -> None:
+        """Writes the state that was read, or begins to read the next one."""
+        if self._reading is not None:
+            self._write_read(self._reading)
+        elif self._can_save and (held := self._next_to_save()) is not None:
+            assert held.place is not None
+            held.read_at = self._read_at = time.monotonic()
+            read = self._session.start_reading(held.place)
+            self._reading = Reading(held=held, state=self._reader.submit(read))
+
+    @property
+    def _can_save(self) -> bool:
+        """Whether nothing is being read or has to be read first. The disk has one save at a time."""
+        is_written = self._written is None or self._written.done()
+        waiting = any(map(self._waits_to_leave, self._held.values()))
+        return is_written and not waiting and all(read.done() for read in self._weights)
+
+    def _next_to_save(self) -> Held | None:
+        """Returns the job whose state is the oldest, once in a while: each of them once in `save_s`."""
+        now = time.monotonic()
+        jobs = [held for held in self._held.values() if held.announced and held.departure is None]
+        if now - self._read_at <= self._save_s / max(len(jobs), 1):
+            return None
+        old = [held for held in jobs if self._has_new_steps(held) and now - held.read_at > self._save_s / 2]
+        return min(old, key=lambda held: held.read_at, default=None)
+
+    def _has_new_steps(self, held: Held) -> bool:
+        task = None if held.place is None else self._session.tasks[held.place]
+        return task is not None and task.status == "running" and task.step > held.saved
+
+    def _write_read(self, reading: Reading) -> None:
+        """Has a state written that was read, once its job has come to its step: the step may still be refused."""
+        if not reading.state.done():
+            return
+        held, state = reading.held, reading.state.result()
+        task = self._session.tasks.get(-1 if held.place is None else held.place)
+        if self._held.get(held.job) is not held or task is None or task.status in ("failed", "leaving"):
+            self._reading = None
+        elif task.step >= state.step:
+            self._report(now=True)  # the steps of a state do not run again, so the server has to know their rows
+            held.saved = state.step
+            held.saving = self._written = self._writer.submit(self._save, held, state)
+            self._reading = None
+
+    def _save(self, held: Held, state: AdapterState) -> None:
+        try:
+            path = self._write(held, state)
+        except LoraFusionError as problem:
+            self._not_saved(held, problem)
+            return
+        held.state, held.kept = Path(path), state.step
+        self._link.emit("saved", job=held.job, epoch=held.epoch, step=state.step, path=path)
+
+    def _not_saved(self, held: Held, problem: LoraFusionError) -> None:
+        self._link.emit("not-saved", job=held.job, epoch=held.epoch, reason=str(problem))
+
+    def _write(self, held: Held, state: AdapterState) -> str:
+        return str(state.write(state_folder(held.folder, held.epoch, state.step)))
+
+    def _listen(self, event: RunEvent) -> None:
+        row = event.row()
+        held = self._held.get(row.pop("adapter"))
+        if held is not None and event.kind == "step":
+            self._rows.setdefault((held.job, held.epoch), []).append(row | {"time": round(time.time(), 3)})
+
+    def _report(self, *, now: bool = False) -> None:
+        if not self._rows or not (now or time.monotonic() - self._reported > REPORT_S):
+            return
+        rows, self._rows, self._reported = self._rows, {}, time.monotonic()
+        for (job, epoch), job_rows in rows.items():
+            self._link.emit("stepped", job=job, epoch=epoch, rows=job_rows)
+
+
+def _load(job: str, values: dict[str, Any], state: Path | None, folder: Path) -> Loaded:
+    """Reads data, state and references of a job. In the session it is named by its id.
+
+    A state that is damaged is replaced by the newest one before it that is whole.
+    """
+    config = parse_config(source_of(values))
+    prepared = prepare(config)
+    task = Task.of(config, prepared, read_references(folder, config, prepared))
+    assert task.name == job
+    if state is None:
+        return Loaded(task=task, state=None, path=None)
+    damage = ""
+    for path in (state, *states_before(state)):
+        try:
+            return Loaded(task=task, state=AdapterState.read(path, task.adapter), path=path, damage=damage)
+        except CheckpointError as problem:
+            if problem.code != "state.damaged":
+                raise
+            damage = damage or str(problem)
+    return Loaded(task=task, state=None, path=None, damage=damage)
