@@ -5,7 +5,7 @@ L layers · K in features · r rank · D model width
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -15,9 +15,18 @@ import numpy as np
 from lorafusion_jax.adapters.init import draw_leaf, init_layers, init_shared
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.adapters.tokens import TABLES
+from lorafusion_jax.checkpoint.peft import Arrays
+from lorafusion_jax.checkpoint.warm_start import start_from
 from lorafusion_jax.layout.layer import Linear
 from lorafusion_jax.session.leaf_layout import LeafLayout
 from lorafusion_jax.session.leaves import HEAD, LAYERS, SHARED, TOKENS
+
+
+def starting_weights(
+    layout: LeafLayout, specs: Sequence[AdapterSpec], warm_starts: Mapping[int, Arrays] | None = None
+) -> Mapping[str, Mapping[str, np.ndarray]]:
+    """Returns what adapters start from by name: their initial values, or those of a warm start by position."""
+    return start_from(first_weights_of(layout, specs), warm_starts or {}, specs, layout.model.some_layers)
 
 
 def first_weights_of(layout: LeafLayout, specs: Sequence[AdapterSpec]) -> dict[str, dict[str, Any]]:

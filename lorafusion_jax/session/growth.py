@@ -1,9 +1,8 @@
 """Adds adapters to stages that train. The state of the other adapters stays bitwise equal.
 
-An adapter that fits into a free place is written there, by programs that exist. For others, new stages for all adapters
-replace the old ones, on the same frozen weights. The state of the old adapters is gathered first, and then written over
-the initial state of the new stages. New adapters come last, and ranks and targets only grow, so the old state is at the
-beginning of every axis.
+For adapters that fit into no free place, new stages for all adapters replace the old ones, on the same frozen weights.
+The state of the old adapters is gathered first, and then written over the initial state of the new stages. New adapters
+come last, and ranks and targets only grow, so the old state is at the beginning of every axis.
 """
 
 from __future__ import annotations
@@ -14,34 +13,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.checkpoint.peft import Arrays
-from lorafusion_jax.checkpoint.warm_start import start_from
-from lorafusion_jax.config.schema import AdapterConfig, JobConfig
+from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.session.base import stages_for
 from lorafusion_jax.session.distant_stage import AnyStage, local_stages
-from lorafusion_jax.session.first_weights import first_weights
+from lorafusion_jax.session.first_weights import starting_weights
 from lorafusion_jax.session.links import Links
 from lorafusion_jax.session.state import gather, scatter
-
-
-def fill_place(
-    stages: Sequence[AnyStage], index: int, adapter: AdapterConfig, spec: AdapterSpec, warm_start: Arrays | None
-) -> None:
-    """Starts an adapter in a free place. Compiles nothing if an adapter of its rank, targets and optimizer is known.
-
-    Args:
-        index: position of the place.
-        warm_start: its weights (None: the initial ones).
-    """
-    parts = stages[0].parts
-    starts = {} if warm_start is None else {0: warm_start}
-    first = {spec.name: first_weights(parts.leaves, spec)}
-    leaves = start_from(first, starts, [spec], parts.model.some_layers)[spec.name]
-    for stage in stages:
-        stage.assign(index, adapter, spec)
-    for stage in local_stages(stages).values():
-        stage.write(index, leaves)
 
 
 def grow_stages(
@@ -59,9 +37,8 @@ def grow_stages(
         stage.lora, stage.constants, stage.sums, stage.optimizers, stage.totals = {}, {}, {}, {}, None
     more = stages_for(stages, config)
     specs = dict(more[0].occupied)
-    first = {spec.name: first_weights(more[0].parts.leaves, spec) for spec in specs.values()}
     starts = {number: weights[index] for number, index in enumerate(specs) if index in weights}
-    lora = start_from(first, starts, list(specs.values()), more[0].parts.model.some_layers)
+    lora = starting_weights(more[0].parts.leaves, list(specs.values()), starts)
     for stage in local_stages(more).values():
         stage.start(lora)
     fresh = gather(more, links)

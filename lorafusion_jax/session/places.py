@@ -9,7 +9,7 @@ import numpy as np
 
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.adapters.table import adapter_kind
-from lorafusion_jax.checkpoint.warm_start import read_warm_starts, start_from
+from lorafusion_jax.checkpoint.warm_start import read_warm_starts
 from lorafusion_jax.config.places import Places
 from lorafusion_jax.config.references import ReferenceWeights
 from lorafusion_jax.config.schema import JobConfig, OptimSettings
@@ -22,7 +22,8 @@ from lorafusion_jax.session.adapter_state import AdapterState
 from lorafusion_jax.session.assembler import teacher_state
 from lorafusion_jax.session.dry_runs import compile_steps
 from lorafusion_jax.session.executor import Executor
-from lorafusion_jax.session.first_weights import first_weights
+from lorafusion_jax.session.first_weights import starting_weights
+from lorafusion_jax.session.leaf_layout import LeafLayout
 from lorafusion_jax.session.place_table import PlaceTable
 from lorafusion_jax.session.references import read_reference_folder
 from lorafusion_jax.session.stage import Stage
@@ -65,6 +66,10 @@ class PlaceWriter:
         self._objectives: list[Chosen] = [SFT]
         self._compiled: set[tuple] = set()
 
+    @property
+    def _layout(self) -> LeafLayout:
+        return self._stages[0].parts.leaves
+
     def write_zeros(self) -> None:
         """Makes the arrays of all places, with an adapter of zeros in each."""
         for stage in self._stages:
@@ -103,9 +108,7 @@ class PlaceWriter:
 
     def first_weights(self, task: Task) -> PlaceWeights:
         """Returns initial weights, or those of `lora.init_from`."""
-        parts = self._stages[0].parts
-        first, layers = {task.name: first_weights(parts.leaves, task.spec)}, parts.model.some_layers
-        leaves = start_from(first, read_warm_starts(task.config), [task.spec], layers)[task.name]
+        leaves = starting_weights(self._layout, [task.spec], read_warm_starts(task.config))[task.name]
         return PlaceWeights(spec=task.spec, leaves=leaves, fresh=task.adapter.lora.init_from is None)
 
     def reference_weights(
@@ -122,10 +125,7 @@ class PlaceWriter:
             raise RunError(
                 "session.reference", f"the reference of {task.name} does not fit into place {place}.", why=why
             )
-        parts = self._stages[0].parts
-        drawn = {task.name: first_weights(parts.leaves, spec)}
-        leaves = start_from(drawn, {0: arrays}, [spec], parts.model.some_layers)
-        return PlaceWeights(spec=spec, leaves=leaves[task.name])
+        return PlaceWeights(spec=spec, leaves=starting_weights(self._layout, [spec], {0: arrays})[task.name])
 
     def number_objective(self, task: Task) -> int:
         """Returns the number of a task's objective in the session, which learns it if it is new."""
@@ -163,7 +163,7 @@ class PlaceWriter:
                 self._compiled.add(steps)
 
     def _zeros(self) -> dict[str, dict[str, np.ndarray]]:
-        shapes = self._stages[0].parts.leaves.own_shapes()
+        shapes = self._layout.own_shapes()
         return {
             name: {leaf: np.zeros(shape, np.float32) for leaf, shape in leaf_shapes.items()}
             for name, leaf_shapes in shapes.items()

@@ -19,7 +19,6 @@ from jax import Array
 
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.checkpoint.peft import Arrays, read_described
-from lorafusion_jax.checkpoint.warm_start import start_from
 from lorafusion_jax.config.references import ReferenceWeights, reference_of
 from lorafusion_jax.config.schema import AdapterConfig, JobConfig
 from lorafusion_jax.config.stack import stack_of, without_places
@@ -35,6 +34,7 @@ from lorafusion_jax.session.assembler import Assembler, Replicas, Shape, pack_se
 from lorafusion_jax.session.base import stages_for
 from lorafusion_jax.session.distant_stage import AnyStage, local_stages
 from lorafusion_jax.session.executor import Executor
+from lorafusion_jax.session.first_weights import starting_weights
 from lorafusion_jax.session.move import to_local, to_stage, transfer
 from lorafusion_jax.session.stage import Stage
 from scheduling import SampleRef
@@ -289,7 +289,7 @@ def _stages_of_folder(
     own_config = without_places(config.model_copy(update={"adapters": (adapter,)}))
     own_stages = stages_for(stages, own_config, [spec])
     local = list(local_stages(own_stages).values())
-    lora = start_from(local[0].first_lora(), {0: arrays}, [spec], local[0].parts.model.some_layers)
+    lora = starting_weights(local[0].parts.leaves, [spec], {0: arrays})
     for stage in local:
         stage.take_weights(lora)
     return own_stages

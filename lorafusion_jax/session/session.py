@@ -19,7 +19,6 @@ from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.adapters.table import adapter_kind
 from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.checkpoint.peft import Arrays
-from lorafusion_jax.checkpoint.warm_start import start_from
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.config.specs import adapter_specs
 from lorafusion_jax.config.stack import stack_of, without_places
@@ -36,8 +35,8 @@ from lorafusion_jax.session.base_cache import BaseFiles
 from lorafusion_jax.session.distant_stage import AnyStage, local_stages
 from lorafusion_jax.session.evaluation import Evaluation, Evaluator
 from lorafusion_jax.session.executor import Executor
-from lorafusion_jax.session.first_weights import first_weights_of
-from lorafusion_jax.session.growth import fill_place, grow_stages
+from lorafusion_jax.session.first_weights import starting_weights
+from lorafusion_jax.session.growth import grow_stages
 from lorafusion_jax.session.leaves import HEAD_ROWS, Leaves
 from lorafusion_jax.session.place_table import PlaceTable
 from lorafusion_jax.session.processes import barrier, is_alone
@@ -168,7 +167,7 @@ class Session:
         """
         parts, occupied = self._stages[0].parts, dict(self._stages[0].occupied)
         specs = [occupied[self._stack.index[name]] for name in self.names]
-        lora = start_from(first_weights_of(parts.leaves, specs), weights, specs, parts.model.some_layers)
+        lora = starting_weights(parts.leaves, specs, weights)
         for stage in self.executor.local_stages.values():
             stage.start(lora)
         self._unstarted = [self._stack.index[name] for number, name in enumerate(self.names) if number not in weights]
@@ -233,7 +232,12 @@ class Session:
                 stage.replace_objectives(self._stack.objectives)
         for spec in adapter_specs(self._config):
             if (index := new.get(spec.name)) is not None:
-                fill_place(self._stages, index, self._config.adapter(spec.name), spec, starts.get(index))
+                warm_starts = {0: starts[index]} if index in starts else {}
+                weights = starting_weights(self._stages[0].parts.leaves, [spec], warm_starts)[spec.name]
+                for stage in self._stages:
+                    stage.assign(index, self._config.adapter(spec.name), spec)
+                for stage in self.executor.local_stages.values():
+                    stage.write(index, weights)
 
     def lacks_memory(self, config: JobConfig) -> str | None:
         """Returns why the devices cannot hold the adapters of a job; None if they can, or if it is unknown."""
@@ -293,7 +297,7 @@ class Session:
         stages = stages_for(self._stages, new)
         local = list(local_stages(stages).values())
         parts, specs = local[0].parts, [spec for _, spec in local[0].occupied]
-        lora = start_from(local[0].first_lora(), weights, specs, parts.model.some_layers)
+        lora = starting_weights(parts.leaves, specs, weights)
         for stage in local:
             stage.take_weights(lora)
             for index, spec in enumerate(specs):
