@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,12 +10,13 @@ from typing import Any
 from rich.console import Console
 
 from lorafusion_jax.api.shown import Shown
-from lorafusion_jax.config.data_sources import DataSource, names
+from lorafusion_jax.config.data_sources import DataSource, is_file, names
 from lorafusion_jax.config.job_checks import ineffective
 from lorafusion_jax.config.load import parse_config
 from lorafusion_jax.config.overrides import unreached
 from lorafusion_jax.config.read import read_source, source_of
 from lorafusion_jax.config.schema import JobConfig
+from lorafusion_jax.data.sources import store_rows
 from lorafusion_jax.report.console import plain_table, say, warn
 from lorafusion_jax.report.format import rate, sizes
 
@@ -48,7 +49,7 @@ class Job(Shown):
             lora, optim = adapter.lora, adapter.optim
             table.add_row(
                 adapter.name,
-                names([DataSource(path=Path(s.path).name) for s in adapter.data.train]),
+                names([DataSource(path=_short(source.path)) for source in adapter.data.train]),
                 f"{lora.rank}",
                 f"{lora.alpha:g}",
                 f"{lora.dropout:g}",
@@ -65,6 +66,9 @@ def load_job(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = 
 
     Args:
         source: job file, or a dictionary with the same keys. Paths in a dictionary are relative to the current folder.
+            `data.train` and `data.eval` of a dictionary may be rows: a list of dictionaries, another iterable or a
+            function that returns one; in a list of sources, `{"rows": …, "weight": 2}`. They are stored in a file of
+            the user's cache, so that a run is resumed with the same rows.
         overrides: settings as on the command line, `["train.max_steps=20", "adapters.law.optim.lr=1e-4"]`.
 
     Raises:
@@ -75,7 +79,7 @@ def load_job(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = 
     >>> job.config.adapters[0].lora.rank
     16
     """
-    job_source = source_of(source) if isinstance(source, Mapping) else read_source(Path(source))
+    job_source = source_of(_with_stored_rows(source)) if isinstance(source, Mapping) else read_source(Path(source))
     config = parse_config(job_source, overrides)
     name = UNNAMED if isinstance(source, Mapping) else Path(source).stem
     return Job(config=config, name=name, notes=(*unreached(job_source, overrides), *ineffective(config)))
@@ -84,3 +88,44 @@ def load_job(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = 
 def job_of(job: Job | str | Path | Mapping[str, Any]) -> Job:
     """Returns the job, read from a file or a dictionary if necessary."""
     return job if isinstance(job, Job) else load_job(job)
+
+
+def _short(path: str) -> str:
+    return Path(path).name if is_file(path) else path
+
+
+def _with_stored_rows(job: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The job with a file for all rows that it holds.
+
+    Raises:
+        DataError: `data.bad-row`, `data.empty-file`.
+    """
+    stored, adapters = _with_files(job), job.get("adapters")
+    if isinstance(adapters, list | tuple):
+        stored = {**stored, "adapters": [_with_files(entry) for entry in adapters]}
+    return stored
+
+
+def _with_files(entry: Any) -> Any:
+    if not isinstance(entry, Mapping) or not isinstance(data := entry.get("data"), Mapping):
+        return entry
+    return {**entry, "data": {**data, **{key: _stored(data[key]) for key in ("train", "eval") if key in data}}}
+
+
+def _stored(value: Any) -> Any:
+    """The value of data.train with files for its rows."""
+    if isinstance(value, Mapping):
+        if "rows" not in value:
+            return value
+        path = {"path": str(store_rows(_rows_of(value["rows"])))}
+        return path | {key: value[key] for key in value if key != "rows"}
+    if isinstance(value, list | tuple):
+        of_sources = any(not isinstance(item, Mapping) or {"path", "source", "rows"} & item.keys() for item in value)
+        return [_stored(item) for item in value] if of_sources or not value else str(store_rows(value))
+    if callable(value) or (isinstance(value, Iterable) and not isinstance(value, str)):
+        return str(store_rows(_rows_of(value)))
+    return value
+
+
+def _rows_of(rows: Any) -> Any:
+    return rows() if callable(rows) else rows

@@ -80,8 +80,9 @@ class DataSettings(Section):
     """Training data of an adapter, and the tokens that it learns."""
 
     train: TrainSources = Field(
-        description="file (.jsonl .json .csv .parquet, or with .gz or .zst), folder, glob or hf:org/set[:split]; or a "
-        "list of them, each a path or {path: …, weight: 0.3}: an epoch has so many times its rows"
+        description="file (.jsonl .json .csv .parquet, or with .gz or .zst), folder, glob, hf:org/set[:split] or "
+        "NAME:argument of an installed source; or a list of them, each a path, {path: …, weight: 0.3} or "
+        "{source: NAME, argument: …, weight: 0.3}: an epoch has so many times its rows"
     )
     eval: HeldOut | None = Field(
         default=None,

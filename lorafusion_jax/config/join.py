@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from lorafusion_jax.config.auto import take_auto
-from lorafusion_jax.config.data_sources import Sources
+from lorafusion_jax.config.data_sources import Sources, is_file
 from lorafusion_jax.config.load import parse_config
 from lorafusion_jax.config.read import Source, read_source
 from lorafusion_jax.config.references import reference_of
@@ -116,7 +116,7 @@ def _with_moved_paths(adapter: AdapterConfig, names: Sequence[str], from_folder:
         return adapter
 
     def moved[T](path: T) -> T | str:
-        return str(Path(from_folder) / path) if isinstance(path, str) and not path.startswith("hf:") else path
+        return str(Path(from_folder) / path) if isinstance(path, str) and is_file(path) else path
 
     def moved_sources[T](sources: T) -> T | Sources:
         if not isinstance(sources, tuple):

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from lorafusion_jax.checkpoint.base_model import base_directory
-from lorafusion_jax.config.data_sources import Sources, names
+from lorafusion_jax.config.data_sources import Sources, is_file, names
 from lorafusion_jax.config.schema import AdapterConfig, JobConfig
 from lorafusion_jax.data.cache import token_cache
 from lorafusion_jax.data.hold_out import hold_out
@@ -132,7 +132,7 @@ def missing_files(config: JobConfig) -> list[LoraFusionError]:
         for path in dict.fromkeys(source.path for source in (*adapter.data.train, *held_out)):
             try:
                 for file in expand_source(path, Path(config.directory)):
-                    if not file.startswith("hf:"):
+                    if is_file(file):
                         find_file(file, Path(config.directory))
             except DataError as problem:
                 errors[path] = problem

@@ -5,8 +5,10 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from lorafusion_jax.config.read import has_half_character
 from lorafusion_jax.data.rows import SHOWN, Rows, Unreadable, type_name
@@ -159,6 +161,37 @@ def check_objects(name: str, values: list, first: int = 0) -> None:
             where=Rows(source=name, values=[], first=first).places(odd),
             why=f"row {first + odd[0]} is {type_name(values[odd[0]])}",
         )
+
+
+def plain_rows(name: str, rows: Iterable[object]) -> Iterator[dict]:
+    """Yields rows of Python objects as JSON has them: tuples and arrays of numpy become lists.
+
+    Raises:
+        DataError: `data.bad-row`, something is no object, or holds what no JSON can.
+    """
+    for number, row in enumerate(rows):
+        where = f"{name}, row {number}"
+        if not isinstance(row, Mapping):
+            why, fix = f"it is {type_name(row)}", 'dictionaries, such as {"prompt": …, "completion": …}'
+            raise DataError("data.bad-row", f"a row of {name} is not an object.", where=where, why=why, fix=fix)
+        try:
+            if odd := [key for key in row if not isinstance(key, str)]:
+                raise TypeError(f"the key {odd[0]!r} is not a text")
+            value = json.loads(json.dumps(dict(row), default=_as_list))
+        except (TypeError, ValueError, RecursionError) as problem:
+            why, fix = _json_problem(problem), "texts, numbers, true or false, lists and dictionaries"
+            raise DataError(
+                "data.bad-row", f"a row of {name} holds what no JSON can.", where=where, why=why, fix=fix
+            ) from None
+        if (key := half_key(value)) is not None:
+            raise half_problem(where, key)
+        yield value
+
+
+def _as_list(value: object) -> object:
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
+    raise TypeError(f"a value of type {type(value).__name__}")
 
 
 def parse_csv(name: str, text: str) -> Rows:

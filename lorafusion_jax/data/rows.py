@@ -29,11 +29,11 @@ class RawSource:
 
     Attributes:
         name: the source as the job file spells it.
-        kind: jsonl, json, csv, parquet or hub.
-        content: bytes of the file, or rows of a hub data set; None for a large one, which is read in blocks.
+        kind: jsonl, json, csv, parquet, hub or source.
+        content: bytes of the file, or rows of a hub or a source; None for a large one, which is read in blocks.
         digest: SHA-256 of the content.
         path: of a file.
-        table: a large data set of a hub: it gives its rows again and again.
+        table: a large data set of a hub or a source: it gives its rows again and again.
     """
 
     name: str

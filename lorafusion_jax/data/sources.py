@@ -1,16 +1,21 @@
-"""Reads files and hub data sets into rows: dictionaries with their line numbers."""
+"""Reads files, hub data sets and installed sources into rows: dictionaries with their line numbers."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
 import glob
+import hashlib
 import importlib
+import json
+import os
 import re
+import tempfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
+from lorafusion_jax.config.data_sources import GROUP, SOURCES, Source, is_file, named_source
 from lorafusion_jax.data.hub_blocks import read_table, table_blocks
 from lorafusion_jax.data.row_blocks import (
     BLOCK_BYTES,
@@ -20,9 +25,19 @@ from lorafusion_jax.data.row_blocks import (
     read_and_hash,
     unpacked_parquet_bytes,
 )
-from lorafusion_jax.data.row_files import decode, parse_csv, parse_json, parse_jsonl, parse_parquet, without_nulls
+from lorafusion_jax.data.row_files import (
+    decode,
+    parse_csv,
+    parse_json,
+    parse_jsonl,
+    parse_parquet,
+    plain_rows,
+    without_nulls,
+)
 from lorafusion_jax.data.rows import SHOWN, RawSource, Rows
 from lorafusion_jax.errors import DataError, first_few, raise_all
+from lorafusion_jax.files import PART, make_folder, user_cache
+from lorafusion_jax.plugins import find, known_names, origin
 
 KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 PROBLEMS = (OSError, EOFError, zlib.error)
@@ -37,14 +52,17 @@ def open_source(source: str, base_dir: Path) -> RawSource:
     """Finds a source and hashes its content. Small files are read; blocks of large ones are read when they are parsed.
 
     Args:
-        source: path of a .jsonl, .json, .csv or .parquet file, also with .gz or .zst after it, or `hf:org/set[:split]`.
+        source: path of a .jsonl, .json, .csv or .parquet file, also with .gz or .zst after it, `hf:org/set[:split]`, or
+            `NAME:argument` of an installed source.
         base_dir: folder for relative paths.
 
     Raises:
-        DataError: data.missing-file, data.unknown-kind, data.empty-file, data.unreadable, data.hub-*.
+        DataError: data.missing-file, data.unknown-kind, data.empty-file, data.unreadable, data.hub-*, data.source.
     """
     if source.startswith("hf:"):
         return _open_hub(source)
+    if (named := named_source(source)) is not None:
+        return _open_named(source, *named)
     path = find_file(source, base_dir)
     kind = kind_of(path)
     if kind is None:
@@ -77,7 +95,7 @@ def expand_source(source: str, base_dir: Path) -> list[str]:
         DataError: data.missing-file, no file of rows is there; data.splits, a folder holds several splits of a set.
     """
     path = base_dir / source
-    if source.startswith("hf:") or not _is_file_name(path) or path.is_file():
+    if not is_file(source) or not _is_file_name(path) or path.is_file():
         return [source]  # reading it says that it is missing
     if path.is_dir():
         files, message = path.rglob("*"), f"the folder {source} has no data file"
@@ -195,8 +213,10 @@ def row_blocks(raw: RawSource, *, one_block: bool = False) -> Iterator[Rows]:
     Args:
         one_block: one block, for samples of several rows.
     """
+    expected = raw.digest if raw.kind == "source" else None  # images of a hub have other texts each time
     if raw.content is None and one_block and raw.table is not None:
-        raw = dataclasses.replace(raw, content=[without_nulls(row) for row in raw.table])
+        blocks = table_blocks(raw.name, raw.table, expected)
+        raw = dataclasses.replace(raw, content=[row for block in blocks for row in block.values])
     if raw.content is None and one_block:
         assert raw.path is not None
         with open_unpacked(raw.path, text=raw.kind != "parquet") as file:
@@ -205,7 +225,7 @@ def row_blocks(raw: RawSource, *, one_block: bool = False) -> Iterator[Rows]:
         yield _with_rows(_parse(raw), raw)
         return
     if raw.table is not None:
-        yield from table_blocks(raw.name, raw.table)
+        yield from table_blocks(raw.name, raw.table, expected)
         return
     assert raw.path is not None
     try:
@@ -250,6 +270,14 @@ def read_rows(source: str, base_dir: Path = Path(".")) -> Rows:
 
 
 def _similar_file(path: Path) -> str:
+    if path.parent == user_cache("rows"):
+        return "load the job from Python again with the same rows, which writes them there"
+    name, colon, _ = path.name.partition(":")
+    if colon and name.isidentifier():
+        installed = known_names(GROUP, SOURCES)
+        return f"install the package with the source {name}; " + (
+            f"installed are {', '.join(installed)}" if installed else "no sources are installed"
+        )
     if not path.parent.is_dir():
         return f"the folder {path.parent} is missing too"
     names = sorted(other.name for other in path.parent.iterdir() if other.suffix.lower() in KINDS)
@@ -270,7 +298,8 @@ def _open_hub(source: str) -> RawSource:
             "data.hub-extra", f"{source} needs the hf extra.", fix='pip install "lorafusion-jax[hf]"'
         ) from None
     try:
-        table = datasets.load_dataset(name, split=split or "train")  # its files are mapped, not read
+        loaded = datasets.load_dataset(name, split=split or "train")  # its files are mapped, not read
+        table = _Table(lambda: map(without_nulls, loaded))
         content, digest = read_table(table)
     except Exception as problem:  # the hub client raises many types; each means that there are no rows
         raise DataError(
@@ -281,3 +310,69 @@ def _open_hub(source: str) -> RawSource:
             fix="hf:org/set:split, with a split that it has",
         ) from None
     return RawSource(name=source, kind="hub", content=content, digest=digest, table=table if content is None else None)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Table:
+    """Rows that can be iterated again and again."""
+
+    rows: Callable[[], Iterator[dict]]
+
+    def __iter__(self) -> Iterator[dict]:
+        return self.rows()
+
+
+def _open_named(source: str, name: str, argument: str) -> RawSource:
+    rows_of = find(GROUP, SOURCES, name, Source).rows
+    table = _Table(lambda: plain_rows(source, _given(source, name, lambda: rows_of(argument))))
+    content, digest = read_table(table)
+    return RawSource(
+        name=source, kind="source", content=content, digest=digest, table=table if content is None else None
+    )
+
+
+def store_rows(rows: Iterable[object]) -> Path:
+    """Writes rows of Python objects to a file of the user's cache. Its name is their digest.
+
+    Raises:
+        DataError: data.bad-row, data.empty-file.
+    """
+    folder, digest = user_cache("rows"), hashlib.sha256()
+    make_folder(folder)
+    handle, part = tempfile.mkstemp(dir=folder, suffix=PART)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            for row in plain_rows("the rows", rows):
+                line = json.dumps(row, sort_keys=True).encode() + b"\n"
+                digest.update(line)
+                file.write(line)
+            if not file.tell():
+                raise DataError(
+                    "data.empty-file", "there are no rows.", fix="at least one row; a generator gives its rows once"
+                )
+        path = folder / f"{digest.hexdigest()[:32]}.jsonl"
+        os.replace(part, path)
+    finally:
+        Path(part).unlink(missing_ok=True)
+    return path
+
+
+def _given(source: str, name: str, rows: Callable[[], Iterable[object]]) -> Iterator[object]:
+    """Yields what a source of another package gives.
+
+    Raises:
+        DataError: data.source, its code raised.
+    """
+    count = 0
+    try:
+        for row in rows():
+            yield row
+            count += 1
+    except Exception as problem:  # code of another package may raise anything
+        raise DataError(
+            "data.source",
+            f"the source {name} raised {type(problem).__name__}.",
+            where=f"{source}, row {count}: {origin(GROUP, name)}",
+            why=str(problem).partition("\n")[0],
+            fix="another argument, or repair or update the package that the source comes from",
+        ) from problem

@@ -13,7 +13,7 @@ from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.schema import AdapterConfig, DataSettings, JobConfig
 from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.data.tokenized_set import DataReport, TokenizedSet
-from lorafusion_jax.errors import LoraFusionError
+from lorafusion_jax.errors import LoraFusionError, first_few
 from lorafusion_jax.report.format import exact, percent
 
 SHOWN = 5
@@ -22,13 +22,18 @@ SHOWN = 5
 def data_notes(config: JobConfig, prepared: Prepared) -> list[str]:
     """Warnings about the rows of all adapters, training and held-out."""
     notes: list[str] = []
+    readers: dict[str, list[str]] = {}  # of each note on a file: adapters may share it, or read it otherwise
     for adapter in config.adapters:
         data = prepared.adapters[adapter.name]
         for who, samples in ((adapter.name, data.train), (f"{adapter.name} (held-out)", data.eval)):
             if samples is not None:
+                for report in (samples.report, *samples.report.parts):
+                    for note in report.notes:
+                        readers.setdefault(f"{report.source}: {note}", []).append(who)
                 notes += _notes_of_set(who, samples, adapter.data, config.batch.tile_tokens)
-    notes += [*_length_notes(config, prepared), *unproven_bases(config), *_base_notes(config)]
-    return list(dict.fromkeys(notes))  # adapters may share a file
+    of_files = [f"{first_few(names, SHOWN)}: {note}" for note, names in readers.items()]
+    notes = [*of_files, *notes, *_length_notes(config, prepared), *unproven_bases(config), *_base_notes(config)]
+    return list(dict.fromkeys(notes))
 
 
 def _base_notes(config: JobConfig) -> list[str]:
@@ -57,7 +62,6 @@ def _notes(
     who: str, report: DataReport, rows: np.ndarray, lengths: np.ndarray, settings: DataSettings, tile: int
 ) -> Iterator[str]:
     limit = settings.max_length
-    yield from (f"{report.source}: {note}" for note in report.notes)
     longer = _suggest_length(report.uncut, limit, tile)
     if report.cut:
         cut = rows[lengths == limit]  # may include uncut rows of exactly this length

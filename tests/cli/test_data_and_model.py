@@ -7,7 +7,10 @@ import shutil
 from pathlib import Path
 
 import pytest
+import yaml
 from cli_helpers import Job, make_job, write_rows_to
+
+import lorafusion_jax as lf
 
 COMMANDS = [("check",), ("plan",), ("train", "--out", "run")]
 
@@ -130,3 +133,22 @@ def test_texts_need_a_tokenizer(lorafusion, own_job, own_base):
     own_job.values["train"] = own_job.values.get("train", {}) | {"samples": ["Two?"]}
     own_job.write()
     assert lorafusion("check", own_job.path).errors == ["tokenizer.missing"]
+
+
+def test_a_column_that_one_adapter_leaves_unused_is_named_with_that_adapter(own_job, monkeypatch):
+    """DPO, alone and in a list, has no use for what `reward` reads; adapters with one note share it."""
+    rows = [{"prompt": "cat", "chosen": " dog", "rejected": f" {number}", "margin": 0.5} for number in range(6)]
+    write_rows_to(own_job.folder / "shared.jsonl", rows)
+    monkeypatch.chdir(own_job.folder)
+    values = yaml.safe_load(own_job.path.read_text())
+    values["batch"]["capacity_tokens"] = 384
+    values["adapters"] = [
+        {"name": "first", "data": {"train": "shared.jsonl"}, "objective": {"name": "dpo"}},
+        {"name": "graded", "data": {"train": "shared.jsonl"}, "objective": {"name": "reward"}},
+        {"name": "second", "data": {"train": [{"path": "shared.jsonl", "weight": 2}]}, "objective": {"name": "dpo"}},
+    ]
+    notes = [note for note in lf.plan(values).notes if "'margin'" in note]
+    assert notes == [
+        "first, second: shared.jsonl: [data.unused-column] the column 'margin' is not used; "
+        "data.columns can give a column a role"
+    ]

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 from pydantic import BaseModel
 
+from lorafusion_jax.config.data_sources import is_file
 from lorafusion_jax.config.load import load_config
 from lorafusion_jax.config.references import BASE, START
 from lorafusion_jax.config.schema import AdapterConfig, JobConfig
@@ -182,12 +183,15 @@ def job_of(config: JobConfig, adapter: AdapterConfig, base: str | None) -> dict[
         ConfigError: `jobs.not-served`, the file asks for something that a service does not do.
     """
     directory = Path(config.directory)
+    held_out = adapter.data.eval if isinstance(adapter.data.eval, tuple) else ()
     not_served = {
         "objective.reference: a folder or an adapter": adapter.objective.reference not in (None, BASE, START),
         "lora.init_from (use init_from of the service)": adapter.lora.init_from is not None,
         "early_stop.patience": adapter.early_stop.patience is not None,
         "halving": config.halving.first_step is not None,
-        "data.train: hf:…": any(source.path.startswith("hf:") for source in adapter.data.train),
+        "data.train or data.eval: hf:… or an installed source (upload its rows)": any(
+            not is_file(source.path) for source in (*adapter.data.train, *held_out)
+        ),
         "data.train: a list": len(adapter.data.train) > 1 or any(source.weight != 1 for source in adapter.data.train),
         "data.eval: a list": isinstance(adapter.data.eval, tuple) and len(adapter.data.eval) > 1,
     } | {f"lora.{key}": True for key in _changed(adapter.lora) - {"init_from"} - set(LoraSpec.model_fields)}
