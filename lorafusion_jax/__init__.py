@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from lorafusion_jax.modules import register_linear as register_linear
     from lorafusion_jax.modules import unmerge_adapter as unmerge_adapter
     from lorafusion_jax.modules import use_adapters as use_adapters
+    from lorafusion_jax.optim.per_adapter import active_adapters as active_adapters
+    from lorafusion_jax.optim.per_adapter import per_adapter as per_adapter
 
 __version__ = "0.1.0"
 __getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

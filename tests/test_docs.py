@@ -10,6 +10,7 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 from acceptance import CHECKS
@@ -17,6 +18,7 @@ from small_jobs import write_rows
 
 from lorafusion_jax.config.load import parse_config
 from lorafusion_jax.config.read import read_source
+from lorafusion_jax.modules import adapter_arrays
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "pages").glob("*.md"))]
@@ -160,3 +162,29 @@ def test_every_promise_has_tests_that_exist():
 
 def test_the_readme_is_short():
     assert (ROOT / "README.md").stat().st_size <= 9_000
+
+
+def test_the_first_script_trains_an_adapter_as_alone():
+    (script,) = (block for block in blocks(ROOT / "README.md", "python") if "use_adapters" in block)
+    script = re.sub(r"adamw\(.e-3\)", "sgd(0.5)", script)  # Adam would hide a gradient of another scale
+    alone = script
+    for text, without in (
+        ("specs = [law, med]", "specs = [law]"),
+        (', "med": optax.sgd(0.5)', ""),
+        ("(0), (4, 16, 64))", "(0), (4, 16, 64))[jnp.array([0, 3])]"),
+        ("jnp.array([0, 1, 1, 0])", "jnp.array([0, 0])"),
+    ):
+        assert text in alone
+        alone = alone.replace(text, without)
+
+    def trained(code):
+        names = {}
+        exec(code, names)
+        for _ in range(2):
+            names["step"](names["model"], names["optimizer"], x := names["x"], x + 1, names["table"])
+        return adapter_arrays(names["model"], "law")
+
+    together, separate = trained(script), trained(alone)
+    for path, array in separate.items():
+        np.testing.assert_allclose(together[path], array, rtol=1e-6, atol=1e-7)
+    assert abs(separate["up.lora_b"]).max() > 1e-2

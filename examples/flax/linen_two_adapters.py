@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 from flax import linen as nn
 
-from lorafusion_jax.modules import AdapterSpec, LinenLoRA
+from lorafusion_jax.modules import AdapterSpec, LinenLoRA, active_adapters, per_adapter
 
 
 class Model(nn.Module):
@@ -29,17 +29,17 @@ specs = [AdapterSpec(name="law", rank=8, alpha=16, dropout=0.1), AdapterSpec(nam
 lora = LinenLoRA(specs, targets="all-linear")
 adapters = lora.init(model, {"params": params}, x)  # the collection "LoRAParam": save it as any tree
 print("layers with adapters:", ", ".join(sorted(adapters)))
-optimizer = optax.adam(1e-2)
+optimizer = per_adapter({spec.name: optax.adam(1e-2) for spec in specs})
 
 
 @jax.jit
 def train_step(adapters, state, table, step):
     def loss(adapters):
-        with lora.use(table, step=step):
-            return jnp.mean((model.apply({"params": params, "LoRAParam": adapters}, x) - y) ** 2)
+        with lora.use(table, step=step) as context:
+            return context.mean((model.apply({"params": params, "LoRAParam": adapters}, x) - y) ** 2).sum()
 
     value, grads = jax.value_and_grad(loss)(adapters)
-    updates, state = optimizer.update(grads, state)
+    updates, state = optimizer.update(grads, state, adapters, active=active_adapters(table, len(specs)))
     return optax.apply_updates(adapters, updates), state, value
 
 

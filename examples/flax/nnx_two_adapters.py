@@ -16,7 +16,6 @@ import optax
 from flax import nnx
 
 from lorafusion_jax import modules as lf
-from lorafusion_jax.optim.per_adapter import active_adapters, per_adapter
 
 
 class Model(nnx.Module):
@@ -33,17 +32,18 @@ class Model(nnx.Module):
 specs = [lf.AdapterSpec(name="law", rank=4, alpha=8, dropout=0.1), lf.AdapterSpec(name="med", rank=8, alpha=8)]
 model = lf.apply_lora(Model(nnx.Rngs(0)), specs, targets=("attn.*", "up", "down"))
 print(*(row.path for row in lf.lora_report(model).adapted), sep=", ")  # print(report) is a table
-optimizer = nnx.Optimizer(model, per_adapter({"law": optax.adamw(1e-2), "med": optax.lion(3e-3)}), wrt=nnx.LoRAParam)
+optimizers = lf.per_adapter({"law": optax.adamw(1e-2), "med": optax.lion(3e-3)})
+optimizer = nnx.Optimizer(model, optimizers, wrt=nnx.LoRAParam)
 
 
 @nnx.jit
 def train_step(model, optimizer, x, y, table, step):
     def loss(model):
-        with lf.use_adapters(specs, table, step=step):
-            return jnp.mean((model(x) - y) ** 2)
+        with lf.use_adapters(specs, table, step=step) as context:
+            return context.mean((model(x) - y) ** 2).sum()
 
     value, grads = nnx.value_and_grad(loss, argnums=nnx.DiffState(0, nnx.LoRAParam))(model)
-    optimizer.update(model, grads, active=active_adapters(table, len(specs)))
+    optimizer.update(model, grads, active=lf.active_adapters(table, len(specs)))
     return value
 
 

@@ -36,5 +36,7 @@ if TYPE_CHECKING:
     from lorafusion_jax.modules.weights import put_adapter_arrays as put_adapter_arrays
     from lorafusion_jax.modules.weights import save_adapter as save_adapter
     from lorafusion_jax.modules.weights import unmerge_adapter as unmerge_adapter
+    from lorafusion_jax.optim.per_adapter import active_adapters as active_adapters
+    from lorafusion_jax.optim.per_adapter import per_adapter as per_adapter
 
 __getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

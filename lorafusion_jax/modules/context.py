@@ -214,6 +214,41 @@ class LoRAContext:
         entries = table.shape[0]  # may be symbolic, as in jax.export
         return table, self._at_site(self.draw.dropout(entries, 0 if entries == 0 else total // entries), site)
 
+    def mean(self, losses: Array, where: ArrayLike | None = None) -> Array:
+        """Returns the mean loss of each adapter over its rows, float32 [A]; 0 for an adapter without rows.
+
+        The gradient of its sum is that of separate training: rows of other adapters do not scale it. A mean over all
+        rows would.
+
+        Args:
+            losses: [examples, …] or [rows, …], as the table counts them. Rows without an adapter do not count.
+            where: which of the losses count, or their weights, in the form of `losses` (None: all).
+
+        Raises:
+            RunError: `lora.table-rows`, the length of the table does not fit the losses.
+
+        >>> specs = [AdapterSpec(name="law", rank=8, alpha=16), AdapterSpec(name="med", rank=4, alpha=4)]
+        >>> context = LoRAContext.of(specs, [0, 1, 1, -1])
+        >>> context.mean(jnp.array([[1.0, 3.0], [4.0, 4.0], [6.0, 6.0], [9.0, 9.0]])).tolist()
+        [2.0, 5.0]
+        """
+        table, shape = self.tile_adapter, losses.shape
+        if table.ndim == 0:
+            table = table[None]
+        per_axes = [math.prod(shape[:axes]) for axes in range(1, len(shape) + 1)]
+        fits = len(table) in ([len(table)] if self.tile_adapter.ndim == 0 else per_axes) or (
+            self.tile is not None and len(table) * self.tile == per_axes[-1]
+        )
+        if not shape or table.ndim != 1 or not fits:
+            raise _misfit(self.tile_adapter.shape, shape, self.tile)
+        weights = jnp.broadcast_to(1.0 if where is None else jnp.asarray(where, jnp.float32), shape).reshape(
+            len(table), -1
+        )
+        counted = jnp.where(weights == 0, 0.0, losses.astype(jnp.float32).reshape(len(table), -1)) * weights
+        adapters = table[:, None] == jnp.arange(len(self.scale))
+        sums, counts = (jnp.where(adapters, part.sum(1, keepdims=True), 0.0).sum(0) for part in (counted, weights))
+        return sums / jnp.where(counts == 0, 1.0, counts)
+
     def _at_site(self, dropout: Dropout, site: int | Int[Array, ""]) -> Dropout:
         return replace(dropout, key=fold_key(dropout.key, self.layer * SITES_PER_LAYER + site))
 

@@ -78,8 +78,8 @@ class LinenLoRA:
     >>> adapters["layers_0"]["lora_a"].shape
     (2, 8, 8)
     >>> def loss(adapters, table):
-    ...     with lora.use(table):
-    ...         return jnp.mean(model.apply({"params": params, "LoRAParam": adapters}, x) ** 2)
+    ...     with lora.use(table) as context:
+    ...         return context.mean(model.apply({"params": params, "LoRAParam": adapters}, x) ** 2).sum()
     >>> grads = jax.grad(loss)(adapters, jnp.array([0, 1, 1]))
     """
 
@@ -133,10 +133,10 @@ class LinenLoRA:
         return tree
 
     @contextmanager
-    def use(self, table: Any = None, **options: Any) -> Iterator[None]:
+    def use(self, table: Any = None, **options: Any) -> Iterator[LoRAContext]:
         """Makes `model.apply` in its body use the adapters of the collection "LoRAParam".
 
-        Enter it inside the jitted function.
+        Its value is the context, as that of `use_adapters`. Enter it inside the jitted function.
 
         Args:
             table: as in `use_adapters`.
@@ -175,7 +175,7 @@ class LinenLoRA:
             return multiply_by(x, w, bank, inside, result, context=context, site=site, where=plan.path)
 
         with traced_anew(), intercept(self._modules, wanted, multiply, axes=self._axes):
-            yield
+            yield context
         if not ran:
             raise RunError(
                 "lora.context-unused",

@@ -50,6 +50,9 @@ def use_adapters(
     >>> forward(model, jnp.ones((3, 5, 8)), jnp.array([0, 1, 1])).shape
     (3, 5, 4)
 
+    Its value is the context: `with use_adapters(specs, table) as context`, and `context.mean(losses).sum()` is a loss
+    that trains each adapter as alone.
+
     Training with dropout needs the number of the step: `use_adapters(specs, table, step=step)`. For evaluation, use
     `use_adapters(specs, table, train=False)`. For one adapter for all rows, use `use_adapters(specs, only="law")`.
 

@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from jax.core import Tracer
 
 from lorafusion_jax.adapters.table import GROUP, KINDS, leaves_of
 from lorafusion_jax.errors import ConfigError
@@ -33,13 +35,20 @@ def per_adapter(
     layers. `update` takes `active`, the adapters that had rows in this step, as bool [A], indices or names. Weights and
     states of the others stay bit-identical. Clipping by global norm uses the leaves of one adapter.
 
+    A mask of a table is about one microbatch, and a gradient may be of several: under `optax.MultiSteps` around it, or
+    summed in a `lax.scan`. So an adapter that a mask leaves out steps, too, if its gradient has a finite number other
+    than 0. Indices and names are the caller's choice, and hold as they are.
+
+    Wrappers belong inside, `per_adapter({"law": optax.MultiSteps(optax.adamw(1e-3), 2), …})`: then each adapter counts
+    its own microbatches, as in separate training, and `optax.apply_if_finite` skips the steps of one adapter only.
+
     Args:
         optimizers: adapter → its transformation, in stacking order (the order of `apply_lora`).
         axis: adapter axis of every leaf (None: that of each tensor of adapters, by its name; 0 for other leaves).
 
     Raises:
-        ConfigError: `optim.per-adapter`, a leaf has another number of adapters on this axis; `optim.unknown-adapter`,
-            `active` names an unknown adapter.
+        ConfigError: `optim.per-adapter`, a leaf has another number of adapters on this axis, or `active` may be a mask
+            written in numbers; `optim.unknown-adapter`, `active` names an unknown adapter.
 
     >>> params = {"lora_a": jnp.ones((2, 4, 2))}
     >>> optimizer = per_adapter({"law": optax.sgd(0.5), "med": optax.adamw(1e-2)})
@@ -68,8 +77,11 @@ def per_adapter(
             weights = None if params is None else _slice(params, number, axes)
             change, after = by_name[name].update(adapter_updates, state.states[name], weights, **extra)
             if mask is not None:
-                change = _where(mask[number], change, jax.tree.map(_zero_update, change))
-                after = _where(mask[number], after, state.states[name])
+                steps = mask.adapters[number]
+                if mask.is_of_rows:
+                    steps = steps | _has_gradient(adapter_updates)
+                change = _where(steps, change, jax.tree.map(_zero_update, change))
+                after = _where(steps, after, state.states[name])
             changes.append(change)
             states[name] = after
         return jax.tree.map(lambda n, *leaves: jnp.stack(leaves, n), axes, *changes), PerAdapterState(states)
@@ -126,21 +138,47 @@ def _axes_after(name: str) -> int | None:
     return next((len(leaf.axes) for leaf in leaves if leaf.name == name), None)
 
 
-def _mask(active: Any, names: Sequence[str]) -> jax.Array | None:
+class _Mask(NamedTuple):
+    """The adapters that step, bool [A], and whether a table's rows say so rather than the caller."""
+
+    adapters: jax.Array
+    is_of_rows: bool
+
+
+def _has_gradient(tree: Any) -> jax.Array:
+    """Whether a gradient has a finite number other than 0. One of no rows is exactly 0."""
+    return jnp.any(jnp.array([jnp.any((leaf != 0) & jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]))
+
+
+def _mask(active: Any, names: Sequence[str]) -> _Mask | None:
     if active is None:
         return None
     if isinstance(active, str) or (isinstance(active, Sequence) and any(isinstance(name, str) for name in active)):
-        wanted = [active] if isinstance(active, str) else list(active)
-        if wrong := [name for name in wanted if name not in names]:
+        chosen = [active] if isinstance(active, str) else list(active)
+        if wrong := [name for name in chosen if name not in names]:
             raise ConfigError("optim.unknown-adapter", f"active names {wrong}, but the adapters are {list(names)}.")
-        return jnp.array([name in wanted for name in names])
-    mask = jnp.asarray(active)
-    if mask.dtype != bool:
-        return active_adapters(mask, len(names))
-    if mask.shape != (len(names),):
+        return _Mask(jnp.array([name in chosen for name in names]), is_of_rows=False)
+    numbers = np.zeros(0, np.int32) if isinstance(active, Sequence) and not active else jnp.asarray(active)
+    if numbers.dtype != bool:
+        _check_indices(numbers, names)
+        return _Mask(active_adapters(numbers, len(names)), is_of_rows=False)
+    if numbers.shape != (len(names),):
         raise ConfigError(
             "optim.per-adapter",
-            f"active has shape {mask.shape}, but there are {len(names)} adapters.",
+            f"active has shape {numbers.shape}, but there are {len(names)} adapters.",
             fix="active=active_adapters(table, number of adapters), or their names",
         )
-    return mask
+    return _Mask(jnp.asarray(numbers), is_of_rows=True)
+
+
+def _check_indices(numbers: Any, names: Sequence[str]) -> None:
+    fix = "active=active_adapters(table, number of adapters), a mask of bool, or names"
+    if not jnp.issubdtype(numbers.dtype, jnp.integer):
+        raise ConfigError("optim.per-adapter", f"active is of {numbers.dtype}, not bool or indices.", fix=fix)
+    traced = isinstance(numbers, Tracer)
+    if numbers.shape == (len(names),) and (traced or set(np.asarray(numbers).tolist()) <= {0, 1}):
+        message = f"active has one integer per adapter ({len(names)}): a mask or indices."
+        raise ConfigError("optim.per-adapter", message, fix=fix)
+    if not traced and (wrong := sorted(set(np.ravel(numbers).tolist()) - {*range(-1, len(names))})):
+        message = f"active has the indices {wrong}, but there are {len(names)} adapters."
+        raise ConfigError("optim.unknown-adapter", message, fix=f"-1 to {len(names) - 1}")

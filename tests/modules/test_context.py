@@ -1,6 +1,7 @@
 """One context, right by default: tables, dropout and steps."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from drawn_models import draw_module
@@ -173,3 +174,28 @@ def test_ranks_of_a_microbatch_are_known_where_all_adapters_have_the_same():
         return LoRAContext.of(PLAIN, [0, 1, 1]).in_places(places).ranks
 
     assert ranks(on_device([1, 0], np.int32)).tolist() == [3, 2]
+
+
+@pytest.mark.parametrize(
+    ("table", "shape", "tile"), [([1, 0, 1, -1], (4, 3), None), ([1, 1, 0], (1, 3, 2), None), ([0, 1], (2, 4, 1), 4)]
+)
+def test_a_mean_per_adapter_is_that_of_its_own_rows(table, shape, tile):
+    losses = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    where = (np.arange(losses.size) % 2).reshape(shape)
+    context = LoRAContext.of(PLAIN, table, tile=tile, train=False)
+    owners = np.repeat(table, losses.size // len(table))
+    for weights in (None, where):
+        counted = np.ones(losses.size) if weights is None else weights.ravel()
+        means = [np.average(losses.ravel()[owners == n], weights=counted[owners == n]) for n in (0, 1)]
+        np.testing.assert_allclose(context.mean(jnp.asarray(losses), weights), means, rtol=1e-5)
+
+
+def test_an_adapter_without_rows_has_no_loss_and_losses_that_do_not_count_may_be_nan():
+    context = LoRAContext.of(PLAIN, [0, -1], train=False)
+    means, grads = jax.value_and_grad(lambda x: context.mean(x, jnp.array([1, 0])).sum())(jnp.array([2.0, jnp.nan]))
+    assert float(means) == 2.0
+    assert grads.tolist() == [1.0, 0.0]
+    only = LoRAContext.of(PLAIN, only="med", train=False)
+    assert only.mean(jnp.array([[1.0, 2.0], [3.0, 6.0]])).tolist() == [0.0, 3.0]
+    with pytest.raises(RunError, match="2 entries"):
+        context.mean(jnp.ones((3, 5)))

@@ -107,3 +107,85 @@ def test_misuse_is_an_error_with_a_fix():
         optimizer.update(params, optimizer.init(params), params, active=jnp.ones(3, bool))
     with pytest.raises(ConfigError, match="at least"):
         per_adapter({})
+
+
+def grads_of(numbers, seed):
+    """The gradient of a microbatch that has rows of these adapters only."""
+    return jax.tree.map(lambda leaf: leaf.at[jnp.array(sorted({0, 1, 2} - numbers))].set(0.0), three(seed))
+
+
+def three(seed):
+    draw = np.random.default_rng(seed)
+    shapes = {"lora_a": (3, 4, 3), "lora_b": (3, 3, 5)}
+    return {name: jnp.asarray(draw.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
+
+
+ROWS = ({0}, {1})  # adapters with rows in each of two microbatches; the third has none
+
+
+def stepped_in_scan(optimizer, params, state):
+    """One update with the sum of the gradients of a scan, and the table that the scan ended with."""
+    grads = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(grads_of(rows, n) for n, rows in enumerate(ROWS)))
+    total, _ = jax.lax.scan(
+        lambda total, part: (jax.tree.map(jnp.add, total, part), None), jax.tree.map(jnp.zeros_like, params), grads
+    )
+    updates, _ = optimizer.update(total, state, params, active=active_adapters(list(ROWS[-1]), 3))
+    return optax.apply_updates(params, updates)
+
+
+def stepped_one_by_one(optimizer, params, state):
+    for number, rows in enumerate(ROWS):
+        active = active_adapters(list(rows), 3)
+        updates, state = optimizer.update(grads_of(rows, number), state, params, active=active)
+        params = optax.apply_updates(params, updates)
+    return params
+
+
+@pytest.mark.parametrize(
+    ("around", "run"),
+    [
+        (lambda inner: optax.MultiSteps(inner, 2), stepped_one_by_one),
+        (lambda inner: optax.chain(optax.apply_every(2), inner), stepped_one_by_one),
+        (lambda inner: optax.apply_if_finite(inner, 1), stepped_one_by_one),
+        (lambda inner: inner, stepped_in_scan),
+    ],
+    ids=["MultiSteps", "apply_every", "apply_if_finite", "scan"],
+)
+def test_a_gradient_of_several_microbatches_reaches_the_adapters_of_all(around, run):
+    optimizer = around(per_adapter({name: optax.sgd(1.0) for name in ("law", "med", "bio")}))
+    params = three(7)
+    after = jax.jit(lambda params, state: run(optimizer, params, state))(params, optimizer.init(params))
+    for name in params:
+        moved = [float(jnp.abs(after[name][n] - params[name][n]).max()) for n in range(3)]
+        assert min(moved[:2]) > 0.1
+        assert moved[2] == 0.0
+
+
+def test_accumulation_inside_counts_the_microbatches_of_each_adapter():
+    optimizer = per_adapter({name: optax.MultiSteps(optax.adamw(1e-2), 2) for name in ("law", "med", "bio")})
+    alone, params = optax.MultiSteps(optax.adamw(1e-2), 2), three(7)
+    state = optimizer.init(params)
+    weights, alone_state = own_leaves(params, 0), alone.init(own_leaves(params, 0))
+    for number, rows in enumerate(({0}, {1, 2}, {0, 1})):
+        grads = grads_of(rows, number)
+        updates, state = optimizer.update(grads, state, params, active=active_adapters(list(rows), 3))
+        params = optax.apply_updates(params, updates)
+        if 0 in rows:
+            change, alone_state = alone.update(own_leaves(grads, 0), alone_state, weights)
+            weights = optax.apply_updates(weights, change)
+    chex.assert_trees_all_equal(own_leaves(params, 0), weights)
+
+
+@pytest.mark.parametrize("active", [[1, 0], [0, 1], jnp.array([1, 0]), np.array([1.0, 0.0]), [2], [-2, 0, 1]])
+def test_masks_of_numbers_and_unknown_indices_are_refused(active):
+    optimizer, params = per_adapter({"law": optax.sgd(1.0), "med": optax.sgd(1.0)}), tree(0)
+    with pytest.raises(ConfigError, match="active"):
+        optimizer.update(params, optimizer.init(params), params, active=active)
+
+
+def test_a_traced_mask_of_integers_is_refused():
+    optimizer, params = per_adapter({"law": optax.sgd(1.0), "med": optax.sgd(1.0)}), tree(0)
+    with pytest.raises(ConfigError, match="a mask or indices"):
+        jax.jit(lambda active: optimizer.update(params, optimizer.init(params), params, active=active))(
+            jnp.ones(2, int)
+        )
