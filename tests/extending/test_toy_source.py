@@ -14,8 +14,8 @@ from lorafusion_jax.cli.main import run
 from lorafusion_jax.config import load_config
 from lorafusion_jax.config.data_sources import read_sources
 from lorafusion_jax.data import row_blocks, sources
+from lorafusion_jax.serve.cli.jobs import job_of
 from lorafusion_jax.training import train
-from lorafusion_serve.cli.jobs import job_of
 
 pytestmark = pytest.mark.usefixtures("kept_programs")
 
