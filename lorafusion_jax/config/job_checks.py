@@ -213,6 +213,8 @@ def ineffective(config: schema.JobConfig) -> list[str]:
         if chosen.objective.defaults.get("lora.dropout") == 0 and adapter.lora.dropout > 0:
             notes.append(f"{adapter.name}: lora.dropout={adapter.lora.dropout:g}, {_dropout_effect(chosen)}")
         notes += _overlapping(adapter, Path(config.directory))
+        if (priority := adapter.priority) != 0:
+            notes.append(f"{adapter.name}: priority={priority} has no effect in a run: a service orders jobs by it")
     return list(dict.fromkeys(notes))
 
 

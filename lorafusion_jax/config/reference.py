@@ -17,7 +17,7 @@ COLUMN, WIDTH = 34, 120  # start and end columns of comments
 HEAD = """\
 # lorafusion job file: every key with its default. Keep only the keys that you change.
 # Only base.model, adapters[].name and data.train have no default."""
-OWN = "data, lora, optim, objective, batch: {global_samples: 8}, epochs, seed, weight"
+OWN = "data, lora, optim, objective, batch: {global_samples: 8}, epochs, seed, weight, priority"
 EXAMPLES = {"model": "path/to/model", "train": "data/law.jsonl", "name": "law"}  # keys without a default
 
 

@@ -75,6 +75,9 @@ class AdapterConfig(Section):
         default=0, description="seed of the adapter's initial weights, dropout and order of samples"
     )
     weight: Positive = Field(default=1.0, description="share of the machine relative to the other adapters")
+    priority: Annotated[Whole, Field(ge=-100, le=100)] = Field(
+        default=0, description="of its job in a service, which places higher ones first; a run here has all at once"
+    )
     extended: tuple[Extension, ...] = ()  # of a run; job files do not have it
     joined: Flag = False  # the run began without it; job files do not have it
 

@@ -22,5 +22,5 @@ DEFAULTS: dict[str, type[BaseModel]] = {  # shared defaults that every adapter m
     "objective": schema.ObjectiveSettings,
     "early_stop": schema.EarlyStopSettings,
 }
-SINGLE_DEFAULTS = ("epochs", "seed", "weight")
+SINGLE_DEFAULTS = ("epochs", "seed", "weight", "priority")
 ADAPTER_KEYS = ("name", *DEFAULTS, "batch", *SINGLE_DEFAULTS)

@@ -5,7 +5,7 @@ The caller says what happened and when, by a monotonic clock. It carries out the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from scheduling.errors import PlanError
@@ -34,6 +34,7 @@ class LiveCluster:
     Attributes:
         jobs: unfinished jobs that may run.
         groups: as decided; a group may still be opening.
+        down: workers that are lost, until they are back.
 
     >>> cluster = LiveCluster([Worker("host0", 1)], Rates())
     >>> cluster.arrive(Job("law", "ann", "llama-3.1-8b", 0.0, [512], 8, 100), 0.0)
@@ -45,6 +46,7 @@ class LiveCluster:
         self, workers: Sequence[Worker], rates: Rates, *, policy: Policy | None = None, users: Sequence[User] = ()
     ):
         self.workers = {worker.name: worker for worker in workers}
+        self.down: frozenset[str] = frozenset()
         self.jobs: dict[str, JobState] = {}
         self.groups: dict[str, GroupState] = {}
         self._rates, self._policy = rates, CheckedPolicy(policy or Ours(rates), rates, tolerance=WRONG)
@@ -140,6 +142,15 @@ class LiveCluster:
                 self._counted.pop(member, None)
             self._set_group(replace(self.groups[name], ready_s=now), now)
 
+    def set_down(self, names: Iterable[str], now: float) -> None:
+        """Says which workers are lost, all others being up: their groups end, and nothing is placed on them."""
+        self._advance(now)
+        self.down = frozenset(names)
+        for worker in self.workers.values():
+            self._ledger.up(worker, worker.name not in self.down)
+        for name in [name for name, group in self.groups.items() if group.worker in self.down]:
+            self.lose(name, now)
+
     def lose(self, name: str, now: float) -> None:
         """Removes a group that failed; its members wait."""
         self._advance(now)
@@ -233,7 +244,7 @@ class LiveCluster:
     def _state(self, now: float) -> ClusterState:
         return ClusterState(
             time_s=now,
-            workers=self.workers,
+            workers={name: worker for name, worker in self.workers.items() if name not in self.down},
             jobs=dict(self.jobs),
             groups=dict(self.groups),
             users=self._ledger.user_states(),

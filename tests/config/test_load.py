@@ -307,6 +307,8 @@ def test_settings_without_effect_are_named(tmp_path):
     assert ineffective(config) == ["law: optim.momentum has no effect with adamw"]
     config = load_config(write(tmp_path, SMALL + "lora: {kind: vera, alpha: 8, rslora: true, rank: 4}\n"))
     assert ineffective(config) == [f"law: lora.{key} has no effect with kind vera" for key in ("alpha", "rslora")]
+    config = load_config(write(tmp_path, SMALL + "priority: -3\n"))
+    assert ineffective(config) == ["law: priority=-3 has no effect in a run: a service orders jobs by it"]
 
 
 def test_init_prints_a_valid_job(tmp_path):

@@ -114,6 +114,7 @@ MEANT: dict[str, tuple] = {  # key → odd values that it has as they are
     "epochs": COUNTS,
     "seed": (0, *COUNTS, 2**31),
     "weight": POSITIVE,
+    "priority": (0, 1, -1, 2, 16.0, 100, -100),
     "name": (*(text for text in ORDINARY if text[:1] not in " -"), *EXPONENTS),
 }  # fmt: skip
 

@@ -143,9 +143,11 @@ class SimulatedLauncher:
         poison: a job that ends its worker.
         made, plans: all workers and their places, by session.
         problem: why none can be started.
+        up: hosts that are up (None: not known).
     """
 
     problem: ClassVar[str] = ""
+    up: ClassVar[int | None] = None
     made: ClassVar[dict[str, list[SimulatedProcess]]] = {}
     poison: ClassVar[str] = ""
     plans: ClassVar[dict[str, list[dict[str, int]]]] = {}
@@ -162,6 +164,9 @@ class SimulatedLauncher:
 
     def find(self, group: str, epoch: int, pid: int | None) -> None:
         return None
+
+    def hosts(self, gpus: int) -> int | None:
+        return self.up
 
     def close(self) -> None:
         pass

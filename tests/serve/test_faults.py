@@ -355,6 +355,7 @@ def make_version(file, version: int) -> None:
             ("artifacts", "url"),
             ("artifacts", "problem"),
             ("keys", "limits"),
+            ("jobs", "eval_tokens"),
         ]
         for table, column in newer:
             connection.exec_driver_sql(f"ALTER TABLE {table} DROP COLUMN {column}")

@@ -162,6 +162,7 @@ def make_version_3(home: Home) -> None:
         connection.execute("UPDATE artifacts SET path = ? || '/' || path", (str(home.folder),))
         connection.execute("DROP TABLE removals")
         connection.execute("ALTER TABLE keys DROP COLUMN limits")
+        connection.execute("ALTER TABLE jobs DROP COLUMN eval_tokens")
         connection.execute("UPDATE version SET number = 3")
     connection.close()
 

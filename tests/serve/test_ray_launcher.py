@@ -103,6 +103,11 @@ class Ray:
     def init(self, **_):
         pass
 
+    def nodes(self):
+        counts = (True, 8.0), (False, 8.0), (True, 17.0), (True, 4.0)
+        heads = [{"Alive": True, "Resources": {"CPU": 4.0}}]
+        return heads + [{"Alive": alive, "Resources": {"GPU": gpus}} for alive, gpus in counts]
+
 
 def test_an_actor_leaves_with_its_worker(tmp_path, monkeypatch):
     """Without a server, too: its placement group is gone and it ends."""
@@ -123,3 +128,9 @@ def test_a_server_that_starts_gives_back_what_nobody_uses(monkeypatch):
     monkeypatch.setattr(ray_process, "import_module", lambda name: ray)
     ray_process.Driver("auto").tidy("lorafusion-a-")
     assert [name for name, state in ray.rooms.items() if state == "REMOVED"] == names[:1]
+
+
+def test_hosts_are_counted_by_the_gpus_of_nodes_that_live(monkeypatch):
+    monkeypatch.setattr(ray_process, "import_module", lambda name: Ray([], []))
+    driver = ray_process.Driver("auto")
+    assert [driver.hosts(gpus) for gpus in (8, 4, 32, 0)] == [3, 7, 0, 4]

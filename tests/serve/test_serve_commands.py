@@ -12,7 +12,9 @@ import pytest
 from small_jobs import write_job, write_rows
 
 from lorafusion_jax.cli.main import run
+from lorafusion_jax.config.load import load_config
 from lorafusion_jax.errors import ConfigError
+from lorafusion_jax.serve.cli.jobs import job_of
 from lorafusion_jax.serve.cli.serve import read_places
 from lorafusion_jax.serve.client import Client, Job
 from lorafusion_jax.serve.store.keys import KEY
@@ -29,6 +31,14 @@ def call(running, tmp_path, capsys):
         return code, *capsys.readouterr()
 
     return made
+
+
+def test_a_job_file_says_the_priority_of_its_jobs(tmp_path):
+    file = tmp_path / "jobs.yaml"
+    adapters = "[{name: a, priority: -4, data: {train: a.jsonl}}, {name: b, data: {train: b.jsonl}}]"
+    file.write_text(f"base: {{model: some/model}}\npriority: 7\nadapters: {adapters}\n")
+    config = load_config(file)
+    assert [job_of(config, adapter, None)["priority"] for adapter in config.adapters] == [-4, 7]
 
 
 def test_a_job_file_becomes_jobs(call, tmp_path, tiny_base):

@@ -236,6 +236,28 @@ def test_each_host_has_its_gpus(serve):
     service.wait(*jobs)
 
 
+def test_the_gpus_of_a_lost_host_leave_the_count_until_it_is_back(serve, monkeypatch):
+    """Its job goes on elsewhere. A host that goes without a session, as an autoscaler ends it, is not lost."""
+    monkeypatch.setattr("lorafusion_jax.serve.control.policy_scheduler.HOSTS_S", 0.0)
+    monkeypatch.setattr(SimulatedLauncher, "up", 3)
+    monkeypatch.setattr(SimulatedProcess, "most_steps", 20)
+    service = serve(Packing, gpus=1, hosts=2)
+    jobs = [service.submit(base, base, steps=40) for base in ("red", "blue")]
+    wait_for(lambda: all(service.show(job)["step"] == 20 for job in jobs))
+    SimulatedLauncher.up = 1
+    cluster, host_of = service.scheduler._cluster, {job: service.placed(job)[-1]["group"] for job in jobs}
+    assert cluster.down == frozenset()
+    group = host_of[jobs[0]]
+    host = cluster.groups[group].worker
+    SimulatedLauncher.made[group][-1].crash()
+    wait_for(lambda: cluster.down == {host})
+    wait_for(lambda: all(state.worker != host for state in cluster.groups.values()))
+    SimulatedProcess.most_steps = math.inf
+    service.wait(jobs[1], jobs[0])
+    SimulatedLauncher.up = 2
+    wait_for(lambda: cluster.down == frozenset())
+
+
 def test_a_session_that_dies_is_opened_again(serve):
     service = serve(Packing)
     job = service.submit("one", "red", steps=80)

@@ -27,6 +27,7 @@ NEW_COLUMNS = {
     "groups": ("opens", "host"),
     "artifacts": ("url", "problem"),
     "keys": ("limits",),
+    "jobs": ("eval_tokens",),
 }  # that version 2 did not have
 PLACED = ("accept", "place", "started")
 EVENTS = {

@@ -35,7 +35,9 @@ LOCAL = "http://127.0.0.1:7070"
 def submit(
     jobs: Annotated[Path, typer.Argument(metavar="JOBS", help="job file; each of its adapters becomes a job")],
     base: Annotated[str | None, typer.Option(help="name of the base; default the folder's name in the file")] = None,
-    priority: Annotated[int | None, typer.Option(min=-100, max=100, help="higher ones are placed first")] = None,
+    priority: Annotated[
+        int | None, typer.Option(min=-100, max=100, help="higher ones are placed first; default the file's")
+    ] = None,
     url: Url = LOCAL,
     key_file: Key = None,
 ) -> None:
@@ -211,6 +213,7 @@ def job_of(config: JobConfig, adapter: AdapterConfig, base: str | None) -> dict[
         "epochs": adapter.epochs,
         "seed": adapter.seed,
         "weight": adapter.weight,
+        "priority": adapter.priority,
     } | ({"steps": config.train.max_steps} if config.train.max_steps else {})
 
 

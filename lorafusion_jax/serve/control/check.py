@@ -20,7 +20,7 @@ MOST_LENGTHS = 256  # of a job's samples, for predictions
 
 
 def check(values: dict[str, Any], places: dict[str, int]) -> dict[str, Any]:
-    """Returns `{"problems": [...]}`, with `steps`, `tokens`, `rank` and some `lengths` if there are none."""
+    """Returns `{"problems": [...]}`, with `steps`, `tokens`, `eval_tokens`, `rank` and `lengths` if there are none."""
     try:
         config, errors = examine(values)
         more = [] if config is None else layer_problems(config)[1]
@@ -40,7 +40,9 @@ def check(values: dict[str, Any], places: dict[str, int]) -> dict[str, Any]:
     if why := layout.refuses(spec):
         return {"problems": [_place_problem(layout, spec, why)]}
     lengths = job.stream[:: max(1, len(job.stream) // MOST_LENGTHS)][:MOST_LENGTHS].tolist()
+    held_out = prepared.adapters[spec.name].eval
     sizes = {"steps": job.num_batches, "tokens": int(job.stream.sum()), "rank": spec.rank}
+    sizes["eval_tokens"] = 0 if held_out is None else int(held_out.lengths.sum())
     return {"problems": []} | sizes | {"lengths": lengths}
 
 

@@ -218,6 +218,7 @@ class Controller:
             rows = [job for job in self._jobs.in_states(connection, "queued", *ON_WORKER) if _may_run(job)]
             limits = user_limits(connection)
         ready = {name: session.trains for name, session in self._sessions.items()}
+        self._scheduler.count_hosts(self._launcher.hosts)
         wanted = self._scheduler.decide(rows, ready, limits)
         self._pace.note(rows)
         self._record(wanted)
@@ -349,7 +350,7 @@ class Controller:
                         connection, job["id"], "reject", actor="checker", why=why, problems=verdict["problems"]
                     )
                 else:
-                    sizes = {name: verdict[name] for name in ("steps", "tokens", "rank", "lengths")}
+                    sizes = {name: verdict[name] for name in ("steps", "tokens", "eval_tokens", "rank", "lengths")}
                     self._jobs.change(connection, job["id"], "accept", actor="checker", **sizes)
         except StateError:
             pass  # cancelled meanwhile
@@ -503,5 +504,5 @@ def _may_run(job: Job) -> bool:
 
 def _row_of(job: Job, verdict: dict[str, Any]) -> Job:
     """A job as it will be once it is accepted."""
-    sizes = {name: verdict[name] for name in ("steps", "rank", "lengths")}
+    sizes = {name: verdict[name] for name in ("steps", "rank", "lengths", "eval_tokens")}
     return {"owner": "-", "weight": 1.0, "priority": 0} | job | sizes

@@ -63,6 +63,10 @@ class Launcher(Protocol):
         """
         ...
 
+    def hosts(self, gpus: int) -> int | None:
+        """How many hosts with so many GPUs are up; None if that is not known, or cannot change."""
+        ...
+
     def close(self) -> None:
         """Lets go of workers, which live on."""
 
@@ -129,6 +133,9 @@ class LocalLauncher:
     def find(self, group: str, epoch: int, pid: int | None) -> LocalWorker | None:
         identity = (self._server, group, epoch)
         return LocalWorker(pid, identity) if pid is not None and identity_of(pid) == identity else None
+
+    def hosts(self, gpus: int) -> None:
+        pass
 
     def close(self) -> None:
         pass

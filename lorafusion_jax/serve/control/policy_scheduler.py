@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from scheduling.online.shapes import LINEARS
 
 TICK_S = 180.0  # between two decisions while jobs wait and nothing happens
 RETRY_S = 1.0  # after a decision that was refused
+HOSTS_S = 10.0  # between two counts of the hosts that are up
 REPORT_S = 5.0  # between two reports of progress to the policy
 QUICK_S = 0.2  # that a round waits for a policy
 PAST_S = 90 * 86400.0  # time of the policy's clock at which this server began: jobs may have come long before
@@ -82,7 +84,9 @@ class PolicyScheduler:
         self._ready: dict[str, bool] = {}
         self._sessions: dict[str, SessionPlan] = {}
         self._told, self._refused = 0, False  # refusals that were returned; whether the last decision was refused
-        self._tick = self._report = 0.0
+        self._tick = self._report = self._counted = 0.0
+        self._hosts_changed = False  # since the policy was asked
+        self._most_hosts, self._opened = 0, set[str]()  # hosts that were up together; groups that have trained
 
     def refuses(self, row: Row) -> str:
         job = self._job(row, 0.0)
@@ -90,6 +94,26 @@ class PolicyScheduler:
         if self._rates.best_isolated_rate(job, worker.kind, worker.gpus) is None:
             return f"{row['base']} with samples of {max(job.lengths)} tokens fits on no GPUs of this machine"
         return ""
+
+    def count_hosts(self, hosts: Callable[[int], int | None]) -> None:
+        """Takes the GPUs of a host that was lost with its sessions out of the count until as many hosts are up again.
+
+        Hosts that an autoscaler starts and ends as needed have no session when they go, and stay in the count.
+        """
+        now = self._clock() - self._began
+        if self._answer is not None or now - self._counted < HOSTS_S:
+            return
+        self._counted, up = now, hosts(self._settings.gpus)
+        if up is None:
+            return
+        cluster, self._most_hosts = self._cluster, max(self._most_hosts, min(up, len(self._workers)))
+        trained = [(group.worker, self._ready[name]) for name, group in cluster.groups.items() if name in self._opened]
+        trains = Counter(host for host, is_ready in trained if is_ready)
+        lost = sorted({host for host, is_ready in trained if not is_ready}, key=lambda host: (trains[host], host))
+        down = frozenset([*sorted(cluster.down), *lost][: self._most_hosts - up])
+        if down != cluster.down:
+            cluster.set_down(down, now)
+            self._hosts_changed = True
 
     def decide(
         self, rows: Sequence[Row], ready: Mapping[str, bool], limits: Mapping[str, Limits] = {}
@@ -111,6 +135,7 @@ class PolicyScheduler:
         """Tells the policy what has happened, and asks it if that is a reason to."""
         cluster = self._cluster
         changed = self._tell_users(rows, now) | self._tell_jobs(rows, now) | self._tell_sessions(ready, now)
+        changed, self._hosts_changed = changed or self._hosts_changed, False
         if now - self._report >= REPORT_S:
             self._report = now
             for name, row in self._rows.items():
@@ -134,11 +159,15 @@ class PolicyScheduler:
 
     def _replace_policy(self, rows: Sequence[Row], now: float) -> None:
         """Goes on with a simpler policy. The earlier one may never answer, and nobody waits for it."""
+        down = self._cluster.down
         self._cluster = LiveCluster(self._workers, self._rates, policy=make_policy(SLOW, self._rates))
+        self._cluster.set_down(down, now)
         self._answer, self._told, self._rows, self._ready, self._users = None, 0, {}, {}, {}
         self._tell_users(rows, now)
         self._tell_jobs(rows, now)
         for name, plan in self._sessions.items():
+            if plan.host in down:
+                continue
             members = tuple(job for job, group in self._members.items() if group == name and job in self._rows)
             self._cluster.adopt(_state_of(name, plan, members, now), now)
 
@@ -192,7 +221,7 @@ class PolicyScheduler:
     def full(self, row: Row, rows: Sequence[Row], limits: Limits) -> str:
         groups = [*self._cluster.groups.values()]
         used = sum(len(group.gpus) for group in groups if group.members)
-        gpus = sum(worker.gpus for worker in self._workers)
+        gpus = sum(worker.gpus for worker in self._workers if worker.name not in self._cluster.down)
         if row["id"] in self._members:
             return f"its session {self._members[row['id']]} opens, or makes room for it"
         return f"{used} of {gpus} GPUs train other jobs, which the policy holds to be worth more now"
@@ -208,6 +237,7 @@ class PolicyScheduler:
             since = self._asked.setdefault(name, now)
             if is_ready:
                 self._asked[name] = now
+                self._opened.add(name)
             if is_ready and not before:
                 self._cluster.ready(name, now)
                 changed = True
@@ -217,6 +247,7 @@ class PolicyScheduler:
             self._ready[name] = is_ready
         self._asked = {name: since for name, since in self._asked.items() if name in self._cluster.groups}
         self._ready = {name: state for name, state in self._ready.items() if name in self._cluster.groups}
+        self._opened &= self._cluster.groups.keys()
         return changed
 
     def _job(self, row: Row, now: float) -> Job:
@@ -241,6 +272,7 @@ class PolicyScheduler:
             deadline_s=deadline_s,
             max_slowdown=spec.get("max_slowdown") or MAX_SLOWDOWN,
             eval_every=train.get("eval_every_steps") or 0,
+            eval_tokens=row["eval_tokens"] if train else 0,
         )
 
     def _plan(self, group: GroupState) -> SessionPlan:

@@ -98,6 +98,12 @@ class RayLauncher:
         except ConnectionError:
             return None
 
+    def hosts(self, gpus: int) -> int | None:
+        try:
+            return self.ask("hosts", gpus=gpus)
+        except (ConnectionError, RuntimeError):
+            return None
+
     def close(self) -> None:
         """Ends the driver. Workers live on."""
         self._closed.set()

@@ -113,6 +113,11 @@ class Driver:
         self._actors[name] = actor, actor.wait.remote()
         return True
 
+    def hosts(self, gpus: int) -> int:
+        """How many times so many GPUs the nodes have that are alive; without GPUs, how many nodes there are."""
+        nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
+        return sum(int(node.get("GPU", 0.0)) // gpus for node in nodes) if gpus else len(nodes)
+
     def wait(self, name: str, seconds: float) -> bool:
         """Whether a worker, its actor or its node has ended."""
         if name not in self._actors and not self.find(name):

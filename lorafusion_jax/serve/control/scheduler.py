@@ -37,6 +37,14 @@ class Configuration:
 class Scheduler(Protocol):
     """Called every round."""
 
+    def count_hosts(self, hosts: Callable[[int], int | None]) -> None:
+        """Looks which hosts are lost.
+
+        Args:
+            hosts: (GPUs of a host) → how many of them are up; see `Launcher.hosts`.
+        """
+        ...
+
     def decide(
         self, rows: Sequence[Row], ready: Mapping[str, bool], limits: Mapping[str, Limits] = {}
     ) -> Configuration:
@@ -76,6 +84,9 @@ class OneSession:
     def __init__(self, settings: Settings, *, clock: Callable[[], float] = time.monotonic):
         self._plan = SessionPlan(base=next(iter(settings.bases), ""), places=dict(settings.places))
         self._shares, self._clock = Shares(Places.of(self._plan.places)), clock
+
+    def count_hosts(self, hosts: Callable[[int], int | None]) -> None:
+        del hosts
 
     def decide(
         self, rows: Sequence[Row], ready: Mapping[str, bool], limits: Mapping[str, Limits] = {}

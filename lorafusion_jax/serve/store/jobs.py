@@ -17,7 +17,7 @@ Job = dict[str, Any]
 MOST_TRIES = 4  # lost workers of a job without progress
 SUSPECT_TRIES = 2  # after which it trains alone until it has made progress
 PROGRESS = 20  # steps after which earlier losses are forgotten
-SHOWN = tuple(c.name for c in t.jobs.c if c.name not in ("state_path", "tries_step", "lengths"))
+SHOWN = tuple(c.name for c in t.jobs.c if c.name not in ("state_path", "tries_step", "lengths", "eval_tokens"))
 
 
 class Jobs:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sqlalchemy import JSON, Boolean, Column, Float, ForeignKey, Index, Integer, MetaData, String, Table, Text
 
-VERSION = 7
+VERSION = 8
 NAME_OF_PATH = "replace({0}, rtrim({0}, replace({0}, '/', '')), '')"  # what comes after the last slash
 MIGRATIONS: dict[int, tuple[str, ...]] = {  # version → what makes the next one of it
     2: (
@@ -26,6 +26,7 @@ MIGRATIONS: dict[int, tuple[str, ...]] = {  # version → what makes the next on
     ),
     5: ("ALTER TABLE keys ADD COLUMN limits JSON NOT NULL DEFAULT '{}'",),
     6: ("CREATE INDEX IF NOT EXISTS jobs_of_owner ON jobs (owner, created, id)",),
+    7: ("ALTER TABLE jobs ADD COLUMN eval_tokens INTEGER NOT NULL DEFAULT 0",),
 }
 meta = MetaData()
 
@@ -80,6 +81,7 @@ jobs = Table(
     Column("tokens", Integer),
     Column("rank", Integer),
     Column("lengths", JSON, nullable=False, default=list),  # tokens of some samples, for predictions
+    Column("eval_tokens", Integer, nullable=False, default=0),  # of its held-out data, for predictions
     Column("loss", Float),
     Column("state_path", String),  # relative to the home, as all paths
     Column("state_step", Integer, nullable=False, default=0),

@@ -164,3 +164,21 @@ def test_what_a_user_changes_reaches_the_policy():
     cluster.revise(replace(cluster.jobs[waiting].job, weight=3.0), 702.0)
     assert cluster.jobs[waiting].job.weight == 3.0
     assert cluster.refusals == []
+
+
+def test_a_lost_worker_takes_no_job_until_it_is_back():
+    """Its group ends and its job waits, as the other worker is full; shares count the GPUs that are up."""
+    cluster = LiveCluster([Worker("left", 1), Worker("right", 1)], Rates())
+    for name, base in (("a", "llama-3.2-3b"), ("b", "qwen2.5-7b")):
+        cluster.arrive(Job(name, name, base, 0.0, [700] * 8, 8, 5000), 0.0)
+        cluster.decide(0.0)
+    lost = cluster.groups[cluster.jobs["b"].group].worker
+    cluster.set_down([lost], 400.0)
+    assert {group.worker for group in cluster.groups.values()} == {"left", "right"} - {lost}
+    assert [name for name, state in cluster.jobs.items() if state.group is None] == ["b"]
+    cluster.decide(400.0)
+    assert {group.worker for group in cluster.groups.values()} == {"left", "right"} - {lost}
+    cluster.set_down([], 800.0)
+    cluster.decide(800.0)
+    assert {group.worker for group in cluster.groups.values()} == {"left", "right"}
+    assert cluster.refusals == []

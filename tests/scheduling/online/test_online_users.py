@@ -144,3 +144,22 @@ def test_two_jobs_may_share_one_gpu():
     alone = 1 / RATES.isolated_rate(members[0], KIND, 1).step_s
     assert RATES.fair_steps_per_s(members[0], KIND, 0.5) == pytest.approx(alone / 2)
     assert rate.slowdowns == pytest.approx([alone / 2 / steps for steps in rate.steps_per_s])
+
+
+@pytest.mark.parametrize(
+    ("users", "each", "minutes", "every_s", "hours", "gpus"),
+    [
+        (4, 12, 24.0, 20.0, 1.0, 4),  # the small user's one job asks for more than a fifth of four GPUs
+        (7, 6, 40.0, 20.0, 2.0, 8),
+        nightly(6, 25, 25.0, 60.0, 1.5, 8),
+        nightly(4, 40, 10.0, 15.0, 1.0, 4),
+        nightly(5, 30, 18.0, 30.0, 2.0, 8),
+    ],
+)
+def test_users_who_flood_a_cluster_together_do_not_hold_back_a_small_one(users, each, minutes, every_s, hours, gpus):
+    jobs = [lasting(f"u{i}", f"u{i % users}", 60.0 * minutes, every_s * i) for i in range(users * each)]
+    jobs.append(lasting("small", "zed", 3600.0 * hours, 600.0))
+    result = simulate_cluster(jobs, [Worker("host0", gpus)], rates=RATES)
+    assert result.jct_s["small"] <= 1.5 * result.isolated["small"].step_s * jobs[-1].steps
+    assert max(result.user_ratio.values()) <= 1.5
+    assert result.refusals == ()

@@ -11,7 +11,8 @@ up for. Urgent jobs claim more than all others. Priorities are ordered: the poli
 highest first, and what a job of a higher priority would lose outweighs all that others gain (`Claims.at`).
 
 The shortest jobs come first, and those of users who received less than their share somewhat sooner. While some users
-flood the cluster, jobs of users who ask for no more than their share go first as soon as they would end late.
+flood the cluster, jobs of users who ask for no more than their share, or have only one, go first as soon as they would
+end late.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ def weigh(state: ClusterState, now: float, settings: Settings, step_cost: StepCo
     order = _values(state, jobs, left_s, settings, within)
     fair_s = fair_columns_s(jobs, shares)
     patience_s = np.where(jobs.of(users_above_share(owed)), inf, PATIENCE * fair_s)
-    late_s = _late_s(jobs, left_s, fair_s, owed, _protected_users(state, demand, within))
+    late_s = _late_s(jobs, left_s, fair_s, owed, _protected_users(jobs, state, demand, within))
     largest, longest_s = float(order.max(initial=-inf)), np.minimum(settings.urgent * patience_s, late_s)
     pressed = _pressed(jobs, now, left_s, waited_s, longest_s) if settings.urgency else []
     pressed = [index for index in pressed if order[index]]
@@ -183,11 +184,15 @@ def users_within_share(shares: Mapping[str, float], demand: Mapping[str, float])
     return frozenset(user for user in shares if demand[user] <= shares[user])
 
 
-def _protected_users(state: ClusterState, demand: Mapping[str, float], within: frozenset[str]) -> frozenset[str]:
-    """Users within their share, while the others flood the cluster together."""
+def _protected_users(
+    jobs: Columns, state: ClusterState, demand: Mapping[str, float], within: frozenset[str]
+) -> frozenset[str]:
+    """Users within their share or with a single job, which cannot ask for less, while the others flood the cluster."""
+    count = np.bincount(jobs.user, minlength=len(jobs.users))
+    modest = within | frozenset(user for user, number in zip(jobs.users, count.tolist(), strict=True) if number == 1)
     gpus = sum(worker.gpus for worker in state.workers.values())
-    others = sum(of_user for user, of_user in demand.items() if user not in within)
-    return within if others > FLOOD * gpus else frozenset()
+    others = sum(of_user for user, of_user in demand.items() if user not in modest)
+    return modest if others > FLOOD * gpus else frozenset()
 
 
 def _demand(jobs: Columns) -> dict[str, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Iterable, Sequence
+from math import inf
 from operator import truediv
 from typing import NamedTuple
 
@@ -64,6 +65,7 @@ class Search:
         self.kinds = tuple(dict.fromkeys(kind for kind, _ in self.sizes))
         self.backlog: dict[str, list[str]] = {}
         self.overdue = list(claims.overdue)
+        self._first_overdue: dict[float, float] | None = None  # weight → earliest arrival
         self.protected: set[str] = set()
         self.trained = {name for name, job_state in state.jobs.items() if job_state.group is not None}
         self.packs: dict[tuple[str, Kind, int], Pack | None] = {}
@@ -126,10 +128,15 @@ class Search:
         """Whether starting a job overtakes no job whose patience is over."""
         if not self.overdue:
             return True
+        if self._first_overdue is None:
+            self._first_overdue = {}
+            for other in self.overdue:
+                earliest = self._first_overdue.get(other.job.weight, inf)
+                self._first_overdue[other.job.weight] = min(earliest, other.job.arrival_s)
         job_state = self.state.jobs[name]
         return job_state.group is not None or not any(
-            other.job.arrival_s < job_state.job.arrival_s and other.job.weight >= job_state.job.weight
-            for other in self.overdue
+            arrival_s < job_state.job.arrival_s and weight >= job_state.job.weight
+            for weight, arrival_s in self._first_overdue.items()
         )
 
     def highest(self, names: Iterable[str]) -> int:
@@ -162,8 +169,11 @@ class Search:
         for name in set(members) - set(group.members):
             self.backlog[group.base].remove(name)
             self._forget_packs(group.base)
-        self.protected |= {job_state.job.name for job_state in self.overdue} & set(members)
-        self.overdue = [job_state for job_state in self.overdue if job_state.job.name not in members]
+        started = {job_state.job.name for job_state in self.overdue} & set(members)
+        if started:
+            self.protected |= started
+            self.overdue = [job_state for job_state in self.overdue if job_state.job.name not in started]
+            self._first_overdue = None
         for name in set(group.members) - set(members):
             self.release(name)
         group.members, group.mesh = list(members), rate.mesh
