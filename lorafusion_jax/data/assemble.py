@@ -145,16 +145,16 @@ def row_keys(key: int, length: int) -> np.ndarray:
     return ((value ^ (value >> np.uint64(31))) >> np.uint64(32)).astype(np.uint32)
 
 
-def pieces_of(samples: Sequence[SampleRef], data: AdapterData, place: int, weights: Sequence[Weights]) -> list[Piece]:
+def pieces_of(samples: Sequence[SampleRef], data: AdapterData, adapter: int, weights: Sequence[Weights]) -> list[Piece]:
     """Looks up training samples of an adapter.
 
     Args:
-        place: position of the adapter in the stacked weights.
+        adapter: its position in the stacked weights.
         weights: of each of its global batches.
     """
     rows = [(ref, *data.sample_at(ref.sample)) for ref in samples]
     return [
-        piece_of(data.train, row, place, weights[ref.batch], key=sample_key(epoch, row)) for ref, epoch, row in rows
+        piece_of(data.train, row, adapter, weights[ref.batch], key=sample_key(epoch, row)) for ref, epoch, row in rows
     ]
 
 
