@@ -22,6 +22,7 @@ def apply_lora(
     targets: str | Sequence[str] | None = None,
     allow_partial: bool = False,
     heads: str | Sequence[str] | None = None,
+    exclude: str | Sequence[str] = (),
 ) -> nnx.Module:
     """Turns linear layers of a model into LoRA layers, in place. The frozen kernels are shared, not copied.
 
@@ -40,16 +41,17 @@ def apply_lora(
         adapters: one or more. `targets` overrides their own targets.
         targets: for all adapters: "all-linear" (every linear layer but the output head), names ("q_proj",
             "attn.query"), globs ("decoder.*.mlp.*") or regular expressions of whole paths.
-        allow_partial: accept a target that is present in some layers only.
+        allow_partial: accept a name that is present in some layers only; "all-linear" may be.
         heads: names of the output heads, which "all-linear" leaves out (None: the last layer as wide as the vocabulary;
             in a model without embeddings, a layer that is called head, lm_head, logits or classifier).
+        exclude: names, globs or regular expressions of layers that no target reaches: "all-linear" but these.
 
     Returns:
         The model. `lora_report(model)` shows which layers were adapted, and why others were not.
 
     Raises:
-        ConfigError: all targets that match nothing (with the available names) or some layers only, and all named layers
-            that cannot carry LoRA.
+        ConfigError: all targets that match nothing (with the available names) or some layers only, all named layers
+            that cannot carry LoRA, and weights that an adapted layer shares with another one.
 
     Warns:
         UserWarning: a pattern or "all-linear" matches layers that cannot carry LoRA; lists them.
@@ -75,6 +77,7 @@ def apply_lora(
         {spec.name: wanted or spec.targets for spec in adapters},
         allow_partial=allow_partial,
         heads=(heads,) if isinstance(heads, str) else heads,
+        exclude=(exclude,) if isinstance(exclude, str) else tuple(exclude),
     )
     linears = [candidate.linear for candidate, _ in targeted.values() if isinstance(candidate.linear, Linear)]
     largest = max(linear.in_features for linear in linears), max(linear.out_features for linear in linears)

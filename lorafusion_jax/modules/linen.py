@@ -19,7 +19,7 @@ from jaxtyping import Array
 
 from lorafusion_jax.adapters.spec import ALL_LINEAR, AdapterSpec, refuse_only_in_runs
 from lorafusion_jax.adapters.table import adapter_kind, leaves_of
-from lorafusion_jax.errors import ConfigError, RunError
+from lorafusion_jax.errors import ConfigError, RunError, raise_all
 from lorafusion_jax.modules.context import LoRAContext
 from lorafusion_jax.modules.linen_held import HeldLayer, LinenAdapters
 from lorafusion_jax.modules.linen_intercept import COLLECTION, SITE, Kinds, adapters_of, intercept, weights_of
@@ -35,7 +35,7 @@ from lorafusion_jax.modules.linen_quantised import check_plain, quantise_params
 from lorafusion_jax.modules.linen_report import report_ran
 from lorafusion_jax.modules.linen_tree import copy_dicts, node_at
 from lorafusion_jax.modules.lora_product import Leaves, expert_products, lora_product
-from lorafusion_jax.modules.match import EXPERTS, name_matches
+from lorafusion_jax.modules.match import EXPERTS, name_matches, unknown_exclusions
 from lorafusion_jax.modules.merging import merged_weight
 from lorafusion_jax.modules.plan import LoRAPlan
 from lorafusion_jax.modules.product import Result
@@ -67,6 +67,7 @@ class LinenLoRA:
             so is a module of any other class whose call is one product with its only matrix.
         heads: names of the output heads, which "all-linear" leaves out (None: the last layer as wide as the vocabulary;
             in a model without embeddings, a layer that is called head, lm_head, logits or classifier).
+        exclude: names, globs or regular expressions of layers that no target reaches: "all-linear" but these.
 
     >>> import jax
     >>> model = nn.Sequential([nn.Dense(16), nn.relu, nn.Dense(4)])
@@ -90,6 +91,7 @@ class LinenLoRA:
         targets: str | Sequence[str] | None = None,
         modules: Kinds = (),
         heads: str | Sequence[str] | None = None,
+        exclude: str | Sequence[str] = (),
     ):
         names = [spec.name for spec in adapters]
         if not adapters or len(set(names)) < len(names):
@@ -99,6 +101,7 @@ class LinenLoRA:
         chosen = None if targets is None else (targets,) if isinstance(targets, str) else tuple(targets)
         self.targets = {spec.name: chosen or spec.targets for spec in adapters}
         self.heads = (heads,) if isinstance(heads, str) else None if heads is None else tuple(heads)
+        self.exclude = (exclude,) if isinstance(exclude, str) else tuple(exclude)
         self._modules = (*modules, *KERNELS)
         self._axes = {leaf.name: len(leaf.axes) for leaf in leaves_of(self.kinds)}
         self._plans: dict[tuple[str, ...], LoRAPlan] = {}
@@ -307,7 +310,7 @@ class LinenLoRA:
         """Returns one adapter alone, at its own rank: a `LinenLoRA` of it and its collection "LoRAParam"."""
         only_adapter(held := self.hold(adapters), name)
         spec, modules = self.adapters[self._number(name)], self._modules[: -len(KERNELS)]
-        alone = LinenLoRA([spec], targets=self.targets[name], modules=modules, heads=self.heads)
+        alone = LinenLoRA([spec], targets=self.targets[name], modules=modules, heads=self.heads, exclude=self.exclude)
         alone._plans = {layer.path: layer.lora_plan for layer in held.layers if hasattr(layer, "lora_plan")}
         return alone, held.tree()
 
@@ -345,12 +348,18 @@ class LinenLoRA:
             if any(self._matches(target, path, layer) for target in targets)
         ]
 
+    def _is_excluded(self, name: str) -> bool:
+        return any(name_matches(pattern, name) for pattern in self.exclude)
+
     def _matches(self, target: str, path: tuple[str, ...], layer: LinenLayer | None) -> bool:
+        if self._is_excluded(".".join(path)):
+            return False
         if target == ALL_LINEAR:
             return layer is None or not (layer.is_head or layer.experts)
         return name_matches(target, ".".join(path))
 
     def _check_targets(self, ran: Ran) -> None:
+        raise_all(unknown_exclusions(self.exclude, [module.name for module in (*ran.layers, *ran.others)]))
         left_out: dict[str, tuple[str, str, str]] = {}
         for target in dict.fromkeys(target for targets in self.targets.values() for target in targets):
             others = [module for module in ran.others if target == ALL_LINEAR and not module.is_table]
@@ -361,8 +370,7 @@ class LinenLoRA:
             left_out |= {module.name: (module.name, module.kind, module.why) for module in others}
             if target == ALL_LINEAR:
                 left_out |= {layer.name: (layer.name, layer.kind, EXPERTS) for layer in ran.layers if layer.experts}
-        if left_out:
-            rows = list(left_out.values())
+        if rows := [row for name, row in left_out.items() if not self._is_excluded(name)]:
             warnings.warn(describe_left_out(rows), UserWarning, stacklevel=4)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cache
@@ -89,6 +89,7 @@ def find_targets(
     *,
     allow_partial: bool = False,
     heads: Sequence[str] | None = None,
+    exclude: Sequence[str] = (),
 ) -> tuple[dict[Path, tuple[Candidate, tuple[str, ...]]], list[Candidate]]:
     """Finds the layers that adapters target.
 
@@ -96,8 +97,9 @@ def find_targets(
         model: any NNX model.
         targets: adapter name → its targets; each is "all-linear", a name ("q_proj", "attn.query"), a glob
             ("decoder.*.mlp.*") or a regular expression of whole dotted paths.
-        allow_partial: accept a target that is present in some layers only.
+        allow_partial: accept a name that is present in some layers only. "all-linear" may be.
         heads: see `find_heads`.
+        exclude: names, globs or regular expressions of layers that no target reaches.
 
     Returns:
         First path → (layer, names of the adapters that target it), in the order of the model; and the modules that a
@@ -106,8 +108,9 @@ def find_targets(
     Raises:
         ConfigError: all problems: `lora.unknown-target`, `lora.partial-target`, `lora.unsupported-linear`.
     """
-    candidates = find_candidates(model, heads)
-    errors: list[LoraFusionError] = []
+    everything = find_candidates(model, heads)
+    candidates = [candidate for candidate in everything if not _is_excluded(candidate, exclude)]
+    errors = unknown_exclusions(exclude, [dotted(candidate.path) for candidate in everything])
     left_out: dict[Path, Candidate] = {}
     hits: dict[str, list[Path]] = {}
     for target in dict.fromkeys(target for names in targets.values() for target in names):
@@ -124,6 +127,8 @@ def find_targets(
             left_out |= {candidate.path: candidate for candidate in candidates if is_experts(candidate)}
         hits[target] = [candidate.path for candidate in able]
         errors += _problems(target, hits[target], candidates, allow_partial)
+    adapted = {path for paths in hits.values() for path in paths}
+    errors += _shared_weights(everything, lambda candidate: candidate.path in adapted)
     raise_all(errors)
     targeted: dict[int, tuple[Candidate, set[str]]] = {}
     for candidate in candidates:
@@ -134,6 +139,59 @@ def find_targets(
     return {
         candidate.path: (candidate, tuple(sorted(wanted, key=order.index))) for candidate, wanted in targeted.values()
     }, list(left_out.values())
+
+
+def unknown_exclusions(exclude: Sequence[str], paths: Sequence[str]) -> list[LoraFusionError]:
+    """Reports exclusions that match none of the paths of modules with weights."""
+    return [
+        ConfigError(
+            "lora.unknown-target", f"exclude '{name}' matches no module with a weight.", fix=f"some of {list(paths)}"
+        )
+        for name in exclude
+        if not any(name_matches(name, path) for path in paths)
+    ]
+
+
+def _is_excluded(candidate: Candidate, exclude: Sequence[str]) -> bool:
+    return any(name_matches(name, dotted(candidate.path)) for name in exclude)
+
+
+def check_owners(model: nnx.Module) -> None:
+    """Checks that no weight with adapters belongs to several layers.
+
+    Raises:
+        ConfigError: `lora.shared-weight`.
+    """
+    raise_all(_shared_weights(find_candidates(model), lambda candidate: hasattr(candidate.module, "lora_plan")))
+
+
+def _shared_weights(
+    candidates: Sequence[Candidate], has_adapters: Callable[[Candidate], bool]
+) -> list[LoraFusionError]:
+    """Reports weights with adapters that other modules hold, too. One module at several paths is one owner."""
+    owners: dict[int, dict[int, Candidate]] = {}
+    for candidate in candidates:
+        for variable in _variables(candidate.module):
+            owners.setdefault(id(variable), {}).setdefault(id(candidate.module), candidate)
+    errors: dict[tuple[str, ...], LoraFusionError] = {}
+    for modules in owners.values():
+        if len(modules) < 2 or not any(has_adapters(candidate) for candidate in modules.values()):
+            continue
+        paths = tuple(dotted(candidate.path) or "the model itself" for candidate in modules.values())
+        errors[paths] = ConfigError(
+            "lora.shared-weight",
+            "these layers hold one weight, and each of them would have adapters of its own.",
+            where=", ".join(paths),
+            why="merged, the adapters of all would be added to that weight",
+            fix="leave these layers out of targets, share the whole layer, or give each its own weight",
+        )
+    return list(errors.values())
+
+
+def _variables(module: nnx.Module) -> list[nnx.Variable]:
+    plan = getattr(module, "lora_plan", None)
+    names = weight_names(module) if plan is None else [plan.linear.weight]
+    return [getattr(module, name) for name in names if hasattr(module, name)]  # adapters of Linen hold no weights
 
 
 def matches(target: str, candidate: Candidate) -> bool:
@@ -230,7 +288,11 @@ def _problems(target: str, hits: list[Path], candidates: list[Candidate], allow_
                 [candidate.refused for candidate in candidates if not isinstance(candidate.linear, Linear)],
             )
         ]
-    missing = [] if allow_partial else _layers_without(hits, [candidate.path for candidate in candidates])
+    missing = (
+        []
+        if allow_partial or target == ALL_LINEAR
+        else _layers_without(hits, [candidate.path for candidate in candidates])
+    )
     if not missing:
         return []
     return [

@@ -14,7 +14,7 @@ from lorafusion_jax.errors import ConfigError
 from lorafusion_jax.modules.adapted import call_exchanged
 from lorafusion_jax.modules.exchanged_class import exchanged_class
 from lorafusion_jax.modules.linear import Linear
-from lorafusion_jax.modules.match import Candidate, find_candidates, is_experts
+from lorafusion_jax.modules.match import Candidate, check_owners, find_candidates, is_experts
 from lorafusion_jax.modules.product import Result
 from lorafusion_jax.modules.stored_weight import StoredWeight
 from lorafusion_jax.modules.storing import check_mesh, store
@@ -62,10 +62,15 @@ def quantize_base(model: nnx.Module, quantize: str) -> nnx.Module:
         return model
     candidates = {id(candidate.module): candidate for candidate in find_candidates(model)}
     layers = [(candidate, linear) for candidate in candidates.values() if (linear := _linear(candidate)) is not None]
+    check_owners(model)
     _check(layers, quantize)
+    stored: dict[tuple[int, Linear], QuantisedParam] = {}  # layers without adapters may share a weight
     for candidate, linear in layers:
-        weight = getattr(candidate.module, linear.weight)[...]
-        setattr(candidate.module, linear.weight, QuantisedParam(store(weight, linear, len(linear.stack), quantize)))
+        variable = getattr(candidate.module, linear.weight)
+        key = id(variable), linear
+        if key not in stored:
+            stored[key] = QuantisedParam(store(variable[...], linear, len(linear.stack), quantize))
+        setattr(candidate.module, linear.weight, stored[key])
         if not hasattr(candidate.module, "lora_plan"):
             setattr(candidate.module, _LINEAR, linear)
             setattr(candidate.module, _PATH, dotted(candidate.path))

@@ -25,6 +25,7 @@ from jaxtyping import Array
 from lorafusion_jax.modules.context import LoRAContext
 from lorafusion_jax.modules.exchanged_class import exchanged_class, own_class
 from lorafusion_jax.modules.lora_product import Leaves, lora_products, operands_of
+from lorafusion_jax.modules.match import check_owners
 from lorafusion_jax.modules.plan import LoRAPlan
 from lorafusion_jax.modules.product import Result, Stored
 from lorafusion_jax.modules.tree import walk
@@ -119,6 +120,7 @@ def share_inputs(model: nnx.Module) -> nnx.Module:
     >>> type(model).__name__
     'SharedGated'
     """
+    check_owners(model)
     for _, module in walk(model):
         sizes = [layer.lora_plan.linear.in_features for layer in _layers(module).values()]
         if len(set(sizes)) < len(sizes) and callable(module) and type(module).__call__ is not call_sharing:

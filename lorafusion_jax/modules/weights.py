@@ -22,6 +22,7 @@ from lorafusion_jax.files import replace_bytes
 from lorafusion_jax.modules.adapted import adapted_class
 from lorafusion_jax.modules.exchanged_class import own_class
 from lorafusion_jax.modules.linen_held import LinenAdapters
+from lorafusion_jax.modules.match import check_owners
 from lorafusion_jax.modules.merging import merged_weight
 from lorafusion_jax.modules.plan import LoRAPlan
 from lorafusion_jax.modules.tree import dotted, walk
@@ -55,6 +56,7 @@ def adapter_arrays(model: nnx.Module, name: str) -> dict[str, np.ndarray]:
     Raises:
         ConfigError: `lora.unknown-adapter`.
     """
+    check_owners(model)
     arrays: dict[str, np.ndarray] = {}
     for layer, plan, index in _layers_of(model, name):
         spec, axis = plan.adapters[index], len(plan.linear.stack)
@@ -169,7 +171,7 @@ def merge_adapter(model: nnx.Module, name: str, *, keep: bool = False) -> nnx.Mo
 
     Raises:
         ConfigError: `lora.unknown-adapter`; `lora.merged`, an adapter is already merged; `lora.merge-quantized`, the
-            frozen weights are stored in fewer bytes.
+            frozen weights are stored in fewer bytes; `lora.shared-weight`, a weight has several layers.
     """
     if isinstance(model, LinenAdapters):
         fix = "LinenLoRA.merge(model, variables, adapters, name, …)"
@@ -177,6 +179,7 @@ def merge_adapter(model: nnx.Module, name: str, *, keep: bool = False) -> nnx.Mo
     if any(hasattr(layer, BASE) for _, layer in walk(model)):
         raise ConfigError("lora.merged", "an adapter is merged into this model already.", fix="unmerge_adapter(model)")
     targeted = {id(layer): (plan, index) for layer, plan, index in _layers_of(model, name)}
+    check_owners(model)
     _check_unquantised(model)
     layers: dict[int, Any] = {id(layer): layer for _, layer in walk(model) if hasattr(layer, "lora_plan")}
     for number, layer in layers.items():

@@ -11,7 +11,17 @@ from flax import nnx
 from host_arrays import normal, on_device
 
 from lorafusion_jax.errors import ConfigError, ErrorList, RunError
-from lorafusion_jax.modules import AdapterSpec, LoRAContext, apply_lora, use_adapters
+from lorafusion_jax.modules import (
+    AdapterSpec,
+    LoRAContext,
+    adapter_arrays,
+    apply_lora,
+    lora_report,
+    merge_adapter,
+    quantize_base,
+    share_inputs,
+    use_adapters,
+)
 
 LAW = AdapterSpec(name="law", rank=2, alpha=4, targets=("up", "down"))
 MED = AdapterSpec(name="med", rank=3, alpha=3, targets=("up",), seed=5)
@@ -237,3 +247,69 @@ def test_a_table_around_a_jitted_function_is_refused_in_both_of_its_lives(x):
     forward(model, x)
     with pytest.raises(RunError, match="context-unused"), use_adapters(LoRAContext.of([LAW], [0])):
         forward(model, x)
+
+
+class Tied(nnx.Module):
+    def __init__(self, rngs):
+        self.first, self.second = nnx.Linear(6, 6, rngs=rngs), nnx.Linear(6, 6, rngs=rngs)
+        self.out = nnx.Linear(6, 3, rngs=rngs)
+
+    def __call__(self, x):
+        return self.out(self.second(self.first(x)))
+
+
+def tie(model):
+    model.second.kernel = model.first.kernel
+    return model
+
+
+@pytest.mark.parametrize("targets", ["first", "all-linear", ("first", "second")])
+def test_a_weight_of_two_layers_is_refused_with_both_paths(targets):
+    with pytest.raises(ConfigError, match="one weight") as caught:
+        apply_lora(tie(Tied(nnx.Rngs(0))), [LAW], targets=targets)
+    assert "first" in caught.value.where
+    assert "second" in caught.value.where
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda model: merge_adapter(model, "law"),
+        lambda model: quantize_base(model, "int8"),
+        share_inputs,
+        lambda model: adapter_arrays(model, "law"),
+    ],
+    ids=["merge", "quantize", "share", "save"],
+)
+def test_a_weight_that_is_shared_later_is_refused_by_whatever_uses_it(use):
+    model = tie(apply_lora(Tied(nnx.Rngs(0)), [LAW], targets="all-linear", heads=()))
+    before = np.asarray(model.first.kernel[...])
+    with pytest.raises(ConfigError, match="one weight"):
+        use(model)
+    np.testing.assert_array_equal(model.first.kernel[...], before)
+
+
+def test_a_layer_at_two_paths_is_one_owner_and_others_may_share():
+    model = tie(Tied(nnx.Rngs(0)))
+    model.again = model.out
+    apply_lora(model, [LAW], targets=("out",), allow_partial=True)
+    merge_adapter(model, "law")
+
+
+def test_layers_that_share_a_frozen_weight_share_its_stored_form():
+    model = quantize_base(apply_lora(tie(Tied(nnx.Rngs(0))), [LAW], targets=("out",)), "int8")
+    assert model.first.kernel is model.second.kernel
+
+
+def test_all_linear_takes_blocks_that_differ_and_leaves_out_what_is_excluded():
+    def linear():
+        return nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+
+    blocks = [nnx.Dict(mix=linear(), gate=linear()), nnx.Dict(mlp=nnx.Dict(up=linear())), nnx.Dict(skip=linear())]
+    model = apply_lora(nnx.Dict(blocks=nnx.List(blocks)), [LAW], targets="all-linear", exclude="gate")
+    adapted = [row.path for row in lora_report(model).adapted]
+    assert adapted == ["blocks.0.mix", "blocks.1.mlp.up", "blocks.2.skip"]
+    with pytest.raises(ConfigError, match="exclude 'gaet'"):
+        apply_lora(nnx.Dict(up=linear()), [LAW], targets="all-linear", exclude=["gaet"])
+    with pytest.raises(ConfigError, match="some layers only"):
+        apply_lora(nnx.Dict(blocks=nnx.List([nnx.Dict(a=linear()), nnx.Dict(b=linear())])), [LAW], targets="a")
