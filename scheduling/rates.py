@@ -30,6 +30,7 @@ def _from_sheet(peak_flops: float, memory_bytes: float, link_bytes: float) -> _R
 # measured; from data sheets, with dense bfloat16 products, memory bandwidth, and what a link between two devices
 # carries in one direction.
 _RATES = {
+    "a100-40gb": _from_sheet(312e12, 1.555e12, 75e9),
     "a100": _from_sheet(312e12, 2.04e12, 75e9),
     "l40s": _from_sheet(362e12, 0.864e12, 25e9),
     "a6000": _from_sheet(155e12, 0.768e12, 25e9),

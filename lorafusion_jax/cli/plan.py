@@ -41,7 +41,7 @@ def command(
     compare: Annotated[bool, typer.Option("--compare", help="compare with one adapter after another")] = False,
     timeline: Annotated[Path | None, typer.Option(help="draw the predicted timeline as an .html page")] = None,
     device: Annotated[
-        Literal["h200", "h100", "a100", "l40s", "a6000", "rtx6000-ada", "cpu"] | None,
+        Literal["h200", "h100", "a100-40gb", "a100", "l40s", "a6000", "rtx6000-ada", "cpu"] | None,
         typer.Option(help="device for predictions; default that of this machine, which the plan names"),
     ] = None,
     device_memory: Annotated[float | None, typer.Option(min=0, help="GiB per device; default by device")] = None,

@@ -15,7 +15,7 @@ from lorafusion_jax.cli.common import Json, RunPath, ends_in, next_command
 from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.errors import LoraFusionError
 from lorafusion_jax.layout.extent import extents
-from lorafusion_jax.planning.prediction import DEVICES, better_layout, measured_with, memory_of, read_costs
+from lorafusion_jax.planning.prediction import better_layout, known_device, measured_with, memory_of, read_costs
 from lorafusion_jax.planning.rebalance import Moved
 from lorafusion_jax.planning.stages import worth_in_layers
 from lorafusion_jax.report.console import out, plain_table, say
@@ -114,7 +114,7 @@ def _find_move(run: Path, measured: Timeline) -> Moved | None:
         extents(started["layers"]),
         measured.of_slots(settled_slots(folder.read_plan(), measured)).busy_s,
         remat=started["remat"],
-        device_bytes=memory_of(next((name for name in DEVICES if name in started["device"].lower()), "")),
+        device_bytes=memory_of(known_device(started["device"]) or ""),
     )
 
 

@@ -59,7 +59,8 @@ class ModelConfig:
         input_width, input_vocab: width of the inputs that layers have of their own, and rows of their table (0: there
             are none), see `families.per_layer_input`.
         pattern: type of each layer; empty if all layers are alike.
-        dropouts: rates of dropout inside the base, by key of config.json, which are not applied.
+        dropouts: rates of dropout inside the base, and a soft cap that only text models have, by key of config.json;
+            they are not applied.
         wrapper: model_type of a multimodal model of which this is the text part, see `families.multimodal`.
 
     Example:

@@ -16,6 +16,7 @@ WRAPPERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "qwen3_5_moe": ("Qwen3_5MoeForConditionalGeneration", ("qwen3_5_moe_text",)),
     "mistral3": ("Mistral3ForConditionalGeneration", ("mistral", "ministral3")),
 }
+UNCAPPED = ("gemma3",)  # in transformers 5.23 the whole model has no soft cap of the logits, unlike its text model
 TEXT = "text_config"
 SCORED = ("gemma3", "qwen3_5")  # of which transformers 5.23 has models with a score in place of the head
 TEXT_ROOT = "model."  # of the names of a model of text

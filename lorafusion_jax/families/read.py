@@ -9,7 +9,7 @@ from typing import Any
 from lorafusion_jax.families.agreement import contradictions, outside_text
 from lorafusion_jax.families.hf_config import HFConfig, parse_part, shortened, unread_keys
 from lorafusion_jax.families.mlp import Activation
-from lorafusion_jax.families.multimodal import SHARED, TEXT, text_part
+from lorafusion_jax.families.multimodal import SHARED, TEXT, UNCAPPED, text_part
 from lorafusion_jax.families.pattern import LayerType, read_pattern
 from lorafusion_jax.families.quantised import UnknownFormat, format_name
 from lorafusion_jax.families.read_delta_net import read_delta_net
@@ -35,6 +35,9 @@ def translate(raw: dict[str, Any], malformed: list[str], unsupported: list[str])
     """Returns the fields of a `ModelConfig`, or None if a problem was added to one of the lists."""
     root = raw
     raw, wrapper = text_part(root)
+    cap = raw.get("final_logit_softcapping") if wrapper in UNCAPPED else None
+    if cap is not None:
+        raw |= {"final_logit_softcapping": None}
     different = _names_of_whole(root, wrapper)
     name = _family(raw, malformed, different, unsupported)
     family = Family(architectures=()) if name is None else family_named(name)
@@ -65,6 +68,8 @@ def translate(raw: dict[str, Any], malformed: list[str], unsupported: list[str])
     checkpoint_format = _checkpoint_format(hf, family, unsupported)
     _refuse_other_options(hf, raw, family, unsupported)
     dropouts = _dropouts(raw, family, malformed)
+    if isinstance(cap, int | float):
+        dropouts = (*dropouts, ("text_config.final_logit_softcapping", cap))
     for problems in (malformed, unsupported):
         problems[:] = [_in_spelling_of(raw, family, problem) for problem in problems]
     if name is not None:

@@ -111,7 +111,9 @@ class _Reader:
             self._add(self.malformed, ["llama_4_scaling_beta needs original_max_position_embeddings"])
         more: dict[str, Any] = {"query_beta": beta, "query_context": context or 1} if beta else {}
         more |= {"share": values.partial_rotary_factor or 1.0} if kind == "proportional" else {}
-        return Rope(theta=values.rope_theta or theta, scaling=scaling, channels=channels, **more)
+        return Rope(
+            theta=values.rope_theta or theta, scaling=scaling, channels=channels, **dict(self.family.rope) | more
+        )
 
     def _channels(self, values: RopeValues) -> int | None:
         share = values.partial_rotary_factor

@@ -45,6 +45,8 @@ class Rope:
         scaling: for long contexts (None: as trained at first).
         channels: channels of a head that rotate, the first ones; even (None: all).
         share: of the pairs of these channels that turn; the frequencies of the others are 0.
+        interleaved: the two channels of a rotating pair are neighbours, as in GPT-J and GLM-4; else channel i turns
+            with channel i + C/2.
         query_beta, query_context: queries at position p are multiplied by 1 + beta · log(1 + ⌊p / context⌋).
     """
 
@@ -52,5 +54,6 @@ class Rope:
     scaling: RopeScaling | None = None
     channels: int | None = None
     share: float = 1.0
+    interleaved: bool = False
     query_beta: float = 0.0
     query_context: int = 1

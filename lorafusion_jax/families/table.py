@@ -54,6 +54,7 @@ class Family:
         delta_net: fields of `DeltaNet` that all models of the family have in common; None: it has no such layers. The
             keys `linear_…` say the others, and `layer_types` or `full_attention_interval` which layers have it.
         latent: attention has latents; the keys `q_lora_rank`, `kv_lora_rank`, `qk_…` and `v_head_dim` say their widths.
+        rope: further fields of `Rope` that all layers of the family have in common, e.g. {"interleaved": True}.
         known_of_rope: keys of `rope_parameters` that do not change what is computed of text.
         ignored: beginnings of the names of a checkpoint's tensors that are left out.
         modules: Llama's module, or a tensor of it → the family's, e.g. {"model.embed_tokens": "tokens",
@@ -75,6 +76,7 @@ class Family:
     experts_transposed: bool = False
     delta_net: Mapping[str, Any] | None = None
     latent: bool = False
+    rope: Mapping[str, Any] = field(default_factory=dict)
     known_of_rope: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
     modules: Mapping[str, str] = field(default_factory=dict)

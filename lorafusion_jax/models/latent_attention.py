@@ -16,7 +16,7 @@ from lorafusion_jax.models.attention import AttentionImplementation, attention
 from lorafusion_jax.models.build import Builder
 from lorafusion_jax.models.inputs import LayerInputs
 from lorafusion_jax.models.norm import RMSNorm
-from lorafusion_jax.models.rope import apply_rope
+from lorafusion_jax.models.rope import apply_rope, halves_of_pairs
 from lorafusion_jax.modules import LoRALinear, lora_siblings
 
 
@@ -72,8 +72,7 @@ class LatentSelfAttention(nnx.Module):
     def _turn(self, x_THR: jax.Array, inputs: LayerInputs) -> jax.Array:
         """Rotates; neighbours become halves first, in q and k alike, which no score sees."""
         if self.spec.interleaved:
-            pairs = x_THR.reshape(*x_THR.shape[:-1], -1, 2)
-            x_THR = pairs.swapaxes(-1, -2).reshape(x_THR.shape)
+            x_THR = halves_of_pairs(x_THR, x_THR.shape[-1])
         return x_THR if self.rope is None else apply_rope(x_THR, inputs.ropes[self.rope])
 
 

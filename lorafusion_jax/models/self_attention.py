@@ -15,7 +15,7 @@ from lorafusion_jax.models.attention import AttentionImplementation, attention
 from lorafusion_jax.models.build import Builder
 from lorafusion_jax.models.cache import Cache, CachedKeys, cached_attention, continued_attention, store
 from lorafusion_jax.models.inputs import LayerInputs
-from lorafusion_jax.models.rope import apply_rope
+from lorafusion_jax.models.rope import apply_rope, halves_of_pairs
 from lorafusion_jax.models.stream import KeysAndValues
 from lorafusion_jax.modules import LoRALinear, lora_siblings
 from pallas_kernels.norm import rms_norm
@@ -127,8 +127,7 @@ class SelfAttention(nnx.Module):
         if self.spec.qk_norm == "head":
             q, k = self._normalise(q, k)
         if self.rope is not None:
-            tables = inputs.ropes[self.rope]
-            q, k = apply_rope(q, tables), apply_rope(k, tables)
+            q, k = self._turn(q, inputs), self._turn(k, inputs)
         if inputs.query_scales is not None and self.rope is not None:
             q = q * inputs.query_scales[self.rope].astype(q.dtype)
         return q, k, v, gate_TD
@@ -140,8 +139,16 @@ class SelfAttention(nnx.Module):
         if self.q_norm is not None:
             q = self.q_norm(checkpoint_name(q, "qk_in"))
         if self.rope is not None:
-            q = apply_rope(q, inputs.ropes[self.rope])
+            q = self._turn(q, inputs)
         return q, gate_TD
+
+    def _turn(self, x_THC: jax.Array, inputs: LayerInputs) -> jax.Array:
+        assert self.rope is not None
+        assert self.spec.rope is not None
+        tables = inputs.ropes[self.rope]
+        if self.spec.rope.interleaved:
+            x_THC = halves_of_pairs(x_THC, tables[0].shape[-1])
+        return apply_rope(x_THC, tables)
 
     def _split(self, outputs: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         if self.spec.k_is_v:

@@ -29,7 +29,7 @@ class Network:
 
 # Not measured: one TCP stream over a port of the Ethernet that hosts of such devices usually have (100, 25, 10 Gbit/s),
 # and a request with its answer.
-_BYTES: Mapping[str, float] = {"h200": 12.5e9, "h100": 12.5e9, "a100": 12.5e9, "cpu": 1.25e9}
+_BYTES: Mapping[str, float] = {"h200": 12.5e9, "h100": 12.5e9, "a100-40gb": 12.5e9, "a100": 12.5e9, "cpu": 1.25e9}
 _OTHERS, _LATENCY_S = 3.125e9, 2e-4
 
 

@@ -17,8 +17,8 @@ from scheduling import CostModel, Plan
 # the data sheet's bandwidth, for it reads and writes. Where the copy does not fit, the state goes to the host; PCIe 5
 # without pinned memory.
 COPY_BYTES_S: Mapping[str, float] = {
-    "h200": 2.4e12, "h100": 1.7e12, "a100": 1.02e12, "l40s": 0.43e12, "a6000": 0.38e12, "rtx6000-ada": 0.48e12,
-    "cpu": 5e9,
+    "h200": 2.4e12, "h100": 1.7e12, "a100-40gb": 0.78e12, "a100": 1.02e12, "l40s": 0.43e12, "a6000": 0.38e12,
+    "rtx6000-ada": 0.48e12, "cpu": 5e9,
 }  # fmt: skip
 TO_HOST_BYTES_S = 15e9
 NO_HALVING = HalvingSettings()

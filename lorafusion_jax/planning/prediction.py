@@ -42,7 +42,7 @@ from scheduling import (
 )
 
 HOPPERS = ("h200", "h100")
-DEVICES = ("h200", "h100", "a100", "l40s", "a6000", "rtx6000-ada", "cpu")
+DEVICES = ("h200", "h100", "a100-40gb", "a100", "l40s", "a6000", "rtx6000-ada", "cpu")
 _DRIVER, _FIRST_GPU = Path("/proc/driver/nvidia"), Path("/dev/nvidia0")
 ROOMY = 0.9  # share of a device's memory
 
@@ -60,8 +60,11 @@ def known_device(gpu: str) -> str | None:
 
     >>> [known_device(f"NVIDIA {name}") for name in ("H100 80GB HBM3", "RTX 6000 Ada Generation", "RTX A6000", "GH200")]
     ['h100', 'rtx6000-ada', 'a6000', None]
+    >>> [known_device(f"NVIDIA A100-{form}") for form in ("SXM4-40GB", "PCIE-40GB", "SXM4-80GB")]
+    ['a100-40gb', 'a100-40gb', 'a100']
     """
     words = re.sub(r"rtx 6000 ada", "rtx6000-ada", gpu.lower())
+    words = re.sub(r"a100(?=.*(?<!\d)40gb)", "a100-40gb", words)
     return next((device for device in DEVICES if re.search(rf"(?<![a-z0-9]){device}(?![a-z0-9])", words)), None)
 
 

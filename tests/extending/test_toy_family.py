@@ -57,6 +57,7 @@ CROWD = Family(
     expert_names=("crowd.{}.open", "crowd.{}.up", "crowd.{}.close"),
     modules={"mlp.router": "crowd.choice", "self_attn.q_norm": "self_attn.even"},
 )
+TURNED = Family(architectures=("TurnedForCausalLM",), rope={"interleaved": True})
 NOTHING = 5
 """
 TENSORS = {
@@ -111,7 +112,9 @@ TWO_STAGES = ("mesh.stages=2", "mesh.layers=[1, 1]")
 @pytest.fixture
 def toy(install):
     return install(
-        "toy_family", SOURCE, {"lorafusion_jax.families": {"toy": "TOY", "crowd": "CROWD", "nothing": "NOTHING"}}
+        "toy_family",
+        SOURCE,
+        {"lorafusion_jax.families": {"toy": "TOY", "crowd": "CROWD", "turned": "TURNED", "nothing": "NOTHING"}},
     )
 
 
@@ -154,6 +157,21 @@ def test_experts_compute_what_transformers_does(toy, tmp_path):
     folder = disguise(
         golden, tmp_path / "crowd", CROWD_KEYS, CROWD_TENSORS, (*unread, "max_position_embeddings"), **names
     )
+    assert_logits(folder, golden)
+
+
+def test_neighbouring_channels_turn_as_halves_do_with_reordered_weights(toy, tmp_path):
+    golden = GOLDEN / "llama2"
+    folder = disguise(golden, tmp_path / "turned", {}, {}, architectures=["TurnedForCausalLM"], model_type="turned")
+    tensors = load_file(folder / "model.safetensors")
+    with pytest.raises(AssertionError):
+        assert_logits(folder, golden)
+    head_dim = ModelConfig.from_hf(folder).head_dim
+    for name, tensor in tensors.items():
+        if ".q_proj." in name or ".k_proj." in name:
+            halves = tensor.reshape(-1, 2, head_dim // 2, *tensor.shape[1:])
+            tensors[name] = np.ascontiguousarray(halves.swapaxes(1, 2).reshape(tensor.shape))
+    save_file(tensors, folder / "model.safetensors")
     assert_logits(folder, golden)
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.test_util import check_grads
 
-from lorafusion_jax.models.rope import apply_rope
+from lorafusion_jax.models.rope import apply_rope, halves_of_pairs
 from pallas_kernels.mlp.xla import silu_gate
 from pallas_kernels.norm import rms_norm
 
@@ -68,3 +68,23 @@ def test_gate_matches_its_definition():
 def test_residuals_are_mainly_the_inputs(function, arguments, small):
     kept = jax.tree.leaves(jax.eval_shape(lambda *args: jax.vjp(function, *args)[1], *arguments))
     assert sum(leaf.size * leaf.dtype.itemsize for leaf in kept) == arguments[0].size * 2 + small
+
+
+@pytest.mark.parametrize("channels", [12, 4])
+def test_scores_of_neighbouring_pairs_are_those_in_float64(channels):
+    """GPT-J: channels 2i and 2i + 1 turn by position · frequency i; channels beyond the first ones do not turn."""
+    q, k = normal(7, 2, 12), normal(7, 2, 12)
+    angle = np.arange(7)[:, None] * 0.3 ** np.arange(channels // 2)
+
+    def turned(x):
+        x = np.array(x, np.float64)
+        even, odd = x[..., 0:channels:2].copy(), x[..., 1:channels:2].copy()
+        cos, sin = np.cos(angle)[:, None], np.sin(angle)[:, None]
+        x[..., 0:channels:2], x[..., 1:channels:2] = even * cos - odd * sin, odd * cos + even * sin
+        return x
+
+    cos, sin = jnp.asarray(np.cos(angle), jnp.float32), jnp.asarray(np.sin(angle), jnp.float32)
+    tables = jnp.concatenate([cos, cos], -1)[:, None], jnp.concatenate([-sin, sin], -1)[:, None]
+    ours = [apply_rope(halves_of_pairs(x, channels), tables) for x in (q, k)]
+    scores = np.einsum("qhc,khc->hqk", *(np.asarray(x, np.float64) for x in ours))
+    np.testing.assert_allclose(scores, np.einsum("qhc,khc->hqk", turned(q), turned(k)), atol=1e-5)

@@ -6,6 +6,7 @@ GIB = 2**30
 DEVICE_BYTES = {  # memory that the driver reports
     "h100": 79 * GIB,
     "h200": 140 * GIB,
+    "a100-40gb": 39 * GIB,
     "a100": 79 * GIB,
     "l40s": 44 * GIB,
     "a6000": 47 * GIB,
