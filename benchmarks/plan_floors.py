@@ -1,6 +1,6 @@
 """Are plans ever longer than simple rules and other systems' orders make them?
 
-    python -m benchmarks.plan_floors --out benchmarks/results/plan_floors_DATE    # some minutes of a CPU
+    python -m benchmarks.plan_floors --jobs 16 --out benchmarks/results/plan_floors_DATE
 
 Each seed draws an instance: 1 to 64 adapters with batches of 1 to 512 samples, equal or mixed; eight shapes of lengths;
 1 to 16 stages, 1 to 4 replicas, capacities of 1024 to 8192 tokens or barely above the longest sample; sometimes one
@@ -18,7 +18,9 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from itertools import zip_longest
+from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
@@ -37,11 +39,13 @@ Batches = list[list[list[int]]]  # lengths: adapter, batch, sample
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--seeds", type=int, default=len(SEEDS))
+    parser.add_argument("--seeds", type=int, default=len(SEEDS), help="instances, from seed 0 on")
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
     options = parser.parse_args()
     write_measured(options.out)
-    for seed in range(options.seeds):
-        append_row(options.out / "slots.csv", measure(seed))
+    with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
+        for row in pool.map(measure, range(options.seeds)):
+            append_row(options.out / "slots.csv", row)
     rows = read_rows(options.out / "slots.csv")
     total = {name: sum(int(row[name]) for row in rows) for name in ("bound", "slots", *FLOORS)}
     ratios = {name: round(slots / total["bound"], 4) for name, slots in total.items()}

@@ -65,6 +65,7 @@ TENSOR, TENSOR_ALONE = "tensor_h200_2026-11-27/tensor.jsonl", "tensor_h200_2026-
 DEPTH = "quantised_depth_cpu_2026-11-23/quantised_depth.csv"
 PIPELINES = "pipelines_2026-11-24"
 PLANNED = "planner_2026-11-24"  # with counted budgets; those of PLANNER were of wall time, on a quiet machine
+FLOORS = "plan_floors_2026-11-28"
 PLANNER, ORDERS, SCALING = "planner_2026-11-22", "planner_2026-11-26", "scaling_2026-11-22"
 NAMES = {"8b": "Llama-3.1-8B", "32b": "Qwen2.5-32B", "70b": "Llama-3.1-70B"}
 LAYER_FORMS = {
@@ -467,6 +468,32 @@ def planner() -> str:
     )
 
 
+def plan_floors() -> str:
+    """Plans of drawn instances beside what simple rules and other systems' orders make of them."""
+    rows = read_csv(f"{FLOORS}/slots.csv")
+    orders = {
+        "slots": "planner",
+        "list_rule": "list rule: the longest chain first, first-fit decreasing",
+        "lorafusion": "LoRAFusion's order: pairs of adapters, batch by batch",
+        "mlora": "mLoRA's order: a batch of each adapter in turn",
+    }
+    lines = []
+    for key, order in orders.items():
+        over = [int(row[key]) / int(row["bound"]) for row in rows]
+        counts = (sum(sign * (int(row[key]) - int(row["slots"])) > 0 for row in rows) for sign in (1, -1))
+        against = ("–", "–") if key == "slots" else tuple(counts)
+        lines.append((order, f"{fmean(over):.4f}", f"{max(over):.2f}", sum(ratio == 1 for ratio in over), *against))
+    head = (
+        "order",
+        "slots over the lower bound, mean",
+        "most",
+        "at the bound",
+        "planner is shorter",
+        "planner is longer",
+    )
+    return f"{len(rows)} instances:\n\n{markdown(head, lines)}"
+
+
 TABLES: dict[str, Callable[[], str]] = {
     function.__name__: function
     for function in (
@@ -474,6 +501,6 @@ TABLES: dict[str, Callable[[], str]] = {
         pipelines, ages, quantised_bases, peers_in_short, peers, peers_compiled, sizes, flax_model, adapter_counts,
         quantised_loss, quantised_depth, online_targets, online_held_out, online_large, online_queue, online_ideas,
         online_throughput, online_rates, online_decision, online_mutants, long_samples, longer_samples, parity,
-        joint_alone, tensor,
+        joint_alone, tensor, plan_floors,
     )
 }  # fmt: skip

@@ -155,7 +155,7 @@ def costs(problem: MemoryProblem, mesh: Mesh) -> CostModel:
     trainable = RANK * sum(rows + columns for rows, columns in linears.values())  # one adapter, one layer
     backward = _backward(parts.layer, problem.remat)
     layer = replace(parts.layer, backward=backward, update_s=28 * trainable / MEMORY_RATE)
-    gather = GatherCost(layer_bytes=2 * weights, table_bytes=2 * table, devices=mesh.fsdp, overlapped=False)
+    gather = GatherCost(layer_bytes=2 * weights, table_bytes=2 * table, devices=mesh.fsdp)
     counts = worth_in_layers(model, problem.layers)
     model_costs = stages_from_parts(replace(parts, layer=layer), counts, gather=gather if mesh.fsdp > 1 else None)
     stages = tuple(

@@ -105,21 +105,24 @@ class GatherCost:
         table_bytes: bytes of the embedding or of the head.
         devices: number of devices that share the weights.
         link_bytes: bytes per second that one device receives (default: measured over NVLink of an H200 host).
-        overlapped: gathering overlaps with the previous layer's compute, so a pass takes the longer of the two.
+        hidden: share of the gathering that the compute of layers before it hides, 0 to 1. A pass takes the rest of the
+            gathering and the compute, but no less than all of the gathering.
     """
 
     layer_bytes: float
     table_bytes: float
     devices: int
     link_bytes: float = 369e9
-    overlapped: bool = True
+    hidden: float = 0.0
+
+    def __post_init__(self):
+        if not 0.0 <= self.hidden <= 1.0:
+            raise PlanError("plan.cost", f"the hidden share of the gathering is from 0 to 1, not {self.hidden}")
 
     def added_to(self, cost: PassCost, layers: float, with_table: bool) -> PassCost:
         received = (layers * self.layer_bytes + with_table * self.table_bytes) * (1 - 1 / self.devices)
         seconds = received / self.link_bytes
-        if self.overlapped:
-            return replace(cost, floor_s=max(cost.floor_s, seconds))
-        return replace(cost, fixed_s=cost.fixed_s + seconds)
+        return replace(cost, fixed_s=cost.fixed_s + (1 - self.hidden) * seconds, floor_s=max(cost.floor_s, seconds))
 
 
 def shared_parts(parts: CostParts, devices: int, *, call_s: float = 2e-5, speed: float = SUM_SPEED) -> CostParts:

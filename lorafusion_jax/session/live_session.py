@@ -59,6 +59,28 @@ from scheduling.types import Limits
 from scheduling.window import Tail, Window, advance, plan_window
 
 
+def first_tail(
+    batch: BatchSettings, mesh: MeshSettings, num_places: int, most_segments: int, *, reproducible: bool = False
+) -> Tail:
+    """What the first window of a session must respect: its limits."""
+    return Tail(
+        limits=Limits(
+            capacity_tokens=batch.largest,
+            num_stages=mesh.stages,
+            data_parallel=mesh.replicas,
+            tile_tokens=batch.tile_tokens,
+        ),
+        most_segments=most_segments,
+        most_adapters=1 if reproducible else min(num_places, MOST_ADAPTERS),
+        reproducible=reproducible,
+    )
+
+
+def places_for_segments(batch: BatchSettings) -> int:
+    """Segments of a microbatch of a session."""
+    return num_segments(max(1, batch.largest // TOKENS_OF_A_SEGMENT)) - 1
+
+
 class LiveSession:
     """Adapters in the places of a warm base model. Methods are called from one thread.
 
@@ -88,17 +110,7 @@ class LiveSession:
         self._executor.describe = table.describe
         self._index: dict[str, int] = {}
         self._executor.number_adapters(self._index)
-        self._tail = Tail(
-            limits=Limits(
-                capacity_tokens=config.batch.largest,
-                num_stages=config.mesh.stages,
-                data_parallel=config.mesh.replicas,
-                tile_tokens=config.batch.tile_tokens,
-            ),
-            most_segments=most_segments,
-            most_adapters=1 if reproducible else min(len(places.ranks), MOST_ADAPTERS),
-            reproducible=reproducible,
-        )
+        self._tail = first_tail(config.batch, config.mesh, len(places.ranks), most_segments, reproducible=reproducible)
         self._assembler = Assembler(config.batch.tile_tokens, self._executor.local_replicas, self._index)
         self._shape = Shape(
             capacity_tokens=config.batch.largest,
@@ -155,7 +167,7 @@ class LiveSession:
         config = session_config(base, mesh, places, batch=batch, train=train, directory=directory)
         opened = open_base(config, None, place_specs(config, places.heads), base_files=base_files)
         stages = list(local_stages(opened.stages).values())
-        most = most_segments or num_segments(max(1, batch.largest // TOKENS_OF_A_SEGMENT)) - 1
+        most = most_segments or places_for_segments(batch)
         session = cls(
             config,
             places,

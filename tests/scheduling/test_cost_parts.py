@@ -56,14 +56,29 @@ def test_every_stage_needs_a_layer(layers):
 
 
 def test_gathered_weights_cost_their_bytes():
-    gather = GatherCost(layer_bytes=4e8, table_bytes=1e9, devices=4, link_bytes=1e11, overlapped=False)
+    gather = GatherCost(layer_bytes=4e8, table_bytes=1e9, devices=4, link_bytes=1e11)
     plain, split = stages_from_parts(PARTS, [3, 2, 1]).stages, stages_from_parts(PARTS, [3, 2, 1], gather=gather).stages
     added = [b.forward.fixed_s - a.forward.fixed_s for a, b in zip(plain, split, strict=True)]
     assert added == pytest.approx([0.75 * (3 * 4e8 + 1e9) / 1e11, 0.75 * 2 * 4e8 / 1e11, 0.75 * 1.4e9 / 1e11])
 
 
-def test_overlapped_gathering_is_a_floor_of_the_pass():
-    gather = GatherCost(layer_bytes=4e8, table_bytes=0, devices=2, link_bytes=1e11)
+@pytest.mark.parametrize("tokens", [1, 512, 8192])
+def test_a_share_of_the_gathering_is_hidden(tokens):
+    plain = stages_from_parts(PARTS, [2]).stages[0].forward.seconds(tokens, 0)
+    for hidden in (0.0, 0.25, 0.75):
+        gather = GatherCost(layer_bytes=4e8, table_bytes=0, devices=2, link_bytes=1e11, hidden=hidden)
+        split = stages_from_parts(PARTS, [2], gather=gather).stages[0].forward
+        assert split.seconds(tokens, 0) == pytest.approx((1 - hidden) * 4e-3 + max(plain, hidden * 4e-3))
+
+
+@pytest.mark.parametrize("hidden", [-0.1, 1.5, float("nan")])
+def test_the_hidden_share_is_a_share(hidden):
+    with pytest.raises(PlanError, match="from 0 to 1"):
+        GatherCost(layer_bytes=1, table_bytes=0, devices=2, hidden=hidden)
+
+
+def test_hidden_gathering_is_a_floor_of_the_pass():
+    gather = GatherCost(layer_bytes=4e8, table_bytes=0, devices=2, link_bytes=1e11, hidden=1.0)
     plain = stages_from_parts(PARTS, [2]).stages[0].forward
     split = stages_from_parts(PARTS, [2], gather=gather).stages[0].forward
     assert split.seconds(8192, 0) == plain.seconds(8192, 0) > 4e-3

@@ -14,6 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lorafusion_jax.config.schema import BatchSettings, MeshSettings
+from lorafusion_jax.session.live_session import first_tail, places_for_segments
 from scheduling import AdapterJob, PlanError, make_plan
 from scheduling.types import Limits
 from scheduling.window import Cursor, Tail, Window, plan_window, verify_window
@@ -215,6 +217,28 @@ def test_windows_of_whole_pieces_do_not_wait_for_a_long_sample():
     tail = Tail(limits=Limits(capacity_tokens=4096, num_stages=1), **SESSION)
     fill, _, pause = fill_and_pause(jobs, tail, 3)
     assert fill >= 0.75
+    assert pause <= 12
+
+
+@pytest.mark.parametrize(("capacity", "long", "short"), [(1536, 6, 3), (3072, 12, 1), (6144, 8, 4)])
+def test_sessions_with_their_own_limits_do_not_idle_beside_long_samples(capacity, long, short):
+    jobs, batch = long_beside_short(capacity, long, short), BatchSettings(capacity_tokens=capacity)
+    tail = first_tail(batch, MeshSettings(), 4, places_for_segments(batch))
+    fill, same_rows, pause = fill_and_pause(jobs, tail, 3)
+    equal_batches = make_plan([replace(job, max_batches=40) for job in jobs], capacity_tokens=capacity, num_stages=1)
+    assert fill >= 0.95 * same_rows
+    assert fill >= 0.85 * equal_batches.density
+    assert pause <= 12
+
+
+@pytest.mark.parametrize(("capacity", "long", "short"), [(1536, 6, 3), (6144, 8, 4)])
+def test_a_reproducible_session_is_no_emptier_than_turns(capacity, long, short):
+    """A microbatch has one adapter, so batches of short samples leave theirs empty whatever the order."""
+    jobs, batch = long_beside_short(capacity, long, short), BatchSettings(capacity_tokens=capacity)
+    tail = first_tail(batch, MeshSettings(), 4, places_for_segments(batch), reproducible=True)
+    fill, _, pause = fill_and_pause(jobs, tail, 3)
+    alone = [fill_and_pause([job], tail, 3)[0] for job in jobs]
+    assert fill >= sum(alone) / len(alone)
     assert pause <= 12
 
 
