@@ -12,12 +12,7 @@ PRODUCT = ("lorafusion_jax", "pallas_kernels", "scheduling")
 KERNELS, PLANS = ("pallas_kernels",), ("scheduling",)
 MEASURED = {
     "attention": KERNELS, "kernels": KERNELS, "online": PLANS, "pipelines": PLANS, "planner": PLANS, "scaling": PLANS,
-<<<<<<< HEAD
-    "window_density": PLANS,
-=======
-    "plan_floors": PLANS, "window_density": PLANS, "live": SERVICE, "schema_requests": SERVICE,
-    "service_kills": SERVICE,
->>>>>>> 08fe0d19 (Publish plans beside simple rules, and name the hidden share of gathers)
+    "plan_floors": PLANS, "window_density": PLANS,
 }  # fmt: skip
 PLACE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end of table -->)", re.DOTALL)  # of a table in a document
 # In JSON and in CSV, where quotes may be doubled; a row of CSV without digests has the commit alone.
