@@ -164,9 +164,11 @@ def config_of(
         more |= {"target_parameters": parameters, _dropout_key(kind): 0.0}
     entries = (kind.peft or {}).items()
     config |= more | {key: value(spec) if callable(value) else value for key, value in entries}
-    return config | _one_by_one(spec, config, paths) if multimodal else config
+    config |= _one_by_one(spec, config, paths) if multimodal else {}
+    return config | _of_parameters(spec, config, paths)
 
 
+WEIGHT = ".weight"  # of a projection that PEFT trains as a parameter
 BY_PATH = (  # what names projections
     "target_modules", "target_parameters", "layers_to_transform", "exclude_modules", "rank_pattern", "alpha_pattern",
 )  # fmt: skip
@@ -188,6 +190,19 @@ def _one_by_one(spec: AdapterSpec, config: Mapping[str, Any], paths: Collection[
     settings = {"target_modules": modules, "layers_to_transform": None, "exclude_modules": None}
     settings |= {"target_parameters": parameters} if parameters else {}
     return settings | ({"rank_pattern": ranks, "alpha_pattern": alphas} if "rank_pattern" in config else {})
+
+
+def _of_parameters(spec: AdapterSpec, config: Mapping[str, Any], paths: Collection[str]) -> dict[str, Any]:
+    """Patterns that reach MLPs beside experts, too: PEFT compares the name of a parameter, "….up_proj.weight"."""
+    targets = [f".{name}" for name in config.get("target_parameters") or [] if name.endswith(WEIGHT)]
+    trained = [path for path in paths if f".{IN_PEFT}{path}{WEIGHT}".endswith(tuple(targets))]
+    if spec.patterns is None or not trained or "rank_pattern" not in config:
+        return {}
+    numbers = {"rank_pattern": spec.rank_at, "alpha_pattern": spec.patterns.alpha_of}
+    return {
+        key: {f"{path}{WEIGHT}": number_at(path) for path in trained if config[key]} | config[key]
+        for key, number_at in numbers.items()
+    }
 
 
 def _some_projections(patterns: Patterns) -> dict[str, Any]:
@@ -482,7 +497,9 @@ def _pattern(
         return ()
     numbers = []
     for name, value in pattern.items():
-        wrong = "experts have the adapter's own rank and alpha" if "experts" in name else unusable_pattern(name)
+        name = name.removesuffix(WEIGHT)
+        experts = "experts" in name.replace("shared_experts", "")
+        wrong = "experts have the adapter's own rank and alpha" if experts else unusable_pattern(name)
         if wrong:
             errors.append(_other_pattern(key, shortened(name), wrong, where))
         else:

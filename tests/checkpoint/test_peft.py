@@ -3,14 +3,16 @@
 import dataclasses
 import json
 import os
+import re
 
 import ml_dtypes
 import numpy as np
 import pytest
 from safetensors import safe_open
 
+from lorafusion_jax.adapters.patterns import Patterns
 from lorafusion_jax.adapters.spec import AdapterSpec
-from lorafusion_jax.checkpoint.peft import export_adapter, put_adapter, read_adapter, take_adapter
+from lorafusion_jax.checkpoint.peft import export_adapter, put_adapter, read_adapter, take_adapter, write_adapter
 from lorafusion_jax.errors import CheckpointError, RunError
 
 WIDE = AdapterSpec(name="wide", rank=6, alpha=12, dropout=0.1, targets=("q_proj", "down_proj"))
@@ -221,3 +223,29 @@ def test_a_decoder_takes_a_folder_in_and_computes_with_it(tmp_path):
         leaf[...] = jnp.asarray(new[name])
     np.testing.assert_array_equal(logits(fresh, spec.scale), logits(trained, WIDE.scale))
     assert np.abs(logits(fresh, spec.scale) - logits(fresh, 0.0)).max() > 1e-3
+
+
+@pytest.mark.parametrize("multimodal", [False, True])
+def test_patterns_reach_mlps_beside_experts_in_peft(multimodal, tmp_path):
+    """PEFT trains them as parameters, and compares patterns with "….up_proj.weight": the first that matches counts."""
+    patterns = Patterns(rank=2, alpha=5, ranks=(("down_proj", 3),), alphas=(("layers.1.mlp.*", 7.0), ("q_proj", 9.0)))
+    spec = AdapterSpec(name="a", rank=3, alpha=5, targets=("q_proj", "up_proj", "down_proj"), patterns=patterns)
+    names = ["self_attn.q_proj", "mlp.shared_experts.up_proj", "mlp.shared_experts.down_proj"]
+    paths = [f"layers.{layer}.{name}" for layer in range(2) for name in names]
+    arrays = {
+        path: (np.ones((8, spec.rank_at(path)), np.float32), np.ones((spec.rank_at(path), 8), np.float32))
+        for path in paths
+    }
+    folder = write_adapter(arrays, spec, "org/base", tmp_path / "a", multimodal=multimodal)
+    config = json.loads((folder / "adapter_config.json").read_text())
+    again, _ = read_adapter(folder)
+    for path in paths:
+        module = f"model.language_model.{path}" if multimodal else f"model.{path}"
+        trained = any(f"{module}.weight".endswith(name) for name in config["target_parameters"])
+        key = f"{module}.weight" if trained else module
+        for name, default, number, read in (
+            ("rank_pattern", config["r"], spec.rank_at(path), again.rank_at(path)),
+            ("alpha_pattern", config["lora_alpha"], patterns.alpha_of(path), again.patterns.alpha_of(path)),
+        ):
+            matching = [value for pattern, value in config[name].items() if re.match(rf"(.*\.)?({pattern})$", key)]
+            assert [*matching, default][0] == number == read, (name, key)
