@@ -46,7 +46,7 @@ def check_kind(name: str, sizes: Iterable[Size] = ()) -> None:
             f"the adapter kind '{name}' cannot be used.",
             where=origin(GROUP, name),
             why=wrong,
-            fix="another kind, or a version of its package with leaves and functions as docs/pages/extending.md describes",
+            fix="another kind, or leaves and functions as docs/pages/extending.md describes them",
         )
     if not kind.exportable:
         raise ConfigError(

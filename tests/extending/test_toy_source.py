@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import small_jobs
-from lorafusion_serve.cli.jobs import job_of
 
 import lorafusion_jax as lf
 from lorafusion_jax.cli.main import run
