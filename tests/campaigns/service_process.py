@@ -10,12 +10,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
 
 from small_jobs import write_rows
 from sqlalchemy import select
 
+from lorafusion_jax.serve.control.launch import identity_of
 from lorafusion_jax.serve.settings import Settings
 from lorafusion_jax.serve.store import tables as t
 from lorafusion_jax.serve.store.database import Database
@@ -41,10 +43,18 @@ class Server:
         self.home, self._base, self._save_s, self._lease_s, self.more = home, base, save_s, lease_s, more
         self._process: subprocess.Popen | None = None
         home.mkdir()
-        with self._database().write() as connection:
+        with self.database().write() as connection:
             self.keys = {owner: add_key(connection, owner)[1] for owner in OWNERS}
 
     def start(self) -> None:
+        self.begin()
+        wait_for(self.is_up)
+
+    def is_up(self) -> bool:
+        return (self.home / "address").exists()
+
+    def begin(self) -> None:
+        """Starts it without waiting until it listens."""
         (self.home / "address").unlink(missing_ok=True)
         options = ["--home", str(self.home), "--base", f"tiny={self._base}", "--places", "4:3", "--port", "0"]
         options += ["--save-s", str(self._save_s), "--lease-s", str(self._lease_s), *self.more]
@@ -56,7 +66,6 @@ class Server:
                 stderr=log,
                 env=os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"},
             )
-        wait_for(lambda: (self.home / "address").exists())
 
     @property
     def url(self) -> str:
@@ -69,7 +78,7 @@ class Server:
 
     def worker(self) -> int:
         """Returns the number of the worker's process."""
-        db = self._database()
+        db = self.database()
 
         def pid() -> int | None:
             with db.read() as connection:
@@ -81,15 +90,31 @@ class Server:
         assert worker is not None
         return worker
 
-    def _database(self) -> Database:
+    def database(self) -> Database:
         return Database(Settings(home=self.home, bases={}, places={}).database)
 
 
-def wait_for(there: Callable[[], bool]) -> None:
+def wait_for(there: Callable[[], bool], every_s: float = 0.05) -> None:
     until = time.monotonic() + PATIENCE_S
     while not there():
         assert time.monotonic() < until
-        time.sleep(0.05)
+        time.sleep(every_s)
+
+
+def workers_of(server: Server) -> list[int]:
+    """Processes of workers of a server's home, whoever started them."""
+    address = f"unix:{Settings(home=server.home, bases={}, places={}).socket}"
+    processes = [int(folder.name) for folder in Path("/proc").iterdir() if folder.name.isdecimal()]
+    return [pid for pid in processes if (identity := identity_of(pid)) is not None and identity[0] == address]
+
+
+def orphans_of(server: Server) -> list[str]:
+    """Workers of a server that has ended, and folders of jobs that its database does not know, or knows as deleted."""
+    with closing(server.database()) as db, db.read() as connection:
+        query = select(t.jobs.c.id).where(t.jobs.c.state != "deleted")
+        known = set(connection.execute(query).scalars())
+    folders = {folder.name for folder in (server.home / "jobs").glob("job-*")}
+    return [f"worker {pid}" for pid in workers_of(server)] + sorted(folders - known)
 
 
 def specs(folder: Path, count: int, *, epochs: int = 12) -> Iterator[tuple[str, dict]]:

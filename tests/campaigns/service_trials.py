@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from campaigns.service_process import Server, specs
+from campaigns.service_process import Server, orphans_of, specs
 from campaigns.tiny_run import write_base
 from safetensors.numpy import load_file
 
@@ -26,6 +26,8 @@ type Strike = Callable[[Jobs, Counter[str]], str | None]  # what was hit, of wha
 
 LEASE_S = 4.0
 EPOCHS = 60
+FAULTS = ("losses", "doubles")
+SWEEP_S = 30.0  # for files that are put aside, and for workers that end
 SLACK_S = 45.0  # before the end: no more jobs are started
 
 
@@ -64,7 +66,7 @@ def train_while_struck(
         todo: how often to hit each kind.
     """
     until, kinds = time.monotonic() + options.seconds, list(todo)
-    file, hits, failures = options.out / f"shard-{options.shard:02}.csv", Counter[str](), 0
+    file, hits, faults = options.out / f"shard-{options.shard:02}.csv", Counter[str](), Counter[str]()
     server.start()
     try:
         asked = list(specs(work, 2, epochs=EPOCHS))
@@ -80,17 +82,24 @@ def train_while_struck(
                     made[kind] += 1
                     todo[kind] -= 1
                 time.sleep(0.1)
-            same = [is_same(server, *job, weights, work) for job, weights in zip(jobs, alone, strict=True)]
-            hits, failures = hits + made, failures + same.count(False)
+            by_job = [faults_of(server, *job, weights, work) for job, weights in zip(jobs, alone, strict=True)]
+            same = [not names for names in by_job]
+            hits, faults = hits + made, faults + Counter(name for names in by_job for name in names)
             tries = sum(Job(Client(server.url, server.keys[owner]), job).show()["tries"] for owner, job in jobs)
             row = {"shard": options.shard, **{kind: made[kind] for kind in kinds}, "tries": tries}
             append_row(file, row | {"adapters": len(same), "same": sum(same)})
             print(row | {"same": sum(same), "of": len(same)}, flush=True)
+        time.sleep(SWEEP_S)
     finally:
         with suppress(ProcessLookupError):
             server.end(signal.SIGTERM)
-    print(f"shard {options.shard}: {dict(hits)}, {todo.total()} left, {failures} failures", flush=True)
-    return int(failures > 0 or todo.total() > 0)
+    deadline = time.monotonic() + SWEEP_S  # workers save and end
+    while (orphans := orphans_of(server)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    counts = {name: faults[name] for name in FAULTS} | {"orphans": len(orphans)}
+    print(f"shard {options.shard}: {dict(hits)}, {todo.total()} left, {counts} {orphans}", flush=True)
+    append_row(options.out / "shards.csv", {"shard": options.shard, **{kind: hits[kind] for kind in kinds}, **counts})
+    return int(any(counts.values()) or todo.total() > 0)
 
 
 def share(count: int, options: argparse.Namespace) -> int:
@@ -105,14 +114,15 @@ def state_of(server: Server, owner: str, job: str) -> str:
         return "away"
 
 
-def is_same(server: Server, owner: str, name: str, weights: dict, work: Path) -> bool:
-    """Whether a job has the weights of the undisturbed one, and each of its steps once."""
+def faults_of(server: Server, owner: str, name: str, weights: dict, work: Path) -> list[str]:
+    """`losses`: a job is not done, or has other weights than the undisturbed one; `doubles`: not each step once."""
     job = Job(Client(server.url, server.keys[owner]), name)
     shown = job.show()
     if shown["state"] != "done":
         print(f"{name}: {shown['state']}, {shown['reason']}", flush=True)
-        return False
+        return ["losses"]
     adapter = load_file(job.adapter(work / name) / "adapter_model.safetensors")
     steps = [row["step"] for row in job.metrics() if row["kind"] == "step"]
     same = adapter.keys() == weights.keys() and all((adapter[key] == weights[key]).all() for key in weights)
-    return bool(same) and steps == list(range(1, shown["steps"] + 1))
+    once = steps == list(range(1, shown["steps"] + 1))
+    return [fault for fault, holds in zip(FAULTS, (same, once), strict=True) if not holds]

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 import pytest
 from campaigns.node_kills import Nodes
 from campaigns.service_process import Server, specs
-from campaigns.service_trials import is_same
+from campaigns.service_trials import faults_of
 from safetensors.numpy import load_file
 from small_jobs import write_rows
 
@@ -143,7 +143,7 @@ def test_jobs_survive_the_head_of_the_cluster(tmp_path, tiny_base):
     try:
         for job in (moved, later):
             job.wait(PATIENCE_S)
-            assert is_same(server, owner, job.id, weights, tmp_path)
+            assert faults_of(server, owner, job.id, weights, tmp_path) == []
         assert later.show()["tries"] == 0
     finally:
         server.end(signal.SIGTERM)
