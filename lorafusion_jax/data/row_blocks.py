@@ -155,7 +155,7 @@ def unpacked_parquet_bytes(name: str, path: Path, most: int) -> int:
                 if read > most:
                     break
             return max(size, read)
-    except (pa.ArrowException, ValueError, OverflowError) as problem:
+    except (pa.ArrowException, OSError, ValueError, OverflowError) as problem:
         raise bad_parquet(name, problem) from None
 
 

@@ -47,9 +47,9 @@ def test_rows_say_which_code_they_measured():
     facts = conditions()
     assert facts["code"] == {
         name: measured_code.digest(measured_code.ROOT / name)
-        for name in ("lorafusion_jax", "lorafusion_jax.serve", "pallas_kernels", "scheduling")
+        for name in ("lorafusion_jax", "pallas_kernels", "scheduling")
     }
-    assert len(set(facts["code"].values())) == 4
+    assert len(set(facts["code"].values())) == 3
     assert facts["commit"] == measured_code.commit()
 
 
