@@ -1,7 +1,7 @@
 """Measures the online scheduler against its targets, on 1 to 64 GPUs, on its own traces and on held-out ones.
 
     python benchmarks/online.py                       # all missing runs, on two cores, at low priority
-    python benchmarks/online.py small --seeds 1       # parts: small held-out large queue throughput ideas rates speed
+    python benchmarks/online.py small --seeds 1       # a part, see PARTS
 
 Every finished run is a row of rows.csv and is not repeated; delete a row to run it again. `report` writes the tables
 from the rows.
@@ -47,8 +47,8 @@ from scheduling.online import (  # noqa: E402
 )
 from scheduling.online.state import after  # noqa: E402
 
-RESULTS = Path(__file__).parent / "results" / "online_2026-11-24b"
-PARTS = ("small", "held-out", "large", "queue", "throughput", "ideas", "rates", "speed")
+RESULTS = Path(__file__).parent / "results" / "online_2026-11-28"
+PARTS = ("small", "held-out", "large", "queue", "throughput", "ideas", "claims", "rates", "speed")
 OTHERS = ("elastic-srtf", "srtf", "backfill")
 DESIGN = "columns"  # of decisions that are timed; rows of earlier ones are kept
 WITHOUT = {
@@ -59,7 +59,7 @@ WITHOUT = {
 FIELDS = (
     "part", "trace", "seed", "load", "jobs", "gpus", "memory_gib", "policy", "jct_mean_s", "jct_p50_s", "jct_p95_s",
     "jct_p99_s", "makespan_s", "tokens_per_s", "steady_tokens_per_s", "utilisation", "overall_utilisation", "density",
-    "slowdown_p99", "slowdown_max", "fairness", "worst_user", "preemptions", "refusals", "cpu_s",
+    "slowdown_p99", "slowdown_max", "bounds_broken", "fairness", "worst_user", "preemptions", "refusals", "cpu_s",
 )  # fmt: skip
 EVEN = TraceShape(spread=0.5)  # similar sizes, so that no single job decides the makespan
 SMALL_BASES = {"llama-3.1-8b": 0.5, "qwen2.5-14b": 0.3, "qwen2.5-32b": 0.2}  # what one GPU holds
@@ -107,6 +107,13 @@ def tasks(part: str, seeds: int) -> list[Task]:
         cases = product((80.0, 140.0), bases, range(seeds))
         return [
             Task(part, "even", seed, 1.0, (*everybody, "fifo"), 150, 32, base, memory) for memory, base, seed in cases
+        ]
+    if part == "claims":
+        policies = ("ours", "elastic-srtf", "fifo", "tlora", "mlora")
+        clusters = product(range(seeds), ((1, 140.0), (8, 140.0), (8, 80.0)), HELD_OUT)
+        return [
+            Task(part, trace, seed, 1.0, policies, 80, gpus, memory_gib=memory)
+            for seed, (gpus, memory), trace in clusters
         ]
     return [Task(part, "steady", 0, 1.0, ("ours",), 10_000, 256)] if part == "speed" else []
 

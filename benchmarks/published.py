@@ -18,6 +18,7 @@ from benchmarks.ages import ages
 from benchmarks.agreement import joint_alone, parity
 from benchmarks.end_to_end_rows import LABELS, WORKLOADS, age, devices_of, newest
 from benchmarks.online_report import (
+    online_claims,
     online_decision,
     online_held_out,
     online_ideas,
@@ -494,13 +495,32 @@ def plan_floors() -> str:
     return f"{len(rows)} instances:\n\n{markdown(head, lines)}"
 
 
+def pipeline_claims() -> str:
+    """Claims of mLoRA and LoRAFusion, and what simulated pipelines give."""
+    with (RESULTS / "claims_2026-11-28/claims.csv").open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    columns = "idle: one after another", "mLoRA's order", "plan", "time: one after another / plan"
+    columns = "stages", *columns, "mLoRA's order / one after another", "mLoRA's order / plan"
+    lines = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
+    for stages in dict.fromkeys(row["stages"] for row in rows):
+        some = [{key: float(value) for key, value in row.items()} for row in rows if row["stages"] == stages]
+        idle = (f"{100 * fmean(row[f'{name}_idle'] for row in some):.0f} %" for name in ("flushed", "mlora", "ours"))
+        ratios = (
+            f"{min(values):.2f}–{max(values):.2f}"
+            for over, under in (("flushed", "ours"), ("mlora", "flushed"), ("mlora", "ours"))
+            if (values := [row[f"{over}_s"] / row[f"{under}_s"] for row in some])
+        )
+        lines.append(f"| {stages} | {' | '.join(idle)} | {' | '.join(ratios)} |")
+    return "\n".join(lines)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     function.__name__: function
     for function in (
         layers, siblings, ops, slower, moved, training, ratios, workloads, idle, batch_sizes, scaling, planner,
         pipelines, ages, quantised_bases, peers_in_short, peers, peers_compiled, sizes, flax_model, adapter_counts,
-        quantised_loss, quantised_depth, online_targets, online_held_out, online_large, online_queue, online_ideas,
-        online_throughput, online_rates, online_decision, online_mutants, long_samples, longer_samples, parity,
-        joint_alone, tensor, plan_floors,
+        quantised_loss, quantised_depth, online_targets, online_claims, online_held_out, online_large, online_queue,
+        online_ideas, online_throughput, online_rates, online_decision, online_mutants, long_samples,
+        longer_samples, parity, joint_alone, tensor, plan_floors, pipeline_claims,
     )
 }  # fmt: skip
