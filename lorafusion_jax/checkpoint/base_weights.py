@@ -17,6 +17,7 @@ from lorafusion_jax.families.multimodal import stored_names
 from lorafusion_jax.families.table import family_named
 from lorafusion_jax.layout.layer import EXPERTS
 from lorafusion_jax.readable import RECORD, check_regular, open_regular, read_text
+from lorafusion_jax.weights.checkpoint_formats import FLOATS
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _WEIGHTS = (".safetensors", ".bin", ".gguf", ".pt", ".pth", ".h5", ".msgpack")
@@ -88,16 +89,21 @@ def header_problems(directory: Path, config: ModelConfig) -> list[LoraFusionErro
         if absent := [file for file in files if not file.is_file()]:
             message, fix = "a weight file is missing.", "download the model again"
             return [CheckpointError("model.missing-file", message, where=str(file), fix=fix) for file in absent]
-        stored = {name: shape for file in files for name, shape in _shapes(file).items()}
+        stored = {name: entry for file in files for name, entry in _header(file)[0].items()}
+        shapes = {name: tuple(entry["shape"]) for name, entry in stored.items()}
+        types = {name: entry["dtype"] for name, entry in stored.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return []  # `weight_problems` says so
     expected = _expected_shapes(config)
     names = stored_names(expected, stored)[0] if config.wrapper else dict(zip(expected, expected, strict=True))
     problems = [
         f"missing: {names[name]}" if names[name] not in stored
-        else f"wrong shape: {names[name]} is {list(stored[names[name]])}, config.json says {list(shape or ())}"
+        else f"wrong shape: {names[name]} is {list(shapes[names[name]])}, config.json says {list(shape or ())}"
+        if shape != shapes[names[name]]
+        else f"unreadable type: {names[name]} is {types[names[name]]}"
         for name, shape in expected.items()
-        if names[name] not in stored or shape not in (None, stored[names[name]])
+        if names[name] not in stored
+        or (shape is not None and (shape != shapes[names[name]] or types[names[name]] not in FLOATS))
     ]  # fmt: skip
     if not problems:
         return []
@@ -170,10 +176,6 @@ def _header(file: Path) -> tuple[dict[str, dict], int]:
         header = json.loads(stream.read(length))
     header.pop("__metadata__", None)
     return header, 8 + length
-
-
-def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(entry["shape"]) for name, entry in _header(file)[0].items()}
 
 
 def _entries(file: Path) -> dict[str, tuple[str, int, int]]:

@@ -64,6 +64,10 @@ BROKEN = {
         lambda folder: rewrite(folder, lambda tensors: {n: x for n, x in tensors.items() if n != NORM}),
         "model.tensors-differ",
     ),
+    "a norm of whole numbers": (
+        lambda folder: rewrite(folder, lambda tensors: tensors | {NORM: tensors[NORM].astype("int32")}),
+        "model.tensors-differ",
+    ),
     "another vocabulary": (lambda folder: configured(folder, vocab_size=4096), "model.tensors-differ"),
     "a wider MLP": (lambda folder: configured(folder, intermediate_size=72), "model.tensors-differ"),
     "more layers": (lambda folder: configured(folder, num_hidden_layers=9), "model.tensors-differ"),
