@@ -48,6 +48,19 @@ def hold_out(samples: TokenizedSet, share: float, adapter: str) -> tuple[Tokeniz
     return select_samples(samples, np.flatnonzero(~held), report), select_samples(samples, np.flatnonzero(held), apart)
 
 
+def repeated_samples(held_out: TokenizedSet, train: TokenizedSet) -> np.ndarray:
+    """Returns the held-out samples that are training data, too."""
+    alike = np.flatnonzero(np.isin(train.lengths, held_out.lengths))
+    trained = {
+        _hash(train, int(index))
+        for start in range(0, len(alike), SUMMED_SAMPLES)
+        for index in alike[start : start + SUMMED_SAMPLES]
+    }
+    release(train.tokens)
+    release(train.loss_mask)
+    return np.flatnonzero([_hash(held_out, index) in trained for index in range(len(held_out))])
+
+
 def _hashes(samples: TokenizedSet) -> np.ndarray:
     hashes = np.empty(len(samples), np.uint64)
     for start in range(0, len(samples), SUMMED_SAMPLES):

@@ -15,7 +15,7 @@ from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.config.data_sources import Sources, is_file, names
 from lorafusion_jax.config.schema import AdapterConfig, JobConfig
 from lorafusion_jax.data.cache import token_cache
-from lorafusion_jax.data.hold_out import hold_out
+from lorafusion_jax.data.hold_out import hold_out, repeated_samples
 from lorafusion_jax.data.join_sets import join_sources
 from lorafusion_jax.data.mix import Mix
 from lorafusion_jax.data.model_fit import model_problems, read_shape
@@ -154,6 +154,7 @@ def _adapter_data(config: JobConfig, adapter: AdapterConfig, tokenizer: Tokenize
     train, wanted = _reviewed(train, adapter), adapter.data.eval
     if isinstance(wanted, tuple):
         held_out, _ = load_sources(wanted, Path(config.directory), load)
+        held_out = _compared(held_out, train)
     elif wanted is None:
         held_out = None
     else:
@@ -184,6 +185,20 @@ def load_sources(
     if len(sets) == 1 and weights == [1.0]:
         return sets[0], (1.0,)
     return join_sources(sets, token_cache()), tuple(weights)
+
+
+def _compared(held_out: TokenizedSet, train: TokenizedSet) -> TokenizedSet:
+    """Returns the held-out samples with a note on those that are trained on."""
+    repeated = repeated_samples(held_out, train)
+    if not len(repeated):
+        return held_out
+    note = (
+        f"[data.eval-in-train] {len(repeated)} of {len(held_out)} held-out samples are training data, too, first row "
+        f"{held_out.rows[repeated[0]]}: their loss does not tell how well the adapter does on other text"
+    )
+    return dataclasses.replace(
+        held_out, report=dataclasses.replace(held_out.report, notes=(*held_out.report.notes, note))
+    )
 
 
 def _reviewed(samples: TokenizedSet, adapter: AdapterConfig) -> TokenizedSet:

@@ -66,7 +66,9 @@ def encode_examples(
             "the rows as prompt and completion",
         )
     plain = [_render_plain(example, loss) for example in examples]
-    return EncodedRows(samples=[_with_ends(sample, tokenizer) for sample in tokenizer.encode_rendered(plain)])
+    encoded = tokenizer.encode_rendered(plain)
+    notes = tuple(_ended_before(plain, encoded, tokenizer, rows))
+    return EncodedRows(samples=[_with_ends(sample, tokenizer) for sample in encoded], notes=notes)
 
 
 def _as_chat(example: Example) -> Chat:
@@ -176,6 +178,27 @@ def _end_once(samples: list[Encoded], tokenizer: Tokenizer, rows: Rows) -> tuple
     return once, [
         f"[data.end-twice] {len(doubled)} of {len(samples)} rows have answers that end with {token}, which the chat "
         f"template adds, first {rows.locate(row)}: it is learned once"
+    ]
+
+
+def _ended_before(
+    rendered: Sequence[Rendered], samples: Sequence[Encoded], tokenizer: Tokenizer, rows: Rows
+) -> list[str]:
+    """Returns a note on texts that end already, behind which the end token is added: they were rendered before."""
+    eos, stops = tokenizer.eos_id, set(tokenizer.stop_ids)
+    ends = tuple(text for text, number in tokenizer.special_texts.items() if number in stops)
+    ended = [
+        row
+        for row, (text, sample) in enumerate(zip(rendered, samples, strict=True))
+        if eos is not None and sample.tokens[-1:].tolist() != [eos] and text.text.rstrip().endswith(ends)
+    ]
+    if not ended:
+        return []
+    end = next(end for end in ends if rendered[ended[0]].text.rstrip().endswith(end))
+    return [
+        f"[data.end-twice] {len(ended)} of {len(samples)} rows end with {end} already, and {tokenizer.piece(eos or 0)} "
+        f"is added behind it and learned, first {rows.locate(ended[0])}: take the end out of the text, or give the row "
+        "as messages"
     ]
 
 

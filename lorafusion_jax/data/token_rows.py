@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from lorafusion_jax.data.rows import Rows, typed_row
-from lorafusion_jax.data.tokenizer import Encoded
+from lorafusion_jax.data.tokenizer import Encoded, Tokenizer
 
 IDS, LABELS, ATTENTION = "input_ids", "labels", "attention_mask"
 FORMAT = "tokens"
@@ -38,6 +38,30 @@ def parse_token_rows(rows: Rows, columns: Mapping[str, str], *, adapter: str, lo
             fix=f"{IDS}: token ids; {LABELS}: the same ids, or {NOT_LEARNED} if not learned; {ATTENTION}: 1 or 0",
         )
     return samples
+
+
+def unended_rows(samples: Sequence[Encoded], rows: Rows, tokenizer: Tokenizer) -> list[str]:
+    """Returns a note on rows in which learned tokens do not end with one at which generation stops."""
+    stops = np.array(tokenizer.stop_ids, np.int32)
+    without = [number for number, sample in enumerate(samples) if not _ends(sample, stops, tokenizer)]
+    if not without or not len(stops):
+        return []
+    names = ", ".join(tokenizer.piece(int(token)).strip() for token in stops)
+    return [
+        f"[data.no-end] {len(without)} of {len(samples)} rows have learned tokens that do not end with one at which "
+        f"generation stops ({names}), first {rows.locate(without[0])}: the adapter does not learn to stop there"
+    ]
+
+
+def _ends(sample: Encoded, stops: np.ndarray, tokenizer: Tokenizer) -> bool:
+    """Whether all runs of learned tokens end with a stop, or with white space behind one."""
+    tokens, mask = sample
+    ends = np.flatnonzero(mask & ~np.append(mask[1:], False))
+    others = ends[~np.isin(tokens[ends], stops)]
+    return all(
+        end > 0 and mask[end - 1] and tokens[end - 1] in stops and tokenizer.piece(int(tokens[end])).isspace()
+        for end in others
+    )
 
 
 def _sample(row: Mapping, columns: Mapping[str, str], loss: str) -> Encoded:

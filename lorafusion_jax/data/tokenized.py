@@ -17,7 +17,7 @@ from lorafusion_jax.data.render import EncodedRows, encode_examples
 from lorafusion_jax.data.rows import RawSource, Rows
 from lorafusion_jax.data.segments import code_of
 from lorafusion_jax.data.sources import open_source, row_blocks
-from lorafusion_jax.data.token_rows import FORMAT, LABELS, parse_token_rows
+from lorafusion_jax.data.token_rows import FORMAT, LABELS, parse_token_rows, unended_rows
 from lorafusion_jax.data.tokenized_segments import tokenize_segments
 from lorafusion_jax.data.tokenized_set import DataReport, Fields, TokenizedSet, quantiles
 from lorafusion_jax.data.tokenizer import Tokenizer
@@ -154,7 +154,8 @@ def _tokenize(
     loss = _resolve_loss(settings.loss, layout, rows, adapter)
     if layout.format == FORMAT:
         raise_all(rows.problems)
-        encoded = EncodedRows(samples=parse_token_rows(rows, layout.columns, adapter=adapter, loss=loss))
+        samples = parse_token_rows(rows, layout.columns, adapter=adapter, loss=loss)
+        encoded = EncodedRows(samples=samples, notes=tuple(unended_rows(samples, rows, tokenizer)))
     else:
         encoded = _render(rows, layout, settings, tokenizer, adapter, loss)
     for sample in encoded.samples:

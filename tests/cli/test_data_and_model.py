@@ -152,3 +152,17 @@ def test_a_column_that_one_adapter_leaves_unused_is_named_with_that_adapter(own_
         "first, second: shared.jsonl: [data.unused-column] the column 'margin' is not used; "
         "data.columns can give a column a role"
     ]
+
+
+@pytest.mark.parametrize(("shared", "said"), [(4, "4 of 4"), (1, "1 of 4"), (0, None)])
+@pytest.mark.parametrize("files", [["law.jsonl"], ["more.jsonl", "law.jsonl"]])
+def test_held_out_samples_that_are_trained_on_are_noted(lorafusion, own_job, files, shared, said):
+    rows = [{"prompt": "cat", "completion": f" dog {number}"} for number in range(9)]
+    write_rows_to(own_job.folder / "law.jsonl", rows[:4])
+    write_rows_to(own_job.folder / "more.jsonl", rows[8:])
+    write_rows_to(own_job.folder / "law_eval.jsonl", [*rows[4 : 8 - shared], *rows[4 - shared : 4]])
+    own_job.values["adapters"][0]["data"]["train"] = files
+    own_job.write()
+    warnings = json.loads(lorafusion("check", own_job.path, "--json").out)["warnings"]
+    notes = [warning for warning in warnings if "data.eval-in-train" in warning]
+    assert [f"law_eval.jsonl: [data.eval-in-train] {said} held-out" in note for note in notes] == [True] * bool(said)

@@ -150,3 +150,64 @@ def test_answers_that_end_are_as_they_were(row, read):
     samples, tokenizer = read(CHATML, [row])
     assert learned(samples, tokenizer)[-1].endswith("<|end|>")
     assert samples.report.notes == ()
+
+
+def test_results_that_a_template_writes_into_the_calling_turn_are_not_learned(read):
+    template = (
+        "{% for m in messages %}{% if m.role == 'user' %}<|user|>{{ m.content }}\n{% elif m.role == 'assistant' %}"
+        "{{ '<|assistant|>' if messages[loop.index0 - 1].role == 'user' }}{{ m.content }}"
+        "{% if m.tool_calls %}[{{ m.tool_calls[0].function.name }}]<s>{got {{ messages[loop.index0 + 1].content }}}"
+        "{% else %}<|end|>\n{% endif %}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt and messages[-1].role == 'user' %}<|assistant|>{% endif %}"
+    )
+    call = {"role": "assistant", "content": "so ", "tool_calls": [{"type": "function", "function": {"name": "add"}}]}
+    row = {"messages": [*chat("2+2?"), call, {"role": "tool", "content": "it is 4"}, *chat("", "four")[1:]]}
+    samples, tokenizer = read(template, [row], stops=("<s>",))
+    assert learned(samples, tokenizer) == ["so [add]<s>", "four<|end|>"]
+    assert "it is 4" in tokenizer.decode(samples.tokens)
+    assert samples.report.notes == ()
+
+
+ENDED = [  # tokens as texts, whether each is learned, whether they end
+    (("a", "b", "<|end|>"), "011", True),
+    (("a", "b", "<|user|>"), "011", True),
+    (("a", "b", "<|end|>", " "), "0111", True),
+    (("a", "b", "<|end|>", " "), "0110", True),
+    (("a", "b", "c"), "011", False),
+    (("a", "b", "c", "<|end|>"), "0101", False),
+    (("a", "b", " "), "011", False),
+    (("a", "b", "<|end|>", "c"), "0111", False),
+    (("a", "b", "c"), None, False),
+    (("a", "b", "<|end|>"), None, True),
+]
+
+
+@pytest.mark.parametrize(("texts", "mask", "ends"), ENDED)
+def test_rows_of_tokens_that_do_not_end_are_noted(texts, mask, ends, read, tmp_path):
+    encode = load_tokenizer(write_model(tmp_path / "other")).encode
+    ids = [encode(text)[0] for text in texts]
+    labels = {} if mask is None else {"labels": [i if on == "1" else -100 for i, on in zip(ids, mask, strict=True)]}
+    whole = {"input_ids": [*ids, encode("<|end|>")[0]]}
+    rows = [whole | ({} if mask is None else {"labels": whole["input_ids"]}), {"input_ids": ids} | labels]
+    samples, _ = read(CHATML, rows)
+    notes = [note for note in samples.report.notes if note.startswith("[data.no-end] 1 of 2 rows")]
+    assert bool(notes) != ends
+    assert all("<|end|>, <|user|>, <s>" in note or "first line 2" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("row", "stops", "noted"),
+    [
+        ({"text": "<|user|>\nhi<|end|>\n"}, (), True),
+        ({"text": "hi<|user|>"}, ("<|user|>",), True),
+        ({"prompt": "hi", "completion": " there<|end|>\n"}, (), True),
+        ({"text": "hi<|end|>"}, (), False),
+        ({"text": "hi<|user|>"}, (), False),
+        ({"text": "hi <|end|> there\n"}, (), False),
+    ],
+)
+def test_a_text_that_ends_already_is_noted(row, stops, noted, read, tmp_path):
+    template = CHATML if "text" in row else None
+    samples, tokenizer = read(template, [dict.fromkeys(row, "hello"), row], stops=stops)
+    assert any("[data.end-twice] 1 of 2 rows" in note and "line 2" in note for note in samples.report.notes) == noted
+    assert samples.sample(1)[0][-1] == tokenizer.eos_id

@@ -16,7 +16,7 @@ from typing import Any
 from jinja2 import TemplateSyntaxError
 
 from lorafusion_jax.data.template.compiled import PROBLEMS, TemplateLimit, TemplateProblem, compile_template
-from lorafusion_jax.data.template.conversation import REASONING, Conversation, Rendered, end_answers
+from lorafusion_jax.data.template.conversation import REASONING, Conversation, Rendered, end_answers, results_after
 from lorafusion_jax.errors import CheckpointError
 
 ASKED, ANSWERED = {"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}
@@ -109,7 +109,8 @@ class ChatTemplate:
             rendered = chat.rendered(tuple(span for spans in turns.values() for span in spans))
             last = len(messages) - 1
             marker = self._marker(bool(messages[last].get("tool_calls"))) if last in turns else None
-            return end_answers(rendered, turns, self.stops, marker) if self.stops else rendered
+            results = {turn: results_after(messages, turn) for turn in turns}
+            return end_answers(rendered, turns, self.stops, marker, results) if self.stops else rendered
 
         return self._attempt(messages, tools, variables, find_answers)
 

@@ -11,6 +11,7 @@ import functools
 import os.path
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Any
 
 from lorafusion_jax.config.read import has_half_character
@@ -215,13 +216,19 @@ class Conversation:
 
 
 def end_answers(
-    rendered: Rendered, turns: Mapping[int, Sequence[Span]], stops: Sequence[str], marker: str | None
+    rendered: Rendered,
+    turns: Mapping[int, Sequence[Span]],
+    stops: Sequence[str],
+    marker: str | None,
+    results: Mapping[int, Sequence[str]] = {},
 ) -> Rendered:
     """Lets every answer end with a token at which generation stops.
 
     Some templates write none: a model of theirs stops at the marker of the next role, which is then part of the answer.
+    Some write the result of a call into the turn that calls: the answer ends where generation stops to wait for it.
 
     Args:
+        results: of the calls of a message, as texts.
         turns: ranges of each learned answer, by message.
         stops: texts of these tokens.
         marker: the one that would follow the last answer (None: the template writes none there).
@@ -229,6 +236,7 @@ def end_answers(
     text, answers, unended, early = rendered.text, [], [], []
     for turn, spans in turns.items():
         start, stop = spans[-1]
+        stop = _end_before_results(text, start, stop, stops, results.get(turn, ()))
         tail = text[stop:]
         end = next((end for end in stops if text[start:stop].rstrip().endswith(end)), None)
         if end is None and (end := next((end for end in stops if tail.lstrip().startswith(end)), None)) is not None:
@@ -249,6 +257,22 @@ def end_answers(
         unended=min(unended, default=None),
         ends_early=min(early, default=None),
     )
+
+
+def _end_before_results(text: str, start: int, stop: int, stops: Sequence[str], results: Sequence[str]) -> int:
+    """Returns the end of an answer that may hold the results of its calls."""
+    places = [(place, end) for end in stops if (place := text.find(end, start, stop)) >= 0]
+    if not places:
+        return stop
+    place, end = min(places)
+    written = text[place + len(end) : stop]
+    return place + len(end) if any(result.strip() and result.strip() in written for result in results) else stop
+
+
+def results_after(messages: Sequence[dict], turn: int) -> list[str]:
+    """Returns the texts of the tool messages that follow a message."""
+    following = takewhile(lambda message: message["role"] == "tool", messages[turn + 1 :])
+    return [_text_of(message) for message in following]
 
 
 def _text_of(message: dict) -> str:
