@@ -6,13 +6,14 @@ import csv
 import gzip
 import hashlib
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, cast
 
 from lorafusion_jax.data.json_blocks import json_blocks
 from lorafusion_jax.data.row_files import (
+    arrow_batches,
     bad_csv,
     bad_parquet,
     check_header,
@@ -114,22 +115,42 @@ def _csv_blocks(name: str, path: Path) -> Iterator[Rows]:
 
 
 def _parquet_blocks(name: str, path: Path) -> Iterator[Rows]:
-    import pyarrow as pa
     from pyarrow import parquet
 
-    first_row, size, values = 0, 0, []
+    with open_regular(path, DATA) as file, _reading_table(name), parquet.ParquetFile(file) as table:
+        yield from _blocks_of(name, table.iter_batches(batch_size=BATCH_ROWS))
+
+
+def _arrow_blocks(name: str, path: Path) -> Iterator[Rows]:
+    with open_unpacked(path, text=False) as file, _reading_table(name):
+        parts = (
+            batch.slice(at, BATCH_ROWS)
+            for batch in arrow_batches(cast(io.BufferedReader, file))
+            for at in range(0, len(batch), BATCH_ROWS)
+        )
+        yield from _blocks_of(name, parts)
+
+
+@contextmanager
+def _reading_table(name: str) -> Iterator[None]:
+    import pyarrow as pa
+
     try:
-        with open_regular(path, DATA) as file, parquet.ParquetFile(file) as table:
-            for batch in table.iter_batches(batch_size=BATCH_ROWS):
-                values += table_rows(batch)
-                size += _batch_bytes(batch)
-                if size >= BLOCK_BYTES:
-                    yield Rows(source=name, values=values, first=first_row)
-                    first_row, size, values = first_row + len(values), 0, []
-            if values:
-                yield Rows(source=name, values=values, first=first_row)
+        yield
     except (pa.ArrowException, ValueError, OverflowError) as problem:
         raise bad_parquet(name, problem) from None
+
+
+def _blocks_of(name: str, batches: Iterable[pa.RecordBatch]) -> Iterator[Rows]:
+    first_row, size, values = 0, 0, []
+    for batch in batches:
+        values += table_rows(batch)
+        size += _batch_bytes(batch)
+        if size >= BLOCK_BYTES:
+            yield Rows(source=name, values=values, first=first_row)
+            first_row, size, values = first_row + len(values), 0, []
+    if values:
+        yield Rows(source=name, values=values, first=first_row)
 
 
 def unpacked_parquet_bytes(name: str, path: Path, most: int) -> int:
@@ -204,4 +225,5 @@ LARGE: dict[str, Callable[[str, Path], Iterator[Rows]]] = {
     "json": _json_blocks,
     "csv": _csv_blocks,
     "parquet": _parquet_blocks,
+    "arrow": _arrow_blocks,
 }

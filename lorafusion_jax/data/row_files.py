@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 SHOWN_WHY = 500  # characters of a library's reason
+ARROW_FILE = b"ARROW1"  # begins a file; a stream has no name
 HALF = "\\ud"  # how JSON begins half of a surrogate pair
 
 
@@ -265,6 +266,38 @@ def parse_parquet(name: str, content: bytes) -> Rows:
     return Rows(source=name, values=values)
 
 
+def parse_arrow(name: str, content: bytes) -> Rows:
+    """Parses a file of Arrow, as `save_to_disk` of datasets writes it."""
+    import pyarrow as pa
+
+    try:
+        values = [row for batch in arrow_batches(io.BufferedReader(io.BytesIO(content))) for row in table_rows(batch)]
+    except (pa.ArrowException, OSError, ValueError, OverflowError) as problem:
+        raise bad_parquet(name, problem) from None
+    return Rows(source=name, values=values)
+
+
+def arrow_batches(file: io.BufferedReader) -> Iterator[pa.RecordBatch]:
+    """Yields the batches of an Arrow stream or file, each checked: what it says of its buffers may be wrong.
+
+    Raises:
+        ArrowInvalid: it is neither, or damaged.
+    """
+    import pyarrow as pa
+
+    try:
+        if file.peek(len(ARROW_FILE)).startswith(ARROW_FILE):
+            table = pa.ipc.open_file(file)
+            batches = (table.get_batch(index) for index in range(table.num_record_batches))
+        else:
+            batches = iter(pa.ipc.open_stream(file))
+        while (batch := next(batches, None)) is not None:
+            batch.validate(full=True)
+            yield batch
+    except MemoryError:
+        raise pa.ArrowInvalid("it says that a part of it is larger than the memory") from None
+
+
 def table_rows(table: pa.Table | pa.RecordBatch) -> list[dict]:
     """Returns the rows of a table. Values that Python cannot hold are `Unreadable`: the column may not be used.
 
@@ -297,7 +330,8 @@ def bad_parquet(name: str, problem: Exception) -> DataError:
     import pyarrow as pa
 
     # a name may not be UTF-8
-    message = "is not a Parquet file" if isinstance(problem, pa.ArrowInvalid) else "holds values that cannot be read"
+    kind = "an Arrow" if ".arrow" in name.lower() else "a Parquet"
+    message = f"is not {kind} file" if isinstance(problem, pa.ArrowInvalid) else "holds values that cannot be read"
     return DataError(
         "data.bad-table",
         f"{name} {message}.",

@@ -27,6 +27,7 @@ from lorafusion_jax.data.row_blocks import (
 )
 from lorafusion_jax.data.row_files import (
     decode,
+    parse_arrow,
     parse_csv,
     parse_json,
     parse_jsonl,
@@ -39,11 +40,20 @@ from lorafusion_jax.errors import DataError, first_few, raise_all
 from lorafusion_jax.files import PART, make_folder, user_cache
 from lorafusion_jax.plugins import find, known_names, origin
 
-KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+KINDS = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "json",
+    ".csv": "csv",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+}
+BINARY = ("parquet", "arrow")
 PROBLEMS = (OSError, EOFError, zlib.error)
 LARGEST_WHOLE = 8 * BLOCK_BYTES  # of unpacked rows that are parsed at once
 SHOWN_NAME = 100  # characters
 DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")  # of a set, no rows
+CACHED = re.compile(r"cache-.*\.arrow$")  # what datasets computed from the rows
 SPLIT = re.compile(r"(train|test|validation|valid|val|dev|eval)(?=[-_.]|$)")  # begins the name of a file or a folder
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
@@ -54,6 +64,8 @@ def open_source(source: str, base_dir: Path) -> RawSource:
     Args:
         source: path of a .jsonl, .json, .csv or .parquet file, also with .gz or .zst after it, `hf:org/set[:split]`, or
             `NAME:argument` of an installed source.
+        source: path of a .jsonl, .json, .csv, .parquet or .arrow file, also with .gz or .zst after it, or
+            `hf:org/set[:split]`.
         base_dir: folder for relative paths.
 
     Raises:
@@ -72,9 +84,9 @@ def open_source(source: str, base_dir: Path) -> RawSource:
             where=str(path),
             fix="one of " + " ".join(KINDS) + ", with or without .gz or .zst, or hf:org/set[:split]",
         )
-    unsplit = kind == "parquet" and packing_of(path)  # it begins at its end
+    unsplit = kind in BINARY and packing_of(path)  # it begins at its end
     try:
-        with open_unpacked(path, text=kind != "parquet") as file:
+        with open_unpacked(path, text=kind not in BINARY) as file:
             content, digest = read_and_hash(file, None if unsplit else BLOCK_BYTES)
     except PROBLEMS as problem:
         raise _unreadable(source, path, problem) from None
@@ -83,6 +95,8 @@ def open_source(source: str, base_dir: Path) -> RawSource:
         raise DataError("data.unreadable", f"{source} holds no rows.", where=str(path), why=why, fix="git lfs pull")
     if content is not None and kind == "parquet" and not unsplit and content.strip():
         content = None if unpacked_parquet_bytes(source, path, LARGEST_WHOLE) > LARGEST_WHOLE else content
+    if kind == "arrow" and not unsplit and content:
+        content = None  # its batches may be packed, too
     if content is not None and not content.strip():
         raise DataError("data.empty-file", f"{source} is empty.", where=str(path), fix="a file with at least one row")
     return RawSource(name=source, kind=kind, content=content, digest=digest, path=path)
@@ -110,16 +124,8 @@ def expand_source(source: str, base_dir: Path) -> list[str]:
         key=lambda file: file.as_posix(),
     )
     if path.is_dir():
-        chosen = [file for file in chosen if file.name not in DESCRIPTIONS]
+        chosen = [file for file in chosen if file.name not in DESCRIPTIONS and not CACHED.match(file.name)]
         _check_splits(source, path, chosen)
-    if not chosen and path.is_dir() and any(path.rglob("*.arrow")):
-        raise DataError(
-            "data.missing-file",
-            f"{message}.",
-            where=str(path),
-            why="it holds .arrow files, as save_to_disk of datasets writes them",
-            fix=f"datasets.load_from_disk({str(path)!r}).to_parquet('train.parquet'), for each split",
-        )
     if not chosen:
         raise DataError("data.missing-file", f"{message}.", where=str(path), fix="files with " + " ".join(KINDS))
     return [str(file if Path(source).is_absolute() else file.relative_to(base_dir)) for file in chosen]
@@ -219,7 +225,7 @@ def row_blocks(raw: RawSource, *, one_block: bool = False) -> Iterator[Rows]:
         raw = dataclasses.replace(raw, content=[row for block in blocks for row in block.values])
     if raw.content is None and one_block:
         assert raw.path is not None
-        with open_unpacked(raw.path, text=raw.kind != "parquet") as file:
+        with open_unpacked(raw.path, text=raw.kind not in BINARY) as file:
             raw = dataclasses.replace(raw, content=file.read())
     if raw.content is not None:
         yield _with_rows(_parse(raw), raw)
@@ -245,6 +251,8 @@ def _parse(raw: RawSource) -> Rows:
     assert raw.content is not None
     if raw.kind == "parquet":
         return parse_parquet(raw.name, raw.content)
+    if raw.kind == "arrow":
+        return parse_arrow(raw.name, raw.content)
     text = decode(raw.name, raw.content)
     return {"jsonl": parse_jsonl, "json": parse_json, "csv": parse_csv}[raw.kind](raw.name, text)
 

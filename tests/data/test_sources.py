@@ -10,7 +10,7 @@ from pyarrow import parquet
 
 from lorafusion_jax.config.schema import DataSettings
 from lorafusion_jax.data import load_samples
-from lorafusion_jax.data.sources import expand_source, open_source, parse_rows, read_rows
+from lorafusion_jax.data.sources import expand_source, open_source, parse_rows, read_rows, row_blocks
 from lorafusion_jax.errors import DataError
 
 ROWS = [{"prompt": 'a, "b"\nc', "completion": "é"}, {"prompt": "x\u2028y", "completion": "2"}]
@@ -301,10 +301,54 @@ def test_a_folder_with_several_splits_is_refused_and_the_fix_works(files, named,
     assert expand_source(named, tmp_path) == [f"set/{files[0]}"]
 
 
-def test_a_folder_of_save_to_disk_names_the_way_out(tmp_path):
-    hub_folder(tmp_path, "data-00000-of-00001.arrow", "state.json", "dataset_info.json")
-    with pytest.raises(DataError, match="load_from_disk"):
-        expand_source("set", tmp_path)
+def write_arrow(path, rows: list[dict], new=pa.ipc.new_stream, batch: int = 1) -> None:
+    table = pa.Table.from_pylist(rows)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as file, new(file, table.schema) as writer:
+        writer.write_table(table, max_chunksize=batch)
+
+
+@pytest.mark.parametrize("new", [pa.ipc.new_stream, pa.ipc.new_file])
+@pytest.mark.parametrize("name", ["a.arrow", "a.arrow.gz"])
+def test_files_of_arrow_give_the_same_rows(new, name, tmp_path, monkeypatch):
+    rows = [{**row, "note": "new" if number % 2 else None} for number, row in enumerate(ROWS * 3)]
+    write_arrow(tmp_path / "a.arrow", rows, new, 4)
+    if name.endswith("gz"):
+        (tmp_path / name).write_bytes(gzip.compress((tmp_path / "a.arrow").read_bytes()))
+    assert read_rows(name, tmp_path).values == rows
+    monkeypatch.setattr("lorafusion_jax.data.row_blocks.BLOCK_BYTES", 1)
+    monkeypatch.setattr("lorafusion_jax.data.row_blocks.BATCH_ROWS", 3)
+    blocks = list(row_blocks(open_source(name, tmp_path)))
+    assert [row for block in blocks for row in block.values] == rows
+    assert [block.first for block in blocks] == ([0] if name.endswith("gz") else [0, 3, 4])
+
+
+@pytest.mark.parametrize(
+    "content", [b"no arrow at all, but long enough", b"ARROW1\0\0 and then nothing", b"\xff\xff\xff\xff"]
+)
+def test_files_of_arrow_that_are_none(content, tmp_path):
+    (tmp_path / "a.arrow").write_bytes(content)
+    with pytest.raises(DataError) as caught:
+        read_rows("a.arrow", tmp_path)
+    assert caught.value.code in ("data.bad-table", "data.unreadable", "data.empty-file")
+
+
+def test_a_folder_of_save_to_disk_is_one_set(tmp_path):
+    set_folder = tmp_path / "set"
+    for number, row in enumerate(ROWS):
+        write_arrow(set_folder / f"data-0000{number}-of-00002.arrow", [row])
+    write_arrow(set_folder / "cache-12ab.arrow", [{"indices": 5}])
+    for name in ("state.json", "dataset_info.json"):
+        (set_folder / name).write_text("{}")
+    files = expand_source("set", tmp_path)
+    assert [row for file in files for row in read_rows(file, tmp_path).values] == ROWS
+    write_arrow(tmp_path / "sets" / "train" / "data-00000-of-00001.arrow", ROWS)
+    write_arrow(tmp_path / "sets" / "test" / "data-00000-of-00001.arrow", ROWS)
+    with pytest.raises(DataError) as caught:
+        expand_source("sets", tmp_path)
+    assert caught.value.code == "data.splits"
+    (train,) = expand_source(caught.value.fix.split()[0], tmp_path)
+    assert read_rows(train, tmp_path).values == ROWS
 
 
 @pytest.mark.parametrize("name", ["rows.parquet", "rows.jsonl", "rows.csv"])
