@@ -13,6 +13,7 @@ from typing import Any
 from flax import nnx
 
 from lorafusion_jax.errors import ConfigError
+from lorafusion_jax.modules.unmatched import without_biases
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,7 +171,7 @@ def _read_registered(module: nnx.Module, registered: Registered) -> Linear | str
 
 def _read_own_equation(module: nnx.Module) -> Linear | str | None:
     """Describes a module of another package that has one matrix, one equation for it, and no submodules."""
-    matrices = weight_names(module)
+    matrices = list(without_biases({name: getattr(module, name).shape for name in weight_names(module)}))
     equations = [value for value in vars(module).values() if isinstance(value, str) and "->" in value]
     if (
         len(matrices) != 1

@@ -17,6 +17,7 @@ from jaxtyping import Array
 
 from lorafusion_jax.modules.plan import dropout_sites
 from lorafusion_jax.modules.product import Result, exchange_products, unsupported_linear
+from lorafusion_jax.modules.unmatched import without_biases
 
 COLLECTION = "LoRAParam"
 SITE = "lora_site"  # dropout sites of stacked layers, beside their tensors
@@ -107,7 +108,7 @@ def weights_of(module: nn.Module, kinds: Kinds) -> tuple[str, ...]:
     if type(module).__module__.startswith("flax."):
         return ()
     params = params_of(module)
-    matrices = matrices_of(params)
+    matrices = without_biases({name: nn.meta.unbox(params[name]).shape for name in matrices_of(params)})
     is_linear = len(matrices) == 1 and not any(isinstance(value, Mapping) for value in params.values())
     return tuple(matrices) if is_linear else ()
 

@@ -20,7 +20,7 @@ from lorafusion_jax.modules.linear import Linear
 from lorafusion_jax.modules.linen_intercept import Kinds, intercept, matrices_of, params_of, weights_of
 from lorafusion_jax.modules.product import Result, unsupported_linear
 from lorafusion_jax.modules.stored_weight import StoredWeight
-from lorafusion_jax.modules.unmatched import plausible_weights
+from lorafusion_jax.modules.unmatched import plausible_weights, without_biases
 from lorafusion_jax.modules.use import traced_anew
 
 KERNELS: Kinds = ((nn.Dense, "kernel"), (nn.DenseGeneral, "kernel"), (nn.Einsum, "kernel"))
@@ -158,7 +158,7 @@ def _left_out(
     """Returns the matrices of a module that takes no LoRA, and of one of another package those beside its weight."""
     if weights and type(module).__module__.startswith("flax."):
         return {}
-    left = {name: shape for name, shape in shapes.items() if name not in weights}
+    left = {name: shapes[name] for name in without_biases(shapes) if name not in weights}
     return left if not weights or plausible_weights(left) else {}
 
 

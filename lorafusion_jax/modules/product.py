@@ -191,7 +191,9 @@ def _exchange(
     first = len(closed.consts)
     held = {first + n: _Held(name, tuple(range(used.weight.ndim))) for n, (name, used) in enumerate(weights.items())}
     values = [*closed.consts, *(used.weight for used in weights.values())]
-    outputs, _ = run.evaluate(closed.jaxpr, values, held)
+    outputs, weights_out = run.evaluate(closed.jaxpr, values, held)
+    if any(output.factors for output in weights_out.values()):
+        raise unsupported_linear(where, "its call returns the weight, scaled")
     for name in names:
         run.check_used_once(name)
     return jax.tree.unflatten(jax.tree.structure(shapes), outputs)
@@ -241,6 +243,7 @@ class _Held:
         part: the leading indices that were taken.
         cut: the next of them, while its axis of size 1 is still there.
         casts: dtypes that it took; None: it was changed otherwise, too.
+        factors: scalars that it was multiplied by. The product is multiplied by them instead.
     """
 
     name: str
@@ -248,6 +251,7 @@ class _Held:
     part: tuple[int, ...] = ()
     cut: int | None = None
     casts: tuple[Any, ...] | None = ()
+    factors: tuple[Any, ...] = ()
 
     def squeezed(self, index: int) -> _Held:
         """Without its first axis, of which it has this index."""
@@ -307,6 +311,8 @@ class _Run:
             return self.evaluate(inner.jaxpr, [*inner.consts, *operands], shifted)
         if name == "dot_general" and len(weights) == 1:
             return [self._multiply(eqn, operands, weights)], {}
+        if name in ("mul", "div") and len(weights) == 1 and (scaled := _scaled(name, operands, weights)) is not None:
+            return scaled
         held = weights.get(0)
         if held is None:
             raise self._unsupported(name)
@@ -328,7 +334,7 @@ class _Run:
                 return {0: held.squeezed(held.cut)}
             if name == "slice" and held.cut is None and (start := _only_index(eqn, w.shape, first)) is not None:
                 return {0: replace(held, cut=start)}
-        raise self._unsupported(name)
+        raise self._unsupported("mul" if held.factors else name)  # what it did first
 
     def _multiply(self, eqn: JaxprEqn, operands: list[Any], weights: dict[int, _Held]) -> Array:
         ((side, held),) = weights.items()
@@ -367,7 +373,10 @@ class _Run:
         casts = None if held.casts is None else (*held.casts, dtype)
         placed = self._sharding(sharding, back)
         made = Result(dtype=result, sharding=placed, experts=experts, part=held.part, casts=casts)
-        return jnp.transpose(self.product(held.name, x, w, inside, made), back)
+        y = self.product(held.name, x, w, inside, made)
+        for factor in held.factors:
+            y = (y * factor).astype(y.dtype)
+        return jnp.transpose(y, back)
 
     def _check_precision(self, precision: Any) -> None:
         """Our products of float32 have the highest precision, and bfloat16 ones sums in float32: at least any other."""
@@ -391,6 +400,16 @@ class _Run:
 
     def _unsupported(self, primitive: str) -> ConfigError:
         return unsupported_linear(self.where, f"its call does more with the weight than one product ({primitive})")
+
+
+def _scaled(name: str, operands: list[Any], weights: dict[int, _Held]) -> tuple[list[Any], dict[int, _Held]] | None:
+    """Takes a scalar out of the weight: `w * c` and `w / c` are w, and a product that is scaled; otherwise None."""
+    ((side, held),) = weights.items()
+    scalar = operands[1 - side]
+    if jnp.shape(scalar) or (name == "div" and side == 1):
+        return None
+    factor = scalar if name == "mul" else 1 / scalar
+    return [operands[side]], {0: replace(held, casts=None, factors=(*held.factors, factor))}
 
 
 def _only_index(eqn: JaxprEqn, shape: tuple[int, ...], axis: int) -> int | None:

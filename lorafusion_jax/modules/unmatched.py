@@ -9,6 +9,7 @@ from lorafusion_jax.adapters.spec import ALL_LINEAR
 from lorafusion_jax.errors import ConfigError, did_you_mean, first_few
 
 _TABLE = re.compile(r"embed|token|pos(ition)?(_|$)|query$|probe", re.IGNORECASE)  # parameters that are no weights
+_BIAS = re.compile(r"bias|^b(_|\d|$)|_b$", re.IGNORECASE)
 type Refused = tuple[str, str, str]  # path, class and reason of a module
 
 
@@ -49,7 +50,28 @@ def unknown_target(target: str, linear: Sequence[str], refused: Sequence[Refused
 
 def plausible_weights(shapes: Mapping[str, Sequence[int]]) -> list[str]:
     """Names of a module's matrices that may be weights of products: no tokens, positions or embeddings."""
-    return [name for name, shape in shapes.items() if 1 not in shape and not _TABLE.search(name)]
+    return [name for name, shape in without_biases(shapes).items() if 1 not in shape and not _TABLE.search(name)]
+
+
+def without_biases(shapes: Mapping[str, Sequence[int]]) -> dict[str, Sequence[int]]:
+    """Leaves out biases of several axes: called so, and with some of the axes of another matrix, in order.
+
+    >>> without_biases({"w": (8, 2, 4), "b": (2, 4), "bias_v": (3, 3)})
+    {'w': (8, 2, 4), 'bias_v': (3, 3)}
+    """
+
+    def is_bias(name: str) -> bool:
+        sizes = [size for size in shapes[name] if size != 1]
+        return bool(_BIAS.search(name)) and any(
+            other != name and len(sizes) < len(shape) and _is_in_order(sizes, shape) for other, shape in shapes.items()
+        )
+
+    return {name: shape for name, shape in shapes.items() if not is_bias(name)}
+
+
+def _is_in_order(sizes: Sequence[int], shape: Sequence[int]) -> bool:
+    axes = iter(shape)
+    return all(size in axes for size in sizes)
 
 
 def by_reason(modules: Sequence[Refused]) -> list[tuple[str, str]]:

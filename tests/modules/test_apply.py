@@ -313,3 +313,52 @@ def test_all_linear_takes_blocks_that_differ_and_leaves_out_what_is_excluded():
         apply_lora(nnx.Dict(up=linear()), [LAW], targets="all-linear", exclude=["gaet"])
     with pytest.raises(ConfigError, match="some layers only"):
         apply_lora(nnx.Dict(blocks=nnx.List([nnx.Dict(a=linear()), nnx.Dict(b=linear())])), [LAW], targets="a")
+
+
+class OwnEinsum(nnx.Module):
+    def __init__(self, equation, weight, bias):
+        self.equation, self.w, self.bias = equation, nnx.Param(jnp.ones(weight)), nnx.Param(jnp.ones(bias))
+
+    def __call__(self, x):
+        return jnp.einsum(self.equation, x, self.w[...]) + self.bias[...]
+
+
+def test_a_bias_of_heads_is_no_second_weight():
+    model = nnx.Dict(heads=OwnEinsum("btd,dnh->btnh", (8, 2, 3), (2, 3)), flat=OwnEinsum("btd,df->btf", (8, 4), (1, 4)))
+    model = apply_lora(model, [LAW], targets="all-linear")  # warns of nothing
+    assert model.heads.lora_a.shape == (1, 8, 2)
+    assert [row.path for row in lora_report(model).adapted] == ["heads", "flat"]
+
+
+class Scaled(nnx.Module):
+    """A layer that scales its weight, as layers of muP and some projections do."""
+
+    def __init__(self, scale):
+        self.equation, self.scale = "...k,kn->...n", scale
+        self.w = nnx.Param(jnp.asarray(np.random.default_rng(1).normal(size=(8, 4)), jnp.float32))
+
+    def __call__(self, x):
+        return jnp.einsum(self.equation, x, self.scale(self.w[...]))
+
+
+@pytest.mark.parametrize(
+    "scale",
+    [lambda w: w * 0.3, lambda w: jnp.float32(3) * w.astype(jnp.float32), lambda w: 2 * (w / jnp.sqrt(8.0))],
+    ids=["after", "before", "both"],
+)
+def test_a_weight_times_a_scalar_is_a_scaled_product(scale):
+    x, plain = normal(3, (2, 5, 8)), Scaled(scale)
+    expected = plain(x)
+    model = apply_lora(nnx.Dict(layer=plain), [LAW], targets="all-linear")
+    np.testing.assert_allclose(model.layer(x), expected, rtol=1e-5, atol=1e-5)
+    model.layer.lora_b[...] = jnp.ones_like(model.layer.lora_b[...])
+    unmerged = model.layer(x)
+    assert abs(unmerged - expected).max() > 0.1
+    merge_adapter(model, "law")
+    np.testing.assert_allclose(model.layer(x), unmerged, rtol=1e-5, atol=1e-5)
+
+
+def test_a_weight_scaled_by_column_is_refused():
+    model = apply_lora(nnx.Dict(layer=Scaled(lambda w: w * jnp.arange(4.0))), [LAW], targets="all-linear")
+    with pytest.raises(ConfigError, match="does more with the weight"):
+        model.layer(normal(3, (2, 8)))

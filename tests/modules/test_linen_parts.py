@@ -172,3 +172,45 @@ def test_the_warning_prints_the_line_that_adapts_the_module():
         LinenLoRA(SPECS, targets="all-linear").init(Outer(), {"params": params}, X)
     lora = LinenLoRA(SPECS, targets="all-linear", modules=[(ThreeInOne, ("mixed", "back"))])
     assert set(lora.init(Outer(), {"params": params}, X)) == {"Dense_0", "ThreeInOne_0"}
+
+
+class Heads(nn.Module):
+    """A projection to heads, with a bias of as many axes."""
+
+    equation: str = "btd,dnh->btnh"
+    shapes: tuple = ((6, 2, 4), (2, 4))
+
+    @nn.compact
+    def __call__(self, x):
+        w = self.param("w", nn.initializers.normal(), self.shapes[0])
+        return jnp.einsum(self.equation, x, w) + self.param("b", nn.initializers.normal(), self.shapes[1])
+
+
+class DenseHeads(nn.DenseGeneral):
+    """A subclass of another package."""
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        Heads(name="heads"),
+        Heads("btd,cdf->cbtf", ((2, 6, 5), (2, 1, 1, 5)), name="heads"),
+        DenseHeads((2, 4), name="heads"),
+    ],
+    ids=["heads", "parts", "subclass"],
+)
+def test_a_bias_of_several_axes_is_no_second_weight(layer):
+    lora, x = LinenLoRA([AdapterSpec(name="law", rank=2, alpha=4)], targets="all-linear"), jnp.ones((3, 5, 6))
+    variables = layer.init(jax.random.key(0), x)
+    adapters = lora.init(layer, variables, x)  # warns of nothing
+    report = lora.report(layer, variables, x)
+    assert len(report.adapted) == 1
+    assert report.skipped == ()
+    adapters = jax.tree.map(lambda leaf: leaf + 0.1, adapters)
+
+    def outputs(params):
+        with lora.use(only="law", train=False):
+            return layer.apply({"params": params, "LoRAParam": adapters}, x)
+
+    merged = lora.merge(layer, variables, adapters, "law", x)
+    np.testing.assert_allclose(layer.apply({"params": merged}, x), outputs(variables["params"]), atol=1e-5)
