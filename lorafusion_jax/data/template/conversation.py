@@ -261,12 +261,12 @@ def end_answers(
 
 def _end_before_results(text: str, start: int, stop: int, stops: Sequence[str], results: Sequence[str]) -> int:
     """Returns the end of an answer that may hold the results of its calls."""
-    places = [(place, end) for end in stops if (place := text.find(end, start, stop)) >= 0]
-    if not places:
+    ends = [(begin, begin + len(token)) for token in stops if (begin := text.find(token, start, stop)) >= 0]
+    if not ends:
         return stop
-    place, end = min(places)
-    written = text[place + len(end) : stop]
-    return place + len(end) if any(result.strip() and result.strip() in written for result in results) else stop
+    _, first_end = min(ends)
+    written = text[first_end:stop]
+    return first_end if any(result.strip() and result.strip() in written for result in results) else stop
 
 
 def results_after(messages: Sequence[dict], turn: int) -> list[str]:
