@@ -31,6 +31,7 @@ _EXPONENTS = {
 }
 _BLOCK = 1 << 22  # weights looked at together
 _SHOWN = 4  # tensors that a message names
+_UNREADABLE = (SafetensorError, OSError, ValueError, KeyError, TypeError, RecursionError)
 
 
 def weight_problems(directory: Path) -> list[LoraFusionError]:
@@ -39,16 +40,14 @@ def weight_problems(directory: Path) -> list[LoraFusionError]:
     small = sum(file.stat().st_size for file in files) < WHOLE_BYTES
     problems: list[LoraFusionError] = list(_index_problems(directory / INDEX))
     for file in files:
+        bad: list[str] = []
+        broken = _broken_file(file)
         try:
-            check_regular(file)
-            with safe_open(file, "np"):  # checks that the tensors fill the file and do not overlap
-                pass
-            bad = list(_not_finite(file)) if small else []
-        except (SafetensorError, OSError, ValueError, KeyError, TypeError, RecursionError) as problem:
-            message = "a weight file is truncated or corrupt."
-            fix = "download the file again"
-            problems.append(CheckpointError("model.broken-file", message, where=str(file), why=str(problem), fix=fix))
-            continue
+            bad = list(_not_finite(file)) if small and broken is None else []
+        except _UNREADABLE as problem:
+            broken = _broken(file, problem)
+        if broken is not None:
+            problems.append(broken)
         if bad:
             problems.append(
                 CheckpointError(
@@ -60,6 +59,21 @@ def weight_problems(directory: Path) -> list[LoraFusionError]:
                 )
             )
     return problems or list(_tie_problems(directory, files))
+
+
+def _broken_file(file: Path) -> CheckpointError | None:
+    """What is wrong with a file of weights as a whole; None if its tensors fill it and do not overlap."""
+    try:
+        check_regular(file)
+        with safe_open(file, "np"):
+            return None
+    except _UNREADABLE as problem:
+        return _broken(file, problem)
+
+
+def _broken(file: Path, problem: Exception) -> CheckpointError:
+    message, fix = "a weight file is truncated or corrupt.", "download the file again"
+    return CheckpointError("model.broken-file", message, where=str(file), why=str(problem), fix=fix)
 
 
 def has_weights(directory: Path) -> bool:
@@ -89,6 +103,8 @@ def header_problems(directory: Path, config: ModelConfig) -> list[LoraFusionErro
         if absent := [file for file in files if not file.is_file()]:
             message, fix = "a weight file is missing.", "download the model again"
             return [CheckpointError("model.missing-file", message, where=str(file), fix=fix) for file in absent]
+        if broken := [problem for file in files if (problem := _broken_file(file))]:
+            return [*broken]
         stored = {name: entry for file in files for name, entry in _header(file)[0].items()}
         shapes = {name: tuple(entry["shape"]) for name, entry in stored.items()}
         types = {name: entry["dtype"] for name, entry in stored.items()}

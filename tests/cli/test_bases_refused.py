@@ -49,6 +49,11 @@ def emptied(folder):
         (folder / name).unlink()
 
 
+def cut(folder, share):
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[: int(file.stat().st_size * share)])
+
+
 def unprefixed(tensors):
     return {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
 
@@ -68,6 +73,8 @@ BROKEN = {
         lambda folder: rewrite(folder, lambda tensors: tensors | {NORM: tensors[NORM].astype("int32")}),
         "model.tensors-differ",
     ),
+    "half of a download": (lambda folder: cut(folder, 0.5), "model.broken-file"),
+    "a header that is cut": (lambda folder: cut(folder, 1e-5), "model.broken-file"),
     "another vocabulary": (lambda folder: configured(folder, vocab_size=4096), "model.tensors-differ"),
     "a wider MLP": (lambda folder: configured(folder, intermediate_size=72), "model.tensors-differ"),
     "more layers": (lambda folder: configured(folder, num_hidden_layers=9), "model.tensors-differ"),
