@@ -497,7 +497,7 @@ def plan_floors() -> str:
 
 def pipeline_claims() -> str:
     """Claims of mLoRA and LoRAFusion, and what simulated pipelines give."""
-    with (RESULTS / "claims_2026-11-28/claims.csv").open(encoding="utf-8") as file:
+    with (RESULTS / "pipelines_2026-11-28_claims/claims.csv").open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     columns = "idle: one after another", "mLoRA's order", "plan", "time: one after another / plan"
     columns = "stages", *columns, "mLoRA's order / one after another", "mLoRA's order / plan"

@@ -59,7 +59,7 @@ def test_calls_are_counted_failed_and_killed_at(library, tmp_path):
     note.write_text("old")
     assert run(library, tmp_path, 1, watched=tmp_path / "note").stdout.splitlines() == [""]  # of no folder below it
     counted = run(library, tmp_path, 0)
-    assert counted.stdout == "wwsn\n"  # opened, written, synced, renamed
+    assert counted.stdout == "wwsns\n"  # opened, written, synced, renamed, its folder synced
     for call in range(1, 5):
         note.write_text("old")
         (tmp_path / ".note.txt.part").unlink(missing_ok=True)  # of who was killed
@@ -69,8 +69,9 @@ def test_calls_are_counted_failed_and_killed_at(library, tmp_path):
         assert [file.name for file in tmp_path.iterdir()] == ["note.txt"]
         assert run(library, tmp_path, call).returncode == -signal.SIGKILL
         assert note.read_text() == "old"
-    assert run(library, tmp_path, 5).returncode == 0
-    assert note.read_text() == "new"
+    assert run(library, tmp_path, 5).returncode == -signal.SIGKILL
+    assert note.read_text() == "new"  # it has its name
+    assert run(library, tmp_path, 6).returncode == 0
 
 
 def test_a_copy_before_a_call_is_what_a_kill_leaves(library, tmp_path):
@@ -78,13 +79,13 @@ def test_a_copy_before_a_call_is_what_a_kill_leaves(library, tmp_path):
     (copies := tmp_path / "copies").mkdir()
     run(library, folder, 0, COPIES, copies=copies)
     assert contents(folder)["note.txt"] == b"new"
-    for call in range(1, 5):
+    for call in range(1, 6):
         shutil.rmtree(folder)
         folder.mkdir()
         (folder / "note.txt").write_text("old")
         assert run(library, folder, call).returncode == -signal.SIGKILL
         assert contents(copies / str(call)) == contents(folder), call
-    assert sorted(path.name for path in copies.iterdir()) == ["1", "2", "3", "4"]
+    assert sorted(path.name for path in copies.iterdir()) == ["1", "2", "3", "4", "5"]
 
 
 POOL = """

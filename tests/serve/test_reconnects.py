@@ -56,6 +56,9 @@ class Finds:
     def find(self, group, epoch, pid):
         return None if self.worker.has_ended() else self.worker
 
+    def hosts(self, gpus):
+        return None
+
     def start(self, arguments, log):
         return Lives()
 
