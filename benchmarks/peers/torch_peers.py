@@ -102,7 +102,6 @@ def build(shape: dict[str, Any], attention: str, liger: str, device: str, *, nf4
     Args:
         liger: "all" of Liger's kernels, its "loss" alone, or "" for none.
     """
-    from peft import LoraConfig, get_peft_model
     from transformers import LlamaConfig, LlamaForCausalLM
 
     if liger:
@@ -123,6 +122,13 @@ def build(shape: dict[str, Any], attention: str, liger: str, device: str, *, nf4
     base.config.use_cache = False
     if nf4:
         quantise(base)
+    return with_adapter(base).train()
+
+
+def with_adapter(base: Any) -> Any:
+    """Puts the adapter that is measured on a base: rank 16 on all linear layers; B is not zero."""
+    from peft import LoraConfig, get_peft_model
+
     lora = LoraConfig(
         r=16, lora_alpha=32, lora_dropout=0.1, target_modules="all-linear", exclude_modules=["lm_head"],
         task_type="CAUSAL_LM",
@@ -131,7 +137,7 @@ def build(shape: dict[str, Any], attention: str, liger: str, device: str, *, nf4
     for name, weight in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(weight, std=0.01)
-    return model.train()
+    return model
 
 
 def packed_losses(model: Any, documents: Documents, microbatches: list[Microbatch], multiple: int) -> Iterator[Any]:
