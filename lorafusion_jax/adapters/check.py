@@ -76,8 +76,9 @@ def _wrong_leaves(kind: AdapterKind) -> Iterator[str]:
     for leaf in kind.leaves:
         if not leaf.name.isidentifier():
             yield f"'{leaf.name}' is not a name: letters, digits and underscores"
-        if leaf.axes.count("R") > 1 or any(axis not in AXES and not isinstance(axis, int) for axis in leaf.axes):
-            yield f"{leaf.name} has the axes {leaf.axes}: K, N and numbers, and R at most once (no R × R)"
+        twice = any(leaf.axes.count(axis) > 1 for axis in "KN")
+        if twice or any(axis not in AXES and not isinstance(axis, int) for axis in leaf.axes):
+            yield f"{leaf.name} has the axes {leaf.axes}: K and N at most once, R and numbers"
         if leaf.shared and leaf.trainable:
             yield f"{leaf.name} is shared and trainable: shared tensors are constant, trainable=False"
         if leaf.name in known and (known[leaf.name].axes, known[leaf.name].trainable) != (leaf.axes, leaf.trainable):
@@ -155,9 +156,8 @@ def _pads_with_zeros(kind: AdapterKind, tensors: dict[str, np.ndarray]) -> bool:
     padded = {}
     for leaf in kind.leaves:
         array = tensors[leaf.name] + np.float32(1)  # B starts at zero
-        if "R" in leaf.axes:
-            cut = [slice(half, None) if axis == "R" else slice(None) for axis in leaf.axes]
-            array[tuple(cut)] = 0
+        for axis in (number for number, letter in enumerate(leaf.axes) if letter == "R"):
+            np.moveaxis(array, axis, 0)[half:] = 0
         padded[leaf.name] = array
     a, b = kind.low_rank(padded, _sizes(SMALL, np))
     beyond = half * kind.columns

@@ -33,7 +33,7 @@ class Leaf:
 
     Args:
         name: e.g. "lora_a". A name means the same tensor in all kinds.
-        axes: letters of its axes, or their sizes; R at most once.
+        axes: letters of its axes, or their sizes; K and N at most once.
         init: (draw, shape) → initial values. `draw(n)` returns n float32 numbers, uniform in [0, 1), that depend only
             on the adapter's seed, the projection and the leaf.
         trainable: False: constant in training, without gradient, optimizer state and decay.
@@ -260,16 +260,27 @@ class AdapterKind:
     def leaf(self, name: str) -> Leaf:
         return next(leaf for leaf in self.leaves if leaf.name == name)
 
-    def num_parameters(self, *, in_features: int, out_features: int, rank: int, trainable: bool | None = True) -> int:
+    def num_parameters(
+        self,
+        *,
+        in_features: int,
+        out_features: int,
+        rank: int,
+        trainable: bool | None = True,
+        padded: int | None = None,
+    ) -> int:
         """Number of parameters of one adapter in one projection.
 
         Args:
             trainable: False: those that are constant in training; None: all. Shared tensors are not counted.
+            padded: size of the second axis R of leaves that have two, where adapters are stored together (None: rank).
         """
+        counted = [leaf for leaf in self.of_projections if trainable in (None, leaf.trainable)]
+        second = rank if padded is None else padded
         return sum(
-            math.prod(leaf.shape(in_features, out_features, rank))
-            for leaf in self.of_projections
-            if trainable in (None, leaf.trainable)
+            math.prod(leaf.shape(in_features, out_features, rank)) * second ** (times - 1) // rank ** (times - 1)
+            for leaf in counted
+            for times in [max(leaf.axes.count("R"), 1)]
         )
 
     def factors(self, kernel: Any, tensors: Tensors, sizes: Sizes) -> Any:

@@ -9,9 +9,9 @@
 | `tokens.embed`, `tokens.head` | trained rows of the embedding, of the head | [1, D, C], on the first, the last stage |
 
 An adapter has as many columns of a leaf as its rank, or its trainable tokens, and none of a leaf that it does not have.
-A of a projection is [L, K, C] and B is [L, C, N], where C is the sum of the ranks of its adapters. A leaf without one
-is [L, C, ...], and every adapter has one column of it. Programs get the column offsets as data, so adapters of equal
-shapes share programs.
+A of a projection is [L, K, C] and B is [L, C, N], where C is the sum of the ranks of its adapters. A leaf with two axes
+R is [L, C, W]: columns on the first, padded to the largest rank W on the second. A leaf without one is [L, C, ...], and
+every adapter has one column of it. Programs get the column offsets as data, so adapters of equal shapes share programs.
 
 A adapters · L layers · R replicas · C columns · P places for the adapters of a microbatch
 """
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -69,6 +70,12 @@ class Columns:
         return next((axis for axis, letter in enumerate(self.leaf.axes) if letter in COUNTED), 0)
 
     @property
+    def padded(self) -> tuple[int, ...]:
+        """Further axes of a rank in the array of one layer; all adapters have the largest one there."""
+        counted = [axis for axis, letter in enumerate(self.leaf.axes) if letter in COUNTED]
+        return tuple(counted[1:])
+
+    @property
     def is_counted(self) -> bool:
         """Whether an adapter's number of columns is its rank or the number of its tokens, and not one."""
         return any(letter in COUNTED for letter in self.leaf.axes)
@@ -79,8 +86,10 @@ class Columns:
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """Shape of one layer's array; `sizes` has the letters of the leaf's axes but R and M."""
-        shape = self.leaf.shape_in({**sizes, **dict.fromkeys(COUNTED, sum(self.width))})
-        return shape if self.is_counted else (sum(self.width), *shape)
+        columns, shape = sum(self.width), self.leaf.shape_in({**sizes, **dict.fromkeys(COUNTED, self.widest)})
+        if not self.is_counted:
+            return (columns, *shape)
+        return tuple(columns if axis == self.axis else size for axis, size in enumerate(shape))
 
     def width_of(self, index: int, spec: AdapterSpec) -> int:
         """Number of columns of an adapter in a place, of at most the rank that the place was made for."""
@@ -179,6 +188,8 @@ def take(
     for start, (name, width) in zip(first, own_columns, strict=True):
         at = columns[name]
         cut = lax.dynamic_slice_in_dim(leaves[name], start, width, lead + at.axis)
+        for axis in at.padded:
+            cut = lax.slice_in_dim(cut, 0, width, axis=lead + axis)
         adapter_leaves[name] = cut if at.is_counted else jnp.squeeze(cut, lead)
     return lax.optimization_barrier(adapter_leaves)
 
@@ -293,7 +304,10 @@ def take_adapter(
 def _part(at: Columns, index: int, width: int, lead: int) -> tuple[slice | int, ...]:
     """Returns where an adapter is in the array of a leaf."""
     first = at.first[index]
-    return (*(slice(None),) * (lead + at.axis), slice(first, first + width) if at.is_counted else first)
+    columns = slice(first, first + width) if at.is_counted else first
+    own_width = {lead + axis: slice(width) for axis in at.padded}
+    last = max(own_width, default=lead + at.axis)
+    return tuple(columns if axis == lead + at.axis else own_width.get(axis, slice(None)) for axis in range(last + 1))
 
 
 def by_path(state: Any) -> dict[str, Any]:
@@ -360,5 +374,9 @@ def _starts(ndim: int, lead: int, at: Columns, layer: Array, first: Array, part:
 
 def _inside(at: Columns, width: Array, ndim: int) -> Array:
     """Returns which columns of the windows belong to their adapters; broadcasts to [P, *layer]."""
-    column = jnp.arange(at.widest).reshape([-1 if axis == at.axis else 1 for axis in range(ndim)])
-    return column < width.reshape(-1, *(1,) * ndim)
+
+    def below(counted: int) -> Array:
+        column = jnp.arange(at.widest).reshape([-1 if axis == counted else 1 for axis in range(ndim)])
+        return column < width.reshape(-1, *(1,) * ndim)
+
+    return reduce(jnp.logical_and, map(below, (at.axis, *at.padded)))

@@ -11,12 +11,17 @@ import numpy as np
 import pytest
 import small_jobs
 from flax import nnx
+from live_sessions import open_session, start
+from live_sessions import run as run_session
 from more_cases import nightly
 from safetensors.numpy import load_file
 from small_jobs import exported, largest_difference
 
 from lorafusion_jax.cli.main import run
+from lorafusion_jax.config import load_config
+from lorafusion_jax.data.prepare import prepare
 from lorafusion_jax.modules import AdapterSpec, LoRAContext, LoRALinear, apply_lora, use_adapters
+from lorafusion_jax.session import Task
 
 pytestmark = pytest.mark.usefixtures("kept_programs")
 
@@ -83,11 +88,28 @@ GAIN = AdapterKind(
     start=start, scaled=("rise",),
     peft={"peft_type": "GAIN", "gain_of": "W", "gain_dropout": lambda spec: spec.dropout},
 )
+
+
+# Singular vectors of W stay as they are, and what is trained is R x R between them.
+def singular(kernel, its, sizes):
+    left, size, right = sizes.np.linalg.svd(kernel, full_matrices=False)
+    return {"left": left[:, : sizes.R] * size[: sizes.R], "right": right[: sizes.R]}
+
+
+CORE = AdapterKind(
+    leaves=(
+        Leaf(name="left", axes=("K", "R"), init=zeros, trainable=False),
+        Leaf(name="core", axes=("R", "R"), init=zeros),
+        Leaf(name="right", axes=("R", "N"), init=zeros, trainable=False),
+    ),
+    low_rank=lambda its, sizes: (its["left"] @ its["core"], its["right"]), start=singular,
+)
 MERGED = AdapterKind(
     leaves=(LOUD, FALL, RISE), low_rank=GAIN.low_rank, column_scale=lambda kernel, its, sizes: 1 + its["loud"]
 )
 NO_PEFT = AdapterKind(leaves=(LOUD,), low_rank=nothing, shift=lambda its, sizes: its["loud"])
 WRONG = {
+    "squared": AdapterKind(leaves=(Leaf(name="all", axes=("K", "K"), init=zeros),), low_rank=nothing),
     "raises": AdapterKind(leaves=(LOUD,), low_rank=lambda its, sizes: (its["quiet"], its["loud"])),
     "misshapen": AdapterKind(leaves=BENT.leaves, low_rank=lambda its, sizes: (its["down"].T, its["up"])),
     "taken": AdapterKind(leaves=(Leaf(name="lora_a", axes=("N",), init=ones), LOUD), low_rank=nothing),
@@ -100,14 +122,15 @@ WRONG = {
         peft={"peft_type": "HALF", "lora_alpha": lambda spec: spec.alpha / 2},
     ),
 }
-RAISES, MISSHAPEN, TAKEN, SHARED, PADDING, HALVED = WRONG.values()
+SQUARED, RAISES, MISSHAPEN, TAKEN, SHARED, PADDING, HALVED = WRONG.values()
 """
 GROUP = "lorafusion_jax.adapter_kinds"
 KINDS = {"bent": "BENT", "lean": "LEAN", "gain": "GAIN", "merged": "MERGED", "no_peft": "NO_PEFT"}
-WRONG = ("raises", "misshapen", "taken", "shared", "padding", "halved")
-TOYS = ("bent", "lean", "gain", "merged")
+KINDS |= {"core": "CORE", "wide": "CORE"}
+WRONG = ("squared", "raises", "misshapen", "taken", "shared", "padding", "halved")
+TOYS = ("bent", "lean", "gain", "merged", "core", "wide")
 TWO_BY_TWO = {"stages": 2, "data": 2}
-RANKS = {"bent": 3, "lean": 5, "gain": 2, "merged": 2, "plain": 4}
+RANKS = {"bent": 3, "lean": 5, "gain": 2, "merged": 2, "plain": 4, "core": 2, "wide": 4}
 SCALES = {
     "gain": {
         "rslora": True,
@@ -136,7 +159,7 @@ def job(tmp_path_factory, tiny_base):
                 "data": {"train": rows[name], "eval": rows[name]},
                 "batch": {"global_samples": 4},
                 "lora": {"kind": "lora" if name == "plain" else name, "rank": RANKS.get(name, 2), "dropout": 0.1}
-                | ({"targets": ["q_proj"]} if name in ("gain", "merged", "plain") else {})
+                | ({"targets": ["q_proj"]} if name in ("gain", "merged", "plain", "core", "wide") else {})
                 | SCALES.get(name, {}),
                 "optim": {"lr": 0.02, "schedule": "constant", "weight_decay": 0.1}
                 | ({"lr_ratio": {"down": 2}} if name == "bent" else {}),
@@ -169,7 +192,7 @@ def test_all_kinds_learn_and_their_folders_compute_the_same(joint):
 
 
 def test_a_kind_that_peft_lacks_is_exported_as_lora(joint):
-    for name in ("bent", "lean"):
+    for name in ("bent", "lean", "core", "wide"):
         adapter_config = json.loads((joint / "adapters" / name / "latest" / "adapter_config.json").read_text())
         assert (adapter_config["peft_type"], adapter_config["r"], adapter_config["lora_alpha"]) == (
             "LORA",
@@ -224,12 +247,13 @@ def test_constant_tensors_keep_their_initial_values(joint, tiny_base):
     ("name", "mesh"),
     [
         ("gain", {}),
+        ("core", {}),
         nightly("gain", {"stages": 2}),
         *(
             nightly(name, mesh)
             for name in TOYS
             for mesh in ({}, {"data": 2}, TWO_BY_TWO)
-            if (name, mesh) != ("gain", {})
+            if (name, mesh) not in (("gain", {}), ("core", {}))
         ),
     ],
 )
@@ -240,8 +264,27 @@ def test_joint_equals_separate_training(joint, job, tmp_path, name, mesh):
     assert largest_difference(exported(joint, name), exported(tmp_path / "alone", name)) < 1e-5
 
 
+@pytest.mark.nightly  # tests/pipeline/test_own_rank.py has the arrays of such a place
+def test_a_square_core_trains_in_a_place_that_held_a_larger_one(joint, job):
+    def task(name: str) -> Task:
+        config = load_config(job("core"), [f"adapters.core.lora.rank={RANKS[name]}", "adapters.core.data.eval=null"])
+        return Task.of(config, prepare(config))
+
+    session = open_session(task("core").config, {"core:4": 1}, ["q_proj"])
+    try:
+        for name in ("wide", "core"):
+            start(session, task(name))
+            (state,) = run_session(session).values()
+    finally:
+        session.close()
+    left, core = (state.weights[f"layers.self_attn.q_proj.{name}"] for name in ("left", "core"))
+    assert core.shape == (2, 2, 2)
+    for layer, a_KR in enumerate(left @ core):
+        key = f"base_model.model.model.layers.{layer}.self_attn.q_proj.lora_A.weight"
+        np.testing.assert_allclose(a_KR.T, exported(joint, "core")[key], rtol=1e-5, atol=1e-7)
+
+
 def test_resumed_run_equals_uninterrupted_run(joint, job, tmp_path):
-    from lorafusion_jax.config import load_config
     from lorafusion_jax.training import train
 
     def power_cut(event) -> None:
@@ -399,6 +442,7 @@ def test_only_trained_tensors_have_gradients_and_optimizer_states(job, capsys):
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
+        ("squared", "K and N at most once"),
         ("raises", "KeyError: 'quiet'"),
         ("misshapen", "A of low_rank has the shape"),
         ("taken", "lora_a is the name of another tensor in a built-in kind"),

@@ -11,6 +11,7 @@ import pytest
 import small_jobs
 from mixed import assert_equal, read_trained
 
+from lorafusion_jax.adapters.kind import Leaf
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.api.status import run_numbers
 from lorafusion_jax.checkpoint.base_model import base_directory
@@ -23,7 +24,7 @@ from lorafusion_jax.layout.extent import Extent
 from lorafusion_jax.models import ModelConfig
 from lorafusion_jax.planning.prediction import predicted_parameters
 from lorafusion_jax.session import leaves
-from lorafusion_jax.session.leaves import LAYERS, add, all_columns, stack_adapters, take_adapter, view, windows
+from lorafusion_jax.session.leaves import LAYERS, Columns, add, all_columns, stack_adapters, take_adapter, view, windows
 from lorafusion_jax.session.mesh import stage_meshes
 from lorafusion_jax.session.parts import Parts
 from lorafusion_jax.session.programs import StagePrograms
@@ -174,6 +175,33 @@ def test_a_microbatch_sees_its_adapters_and_adds_to_them_alone(monkeypatch, leaf
         np.testing.assert_array_equal(
             after[index], own_weights[index][Q + leaf] + np.stack([np.zeros_like(mine), mine])
         )
+
+
+def test_a_leaf_of_rank_by_rank_holds_each_adapter_at_its_own():
+    """Thin (1) and wide (4) are in a microbatch. Beyond thin's rank its place holds what a larger one left there."""
+    core = Leaf(name="core", axes=("R", "R"), init=lambda draw, shape: np.zeros(shape, np.float32))
+    at = Columns(leaf=core, first=(0, 1, 3), width=(1, 2, 4))
+    assert at.shape({}) == (7, 4)
+    rng = np.random.default_rng(1)
+    own_weights = [{"core": rng.normal(size=(2, width, width)).astype(np.float32)} for width in at.width]
+    arrays = stack_adapters({"core": at}, own_weights, {"core": (2, 7, 4)})
+    for index, width in enumerate(at.width):
+        own_columns = (("core", width),)
+        for taken in (
+            take_adapter({"core": at}, arrays, index, own_columns),
+            leaves.take(arrays, {"core": at}, own_columns, jnp.array([at.first[index]])),
+        ):
+            np.testing.assert_array_equal(taken["core"], own_weights[index]["core"])
+    arrays["core"][:, 0, 1:] = np.nan
+    window = jnp.array([[0, 3], [1, 4]])
+    seen = np.asarray(jax.jit(view, static_argnums=1)(arrays["core"], at, jnp.int32(1), window))
+    wanted = np.zeros((2, 4, 4), np.float32)
+    wanted[0, :1, :1], wanted[1] = own_weights[0]["core"][1], own_weights[2]["core"][1]
+    np.testing.assert_array_equal(seen, wanted)
+    added = add(np.zeros((1, 2, 7, 4), np.float32), at, jnp.int32(1), window, jnp.ones((2, 4, 4)))
+    assert np.asarray(added).sum() == 1 + 4 * 4
+    put = leaves.put(arrays, {"core": at}, jnp.array([1]), {"core": jnp.full((2, 2, 2), 7.0)})["core"]
+    assert (np.asarray(put) == 7).sum() == 2 * 2 * 2
 
 
 @pytest.mark.parametrize(

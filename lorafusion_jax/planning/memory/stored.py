@@ -75,6 +75,8 @@ def adapter_bytes(problem: MemoryProblem, stage: int, *, trainable: bool = True)
     sizes = {"D": model.hidden_size, "V": model.vocab_size}
     pieces = [(model.layer(piece.layer).linears_of(piece.half), number) for piece, number in problem.pieces(stage)]
 
+    widest = {spec.kind: spec.rank for spec in sorted(problem.adapters, key=lambda spec: spec.rank)}
+
     def parameters(spec: AdapterSpec) -> int:
         kind = adapter_kind(spec.kind)
         head = spec.head if problem.is_last(stage) else None
@@ -84,7 +86,11 @@ def adapter_bytes(problem: MemoryProblem, stage: int, *, trainable: bool = True)
             number
             * max(linear.experts, 1)
             * kind.num_parameters(
-                in_features=linear.in_features, out_features=linear.out_features, rank=spec.rank, trainable=trainable
+                in_features=linear.in_features,
+                out_features=linear.out_features,
+                rank=spec.rank,
+                trainable=trainable,
+                padded=widest[spec.kind],
             )
             for piece, number in pieces
             for linear in piece
