@@ -65,6 +65,24 @@ class RunError(LoraFusionError, RuntimeError):
     """A run cannot continue."""
 
 
+class CallError(LoraFusionError, ValueError):
+    """A call of a training client failed; it has added nothing, and later calls run.
+
+    Attributes:
+        category: whose mistake it is, "user" or "server".
+    """
+
+    exit_code = 2
+    category = "user"
+
+
+class ServerCallError(CallError):
+    """A call that failed through no fault of its client."""
+
+    exit_code = 1
+    category = "server"
+
+
 class ErrorList(LoraFusionError, ValueError):
     """Several errors that are reported together."""
 

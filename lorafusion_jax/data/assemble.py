@@ -6,12 +6,13 @@ T packed tokens · A adapters · M segments, P adapters (static sizes)
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from lorafusion_jax.data.prepare import AdapterData
+from lorafusion_jax.data.row_table import RowTable
 from lorafusion_jax.data.sample_table import (
     PieceTable,
     SampleTable,
@@ -23,6 +24,7 @@ from lorafusion_jax.data.sample_table import (
     stack_trees,
 )
 from lorafusion_jax.data.tokenized_set import TokenizedSet
+from lorafusion_jax.objective.rows import RowNumbers
 from scheduling import SampleRef
 
 MASK64 = (1 << 64) - 1
@@ -69,6 +71,7 @@ class Microbatch(NamedTuple):
     samples: SampleTable | None = None  # None: no objective of the run needs it
     lora: AdapterRows | None = None  # None: the adapters are constants of the programs
     balance: BalanceRows | None = None  # None: the routers have no loss
+    rows: RowTable | None = None  # None: no client sends rows with losses of their own
 
 
 class Weights(NamedTuple):
@@ -101,6 +104,7 @@ class Piece(NamedTuple):
         lengths: the lengths of its segments if it has several.
         table: its entry in the table of samples (None: it has none).
         sequence: see `Weights`.
+        row: what decides its loss if a client sent it; its `loss_mask` is False everywhere.
     """
 
     adapter: int
@@ -111,6 +115,7 @@ class Piece(NamedTuple):
     lengths: tuple[int, ...] | None = None
     table: PieceTable | None = None
     sequence: float = 0.0
+    row: RowNumbers | None = None
 
     def segments(self) -> list[tuple[int, int]]:
         """Returns the start and end of each segment in the sample."""
@@ -216,6 +221,7 @@ def assemble(
     table: TableShape | None = None,
     state: State | None = None,
     balanced: bool = False,
+    targets: int = 0,
 ) -> Microbatch:
     """Packs samples into one microbatch.
 
@@ -228,11 +234,12 @@ def assemble(
         table: shape of the table of samples (None: no table).
         state: width and dtype of a teacher's states, where the table has them.
         balanced: whether the routers have a loss.
+        targets: K of the table of clients' rows (0: no table).
 
     Raises:
         ValueError: the samples or adapters do not fit (the plan is not for this capacity).
     """
-    starts = _starts(pieces, capacity_tokens, tile_tokens)
+    starts = first_rows([(piece.adapter, len(piece.tokens)) for piece in pieces], capacity_tokens, tile_tokens)
     rows = _Rows.empty(capacity_tokens)
     for piece, start in zip(pieces, starts, strict=True):
         rows.put(piece, start, tile_tokens)
@@ -255,6 +262,7 @@ def assemble(
         _present_adapters(pieces, max_adapters),
         None if table is None else _filled_table(pieces, starts, table, capacity_tokens, state),
         balance=_balance_rows(pieces, max_segments) if balanced else None,
+        rows=_row_table(pieces, starts, capacity_tokens, targets) if targets else None,
     )
 
 
@@ -287,15 +295,22 @@ class _Rows(NamedTuple):
             self.weights[before_last] = piece.loss_mask[first + 1 : last] * np.float32(piece.weight)
 
 
-def _starts(pieces: Sequence[Piece], capacity_tokens: int, tile_tokens: int) -> list[int]:
-    """Returns the first row of each sample: right after the one before, or at the next tile for another adapter."""
+def first_rows(samples: Sequence[tuple[Hashable, int]], capacity_tokens: int, tile_tokens: int) -> list[int]:
+    """Returns the first row of each sample: right after the one before, or at the next tile for another adapter.
+
+    Args:
+        samples: adapter and length of each.
+
+    >>> first_rows([("law", 5), ("law", 4), ("med", 3)], capacity_tokens=32, tile_tokens=8)
+    [0, 5, 16]
+    """
     starts: list[int] = []
     end = 0
-    for number, piece in enumerate(pieces):
-        if number and pieces[number - 1].adapter != piece.adapter:
+    for number, (adapter, length) in enumerate(samples):
+        if number and samples[number - 1][0] != adapter:
             end = -(-end // tile_tokens) * tile_tokens
         starts.append(end)
-        end += len(piece.tokens)
+        end += length
         if end > capacity_tokens:
             raise ValueError(f"{end} rows do not fit into a microbatch of {capacity_tokens} tokens")
     return starts
@@ -322,6 +337,14 @@ def _filled_table(
             filled_places += 1
         num_segments_before += len(lengths)
     return samples
+
+
+def _row_table(pieces: Sequence[Piece], starts: Sequence[int], capacity_tokens: int, targets: int) -> RowTable:
+    table = RowTable.empty(capacity_tokens, targets)
+    for piece, start in zip(pieces, starts, strict=True):
+        if piece.row is not None:
+            table.put(piece.row, start)
+    return table
 
 
 def _balance_rows(pieces: Sequence[Piece], max_segments: int) -> BalanceRows:

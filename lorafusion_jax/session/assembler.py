@@ -45,6 +45,7 @@ class Shape:
         table: shape of the table of samples (None: no objective needs it).
         state: of the tokens of a teacher.
         balanced: whether the routers have a loss.
+        targets: of each position of clients' rows (0: there are no such rows).
     """
 
     capacity_tokens: int
@@ -53,6 +54,7 @@ class Shape:
     table: TableShape | None = None
     state: State | None = None
     balanced: bool = False
+    targets: int = 0
 
     def union(self, other: Shape) -> Shape:
         """Room for the microbatches of both, of the same capacity."""
@@ -60,6 +62,7 @@ class Shape:
             self.with_table(other.table, other.state),
             segments=max(self.segments, other.segments),
             adapters=max(self.adapters, other.adapters),
+            targets=max(self.targets, other.targets),
         )
 
     def with_table(self, table: TableShape | None, state: State | None) -> Shape:
@@ -129,6 +132,7 @@ class Assembler:
                     table=shape.table,
                     state=shape.state,
                     balanced=shape.balanced,
+                    targets=shape.targets,
                 )
                 for pieces in replicas
             ]

@@ -59,6 +59,7 @@ class EndPrograms:
         self.states = self._jit(self._states, (REPLICATED, ROWS), REPLICATED)
         logprobs = (REPLICATED, self._table_spec, ROWS, ROWS, REPLICATED)
         self.token_logprobs = self._jit(self._token_logprobs, logprobs, REPLICATED)
+        self.row_logprobs = self._jit(self._row_logprobs, logprobs[:-1], ROWS)
 
     def replace_objectives(self, chosen: Sequence[Chosen]) -> None:
         """Replaces the objectives; the programs that compute losses compile at their next call.
@@ -69,7 +70,7 @@ class EndPrograms:
         self.chosen = tuple(chosen)
         ends = (REPLICATED, self._table_spec, ROWS, ROWS, REPLICATED)
         head, totals = partial(self._head, self.chosen), partial(self._totals, self.chosen)
-        self.head = self._jit(head, (*ends, ROWS, DEVICES), (ROWS, ROWS, ROWS, DEVICES), donate=(5, 6))
+        self.head = self._jit(head, (*ends, ROWS, DEVICES), (ROWS, ROWS, ROWS, DEVICES, ROWS), donate=(5, 6))
         self.totals = self._jit(totals, ends, REPLICATED)
 
     def _embed(self, table: Array, tokens: Array) -> Array:
@@ -122,28 +123,32 @@ class EndPrograms:
         self, chosen: Sequence[Chosen], norm: Array, table: Array, x: Carried, batch: Microbatch, heads: Leaves,
         before: Totals, sums: Leaves,
     ):  # fmt: skip
-        """Returns (gradient of x, losses, totals, sums of the gradients of the objectives' heads)."""
+        """Returns the gradient of x, losses, totals, sums of the gradients of the objectives' heads, log-probabilities.
+
+        The last are of clients' rows, [1, T, K]; None if the microbatch has no table of them.
+        """
         table, batch = gather(table, self.table_axis), row_of_device(batch)
         constant = {name: leaf for name, leaf in heads.items() if name in self._columns.constants}
 
         def loss(x: Carried, trained: Leaves):
             x_TD, choices = x if isinstance(x, tuple) else (activations(x), None)
-            totals = self._parts.head.totals(norm, table, x_TD, batch, trained | constant, chosen)
+            totals, logprobs = self._parts.head.totals(norm, table, x_TD, batch, trained | constant, chosen)
             if choices is not None:
                 totals["loss"] += self._parts.head.balance(choices, batch)
-            return jnp.sum(totals["loss"]), totals
+            return jnp.sum(totals["loss"]), (totals, logprobs)
 
         trained = {name: leaf for name, leaf in heads.items() if name in self._columns.trained}
-        (dx, slopes), totals = jax.grad(loss, argnums=(0, 1), has_aux=True)(row_of_device(x), trained)
+        (dx, slopes), (totals, logprobs) = jax.grad(loss, argnums=(0, 1), has_aux=True)(row_of_device(x), trained)
         sums = {name: sums[name] + self._once(slopes[name]) for name in sums}
         dx = jax.tree.map(lambda leaf: leaf[None], dx)
-        return dx, totals["loss"][None], jax.tree.map(jnp.add, before, totals), sums
+        logprobs = None if logprobs is None else logprobs[None]
+        return dx, totals["loss"][None], jax.tree.map(jnp.add, before, totals), sums, logprobs
 
     def _totals(
         self, chosen: Sequence[Chosen], norm: Array, table: Array, x: Array, batch: Microbatch, heads: Leaves
     ) -> Totals:
         table, x, batch = gather(table, self.table_axis), x[0], row_of_device(batch)
-        totals = self._parts.head.totals(norm, table, x, batch, heads, chosen)
+        totals, _ = self._parts.head.totals(norm, table, x, batch, heads, chosen)
         return totals if self._stage.replicas == 1 else lax.psum(totals, REPLICAS)
 
     def _states(self, norm: Array, x: Array) -> Array:
@@ -156,6 +161,11 @@ class EndPrograms:
         table, x, batch = gather(table, self.table_axis), x[0], row_of_device(batch)
         logprobs = self._parts.head.token_logprobs(norm, table, x, batch, heads)
         return logprobs[None] if self._stage.replicas == 1 else lax.all_gather(logprobs, REPLICAS)
+
+    def _row_logprobs(self, norm: Array, table: Array, x: Array, batch: Microbatch) -> Array:
+        """Returns the log-probabilities of clients' rows, [1, T, K]."""
+        table, batch = gather(table, self.table_axis), row_of_device(batch)
+        return self._parts.head.row_logprobs(norm, table, x[0], batch)[None]
 
 
 def of_heads(leaves: Leaves) -> Leaves:

@@ -89,6 +89,7 @@ class _InFlight:
         rows: decides the shape of what stages pass on.
         adapters: for error messages.
         inputs: (kind, stage) → what an event needs from the stage before it.
+        output: result of the last stage's forward pass, in its process.
         done: result of its last event; None until that is issued.
     """
 
@@ -96,6 +97,7 @@ class _InFlight:
     rows: RowsShape
     adapters: Sequence[str] = ()
     inputs: dict[tuple[str, int], Future[Carried]] = field(default_factory=dict)
+    output: Future[Any] | None = None
     done: Future[Carried] | None = None
 
 
@@ -142,6 +144,7 @@ class Executor:
         self._in_flight: dict[int, _InFlight] = {}  # by slot
         self._issued: deque[int] = deque()  # slots in flight whose events have all been issued, in this order
         self._completed: list[int] = []  # finished slots that `completed_slots` has not returned yet
+        self._logprobs: dict[int, Array] = {}  # of finished slots with clients' rows
         self._ending: dict[int, _EndingBatch] = {}  # by number of the adapter
         self._failure: _FailedEvent | None = None  # the first failure; later work is not run
         self._failing = threading.Lock()
@@ -246,6 +249,8 @@ class Executor:
                 flight.inputs[event.kind, target] = done
             if event.kind == "backward" and event.stage in self.local_stages:
                 flight.done = done
+            if event.kind == "forward" and event.stage == len(self.stages) - 1 and event.stage in self.local_stages:
+                flight.output = done
         if event.kind == "backward" and not event.stage:
             self._issued.append(event.slot)
 
@@ -366,6 +371,10 @@ class Executor:
         slots, self._completed = self._completed, []
         return slots
 
+    def take_logprobs(self, slot: int) -> Array | None:
+        """Returns log-probabilities of clients' rows of a finished slot, [R, T, K], once; None if it has none."""
+        return self._logprobs.pop(slot, None)
+
     def close(self) -> None:
         """Ends the threads of the stages after the work that was issued."""
         for lane in set(self._lanes):
@@ -439,6 +448,9 @@ class Executor:
         self._issued.popleft()
         del self._in_flight[slot]
         self._completed.append(slot)
+        output = None if flight.output is None else flight.output.result()
+        if isinstance(output, tuple):  # (losses, log-probabilities), see `Stage.forward`
+            self._logprobs[slot] = output[1]
 
     def _submit[T](self, stage: int, slot: int | None, adapters: Sequence[str], work: Callable[[], T]) -> Future[T]:
         """Runs work on a stage's thread, after all work issued before."""

@@ -18,9 +18,11 @@ from lorafusion_jax.models.balance import balance_losses
 from lorafusion_jax.models.forward import final_norm
 from lorafusion_jax.modules.tensor_sums import TENSOR
 from lorafusion_jax.objective.batch import divergence_rows, totals_of
-from lorafusion_jax.objective.loss import token_divergences, token_losses
+from lorafusion_jax.objective.loss import sum_by, token_divergences, token_losses
 from lorafusion_jax.objective.protocol import DIVERGENCE, HIDDEN, SCORE, Chosen
 from lorafusion_jax.objective.replaced_rows import ReplacedRows
+from lorafusion_jax.objective.row_head import client_logprobs, client_losses
+from lorafusion_jax.objective.rows import NO_ROW
 from lorafusion_jax.session.leaf_layout import LeafLayout
 from lorafusion_jax.session.leaves import HEAD, HEAD_ROWS
 
@@ -43,8 +45,8 @@ class LossHead:
 
     def totals(
         self, norm: Array, head: Array, x_TD: Array, batch: Any, heads: Mapping[str, Array], chosen: Sequence[Chosen]
-    ) -> dict[str, Array]:  # Microbatch of tracers
-        """Computes sums of loss and metrics of each adapter, float32 [A].
+    ) -> tuple[dict[str, Array], Array | None]:  # Microbatch of tracers
+        """Computes sums of loss and metrics of each adapter [A], and log-probabilities of clients' rows [T, K].
 
         Args:
             heads: leaves of the objectives' heads by name, [1, C, ...], and of trained rows of the head.
@@ -57,7 +59,7 @@ class LossHead:
         needed = frozenset().union(*(objective.needs for objective in chosen))
         divergence_T = self._divergences(hidden, head, batch, chosen) if DIVERGENCE in needed else None
         of_samples = {} if batch.samples is None else heads  # a session has heads before an objective needs them
-        return totals_of(
+        totals = totals_of(
             losses_T,
             batch,
             chosen,
@@ -69,6 +71,18 @@ class LossHead:
                 if name != HEAD_ROWS
             },
         )
+        if batch.rows is None:
+            return totals, None
+        losses_T, logprobs_TK = client_losses(
+            hidden, head.T, _rows_of_adapters(batch), batch.segment_ids, batch.segment_lengths.shape[0], **self._options
+        )
+        num_adapters = totals["loss"].shape[0]
+        return totals | {"loss": totals["loss"] + sum_by(losses_T, batch.row_adapter, num_adapters)}, logprobs_TK
+
+    def row_logprobs(self, norm: Array, head: Array, x_TD: Array, batch: Any) -> Array:
+        """Computes the log-probabilities of the targets of clients' rows, float32 [T, K]; 0 where there is no row."""
+        hidden = final_norm(x_TD, norm, self.layout.model)
+        return client_logprobs(hidden, head.T, _rows_of_adapters(batch), **self._options)
 
     def balance(self, choices_2ME: Array, batch: Any) -> Array:
         """Computes the weighted sum of the routers' losses over the sequences of each adapter, float32 [A].
@@ -105,10 +119,21 @@ class LossHead:
             weights,
             betas,
             temperatures,
-            chunk=self.settings.loss_chunk,
-            soft_cap=self.layout.model.final_soft_cap,
-            logit_scale=self.layout.model.logit_scale,
+            **self._logits,
         )
+
+    @property
+    def _logits(self) -> dict[str, Any]:
+        model = self.layout.model
+        return {
+            "chunk": self.settings.loss_chunk,
+            "soft_cap": model.final_soft_cap,
+            "logit_scale": model.logit_scale,
+        }
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        return self._logits | {"axis": self._axis}
 
     @property
     def _axis(self) -> str | None:
@@ -128,9 +153,12 @@ class LossHead:
             head.T,
             batch.targets,
             weights,
-            chunk=self.settings.loss_chunk,
-            soft_cap=self.layout.model.final_soft_cap,
-            logit_scale=self.layout.model.logit_scale,
             replaced=replaced,
-            axis=self._axis,
+            **self._options,
         )
+
+
+def _rows_of_adapters(batch: Any) -> Any:
+    """Returns the table of clients' rows without those of adapters that were removed."""
+    mine = batch.row_adapter >= 0
+    return batch.rows._replace(kind=jnp.where(mine, batch.rows.kind, NO_ROW), learned=mine & batch.rows.learned)

@@ -37,7 +37,8 @@ class Stage(StageState):
         """Runs a microbatch through this stage.
 
         Returns:
-            What the next stage's layers read; on the last stage the loss sums [R, A] of the microbatch.
+            What the next stage's layers read; on the last stage the loss sums [R, A] of the microbatch, and the
+            log-probabilities of its clients' rows [R, T, K], if it has a table of them.
         """
         programs, weights = self.programs, self.weights
         hidden = self._entered(batch, x)
@@ -55,12 +56,12 @@ class Stage(StageState):
         if weights.head is None:
             self._in_flight[slot] = InFlight(inputs, xs, residuals, None, rows)
             return hidden
-        dy, losses, self.totals, sums = programs.ends.head(
+        dy, losses, self.totals, sums, logprobs = programs.ends.head(
             weights.norm, weights.head, hidden, batch, of_heads(self.all_leaves), self.totals, of_heads(self.sums)
         )
         self.sums = self.sums | sums
         self._in_flight[slot] = InFlight(inputs, xs, residuals, dy, rows)
-        return losses
+        return losses if logprobs is None else (losses, logprobs)
 
     def _with_own_inputs(self, inputs: Inputs, batch: Microbatch, hidden: Any) -> Inputs:
         """Adds the inputs that layers have of their own, if they have some."""
@@ -178,6 +179,15 @@ class Stage(StageState):
         if weights.head is None:
             return hidden
         return self.programs.ends.token_logprobs(weights.norm, weights.head, hidden, batch, of_heads(self.all_leaves))
+
+    def row_logprobs(self, batch: Microbatch, x: Array | None) -> Array:
+        """Like `evaluate`; the last stage returns the log-probabilities of clients' rows, [R, T, K]."""
+        hidden, weights = self._run_forward(batch, x), self.weights
+        return (
+            hidden
+            if weights.head is None
+            else self.programs.ends.row_logprobs(weights.norm, weights.head, hidden, batch)
+        )
 
     def states(self, batch: Microbatch, x: Array | None) -> Array:
         """Like `evaluate`; the last stage returns the final-normed states of all replicas, [R, T, D]."""
