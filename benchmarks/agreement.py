@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.figure import Row, rows
+from benchmarks.csv_rows import Row, rows
 
 JOINT = "joint_alone_h200_2026-11-27"
 PARITY = "parity_cpu_2026-11-27/parity.csv"
@@ -33,13 +33,6 @@ def joint_alone() -> str:
 
 def of_bound(row: Row) -> float:
     return float(row["value"]) / float(row["bound"])
-
-
-def most_of_bound() -> list[str]:
-    """The largest difference over its bound, of both dtypes, and of float32 again."""
-    first, again = rows(f"{JOINT}/joint_alone.csv"), rows(f"{JOINT}/again.csv")
-    parts = ([row for row in first if row["dtype"] == dtype] for dtype in DTYPES)
-    return [f"{max(map(of_bound, part)):.2f}" for part in (*parts, again)]
 
 
 def scientific(number: float) -> str:

@@ -6,16 +6,14 @@ padding: useful tokens/s / density, where density is the share of rows with a to
 
 from __future__ import annotations
 
-import csv
-import json
+import re
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 from benchmarks import kernel_report
-from benchmarks.ages import ages
 from benchmarks.agreement import joint_alone, parity
+from benchmarks.csv_rows import RESULTS, Row, markdown
+from benchmarks.csv_rows import rows as rows_of
 from benchmarks.end_to_end_rows import LABELS, WORKLOADS, age, devices_of, newest
 from benchmarks.online_report import (
     online_claims,
@@ -29,13 +27,11 @@ from benchmarks.online_report import (
     online_targets,
     online_throughput,
 )
-from benchmarks.peers import report as peer_report
+from benchmarks.peers.report import SIZES, peers, peers_compiled, peers_in_short
 from benchmarks.predicted import long_samples, longer_samples
 from benchmarks.quantised_plan import quantised_bases
-from benchmarks.replayed import replayed_over_measured
 
-Row = dict[str, Any]
-RESULTS = Path(__file__).parent / "results"
+PLACE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end of table -->)", re.DOTALL)  # of a table in a document
 KERNEL_FILES = (  # a row of a later file replaces the same row of an earlier one
     "kernels_h200_2026-11-22f/ops.jsonl",
     "kernels_h200_2026-11-22f/rows.jsonl",
@@ -52,8 +48,6 @@ KERNEL_FILES = (  # a row of a later file replaces the same row of an earlier on
     "kernels_h200_2026-11-22e/bytes.jsonl",
 )
 END_TO_END = "end_to_end_h200_2026-11-22h/end_to_end.jsonl"
-COMPILED_PEERS = "peers_h200_2026-11-26"
-PEERS, SIZES = "peers_h200_2026-11-23", "end_to_end_h200_2026-11-23b/end_to_end.jsonl"
 FLAX_MODEL, ADAPTER_COUNTS = (
     "flax_model_h200_2026-11-23b/rows.jsonl",
     "adapter_counts_h200_2026-11-23/adapter_counts.jsonl",
@@ -82,26 +76,12 @@ LAYER_FORMS = {
 }
 
 
-def markdown(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
-
-
-def read_csv(name: str) -> list[dict[str, str]]:
-    with (RESULTS / name).open(newline="") as stream:
-        return list(csv.DictReader(stream))
-
-
 def kernel_runs() -> list[list[Row]]:
     return [kernel_report.read(RESULTS / name) for name in KERNEL_FILES]
 
 
-def read_jsonl(name: str) -> list[Row]:
-    return [json.loads(line) for line in (RESULTS / name).read_text().splitlines()]
-
-
 def training_rows() -> list[Row]:
-    return read_jsonl(END_TO_END)
+    return rows_of(END_TO_END)
 
 
 def span(numbers: Iterable[float], form: str) -> str:
@@ -241,7 +221,7 @@ def workloads() -> str:
 
 def idle() -> str:
     """Predicted idle time of a pipeline, with and without fill and drain; ranges over five workloads."""
-    rows = read_csv(f"{ORDERS}/bubbles.csv")
+    rows = rows_of(f"{ORDERS}/bubbles.csv")
     ours = {row["workload"]: float(row["seconds"]) for row in rows if row["order"] == "ours"}
     lines = []
     for order in dict.fromkeys(row["order"] for row in rows):
@@ -256,7 +236,8 @@ def idle() -> str:
 
 def pipelines() -> str:
     """Whole runs on several stages: idle shares and time, measured and predicted; and passes played again."""
-    default = {(row["model"], row["stages"], row["variant"]): row for row in read_csv(f"{PIPELINES}/pipelines.csv")}
+    default = {(row["model"], row["stages"], row["variant"]): row for row in rows_of(f"{PIPELINES}/pipelines.csv")}
+    again = {(row["model"], row["variant"]): row for row in rows_of(f"{PIPELINES}/replayed.csv")}
     lines = []
     for (model, stages), rows in sorted(pipeline_rows().items(), key=lambda item: item[0][1]):
         for (_, variant), row in newest(rows).items():
@@ -264,9 +245,8 @@ def pipelines() -> str:
             if rates is not None:
                 shares = " / ".join(f"{float(share):.1%}" for share in rates["predicted_bubbles"].split())
                 slot = f"{float(rates['predicted_slot_s']) / row['slot_s']:.3f}"
-            trace = RESULTS / Path(END_TO_END).parent / f"end_to_end_timeline_{model}_{variant}_mix.perfetto.json"
-            if trace.exists():
-                replayed = f"{replayed_over_measured(trace):.3f}"
+            if (model, variant) in again:
+                replayed = f"{float(again[model, variant]['replayed_over_measured']):.3f}"
             measured = " / ".join(f"{share:.1%}" for share in row["bubbles"])
             profiled = row.get("simulated_over_measured")
             lines.append(
@@ -290,7 +270,7 @@ def pipeline_rows() -> dict[tuple[str, int], list[Row]]:
 
 def batch_sizes() -> str:
     """Gain in density by joint training, by global batch: mean and range of five workloads."""
-    rows = read_csv(f"{ORDERS}/batch_sizes.csv")
+    rows = rows_of(f"{ORDERS}/batch_sizes.csv")
     lines = []
     for size in dict.fromkeys(row["global_batch"] for row in rows):
         mine = [row for row in rows if row["global_batch"] == size]
@@ -302,7 +282,7 @@ def batch_sizes() -> str:
 
 
 def scaling() -> str:
-    rows = read_csv(f"{SCALING}/scaling.csv")
+    rows = rows_of(f"{SCALING}/scaling.csv")
     gpus = list(dict.fromkeys(row["gpus"] for row in rows))
     cells = {(row["model"], row["adapters"], row["global_batch"], row["gpus"]): row for row in rows}
     lines = []
@@ -314,56 +294,9 @@ def scaling() -> str:
     return markdown(("model", "adapters × global batch", "1 GPU", *(f"{count} GPUs" for count in gpus[1:])), lines)
 
 
-README_PEERS = {
-    "frozen": "our frozen model, forward and backward: the floor of our LoRA in bfloat16",
-    "ours_fp8": "**lorafusion-jax, four adapters together, base in 8-bit floats**",
-    "ours": "**lorafusion-jax, four adapters together**",
-    "single_sizes": "lorafusion-jax, one adapter after another, four sizes of microbatch",
-    "lorafusion_full": "PEFT with LoRAFusion's kernels, every microbatch full: an upper bound",
-    "lorafusion": "PEFT with LoRAFusion's kernels, Liger and padding-free attention, one adapter after another",
-    "compiled_full": "PEFT with `torch.compile`, every microbatch full: an upper bound (over its own frozen model)",
-    "packed": "PEFT with Liger and padding-free attention, one adapter after another",
-    "default": "transformers and PEFT with their defaults",
-}
-
-
-def peers_in_short() -> str:
-    rows = {row["variant"]: row for row in _of_peers(PEERS)}
-    alone = {row["variant"]: row for row in read_jsonl(SIZES)}  # of another run, ten minutes later
-    rate, floor = (alone[variant]["useful_tokens_per_s"] for variant in ("single_sizes", "frozen"))
-    rows["single_sizes"] = {"useful_tokens_per_s": rate, "over_floor": rate / floor}
-    rows |= {row["variant"]: row for row in _of_peers(COMPILED_PEERS) if row["variant"].startswith("compiled")}
-    lines = [
-        (label, f"{rows[variant]['useful_tokens_per_s'] / 1e3:.1f} k", f"{rows[variant]['over_floor']:.2f}")
-        for variant, label in README_PEERS.items()
-    ]
-    return markdown(("", "useful tokens/s", "of the frozen model"), lines)
-
-
-def _of_peers(folder: str) -> list[dict]:
-    return peer_report.table(peer_report.rows_of(RESULTS / folder))
-
-
-def peers(folder: str = PEERS) -> str:
-    lines = [
-        (
-            peer_report.LABELS[row["variant"]],
-            *(f"{row[key] / 1e3:.2f} k" for key in ("useful_tokens_per_s", "processed_tokens_per_s")),
-            f"{row['over_floor']:.3f}",
-            f"{row['peak_gb']:.0f} GB" if row["peak_gb"] else "",
-        )
-        for row in _of_peers(folder)
-    ]
-    return markdown(("program", "useful tok/s", "processed tok/s", "of the frozen model", "peak memory"), lines)
-
-
-def peers_compiled() -> str:
-    return peers(COMPILED_PEERS)
-
-
 def sizes() -> str:
     """One adapter after another, with one size of microbatch and with four."""
-    rows = {row["variant"]: row for row in read_jsonl(SIZES)}
+    rows = {row["variant"]: row for row in rows_of(SIZES)}
     floor = rows["frozen"]["useful_tokens_per_s"]
     lines = []
     for variant in ("single", "single_sizes"):
@@ -376,7 +309,7 @@ def sizes() -> str:
 
 def tensor() -> str:
     """Two GPUs that compute each layer together, beside one GPU and two stages."""
-    rows = [row for file in (TENSOR, TENSOR_ALONE) for row in read_jsonl(file) if row["section"] == "run"]
+    rows = [row for file in (TENSOR, TENSOR_ALONE) for row in rows_of(file) if row["section"] == "run"]
     one = {row["adapters"]: row["tokens_per_s"] for row in rows if row["mesh"] == "one"}
     lines = [
         (
@@ -394,14 +327,14 @@ def tensor() -> str:
 
 def flax_model() -> str:
     """A step of a user's own NNX model under `nnx.jit`."""
-    rows = [row for row in read_jsonl(FLAX_MODEL) if row.get("case") == "step"]
+    rows = [row for row in rows_of(FLAX_MODEL) if row.get("case") == "step"]
     lines = [(row["variant"], f"{row['step_ms']:.1f}", f"{row['over_frozen']:.3f}") for row in rows]
     return markdown(("LoRA", "ms per step", "over frozen"), lines)
 
 
 def adapter_counts() -> str:
     """Microbatches of jobs with 4 to 256 adapters; the adapters in the microbatch are the same."""
-    rows = [row for row in read_jsonl(ADAPTER_COUNTS) if row.get("what", "").startswith("microbatch")]
+    rows = [row for row in rows_of(ADAPTER_COUNTS) if row.get("what", "").startswith("microbatch")]
     lines = [(row["adapters"], row["what"].split()[2], f"{row['ms']:.2f}", f"{row['ratio']:.3f}") for row in rows]
     head = ("adapters in the job", "in the microbatch", "ms, two layers", "over the smallest job")
     return markdown(head, lines)
@@ -409,7 +342,7 @@ def adapter_counts() -> str:
 
 def quantised_loss() -> str:
     """Held-out loss of adapters that learnt on a quantised base, over that on the bfloat16 base."""
-    rows = [row for name in LOSS for row in read_csv(name) if row["kind"] != "none"]
+    rows = [row for name in LOSS for row in rows_of(name) if row["kind"] != "none"]
     lines = [
         (
             f"{float(row['millions']):.1f} M", row["kind"], row["adapter"], f"{float(row['after']):.3f}",
@@ -424,7 +357,7 @@ def quantised_loss() -> str:
 def quantised_depth() -> str:
     """Gradients of adapters on a quantised base against those on its unrounded weights, by depth."""
     cases: dict[tuple[str, str], list[str]] = {}
-    for row in read_csv(DEPTH):
+    for row in rows_of(DEPTH):
         cases.setdefault((row["kind"], row["layers"]), []).append(row["cosine"])
     lines = [
         (kind, layers, f"{float(all_[0]):.3f}", f"{float(all_[-1]):.3f}") for (kind, layers), all_ in cases.items()
@@ -433,9 +366,9 @@ def quantised_depth() -> str:
 
 
 def planner() -> str:
-    shared, held = read_csv(f"{PLANNED}/workloads.csv"), read_csv(f"{PLANNED}/heldout.csv")
+    shared, held = rows_of(f"{PLANNED}/workloads.csv"), rows_of(f"{PLANNED}/heldout.csv")
     earlier = {"shared workloads": f"{PLANNER}/workloads.csv", "held-out workloads": f"{PLANNER}/heldout.csv"}
-    grown, exact = read_csv(f"{PLANNER}/growth.csv")[-1], read_csv(f"{PLANNER}/exact.csv")
+    grown, exact = rows_of(f"{PLANNER}/growth.csv")[-1], rows_of(f"{PLANNER}/exact.csv")
     cells = []
     for size in ("16", "8"):
         for name, rows, keys in (
@@ -445,7 +378,7 @@ def planner() -> str:
             mine = [row for row in rows if row["global_batch"] == size]
             bound = sum(int(row["bound"]) for row in mine)
             totals = [f"{sum(int(row[key]) for row in mine) / bound:.4f}" for key in keys]
-            before = sum(int(row["slots"]) for row in read_csv(earlier[name]) if row["global_batch"] == size)
+            before = sum(int(row["slots"]) for row in rows_of(earlier[name]) if row["global_batch"] == size)
             totals.insert(1, f"{before / bound:.4f}")
             cells.append((f"{name}, global batch {size}", len(mine), *totals, *[""] * (4 - len(totals))))
     known = [row for row in exact if row["proven"] == "True" or row["slots"] == row["bound"]]
@@ -459,7 +392,7 @@ def planner() -> str:
         "reference solver",
     )
     lines = markdown(head, cells)
-    again = read_csv(f"{PLANNED}/growth.csv")[-1]
+    again = rows_of(f"{PLANNED}/growth.csv")[-1]
     return (
         f"{lines}\n\nOptimal in {best} of the {len(known)} small instances that the exact solver decided. "
         f"{int(grown['samples']):,} samples: {float(grown['first_plan_s']):.1f} s, {float(grown['memory_gb']):.2f} GB, "
@@ -471,7 +404,7 @@ def planner() -> str:
 
 def plan_floors() -> str:
     """Plans of drawn instances beside what simple rules and other systems' orders make of them."""
-    rows = read_csv(f"{FLOORS}/slots.csv")
+    rows = rows_of(f"{FLOORS}/slots.csv")
     orders = {
         "slots": "planner",
         "list_rule": "list rule: the longest chain first, first-fit decreasing",
@@ -497,8 +430,7 @@ def plan_floors() -> str:
 
 def pipeline_claims() -> str:
     """Claims of mLoRA and LoRAFusion, and what simulated pipelines give."""
-    with (RESULTS / "pipelines_2026-11-28_claims/claims.csv").open(encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
+    rows = rows_of("pipelines_2026-11-28_claims/claims.csv")
     columns = "idle: one after another", "mLoRA's order", "plan", "time: one after another / plan"
     columns = "stages", *columns, "mLoRA's order / one after another", "mLoRA's order / plan"
     lines = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
@@ -518,7 +450,7 @@ TABLES: dict[str, Callable[[], str]] = {
     function.__name__: function
     for function in (
         layers, siblings, ops, slower, moved, training, ratios, workloads, idle, batch_sizes, scaling, planner,
-        pipelines, ages, quantised_bases, peers_in_short, peers, peers_compiled, sizes, flax_model, adapter_counts,
+        pipelines, quantised_bases, peers_in_short, peers, peers_compiled, sizes, flax_model, adapter_counts,
         quantised_loss, quantised_depth, online_targets, online_claims, online_held_out, online_large, online_queue,
         online_ideas, online_throughput, online_rates, online_decision, online_mutants, long_samples,
         longer_samples, parity, joint_alone, tensor, plan_floors, pipeline_claims,

@@ -2,9 +2,10 @@
 
     python -m benchmarks.shown_numbers    # lists those that are stated nowhere
 
-What a document shows is made from rows or by code (`published.py`, `figures.py`), or it is stated: a setting, a limit
-of the code, a bound that a test asks for, a condition. Those are in `benchmarks/data/stated_numbers.csv`, with where
-each is from. Code blocks and words in backquotes are not read: they are inputs, names, or screens that tests compare.
+What a document shows is made from rows or by code (`published.py`, `figures.py`), or it is stated: measured rows in
+`results/`, a setting, a limit of the code, a bound that a test asks for, a condition. Those are in
+`benchmarks/data/stated_numbers.csv`, with where each is from. Code blocks and words in backquotes are not read: they
+are inputs, names, or screens that tests compare.
 """
 
 from __future__ import annotations
@@ -16,9 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.ages import PLACE
-from benchmarks.figure import pattern
-from benchmarks.figures import FIGURES
+from benchmarks.figures import FIGURES, pattern
+from benchmarks.published import PLACE
 
 ROOT = Path(__file__).resolve().parents[1]
 STATED = ROOT / "benchmarks" / "data" / "stated_numbers.csv"
@@ -42,7 +42,7 @@ class Stated(NamedTuple):
 
     Args:
         document: path in the repository; * for every one.
-        text: as in the document, but for line breaks.
+        text: as in the document, but for line breaks; `{}` stands for a number that is made.
         source: where the numbers are from.
     """
 
@@ -63,16 +63,12 @@ def documents() -> list[str]:
 
 def unmade(document: str, text: str) -> Iterator[tuple[int, str]]:
     """Line and text of each number that is neither made nor stated."""
-    known = [PLACE, *(pattern(figure) for figure in FIGURES if figure.document == document)]
-    known += [spelt(entry.text) for entry in stated() if entry.document in (document, "*")]
-    for one in (*known, CONDITIONS, CODE):
-        text = one.sub(lambda match: re.sub(r"[^\n]", " ", match[0]), text)
+    texts = [entry.text for entry in stated() if entry.document in (document, "*")]
+    texts += [figure.text for figure in FIGURES if figure.document == document]
+    for covered in (PLACE, *map(pattern, texts), CONDITIONS, CODE):
+        text = covered.sub(lambda match: re.sub(r"[^\n]", " ", match[0]), text)
     for number, line in enumerate(text.splitlines(), 1):
         yield from ((number, match[0]) for match in NUMBER.finditer(line))
-
-
-def spelt(text: str) -> re.Pattern[str]:
-    return re.compile(r"\s+".join(map(re.escape, text.split())))
 
 
 def main() -> int:

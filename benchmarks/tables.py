@@ -20,9 +20,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks import end_to_end_report, kernel_report, published
-from benchmarks.ages import PLACE
 from benchmarks.figures import with_figures
 from benchmarks.peers import report as peer_report
+from benchmarks.published import PLACE
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "benchmarks" / "tables"
@@ -42,21 +42,14 @@ def main() -> int:
 
 
 def outdated() -> list[str]:
-    """Files that `main` would change.
-
-    Plots are not compared, because versions of matplotlib differ. Nor is how old rows are, which every change of the
-    code changes; the site computes it when it is built.
-    """
+    """Files that `main` would change. Plots are not compared, because versions of matplotlib differ."""
     with tempfile.TemporaryDirectory() as folder:
         made = write_tables(Path(folder))
         changed_files = [f for f in made if f.suffix == ".csv" and not same(f, FOLDER / f.name)]
     changed = [str((FOLDER / file.name).relative_to(ROOT)) for file in changed_files]
-    documents = [(file, file.read_text(encoding="utf-8"), text) for file, text in filled()]
-    return changed + [str(file.relative_to(ROOT)) for file, now, text in documents if ageless(now) != ageless(text)]
-
-
-def ageless(text: str) -> str:
-    return PLACE.sub(lambda match: match[0] if match[2] != "ages" else "", text)
+    return changed + [
+        str(file.relative_to(ROOT)) for file, text in filled() if file.read_text(encoding="utf-8") != text
+    ]
 
 
 def same(made: Path, committed: Path) -> bool:
@@ -69,7 +62,7 @@ def write_tables(folder: Path) -> list[Path]:
     written = kernel_report.write(files, folder / "kernels_h200")
     rows = published.RESULTS / published.END_TO_END
     written += end_to_end_report.write(rows, folder / "end_to_end_h200")
-    return written + peer_report.report(published.RESULTS / published.PEERS, folder / "peers_h200")
+    return written + peer_report.report(published.RESULTS / peer_report.PEERS, folder / "peers_h200")
 
 
 def filled() -> Iterator[tuple[Path, str]]:

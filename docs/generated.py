@@ -16,7 +16,6 @@ from campaigns.reliability_table import table  # noqa: E402
 from pydantic import BaseModel  # noqa: E402
 from pydantic.fields import FieldInfo  # noqa: E402
 
-from benchmarks.ages import PLACE, ages  # noqa: E402
 from lorafusion_jax.config.schema import AdapterConfig  # noqa: E402
 from lorafusion_jax.config.sections import DEFAULTS, SHARED, SINGLE_DEFAULTS  # noqa: E402
 from lorafusion_jax.objective.table import OBJECTIVES  # noqa: E402
@@ -67,7 +66,6 @@ def benchmarks() -> str:
     """The tables of benchmarks/README.md, from its second heading on; links lead to the repository."""
     text = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
     body = text[text.index("## Whole training runs") :]
-    body = PLACE.sub(lambda match: f"{match[1]}{ages()}\n{match[3]}" if match[2] == "ages" else match[0], body)
     body = re.sub(r"!\[[^\]]+\]\([^)]+\)\n", "", body)  # plots are in the repository
     return re.sub(r"\[([^\]]+)\]\((?!http)[^)]+\)", r"\1", body)
 

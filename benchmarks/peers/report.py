@@ -1,4 +1,4 @@
-"""The table and the plot of a run of peers."""
+"""The table and the plot of a run of peers, and their published tables."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ import csv
 import json
 from pathlib import Path
 
+from benchmarks.csv_rows import RESULTS, markdown, rows
+
+COMPILED_PEERS = "peers_h200_2026-11-26"
+PEERS, SIZES = "peers_h200_2026-11-23", "end_to_end_h200_2026-11-23b/end_to_end.jsonl"
 LABELS = {
     "frozen": "frozen base in bfloat16, forward and backward",
     "ours": "ours, four adapters together",
@@ -90,3 +94,50 @@ def report(folder: Path, stem: Path | None = None) -> list[Path]:
     figure.savefig(files[1], dpi=150)
     plt.close(figure)
     return files
+
+
+README_PEERS = {
+    "frozen": "our frozen model, forward and backward: the floor of our LoRA in bfloat16",
+    "ours_fp8": "**lorafusion-jax, four adapters together, base in 8-bit floats**",
+    "ours": "**lorafusion-jax, four adapters together**",
+    "single_sizes": "lorafusion-jax, one adapter after another, four sizes of microbatch",
+    "lorafusion_full": "PEFT with LoRAFusion's kernels, every microbatch full: an upper bound",
+    "lorafusion": "PEFT with LoRAFusion's kernels, Liger and padding-free attention, one adapter after another",
+    "compiled_full": "PEFT with `torch.compile`, every microbatch full: an upper bound (over its own frozen model)",
+    "packed": "PEFT with Liger and padding-free attention, one adapter after another",
+    "default": "transformers and PEFT with their defaults",
+}
+
+
+def peers_in_short() -> str:
+    by_variant = {row["variant"]: row for row in _of_peers(PEERS)}
+    alone = {row["variant"]: row for row in rows(SIZES)}  # of another run, ten minutes later
+    rate, floor = (alone[variant]["useful_tokens_per_s"] for variant in ("single_sizes", "frozen"))
+    by_variant["single_sizes"] = {"useful_tokens_per_s": rate, "over_floor": rate / floor}
+    by_variant |= {row["variant"]: row for row in _of_peers(COMPILED_PEERS) if row["variant"].startswith("compiled")}
+    lines = [
+        (label, f"{by_variant[variant]['useful_tokens_per_s'] / 1e3:.1f} k", f"{by_variant[variant]['over_floor']:.2f}")
+        for variant, label in README_PEERS.items()
+    ]
+    return markdown(("", "useful tokens/s", "of the frozen model"), lines)
+
+
+def _of_peers(folder: str) -> list[dict]:
+    return table(rows_of(RESULTS / folder))
+
+
+def peers(folder: str = PEERS) -> str:
+    lines = [
+        (
+            LABELS[row["variant"]],
+            *(f"{row[key] / 1e3:.2f} k" for key in ("useful_tokens_per_s", "processed_tokens_per_s")),
+            f"{row['over_floor']:.3f}",
+            f"{row['peak_gb']:.0f} GB" if row["peak_gb"] else "",
+        )
+        for row in _of_peers(folder)
+    ]
+    return markdown(("program", "useful tok/s", "processed tok/s", "of the frozen model", "peak memory"), lines)
+
+
+def peers_compiled() -> str:
+    return peers(COMPILED_PEERS)

@@ -7,7 +7,7 @@ import tomllib
 import jax
 import pytest
 
-from benchmarks import ages, measured_code
+from benchmarks import measured_code
 from benchmarks.conditions import conditions
 from benchmarks.published import RESULTS
 
@@ -51,28 +51,6 @@ def test_rows_say_which_code_they_measured():
     }
     assert len(set(facts["code"].values())) == 3
     assert facts["commit"] == measured_code.commit()
-
-
-def test_a_table_says_which_rows_are_older_than_the_code(tmp_path, monkeypatch):
-    now, commit = measured_code.code(), "ab" * 20
-    rows = {
-        "kinds_h200_2027-01-01/rows.jsonl": json.dumps({"commit": commit, "code": now | {"pallas_kernels": "0" * 16}}),
-        "planner_2027-01-01/conditions.json": json.dumps({"commit": commit, "code": {"scheduling": now["scheduling"]}}),
-        "verify_sweeps_cpu_2027-01-01/a.csv": f'commit,code\n{commit}+,"{now}"\n',
-        "mutants_cpu_2027-01-01/a.csv": f"commit\n{commit}\n",
-        "soak_cpu_2027-01-01/a.csv": "slots\n7\n",
-    }
-    for name, text in rows.items():
-        (tmp_path / name).parent.mkdir()
-        (tmp_path / name).write_text(text)
-    monkeypatch.setattr(ages, "RESULTS", tmp_path)
-    assert ages.ages().splitlines()[2:] == [
-        "| `kinds_h200_2027-01-01` | ababababab | pallas_kernels |",
-        "| `mutants_cpu_2027-01-01` | ababababab | not known |",
-        "| `planner_2027-01-01` | ababababab | – |",
-        "| `soak_cpu_2027-01-01` | not recorded | not known |",
-        "| `verify_sweeps_cpu_2027-01-01` | ababababab | – |",
-    ]
 
 
 def test_the_cuda_extras_and_readme_name_the_jax_of_the_rows_of_gpus():

@@ -3,7 +3,8 @@
 import pytest
 
 from benchmarks import shown_numbers
-from benchmarks.shown_numbers import ROOT, documents, spelt, stated, unmade
+from benchmarks.figures import pattern
+from benchmarks.shown_numbers import ROOT, documents, stated, unmade
 
 
 @pytest.mark.parametrize("document", documents())
@@ -14,7 +15,7 @@ def test_numbers_are_made_or_stated(document):
 
 def test_every_stated_number_is_shown():
     texts = {document: (ROOT / document).read_text(encoding="utf-8") for document in documents()}
-    assert [entry for entry in stated() if not spelt(entry.text).search(texts[entry.document])] == []
+    assert [entry for entry in stated() if not pattern(entry.text).search(texts[entry.document])] == []
     assert all(entry.source for entry in stated())
 
 

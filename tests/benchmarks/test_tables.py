@@ -8,6 +8,7 @@ from more_cases import nightly
 
 from benchmarks import figures, published, tables
 from benchmarks.published import RESULTS, pairs
+from benchmarks.shown_numbers import stated
 
 LOG = (RESULTS.parent / "LOG.md").read_text(encoding="utf-8")
 USERS = ("benchmarks", "docs", "lorafusion_jax", "pallas_kernels", "scheduling", "tests")
@@ -42,7 +43,7 @@ def test_outdated_tables_are_named(monkeypatch, tmp_path, change):
     assert tables.outdated() == ["benchmarks/tables/kernels_h200_bytes.csv", "README.md"]
 
 
-def test_numbers_of_sentences_come_from_rows(monkeypatch):
+def test_numbers_of_sentences_are_computed(monkeypatch):
     monkeypatch.setattr(
         figures, "FIGURES", [figures.Figure("a.md", "takes {} ms, or {} with it", lambda: ("1 234", "5e-7"))]
     )
@@ -54,21 +55,10 @@ def test_numbers_of_sentences_come_from_rows(monkeypatch):
         figures.with_figures("a.md", "It took 7 ms, or 12 with it.")
 
 
-def test_rows_that_a_page_names_are_what_its_numbers_are_made_of():
-    """A page that names a folder of rows has numbers of it, and `make tables` makes them."""
-    root = RESULTS.parents[1]
-    named = {
-        name
-        for file in (root / "README.md", *(root / "docs").rglob("*.md"))
-        for name in re.findall(r"\w+_\d{4}-\d\d-\d\d\w*", file.read_text(encoding="utf-8"))
-        if (RESULTS / name).is_dir()
-    }
-    code = "\n".join(file.read_text(encoding="utf-8") for folder in FOLDERS for file in folder.glob("*.py"))
-    known = set(re.findall(r"\w+_\d{4}-\d\d-\d\d\w*", code))
-    campaigns = {
-        name for name in named if "_cpu_" in name
-    }  # collected by their names: tests/campaigns/reliability_table.py
-    assert named - known - campaigns == set()
+def test_stated_numbers_name_rows_that_exist():
+    sources = {name for entry in stated() for name in re.findall(r"results/([\w./-]+)", entry.source)}
+    assert len(sources) > 20
+    assert [name for name in sorted(sources) if not (RESULTS / name).exists()] == []
 
 
 def row(variant, tokens, density, run):
@@ -101,7 +91,7 @@ def test_every_run_has_a_folder_that_names_its_script():
 
 
 def test_every_folder_of_rows_is_named_where_it_is_used():
-    """By a table, a page, a test or code, or as the newest of a campaign whose figures are collected by its name."""
+    """By a table, a page, a stated number, a test or code, or as the newest of a campaign."""
     folders = sorted(folder.name for folder in RESULTS.iterdir())
     newest = {re.sub(r"_cpu_\d{4}-.*", "", name): name for name in folders if "_cpu_" in name}
     users = [
@@ -110,25 +100,20 @@ def test_every_folder_of_rows_is_named_where_it_is_used():
     texts = [
         file.read_text(encoding="utf-8") for file in users if file.name != "LOG.md" and RESULTS not in file.parents
     ]
+    texts += [entry.source for entry in stated()]
     named = set(re.findall(r"\w+_\d{4}-\d\d-\d\d\w*", "\n".join(texts)))
     assert [name for name in folders if name not in named and name not in newest.values()] == []
 
 
 def test_published_runs_exist():
     names = [*published.KERNEL_FILES, published.END_TO_END, published.PLANNER, published.ORDERS, published.SCALING]
-    names += [published.PEERS, published.SIZES, published.FLAX_MODEL, published.ADAPTER_COUNTS]
+    names += [tables.peer_report.PEERS, published.SIZES, published.FLAX_MODEL, published.ADAPTER_COUNTS]
+    names += re.findall(r"`results/([\w./-]+)`", LOG)
     assert [name for name in names if not (RESULTS / name).exists()] == []
 
 
-def entries():
-    return LOG.split("\n## ")[1:]
-
-
-@pytest.mark.parametrize("entry", entries(), ids=lambda entry: entry.splitlines()[0][:40])
-def test_an_entry_of_the_log_is_short_and_names_rows_that_exist(entry):
-    lines = [line for line in entry.splitlines() if line]
-    assert len(lines) <= 10
-    assert "?" in lines[0]
-    assert entry.count("**Result.**") == entry.count("**Consequence.**") == 1
-    names = re.findall(r"`(results/[\w./-]+)`", entry)
-    assert [name for name in names if not (RESULTS.parent / name).exists()] == []
+def test_an_entry_of_the_log_is_a_question_and_a_conclusion():
+    entries = re.findall(r"^\* .*(?:\n  .*)*", LOG, re.MULTILINE)
+    assert len(entries) > 50
+    assert [entry for entry in entries if entry.count("\n") > 4 or not re.match(r"\* \*\*[^*]+\?\*\* \(", entry)] == []
+    assert len(LOG.splitlines()) < 300

@@ -15,7 +15,7 @@ from more_cases import mostly_nightly, nightly
 from safetensors.numpy import load_file
 
 from benchmarks.agreement import PARITY
-from benchmarks.figure import rows
+from benchmarks.csv_rows import rows
 from lorafusion_jax.checkpoint.peft import put_adapter, read_adapter
 from lorafusion_jax.checkpoint.peft_experts import to_file
 from lorafusion_jax.data.assemble import Piece, assemble
