@@ -62,10 +62,8 @@ def open_source(source: str, base_dir: Path) -> RawSource:
     """Finds a source and hashes its content. Small files are read; blocks of large ones are read when they are parsed.
 
     Args:
-        source: path of a .jsonl, .json, .csv or .parquet file, also with .gz or .zst after it, `hf:org/set[:split]`, or
-            `NAME:argument` of an installed source.
-        source: path of a .jsonl, .json, .csv, .parquet or .arrow file, also with .gz or .zst after it, or
-            `hf:org/set[:split]`.
+        source: path of a .jsonl, .json, .csv, .parquet or .arrow file, also with .gz or .zst after it,
+            `hf:org/set[:split]`, or `NAME:argument` of an installed source.
         base_dir: folder for relative paths.
 
     Raises:

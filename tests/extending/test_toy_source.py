@@ -154,9 +154,15 @@ def test_nulls_of_a_row_stay_as_in_a_file(job, tmp_path):
     assert row == {"prompt": "after 4 comes", "completion": " 5", "note": None}
 
 
-def test_a_service_takes_uploads_only(job):
-    config = lf.load_job(job({"a": {"data": {"train": "counted:0-4"}}})).config
-    with pytest.raises(lf.LoraFusionError, match="installed source"):
+def test_a_job_of_a_service_uploads_the_rows_of_a_source(job, tmp_path):
+    data = {"train": "counted:0-4", "eval": "ranked:never"}
+    config = lf.load_job(job({"a": {"data": data, "objective": {"name": "dpo"}}})).config
+    sent = job_of(config, config.adapters[0], None)["data"]
+    assert {key: sources.read_rows(sent[key]).values for key in data} == {
+        key: sources.read_rows(data[key]).values for key in data
+    }
+    config = lf.load_job(job({"a": {"data": {"train": "rows.jsonl", "eval": 0.5}}})).config
+    with pytest.raises(lf.LoraFusionError, match=r"data\.eval: a share"):
         job_of(config, config.adapters[0], None)
 
 

@@ -18,6 +18,7 @@ from lorafusion_jax.config.data_sources import is_file
 from lorafusion_jax.config.load import load_config
 from lorafusion_jax.config.references import BASE, START
 from lorafusion_jax.config.schema import AdapterConfig, JobConfig
+from lorafusion_jax.data.sources import open_source, row_blocks, store_rows
 from lorafusion_jax.errors import ConfigError, RunError
 from lorafusion_jax.report.console import out, plain_table
 from lorafusion_jax.serve.client import Client, ServiceError
@@ -191,16 +192,15 @@ def job_of(config: JobConfig, adapter: AdapterConfig, base: str | None) -> dict[
         "lora.init_from (use init_from of the service)": adapter.lora.init_from is not None,
         "early_stop.patience": adapter.early_stop.patience is not None,
         "halving": config.halving.first_step is not None,
-        "data.train or data.eval: hf:… or an installed source (upload its rows)": any(
-            not is_file(source.path) for source in (*adapter.data.train, *held_out)
-        ),
         "data.train: a list": len(adapter.data.train) > 1 or any(source.weight != 1 for source in adapter.data.train),
-        "data.eval: a list": isinstance(adapter.data.eval, tuple) and len(adapter.data.eval) > 1,
+        "data.eval: a list": len(held_out) > 1,
+        "data.eval: a share of the rows (name a file)": isinstance(adapter.data.eval, float),
     } | {f"lora.{key}": True for key in _changed(adapter.lora) - {"init_from"} - set(LoraSpec.model_fields)}
     if wrong := [name for name, is_set in not_served.items() if is_set]:
         raise ConfigError("jobs.not-served", f"{adapter.name}: a service does not take {', '.join(wrong)}.")
     data = adapter.data.model_dump(mode="json", exclude_none=True)
-    data |= {key: str(directory / data[key]) for key in ("train", "eval") if isinstance(data.get(key), str)}
+    data |= {"train": _file_of(adapter.data.train[0].path, directory)}
+    data |= {"eval": _file_of(source.path, directory) for source in held_out}
     lora = adapter.lora.model_dump(mode="json", exclude_none=True, include=set(LoraSpec.model_fields))
     return {
         "name": adapter.name.lower().replace("=", "-").replace("@", "-").replace("+", "-"),
@@ -215,6 +215,14 @@ def job_of(config: JobConfig, adapter: AdapterConfig, base: str | None) -> dict[
         "weight": adapter.weight,
         "priority": adapter.priority,
     } | ({"steps": config.train.max_steps} if config.train.max_steps else {})
+
+
+def _file_of(source: str, directory: Path) -> str:
+    """The file of a source of rows. Those of the hub and of installed sources are read here, into a file of the cache."""
+    if is_file(source):
+        return str(directory / source)
+    raw = open_source(source, directory)
+    return str(store_rows(row for rows in row_blocks(raw) for row in rows.values))
 
 
 def _changed(settings: BaseModel) -> set[str]:
