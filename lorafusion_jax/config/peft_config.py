@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lorafusion_jax.adapters.kind import AdapterKind, Head
-from lorafusion_jax.adapters.patterns import Patterns, unusable_pattern
+from lorafusion_jax.adapters.patterns import Patterns, matches, unusable_pattern
 from lorafusion_jax.adapters.spec import ALL_LINEAR, AdapterSpec
 from lorafusion_jax.adapters.table import KINDS, PLAIN, adapter_kind
 from lorafusion_jax.adapters.tokens import TokenRows
@@ -332,7 +332,7 @@ def describe(
         errors += [_no_scale(key, kind, where) for key in ("lora_alpha", "use_rslora") if key not in raw]
     alpha = float(_number(raw, "lora_alpha", None if of_lora else rank, where, errors))
     dropout = float(_number(raw, _dropout_key(adapter_kind(kind)), 0.0, where, errors))
-    patterns = _patterns(raw, rank, alpha, layers, where, errors, root)
+    patterns = _patterns(raw, rank, alpha, layers, where, errors, root, paths)
     tokens = _tokens(raw, adapter_kind(kind), name, where, errors)
     raise_all(errors)
     ranks = dict.fromkeys(paths, rank) if patterns is None else {path: patterns.rank_of(path) for path in paths}
@@ -466,9 +466,13 @@ def _patterns(
     where: str,
     errors: list[LoraFusionError],
     root: str,
+    paths: Sequence[str],
 ) -> Patterns | None:
     """Returns what differs between projections; None if nothing does."""
-    ranks, alphas = (_pattern(raw, key, where, errors) for key in ("rank_pattern", "alpha_pattern"))
+    ranks, alphas = (
+        _for_parameters(_pattern(raw, key, where, errors), number, raw, paths, root)
+        for key, number in (("rank_pattern", rank), ("alpha_pattern", alpha))
+    )
     exclude = raw.get("exclude_modules") or ()
     names = exclude if isinstance(exclude, list | tuple) else ()
     wrong = unusable_pattern(exclude) if isinstance(exclude, str) else None
@@ -497,7 +501,6 @@ def _pattern(
         return ()
     numbers = []
     for name, value in pattern.items():
-        name = name.removesuffix(WEIGHT)
         experts = "experts" in name.replace("shared_experts", "")
         wrong = "experts have the adapter's own rank and alpha" if experts else unusable_pattern(name)
         if wrong:
@@ -505,6 +508,25 @@ def _pattern(
         else:
             numbers.append((name, _number({key: value}, key, None, where, errors)))
     return tuple(numbers)
+
+
+def _for_parameters(
+    patterns: tuple[tuple[str, float], ...], number: float, raw: Mapping[str, Any], paths: Sequence[str], root: str
+) -> tuple[tuple[str, float], ...]:
+    """Names projections that PEFT trains as parameters one by one: it compares patterns with "….up_proj.weight"."""
+    parameters = raw.get("target_parameters") or []
+    ends = tuple(f".{name}" for name in parameters if isinstance(name, str) and name.endswith(WEIGHT))
+    trained = [path for path in paths if f".{root}{path}{WEIGHT}".endswith(ends)]
+    if not trained or not patterns:
+        return patterns
+
+    def number_at(path: str, given: Sequence[tuple[str, float]]) -> float:
+        return next((value for name, value in given if matches(name, path, (root,))), number)
+
+    modules = [path for path in paths if path not in trained]
+    of_modules = [entry for entry in patterns if any(matches(entry[0], path, (root,)) for path in modules)]
+    of_trained = {path: number_at(f"{path}{WEIGHT}", patterns) for path in trained}
+    return (*(entry for entry in of_trained.items() if number_at(entry[0], of_modules) != entry[1]), *of_modules)
 
 
 def _other_pattern(key: str, pattern: str, why: str, where: str) -> CheckpointError:

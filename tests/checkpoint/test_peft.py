@@ -13,6 +13,7 @@ from safetensors import safe_open
 from lorafusion_jax.adapters.patterns import Patterns
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.checkpoint.peft import export_adapter, put_adapter, read_adapter, take_adapter, write_adapter
+from lorafusion_jax.config.peft_folder import lora_settings
 from lorafusion_jax.errors import CheckpointError, RunError
 
 WIDE = AdapterSpec(name="wide", rank=6, alpha=12, dropout=0.1, targets=("q_proj", "down_proj"))
@@ -249,3 +250,32 @@ def test_patterns_reach_mlps_beside_experts_in_peft(multimodal, tmp_path):
         ):
             matching = [value for pattern, value in config[name].items() if re.match(rf"(.*\.)?({pattern})$", key)]
             assert [*matching, default][0] == number == read, (name, key)
+
+
+@pytest.mark.parametrize(
+    ("alphas", "of_module", "of_parameter"),
+    [
+        ({"up_proj": 12, "q_proj": 20}, 20, 4),
+        ({"up_proj.weight": 12, "q_proj.weight": 20}, 4, 12),
+        ({"layers.*": 12}, 12, 12),
+        ({r".*(up|q)_proj\..*": 12, ".*_proj": 6}, 6, 12),
+        ({"mlp.up_proj": 12}, 4, 4),
+    ],
+)
+def test_patterns_of_a_folder_reach_parameters_as_in_peft(alphas, of_module, of_parameter, tmp_path):
+    """PEFT 0.21.2 computes with these alphas: it compares patterns with "….up_proj.weight" where that is trained."""
+    spec = AdapterSpec(name="a", rank=2, alpha=4, targets=("q_proj", "up_proj"))
+    arrays = {
+        path: (np.ones((8, 2), np.float32), np.ones((2, 8), np.float32))
+        for path in ("layers.0.self_attn.q_proj", "layers.0.mlp.up_proj")
+    }
+    file = write_adapter(arrays, spec, "org/base", tmp_path / "a") / "adapter_config.json"
+    changed = {"target_modules": ["q_proj"], "target_parameters": ["mlp.up_proj.weight"], "alpha_pattern": alphas}
+    file.write_text(json.dumps(json.loads(file.read_text()) | changed))
+    (tmp_path / "a" / "SHA256SUMS").unlink()
+    read, _ = read_adapter(tmp_path / "a")
+    assert [read.scale_at(path) for path in arrays] == [of_module / 2, of_parameter / 2]
+
+    settings = lora_settings(tmp_path / "a")  # of a job that begins with it
+    patterns = Patterns(rank=2, alpha=4, alphas=tuple(settings.get("alpha_pattern", {}).items()))
+    assert [patterns.alpha_of(path) for path in arrays] == [of_module, of_parameter]
