@@ -20,6 +20,7 @@ from lorafusion_jax.objective.pairs import (
     asks,
     chosen_and_rejected,
     prompt_and_answer,
+    same_prompt,
     split_conversation,
     with_system,
 )
@@ -50,9 +51,11 @@ def rows_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Returns a row with a label, or the two rows of a pair.
 
     Raises:
-        ValueError: the row is neither, or its label is not true or false.
+        ValueError: the row is neither or both, or its label is not true or false.
     """
     if row.get("chosen") or row.get("rejected"):
+        if beside := [name for name in ("label", "completion") if row.get(name) not in (None, "")]:
+            raise ValueError(f"it has a pair and a {beside[0]}: one of them, a pair holds a good and a bad answer")
         return [
             {"prompt": segment, "completion": None, "label": label}
             for segment, label in zip(chosen_and_rejected(row), (True, False), strict=True)
@@ -81,7 +84,7 @@ def kto_segments(rows: Sequence[Mapping[str, Any]]) -> list[tuple[Segment, Segme
     segments = []
     for number, (prompt, completion, raw) in enumerate(texts):
         before = [*texts[number + 1 :], *texts[:number]]
-        others = [other for other_prompt, other, _ in before if other_prompt != prompt]
+        others = [other for other_prompt, other, _ in before if not same_prompt(other_prompt, prompt)]
         if not others:
             raise ValueError(
                 f"all {len(rows)} rows of its group have the same prompt, so no answer is one to another prompt: "

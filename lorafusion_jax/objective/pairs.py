@@ -18,6 +18,7 @@ STAND_INS: Mapping[str, tuple[str, ...]] = {"prompt": ("messages", "conversation
 TYPES: Mapping[str, CellType] = dict.fromkeys(("prompt", "chosen", "rejected", "completion"), "messages")
 SYSTEM = ("system", "developer")
 ASKING = ("user", "human", "system", "developer")  # roles whose turns are part of no answer
+ALIKE = {"human": "user", "gpt": "assistant", "model": "assistant", "chatgpt": "assistant"}  # other names of a role
 
 
 def chosen_and_rejected(row: Mapping[str, Any]) -> tuple[Segment, Segment]:
@@ -138,7 +139,27 @@ def _turn(message: Any) -> Any:
     if not isinstance(message, Mapping):
         return message
     role, content = message.get("role") or message.get("from"), message.get("content", message.get("value"))
+    if isinstance(content, list) and all(isinstance(part, Mapping) and "text" in part for part in content):
+        content = "".join(str(part["text"]) for part in content)
+    if isinstance(role, str):
+        role = ALIKE.get(role.lower(), role.lower())
     return role, content.strip() if isinstance(content, str) else content
+
+
+def same_prompt(prompt: Any, other: Any) -> bool:
+    """Whether two prompts ask the same: one may be a text and the other messages, and spaces do not count.
+
+    >>> same_prompt("2 + 2 = ", [{"from": "human", "value": "2 +  2 ="}])
+    True
+    """
+
+    def turns(value: Any) -> list[Any]:
+        return [_turn(message) for message in _messages(value or "", "user")]
+
+    def squeezed(turn: Any) -> Any:
+        return [" ".join(part.split()) if isinstance(part, str) else part for part in turn]
+
+    return [*map(squeezed, turns(prompt))] == [*map(squeezed, turns(other))]
 
 
 def _pair(prompt: Any, chosen: Any, rejected: Any, *, template: bool) -> tuple[Segment, Segment]:

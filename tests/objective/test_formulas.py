@@ -94,6 +94,25 @@ def test_several_answers_of_a_prompt_are_no_mismatched_texts():
     assert texts_of(mismatched) == ["a5", "a5", "b1", "b1", "b1", "c4"]
 
 
+@pytest.mark.parametrize(
+    "alike",
+    [
+        (" where is\tit?", "where is it? "),
+        ("where", [{"role": "user", "content": "where\n"}]),
+        ([{"from": "human", "value": "where"}], [{"role": "user", "content": [{"type": "text", "text": "where"}]}]),
+        ([{"role": "system", "content": "brief"}, "x"], [{"role": "system", "content": "brief "}, "x"]),
+    ],
+)
+def test_one_prompt_in_other_words_is_one_prompt(alike):
+    """Its answers are none to another prompt, whatever spaces it has and whether it is a text or a message."""
+    rows = [{"prompt": prompt, "completion": f"{n}", "label": n % 2} for n, prompt in enumerate([*alike, "when"])]
+    assert [segments[1].answer or segments[1].messages[-1]["content"] for segments in kto_segments(rows)] == [
+        "2", "2", "1"
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="all 2 rows of its group have the same prompt"):
+        kto_segments(rows[:2])
+
+
 @pytest.mark.parametrize("size", [2, 3])
 def test_pairs_are_taken_apart_as_trl_does(size):
     """All chosen answers of the file, then all rejected ones; each prompt with the completion of the row before."""

@@ -46,6 +46,8 @@ ROWS = [  # what is wrong, the objective, the rows, the code and what the messag
     ("a label that is a text", KTO, [{**LABELLED, "label": "good"}], "data.bad-row",
      "neither a label that is true or false"),
     ("no label", KTO, [{"prompt": "one", "completion": " two"}], "data.bad-row", "neither a label that"),
+    ("a pair with a label", KTO, [{**PAIR, "label": 0}] * 4, "data.bad-row", "a pair and a label"),
+    ("a pair with a completion", KTO, [{**PAIR, "completion": " four"}] * 4, "data.bad-row", "a pair and a completion"),
     ("no completion", KTO, [{**LABELLED, "completion": ""}], "data.bad-row", "it has no completion"),
     ("labels of one class", KTO, [{**LABELLED, "prompt": f"one {n}"} for n in range(4)], "objective.data",
      "all 4 labels are true"),
