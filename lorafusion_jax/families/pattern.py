@@ -57,7 +57,8 @@ def read_pattern(
     unknown = [name for name in dict.fromkeys(names) if name not in known]
     unsupported += [f"layers of type {shortened(name)} (known: {', '.join(known)})" for name in unknown]
     if SLIDING in names and hf.sliding_window is None:
-        malformed.append("sliding_window is missing, and layer_types names sliding_attention")
+        by = "the family has" if hf.layer_types is None else "layer_types names"
+        malformed.append(f"sliding_window is missing, and {by} layers of {SLIDING}")
     windows = {SLIDING: hf.sliding_window}
     full = [number for number, name in enumerate(names) if name == FULL]
     check_full_layers(hf, family, full, len(names), unsupported)
@@ -83,7 +84,8 @@ def _layer_types(hf: HFConfig, family: Family, count: int) -> list[str]:
     if family.delta_net is not None and hf.layer_types is None:
         every = hf.full_attention_interval or 1
         return [FULL if (number + 1) % every == 0 else LINEAR for number in range(count)]
-    off = window is None or ("use_sliding_window" in reads and not hf.use_sliding_window)
+    every_nth = isinstance(family.windows, int)  # these layers have a window, whatever the file says of its size
+    off = (window is None and not every_nth) or ("use_sliding_window" in reads and not hf.use_sliding_window)
     if hf.layer_types is not None and "layer_types" in reads:
         return [FULL if off and name == SLIDING and "use_sliding_window" in reads else name for name in hf.layer_types]
     if off or family.windows == "never":

@@ -200,3 +200,14 @@ def test_keys_that_a_family_renames_are_read_without_a_default(keys, spelled, mo
     assert [layer.attention.rope is None for layer in config.layers] == [False, "bare" in keys]
     with pytest.raises(CheckpointError, match="is spin here" if "spin" in keys else "entries|layers of type|not"):
         ModelConfig.from_hf({"model_type": "spin", "vocab_size": 64, **sizes, next(iter(keys)): 7})
+
+
+def test_a_window_that_is_null_is_refused_where_the_family_has_layers_with_one():
+    """transformers 5.23 loads such a file and fails in its first pass; where all layers may do without, it computes."""
+    for family, row in FAMILIES.items():
+        raw = DEFAULTS[family] | {"sliding_window": None, "layer_types": None}
+        if isinstance(row.windows, int):
+            assert "sliding_window is missing, and the family has layers of" in refusal(raw)
+        elif "sliding_window" in row.meanings:
+            config = ModelConfig.from_hf(raw)
+            assert not any([config.sliding_window, *(layer.window for layer in config.pattern or ())])

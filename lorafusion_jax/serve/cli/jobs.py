@@ -199,8 +199,8 @@ def job_of(config: JobConfig, adapter: AdapterConfig, base: str | None) -> dict[
     if wrong := [name for name, is_set in not_served.items() if is_set]:
         raise ConfigError("jobs.not-served", f"{adapter.name}: a service does not take {', '.join(wrong)}.")
     data = adapter.data.model_dump(mode="json", exclude_none=True)
-    data |= {"train": _file_of(adapter.data.train[0].path, directory)}
-    data |= {"eval": _file_of(source.path, directory) for source in held_out}
+    named = {"train": adapter.data.train, "eval": held_out}
+    data |= {key: _file_of(sources[0].path, directory) for key, sources in named.items() if sources}
     lora = adapter.lora.model_dump(mode="json", exclude_none=True, include=set(LoraSpec.model_fields))
     return {
         "name": adapter.name.lower().replace("=", "-").replace("@", "-").replace("+", "-"),
@@ -218,7 +218,7 @@ def job_of(config: JobConfig, adapter: AdapterConfig, base: str | None) -> dict[
 
 
 def _file_of(source: str, directory: Path) -> str:
-    """The file of a source of rows. Those of the hub and of installed sources are read here, into a file of the cache."""
+    """The file of a source. Rows of the hub and of installed sources are read here, into a file of the cache."""
     if is_file(source):
         return str(directory / source)
     raw = open_source(source, directory)
