@@ -2,7 +2,6 @@
 PYTHON ?= python3
 BIN := .venv/bin
 LOCK := requirements.lock
-RUN_LOCK := requirements.run.lock   # its part that the product needs: make demo waits for no tools of a checkout
 PROGRAMS := $(CURDIR)/build/test-programs   # programs that tests have compiled: a later run of the suite takes half the time
 PARALLEL := -n auto --maxprocesses 8 --dist worksteal   # how many: tests/conftest.py; most of the time is compiling
 
@@ -65,12 +64,14 @@ gpu-test:
 ptxas:
 	$(PYTHON) -m benchmarks.ptxas_report
 
-# The newest version of everything that pyproject.toml allows, with hashes.
+# The newest version of everything that pyproject.toml allows, with hashes; what make demo waits for stands first.
 lock: .venv/.ready
+	@mkdir -p build
 	$(BIN)/uv pip compile -q --upgrade --universal --generate-hashes --no-emit-index-url --no-annotate --no-header --group dev pyproject.toml -o $(LOCK)
-	$(BIN)/uv pip compile -q --universal --generate-hashes --no-emit-index-url --no-annotate --no-header --constraint $(LOCK) pyproject.toml -o $(RUN_LOCK)
+	$(BIN)/uv pip compile -q --universal --no-emit-index-url --no-annotate --no-header --constraint $(LOCK) pyproject.toml -o build/run.lock
+	$(PYTHON) .ci/setup.py --join build/run.lock
 
-.venv/.runs: $(RUN_LOCK) pyproject.toml .ci/setup.py
+.venv/.runs: $(LOCK) pyproject.toml .ci/setup.py
 	@$(PYTHON) .ci/setup.py --venv .venv --only-run
 
 .venv/.ready: $(LOCK) pyproject.toml .ci/setup.py

@@ -10,7 +10,7 @@ import subprocess
 import sys
 
 NEEDED = (3, 12)
-LOCK, RUN_LOCK = "requirements.lock", "requirements.run.lock"  # of a checkout; what the product needs of it
+LOCK, TOOLS = "requirements.lock", "# Tools of a checkout:\n"  # what the product needs stands above this line
 NEEDED_GB = 3
 AGAIN = "run the same command again."
 IMPORTS = "import lorafusion_jax.cli.demo, lorafusion_jax.api.watch, lorafusion_jax.training.verify"
@@ -55,6 +55,28 @@ def uv_of_lock():
         return next((line.split()[0] for line in lock if line.startswith("uv==")), "uv")
 
 
+def write_run_lock(venv):
+    """The part of the lock that the product needs, as a file of its own."""
+    file = os.path.join(venv, "run.lock")
+    with open(LOCK) as lock, open(file, "w") as part:
+        part.write(lock.read().partition(TOOLS)[0])
+    return file
+
+
+def join_locks(run_lock):
+    """Sorts the lock: what the product needs first, as another lock names it."""
+    with open(run_lock) as needed, open(LOCK) as lock:
+        names = [line.split("==")[0] for line in needed if line[0].isalnum()]
+        packages = ("\n" + lock.read().replace(TOOLS, "")).replace("\n    ", "\0").split("\n")
+    packages = [package.replace("\0", "\n    ") + "\n" for package in packages if package]
+    parts = [
+        [package for package in packages if (package.split("==")[0] in names) is of_product]
+        for of_product in (True, False)
+    ]
+    with open(LOCK, "w") as lock:
+        lock.write("".join(parts[0] + [TOOLS] + parts[1]))
+
+
 def install_uv(venv, python):
     """Installs uv by the pip of this Python, if it is there and knows how: a pip of the environment's own takes 5 s."""
     wanted = ("install", "--quiet", "--disable-pip-version-check", uv_of_lock())
@@ -77,7 +99,7 @@ def install(venv, oldest, group, only_run):
         run(*pip, "install", *into, "--resolution", "lowest-direct", "--upgrade", "--editable", ".", "--group", "dev")
     else:
         # `sync` removes what is not in the file, `install` leaves it: the rest of a checkout may be there already.
-        packages = ("install", "--requirement", RUN_LOCK) if only_run else ("sync", LOCK)
+        packages = ("install", "--requirement", write_run_lock(venv)) if only_run else ("sync", LOCK)
         run(*pip, packages[0], *into, "--require-hashes", *packages[1:])
         run(*pip, "install", *into, "--no-deps", "--editable", ".")
     if group:
@@ -93,7 +115,11 @@ def main():
     parser.add_argument("--oldest", action="store_true", help="the oldest supported packages")
     parser.add_argument("--group", help="a dependency group of pyproject.toml, too")
     parser.add_argument("--only-run", action="store_true", help="what the product needs, without tests and tools")
+    parser.add_argument("--join", metavar="RUN_LOCK", help="sort the lock by what the product needs, and end")
     options = parser.parse_args()
+    if options.join:
+        join_locks(options.join)
+        return
     if sys.version_info < NEEDED:
         fail(
             "Python >= 3.12 is needed, this is {}.{}; set it with: make PYTHON=/path/to/python3.12".format(
