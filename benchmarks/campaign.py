@@ -139,7 +139,6 @@ CELLS = (
     Cell(name="layer_small", gpus=1, seconds=130, command="kernels --sections layer --only 8B-2048 8B-4096"),
     Cell(name="start", gpus=1, seconds=260, command="starting --work /dev/shm"),
     Cell(name="start_2", gpus=2, seconds=260, command="starting --work /dev/shm --stages 2"),
-    Cell(name="adapter_counts", gpus=1, seconds=130, command="adapter_counts"),
     Cell(name="attention", gpus=1, seconds=110, command="attention --sections check,isolation,whole --budget 100"),
     Cell(name="bytes", gpus=1, seconds=90, command="kernel_bytes"),
     Cell(name="8b_overlap", gpus=1, seconds=95, command=f"{REPLICAS} {HIDE}true"),

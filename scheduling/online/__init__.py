@@ -42,7 +42,3 @@ from scheduling.online.types import Fault as Fault
 from scheduling.online.types import Job as Job
 from scheduling.online.types import User as User
 from scheduling.online.types import Worker as Worker
-from scheduling.online.wire import decisions_from_json as decisions_from_json
-from scheduling.online.wire import decisions_to_json as decisions_to_json
-from scheduling.online.wire import state_from_json as state_from_json
-from scheduling.online.wire import state_to_json as state_to_json

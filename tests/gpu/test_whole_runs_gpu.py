@@ -79,10 +79,7 @@ def job(request, tmp_path_factory, make_base):
 
 
 def test_joint_equals_separate_training_but_for_rounding(job, record_property):
-    """Per tensor, at equal weights: at most four times what another packing of the adapter alone changes.
-
-    `benchmarks/joint_alone.py` writes the differences.
-    """
+    """Per tensor, at equal weights: at most four times what another packing of the adapter alone changes."""
     report = compare_job(*job, "law", 3)
     rows = [{key: getattr(one, key) for key in ("step", "tensor", "value", "bound")} for one in report.differences]
     record_property("differences", rows)
