@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -11,6 +12,7 @@ import yaml
 
 from lorafusion_jax.adapters.spec import resolve_targets
 from lorafusion_jax.config.auto import AUTO, CAPACITY
+from lorafusion_jax.config.other_defaults import ALL_OF_MESSAGES, FACTORS, program_of, target_of
 from lorafusion_jax.config.other_programs import ALWAYS_PACKED, counterpart
 from lorafusion_jax.config.schema import HELD_OUT_LOSS, BatchSettings
 from lorafusion_jax.errors import ConfigError, LoraFusionError
@@ -23,13 +25,10 @@ SECTIONS = (
     *("base", "data", "lora", "optim", "objective", "early_stop", "epochs", "seed"),
     *("batch", "mesh", "save", "train", "report"),
 )
-SAME = {"seed": "seed", "weight_decay": "optim.weight_decay", "max_steps": "train.max_steps", "max_length":
-        "data.max_length", "beta": "objective.beta"}  # fmt: skip
 OPTIMIZERS = {"adamw": "adamw", "lion": "lion", "adafactor": "adafactor", "sgd": "sgd"}
 OBJECTIVES = ("dpo", "ipo", "kto", "orpo", "simpo", "cpo")
 LOSSES = ("loss_type", "loss_weights")  # TRL's DPO has lists of them
 SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant", "constant_with_warmup": "constant"}
-BATCH = ("micro_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -39,10 +38,12 @@ class Converted:
     Attributes:
         job: sections of a job file.
         notes: (key of the other file, why it has no counterpart or how it differs).
+        defaults: whose defaults are written for keys that the file leaves out, and which keys.
     """
 
     job: dict[str, Any] = field(default_factory=dict)
     notes: list[tuple[str, str]] = field(default_factory=list)
+    defaults: str = ""
 
     def set(self, key: str, value: Any) -> None:
         section, _, name = key.partition(".")
@@ -53,7 +54,7 @@ class Converted:
 
     def text(self, title: str) -> str:
         """The job as a commented file."""
-        lines = [f"# {title}"]
+        lines = [f"# {title}", *textwrap.wrap(self.defaults, 110, initial_indent="# ", subsequent_indent="#   ")]
         if self.notes:
             lines += [
                 "# Not carried over, or with another meaning:",
@@ -77,11 +78,12 @@ def convert(values: Mapping[str, Any], name: str) -> Converted:
     """
     result = Converted()
     _objective(values, result)
+    values = _with_defaults(values, result)
     for key, value in values.items():
-        if value is None or key in BATCH:
+        if value is None or key in FACTORS:
             continue
         known = counterpart(str(key))
-        target = SAME.get(str(key)) or (known.key if known else None)
+        target = target_of(str(key))
         if target is None or target == "--out":
             note = known.note if known else "no counterpart is known"
             result.notes.append((str(key), f"--out {note}" if target else note))
@@ -113,6 +115,18 @@ def convert(values: Mapping[str, Any], name: str) -> Converted:
         del result.job["data"]
     result.job["adapters"] = [{"name": _adapter_name(name), "data": train}]
     return result
+
+
+def _with_defaults(values: Mapping[str, Any], result: Converted) -> Mapping[str, Any]:
+    """The file with the defaults of its program for what it leaves out."""
+    program = program_of(values)
+    if program is None:
+        result.defaults = "Which program the file is of is not clear: keys that it leaves out have our defaults."
+        return values
+    left_out = program.left_out(values, preferences="objective" in result.job)
+    result.defaults = f"Read as a file of {program.name}, with its defaults for {', '.join(left_out) or 'nothing'}."
+    result.notes += program.left_out_notes(values)
+    return {**values, **left_out}
 
 
 def _adapter_name(name: str) -> str:
@@ -189,6 +203,11 @@ def _paths(source: Any, *, as_it_is: bool) -> list[str]:
 
 
 def _loss(result: Converted, key: str, target: str, value: Any) -> None:
+    if (
+        key == "assistant_only_loss" and value is False
+    ):  # prompts of other rows stay unlearned
+        result.notes.append((key, ALL_OF_MESSAGES))
+        return
     learns_prompts = (
         value is True if key.startswith("train_on_") and key != "train_on_responses_only" else value is False
     )
@@ -246,6 +265,19 @@ def _optimizer(result: Converted, key: str, target: str, value: Any) -> None:
     result.set(target, name)
     if str(value) not in (name, f"{name}_torch", f"{name}_torch_fused", f"{name}_hf"):
         result.notes.append((key, f"{value} is {name}: moments are float32, and only of the adapter"))
+
+
+def _epochs(result: Converted, key: str, target: str, value: Any) -> None:
+    """Trainers count parts of an epoch, too, and have -1 for no limit of steps."""
+    value = _number(value)
+    if value == int(value) and value >= 1:
+        result.set(target, int(value))
+    elif not (target == "train.max_steps" and value < 1):
+        result.notes.append((key, f"{value:g}: {target} is a whole number, at least 1"))
+
+
+def _on_long(result: Converted, key: str, target: str, value: Any) -> None:
+    result.set(target, {"drop": "drop", "truncate": "cut", "raise": "error"}[str(value)])
 
 
 def _steps(result: Converted, key: str, target: str, value: Any) -> None:
@@ -322,7 +354,7 @@ def _early_stop(result: Converted) -> None:
 
 
 def _batch(values: Mapping[str, Any], result: Converted) -> None:
-    counts = [values[key] for key in BATCH if isinstance(values.get(key), int) and not isinstance(values[key], bool)]
+    counts = [values[key] for key in FACTORS if isinstance(values.get(key), int) and not isinstance(values[key], bool)]
     if not counts:
         return
     samples = 1
@@ -331,7 +363,9 @@ def _batch(values: Mapping[str, Any], result: Converted) -> None:
     result.set("batch.global_samples", samples)
     packs = any(values.get(key) is True for key in ("sample_packing", "packing", "neat_packing"))
     note = f"samples per optimizer step on one device; {ALWAYS_PACKED}" if packs else "samples of one optimizer step"
-    result.notes.append((" x ".join(key for key in BATCH if key in values), f"batch.global_samples {samples}: {note}"))
+    result.notes.append(
+        (" x ".join(key for key in FACTORS if key in values), f"batch.global_samples {samples}: {note}")
+    )
 
 
 TAKERS: dict[str, Callable[[Converted, str, str, Any], None]] = {
@@ -342,6 +376,9 @@ TAKERS: dict[str, Callable[[Converted, str, str, Any], None]] = {
     "data.train": _data,
     "data.eval": _data,
     "data.loss": _loss,
+    "data.on_long": _on_long,
+    "epochs": _epochs,
+    "train.max_steps": _epochs,
     "lora.targets": _targets,
     "lora.init_from": _init_from,
     "lora.kind": _kind,
