@@ -45,6 +45,7 @@ from lorafusion_jax.config.peft_config import (
     config_of,
     describe,
     kind_of,
+    names_each,
     read_config,
     without_absent,
 )
@@ -132,7 +133,7 @@ def write_adapter(
     }
     quantize, revision = options.get("base_quantize", NONE), options.get("base_revision")
     paths, multimodal = [path for path in arrays if path not in NOT_PROJECTIONS], options.get("multimodal", False)
-    if multimodal:  # its file lists projections, so a target of which patterns leave none is not in it
+    if names_each(spec, paths, multimodal):  # so a target of which patterns leave none is not in the file
         present = {path.rpartition(".")[2] for path in paths}
         spec = replace(spec, targets=tuple(name for name in spec.targets if name in present))
     with new_folder(to_dir, replace=options.get("replace", False)) as folder:

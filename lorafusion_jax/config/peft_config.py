@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -164,8 +164,9 @@ def config_of(
         more |= {"target_parameters": parameters, _dropout_key(kind): 0.0}
     entries = (kind.peft or {}).items()
     config |= more | {key: value(spec) if callable(value) else value for key, value in entries}
-    config |= _one_by_one(spec, config, paths) if multimodal else {}
-    return config | _of_parameters(spec, config, paths)
+    root = IN_PEFT if multimodal else TEXT_ROOT
+    config |= _one_by_one(spec, config, paths, root) if names_each(spec, paths, multimodal) else {}
+    return config | _of_parameters(spec, config, paths, root)
 
 
 WEIGHT = ".weight"  # of a projection that PEFT trains as a parameter
@@ -174,9 +175,23 @@ BY_PATH = (  # what names projections
 )  # fmt: skip
 
 
-def _one_by_one(spec: AdapterSpec, config: Mapping[str, Any], paths: Collection[str]) -> dict[str, Any]:
-    """Settings that name each projection by its path in a multimodal model, in place of names and patterns."""
-    named = {path: f"{IN_PEFT}{path}" for path in paths}
+def names_each(spec: AdapterSpec, paths: Collection[str], multimodal: bool) -> bool:
+    """Whether a file names each projection by its path: those of a multimodal model, whose towers may have projections
+    of the same names, and those of a text part whose patterns speak of the whole model."""
+    patterns = spec.patterns
+    if multimodal or patterns is None:
+        return multimodal
+    in_text = replace(patterns, roots=(TEXT_ROOT,))
+    exclude = (patterns.exclude,) if isinstance(patterns.exclude, str) else patterns.exclude
+    return any("language_model" in name for name in exclude) or any(
+        (patterns.rank_of(path), patterns.alpha_of(path)) != (in_text.rank_of(path), in_text.alpha_of(path))
+        for path in paths
+    )
+
+
+def _one_by_one(spec: AdapterSpec, config: Mapping[str, Any], paths: Collection[str], root: str) -> dict[str, Any]:
+    """Settings that name each projection by its path, in place of names and patterns."""
+    named = {path: f"{root}{path}" for path in paths}
     modules = [named[path] for path in paths if path.rpartition(".")[2] in config["target_modules"]]
     weights = {f"{path}.weight" for path in named.values()}
     parameters = [
@@ -192,10 +207,10 @@ def _one_by_one(spec: AdapterSpec, config: Mapping[str, Any], paths: Collection[
     return settings | ({"rank_pattern": ranks, "alpha_pattern": alphas} if "rank_pattern" in config else {})
 
 
-def _of_parameters(spec: AdapterSpec, config: Mapping[str, Any], paths: Collection[str]) -> dict[str, Any]:
+def _of_parameters(spec: AdapterSpec, config: Mapping[str, Any], paths: Collection[str], root: str) -> dict[str, Any]:
     """Patterns that reach MLPs beside experts, too: PEFT compares the name of a parameter, "….up_proj.weight"."""
     targets = [f".{name}" for name in config.get("target_parameters") or [] if name.endswith(WEIGHT)]
-    trained = [path for path in paths if f".{IN_PEFT}{path}{WEIGHT}".endswith(tuple(targets))]
+    trained = [path for path in paths if f".{root}{path}{WEIGHT}".endswith(tuple(targets))]
     if spec.patterns is None or not trained or "rank_pattern" not in config:
         return {}
     numbers = {"rank_pattern": spec.rank_at, "alpha_pattern": spec.patterns.alpha_of}

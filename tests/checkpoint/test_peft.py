@@ -252,6 +252,32 @@ def test_patterns_reach_mlps_beside_experts_in_peft(multimodal, tmp_path):
             assert [*matching, default][0] == number == read, (name, key)
 
 
+@pytest.mark.parametrize("exclude", [(), r".*language_model\.layers\.1\..*proj"])
+def test_patterns_of_a_whole_model_reach_its_text_part(exclude, tmp_path):
+    """Such as those of an adapter that went on from one of the whole model, and has a score: its base is the text."""
+    ranks = (("model.language_model.layers.0.self_attn.q_proj", 1), (".*shared_expert.up_proj", 3))
+    alphas = (("language_model.*q_proj", 9.0),)
+    patterns = Patterns(rank=2, alpha=5, ranks=ranks, alphas=alphas, exclude=exclude)
+    spec = AdapterSpec(name="a", rank=3, alpha=5, targets=("q_proj", "up_proj", "o_proj"), patterns=patterns)
+    paths = [
+        f"layers.{layer}.{name}" for layer in range(2) for name in ("self_attn.q_proj", "mlp.shared_expert.up_proj")
+    ]
+    arrays = {
+        path: (np.ones((8, spec.rank_at(path)), np.float32), np.ones((spec.rank_at(path), 8), np.float32))
+        for path in paths
+        if spec.has(path)
+    }
+    assert len(arrays) == (2 if exclude else 4)
+    folder = write_adapter(arrays, spec, "org/base", tmp_path / "a")
+    config = json.loads((folder / "adapter_config.json").read_text())
+    assert "language_model" not in json.dumps(config)
+    names = config["target_modules"] + config["target_parameters"]
+    trained = [path for path in paths if any(f"model.{path}{end}" in names for end in ("", ".weight"))]
+    assert trained == list(arrays)
+    again, _ = read_adapter(folder)
+    assert [again.scale_at(path) for path in arrays] == [spec.scale_at(path) for path in arrays]
+
+
 @pytest.mark.parametrize(
     ("alphas", "of_module", "of_parameter"),
     [
