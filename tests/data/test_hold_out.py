@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from lorafusion_jax.config import load_config
-from lorafusion_jax.data.hold_out import hold_out
+from lorafusion_jax.data import hold_out as hold_out_file
+from lorafusion_jax.data.hold_out import hold_out, repeated_samples
 from lorafusion_jax.data.prepare import prepare
 from lorafusion_jax.data.tokenized_set import DataReport, TokenizedSet
 from lorafusion_jax.errors import DataError
@@ -81,3 +82,16 @@ def test_a_job_with_a_share_holds_out_the_same_rows_for_all_members_of_a_sweep()
     assert p.eval.digest == q.eval.digest
     assert not set(p.train.rows) & set(p.eval.rows)
     assert set(p.order) <= set(range(len(p.train)))
+
+
+def test_only_samples_that_look_alike_are_read_in_full(monkeypatch):
+    """Of 3 000 texts of one length; two differ from a held-out one in a token between those that are looked at."""
+    rng = np.random.default_rng(0)
+    texts = ["".join(chr(97 + letter) for letter in row) for row in rng.integers(0, 26, (3000, 40))]
+    alike = texts[7][:1] + texts[7][1].swapcase() + texts[7][2:]
+    train, held = samples_of([*texts, alike, texts[5]]), samples_of([alike.swapcase(), texts[7], "new", texts[2999]])
+    read, of = [], hold_out_file._hash
+    monkeypatch.setattr(hold_out_file, "_hash", lambda samples, index: read.append(index) or of(samples, index))
+    np.testing.assert_array_equal(repeated_samples(held, train), [1, 3])
+    assert sorted(read) == sorted([7, 3000, 2999, 1, 3])
+    assert len(repeated_samples(samples_of(["new"]), train)) == 0
