@@ -203,9 +203,7 @@ def _paths(source: Any, *, as_it_is: bool) -> list[str]:
 
 
 def _loss(result: Converted, key: str, target: str, value: Any) -> None:
-    if (
-        key == "assistant_only_loss" and value is False
-    ):  # prompts of other rows stay unlearned
+    if key == "assistant_only_loss" and value is False:  # prompts of other rows stay unlearned
         result.notes.append((key, ALL_OF_MESSAGES))
         return
     learns_prompts = (
