@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import uvicorn
+from fastapi import FastAPI
 
 from lorafusion_jax.errors import ConfigError, RunError
 from lorafusion_jax.files import replace_text
@@ -16,9 +17,12 @@ from lorafusion_jax.serve.api.access import Service
 from lorafusion_jax.serve.api.app import LOCAL_NAMES, make_app
 from lorafusion_jax.serve.api.connections import allow_files, server_config
 from lorafusion_jax.serve.control.controller import Controller
-from lorafusion_jax.serve.settings import Settings
+from lorafusion_jax.serve.settings import ONE_SESSION, Settings
 from lorafusion_jax.serve.store.database import Database, OtherVersion
 from lorafusion_jax.serve.store.keys import restore_revocations
+from lorafusion_jax.serve.tinker.access import UPLOADS
+from lorafusion_jax.serve.tinker.mount import mount
+from lorafusion_jax.serve.tinker.streams import Streams
 
 PRIVATE = ("service.db", "service.db-wal", "service.db-shm", "service.copy.db", "keys.log", "workers.secret")
 log = logging.getLogger("lorafusion.control")
@@ -70,7 +74,7 @@ def run_server(
     """Serves until a signal. Jobs are saved; they continue at the next start.
 
     Raises:
-        ConfigError: `serve.host`, `serve.mlora`: others could use it without a key.
+        ConfigError: `serve.host`, `serve.mlora`: others could use it without a key; `serve.training-api`.
         RunError: `serve.in-use`, `store.damaged`.
     """
     with ExitStack() as resources:
@@ -85,17 +89,24 @@ def run_server(
                 "mLoRA's routes have no users: they are served to this machine only, without keys.",
                 fix="leave --mlora-compat or --host out, or use a --home that never had a key",
             )
+        if settings.training_api and settings.policy != ONE_SESSION:
+            raise ConfigError(
+                "serve.training-api",
+                f"the training API is served by one session of one base, not with the policy {settings.policy}.",
+                why="a policy predicts how long jobs train, and clients end when they like",
+                fix="one --base and --gpus 1, without --policy",
+            )
         if host not in LOCAL_HOSTS and not had_keys:
             raise ConfigError(
                 "serve.host",
                 f"without a key the service listens on this machine only, not on {host}.",
                 fix=f"lorafusion keys add admin --admin --home {settings.home}",
             )
-        controller = Controller(settings, db)
+        streams = Streams(settings, db) if settings.training_api else None
+        controller = Controller(settings, db, streams=streams)
         controller.start()
         resources.callback(controller.close)
-        names = (*LOCAL_NAMES, host, *host_names)
-        app = make_app(Service(settings, db, controller), names=names)
+        app = build_app(Service(settings, db, controller), streams, names=(*LOCAL_NAMES, host, *host_names))
         allow_files()
         config = server_config(app, host=host, port=port, timeout_graceful_shutdown=3)
 
@@ -104,6 +115,15 @@ def run_server(
             on_start(url)
 
         _Server(config, started).run()
+
+
+def build_app(service: Service, streams: Streams | None, *, names: Sequence[str] = LOCAL_NAMES) -> FastAPI:
+    """Builds the application, with the training API if it is served."""
+    if streams is None:
+        return make_app(service, names=names)
+    app = make_app(service, names=names, uploads=UPLOADS)
+    mount(app, streams)
+    return app
 
 
 class _Server(uvicorn.Server):

@@ -35,6 +35,7 @@ class Settings:
         ray: address of a Ray cluster on which workers run (None: on this machine).
         workers_at: host and port where workers of other machines reach the server (None: they are on this machine).
         mlora_compat: mount mLoRA's routes, which have no users.
+        training_api: mount the routes of the training API.
         artifacts: URL of fsspec below which finished adapters are published, too.
         save_s: seconds between two saves of the state of a job.
         lease_s: seconds without a sign of a worker after which its jobs go back to the queue.
@@ -58,6 +59,7 @@ class Settings:
     ray: str | None = None
     workers_at: tuple[str, int] | None = None
     mlora_compat: bool = False
+    training_api: bool = False
     artifacts: str | None = None
     save_s: float = 60.0
     lease_s: float = 30.0

@@ -527,8 +527,8 @@ class Launcher:
         begin("worker")
         return Worker()
 
-def make(*arguments):
-    made = making(*arguments)
+def make(*arguments, **more):
+    made = making(*arguments, **more)
     made.child.submit("ana", "count", {"file": ""})
     return made
 

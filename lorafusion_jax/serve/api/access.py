@@ -37,6 +37,7 @@ from lorafusion_jax.serve.store.keys import (
 
 COOKIE = "lorafusion_session"
 RATE, BURST = 100.0, 200.0  # requests a second of one key, and at once
+CALLS, MORE_CALLS = "/api/v1/", 10  # of the training API, whose clients send a request for each call and its result
 DAY = 86400.0
 MOST_REPEATABLE = 10_000  # requests of an owner whose answers are kept
 MOST_UPLOADS = 8  # of an owner at once
@@ -48,7 +49,7 @@ class Service:
 
     def __init__(self, settings: Settings, db: Database, controller: Controller):
         self.settings, self.db, self.controller, self.jobs = settings, db, controller, Jobs(db)
-        self.access, self.limits = Access(db), Limits()
+        self.access, self.limits, self.calls = Access(db), Limits(), Limits(MORE_CALLS)
         self.streams: dict[str, int] = {}
         self.uploads = Places("uploads", MOST_UPLOADS)
         self.forms = asyncio.Lock()
@@ -57,17 +58,21 @@ class Service:
 
 
 class Limits:
-    """Token buckets by key."""
+    """Token buckets by key.
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
+    Args:
+        factor: of rate and burst.
+    """
+
+    def __init__(self, factor: float = 1.0) -> None:
+        self._lock, self._factor = threading.Lock(), factor
         self._left: dict[str, tuple[float, float]] = {}
 
     def take(self, key: str) -> bool:
         now = time.monotonic()
         with self._lock:
-            left, at = self._left.get(key, (BURST, now))
-            left = min(BURST, left + (now - at) * RATE)
+            left, at = self._left.get(key, (BURST * self._factor, now))
+            left = min(BURST * self._factor, left + (now - at) * RATE * self._factor)
             self._left[key] = (left - 1 if left >= 1 else left, now)
             return left >= 1
 
@@ -174,10 +179,10 @@ def identify(request: Request, service: Service) -> Owner:
         raise ApiError(401, "api.key", message, fix=fix, headers={"WWW-Authenticate": "Bearer"})
     if request.method not in ("GET", "HEAD"):
         check_origin(request, by_cookie=bool(owner.session))
-    if not service.limits.take(owner.key or owner.name):
-        raise ApiError(
-            429, "api.rate", f"more than {RATE:g} requests a second.", fix="wait a second", headers={"Retry-After": "1"}
-        )
+    calls = request.url.path.startswith(CALLS)
+    if not (service.calls if calls else service.limits).take(owner.key or owner.name):
+        message = f"more than {RATE * (MORE_CALLS if calls else 1):g} requests a second."
+        raise ApiError(429, "api.rate", message, fix="wait a second", headers={"Retry-After": "1"})
     request.state.owner = owner
     return owner
 

@@ -37,12 +37,15 @@ SECURE = {
 }
 
 
-def make_app(service: Service | None = None, *, names: Sequence[str] = LOCAL_NAMES) -> FastAPI:
+def make_app(
+    service: Service | None = None, *, names: Sequence[str] = LOCAL_NAMES, uploads: Collection[str] = ()
+) -> FastAPI:
     """Builds the application.
 
     Args:
         service: what the routes share (None: only the description of the API is wanted).
         names: values of the header Host that are answered; others may be a page that rebinds a name to this machine.
+        uploads: further paths whose routes limit their bodies themselves.
     """
     app = FastAPI(
         title="lorafusion-jax",
@@ -56,7 +59,7 @@ def make_app(service: Service | None = None, *, names: Sequence[str] = LOCAL_NAM
     for router in ROUTERS:
         app.include_router(router, responses=problems.ANSWERS)
     app.include_router(admin.open_router, responses={status: problems.ANSWERS[status] for status in (403, 503)})
-    uploads = {"/v1/datasets"}
+    uploads = {"/v1/datasets", *uploads}
     if service is not None and service.settings.mlora_compat:
         app.include_router(mlora.router)
         app.add_exception_handler(mlora.Refused, mlora.answer_refused)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 import threading
+from collections.abc import Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,6 +23,7 @@ from lorafusion_jax.report.console import out
 from lorafusion_jax.serve.settings import ONE_SESSION, Settings
 
 NEEDED = ("fastapi", "uvicorn", "sqlalchemy", "prometheus_client")
+NEEDED_BY_API = ("google.protobuf", "zstandard")
 SECTIONS = ("base", "mesh", "batch", "train")
 DEMO = {"places": "16:2,64:1", "batch.capacity_tokens": 512, "base.dtype": "float32"}
 
@@ -48,6 +50,9 @@ Reproducible = Annotated[
 ]
 MloraRoutes = Annotated[
     bool, typer.Option("--mlora-compat", help="also serve mLoRA's 17 routes, to this machine and without keys")
+]
+TrainingApi = Annotated[
+    bool, typer.Option("--training-api", help="also serve the training API: the tinker SDK trains by calls")
 ]
 SaveSeconds = Annotated[float, typer.Option(min=0.1, help="seconds between two saves of a job")]
 LeaseSeconds = Annotated[float, typer.Option(min=0.5, help="seconds without a sign after which a worker is lost")]
@@ -78,6 +83,7 @@ def command(
     host_name: HostNames = None,
     reproducible: Reproducible = False,
     mlora_compat: MloraRoutes = False,
+    training_api: TrainingApi = False,
     save_s: SaveSeconds = 60.0,
     lease_s: LeaseSeconds = 30.0,
     ray: Ray = None,
@@ -93,7 +99,7 @@ def command(
 
     Example: lorafusion serve --demo
     """
-    _check_installed()
+    _check_installed(NEEDED + (NEEDED_BY_API if training_api else ()))
     os.umask(0o077)  # keys, data and adapters of all users are in the home
     chosen = dict(_setting(text) for text in settings or ())
     if demo:
@@ -104,8 +110,9 @@ def command(
     read = Settings(
         home=home.absolute(), bases=_bases(base or []), places=read_places(places), hosts=read_hosts(hosts, ray),
         gpus=gpus, memory_gib=memory_gib, policy=read_policy(policy, several=gpus * hosts > 1 or len(base or []) > 1),
-        reproducible=reproducible, ray=ray, workers_at=read_workers_at(workers_at, ray), mlora_compat=mlora_compat,
-        artifacts=artifacts, child_memory=int(child_memory_gib * 2**30), save_s=save_s, lease_s=lease_s,
+        reproducible=reproducible, ray=ray, workers_at=read_workers_at(workers_at, ray),
+        mlora_compat=mlora_compat, training_api=training_api, artifacts=artifacts,
+        child_memory=int(child_memory_gib * 2**30), save_s=save_s, lease_s=lease_s,
         base=sections["base"], mesh=sections["mesh"], batch=sections["batch"], train=sections["train"],
     )  # fmt: skip
     from lorafusion_jax.serve.server import run_server
@@ -191,8 +198,8 @@ def read_policy(name: str | None, *, several: bool) -> str:
     return name
 
 
-def _check_installed() -> None:
-    missing = [name for name in NEEDED if find_spec(name) is None]
+def _check_installed(needed: Sequence[str]) -> None:
+    missing = [name for name in needed if find_spec(name) is None]
     if missing:
         raise ConfigError(
             "serve.missing",

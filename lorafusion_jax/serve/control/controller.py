@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from sqlalchemy import select
 
@@ -28,9 +28,9 @@ from lorafusion_jax.serve.control.pace import Pace
 from lorafusion_jax.serve.control.publish import Publisher
 from lorafusion_jax.serve.control.scheduler import GROUP, Configuration, OneSession, Scheduler, plan_of_row
 from lorafusion_jax.serve.control.session import Session, SessionPlan
-from lorafusion_jax.serve.control.spec import job_values, kind_of
+from lorafusion_jax.serve.control.spec import job_values, kind_of, stream_values
 from lorafusion_jax.serve.control.sweep import Sweeper
-from lorafusion_jax.serve.control.worker_events import WorkerEvents
+from lorafusion_jax.serve.control.worker_events import StreamEvents, WorkerEvents
 from lorafusion_jax.serve.refusals import completed
 from lorafusion_jax.serve.settings import ONE_SESSION, Settings
 from lorafusion_jax.serve.state_folders import states_beyond
@@ -48,10 +48,19 @@ WRITE_S, SILENT_S = 5.0, 60.0  # between two looks whether the database takes wr
 log = logging.getLogger("lorafusion.control")
 
 
+class Streams(StreamEvents, Protocol):
+    """Models of the training API: jobs whose rows come by requests."""
+
+    def attach(self, hub: Hub) -> None: ...
+    def look(self) -> None: ...
+    def push_new(self, rows: Sequence[Job]) -> None: ...
+
+
 class Controller:
     """Sessions on the devices of this machine.
 
     Args:
+        streams: the models of the training API (None: it is not served).
         with_worker: False: jobs are checked and queued only.
         scheduler: decides which sessions there are (None: as the settings say).
         launcher: starts workers (None: as the settings say).
@@ -65,13 +74,14 @@ class Controller:
         settings: Settings,
         db: Database,
         *,
+        streams: Streams | None = None,
         with_worker: bool = True,
         scheduler: Scheduler | None = None,
         launcher: Launcher | None = None,
     ):
         self._with_worker = with_worker
         self._settings, self._db, self._jobs = settings, db, Jobs(db)
-        self._events = WorkerEvents(settings, db, self._jobs)
+        self._events, self._streams = WorkerEvents(settings, db, self._jobs, streams), streams
         self.refused_decisions, self._problem = 0, ""
         self._round_at, self._written_at, self._trouble = time.monotonic(), -WRITE_S, ""
         self._scheduler = scheduler or make_scheduler(settings)
@@ -85,6 +95,8 @@ class Controller:
         self._ended = threading.Event()
         settings.make_socket_folder()
         self._hub = Hub(settings.socket, self._admit, self._take, tcp=settings.workers_at)
+        if streams is not None:
+            streams.attach(self._hub)
         self._launcher = launcher or make_launcher(settings, self._hub.address)
         self._thread = threading.Thread(target=self._loop, name="controller", daemon=True)
         if with_worker:
@@ -194,6 +206,8 @@ class Controller:
                 self._check_new()
                 self.sweeper.work()
                 self.daily_copy.look()
+                if self._streams is not None:
+                    self._streams.look()
                 if self._publisher is not None:
                     self._publisher.look()
                 if self._with_worker:
@@ -228,6 +242,8 @@ class Controller:
         self._place(rows, wanted)
         for session in self._sessions.values():
             session.send()
+        if self._streams is not None:
+            self._streams.push_new(rows)
 
     def _record(self, wanted: Configuration) -> None:
         if not wanted.decisions and not wanted.refused:
@@ -373,7 +389,9 @@ class Controller:
         return answer | {"problems": [{k: v.replace(home, "") for k, v in entry.items()} for entry in problems]}
 
     def values(self, job: Job) -> dict[str, Any]:
-        """Returns the job file of a job."""
+        """Returns the job file of a job; of a model of the training API, which has no data, what its adapter is."""
+        if "stream" in job["spec"]:
+            return stream_values(job["spec"], job["id"], self._settings.path)
         spec, settings = job["spec"] | {"weight": job.get("weight", job["spec"]["weight"])}, self._settings
         files, folders = {}, dict[str | None, Path]()
         with self._db.read() as connection:

@@ -39,7 +39,7 @@ class Pace:
     def end(self, job: Job) -> float | None:
         """When a job ends, in seconds since 1970; None if that is not known."""
         rate = self.rate(job)
-        return None if rate is None else time.time() + _left(job) / rate
+        return None if rate is None or job["steps"] is None else time.time() + _left(job) / rate
 
     def start(self, ahead: Sequence[Job], training: Sequence[Job]) -> float | None:
         """When the job after these gets the place of one that trains; None if too little is known.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -150,6 +151,18 @@ def job_values(
         "train": train,
         "adapters": [adapter],
     }
+
+
+def stream_values(spec: dict[str, Any], name: str, path: Callable[[str], Path]) -> dict[str, Any]:
+    """Returns what the adapter of a model of the training API is, as the worker takes it.
+
+    Args:
+        name: of the adapter: in a session its job's id.
+        path: (path of the database) → where it is.
+    """
+    load = spec["stream"]["load"]
+    start = None if load is None else load | {"folder": str(path(load["folder"]))}
+    return {"stream": {"name": name, "seed": spec["seed"], "load": start, **spec["lora"]}}
 
 
 def kind_of(spec: dict[str, Any]) -> str:

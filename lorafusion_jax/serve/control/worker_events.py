@@ -7,8 +7,9 @@ import re
 import shutil
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+from sqlalchemy import Connection as Transaction
 from sqlalchemy import select
 
 from lorafusion_jax.checkpoint.digests import digest_of, is_intact
@@ -25,15 +26,30 @@ from lorafusion_jax.serve.wire import Message
 log = logging.getLogger("lorafusion.control")
 
 
+class StreamEvents(Protocol):
+    """Takes the events of models of the training API, in the transaction of each event."""
+
+    def started(self, connection: Transaction, job: Job) -> None: ...
+    def answered(self, connection: Transaction, job: Job, event: Message) -> None: ...
+    def kept(self, connection: Transaction, job: Job, step: int) -> None: ...
+
+    def taken(self) -> None:
+        """Called once the transaction is on the disk."""
+        ...
+
+
 class WorkerEvents:
     """Writes the events of workers into the database.
+
+    Args:
+        streams: takes what is told of models of the training API (None: there are none).
 
     Attributes:
         refused: events of old epochs.
     """
 
-    def __init__(self, settings: Settings, db: Database, jobs: Jobs):
-        self._settings, self._db, self._jobs = settings, db, jobs
+    def __init__(self, settings: Settings, db: Database, jobs: Jobs, streams: StreamEvents | None = None):
+        self._settings, self._db, self._jobs, self._streams = settings, db, jobs, streams
         self.refused = 0
 
     def take(self, source: Connection, event: Message) -> bool:
@@ -56,6 +72,8 @@ class WorkerEvents:
             return False
         for folder in unneeded:
             shutil.rmtree(folder, ignore_errors=True)
+        if self._streams is not None:
+            self._streams.taken()
         return True
 
     def _is_intact(self, event: Message) -> bool:
@@ -92,6 +110,11 @@ class WorkerEvents:
             case "started":
                 if job["state"] in ("starting", "draining"):
                     self._jobs.change(connection, name, "started", actor=actor, steps=event.get("steps", job["steps"]))
+                if (streams := self._streams_of(job)) is not None:
+                    streams.started(connection, job)
+            case "answered":
+                if (streams := self._streams_of(job)) is not None:
+                    streams.answered(connection, job, event)
             case "vacated":  # its last step is taken; it is done once its adapter is on the disk
                 self._jobs.set(connection, name, place=None)
             case "stepped":
@@ -123,6 +146,10 @@ class WorkerEvents:
                 self._jobs.lost(connection, name, why="its worker does not have it")
         return []
 
+    def _streams_of(self, job: Job) -> StreamEvents | None:
+        """What takes the events of a model; None for other jobs."""
+        return self._streams if "stream" in job["spec"] else None
+
     def _take_rows(self, connection: Any, job: Job, rows: list[dict[str, Any]]) -> None:
         self._jobs.add_metrics(connection, job["id"], rows)
         steps = [row for row in rows if row["kind"] == "step"]
@@ -138,6 +165,8 @@ class WorkerEvents:
         step = max(event["step"], job["step"])  # steps after the state may have been told of before it
         path = _stored("state", STATE, job["id"], event["path"])
         self._jobs.set(connection, job["id"], state_path=path, state_step=event["step"], step=step)
+        if (streams := self._streams_of(job)) is not None:
+            streams.kept(connection, job, event["step"])
         folder, before = self._settings.path(path), self._settings.path(job["state_path"] or path)
         return [older for older in states_replaced_by(folder) if older != before] if folder.is_dir() else []
 

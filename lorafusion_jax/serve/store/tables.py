@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sqlalchemy import JSON, Boolean, Column, Float, ForeignKey, Index, Integer, MetaData, String, Table, Text
 
-VERSION = 8
+VERSION = 9
 NAME_OF_PATH = "replace({0}, rtrim({0}, replace({0}, '/', '')), '')"  # what comes after the last slash
 MIGRATIONS: dict[int, tuple[str, ...]] = {  # version → what makes the next one of it
     2: (
@@ -27,6 +27,31 @@ MIGRATIONS: dict[int, tuple[str, ...]] = {  # version → what makes the next on
     5: ("ALTER TABLE keys ADD COLUMN limits JSON NOT NULL DEFAULT '{}'",),
     6: ("CREATE INDEX IF NOT EXISTS jobs_of_owner ON jobs (owner, created, id)",),
     7: ("ALTER TABLE jobs ADD COLUMN eval_tokens INTEGER NOT NULL DEFAULT 0",),
+    8: (
+        "CREATE TABLE IF NOT EXISTS api_sessions (id VARCHAR NOT NULL PRIMARY KEY, owner VARCHAR NOT NULL,"
+        " created FLOAT NOT NULL, beat FLOAT NOT NULL, ended FLOAT, reason JSON NOT NULL, data JSON NOT NULL)",
+        "CREATE TABLE IF NOT EXISTS api_models (id VARCHAR NOT NULL PRIMARY KEY, session VARCHAR NOT NULL,"
+        " owner VARCHAR NOT NULL, seq INTEGER NOT NULL, job VARCHAR NOT NULL, base VARCHAR NOT NULL,"
+        " config JSON NOT NULL, data JSON NOT NULL, created FLOAT NOT NULL, used FLOAT NOT NULL)",
+        "CREATE TABLE IF NOT EXISTS api_requests (stream VARCHAR NOT NULL, seq INTEGER NOT NULL,"
+        " kind VARCHAR NOT NULL, body JSON NOT NULL, path VARCHAR, sha256 VARCHAR NOT NULL, bytes INTEGER NOT NULL,"
+        " tokens INTEGER NOT NULL, at FLOAT NOT NULL, PRIMARY KEY (stream, seq))",
+        "CREATE TABLE IF NOT EXISTS api_futures (id VARCHAR NOT NULL PRIMARY KEY, owner VARCHAR NOT NULL,"
+        " stream VARCHAR NOT NULL, seq INTEGER NOT NULL, kind VARCHAR NOT NULL, state VARCHAR NOT NULL,"
+        " result JSON, path VARCHAR, sha256 VARCHAR NOT NULL, bytes INTEGER NOT NULL, read FLOAT, until FLOAT)",
+        "CREATE TABLE IF NOT EXISTS api_checkpoints (path VARCHAR NOT NULL PRIMARY KEY, owner VARCHAR NOT NULL,"
+        " model VARCHAR NOT NULL, kind VARCHAR NOT NULL, name VARCHAR NOT NULL, folder VARCHAR NOT NULL,"
+        " base VARCHAR NOT NULL, bytes INTEGER NOT NULL, config JSON NOT NULL, data JSON NOT NULL,"
+        " created FLOAT NOT NULL, expires FLOAT)",
+        "CREATE TABLE IF NOT EXISTS api_samplers (id VARCHAR NOT NULL PRIMARY KEY, owner VARCHAR NOT NULL,"
+        " session VARCHAR NOT NULL, base VARCHAR NOT NULL, path VARCHAR, folder VARCHAR, created FLOAT NOT NULL)",
+        "CREATE INDEX IF NOT EXISTS api_models_of_session ON api_models (session)",
+        "CREATE INDEX IF NOT EXISTS api_models_of_job ON api_models (job)",
+        "CREATE INDEX IF NOT EXISTS api_futures_of_stream ON api_futures (stream, state)",
+        "CREATE INDEX IF NOT EXISTS api_futures_by_end ON api_futures (until)",
+        "CREATE INDEX IF NOT EXISTS api_futures_of_owner ON api_futures (owner, state)",
+        "CREATE INDEX IF NOT EXISTS api_checkpoints_of_owner ON api_checkpoints (owner, created)",
+    ),
 }
 meta = MetaData()
 
@@ -208,3 +233,90 @@ idempotency = Table(
 )
 Index("idempotency_by_time", idempotency.c.at)
 Index("idempotency_by_owner", idempotency.c.owner, idempotency.c.at)
+api_sessions = Table(  # of clients of the training API
+    "api_sessions",
+    meta,
+    Column("id", String, primary_key=True),
+    Column("owner", String, nullable=False),
+    Column("created", Float, nullable=False),
+    Column("beat", Float, nullable=False),  # when its client was last heard of
+    Column("ended", Float),
+    Column("reason", JSON, nullable=False, default=dict),
+    Column("data", JSON, nullable=False, default=dict),  # what the client says of it
+)
+api_models = Table(  # adapters that clients train by calls; each is a job that has no data of its own
+    "api_models",
+    meta,
+    Column("id", String, primary_key=True),  # SESSION:train:SEQ
+    Column("session", String, nullable=False),
+    Column("owner", String, nullable=False),
+    Column("seq", Integer, nullable=False),
+    Column("job", String, nullable=False),
+    Column("base", String, nullable=False),
+    Column("config", JSON, nullable=False),
+    Column("data", JSON, nullable=False, default=dict),
+    Column("created", Float, nullable=False),
+    Column("used", Float, nullable=False),
+)
+api_requests = Table(  # the log of each model: what its newest state does not have yet; and samples that are waited for
+    "api_requests",
+    meta,
+    Column("stream", String, primary_key=True),  # a model or a sampler
+    Column("seq", Integer, primary_key=True),
+    Column("kind", String, nullable=False),
+    Column("body", JSON, nullable=False, default=dict),
+    Column("path", String),  # of its payload
+    Column("sha256", String, nullable=False, default=""),
+    Column("bytes", Integer, nullable=False, default=0),
+    Column("tokens", Integer, nullable=False, default=0),
+    Column("at", Float, nullable=False),
+)
+api_futures = Table(
+    "api_futures",
+    meta,
+    Column("id", String, primary_key=True),
+    Column("owner", String, nullable=False),
+    Column("stream", String, nullable=False),
+    Column("seq", Integer, nullable=False),
+    Column("kind", String, nullable=False),
+    Column("state", String, nullable=False),  # waiting, done or failed
+    Column("result", JSON),
+    Column("path", String),  # of a result that is not JSON
+    Column("sha256", String, nullable=False, default=""),
+    Column("bytes", Integer, nullable=False, default=0),
+    Column("read", Float),
+    Column("until", Float),  # when it is removed
+)
+api_checkpoints = Table(
+    "api_checkpoints",
+    meta,
+    Column("path", String, primary_key=True),  # tinker://MODEL/KIND/NAME
+    Column("owner", String, nullable=False),
+    Column("model", String, nullable=False),
+    Column("kind", String, nullable=False),  # weights, sampler_weights or external_weights
+    Column("name", String, nullable=False),
+    Column("folder", String, nullable=False),
+    Column("base", String, nullable=False),
+    Column("bytes", Integer, nullable=False),
+    Column("config", JSON, nullable=False),
+    Column("data", JSON, nullable=False, default=dict),
+    Column("created", Float, nullable=False),
+    Column("expires", Float),
+)
+api_samplers = Table(
+    "api_samplers",
+    meta,
+    Column("id", String, primary_key=True),  # SESSION:sample:SEQ
+    Column("owner", String, nullable=False),
+    Column("session", String, nullable=False),
+    Column("base", String, nullable=False),
+    Column("path", String),  # of its checkpoint, if it has one
+    Column("folder", String),  # of its adapter; None: the base alone
+    Column("created", Float, nullable=False),
+)
+Index("api_models_of_session", api_models.c.session)
+Index("api_models_of_job", api_models.c.job)
+Index("api_futures_of_stream", api_futures.c.stream, api_futures.c.state)
+Index("api_futures_by_end", api_futures.c.until)
+Index("api_futures_of_owner", api_futures.c.owner, api_futures.c.state)
+Index("api_checkpoints_of_owner", api_checkpoints.c.owner, api_checkpoints.c.created)

@@ -1,0 +1,177 @@
+"""JSON bodies of the training API, with the names of the SDK."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from lorafusion_jax.serve.api.problems import ApiError
+
+Id = Annotated[str, Field(min_length=1, max_length=200)]
+Seq = Annotated[int, Field(ge=0, lt=2**62)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+CHECKPOINT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+SHORTEST_TTL, LONGEST_TTL = 3600, 315_360_000  # seconds
+
+
+class Message(BaseModel):
+    """A body. Fields of newer clients are refused where they ask for something, and ignored where they are empty."""
+
+    model_config = ConfigDict(protected_namespaces=(), extra="ignore")
+    type: str = ""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unknown(cls, values: Any) -> Any:
+        if isinstance(values, dict):
+            unknown = [str(key)[:100] for key, value in values.items() if key not in cls.model_fields and value]
+            if unknown:
+                raise ValueError(f"there is no field {', '.join(sorted(unknown))}")
+        return values
+
+
+class Loose(BaseModel):
+    """A body that is stored or ignored as it is."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+class ClientConfig(Message):
+    sdk_version: Annotated[str, Field(max_length=100)] = ""
+
+
+class CreateSession(Message):
+    tags: Annotated[list[str], Field(max_length=1000)] = []
+    user_metadata: dict[str, Any] | None = None
+    sdk_version: Annotated[str, Field(max_length=100)] = ""
+    project_id: str | None = None
+    display_name: Annotated[str, Field(max_length=1000)] | None = None
+
+
+class Heartbeat(Message):
+    session_id: Id
+
+
+class FinishSession(Message):
+    reason: dict[str, Any] = {}
+    detail: Annotated[str, Field(max_length=10_000)] | None = None
+
+
+class LoraConfig(Message):
+    rank: Annotated[int, Field(ge=1, le=1024)]
+    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+
+
+class OptimizerConfig(Loose):
+    type: str = "adamw"
+
+
+class CreateModel(Message):
+    session_id: Id
+    model_seq_id: Seq
+    base_model: Annotated[str, Field(min_length=1, max_length=200)]
+    user_metadata: dict[str, Any] | None = None
+    lora_config: LoraConfig | None = None
+    optimizer_config: OptimizerConfig = OptimizerConfig()
+
+
+class ModelOnly(Message):
+    model_id: Id
+
+
+class AdamParams(Message):
+    learning_rate: Finite = 1e-4
+    beta1: Finite = 0.9
+    beta2: Finite = 0.95
+    eps: Finite = 1e-12
+    weight_decay: Finite = 0.0
+    grad_clip_norm: Finite = 0.0
+
+
+class OptimStep(Message):
+    model_id: Id
+    seq_id: Seq
+    adam_params: AdamParams | None = None
+    optimizer_params: OptimizerConfig | None = None
+
+
+class LoadWeights(Message):
+    path: Annotated[str, Field(max_length=1000)]
+    optimizer: bool
+    model_id: Id | None = None
+    seq_id: Seq | None = None
+    session_id: Id | None = None
+    model_seq_id: Seq | None = None
+    base_model: str | None = None
+    user_metadata: dict[str, Any] | None = None
+    optimizer_config: OptimizerConfig | None = None
+    weights_access_token: str | None = None
+
+
+class Save(Message):
+    model_id: Id
+    seq_id: Seq
+    path: Annotated[str, Field(max_length=1000)] | None = None
+    ttl_seconds: int | None = None
+    user_metadata: dict[str, Any] | None = None
+
+
+class SaveWeights(Save):
+    overwrite: bool = False
+
+
+class SaveForSampler(Save):
+    sampling_session_seq_id: Seq | None = None
+    kind: Literal["snapshot", "inflight"] = "snapshot"
+
+
+class SaveExternal(Save):
+    age_encryption_recipients: list[str] | None = None
+
+
+class Retrieve(Message):
+    request_id: Id
+    allow_metadata_only: bool = False
+
+
+class Ttl(Message):
+    ttl_seconds: int | None = None
+
+
+class WeightsInfo(Message):
+    tinker_path: Annotated[str, Field(max_length=1000)]
+
+
+class CreateSampler(Message):
+    session_id: Id
+    sampling_session_seq_id: Seq
+    base_model: Annotated[str, Field(max_length=200)] | None = None
+    model_path: Annotated[str, Field(max_length=1000)] | None = None
+
+
+def check_ttl(seconds: int | None) -> None:
+    """Checks how long a checkpoint is to live.
+
+    Raises:
+        ApiError: 422, `api.ttl`.
+    """
+    if seconds is not None and not SHORTEST_TTL <= seconds <= LONGEST_TTL:
+        message = f"ttl_seconds is {SHORTEST_TTL} to {LONGEST_TTL}, not {seconds}."
+        raise ApiError(422, "api.ttl", message, fix="a time in these bounds, or none: it is kept")
+
+
+def check_name(name: str | None) -> None:
+    """Checks the name of a checkpoint.
+
+    Raises:
+        ApiError: 422, `api.checkpoint-name`.
+    """
+    if name is not None and CHECKPOINT.fullmatch(name) is None:
+        message = f"{name[:140]!r} is no name of a checkpoint."
+        fix = "1 to 128 letters, digits, '.', '_' and '-', the first of them a letter or digit"
+        raise ApiError(422, "api.checkpoint-name", message, fix=fix)

@@ -1,0 +1,63 @@
+"""The route of results: a long poll that the end of a request wakes."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Response
+from fastapi.responses import JSONResponse
+from sqlalchemy import select
+from starlette.concurrency import run_in_threadpool
+
+from lorafusion_jax.serve.api.access import Service
+from lorafusion_jax.serve.api.problems import ApiError
+from lorafusion_jax.serve.states import ON_WORKER
+from lorafusion_jax.serve.store import tables as t
+from lorafusion_jax.serve.store.keys import Owner
+from lorafusion_jax.serve.tinker.access import PREFIX, Reader, ServiceOf, StreamsOf
+from lorafusion_jax.serve.tinker.futures import Row, find_future
+from lorafusion_jax.serve.tinker.messages import MEDIA_TYPE
+from lorafusion_jax.serve.tinker.requests import Retrieve
+
+router = APIRouter(prefix=PREFIX, tags=["training API"])
+HOLD_S = 20.0  # that a request for a result waits
+
+
+@router.post("/retrieve_future")
+async def retrieve_future(body: Retrieve, service: ServiceOf, streams: StreamsOf, owner: Reader) -> Response:
+    """Returns the result of a request; of one that is not done it says so after 20 seconds."""
+    event = streams.waiters.register(body.request_id)
+    try:
+        row = await run_in_threadpool(_find_future, service, body.request_id, owner)
+        if row["state"] == "waiting":
+            await streams.waiters.wait(event, HOLD_S)
+            row = await run_in_threadpool(_find_future, service, body.request_id, owner)
+    finally:
+        streams.waiters.forget(body.request_id, event)
+    if row["state"] == "waiting":
+        state = await run_in_threadpool(_queue_state, service, row)
+        return JSONResponse({"type": "try_again", "request_id": row["id"]} | state)
+    streams.reads.append(row["id"])
+    if row["path"] is None:
+        return JSONResponse(row["result"])
+    content = await run_in_threadpool(service.settings.path(row["path"]).read_bytes)
+    return Response(content, media_type=MEDIA_TYPE)
+
+
+def _find_future(service: Service, future: str, owner: Owner) -> Row:
+    with service.db.read() as connection:
+        row = find_future(connection, future, owner.sees)
+    if row is None:
+        message = "there is no such request, or its result was removed."
+        raise ApiError(410, "api.future", message, fix="send the request again")
+    return row
+
+
+def _queue_state(service: Service, future: Row) -> Row:
+    """Whether the model of a future trains, or waits for a place."""
+    with service.db.read() as connection:
+        query = select(t.jobs).join(t.api_models, t.api_models.c.job == t.jobs.c.id)
+        job = connection.execute(query.where(t.api_models.c.id == future["stream"])).mappings().one_or_none()
+        if job is None or job["state"] in ON_WORKER:
+            return {"queue_state": "active"}
+        waits = service.controller.outlook(connection, dict(job)).get("waits", {"position": 1, "why": job["state"]})
+    reason = f"number {waits['position']} of those that wait: {waits['why']}"
+    return {"queue_state": "paused_capacity", "queue_state_reason": reason}

@@ -1,0 +1,179 @@
+"""What the controller does for models: it sends their requests to workers in order, and takes the answers.
+
+A model is a job of the table of jobs, which has a place like others; its steps are the numbers of its requests.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from sqlalchemy import Connection, select
+
+from lorafusion_jax.serve.control.hub import Hub
+from lorafusion_jax.serve.settings import Settings
+from lorafusion_jax.serve.states import ENDED, StateError
+from lorafusion_jax.serve.store import tables as t
+from lorafusion_jax.serve.store.database import Database
+from lorafusion_jax.serve.store.jobs import Job, Jobs
+from lorafusion_jax.serve.tinker import futures
+from lorafusion_jax.serve.tinker.bodies import Receiver
+from lorafusion_jax.serve.tinker.futures import SERVER, USER, Row, Waiters
+from lorafusion_jax.serve.tinker.log import ALIVE_S, forget_requests, future_of, next_requests, payload_of
+from lorafusion_jax.serve.wire import Message
+
+LOOK_S = 1.0  # between two looks at sessions and futures whose time is over
+log = logging.getLogger("lorafusion.control")
+
+
+class Streams:
+    """The models of a service.
+
+    Attributes:
+        waiters: who waits for futures.
+        receiver: of bodies.
+    """
+
+    def __init__(self, settings: Settings, db: Database):
+        self.settings, self.db, self.jobs = settings, db, Jobs(db)
+        self.waiters, self.receiver = Waiters(), Receiver()
+        self._hub: Hub | None = None
+        self._sending = threading.Lock()
+        self._sent: dict[str, tuple[int, int, int]] = {}  # job → epoch, number of the connection, last request sent
+        self._done: deque[str] = deque()  # futures to wake once their transaction is on the disk
+        self._unneeded: deque[str] = deque()  # files to remove then
+        self.reads: deque[str] = deque()  # futures whose results were sent
+        self._looked = 0.0
+
+    def attach(self, hub: Hub) -> None:
+        """Names the connections to workers."""
+        self._hub = hub
+
+    def push(self, job: str) -> None:
+        """Sends the requests of a model that its worker does not have yet."""
+        with self._sending:
+            with self.db.read() as connection:
+                row = self.jobs.get(connection, job)
+                worker = None if self._hub is None else self._hub.connections.get(row["group"] or "")
+                if row["state"] != "running" or worker is None or self._hub is None:
+                    return
+                epoch, number, last = self._sent.get(job, (0, 0, 0))
+                if (epoch, number) != (row["epoch"], worker.number):
+                    last = row["state_step"]
+                requests = next_requests(connection, row["spec"]["stream"]["model"], last)
+            for request in requests:
+                if not self._hub.send(worker.group, self._command(row, request)):
+                    break
+                last = request["seq"]
+            self._sent[job] = row["epoch"], worker.number, last
+
+    def push_new(self, rows: Sequence[Job]) -> None:
+        """Sends the requests of models that have come to a worker, or whose worker has connected again."""
+        for row in rows:
+            if row["state"] == "running" and is_stream(row) and self._hub is not None:
+                worker = self._hub.connections.get(row["group"])
+                if worker is not None and self._sent.get(row["id"], (0, 0, 0))[:2] != (row["epoch"], worker.number):
+                    self.push(row["id"])
+
+    def _command(self, job: Job, request: dict[str, Any]) -> Message:
+        path = None if request["path"] is None else str(self.settings.path(request["path"]))
+        message = {"command": "request", "job": job["id"], "epoch": job["epoch"], "seq": request["seq"]}
+        message |= {"kind": request["kind"], "values": request["body"], "path": path, "sha256": request["sha256"]}
+        return message | {"result": str(self.settings.path(result_of(request["stream"], request["seq"])))}
+
+    def started(self, connection: Connection, job: Job) -> None:
+        """Takes that a model has its place: it can be used from now on."""
+        model = job["spec"]["stream"]["model"]
+        result = {"model_id": model, **job["spec"]["stream"]["answer"]}
+        if futures.complete(connection, future_of(model, 0), result):
+            self._done.append(future_of(model, 0))
+
+    def answered(self, connection: Connection, job: Job, event: Message) -> None:
+        """Takes the answer to a request. That of one that runs again after a lost worker is there already."""
+        stream, seq = job["spec"]["stream"]["model"], event["seq"]
+        future = future_of(stream, seq)
+        if (error := event.get("error")) is not None:
+            futures.fail(connection, future, error, event["category"])
+        else:
+            values = {}
+            if event.get("sha256"):
+                values = {"path": result_of(stream, seq), "sha256": event["sha256"], "bytes": event["bytes"]}
+            futures.complete(connection, future, event["result"], **values)
+        self.jobs.set(connection, job["id"], step=max(seq, job["step"]))
+        self._done.append(future)
+
+    def kept(self, connection: Connection, job: Job, step: int) -> None:
+        """Takes that a state of a model is on the disk: requests up to it never run again."""
+        self._unneeded.extend(forget_requests(connection, job["spec"]["stream"]["model"], step))
+
+    def taken(self) -> None:
+        """Called once what was taken is on the disk."""
+        with suppress(IndexError):
+            names = []
+            while self._done:
+                names.append(self._done.popleft())
+            self.waiters.wake(names)
+        with suppress(IndexError):
+            while self._unneeded:
+                self.settings.path(self._unneeded.popleft()).unlink(missing_ok=True)
+
+    def look(self) -> None:
+        """Looks at what ends by time: sessions without a sign of their client, futures, models that have ended."""
+        if time.monotonic() - self._looked < LOOK_S:
+            return
+        self._looked = time.monotonic()
+        reads = [self.reads.popleft() for _ in range(len(self.reads))]
+        with self.db.read() as connection:
+            leaving, returning, over = _models_to_change(connection)
+            expired = connection.execute(select(t.api_futures.c.id).where(t.api_futures.c.until < time.time()).limit(1))
+            has_expired = expired.first() is not None
+        if not (leaving or returning or over or reads or has_expired):
+            return
+        with self.db.write() as connection:
+            for future in reads:
+                futures.note_read(connection, future)
+            asked = [(model, "pause", "no sign of its client") for model in leaving]
+            for model, event, why in (*asked, *((model, "continue", "a request") for model in returning)):
+                with suppress(StateError):
+                    self.jobs.ask(connection, model["job"], event, actor="controller", why=why)
+            for model in over:
+                why, category = (model["reason"], SERVER) if model["state"] == "failed" else ("it was ended", USER)
+                message = f"the model takes no requests any more: {why}"
+                self._done.extend(futures.fail_waiting(connection, model["id"], message, category))
+                self._unneeded.extend(forget_requests(connection, model["id"]))
+            self._unneeded.extend(futures.remove_expired(connection))
+        self.taken()
+
+
+def _models_to_change(connection: Connection) -> tuple[list[Row], list[Row], list[Row]]:
+    """Models whose client has gone, models that left and are asked for again, and models that have ended."""
+    models, jobs, sessions = t.api_models, t.jobs, t.api_sessions
+    columns = select(models.c.id, models.c.job, jobs.c.state, jobs.c.reason, sessions.c.beat, sessions.c.ended)
+    both = columns.join(jobs, jobs.c.id == models.c.job).join(sessions, sessions.c.id == models.c.session)
+    asked = models.c.id.in_(select(t.api_futures.c.stream).where(t.api_futures.c.state == "waiting"))
+    is_silent = sessions.c.beat < time.time() - ALIVE_S
+    chosen = (
+        jobs.c.state.in_(("queued", "starting", "running")) & is_silent,
+        (jobs.c.state == "paused") & ~is_silent & asked,
+        jobs.c.state.in_((*ENDED, "deleted")) & asked,
+    )
+    leaving, returning, over = (
+        [dict(row) for row in connection.execute(both.where(where)).mappings()] for where in chosen
+    )
+    return leaving, returning, over
+
+
+def is_stream(job: Job) -> bool:
+    """Whether a job is a model of the training API."""
+    return "stream" in job["spec"]
+
+
+def result_of(stream: str, seq: int) -> str:
+    """Where the result of a request is, relative to the home."""
+    return re.sub(r"pb$", "out", payload_of(stream, seq))

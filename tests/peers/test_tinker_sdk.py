@@ -1,0 +1,56 @@
+"""The unmodified `tinker` SDK against the training API, whose models are tables of bigrams here.
+
+`make test-peers` makes its environment and names its Python in LORAFUSION_PEERS. Versions: requirements.txt.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from google.protobuf import descriptor_pb2
+
+from lorafusion_jax.serve.tinker.messages import file_descriptor
+
+HERE = Path(__file__).parent
+PEERS = os.environ.get("LORAFUSION_PEERS", "")
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.skipif(not PEERS, reason="LORAFUSION_PEERS names no Python with tinker; make test-peers"),
+]
+
+
+def run(*arguments: str, timeout: float = 600) -> bytes:
+    done = subprocess.run([PEERS, *arguments], capture_output=True, timeout=timeout)
+    assert done.returncode == 0, (done.stdout + done.stderr).decode()[-6000:]
+    return done.stdout
+
+
+def test_messages_are_those_of_the_installed_sdk():
+    code = (
+        "import sys; from tinker.proto import tinker_public_pb2 as m;"
+        " sys.stdout.buffer.write(m.DESCRIPTOR.serialized_pb)"
+    )
+    theirs, ours = descriptor_pb2.FileDescriptorProto.FromString(run("-c", code)), file_descriptor()
+
+    def by_name(file: descriptor_pb2.FileDescriptorProto) -> dict[str, object]:
+        return {part.name: part for part in (*file.message_type, *file.enum_type)}
+
+    assert by_name(ours) == by_name(theirs)
+    assert ours.package == theirs.package
+
+
+def test_all_calls_of_the_sdk(tmp_path, tiny_base):
+    sys.path.insert(0, str(HERE.parent / "serve"))
+    from training_service import TrainingService
+
+    service = TrainingService(tmp_path / "home", tiny_base)
+    try:
+        shown = run(str(HERE / "tinker_calls.py"), service.url, service.keys["ana"]).decode()
+    finally:
+        service.close()
+    assert "failed" not in shown
+    assert shown.count("passed") >= 8

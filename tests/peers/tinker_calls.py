@@ -1,0 +1,237 @@
+"""Calls of the unmodified `tinker` SDK, in its own environment: python tinker_calls.py URL KEY [NAME…].
+
+Each function is a client with a session of its own. What it computes is compared with a table of bigrams here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import traceback
+import warnings
+from itertools import pairwise
+
+import numpy as np
+import tinker
+from tinker import types
+
+WORDS = 16
+ROWS = [[1, 2, 3, 4, 5], [3, 1, 4, 1, 5, 9, 2, 6], [0, 1]]
+ADAM = types.AdamParams(learning_rate=0.1)
+
+
+class Table:
+    """The model that the server should have."""
+
+    def __init__(self):
+        self.w, self.m, self.v = (np.zeros((WORDS, WORDS)) for _ in range(3))
+        self.steps = 0
+
+    def log_p(self, row):
+        logits = self.w[row[:-1]]
+        return (logits - np.log(np.exp(logits).sum(1, keepdims=True)))[np.arange(len(row) - 1), row[1:]]
+
+    def step(self, rows, weights=None, adam=ADAM):
+        gradient = np.zeros((WORDS, WORDS))
+        for at, row in enumerate(rows):
+            for position, (word, target) in enumerate(pairwise(row)):
+                weight = 1.0 if weights is None else weights[at][position]
+                p = np.exp(self.w[word]) / np.exp(self.w[word]).sum()
+                gradient[word] += weight * p
+                gradient[word, target] -= weight
+        self.steps += 1
+        self.m = adam.beta1 * self.m + (1 - adam.beta1) * gradient
+        self.v = adam.beta2 * self.v + (1 - adam.beta2) * gradient**2
+        mean, square = self.m / (1 - adam.beta1**self.steps), self.v / (1 - adam.beta2**self.steps)
+        self.w = self.w - adam.learning_rate * mean / (np.sqrt(square) + adam.eps)
+
+
+def datum(row, weights=None, **inputs):
+    values = {"target_tokens": row[1:], "weights": weights or [1.0] * (len(row) - 1)} | inputs
+    return types.Datum(model_input=types.ModelInput.from_ints(row[:-1]), loss_fn_inputs=values)
+
+
+def outputs(result):
+    return [np.asarray(out["logprobs"].data) for out in result.loss_fn_outputs]
+
+
+def check(model, table):
+    result = model.forward([datum(row) for row in ROWS], "cross_entropy").result()
+    for row, values in zip(ROWS, outputs(result), strict=True):
+        np.testing.assert_allclose(values, table.log_p(row), rtol=1e-5)
+    np.testing.assert_allclose(result.metrics["loss:sum"], -sum(table.log_p(row).sum() for row in ROWS), rtol=1e-5)
+
+
+def fine_tuning(service):
+    model = service.create_lora_training_client("tiny", rank=4, seed=1).result()
+    table = Table()
+    info = model.get_info()
+    assert (info.model_data.model_name, info.lora_rank, info.is_lora) == ("tiny", 4, True)
+    for _ in range(5):  # the step is sent before the rows are done
+        rows = model.forward_backward([datum(row) for row in ROWS], "cross_entropy")
+        step = model.optim_step(ADAM)
+        np.testing.assert_allclose(outputs(rows.result())[1], table.log_p(ROWS[1]), rtol=1e-5)
+        assert step.result().metrics["grad_norm:mean"] > 0
+        table.step(ROWS)
+    check(model, table)
+
+
+def accumulation_in_chunks(service):
+    """More rows than a chunk has, of which the first is sent last, then two calls for one step."""
+    model = service.create_lora_training_client("tiny", rank=4).result()
+    config = model.holder._client_config
+    model.holder._client_config = config.model_copy(update={"fwdbwd_max_chunk_len": 3})
+    rows, table = ROWS * 5, Table()
+    first = model.forward_backward([datum(row) for row in rows], "cross_entropy")
+    second = model.forward_backward([datum(row) for row in ROWS], "cross_entropy")
+    model.optim_step(ADAM).result()
+    assert len(first.result().loss_fn_outputs) == 15
+    np.testing.assert_allclose(first.result().metrics["loss:sum"] / 5, second.result().metrics["loss:sum"])
+    table.step(rows + ROWS)
+    check(model, table)
+
+
+def custom_loss(service):
+    import torch
+
+    model = service.create_lora_training_client("tiny", rank=4).result()
+    table = Table()
+
+    def loss(data, logprobs):
+        return sum((values * (at + 1)).sum() for at, values in enumerate(logprobs)) * -0.5, {"custom": 3.0}
+
+    result = model.forward_backward_custom([datum(row) for row in ROWS], loss)
+    model.optim_step(ADAM).result()
+    assert result.result().metrics["custom"] == 3.0
+    assert torch.tensor(0.0) == 0
+    table.step(ROWS, [[0.5 * (at + 1)] * (len(row) - 1) for at, row in enumerate(ROWS)])
+    check(model, table)
+
+
+def policy_gradient(service):
+    model = service.create_lora_training_client("tiny", rank=4).result()
+    table, data, weights = Table(), [], []
+    for at, row in enumerate(ROWS):
+        advantages = [(-1.0) ** at * 0.5] * (len(row) - 1)
+        data.append(
+            types.Datum(
+                model_input=types.ModelInput.from_ints(row[:-1]),
+                loss_fn_inputs={
+                    "target_tokens": row[1:],
+                    "logprobs": table.log_p(row).astype(np.float32),
+                    "advantages": advantages,
+                },
+            )
+        )
+        weights.append(advantages)
+    model.forward_backward(data, "importance_sampling").result()
+    model.optim_step(ADAM).result()
+    table.step(ROWS, weights)
+    check(model, table)
+
+
+def mistakes(service):
+    model = service.create_lora_training_client("tiny", rank=4).result()
+    table = Table()
+    futures = [
+        model.forward_backward([datum(ROWS[0], weights=[float("nan")] * 4)], "cross_entropy"),
+        model.forward_backward([datum(row) for row in ROWS], "cross_entropy"),
+        model.optim_step(ADAM),
+    ]
+    failed(futures[0], "not finite")
+    futures[1].result()
+    futures[2].result()
+    table.step(ROWS)
+    check(model, table)
+    failed(service.create_lora_training_client("tiny", rank=999), "rank 999 is above")
+    failed(service.create_lora_training_client("other", rank=4), "other is not served")
+
+
+def raised(future):
+    """What a future raises; None if it has a result."""
+    try:
+        future.result()
+    except tinker.TinkerError as problem:
+        return problem
+    return None
+
+
+def failed(future, text):
+    problem = raised(future)
+    assert isinstance(problem, tinker.RequestFailedError), problem
+    assert text in str(problem), problem
+    assert problem.category is types.RequestErrorCategory.User
+
+
+def many_at_once(service):
+    """Sixteen steps in flight, of three models."""
+    models = [service.create_lora_training_client("tiny", rank=4) for _ in range(2)]
+    models, tables = [model.result() for model in models], [Table() for _ in models]
+    futures = []
+    for turn in range(16):
+        for at, (model, table) in enumerate(zip(models, tables, strict=True)):
+            row = ROWS[(turn + at) % 3]
+            futures += [model.forward_backward([datum(row)], "cross_entropy"), model.optim_step(ADAM)]
+            table.step([row])
+    for future in futures:
+        future.result()
+    for model, table in zip(models, tables, strict=True):
+        check(model, table)
+
+
+def asynchronous(service):
+    async def run():
+        model = await service.create_lora_training_client("tiny", rank=4)
+        table = Table()
+        rows = model.forward_backward([datum(row) for row in ROWS], "cross_entropy")
+        await model.optim_step(ADAM)
+        await rows
+        table.step(ROWS)
+        return model, table
+
+    check(*asyncio.run(run()))
+
+
+def rest(service):
+    client = service.create_rest_client()
+    model = service.create_lora_training_client("tiny", rank=4).result()
+    session = model.holder.get_session_id()
+    assert session in client.list_sessions().result().sessions
+    assert client.get_session(session).result().training_run_ids == [model.model_id]
+    assert client.get_server_capabilities().result().supported_models[0].model_name == "tiny"
+    problem = raised(client.publish_checkpoint_from_tinker_path(f"tinker://{model.model_id}/weights/a"))
+    assert isinstance(problem, tinker.APIStatusError), problem
+    assert problem.status_code == 501
+    assert "their owner's only" in str(problem)
+
+
+CALLS = (
+    fine_tuning,
+    accumulation_in_chunks,
+    custom_loss,
+    policy_gradient,
+    mistakes,
+    many_at_once,
+    asynchronous,
+    rest,
+)
+
+
+def main(url: str, key: str, *names: str) -> int:
+    warnings.simplefilter("ignore")
+    problems = 0
+    for call in CALLS:
+        if names and call.__name__ not in names:
+            continue
+        try:
+            with tinker.ServiceClient(base_url=url, api_key=key) as service:
+                call(service)
+            print(f"{call.__name__}: passed", flush=True)
+        except Exception:
+            problems += 1
+            print(f"{call.__name__}: failed\n{traceback.format_exc()}", flush=True)
+    return problems
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,366 @@
+"""The training API by HTTP and protobuf: order, repetition, limits, owners, results and restarts. Without the SDK."""
+
+from __future__ import annotations
+
+import http.client
+import threading
+import time
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import zstandard
+from bigram_worker import WORDS, BigramProcess, Bigrams
+from training_service import ADAM, Model, TrainingService
+
+from lorafusion_jax.serve.tinker import bodies, log, results, training
+from lorafusion_jax.serve.tinker.datums import read_batch
+from lorafusion_jax.serve.tinker.messages import message_class, read_head
+
+ROWS = [[1, 2, 3, 4, 5], [3, 1, 4, 1, 5, 9, 2, 6], [0, 1]]
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory, tiny_base):
+    running = TrainingService(tmp_path_factory.mktemp("training") / "home", tiny_base)
+    yield running
+    running.close()
+
+
+@pytest.fixture
+def model(service):
+    model = Model(service)
+    yield model
+    model.ask(f"/sessions/{model.session}/finish", {"reason": {"type": "success"}})
+    BigramProcess.runs.set()
+
+
+def alone(*batches: list[list[int]]) -> Bigrams:
+    """A model after a step for each batch."""
+    reference = Bigrams()
+    for batch in batches:
+        loss, gradient = 0.0, np.zeros((WORDS, WORDS))
+        for row in batch:
+            log_p = reference.logprobs(np.array(row[:-1]))
+            for at, (word, target) in enumerate(pairwise(row)):
+                loss -= log_p[at, target]
+                gradient[word] += np.exp(log_p[at])
+                gradient[word, target] -= 1
+        reference.arrays["sum"] = gradient
+        reference.step(ADAM)
+    return reference
+
+
+def chosen(model: Bigrams, row: list[int]) -> np.ndarray:
+    """Log p of each next token."""
+    return model.logprobs(np.array(row[:-1]))[np.arange(len(row) - 1), row[1:]]
+
+
+def losses(model: Model, rows: list[list[int]] = ROWS) -> float:
+    return model.result(model.rows(rows, forward_only=True))[1]["loss:sum"]
+
+
+def test_calls_train_and_return_every_log_probability(model):
+    assert model.read(model.created["request_id"]) == {"type": "create_model", "model_id": model.id}
+    logprobs, metrics = model.result(model.rows(ROWS))
+    assert [len(row) for row in logprobs] == [4, 7, 1]
+    np.testing.assert_allclose(metrics["loss:sum"], 12 * np.log(WORDS))  # a sum, no mean
+    taken = model.result(model.step())
+    assert taken["metrics"]["step:max"] == 1
+    reference = alone(ROWS)
+    for row, values in zip(ROWS, model.result(model.rows(ROWS, forward_only=True))[0], strict=True):
+        np.testing.assert_allclose(
+            values, reference.logprobs(np.array(row[:-1]))[np.arange(len(row) - 1), row[1:]], 1e-5
+        )
+    status, info = model.ask("/get_info", {"model_id": model.id})
+    assert (status, info["lora_rank"], info["model_data"]["model_name"]) == (200, 4, "tiny")
+
+
+def test_requests_run_in_the_order_of_their_numbers_and_once(model, service):
+    """They arrive backwards, and each twice."""
+    model.read(model.created["request_id"])
+    first = len(BigramProcess.order)
+    futures = [model.step(seq=4), model.rows(ROWS[1:], seq=3), model.step(seq=2), model.rows(ROWS[:1], seq=1)]
+    again = [model.step(seq=4), model.rows(ROWS[1:], seq=3), model.step(seq=2), model.rows(ROWS[:1], seq=1)]
+    assert [future for _, future in futures] == [future for _, future in again]
+    for future in futures:
+        model.result(future)
+    assert [seq for _, seq in BigramProcess.order[first:]] == [1, 2, 3, 4]
+    model.seq = 4
+    reference = alone(ROWS[:1], ROWS[1:])
+    np.testing.assert_allclose(losses(model), -sum(chosen(reference, row).sum() for row in ROWS), rtol=1e-6)
+    assert model.result(model.rows(ROWS[1:], seq=3))[1]["loss:sum"] > 0  # read again
+    status, refused = model.step(seq=3)
+    assert (status, refused["error"]["code"]) == (422, "api.other-request")
+
+
+def test_mistakes_fail_their_request_alone(model):
+    logprobs = losses(model)
+    for inputs, text in (
+        ({"weights": [[np.nan] * (len(row) - 1) for row in ROWS]}, "not finite"),
+        ({"loss": "cispo_2"}, "loss"),
+    ):
+        answer = model.result(model.rows(ROWS, **inputs))
+        assert text in answer["error"]
+        assert answer["category"] == "user"
+    model.seq += 1
+    body = message_class("ForwardBackwardRequest")(model_id=model.id, seq_id=model.seq)
+    body.data.add().model_input.add().image.data = b"png"
+    answer = model.result(model.ask("/forward_backward", body.SerializeToString()))
+    assert "datum 0: model_input has a chunk of image" in answer["error"]
+    model.seq += 1
+    dimuon = {"type": "dimuon", "version": 1}
+    asked = {"model_id": model.id, "seq_id": model.seq, "optimizer_params": dimuon}
+    assert "adamw" in model.result(model.ask("/optim_step", asked))["error"]
+    model.result(model.rows(ROWS, weights=[[0.0] * (len(row) - 1) for row in ROWS]))
+    model.result(model.step())
+    np.testing.assert_allclose(losses(model), logprobs)  # nothing of it was learned
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"base_model": "huge"}, "huge is not served; there is tiny"),
+        ({"lora_config": {"rank": 9}}, "rank 9 is above the largest place of the service, 8"),
+        ({"lora_config": None}, "full fine-tuning"),
+        ({"lora_config": {"rank": 4, "train_mlp": False, "train_attn": False}}, "train_attn or train_mlp"),
+        ({"optimizer_config": {"type": "dimuon", "version": 1}}, "dimuon"),
+    ],
+)
+def test_models_that_cannot_be_are_failed_futures(model, change, text):
+    body = {"session_id": model.session, "model_seq_id": 7, "base_model": "tiny", "lora_config": {"rank": 4}} | change
+    _, future = model.ask("/create_model", body | {"model_seq_id": sum(map(ord, text))})
+    answer = model.read(future["request_id"])
+    assert text in answer["error"]
+    assert answer["category"] == "user"
+
+
+def test_ids_of_others_are_not_there(model, service):
+    model.result(model.rows(ROWS))
+    future = model.created["request_id"]
+
+    def ben(path: str, body: object) -> int:
+        return service.ask("POST", path, body, owner="ben")[0]
+
+    assert ben("/retrieve_future", {"request_id": future}) == 410
+    assert ben("/get_info", {"model_id": model.id}) == 404
+    assert ben("/forward_backward", model.body(ROWS, seq=2)) == 404
+    assert ben("/optim_step", {"model_id": model.id, "seq_id": 2, "adam_params": ADAM}) == 404
+    assert ben("/unload_model", {"model_id": model.id}) == 404
+    assert ben("/session_heartbeat", {"session_id": model.session}) == 404
+    assert ben(f"/sessions/{model.session}/finish", {}) == 404
+    assert ben("/create_model", {"session_id": model.session, "model_seq_id": 1, "base_model": "tiny"}) == 404
+    assert service.ask("GET", f"/sessions/{model.session}", owner="ben")[0] == 404
+    assert service.ask("GET", "/sessions", owner="ben")[1] == {"sessions": []}
+    assert model.session in service.ask("GET", "/sessions")[1]["sessions"]
+    assert service.ask("GET", f"/sessions/{model.session}")[1]["training_run_ids"] == [model.id]
+    assert (service.settings.home / "requests").glob(".*part").__next__ is not None
+    assert model.result(model.rows(ROWS, seq=1))  # nobody has changed anything
+
+
+def test_a_poll_is_woken_by_its_result_and_says_what_it_waits_for(model, service, monkeypatch):
+    model.read(model.created["request_id"])
+    BigramProcess.runs.clear()
+    _, future = model.rows(ROWS)
+    monkeypatch.setattr(results, "HOLD_S", 0.1)
+    assert model.ask("/retrieve_future", future | {"allow_metadata_only": True})[0] == 422  # fields are checked
+    _, answer = model.ask("/retrieve_future", {"request_id": future["request_id"]})
+    assert answer == {"type": "try_again", "request_id": future["request_id"], "queue_state": "active"}
+    monkeypatch.setattr(results, "HOLD_S", 30.0)
+    timer = threading.Timer(0.3, BigramProcess.runs.set)
+    timer.start()
+    started = time.monotonic()
+    assert model.result((200, future))[1]["loss:sum"] > 0
+    assert time.monotonic() - started < 20
+
+
+def test_a_full_table_of_places_says_so(service, monkeypatch):
+    monkeypatch.setattr(results, "HOLD_S", 0.2)
+    models = [Model(service, rank=8)]
+    models[0].read(models[0].created["request_id"])
+    models += [Model(service, rank=8, session=models[0].session, seq=1)]
+    _, answer = models[1].ask("/retrieve_future", {"request_id": models[1].created["request_id"]})
+    assert answer["queue_state"] == "paused_capacity"
+    assert answer["queue_state_reason"].startswith("number 1 of those that wait: all 3 places that hold lora of rank 8")
+    early = models[1].rows(ROWS)  # it may be used already
+    unload = models[0].ask("/unload_model", {"model_id": models[0].id})
+    assert models[0].result(unload)["type"] == "unload_model"
+    assert models[1].result(early)[1]["loss:sum"] > 0
+    assert models[0].rows(ROWS)[0] == 410
+    models[1].ask(f"/sessions/{models[1].session}/finish", {})
+    assert models[1].ask("/session_heartbeat", {"session_id": models[1].session})[0] == 410
+    assert models[1].rows(ROWS)[0] == 410
+
+
+def test_bodies_are_unpacked_with_limits(model, service, monkeypatch):
+    packed = {"Content-Encoding": "zstd"}
+    whole = zstandard.ZstdCompressor().compress(model.body(ROWS, seq=model.number(None)))
+    assert model.result(model.ask("/forward_backward", whole, headers=packed))[1]["loss:sum"] > 0
+    parts = {path.name for path in (service.settings.home / "requests").iterdir()}
+
+    def refused(body: bytes, **headers: str) -> tuple[int, str]:
+        status, answer = model.ask("/forward_backward", body, headers=headers)
+        return status, answer["error"]["code"]
+
+    zeros = zstandard.ZstdCompressor(level=19).compress(b"\0" * (bodies.LARGEST + 1))
+    assert len(zeros) < 100_000
+    assert refused(zeros, **packed) == (413, "api.too-large")
+    assert refused(whole[:-5], **packed) == (422, "api.body")
+    assert refused(whole + b"more", **packed) == (422, "api.body")
+    assert refused(b"no zstd at all", **packed) == (422, "api.body")
+    assert refused(b"", **{"Content-Encoding": "br"}) == (415, "api.encoding")
+    assert refused(b"{}", **{"Content-Type": "application/json"}) == (415, "api.media-type")
+    assert refused(b"\x0a\xff\xff") == (422, "api.body")
+    assert refused(b"\x1a\x00" * 5000) == (422, "api.body")  # as many datums
+    assert refused(b"\x1a\x05\x0a\x03\x0a\x01" * 3) == (422, "api.body")
+    monkeypatch.setattr(bodies, "LARGEST_PACKED", 1000)
+    assert refused(b"\0" * 1001) == (413, "api.too-large")
+    monkeypatch.setattr(bodies, "RECEIVING_OF_OWNER", 10)
+    assert refused(b"\0" * 11) == (429, "api.bodies")
+    assert {path.name for path in (service.settings.home / "requests").iterdir()} == parts
+    monkeypatch.undo()
+    assert losses(model) > 0
+
+
+def test_a_slow_body_keeps_nobody_waiting(model, service, monkeypatch):
+    monkeypatch.setattr(bodies, "BODY_S", 0.5)
+    slow = http.client.HTTPConnection("127.0.0.1", service.port, timeout=30)
+    slow.putrequest("POST", "/api/v1/forward_backward")
+    for name, value in (("X-API-Key", service.keys["ben"]), ("Content-Type", "application/x-protobuf")):
+        slow.putheader(name, value)
+    slow.putheader("Content-Length", "1000000")
+    slow.endheaders(b"\0" * 10)
+    assert losses(model) > 0
+    assert slow.getresponse().status == 408
+    slow.close()
+
+
+def test_too_many_that_wait_are_refused(model, monkeypatch):
+    model.read(model.created["request_id"])
+    monkeypatch.setattr(log, "MOST_WAITING", 3)
+    accepted = [model.rows(ROWS, seq=seq) for seq in (2, 3, 4)]  # 1 is missing
+    status, answer = model.rows(ROWS, seq=5)
+    assert (status, answer["error"]["code"]) == (429, "api.waiting")
+    assert model.rows(ROWS, seq=2) == accepted[0]  # a repeated one is none more
+    monkeypatch.setattr(log, "MOST_WAITING", 4096)
+    monkeypatch.setattr(log, "MOST_BYTES", 1000)
+    assert model.rows(ROWS, seq=5)[0] == 429
+    monkeypatch.undo()
+    model.result(model.rows(ROWS, seq=1))
+    for one in accepted:
+        model.result(one)
+    assert model.rows(ROWS, seq=0)[0] == 422
+
+
+def test_a_silent_client_gives_its_place_up_and_comes_back(service, monkeypatch):
+    model = Model(service)
+    model.result(model.rows(ROWS))
+    model.result(model.step())
+    before = losses(model)
+    monkeypatch.setattr("lorafusion_jax.serve.tinker.streams.ALIVE_S", 0.2)
+    wait_for(lambda: state_of(service, model) == "paused")
+    monkeypatch.undo()
+    np.testing.assert_allclose(losses(model), before)
+    model.ask(f"/sessions/{model.session}/finish", {})
+
+
+def test_what_was_accepted_survives_a_killed_server_and_worker(tmp_path, tiny_base):
+    """The end is that of a service that nobody has killed."""
+    service = TrainingService(tmp_path / "home", tiny_base, lease_s=1.0)
+    model = Model(service)
+    model.read(model.created["request_id"])
+    futures = [model.rows(ROWS), model.step(), model.rows(ROWS[:2]), model.rows(ROWS[1:])]
+    for future in futures:
+        model.result(future)
+    BigramProcess.runs.clear()
+    futures += [model.step(), model.rows(ROWS), model.step(), model.rows(ROWS[:1]), model.step()]
+    service.close(kill=True)
+    BigramProcess.runs.set()
+    service = TrainingService(tmp_path / "home", tiny_base, service.port, service.keys, lease_s=1.0)
+    try:
+        model.service = service
+        for future in futures:
+            model.result(future)
+        service.launcher.made[-1].crash()
+        futures = [model.rows(ROWS), model.step()]
+        last = model.result(model.rows(ROWS, forward_only=True))
+        for future in futures:
+            model.result(future)
+        wanted = alone(ROWS, ROWS[:2] + ROWS[1:], ROWS, ROWS[:1], ROWS)
+        for row, values in zip(ROWS, last[0], strict=True):
+            np.testing.assert_allclose(values, chosen(wanted, row), rtol=1e-6)
+    finally:
+        service.close()
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [("POST", "/copy_weights"), ("GET", "/billing/usage/events"), ("POST", "/create_custom_loss"), ("GET", "/whoami")],
+)
+def test_what_is_not_served_says_why(service, method, path):
+    status, answer = service.ask(method, path, {} if method == "POST" else None)
+    assert (status, answer["error"]["code"]) == (501, "api.not-served")
+    assert all(answer["error"].values())
+
+
+def test_clients_are_told_what_to_use(service):
+    status, config = service.ask("POST", "/client/config", {"sdk_version": "0.38.0"})
+    assert status == 200
+    assert config["proto_compress_fwdbwd"]
+    assert not config["pjwt_auth_enabled"]
+    assert service.ask("POST", "/client/config", {"sdk_version": "9", "new_wish": True})[0] == 422
+    assert service.ask("POST", "/client/config", {"sdk_version": "9", "new_wish": None})[0] == 200
+    models = service.ask("GET", "/get_server_capabilities")[1]["supported_models"]
+    assert models[0]["model_name"] == "tiny"
+    assert models[0]["max_context_length"] == 128
+    assert service.ask("POST", "/telemetry", {"events": [{"a": 1}]})[1] == {"status": "accepted"}
+
+
+def test_sessions_of_an_owner_are_limited_and_repeated_once(service, monkeypatch):
+    key = {"X-Idempotency-Key": "one"}
+    first = service.ask("POST", "/create_session", {"tags": []}, owner="ben", headers=key)
+    assert service.ask("POST", "/create_session", {"tags": []}, owner="ben", headers=key) == first
+    monkeypatch.setattr("lorafusion_jax.serve.tinker.sessions.MOST_SESSIONS", 1)
+    assert service.ask("POST", "/create_session", {"tags": []}, owner="ben")[0] == 429
+    monkeypatch.setattr(training, "MOST_MODELS", 0)
+    session = first[1]["session_id"]
+    body = {"session_id": session, "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 4}}
+    assert service.ask("POST", "/create_model", body, owner="ben")[0] == 429
+
+
+def test_datums_are_read_as_they_were_written():
+    request = message_class("ForwardBackwardRequest")(model_id="m", seq_id=2, loss_fn="ppo")
+    request.loss_fn_config["clip"] = 0.5
+    request.loss_fn_config_v2["clip"].number = 0.25
+    request.loss_fn_config_v2["name"].text = "x"
+    datum = request.data.add()
+    for part in ([1, 2], [3]):
+        datum.model_input.add().encoded_text.tokens = np.array(part, np.int32).tobytes()
+    half = datum.loss_fn_inputs["weights"]
+    half.dense, half.dtype = (np.float32([1.5, -2, 0]).view(np.uint32) >> 16).astype(np.uint16).tobytes(), 4
+    csr = datum.loss_fn_inputs["target_tokens"]
+    csr.dtype = 2
+    csr.shape.extend((3, 2))
+    csr.sparse_csr.values = np.array([7, 8], np.int64).tobytes()
+    csr.sparse_csr.crow_indices = np.array([0, 1, 2, 2], np.int64).tobytes()
+    csr.sparse_csr.col_indices = np.array([0, 1], np.int64).tobytes()
+    head = read_head(request.SerializeToString())
+    assert (head.model_id, head.seq_id, head.datums, head.tokens) == ("m", 2, 1, 3)
+    batch = read_batch(request.SerializeToString())
+    assert batch.config == {"clip": 0.25, "name": "x"}
+    (read,) = batch.datums
+    assert read.tokens.tolist() == [1, 2, 3]
+    assert read.inputs["weights"].tolist() == [1.5, -2, 0]
+    assert read.inputs["target_tokens"].shape == (3, 2)
+
+
+def state_of(service: TrainingService, model: Model) -> str:
+    with service.db.read() as connection:
+        return service.service.jobs.get(connection, log.find_model(connection, model.id, None)["job"])["state"]
+
+
+def wait_for(there) -> None:
+    until = time.monotonic() + 30
+    while not there():
+        assert time.monotonic() < until
+        time.sleep(0.02)
