@@ -86,9 +86,11 @@ from lorafusion_jax.session.mesh import StageMesh
 from lorafusion_jax.session.move import to_stage
 from lorafusion_jax.session.parts import Parts
 from lorafusion_jax.session.profile import profile_stages
+from lorafusion_jax.session.session import Session
 from lorafusion_jax.session.spans import Spans
 from lorafusion_jax.session.stage import Stage
 from lorafusion_jax.session.stage_weights import StageWeights
+from lorafusion_jax.session.task import tasks_of
 from lorafusion_jax.training.hooks import Hooks
 from lorafusion_jax.training.job import Job
 from lorafusion_jax.training.loop import PlanRun
@@ -368,7 +370,7 @@ class Bench:
         lora = stages[0].first_lora()
         for stage in stages:
             stage.start(lora)
-        batches = Batches(config, prepared, plan, range(plan.data_parallel))
+        batches = Batches.of_job(config, prepared, plan, range(plan.data_parallel))
         result: dict[str, Any] = {}
         compiled: list[float] = []
         costs = None
@@ -378,11 +380,11 @@ class Bench:
             for stage in stages:
                 stage.start(lora)
         spans, began = Spans(len(stages)), time.time()
-        executor = Executor(stages, names, spans)
         progress = Progress(
             adapters={job.name: AdapterProgress(name=job.name, num_steps=job.num_batches) for job in jobs}
         )
         program = program_of(variant, plan)
+        session = Session(config, stages, tasks_of(config, prepared, progress.adapters), spans=spans)
 
         def listen(event: Any) -> None:
             if event.kind == "compiled":
@@ -394,7 +396,7 @@ class Bench:
                 stage.start(lora)
         nothing = Hooks(save=lambda wait: None, evaluate=lambda *_: None, finish=lambda *_: None)
         job = Job(config=config, prepared=prepared, plan=plan)
-        PlanRun(job, executor, progress, listen, nothing, program).run()
+        PlanRun(job, session, progress, listen, nothing, program).run()
         timeline = spans.close(plan)
         if variant.frozen and not np.isfinite(np.asarray(stages[-1].totals["loss"])).all():  # no step checks it
             raise FloatingPointError("the loss of the frozen base is not finite")

@@ -53,13 +53,14 @@ from lorafusion_jax.planning.auto import device_for_rates
 from lorafusion_jax.planning.prediction import DEVICES, memory_of, predicted_costs
 from lorafusion_jax.session.base import fitting_remat
 from lorafusion_jax.session.batches import Batches
-from lorafusion_jax.session.executor import Executor
 from lorafusion_jax.session.mesh import StageMesh
 from lorafusion_jax.session.parts import Parts
 from lorafusion_jax.session.profile import profile_stages
+from lorafusion_jax.session.session import Session
 from lorafusion_jax.session.spans import Spans
 from lorafusion_jax.session.stage import Stage
 from lorafusion_jax.session.stage_weights import StageWeights
+from lorafusion_jax.session.task import tasks_of
 from lorafusion_jax.training import changes as training
 from lorafusion_jax.training.hooks import Hooks
 from lorafusion_jax.training.job import Job as Training
@@ -150,10 +151,10 @@ class Real:
         stage = self.stage(config)
         lora = stage.first_lora()
         stage.start(lora)
-        batches = Batches(config, prepared, plan, range(1))
+        batches = Batches.of_job(config, prepared, plan, range(1))
         spans = Spans(1)
-        executor = Executor([stage], names, spans)
-        executor.warm_up(batches.empty())
+        session = Session(config, [stage], tasks_of(config, prepared), spans=spans)
+        session.executor.warm_up(batches.empty())
         self.say(f"  programs are there at {time.perf_counter() - self.began:.1f} s")
         profile = profile_stages([stage], batches.loads(), repeats=3)
         stage.start(lora)
@@ -163,9 +164,14 @@ class Real:
         plan_changes = [
             training.Change(slot=c.slot, adapter=c.job, action=c.action, steps=steps[c.job]) for c in changes
         ]
-        hooks = Hooks(save=lambda wait: None, evaluate=lambda *_: None, finish=lambda *_: None)
+
+        def take_clocks(*_: object) -> None:
+            session.take_data(config, prepared, progress.adapters)
+
+        take_clocks()
+        hooks = Hooks(save=lambda wait: None, evaluate=lambda *_: None, finish=lambda *_: None, add=take_clocks)
         job = Training(config=config, prepared=prepared, plan=plan)
-        PlanRun(job, executor, progress, lambda event: None, hooks, changes=plan_changes).run()
+        PlanRun(job, session, progress, lambda event: None, hooks, changes=plan_changes).run()
         measured = spans.close(plan)
         (self.out / f"timeline_{name}.json").write_text(measured.to_json())
         ended = {job: progress.adapters[job].status for job in names if job in progress.adapters}

@@ -25,7 +25,7 @@ from lorafusion_jax.config.schema import (
 )
 from lorafusion_jax.config.specs import adapter_spec, adapter_specs, model_targets
 from lorafusion_jax.errors import ConfigError
-from lorafusion_jax.objective.protocol import Chosen
+from lorafusion_jax.objective.protocol import SFT, Chosen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,14 +40,19 @@ class Stack:
         index: name of an adapter of the run → its position.
         stand_ins: positions of the places.
         objectives: of the adapters by position; of a run with places, the different ones.
-        heads: that every place has.
+        places: how large adapters in stand-ins may be.
     """
 
     config: JobConfig
     index: Mapping[str, int]
     objectives: tuple[Chosen, ...]
     stand_ins: range = range(0)
-    heads: tuple[Head, ...] = ()
+    places: Places | None = None
+
+    @property
+    def heads(self) -> tuple[Head, ...]:
+        """Heads that every place has."""
+        return () if self.places is None else self.places.heads
 
     @property
     def vacant(self) -> frozenset[int]:
@@ -101,7 +106,7 @@ def stack_of(config: JobConfig) -> Stack:
         index=index,
         objectives=tuple(objectives),
         stand_ins=stand_ins,
-        heads=places.heads,
+        places=places,
     )
 
 
@@ -128,6 +133,11 @@ def session_config(
         directory=directory,
         adapters=tuple(_stand_ins(places)),
     )
+
+
+def session_stack(config: JobConfig, places: Places) -> Stack:
+    """Returns the stack of a `session_config`: places, and no adapter of a run."""
+    return Stack(config=config, index={}, objectives=(SFT,), stand_ins=range(len(places.ranks)), places=places)
 
 
 def place_specs(config: JobConfig, heads: Sequence[Head]) -> list[AdapterSpec]:

@@ -11,13 +11,14 @@ import numpy as np
 
 from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.config.model import ModelConfig
-from lorafusion_jax.config.schema import JobConfig
+from lorafusion_jax.config.schema import BatchSettings, JobConfig, MeshSettings
 from lorafusion_jax.data.assemble import (
     EACH_ONE,
     Microbatch,
     Piece,
     Weights,
     assemble,
+    num_segments,
     piece_of,
     segment_weights,
     stacked,
@@ -28,6 +29,8 @@ from lorafusion_jax.objective.protocol import DIVERGENCE, Chosen
 from lorafusion_jax.planning.training_plan import plan_of_set
 from lorafusion_jax.session.task import Task
 from scheduling import SampleRef
+from scheduling.types import Limits
+from scheduling.window import Tail
 
 type Replicas = Sequence[Sequence[SampleRef]]  # samples of a microbatch, by replica
 
@@ -70,6 +73,28 @@ class Shape:
         tables = [shape for shape in (self.table, table) if shape is not None]
         joined = tables[0].union(tables[-1]) if tables else None
         return replace(self, table=joined, state=self.state or state)
+
+
+def places_for_segments(batch: BatchSettings) -> int:
+    """Segments of a microbatch of a session with free places."""
+    return num_segments(max(1, batch.largest // TOKENS_OF_A_SEGMENT)) - 1
+
+
+def first_tail(
+    batch: BatchSettings, mesh: MeshSettings, num_places: int, most_segments: int, *, reproducible: bool = False
+) -> Tail:
+    """What the first window of a session must respect: its limits."""
+    return Tail(
+        limits=Limits(
+            capacity_tokens=batch.largest,
+            num_stages=mesh.stages,
+            data_parallel=mesh.replicas,
+            tile_tokens=batch.tile_tokens,
+        ),
+        most_segments=most_segments,
+        most_adapters=1 if reproducible else min(num_places, MOST_ADAPTERS),
+        reproducible=reproducible,
+    )
 
 
 class Assembler:

@@ -14,7 +14,7 @@ from lorafusion_jax.data.sample_table import TableShape, table_shape
 from lorafusion_jax.data.tokenized_set import TokenizedSet
 from lorafusion_jax.session.assembler import MOST_ADAPTERS, TOKENS_OF_A_SEGMENT, Assembler, Shape, teacher_state
 from lorafusion_jax.session.profile import Load
-from lorafusion_jax.session.task import AdapterProgress, Task, tasks_of
+from lorafusion_jax.session.task import Task, tasks_of
 from scheduling import Plan
 from scheduling.simulate import slot_squares
 
@@ -23,34 +23,25 @@ class Batches:
     """Makes the microbatches of a plan; all slots of a capacity have one shape.
 
     Args:
-        local_replicas: replicas whose microbatches this process provides.
-        clocks: progress of the adapters that have begun.
-
-    Attributes:
-        tasks: the adapters of the job by name.
-        index: place of each adapter in the stack.
+        assembler, tasks: of the session.
     """
 
     def __init__(
-        self,
-        config: JobConfig,
-        prepared: Prepared,
-        plan: Plan,
-        local_replicas: Sequence[int],
-        clocks: Mapping[str, AdapterProgress] | None = None,
+        self, config: JobConfig, prepared: Prepared, plan: Plan, assembler: Assembler, tasks: Mapping[str, Task]
     ):
-        self.tasks: dict[str, Task] = {}
-        self.index: dict[str, int] = {}
-        self._clocks = clocks
-        self._assembler = Assembler(config.batch.tile_tokens, local_replicas, self.index)
+        self._assembler, self._tasks = assembler, tasks
         self._shapes: dict[int, Shape] = {}  # by capacity
         self.replace_plan(config, prepared, plan)
+
+    @classmethod
+    def of_job(cls, config: JobConfig, prepared: Prepared, plan: Plan, local_replicas: Sequence[int]) -> Batches:
+        """Makes those of a job without a session."""
+        assembler = Assembler(config.batch.tile_tokens, local_replicas, stack_of(config).index)
+        return cls(config, prepared, plan, assembler, tasks_of(config, prepared))
 
     def replace_plan(self, config: JobConfig, prepared: Prepared, plan: Plan) -> None:
         """Takes another plan. Microbatches keep their shape if the new samples fit into it."""
         self._plan = plan
-        self.index |= stack_of(config).index
-        self.tasks |= tasks_of(config, prepared, self._clocks)
         parts = _parts(plan)
         for size in plan.sizes:
             shape = _shape(config, prepared, size, parts.get(size, ()))
@@ -61,7 +52,7 @@ class Batches:
     def of(self, slot: int) -> Microbatch:
         """Returns the microbatch of a slot."""
         shape = self._shapes[self._plan.slot_capacities[slot]]
-        return self._assembler.slot(shape, self._plan.slots[slot].replicas, self.tasks)
+        return self._assembler.slot(shape, self._plan.slots[slot].replicas, self._tasks)
 
     def empty(self, slot: int = 0) -> list[Microbatch]:
         """A microbatch of padding of each capacity that is used from a slot on: it adds zero to every sum."""

@@ -10,16 +10,16 @@ from dataclasses import dataclass
 from jax import Array
 
 from lorafusion_jax.config.schema import JobConfig
-from lorafusion_jax.config.stack import stack_of
 from lorafusion_jax.data.assemble import Microbatch
-from lorafusion_jax.data.prepare import Prepared
+from lorafusion_jax.data.references import EVAL, TRAIN
 from lorafusion_jax.data.tokenized_set import TokenizedSet
 from lorafusion_jax.objective.batch import finished_metrics, metric_names
 from lorafusion_jax.objective.protocol import Chosen
-from lorafusion_jax.session.assembler import Assembler, Shape, pack_set, teacher_state
+from lorafusion_jax.session.assembler import Shape, pack_set, teacher_state
 from lorafusion_jax.session.batches import places, reserved_segments
 from lorafusion_jax.session.executor import Executor
 from lorafusion_jax.session.move import to_local
+from lorafusion_jax.session.task import Task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,34 +72,25 @@ def evaluate(
     return finish_evaluation(chosen, samples, sums)
 
 
-class Evaluator:
-    """Evaluates the current weights of adapters on the run's stages."""
+class HeldOut:
+    """The held-out sets of a job's adapters, packed alone, in microbatches of one shape: one program evaluates all.
 
-    def __init__(self, config: JobConfig, prepared: Prepared, executor: Executor):
-        self._config, self._executor = config, executor
-        held_out = {adapter.name: prepared.adapters[adapter.name].eval for adapter in config.adapters}
-        self._sets = {name: samples for name, samples in held_out.items() if samples is not None}
-        self._index = stack_of(config).index
-        self._slots = {name: pack_set(config, name, samples) for name, samples in self._sets.items()}
-        parts = [[name] * len(part) for name, slots in self._slots.items() for replicas in slots for part in replicas]
-        # One shape, so one compilation, for all adapters. The program computes the losses of all of them.
-        data = {adapter.name: prepared.adapters[adapter.name].train for adapter in config.adapters} | self._sets
+    Attributes:
+        slots: of each adapter that has a set.
+    """
+
+    def __init__(self, config: JobConfig, tasks: Mapping[str, Task]):
+        held_out = {name: task.source.sets.get(EVAL) for name, task in tasks.items()}
+        sets = {name: samples for name, samples in held_out.items() if samples is not None}
+        self.slots = {name: pack_set(config, name, samples) for name, samples in sets.items()}
+        parts = [[name] * len(part) for name, slots in self.slots.items() for replicas in slots for part in replicas]
+        data = {name: task.source.sets[TRAIN] for name, task in tasks.items()} | sets
         segments, table = places(config, data, parts)
         largest = config.batch.largest
-        self._shape = Shape(
+        self.shape = Shape(
             capacity_tokens=largest,
             segments=max(segments, reserved_segments(config, largest)),
             adapters=1,
             table=table,
             state=teacher_state(config),
         )
-        self._assembler = Assembler(config.batch.tile_tokens, executor.local_replicas, self._index)
-
-    def __call__(self, name: str) -> Evaluation:
-        chosen, samples = self._config.adapter(name).objective.chosen, self._sets[name]
-        slots = self._assembler.held_out(self._shape, self._slots[name], name, samples, chosen)
-        return evaluate(self._executor, name, self._index[name], chosen, samples, slots)
-
-    def empty(self) -> Microbatch | None:
-        """Returns a microbatch of padding, for compilation; None if no adapter is evaluated."""
-        return self._assembler.padding(self._shape) if self._sets else None

@@ -40,10 +40,13 @@ class Loop:
 
     Args:
         index: position of each adapter on the devices.
+
+    Attributes:
+        hooks: of whoever gives the slots.
     """
 
-    def __init__(self, executor: Executor, steps: Steps, index: Mapping[str, int], hooks: SlotHooks | None = None):
-        self._executor, self._steps, self._index, self._hooks = executor, steps, index, hooks or SlotHooks()
+    def __init__(self, executor: Executor, steps: Steps, index: Mapping[str, int]):
+        self._executor, self._steps, self._index, self.hooks = executor, steps, index, SlotHooks()
 
     def run(
         self, events: Sequence[Event], slot_of: Callable[[int], Slot], assemble: Callable[[int], Microbatch]
@@ -57,7 +60,7 @@ class Loop:
         Returns:
             The events of slots that did not enter.
         """
-        executor, steps, hooks = self._executor, self._steps, self._hooks
+        executor, steps, hooks = self._executor, self._steps, self.hooks
         microbatches = prefetch(assemble, [event.slot for event in events if _enters(event)])
         failed_at_entry: dict[int, frozenset[str]] = {}
         later: list[Event] = []
@@ -90,10 +93,10 @@ class Loop:
 
     def report(self, slots: list[int]) -> None:
         """Reports slots that are done, and the results of their steps."""
-        self._hooks.on_done(slots)
+        self.hooks.on_done(slots)
         for slot in slots:
             self._steps.read(slot + 1)
-            self._hooks.on_read(slot + 1)
+            self.hooks.on_read(slot + 1)
 
     def drain(self) -> None:
         """Waits for all slots that were issued, and reads the results of their steps."""

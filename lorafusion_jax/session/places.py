@@ -1,4 +1,4 @@
-"""Writes adapters into the places of a live session: what fits, with which weights, and what it compiles."""
+"""Writes adapters into the places of a session: what fits, with which weights, and what it compiles."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ import numpy as np
 
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.adapters.table import adapter_kind
-from lorafusion_jax.checkpoint.warm_start import read_warm_starts
-from lorafusion_jax.config.places import Places
+from lorafusion_jax.checkpoint.peft import Arrays
 from lorafusion_jax.config.references import ReferenceWeights
 from lorafusion_jax.config.schema import JobConfig, OptimSettings
 from lorafusion_jax.config.specs import adapter_specs
-from lorafusion_jax.config.stack import place_name
+from lorafusion_jax.config.stack import Stack, place_name
 from lorafusion_jax.data.sample_table import State
 from lorafusion_jax.errors import CheckpointError, RunError
-from lorafusion_jax.objective.protocol import SFT, Chosen
 from lorafusion_jax.session.adapter_state import AdapterState
 from lorafusion_jax.session.assembler import teacher_state
+from lorafusion_jax.session.distant_stage import DistantStage
 from lorafusion_jax.session.dry_runs import compile_steps
 from lorafusion_jax.session.executor import Executor
 from lorafusion_jax.session.first_weights import starting_weights
@@ -50,20 +49,17 @@ class PlaceWriter:
     """Puts adapters into places, after all work issued so far.
 
     Args:
+        stack: which adapter is where.
         table: what microbatches say of places; it is told of every adapter.
+        compiles: whether steps of new shapes compile when their adapter is written, and not with its first step.
     """
 
-    def __init__(
-        self,
-        config: JobConfig,
-        places: Places,
-        executor: Executor,
-        table: PlaceTable,
-    ):
-        self._config, self._places = config, places
-        self._executor, self._stages = executor, tuple(executor.local_stages.values())
-        self._table = table
-        self._objectives: list[Chosen] = [SFT]
+    def __init__(self, config: JobConfig, stack: Stack, executor: Executor, table: PlaceTable, *, compiles: bool):
+        self._config, self._executor, self._table, self._compiles = config, executor, table, compiles
+        self._stages = tuple(executor.local_stages.values())
+        self._distant = [stage for stage in executor.stages if isinstance(stage, DistantStage)]
+        assert stack.places is not None
+        self._places, self._objectives = stack.places, list(stack.objectives)
         self._compiled: set[tuple] = set()
 
     @property
@@ -106,10 +102,11 @@ class PlaceWriter:
                 fix="a smaller group, or a session of a larger batch.capacity_tokens",
             )
 
-    def first_weights(self, task: Task) -> PlaceWeights:
-        """Returns initial weights, or those of `lora.init_from`."""
-        leaves = starting_weights(self._layout, [task.spec], read_warm_starts(task.config))[task.name]
-        return PlaceWeights(spec=task.spec, leaves=leaves, fresh=task.adapter.lora.init_from is None)
+    def first_weights(self, task: Task, warm_start: Arrays | None = None) -> PlaceWeights:
+        """Returns initial weights, or those of a warm start."""
+        starts = {} if warm_start is None else {0: warm_start}
+        leaves = starting_weights(self._layout, [task.spec], starts)[task.name]
+        return PlaceWeights(spec=task.spec, leaves=leaves, fresh=warm_start is None)
 
     def reference_weights(
         self, place: int, task: Task, reference: ReferenceWeights | None, first: PlaceWeights
@@ -135,6 +132,8 @@ class PlaceWriter:
             return number
         self._objectives.append(chosen)
         objectives = tuple(self._objectives)
+        for stage in self._distant:
+            stage.replace_objectives(objectives)
         self._executor.read_all(lambda stage: stage.replace_objectives(objectives))
         return len(objectives) - 1
 
@@ -145,6 +144,8 @@ class PlaceWriter:
     def write(self, place: int, task: Task, weights: PlaceWeights, objective: int) -> None:
         """Writes weights and optimizer state into a place. `objective` is its number in the session."""
         self._table.assign(place, weights.spec, objective)
+        for stage in self._distant:
+            stage.assign(place, task.adapter, weights.spec)
         for done in self._executor.read(lambda stage: self._write_stage(stage, place, task, weights)):
             with self._executor.blaming(None, None, [task.name]):
                 done.result()
@@ -155,7 +156,7 @@ class PlaceWriter:
         if weights.fresh and adapter_kind(weights.spec.kind).start is not None:
             stage.start_from_base(place)
         steps = _steps_of(weights.spec, task.adapter.optim)
-        if steps not in self._compiled:
+        if self._compiles and steps not in self._compiled:
             compile_steps(stage, len(self._stages), place)
             stage.copy_state(place)
             stage.adapter(place)

@@ -158,17 +158,17 @@ class ReferenceQueue:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def __contains__(self, place: int) -> bool:
-        return any(waiting.place == place for waiting in self._waiting)
+    def __contains__(self, name: str) -> bool:
+        return any(waiting.name == name for waiting in self._waiting)
 
-    def add(self, place: int, passes: Iterable[SetPass], finish: Callable[[SetReferences | None], None]) -> None:
-        """Adds the adapter of a place.
+    def add(self, name: str, passes: Iterable[SetPass], finish: Callable[[SetReferences | None], None]) -> None:
+        """Adds an adapter.
 
         Args:
             passes: over its sets.
             finish: called with the references when they are complete, or with None if they are no longer needed.
         """
-        self._waiting.append(_Waiting(place=place, steps=run_passes(passes, self._executor), finish=finish))
+        self._waiting.append(_Waiting(name=name, steps=run_passes(passes, self._executor), finish=finish))
 
     def step(self) -> bool:
         """Issues one microbatch. Returns whether an adapter has its references now."""
@@ -184,9 +184,9 @@ class ReferenceQueue:
             return True
         return False
 
-    def drop(self, place: int) -> None:
-        """Forgets the adapter of a place."""
-        for waiting in [waiting for waiting in self._waiting if waiting.place == place]:
+    def drop(self, name: str) -> None:
+        """Forgets an adapter."""
+        for waiting in [waiting for waiting in self._waiting if waiting.name == name]:
             self._waiting.remove(waiting)
             waiting.steps.close()
             waiting.finish(None)
@@ -196,7 +196,7 @@ class ReferenceQueue:
 class _Waiting:
     """An adapter of a `ReferenceQueue`."""
 
-    place: int
+    name: str
     steps: Generator[None, None, dict[str, SetReferences]]
     finish: Callable[[SetReferences | None], None]
 

@@ -1,15 +1,14 @@
-"""A session: a base model on the devices of a job, its compiled programs, and a place for each adapter.
+"""A session: a base model on its devices, its compiled programs, and a place for each adapter.
 
-Only the session and its parts use devices. A run manages the folder, and a loop executes the plan. Adapters may join
-while others train. An adapter that has ended keeps its place, so that it can continue later.
+Only the session and its parts use devices. A run opens one with the adapters of its job; others may join, and those
+that have ended keep their places. A service opens one with free places, in which adapters start and stop. One loop runs
+slots of either: of a plan (`Batches`) or of windows (`WindowPlanner`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
-from functools import partial
 from typing import Any
 
 import jax
@@ -19,35 +18,57 @@ from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.adapters.table import adapter_kind
 from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.checkpoint.peft import Arrays
-from lorafusion_jax.config.schema import JobConfig
-from lorafusion_jax.config.specs import adapter_specs
-from lorafusion_jax.config.stack import stack_of, without_places
-from lorafusion_jax.data.assemble import Microbatch
+from lorafusion_jax.checkpoint.warm_start import read_warm_starts
+from lorafusion_jax.config.join import select_adapters
+from lorafusion_jax.config.places import Places, place_kind
+from lorafusion_jax.config.references import reference_of
+from lorafusion_jax.config.schema import BaseSettings, BatchSettings, JobConfig, MeshSettings, TrainSettings
+from lorafusion_jax.config.stack import Stack, place_specs, session_config, session_stack, stack_of, without_places
+from lorafusion_jax.data.assemble import Microbatch, num_segments
 from lorafusion_jax.data.prepare import Prepared
-from lorafusion_jax.data.references import SetReferences
+from lorafusion_jax.data.references import EVAL, SetReferences
+from lorafusion_jax.data.sample_table import table_shape
+from lorafusion_jax.data.tokenized_set import TokenizedSet
+from lorafusion_jax.errors import RunError
 from lorafusion_jax.layout.layer import RematPolicy
 from lorafusion_jax.models import ModelConfig
-from lorafusion_jax.objective.protocol import Chosen
 from lorafusion_jax.report.format import count
+from lorafusion_jax.session.adapter_state import AdapterState
 from lorafusion_jax.session.ahead import Ahead, requests_of
-from lorafusion_jax.session.base import check_tables, memory_warning, open_base, stages_for
+from lorafusion_jax.session.assembler import Assembler, Replicas, Shape, first_tail, pack_set, places_for_segments
+from lorafusion_jax.session.base import check_tables, has_room_for_a_state, memory_warning, open_base, stages_for
 from lorafusion_jax.session.base_cache import BaseFiles
+from lorafusion_jax.session.device_copy import InParts
 from lorafusion_jax.session.distant_stage import AnyStage, local_stages
-from lorafusion_jax.session.evaluation import Evaluation, Evaluator
+from lorafusion_jax.session.evaluation import Evaluation, HeldOut, evaluate
 from lorafusion_jax.session.executor import Executor
 from lorafusion_jax.session.first_weights import starting_weights
 from lorafusion_jax.session.growth import grow_stages
-from lorafusion_jax.session.leaves import HEAD_ROWS, Leaves
+from lorafusion_jax.session.leaves import HEAD_ROWS
+from lorafusion_jax.session.loop import Loop
 from lorafusion_jax.session.place_table import PlaceTable
+from lorafusion_jax.session.places import PlaceWeights, PlaceWriter, check_state
 from lorafusion_jax.session.processes import barrier, is_alone
 from lorafusion_jax.session.reading import BASE, Reading, Times
-from lorafusion_jax.session.references import SetPass, finish, reference_passes, run_passes
+from lorafusion_jax.session.references import (
+    BASE_ALONE,
+    ReferenceQueue,
+    SetPass,
+    finish,
+    reference_passes,
+    run_passes,
+)  # fmt: skip
 from lorafusion_jax.session.release import release_unused
 from lorafusion_jax.session.snapshot import Snapshot, Snapshots
 from lorafusion_jax.session.spans import Spans
 from lorafusion_jax.session.stage import Stage
-from lorafusion_jax.session.state import abstract_state, adapter_arrays, host_leaves, scatter
+from lorafusion_jax.session.state import abstract_state, joined_parts, scatter
+from lorafusion_jax.session.steps import Steps
+from lorafusion_jax.session.task import AdapterProgress, Task, tasks_of
 from pallas_kernels import config_store
+from scheduling import Slot
+from scheduling.pipeline import Event
+from scheduling.window import Tail
 
 # jax's caches keep traces of all shapes, 3 MB for every addition. They belong to the whole process, so they are cleared
 # seldom.
@@ -55,39 +76,70 @@ ADDITIONS_IN_CACHES = 16
 
 
 class Session:
-    """Adapters on the stages of a pipeline. Call `open`, then `start` or `load_state`, then `finish_loading`.
+    """Adapters on the stages of a pipeline. Methods are called from one thread, unless they say otherwise.
 
-    `add` adds adapters, and `read` reads one. Adapters that are not in a microbatch do not change.
+    Of a job: call `open`, then `start_all` or `load_state`, then `finish_loading`; `add` adds adapters. With free
+    places: call `open_places`; `start` and `stop` adapters. Adapters that are not in a microbatch do not change.
+
+    Args:
+        stages: of the base model.
+        tasks: of a job, which `start_all` starts; none if adapters start one by one.
+        reading: reads the base (None: the stages have it).
+        spans: records when events run (None: not recorded).
+        stack: which adapter is where (None: as the job says).
+        first_tail: what the first window must respect, in a session with free places.
 
     Attributes:
-        executor: runs the events of a plan.
-        spans: records when they ran.
+        config: of the job, or of its places.
+        tasks: its adapters by name, in order of arrival.
+        index: place of each adapter.
+        executor: runs events.
+        steps, loop: issue steps and slots; their hooks belong to whoever gives the slots.
+        references: adapters whose references are computed between slots.
+        assembler: makes microbatches of the tasks.
     """
 
     def __init__(
         self,
         config: JobConfig,
-        prepared: Prepared,
         stages: Sequence[AnyStage],
-        reading: Reading,
+        tasks: Mapping[str, Task],
+        *,
+        reading: Reading | None = None,
+        spans: Spans | None = None,
+        stack: Stack | None = None,
+        first_tail: Tail | None = None,
+        has_room: bool = True,
     ):
-        self._reading, self.spans, self._additions = reading, Spans(len(stages)), 0
-        self._unstarted: list[int] = []  # positions of adapters whose initial values may depend on the base
-        self.executor = Executor(stages, (), self.spans)
-        self._set_adapters(config, prepared, stages)
-        self._snapshots = Snapshots(self._stages, self.executor.links)
+        self._reading, self._spans, self._additions = reading, spans, 0
+        self._has_room = has_room  # for a copy of the largest state, while all train
+        self._unstarted: list[int] = []  # places of adapters whose initial values may depend on the base
+        self.tasks, self.index = dict(tasks), dict[str, int]()
+        self.executor = Executor(stages, (), spans)
+        self.executor.number_adapters(self.index)
+        self.assembler = Assembler(config.batch.tile_tokens, self.executor.local_replicas, self.index)
+        self.steps = Steps(self.executor, self.tasks)
+        self.loop = Loop(self.executor, self.steps, self.index)
+        self.references = ReferenceQueue(self.executor)
+        self._first_tail, self._shape = first_tail, None if first_tail is None else Shape(
+            capacity_tokens=config.batch.largest,
+            segments=num_segments(first_tail.most_segments),
+            adapters=first_tail.most_adapters,
+        )  # fmt: skip
+        self._arrange(config, stack_of(config) if stack is None else stack)
 
-    def _set_adapters(self, config: JobConfig, prepared: Prepared, stages: Sequence[AnyStage]) -> None:
-        """Tells all parts of the session which adapters there are, and where."""
-        self._config, self._stages, self._stack = config, tuple(stages), stack_of(config)
-        self.executor.number_adapters(self._stack.index)
-        if self._stack.stand_ins:
-            table = PlaceTable(stages[0].parts.leaves, len(self._stack.config.adapters))
-            for spec in adapter_specs(config):
-                chosen = config.adapter(spec.name).objective.chosen
-                table.assign(self._stack.index[spec.name], spec, self._stack.number_of(chosen))
-            self.executor.describe = table.describe
-        self._evaluator = Evaluator(config, prepared, self.executor)
+    def _arrange(self, config: JobConfig, stack: Stack) -> None:
+        """Tells all parts of the session which adapters there are, and where, on new stages."""
+        self.config, self._stack, self._held_out = config, stack, None
+        self.index |= stack.index
+        self._snapshots = Snapshots(self.stages, self.executor.links)
+        if not stack.stand_ins:
+            return
+        table = PlaceTable(self.stages[0].parts.leaves, len(stack.config.adapters))
+        for name, place in stack.index.items():
+            table.assign(place, self.tasks[name].spec, stack.number_of(self.tasks[name].chosen))
+        self.executor.describe = table.describe
+        self._writer = PlaceWriter(config, stack, self.executor, table, compiles=self._first_tail is not None)
 
     @classmethod
     def open(
@@ -110,7 +162,69 @@ class Session:
         """
         check_tables()
         base = open_base(config, prepared, specs, later, base_files)
-        return cls(config, prepared, base.stages, Reading(base))
+        return cls(
+            config, base.stages, tasks_of(config, prepared), reading=Reading(base), spans=Spans(len(base.stages))
+        )
+
+    @classmethod
+    def open_places(
+        cls,
+        base: BaseSettings,
+        mesh: MeshSettings,
+        places: Places,
+        *,
+        batch: BatchSettings | None = None,
+        train: TrainSettings | None = None,
+        directory: str = ".",
+        most_segments: int | None = None,
+        reproducible: bool = False,
+        base_files: BaseFiles | None = None,
+        on_progress: Callable[[str], None] = lambda text: None,
+    ) -> Session:
+        """Loads a base model and compiles all programs of a session with free places.
+
+        Args:
+            places: for adapters of any objective.
+            batch: capacity (one) and tile; `global_samples` is the adapters' own.
+            directory: folder of a relative `base.model`.
+            most_segments: places for segments in a microbatch (None: one for 256 tokens), of which a sample of
+                preferences takes two. More cost time in attention.
+            reproducible: split batches in one way, and let a microbatch hold one adapter, so that an adapter does not
+                depend on its company by a single bit. Microbatches are less full. Otherwise results are equal to
+                rounding, because sums over a microbatch depend on the rows at which an adapter begins.
+            base_files: see `open_base`.
+
+        Raises:
+            LoraFusionError: the base, the mesh or the memory do not fit; see `open_base`.
+        """
+        if jax.process_count() > 1:
+            raise RunError("session.processes", "a live session runs in one process.", fix="one process per session")
+        batch, train = batch or BatchSettings(), train or TrainSettings()
+        if len(batch.sizes) > 1:
+            raise RunError("session.capacities", f"a live session has one capacity, not {list(batch.sizes)}.")
+        if train.router_aux:
+            raise RunError("session.router-aux", "a live session has no loss of routers.", fix="train.router_aux: 0")
+        check_tables()
+        config = session_config(base, mesh, places, batch=batch, train=train, directory=directory)
+        opened = open_base(config, None, place_specs(config, places.heads), base_files=base_files)
+        most = most_segments or places_for_segments(batch)
+        session = cls(
+            config,
+            opened.stages,
+            {},
+            reading=Reading(opened),
+            stack=session_stack(config, places),
+            first_tail=first_tail(batch, mesh, len(places.ranks), most, reproducible=reproducible),
+            has_room=has_room_for_a_state(config, opened.stages[0].parts.model, opened.stages[0].remat),
+        )
+        try:
+            session._writer.write_zeros()
+            session.finish_loading([session.assembler.padding(session.shape)], on_progress)
+            session._writer.compile_classes()
+        except BaseException:
+            session.close()
+            raise
+        return session
 
     def finish_loading(
         self,
@@ -132,7 +246,7 @@ class Session:
             CheckpointError: a file of the model is broken.
             RunError: a stage failed.
         """
-        reading = f"reading {count(self._reading.num_bytes)}B"
+        reading = f"reading {count(self.reading.num_bytes)}B"
 
         total = 0
 
@@ -140,41 +254,48 @@ class Session:
             nonlocal total
             total = max(total, len(left))
             compiling = [f"compiling {total - len(left) + 1} of {total}: {', '.join(left)}"] if left else []
-            running = [*compiling, *([] if self._reading.done else [reading])]
+            running = [*compiling, *([] if self.reading.done else [reading])]
             if running:
                 on_progress("  ·  ".join(running))
 
-        ahead, held_out = Ahead() if ahead is None else ahead, self._evaluator.empty()
-        ahead.compile(lambda: requests_of(self._config, self.executor.local_stages, rows, held_out))
+        ahead, held_out = Ahead() if ahead is None else ahead, self._held_out_padding(rows)
+        ahead.compile(lambda: requests_of(self.config, self.executor.local_stages, rows, held_out))
         try:
             times = self.executor.warm_up(rows, held_out, report, ahead) if rows else {}
         finally:  # also where a stage fails: a model that cannot be read is worse
-            self._reading.finish()
-        assert self._reading.times is not None
+            self.reading.finish()
+        assert self.reading.times is not None
         self._start_from_base()
-        return {BASE: self._reading.times, **times, **ahead.times}
+        return {BASE: self.reading.times, **times, **ahead.times}
 
     @property
     def reading(self) -> Reading:
         """The base model: where it comes from, and whether its cache is written."""
+        assert self._reading is not None
         return self._reading
 
-    def start(self, weights: Mapping[int, Arrays]) -> None:
+    @property
+    def spans(self) -> Spans:
+        """When events ran; of a session that records them."""
+        assert self._spans is not None
+        return self._spans
+
+    def start_all(self, weights: Mapping[int, Arrays]) -> None:
         """Starts every adapter from its initial weights, or from those given here.
 
         Args:
             weights: weights of some adapters by their number in the job, from `read_warm_starts`.
         """
-        parts, occupied = self._stages[0].parts, dict(self._stages[0].occupied)
-        specs = [occupied[self._stack.index[name]] for name in self.names]
+        parts, occupied = self.stages[0].parts, dict(self.stages[0].occupied)
+        specs = [occupied[self.index[name]] for name in self.names]
         lora = starting_weights(parts.leaves, specs, weights)
         for stage in self.executor.local_stages.values():
             stage.start(lora)
-        self._unstarted = [self._stack.index[name] for number, name in enumerate(self.names) if number not in weights]
+        self._unstarted = [self.index[name] for number, name in enumerate(self.names) if number not in weights]
 
     def _start_from_base(self) -> None:
         """Sets the initial values that depend on the base, which is on the devices now."""
-        specs = dict(self._stages[0].occupied)
+        specs = dict(self.stages[0].occupied)
         for index in self._unstarted:
             spec = specs[index]
             if _starts_from_base(spec):
@@ -185,14 +306,20 @@ class Session:
     @property
     def stages(self) -> tuple[AnyStage, ...]:
         """The stages, with the current weights; others after `add`."""
-        return self._stages
+        return self.executor.stages
 
     @property
     def names(self) -> list[str]:
-        """Names of the adapters, in the order of the job."""
-        return [adapter.name for adapter in self._config.adapters]
+        """Names of the adapters, in the order in which they came."""
+        return list(self.tasks)
 
-    def add(self, config: JobConfig, prepared: Prepared, weights: Mapping[int, Arrays]) -> None:
+    def add(
+        self,
+        config: JobConfig,
+        prepared: Prepared,
+        weights: Mapping[int, Arrays],
+        clocks: Mapping[str, AdapterProgress] | None = None,
+    ) -> None:
         """Adds the last adapters of a job and starts them. Collective over processes.
 
         The state of the others stays bitwise equal. No work may be in flight. Adapters in free places compile nothing
@@ -201,47 +328,259 @@ class Session:
 
         Args:
             config, prepared: of all adapters, the present ones first.
-            weights: weights of new adapters by their number in the job, as in `start`.
+            weights: weights of new adapters by their number in the job, as in `start_all`.
+            clocks: progress of the new adapters.
         """
-        assert [adapter.name for adapter in config.adapters][: len(self.names)] == self.names
+        names = [adapter.name for adapter in config.adapters]
+        assert names[: len(self.names)] == self.names
         self.executor.wait_dispatched()
-        before, after, grows = self._stack, stack_of(config), self.needs_room(config)
-        starts = {after.index[config.adapters[number].name]: arrays for number, arrays in weights.items()}
-        new = {name: index for name, index in after.index.items() if name not in before.index}
-        if grows:
-            stages = grow_stages(self._stages, self.executor.links, config, starts)
-            self.executor.replace_stages(stages)
-            self._set_adapters(config, prepared, stages)
-            self._snapshots = Snapshots(self._stages, self.executor.links)
-        else:
-            self._set_adapters(config, prepared, self._stages)
-            self._fill_places(new, starts, known=before.objectives)
-        self._unstarted = [index for index in new.values() if index not in starts]
+        starts = {names[number]: arrays for number, arrays in weights.items()}
+        tasks = tasks_of(select_adapters(config, names[len(self.names) :]), prepared, clocks)
+        stack, grows = stack_of(config), self.needs_room(config)
+        if not grows:
+            self.config, self._held_out = config, None
+            for name, task in tasks.items():
+                self._put(stack.index[name], task, self._writer.first_weights(task, starts.get(name)))
+            return
+        by_place = {stack.index[name]: arrays for name, arrays in starts.items()}
+        self.executor.replace_stages(grow_stages(self.stages, self.executor.links, config, by_place))
+        self.tasks |= tasks
+        self._arrange(config, stack)
+        self._unstarted = [self.index[name] for name in tasks if name not in starts]
         self._start_from_base()
-        if grows:
-            self._additions += 1
-            release_unused(caches=self._additions % ADDITIONS_IN_CACHES == 0)
+        self._additions += 1
+        release_unused(caches=self._additions % ADDITIONS_IN_CACHES == 0)
 
     def needs_room(self, config: JobConfig) -> bool:
         """Whether adapters of a job do not all fit into places, so that adding them compiles every program."""
         return len(stack_of(config).config.adapters) > len(self._stack.config.adapters)
 
-    def _fill_places(self, new: Mapping[str, int], starts: Mapping[int, Arrays], known: Sequence[Chosen]) -> None:
-        if len(self._stack.objectives) > len(known):
-            for stage in self._stages:
-                stage.replace_objectives(self._stack.objectives)
-        for spec in adapter_specs(self._config):
-            if (index := new.get(spec.name)) is not None:
-                warm_starts = {0: starts[index]} if index in starts else {}
-                weights = starting_weights(self._stages[0].parts.leaves, [spec], warm_starts)[spec.name]
-                for stage in self._stages:
-                    stage.assign(index, self._config.adapter(spec.name), spec)
-                for stage in self.executor.local_stages.values():
-                    stage.write(index, weights)
+    def _put(self, place: int, task: Task, weights: PlaceWeights) -> int:
+        """Writes an adapter into a free place. Returns the number of its objective."""
+        number = self._writer.number_objective(task)
+        self.tasks[task.name], self.index[task.name] = task, place
+        self._writer.write(place, task, weights, number)
+        return number
 
     def lacks_memory(self, config: JobConfig) -> str | None:
         """Returns why the devices cannot hold the adapters of a job; None if they can, or if it is unknown."""
         return memory_warning(config, self._model, self.remat)
+
+    @property
+    def places(self) -> Places:
+        """How large adapters may be, in a session with places."""
+        assert self._stack.places is not None
+        return self._stack.places
+
+    @property
+    def free(self) -> dict[str, int]:
+        """Free places by class."""
+        taken = self.index.values()
+        return {name: sum(place not in taken for place in members) for name, members in self.places.classes.items()}
+
+    @property
+    def first_tail(self) -> Tail:
+        """What the first window must respect, in a session with free places."""
+        assert self._first_tail is not None
+        return self._first_tail
+
+    @property
+    def shape(self) -> Shape:
+        """Of microbatches, in a session with free places."""
+        assert self._shape is not None
+        return self._shape
+
+    def find_place(self, spec: AdapterSpec) -> int | None:
+        """Returns a free place for an adapter; None if there is none now."""
+        return self.places.find(place_kind(spec), spec.rank, self.index.values())
+
+    def draw(self, task: Task) -> PlaceWeights:
+        """Draws an adapter's first weights, or reads those of `lora.init_from`; from any thread.
+
+        Those of an 8B take most of a second, in which the devices would wait if `start` drew them.
+        """
+        return self._writer.first_weights(task, read_warm_starts(task.config).get(0))
+
+    def start(
+        self, place: int, task: Task, state: AdapterState | None = None, first: PlaceWeights | None = None
+    ) -> None:
+        """Starts an adapter in a free place. Others train on; nothing compiles for known shapes of adapters.
+
+        The first adapter of other rank, targets or optimizer compiles its own step: a second or two; the first of
+        another objective the loss. An adapter whose objective compares with a reference is `preparing` at first: what
+        the reference says is computed between the slots of the others.
+
+        Args:
+            state: continue from there (None: from initial weights, or `lora.init_from`).
+            first: what `draw` returned (None: it is called if it is needed).
+
+        Raises:
+            RunError: `session.place`, it is taken or too small; `session.segments`.
+            CheckpointError: `state.data`, the state was trained on other data; `peft.other-base`.
+        """
+        if place not in range(len(self.places.ranks)) or place in self.index.values() or task.name in self.index:
+            raise RunError("session.place", f"{task.name} cannot start in place {place}: it is taken.")
+        self._writer.check(place, task, self.first_tail.most_segments)
+        reference = reference_of(task.adapter, [task.name]) if task.references is None else None
+        if first is None and (state is None or reference is not None):
+            first = self.draw(task)
+        weights = first
+        if state is not None:
+            check_state(task, state)
+            weights = PlaceWeights(spec=task.spec, leaves=state.weights, optimizer=state.optimizer)
+        assert weights is not None
+        compared = self._writer.reference_weights(place, task, reference, first or weights)
+        self._make_room(task)
+        task.restart(0 if state is None else state.step)
+        number = self._put(place, task, compared or weights)
+        if reference is None:
+            return
+        task.status = "preparing"
+
+        def take(references: SetReferences | None) -> None:
+            if compared is not None:
+                self._writer.write(place, task, weights, number)
+            if references is not None:
+                task.take_references(references)
+
+        position = BASE_ALONE if compared is None else place
+        passes = (self._pass_over(task, key, samples, position) for key, samples in task.source.sets.items())
+        self.references.add(task.name, passes, take)
+
+    def _pass_over(self, task: Task, key: str, samples: TokenizedSet, position: int) -> SetPass:
+        return SetPass(
+            adapter=task.name,
+            key=key,
+            samples=samples,
+            slots=self._pack(task, samples),
+            shape=self.shape,
+            tile_tokens=self.config.batch.tile_tokens,
+            stages=self.executor.stages,
+            position=position,
+            state=self._writer.teacher_state(task),
+            describe=self.executor.describe,
+        )
+
+    def stop(self, name: str) -> AdapterState:
+        """Frees a place. Returns the state after the adapter's last step; a begun batch is dropped.
+
+        Waits for the slots that were issued. An adapter that was still preparing has to prepare again.
+        """
+        self.drain()
+        self.references.drop(name)
+        state = self.read(name)()
+        self.forget(name)
+        return state
+
+    def end_training(self, name: str) -> int:
+        """Ends the training of an adapter after its last step that was issued; a begun batch is dropped.
+
+        It keeps its place until `forget`. Others train on, also while it is read.
+
+        Returns:
+            The step that it comes to, unless the adapter fails before.
+        """
+        task = self.tasks[name]
+        self.references.drop(name)
+        if task.status in ("preparing", "running"):
+            task.status = "leaving"
+        return task.step + self.steps.num_waiting(name)
+
+    def read(self, name: str, *, optimizer: bool = True) -> Callable[[], AdapterState]:
+        """Returns a function that waits for the state of an adapter, from any thread; all train on meanwhile.
+
+        The state is that after the last step that was issued: it counts once `Task.step` has come to its step, and not
+        if the adapter fails before. The devices copy it. Call the function before you start to read another state,
+        because devices have memory for one. If they lack even that, this waits for the slots that were issued, and
+        reads the state itself. Of an adapter that does not train any more they copy the weights alone.
+
+        Args:
+            optimizer: False: without its state, a third of the copy and of what is transferred.
+        """
+        assert name not in self.references, "the place may hold the weights of a reference"
+        task, place = self.tasks[name], self.index[name]
+        trains = task.status not in ("done", "leaving")
+        if trains and not self._has_room:
+            self.drain()
+        step = task.step + self.steps.num_waiting(name)
+        copies = trains and self._has_room
+        parts = self.executor.read(lambda stage: self._read_stage(stage, place, name, optimizer, copies))
+
+        def wait() -> AdapterState:
+            states = dict(zip(self.executor.local_stages, [part.result() for part in parts], strict=True))
+            parts.clear()
+            weights, state = joined_parts(states, self.executor.links)
+            return AdapterState(step=step, data=task.source.digest, weights=weights, optimizer=state)
+
+        if is_alone() and (self._has_room or not trains):
+            return wait
+        state = wait()  # with several processes it may be collective, so it cannot run in the background
+        return lambda: state
+
+    def _read_stage(self, stage: Stage, place: int, name: str, optimizer: bool, copies: bool) -> tuple[Any, Any]:
+        """Returns leaves and optimizer state of an adapter on a stage."""
+        if optimizer and copies:
+            return stage.copy_state(place)
+        state = stage.adapter(place), stage.optimizers[name] if optimizer else {}
+        return jax.tree.map(lambda leaf: InParts(leaf.shape, [leaf], 0), state) if is_alone() else state
+
+    def forget(self, name: str) -> None:
+        """Frees a place without reading its state. Waits for the slots that were issued while its adapter trains."""
+        if self.tasks[name].status not in ("done", "leaving") or self.steps.num_waiting(name):
+            self.drain()
+        self.references.drop(name)
+        del self.tasks[name], self.index[name]
+        self.executor.read_all(lambda stage: stage.optimizers.pop(name, None))
+
+    def run(
+        self, events: Sequence[Event], slot_of: Callable[[int], Slot], assemble: Callable[[int], Microbatch]
+    ) -> list[Event]:
+        """Runs slots until a pause is due; see `Loop.run`. The devices may still work when it returns."""
+        with self.executor.blaming(None, None):
+            return self.loop.run(events, slot_of, assemble)
+
+    def drain(self) -> None:
+        """Waits for all slots that were issued, and reads the results of their steps."""
+        self.loop.drain()
+
+    def evaluate(self, name: str) -> Evaluation | None:
+        """Evaluates an adapter, after all work issued so far, on its held-out data; None if it has none."""
+        task = self.tasks[name]
+        samples = task.source.sets.get(EVAL)
+        if samples is None:
+            return None
+        if self._shape is not None:
+            shape, slots = self._shape, self._pack(task, samples)
+        else:
+            shape, slots = self._held_out_of_job.shape, self._held_out_of_job.slots[name]
+        rows = self.assembler.held_out(shape, slots, name, samples, task.chosen)
+        return evaluate(self.executor, name, self.index[name], task.chosen, samples, rows)
+
+    @property
+    def _held_out_of_job(self) -> HeldOut:
+        self._held_out = self._held_out or HeldOut(self.config, self.tasks)
+        return self._held_out
+
+    def _held_out_padding(self, rows: Sequence[Microbatch]) -> Microbatch | None:
+        """Returns a microbatch of padding of an evaluation, for compilation; None if no adapter is evaluated."""
+        if self._shape is not None:
+            return rows[0]
+        held_out = self._held_out_of_job
+        return self.assembler.padding(held_out.shape) if held_out.slots else None
+
+    def _make_room(self, task: Task) -> None:
+        """Makes room for the samples of a task. It never shrinks, so that few shapes compile."""
+        sets = [(task.chosen, samples) for samples in task.source.sets.values()]
+        table = table_shape(self.shape.segments - 1, sets)
+        if table is not None and table.rows:
+            table = table._replace(rows=self.shape.capacity_tokens)
+        if table is not None:
+            self._shape = self.shape.with_table(table, self._writer.teacher_state(task))
+
+    def _pack(self, task: Task, samples: TokenizedSet) -> list[Replicas]:
+        """Packs a set of a task, for a pass over all of it."""
+        most_samples = (self.shape.segments - 1) // task.chosen.num_segments
+        return pack_set(self.config, task.name, samples, most_samples)
 
     def compile_reads(self) -> None:
         """Compiles `read` and `snapshot`, so that they do not delay the run: 0.3 to 0.7 s on a CPU."""
@@ -252,22 +591,6 @@ class Session:
             ):
                 part.result()
 
-    def read(self, name: str) -> Callable[[], dict[str, np.ndarray]]:
-        """Reads an adapter's weights after all work issued so far. Calling the result waits for them."""
-        index = self._stack.index[name]
-        parts = self.executor.read(lambda stage: stage.adapter(index))
-        if jax.process_count() == 1:
-            return partial(_collect, parts)
-        # May be collective over processes, so it cannot run in the background.
-        local = zip(self.executor.local_stages, parts, strict=True)
-        held = {number: host_leaves(part.result()) for number, part in local}
-        weights = adapter_arrays(self.executor.links.share(held))
-        return lambda: weights
-
-    def evaluate(self, name: str) -> Evaluation:
-        """Evaluates an adapter on its held-out data."""
-        return self._evaluator(name)
-
     def compute_references(
         self, prepared: Prepared, names: Sequence[str], on_progress: Callable[[str], None] = lambda text: None
     ) -> dict[str, SetReferences]:
@@ -277,7 +600,7 @@ class Session:
         """
         self.executor.wait_dispatched()
         with self.executor.blaming(None, None):
-            passes = reference_passes(self._config, prepared, self._stages, names, self.executor.describe)
+            passes = reference_passes(self.config, prepared, self.stages, names, self.executor.describe)
             return finish(run_passes(passes, self.executor, on_progress))
 
     def open_passes(
@@ -294,7 +617,7 @@ class Session:
             weights: as in `start`, by number in `new`.
         """
         new = without_places(new)
-        stages = stages_for(self._stages, new)
+        stages = stages_for(self.stages, new)
         local = list(local_stages(stages).values())
         parts, specs = local[0].parts, [spec for _, spec in local[0].occupied]
         lora = starting_weights(parts.leaves, specs, weights)
@@ -308,9 +631,17 @@ class Session:
             pass_of_set.compile()
         return passes
 
-    def take_data(self, prepared: Prepared) -> None:
-        """Replaces the data of the adapters, whose samples now have references."""
-        self._evaluator = Evaluator(self._config, prepared, self.executor)
+    def take_data(
+        self, config: JobConfig, prepared: Prepared, clocks: Mapping[str, AdapterProgress] | None = None
+    ) -> None:
+        """Replaces the data of the adapters: samples that have references now, or more of them.
+
+        Args:
+            clocks: progress of the adapters (None: as it is).
+        """
+        clocks = {name: task.clock for name, task in self.tasks.items()} if clocks is None else clocks
+        self.tasks |= tasks_of(select_adapters(config, self.names), prepared, clocks)
+        self._held_out = None
 
     def snapshot(self) -> Snapshot:
         """Copies the current trainable state. Collective over processes.
@@ -328,7 +659,7 @@ class Session:
             restore: reads arrays of the given shapes and dtypes.
             devices: number of devices of a stage when they were saved.
         """
-        scatter(self._stages, restore(abstract_state(self._stages, self.executor.links, devices)))
+        scatter(self.stages, restore(abstract_state(self.stages, self.executor.links, devices)))
         self._unstarted = []
 
     def join_spans(self) -> None:
@@ -350,9 +681,13 @@ class Session:
                 self.spans.take(tree["spans"].tobytes())
 
     def close(self) -> None:
-        """Ends the threads that read the base and watch the devices."""
-        self._reading.cancel()
-        self.spans.stop()
+        """Ends the threads of the session."""
+        if self._reading is not None:
+            self._reading.cancel()
+        if self._spans is not None:
+            self._spans.stop()
+        if self._first_tail is not None:  # the work of a run may wait for a process that is lost
+            self.executor.close()
 
     @property
     def state_bytes(self) -> int:
@@ -366,8 +701,8 @@ class Session:
     @property
     def num_trainable(self) -> int:
         """Number of parameters of the adapters."""
-        parts = self._stages[0].parts
-        shapes = parts.leaves.own_shapes(self._stages[0].occupied).values()
+        parts = self.stages[0].parts
+        shapes = parts.leaves.own_shapes(self.stages[0].occupied).values()
         return sum(
             math.prod(shape)
             for leaves in shapes
@@ -388,15 +723,15 @@ class Session:
     @property
     def layers(self) -> list[float]:
         """Number of layers of each stage."""
-        return [stage.extent.count for stage in self._stages]
+        return [stage.extent.count for stage in self.stages]
 
     @property
     def remat(self) -> RematPolicy:
-        return self._stages[0].remat
+        return self.stages[0].remat
 
     @property
     def memory_warning(self) -> str | None:
-        return self.lacks_memory(self._config)
+        return self.lacks_memory(self.config)
 
     @property
     def device(self) -> dict[str, str]:
@@ -412,11 +747,7 @@ class Session:
 
     @property
     def _model(self) -> ModelConfig:
-        return ModelConfig.from_hf(base_directory(self._config))
-
-
-def _collect(parts: Sequence[Future[Leaves]]) -> dict[str, np.ndarray]:
-    return adapter_arrays([part.result() for part in parts])
+        return ModelConfig.from_hf(base_directory(self.config))
 
 
 def _starts_from_base(spec: AdapterSpec) -> bool:

@@ -17,6 +17,7 @@ import numpy as np
 
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.session import leaves as lv
+from lorafusion_jax.session.device_copy import InParts, read_together
 from lorafusion_jax.session.distant_stage import AnyStage, local_stages
 from lorafusion_jax.session.links import Links
 from lorafusion_jax.session.move import replicate, to_devices, to_host, to_stage
@@ -136,18 +137,37 @@ def adapter_arrays(parts: Sequence[Mapping[str, Any]]) -> dict[str, np.ndarray]:
     return _join([host_leaves(part) for part in parts], lambda name: name)
 
 
+def joined_parts(
+    parts: Mapping[int, tuple[Any, Any]], links: Links
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Joins an adapter's leaves and its optimizer state, by path, of all stages. Collective over processes.
+
+    See `StageState.part_of_state` for the inverse.
+
+    Args:
+        parts: (leaves, optimizer state) of each stage of this process, of arrays or `InParts`.
+    """
+    states = {
+        index: {"leaves": _transferred(leaves), "optimizer": _transferred(lv.by_path(optimizer))}
+        for index, (leaves, optimizer) in parts.items()
+    }
+    shared = links.share(states)
+    optimizer = _join([state.get("optimizer", {}) for state in shared], lv.leaf_of)
+    # Copies: a host array may be a view of a device array, which the next step overwrites.
+    copied = {path: np.array(leaf) for path, leaf in optimizer.items()}
+    return adapter_arrays([state["leaves"] for state in shared]), copied
+
+
+def _transferred(arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Returns arrays of a stage on the host, those in parts together."""
+    in_parts = {name: leaf for name, leaf in arrays.items() if isinstance(leaf, InParts)}
+    others = {name: leaf for name, leaf in arrays.items() if name not in in_parts}
+    return host_leaves(others) | dict(zip(in_parts, read_together([*in_parts.values()]), strict=True))
+
+
 def host_leaves(part: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """Returns arrays of a stage on the host."""
     return {name: leaf if isinstance(leaf, np.ndarray) else to_host(leaf) for name, leaf in part.items()}
-
-
-def joined_states(states: Sequence[Any]) -> dict[str, np.ndarray]:
-    """Joins the parts of an adapter's optimizer state, by path; see `StageState.part_of_state` for the inverse.
-
-    Copies: a host array may be a view of a device array, which the next step overwrites.
-    """
-    parts = [host_leaves(lv.by_path(state)) for state in states]
-    return {path: np.array(leaf) for path, leaf in _join(parts, lv.leaf_of).items()}
 
 
 def _own_arrays(

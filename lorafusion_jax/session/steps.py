@@ -45,21 +45,18 @@ class Steps:
     """Issues steps and reports their results to a listener, in the order of issue.
 
     Args:
-        tasks: by name, as the session or run keeps them.
+        tasks: by name, as the session keeps them.
 
     Attributes:
+        listener: called with `StepTaken` and `AdapterFailed`.
+        hooks: of whoever gives the slots.
         num_issued: number of all steps.
     """
 
-    def __init__(
-        self,
-        executor: Executor,
-        tasks: Mapping[str, Task],
-        listener: Listener = lambda event: None,
-        hooks: StepHooks | None = None,
-    ):
+    def __init__(self, executor: Executor, tasks: Mapping[str, Task]):
         self._executor, self._tasks = executor, tasks
-        self.listener, self._hooks = listener, hooks or StepHooks()
+        self.listener: Listener = lambda event: None
+        self.hooks = StepHooks()
         self._issued: deque[_Issued] = deque()
         self.num_issued = 0
 
@@ -70,7 +67,7 @@ class Steps:
         result = self._executor.step(name, task.source.hyper(step))
         self.num_issued += 1
         self._issued.append(_Issued(task=task, step=step, slots_done=slot + 1, result=result))
-        if self._hooks.is_urgent(name, step):
+        if self.hooks.is_urgent(name, step):
             self.read_all()
 
     def num_waiting(self, name: str) -> int:
@@ -114,10 +111,10 @@ class Steps:
                 metrics=finished_metrics(task.chosen, metrics),
             )
         )
-        self._hooks.on_step(task, issued.slots_done)
+        self.hooks.on_step(task, issued.slots_done)
         if task.step == task.num_steps:
             task.status = "done"
-            self._hooks.on_end(task, issued.slots_done)
+            self.hooks.on_end(task, issued.slots_done)
 
     def _fail(self, issued: _Issued) -> None:
         task = issued.task
@@ -134,7 +131,7 @@ class Steps:
                 kept_step=task.step,
             )
         )
-        self._hooks.on_end(task, issued.slots_done)
+        self.hooks.on_end(task, issued.slots_done)
 
     @property
     def _loss_not_finite(self) -> str:

@@ -75,10 +75,11 @@ def _evaluate_base(config: JobConfig, prepared: Prepared, quantize: str) -> dict
     specs = [dataclasses.replace(spec, kind=PLAIN) for spec in adapter_specs(config)]
     session = Session.open(without_places(stored), prepared, specs)
     try:
-        session.start({})
+        session.start_all({})
         session.finish_loading()
         references = session.compute_references(prepared, adapters_with_references(config))
-        session.take_data(with_references(prepared, references))
-        return {name: session.evaluate(name).loss for name in prepared.adapters}
+        session.take_data(session.config, with_references(prepared, references))
+        evaluations = {name: session.evaluate(name) for name in prepared.adapters}
+        return {name: evaluation.loss for name, evaluation in evaluations.items() if evaluation is not None}
     finally:
         session.close()

@@ -38,6 +38,7 @@ class Evaluations:
         began = time.perf_counter()
         with self._session.spans.pause(f"evaluating {name}"):
             evaluation = self._session.evaluate(name)
+        assert evaluation is not None
         self._measured.append((evaluation.tokens, time.perf_counter() - began))
         metrics = {f"eval_{key}": value for key, value in evaluation.metrics.items()}
         self._emit(

@@ -6,7 +6,7 @@ If a folder cannot be written, only its adapter fails. A full disk ends the run.
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +14,7 @@ import numpy as np
 from lorafusion_jax.errors import ErrorList, LoraFusionError
 from lorafusion_jax.report.events import AdapterDone, AdapterExported, AdapterFailed, ExportFailed, Listener
 from lorafusion_jax.session.processes import is_first
+from lorafusion_jax.session.session import Session
 from lorafusion_jax.training.adapter_writer import AdapterWriter
 from lorafusion_jax.training.background import BackgroundQueue
 from lorafusion_jax.training.state import AdapterProgress
@@ -21,15 +22,14 @@ from lorafusion_jax.training.state import AdapterProgress
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 Problem = LoraFusionError | OSError
-Weights = Callable[[], dict[str, np.ndarray]]  # waits for the weights
-Read = Callable[[str], Weights]  # `Session.read`
+Weights = Callable[[], Mapping[str, np.ndarray]]  # waits for the weights
 
 
 class ExportQueue:
     """Writes folders of adapters on the thread of `queue`, in order."""
 
-    def __init__(self, writer: AdapterWriter, read: Read, listener: Listener, queue: BackgroundQueue):
-        self._writer, self._read, self._listener, self._queue = writer, read, listener, queue
+    def __init__(self, writer: AdapterWriter, session: Session, listener: Listener, queue: BackgroundQueue):
+        self._writer, self._session, self._listener, self._queue = writer, session, listener, queue
 
     def submit_running(self, adapter: AdapterProgress, slots_done: int, read_weights: Weights | None = None) -> None:
         """Queues the folder of an adapter that still trains. Only errors are reported.
@@ -71,6 +71,10 @@ class ExportQueue:
                 self._report_failure(name, step, slots_done, written)
 
         self._queue.submit(lambda: self._try_write(name, step, read_weights, "", best=True), on_done)
+
+    def _read(self, name: str) -> Weights:
+        read = self._session.read(name, optimizer=False)
+        return lambda: read().weights
 
     def _try_write(
         self, name: str, step: int, read_weights: Weights, failure: str, *, best: bool = False, last: bool = False

@@ -73,7 +73,7 @@ def launch(
         ahead = starting.enter_context(compile_ahead(initial))
         session = Session.open(initial, prepared, later=config, base_files=record["base_files"])
         resources.callback(session.close)
-        session.start(weights)
+        session.start_all(weights)
         progress = Progress.first(
             _initial_steps(initial, prepared), stage_devices=config.mesh.stage_devices, plan=plan.digest
         )
@@ -84,7 +84,7 @@ def launch(
         stop_if_asked()
         rows: list[Microbatch] = []
         if progress.slot < plan.num_slots:
-            rows = Batches(config, prepared, plan, session.executor.local_replicas).empty(progress.slot)
+            rows = Batches(config, prepared, plan, session.assembler, session.tasks).empty(progress.slot)
         start_up = _finish_loading(session, rows, began, progress.slot, emit, ahead)
         starting.close()
         stop_if_asked()
@@ -94,7 +94,7 @@ def launch(
             references, events = compute_references(session, prepared, names, emit)
             prepared = with_references(prepared, references)
             start_up = dataclasses.replace(start_up, events=(*start_up.events, *events))
-        session.take_data(prepared)
+        session.take_data(initial, prepared, progress.adapters)
         if is_first():  # after the model has loaded, so that a failed start changes nothing
             record = store_references(folder.path, record, references, config)
             _write_folder(folder, config, record, plan, before, progress.slot, emit)

@@ -13,11 +13,11 @@ from collections.abc import Sequence
 
 from lorafusion_jax.planning.pauses import evaluations
 from lorafusion_jax.report.events import Listener, PhaseBegun, ProgramCompiled, SlotDone
-from lorafusion_jax.session.executor import Executor
-from lorafusion_jax.session.loop import Loop, SlotHooks
+from lorafusion_jax.session.loop import SlotHooks
 from lorafusion_jax.session.processes import any_process, is_alone
 from lorafusion_jax.session.release import release_unused
-from lorafusion_jax.session.steps import StepHooks, Steps
+from lorafusion_jax.session.session import Session
+from lorafusion_jax.session.steps import StepHooks
 from lorafusion_jax.session.task import AdapterProgress, Task
 from lorafusion_jax.signals import deferred_stop
 from lorafusion_jax.training.changes import Change, apply, cap_slots
@@ -42,6 +42,7 @@ class PlanRun:
     """Runs the plan of a job from `progress.slot` to the end. Updates `progress` in place.
 
     Args:
+        session: whose tasks have the clocks of `progress`.
         program: events per stage (None: 1F1B).
         changes: changes that the plan contains but `progress` does not yet, in order of slots.
     """
@@ -49,36 +50,27 @@ class PlanRun:
     def __init__(
         self,
         job: Job,
-        executor: Executor,
+        session: Session,
         progress: Progress,
         emit: Listener,
         hooks: Hooks,
         program: schedule.Program | None = None,
         changes: Sequence[Change] = (),
     ):
-        self._job, self._executor, self._progress, self._emit, self._hooks = job, executor, progress, emit, hooks
+        self._job, self._session, self._progress, self._emit, self._hooks = job, session, progress, emit, hooks
         self._program, self._changes = program, deque(changes)
-        self._tables = PlanTables(job, progress, executor.local_replicas)
+        self._tables = PlanTables(job, session)
         self._meter = Meter([], [], {}, progress.slot)
         self._selection = Selection(job, progress)
-        self._steps = Steps(
-            executor,
-            self._tables.batches.tasks,
-            emit,
-            StepHooks(is_urgent=self._is_urgent, on_step=self._evaluate_if_due, on_end=self._end),
+        session.steps.listener = emit
+        session.steps.hooks = StepHooks(is_urgent=self._is_urgent, on_step=self._evaluate_if_due, on_end=self._end)
+        session.loop.hooks = SlotHooks(
+            must_pause=self._pause_due,
+            on_entry=hooks.before_slot,
+            on_done=self._count_slots,
+            on_read=self._log_progress,
         )
-        self._loop = Loop(
-            executor,
-            self._steps,
-            self._tables.batches.index,
-            SlotHooks(
-                must_pause=self._pause_due,
-                on_entry=hooks.before_slot,
-                on_done=self._count_slots,
-                on_read=self._log_progress,
-            ),
-        )
-        self._steps_saved = 0  # number of steps that were issued before the last save
+        self._steps_saved = session.steps.num_issued  # before the last save
         self._start_plan()
         self._seconds_before = progress.seconds  # of earlier processes of this run
         self._saved_at, self._logged_at = time.monotonic(), 0.0
@@ -91,13 +83,13 @@ class PlanRun:
             Interrupted: SIGINT or SIGTERM was received. The state is saved.
             RunError: a device failed. The last checkpoint is intact.
         """
-        with deferred_stop() as self._stop, self._executor.blaming(None, None):
+        with deferred_stop() as self._stop, self._session.executor.blaming(None, None):
             todo, stopped = self._update_plan(self._events_left()), False
             if todo:
                 self._compile_missing()
             while todo and not stopped:
                 todo = self._issue_until_pause(todo)
-                self._loop.drain()
+                self._session.drain()
                 self._progress.slot = todo[0].slot if todo else self._job.plan.num_slots
                 stopped = any_process(self._stop.is_set())
                 todo = self._update_plan(todo, revise=not stopped)
@@ -131,7 +123,7 @@ class PlanRun:
         """Continues with the job's plan, which is equal to the one before in all slots that are done."""
         self._progress.plan = self._job.plan.digest
         self._meter.replan(self._tables.slot_tokens, self._tables.slot_rows, self._tables.last_slot)
-        for name in self._steps.failed():
+        for name in self._session.steps.failed():
             self._meter.drop(name, self._progress.slot)
 
     def _apply_changes(self) -> None:
@@ -159,7 +151,7 @@ class PlanRun:
 
     def _issue_until_pause(self, todo: list[schedule.Event]) -> list[schedule.Event]:
         """Issues events in order until a pause is due. Returns the events of slots that did not enter."""
-        return self._loop.run(todo, self._job.plan.slots.__getitem__, self._tables.batches.of)
+        return self._session.run(todo, self._job.plan.slots.__getitem__, self._tables.batches.of)
 
     def _count_slots(self, slots: list[int]) -> None:
         self._meter.slots_done(slots)
@@ -200,13 +192,13 @@ class PlanRun:
         """Compiles what the start has not."""
         slot = self._progress.slot
         rows = self._tables.batches.empty(slot)
-        if self._executor.is_warm(rows):
+        if self._session.executor.is_warm(rows):
             self._emit(PhaseBegun(slot=slot, text="first steps"))
             return
         self._emit(PhaseBegun(slot=slot, text="compiling the training step"))
         began = time.perf_counter()
         with self._meter.paused(COMPILING):
-            self._executor.warm_up(rows)
+            self._session.executor.warm_up(rows)
             release_unused()
         seconds = round(time.perf_counter() - began, 3)
         self._emit(ProgramCompiled(slot=slot, program="training step", seconds=seconds))
@@ -231,12 +223,12 @@ class PlanRun:
         if not self._any_running() or (self._changes and self._changes[0].slot <= slot):
             return True
         stopped = dict(self._job.plan.stopped)
-        if self._job.config.train.on_failed == "replan" and not self._steps.failed() <= stopped.keys():
+        if self._job.config.train.on_failed == "replan" and not self._session.steps.failed() <= stopped.keys():
             return True
         if any(adapter.stop_pending for adapter in self._progress.adapters.values()):
             return True
         save = self._job.config.save
-        if save.every_steps is not None and self._steps.num_issued - self._steps_saved >= save.every_steps:
+        if save.every_steps is not None and self._session.steps.num_issued - self._steps_saved >= save.every_steps:
             return True
         wanted = self._stop.is_set() or self._hooks.wants_revision()
         wanted |= save.every_minutes is not None and time.monotonic() - self._saved_at > 60 * save.every_minutes
@@ -246,7 +238,7 @@ class PlanRun:
         self._progress.seconds = self._seconds_before + self._meter.seconds
         with self._meter.paused(SAVING):
             self._hooks.save(wait)
-        self._steps_saved, self._saved_at = self._steps.num_issued, time.monotonic()
+        self._steps_saved, self._saved_at = self._session.steps.num_issued, time.monotonic()
 
     def _progress_event(self, slots_done: int) -> SlotDone:
         figures = self._meter.snapshot(slots_done, self._evaluations_left_s())

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 
 from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.session.batches import Batches
+from lorafusion_jax.session.session import Session
 from lorafusion_jax.training.job import Job
-from lorafusion_jax.training.state import Progress
 from scheduling import Plan
 
 
@@ -23,13 +23,14 @@ class PlanTables:
         last_slot: in which each adapter takes its last step; -1: none.
     """
 
-    def __init__(self, job: Job, progress: Progress, local_replicas: Sequence[int]):
-        self._job = job
-        self.batches = Batches(job.config, job.prepared, job.plan, local_replicas, progress.adapters)
+    def __init__(self, job: Job, session: Session):
+        self._job, self._session = job, session
+        self.batches = Batches(job.config, job.prepared, job.plan, session.assembler, session.tasks)
         self._count()
 
     def renew(self) -> None:
         """Rebuilds the tables from the job. Microbatches keep their shape if the new samples fit into it."""
+        self._session.take_data(self._job.config, self._job.prepared)
         self.batches.replace_plan(self._job.config, self._job.prepared, self._job.plan)
         self._count()
 
@@ -39,7 +40,9 @@ class PlanTables:
         self.slot_rows = [
             rows * len(slot.replicas) for slot, rows in zip(plan.slots, plan.slot_capacities, strict=True)
         ]
-        self.last_slot = dict.fromkeys(self.batches.index, -1) | {name: slot for slot, name, _ in plan.batches_ending()}
+        self.last_slot = dict.fromkeys((adapter.name for adapter in self._job.config.adapters), -1) | {
+            name: slot for slot, name, _ in plan.batches_ending()
+        }
 
 
 def slot_tokens(plan: Plan, prepared: Prepared) -> list[dict[str, int]]:

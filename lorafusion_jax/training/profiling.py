@@ -66,7 +66,7 @@ def profile(config: JobConfig, *, repeats: int = 3, listeners: Sequence[Listener
     for stage in stages:
         stage.start(lora)
     executor = Executor(stages, [spec.name for spec in specs])
-    batches = Batches(config, prepared, plan, executor.local_replicas)
+    batches = Batches.of_job(config, prepared, plan, executor.local_replicas)
     phase("compiling")
     executor.warm_up(batches.empty())
     phase("measuring")

@@ -101,7 +101,7 @@ class Run:
         self._evaluations = Evaluations(job, session, self._listener)
         self._queue = BackgroundQueue("writer")
         writer = AdapterWriter(job, folder, progress)
-        self._exports = ExportQueue(writer, session.read, listener, self._queue)
+        self._exports = ExportQueue(writer, session, listener, self._queue)
         self._saver = Saver(store, session, self._exports, self._queue, folder.state, listener)
 
     def execute(self) -> RunResult:
@@ -159,7 +159,7 @@ class Run:
         )
         return PlanRun(
             self._job,
-            self._session.executor,
+            self._session,
             self._progress,
             self._listener,
             hooks,
@@ -276,7 +276,7 @@ class Run:
         starts = reread_warm_starts(self._folder.read_record().get("warm_starts", {}), new)
         weights = {first + index: arrays for index, arrays in starts.items()}
         with self._session.spans.pause("adding adapters"):
-            self._session.add(config, self._job.prepared, weights)
+            self._session.add(config, self._job.prepared, weights, self._progress.adapters)
             self._add_references(new, slots_done)
             self._session.compile_reads()
         for name in names:
@@ -297,7 +297,7 @@ class Run:
                 folder.write_record(store_references(folder.path, folder.read_record(), made, self._job.config))
             barrier()
         self._job.prepared = prepared
-        self._session.take_data(prepared)
+        self._session.take_data(self._job.config, prepared)
 
     def _finish_caching(self, asked: Event) -> None:
         """Waits until the quantised base is cached; if a stop is asked for, closing the session ends the writing."""

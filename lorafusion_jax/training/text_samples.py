@@ -43,7 +43,7 @@ class TextSamples:
         if not prompts:
             return
         self._session.executor.wait_dispatched()
-        adapter = self._session.names.index(name)
+        adapter = self._session.index[name]
         sampling = Sampling(max_tokens=self._settings.sample_tokens)
         requests = [Request(tokens=tokens, adapter=adapter, sampling=sampling) for _, tokens in prompts]
         with self._session.executor.blaming(None, None, [name]):

@@ -49,7 +49,7 @@ def verify_exports(run: Path) -> dict[str, Check]:
     exported = {index: folder.latest(spec.name) for index, spec in enumerate(specs)}
     losses = {name: row["after"] for name, row in final_rows(run).items() if "after" in row}
     try:
-        session.start(
+        session.start_all(
             {
                 index: read_adapter(path, specs[index].kind, specs[index].head)[1]
                 for index, path in exported.items()
@@ -57,6 +57,11 @@ def verify_exports(run: Path) -> dict[str, Check]:
             }
         )
         session.finish_loading()
-        return {name: Check(trained=loss, exported=session.evaluate(name).loss) for name, loss in losses.items()}
+        evaluations = {name: session.evaluate(name) for name in losses}
+        return {
+            name: Check(trained=losses[name], exported=evaluation.loss)
+            for name, evaluation in evaluations.items()
+            if evaluation is not None
+        }
     finally:
         session.close()

@@ -60,7 +60,7 @@ class WatchedSession:
             follow: takes the steps of this run instead of its own.
         """
         session, name, plan = self._session, self._name, self._job.plan
-        session.start(read_warm_starts(self._job.config))
+        session.start_all(read_warm_starts(self._job.config))
         session.finish_loading()
         progress = Progress(
             adapters={job.name: AdapterProgress(name=job.name, num_steps=job.num_batches) for job in plan.jobs}
@@ -84,19 +84,23 @@ class WatchedSession:
             self._replace_gradient(follow.gradients[step])
             return follow.closed[step]
 
-        first = session.read(name)()
+        session.take_data(self._job.config, self._job.prepared, progress.adapters)
+        first = self._weights()
         session.executor.before_step = before_step
         hooks = Hooks(save=lambda wait: None, evaluate=lambda *_: None, finish=lambda *_: None)
-        PlanRun(self._job, session.executor, progress, emit, hooks).run()
+        PlanRun(self._job, session, progress, emit, hooks).run()
         losses += [np.nan] * (len(gradients) - len(losses))  # of a step that was refused
-        return Watched(losses=losses, gradients=gradients, closed=batches, first=first, last=session.read(name)())
+        return Watched(losses=losses, gradients=gradients, closed=batches, first=first, last=self._weights())
 
     def close(self) -> None:
         self._session.close()
 
     @property
     def _index(self) -> int:
-        return self._session.names.index(self._name)
+        return self._session.index[self._name]
+
+    def _weights(self) -> Tensors:
+        return self._session.read(self._name, optimizer=False)().weights
 
     def _gradient(self) -> Tensors:
         index = self._index

@@ -20,12 +20,17 @@ from typing import Any, ClassVar
 import numpy as np
 
 from lorafusion_jax.checkpoint.new_folder import new_folder
+from lorafusion_jax.config.join import select_adapters
 from lorafusion_jax.config.schema import AdapterConfig, JobConfig
+from lorafusion_jax.config.stack import stack_of
 from lorafusion_jax.data.assemble import Microbatch, Weights, assemble, num_segments, pieces_of
 from lorafusion_jax.data.prepare import AdapterData, Prepared
 from lorafusion_jax.session.ahead import Ahead
+from lorafusion_jax.session.assembler import Assembler
 from lorafusion_jax.session.evaluation import Evaluation
-from lorafusion_jax.session.task import step_rates
+from lorafusion_jax.session.loop import Loop
+from lorafusion_jax.session.steps import Steps
+from lorafusion_jax.session.task import AdapterProgress, step_rates, tasks_of
 from scheduling import Plan, SampleRef
 from scheduling.pipeline import Event
 from scheduling.timeline import Timeline
@@ -169,8 +174,13 @@ class QuickSession:
     """As `Session`. A checkpoint holds the numbers of its adapters, each under its name."""
 
     def __init__(self, config: JobConfig, prepared: Prepared):
-        self._config, self._prepared = config, prepared
+        self._config = config
         self.executor = QuickExecutor(config.mesh.stages, config.mesh.replicas)
+        self.tasks, self.index = tasks_of(config, prepared), dict(stack_of(config).index)
+        self.assembler = Assembler(config.batch.tile_tokens, self.executor.local_replicas, self.index)
+        self.steps = Steps(self.executor, self.tasks)  # type: ignore[arg-type]
+        self.loop = Loop(self.executor, self.steps, self.index)  # type: ignore[arg-type]
+        self.run, self.drain = self.loop.run, self.loop.drain
         self.spans = QuickSpans()
         self.reading = SimpleNamespace(
             from_cache=False, take_notices=lambda: [], wait_stored=lambda timeout: True, times=(0.0, 0.0)
@@ -191,7 +201,7 @@ class QuickSession:
     def join_spans(self) -> None:
         pass
 
-    def start(self, weights: Mapping[int, Any]) -> None:
+    def start_all(self, weights: Mapping[int, Any]) -> None:
         self._start(self._config)
 
     def _start(self, config: JobConfig) -> None:
@@ -202,9 +212,15 @@ class QuickSession:
     def needs_room(self, config: JobConfig) -> bool:
         return len(config.adapters) > len(self.names)
 
-    def add(self, config: JobConfig, prepared: Prepared, weights: Mapping[int, Any]) -> None:
+    def add(
+        self, config: JobConfig, prepared: Prepared, weights: Mapping[int, Any], clocks: Mapping[str, AdapterProgress]
+    ) -> None:
         assert [adapter.name for adapter in config.adapters][: len(self.names)] == self.names
-        self._config, self._prepared = config, prepared
+        self._config = config
+        self.index |= stack_of(config).index
+        self.tasks |= {
+            name: task for name, task in tasks_of(config, prepared, clocks).items() if name not in self.tasks
+        }
         self._start(config)
 
     def finish_loading(self, rows: Sequence[Microbatch], report: Callable[[str], None], ahead: Ahead) -> dict[str, Any]:
@@ -224,8 +240,11 @@ class QuickSession:
         assert not names
         return {}
 
-    def take_data(self, prepared: Prepared) -> None:
-        self._prepared = prepared
+    def take_data(
+        self, config: JobConfig, prepared: Prepared, clocks: Mapping[str, AdapterProgress] | None = None
+    ) -> None:
+        clocks = {name: task.clock for name, task in self.tasks.items()} if clocks is None else clocks
+        self.tasks |= tasks_of(select_adapters(config, self.names), prepared, clocks)
 
     def snapshot(self) -> SimpleNamespace:
         arrays = {
@@ -234,9 +253,9 @@ class QuickSession:
         }
         return SimpleNamespace(state=lambda: arrays, adapter=lambda name: {"w": arrays[name]["weight"]})
 
-    def read(self, name: str) -> Callable[[], dict[str, np.ndarray]]:
+    def read(self, name: str, *, optimizer: bool) -> Callable[[], SimpleNamespace]:
         weight = np.array(self.executor.states[name].weight)
-        return lambda: {"w": weight}
+        return lambda: SimpleNamespace(weights={"w": weight})
 
     def evaluate(self, name: str) -> Evaluation:
         return Evaluation(loss=self.executor.states[name].weight / MODULUS, tokens=1, metrics={})

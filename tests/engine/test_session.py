@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from live_sessions import assert_same, open_session, run, start
+from live_sessions import WINDOWS, assert_same, open_session, run, run_window, start
 from more_cases import mostly_nightly
 from small_jobs import exported, write_job, write_rows
 
@@ -19,7 +19,7 @@ from lorafusion_jax.config.join import select_adapters
 from lorafusion_jax.config.schema import ObjectiveSettings
 from lorafusion_jax.data.prepare import prepare
 from lorafusion_jax.errors import LoraFusionError
-from lorafusion_jax.session import AdapterState, LiveSession, Places, Task
+from lorafusion_jax.session import AdapterState, Places, Session, Task
 from lorafusion_jax.session.compiles import CompileCounter
 from lorafusion_jax.training import train
 
@@ -86,7 +86,7 @@ def test_company_places_and_moves_change_no_bit(session, task, alone, tmp_path):
     run(session, 1)
     while not moving.cursor.done and moving.status == "running":
         run(session, 1)
-    saved = session.stop(first).write(tmp_path / "state")
+    saved = session.stop("tort").write(tmp_path / "state")
     session.start(first, task("news"))
     run(session, 2)
     again = task("tort")
@@ -101,7 +101,7 @@ def test_adapters_swap_their_places(session, task, alone):
     pair = task("tort"), task("news")
     places = [start(session, joining) for joining in pair]
     run(session, 3)
-    states = [session.stop(place_index) for place_index in places]
+    states = [session.stop(joining.name) for joining in pair]
     for joining, new_place, state in zip(pair, reversed(places), states, strict=True):
         session.start(new_place, joining, state)
     for name, state in run(session).items():
@@ -113,9 +113,7 @@ def test_starting_and_stopping_compiles_nothing(session, task, alone):
         start(session, task("news"))
         start(session, task("tort"))
         run(session, 3)
-        state = session.stop(
-            next(place_index for place_index, running in session.tasks.items() if running.name == "tort")
-        )
+        state = session.stop("tort")
         start(session, task("lung"))
         start(session, task("tort"), state)
         run(session)
@@ -127,19 +125,19 @@ def test_a_state_is_read_while_all_train(session, task, alone, monkeypatch, has_
     """Slots run between the beginning and the end of a read. The state is that of a step: it continues as if alone."""
     monkeypatch.setattr(session, "_has_room", has_room)
     reading = task("tort")
-    place = start(session, reading)
+    start(session, reading)
     start(session, task("news"))
     reads, issued = [], []
 
     def pause() -> bool:
-        if session._steps.num_waiting(session.tasks[place].name) and not reads:
-            reads.append(session.start_reading(place))
+        if session.steps.num_waiting("tort") and not reads:
+            reads.append(session.read("tort"))
         elif reads:
             issued.append(reading.step)
         return False
 
     while len(issued) < 3:
-        session.run(session.plan(8), pause=pause)
+        run_window(session, 8, pause=pause)
     session.drain()
     state = reads[0]()
     assert 0 < state.step < reading.step
@@ -157,15 +155,15 @@ def test_an_adapter_leaves_while_others_train(session, task, alone, monkeypatch,
     place = start(session, leaving)
     start(session, task("lung"))
     with CompileCounter() as programs:
-        session.run(session.plan(8), pause=lambda: bool(session._steps.num_waiting(session.tasks[place].name)))
-        step = session.end_training(place)
+        run_window(session, 8, pause=lambda: bool(session.steps.num_waiting("tort")))
+        step = session.end_training("tort")
         assert step > leaving.step
-        read = session.start_reading(place)
-        assert session.run(session.plan(2)) == 2
+        read = session.read("tort")
+        assert run_window(session, 2) == 2
         state = read()
         session.drain()
         assert leaving.step == state.step == step
-        session.forget(place)
+        session.forget("tort")
         session.start(place, task("news"))
         ended = run(session)
         start(session, task("tort"), state)
@@ -201,35 +199,35 @@ def test_a_failing_adapter_leaves_the_others_alone(session, task, alone):
 def test_a_window_can_be_interrupted(session, task, alone):
     asked: list[bool] = []
     start(session, task("lung"))
-    ran = session.run(session.plan(6), pause=lambda: asked.append(True) or len(asked) == 2)
+    ran = run_window(session, 6, pause=lambda: asked.append(True) or len(asked) == 2)
     assert ran == 2
     assert_same(run(session)["lung"], alone["lung"])
 
 
 def test_a_state_of_the_last_step_is_done_at_once(session, task, alone):
     """A full disk may keep a state and not the adapter: who starts from it has nothing to train."""
-    place_index = start(session, task("news"), alone["news"])
-    assert session.tasks[place_index].status == "done"
-    assert not session.plan(4).slots
-    assert_same(session.stop(place_index), alone["news"])
+    start(session, task("news"), alone["news"])
+    assert session.tasks["news"].status == "done"
+    assert not WINDOWS[session].plan(4).slots
+    assert_same(session.stop("news"), alone["news"])
 
 
 def test_an_idle_session_waits(session):
     assert session.tasks == {}
-    window = session.plan(8)
+    window = WINDOWS[session].plan(8)
     assert window.slots == ()
-    assert session.run(window) == 0
+    assert WINDOWS[session].run(window) == 0
     assert session.free == {"3": 2, "6": 1}
 
 
 def test_evaluation_depends_on_the_adapter_only(session, task, alone):
-    free_place = start(session, task("lung"), alone["lung"])
-    losses = [session.evaluate(free_place)]
+    start(session, task("lung"), alone["lung"])
+    losses = [session.evaluate("lung")]
     start(session, task("tort"))
-    session.run(session.plan(2))
-    losses.append(session.evaluate(free_place))
-    for place_index in list(session.tasks):
-        session.forget(place_index)
+    run_window(session, 2)
+    losses.append(session.evaluate("lung"))
+    for name in list(session.tasks):
+        session.forget(name)
     assert losses[0] is not None
     assert losses[0] == losses[1]
     assert session.free == {"3": 2, "6": 1}
@@ -244,7 +242,7 @@ def test_what_does_not_fit_is_refused(session, task, config, alone, tmp_path):
     session.start(0, tort)
     with pytest.raises(LoraFusionError, match="it is taken"):
         session.start(0, task("news"))
-    session.forget(0)
+    session.forget("tort")
     folder = alone["tort"].write(tmp_path / "state")
     other = tort.adapter.model_copy(update={"optim": tort.adapter.optim.model_copy(update={"name": "lion"})})
     with pytest.raises(LoraFusionError, match=r"state\.mismatch"):
@@ -258,7 +256,7 @@ def test_what_does_not_fit_is_refused(session, task, config, alone, tmp_path):
         Places.of({})
     balanced = config.train.model_copy(update={"router_aux": 0.001})
     with pytest.raises(LoraFusionError, match=r"session\.router-aux.* no loss of routers"):
-        LiveSession.open(config.base, config.mesh, Places.of({4: 1}), train=balanced, directory=config.directory)
+        Session.open_places(config.base, config.mesh, Places.of({4: 1}), train=balanced, directory=config.directory)
 
 
 @pytest.mark.nightly
@@ -268,12 +266,12 @@ def test_stages_and_replicas_give_the_same_adapter(config, task, alone):
     wide = open_session(config.model_copy(update={"mesh": mesh}), {5: 2})
     try:
         reading, reads = task("tort"), []
-        place = start(wide, reading)
+        start(wide, reading)
         run(wide, 2)
         start(wide, task("lung"))
         while not reads:
-            wide.run(wide.plan(4), pause=lambda: bool(wide._steps.num_waiting(wide.tasks[place].name)))
-            reads = [wide.start_reading(place)] if wide._steps.num_waiting(wide.tasks[place].name) else []
+            run_window(wide, 4, pause=lambda: bool(wide.steps.num_waiting("tort")))
+            reads = [wide.read("tort")] if wide.steps.num_waiting("tort") else []
         ended = run(wide, 4)
         state = reads[0]()
         ended |= run(wide)

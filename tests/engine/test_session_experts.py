@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from live_sessions import assert_same, open_session, run, start
+from live_sessions import assert_same, open_session, run, run_window, start
 from more_cases import nightly
 from safetensors.numpy import load_file
 from small_jobs import exported, write_job, write_rows
@@ -80,8 +80,8 @@ def test_company_and_moves_change_no_bit_and_compile_nothing(wide, task, tmp_pat
     with CompileCounter() as programs:
         first = start(session, task("salt"))
         start(session, task("clay"))
-        session.run(session.plan(2))
-        saved = session.stop(first).write(tmp_path / "state")
+        run_window(session, 2)
+        saved = session.stop("salt").write(tmp_path / "state")
         assert start(session, task("ore")) == first
         again = task("salt")
         assert start(session, again, AdapterState.read(saved, again.adapter)) != first

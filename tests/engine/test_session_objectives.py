@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from live_sessions import open_session, run, start
+from live_sessions import open_session, run, run_window, start
 from more_cases import nightly
 from safetensors.numpy import load_file
 from small_jobs import WORDS, exported, write_job
@@ -127,7 +127,8 @@ def alone(session, configure) -> dict[str, AdapterState]:
     start(session, task_of(configure(first)))
     states = run(session)
     for name in others:
-        session.stop(start(session, task_of(configure(name))))
+        start(session, task_of(configure(name)))
+        session.stop(name)
     for name in others:
         start(session, task_of(configure(name)))
         states |= run(session)
@@ -195,14 +196,16 @@ def test_known_kinds_and_objectives_compile_nothing(session, configure, alone):
 
 def test_one_that_prepares_can_leave_and_come_back(session, configure, alone):
     task = task_of(configure("prefers"))
-    state = session.stop(start(session, task))
+    start(session, task)
+    state = session.stop("prefers")
     assert (state.step, task.references) == (0, None)
-    place_index = start(session, task_of(configure("prefers")))
+    moved = task_of(configure("prefers"))
+    start(session, moved)
     run(session, 4)
-    moved, references = session.tasks[place_index], session.tasks[place_index].references
+    references = moved.references
     assert moved.step
     assert references is not None
-    state = session.stop(place_index)
+    state = session.stop("prefers")
     start(session, task_of(configure("plain")))
     again = task_of(configure("prefers"), references)
     start(session, again, state)
@@ -231,13 +234,13 @@ def test_each_equals_one_of_a_run(session, configure, alone, joint, tmp_path, na
     rows = read_rows(trained / "metrics.jsonl")
     last = [row for row in rows if row["kind"] == "eval" and row["adapter"] == name][-1]
     place_index = start(session, task)
-    while session.tasks[place_index].status == "preparing":
-        session.run(session.plan(1))
-    session.forget(place_index)
+    while task.status == "preparing":
+        run_window(session, 1)
+    session.forget(name)
     again = task_of(config, task.references)
     session.start(place_index, again, alone[name])
-    evaluation = session.evaluate(place_index)
-    session.forget(place_index)
+    evaluation = session.evaluate(name)
+    session.forget(name)
     assert evaluation is not None
     wanted = {key.removeprefix("eval_"): value for key, value in last.items() if key.startswith("eval_")}
     for key, value in {"loss": evaluation.loss, **evaluation.metrics}.items():

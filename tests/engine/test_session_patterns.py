@@ -6,7 +6,7 @@ import json
 
 import numpy as np
 import pytest
-from live_sessions import assert_same, open_session, run, start
+from live_sessions import assert_same, open_session, run, run_window, start
 from more_cases import nightly
 from safetensors.numpy import load_file
 from small_jobs import exported, write_job, write_rows
@@ -96,10 +96,10 @@ def test_company_and_moves_change_no_bit_and_compile_nothing(session, task, alon
         first = start(session, task("even"))
         for name in ("middle", "narrow", "shifted"):
             start(session, task(name))
-        session.run(session.plan(2))
-        moved = next(place for place, running in session.tasks.items() if running.name == "narrow")
-        saved = session.stop(moved).write(tmp_path / "state")
-        waiting = session.stop(first)
+        run_window(session, 2)
+        moved = session.index["narrow"]
+        saved = session.stop("narrow").write(tmp_path / "state")
+        waiting = session.stop("even")
         again = task("narrow")
         session.start(first, again, AdapterState.read(saved, again.adapter))
         session.start(moved, task("even"), waiting)

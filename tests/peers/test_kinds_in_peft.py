@@ -83,7 +83,7 @@ def ours_of(config, folders: dict[str, Path]) -> dict[str, np.ndarray]:
     starts = {index: read_adapter(folders[spec.name], spec.kind)[1] for index, spec in enumerate(exported)}
     session = Session.open(config, prepared, exported)
     try:
-        session.start(starts)
+        session.start_all(starts)
         session.finish_loading()
         result = {}
         for index, name in enumerate(ADAPTERS):

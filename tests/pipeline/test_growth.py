@@ -34,7 +34,7 @@ def join(tmp_path, tiny_base, monkeypatch):
         opened.add(select_adapters(config, NAMES[: NAMES.index(name) + 1]), prepared, {})
         opened.compile_reads()
 
-    opened.start({})
+    opened.start_all({})
     opened.finish_loading()
     yield add
     opened.close()

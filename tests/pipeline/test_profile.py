@@ -51,7 +51,7 @@ def stages(tmp_path_factory, deep_base):
     config = load_config(write_mixed_job(folder, deep_base(True), ("law",), (), mesh={"stages": 3}))
     prepared, specs = prepare(config), adapter_specs(config)
     plan = plan_training(config, prepared)
-    batches = Batches(config, prepared, plan, range(1))
+    batches = Batches.of_job(config, prepared, plan, range(1))
     filled = [rows for rows in map(batches.of, range(plan.num_slots)) if (rows.row_adapter >= 0).any()]
     rows = max(filled, key=lambda rows: (rows.row_adapter < 0).sum())
     loaded = load_stages(config, prepared, specs)

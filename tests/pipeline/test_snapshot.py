@@ -21,14 +21,14 @@ def session(mixed_job, monkeypatch):
     few = ("adapters.med.lora.targets=[q_proj]", "adapters.med.lora.rank=4")
     config = mixed_job(names=("law", "med"), held_out=(), overrides=few, mesh={"stages": 2, "data": 2})
     opened = Session.open(config, prepare(config))
-    opened.start({})
+    opened.start_all({})
     opened.finish_loading()
     yield opened
     opened.close()
 
 
 def test_a_copy_in_parts_holds_the_state_of_its_moment(session, monkeypatch):
-    stages = session._stages
+    stages = session.stages
     assert any(leaf.is_fully_replicated for leaf in jax.tree.leaves(stages[0].lora))
     assert not all(leaf.is_fully_replicated for leaf in jax.tree.leaves(stages[0].sums))
     for stage in stages:

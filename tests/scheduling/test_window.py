@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lorafusion_jax.config.schema import BatchSettings, MeshSettings
-from lorafusion_jax.session.live_session import first_tail, places_for_segments
+from lorafusion_jax.session.assembler import first_tail, places_for_segments
 from scheduling import AdapterJob, PlanError, make_plan
 from scheduling.types import Limits
 from scheduling.window import Cursor, Tail, Window, plan_window, verify_window

@@ -46,7 +46,8 @@ class Bench:
     """A session in which every window is one step of every adapter."""
 
     def __init__(self):
-        self.tasks: dict[int, Adapter] = {}
+        self.tasks: dict[str, Adapter] = {}
+        self.places: dict[str, int] = {}
         self.drained = 0
         self.reading: list[Adapter] = []  # states whose reading has begun
         self.exported: list[Adapter] = []  # those whose weights are read
@@ -56,7 +57,10 @@ class Bench:
     def draw(self, task): ...
 
     def start(self, place, task, state, first):
-        self.tasks[place] = task
+        self.tasks[task.name], self.places[task.name] = task, place
+
+    def at(self, place):
+        return next((task for name, task in self.tasks.items() if self.places[name] == place), None)
 
     def plan(self, horizon):
         running = [task for task in self.tasks.values() if task.status == "running"]
@@ -76,10 +80,10 @@ class Bench:
     def drain(self):
         self.drained += 1
 
-    def evaluate(self, place): ...
+    def evaluate(self, name): ...
 
-    def start_reading(self, place, *, optimizer=True):
-        state, reads = copy(self.tasks[place]), self.reads
+    def read(self, name, *, optimizer=True):
+        state, reads = copy(self.tasks[name]), self.reads
         (self.reading if optimizer else self.exported).append(state)
 
         def read():
@@ -88,12 +92,12 @@ class Bench:
 
         return read
 
-    def forget(self, place):
-        del self.tasks[place]
+    def forget(self, name):
+        del self.tasks[name]
 
-    def end_training(self, place):
-        self.tasks[place].status = "leaving"
-        return self.tasks[place].step
+    def end_training(self, name):
+        self.tasks[name].status = "leaving"
+        return self.tasks[name].step
 
 
 class Line:
@@ -131,7 +135,7 @@ def worker(tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "_load", read)
     monkeypatch.setattr(loop, "AGAIN_S", 0.05)
     disk["session"] = Bench()
-    running = disk["loop"] = loop.WorkerLoop(disk["session"], line, {}, save_s=0.05)
+    running = disk["loop"] = loop.WorkerLoop(disk["session"], disk["session"], line, {}, save_s=0.05)
     thread = threading.Thread(target=running.run, daemon=True)
     thread.start()
 
@@ -191,17 +195,17 @@ def test_others_train_without_a_pause_while_jobs_come_and_go(worker):
     start("fern", 3, 0)
     start("reed", 3, 2)
     wait_for(lambda: len(line.of("vacated")) == 2)
-    assert sorted(disk["session"].tasks) == [1]
+    assert sorted(disk["session"].tasks) == ["moss"]
     start("sage", 10**6, 0)
     wait_for(lambda: any(event["job"] == "sage" for event in line.of("stepped")))
     line.commands.put({"command": "stop", "job": "reed", "epoch": 1})  # it ends by itself
-    step = disk["session"].tasks[1].step
-    wait_for(lambda: disk["session"].tasks[1].step > step + 5)
+    step = disk["session"].at(1).step
+    wait_for(lambda: disk["session"].at(1).step > step + 5)
     assert line.of("finished") == []
     disk["slow"].set()
     wait_for(lambda: len(line.of("finished")) == 2)
     assert disk["session"].drained == before
-    assert sorted(disk["session"].tasks) == [0, 1]
+    assert sorted(disk["session"].tasks) == ["moss", "sage"]
 
 
 def test_adapters_keep_their_places_when_many_wait_for_the_disk(worker, monkeypatch):
@@ -212,9 +216,9 @@ def test_adapters_keep_their_places_when_many_wait_for_the_disk(worker, monkeypa
     wait_for(lambda: line.of("vacated"))
     start("reed", 3, 1)
     start("moss", 10**6, 2)
-    wait_for(lambda: 1 in disk["session"].tasks and disk["session"].tasks[1].status == "done")
-    step = disk["session"].tasks[2].step
-    wait_for(lambda: disk["session"].tasks[2].step > step + 20)
+    wait_for(lambda: disk["session"].at(1) and disk["session"].at(1).status == "done")
+    step = disk["session"].at(2).step
+    wait_for(lambda: disk["session"].at(2).step > step + 20)
     assert [event["job"] for event in line.of("vacated")] == ["fern"]
     disk["slow"].set()
     wait_for(lambda: len(line.of("finished")) == 2)
@@ -264,8 +268,8 @@ def test_jobs_train_while_their_state_is_read(worker):
     start("moss", 10**6, 2)
     wait_for(lambda: session.reading)
     (state,) = session.reading
-    before = {place: task.step for place, task in session.tasks.items()}
-    wait_for(lambda: all(session.tasks[place].step > step + 20 for place, step in before.items()))
+    before = {name: task.step for name, task in session.tasks.items()}
+    wait_for(lambda: all(session.tasks[name].step > step + 20 for name, step in before.items()))
     assert session.reading == [state]
     assert line.of("saved") == []
     session.reads.set()
@@ -304,11 +308,11 @@ def test_adapters_that_are_done_do_not_wait_for_saves(worker):
     wait_for(lambda: len(line.of("finished")) == 5)
     session.reads.clear()
     start("fern", 3, 1)
-    wait_for(lambda: 1 in session.tasks and session.tasks[1].status == "done")
+    wait_for(lambda: session.at(1) and session.at(1).status == "done")
     disk["saves"].set()
     wait_for(lambda: line.of("saved"))
-    step, read = session.tasks[0].step, len(session.reading)
-    wait_for(lambda: session.tasks[0].step > step + 60)
+    step, read = session.at(0).step, len(session.reading)
+    wait_for(lambda: session.at(0).step > step + 60)
     assert len(session.reading) == read
     session.reads.set()
     wait_for(lambda: len(line.of("finished")) == 6)
@@ -335,17 +339,17 @@ def test_a_state_of_a_refused_step_is_not_saved(worker):
     wait_for(lambda: session.reading)
     session.reading[0].step += 10**6  # issued, not taken
     session.reads.set()
-    before = session.tasks[0].step
-    wait_for(lambda: session.tasks[0].step > before + 20)
-    session.tasks[0].status = "failed"
+    before = session.at(0).step
+    wait_for(lambda: session.at(0).step > before + 20)
+    session.at(0).status = "failed"
     wait_for(lambda: line.of("failed"))
     assert line.of("saved") == []
 
 
 def wait_for_others(session) -> None:
     """Waits until the job in place 1 has taken twenty steps more."""
-    others = session.tasks[1].step
-    wait_for(lambda: session.tasks[1].step > others + 20)
+    others = session.at(1).step
+    wait_for(lambda: session.at(1).step > others + 20)
 
 
 def test_others_train_while_a_stopped_job_is_read_and_written(worker):
@@ -354,13 +358,13 @@ def test_others_train_while_a_stopped_job_is_read_and_written(worker):
     session = disk["session"]
     start("moss", 10**6, 1)
     start("fern", 10**6, 0)
-    wait_for(lambda: 0 in session.tasks and session.tasks[0].step > 3)
+    wait_for(lambda: session.at(0) and session.at(0).step > 3)
     session.reads.clear()
     disk["saves"].clear()
     before = session.drained
     line.commands.put({"command": "stop", "job": "fern", "epoch": 1})
-    wait_for(lambda: session.tasks[0].status == "leaving")
-    step = session.tasks[0].step
+    wait_for(lambda: session.at(0).status == "leaving")
+    step = session.at(0).step
     wait_for_others(session)
     assert line.of("vacated") == []
     session.reads.set()
@@ -382,15 +386,15 @@ def test_a_stopped_job_whose_last_step_is_refused_fails(worker):
     session = disk["session"]
     start("moss", 10**6, 1)
     start("fern", 10**6, 0)
-    wait_for(lambda: 0 in session.tasks and session.tasks[0].step > 3)
+    wait_for(lambda: session.at(0) and session.at(0).step > 3)
     ahead = session.end_training
     session.end_training = lambda place: ahead(place) + 1
     line.commands.put({"command": "stop", "job": "fern", "epoch": 1})
-    wait_for(lambda: session.tasks[0].status == "leaving")
+    wait_for(lambda: session.at(0).status == "leaving")
     wait_for_others(session)
     assert line.of("vacated") == []
     session.end_training = ahead
-    session.tasks[0].status = "failed"
+    session.at(0).status = "failed"
     wait_for(lambda: line.of("failed"))
     assert line.of("stopped") == []
 

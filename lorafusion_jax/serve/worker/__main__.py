@@ -52,10 +52,10 @@ def main() -> int:
         jax.config.update("jax_cuda_visible_devices", ",".join(map(str, settings["gpus"])))
     from lorafusion_jax.config.schema import BaseSettings, BatchSettings, MeshSettings, TrainSettings
     from lorafusion_jax.serve.worker.loop import WorkerLoop
-    from lorafusion_jax.session import LiveSession, Places
+    from lorafusion_jax.session import Places, Session, WindowPlanner
 
     try:
-        session = LiveSession.open(
+        session = Session.open_places(
             BaseSettings.model_validate(settings["base"]),
             MeshSettings.model_validate(settings["mesh"]),
             Places.of(settings["places"]),
@@ -69,10 +69,10 @@ def main() -> int:
         link.close()
         raise
     opened.set()
-    loop = WorkerLoop(session, link, held, save_s=settings["save_s"])
+    loop = WorkerLoop(session, WindowPlanner(session), link, held, save_s=settings["save_s"])
     signal.signal(signal.SIGTERM, lambda *_: loop.stop.set())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server decides when a worker ends
-    link.emit("ready", device=session.device)
+    link.emit("ready", device=session.device["device"])
     try:
         loop.run()
     finally:

@@ -22,7 +22,7 @@ from lorafusion_jax.serve.wire import Message
 from lorafusion_jax.serve.worker.departure import Departure
 from lorafusion_jax.serve.worker.link import Link
 from lorafusion_jax.serve.worker.references import read_references, write_references
-from lorafusion_jax.session import AdapterState, LiveSession, Task
+from lorafusion_jax.session import AdapterState, Session, Task, WindowPlanner
 from lorafusion_jax.session.export import export_task
 from lorafusion_jax.session.places import PlaceWeights
 
@@ -105,11 +105,13 @@ class WorkerLoop:
     read leaves its place to the next job, and is written from the host's copy. Saves are spread over `save_s`.
 
     Args:
+        windows: of the session.
         save_s: seconds between two saves of the state of a job.
     """
 
-    def __init__(self, session: LiveSession, link: Link, held: dict[str, Held], *, save_s: float):
-        self._session, self._link, self._held, self._save_s = session, link, held, save_s
+    def __init__(self, session: Session, windows: WindowPlanner, link: Link, held: dict[str, Held], *, save_s: float):
+        self._session, self._windows = session, windows
+        self._link, self._held, self._save_s = link, held, save_s
         self._readers = ThreadPoolExecutor(1, "data")
         self._reader = ThreadPoolExecutor(1, "states")  # in turn, because they share pinned memory
         self._writer = ThreadPoolExecutor(1, "saves")
@@ -129,8 +131,8 @@ class WorkerLoop:
             self._execute_commands(wait_s=0.0 if trains else IDLE_S)
             self._start_loaded()
             self._announce()
-            window = self._session.plan(HORIZON)
-            self._session.run(window, self._listen, self._must_pause)
+            window = self._windows.plan(HORIZON)
+            self._windows.run(window, self._listen, self._must_pause)
             if not window.slots:
                 self._session.drain()
             self._end_finished()
@@ -156,13 +158,13 @@ class WorkerLoop:
             return self._can_advance(held, held.departure)
         if held.place is None:
             return held.loading is not None and held.loading.done()
-        failed = self._session.tasks[held.place].status == "failed"
+        failed = self._session.tasks[held.job].status == "failed"
         return failed or (self._waits_to_leave(held) and self._can_read)
 
     def _can_advance(self, held: Held, departure: Departure) -> bool:
         """Whether an adapter can leave its place, or its job end. Nothing is written into its folder then."""
         if held.place is not None:  # the devices may still refuse the last step
-            task = self._session.tasks[held.place]
+            task = self._session.tasks[held.job]
             return departure.read.done() and (task.step >= departure.step or task.status == "failed")
         is_saved = held.saving is None or held.saving.done() or held.saving.cancel()
         return departure.is_due or (departure.has_ended and is_saved)
@@ -170,7 +172,7 @@ class WorkerLoop:
     def _waits_to_leave(self, held: Held) -> bool:
         if held.place is None or held.departure is not None:
             return False
-        return self._session.tasks[held.place].status in ("done", "leaving")
+        return self._session.tasks[held.job].status in ("done", "leaving")
 
     @property
     def _can_read(self) -> bool:
@@ -201,7 +203,7 @@ class WorkerLoop:
         elif kind == "stop":
             self._stop(held)
         elif kind == "weight" and held.place is not None:
-            self._session.tasks[held.place].reweight(command["weight"])
+            self._session.tasks[held.job].reweight(command["weight"])
 
     def _begin_loading(self, command: Message, held: Held | None) -> None:
         job, epoch = command["job"], command["epoch"]
@@ -252,7 +254,7 @@ class WorkerLoop:
     def _announce(self) -> None:
         """Says which jobs train now: all that have their references."""
         for held in self._held.values():
-            task = None if held.place is None else self._session.tasks[held.place]
+            task = None if held.place is None else self._session.tasks[held.job]
             if task is None or held.announced or task.status == "preparing":
                 continue
             held.announced = True
@@ -273,25 +275,25 @@ class WorkerLoop:
             self._advance_departure(held, held.departure)
             return
         assert held.place is not None
-        task = self._session.tasks[held.place]
+        task = self._session.tasks[held.job]
         if task.status == "failed":
-            self._end_failed(held, held.place, task)
+            self._end_failed(held, task)
         elif task.status == "done":
             self._evaluate(held, task)
-            held.departure = self._export(held, task, self._start_reading(held.place, optimizer=False))
+            held.departure = self._export(held, task, self._start_reading(held, optimizer=False))
         else:
-            step = self._session.end_training(held.place)
+            step = self._session.end_training(held.job)
             target, write = state_folder(held.folder, held.epoch, step), partial(self._write, held)
-            read = self._start_reading(held.place)  # on the thread of the saves: one of the same step may be under way
+            read = self._start_reading(held)  # on the thread of the saves: one of the same step may be under way
             held.departure = Departure("stopped", step, target, read, write, self._writer)
 
-    def _end_failed(self, held: Held, place: int, task: Task) -> None:
-        self._session.forget(place)
+    def _end_failed(self, held: Held, task: Task) -> None:
+        self._session.forget(held.job)
         self._end(held, "failed", step=task.step, reason=task.reason)
 
-    def _start_reading(self, place: int, *, optimizer: bool = True) -> Future[AdapterState]:
+    def _start_reading(self, held: Held, *, optimizer: bool = True) -> Future[AdapterState]:
         """Begins to read an adapter that leaves, while others train."""
-        read = self._reader.submit(self._session.start_reading(place, optimizer=optimizer))
+        read = self._reader.submit(self._session.read(held.job, optimizer=optimizer))
         self._weights.append(read)
         return read
 
@@ -310,7 +312,7 @@ class WorkerLoop:
         steps since its newest state, which run again.
         """
         if held.place is not None:
-            self._vacate(held, held.place, departure)
+            self._vacate(held, departure)
         elif departure.is_due:
             departure.write()
         elif (problem := departure.problem) is None:
@@ -324,22 +326,22 @@ class WorkerLoop:
             self._not_saved(held, problem)
             departure.write_later(AGAIN_S)
 
-    def _vacate(self, held: Held, place: int, departure: Departure) -> None:
-        task = self._session.tasks[place]
+    def _vacate(self, held: Held, departure: Departure) -> None:
+        task = self._session.tasks[held.job]
         if task.status == "failed":
-            self._end_failed(held, place, task)
+            self._end_failed(held, task)
             return
         if task.status == "done" and departure.ends_as == "stopped":  # its last step was its last of all
             self._evaluate(held, task)
             held.departure = departure = self._export(held, task, departure.read)
-        self._session.forget(place)
+        self._session.forget(held.job)
         held.place = None
         self._link.emit("vacated", job=held.job, epoch=held.epoch)
         departure.write()
 
     def _evaluate(self, held: Held, task: Task) -> None:
         assert held.place is not None
-        evaluation = self._session.evaluate(held.place)
+        evaluation = self._session.evaluate(held.job)
         if evaluation is not None:
             row = {"kind": "eval", "step": task.step, "eval_loss": evaluation.loss, "eval_tokens": evaluation.tokens}
             row |= {f"eval_{name}": value for name, value in evaluation.metrics.items()}
@@ -359,10 +361,10 @@ class WorkerLoop:
             held.loading.cancel()
             self._end(held, "stopped", step=held.saved, path=None if held.state is None else str(held.state))
             return
-        if held.place is None or self._session.tasks[held.place].status in ("done", "failed"):
+        if held.place is None or self._session.tasks[held.job].status in ("done", "failed"):
             return  # it ends by itself
-        if self._session.end_training(held.place) == held.kept:
-            self._session.forget(held.place)
+        if self._session.end_training(held.job) == held.kept:
+            self._session.forget(held.job)
             self._end_with_newest_state(held)
 
     def _stop_and_wait(self, jobs: Sequence[Held]) -> None:
@@ -385,7 +387,7 @@ class WorkerLoop:
         elif self._can_save and (held := self._next_to_save()) is not None:
             assert held.place is not None
             held.read_at = self._read_at = time.monotonic()
-            read = self._session.start_reading(held.place)
+            read = self._session.read(held.job)
             self._reading = Reading(held=held, state=self._reader.submit(read))
 
     @property
@@ -405,7 +407,7 @@ class WorkerLoop:
         return min(old, key=lambda held: held.read_at, default=None)
 
     def _has_new_steps(self, held: Held) -> bool:
-        task = None if held.place is None else self._session.tasks[held.place]
+        task = None if held.place is None else self._session.tasks[held.job]
         return task is not None and task.status == "running" and task.step > held.saved
 
     def _write_read(self, reading: Reading) -> None:
@@ -413,7 +415,7 @@ class WorkerLoop:
         if not reading.state.done():
             return
         held, state = reading.held, reading.state.result()
-        task = self._session.tasks.get(-1 if held.place is None else held.place)
+        task = None if held.place is None else self._session.tasks.get(held.job)
         if self._held.get(held.job) is not held or task is None or task.status in ("failed", "leaving"):
             self._reading = None
         elif task.step >= state.step:
