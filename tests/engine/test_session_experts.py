@@ -92,7 +92,18 @@ def test_company_and_moves_change_no_bit_and_compile_nothing(wide, task, tmp_pat
     assert programs.compiled + programs.from_cache == 0
 
 
-@pytest.mark.parametrize("name", ["salt", nightly("ore")])
+def test_an_adapter_beside_another_place_is_as_alone(session, task):
+    """Equal to rounding: where it begins in a microbatch depends on the other."""
+    alone = train_alone(session, task, ("salt",))["salt"]
+    start(session, task("clay"))
+    start(session, task("salt"))
+    beside = run(session)["salt"]
+    assert any("experts" in name and name.endswith("_b") and leaf.any() for name, leaf in alone.weights.items())
+    for name, leaf in alone.weights.items():
+        assert np.linalg.norm(beside.weights[name] - leaf) <= 1e-5 * np.linalg.norm(leaf), name
+
+
+@pytest.mark.parametrize("name", [nightly("salt"), nightly("ore")])  # test_session.py compares one with a run
 def test_each_equals_one_of_a_run(session, configure, task, tmp_path, name):
     """In the session it trains beside an adapter of another place."""
     assert train(configure(name), tmp_path / "run").exit_code == 0

@@ -90,7 +90,7 @@ def test_company_does_not_change_an_adapter(run, name):
     assert all(joint[key].any() for key in joint if key.endswith(" 1")), "B is zero: nothing was learned"
 
 
-@pytest.mark.parametrize("name", [nightly("law"), "med"])
+@pytest.mark.parametrize("name", [nightly("law"), nightly("med")])  # test_experts.py has a mesh and two kinds of layers
 def test_joint_training_equals_separate_training_on_a_mesh(run, name):
     """Every stage compiles the step of every adapter, so the run on a mesh is that of one adapter."""
     joint = weights(run(), name)

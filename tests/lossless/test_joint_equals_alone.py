@@ -88,7 +88,7 @@ def worst_difference(a: dict, b: dict) -> float:
 
 @pytest.mark.parametrize(
     ("name", "sections"),
-    [("med", LARGE), *(nightly(name, {}) for name in ADAPTERS), *(nightly(name, LARGE) for name in PAIR)],
+    [("chat", LARGE), *(nightly(name, {}) for name in ADAPTERS), *(nightly(name, LARGE) for name in ("med", "code"))],
 )
 def test_joint_equals_separate_training(run, name, sections):
     """Whoever shares a microbatch, and whatever backward computes again."""

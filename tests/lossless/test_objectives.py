@@ -79,7 +79,7 @@ def job(tmp_path_factory, tiny_base):
         base = {
             "optim": {"lr": LR, "schedule": "constant", "warmup": 0},
             "lora": {"rank": 4, "dropout": 0.0, "targets": ["q_proj"]},
-            "batch": {"capacity_tokens": 512, "tile_tokens": 16},
+            "batch": {"capacity_tokens": 256, "tile_tokens": 16},
         }
         return small_jobs.write_job(folder, tiny_base, entries, **base, **(sections or {}))
 

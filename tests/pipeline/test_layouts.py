@@ -21,7 +21,7 @@ SIMILAR = (  # to law: they share programs
 )
 LAYOUTS = {  # tied embeddings, mesh, train, capacity
     "3 uneven stages, blocks and a rest, some slots empty": (
-        False, {"stages": 3, "layers": [1, 3, 1]}, {"block_layers": 2, "remat": "nothing"}, 128,
+        False, {"stages": 3, "layers": [1, 3, 1]}, {"block_layers": 2}, 64,  # layers alone as on one device
     ),
     "2 fsdp, blocks and a rest": (False, {"fsdp": 2}, {"block_layers": 2, "remat": "everything"}, 128),
     "3 stages with halves": (True, {"stages": 3, "layers": [1.5, 2, 1.5]}, {"remat": "nothing"}, 128),

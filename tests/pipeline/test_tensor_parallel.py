@@ -69,7 +69,7 @@ def trained(tmp_path_factory, bases, kept_programs):
         key = str((base, mesh, names))
         if key not in done:
             folder = tmp_path_factory.mktemp("run")
-            job = write_mixed_job(folder, bases(base), names, ("law",), mesh=mesh)
+            job = write_mixed_job(folder, bases(base), names, names[:1], mesh=mesh)
             four = (FOUR,) if base == "biases" and "med" in names else ()
             assert train(load_config(job, four), folder / "run").exit_code == 0
             done[key] = folder / "run"
@@ -89,9 +89,10 @@ def trained(tmp_path_factory, bases, kept_programs):
     ids=str,
 )
 def test_devices_of_a_layer_give_the_run_of_one_device(base, mesh, trained):
-    one, many = trained(base, {}), trained(base, mesh)
+    names = ("med",) if mesh == {"tensor": 2} else NAMES  # each stage compiles the steps of each adapter
+    one, many = trained(base, {}, names), trained(base, mesh, names)
     assert_equal(read_trained(one), read_trained(many), TOLERANCE)
-    for name in NAMES:  # what PEFT reads has the same names and the same settings
+    for name in names:  # what PEFT reads has the same names and the same settings
         files = [RunFolder(run).latest(name) for run in (one, many)]
         assert len({(file / "adapter_config.json").read_text() for file in files}) == 1
         shapes = [

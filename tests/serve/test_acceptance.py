@@ -1,4 +1,4 @@
-"""The service as a whole: jobs of three users survive pauses, weights, a killed worker and a killed server.
+"""The service as a whole: jobs of several users survive pauses, weights, a killed worker and a killed server.
 
 Every adapter equals the one that the service trains when nothing else runs, bit for bit.
 """
@@ -49,7 +49,7 @@ def step(job: Job) -> int:
     return shown["step"]
 
 
-@pytest.mark.parametrize("count", [3, nightly(12)])
+@pytest.mark.parametrize("count", [2, nightly(3), nightly(12)])
 def test_jobs_end_as_if_nothing_had_happened(quick_compiles, tiny_base, tmp_path, count):
     asked = list(specs(tmp_path, count))
     asked[0][1]["epochs"] *= 4  # it is paused before it ends, however late that is asked for

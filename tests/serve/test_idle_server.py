@@ -1,4 +1,4 @@
-"""What a service costs while nobody uses it."""
+"""What a service costs while nobody uses it, and that it ends."""
 
 from __future__ import annotations
 
@@ -57,3 +57,91 @@ def test_an_idle_server_is_small_and_starts_quickly(tmp_path, tiny_base):
     finally:
         server.send_signal(signal.SIGTERM)
         server.wait(60)
+
+
+# `lorafusion serve`, with stubs for all that it may wait for at its end: none of them ever ends by itself. A child
+# reads data, a worker saves, the copy of the day is written. Then the database is locked, and a request waits for it.
+HANGING = """
+import os, signal, sqlite3, sys, threading, urllib.request
+from contextlib import suppress
+from lorafusion_jax.__main__ import main
+from lorafusion_jax.serve import server
+from lorafusion_jax.serve.control import child, controller, daily_copy
+from lorafusion_jax.serve.store import database
+
+CLOSE_S = 0.5
+controller.CLOSE_S, controller.WRITE_S, daily_copy.LOOK_S, database.BUSY_S = CLOSE_S, 0.0, -1.0, 1.0
+hanging, urls, never = [], [], threading.Event()
+making, writing = controller.Controller, database.Database.write
+
+def begin(what):
+    hanging.append(what)
+    if sorted(hanging) == ["child", "copy", "url", "worker"]:
+        threading.Thread(target=lock, daemon=True).start()
+
+def hang(what):
+    begin(what)
+    never.wait()
+
+class Child:
+    def __init__(self, command): pass
+    def ask(self, message, seconds): hang("child")
+    def kill(self): print("child: killed", flush=True)
+
+class Worker:
+    def has_ended(self): return False
+    def terminate(self): print("worker: asked to save", flush=True)
+    def wait(self, seconds): print("worker: waited for", seconds <= CLOSE_S, flush=True)
+
+class Launcher:
+    problem = ""
+    def find(self, group, epoch, pid): pass
+    def hosts(self, gpus): pass
+    def close(self): print("launcher: closed", flush=True)
+    def start(self, arguments, log):
+        begin("worker")
+        return Worker()
+
+def make(*arguments, **more):
+    made = making(*arguments, **more)
+    made.child.submit("ana", "count", {"file": ""})
+    return made
+
+def write(db):
+    if threading.current_thread().name.startswith("AnyIO"):
+        print("request: waits", flush=True)
+        os.kill(os.getpid(), signal.SIGTERM)
+    return writing(db)
+
+def lock():
+    other = sqlite3.connect(os.path.join(sys.argv[3], "service.db"), isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    database.Database.write = write
+    with suppress(OSError):  # 503, or the server is gone
+        urllib.request.urlopen(urllib.request.Request(urls[0] + "/v1/workers/local-0/drain", b"", method="POST"))
+
+def note(file, url):
+    urls.append(url)
+    begin("url")
+
+child.AnsweringProcess, controller.make_launcher = Child, lambda settings, address: Launcher()
+database.Database.copy = lambda db, file: hang("copy")
+server.Controller, server.replace_text = make, note
+main()
+"""
+
+
+def test_a_server_ends_whatever_hangs(tmp_path, tiny_base):
+    """What is counted is what it waits for: it would never end if it waited for one of the stubs."""
+    arguments = ["serve", "--home", str(tmp_path / "home"), "--base", f"tiny={tiny_base}", "--port", "0"]
+    server = subprocess.Popen(
+        [sys.executable, "-c", HANGING, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        said, problems = server.communicate(timeout=120)
+    finally:
+        server.kill()
+    assert server.returncode == 130, problems
+    wanted = ["request: waits", "child: killed", "worker: asked to save", "worker: waited for True", "launcher: closed"]
+    assert [line for line in dict.fromkeys(said.splitlines()) if line in wanted] == wanted, (said, problems)
+    assert "Traceback" not in problems
