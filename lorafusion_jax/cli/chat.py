@@ -110,13 +110,19 @@ class Conversation:
 
         self._caches = self._caches or Caches()
         asked = {name: [*self._messages[name], {"role": "user", "content": line}] for name in self._names}
-        plain = self._model.tokenizer.chat_template is None
+        system = [{"role": "system", "content": self._system}] if self._system is not None else []
+        plain = {name for name in self._names if self._model.tokenizer_of(name).chat_template is None}
         rows = [
-            PromptRow(prompt=line if plain else messages, adapter=name, sampling=self._sampling, where="the message")
+            PromptRow(
+                prompt=line if name in plain else [*system, *messages],
+                adapter=name,
+                sampling=self._sampling,
+                where="the message",
+            )
             for name, messages in asked.items()
         ]
         alone = _Stream(self._console) if len(rows) == 1 else None
-        texts = self._model(rows, system=None if plain else self._system, on_text=alone, conversation=self._caches)
+        texts = self._model(rows, on_text=alone, conversation=self._caches)
         for generated in texts:
             if alone is None:
                 self._console.print(f"{generated.adapter}: ", end="", style="bold")

@@ -12,7 +12,7 @@ from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.cli.common import JobFile, Json, Overrides, next_command
 from lorafusion_jax.config import load_config
 from lorafusion_jax.config.schema import AdapterConfig, JobConfig
-from lorafusion_jax.data.prepare import load_sources
+from lorafusion_jax.data.prepare import load_sources, tokenizer_of
 from lorafusion_jax.data.preview import render_preview
 from lorafusion_jax.data.tokenized import load_samples
 from lorafusion_jax.data.tokenized_set import TokenizedSet
@@ -63,7 +63,7 @@ def _load(config: JobConfig, adapter: AdapterConfig, tokenizer: Tokenizer) -> To
         return load_samples(
             source,
             settings=adapter.data,
-            tokenizer=tokenizer,
+            tokenizer=tokenizer_of(adapter, tokenizer),
             adapter=adapter.name,
             base_dir=base_dir,
             objective=adapter.objective.chosen,

@@ -21,6 +21,7 @@ from pydantic import (
 
 from lorafusion_jax.adapters.patterns import Patterns, unusable_pattern
 from lorafusion_jax.adapters.table import BIASED, PLAIN, adapter_kind, unknown_kind
+from lorafusion_jax.config.chat_templates import NAMED, check_template
 from lorafusion_jax.config.data_sources import SOURCES_SCHEMA, Sources, TrainSources, as_written, held_out_sources
 from lorafusion_jax.config.section import Section, known_name
 from lorafusion_jax.config.token_rows import check_tokens
@@ -101,6 +102,11 @@ class DataSettings(Section):
     on_long: Literal["cut", "drop", "error"] = Field(default="cut", description="treatment of longer samples")
     loss: Literal["auto", "assistant", "completion", "all"] = Field(
         default="auto", description="tokens that are learned; auto = answers, or all tokens of plain text"
+    )
+    chat_template: Annotated[str, AfterValidator(check_template)] | None = Field(
+        default=None,
+        description=f"chat template instead of the base's: {', '.join(NAMED)}, a file of Jinja, or its text. The PEFT "
+        "folder has it, and generate and chat use it",
     )
 
 

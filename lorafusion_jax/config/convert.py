@@ -12,10 +12,11 @@ import yaml
 
 from lorafusion_jax.adapters.spec import resolve_targets
 from lorafusion_jax.config.auto import AUTO, CAPACITY
+from lorafusion_jax.config.chat_templates import NAMED, is_template
 from lorafusion_jax.config.other_defaults import ALL_OF_MESSAGES, FACTORS, program_of, target_of
 from lorafusion_jax.config.other_programs import ALWAYS_PACKED, counterpart
 from lorafusion_jax.config.schema import HELD_OUT_LOSS, BatchSettings
-from lorafusion_jax.errors import ConfigError, LoraFusionError
+from lorafusion_jax.errors import ConfigError, LoraFusionError, did_you_mean
 from lorafusion_jax.families.hf_config import shortened
 from lorafusion_jax.layout.layer import PATHS
 from lorafusion_jax.objective.choose import choose, unknown_objective
@@ -274,6 +275,14 @@ def _epochs(result: Converted, key: str, target: str, value: Any) -> None:
         result.notes.append((key, f"{value:g}: {target} is a whole number, at least 1"))
 
 
+def _template(result: Converted, key: str, target: str, value: Any) -> None:
+    if key == "chat_template_path" or is_template(str(value)) or str(value) in NAMED:
+        result.set(target, str(value))
+    elif value not in ("tokenizer_default", "jinja", "default"):
+        near = did_you_mean(str(value), list(NAMED))
+        result.notes.append((key, f"no template is named {shortened(value)}: the base's own is used; {near or target}"))
+
+
 def _on_long(result: Converted, key: str, target: str, value: Any) -> None:
     result.set(target, {"drop": "drop", "truncate": "cut", "raise": "error"}[str(value)])
 
@@ -374,6 +383,7 @@ TAKERS: dict[str, Callable[[Converted, str, str, Any], None]] = {
     "data.train": _data,
     "data.eval": _data,
     "data.loss": _loss,
+    "data.chat_template": _template,
     "data.on_long": _on_long,
     "epochs": _epochs,
     "train.max_steps": _epochs,

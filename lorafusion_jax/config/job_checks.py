@@ -10,15 +10,17 @@ from lorafusion_jax.adapters.spec import resolve_targets
 from lorafusion_jax.adapters.table import adapter_kind
 from lorafusion_jax.adapters.tokens import GROUP as TOKENS
 from lorafusion_jax.config import schema
+from lorafusion_jax.config.chat_templates import NAMED, is_template
 from lorafusion_jax.config.merge import Entry
 from lorafusion_jax.config.peft_folder import describe_folder
 from lorafusion_jax.config.read import Keys, Source
 from lorafusion_jax.config.references import reference_of, unknown_reference
-from lorafusion_jax.errors import ConfigError, LoraFusionError
+from lorafusion_jax.errors import ConfigError, LoraFusionError, did_you_mean
 from lorafusion_jax.layout.layer import PATHS
 from lorafusion_jax.objective.protocol import DIVERGENCE, Chosen
 from lorafusion_jax.optim.schedules import schedule
 from lorafusion_jax.optim.table import optimizer
+from lorafusion_jax.readable import TEMPLATE, read_text
 
 MOST_DEVICES = 4096  # of a mesh
 
@@ -261,3 +263,33 @@ def _dropout_effect(chosen: Chosen) -> str:
     if chosen.compares:
         return f"but objective {chosen.name} compares with a reference without dropout: they differ from the first step"
     return f"adds noise to the log-likelihoods that objective {chosen.name} compares; its default is 0"
+
+
+def with_templates(
+    valid: Sequence[tuple[Entry, schema.AdapterConfig]], source: Source, errors: list[LoraFusionError]
+) -> list[schema.AdapterConfig]:
+    """Reads the templates that are files, relative to the job file; a moved or changed file then changes no run."""
+    result = []
+    for entry, adapter in valid:
+        value = adapter.data.chat_template
+        if value is not None and not is_template(value) and value not in NAMED:
+            try:
+                text = read_text(source.path.parent / value, TEMPLATE)
+                if not is_template(text):
+                    raise ValueError("it has no {{ or {%")
+                data = adapter.data.model_copy(update={"chat_template": text})
+                adapter = adapter.model_copy(update={"data": data})
+            except (OSError, ValueError) as problem:
+                near = did_you_mean(value, list(NAMED))
+                errors.append(
+                    ConfigError(
+                        "config.chat-template",
+                        f"{adapter.name}: data.chat_template: {value} is neither a known name nor a file of a template"
+                        + (f"; {near}" if near else "."),
+                        where=source.where((*entry.keys, "data", "chat_template")),
+                        why=str(problem),
+                        fix=f"one of: {', '.join(NAMED)}; or a file relative to the job file",
+                    )
+                )
+        result.append(adapter)
+    return result

@@ -107,8 +107,10 @@ COUNTERPARTS: dict[str, Counterpart] = {
              "fused_attn_kernel", FUSED),
     **_notes("tokenizer_type model_type processor_type tokenizer_use_fast tokenizer_config is_llama_derived_model "
              "model_config tokenizer_use_mistral_common", FROM_BASE),
-    **_notes("chat_template template special_tokens tokens eot_tokens", "the template and special tokens of the base's "
-             "tokenizer are used; lorafusion data preview shows them"),
+    **_keys("chat_template template chat_template_path chat_template_jinja", "data.chat_template",
+            "a name, a file or the text of a template; without it the base's own is used"),
+    **_notes("special_tokens tokens eot_tokens", "the special tokens of the base's tokenizer are used; lorafusion data "
+             "preview shows them"),
     **_notes("trust_remote_code", NO_CODE),
     **_notes("adapter finetuning_type peft_type task_type use_peft do_train bias", "always LoRA, without biases"),
     **_notes("tf32 fp16 half_precision pure_bf16", "adapters train in float32 beside a base in base.dtype"),

@@ -18,6 +18,7 @@ from lorafusion_jax.config.job_checks import (
     references_exist,
     targets_exist,
     tokens_fit_objectives,
+    with_templates,
 )
 from lorafusion_jax.config.merge import Entry
 from lorafusion_jax.config.read import Keys, Source
@@ -51,6 +52,7 @@ def validate_job(
     errors += names_differ(entries, source) + targets_exist(valid, source) + references_exist(valid, source)
     errors += rate_groups_exist(valid, source) + selection_errors(valid, shared["train"], source)
     errors += tokens_fit_objectives(valid, source)
+    adapters = with_templates(valid, source, errors)
     if not adapters or None in shared.values():
         return None
     directory = str(source.path.parent.absolute())

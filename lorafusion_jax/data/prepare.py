@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from lorafusion_jax.checkpoint.base_model import base_directory
+from lorafusion_jax.config.chat_templates import template_text
 from lorafusion_jax.config.data_sources import Sources, is_file, names
 from lorafusion_jax.config.schema import AdapterConfig, JobConfig
 from lorafusion_jax.data.cache import token_cache
@@ -22,7 +23,7 @@ from lorafusion_jax.data.model_fit import model_problems, read_shape
 from lorafusion_jax.data.sources import expand_source, find_file
 from lorafusion_jax.data.tokenized import load_samples
 from lorafusion_jax.data.tokenized_set import TokenizedSet
-from lorafusion_jax.data.tokenizer import Tokenizer, load_tokenizer
+from lorafusion_jax.data.tokenizer import Tokenizer, load_tokenizer, with_template
 from lorafusion_jax.errors import ConfigError, DataError, ErrorList, LoraFusionError, raise_all
 from scheduling.types import MOST_SAMPLES
 
@@ -108,20 +109,33 @@ def prepare(config: JobConfig, *, progress: Callable[[str], None] = lambda text:
     for adapter in config.adapters:
         progress(f"reading {names(adapter.data.train)}")
         try:
-            data = adapters[adapter.name] = _adapter_data(config, adapter, tokenizer)
+            adapter_tokenizer = tokenizer_of(adapter, tokenizer)
+            data = adapters[adapter.name] = _adapter_data(config, adapter, adapter_tokenizer)
             for samples in (data.train, data.eval):
                 if model is not None and samples is not None:
                     errors += model_problems(
-                        samples, model, tokenizer=tokenizer, adapter=adapter.name, directory=directory
+                        samples, model, tokenizer=adapter_tokenizer, adapter=adapter.name, directory=directory
                     )
         except ErrorList as problem:
             errors += problem.errors
         except LoraFusionError as problem:
             errors.append(problem)
-            if problem.code == "data.template-limit":  # all adapters share the template
+            if problem.code == "data.template-limit" and adapter.data.chat_template is None:  # others share it
                 break
     raise_all(list({str(error): error for error in errors}.values()))
     return Prepared(tokenizer=tokenizer, adapters=adapters)
+
+
+def tokenizer_of(adapter: AdapterConfig, tokenizer: Tokenizer) -> Tokenizer:
+    """Returns the base's tokenizer with the adapter's chat template.
+
+    Raises:
+        CheckpointError: tokenizer.missing, tokenizer.template.
+    """
+    template = adapter.data.chat_template
+    if template is None:
+        return tokenizer
+    return with_template(tokenizer, template_text(template), f"data.chat_template of {adapter.name}")
 
 
 def missing_files(config: JobConfig) -> list[LoraFusionError]:

@@ -62,8 +62,8 @@ def encode_examples(
             f"{adapter}: {len(chatting)} of {len(examples)} rows hold conversations (or a system text, tools or a "
             "history), but the base model has no chat template to write them with.",
             where=rows.places(chatting),
-            fix="use the model's instruct version, or put a chat_template.jinja into its folder, or give "
-            "the rows as prompt and completion",
+            fix="data.chat_template: a name such as chatml or a file; or use the model's instruct version, or give the "
+            "rows as prompt and completion",
         )
     plain = [_render_plain(example, loss) for example in examples]
     encoded = tokenizer.encode_rendered(plain)
@@ -91,7 +91,7 @@ def _render_all(chats: Sequence[Chat], template: ChatTemplate, rows: Rows, adapt
                 f"{adapter}: the chat template takes too much time or memory.",
                 where=rows.places([row]),
                 why=str(problem),
-                fix="a shorter row, or another chat_template.jinja in the model's folder",
+                fix="a shorter row, or another template by data.chat_template",
             ) from None
         except TemplateProblem as problem:
             bad.append((row, str(problem)))
@@ -100,8 +100,8 @@ def _render_all(chats: Sequence[Chat], template: ChatTemplate, rows: Rows, adapt
             "data.template",
             f"{adapter}: the chat template cannot write {len(bad)} of {len(chats)} rows.",
             bad,
-            fix="repair the rows, or put a chat_template.jinja into the model's folder that can write them, with "
-            "{% generation %} around the assistant's text",
+            fix="repair the rows, or name a template by data.chat_template that can write them, with {% generation %} "
+            "around the assistant's text",
         )
     return rendered
 

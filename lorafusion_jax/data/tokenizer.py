@@ -58,6 +58,7 @@ class Tokenizer:
         chat_template: None if the model has none.
         digest: hash of the vocabulary and its rules.
         special_tokens: bos_token, eos_token, … as text.
+        named_stops: texts of the ends that the model's files name.
         stop_ids: tokens at which generation stops: those that the model's files name, and the one that ends the answers
             of its chat template.
     """
@@ -69,6 +70,7 @@ class Tokenizer:
     bos_id: int | None
     eos_id: int | None
     adds_bos: bool
+    named_stops: tuple[str, ...] = ()
     stop_ids: tuple[int, ...] = ()
 
     @property
@@ -227,26 +229,46 @@ def load_tokenizer(model_dir: str | Path) -> Tokenizer:
     backend.no_padding()
     config = _read_json(folder / "tokenizer_config.json")
     special = _special_tokens(folder, config, backend)
-    template, stops = _chat_template(folder, config, special), _named_stops(folder, backend, special)
-    if template is not None:
-        texts = [token.content for token in backend.get_added_tokens_decoder().values() if token.special]
-        stops = [*stops, *filter(None, [end_of_turn(template, texts)])]
-        template = replace(template, stops=tuple(dict.fromkeys(stops)))
+    template, stops = _chat_template(folder, config), tuple(_named_stops(folder, backend, special))
     ids = {name: backend.token_to_id(text) for name, text in special.items()}
     with _reporting_failures("a text"):
         probe = backend.encode("a", add_special_tokens=True).ids
     bos = ids.get("bos_token")
     digest = hashlib.sha256(content + json.dumps(sorted(special.items())).encode()).hexdigest()[:16]
-    return Tokenizer(
+    tokenizer = Tokenizer(
         backend=backend,
         special_tokens=special,
-        chat_template=template,
+        chat_template=None,
         digest=digest,
         bos_id=bos,
         eos_id=ids.get("eos_token"),
-        stop_ids=tuple(dict.fromkeys(number for text in stops if (number := backend.token_to_id(text)) is not None)),
+        named_stops=stops,
+        stop_ids=_ids(backend, stops),
         adds_bos=bos is not None and bool(config.get("add_bos_token", bool(probe) and probe[0] == bos)),
     )
+    return tokenizer if template is None else with_template(tokenizer, *template)
+
+
+def with_template(tokenizer: Tokenizer, source: str, where: str) -> Tokenizer:
+    """Returns the tokenizer with another chat template, whose end of a turn ends answers, too.
+
+    Args:
+        where: the template's file, for messages.
+
+    Raises:
+        CheckpointError: tokenizer.missing, tokenizer.template.
+    """
+    tokenizer.require()
+    template = ChatTemplate(source=source, special_tokens=tokenizer.special_tokens)
+    check_template(template, where)
+    stops = (*tokenizer.named_stops, *filter(None, [end_of_turn(template, list(tokenizer.special_texts))]))
+    stops = tuple(dict.fromkeys(stops))
+    return replace(tokenizer, chat_template=replace(template, stops=stops), stop_ids=_ids(tokenizer.backend, stops))
+
+
+def _ids(backend: tokenizers.Tokenizer, texts: Sequence[str]) -> tuple[int, ...]:
+    """Returns the ids of those texts that are tokens."""
+    return tuple(dict.fromkeys(number for text in texts if (number := backend.token_to_id(text)) is not None))
 
 
 def _without_rules(folder: Path) -> Tokenizer:
@@ -349,7 +371,8 @@ def _named_stop_ids(folder: Path) -> list[int]:
     return [number for number in ids if type(number) is int and 0 <= number < 2**32]
 
 
-def _chat_template(folder: Path, config: dict, special: dict[str, str]) -> ChatTemplate | None:
+def _chat_template(folder: Path, config: dict) -> tuple[str, str] | None:
+    """Returns the template of a model's folder and the file that has it; None if it has none."""
     path, value = folder / "chat_template.jinja", config.get("chat_template")
     where = folder / "tokenizer_config.json"
     if path.is_file():
@@ -370,6 +393,4 @@ def _chat_template(folder: Path, config: dict, special: dict[str, str]) -> ChatT
         raise CheckpointError(
             "tokenizer.template", "the model's chat template cannot be read.", where=str(where), why=why
         )
-    template = ChatTemplate(source=value, special_tokens=special)
-    check_template(template, str(where))
-    return template
+    return value, str(where)

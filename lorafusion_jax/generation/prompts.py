@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -62,13 +61,6 @@ def _check_items(prompt: Sequence[object], where: str) -> None:
         if isinstance(item, bool) or not isinstance(item, kinds[whose]):
             message = f"{where} has {shortened(item)} among its {whose}, at {number}."
             raise DataError("generate.prompt", message, fix="a text, a list of messages, or a list of token ids")
-
-
-def stop_tokens(base: Path, tokenizer: Tokenizer) -> list[int]:
-    """Returns the tokens that end an answer: those that the model's files name, and the one that ends the answers of
-    its chat template. Training lets every answer end with one of them."""
-    del base  # `load_tokenizer` has read its files
-    return list(tokenizer.stop_ids)
 
 
 def _with_begin(tokens: list[int], tokenizer: Tokenizer) -> list[int]:

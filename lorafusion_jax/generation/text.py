@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
-from lorafusion_jax.data.tokenizer import Tokenizer, load_tokenizer
+from lorafusion_jax.data.tokenizer import Tokenizer, load_tokenizer, with_template
 from lorafusion_jax.generation.conversation import Conversation
 from lorafusion_jax.generation.generator import MOST_SEQUENCES, Answer, End, Generator, Request
 from lorafusion_jax.generation.load import load_stage
 from lorafusion_jax.generation.places import BASE
-from lorafusion_jax.generation.prompts import Prompt, prompt_tokens, stop_tokens
+from lorafusion_jax.generation.prompts import Prompt, prompt_tokens
 from lorafusion_jax.generation.sampling import GREEDY, MOST_SEED, Sampling
 from lorafusion_jax.generation.sources import BASE_NAME, Source, unknown_adapter
+from lorafusion_jax.readable import TEMPLATE, read_text
 from lorafusion_jax.session.stage import Stage
 
 LAST_TOKENS = 64  # whose text is searched for the texts that end an answer, beside those of the texts themselves
@@ -77,19 +79,24 @@ class TextGenerator:
     Attributes:
         adapters: names that can generate, "base" included.
         asked: names that generate where a prompt names none.
-        tokenizer: of the base model.
+        tokenizer: of the base model, with its own chat template.
     """
 
     def __init__(self, source: Source):
         self.tokenizer: Tokenizer = load_tokenizer(source.base)
         self.tokenizer.require()
+        self._tokenizers = {adapter.name: _of_folder(adapter.folder, self.tokenizer) for adapter in source.adapters}
         self.asked = source.asked
         self._names = [adapter.name for adapter in source.adapters]
-        self._generator = TokenGenerator([load_stage(source)], self.tokenizer, stop_tokens(source.base, self.tokenizer))
+        self._generator = TokenGenerator([load_stage(source)], self.tokenizer, self._stops())
 
     @property
     def adapters(self) -> tuple[str, ...]:
         return (*self._names, BASE_NAME)
+
+    def tokenizer_of(self, adapter: str) -> Tokenizer:
+        """The base's tokenizer with the chat template that the adapter was trained with."""
+        return self._tokenizers.get(adapter, self.tokenizer)
 
     def __call__(
         self,
@@ -114,7 +121,7 @@ class TextGenerator:
         """
         requests = [
             Request(
-                tokens=prompt_tokens(row.prompt, self.tokenizer, raw=raw, system=system, where=row.where),
+                tokens=self._encode(row, raw, system),
                 adapter=self._index(row),
                 sampling=row.sampling,
                 where=row.where,
@@ -135,6 +142,15 @@ class TextGenerator:
             )
             for row, request, answer in zip(rows, requests, answers, strict=True)
         ]
+
+    def _encode(self, row: PromptRow, raw: bool, system: str | None) -> list[int]:
+        return prompt_tokens(row.prompt, self.tokenizer_of(row.adapter), raw=raw, system=system, where=row.where)
+
+    def _stops(self) -> list[int]:
+        """The tokens that end a text of any adapter."""
+        tokenizers = (self.tokenizer, *self._tokenizers.values())
+        stops = (number for tokenizer in tokenizers for number in tokenizer.stop_ids)
+        return list(dict.fromkeys(stops))
 
     def _index(self, row: PromptRow) -> int:
         if row.adapter == BASE_NAME:
@@ -208,3 +224,13 @@ def rows_for(
         for adapter in adapters
         for setting in settings
     ]
+
+
+def _of_folder(folder: Path, tokenizer: Tokenizer) -> Tokenizer:
+    """The base's tokenizer with the chat template of an adapter's folder, if it has one of its own."""
+    path = folder / "chat_template.jinja"
+    if not path.is_file():
+        return tokenizer
+    source = read_text(path, TEMPLATE)
+    is_of_base = tokenizer.chat_template is not None and tokenizer.chat_template.source == source
+    return tokenizer if is_of_base else with_template(tokenizer, source, str(path))

@@ -16,6 +16,7 @@ from lorafusion_jax.adapters.table import adapter_kind
 from lorafusion_jax.checkpoint.base_model import base_directory, exported_base
 from lorafusion_jax.checkpoint.peft import export_adapter
 from lorafusion_jax.checkpoint.peft_leaves import with_adapter_axis
+from lorafusion_jax.config.chat_templates import template_text
 from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.schema import AdapterConfig, JobConfig
 from lorafusion_jax.families.multimodal import auto_class, loads_whole
@@ -73,17 +74,21 @@ def write_adapter(
         base_quantize=config.base.quantize,
         base_revision=revision,
         replace=True,
-        finish=partial(_describe, base=base_directory(config), record=record, card=card),
+        finish=partial(
+            _describe, base=base_directory(config), record=record, card=card, template=adapter.data.chat_template
+        ),
         shapes=model.saved_shapes,
         multimodal=loads_whole(model.wrapper, scored=_is_scored(adapter)),
         layers=model.some_layers,
     )
 
 
-def _describe(folder: Path, base: Path, record: dict[str, Any], card: str) -> None:
+def _describe(folder: Path, base: Path, record: dict[str, Any], card: str, template: str | None) -> None:
     for file in TOKENIZER_FILES:
         if (base / file).is_file():
             shutil.copyfile(base / file, folder / file)
+    if template is not None:
+        (folder / "chat_template.jinja").write_text(template_text(template), encoding="utf-8")
     (folder / "run.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
     (folder / "README.md").write_text(card, encoding="utf-8")
 

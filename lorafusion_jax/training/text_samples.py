@@ -5,11 +5,11 @@ from __future__ import annotations
 import jax
 import numpy as np
 
-from lorafusion_jax.checkpoint.base_model import base_directory
+from lorafusion_jax.data.prepare import tokenizer_of
 from lorafusion_jax.data.tokenized_set import TokenizedSet
 from lorafusion_jax.errors import ConfigError
 from lorafusion_jax.generation.generator import Request, check_caches
-from lorafusion_jax.generation.prompts import prompt_tokens, stop_tokens
+from lorafusion_jax.generation.prompts import prompt_tokens
 from lorafusion_jax.generation.sampling import Sampling
 from lorafusion_jax.generation.text import TokenGenerator
 from lorafusion_jax.report.events import AdapterSampled, Listener
@@ -64,7 +64,10 @@ class TextSamples:
         stages = self._session.stages
         if self._generator is None or self._generator[0] is not stages:
             tokenizer = self._job.prepared.tokenizer
-            stops = stop_tokens(base_directory(self._job.config), tokenizer)
+            tokenizers = [tokenizer_of(adapter, tokenizer) for adapter in self._job.config.adapters]
+            stops = list(
+                dict.fromkeys(number for adapter_tokenizer in tokenizers for number in adapter_tokenizer.stop_ids)
+            )
             self._generator = (
                 stages,
                 TokenGenerator(list(self._session.executor.local_stages.values()), tokenizer, stops),
@@ -73,7 +76,8 @@ class TextSamples:
 
     def _prompts(self, name: str) -> list[tuple[str, list[int]]]:
         """The prompts of an adapter that fit into the model's positions, as texts and tokens."""
-        asked, tokenizer = self._settings.samples, self._job.prepared.tokenizer
+        asked = self._settings.samples
+        tokenizer = tokenizer_of(self._job.config.adapter(name), self._job.prepared.tokenizer)
         if isinstance(asked, list):
             prompts = [(text, prompt_tokens(text, tokenizer)) for text in asked]
         else:

@@ -11,6 +11,8 @@ from itertools import product
 import pytest
 
 import lorafusion_jax as lf
+from lorafusion_jax.config.chat_templates import NAMED
+from lorafusion_jax.data.tokenizer import load_tokenizer, with_template
 from lorafusion_jax.generation.sampling import Sampling
 from lorafusion_jax.generation.sources import find_source
 from lorafusion_jax.generation.text import rows_for
@@ -62,6 +64,22 @@ def test_adapters_of_a_run_answer_the_rows_of_a_file(lorafusion, finished, tmp_p
     assert len({text.tokens for text in drawn[:3]}) > 1
     elsewhere, *_ = opened.generate(["oak", "cat dog", "moon"], max_tokens=6, temperature=2.0, seed=6)
     assert drawn[2].tokens == elsewhere.tokens
+
+
+def test_prompts_are_written_with_the_template_of_the_adapter(finished, tmp_path):
+    job, run = finished
+    law, base = lf.open_run(run).adapter("law"), job.values["base"]["model"]
+    framed = shutil.copytree(law, tmp_path / "framed")
+    (framed / "chat_template.jinja").write_text(NAMED["alpaca"])
+    tokenizer = load_tokenizer(base)
+    written = with_template(tokenizer, NAMED["alpaca"], "alpaca").chat_template.render(
+        [{"role": "user", "content": "cat dog"}], add_generation_prompt=True
+    )
+    opened = lf.open_generator(framed, adapters=["framed", f"plain={law}"], base=base, dtype="float32")
+    asked = opened.generate("cat dog", max_tokens=4)
+    encoded = opened.generate(tokenizer.encode(written), max_tokens=4)
+    assert asked.of("framed") == encoded.of("plain") == encoded.of("framed")
+    assert asked.of("framed") != asked.of("plain")
 
 
 def test_samples_of_a_prompt_stand_together():

@@ -97,7 +97,7 @@ def test_every_key_is_carried_over_or_has_a_note():
     for text in (AXOLOTL, LLAMA_FACTORY):
         result = converted(text)
         noted = " ".join(key for key, _ in result.notes)
-        for key in ("saves_per_epoch", "special_tokens") if text is AXOLOTL else ("template", "output_dir"):
+        for key in ("saves_per_epoch", "special_tokens") if text is AXOLOTL else ("dataset", "output_dir"):
             assert key in noted
         written = result.text("Converted.")
         assert all(f"#   {key}: {note}" in written for key, note in result.notes)
@@ -116,6 +116,8 @@ def test_a_preference_file_keeps_its_objective():
     notes = dict(result.notes)
     assert "polynomial" in notes["lr_scheduler_type"]
     assert "swanlab" in notes["report_to"]
+    assert result.job["data"]["chat_template"] == "qwen"
+    assert "did you mean 'chatml'?" in dict(converted(LLAMA_FACTORY.replace(": qwen", ": chat_ml")).notes)["template"]
     assert "dataset_info.json" in notes["dataset"]
 
 

@@ -13,7 +13,6 @@ from data_helpers import chat, learned, write_model
 from lorafusion_jax.config.schema import DataSettings
 from lorafusion_jax.data.tokenized import load_samples
 from lorafusion_jax.data.tokenizer import load_tokenizer
-from lorafusion_jax.generation.prompts import stop_tokens
 from lorafusion_jax.objective.choose import choose
 
 TURNS = "{% for m in messages %}"
@@ -79,8 +78,8 @@ def read(tmp_path):
             cache_dir=tmp_path / "cache",
             objective=choose(objective, {}),
         )
-        assert tokenizer.eos_id in stop_tokens(base, tokenizer)
-        assert set(ids) <= set(stop_tokens(base, tokenizer))
+        assert tokenizer.eos_id in tokenizer.stop_ids
+        assert set(ids) <= set(tokenizer.stop_ids)
         return samples, tokenizer
 
     return load

@@ -72,7 +72,7 @@ def test_without_template_instructions_get_an_empty_line(load, plain_tokenizer):
 
 
 def test_without_template_conversations_cannot_be_written(load, plain_tokenizer):
-    assert "chat_template.jinja" in fails(load, "data.no-template", [TWO_TURNS], tokenizer=plain_tokenizer).fix
+    assert "data.chat_template" in fails(load, "data.no-template", [TWO_TURNS], tokenizer=plain_tokenizer).fix
 
 
 def test_template_that_refuses_a_row_names_it(load):

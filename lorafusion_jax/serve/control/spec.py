@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from lorafusion_jax.adapters.spec import spelled
 from lorafusion_jax.adapters.table import BIASED, PLAIN
+from lorafusion_jax.config.chat_templates import NAMED, is_template
 from lorafusion_jax.config.load import examine_source
 from lorafusion_jax.config.places import ON_EXPERTS
 from lorafusion_jax.config.read import source_of
@@ -49,6 +50,14 @@ class DataSpec(Part):
     max_length: Annotated[int, Field(ge=2, le=2**31 - 1)] = 4096
     on_long: Literal["cut", "drop", "error"] = "cut"
     loss: Literal["auto", "assistant", "completion", "all"] = "auto"
+    chat_template: str | None = Field(default=None, description=f"{', '.join(NAMED)}, or the text of a Jinja template")
+
+    @field_validator("chat_template")
+    @classmethod
+    def _is_no_file(cls, value: str | None) -> str | None:
+        if value is not None and value not in NAMED and not is_template(value):
+            raise ValueError(f"{', '.join(NAMED)}, or the text of a template; a service reads no file of its client")
+        return value
 
 
 class BatchSpec(Part):
@@ -124,7 +133,7 @@ def job_values(
         start: PEFT folder to start from.
         reference: PEFT folder that the objective compares with, if that is an adapter.
     """
-    data = {key: value for key, value in spec["data"].items() if key not in ("train", "eval")}
+    data = {key: value for key, value in spec["data"].items() if key not in ("train", "eval") and value is not None}
     data |= {key: str(files[spec["data"][key]]) for key in ("train", "eval") if spec["data"].get(key)}
     lora = {key: value for key, value in spec["lora"].items() if value is not None}
     if start is not None:
