@@ -17,7 +17,11 @@ WINDOWS: dict[Session, WindowPlanner] = {}
 
 
 def open_session(
-    config: JobConfig, places: Mapping[Any, int], targets: Sequence[str] = (), reproducible: bool = False
+    config: JobConfig,
+    places: Mapping[Any, int],
+    targets: Sequence[str] = (),
+    reproducible: bool = False,
+    **options: Any,
 ) -> Session:
     """Opens a session for adapters of a job. Its places have all targets, as users' have, or a few."""
     with pytest.MonkeyPatch.context() as patch:
@@ -31,6 +35,7 @@ def open_session(
             train=config.train,
             directory=config.directory,
             reproducible=reproducible,
+            **options,
         )
     WINDOWS[opened] = WindowPlanner(opened)
     return opened

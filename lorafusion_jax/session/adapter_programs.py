@@ -101,6 +101,11 @@ class AdapterPrograms:
         program = self._jit(key, partial(adapter_step.put_back, self._columns.trained), donate=(1,))
         return program(adapter, lora, earlier, alive)
 
+    def revive(self, adapter: Place, alive: Array) -> Array:
+        """Marks an adapter as alive."""
+        program = self._jit(("revive",), lambda adapter, alive: alive.at[adapter.index].set(True))
+        return program(adapter, alive)
+
     def write(
         self, own_columns: Own, adapter: Place, lora: Leaves, sums: Leaves, totals: Totals | None, alive: Array,
         new_weights: Leaves,

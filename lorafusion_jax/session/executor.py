@@ -319,6 +319,12 @@ class Executor:
             if (before := stepped[index].before) is not None:
                 self._submit(index, None, [adapter], partial(stage.put_back, self._index[adapter], before))
 
+    def revive(self, adapter: str) -> None:
+        """Lets an adapter step again after a step that was refused."""
+        for index in self.local_stages:
+            stage, number = self.local_stages[index], self._index[adapter]
+            self._submit(index, None, [adapter], partial(stage.revive, number))
+
     def read[T](self, work: Callable[[Stage], T]) -> list[Future[T]]:
         """Reads from every stage of this process, after all work issued so far."""
         return [self._submit(index, None, (), partial(work, stage)) for index, stage in self.local_stages.items()]

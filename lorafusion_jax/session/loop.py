@@ -76,8 +76,9 @@ class Loop:
                     hooks.on_entry(slot)
                 failed, names = failed_at_entry[slot], _adapters_of(slot_of(slot))
                 if event.kind == "update":
-                    for name in event.adapters:
-                        if name not in failed and executor.close_batch(event, name):  # 3. the batch ends
+                    for name in [name for name in event.adapters if name not in failed]:
+                        steps.settle(name)
+                        if executor.close_batch(event, name):  # 3. the batch ends
                             steps.issue(name, slot)  # 4. its step
                     continue
                 rows = next(microbatches) if _enters(event) else None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -29,7 +30,7 @@ from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.data.references import EVAL, SetReferences
 from lorafusion_jax.data.sample_table import table_shape
 from lorafusion_jax.data.tokenized_set import TokenizedSet
-from lorafusion_jax.errors import RunError
+from lorafusion_jax.errors import CheckpointError, RunError
 from lorafusion_jax.layout.layer import RematPolicy
 from lorafusion_jax.models import ModelConfig
 from lorafusion_jax.report.format import count
@@ -38,6 +39,7 @@ from lorafusion_jax.session.ahead import Ahead, requests_of
 from lorafusion_jax.session.assembler import Assembler, Replicas, Shape, first_tail, pack_set, places_for_segments
 from lorafusion_jax.session.base import check_tables, has_room_for_a_state, memory_warning, open_base, stages_for
 from lorafusion_jax.session.base_cache import BaseFiles
+from lorafusion_jax.session.calls import Capacity
 from lorafusion_jax.session.device_copy import InParts
 from lorafusion_jax.session.distant_stage import AnyStage, local_stages
 from lorafusion_jax.session.evaluation import Evaluation, HeldOut, evaluate
@@ -64,6 +66,7 @@ from lorafusion_jax.session.spans import Spans
 from lorafusion_jax.session.stage import Stage
 from lorafusion_jax.session.state import abstract_state, joined_parts, scatter
 from lorafusion_jax.session.steps import Steps
+from lorafusion_jax.session.stream import stream_task
 from lorafusion_jax.session.task import AdapterProgress, Task, tasks_of
 from pallas_kernels import config_store
 from scheduling import Slot
@@ -109,6 +112,7 @@ class Session:
         spans: Spans | None = None,
         stack: Stack | None = None,
         first_tail: Tail | None = None,
+        row_targets: int = 0,
         has_room: bool = True,
     ):
         self._reading, self._spans, self._additions = reading, spans, 0
@@ -125,6 +129,7 @@ class Session:
             capacity_tokens=config.batch.largest,
             segments=num_segments(first_tail.most_segments),
             adapters=first_tail.most_adapters,
+            targets=row_targets,
         )  # fmt: skip
         self._arrange(config, stack_of(config) if stack is None else stack)
 
@@ -178,6 +183,7 @@ class Session:
         directory: str = ".",
         most_segments: int | None = None,
         reproducible: bool = False,
+        row_targets: int = 0,
         base_files: BaseFiles | None = None,
         on_progress: Callable[[str], None] = lambda text: None,
     ) -> Session:
@@ -192,6 +198,8 @@ class Session:
             reproducible: split batches in one way, and let a microbatch hold one adapter, so that an adapter does not
                 depend on its company by a single bit. Microbatches are less full. Otherwise results are equal to
                 rounding, because sums over a microbatch depend on the rows at which an adapter begins.
+            row_targets: targets at a position of clients' rows, for which programs compile now (0: there are no such
+                rows yet).
             base_files: see `open_base`.
 
         Raises:
@@ -215,6 +223,7 @@ class Session:
             reading=Reading(opened),
             stack=session_stack(config, places),
             first_tail=first_tail(batch, mesh, len(places.ranks), most, reproducible=reproducible),
+            row_targets=row_targets,
             has_room=has_room_for_a_state(config, opened.stages[0].parts.model, opened.stages[0].remat),
         )
         try:
@@ -430,7 +439,7 @@ class Session:
             weights = PlaceWeights(spec=task.spec, leaves=state.weights, optimizer=state.optimizer)
         assert weights is not None
         compared = self._writer.reference_weights(place, task, reference, first or weights)
-        self._make_room(task)
+        self.make_room(task)
         task.restart(0 if state is None else state.step)
         number = self._put(place, task, compared or weights)
         if reference is None:
@@ -446,6 +455,47 @@ class Session:
         position = BASE_ALONE if compared is None else place
         passes = (self._pass_over(task, key, samples, position) for key, samples in task.source.sets.items())
         self.references.add(task.name, passes, take)
+
+    def new_stream(
+        self, name: str, *, rank: int, alpha: float = 32.0, seed: int = 0, targets: str | list[str] = "all-linear"
+    ) -> Task:
+        """Returns the task of a training client, whose source is a `Stream`; `start` starts it.
+
+        Args:
+            alpha: the low-rank product is scaled by alpha / rank.
+            targets: projections.
+
+        Raises:
+            ConfigError, ErrorList: the adapter is invalid.
+        """
+        limits = self.first_tail.limits
+        capacity = Capacity(tokens=limits.tiles * limits.tile_tokens, vocab_size=self._model.vocab_size)
+        alone, adapter = self.first_tail.reproducible, {"rank": rank, "alpha": alpha, "seed": seed, "targets": targets}
+        return stream_task(self.config, name, capacity, calls_alone=alone, **adapter)
+
+    def restore(self, name: str, state: AdapterState, *, optimizer: bool = True) -> None:
+        """Replaces the state of an adapter that trains, after all work issued so far.
+
+        Args:
+            optimizer: False: the optimizer begins anew.
+
+        Raises:
+            CheckpointError: `state.data`, or `state.shapes`, it belongs to an adapter of other rank or targets.
+        """
+        task, place = self.tasks[name], self.index[name]
+        check_state(task, state)
+        shapes = self.stages[0].parts.leaves.own_shapes([(place, task.spec)])[name]
+        if {leaf: array.shape for leaf, array in state.weights.items()} != shapes:
+            raise CheckpointError(
+                "state.shapes",
+                f"the state does not fit {name}.",
+                why="its rank, its targets or its base differ",
+                fix="a client with the rank and targets of the state",
+            )
+        self.steps.settle(name)
+        weights = PlaceWeights(spec=task.spec, leaves=state.weights, optimizer=state.optimizer if optimizer else None)
+        task.clock.step = state.step if optimizer else 0
+        self._writer.write(place, task, weights, self._writer.number_objective(task))
 
     def _pass_over(self, task: Task, key: str, samples: TokenizedSet, position: int) -> SetPass:
         return SetPass(
@@ -529,7 +579,8 @@ class Session:
         if self.tasks[name].status not in ("done", "leaving") or self.steps.num_waiting(name):
             self.drain()
         self.references.drop(name)
-        del self.tasks[name], self.index[name]
+        self.tasks.pop(name).source.close()
+        del self.index[name]
         self.executor.read_all(lambda stage: stage.optimizers.pop(name, None))
 
     def run(
@@ -568,7 +619,7 @@ class Session:
         held_out = self._held_out_of_job
         return self.assembler.padding(held_out.shape) if held_out.slots else None
 
-    def _make_room(self, task: Task) -> None:
+    def make_room(self, task: Task) -> None:
         """Makes room for the samples of a task. It never shrinks, so that few shapes compile."""
         sets = [(task.chosen, samples) for samples in task.source.sets.values()]
         table = table_shape(self.shape.segments - 1, sets)
@@ -576,6 +627,7 @@ class Session:
             table = table._replace(rows=self.shape.capacity_tokens)
         if table is not None:
             self._shape = self.shape.with_table(table, self._writer.teacher_state(task))
+        self._shape = replace(self.shape, targets=max(self.shape.targets, task.source.targets))
 
     def _pack(self, task: Task, samples: TokenizedSet) -> list[Replicas]:
         """Packs a set of a task, for a pass over all of it."""

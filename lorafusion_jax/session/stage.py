@@ -166,6 +166,10 @@ class Stage(StageState):
         self.lora, self.alive = self.programs.adapters.put_back(self.places[index], self.lora, previous, self.alive)
         self._prepared.mark(index)
 
+    def revive(self, index: int) -> None:
+        """Lets an adapter step again after a step that was refused."""
+        self.alive = self.programs.adapters.revive(self.places[index], self.alive)
+
     def evaluate(self, batch: Microbatch, x: Array | None) -> Array | Totals:
         """Runs a held-out microbatch without dropout. The last stage returns sums [A] over all replicas."""
         hidden, weights = self._run_forward(batch, x), self.weights

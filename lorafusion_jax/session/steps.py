@@ -61,7 +61,7 @@ class Steps:
         self.num_issued = 0
 
     def issue(self, name: str, slot: int) -> None:
-        """Issues the step of an adapter whose global batch ends in a slot."""
+        """Issues the step of an adapter whose global batch ends in a slot; see `settle`."""
         task = self._tasks[name]
         step = task.step + self.num_waiting(name) + 1
         result = self._executor.step(name, task.source.hyper(step))
@@ -69,6 +69,11 @@ class Steps:
         self._issued.append(_Issued(task=task, step=step, slots_done=slot + 1, result=result))
         if self.hooks.is_urgent(name, step):
             self.read_all()
+
+    def settle(self, name: str) -> None:
+        """Reads the last step of an adapter, if its source judges steps, before its next batch is closed."""
+        while self._tasks[name].source.judges_steps and self.num_waiting(name):
+            self._read_step(self._issued.popleft())
 
     def num_waiting(self, name: str) -> int:
         """Number of steps of an adapter whose results were not read yet."""
@@ -99,6 +104,9 @@ class Steps:
             self._fail(issued)
             return
         task.clock.step = issued.step
+        if task.source.judges_steps:
+            task.source.end_step(issued.step, norm)
+            return
         self.listener(
             StepTaken(
                 slot=issued.slots_done,
@@ -120,6 +128,10 @@ class Steps:
         task = issued.task
         self._executor.put_back(task.name, issued.result)
         cause = self._executor.not_finite(task.name, issued.result) or self._loss_not_finite
+        if task.source.judges_steps:
+            self._executor.revive(task.name)
+            task.source.end_step(issued.step, issued.result.grad_norm, refused=cause)
+            return
         task.status = "failed"
         task.clock.reason = f"{cause} at step {issued.step}, slot {issued.slots_done - 1}"
         self.listener(

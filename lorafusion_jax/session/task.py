@@ -78,24 +78,60 @@ class Source(Protocol):
     @property
     def sets(self) -> Mapping[str, TokenizedSet]:
         """Rows that are known from the start, by name (`TRAIN`, `EVAL`)."""
+        return {}
+
+    @property
+    def targets(self) -> int:
+        """Size of the table of its rows in microbatches, see `RowTable`; 0: they need none."""
+        return 0
+
+    @property
+    def judges_steps(self) -> bool:
+        """Whether a refused step is told by `end_step` and later ones go on; then steps are issued one at a time."""
+        return False
+
+    def cursor(self, step: int) -> Cursor | None:
+        """Returns the position after a step, for windows; None if there are no rows now."""
         ...
 
-    def cursor(self, step: int) -> Cursor:
-        """Returns the position after a step, for windows."""
-        ...
+    def refresh(self, cursor: Cursor | None) -> Cursor | None:
+        """Returns a position with the rows that have arrived since, before a window is planned."""
+        return cursor
+
+    def advance(self, cursor: Cursor) -> Cursor | None:
+        """Is told the position after the slots that were issued. Returns that of the next window."""
+        return cursor
+
+    def closes(self, batch: int) -> bool:
+        """Whether the optimizer steps after a batch of the cursor."""
+        del batch  # unused
+        return True
+
+    def end_step(self, step: int, norm: float, refused: str = "") -> None:
+        """Is told the result of a step; `refused` says why it was not taken."""
 
     def pieces(self, samples: Sequence[SampleRef], place: int) -> list[Piece]:
         """Looks up rows, for the adapter in a place."""
         ...
 
     def hyper(self, step: int) -> Hyper: ...
-    def num_loss_tokens(self, step: int) -> int: ...
-    def reweight(self, weight: float) -> None: ...
-    def take_references(self, references: SetReferences) -> None: ...
+    def num_loss_tokens(self, step: int) -> int:
+        del step  # unused
+        return 0
+
+    def reweight(self, weight: float) -> None:
+        """Changes the share of the session relative to others."""
+        ...
+
+    def take_references(self, references: SetReferences) -> None:
+        """Is given what its reference says of its sets."""
+
+    def close(self, why: str = "") -> None:
+        """Ends it with its task."""
 
 
 @dataclass(slots=True, kw_only=True)
-class Samples:
+class Samples(Source):
     """The samples of a job's adapter, in their order: a source that is known to its end.
 
     Attributes:
@@ -162,7 +198,7 @@ class Task:
         source: gives its rows.
         clock: its progress, which the session changes.
         references: what its reference says of its samples; None: there is none, or it is not computed yet.
-        cursor: next samples of a stream that is planned in windows.
+        cursor: next samples for windows.
     """
 
     config: JobConfig
@@ -170,7 +206,7 @@ class Task:
     source: Source
     clock: AdapterProgress
     references: SetReferences | None = None
-    cursor: Cursor = field(init=False)
+    cursor: Cursor | None = field(init=False)
 
     def __post_init__(self):
         self._rewind()
@@ -243,7 +279,8 @@ class Task:
     def reweight(self, weight: float) -> None:
         """Changes the share of the session relative to other adapters."""
         self.source.reweight(weight)
-        self.cursor = replace(self.cursor, job=replace(self.cursor.job, weight=weight))
+        if self.cursor is not None:
+            self.cursor = replace(self.cursor, job=replace(self.cursor.job, weight=weight))
 
     def restart(self, step: int) -> None:
         """Sets the position after a step; samples of a begun batch run again."""

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from lorafusion_jax.report.events import Listener
+from lorafusion_jax.session.call_runner import CallRunner
 from lorafusion_jax.session.loop import SlotHooks
 from lorafusion_jax.session.session import Session
 from scheduling import issue_order
 from scheduling.pipeline import one_forward_one_backward
 from scheduling.window import Window, advance, plan_window
+
+CALL_HORIZON = 4  # slots of a window while clients wait for their calls
 
 
 class WindowPlanner:
@@ -20,14 +24,29 @@ class WindowPlanner:
     """
 
     def __init__(self, session: Session):
-        self._session, self._tail, self.slot = session, session.first_tail, 0
+        self.session, self._tail, self.slot = session, session.first_tail, 0
         self._pause: Callable[[], bool] = lambda: False
-        session.loop.hooks = SlotHooks(must_pause=self._must_pause)
+        self._enter: Callable[[int], None] = lambda slot: None
+        self._calls = CallRunner(session)
+        session.loop.hooks = SlotHooks(
+            must_pause=self._must_pause, on_entry=lambda slot: self._enter(slot), on_done=self._calls.finish
+        )
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether calls of training clients wait to be issued."""
+        return any(stream.has_calls for stream in self._calls.streams.values())
 
     def plan(self, horizon: int) -> Window:
         """Plans the next slots of all adapters that run; empty if there are none."""
-        running = [task.cursor for task in self._session.tasks.values() if task.status == "running"]
-        return plan_window(running, self._tail, horizon)
+        self._calls.advance(self.slot)
+        running = [task for task in self.session.tasks.values() if task.status == "running"]
+        for task in running:
+            task.cursor = task.source.refresh(task.cursor)
+            if task.cursor is not None and task.source.targets:
+                self.session.make_room(task)
+                horizon = min(horizon, CALL_HORIZON)
+        return plan_window([task.cursor for task in running if task.cursor is not None], self._tail, horizon)
 
     def run(
         self,
@@ -46,15 +65,18 @@ class WindowPlanner:
         Returns:
             Number of slots run.
         """
-        session, first, slots = self._session, self.slot, window.slots
+        session, first, slots = self.session, self.slot, window.slots
         session.steps.listener, self._pause = listener, pause
         if not slots:
             while len(session.references) and not session.references.step() and not pause():
                 pass
+            self._calls.collect(wait=True)
             return 0
         tasks = dict(session.tasks)
-        before = {name: task.cursor for name, task in tasks.items()}
-        events = issue_order(one_forward_one_backward(window), window.num_stages)
+        before = {name: task.cursor for name, task in tasks.items() if task.cursor is not None}
+        closed = [end for end in window.ends if tasks[end[1]].source.closes(end[2])]
+        events = issue_order(one_forward_one_backward(replace(window, ends=tuple(closed))), window.num_stages)
+        self._enter = lambda slot: self._calls.enter(slot, slots[slot - first], before)
         later = session.run(
             [event._replace(slot=first + event.slot) for event in events],
             lambda slot: slots[slot - first],
@@ -65,10 +87,10 @@ class WindowPlanner:
             window = advance([before[cursor.job.name] for cursor in window.cursors], self._tail, slots[:end])
         self._tail, self.slot = window.tail, self.slot + end
         for cursor in window.cursors:
-            tasks[cursor.job.name].cursor = cursor
+            tasks[cursor.job.name].cursor = tasks[cursor.job.name].source.advance(cursor)
         return end
 
     def _must_pause(self, slot: int) -> bool:
         """Whether a window ends before a slot. Its first slot is always run."""
-        ready = self._session.references.step()
-        return slot > self.slot and (ready or self._pause())
+        ready = self.session.references.step()
+        return slot > self.slot and (ready or self._calls.has_news or self._pause())

@@ -1,0 +1,165 @@
+"""Runs the calls of streams between windows, and gives calls their log-probabilities.
+
+Rows with gradients are slots of windows. Everything else happens between two windows: optimizer steps whose rows were
+issued before, passes without gradients, and states.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax import Array
+
+from lorafusion_jax.data.assemble import first_rows
+from lorafusion_jax.errors import LoraFusionError
+from lorafusion_jax.session.calls import LoadState, OptimStep, SaveState
+from lorafusion_jax.session.move import to_host
+from lorafusion_jax.session.session import Session
+from lorafusion_jax.session.stage import Stage
+from lorafusion_jax.session.stream import Entry, Stream, Waiting, settle
+from scheduling import Slot
+from scheduling.pipeline import Event
+from scheduling.window import Cursor, plan_window
+
+MOST_PASSES = 4  # between two windows
+
+
+class Located(NamedTuple):
+    """Where a row is in a slot."""
+
+    entry: Entry
+    replica: int
+    start: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pass:
+    """A pass without gradients that was issued."""
+
+    rows: Sequence[Located]
+    logprobs: Future[Array]
+
+
+class CallRunner:
+    """Runs the calls of the streams of a session. Its methods are called in the session's thread."""
+
+    def __init__(self, session: Session):
+        self._session = session
+        self._tail = replace(session.first_tail, limits=replace(session.first_tail.limits, num_stages=1))
+        self._entered: dict[int, list[Located]] = {}  # by slot
+        self._passes: deque[_Pass] = deque()
+
+    @property
+    def streams(self) -> dict[str, Stream]:
+        """The streams of the session, by name of their adapter."""
+        tasks = self._session.tasks.items()
+        return {name: task.source for name, task in tasks if isinstance(task.source, Stream)}
+
+    @property
+    def has_news(self) -> bool:
+        """Whether calls were added since the last window was planned."""
+        return any(stream.has_news for stream in self.streams.values())
+
+    def advance(self, slot: int) -> None:
+        """Issues what comes before the next window.
+
+        Args:
+            slot: the next one.
+        """
+        for name, stream in self.streams.items():
+            while (call := stream.take_first()) is not None:
+                self._run(name, stream, call, slot)
+        self._issue_passes()
+        self.collect(wait=False)
+
+    def _run(self, name: str, stream: Stream, call: Waiting, slot: int) -> None:
+        session = self._session
+        session.steps.settle(name)
+        if isinstance(call.call, OptimStep):
+            stream.has_sums = False
+            events = [Event("update", stage, max(slot - 1, 0)) for stage in reversed(range(len(session.stages)))]
+            for event in events:
+                session.executor.close_batch(event, name)
+            session.steps.issue(name, events[0].slot)
+            return
+        try:
+            if isinstance(call.call, SaveState):
+                settle(call.future, session.read(name, optimizer=call.call.optimizer)())
+            elif isinstance(call.call, LoadState):
+                session.restore(name, call.call.state, optimizer=call.call.optimizer)
+                settle(call.future, None)
+        except LoraFusionError as problem:
+            settle(call.future, problem)
+
+    def _issue_passes(self) -> None:
+        session, streams = self._session, self.streams
+        cursors = {name: cursor for name, stream in streams.items() if (cursor := stream.look()) is not None}
+        if not cursors:
+            return
+        for name in cursors:
+            session.make_room(session.tasks[name])
+        window = plan_window(list(cursors.values()), self._tail, MOST_PASSES)
+        for slot in window.slots:
+            rows = session.assembler.slot(session.shape, slot.replicas, session.tasks)
+            names = tuple(dict.fromkeys(ref.adapter for ref in slot.samples))
+            logprobs = session.executor.run_forward(Stage.row_logprobs, session.executor.describe(rows), names)
+            self._passes.append(_Pass(rows=self._locate(slot, cursors), logprobs=logprobs))
+            if len(self._passes) > len(session.stages) + 1:
+                self._finish_pass()
+        self._tail = window.tail
+        for cursor in window.cursors:
+            streams[cursor.job.name].advance(cursor)
+
+    def enter(self, number: int, slot: Slot, cursors: Mapping[str, Cursor]) -> None:
+        """Notes which rows are in a slot of a window that is issued now, planned from these cursors."""
+        if located := self._locate(slot, cursors):
+            self._entered[number] = located
+
+    def finish(self, slots: Sequence[int]) -> None:
+        """Gives the rows of slots that are done their log-probabilities."""
+        for slot in slots:
+            logprobs, located = self._session.executor.take_logprobs(slot), self._entered.pop(slot, [])
+            if logprobs is not None and located:
+                _give(located, to_host(logprobs))
+        self.collect(wait=False)
+
+    def collect(self, *, wait: bool) -> None:
+        """Gives the rows of passes that are done their log-probabilities.
+
+        Args:
+            wait: for all passes.
+        """
+        while self._passes and (wait or _is_ready(self._passes[0].logprobs)):
+            self._finish_pass()
+
+    def _finish_pass(self) -> None:
+        first = self._passes.popleft()
+        with self._session.executor.blaming(None, None):
+            logprobs = to_host(first.logprobs.result())
+        _give(first.rows, logprobs)
+
+    def _locate(self, slot: Slot, cursors: Mapping[str, Cursor]) -> list[Located]:
+        streams, limits = self.streams, self._tail.limits
+        located: list[Located] = []
+        for replica, part in enumerate(slot.replicas):
+            sizes = [(ref.adapter, cursors[ref.adapter].job.sample_tokens[ref.sample]) for ref in part]
+            starts = first_rows(sizes, limits.capacity_tokens, limits.tile_tokens)
+            for ref, start in zip(part, starts, strict=True):
+                if ref.adapter in streams:
+                    located.append(Located(streams[ref.adapter].entry(ref), replica, start))
+        return located
+
+
+def _give(located: Sequence[Located], logprobs_RTK: np.ndarray) -> None:
+    for entry, replica, start in located:
+        entry.call.give(entry, logprobs_RTK[replica, start : start + len(entry.tokens)].copy())
+
+
+def _is_ready(future: Future[Array]) -> bool:
+    array: Any = future.result() if future.done() else None
+    return array is not None and array.is_ready()
