@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from lorafusion_jax.api.runs import open_run as open_run
     from lorafusion_jax.api.runs import resume as resume
     from lorafusion_jax.api.runs import train as train
+    from lorafusion_jax.api.training import AdamParams as AdamParams
+    from lorafusion_jax.api.training import Datum as Datum
+    from lorafusion_jax.api.training import training_client as training_client
     from lorafusion_jax.checkpoint.combine import combine_adapters as combine_adapters
     from lorafusion_jax.checkpoint.own_model import load_checkpoint as load_checkpoint
     from lorafusion_jax.checkpoint.own_model import load_peft as load_peft

@@ -1,0 +1,156 @@
+"""Sampling from adapters that train in a session: snapshots that do not move while their adapter trains."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+
+from lorafusion_jax.checkpoint.base_model import base_directory
+from lorafusion_jax.config.stack import without_places
+from lorafusion_jax.data.tokenizer import load_tokenizer
+from lorafusion_jax.errors import CallError
+from lorafusion_jax.generation.generator import Answer, Generator, Request
+from lorafusion_jax.generation.sampling import Sampling
+from lorafusion_jax.session import Session, Task
+from lorafusion_jax.session.base import stages_for
+from lorafusion_jax.session.distant_stage import local_stages
+
+SLOTS = 4  # snapshots on the devices at a time; others wait on the host
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """Settings of samples, as in Tinker's SDK.
+
+    Args:
+        max_tokens: new tokens at most.
+        seed: of the first sample; the others have the seeds after it (None: 0).
+        stop: texts, or token ids, that end a sample (None: the model's own tokens; []: nothing ends it early).
+        temperature: divides the logits; 0 always takes the most probable token.
+        top_k: keeps the k most probable tokens (-1: all).
+        top_p: keeps the fewest tokens whose probabilities sum to at least this.
+    """
+
+    max_tokens: int = 128
+    seed: int | None = None
+    stop: str | Sequence[str] | Sequence[int] | None = None
+    temperature: float = 1.0
+    top_k: int = -1
+    top_p: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledSequence:
+    """One sample.
+
+    Attributes:
+        tokens: drawn ones; the last is the one that ended the sample, if one did.
+        logprobs: of each token under the adapter, without temperature and filters.
+        stop_reason: "stop" or "length".
+    """
+
+    tokens: list[int]
+    logprobs: list[float]
+    stop_reason: str
+
+
+class SamplerBank:
+    """Snapshots of adapters of one shape on the stages of a session. Its methods run in the session's thread."""
+
+    def __init__(self, session: Session, task: Task):
+        specs = [replace(task.spec, name=f"snapshot-{slot}") for slot in range(SLOTS)]
+        adapters = tuple(task.adapter.model_copy(update={"name": spec.name}) for spec in specs)
+        config = without_places(task.config.model_copy(update={"adapters": adapters}))
+        self._stages = list(local_stages(stages_for(session.stages, config, specs)).values())
+        self._names = [spec.name for spec in specs]
+        self._slots: dict[int, str] = {}  # snapshot → its slot, the least recently used first
+        self._leaves: dict[str, Mapping[str, np.ndarray]] = {}
+        self._tokenizer = load_tokenizer(base_directory(config))
+        self._generators: dict[bool, Generator] = {}
+
+    def sample(
+        self,
+        number: int,
+        weights: Mapping[str, np.ndarray],
+        prompt: Sequence[int],
+        samples: int,
+        params: SamplingParams,
+    ) -> list[SampledSequence]:
+        """Draws samples from a snapshot.
+
+        Args:
+            number: of the snapshot.
+            weights: its leaves.
+        """
+        index = self._names.index(self._slot_of(number, weights))
+        texts, ids = _stops(params.stop)
+        settings = Sampling(
+            max_tokens=params.max_tokens,
+            temperature=params.temperature,
+            top_k=max(params.top_k, 0),
+            top_p=params.top_p,
+            stop=texts,
+        )
+        requests = [
+            Request(tokens=list(prompt), adapter=index, sampling=replace(settings, seed=(params.seed or 0) + at))
+            for at in range(samples)
+        ]
+        return [_sequence(answer, ids) for answer in self._generator(stops=params.stop is None)(requests)]
+
+    def _slot_of(self, number: int, weights: Mapping[str, np.ndarray]) -> str:
+        name = self._slots.pop(number, None)
+        if name is None:
+            free = [name for name in self._names if name not in self._slots.values()]
+            name = free[0] if free else self._slots.pop(next(iter(self._slots)))
+            self._leaves[name] = weights
+            for stage in self._stages:
+                stage.take_weights(self._leaves)
+        self._slots[number] = name
+        return name
+
+    def _generator(self, *, stops: bool) -> Generator:
+        if stops not in self._generators:
+            tokenizer = self._tokenizer
+
+            def ends_with(tokens: Sequence[int], texts: Sequence[str]) -> bool:
+                return tokenizer.decode(list(tokens)).endswith(tuple(texts))
+
+            self._generators[stops] = Generator(self._stages, tokenizer.stop_ids if stops else (), ends_with)
+        return self._generators[stops]
+
+
+def read_params(params: Any, numbers: Mapping[str, Any]) -> SamplingParams:
+    """Reads settings that are given as an object, of the SDK for example, or by name.
+
+    Raises:
+        CallError: `call.sampling`.
+    """
+    names = [entry.name for entry in fields(SamplingParams)]
+    if unknown := sorted(set(numbers) - set(names)):
+        raise CallError("call.sampling", f"samples have no {', '.join(unknown)}.", why=f"they have {', '.join(names)}")
+    if params is not None and numbers:
+        raise CallError("call.sampling", "sampling_params and settings by name.", fix="one of them")
+    settings = numbers if params is None else {name: getattr(params, name, None) for name in names}
+    return SamplingParams(**{name: value for name, value in settings.items() if value is not None})
+
+
+def _stops(stop: Any) -> tuple[tuple[str, ...], frozenset[int]]:
+    """Returns texts and tokens that end a sample."""
+    entries = [stop] if isinstance(stop, str) else list(stop or ())
+    texts = tuple(entry for entry in entries if isinstance(entry, str))
+    return texts, frozenset(int(entry) for entry in entries if not isinstance(entry, str))
+
+
+def _sequence(answer: Answer, stop_ids: frozenset[int]) -> SampledSequence:
+    tokens, logprobs = list(answer.tokens), list(answer.logprobs)
+    if answer.end_token is not None and answer.end_logprob is not None:
+        tokens.append(answer.end_token)
+        logprobs.append(answer.end_logprob)
+    ended = answer.end == "stop"
+    first = next((at for at, token in enumerate(tokens) if token in stop_ids), None)
+    if first is not None:
+        tokens, logprobs, ended = tokens[: first + 1], logprobs[: first + 1], True
+    return SampledSequence(tokens=tokens, logprobs=logprobs, stop_reason="stop" if ended else "length")
