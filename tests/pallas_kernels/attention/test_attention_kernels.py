@@ -66,7 +66,7 @@ def test_output_and_gradients_match_the_definition(case):
 
 
 @needs_gpu_interpreter
-@pytest.mark.parametrize("case", mostly_nightly(CASES, ["less than a tile of most documents"]))
+@pytest.mark.parametrize("case", mostly_nightly(CASES, [*CASES][:1]))  # whose values are computed anyway
 def test_a_launch_for_each_gradient_sums_as_one_for_both(case):
     apart = dataclasses.replace(INTERPRETED, apart=True)
     for got, expected in zip(run(case, *inputs(CASES[case], jnp.bfloat16), apart), clean(case), strict=True):
