@@ -249,21 +249,6 @@ def test_the_head_learns_and_is_continued(joint, job, tmp_path, capsys):
         assert not (tmp_path / "no").exists()
 
 
-def test_a_resumed_run_is_the_unbroken_one(joint, job, tmp_path):
-    from lorafusion_jax.config import load_config
-    from lorafusion_jax.training import train
-
-    def power_cut(event) -> None:
-        if event.kind == "step" and event.adapter == "grade" and event.step == 3:
-            raise RuntimeError("power cut")
-
-    with pytest.raises(RuntimeError, match="power cut"):
-        train(load_config(job(sections={"save": {"every_steps": 2}})), tmp_path / "cut", listeners=[power_cut])
-    assert run(["resume", str(tmp_path / "cut")]) == 0
-    for name in NAMES:
-        assert_same(tmp_path / "cut", joint, name)
-
-
 @pytest.mark.parametrize("name", [nightly("grade"), nightly("find")])
 def test_verify_follows_the_first_steps(name, joint, capsys):
     assert run(["verify", str(joint), name, "--steps", "2"]) == 0, capsys.readouterr().out

@@ -248,27 +248,6 @@ def test_other_objectives_in_a_microbatch_change_no_bit_of_sft(job, tmp_path, ca
         np.testing.assert_array_equal(weights(folders[1], "law")[key], wanted)
 
 
-def test_resumed_run_equals_uninterrupted_run(joint, job, tmp_path, capsys):
-    from lorafusion_jax.config import load_config
-    from lorafusion_jax.training import train
-
-    def power_cut(event) -> None:
-        if event.kind == "step" and event.adapter == "pref" and event.step == 3:
-            raise RuntimeError("power cut")
-
-    with pytest.raises(RuntimeError, match="power cut"):
-        train(load_config(job(tuple(OWN), SAVES, held_out=True)), tmp_path / "cut", listeners=[power_cut])
-    assert run(["resume", str(tmp_path / "cut")]) == 0, capsys.readouterr().err
-    for name in ("pref", "law"):
-        for key, wanted in weights(joint, name).items():
-            np.testing.assert_array_equal(weights(tmp_path / "cut", name)[key], wanted)
-        timeless = [
-            [{key: value for key, value in row.items() if key != "time"} for row in steps(folder, name)]
-            for folder in (joint, tmp_path / "cut")
-        ]
-        assert timeless[0] == timeless[1]
-
-
 @pytest.mark.nightly
 @pytest.mark.parametrize("mesh", [{"data": 2}, {"stages": 2, "data": 2}], ids=str)
 def test_on_several_devices_it_is_the_same(joint, job, tmp_path, capsys, mesh):

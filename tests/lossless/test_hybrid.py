@@ -13,8 +13,7 @@ from lorafusion_jax.config import load_config
 from lorafusion_jax.families.delta_net import DeltaNet
 from lorafusion_jax.families.pattern import LayerType
 from lorafusion_jax.families.rope import Rope
-from lorafusion_jax.training import Interrupted, RunFolder, resume, train
-from lorafusion_jax.training.loop import PlanRun
+from lorafusion_jax.training import RunFolder, train
 
 TOLERANCE = 1e-5  # sums of float32 in another order, carried along by a few steps
 LINEAR, FULL = LayerType(linear=True), LayerType(rope=Rope(theta=100.0, channels=4))
@@ -97,12 +96,6 @@ def test_joint_training_equals_separate_training_on_a_mesh(run, name):
     assert distance(joint, weights(run((name,), mesh=MESH), name)) < TOLERANCE
 
 
-@pytest.mark.nightly
-def test_joint_training_on_a_mesh_equals_it_on_a_device(run):
-    for name in TARGETS:
-        assert distance(weights(run(mesh=MESH), name), weights(run(), name)) < TOLERANCE
-
-
 def test_a_folder_numbers_layers_as_the_model_does(run, base, tmp_path):
     for name, layers in LAYERS.items():
         paths = {key.split(" ")[0] for key in weights(run(), name)}
@@ -135,36 +128,6 @@ def test_a_policy_that_saves_more_or_less_changes_no_result(run, remat):
     other = run(train={"remat": remat})
     for name in TARGETS:
         assert distance(weights(run(train={"remat": "gemm_inputs"}), name), weights(other, name)) < TOLERANCE
-
-
-@pytest.mark.nightly
-def test_a_resumed_run_equals_one_without_a_break(base, tmp_path, monkeypatch):
-    original, loops = PlanRun.__init__, []
-
-    def init(self, *arguments, **named):
-        original(self, *arguments, **named)
-        loops.append(self)
-
-    monkeypatch.setattr(PlanRun, "__init__", init)
-    adapters = [
-        {
-            "name": "law",
-            "data": {"train": write_rows(tmp_path, "law", 9, longest=10)},
-            "lora": {"rank": 2, "targets": "all-linear", "dropout": 0.1},
-            "batch": {"global_samples": 3},
-        }
-    ]
-    config = load_config(
-        write_job(tmp_path, base, adapters, batch={"capacity_tokens": 64, "tile_tokens": 16}, mesh=MESH)
-    )
-    train(config, tmp_path / "whole")
-    stop = lambda event: event.kind == "slot" and event.slot == 1 and loops[-1]._stop.set()  # noqa: E731
-    with pytest.raises(Interrupted):
-        train(config, tmp_path / "cut", listeners=[stop])
-    resume(tmp_path / "cut")
-    whole, other = (weights(RunFolder(tmp_path / name), "law") for name in ("whole", "cut"))
-    for key in whole:
-        np.testing.assert_array_equal(whole[key], other[key], err_msg=key)
 
 
 @pytest.mark.nightly

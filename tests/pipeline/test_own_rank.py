@@ -29,7 +29,7 @@ from lorafusion_jax.session.mesh import stage_meshes
 from lorafusion_jax.session.parts import Parts
 from lorafusion_jax.session.programs import StagePrograms
 from lorafusion_jax.session.stage_columns import Position
-from lorafusion_jax.training import resume, train
+from lorafusion_jax.training import train
 from lorafusion_jax.training.state import Progress
 
 LAYER = ModelConfig(
@@ -107,20 +107,6 @@ def test_joint_is_alone(trained, write, tmp_path):
     """Another packing, so sums come in another order."""
     assert train(load_config(write(["middle"])), tmp_path / "alone").exit_code == 0
     assert_equal(read_trained(trained[0]).of(["middle"]), read_trained(tmp_path / "alone"), 1e-5)
-
-
-def test_a_run_goes_on_bitwise(trained, write, tmp_path, saves_wait):
-    events = []
-
-    def cut(event):
-        events.append(event.kind)
-        if event.kind == "step" and "saved" in events:
-            raise PowerCut
-
-    with pytest.raises(PowerCut):
-        train(load_config(write(RANKS, save={"every_steps": 1})), tmp_path / "cut", listeners=[cut])
-    assert resume(tmp_path / "cut").exit_code == 0
-    assert_equal(read_trained(trained[0]), read_trained(tmp_path / "cut"), 0.0)
 
 
 @pytest.mark.parametrize("form", [1, 3])
