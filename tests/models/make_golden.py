@@ -10,13 +10,18 @@ Weights are drawn large, biases and norms too, so that every one of them changes
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
-from golden_cases import CASES
-from golden_parts import SMALL
-
 GOLDEN = Path(__file__).parent / "golden"
+ROWS = map(json.loads, GOLDEN.with_name("golden_cases.jsonl").read_text(encoding="utf-8").splitlines())
+CASES = {row["name"]: (row["family"], row["changes"]) for row in ROWS}  # what each changes in its config
+SMALL = {
+    "vocab_size": 48, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256, "tie_word_embeddings": False, "pad_token_id": None,
+    "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
 TOKENS = 40
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 TARGETS = [
