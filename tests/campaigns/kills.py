@@ -4,9 +4,8 @@
 
 trains a tiny job once without disturbance, then again and again: killed at random instants (`--random`), asked to stop
 by SIGTERM or SIGINT (`--signals`), or killed just before each rename, fsync, unlink and their like of a whole run
-(`--calls`) and of `lorafusion export` (`--exports`). Each is resumed or repeated to its end and compared: exported
-weights and all losses bitwise, no hidden file left. `--calls` and `--exports` count calls of all libraries, for which a
-C compiler builds disk_calls.c and this process starts anew with it.
+(`--calls`). Each is resumed to its end and compared: exported weights and all losses bitwise, no hidden file left.
+`--calls` counts calls of all libraries: a C compiler builds disk_calls.c for it, and this process starts anew with it.
 
 Processes are forked from one that has imported everything and has not started a device. A row is written after every
 attempt, and attempts that have a row are not made again: a cut script goes on where it was.
@@ -14,7 +13,6 @@ attempt, and attempts that have a row are not made again: a cut script goes on w
 
 from __future__ import annotations
 
-import argparse
 import csv
 import json
 import os
@@ -46,7 +44,6 @@ LATEST = 1.1  # random instants come up to so much later than a whole run takes;
 TRIES = 6  # resumes that one attempt may take
 NAMES = ("ask", "cards")
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-EXPORTS = {"export": [], "export --merge": ["--merge"]}
 
 
 def killed_at_call(call: int, work: Callable[[], int], count: Path | None = None) -> Callable[[], int]:
@@ -70,10 +67,6 @@ def outcome(run: Path) -> tuple[dict[str, bytes], list[tuple]]:
     weights |= {str(link.relative_to(run)): os.readlink(link).encode() for link in run.glob("adapters/*/latest")}
     rows = [row for row in read_rows(run / "metrics.jsonl") if row["kind"] == "step"]
     return weights, sorted((row["adapter"], row["step"], row["loss"], row["grad_norm"]) for row in rows)
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 
 
 def leftovers(folder: Path) -> list[str]:
@@ -124,35 +117,6 @@ class Bench:
             run = self._new_run()
             child = Child(run.with_suffix(".log"), killed_at_call(call, lambda run=run: lorafusion(self._train(run))))
             yield self._resume("call", call, run, child, None)
-
-    def export_kills(self, kind: str, options: list[str]) -> Iterator[dict[str, Any]]:
-        """The same of an export, which is then repeated."""
-        exports = self.work / "exports"
-
-        def export(to: Path) -> int:
-            return lorafusion(["export", str(self.whole), NAMES[0], "--to", str(to), *options])
-
-        shutil.rmtree(exports, ignore_errors=True)
-        calls = self._count(lambda: export(exports / "expected"))
-        expected = contents(exports / "expected")
-        for call in range(1 + self.made[kind], calls + 1):
-            shutil.rmtree(exports, ignore_errors=True)
-            log, to = self.work / "export.log", exports / "out"
-            code = Child(log, killed_at_call(call, lambda to=to: export(to))).wait()
-            text = log.read_text(errors="replace")
-            half = to.exists() and any(to.iterdir()) and contents(to) != expected
-            again = 0 if to.exists() and any(to.iterdir()) else Child(log, lambda to=to: export(to)).wait()
-            yield self._row(
-                kind,
-                instant=call,
-                code=code,
-                acknowledged_s="",
-                saves="",
-                traceback="Traceback" in text + log.read_text(errors="replace"),
-                resumed=again,
-                bitwise=not half and contents(to) == expected,
-                leftovers=" ".join(leftovers(exports)),
-            )
 
     def _resume(
         self, kind: str, instant: float, run: Path, child: Child, acknowledged_s: float | None
@@ -218,10 +182,9 @@ def main() -> int:
     parser.add_argument("--random", type=int, default=200)
     parser.add_argument("--signals", type=int, default=200)
     parser.add_argument("--calls", type=int, default=1, metavar="N", help="before every n-th call of a run; 0: none")
-    parser.add_argument("--exports", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--limit-s", type=float, default=10**9)
     arguments = parser.parse_args()
-    if arguments.calls or arguments.exports:
+    if arguments.calls:
         preload(arguments.work.resolve() / "disk_calls.so", "campaigns.kills")
     for folder in (arguments.work, arguments.out):
         folder.mkdir(parents=True, exist_ok=True)
@@ -231,7 +194,6 @@ def main() -> int:
     kinds = [bench.random_kills("SIGKILL", signal.SIGKILL, arguments.random)]
     kinds += [bench.random_kills(number.name, number, arguments.signals // 2) for number in SIGNALS]
     kinds += [bench.call_kills(arguments.calls)] if arguments.calls else []
-    kinds += [bench.export_kills(kind, options) for kind, options in EXPORTS.items()] if arguments.exports else []
     rows: list[dict[str, Any]] = []
     while kinds and time.monotonic() < end:  # in turn, so that a limit of time leaves some of each
         kind = kinds.pop(0)
