@@ -20,8 +20,9 @@ from lorafusion_jax.checkpoint.array_files import merged, plain_name
 from lorafusion_jax.checkpoint.new_folder import new_folder
 from lorafusion_jax.checkpoint.peft import TENSOR_FILE, check_digests, check_finite, read_tensors
 from lorafusion_jax.checkpoint.peft_leaves import Arrays, as_exported
-from lorafusion_jax.config.peft_config import CONFIG_FILE, config_of, describe, read_config
+from lorafusion_jax.config.peft_config import CONFIG_FILE, describe, read_config
 from lorafusion_jax.config.peft_folder import text_name
+from lorafusion_jax.config.peft_write import config_of
 from lorafusion_jax.errors import CheckpointError, ConfigError
 from lorafusion_jax.layout.layer import FUSED, PATHS, TARGETS
 from lorafusion_jax.modules.weights import adapter_arrays, adapter_names, adapter_spec, layer_shapes, put_adapter_arrays

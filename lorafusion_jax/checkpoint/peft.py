@@ -38,18 +38,9 @@ from lorafusion_jax.checkpoint.peft_leaves import (
 )
 from lorafusion_jax.checkpoint.peft_leaves import put_adapter as put_adapter
 from lorafusion_jax.checkpoint.peft_leaves import take_adapter as take_adapter
-from lorafusion_jax.config.peft_config import (
-    BY_PATH,
-    CONFIG_FILE,
-    Described,
-    config_of,
-    describe,
-    kind_of,
-    names_each,
-    read_config,
-    without_absent,
-)
+from lorafusion_jax.config.peft_config import CONFIG_FILE, Described, describe, kind_of, read_config, without_absent
 from lorafusion_jax.config.peft_folder import KEY, PREFIX, ROOT, TENSOR_FILE, plain_name, root_of, text_name, whole_name
+from lorafusion_jax.config.peft_write import BY_PATH, config_of, names_each
 from lorafusion_jax.errors import CheckpointError, ConfigError, LoraFusionError, RunError
 from lorafusion_jax.families.multimodal import TEXT_ROOT
 from lorafusion_jax.layout.layer import BESIDE, EXPERTS, LINEAR_ATTENTION, MIXERS, PARALLEL, PATHS

@@ -1,11 +1,11 @@
-"""adapter_config.json ↔ AdapterSpec, in PEFT's words."""
+"""adapter_config.json → AdapterSpec, from PEFT's words; peft_write.py writes it."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +14,17 @@ from lorafusion_jax.adapters.patterns import Patterns, matches, unusable_pattern
 from lorafusion_jax.adapters.spec import ALL_LINEAR, AdapterSpec
 from lorafusion_jax.adapters.table import KINDS, PLAIN, adapter_kind
 from lorafusion_jax.adapters.tokens import TokenRows
-from lorafusion_jax.config.peft_experts import named_in_peft, targets_of
+from lorafusion_jax.config.peft_experts import targets_of
 from lorafusion_jax.config.token_rows import check_tokens, token_rows
 from lorafusion_jax.errors import CheckpointError, LoraFusionError, raise_all
 from lorafusion_jax.families.hf_config import shortened
-from lorafusion_jax.families.multimodal import IN_PEFT, TEXT_ROOT
+from lorafusion_jax.families.multimodal import TEXT_ROOT
 from lorafusion_jax.layout.layer import PATHS
 from lorafusion_jax.readable import SETTINGS, read_text
-from lorafusion_jax.weights.table import NONE
 
 CONFIG_FILE = "adapter_config.json"
 LORA = "LORA"  # PEFT's type
+WEIGHT = ".weight"  # of a projection that PEFT trains as a parameter
 LAYERS = "layers"  # of `layers_pattern`: modules of other names are not numbered here
 SAVED, TRAINED_TOKENS = "modules_to_save", "trainable_token_indices"
 ADDED = ("classifier", "score")  # to `modules_to_save` by PEFT, for the task SEQ_CLS
@@ -116,141 +116,12 @@ class Described:
         )
 
 
-def config_of(
-    spec: AdapterSpec,
-    base_name: str,
-    base_quantize: str = NONE,
-    revision: str | None = None,
-    paths: Collection[str] = (),
-    multimodal: bool = False,
-) -> dict[str, Any]:
-    """Says in PEFT's words what an adapter is.
-
-    Args:
-        paths: its projections, "layers.0.self_attn.q_proj"; needed where a layer may have an MLP beside experts.
-        multimodal: it is for a multimodal model, whose towers may have projections of the same names: the file lists
-            the adapter's by their paths.
-
-    PEFT has no word for a base that was stored in another form. Where it was, `base_quantize` names the form; PEFT
-    ignores keys that it does not know, with a warning.
-
-    >>> config_of(AdapterSpec(name="law", rank=8, alpha=16), "org/base")["target_modules"][:2]
-    ['q_proj', 'k_proj']
-    """
-    modules, parameters = named_in_peft(spec.targets, paths)
-    config: dict[str, Any] = {} if base_quantize == NONE else {"base_quantize": base_quantize}
-    config |= {
-        "peft_type": LORA,
-        "task_type": "CAUSAL_LM" if spec.head is None else spec.head.task,
-        "base_model_name_or_path": base_name,
-        "revision": revision,
-        "r": spec.rank if spec.patterns is None else spec.patterns.rank,
-        "target_modules": modules,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-        "modules_to_save": None if spec.head is None else spec.head.modules,
-        "layers_to_transform": None,
-        "layers_pattern": None,
-        "auto_mapping": None,
-    }
-    if spec.tokens is not None:
-        config[TRAINED_TOKENS] = spec.tokens.peft
-    if spec.patterns is not None:
-        config |= _some_projections(spec.patterns)
-    kind = adapter_kind(spec.kind)
-    more = _usual_settings(spec, kind) | (_of_lora() if _peft_type(kind) == LORA else {})
-    if parameters:
-        more |= {"target_parameters": parameters, _dropout_key(kind): 0.0}
-    entries = (kind.peft or {}).items()
-    config |= more | {key: value(spec) if callable(value) else value for key, value in entries}
-    root = IN_PEFT if multimodal else TEXT_ROOT
-    config |= _one_by_one(spec, config, paths, root) if names_each(spec, paths, multimodal) else {}
-    return config | _of_parameters(spec, config, paths, root)
-
-
-WEIGHT = ".weight"  # of a projection that PEFT trains as a parameter
-BY_PATH = (  # what names projections
-    "target_modules", "target_parameters", "layers_to_transform", "exclude_modules", "rank_pattern", "alpha_pattern",
-)  # fmt: skip
-
-
-def names_each(spec: AdapterSpec, paths: Collection[str], multimodal: bool) -> bool:
-    """Whether a file names each projection by its path: those of a multimodal model, whose towers may have projections
-    of the same names, and those of a text part whose patterns speak of the whole model."""
-    patterns = spec.patterns
-    if multimodal or patterns is None:
-        return multimodal
-    in_text = replace(patterns, roots=(TEXT_ROOT,))
-    exclude = (patterns.exclude,) if isinstance(patterns.exclude, str) else patterns.exclude
-    return any("language_model" in name for name in exclude) or any(
-        (patterns.rank_of(path), patterns.alpha_of(path)) != (in_text.rank_of(path), in_text.alpha_of(path))
-        for path in paths
-    )
-
-
-def _one_by_one(spec: AdapterSpec, config: Mapping[str, Any], paths: Collection[str], root: str) -> dict[str, Any]:
-    """Settings that name each projection by its path, in place of names and patterns."""
-    named = {path: f"{root}{path}" for path in paths}
-    modules = [named[path] for path in paths if path.rpartition(".")[2] in config["target_modules"]]
-    weights = {f"{path}.weight" for path in named.values()}
-    parameters = [
-        full
-        for name in config.get("target_parameters") or []
-        for full in (sorted(path for path in weights if path.endswith(f".{name}")) or [name])
-    ]
-    ranks = {named[path]: rank for path in paths if (rank := spec.rank_at(path)) != config["r"]}
-    alphas = {} if spec.patterns is None else {named[path]: spec.patterns.alpha_of(path) for path in paths}
-    alphas = {path: alpha for path, alpha in alphas.items() if alpha != spec.alpha}
-    settings = {"target_modules": modules, "layers_to_transform": None, "exclude_modules": None}
-    settings |= {"target_parameters": parameters} if parameters else {}
-    return settings | ({"rank_pattern": ranks, "alpha_pattern": alphas} if "rank_pattern" in config else {})
-
-
-def _of_parameters(spec: AdapterSpec, config: Mapping[str, Any], paths: Collection[str], root: str) -> dict[str, Any]:
-    """Patterns that reach MLPs beside experts, too: PEFT compares the name of a parameter, "….up_proj.weight"."""
-    targets = [f".{name}" for name in config.get("target_parameters") or [] if name.endswith(WEIGHT)]
-    trained = [path for path in paths if f".{root}{path}{WEIGHT}".endswith(tuple(targets))]
-    if spec.patterns is None or not trained or "rank_pattern" not in config:
-        return {}
-    numbers = {"rank_pattern": spec.rank_at, "alpha_pattern": spec.patterns.alpha_of}
-    return {
-        key: {f"{path}{WEIGHT}": number_at(path) for path in trained if config[key]} | config[key]
-        for key, number_at in numbers.items()
-    }
-
-
-def _some_projections(patterns: Patterns) -> dict[str, Any]:
-    exclude = patterns.exclude if isinstance(patterns.exclude, str) else list(patterns.exclude)
-    return {
-        "layers_to_transform": None if patterns.layers is None else list(patterns.layers),
-        "exclude_modules": exclude or None,
-    }
-
-
-def _usual_settings(spec: AdapterSpec, kind: AdapterKind) -> dict[str, Any]:
-    """What every kind of adapter may have, of whatever type: without it a folder would have another scale."""
-    settings: dict[str, Any] = {_dropout_key(kind): spec.dropout}
-    if kind.alpha_matters:
-        alpha = int(spec.alpha) if float(spec.alpha).is_integer() else spec.alpha
-        settings |= {"lora_alpha": alpha, "use_rslora": spec.rslora}
-    if kind.scaled or _peft_type(kind) == LORA:
-        patterns = spec.patterns
-        settings["rank_pattern"] = {} if patterns is None else dict(patterns.ranks)
-        settings["alpha_pattern"] = {} if patterns is None else dict(patterns.alphas)
-    return settings
-
-
-def _of_lora() -> dict[str, Any]:
-    return {"init_lora_weights": True, "use_dora": False}
-
-
 def kind_of(raw: Mapping[str, Any]) -> str:
     """Returns the built-in adapter kind that adapter_config.json describes, or comes nearest to; LoRA if none does."""
     of_type = {
         name: kind.peft
         for name, kind in KINDS.items()
-        if kind.peft is not None and _peft_type(kind) == raw.get("peft_type")
+        if kind.peft is not None and peft_type(kind) == raw.get("peft_type")
     }
     fits = {name: len(entries) for name, entries in of_type.items() if _says(raw, entries)}
     return max(fits, key=lambda name: fits[name], default=PLAIN if PLAIN in of_type else next(iter(of_type), PLAIN))
@@ -276,7 +147,7 @@ def without_absent(raw: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any
     return {**raw, SAVED: list(dict.fromkeys(name for name in map(str, saved) if name not in absent)) or None}
 
 
-def _peft_type(kind: AdapterKind) -> str:
+def peft_type(kind: AdapterKind) -> str:
     return (kind.peft or {}).get("peft_type", LORA)
 
 
@@ -342,11 +213,11 @@ def describe(
     targets = _targets(raw, sorted({path.rsplit(".", 1)[-1] for path in paths}), where, errors, known)
     layers = _layers(raw, where, errors)
     rank = int(_number(raw, "r", None, where, errors))
-    has_scale, of_lora = adapter_kind(kind).alpha_matters, _peft_type(adapter_kind(kind)) == LORA
+    has_scale, of_lora = adapter_kind(kind).alpha_matters, peft_type(adapter_kind(kind)) == LORA
     if has_scale and not of_lora:
         errors += [_no_scale(key, kind, where) for key in ("lora_alpha", "use_rslora") if key not in raw]
     alpha = float(_number(raw, "lora_alpha", None if of_lora else rank, where, errors))
-    dropout = float(_number(raw, _dropout_key(adapter_kind(kind)), 0.0, where, errors))
+    dropout = float(_number(raw, dropout_key(adapter_kind(kind)), 0.0, where, errors))
     patterns = _patterns(raw, rank, alpha, layers, where, errors, root, paths)
     tokens = _tokens(raw, adapter_kind(kind), name, where, errors)
     raise_all(errors)
@@ -384,7 +255,7 @@ def _tokens(
     try:
         checked = check_tokens(indices)
         lists: Iterable[Any] = checked.values() if isinstance(checked, dict) else [checked]
-        if _peft_type(kind) != LORA or not all(isinstance(token, int) for tokens in lists for token in tokens):
+        if peft_type(kind) != LORA or not all(isinstance(token, int) for tokens in lists for token in tokens):
             raise ValueError("a list of ids, or {embed_tokens: …, lm_head: …}")
         return token_rows(name, indices, None)
     except ValueError as problem:
@@ -409,7 +280,7 @@ def _other_head(saved: Any, head: Head | None, where: str) -> CheckpointError:
     )
 
 
-def _dropout_key(kind: AdapterKind) -> str:
+def dropout_key(kind: AdapterKind) -> str:
     """PEFT's name of dropout: lora_dropout, or what the kind writes from the specification."""
     named = (key for key, value in (kind.peft or {}).items() if key.endswith("_dropout") and callable(value))
     return next(named, "lora_dropout")
@@ -426,7 +297,7 @@ def _no_scale(key: str, kind: str, where: str) -> CheckpointError:
 
 def _unsupported_options(raw: Mapping[str, Any], kind: AdapterKind) -> list[str]:
     peft_entries = kind.peft or {}
-    unsupported = [] if raw.get("peft_type") == _peft_type(kind) else [f"peft_type={shortened(raw.get('peft_type'))}"]
+    unsupported = [] if raw.get("peft_type") == peft_type(kind) else [f"peft_type={shortened(raw.get('peft_type'))}"]
     unsupported += [
         f"{key}={shortened(value)}"
         for key, value in raw.items()

@@ -31,8 +31,8 @@ from lorafusion_jax.checkpoint.warm_start_base import check_start_bases, unprove
 from lorafusion_jax.config.convert import convert
 from lorafusion_jax.config.load import load_config
 from lorafusion_jax.config.model import ModelConfig
-from lorafusion_jax.config.peft_config import config_of
 from lorafusion_jax.config.peft_folder import lora_settings
+from lorafusion_jax.config.peft_write import config_of
 from lorafusion_jax.config.read import read_source
 from lorafusion_jax.config.schema import DataSettings
 from lorafusion_jax.data import load_samples, load_tokenizer

@@ -22,7 +22,7 @@ from lorafusion_jax.checkpoint import weight_cache
 from lorafusion_jax.checkpoint.peft import read_adapter
 from lorafusion_jax.cli.main import run
 from lorafusion_jax.config.load import load_config
-from lorafusion_jax.config.peft_config import config_of
+from lorafusion_jax.config.peft_write import config_of
 from lorafusion_jax.config.specs import adapter_specs
 from lorafusion_jax.data.prepare import prepare
 from lorafusion_jax.models import ModelConfig, load_frozen
