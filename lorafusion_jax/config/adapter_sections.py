@@ -100,6 +100,11 @@ class DataSettings(Section):
         default=4096, description="maximum tokens of one text of a sample"
     )
     on_long: Literal["cut", "drop", "error"] = Field(default="cut", description="treatment of longer samples")
+    on_bad: Literal["drop", "error"] = Field(
+        default="drop",
+        description="treatment of rows that cannot be used, such as an empty answer: drop counts and names them, and "
+        "more than 1 % are an error",
+    )
     loss: Literal["auto", "assistant", "completion", "all"] = Field(
         default="auto", description="tokens that are learned; auto = answers, or all tokens of plain text"
     )

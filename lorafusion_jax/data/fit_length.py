@@ -12,7 +12,7 @@ from lorafusion_jax.data.rows import Rows
 from lorafusion_jax.data.tokenizer import Encoded
 from lorafusion_jax.errors import DataError
 
-MOST_LOST = 0.01  # largest share of rows without a learned token that is not an error
+MOST_LOST = 0.01  # largest share of rows without a learned token, or that cannot be used, that is no error
 
 
 @dataclass(slots=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -25,6 +26,16 @@ TYPES: Mapping[str, CellType] = {
     **dict.fromkeys((IDS, LABELS, ATTENTION), "list"),
 }
 PROBED_ROWS = 20
+# What other data sets call a prompt and its completion, the likeliest first; letters only.
+ASKING = (
+    "prompt", "question", "instruction", "query", "userprompt", "user", "usermessage", "human", "problem", "request",
+    "task", "source", "inputtext", "input", "document", "article", "context", "title", "text", "sourcetext",
+)  # fmt: skip
+ANSWERING = (
+    "completion", "answer", "response", "output", "assistant", "assistantmessage", "solution", "reply", "gpt", "chosen",
+    "target", "label", "summary", "outputtext", "result", "generation", "modelanswer", "translation", "highlights",
+    "targettext",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +94,7 @@ def detect_layout(rows: Rows, *, format: str = "auto", columns: Mapping[str, str
             f"the columns of {rows.source} fit none of the formats.",
             where=rows.source,
             why=f"its columns are {', '.join(present)}; the formats need {wanted}",
-            fix="data.columns: {prompt: <column>, completion: <column>}",
+            fix=f"data.columns: {_proposed(present)}",
         )
     needed, optional = FORMATS[chosen[0]]
     used = {role: of_role[role] for role in (*needed, *optional) if role in of_role}
@@ -93,6 +104,19 @@ def detect_layout(rows: Rows, *, format: str = "auto", columns: Mapping[str, str
             used.setdefault(role, role)
     unused = tuple(column for column in everywhere if column not in used.values())
     return Layout(format=chosen[0], columns=used, unused=unused)
+
+
+def _proposed(present: list[str]) -> str:
+    """Columns that are likely a prompt and its completion, as `data.columns` names them.
+
+    >>> _proposed(["id", "question", "answer"])
+    '{prompt: question, completion: answer}'
+    """
+    by_name = {re.sub(r"[^a-z]", "", column.lower()): column for column in present}
+    prompt, completion = (
+        next((by_name[name] for name in names if name in by_name), "<column>") for names in (ASKING, ANSWERING)
+    )
+    return f"{{prompt: {prompt}, completion: {completion}}}"
 
 
 def _column_problems(rows: Rows, present: list[str], columns: Mapping[str, str]) -> list[LoraFusionError]:

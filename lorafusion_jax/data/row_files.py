@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lorafusion_jax.config.read import has_half_character
-from lorafusion_jax.data.rows import SHOWN, Rows, Unreadable, type_name
+from lorafusion_jax.data.rows import SHOWN, Rows, RowsError, Unreadable, type_name
 from lorafusion_jax.errors import DataError, first_few, shortened_text
 
 if TYPE_CHECKING:
@@ -74,16 +74,18 @@ def parse_jsonl(name: str, text: str, *, first_row: int = 0, first_line: int = 1
     return Rows(source=name, values=values, lines=tuple(lines), problems=tuple(problems), first=first_row)
 
 
-def _bad_lines(code: str, message: str, name: str, problems: list[tuple[int, str]]) -> DataError:
+def _bad_lines(code: str, message: str, name: str, problems: list[tuple[int, str]]) -> RowsError:
     word = "line" if len(problems) == 1 else "lines"
     numbers = first_few([number for number, _ in problems], SHOWN)
-    return DataError(
+    error = RowsError(
         code,
         message.format("1 line" if len(problems) == 1 else f"{len(problems)} lines"),
         where=f"{name}, {word} {numbers}",
         why="; ".join(f"line {number}: {why}" for number, why in problems[:SHOWN]),
         fix="one JSON object per line",
     )
+    error.count = len(problems)
+    return error
 
 
 def half_key(value: object) -> str | None:

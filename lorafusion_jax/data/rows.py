@@ -16,6 +16,18 @@ SHOWN_TEXT = 40  # characters of a cell
 SHOWN = 5  # rows that a message names before it counts the rest
 
 
+class RowsError(DataError):
+    """Some rows of a source cannot be used.
+
+    Attributes:
+        rows: their numbers, where they are rows at all.
+        count: how many they are.
+    """
+
+    rows: tuple[int, ...] = ()
+    count: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class Unreadable:
     """A value of a table that Python cannot hold. Only a column that is used needs its values."""
@@ -85,11 +97,13 @@ class Rows:
         numbers = [self.lines[row] if self.lines is not None else self.number(row) for row in rows]
         return f"{self.source}, {word}{'s' if len(rows) > 1 else ''} {first_few(numbers, SHOWN)}"
 
-    def refuse(self, code: str, message: str, bad: Sequence[tuple[int, str]], *, fix: str) -> DataError:
+    def refuse(self, code: str, message: str, bad: Sequence[tuple[int, str]], *, fix: str) -> RowsError:
         """Returns an error about some rows: `bad` has their numbers, and why each is wrong."""
         row, why = bad[0]
         where = self.places([row for row, _ in bad])
-        return DataError(code, message, where=where, why=f"{self.locate(row)}: {why}", fix=fix)
+        error = RowsError(code, message, where=where, why=f"{self.locate(row)}: {why}", fix=fix)
+        error.rows, error.count = tuple(self.number(row) for row, _ in bad), len(bad)
+        return error
 
     def number(self, row: int) -> int:
         """Number of a row in the source."""

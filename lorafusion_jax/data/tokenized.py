@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
 from lorafusion_jax.config.schema import DataSettings
 from lorafusion_jax.data import cache
-from lorafusion_jax.data.fit_length import Fit, fit_length
+from lorafusion_jax.data.fit_length import MOST_LOST, Fit, fit_length
 from lorafusion_jax.data.formats import Layout, detect_layout
 from lorafusion_jax.data.join_sets import SetBuilder, join_reports
 from lorafusion_jax.data.other_rows import refuse_other_rows
-from lorafusion_jax.data.parse_examples import parse_examples, refuse_shortened
+from lorafusion_jax.data.parse_examples import PROBLEMS, parse_examples, refuse_shortened
 from lorafusion_jax.data.render import EncodedRows, encode_examples
-from lorafusion_jax.data.rows import RawSource, Rows
+from lorafusion_jax.data.rows import RawSource, Rows, RowsError
 from lorafusion_jax.data.segments import code_of
 from lorafusion_jax.data.sources import open_source, row_blocks
 from lorafusion_jax.data.token_rows import FORMAT, LABELS, parse_token_rows, unended_rows
@@ -25,6 +27,8 @@ from lorafusion_jax.errors import DataError, ErrorList, raise_all
 from lorafusion_jax.objective.protocol import SFT, Chosen
 
 CHARACTERS_PER_TOKEN = 256
+MOST_NAMED = 3  # reasons that a note tells
+LEFT_OUT = {*PROBLEMS, "data.bad-row", "data.bad-json", "data.template"}  # of rows that are left out, if they are few
 MOST_PROBLEMS = 20  # after so many the rest of a source is not read
 
 
@@ -84,16 +88,19 @@ def _tokenize_blocks(
         folder: for the arrays of a large set.
         entry: where the set is cached (None: nowhere).
     """
-    builder, reports, problems = SetBuilder(folder), [], []
+    builder, reports, problems, left_out = SetBuilder(folder), [], [], []
     fields: frozenset[Fields] = frozenset()
     try:
         for rows in row_blocks(raw, one_block=objective.group is not None):
             first = reports[0] if reports else None
-            try:
+
+            def tokenize(rows: Rows, first: DataReport | None = first) -> TokenizedSet:
                 if objective.objective.segments is not None:
-                    samples = tokenize_segments(raw, rows, settings, tokenizer, adapter, objective)
-                else:
-                    samples = _tokenize(raw, rows, settings, tokenizer, adapter, objective.name, first)
+                    return tokenize_segments(raw, rows, settings, tokenizer, adapter, objective)
+                return _tokenize(raw, rows, settings, tokenizer, adapter, objective.name, first)
+
+            try:
+                samples = tokenize(rows) if settings.on_bad == "error" else _of_good_rows(rows, tokenize, left_out)
             except DataError as problem:
                 problems.append(problem)
             except ErrorList as problem:
@@ -107,8 +114,16 @@ def _tokenize_blocks(
                 reports.append(samples.report)
             if len(problems) > MOST_PROBLEMS:
                 break
+        num_left_out, num_rows = sum(error.count for error in left_out), sum(report.rows for report in reports)
+        if num_left_out > MOST_LOST * (num_rows + num_left_out):
+            problems = [*left_out, *problems]
         raise_all(problems)
-        samples, on_disk = builder.finish(join_reports(reports))
+        report = join_reports(reports)
+        if left_out:
+            reasons = "; ".join(f"{error.where} ({error.why})" for error in left_out[:MOST_NAMED])
+            note = f"[data.left-out] {num_left_out} of {num_rows + num_left_out} rows cannot be used: {reasons}"
+            report = dataclasses.replace(report, notes=(*report.notes, note))
+        samples, on_disk = builder.finish(report)
         if entry is not None and on_disk is None:
             cache.store(entry, samples)
         elif entry is not None and on_disk is not None:
@@ -116,6 +131,22 @@ def _tokenize_blocks(
     finally:
         builder.discard()
     return samples
+
+
+def _of_good_rows(rows: Rows, tokenize: Callable[[Rows], TokenizedSet], left_out: list[RowsError]) -> TokenizedSet:
+    """Tokenises a block without the rows that cannot be used, which it adds to `left_out`."""
+    while True:
+        try:
+            return tokenize(rows)
+        except (DataError, ErrorList) as problem:
+            errors = problem.errors if isinstance(problem, ErrorList) else (problem,)
+            bad = [error for error in errors if isinstance(error, RowsError) and error.code in LEFT_OUT]
+            numbers = {number for error in bad for number in error.rows}
+            good = [row for row in range(len(rows.values)) if rows.number(row) not in numbers]
+            if len(bad) < len(errors) or not good:
+                raise
+            left_out += bad
+            rows = rows.at(good)
 
 
 def _unlike_before(

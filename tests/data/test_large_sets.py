@@ -130,11 +130,13 @@ def test_a_damaged_entry_of_a_large_set_is_made_anew(load, small_blocks, tmp_pat
 def test_bad_rows_of_all_blocks_are_named_by_their_lines(load, small_blocks):
     rows = [*ROWS]
     rows[7], rows[250] = {"prompt": "a", "completion": ""}, {"prompt": "b"}
+    three = lines(rows[:100]) + "{oops\n" + lines(rows[100:])
     with pytest.raises(LoraFusionError) as caught:
-        load(lines(rows[:100]) + "{oops\n" + lines(rows[100:]))
-    text = str(caught.value)
+        load(three + "[]\n")  # more than one of a hundred
+    (note,) = [note for note in load(three).report.notes if "data.left-out" in note]
     for line in (8, 101, 252):
-        assert f"line {line}" in text
+        assert f"line {line}" in str(caught.value)
+        assert f"line {line}" in note
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,7 @@ class DataSpec(Part):
     columns: Annotated[dict[str, str], Field(max_length=MOST_PATTERNS)] = {}
     max_length: Annotated[int, Field(ge=2, le=2**31 - 1)] = 4096
     on_long: Literal["cut", "drop", "error"] = "cut"
+    on_bad: Literal["drop", "error"] = "drop"
     loss: Literal["auto", "assistant", "completion", "all"] = "auto"
     chat_template: str | None = Field(default=None, description=f"{', '.join(NAMED)}, or the text of a Jinja template")
 
