@@ -108,7 +108,8 @@ def training_client(
 
     Args:
         base: folder or hub name of the model, or the section `base` of a job file.
-        rank, alpha, targets: of the adapter; the low-rank product is scaled by alpha / rank.
+        rank, alpha: of the adapter; the low-rank product is scaled by alpha / rank.
+        targets: projections that it adapts; a list also bounds those of more clients, which saves memory.
         seed: of its first weights.
         places: rank → number of adapters that can train at a time (None: one of `rank`).
         reproducible: results do not depend on the company of other clients, or on when calls arrive, by a single bit;
@@ -141,7 +142,8 @@ def training_client(
     adapter = {"name": "client", "data": no_data, "lora": {"rank": rank, "alpha": alpha, "targets": targets}}
     job = {name: section for name, section in sections.items() if section is not None} | {"adapters": [adapter]}
     config = parse_config(source_of(job))
-    classes = Places.of({rank: 1} if places is None else places, dropout=False)
+    narrow = None if isinstance(targets, str) else targets
+    classes = Places.of({rank: 1} if places is None else places, dropout=False, targets=narrow)
     prepare_machine()
     session = Session.open_places(
         config.base,
@@ -153,7 +155,7 @@ def training_client(
         reproducible=reproducible,
         row_targets=1,
     )
-    shared = _Shared(SessionThread(session))
+    shared = _Shared(SessionThread(session), targets)
     try:
         return TrainingClient(shared, rank=rank, alpha=alpha, seed=seed, targets=targets)
     except BaseException:
@@ -166,6 +168,7 @@ class _Shared:
     """What the clients of one session share."""
 
     thread: SessionThread
+    targets: str | list[str]
     clients: int = 0
     numbers: Any = field(default_factory=itertools.count)
     banks: dict[Any, SamplerBank] = field(default_factory=dict)
@@ -272,13 +275,17 @@ class TrainingClient:
         return self._load(path, optimizer=True)
 
     def new_client(
-        self, *, rank: int = 32, alpha: float = 32.0, seed: int = 0, targets: str | list[str] = "all-linear"
+        self, *, rank: int = 32, alpha: float = 32.0, seed: int = 0, targets: str | list[str] | None = None
     ) -> TrainingClient:
         """Returns a client for another adapter of the same base; arguments as in `training_client`.
+
+        Args:
+            targets: None: those of the first client.
 
         Raises:
             RunError: `session.place`, no place is free.
         """
+        targets = self._shared.targets if targets is None else targets
         return TrainingClient(self._shared, rank=rank, alpha=alpha, seed=seed, targets=targets)
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ without compiling.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,7 @@ class Places:
         kinds: kind of adapters of each place, see `place_kind`.
         dropout: whether adapters may use dropout.
         heads: of objectives that every place can train.
+        targets: projections that adapters may have (None: all).
 
     >>> places = Places.of({16: 2, 64: 1, "dora:16": 1})
     >>> places.ranks, places.kinds
@@ -41,9 +42,10 @@ class Places:
     kinds: tuple[str, ...]
     dropout: bool = True
     heads: tuple[Head, ...] = ()
+    targets: tuple[str, ...] | None = None
 
     @classmethod
-    def of(cls, classes: Mapping[Any, int], *, dropout: bool = True) -> Places:
+    def of(cls, classes: Mapping[Any, int], *, dropout: bool = True, targets: Sequence[str] | None = None) -> Places:
         """Builds the places from classes: RANK or KIND:RANK → number of places. They have the heads of all objectives.
 
         Raises:
@@ -61,7 +63,8 @@ class Places:
             rank_and_kind for rank_and_kind in known if rank_and_kind is not None for _ in range(known[rank_and_kind])
         )
         ranks, kinds = tuple(rank for rank, _ in in_order), tuple(kind for _, kind in in_order)
-        return cls(ranks=ranks, kinds=kinds, dropout=dropout, heads=known_heads())
+        narrow = None if targets is None else tuple(targets)
+        return cls(ranks=ranks, kinds=kinds, dropout=dropout, heads=known_heads(), targets=narrow)
 
     @property
     def classes(self) -> dict[str, list[int]]:
@@ -95,6 +98,8 @@ class Places:
         if self.lacks_head(spec):
             known = ", ".join(head.name for head in self.heads)
             return f"the head of its objective is not among those of places, which are of {known} with default options"
+        if self.targets is not None and (others := sorted(set(spec.targets) - set(self.targets))):
+            return f"it adapts {', '.join(others)}, and the session was opened for {', '.join(self.targets)}"
         return "the session was opened without dropout" if spec.dropout and not self.dropout else ""
 
     def lacks_head(self, spec: AdapterSpec) -> bool:

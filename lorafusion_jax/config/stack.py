@@ -156,7 +156,8 @@ def _stand_ins(places: Places) -> list[AdapterConfig]:
             lora = LoraSettings(rank=rank, dropout=0.0, targets=[ALL_LINEAR, ALL_EXPERTS])
         else:
             dropout = 0.05 if places.dropout and adapter_kind(kind).dropout else 0.0
-            lora = LoraSettings(kind=kind, rank=rank, dropout=dropout)
+            targets = ALL_LINEAR if places.targets is None else list(places.targets)
+            lora = LoraSettings(kind=kind, rank=rank, dropout=dropout, targets=targets)
         return AdapterConfig(name=place_name(place), data=DataSettings.model_validate({"train": "-"}), lora=lora)
 
     return [stand_in(place, *sizes) for place, sizes in enumerate(zip(places.ranks, places.kinds, strict=True))]

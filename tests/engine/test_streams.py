@@ -6,9 +6,11 @@ The last tests are of `lf.training_client`, on the same session.
 from __future__ import annotations
 
 import asyncio
+import runpy
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -299,6 +301,11 @@ def test_a_failed_call_adds_nothing_and_later_ones_run(planner):
 
 
 def test_a_sum_that_is_not_finite_fails_its_step_alone(planner):
+    check_refused_steps(planner)
+
+
+def check_refused_steps(planner: WindowPlanner) -> None:
+    """A step is refused for its gradient, and for what it would write; weights and sums are those of before and 0."""
     rows = rows_of([40])
     with Client(planner, "sound") as client:
         expected = wait(planner, client.look(rows))
@@ -310,8 +317,11 @@ def test_a_sum_that_is_not_finite_fails_its_step_alone(planner):
         client.add([bad, *rows_of([20], "importance_sampling", 1)], "importance_sampling")
         refused, looked = client.step(), client.look(rows)
         client.add(rows)
+        too_far = client.step(learning_rate=3e38, weight_decay=1e3)
+        client.add(rows)
         stepped = client.step()
         run(planner)
+        assert too_far.exception().code == "call.not-finite"
         assert isinstance(refused.exception(), CallError)
         assert refused.exception().code == "call.not-finite"
         np.testing.assert_array_equal(looked.result().outputs[0]["logprobs"], expected.outputs[0]["logprobs"])
@@ -381,6 +391,23 @@ def test_a_client_that_ends_fails_its_calls(planner):
         assert future.exception().category == "server"
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("mesh", [{"stages": 2}, {"data": 2}, {"stages": 2, "data": 2}], ids=str)
+def test_stages_and_replicas_give_the_same_results(planner, config, mesh):
+    expected = run_together(planner)
+    settings = config.mesh.model_validate(mesh)
+    other = open_session(config.model_copy(update={"mesh": settings}), {4: 7}, TARGETS, row_targets=1)
+    try:
+        spread = WindowPlanner(other)
+        for loss, (results, state) in run_together(spread).items():
+            for now, before in zip(results, expected[loss][0], strict=True):
+                assert now.result().metrics == pytest.approx(before.result().metrics, rel=1e-4, abs=1e-4)
+            assert_near(state, expected[loss][1])
+        check_refused_steps(spread)
+    finally:
+        other.close()
+
+
 # `lf.training_client`, which takes over the session of the tests above.
 
 
@@ -389,14 +416,14 @@ TOKENS = [np.random.default_rng(0).integers(0, 50, length) for length in (30, 12
 
 @pytest.fixture(scope="module")
 def opened(session):
-    shared = _Shared(SessionThread(session))
+    shared = _Shared(SessionThread(session), TARGETS)
     with TrainingClient(shared, rank=4, targets=TARGETS) as client:
         yield client
 
 
 @pytest.fixture
 def client(opened):
-    with opened.new_client(rank=4, targets=TARGETS) as fresh:
+    with opened.new_client(rank=4) as fresh:
         yield fresh
 
 
@@ -416,7 +443,7 @@ def test_calls_run_in_their_order_and_clients_share_a_session(client, opened):
     before = client.forward_backward(data())
     step = client.optim_step(lf.AdamParams(learning_rate=1e-2))
     after = client.forward(data())
-    with opened.new_client(rank=2, targets=TARGETS) as other:
+    with opened.new_client(rank=2) as other:
         first = other.forward(data()).result().metrics["loss:sum"]
         assert first == pytest.approx(before.result().metrics["loss:sum"], rel=1e-5)
     assert step.result().step == 1
@@ -448,7 +475,7 @@ def test_custom_losses_of_jax_and_numpy_are_those_of_rows(opened):
 
     results = []
     for loss, options in ((of_jax, {}), (of_numpy, {"returns_gradients": True}), (None, {})):
-        with opened.new_client(rank=4, targets=TARGETS) as client:
+        with opened.new_client(rank=4) as client:
             if loss is None:
                 rows = data()
                 n = sum(len(p) for p in logprobs(client))
@@ -499,7 +526,7 @@ def test_states_and_folders(client, opened, tmp_path):
     assert read_described(folder.result())[0].spec.rank == 4
     with pytest.raises(lf.LoraFusionError, match="exists"):
         client.save_state(state.result())
-    with opened.new_client(rank=4, targets=TARGETS, seed=3) as other:
+    with opened.new_client(rank=4, seed=3) as other:
         other.load_state_with_optimizer(tmp_path / "state").result()
         other.forward_backward(data())
         assert other.optim_step(learning_rate=1e-2).result().step == 2
@@ -531,7 +558,7 @@ def test_failed_calls_say_why_and_add_nothing(client):
 
 
 def test_calls_of_a_closed_client_fail(opened):
-    client = opened.new_client(rank=2, targets=TARGETS)
+    client = opened.new_client(rank=2)
     client.close()
     client.close()
     with pytest.raises(lf.LoraFusionError, match="client was closed"):
@@ -567,3 +594,12 @@ def test_samples_are_of_a_snapshot(client):
     assert cut.stop_reason == "stop"
     with pytest.raises(lf.LoraFusionError, match="have no beams"):
         sampler.sample(prompt, beams=2)
+
+
+@pytest.mark.nightly
+def test_the_examples_learn():
+    folder = Path(__file__).parents[2] / "examples" / "calls"
+    losses = runpy.run_path(str(folder / "sft.py"))["main"]()
+    assert all(values[-1] < values[0] for values in losses.values())
+    rewards = runpy.run_path(str(folder / "rl.py"))["main"]()
+    assert rewards[-1] > rewards[0]
