@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import tensorstore
-
 SIGNS = frozenset("*?[]\\")  # of patterns, and a backslash
 MANIFEST, UNMERGED = "manifest.ocdbt", "ocdbt.process_0"
 
@@ -44,10 +42,3 @@ def merged(arrays: Path) -> Iterator[Path]:
         for path in (*arrays.iterdir(), *process.iterdir()):
             (Path(temporary) / path.name).symlink_to(path.resolve())
         yield Path(temporary)
-
-
-def stored_count(folder: Path) -> int:
-    """Returns the number of arrays in a folder."""
-    base = {"driver": "file", "path": f"{folder}/"}
-    store = tensorstore.KvStore.open({"driver": "ocdbt", "base": base}).result()
-    return sum(key.rpartition(b"/")[2] in (b".zarray", b"zarr.json") for key in store.list().result())

@@ -133,6 +133,21 @@ class AdapterPrograms:
         )
         return program(adapter, lora)
 
+    def take_sums(self, own_columns: Own, adapter: Place, sums: Leaves, totals: Totals | None) -> tuple[Leaves, Totals]:
+        """Copies what an adapter has summed up since its last step: [devices, L, ...], and [replicas]."""
+        take = partial(adapter_step.take_sums, self._columns.trained, own_columns)
+        out = self._stage.by_device, self._stage.by_replica
+        return self._jit(("take sums", own_columns), take, out=out)(adapter, sums, totals)
+
+    def put_sums(
+        self, adapter: Place, sums: Leaves, totals: Totals | None, new_sums: Leaves, new_totals: Totals
+    ) -> tuple[Leaves, Totals | None]:
+        """Writes what an adapter has summed up. Other adapters do not change."""
+        key = ("put sums", tuple(new_sums), tuple(leaf.shape for leaf in new_sums.values()))
+        out = self._stage.by_device, self._stage.by_replica
+        program = self._jit(key, partial(adapter_step.put_sums, self._columns.trained), donate=(1, 2), out=out)
+        return program(adapter, sums, totals, new_sums, new_totals)
+
     def copy_state(self, own_columns: Own, adapter: Place, leaves: Leaves, optimizer: Any) -> tuple[Any, Any]:
         """Copies one adapter's leaves and its optimizer state, each array as `InParts`."""
         columns = self._columns.all

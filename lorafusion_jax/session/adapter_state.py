@@ -1,13 +1,15 @@
-"""The state of one adapter between two of its steps: independent of mesh, place and company.
+"""The state of one adapter: independent of mesh, place and company.
 
-A folder holds `state.safetensors` (weights and optimizer state by path) and `state.json`, with digests.
+Checkpoints of runs, states of a service's jobs and saved models of clients are of this format. A folder holds
+`state.safetensors` (weights, optimizer state by path, sums of a begun global batch) and `state.json`. The digests are
+in the folder, or in that of the checkpoint to which it belongs.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import jax
@@ -16,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from lorafusion_jax.adapters.table import adapter_kind
-from lorafusion_jax.checkpoint.digests import find_damage, refuse_damage
+from lorafusion_jax.checkpoint.digests import find_damage, has_digests, refuse_damage
 from lorafusion_jax.checkpoint.new_folder import new_folder
 from lorafusion_jax.config.schema import AdapterConfig
 from lorafusion_jax.errors import CheckpointError
@@ -25,25 +27,36 @@ from lorafusion_jax.session.leaves import by_path
 from lorafusion_jax.tensor_file import write_tensors
 
 TENSORS, NOTE = "state.safetensors", "state.json"
-FORM = 1
-WEIGHT, OPTIMIZER = "weights", "optimizer"
+FIX = "start the adapter from an earlier state, or from the beginning"
+FORM, READ = 2, (1, 2)  # 1 has no sums
+WEIGHT, OPTIMIZER, SUMS, TOTALS = "weights", "optimizer", "sums", "totals"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterState:
-    """Weights and optimizer state of an adapter after a step.
+    """Weights and optimizer state of an adapter after a step, and what it has summed up since.
 
     Args:
         step: number of steps taken.
         data: digest of its samples and their order.
         weights: "layers.self_attn.q_proj.lora_a" → [L, K, r], float32, and other leaves.
         optimizer: arrays of its optimizer state by path, for all layers.
+        sums: of the gradients of a begun global batch, by leaf, [devices, L, K, r]; empty if none is begun.
+        totals: sums of the loss and metrics of that batch, [devices].
+        alive: whether its last step was taken.
     """
 
     step: int
     data: str
     weights: Mapping[str, np.ndarray]
     optimizer: Mapping[str, np.ndarray]
+    sums: Mapping[str, np.ndarray] = field(default_factory=dict)
+    totals: Mapping[str, np.ndarray] = field(default_factory=dict)
+    alive: bool = True
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self._tensors().values())
 
     def write(self, folder: Path) -> Path:
         """Writes a new folder atomically.
@@ -51,59 +64,81 @@ class AdapterState:
         Raises:
             RunError: `save.no-space`, `save.failed`.
         """
-        tensors = {f"{WEIGHT}/{name}": np.asarray(leaf) for name, leaf in self.weights.items()}
-        tensors |= {f"{OPTIMIZER}/{path}": np.asarray(leaf) for path, leaf in self.optimizer.items()}
         with new_folder(folder, replace=True) as draft:
-            write_tensors(draft / TENSORS, tensors)
-            (draft / NOTE).write_text(json.dumps({"form": FORM, "step": self.step, "data": self.data}))
+            self.write_files(draft)
         return folder
+
+    def write_files(self, folder: Path) -> None:
+        """Writes its files into a folder, without digests."""
+        write_tensors(folder / TENSORS, self._tensors())
+        note = {"form": FORM, "step": self.step, "data": self.data, "alive": self.alive}
+        (folder / NOTE).write_text(json.dumps(note), encoding="utf-8")
+
+    def _tensors(self) -> dict[str, np.ndarray]:
+        parts = {WEIGHT: self.weights, OPTIMIZER: self.optimizer, SUMS: self.sums, TOTALS: self.totals}
+        return {f"{part}/{name}": np.asarray(leaf) for part, leaves in parts.items() for name, leaf in leaves.items()}
 
     @staticmethod
     def read(folder: Path, adapter: AdapterConfig) -> AdapterState:
         """Reads a folder and compares it with its digests.
 
         Raises:
+            CheckpointError: `state.damaged`; see `read_files`.
+        """
+        files = [f"{folder.parent.name}/{folder.name}/{name}" for name in (TENSORS, NOTE)]
+        damage = find_damage(folder) if has_digests(folder) else find_damage(folder.parents[1], files)
+        refuse_damage("state.damaged", damage, FIX)
+        return AdapterState.read_files(folder, adapter)
+
+    @staticmethod
+    def read_files(folder: Path, adapter: AdapterConfig) -> AdapterState:
+        """Reads a folder whose digests were compared.
+
+        Raises:
             CheckpointError: `state.damaged`; `state.version`, another version wrote it; `state.mismatch`, it belongs to
                 another optimizer.
         """
-        fix = "start the adapter from an earlier state, or from the beginning"
-        refuse_damage("state.damaged", find_damage(folder), fix)
         try:
             note, tensors = json.loads((folder / NOTE).read_text()), load_file(folder / TENSORS)
         except (OSError, ValueError, SafetensorError) as problem:
-            raise CheckpointError("state.damaged", f"{folder} cannot be read.", why=str(problem), fix=fix) from None
-        if not isinstance(note, dict) or note.get("form") != FORM:
-            form = note.get("form") if isinstance(note, dict) else None
+            raise CheckpointError("state.damaged", f"{folder} cannot be read.", why=str(problem), fix=FIX) from None
+        form = note.get("form") if isinstance(note, dict) else None
+        if form not in READ:
             raise CheckpointError(
                 "state.version",
-                f"{folder} has format {form}; this version reads format {FORM}.",
+                f"{folder} has format {form}; this version reads {READ[0]} and {READ[1]}.",
                 fix="use the version of lorafusion-jax that wrote it",
             )
-        weights = {name.removeprefix(f"{WEIGHT}/"): t for name, t in tensors.items() if name.startswith(f"{WEIGHT}/")}
-        return AdapterState(
+        parts: dict[str, dict[str, np.ndarray]] = {part: {} for part in (WEIGHT, OPTIMIZER, SUMS, TOTALS)}
+        for name, tensor in tensors.items():
+            part, _, rest = name.partition("/")
+            parts.setdefault(part, {})[rest] = tensor
+        state = AdapterState(
             step=note["step"],
             data=note["data"],
-            weights=weights,
-            optimizer=_optimizer(adapter, weights, tensors, folder),
+            weights=parts[WEIGHT],
+            optimizer=parts[OPTIMIZER],
+            sums=parts[SUMS],
+            totals=parts[TOTALS],
+            alive=note.get("alive", True),
         )
+        check_optimizer(adapter, state, str(folder))
+        return state
 
 
-def _optimizer(
-    adapter: AdapterConfig, weights: Mapping[str, np.ndarray], tensors: Mapping[str, np.ndarray], folder: Path
-) -> dict[str, np.ndarray]:
-    """Returns the optimizer's arrays, which must be those of the adapter's optimizer."""
+def check_optimizer(adapter: AdapterConfig, state: AdapterState, where: str) -> None:
+    """Raises `state.mismatch` unless the optimizer's arrays are those of the adapter's optimizer."""
+    weights = state.weights
     constant = {leaf.name for leaf in adapter_kind(adapter.lora.adapter_kind).leaves if not leaf.trainable}
     trained = {name: leaf for name, leaf in weights.items() if name.rpartition(".")[2] not in constant}
     shapes = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in trained.items()}
     empty = by_path(jax.eval_shape(transformation(adapter.optim, zero_hyper(adapter.optim)).init, shapes))
-    wanted = {f"{OPTIMIZER}/{path}": (leaf.shape, leaf.dtype) for path, leaf in empty.items()}
-    stored = {path: (leaf.shape, leaf.dtype) for path, leaf in tensors.items()}
-    wrong = [path for path, sizes in wanted.items() if stored.get(path) != sizes]
-    if wrong or len(tensors) != len(wanted) + len(weights):
+    needed = {path: (leaf.shape, leaf.dtype) for path, leaf in empty.items()}
+    stored = {path: (leaf.shape, leaf.dtype) for path, leaf in state.optimizer.items()}
+    if wrong := [path for path in needed | stored if stored.get(path) != needed.get(path)]:
         raise CheckpointError(
             "state.mismatch",
-            f"{folder} is not a state of {adapter.name} with optimizer {adapter.optim.name}.",
-            where=wrong[0] if wrong else "",
+            f"{where} is not a state of {adapter.name} with optimizer {adapter.optim.name}.",
+            where=wrong[0],
             fix="continue with the optimizer that wrote it",
         )
-    return {path: tensors[f"{OPTIMIZER}/{path}"] for path in empty}

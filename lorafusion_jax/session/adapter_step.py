@@ -98,6 +98,23 @@ def write(
     )
 
 
+def take_sums(
+    columns: Mapping[str, Columns], own_columns: Own, adapter: Place, sums: Leaves, totals: Totals | None
+) -> tuple[Leaves, Totals]:
+    """See `AdapterPrograms.take_sums`."""
+    taken = lv.take(sums, columns, own_columns, adapter.first, lead=lv.SUMS)
+    return taken, {name: total[:, adapter.index] for name, total in (totals or {}).items()}
+
+
+def put_sums(
+    columns: Mapping[str, Columns], adapter: Place, sums: Leaves, totals: Totals | None, new_sums: Leaves,
+    new_totals: Totals,
+):  # fmt: skip
+    """See `AdapterPrograms.put_sums`."""
+    written = {name: total.at[:, adapter.index].set(new_totals[name]) for name, total in (totals or {}).items()}
+    return lv.put(sums, columns, adapter.first, new_sums, lead=lv.SUMS), None if totals is None else written
+
+
 def groups(columns: Mapping[str, Columns], own_columns: Own) -> dict[str, Group]:
     """Returns how the optimizer treats each leaf of an adapter."""
     leaves = {name: columns[name].leaf for name, _ in own_columns}

@@ -380,3 +380,13 @@ def _inside(at: Columns, width: Array, ndim: int) -> Array:
         return column < width.reshape(-1, *(1,) * ndim)
 
     return reduce(jnp.logical_and, map(below, (at.axis, *at.padded)))
+
+
+def spread_rows(rows: Any, devices: int) -> np.ndarray:
+    """Returns sums [devices, ...] of so many devices. From another number, they are added up on the first device."""
+    rows = np.asarray(rows)
+    if rows.shape[0] == devices:
+        return rows
+    spread = np.zeros((devices, *rows.shape[1:]), rows.dtype)
+    spread[0] = rows.sum(0)
+    return spread

@@ -64,7 +64,7 @@ from lorafusion_jax.session.release import release_unused
 from lorafusion_jax.session.snapshot import Snapshot, Snapshots
 from lorafusion_jax.session.spans import Spans
 from lorafusion_jax.session.stage import Stage
-from lorafusion_jax.session.state import abstract_state, joined_parts, scatter
+from lorafusion_jax.session.state import joined_parts, joined_sums, load_states
 from lorafusion_jax.session.steps import Steps
 from lorafusion_jax.session.stream import stream_task
 from lorafusion_jax.session.task import AdapterProgress, Task, tasks_of
@@ -81,8 +81,8 @@ ADDITIONS_IN_CACHES = 16
 class Session:
     """Adapters on the stages of a pipeline. Methods are called from one thread, unless they say otherwise.
 
-    Of a job: call `open`, then `start_all` or `load_state`, then `finish_loading`; `add` adds adapters. With free
-    places: call `open_places`; `start` and `stop` adapters. Adapters that are not in a microbatch do not change.
+    Of a job: call `open`, `start_all`, `load_states` to go on, and then `finish_loading`; `add` adds adapters. With
+    free places: call `open_places`; `start` and `stop` adapters. Adapters that are not in a microbatch do not change.
 
     Args:
         stages: of the base model.
@@ -411,7 +411,13 @@ class Session:
         return self._writer.first_weights(task, read_warm_starts(task.config).get(0))
 
     def start(
-        self, place: int, task: Task, state: AdapterState | None = None, first: PlaceWeights | None = None
+        self,
+        place: int,
+        task: Task,
+        state: AdapterState | None = None,
+        first: PlaceWeights | None = None,
+        *,
+        sums: bool = False,
     ) -> None:
         """Starts an adapter in a free place. Others train on; nothing compiles for known shapes of adapters.
 
@@ -422,6 +428,7 @@ class Session:
         Args:
             state: continue from there (None: from initial weights, or `lora.init_from`).
             first: what `draw` returned (None: it is called if it is needed).
+            sums: continue the global batch that the state has begun; otherwise its samples run again.
 
         Raises:
             RunError: `session.place`, it is taken or too small; `session.segments`.
@@ -442,6 +449,8 @@ class Session:
         self.make_room(task)
         task.restart(0 if state is None else state.step)
         number = self._put(place, task, compared or weights)
+        if sums and state is not None and state.sums:
+            self.executor.read_all(lambda stage: stage.write_sums(place, state.sums, state.totals))
         if reference is None:
             return
         task.status = "preparing"
@@ -536,7 +545,7 @@ class Session:
             task.status = "leaving"
         return task.step + self.steps.num_waiting(name)
 
-    def read(self, name: str, *, optimizer: bool = True) -> Callable[[], AdapterState]:
+    def read(self, name: str, *, optimizer: bool = True, sums: bool = False) -> Callable[[], AdapterState]:
         """Returns a function that waits for the state of an adapter, from any thread; all train on meanwhile.
 
         The state is that after the last step that was issued: it counts once `Task.step` has come to its step, and not
@@ -546,6 +555,7 @@ class Session:
 
         Args:
             optimizer: False: without its state, a third of the copy and of what is transferred.
+            sums: with what a begun global batch has summed up; without, its samples run again.
         """
         assert name not in self.references, "the place may hold the weights of a reference"
         task, place = self.tasks[name], self.index[name]
@@ -555,12 +565,17 @@ class Session:
         step = task.step + self.steps.num_waiting(name)
         copies = trains and self._has_room
         parts = self.executor.read(lambda stage: self._read_stage(stage, place, name, optimizer, copies))
+        sum_parts = self.executor.read(lambda stage: stage.adapter_sums(place)) if sums else []
 
         def wait() -> AdapterState:
             states = dict(zip(self.executor.local_stages, [part.result() for part in parts], strict=True))
             parts.clear()
             weights, state = joined_parts(states, self.executor.links)
-            return AdapterState(step=step, data=task.source.digest, weights=weights, optimizer=state)
+            begun: dict[str, Any] = {}
+            if sum_parts:
+                of_stages = dict(zip(self.executor.local_stages, [part.result() for part in sum_parts], strict=True))
+                begun["sums"], begun["totals"] = joined_sums(of_stages, self.executor.links, self.stages[0].mesh.tensor)
+            return AdapterState(step=step, data=task.source.digest, weights=weights, optimizer=state, **begun)
 
         if is_alone() and (self._has_room or not trains):
             return wait
@@ -702,16 +717,16 @@ class Session:
         """
         self.executor.wait_dispatched()
         with self.executor.blaming(None, None):
-            return self._snapshots.take()
+            progress = {name: (task.step, task.source.digest) for name, task in self.tasks.items()}
+            return self._snapshots.take(dict(self.index), progress)
 
-    def load_state(self, restore: Callable[[Any], dict[str, Any]], devices: int) -> None:
-        """Continues from the state of a `snapshot`, on this or another layout.
+    def load_states(self, states: Mapping[str, AdapterState]) -> None:
+        """Continues from the states of a `snapshot`, on this or another layout.
 
-        Args:
-            restore: reads arrays of the given shapes and dtypes.
-            devices: number of devices of a stage when they were saved.
+        Raises:
+            ValueError: they are not those of these adapters.
         """
-        scatter(self.stages, restore(abstract_state(self.stages, self.executor.links, devices)))
+        load_states(self.stages, states)
         self._unstarted = []
 
     def join_spans(self) -> None:

@@ -7,7 +7,7 @@ memory for the copy, the state is transferred while training waits.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import prod
 from typing import Any
@@ -15,12 +15,13 @@ from typing import Any
 import jax
 import numpy as np
 
+from lorafusion_jax.session.adapter_state import AdapterState
 from lorafusion_jax.session.device_copy import InParts, cut, find_cuts
 from lorafusion_jax.session.distant_stage import AnyStage, local_stages
 from lorafusion_jax.session.links import Links
 from lorafusion_jax.session.processes import any_process
 from lorafusion_jax.session.stage import Stage
-from lorafusion_jax.session.state import gather
+from lorafusion_jax.session.state import gather, states_of
 
 CHANGING = ("lora", "sums", "totals", "alive")  # attributes of a stage with arrays of all adapters
 SPARE = 0.03  # share of a device's memory to leave free, because of fragmentation
@@ -31,23 +32,34 @@ class Snapshot:
 
     Args:
         read: waits for the copy and returns it on the host, see `state.gather`.
+        index: position of each adapter.
+        progress: as in `state.states_of`.
         on_devices: whether the copy is on the devices; otherwise it is on the host.
     """
 
-    def __init__(self, read: Callable[[], dict[str, Any]], *, on_devices: bool):
+    def __init__(
+        self,
+        read: Callable[[], dict[str, Any]],
+        index: Mapping[str, int],
+        progress: Mapping[str, tuple[int, str]],
+        *,
+        on_devices: bool,
+    ):
         self._read: Callable[[], dict[str, Any]] | None = read
-        self._weights: dict[str, dict[str, np.ndarray]] = {}
+        self._index, self._progress = index, progress
+        self._weights: dict[str, Mapping[str, np.ndarray]] = {}
         self.on_devices = on_devices
 
-    def state(self) -> dict[str, Any]:
-        """Returns the state. Call it once: it frees the copy, and keeps only the weights."""
+    def states(self) -> dict[str, AdapterState]:
+        """Returns the states by adapter. Call it once: it frees the copy, and keeps only the weights."""
         assert self._read is not None, "a snapshot is read once"
         arrays, self._read = self._read(), None
-        self._weights = arrays["lora"]
-        return arrays
+        states = states_of(arrays, self._index, self._progress)
+        self._weights = {name: state.weights for name, state in states.items()}
+        return states
 
-    def adapter(self, name: str) -> dict[str, np.ndarray]:
-        """Returns an adapter's weights after `state` was called: "layers.self_attn.q_proj.lora_a" → [L, K, r]."""
+    def adapter(self, name: str) -> Mapping[str, np.ndarray]:
+        """Returns an adapter's weights after `states` was called: "layers.self_attn.q_proj.lora_a" → [L, K, r]."""
         return self._weights[name]
 
 
@@ -69,17 +81,18 @@ class Snapshots:
             for arrays in _copied_together(stage):
                 self._program(arrays)
 
-    def take(self) -> Snapshot:
-        """Copies the state.
+    def take(self, index: Mapping[str, int], progress: Mapping[str, tuple[int, str]]) -> Snapshot:
+        """Copies the state; `index` and `progress` as in `state.states_of`.
 
         With several processes, reading an array may be a collective, which needs one order. Then the state is read
         before this returns, and all processes must call it.
         """
         if jax.process_count() == 1 and self._has_room():
             copies = [self._copy_stage(stage) for stage in self._stages]
-            return Snapshot(partial(gather, copies, self._links, read=InParts.read), on_devices=True)
+            read = partial(gather, copies, self._links, read=InParts.read)
+            return Snapshot(read, index, progress, on_devices=True)
         held = gather(self._all, self._links)
-        return Snapshot(lambda: held, on_devices=False)
+        return Snapshot(lambda: held, index, progress, on_devices=False)
 
     def _has_room(self) -> bool:
         if self._free is None:

@@ -24,7 +24,7 @@ from lorafusion_jax.session.adapter_step import Totals
 from lorafusion_jax.session.first_weights import first_weights_of
 from lorafusion_jax.session.leaves import Leaves
 from lorafusion_jax.session.mesh import StageMesh
-from lorafusion_jax.session.move import replicate, to_host
+from lorafusion_jax.session.move import replicate, to_devices, to_host, to_stage
 from lorafusion_jax.session.parts import Carried, Parts
 from lorafusion_jax.session.prepared_leaves import PreparedLeaves
 from lorafusion_jax.session.programs import StagePrograms
@@ -248,6 +248,24 @@ class StageState:
         """Copies one adapter's leaves and its optimizer state, as `InParts`. Later steps do not change the copy."""
         optimizer = self.optimizers[self._specs[index].name]
         return self.programs.adapters.copy_state(*self._where(index), self.lora | self.constants, optimizer)
+
+    def adapter_sums(self, index: int) -> tuple[Leaves, Totals]:
+        """Copies what an adapter has summed up since its last step; totals on the last stage."""
+        return self.programs.adapters.take_sums(self.own_columns[index], self.places[index], self.sums, self.totals)
+
+    def write_sums(self, index: int, sums: Mapping[str, np.ndarray], totals: Mapping[str, np.ndarray]) -> None:
+        """Writes what an adapter has summed up: sums of all layers [devices, L, ...], totals [devices]."""
+        devices, mesh = self.mesh.mesh.size, self.mesh
+        mine = {
+            name: lv.spread_rows(sums[name], devices)[np.asarray(mesh.local_devices)][:, self.layers_of(name)]
+            for name in self.leaf_names(index)
+        }
+        zeros = np.zeros(devices, np.float32)
+        rows = {name: lv.spread_rows(totals.get(name, zeros), devices)[:: mesh.tensor] for name in self.totals or {}}
+        new_totals = to_stage({name: total[np.asarray(mesh.local_replicas)] for name, total in rows.items()}, mesh)
+        self.sums, self.totals = self.programs.adapters.put_sums(
+            self.places[index], self.sums, self.totals, to_devices(mine, mesh), new_totals
+        )
 
     def _where(self, index: int) -> tuple[lv.Own, lv.Place]:
         """Returns what an adapter has of the leaves, constant ones included, and where."""

@@ -1,7 +1,7 @@
 """Gathers the trainable state of a pipeline to host arrays of the whole model, and scatters it onto any layout.
 
-This is the content of a checkpoint. Each adapter has separate arrays at its own rank and targets, independent of the
-other adapters.
+By adapter it is the content of a checkpoint. Each adapter has separate arrays at its own rank and targets, independent
+of the other adapters.
 L layers · A adapters · R devices of a stage · r an adapter's rank
 """
 
@@ -12,11 +12,11 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.session import leaves as lv
+from lorafusion_jax.session.adapter_state import AdapterState
 from lorafusion_jax.session.device_copy import InParts, read_together
 from lorafusion_jax.session.distant_stage import AnyStage, local_stages
 from lorafusion_jax.session.links import Links
@@ -42,7 +42,7 @@ def gather(stages: Sequence[AnyStage], links: Links, *, read: Read = to_host) ->
     parts = links.share({index: _on_host(stage, read) for index, stage in local_stages(stages).items()})
     optimizers = [part.get("optimizers", {}) for part in parts]
     tensor = stages[0].mesh.tensor
-    loss, metrics = _split_loss({name: _by_device(rows, tensor) for name, rows in parts[-1]["totals"].items()})
+    loss, metrics = _split_loss({name: by_device(rows, tensor) for name, rows in parts[-1]["totals"].items()})
     arrays = {
         "lora": _own_arrays(stages[0].occupied, columns, [part.get("leaves", {}) for part in parts], lv.WEIGHTS),
         "sums": _own_arrays(stages[0].occupied, columns, [part.get("sums", {}) for part in parts], lv.SUMS),
@@ -72,13 +72,14 @@ def scatter(stages: Sequence[AnyStage], arrays: dict[str, Any]) -> None:
     """
     tensor, devices = stages[0].mesh.tensor, stages[0].mesh.mesh.size
     totals = {"loss": arrays["loss"], **arrays.get("metrics", {})}
-    totals = {name: _spread_rows(leaf, devices)[::tensor] for name, leaf in totals.items()}
+    totals = {name: lv.spread_rows(leaf, devices)[::tensor] for name, leaf in totals.items()}
+    zeros = np.zeros_like(totals["loss"])
     for stage in local_stages(stages).values():
         mesh, columns = stage.mesh, stage.programs.columns.trained
         mine, mine_of_devices = np.asarray(mesh.local_replicas), np.asarray(mesh.local_devices)
         sums = [
             {
-                name: _spread_rows(leaf, devices)[mine_of_devices][:, stage.layers_of(name)]
+                name: lv.spread_rows(leaf, devices)[mine_of_devices][:, stage.layers_of(name)]
                 for name, leaf in arrays["sums"].get(adapter, {}).items()
                 if name in columns
             }
@@ -92,44 +93,77 @@ def scatter(stages: Sequence[AnyStage], arrays: dict[str, Any]) -> None:
         stage.optimizers = replicate(of_stage, mesh)
         stage.alive = replicate(np.asarray(arrays["alive"]), mesh)
         if stage.totals is not None:
-            stage.totals = to_stage({name: leaf[mine] for name, leaf in totals.items()}, mesh)
+            stage.totals = to_stage({name: totals.get(name, zeros)[mine] for name in stage.totals}, mesh)
 
 
-def abstract_state(stages: Sequence[AnyStage], links: Links, devices: int) -> dict[str, Any]:
-    """Returns shapes and dtypes of the result of `gather` with so many devices a stage. Collective over processes."""
-    parts, occupied = stages[0].parts, stages[0].occupied
-    described = links.by_stage({index: _described(stage) for index, stage in local_stages(stages).items()})
-    names, num_places = described[-1]["totals"], len(stages[0].parts.specs)
-    row = jax.ShapeDtypeStruct((devices, num_places), jnp.float32)
-    shapes_by_name = parts.leaves.own_shapes(occupied)
-    trained = {
-        adapter: {name: shape for name, shape in shapes.items() if parts.leaves.columns[name].leaf.trainable}
-        for adapter, shapes in shapes_by_name.items()
-    }
-    optimizers = [
-        {name: {path: jax.ShapeDtypeStruct(*leaf) for path, leaf in state.items()} for name, state in states.items()}
-        for states in (part["optimizers"] for part in described)
-    ]
+def states_of(
+    arrays: Mapping[str, Any], index: Mapping[str, int], progress: Mapping[str, tuple[int, str]]
+) -> dict[str, AdapterState]:
+    """Returns the result of `gather` by adapter. Sums that are all zero are left out.
+
+    Args:
+        index: position of each adapter.
+        progress: steps of each adapter, and the digest of its data.
+    """
+    totals = {"loss": arrays["loss"], **arrays.get("metrics", {})}
+
+    def state_of(name: str, place: int) -> AdapterState:
+        sums = arrays["sums"].get(name, {})
+        own_totals = {key: np.asarray(rows)[:, place] for key, rows in totals.items()}
+        begun = any(np.asarray(leaf).view(np.uint32).any() for leaf in (*sums.values(), *own_totals.values()))
+        step, data = progress[name]
+        return AdapterState(
+            step=step,
+            data=data,
+            weights=arrays["lora"][name],
+            optimizer=arrays["optimizers"].get(name, {}),
+            sums=sums if begun else {},
+            totals=own_totals if begun else {},
+            alive=bool(np.asarray(arrays["alive"])[place]),
+        )
+
+    return {name: state_of(name, index[name]) for name in arrays["lora"]}
+
+
+def load_states(stages: Sequence[AnyStage], states: Mapping[str, AdapterState]) -> None:
+    """Gives the stages of this process the states of their adapters, on this or another layout.
+
+    Raises:
+        ValueError: they are not those of these adapters.
+    """
+    _check_shapes(stages, states)
+    places = {spec.name: place for place, spec in stages[0].occupied}
+    rows = max((len(total) for state in states.values() for total in state.totals.values()), default=1)
+    shape = rows, len(stages[0].parts.specs)
+    totals = {key: np.zeros(shape, np.float32) for state in states.values() for key in state.totals}
+    alive = np.ones(shape[1], bool)
+    for name, state in states.items():
+        alive[places[name]] = state.alive
+        for key, total in state.totals.items():
+            totals[key][:, places[name]] = total
     arrays = {
-        "lora": _structs(shapes_by_name),
-        "sums": _structs(trained, devices),
-        "loss": row,
-        "alive": jax.ShapeDtypeStruct((num_places,), jnp.bool_),
-        "optimizers": {
-            name: _join([states[name] for states in optimizers], lv.leaf_of, _struct) for name in stages[0].names
-        },
+        "lora": {name: state.weights for name, state in states.items()},
+        "sums": {name: state.sums for name, state in states.items()},
+        "optimizers": {name: state.optimizer for name, state in states.items()},
+        "loss": totals.pop("loss", np.zeros(shape, np.float32)),
+        "alive": alive,
+        "metrics": totals,
     }
-    metrics = [name for name in names if name != "loss"]
-    return arrays | ({"metrics": dict.fromkeys(metrics, row)} if metrics else {})
+    scatter(stages, arrays)
 
 
-def _described(stage: Stage) -> dict[str, Any]:
-    """Describes the state of a stage: the names of its sums, and shapes and dtypes of its optimizers."""
-    optimizers = {
-        name: {path: (leaf.shape, leaf.dtype.name) for path, leaf in state.items()}
-        for name, state in _flat_optimizers(stage.optimizers).items()
-    }
-    return {"totals": list(stage.totals or {}), "optimizers": optimizers}
+def _check_shapes(stages: Sequence[AnyStage], states: Mapping[str, AdapterState]) -> None:
+    leaves = stages[0].parts.leaves
+    shapes = leaves.own_shapes(stages[0].occupied)
+    if missing := shapes.keys() ^ states.keys():
+        raise ValueError(f"its adapters are not those of the job: {', '.join(sorted(missing))}")
+    for name, state in states.items():
+        stored = {leaf: array.shape for leaf, array in state.weights.items()}
+        trained = {leaf: shape for leaf, shape in shapes[name].items() if leaves.columns[leaf].leaf.trainable}
+        sums = {leaf: array.shape[1:] for leaf, array in state.sums.items()}
+        for sizes, needed in ((stored, shapes[name]), (sums or trained, trained)):
+            if wrong := [leaf for leaf in needed | sizes if sizes.get(leaf) != needed.get(leaf)]:
+                raise ValueError(f"{name}: {wrong[0]} has another size, or is missing or too many")
 
 
 def adapter_arrays(parts: Sequence[Mapping[str, Any]]) -> dict[str, np.ndarray]:
@@ -156,6 +190,19 @@ def joined_parts(
     # Copies: a host array may be a view of a device array, which the next step overwrites.
     copied = {path: np.array(leaf) for path, leaf in optimizer.items()}
     return adapter_arrays([state["leaves"] for state in shared]), copied
+
+
+def joined_sums(
+    parts: Mapping[int, tuple[Any, Any]], links: Links, tensor: int
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Joins what `Stage.adapter_sums` returns of all stages, rows by device. Collective over processes."""
+    states = {
+        index: {"sums": _transferred(sums), "totals": _transferred(totals)} for index, (sums, totals) in parts.items()
+    }
+    shared = links.share(states)
+    sums = _join([state.get("sums", {}) for state in shared], lambda name: name, partial(np.concatenate, axis=1))
+    totals = {name: by_device(rows, tensor) for name, rows in shared[-1].get("totals", {}).items()}
+    return sums, totals
 
 
 def _transferred(arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -202,18 +249,6 @@ def _join(
     return joined
 
 
-def _struct(leaves: list[Any]) -> jax.ShapeDtypeStruct:
-    layers = sum(leaf.shape[0] for leaf in leaves)
-    return jax.ShapeDtypeStruct((layers, *leaves[0].shape[1:]), leaves[0].dtype)
-
-
-def _structs(shapes: Mapping[str, Mapping[str, tuple[int, ...]]], *front: int) -> dict[str, Any]:
-    return {
-        name: {leaf: jax.ShapeDtypeStruct((*front, *shape), jnp.float32) for leaf, shape in leaf_shapes.items()}
-        for name, leaf_shapes in shapes.items()
-    }
-
-
 def _split_loss(totals: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Returns the loss, which every checkpoint has, and the metrics of objectives."""
     return totals["loss"], {name: total for name, total in totals.items() if name != "loss"}
@@ -227,18 +262,9 @@ def _flat_optimizers(optimizers: Mapping[str, Any]) -> dict[str, dict[str, Any]]
     return {name: lv.by_path(state) for name, state in optimizers.items()}
 
 
-def _by_device(rows: Any, tensor: int) -> np.ndarray:
+def by_device(rows: Any, tensor: int) -> np.ndarray:
     """Returns rows of replicas as rows of devices."""
     rows = np.asarray(rows)
     spread = np.zeros((tensor * len(rows), *rows.shape[1:]), rows.dtype)
     spread[::tensor] = rows
-    return spread
-
-
-def _spread_rows(rows: Any, devices: int) -> np.ndarray:
-    rows = np.asarray(rows)
-    if rows.shape[0] == devices:
-        return rows
-    spread = np.zeros((devices, *rows.shape[1:]), rows.dtype)
-    spread[0] = rows.sum(0)
     return spread

@@ -43,6 +43,7 @@ from lorafusion_jax.training.exclusive import fail_together
 from lorafusion_jax.training.job import Job
 from lorafusion_jax.training.outcome import RunResult
 from lorafusion_jax.training.run import Run, StartUp
+from lorafusion_jax.training.saver import read_states
 from lorafusion_jax.training.state import Progress
 from lorafusion_jax.training.stored_references import compute_references, store_references
 from scheduling import Plan
@@ -79,7 +80,7 @@ def launch(
         )
         if checkpoint is not None and slot is not None:
             saved = Progress.of(checkpoint.position)
-            session.load_state(store.restore, saved.stage_devices)
+            session.load_states(read_states(store, session, saved))
             progress = dataclasses.replace(saved, stage_devices=config.mesh.stage_devices, plan=plan.digest)
         stop_if_asked()
         rows: list[Microbatch] = []

@@ -1,7 +1,6 @@
 """Writes checkpoints of a run in the background. Training waits only for the copy of the state and for the last save.
 
-We use our own thread rather than orbax's asynchronous checkpointer: a checkpoint is complete only after its digests are
-written and its folder is renamed, when orbax is done, and the adapters' folders must follow in order.
+The adapters' folders follow each checkpoint in order, so one thread writes both.
 """
 
 from __future__ import annotations
@@ -9,14 +8,38 @@ from __future__ import annotations
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from lorafusion_jax.checkpoint.store import StateStore
 from lorafusion_jax.report.events import Listener, PhaseBegun, StateSaved
+from lorafusion_jax.session.adapter_state import AdapterState, check_optimizer
 from lorafusion_jax.session.processes import barrier, is_first
 from lorafusion_jax.session.session import Session
+from lorafusion_jax.session.state import states_of
 from lorafusion_jax.training.background import BackgroundQueue
 from lorafusion_jax.training.export_queue import ExportQueue
 from lorafusion_jax.training.state import Progress
+
+
+def read_states(store: StateStore, session: Session, progress: Progress) -> dict[str, AdapterState]:
+    """Reads the states of a checkpoint, of this or an earlier format.
+
+    Raises:
+        CheckpointError: see `StateStore.restore`.
+    """
+    tasks = session.tasks
+    described = {name: (progress.adapters[name].step, task.source.digest) for name, task in tasks.items()}
+
+    def read(name: str, folder: Path) -> AdapterState:
+        return AdapterState.read_files(folder, tasks[name].adapter)
+
+    def read_tree(arrays: dict[str, Any]) -> dict[str, AdapterState]:
+        states = states_of(arrays, session.index, described)
+        for name, state in states.items():
+            check_optimizer(tasks[name].adapter, state, name)
+        return states
+
+    return store.restore(read, read_tree)
 
 
 class Saver:
@@ -70,11 +93,11 @@ class Saver:
             if adapter.status == "running" and adapter.step
         }
         snapshot = self._session.snapshot()
-        slot, position, state, paused = progress.slot, progress.position(), snapshot.state, time.perf_counter() - began
+        slot, position, paused = progress.slot, progress.position(), time.perf_counter() - began
 
         def write() -> None:
             if is_first():
-                self._store.save(slot, state(), position)
+                self._store.save(slot, snapshot.states(), position)
 
         def on_done(_: None) -> None:
             self._listener(

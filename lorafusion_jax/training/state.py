@@ -9,9 +9,9 @@ from typing import Any
 from lorafusion_jax.errors import CheckpointError
 from lorafusion_jax.session.task import AdapterProgress
 
-# Format of a checkpoint: of its arrays, and of the fields below. 2 is also read: its first files said `replicas`, which
-# were all devices of a stage, and its later ones have the present fields (3 was never written).
-FORM, READ = 4, (2, 4)
+# Format of a checkpoint: of its states, and of the fields below. 2 and 4 have one tree of arrays. The first files of 2
+# said `replicas`, which were all devices of a stage, and its later ones have the present fields (3 was never written).
+FORM, READ = 5, (2, 4, 5)
 OTHER_VERSION = "resume the run with the version of lorafusion-jax that wrote it; its files are as they were written"
 
 
@@ -76,7 +76,7 @@ class Progress:
         if form not in READ:
             raise CheckpointError(
                 "run.later-version",
-                f"checkpoint {position.get('slot')} has format {form}; this version reads {READ[0]} and {READ[1]}.",
+                f"checkpoint {position.get('slot')} has format {form}; this version reads {', '.join(map(str, READ))}.",
                 fix=OTHER_VERSION,
             )
         fields = {key: value for key, value in position.items() if key != "form"}

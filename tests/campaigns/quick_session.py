@@ -25,6 +25,7 @@ from lorafusion_jax.config.schema import AdapterConfig, JobConfig
 from lorafusion_jax.config.stack import stack_of
 from lorafusion_jax.data.assemble import Microbatch, Weights, assemble, num_segments, pieces_of
 from lorafusion_jax.data.prepare import AdapterData, Prepared
+from lorafusion_jax.session.adapter_state import AdapterState
 from lorafusion_jax.session.ahead import Ahead
 from lorafusion_jax.session.assembler import Assembler
 from lorafusion_jax.session.evaluation import Evaluation
@@ -226,15 +227,14 @@ class QuickSession:
     def finish_loading(self, rows: Sequence[Microbatch], report: Callable[[str], None], ahead: Ahead) -> dict[str, Any]:
         return {"base": (0.0, 0.0)}
 
-    def load_state(self, restore: Callable[[Any], dict[str, Any]], replicas: int) -> None:
-        like = {name: {"weight": np.zeros((), np.int64), "sums": np.zeros(replicas, np.int64)} for name in self.names}
+    def load_states(self, states: Mapping[str, AdapterState]) -> None:
         mine = len(self.executor.local_replicas)
-        for name, held in restore(like).items():
-            sums = np.zeros(mine, np.int64)
-            sums[0] = np.asarray(held["sums"]).sum()
-            if replicas == mine:
-                sums = np.array(held["sums"])
-            self.executor.states[name] = State(int(held["weight"]), sums)
+        for name, state in states.items():
+            saved, sums = state.sums["sums"], np.zeros(mine, np.int64)
+            sums[0] = saved.sum()
+            if len(saved) == mine:
+                sums = np.array(saved)
+            self.executor.states[name] = State(int(state.weights["weight"]), sums)
 
     def compute_references(self, prepared: Prepared, names: Sequence[str], report: Callable[[str], None]) -> dict:
         assert not names
@@ -247,11 +247,17 @@ class QuickSession:
         self.tasks |= tasks_of(select_adapters(config, self.names), prepared, clocks)
 
     def snapshot(self) -> SimpleNamespace:
-        arrays = {
-            name: {"weight": np.array(state.weight), "sums": state.sums.copy()}
+        states = {
+            name: AdapterState(
+                step=self.tasks[name].step,
+                data="",
+                weights={"weight": np.array(state.weight)},
+                optimizer={},
+                sums={"sums": state.sums.copy()},
+            )
             for name, state in self.executor.states.items()
         }
-        return SimpleNamespace(state=lambda: arrays, adapter=lambda name: {"w": arrays[name]["weight"]})
+        return SimpleNamespace(states=lambda: states, adapter=lambda name: {"w": states[name].weights["weight"]})
 
     def read(self, name: str, *, optimizer: bool) -> Callable[[], SimpleNamespace]:
         weight = np.array(self.executor.states[name].weight)

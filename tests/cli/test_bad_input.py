@@ -7,12 +7,12 @@ import json
 import re
 import shutil
 
-import orbax.checkpoint as ocp
 import pytest
 from cli_helpers import make_rows, snapshot, weights, write_rows_to
 from safetensors.numpy import load_file, save_file
 
 from lorafusion_jax.checkpoint import store
+from lorafusion_jax.session import AdapterState
 
 FIVE_MISTAKES = """\
 base: {{model: {base}, dtpye: float32}}
@@ -342,15 +342,17 @@ def test_the_only_checkpoint_cannot_be_read(lorafusion, finished, tmp_path):
 @pytest.fixture
 def full_disk_at_second_save(monkeypatch):
     """The writer runs out of space in the middle of its second checkpoint."""
-    original, calls = ocp.Checkpointer.save, []
+    original, calls = AdapterState.write_files, []
 
-    def save(self, directory, *arguments, **named):
-        calls.append(int(directory.parent.name.split(".")[1]))  # .SLOT.new
-        if len(calls) == 2:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return original(self, directory, *arguments, **named)
+    def write_files(self, folder):
+        slot = int(folder.parents[1].name.split(".")[1])  # .SLOT.new
+        if slot not in calls:
+            calls.append(slot)
+            if len(calls) == 2:
+                raise OSError(errno.ENOSPC, "No space left on device")
+        original(self, folder)
 
-    monkeypatch.setattr(ocp.Checkpointer, "save", save)
+    monkeypatch.setattr(AdapterState, "write_files", write_files)
     return calls
 
 

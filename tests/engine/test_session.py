@@ -97,6 +97,26 @@ def test_company_places_and_moves_change_no_bit(session, task, alone, tmp_path):
         assert_same(state, alone[name])
 
 
+def test_a_begun_batch_moves_with_its_sums(session, task, alone, tmp_path):
+    """Its samples do not run again: what they have summed up is in the state."""
+    moving = task("tort")
+    first = start(session, moving)
+    while not moving.cursor.done:
+        run(session, 1)
+    saved = session.read("tort", sums=True)()
+    assert any(leaf.any() for leaf in saved.sums.values())
+    session.forget("tort")
+    start(session, task("news"))
+    again = task("tort")
+    state = AdapterState.read(saved.write(tmp_path / "state"), again.adapter)
+    other_place = session.find_place(again.spec)
+    assert other_place not in (None, first)
+    session.start(other_place, again, state, sums=True)
+    again.cursor = moving.cursor
+    for name, last in run(session).items():
+        assert_same(last, alone[name])
+
+
 def test_adapters_swap_their_places(session, task, alone):
     pair = task("tort"), task("news")
     places = [start(session, joining) for joining in pair]

@@ -9,7 +9,6 @@ import sys
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 from mixed import assert_equal, read_trained, write_mixed_job
 from more_cases import nightly
@@ -18,6 +17,7 @@ from lorafusion_jax.checkpoint.store import StateStore
 from lorafusion_jax.config import load_config
 from lorafusion_jax.errors import RunError
 from lorafusion_jax.report.recorder import read_rows
+from lorafusion_jax.session import AdapterState
 from lorafusion_jax.session.batches import Batches
 from lorafusion_jax.session.stage import Stage
 from lorafusion_jax.training import RunFolder, resume, train
@@ -161,13 +161,13 @@ def test_a_bug_in_a_stage_is_not_lost(config, healthy, tmp_path, monkeypatch):
 def test_a_disk_that_is_full(config, healthy, tmp_path, monkeypatch):
     original, calls = StateStore.save, []
 
-    def save(self, slot, arrays, position):
+    def save(self, slot, states, position):
         calls.append(slot)
         if len(calls) < 2:
-            return original(self, slot, arrays, position)
+            return original(self, slot, states, position)
         with monkeypatch.context() as patch:
-            patch.setattr(ocp.Checkpointer, "save", no_space)
-            return original(self, slot, arrays, position)
+            patch.setattr(AdapterState, "write_files", no_space)
+            return original(self, slot, states, position)
 
     def no_space(*arguments, **named):
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -71,14 +71,14 @@ def trained(write, tmp_path_factory):
     """A run, and the arrays of its first checkpoint."""
     run, saved, save = tmp_path_factory.mktemp("whole") / "run", [], StateStore.save
 
-    def noted(self, slot, arrays, position):
-        saved.append(jax.tree.map(np.array, arrays))
-        save(self, slot, arrays, position)
+    def noted(self, slot, states, position):
+        saved.append(states)
+        save(self, slot, states, position)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StateStore, "save", noted)
         assert train(load_config(write(RANKS, save={"every_steps": 1})), run).exit_code == 0
-    assert any(leaf.any() for sums in saved[0]["sums"].values() for leaf in sums.values()), "no sums are under way"
+    assert any(state.sums for state in saved[0].values()), "no sums are under way"
     return run, saved[0]
 
 
@@ -99,7 +99,7 @@ def test_what_is_stored_is_their_own(trained, write):
 
 
 def test_a_checkpoint_holds_their_own_numbers_only(trained, tiny_base):
-    size = sum(leaf.nbytes for leaf in jax.tree.leaves(trained[1]))
+    size = sum(state.num_bytes for state in trained[1].values())
     assert size <= 1.01 * 4 * 4 * own_parameters(ModelConfig.from_hf(tiny_base))  # weights, sums and two moments
 
 

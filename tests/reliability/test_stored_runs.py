@@ -20,6 +20,7 @@ from safetensors.numpy import load_file
 from lorafusion_jax.checkpoint import run_record
 from lorafusion_jax.checkpoint.base_files import base_digests
 from lorafusion_jax.checkpoint.digests import write_digests
+from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.checkpoint.saved_states import POSITION
 from lorafusion_jax.cli.main import run as lorafusion
 from lorafusion_jax.errors import CheckpointError
@@ -70,11 +71,35 @@ def test_a_stored_run_is_shown_and_goes_on(name, whole_run, tmp_path, capsys):
     assert lorafusion(["status", str(folder)]) == 0
 
 
+def test_a_checkpoint_holds_states_of_adapters(whole_run, tmp_path):
+    """A job of a service goes on from one; its digests are those of the checkpoint."""
+    run = RunFolder(unpack("format-5", whole_run, tmp_path))
+    folder, law = run.state / "5" / "adapters" / "law", run.read_config().adapter("law")
+    assert AdapterState.read(folder, law).step == 3
+    (folder / "state.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"state\.damaged"):
+        AdapterState.read(folder, law)
+
+
+def test_a_state_of_the_first_format_is_read(whole_run, tmp_path):
+    """It has no sums: a job of a service whose home is older goes on."""
+    run = RunFolder(unpack("format-5", whole_run, tmp_path))
+    law = run.read_config().adapter("law")
+    state = AdapterState.read(run.state / "5" / "adapters" / "law", law)
+    folder = dataclasses.replace(state, sums={}, totals={}).write(tmp_path / "e1-s3")
+    (folder / "state.json").write_text(json.dumps({"form": 1, "step": state.step, "data": state.data}))
+    write_digests(folder)
+    again = AdapterState.read(folder, law)
+    assert (again.step, again.data, again.alive, again.sums) == (state.step, state.data, True, {})
+    for name, leaf in state.weights.items():
+        np.testing.assert_array_equal(again.weights[name], leaf)
+
+
 # Whoever changes a record raises its number, adds a stored run of it, and reads or names those of before.
 RECORDS = {  # record → its number, what it is made of, digest of the fields
-    "checkpoint": (FORM, 4, (AdapterProgress, Progress), "91fafd0f3248"),
+    "checkpoint": (FORM, 5, (AdapterProgress, Progress), "91fafd0f3248"),
     "change of run.json": (1, 1, (Change,), "4f5456c67afd"),
-    "state of a job": (STATE_FORM, 1, (AdapterState,), "a3257bd5c603"),
+    "state of a job": (STATE_FORM, 2, (AdapterState,), "a847c6865344"),
 }
 
 
