@@ -7,7 +7,7 @@ R replicas · T packed tokens
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -148,57 +148,64 @@ class SetPass:
         return self.describe(assembler.without_objective(self.shape, replicas, self.samples, self.position))
 
 
+type References = Mapping[str, SetReferences]  # by adapter
+
+
 class ReferenceQueue:
-    """Adapters that wait in their places for their references, in order of arrival."""
+    """Computes references between slots, a microbatch at a time, in order of arrival.
+
+    Entries are adapters that wait in their places, by name, and requests to add adapters to a run.
+    """
 
     def __init__(self, executor: Executor):
         self._executor = executor
-        self._waiting: deque[_Waiting] = deque()
+        self._waiting: dict[str, _Waiting] = {}
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def __contains__(self, name: str) -> bool:
-        return any(waiting.name == name for waiting in self._waiting)
+        return name in self._waiting
 
-    def add(self, name: str, passes: Iterable[SetPass], finish: Callable[[SetReferences | None], None]) -> None:
-        """Adds an adapter.
+    def add(self, name: str, passes: Iterable[SetPass], take: Callable[[References | None], None]) -> None:
+        """Adds an entry.
 
         Args:
-            passes: over its sets.
-            finish: called with the references when they are complete, or with None if they are no longer needed.
+            passes: over the sets of its adapters.
+            take: called with the references when they are complete, or with None if they are no longer needed.
         """
-        self._waiting.append(_Waiting(name=name, steps=run_passes(passes, self._executor), finish=finish))
+        self._waiting[name] = _Waiting(steps=run_passes(passes, self._executor), take=take)
 
     def step(self) -> bool:
-        """Issues one microbatch. Returns whether an adapter has its references now."""
-        if not self._waiting:
+        """Issues one microbatch. Returns whether an entry has its references now."""
+        name = next(iter(self._waiting), None)
+        if name is None:
             return False
-        first = self._waiting[0]
         try:
-            next(first.steps)
+            next(self._waiting[name].steps)
         except StopIteration as done:
-            self._waiting.popleft()
-            (references,) = done.value.values()
-            first.finish(references)
+            self._waiting.pop(name).take(done.value)
             return True
         return False
 
+    def complete(self, name: str) -> None:
+        """Computes the rest of an entry at once. Waits."""
+        waiting = self._waiting.pop(name)
+        waiting.take(finish(waiting.steps))
+
     def drop(self, name: str) -> None:
-        """Forgets an adapter."""
-        for waiting in [waiting for waiting in self._waiting if waiting.name == name]:
-            self._waiting.remove(waiting)
+        """Forgets an entry, if there is one."""
+        if (waiting := self._waiting.pop(name, None)) is not None:
             waiting.steps.close()
-            waiting.finish(None)
+            waiting.take(None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Waiting:
-    """An adapter of a `ReferenceQueue`."""
+    """An entry of a `ReferenceQueue`."""
 
-    name: str
     steps: Generator[None, None, dict[str, SetReferences]]
-    finish: Callable[[SetReferences | None], None]
+    take: Callable[[References | None], None]
 
 
 def reference_passes(

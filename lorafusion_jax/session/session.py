@@ -55,6 +55,7 @@ from lorafusion_jax.session.reading import BASE, Reading, Times
 from lorafusion_jax.session.references import (
     BASE_ALONE,
     ReferenceQueue,
+    References,
     SetPass,
     finish,
     reference_passes,
@@ -455,11 +456,11 @@ class Session:
             return
         task.status = "preparing"
 
-        def take(references: SetReferences | None) -> None:
+        def take(references: References | None) -> None:
             if compared is not None:
                 self._writer.write(place, task, weights, number)
             if references is not None:
-                task.take_references(references)
+                task.take_references(references[task.name])
 
         position = BASE_ALONE if compared is None else place
         passes = (self._pass_over(task, key, samples, position) for key, samples in task.source.sets.items())

@@ -1,18 +1,19 @@
 """References of adapters that want to join a run, computed between the slots of those that train.
 
-A thread makes stages for the new adapters on the same base and compiles their forward pass. Then one microbatch of it
-enters before each slot. The adapters join once all of them are read, and the run folder has them by then. In runs of
-several processes all make these stages at one drained slot, because a thread's collectives would have no order among
-those of the training steps.
+A thread makes stages for the new adapters on the same base and compiles their forward pass. Then the session's queue of
+references enters one microbatch of it before each slot. The adapters join once all of them are read, and the run folder
+has them by then. In runs of several processes all make these stages at one drained slot, because a thread's collectives
+would have no order among those of the training steps.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from lorafusion_jax.checkpoint.warm_start import read_warm_starts, warm_start_digests
@@ -20,15 +21,12 @@ from lorafusion_jax.config.references import adapters_with_references
 from lorafusion_jax.config.schema import AdapterConfig, JobConfig
 from lorafusion_jax.config.values import BEGUN
 from lorafusion_jax.data.prepare import Prepared, prepare
-from lorafusion_jax.data.references import SetReferences
 from lorafusion_jax.errors import RunError
 from lorafusion_jax.report.events import Listener, PhaseBegun, ReferencesComputed
 from lorafusion_jax.session.failures import is_of_devices
 from lorafusion_jax.session.processes import answers_of_all, is_alone, text_of_first
-from lorafusion_jax.session.references import SetPass, finish, run_passes
+from lorafusion_jax.session.references import References, SetPass
 from lorafusion_jax.session.session import Session
-
-type References = dict[str, SetReferences]
 
 CODE, WHAT = "add.references", "the references of {} cannot be computed."
 
@@ -43,7 +41,6 @@ class _Joining:
         source: digests of their samples and warm starts.
         open: makes their passes.
         opened: what it returned.
-        steps: the passes, once they run.
         began, passes_s: of the passes.
         made: the references.
     """
@@ -53,7 +50,6 @@ class _Joining:
     source: dict[str, Any]
     open: Callable[[], list[SetPass]]
     opened: Future[list[SetPass]]
-    steps: Generator[None, None, References] | None = None
     began: float = 0.0
     passes_s: float = 0.0
     made: References | None = None
@@ -74,6 +70,7 @@ class JoiningReferences:
         self._session, self._emit = session, listener
         self._thread = ThreadPoolExecutor(1, "references")
         self._joining: dict[str, _Joining] = {}  # by request, oldest first
+        self._slot = 0
 
     def waits(self, request: str) -> bool:
         """Whether the references of a request are not complete."""
@@ -95,6 +92,7 @@ class JoiningReferences:
             return {}
         joining = self._joining.get(request)
         if joining is None or joining.source != _source(new, prepared):
+            self._session.references.drop(request)
             self._joining[request] = joining = self._joining_of(new, prepared)
             if is_alone():
                 joining.opened = self._thread.submit(joining.open)
@@ -119,21 +117,21 @@ class JoiningReferences:
         for request, (rows, source) in of_first.items():
             joining = self._joining.get(request)
             if joining is None or joining.source != source or not joining.opened.done():
+                self._session.references.drop(request)
                 self._joining[request] = self._opened_by_all(config, joining, rows, source)
 
     def drop(self, request: str) -> None:
         """Forgets a request."""
         self._joining.pop(request, None)
+        self._session.references.drop(request)
 
     def step(self, slot: int) -> None:
         """Issues a microbatch of the oldest request whose passes are compiled."""
-        joining = next((joining for joining in self._joining.values() if not joining.ended), None)
-        if joining is None or not joining.opened.done():
-            return
-        try:
-            next(self._steps_of(joining))
-        except StopIteration as done:
-            self._finish(joining, done.value, slot)
+        self._slot = slot
+        for request, joining in self._joining.items():
+            if not joining.ended and joining.opened.done():
+                self._enter(request, joining)
+        self._session.references.step()
 
     def complete(self, request: str, slot: int) -> References:
         """Computes the rest of a request's references at once. Waits. Several processes do so after the adapters join.
@@ -144,11 +142,12 @@ class JoiningReferences:
         if not is_alone():
             self.drop(request)
             return {}
-        joining = self._joining[request]
+        self._slot, joining = slot, self._joining[request]
         if (problem := joining.opened.exception()) is not None:  # waits
             raise _refusal(problem, joining.names)
         if joining.made is None:
-            self._finish(joining, finish(self._steps_of(joining)), slot)
+            self._enter(request, joining)
+            self._session.references.complete(request)
         assert joining.made is not None
         return joining.made
 
@@ -189,18 +188,20 @@ class JoiningReferences:
             opened.set_result(passes)
         return _Joining(new=only, names=names, source=source, open=lambda: passes, opened=opened)
 
-    def _steps_of(self, joining: _Joining) -> Generator[None, None, References]:
-        if joining.steps is None:
+    def _enter(self, request: str, joining: _Joining) -> None:
+        """Enters the passes of a request into the session's queue, once."""
+        if request not in self._session.references:
             joining.began, joining.passes_s = time.perf_counter(), self._session.spans.passes_s
-            joining.steps = run_passes(joining.opened.result(), self._session.executor)
-        return joining.steps
+            self._session.references.add(request, joining.opened.result(), partial(self._take_made, joining))
 
-    def _finish(self, joining: _Joining, made: References, slot: int) -> None:
+    def _take_made(self, joining: _Joining, made: References | None) -> None:
+        joining.made = made
+        if made is None:  # it was dropped
+            return
         tokens = sum(len(opened.samples.tokens) for opened in joining.opened.result())
-        joining.made, joining.steps = made, None
         self._emit(
             ReferencesComputed(
-                slot=slot,
+                slot=self._slot,
                 adapters=joining.names,
                 tokens=tokens,
                 seconds=round(self._session.spans.passes_s - joining.passes_s, 3),

@@ -21,9 +21,10 @@ from lorafusion_jax.config import load_config
 from lorafusion_jax.config.join import read_joining
 from lorafusion_jax.report.measured import reference_share
 from lorafusion_jax.report.recorder import read_rows
+from lorafusion_jax.session import references
 from lorafusion_jax.session.references import run_passes
 from lorafusion_jax.session.session import Session
-from lorafusion_jax.training import RunFolder, joining_references, resume, train
+from lorafusion_jax.training import RunFolder, resume, train
 from lorafusion_jax.training.verify import verify_exports
 
 TOLERANCE = 1e-5  # float32 sums in another order, carried along by Adam for a few steps
@@ -205,7 +206,7 @@ def cut_references():
         raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(joining_references, "run_passes", begin)
+        patch.setattr(references, "run_passes", begin)
         yield
 
 
