@@ -6,10 +6,14 @@ Each function is a client with a session of its own. What it computes is compare
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
 import sys
+import tempfile
 import traceback
 import warnings
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import tinker
@@ -199,10 +203,51 @@ def rest(service):
     assert session in client.list_sessions().result().sessions
     assert client.get_session(session).result().training_run_ids == [model.model_id]
     assert client.get_server_capabilities().result().supported_models[0].model_name == "tiny"
-    problem = raised(client.publish_checkpoint_from_tinker_path(f"tinker://{model.model_id}/weights/a"))
-    assert isinstance(problem, tinker.APIStatusError), problem
-    assert problem.status_code == 501
-    assert "their owner's only" in str(problem)
+
+
+def checkpoints(service):
+    client = service.create_rest_client()
+    model = service.create_lora_training_client("tiny", rank=4).result()
+    table = Table()
+    model.forward_backward([datum(row) for row in ROWS], "cross_entropy")
+    model.optim_step(ADAM)
+    table.step(ROWS)
+    path = model.save_state("first", ttl_seconds=3600, user_metadata={"step": "1"}).result().path
+    failed(model.save_state("first"), "there is a checkpoint")
+    failed(model.save_state("no/name"), "no name of a checkpoint")
+    for create in (
+        service.create_training_client_from_state_with_optimizer,
+        service.create_training_client_from_state,
+    ):
+        other = create(path).result()
+        check(other, table)
+        assert other.get_info().lora_rank == 4
+    failed(service.create_training_client_from_state(path + "-no"), "there is no checkpoint")
+    model.optim_step(ADAM)
+    model.load_state_with_optimizer(path).result()
+    check(model, table)
+    sampler = model.save_weights_for_sampler("out").result().path
+    shown = {each.tinker_path: each for each in client.list_checkpoints(model.model_id).result().checkpoints}
+    assert {path, sampler} == set(shown)
+    assert shown[path].expires_at is not None
+    assert shown[path].user_metadata == {"step": "1"}
+    assert path in {each.tinker_path for each in client.list_user_checkpoints().result().checkpoints}
+    assert client.get_weights_info_by_tinker_path(path).result().lora_rank == 4
+    run = client.get_training_run_by_tinker_path(path).result()
+    assert run.last_checkpoint.tinker_path == path
+    assert run.training_run_id in {each.training_run_id for each in client.list_training_runs().result().training_runs}
+    client.set_checkpoint_ttl_from_tinker_path(path, None).result()
+    client.delete_checkpoint_from_tinker_path(sampler).result()
+    assert [each.tinker_path for each in client.list_checkpoints(model.model_id).result().checkpoints] == [path]
+    external = model.save_weights_external("all").result().path
+    urls = client.get_external_weights_urls(external).result().urls
+    assert urls
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "tinker.cli", "checkpoint", "download", path, "--output", folder]
+        environment = os.environ | {"TINKER_BASE_URL": sys.argv[1], "TINKER_API_KEY": sys.argv[2]}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert {file.name for file in Path(folder).rglob("*") if file.is_file()} >= set(urls)
 
 
 CALLS = (
@@ -214,6 +259,7 @@ CALLS = (
     many_at_once,
     asynchronous,
     rest,
+    checkpoints,
 )
 
 

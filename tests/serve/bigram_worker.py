@@ -82,11 +82,12 @@ class Bigrams:
         np.savez(folder / "state.npz", steps=self.steps, **self.arrays)
 
     @classmethod
-    def read(cls, folder: Path) -> Bigrams:
+    def read(cls, folder: Path, *, optimizer: bool = True) -> Bigrams:
         model = cls()
         with np.load(folder / "state.npz", allow_pickle=False) as stored:
-            model.arrays = {name: stored[name] for name in model.arrays}
-            model.steps = int(stored["steps"])
+            names = list(model.arrays) if optimizer else ["table"]
+            model.arrays |= {name: stored[name] for name in names}
+            model.steps = int(stored["steps"]) if optimizer else 0
         return model
 
 
@@ -155,7 +156,10 @@ class BigramProcess:
         if command["command"] == "start" and name not in self.models:
             state = command["state"]
             seq = 0 if state is None else int(Path(state).name.rpartition("s")[2])
+            load = command["values"]["stream"]["load"]
             model = Bigrams() if state is None else Bigrams.read(Path(state))
+            if state is None and load is not None:
+                model = Bigrams.read(Path(load["folder"]), optimizer=load["optimizer"])
             self.models[name] = command | {"model": model, "seq": seq, "taken": seq, "waiting": [], "path": state}
             self.link.emit("started", job=name, epoch=command["epoch"])
         elif command["command"] == "request" and name in self.models:
@@ -183,8 +187,17 @@ class BigramProcess:
                 if command["values"]["refused"]:
                     raise DatumError(command["values"]["refused"])
                 answer["result"] = {"metrics": model.step(command["values"])}
+            elif command["kind"] == "load_weights":
+                values = command["values"]
+                if values["refused"]:
+                    raise DatumError(values["refused"])
+                entry["model"] = Bigrams.read(Path(values["folder"]), optimizer=values["optimizer"])
+                answer["result"] = {"type": "load_weights", "path": values["path"]}
             else:
-                raise DatumError(f"{command['kind']} is not simulated")
+                if command["values"]["refused"]:
+                    raise DatumError(command["values"]["refused"])
+                model.write(Path(command["values"]["folder"]))
+                answer["result"] = {"bytes": (Path(command["values"]["folder"]) / "state.npz").stat().st_size}
         except DatumError as problem:
             answer |= {"error": str(problem), "category": "user"}
         self.link.emit("answered", **answer)

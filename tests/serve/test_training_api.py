@@ -5,6 +5,8 @@ from __future__ import annotations
 import http.client
 import threading
 import time
+import urllib.error
+import urllib.request
 from itertools import pairwise
 
 import numpy as np
@@ -364,3 +366,125 @@ def wait_for(there) -> None:
     while not there():
         assert time.monotonic() < until
         time.sleep(0.02)
+
+
+def test_checkpoints_start_models_and_belong_to_their_owner(model, service):
+    for rows in (ROWS, ROWS[:2]):
+        model.rows(rows)
+        model.step()
+    saved = model.result(save(model, "save_weights", "first", user_metadata={"kind": "test"}))
+    path = f"tinker://{model.id}/weights/first"
+    assert (saved["type"], saved["path"]) == ("save_weights", path)
+    again = model.result(save(model, "save_weights", "first"))
+    assert (again["category"], path in again["error"]) == ("user", True)
+    before = losses(model)
+    model.rows(ROWS[1:])
+    model.step()
+    assert model.result(save(model, "save_weights", "first", overwrite=True))["path"] == path
+    after = losses(model)
+    assert after < before
+
+    def load(seq: int, **changes: object) -> dict:
+        body = {"session_id": model.session, "model_seq_id": seq, "path": path, "optimizer": True} | changes
+        status, future = model.ask("/load_weights", body)
+        assert status == 200, future
+        return model.read(future["request_id"])
+
+    loaded = load(1)
+    assert loaded == {"type": "load_weights", "path": path, "model_id": f"{model.session}:train:1"}
+    same = Model.__new__(Model)
+    same.service, same.owner, same.seq, same.session, same.id = service, "ana", 0, model.session, loaded["model_id"]
+    np.testing.assert_allclose(losses(same), after)
+    for one in (model, same):
+        one.rows(ROWS)
+        one.step()
+    np.testing.assert_allclose(losses(same), losses(model))  # the optimizer came along
+    model.ask("/unload_model", {"model_id": same.id})
+    assert "no checkpoint" in load(2, path=path + "x")["error"]
+    assert "their owner's only" in load(3, weights_access_token="a")["error"]
+    assert "of the base tiny" in load(4, base_model="other")["error"]
+    model.seq += 1
+    old = {"model_id": model.id, "seq_id": model.seq, "path": path, "optimizer": False}
+    assert model.result(model.ask("/load_weights", old))["path"] == path
+    np.testing.assert_allclose(losses(model), after)
+
+    def ben(method: str, where: str, body: object = None) -> int:
+        return service.ask(method, where, body, owner="ben")[0]
+
+    route = f"/training_runs/{model.id}/checkpoints/weights/first"
+    assert ben("POST", "/weights_info", {"tinker_path": path}) == 404
+    assert ben("DELETE", route) == 404
+    assert ben("PUT", route + "/ttl", {"ttl_seconds": 3600}) == 404
+    assert ben("GET", f"/training_runs/{model.id}") == 404
+    assert ben("GET", f"/training_runs/{model.id}/checkpoints") == 404
+    assert service.ask("GET", "/checkpoints", owner="ben")[1]["checkpoints"] == []
+    assert service.ask("GET", "/training_runs", owner="ben")[1]["training_runs"] == []
+    assert model.ask("/weights_info", {"tinker_path": path})[1]["lora_rank"] == 4
+    run = service.ask("GET", f"/training_runs/{model.id}")[1]
+    assert run["last_checkpoint"]["checkpoint_id"] == "weights/first"
+    folder = service.settings.home / "checkpoints" / model.session
+    assert len(list(folder.glob("train-0/*"))) == 1  # the refused one and the replaced one are gone
+    assert service.ask("PUT", route + "/ttl", {"ttl_seconds": 60})[0] == 422
+    assert service.ask("PUT", route + "/ttl", {"ttl_seconds": 3600})[0] == 204
+    assert service.ask("GET", f"/training_runs/{model.id}/checkpoints")[1]["checkpoints"][0]["expires_at"]
+    with service.db.write() as connection:
+        connection.exec_driver_sql("UPDATE api_checkpoints SET expires = 1")
+    assert model.ask("/weights_info", {"tinker_path": path})[0] == 404
+    wait_for(lambda: not list(folder.glob("train-0/*")))
+
+
+def test_samplers_are_named_and_samples_fail_at_once(model, service):
+    model.result(model.rows(ROWS))
+    made = model.result(save(model, "save_weights_for_sampler", None, sampling_session_seq_id=0))
+    named = model.result(save(model, "save_weights_for_sampler", "out"))["path"]
+    body = {"session_id": model.session, "sampling_session_seq_id": 1, "model_path": named}
+    assert service.ask("POST", "/create_sampling_session", body, owner="ben")[0] == 404
+    assert model.ask("/create_sampling_session", body | {"model_path": named + "x"})[0] == 404
+    assert model.ask("/create_sampling_session", body | {"model_path": None, "base_model": "huge"})[0] == 422
+    sampler = model.ask("/create_sampling_session", body)[1]["sampling_session_id"]
+    assert model.ask("/create_sampling_session", body)[1]["sampling_session_id"] == sampler
+    shown = service.ask("GET", f"/samplers/{sampler}")
+    assert shown == (200, {"sampler_id": sampler, "base_model": "tiny", "model_path": named})
+    assert service.ask("GET", f"/samplers/{sampler}", owner="ben")[0] == 404
+    for name in (made["sampling_session_id"], sampler):
+        asked = {"sampling_session_id": name, "seq_id": 0, "num_samples": 2, "prompt": {"chunks": []}}
+        status, future = model.ask("/asample", asked)
+        assert (status, len(set(future["sample_sequence_ids"]))) == (200, 2)
+        assert "does not sample yet" in model.read(future["request_id"])["error"]
+        assert service.ask("POST", "/asample", asked, owner="ben")[0] == 404
+
+
+def test_names_and_times_of_checkpoints_are_checked_in_their_turn(model):
+    answers = [
+        (save(model, "save_weights", "../x"), "no name of a checkpoint"),
+        (save(model, "save_weights", "a", ttl_seconds=10), "ttl_seconds is 3600 to"),
+        (save(model, "save_weights_for_sampler", "a", kind="inflight"), "inflight"),
+        (save(model, "save_weights_for_sampler", None), "neither a path nor"),
+        (save(model, "save_weights_external", "a", age_encryption_recipients=["age1"]), "not encrypted"),
+    ]
+    for future, text in answers:
+        answer = model.result(future)
+        assert text in answer["error"]
+        assert answer["category"] == "user"
+    assert losses(model) > 0
+
+
+def test_external_weights_are_downloaded_by_signed_urls(model, service):
+    path = model.result(save(model, "save_weights_external", "out"))["path"]
+    assert path == f"tinker://{model.id}/external_weights/out"
+    route = f"/training_runs/{model.id}/checkpoints/external_weights/out/external_weights_urls"
+    assert service.ask("GET", route, owner="ben")[0] == 404
+    urls = service.ask("GET", route)[1]["urls"]
+    assert list(urls) == ["state.npz"]
+    with urllib.request.urlopen(urls["state.npz"]) as answer:  # without a key
+        assert answer.read()[:2] == b"PK"
+    for wrong in (urls["state.npz"][:-1] + "x", urls["state.npz"].replace("until=", "until=1")):
+        with pytest.raises(urllib.error.HTTPError, match="403"):
+            urllib.request.urlopen(wrong)
+    assert service.ask("DELETE", route.removesuffix("/external_weights_urls"))[0] == 204
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        urllib.request.urlopen(urls["state.npz"])
+
+
+def save(model: Model, route: str, name: str | None, **more: object) -> tuple[int, dict]:
+    return model.ask(f"/{route}", {"model_id": model.id, "seq_id": model.number(None), "path": name} | more)

@@ -45,6 +45,8 @@ class Adapter:
 class Bench:
     """A session in which every window is one step of every adapter."""
 
+    has_calls = False
+
     def __init__(self):
         self.tasks: dict[str, Adapter] = {}
         self.places: dict[str, int] = {}

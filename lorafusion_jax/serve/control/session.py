@@ -264,6 +264,7 @@ class Session:
             "batch": {**settings.batch, **capacity},
             "train": dict(settings.train),
             "reproducible": settings.reproducible,
+            **({"row_targets": 1} if settings.training_api else {}),
         }
 
     def _opens_digest(self) -> str:

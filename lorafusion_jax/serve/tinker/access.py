@@ -13,7 +13,7 @@ from lorafusion_jax.serve.api.access import ServiceOf
 from lorafusion_jax.serve.tinker.streams import Streams
 
 PREFIX = "/api/v1"
-UPLOADS = (f"{PREFIX}/forward_backward", f"{PREFIX}/asample")  # their bodies have limits of their own
+UPLOADS = (f"{PREFIX}/forward_backward",)  # its bodies have limits of their own
 
 
 async def streams_of(request: Request) -> Streams:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from fastapi import FastAPI
 
-from lorafusion_jax.serve.tinker import results, sessions, training, unserved
+from lorafusion_jax.serve.tinker import rest, results, sampling, saves, sessions, training, unserved
 from lorafusion_jax.serve.tinker.streams import Streams
 
-ROUTERS = (sessions.router, training.router, results.router, unserved.router)
+ROUTERS = (
+    sessions.router, training.router, saves.router, sampling.router, results.router, rest.router, unserved.router,
+)  # fmt: skip
 
 
 def mount(app: FastAPI, streams: Streams) -> None:

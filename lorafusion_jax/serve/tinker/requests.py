@@ -163,15 +163,3 @@ def check_ttl(seconds: int | None) -> None:
     if seconds is not None and not SHORTEST_TTL <= seconds <= LONGEST_TTL:
         message = f"ttl_seconds is {SHORTEST_TTL} to {LONGEST_TTL}, not {seconds}."
         raise ApiError(422, "api.ttl", message, fix="a time in these bounds, or none: it is kept")
-
-
-def check_name(name: str | None) -> None:
-    """Checks the name of a checkpoint.
-
-    Raises:
-        ApiError: 422, `api.checkpoint-name`.
-    """
-    if name is not None and CHECKPOINT.fullmatch(name) is None:
-        message = f"{name[:140]!r} is no name of a checkpoint."
-        fix = "1 to 128 letters, digits, '.', '_' and '-', the first of them a letter or digit"
-        raise ApiError(422, "api.checkpoint-name", message, fix=fix)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import logging
 import re
+import secrets
+import shutil
 import threading
 import time
 from collections import deque
@@ -16,18 +18,28 @@ from typing import Any
 
 from sqlalchemy import Connection, select
 
+from lorafusion_jax.serve.api.problems import ApiError
 from lorafusion_jax.serve.control.hub import Hub
 from lorafusion_jax.serve.settings import Settings
 from lorafusion_jax.serve.states import ENDED, StateError
 from lorafusion_jax.serve.store import tables as t
 from lorafusion_jax.serve.store.database import Database
 from lorafusion_jax.serve.store.jobs import Job, Jobs
-from lorafusion_jax.serve.tinker import futures
+from lorafusion_jax.serve.tinker import checkpoints, futures
 from lorafusion_jax.serve.tinker.bodies import Receiver
 from lorafusion_jax.serve.tinker.futures import SERVER, USER, Row, Waiters
-from lorafusion_jax.serve.tinker.log import ALIVE_S, forget_requests, future_of, next_requests, payload_of
+from lorafusion_jax.serve.tinker.log import (
+    ALIVE_S,
+    find_model,
+    find_request,
+    forget_requests,
+    future_of,
+    next_requests,
+    payload_of,
+)
 from lorafusion_jax.serve.wire import Message
 
+SAVES = ("save_weights", "save_weights_for_sampler", "save_weights_external")
 LOOK_S = 1.0  # between two looks at sessions and futures whose time is over
 log = logging.getLogger("lorafusion.control")
 
@@ -38,11 +50,12 @@ class Streams:
     Attributes:
         waiters: who waits for futures.
         receiver: of bodies.
+        secret: signs URLs of downloads.
     """
 
     def __init__(self, settings: Settings, db: Database):
         self.settings, self.db, self.jobs = settings, db, Jobs(db)
-        self.waiters, self.receiver = Waiters(), Receiver()
+        self.waiters, self.receiver, self.secret = Waiters(), Receiver(), secrets.token_bytes(32)
         self._hub: Hub | None = None
         self._sending = threading.Lock()
         self._sent: dict[str, tuple[int, int, int]] = {}  # job → epoch, number of the connection, last request sent
@@ -85,6 +98,12 @@ class Streams:
         path = None if request["path"] is None else str(self.settings.path(request["path"]))
         message = {"command": "request", "job": job["id"], "epoch": job["epoch"], "seq": request["seq"]}
         message |= {"kind": request["kind"], "values": request["body"], "path": path, "sha256": request["sha256"]}
+        message |= {"bytes": request["bytes"]}
+        folder = request["body"].get("folder")
+        if request["kind"] in SAVES:
+            folder = checkpoints.checkpoint_folder(request["stream"], request["seq"])
+        if folder:
+            message["values"] = request["body"] | {"folder": str(self.settings.path(folder))}
         return message | {"result": str(self.settings.path(result_of(request["stream"], request["seq"])))}
 
     def started(self, connection: Connection, job: Job) -> None:
@@ -100,6 +119,8 @@ class Streams:
         future = future_of(stream, seq)
         if (error := event.get("error")) is not None:
             futures.fail(connection, future, error, event["category"])
+        elif (request := find_request(connection, stream, seq)) is not None and request["kind"] in SAVES:
+            self._record(connection, future, request, event["result"]["bytes"])
         else:
             values = {}
             if event.get("sha256"):
@@ -107,6 +128,27 @@ class Streams:
             futures.complete(connection, future, event["result"], **values)
         self.jobs.set(connection, job["id"], step=max(seq, job["step"]))
         self._done.append(future)
+
+    def _record(self, connection: Connection, future: str, request: Row, size: int) -> None:
+        """Adds what a request has saved. That of one that runs again is there already, or was removed since."""
+        row = futures.find_future(connection, future, None)
+        if row is None or row["state"] != "waiting":
+            return
+        try:
+            result, folders = checkpoints.record(
+                connection, find_model(connection, request["stream"], None), request, size
+            )
+        except ApiError as problem:
+            futures.fail(connection, future, f"{problem.error['what']} {problem.error['fix']}", USER)
+            self.remove(checkpoints.checkpoint_folder(request["stream"], request["seq"]))
+            return
+        futures.complete(connection, future, result)
+        for folder in folders:
+            self.remove(folder)
+
+    def remove(self, path: str) -> None:
+        """Removes a file or folder of the home with the next `taken`."""
+        self._unneeded.append(path)
 
     def kept(self, connection: Connection, job: Job, step: int) -> None:
         """Takes that a state of a model is on the disk: requests up to it never run again."""
@@ -121,7 +163,11 @@ class Streams:
             self.waiters.wake(names)
         with suppress(IndexError):
             while self._unneeded:
-                self.settings.path(self._unneeded.popleft()).unlink(missing_ok=True)
+                path = self.settings.path(self._unneeded.popleft())
+                if path.is_dir():
+                    shutil.rmtree(path, ignore_errors=True)
+                else:
+                    path.unlink(missing_ok=True)
 
     def look(self) -> None:
         """Looks at what ends by time: sessions without a sign of their client, futures, models that have ended."""
@@ -132,7 +178,7 @@ class Streams:
         with self.db.read() as connection:
             leaving, returning, over = _models_to_change(connection)
             expired = connection.execute(select(t.api_futures.c.id).where(t.api_futures.c.until < time.time()).limit(1))
-            has_expired = expired.first() is not None
+            has_expired = expired.first() is not None or bool(checkpoints.count_expired(connection))
         if not (leaving or returning or over or reads or has_expired):
             return
         with self.db.write() as connection:
@@ -148,6 +194,7 @@ class Streams:
                 self._done.extend(futures.fail_waiting(connection, model["id"], message, category))
                 self._unneeded.extend(forget_requests(connection, model["id"]))
             self._unneeded.extend(futures.remove_expired(connection))
+            self._unneeded.extend(checkpoints.remove_expired(connection))
         self.taken()
 
 

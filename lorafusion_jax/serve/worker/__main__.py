@@ -14,6 +14,7 @@ from lorafusion_jax.serve.worker.link import Link
 
 if TYPE_CHECKING:
     from lorafusion_jax.serve.worker.loop import Held
+    from lorafusion_jax.serve.worker.stream import Models
 
 REFUSED = 3  # exit code
 
@@ -23,9 +24,11 @@ def main() -> int:
     settings = json.loads(sys.argv[1])
     secret = sys.stdin.readline().strip() if settings["secret"] else ""
     held: dict[str, Held] = {}
+    models: list[Models] = []
 
     def holds() -> list[Message]:
-        return [{"job": entry.job, "epoch": entry.epoch} for entry in list(held.values())]
+        jobs: list[Message] = [{"job": entry.job, "epoch": entry.epoch} for entry in list(held.values())]
+        return jobs + [model for entry in models for model in entry.holds()]
 
     opened = threading.Event()
 
@@ -62,6 +65,7 @@ def main() -> int:
             batch=BatchSettings.model_validate(settings["batch"]),
             train=TrainSettings.model_validate(settings["train"]),
             reproducible=settings["reproducible"],
+            row_targets=settings.get("row_targets", 0),
             on_progress=lambda text: print(text, flush=True),
         )
     except Exception as problem:
@@ -70,6 +74,7 @@ def main() -> int:
         raise
     opened.set()
     loop = WorkerLoop(session, WindowPlanner(session), link, held, save_s=settings["save_s"])
+    models.append(loop.models)
     signal.signal(signal.SIGTERM, lambda *_: loop.stop.set())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server decides when a worker ends
     link.emit("ready", device=session.device["device"])

@@ -1,0 +1,149 @@
+"""Checkpoints: rows that name folders. They belong to their owner, do not change, and may have an end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+
+from sqlalchemy import Connection, func, select
+
+from lorafusion_jax.serve.api.problems import ApiError, not_found
+from lorafusion_jax.serve.store import tables as t
+from lorafusion_jax.serve.tinker.futures import Row
+
+SCHEME = "tinker://"
+TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
+MOST_SAMPLERS = 256  # of an owner; the oldest leave first
+
+
+def checkpoint_path(model: str, kind: str, name: str) -> str:
+    """The name of a checkpoint outside.
+
+    >>> checkpoint_path("ses-1:train:0", "weights", "first")
+    'tinker://ses-1:train:0/weights/first'
+    """
+    return f"{SCHEME}{model}/{kind}/{name}"
+
+
+def checkpoint_folder(stream: str, seq: int) -> str:
+    """Where the checkpoint that a request writes is, relative to the home.
+
+    >>> checkpoint_folder("ses-1:train:0", 3)
+    'checkpoints/ses-1/train-0/3'
+    """
+    session, kind, number = stream.split(":")
+    return f"checkpoints/{session}/{kind}-{number}/{seq}"
+
+
+def find_checkpoint(connection: Connection, path: str, owner: str | None) -> Row | None:
+    where = [t.api_checkpoints.c.path == path] + ([] if owner is None else [t.api_checkpoints.c.owner == owner])
+    row = connection.execute(select(t.api_checkpoints).where(*where)).mappings().one_or_none()
+    is_over = row is not None and row["expires"] is not None and row["expires"] < time.time()
+    return None if row is None or is_over else dict(row)
+
+
+def get_checkpoint(connection: Connection, path: str, owner: str | None) -> Row:
+    """Returns a checkpoint of an owner.
+
+    Raises:
+        ApiError: 404.
+    """
+    row = find_checkpoint(connection, path, owner)
+    if row is None:
+        raise not_found("such checkpoint")
+    return row
+
+
+def record(connection: Connection, model: Row, request: Row, size: int) -> tuple[Row, list[str]]:
+    """Adds the checkpoint, or the sampler, that a request has written. Returns its result and folders to remove.
+
+    Raises:
+        ApiError: there is one of this name; the new one is not kept.
+    """
+    values, owner, folder = request["body"], model["owner"], checkpoint_folder(model["id"], request["seq"])
+    if values["name"] is None:
+        sampler = f"{model['session']}:sample:{values['sampler']}"
+        return {"type": request["kind"], "sampling_session_id": sampler}, add_sampler(
+            connection, sampler, owner, model["session"], model["base"], folder=folder
+        )
+    path = checkpoint_path(model["id"], values["kind"], values["name"])
+    before = connection.execute(select(t.api_checkpoints).where(t.api_checkpoints.c.path == path)).mappings().first()
+    if before is not None and not values["overwrite"] and find_checkpoint(connection, path, None) is not None:
+        raise ApiError(409, "api.checkpoint-exists", f"there is a checkpoint {path}.", fix="another name, or overwrite")
+    connection.execute(t.api_checkpoints.delete().where(t.api_checkpoints.c.path == path))
+    now = time.time()
+    row = {"path": path, "owner": owner, "model": model["id"], "kind": values["kind"], "name": values["name"]}
+    row |= {"folder": folder, "base": model["base"], "bytes": size, "config": model["config"]}
+    row |= {"data": values["data"], "created": now, "expires": None if values["ttl"] is None else now + values["ttl"]}
+    connection.execute(t.api_checkpoints.insert().values(row))
+    folders = [] if before is None or before["folder"] == folder else [before["folder"]]
+    return {"type": request["kind"], "path": path, "size_bytes": size}, folders
+
+
+def add_sampler(
+    connection: Connection,
+    sampler: str,
+    owner: str,
+    session: str,
+    base: str,
+    *,
+    path: str | None = None,
+    folder: str | None = None,
+) -> list[str]:
+    """Adds a sampler; of a repeated request the first one stays. Returns folders of those that leave for it."""
+    table = t.api_samplers
+    if connection.execute(select(table.c.id).where(table.c.id == sampler)).first() is None:
+        row = {"id": sampler, "owner": owner, "session": session, "base": base, "path": path, "folder": folder}
+        connection.execute(table.insert().values(row | {"created": time.time()}))
+    older = select(table).where(table.c.owner == owner).order_by(table.c.created.desc()).offset(MOST_SAMPLERS)
+    return remove_samplers(connection, [dict(row) for row in connection.execute(older).mappings()])
+
+
+def remove_samplers(connection: Connection, samplers: Sequence[Row]) -> list[str]:
+    """Removes samplers. Returns the folders that are theirs alone."""
+    connection.execute(t.api_samplers.delete().where(t.api_samplers.c.id.in_([row["id"] for row in samplers])))
+    return [row["folder"] for row in samplers if row["folder"] is not None and row["path"] is None]
+
+
+def remove_expired(connection: Connection) -> list[str]:
+    """Removes checkpoints whose time is over, and samplers of sessions that are. Returns their folders."""
+    over = t.api_checkpoints.c.expires < time.time()
+    folders = list(connection.execute(select(t.api_checkpoints.c.folder).where(over)).scalars())
+    if folders:
+        connection.execute(t.api_checkpoints.delete().where(over))
+    ended = select(t.api_sessions.c.id).where(t.api_sessions.c.ended.is_not(None))
+    samplers = connection.execute(select(t.api_samplers).where(t.api_samplers.c.session.in_(ended))).mappings().all()
+    return folders + (remove_samplers(connection, [dict(row) for row in samplers]) if samplers else [])
+
+
+def count_expired(connection: Connection) -> int:
+    """How many checkpoints and samplers are over."""
+    over = select(func.count()).select_from(t.api_checkpoints).where(t.api_checkpoints.c.expires < time.time())
+    ended = select(t.api_sessions.c.id).where(t.api_sessions.c.ended.is_not(None))
+    samplers = select(func.count()).select_from(t.api_samplers).where(t.api_samplers.c.session.in_(ended))
+    return (connection.scalar(over) or 0) + (connection.scalar(samplers) or 0)
+
+
+def show(row: Row) -> Row:
+    """A checkpoint as the API shows it."""
+    data = row["data"].get("user_metadata")
+    return {
+        "checkpoint_id": f"{row['kind']}/{row['name']}",
+        "checkpoint_type": TYPES[row["kind"]],
+        "time": moment(row["created"]),
+        "tinker_path": row["path"],
+        "size_bytes": row["bytes"],
+        "public": False,
+        "user_metadata": None if data is None else {key: str(value) for key, value in data.items()},
+        "expires_at": None if row["expires"] is None else moment(row["expires"]),
+    }
+
+
+def moment(seconds: float) -> str:
+    """A time as the API shows it.
+
+    >>> moment(0)
+    '1970-01-01T00:00:00+00:00'
+    """
+    return datetime.fromtimestamp(seconds, UTC).isoformat()

@@ -1,0 +1,89 @@
+"""Routes of samplers. They are made and listed; a sample fails at once, because sessions do not generate yet."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter
+from pydantic import Field
+from sqlalchemy import Connection, select
+
+from lorafusion_jax.serve.api.problems import ApiError, not_found
+from lorafusion_jax.serve.store import tables as t
+from lorafusion_jax.serve.tinker.access import PREFIX, Reader, ServiceOf, StreamsOf, Writer
+from lorafusion_jax.serve.tinker.checkpoints import add_sampler, get_checkpoint
+from lorafusion_jax.serve.tinker.futures import USER, Row, add_future, fail, find_future
+from lorafusion_jax.serve.tinker.log import beat, find_session, future_of
+from lorafusion_jax.serve.tinker.requests import CreateSampler, Id, Loose, Seq
+
+router = APIRouter(prefix=PREFIX, tags=["training API"])
+MOST_SAMPLES = 128  # of one prompt
+REFUSED = (
+    "this service does not sample yet; download the adapter (save_weights_external) and sample it with"
+    " lorafusion generate, vLLM or another program"
+)
+
+
+class Sample(Loose):
+    """A request for samples, of which only what names it is read."""
+
+    sampling_session_id: Id
+    seq_id: Seq
+    num_samples: Annotated[int, Field(ge=1, le=MOST_SAMPLES)] = 1
+
+
+@router.post("/create_sampling_session")
+def create_sampler(body: CreateSampler, service: ServiceOf, streams: StreamsOf, owner: Writer) -> dict[str, Any]:
+    """Makes a sampler of a base, or of weights that were saved. What it samples from never changes."""
+    sampler = f"{body.session_id}:sample:{body.sampling_session_seq_id}"
+    with service.db.write() as connection:
+        session = find_session(connection, body.session_id, owner.sees)
+        beat(connection, body.session_id)
+        base, folder = body.base_model, None
+        if body.model_path is not None:
+            checkpoint = get_checkpoint(connection, body.model_path, owner.sees)
+            if checkpoint["kind"] == "external_weights":
+                message = "external weights are for other programs."
+                raise ApiError(422, "api.value", message, fix="save_weights_for_sampler, and its path")
+            base, folder = checkpoint["base"], checkpoint["folder"]
+        if base not in service.settings.bases:
+            message = f"base_model {str(base)[:200]} is not served."
+            raise ApiError(422, "api.value", message, fix=f"one of {', '.join(service.settings.bases)}")
+        made = (connection, sampler, session["owner"], session["id"], str(base))
+        for path in add_sampler(*made, path=body.model_path, folder=folder):
+            streams.remove(path)
+    streams.taken()
+    return {"type": "create_sampling_session", "sampling_session_id": sampler}
+
+
+@router.get("/samplers/{sampler}")
+def show_sampler(sampler: Id, service: ServiceOf, owner: Reader) -> dict[str, Any]:
+    """Says what a sampler samples from."""
+    with service.db.read() as connection:
+        row = find_sampler(connection, sampler, owner.sees)
+    return {"sampler_id": row["id"], "base_model": row["base"], "model_path": row["path"]}
+
+
+@router.post("/asample")
+def sample(body: Sample, service: ServiceOf, owner: Writer) -> dict[str, Any]:
+    """Asks for samples. A repeated request gets the first future."""
+    future = future_of(body.sampling_session_id, body.seq_id)
+    with service.db.write() as connection:
+        sampler = find_sampler(connection, body.sampling_session_id, owner.sees)
+        if find_future(connection, future, None) is None:
+            add_future(connection, future, sampler["owner"], sampler["id"], body.seq_id, "sample")
+            fail(connection, future, REFUSED, USER)
+    return {"request_id": future, "sample_sequence_ids": [f"{future}:{number}" for number in range(body.num_samples)]}
+
+
+def find_sampler(connection: Connection, sampler: str, owner: str | None) -> Row:
+    """Returns a sampler of an owner.
+
+    Raises:
+        ApiError: 404.
+    """
+    where = [t.api_samplers.c.id == sampler] + ([] if owner is None else [t.api_samplers.c.owner == owner])
+    row = connection.execute(select(t.api_samplers).where(*where)).mappings().one_or_none()
+    if row is None:
+        raise not_found("such sampler")
+    return dict(row)

@@ -1,0 +1,208 @@
+"""Models in a worker: requests to calls and results, states between requests, and what runs again after a loss."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from live_sessions import open_session
+from small_jobs import two_adapters, write_job, write_rows
+from training_service import Model as Client
+from training_service import read_outputs
+
+from lorafusion_jax.config import load_config
+from lorafusion_jax.serve.worker.stream import Models
+from lorafusion_jax.session import WindowPlanner
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
+TARGETS = ["q_proj", "down_proj"]
+ADAM = {"learning_rate": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.0, "grad_clip_norm": 0.0}
+JOB = "job-000000000001"
+
+
+@pytest.fixture(scope="module")
+def session(tmp_path_factory, tiny_base):
+    folder = tmp_path_factory.mktemp("job")
+    rows = {name: write_rows(folder, name, 6) for name in ("law", "med")}
+    entries = [entry | {"lora": {"rank": 2, "targets": TARGETS}} for entry in two_adapters(rows)]
+    config = load_config(write_job(folder, tiny_base, entries, batch={"capacity_tokens": 128}))
+    opened = open_session(config, {4: 7}, TARGETS, row_targets=1)
+    yield opened
+    opened.close()
+
+
+class Worker:
+    """A worker without a server: its events are kept."""
+
+    def __init__(self, session: Any, folder: Path, *, save_s: float = 1e9):
+        self.events: list[tuple[str, dict[str, Any]]] = []
+        self.folder, self._planner = folder, WindowPlanner(session)
+        self.models = Models(session, self, save_s=save_s, wake=lambda: None)  # type: ignore[arg-type]
+        self._session = session
+
+    def emit(self, kind: str, **data: Any) -> None:
+        self.events.append((kind, data))
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        return [data for name, data in list(self.events) if name == kind]
+
+    def start(self, *, epoch: int = 1, state: str | None = None, load: dict | None = None, job: str = JOB) -> None:
+        stream = {"name": job, "rank": 3, "alpha": 32.0, "seed": 3, "targets": TARGETS, "load": load}
+        command = {"command": "start", "job": job, "epoch": epoch, "place": epoch % 7, "state": state}
+        self.models.start(command | {"folder": str(self.folder / job), "values": {"stream": stream}})
+        self.run(lambda: self.of("started") or self.of("failed"))
+
+    def send(self, *requests: dict[str, Any], epoch: int = 1, job: str = JOB) -> None:
+        for request in requests:
+            self.models.execute({"command": "request", "job": job, "epoch": epoch} | request)
+
+    def run(self, there: Any) -> None:
+        until = time.monotonic() + 60
+        while not there():
+            assert time.monotonic() < until, [(kind, data.get("seq")) for kind, data in self.events]
+            window = self._planner.plan(8)
+            self._planner.run(window)
+            if not window.slots and not self._planner.has_calls:
+                self._session.drain()
+            self.models.advance()
+            time.sleep(0.001)
+
+    def answers(self, count: int) -> list[dict[str, Any]]:
+        self.run(lambda: len(self.of("answered")) >= count)
+        return sorted(self.of("answered"), key=lambda answer: answer["seq"])
+
+    def lose(self) -> None:
+        """Ends without a word to the server."""
+        for model in list(self.models._models.values()):
+            model.ended = True
+            self._session.drain()
+            self._session.forget(model.job)
+
+
+def rows(folder: Path, seq: int, tokens: list[list[int]], **more: Any) -> dict[str, Any]:
+    """A request with a payload, as the server sends it."""
+    client = Client.__new__(Client)
+    client.id = "ses-1:train:0"
+    body = client.body(tokens, seq, **more)
+    path = folder / f"{seq}.pb"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(body)
+    kind = "forward" if more.get("forward_only") else "forward_backward"
+    request = {"seq": seq, "kind": kind, "values": {}, "path": str(path), "bytes": len(body)}
+    return request | {"sha256": hashlib.sha256(body).hexdigest(), "result": str(path.with_suffix(".out"))}
+
+
+def call(home: Path, seq: int, kind: str = "optim_step", /, **values: Any) -> dict[str, Any]:
+    values = values or ({"refused": ""} | ADAM)
+    request = {"seq": seq, "kind": kind, "values": values, "path": None, "bytes": 0, "sha256": ""}
+    return request | {"result": str(home / f"{seq}.out")}
+
+
+def requests(folder: Path) -> list[dict[str, Any]]:
+    """Twelve in a row: rows, of which one is refused, and four steps."""
+    rng, made = np.random.default_rng(0), []
+    for seq in range(1, 13):
+        if seq % 3 == 0:
+            made.append(call(folder, seq))
+            continue
+        tokens = [rng.integers(0, 50, 6).tolist() for _ in range(2)]
+        weights = [[float("nan") if seq == 5 else 0.5] * 5] * 2
+        made.append(rows(folder, seq, tokens, weights=weights))
+    return [
+        *made,
+        rows(folder, 13, [[1, 2, 3, 4]], forward_only=True),
+        call(folder, 14, "save_weights", refused="", folder=str(folder / "end")),
+    ]
+
+
+def test_a_lost_worker_ends_where_no_worker_was_lost(session, tmp_path, monkeypatch):
+    monkeypatch.setattr(session, "_first_tail", replace(session.first_tail, reproducible=True, most_adapters=1))
+    whole = Worker(session, tmp_path / "whole")
+    whole.start()
+    whole.send(*requests(tmp_path / "whole"))
+    answers = whole.answers(14)
+    whole.lose()
+    assert [answer["seq"] for answer in answers if "error" in answer] == [5]
+    assert "weights is not finite" in answers[4]["error"]
+    steps = [answer["result"]["metrics"]["step:max"] for answer in answers if answer["seq"] in (3, 6, 9, 12)]
+    assert steps == [1, 2, 3, 4]
+
+    lost = Worker(session, tmp_path / "lost", save_s=0.0)
+    sent = requests(tmp_path / "lost")
+    lost.start()
+    lost.send(*sent[:8])
+    lost.run(lambda: lost.of("saved"))
+    lost.lose()
+    state = lost.of("saved")[-1]
+    assert state["step"] in (3, 6)
+    again = Worker(session, tmp_path / "lost")
+    again.start(epoch=2, state=state["path"])
+    again.send(*sent[state["step"] :], *sent[state["step"] :], epoch=2)  # again after another connection
+    answers = again.answers(14 - state["step"])
+    again.lose()
+    assert len(answers) == 14 - state["step"]
+    for name in ("13.out", "end/state.safetensors"):
+        assert (tmp_path / "lost" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+def test_a_model_leaves_with_its_state_and_starts_from_a_checkpoint(session, tmp_path):
+    worker = Worker(session, tmp_path)
+    worker.start()
+    worker.send(
+        rows(tmp_path, 1, [[1, 2, 3, 4, 5]]),
+        call(tmp_path, 2),
+        call(tmp_path, 3, "save_weights", refused="", folder=str(tmp_path / "point")),
+        call(tmp_path, 4, "save_weights_for_sampler", refused="", folder=str(tmp_path / "peft"), name="out"),
+        rows(tmp_path, 5, [[1, 2, 3, 4, 5]], forward_only=True),
+        call(tmp_path, 6, "save_weights", refused="a mistake"),
+    )
+    answers = worker.answers(6)
+    (logprobs,), _ = read_outputs((tmp_path / "5.out").read_bytes())
+    assert answers[4]["sha256"] == hashlib.sha256((tmp_path / "5.out").read_bytes()).hexdigest()
+    assert (answers[5]["category"], "a mistake" in answers[5]["error"]) == ("user", True)
+    assert (tmp_path / "peft" / "adapter_config.json").is_file()
+    assert answers[3]["result"]["bytes"] > 0
+    worker.models.execute({"command": "stop", "job": JOB, "epoch": 1})
+    worker.run(lambda: worker.of("stopped"))
+    stopped = worker.of("stopped")[0]
+    assert stopped["step"] == 6
+    assert Path(stopped["path"]).name == "e1-s6"
+    for epoch, source in enumerate(
+        ({"state": stopped["path"]}, {"load": {"folder": str(tmp_path / "point"), "optimizer": False}}), start=2
+    ):
+        other = Worker(session, tmp_path / str(epoch))
+        other.start(epoch=epoch, **source)
+        first = 7 if "state" in source else 1
+        other.send(rows(tmp_path / str(epoch), first, [[1, 2, 3, 4, 5]], forward_only=True), epoch=epoch)
+        other.answers(1)
+        (same,), _ = read_outputs((tmp_path / str(epoch) / f"{first}.out").read_bytes())
+        np.testing.assert_array_equal(same, logprobs)
+        other.lose()
+
+
+def test_what_cannot_be_read_fails_alone(session, tmp_path):
+    worker = Worker(session, tmp_path)
+    worker.start()
+    damaged = rows(tmp_path, 1, [[1, 2, 3]]) | {"sha256": "0"}
+    worker.send(
+        damaged,
+        rows(tmp_path, 2, [[1, 2, 3]]),
+        call(tmp_path, 3, "load_weights", folder=str(tmp_path), optimizer=True, path="-"),
+    )
+    answers = worker.answers(3)
+    assert "damaged on the server's disk" in answers[0]["error"]
+    assert "error" not in answers[1]
+    assert "error" in answers[2]
+    worker.models.execute({"command": "request", "job": JOB, "epoch": 7})
+    assert worker.of("gone") == [{"job": JOB, "epoch": 7}]
+    worker.lose()
+    broken = Worker(session, tmp_path)
+    broken.start(state=str(tmp_path / "e1-s4"))
+    broken.run(lambda: broken.of("failed"))
+    assert not broken.models.holds()
