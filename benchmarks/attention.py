@@ -8,11 +8,9 @@ microseconds over rounds in random order. `floor_us` is the time of the unmasked
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import json
-import pathlib
 import time
 from collections.abc import Callable, Iterator
 
@@ -20,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.harness import command_line
 from benchmarks.measured_code import write_measured
 from lorafusion_jax.models import Segments, attention
 from lorafusion_jax.models.attention.cudnn import cudnn_backward, cudnn_forward
@@ -101,8 +100,7 @@ CHECKS = [
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=pathlib.Path, required=True)
+    parser = command_line(__doc__)
     parser.add_argument("--budget", type=float, default=200, help="seconds; nothing new starts after them")
     parser.add_argument("--sections", default="check,isolation,whole,kernels")
     args = parser.parse_args()

@@ -26,6 +26,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness import command_line
+
 ROOT = Path(__file__).resolve().parents[1]
 MESHES = {"one device": [], "2 stages x 2 replicas": ["mesh.stages=2", "mesh.data=2"]}
 CONDITIONS = "import json; from benchmarks.conditions import conditions; print(json.dumps(conditions()))"
@@ -34,7 +36,7 @@ SAME = 0.01  # of a time or a speed
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = command_line(__doc__)
     parser.add_argument("--before", type=Path, required=True, help="a checkout of the commit before")
     parser.add_argument("--parts", nargs="+", choices=("job", "layer", "training"), default=["job"])
     parser.add_argument("--rounds", type=int, default=2, help="turns of either checkout in training")
@@ -43,7 +45,6 @@ def main() -> int:
     parser.add_argument("--slots", type=int, default=40, help="of training")
     parser.add_argument("--seconds", type=float, default=560, help="no training starts that would end later")
     parser.add_argument("--small", action="store_true", help="tiny shapes, to try the script on a CPU")
-    parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     args.until = time.monotonic() + args.seconds
     args.out.mkdir(parents=True, exist_ok=True)

@@ -20,8 +20,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from benchmarks.conditions import conditions
+from benchmarks.harness import write_within_budget
 from benchmarks.layer_times import difference, seconds_of
-from benchmarks.row_file import write_within_budget
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.families.delta_net import DeltaNet
 from lorafusion_jax.families.pattern import LayerType

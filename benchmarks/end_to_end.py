@@ -57,6 +57,7 @@ from benchmarks.end_to_end_inputs import GEMMA_4_E2B, GPT_OSS_20B, random_base, 
 from benchmarks.end_to_end_report import report
 from benchmarks.frozen import FrozenStage, without_lora, without_updates
 from benchmarks.gpu_state import GpuState
+from benchmarks.harness import add_row, command_line
 from benchmarks.workloads import LENGTHS, LONGEST, SHAPES, WORKLOADS, pair_lengths, sample_lengths
 from lorafusion_jax.config.schema import (
     AdapterConfig,
@@ -136,7 +137,7 @@ VARIANTS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--model", choices=MODELS, required=True)
     parser.add_argument("--layers", type=int, help="fewer layers than the model has, to try")
     parser.add_argument("--stages", type=int, default=1)
@@ -155,7 +156,6 @@ def main() -> None:
     parser.add_argument("--no-profile", action="store_true")
     parser.add_argument("--trace", type=int, default=0, help="slots to trace: device time by kernel")
     parser.add_argument("--until", type=float, help="seconds after which no further run starts")
-    parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     flags = [f"--xla_{flag}" for flag in options.xla]  # jax reads them when it first looks for devices
@@ -244,10 +244,7 @@ class Bench:
             )
 
     def write(self, row: dict) -> None:
-        row = row | self.conditions
-        with self.file.open("a") as file:
-            file.write(json.dumps(row) + "\n")
-        print(json.dumps(row), flush=True)
+        add_row(self.file, row | self.conditions)
 
     def planned(self, variant: Variant, workload: str, mesh: MeshSettings, slots: int):
         """Jobs of each run, the capacity, and their plans."""

@@ -20,7 +20,7 @@ import numpy as np
 from flax import nnx
 
 from benchmarks.conditions import conditions
-from benchmarks.row_file import write_within_budget
+from benchmarks.harness import write_within_budget
 from lorafusion_jax.adapters.spec import AdapterSpec, resolve_targets
 from lorafusion_jax.families.experts import Experts
 from lorafusion_jax.models import ModelConfig, Segments

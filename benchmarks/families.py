@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from benchmarks.conditions import conditions
+from benchmarks.harness import write_within_budget
 from benchmarks.layer_times import difference, seconds_of
-from benchmarks.row_file import write_within_budget
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.families.pattern import LayerType
 from lorafusion_jax.families.rope import Rope

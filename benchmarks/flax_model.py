@@ -21,7 +21,6 @@ of the layers' own shapes are measured first.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import re
@@ -48,6 +47,7 @@ from benchmarks.conditions import conditions
 from benchmarks.end_to_end import kernel_times
 from benchmarks.flax_qwen3 import EinsumLoRA, Qwen3Layer, rotate
 from benchmarks.flax_sizes import QWEN3, SMALL, Size
+from benchmarks.harness import command_line
 from lorafusion_jax.modules import AdapterSpec, apply_lora, lora_report, quantize_base, share_inputs, use_adapters
 from pallas_kernels import compiler_options, config_store
 from pallas_kernels.arg_specs import LinearSpec
@@ -460,7 +460,7 @@ def spec_of(path: tuple) -> P:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = command_line(__doc__)
     parser.add_argument("--mesh", action="store_true", help="two devices")
     parser.add_argument("--qwen3", action="store_true", help="layers of Bonsai's Qwen3, a billion parameters")
     parser.add_argument("--small", action="store_true", help="tiny shapes, to try the script on a CPU")
@@ -473,7 +473,6 @@ def main() -> int:
     parser.add_argument("--layers", type=int, help="fewer compile sooner")
     parser.add_argument("--no-check", action="store_true", help="where the results were compared in another run")
     parser.add_argument("--seconds", type=float, default=100, help="no variant is compiled after three quarters of it")
-    parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     rows, size = Rows(args.out, args.seconds), SMALL if args.small else QWEN3 if args.qwen3 else Size()
     size = replace(size, layers=args.layers or size.layers, qwen3=args.qwen3)

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.conditions import conditions
-from benchmarks.row_file import write_within_budget
+from benchmarks.harness import write_within_budget
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.config.schema import TrainSettings
 from lorafusion_jax.generation import passes

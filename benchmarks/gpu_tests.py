@@ -5,13 +5,12 @@ python -m benchmarks.gpu_tests --out benchmarks/results/gpu_tests_h200_2026-11-2
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from pathlib import Path
 
 import pytest
 
+from benchmarks.harness import add_row, command_line
 from benchmarks.measured_code import write_measured
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -35,8 +34,7 @@ class Ends:
         row = {"test": report.nodeid, "outcome": report.outcome} | more
         if report.failed:
             row["why"] = reason(report.longrepr)
-        with self._file.open("a") as stream:
-            stream.write(json.dumps(row) + "\n")
+        add_row(self._file, row)
 
 
 def reason(longrepr: object) -> str:
@@ -49,13 +47,11 @@ def reason(longrepr: object) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    options = parser.parse_args()
+    options = command_line(__doc__).parse_args()
     write_measured(options.out)
     # A file with a missing package (notebooks need a few) is recorded and does not stop the others.
-    arguments = [str(ROOT / "tests"), "-m", "gpu", "--continue-on-collection-errors"]
-    return pytest.main(arguments, plugins=[Ends(options.out / "gpu_tests.jsonl")])
+    chosen = [str(ROOT / "tests"), "-m", "gpu", "--continue-on-collection-errors"]
+    return pytest.main(chosen, plugins=[Ends(options.out / "gpu_tests.jsonl")])
 
 
 if __name__ == "__main__":

@@ -13,14 +13,11 @@ are timed in turns. Writes kinds.jsonl.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -28,6 +25,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from benchmarks.conditions import conditions
+from benchmarks.harness import add_row, command_line
 from benchmarks.workloads import SHAPES
 from lorafusion_jax.adapters.bank import prepare_tensors
 from lorafusion_jax.adapters.spec import AdapterSpec
@@ -54,12 +52,10 @@ VARIANTS: dict[str, tuple[str, ...]] = {  # kinds of the microbatch's adapters
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
+    parser = command_line(__doc__)
     parser.add_argument("--small", action="store_true", help="tiny shapes, for a CPU")
     parser.add_argument("--all", action="store_true", help="all variants, not only those with a bound")
     args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
     began = time.perf_counter()
     shape, T = (SHAPES["tiny"], 256) if args.small else (SHAPES["8b"], 8192)
     runs: dict[str, Callable[[], Any]] = {}
@@ -90,10 +86,8 @@ def main() -> None:
         {"variant": name, "us": 1e6 * median, "over_lora": median / medians["lora"]} for name, median in medians.items()
     ]
     rows.append({"section": "all", "seconds": round(time.perf_counter() - began, 1)})
-    with (args.out / "kinds.jsonl").open("a", encoding="utf-8") as file:
-        for row in rows:
-            print(json.dumps(row), flush=True)
-            file.write(json.dumps(row) + "\n")
+    for row in rows:
+        add_row(args.out / "kinds.jsonl", row)
 
 
 def _compiled(config: ModelConfig, kinds: tuple[str, ...], T: int, rank: int, *, prepared: bool) -> Callable[[], Any]:

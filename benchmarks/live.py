@@ -20,7 +20,6 @@ what the service said of the jobs, and `live.jsonl` a row with
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -37,6 +36,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from benchmarks.conditions import conditions
+from benchmarks.harness import command_line
 from benchmarks.live_simulated import Arrival, simulated_ends
 from benchmarks.random_job import SHAPE, SMALL, write_data
 from benchmarks.starting import write_base
@@ -54,8 +54,7 @@ START_S = 300.0
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
+    parser = command_line(__doc__)
     parser.add_argument("--work", type=Path, help="where files are written; default: the system's folder")
     parser.add_argument("--over", type=float, help="seconds over which jobs come (default: 300, or 15 with --small)")
     parser.add_argument("--most", type=float, default=1800.0, help="seconds after which the script gives up")

@@ -9,7 +9,6 @@ model: the largest difference of logits and loss, and of the gradients of an ada
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import pytest
 
 from benchmarks.conditions import conditions
 from benchmarks.csv_rows import read_rows, write_rows
+from benchmarks.harness import command_line
 
 ROOT = Path(__file__).resolve().parents[1]
 TESTS, CASE = "tests/models/test_parity.py", "test_a_family_computes_what_transformers_and_peft_do"
@@ -35,8 +35,7 @@ class Differences:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
+    parser = command_line(__doc__)
     parser.add_argument("--only", default="", help="cases whose name contains this")
     options = parser.parse_args()
     found = Differences()

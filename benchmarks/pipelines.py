@@ -18,6 +18,7 @@ import numpy as np
 
 from benchmarks.csv_rows import write_rows
 from benchmarks.end_to_end import VARIANTS, Bench
+from benchmarks.harness import command_line
 from benchmarks.measured_code import write_measured
 from benchmarks.published import newest, pipeline_rows
 from lorafusion_jax.config.schema import MeshSettings
@@ -29,8 +30,7 @@ ORDERS = ("ours", "mlora")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
+    parser = command_line(__doc__)
     parser.add_argument("--claims", action="store_true")
     asked = parser.parse_args()
     out = asked.out

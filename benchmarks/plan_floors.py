@@ -15,17 +15,16 @@ All but the seconds is counted.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from itertools import zip_longest
 from multiprocessing import get_context
-from pathlib import Path
 
 import numpy as np
 
 from benchmarks.csv_rows import append_row, read_rows
+from benchmarks.harness import command_line
 from benchmarks.measured_code import write_measured
 from scheduling import AdapterJob, make_plan
 from scheduling.types import Limits
@@ -37,8 +36,7 @@ Batches = list[list[list[int]]]  # lengths: adapter, batch, sample
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
+    parser = command_line(__doc__)
     parser.add_argument("--seeds", type=int, default=len(SEEDS), help="instances, from seed 0 on")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     options = parser.parse_args()

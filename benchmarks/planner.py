@@ -26,6 +26,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.exact_solver import solve_exactly
+from benchmarks.harness import command_line
 from benchmarks.measured_code import code, commit
 from scheduling import (
     AdapterJob,
@@ -375,9 +376,8 @@ PARTS = {part.__name__: part for part in (workloads, heldout, growth, exact, bub
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"default all: {' '.join(PARTS)}")
-    parser.add_argument("--out", type=Path, required=True, help="folder of the run")
     parser.add_argument("--grow", type=int, nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.grow:

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import os
 import re
 import sys
@@ -41,6 +40,7 @@ import numpy as np
 
 from benchmarks import kernel_layer as kl
 from benchmarks.conditions import conditions
+from benchmarks.harness import add_row
 from benchmarks.quantised_programs import Program, layers, lowered, products, write_lowered
 from pallas_kernels.tuning.timing import time_calls
 
@@ -55,7 +55,6 @@ class Rows:
     """Writes a row as soon as it is known, and counts the time that is left."""
 
     def __init__(self, out: Path, seconds: float):
-        out.mkdir(parents=True, exist_ok=True)
         self._file, self._end = out / "quantised_layer.jsonl", time.monotonic() + seconds
 
     @property
@@ -63,9 +62,7 @@ class Rows:
         return self._end - time.monotonic()
 
     def add(self, **row: Any) -> None:
-        with self._file.open("a") as file:
-            file.write(json.dumps(row) + "\n")
-        print(json.dumps(row), flush=True)
+        add_row(self._file, row)
 
     def attempt(self, name: str, call: Callable[[], Any]) -> Any:
         """Runs a part; what fails is a row of its own."""

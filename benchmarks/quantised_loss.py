@@ -22,7 +22,6 @@ A adapters · S segments · L tokens of a segment · T = A S L
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
 import sys
@@ -41,6 +40,7 @@ from flax import nnx
 from tokenizers import Tokenizer
 
 from benchmarks.csv_rows import append_row
+from benchmarks.harness import command_line
 from benchmarks.measured_code import write_measured
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.examples import examples_directory
@@ -74,8 +74,7 @@ SMALL = Sizes(segments=1, length=64, steps=3, held_out=1, base_s=1, seeds=2)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True)
+    parser = command_line(__doc__)
     parser.add_argument("--bases", nargs="+", choices=("examples", "larger"), default=["examples", "larger"])
     parser.add_argument("--kinds", nargs="+", choices=FORMS[1:], default=FORMS[1:], help="next to bfloat16")
     parser.add_argument("--small", action="store_true")

@@ -30,6 +30,7 @@ import yaml
 from safetensors.numpy import load_file, save_file
 
 from benchmarks.conditions import conditions
+from benchmarks.harness import add_row, command_line
 from benchmarks.random_job import SMALL, WRITE, write_data
 from lorafusion_jax.checkpoint.begun_folder import read_start
 from lorafusion_jax.signals import INTERRUPTED
@@ -53,8 +54,7 @@ POLL_S = 0.05
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
+    parser = command_line(__doc__)
     parser.add_argument("--work", type=Path, help="where files of the model are written; default: the system's folder")
     parser.add_argument("--stages", type=int, default=1)
     parser.add_argument("--shape", choices=list(SHAPES), default="qwen3-8b")
@@ -66,7 +66,6 @@ def main() -> int:
     parser.add_argument("--until-first-step", action="store_true", help="stop each run then")
     parser.add_argument("--small", action="store_true")
     options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
     shape, began = SMALL if options.small else SHAPES[options.shape], time.monotonic()
     for layers in options.layers or [shape["num_layers"]]:
         with tempfile.TemporaryDirectory(prefix="starting_", dir=options.work) as folder:
@@ -87,9 +86,7 @@ def main() -> int:
                     row |= start(work / "jobs.yaml", run, folder, ahead=ahead, stop=options.until_first_step)
                     row |= conditions()
                     print(phase_table(row), flush=True)
-                    with (options.out / "starting.jsonl").open("a", encoding="utf-8") as file:
-                        file.write(json.dumps(row) + "\n")
-                    print(json.dumps(row), flush=True)
+                    add_row(options.out / "starting.jsonl", row)
     return 0
 
 

@@ -9,19 +9,20 @@ per run: losses, tokens per second after the first slots, and peak and predicted
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import yaml
 
+from benchmarks.harness import add_row, command_line
 from benchmarks.random_job import SHAPE, SMALL
 from benchmarks.starting import write_base
 from lorafusion_jax.checkpoint.folder import RunFolder
@@ -37,23 +38,15 @@ SLOTS = 48
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
+    parser = command_line(__doc__)
     parser.add_argument("--seconds", type=float, default=150)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--adapters", type=int, nargs="+", default=[4, 1], help="that train together, at most 4")
     parser.add_argument("--small", action="store_true", help="tiny shapes, on two simulated devices")
     options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
     shape, began = SMALL if options.small else SHAPE, time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="tensor_") as name, (options.out / "tensor.jsonl").open("a") as file:
-
-        def write(row: dict[str, Any]) -> None:
-            line = json.dumps(row)
-            print(line, flush=True)
-            file.write(line + "\n")
-            file.flush()
-
+    write = partial(add_row, options.out / "tensor.jsonl")
+    with tempfile.TemporaryDirectory(prefix="tensor_") as name:
         work = Path(name)
         write({"section": "conditions", **_conditions(options.small), "layers": options.layers, "shape": shape})
         write_base(work / "base", shape, 2 if options.small else options.layers)

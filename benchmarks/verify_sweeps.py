@@ -8,7 +8,6 @@ worst difference of joint and separate training as a multiple of its bound, and 
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import pytest
 
 from benchmarks.conditions import conditions
 from benchmarks.csv_rows import append_row
+from benchmarks.harness import command_line
 
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = "tests/reliability/test_compare_alone.py"
@@ -40,8 +40,7 @@ class Rows:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
+    parser = command_line(__doc__)
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     rows = Rows(options.out / "verify_sweeps.csv")

@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from benchmarks.harness import command_line
 from benchmarks.measured_code import write_measured
 from benchmarks.peers.report import report
 from benchmarks.workloads import WORKLOADS
@@ -28,7 +29,7 @@ OURS = ("frozen", "ours", "ours_fp8", "ours_nf4", "single", "single_sizes")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--model", choices=("8b", "70b", "tiny"), default="8b")
     parser.add_argument("--layers", type=int, help="fewer layers than the model has, to try")
     parser.add_argument("--workload", choices=WORKLOADS, default="mix")
@@ -40,7 +41,6 @@ def main() -> int:
     parser.add_argument("--torch", default=sys.executable, help="a Python with torch, transformers and peft")
     parser.add_argument("--device", default="cuda", help="of the peers")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="no program starts after this long")
-    parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     write_measured(options.out)
     began, failed = time.perf_counter(), 0

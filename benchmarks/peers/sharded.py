@@ -14,17 +14,16 @@ no card waits for a longer one. Everything else is as in `torch_peers.py`.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from collections.abc import Sequence
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from benchmarks.harness import add_row, command_line
 from benchmarks.measured_code import write_measured
 from benchmarks.peers.packing import Microbatch, global_batches, pack
 from benchmarks.peers.torch_peers import (
@@ -130,7 +129,7 @@ def run(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--model", choices=("8b", "32b", "70b", "tiny"), default="32b")
     parser.add_argument("--layers", type=int, help="fewer layers than the model has, to try")
     parser.add_argument("--workload", choices=WORKLOADS, default="mix")
@@ -139,7 +138,6 @@ def main() -> None:
     parser.add_argument("--capacity", type=int, default=8192, help="most tokens of a microbatch")
     parser.add_argument("--variant", choices=("packed", "checkpointed"), required=True)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--out", type=Path, required=True, help="folder; the row is appended to peers.jsonl")
     options = parser.parse_args()
     device = torch.device(options.device, int(os.environ["LOCAL_RANK"]) if options.device == "cuda" else None)
     if device.type == "cuda":
@@ -154,9 +152,7 @@ def main() -> None:
         row |= {"torch": torch.__version__, "transformers": version("transformers"), "peft": version("peft")}
         if dist.get_rank() == 0:
             write_measured(options.out)
-            with (options.out / "peers.jsonl").open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
-            print(json.dumps(row), flush=True)
+            add_row(options.out / "peers.jsonl", row)
     finally:
         dist.destroy_process_group()
 

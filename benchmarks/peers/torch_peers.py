@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import json
 import time
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
@@ -32,6 +31,7 @@ from typing import Any
 import torch
 from torch.nn.attention.varlen import varlen_attn
 
+from benchmarks.harness import add_row, command_line
 from benchmarks.measured_code import write_measured
 from benchmarks.peers import lorafusion
 from benchmarks.peers.packing import Microbatch, full_steps, global_batches, pack, padded
@@ -235,7 +235,7 @@ def run(options: argparse.Namespace) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--model", choices=("8b", "70b", "tiny"), default="8b", help="llama shapes")
     parser.add_argument("--layers", type=int, help="fewer layers than the model has, to try")
     parser.add_argument("--workload", choices=WORKLOADS, default="mix")
@@ -247,7 +247,6 @@ def main() -> None:
     parser.add_argument("--variant", choices=VARIANTS, required=True)
     parser.add_argument("--lorafusion", type=Path, help="a checkout of LoRAFusion")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--out", type=Path, required=True, help="folder; the row is appended to peers.jsonl")
     options = parser.parse_args()
     write_measured(options.out)
     row = {
@@ -257,9 +256,7 @@ def main() -> None:
     row |= {"torch": torch.__version__, "transformers": version("transformers"), "peft": version("peft")}
     if options.device == "cuda":
         row["device"] = torch.cuda.get_device_name()
-    with (options.out / "peers.jsonl").open("a", encoding="utf-8") as file:
-        file.write(json.dumps(row) + "\n")
-    print(json.dumps(row), flush=True)
+    add_row(options.out / "peers.jsonl", row)
 
 
 if __name__ == "__main__":

@@ -12,15 +12,14 @@ Writes peers.jsonl.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from benchmarks.harness import add_row, command_line
 from benchmarks.measured_code import write_measured
 from benchmarks.peers.torch_peers import TINY_LONGEST, TINY_SCALE, WARM_UP, build
 from benchmarks.workloads import LONGEST, SHAPES, WORKLOADS, sample_lengths
@@ -129,7 +128,7 @@ def run(options: argparse.Namespace) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--model", choices=("8b", "tiny"), default="8b")
     parser.add_argument("--layers", type=int, help="fewer layers than the model has, to try")
     parser.add_argument("--workload", choices=WORKLOADS, default="mix")
@@ -138,7 +137,6 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=2, help="pairs of a microbatch")
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--out", type=Path, required=True, help="folder; the row is appended to peers.jsonl")
     options = parser.parse_args()
     write_measured(options.out)
     row: dict[str, Any] = {
@@ -149,9 +147,7 @@ def main() -> None:
     row |= {name: version(name) for name in ("torch", "transformers", "peft", "trl", "liger-kernel")}
     if options.device == "cuda":
         row["device"] = torch.cuda.get_device_name()
-    with (options.out / "peers.jsonl").open("a", encoding="utf-8") as file:
-        file.write(json.dumps(row) + "\n")
-    print(json.dumps(row), flush=True)
+    add_row(options.out / "peers.jsonl", row)
 
 
 if __name__ == "__main__":
