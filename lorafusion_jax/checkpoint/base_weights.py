@@ -146,7 +146,7 @@ def _expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...] | None]:
     name_of, width = family_named(config.family).tensor_name, config.hidden_size
     shapes: dict[str, tuple[int, ...] | None] = {
         "model.embed_tokens.weight": (config.vocab_size, width),
-        "model.norm.weight": (width,),
+        **{f"model.norm.{leaf}": (width,) for leaf in ("weight", "bias")[: 1 + config.norm_bias]},
         **({} if config.tie_embeddings else {"lm_head.weight": (config.vocab_size, width)}),
         **{f"model.{name}": shape for name, shape in config.input_shapes.items()},
     }
@@ -154,6 +154,10 @@ def _expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...] | None]:
         for path, shape in layer.frozen_shapes().items():
             *modules, leaf = path.split(".")
             if modules and modules[-1] in EXPERTS:
+                continue
+            if (norm := layer.norm(".".join(modules))) is not None and norm.bias:
+                stem = ".".join(["model", "layers", str(number), *modules])
+                shapes |= {f"{stem}.weight": (norm.width,), f"{stem}.bias": (norm.width,)}
                 continue
             stem = ".".join(["model", "layers", str(number), *modules])
             if leaf == "kernel":

@@ -23,7 +23,7 @@ from lorafusion_jax.families.latent_attention import LatentAttention
 from lorafusion_jax.families.layer import Layer
 from lorafusion_jax.families.mlp import MODULE as MLP
 from lorafusion_jax.families.mlp import Activation, Mlp
-from lorafusion_jax.families.norm import Norms, Place
+from lorafusion_jax.families.norm import Kind, Norms, Place
 from lorafusion_jax.families.parallel_experts import ParallelExperts
 from lorafusion_jax.families.pattern import LayerType
 from lorafusion_jax.families.per_layer_input import MIX, MIX_NORM, TABLE, PerLayerInput
@@ -42,9 +42,11 @@ class ModelConfig:
     Args:
         rope_theta, rope_scaling, rope_channels: of all layers, see `families.rope.Rope`; unless there is a
             `pattern`, as for sliding_window.
-        norms, norm_offset, norm_eps: see `families.norm.Norms`.
+        norms, norm_offset, norm_kind, norm_bias, norm_eps: see `families.norm.Norms`.
         qk_norm: whether q and k are normalised: each head on its own (True), or all heads together ("full").
-        fused: q, k and v are one projection, and so are gate and up.
+        mlp_gated, mlp_names: see `families.mlp.Mlp`.
+        turned_norm: see `families.attention.Attention`.
+        fused: q, k and v are one projection, and so are gate and up; or only the latter ("mlp").
         attention_scale, attention_soft_cap: see `families.attention.Attention`.
         embedding_scale: factor of the embeddings, rounded to their dtype.
         residual_scale: factor of what attention and the MLP add.
@@ -85,11 +87,16 @@ class ModelConfig:
     norm_eps: float = 1e-6
     norms: Place = "pre"
     norm_offset: float = 0.0
+    norm_kind: Kind = "rms"
+    norm_bias: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
+    mlp_gated: bool = True
+    mlp_names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
     qk_norm: bool | Literal["full"] = False
-    fused: bool = False
+    turned_norm: bool = False
+    fused: bool | Literal["mlp"] = False
     activation: Activation = "silu"
     attention_scale: float | None = None
     attention_soft_cap: float | None = None
@@ -243,10 +250,15 @@ class ModelConfig:
             inner=self.intermediate_size * (2 if kind.wide else 1),
             activation=self.activation,
             bias=self.mlp_bias,
-            fused=self.fused,
+            fused=bool(self.fused),
+            gated=self.mlp_gated,
+            names=self.mlp_names,
             module=WIDE_MLP if kind.wide else MLP,
         )
-        around = Norms(width=self.hidden_size, position=self.norms, offset=self.norm_offset, eps=self.norm_eps)
+        around = Norms(
+            width=self.hidden_size, position=self.norms, kind=self.norm_kind, bias=self.norm_bias,
+            offset=self.norm_offset, eps=self.norm_eps,
+        )  # fmt: skip
         experts = None if kind.dense else self.experts
         beside = experts if isinstance(experts, ParallelExperts) else None
         return Layer(
@@ -264,6 +276,11 @@ class ModelConfig:
         if not self.input_width:
             return None
         return PerLayerInput(width=self.hidden_size, inner=self.input_width, activation=self.activation)
+
+    @property
+    def undivided(self) -> bool:
+        """Whether attention and the MLP of its layers read one x, so that stages end between layers only."""
+        return any(layer.around.parallel for layer in self.kinds)
 
     @property
     def crossing(self) -> str | None:
@@ -305,7 +322,8 @@ class ModelConfig:
             qk_norm="full" if self.qk_norm == "full" else "head" if self.qk_norm else "none",
             bias=self.qkv_bias,
             o_bias=self.o_bias,
-            fused=self.fused,
+            turned_norm=self.turned_norm,
+            fused=self.fused is True,
             sinks=self.attention_sinks,
             gated=self.attention_gate,
             v_norm=self.v_norm,
@@ -328,7 +346,7 @@ class ModelConfig:
     def num_parameters(self) -> int:
         """Parameters of the base model; a tied head counts once."""
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
-        others = self.hidden_size + sum(map(prod, self.input_shapes.values()))
+        others = self.hidden_size * (1 + self.norm_bias) + sum(map(prod, self.input_shapes.values()))
         return embeddings + sum(layer.num_parameters for layer in self.layers) + others
 
     def check_length(self, longest: int, *, where: str = "", sample: str = "the longest sample") -> None:

@@ -92,7 +92,10 @@ def _head_sizes(values: Mapping[str, Any], family: Family) -> _Pairs:
     read = family.canonical(values)
     turning, others = read.get("qk_rope_head_dim"), read.get("qk_nope_head_dim")
     if family.latent and "head_dim" in values:
-        yield "head_dim", values["head_dim"], "qk_rope_head_dim", turning
+        if not family.whole_heads:
+            yield "head_dim", values["head_dim"], "qk_rope_head_dim", turning
+        elif isinstance(turning, int) and isinstance(others, int):
+            yield "head_dim", values["head_dim"], "qk_nope_head_dim + qk_rope_head_dim", others + turning
     if family.latent and "qk_head_dim" in values and isinstance(turning, int) and isinstance(others, int):
         yield "qk_head_dim", values["qk_head_dim"], "qk_nope_head_dim + qk_rope_head_dim", others + turning
     layers = read.get("per_layer_config")
@@ -113,7 +116,7 @@ def _ropes(values: Mapping[str, Any], family: Family) -> _Pairs:
         local = name == _SLIDING and family.scaled_layers == _FULL
         outside = (
             ("rope_theta", "rope_local_base_freq" if local else "rope_theta", None),
-            ("partial_rotary_factor", "partial_rotary_factor", None),
+            ("partial_rotary_factor", "partial_rotary_factor", _share(values, family)),
             ("max_position_embeddings", "max_position_embeddings", None),
             (_CONTEXT, _CONTEXT, context),
             (_CONTEXT, "initial_context_length", None),
@@ -135,6 +138,12 @@ def _ropes(values: Mapping[str, Any], family: Family) -> _Pairs:
                 outside = None if family.scaled_layers == _FULL else values.get(key, family.reads.get(key, default))
                 if a.get(key) is not None and (value := b.get(key, outside)) is not None:
                     yield f"{new}.{key}", a[key], f"{old}.{key}", value  # transformers takes the older table alone
+
+
+def _share(values: Mapping[str, Any], family: Family) -> float | None:
+    """The share of a head's channels that rotates, where a key says their number."""
+    width, head = values.get("rotary_dim"), values.get("head_dim", family.reads.get("head_dim"))
+    return width / head if isinstance(width, int) and isinstance(head, int) and head else None
 
 
 def _by_type(key: str, table: Mapping[str, Any], family: Family) -> Mapping[str, tuple[str, Mapping[str, Any]]]:

@@ -30,6 +30,7 @@ class Attention:
         soft_cap: bound of the scores (None: none).
         qk_norm: whether q and k are normalised: each head on its own, or all heads together.
         bias, o_bias: whether q, k and v, and the output, have a bias.
+        turned_norm: q and k of each head are normalised after they rotate, not before.
         fused: q, k and v are one projection, `qkv_proj`.
         sinks: every head has a frozen score of nothing: softmax's sum has one more term, e^sink.
         gated: q_proj has a gate for each output of attention, which is multiplied by its sigmoid: in each head first
@@ -54,6 +55,7 @@ class Attention:
     bias: bool = False
     o_bias: bool = False
     fused: bool = False
+    turned_norm: bool = False
     sinks: bool = False
     gated: bool = False
     v_norm: bool = False

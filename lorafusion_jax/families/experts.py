@@ -30,8 +30,9 @@ class Router:
         scale: factor of the weights.
         bias: whether x W has a bias.
         correction: whether there is an offset of each expert that is used to choose, but not to weigh.
-        groups, top_groups: experts come in groups, and only those of the best groups can be chosen. The value of a
-            group is the sum of its two best experts.
+        groups, top_groups: experts come in groups, and only those of the best groups can be chosen.
+        group_value: what makes a group one of the best: the sum of its two best experts, or its best one.
+        balanced: whether transformers has a load-balancing loss for this router, if it scores by softmax.
         scaled: x is normalised, without a weight, and multiplied by frozen factors over √D, and each expert has a
             frozen factor of its weights.
     """
@@ -43,12 +44,14 @@ class Router:
     correction: bool = False
     groups: int = 1
     top_groups: int = 1
+    group_value: Literal["best two", "best"] = "best two"
+    balanced: bool = True
     scaled: bool = False
 
     @property
     def has_balance_loss(self) -> bool:
         """Whether transformers has a load-balancing loss for it."""
-        return self.score != "sigmoid" and not self.scaled
+        return self.balanced and self.score != "sigmoid" and not self.scaled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

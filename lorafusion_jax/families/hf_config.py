@@ -12,6 +12,7 @@ Width = Annotated[int, Field(ge=1, le=2**20)]
 Entries = Annotated[int, Field(ge=1, le=2**24)]
 Depth = Annotated[int, Field(ge=1, le=4096)]
 Positions = Annotated[int, Field(ge=1, le=2**31 - 1)]
+Share = Annotated[float, Field(ge=0, le=1e30, allow_inf_nan=False)]
 Positive = Annotated[float, Field(ge=1e-30, le=1e30, allow_inf_nan=False)]
 SHOWN = 60  # characters of an invalid value to show in a message
 
@@ -35,6 +36,7 @@ class HFConfig(BaseModel):
     attention_bias: bool | None = None
     attention_out_bias: bool | None = None
     qkv_bias: bool | None = None
+    use_bias: bool | None = None
     mlp_bias: bool | None = None
     max_position_embeddings: Positions | None = None
     original_max_position_embeddings: Positions | None = None
@@ -43,10 +45,11 @@ class HFConfig(BaseModel):
     rope_parameters: dict[str, Any] | None = None
     rope_scaling: dict[str, Any] | None = None
     partial_rotary_factor: Annotated[float, Field(gt=0, le=1)] | None = None
+    rotary_dim: Width | None = None
     sliding_window: Positions | None = None
     use_sliding_window: bool | None = None
     max_window_layers: Annotated[int, Field(ge=0)] | None = None
-    sliding_window_pattern: Annotated[int, Field(ge=1)] | None = None
+    sliding_window_pattern: Annotated[int, Field(ge=0)] | str | None = None
     layer_types: list[str] | None = None
     no_rope_layers: list[int] | None = None
     no_rope_layer_interval: Annotated[int, Field(ge=1)] | None = None
@@ -58,6 +61,8 @@ class HFConfig(BaseModel):
     embedding_multiplier: Positive | None = None
     residual_multiplier: Positive | None = None
     logits_scaling: Positive | None = None
+    logit_scale: Positive | None = None
+    use_parallel_residual: bool | None = None
     num_experts: Entries | None = None
     num_experts_per_tok: Width | None = None
     moe_intermediate_size: Width | None = None
@@ -84,6 +89,7 @@ class HFConfig(BaseModel):
     routed_scaling_factor: Positive | None = None
     n_group: Width | None = None
     topk_group: Width | None = None
+    topk_method: str | None = None
     use_qk_norm: bool | None = None
     global_head_dim: Width | None = None
     num_global_key_value_heads: Width | None = None
@@ -117,8 +123,9 @@ class RopeValues(BaseModel):
     beta_fast: Positive | None = None
     beta_slow: Positive | None = None
     attention_factor: Positive | None = None
-    mscale: Positive | None = None
-    mscale_all_dim: Positive | None = None
+    mscale: Share | None = None
+    mscale_all_dim: Share | None = None
+    alpha: Positive | None = None
     truncate: bool | None = None
     short_factor: list[float] | None = None
     long_factor: list[float] | None = None
@@ -153,7 +160,9 @@ SWITCHES = frozenset((
     "chunk_size_feed_forward", "add_cross_attention", "is_decoder", "is_encoder_decoder", "cross_attention_hidden_size",
     "tie_encoder_decoder", "pruned_heads", "sparsity_config", "use_bidirectional_attention", "num_experts",
     "num_local_experts", "per_layer_config", "output_router_logits", "router_jitter_noise",
-    "attention_bias", "mlp_bias", "rope_interleaved",
+    "attention_bias", "mlp_bias", "rope_interleaved", "qkv_bias", "bias", "norm_topk_prob", "use_cla",
+    "add_classification_head", "use_qk_norm", "qk_layernorm", "use_parallel_embedding", 
+    "shared_intermediate_size",
 ))  # fmt: skip
 
 

@@ -7,19 +7,21 @@ from typing import Literal
 
 from lorafusion_jax.layout.layer import FrozenArray, Linear, Norm, SavedTensor
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu2"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu2", "relu", "xielu"]
 MODULE = "mlp"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mlp:
-    """down_proj(activation(gate_proj x) · up_proj x).
+    """down_proj(activation(gate_proj x) · up_proj x), or down_proj(activation(up_proj x)).
 
     Args:
         width: D.
         inner: F.
         bias: whether the projections have a bias.
         fused: gate and up are one projection, `gate_up_proj`, gate first.
+        gated: whether there is a gate.
+        names: of its projections, as in checkpoints: gate, up and down; without a gate, up and down.
         module: part of the layer that owns it.
     """
 
@@ -28,14 +30,17 @@ class Mlp:
     activation: Activation = "silu"
     bias: bool = False
     fused: bool = False
+    gated: bool = True
+    names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
     module: str = MODULE
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        gates = {"gate_up_proj": 2 * self.inner} if self.fused else {"gate_proj": self.inner, "up_proj": self.inner}
+        *first, down = ("gate_up_proj", self.names[-1]) if self.fused else self.names
+        size = 2 * self.inner if self.fused else self.inner
         return (
-            *(self._linear(name, "gate_up", self.width, size) for name, size in gates.items()),
-            self._linear("down_proj", "down", self.inner, self.width),
+            *(self._linear(name, "gate_up", self.width, size) for name in first),
+            self._linear(down, "down", self.inner, self.width),
         )
 
     @property
@@ -44,10 +49,18 @@ class Mlp:
 
     @property
     def arrays(self) -> tuple[FrozenArray, ...]:
-        return ()
+        shapes = {"alpha_p": (1,), "alpha_n": (1,), "beta": (), "eps": ()} if self.activation == "xielu" else {}
+        return tuple(
+            FrozenArray(path=f"{self.module}.act_fn.{name}", half="mlp", shape=shape) for name, shape in shapes.items()
+        )
 
     @property
     def saved(self) -> tuple[SavedTensor, ...]:
+        if not self.gated:
+            return (
+                SavedTensor(name="up", half="mlp", width=self.inner, checkpoint="up"),
+                SavedTensor(name=f"{self.activation}(up)", half="mlp", width=self.inner),
+            )
         return (
             SavedTensor(name="gate", half="mlp", width=self.inner, checkpoint="gate"),
             SavedTensor(name="up", half="mlp", width=self.inner, checkpoint="up"),
@@ -67,7 +80,7 @@ class Mlp:
     @property
     def as_one_op(self) -> bool:
         """Whether there is an op for the whole MLP, on devices that have its kernels."""
-        return self.activation == "silu" and not self.fused
+        return self.activation == "silu" and self.gated and not self.fused
 
     def _linear(self, name: str, site: str, inputs: int, outputs: int) -> Linear:
         return Linear(

@@ -14,9 +14,19 @@ WRAPPERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "gemma4_unified": ("Gemma4UnifiedForConditionalGeneration", ("gemma4_unified_text",)),
     "qwen3_5": ("Qwen3_5ForConditionalGeneration", ("qwen3_5_text",)),
     "qwen3_5_moe": ("Qwen3_5MoeForConditionalGeneration", ("qwen3_5_moe_text",)),
-    "mistral3": ("Mistral3ForConditionalGeneration", ("mistral", "ministral3")),
+    "mistral3": ("Mistral3ForConditionalGeneration", ("mistral", "ministral3", "mistral4")),
+    "qwen2_vl": ("Qwen2VLForConditionalGeneration", ("qwen2_vl_text",)),
+    "qwen2_5_vl": ("Qwen2_5_VLForConditionalGeneration", ("qwen2_5_vl_text",)),
+    "qwen3_vl": ("Qwen3VLForConditionalGeneration", ("qwen3_vl_text",)),
+    "qwen3_vl_moe": ("Qwen3VLMoeForConditionalGeneration", ("qwen3_vl_moe_text",)),
 }
 UNCAPPED = ("gemma3",)  # in transformers 5.23 the whole model has no soft cap of the logits, unlike its text model
+FLAT = ("qwen2_vl", "qwen2_5_vl")  # published files have the keys of the text part beside those of the others
+OF_IMAGES = (
+    "vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id",
+    "vision_token_id",
+)  # fmt: skip
+OF_ROOT = {"qwen3_vl_moe": "tie_word_embeddings"}  # keys of the whole model only; its text part has a default in files
 TEXT = "text_config"
 SCORED = ("gemma3", "qwen3_5")  # of which transformers 5.23 has models with a score in place of the head
 TEXT_ROOT = "model."  # of the names of a model of text
@@ -26,6 +36,7 @@ SHARED = ("tie_word_embeddings", "quantization_config")  # keys that the whole m
 _LAYOUTS: tuple[Mapping[str, str], ...] = (
     {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."},
     {"model.": "model.language_model.", "lm_head.": "lm_head."},
+    {"model.": "model.", "lm_head.": "lm_head."},
 )
 
 
@@ -37,12 +48,17 @@ def text_part(raw: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     ({'hidden_size': 8, 'architectures': ['Gemma3ForCausalLM'], 'model_type': 'gemma3_text'}, 'gemma3')
     """
     architectures, text = raw.get("architectures"), raw.get(TEXT)
+    flat = text is None
     names = architectures if isinstance(architectures, list) else []
     wrapper = next((name for name, (architecture, _) in WRAPPERS.items() if architecture in names), "")
     if not names and isinstance(raw.get("model_type"), str) and raw["model_type"] in WRAPPERS:
         wrapper = raw["model_type"]
+    if flat and wrapper in FLAT:
+        text = {key: value for key, value in raw.items() if key not in (*OF_IMAGES, "architectures", "model_type")}
     if not wrapper or not isinstance(text, dict):
         return dict(raw), ""
+    if wrapper in OF_ROOT:
+        text = text | {OF_ROOT[wrapper]: raw.get(OF_ROOT[wrapper], False)}
     families = WRAPPERS[wrapper][1]
     family = text.get("model_type", families[0])
     shared = {key: raw[key] for key in SHARED if raw.get(key) is not None and text.get(key) is None}

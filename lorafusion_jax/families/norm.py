@@ -7,23 +7,29 @@ from typing import Literal
 
 from lorafusion_jax.layout.layer import FrozenArray, Half, Linear, Norm, SavedTensor
 
-Place = Literal["pre", "post", "sandwich"]
+Place = Literal["pre", "post", "sandwich", "parallel", "parallel of two"]
+Kind = Literal["rms", "layer"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Norms:
-    """Root-mean-square norms before attention and MLP, after them, or both.
+    """Norms before attention and MLP, after them, or both.
 
-    y = (weight + offset) · x / √(mean(x²) + eps)
+    y = (weight + offset) · x / √(mean(x²) + eps),  or of x - mean(x) in place of x, + bias
 
     Args:
         width: D.
-        position: "pre": x + f(norm x);  "post": x + norm(f(x));  "sandwich": x + norm(f(norm x)).
+        position: "pre": x + f(norm x);  "post": x + norm(f(x));  "sandwich": x + norm(f(norm x));  "parallel": both
+            halves read the norm of one x, x + attention(norm x) + mlp(norm x);  "parallel of two": each has its norm.
+        kind: "layer": of x without its mean.
+        bias: whether layer norms have a bias; weight and bias are the rows of one leaf, [2, D].
         offset: added to every weight of a layer's norms and of the final norm.
     """
 
     width: int
     position: Place = "pre"
+    kind: Kind = "rms"
+    bias: bool = False
     offset: float = 0.0
     eps: float = 1e-6
 
@@ -34,15 +40,22 @@ class Norms:
             "pre": {"attention": "input_layernorm", "mlp": "post_attention_layernorm"},
             "post": {},
             "sandwich": {"attention": "input_layernorm", "mlp": "pre_feedforward_layernorm"},
+            "parallel": {"attention": "input_layernorm"},
+            "parallel of two": {"attention": "input_layernorm", "mlp": "post_attention_layernorm"},
         }
         return names[self.position]
 
     @property
     def after(self) -> dict[Half, str]:
         """Names of the norms of the outputs."""
-        if self.position == "pre":
+        if self.position not in ("post", "sandwich"):
             return {}
         return {"attention": "post_attention_layernorm", "mlp": "post_feedforward_layernorm"}
+
+    @property
+    def parallel(self) -> bool:
+        """Whether attention and the MLP read one x, so that no stage ends between them."""
+        return self.position.startswith("parallel")
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -51,7 +64,7 @@ class Norms:
     @property
     def norms(self) -> tuple[Norm, ...]:
         places = [*self.before.items(), *self.after.items()]
-        return tuple(Norm(path=name, half=half, width=self.width) for half, name in places)
+        return tuple(Norm(path=name, half=half, width=self.width, bias=self.bias) for half, name in places)
 
     @property
     def arrays(self) -> tuple[FrozenArray, ...]:
@@ -69,6 +82,8 @@ class Norms:
                 SavedTensor(name="x between", half="mlp", width=self.width, entry=True),
                 SavedTensor(name="down_out", half="mlp", width=self.width, checkpoint="down_out"),
             )
+        elif self.parallel:
+            outputs = ()
         else:
             outputs = (SavedTensor(name="o_out", half="mlp", width=self.width, checkpoint="o_out", entry=True),)
         inputs = [norm for norm in self.norms if norm.path in self.before.values()]

@@ -47,10 +47,15 @@ def read_pattern(
     count = hf.num_hidden_layers or 0
     names = _layer_types(hf, family, count)
     turns = _turns(hf, family, count)
+    if family.rotated != "all":
+        every = family.rotated == "windows, if any" and hf.sliding_window is None
+        turns = [every or name == SLIDING for name in names]
     listed = (("layer_types", names), ("no_rope_layers", turns), ("mlp_layer_types", _dense(hf, family, count)))
     for key, values in listed:
         if len(values) != count:
             malformed.append(f"{key} has {len(values)} entries, and there are {count} layers")
+    if isinstance(hf.sliding_window_pattern, str) and hf.layer_types is None and hf.sliding_window is not None:
+        unsupported.append(f"sliding_window_pattern={shortened(hf.sliding_window_pattern)} without layer_types")
     known = (*LAYER_TYPES, LINEAR) if family.delta_net is not None else LAYER_TYPES
     if "mlp_layer_types" in family.meanings:
         unsupported += _unread_mlp_types(hf)
@@ -89,6 +94,8 @@ def _layer_types(hf: HFConfig, family: Family, count: int) -> list[str]:
     if hf.layer_types is not None and "layer_types" in reads:
         return [FULL if off and name == SLIDING and "use_sliding_window" in reads else name for name in hf.layer_types]
     if off or family.windows == "never":
+        return [FULL] * count
+    if isinstance(hf.sliding_window_pattern, str):  # refused by `read_pattern`
         return [FULL] * count
     if family.windows == "all":
         return [SLIDING] * count

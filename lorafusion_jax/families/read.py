@@ -9,7 +9,7 @@ from typing import Any
 from lorafusion_jax.families.agreement import contradictions, outside_text
 from lorafusion_jax.families.hf_config import HFConfig, parse_part, shortened, unread_keys
 from lorafusion_jax.families.mlp import Activation
-from lorafusion_jax.families.multimodal import SHARED, TEXT, UNCAPPED, text_part
+from lorafusion_jax.families.multimodal import OF_ROOT, SHARED, TEXT, UNCAPPED, text_part
 from lorafusion_jax.families.pattern import LayerType, read_pattern
 from lorafusion_jax.families.quantised import UnknownFormat, format_name
 from lorafusion_jax.families.read_delta_net import read_delta_net
@@ -28,6 +28,7 @@ _ACTIVATIONS: dict[str | None, Activation] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
     "relu2": "relu2",
+    "xielu": "xielu",
 }
 
 
@@ -45,7 +46,8 @@ def translate(raw: dict[str, Any], malformed: list[str], unsupported: list[str])
     malformed += different
     if name is not None:
         malformed += contradictions(raw, family)
-        malformed += outside_text(root, root[TEXT], SHARED, family) if wrapper else []
+        if wrapper and root.get(TEXT):
+            malformed += outside_text(root, {**root[TEXT], **_of_root(root, wrapper)}, SHARED, family)
     hf = parse_part(HFConfig, family.canonical(raw), malformed)
     malformed += _missing(hf, family, malformed)
     heads, hidden = hf.num_attention_heads or 0, hf.hidden_size or 0
@@ -108,6 +110,10 @@ def _names_of_whole(root: Mapping[str, Any], wrapper: str) -> list[str]:
     return [_different_names(root["architectures"], name)]
 
 
+def _of_root(root: Mapping[str, Any], wrapper: str) -> dict[str, Any]:
+    return {OF_ROOT[wrapper]: root.get(OF_ROOT[wrapper])} if wrapper in OF_ROOT else {}
+
+
 def _different_names(architectures: object, model_type: object) -> str:
     return (
         f"architectures={shortened(architectures)} and model_type={shortened(model_type)} name different models "
@@ -161,7 +167,7 @@ def _dropouts(raw: Mapping[str, Any], family: Family, malformed: list[str]) -> t
 
 def _numbers(hf: HFConfig, family: Family) -> dict[str, Any]:
     """Fields that follow from single keys; those that all models of the family have in common take precedence."""
-    biased = bool(hf.attention_bias)
+    biased = bool(hf.attention_bias or hf.use_bias)
     scale = hf.attention_multiplier
     if hf.query_pre_attn_scalar is not None:
         scale = hf.query_pre_attn_scalar**-0.5
@@ -170,7 +176,7 @@ def _numbers(hf: HFConfig, family: Family) -> dict[str, Any]:
         "qk_norm": bool(hf.use_qk_norm),
         "qkv_bias": biased if hf.qkv_bias is None else hf.qkv_bias,
         "o_bias": biased if hf.attention_out_bias is None else hf.attention_out_bias,
-        "mlp_bias": bool(hf.mlp_bias),
+        "mlp_bias": bool(hf.mlp_bias or hf.use_bias),
         "tie_embeddings": bool(hf.tie_word_embeddings),
         "max_positions": 2048 if hf.max_position_embeddings is None else hf.max_position_embeddings,
         "activation": _ACTIVATIONS.get(hf.hidden_act, "silu"),
@@ -179,7 +185,8 @@ def _numbers(hf: HFConfig, family: Family) -> dict[str, Any]:
         "final_soft_cap": hf.final_logit_softcapping,
         "embedding_scale": 1.0 if hf.embedding_multiplier is None else hf.embedding_multiplier,
         "residual_scale": 1.0 if hf.residual_multiplier is None else hf.residual_multiplier,
-        "logit_scale": 1.0 if hf.logits_scaling is None else 1 / hf.logits_scaling,
+        "logit_scale": hf.logit_scale or (1.0 if hf.logits_scaling is None else 1 / hf.logits_scaling),
+        "norms": family.parallel if hf.use_parallel_residual else "pre",
     }
     root = {"embedding_scale": (hf.hidden_size or 1) ** 0.5} if family.fields.get("embedding_scale") == "sqrt" else {}
     return numbers | dict(family.fields) | root

@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from lorafusion_jax.families.experts import Experts, Router
-from lorafusion_jax.families.hf_config import HFConfig
+from lorafusion_jax.families.hf_config import HFConfig, shortened
 from lorafusion_jax.families.mlp import Activation, Mlp
 from lorafusion_jax.families.parallel_experts import ParallelExperts
 from lorafusion_jax.families.table import Family
 from lorafusion_jax.layout.layer import BESIDE
+
+_METHODS = ("greedy", "group_limited_greedy")
 
 
 def read_experts(
@@ -25,6 +27,8 @@ def read_experts(
         malformed.append(
             f"{family.key_of('num_experts_per_tok')}={active} is more than {family.key_of('num_experts')}={count}"
         )
+    if hf.topk_method not in (None, *_METHODS):
+        unsupported.append(f"topk_method={shortened(hf.topk_method)} (known: {', '.join(_METHODS)})")
     if hf.swiglu_alpha not in (None, 1.702):
         unsupported.append(f"swiglu_alpha={hf.swiglu_alpha} (known: 1.702)")
     kind = ParallelExperts if "enable_moe_block" in family.meanings else Experts
@@ -49,8 +53,8 @@ def _router(hf: HFConfig, router: Router) -> Router:
         router,
         normalise=router.normalise if hf.norm_topk_prob is None else hf.norm_topk_prob,
         scale=router.scale if hf.routed_scaling_factor is None else hf.routed_scaling_factor,
-        groups=hf.n_group or 1,
-        top_groups=hf.topk_group or 1,
+        groups=1 if hf.topk_method == "greedy" else hf.n_group or 1,
+        top_groups=1 if hf.topk_method == "greedy" else hf.topk_group or 1,
     )
 
 

@@ -31,7 +31,7 @@ def read_latent(
         value_dim=hf.v_head_dim or 1,
         mscale=_mscale(hf.rope_parameters or hf.rope_scaling or {}),
         bias=bias,
-        interleaved=bool(hf.rope_interleave),
+        interleaved=bool(hf.rope_interleave) if "rope_interleave" in family.meanings else True,
     )
 
 

@@ -20,6 +20,8 @@ _NEEDS = {  # of each kind of scaling
     "yarn": ("factor",),
     "longrope": ("short_factor", "long_factor"),
     "proportional": (),
+    "dynamic": ("factor",),
+    "mrope": (),
 }
 _MAY = {  # besides theta, kind, share, and lengths
     "yarn": ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"),
@@ -102,23 +104,31 @@ class _Reader:
         unread = [f"rope parameter {shortened(key)} of {kind}" for key in others]
         self._add(self.unsupported, unread)
         self._add(self.malformed, problems)
+        if kind == "mrope" and "mrope_section" not in self.family.known_of_rope:
+            self._add(self.unsupported, ["rope_type 'mrope' of a model of text"])
         channels = self.channels if kind == "proportional" else self._channels(values) or self.channels
         if problems or unread:
             return None
-        scaling = None if kind == "default" else self._scaling(kind, values, channels or self.head_dim)
+        # Dynamic scaling begins after the model's last position, and no sample is longer.
+        unscaled = kind in ("default", "dynamic", "mrope")
+        scaling = None if unscaled else self._scaling(kind, values, channels or self.head_dim)
         context, beta = values.original_max_position_embeddings, values.llama_4_scaling_beta or 0.0
         if beta and context is None:
             self._add(self.malformed, ["llama_4_scaling_beta needs original_max_position_embeddings"])
         more: dict[str, Any] = {"query_beta": beta, "query_context": context or 1} if beta else {}
         more |= {"share": values.partial_rotary_factor or 1.0} if kind == "proportional" else {}
-        return Rope(
-            theta=values.rope_theta or theta, scaling=scaling, channels=channels, **dict(self.family.rope) | more
-        )
+        theta = values.rope_theta or theta
+        if kind == "dynamic" and values.alpha and "alpha" in self.family.known_of_rope:
+            theta *= values.alpha ** (self.head_dim / (self.head_dim - 2))
+        return Rope(theta=theta, scaling=scaling, channels=channels, **dict(self.family.rope) | more)
 
     def _channels(self, values: RopeValues) -> int | None:
         share = values.partial_rotary_factor
         share = self.hf.partial_rotary_factor if share is None else share
-        if share is None or share == 1:
+        if share is None and self.hf.rotary_dim is not None:
+            share = self.hf.rotary_dim / self.head_dim
+        every = (self.hf.qk_nope_head_dim or 0) + self.head_dim
+        if share is None or share == 1 or (self.family.whole_heads and share * every == self.head_dim):
             return None
         channels = int(self.head_dim * share)
         if "partial_rotary_factor" not in self.family.meanings or self.family.latent:

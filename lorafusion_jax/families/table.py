@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from lorafusion_jax.families.experts import Router
 from lorafusion_jax.families.hf_config import COMMON
+from lorafusion_jax.families.norm import Place
 from lorafusion_jax.layout.layer import GLOBAL_ATTENTION, PARALLEL, PER_LAYER, PER_LAYER_NAMES, WIDE_MLP
 from lorafusion_jax.plugins import find, known_names
 
@@ -50,10 +51,13 @@ class Family:
             MLP instead.
         expert_names: tensors of the experts in a checkpoint, "{}" for the number of the layer's expert: of gate and of
             up [F, D] and of down [D, F]; or two tensors of all experts, [E, in, out].
-        experts_transposed: these two are [E, out, in].
+        experts_transposed: these two are [E, out, in]. Where only the other order fits a file, it has that.
         delta_net: fields of `DeltaNet` that all models of the family have in common; None: it has no such layers. The
             keys `linear_…` say the others, and `layer_types` or `full_attention_interval` which layers have it.
         latent: attention has latents; the keys `q_lora_rank`, `kv_lora_rank`, `qk_…` and `v_head_dim` say their widths.
+        whole_heads: with latents, `head_dim` counts all channels of q and k, not only the rotating ones.
+        rotated: layers with rotary embeddings: all, or those with a window ("if any": all of a model without windows).
+        parallel: position of the norms where `use_parallel_residual` is true.
         rope: further fields of `Rope` that all layers of the family have in common, e.g. {"interleaved": True}.
         known_of_rope: keys of `rope_parameters` that do not change what is computed of text.
         ignored: beginnings of the names of a checkpoint's tensors that are left out.
@@ -76,7 +80,10 @@ class Family:
     experts_transposed: bool = False
     delta_net: Mapping[str, Any] | None = None
     latent: bool = False
+    whole_heads: bool = False
     rope: Mapping[str, Any] = field(default_factory=dict)
+    rotated: Literal["all", "windows", "windows, if any"] = "all"
+    parallel: Place = "parallel"
     known_of_rope: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
     modules: Mapping[str, str] = field(default_factory=dict)
@@ -198,6 +205,42 @@ _OF_DEEPSEEK = (
     "topk_method", "router_aux_loss_coef", "aux_loss_alpha", "seq_aux",
 )  # fmt: skip
 
+# Text parts of models of images: all three positions of a token are equal, so mrope is a plain rope.
+_MROPE = ("mrope_section", "mrope_interleaved")
+_QWEN_2_VL: dict[str, Any] = {
+    "windows": "switched", "fields": {"qkv_bias": True}, "known_of_rope": _MROPE,
+    "reads": {
+        "vocab_size": 152064, "hidden_size": 8192, "intermediate_size": 29568, "num_hidden_layers": 80,
+        "num_attention_heads": 64, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6,
+        "max_position_embeddings": 32768, **_SWITCHED, "max_window_layers": 80,
+    },
+}  # fmt: skip
+_QWEN_3_VL = {
+    "vocab_size": 151936, "head_dim": 128, "rope_theta": 5e5, "max_position_embeddings": 128000,
+    "attention_bias": False,
+}  # fmt: skip
+_QWEN_3_VL_MOE = {
+    "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 24, "num_attention_heads": 16,
+    "num_key_value_heads": 16, "num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408,
+    "decoder_sparse_step": 1, "mlp_only_layers": None, "tie_word_embeddings": True,
+}  # fmt: skip
+_UNGATED = {"mlp_gated": False, "mlp_names": ("up_proj", "down_proj")}
+_LAYER_NORMS = {"norm_kind": "layer", "norm_bias": True}
+
+# Keys of published files that transformers does not read either.
+_OF_HUNYUAN = (
+    "attention_head_dim", "cla_share_factor", "class_num", "dense_list", "eod_token_id", "im_end_id", "im_newline_id",
+    "im_start_id", "mask_init_id", "norm_type", "num_experts", "org_vocab_size", "pad_id", "pool_type", "text_end_id",
+    "text_start_id", "use_qk_norm",
+)  # fmt: skip
+_OF_DOTS = ("scoring_func", "topk_method", "moe_layer_freq", "ep_size", "pretraining_tp")
+_OF_MINIMAX = (
+    "attn_type_list", "layernorm_full_attention_alpha", "layernorm_full_attention_beta",
+    "layernorm_linear_attention_alpha", "layernorm_linear_attention_beta", "layernorm_mlp_alpha",
+    "layernorm_mlp_beta", "mlp_intermediate_size", "mtp_transformer_layers", "num_mtp_modules", "qk_norm_type",
+    "scoring_func", "use_mtp", "use_qk_norm", "use_routing_bias",
+)  # fmt: skip
+
 # Where config.json has neither spelling, transformers' Gpt-oss and Ministral 3 have these.
 _GPT_OSS_ROPE = {
     "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
@@ -207,10 +250,19 @@ _MINISTRAL_3_ROPE = {
     "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384,
     "beta_fast": 32.0, "beta_slow": 1.0, "mscale_all_dim": 1.0, "mscale": 1.0, "llama_4_scaling_beta": 0.1,
 }  # fmt: skip
+_APERTUS_ROPE = {
+    "rope_type": "llama3", "rope_theta": 1.2e7, "factor": 8.0, "original_max_position_embeddings": 8192,
+    "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+}  # fmt: skip
+_MISTRAL_4_ROPE = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 128.0, "original_max_position_embeddings": 8192,
+    "beta_fast": 32.0, "beta_slow": 1.0, "mscale_all_dim": 1.0, "mscale": 1.0, "llama_4_scaling_beta": 0.1,
+}  # fmt: skip
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(
-        architectures=("LlamaForCausalLM",), model_types=("internlm3", "iquestcoder"),
+        architectures=("LlamaForCausalLM", "InternLM3ForCausalLM", "IQuestCoderForCausalLM"),
+        model_types=("internlm3", "iquestcoder"),
         reads={"attention_bias": False, "mlp_bias": False},
     ),
     "mistral": Family(
@@ -347,6 +399,182 @@ FAMILIES: dict[str, Family] = {
             "partial_rotary_factor": 1.0,
         },
         keys=_GROUP_KEYS, modules={"mlp.router": "mlp.gate"}, known=_OF_DEEPSEEK,
+    ),
+    "qwen2_vl_text": Family(architectures=("Qwen2VLTextModel",), **_QWEN_2_VL),
+    "qwen2_5_vl_text": Family(architectures=("Qwen2_5_VLTextModel",), **_QWEN_2_VL),
+    "qwen3_vl_text": Family(
+        architectures=("Qwen3VLTextModel",), fields={"qk_norm": True}, known_of_rope=_MROPE,
+        reads=_QWEN_3_VL | {
+            "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32, "num_attention_heads": 32,
+            "num_key_value_heads": 32,
+        },
+    ),
+    "qwen3_vl_moe_text": Family(
+        architectures=("Qwen3VLMoeTextModel",), fields={"qk_norm": True}, known_of_rope=_MROPE, experts={},
+        reads=_QWEN_3_VL | _QWEN_3_VL_MOE,
+        keys={"num_local_experts": "num_experts", "num_experts": "num_experts"}, modules={"mlp.router": "mlp.gate"},
+        known=("router_aux_loss_coef", "norm_topk_prob"), experts_transposed=True,
+        expert_names=("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
+    ),
+    "exaone4": Family(
+        architectures=("Exaone4ForCausalLM",), windows=4, rotated="windows, if any",
+        fields={"norms": "post", "qk_norm": True},
+        reads={
+            "vocab_size": 102400, "hidden_size": 4096, "intermediate_size": 16384, "num_hidden_layers": 32,
+            "num_attention_heads": 32, "num_key_value_heads": 32, "rms_norm_eps": 1e-5, "sliding_window": 4096,
+            "sliding_window_pattern": 4, "layer_types": None,
+        },
+    ),
+    "hunyuan_v1_dense": Family(
+        architectures=("HunYuanDenseV1ForCausalLM",), fields={"qk_norm": True, "turned_norm": True},
+        reads={"attention_bias": False, "rms_norm_eps": 1e-5},
+        dropouts={"attention_dropout": 0.0}, known=_OF_HUNYUAN,
+        known_of_rope=("alpha", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
+        modules={"self_attn.q_norm": "self_attn.query_layernorm", "self_attn.k_norm": "self_attn.key_layernorm"},
+    ),
+    "ernie4_5": Family(
+        architectures=("Ernie4_5ForCausalLM",), rope={"interleaved": True},
+        reads={
+            "vocab_size": 103424, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 18,
+            "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 131072, "tie_word_embeddings": True, "rope_theta": 5e5, "use_bias": False,
+        },
+    ),
+    "glm4": Family(
+        architectures=("Glm4ForCausalLM",), rope={"interleaved": True},
+        fields={"norms": "sandwich", "fused": "mlp", "o_bias": False},
+        reads={
+            "vocab_size": 151552, "hidden_size": 4096, "intermediate_size": 13696, "num_hidden_layers": 40,
+            "num_attention_heads": 32, "num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1.5625e-7,
+            "max_position_embeddings": 131072, "attention_bias": True, "partial_rotary_factor": 0.5,
+        },
+        modules={
+            "post_attention_layernorm": "post_self_attn_layernorm",
+            "pre_feedforward_layernorm": "post_attention_layernorm",
+            "post_feedforward_layernorm": "post_mlp_layernorm",
+        },
+    ),
+    "olmoe": Family(
+        architectures=("OlmoeForCausalLM",), fields={"qk_norm": "full"}, experts={}, modules={"mlp.router": "mlp.gate"},
+        reads={
+            "vocab_size": 50304, "hidden_size": 2048, "intermediate_size": 2048, "num_hidden_layers": 16,
+            "num_attention_heads": 16, "rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "attention_bias": False,
+            "num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False,
+        },
+        keys={"num_local_experts": "num_experts", "num_experts": "num_experts"}, known=("router_aux_loss_coef",),
+    ),
+    "dots1": Family(
+        architectures=("Dots1ForCausalLM",), windows="switched", fields={"qk_norm": True},
+        experts={"router": _SIGMOID}, modules={"mlp.router": "mlp.gate"}, keys=_GROUP_KEYS, known=_OF_DOTS,
+        reads=_GROUPS | {
+            "vocab_size": 152064, "hidden_size": 4608, "intermediate_size": 10944, "num_hidden_layers": 62,
+            "num_attention_heads": 32, "num_key_value_heads": 32, "attention_bias": False, "sliding_window": 4096,
+            "max_window_layers": 62, "layer_types": None, "num_experts": None, "num_experts_per_tok": None,
+            "n_shared_experts": None, "moe_intermediate_size": 1408, "first_k_dense_replace": 0,
+            "norm_topk_prob": False,
+        },
+    ),
+    "deepseek_v2": Family(
+        architectures=("DeepseekV2ForCausalLM",), latent=True, keys=_GROUP_KEYS, modules={"mlp.router": "mlp.gate"},
+        experts={"router": Router(normalise=False, group_value="best", balanced=False)},
+        reads={
+            "vocab_size": 102400, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+            "num_attention_heads": 32, "attention_bias": False, "q_lora_rank": 1536, "kv_lora_rank": 512,
+            "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "num_experts": 64,
+            "num_experts_per_tok": None, "n_shared_experts": 2, "moe_intermediate_size": 1407, "n_group": None,
+            "topk_group": None, "topk_method": "greedy", "routed_scaling_factor": 1.0, "first_k_dense_replace": 0,
+        },
+        known=tuple(key for key in _OF_DEEPSEEK if key != "topk_method"),
+    ),
+    "mistral4": Family(
+        architectures=("Mistral4ForCausalLM",), latent=True, whole_heads=True, keys=_GROUP_KEYS,
+        experts={"router": Router(balanced=False)}, modules={"mlp.router": "mlp.gate"},
+        reads=_GROUPS | {
+            "vocab_size": 131072, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
+            "num_attention_heads": 32, "num_key_value_heads": 32, "max_position_embeddings": 1048576,
+            "attention_bias": False, "q_lora_rank": 1024, "kv_lora_rank": 256, "qk_nope_head_dim": 64,
+            "qk_rope_head_dim": 64, "v_head_dim": 128, "rope_interleave": True, "num_experts": 128,
+            "num_experts_per_tok": 4, "moe_intermediate_size": 2048, "first_k_dense_replace": 0,
+            "llama_4_scaling_beta": None, "rope_parameters": _MISTRAL_4_ROPE,
+        },
+        known=("qk_head_dim", "pretraining_tp"),
+    ),
+    "minimax_m2": Family(
+        architectures=("MiniMaxM2ForCausalLM",), fields={"qk_norm": "full"},
+        experts={"router": _SIGMOID},
+        expert_names=tuple(f"block_sparse_moe.experts.{{}}.{name}" for name in ("w1", "w3", "w2")),
+        modules={
+            "mlp.router": "block_sparse_moe.gate",
+            "mlp.router.e_score_correction_bias": "block_sparse_moe.e_score_correction_bias",
+        },
+        keys={"num_local_experts": "num_experts", "num_experts": "num_experts"},
+        reads={
+            "vocab_size": 200064, "hidden_size": 3072, "intermediate_size": 1536, "num_hidden_layers": 62,
+            "num_attention_heads": 48, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 196608,
+            "rope_theta": 5e6, "num_experts": 256, "num_experts_per_tok": 8, "rotary_dim": None,
+            "partial_rotary_factor": None,
+        },
+        known=("router_aux_loss_coef", *_OF_MINIMAX),
+    ),
+    "arcee": Family(
+        architectures=("ArceeForCausalLM",), fields=_UNGATED,
+        reads={
+            "vocab_size": 32000, "hidden_size": 2560, "intermediate_size": 18432, "num_hidden_layers": 32,
+            "num_attention_heads": 32, "hidden_act": "relu2", "max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
+            "attention_bias": False, "mlp_bias": False,
+        },
+    ),
+    "apertus": Family(
+        architectures=("ApertusForCausalLM",), fields=_UNGATED | {"qk_norm": True},
+        reads={
+            "vocab_size": 131072, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+            "num_attention_heads": 32, "hidden_act": "xielu", "max_position_embeddings": 65536, "rms_norm_eps": 1e-5,
+            "attention_bias": False, "rope_theta": 1.2e7, "rope_parameters": _APERTUS_ROPE,
+        },
+        known=("post_norm", "qk_norm"),
+        modules={
+            "input_layernorm": "attention_layernorm", "post_attention_layernorm": "feedforward_layernorm",
+        },
+    ),
+    "starcoder2": Family(
+        architectures=("Starcoder2ForCausalLM",), windows="all",
+        fields=_LAYER_NORMS | {"mlp_gated": False, "mlp_names": ("c_fc", "c_proj")},
+        keys={"norm_epsilon": "rms_norm_eps"},
+        reads={
+            "vocab_size": 49152, "hidden_size": 3072, "intermediate_size": 12288, "num_hidden_layers": 30,
+            "num_attention_heads": 24, "num_key_value_heads": 2, "hidden_act": "gelu_pytorch_tanh",
+            "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "sliding_window": None, "use_bias": True,
+            "tie_word_embeddings": True,
+        },
+        dropouts={"attention_dropout": 0.0, "residual_dropout": 0.0, "embedding_dropout": 0.0},
+        known=(
+            "activation_function", "attention_softmax_in_fp32", "layer_norm_epsilon", "mlp_type", "norm_type",
+            "scale_attention_softmax_in_fp32", "scale_attn_weights",
+        ),
+    ),
+    "cohere2": Family(
+        architectures=("Cohere2ForCausalLM",), windows=4, rotated="windows", rope={"interleaved": True},
+        fields={"norms": "parallel", "norm_kind": "layer"}, keys={"layer_norm_eps": "rms_norm_eps"},
+        reads={
+            "vocab_size": 256000, "hidden_size": 8192, "intermediate_size": 22528, "num_hidden_layers": 40,
+            "num_attention_heads": 64, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "logit_scale": 0.0625,
+            "attention_bias": False, "sliding_window": 4096, "sliding_window_pattern": None, "layer_types": None,
+            "tie_word_embeddings": True,
+        },
+        known=(
+            "layer_switch", "order_of_interleaved_layers", "position_embedding_type", "rotary_pct",
+            "use_embedding_sharing", "use_gated_activation", "use_parallel_block",
+        ),
+    ),
+    "stablelm": Family(
+        architectures=("StableLmForCausalLM",), fields=_LAYER_NORMS,
+        keys={"layer_norm_eps": "rms_norm_eps", "use_qkv_bias": "qkv_bias"},
+        reads={
+            "vocab_size": 50304, "hidden_size": 2560, "intermediate_size": 6912, "num_hidden_layers": 32,
+            "num_attention_heads": 32, "num_key_value_heads": 32, "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5, "qkv_bias": False, "use_parallel_residual": False, "partial_rotary_factor": 0.25,
+        },
+        known=("rotary_scaling_factor",),
     ),
     "ministral": Family(
         architectures=("MinistralForCausalLM",), windows="all",

@@ -11,7 +11,7 @@ from lorafusion_jax.families.rope import Rope
 from lorafusion_jax.families.table import Family, family_named
 from lorafusion_jax.layout.layer import PARALLEL
 
-_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu2": "relu2"}
+_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu2": "relu2", "xielu": "xielu"}
 
 
 def config_json(model: Any) -> dict[str, Any]:  # a ModelConfig
@@ -23,6 +23,7 @@ def config_json(model: Any) -> dict[str, Any]:  # a ModelConfig
             "attention_bias": model.o_bias if family.fields.get("qkv_bias") else model.qkv_bias,
             "attention_out_bias": model.o_bias,
             "qkv_bias": model.qkv_bias,
+            "use_bias": model.qkv_bias,
             "mlp_bias": model.mlp_bias,
             "query_pre_attn_scalar": None if model.attention_scale is None else model.attention_scale**-2,
             "attention_multiplier": model.attention_scale,
@@ -31,6 +32,8 @@ def config_json(model: Any) -> dict[str, Any]:  # a ModelConfig
             "embedding_multiplier": model.embedding_scale,
             "residual_multiplier": model.residual_scale,
             "logits_scaling": 1 / model.logit_scale,
+            "logit_scale": model.logit_scale,
+            "use_parallel_residual": model.norms.startswith("parallel"),
             "use_qk_norm": bool(model.qk_norm),
         }
         | _windows(model, family)
@@ -53,7 +56,7 @@ def _common(model: Any, family: Family) -> dict[str, Any]:
         "num_hidden_layers": model.num_layers,
         "num_attention_heads": model.num_heads,
         "num_key_value_heads": model.num_kv_heads,
-        "head_dim": model.head_dim,
+        "head_dim": model.latent.score_dim if family.whole_heads else model.head_dim,
         "hidden_act": _ACTIVATIONS[model.activation],
         "rms_norm_eps": model.norm_eps,
         "tie_word_embeddings": model.tie_embeddings,
@@ -76,6 +79,7 @@ def _experts(model: Any) -> dict[str, Any]:
         "routed_scaling_factor": experts.router.scale,
         "n_group": experts.router.groups,
         "topk_group": experts.router.top_groups,
+        "topk_method": "greedy" if experts.router.groups == 1 else "group_limited_greedy",
         "n_shared_experts": 0 if experts.shared is None else experts.shared.inner // experts.inner,
         "shared_expert_intermediate_size": None if experts.shared is None else experts.shared.inner,
         "first_k_dense_replace": len(dense),

@@ -38,7 +38,10 @@ PATHS: Mapping[str, str] = {
         LINEAR_ATTENTION: (
             "in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj",
         ),
-        "mlp": ("gate_proj", "up_proj", "gate_up_proj", "down_proj", "experts_gate_up_proj", "experts_down_proj"),
+        "mlp": (
+            "gate_proj", "up_proj", "gate_up_proj", "down_proj", "c_fc", "c_proj", "experts_gate_up_proj",
+            "experts_down_proj",
+        ),
     }.items()
     for name in names
 } | {name: name for name in PER_LAYER_NAMES}  # fmt: skip
@@ -116,16 +119,23 @@ class Linear:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Norm:
-    """A root-mean-square norm.
+    """A norm.
 
     Args:
         path: path in the layer.
         width: size of its weight.
+        bias: whether it has one; the leaf is then [2, width], the weight and the bias.
     """
 
     path: str
     half: Half
     width: int
+    bias: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the leaf."""
+        return (2, self.width) if self.bias else (self.width,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -268,7 +278,7 @@ class LayerSpec:
                 shapes[f"{linear.path}.bias"] = (*stack, linear.out_features)
         shapes |= {array.path: array.shape for array in self.arrays if half in (None, array.half)}
         norms = (norm for norm in self.norms if half in (None, norm.half))
-        return shapes | {f"{norm.path}.weight": (norm.width,) for norm in norms}
+        return shapes | {f"{norm.path}.weight": norm.shape for norm in norms}
 
     @cached_property
     def split_axes(self) -> Mapping[str, int]:

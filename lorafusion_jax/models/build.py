@@ -12,7 +12,7 @@ from lorafusion_jax.adapters.spec import AdapterSpec, bank_rank
 from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.families.layer import Layer
 from lorafusion_jax.models.expert_linear import ExpertLinear
-from lorafusion_jax.models.norm import RMSNorm
+from lorafusion_jax.models.norm import LayerNorm, RMSNorm
 from lorafusion_jax.modules import LoRALinear
 
 
@@ -55,9 +55,11 @@ class Builder:
         linear = self.layer.linear(name)
         return ExpertLinear(linear, len(self.adapters), rank, dtype=self.dtype, rngs=self.rngs)
 
-    def norm(self, path: str) -> RMSNorm | None:
+    def norm(self, path: str) -> RMSNorm | LayerNorm | None:
         """The norm at a path of the layer; None if the layer has none there."""
         norm, around = self.layer.norm(path), self.layer.around
         if norm is None:
             return nnx.data(None)
+        if around.kind == "layer":
+            return LayerNorm(norm.width, eps=around.eps, dtype=self.dtype, bias=norm.bias)
         return RMSNorm(norm.width, eps=around.eps, offset=around.offset, dtype=self.dtype)

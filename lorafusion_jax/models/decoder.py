@@ -23,7 +23,7 @@ from lorafusion_jax.families.per_layer_input import TABLE
 from lorafusion_jax.models.attention import AttentionImplementation
 from lorafusion_jax.models.forward import embed, final_norm, layer_inputs, logits, run_layer
 from lorafusion_jax.models.layer import DecoderLayer
-from lorafusion_jax.models.norm import RMSNorm
+from lorafusion_jax.models.norm import LayerNorm, RMSNorm
 from lorafusion_jax.models.per_layer_input import own_inputs
 from lorafusion_jax.models.segments import Segments
 from lorafusion_jax.models.stream import activations
@@ -77,7 +77,11 @@ class Decoder(nnx.Module):
         refuse_only_in_runs(adapters)
         layers = [DecoderLayer(config, adapters, number=n, dtype=dtype, rngs=rngs) for n in range(config.num_layers)]
         self.layers = nnx.List(layers)
-        self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps, offset=config.norm_offset, dtype=dtype)
+        size = {"eps": config.norm_eps, "dtype": dtype}
+        if config.norm_kind == "layer":
+            self.norm = LayerNorm(config.hidden_size, bias=config.norm_bias, **size)
+        else:
+            self.norm = RMSNorm(config.hidden_size, offset=config.norm_offset, **size)
         tied = config.tie_embeddings
         self.lm_head = nnx.data(None) if tied else Table(config.vocab_size, config.hidden_size, dtype=dtype, rngs=rngs)
         _draw_adapters(self, adapters)

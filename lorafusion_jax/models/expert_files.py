@@ -29,7 +29,7 @@ class Part:
 
     Attributes:
         name: name in the checkpoint.
-        shape: its shape there: [rows, columns], or [E, K, N] or [E, N, K] of all experts.
+        shape: its shape there: [rows, columns], [columns] of one row, or [E, K, N] or [E, N, K] of all experts.
         row, column: first row and column of the rectangle.
         transposed: the tensor is [E, N, K].
         packed: the tensor is in MXFP4: NAME_blocks [E, N, K / 32, 16] and NAME_scales [E, N, K / 32].
@@ -54,8 +54,8 @@ class Part:
     @property
     def rectangle(self) -> tuple[int, int]:
         """Its rows and columns in [N, E · K]."""
-        if len(self.shape) == 2:
-            return self.shape[0], self.shape[1]
+        if len(self.shape) <= 2:
+            return (1, *self.shape)[-2], (1, *self.shape)[-1]
         experts, num_in, num_out = self.shape if not self.transposed else (self.shape[0], *self.shape[:0:-1])
         return num_out, experts * num_in
 
@@ -89,7 +89,19 @@ def as_stored(parts: tuple[Part, ...], stored: Mapping[str, Stored]) -> tuple[Pa
     """
     if parts and (joined := _whole(parts)) is not None and joined.name in stored:
         return (joined,)
-    return tuple(replace(part, packed=True) if f"{part.name}_blocks" in stored else part for part in parts)
+    return tuple(
+        replace(part, packed=True) if f"{part.name}_blocks" in stored else _turned(part, stored) for part in parts
+    )
+
+
+def _turned(part: Part, stored: Mapping[str, Stored]) -> Part:
+    """The part in the order of its axes that fits the file; in its family's where both do."""
+    if len(part.shape) < 3 or part.name not in stored:
+        return part
+    other = (part.shape[0], *part.shape[:0:-1])
+    if stored[part.name].shape not in {other} - {part.shape}:
+        return part
+    return replace(part, shape=other, transposed=not part.transposed)
 
 
 def _whole(parts: tuple[Part, ...]) -> Part | None:
@@ -124,15 +136,16 @@ def write_part(part: Part, kernel_NEK: np.ndarray) -> np.ndarray:
     """The tensor of a part, from [N, E · K]."""
     rows, columns = part.rectangle
     values = kernel_NEK[part.row : part.row + rows, part.column : part.column + columns]
-    if len(part.shape) == 2:
-        return values
+    if len(part.shape) <= 2:
+        return values.reshape(part.shape)
     order = (1, 0, 2) if part.transposed else (1, 2, 0)
     return values.reshape(rows, part.shape[0], -1).transpose(order)
 
 
 def _read(part: Part, stored: Mapping[str, Stored], rows: slice, columns: slice) -> np.ndarray:
-    if len(part.shape) == 2:
-        return read_slice(stored[part.name], part.name, (rows, columns))
+    if len(part.shape) <= 2:
+        cut = (rows, columns)[-len(part.shape) :]
+        return read_slice(stored[part.name], part.name, cut).reshape(rows.stop - rows.start, -1)
     num_in = part.rectangle[1] // part.shape[0]
     experts = range(columns.start // num_in, -(-columns.stop // num_in))
     kernels = [_read_expert(part, stored, expert, rows) for expert in experts]

@@ -174,7 +174,7 @@ def _in_best_groups(value_TE: jax.Array, router: Router) -> jax.Array:
     if router.groups == 1:
         return value_TE
     grouped = value_TE.reshape(len(value_TE), router.groups, -1)
-    best = jax.lax.top_k(grouped, 2)[0].sum(-1)
+    best = jax.lax.top_k(grouped, 1 if router.group_value == "best" else 2)[0].sum(-1)
     _, chosen = jax.lax.top_k(best, router.top_groups)
     inside = (chosen[:, :, None] == jnp.arange(router.groups)).any(1)
     return jnp.where(inside[:, :, None], grouped, -jnp.inf).reshape(value_TE.shape)

@@ -14,7 +14,7 @@ from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.models.attention import AttentionImplementation
 from lorafusion_jax.models.inputs import LayerInputs
 from lorafusion_jax.models.layer import DecoderLayer
-from lorafusion_jax.models.norm import shifted
+from lorafusion_jax.models.norm import layer_norm, shifted
 from lorafusion_jax.models.rope import query_scale, rope_tables
 from lorafusion_jax.models.segments import Segments
 from lorafusion_jax.models.stream import Stream
@@ -71,8 +71,10 @@ def run_layer(
     return layer(carried, inputs.at_layer(number), implementation)
 
 
-def final_norm(x_TD: Float[Array, "T D"], weight_D: Float[Array, " D"], config: ModelConfig) -> Float[Array, "T D"]:
+def final_norm(x_TD: Float[Array, "T D"], weight_D: Float[Array, "*2 D"], config: ModelConfig) -> Float[Array, "T D"]:
     """Computes the input of the head."""
+    if config.norm_kind == "layer":
+        return layer_norm(x_TD, weight_D, config.norm_eps)
     return rms_norm(x_TD, shifted(weight_D, config.norm_offset), eps=config.norm_eps)
 
 

@@ -52,6 +52,8 @@ class LatentSelfAttention(nnx.Module):
         q_rotary, rotary_k = self._turn(q_rotary, inputs), self._turn(rotary_k[:, None], inputs)
         k_rotary = jnp.broadcast_to(rotary_k, q_rotary.shape)
         q, k = (jnp.concatenate(pair, axis=-1) for pair in ((q_plain, q_rotary), (k_plain, k_rotary)))
+        if inputs.query_scales is not None and self.rope is not None:
+            q = q * inputs.query_scales[self.rope].astype(q.dtype)
         q, k, v = (_widened(y, spec.head_dim) for y in (q, k, v))
         o_THC = attention(q, k, v, inputs.segments, implementation=implementation, scale=spec.scale)
         o_TD = o_THC.reshape(rows, spec.heads, -1)[..., : spec.value_dim].reshape(rows, -1)

@@ -29,7 +29,7 @@ from lorafusion_jax.models.experts import MixtureOfExperts
 from lorafusion_jax.models.inputs import LayerInputs
 from lorafusion_jax.models.latent_attention import LatentSelfAttention
 from lorafusion_jax.models.mlp import MLP
-from lorafusion_jax.models.norm import RMSNorm
+from lorafusion_jax.models.norm import LayerNorm, RMSNorm
 from lorafusion_jax.models.parallel_experts import ParallelMixture
 from lorafusion_jax.models.per_layer_input import OwnInput
 from lorafusion_jax.models.self_attention import SelfAttention
@@ -173,6 +173,10 @@ class DecoderLayer(nnx.Module):
             return self._end(*self._enter("mlp", x_TD), feed, inputs)
         x_TD, h_TD = self._enter("attention", x_TD)
         o_TD = self._whole(mix)(h_TD)
+        if self.spec.around.parallel:
+            if "mlp" in self.spec.around.before:
+                x_TD, h_TD = self._enter("mlp", x_TD)
+            return x_TD + self._leave("attention", o_TD) + self._leave("mlp", feed(h_TD))
         if self.half == "attention":
             return x_TD + self._leave("attention", o_TD)
         x_TD, h_TD = self._enter("mlp", x_TD, self._leave("attention", checkpoint_name(o_TD, "o_out")))
@@ -220,5 +224,5 @@ class DecoderLayer(nnx.Module):
             y_TD = norm(checkpoint_name(y_TD, name))  # a norm's gradient needs its input
         return y_TD if self.spec.residual == 1 else y_TD * self.spec.residual
 
-    def _norm(self, names: dict[Half, str], half: Half) -> RMSNorm | None:
+    def _norm(self, names: dict[Half, str], half: Half) -> RMSNorm | LayerNorm | None:
         return getattr(self, names[half]) if half in names else None

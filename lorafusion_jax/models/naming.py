@@ -66,6 +66,9 @@ def _tensor(path: Path, shape: tuple[int, ...], family: Family, config: ModelCon
     if transposed and modules[-1] in EXPERTS:
         number = int(modules[1])
         parts = expert_parts(family, config.layer(number).linear(modules[-1]), number)
+    if config.norm_bias and leaf == "weight" and len(shape) == 2 and modules[-1] not in ("embed_tokens", "lm_head"):
+        names = (name, family.tensor_name(f"{stem}.bias"))
+        parts = tuple(Part(name=part, shape=shape[1:], row=row) for row, part in enumerate(names))
     return Tensor(
         name=name,
         shape=shape[::-1] if transposed else shape,

@@ -1,7 +1,8 @@
-"""Root-mean-square normalisation as a module. Dims: `D` normalised width."""
+"""Root-mean-square and layer normalisation as modules. Dims: `D` normalised width."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -39,3 +40,39 @@ class RMSNorm(nnx.Module):
 def shifted(weight: Float[Array, " D"], offset: float) -> Float[Array, " D"]:
     """weight + offset, in float32 so that small weights are not rounded away."""
     return weight if offset == 0 else weight.astype(jnp.float32) + offset
+
+
+class LayerNorm(nnx.Module):
+    """y = weight · (x - mean(x)) / √(var(x) + eps) + bias, in float32, cast back to the dtype of x.
+
+    Args:
+        bias: whether there is one; the leaf is then [2, D].
+    """
+
+    def __init__(self, width: int, *, eps: float, dtype: Any, bias: bool):
+        self.eps = eps
+        ones = jnp.ones((width,), dtype)
+        self.weight = nnx.Param(jnp.stack([ones, jnp.zeros_like(ones)]) if bias else ones)
+
+    def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
+        return layer_norm(x, self.weight[...], self.eps)
+
+    def rms_norm_with_residual(self, x: Float[Array, "*B D"]) -> tuple[Float[Array, "*B D"], Float[Array, "*B D"]]:
+        """Returns (x, norm of x)."""
+        return x, self(x)
+
+    def add_rms_norm(
+        self, x: Float[Array, "*B D"], delta: Float[Array, "*B D"]
+    ) -> tuple[Float[Array, "*B D"], Float[Array, "*B D"]]:
+        """Returns (x + delta, norm of x + delta)."""
+        return x + delta, self(x + delta)
+
+
+@functools.partial(jax.checkpoint, static_argnums=(2,), prevent_cse=False)
+def layer_norm(x: Float[Array, "*B D"], weight: jax.Array, eps: float) -> Float[Array, "*B D"]:
+    """The norm of `LayerNorm`, with a weight [D] or a weight and a bias [2, D]. Backward keeps x only."""
+    wide, weight = x.astype(jnp.float32), weight.astype(jnp.float32)
+    centred = wide - wide.mean(-1, keepdims=True)
+    y = centred * jax.lax.rsqrt(jnp.square(centred).mean(-1, keepdims=True) + eps)
+    y = y * weight if weight.ndim == 1 else y * weight[0] + weight[1]
+    return y.astype(x.dtype)

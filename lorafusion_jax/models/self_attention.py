@@ -124,10 +124,12 @@ class SelfAttention(nnx.Module):
         q, k, v = (y.reshape(y.shape[0], -1, self.spec.head_dim) for y in (q, k, v))
         if self.spec.v_norm:
             v = self._normalise_values(v)
-        if self.spec.qk_norm == "head":
+        if self.spec.qk_norm == "head" and not self.spec.turned_norm:
             q, k = self._normalise(q, k)
         if self.rope is not None:
             q, k = self._turn(q, inputs), self._turn(k, inputs)
+        if self.spec.turned_norm:
+            q, k = self._normalise(q, k)
         if inputs.query_scales is not None and self.rope is not None:
             q = q * inputs.query_scales[self.rope].astype(q.dtype)
         return q, k, v, gate_TD

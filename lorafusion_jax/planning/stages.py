@@ -60,6 +60,13 @@ def stage_layers(
             fix="mesh.stages: 1, and mesh.data or mesh.fsdp for more devices",
         )
     if wanted is not None:
+        if model.undivided and any(count % 1 for count in wanted):
+            raise ConfigError(
+                "mesh.layers",
+                f"mesh.layers: {list(wanted)}, and attention and MLP of this base ({model.family}) read one input.",
+                why="half a layer passes on one array",
+                fix="whole numbers of layers, or leave mesh.layers out",
+            )
         return check_layers(wanted, num_layers=model.num_layers, num_stages=num_stages)
     costs = modelled_costs(model, sample_tokens=min(SAMPLE_TOKENS, capacity_tokens))
     return split_layers(model.num_layers, num_stages, costs)
@@ -196,7 +203,9 @@ def modelled_costs(model: ModelConfig, *, sample_tokens: float = SAMPLE_TOKENS, 
     mlp = 4 * weights["mlp"] + PASSES * mean_over_layers(model, lambda layer: layer.gated_elements)
     attention = 4 * weights["attention"] + 7 * reach + PASSES * model.hidden_size
     return PartCosts(
-        layer=attention + mlp, attention=attention, head=4 * model.hidden_size * model.vocab_size * loss_share
+        layer=attention + mlp,
+        attention=None if model.undivided else attention,
+        head=4 * model.hidden_size * model.vocab_size * loss_share,
     )
 
 

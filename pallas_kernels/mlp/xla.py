@@ -41,7 +41,18 @@ ACTIVATIONS = {
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
     "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
     "relu2": lambda x: jnp.square(jax.nn.relu(x)),
+    "relu": jax.nn.relu,
 }
+
+
+@functools.partial(jax.checkpoint, static_argnums=(0,), prevent_cse=False)
+def activate(activation: str, x: Float[Array, "*B F"]) -> Float[Array, "*B F"]:
+    """activation(x) in float32, cast back. Backward keeps x only.
+
+    >>> activate("relu2", jnp.array([2.0, -1.0])).tolist()
+    [4.0, 0.0]
+    """
+    return ACTIVATIONS[activation](x.astype(jnp.float32)).astype(x.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -9,6 +9,7 @@ import pytest
 from safetensors import safe_open
 
 from lorafusion_jax.errors import CheckpointError
+from lorafusion_jax.families.multimodal import WRAPPERS
 from lorafusion_jax.models import ModelConfig, RopeScaling
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -107,6 +108,7 @@ def test_every_sixth_layer_of_gemma_3_sees_everything():
     ({"architectures": ["Qwen2ForCausalLM"]}, 32768),
     ({"max_position_embeddings": 256, "rope_scaling": {"type": "linear", "factor": 4}}, 1024),
     ({"max_position_embeddings": 256, "rope_scaling": {"rope_type": "llama3", **LLAMA3}}, 256),
+    ({"max_position_embeddings": 256, "rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, 256),
 ])  # fmt: skip
 def test_samples_beyond_the_positions_are_refused(changes, positions):
     config = read(**changes)
@@ -152,7 +154,9 @@ def test_unreadable_files_are_errors(text, tmp_path):
 @pytest.mark.parametrize(("changes", "message"), [
     ({"architectures": ["GPT2LMHeadModel"]}, "unknown architecture GPT2LMHeadModel"),
     ({"architectures": None, "model_type": "bert"}, "model_type 'bert'"),
-    ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "rope_type 'dynamic'"),
+    ({"rope_scaling": {"rope_type": "twisted", "factor": 4.0}}, "rope_type 'twisted'"),
+    ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0, "alpha": 9.0}}, "rope parameter 'alpha' of dynamic"),
+    ({"rope_scaling": {"rope_type": "mrope", "mrope_section": [2, 3, 3]}}, "mrope"),
     ({"rope_scaling": {"rope_type": "linear", "factor": 4.0, "beta_fast": 2}}, "rope parameter 'beta_fast' of linear"),
     ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "lacks low_freq_factor, high_freq_factor"),
     ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "differ between layers"),
@@ -188,8 +192,8 @@ def test_a_gemma_that_says_gelu_means_its_approximation(family, activation):
 
 def test_all_problems_come_in_one_message():
     with pytest.raises(CheckpointError) as caught:
-        read(architectures=["MambaForCausalLM"], hidden_act="relu", vocab_size=0, rope_scaling={"type": "dynamic"})
-    for message in ("MambaForCausalLM", "relu", "vocab_size=0", "dynamic"):
+        read(architectures=["MambaForCausalLM"], hidden_act="elu", vocab_size=0, rope_scaling={"type": "twisted"})
+    for message in ("MambaForCausalLM", "elu", "vocab_size=0", "twisted"):
         assert message in str(caught.value)
 
 
@@ -219,6 +223,26 @@ def test_config_round_trip(changes, tmp_path):
     assert ModelConfig.from_hf(tmp_path) == config
     for spelling in ("rope_scaling", "rope_parameters"):
         assert ModelConfig.from_hf({k: v for k, v in config.to_hf().items() if k != spelling}) == config
+
+
+def test_a_dynamic_rope_is_a_plain_one_up_to_the_last_position():
+    """transformers begins to stretch it after `max_position_embeddings`, and longer samples are refused."""
+    assert read(rope_scaling={"rope_type": "dynamic", "factor": 4.0}) == read()
+
+
+@pytest.mark.parametrize("wrapper", ["qwen2_vl", "qwen2_5_vl"])
+def test_published_qwen_vl_have_the_keys_of_their_text_beside_those_of_images(wrapper):
+    architecture = WRAPPERS[wrapper][0]
+    text = {key: value for key, value in LLAMA.items() if key != "architectures"} | {
+        "rope_theta": 1e6, "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]},
+    }  # fmt: skip
+    images = {"vision_config": {"depth": 2}, "image_token_id": 9, "vision_start_token_id": 3}
+    flat = ModelConfig.from_hf({"architectures": [architecture], "model_type": wrapper} | text | images)
+    nested = {"architectures": [architecture], "model_type": wrapper, "text_config": text} | images
+    assert flat == ModelConfig.from_hf(nested)
+    assert (flat.wrapper, flat.family, flat.qkv_bias) == (wrapper, f"{wrapper}_text", True)
+    with pytest.raises(CheckpointError, match="twist=2"):
+        ModelConfig.from_hf({"architectures": [architecture], "twist": 2} | text | images)
 
 
 def test_number_of_parameters_of_a_known_model():

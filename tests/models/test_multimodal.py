@@ -103,6 +103,7 @@ VLLM = {
     "gemma4_unified": EMBEDDED | TEXT_PART | {"model": "language_model.model"},
     "qwen3_5": QWEN,
     "qwen3_5_moe": QWEN,
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), QWEN),
 }
 SPEC = AdapterSpec(name="law", rank=3, alpha=4, targets=("q_proj", "up_proj"))
 

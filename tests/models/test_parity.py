@@ -4,6 +4,7 @@ Logits, loss, logits with an adapter that PEFT wrote, and the gradients of all o
 """
 
 from functools import cache
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -45,8 +46,12 @@ EACH = [case if case in DIFFERENTIATED else nightly(case) for case in CASES]
 @cache
 def program(case: str, *, gradients: bool = True):
     """Returns run(leaves, tokens, positions, segments) → ((loss, logits), gradients), and leaves of the adapter."""
-    spec, arrays = read_adapter(GOLDEN / case / "adapter")
-    model = load_decoder(GOLDEN / case, [spec], dtype=jnp.float32)
+    return program_of(GOLDEN / case, gradients=gradients)
+
+
+def program_of(folder: Path, *, gradients: bool):
+    spec, arrays = read_adapter(folder / "adapter")
+    model = load_decoder(folder, [spec], dtype=jnp.float32)
     graph, lora, frozen = nnx.split(model, nnx.LoRAParam, ...)
     leaves = {".".join(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(lora)}
     leaves = {name: np.asarray(leaf) for name, leaf in put_adapter(leaves, 0, arrays).items()}
@@ -75,8 +80,15 @@ def without_adapter(leaves: dict) -> dict:
 @cache
 def computed(case: str, *, gradients: bool = True) -> dict[str, np.ndarray]:
     """What the decoder computes, under the names of expected.safetensors."""
-    run, leaves = program(case, gradients=gradients)
     tokens = load_file(GOLDEN / case / "expected.safetensors")["tokens"]
+    return results_of(*program(case, gradients=gradients), tokens)
+
+
+def computed_of(folder: Path, tokens: np.ndarray, *, gradients: bool) -> dict[str, np.ndarray]:
+    return results_of(*program_of(folder, gradients=gradients), tokens)
+
+
+def results_of(run, leaves, tokens: np.ndarray) -> dict[str, np.ndarray]:
     inputs = (tokens, np.arange(len(tokens)), Segments.from_lengths([len(tokens)], len(tokens)))
     # Both with the program of the adapter; `test_packed_samples` also runs that of a bare model.
     (_, plain), _ = run(without_adapter(leaves), *inputs)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 import warnings
 from pathlib import Path
 
@@ -21,6 +22,10 @@ from lorafusion_jax.checkpoint.peft import read_adapter, write_adapter
 from lorafusion_jax.families.multimodal import WRAPPERS, auto_class
 from lorafusion_jax.families.table import FAMILIES
 from lorafusion_jax.models import ModelConfig
+
+sys.path.append(str(Path(__file__).parents[1] / "models"))
+from drawn import TOKENS, probe, tokens
+from test_drawn_families import FORWARD, ROWS, write
 
 GOLDEN = Path(__file__).parents[1] / "models" / "golden"
 PEERS = os.environ.get("LORAFUSION_PEERS", "")
@@ -39,6 +44,7 @@ WHOLE = {  # a multimodal model → the golden model that is its text part
     "gemma4 per layer": "gemma4_per_layer", "gemma4_unified": "gemma4_unified", "mistral3": "mistral_window",
     "mistral3 ministral": "ministral3", "qwen3_5": "qwen3_5", "qwen3_5_moe": "qwen3_5_moe",
 }  # fmt: skip
+CLASSES = {"mistral4": "Mistral4ForCausalLM"}  # of which transformers has no Auto class
 CASES = {case: case for case in TEXT} | {f"whole {name}": case for name, case in WHOLE.items()}
 LOGITS = 1e-4  # relative; float32, another library's order of sums through all layers
 
@@ -63,16 +69,20 @@ def computed(tmp_path_factory):
     (home / "job.json").write_text(json.dumps({"wholes": wholes}))
     script("make", home / "job.json")
     runs = []
-    for name, case in CASES.items():
+    bases |= {case: write(case, home / "drawn" / case) for case in FORWARD.values()}
+    for name, case in (CASES | {case: case for case in FORWARD.values()}).items():
         base, model = str(bases[name]), ModelConfig.from_hf(bases[name])
-        assert bool(model.wrapper) == (name != case)
-        spec, arrays = read_adapter(GOLDEN / case / "adapter")
+        assert bool(model.wrapper) == (name != case) or name in FORWARD.values()
+        spec, arrays = read_adapter((bases[case] if name == case else GOLDEN / case) / "adapter")
         folder = write_adapter(arrays, spec, base, home / "adapters" / name, multimodal=bool(model.wrapper))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the towers that are left out
             merge_arrays(base, spec, arrays, home / "merged" / name)
-        tokens = load_file(GOLDEN / case / "expected.safetensors")["tokens"].tolist()
-        every = {"class": auto_class(model.wrapper), "tokens": tokens}
+        if name in FORWARD.values():
+            ids = tokens(TOKENS, model.vocab_size)
+        else:
+            ids = load_file(GOLDEN / case / "expected.safetensors")["tokens"]
+        every = {"class": CLASSES.get(model.family, auto_class(model.wrapper)), "tokens": ids.tolist()}
         runs += [
             every | {"name": f"{name} base", "base": base, "adapter": None},
             every | {"name": name, "base": base, "adapter": str(folder)},
@@ -94,7 +104,17 @@ def test_an_adapter_changes_the_published_base_as_it_was_trained(name, computed)
     np.testing.assert_allclose(computed[f"{name} merged"] / scale, wanted["adapted"] / scale, atol=LOGITS)
 
 
+@pytest.mark.parametrize("case", FORWARD.values())
+def test_an_adapter_changes_a_drawn_base_as_it_was_trained(case, computed):
+    probes = ROWS[case]["probes"]
+    for name, what in ((f"{case} base", "logits"), (case, "adapted"), (f"{case} merged", "adapted")):
+        error = np.abs(np.subtract(probe(what, computed[name]), probes[what])).max()
+        assert error < LOGITS * probes[what][0], name
+    assert np.linalg.norm(computed[case] - computed[f"{case} base"]) > 100 * LOGITS * probes["logits"][0]
+
+
 def test_every_family_and_every_multimodal_model_is_among_them():
     families = {ModelConfig.from_hf(GOLDEN / case).family for case in CASES.values()}
-    assert families == set(FAMILIES)
-    assert {name.split()[0] for name in WHOLE} == set(WRAPPERS)
+    assert families | {*FORWARD} == set(FAMILIES)
+    wrappers = {ROWS[case]["config"]["model_type"] for case in FORWARD.values()} & {*WRAPPERS}
+    assert {name.split()[0] for name in WHOLE} | wrappers == set(WRAPPERS)

@@ -1,0 +1,126 @@
+"""Drawn models of families: logits, loss and gradients against transformers and PEFT in float64.
+
+`tests/peers/drawn_families.py` writes `drawn_families.jsonl`; weights are drawn from names, so that no file holds them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from functools import cache
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import test_parity
+from drawn import CASES_FILE, TOKENS, adapter, probe, tokens, weights
+from more_cases import nightly
+from safetensors.numpy import save_file
+
+from lorafusion_jax.config.peft_folder import text_name
+from lorafusion_jax.errors import ConfigError
+from lorafusion_jax.families.experts import Experts, Router
+from lorafusion_jax.models import ModelConfig, Segments
+from lorafusion_jax.models.experts import choose_experts
+from lorafusion_jax.planning.stages import stage_layers
+
+FILE = Path(os.environ.get("DRAWN", Path(__file__).parent / CASES_FILE))
+ROWS = {row["case"]: row for row in map(json.loads, FILE.read_text().splitlines())}
+VALUES, GRADIENTS = 1e-5, 1e-4  # relative, as in `test_parity`
+# The first model of each family; of every run those with a mechanism that no other has, forward only.
+EVERY_DAY = ("hunyuan_v1_dense", "glm4", "apertus", "starcoder2", "cohere2")
+FORWARD = {ModelConfig.from_hf(row["config"]).family: case for case, row in reversed(ROWS.items())}
+
+
+def write(case: str, folder: Path) -> Path:
+    """The model folder and the PEFT folder of a case."""
+    row = ROWS[case]
+    for part, shapes in (("", row["tensors"]), ("adapter", row["adapter"])):
+        (folder / part).mkdir(parents=True, exist_ok=True)
+        arrays = adapter(shapes) if part else weights(shapes, row["share"])
+        save_file(arrays, folder / part / f"{part}{'_' * bool(part)}model.safetensors")
+        config = row["adapter_config" if part else "config"]
+        (folder / part / f"{part}{'_' * bool(part)}config.json").write_text(json.dumps(config))
+    return folder
+
+
+@cache
+def folder_of(case: str, home: Path) -> Path:
+    return write(case, home / case)
+
+
+def compared(case: str, folder: Path, *, gradients: bool) -> dict[str, float]:
+    """Differences of the probes, relative to the length of what they probe."""
+    row, size = ROWS[case], ModelConfig.from_hf(ROWS[case]["config"]).vocab_size
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "only the text part")
+        values = test_parity.computed_of(folder, tokens(TOKENS, size), gradients=gradients)
+    in_file = {f"grad.{text_name(key)[0]}": f"grad.{key}" for key in row["adapter"]}
+    values = {in_file.get(name, name): array for name, array in values.items()}
+    differences = {"loss": abs(float(values.pop("loss")) / row["loss"] - 1)}
+    assert not gradients or values.keys() == row["probes"].keys(), values.keys() ^ row["probes"].keys()
+    least = 1e-3 * max(length for name, (length, *_) in row["probes"].items() if name.startswith("grad"))
+    for name, array in values.items():
+        wanted = row["probes"][name]
+        length = max(wanted[0], least) if name.startswith("grad") else wanted[0]
+        differences[name] = float(np.abs(np.subtract(probe(name, array), wanted)).max()) / length
+    return differences
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    return tmp_path_factory.mktemp("drawn")
+
+
+@pytest.mark.parametrize("case", EVERY_DAY)
+def test_a_drawn_model_computes_what_transformers_and_peft_do(case, home):
+    differences = compared(case, folder_of(case, home), gradients=False)
+    assert differences.keys() == {"loss", "logits", "adapted"}
+    assert max(differences.values()) < VALUES, differences
+
+
+@pytest.mark.parametrize("case", [nightly(case) for case in ROWS])
+def test_gradients_of_a_drawn_model_are_those_of_peft(case, home):
+    differences = compared(case, folder_of(case, home), gradients=True)
+    values = {name: error for name, error in differences.items() if not name.startswith("grad")}
+    assert max(values.values()) < VALUES, values
+    assert max(differences.values()) < GRADIENTS, differences
+
+
+@pytest.mark.parametrize("case", [nightly(case) for case in FORWARD.values()])
+def test_packed_samples_of_a_drawn_model_are_computed_as_alone(case, home):
+    folder = folder_of(case, home)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "only the text part")
+        run, leaves = test_parity.program_of(folder, gradients=False)
+    ids = tokens(TOKENS, ModelConfig.from_hf(folder).vocab_size)
+
+    def logits(lengths: tuple[int, ...], ids: np.ndarray) -> np.ndarray:
+        positions = np.concatenate([np.arange(length) for length in lengths])
+        return np.asarray(run(leaves, ids, positions, Segments.from_lengths(lengths, TOKENS))[0][1])
+
+    lengths, stop = (14, 5, TOKENS - 19), 0
+    packed = logits(lengths, ids)
+    for length in lengths:
+        start, stop = stop, stop + length
+        rest = TOKENS - length
+        alone = logits((length, rest), np.concatenate([ids[start:stop], np.zeros(rest, np.int32)]))[:length]
+        np.testing.assert_allclose(packed[start:stop], alone, rtol=0, atol=4e-6 * np.abs(alone).max())
+
+
+def test_half_a_layer_of_parallel_halves_is_refused():
+    config = ModelConfig.from_hf(ROWS["cohere2"]["config"])
+    assert [stage.count for stage in stage_layers(config, 2)] in ([1, 2], [2, 1])
+    with pytest.raises(ConfigError, match=r"attention and MLP of this base .cohere2. read one input"):
+        stage_layers(config, 2, [1.5, 1.5])
+
+
+@pytest.mark.parametrize(("value", "wanted"), [("best", {0, 1}), ("best two", {2, 3})])
+def test_the_best_group_is_that_of_the_best_expert_or_of_the_best_two(value, wanted):
+    router = Router(groups=2, top_groups=1, group_value=value, normalise=False)
+    experts = Experts(width=4, inner=4, count=4, active=2, router=router)
+    chosen, weights = choose_experts(jnp.log(jnp.array([[0.4, 0.05, 0.3, 0.25]])), experts)
+    assert {*chosen[0].tolist()} == wanted
+    np.testing.assert_allclose(weights.sum(), 0.45 if value == "best" else 0.55, rtol=1e-6)

@@ -1,0 +1,152 @@
+"""What transformers and PEFT compute of drawn models, in float64.
+
+    python drawn_families.py > tests/models/drawn_families.jsonl
+    python drawn_families.py --only glm4 --out FOLDER    # these cases, with their folders
+
+A row has a config, names and shapes of the checkpoint and of an adapter as both libraries save them, and probes of
+logits, loss and gradients, see `drawn`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import warnings
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import peft
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+sys.path.append(str(Path(__file__).parents[1] / "models"))
+from drawn import TOKENS, adapter, probe, tokens, weights
+from make_golden import TARGETS as OF_GOLDEN
+
+ROWS = map(
+    json.loads, Path(__file__).parents[1].joinpath("models/drawn_cases.jsonl").read_text(encoding="utf-8").splitlines()
+)
+CASES = {row["case"]: (row["class"], row["config"], row["share"]) for row in ROWS}
+TARGETS = [*OF_GOLDEN, "c_fc", "c_proj"]
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+warnings.filterwarnings("ignore")
+transformers.logging.set_verbosity_error()
+
+
+def shapes_in(file: Path) -> dict[str, list[int]]:
+    return {name: list(tensor.shape) for name, tensor in sorted(load_file(file).items())}
+
+
+def as_tensors(arrays: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
+    return {name: torch.from_numpy(np.array(array)) for name, array in arrays.items()}
+
+
+def peft_config(model: torch.nn.Module) -> peft.LoraConfig:
+    paths = [path for path, _ in model.named_modules()]
+    ends = {path.rsplit(".", 1)[-1] for path in paths if "visual" not in path}
+    targets, parameters = [name for name in TARGETS if name in ends], None
+    inside = next((path for path in paths if path.endswith(".experts")), None)
+    if inside is not None:
+        module = inside.split(".")[-2]
+        parameters = [path.replace("mlp.", f"{module}.") for path in EXPERTS]
+        beside = {path.split(".layers.")[1].split(".", 1)[1] for path in paths
+                  if f".{module}." in path and path.endswith("_proj")}  # fmt: skip
+        dense = {name.rsplit(".", 1)[-1] for name in beside}
+        parameters += sorted(f"{path}.weight" for path in beside)
+        targets = [name for name in targets if name not in dense]
+    if any("visual" in path for path in paths):
+        targets = rf".*language_model.*\.({'|'.join(targets)})"
+    return peft.LoraConfig(
+        r=2, lora_alpha=3, target_modules=targets, target_parameters=parameters, lora_dropout=0.0,
+        fan_in_fan_out=any(isinstance(module, transformers.pytorch_utils.Conv1D) for module in model.modules()),
+    )  # fmt: skip
+
+
+def write(case: str, folder: Path) -> dict:
+    name, changes, share = CASES[case]
+    config_class, model_class = getattr(transformers, f"{name}Config"), CLASSES.get(name, f"{name}ForCausalLM")
+    config = config_class(**changes)
+    model_class = getattr(transformers, model_class)
+    model_class(config).save_pretrained(folder)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    shapes = shapes_in(folder / "model.safetensors")
+    save_file(as_tensors(weights(shapes, share)), folder / "model.safetensors", {"format": "pt"})
+    model = model_class.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
+    model.config._experts_implementation = "eager"
+    model.eval()
+    adapted = peft.get_peft_model(model, peft_config(model))
+    adapted.save_pretrained(folder / "adapter")
+    (folder / "adapter" / "README.md").unlink(missing_ok=True)
+    adapter_shapes = shapes_in(folder / "adapter" / "adapter_model.safetensors")
+    values = adapter(adapter_shapes)
+    save_file(as_tensors(values), folder / "adapter" / "adapter_model.safetensors")
+    leaves = {path.replace(".default", ""): leaf for path, leaf in adapted.named_parameters() if "lora_" in path}
+    assert leaves.keys() == values.keys(), leaves.keys() ^ values.keys()
+    with torch.no_grad():
+        for path, leaf in leaves.items():
+            leaf.copy_(torch.from_numpy(values[path]))
+    text = getattr(config, "text_config", config)
+    ids = torch.from_numpy(tokens(TOKENS, text.vocab_size))[None].long()
+    mask = torch.ones_like(ids)
+    with torch.no_grad(), adapted.disable_adapter():
+        plain = adapted(input_ids=ids, attention_mask=mask).logits[0]
+    result = adapted(input_ids=ids, attention_mask=mask, labels=ids)
+    result.loss.backward()
+    arrays = {"logits": plain, "adapted": result.logits[0]}
+    arrays |= {f"grad.{path}": leaf.grad for path, leaf in leaves.items()}
+    probes = {path: probe(path, array.detach().numpy()) for path, array in arrays.items()}
+    return {
+        "case": case,
+        "share": share,
+        "config": json.loads((folder / "config.json").read_text()),
+        "tensors": shapes,
+        "adapter_config": {
+            key: value
+            for key, value in json.loads((folder / "adapter" / "adapter_config.json").read_text()).items()
+            if value not in (None, False, [], {}) and key != "base_model_name_or_path"
+        },
+        "adapter": adapter_shapes,
+        "loss": float(result.loss),
+        "probes": probes,
+    }
+
+
+CLASSES = {
+    "GPT2": "GPT2LMHeadModel",
+    **{name: f"{name}ForConditionalGeneration" for name in ("Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe")},
+}
+
+
+def _rounded(row: dict) -> dict:
+    """Nine digits of every probe."""
+    probes = {name: [float(f"{number:.9g}") for number in values] for name, values in row["probes"].items()}
+    return row | {"probes": probes}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--only", default="")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    for case in CASES:
+        if not case.startswith(tuple(options.only.split(","))):
+            continue
+        with TemporaryDirectory() as folder:
+            try:
+                row = write(case, options.out / case if options.out else Path(folder))
+            except Exception as error:
+                if not options.out:
+                    raise
+                import traceback
+
+                traceback.print_exc()
+                print(f"{case}: {type(error).__name__}: {error}"[:300], file=sys.stderr)
+                continue
+            print(json.dumps(_rounded(row), sort_keys=True, separators=(",", ":")), flush=True)
+            print(case, row["loss"], file=sys.stderr)
+
+
+main()
