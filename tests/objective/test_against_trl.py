@@ -28,7 +28,7 @@ FIRST_LOSS, LOSSES, GRADIENT, WAY = 1e-5, 1e-3, 1e-4, 1e-3
 # The first step of AdamW is g lr / (|g| + eps), here g but for |g| / eps. The programs are those of the 20 steps.
 ALONG = {"name": "adamw", "lr": 1e6, "eps": 1e6, "weight_decay": 0.0}
 QUICK = {
-    "batch": {"capacity_tokens": 256, "tile_tokens": 16},
+    "batch": {"capacity_tokens": 512, "tile_tokens": 16},
     "train": {"log_every_s": 0, "plan_seconds": 0.1, "block_layers": 1},
     "data": {"max_length": 60},
 }
