@@ -7,13 +7,10 @@ slots of either: of a plan (`Batches`) or of windows (`WindowPlanner`).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import jax
-import numpy as np
 
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.adapters.table import adapter_kind
@@ -31,7 +28,6 @@ from lorafusion_jax.data.references import EVAL, SetReferences
 from lorafusion_jax.data.sample_table import table_shape
 from lorafusion_jax.data.tokenized_set import TokenizedSet
 from lorafusion_jax.errors import CheckpointError, RunError
-from lorafusion_jax.layout.layer import RematPolicy
 from lorafusion_jax.models import ModelConfig
 from lorafusion_jax.report.format import count
 from lorafusion_jax.session.adapter_state import AdapterState
@@ -40,17 +36,16 @@ from lorafusion_jax.session.assembler import Assembler, Replicas, Shape, first_t
 from lorafusion_jax.session.base import check_tables, has_room_for_a_state, memory_warning, open_base, stages_for
 from lorafusion_jax.session.base_cache import BaseFiles
 from lorafusion_jax.session.calls import Capacity
-from lorafusion_jax.session.device_copy import InParts
 from lorafusion_jax.session.distant_stage import AnyStage, local_stages
 from lorafusion_jax.session.evaluation import Evaluation, HeldOut, evaluate
 from lorafusion_jax.session.executor import Executor
+from lorafusion_jax.session.facts import Facts
 from lorafusion_jax.session.first_weights import starting_weights
 from lorafusion_jax.session.growth import grow_stages
-from lorafusion_jax.session.leaves import HEAD_ROWS
 from lorafusion_jax.session.loop import Loop
 from lorafusion_jax.session.place_table import PlaceTable
 from lorafusion_jax.session.places import PlaceWeights, PlaceWriter, check_state
-from lorafusion_jax.session.processes import barrier, is_alone
+from lorafusion_jax.session.processes import is_alone
 from lorafusion_jax.session.reading import BASE, Reading, Times
 from lorafusion_jax.session.references import (
     BASE_ALONE,
@@ -64,12 +59,10 @@ from lorafusion_jax.session.references import (
 from lorafusion_jax.session.release import release_unused
 from lorafusion_jax.session.snapshot import Snapshot, Snapshots
 from lorafusion_jax.session.spans import Spans
-from lorafusion_jax.session.stage import Stage
-from lorafusion_jax.session.state import joined_parts, joined_sums, load_states
+from lorafusion_jax.session.state import load_states, read_adapter
 from lorafusion_jax.session.steps import Steps
 from lorafusion_jax.session.stream import stream_task
 from lorafusion_jax.session.task import AdapterProgress, Task, tasks_of
-from pallas_kernels import config_store
 from scheduling import Slot
 from scheduling.pipeline import Event
 from scheduling.window import Tail
@@ -374,7 +367,7 @@ class Session:
 
     def lacks_memory(self, config: JobConfig) -> str | None:
         """Returns why the devices cannot hold the adapters of a job; None if they can, or if it is unknown."""
-        return memory_warning(config, self._model, self.remat)
+        return memory_warning(config, self._model, self.stages[0].remat)
 
     @property
     def places(self) -> Places:
@@ -564,31 +557,17 @@ class Session:
         if trains and not self._has_room:
             self.drain()
         step = task.step + self.steps.num_waiting(name)
-        copies = trains and self._has_room
-        parts = self.executor.read(lambda stage: self._read_stage(stage, place, name, optimizer, copies))
-        sum_parts = self.executor.read(lambda stage: stage.adapter_sums(place)) if sums else []
+        parts = read_adapter(
+            self.executor, place, name, optimizer=optimizer, sums=sums, copies=trains and self._has_room
+        )
 
         def wait() -> AdapterState:
-            states = dict(zip(self.executor.local_stages, [part.result() for part in parts], strict=True))
-            parts.clear()
-            weights, state = joined_parts(states, self.executor.links)
-            begun: dict[str, Any] = {}
-            if sum_parts:
-                of_stages = dict(zip(self.executor.local_stages, [part.result() for part in sum_parts], strict=True))
-                begun["sums"], begun["totals"] = joined_sums(of_stages, self.executor.links, self.stages[0].mesh.tensor)
-            return AdapterState(step=step, data=task.source.digest, weights=weights, optimizer=state, **begun)
+            return AdapterState(step=step, data=task.source.digest, **parts())
 
         if is_alone() and (self._has_room or not trains):
             return wait
         state = wait()  # with several processes it may be collective, so it cannot run in the background
         return lambda: state
-
-    def _read_stage(self, stage: Stage, place: int, name: str, optimizer: bool, copies: bool) -> tuple[Any, Any]:
-        """Returns leaves and optimizer state of an adapter on a stage."""
-        if optimizer and copies:
-            return stage.copy_state(place)
-        state = stage.adapter(place), stage.optimizers[name] if optimizer else {}
-        return jax.tree.map(lambda leaf: InParts(leaf.shape, [leaf], 0), state) if is_alone() else state
 
     def forget(self, name: str) -> None:
         """Frees a place without reading its state. Waits for the slots that were issued while its adapter trains."""
@@ -730,24 +709,6 @@ class Session:
         load_states(self.stages, states)
         self._unstarted = []
 
-    def join_spans(self) -> None:
-        """Adds what other processes have recorded of their stages. Collective over processes, once training has ended.
-
-        Clocks are compared by when all processes are here, up to milliseconds.
-        """
-        links = self.executor.links
-        if not links.apart:
-            return
-        self.spans.stop()
-        barrier()
-        mine = {"spans": np.frombuffer(self.spans.recorded(), np.uint8)}
-        empty = {"spans": np.empty(0, np.uint8)}
-        first, *others = links.local
-        trees = links.share({first: mine, **dict.fromkeys(others, empty)})
-        for stage, tree in enumerate(trees):
-            if stage not in links.local and tree["spans"].size:
-                self.spans.take(tree["spans"].tobytes())
-
     def close(self) -> None:
         """Ends the threads of the session."""
         if self._reading is not None:
@@ -758,60 +719,9 @@ class Session:
             self.executor.close()
 
     @property
-    def state_bytes(self) -> int:
-        """Size of the state of a `snapshot`, with the copies of all replicas. Collective over processes."""
-        return sum(self._by_stage(lambda stage: sum(leaf.nbytes for leaf in jax.tree.leaves(stage.trainable_arrays()))))
-
-    def _by_stage[T](self, read: Callable[[Stage], T]) -> list[T]:
-        local = self.executor.local_stages
-        return self.executor.links.by_stage({index: read(stage) for index, stage in local.items()})
-
-    @property
-    def num_trainable(self) -> int:
-        """Number of parameters of the adapters."""
-        parts = self.stages[0].parts
-        shapes = parts.leaves.own_shapes(self.stages[0].occupied).values()
-        return sum(
-            math.prod(shape)
-            for leaves in shapes
-            for name, shape in leaves.items()
-            if parts.leaves.columns[name].leaf.trainable and not (name == HEAD_ROWS and parts.model.tie_embeddings)
-        )
-
-    @property
-    def stored(self) -> dict[str, int]:
-        """Elements stored on the devices of one replica: weights, gradients, moments. Collective over processes."""
-        counts = self._by_stage(lambda stage: stage.count_elements())
-        return {kind: sum(of_stage[kind] for of_stage in counts) for kind in counts[0]}
-
-    @property
-    def num_frozen(self) -> int:
-        return self._model.num_parameters  # not a sum over stages: a tied table is on two of them
-
-    @property
-    def layers(self) -> list[float]:
-        """Number of layers of each stage."""
-        return [stage.extent.count for stage in self.stages]
-
-    @property
-    def remat(self) -> RematPolicy:
-        return self.stages[0].remat
-
-    @property
-    def memory_warning(self) -> str | None:
-        return self.lacks_memory(self.config)
-
-    @property
-    def device(self) -> dict[str, str]:
-        """Kind, platform and tuning table for run.json."""
-        device = jax.devices()[0]
-        table = config_store.used_digest(device.device_kind)
-        return {"device": device.device_kind, "platform": device.platform, "tuning_table": table}
-
-    @property
-    def peak_bytes(self) -> int | None:
-        """Peak memory in use on a device; None if the backend does not report it (CPU)."""
-        return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+    def facts(self) -> Facts:
+        """Figures of the session as it is now."""
+        return Facts(self.config, self.executor)
 
     @property
     def _model(self) -> ModelConfig:

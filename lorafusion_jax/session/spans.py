@@ -17,8 +17,11 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax import Array
 
+from lorafusion_jax.session.links import Links
+from lorafusion_jax.session.processes import barrier
 from scheduling import Plan
 from scheduling.pipeline import Event
 from scheduling.spans import Pause, Span
@@ -123,6 +126,23 @@ class Spans:
         for spans, rows in zip((self._spans, self._host), json.loads(recorded), strict=True):
             for kind, stage, slot, start, end, adapters in rows:
                 spans.append(Span(kind, stage, slot, now + start, now + end, tuple(adapters)))
+
+    def join(self, links: Links) -> None:
+        """Adds what other processes have recorded of their stages. Collective over processes, once training has ended.
+
+        Clocks are compared by when all processes are here, up to milliseconds.
+        """
+        if not links.apart:
+            return
+        self.stop()
+        barrier()
+        mine = {"spans": np.frombuffer(self.recorded(), np.uint8)}
+        empty = {"spans": np.empty(0, np.uint8)}
+        first, *others = links.local
+        trees = links.share({first: mine, **dict.fromkeys(others, empty)})
+        for stage, tree in enumerate(trees):
+            if stage not in links.local and tree["spans"].size:
+                self.take(tree["spans"].tobytes())
 
     def close(self, plan: Plan) -> Timeline:
         """Ends the threads and returns the measured timeline of a plan."""

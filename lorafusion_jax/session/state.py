@@ -19,8 +19,10 @@ from lorafusion_jax.session import leaves as lv
 from lorafusion_jax.session.adapter_state import AdapterState
 from lorafusion_jax.session.device_copy import InParts, read_together
 from lorafusion_jax.session.distant_stage import AnyStage, local_stages
+from lorafusion_jax.session.executor import Executor
 from lorafusion_jax.session.links import Links
 from lorafusion_jax.session.move import replicate, to_devices, to_host, to_stage
+from lorafusion_jax.session.processes import is_alone
 from lorafusion_jax.session.stage import Stage
 
 type Read = Callable[[Any], np.ndarray]
@@ -42,7 +44,7 @@ def gather(stages: Sequence[AnyStage], links: Links, *, read: Read = to_host) ->
     parts = links.share({index: _on_host(stage, read) for index, stage in local_stages(stages).items()})
     optimizers = [part.get("optimizers", {}) for part in parts]
     tensor = stages[0].mesh.tensor
-    loss, metrics = _split_loss({name: by_device(rows, tensor) for name, rows in parts[-1]["totals"].items()})
+    loss, metrics = _split_loss({name: _by_device(rows, tensor) for name, rows in parts[-1]["totals"].items()})
     arrays = {
         "lora": _own_arrays(stages[0].occupied, columns, [part.get("leaves", {}) for part in parts], lv.WEIGHTS),
         "sums": _own_arrays(stages[0].occupied, columns, [part.get("sums", {}) for part in parts], lv.SUMS),
@@ -171,38 +173,55 @@ def adapter_arrays(parts: Sequence[Mapping[str, Any]]) -> dict[str, np.ndarray]:
     return _join([host_leaves(part) for part in parts], lambda name: name)
 
 
-def joined_parts(
-    parts: Mapping[int, tuple[Any, Any]], links: Links
-) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Joins an adapter's leaves and its optimizer state, by path, of all stages. Collective over processes.
+def read_adapter(
+    executor: Executor, place: int, name: str, *, optimizer: bool, sums: bool, copies: bool
+) -> Callable[[], dict[str, Any]]:
+    """Returns a function that waits for the arrays of an `AdapterState`. Collective over processes.
 
-    See `StageState.part_of_state` for the inverse.
+    See `StageState.part_of_state` and `StageState.write_sums` for the inverse.
 
     Args:
-        parts: (leaves, optimizer state) of each stage of this process, of arrays or `InParts`.
+        optimizer, sums: with the state of its optimizer, with the sums of a begun global batch.
+        copies: the devices copy the state of the optimizer, because the adapter trains on.
     """
-    states = {
-        index: {"leaves": _transferred(leaves), "optimizer": _transferred(lv.by_path(optimizer))}
-        for index, (leaves, optimizer) in parts.items()
-    }
-    shared = links.share(states)
-    optimizer = _join([state.get("optimizer", {}) for state in shared], lv.leaf_of)
-    # Copies: a host array may be a view of a device array, which the next step overwrites.
-    copied = {path: np.array(leaf) for path, leaf in optimizer.items()}
-    return adapter_arrays([state["leaves"] for state in shared]), copied
+    links, tensor = executor.links, executor.stages[0].mesh.tensor
 
+    def read_stage(stage: Stage) -> tuple[Any, Any, Any]:
+        begun = stage.adapter_sums(place) if sums else ({}, {})
+        if optimizer and copies:
+            return *stage.copy_state(place), begun
+        weights, state = stage.adapter(place), stage.optimizers[name] if optimizer else {}
+        if is_alone():
+            weights, state = jax.tree.map(lambda leaf: InParts(leaf.shape, [leaf], 0), (weights, state))
+        return weights, state, begun
 
-def joined_sums(
-    parts: Mapping[int, tuple[Any, Any]], links: Links, tensor: int
-) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Joins what `Stage.adapter_sums` returns of all stages, rows by device. Collective over processes."""
-    states = {
-        index: {"sums": _transferred(sums), "totals": _transferred(totals)} for index, (sums, totals) in parts.items()
-    }
-    shared = links.share(states)
-    sums = _join([state.get("sums", {}) for state in shared], lambda name: name, partial(np.concatenate, axis=1))
-    totals = {name: by_device(rows, tensor) for name, rows in shared[-1].get("totals", {}).items()}
-    return sums, totals
+    futures = executor.read(read_stage)
+
+    def wait() -> dict[str, Any]:
+        stages = [future.result() for future in futures]
+        futures.clear()
+        parts = {
+            index: {
+                "weights": _transferred(leaves),
+                "optimizer": _transferred(lv.by_path(state)),
+                "sums": _transferred(begun[0]),
+                "totals": _transferred(begun[1]),
+            }
+            for index, (leaves, state, begun) in zip(executor.local_stages, stages, strict=True)
+        }
+        shared = links.share(parts)
+        weights, states, summed, totals = (
+            [part.get(key, {}) for part in shared] for key in ("weights", "optimizer", "sums", "totals")
+        )
+        # Copies: a host array may be a view of a device array, which the next step overwrites.
+        return {
+            "weights": adapter_arrays(weights),
+            "optimizer": {path: np.array(leaf) for path, leaf in _join(states, lv.leaf_of).items()},
+            "sums": _join(summed, lambda name: name, partial(np.concatenate, axis=1)),
+            "totals": {key: _by_device(rows, tensor) for key, rows in totals[-1].items()},
+        }
+
+    return wait
 
 
 def _transferred(arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -262,7 +281,7 @@ def _flat_optimizers(optimizers: Mapping[str, Any]) -> dict[str, dict[str, Any]]
     return {name: lv.by_path(state) for name, state in optimizers.items()}
 
 
-def by_device(rows: Any, tensor: int) -> np.ndarray:
+def _by_device(rows: Any, tensor: int) -> np.ndarray:
     """Returns rows of replicas as rows of devices."""
     rows = np.asarray(rows)
     spread = np.zeros((tensor * len(rows), *rows.shape[1:]), rows.dtype)

@@ -112,7 +112,7 @@ class Run:
             RunError: a device failed or the disk is full. The last checkpoint is intact.
         """
         with ExitStack() as resources, self._record_end():
-            self._store.check_space(self._session.state_bytes)
+            self._store.check_space(self._session.facts.state_bytes)
             self._emit_start()
             for event in self._start_up.events:
                 self._listener(event)
@@ -136,7 +136,7 @@ class Run:
             )
             self._listener(
                 result.event(
-                    self._session.peak_bytes,
+                    self._session.facts.peak_bytes,
                     evaluation_s=round(self._evaluations.seconds, 3),
                     saving_s=round(self._saver.paused_s, 3),
                 )
@@ -172,9 +172,9 @@ class Run:
         try:
             yield
         except Interrupted:
-            self._session.join_spans()
+            self._session.spans.join(self._session.executor.links)
             raise
-        self._session.join_spans()
+        self._session.spans.join(self._session.executor.links)
 
     @contextmanager
     def _record_end(self) -> Iterator[None]:
@@ -222,20 +222,20 @@ class Run:
             self._export(adapter.name, slot)
 
     def _emit_start(self) -> None:
-        session, progress = self._session, self._progress.adapters
+        facts, progress = self._session.facts, self._progress.adapters
         predicted = None
         if is_first():
-            self._folder.write_record(self._folder.read_record() | session.device)
+            self._folder.write_record(self._folder.read_record() | facts.device)
             job = self._job
             predicted = predicted_run(job.config, job.prepared, job.plan, processes=jax.process_count())
         self._listener(
             RunStarted(
                 slot=self._progress.slot,
-                device=session.device["device"],
+                device=facts.device["device"],
                 mesh=self._job.config.mesh.model_dump(include={"stages", "data", "fsdp", "tensor"}),
-                layers=session.layers,
-                remat=session.remat,
-                memory_warning=session.memory_warning,
+                layers=facts.layers,
+                remat=facts.remat,
+                memory_warning=facts.memory_warning,
                 data_notes=data_notes(self._job.config, self._job.prepared),
                 slots=len(self._job.plan.slots),
                 density=round(self._job.plan.density, 4),
@@ -251,10 +251,10 @@ class Run:
                 },
                 capacity_tokens=self._job.plan.capacity_tokens,
                 sizes=slots_of_sizes(self._job.plan),
-                trainable=session.num_trainable,
-                stored=session.stored,
+                trainable=facts.num_trainable,
+                stored=facts.stored,
                 plan=self._job.plan.digest,
-                frozen=session.num_frozen,
+                frozen=facts.num_frozen,
             )
         )
 

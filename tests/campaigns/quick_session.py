@@ -30,6 +30,7 @@ from lorafusion_jax.session.ahead import Ahead
 from lorafusion_jax.session.assembler import Assembler
 from lorafusion_jax.session.evaluation import Evaluation
 from lorafusion_jax.session.loop import Loop
+from lorafusion_jax.session.references import ReferenceQueue
 from lorafusion_jax.session.steps import Steps
 from lorafusion_jax.session.task import AdapterProgress, step_rates, tasks_of
 from scheduling import Plan, SampleRef
@@ -107,6 +108,7 @@ class QuickExecutor:
     sick: ClassVar[dict[str, int]] = {}
 
     def __init__(self, stages: int, replicas: int):
+        self.links = None
         self.stages, self.local_replicas = tuple(range(stages)), list(range(replicas))
         self.states: dict[str, State] = {}
         self._rows: dict[int, Microbatch] = {}
@@ -164,6 +166,9 @@ class QuickSpans:
     def pause(self, what: str) -> Iterator[None]:
         yield
 
+    def join(self, links: None) -> None:
+        pass
+
     def bubble_share(self) -> None:
         return None
 
@@ -182,14 +187,16 @@ class QuickSession:
         self.steps = Steps(self.executor, self.tasks)  # type: ignore[arg-type]
         self.loop = Loop(self.executor, self.steps, self.index)  # type: ignore[arg-type]
         self.run, self.drain = self.loop.run, self.loop.drain
+        self.references = ReferenceQueue(self.executor)  # type: ignore[arg-type]
         self.spans = QuickSpans()
         self.reading = SimpleNamespace(
             from_cache=False, take_notices=lambda: [], wait_stored=lambda timeout: True, times=(0.0, 0.0)
         )
-        self.layers, self.remat, self.memory_warning, self.peak_bytes = [1.0] * config.mesh.stages, "none", None, None
-        self.state_bytes, self.num_trainable, self.num_frozen = 1 << 10, 1, 1
-        self.stored = {"weights": 1, "gradients": 1, "moments": 1}
-        self.device = {"device": "cpu", "platform": "cpu", "tuning_table": ""}
+        self.facts = SimpleNamespace(
+            layers=[1.0] * config.mesh.stages, remat="none", memory_warning=None, peak_bytes=None, state_bytes=1 << 10,
+            num_trainable=1, num_frozen=1, stored={"weights": 1, "gradients": 1, "moments": 1},
+            device={"device": "cpu", "platform": "cpu", "tuning_table": ""},
+        )  # fmt: skip
 
     @classmethod
     def open(cls, config: JobConfig, prepared: Prepared, **options: Any) -> QuickSession:
@@ -198,9 +205,6 @@ class QuickSession:
     @property
     def names(self) -> list[str]:
         return list(self.executor.states)
-
-    def join_spans(self) -> None:
-        pass
 
     def start_all(self, weights: Mapping[int, Any]) -> None:
         self._start(self._config)

@@ -77,7 +77,7 @@ def main() -> int:
     models.append(loop.models)
     signal.signal(signal.SIGTERM, lambda *_: loop.stop.set())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server decides when a worker ends
-    link.emit("ready", device=session.device["device"])
+    link.emit("ready", device=session.facts.device["device"])
     try:
         loop.run()
     finally:
