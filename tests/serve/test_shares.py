@@ -25,9 +25,9 @@ class Session:
         self.left: dict[str, int] = {}
         self.starts: dict[str, list[float]] = {}
 
-    def submit(self, owner, seconds, *, priority=0, rank=16, deadline=None):
+    def submit(self, owner, seconds, *, priority=0, rank=16, deadline=None, stream=False):
         name = f"{owner}-{next(self.numbers)}"
-        spec = {"lora": {"kind": "lora", "rank": rank}}
+        spec = {"lora": {"kind": "lora", "rank": rank}} | ({"stream": {}} if stream else {})
         row = {"id": name, "owner": owner, "base": "tiny", "spec": spec, "rank": rank, "state": "queued", "place": None}
         row |= {"priority": priority, "deadline": deadline, "step": 0, "steps": seconds, "epoch": 1}
         self.rows.append(row)
@@ -120,6 +120,22 @@ def test_a_higher_priority_takes_the_place_of_a_lower_one(tmp_path):
     session.run(5)
     running = {row["id"] for row in session.rows if row["state"] == "running"}
     assert running == {high, *low[2:], others[0]}
+
+
+def test_models_of_clients_keep_their_places_and_settled_jobs_leave_for_them(tmp_path):
+    session = Session(tmp_path)
+    jobs = [session.submit("ana", 500) for _ in range(PLACES)]
+    session.run(30)
+    models = [session.submit("ana", 1000, stream=True) for _ in range(PLACES + 1)]
+    session.run(20)
+    assert not session.starts.keys() & set(models)  # nobody has settled yet
+    session.run(100)
+    assert session.starts.keys() >= set(models[:PLACES])
+    session.submit("ben", 50, priority=50)
+    session.run(200)
+    assert [len(session.starts[model]) for model in models[:PLACES]] == [1] * PLACES
+    assert models[-1] not in session.starts  # models do not leave for each other
+    assert not session.ended.keys() & set(jobs)
 
 
 def test_a_job_leaves_only_if_its_place_holds_the_other(tmp_path):

@@ -194,6 +194,22 @@ def test_a_full_table_of_places_says_so(service, monkeypatch):
     assert models[1].rows(ROWS)[0] == 410
 
 
+def test_models_of_an_owner_share_its_weight(model, service):
+    models = [model, Model(service, session=model.session, seq=1), Model(service, owner="ben", rank=8)]
+    for one in models:
+        one.read(one.created["request_id"])
+
+    def weights() -> list[float]:
+        with service.db.read() as connection:
+            jobs = [log.find_model(connection, one.id, None)["job"] for one in models]
+            return [service.service.jobs.get(connection, job)["weight"] for job in jobs]
+
+    wait_for(lambda: weights() == [0.5, 0.5, 1.0])
+    models[2].ask(f"/sessions/{models[2].session}/finish", {})
+    models[1].ask("/unload_model", {"model_id": models[1].id})
+    wait_for(lambda: weights()[0] == 1.0)
+
+
 def test_bodies_are_unpacked_with_limits(model, service, monkeypatch):
     packed = {"Content-Encoding": "zstd"}
     whole = zstandard.ZstdCompressor().compress(model.body(ROWS, seq=model.number(None)))
@@ -418,7 +434,8 @@ def test_checkpoints_start_models_and_belong_to_their_owner(model, service):
     assert ben("GET", f"/training_runs/{model.id}") == 404
     assert ben("GET", f"/training_runs/{model.id}/checkpoints") == 404
     assert service.ask("GET", "/checkpoints", owner="ben")[1]["checkpoints"] == []
-    assert service.ask("GET", "/training_runs", owner="ben")[1]["training_runs"] == []
+    runs = service.ask("GET", "/training_runs", owner="ben")[1]["training_runs"]
+    assert {run["model_owner"] for run in runs} <= {"ben"}
     assert model.ask("/weights_info", {"tinker_path": path})[1]["lora_rank"] == 4
     run = service.ask("GET", f"/training_runs/{model.id}")[1]
     assert run["last_checkpoint"]["checkpoint_id"] == "weights/first"

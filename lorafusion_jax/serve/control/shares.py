@@ -2,7 +2,8 @@
 
 Higher priorities come first. Within a priority every user has a share of the places by weight: the user with the fewest
 places for its weight gets the next one, and its jobs follow their deadlines, then their arrival. A job leaves its place
-for one of a higher priority, and for one of a user who would still have fewer places for its weight after that.
+for one of a higher priority, and for one of a user who would still have fewer places for its weight after that. A model
+of the training API keeps its place until its client leaves, and a job that has settled leaves its own for a model.
 """
 
 from __future__ import annotations
@@ -100,10 +101,11 @@ class Shares:
 
     def _in_turn(self, rows: Sequence[Row], users: Mapping[str, _User], *, quotas: bool = True) -> Iterator[Row]:
         """Queued jobs, one after the other; the caller counts in `users` what it places before it asks for the next."""
-        queues: dict[int, dict[str, list[Row]]] = {}
+        queues: dict[tuple[bool, int], dict[str, list[Row]]] = {}  # models first
         for row in rows:
             if row["state"] == "queued":
-                queues.setdefault(row["priority"], {}).setdefault(row["owner"], []).append(row)
+                turn = "stream" in row["spec"], row["priority"]
+                queues.setdefault(turn, {}).setdefault(row["owner"], []).append(row)
         for _, by_user in sorted(queues.items(), reverse=True):
             for queue in by_user.values():
                 queue.sort(key=lambda row: inf if row["deadline"] is None else row["deadline"])
@@ -146,7 +148,8 @@ class Shares:
         names, first = {row["id"] for row in chosen}, dict[tuple[int, str, str, int], Row]()
         for row in rows:
             if row["state"] == "queued" and row["id"] not in names:
-                first.setdefault((row["priority"], row["owner"], str(row["spec"].get("lora")), row["rank"]), row)
+                kind = str((row["spec"].get("lora"), "stream" in row["spec"]))
+                first.setdefault((row["priority"], row["owner"], kind, row["rank"]), row)
         for row in self._in_turn([*first.values()], users):
             needs = kind_of(row["spec"]), row["rank"]
             fits = (other for other in staying if self.layout.find(*needs, taken - {other["place"]}) is not None)
@@ -160,7 +163,10 @@ class Shares:
         return row["priority"], -users[row["owner"]].level(), -self._since[row["id"]]
 
     def _yields(self, row: Row, waiting: Row, users: Mapping[str, _User], now: float) -> bool:
+        if "stream" in row["spec"]:
+            return False
         if row["priority"] != waiting["priority"]:
             return row["priority"] < waiting["priority"]
-        settled = now - self._since[row["id"]] >= SETTLE_S
-        return settled and users[row["owner"]].level(-1) >= users[waiting["owner"]].level(1)
+        if now - self._since[row["id"]] < SETTLE_S:
+            return False
+        return "stream" in waiting["spec"] or users[row["owner"]].level(-1) >= users[waiting["owner"]].level(1)

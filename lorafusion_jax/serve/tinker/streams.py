@@ -11,7 +11,7 @@ import secrets
 import shutil
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -25,6 +25,7 @@ from lorafusion_jax.serve.states import ENDED, StateError
 from lorafusion_jax.serve.store import tables as t
 from lorafusion_jax.serve.store.database import Database
 from lorafusion_jax.serve.store.jobs import Job, Jobs
+from lorafusion_jax.serve.store.keys import Limits, user_limits
 from lorafusion_jax.serve.tinker import checkpoints, futures
 from lorafusion_jax.serve.tinker.bodies import Receiver
 from lorafusion_jax.serve.tinker.futures import SERVER, USER, Row, Waiters
@@ -150,6 +151,13 @@ class Streams:
         """Removes a file or folder of the home with the next `taken`."""
         self._unneeded.append(path)
 
+    def _weights(self, connection: Connection) -> dict[str, float]:
+        """Weights of models that change: those of an owner share the owner's, however many there are."""
+        rows = [row for row in self.jobs.in_states(connection, "running") if is_stream(row)]
+        owners, limits = Counter(row["owner"] for row in rows), user_limits(connection)
+        wanted = {row["id"]: limits.get(row["owner"], Limits()).share / owners[row["owner"]] for row in rows}
+        return {row["id"]: wanted[row["id"]] for row in rows if row["weight"] != wanted[row["id"]]}
+
     def kept(self, connection: Connection, job: Job, step: int) -> None:
         """Takes that a state of a model is on the disk: requests up to it never run again."""
         self._unneeded.extend(forget_requests(connection, job["spec"]["stream"]["model"], step))
@@ -179,9 +187,12 @@ class Streams:
             leaving, returning, over = _models_to_change(connection)
             expired = connection.execute(select(t.api_futures.c.id).where(t.api_futures.c.until < time.time()).limit(1))
             has_expired = expired.first() is not None or bool(checkpoints.count_expired(connection))
-        if not (leaving or returning or over or reads or has_expired):
+            weights = self._weights(connection)
+        if not (leaving or returning or over or reads or has_expired or weights):
             return
         with self.db.write() as connection:
+            for job, weight in weights.items():
+                self.jobs.set(connection, job, weight=weight)
             for future in reads:
                 futures.note_read(connection, future)
             asked = [(model, "pause", "no sign of its client") for model in leaving]

@@ -153,7 +153,7 @@ class Models:
         elif command["command"] == "stop":
             model.leaves = True
         elif command["command"] == "weight" and model.stream is not None:
-            self._session.tasks[model.job].reweight(command["weight"])
+            model.stream.reweight(command["weight"])
         elif command["command"] == "request" and command["seq"] == model.received + 1 and not model.leaves:
             model.received += 1
             model.unanswered.add(command["seq"])
